@@ -1,0 +1,333 @@
+"""Precision policies: which dtype parameters, computation and outputs have.
+
+A [`Policy`][mpjax.Policy] is a `jmp.Policy` with normalised dtypes and optional overrides by
+path. It is a value: frozen, hashable, and read back from its own string.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import warnings
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import jmp
+import numpy as np
+
+T = TypeVar("T")
+
+# The real floating dtypes that a cast may change. float8 and int4 arrays are left alone: they
+# are storage formats whose scale lives elsewhere, so a plain cast would change their meaning.
+CASTABLE_DTYPES = frozenset(
+    np.dtype(d) for d in (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64)
+)
+HALF_DTYPES = frozenset({np.dtype(jnp.float16), np.dtype(jnp.bfloat16)})
+
+_DTYPE_NAMES = {
+    "bf16": "bfloat16",
+    "f16": "float16",
+    "f32": "float32",
+    "f64": "float64",
+    "full": "float32",
+    "bfloat16": "bfloat16",
+    "float16": "float16",
+    "float32": "float32",
+    "float64": "float64",
+}
+_KEYS = {"p": "params", "c": "compute", "o": "output"}
+# Separate the overrides in a policy's string; a pattern can hold neither.
+_OVERRIDE_SEPARATOR, _OVERRIDE_ARROW = ";", "=>"
+
+
+class UnusedOverrideWarning(UserWarning):
+    """An override pattern of a policy matched no path of the model or tree."""
+
+
+def is_castable(x: Any) -> bool:
+    """Whether a cast may change `x`: an array (or its shape and dtype) of a real float dtype."""
+    dtype = getattr(x, "dtype", None)
+    return isinstance(dtype, np.dtype) and dtype in CASTABLE_DTYPES and hasattr(x, "shape")
+
+
+def is_half(x: Any) -> bool:
+    """Whether `x` is a float16 or bfloat16 array."""
+    return is_castable(x) and x.dtype in HALF_DTYPES
+
+
+def _cast_leaf(x: Any, dtype: np.dtype) -> Any:
+    if not is_castable(x) or x.dtype == dtype:
+        return x
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return x.update(dtype=dtype)
+    if isinstance(x, np.generic):
+        return dtype.type(x)
+    # `astype` keeps an array's kind (numpy stays numpy) and, in eager mode, its sharding.
+    return x.astype(dtype)
+
+
+def path_string(path: tuple[Any, ...]) -> str:
+    """A tree path as `a/b/0`, the form that override patterns are matched against."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def path_matches(path: str, pattern: str) -> bool:
+    """Whether a shell-style `pattern` covers `path`, one of its parents, or the end of either.
+
+    `*` crosses `/`, so `*/BatchNorm_*` covers `BatchNorm_0`, `Block_1/BatchNorm_0` and everything
+    below them; so does a pattern without the leading `*/` if it names the path from its start.
+    """
+    anchored = "/" + path.strip("/")
+    pattern = pattern if pattern.startswith(("/", "*")) else "/" + pattern
+    return fnmatch.fnmatchcase(anchored, pattern) or fnmatch.fnmatchcase(anchored, pattern + "/*")
+
+
+def _normalise_dtype(field: str, value: Any) -> np.dtype:
+    try:
+        dtype = np.dtype(jnp.dtype(_DTYPE_NAMES.get(value, value) if isinstance(value, str) else value))
+    except TypeError:
+        dtype = None
+    if value is None or dtype not in CASTABLE_DTYPES:
+        raise ValueError(
+            f"Policy({field}={value!r}): not a real floating dtype; give one of float16, bfloat16, "
+            "float32, float64 (a string, a numpy dtype or a jax.numpy scalar type)."
+        )
+    return dtype
+
+
+def _normalise_overrides(overrides: Iterable[Any]) -> tuple[tuple[str, Policy], ...]:
+    if isinstance(overrides, dict):
+        overrides = tuple(overrides.items())
+    pairs = []
+    for pair in overrides:
+        if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and isinstance(pair[0], str)):
+            raise ValueError(f"Policy(overrides=...): expected (pattern, policy) pairs, got {pair!r}.")
+        pattern, policy = pair[0], get_policy(pair[1])
+        if not pattern or _OVERRIDE_SEPARATOR in pattern or _OVERRIDE_ARROW in pattern:
+            raise ValueError(
+                f"Policy(overrides=...): the pattern {pattern!r} must be non-empty and free of "
+                f"{_OVERRIDE_SEPARATOR!r} and {_OVERRIDE_ARROW!r}."
+            )
+        if policy.overrides:
+            raise ValueError(
+                f"Policy(overrides=...): the policy given for {pattern!r} has overrides of its own; "
+                "list them all on the outer policy instead (the first match wins)."
+            )
+        pairs.append((pattern, policy))
+    return tuple(pairs)
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy(jmp.Policy):
+    """The dtypes of parameters, of computation and of outputs; a `jmp.Policy`.
+
+    Args:
+        param_dtype: dtype in which parameters are stored.
+        compute_dtype: dtype in which matmuls and convolutions run.
+        output_dtype: dtype of what the model returns.
+        overrides: `(pattern, policy)` pairs; a shell-style pattern over the module or tree path
+            (`"*/BatchNorm_*"`), the first match wins, and covers everything below the path.
+
+    Dtypes are normalised to `numpy.dtype`, so policies compare and hash by value however the dtype
+    was spelt, and `get_policy(str(policy)) == policy`.
+
+    Raises:
+        ValueError: a dtype is not a real floating one, or an override is not such a pair.
+
+    Example:
+        >>> policy = Policy("float32", "float16", "float32")
+        >>> policy == Policy(jnp.float32, np.dtype("float16"), jnp.float32)
+        True
+        >>> str(policy)
+        'params=float32,compute=float16,output=float32'
+
+    Source: `jmp.Policy` (DeepMind), with the per-path overrides of Keras's per-layer policies.
+    """
+
+    overrides: tuple[tuple[str, Policy], ...] = ()
+
+    def __post_init__(self) -> None:
+        for field in ("param_dtype", "compute_dtype", "output_dtype"):
+            object.__setattr__(self, field, _normalise_dtype(field, getattr(self, field)))
+        object.__setattr__(self, "overrides", _normalise_overrides(self.overrides))
+
+    def cast_to_param(self, x: T) -> T:
+        """Casts the real floating leaves of a tree to the parameter dtype.
+
+        Everything else passes through untouched: integers, bools, complex, PRNG keys, float8 and
+        int4 arrays, Python scalars, `None`, non-arrays. A leaf that has the dtype already is
+        returned as it is; numpy stays numpy and a sharded array keeps its sharding.
+
+        Args:
+            x: any pytree; overrides are matched against its paths (`params/Dense_0/kernel`).
+
+        Example:
+            >>> half = get_policy("O3").cast_to_param({"w": np.ones(2, np.float32), "step": 3})
+            >>> half["w"].dtype, half["step"]
+            (dtype('float16'), 3)
+        """
+        return self._cast(x, "param_dtype")
+
+    def cast_to_compute(self, x: T) -> T:
+        """Casts the real floating leaves of a tree to the compute dtype (see `cast_to_param`)."""
+        return self._cast(x, "compute_dtype")
+
+    def cast_to_output(self, x: T) -> T:
+        """Casts the real floating leaves of a tree to the output dtype (see `cast_to_param`)."""
+        return self._cast(x, "output_dtype")
+
+    def for_path(self, path: str) -> Policy:
+        """The policy that holds at a module or tree path: the first matching override, else this.
+
+        Example:
+            >>> get_policy("O2").for_path("Block_0/BatchNorm_1").param_dtype
+            dtype('float32')
+        """
+        for pattern, policy in self.overrides:
+            if path_matches(path, pattern):
+                return policy
+        return self
+
+    def with_output_dtype(self, output_dtype: Any) -> Policy:
+        """This policy with another output dtype."""
+        return dataclasses.replace(self, output_dtype=output_dtype)
+
+    def _cast(self, tree: T, field: str) -> T:
+        if not self.overrides:
+            dtype = getattr(self, field)
+            return jax.tree.map(lambda x: _cast_leaf(x, dtype), tree)
+        paths = []
+
+        def cast(path: tuple[Any, ...], x: Any) -> Any:
+            paths.append(path_string(path))
+            return _cast_leaf(x, getattr(self.for_path(paths[-1]), field))
+
+        out = jax.tree_util.tree_map_with_path(cast, tree)
+        warn_unused_overrides(self, paths)
+        return out
+
+    def __str__(self) -> str:
+        own = f"params={self.param_dtype},compute={self.compute_dtype},output={self.output_dtype}"
+        rest = (f"{pattern}{_OVERRIDE_ARROW}{policy}" for pattern, policy in self.overrides)
+        return _OVERRIDE_SEPARATOR.join((own, *rest))
+
+
+def warn_unused_overrides(policy: Policy, paths: Iterable[str]) -> None:
+    """Warns of each override pattern that covers none of `paths`: a typo must not be silent."""
+    paths = list(paths)
+    for pattern, _ in policy.overrides:
+        # The patterns of level O2 stand for "any normalisation layer there may be".
+        if pattern not in NORM_PATTERNS and not any(path_matches(path, pattern) for path in paths):
+            shown = ", ".join(paths[:5]) + (", ..." if len(paths) > 5 else "")
+            warnings.warn(
+                f"the policy's override pattern {pattern!r} matched nothing; the paths here are: "
+                f"{shown or '(none)'}. Remove it or mend the pattern.",
+                UnusedOverrideWarning,
+                stacklevel=4,
+            )
+
+
+def _uniform(dtype: str) -> Policy:
+    return Policy(dtype, dtype, dtype)
+
+
+# Parameters of normalisation layers, by the names that Linen, NNX, Haiku and people give them.
+NORM_PATTERNS = ("*[Nn]orm*", "*/bn*")
+
+_MIXED_FLOAT16 = Policy("float32", "float16", "float32")
+# Keras's names: https://keras.io/api/mixed_precision/policy.
+# Apex's levels: https://nvidia.github.io/apex/amp.html#opt-levels; O2 keeps the parameters of
+# normalisation layers in float32 ("keep_batchnorm_fp32") while their outputs are half.
+NAMED_POLICIES = {
+    "mixed_float16": _MIXED_FLOAT16,
+    "mixed_bfloat16": Policy("float32", "bfloat16", "float32"),
+    "O0": _uniform("float32"),
+    "O1": _MIXED_FLOAT16,
+    "O2": Policy(
+        "float16",
+        "float16",
+        "float32",
+        tuple((pattern, Policy("float32", "float16", "float16")) for pattern in NORM_PATTERNS),
+    ),
+    "O3": _uniform("float16"),
+}
+
+
+def get_policy(policy: str | jmp.Policy) -> Policy:
+    """Reads a policy from its name or string.
+
+    Args:
+        policy: one of
+
+            - a `Policy` (returned as it is) or a `jmp.Policy`;
+            - jmp's grammar: `"params=float32,compute=float16,output=float32"`, short
+              `"p=f32,c=bf16"` (params default to float32, compute to params, output to compute), or
+              one dtype for all, `"float32"`, `"bf16"`; `"half"` is bfloat16 on a TPU, else float16;
+            - Keras's names: `"mixed_float16"`, `"mixed_bfloat16"` (params and output float32);
+            - Apex's levels: `"O0"` float32; `"O1"` = mixed_float16; `"O2"` half params and compute
+              with float32 norm parameters and output; `"O3"` all float16;
+            - what `str(policy)` gives, overrides included: `"p=f32,c=f16;*/head=>float32"`.
+
+    Raises:
+        ValueError: anything else; quotes it and lists what is accepted.
+
+    Example:
+        >>> get_policy("mixed_bfloat16").compute_dtype
+        dtype(bfloat16)
+        >>> get_policy("c=f16").output_dtype
+        dtype('float16')
+    """
+    if isinstance(policy, Policy):
+        return policy
+    if isinstance(policy, jmp.Policy):
+        return Policy(policy.param_dtype, policy.compute_dtype, policy.output_dtype)
+    if not isinstance(policy, str):
+        raise _unknown_policy(policy)
+    if policy in NAMED_POLICIES:
+        return NAMED_POLICIES[policy]
+    own, *rest = policy.split(_OVERRIDE_SEPARATOR)
+    overrides = []
+    for part in rest:
+        pattern, arrow, name = part.partition(_OVERRIDE_ARROW)
+        if not arrow:
+            raise _unknown_policy(policy, f"{part!r} is not of the form pattern{_OVERRIDE_ARROW}policy")
+        overrides.append((pattern.strip(), get_policy(name.strip())))
+    parsed = NAMED_POLICIES.get(own.strip()) or _parse_dtypes(own, policy)
+    # The string's own overrides come first: they are more particular than those of a named level.
+    return dataclasses.replace(parsed, overrides=(*overrides, *parsed.overrides)) if overrides else parsed
+
+
+def _parse_dtypes(text: str, policy: str) -> Policy:
+    """jmp's grammar: `key=dtype` pairs, or one dtype for everything."""
+    if "=" not in text:
+        return _uniform(_parse_dtype(text.strip(), policy))
+    given: dict[str, str] = {}
+    for part in text.split(","):
+        key, _, value = (word.strip() for word in part.partition("="))
+        key = _KEYS.get(key, key)
+        if key not in _KEYS.values():
+            raise _unknown_policy(policy, f"unknown key {key!r}")
+        if key in given:
+            raise _unknown_policy(policy, f"{key!r} is given twice")
+        given[key] = _parse_dtype(value, policy)
+    params = given.get("params", "float32")
+    compute = given.get("compute", params)
+    return Policy(params, compute, given.get("output", compute))
+
+
+def _parse_dtype(name: str, policy: str) -> str:
+    if name == "half":
+        return np.dtype(jmp.half_dtype()).name
+    if name not in _DTYPE_NAMES:
+        raise _unknown_policy(policy, f"unknown dtype {name!r}")
+    return _DTYPE_NAMES[name]
+
+
+def _unknown_policy(policy: Any, why: str = "") -> ValueError:
+    return ValueError(
+        f"get_policy({policy!r}): {why or 'not a policy'}. Accepted: an mpjax or jmp Policy; "
+        f"{', '.join(NAMED_POLICIES)}; one dtype of {', '.join(_DTYPE_NAMES)}, half; or "
+        "'params=DTYPE,compute=DTYPE,output=DTYPE' (short 'p=,c=,o='), which ';PATTERN=>POLICY' may follow."
+    )

@@ -1,0 +1,17 @@
+"""Test session set-up: four CPU devices, a GPU marker, names for doctests."""
+
+import os
+
+# Before JAX starts: shard_map and sharding tests need several devices on any machine.
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
+
+import jax
+import pytest
+
+
+def pytest_collection_modifyitems(items):
+    if any(device.platform == "gpu" for device in jax.devices()):
+        return
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="no GPU"))
