@@ -21,9 +21,7 @@ T = TypeVar("T")
 
 # The real floating dtypes that a cast may change. float8 and int4 arrays are left alone: they
 # are storage formats whose scale lives elsewhere, so a plain cast would change their meaning.
-CASTABLE_DTYPES = frozenset(
-    np.dtype(d) for d in (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64)
-)
+CASTABLE_DTYPES = frozenset(np.dtype(d) for d in (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64))
 HALF_DTYPES = frozenset({np.dtype(jnp.float16), np.dtype(jnp.bfloat16)})
 
 _DTYPE_NAMES = {
@@ -236,24 +234,6 @@ def _uniform(dtype: str) -> Policy:
 # Parameters of normalisation layers, by the names that Linen, NNX, Haiku and people give them.
 NORM_PATTERNS = ("*[Nn]orm*", "*/bn*")
 
-_MIXED_FLOAT16 = Policy("float32", "float16", "float32")
-# Keras's names: https://keras.io/api/mixed_precision/policy.
-# Apex's levels: https://nvidia.github.io/apex/amp.html#opt-levels; O2 keeps the parameters of
-# normalisation layers in float32 ("keep_batchnorm_fp32") while their outputs are half.
-NAMED_POLICIES = {
-    "mixed_float16": _MIXED_FLOAT16,
-    "mixed_bfloat16": Policy("float32", "bfloat16", "float32"),
-    "O0": _uniform("float32"),
-    "O1": _MIXED_FLOAT16,
-    "O2": Policy(
-        "float16",
-        "float16",
-        "float32",
-        tuple((pattern, Policy("float32", "float16", "float16")) for pattern in NORM_PATTERNS),
-    ),
-    "O3": _uniform("float16"),
-}
-
 
 def get_policy(policy: str | jmp.Policy) -> Policy:
     """Reads a policy from its name or string.
@@ -331,3 +311,22 @@ def _unknown_policy(policy: Any, why: str = "") -> ValueError:
         f"{', '.join(NAMED_POLICIES)}; one dtype of {', '.join(_DTYPE_NAMES)}, half; or "
         "'params=DTYPE,compute=DTYPE,output=DTYPE' (short 'p=,c=,o='), which ';PATTERN=>POLICY' may follow."
     )
+
+
+_MIXED_FLOAT16 = Policy("float32", "float16", "float32")
+# Keras's names: https://keras.io/api/mixed_precision/policy.
+# Apex's levels: https://nvidia.github.io/apex/amp.html#opt-levels; O2 keeps the parameters of
+# normalisation layers in float32 ("keep_batchnorm_fp32") while their outputs are half.
+NAMED_POLICIES = {
+    "mixed_float16": _MIXED_FLOAT16,
+    "mixed_bfloat16": Policy("float32", "bfloat16", "float32"),
+    "O0": _uniform("float32"),
+    "O1": _MIXED_FLOAT16,
+    "O2": Policy(
+        "float16",
+        "float16",
+        "float32",
+        tuple((pattern, Policy("float32", "float16", "float16")) for pattern in NORM_PATTERNS),
+    ),
+    "O3": _uniform("float16"),
+}
