@@ -307,7 +307,7 @@ def _all_finite(tree: Any, axis_name: Any) -> jax.Array:
 
 def _zeros(shapes: Any, grads: Any) -> Any:
     """Zero updates of the given shapes; made from the gradients where they fit, to share their sharding."""
-    treedef = jax.tree.structure(shapes)
+    treedef: Any = jax.tree.structure(shapes)
     likes = jax.tree.leaves(grads) if treedef == jax.tree.structure(grads) else [None] * treedef.num_leaves
     zeros = [
         jnp.zeros_like(like, s.dtype)
