@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import mpjax
 
@@ -99,7 +99,7 @@ def test_apply_gradients_equals_update_and_apply():
 
 def test_apply_gradients_takes_any_transformation():
     tx = optax.chain(optax.clip_by_global_norm(1.0), mpjax.dynamic_loss_scale(optax.sgd(0.1)))
-    params, state = mpjax.apply_gradients(tx, bad_like(), tx.init(PARAMS), PARAMS, value=jnp.float32(1.0))
+    params, _ = mpjax.apply_gradients(tx, bad_like(), tx.init(PARAMS), PARAMS, value=jnp.float32(1.0))
     assert_bitwise(params, PARAMS)
     params, _ = mpjax.apply_gradients(optax.sgd(0.5), GOOD, optax.sgd(0.5).init(PARAMS), PARAMS)
     np.testing.assert_allclose(params["b"], -0.125)
@@ -238,7 +238,8 @@ def test_weight_decay_and_clipping_act_on_true_gradients():
     expected, _ = inner.update(jax.grad(loss)(PARAMS), inner.init(PARAMS), PARAMS)
     state = tx.init(PARAMS)
     updates, _ = tx.update(jax.grad(mpjax.scale_loss(loss, state))(PARAMS), state, PARAMS)
-    assert_bitwise(updates, expected)
+    # Not bitwise: inside `cond` XLA fuses what runs op by op outside.
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=4 * np.finfo(np.float32).eps), updates, expected)
 
 
 def test_grads_are_scaled_unscales_by_the_scale_they_carry_also_when_it_changes():
@@ -393,7 +394,7 @@ def test_vmapped_ensemble_decides_for_each_member():
 @pytest.mark.parametrize("form", ["update", "apply"])
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_every_replica_of_a_shard_map_takes_the_same_decision_on_sharded_gradients(form, check_vma):
-    mesh = jax.make_mesh((4,), ("x",))
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
     tx = mpjax.dynamic_loss_scale(optax.adam(0.1), axis_name="x")
     params = jnp.arange(8.0)
     state = tx.init(params)
@@ -436,16 +437,24 @@ def test_pmap_replicas_agree():
         mpjax.check_progress(state, max_consecutive_skips=0)
 
 
-def test_sharded_params_under_jit_keep_their_sharding():
-    mesh = jax.make_mesh((4,), ("x",))
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("form", ["update", "apply"])
+def test_sharded_params_under_jit_keep_their_sharding(axis_type, form):
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(axis_type,))
     sharding = NamedSharding(mesh, PartitionSpec("x"))
     tx = mpjax.dynamic_loss_scale(optax.adam(0.1))
-    params = jax.device_put(jnp.arange(8.0), sharding)
-    state = jax.jit(tx.init)(params)
-    grads = jax.device_put(jnp.ones(8), sharding)
-    new, state = jax.jit(lambda g, s, p: mpjax.apply_gradients(tx, g, s, p))(grads, state, params)
+
+    def step(grads, state, params):
+        if form == "apply":
+            return mpjax.apply_gradients(tx, grads, state, params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    expected, _ = step(jnp.ones(8), tx.init(jnp.arange(8.0)), jnp.arange(8.0))
+    with jax.set_mesh(mesh):
+        params, grads = (jax.device_put(x, sharding) for x in (jnp.arange(8.0), jnp.ones(8)))
+        new, _ = jax.jit(step)(grads, jax.jit(tx.init)(params), params)
     assert new.sharding.is_equivalent_to(sharding, 1)
-    expected, _ = mpjax.apply_gradients(tx, jnp.ones(8), tx.init(jnp.arange(8.0)), jnp.arange(8.0))
     np.testing.assert_allclose(new, expected, rtol=1e-6)
 
 

@@ -63,7 +63,7 @@ def test_bad_dtype_is_refused_by_name(bad):
     [(("a;b", "float32"),), (("", "float32"),), ("float32",), (("a", "O2"),), ((1, "float32"),), (("a", "nope"),)],
 )
 def test_bad_override_is_refused(bad):
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match=r"override|policy"):
         mpjax.Policy("float32", "float16", "float32", bad)
 
 
