@@ -20,12 +20,17 @@ RESULTS = pathlib.Path(__file__).parent / "results"
 
 
 def interleaved(runs: dict[str, Callable[[], Any]], rounds: int, warmup: int = 3) -> dict[str, list[float]]:
-    """Seconds of each run in each round; a round times every run once, so that drift hits all alike."""
+    """Seconds of each run in each round; a round times every run once, so that drift hits all alike.
+
+    The order turns from round to round: what ran before leaves its traces in the caches.
+    """
     times: dict[str, list[float]] = {name: [] for name in runs}
+    names = list(runs)
     for i in range(warmup + rounds):
-        for name, run in runs.items():
+        names = names[1:] + names[:1] if i % 2 else names[::-1]
+        for name in names:
             start = time.perf_counter()
-            jax.block_until_ready(run())
+            jax.block_until_ready(runs[name]())
             if i >= warmup:
                 times[name].append(time.perf_counter() - start)
     return times
