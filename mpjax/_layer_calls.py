@@ -1,13 +1,15 @@
 """How one call of a layer is cast: the rules that Linen and NNX share.
 
-A layer is one of three kinds, told from its class. Normalisation and lookups compute in float32 and
-give the compute dtype. A recurrent cell keeps the dtype of its carry. Everything else computes in
-the compute dtype: what goes in is cast, what comes out is what its code makes of it.
+A layer is one of four kinds, told from its class. Normalisation and lookups compute in float32 and
+give the compute dtype. Flax's linear layers multiply in the compute dtype and add their bias in
+float32. A recurrent cell keeps the dtype of its carry. Everything else computes in the compute dtype:
+what goes in is cast, what comes out is what its code makes of it.
 """
 
 from __future__ import annotations
 
 import enum
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -20,11 +22,16 @@ from mpjax.policy import CASTABLE_DTYPES, _cast_leaf, is_castable, is_half
 
 # BatchNorm, LayerNorm, RMSNorm, ... in both of Flax's libraries, and what people call their own.
 _NORM_NAME = re.compile(r"Norm(\dd)?$")
+_LINEAR_NAMES = {
+    *("Dense", "DenseGeneral", "Linear", "LinearGeneral", "Einsum"),
+    *("Conv", "ConvTranspose", "ConvLocal"),
+}
 _CELL_NAMES = {"LSTMCell", "OptimizedLSTMCell", "SimpleCell", "GRUCell", "MGUCell", "ConvLSTMCell"}
 
 
 class Kind(enum.Enum):
     FLOAT32 = "computes in float32, gives the compute dtype"
+    LINEAR = "multiplies in the compute dtype, adds its bias in float32"
     CELL = "keeps its carry's dtype"
     PLAIN = "computes in the compute dtype"
 
@@ -40,6 +47,8 @@ def kind_of(cls: type, method: str) -> Kind:
         return Kind.FLOAT32
     if method == "__call__" and not _CELL_NAMES.isdisjoint(ours):
         return Kind.CELL
+    if not _LINEAR_NAMES.isdisjoint(ours):
+        return Kind.LINEAR
     return Kind.PLAIN
 
 
@@ -56,12 +65,28 @@ def is_real_float(dtype: Any) -> bool:
         return False
 
 
-def dtype_inside(kind: Kind, dtype: np.dtype) -> np.dtype | None:
-    """What the layer's own `dtype` attribute says during a call.
+def attributes_inside(kind: Kind, dtype: np.dtype, given: dict[str, Any]) -> dict[str, Any]:
+    """What a layer's attributes say during a call, of those that it has."""
+    # None where it computes in float32: NNX's norms would cast their statistics to anything else.
+    inside: dict[str, Any] = {"dtype": None if kind is Kind.FLOAT32 else dtype}
+    if kind is Kind.LINEAR and "promote_dtype" in given:
+        inside["promote_dtype"] = functools.partial(_promote_all_but_bias, given["promote_dtype"])
+    return {name: value for name, value in inside.items() if name in given}
 
-    None for a layer that computes in float32: NNX norms would cast their statistics to it.
+
+def casts_parameters(kind: Kind) -> bool:
+    """Whether a layer's code sees its parameters in the compute dtype, as it casts none itself."""
+    return kind in (Kind.PLAIN, Kind.CELL)
+
+
+def _promote_all_but_bias(promote: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    """Flax's `promote_dtype` of (inputs, kernel, bias), without the bias.
+
+    The gradient of a half bias would be a sum in half over all examples and positions.
     """
-    return None if kind is Kind.FLOAT32 else dtype
+    if len(args) == 1:  # NNX passes one tuple
+        return (*promote(args[0][:2], **kwargs), *args[0][2:])
+    return (*promote(*args[:2], **kwargs), *args[2:])
 
 
 def cast(tree: Any, dtype: np.dtype) -> Any:
@@ -69,13 +94,20 @@ def cast(tree: Any, dtype: np.dtype) -> Any:
     return jax.tree.map(lambda x: _cast_leaf(x, dtype), tree, is_leaf=_is_object)
 
 
-def call(fun: Callable[..., Any], kind: Kind, dtype: np.dtype, args: Any, kwargs: Any) -> Any:
-    """Calls a layer's method with what its kind asks for."""
+def call(
+    fun: Callable[..., Any], kind: Kind, dtype: np.dtype, args: Any, kwargs: Any, in_cell: bool = False
+) -> Any:
+    """Calls a layer's method with what its kind asks for.
+
+    A recurrent cell (`in_cell`) gets float32 from its linear layers: its gates are sums of two of them.
+    """
     if kind is Kind.FLOAT32:
         args, kwargs = _widen((args, kwargs))
         return cast(fun(*args, **kwargs), dtype)
     if kind is Kind.CELL:
         return _call_cell(fun, dtype, args, kwargs)
+    if kind is Kind.LINEAR:
+        return cast(fun(*args, **kwargs), np.dtype(np.float32) if in_cell else dtype)
     # An RNN hands its initial carry on to the cell, which keeps it as it is.
     held = {k: v for k, v in kwargs.items() if k == "initial_carry"}
     out = fun(*cast(args, dtype), **{**cast(kwargs, dtype), **held})

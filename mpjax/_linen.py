@@ -18,7 +18,17 @@ import flax.linen as nn
 import jax
 import numpy as np
 
-from mpjax._layer_calls import Kind, call, cast, cast_parameter, dtype_inside, is_real_float, kind_of, own_dtype
+from mpjax._layer_calls import (
+    Kind,
+    attributes_inside,
+    call,
+    cast,
+    cast_parameter,
+    casts_parameters,
+    is_real_float,
+    kind_of,
+    own_dtype,
+)
 from mpjax.policy import Policy, path_string, warn_unused_overrides
 
 
@@ -144,8 +154,11 @@ def _interceptor(run: _Run) -> Callable[..., Any]:
         # The compute dtype is what a module got from this policy and handed on to its layers.
         own = own_dtype(given, run.policy.compute_dtype, *_unset_dtype(run, module))
         kind, dtype = kind_of(type(module), method), own or placed.compute_dtype
-        with _configured(module, run, path, kind, dtype, fill_dtype=own is None):
-            out = fun() if method == "setup" else call(fun, kind, dtype, args, kwargs)
+        fields = {f.name: getattr(module, f.name) for f in dataclasses.fields(module) if f.name != "parent"}
+        inside = {} if own else attributes_inside(kind, dtype, fields)
+        inside["param"] = _param(module, run, path, dtype if casts_parameters(kind) else None)
+        with _attributes(module, inside):
+            out = fun() if method == "setup" else call(fun, kind, dtype, args, kwargs, _in_cell(module))
         above = run.policy if module.path == run.root else run.policy.for_path(path.rpartition("/")[0])
         return out if placed is above else cast(out, placed.output_dtype)
 
@@ -158,14 +171,12 @@ def _unset_dtype(run: _Run, module: Any) -> tuple[np.dtype, ...]:
     return tuple(np.dtype(d) for d in defaults if d is not None and is_real_float(d))
 
 
-@contextlib.contextmanager
-def _configured(
-    module: Any, run: _Run, path: str, kind: Kind, dtype: np.dtype, fill_dtype: bool
-) -> Iterator[None]:
-    """For the time of a call: the module's `dtype`, and what `self.param` stores and returns.
+def _in_cell(module: Any) -> bool:
+    return kind_of(type(module.parent), "__call__") is Kind.CELL
 
-    Set on the instance and taken back, because modules are frozen and may belong to somebody else.
-    """
+
+def _param(module: Any, run: _Run, path: str, dtype: np.dtype | None) -> Callable[..., Any]:
+    """`module.param`, which stores what the policy says and returns it cast to `dtype`."""
     make_parameter = module.param
 
     def param(name: str, init_fn: Any, *args: Any, **kwargs: Any) -> Any:
@@ -173,19 +184,28 @@ def _configured(
         run.paths.add(param_path)
         init_fn = _stored_in(init_fn, run.policy.for_path(param_path).param_dtype)
         value = make_parameter(name, init_fn, *args, **kwargs)
-        return value if kind is Kind.FLOAT32 else cast(value, dtype)
+        return value if dtype is None else cast(value, dtype)
 
-    given = vars(module).get("dtype")
-    fill_dtype = fill_dtype and any(f.name == "dtype" for f in dataclasses.fields(module))
-    object.__setattr__(module, "param", param)
-    if fill_dtype:
-        object.__setattr__(module, "dtype", dtype_inside(kind, dtype))
+    return param
+
+
+@contextlib.contextmanager
+def _attributes(module: Any, values: dict[str, Any]) -> Iterator[None]:
+    """Sets attributes for the time of a call.
+
+    Not for longer, and past Flax's guard: modules are frozen, and this one may be somebody else's.
+    """
+    given = {name: vars(module)[name] for name in values if name in vars(module)}
+    for name, value in values.items():
+        object.__setattr__(module, name, value)
     try:
         yield
     finally:
-        object.__delattr__(module, "param")
-        if fill_dtype:
-            object.__setattr__(module, "dtype", given)
+        for name in values:
+            if name in given:
+                object.__setattr__(module, name, given[name])
+            else:
+                object.__delattr__(module, name)
 
 
 def _stored_in(init_fn: Any, param_dtype: np.dtype) -> Any:
