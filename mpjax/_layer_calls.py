@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from mpjax.policy import CASTABLE_DTYPES, _cast_leaf, is_castable, is_half
+from mpjax.policy import CASTABLE_DTYPES, HALF_DTYPES, _cast_leaf, is_castable, is_half
 
 # BatchNorm, LayerNorm, RMSNorm, ... in both of Flax's libraries, and what people call their own.
 _NORM_NAME = re.compile(r"Norm(\dd)?$")
@@ -71,6 +71,8 @@ def attributes_inside(kind: Kind, dtype: np.dtype, given: dict[str, Any]) -> dic
     inside: dict[str, Any] = {"dtype": None if kind is Kind.FLOAT32 else dtype}
     if kind is Kind.LINEAR and "promote_dtype" in given:
         inside["promote_dtype"] = functools.partial(_promote_all_but_bias, given["promote_dtype"])
+    if dtype in HALF_DTYPES and given.get("attention_fn") is nnx.dot_product_attention:
+        inside["attention_fn"] = _attend_in_half
     return {name: value for name, value in inside.items() if name in given}
 
 
@@ -87,6 +89,22 @@ def _promote_all_but_bias(promote: Callable[..., Any], *args: Any, **kwargs: Any
     if len(args) == 1:  # NNX passes one tuple
         return (*promote(args[0][:2], **kwargs), *args[0][2:])
     return (*promote(*args[:2], **kwargs), *args[2:])
+
+
+def _attend_in_half(*args: Any, module: Any = None, **kwargs: Any) -> Any:
+    """NNX's attention along the path that it takes to record its weights.
+
+    Its other path is `jax.nn.dot_product_attention`, whose logits are float32: in the backward pass
+    float32 meets half in the matmuls, and float16 does not compile on a CPU.
+    """
+    return nnx.dot_product_attention(*args, module=module or _Unrecorded(), **kwargs)
+
+
+class _Unrecorded:
+    """Takes the place of a module that attention weights are sown into."""
+
+    def sow(self, *args: Any, **kwargs: Any) -> None:
+        pass
 
 
 def cast(tree: Any, dtype: np.dtype) -> Any:
@@ -159,5 +177,3 @@ def cast_parameter(value: Any, dtype: np.dtype) -> Any:
     return jax.tree.map(
         lambda x: _cast_leaf(x, dtype) if is_castable(x) and x.dtype == np.float32 else x, value
     )
-
-
