@@ -49,6 +49,8 @@ class _Run:
 _running = jax.make_user_context(None)
 # One class per model class and policy, so that equal models with equal policies are equal.
 _classes: weakref.WeakValueDictionary[tuple[type, Policy], type] = weakref.WeakValueDictionary()
+# Marks a module whose method runs: its calls of its own methods are its own code.
+_CALLED = "_mpjax_called"
 
 
 def with_policy(model: Any, policy: Policy) -> Any:
@@ -143,7 +145,7 @@ def _interceptor(run: _Run) -> Callable[..., Any]:
     def intercept(fun: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
         module, method = context.module, context.method_name
         # Not ours: a submodule with a policy of its own runs, or the module calls itself.
-        if _running.value != run or module.scope is None or "param" in vars(module):
+        if _running.value != run or module.scope is None or _CALLED in vars(module):
             return fun(*args, **kwargs)
         path = run.relative(module.path)
         run.paths.add(path)
@@ -157,8 +159,13 @@ def _interceptor(run: _Run) -> Callable[..., Any]:
         fields = {f.name: getattr(module, f.name) for f in dataclasses.fields(module) if f.name != "parent"}
         inside = {} if own else attributes_inside(kind, dtype, fields)
         inside["param"] = _param(module, run, path, dtype if casts_parameters(kind) else None)
-        with _attributes(module, inside):
-            out = fun() if method == "setup" else call(fun, kind, dtype, args, kwargs, _in_cell(module))
+        # A function that is lifted over the module (the body of a scan) also comes here as if it
+        # were a method: its code sees the module as configured, but a call of the module it is not.
+        if method == "setup" or not hasattr(type(module), method):
+            with _attributes(module, inside):
+                return fun(*args, **kwargs)
+        with _attributes(module, {**inside, _CALLED: True}):
+            out = call(fun, kind, dtype, args, kwargs, _in_cell(module))
         above = run.policy if module.path == run.root else run.policy.for_path(path.rpartition("/")[0])
         return out if placed is above else cast(out, placed.output_dtype)
 

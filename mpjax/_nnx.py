@@ -89,10 +89,10 @@ def _store_parameters(module: Any, path: tuple[Any, ...], policy: Policy) -> lis
 
 
 def _place(path: tuple[Any, ...], modules: dict[Any, Any], policy: Policy) -> _Placement | None:
-    """The placement of a module; None if it is left as it is, as its dtype is not one of a policy's."""
+    """The placement of a module; None for a container, and where the dtype is not one of a policy's."""
     module = modules[path]
     given = getattr(module, "dtype", None)
-    if not is_real_float(given):
+    if not is_real_float(given) or isinstance(module, (nnx.List, nnx.Dict)):
         return None
     placed = policy.for_path(_join(path))
     output_dtype = policy.output_dtype

@@ -34,9 +34,10 @@ def with_policy(model: M, policy: str | jmp.Policy | Policy) -> M:
     Args:
         model: a Linen or NNX module. A Linen model is configuration and is left as it is, except one
             made inside another module's method, which is part of that module already and is changed
-            in place. An NNX model is cloned: same arrays, new variables. The `dtype` field of a Linen
-            model itself (`dtype: Any = jnp.float32`, handed on to its layers) counts as set only if it
-            differs from the field's default.
+            in place. An NNX model is cloned: same arrays, new variables. The `dtype` of the model itself
+            (a field or constructor argument that it hands on to its layers, often float32 by default)
+            counts as set only if it differs from that default. An NNX method must not assign to its own
+            module's parameters (it sees a cast copy); other variables it may.
         policy: what `get_policy` reads. A pattern of its overrides that no module or parameter path
             matches is reported with an `UnusedOverrideWarning`: by Linen when the model is
             initialised or called, by NNX here.
@@ -85,12 +86,14 @@ def _not_a_flax_module(model: Any) -> TypeError:
         )
     library = type(model).__module__.partition(".")[0]
     ways_out = {
-        "haiku": "set the policy on the class: hk.mixed_precision.set_policy(Class, mpjax.get_policy(policy)).",
+        "haiku": "set the policy on the class, with "
+        "hk.mixed_precision.set_policy(Class, mpjax.get_policy(policy)).",
         "equinox": "cast the model and its inputs where you call it: "
         "policy.cast_to_compute(model)(policy.cast_to_compute(x)).",
     }
     return TypeError(
-        f"with_policy({_shortened(model)}, ...): a {type(model).__qualname__} is not a Flax Linen or NNX module; "
+        f"with_policy({_shortened(model)}, ...): a {type(model).__qualname__} is not a Flax Linen or "
+        "NNX module; "
         + ways_out.get(
             library,
             "for a plain JAX function cast its parameters and inputs with policy.cast_to_compute; "
