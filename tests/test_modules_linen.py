@@ -12,10 +12,10 @@ import numpy as np
 import optax
 import pytest
 from flax.training.train_state import TrainState
+from flax_models import LINEN, MLP, HandsDtypeOn, ResNet, Transformer
+from measures import equations, half_share, matmuls, relative_error
 
 import mpjax
-from tests.flax_models import LINEN, MLP, HandsDtypeOn, ResNet, Transformer
-from tests.measures import equations, half_share, matmuls, relative_error
 
 HALVES = ["float16", "bfloat16"]
 F16 = jnp.dtype("float16")
