@@ -15,6 +15,7 @@ from mpjax.loss_scale import unscaled as unscaled
 from mpjax.loss_scale import value_and_grad as value_and_grad
 from mpjax.master_weights import MasterWeightsState as MasterWeightsState
 from mpjax.master_weights import master_weights as master_weights
+from mpjax.modules import with_policy as with_policy
 from mpjax.policy import Policy as Policy
 from mpjax.policy import UnusedOverrideWarning as UnusedOverrideWarning
 from mpjax.policy import get_policy as get_policy
