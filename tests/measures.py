@@ -65,9 +65,7 @@ def matmul_flops(eqn: Any) -> int:
 def matmuls(fun: Any, *args: Any) -> list[Equation]:
     """The matmuls and convolutions on real floats of a function's jaxpr, all levels deep."""
     found = equations(jax.make_jaxpr(fun)(*args))
-    return [
-        e for e in found if e.name in MATMULS and all(jnp.issubdtype(d, jnp.floating) for d in e.in_dtypes)
-    ]
+    return [e for e in found if e.name in MATMULS and all(jnp.issubdtype(d, jnp.floating) for d in e.in_dtypes)]
 
 
 def half_share(fun: Any, *args: Any) -> float:
