@@ -67,13 +67,9 @@ def _plot_loss_scale(axis: Any, metrics: Sequence[Mapping[str, Any]], epochs: Se
     axis.set_ylim(min(scales, default=1) / 4, max(scales, default=1) * 4)
     axis.set_ylabel("loss scale")
     totals = [line["skipped_steps"] for line in metrics]
-    skipped = [
-        (epoch, scale) for epoch, scale, gain in zip(epochs, scales, _gains(totals), strict=True) if gain
-    ]
+    skipped = [(epoch, scale) for epoch, scale, gain in zip(epochs, scales, _gains(totals), strict=True) if gain]
     if skipped:
-        axis.plot(
-            *zip(*skipped, strict=True), "v", color=_SKIP, markersize=7, label="epoch with skipped steps"
-        )
+        axis.plot(*zip(*skipped, strict=True), "v", color=_SKIP, markersize=7, label="epoch with skipped steps")
         axis.legend(frameon=False)
 
 

@@ -81,9 +81,7 @@ class Config:
     save_every: float = 60.0
     """Seconds between two checkpoints (there is one at the end and on interruption anyway)."""
 
-    workers: Annotated[int, tyro.conf.arg(help_behavior_hint="(default: number of cores)")] = (
-        os.cpu_count() or 1
-    )
+    workers: Annotated[int, tyro.conf.arg(help_behavior_hint="(default: number of cores)")] = os.cpu_count() or 1
     """Threads that decode images of --data-dir."""
 
     def __post_init__(self) -> None:
@@ -97,9 +95,7 @@ class Config:
         for name in ("momentum", "label_smoothing", "max_unreadable"):
             self._require(name, 0 <= getattr(self, name) < 1, "must be at least 0 and below 1")
         if self.data_dir is None and self.image_size not in (None, 8):
-            raise UsageError(
-                f"--image-size {self.image_size}: the digits are 8x8; leave it out or give --data-dir."
-            )
+            raise UsageError(f"--image-size {self.image_size}: the digits are 8x8; leave it out or give --data-dir.")
         if self.resume and self.output is None:
             raise UsageError("--resume needs the folder of the run to continue: add --output DIR.")
         try:

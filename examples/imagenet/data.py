@@ -128,9 +128,7 @@ def evaluation_batches(dataset: Dataset, batch_size: int) -> Iterator[Batch]:
         yield Batch(*(np.pad(x, ((0, missing), *[(0, 0)] * (x.ndim - 1))) for x in batch))
 
 
-def _prefetched(
-    dataset: Dataset, plan: Iterable[np.ndarray], augmentation: Augmentation | None
-) -> Iterator[Batch]:
+def _prefetched(dataset: Dataset, plan: Iterable[np.ndarray], augmentation: Augmentation | None) -> Iterator[Batch]:
     with ThreadPoolExecutor(1, "batches") as executor:
         waiting: deque[Future[Batch]] = deque()
         try:

@@ -149,9 +149,7 @@ def open_image_folder(
 def _class_names(folder: Path, root: Path) -> list[str]:
     expected = "Expected train/CLASS/*.jpg|jpeg|png and val/CLASS/*.jpg|jpeg|png below it."
     if not root.is_dir():
-        raise UsageError(
-            f"--data-dir {str(root)!r} is not a folder. {expected} Without it: the digits, no download."
-        )
+        raise UsageError(f"--data-dir {str(root)!r} is not a folder. {expected} Without it: the digits, no download.")
     if not folder.is_dir():
         raise UsageError(f"--data-dir {str(root)!r} has no folder {folder.name!r}. {expected}")
     names = sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
@@ -166,8 +164,7 @@ def _check_same_classes(root: Path, train: list[str], test: list[str]) -> None:
         where = [(only_train, "only in train"), (only_test, "only in val")]
         found = "; ".join(f"{what}: {listing(names)}" for names, what in where if names)
         raise UsageError(
-            f"--data-dir {str(root)!r}: the class folders of train and val differ ({found}). Make them "
-            "the same."
+            f"--data-dir {str(root)!r}: the class folders of train and val differ ({found}). Make them the same."
         )
 
 

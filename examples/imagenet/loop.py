@@ -105,9 +105,7 @@ class _Run:
             f"{len(self.train_set):,} training and {len(self.test_set):,} test images, on {_device()}"
         )
         started = time.perf_counter()
-        train_step, test_step = _compile(
-            self.training, self.state, self.train_set, self.test_set, config.batch_size
-        )
+        train_step, test_step = _compile(self.training, self.state, self.train_set, self.test_set, config.batch_size)
         print(f"compiled in {time.perf_counter() - started:.1f} s; output in {self.folder.path}")
         with Progress(config, self.steps, done) as progress:
             while self.epoch < config.epochs:
@@ -196,9 +194,7 @@ class _Run:
 
     def _summarise(self) -> dict[str, Any]:
         config, last = self.config, self.folder.metrics[-1]
-        speed = (
-            self.trained_images / self.trained_seconds if self.trained_seconds else last["images_per_second"]
-        )
+        speed = self.trained_images / self.trained_seconds if self.trained_seconds else last["images_per_second"]
         summary = {
             "policy": config.policy,
             "test_accuracy": last["test_accuracy"],
@@ -222,9 +218,7 @@ class _Run:
         return summary
 
 
-def _compile(
-    training: Training, state: TrainState, train_set: Dataset, test_set: Dataset, batch_size: int
-) -> Any:
+def _compile(training: Training, state: TrainState, train_set: Dataset, test_set: Dataset, batch_size: int) -> Any:
     """Both steps as executables: compiled before the clock runs, they refuse any other shape or dtype."""
     train = _batch_like(train_set, batch_size)
     test = _batch_like(test_set, min(batch_size, len(test_set)))

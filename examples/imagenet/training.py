@@ -79,10 +79,8 @@ def create_training(config: Config, dataset: Dataset, steps: int) -> Training:
 
     images = jnp.zeros((1, *dataset.image_shape))
     variables = jax.jit(model.init)(jax.random.key(config.seed), images)
-    params, batch_stats = variables["params"], variables["batch_stats"]
-    opt_state = tx.init(params)
-    params = policy.cast_to_param(params)
-    state = TrainState(jnp.zeros((), jnp.int32), params, batch_stats, opt_state, Totals.zero())
+    params = policy.cast_to_param(variables["params"])
+    state = TrainState(jnp.zeros((), jnp.int32), params, variables["batch_stats"], tx.init(params), Totals.zero())
 
     prepare = _normaliser(dataset.mean, dataset.std)
     train_step = _train_step(model, tx, prepare, config.label_smoothing)
@@ -100,12 +98,11 @@ def _schedule(config: Config, dataset: Dataset, steps: int) -> optax.Schedule:
     return optax.warmup_cosine_decay_schedule(0.0, config.learning_rate, warmup, steps)
 
 
-def _optimizer(
-    config: Config, schedule: optax.Schedule, policy: mpjax.Policy
-) -> optax.GradientTransformation:
+def _optimizer(config: Config, schedule: optax.Schedule, policy: mpjax.Policy) -> optax.GradientTransformation:
     optimizer = optax.chain(
         optax.add_decayed_weights(config.weight_decay, mask=_kernels),
-        optax.sgd(schedule, momentum=config.momentum, nesterov=True),
+        # Gradients are float32 under every policy, so their running mean is too.
+        optax.sgd(schedule, momentum=config.momentum, nesterov=True, accumulator_dtype=jnp.float32),
     )
     if policy.param_dtype == policy.output_dtype:
         return optimizer
@@ -155,8 +152,6 @@ def _train_step(
             "skipped_steps": opt_state.skipped_steps,
             "consecutive_skips": opt_state.consecutive_skips,
         }
-        # `shown` outlives the state, which the next step overwrites: it must not share its buffers.
-        shown = jax.tree.map(jnp.copy, shown)
         return TrainState(state.step + 1, params, batch_stats, opt_state, totals), shown
 
     return train_step
