@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -34,6 +35,15 @@ class FewDigits(Digits):
 
     def __len__(self) -> int:
         return min(96, super().__len__())
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Runs of the same flags are the same program: compile it once."""
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("cache")))
+    yield
+    jax.config.update("jax_compilation_cache_dir", before)
 
 
 @pytest.fixture(autouse=True)

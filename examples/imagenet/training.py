@@ -78,7 +78,9 @@ def create_training(config: Config, dataset: Dataset, steps: int) -> Training:
     tx = mpjax.loss_scale_for(policy, _optimizer(config, schedule, policy))
 
     images = jnp.zeros((1, *dataset.image_shape))
-    variables = jax.jit(model.init)(jax.random.key(config.seed), images)
+    # Runs once, and optimising its random numbers would take longer than all the rest of the start.
+    init = jax.jit(model.init, compiler_options={"xla_backend_optimization_level": 0})
+    variables = init(jax.random.key(config.seed), images)
     params = policy.cast_to_param(variables["params"])
     state = TrainState(jnp.zeros((), jnp.int32), params, variables["batch_stats"], tx.init(params), Totals.zero())
 
