@@ -265,32 +265,32 @@ def _loss_scaled(
             ),
         )
 
-    def decide(grads: Any, state: LossScaleState, extra_args: dict[str, Any]) -> tuple[Any, LossScaleState]:
-        """The true gradients, not yet checked, and the next state with the decision in it."""
-        if grads_are_scaled:
-            # By the scale that the gradients carry: it changes only after this step.
-            grads = unscale_by(grads, state.loss_scale)
+    def decide(grads: Any, state: LossScaleState, extra_args: dict[str, Any]) -> LossScaleState:
+        """The next state, with the decision in it."""
         loss_finite = _all_finite(extra_args.get("value"), axis_name)
-        finite = _all_finite(grads, axis_name) & loss_finite
-        return grads, next_state(state, finite, loss_finite)
+        finite = _all_finite(true(grads, state), axis_name) & loss_finite
+        return next_state(state, finite, loss_finite)
+
+    def true(grads: Any, state: LossScaleState) -> Any:
+        # By the scale that the gradients carry: it changes only after this step. Called again inside the
+        # branch that takes the step, where it is part of the update's own pass over the gradients.
+        return unscale_by(grads, state.loss_scale) if grads_are_scaled else grads
 
     def update(grads: Any, state: LossScaleState, params: Any = None, **extra_args: Any) -> tuple[Any, LossScaleState]:
-        grads, new = decide(grads, state, extra_args)
-
         def take() -> tuple[Any, Any]:
-            return inner.update(grads, state.inner_state, params, **extra_args)
+            return inner.update(true(grads, state), state.inner_state, params, **extra_args)
 
+        new = decide(grads, state, extra_args)
         shapes, _ = jax.eval_shape(take)
         updates, inner_state = jax.lax.cond(new.last_finite, take, lambda: (_zeros(shapes, grads), state.inner_state))
         return updates, new._replace(inner_state=inner_state)
 
     def apply(grads: Any, state: LossScaleState, params: Any, **extra_args: Any) -> tuple[Any, LossScaleState]:
-        grads, new = decide(grads, state, extra_args)
-        params, inner_state = jax.lax.cond(
-            new.last_finite,
-            lambda: apply_gradients(inner, grads, state.inner_state, params, **extra_args),
-            lambda: (params, state.inner_state),
-        )
+        def take() -> tuple[Any, Any]:
+            return apply_gradients(inner, true(grads, state), state.inner_state, params, **extra_args)
+
+        new = decide(grads, state, extra_args)
+        params, inner_state = jax.lax.cond(new.last_finite, take, lambda: (params, state.inner_state))
         return params, new._replace(inner_state=inner_state)
 
     return ApplyingTransformation.create(init, update, apply)
@@ -307,7 +307,7 @@ def _all_finite(tree: Any, axis_name: Any) -> jax.Array:
 
 def _zeros(shapes: Any, grads: Any) -> Any:
     """Zero updates of the given shapes; made from the gradients where they fit, to share their sharding."""
-    treedef = jax.tree.structure(shapes)
+    treedef: Any = jax.tree.structure(shapes)
     likes = jax.tree.leaves(grads) if treedef == jax.tree.structure(grads) else [None] * treedef.num_leaves
     zeros = [
         jnp.zeros_like(like, s.dtype)
