@@ -14,6 +14,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from measures import half_share
 from PIL import Image
 
 from examples.common.checkpoints import Checkpoints
@@ -297,6 +298,16 @@ def test_train_step_is_traced_once_and_donates_its_state(policy):
     assert np.isfinite(shown["totals"].means()).all()
 
 
+@pytest.mark.parametrize(
+    ("policy", "share"), [("float32", 0.0), ("mixed_float16", 1.0), ("mixed_bfloat16", 1.0), ("O2", 1.0)]
+)
+def test_all_convolutions_of_a_training_step_run_in_half(policy, share):
+    data = Digits("train")
+    made = training.create_training(Config(policy=policy), data, 10)
+    batch = next(train_batches(data, 64, Augmentation(0, 0), True))
+    assert half_share(made.train_step, made.state, batch) == share
+
+
 def test_overflow_skips_the_step_and_keeps_the_batch_statistics():
     data = Digits("train")
     made = training.create_training(Config(), data, 10)
@@ -338,7 +349,7 @@ def test_interrupted_and_resumed_run_ends_bitwise_equal(few_digits, tmp_path, mo
     assert main(flags) == 0
     assert final_state(whole) == final_state(parts)
     one, two = (
-        [json.loads(line) | {"images_per_second": 0} for line in (path / "metrics.jsonl").open()]
+        [json.loads(line) | {"images_per_second": 0} for line in (path / "metrics.jsonl").read_text().splitlines()]
         for path in (whole, parts)
     )
     assert one == two
