@@ -10,7 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
+from tqdm import tqdm
 
 from examples.common.cli import UsageError, listing
 from examples.imagenet.data import Augmentation, Batch, Dataset
@@ -43,10 +44,12 @@ class UnreadableImages:
             if path in self._paths:
                 return
             self._paths.add(path)
-        print(f"skipped, not readable as an image: {path} ({error})", file=sys.stderr)
+        # Pillow's own words for a file of no known format say no more than its path.
+        reason = "no known format" if isinstance(error, UnidentifiedImageError) else str(error)
+        tqdm.write(f"skipped, not readable as an image: {path} ({reason})", file=sys.stderr)
         if len(self._paths) > self._limit:
             raise UsageError(
-                f"{len(self._paths)} images can not be read, the last one {str(path)!r} ({error}); at most "
+                f"{len(self._paths)} images can not be read, the last one {str(path)!r} ({reason}); at most "
                 f"{self._limit} may be skipped. Repair or remove them, or raise --max-unreadable {self._share}."
             )
 
