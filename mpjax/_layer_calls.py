@@ -162,9 +162,10 @@ def _is_carry_pair(carry: Any, out: Any) -> bool:
     """
     if not (type(out) is tuple and len(out) == 2):
         return False
+    old_tree: Any = jax.tree.structure(carry)
     old, new = jax.tree.leaves(carry), jax.tree.leaves(out[0])
     return (
-        jax.tree.structure(carry) == jax.tree.structure(out[0])
+        old_tree == jax.tree.structure(out[0])
         and all(is_castable(a) and is_castable(b) for a, b in zip(old, new, strict=True))
         and all(a.shape == b.shape for a, b in zip(old, new, strict=True))
     )
