@@ -97,7 +97,9 @@ def _attend_in_half(*args: Any, module: Any = None, **kwargs: Any) -> Any:
     Its other path is `jax.nn.dot_product_attention`, whose logits are float32: in the backward pass
     float32 meets half in the matmuls, and float16 does not compile on a CPU.
     """
-    return nnx.dot_product_attention(*args, module=module or _Unrecorded(), **kwargs)
+    recorder: Any = module or _Unrecorded()
+    attend: Callable[..., Any] = nnx.dot_product_attention
+    return attend(*args, module=recorder, **kwargs)
 
 
 class _Unrecorded:
@@ -158,9 +160,10 @@ def _is_carry_pair(carry: Any, out: Any) -> bool:
     """
     if not (type(out) is tuple and len(out) == 2):
         return False
-    (old, old_tree), (new, new_tree) = jax.tree.flatten(carry), jax.tree.flatten(out[0])
+    old_tree: Any = jax.tree.structure(carry)
+    old, new = jax.tree.leaves(carry), jax.tree.leaves(out[0])
     return (
-        old_tree == new_tree
+        old_tree == jax.tree.structure(out[0])
         and all(is_castable(a) and is_castable(b) for a, b in zip(old, new, strict=True))
         and all(a.shape == b.shape for a, b in zip(old, new, strict=True))
     )

@@ -174,7 +174,9 @@ def _interceptor(run: _Run) -> Callable[..., Any]:
 
 def _unset_dtype(run: _Run, module: Any) -> tuple[np.dtype, ...]:
     """The default of the model's own `dtype` field: a value that nobody chose for this model."""
-    defaults = [f.default for f in dataclasses.fields(module) if f.name == "dtype" and module.path == run.root]
+    if module.path != run.root:
+        return ()
+    defaults: list[Any] = [f.default for f in dataclasses.fields(module) if f.name == "dtype"]
     return tuple(np.dtype(d) for d in defaults if d is not None and is_real_float(d))
 
 

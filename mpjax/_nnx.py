@@ -125,7 +125,7 @@ def _unset_dtypes(line: list[Any]) -> Iterator[np.dtype]:
 
 
 @functools.cache
-def _class_with_policy(base: type, placement: _Placement) -> type:
+def _class_with_policy(base: Any, placement: _Placement) -> type:
     """One class per class and placement: NNX compares modules by class, and registers each class."""
     namespace = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
     namespace |= {name: _on_view(base, name, placement) for name in _methods(base)}
@@ -163,7 +163,7 @@ def _view(module: Any, base: type, kind: Kind, placement: _Placement) -> Any:
         attributes |= {name: _cast_params(value, placement.dtype) for name, value in attributes.items()}
     if not placement.has_own_dtype:
         attributes |= attributes_inside(kind, placement.dtype, attributes)
-    view = object.__new__(base)
+    view: Any = object.__new__(base)
     vars(view).update(attributes)
     return view
 

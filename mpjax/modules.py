@@ -52,7 +52,7 @@ def with_policy(model: M, policy: str | jmp.Policy | Policy) -> M:
         ValueError: `policy` is no policy.
 
     Example:
-        >>> import flax.linen as nn
+        >>> import flax.linen as nn, jax, jax.numpy as jnp
         >>> model = with_policy(nn.Sequential([nn.Dense(8), nn.LayerNorm(), nn.Dense(2)]), "mixed_float16")
         >>> params = model.init(jax.random.key(0), jnp.ones((1, 4)))
         >>> params["params"]["layers_0"]["kernel"].dtype

@@ -17,7 +17,7 @@ class MLP(nn.Module):
     @nn.compact
     def __call__(self, x):
         for features in (16, 16):
-            x = nn.gelu(nn.Dense(features)(x))
+            x = nn.tanh(nn.Dense(features)(x))
         return nn.Dense(4)(x)
 
 
@@ -237,7 +237,7 @@ class NnxMLP(nnx.Module):
 
     def __call__(self, x):
         for layer in self.layers[:-1]:
-            x = nnx.gelu(layer(x))
+            x = nnx.tanh(layer(x))
         return self.layers[-1](x)
 
 
