@@ -149,7 +149,9 @@ def _on_view(base: type, name: str, placement: _Placement) -> Callable[..., Any]
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         view = _view(self, base, kind, placement)
         before = dict(vars(view))
+        cast_params = _cast_params_of(self, view)
         out = call(functools.partial(inherited, view), kind, placement.dtype, args, kwargs, placement.in_cell)
+        _check_not_assigned(cast_params, type(self).__name__, name)
         _write_back(self, view, before)
         return out if placement.output_dtype is None else cast(out, placement.output_dtype)
 
@@ -184,7 +186,31 @@ def _cast_params(value: Any, dtype: np.dtype) -> Any:
 def _cast_param(leaf: Any, dtype: np.dtype) -> Any:
     if not isinstance(leaf, nnx.Param):
         return leaf
-    return leaf.copy(cast(leaf.get_value(), dtype))
+    value = leaf.get_value()
+    cast_value = cast(value, dtype)
+    return leaf if cast_value is value else leaf.copy(cast_value)
+
+
+def _cast_params_of(module: Any, view: Any) -> list[tuple[str, Any, Any]]:
+    """(name, parameter, value) of each parameter that the view holds a cast copy of."""
+    return [
+        (name, param, param.get_raw_value())
+        for name, value in vars(view).items()
+        if value is not vars(module)[name]
+        for param in jax.tree.leaves(value, is_leaf=_is_variable_or_module)
+        if isinstance(param, nnx.Param)
+    ]
+
+
+def _check_not_assigned(cast_params: list[tuple[str, Any, Any]], class_name: str, method: str) -> None:
+    """Refuses an assignment to a cast copy, which would be lost, or round the float32 parameter to half."""
+    for name, param, value in cast_params:
+        if param.get_raw_value() is not value:
+            raise ValueError(
+                f"with_policy: {class_name}.{method} assigns to its own parameter {name!r}, of which it sees a copy "
+                "in the compute dtype. Make it an nnx.Variable of another type (as nnx.BatchStat is), assign to it "
+                "outside of the module's methods, or keep this module in float32 by an override of the policy."
+            )
 
 
 def _is_variable_or_module(x: Any) -> bool:

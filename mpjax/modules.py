@@ -49,7 +49,8 @@ def with_policy(model: M, policy: str | jmp.Policy | Policy) -> M:
 
     Raises:
         TypeError: `model` is no Flax module, or it is a class.
-        ValueError: `policy` is no policy.
+        ValueError: `policy` is no policy; when called, an NNX method assigned to a parameter of which
+            it sees a cast copy.
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp

@@ -162,3 +162,21 @@ def test_attributes_that_a_method_sets_are_kept():
     model(jnp.ones(2))
     model(jnp.ones(2))
     assert (model.calls, float(model.seen[...])) == (2, 2.0)
+
+
+class Counted(nnx.Module):
+    def __init__(self, rngs):
+        self.kernel = nnx.Param(jax.random.normal(rngs.params(), (4, 4)))
+
+    def __call__(self, x):
+        self.kernel[...] = self.kernel[...] * 2
+        return x @ self.kernel[...]
+
+
+def test_assigning_to_a_cast_parameter_is_an_error_and_no_lost_state():
+    model = Counted(nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"Counted\.__call__ assigns to its own parameter 'kernel'"):
+        mpjax.with_policy(model, "mixed_float16")(jnp.ones((1, 4)))
+    kept = mpjax.with_policy(model, "float32")
+    kept(jnp.ones((1, 4)))
+    np.testing.assert_array_equal(kept.kernel[...], 2 * model.kernel[...])
