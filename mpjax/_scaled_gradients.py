@@ -178,6 +178,7 @@ def value_and_grad(
     fun: Callable[..., Any],
     opt_state: Any = None,
     *,
+    policy: Any = None,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
 ) -> Callable[..., Any]:
@@ -191,6 +192,8 @@ def value_and_grad(
         fun: scalar-valued function, or `(scalar, aux)` with `has_aux`. If a differentiated argument
             is an NNX module, its `nnx.Param`s are differentiated, as by `nnx.value_and_grad`.
         opt_state: where the loss scale is found; `None` for no scaling.
+        policy: what `get_policy` accepts: `fun` runs under `mpjax.autocast(fun, policy)`, on float32
+            copies of half params. `None` runs it as it is (a model may have its policy by `with_policy`).
         argnums: positions to differentiate, as in `jax.value_and_grad`.
         has_aux: whether `fun` returns `(loss, aux)`.
 
@@ -198,7 +201,8 @@ def value_and_grad(
         A function with `fun`'s signature that returns `(value, gradients)`.
 
     Raises:
-        ValueError: no (or more than one) `LossScaleState` in `opt_state`; `argnums` out of range.
+        ValueError: no (or more than one) `LossScaleState` in `opt_state`; `argnums` out of range;
+            unknown policy.
 
     Example:
         >>> import optax, mpjax
@@ -208,6 +212,7 @@ def value_and_grad(
         >>> grads.dtype, float(grads[0])
         (dtype('float32'), 5.96...e-08)
     """
+    cast_fun = fun if policy is None else _autocast(fun, policy)
 
     @functools.wraps(fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> Any:
@@ -225,7 +230,9 @@ def value_and_grad(
 
         wide = [map_arrays(widen, a, InPlaceChanges(), str(i)) if i in positions else a for i, a in enumerate(args)]
         try:
-            narrowed = with_boundary(fun, narrow, lambda _, x: x) if half_dtypes else fun
+            # Autocast casts float32 params itself; all else gets the half ones that its author meant.
+            narrows = half_dtypes and policy is None
+            narrowed = with_boundary(fun, narrow, lambda _, x: x) if narrows else cast_fun
             scaled = narrowed if opt_state is None else scale_loss(narrowed, opt_state, has_aux)
             with_nnx = any(contains_nnx_object(args[i]) for i in positions)
             transform = sys.modules["flax.nnx"].value_and_grad if with_nnx else jax.value_and_grad
@@ -242,6 +249,7 @@ def grad(
     fun: Callable[..., Any],
     opt_state: Any = None,
     *,
+    policy: Any = None,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
 ) -> Callable[..., Any]:
@@ -252,7 +260,7 @@ def grad(
         >>> mpjax.grad(lambda w: w**2)(jnp.float16(3.0)).dtype
         dtype('float32')
     """
-    both = value_and_grad(fun, opt_state, argnums=argnums, has_aux=has_aux)
+    both = value_and_grad(fun, opt_state, policy=policy, argnums=argnums, has_aux=has_aux)
 
     @functools.wraps(fun)
     def grad_fun(*args: Any, **kwargs: Any) -> Any:
@@ -291,6 +299,12 @@ def unscale_by(grads: T, scale: jax.Array) -> T:
         return _multiply(jnp.asarray(g, wide), 1.0 / scale)
 
     return jax.tree.map(leaf, grads)
+
+
+def _autocast(fun: Callable[..., Any], policy: Any) -> Callable[..., Any]:
+    from mpjax.casting import autocast  # here, so that loss scaling stands without it
+
+    return autocast(fun, policy)
 
 
 def _positions(argnums: int | Sequence[int], count: int) -> tuple[int, ...]:
