@@ -79,7 +79,7 @@ def dense_params(key: jax.Array, *widths: int) -> list[dict[str, jax.Array]]:
     """Weights and biases of a chain of dense layers of these widths, as plain arrays."""
     keys = jax.random.split(key, len(widths) - 1)
     return [
-        {"w": jax.random.normal(k, (m, n)) / m**0.5, "b": jnp.full(n, 0.1)}
+        {"w": jax.random.normal(k, (m, n)) / m**0.5, "b": jnp.full(n, 0.1, jnp.float32)}
         for k, m, n in zip(keys, widths[:-1], widths[1:], strict=True)
     ]
 
