@@ -60,7 +60,7 @@ def fori_matmul(key):
     weight = jax.random.normal(key, (32, 32)) / 32**0.5
 
     def loss_fn(weight, x):
-        state = lax.fori_loop(0, 4, lambda i, x: jnp.tanh(x @ weight + i), x)
+        state = lax.fori_loop(0, 4, lambda i, x: jnp.tanh(x @ weight + 0.1 * i), x)
         return jnp.mean(state**2)
 
     return loss_fn, weight, jax.random.normal(key, (32, 32))
