@@ -1,0 +1,361 @@
+"""The forward half of planning: the dtype of each value of a program, and why.
+
+A plan is a list of steps, one for each equation. It depends on nothing but the program's text and
+the setting (no Python ids, no dict order), so the same program gives the same rewritten jaxpr and
+compilation caches hit. Plans of inner programs are kept by their jaxpr: a layer that is called often
+is planned once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mpjax.casting import versions
+from mpjax.casting.classify import OFF_REGION, PROMOTE_REGION, Setting, Verdict, tracked
+from mpjax.casting.demand import HALVES, MAY_HALF, WANT_FLOAT, WANT_HALF, demand
+from mpjax.casting.oplists import ELEMENTWISE, Op
+from mpjax.casting.states import (
+    COMPUTED,
+    FLOAT,
+    FULL,
+    HALF,
+    INPUT,
+    LOW,
+    PINNED,
+    RAW,
+    ZERO,
+    State,
+    at_boundary,
+    exact_in_half,
+    literal_kind,
+    softened,
+)
+
+# The planners of equations with programs inside; `entering` fills it in.
+ENTER: dict[str, Callable[[Planner, Any, Verdict], Step]] = {}
+
+# How a step is carried out (`rewriting`).
+BIND, ALIAS, SKIP = "bind", "alias", "skip"
+
+
+@dataclasses.dataclass(slots=True)
+class Step:
+    """One equation of a program and what becomes of it.
+
+    Args:
+        eqn: the equation as it was traced.
+        action: how it is issued: `BIND`, `ALIAS` (the result is the input), `SKIP` (nothing reads it) or the
+            name of a primitive with a program inside.
+        reads: for each input the slot that is read.
+        outs: for each output its state; None where autocast has no say (integers, float64).
+        why: the reason, for people.
+        low: computes in half.
+        spread: the inputs that are smaller than the output, to be broadcast in float32 before the cast:
+            the derivative with respect to them is a sum.
+        inner: the plan of the program inside, if it has one, or the plans.
+        verdict: the verdict of the rules.
+    """
+
+    eqn: Any
+    action: str
+    reads: tuple[int, ...]
+    outs: tuple[State | None, ...]
+    why: str
+    verdict: Verdict
+    low: bool = False
+    spread: tuple[int, ...] = ()
+    inner: Any = None
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Plan:
+    """The plan of a program: what `rewriting.run` carries out and `explain` shows.
+
+    Args:
+        setting: half dtype, rules, region.
+        steps: one for each equation.
+        invars, constvars, outvars: the program's variables.
+        in_states, out_states: states of its inputs and outputs; None where autocast has no say.
+        in_reads, const_reads: for each input the slots that are read, as a bit mask.
+        trivial: it runs as it was traced, so its equation can be issued as it stands.
+        runners: what `rewriting` has made of it, kept so that JAX's own caches know it again.
+    """
+
+    setting: Setting
+    steps: list[Step]
+    invars: Sequence[Any]
+    constvars: Sequence[Any]
+    outvars: Sequence[Any]
+    in_states: tuple[State | None, ...]
+    out_states: tuple[State | None, ...]
+    in_reads: tuple[int, ...]
+    const_reads: tuple[int, ...]
+    trivial: bool
+    runners: dict[Any, Any] = dataclasses.field(default_factory=dict)
+
+
+_cache: weakref.WeakKeyDictionary[Any, dict[Any, Plan]] = weakref.WeakKeyDictionary()
+
+
+def plan(jaxpr: Any, in_states: tuple[State | None, ...], wanted: tuple[int, ...], setting: Setting) -> Plan:
+    """The plan of a jaxpr for these states of its inputs and these demands on its outputs."""
+    jaxpr = versions.open_jaxpr(jaxpr).jaxpr
+    known = _cache.setdefault(jaxpr, {})
+    key = (in_states, wanted, setting)
+    if key not in known:
+        known[key] = Planner(jaxpr, in_states, wanted, setting).plan()
+    return known[key]
+
+
+class Planner:
+    """Goes through a program once, forwards; `enter` has the equations with programs inside."""
+
+    def __init__(self, jaxpr: Any, in_states: Sequence[State | None], wanted: tuple[int, ...], setting: Setting):
+        self.jaxpr, self.wanted, self.setting = jaxpr, wanted, setting
+        self.flags, self.verdicts, _ = demand(jaxpr, wanted, setting)
+        self.in_states = tuple(in_states)
+        self.states: dict[Any, State] = {}
+        self.reads: dict[Any, int] = {}
+        self.trivial = True
+        for v in jaxpr.constvars:
+            if tracked(v):
+                self.states[v] = State(INPUT, FULL)
+        for v, state in zip(jaxpr.invars, in_states, strict=True):
+            if state is not None:
+                self.states[v] = state
+
+    def plan(self) -> Plan:
+        steps = [self._step(eqn, verdict) for eqn, verdict in zip(self.jaxpr.eqns, self.verdicts, strict=True)]
+        out_states = tuple(self._out(v, flags) for v, flags in zip(self.jaxpr.outvars, self.wanted, strict=True))
+        jaxpr = self.jaxpr
+        return Plan(
+            self.setting,
+            steps,
+            jaxpr.invars,
+            jaxpr.constvars,
+            jaxpr.outvars,
+            self.in_states,
+            out_states,
+            tuple(self.reads.get(v, 0) for v in jaxpr.invars),
+            tuple(self.reads.get(v, 0) for v in jaxpr.constvars),
+            self.trivial,
+        )
+
+    # What is known of a value, and the note of how it is read.
+
+    def state(self, v: Any) -> State | None:
+        """The state of a value that an equation reads."""
+        if not tracked(v):
+            return None
+        if isinstance(v, versions.Literal):
+            return State(literal_kind(v, self.setting.half), FULL)
+        return self.states[v]
+
+    def seen(self, v: Any) -> State | None:
+        """The state as an infer reader sees it."""
+        state = self.state(v)
+        if state is None or isinstance(v, versions.Literal):
+            return state
+        return State(softened(state.kind, self.flags.get(v, 0)), state.slot)
+
+    def read(self, v: Any, slot: int) -> int:
+        """Notes that a value is read in a slot."""
+        if not tracked(v):
+            return RAW
+        if not isinstance(v, versions.Literal):
+            self.reads[v] = self.reads.get(v, 0) | 1 << slot
+            if slot == LOW or self.states[v].slot == LOW:
+                self.trivial = False
+        return slot
+
+    def asked(self, eqn: Any) -> int:
+        """All that is asked of an equation's outputs."""
+        flags = 0
+        for v in eqn.outvars:
+            flags |= self.flags.get(v, 0)
+        return flags
+
+    def _out(self, v: Any, flags: int) -> State | None:
+        state = self.state(v)
+        if state is None:
+            return None
+        state = at_boundary(state, flags)
+        self.read(v, state.slot)
+        return state
+
+    def moved(self, v: Any, out: Any) -> State:
+        """The state of a value that is only moved about: as it was, or in half if only half is read."""
+        state, flags = self.state(v), self.flags.get(out, 0)
+        only_half = flags & WANT_HALF and not flags & (WANT_FLOAT | MAY_HALF)
+        if only_half and state.slot == FULL and state.kind != PINNED and not isinstance(v, versions.Literal):
+            return State(HALF if state.kind == FLOAT else state.kind, LOW)
+        return state
+
+    # One equation.
+
+    def _step(self, eqn: Any, verdict: Verdict) -> Step:
+        if not self.asked(eqn) and not eqn.effects:
+            for v in eqn.outvars:
+                if tracked(v):
+                    self.states[v] = State(COMPUTED, FULL)
+            return Step(eqn, SKIP, (), (), "nothing reads it", verdict)
+        if verdict.op is Op.ENTER:
+            step = ENTER[eqn.primitive.name](self, eqn, verdict)
+        elif not any(map(tracked, eqn.invars)) and not any(map(tracked, eqn.outvars)):
+            step = Step(eqn, BIND, (RAW,) * len(eqn.invars), (None,) * len(eqn.outvars), "no float32", verdict)
+        else:
+            step = _PLANNERS[verdict.op](self, eqn, verdict)
+        for v, state in zip(eqn.outvars, step.outs, strict=True):
+            if state is not None:
+                self.states[v] = state
+                if state.slot == LOW:
+                    self.trivial = False
+        return step
+
+    def kind(self, eqn: Any) -> int:
+        """The kind of what comes of an equation's inputs together."""
+        kinds = [state.kind for state in map(self.seen, eqn.invars) if state is not None]
+        if not kinds:
+            return _made_of(eqn)
+        kind = max(kinds)
+        return FLOAT if kind == PINNED else max(kind, COMPUTED)
+
+    def full(self, eqn: Any, verdict: Verdict, kind: int, why: str) -> Step:
+        """A step that computes in float32."""
+        reads = tuple(self.read(v, FULL) for v in eqn.invars)
+        outs = tuple(State(kind, FULL) if tracked(v) else None for v in eqn.outvars)
+        return Step(eqn, BIND, reads, outs, why, verdict)
+
+    def low(self, eqn: Any, verdict: Verdict, kind: int, why: str) -> Step:
+        """A step that computes in half."""
+        spread = self._spread(eqn)
+        reads = tuple(self.read(v, FULL if i in spread else LOW) for i, v in enumerate(eqn.invars))
+        if eqn.primitive.name == "mul":
+            for i in spread:
+                self.read(eqn.invars[i], LOW)
+        outs = tuple(State(kind, LOW) if tracked(v) else None for v in eqn.outvars)
+        self.trivial = False
+        return Step(eqn, BIND, reads, outs, why, verdict, low=True, spread=spread)
+
+    def _spread(self, eqn: Any) -> tuple[int, ...]:
+        if eqn.primitive.name not in ELEMENTWISE:
+            return ()
+        shape = eqn.outvars[0].aval.shape
+        return tuple(
+            i
+            for i, v in enumerate(eqn.invars)
+            if tracked(v) and v.aval.shape != shape and not isinstance(v, versions.Literal)
+        )
+
+
+def _made_of(eqn: Any) -> int:
+    """The kind of a float32 value that is made of none: of integers castable, of complex or float64 not."""
+    floats = (v.aval.dtype for v in eqn.invars if versions.is_shaped(v.aval))
+    return FLOAT if any(dtype.kind in "fc" or dtype.kind == "V" for dtype in floats) else COMPUTED
+
+
+def _active(kind: int) -> int:
+    """The kind of a float32 result: it forces float32 on its readers only if it is an activation."""
+    return FLOAT if kind >= HALF else COMPUTED
+
+
+def _allow(planner: Planner, eqn: Any, verdict: Verdict) -> Step:
+    mixed = any(
+        versions.is_shaped(v.aval) and v.aval.dtype.kind in "fcV" and v.aval.dtype != planner.setting.half
+        for v in eqn.invars
+        if not tracked(v)
+    )
+    if mixed or not any(map(tracked, eqn.invars)):
+        return planner.full(eqn, verdict, FLOAT, "its operands are of other dtypes")
+    return planner.low(eqn, verdict, HALF, verdict.why)
+
+
+def _deny(planner: Planner, eqn: Any, verdict: Verdict) -> Step:
+    return planner.full(eqn, verdict, _active(planner.kind(eqn)), verdict.why)
+
+
+def _opaque(planner: Planner, eqn: Any, verdict: Verdict) -> Step:
+    why = verdict.why if verdict.region == OFF_REGION else f"opaque: {verdict.why}"
+    return planner.full(eqn, verdict, _active(planner.kind(eqn)), why)
+
+
+def _read(planner: Planner, eqn: Any, verdict: Verdict) -> Step:
+    return planner.full(eqn, verdict, COMPUTED, "its result is no float")
+
+
+def _infer(planner: Planner, eqn: Any, verdict: Verdict) -> Step:
+    kind = planner.kind(eqn)
+    if verdict.region == PROMOTE_REGION:
+        kind = FLOAT if any(s and s.kind != HALF for s in map(planner.state, eqn.invars)) else kind
+    if eqn.params.get("out_dtype") is not None:
+        return planner.full(eqn, verdict, _active(kind), "the user fixed its output dtype")
+    if kind == HALF and planner.asked(eqn) & HALVES:
+        return planner.low(eqn, verdict, HALF, f"{verdict.why}: half activation")
+    if kind == HALF:
+        return planner.full(eqn, verdict, HALF, f"{verdict.why}: no path to a half operation")
+    if kind == FLOAT:
+        return planner.full(eqn, verdict, FLOAT, f"{verdict.why}: float32 activation")
+    return planner.full(eqn, verdict, COMPUTED, f"{verdict.why}: parameters and inputs only")
+
+
+def _wide(planner: Planner, eqn: Any, verdict: Verdict) -> Step:
+    kinds = [state.kind for state in map(planner.seen, eqn.invars) if state is not None]
+    kind = max(kinds, default=COMPUTED)
+    if kind == INPUT:
+        kind = COMPUTED
+    if kind == PINNED:
+        kind = FLOAT
+    asked, operand = planner.asked(eqn), eqn.invars[0]
+    only_half = asked & WANT_HALF and not asked & (WANT_FLOAT | MAY_HALF)
+    if only_half and isinstance(operand, versions.Literal) and exact_in_half(operand, planner.setting.half):
+        return planner.low(eqn, verdict, kind, "a constant that half holds exactly")
+    return planner.full(eqn, verdict, kind, f"{verdict.why}: its derivative is a sum")
+
+
+def _move(planner: Planner, eqn: Any, verdict: Verdict) -> Step:
+    moved = [v for v in eqn.invars if tracked(v)]
+    outs = [v for v in eqn.outvars if tracked(v)]
+    if len(moved) != 1 and len(moved) != len(outs):
+        return _deny(planner, eqn, verdict)
+    states = [planner.moved(v, out) for v, out in zip(moved * len(outs) if len(moved) == 1 else moved, outs, strict=True)]
+    if len(moved) == 1 and len({s.slot for s in states}) > 1:
+        states = [State(s.kind, FULL) for s in states]
+    slots = iter([states[0].slot] if len(moved) == 1 and states else [s.slot for s in states] or [FULL])
+    reads = tuple(planner.read(v, next(slots)) if tracked(v) else RAW for v in eqn.invars)
+    kinds = iter(states)
+    out_states = tuple(next(kinds) if tracked(v) else None for v in eqn.outvars)
+    low = bool(states) and states[0].slot == LOW
+    return Step(eqn, BIND, reads, out_states, verdict.why, verdict, low=low)
+
+
+def _convert(planner: Planner, eqn: Any, verdict: Verdict) -> Step:
+    (v,), (out,) = eqn.invars, eqn.outvars
+    state = planner.state(v)
+    if state is None:  # into float32
+        dtype = v.aval.dtype
+        pinned = dtype.kind in "fcV" and verdict.region != OFF_REGION
+        kind = PINNED if pinned and dtype.itemsize < 4 else _made_of(eqn)
+        return Step(eqn, BIND, (RAW,), (State(kind, FULL),), "the user's cast", verdict)
+    if tracked(out):  # only the weak type changes
+        if isinstance(v, versions.Literal):
+            return planner.full(eqn, verdict, state.kind, "the user's cast")
+        state = planner.moved(v, out)
+        return Step(eqn, ALIAS, (planner.read(v, state.slot),), (state,), "keeps its dtype", verdict)
+    if out.aval.dtype == planner.setting.half and state.slot == LOW:
+        return Step(eqn, ALIAS, (planner.read(v, LOW),), (None,), "the user's cast", verdict)
+    return Step(eqn, BIND, (planner.read(v, FULL),), (None,), "the user's cast", verdict)
+
+
+_PLANNERS = {
+    Op.ALLOW: _allow,
+    Op.DENY: _deny,
+    Op.INFER: _infer,
+    Op.WIDE: _wide,
+    Op.MOVE: _move,
+    Op.READ: _read,
+    Op.CONVERT: _convert,
+    Op.OPAQUE: _opaque,
+}
