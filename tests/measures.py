@@ -140,7 +140,8 @@ def residual_bytes(fun: Any, *args: Any, has_aux: bool = False) -> int:
 
     Counted are the arrays inside the function that `jax.vjp` returns (what JAX's `saved_residuals` lists
     too), each once however often it is used. The function's own arguments are not counted, for they are
-    kept anyway, nor are constants; a half copy of a weight is.
+    kept anyway, nor are constants and broadcasts of a scalar constant (the zeros of relu's rule), which
+    XLA makes where they are read; a half copy of a weight is.
     """
 
     def forward(*args: Any) -> Any:
@@ -150,10 +151,25 @@ def residual_bytes(fun: Any, *args: Any, has_aux: bool = False) -> int:
     jaxpr = getattr(traced, "jaxpr", traced)
     values, residuals = (len(jax.tree.leaves(tree)) for tree in shapes[:2])
     kept = jaxpr.outvars[values : values + residuals]
-    outside = {*jaxpr.invars, *jaxpr.constvars}
-    # Literals have a value instead of a place in memory.
-    unique = {v for v in kept if not hasattr(v, "val")} - outside
+    outside = {*jaxpr.invars, *jaxpr.constvars, *_filled(jaxpr)}
+    unique = {v for v in kept if not _is_literal(v)} - outside
     return sum(v.aval.size * v.aval.dtype.itemsize for v in unique)
+
+
+def _is_literal(v: Any) -> bool:
+    """Whether it has its value in the jaxpr instead of a place in memory."""
+    return hasattr(v, "val")
+
+
+def _filled(jaxpr: Any) -> set[Any]:
+    """The arrays that are one constant everywhere."""
+    filled: set[Any] = set()
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in ("broadcast_in_dim", "convert_element_type", "reshape") and all(
+            _is_literal(v) or v in filled for v in eqn.invars
+        ):
+            filled.update(eqn.outvars)
+    return filled
 
 
 def relative_error(tree: Any, reference: Any) -> float:

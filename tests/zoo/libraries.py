@@ -60,7 +60,7 @@ def equinox_mlp(key):
     def loss_fn(params, batch):
         return cross_entropy(jax.vmap(eqx.combine(params, static))(batch[0]), batch[1])
 
-    return loss_fn, params, labelled(key, (64, 32))
+    return loss_fn, params, labelled(key, (256, 32))
 
 
 class EquinoxBlock(eqx.Module):
@@ -88,4 +88,4 @@ def equinox_recurrent(key):
     def loss_fn(params, batch):
         return cross_entropy(jax.vmap(eqx.combine(params, static))(batch[0]), batch[1])
 
-    return loss_fn, params, labelled(key, (16, 10, 32))
+    return loss_fn, params, labelled(key, (64, 10, 32))

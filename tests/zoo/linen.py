@@ -51,7 +51,7 @@ class MLP(nn.Module):
 
 @program(has_half=True)
 def linen_mlp(key, dtype=None):
-    return classifier(MLP(dtype), key, labelled(key, (64, 64)))
+    return classifier(MLP(dtype), key, labelled(key, (256, 64)))
 
 
 class DropoutMLP(nn.Module):
@@ -70,7 +70,7 @@ class DropoutMLP(nn.Module):
 
 @program(has_half=True)
 def linen_dropout(key, dtype=None):
-    model, batch = DropoutMLP(dtype), labelled(key, (64, 64))
+    model, batch = DropoutMLP(dtype), labelled(key, (256, 64))
     params = model.init({"params": key, "dropout": key}, batch[0])["params"]
 
     def loss_fn(params, batch):

@@ -28,7 +28,7 @@ def nnx_mlp(key, dtype=None):
     def loss_fn(params, batch):
         return cross_entropy(nnx.merge(graph, params)(batch[0]), batch[1])
 
-    return loss_fn, params, labelled(key, (64, 64))
+    return loss_fn, params, labelled(key, (256, 64))
 
 
 class ConvNet(nnx.Module):

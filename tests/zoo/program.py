@@ -85,6 +85,10 @@ def dense_params(key: jax.Array, *widths: int) -> list[dict[str, jax.Array]]:
 
 
 def labelled(key: jax.Array, shape: tuple[int, ...], classes: int = 16) -> tuple[jax.Array, jax.Array]:
-    """Normal inputs of a shape, and an integer label for each of the first axis."""
+    """Normal inputs of a shape, and an integer label for each of the first axis.
+
+    Batches are several times the width, as in training: then activations, not copies of weights, are
+    what the memory holds.
+    """
     inputs, labels = jax.random.split(key)
     return jax.random.normal(inputs, shape), jax.random.randint(labels, shape[:1], 0, classes)

@@ -25,7 +25,7 @@ def fourier_mixing(key):
         mixed = jnp.fft.irfft(jnp.einsum("bkc,kcd->bkd", modes, weights), axis=1)
         return jnp.mean((jax.nn.gelu(y + mixed) @ last["w"] + last["b"] - x) ** 2)
 
-    return loss_fn, params, jax.random.normal(key, (8, 32, 8))
+    return loss_fn, params, jax.random.normal(key, (32, 32, 8))
 
 
 @program(has_aux=True)
@@ -45,7 +45,7 @@ def integers_beside(key):
         rank = jnp.argsort(jnp.argsort(logits, -1), -1)
         return cross_entropy(logits, labels), (confusion, rank.astype(jnp.uint8), predicted == labels)
 
-    return loss_fn, params, (*labelled(key, (64, 32)), jnp.arange(64))
+    return loss_fn, params, (*labelled(key, (256, 32)), jnp.arange(256))
 
 
 @program()
@@ -81,7 +81,7 @@ def weak_types(key):
         logits = (x @ last["w"] + last["b"]) / params["temperature"]
         return cross_entropy(logits, labels), (total, scale * 2, jnp.asarray(1.0))
 
-    inputs, labels = labelled(key, (64, 32))
+    inputs, labels = labelled(key, (256, 32))
     return loss_fn, params, {"x": inputs, "labels": labels, "scale": 0.5}
 
 
@@ -98,7 +98,7 @@ def x64_statistics(key):
         loss = cross_entropy(logits, labels) + 0.01 * exact.astype(jnp.float32)
         return loss, (exact, jnp.argmax(logits, -1))
 
-    inputs, labels = labelled(key, (64, 32))
+    inputs, labels = labelled(key, (256, 32))
     return loss_fn, params, (inputs.astype(jnp.float32), labels)
 
 
@@ -129,7 +129,7 @@ def pure_callback(key):
         hidden = host_activation(batch[0] @ params[0]["w"] + params[0]["b"])
         return cross_entropy(hidden @ params[1]["w"] + params[1]["b"], batch[1])
 
-    return loss_fn, params, labelled(key, (64, 32))
+    return loss_fn, params, labelled(key, (256, 32))
 
 
 @program()
@@ -145,7 +145,7 @@ def debug_effects(key):
         jax.debug.callback(expect_float32, hidden)
         return cross_entropy(hidden @ params[1]["w"], batch[1])
 
-    return loss_fn, params, labelled(key, (64, 32))
+    return loss_fn, params, labelled(key, (256, 32))
 
 
 # JAX has no batching rule for an ordered effect and lets none into `jax.checkpoint`.
@@ -162,4 +162,4 @@ def io_effects(key):
         )
         return cross_entropy(hidden @ params[1]["w"] * count, batch[1])
 
-    return loss_fn, params, labelled(key, (64, 32))
+    return loss_fn, params, labelled(key, (256, 32))
