@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 # Everything here runs once, in milliseconds: a program is compiled twice as fast without optimisation.
-COMPILE_FAST = {"xla_backend_optimization_level": 0}
+COMPILE_FAST: dict[str, bool | int | str] = {"xla_backend_optimization_level": 0}
 Loss = Callable[[Any, Any], Any]
 REGISTRY: dict[str, Program] = {}
 
