@@ -89,7 +89,8 @@ def _operand(verdict: Verdict, outs: Sequence[int]) -> int:
 def inputs_of(eqn: Any, outs: Sequence[int], setting: Setting) -> Sequence[int]:
     """What an equation with a program inside asks of its operands."""
     inputs = _INPUTS.get(eqn.primitive.name, _call)(eqn.params, tuple(outs), setting)
-    return [what if tracked(v) else what & LIVE for v, what in zip(eqn.invars, inputs, strict=True)]
+    # What the program inside does not read is handed to it all the same.
+    return [LIVE | what if tracked(v) else LIVE for v, what in zip(eqn.invars, inputs, strict=True)]
 
 
 def call_jaxpr(params: dict[str, Any]) -> Any:

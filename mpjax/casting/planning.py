@@ -204,6 +204,7 @@ class Planner:
             return Step(eqn, SKIP, (), (), "nothing reads it", verdict)
         if verdict.op is Op.ENTER:
             step = ENTER[eqn.primitive.name](self, eqn, verdict)
+            self.trivial &= step.action == BIND
         elif not any(map(tracked, eqn.invars)) and not any(map(tracked, eqn.outvars)):
             step = Step(eqn, BIND, (RAW,) * len(eqn.invars), (None,) * len(eqn.outvars), "no float32", verdict)
         else:
