@@ -27,6 +27,7 @@ class Setting:
     half: np.dtype
     rules: Rules
     region: str = ""
+    recompute: bool = False  # form islands
     path: str = ""  # kept up only if a rule reads it: plans are shared between paths otherwise
 
     @functools.cached_property
@@ -37,9 +38,14 @@ class Setting:
     def inside(self, eqn: Any, region: str) -> Setting:
         """The setting of the program inside an equation."""
         path = join(self.path, versions.scopes(eqn)) if self.rules.reads_scopes else ""
-        if region == self.region and path == self.path:
+        # In a remat everything is computed again already; a custom rule stores what its author says.
+        recompute = self.recompute and eqn.primitive.name not in _NO_ISLANDS
+        if (region, path, recompute) == (self.region, self.path, self.recompute):
             return self
-        return dataclasses.replace(self, region=region, path=path)
+        return dataclasses.replace(self, region=region, path=path, recompute=recompute)
+
+
+_NO_ISLANDS = frozenset({"remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call", "while"})
 
 
 class Verdict(NamedTuple):

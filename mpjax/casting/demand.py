@@ -65,9 +65,17 @@ def _demand(jaxpr: Any, wanted: tuple[int, ...], setting: Setting) -> Demand:
                 ask(v, what)
         else:
             what = _operand(verdict, outs)
+            if verdict.op is Op.INFER and _unary(eqn):
+                # A norm's output that an activation takes to a matmul is half before the activation.
+                what |= outs[0] & WANT_HALF
             for v in eqn.invars:
                 ask(v, what if tracked(v) else LIVE)
     return Demand(flags, tuple(reversed(verdicts)), tuple(flags.get(v, 0) for v in jaxpr.invars))
+
+
+def _unary(eqn: Any) -> bool:
+    """Whether an equation follows one float value: relu, but not the difference from a mean."""
+    return len({v for v in eqn.invars if not isinstance(v, versions.Literal) and tracked(v)}) == 1
 
 
 def _operand(verdict: Verdict, outs: Sequence[int]) -> int:
@@ -89,7 +97,11 @@ def _operand(verdict: Verdict, outs: Sequence[int]) -> int:
 def inputs_of(eqn: Any, outs: Sequence[int], setting: Setting) -> Sequence[int]:
     """What an equation with a program inside asks of its operands."""
     inputs = _INPUTS.get(eqn.primitive.name, _call)(eqn.params, tuple(outs), setting)
-    return [what if tracked(v) else what & LIVE for v, what in zip(eqn.invars, inputs, strict=True)]
+    if eqn.primitive.name in _CALLS and len(outs) == 1 and outs[0] & WANT_HALF and _unary(eqn):
+        # An activation as a function, silu: the same, if nothing in it needs float32.
+        inputs = [what | WANT_HALF if what & MAY_HALF and not what & WANT_FLOAT else what for what in inputs]
+    # What the program inside does not read is handed to it all the same.
+    return [LIVE | what if tracked(v) else LIVE for v, what in zip(eqn.invars, inputs, strict=True)]
 
 
 def call_jaxpr(params: dict[str, Any]) -> Any:
@@ -167,6 +179,7 @@ def _while(params: dict[str, Any], outs: tuple[int, ...], setting: Setting) -> S
     return [*consts, *body, *(what & ~RETURNED for what in wanted)]
 
 
+_CALLS = frozenset({"jit", "pjit", "custom_jvp_call"})
 _INPUTS = {
     "cond": _cond,
     "scan": _scan,

@@ -44,7 +44,7 @@ DENY = frozenset(
 HARMLESS_POWERS = frozenset({2, 3})
 
 WIDE = frozenset(
-    """broadcast_in_dim gather reduce_max reduce_min reduce_window_sum reduce_window_max reduce_window_min
+    """broadcast_in_dim gather reduce_max reduce_min reduce_window_sum
     cummax cummin sort top_k approx_top_k scatter scatter-max scatter-min scatter_max scatter_min all_gather
     all_gather_invariant all_gather_reduced pvary pbroadcast pmax pmin div tile
     """.split()  # noqa: SIM905
@@ -54,7 +54,7 @@ MOVE = frozenset(
     """reshape transpose squeeze slice dynamic_slice rev copy copy_p name stop_gradient sharding_constraint
     device_put expand_dims ppermute all_to_all split reshard relayout layout_constraint optimization_barrier
     reduced_vary_cast reduced_vary_cast_p vary_unreduced_cast vary_unreduced_cast_p with_memory_space_constraint
-    unstack pin unpin
+    unstack pin unpin reduce_window_max reduce_window_min
     """.split()  # noqa: SIM905
 )
 

@@ -16,6 +16,7 @@ from typing import Any
 from mpjax.casting import versions
 from mpjax.casting.classify import OFF_REGION, PROMOTE_REGION, Setting, Verdict, tracked
 from mpjax.casting.demand import HALVES, MAY_HALF, WANT_FLOAT, WANT_HALF, demand
+from mpjax.casting.islands import Island, form
 from mpjax.casting.oplists import ELEMENTWISE, Op
 from mpjax.casting.states import (
     COMPUTED,
@@ -57,6 +58,7 @@ class Step:
             the derivative with respect to them is a sum.
         inner: the plan of the program inside, if it has one, or the plans.
         verdict: the verdict of the rules.
+        touched: each value that it reads, and in which slot.
     """
 
     eqn: Any
@@ -68,6 +70,7 @@ class Step:
     low: bool = False
     spread: tuple[int, ...] = ()
     inner: Any = None
+    touched: tuple[tuple[Any, int], ...] = ()
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -76,7 +79,7 @@ class Plan:
 
     Args:
         setting: half dtype, rules, region.
-        steps: one for each equation.
+        steps: one for each equation, in order; some stand together in an `Island`.
         invars, constvars, outvars: the program's variables.
         in_states, out_states: states of its inputs and outputs; None where autocast has no say.
         in_reads, const_reads: for each input the slots that are read, as a bit mask.
@@ -85,7 +88,7 @@ class Plan:
     """
 
     setting: Setting
-    steps: list[Step]
+    steps: list[Step | Island]
     invars: Sequence[Any]
     constvars: Sequence[Any]
     outvars: Sequence[Any]
@@ -119,6 +122,7 @@ class Planner:
         self.in_states = tuple(in_states)
         self.states: dict[Any, State] = {}
         self.reads: dict[Any, int] = {}
+        self.log: list[tuple[Any, int]] = []
         self.trivial = True
         for v in jaxpr.constvars:
             if tracked(v):
@@ -129,7 +133,10 @@ class Planner:
 
     def plan(self) -> Plan:
         steps = [self._step(eqn, verdict) for eqn, verdict in zip(self.jaxpr.eqns, self.verdicts, strict=True)]
+        self.log = []
         out_states = tuple(self._out(v, flags) for v, flags in zip(self.jaxpr.outvars, self.wanted, strict=True))
+        if self.setting.recompute and not self.trivial:
+            steps = form(steps, self.states, self.log)
         jaxpr = self.jaxpr
         return Plan(
             self.setting,
@@ -164,8 +171,11 @@ class Planner:
     def read(self, v: Any, slot: int) -> int:
         """Notes that a value is read in a slot."""
         if not tracked(v):
+            if not isinstance(v, versions.Literal):
+                self.log.append((v, RAW))
             return RAW
         if not isinstance(v, versions.Literal):
+            self.log.append((v, slot))
             self.reads[v] = self.reads.get(v, 0) | 1 << slot
             if slot == LOW or self.states[v].slot == LOW:
                 self.trivial = False
@@ -181,6 +191,7 @@ class Planner:
     def _out(self, v: Any, flags: int) -> State | None:
         state = self.state(v)
         if state is None:
+            self.read(v, RAW)
             return None
         state = at_boundary(state, flags)
         self.read(v, state.slot)
@@ -197,6 +208,17 @@ class Planner:
     # One equation.
 
     def _step(self, eqn: Any, verdict: Verdict) -> Step:
+        self.log = []
+        step = self._decide(eqn, verdict)
+        step.touched = tuple(self.log)
+        for v, state in zip(eqn.outvars, step.outs, strict=step.action != SKIP):
+            if state is not None:
+                self.states[v] = state
+                if state.slot == LOW:
+                    self.trivial = False
+        return step
+
+    def _decide(self, eqn: Any, verdict: Verdict) -> Step:
         if not self.asked(eqn) and not eqn.effects:
             for v in eqn.outvars:
                 if tracked(v):
@@ -204,16 +226,12 @@ class Planner:
             return Step(eqn, SKIP, (), (), "nothing reads it", verdict)
         if verdict.op is Op.ENTER:
             step = ENTER[eqn.primitive.name](self, eqn, verdict)
-        elif not any(map(tracked, eqn.invars)) and not any(map(tracked, eqn.outvars)):
-            step = Step(eqn, BIND, (RAW,) * len(eqn.invars), (None,) * len(eqn.outvars), "no float32", verdict)
-        else:
-            step = _PLANNERS[verdict.op](self, eqn, verdict)
-        for v, state in zip(eqn.outvars, step.outs, strict=True):
-            if state is not None:
-                self.states[v] = state
-                if state.slot == LOW:
-                    self.trivial = False
-        return step
+            self.trivial &= step.action == BIND
+            return step
+        if not any(map(tracked, eqn.invars)) and not any(map(tracked, eqn.outvars)):
+            reads = tuple(self.read(v, RAW) for v in eqn.invars)
+            return Step(eqn, BIND, reads, (None,) * len(eqn.outvars), "no float32", verdict)
+        return _PLANNERS[verdict.op](self, eqn, verdict)
 
     def kind(self, eqn: Any) -> int:
         """The kind of what comes of an equation's inputs together."""
@@ -338,14 +356,15 @@ def _convert(planner: Planner, eqn: Any, verdict: Verdict) -> Step:
         dtype = v.aval.dtype
         pinned = dtype.kind in "fcV" and verdict.region != OFF_REGION
         kind = PINNED if pinned and dtype.itemsize < 4 else _made_of(eqn)
-        return Step(eqn, BIND, (RAW,), (State(kind, FULL),), "the user's cast", verdict)
+        return Step(eqn, BIND, (planner.read(v, RAW),), (State(kind, FULL),), "the user's cast", verdict)
     if tracked(out):  # only the weak type changes
         if isinstance(v, versions.Literal):
             return planner.full(eqn, verdict, state.kind, "the user's cast")
         state = planner.moved(v, out)
-        return Step(eqn, ALIAS, (planner.read(v, state.slot),), (state,), "keeps its dtype", verdict)
+        low = state.slot == LOW
+        return Step(eqn, ALIAS, (planner.read(v, state.slot),), (state,), "keeps its dtype", verdict, low=low)
     if out.aval.dtype == planner.setting.half and state.slot == LOW:
-        return Step(eqn, ALIAS, (planner.read(v, LOW),), (None,), "the user's cast", verdict)
+        return Step(eqn, ALIAS, (planner.read(v, LOW),), (None,), "the user's cast", verdict, low=True)
     return Step(eqn, BIND, (planner.read(v, FULL),), (None,), "the user's cast", verdict)
 
 

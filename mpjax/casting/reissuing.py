@@ -194,7 +194,7 @@ def _while(step: Step, operands: Sequence[Value], plan: Plan) -> Sequence[Value]
     consts = [_invariant(value, mask, half) for value, mask in zip(operands[:split], masks, strict=True)]
     init = [array_of(v, slot_of(state), half) for v, state in zip(operands[split:], loop.carry, strict=True)]
 
-    def go_on(carry: list[Any]) -> Any:
+    def unfinished(carry: list[Any]) -> Any:
         values = [make() for make in consts[:first]] + take(carry, loop.carry)
         (out,) = run_closed(condition, params["cond_jaxpr"], values)
         return out
@@ -203,7 +203,19 @@ def _while(step: Step, operands: Sequence[Value], plan: Plan) -> Sequence[Value]
         values = [make() for make in consts[first:]] + take(carry, loop.carry)
         return hand_out(body, run_closed(body, params["body_jaxpr"], values), loop.carry)
 
-    return take(lax.while_loop(go_on, turn, init), step.outs)
+    if not condition.outvars[0].aval.shape:
+        return take(lax.while_loop(unfinished, turn, init), step.outs)
+
+    # Under vmap each element has a condition of its own: the loop goes on while any is unfinished,
+    # and those that are finished keep their carry.
+    def masked_turn(carry: list[Any]) -> list[Any]:
+        going = unfinished(carry)
+        return [
+            lax.select(lax.broadcast_in_dim(going, new.shape, tuple(range(going.ndim))), new, old)
+            for new, old in zip(turn(carry), carry, strict=True)
+        ]
+
+    return take(lax.while_loop(lambda carry: unfinished(carry).any(), masked_turn, init), step.outs)
 
 
 def _shard_map(step: Step, operands: Sequence[Value], plan: Plan) -> Sequence[Value]:

@@ -17,6 +17,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from mpjax.casting import versions
+from mpjax.casting.islands import Island
 from mpjax.casting.planning import ALIAS, BIND, SKIP, Plan, Step
 from mpjax.casting.states import FULL, LOW, RAW
 
@@ -42,11 +43,19 @@ def run(plan: Plan, consts: Sequence[Any], values: Sequence[Value]) -> list[Valu
         The values of the outputs; `array_of` takes an array out of one.
     """
     env: dict[Any, Value] = {}
-    half = plan.setting.half
     for v, const in zip(plan.constvars, consts, strict=True):
         env[v] = [const, None] if versions.is_shaped(v.aval) and v.aval.dtype == FLOAT32 else const
     env.update(zip(plan.invars, values, strict=True))
-    for step in plan.steps:
+    _carry_out(plan.steps, env, plan)
+    return [_operand(v, env) for v in plan.outvars]
+
+
+def _carry_out(steps: Sequence[Step | Island], env: dict[Any, Value], plan: Plan) -> None:
+    half = plan.setting.half
+    for step in steps:
+        if isinstance(step, Island):
+            _recomputed(step, env, plan)
+            continue
         if step.action == SKIP:
             continue
         eqn = step.eqn
@@ -62,7 +71,26 @@ def run(plan: Plan, consts: Sequence[Any], values: Sequence[Value]) -> list[Valu
                 operands = [_operand(v, env) for v in eqn.invars]
                 outs = REISSUE[step.action](step, operands, plan)
         env.update(zip(eqn.outvars, outs, strict=True))
-    return [_operand(v, env) for v in plan.outvars]
+
+
+def _recomputed(island: Island, env: dict[Any, Value], plan: Plan) -> None:
+    """Issues an island: its inputs are stored for the backward pass, and nothing that is made in it."""
+    half = plan.setting.half
+
+    def body(*arrays: Any) -> tuple[Any, ...]:
+        inside: dict[Any, Value] = {}
+        for (v, slot), array in zip(island.ins, arrays, strict=True):
+            inside[v] = value_of(array, slot)
+        _carry_out(island.steps, inside, plan)
+        return tuple(array_of(inside[v], slot, half) for v, slot in island.outs)
+
+    arrays = [array_of(env[v], slot, half) for v, slot in island.ins]
+    outs = jax.checkpoint(body)(*arrays)
+    for (v, slot), array in zip(island.outs, outs, strict=True):
+        if slot != RAW and v in env:
+            env[v][slot] = array
+        else:
+            env[v] = value_of(array, slot)
 
 
 def run_closed(plan: Plan, jaxpr: Any, values: Sequence[Value]) -> list[Value]:

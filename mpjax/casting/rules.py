@@ -16,7 +16,7 @@ Predicate = Callable[[Any, Mapping[str, Any], tuple[Any, ...]], bool]
 Entry = str | Predicate
 
 LEVELS = ("conservative", "default", "half")
-RESIDUALS = ("default", "half")
+RESIDUALS = ("half", "full")
 _LISTS = (("allow", Op.ALLOW), ("deny", Op.DENY), ("infer", Op.INFER))
 _VARIABLES = {name: f"MPJAX_{name.upper()}LIST_ADD" for name, _ in _LISTS}
 
@@ -45,9 +45,9 @@ class Rules:
         infer: runs in the widest dtype among its activations.
         level: `"default"`; `"conservative"`: whatever is not allow runs in float32; `"half"`: everything
             runs in half (Apex's O3; sums included: for measuring, not for training).
-        residuals: `"half"` stores only half-precision residuals of float32 regions (normalisation,
-            softmax, gelu) and computes their float32 arithmetic again in the backward pass; `"default"`
-            stores what JAX would.
+        residuals: `"half"` stores what goes into a stretch of float32 arithmetic (a normalisation, a
+            softmax, a loss), which is half, and computes the stretch again in the backward pass; `"full"`
+            stores what JAX would, float32 values among them.
 
     Raises:
         ValueError: a name that is no primitive, an entry in two lists, an unknown level.
@@ -69,7 +69,7 @@ class Rules:
     deny: tuple[Entry, ...] = ()
     infer: tuple[Entry, ...] = ()
     level: str = "default"
-    residuals: str = "default"
+    residuals: str = "half"
 
     def __post_init__(self) -> None:
         for name, _ in _LISTS:

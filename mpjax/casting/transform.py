@@ -91,7 +91,8 @@ def setting_of(policy: Policy, rules: Rules | None) -> Setting | None:
     """The setting for a policy and rules; None if the policy computes in float32."""
     if policy.compute_dtype not in HALF_DTYPES:
         return None
-    return Setting(policy.compute_dtype, (rules or Rules()).with_environment())
+    rules = (rules or Rules()).with_environment()
+    return Setting(policy.compute_dtype, rules, recompute=rules.residuals == "half")
 
 
 def autocast(fun: F, policy: Any = "mixed_float16", *, rules: Rules | None = None) -> F:
