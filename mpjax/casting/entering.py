@@ -10,7 +10,20 @@ from mpjax.casting import versions
 from mpjax.casting.classify import Setting, Verdict, tracked
 from mpjax.casting.demand import OUTPUT, RETURNED, call_jaxpr, scan_demand, while_demand
 from mpjax.casting.planning import BIND, ENTER, Plan, Planner, Step, plan
-from mpjax.casting.states import COMPUTED, FULL, HALF, INPUT, LOW, PINNED, RAW, ZERO, State, at_boundary, carried, join
+from mpjax.casting.states import (
+    COMPUTED,
+    FULL,
+    HALF,
+    INPUT,
+    LOW,
+    PINNED,
+    RAW,
+    ZERO,
+    State,
+    at_boundary,
+    carried,
+    join,
+)
 
 Delivery = tuple[tuple[int, int], ...]  # (operand, slot) pairs: an operand may go in in both dtypes
 
@@ -107,7 +120,9 @@ def _remat(planner: Planner, eqn: Any, verdict: Verdict) -> Step:
         else:
             slots.append([state.slot])
     delivery = _deliver(planner, eqn, slots)
-    return Step(eqn, "remat2", (), _outs(eqn, inner.out_states), "entered", verdict, inner=Call(inner, delivery))
+    return Step(
+        eqn, "remat2", (), _outs(eqn, inner.out_states), "entered", verdict, inner=Call(inner, delivery)
+    )
 
 
 def _custom_rule(planner: Planner, eqn: Any, verdict: Verdict) -> Step:
@@ -126,7 +141,15 @@ def _custom_rule(planner: Planner, eqn: Any, verdict: Verdict) -> Step:
         else:
             slots.append([LOW if mask == 1 << LOW else state.slot])
     delivery = _deliver(planner, eqn, slots)
-    return Step(eqn, name, (), _outs(eqn, inner.out_states), "entered; the rule is kept", verdict, inner=Call(inner, delivery))
+    return Step(
+        eqn,
+        name,
+        (),
+        _outs(eqn, inner.out_states),
+        "entered; the rule is kept",
+        verdict,
+        inner=Call(inner, delivery),
+    )
 
 
 def _shard_map(planner: Planner, eqn: Any, verdict: Verdict) -> Step:
@@ -147,7 +170,9 @@ def _shard_map(planner: Planner, eqn: Any, verdict: Verdict) -> Step:
         else:
             slots.append([LOW] if mask == 1 << LOW else [state.slot])
     delivery = _deliver(planner, eqn, slots)
-    return Step(eqn, "shard_map", (), _outs(eqn, inner.out_states), "entered", verdict, inner=Call(inner, delivery))
+    return Step(
+        eqn, "shard_map", (), _outs(eqn, inner.out_states), "entered", verdict, inner=Call(inner, delivery)
+    )
 
 
 def _axes_of(spec: Any) -> set[str]:
@@ -161,8 +186,12 @@ def _cond(planner: Planner, eqn: Any, verdict: Verdict) -> Step:
     wanted = _wanted(planner, eqn)
     operands = eqn.invars[1:]
     setting = planner.setting.inside(eqn, verdict.region)
-    plans = tuple(plan(branch, _handed(planner, operands), wanted, setting) for branch in eqn.params["branches"])
-    outs = [_agreed(states, flags) for *states, flags in zip(*(p.out_states for p in plans), wanted, strict=True)]
+    plans = tuple(
+        plan(branch, _handed(planner, operands), wanted, setting) for branch in eqn.params["branches"]
+    )
+    outs = [
+        _agreed(states, flags) for *states, flags in zip(*(p.out_states for p in plans), wanted, strict=True)
+    ]
     if all(p.trivial for p in plans) and all(out is None or out.slot == FULL for out in outs):
         return _as_traced(planner, eqn, verdict, outs)
     slots: list[list[int]] = [[RAW]]

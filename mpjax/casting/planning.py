@@ -116,7 +116,9 @@ def plan(jaxpr: Any, in_states: tuple[State | None, ...], wanted: tuple[int, ...
 class Planner:
     """Goes through a program once, forwards; `enter` has the equations with programs inside."""
 
-    def __init__(self, jaxpr: Any, in_states: Sequence[State | None], wanted: tuple[int, ...], setting: Setting):
+    def __init__(
+        self, jaxpr: Any, in_states: Sequence[State | None], wanted: tuple[int, ...], setting: Setting
+    ):
         self.jaxpr, self.wanted, self.setting = jaxpr, wanted, setting
         self.flags, self.verdicts, _ = demand(jaxpr, wanted, setting)
         self.in_states = tuple(in_states)
@@ -132,9 +134,13 @@ class Planner:
                 self.states[v] = state
 
     def plan(self) -> Plan:
-        steps = [self._step(eqn, verdict) for eqn, verdict in zip(self.jaxpr.eqns, self.verdicts, strict=True)]
+        steps = [
+            self._step(eqn, verdict) for eqn, verdict in zip(self.jaxpr.eqns, self.verdicts, strict=True)
+        ]
         self.log = []
-        out_states = tuple(self._out(v, flags) for v, flags in zip(self.jaxpr.outvars, self.wanted, strict=True))
+        out_states = tuple(
+            self._out(v, flags) for v, flags in zip(self.jaxpr.outvars, self.wanted, strict=True)
+        )
         if self.setting.recompute and not self.trivial:
             steps = form(steps, self.states, self.log)
         jaxpr = self.jaxpr
@@ -338,7 +344,10 @@ def _move(planner: Planner, eqn: Any, verdict: Verdict) -> Step:
     outs = [v for v in eqn.outvars if tracked(v)]
     if len(moved) != 1 and len(moved) != len(outs):
         return _deny(planner, eqn, verdict)
-    states = [planner.moved(v, out) for v, out in zip(moved * len(outs) if len(moved) == 1 else moved, outs, strict=True)]
+    states = [
+        planner.moved(v, out)
+        for v, out in zip(moved * len(outs) if len(moved) == 1 else moved, outs, strict=True)
+    ]
     if len(moved) == 1 and len({s.slot for s in states}) > 1:
         states = [State(s.kind, FULL) for s in states]
     slots = iter([states[0].slot] if len(moved) == 1 and states else [s.slot for s in states] or [FULL])
