@@ -35,6 +35,10 @@ class Call:
     plan: Plan
     delivery: Delivery
 
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        return (self.plan,)
+
 
 @dataclasses.dataclass(slots=True)
 class Loop:
@@ -45,6 +49,10 @@ class Loop:
     carry: tuple[State | None, ...]
     delivery: Delivery  # of the scanned operands
     condition: Plan | None = None
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        return (self.body,) if self.condition is None else (self.condition, self.body)
 
 
 @dataclasses.dataclass(slots=True)
@@ -67,10 +75,14 @@ def _outs(eqn: Any, states: Sequence[State | None]) -> tuple[State | None, ...]:
     return tuple(state if tracked(v) else None for v, state in zip(eqn.outvars, states, strict=True))
 
 
-def _as_traced(planner: Planner, eqn: Any, verdict: Verdict, outs: Sequence[State | None]) -> Step:
+def _as_traced(
+    planner: Planner, eqn: Any, verdict: Verdict, outs: Sequence[State | None], *plans: Plan
+) -> Step:
     """The equation as it stands: nothing inside is changed."""
     reads = tuple(planner.read(v, FULL) for v in eqn.invars)
-    return Step(eqn, BIND, reads, _outs(eqn, outs), "nothing inside to cast", verdict)
+    return Step(
+        eqn, BIND, reads, _outs(eqn, outs), "nothing inside to cast", verdict, inner=Branches(plans, ())
+    )
 
 
 def _deliver(planner: Planner, eqn: Any, slots: Sequence[Sequence[int]]) -> Delivery:
@@ -89,7 +101,7 @@ def _inner_plan(planner: Planner, eqn: Any, verdict: Verdict, jaxpr: Any, wanted
 def _jit(planner: Planner, eqn: Any, verdict: Verdict) -> Step:
     inner = _inner_plan(planner, eqn, verdict, call_jaxpr(eqn.params), _wanted(planner, eqn))
     if inner.trivial:
-        return _as_traced(planner, eqn, verdict, inner.out_states)
+        return _as_traced(planner, eqn, verdict, inner.out_states, inner)
     donated = eqn.params.get("donated_invars") or (False,) * len(eqn.invars)
     slots = []
     for v, mask, is_donated in zip(eqn.invars, inner.in_reads, donated, strict=True):
@@ -107,7 +119,7 @@ def _jit(planner: Planner, eqn: Any, verdict: Verdict) -> Step:
 def _remat(planner: Planner, eqn: Any, verdict: Verdict) -> Step:
     inner = _inner_plan(planner, eqn, verdict, call_jaxpr(eqn.params), _wanted(planner, eqn))
     if inner.trivial:
-        return _as_traced(planner, eqn, verdict, inner.out_states)
+        return _as_traced(planner, eqn, verdict, inner.out_states, inner)
     slots = []
     for v, mask in zip(eqn.invars, inner.in_reads, strict=True):
         state = planner.state(v)
@@ -132,7 +144,7 @@ def _custom_rule(planner: Planner, eqn: Any, verdict: Verdict) -> Step:
     # whenever it takes a float.
     bare = name == "custom_jvp_call" or not any(map(tracked, eqn.invars))
     if inner.trivial and bare:
-        return _as_traced(planner, eqn, verdict, inner.out_states)
+        return _as_traced(planner, eqn, verdict, inner.out_states, inner)
     slots = []
     for v, mask in zip(eqn.invars, inner.in_reads, strict=True):
         state = planner.state(v)
@@ -155,7 +167,7 @@ def _custom_rule(planner: Planner, eqn: Any, verdict: Verdict) -> Step:
 def _shard_map(planner: Planner, eqn: Any, verdict: Verdict) -> Step:
     inner = _inner_plan(planner, eqn, verdict, call_jaxpr(eqn.params), _wanted(planner, eqn))
     if inner.trivial:
-        return _as_traced(planner, eqn, verdict, inner.out_states)
+        return _as_traced(planner, eqn, verdict, inner.out_states, inner)
     in_specs, _ = versions.shard_map_specs(eqn.params)
     axes = versions.shard_map_options(eqn.params)["axis_names"]
     slots = []
@@ -193,7 +205,7 @@ def _cond(planner: Planner, eqn: Any, verdict: Verdict) -> Step:
         _agreed(states, flags) for *states, flags in zip(*(p.out_states for p in plans), wanted, strict=True)
     ]
     if all(p.trivial for p in plans) and all(out is None or out.slot == FULL for out in outs):
-        return _as_traced(planner, eqn, verdict, outs)
+        return _as_traced(planner, eqn, verdict, outs, *plans)
     slots: list[list[int]] = [[RAW]]
     for i, v in enumerate(operands):
         state, mask = planner.state(v), 0
@@ -231,7 +243,7 @@ def _scan(planner: Planner, eqn: Any, verdict: Verdict) -> Step:
     )
     outs = [*carry, *body.out_states[num_carry:]]
     if body.trivial and all(out is None or out.slot == FULL for out in outs):
-        return _as_traced(planner, eqn, verdict, outs)
+        return _as_traced(planner, eqn, verdict, outs, body)
     for v, mask in zip(eqn.invars[:num_consts], body.in_reads, strict=False):
         for slot in _slots(mask):
             planner.read(v, slot)
@@ -262,7 +274,7 @@ def _while(planner: Planner, eqn: Any, verdict: Verdict) -> Step:
     condition_states = (*_handed(planner, eqn.invars[:num_condition]), *carry)
     condition = plan(params["cond_jaxpr"], condition_states, (OUTPUT,), setting)
     if body.trivial and condition.trivial and all(out is None or out.slot == FULL for out in carry):
-        return _as_traced(planner, eqn, verdict, carry)
+        return _as_traced(planner, eqn, verdict, carry, condition, body)
     masks = (*condition.in_reads[:num_condition], *body.in_reads[:num_consts])
     for v, mask in zip(eqn.invars[:first], masks, strict=True):
         for slot in _slots(mask):

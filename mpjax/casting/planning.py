@@ -17,7 +17,7 @@ from mpjax.casting import versions
 from mpjax.casting.classify import OFF_REGION, PROMOTE_REGION, Setting, Verdict, tracked
 from mpjax.casting.demand import HALVES, MAY_HALF, WANT_FLOAT, WANT_HALF, demand
 from mpjax.casting.islands import Island, form
-from mpjax.casting.oplists import ELEMENTWISE, Op
+from mpjax.casting.oplists import ALLOW, ELEMENTWISE, Op
 from mpjax.casting.states import (
     COMPUTED,
     FLOAT,
@@ -34,6 +34,7 @@ from mpjax.casting.states import (
     literal_kind,
     softened,
 )
+from mpjax.policy import HALF_DTYPES
 
 # The planners of equations with programs inside; `entering` fills it in.
 ENTER: dict[str, Callable[[Planner, Any, Verdict], Step]] = {}
@@ -73,6 +74,21 @@ class Step:
     touched: tuple[tuple[Any, int], ...] = ()
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tally:
+    """What a plan came to, programs inside included: how many matmuls and convolutions it casts, finds half
+    already, leaves alone; and the user's rules that matched."""
+
+    cast: int = 0
+    written: int = 0
+    left: int = 0
+    entries: frozenset[Any] = frozenset()
+
+    def __add__(self, other: Tally) -> Tally:
+        entries = self.entries | other.entries
+        return Tally(self.cast + other.cast, self.written + other.written, self.left + other.left, entries)
+
+
 @dataclasses.dataclass(eq=False, slots=True)
 class Plan:
     """The plan of a program: what `rewriting.run` carries out and `explain` shows.
@@ -84,6 +100,7 @@ class Plan:
         in_states, out_states: states of its inputs and outputs; None where autocast has no say.
         in_reads, const_reads: for each input the slots that are read, as a bit mask.
         trivial: it runs as it was traced, so its equation can be issued as it stands.
+        tally: what it came to.
         runners: what `rewriting` has made of it, kept so that JAX's own caches know it again.
     """
 
@@ -97,6 +114,7 @@ class Plan:
     in_reads: tuple[int, ...]
     const_reads: tuple[int, ...]
     trivial: bool
+    tally: Tally
     runners: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -126,6 +144,7 @@ class Planner:
         self.reads: dict[Any, int] = {}
         self.log: list[tuple[Any, int]] = []
         self.trivial = True
+        self.tally = Tally()
         for v in jaxpr.constvars:
             if tracked(v):
                 self.states[v] = State(INPUT, FULL)
@@ -155,6 +174,7 @@ class Planner:
             tuple(self.reads.get(v, 0) for v in jaxpr.invars),
             tuple(self.reads.get(v, 0) for v in jaxpr.constvars),
             self.trivial,
+            self.tally,
         )
 
     # What is known of a value, and the note of how it is read.
@@ -217,12 +237,27 @@ class Planner:
         self.log = []
         step = self._decide(eqn, verdict)
         step.touched = tuple(self.log)
+        self._count(step)
         for v, state in zip(eqn.outvars, step.outs, strict=step.action != SKIP):
             if state is not None:
                 self.states[v] = state
                 if state.slot == LOW:
                     self.trivial = False
         return step
+
+    def _count(self, step: Step) -> None:
+        if step.verdict.entry is not None:
+            self.tally += Tally(entries=frozenset({step.verdict.entry}))
+        for inner in inner_plans(step):
+            self.tally += inner.tally
+        if step.eqn.primitive.name in ALLOW and step.action != SKIP:
+            operands = [v.aval.dtype for v in step.eqn.invars[:2]]
+            if step.low:
+                self.tally += Tally(cast=1)
+            elif all(dtype in HALF_DTYPES for dtype in operands):
+                self.tally += Tally(written=1)
+            elif any(map(tracked, step.eqn.invars)):
+                self.tally += Tally(left=1)
 
     def _decide(self, eqn: Any, verdict: Verdict) -> Step:
         if not self.asked(eqn) and not eqn.effects:
@@ -273,6 +308,11 @@ class Planner:
             for i, v in enumerate(eqn.invars)
             if tracked(v) and v.aval.shape != shape and not isinstance(v, versions.Literal)
         )
+
+
+def inner_plans(step: Step) -> tuple[Plan, ...]:
+    """The plans of the programs inside a step."""
+    return step.inner.plans if step.inner is not None else ()
 
 
 def _made_of(eqn: Any) -> int:
