@@ -32,6 +32,7 @@ def functional(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
     made: dict[str, Any] = {}
 
     def pure(state: Any, rest: list[Any]) -> Any:
+        before = _arrays(state)
         merged = nnx.merge(graph, state)
         filled = list(rest)
         for i, x in zip(where, merged, strict=True):
@@ -50,7 +51,7 @@ def functional(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
         made["tree"], made["places"] = out_tree, places
         arrays = [None if is_stateful(out) else out for out in outs]
         # What did not change is not written back: it may belong to a trace further out.
-        return arrays, new_state, _changed(state, state_after)
+        return arrays, new_state, _changed(before, state_after)
 
     def finish(result: Any) -> Any:
         outs, new_state, state = result
@@ -74,14 +75,18 @@ def _is_leaf(x: Any) -> bool:
     return is_stateful(x) or isinstance(x, nnx.State)
 
 
-def _changed(before: Any, after: Any) -> Any:
+def _arrays(state: Any) -> dict[Any, list[Any]]:
+    """The arrays of a state by path."""
+    return {path: jax.tree.leaves(leaf) for path, leaf in nnx.to_flat_state(state)}
+
+
+def _changed(before: dict[Any, list[Any]], after: Any) -> Any:
     """The part of a state whose arrays are others than before."""
-    old = {path: jax.tree.leaves(leaf) for path, leaf in nnx.to_flat_state(before)}
     return nnx.from_flat_state(
         [
             (path, leaf)
             for path, leaf in nnx.to_flat_state(after)
-            if any(a is not b for a, b in zip(jax.tree.leaves(leaf), old[path], strict=True))
+            if any(a is not b for a, b in zip(jax.tree.leaves(leaf), before[path], strict=True))
         ]
     )
 

@@ -17,7 +17,7 @@ from mpjax.casting import versions
 from mpjax.casting.classify import OFF_REGION, PROMOTE_REGION, Setting, Verdict, tracked
 from mpjax.casting.demand import HALVES, MAY_HALF, WANT_FLOAT, WANT_HALF, demand
 from mpjax.casting.islands import Island, form
-from mpjax.casting.oplists import ALLOW, ELEMENTWISE, Op
+from mpjax.casting.oplists import ALLOW, ELEMENTWISE, SATURATING, Op
 from mpjax.casting.states import (
     COMPUTED,
     FLOAT,
@@ -356,6 +356,8 @@ def _infer(planner: Planner, eqn: Any, verdict: Verdict) -> Step:
         kind = FLOAT if any(s and s.kind != HALF for s in map(planner.state, eqn.invars)) else kind
     if eqn.params.get("out_dtype") is not None:
         return planner.full(eqn, verdict, _active(kind), "the user fixed its output dtype")
+    if kind == HALF and planner.setting.recompute and eqn.primitive.name in SATURATING and not verdict.entry:
+        return planner.full(eqn, verdict, HALF, f"{verdict.why}: half activation, exact near saturation")
     if kind == HALF and planner.asked(eqn) & HALVES:
         return planner.low(eqn, verdict, HALF, f"{verdict.why}: half activation")
     if kind == HALF:
