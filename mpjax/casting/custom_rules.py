@@ -34,7 +34,9 @@ def _at(state: State | None, slot: int) -> State | None:
     return None if state is None else State(HALF if slot == LOW else state.kind, slot)
 
 
-def _rule_plan(jaxpr: Any, consts: Sequence[Any], states: Sequence[Any], wanted: Any, setting: Setting) -> Plan:
+def _rule_plan(
+    jaxpr: Any, consts: Sequence[Any], states: Sequence[Any], wanted: Any, setting: Setting
+) -> Plan:
     """The plan of a rule's jaxpr, whose constants are constvars or leading inputs by the JAX version."""
     leading = [
         State(INPUT, FULL) if versions.is_shaped(v.aval) and v.aval.dtype == FLOAT32 else None
@@ -76,9 +78,7 @@ def _custom_jvp(step: Step, operands: Sequence[Value], outer: Plan) -> Sequence[
         moving = [i for i, zero in enumerate(zeros) if not zero]
         ins = [*range(len(primals)), *moving]
         is_float0 = [False] * len(primals) + [tangents[i].dtype == jax.dtypes.float0 for i in moving]
-        in_states = [
-            None if skip else states[num_consts + i] for i, skip in zip(ins, is_float0, strict=True)
-        ]
+        in_states = [None if skip else states[num_consts + i] for i, skip in zip(ins, is_float0, strict=True)]
         in_slots = [slot_of(state) for state in in_states]
         outs = [*out_slots, *(slot for slot, zero in zip(out_slots, out_zeros, strict=True) if not zero)]
         planned = _rule_plan(jaxpr, consts, in_states, map(_wanted, outs), call.plan.setting)
@@ -127,12 +127,20 @@ def _custom_vjp(step: Step, operands: Sequence[Value], outer: Plan) -> Sequence[
         values = [value_of(a, slot) for a, slot in zip(args, slots[num_consts:], strict=True)]
         results = _run_rule(planned, consts, values)
         outs = [array_of(r, slot, half) for r, slot in zip(results[own:], out_slots, strict=True)]
-        kept = iter(zip(hand_out(planned, results[:own], planned.out_states[:own]), planned.out_states[:own],
-                        planned.outvars[:own], strict=True))
+        kept = iter(
+            zip(
+                hand_out(planned, results[:own], planned.out_states[:own]),
+                planned.out_states[:own],
+                planned.outvars[:own],
+                strict=True,
+            )
+        )
         stored, known = [], []
         everything, invars = (*closed, *args), call.plan.invars
         for forward in forwards:
-            array, state, v = next(kept) if forward is None else (everything[forward], states[forward], invars[forward])
+            array, state, v = (
+                next(kept) if forward is None else (everything[forward], states[forward], invars[forward])
+            )
             stored.append(array)
             known.append((state, v.aval.dtype))
         assert len(stored) == count
@@ -141,16 +149,20 @@ def _custom_vjp(step: Step, operands: Sequence[Value], outer: Plan) -> Sequence[
 
     def bwd(stored: list[Any], cotangents: Sequence[Any]) -> tuple[Any, ...]:
         known = residuals["known"]
-        cts = [(State(HALF, LOW) if slot == LOW else State(FLOAT, FULL) if slot == FULL else None, dtype)
-               for slot, dtype in zip(out_slots, out_dtypes, strict=True)]
+        cts = [
+            (State(HALF, LOW) if slot == LOW else State(FLOAT, FULL) if slot == FULL else None, dtype)
+            for slot, dtype in zip(out_slots, out_dtypes, strict=True)
+        ]
         given, told = [*stored, *cotangents], [*known, *cts]
         traced = _trace_bwd(params, len(stored), given, [dtype for _, dtype in told])
         in_slots = slots[num_consts:]
         wanted = [_wanted(slot) for slot, zero in zip(in_slots, traced.zeros, strict=True) if not zero]
         in_states = [state for (state, _), array in zip(told, given, strict=True) if not _is_zero(array)]
         planned = plan(traced.jaxpr, tuple(in_states), tuple(wanted), setting)
-        values = [value_of(a, slot_of(s))
-                  for a, s in zip((a for a in given if not _is_zero(a)), in_states, strict=True)]
+        values = [
+            value_of(a, slot_of(s))
+            for a, s in zip((a for a in given if not _is_zero(a)), in_states, strict=True)
+        ]
         results = iter(run_closed(planned, traced.jaxpr, values))
         return tuple(
             None if zero else _out(next(results), None, slot, half)
@@ -173,7 +185,9 @@ def _is_zero(array: Any) -> bool:
     return type(array) is SymbolicZero
 
 
-def _trace_bwd(params: dict[str, Any], num_residuals: int, given: Sequence[Any], dtypes: Sequence[Any]) -> _TracedRule:
+def _trace_bwd(
+    params: dict[str, Any], num_residuals: int, given: Sequence[Any], dtypes: Sequence[Any]
+) -> _TracedRule:
     """Traces the user's backward rule at the dtypes that it was written for."""
     zeros: list[bool] = []
 
@@ -193,4 +207,3 @@ def _trace_bwd(params: dict[str, Any], num_residuals: int, given: Sequence[Any],
 
 
 REISSUE.update({"custom_jvp_call": _custom_jvp, "custom_vjp_call": _custom_vjp})
-

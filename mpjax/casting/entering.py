@@ -10,7 +10,20 @@ from mpjax.casting import versions
 from mpjax.casting.classify import Setting, Verdict, tracked
 from mpjax.casting.demand import OUTPUT, RETURNED, call_jaxpr, scan_demand, while_demand
 from mpjax.casting.planning import BIND, ENTER, Plan, Planner, Step, plan
-from mpjax.casting.states import COMPUTED, FULL, HALF, INPUT, LOW, PINNED, RAW, ZERO, State, at_boundary, carried, join
+from mpjax.casting.states import (
+    COMPUTED,
+    FULL,
+    HALF,
+    INPUT,
+    LOW,
+    PINNED,
+    RAW,
+    ZERO,
+    State,
+    at_boundary,
+    carried,
+    join,
+)
 
 Delivery = tuple[tuple[int, int], ...]  # (operand, slot) pairs: an operand may go in in both dtypes
 
@@ -22,6 +35,10 @@ class Call:
     plan: Plan
     delivery: Delivery
 
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        return (self.plan,)
+
 
 @dataclasses.dataclass(slots=True)
 class Loop:
@@ -32,6 +49,10 @@ class Loop:
     carry: tuple[State | None, ...]
     delivery: Delivery  # of the scanned operands
     condition: Plan | None = None
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        return (self.body,) if self.condition is None else (self.condition, self.body)
 
 
 @dataclasses.dataclass(slots=True)
@@ -54,10 +75,14 @@ def _outs(eqn: Any, states: Sequence[State | None]) -> tuple[State | None, ...]:
     return tuple(state if tracked(v) else None for v, state in zip(eqn.outvars, states, strict=True))
 
 
-def _as_traced(planner: Planner, eqn: Any, verdict: Verdict, outs: Sequence[State | None]) -> Step:
+def _as_traced(
+    planner: Planner, eqn: Any, verdict: Verdict, outs: Sequence[State | None], *plans: Plan
+) -> Step:
     """The equation as it stands: nothing inside is changed."""
     reads = tuple(planner.read(v, FULL) for v in eqn.invars)
-    return Step(eqn, BIND, reads, _outs(eqn, outs), "nothing inside to cast", verdict)
+    return Step(
+        eqn, BIND, reads, _outs(eqn, outs), "nothing inside to cast", verdict, inner=Branches(plans, ())
+    )
 
 
 def _deliver(planner: Planner, eqn: Any, slots: Sequence[Sequence[int]]) -> Delivery:
@@ -76,7 +101,7 @@ def _inner_plan(planner: Planner, eqn: Any, verdict: Verdict, jaxpr: Any, wanted
 def _jit(planner: Planner, eqn: Any, verdict: Verdict) -> Step:
     inner = _inner_plan(planner, eqn, verdict, call_jaxpr(eqn.params), _wanted(planner, eqn))
     if inner.trivial:
-        return _as_traced(planner, eqn, verdict, inner.out_states)
+        return _as_traced(planner, eqn, verdict, inner.out_states, inner)
     donated = eqn.params.get("donated_invars") or (False,) * len(eqn.invars)
     slots = []
     for v, mask, is_donated in zip(eqn.invars, inner.in_reads, donated, strict=True):
@@ -94,7 +119,7 @@ def _jit(planner: Planner, eqn: Any, verdict: Verdict) -> Step:
 def _remat(planner: Planner, eqn: Any, verdict: Verdict) -> Step:
     inner = _inner_plan(planner, eqn, verdict, call_jaxpr(eqn.params), _wanted(planner, eqn))
     if inner.trivial:
-        return _as_traced(planner, eqn, verdict, inner.out_states)
+        return _as_traced(planner, eqn, verdict, inner.out_states, inner)
     slots = []
     for v, mask in zip(eqn.invars, inner.in_reads, strict=True):
         state = planner.state(v)
@@ -107,7 +132,9 @@ def _remat(planner: Planner, eqn: Any, verdict: Verdict) -> Step:
         else:
             slots.append([state.slot])
     delivery = _deliver(planner, eqn, slots)
-    return Step(eqn, "remat2", (), _outs(eqn, inner.out_states), "entered", verdict, inner=Call(inner, delivery))
+    return Step(
+        eqn, "remat2", (), _outs(eqn, inner.out_states), "entered", verdict, inner=Call(inner, delivery)
+    )
 
 
 def _custom_rule(planner: Planner, eqn: Any, verdict: Verdict) -> Step:
@@ -117,7 +144,7 @@ def _custom_rule(planner: Planner, eqn: Any, verdict: Verdict) -> Step:
     # whenever it takes a float.
     bare = name == "custom_jvp_call" or not any(map(tracked, eqn.invars))
     if inner.trivial and bare:
-        return _as_traced(planner, eqn, verdict, inner.out_states)
+        return _as_traced(planner, eqn, verdict, inner.out_states, inner)
     slots = []
     for v, mask in zip(eqn.invars, inner.in_reads, strict=True):
         state = planner.state(v)
@@ -126,13 +153,21 @@ def _custom_rule(planner: Planner, eqn: Any, verdict: Verdict) -> Step:
         else:
             slots.append([LOW if mask == 1 << LOW else state.slot])
     delivery = _deliver(planner, eqn, slots)
-    return Step(eqn, name, (), _outs(eqn, inner.out_states), "entered; the rule is kept", verdict, inner=Call(inner, delivery))
+    return Step(
+        eqn,
+        name,
+        (),
+        _outs(eqn, inner.out_states),
+        "entered; the rule is kept",
+        verdict,
+        inner=Call(inner, delivery),
+    )
 
 
 def _shard_map(planner: Planner, eqn: Any, verdict: Verdict) -> Step:
     inner = _inner_plan(planner, eqn, verdict, call_jaxpr(eqn.params), _wanted(planner, eqn))
     if inner.trivial:
-        return _as_traced(planner, eqn, verdict, inner.out_states)
+        return _as_traced(planner, eqn, verdict, inner.out_states, inner)
     in_specs, _ = versions.shard_map_specs(eqn.params)
     axes = versions.shard_map_options(eqn.params)["axis_names"]
     slots = []
@@ -147,7 +182,9 @@ def _shard_map(planner: Planner, eqn: Any, verdict: Verdict) -> Step:
         else:
             slots.append([LOW] if mask == 1 << LOW else [state.slot])
     delivery = _deliver(planner, eqn, slots)
-    return Step(eqn, "shard_map", (), _outs(eqn, inner.out_states), "entered", verdict, inner=Call(inner, delivery))
+    return Step(
+        eqn, "shard_map", (), _outs(eqn, inner.out_states), "entered", verdict, inner=Call(inner, delivery)
+    )
 
 
 def _axes_of(spec: Any) -> set[str]:
@@ -161,10 +198,14 @@ def _cond(planner: Planner, eqn: Any, verdict: Verdict) -> Step:
     wanted = _wanted(planner, eqn)
     operands = eqn.invars[1:]
     setting = planner.setting.inside(eqn, verdict.region)
-    plans = tuple(plan(branch, _handed(planner, operands), wanted, setting) for branch in eqn.params["branches"])
-    outs = [_agreed(states, flags) for *states, flags in zip(*(p.out_states for p in plans), wanted, strict=True)]
+    plans = tuple(
+        plan(branch, _handed(planner, operands), wanted, setting) for branch in eqn.params["branches"]
+    )
+    outs = [
+        _agreed(states, flags) for *states, flags in zip(*(p.out_states for p in plans), wanted, strict=True)
+    ]
     if all(p.trivial for p in plans) and all(out is None or out.slot == FULL for out in outs):
-        return _as_traced(planner, eqn, verdict, outs)
+        return _as_traced(planner, eqn, verdict, outs, *plans)
     slots: list[list[int]] = [[RAW]]
     for i, v in enumerate(operands):
         state, mask = planner.state(v), 0
@@ -202,7 +243,7 @@ def _scan(planner: Planner, eqn: Any, verdict: Verdict) -> Step:
     )
     outs = [*carry, *body.out_states[num_carry:]]
     if body.trivial and all(out is None or out.slot == FULL for out in outs):
-        return _as_traced(planner, eqn, verdict, outs)
+        return _as_traced(planner, eqn, verdict, outs, body)
     for v, mask in zip(eqn.invars[:num_consts], body.in_reads, strict=False):
         for slot in _slots(mask):
             planner.read(v, slot)
@@ -233,7 +274,7 @@ def _while(planner: Planner, eqn: Any, verdict: Verdict) -> Step:
     condition_states = (*_handed(planner, eqn.invars[:num_condition]), *carry)
     condition = plan(params["cond_jaxpr"], condition_states, (OUTPUT,), setting)
     if body.trivial and condition.trivial and all(out is None or out.slot == FULL for out in carry):
-        return _as_traced(planner, eqn, verdict, carry)
+        return _as_traced(planner, eqn, verdict, carry, condition, body)
     masks = (*condition.in_reads[:num_condition], *body.in_reads[:num_consts])
     for v, mask in zip(eqn.invars[:first], masks, strict=True):
         for slot in _slots(mask):

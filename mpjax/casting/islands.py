@@ -59,7 +59,11 @@ def cheap(eqn: Any) -> bool:
     if name in _CALLS:
         jaxpr = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
         return all(map(cheap, versions.open_jaxpr(jaxpr).jaxpr.eqns))
-    return "jaxpr" not in eqn.params and "branches" not in eqn.params and not name.startswith(("random", "threefry"))
+    return (
+        "jaxpr" not in eqn.params
+        and "branches" not in eqn.params
+        and not name.startswith(("random", "threefry"))
+    )
 
 
 def stored_by(eqn: Any) -> int:
@@ -75,7 +79,9 @@ def stored_by(eqn: Any) -> int:
     return sum(4 * v.aval.size for v in eqn.outvars)
 
 
-def form(steps: Sequence[Any], states: dict[Any, State], read_outside: Sequence[tuple[Any, int]]) -> list[Any]:
+def form(
+    steps: Sequence[Any], states: dict[Any, State], read_outside: Sequence[tuple[Any, int]]
+) -> list[Any]:
     """Divides steps into islands and the rest, in their order.
 
     Args:
@@ -83,47 +89,71 @@ def form(steps: Sequence[Any], states: dict[Any, State], read_outside: Sequence[
         states: the states of its values.
         read_outside: the outputs of the plan, and their slots.
     """
-    readers: dict[tuple[Any, int], int] = {}
-    for n, step in enumerate(steps):
+    readers: dict[tuple[Any, int], list[int]] = {}
+    for step in steps:
         for read in step.touched:
-            readers[read] = n
+            readers.setdefault(read, []).append(id(step))
     for read in read_outside:
-        readers[read] = len(steps)
+        readers.setdefault(read, []).append(0)
     formed: list[Any] = []
-    begin = 0
-    while begin < len(steps):
-        end = begin
-        while end < len(steps) and _belongs(steps[end]):
-            end += 1
-        run = steps[begin:end]
+    run: list[Any] = []
+    made: set[Any] = set()
+
+    def close() -> None:
+        """Ends the run of steps."""
+        tail = []
         while run and not _works(run[-1]):
-            run = run[:-1]
-        island = _island(run, begin + len(run), readers, states) if run else None
-        if island is not None:
-            formed.append(island)
-            begin += len(run)
+            tail.insert(0, run.pop())
+        island = _island(run, readers, states) if run else None
+        formed.extend([island] if island is not None else run)
+        formed.extend(tail)
+        run.clear()
+        made.clear()
+
+    for step in steps:
+        if _belongs(step):
+            run.append(step)
+            made.update(step.eqn.outvars)
+        elif run and not _floats(step) and not step.eqn.effects and made.isdisjoint(_variables(step)):
+            formed.append(step)  # a mask or an index, of no value in the run: it may go first
         else:
-            formed.extend(steps[begin : end + 1])
-            begin = end + 1
+            close()
+            formed.append(step)
+    close()
     return formed
+
+
+def _variables(step: Any) -> list[Any]:
+    return [v for v in step.eqn.invars if not isinstance(v, versions.Literal)]
+
+
+def _floats(step: Any) -> list[Any]:
+    return [*filter(tracked, step.eqn.invars), *filter(tracked, step.eqn.outvars)]
 
 
 def _belongs(step: Any) -> bool:
     if step.action == "skip":
         return True
-    if step.action not in ("bind", "alias") or step.low or step.verdict.op is Op.OPAQUE or not cheap(step.eqn):
+    if (
+        step.action not in ("bind", "alias")
+        or step.low
+        or step.verdict.op is Op.OPAQUE
+        or not cheap(step.eqn)
+    ):
         return False
-    floats = [*filter(tracked, step.eqn.invars), *filter(tracked, step.eqn.outvars)]
-    if not floats:
+    if not _floats(step):
         return step.eqn.primitive.name in _BESIDE
-    return all(slot in (FULL, RAW) for slot in step.reads) and all(s is None or s.slot == FULL for s in step.outs)
+    return all(slot in (FULL, RAW) for slot in step.reads) and all(
+        s is None or s.slot == FULL for s in step.outs
+    )
 
 
 def _works(step: Any) -> bool:
     return step.action != "skip" and any(map(tracked, step.eqn.invars))
 
 
-def _island(steps: Sequence[Any], end: int, readers: dict[Any, int], states: dict[Any, State]) -> Island | None:
+def _island(steps: Sequence[Any], readers: dict[Any, list[int]], states: dict[Any, State]) -> Island | None:
+    inside = {id(step) for step in steps}
     made = {v for step in steps if step.action != "skip" for v in step.eqn.outvars}
     ins: dict[tuple[Any, int], None] = {}
     for step in steps:
@@ -136,7 +166,7 @@ def _island(steps: Sequence[Any], end: int, readers: dict[Any, int], states: dic
         if step.action != "skip"
         for v in step.eqn.outvars
         for slot in ((FULL, LOW) if v in states and tracked(v) else (RAW,))
-        if readers.get((v, slot), -1) >= end
+        if any(reader not in inside for reader in readers.get((v, slot), ()))
     ]
     saved = sum(stored_by(step.eqn) for step in steps if step.action == "bind")
     cost = sum(_bytes(v, slot) for v, slot in ins if slot == RAW or states[v].kind != INPUT)

@@ -71,6 +71,10 @@ ENTER = frozenset(
     """.split()  # noqa: SIM905
 )
 
+# Their derivatives (1 - y², y - y²) lose what is left of y near saturation. Where float32 arithmetic costs no
+# memory, because the backward pass computes it again, they run in float32.
+SATURATING = frozenset({"tanh", "logistic"})
+
 # Elementwise operations of several operands, which JAX lets mix arrays with scalars: the derivative
 # with respect to the scalar is a sum over the array.
 ELEMENTWISE = frozenset("add add_any sub mul div max min rem clamp select_n atan2 pow nextafter".split())  # noqa: SIM905

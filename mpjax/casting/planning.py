@@ -17,7 +17,7 @@ from mpjax.casting import versions
 from mpjax.casting.classify import OFF_REGION, PROMOTE_REGION, Setting, Verdict, tracked
 from mpjax.casting.demand import HALVES, MAY_HALF, WANT_FLOAT, WANT_HALF, demand
 from mpjax.casting.islands import Island, form
-from mpjax.casting.oplists import ELEMENTWISE, Op
+from mpjax.casting.oplists import ALLOW, ELEMENTWISE, SATURATING, Op
 from mpjax.casting.states import (
     COMPUTED,
     FLOAT,
@@ -34,6 +34,7 @@ from mpjax.casting.states import (
     literal_kind,
     softened,
 )
+from mpjax.policy import HALF_DTYPES
 
 # The planners of equations with programs inside; `entering` fills it in.
 ENTER: dict[str, Callable[[Planner, Any, Verdict], Step]] = {}
@@ -73,6 +74,21 @@ class Step:
     touched: tuple[tuple[Any, int], ...] = ()
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tally:
+    """What a plan came to, programs inside included: how many matmuls and convolutions it casts, finds half
+    already, leaves alone; and the user's rules that matched."""
+
+    cast: int = 0
+    written: int = 0
+    left: int = 0
+    entries: frozenset[Any] = frozenset()
+
+    def __add__(self, other: Tally) -> Tally:
+        entries = self.entries | other.entries
+        return Tally(self.cast + other.cast, self.written + other.written, self.left + other.left, entries)
+
+
 @dataclasses.dataclass(eq=False, slots=True)
 class Plan:
     """The plan of a program: what `rewriting.run` carries out and `explain` shows.
@@ -84,6 +100,7 @@ class Plan:
         in_states, out_states: states of its inputs and outputs; None where autocast has no say.
         in_reads, const_reads: for each input the slots that are read, as a bit mask.
         trivial: it runs as it was traced, so its equation can be issued as it stands.
+        tally: what it came to.
         runners: what `rewriting` has made of it, kept so that JAX's own caches know it again.
     """
 
@@ -97,6 +114,7 @@ class Plan:
     in_reads: tuple[int, ...]
     const_reads: tuple[int, ...]
     trivial: bool
+    tally: Tally
     runners: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -116,7 +134,9 @@ def plan(jaxpr: Any, in_states: tuple[State | None, ...], wanted: tuple[int, ...
 class Planner:
     """Goes through a program once, forwards; `enter` has the equations with programs inside."""
 
-    def __init__(self, jaxpr: Any, in_states: Sequence[State | None], wanted: tuple[int, ...], setting: Setting):
+    def __init__(
+        self, jaxpr: Any, in_states: Sequence[State | None], wanted: tuple[int, ...], setting: Setting
+    ):
         self.jaxpr, self.wanted, self.setting = jaxpr, wanted, setting
         self.flags, self.verdicts, _ = demand(jaxpr, wanted, setting)
         self.in_states = tuple(in_states)
@@ -124,6 +144,7 @@ class Planner:
         self.reads: dict[Any, int] = {}
         self.log: list[tuple[Any, int]] = []
         self.trivial = True
+        self.tally = Tally()
         for v in jaxpr.constvars:
             if tracked(v):
                 self.states[v] = State(INPUT, FULL)
@@ -132,9 +153,13 @@ class Planner:
                 self.states[v] = state
 
     def plan(self) -> Plan:
-        steps = [self._step(eqn, verdict) for eqn, verdict in zip(self.jaxpr.eqns, self.verdicts, strict=True)]
+        steps = [
+            self._step(eqn, verdict) for eqn, verdict in zip(self.jaxpr.eqns, self.verdicts, strict=True)
+        ]
         self.log = []
-        out_states = tuple(self._out(v, flags) for v, flags in zip(self.jaxpr.outvars, self.wanted, strict=True))
+        out_states = tuple(
+            self._out(v, flags) for v, flags in zip(self.jaxpr.outvars, self.wanted, strict=True)
+        )
         if self.setting.recompute and not self.trivial:
             steps = form(steps, self.states, self.log)
         jaxpr = self.jaxpr
@@ -149,6 +174,7 @@ class Planner:
             tuple(self.reads.get(v, 0) for v in jaxpr.invars),
             tuple(self.reads.get(v, 0) for v in jaxpr.constvars),
             self.trivial,
+            self.tally,
         )
 
     # What is known of a value, and the note of how it is read.
@@ -211,12 +237,27 @@ class Planner:
         self.log = []
         step = self._decide(eqn, verdict)
         step.touched = tuple(self.log)
+        self._count(step)
         for v, state in zip(eqn.outvars, step.outs, strict=step.action != SKIP):
             if state is not None:
                 self.states[v] = state
                 if state.slot == LOW:
                     self.trivial = False
         return step
+
+    def _count(self, step: Step) -> None:
+        if step.verdict.entry is not None:
+            self.tally += Tally(entries=frozenset({step.verdict.entry}))
+        for inner in inner_plans(step):
+            self.tally += inner.tally
+        if step.eqn.primitive.name in ALLOW and step.action != SKIP:
+            operands = [v.aval.dtype for v in step.eqn.invars[:2]]
+            if step.low:
+                self.tally += Tally(cast=1)
+            elif all(dtype in HALF_DTYPES for dtype in operands):
+                self.tally += Tally(written=1)
+            elif any(map(tracked, step.eqn.invars)):
+                self.tally += Tally(left=1)
 
     def _decide(self, eqn: Any, verdict: Verdict) -> Step:
         if not self.asked(eqn) and not eqn.effects:
@@ -269,6 +310,11 @@ class Planner:
         )
 
 
+def inner_plans(step: Step) -> tuple[Plan, ...]:
+    """The plans of the programs inside a step."""
+    return step.inner.plans if step.inner is not None else ()
+
+
 def _made_of(eqn: Any) -> int:
     """The kind of a float32 value that is made of none: of integers castable, of complex or float64 not."""
     floats = (v.aval.dtype for v in eqn.invars if versions.is_shaped(v.aval))
@@ -310,6 +356,8 @@ def _infer(planner: Planner, eqn: Any, verdict: Verdict) -> Step:
         kind = FLOAT if any(s and s.kind != HALF for s in map(planner.state, eqn.invars)) else kind
     if eqn.params.get("out_dtype") is not None:
         return planner.full(eqn, verdict, _active(kind), "the user fixed its output dtype")
+    if kind == HALF and planner.setting.recompute and eqn.primitive.name in SATURATING and not verdict.entry:
+        return planner.full(eqn, verdict, HALF, f"{verdict.why}: half activation, exact near saturation")
     if kind == HALF and planner.asked(eqn) & HALVES:
         return planner.low(eqn, verdict, HALF, f"{verdict.why}: half activation")
     if kind == HALF:
@@ -338,7 +386,10 @@ def _move(planner: Planner, eqn: Any, verdict: Verdict) -> Step:
     outs = [v for v in eqn.outvars if tracked(v)]
     if len(moved) != 1 and len(moved) != len(outs):
         return _deny(planner, eqn, verdict)
-    states = [planner.moved(v, out) for v, out in zip(moved * len(outs) if len(moved) == 1 else moved, outs, strict=True)]
+    states = [
+        planner.moved(v, out)
+        for v, out in zip(moved * len(outs) if len(moved) == 1 else moved, outs, strict=True)
+    ]
     if len(moved) == 1 and len({s.slot for s in states}) > 1:
         states = [State(s.kind, FULL) for s in states]
     slots = iter([states[0].slot] if len(moved) == 1 and states else [s.slot for s in states] or [FULL])

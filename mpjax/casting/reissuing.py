@@ -111,7 +111,9 @@ def _remat(step: Step, operands: Sequence[Value], plan: Plan) -> Sequence[Value]
     key = ("remat", call.delivery, params["prevent_cse"], params["policy"])
 
     def make() -> Any:
-        return jax.checkpoint(program_of(call, jaxpr), prevent_cse=params["prevent_cse"], policy=params["policy"])
+        return jax.checkpoint(
+            program_of(call, jaxpr), prevent_cse=params["prevent_cse"], policy=params["policy"]
+        )
 
     return take(_kept(call.plan, key, make)(*arrays), call.plan.out_states)
 

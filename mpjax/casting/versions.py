@@ -31,7 +31,9 @@ def open_jaxpr(jaxpr: Any) -> Opened:
 
 def is_jaxpr(value: Any) -> bool:
     """Whether a parameter of a primitive is a jaxpr, open or closed."""
-    return hasattr(value, "eqns") and hasattr(value, "jaxpr") or isinstance(value, (jex.Jaxpr, jex.ClosedJaxpr))
+    return (
+        hasattr(value, "eqns") and hasattr(value, "jaxpr") or isinstance(value, (jex.Jaxpr, jex.ClosedJaxpr))
+    )
 
 
 def trace(fun: Callable[..., Any], *args: Any) -> Any:
