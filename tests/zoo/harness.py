@@ -30,6 +30,11 @@ LOSS_SCALE = 2.0**10
 STEPS = 2
 
 
+def half_of(policy: str) -> Any:
+    """The half dtype of one of `POLICIES`."""
+    return jnp.dtype(policy.removeprefix("mixed_"))
+
+
 def identity(fun: Function, policy: str) -> Function:
     """The caster that leaves float32 as it is: what every other one is compared with."""
     return fun
@@ -37,7 +42,7 @@ def identity(fun: Function, policy: str) -> Function:
 
 def all_half(fun: Function, policy: str) -> Function:
     """The caster that needs no tool: arguments to half, results to float32, and all between in half."""
-    half = policy.removeprefix("mixed_")
+    half = half_of(policy)
 
     def cast(tree: Any, source: Any, target: Any) -> Any:
         return jax.tree.map(lambda x: x.astype(target) if jnp.asarray(x).dtype == source else x, tree)
@@ -153,6 +158,21 @@ def structure(name: str, transform: str, caster: Caster, dtype: str) -> Structur
         for e in measures.risky_of(jaxpr)
     ]
     return Structure(measures.half_share_of(jaxpr), risky, measures.casts_of(jaxpr), outputs)
+
+
+def trace(name: str, caster: Caster, dtype: str) -> Any:
+    """Traces a program's gradient anew, as a first call does."""
+    program, (loss_fn, params, batch) = REGISTRY[name], abstract(name)
+    # JAX would remember an earlier trace, that of an inner jit too.
+    jax.clear_caches()
+    with program.context():
+        return jax.jit(_gradient(program, caster(loss_fn, POLICIES[dtype]))).trace(params, batch)
+
+
+def compile_anew(name: str, caster: Caster, dtype: str) -> None:
+    """Traces and compiles a program's gradient anew."""
+    with REGISTRY[name].context():
+        trace(name, caster, dtype).lower().compile()
 
 
 @functools.cache

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from .linen import classifier, cross_entropy
-from .program import labelled, program
+from .program import as_is, labelled, program
 
 VOCABULARY = 64
 # The proportions of BERT-base at sequence 128: attention weights per token (heads x length) are twice
@@ -75,14 +75,14 @@ def language_model(model: nn.Module, key: jax.Array) -> tuple[Any, Any, Any]:
     return loss_fn, params, tokens
 
 
-@program(has_half=True)
-def linen_transformer(key, dtype=None):
-    return language_model(Transformer(dtype), key)
+@program(has_half=True, flax=True)
+def linen_transformer(key, dtype=None, adapt=as_is):
+    return language_model(adapt(Transformer(dtype)), key)
 
 
-@program(has_half=True)
-def linen_transformer_scan_remat(key, dtype=None):
-    return language_model(Transformer(dtype, scanned=True), key)
+@program(has_half=True, flax=True)
+def linen_transformer_scan_remat(key, dtype=None, adapt=as_is):
+    return language_model(adapt(Transformer(dtype, scanned=True)), key)
 
 
 class LSTM(nn.Module):
@@ -95,9 +95,9 @@ class LSTM(nn.Module):
         return nn.Dense(16, dtype=self.dtype)(x[:, -1])
 
 
-@program(has_half=True)
-def linen_lstm(key, dtype=None):
-    return classifier(LSTM(dtype), key, labelled(key, (64, 8, 32)))
+@program(has_half=True, flax=True)
+def linen_lstm(key, dtype=None, adapt=as_is):
+    return classifier(adapt(LSTM(dtype)), key, labelled(key, (64, 8, 32)))
 
 
 class SpeechModel(nn.Module):
@@ -112,9 +112,9 @@ class SpeechModel(nn.Module):
         return nn.Dense(16, dtype=self.dtype)(x)
 
 
-@program(has_half=True)
-def linen_gru_ctc(key, dtype=None):
-    model, inputs = SpeechModel(dtype), jax.random.normal(key, (8, 16, 16))
+@program(has_half=True, flax=True)
+def linen_gru_ctc(key, dtype=None, adapt=as_is):
+    model, inputs = adapt(SpeechModel(dtype)), jax.random.normal(key, (8, 16, 16))
     params = model.init(key, inputs)["params"]
     batch = {
         "inputs": inputs,
