@@ -1,4 +1,4 @@
-"""`explain`: the plan of an autocast function as a table. It reads the plan that runs, and decides nothing."""
+"""`explain`: the plan of an autocast function as a table. It reads the plan that runs, no second opinion."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Explanation:
         return [dataclasses.asdict(row) for row in self.rows]
 
     def __str__(self) -> str:
-        header = ("module", "line", "op", "×", "MFLOP", "in", "out", "why")
+        header = ("module", "line", "op", "runs", "MFLOP", "in", "out", "why")
         lines = [header, *(_cells(row) for row in self.rows)]
         widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
         right = {3, 4}
@@ -190,8 +190,6 @@ def rows_of(plan: Plan) -> tuple[Row, ...]:
 def _silent(step: Step) -> bool:
     if step.action == SKIP or step.verdict.op in _SILENT or step.verdict.op is Op.ENTER:
         return True
-    if step.verdict.op is Op.OPAQUE:
-        return False
     return step.eqn.primitive.name not in ALLOW and not any(
         map(tracked, (*step.eqn.invars, *step.eqn.outvars))
     )
