@@ -83,7 +83,7 @@ def _recomputed(island: Island, env: dict[Any, Value], plan: Plan) -> None:
         _carry_out(island.steps, inside, plan)
         return tuple(array_of(inside[v], slot, half) for v, slot in island.outs)
 
-    arrays = [array_of(env[v], slot, half) for v, slot in island.ins]
+    arrays = [_strong(array_of(env[v], slot, half)) for v, slot in island.ins]
     outs = jax.checkpoint(body)(*arrays)
     for (v, slot), array in zip(island.outs, outs, strict=True):
         if slot != RAW and v in env:
@@ -115,6 +115,12 @@ def value_of(array: Any, slot: int) -> Value:
 def slot_of(state: Any) -> int:
     """The slot in which a value of this state is handed over."""
     return RAW if state is None else state.slot
+
+
+def _strong(x: Any) -> Any:
+    """The array without its weak type: a remat's input loses it in its cotangent, a cast's keeps it."""
+    weak = getattr(jax.typeof(x), "weak_type", False)
+    return lax.convert_element_type(x, x.dtype) if weak and jax.numpy.issubdtype(x.dtype, np.floating) else x
 
 
 def _operand(v: Any, env: dict[Any, Value]) -> Value:
