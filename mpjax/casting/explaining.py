@@ -137,7 +137,7 @@ def _short(dtypes: Sequence[str]) -> str:
 
 
 def sites(
-    plan: Plan, times: int = 1, module: str = "", inside: tuple[str, ...] = ()
+    plan: Plan, times: int = 1, module: str = "", inside: tuple[str, ...] = (), caller: str = ""
 ) -> Iterator[tuple[Site, Step, bool, str]]:
     """Each equation of a plan with its step, whether it stands in an island, and the half dtype."""
     half = plan.setting.half.name
@@ -145,10 +145,11 @@ def sites(
         in_island = isinstance(step, Island)
         for inner in step.steps if isinstance(step, Island) else (step,):
             eqn = inner.eqn
-            site = Site(eqn, times, join(module, module_of(eqn)), inside)
+            site = Site(eqn, times, join(module, module_of(eqn)), inside, caller)
             yield site, inner, in_island, half
             for planned in inner_plans(inner):
-                for found in sites(planned, turns(eqn, times), site.module, (*inside, site.name)):
+                around = (site.module, (*inside, site.name), site.source)
+                for found in sites(planned, turns(eqn, times), *around):
                     yield (*found[:2], found[2] or in_island, half)
 
 
