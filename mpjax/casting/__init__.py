@@ -1,6 +1,7 @@
 """Automatic mixed precision for any JAX function: rules, planning, rewriting."""
 
 from mpjax.casting import custom_rules as custom_rules
+from mpjax.casting import deciding as deciding
 from mpjax.casting import entering as entering
 from mpjax.casting import reissuing as reissuing
 from mpjax.casting.explaining import Explanation as Explanation

@@ -156,8 +156,9 @@ def _in_region(verdict: Verdict, region: str, name: str) -> Verdict:
     if verdict.op is Op.ENTER:
         return verdict._replace(region=region)
     if region == PROMOTE_REGION:
-        op = Op.INFER if verdict.op in (Op.ALLOW, Op.DENY, Op.WIDE) else verdict.op
-        return Verdict(op, "promote_function: the widest of its inputs", region)
+        widest = Op.INFER if verdict.op in (Op.ALLOW, Op.DENY, Op.WIDE) else verdict.op
+        return Verdict(widest, "promote_function: the widest of its inputs", region)
+    op: Op
     if region == FLOAT_REGION:
         op = Op.DENY if verdict.op in (Op.ALLOW, Op.INFER, Op.WIDE) else verdict.op
         return Verdict(op, "float_function", region)

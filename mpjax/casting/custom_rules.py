@@ -15,7 +15,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from mpjax.casting import versions
-from mpjax.casting.classify import FLOAT32, Setting
+from mpjax.casting.classify import Setting, tracked
 from mpjax.casting.demand import LIVE, MAY_HALF, WANT_FLOAT, WANT_HALF
 from mpjax.casting.entering import Call
 from mpjax.casting.planning import Plan, Step, plan
@@ -39,8 +39,7 @@ def _rule_plan(
 ) -> Plan:
     """The plan of a rule's jaxpr, whose constants are constvars or leading inputs by the JAX version."""
     leading = [
-        State(INPUT, FULL) if versions.is_shaped(v.aval) and v.aval.dtype == FLOAT32 else None
-        for v in jaxpr.invars[: len(jaxpr.invars) - len(states)]
+        State(INPUT, FULL) if tracked(v) else None for v in jaxpr.invars[: len(jaxpr.invars) - len(states)]
     ]
     assert len(leading) in (0, len(consts)), "a rule's jaxpr takes its constants, then its operands"
     return plan(jaxpr, (*leading, *states), tuple(wanted), setting)

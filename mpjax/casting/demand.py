@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from mpjax.casting import versions
 from mpjax.casting.classify import Setting, Verdict, classify, tracked
-from mpjax.casting.oplists import Op
+from mpjax.casting.oplists import JOINS, Op
 
 LIVE = 1  # something reads it
 WANT_FLOAT = 2  # something reads it in float32
@@ -67,6 +67,8 @@ def _demand(jaxpr: Any, wanted: tuple[int, ...], setting: Setting) -> Demand:
                 ask(v, what)
         else:
             what = _operand(verdict, outs)
+            if verdict.op is Op.INFER and eqn.primitive.name in JOINS:
+                what = LIVE | outs[0]
             if verdict.op is Op.INFER and _unary(eqn):
                 # A norm's output that an activation takes to a matmul is half before the activation.
                 what |= outs[0] & WANT_HALF

@@ -221,14 +221,15 @@ def _cond(planner: Planner, eqn: Any, verdict: Verdict) -> Step:
 
 def _agreed(states: Sequence[State | None], flags: int) -> State | None:
     """The one state of an output that each branch has its own of."""
-    if states[0] is None:
+    known = [state for state in states if state is not None]
+    if not known:
         return None
-    kind = states[0].kind
-    for state in states[1:]:
+    kind = known[0].kind
+    for state in known[1:]:
         kind = join(kind, state.kind)
     if kind != HALF:
         return State(kind, FULL)
-    slot = LOW if all(state.slot == LOW for state in states) else FULL
+    slot = LOW if all(state.slot == LOW for state in known) else FULL
     return at_boundary(State(kind, slot), flags)
 
 
@@ -254,8 +255,10 @@ def _scan(planner: Planner, eqn: Any, verdict: Verdict) -> Step:
     for i, (v, mask) in enumerate(zip(eqn.invars[split:], body.in_reads[split:], strict=True)):
         state = planner.state(v)
         # Slices of a parameter are cast in the loop, one layer at a time.
-        half = state is not None and mask == 1 << LOW and state.kind in (COMPUTED, HALF) or False
-        slot = RAW if state is None else LOW if half else state.slot
+        if state is None:
+            slot = RAW
+        else:
+            slot = LOW if mask == 1 << LOW and state.kind in (COMPUTED, HALF) else state.slot
         delivery.append((split + i, planner.read(v, slot)))
     loop = Loop(body, num_consts, carry, tuple(delivery))
     return Step(eqn, "scan", (), _outs(eqn, outs), "entered", verdict, inner=loop)

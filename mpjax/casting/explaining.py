@@ -1,4 +1,4 @@
-"""`explain`: the plan of an autocast function as a table. It reads the plan that runs, and decides nothing."""
+"""`explain`: the plan of an autocast function as a table. It reads the plan that runs, no second opinion."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Explanation:
         return [dataclasses.asdict(row) for row in self.rows]
 
     def __str__(self) -> str:
-        header = ("module", "line", "op", "×", "MFLOP", "in", "out", "why")
+        header = ("module", "line", "op", "runs", "MFLOP", "in", "out", "why")
         lines = [header, *(_cells(row) for row in self.rows)]
         widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
         right = {3, 4}
@@ -137,7 +137,7 @@ def _short(dtypes: Sequence[str]) -> str:
 
 
 def sites(
-    plan: Plan, times: int = 1, module: str = "", inside: tuple[str, ...] = ()
+    plan: Plan, times: int = 1, module: str = "", inside: tuple[str, ...] = (), caller: str = ""
 ) -> Iterator[tuple[Site, Step, bool, str]]:
     """Each equation of a plan with its step, whether it stands in an island, and the half dtype."""
     half = plan.setting.half.name
@@ -145,10 +145,11 @@ def sites(
         in_island = isinstance(step, Island)
         for inner in step.steps if isinstance(step, Island) else (step,):
             eqn = inner.eqn
-            site = Site(eqn, times, join(module, module_of(eqn)), inside)
+            site = Site(eqn, times, join(module, module_of(eqn)), inside, caller)
             yield site, inner, in_island, half
             for planned in inner_plans(inner):
-                for found in sites(planned, turns(eqn, times), site.module, (*inside, site.name)):
+                around = (site.module, (*inside, site.name), site.source)
+                for found in sites(planned, turns(eqn, times), *around):
                     yield (*found[:2], found[2] or in_island, half)
 
 
@@ -190,8 +191,6 @@ def rows_of(plan: Plan) -> tuple[Row, ...]:
 def _silent(step: Step) -> bool:
     if step.action == SKIP or step.verdict.op in _SILENT or step.verdict.op is Op.ENTER:
         return True
-    if step.verdict.op is Op.OPAQUE:
-        return False
     return step.eqn.primitive.name not in ALLOW and not any(
         map(tracked, (*step.eqn.invars, *step.eqn.outvars))
     )

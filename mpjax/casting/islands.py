@@ -19,16 +19,18 @@ from mpjax.casting.states import FULL, INPUT, LOW, RAW, State
 
 # Reads twice as if they were cheap, but are not; or must not happen twice.
 _DEAR = frozenset(
-    """sort top_k approx_top_k fft lu qr geqrf ormqr householder_product eig eigh svd schur hessenberg cholesky
-    cholesky_update tridiagonal tridiagonal_solve triangular_solve random_gamma random_gamma_grad symmetric_product
-    psum psum_invariant reduce_scatter all_gather all_gather_invariant all_to_all ppermute pmax pmin pvary pbroadcast
-    optimization_barrier name scatter scatter-add scatter-mul scatter-min scatter-max scatter_add gather
-    cumsum cumprod cumlogsumexp cummax cummin device_put regularized_incomplete_beta igamma igammac igamma_grad_a
+    """sort top_k approx_top_k fft lu qr geqrf ormqr householder_product eig eigh svd schur hessenberg
+    cholesky cholesky_update tridiagonal tridiagonal_solve triangular_solve random_gamma
+    random_gamma_grad symmetric_product psum psum_invariant reduce_scatter all_gather
+    all_gather_invariant all_to_all ppermute pmax pmin pvary pbroadcast optimization_barrier name
+    scatter scatter-add scatter-mul scatter-min scatter-max scatter_add gather cumsum cumprod
+    cumlogsumexp cummax cummin device_put regularized_incomplete_beta igamma igammac igamma_grad_a
     """.split()  # noqa: SIM905
 )
 _LINEAR = frozenset(
-    """add add_any sub neg reduce_sum broadcast_in_dim convert_element_type select_n reshape transpose squeeze
-    slice dynamic_slice rev concatenate pad copy stop_gradient reduce_window_sum sign round floor ceil
+    """add add_any sub neg reduce_sum broadcast_in_dim convert_element_type select_n reshape transpose
+    squeeze slice dynamic_slice rev concatenate pad copy stop_gradient reduce_window_sum sign round
+    floor ceil
     """.split()  # noqa: SIM905
 )
 _CALLS = frozenset({"jit", "pjit", "custom_jvp_call", "closed_call"})
@@ -101,7 +103,7 @@ def form(
 
     def close() -> None:
         """Ends the run of steps."""
-        tail = []
+        tail: list[Any] = []
         while run and not _works(run[-1]):
             tail.insert(0, run.pop())
         island = _island(run, readers, states) if run else None

@@ -45,7 +45,8 @@ def functional(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
         after, state_after = nnx.split(merged)
         if after != graph:
             raise ValueError(
-                "autocast: the function adds or removes parts of an NNX module (sow, a lazily made Variable). "
+                "autocast: the function adds or removes parts of an NNX module (sow, a lazily made "
+                "Variable). "
                 "Make them before the call, or call nnx.split and nnx.merge in the function yourself."
             )
         made["tree"], made["places"] = out_tree, places

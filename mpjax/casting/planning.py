@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpjax.casting import versions
-from mpjax.casting.classify import OFF_REGION, PROMOTE_REGION, Setting, Verdict, tracked
-from mpjax.casting.demand import HALVES, MAY_HALF, WANT_FLOAT, WANT_HALF, demand
+from mpjax.casting.classify import Setting, Verdict, tracked
+from mpjax.casting.demand import MAY_HALF, WANT_FLOAT, WANT_HALF, demand
 from mpjax.casting.islands import Island, form
-from mpjax.casting.oplists import ALLOW, ELEMENTWISE, SATURATING, Op
+from mpjax.casting.oplists import ALLOW, ELEMENTWISE, Op
 from mpjax.casting.states import (
     COMPUTED,
     FLOAT,
@@ -27,10 +27,8 @@ from mpjax.casting.states import (
     LOW,
     PINNED,
     RAW,
-    ZERO,
     State,
     at_boundary,
-    exact_in_half,
     literal_kind,
     softened,
 )
@@ -38,6 +36,9 @@ from mpjax.policy import HALF_DTYPES
 
 # The planners of equations with programs inside; `entering` fills it in.
 ENTER: dict[str, Callable[[Planner, Any, Verdict], Step]] = {}
+
+# The same for each list of first-order operations; `deciding` fills it in.
+DECIDERS: dict[Op, Callable[[Planner, Any, Verdict], Step]] = {}
 
 # How a step is carried out (`rewriting`).
 BIND, ALIAS, SKIP = "bind", "alias", "skip"
@@ -153,7 +154,7 @@ class Planner:
                 self.states[v] = state
 
     def plan(self) -> Plan:
-        steps = [
+        steps: list[Step | Island] = [
             self._step(eqn, verdict) for eqn, verdict in zip(self.jaxpr.eqns, self.verdicts, strict=True)
         ]
         self.log = []
@@ -214,6 +215,11 @@ class Planner:
             flags |= self.flags.get(v, 0)
         return flags
 
+    def only_half(self, eqn: Any) -> bool:
+        """Whether all that reads an equation's outputs reads them in half."""
+        asked = self.asked(eqn)
+        return bool(asked & WANT_HALF) and not asked & (WANT_FLOAT | MAY_HALF)
+
     def _out(self, v: Any, flags: int) -> State | None:
         state = self.state(v)
         if state is None:
@@ -226,6 +232,7 @@ class Planner:
     def moved(self, v: Any, out: Any) -> State:
         """The state of a value that is only moved about: as it was, or in half if only half is read."""
         state, flags = self.state(v), self.flags.get(out, 0)
+        assert state is not None
         only_half = flags & WANT_HALF and not flags & (WANT_FLOAT | MAY_HALF)
         if only_half and state.slot == FULL and state.kind != PINNED and not isinstance(v, versions.Literal):
             return State(HALF if state.kind == FLOAT else state.kind, LOW)
@@ -272,13 +279,13 @@ class Planner:
         if not any(map(tracked, eqn.invars)) and not any(map(tracked, eqn.outvars)):
             reads = tuple(self.read(v, RAW) for v in eqn.invars)
             return Step(eqn, BIND, reads, (None,) * len(eqn.outvars), "no float32", verdict)
-        return _PLANNERS[verdict.op](self, eqn, verdict)
+        return DECIDERS[verdict.op](self, eqn, verdict)
 
     def kind(self, eqn: Any) -> int:
         """The kind of what comes of an equation's inputs together."""
         kinds = [state.kind for state in map(self.seen, eqn.invars) if state is not None]
         if not kinds:
-            return _made_of(eqn)
+            return made_of(eqn)
         kind = max(kinds)
         return FLOAT if kind == PINNED else max(kind, COMPUTED)
 
@@ -315,117 +322,7 @@ def inner_plans(step: Step) -> tuple[Plan, ...]:
     return step.inner.plans if step.inner is not None else ()
 
 
-def _made_of(eqn: Any) -> int:
+def made_of(eqn: Any) -> int:
     """The kind of a float32 value that is made of none: of integers castable, of complex or float64 not."""
     floats = (v.aval.dtype for v in eqn.invars if versions.is_shaped(v.aval))
     return FLOAT if any(dtype.kind in "fc" or dtype.kind == "V" for dtype in floats) else COMPUTED
-
-
-def _active(kind: int) -> int:
-    """The kind of a float32 result: it forces float32 on its readers only if it is an activation."""
-    return FLOAT if kind >= HALF else COMPUTED
-
-
-def _allow(planner: Planner, eqn: Any, verdict: Verdict) -> Step:
-    mixed = any(
-        versions.is_shaped(v.aval) and v.aval.dtype.kind in "fcV" and v.aval.dtype != planner.setting.half
-        for v in eqn.invars
-        if not tracked(v)
-    )
-    if mixed or not any(map(tracked, eqn.invars)):
-        return planner.full(eqn, verdict, FLOAT, "its operands are of other dtypes")
-    return planner.low(eqn, verdict, HALF, verdict.why)
-
-
-def _deny(planner: Planner, eqn: Any, verdict: Verdict) -> Step:
-    return planner.full(eqn, verdict, _active(planner.kind(eqn)), verdict.why)
-
-
-def _opaque(planner: Planner, eqn: Any, verdict: Verdict) -> Step:
-    why = verdict.why if verdict.region == OFF_REGION else f"opaque: {verdict.why}"
-    return planner.full(eqn, verdict, _active(planner.kind(eqn)), why)
-
-
-def _read(planner: Planner, eqn: Any, verdict: Verdict) -> Step:
-    return planner.full(eqn, verdict, COMPUTED, "its result is no float")
-
-
-def _infer(planner: Planner, eqn: Any, verdict: Verdict) -> Step:
-    kind = planner.kind(eqn)
-    if verdict.region == PROMOTE_REGION:
-        kind = FLOAT if any(s and s.kind != HALF for s in map(planner.state, eqn.invars)) else kind
-    if eqn.params.get("out_dtype") is not None:
-        return planner.full(eqn, verdict, _active(kind), "the user fixed its output dtype")
-    if kind == HALF and planner.setting.recompute and eqn.primitive.name in SATURATING and not verdict.entry:
-        return planner.full(eqn, verdict, HALF, f"{verdict.why}: half activation, exact near saturation")
-    if kind == HALF and planner.asked(eqn) & HALVES:
-        return planner.low(eqn, verdict, HALF, f"{verdict.why}: half activation")
-    if kind == HALF:
-        return planner.full(eqn, verdict, HALF, f"{verdict.why}: no path to a half operation")
-    if kind == FLOAT:
-        return planner.full(eqn, verdict, FLOAT, f"{verdict.why}: float32 activation")
-    return planner.full(eqn, verdict, COMPUTED, f"{verdict.why}: parameters and inputs only")
-
-
-def _wide(planner: Planner, eqn: Any, verdict: Verdict) -> Step:
-    kinds = [state.kind for state in map(planner.seen, eqn.invars) if state is not None]
-    kind = max(kinds, default=COMPUTED)
-    if kind == INPUT:
-        kind = COMPUTED
-    if kind == PINNED:
-        kind = FLOAT
-    asked, operand = planner.asked(eqn), eqn.invars[0]
-    only_half = asked & WANT_HALF and not asked & (WANT_FLOAT | MAY_HALF)
-    if only_half and isinstance(operand, versions.Literal) and exact_in_half(operand, planner.setting.half):
-        return planner.low(eqn, verdict, kind, "a constant that half holds exactly")
-    return planner.full(eqn, verdict, kind, f"{verdict.why}: its derivative is a sum")
-
-
-def _move(planner: Planner, eqn: Any, verdict: Verdict) -> Step:
-    moved = [v for v in eqn.invars if tracked(v)]
-    outs = [v for v in eqn.outvars if tracked(v)]
-    if len(moved) != 1 and len(moved) != len(outs):
-        return _deny(planner, eqn, verdict)
-    states = [
-        planner.moved(v, out)
-        for v, out in zip(moved * len(outs) if len(moved) == 1 else moved, outs, strict=True)
-    ]
-    if len(moved) == 1 and len({s.slot for s in states}) > 1:
-        states = [State(s.kind, FULL) for s in states]
-    slots = iter([states[0].slot] if len(moved) == 1 and states else [s.slot for s in states] or [FULL])
-    reads = tuple(planner.read(v, next(slots)) if tracked(v) else RAW for v in eqn.invars)
-    kinds = iter(states)
-    out_states = tuple(next(kinds) if tracked(v) else None for v in eqn.outvars)
-    low = bool(states) and states[0].slot == LOW
-    return Step(eqn, BIND, reads, out_states, verdict.why, verdict, low=low)
-
-
-def _convert(planner: Planner, eqn: Any, verdict: Verdict) -> Step:
-    (v,), (out,) = eqn.invars, eqn.outvars
-    state = planner.state(v)
-    if state is None:  # into float32
-        dtype = v.aval.dtype
-        pinned = dtype.kind in "fcV" and verdict.region != OFF_REGION
-        kind = PINNED if pinned and dtype.itemsize < 4 else _made_of(eqn)
-        return Step(eqn, BIND, (planner.read(v, RAW),), (State(kind, FULL),), "the user's cast", verdict)
-    if tracked(out):  # only the weak type changes
-        if isinstance(v, versions.Literal):
-            return planner.full(eqn, verdict, state.kind, "the user's cast")
-        state = planner.moved(v, out)
-        low = state.slot == LOW
-        return Step(eqn, ALIAS, (planner.read(v, state.slot),), (state,), "keeps its dtype", verdict, low=low)
-    if out.aval.dtype == planner.setting.half and state.slot == LOW:
-        return Step(eqn, ALIAS, (planner.read(v, LOW),), (None,), "the user's cast", verdict, low=True)
-    return Step(eqn, BIND, (planner.read(v, FULL),), (None,), "the user's cast", verdict)
-
-
-_PLANNERS = {
-    Op.ALLOW: _allow,
-    Op.DENY: _deny,
-    Op.INFER: _infer,
-    Op.WIDE: _wide,
-    Op.MOVE: _move,
-    Op.READ: _read,
-    Op.CONVERT: _convert,
-    Op.OPAQUE: _opaque,
-}

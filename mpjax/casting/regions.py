@@ -96,8 +96,7 @@ def autocast_disabled() -> Iterator[None]:
         ...         exact = x @ w
         ...     return jnp.mean(exact @ w)
         >>> x = jnp.ones((4, 4))
-        >>> dots = [e for e in jax.make_jaxpr(mpjax.autocast(loss))(x, x).eqns if e.primitive.name == "dot_general"]
-        >>> [str(e.outvars[0].aval.dtype) for e in dots]
+        >>> [row.dtypes_in[0] for row in mpjax.explain(loss, x, x).rows if row.op == "dot_general"]
         ['float32', 'float16']
 
     Source: `torch.autocast(enabled=False)`.

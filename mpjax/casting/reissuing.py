@@ -72,7 +72,7 @@ def _jit(step: Step, operands: Sequence[Value], plan: Plan) -> Sequence[Value]:
     arrays = hand_in(call.delivery, operands, plan.setting.half)
     if "in_shardings" not in params:  # a call primitive
         return take(program_of(call, jaxpr)(*arrays), call.plan.out_states)
-    options = versions.jit_options(params)
+    options = versions.jit_options(params) or {}
     key = (
         "jit",
         call.delivery,
@@ -196,12 +196,12 @@ def _while(step: Step, operands: Sequence[Value], plan: Plan) -> Sequence[Value]
     consts = [_invariant(value, mask, half) for value, mask in zip(operands[:split], masks, strict=True)]
     init = [array_of(v, slot_of(state), half) for v, state in zip(operands[split:], loop.carry, strict=True)]
 
-    def unfinished(carry: list[Any]) -> Any:
+    def unfinished(carry: Sequence[Any]) -> Any:
         values = [make() for make in consts[:first]] + take(carry, loop.carry)
         (out,) = run_closed(condition, params["cond_jaxpr"], values)
         return out
 
-    def turn(carry: list[Any]) -> list[Any]:
+    def turn(carry: Sequence[Any]) -> Sequence[Any]:
         values = [make() for make in consts[first:]] + take(carry, loop.carry)
         return hand_out(body, run_closed(body, params["body_jaxpr"], values), loop.carry)
 
@@ -210,7 +210,7 @@ def _while(step: Step, operands: Sequence[Value], plan: Plan) -> Sequence[Value]
 
     # Under vmap each element has a condition of its own: the loop goes on while any is unfinished,
     # and those that are finished keep their carry.
-    def masked_turn(carry: list[Any]) -> list[Any]:
+    def masked_turn(carry: Sequence[Any]) -> Sequence[Any]:
         going = unfinished(carry)
         return [
             lax.select(lax.broadcast_in_dim(going, new.shape, tuple(range(going.ndim))), new, old)

@@ -17,6 +17,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from mpjax.casting import versions
+from mpjax.casting.classify import FLOAT32, tracked
 from mpjax.casting.islands import Island
 from mpjax.casting.planning import ALIAS, BIND, SKIP, Plan, Step
 from mpjax.casting.states import FULL, LOW, RAW
@@ -27,8 +28,6 @@ Value = Any
 
 # How equations with programs inside are re-issued; `reissuing` and `custom_rules` fill it in.
 REISSUE: dict[str, Callable[[Step, Sequence[Any], Plan], Sequence[Value]]] = {}
-
-FLOAT32 = np.dtype(np.float32)
 
 
 def run(plan: Plan, consts: Sequence[Any], values: Sequence[Value]) -> list[Value]:
@@ -44,7 +43,7 @@ def run(plan: Plan, consts: Sequence[Any], values: Sequence[Value]) -> list[Valu
     """
     env: dict[Any, Value] = {}
     for v, const in zip(plan.constvars, consts, strict=True):
-        env[v] = [const, None] if versions.is_shaped(v.aval) and v.aval.dtype == FLOAT32 else const
+        env[v] = [const, None] if tracked(v) else const
     env.update(zip(plan.invars, values, strict=True))
     _carry_out(plan.steps, env, plan)
     return [_operand(v, env) for v in plan.outvars]
@@ -84,7 +83,7 @@ def _recomputed(island: Island, env: dict[Any, Value], plan: Plan) -> None:
         _carry_out(island.steps, inside, plan)
         return tuple(array_of(inside[v], slot, half) for v, slot in island.outs)
 
-    arrays = [array_of(env[v], slot, half) for v, slot in island.ins]
+    arrays = [_strong(array_of(env[v], slot, half)) for v, slot in island.ins]
     outs = jax.checkpoint(body)(*arrays)
     for (v, slot), array in zip(island.outs, outs, strict=True):
         if slot != RAW and v in env:
@@ -118,10 +117,16 @@ def slot_of(state: Any) -> int:
     return RAW if state is None else state.slot
 
 
+def _strong(x: Any) -> Any:
+    """The array without its weak type: a remat's input loses it in its cotangent, a cast's keeps it."""
+    weak = getattr(jax.typeof(x), "weak_type", False)
+    return lax.convert_element_type(x, x.dtype) if weak and jax.numpy.issubdtype(x.dtype, np.floating) else x
+
+
 def _operand(v: Any, env: dict[Any, Value]) -> Value:
     if not isinstance(v, versions.Literal):
         return env[v]
-    return [v.val, None] if versions.is_shaped(v.aval) and v.aval.dtype == FLOAT32 else v.val
+    return [v.val, None] if tracked(v) else v.val
 
 
 def _read(v: Any, slot: int, env: dict[Any, Value], half: np.dtype) -> Any:

@@ -79,13 +79,13 @@ class Rules:
         _check_overlap(self)
 
     def add(self, **lists: Iterable[Entry]) -> Rules:
-        """These rules with more entries, `rules.add(deny=["tanh"])`; an entry moves if it was in another list."""
+        """These rules with more entries, `rules.add(deny=["tanh"])`; one that is in another list moves."""
         changed: dict[str, tuple[Entry, ...]] = {}
         moved = {entry for entries in lists.values() for entry in _entries("Rules.add", entries)}
         for name, _ in _LISTS:
             kept = tuple(entry for entry in getattr(self, name) if entry not in moved)
             changed[name] = kept + _entries(f"Rules.add({name}=...)", lists.get(name, ()))
-        return dataclasses.replace(self, **changed)
+        return dataclasses.replace(self, **changed)  # type: ignore[arg-type]
 
     def list_of(self, primitive: str) -> str:
         """The list that a primitive is in, by name alone: `"allow"`, `"deny"`, `"infer"` or `"opaque"`.

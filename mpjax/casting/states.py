@@ -34,7 +34,7 @@ def join(a: int, b: int) -> int:
 
 
 def softened(kind: int, flags: int) -> int:
-    """The kind that an infer reader sees: what a half operation reads is stored in half, and all read that."""
+    """The kind that an infer reader sees: what a half operation reads is stored in half, for all."""
     return HALF if kind == FLOAT and flags & WANT_HALF else kind
 
 
@@ -60,12 +60,11 @@ def literal_kind(literal: Any, half: np.dtype) -> int:
     value = np.asarray(literal.val)
     if value.size != 1:
         return INPUT
-    value = abs(float(value))
-    limits = versions.finfo(half)
-    if value == 0:
+    size, limits = abs(float(value)), versions.finfo(half)
+    if size == 0:
         return ZERO
-    representable = float(limits.smallest_subnormal) <= value <= float(limits.max)
-    return INPUT if representable or not np.isfinite(value) else FLOAT
+    representable = float(limits.smallest_subnormal) <= size <= float(limits.max)
+    return INPUT if representable or not np.isfinite(size) else FLOAT
 
 
 def exact_in_half(literal: Any, half: np.dtype) -> bool:

@@ -17,8 +17,8 @@ from mpjax.casting import misuse, versions
 from mpjax.casting.classify import MARK, OFF_REGION, Setting, tracked
 from mpjax.casting.demand import LIVE, OUTPUT
 from mpjax.casting.planning import Plan, plan
-from mpjax.casting.rewriting import array_of, run_closed, value_of
 from mpjax.casting.regions import nesting
+from mpjax.casting.rewriting import array_of, run_closed, value_of
 from mpjax.casting.rules import Rules, is_pattern
 from mpjax.casting.states import FULL, INPUT, RAW, State
 from mpjax.policy import HALF_DTYPES, NORM_PATTERNS, Policy, get_policy
@@ -86,7 +86,13 @@ def run_program(program: Program, planned: Plan) -> Any:
     values = [value_of(a, slot) for a, slot in zip(program.arrays, slots, strict=True)]
     outs = run_closed(planned, program.jaxpr, values)
     slots = [RAW if state is None else FULL for state in planned.out_states]
-    return program.rebuild([array_of(v, slot, half) for v, slot in zip(outs, slots, strict=True)])
+    arrays = [array_of(v, slot, half) for v, slot in zip(outs, slots, strict=True)]
+    return program.rebuild(
+        [
+            versions.with_weak_type(x, v.aval) if versions.is_shaped(v.aval) else x
+            for x, v in zip(arrays, planned.outvars, strict=True)
+        ]
+    )
 
 
 def is_enabled() -> bool:
@@ -133,8 +139,8 @@ def autocast(fun: F, policy: Any = "mixed_float16", *, rules: Rules | None = Non
     Parameters stay float32 outside: they are the master weights, and their gradients are float32.
 
     Args:
-        fun: any function of JAX arrays and pytrees of them, or of Flax NNX modules, whose state it may change. What is no array
-            (Python scalars, strings, `None`) is passed on as it is.
+        fun: any function of JAX arrays and pytrees of them, or of Flax NNX modules, whose state it may
+            change. What is no array (Python scalars, strings, `None`) is passed on as it is.
         policy: `"mixed_float16"`, `"mixed_bfloat16"`, or anything that `get_policy` reads; its compute dtype
             counts. float32 makes autocast the identity, `"O3"` runs everything in half.
         rules: changes to the lists, a `Rules`.
@@ -158,8 +164,8 @@ def autocast(fun: F, policy: Any = "mixed_float16", *, rules: Rules | None = Non
         >>> jax.grad(mpjax.autocast(loss, "mixed_bfloat16"))(w, x).dtype
         dtype('float32')
 
-    Source: the lists and the propagation of TensorFlow's automatic mixed precision (NVIDIA), `torch.autocast`;
-    Micikevicius et al., "Mixed Precision Training", ICLR 2018.
+    Source: the lists and the propagation of TensorFlow's automatic mixed precision (NVIDIA) and of
+    `torch.autocast`; Micikevicius et al., "Mixed Precision Training", ICLR 2018.
     """
     policy = get_policy(policy)
 

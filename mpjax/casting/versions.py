@@ -1,4 +1,4 @@
-"""All that differs between the JAX versions that mpjax supports (0.10 to 0.12), and all of JAX that is not public.
+"""What differs between the JAX versions that mpjax supports (0.10 to 0.12), and what of JAX is not public.
 
 Nothing else in `mpjax` imports `jax._src` or asks for a version.
 """
@@ -13,6 +13,7 @@ import jax
 import jax.extend.core as jex
 from jax._src import source_info_util
 from jax._src.interpreters import mlir
+from jax._src.lax.lax import _convert_element_type
 
 Literal, Var = jex.Literal, jex.Var
 
@@ -31,9 +32,7 @@ def open_jaxpr(jaxpr: Any) -> Opened:
 
 def is_jaxpr(value: Any) -> bool:
     """Whether a parameter of a primitive is a jaxpr, open or closed."""
-    return (
-        hasattr(value, "eqns") and hasattr(value, "jaxpr") or isinstance(value, (jex.Jaxpr, jex.ClosedJaxpr))
-    )
+    return isinstance(value, (jex.Jaxpr, jex.ClosedJaxpr))
 
 
 def trace(fun: Callable[..., Any], *args: Any) -> Any:
@@ -148,6 +147,13 @@ def _scopes(stack: Any) -> str:
 def scopes(eqn: Any) -> str:
     """The named scopes of an equation, as `Block_0/attention`."""
     return _scopes(eqn.source_info.name_stack)
+
+
+def with_weak_type(x: Any, aval: Any) -> Any:
+    """The array as weakly typed as an abstract value is (a Python scalar's dtype gives way to others)."""
+    if not aval.weak_type or jax.typeof(x).weak_type:
+        return x
+    return _convert_element_type(x, aval.dtype, weak_type=True)
 
 
 def is_shaped(aval: Any) -> bool:

@@ -24,12 +24,14 @@ class Site:
         times: how often it runs (the lengths of the scans around it; a `while` counts as one turn).
         module: the named scopes around it, through all levels; Flax names modules this way.
         inside: the names of the primitives that it is inside of, outermost first.
+        caller: the line of the equation around it.
     """
 
     eqn: Any
     times: int
     module: str
     inside: tuple[str, ...]
+    caller: str = ""
 
     @property
     def name(self) -> str:
@@ -38,8 +40,8 @@ class Site:
 
     @property
     def source(self) -> str:
-        """The user's line, as `file.py:12`."""
-        return versions.source_line(self.eqn)
+        """The user's line, as `file.py:12`; of what a library made, the line that called it."""
+        return versions.source_line(self.eqn) or self.caller
 
     @property
     def flops(self) -> int:
@@ -57,13 +59,15 @@ def inner_jaxprs(eqn: Any) -> list[Any]:
     return found
 
 
-def walk(jaxpr: Any, times: int = 1, module: str = "", inside: tuple[str, ...] = ()) -> Iterator[Site]:
+def walk(
+    jaxpr: Any, times: int = 1, module: str = "", inside: tuple[str, ...] = (), caller: str = ""
+) -> Iterator[Site]:
     """Every equation of a jaxpr, open or closed, and of those inside it, in the program's order."""
     for eqn in versions.open_jaxpr(jaxpr).jaxpr.eqns:
-        site = Site(eqn, times, join(module, module_of(eqn)), inside)
+        site = Site(eqn, times, join(module, module_of(eqn)), inside, caller)
         yield site
         for inner in inner_jaxprs(eqn):
-            yield from walk(inner, turns(eqn, times), site.module, (*inside, site.name))
+            yield from walk(inner, turns(eqn, times), site.module, (*inside, site.name), site.source)
 
 
 def turns(eqn: Any, times: int) -> int:
