@@ -85,9 +85,7 @@ def matmuls(fun: Any, *args: Any) -> list[Equation]:
 def matmuls_of(jaxpr: Any) -> list[Equation]:
     """`matmuls` of a jaxpr."""
     return [
-        e
-        for e in equations(jaxpr)
-        if e.name in MATMULS and all(jnp.issubdtype(d, jnp.floating) for d in e.in_dtypes)
+        e for e in equations(jaxpr) if e.name in MATMULS and all(jnp.issubdtype(d, jnp.floating) for d in e.in_dtypes)
     ]
 
 
@@ -182,9 +180,7 @@ def relative_error(tree: Any, reference: Any) -> float:
 
 def rounded(tree: Any, half: Any) -> Any:
     """A tree whose floating leaves went to half and back."""
-    return jax.tree.map(
-        lambda x: x.astype(half).astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree
-    )
+    return jax.tree.map(lambda x: x.astype(half).astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
 
 
 def rounding_error(fun: Any, params: Any, inputs: Any, half: Any) -> float:

@@ -29,8 +29,7 @@ SCALARS = 64
         for transform in harness.TRANSFORMS
         for dtype in harness.POLICIES
         # A program that is transformed already is planned alike for both dtypes: one is enough.
-        if not harness.refused(program, transform)
-        and not (transform.endswith("_inside") and dtype == "bfloat16")
+        if not harness.refused(program, transform) and not (transform.endswith("_inside") and dtype == "bfloat16")
     ],
 )
 def test_matmuls_run_in_half_and_nothing_risky_does(name, transform, dtype):
@@ -76,8 +75,7 @@ def test_casts_of_weights_stay_inside_remat(name):
 
 def test_weak_types_of_outputs_stay_weak():
     (found, _), (expected, _) = (
-        harness.structure("weak_types", "plain", caster, "float16").outputs
-        for caster in (autocast, harness.identity)
+        harness.structure("weak_types", "plain", caster, "float16").outputs for caster in (autocast, harness.identity)
     )
     assert [x.weak_type for x in jax.tree.leaves(found)] == [x.weak_type for x in jax.tree.leaves(expected)]
 

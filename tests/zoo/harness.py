@@ -154,8 +154,7 @@ def structure(name: str, transform: str, caster: Caster, dtype: str) -> Structur
     with program.context():
         jaxpr, outputs = jax.make_jaxpr(fun, return_shape=True)(params, batch)
     risky = [
-        f"{'/'.join((*e.path, e.name))}{[v.aval.str_short() for v in e.eqn.invars]}"
-        for e in measures.risky_of(jaxpr)
+        f"{'/'.join((*e.path, e.name))}{[v.aval.str_short() for v in e.eqn.invars]}" for e in measures.risky_of(jaxpr)
     ]
     return Structure(measures.half_share_of(jaxpr), risky, measures.casts_of(jaxpr), outputs)
 
@@ -187,9 +186,7 @@ def residuals(name: str, caster: Caster, dtype: str, remat: bool = False) -> int
 def handwritten_residuals(name: str, dtype: str) -> int:
     """`residuals` of the form that a person wrote for this dtype."""
     program, (_, params, batch) = REGISTRY[name], abstract(name)
-    return measures.residual_bytes(
-        program.handwritten(jnp.dtype(dtype)), params, batch, has_aux=program.has_aux
-    )
+    return measures.residual_bytes(program.handwritten(jnp.dtype(dtype)), params, batch, has_aux=program.has_aux)
 
 
 def _gradients(program: Program, loss_fn: Function) -> Function:
@@ -201,7 +198,7 @@ def _gradients(program: Program, loss_fn: Function) -> Function:
     if not program.differentiable:
         return jax.jit(value, compiler_options=COMPILE_TRUE)
     scaled = jax.grad(lambda params, batch: value(params, batch) * LOSS_SCALE)
-    unscaled = lambda *args: jax.tree.map(lambda g: g / LOSS_SCALE, scaled(*args))  # noqa: E731
+    unscaled = lambda *args: jax.tree.map(lambda g: g / LOSS_SCALE, scaled(*args))
     return jax.jit(unscaled, compiler_options=COMPILE_TRUE)
 
 

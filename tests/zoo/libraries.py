@@ -80,9 +80,7 @@ class EquinoxBlock(eqx.Module):
 @program()
 def equinox_recurrent(key):
     """LayerNorm, a convolution and a GRU cell under a scan, all inside a vmap."""
-    block = EquinoxBlock(
-        eqx.nn.LayerNorm(32), eqx.nn.Conv1d(32, 16, 3, key=key), eqx.nn.GRUCell(16, 16, key=key)
-    )
+    block = EquinoxBlock(eqx.nn.LayerNorm(32), eqx.nn.Conv1d(32, 16, 3, key=key), eqx.nn.GRUCell(16, 16, key=key))
     params, static = eqx.partition(block, eqx.is_inexact_array)
 
     def loss_fn(params, batch):

@@ -143,7 +143,7 @@ def linear_recurrence(key):
         first, last = params["layers"]
         drive = x @ first["w"] + first["b"]
         decay = jnp.broadcast_to(jax.nn.sigmoid(params["decay"]), drive.shape)
-        combine = lambda a, b: (a[0] * b[0], b[0] * a[1] + b[1])  # noqa: E731
+        combine = lambda a, b: (a[0] * b[0], b[0] * a[1] + b[1])
         _, states = lax.associative_scan(combine, (decay, drive), axis=1)
         return jnp.mean((states @ last["w"] + last["b"]) ** 2)
 

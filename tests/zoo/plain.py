@@ -99,9 +99,7 @@ def conv_pooling(key, dtype=None):
     }
 
     def convolve(x, kernel, **options):
-        return lax.conv_general_dilated(
-            x, kernel, padding="SAME", dimension_numbers=("NWC", "WIO", "NWC"), **options
-        )
+        return lax.conv_general_dilated(x, kernel, padding="SAME", dimension_numbers=("NWC", "WIO", "NWC"), **options)
 
     def pool(x, start, reducer):
         return lax.reduce_window(x, start, reducer, (1, 2, 1), (1, 2, 1), "VALID")

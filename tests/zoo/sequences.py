@@ -28,9 +28,9 @@ class Block(nn.Module):
     def __call__(self, x, mask):
         y = nn.LayerNorm(dtype=self.dtype)(x)
         # By hand, too, exp is kept out of half: by the switch that Flax has for it.
-        x = x + nn.MultiHeadDotProductAttention(
-            num_heads=HEADS, dtype=self.dtype, force_fp32_for_softmax=True
-        )(y, mask=mask)
+        x = x + nn.MultiHeadDotProductAttention(num_heads=HEADS, dtype=self.dtype, force_fp32_for_softmax=True)(
+            y, mask=mask
+        )
         y = nn.LayerNorm(dtype=self.dtype)(x)
         y = nn.gelu(nn.Dense(4 * WIDTH, dtype=self.dtype)(y))
         x = x + nn.Dense(WIDTH, dtype=self.dtype)(y)
@@ -46,9 +46,7 @@ class Transformer(nn.Module):
     @nn.compact
     def __call__(self, tokens):
         x = nn.Embed(VOCABULARY, WIDTH, dtype=self.dtype)(tokens)
-        x = x + self.param("positions", nn.initializers.normal(0.02), (tokens.shape[1], WIDTH)).astype(
-            x.dtype
-        )
+        x = x + self.param("positions", nn.initializers.normal(0.02), (tokens.shape[1], WIDTH)).astype(x.dtype)
         mask = nn.make_causal_mask(tokens)
         if self.scanned:
             layers = nn.scan(

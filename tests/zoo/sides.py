@@ -39,9 +39,7 @@ def integers_beside(key):
         x = jax.nn.silu((inputs + features) @ params[0]["w"] + params[0]["b"])
         logits = x @ params[1]["w"] + params[1]["b"]
         predicted = jnp.argmax(logits, -1)
-        confusion = jax.nn.one_hot(labels, 16, dtype=jnp.int32).T @ jax.nn.one_hot(
-            predicted, 16, dtype=jnp.int32
-        )
+        confusion = jax.nn.one_hot(labels, 16, dtype=jnp.int32).T @ jax.nn.one_hot(predicted, 16, dtype=jnp.int32)
         rank = jnp.argsort(jnp.argsort(logits, -1), -1)
         return cross_entropy(logits, labels), (confusion, rank.astype(jnp.uint8), predicted == labels)
 
@@ -157,9 +155,7 @@ def io_effects(key):
     def loss_fn(params, batch):
         hidden = jax.nn.silu(batch[0] @ params[0]["w"] + params[0]["b"])
         peak = jax.lax.stop_gradient(jnp.max(hidden))
-        count = io_callback(
-            lambda peak: np.int32(peak > 0), jax.ShapeDtypeStruct((), jnp.int32), peak, ordered=True
-        )
+        count = io_callback(lambda peak: np.int32(peak > 0), jax.ShapeDtypeStruct((), jnp.int32), peak, ordered=True)
         return cross_entropy(hidden @ params[1]["w"] * count, batch[1])
 
     return loss_fn, params, labelled(key, (256, 32))
