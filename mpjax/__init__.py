@@ -1,5 +1,15 @@
 """mpjax: mixed precision training for JAX and Flax."""
 
+from mpjax.casting import AutocastWarning as AutocastWarning
+from mpjax.casting import Explanation as Explanation
+from mpjax.casting import Rules as Rules
+from mpjax.casting import UnusedRuleWarning as UnusedRuleWarning
+from mpjax.casting import autocast as autocast
+from mpjax.casting import autocast_disabled as autocast_disabled
+from mpjax.casting import explain as explain
+from mpjax.casting import float_function as float_function
+from mpjax.casting import half_function as half_function
+from mpjax.casting import promote_function as promote_function
 from mpjax.loss_scale import LossScaleError as LossScaleError
 from mpjax.loss_scale import LossScaleState as LossScaleState
 from mpjax.loss_scale import apply_gradients as apply_gradients

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import statistics
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +15,19 @@ import numpy as np
 
 MATMULS = {"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"}
 HALF = {np.dtype(jnp.float16), np.dtype(jnp.bfloat16)}
+# Operations that must not run in half, and why. Not here: tanh, logistic and erf, which are bounded and
+# are activations; integer_pow, which is repeated multiplication, as safe as the mul that a person would
+# write; reduce_max and argmax, which are exact; select_and_scatter_add, the gradient of a max-pooling,
+# which adds the few windows that overlap.
+RISKY = {
+    *("exp", "exp2", "expm1", "sinh", "cosh"),  # overflow float16 from 11 on
+    *("log", "log1p", "atanh", "acosh", "lgamma", "digamma"),  # lose what is near a zero or a pole
+    *("pow", "tan", "erf_inv", "cbrt"),  # exp of log; poles
+    *("reduce_sum", "reduce_prod", "add_reduce", "reduce_window_sum"),  # rounding grows with the length
+    *("cumsum", "cumprod", "cumlogsumexp"),  # the same, and each prefix is kept
+    *("scatter-add", "scatter_add", "scatter_mul", "scatter-mul"),  # a sum over equal indices
+    *("psum", "psum_invariant", "psum2", "reduce_scatter"),  # a sum over devices
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,16 +79,95 @@ def matmul_flops(eqn: Any) -> int:
 
 def matmuls(fun: Any, *args: Any) -> list[Equation]:
     """The matmuls and convolutions on real floats of a function's jaxpr, all levels deep."""
-    found = equations(jax.make_jaxpr(fun)(*args))
-    return [e for e in found if e.name in MATMULS and all(jnp.issubdtype(d, jnp.floating) for d in e.in_dtypes)]
+    return matmuls_of(jax.make_jaxpr(fun)(*args))
+
+
+def matmuls_of(jaxpr: Any) -> list[Equation]:
+    """`matmuls` of a jaxpr."""
+    return [
+        e for e in equations(jaxpr) if e.name in MATMULS and all(jnp.issubdtype(d, jnp.floating) for d in e.in_dtypes)
+    ]
 
 
 def half_share(fun: Any, *args: Any) -> float:
     """The share of matmul and convolution FLOPs whose operands are all float16 or bfloat16."""
-    found = matmuls(fun, *args)
+    return half_share_of(jax.make_jaxpr(fun)(*args))
+
+
+def half_share_of(jaxpr: Any) -> float:
+    """`half_share` of a jaxpr."""
+    found = matmuls_of(jaxpr)
     assert found, "the program has no matmul or convolution: the share would say nothing"
     total = sum(e.flops for e in found)
     return sum(e.flops for e in found if set(e.in_dtypes) <= HALF) / total
+
+
+def risky_in_half(fun: Any, *args: Any) -> list[Equation]:
+    """The equations of a function's jaxpr that are `RISKY` and take a half operand, all levels deep."""
+    return risky_of(jax.make_jaxpr(fun)(*args))
+
+
+def risky_of(jaxpr: Any) -> list[Equation]:
+    """`risky_in_half` of a jaxpr."""
+    return [e for e in equations(jaxpr) if e.name in RISKY and HALF & set(e.in_dtypes) and not _of_one(e)]
+
+
+def _of_one(equation: Equation) -> bool:
+    """Whether a reduction has one element to reduce: JAX sums over axes of length 1 to drop them."""
+    operand, result = equation.eqn.invars[0].aval, equation.eqn.outvars[0].aval
+    return equation.name == "reduce_sum" and operand.size == result.size
+
+
+def casts(fun: Any, *args: Any) -> int:
+    """How many casts from a floating dtype to another one run, a cast in a scan once for each step."""
+    return casts_of(jax.make_jaxpr(fun)(*args))
+
+
+def casts_of(jaxpr: Any) -> int:
+    """`casts` of a jaxpr."""
+
+    def is_cast(eqn: Any) -> bool:
+        pair = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
+        return pair[0] != pair[1] and all(jnp.issubdtype(d, jnp.floating) for d in pair)
+
+    return sum(e.times for e in equations(jaxpr) if e.name == "convert_element_type" and is_cast(e.eqn))
+
+
+def residual_bytes(fun: Any, *args: Any, has_aux: bool = False) -> int:
+    """Bytes that the backward pass of `fun` with respect to its first argument keeps.
+
+    Counted are the arrays inside the function that `jax.vjp` returns (what JAX's `saved_residuals` lists
+    too), each once however often it is used. The function's own arguments are not counted, for they are
+    kept anyway, nor are constants and broadcasts of a scalar constant (the zeros of relu's rule), which
+    XLA makes where they are read; a half copy of a weight is.
+    """
+
+    def forward(*args: Any) -> Any:
+        return jax.vjp(lambda first: fun(first, *args[1:]), args[0], has_aux=has_aux)
+
+    traced, shapes = jax.make_jaxpr(forward, return_shape=True)(*args)
+    jaxpr = getattr(traced, "jaxpr", traced)
+    values, residuals = (len(jax.tree.leaves(tree)) for tree in shapes[:2])
+    kept = jaxpr.outvars[values : values + residuals]
+    outside = {*jaxpr.invars, *jaxpr.constvars, *_filled(jaxpr)}
+    unique = {v for v in kept if not _is_literal(v)} - outside
+    return sum(v.aval.size * v.aval.dtype.itemsize for v in unique)
+
+
+def _is_literal(v: Any) -> bool:
+    """Whether it has its value in the jaxpr instead of a place in memory."""
+    return hasattr(v, "val")
+
+
+def _filled(jaxpr: Any) -> set[Any]:
+    """The arrays that are one constant everywhere."""
+    filled: set[Any] = set()
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in ("broadcast_in_dim", "convert_element_type", "reshape") and all(
+            _is_literal(v) or v in filled for v in eqn.invars
+        ):
+            filled.update(eqn.outvars)
+    return filled
 
 
 def relative_error(tree: Any, reference: Any) -> float:
@@ -84,13 +178,26 @@ def relative_error(tree: Any, reference: Any) -> float:
     return math.sqrt(difference / sum(float(np.sum(b**2)) for _, b in pairs))
 
 
+def rounded(tree: Any, half: Any) -> Any:
+    """A tree whose floating leaves went to half and back."""
+    return jax.tree.map(lambda x: x.astype(half).astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
+
+
 def rounding_error(fun: Any, params: Any, inputs: Any, half: Any) -> float:
     """How far `fun(params, inputs)`'s gradients move when params and inputs are merely rounded to half."""
-
-    def rounded(tree: Any) -> Any:
-        return jax.tree.map(
-            lambda x: x.astype(half).astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree
-        )
-
     reference = jax.grad(fun)(params, inputs)
-    return relative_error(jax.grad(fun)(rounded(params), rounded(inputs)), reference)
+    return relative_error(jax.grad(fun)(rounded(params, half), rounded(inputs, half)), reference)
+
+
+def trace_time_ratio(fun: Any, reference: Any, args: tuple[Any, ...], rounds: int = 5) -> float:
+    """Seconds to trace `fun` over seconds to trace `reference`: medians of interleaved rounds."""
+
+    def seconds(function: Any) -> float:
+        # A trace that JAX remembers (that of an inner jit too) would take no time.
+        jax.clear_caches()
+        begin = time.perf_counter()
+        jax.make_jaxpr(lambda *args: function(*args))(*args)
+        return time.perf_counter() - begin
+
+    times = [(seconds(fun), seconds(reference)) for _ in range(rounds)]
+    return statistics.median(t for t, _ in times) / statistics.median(t for _, t in times)

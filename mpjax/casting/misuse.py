@@ -1,0 +1,107 @@
+"""What autocast tells its user when it can't do what was hoped for, and what to do about it."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpjax.casting.classify import Setting
+from mpjax.casting.planning import Plan
+from mpjax.casting.rules import UnusedRuleWarning
+from mpjax.policy import HALF_DTYPES, Policy
+
+
+class AutocastWarning(UserWarning):
+    """Autocast ran, but not to the use that was hoped for."""
+
+
+def _warn(message: str, category: type[Warning] = AutocastWarning) -> None:
+    warnings.warn(message, category, stacklevel=4)
+
+
+def check_inputs(program: Any, policy: Policy) -> None:
+    """Warns of half and float64 inputs."""
+    halves, doubles = [], []
+    for name, x in zip(program.names, program.arrays, strict=True):
+        if x.dtype in HALF_DTYPES:
+            halves.append((name, x))
+        elif x.dtype == np.float64:
+            doubles.append((name, x))
+    floats = [x for x in program.arrays if jnp.issubdtype(x.dtype, jnp.floating)]
+    # A batch in half beside float32 parameters is nobody's mistake.
+    of_params = [pair for pair in halves if pair[0].startswith("[0][0]")]
+    if halves and (of_params or len(halves) == len(floats)) and policy.param_dtype not in HALF_DTYPES:
+        _warn(
+            f"autocast: {_shown(of_params or halves)} of the inputs are half already. If they are "
+            f"parameters, their "
+            "float32 master weights are missing, and updates smaller than a rounding step are lost: keep "
+            "parameters in float32 (autocast casts them where it pays), or keep masters in the optimizer "
+            "with "
+            "mpjax.master_weights."
+        )
+    if doubles:
+        _warn(
+            f"autocast: {_shown(doubles)} of the inputs are float64, which autocast leaves as it is, and "
+            f"all that is "
+            "computed from them. Cast them to float32, or unset jax_enable_x64."
+        )
+
+
+def _shown(pairs: list[tuple[str, Any]]) -> str:
+    names = ", ".join(f"{_argument(name)} ({x.dtype})" for name, x in pairs[:3])
+    return names + (f" and {len(pairs) - 3} more" if len(pairs) > 3 else "")
+
+
+def _argument(name: str) -> str:
+    """`[0][1]['w']` as `args[1]['w']`."""
+    return ("args" + name[3:]) if name.startswith("[0]") else ("kwargs" + name[3:])
+
+
+def check_backend(setting: Setting) -> None:
+    """Warns of a half dtype that the default backend has no fast units for."""
+    device = jax.devices()[0]
+    if device.platform == "tpu" and setting.half == np.float16:
+        _warn("autocast: a TPU computes float16 slowly; take policy='mixed_bfloat16'.")
+    capability = getattr(device, "compute_capability", None)
+    if device.platform in ("gpu", "cuda") and capability and setting.half == jnp.bfloat16:
+        try:
+            old = float(capability) < 8.0
+        except ValueError:
+            return
+        if old:
+            _warn(
+                f"autocast: {device.device_kind} (compute capability {capability}) has no bfloat16 Tensor "
+                f"Cores; "
+                "take policy='mixed_float16' with mpjax.dynamic_loss_scale."
+            )
+
+
+def check_plan(plan: Plan) -> None:
+    """Warns of a program with nothing to cast, of matmuls that are half already, and of rules without use."""
+    tally, setting = plan.tally, plan.setting
+    if not tally.cast and tally.written:
+        _warn(
+            f"autocast: all {tally.written} matmuls and convolutions that it may cast are in half already "
+            f"(the model "
+            "has a dtype or a policy of its own, by mpjax.with_policy for one). Nothing is cast twice, "
+            "but autocast "
+            "adds nothing: take one way of the two."
+        )
+    elif not tally.cast:
+        left = f" ({tally.left} are kept as they are by a rule or a region.)" if tally.left else ""
+        _warn(
+            f"autocast found no operation to run in {setting.half}: no matmul or convolution of float32 "
+            f"arrays.{left} See mpjax.explain(fun, *args)."
+        )
+    for entry, op in setting.rules.entries:
+        if entry not in tally.entries:
+            shown = entry if isinstance(entry, str) else getattr(entry, "__name__", repr(entry))
+            _warn(
+                f"Rules({op.value}=...): {shown!r} matched no operation of this program; mend or remove it. "
+                "mpjax.explain(fun, *args) lists primitives and module paths.",
+                UnusedRuleWarning,
+            )

@@ -1,0 +1,99 @@
+"""The NNX form of autocast: modules as arguments, whose state may change inside the function.
+
+Imported only where an argument is an NNX object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+
+
+def is_stateful(x: Any) -> bool:
+    """Whether an argument holds state that the function may change."""
+    return isinstance(x, (nnx.Pytree, nnx.Variable))
+
+
+def functional(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """Makes a call with NNX objects a pure function of arrays.
+
+    Returns:
+        The pure function, its arguments, and a function that takes its result, writes the
+        new state into the objects of the caller and returns what `fun` returned.
+    """
+    leaves, tree = jax.tree.flatten((tuple(args), kwargs), is_leaf=_is_leaf)
+    where = [i for i, leaf in enumerate(leaves) if is_stateful(leaf)]
+    objects = tuple(leaves[i] for i in where)
+    graph, state = nnx.split(objects)
+    rest = [None if is_stateful(leaf) else leaf for leaf in leaves]
+    made: dict[str, Any] = {}
+
+    def pure(state: Any, rest: list[Any]) -> Any:
+        before = _arrays(state)
+        merged = nnx.merge(graph, state)
+        filled = list(rest)
+        for i, x in zip(where, merged, strict=True):
+            filled[i] = x
+        args, kwargs = jax.tree.unflatten(tree, filled)
+        outs, out_tree = jax.tree.flatten(fun(*args, **kwargs), is_leaf=is_stateful)
+        places = [_place(out, merged) for out in outs]
+        new = [out for out, place in zip(outs, places, strict=True) if place == _NEW]
+        made["new"], new_state = nnx.split(tuple(new)) if new else (None, None)
+        after, state_after = nnx.split(merged)
+        if after != graph:
+            raise ValueError(
+                "autocast: the function adds or removes parts of an NNX module (sow, a lazily made "
+                "Variable). "
+                "Make them before the call, or call nnx.split and nnx.merge in the function yourself."
+            )
+        made["tree"], made["places"] = out_tree, places
+        arrays = [None if is_stateful(out) else out for out in outs]
+        # What did not change is not written back: it may belong to a trace further out.
+        return arrays, new_state, _changed(before, state_after)
+
+    def finish(result: Any) -> Any:
+        outs, new_state, state = result
+        if jax.tree.leaves(state):
+            nnx.update(objects, state)
+        new = iter(nnx.merge(made["new"], new_state) if made["new"] is not None else ())
+        filled = [
+            out if place is None else next(new) if place == _NEW else objects[place]
+            for out, place in zip(outs, made["places"], strict=True)
+        ]
+        return jax.tree.unflatten(made["tree"], filled)
+
+    return pure, (state, rest), finish
+
+
+_NEW = -1
+
+
+def _is_leaf(x: Any) -> bool:
+    # A State is a value, though there are Variables in it.
+    return is_stateful(x) or isinstance(x, nnx.State)
+
+
+def _arrays(state: Any) -> dict[Any, list[Any]]:
+    """The arrays of a state by path."""
+    return {path: jax.tree.leaves(leaf) for path, leaf in nnx.to_flat_state(state)}
+
+
+def _changed(before: dict[Any, list[Any]], after: Any) -> Any:
+    """The part of a state whose arrays are others than before."""
+    return nnx.from_flat_state(
+        [
+            (path, leaf)
+            for path, leaf in nnx.to_flat_state(after)
+            if any(a is not b for a, b in zip(jax.tree.leaves(leaf), before[path], strict=True))
+        ]
+    )
+
+
+def _place(out: Any, merged: Sequence[Any]) -> int | None:
+    """Which of the arguments an output is; `_NEW` for another NNX object, None for anything else."""
+    if not is_stateful(out):
+        return None
+    return next((i for i, x in enumerate(merged) if x is out), _NEW)

@@ -1,0 +1,109 @@
+"""Regions that the user marks: functions of a fixed precision, and stretches without autocast.
+
+A region is a named scope, which stays with the equations through `jit`, `grad` and `vmap`; where
+nothing is autocast it changes nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import jax
+
+from mpjax.casting.classify import FLOAT_REGION, HALF_REGION, MARK, OFF_REGION, PROMOTE_REGION
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class _Nesting(threading.local):
+    """How deep this thread is inside `autocast_disabled`, and inside functions that autocast is tracing."""
+
+    disabled = 0
+    tracing = 0
+
+
+nesting = _Nesting()
+
+
+def _region(name: str, fun: F) -> F:
+    @functools.wraps(fun)
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        with jax.named_scope(MARK + name):
+            return fun(*args, **kwargs)
+
+    return marked  # type: ignore[return-value]
+
+
+def half_function(fun: F) -> F:
+    """Makes a function run in half wherever it is called under `autocast`; elsewhere it is unchanged.
+
+    All of its operations do, also those of the deny list.
+
+    Example:
+        >>> import jax.numpy as jnp, mpjax
+        >>> @mpjax.half_function
+        ... def attention_weights(scores):
+        ...     return jnp.exp(scores) / jnp.exp(scores).sum(-1, keepdims=True)
+        >>> attention_weights(jnp.zeros((1, 2))).dtype
+        dtype('float32')
+
+    Source: NVIDIA Apex, `apex.amp.half_function`.
+    """
+    return _region(HALF_REGION, fun)
+
+
+def float_function(fun: F) -> F:
+    """Makes a function run in float32 under `autocast`, its matmuls too; elsewhere it is unchanged.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, mpjax
+        >>> router = mpjax.float_function(lambda x, w: x @ w)
+        >>> x = jnp.ones((8, 8))
+        >>> plan = mpjax.explain(lambda x: jnp.sum(router(x, x) @ x), x)
+        >>> [row.dtypes_in[0] for row in plan.rows if row.op == "dot_general"]
+        ['float32', 'float16']
+
+    Source: NVIDIA Apex, `apex.amp.float_function`.
+    """
+    return _region(FLOAT_REGION, fun)
+
+
+def promote_function(fun: F) -> F:
+    """Makes a function run in the widest dtype among its inputs under `autocast`; elsewhere it is unchanged.
+
+    Parameters count as the float32 that they are, so a function of half activations and float32
+    parameters runs in float32.
+
+    Source: NVIDIA Apex, `apex.amp.promote_function`.
+    """
+    return _region(PROMOTE_REGION, fun)
+
+
+@contextlib.contextmanager
+def autocast_disabled() -> Iterator[None]:
+    """A region that autocast leaves as it is: what is traced inside keeps the dtypes of the program.
+
+    Functions that are autocast themselves and are called inside run as if they were not.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, mpjax
+        >>> def loss(w, x):
+        ...     with mpjax.autocast_disabled():
+        ...         exact = x @ w
+        ...     return jnp.mean(exact @ w)
+        >>> x = jnp.ones((4, 4))
+        >>> [row.dtypes_in[0] for row in mpjax.explain(loss, x, x).rows if row.op == "dot_general"]
+        ['float32', 'float16']
+
+    Source: `torch.autocast(enabled=False)`.
+    """
+    nesting.disabled += 1
+    try:
+        with jax.named_scope(MARK + OFF_REGION):
+            yield
+    finally:
+        nesting.disabled -= 1

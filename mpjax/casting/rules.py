@@ -1,0 +1,183 @@
+"""Rules: the allow, deny and infer lists that decide each operation's dtype, and how to change them."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from mpjax.casting import versions
+from mpjax.casting.oplists import DEFAULTS, Op
+from mpjax.policy import path_matches
+
+Predicate = Callable[[Any, Mapping[str, Any], tuple[Any, ...]], bool]
+Entry = str | Predicate
+
+LEVELS = ("conservative", "default", "half")
+RESIDUALS = ("half", "full")
+_LISTS = (("allow", Op.ALLOW), ("deny", Op.DENY), ("infer", Op.INFER))
+_VARIABLES = {name: f"MPJAX_{name.upper()}LIST_ADD" for name, _ in _LISTS}
+
+
+class UnusedRuleWarning(UserWarning):
+    """An entry of a `Rules` list matched no operation of the program."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """Which operations run in half (allow), in float32 (deny), or in what their inputs are (infer).
+
+    What is given here comes before the defaults (`mpjax.casting.oplists`). An entry of a list is
+
+    - the name of a primitive, `"reduce_max"`;
+    - a pattern over module paths and named scopes, which has a `/` or a `*` in it:
+      `"decoder/head"`, `"*/LayerNorm_*"`; everything below the path is meant too;
+    - a predicate `f(primitive, params, avals) -> bool`, called with the primitive, its parameters
+      and the abstract values of its inputs.
+
+    A predicate goes before a pattern, a pattern before a name.
+
+    Args:
+        allow: runs in half.
+        deny: runs in float32.
+        infer: runs in the widest dtype among its activations.
+        level: `"default"`; `"conservative"`: whatever is not allow runs in float32; `"half"`: everything
+            runs in half (Apex's O3; sums included: for measuring, not for training).
+        residuals: `"half"` stores what goes into a stretch of float32 arithmetic (a normalisation, a
+            softmax, a loss), which is half, and computes the stretch again in the backward pass; `"full"`
+            stores what JAX would, float32 values among them.
+
+    Raises:
+        ValueError: a name that is no primitive, an entry in two lists, an unknown level.
+
+    Example:
+        >>> rules = Rules(deny=["*/head", "tanh"], infer=["reduce_max"])
+        >>> rules.deny
+        ('*/head', 'tanh')
+        >>> Rules(deny=["tanhh"])
+        Traceback (most recent call last):
+        ...
+        ValueError: Rules(deny=...): 'tanhh' is not a primitive of this JAX (did you mean 'tanh'?)...
+
+    Source: the lists and their editing by environment variables are those of TensorFlow's automatic
+    mixed precision; the operations' division follows it and `torch.autocast`.
+    """
+
+    allow: tuple[Entry, ...] = ()
+    deny: tuple[Entry, ...] = ()
+    infer: tuple[Entry, ...] = ()
+    level: str = "default"
+    residuals: str = "half"
+
+    def __post_init__(self) -> None:
+        for name, _ in _LISTS:
+            object.__setattr__(self, name, _entries(f"Rules({name}=...)", getattr(self, name)))
+        _check_choice("level", self.level, LEVELS)
+        _check_choice("residuals", self.residuals, RESIDUALS)
+        _check_overlap(self)
+
+    def add(self, **lists: Iterable[Entry]) -> Rules:
+        """These rules with more entries, `rules.add(deny=["tanh"])`; one that is in another list moves."""
+        changed: dict[str, tuple[Entry, ...]] = {}
+        moved = {entry for entries in lists.values() for entry in _entries("Rules.add", entries)}
+        for name, _ in _LISTS:
+            kept = tuple(entry for entry in getattr(self, name) if entry not in moved)
+            changed[name] = kept + _entries(f"Rules.add({name}=...)", lists.get(name, ()))
+        return dataclasses.replace(self, **changed)  # type: ignore[arg-type]
+
+    def list_of(self, primitive: str) -> str:
+        """The list that a primitive is in, by name alone: `"allow"`, `"deny"`, `"infer"` or `"opaque"`.
+
+        Example:
+            >>> Rules().list_of("dot_general"), Rules().list_of("exp"), Rules().list_of("pallas_call")
+            ('allow', 'deny', 'opaque')
+        """
+        for name, _ in _LISTS:
+            if primitive in getattr(self, name):
+                return name
+        op = DEFAULTS.get(primitive, Op.OPAQUE)
+        return op.value if op in (Op.ALLOW, Op.DENY, Op.OPAQUE) else "infer"
+
+    @property
+    def entries(self) -> tuple[tuple[Entry, Op], ...]:
+        """Every entry with its list, in the order in which they are tried."""
+        found = [(entry, op) for name, op in _LISTS for entry in getattr(self, name)]
+        return tuple(sorted(found, key=lambda pair: _rank(pair[0])))
+
+    @property
+    def reads_scopes(self) -> bool:
+        """Whether an entry asks for module paths."""
+        return any(isinstance(entry, str) and is_pattern(entry) for entry, _ in self.entries)
+
+    def match(self, eqn: Any, path: str) -> tuple[Entry, Op] | None:
+        """The entry that decides an equation at a module path, if one was given for it."""
+        for entry, op in self.entries:
+            if callable(entry):
+                matches = entry(eqn.primitive, eqn.params, tuple(v.aval for v in eqn.invars))
+            elif is_pattern(entry):
+                matches = path_matches(path, entry)
+            else:
+                matches = eqn.primitive.name == entry
+            if matches:
+                return entry, op
+        return None
+
+    def with_environment(self) -> Rules:
+        """These rules and the entries of `MPJAX_ALLOWLIST_ADD`, `MPJAX_DENYLIST_ADD`, `MPJAX_INFERLIST_ADD`.
+
+        Raises:
+            ValueError: a name there is neither a primitive nor a pattern of scopes; names the variable.
+        """
+        added = {
+            name: _entries(variable, os.environ[variable].replace(",", " ").split())
+            for name, variable in _VARIABLES.items()
+            if os.environ.get(variable)
+        }
+        return self.add(**added) if added else self
+
+
+def is_pattern(entry: str) -> bool:
+    """Whether an entry means scopes rather than a primitive."""
+    return "/" in entry or "*" in entry
+
+
+def _rank(entry: Entry) -> int:
+    return 0 if callable(entry) else 1 if is_pattern(entry) else 2
+
+
+def _entries(where: str, entries: Any) -> tuple[Entry, ...]:
+    if isinstance(entries, str) or callable(entries):
+        raise ValueError(f"{where}: give a list of entries, not {entries!r} alone.")
+    entries = tuple(entries)
+    for entry in entries:
+        if callable(entry):
+            continue
+        if not isinstance(entry, str) or not entry:
+            raise ValueError(f"{where}: {entry!r} is neither a name, a pattern nor a predicate.")
+        if not is_pattern(entry) and entry not in DEFAULTS and entry not in versions.known_primitives():
+            close = difflib.get_close_matches(entry, {*DEFAULTS, *versions.known_primitives()}, 1)
+            hint = f" (did you mean {close[0]!r}?)" if close else ""
+            raise ValueError(
+                f"{where}: {entry!r} is not a primitive of this JAX{hint}. A module path or named scope is "
+                f"written with a slash or a star, as '*/{entry}'; anything else can be a predicate "
+                "f(primitive, params, avals)."
+            )
+    return entries
+
+
+def _check_choice(field: str, value: Any, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"Rules({field}={value!r}): one of {', '.join(map(repr, choices))}.")
+
+
+def _check_overlap(rules: Rules) -> None:
+    seen: dict[Any, str] = {}
+    for name, _ in _LISTS:
+        for entry in getattr(rules, name):
+            if seen.setdefault(entry, name) != name:
+                raise ValueError(
+                    f"Rules: {entry!r} is in both {seen[entry]!r} and {name!r}; leave it in one. "
+                    "(`rules.add(...)` moves an entry.)"
+                )

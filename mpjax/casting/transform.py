@@ -1,0 +1,213 @@
+"""`autocast`: traces a function, plans the dtypes of its values, and runs it with the casts put in."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+
+from mpjax.casting import misuse, versions
+from mpjax.casting.classify import MARK, OFF_REGION, Setting, tracked
+from mpjax.casting.demand import LIVE, OUTPUT
+from mpjax.casting.planning import Plan, plan
+from mpjax.casting.regions import nesting
+from mpjax.casting.rewriting import array_of, run_closed, value_of
+from mpjax.casting.rules import Rules, is_pattern
+from mpjax.casting.states import FULL, INPUT, RAW, State
+from mpjax.policy import HALF_DTYPES, NORM_PATTERNS, Policy, get_policy
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclasses.dataclass
+class Program:
+    """A traced function: its jaxpr, the arrays it was called with, and how to rebuild its result."""
+
+    jaxpr: Any
+    arrays: Sequence[Any]
+    names: Sequence[str]
+    rebuild: Callable[[Sequence[Any]], Any]
+
+
+def is_array(x: Any) -> bool:
+    """Whether an argument is traced. Python scalars, strings and the like stay what they are."""
+    return isinstance(x, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct))
+
+
+def trace(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Program:
+    """Traces a call; whatever is no array is left out of the program, on the way in and on the way out."""
+    leaves, tree = jax.tree_util.tree_flatten_with_path((args, kwargs))
+    where = [i for i, (_, leaf) in enumerate(leaves) if is_array(leaf)]
+    out: dict[str, Any] = {}
+
+    def flat(*arrays: Any) -> list[Any]:
+        filled = [leaf for _, leaf in leaves]
+        for i, array in zip(where, arrays, strict=True):
+            filled[i] = array
+        args, kwargs = jax.tree.unflatten(tree, filled)
+        out["leaves"], out["tree"] = jax.tree.flatten(fun(*args, **kwargs))
+        return [leaf for leaf in out["leaves"] if isinstance(leaf, jax.Array)]
+
+    arrays = [leaves[i][1] for i in where]
+    nesting.tracing += 1
+    try:
+        jaxpr = versions.trace(flat, *arrays)
+    finally:
+        nesting.tracing -= 1
+
+    def rebuild(results: Sequence[Any]) -> Any:
+        rest = iter(results)
+        return jax.tree.unflatten(
+            out["tree"], [next(rest) if isinstance(leaf, jax.Array) else leaf for leaf in out["leaves"]]
+        )
+
+    return Program(jaxpr, arrays, [jax.tree_util.keystr(leaves[i][0]) for i in where], rebuild)
+
+
+def plan_program(program: Program, setting: Setting) -> Plan:
+    """The plan of a traced function: inputs are castable, outputs are handed out in float32."""
+    jaxpr = versions.open_jaxpr(program.jaxpr).jaxpr
+    states = tuple(State(INPUT, FULL) if tracked(v) else None for v in jaxpr.invars)
+    wanted = tuple(OUTPUT if tracked(v) else LIVE for v in jaxpr.outvars)
+    return plan(jaxpr, states, wanted, setting)
+
+
+def run_program(program: Program, planned: Plan) -> Any:
+    """Runs a planned function on the arrays it was traced with."""
+    half = planned.setting.half
+    slots = [RAW if state is None else FULL for state in planned.in_states]
+    values = [value_of(a, slot) for a, slot in zip(program.arrays, slots, strict=True)]
+    outs = run_closed(planned, program.jaxpr, values)
+    slots = [RAW if state is None else FULL for state in planned.out_states]
+    arrays = [array_of(v, slot, half) for v, slot in zip(outs, slots, strict=True)]
+    return program.rebuild(
+        [
+            versions.with_weak_type(x, v.aval) if versions.is_shaped(v.aval) else x
+            for x, v in zip(arrays, planned.outvars, strict=True)
+        ]
+    )
+
+
+def is_enabled() -> bool:
+    """Whether `MPJAX_AUTOCAST` and `autocast_disabled` let autocast do anything."""
+    return not nesting.disabled and os.environ.get("MPJAX_AUTOCAST", "1").strip().lower() not in (
+        "0",
+        "false",
+        "off",
+    )
+
+
+def setting_of(policy: Policy, rules: Rules | None) -> Setting | None:
+    """The setting for a policy and rules; None if the policy computes in float32."""
+    if policy.compute_dtype not in HALF_DTYPES:
+        return None
+    if rules is None:
+        rules = Rules(level="half") if policy == get_policy("O3") else Rules()
+    rules = _with_overrides(rules, policy).with_environment()
+    return Setting(policy.compute_dtype, rules, recompute=rules.residuals == "half")
+
+
+def _with_overrides(rules: Rules, policy: Policy) -> Rules:
+    """A policy's overrides by path are rules by path; those of level O2 mean what the lists say anyway."""
+    added: dict[str, list[str]] = {"allow": [], "deny": []}
+    for pattern, other in policy.overrides:
+        if pattern not in NORM_PATTERNS and not any(entry == pattern for entry, _ in rules.entries):
+            pattern = pattern if is_pattern(pattern) else f"*/{pattern}"
+            added["allow" if other.compute_dtype in HALF_DTYPES else "deny"].append(pattern)
+    return rules.add(**added) if any(added.values()) else rules
+
+
+def autocast(fun: F, policy: Any = "mixed_float16", *, rules: Rules | None = None) -> F:
+    """A function like `fun` whose operations run in half precision where that is safe.
+
+    The call is traced, each value of the program is given a dtype, and the program is run with casts
+    put in, under whatever transformation is at work (`grad`, `vmap`, `jit`, `scan`, `shard_map`, ...):
+
+        for each operation
+            allow (matmuls, convolutions):          inputs to half
+            deny  (exp, log, sums, statistics):     inputs to float32
+            infer (all others):                     the widest dtype of its activations; parameters follow
+            nothing reads it towards an allow op:   float32 (the loss)
+
+    Parameters stay float32 outside: they are the master weights, and their gradients are float32.
+
+    Args:
+        fun: any function of JAX arrays and pytrees of them, or of Flax NNX modules, whose state it may
+            change. What is no array (Python scalars, strings, `None`) is passed on as it is.
+        policy: `"mixed_float16"`, `"mixed_bfloat16"`, or anything that `get_policy` reads; its compute dtype
+            counts. float32 makes autocast the identity, `"O3"` runs everything in half.
+        rules: changes to the lists, a `Rules`.
+
+    Returns:
+        A function of the same signature, whose results have the same structure and dtypes.
+
+    Raises:
+        ValueError: the policy is none, or an environment variable names no primitive.
+
+    Environment: `MPJAX_AUTOCAST=0` makes every autocast the identity. `MPJAX_ALLOWLIST_ADD`,
+    `MPJAX_DENYLIST_ADD` and `MPJAX_INFERLIST_ADD` hold entries for the lists, separated by commas.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, mpjax
+        >>> def loss(w, x):
+        ...     return jnp.mean(jax.nn.relu(x @ w) ** 2)
+        >>> w, x = jnp.ones((4, 4)), jnp.ones((8, 4))
+        >>> mpjax.autocast(loss)(w, x)
+        Array(16., dtype=float32)
+        >>> jax.grad(mpjax.autocast(loss, "mixed_bfloat16"))(w, x).dtype
+        dtype('float32')
+
+    Source: the lists and the propagation of TensorFlow's automatic mixed precision (NVIDIA) and of
+    `torch.autocast`; Micikevicius et al., "Mixed Precision Training", ICLR 2018.
+    """
+    policy = get_policy(policy)
+
+    @functools.wraps(fun)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        setting = setting_of(policy, rules) if is_enabled() else None
+        if setting is None:
+            return fun(*args, **kwargs)
+        call, args, kwargs, finish = _functional(fun, args, kwargs)
+        program = trace(call, args, kwargs)
+        plan = plan_program(program, setting)
+        misuse.check_inputs(program, policy)
+        misuse.check_backend(setting)
+        misuse.check_plan(plan)
+        # What was decided here is not decided anew by an autocast outside.
+        with jax.named_scope(MARK + OFF_REGION) if nesting.tracing else contextlib.nullcontext():
+            return finish(run_program(program, plan))
+
+    wrapped.__mpjax_autocast__ = (fun, policy, rules)  # type: ignore[attr-defined]
+    return wrapped  # type: ignore[return-value]
+
+
+def _functional(fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any, Any, Any]:
+    """The call as one of a pure function, if an argument is an NNX object; Flax is not imported for it."""
+    if "flax.nnx" not in sys.modules:
+        return fun, args, kwargs, lambda out: out
+    from mpjax.casting import nnx_form
+
+    leaves = jax.tree.leaves((args, kwargs), is_leaf=nnx_form.is_stateful)
+    if not any(map(nnx_form.is_stateful, leaves)):
+        return fun, args, kwargs, lambda out: out
+    pure, args, finish = nnx_form.functional(fun, args, kwargs)
+    return pure, args, {}, finish
+
+
+def planned_call(fun: Callable[..., Any], args: Any, kwargs: Any) -> Plan:
+    """The plan that a call of an autocast function runs; of another function, that it would run."""
+    inner, policy, rules = getattr(fun, "__mpjax_autocast__", (fun, get_policy("mixed_float16"), None))
+    setting = setting_of(policy, rules)
+    if setting is None:
+        raise ValueError(
+            f"explain: the policy {policy} computes in {policy.compute_dtype}, so autocast has no plan."
+        )
+    call, args, kwargs, _ = _functional(inner, args, kwargs)
+    return plan_program(trace(call, args, kwargs), setting)

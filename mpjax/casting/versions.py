@@ -1,0 +1,183 @@
+"""What differs between the JAX versions that mpjax supports (0.10 to 0.12), and what of JAX is not public.
+
+Nothing else in `mpjax` imports `jax._src` or asks for a version.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.extend.core as jex
+from jax._src import source_info_util
+from jax._src.interpreters import mlir
+from jax._src.lax.lax import _convert_element_type
+
+Literal, Var = jex.Literal, jex.Var
+
+
+class Opened(NamedTuple):
+    """A jaxpr and the values of its constvars, whichever classes this JAX has for them."""
+
+    jaxpr: Any
+    consts: Sequence[Any]
+
+
+def open_jaxpr(jaxpr: Any) -> Opened:
+    """Takes a `ClosedJaxpr` apart; a `Jaxpr` has no constants. (Since JAX 0.12 they are one class.)"""
+    return Opened(jaxpr.jaxpr, jaxpr.consts) if hasattr(jaxpr, "consts") else Opened(jaxpr, ())
+
+
+def is_jaxpr(value: Any) -> bool:
+    """Whether a parameter of a primitive is a jaxpr, open or closed."""
+    return isinstance(value, (jex.Jaxpr, jex.ClosedJaxpr))
+
+
+def trace(fun: Callable[..., Any], *args: Any) -> Any:
+    """The closed jaxpr of `fun(*args)`, traced anew: `make_jaxpr` itself would remember `fun`."""
+    return jax.make_jaxpr(lambda *args: fun(*args))(*args)
+
+
+def tracing_context() -> Any:
+    """What tells one trace from another: it is the same as long as the same tracers are alive."""
+    return jex.get_opaque_trace_state()
+
+
+def scan_split(params: dict[str, Any]) -> tuple[int, int]:
+    """How many of a scan's operands are loop-invariant, and how many are carried."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()
+    return len(consts), len(carry)
+
+
+def shard_map_options(params: dict[str, Any]) -> dict[str, Any]:
+    """What `jax.shard_map` takes besides the function and its specs."""
+    axes = params["manual_axes"] if "manual_axes" in params else params["newly_manual_axes"]
+    return {"mesh": params["mesh"], "axis_names": set(axes), "check_vma": params["check_vma"]}
+
+
+def jit_options(params: dict[str, Any]) -> dict[str, Any] | None:
+    """What `jax.jit` takes besides shardings and donation; None where its public form can't say it."""
+    layouts = (*params["in_layouts"], *params["out_layouts"])
+    if any(layout is not None for layout in layouts):
+        return None
+    options = {"keep_unused": params["keep_unused"], "inline": params["inline"]}
+    if params["compiler_options_kvs"]:
+        options["compiler_options"] = dict(params["compiler_options_kvs"])
+    return options
+
+
+def is_unspecified(sharding: Any) -> bool:
+    """Whether a sharding in a jit's params says that none was given."""
+    return type(sharding).__name__ == "UnspecifiedValue"
+
+
+def shard_map_specs(params: dict[str, Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """The partition specs of a shard_map's operands and results."""
+    return tuple(params["in_specs"]), tuple(params["out_specs"])
+
+
+def jvp_jaxpr(params: dict[str, Any], zeros: Sequence[bool]) -> tuple[Any, Sequence[Any], Sequence[bool]]:
+    """The user's custom_jvp rule as a jaxpr: it takes the primals and those tangents that are not zero.
+
+    Returns the jaxpr (its constvars still open), their values, and which output tangents are zero.
+    """
+    return params["jvp_jaxpr_fun"].call_wrapped(*zeros)
+
+
+def fwd_jaxpr(params: dict[str, Any], perturbed: Sequence[bool]) -> tuple[Any, Sequence[Any]]:
+    """The user's custom_vjp forward rule as a jaxpr, its constvars open, and their values."""
+    return params["fwd_jaxpr_thunk"].call_wrapped(*perturbed)
+
+
+def fwd_trees(params: dict[str, Any]) -> tuple[int, Sequence[int | None]]:
+    """After `fwd_jaxpr`: the number of residuals, and which of them are operands that pass through."""
+    _, residual_tree, forwards = params["out_trees"]()
+    return residual_tree.num_leaves, forwards
+
+
+def call_bwd(params: dict[str, Any], residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+    """The user's custom_vjp backward rule; None where it says that a cotangent is zero."""
+    out = params["bwd"].call_wrapped(*residuals, *cotangents)
+    if isinstance(out, tuple) and len(out) == 2 and isinstance(out[0], (list, tuple)):
+        out = out[0]  # JAX 0.12 returns logs beside the cotangents.
+    return [None if type(ct).__name__ == "Zero" else ct for ct in out]
+
+
+def open_constvars(jaxpr: Any, consts: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+    """The constvars and the invars of a rule's jaxpr, whose constants came apart from it."""
+    variables = [*jaxpr.constvars, *jaxpr.invars]
+    return variables[: len(consts)], variables[len(consts) :]
+
+
+class EquationContext:
+    """The named scopes, the source line and JAX's settings that an equation was traced under."""
+
+    __slots__ = ("_settings", "_source")
+
+    def __init__(self, eqn: Any):
+        info = eqn.source_info
+        stack = source_info_util.current_name_stack() + info.name_stack
+        self._source = source_info_util.user_context(info.traceback, name_stack=stack)
+        self._settings = eqn.ctx.manager
+
+    def __enter__(self) -> None:
+        self._source.__enter__()
+        self._settings.__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        self._settings.__exit__(*exception)
+        self._source.__exit__(*exception)
+
+
+def source_line(eqn: Any) -> str:
+    """The user's line that an equation comes from, as `file.py:12`; empty if unknown."""
+    frame = source_info_util.user_frame(eqn.source_info.traceback)
+    return f"{frame.file_name.rsplit('/', 1)[-1]}:{frame.start_line}" if frame else ""
+
+
+@functools.lru_cache(maxsize=4096)
+def _scopes(stack: Any) -> str:
+    return str(stack)
+
+
+def scopes(eqn: Any) -> str:
+    """The named scopes of an equation, as `Block_0/attention`."""
+    return _scopes(eqn.source_info.name_stack)
+
+
+def with_weak_type(x: Any, aval: Any) -> Any:
+    """The array as weakly typed as an abstract value is (a Python scalar's dtype gives way to others)."""
+    if not aval.weak_type or jax.typeof(x).weak_type:
+        return x
+    return _convert_element_type(x, aval.dtype, weak_type=True)
+
+
+def is_shaped(aval: Any) -> bool:
+    """Whether an abstract value is an array: not a reference, a token or a key."""
+    return type(aval) is jax.core.ShapedArray
+
+
+@functools.cache
+def known_primitives() -> frozenset[str]:
+    """The names of all primitives that this JAX can lower or lists as public."""
+    public = {value.name for name, value in vars(jex.primitives).items() if name.endswith("_p")}
+    return frozenset(public | {primitive.name for primitive in getattr(mlir, "_lowerings", ())})
+
+
+@functools.cache
+def finfo(dtype: Any) -> Any:
+    """The limits of a floating dtype, bfloat16 among them."""
+    return jax.numpy.finfo(dtype)
+
+
+def retyped(x: Any, dtype: Any) -> Any:
+    """Something to trace with in place of `x`: the same array type but for its dtype."""
+    aval = jax.typeof(x)
+    if aval.dtype == dtype:
+        return x
+    varying = {"vma": aval.vma} if getattr(aval, "vma", None) else {}
+    return jax.ShapeDtypeStruct(aval.shape, dtype, **varying)

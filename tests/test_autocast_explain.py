@@ -1,0 +1,104 @@
+"""`mpjax.explain`: the plan that runs, as rows and as text; and its page in the docs."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import re
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+
+import mpjax
+from tests import measures
+
+DOCS = pathlib.Path(__file__).parent.parent / "docs" / "autocast.md"
+
+
+class Model(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.LayerNorm()(nn.relu(nn.Dense(16)(x)))
+        return nn.Dense(4, name="head")(x)
+
+
+@pytest.fixture(scope="module")
+def program():
+    x = jnp.ones((8, 8))
+    params = Model().init(jax.random.key(0), x)
+    return (lambda params, x: jnp.mean(Model().apply(params, x) ** 2)), params, x
+
+
+def test_rows_have_module_line_op_flops_dtypes_and_reason(program):
+    fun, params, x = program
+    matmuls = [row for row in mpjax.explain(fun, params, x).rows if row.op == "dot_general"]
+    assert [row.module for row in matmuls] == ["Model/Dense_0", "Model/head"]
+    assert [row.flops for row in matmuls] == [2 * 8 * 8 * 16, 2 * 8 * 16 * 4]
+    assert all((row.dtypes_in, row.dtypes_out) == (("float16",) * 2, ("float16",)) for row in matmuls)
+    assert all(row.why == "allow" for row in matmuls)
+    assert all(re.fullmatch(r"\w+\.py:\d+", row.source) for row in matmuls)
+
+
+def test_it_is_the_plan_that_runs(program):
+    fun, params, x = program
+    cast = mpjax.autocast(fun, "mixed_bfloat16")
+    shown = [row.dtypes_in[0] for row in mpjax.explain(cast, params, x).rows if row.op == "reduce_sum"]
+    assert set(shown) == {"float32"}
+    ran = {
+        str(e.in_dtypes[0])
+        for e in measures.equations(jax.make_jaxpr(cast)(params, x))
+        if e.name == "dot_general"
+    }
+    assert ran == set(mpjax.explain(cast, params, x).flops)
+
+
+def test_shapes_will_do_for_arrays(program):
+    fun, params, x = program
+    shapes = jax.eval_shape(lambda: (params, x))
+    assert mpjax.explain(fun, *shapes).rows == mpjax.explain(fun, params, x).rows
+
+
+def test_loops_count_their_turns():
+    def fun(w, x):
+        return jnp.sum(jax.lax.scan(lambda h, _: (h @ w, None), x, None, length=5)[0])
+
+    (row,) = [
+        row for row in mpjax.explain(fun, jnp.ones((8, 8)), jnp.ones((8, 8))).rows if row.op == "dot_general"
+    ]
+    assert (row.count, row.flops) == (5, 5 * 2 * 8**3)
+
+
+def test_rows_are_json(program):
+    assert json.loads(json.dumps(mpjax.explain(*program).to_dicts()))[0]["op"]
+
+
+def test_gradient_of_an_autocast_function_is_explained_by_its_forward_plan(program):
+    fun, params, x = program
+    step = jax.value_and_grad(mpjax.autocast(fun))
+    assert mpjax.explain(step, params, x).rows == mpjax.explain(fun, params, x).rows
+
+
+def test_float32_policy_has_no_plan(program):
+    fun, params, x = program
+    with pytest.raises(ValueError, match="computes in float32"):
+        mpjax.explain(mpjax.autocast(fun, "float32"), params, x)
+
+
+def test_docs_page_shows_what_the_example_prints():
+    text = DOCS.read_text()
+    code, output = re.search(r"```python\n(.*?)```\n\n```text\n(.*?)```", text, re.S).groups()
+    printed: list[str] = []
+    # The line numbers of the page are those of the example itself.
+    exec(compile(code, "example.py", "exec"), {"print": lambda x: printed.append(str(x))})
+    assert [_columns(line) for line in printed[0].splitlines()] == [
+        _columns(line) for line in output.splitlines()
+    ]
+
+
+def _columns(line: str) -> list[str]:
+    """The cells of a line without the source line, which is Flax's where Flax made the operation."""
+    return [
+        cell for cell in re.split(r"\s{2,}", line.strip()) if not re.fullmatch(r"\w+\.py:\d+|[─ ]+", cell)
+    ]

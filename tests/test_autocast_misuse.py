@@ -1,0 +1,61 @@
+"""What autocast says when it can't help: each message quotes the value and a way out."""
+
+from __future__ import annotations
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import mpjax
+from mpjax import AutocastWarning
+
+W, X = jnp.ones((8, 8)), jnp.ones((4, 8))
+
+
+def loss(params, x):
+    return jnp.mean((x @ params["w"]) ** 2)
+
+
+def test_half_params_lack_master_weights():
+    with pytest.warns(
+        AutocastWarning,
+        match=r"args\[0\]\['w'\] \(float16\).*master weights are missing.*mpjax.master_weights",
+    ):
+        mpjax.autocast(loss)({"w": W.astype(jnp.float16)}, X)
+
+
+def test_half_batch_beside_float32_params_is_nobody_s_mistake():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mpjax.autocast(loss)({"w": W}, X.astype(jnp.float16))
+
+
+def test_model_that_is_half_already_is_told_and_not_cast_twice():
+    def half_model(params, x):
+        return jnp.mean((x.astype(jnp.float16) @ params["w"].astype(jnp.float16)).astype(jnp.float32))
+
+    cast = mpjax.autocast(half_model)
+    with pytest.warns(AutocastWarning, match="all 1 matmuls.* in half already"):
+        jaxpr = jax.make_jaxpr(cast)({"w": W}, X)
+    assert len(jaxpr.eqns) == len(jax.make_jaxpr(half_model)({"w": W}, X).eqns)
+
+
+def test_nothing_to_cast_is_told():
+    with pytest.warns(AutocastWarning, match=r"no operation to run in float16.*mpjax.explain"):
+        mpjax.autocast(lambda x: jnp.sum(jnp.exp(x)))(X)
+
+
+def test_float64_inputs_are_told():
+    with jax.enable_x64(True):
+        args = {"w": W.astype(jnp.float64)}, X.astype(jnp.float64)
+        with pytest.warns(AutocastWarning) as caught:
+            mpjax.autocast(loss)(*args)
+    assert any("args[0]['w'] (float64)" in str(w.message) for w in caught)
+
+
+def test_warning_points_at_the_caller():
+    with pytest.warns(AutocastWarning) as caught:
+        mpjax.autocast(lambda x: jnp.sum(x))(X)
+    assert caught[0].filename == __file__

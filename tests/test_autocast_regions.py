@@ -1,0 +1,97 @@
+"""Decorators, disabled regions, nested autocasts."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+import mpjax
+from tests import measures
+
+W, X = jnp.ones((8, 8)), jnp.ones((4, 8))
+
+
+def matmul_dtypes(fun, *args):
+    # A new function each time: `make_jaxpr` remembers those it knows.
+    return [str(e.in_dtypes[0]) for e in measures.matmuls(lambda *args: fun(*args), *args)]
+
+
+def test_half_function_runs_even_sums_in_half_under_autocast_only():
+    @mpjax.half_function
+    def inside(x):
+        return jnp.exp(x).sum()
+
+    def loss(w, x):
+        return inside(x @ w)
+
+    risky = {e.name for e in measures.risky_in_half(mpjax.autocast(loss), W, X)}
+    assert risky == {"exp", "reduce_sum"}
+    assert inside(X).dtype == jnp.float32
+    assert not measures.risky_in_half(loss, W, X)
+
+
+def test_float_function_runs_matmuls_in_float32_and_keeps_to_the_policy_s_half_outside():
+    router = mpjax.float_function(lambda x, w: x @ w)
+
+    def loss(w, x):
+        return jnp.mean(jnp.tanh(router(x, w)) @ w)
+
+    assert matmul_dtypes(mpjax.autocast(loss, "mixed_bfloat16"), W, X) == ["float32", "bfloat16"]
+
+
+def test_float_function_holds_in_its_gradient_and_through_jit_and_vmap():
+    router = mpjax.float_function(jax.jit(lambda x, w: x @ w))
+
+    def loss(w, x):
+        return jnp.mean(jax.vmap(router, (0, None))(x, w) @ w)
+
+    dtypes = matmul_dtypes(jax.grad(mpjax.autocast(loss)), W, X)
+    assert sorted(set(dtypes)) == ["float16", "float32"]
+    assert dtypes.count("float32") == 2  # forward, and its gradient with respect to w
+
+
+def test_promote_function_runs_in_the_widest_dtype_of_its_inputs():
+    add = mpjax.promote_function(lambda x, y: x * y + 1.0)
+
+    def mixed(w, x):
+        y = x @ w
+        return jnp.sum(add(y, jnp.exp(y)) @ w), jnp.sum(add(y, y) @ w)
+
+    rows = [row for row in mpjax.explain(mixed, W, X).rows if row.op == "mul"]
+    assert [row.dtypes_in[0] for row in rows] == ["float32", "float16"]
+
+
+def test_disabled_region_is_left_as_it_is_inside_an_autocast_function():
+    def loss(w, x):
+        with mpjax.autocast_disabled():
+            x = x @ w
+        return jnp.mean(x @ w)
+
+    assert matmul_dtypes(mpjax.autocast(loss), W, X) == ["float32", "float16"]
+
+
+def test_autocast_function_called_in_a_disabled_region_is_the_identity():
+    inner = mpjax.autocast(lambda w, x: jnp.mean(x @ w))
+    with mpjax.autocast_disabled():
+        assert matmul_dtypes(inner, W, X) == ["float32"]
+    assert matmul_dtypes(inner, W, X) == ["float16"]
+
+
+def test_inner_autocast_decides_for_its_inside():
+    inner = mpjax.autocast(lambda w, x: jnp.tanh(x @ w), "mixed_bfloat16", rules=mpjax.Rules(deny=["tanh"]))
+
+    def loss(w, x):
+        return jnp.mean(jnp.tanh(inner(w, x)) @ w)
+
+    explained = [
+        (e.name, str(e.in_dtypes[0]))
+        for e in measures.equations(jax.make_jaxpr(mpjax.autocast(loss))(W, X))
+        if e.name in ("tanh", "dot_general")
+    ]
+    assert explained[:2] == [("dot_general", "bfloat16"), ("tanh", "float32")]
+    assert explained[3] == ("dot_general", "float16")
+
+
+def test_float32_policy_is_the_identity():
+    fun = mpjax.autocast(lambda w, x: jnp.mean(x @ w), "float32")
+    assert matmul_dtypes(fun, W, X) == ["float32"]

@@ -1,0 +1,152 @@
+"""`mpjax.Rules`: what an entry may be, what wins, and what is an error."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import mpjax
+from mpjax import Rules
+from tests import measures
+
+W, X = jnp.ones((8, 8)), jnp.ones((4, 8))
+
+
+def model(w, x):
+    with jax.named_scope("encoder"):
+        x = jnp.abs(x @ w) @ w
+    with jax.named_scope("head"):
+        return jnp.mean(jnp.abs(x @ w) @ w)
+
+
+def dtypes_of(op, rules, fun=model):
+    rows = mpjax.explain(mpjax.autocast(fun, rules=rules), W, X).rows
+    return [row.dtypes_in[0] for row in rows if row.op == op for _ in range(row.count)]
+
+
+def test_default_runs_matmuls_and_activations_in_half_and_the_loss_in_float32():
+    assert dtypes_of("dot_general", None) == ["float16"] * 4
+    assert dtypes_of("abs", None) == ["float16"] * 2
+    assert dtypes_of("reduce_sum", None) == ["float32"]
+
+
+def test_primitive_by_name():
+    assert dtypes_of("abs", Rules(deny=["abs"])) == ["float32"] * 2
+
+
+def test_named_scope_by_pattern_covers_what_is_below_it():
+    rules = Rules(deny=["*/head"])
+    assert dtypes_of("abs", rules) == ["float16", "float32"]
+    assert dtypes_of("dot_general", rules) == ["float16", "float16", "float32", "float32"]
+
+
+def test_named_scope_reaches_into_an_inner_jit():
+    def fun(w, x):
+        with jax.named_scope("head"):
+            return jnp.sum(jax.jit(lambda w, x: x @ w)(w, x) @ w)
+
+    assert dtypes_of("dot_general", Rules(deny=["*/head"]), fun) == ["float32"] * 2
+
+
+def test_predicate_over_primitive_params_and_avals():
+    def small(primitive, params, avals):
+        return primitive.name == "dot_general" and avals[1].shape == (8, 1)
+
+    def fun(w, x):
+        return jnp.sum(x @ w) + jnp.sum(x @ w[:, :1])
+
+    assert sorted(dtypes_of("dot_general", Rules(deny=[small]), fun)) == ["float16", "float32"]
+
+
+def test_predicate_goes_before_pattern_and_pattern_before_name():
+    def absolute(primitive, params, avals):
+        return primitive.name == "abs"
+
+    assert dtypes_of("abs", Rules(deny=["abs"], allow=["*/head"])) == ["float32", "float16"]
+    assert dtypes_of("abs", Rules(allow=[absolute], deny=["abs"])) == ["float16"] * 2
+
+
+def test_add_moves_an_entry_to_another_list():
+    rules = Rules(deny=["abs", "*/head"]).add(allow=["abs"])
+    assert (rules.allow, rules.deny) == (("abs",), ("*/head",))
+
+
+def test_lists_may_not_overlap():
+    with pytest.raises(ValueError, match="'abs' is in both 'allow' and 'deny'"):
+        Rules(allow=["abs"], deny=["abs"])
+
+
+@pytest.mark.parametrize(
+    ("lists", "message"),
+    [
+        ({"deny": ["softmaxx"]}, "'softmaxx' is not a primitive"),
+        ({"deny": ["tanhh"]}, "did you mean 'tanh'"),
+        ({"deny": "abs"}, "give a list of entries"),
+        ({"deny": [3]}, "neither a name"),
+        ({"level": "all"}, "level='all'"),
+        ({"residuals": "none"}, "residuals='none'"),
+    ],
+)
+def test_what_is_no_rule_is_an_error_that_quotes_it(lists, message):
+    with pytest.raises(ValueError, match=message):
+        Rules(**lists)
+
+
+def test_rule_that_matches_nothing_is_reported():
+    with pytest.warns(mpjax.UnusedRuleWarning, match=r"'\*/decoder' matched no operation"):
+        mpjax.autocast(model, rules=Rules(deny=["*/decoder"]))(W, X)
+
+
+def test_level_conservative_keeps_all_but_matmuls_in_float32():
+    rules = Rules(level="conservative")
+    assert dtypes_of("abs", rules) == ["float32"] * 2
+    assert dtypes_of("dot_general", rules) == ["float16"] * 4
+
+
+def test_level_half_runs_sums_in_half_too():
+    assert dtypes_of("reduce_sum", Rules(level="half")) == ["float16"]
+    explained = mpjax.explain(mpjax.autocast(model, "O3"), W, X)
+    assert {row.dtypes_in[0] for row in explained.rows if row.dtypes_in} == {"float16"}
+
+
+def test_override_of_a_policy_is_a_rule():
+    policy = "mixed_float16;*/head=>float32"
+    rows = mpjax.explain(mpjax.autocast(model, policy), W, X).rows
+    assert [row.dtypes_in[0] for row in rows if row.op == "dot_general" for _ in range(row.count)] == [
+        "float16",
+        "float16",
+        "float32",
+        "float32",
+    ]
+
+
+def test_environment_adds_to_the_lists(monkeypatch):
+    monkeypatch.setenv("MPJAX_DENYLIST_ADD", "abs, */head")
+    assert dtypes_of("dot_general", None) == ["float16", "float16", "float32", "float32"]
+    assert dtypes_of("abs", None) == ["float32"] * 2
+
+
+def test_unknown_name_in_the_environment_is_an_error_that_names_the_variable(monkeypatch):
+    monkeypatch.setenv("MPJAX_ALLOWLIST_ADD", "matmull")
+    with pytest.raises(ValueError, match="MPJAX_ALLOWLIST_ADD: 'matmull'"):
+        mpjax.autocast(model)(W, X)
+
+
+def test_environment_turns_autocast_off(monkeypatch):
+    monkeypatch.setenv("MPJAX_AUTOCAST", "0")
+    assert measures.half_share(mpjax.autocast(model), W, X) == 0
+
+
+@pytest.mark.parametrize("residuals", ["half", "full"])
+def test_residuals_hold_half_only_where_asked(residuals):
+    def norm(w, x):
+        y = x @ w
+        y = (y - y.mean(-1, keepdims=True)) / jnp.sqrt(y.var(-1, keepdims=True) + 1e-5)
+        return jnp.mean((jax.nn.softmax(y) @ w) ** 2)
+
+    half = measures.residual_bytes(
+        mpjax.autocast(norm, rules=Rules(residuals=residuals)), W, jnp.ones((64, 8))
+    )
+    full = measures.residual_bytes(norm, W, jnp.ones((64, 8)))
+    assert (half < 0.6 * full) == (residuals == "half")

@@ -1,0 +1,87 @@
+"""`mpjax.autocast` on every program of the zoo: what must be true whatever the program.
+
+What a trace shows is asked of traces; the numbers are computed once for each program and dtype.
+"""
+
+from __future__ import annotations
+
+import statistics
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from mpjax import autocast
+from tests.zoo import REGISTRY, harness
+
+programs = pytest.mark.parametrize("name", REGISTRY)
+dtypes = pytest.mark.parametrize("dtype", harness.POLICIES)
+differentiable = [name for name, program in REGISTRY.items() if program.differentiable]
+# Loops carry some scalars beside the arrays: a counter, a flag, a loss.
+SCALARS = 64
+
+
+@pytest.mark.parametrize(
+    ("name", "transform", "dtype"),
+    [
+        (name, transform, dtype)
+        for name, program in REGISTRY.items()
+        for transform in harness.TRANSFORMS
+        for dtype in harness.POLICIES
+        # A program that is transformed already is planned alike for both dtypes: one is enough.
+        if not harness.refused(program, transform) and not (transform.endswith("_inside") and dtype == "bfloat16")
+    ],
+)
+def test_matmuls_run_in_half_and_nothing_risky_does(name, transform, dtype):
+    found = harness.structure(name, transform, autocast, dtype)
+    # One float32 trace serves both dtypes.
+    expected = harness.structure(name, transform, harness.identity, "float16").outputs
+    assert jax.tree.structure(found.outputs) == jax.tree.structure(expected)
+    assert [(x.shape, x.dtype) for x in jax.tree.leaves(found.outputs)] == [
+        (x.shape, x.dtype) for x in jax.tree.leaves(expected)
+    ]
+    assert found.half_share == 1.0
+    assert found.risky == []
+
+
+@programs
+@dtypes
+def test_gradients_are_as_close_as_rounding_allows(name, dtype):
+    # A non-finite gradient makes the error NaN, which is not below anything.
+    assert harness.gradient_error(name, autocast, dtype) <= harness.error_limit(name, dtype)
+
+
+@pytest.mark.parametrize("name", [name for name, program in REGISTRY.items() if program.has_half])
+@dtypes
+def test_backward_pass_keeps_no_more_than_that_of_handwritten_code(name, dtype):
+    kept = harness.residuals(name, autocast, dtype)
+    assert kept <= harness.handwritten_residuals(name, dtype) + SCALARS
+
+
+@dtypes
+def test_backward_pass_keeps_at_most_65_percent_of_float32_in_the_median(dtype):
+    shares = [
+        harness.residuals(name, autocast, dtype) / harness.residuals(name, harness.identity, dtype)
+        for name in differentiable
+    ]
+    assert statistics.median(shares) <= 0.65
+
+
+@pytest.mark.parametrize("name", [n for n in differentiable if "remat" not in REGISTRY[n].refuses])
+def test_casts_of_weights_stay_inside_remat(name):
+    kept = harness.residuals(name, autocast, "float16", remat=True)
+    assert kept <= harness.residuals(name, harness.identity, "float16", remat=True) + SCALARS
+
+
+def test_weak_types_of_outputs_stay_weak():
+    (found, _), (expected, _) = (
+        harness.structure("weak_types", "plain", caster, "float16").outputs for caster in (autocast, harness.identity)
+    )
+    assert [x.weak_type for x in jax.tree.leaves(found)] == [x.weak_type for x in jax.tree.leaves(expected)]
+
+
+def test_python_scalars_are_taken_as_arguments():
+    loss_fn, params, batch = harness.concrete("weak_types")
+    params, batch = {**params, "temperature": 1.5}, {**batch, "scale": 0.5}
+    loss, _ = autocast(loss_fn, "mixed_float16")(params, batch)
+    assert jnp.allclose(loss, loss_fn(params, batch)[0], rtol=1e-2)

@@ -1,0 +1,10 @@
+"""The zoo: float32 training programs of many kinds, which automatic mixed precision must take as they are.
+
+Tests and benchmarks go over `REGISTRY`; a new program is one function under `@program()` in the
+file of its family.
+"""
+
+from . import libraries, linen, loops, nnx, parallel, plain, rules, sequences, sides  # noqa: F401
+from .program import REGISTRY, Program
+
+__all__ = ["REGISTRY", "Program"]

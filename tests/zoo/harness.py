@@ -1,0 +1,237 @@
+"""What is measured of a program of the zoo under a caster: `cast(fun, policy)` gives a function like `fun`.
+
+`mpjax.autocast` is a caster, and so are peers. What can be seen in a trace is seen there, from
+shapes alone; only the gradients are computed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tests import measures
+
+from .program import COMPILE_FAST, REGISTRY, Program
+
+Function = Callable[..., Any]
+Caster = Callable[[Function, str], Function]
+
+POLICIES = {"float16": "mixed_float16", "bfloat16": "mixed_bfloat16"}
+# On the CPU, XLA's simplifier turns some batched bfloat16 matmuls into a form that its CPU backend
+# accumulates in bfloat16, as no accelerator does (and as the same program, run eagerly, does not).
+COMPILE_TRUE = COMPILE_FAST | {"xla_disable_hlo_passes": "algsimp"}
+# What a training script's loss scaling does for float16; a power of two changes no float32 bit.
+LOSS_SCALE = 2.0**10
+STEPS = 2
+
+
+def half_of(policy: str) -> Any:
+    """The half dtype of one of `POLICIES`."""
+    return jnp.dtype(policy.removeprefix("mixed_"))
+
+
+def identity(fun: Function, policy: str) -> Function:
+    """The caster that leaves float32 as it is: what every other one is compared with."""
+    return fun
+
+
+def all_half(fun: Function, policy: str) -> Function:
+    """The caster that needs no tool: arguments to half, results to float32, and all between in half."""
+    half = half_of(policy)
+
+    def cast(tree: Any, source: Any, target: Any) -> Any:
+        return jax.tree.map(lambda x: x.astype(target) if jnp.asarray(x).dtype == source else x, tree)
+
+    return lambda *args: cast(fun(*cast(args, jnp.float32, half)), half, jnp.float32)
+
+
+def key() -> jax.Array:
+    """The key that programs are built from; of the kind that compiles fastest."""
+    return jax.random.key(0, impl="rbg")
+
+
+@functools.cache
+def abstract(name: str) -> tuple[Function, Any, Any]:
+    """A program's loss function, and the shapes and dtypes of its params and batch."""
+    program, losses = REGISTRY[name], []
+    with program.context():
+
+        def arrays() -> tuple[Any, Any]:
+            loss_fn, params, batch = program.build(key())
+            losses.append(loss_fn)
+            return params, batch
+
+        params, batch = jax.eval_shape(arrays)
+    return losses[0], params, batch
+
+
+@functools.cache
+def concrete(name: str) -> tuple[Function, Any, Any]:
+    """A program's loss function, params and batch."""
+    with REGISTRY[name].context():
+        return REGISTRY[name].make(key())
+
+
+def _gradient(program: Program, loss_fn: Function) -> Function:
+    """What a training step computes; the value alone where there is no gradient."""
+    return jax.value_and_grad(loss_fn, has_aux=program.has_aux) if program.differentiable else loss_fn
+
+
+def _steps(program: Program, gradient: Function) -> Function:
+    """Steps of gradient descent under a scan, over stacked batches."""
+
+    def run(params: Any, batches: Any) -> Any:
+        def step(params: Any, batch: Any) -> Any:
+            if not program.differentiable:
+                return params, gradient(params, batch)
+            value, grads = gradient(params, batch)
+            return jax.tree.map(lambda p, g: (p - 0.01 * g).astype(p.dtype), params, grads), value
+
+        return jax.lax.scan(step, params, batches)
+
+    return run
+
+
+def _mean(program: Program, batched: Function) -> Function:
+    """The mean loss of a vmapped loss function."""
+
+    def mean(params: Any, batches: Any) -> Any:
+        out = batched(params, batches)
+        return (jnp.mean(out[0]), out[1]) if program.has_aux else jnp.mean(out)
+
+    return mean
+
+
+def _over_batches(fun: Function) -> Function:
+    return jax.vmap(fun, (None, 0))
+
+
+# Each takes the program, its loss function and a caster, and gives a function of (params, batch). First
+# the transformations of a function that is cast already, then the casts of one that is transformed already.
+TRANSFORMS: dict[str, Callable[[Program, Function, Function], Function]] = {
+    "plain": lambda p, f, cast: _gradient(p, cast(f)),
+    "jit": lambda p, f, cast: jax.jit(_gradient(p, cast(f))),
+    "grad_of_jit": lambda p, f, cast: _gradient(p, jax.jit(cast(f))),
+    "vmap": lambda p, f, cast: _over_batches(_gradient(p, cast(f))),
+    "remat": lambda p, f, cast: _gradient(p, jax.checkpoint(cast(f))),
+    "scan": lambda p, f, cast: _steps(p, _gradient(p, cast(f))),
+    "jit_inside": lambda p, f, cast: _gradient(p, cast(jax.jit(f))),
+    "vmap_inside": lambda p, f, cast: _gradient(p, _mean(p, cast(_over_batches(f)))),
+    "remat_inside": lambda p, f, cast: _gradient(p, cast(jax.checkpoint(f))),
+    "grad_inside": lambda p, f, cast: cast(_gradient(p, f)),
+    "scan_inside": lambda p, f, cast: cast(_steps(p, _gradient(p, f))),
+}
+_STACKED = {"vmap", "vmap_inside", "scan", "scan_inside"}
+
+
+def refused(program: Program, transform: str) -> bool:
+    """Whether JAX itself can't do this transformation to the program."""
+    return transform.removesuffix("_inside") in program.refuses
+
+
+@dataclasses.dataclass(frozen=True)
+class Structure:
+    """What a trace shows of a program under a transformation and a caster."""
+
+    half_share: float
+    risky: list[str]
+    casts: int
+    outputs: Any
+
+
+@functools.cache
+def structure(name: str, transform: str, caster: Caster, dtype: str) -> Structure:
+    """Traces a program, with its gradient, under a transformation and a caster."""
+    program, (loss_fn, params, batch) = REGISTRY[name], abstract(name)
+    if transform in _STACKED:
+        batch = jax.tree.map(lambda x: x.update(shape=(STEPS, *x.shape)), batch)
+    fun = TRANSFORMS[transform](program, loss_fn, lambda f: caster(f, POLICIES[dtype]))
+    with program.context():
+        jaxpr, outputs = jax.make_jaxpr(fun, return_shape=True)(params, batch)
+    risky = [
+        f"{'/'.join((*e.path, e.name))}{[v.aval.str_short() for v in e.eqn.invars]}" for e in measures.risky_of(jaxpr)
+    ]
+    return Structure(measures.half_share_of(jaxpr), risky, measures.casts_of(jaxpr), outputs)
+
+
+def trace(name: str, caster: Caster, dtype: str) -> Any:
+    """Traces a program's gradient anew, as a first call does."""
+    program, (loss_fn, params, batch) = REGISTRY[name], abstract(name)
+    # JAX would remember an earlier trace, that of an inner jit too.
+    jax.clear_caches()
+    with program.context():
+        return jax.jit(_gradient(program, caster(loss_fn, POLICIES[dtype]))).trace(params, batch)
+
+
+def compile_anew(name: str, caster: Caster, dtype: str) -> None:
+    """Traces and compiles a program's gradient anew."""
+    with REGISTRY[name].context():
+        trace(name, caster, dtype).lower().compile()
+
+
+@functools.cache
+def residuals(name: str, caster: Caster, dtype: str, remat: bool = False) -> int:
+    """Bytes that the backward pass keeps (`measures.residual_bytes`); under `jax.checkpoint` if `remat`."""
+    program, (loss_fn, params, batch) = REGISTRY[name], abstract(name)
+    fun = caster(jax.checkpoint(loss_fn) if remat else loss_fn, POLICIES[dtype])
+    with program.context():
+        return measures.residual_bytes(fun, params, batch, has_aux=program.has_aux)
+
+
+def handwritten_residuals(name: str, dtype: str) -> int:
+    """`residuals` of the form that a person wrote for this dtype."""
+    program, (_, params, batch) = REGISTRY[name], abstract(name)
+    return measures.residual_bytes(program.handwritten(jnp.dtype(dtype)), params, batch, has_aux=program.has_aux)
+
+
+def _gradients(program: Program, loss_fn: Function) -> Function:
+    """The gradients (of a program that has none: the value) as training computes them, with a scaled loss."""
+
+    def value(params: Any, batch: Any) -> jax.Array:
+        return loss_fn(params, batch)[0] if program.has_aux else loss_fn(params, batch)
+
+    if not program.differentiable:
+        return jax.jit(value, compiler_options=COMPILE_TRUE)
+    scaled = jax.grad(lambda params, batch: value(params, batch) * LOSS_SCALE)
+    unscaled = lambda *args: jax.tree.map(lambda g: g / LOSS_SCALE, scaled(*args))
+    return jax.jit(unscaled, compiler_options=COMPILE_TRUE)
+
+
+@functools.cache
+def _reference(name: str) -> tuple[Function, Any]:
+    program, (loss_fn, params, batch) = REGISTRY[name], concrete(name)
+    with program.context():
+        gradients = _gradients(program, loss_fn)
+        return gradients, gradients(params, batch)
+
+
+def gradient_error(name: str, caster: Caster, dtype: str) -> float:
+    """The relative error of a program's gradients to those of float32; NaN where one is not finite."""
+    program, (loss_fn, params, batch) = REGISTRY[name], concrete(name)
+    with program.context():
+        found = _gradients(program, caster(loss_fn, POLICIES[dtype]))(params, batch)
+    return measures.relative_error(found, _reference(name)[1])
+
+
+def rounding_error(name: str, dtype: str) -> float:
+    """The relative error that merely rounding the params and the batch to half makes."""
+    program, (_, params, batch) = REGISTRY[name], concrete(name)
+    gradients, reference = _reference(name)
+    with program.context():
+        found = gradients(measures.rounded(params, dtype), measures.rounded(batch, dtype))
+    return measures.relative_error(found, reference)
+
+
+def error_limit(name: str, dtype: str) -> float:
+    """Three times the rounding error.
+
+    Where params and inputs happen to be nearly exact in half, that would be no measure: half
+    arithmetic has to round its results too. So a rounding error below the unit roundoff (half the
+    dtype's epsilon, what the rounding of one number can cost) counts as the unit roundoff.
+    """
+    return 3.0 * max(rounding_error(name, dtype), float(jnp.finfo(dtype).eps) / 2)

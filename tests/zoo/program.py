@@ -1,0 +1,109 @@
+"""What a program of the zoo is, and the decorator that registers one."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+# Everything here runs once, in milliseconds: a program is compiled twice as fast without optimisation.
+COMPILE_FAST: dict[str, bool | int | str] = {"xla_backend_optimization_level": 0}
+Loss = Callable[[Any, Any], Any]
+REGISTRY: dict[str, Program] = {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A float32 training program that knows nothing of mixed precision.
+
+    Args:
+        name: its name, unique in the registry.
+        build: `build(key)` gives `(loss_fn, params, batch)`, where `loss_fn(params, batch)` is a
+            float32 scalar, or `(scalar, aux)`. With a dtype as second argument, if `has_half`, the
+            loss function of the same model with the same params, written by hand for that dtype.
+        has_aux: whether the loss function returns an auxiliary output.
+        has_half: whether `build` takes a dtype.
+        flax: whether `build` takes a function that adapts the Flax model, too.
+        refuses: transformations that JAX itself can't do to this program, even in float32.
+        differentiable: False where JAX has no reverse rule (a `while` of unknown length).
+        context: a context in which the program is built and run (x64).
+    """
+
+    name: str
+    build: Callable[..., tuple[Loss, Any, Any]]
+    has_aux: bool = False
+    has_half: bool = False
+    flax: bool = False
+    refuses: frozenset[str] = frozenset()
+    differentiable: bool = True
+    context: Callable[[], Any] = contextlib.nullcontext
+
+    def make(self, key: jax.Array) -> tuple[Loss, Any, Any]:
+        """The float32 program: its loss function, its params and one batch."""
+        losses = []
+
+        def arrays(key: jax.Array) -> tuple[Any, Any]:
+            loss_fn, params, batch = self.build(key)
+            losses.append(loss_fn)
+            return params, batch
+
+        # One compilation is quicker than the hundred little ones of an eager initialisation.
+        params, batch = jax.jit(arrays, compiler_options=COMPILE_FAST)(key)
+        return losses[0], params, batch
+
+    def handwritten(self, dtype: Any) -> Loss:
+        """The loss function of the same model as a person writes it for `dtype`; the same params."""
+        assert self.has_half, f"{self.name} has no hand-written half-precision form"
+        return self._loss(dtype)
+
+    def adapted(self, adapt: Callable[[Any], Any]) -> Loss:
+        """The loss function with the Flax model replaced by `adapt(model)`; the same params."""
+        assert self.flax, f"{self.name} is no Flax model"
+        return self._loss(None, adapt)
+
+    def _loss(self, *options: Any) -> Loss:
+        losses = []
+        jax.eval_shape(lambda key: losses.append(self.build(key, *options)[0]), jax.random.key(0))
+        return losses[0]
+
+
+def as_is(model: Any) -> Any:
+    """The adaptation that leaves a model alone."""
+    return model
+
+
+def program(**options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Registers a `build` function under its own name; the options are `Program`'s."""
+
+    def register(build: Callable[..., Any]) -> Callable[..., Any]:
+        name = build.__name__
+        assert name not in REGISTRY, f"two programs of the zoo are called {name}"
+        if "refuses" in options:
+            options["refuses"] = frozenset(options["refuses"])
+        REGISTRY[name] = Program(name, build, **options)
+        return build
+
+    return register
+
+
+def dense_params(key: jax.Array, *widths: int) -> list[dict[str, jax.Array]]:
+    """Weights and biases of a chain of dense layers of these widths, as plain arrays."""
+    keys = jax.random.split(key, len(widths) - 1)
+    return [
+        {"w": jax.random.normal(k, (m, n)) / m**0.5, "b": jnp.full(n, 0.1, jnp.float32)}
+        for k, m, n in zip(keys, widths[:-1], widths[1:], strict=True)
+    ]
+
+
+def labelled(key: jax.Array, shape: tuple[int, ...], classes: int = 16) -> tuple[jax.Array, jax.Array]:
+    """Normal inputs of a shape, and an integer label for each of the first axis.
+
+    Batches are several times the width, as in training: then activations, not copies of weights, are
+    what the memory holds.
+    """
+    inputs, labels = jax.random.split(key)
+    return jax.random.normal(inputs, shape), jax.random.randint(labels, shape[:1], 0, classes)
