@@ -20,7 +20,7 @@ from mpjax.casting.demand import LIVE, MAY_HALF, WANT_FLOAT, WANT_HALF
 from mpjax.casting.entering import Call
 from mpjax.casting.planning import Plan, Step, plan
 from mpjax.casting.reissuing import hand_in, hand_out, program_of, take
-from mpjax.casting.rewriting import REISSUE, Value, array_of, run, run_closed, slot_of, value_of
+from mpjax.casting.rewriting import REISSUE, Value, array_of, run, slot_of, value_of
 from mpjax.casting.states import FLOAT, FULL, HALF, INPUT, LOW, RAW, State
 
 
@@ -54,13 +54,22 @@ def _run_rule(planned: Plan, consts: Sequence[Any], values: list[Value]) -> list
     return run(planned, (), leading + values)
 
 
+def _resolved(consts: Sequence[Any], env: dict[Any, Value], half: Any) -> list[Any]:
+    """What a rule closes over. A value of the program around it is known there only as it was traced."""
+    found = []
+    for const in consts:
+        value = env.get(versions.variable_of(const), const)
+        found.append(array_of(value, FULL, half) if isinstance(value, list) else value)
+    return found
+
+
 def _zero(primal: Any) -> Any:
     if jnp.issubdtype(primal.dtype, jnp.inexact):
         return jnp.zeros_like(primal)
     return np.zeros(primal.shape, jax.dtypes.float0)
 
 
-def _custom_jvp(step: Step, operands: Sequence[Value], outer: Plan) -> Sequence[Value]:
+def _custom_jvp(step: Step, operands: Sequence[Value], outer: Plan, env: dict[Any, Value]) -> Sequence[Value]:
     call: Call = step.inner
     params, half = step.eqn.params, outer.setting.half
     num_consts = params["num_consts"]
@@ -80,6 +89,7 @@ def _custom_jvp(step: Step, operands: Sequence[Value], outer: Plan) -> Sequence[
         in_states = [None if skip else states[num_consts + i] for i, skip in zip(ins, is_float0, strict=True)]
         in_slots = [slot_of(state) for state in in_states]
         outs = [*out_slots, *(slot for slot, zero in zip(out_slots, out_zeros, strict=True) if not zero)]
+        consts = _resolved(consts, env, half)
         planned = _rule_plan(jaxpr, consts, in_states, map(_wanted, outs), call.plan.setting)
         arrays = [*primals, *(tangents[i] for i in moving)]
         values = [value_of(a, slot) for a, slot in zip(arrays, in_slots, strict=True)]
@@ -98,7 +108,7 @@ def _out(value: Value, v: Any, slot: int, half: Any) -> Any:
     return array_of(value, slot if isinstance(value, list) else RAW, half)
 
 
-def _custom_vjp(step: Step, operands: Sequence[Value], outer: Plan) -> Sequence[Value]:
+def _custom_vjp(step: Step, operands: Sequence[Value], outer: Plan, env: dict[Any, Value]) -> Sequence[Value]:
     call: Call = step.inner
     params, setting = step.eqn.params, call.plan.setting
     half, num_consts, symbolic = setting.half, params["num_consts"], params["symbolic_zeros"]
@@ -119,6 +129,7 @@ def _custom_vjp(step: Step, operands: Sequence[Value], outer: Plan) -> Sequence[
         perturbed = [arg.perturbed for arg in args] if symbolic else [True] * len(args)
         args = tuple(arg.value for arg in args) if symbolic else args
         jaxpr, consts = versions.fwd_jaxpr(params, perturbed)
+        consts = _resolved(consts, env, half)
         count, forwards = versions.fwd_trees(params)
         own = sum(f is None for f in forwards)
         wanted = [LIVE | MAY_HALF] * own + [_wanted(slot) for slot in out_slots]
@@ -162,7 +173,8 @@ def _custom_vjp(step: Step, operands: Sequence[Value], outer: Plan) -> Sequence[
             value_of(a, slot_of(s))
             for a, s in zip((a for a in given if not _is_zero(a)), in_states, strict=True)
         ]
-        results = iter(run_closed(planned, traced.jaxpr, values))
+        consts = _resolved(versions.open_jaxpr(traced.jaxpr).consts, env, half)
+        results = iter(run(planned, consts, values))
         return tuple(
             None if zero else _out(next(results), None, slot, half)
             for slot, zero in zip(in_slots, traced.zeros, strict=True)

@@ -66,7 +66,7 @@ def _kept(plan: Plan, key: Any, make: Any) -> Any:
         return make()
 
 
-def _jit(step: Step, operands: Sequence[Value], plan: Plan) -> Sequence[Value]:
+def _jit(step: Step, operands: Sequence[Value], plan: Plan, env: Any) -> Sequence[Value]:
     call: Call = step.inner
     params, jaxpr = step.eqn.params, call_jaxpr(step.eqn.params)
     arrays = hand_in(call.delivery, operands, plan.setting.half)
@@ -98,7 +98,7 @@ def _jit(step: Step, operands: Sequence[Value], plan: Plan) -> Sequence[Value]:
     return take(_kept(call.plan, key, make)(*arrays), call.plan.out_states)
 
 
-def _remat(step: Step, operands: Sequence[Value], plan: Plan) -> Sequence[Value]:
+def _remat(step: Step, operands: Sequence[Value], plan: Plan, env: Any) -> Sequence[Value]:
     call: Call = step.inner
     params, jaxpr = step.eqn.params, call_jaxpr(step.eqn.params)
     arrays = hand_in(call.delivery, operands, plan.setting.half)
@@ -118,7 +118,7 @@ def _remat(step: Step, operands: Sequence[Value], plan: Plan) -> Sequence[Value]
     return take(_kept(call.plan, key, make)(*arrays), call.plan.out_states)
 
 
-def _cond(step: Step, operands: Sequence[Value], plan: Plan) -> Sequence[Value]:
+def _cond(step: Step, operands: Sequence[Value], plan: Plan, env: Any) -> Sequence[Value]:
     inner: Branches = step.inner
     index, *arrays = hand_in(inner.delivery, operands, plan.setting.half)
 
@@ -161,7 +161,7 @@ def _invariant(value: Value, mask: int, half: Any) -> Any:
     return lambda: [full, _lend(full, low)]
 
 
-def _scan(step: Step, operands: Sequence[Value], plan: Plan) -> Sequence[Value]:
+def _scan(step: Step, operands: Sequence[Value], plan: Plan, env: Any) -> Sequence[Value]:
     loop: Loop = step.inner
     body, params, half = loop.body, step.eqn.params, plan.setting.half
     split = loop.num_consts + len(loop.carry)
@@ -186,7 +186,7 @@ def _scan(step: Step, operands: Sequence[Value], plan: Plan) -> Sequence[Value]:
     return take([*carry, *ys], step.outs)
 
 
-def _while(step: Step, operands: Sequence[Value], plan: Plan) -> Sequence[Value]:
+def _while(step: Step, operands: Sequence[Value], plan: Plan, env: Any) -> Sequence[Value]:
     loop: Loop = step.inner
     body, condition, params, half = loop.body, loop.condition, step.eqn.params, plan.setting.half
     assert condition is not None
@@ -220,7 +220,7 @@ def _while(step: Step, operands: Sequence[Value], plan: Plan) -> Sequence[Value]
     return take(lax.while_loop(lambda carry: unfinished(carry).any(), masked_turn, init), step.outs)
 
 
-def _shard_map(step: Step, operands: Sequence[Value], plan: Plan) -> Sequence[Value]:
+def _shard_map(step: Step, operands: Sequence[Value], plan: Plan, env: Any) -> Sequence[Value]:
     call: Call = step.inner
     params = step.eqn.params
     in_specs, out_specs = versions.shard_map_specs(params)

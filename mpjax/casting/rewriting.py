@@ -27,7 +27,7 @@ from mpjax.casting.states import FULL, LOW, RAW
 Value = Any
 
 # How equations with programs inside are re-issued; `reissuing` and `custom_rules` fill it in.
-REISSUE: dict[str, Callable[[Step, Sequence[Any], Plan], Sequence[Value]]] = {}
+REISSUE: dict[str, Callable[[Step, Sequence[Any], Plan, dict[Any, Value]], Sequence[Value]]] = {}
 
 
 def run(plan: Plan, consts: Sequence[Any], values: Sequence[Value]) -> list[Value]:
@@ -68,7 +68,7 @@ def _carry_out(steps: Sequence[Step | Island], env: dict[Any, Value], plan: Plan
                 outs = _bind(step, env, half)
             else:
                 operands = [_operand(v, env) for v in eqn.invars]
-                outs = REISSUE[step.action](step, operands, plan)
+                outs = REISSUE[step.action](step, operands, plan, env)
         env.update(zip(eqn.outvars, outs, strict=True))
 
 
