@@ -172,11 +172,20 @@ def test_train_step_is_traced_once_and_donates_its_state(policy):
 
 
 @pytest.mark.parametrize(
-    ("policy", "share"), [("float32", 0.0), ("mixed_float16", 1.0), ("mixed_bfloat16", 1.0), ("O2", 1.0)]
+    ("policy", "amp", "share"),
+    [
+        ("float32", "module", 0.0),
+        ("float32", "autocast", 0.0),
+        ("mixed_float16", "module", 1.0),
+        ("mixed_float16", "autocast", 1.0),
+        ("mixed_bfloat16", "module", 1.0),
+        ("mixed_bfloat16", "autocast", 1.0),
+        ("O2", "module", 1.0),
+    ],
 )
-def test_all_convolutions_of_a_training_step_run_in_half(policy, share):
+def test_all_convolutions_of_a_training_step_run_in_half(policy, amp, share):
     data = Digits("train")
-    made = training.create_training(Config(policy=policy), data, 10)
+    made = training.create_training(Config(policy=policy, amp=amp), data, 10)
     batch = next(train_batches(data, 64, Augmentation(0, 0), True))
     assert half_share(made.train_step, made.state, batch) == share
 
@@ -267,13 +276,14 @@ def test_photos_train_and_unreadable_ones_are_named_and_counted(own_photos, tmp_
 
 
 def test_seeds_prints_a_table_and_reuses_finished_runs(few_digits, tmp_path, capsys):
-    flags = ["--seeds", "0", "--policies", "float32", "O2", "--output", str(tmp_path), "--epochs", "1"]
+    flags = ["--seeds", "0", "--policies", "O0", "O1", "O2", "--output", str(tmp_path), "--epochs", "1"]
     assert seeds.main(flags) == 0
     rows = (tmp_path / "results.md").read_text().splitlines()
-    assert [row.split(" | ")[0] for row in rows[2:]] == ["| float32", "| O2"]
+    ways = [tuple(row.split(" | ")[:2]) for row in rows[2:]]
+    assert ways == [("| O0", "module"), ("| O1", "module"), ("| O1", "autocast"), ("| O2", "module")]
     capsys.readouterr()
     assert seeds.main(flags) == 0
-    assert capsys.readouterr().out.count("already finished") == 2
+    assert capsys.readouterr().out.count("already finished") == 4
     assert (tmp_path / "results.md").read_text().splitlines() == rows
 
 
@@ -284,6 +294,7 @@ def test_seeds_prints_a_table_and_reuses_finished_runs(few_digits, tmp_path, cap
     ("flags", "quoted"),
     [
         (["--policy", "mixed_float17"], "'mixed_float17'"),
+        (["--policy", "O2", "--amp", "autocast"], "--amp autocast keeps the parameters in float32"),
         (["--batch-size", "1438"], "--batch-size 1438 is larger than the data: digits has 1437"),
         (["--batch-size", "0"], "--batch-size 0"),
         (["--epochs", "-1"], "--epochs -1"),

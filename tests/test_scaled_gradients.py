@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from measures import relative_error
+from measures import half_share, relative_error
 
 import mpjax
 
@@ -291,3 +291,32 @@ def test_data_parallel_shard_map(check_vma):
     grads = jax.jit(jax.shard_map(mean_grads, mesh=mesh, check_vma=check_vma, **specs))(PARAMS, X)
     expected = jax.grad(loss_fn)(PARAMS, X, jnp.float32)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), grads, expected)
+
+
+@pytest.mark.parametrize("half", ["float16", "bfloat16"])
+@pytest.mark.parametrize("params_dtype", [jnp.float32, jnp.float16])
+def test_policy_runs_the_loss_under_autocast_also_with_half_params(half, params_dtype):
+    policy = mpjax.Policy("float32", half, "float32")
+    loss = lambda p, x: loss_fn(p, x, jnp.float32)
+    params = jax.tree.map(lambda p: p.astype(params_dtype), PARAMS)
+    step = lambda p: mpjax.value_and_grad(loss, state_of(2.0**10), policy=policy)(p, X)
+    assert half_share(step, params) == 1.0
+    value, grads = step(params)
+    assert {value.dtype, *(g.dtype for g in jax.tree.leaves(grads))} == {jnp.dtype("float32")}
+    expected = jax.grad(loss)(jax.tree.map(lambda p: p.astype(jnp.float32), params), X)
+    assert relative_error(grads, expected) < 4 * float(jnp.finfo(half).eps)
+    only_grads = mpjax.grad(loss, state_of(2.0**10), policy=policy)(params, X)
+    jax.tree.map(np.testing.assert_array_equal, only_grads, grads)
+
+
+def test_policy_runs_an_nnx_loss_under_autocast_and_keeps_its_state_changes():
+    plain, model = Net(nnx.Rngs(0)), Net(nnx.Rngs(0))
+    _, expected = nnx.value_and_grad(nnx_loss)(plain, X)
+    _, grads = mpjax.value_and_grad(nnx_loss, state_of(), policy="mixed_float16")(model, X)
+    assert relative_error(jax.tree.leaves(grads), jax.tree.leaves(expected)) < 8 * np.finfo(np.float16).eps
+    np.testing.assert_allclose(model.norm.mean[...], plain.norm.mean[...], rtol=4 * np.finfo(np.float16).eps, atol=1e-3)
+
+
+def test_unknown_policy_is_told_where_it_is_given():
+    with pytest.raises(ValueError, match="mixed_float17"):
+        mpjax.value_and_grad(loss_fn, policy="mixed_float17")

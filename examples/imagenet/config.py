@@ -27,6 +27,10 @@ class Config:
     """Precision: float32, mixed_float16, mixed_bfloat16, O0, O1, O2, O3, or dtypes such as
     "params=float32,compute=float16,output=float32"."""
 
+    amp: Literal["module", "autocast"] = "module"
+    """How the policy comes to the model: set on its modules (mpjax.with_policy), or on the traced operations
+    (mpjax.autocast, for policies with float32 parameters)."""
+
     data_dir: Path | None = None
     """Folder with train/CLASS/*.jpg|jpeg|png and val/CLASS/... (ImageNet, Imagenette). Without it:
     the 1,797 handwritten digits that come with scikit-learn."""
@@ -99,9 +103,14 @@ class Config:
         if self.resume and self.output is None:
             raise UsageError("--resume needs the folder of the run to continue: add --output DIR.")
         try:
-            mpjax.get_policy(self.policy)
+            policy = mpjax.get_policy(self.policy)
         except ValueError as error:
             raise UsageError(f"--policy {self.policy!r}: {error}") from error
+        if self.amp == "autocast" and policy.param_dtype != "float32":
+            raise UsageError(
+                f"--amp autocast keeps the parameters in float32, and --policy {self.policy!r} asks for "
+                f"{policy.param_dtype} ones; take --amp module, or a policy such as mixed_float16."
+            )
 
     @property
     def model_name(self) -> str:

@@ -197,6 +197,7 @@ class _Run:
         speed = self.trained_images / self.trained_seconds if self.trained_seconds else last["images_per_second"]
         summary = {
             "policy": config.policy,
+            "amp": config.amp,
             "test_accuracy": last["test_accuracy"],
             "test_loss": last["test_loss"],
             "images_per_second": speed,

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import tyro
 
+import mpjax
 from examples.common.cli import UsageError, command_line, fail
 from examples.imagenet.__main__ import final_line
 from examples.imagenet.config import Config
@@ -26,6 +28,9 @@ class Seeds:
     policies: tuple[str, ...] = ("float32", "mixed_float16", "mixed_bfloat16")
     """Policies to compare."""
 
+    amps: tuple[Literal["module", "autocast"], ...] = ("module", "autocast")
+    """Ways to apply them; autocast only where it is one: it keeps parameters float32, and float32 as it is."""
+
     seeds: tuple[int, ...] = (0, 1, 2)
     """Seeds to train each of them with."""
 
@@ -34,19 +39,19 @@ class Seeds:
 
 
 def table(summaries: Sequence[dict[str, Any]]) -> str:
-    """The Markdown table of runs: a row for each policy, in the order in which they first appear."""
+    """The Markdown table of runs: a row for each policy and way, in the order in which they first appear."""
     rows = [
-        "| policy | test accuracy, mean | min | max | images/s | skipped steps |",
-        "|---|---|---|---|---|---|",
+        "| policy | amp | test accuracy, mean | min | max | images/s | skipped steps |",
+        "|---|---|---|---|---|---|---|",
     ]
-    for policy in dict.fromkeys(summary["policy"] for summary in summaries):
-        runs = [summary for summary in summaries if summary["policy"] == policy]
+    for way in dict.fromkeys((summary["policy"], summary["amp"]) for summary in summaries):
+        runs = [summary for summary in summaries if (summary["policy"], summary["amp"]) == way]
         accuracies = [summary["test_accuracy"] for summary in runs]
         speed = statistics.median(summary["images_per_second"] for summary in runs)
         skipped = sum(summary["skipped_steps"] for summary in runs)
         rows.append(
-            f"| {policy} | {statistics.mean(accuracies):.2%} | {min(accuracies):.2%} | {max(accuracies):.2%} "
-            f"| {speed:,.0f} | {skipped} |"
+            f"| {way[0]} | {way[1]} | {statistics.mean(accuracies):.2%} | {min(accuracies):.2%} "
+            f"| {max(accuracies):.2%} | {speed:,.0f} | {skipped} |"
         )
     return "\n".join(rows)
 
@@ -55,9 +60,11 @@ def train_all(seeds: Seeds, flags: Sequence[str]) -> list[dict[str, Any]]:
     """Trains what is not there yet. Policies alternate, so that a slow minute of the machine hits all alike."""
     summaries = []
     for seed in seeds.seeds:
-        for policy in seeds.policies:
-            output = seeds.output / f"{policy.replace('/', '_')}-seed{seed}"
-            own = ["--policy", policy, "--seed", str(seed), "--output", str(output)]
+        for policy, amp in itertools.product(seeds.policies, seeds.amps):
+            if amp == "autocast" and not _has_autocast_form(policy):
+                continue
+            output = seeds.output / f"{policy.replace('/', '_')}-{amp}-seed{seed}"
+            own = ["--policy", policy, "--amp", amp, "--seed", str(seed), "--output", str(output)]
             # A folder without a checkpoint has nothing to go on from, and nothing to lose.
             started = any((output / "checkpoints").glob("[0-9]*"))
             resume = ["--resume"] if started else []
@@ -65,6 +72,11 @@ def train_all(seeds: Seeds, flags: Sequence[str]) -> list[dict[str, Any]]:
             print(f"seed {seed}: {final_line(summary)}\n")
             summaries.append(summary)
     return summaries
+
+
+def _has_autocast_form(name: str) -> bool:
+    policy = mpjax.get_policy(name)
+    return policy.param_dtype == "float32" and policy.compute_dtype != "float32"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

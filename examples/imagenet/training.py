@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -73,7 +72,10 @@ def create_training(config: Config, dataset: Dataset, steps: int) -> Training:
         steps: optimizer steps in the whole run, which the learning rate's schedule spans.
     """
     policy = mpjax.get_policy(config.policy)
-    model = mpjax.with_policy(create_model(config.model_name, len(dataset.classes)), policy)
+    model = create_model(config.model_name, len(dataset.classes))
+    if config.amp == "module":
+        model = mpjax.with_policy(model, policy)
+    apply = mpjax.autocast(model.apply, policy) if config.amp == "autocast" else model.apply
     schedule = _schedule(config, dataset, steps)
     tx = mpjax.loss_scale_for(policy, _optimizer(config, schedule, policy))
 
@@ -85,8 +87,8 @@ def create_training(config: Config, dataset: Dataset, steps: int) -> Training:
     state = TrainState(jnp.zeros((), jnp.int32), params, variables["batch_stats"], tx.init(params), Totals.zero())
 
     prepare = _normaliser(dataset.mean, dataset.std)
-    train_step = _train_step(model, tx, prepare, config.label_smoothing)
-    test_step = _test_step(model, prepare)
+    train_step = _train_step(apply, tx, prepare, config.label_smoothing)
+    test_step = _test_step(apply, prepare)
     return Training(
         state,
         jax.jit(train_step, donate_argnums=0),
@@ -131,7 +133,7 @@ def _losses(logits: Array, labels: Array, smoothing: float = 0.0) -> jax.Array:
 
 
 def _train_step(
-    model: nn.Module,
+    apply: Callable[..., Any],
     tx: optax.GradientTransformation,
     prepare: Callable[[Array], jax.Array],
     smoothing: float,
@@ -139,7 +141,7 @@ def _train_step(
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
         def loss_fn(params: Any) -> tuple[jax.Array, Any]:
             variables = {"params": params, "batch_stats": state.batch_stats}
-            logits, new = model.apply(variables, prepare(batch.images), train=True, mutable=["batch_stats"])
+            logits, new = apply(variables, prepare(batch.images), train=True, mutable=["batch_stats"])
             losses = _losses(logits, batch.labels, smoothing)
             return jnp.mean(losses), (losses, logits, new["batch_stats"])
 
@@ -160,11 +162,11 @@ def _train_step(
 
 
 def _test_step(
-    model: nn.Module, prepare: Callable[[Array], jax.Array]
+    apply: Callable[..., Any], prepare: Callable[[Array], jax.Array]
 ) -> Callable[[TrainState, Totals, Batch], Totals]:
     def test_step(state: TrainState, totals: Totals, batch: Batch) -> Totals:
         variables = {"params": state.params, "batch_stats": state.batch_stats}
-        logits: Any = model.apply(variables, prepare(batch.images), train=False)
+        logits = apply(variables, prepare(batch.images), train=False)
         return totals.add(_losses(logits, batch.labels), logits, batch.labels, batch.mask)
 
     return test_step
