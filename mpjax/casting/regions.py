@@ -78,6 +78,19 @@ def promote_function(fun: F) -> F:
     Parameters count as the float32 that they are, so a function of half activations and float32
     parameters runs in float32.
 
+    Example:
+        >>> import jax, jax.numpy as jnp, mpjax
+        >>> def gate(x, gain):
+        ...     return x * gain
+        >>> def loss(multiply, w, gain, x):
+        ...     return jnp.mean(multiply(x @ w, gain) @ w)
+        >>> w, gain = jnp.ones((4, 4)), jnp.ones(4)
+        >>> for multiply in (gate, mpjax.promote_function(gate)):
+        ...     plan = mpjax.explain(lambda w, gain, x: loss(multiply, w, gain, x), w, gain, w)
+        ...     print([row.dtypes_in[0] for row in plan.rows if row.op == "mul"])
+        ['float16']
+        ['float32']
+
     Source: NVIDIA Apex, `apex.amp.promote_function`.
     """
     return _region(PROMOTE_REGION, fun)
