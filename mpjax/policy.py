@@ -86,7 +86,7 @@ def _normalise_dtype(field: str, value: Any) -> np.dtype:
     try:
         dtype = np.dtype(jnp.dtype(_DTYPE_NAMES.get(value, value) if isinstance(value, str) else value))
     except TypeError:
-        dtype = None
+        dtype = np.dtype(object)
     if value is None or dtype not in CASTABLE_DTYPES:
         raise ValueError(
             f"Policy({field}={value!r}): not a real floating dtype; give one of float16, bfloat16, "
@@ -190,7 +190,7 @@ class Policy(jmp.Policy):
 
     def with_output_dtype(self, output_dtype: Any) -> Policy:
         """This policy with another output dtype."""
-        return dataclasses.replace(self, output_dtype=output_dtype)
+        return Policy(self.param_dtype, self.compute_dtype, output_dtype, self.overrides)
 
     def _cast(self, tree: T, field: str) -> T:
         if not self.overrides:

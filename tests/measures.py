@@ -85,9 +85,7 @@ def matmuls(fun: Any, *args: Any) -> list[Equation]:
 def matmuls_of(jaxpr: Any) -> list[Equation]:
     """`matmuls` of a jaxpr."""
     return [
-        e
-        for e in equations(jaxpr)
-        if e.name in MATMULS and all(jnp.issubdtype(d, jnp.floating) for d in e.in_dtypes)
+        e for e in equations(jaxpr) if e.name in MATMULS and all(jnp.issubdtype(d, jnp.floating) for d in e.in_dtypes)
     ]
 
 
@@ -140,35 +138,51 @@ def residual_bytes(fun: Any, *args: Any, has_aux: bool = False) -> int:
 
     Counted are the arrays inside the function that `jax.vjp` returns (what JAX's `saved_residuals` lists
     too), each once however often it is used. The function's own arguments are not counted, for they are
-    kept anyway, nor are constants; a half copy of a weight is.
+    kept anyway, nor are constants and broadcasts of a scalar constant (the zeros of relu's rule), which
+    XLA makes where they are read; a half copy of a weight is.
     """
 
+    vjp: Any = jax.vjp  # its type says `has_aux` by overloads
+
     def forward(*args: Any) -> Any:
-        return jax.vjp(lambda first: fun(first, *args[1:]), args[0], has_aux=has_aux)
+        return vjp(lambda first: fun(first, *args[1:]), args[0], has_aux=has_aux)
 
     traced, shapes = jax.make_jaxpr(forward, return_shape=True)(*args)
     jaxpr = getattr(traced, "jaxpr", traced)
     values, residuals = (len(jax.tree.leaves(tree)) for tree in shapes[:2])
     kept = jaxpr.outvars[values : values + residuals]
-    outside = {*jaxpr.invars, *jaxpr.constvars}
-    # Literals have a value instead of a place in memory.
-    unique = {v for v in kept if not hasattr(v, "val")} - outside
+    outside = {*jaxpr.invars, *jaxpr.constvars, *_filled(jaxpr)}
+    unique = {v for v in kept if not _is_literal(v)} - outside
     return sum(v.aval.size * v.aval.dtype.itemsize for v in unique)
+
+
+def _is_literal(v: Any) -> bool:
+    """Whether it has its value in the jaxpr instead of a place in memory."""
+    return hasattr(v, "val")
+
+
+def _filled(jaxpr: Any) -> set[Any]:
+    """The arrays that are one constant everywhere."""
+    filled: set[Any] = set()
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in ("broadcast_in_dim", "convert_element_type", "reshape") and all(
+            _is_literal(v) or v in filled for v in eqn.invars
+        ):
+            filled.update(eqn.outvars)
+    return filled
 
 
 def relative_error(tree: Any, reference: Any) -> float:
     """The norm of the difference of two trees over the norm of the reference, in float64."""
-    pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(reference), strict=True)
-    pairs = [(np.asarray(a, np.float64), np.asarray(b, np.float64)) for a, b in pairs]
+    leaves = zip(jax.tree.leaves(tree), jax.tree.leaves(reference), strict=True)
+    pairs = [(np.asarray(a, np.float64), np.asarray(b, np.float64)) for a, b in leaves]
     difference = sum(float(np.sum((a - b) ** 2)) for a, b in pairs)
     return math.sqrt(difference / sum(float(np.sum(b**2)) for _, b in pairs))
 
 
 def rounded(tree: Any, half: Any) -> Any:
     """A tree whose floating leaves went to half and back."""
-    return jax.tree.map(
-        lambda x: x.astype(half).astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree
-    )
+    return jax.tree.map(lambda x: x.astype(half).astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
 
 
 def rounding_error(fun: Any, params: Any, inputs: Any, half: Any) -> float:

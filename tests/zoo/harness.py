@@ -22,9 +22,17 @@ Function = Callable[..., Any]
 Caster = Callable[[Function, str], Function]
 
 POLICIES = {"float16": "mixed_float16", "bfloat16": "mixed_bfloat16"}
+# On the CPU, XLA's simplifier turns some batched bfloat16 matmuls into a form that its CPU backend
+# accumulates in bfloat16, as no accelerator does (and as the same program, run eagerly, does not).
+COMPILE_TRUE = COMPILE_FAST | {"xla_disable_hlo_passes": "algsimp"}
 # What a training script's loss scaling does for float16; a power of two changes no float32 bit.
 LOSS_SCALE = 2.0**10
 STEPS = 2
+
+
+def half_of(policy: str) -> Any:
+    """The half dtype of one of `POLICIES`."""
+    return jnp.dtype(policy.removeprefix("mixed_"))
 
 
 def identity(fun: Function, policy: str) -> Function:
@@ -34,7 +42,7 @@ def identity(fun: Function, policy: str) -> Function:
 
 def all_half(fun: Function, policy: str) -> Function:
     """The caster that needs no tool: arguments to half, results to float32, and all between in half."""
-    half = policy.removeprefix("mixed_")
+    half = half_of(policy)
 
     def cast(tree: Any, source: Any, target: Any) -> Any:
         return jax.tree.map(lambda x: x.astype(target) if jnp.asarray(x).dtype == source else x, tree)
@@ -146,10 +154,15 @@ def structure(name: str, transform: str, caster: Caster, dtype: str) -> Structur
     with program.context():
         jaxpr, outputs = jax.make_jaxpr(fun, return_shape=True)(params, batch)
     risky = [
-        f"{'/'.join((*e.path, e.name))}{[v.aval.str_short() for v in e.eqn.invars]}"
-        for e in measures.risky_of(jaxpr)
+        f"{'/'.join((*e.path, e.name))}{[v.aval.str_short() for v in e.eqn.invars]}" for e in measures.risky_of(jaxpr)
     ]
     return Structure(measures.half_share_of(jaxpr), risky, measures.casts_of(jaxpr), outputs)
+
+
+def gradient_function(name: str, caster: Caster, dtype: str) -> tuple[Function, tuple[Any, Any]]:
+    """A program's gradient under a caster, and the shapes of its arguments."""
+    program, (loss_fn, params, batch) = REGISTRY[name], abstract(name)
+    return _gradient(program, caster(loss_fn, POLICIES[dtype])), (params, batch)
 
 
 @functools.cache
@@ -164,9 +177,7 @@ def residuals(name: str, caster: Caster, dtype: str, remat: bool = False) -> int
 def handwritten_residuals(name: str, dtype: str) -> int:
     """`residuals` of the form that a person wrote for this dtype."""
     program, (_, params, batch) = REGISTRY[name], abstract(name)
-    return measures.residual_bytes(
-        program.handwritten(jnp.dtype(dtype)), params, batch, has_aux=program.has_aux
-    )
+    return measures.residual_bytes(program.handwritten(jnp.dtype(dtype)), params, batch, has_aux=program.has_aux)
 
 
 def _gradients(program: Program, loss_fn: Function) -> Function:
@@ -176,10 +187,10 @@ def _gradients(program: Program, loss_fn: Function) -> Function:
         return loss_fn(params, batch)[0] if program.has_aux else loss_fn(params, batch)
 
     if not program.differentiable:
-        return jax.jit(value, compiler_options=COMPILE_FAST)
+        return jax.jit(value, compiler_options=COMPILE_TRUE)
     scaled = jax.grad(lambda params, batch: value(params, batch) * LOSS_SCALE)
-    unscaled = lambda *args: jax.tree.map(lambda g: g / LOSS_SCALE, scaled(*args))  # noqa: E731
-    return jax.jit(unscaled, compiler_options=COMPILE_FAST)
+    unscaled = lambda *args: jax.tree.map(lambda g: g / LOSS_SCALE, scaled(*args))
+    return jax.jit(unscaled, compiler_options=COMPILE_TRUE)
 
 
 @functools.cache

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import equinox as eqx
 import haiku as hk
 import jax
@@ -20,7 +22,7 @@ def haiku_batchnorm(key):
         x = jax.nn.relu(hk.BatchNorm(True, True, 0.9)(x, is_training=True))
         return hk.Linear(16)(x.mean((1, 2)))
 
-    model = hk.without_apply_rng(hk.transform_with_state(network))
+    model: Any = hk.without_apply_rng(hk.transform_with_state(network))
     inputs, labels = labelled(key, (16, 8, 8, 8))
     params, state = model.init(key, inputs)
 
@@ -42,7 +44,7 @@ def haiku_attention(key):
             x = x + hk.remat(lambda x, attention=attention, norm=norm: attention(*[norm(x)] * 3))(x)
         return hk.Linear(16)(x)
 
-    model = hk.without_apply_rng(hk.transform(network))
+    model: Any = hk.without_apply_rng(hk.transform(network))
     inputs, labels = labelled(key, (8, 16, 32))
 
     def loss_fn(params, batch):
@@ -60,7 +62,7 @@ def equinox_mlp(key):
     def loss_fn(params, batch):
         return cross_entropy(jax.vmap(eqx.combine(params, static))(batch[0]), batch[1])
 
-    return loss_fn, params, labelled(key, (64, 32))
+    return loss_fn, params, labelled(key, (256, 32))
 
 
 class EquinoxBlock(eqx.Module):
@@ -80,12 +82,10 @@ class EquinoxBlock(eqx.Module):
 @program()
 def equinox_recurrent(key):
     """LayerNorm, a convolution and a GRU cell under a scan, all inside a vmap."""
-    block = EquinoxBlock(
-        eqx.nn.LayerNorm(32), eqx.nn.Conv1d(32, 16, 3, key=key), eqx.nn.GRUCell(16, 16, key=key)
-    )
+    block = EquinoxBlock(eqx.nn.LayerNorm(32), eqx.nn.Conv1d(32, 16, 3, key=key), eqx.nn.GRUCell(16, 16, key=key))
     params, static = eqx.partition(block, eqx.is_inexact_array)
 
     def loss_fn(params, batch):
         return cross_entropy(jax.vmap(eqx.combine(params, static))(batch[0]), batch[1])
 
-    return loss_fn, params, labelled(key, (16, 10, 32))
+    return loss_fn, params, labelled(key, (64, 10, 32))

@@ -9,22 +9,21 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .program import labelled, program
+from .program import as_is, labelled, program
 
 
-def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+def cross_entropy(logits: Any, labels: jax.Array) -> jax.Array:
     """The mean loss in float32, as hand-written half models compute it too."""
     return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), labels).mean()
 
 
 def classifier(model: nn.Module, key: jax.Array, batch: Any) -> tuple[Any, Any, Any]:
     """The usual loss of a model without state."""
-    params = model.init(key, batch[0])["params"]
-    return (
-        lambda params, batch: cross_entropy(model.apply({"params": params}, batch[0]), batch[1]),
-        params,
-        batch,
-    )
+
+    def loss_fn(params, batch):
+        return cross_entropy(model.apply({"params": params}, batch[0]), batch[1])
+
+    return loss_fn, model.init(key, batch[0])["params"], batch
 
 
 def stateful_classifier(model: nn.Module, key: jax.Array, batch: Any) -> tuple[Any, Any, Any]:
@@ -49,9 +48,9 @@ class MLP(nn.Module):
         return nn.Dense(16, dtype=self.dtype)(x)
 
 
-@program(has_half=True)
-def linen_mlp(key, dtype=None):
-    return classifier(MLP(dtype), key, labelled(key, (64, 64)))
+@program(has_half=True, flax=True)
+def linen_mlp(key, dtype=None, adapt=as_is):
+    return classifier(adapt(MLP(dtype)), key, labelled(key, (256, 64)))
 
 
 class DropoutMLP(nn.Module):
@@ -68,9 +67,9 @@ class DropoutMLP(nn.Module):
         return nn.Dense(16, dtype=self.dtype)(x)
 
 
-@program(has_half=True)
-def linen_dropout(key, dtype=None):
-    model, batch = DropoutMLP(dtype), labelled(key, (64, 64))
+@program(has_half=True, flax=True)
+def linen_dropout(key, dtype=None, adapt=as_is):
+    model, batch = adapt(DropoutMLP(dtype)), labelled(key, (256, 64))
     params = model.init({"params": key, "dropout": key}, batch[0])["params"]
 
     def loss_fn(params, batch):
@@ -95,9 +94,9 @@ class ConvNet(nn.Module):
         return nn.Dense(16, dtype=self.dtype)(x)
 
 
-@program(has_aux=True, has_half=True)
-def linen_cnn_batchnorm(key, dtype=None):
-    return stateful_classifier(ConvNet(dtype), key, labelled(key, (16, 16, 16, 8)))
+@program(has_aux=True, has_half=True, flax=True)
+def linen_cnn_batchnorm(key, dtype=None, adapt=as_is):
+    return stateful_classifier(adapt(ConvNet(dtype)), key, labelled(key, (16, 16, 16, 8)))
 
 
 class ResidualBlock(nn.Module):
@@ -127,9 +126,9 @@ class ResNet(nn.Module):
         return nn.Dense(16, dtype=self.dtype)(jnp.mean(x, (1, 2)))
 
 
-@program(has_aux=True, has_half=True)
-def linen_resnet(key, dtype=None):
-    return stateful_classifier(ResNet(dtype), key, labelled(key, (16, 8, 8, 8)))
+@program(has_aux=True, has_half=True, flax=True)
+def linen_resnet(key, dtype=None, adapt=as_is):
+    return stateful_classifier(adapt(ResNet(dtype)), key, labelled(key, (16, 8, 8, 8)))
 
 
 class UNet(nn.Module):
@@ -146,9 +145,9 @@ class UNet(nn.Module):
         return nn.Conv(8, (3, 3), dtype=self.dtype)(jnp.concatenate([outer, up], -1))
 
 
-@program(has_half=True)
-def linen_unet(key, dtype=None):
-    model, inputs = UNet(dtype), jax.random.normal(key, (8, 16, 16, 8))
+@program(has_half=True, flax=True)
+def linen_unet(key, dtype=None, adapt=as_is):
+    model, inputs = adapt(UNet(dtype)), jax.random.normal(key, (8, 16, 16, 8))
     params = model.init(key, inputs)["params"]
 
     def loss_fn(params, batch):

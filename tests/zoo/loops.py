@@ -33,7 +33,7 @@ def scan_lstm(key, dtype=None):
         _, hs = lax.scan(step, (zeros, zeros), inputs.swapaxes(0, 1))
         return cross_entropy(hs[-1] @ head["w"] + head["b"], labels)
 
-    return loss_fn, {"cell": weights, "head": head}, labelled(key, (16, 8, 32))
+    return loss_fn, {"cell": weights, "head": head}, labelled(key, (64, 8, 32))
 
 
 @program()
@@ -50,8 +50,8 @@ def scan_accumulator(key):
         total, peaks = lax.scan(step, 0.0, batch)
         return total / len(peaks) + 1e-3 * jnp.mean(peaks)
 
-    inputs, labels = labelled(key, (64, 64))
-    return loss_fn, params, (inputs.reshape(4, 16, 64), labels.reshape(4, 16))
+    inputs, labels = labelled(key, (256, 64))
+    return loss_fn, params, (inputs.reshape(4, 64, 64), labels.reshape(4, 64))
 
 
 @program()
@@ -60,10 +60,10 @@ def fori_matmul(key):
     weight = jax.random.normal(key, (32, 32)) / 32**0.5
 
     def loss_fn(weight, x):
-        state = lax.fori_loop(0, 4, lambda i, x: jnp.tanh(x @ weight + i), x)
+        state = lax.fori_loop(0, 4, lambda i, x: jnp.tanh(x @ weight + 0.1 * i), x)
         return jnp.mean(state**2)
 
-    return loss_fn, weight, jax.random.normal(key, (32, 32))
+    return loss_fn, weight, jax.random.normal(key, (128, 32))
 
 
 @program(differentiable=False)
@@ -99,7 +99,7 @@ def cond_branches(key):
         x = lax.cond(jnp.sum(x) > 0, lambda x: x @ params[2]["w"], lambda x: x[:, :16] * 2.0, x)
         return cross_entropy(x, labels)
 
-    return loss_fn, params, (*labelled(key, (64, 64)), jnp.array(True))
+    return loss_fn, params, (*labelled(key, (256, 64)), jnp.array(True))
 
 
 @program()
@@ -117,7 +117,7 @@ def switch_experts(key):
         x, _ = lax.scan(lambda x, i: (lax.switch(i, branches, x), None), inputs, choices)
         return jnp.mean(x**2)
 
-    return loss_fn, experts, (jax.random.normal(key, (32, 32)), jnp.array([0, 1, 2, 1]))
+    return loss_fn, experts, (jax.random.normal(key, (128, 32)), jnp.array([0, 1, 2, 1]))
 
 
 @program()
@@ -129,9 +129,9 @@ def map_over_heads(key):
         def one(x):
             return jax.nn.silu(x @ params[0]["w"] + params[0]["b"]) @ params[1]["w"]
 
-        return cross_entropy(lax.map(one, batch[0], batch_size=16), batch[1])
+        return cross_entropy(lax.map(one, batch[0], batch_size=64), batch[1])
 
-    return loss_fn, params, labelled(key, (64, 32))
+    return loss_fn, params, labelled(key, (256, 32))
 
 
 @program()
@@ -143,8 +143,8 @@ def linear_recurrence(key):
         first, last = params["layers"]
         drive = x @ first["w"] + first["b"]
         decay = jnp.broadcast_to(jax.nn.sigmoid(params["decay"]), drive.shape)
-        combine = lambda a, b: (a[0] * b[0], b[0] * a[1] + b[1])  # noqa: E731
+        combine = lambda a, b: (a[0] * b[0], b[0] * a[1] + b[1])
         _, states = lax.associative_scan(combine, (decay, drive), axis=1)
         return jnp.mean((states @ last["w"] + last["b"]) ** 2)
 
-    return loss_fn, params, jax.random.normal(key, (8, 8, 32))
+    return loss_fn, params, jax.random.normal(key, (32, 8, 32))

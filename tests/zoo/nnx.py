@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from .linen import cross_entropy
-from .program import labelled, program
+from .program import as_is, labelled, program
 
 
 class MLP(nnx.Module):
@@ -21,14 +21,14 @@ class MLP(nnx.Module):
         return self.outer(nnx.silu(self.inner(x)))
 
 
-@program(has_half=True)
-def nnx_mlp(key, dtype=None):
-    graph, params = nnx.split(MLP(dtype, nnx.Rngs(key)))
+@program(has_half=True, flax=True)
+def nnx_mlp(key, dtype=None, adapt=as_is):
+    graph, params = nnx.split(adapt(MLP(dtype, nnx.Rngs(key))))
 
     def loss_fn(params, batch):
         return cross_entropy(nnx.merge(graph, params)(batch[0]), batch[1])
 
-    return loss_fn, params, labelled(key, (64, 64))
+    return loss_fn, params, labelled(key, (256, 64))
 
 
 class ConvNet(nnx.Module):
@@ -45,18 +45,18 @@ class ConvNet(nnx.Module):
         return self.dense(jnp.mean(x, (1, 2)))
 
 
-@program(has_aux=True, has_half=True)
-def nnx_cnn_batchnorm(key, dtype=None):
-    graph, params, state = nnx.split(ConvNet(dtype, nnx.Rngs(key)), nnx.Param, ...)
+@program(has_aux=True, has_half=True, flax=True)
+def nnx_cnn_batchnorm(key, dtype=None, adapt=as_is):
+    graph, params, *others = nnx.split(adapt(ConvNet(dtype, nnx.Rngs(key))), nnx.Param, ...)
 
     def loss_fn(params, batch):
-        inputs, labels, state = batch
+        inputs, labels, *others = batch
         # A copy: the state came in from outside this trace, where it may not be changed.
-        model = nnx.merge(graph, params, state, copy=True)
+        model = nnx.merge(graph, params, *others, copy=True)
         loss = cross_entropy(model(inputs), labels)
-        return loss, nnx.split(model, nnx.Param, ...)[2]
+        return loss, nnx.split(model, nnx.Param, ...)[2:]
 
-    return loss_fn, params, (*labelled(key, (16, 8, 8, 8)), state)
+    return loss_fn, params, (*labelled(key, (16, 8, 8, 8)), *others)
 
 
 class AttentionBlock(nnx.Module):
@@ -68,11 +68,11 @@ class AttentionBlock(nnx.Module):
         return x + self.attention(self.norm(x))
 
 
-@program(has_half=True)
-def nnx_scanned_attention(key, dtype=None):
+@program(has_half=True, flax=True)
+def nnx_scanned_attention(key, dtype=None, adapt=as_is):
     @nnx.vmap(in_axes=0, out_axes=0)
     def blocks(key):
-        return AttentionBlock(dtype, nnx.Rngs(key))
+        return adapt(AttentionBlock(dtype, nnx.Rngs(key)))
 
     graph, params = nnx.split(blocks(jax.random.split(key, 2)))
 

@@ -35,7 +35,7 @@ def jit_shardings(key):
     def loss_fn(params, batch):
         return cross_entropy(network(params, batch[0]), batch[1])
 
-    return loss_fn, params, labelled(key, (64, 64))
+    return loss_fn, params, labelled(key, (256, 64))
 
 
 @program()
@@ -49,7 +49,7 @@ def shard_map_data(key):
         hidden = jnp.tanh(hidden - jax.lax.pmean(jnp.mean(hidden, 0), "data"))
         return jax.lax.pmean(cross_entropy(hidden @ params[1]["w"] + params[1]["b"], batch[1]), "data")
 
-    return loss_fn, params, labelled(key, (64, 64))
+    return loss_fn, params, labelled(key, (256, 64))
 
 
 @program()
@@ -68,7 +68,7 @@ def shard_map_tensor(key):
     def loss_fn(params, x):
         return jnp.mean((network(params, x) - x) ** 2)
 
-    return loss_fn, params, jax.random.normal(key, (64, 64))
+    return loss_fn, params, jax.random.normal(key, (256, 64))
 
 
 @program()
@@ -84,5 +84,5 @@ def pmap_replicas(key):
     def loss_fn(params, batch):
         return replica(params, batch)[0]
 
-    inputs, labels = labelled(key, (64, 32))
-    return loss_fn, params, (inputs.reshape(2, 32, 32), labels.reshape(2, 32))
+    inputs, labels = labelled(key, (256, 32))
+    return loss_fn, params, (inputs.reshape(2, 128, 32), labels.reshape(2, 128))

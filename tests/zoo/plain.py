@@ -38,7 +38,7 @@ def embedding_tied(key):
         x = params["table"][bags].mean(1) @ params["layer"]["w"] + params["layer"]["b"]
         return cross_entropy(jnp.tanh(x) @ params["table"].T, targets)
 
-    bags = jax.random.randint(key, (64, 4), 0, 64)
+    bags = jax.random.randint(key, (256, 4), 0, 64)
     return loss_fn, params, (bags, bags[:, 0])
 
 
@@ -59,7 +59,7 @@ def moe_einsum(key):
         load = jnp.mean(gates, 0)
         return cross_entropy(logits, labels) + 0.1 * jnp.sum(load * jnp.log(load))
 
-    return loss_fn, params, labelled(key, (64, 32))
+    return loss_fn, params, labelled(key, (256, 32))
 
 
 # JAX's ragged_dot has no batching rule for more than its leading dimension.
@@ -84,8 +84,8 @@ def moe_ragged(key):
         y = y * jnp.take_along_axis(scores, expert[:, None], -1)
         return cross_entropy(y @ params["head"]["w"] + params["head"]["b"], labels)
 
-    inputs, labels = labelled(key, (64, 32))
-    return loss_fn, params, ((inputs, jax.random.normal(key, (64, 4))), labels)
+    inputs, labels = labelled(key, (256, 32))
+    return loss_fn, params, ((inputs, jax.random.normal(key, (256, 4))), labels)
 
 
 @program(has_half=True)
@@ -99,9 +99,7 @@ def conv_pooling(key, dtype=None):
     }
 
     def convolve(x, kernel, **options):
-        return lax.conv_general_dilated(
-            x, kernel, padding="SAME", dimension_numbers=("NWC", "WIO", "NWC"), **options
-        )
+        return lax.conv_general_dilated(x, kernel, padding="SAME", dimension_numbers=("NWC", "WIO", "NWC"), **options)
 
     def pool(x, start, reducer):
         return lax.reduce_window(x, start, reducer, (1, 2, 1), (1, 2, 1), "VALID")
@@ -117,7 +115,7 @@ def conv_pooling(key, dtype=None):
         x = convolve(x, params["strided"], window_strides=(4,))
         return cross_entropy(x.mean(1), labels)
 
-    return loss_fn, params, labelled(key, (16, 32, 8))
+    return loss_fn, params, labelled(key, (32, 32, 8))
 
 
 @program()
@@ -135,7 +133,7 @@ def gradient_penalty(key):
         penalty = jnp.mean((jnp.linalg.norm(slopes, axis=-1) - 1.0) ** 2)
         return jnp.mean(critic(params, fake)) - jnp.mean(critic(params, real)) + penalty
 
-    return loss_fn, params, tuple(jax.random.normal(k, (64, 32)) for k in jax.random.split(key))
+    return loss_fn, params, tuple(jax.random.normal(k, (256, 32)) for k in jax.random.split(key))
 
 
 @program(has_aux=True)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 # Everything here runs once, in milliseconds: a program is compiled twice as fast without optimisation.
-COMPILE_FAST = {"xla_backend_optimization_level": 0}
+COMPILE_FAST: dict[str, bool | int | str] = {"xla_backend_optimization_level": 0}
 Loss = Callable[[Any, Any], Any]
 REGISTRY: dict[str, Program] = {}
 
@@ -27,6 +27,7 @@ class Program:
             loss function of the same model with the same params, written by hand for that dtype.
         has_aux: whether the loss function returns an auxiliary output.
         has_half: whether `build` takes a dtype.
+        flax: whether `build` takes a function that adapts the Flax model, too.
         refuses: transformations that JAX itself can't do to this program, even in float32.
         differentiable: False where JAX has no reverse rule (a `while` of unknown length).
         context: a context in which the program is built and run (x64).
@@ -36,6 +37,7 @@ class Program:
     build: Callable[..., tuple[Loss, Any, Any]]
     has_aux: bool = False
     has_half: bool = False
+    flax: bool = False
     refuses: frozenset[str] = frozenset()
     differentiable: bool = True
     context: Callable[[], Any] = contextlib.nullcontext
@@ -56,9 +58,22 @@ class Program:
     def handwritten(self, dtype: Any) -> Loss:
         """The loss function of the same model as a person writes it for `dtype`; the same params."""
         assert self.has_half, f"{self.name} has no hand-written half-precision form"
+        return self._loss(dtype)
+
+    def adapted(self, adapt: Callable[[Any], Any]) -> Loss:
+        """The loss function with the Flax model replaced by `adapt(model)`; the same params."""
+        assert self.flax, f"{self.name} is no Flax model"
+        return self._loss(None, adapt)
+
+    def _loss(self, *options: Any) -> Loss:
         losses = []
-        jax.eval_shape(lambda key: losses.append(self.build(key, dtype)[0]), jax.random.key(0))
+        jax.eval_shape(lambda key: losses.append(self.build(key, *options)[0]), jax.random.key(0))
         return losses[0]
+
+
+def as_is(model: Any) -> Any:
+    """The adaptation that leaves a model alone."""
+    return model
 
 
 def program(**options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -85,6 +100,10 @@ def dense_params(key: jax.Array, *widths: int) -> list[dict[str, jax.Array]]:
 
 
 def labelled(key: jax.Array, shape: tuple[int, ...], classes: int = 16) -> tuple[jax.Array, jax.Array]:
-    """Normal inputs of a shape, and an integer label for each of the first axis."""
+    """Normal inputs of a shape, and an integer label for each of the first axis.
+
+    Batches are several times the width, as in training: then activations, not copies of weights, are
+    what the memory holds.
+    """
     inputs, labels = jax.random.split(key)
     return jax.random.normal(inputs, shape), jax.random.randint(labels, shape[:1], 0, classes)

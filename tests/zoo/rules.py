@@ -14,23 +14,27 @@ from .program import dense_params, labelled, program
 
 
 def mlp_with(activation: Any, key: jax.Array) -> tuple[Any, Any, Any]:
-    """A two-layer network around an activation."""
+    """A network around an activation."""
 
     def loss_fn(params, batch):
-        hidden = activation(batch[0] @ params[0]["w"] + params[0]["b"])
-        return cross_entropy(hidden @ params[1]["w"] + params[1]["b"], batch[1])
+        x, labels = batch
+        for weights in params[:-1]:
+            x = activation(x @ weights["w"] + weights["b"])
+        return cross_entropy(x @ params[-1]["w"] + params[-1]["b"], labels)
 
-    return loss_fn, dense_params(key, 64, 64, 16), labelled(key, (64, 64))
+    return loss_fn, dense_params(key, 64, 64, 64, 16), labelled(key, (256, 64))
 
 
 def layer_with(layer: Any, key: jax.Array) -> tuple[Any, Any, Any]:
-    """A network whose first layer `layer(x, w)` has a rule of its own."""
+    """A network whose layers `layer(x, w)` have a rule of their own."""
 
     def loss_fn(params, batch):
-        hidden = jnp.tanh(layer(batch[0], params[0]["w"]) + params[0]["b"])
-        return cross_entropy(hidden @ params[1]["w"] + params[1]["b"], batch[1])
+        x, labels = batch
+        for weights in params[:-1]:
+            x = jnp.tanh(layer(x, weights["w"]) + weights["b"])
+        return cross_entropy(x @ params[-1]["w"] + params[-1]["b"], labels)
 
-    return loss_fn, dense_params(key, 64, 64, 16), labelled(key, (64, 64))
+    return loss_fn, dense_params(key, 64, 64, 64, 16), labelled(key, (256, 64))
 
 
 @jax.custom_vjp
@@ -135,7 +139,7 @@ def checkpoint_policies(key):
             x = jax.checkpoint(layer, policy=policy)(weights, x)
         return cross_entropy(x @ params[3]["w"] + params[3]["b"], labels)
 
-    return loss_fn, params, labelled(key, (64, 32))
+    return loss_fn, params, labelled(key, (256, 32))
 
 
 @program()
@@ -160,4 +164,4 @@ def jit_nested(key):
     def loss_fn(params, batch):
         return cross_entropy(network(params, batch[0]), batch[1])
 
-    return loss_fn, params, labelled(key, (64, 32))
+    return loss_fn, params, labelled(key, (256, 32))

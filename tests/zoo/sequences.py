@@ -10,9 +10,12 @@ import jax.numpy as jnp
 import optax
 
 from .linen import classifier, cross_entropy
-from .program import labelled, program
+from .program import as_is, labelled, program
 
 VOCABULARY = 64
+# The proportions of BERT-base at sequence 128: attention weights per token (heads x length) are twice
+# the width, the feed-forward layer is four times the width.
+WIDTH, HEADS, LENGTH = 64, 4, 32
 
 
 class Block(nn.Module):
@@ -24,10 +27,13 @@ class Block(nn.Module):
     @nn.compact
     def __call__(self, x, mask):
         y = nn.LayerNorm(dtype=self.dtype)(x)
-        x = x + nn.MultiHeadDotProductAttention(num_heads=4, dtype=self.dtype)(y, mask=mask)
+        # By hand, too, exp is kept out of half: by the switch that Flax has for it.
+        x = x + nn.MultiHeadDotProductAttention(num_heads=HEADS, dtype=self.dtype, force_fp32_for_softmax=True)(
+            y, mask=mask
+        )
         y = nn.LayerNorm(dtype=self.dtype)(x)
-        y = nn.gelu(nn.Dense(64, dtype=self.dtype)(y))
-        x = x + nn.Dense(32, dtype=self.dtype)(y)
+        y = nn.gelu(nn.Dense(4 * WIDTH, dtype=self.dtype)(y))
+        x = x + nn.Dense(WIDTH, dtype=self.dtype)(y)
         return (x, None) if self.in_scan else x
 
 
@@ -39,8 +45,8 @@ class Transformer(nn.Module):
 
     @nn.compact
     def __call__(self, tokens):
-        x = nn.Embed(VOCABULARY, 32, dtype=self.dtype)(tokens)
-        x = x + self.param("positions", nn.initializers.normal(0.02), (tokens.shape[1], 32)).astype(x.dtype)
+        x = nn.Embed(VOCABULARY, WIDTH, dtype=self.dtype)(tokens)
+        x = x + self.param("positions", nn.initializers.normal(0.02), (tokens.shape[1], WIDTH)).astype(x.dtype)
         mask = nn.make_causal_mask(tokens)
         if self.scanned:
             layers = nn.scan(
@@ -58,7 +64,7 @@ class Transformer(nn.Module):
 
 
 def language_model(model: nn.Module, key: jax.Array) -> tuple[Any, Any, Any]:
-    tokens = jax.random.randint(key, (8, 17), 0, VOCABULARY)
+    tokens = jax.random.randint(key, (4, LENGTH + 1), 0, VOCABULARY)
     params = model.init(key, tokens[:, :-1])["params"]
 
     def loss_fn(params, tokens):
@@ -67,14 +73,14 @@ def language_model(model: nn.Module, key: jax.Array) -> tuple[Any, Any, Any]:
     return loss_fn, params, tokens
 
 
-@program(has_half=True)
-def linen_transformer(key, dtype=None):
-    return language_model(Transformer(dtype), key)
+@program(has_half=True, flax=True)
+def linen_transformer(key, dtype=None, adapt=as_is):
+    return language_model(adapt(Transformer(dtype)), key)
 
 
-@program(has_half=True)
-def linen_transformer_scan_remat(key, dtype=None):
-    return language_model(Transformer(dtype, scanned=True), key)
+@program(has_half=True, flax=True)
+def linen_transformer_scan_remat(key, dtype=None, adapt=as_is):
+    return language_model(adapt(Transformer(dtype, scanned=True)), key)
 
 
 class LSTM(nn.Module):
@@ -87,9 +93,9 @@ class LSTM(nn.Module):
         return nn.Dense(16, dtype=self.dtype)(x[:, -1])
 
 
-@program(has_half=True)
-def linen_lstm(key, dtype=None):
-    return classifier(LSTM(dtype), key, labelled(key, (16, 8, 32)))
+@program(has_half=True, flax=True)
+def linen_lstm(key, dtype=None, adapt=as_is):
+    return classifier(adapt(LSTM(dtype)), key, labelled(key, (64, 8, 32)))
 
 
 class SpeechModel(nn.Module):
@@ -104,9 +110,9 @@ class SpeechModel(nn.Module):
         return nn.Dense(16, dtype=self.dtype)(x)
 
 
-@program(has_half=True)
-def linen_gru_ctc(key, dtype=None):
-    model, inputs = SpeechModel(dtype), jax.random.normal(key, (8, 16, 16))
+@program(has_half=True, flax=True)
+def linen_gru_ctc(key, dtype=None, adapt=as_is):
+    model, inputs = adapt(SpeechModel(dtype)), jax.random.normal(key, (8, 16, 16))
     params = model.init(key, inputs)["params"]
     batch = {
         "inputs": inputs,

@@ -25,7 +25,7 @@ def fourier_mixing(key):
         mixed = jnp.fft.irfft(jnp.einsum("bkc,kcd->bkd", modes, weights), axis=1)
         return jnp.mean((jax.nn.gelu(y + mixed) @ last["w"] + last["b"] - x) ** 2)
 
-    return loss_fn, params, jax.random.normal(key, (8, 32, 8))
+    return loss_fn, params, jax.random.normal(key, (32, 32, 8))
 
 
 @program(has_aux=True)
@@ -39,13 +39,11 @@ def integers_beside(key):
         x = jax.nn.silu((inputs + features) @ params[0]["w"] + params[0]["b"])
         logits = x @ params[1]["w"] + params[1]["b"]
         predicted = jnp.argmax(logits, -1)
-        confusion = jax.nn.one_hot(labels, 16, dtype=jnp.int32).T @ jax.nn.one_hot(
-            predicted, 16, dtype=jnp.int32
-        )
+        confusion = jax.nn.one_hot(labels, 16, dtype=jnp.int32).T @ jax.nn.one_hot(predicted, 16, dtype=jnp.int32)
         rank = jnp.argsort(jnp.argsort(logits, -1), -1)
         return cross_entropy(logits, labels), (confusion, rank.astype(jnp.uint8), predicted == labels)
 
-    return loss_fn, params, (*labelled(key, (64, 32)), jnp.arange(64))
+    return loss_fn, params, (*labelled(key, (256, 32)), jnp.arange(256))
 
 
 @program()
@@ -81,7 +79,7 @@ def weak_types(key):
         logits = (x @ last["w"] + last["b"]) / params["temperature"]
         return cross_entropy(logits, labels), (total, scale * 2, jnp.asarray(1.0))
 
-    inputs, labels = labelled(key, (64, 32))
+    inputs, labels = labelled(key, (256, 32))
     return loss_fn, params, {"x": inputs, "labels": labels, "scale": 0.5}
 
 
@@ -98,7 +96,7 @@ def x64_statistics(key):
         loss = cross_entropy(logits, labels) + 0.01 * exact.astype(jnp.float32)
         return loss, (exact, jnp.argmax(logits, -1))
 
-    inputs, labels = labelled(key, (64, 32))
+    inputs, labels = labelled(key, (256, 32))
     return loss_fn, params, (inputs.astype(jnp.float32), labels)
 
 
@@ -129,7 +127,7 @@ def pure_callback(key):
         hidden = host_activation(batch[0] @ params[0]["w"] + params[0]["b"])
         return cross_entropy(hidden @ params[1]["w"] + params[1]["b"], batch[1])
 
-    return loss_fn, params, labelled(key, (64, 32))
+    return loss_fn, params, labelled(key, (256, 32))
 
 
 @program()
@@ -145,7 +143,7 @@ def debug_effects(key):
         jax.debug.callback(expect_float32, hidden)
         return cross_entropy(hidden @ params[1]["w"], batch[1])
 
-    return loss_fn, params, labelled(key, (64, 32))
+    return loss_fn, params, labelled(key, (256, 32))
 
 
 # JAX has no batching rule for an ordered effect and lets none into `jax.checkpoint`.
@@ -157,9 +155,7 @@ def io_effects(key):
     def loss_fn(params, batch):
         hidden = jax.nn.silu(batch[0] @ params[0]["w"] + params[0]["b"])
         peak = jax.lax.stop_gradient(jnp.max(hidden))
-        count = io_callback(
-            lambda peak: np.int32(peak > 0), jax.ShapeDtypeStruct((), jnp.int32), peak, ordered=True
-        )
+        count = io_callback(lambda peak: np.int32(peak > 0), jax.ShapeDtypeStruct((), jnp.int32), peak, ordered=True)
         return cross_entropy(hidden @ params[1]["w"] * count, batch[1])
 
-    return loss_fn, params, labelled(key, (64, 32))
+    return loss_fn, params, labelled(key, (256, 32))

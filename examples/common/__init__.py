@@ -1,0 +1,1 @@
+"""What the example scripts share: command line, run folder, metrics, plots, checkpoints, signals."""

@@ -1,0 +1,82 @@
+"""Training curves as a PNG, drawn without a display."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+# Colour-blind safe (Okabe and Ito).
+_TRAIN, _TEST, _SCALE, _SKIP = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
+
+
+class Panel(NamedTuple):
+    """One quantity: the label of its vertical axis, and its curves as legend to key in the metrics."""
+
+    label: str
+    curves: Mapping[str, str]
+    percent: bool = False
+
+
+def plot_curves(
+    path: Path,
+    metrics: Sequence[Mapping[str, Any]],
+    title: str,
+    panels: Sequence[Panel],
+) -> None:
+    """Draws one panel per quantity and one of the loss scale with the steps skipped in each epoch.
+
+    Args:
+        path: of the PNG.
+        metrics: a line per epoch, each with `epoch`, `loss_scale` and `skipped_steps` (so far).
+        title: over all panels.
+        panels: from left to right, before that of the loss scale.
+    """
+    # Drawn on a figure of our own: pyplot's global state and backend are the caller's to choose.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import PercentFormatter
+
+    epochs = [line["epoch"] for line in metrics]
+    figure = Figure(figsize=(4.6 * (len(panels) + 1), 3.8), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title, fontsize=12)
+    axes = figure.subplots(1, len(panels) + 1, squeeze=False)[0]
+    for axis, panel in zip(axes, panels, strict=False):
+        for (legend, key), colour in zip(panel.curves.items(), (_TRAIN, _TEST), strict=False):
+            values = [line[key] for line in metrics]
+            axis.plot(epochs, values, color=colour, label=legend, linewidth=1.8, marker=_marker(epochs))
+        axis.set_ylabel(panel.label)
+        if panel.percent:
+            axis.yaxis.set_major_formatter(PercentFormatter(1.0))
+        axis.legend(frameon=False)
+    _plot_loss_scale(axes[-1], metrics, epochs)
+    for axis in axes:
+        axis.set_xlabel("epoch")
+        axis.xaxis.get_major_locator().set_params(integer=True)
+        axis.grid(alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=130)
+
+
+def _plot_loss_scale(axis: Any, metrics: Sequence[Mapping[str, Any]], epochs: Sequence[int]) -> None:
+    scales = [line["loss_scale"] for line in metrics]
+    axis.plot(epochs, scales, color=_SCALE, linewidth=1.8, marker=_marker(epochs), drawstyle="steps-post")
+    axis.set_yscale("log", base=2)
+    # A scale that never moves would get an axis without a single tick.
+    axis.set_ylim(min(scales, default=1) / 4, max(scales, default=1) * 4)
+    axis.set_ylabel("loss scale")
+    totals = [line["skipped_steps"] for line in metrics]
+    skipped = [(epoch, scale) for epoch, scale, gain in zip(epochs, scales, _gains(totals), strict=True) if gain]
+    if skipped:
+        axis.plot(*zip(*skipped, strict=True), "v", color=_SKIP, markersize=7, label="epoch with skipped steps")
+        axis.legend(frameon=False)
+
+
+def _gains(totals: Sequence[int]) -> list[int]:
+    return [now - before for before, now in zip([0, *totals], totals, strict=False)]
+
+
+def _marker(epochs: Sequence[int]) -> str:
+    # A line through one or two points can not be seen.
+    return "o" if len(epochs) < 3 else ""

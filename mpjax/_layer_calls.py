@@ -1,0 +1,178 @@
+"""How one call of a layer is cast: the rules that Linen and NNX share.
+
+A layer is one of four kinds, told from its class. Normalisation and lookups compute in float32 and
+give the compute dtype. Flax's linear layers multiply in the compute dtype and add their bias in
+float32. A recurrent cell keeps the dtype of its carry. Everything else computes in the compute dtype:
+what goes in is cast, what comes out is what its code makes of it.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from mpjax.policy import CASTABLE_DTYPES, HALF_DTYPES, _cast_leaf, is_castable, is_half
+
+# BatchNorm, LayerNorm, RMSNorm, ... in both of Flax's libraries, and what people call their own.
+_NORM_NAME = re.compile(r"Norm(\dd)?$")
+_LINEAR_NAMES = {
+    *("Dense", "DenseGeneral", "Linear", "LinearGeneral", "Einsum"),
+    *("Conv", "ConvTranspose", "ConvLocal"),
+}
+_CELL_NAMES = {"LSTMCell", "OptimizedLSTMCell", "SimpleCell", "GRUCell", "MGUCell", "ConvLSTMCell"}
+
+
+class Kind(enum.Enum):
+    FLOAT32 = "computes in float32, gives the compute dtype"
+    LINEAR = "multiplies in the compute dtype, adds its bias in float32"
+    CELL = "keeps its carry's dtype"
+    PLAIN = "computes in the compute dtype"
+
+
+def kind_of(cls: type, method: str) -> Kind:
+    """The kind of a method of a layer class, told from the names of the class and its bases."""
+    ours = [base.__name__ for base in cls.__mro__ if base.__module__.startswith("flax.")]
+    if any(_NORM_NAME.search(base.__name__) for base in cls.__mro__):
+        return Kind.FLOAT32
+    # A lookup in float32 converts the rows it takes and not the whole table, and the gradients of
+    # repeated tokens add up in float32. `attend` is a matmul with the table.
+    if "Embed" in ours and method != "attend":
+        return Kind.FLOAT32
+    if method == "__call__" and not _CELL_NAMES.isdisjoint(ours):
+        return Kind.CELL
+    if not _LINEAR_NAMES.isdisjoint(ours):
+        return Kind.LINEAR
+    return Kind.PLAIN
+
+
+def own_dtype(given: Any, *ignored: Any) -> np.dtype | None:
+    """The dtype that a layer's author gave it: none if it is None or one of the `ignored`."""
+    return None if given is None or any(np.dtype(given) == other for other in ignored) else np.dtype(given)
+
+
+def is_real_float(dtype: Any) -> bool:
+    """Whether a layer's `dtype` is one that a policy speaks about (or None): not complex, not float8."""
+    try:
+        return dtype is None or np.dtype(dtype) in CASTABLE_DTYPES
+    except TypeError:
+        return False
+
+
+def attributes_inside(kind: Kind, dtype: np.dtype, given: dict[str, Any]) -> dict[str, Any]:
+    """What a layer's attributes say during a call, of those that it has."""
+    # None where it computes in float32: NNX's norms would cast their statistics to anything else.
+    inside: dict[str, Any] = {"dtype": None if kind is Kind.FLOAT32 else dtype}
+    if kind is Kind.LINEAR and "promote_dtype" in given:
+        inside["promote_dtype"] = functools.partial(_promote_all_but_bias, given["promote_dtype"])
+    if dtype in HALF_DTYPES and given.get("attention_fn") is nnx.dot_product_attention:
+        inside["attention_fn"] = _attend_in_half
+    return {name: value for name, value in inside.items() if name in given}
+
+
+def casts_parameters(kind: Kind) -> bool:
+    """Whether a layer's code sees its parameters in the compute dtype, as it casts none itself."""
+    return kind in (Kind.PLAIN, Kind.CELL)
+
+
+def _promote_all_but_bias(promote: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    """Flax's `promote_dtype` of (inputs, kernel, bias), without the bias.
+
+    The gradient of a half bias would be a sum in half over all examples and positions.
+    """
+    if len(args) == 1:  # NNX passes one tuple
+        return (*promote(args[0][:2], **kwargs), *args[0][2:])
+    return (*promote(*args[:2], **kwargs), *args[2:])
+
+
+def _attend_in_half(*args: Any, module: Any = None, **kwargs: Any) -> Any:
+    """NNX's attention along the path that it takes to record its weights.
+
+    Its other path is `jax.nn.dot_product_attention`, whose logits are float32: in the backward pass
+    float32 meets half in the matmuls, and float16 does not compile on a CPU.
+    """
+    recorder: Any = module or _Unrecorded()
+    attend: Callable[..., Any] = nnx.dot_product_attention
+    return attend(*args, module=recorder, **kwargs)
+
+
+class _Unrecorded:
+    """Takes the place of a module that attention weights are sown into."""
+
+    def sow(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+def cast(tree: Any, dtype: np.dtype) -> Any:
+    """Casts the real floating arrays of a tree; NNX objects in it (an Rngs, a module) stay themselves."""
+    return jax.tree.map(lambda x: _cast_leaf(x, dtype), tree, is_leaf=_is_object)
+
+
+def call(fun: Callable[..., Any], kind: Kind, dtype: np.dtype, args: Any, kwargs: Any, in_cell: bool = False) -> Any:
+    """Calls a layer's method with what its kind asks for.
+
+    A recurrent cell (`in_cell`) gets float32 from its linear layers: its gates are sums of two of them.
+    """
+    if kind is Kind.FLOAT32:
+        args, kwargs = _widen((args, kwargs))
+        return cast(fun(*args, **kwargs), dtype)
+    if kind is Kind.CELL:
+        return _call_cell(fun, dtype, args, kwargs)
+    if kind is Kind.LINEAR:
+        return cast(fun(*args, **kwargs), np.dtype(np.float32) if in_cell else dtype)
+    # An RNN hands its initial carry on to the cell, which keeps it as it is.
+    held = {k: v for k, v in kwargs.items() if k == "initial_carry"}
+    out = fun(*cast(args, dtype), **{**cast(kwargs, dtype), **held})
+    if args and _is_carry_pair(args[0], out):
+        return _cast_like(out[0], args[0]), out[1]
+    return out
+
+
+def _call_cell(fun: Callable[..., Any], dtype: np.dtype, args: Any, kwargs: Any) -> Any:
+    """(carry, x) → (carry, y): the state adds up in the dtype it came in (float32 as Flax makes it).
+
+    The matmuls are half all the same, as the cell's layers cast the state where they read it.
+    """
+    carry = args[0] if args else kwargs["carry"]
+    rest = {k: v if k == "carry" else cast(v, dtype) for k, v in kwargs.items()}
+    new_carry, y = fun(*args[:1], *cast(args[1:], dtype), **rest)
+    return _cast_like(new_carry, carry), cast(y, dtype)
+
+
+def _widen(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x.astype(np.float32) if is_half(x) else x, tree, is_leaf=_is_object)
+
+
+def _is_object(x: Any) -> bool:
+    return isinstance(x, (nnx.Pytree, nnx.Variable))
+
+
+def _is_carry_pair(carry: Any, out: Any) -> bool:
+    """Whether a call maps (carry, ...) to (carry, y), the form of a scan's body.
+
+    A scan asks that a carry keeps its dtype, so casting what goes in must be undone for it.
+    """
+    if not (type(out) is tuple and len(out) == 2):
+        return False
+    old_tree: Any = jax.tree.structure(carry)
+    old, new = jax.tree.leaves(carry), jax.tree.leaves(out[0])
+    return (
+        old_tree == jax.tree.structure(out[0])
+        and all(is_castable(a) and is_castable(b) for a, b in zip(old, new, strict=True))
+        and all(a.shape == b.shape for a, b in zip(old, new, strict=True))
+    )
+
+
+def _cast_like(tree: Any, reference: Any) -> Any:
+    return jax.tree.map(lambda x, r: _cast_leaf(x, r.dtype) if is_castable(r) else x, tree, reference)
+
+
+def cast_parameter(value: Any, dtype: np.dtype) -> Any:
+    """A parameter as a policy stores it: float32 becomes `dtype`, a dtype of its author's stays."""
+    return jax.tree.map(lambda x: _cast_leaf(x, dtype) if is_castable(x) and x.dtype == np.float32 else x, value)

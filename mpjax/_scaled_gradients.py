@@ -1,0 +1,303 @@
+"""Gradients with a loss scale inside: scaled where they are half, true wherever a person sees them.
+
+The scale lives on the cotangents alone. It enters where the backward pass starts, at the loss, and
+leaves, in float32, where the backward pass ends, at the arguments. The forward pass never
+sees it, so the loss can not overflow by it and needs no unscaling.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpjax._boundary import InPlaceChanges, contains_nnx_object, map_arrays, with_boundary
+from mpjax._loss_scale_state import loss_scale_of
+from mpjax.policy import HALF_DTYPES, is_castable, is_half
+
+T = TypeVar("T")
+
+
+def _is_differentiable(x: Any) -> bool:
+    """Arrays of a real float dtype, and complex ones; a Python scalar is a constant to JAX."""
+    return is_castable(x) or (hasattr(x, "shape") and jnp.issubdtype(jnp.result_type(x), jnp.complexfloating))
+
+
+def _multiply(ct: Any, factor: jax.Array) -> Any:
+    # In float32 at least, and rounded once: float16 can not hold a scale above 65504.
+    wide = jnp.promote_types(ct.dtype, jnp.float32)
+    return (ct.astype(wide) * factor.astype(wide)).astype(ct.dtype)
+
+
+@jax.custom_vjp
+def _scale_cotangent(x: Any, scale: jax.Array) -> Any:
+    """Identity whose cotangent is multiplied by `scale`."""
+    return x
+
+
+_scale_cotangent.defvjp(
+    lambda x, scale: (x, scale),
+    lambda scale, ct: (_multiply(ct, scale), jnp.zeros_like(scale)),
+)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _unscale_cotangent(x: Any, scale: jax.Array, path: str) -> Any:
+    """Identity whose cotangent is divided by `scale`; can not be differentiated at a half array."""
+    return x
+
+
+def _unscale_cotangent_fwd(x: Any, scale: jax.Array, path: str) -> tuple[Any, jax.Array]:
+    if np.dtype(x.dtype) in HALF_DTYPES:
+        raise TypeError(
+            f"scale_loss: the differentiated argument {path} is {x.dtype}, so JAX would return its gradient in "
+            f"{x.dtype}, and unscaling it there would lose what scaling saved. Use mpjax.value_and_grad or "
+            "mpjax.grad (they differentiate at a float32 copy and return float32 gradients), or keep the "
+            "parameters in float32 (mpjax.master_weights keeps the master copy of half ones)."
+        )
+    return x, scale
+
+
+def _unscale_cotangent_bwd(path: str, scale: jax.Array, ct: Any) -> tuple[Any, jax.Array]:
+    return _multiply(ct, 1.0 / scale), jnp.zeros_like(scale)
+
+
+_unscale_cotangent.defvjp(_unscale_cotangent_fwd, _unscale_cotangent_bwd)
+
+
+def scale_loss(fun: Callable[..., T], opt_state: Any, has_aux: bool = False) -> Callable[..., T]:
+    """A function with the same value as `fun`, whose backward pass runs on scaled cotangents.
+
+    With S the loss scale of `opt_state` and f = `fun`:
+
+        forward    value = f(args)                       S does not appear
+        backward   cotangent of the value × S  →  backward pass of f  →  ÷ S in float32 at the arguments
+
+    So `jax.grad`, `jax.value_and_grad`, `nnx.value_and_grad`, `eqx.filter_grad`, `jax.jacrev`, per-example
+    gradients (`vmap` of `grad`) and gradient penalties return true gradients, and an overflow on
+    the way shows as inf or NaN in them. `fun` may take NNX modules and change their state.
+
+    Args:
+        fun: any differentiable function; all its real or complex outputs are losses to it.
+        opt_state: a state that holds one `LossScaleState` (also a `TrainState` or an `nnx.Optimizer`).
+        has_aux: `fun` returns `(loss, aux)`; for the signature's sake, `aux` needs no other treatment.
+
+    Returns:
+        A function with `fun`'s signature.
+
+    Raises:
+        ValueError: no (or more than one) `LossScaleState` in `opt_state`.
+        TypeError: when differentiated at a half-precision argument (use `value_and_grad`), or when
+            `has_aux` is set and `fun` returns no pair.
+
+    A custom derivative in `fun` that is not linear in its cotangent (a gradient clip written as a
+    `custom_vjp`) sees scaled cotangents; wrap that part with `unscaled`.
+
+    Example:
+        >>> import optax, mpjax
+        >>> opt_state = mpjax.dynamic_loss_scale(optax.sgd(0.1)).init({})
+        >>> tiny = jnp.float16(2.0**-20)
+        >>> loss = lambda w: (w.astype(jnp.float16) * tiny).astype(jnp.float32) * 2.0**-10
+        >>> float(jax.grad(loss)(1.0 + jnp.zeros(())))  # 2**-30 underflows in float16
+        0.0
+        >>> float(jax.grad(mpjax.scale_loss(loss, opt_state))(1.0 + jnp.zeros(()))) == 2.0**-30
+        True
+
+    Source: Micikevicius et al. 2018, section 3.2 (https://arxiv.org/abs/1710.03740).
+    """
+    scale = loss_scale_of(opt_state)
+
+    def enter(path: str, x: Any) -> Any:
+        return _unscale_cotangent(x, scale, path) if _is_differentiable(x) else x
+
+    def leave(path: str, x: Any) -> Any:
+        return _scale_cotangent(x, scale) if _is_differentiable(x) else x
+
+    if not has_aux:
+        return with_boundary(fun, enter, leave)
+
+    @functools.wraps(fun)
+    def with_aux(*args: Any, **kwargs: Any) -> Any:
+        out = fun(*args, **kwargs)
+        if not (isinstance(out, tuple) and len(out) == 2):
+            raise TypeError(
+                f"scale_loss(has_aux=True): the function must return (loss, aux), got {type(out).__name__}."
+            )
+        return out
+
+    return with_boundary(with_aux, enter, leave)
+
+
+def unscaled(fun: Callable[..., T], opt_state: Any) -> Callable[..., T]:
+    """Runs a part of a scaled loss function so that its backward pass sees true cotangents.
+
+    For a derivative rule that is not linear in its cotangent, such as a gradient clip or
+    gradient noise inside the model: the cotangents are unscaled before it and scaled again behind it.
+    True cotangents are what float16 can not hold, so `fun` runs in float32: half arguments are
+    widened on the way in, and results rounded to the dtypes `fun` gives for the arguments as they are.
+
+    Args:
+        fun: the part, a function of arrays or trees of arrays.
+        opt_state: the state that the surrounding `scale_loss` or `value_and_grad` got.
+
+    Example:
+        >>> import optax, mpjax
+        >>> @jax.custom_vjp
+        ... def clip_gradient(x):
+        ...     return x
+        >>> clip_gradient.defvjp(lambda x: (x, None), lambda _, ct: (jnp.clip(ct, -1.0, 1.0),))
+        >>> opt_state = mpjax.dynamic_loss_scale(optax.sgd(0.1)).init({})
+        >>> f = lambda x: 0.5 * mpjax.unscaled(clip_gradient, opt_state)(x)
+        >>> float(mpjax.grad(f, opt_state)(1.0 + jnp.zeros(())))
+        0.5
+    """
+    scale = loss_scale_of(opt_state)
+
+    def enter(path: str, x: Any) -> Any:
+        x = _scale_cotangent(x, scale) if _is_differentiable(x) and not is_half(x) else x
+        return _scale_cotangent(x.astype(jnp.float32), scale) if is_half(x) else x
+
+    def leave(path: str, x: Any) -> Any:
+        return _unscale_cotangent(x, scale, path) if _is_differentiable(x) and not is_half(x) else x
+
+    @functools.wraps(fun)
+    def in_float32(*args: Any, **kwargs: Any) -> Any:
+        dtypes = jax.eval_shape(fun, *args, **kwargs)
+        out = with_boundary(fun, enter, leave)(*args, **kwargs)
+        return jax.tree.map(lambda x, like: x.astype(like.dtype) if is_castable(x) else x, out, dtypes)
+
+    return in_float32
+
+
+def value_and_grad(
+    fun: Callable[..., Any],
+    opt_state: Any = None,
+    *,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+) -> Callable[..., Any]:
+    """The true value and the true float32 gradients of a loss that is differentiated with scaling.
+
+    `jax.value_and_grad(scale_loss(fun, opt_state))`, and one thing more: a half-precision leaf of
+    a differentiated argument (policies O2, O3) is differentiated at a float32 copy that `fun` gets
+    rounded back, so its gradient is unscaled in float32 and returned in float32.
+
+    Args:
+        fun: scalar-valued function, or `(scalar, aux)` with `has_aux`. If a differentiated argument
+            is an NNX module, its `nnx.Param`s are differentiated, as by `nnx.value_and_grad`.
+        opt_state: where the loss scale is found; `None` for no scaling.
+        argnums: positions to differentiate, as in `jax.value_and_grad`.
+        has_aux: whether `fun` returns `(loss, aux)`.
+
+    Returns:
+        A function with `fun`'s signature that returns `(value, gradients)`.
+
+    Raises:
+        ValueError: no (or more than one) `LossScaleState` in `opt_state`; `argnums` out of range.
+
+    Example:
+        >>> import optax, mpjax
+        >>> opt_state = mpjax.dynamic_loss_scale(optax.sgd(0.1)).init({})
+        >>> value, grads = mpjax.value_and_grad(lambda w, x: jnp.sum(w * x), opt_state)(
+        ...     jnp.ones(2, jnp.float16), jnp.full(2, 3e-8, jnp.float16))
+        >>> grads.dtype, float(grads[0])
+        (dtype('float32'), 5.96...e-08)
+    """
+
+    @functools.wraps(fun)
+    def value_and_grad_fun(*args: Any, **kwargs: Any) -> Any:
+        positions = _positions(argnums, len(args))
+        half_dtypes: dict[str, np.dtype] = {}
+
+        def widen(path: str, x: Any) -> Any:
+            if not is_half(x):
+                return x
+            half_dtypes[path] = x.dtype
+            return x.astype(jnp.float32)
+
+        def narrow(path: str, x: Any) -> Any:
+            return x.astype(half_dtypes[path]) if path in half_dtypes else x
+
+        wide = [map_arrays(widen, a, InPlaceChanges(), str(i)) if i in positions else a for i, a in enumerate(args)]
+        try:
+            narrowed = with_boundary(fun, narrow, lambda _, x: x) if half_dtypes else fun
+            scaled = narrowed if opt_state is None else scale_loss(narrowed, opt_state, has_aux)
+            with_nnx = any(contains_nnx_object(args[i]) for i in positions)
+            transform = sys.modules["flax.nnx"].value_and_grad if with_nnx else jax.value_and_grad
+            return transform(scaled, argnums=argnums, has_aux=has_aux)(*wide, **kwargs)
+        finally:
+            # An NNX module was widened in place; whatever the call left in it goes back to half.
+            for i in positions if half_dtypes else ():
+                map_arrays(narrow, args[i], InPlaceChanges(), str(i))
+
+    return value_and_grad_fun
+
+
+def grad(
+    fun: Callable[..., Any],
+    opt_state: Any = None,
+    *,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+) -> Callable[..., Any]:
+    """The true float32 gradients alone; `(gradients, aux)` with `has_aux`. See `value_and_grad`.
+
+    Example:
+        >>> import mpjax
+        >>> mpjax.grad(lambda w: w**2)(jnp.float16(3.0)).dtype
+        dtype('float32')
+    """
+    both = value_and_grad(fun, opt_state, argnums=argnums, has_aux=has_aux)
+
+    @functools.wraps(fun)
+    def grad_fun(*args: Any, **kwargs: Any) -> Any:
+        value, grads = both(*args, **kwargs)
+        return (grads, value[1]) if has_aux else grads
+
+    return grad_fun
+
+
+def unscale(grads: T, opt_state: Any) -> T:
+    """Divides gradients of a loss that the caller multiplied by the loss scale, in float32.
+
+    For loops that scale the loss themselves (together with `grads_are_scaled=True`, which expects
+    gradients that were *not* yet unscaled) and want true gradients for logging or clipping.
+
+    Args:
+        grads: tree of gradients; float16 and bfloat16 leaves become float32.
+        opt_state: the state whose loss scale was used, *before* `tx.update` changed it.
+
+    Example:
+        >>> import optax, mpjax
+        >>> opt_state = mpjax.static_loss_scale(optax.sgd(0.1), 8.0).init({})
+        >>> float(unscale(jnp.float16(4.0), opt_state))
+        0.5
+    """
+    return unscale_by(grads, loss_scale_of(opt_state))
+
+
+def unscale_by(grads: T, scale: jax.Array) -> T:
+    """Divides the differentiable leaves of a tree by `scale`, in float32 (float64 stays so)."""
+
+    def leaf(g: Any) -> Any:
+        if not _is_differentiable(g):
+            return g
+        wide = jnp.promote_types(g.dtype, jnp.float32)
+        return _multiply(jnp.asarray(g, wide), 1.0 / scale)
+
+    return jax.tree.map(leaf, grads)
+
+
+def _positions(argnums: int | Sequence[int], count: int) -> tuple[int, ...]:
+    given = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    for i in given:
+        if not -count <= i < count:
+            raise ValueError(
+                f"argnums={argnums!r} is out of range: the function was called with {count} positional arguments."
+            )
+    return tuple(i % count for i in given)

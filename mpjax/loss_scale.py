@@ -1,0 +1,334 @@
+"""Loss scaling as an optax transformation: skip what is not finite, and find the scale by itself.
+
+The gradient side of it (`scale_loss`, `value_and_grad`, ...) and the state (`LossScaleState`,
+`check_progress`, ...) have files of their own and are named here too.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from mpjax._loss_scale_state import LossScaleError as LossScaleError
+from mpjax._loss_scale_state import LossScaleState as LossScaleState
+from mpjax._loss_scale_state import check_progress as check_progress
+from mpjax._loss_scale_state import keep_if_finite as keep_if_finite
+from mpjax._scaled_gradients import grad as grad
+from mpjax._scaled_gradients import scale_loss as scale_loss
+from mpjax._scaled_gradients import unscale as unscale
+from mpjax._scaled_gradients import unscale_by
+from mpjax._scaled_gradients import unscaled as unscaled
+from mpjax._scaled_gradients import value_and_grad as value_and_grad
+from mpjax.policy import get_policy
+
+# A scale and its reciprocal must both be normal float32 numbers, or unscaling is not exact.
+_SMALLEST, _LARGEST = 2.0**-126, 2.0**126
+
+
+class ApplyingTransformation(optax.GradientTransformationExtraArgs):
+    """A transformation that can also write the new params itself: see `apply_gradients`."""
+
+    apply: Callable[..., tuple[Any, Any]]
+
+    @classmethod
+    def create(cls, init: Any, update: Any, apply: Any) -> ApplyingTransformation:
+        """A transformation with the three functions; `apply(grads, state, params, **extra)`."""
+        transformation = cls(init, update)
+        transformation.apply = apply
+        return transformation
+
+
+def apply_gradients(
+    tx: optax.GradientTransformation, grads: Any, opt_state: Any, params: Any, **extra_args: Any
+) -> tuple[Any, Any]:
+    """Updates and applies in one: the new params and the new optimizer state.
+
+    The same as `tx.update` followed by `optax.apply_updates`, but with a loss-scaled `tx` both happen
+    inside the one `lax.cond` that skips, so no array of updates is written and read again.
+
+    Args:
+        tx: any optax transformation.
+        grads, params: trees of one structure.
+        opt_state: state of `tx`.
+        **extra_args: passed to `tx.update`, such as `value=loss`.
+
+    Returns:
+        `(params, opt_state)`; on a skipped step the params and the inner state are bitwise the old.
+
+    Example:
+        >>> import optax, mpjax
+        >>> tx = mpjax.dynamic_loss_scale(optax.sgd(0.5))
+        >>> params = {"w": jnp.ones(2)}
+        >>> params, state = mpjax.apply_gradients(tx, {"w": jnp.ones(2)}, tx.init(params), params)
+        >>> params["w"].tolist()
+        [0.5, 0.5]
+    """
+    if isinstance(tx, ApplyingTransformation):
+        return tx.apply(grads, opt_state, params, **extra_args)
+    updates, opt_state = optax.with_extra_args_support(tx).update(grads, opt_state, params, **extra_args)
+    return optax.apply_updates(params, updates), opt_state
+
+
+def dynamic_loss_scale(
+    inner: optax.GradientTransformation,
+    *,
+    init_scale: float = 2.0**15,
+    growth_interval: int = 2000,
+    growth_factor: float = 2.0,
+    backoff_factor: float = 0.5,
+    min_scale: float = 2.0**-14,
+    max_scale: float = 2.0**24,
+    hysteresis: int = 1,
+    axis_name: Any = None,
+    grads_are_scaled: bool = False,
+) -> optax.GradientTransformationExtraArgs:
+    """Wraps an optimizer so that it skips non-finite steps and finds the loss scale by itself.
+
+    With S the scale, and a step that is finite if all gradients (and the loss, if given) are:
+
+        finite       update by `inner`;          after growth_interval finite steps in a row: S ← min(S·growth, max)
+        overflow     zero updates, inner state untouched;                                     S ← max(S·backoff, min)
+        loss not finite   zero updates, inner state untouched; S is kept: it is not the scale's fault
+
+    Args:
+        inner: the optimizer; also an `optax.MultiSteps`. To accumulate gradients wrap in this order:
+            `dynamic_loss_scale(optax.MultiSteps(tx, k))`. The other order can not work: `MultiSteps`
+            masks by multiplying, so one NaN stays in its accumulator for ever, and with
+            `should_skip_update_fn` the scale never learns of the overflow.
+        init_scale: first scale. Powers of two (with such factors) keep unscaling exact.
+        growth_interval: finite steps in a row before the scale grows.
+        growth_factor: at least 1.
+        backoff_factor: above 0, at most 1.
+        min_scale, max_scale: the scale stays between, whatever comes in.
+        hysteresis: an overflow lowers the scale only as the `hysteresis`-th skipped step in a row or later.
+        axis_name: mapped axis name(s) (`pmap`, `shard_map`, `vmap`) over which all replicas take one
+            decision; needed where they see different gradients, say sharded ones.
+        grads_are_scaled: the loop multiplies the loss by the scale itself and gives gradients of
+            that product; they are unscaled here, in float32. Leave it off with `scale_loss`,
+            `value_and_grad` and `grad`, which return true gradients.
+
+    Returns:
+        An `optax.GradientTransformationExtraArgs` with a `LossScaleState`. Its
+        `update(grads, state, params, value=loss, **extra)` also tells a non-finite loss apart;
+        extra arguments go on to `inner`.
+
+    Raises:
+        ValueError: an argument out of its range (quoted, when the transformation is built).
+        TypeError: `inner` is not an optax transformation.
+
+    Example:
+        >>> import optax, mpjax
+        >>> tx = mpjax.dynamic_loss_scale(optax.adam(1e-3), growth_interval=2)
+        >>> params = {"w": jnp.ones(2)}
+        >>> state = tx.init(params)
+        >>> updates, state = tx.update({"w": jnp.array([1.0, jnp.nan])}, state, params)
+        >>> float(state.loss_scale), int(state.skipped_steps), float(updates["w"][0])
+        (16384.0, 1, 0.0)
+
+    Source: Micikevicius et al. 2018 (https://arxiv.org/abs/1710.03740); the names are those of
+    `torch.amp.GradScaler`, the hysteresis that of Megatron-LM.
+    """
+    _check(
+        _SMALLEST <= min_scale <= max_scale <= _LARGEST,
+        "min_scale, max_scale",
+        (min_scale, max_scale),
+        "need 2**-126 <= min_scale <= max_scale <= 2**126",
+    )
+    _check(
+        min_scale <= init_scale <= max_scale,
+        "init_scale",
+        init_scale,
+        f"must lie between min_scale={min_scale!r} and max_scale={max_scale!r}",
+    )
+    _check(1.0 <= growth_factor < math.inf, "growth_factor", growth_factor, "must be at least 1 and finite")
+    _check(0.0 < backoff_factor <= 1.0, "backoff_factor", backoff_factor, "must be above 0 and at most 1")
+    for name, count in (("growth_interval", growth_interval), ("hysteresis", hysteresis)):
+        _check(isinstance(count, int) and 0 < count < 2**31, name, count, "must be a positive integer")
+
+    def next_scale(scale: jax.Array, grow: jax.Array, back_off: jax.Array) -> jax.Array:
+        changed = jnp.where(grow, scale * growth_factor, jnp.where(back_off, scale * backoff_factor, scale))
+        # Also mends a NaN, which compares false, should one have come in with a foreign checkpoint.
+        return jnp.minimum(jnp.where(changed >= min_scale, changed, min_scale), max_scale).astype(jnp.float32)
+
+    return _loss_scaled(inner, init_scale, next_scale, growth_interval, hysteresis, axis_name, grads_are_scaled)
+
+
+def static_loss_scale(
+    inner: optax.GradientTransformation,
+    scale: float,
+    *,
+    axis_name: Any = None,
+    grads_are_scaled: bool = False,
+) -> optax.GradientTransformationExtraArgs:
+    """Wraps an optimizer so that it skips non-finite steps, with a fixed loss scale.
+
+    Args:
+        inner, axis_name, grads_are_scaled: see `dynamic_loss_scale`.
+        scale: the loss scale, positive and finite; 1 for bfloat16 or float32.
+
+    Raises:
+        ValueError: `scale` is not within [2**-126, 2**126].
+        TypeError: `inner` is not an optax transformation.
+
+    Example:
+        >>> import optax, mpjax
+        >>> state = mpjax.static_loss_scale(optax.sgd(0.1), 128.0).init({"w": jnp.ones(2)})
+        >>> float(state.loss_scale)
+        128.0
+    """
+    _check(_SMALLEST <= scale <= _LARGEST, "scale", scale, "must lie between 2**-126 and 2**126")
+
+    def next_scale(present: jax.Array, grow: jax.Array, back_off: jax.Array) -> jax.Array:
+        return jnp.full_like(present, scale)
+
+    return _loss_scaled(inner, scale, next_scale, 2**31 - 1, 1, axis_name, grads_are_scaled)
+
+
+def loss_scale_for(
+    policy: Any, inner: optax.GradientTransformation, **kwargs: Any
+) -> optax.GradientTransformationExtraArgs:
+    """The loss scaling that a policy needs, so that a script with a `--policy` flag has no branch.
+
+    Args:
+        policy: what `get_policy` accepts. Where it (or one of its overrides) computes in float16 the
+            scale is dynamic; bfloat16 has float32's range, so its scale is 1, as is float32's.
+        inner: the optimizer.
+        **kwargs: arguments of `dynamic_loss_scale`; with scale 1 those about the scale have no effect.
+
+    Raises:
+        ValueError: unknown policy, or an argument out of its range.
+        TypeError: an argument that `dynamic_loss_scale` does not have.
+
+    Example:
+        >>> import optax, mpjax
+        >>> [float(mpjax.loss_scale_for(p, optax.sgd(0.1)).init({}).loss_scale)
+        ...  for p in ("mixed_float16", "mixed_bfloat16", "float32")]
+        [32768.0, 1.0, 1.0]
+    """
+    policy = get_policy(policy)
+    dynamic = dynamic_loss_scale(inner, **kwargs)  # built in any case: it checks the arguments.
+    dtypes = (policy.compute_dtype, *(override.compute_dtype for _, override in policy.overrides))
+    if jnp.float16 in dtypes:
+        return dynamic
+    shared = inspect.signature(static_loss_scale).parameters
+    return static_loss_scale(inner, 1.0, **{k: v for k, v in kwargs.items() if k in shared})
+
+
+def _loss_scaled(
+    inner: Any,
+    init_scale: float,
+    next_scale: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
+    growth_interval: int,
+    hysteresis: int,
+    axis_name: Any,
+    grads_are_scaled: bool,
+) -> ApplyingTransformation:
+    """The transformation behind the public ones, which differ in `next_scale` alone."""
+    inner = as_transformation(inner)
+
+    def init(params: Any) -> LossScaleState:
+        # Arrays of their own each: two leaves in one buffer could not be donated.
+        return LossScaleState(
+            loss_scale=jnp.asarray(init_scale, jnp.float32),
+            good_steps=jnp.zeros((), jnp.int32),
+            skipped_steps=jnp.zeros((), jnp.int32),
+            consecutive_skips=jnp.zeros((), jnp.int32),
+            last_finite=jnp.ones((), jnp.bool_),
+            inner_state=inner.init(params),
+            nonfinite_losses=jnp.zeros((), jnp.int32),
+            consecutive_nonfinite_losses=jnp.zeros((), jnp.int32),
+        )
+
+    def next_state(state: LossScaleState, finite: jax.Array, loss_finite: jax.Array) -> LossScaleState:
+        """The counters and the scale after a step; the inner state is still the old one."""
+        skips = jnp.where(finite, 0, optax.safe_increment(state.consecutive_skips))
+        good = jnp.where(finite, optax.safe_increment(state.good_steps), 0)
+        grow = good >= growth_interval
+        back_off = ~finite & loss_finite & (skips >= hysteresis)
+        return state._replace(
+            loss_scale=next_scale(state.loss_scale, grow, back_off),
+            good_steps=jnp.where(grow, 0, good),
+            skipped_steps=jnp.where(finite, state.skipped_steps, optax.safe_increment(state.skipped_steps)),
+            consecutive_skips=skips,
+            last_finite=finite,
+            nonfinite_losses=jnp.where(
+                loss_finite, state.nonfinite_losses, optax.safe_increment(state.nonfinite_losses)
+            ),
+            consecutive_nonfinite_losses=jnp.where(
+                loss_finite, 0, optax.safe_increment(state.consecutive_nonfinite_losses)
+            ),
+        )
+
+    def decide(grads: Any, state: LossScaleState, extra_args: dict[str, Any]) -> LossScaleState:
+        """The next state, with the decision in it."""
+        loss_finite = _all_finite(extra_args.get("value"), axis_name)
+        finite = _all_finite(true(grads, state), axis_name) & loss_finite
+        return next_state(state, finite, loss_finite)
+
+    def true(grads: Any, state: LossScaleState) -> Any:
+        # By the scale that the gradients carry: it changes only after this step. Called again inside the
+        # branch that takes the step, where it is part of the update's own pass over the gradients.
+        return unscale_by(grads, state.loss_scale) if grads_are_scaled else grads
+
+    def update(grads: Any, state: LossScaleState, params: Any = None, **extra_args: Any) -> tuple[Any, LossScaleState]:
+        def take() -> tuple[Any, Any]:
+            return inner.update(true(grads, state), state.inner_state, params, **extra_args)
+
+        new = decide(grads, state, extra_args)
+        shapes, _ = jax.eval_shape(take)
+        updates, inner_state = jax.lax.cond(new.last_finite, take, lambda: (_zeros(shapes, grads), state.inner_state))
+        return updates, new._replace(inner_state=inner_state)
+
+    def apply(grads: Any, state: LossScaleState, params: Any, **extra_args: Any) -> tuple[Any, LossScaleState]:
+        def take() -> tuple[Any, Any]:
+            return apply_gradients(inner, true(grads, state), state.inner_state, params, **extra_args)
+
+        new = decide(grads, state, extra_args)
+        params, inner_state = jax.lax.cond(new.last_finite, take, lambda: (params, state.inner_state))
+        return params, new._replace(inner_state=inner_state)
+
+    return ApplyingTransformation.create(init, update, apply)
+
+
+def _all_finite(tree: Any, axis_name: Any) -> jax.Array:
+    """Whether every inexact leaf is finite, on every replica of `axis_name`: one read of the tree."""
+    leaves = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
+    finite = jnp.stack([jnp.all(jnp.isfinite(x)) for x in leaves]).all() if leaves else jnp.ones((), jnp.bool_)
+    if axis_name is None:
+        return finite
+    return jax.lax.pmin(finite.astype(jnp.int32), axis_name).astype(jnp.bool_)
+
+
+def _zeros(shapes: Any, grads: Any) -> Any:
+    """Zero updates of the given shapes; made from the gradients where they fit, to share their sharding."""
+    treedef: Any = jax.tree.structure(shapes)
+    likes = jax.tree.leaves(grads) if treedef == jax.tree.structure(grads) else [None] * treedef.num_leaves
+    zeros = [
+        jnp.zeros_like(like, s.dtype)
+        if like is not None and jnp.shape(like) == s.shape
+        else jnp.zeros(s.shape, s.dtype)
+        for s, like in zip(jax.tree.leaves(shapes), likes, strict=True)
+    ]
+    return jax.tree.unflatten(treedef, zeros)
+
+
+def as_transformation(inner: Any) -> Any:
+    if isinstance(inner, optax.MultiSteps):
+        inner = inner.gradient_transformation()
+    if not (callable(getattr(inner, "init", None)) and callable(getattr(inner, "update", None))):
+        raise TypeError(
+            f"expected an optax gradient transformation to wrap, got {inner!r} "
+            "(give the transformation itself, such as optax.adam(1e-3))."
+        )
+    return inner if isinstance(inner, ApplyingTransformation) else optax.with_extra_args_support(inner)
+
+
+def _check(ok: bool, name: str, value: Any, rule: str) -> None:
+    if not ok:
+        raise ValueError(f"loss scale: {name}={value!r}: {rule}.")

@@ -1,0 +1,128 @@
+"""Float32 master copies of half-precision parameters, as an optax transformation."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from mpjax.loss_scale import ApplyingTransformation, apply_gradients, as_transformation
+from mpjax.policy import HALF_DTYPES, get_policy, is_half
+
+
+class MasterWeightsState(NamedTuple):
+    """State of `master_weights`."""
+
+    # Tree of the params; float32 where a param is half, `optax.MaskedNode()` where it is its own master.
+    master: Any
+    inner_state: Any  # the wrapped transformation's state, made for the float32 tree.
+
+
+def master_weights(inner: optax.GradientTransformation, policy: Any = "O2") -> optax.GradientTransformationExtraArgs:
+    """Wraps an optimizer so that half-precision params are updated through a float32 master copy.
+
+    Small updates vanish when they are added to a half-precision number (1 + 2⁻¹² = 1 in float16).
+    So the state keeps each half leaf in float32, `inner` sees and updates that, and the params follow:
+
+        master ← master + inner(grads in float32, master)
+        params ← round(master)            exactly, after optax.apply_updates or mpjax.apply_gradients
+
+    Leaves that are float32 already (norm parameters under O2) are their own masters and cost nothing.
+
+    Args:
+        inner: the optimizer; its state (moments) is float32 throughout.
+        policy: what `get_policy` accepts. Where its params are not half (nor those of an override),
+            `inner` is returned as it is, so a script needs no branch.
+
+    Returns:
+        An `optax.GradientTransformationExtraArgs`. Wrap loss scaling around it:
+        `loss_scale_for(policy, master_weights(optax.adamw(1e-3), policy))`. Its updates are float32, for
+        `optax.apply_updates` (which casts to the params' dtype; `eqx.apply_updates` does not:
+        use optax's or `mpjax.apply_gradients`).
+
+    Raises:
+        ValueError: unknown policy; in `update`, no `params`, or params of another dtype than at `init`.
+        TypeError: `inner` is not an optax transformation.
+
+    Example:
+        >>> import optax, mpjax
+        >>> tx = mpjax.master_weights(optax.sgd(1.0), "O2")
+        >>> params = {"w": jnp.ones(1, jnp.float16)}
+        >>> state = tx.init(params)
+        >>> for _ in range(4):  # each step is below half the spacing of float16 at 1
+        ...     params, state = mpjax.apply_gradients(tx, {"w": jnp.full(1, -(2.0**-12))}, state, params)
+        >>> float(params["w"][0]) == 1 + 2**-10
+        True
+
+    Source: Micikevicius et al. 2018, section 3.1 (https://arxiv.org/abs/1710.03740).
+    """
+    inner = as_transformation(inner)
+    policy = get_policy(policy)
+    if not HALF_DTYPES & {policy.param_dtype, *(override.param_dtype for _, override in policy.overrides)}:
+        return inner
+
+    def init(params: Any) -> MasterWeightsState:
+        master = jax.tree.map(lambda p: p.astype(jnp.float32) if is_half(p) else optax.MaskedNode(), params)
+        return MasterWeightsState(master, inner.init(_full(master, params)))
+
+    def update(grads: Any, state: MasterWeightsState, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        if params is None:
+            raise ValueError("master_weights: update needs the params: tx.update(grads, state, params).")
+        full = _full(state.master, params)
+        updates, inner_state = inner.update(_widen(grads), state.inner_state, full, **extra)
+        target = optax.apply_updates(full, updates)
+        deltas = jax.tree.map(_delta, params, target, updates)
+        # What params + delta is in float32: within float32's rounding of the step itself, and the
+        # number that makes "params are the rounded master" hold in every bit.
+        reached = jax.tree.map(_reached, params, deltas, target)
+        return deltas, MasterWeightsState(_masters(params, reached), inner_state)
+
+    def apply(grads: Any, state: MasterWeightsState, params: Any, **extra: Any) -> tuple[Any, Any]:
+        full = _full(state.master, params)
+        target, inner_state = apply_gradients(inner, _widen(grads), state.inner_state, full, **extra)
+        rounded = jax.tree.map(lambda p, t: t.astype(p.dtype), params, target)
+        return rounded, MasterWeightsState(_masters(params, target), inner_state)
+
+    return ApplyingTransformation.create(init, update, apply)
+
+
+def _widen(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x.astype(jnp.float32) if is_half(x) else x, tree)
+
+
+def _delta(p: jax.Array, target: jax.Array, update: jax.Array) -> jax.Array:
+    """The float32 update that takes a half param to the rounded target."""
+    if not is_half(p):
+        return update
+    return target.astype(p.dtype).astype(jnp.float32) - p.astype(jnp.float32)
+
+
+def _reached(p: jax.Array, delta: jax.Array, target: jax.Array) -> jax.Array:
+    if not is_half(p):
+        return target
+    arrived = p.astype(jnp.float32) + delta
+    # A param that shrinks by more than 2¹² in one step is the only case where the float32 sum can not
+    # meet the half target; the master then takes the sum.
+    return jnp.where(arrived.astype(p.dtype) == target.astype(p.dtype), target, arrived)
+
+
+def _masters(params: Any, full: Any) -> Any:
+    return jax.tree.map(lambda p, f: f if is_half(p) else optax.MaskedNode(), params, full)
+
+
+def _full(master: Any, params: Any) -> Any:
+    """The float32 tree: the master where there is one, else the param itself."""
+
+    def leaf(path: Any, p: Any, m: Any) -> Any:
+        if isinstance(m, optax.MaskedNode) == is_half(p):
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            had = "no master copy" if is_half(p) else "a master copy"
+            raise ValueError(
+                f"master_weights: the param {name} is {p.dtype}, but the state holds {had} of it: the params were cast "
+                "after tx.init. Cast the params to the policy's param dtype first, then call tx.init."
+            )
+        return p if isinstance(m, optax.MaskedNode) else m
+
+    return jax.tree_util.tree_map_with_path(leaf, params, master)

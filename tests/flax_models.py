@@ -1,0 +1,394 @@
+"""Small models of every kind, in Linen and NNX, for the tests of `with_policy`."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+
+class MLP(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for features in (16, 16):
+            x = nn.tanh(nn.Dense(features)(x))
+        return nn.Dense(4)(x)
+
+
+class ResNetBlock(nn.Module):
+    features: int
+    train: bool = True
+
+    @nn.compact
+    def __call__(self, x):
+        y = nn.Conv(self.features, (3, 3), use_bias=False)(x)
+        y = nn.relu(nn.BatchNorm(use_running_average=not self.train)(y))
+        y = nn.Conv(self.features, (3, 3), use_bias=False)(y)
+        y = nn.BatchNorm(use_running_average=not self.train)(y)
+        if x.shape != y.shape:
+            x = nn.Conv(self.features, (1, 1), use_bias=False)(x)
+        return nn.relu(x + y)
+
+
+class ResNet(nn.Module):
+    train: bool = True
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Conv(8, (3, 3))(x)
+        x = ResNetBlock(8, self.train)(x)
+        x = ResNetBlock(16, self.train)(x)
+        return nn.Dense(4)(x.mean((1, 2)))
+
+
+class TransformerBlock(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        mask = nn.make_causal_mask(x[..., 0])
+        x = x + nn.MultiHeadDotProductAttention(num_heads=2)(nn.LayerNorm()(x), mask=mask)
+        h = nn.gelu(nn.Dense(32)(nn.LayerNorm()(x)))
+        return x + nn.Dense(x.shape[-1])(h)
+
+
+class Transformer(nn.Module):
+    """Learned and fixed positions, tied output embeddings; set up in `setup`."""
+
+    layers: int = 2
+
+    def setup(self):
+        self.embed = nn.Embed(11, 16)
+        self.positions = self.param("positions", nn.initializers.normal(0.1), (8, 16))
+        self.blocks = [TransformerBlock() for _ in range(self.layers)]
+        self.norm = nn.RMSNorm()
+
+    def __call__(self, tokens):
+        x = self.encode(tokens)
+        return self.embed.attend(x)
+
+    def encode(self, tokens):
+        # A float32 constant that the author's code makes, as sinusoids often are.
+        fixed = jnp.sin(jnp.arange(tokens.shape[-1], dtype=jnp.float32))[:, None]
+        x = self.embed(tokens) + self.positions[: tokens.shape[-1]] + fixed
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x)
+
+
+class Recurrent(nn.Module):
+    make_cell: Callable[[], Any]
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(4)(nn.RNN(self.make_cell())(x))
+
+
+class RawMatmul(nn.Module):
+    """A layer that a user wrote: its own parameters, its own matmul and its own norm."""
+
+    @nn.compact
+    def __call__(self, x):
+        w = self.param("w", nn.initializers.lecun_normal(), (x.shape[-1], 16))
+        b = self.param("b", nn.initializers.zeros, (16,))
+        x = HandWrittenNorm()(jnp.tanh(x @ w + b))
+        v = self.param("v", nn.initializers.lecun_normal(), (16, 4))
+        return jnp.einsum("bi,ij->bj", x, v)
+
+
+class HandWrittenNorm(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
+        return x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6) * scale
+
+
+class HandWrittenCell(nn.RNNCellBase):
+    features: int = 8
+
+    @nn.compact
+    def __call__(self, carry, x):
+        w = self.param("w", nn.initializers.lecun_normal(), (x.shape[-1], self.features))
+        u = self.param("u", nn.initializers.orthogonal(), (self.features, self.features))
+        h = jnp.tanh(x @ w + carry @ u)
+        return h, h
+
+    @nn.nowrap
+    def initialize_carry(self, rng, input_shape):
+        return jnp.zeros((*input_shape[:-1], self.features))
+
+    @property
+    def num_feature_axes(self):
+        return 1
+
+
+class ScanBlock(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        return x + nn.Dense(x.shape[-1])(nn.relu(nn.LayerNorm()(x))), None
+
+
+class ScanRemat(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        block = nn.scan(
+            nn.remat(ScanBlock, prevent_cse=False),
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            length=3,
+        )
+        x, _ = block()(x, None)
+        return nn.remat(MLP)()(x)
+
+
+class Vmapped(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        ensemble = nn.vmap(MLP, variable_axes={"params": 0}, split_rngs={"params": True}, in_axes=None, axis_size=2)
+        return ensemble()(x).mean(0)
+
+
+class Shared(nn.Module):
+    """One Dense used three times, once inside another module that was handed it."""
+
+    @nn.compact
+    def __call__(self, x):
+        dense = nn.Dense(16)
+        return nn.Dense(4)(Twice(dense)(dense(x)))
+
+
+class Twice(nn.Module):
+    layer: nn.Module
+
+    def __call__(self, x):
+        return self.layer(nn.relu(self.layer(nn.relu(x))))
+
+
+class Layers(nn.Module):
+    """The rest of Flax's layers with weights."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Conv(8, (3, 3), strides=2)(x)
+        x = nn.GroupNorm(2)(x)
+        x = nn.ConvTranspose(8, (3, 3), strides=(2, 2))(x)
+        x = nn.InstanceNorm()(x)
+        x = nn.ConvLocal(4, (2, 2), padding="VALID", strides=2)(x)
+        x = nn.DenseGeneral((2, 4), axis=(-2, -1))(x)
+        x = nn.Einsum((4, 6), "bhij,jk->bhik")(x)
+        return nn.WeightNorm(nn.Dense(4))(x)
+
+
+class HandsDtypeOn(nn.Module):
+    """The convention of Flax's examples: a dtype field, float32 by default, handed to every layer."""
+
+    dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.BatchNorm(use_running_average=False, dtype=self.dtype)(nn.Dense(16, dtype=self.dtype)(x))
+        return nn.Dense(4, dtype=self.dtype)(nn.relu(x))
+
+
+def _normal(*shape):
+    return lambda: jax.random.normal(jax.random.key(7), shape)
+
+
+def _tokens():
+    return jax.random.randint(jax.random.key(7), (2, 8), 0, 11)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A model and its input."""
+
+    build: Callable[[], Any]
+    inputs: Callable[[], Any]
+
+
+LINEN = {
+    "mlp": Case(MLP, _normal(4, 8)),
+    "resnet": Case(ResNet, _normal(4, 8, 8, 3)),
+    "transformer": Case(Transformer, _tokens),
+    "lstm": Case(lambda: Recurrent(lambda: nn.LSTMCell(8)), _normal(3, 5, 6)),
+    "optimized_lstm": Case(lambda: Recurrent(lambda: nn.OptimizedLSTMCell(8)), _normal(3, 5, 6)),
+    "gru": Case(lambda: Recurrent(lambda: nn.GRUCell(8)), _normal(3, 5, 6)),
+    "mgu": Case(lambda: Recurrent(lambda: nn.MGUCell(8)), _normal(3, 5, 6)),
+    "simple_cell": Case(lambda: Recurrent(lambda: nn.SimpleCell(8)), _normal(3, 5, 6)),
+    "conv_lstm": Case(lambda: nn.RNN(nn.ConvLSTMCell(4, (3, 3))), _normal(2, 3, 4, 4, 2)),
+    "hand_written_cell": Case(lambda: Recurrent(HandWrittenCell), _normal(3, 5, 6)),
+    "bidirectional": Case(lambda: nn.Bidirectional(nn.RNN(nn.LSTMCell(4)), nn.RNN(nn.GRUCell(4))), _normal(3, 5, 6)),
+    "raw_matmul": Case(RawMatmul, _normal(4, 8)),
+    "scan_remat": Case(ScanRemat, _normal(4, 8)),
+    "vmap": Case(Vmapped, _normal(4, 8)),
+    "shared": Case(Shared, _normal(4, 16)),
+    "layers": Case(Layers, _normal(2, 8, 8, 3)),
+    "hands_dtype_on": Case(HandsDtypeOn, _normal(8, 8)),
+}
+
+
+class NnxMLP(nnx.Module):
+    def __init__(self, rngs):
+        self.layers = nnx.List([nnx.Linear(a, b, rngs=rngs) for a, b in ((8, 16), (16, 16), (16, 4))])
+
+    def __call__(self, x):
+        for layer in self.layers[:-1]:
+            x = nnx.tanh(layer(x))
+        return self.layers[-1](x)
+
+
+class NnxResNetBlock(nnx.Module):
+    def __init__(self, inputs, features, rngs):
+        conv = functools.partial(nnx.Conv, use_bias=False, rngs=rngs)
+        self.conv1, self.norm1 = conv(inputs, features, (3, 3)), nnx.BatchNorm(features, rngs=rngs)
+        self.conv2, self.norm2 = conv(features, features, (3, 3)), nnx.BatchNorm(features, rngs=rngs)
+        self.shortcut = conv(inputs, features, (1, 1))
+
+    def __call__(self, x):
+        y = nnx.relu(self.norm1(self.conv1(x)))
+        return nnx.relu(self.shortcut(x) + self.norm2(self.conv2(y)))
+
+
+class NnxResNet(nnx.Module):
+    def __init__(self, rngs):
+        self.stem = nnx.Conv(3, 8, (3, 3), rngs=rngs)
+        self.block1, self.block2 = NnxResNetBlock(8, 8, rngs), NnxResNetBlock(8, 16, rngs)
+        self.head = nnx.Linear(16, 4, rngs=rngs)
+
+    def __call__(self, x):
+        return self.head(self.block2(self.block1(self.stem(x))).mean((1, 2)))
+
+
+class NnxTransformerBlock(nnx.Module):
+    def __init__(self, rngs):
+        self.norm1, self.norm2 = nnx.LayerNorm(16, rngs=rngs), nnx.LayerNorm(16, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(2, 16, decode=False, rngs=rngs)
+        self.up, self.down = nnx.Linear(16, 32, rngs=rngs), nnx.Linear(32, 16, rngs=rngs)
+
+    def __call__(self, x):
+        x = x + self.attention(self.norm1(x), mask=nnx.make_causal_mask(x[..., 0]))
+        return x + self.down(nnx.gelu(self.up(self.norm2(x))))
+
+
+class NnxTransformer(nnx.Module):
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(11, 16, rngs=rngs)
+        self.positions = nnx.Param(0.1 * jax.random.normal(rngs.params(), (8, 16)))
+        self.blocks = nnx.List([NnxTransformerBlock(rngs) for _ in range(2)])
+        self.norm = nnx.RMSNorm(16, rngs=rngs)
+
+    def __call__(self, tokens):
+        return self.embed.attend(self.encode(tokens))
+
+    def encode(self, tokens):
+        fixed = jnp.sin(jnp.arange(tokens.shape[-1], dtype=jnp.float32))[:, None]
+        x = self.embed(tokens) + self.positions[: tokens.shape[-1]] + fixed
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x)
+
+
+class NnxRecurrent(nnx.Module):
+    def __init__(self, cell, rngs):
+        self.rnn = nnx.RNN(cell, rngs=rngs)
+        self.head = nnx.Linear(8, 4, rngs=rngs)
+
+    def __call__(self, x):
+        return self.head(self.rnn(x))
+
+
+class NnxRawMatmul(nnx.Module):
+    def __init__(self, rngs):
+        self.w = nnx.Param(jax.random.normal(rngs.params(), (8, 16)) / 3)
+        self.b = nnx.Param(jnp.zeros(16))
+        self.norm = NnxHandWrittenNorm()
+        self.rest = nnx.List([nnx.Param(jax.random.normal(rngs.params(), (16, 4)) / 4)])
+
+    def __call__(self, x):
+        x = self.norm(jnp.tanh(x @ self.w + self.b))
+        return jnp.einsum("bi,ij->bj", x, self.rest[0][...])
+
+
+class NnxHandWrittenNorm(nnx.Module):
+    def __init__(self):
+        self.scale = nnx.Param(jnp.ones(16))
+
+    def __call__(self, x):
+        return x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6) * self.scale
+
+
+class NnxScanRemat(nnx.Module):
+    def __init__(self, rngs):
+        self.blocks = nnx.vmap(NnxBlock, in_axes=0)(rngs.fork(split=3))
+        self.mlp = NnxMLP(rngs)
+
+    def __call__(self, x):
+        @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+        @nnx.remat
+        def stack(block, x):
+            return block(x)
+
+        return nnx.remat(lambda mlp, x: mlp(x))(self.mlp, stack(self.blocks, x))
+
+
+class NnxBlock(nnx.Module):
+    def __init__(self, rngs):
+        self.norm, self.linear = nnx.LayerNorm(8, rngs=rngs), nnx.Linear(8, 8, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.linear(nnx.relu(self.norm(x)))
+
+
+class NnxVmapped(nnx.Module):
+    def __init__(self, rngs):
+        self.ensemble = nnx.vmap(NnxMLP, in_axes=0)(rngs.fork(split=2))
+
+    def __call__(self, x):
+        return nnx.vmap(lambda model, x: model(x), in_axes=(0, None))(self.ensemble, x).mean(0)
+
+
+class NnxShared(nnx.Module):
+    def __init__(self, rngs):
+        self.first = nnx.Linear(16, 16, rngs=rngs)
+        self.again = self.first
+        self.head = nnx.Linear(16, 4, rngs=rngs)
+
+    def __call__(self, x):
+        return self.head(jnp.tanh(self.again(jnp.tanh(self.first(x)))))
+
+
+class NnxLayers(nnx.Module):
+    def __init__(self, rngs):
+        self.conv = nnx.Conv(3, 8, (3, 3), strides=2, rngs=rngs)
+        self.norm = nnx.GroupNorm(8, num_groups=2, rngs=rngs)
+        self.up = nnx.ConvTranspose(8, 8, (3, 3), strides=(2, 2), rngs=rngs)
+        self.general = nnx.LinearGeneral((8, 8), (2, 4), axis=(-2, -1), rngs=rngs)
+        self.einsum = nnx.Einsum("bhij,jk->bhik", (4, 6), (6,), rngs=rngs)
+        self.lora = nnx.LoRA(6, 2, 4, rngs=rngs)
+
+    def __call__(self, x):
+        return self.lora(self.einsum(self.general(self.up(self.norm(self.conv(x))))))
+
+
+def _nnx_recurrent(make_cell):
+    return lambda: NnxRecurrent(make_cell(6, 8, rngs=nnx.Rngs(0)), nnx.Rngs(1))
+
+
+NNX = {
+    "mlp": Case(lambda: NnxMLP(nnx.Rngs(0)), _normal(4, 8)),
+    "resnet": Case(lambda: NnxResNet(nnx.Rngs(0)), _normal(4, 8, 8, 3)),
+    "transformer": Case(lambda: NnxTransformer(nnx.Rngs(0)), _tokens),
+    "lstm": Case(_nnx_recurrent(nnx.LSTMCell), _normal(3, 5, 6)),
+    "optimized_lstm": Case(_nnx_recurrent(nnx.OptimizedLSTMCell), _normal(3, 5, 6)),
+    "gru": Case(_nnx_recurrent(nnx.GRUCell), _normal(3, 5, 6)),
+    "simple_cell": Case(_nnx_recurrent(nnx.SimpleCell), _normal(3, 5, 6)),
+    "raw_matmul": Case(lambda: NnxRawMatmul(nnx.Rngs(0)), _normal(4, 8)),
+    "scan_remat": Case(lambda: NnxScanRemat(nnx.Rngs(0)), _normal(4, 8)),
+    "vmap": Case(lambda: NnxVmapped(nnx.Rngs(0)), _normal(4, 8)),
+    "shared": Case(lambda: NnxShared(nnx.Rngs(0)), _normal(4, 16)),
+    "layers": Case(lambda: NnxLayers(nnx.Rngs(0)), _normal(2, 8, 8, 3)),
+}

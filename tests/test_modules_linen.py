@@ -1,0 +1,280 @@
+"""`with_policy` on Linen models: dtypes, accuracy and what Flax lets people do with a model."""
+
+import copy
+import functools
+import pickle
+import warnings
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training.train_state import TrainState
+from flax_models import LINEN, MLP, HandsDtypeOn, ResNet, Transformer
+from measures import equations, half_share, matmuls, relative_error
+
+import mpjax
+
+HALVES = ["float16", "bfloat16"]
+F16 = jnp.dtype("float16")
+
+
+@functools.cache
+def variables_of(name):
+    model, x = LINEN[name].build(), LINEN[name].inputs()
+    return model, jax.jit(model.init)(jax.random.key(0), x), x
+
+
+def loss_of(model, variables):
+    rest = {k: v for k, v in variables.items() if k != "params"}
+
+    def loss(params, x, target):
+        y = model.apply({"params": params, **rest}, x, mutable=list(rest))[0]
+        assert y.dtype == jnp.float32
+        return jnp.mean((y - target) ** 2)
+
+    return loss
+
+
+def output_shape(model, variables, x):
+    return jax.eval_shape(lambda v: model.apply(v, x, mutable=True)[0], variables).shape
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("name", LINEN)
+def test_every_matmul_of_forward_and_backward_is_half(name, half):
+    model, variables, x = variables_of(name)
+    target = jnp.zeros(output_shape(model, variables, x))
+    loss = loss_of(mpjax.with_policy(model, f"mixed_{half}"), variables)
+    assert half_share(jax.value_and_grad(loss), variables["params"], x, target) == 1.0
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("name", ["mlp", "resnet", "transformer", "lstm", "gru", "scan_remat", "raw_matmul"])
+def test_gradients_are_float32_and_as_near_as_rounding_allows(name, half):
+    model, variables, x = variables_of(name)
+    shape = output_shape(model, variables, x)
+    full = jax.jit(jax.grad(loss_of(model, variables)))
+    mixed = jax.jit(jax.grad(loss_of(mpjax.with_policy(model, f"mixed_{half}"), variables)))
+
+    def rounded(tree):
+        return jax.tree.map(lambda a: a.astype(half).astype(a.dtype) if a.dtype == jnp.float32 else a, tree)
+
+    # Over several targets, as the error of a single one is a matter of luck.
+    targets = jax.random.normal(jax.random.key(1), (6, *shape))
+    params = variables["params"]
+    reference = [full(params, x, t) for t in targets]
+    gradients = [mixed(params, x, t) for t in targets]
+    by_rounding = [full(rounded(params), rounded(x), t) for t in targets]
+    assert {g.dtype for g in jax.tree.leaves(gradients)} == {jnp.dtype("float32")}
+    error, bound = relative_error(gradients, reference), 3 * relative_error(by_rounding, reference)
+    assert error <= bound
+
+
+@pytest.mark.parametrize("name", LINEN)
+def test_parameters_are_those_of_the_float32_model_bitwise(name):
+    model, variables, x = variables_of(name)
+    mixed = jax.jit(mpjax.with_policy(model, "mixed_float16").init)(jax.random.key(0), x)
+    assert jax.tree.structure(mixed) == jax.tree.structure(variables)
+    jax.tree.map(np.testing.assert_array_equal, mixed["params"], variables["params"])
+    jax.tree.map(lambda a, b: a.dtype == b.dtype or pytest.fail(f"{a.dtype} {b.dtype}"), mixed, variables)
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_statistics_are_float32_and_norm_outputs_half(half):
+    model, variables, x = variables_of("resnet")
+    model = mpjax.with_policy(model, f"mixed_{half}")
+
+    def forward(variables, x):
+        return model.apply(variables, x, mutable=["batch_stats", "intermediates"], capture_intermediates=True)
+
+    _, updated = jax.eval_shape(forward, variables, x)
+    assert {s.dtype for s in jax.tree.leaves(updated["batch_stats"])} == {jnp.dtype("float32")}
+    block = updated["intermediates"]["ResNetBlock_0"]
+    assert block["BatchNorm_0"]["__call__"][0].dtype == jnp.dtype(half)
+    sums = [e for e in equations(jax.make_jaxpr(forward)(variables, x)) if e.name == "reduce_sum"]
+    assert sums
+    assert all(e.in_dtypes[0] == jnp.float32 for e in sums)
+
+
+def test_evaluation_with_running_averages_is_half_too():
+    _, variables, x = variables_of("resnet")
+    model = mpjax.with_policy(ResNet(train=False), "mixed_float16")
+    assert half_share(model.apply, variables, x) == 1.0
+
+
+@pytest.mark.parametrize("method", ["encode", Transformer.encode, lambda m, t: m.encode(t)])
+def test_any_method_runs_under_the_policy(method):
+    model, variables, tokens = variables_of("transformer")
+    mixed = mpjax.with_policy(model, "mixed_float16")
+
+    def encode(variables, tokens):
+        return mixed.apply(variables, tokens, method=method)
+
+    assert half_share(encode, variables, tokens) == 1.0
+    assert encode(variables, tokens).dtype == jnp.float32
+
+
+def test_a_bound_model_runs_under_the_policy():
+    model, variables, x = variables_of("mlp")
+    bound = mpjax.with_policy(model, "mixed_float16").bind(variables)
+    assert half_share(bound, x) == 1.0
+
+
+def test_an_override_holds_at_its_path_and_below():
+    _, variables, x = variables_of("mlp")
+    policy = mpjax.Policy("float32", "float16", "float32", [("Dense_2", "float32")])
+    model = mpjax.with_policy(MLP(), policy)
+    found = [e.in_dtypes for e in matmuls(model.apply, variables, x)]
+    assert found == [(F16, F16), (F16, F16), (jnp.float32, jnp.float32)]
+
+
+def test_an_override_that_matches_nothing_warns():
+    policy = mpjax.Policy("float32", "float16", "float32", [("*/Dens_2", "float32")])
+    with pytest.warns(mpjax.UnusedOverrideWarning, match="Dens_2"):
+        mpjax.with_policy(MLP(), policy).init(jax.random.key(0), jnp.ones((1, 8)))
+
+
+def test_a_dtype_of_a_layers_own_wins():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(4, dtype=jnp.float32)(nn.Dense(8)(x))
+
+    model, x = mpjax.with_policy(Model(), "mixed_float16"), jnp.ones((2, 8))
+    variables = model.init(jax.random.key(0), x)
+    assert [e.in_dtypes[0] for e in matmuls(model.apply, variables, x)] == [F16, jnp.float32]
+
+
+def test_a_submodule_with_a_policy_of_its_own_keeps_it():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = mpjax.with_policy(nn.Dense(8), "mixed_bfloat16")(x)
+            return nn.Dense(4)(x)
+
+    model, x = mpjax.with_policy(Model(), "mixed_float16"), jnp.ones((2, 8))
+    variables = model.init(jax.random.key(0), x)
+    assert set(variables["params"]) == {"Dense_0", "Dense_1"}
+    assert [e.in_dtypes[0] for e in matmuls(model.apply, variables, x)] == [jnp.bfloat16, F16]
+
+
+def test_the_outer_of_two_policies_replaces_the_inner():
+    twice = mpjax.with_policy(mpjax.with_policy(MLP(), "mixed_bfloat16"), "mixed_float16")
+    assert twice == mpjax.with_policy(MLP(), "mixed_float16")
+
+
+@pytest.mark.parametrize(("policy", "norm"), [("O2", "float32"), ("O3", "float16")])
+def test_half_parameters_are_the_float32_ones_rounded(policy, norm):
+    model, variables, x = variables_of("hands_dtype_on")
+    half = mpjax.with_policy(model, policy).init(jax.random.key(0), x)
+    kernel = half["params"]["Dense_0"]["kernel"]
+    np.testing.assert_array_equal(kernel, variables["params"]["Dense_0"]["kernel"].astype("float16"))
+    assert half["params"]["BatchNorm_0"]["scale"].dtype == norm
+    assert {s.dtype for s in jax.tree.leaves(half["batch_stats"])} == {jnp.dtype("float32")}
+
+
+def test_a_recurrent_state_stays_float32_and_the_output_is_half():
+    rnn = mpjax.with_policy(nn.RNN(nn.LSTMCell(4), return_carry=True), "p=f32,c=f16,o=f32")
+    x = jnp.ones((2, 3, 5))
+    variables = rnn.init(jax.random.key(0), x)
+    scan = next(e for e in equations(jax.make_jaxpr(rnn.apply)(variables, x)) if e.name == "scan")
+    assert [v.aval.dtype for v in scan.eqn.outvars] == [jnp.float32, jnp.float32, F16]
+
+
+def test_the_model_is_of_the_same_kind():
+    model = mpjax.with_policy(MLP(name="net"), "mixed_float16")
+    assert isinstance(model, MLP)
+    assert type(model).__name__ == "MLP"
+    assert model.name == "net"
+    assert hash(model) == hash(mpjax.with_policy(MLP(name="net"), "mixed_float16"))
+    assert model != mpjax.with_policy(MLP(name="net"), "mixed_bfloat16")
+    assert pickle.loads(pickle.dumps(model)) == copy.deepcopy(model) == model.copy(name="net") == model
+    assert "Dense_1" in model.tabulate(jax.random.key(0), jnp.ones((1, 8)))
+
+
+def test_the_given_model_is_left_as_it_is():
+    model, variables, x = variables_of("mlp")
+    mpjax.with_policy(model, "mixed_float16").apply(variables, x)
+    assert half_share(model.apply, variables, x) == 0.0
+
+
+def test_a_jitted_layer_is_traced_for_each_policy():
+    model, x = nn.jit(nn.Dense)(4), jnp.ones((2, 8))
+    variables = model.init(jax.random.key(0), x)
+    mixed = mpjax.with_policy(model, "mixed_float16")
+    shares = [half_share(m.apply, variables, x) for m in (model, mixed, model, mixed)]
+    assert shares == [0.0, 1.0, 0.0, 1.0]
+
+
+def test_dropout_and_sown_values_are_those_of_the_float32_model():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x, train):
+            x = nn.Dropout(0.5, deterministic=not train)(nn.Dense(64)(x))
+            self.sow("intermediates", "dropped", x == 0)
+            return x
+
+    x = jax.random.normal(jax.random.key(1), (2, 8))
+    variables = Model().init(jax.random.key(0), x, False)
+
+    def dropped(model):
+        _, state = model.apply(variables, x, train=True, rngs={"dropout": jax.random.key(2)}, mutable=["intermediates"])
+        return state["intermediates"]["dropped"][0]
+
+    np.testing.assert_array_equal(dropped(mpjax.with_policy(Model(), "mixed_float16")), dropped(Model()))
+
+
+def test_spectral_norm_iterates_in_float32_and_multiplies_in_half():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.SpectralNorm(nn.Dense(4))(x, update_stats=True)
+
+    model, x = mpjax.with_policy(Model(), "mixed_float16"), jnp.ones((2, 8))
+    variables = model.init(jax.random.key(0), x)
+    y, updated = model.apply(variables, x, mutable=["batch_stats"])
+    assert {s.dtype for s in jax.tree.leaves(updated)} == {jnp.dtype("float32")}
+    dtypes = {e.in_dtypes[0] for e in matmuls(lambda v: model.apply(v, x, mutable=True)[0], variables)}
+    assert dtypes == {jnp.dtype("float32"), F16}
+    assert y.dtype == jnp.float32
+
+
+def test_a_dtype_that_the_model_hands_on_follows_overrides():
+    model, x = HandsDtypeOn(), jnp.ones((4, 8))
+    policy = mpjax.Policy("float32", "float16", "float32", [("Dense_1", "float32")])
+    mixed = mpjax.with_policy(model, policy)
+    variables = model.init(jax.random.key(0), x)
+    found = [e.in_dtypes[0] for e in matmuls(lambda v: mixed.apply(v, x, mutable=True)[0], variables)]
+    assert found == [F16, jnp.float32]
+
+
+def test_train_state_trains():
+    model, x = mpjax.with_policy(MLP(), "mixed_float16"), jax.random.normal(jax.random.key(1), (16, 8))
+    variables = model.init(jax.random.key(0), x)
+    state = TrainState.create(apply_fn=model.apply, params=variables["params"], tx=optax.adam(1e-2))
+
+    @jax.jit
+    def step(state):
+        loss, grads = jax.value_and_grad(lambda p: jnp.mean((state.apply_fn({"params": p}, x) - 1) ** 2))(state.params)
+        return state.apply_gradients(grads=grads), loss
+
+    losses = []
+    for _ in range(20):
+        state, loss = step(state)
+        losses.append(float(loss))
+    assert losses[-1] < losses[0] / 4
+
+
+def test_a_float32_policy_changes_nothing():
+    model, variables, x = variables_of("mlp")
+    full = mpjax.with_policy(model, "float32")
+    np.testing.assert_array_equal(full.apply(variables, x), model.apply(variables, x))
+
+
+def test_no_warning_for_the_patterns_of_a_level():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mpjax.with_policy(MLP(), "O2").init(jax.random.key(0), jnp.ones((1, 8)))

@@ -1,0 +1,59 @@
+"""The package as a whole: what importing it does, its public names, its types."""
+
+import ast
+import inspect
+import pathlib
+import subprocess
+import sys
+
+import mpjax
+
+ROOT = pathlib.Path(mpjax.__file__).parent.parent
+
+
+def run(code):
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_import_runs_no_jax_computation_and_loads_no_flax():
+    code = """
+import sys, mpjax
+from jax._src import xla_bridge
+print(xla_bridge.backends_are_initialized(), any(m.split(".")[0] in ("flax", "haiku", "equinox") for m in sys.modules))
+"""
+    assert run(code) == "False False"
+
+
+def test_plain_jax_use_never_loads_flax():
+    code = """
+import sys, jax, jax.numpy as jnp, optax, mpjax
+tx = mpjax.master_weights(mpjax.dynamic_loss_scale(optax.sgd(0.1)), "O2")
+p = jnp.ones(2, jnp.float16); s = tx.init(p)
+mpjax.apply_gradients(tx, mpjax.grad(lambda p: p.sum(), s)(p), s, p)
+print("flax" in sys.modules)
+"""
+    assert run(code) == "False"
+
+
+def test_public_names_have_docstrings_with_examples():
+    exempt = {"LossScaleState", "MasterWeightsState", "LossScaleError", "UnusedOverrideWarning", "check_progress"}
+    for name, value in vars(mpjax).items():
+        if name.startswith("_") or inspect.ismodule(value):
+            continue
+        assert value.__doc__, name
+        assert name in exempt or ">>>" in value.__doc__, f"{name} has no doctest example"
+
+
+def test_layers_import_downwards_only():
+    # policy and loss scaling stand without autocast and inspection; Flax only where a module is handled.
+    of_flax_models = {"_layer_calls.py", "_linen.py", "_nnx.py"}
+    for path in (ROOT / "mpjax").glob("*.py"):
+        if path.name == "__init__.py" or path.name in of_flax_models:
+            continue
+        top_level = [n for n in ast.parse(path.read_text()).body if isinstance(n, (ast.Import, ast.ImportFrom))]
+        names = [n.module or "" if isinstance(n, ast.ImportFrom) else n.names[0].name for n in top_level]
+        assert not [n for n in names if n.startswith(("mpjax.casting", "mpjax.inspection", "flax"))], path
+
+
+def test_is_typed():
+    assert (ROOT / "mpjax" / "py.typed").exists()

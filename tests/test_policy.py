@@ -1,0 +1,168 @@
+"""Policies: the grammar, equality, casts of every kind of leaf, overrides."""
+
+import pickle
+
+import jax
+import jax.numpy as jnp
+import jmp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import mpjax
+
+NAMES = ["mixed_float16", "mixed_bfloat16", "float32", "bfloat16", "float16", "O0", "O1", "O2", "O3", "half", "c=f16"]
+
+
+@pytest.mark.parametrize("name", [*NAMES, "p=f32,c=bf16;*/head=>float32;*/norm*=>p=f32,c=f32,o=bf16"])
+def test_string_of_a_policy_reads_back(name):
+    policy = mpjax.get_policy(name)
+    assert mpjax.get_policy(str(policy)) == policy
+    assert hash(mpjax.get_policy(str(policy))) == hash(policy)
+    assert pickle.loads(pickle.dumps(policy)) == policy
+
+
+@pytest.mark.parametrize(
+    "half", ["float16", jnp.float16, np.dtype("float16"), np.float16, jnp.ones(1, jnp.float16).dtype]
+)
+def test_spellings_of_a_dtype_make_equal_policies(half):
+    assert mpjax.Policy("f32", half, jnp.float32) == mpjax.get_policy("mixed_float16")
+
+
+def test_grammar_follows_jmp():
+    for text in ("p=f32,c=bf16", "c=f16", "params=full,compute=half,output=f32", "bf16", "o=f32", "p=f16"):
+        theirs, ours = jmp.get_policy(text), mpjax.get_policy(text)
+        for field in ("param_dtype", "compute_dtype", "output_dtype"):
+            assert np.dtype(getattr(theirs, field)) == getattr(ours, field), (text, field)
+
+
+def test_is_a_jmp_policy_and_reads_one():
+    policy = mpjax.get_policy("mixed_bfloat16")
+    assert isinstance(policy, jmp.Policy)
+    assert mpjax.get_policy(jmp.get_policy("p=f32,c=bf16,o=f32")) == policy
+
+
+@pytest.mark.parametrize(
+    "bad", ["flaot16", "p=f32,x=f16", "p=int8", "p=f32,p=f16", "", "O4", "c=", 16, None, jnp.float16]
+)
+def test_unknown_policy_is_quoted_with_what_is_accepted(bad):
+    with pytest.raises(ValueError, match="mixed_float16") as error:
+        mpjax.get_policy(bad)
+    assert repr(bad) in str(error.value)
+
+
+@pytest.mark.parametrize("bad", ["int8", jnp.int32, None, jnp.float8_e4m3fn, complex, 16, "flaot16"])
+def test_bad_dtype_is_refused_by_name(bad):
+    with pytest.raises(ValueError, match="compute_dtype"):
+        mpjax.Policy("float32", bad, "float32")
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [(("a;b", "float32"),), (("", "float32"),), ("float32",), (("a", "O2"),), ((1, "float32"),), (("a", "nope"),)],
+)
+def test_bad_override_is_refused(bad):
+    with pytest.raises(ValueError, match=r"override|policy"):
+        mpjax.Policy("float32", "float16", "float32", bad)
+
+
+UNTOUCHED = {
+    "int": jnp.arange(3),
+    "bool": jnp.array([True]),
+    "complex": jnp.ones(2, jnp.complex64),
+    "float8": jnp.ones(2, jnp.float8_e4m3fn),
+    "int4": jnp.ones(2, jnp.int4),
+    "key": jax.random.key(0),
+    "raw key": jax.random.PRNGKey(0),
+    "python float": 1.5,
+    "python int": 3,
+    "none": None,
+    "text": "x",
+    "numpy text": np.array(["x"]),
+    "function": jnp.tanh,
+}
+
+
+@pytest.mark.parametrize("name", UNTOUCHED)
+def test_cast_leaves_everything_but_real_floats_alone(name):
+    leaf = UNTOUCHED[name]
+    assert mpjax.get_policy("O3").cast_to_param({"x": leaf})["x"] is leaf
+
+
+@pytest.mark.parametrize("half", ["float16", "bfloat16"])
+def test_cast_changes_arrays_structs_and_numpy_in_kind(half):
+    policy = mpjax.Policy("float32", half, "float32")
+    tree = {
+        "jax": jnp.ones(2),
+        "numpy": np.ones(2),
+        "scalar": np.float32(2.0),
+        "struct": jax.ShapeDtypeStruct((2,), jnp.float32),
+    }
+    out = policy.cast_to_compute(tree)
+    assert {x.dtype for x in out.values()} == {jnp.dtype(half)}
+    assert isinstance(out["numpy"], np.ndarray)
+    assert isinstance(out["struct"], jax.ShapeDtypeStruct)
+    again = policy.cast_to_compute(out)
+    assert all(again[k] is out[k] for k in out)
+
+
+def test_cast_works_under_jit_vmap_and_grad():
+    policy = mpjax.get_policy("mixed_float16")
+    assert jax.jit(policy.cast_to_compute)(jnp.ones(2)).dtype == jnp.float16
+    assert jax.vmap(policy.cast_to_compute)(jnp.ones((2, 3))).dtype == jnp.float16
+    gradient = jax.grad(lambda x: policy.cast_to_output(policy.cast_to_compute(x)).sum())(jnp.ones(2))
+    assert gradient.dtype == jnp.float32
+
+
+def test_cast_keeps_sharding_and_shape_of_sharded_struct():
+    mesh = jax.make_mesh((4,), ("x",))
+    sharding = NamedSharding(mesh, PartitionSpec("x"))
+    policy = mpjax.get_policy("O3")
+    assert policy.cast_to_param(jax.device_put(jnp.ones(8), sharding)).sharding.is_equivalent_to(sharding, 1)
+    struct = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=sharding)
+    assert policy.cast_to_param(struct).sharding == sharding
+
+
+def test_cast_goes_through_flax_boxes_and_nnx_state():
+    import flax.linen as nn
+    from flax import nnx
+
+    policy = mpjax.get_policy("O3")
+    boxed = {"w": nn.Partitioned(jnp.ones(2), names=("x",))}
+    out = policy.cast_to_param(boxed)
+    assert out["w"].value.dtype == jnp.float16
+    assert out["w"].names == ("x",)
+    state = nnx.state(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+    assert {x.dtype for x in jax.tree.leaves(policy.cast_to_param(state))} == {jnp.dtype("float16")}
+
+
+def test_override_covers_what_is_below_it_and_first_match_wins():
+    policy = mpjax.Policy(
+        "float16", "float16", "float16", [("*/head", "float32"), ("*/head/bias", "bfloat16"), ("*Norm_*", "bfloat16")]
+    )
+    tree = {"params": {"head": {"bias": jnp.ones(1)}, "BatchNorm_0": {"scale": jnp.ones(1)}, "Dense_0": jnp.ones(1)}}
+    out = policy.cast_to_param(tree)["params"]
+    assert out["head"]["bias"].dtype == jnp.float32
+    assert out["BatchNorm_0"]["scale"].dtype == jnp.bfloat16
+    assert out["Dense_0"].dtype == jnp.float16
+
+
+def test_override_that_matches_nothing_is_reported():
+    policy = mpjax.Policy("float16", "float16", "float16", [("*/haed", "float32")])
+    with pytest.warns(mpjax.UnusedOverrideWarning, match=r"\*/haed.*head/w"):
+        policy.cast_to_param({"head": {"w": jnp.ones(1)}})
+
+
+def test_o2_keeps_norm_parameters_in_float32():
+    params = {"Conv_0": jnp.ones(1), "BatchNorm_0": {"scale": jnp.ones(1)}, "bn1": {"scale": jnp.ones(1)}}
+    out = mpjax.get_policy("O2").cast_to_param(params)
+    assert out["Conv_0"].dtype == jnp.float16
+    assert out["BatchNorm_0"]["scale"].dtype == out["bn1"]["scale"].dtype == jnp.float32
+
+
+def test_haiku_style_use_of_optax_state_is_castable():
+    state = optax.adam(1e-3).init({"w": jnp.ones(2)})
+    cast = mpjax.get_policy("O3").cast_to_param(state)
+    assert cast[0].mu["w"].dtype == jnp.float16
+    assert cast[0].count is state[0].count

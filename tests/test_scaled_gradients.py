@@ -1,0 +1,293 @@
+"""True gradients from a scaled backward pass, under every transformation that people use."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from measures import relative_error
+
+import mpjax
+
+HALVES = [jnp.float16, jnp.bfloat16]
+KEY = jax.random.key(0)
+PARAMS = {"w": jax.random.normal(KEY, (8, 4)), "b": jnp.ones(4)}
+X = jax.random.normal(jax.random.key(1), (16, 8))
+
+
+def state_of(scale=2.0**15):
+    return mpjax.dynamic_loss_scale(optax.sgd(0.1), init_scale=scale).init(PARAMS)
+
+
+def loss_fn(params, x, half=jnp.float16):
+    """A float32 loss of a half-precision matmul."""
+    y = x.astype(half) @ params["w"].astype(half) + params["b"].astype(half)
+    return jnp.mean(jnp.tanh(y.astype(jnp.float32)) ** 2)
+
+
+def tiny_loss_fn(params, x, half=jnp.float16):
+    """A loss whose cotangents underflow float16 unless they are scaled."""
+    return loss_fn(params, x, half) * 2.0**-20
+
+
+def float32_grads(x=X, loss=tiny_loss_fn):
+    return jax.grad(loss)(PARAMS, x, jnp.float32)
+
+
+@pytest.mark.parametrize("scale", [2.0**-3, 1.0, 2.0**10, 2.0**15])
+def test_value_is_bitwise_that_of_the_function_and_gradients_are_exact_for_powers_of_two(scale):
+    value, grads = jax.value_and_grad(mpjax.scale_loss(loss_fn, state_of(scale)))(PARAMS, X, jnp.float32)
+    expected_value, expected = jax.value_and_grad(loss_fn)(PARAMS, X, jnp.float32)
+    assert value == expected_value
+    jax.tree.map(np.testing.assert_array_equal, grads, expected)
+
+
+def test_scaling_saves_gradients_that_float16_flushes_to_zero():
+    assert not np.any(jax.grad(tiny_loss_fn)(PARAMS, X)["w"])
+    scaled = mpjax.scale_loss(tiny_loss_fn, state_of(2.0**24))
+    # The matmuls round to float16's 11 bits; a mean over 16 examples of such errors stays below 4 ulp.
+    assert relative_error(jax.grad(scaled)(PARAMS, X), float32_grads()) < 4 * np.finfo(np.float16).eps
+
+
+def test_float16_loss_above_65504_over_scale_does_not_overflow_forward():
+    # Flax's DynamicScale multiplies the loss itself: 65536 times anything above 1 is inf in float16.
+    loss = lambda w: (w * w).sum().astype(jnp.float16)
+    value, grads = jax.value_and_grad(mpjax.scale_loss(loss, state_of(2.0**15)))(jnp.ones(4))
+    assert float(value) == 4.0
+    np.testing.assert_array_equal(grads, 2 * jnp.ones(4))
+
+
+def test_overflow_on_the_way_shows_as_nonfinite():
+    loss = lambda p, x: loss_fn(p, x) * 1e4
+    grads = jax.grad(mpjax.scale_loss(loss, state_of(2.0**20)))(PARAMS, X)
+    assert not np.isfinite(grads["w"]).all()
+
+
+def test_growth_and_backoff_steps_give_exact_gradients():
+    # mixed_precision_for_JAX unscales by the scale after it changed: off by the growth factor at each growth.
+    tx = mpjax.dynamic_loss_scale(optax.sgd(1.0), growth_interval=1, init_scale=1.0)
+    state, expected = tx.init(PARAMS), jax.grad(loss_fn)(PARAMS, X, jnp.float32)
+    for bad in (False, False, True, False):
+        grads = jax.grad(mpjax.scale_loss(loss_fn, state))(PARAMS, jnp.where(bad, jnp.nan, X), jnp.float32)
+        updates, state = tx.update(grads, state, PARAMS)
+        jax.tree.map(lambda u, g: np.testing.assert_array_equal(u, 0 * g if bad else -g), updates, expected)  # noqa: B023
+    assert float(state.loss_scale) == 4.0
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("how", ["jit", "jit outside", "remat", "scan", "vmap"])
+def test_gradients_under_transformations(how, half):
+    state = state_of(2.0**20)
+    loss = lambda p, x: tiny_loss_fn(p, x, half)
+    scaled = mpjax.scale_loss(loss, state)
+    if how == "jit":
+        grads = jax.grad(jax.jit(scaled))(PARAMS, X)
+    elif how == "jit outside":
+        grads = jax.jit(lambda s, p: jax.grad(mpjax.scale_loss(loss, s))(p, X))(state, PARAMS)
+    elif how == "remat":
+        grads = jax.grad(jax.checkpoint(scaled))(PARAMS, X)
+    elif how == "scan":
+        body = lambda total, x: (total + scaled(PARAMS, x[None]), jax.grad(scaled)(PARAMS, x[None]))
+        grads = jax.tree.map(lambda g: g.mean(0), jax.lax.scan(body, 0.0, X)[1])
+    else:  # per-example gradients
+        per_example = jax.vmap(jax.grad(scaled), in_axes=(None, 0))(PARAMS, X[:, None])
+        grads = jax.tree.map(lambda g: g.mean(0), per_example)
+    assert relative_error(grads, float32_grads()) < 4 * float(jnp.finfo(half).eps)
+
+
+def test_has_aux_argnums_and_keyword_arguments():
+    loss = lambda x, params, *, shift: (loss_fn(params, x + shift, jnp.float32), {"shift": shift, "n": 3})
+    expected = jax.grad(lambda p: loss_fn(p, X + 1.0, jnp.float32))(PARAMS)
+    scaled = mpjax.scale_loss(loss, state_of(), has_aux=True)
+    (_, aux), (_, grads) = jax.value_and_grad(scaled, argnums=(0, 1), has_aux=True)(X, PARAMS, shift=1.0)
+    assert aux == {"shift": 1.0, "n": 3}
+    jax.tree.map(np.testing.assert_array_equal, grads, expected)
+    (_, aux), grads = mpjax.value_and_grad(loss, state_of(), argnums=1, has_aux=True)(X, PARAMS, shift=1.0)
+    jax.tree.map(np.testing.assert_array_equal, grads, expected)
+    grads, aux = mpjax.grad(loss, state_of(), argnums=(-1,), has_aux=True)(X, PARAMS, shift=1.0)
+    jax.tree.map(np.testing.assert_array_equal, grads[0], expected)
+    assert aux["n"] == 3
+
+
+def test_missing_aux_and_bad_argnums_are_told():
+    with pytest.raises(TypeError, match=r"\(loss, aux\)"):
+        jax.grad(mpjax.scale_loss(loss_fn, state_of(), has_aux=True), has_aux=True)(PARAMS, X)
+    with pytest.raises(ValueError, match="argnums=5"):
+        mpjax.grad(loss_fn, argnums=5)(PARAMS, X)
+
+
+def test_jacrev_and_hessian_are_true():
+    f = lambda w: jnp.tanh(X[:3] @ w)
+    w = PARAMS["w"][:, 0]
+    scaled = mpjax.scale_loss(f, state_of())
+    np.testing.assert_array_equal(jax.jacrev(scaled)(w), jax.jacrev(f)(w))
+    g = lambda w: f(w).sum()
+    np.testing.assert_allclose(jax.hessian(mpjax.scale_loss(g, state_of()))(w), jax.hessian(g)(w), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("inner_scaled", [False, True])
+def test_gradient_penalty_is_true(inner_scaled):
+    state = state_of(2.0**10)
+    critic = lambda p, x: jnp.tanh(x @ p["w"]).sum()
+
+    def loss(p, grad_of):
+        gradient = grad_of(lambda x: critic(p, x))(X[0])
+        return critic(p, X[1]) + (jnp.linalg.norm(gradient) - 1.0) ** 2
+
+    inner = (lambda f: jax.grad(mpjax.scale_loss(f, state))) if inner_scaled else jax.grad
+    grads = jax.grad(mpjax.scale_loss(lambda p: loss(p, inner), state))(PARAMS)
+    expected = jax.grad(lambda p: loss(p, jax.grad))(PARAMS)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), grads, expected)
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_half_params_get_float32_gradients_through_value_and_grad_alone(half):
+    params = jax.tree.map(lambda p: p.astype(half), PARAMS)
+    value, grads = mpjax.value_and_grad(lambda p, x: tiny_loss_fn(p, x, half), state_of(2.0**20))(params, X)
+    assert {g.dtype for g in jax.tree.leaves(grads)} == {jnp.dtype("float32")}
+    rounded = jax.tree.map(lambda p: p.astype(jnp.float32), params)
+    assert relative_error(grads, jax.grad(tiny_loss_fn)(rounded, X, jnp.float32)) < 4 * float(jnp.finfo(half).eps)
+    assert value == tiny_loss_fn(params, X, half)
+    with pytest.raises(TypeError, match=rf"0/b is {jnp.dtype(half).name}.*mpjax\.value_and_grad"):
+        jax.grad(mpjax.scale_loss(tiny_loss_fn, state_of()))(params, X)
+
+
+def test_half_data_beside_float32_params_is_no_error():
+    grads = jax.grad(mpjax.scale_loss(loss_fn, state_of()))(PARAMS, X.astype(jnp.float16))
+    assert grads["w"].dtype == jnp.float32
+
+
+def test_function_sees_half_params_as_half():
+    seen = []
+    mpjax.grad(lambda p: (seen.append(p.dtype), p.sum())[1])(jnp.ones(3, jnp.bfloat16))
+    assert seen == [jnp.bfloat16]
+
+
+def test_float64_and_complex_arguments_keep_their_dtype():
+    with jax.enable_x64(True):
+        grads = jax.grad(mpjax.scale_loss(lambda w: (w**3).sum(), state_of()))(jnp.ones(2, jnp.float64))
+        assert grads.dtype == jnp.float64
+        np.testing.assert_array_equal(grads, 3.0)
+    z = jnp.array([1.0 + 2.0j])
+    f = lambda z: (jnp.abs(z) ** 2).sum()
+    np.testing.assert_array_equal(jax.grad(mpjax.scale_loss(f, state_of()))(z), jax.grad(f)(z))
+
+
+def test_two_losses_with_two_scales():
+    a, b = state_of(2.0**4), state_of(2.0**9)
+    fa, fb = (lambda p: loss_fn(p, X, jnp.float32)), (lambda p: jnp.sum(p["w"] ** 2))
+    total = jax.grad(lambda p: mpjax.scale_loss(fa, a)(p) + mpjax.scale_loss(fb, b)(p))(PARAMS)
+    expected = jax.tree.map(lambda x, y: x + y, jax.grad(fa)(PARAMS), jax.grad(fb)(PARAMS))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), total, expected)
+
+
+@jax.custom_vjp
+def clip_gradient(x):
+    return x
+
+
+clip_gradient.defvjp(lambda x: (x, None), lambda _, ct: (jnp.clip(ct, -1e-3, 1e-3),))
+
+
+@pytest.mark.parametrize("half", [*HALVES, jnp.float32])
+def test_nonlinear_custom_derivative_is_true_inside_unscaled(half):
+    state = state_of(2.0**12)
+
+    def loss(p, clip, dtype=half):
+        y = X.astype(dtype) @ p["w"].astype(dtype)
+        return jnp.sum(jnp.tanh(clip(y).astype(jnp.float32)) ** 2) * 1e-2
+
+    expected = jax.grad(loss)(PARAMS, clip_gradient, jnp.float32)
+    # Without it the clip sees cotangents 4096 times too large and cuts them all: the fault to avoid.
+    wrong = jax.grad(mpjax.scale_loss(lambda p: loss(p, clip_gradient), state))(PARAMS)
+    assert relative_error(wrong, expected) > 0.5
+    right = jax.grad(mpjax.scale_loss(lambda p: loss(p, mpjax.unscaled(clip_gradient, state)), state))(PARAMS)
+    assert relative_error(right, expected) < 8 * float(jnp.finfo(half).eps)
+
+
+def test_unscaled_keeps_values_and_dtypes():
+    fun = mpjax.unscaled(lambda t, n: {"y": t["x"] * 2, "n": n}, state_of())
+    out = fun({"x": jnp.ones(2, jnp.float16)}, 3)
+    assert out["y"].dtype == jnp.float16
+    assert int(out["n"]) == 3
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(8, 4, rngs=rngs)
+        self.norm = nnx.BatchNorm(4, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.tied = self.linear  # a shared submodule must not be scaled twice
+
+    def __call__(self, x):
+        return self.dropout(self.norm(self.linear(x)))
+
+
+def nnx_loss(model, x):
+    return jnp.mean(model(x) ** 2)
+
+
+@pytest.mark.parametrize("api", ["nnx.value_and_grad", "mpjax.value_and_grad", "split and merge", "jit"])
+def test_nnx_module_gets_true_gradients_and_keeps_its_state_changes(api):
+    plain, model = Net(nnx.Rngs(0)), Net(nnx.Rngs(0))
+    expected_value, expected = nnx.value_and_grad(nnx_loss)(plain, X)
+    state = state_of()
+    if api == "nnx.value_and_grad":
+        value, grads = nnx.value_and_grad(mpjax.scale_loss(nnx_loss, state))(model, X)
+    elif api == "mpjax.value_and_grad":
+        value, grads = mpjax.value_and_grad(nnx_loss, state)(model, X)
+    elif api == "jit":
+        value, grads = nnx.jit(lambda m, s: mpjax.value_and_grad(nnx_loss, s)(m, X))(model, state)
+    else:
+        graph, params, rest = nnx.split(model, nnx.Param, ...)
+
+        def loss(params, x):
+            merged = nnx.merge(graph, params, rest, copy=True)
+            return nnx_loss(merged, x), nnx.state(merged, nnx.Not(nnx.Param))
+
+        (value, rest), grads = mpjax.value_and_grad(loss, state, has_aux=True)(params, X)
+        nnx.update(model, rest)
+    np.testing.assert_allclose(value, expected_value, rtol=1e-6)
+    for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(model.norm.mean[...], plain.norm.mean[...], rtol=1e-6)
+    assert model.dropout.rngs.count[...] == plain.dropout.rngs.count[...]
+
+
+def test_half_nnx_params_get_float32_gradients_and_stay_half():
+    model = Net(nnx.Rngs(0))
+    nnx.update(model, jax.tree.map(lambda p: p.astype(jnp.float16), nnx.state(model, nnx.Param)))
+    _, grads = mpjax.value_and_grad(nnx_loss, state_of())(model, X)
+    assert {g.dtype for g in jax.tree.leaves(grads)} == {jnp.dtype("float32")}
+    assert {p.dtype for p in jax.tree.leaves(nnx.state(model, nnx.Param))} == {jnp.dtype("float16")}
+    assert float(jnp.abs(model.norm.mean[...]).max()) > 0
+
+
+def test_equinox_filter_grad():
+    model = eqx.nn.MLP(8, 4, 16, 1, key=KEY)
+    loss = lambda m, x: jnp.mean(jax.vmap(m)(x) ** 2)
+    grads = eqx.filter_grad(mpjax.scale_loss(loss, state_of()))(model, X)
+    expected = eqx.filter_grad(loss)(model, X)
+    for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_data_parallel_shard_map(check_vma):
+    from jax.sharding import AxisType, PartitionSpec
+
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
+    state = state_of()
+
+    def mean_grads(params, x):
+        # With varying-axes checks JAX sums the gradients of replicated params itself.
+        loss = lambda p, x: loss_fn(p, x, jnp.float32) / (4 if check_vma else 1)
+        grads = mpjax.grad(loss, state)(params, x)
+        return grads if check_vma else jax.lax.pmean(grads, "x")
+
+    specs = {"in_specs": (PartitionSpec(), PartitionSpec("x")), "out_specs": PartitionSpec()}
+    grads = jax.jit(jax.shard_map(mean_grads, mesh=mesh, check_vma=check_vma, **specs))(PARAMS, X)
+    expected = jax.grad(loss_fn)(PARAMS, X, jnp.float32)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), grads, expected)

@@ -1,0 +1,213 @@
+"""Training loops of every library, a few lines each, with one bad batch on the way."""
+
+import equinox as eqx
+import flax.linen as nn
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+
+import mpjax
+
+X = jax.random.normal(jax.random.key(1), (32, 8))
+Y = jnp.sin(X.sum(-1, keepdims=True))
+BATCHES = [X, X, X.at[3, 3].set(jnp.inf), X, X, X, X, X]
+
+
+def optimizer(**kwargs):
+    return mpjax.dynamic_loss_scale(optax.adam(1e-2), growth_interval=3, **kwargs)
+
+
+def assert_learned(losses, opt_state):
+    """All but the bad step are finite, the loss fell, the bad step was skipped and counted."""
+    losses = np.array(losses)
+    assert np.isfinite(np.delete(losses, 2)).all()
+    assert losses[-1] < 0.9 * losses[0]
+    assert int(optax.tree_utils.tree_get(opt_state, "skipped_steps")) == 1
+
+
+def test_plain_jax_in_scan():
+    tx = optimizer()
+
+    def loss_fn(params, x):
+        hidden = jnp.tanh((x.astype(jnp.float16) @ params[0].astype(jnp.float16)).astype(jnp.float32))
+        return jnp.mean((hidden @ params[1] - Y) ** 2)
+
+    def step(carry, x):
+        params, state = carry
+        loss, grads = mpjax.value_and_grad(loss_fn, state)(params, x)
+        return mpjax.apply_gradients(tx, grads, state, params, value=loss), loss
+
+    params = [jax.random.normal(jax.random.key(i), s) * 0.3 for i, s in enumerate([(8, 16), (16, 1)])]
+    (params, state), losses = jax.jit(lambda c, xs: jax.lax.scan(step, c, xs))(
+        (params, tx.init(params)), jnp.stack(BATCHES)
+    )
+    assert_learned(losses, state)
+
+
+def test_flax_train_state():
+    model = nn.Sequential([nn.Dense(16, dtype=jnp.float16), nn.tanh, nn.Dense(1, dtype=jnp.float16)])
+    train_state = TrainState.create(
+        apply_fn=model.apply, params=model.init(jax.random.key(0), X)["params"], tx=optimizer()
+    )
+
+    @jax.jit
+    def step(ts, x):
+        loss_fn = lambda p: jnp.mean((ts.apply_fn({"params": p}, x).astype(jnp.float32) - Y) ** 2)
+        loss, grads = jax.value_and_grad(mpjax.scale_loss(loss_fn, ts))(ts.params)
+        return ts.apply_gradients(grads=grads), loss
+
+    losses = []
+    for x in BATCHES:
+        train_state, loss = step(train_state, x)
+        losses.append(loss)
+    assert_learned(losses, train_state.opt_state)
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.inner = nnx.Linear(8, 16, dtype=jnp.float16, rngs=rngs)
+        self.norm = nnx.BatchNorm(16, dtype=jnp.float16, rngs=rngs)
+        self.outer = nnx.Linear(16, 1, dtype=jnp.float16, rngs=rngs)
+
+    def __call__(self, x):
+        return self.outer(nnx.tanh(self.norm(self.inner(x)))).astype(jnp.float32)
+
+
+def test_nnx_optimizer_with_batch_statistics_kept_on_a_skipped_step():
+    model = Net(nnx.Rngs(0))
+    optimizer_ = nnx.Optimizer(model, optimizer(), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, opt, x):
+        old = nnx.state(model, nnx.BatchStat)
+        old = jax.tree.map(jnp.copy, old)
+        loss, grads = nnx.value_and_grad(mpjax.scale_loss(lambda m: jnp.mean((m(x) - Y) ** 2), opt))(model)
+        opt.update(model, grads, value=loss)
+        nnx.update(model, mpjax.keep_if_finite(opt, nnx.state(model, nnx.BatchStat), old))
+        return loss
+
+    losses = [step(model, optimizer_, x) for x in BATCHES]
+    assert_learned(losses, nnx.pure(optimizer_.opt_state))
+    assert np.isfinite(model.norm.mean[...]).all()
+
+
+def test_haiku():
+    net = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([16, 1], activation=jnp.tanh)(x)))
+    params, tx = net.init(jax.random.key(0), X), optimizer()
+    policy = mpjax.get_policy("mixed_float16")
+    loss_fn = lambda p, x: jnp.mean(
+        (net.apply(policy.cast_to_compute(p), policy.cast_to_compute(x)).astype(jnp.float32) - Y) ** 2
+    )
+
+    @jax.jit
+    def step(params, state, x):
+        loss, grads = mpjax.value_and_grad(loss_fn, state)(params, x)
+        return *mpjax.apply_gradients(tx, grads, state, params, value=loss), loss
+
+    state, losses = tx.init(params), []
+    for x in BATCHES:
+        params, state, loss = step(params, state, x)
+        losses.append(loss)
+    assert_learned(losses, state)
+
+
+def test_equinox():
+    model, tx = eqx.nn.MLP(8, 1, 16, 1, key=jax.random.key(0)), optimizer()
+    policy = mpjax.get_policy("mixed_float16")
+    state = tx.init(eqx.filter(model, eqx.is_inexact_array))
+
+    def loss_fn(model, x):
+        half = policy.cast_to_compute(model)
+        return jnp.mean((jax.vmap(half)(policy.cast_to_compute(x)).astype(jnp.float32) - Y) ** 2)
+
+    @eqx.filter_jit
+    def step(model, state, x):
+        loss, grads = eqx.filter_value_and_grad(mpjax.scale_loss(loss_fn, state))(model, x)
+        updates, state = tx.update(grads, state, eqx.filter(model, eqx.is_inexact_array), value=loss)
+        return eqx.apply_updates(model, updates), state, loss
+
+    losses = []
+    for x in BATCHES:
+        model, state, loss = step(model, state, x)
+        losses.append(loss)
+    assert_learned(losses, state)
+
+
+def test_gan_with_two_optimizers_and_two_scales():
+    generator, critic = {"w": jnp.eye(8) * 0.1}, {"w": jnp.ones((8, 1)) * 0.1}
+    g_tx, d_tx = optimizer(init_scale=2.0**8), optimizer(init_scale=2.0**12)
+    score = lambda d, x: x.astype(jnp.float16) @ d["w"].astype(jnp.float16)
+    d_loss = lambda d, g, z: jnp.mean(
+        nn.softplus(score(d, z @ g["w"]).astype(jnp.float32)) + nn.softplus(-score(d, X).astype(jnp.float32))
+    )
+    g_loss = lambda g, d, z: jnp.mean(nn.softplus(-score(d, z @ g["w"]).astype(jnp.float32)))
+
+    @jax.jit
+    def step(g, g_state, d, d_state, z, bad):
+        loss, grads = mpjax.value_and_grad(d_loss, d_state)(d, g, z)
+        d, d_state = mpjax.apply_gradients(d_tx, grads, d_state, d, value=loss)
+        loss, grads = mpjax.value_and_grad(g_loss, g_state)(g, d, z)
+        grads["w"] = jnp.where(bad, jnp.inf, grads["w"])  # only the generator overflows
+        g, g_state = mpjax.apply_gradients(g_tx, grads, g_state, g, value=loss)
+        return g, g_state, d, d_state
+
+    g_state, d_state = g_tx.init(generator), d_tx.init(critic)
+    for i in range(6):
+        generator, g_state, critic, d_state = step(generator, g_state, critic, d_state, X, i == 2)
+    assert (int(g_state.skipped_steps), int(d_state.skipped_steps)) == (1, 0)
+    assert (float(g_state.loss_scale), float(d_state.loss_scale)) == (2.0**8, 2.0**14)
+
+
+def linear_step(tx, half):
+    def loss_fn(params, x):
+        return jnp.mean(((x.astype(half) @ params["w"].astype(half)).astype(jnp.float32) - Y) ** 2)
+
+    @jax.jit
+    def step(params, state, x):
+        loss, grads = mpjax.value_and_grad(loss_fn, state)(params, x)
+        return mpjax.apply_gradients(tx, grads, state, params, value=loss)
+
+    return step
+
+
+def test_orbax_restores_to_a_bitwise_equal_next_step(tmp_path):
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optimizer(min_scale=2.0**14, max_scale=2.0**16))
+    step = linear_step(tx, jnp.float16)
+    params = {"w": jnp.ones((8, 1))}
+    state = tx.init(params)
+    for x in BATCHES:
+        params, state = step(params, state, x)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "checkpoint", (params, state))
+        checkpointer.wait_until_finished()
+        template = jax.eval_shape(lambda: ({"w": jnp.ones((8, 1))}, tx.init({"w": jnp.ones((8, 1))})))
+        restored = checkpointer.restore(tmp_path / "checkpoint", template)
+    again = step(*restored, X)
+    for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(step(params, state, X)), strict=True):
+        np.testing.assert_array_equal(a, b)
+    for _ in range(9):  # the limits came back with the transformation
+        params, state = step(*restored, BATCHES[2])
+        restored = (params, state)
+    assert float(optax.tree_utils.tree_get(state, "loss_scale")) == 2.0**14
+
+
+@pytest.mark.parametrize("there", ["float32", "mixed_bfloat16"])
+def test_float16_run_goes_on_in_another_precision_and_back_with_its_moments(there):
+    float16, other = (mpjax.loss_scale_for(p, optax.adam(1e-2), init_scale=2.0**8) for p in ("mixed_float16", there))
+    params = {"w": jnp.ones((8, 1))}
+    state = float16.init(params)
+    params, state = linear_step(float16, jnp.float16)(params, state, X)
+    # The states have one structure; the inner state moves over, the scale is the new policy's own.
+    moved = other.init(params)._replace(inner_state=state.inner_state)
+    assert float(moved.loss_scale) == 1.0
+    params, moved = linear_step(other, mpjax.get_policy(there).compute_dtype)(params, moved, X)
+    back = float16.init(params)._replace(inner_state=moved.inner_state)
+    params, back = linear_step(float16, jnp.float16)(params, back, X)
+    assert float(back.loss_scale) == 2.0**8
+    assert int(back.inner_state[0].count) == 3
