@@ -142,8 +142,10 @@ def residual_bytes(fun: Any, *args: Any, has_aux: bool = False) -> int:
     XLA makes where they are read; a half copy of a weight is.
     """
 
+    vjp: Any = jax.vjp  # its type says `has_aux` by overloads
+
     def forward(*args: Any) -> Any:
-        return jax.vjp(lambda first: fun(first, *args[1:]), args[0], has_aux=has_aux)
+        return vjp(lambda first: fun(first, *args[1:]), args[0], has_aux=has_aux)
 
     traced, shapes = jax.make_jaxpr(forward, return_shape=True)(*args)
     jaxpr = getattr(traced, "jaxpr", traced)
@@ -172,8 +174,8 @@ def _filled(jaxpr: Any) -> set[Any]:
 
 def relative_error(tree: Any, reference: Any) -> float:
     """The norm of the difference of two trees over the norm of the reference, in float64."""
-    pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(reference), strict=True)
-    pairs = [(np.asarray(a, np.float64), np.asarray(b, np.float64)) for a, b in pairs]
+    leaves = zip(jax.tree.leaves(tree), jax.tree.leaves(reference), strict=True)
+    pairs = [(np.asarray(a, np.float64), np.asarray(b, np.float64)) for a, b in leaves]
     difference = sum(float(np.sum((a - b) ** 2)) for a, b in pairs)
     return math.sqrt(difference / sum(float(np.sum(b**2)) for _, b in pairs))
 

@@ -115,7 +115,7 @@ def test_custom_jvp_with_an_integer_and_a_symbolic_tangent(symbolic):
 
     if symbolic:  # a constant has the tangent that is known to be zero
         constant = jnp.asarray(np.eye(8, dtype=np.float32))
-        loss = lambda w, x: jnp.sum(layer(x @ w, constant, 3) @ w)  # noqa: E731
+        loss = lambda w, x: jnp.sum(layer(x @ w, constant, 3) @ w)
     cast = mpjax.autocast(loss)
     close(jax.grad(cast)(W, X), jax.grad(loss)(W, X))
     assert measures.half_share(jax.grad(lambda *args: cast(*args)), W, X) == 1.0

@@ -12,9 +12,7 @@ from tests import measures
 from tests.zoo import REGISTRY, harness
 
 
-@pytest.mark.parametrize(
-    "name", ["linen_cnn_batchnorm", "scan_lstm", "moe_ragged", "jit_nested", "switch_experts"]
-)
+@pytest.mark.parametrize("name", ["linen_cnn_batchnorm", "scan_lstm", "moe_ragged", "jit_nested", "switch_experts"])
 def test_flops_are_those_of_an_independent_count(name):
     loss_fn, params, batch = harness.abstract(name)
     program = REGISTRY[name]

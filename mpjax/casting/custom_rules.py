@@ -34,13 +34,9 @@ def _at(state: State | None, slot: int) -> State | None:
     return None if state is None else State(HALF if slot == LOW else state.kind, slot)
 
 
-def _rule_plan(
-    jaxpr: Any, consts: Sequence[Any], states: Sequence[Any], wanted: Any, setting: Setting
-) -> Plan:
+def _rule_plan(jaxpr: Any, consts: Sequence[Any], states: Sequence[Any], wanted: Any, setting: Setting) -> Plan:
     """The plan of a rule's jaxpr, whose constants are constvars or leading inputs by the JAX version."""
-    leading = [
-        State(INPUT, FULL) if tracked(v) else None for v in jaxpr.invars[: len(jaxpr.invars) - len(states)]
-    ]
+    leading = [State(INPUT, FULL) if tracked(v) else None for v in jaxpr.invars[: len(jaxpr.invars) - len(states)]]
     assert len(leading) in (0, len(consts)), "a rule's jaxpr takes its constants, then its operands"
     return plan(jaxpr, (*leading, *states), tuple(wanted), setting)
 
@@ -48,9 +44,7 @@ def _rule_plan(
 def _run_rule(planned: Plan, consts: Sequence[Any], values: list[Value]) -> list[Value]:
     if planned.constvars:
         return run(planned, consts, values)
-    leading = [
-        value_of(const, slot_of(state)) for const, state in zip(consts, planned.in_states, strict=False)
-    ]
+    leading = [value_of(const, slot_of(state)) for const, state in zip(consts, planned.in_states, strict=False)]
     return run(planned, (), leading + values)
 
 
@@ -148,9 +142,7 @@ def _custom_vjp(step: Step, operands: Sequence[Value], outer: Plan, env: dict[An
         stored, known = [], []
         everything, invars = (*closed, *args), call.plan.invars
         for forward in forwards:
-            array, state, v = (
-                next(kept) if forward is None else (everything[forward], states[forward], invars[forward])
-            )
+            array, state, v = next(kept) if forward is None else (everything[forward], states[forward], invars[forward])
             stored.append(array)
             known.append((state, v.aval.dtype))
         assert len(stored) == count
@@ -170,8 +162,7 @@ def _custom_vjp(step: Step, operands: Sequence[Value], outer: Plan, env: dict[An
         in_states = [state for (state, _), array in zip(told, given, strict=True) if not _is_zero(array)]
         planned = plan(traced.jaxpr, tuple(in_states), tuple(wanted), setting)
         values = [
-            value_of(a, slot_of(s))
-            for a, s in zip((a for a in given if not _is_zero(a)), in_states, strict=True)
+            value_of(a, slot_of(s)) for a, s in zip((a for a in given if not _is_zero(a)), in_states, strict=True)
         ]
         consts = _resolved(versions.open_jaxpr(traced.jaxpr).consts, env, half)
         results = iter(run(planned, consts, values))
@@ -196,9 +187,7 @@ def _is_zero(array: Any) -> bool:
     return type(array) is SymbolicZero
 
 
-def _trace_bwd(
-    params: dict[str, Any], num_residuals: int, given: Sequence[Any], dtypes: Sequence[Any]
-) -> _TracedRule:
+def _trace_bwd(params: dict[str, Any], num_residuals: int, given: Sequence[Any], dtypes: Sequence[Any]) -> _TracedRule:
     """Traces the user's backward rule at the dtypes that it was written for."""
     zeros: list[bool] = []
 

@@ -79,17 +79,12 @@ def promote_function(fun: F) -> F:
     parameters runs in float32.
 
     Example:
-        >>> import jax, jax.numpy as jnp, mpjax
-        >>> def gate(x, gain):
-        ...     return x * gain
-        >>> def loss(multiply, w, gain, x):
-        ...     return jnp.mean(multiply(x @ w, gain) @ w)
-        >>> w, gain = jnp.ones((4, 4)), jnp.ones(4)
-        >>> for multiply in (gate, mpjax.promote_function(gate)):
-        ...     plan = mpjax.explain(lambda w, gain, x: loss(multiply, w, gain, x), w, gain, w)
-        ...     print([row.dtypes_in[0] for row in plan.rows if row.op == "mul"])
-        ['float16']
-        ['float32']
+        >>> import jax.numpy as jnp, mpjax
+        >>> scaled = mpjax.promote_function(lambda scale, x: scale * x)
+        >>> x = jnp.ones((4, 4))
+        >>> plan = mpjax.explain(lambda scale, x: jnp.sum(scaled(scale, x @ x) @ x), x, x)
+        >>> [(row.op, row.dtypes_in[0]) for row in plan.rows][:2]
+        [('dot_general', 'float16'), ('mul', 'float32')]
 
     Source: NVIDIA Apex, `apex.amp.promote_function`.
     """

@@ -111,9 +111,7 @@ def _remat(step: Step, operands: Sequence[Value], plan: Plan, env: Any) -> Seque
     key = ("remat", call.delivery, params["prevent_cse"], params["policy"])
 
     def make() -> Any:
-        return jax.checkpoint(
-            program_of(call, jaxpr), prevent_cse=params["prevent_cse"], policy=params["policy"]
-        )
+        return jax.checkpoint(program_of(call, jaxpr), prevent_cse=params["prevent_cse"], policy=params["policy"])
 
     return take(_kept(call.plan, key, make)(*arrays), call.plan.out_states)
 
@@ -166,8 +164,7 @@ def _scan(step: Step, operands: Sequence[Value], plan: Plan, env: Any) -> Sequen
     body, params, half = loop.body, step.eqn.params, plan.setting.half
     split = loop.num_consts + len(loop.carry)
     consts = [
-        _invariant(value, mask, half)
-        for value, mask in zip(operands[: loop.num_consts], body.in_reads, strict=False)
+        _invariant(value, mask, half) for value, mask in zip(operands[: loop.num_consts], body.in_reads, strict=False)
     ]
     carried = operands[loop.num_consts : split]
     init = [array_of(v, slot_of(state), half) for v, state in zip(carried, loop.carry, strict=True)]
@@ -180,9 +177,7 @@ def _scan(step: Step, operands: Sequence[Value], plan: Plan, env: Any) -> Sequen
         outs = hand_out(body, run_closed(body, params["jaxpr"], values), (*loop.carry, *ys_states))
         return outs[: len(loop.carry)], outs[len(loop.carry) :]
 
-    carry, ys = lax.scan(
-        turn, init, xs, length=params["length"], reverse=params["reverse"], unroll=params["unroll"]
-    )
+    carry, ys = lax.scan(turn, init, xs, length=params["length"], reverse=params["reverse"], unroll=params["unroll"])
     return take([*carry, *ys], step.outs)
 
 

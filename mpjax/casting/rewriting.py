@@ -84,7 +84,9 @@ def _recomputed(island: Island, env: dict[Any, Value], plan: Plan) -> None:
         return tuple(array_of(inside[v], slot, half) for v, slot in island.outs)
 
     arrays = [_strong(array_of(env[v], slot, half)) for v, slot in island.ins]
-    outs = jax.checkpoint(body)(*arrays)
+    # The barrier against sharing values with the forward pass is only in the way of fusion in a scan,
+    # whose two passes are two loops.
+    outs = jax.checkpoint(body, prevent_cse=not plan.setting.looped)(*arrays)
     for (v, slot), array in zip(island.outs, outs, strict=True):
         if slot != RAW and v in env:
             env[v][slot] = array

@@ -159,19 +159,10 @@ def structure(name: str, transform: str, caster: Caster, dtype: str) -> Structur
     return Structure(measures.half_share_of(jaxpr), risky, measures.casts_of(jaxpr), outputs)
 
 
-def trace(name: str, caster: Caster, dtype: str) -> Any:
-    """Traces a program's gradient anew, as a first call does."""
+def gradient_function(name: str, caster: Caster, dtype: str) -> tuple[Function, tuple[Any, Any]]:
+    """A program's gradient under a caster, and the shapes of its arguments."""
     program, (loss_fn, params, batch) = REGISTRY[name], abstract(name)
-    # JAX would remember an earlier trace, that of an inner jit too.
-    jax.clear_caches()
-    with program.context():
-        return jax.jit(_gradient(program, caster(loss_fn, POLICIES[dtype]))).trace(params, batch)
-
-
-def compile_anew(name: str, caster: Caster, dtype: str) -> None:
-    """Traces and compiles a program's gradient anew."""
-    with REGISTRY[name].context():
-        trace(name, caster, dtype).lower().compile()
+    return _gradient(program, caster(loss_fn, POLICIES[dtype])), (params, batch)
 
 
 @functools.cache

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import equinox as eqx
 import haiku as hk
 import jax
@@ -20,7 +22,7 @@ def haiku_batchnorm(key):
         x = jax.nn.relu(hk.BatchNorm(True, True, 0.9)(x, is_training=True))
         return hk.Linear(16)(x.mean((1, 2)))
 
-    model = hk.without_apply_rng(hk.transform_with_state(network))
+    model: Any = hk.without_apply_rng(hk.transform_with_state(network))
     inputs, labels = labelled(key, (16, 8, 8, 8))
     params, state = model.init(key, inputs)
 
@@ -42,7 +44,7 @@ def haiku_attention(key):
             x = x + hk.remat(lambda x, attention=attention, norm=norm: attention(*[norm(x)] * 3))(x)
         return hk.Linear(16)(x)
 
-    model = hk.without_apply_rng(hk.transform(network))
+    model: Any = hk.without_apply_rng(hk.transform(network))
     inputs, labels = labelled(key, (8, 16, 32))
 
     def loss_fn(params, batch):

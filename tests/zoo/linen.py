@@ -12,19 +12,18 @@ import optax
 from .program import as_is, labelled, program
 
 
-def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+def cross_entropy(logits: Any, labels: jax.Array) -> jax.Array:
     """The mean loss in float32, as hand-written half models compute it too."""
     return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), labels).mean()
 
 
 def classifier(model: nn.Module, key: jax.Array, batch: Any) -> tuple[Any, Any, Any]:
     """The usual loss of a model without state."""
-    params = model.init(key, batch[0])["params"]
-    return (
-        lambda params, batch: cross_entropy(model.apply({"params": params}, batch[0]), batch[1]),
-        params,
-        batch,
-    )
+
+    def loss_fn(params, batch):
+        return cross_entropy(model.apply({"params": params}, batch[0]), batch[1])
+
+    return loss_fn, model.init(key, batch[0])["params"], batch
 
 
 def stateful_classifier(model: nn.Module, key: jax.Array, batch: Any) -> tuple[Any, Any, Any]:

@@ -47,16 +47,16 @@ class ConvNet(nnx.Module):
 
 @program(has_aux=True, has_half=True, flax=True)
 def nnx_cnn_batchnorm(key, dtype=None, adapt=as_is):
-    graph, params, state = nnx.split(adapt(ConvNet(dtype, nnx.Rngs(key))), nnx.Param, ...)
+    graph, params, *others = nnx.split(adapt(ConvNet(dtype, nnx.Rngs(key))), nnx.Param, ...)
 
     def loss_fn(params, batch):
-        inputs, labels, state = batch
+        inputs, labels, *others = batch
         # A copy: the state came in from outside this trace, where it may not be changed.
-        model = nnx.merge(graph, params, state, copy=True)
+        model = nnx.merge(graph, params, *others, copy=True)
         loss = cross_entropy(model(inputs), labels)
-        return loss, nnx.split(model, nnx.Param, ...)[2]
+        return loss, nnx.split(model, nnx.Param, ...)[2:]
 
-    return loss_fn, params, (*labelled(key, (16, 8, 8, 8)), state)
+    return loss_fn, params, (*labelled(key, (16, 8, 8, 8)), *others)
 
 
 class AttentionBlock(nnx.Module):

@@ -1,0 +1,171 @@
+"""How well tools put float32 programs into half precision: `python -m benchmarks.casting`.
+
+Every tool is run over the program zoo of the tests (`tests/zoo`), by tracing alone but for the gradient
+error. A tool that fails on a program is counted as such, with its error in the JSON. Times are ratios
+to the float32 program in the same process, interleaved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import pathlib
+import statistics
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+# Before JAX starts (with the imports below): some programs of the zoo run on several devices.
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
+
+import jax
+import jmp
+
+import mpjax
+from benchmarks.measure import interleaved, ratios, save
+from tests.measures import trace_time_ratio
+from tests.zoo import REGISTRY, Program, harness
+
+Row = dict[str, Any]
+
+
+def with_jmp(fun: Callable[..., Any], policy: str) -> Callable[..., Any]:
+    """As jmp's README does it: the arguments cast to compute, the result to output."""
+    jmp_policy = jmp.get_policy(f"params=float32,compute={harness.half_of(policy)},output=float32")
+    return lambda *args: jmp_policy.cast_to_output(fun(*jmp_policy.cast_to_compute(args)))
+
+
+def with_mpx(fun: Callable[..., Any], policy: str) -> Callable[..., Any]:
+    """mixed-precision-for-JAX: its cast of a function, which its gradient transformation applies too."""
+    import mpx
+
+    return mpx.cast_function(fun, harness.half_of(policy), "float32")
+
+
+def casters(program: Program) -> dict[str, harness.Caster]:
+    """The tools that can be put on a program."""
+    tools: dict[str, harness.Caster] = {
+        "float32": harness.identity,
+        "mpjax.autocast": mpjax.autocast,
+        "jmp": with_jmp,
+        "mixed-precision-for-JAX": with_mpx,
+    }
+    if program.flax:
+        tools["mpjax.with_policy"] = lambda fun, policy: program.adapted(
+            functools.partial(mpjax.with_policy, policy=policy)
+        )
+    if program.has_half:
+        tools["hand-written"] = lambda fun, policy: program.handwritten(harness.half_of(policy))
+    return tools
+
+
+def measure(name: str, caster: harness.Caster, dtype: str) -> Row:
+    """All that is compared of one tool on one program, or the error that it fails with."""
+    try:
+        found = harness.structure(name, "plain", caster, dtype)
+        row: Row = {
+            "half_share": round(found.half_share, 4),
+            "risky": len(found.risky),
+            "casts": found.casts,
+            "gradient_error": harness.gradient_error(name, caster, dtype),
+        }
+        if REGISTRY[name].differentiable:
+            float32 = harness.residuals(name, harness.identity, dtype)
+            row["residuals"] = round(harness.residuals(name, caster, dtype) / float32, 4)
+        return row
+    except Exception as error:  # whatever a peer raises is its result
+        return {"error": f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"}
+
+
+def time_ratios(name: str, tools: dict[str, harness.Caster], dtype: str, rounds: int, compiled: bool) -> dict[str, Row]:
+    """For each tool its seconds to trace (and to compile) the gradient, over those of float32."""
+    functions = {tool: harness.gradient_function(name, caster, dtype)[0] for tool, caster in tools.items()}
+    args = harness.abstract(name)[1:]
+
+    def compile_anew(fun: Callable[..., Any]) -> None:
+        jax.jit(lambda *args: fun(*args)).lower(*args).compile()
+
+    with REGISTRY[name].context():
+        base = functions["float32"]
+        rows: dict[str, Row] = {
+            tool: {"trace": round(trace_time_ratio(fun, base, args, rounds), 3)} for tool, fun in functions.items()
+        }
+        if compiled:
+            runs: dict[str, Callable[[], Any]] = {
+                tool: functools.partial(compile_anew, fun) for tool, fun in functions.items()
+            }
+            for tool, found in ratios(interleaved(runs, rounds, warmup=1), "float32").items():
+                rows[tool]["compile"] = found["ratio"]
+    return rows
+
+
+def run(names: list[str], dtype: str, rounds: int, compiled: bool) -> dict[str, dict[str, Row]]:
+    """The rows of every program, by tool."""
+    results: dict[str, dict[str, Row]] = {}
+    for name in names:
+        tools = casters(REGISTRY[name])
+        rows = {tool: measure(name, caster, dtype) for tool, caster in tools.items()}
+        works = {tool: caster for tool, caster in tools.items() if "error" not in rows[tool]}
+        for tool, times in time_ratios(name, works, dtype, rounds, compiled).items():
+            rows[tool] |= times
+        limit = harness.error_limit(name, dtype)
+        for row in rows.values():
+            if "error" not in row:
+                row["error_of_limit"] = round(row.pop("gradient_error") / limit, 3)
+        results[name] = rows
+        print(name, rows["mpjax.autocast"], file=sys.stderr)
+    return results
+
+
+def summary(results: dict[str, dict[str, Row]]) -> str:
+    """A Markdown table: one line for each tool over the programs that it can be put on."""
+    lines = [
+        "| tool | programs | fails | matmul FLOPs in half | all in half | risky in half | casts "
+        "| residuals / float32 | gradient error / limit (worst) | trace time | compile time |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for tool in dict.fromkeys(tool for rows in results.values() for tool in rows):
+        rows = [rows[tool] for rows in results.values() if tool in rows]
+        fine = [row for row in rows if "error" not in row]
+
+        def median(key: str, fine: list[Row] = fine) -> str:
+            values = [row[key] for row in fine if key in row]
+            return f"{statistics.median(values):.2f}" if values else "-"
+
+        shares = [row["half_share"] for row in fine]
+        errors = [row["error_of_limit"] for row in fine]
+        risky = sum(row["risky"] > 0 for row in fine)
+        lines.append(
+            f"| {tool} | {len(rows)} | {len(rows) - len(fine)} | {statistics.mean(shares):.0%} "
+            f"| {sum(share == 1 for share in shares)} of {len(fine)} | in {risky} | {median('casts')} "
+            f"| {median('residuals')} | {median('error_of_limit')} ({_worst(errors)}) | {median('trace')} "
+            f"| {median('compile')} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _worst(errors: list[float]) -> str:
+    # NaN, an overflow, is worse than any number, and `max` would not say so.
+    return "not finite" if any(e != e for e in errors) else f"{max(errors):.2f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--dtype", default="float16", choices=list(harness.POLICIES))
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of timing the trace")
+    parser.add_argument("--compile", action="store_true", help="time the compilation too (an hour)")
+    parser.add_argument("--programs", nargs="*", default=list(REGISTRY), help="all of the zoo if not given")
+    args = parser.parse_args()
+    # jax.numpy and peers warn of what they truncate or deprecate; a peer's warning is not its failure.
+    warnings.simplefilter("ignore")
+    results = run(args.programs, args.dtype, args.rounds, args.compile)
+    path = save(f"casting_{args.dtype}", results)
+    table = summary(results)
+    pathlib.Path(path).with_suffix(".md").write_text(table)
+    print(table)
+
+
+if __name__ == "__main__":
+    main()
