@@ -46,11 +46,7 @@ def test_it_is_the_plan_that_runs(program):
     cast = mpjax.autocast(fun, "mixed_bfloat16")
     shown = [row.dtypes_in[0] for row in mpjax.explain(cast, params, x).rows if row.op == "reduce_sum"]
     assert set(shown) == {"float32"}
-    ran = {
-        str(e.in_dtypes[0])
-        for e in measures.equations(jax.make_jaxpr(cast)(params, x))
-        if e.name == "dot_general"
-    }
+    ran = {str(e.in_dtypes[0]) for e in measures.equations(jax.make_jaxpr(cast)(params, x)) if e.name == "dot_general"}
     assert ran == set(mpjax.explain(cast, params, x).flops)
 
 
@@ -64,9 +60,7 @@ def test_loops_count_their_turns():
     def fun(w, x):
         return jnp.sum(jax.lax.scan(lambda h, _: (h @ w, None), x, None, length=5)[0])
 
-    (row,) = [
-        row for row in mpjax.explain(fun, jnp.ones((8, 8)), jnp.ones((8, 8))).rows if row.op == "dot_general"
-    ]
+    (row,) = [row for row in mpjax.explain(fun, jnp.ones((8, 8)), jnp.ones((8, 8))).rows if row.op == "dot_general"]
     assert (row.count, row.flops) == (5, 5 * 2 * 8**3)
 
 
@@ -92,13 +86,9 @@ def test_docs_page_shows_what_the_example_prints():
     printed: list[str] = []
     # The line numbers of the page are those of the example itself.
     exec(compile(code, "example.py", "exec"), {"print": lambda x: printed.append(str(x))})
-    assert [_columns(line) for line in printed[0].splitlines()] == [
-        _columns(line) for line in output.splitlines()
-    ]
+    assert [_columns(line) for line in printed[0].splitlines()] == [_columns(line) for line in output.splitlines()]
 
 
 def _columns(line: str) -> list[str]:
     """The cells of a line without the source line, which is Flax's where Flax made the operation."""
-    return [
-        cell for cell in re.split(r"\s{2,}", line.strip()) if not re.fullmatch(r"\w+\.py:\d+|[─ ]+", cell)
-    ]
+    return [cell for cell in re.split(r"\s{2,}", line.strip()) if not re.fullmatch(r"\w+\.py:\d+|[─ ]+", cell)]

@@ -97,9 +97,7 @@ def test_value_is_cast_once_per_dtype():
     def model(w, x):
         return jnp.sum((x @ w + x) @ w + jnp.abs(x @ w.T) @ w)
 
-    casts = [
-        eqn for eqn in equations(mpjax.autocast(model), W, X) if eqn.primitive.name == "convert_element_type"
-    ]
+    casts = [eqn for eqn in equations(mpjax.autocast(model), W, X) if eqn.primitive.name == "convert_element_type"]
     assert len({eqn.invars[0] for eqn in casts}) == len(casts)
 
 

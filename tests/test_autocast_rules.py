@@ -145,8 +145,6 @@ def test_residuals_hold_half_only_where_asked(residuals):
         y = (y - y.mean(-1, keepdims=True)) / jnp.sqrt(y.var(-1, keepdims=True) + 1e-5)
         return jnp.mean((jax.nn.softmax(y) @ w) ** 2)
 
-    half = measures.residual_bytes(
-        mpjax.autocast(norm, rules=Rules(residuals=residuals)), W, jnp.ones((64, 8))
-    )
+    half = measures.residual_bytes(mpjax.autocast(norm, rules=Rules(residuals=residuals)), W, jnp.ones((64, 8)))
     full = measures.residual_bytes(norm, W, jnp.ones((64, 8)))
     assert (half < 0.6 * full) == (residuals == "half")

@@ -28,6 +28,7 @@ class Setting:
     rules: Rules
     region: str = ""
     recompute: bool = False  # form islands
+    looped: bool = False  # in the body of a scan
     path: str = ""  # kept up only if a rule reads it: plans are shared between paths otherwise
 
     @functools.cached_property
@@ -40,9 +41,10 @@ class Setting:
         path = join(self.path, versions.scopes(eqn)) if self.rules.reads_scopes else ""
         # In a remat everything is computed again already; a custom rule stores what its author says.
         recompute = self.recompute and eqn.primitive.name not in _NO_ISLANDS
-        if (region, path, recompute) == (self.region, self.path, self.recompute):
+        looped = self.looped or eqn.primitive.name == "scan"
+        if (region, path, recompute, looped) == (self.region, self.path, self.recompute, self.looped):
             return self
-        return dataclasses.replace(self, region=region, path=path, recompute=recompute)
+        return dataclasses.replace(self, region=region, path=path, recompute=recompute, looped=looped)
 
 
 _NO_ISLANDS = frozenset({"remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call", "while"})

@@ -20,7 +20,7 @@ from mpjax.casting.demand import LIVE, MAY_HALF, WANT_FLOAT, WANT_HALF
 from mpjax.casting.entering import Call
 from mpjax.casting.planning import Plan, Step, plan
 from mpjax.casting.reissuing import hand_in, hand_out, program_of, take
-from mpjax.casting.rewriting import REISSUE, Value, array_of, run, run_closed, slot_of, value_of
+from mpjax.casting.rewriting import REISSUE, Value, array_of, run, slot_of, value_of
 from mpjax.casting.states import FLOAT, FULL, HALF, INPUT, LOW, RAW, State
 
 
@@ -34,13 +34,9 @@ def _at(state: State | None, slot: int) -> State | None:
     return None if state is None else State(HALF if slot == LOW else state.kind, slot)
 
 
-def _rule_plan(
-    jaxpr: Any, consts: Sequence[Any], states: Sequence[Any], wanted: Any, setting: Setting
-) -> Plan:
+def _rule_plan(jaxpr: Any, consts: Sequence[Any], states: Sequence[Any], wanted: Any, setting: Setting) -> Plan:
     """The plan of a rule's jaxpr, whose constants are constvars or leading inputs by the JAX version."""
-    leading = [
-        State(INPUT, FULL) if tracked(v) else None for v in jaxpr.invars[: len(jaxpr.invars) - len(states)]
-    ]
+    leading = [State(INPUT, FULL) if tracked(v) else None for v in jaxpr.invars[: len(jaxpr.invars) - len(states)]]
     assert len(leading) in (0, len(consts)), "a rule's jaxpr takes its constants, then its operands"
     return plan(jaxpr, (*leading, *states), tuple(wanted), setting)
 
@@ -48,10 +44,17 @@ def _rule_plan(
 def _run_rule(planned: Plan, consts: Sequence[Any], values: list[Value]) -> list[Value]:
     if planned.constvars:
         return run(planned, consts, values)
-    leading = [
-        value_of(const, slot_of(state)) for const, state in zip(consts, planned.in_states, strict=False)
-    ]
+    leading = [value_of(const, slot_of(state)) for const, state in zip(consts, planned.in_states, strict=False)]
     return run(planned, (), leading + values)
+
+
+def _resolved(consts: Sequence[Any], env: dict[Any, Value], half: Any) -> list[Any]:
+    """What a rule closes over. A value of the program around it is known there only as it was traced."""
+    found = []
+    for const in consts:
+        value = env.get(versions.variable_of(const), const)
+        found.append(array_of(value, FULL, half) if isinstance(value, list) else value)
+    return found
 
 
 def _zero(primal: Any) -> Any:
@@ -60,7 +63,7 @@ def _zero(primal: Any) -> Any:
     return np.zeros(primal.shape, jax.dtypes.float0)
 
 
-def _custom_jvp(step: Step, operands: Sequence[Value], outer: Plan) -> Sequence[Value]:
+def _custom_jvp(step: Step, operands: Sequence[Value], outer: Plan, env: dict[Any, Value]) -> Sequence[Value]:
     call: Call = step.inner
     params, half = step.eqn.params, outer.setting.half
     num_consts = params["num_consts"]
@@ -80,6 +83,7 @@ def _custom_jvp(step: Step, operands: Sequence[Value], outer: Plan) -> Sequence[
         in_states = [None if skip else states[num_consts + i] for i, skip in zip(ins, is_float0, strict=True)]
         in_slots = [slot_of(state) for state in in_states]
         outs = [*out_slots, *(slot for slot, zero in zip(out_slots, out_zeros, strict=True) if not zero)]
+        consts = _resolved(consts, env, half)
         planned = _rule_plan(jaxpr, consts, in_states, map(_wanted, outs), call.plan.setting)
         arrays = [*primals, *(tangents[i] for i in moving)]
         values = [value_of(a, slot) for a, slot in zip(arrays, in_slots, strict=True)]
@@ -98,7 +102,7 @@ def _out(value: Value, v: Any, slot: int, half: Any) -> Any:
     return array_of(value, slot if isinstance(value, list) else RAW, half)
 
 
-def _custom_vjp(step: Step, operands: Sequence[Value], outer: Plan) -> Sequence[Value]:
+def _custom_vjp(step: Step, operands: Sequence[Value], outer: Plan, env: dict[Any, Value]) -> Sequence[Value]:
     call: Call = step.inner
     params, setting = step.eqn.params, call.plan.setting
     half, num_consts, symbolic = setting.half, params["num_consts"], params["symbolic_zeros"]
@@ -119,6 +123,7 @@ def _custom_vjp(step: Step, operands: Sequence[Value], outer: Plan) -> Sequence[
         perturbed = [arg.perturbed for arg in args] if symbolic else [True] * len(args)
         args = tuple(arg.value for arg in args) if symbolic else args
         jaxpr, consts = versions.fwd_jaxpr(params, perturbed)
+        consts = _resolved(consts, env, half)
         count, forwards = versions.fwd_trees(params)
         own = sum(f is None for f in forwards)
         wanted = [LIVE | MAY_HALF] * own + [_wanted(slot) for slot in out_slots]
@@ -137,9 +142,7 @@ def _custom_vjp(step: Step, operands: Sequence[Value], outer: Plan) -> Sequence[
         stored, known = [], []
         everything, invars = (*closed, *args), call.plan.invars
         for forward in forwards:
-            array, state, v = (
-                next(kept) if forward is None else (everything[forward], states[forward], invars[forward])
-            )
+            array, state, v = next(kept) if forward is None else (everything[forward], states[forward], invars[forward])
             stored.append(array)
             known.append((state, v.aval.dtype))
         assert len(stored) == count
@@ -159,10 +162,10 @@ def _custom_vjp(step: Step, operands: Sequence[Value], outer: Plan) -> Sequence[
         in_states = [state for (state, _), array in zip(told, given, strict=True) if not _is_zero(array)]
         planned = plan(traced.jaxpr, tuple(in_states), tuple(wanted), setting)
         values = [
-            value_of(a, slot_of(s))
-            for a, s in zip((a for a in given if not _is_zero(a)), in_states, strict=True)
+            value_of(a, slot_of(s)) for a, s in zip((a for a in given if not _is_zero(a)), in_states, strict=True)
         ]
-        results = iter(run_closed(planned, traced.jaxpr, values))
+        consts = _resolved(versions.open_jaxpr(traced.jaxpr).consts, env, half)
+        results = iter(run(planned, consts, values))
         return tuple(
             None if zero else _out(next(results), None, slot, half)
             for slot, zero in zip(in_slots, traced.zeros, strict=True)
@@ -184,9 +187,7 @@ def _is_zero(array: Any) -> bool:
     return type(array) is SymbolicZero
 
 
-def _trace_bwd(
-    params: dict[str, Any], num_residuals: int, given: Sequence[Any], dtypes: Sequence[Any]
-) -> _TracedRule:
+def _trace_bwd(params: dict[str, Any], num_residuals: int, given: Sequence[Any], dtypes: Sequence[Any]) -> _TracedRule:
     """Traces the user's backward rule at the dtypes that it was written for."""
     zeros: list[bool] = []
 

@@ -91,8 +91,7 @@ def _move(planner: Planner, eqn: Any, verdict: Verdict) -> Step:
     if len(moved) != 1 and len(moved) != len(outs):
         return _deny(planner, eqn, verdict)
     states = [
-        planner.moved(v, out)
-        for v, out in zip(moved * len(outs) if len(moved) == 1 else moved, outs, strict=True)
+        planner.moved(v, out) for v, out in zip(moved * len(outs) if len(moved) == 1 else moved, outs, strict=True)
     ]
     if len(moved) == 1 and len({s.slot for s in states}) > 1:
         states = [State(s.kind, FULL) for s in states]

@@ -61,9 +61,7 @@ def _demand(jaxpr: Any, wanted: tuple[int, ...], setting: Setting) -> Demand:
         if not any(outs) and not eqn.effects:
             continue  # dead
         if verdict.op is Op.ENTER:
-            for v, what in zip(
-                eqn.invars, inputs_of(eqn, outs, setting.inside(eqn, verdict.region)), strict=True
-            ):
+            for v, what in zip(eqn.invars, inputs_of(eqn, outs, setting.inside(eqn, verdict.region)), strict=True):
                 ask(v, what)
         else:
             what = _operand(verdict, outs)
@@ -134,18 +132,14 @@ def _cond(params: dict[str, Any], outs: tuple[int, ...], setting: Setting) -> Se
     return [LIVE, *merged]
 
 
-def scan_demand(
-    params: dict[str, Any], outs: tuple[int, ...], setting: Setting
-) -> tuple[tuple[int, ...], Demand]:
+def scan_demand(params: dict[str, Any], outs: tuple[int, ...], setting: Setting) -> tuple[tuple[int, ...], Demand]:
     """What is asked of a scan's body outputs, at the fixed point of its carry, and the body's demand."""
     num_consts, num_carry = versions.scan_split(params)
     body = versions.open_jaxpr(params["jaxpr"]).jaxpr
     return _carry_fixpoint(body, outs, num_consts, num_carry, setting)
 
 
-def while_demand(
-    params: dict[str, Any], outs: tuple[int, ...], setting: Setting
-) -> tuple[tuple[int, ...], Demand]:
+def while_demand(params: dict[str, Any], outs: tuple[int, ...], setting: Setting) -> tuple[tuple[int, ...], Demand]:
     """The same for the body of a `while`; its condition reads the carry in float32."""
     condition = _condition(params, setting)
     carry = condition.inputs[params["cond_nconsts"] :]

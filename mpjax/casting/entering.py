@@ -75,14 +75,10 @@ def _outs(eqn: Any, states: Sequence[State | None]) -> tuple[State | None, ...]:
     return tuple(state if tracked(v) else None for v, state in zip(eqn.outvars, states, strict=True))
 
 
-def _as_traced(
-    planner: Planner, eqn: Any, verdict: Verdict, outs: Sequence[State | None], *plans: Plan
-) -> Step:
+def _as_traced(planner: Planner, eqn: Any, verdict: Verdict, outs: Sequence[State | None], *plans: Plan) -> Step:
     """The equation as it stands: nothing inside is changed."""
     reads = tuple(planner.read(v, FULL) for v in eqn.invars)
-    return Step(
-        eqn, BIND, reads, _outs(eqn, outs), "nothing inside to cast", verdict, inner=Branches(plans, ())
-    )
+    return Step(eqn, BIND, reads, _outs(eqn, outs), "nothing inside to cast", verdict, inner=Branches(plans, ()))
 
 
 def _deliver(planner: Planner, eqn: Any, slots: Sequence[Sequence[int]]) -> Delivery:
@@ -132,9 +128,7 @@ def _remat(planner: Planner, eqn: Any, verdict: Verdict) -> Step:
         else:
             slots.append([state.slot])
     delivery = _deliver(planner, eqn, slots)
-    return Step(
-        eqn, "remat2", (), _outs(eqn, inner.out_states), "entered", verdict, inner=Call(inner, delivery)
-    )
+    return Step(eqn, "remat2", (), _outs(eqn, inner.out_states), "entered", verdict, inner=Call(inner, delivery))
 
 
 def _custom_rule(planner: Planner, eqn: Any, verdict: Verdict) -> Step:
@@ -182,9 +176,7 @@ def _shard_map(planner: Planner, eqn: Any, verdict: Verdict) -> Step:
         else:
             slots.append([LOW] if mask == 1 << LOW else [state.slot])
     delivery = _deliver(planner, eqn, slots)
-    return Step(
-        eqn, "shard_map", (), _outs(eqn, inner.out_states), "entered", verdict, inner=Call(inner, delivery)
-    )
+    return Step(eqn, "shard_map", (), _outs(eqn, inner.out_states), "entered", verdict, inner=Call(inner, delivery))
 
 
 def _axes_of(spec: Any) -> set[str]:
@@ -198,12 +190,8 @@ def _cond(planner: Planner, eqn: Any, verdict: Verdict) -> Step:
     wanted = _wanted(planner, eqn)
     operands = eqn.invars[1:]
     setting = planner.setting.inside(eqn, verdict.region)
-    plans = tuple(
-        plan(branch, _handed(planner, operands), wanted, setting) for branch in eqn.params["branches"]
-    )
-    outs = [
-        _agreed(states, flags) for *states, flags in zip(*(p.out_states for p in plans), wanted, strict=True)
-    ]
+    plans = tuple(plan(branch, _handed(planner, operands), wanted, setting) for branch in eqn.params["branches"])
+    outs = [_agreed(states, flags) for *states, flags in zip(*(p.out_states for p in plans), wanted, strict=True)]
     if all(p.trivial for p in plans) and all(out is None or out.slot == FULL for out in outs):
         return _as_traced(planner, eqn, verdict, outs, *plans)
     slots: list[list[int]] = [[RAW]]
@@ -255,9 +243,8 @@ def _scan(planner: Planner, eqn: Any, verdict: Verdict) -> Step:
     for i, (v, mask) in enumerate(zip(eqn.invars[split:], body.in_reads[split:], strict=True)):
         state = planner.state(v)
         # Slices of a parameter are cast in the loop, one layer at a time.
-        if state is None:
-            slot = RAW
-        else:
+        slot = RAW
+        if state is not None:
             slot = LOW if mask == 1 << LOW and state.kind in (COMPUTED, HALF) else state.slot
         delivery.append((split + i, planner.read(v, slot)))
     loop = Loop(body, num_consts, carry, tuple(delivery))

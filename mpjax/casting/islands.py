@@ -61,11 +61,7 @@ def cheap(eqn: Any) -> bool:
     if name in _CALLS:
         jaxpr = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
         return all(map(cheap, versions.open_jaxpr(jaxpr).jaxpr.eqns))
-    return (
-        "jaxpr" not in eqn.params
-        and "branches" not in eqn.params
-        and not name.startswith(("random", "threefry"))
-    )
+    return "jaxpr" not in eqn.params and "branches" not in eqn.params and not name.startswith(("random", "threefry"))
 
 
 def stored_by(eqn: Any) -> int:
@@ -81,9 +77,7 @@ def stored_by(eqn: Any) -> int:
     return sum(4 * v.aval.size for v in eqn.outvars)
 
 
-def form(
-    steps: Sequence[Any], states: dict[Any, State], read_outside: Sequence[tuple[Any, int]]
-) -> list[Any]:
+def form(steps: Sequence[Any], states: dict[Any, State], read_outside: Sequence[tuple[Any, int]]) -> list[Any]:
     """Divides steps into islands and the rest, in their order.
 
     Args:
@@ -136,18 +130,11 @@ def _floats(step: Any) -> list[Any]:
 def _belongs(step: Any) -> bool:
     if step.action == "skip":
         return True
-    if (
-        step.action not in ("bind", "alias")
-        or step.low
-        or step.verdict.op is Op.OPAQUE
-        or not cheap(step.eqn)
-    ):
+    if step.action not in ("bind", "alias") or step.low or step.verdict.op is Op.OPAQUE or not cheap(step.eqn):
         return False
     if not _floats(step):
         return step.eqn.primitive.name in _BESIDE
-    return all(slot in (FULL, RAW) for slot in step.reads) and all(
-        s is None or s.slot == FULL for s in step.outs
-    )
+    return all(slot in (FULL, RAW) for slot in step.reads) and all(s is None or s.slot == FULL for s in step.outs)
 
 
 def _works(step: Any) -> bool:

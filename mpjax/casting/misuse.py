@@ -16,7 +16,16 @@ from mpjax.policy import HALF_DTYPES, Policy
 
 
 class AutocastWarning(UserWarning):
-    """Autocast ran, but not to the use that was hoped for."""
+    """Autocast ran, but not to the use that was hoped for.
+
+    Example:
+        >>> import warnings, jax.numpy as jnp, mpjax
+        >>> with warnings.catch_warnings(record=True) as caught:
+        ...     warnings.simplefilter("always")
+        ...     _ = mpjax.autocast(jnp.exp)(jnp.ones(3))
+        >>> str(caught[0].message)
+        'autocast found no operation to run in float16: no matmul or convolution of float32 arrays...'
+    """
 
 
 def _warn(message: str, category: type[Warning] = AutocastWarning) -> None:

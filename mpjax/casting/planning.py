@@ -135,9 +135,7 @@ def plan(jaxpr: Any, in_states: tuple[State | None, ...], wanted: tuple[int, ...
 class Planner:
     """Goes through a program once, forwards; `enter` has the equations with programs inside."""
 
-    def __init__(
-        self, jaxpr: Any, in_states: Sequence[State | None], wanted: tuple[int, ...], setting: Setting
-    ):
+    def __init__(self, jaxpr: Any, in_states: Sequence[State | None], wanted: tuple[int, ...], setting: Setting):
         self.jaxpr, self.wanted, self.setting = jaxpr, wanted, setting
         self.flags, self.verdicts, _ = demand(jaxpr, wanted, setting)
         self.in_states = tuple(in_states)
@@ -158,9 +156,7 @@ class Planner:
             self._step(eqn, verdict) for eqn, verdict in zip(self.jaxpr.eqns, self.verdicts, strict=True)
         ]
         self.log = []
-        out_states = tuple(
-            self._out(v, flags) for v, flags in zip(self.jaxpr.outvars, self.wanted, strict=True)
-        )
+        out_states = tuple(self._out(v, flags) for v, flags in zip(self.jaxpr.outvars, self.wanted, strict=True))
         if self.setting.recompute and not self.trivial:
             steps = form(steps, self.states, self.log)
         jaxpr = self.jaxpr

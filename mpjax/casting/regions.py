@@ -78,6 +78,14 @@ def promote_function(fun: F) -> F:
     Parameters count as the float32 that they are, so a function of half activations and float32
     parameters runs in float32.
 
+    Example:
+        >>> import jax.numpy as jnp, mpjax
+        >>> scaled = mpjax.promote_function(lambda scale, x: scale * x)
+        >>> x = jnp.ones((4, 4))
+        >>> plan = mpjax.explain(lambda scale, x: jnp.sum(scaled(scale, x @ x) @ x), x, x)
+        >>> [(row.op, row.dtypes_in[0]) for row in plan.rows][:2]
+        [('dot_general', 'float16'), ('mul', 'float32')]
+
     Source: NVIDIA Apex, `apex.amp.promote_function`.
     """
     return _region(PROMOTE_REGION, fun)

@@ -66,7 +66,7 @@ def _kept(plan: Plan, key: Any, make: Any) -> Any:
         return make()
 
 
-def _jit(step: Step, operands: Sequence[Value], plan: Plan) -> Sequence[Value]:
+def _jit(step: Step, operands: Sequence[Value], plan: Plan, env: Any) -> Sequence[Value]:
     call: Call = step.inner
     params, jaxpr = step.eqn.params, call_jaxpr(step.eqn.params)
     arrays = hand_in(call.delivery, operands, plan.setting.half)
@@ -98,7 +98,7 @@ def _jit(step: Step, operands: Sequence[Value], plan: Plan) -> Sequence[Value]:
     return take(_kept(call.plan, key, make)(*arrays), call.plan.out_states)
 
 
-def _remat(step: Step, operands: Sequence[Value], plan: Plan) -> Sequence[Value]:
+def _remat(step: Step, operands: Sequence[Value], plan: Plan, env: Any) -> Sequence[Value]:
     call: Call = step.inner
     params, jaxpr = step.eqn.params, call_jaxpr(step.eqn.params)
     arrays = hand_in(call.delivery, operands, plan.setting.half)
@@ -111,14 +111,12 @@ def _remat(step: Step, operands: Sequence[Value], plan: Plan) -> Sequence[Value]
     key = ("remat", call.delivery, params["prevent_cse"], params["policy"])
 
     def make() -> Any:
-        return jax.checkpoint(
-            program_of(call, jaxpr), prevent_cse=params["prevent_cse"], policy=params["policy"]
-        )
+        return jax.checkpoint(program_of(call, jaxpr), prevent_cse=params["prevent_cse"], policy=params["policy"])
 
     return take(_kept(call.plan, key, make)(*arrays), call.plan.out_states)
 
 
-def _cond(step: Step, operands: Sequence[Value], plan: Plan) -> Sequence[Value]:
+def _cond(step: Step, operands: Sequence[Value], plan: Plan, env: Any) -> Sequence[Value]:
     inner: Branches = step.inner
     index, *arrays = hand_in(inner.delivery, operands, plan.setting.half)
 
@@ -161,13 +159,12 @@ def _invariant(value: Value, mask: int, half: Any) -> Any:
     return lambda: [full, _lend(full, low)]
 
 
-def _scan(step: Step, operands: Sequence[Value], plan: Plan) -> Sequence[Value]:
+def _scan(step: Step, operands: Sequence[Value], plan: Plan, env: Any) -> Sequence[Value]:
     loop: Loop = step.inner
     body, params, half = loop.body, step.eqn.params, plan.setting.half
     split = loop.num_consts + len(loop.carry)
     consts = [
-        _invariant(value, mask, half)
-        for value, mask in zip(operands[: loop.num_consts], body.in_reads, strict=False)
+        _invariant(value, mask, half) for value, mask in zip(operands[: loop.num_consts], body.in_reads, strict=False)
     ]
     carried = operands[loop.num_consts : split]
     init = [array_of(v, slot_of(state), half) for v, state in zip(carried, loop.carry, strict=True)]
@@ -180,13 +177,11 @@ def _scan(step: Step, operands: Sequence[Value], plan: Plan) -> Sequence[Value]:
         outs = hand_out(body, run_closed(body, params["jaxpr"], values), (*loop.carry, *ys_states))
         return outs[: len(loop.carry)], outs[len(loop.carry) :]
 
-    carry, ys = lax.scan(
-        turn, init, xs, length=params["length"], reverse=params["reverse"], unroll=params["unroll"]
-    )
+    carry, ys = lax.scan(turn, init, xs, length=params["length"], reverse=params["reverse"], unroll=params["unroll"])
     return take([*carry, *ys], step.outs)
 
 
-def _while(step: Step, operands: Sequence[Value], plan: Plan) -> Sequence[Value]:
+def _while(step: Step, operands: Sequence[Value], plan: Plan, env: Any) -> Sequence[Value]:
     loop: Loop = step.inner
     body, condition, params, half = loop.body, loop.condition, step.eqn.params, plan.setting.half
     assert condition is not None
@@ -220,7 +215,7 @@ def _while(step: Step, operands: Sequence[Value], plan: Plan) -> Sequence[Value]
     return take(lax.while_loop(lambda carry: unfinished(carry).any(), masked_turn, init), step.outs)
 
 
-def _shard_map(step: Step, operands: Sequence[Value], plan: Plan) -> Sequence[Value]:
+def _shard_map(step: Step, operands: Sequence[Value], plan: Plan, env: Any) -> Sequence[Value]:
     call: Call = step.inner
     params = step.eqn.params
     in_specs, out_specs = versions.shard_map_specs(params)

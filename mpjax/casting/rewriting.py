@@ -27,7 +27,7 @@ from mpjax.casting.states import FULL, LOW, RAW
 Value = Any
 
 # How equations with programs inside are re-issued; `reissuing` and `custom_rules` fill it in.
-REISSUE: dict[str, Callable[[Step, Sequence[Any], Plan], Sequence[Value]]] = {}
+REISSUE: dict[str, Callable[[Step, Sequence[Any], Plan, dict[Any, Value]], Sequence[Value]]] = {}
 
 
 def run(plan: Plan, consts: Sequence[Any], values: Sequence[Value]) -> list[Value]:
@@ -68,7 +68,7 @@ def _carry_out(steps: Sequence[Step | Island], env: dict[Any, Value], plan: Plan
                 outs = _bind(step, env, half)
             else:
                 operands = [_operand(v, env) for v in eqn.invars]
-                outs = REISSUE[step.action](step, operands, plan)
+                outs = REISSUE[step.action](step, operands, plan, env)
         env.update(zip(eqn.outvars, outs, strict=True))
 
 
@@ -84,7 +84,9 @@ def _recomputed(island: Island, env: dict[Any, Value], plan: Plan) -> None:
         return tuple(array_of(inside[v], slot, half) for v, slot in island.outs)
 
     arrays = [_strong(array_of(env[v], slot, half)) for v, slot in island.ins]
-    outs = jax.checkpoint(body)(*arrays)
+    # The barrier against sharing values with the forward pass is only in the way of fusion in a scan,
+    # whose two passes are two loops.
+    outs = jax.checkpoint(body, prevent_cse=not plan.setting.looped)(*arrays)
     for (v, slot), array in zip(island.outs, outs, strict=True):
         if slot != RAW and v in env:
             env[v][slot] = array

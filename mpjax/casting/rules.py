@@ -22,7 +22,16 @@ _VARIABLES = {name: f"MPJAX_{name.upper()}LIST_ADD" for name, _ in _LISTS}
 
 
 class UnusedRuleWarning(UserWarning):
-    """An entry of a `Rules` list matched no operation of the program."""
+    """An entry of a `Rules` list matched no operation of the program.
+
+    Example:
+        >>> import warnings, jax.numpy as jnp, mpjax
+        >>> with warnings.catch_warnings(record=True) as caught:
+        ...     warnings.simplefilter("always")
+        ...     _ = mpjax.autocast(jnp.dot, rules=Rules(deny=["*/head"]))(jnp.eye(2), jnp.eye(2))
+        >>> str(caught[0].message)
+        "Rules(deny=...): '*/head' matched no operation of this program; mend or remove it..."
+    """
 
 
 @dataclasses.dataclass(frozen=True)

@@ -206,8 +206,6 @@ def planned_call(fun: Callable[..., Any], args: Any, kwargs: Any) -> Plan:
     inner, policy, rules = getattr(fun, "__mpjax_autocast__", (fun, get_policy("mixed_float16"), None))
     setting = setting_of(policy, rules)
     if setting is None:
-        raise ValueError(
-            f"explain: the policy {policy} computes in {policy.compute_dtype}, so autocast has no plan."
-        )
+        raise ValueError(f"explain: the policy {policy} computes in {policy.compute_dtype}, so autocast has no plan.")
     call, args, kwargs, _ = _functional(inner, args, kwargs)
     return plan_program(trace(call, args, kwargs), setting)

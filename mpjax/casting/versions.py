@@ -40,9 +40,10 @@ def trace(fun: Callable[..., Any], *args: Any) -> Any:
     return jax.make_jaxpr(lambda *args: fun(*args))(*args)
 
 
-def tracing_context() -> Any:
-    """What tells one trace from another: it is the same as long as the same tracers are alive."""
-    return jex.get_opaque_trace_state()
+def variable_of(tracer: Any) -> Any:
+    """The variable that a tracer of a jaxpr stands for; None for any other value."""
+    value = getattr(tracer, "val", None) if isinstance(tracer, jax.core.Tracer) else None
+    return value if isinstance(value, Var) else None
 
 
 def scan_split(params: dict[str, Any]) -> tuple[int, int]:

@@ -1,0 +1,213 @@
+"""Transformations outside and inside, and derivative rules of every form: one small program a point."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import mpjax
+from tests import measures
+
+W = jax.random.normal(jax.random.key(0), (8, 8)) / 8**0.5
+X = jax.random.normal(jax.random.key(1), (4, 8))
+
+
+def model(w, x):
+    return jnp.mean(jax.nn.softmax(jax.nn.gelu(x @ w)) @ w * jnp.sin(x @ w))
+
+
+def close(found, expected, tolerance=5e-3):
+    assert measures.relative_error(found, expected) < tolerance
+
+
+def test_forward_mode_and_linearize():
+    cast = mpjax.autocast(model)
+    tangents = (jnp.ones_like(W), jnp.ones_like(X))
+    close(jax.jvp(cast, (W, X), tangents), jax.jvp(model, (W, X), tangents))
+    close(jax.linearize(cast, W, X)[1](*tangents), jax.linearize(model, W, X)[1](*tangents))
+
+
+def test_second_derivatives():
+    def along(fun):
+        return jax.grad(lambda w: jnp.vdot(jax.grad(fun)(w, X), W))(W)
+
+    close(along(mpjax.autocast(model)), along(model), 2e-2)
+
+
+def test_autocast_of_a_jvp_and_of_a_hessian_vector_product():
+    def product(w, x):
+        return jax.jvp(jax.grad(lambda w: model(w, x)), (w,), (jnp.ones_like(w),))[1]
+
+    cast = mpjax.autocast(product)
+    assert measures.half_share(lambda *args: cast(*args), W, X) == 1.0
+    close(cast(W, X), product(W, X), 2e-2)
+
+
+def test_collective_over_a_vmapped_axis():
+    def fun(w, x):
+        y = x @ w
+        return jnp.sum((y - lax.pmean(y, "batch")) @ w)
+
+    def batched(fun):
+        return jax.vmap(fun, (None, 0), axis_name="batch")(W, jnp.stack([X, 2 * X]))
+
+    # The sums cancel to a hundredth of their parts.
+    close(batched(mpjax.autocast(fun)), batched(fun), 2e-2)
+
+
+def test_per_example_gradients():
+    cast, plain = (jax.vmap(jax.grad(f), (None, 0)) for f in (mpjax.autocast(model), model))
+    close(cast(W, jnp.stack([X, X + 1])), plain(W, jnp.stack([X, X + 1])))
+
+
+@pytest.mark.parametrize("symbolic", [False, True])
+def test_custom_vjp_with_an_integer_a_missing_and_a_symbolic_cotangent(symbolic):
+    @jax.custom_vjp
+    def layer(x, w, power, unused):
+        return x @ w * power, unused * 2
+
+    def fwd(x, w, power, unused):
+        if symbolic:
+            x, w, power, unused = (arg.value for arg in (x, w, power, unused))
+        return (x @ w * power, unused * 2), (x, w, power)
+
+    def bwd(kept, cts):
+        x, w, _ = kept
+        ct = cts[0]
+        if symbolic:
+            assert type(cts[1]) is jax.custom_derivatives.SymbolicZero
+        assert x.dtype == w.dtype == ct.dtype == jnp.float32
+        return 3.0 * ct @ w.T, x.T @ ct, None, None
+
+    layer.defvjp(fwd, bwd, symbolic_zeros=symbolic)
+
+    def loss(w, x):
+        return jnp.sum(layer(jnp.tanh(x @ w), w, 2, x)[0] @ w)
+
+    cast = mpjax.autocast(loss)
+    close(jax.grad(cast)(W, X), jax.grad(loss)(W, X))
+    assert measures.half_share(jax.grad(lambda *args: cast(*args)), W, X) == 1.0
+
+
+@pytest.mark.parametrize("symbolic", [False, True])
+def test_custom_jvp_with_an_integer_and_a_symbolic_tangent(symbolic):
+    @jax.custom_jvp
+    def layer(x, w, power):
+        return x @ w * power
+
+    def rule(primals, tangents):
+        x, w, power = primals
+        dx, dw, _ = tangents
+        if symbolic:
+            assert type(dw) is jax.custom_derivatives.SymbolicZero
+            return layer(x, w, power), 5.0 * dx @ w
+        return layer(x, w, power), 5.0 * dx @ w + x @ dw
+
+    layer.defjvp(rule, symbolic_zeros=symbolic)
+
+    def loss(w, x):
+        return jnp.sum(layer(x @ w, lax.stop_gradient(w) if symbolic else w, 3) @ w)
+
+    if symbolic:  # a constant has the tangent that is known to be zero
+        constant = jnp.asarray(np.eye(8, dtype=np.float32))
+        loss = lambda w, x: jnp.sum(layer(x @ w, constant, 3) @ w)
+    cast = mpjax.autocast(loss)
+    close(jax.grad(cast)(W, X), jax.grad(loss)(W, X))
+    assert measures.half_share(jax.grad(lambda *args: cast(*args)), W, X) == 1.0
+
+
+def test_custom_vjp_over_a_value_of_the_function_around_it():
+    def loss(w, x):
+        scale = lax.stop_gradient(jnp.max(x))
+
+        @jax.custom_vjp
+        def scaled(x):
+            return x * scale
+
+        scaled.defvjp(lambda x: (x * scale, scale), lambda scale, ct: (ct * scale * 2,))
+        return jnp.sum(scaled(x @ w) @ w)
+
+    close(jax.grad(mpjax.autocast(loss))(W, X), jax.grad(loss)(W, X))
+
+
+def test_rule_is_kept_under_vmap_remat_and_scan():
+    @jax.custom_vjp
+    def wrong(x):
+        return jnp.tanh(x)
+
+    wrong.defvjp(lambda x: (jnp.tanh(x), x), lambda x, ct: (7.0 * ct,))
+
+    def loss(w, x):
+        block = jax.checkpoint(lambda h, _: (wrong(h @ w), None))
+        return jnp.sum(jax.vmap(lambda x: lax.scan(block, x, None, length=2)[0])(x))
+
+    close(jax.grad(mpjax.autocast(loss))(W, X), jax.grad(loss)(W, X))
+
+
+def test_while_loop_with_a_matmul_under_vmap():
+    def fun(w, x):
+        def turn(state):
+            n, x = state
+            return n + 1, jnp.tanh(x @ w)
+
+        return lax.while_loop(lambda state: (state[0] < 5) & (jnp.max(state[1]) > 0.1), turn, (0, x))
+
+    args = (W, jnp.stack([X, 0.001 * X]))
+    found, expected = (jax.vmap(f, (None, 0))(*args) for f in (mpjax.autocast(fun), fun))
+    np.testing.assert_array_equal(found[0], expected[0])
+    close(found[1], expected[1])
+
+
+def test_branches_of_different_precision_agree():
+    def fun(flag, w, x):
+        y = x @ w
+        y = lax.cond(flag, lambda y: jax.nn.softmax(y), lambda y: jnp.abs(y), y)
+        return jnp.sum(lax.switch(2, [lambda y: y, jnp.exp, lambda y: y @ w], y) @ w)
+
+    for flag in (True, False):
+        args = jnp.array(flag), W, X
+        close(mpjax.autocast(fun)(*args), fun(*args))
+        close(jax.grad(mpjax.autocast(fun), 1)(*args), jax.grad(fun, 1)(*args))
+
+
+def test_vmapped_branch_and_reverse_scan():
+    def fun(flags, w, xs):
+        def turn(h, x):
+            return jax.vmap(lambda f, h: lax.cond(f, lambda h: h @ w, jnp.exp, h))(flags, jnp.tanh(h + x)), h
+
+        h, hs = lax.scan(turn, jnp.zeros((4, 8)), xs, reverse=True, unroll=2)
+        return jnp.sum(h) + jnp.sum(hs**2)
+
+    args = jnp.array([True, False, True, True]), W, jnp.stack([X, X, X, X])
+    close(jax.grad(mpjax.autocast(fun), 1)(*args), jax.grad(fun, 1)(*args), 1e-2)
+
+
+def test_donated_argument_of_an_eager_inner_jit_may_be_gone_but_gives_no_wrong_number():
+    layer = jax.jit(lambda w, x: x @ w, donate_argnums=1)
+
+    def fun(w, x):
+        return jnp.sum(layer(w, x * 1.0))
+
+    close(mpjax.autocast(fun)(W, X), fun(W, X))
+
+
+def test_value_and_gradient_are_float32_for_each_dtype_of_half():
+    for policy in ("mixed_float16", "mixed_bfloat16"):
+        value, grads = jax.jit(jax.value_and_grad(mpjax.autocast(model, policy)))(W, X)
+        assert value.dtype == grads.dtype == jnp.float32
+
+
+def test_methods_partials_and_closures_over_tracers():
+    class Net:
+        def loss(self, w, x):
+            return model(w, x)
+
+    close(mpjax.autocast(Net().loss)(W, X), model(W, X), 1e-2)
+    close(mpjax.autocast(functools.partial(model, W))(X), model(W, X), 1e-2)
+    outer = jax.jit(jax.grad(lambda w: mpjax.autocast(lambda x: model(w, x))(X)))
+    close(outer(W), jax.grad(model)(W, X))
