@@ -14,7 +14,9 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -73,6 +75,8 @@ def attributes_inside(kind: Kind, dtype: np.dtype, given: dict[str, Any]) -> dic
         inside["promote_dtype"] = functools.partial(_promote_all_but_bias, given["promote_dtype"])
     if dtype in HALF_DTYPES and given.get("attention_fn") is nnx.dot_product_attention:
         inside["attention_fn"] = _attend_in_half
+    if given.get("force_fp32_for_softmax") and given.get("attention_fn") is nn.dot_product_attention:
+        inside["attention_fn"] = _attend_after_float32_softmax
     return {name: value for name, value in inside.items() if name in given}
 
 
@@ -100,6 +104,26 @@ def _attend_in_half(*args: Any, module: Any = None, **kwargs: Any) -> Any:
     recorder: Any = module or _Unrecorded()
     attend: Callable[..., Any] = nnx.dot_product_attention
     return attend(*args, module=recorder, **kwargs)
+
+
+@functools.wraps(nn.dot_product_attention)  # its signature: Flax passes on what it finds in it
+def _attend_after_float32_softmax(
+    *args: Any, precision: Any = None, einsum_dot_general: Any = None, **kwargs: Any
+) -> Any:
+    """Linen's attention with `force_fp32_for_softmax`, whose float32 weights go to half before they meet the values.
+
+    Flax leaves them in float32, which takes that matmul, and two of the backward pass, off the Tensor Cores.
+    """
+    einsum = functools.partial(jnp.einsum, precision=precision, _dot_general=einsum_dot_general or jax.lax.dot_general)
+    scores = kwargs.pop("qk_attn_weights_einsum", None) or einsum
+    values = kwargs.pop("attn_weights_value_einsum", None) or einsum
+    attend: Callable[..., Any] = nn.dot_product_attention
+    return attend(
+        *args,
+        qk_attn_weights_einsum=scores,
+        attn_weights_value_einsum=lambda spec, weights, value: values(spec, weights.astype(value.dtype), value),
+        **kwargs,
+    )
 
 
 class _Unrecorded:

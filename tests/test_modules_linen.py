@@ -278,3 +278,17 @@ def test_no_warning_for_the_patterns_of_a_level():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         mpjax.with_policy(MLP(), "O2").init(jax.random.key(0), jnp.ones((1, 8)))
+
+
+@pytest.mark.parametrize("half", ["float16", "bfloat16"])
+def test_attention_with_a_float32_softmax_multiplies_in_half_all_the_same(half):
+    model = nn.MultiHeadDotProductAttention(num_heads=2, force_fp32_for_softmax=True)
+    x = jax.random.normal(jax.random.key(1), (2, 8, 16))
+    params = model.init(jax.random.key(0), x)
+    policied = mpjax.with_policy(model, mpjax.Policy("float32", half, "float32"))
+    gradient = jax.value_and_grad(lambda p: jnp.mean(policied.apply(p, x) ** 2))
+    assert half_share(gradient, params) == 1.0
+    exponentials = [e for e in equations(jax.make_jaxpr(gradient)(params)) if e.name == "exp"]
+    assert exponentials
+    assert all(e.in_dtypes == (jnp.dtype("float32"),) for e in exponentials)
+    np.testing.assert_allclose(policied.apply(params, x), model.apply(params, x), atol=8 * float(jnp.finfo(half).eps))
