@@ -209,11 +209,6 @@ def gradient_error(name: str, caster: Caster, dtype: str) -> float:
     return measures.relative_error(found, _reference(name)[1])
 
 
-def handwritten_gradient_error(name: str, dtype: str) -> float:
-    """`gradient_error` of the form that a person wrote for this dtype."""
-    return gradient_error(name, lambda fun, policy: REGISTRY[name].handwritten(jnp.dtype(dtype)), dtype)
-
-
 def rounding_error(name: str, dtype: str) -> float:
     """The relative error that merely rounding the params and the batch to half makes."""
     program, (_, params, batch) = REGISTRY[name], concrete(name)
