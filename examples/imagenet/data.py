@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -33,7 +34,7 @@ class Augmentation(NamedTuple):
     epoch: int
 
 
-class Dataset:
+class Dataset(abc.ABC):
     """Labelled images; `load` is called from another thread."""
 
     name: str
@@ -47,12 +48,12 @@ class Dataset:
         """Images met so far that could not be read, and were skipped."""
         return 0
 
-    def __len__(self) -> int:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def __len__(self) -> int: ...
 
+    @abc.abstractmethod
     def load(self, indices: np.ndarray, augmentation: Augmentation | None) -> Batch:
         """The images at `indices`, changed at random where there is an `augmentation`."""
-        raise NotImplementedError
 
 
 class Digits(Dataset):

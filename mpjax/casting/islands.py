@@ -25,17 +25,17 @@ _DEAR = frozenset(
     all_gather_invariant all_to_all ppermute pmax pmin pvary pbroadcast optimization_barrier name
     scatter scatter-add scatter-mul scatter-min scatter-max scatter_add gather cumsum cumprod
     cumlogsumexp cummax cummin device_put regularized_incomplete_beta igamma igammac igamma_grad_a
-    """.split()  # noqa: SIM905
+    """.split()
 )
 _LINEAR = frozenset(
     """add add_any sub neg reduce_sum broadcast_in_dim convert_element_type select_n reshape transpose
     squeeze slice dynamic_slice rev concatenate pad copy stop_gradient reduce_window_sum sign round
     floor ceil
-    """.split()  # noqa: SIM905
+    """.split()
 )
 _CALLS = frozenset({"jit", "pjit", "custom_jvp_call", "closed_call"})
 # Integers and masks that an island needs may be made in it.
-_BESIDE = frozenset("iota eq ne lt le gt ge and or not xor is_finite broadcast_in_dim reshape".split())  # noqa: SIM905
+_BESIDE = frozenset("iota eq ne lt le gt ge and or not xor is_finite broadcast_in_dim reshape".split())
 
 
 @dataclasses.dataclass(slots=True)

@@ -37,7 +37,7 @@ DENY = frozenset(
     select_and_scatter_add select_and_gather_add symmetric_product fft lu qr geqrf ormqr
     householder_product eig eigh svd schur hessenberg cholesky cholesky_update tridiagonal
     tridiagonal_solve triangular_solve reduce_precision bitcast_convert_type real imag complex conj
-    """.split()  # noqa: SIM905
+    """.split()
 )
 
 # Small whole powers are products of the input with itself and no wider than `mul`.
@@ -47,7 +47,7 @@ WIDE = frozenset(
     """broadcast_in_dim gather reduce_max reduce_min reduce_window_sum cummax cummin sort top_k
     approx_top_k scatter scatter-max scatter-min scatter_max scatter_min all_gather all_gather_invariant
     all_gather_reduced pvary pbroadcast pmax pmin div tile
-    """.split()  # noqa: SIM905
+    """.split()
 )
 
 MOVE = frozenset(
@@ -55,21 +55,21 @@ MOVE = frozenset(
     device_put expand_dims ppermute all_to_all split reshard relayout layout_constraint
     optimization_barrier reduced_vary_cast reduced_vary_cast_p vary_unreduced_cast vary_unreduced_cast_p
     with_memory_space_constraint unstack pin unpin reduce_window_max reduce_window_min
-    """.split()  # noqa: SIM905
+    """.split()
 )
 
 INFER = frozenset(
     """add add_any sub mul neg abs sign max min clamp select_n rem round floor ceil square logistic tanh
     concatenate pad dynamic_update_slice stack one_minus_square tie iota empty empty2
-    """.split()  # noqa: SIM905
+    """.split()
 )
 
-READ = frozenset("eq ne lt le gt ge eq_to lt_to le_to argmax argmin is_finite".split())  # noqa: SIM905
+READ = frozenset("eq ne lt le gt ge eq_to lt_to le_to argmax argmin is_finite".split())
 
 ENTER = frozenset(
     """jit pjit closed_call call core_call remat2 checkpoint scan while cond custom_jvp_call
     custom_vjp_call shard_map
-    """.split()  # noqa: SIM905
+    """.split()
 )
 
 # Join arrays without arithmetic: where only half is read of the result, casting before is casting after.
@@ -81,7 +81,7 @@ SATURATING = frozenset({"tanh", "logistic"})
 
 # Elementwise operations of several operands, which JAX lets mix arrays with scalars: the derivative
 # with respect to the scalar is a sum over the array.
-ELEMENTWISE = frozenset("add add_any sub mul div max min rem clamp select_n atan2 pow nextafter".split())  # noqa: SIM905
+ELEMENTWISE = frozenset("add add_any sub mul div max min rem clamp select_n atan2 pow nextafter".split())
 
 DEFAULTS: dict[str, Op] = {
     **dict.fromkeys(ALLOW, Op.ALLOW),
@@ -100,5 +100,5 @@ NEVER_HALF = frozenset(
     tridiagonal tridiagonal_solve triangular_solve reduce_precision bitcast_convert_type real imag
     complex conj random_gamma random_gamma_grad regularized_incomplete_beta igamma igammac igamma_grad_a
     zeta polygamma nextafter pvary pbroadcast polynomial
-    """.split()  # noqa: SIM905
+    """.split()
 )
