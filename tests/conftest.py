@@ -1,4 +1,4 @@
-"""Test session set-up: four CPU devices, a GPU marker, names for doctests."""
+"""Set-up of the tests: four CPU devices, quick compilation, a GPU marker."""
 
 import os
 
