@@ -46,7 +46,7 @@ def casters(name: str) -> dict[str, harness.Caster]:
 
 
 def counts(name: str, caster: harness.Caster, dtype: str) -> Row:
-    """Operations, bytes accessed, FLOPs and temporary bytes of the compiled gradient, as XLA counts them."""
+    """What XLA counts of the compiled gradient, and the bytes that its backward pass keeps."""
     fun, args = harness.gradient_function(name, caster, dtype)
     with REGISTRY[name].context():
         compiled: Any = jax.jit(fun, compiler_options=harness.COMPILE_FAST).lower(*args).compile()
@@ -55,6 +55,7 @@ def counts(name: str, caster: harness.Caster, dtype: str) -> Row:
     row["bytes"] = cost.get("bytes accessed", float("nan"))
     row["flops"] = cost.get("flops", float("nan"))
     row["temporary_bytes"] = compiled.memory_analysis().temp_size_in_bytes
+    row["residual_bytes"] = harness.residuals(name, caster, dtype)
     return row
 
 
@@ -79,9 +80,12 @@ def main() -> None:
 
 def summary(results: dict[str, dict[str, Row]]) -> str:
     """A Markdown table: for each form the medians over programs of its ratios to the hand-written one."""
-    kinds = ["matmuls", "converts", "bytes", "flops", "temporary_bytes"]
+    kinds = ["matmuls", "converts", "bytes", "flops", "temporary_bytes", "residual_bytes"]
     header = " | ".join(kind.replace("_", " ") for kind in kinds)
-    lines = [f"| median of ratios to hand-written, {len(results)} programs | {header} |", "|---" * 6 + "|"]
+    lines = [
+        f"| median of ratios to hand-written, {len(results)} programs | {header} |",
+        "|---" * (len(kinds) + 1) + "|",
+    ]
     for form in dict.fromkeys(form for rows in results.values() for form in rows):
         ratios = [
             [rows[form][kind] / rows["hand-written"][kind] for rows in results.values() if rows["hand-written"][kind]]

@@ -94,7 +94,7 @@ class Rules:
         for name, _ in _LISTS:
             kept = tuple(entry for entry in getattr(self, name) if entry not in moved)
             changed[name] = kept + _entries(f"Rules.add({name}=...)", lists.get(name, ()))
-        return dataclasses.replace(self, **changed)  # type: ignore[arg-type]
+        return dataclasses.replace(self, allow=changed["allow"], deny=changed["deny"], infer=changed["infer"])
 
     def list_of(self, primitive: str) -> str:
         """The list that a primitive is in, by name alone: `"allow"`, `"deny"`, `"infer"` or `"opaque"`.

@@ -8,7 +8,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 import numpy as np
@@ -184,8 +184,8 @@ def autocast(fun: F, policy: Any = "mixed_float16", *, rules: Rules | None = Non
         with jax.named_scope(MARK + OFF_REGION) if nesting.tracing else contextlib.nullcontext():
             return finish(run_program(program, plan))
 
-    wrapped.__mpjax_autocast__ = (fun, policy, rules)  # type: ignore[attr-defined]
-    return wrapped  # type: ignore[return-value]
+    vars(wrapped)["__mpjax_autocast__"] = (fun, policy, rules)  # for `explain`
+    return cast(F, wrapped)
 
 
 def _functional(fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any, Any, Any]:

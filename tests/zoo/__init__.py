@@ -4,7 +4,7 @@ Tests and benchmarks go over `REGISTRY`; a new program is one function under `@p
 file of its family.
 """
 
-from . import libraries, linen, loops, nnx, parallel, plain, rules, sequences, sides  # noqa: F401
+from . import libraries, linen, loops, nnx, parallel, plain, rules, sequences, sides  # noqa: F401 (importing them fills the registry)
 from .program import REGISTRY, Program
 
 __all__ = ["REGISTRY", "Program"]
