@@ -6,6 +6,7 @@ Nothing else in `mpjax` imports `jax._src` or asks for a version.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -134,9 +135,13 @@ class EquationContext:
         self._source.__exit__(*exception)
 
 
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+
+
 def source_line(eqn: Any) -> str:
-    """The user's line that an equation comes from, as `file.py:12`; empty if unknown."""
-    frame = source_info_util.user_frame(eqn.source_info.traceback)
+    """The user's line that an equation comes from, not one of mpjax, as `file.py:12`; empty if unknown."""
+    frames = source_info_util.user_frames(eqn.source_info.traceback)
+    frame = next((frame for frame in frames if not frame.file_name.startswith(_PACKAGE)), None)
     return f"{frame.file_name.rsplit('/', 1)[-1]}:{frame.start_line}" if frame else ""
 
 
@@ -155,6 +160,12 @@ def with_weak_type(x: Any, aval: Any) -> Any:
     if not aval.weak_type or jax.typeof(x).weak_type:
         return x
     return _convert_element_type(x, aval.dtype, weak_type=True)
+
+
+def vary(x: Any, axes: tuple[Any, ...]) -> Any:
+    """Lets an array differ along axes of a mesh, in a `shard_map` that keeps account of it."""
+    missing = tuple(axis for axis in axes if axis not in jax.typeof(x).vma)
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
 def is_shaped(aval: Any) -> bool:
