@@ -1,0 +1,269 @@
+"""`profile`: where a step's time goes: input pipeline, dispatch, device; on the device, by kernel and module."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+
+from mpjax.inspection import hlo, kernels, traces
+from mpjax.inspection.advice import Advice, advise
+from mpjax.inspection.kernels import Kernel, Split
+from mpjax.inspection.reports import Report, Section
+from mpjax.inspection.stepping import Stepper, seconds_per_step
+
+
+@dataclasses.dataclass(frozen=True)
+class ProfileReport(Report):
+    """Where the time of a step goes: attributes for programs, `print` for people, `to_json` and `to_html`.
+
+    Args:
+        device: what it ran on, as `NVIDIA H100 80GB HBM3` or `cpu`.
+        steps: how many steps were measured.
+        step_seconds: wall time of a step in a running loop, measured without the profiler.
+        alone_seconds: wall time of a step that is waited for, from fetching its batch to its results.
+        compile_seconds: tracing and compiling, once.
+        traced_seconds: wall time of a step while the profiler ran; shares and kernels are of these steps.
+        split: the seconds of a traced step on the device, in the input pipeline and in dispatch.
+        kernels: device time by kernel and instruction, the longest first.
+        gpu: whether the kernels are a GPU's.
+        advice: what to do, the greatest gain first.
+        notes: what to know when reading the figures.
+    """
+
+    device: str
+    steps: int
+    step_seconds: float
+    alone_seconds: float
+    compile_seconds: float
+    split: Split
+    kernels: tuple[Kernel, ...]
+    gpu: bool
+    advice: tuple[Advice, ...]
+    notes: tuple[str, ...]
+
+    title = "profile"
+
+    @property
+    def traced_seconds(self) -> float:
+        """Wall time of a step while the profiler ran."""
+        return self.split.wall
+
+    @property
+    def input_share(self) -> float:
+        """The share of the step in which the device waits for a batch."""
+        return self.split.input / self.split.wall
+
+    @property
+    def dispatch_share(self) -> float:
+        """The share of the step in which the device waits for the host to enqueue or launch."""
+        return self.split.dispatch / self.split.wall
+
+    @property
+    def device_share(self) -> float:
+        """The share of the step in which the device works."""
+        return self.split.device / self.split.wall
+
+    @property
+    def kernel_seconds(self) -> float:
+        """The times of all kernels of a step together; more than the device's where they overlap."""
+        return sum(kernel.seconds for kernel in self.kernels)
+
+    @property
+    def tensor_core_share(self) -> float | None:
+        """The share of the kernels' time in kernels that use Tensor Cores; None without a GPU's kernels."""
+        if not self.gpu:
+            return None
+        return self._part(kernel for kernel in self.kernels if kernel.tensor_cores)
+
+    @property
+    def eligible(self) -> tuple[Kernel, ...]:
+        """Matmuls, convolutions and attention that do not use Tensor Cores, the longest first; empty without a GPU."""
+        return tuple(kernel for kernel in self.kernels if kernel.eligible and kernel.tensor_cores is False)
+
+    def modules(self) -> dict[str, tuple[float, float]]:
+        """Seconds of a step by module path, forward and backward; the longest first. `""` is outside of modules."""
+        times: dict[str, list[float]] = {}
+        for kernel in self.kernels:
+            times.setdefault(kernel.module, [0.0, 0.0])[kernel.backward] += kernel.seconds
+        return {name: (f, b) for name, (f, b) in sorted(times.items(), key=lambda item: -sum(item[1]))}
+
+    def _part(self, chosen: Iterable[Kernel]) -> float:
+        total = self.kernel_seconds
+        return sum(kernel.seconds for kernel in chosen) / total if total else 0.0
+
+    def sections(self) -> list[Section]:
+        """The report for people."""
+        found = [self._summary(), self._by_module(), self._by_kernel()]
+        if self.gpu:
+            found.append(self._off_tensor_cores())
+        lines = [f"{i}. {advice}" for i, advice in enumerate(self.advice, 1)]
+        lines = lines or [f"nothing stands out: the device is busy {self.device_share:.0%} of the step"]
+        return [*found, Section("advice, by the share of the step that it is about", "\n".join(lines))]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report for programs."""
+        shares = {name: getattr(self, name) for name in ("input_share", "dispatch_share", "device_share")}
+        skipped = ("kernels", "advice", "split", "notes")
+        return {
+            **{f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in skipped},
+            "traced_seconds": self.traced_seconds,
+            **shares,
+            "tensor_core_share": self.tensor_core_share,
+            "modules": {name: {"forward": f, "backward": b} for name, (f, b) in self.modules().items()},
+            "kernels": [dataclasses.asdict(kernel) for kernel in self.kernels],
+            "advice": [{"text": advice.text, "share": advice.share} for advice in self.advice],
+            "notes": list(self.notes),
+        }
+
+    def _summary(self) -> Section:
+        parts = (("device", self.split.device), ("input pipeline", self.split.input), ("dispatch", self.split.dispatch))
+        rows = [(name, milli(seconds), f"{seconds / self.split.wall:.1%}") for name, seconds in parts]
+        text = [
+            f"{milli(self.step_seconds)} a step ({milli(self.alone_seconds)} alone) on {self.device}, over "
+            f"{self.steps} steps; compiled in {self.compile_seconds:.1f} s",
+            f"{milli(self.traced_seconds)} a step while traced: what follows is of these",
+        ]
+        if self.tensor_core_share is not None:
+            text.append(f"Tensor Cores: {self.tensor_core_share:.1%} of the kernels' time")
+        return Section("time of a step", "\n".join([*text, *self.notes]), ("", "time", "share"), rows, right={1, 2})
+
+    def _by_module(self) -> Section:
+        rows = [
+            (name or "-", milli(forward), milli(backward), f"{(forward + backward) / self.kernel_seconds:.1%}")
+            for name, (forward, backward) in self.modules().items()
+        ]
+        return Section("device time by module", "", ("module", "forward", "backward", "share"), rows, right={1, 2, 3})
+
+    def _by_kernel(self) -> Section:
+        header = ["module", "line", "kind", "kernel", "calls", "time", "share"]
+        rows = [
+            [
+                kernel.module + (" ←" if kernel.backward else ""),
+                kernel.source,
+                f"{kernel.kind} {kernel.dtype}".strip(),
+                kernel.name,
+                f"{kernel.calls:.3g}",
+                milli(kernel.seconds),
+                f"{self._part([kernel]):.1%}",
+            ]
+            for kernel in self.kernels
+        ]
+        if self.gpu:
+            header.append("Tensor Cores")
+            marks = {True: "yes", False: "no", None: "?"}
+            rows = [
+                [*row, marks[kernel.tensor_cores] if kernel.eligible else "-"]
+                for row, kernel in zip(rows, self.kernels, strict=True)
+            ]
+        text = "← is the backward pass" if any(kernel.backward for kernel in self.kernels) else ""
+        return Section("device time by kernel", text, header, rows, right={4, 5, 6})
+
+    def _off_tensor_cores(self) -> Section:
+        rows = [(k.module or "-", k.source, k.kind, milli(k.seconds), k.why_not) for k in self.eligible]
+        text = "" if rows else "none: every matmul and convolution is on Tensor Cores"
+        return Section(
+            "eligible for Tensor Cores but not on them", text, ("module", "line", "kind", "time", "why"), rows, {3}
+        )
+
+
+def milli(seconds: float) -> str:
+    """A time for people: `12.3 ms`."""
+    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 or not seconds else f"{seconds * 1e6:.3g} µs"
+
+
+def profile(
+    step: Callable[..., Any],
+    *args: Any,
+    steps: int = 10,
+    batches: Iterable[Any] | None = None,
+    carry: int | None = None,
+) -> ProfileReport:
+    """Measures where the time of a training step, or of any function, goes.
+
+    The step is run in a loop like a training loop's: batches are fetched, steps enqueued, and nothing is waited
+    for but the end. Once without the profiler, for `step_seconds`, and once with it, for all the rest. Each instant of
+    the traced loop is counted once:
+
+        device     a kernel of the step is running (whatever the host does meanwhile is hidden, and costs nothing)
+        input      none is running, and the host is in next(batches), or data is on its way to the device
+        dispatch   none is running for any other reason: the host is enqueuing, or launches come too slowly
+
+    so the three shares add up to one. The loop begins one step early, so that a pipeline which loads ahead is seen
+    at work. Compiling and warming up are not in it.
+
+    Args:
+        step: a jitted function (`jax.jit`, `nnx.jit`, `eqx.filter_jit`). A plain one is put under `jax.jit`, and the
+            report says so.
+        args: its arguments, arrays. They stay valid where the step donates them: copies are passed.
+        steps: how many steps are measured, once with and once without the profiler.
+        batches: any iterable; `next(batches)` is then the last argument of each call, and its time is the input
+            pipeline's. A collection is read again from its start when it has ended.
+        carry: how many leading outputs replace the leading arguments in the next step, as `params, opt_state, loss =
+            step(params, opt_state, batch)` does for two. None: as many as have the same structure, shapes and dtypes.
+
+    Returns:
+        The report: `step_seconds`, `input_share`, `dispatch_share`, `device_share`, `kernels`, `tensor_core_share`,
+        `advice`.
+
+    Raises:
+        ValueError: `steps` is not positive, batches ended early, or a donated argument is not carried on.
+        TypeError: an argument is a `ShapeDtypeStruct`: the step has to run.
+
+    Example:
+        >>> import jax.numpy as jnp, mpjax
+        >>> step = jax.jit(lambda w, x: (w - 0.1 * x.T @ (x @ w), (x @ w).sum()))
+        >>> report = mpjax.profile(step, jnp.eye(64), batches=[jnp.ones((32, 64))] * 3, steps=3)
+        >>> abs(report.input_share + report.dispatch_share + report.device_share - 1) < 1e-6
+        True
+
+    The kernels are read from the trace of `jax.profiler`; what ties them to modules and lines is the metadata of the
+    compiled program. Which of them use Tensor Cores is told by their names (`mpjax/inspection/tensor_cores.py`).
+    """
+    if steps < 1:
+        raise ValueError(f"steps={steps}: must be 1 or more")
+    stepper = Stepper(step, args, batches, carry)
+    stepper.run(1)  # What only the first call after compilation does.
+    step_seconds, alone = seconds_per_step(stepper.run, steps)
+    with traces.tracing() as recorded:
+        stepper.run(steps + 1)
+    trace = recorded[0] if recorded else traces.Trace((), (), {}, False)
+    program = hlo.program_name(stepper.text)
+    events, start = kernels.after_first(kernels.of_program(trace, program), steps + 1)
+    split = kernels.split(trace, events, start, steps)
+    device = jax.devices()[0]
+    capability = getattr(device, "compute_capability", None)
+    instructions = hlo.instructions(stepper.text)
+    found = kernels.summed(events, instructions, steps, trace.gpu, float(capability) if capability else None)
+    return ProfileReport(
+        device=device.device_kind,
+        steps=steps,
+        step_seconds=step_seconds,
+        alone_seconds=alone,
+        compile_seconds=stepper.compile_seconds,
+        split=split,
+        kernels=found,
+        gpu=trace.gpu,
+        advice=advise(split, found, trace.gpu),
+        notes=tuple(_notes(stepper, trace, found)),
+    )
+
+
+def _notes(stepper: Stepper, trace: traces.Trace, found: Sequence[Kernel]) -> Iterable[str]:
+    if not stepper.jitted:
+        yield "the step was not jitted: it was profiled under jax.jit"
+    if stepper.carry:
+        yield f"carried on from step to step: the first {stepper.carry} of the step's arguments"
+    if not found:
+        yield "the trace has no kernels: the split is by the host's time, in which what overlaps can't be seen"
+    elif not trace.gpu:
+        yield "no GPU: kernels are those of the CPU, which has no Tensor Cores"
+    total = sum(kernel.seconds for kernel in found)
+    lost = sum(kernel.seconds for kernel in found if not kernel.op)
+    if trace.gpu and lost > 0.05 * total:
+        yield (
+            f"{lost / total:.0%} of the kernels' time has no instruction: CUDA graphs hide it from the profiler. "
+            "XLA_FLAGS=--xla_gpu_enable_command_buffer= turns them off, and every kernel has its module"
+        )
