@@ -1,8 +1,8 @@
 """mpjax: mixed precision training for JAX and Flax."""
 
-from typing import TYPE_CHECKING
+import typing as _typing
 
-from mpjax._lazy import lazy
+from mpjax._lazy import lazy as _lazy
 from mpjax.casting import AutocastWarning as AutocastWarning
 from mpjax.casting import Explanation as Explanation
 from mpjax.casting import Rules as Rules
@@ -33,7 +33,7 @@ from mpjax.policy import Policy as Policy
 from mpjax.policy import UnusedOverrideWarning as UnusedOverrideWarning
 from mpjax.policy import get_policy as get_policy
 
-if TYPE_CHECKING:
+if _typing.TYPE_CHECKING:
     from mpjax import inspection as inspection
     from mpjax.inspection import NonFinite as NonFinite
     from mpjax.inspection import NumericsReport as NumericsReport
@@ -47,6 +47,6 @@ else:
     # A training run that inspects nothing pays for none of it.
     _INSPECTION = "NonFinite NumericsReport PrecisionReport ProfileReport audit find_nonfinite numerics profile".split()
     _HOMES = {"inspection": "mpjax.inspection"} | dict.fromkeys(_INSPECTION, "mpjax.inspection")
-    __getattr__, __dir__ = lazy(__name__, _HOMES)
+    __getattr__, __dir__ = _lazy(__name__, _HOMES)
 
 __version__ = "0.1.0"

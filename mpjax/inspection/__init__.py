@@ -1,10 +1,10 @@
 """What ran in which precision, where numbers leave the range, where the time goes. Imported at first use."""
 
-from typing import TYPE_CHECKING
+import typing as _typing
 
-from mpjax._lazy import lazy
+from mpjax._lazy import lazy as _lazy
 
-if TYPE_CHECKING:
+if _typing.TYPE_CHECKING:
     from mpjax.casting.explaining import Explanation as Explanation
     from mpjax.casting.explaining import explain as explain
     from mpjax.inspection.auditing import PrecisionReport as PrecisionReport
@@ -29,4 +29,4 @@ else:
         "NumericsReport": "mpjax.inspection.ranges",
         "numerics": "mpjax.inspection.ranges",
     }
-    __getattr__, __dir__ = lazy(__name__, _HOMES)
+    __getattr__, __dir__ = _lazy(__name__, _HOMES)

@@ -84,15 +84,24 @@ class Report(abc.ABC):
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
         """The report as JSON text, also written to `path` if one is given."""
-        return _written(json.dumps(self.to_dict(), indent=2, ensure_ascii=False, allow_nan=False) + "\n", path)
+        return written(json.dumps(self.to_dict(), indent=2, ensure_ascii=False, allow_nan=False) + "\n", path)
 
     def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
         """The report as one self-contained HTML page, also written to `path` if one is given."""
         body = "\n".join(f"<section>{section.html()}</section>" for section in self.sections())
-        return _written(_PAGE.format(title=html.escape(self.title), body=body), path)
+        return written(_PAGE.format(title=html.escape(self.title), body=body), path)
 
 
-def _written(text: str, path: str | os.PathLike[str] | None) -> str:
+def amount(number: float, unit: str) -> str:
+    """A number of FLOPs or bytes with three digits and a prefix, as `4.09 GFLOP`."""
+    for prefix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            return f"{number / size:.3g} {prefix}{unit}"
+    return f"{number:.3g} {unit}"
+
+
+def written(text: str, path: str | os.PathLike[str] | None) -> str:
+    """The text, once it is in the file at `path` if one is given."""
     if path is not None:
         with open(path, "w", encoding="utf-8") as file:
             file.write(text)
