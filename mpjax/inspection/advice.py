@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable, Sequence
 
 from mpjax.inspection import hlo
 from mpjax.inspection.kernels import Kernel, Split
+from mpjax.inspection.matmuls import DIMENSION, Finding
 
 # Below these shares of the step nothing is worth a line.
-_WORTH = {"input": 0.05, "dispatch": 0.1, "kernels": 0.05, "scaling": 0.03}
+_WORTH = {"input": 0.05, "dispatch": 0.1, "kernels": 0.05, "one kernel": 0.03}
 _SCALING_FILES = ("mpjax/loss_scale.py", "mpjax/_loss_scale_state.py", "mpjax/_scaled_gradients.py")
 
 
@@ -31,22 +32,23 @@ class Advice:
         return float("inf") if self.share >= 1 else 1 / (1 - self.share)
 
     def __str__(self) -> str:
-        return f"{self.text} (at most {self.bound:.2g}x faster)" if self.share < 0.99 else self.text
+        return f"{self.text} (at most {self.bound:.1f}x faster without)" if self.share < 0.99 else self.text
 
 
-def advise(split: Split, kernels: Sequence[Kernel], gpu: bool) -> tuple[Advice, ...]:
+def advise(split: Split, kernels: Sequence[Kernel], gpu: bool, findings: Iterable[Finding] = ()) -> tuple[Advice, ...]:
     """Advice on a step, ranked by the share of its time.
 
     Args:
         split: where the step's time went.
         kernels: the step's.
         gpu: whether it ran on one: what is said of half precision holds there.
+        findings: what the audit finds in the step's matmuls and convolutions.
     """
     found = [_input(split), _dispatch(split, kernels)]
     on_device = _Kernels(split, kernels)
     found += [on_device.scaling(), on_device.casts(), on_device.memory_bound(gpu)]
     if gpu:
-        found += [on_device.full_precision(), *on_device.eligible()]
+        found += [on_device.full_precision(), *on_device.off_tensor_cores(), *on_device.dimensions(findings)]
     return tuple(sorted((advice for advice in found if advice), key=lambda advice: -advice.share))
 
 
@@ -57,7 +59,7 @@ def _input(split: Split) -> Advice | None:
     return Advice(
         f"input pipeline is {share:.0%} of the step, while the device waits: load ahead (more workers, a prefetch "
         "queue, jax.device_put of the next batch). As it is, no change to the model can make the step more than "
-        f"{1 / share:.2g}x faster",
+        f"{1 / share:.1f}x faster",
         share,
     )
 
@@ -68,8 +70,8 @@ def _dispatch(split: Split, kernels: Sequence[Kernel]) -> Advice | None:
         return None
     launches = sum(kernel.calls for kernel in kernels)
     return Advice(
-        f"dispatch is {share:.0%} of the step: the device waits for its {launches:.0f} launches. Run several steps in "
-        "one call (jax.lax.scan over a stack of batches), or take a larger batch",
+        f"dispatch is {share:.0%} of the step, in which the device waits for Python or for the next of {launches:.0f} "
+        "launches: run several steps in one call (jax.lax.scan over a stack of batches), or take a larger batch",
         share,
     )
 
@@ -101,15 +103,24 @@ class _Kernels:
             "mpjax.with_policy; mpjax.explain says why where they are in float32 nevertheless)",
         )
 
-    def eligible(self) -> list[Advice]:
-        """Half work that is not on Tensor Cores, the three longest."""
-        off = [k for k in self.kernels if k.eligible and k.tensor_cores is False and k.dtype not in ("f32", "f64")]
-        off = [kernel for kernel in off if self.share([kernel]) >= _WORTH["scaling"]][:3]
-        return [
-            Advice(f"{_where(k)} ({k.kind}) is {self.share([k]):.0%} of the step, not on Tensor Cores: {k.why_not}", s)
-            for k in off
-            for s in [self.share([k])]
+    def dimensions(self, findings: Iterable[Finding]) -> list[Advice]:
+        """Matmuls and convolutions with dimensions that Tensor Cores don't like."""
+        found = [
+            Advice(f"{finding.module or finding.source} ({finding.op}): {finding.why}", self.share(kernels))
+            for finding in findings
+            if finding.kind == DIMENSION
+            for kernels in [[k for k in self.kernels if k.eligible and k.module == finding.module]]
         ]
+        return [advice for advice in found if advice.share >= _WORTH["one kernel"]]
+
+    def off_tensor_cores(self) -> list[Advice]:
+        """Half work that is not on Tensor Cores, the three longest."""
+        found = [
+            Advice(f"{k.module or k.name} ({k.kind} of {k.dtype}) is not on Tensor Cores: {k.why_not}", self.share([k]))
+            for k in self.kernels
+            if k.eligible and k.tensor_cores is False and k.dtype not in ("f32", "f64")
+        ]
+        return [advice for advice in found if advice.share >= _WORTH["one kernel"]][:3]
 
     def casts(self) -> Advice | None:
         return self._about(
@@ -130,12 +141,8 @@ class _Kernels:
             _is_scaling,
             "loss scaling is {share} of the step: mpjax.apply_gradients updates and applies in one lax.cond, and "
             "bfloat16 needs no scaling",
-            "scaling",
+            "one kernel",
         )
-
-
-def _where(kernel: Kernel) -> str:
-    return kernel.module or kernel.op or kernel.name
 
 
 def _is_scaling(kernel: Kernel) -> bool:

@@ -121,7 +121,13 @@ def module_path(op_name: str) -> str:
         >>> module_path("jit(step)/transpose(jvp(ResNet))/Block_0/while/body/Conv_0/conv_general_dilated")
         'ResNet/Block_0/Conv_0'
     """
-    return "/".join(scope for part in _parts(op_name)[:-1] for scope in _scopes(part))
+    found: list[str] = []
+    for part in _parts(op_name)[:-1]:
+        scopes = _scopes(part)
+        if "jvp(" in part and scopes and found[:1] == scopes:
+            found = []  # The backward pass of a remat gives the whole path a second time.
+        found += scopes
+    return "/".join(found)
 
 
 def _parts(op_name: str) -> list[str]:
@@ -213,7 +219,7 @@ def _instruction(
     # The matmul tells more of a fusion than its last operation, which gives the fusion its metadata.
     heavy = next(((inner, at) for (inner, at), k in zip(fused, kinds, strict=True) if k in ON_TENSOR_CORES), None)
     named = [inner for inner, _ in ([heavy] if heavy else []) + fused if "op_name=" in inner.attributes]
-    op_name = named[0].attribute(r'op_name="([^"]*)"') if named else ""
+    op_name = named[0].attribute(r'op_name="([^";]*)') if named else ""  # Merged instructions have several.
     place = _place(named[0], frames) if named else ""
     shapes = tuple(_shapes(*heavy)) if heavy else ()
     return Instruction(

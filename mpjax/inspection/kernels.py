@@ -67,10 +67,20 @@ class Split:
         return self.device + self.input + self.dispatch
 
 
-def of_program(trace: Trace, program: str) -> list[Event]:
+def of_program(trace: Trace, program: str, instructions: Mapping[str, hlo.Instruction]) -> list[Event]:
     """The events of one program; those whose program the trace doesn't say are taken for its own."""
     mine = [event for event in trace.kernels if event.program in ("", program)]
-    return mine if program and mine else list(trace.kernels)
+    return [
+        # A loop or branch that was left to other threads only waits for them, and their work is in events of its own.
+        event
+        if event.returned is None or not _is_control(event, instructions)
+        else dataclasses.replace(event, end=event.returned)
+        for event in (mine if program and mine else trace.kernels)
+    ]
+
+
+def _is_control(event: Event, instructions: Mapping[str, hlo.Instruction]) -> bool:
+    return event.op in instructions and instructions[event.op].kind == hlo.CONTROL
 
 
 def after_first(events: Sequence[Event], executions: int) -> tuple[list[Event], float]:
@@ -98,7 +108,7 @@ def split(trace: Trace, events: Sequence[Event], start: float, executions: int) 
         start: the end of the kernels before them, in seconds.
         executions: how many there are.
     """
-    if not events:
+    if not events or not _comparable(trace, events):
         return _by_host(trace, executions)
     device = max({event.device for event in events}, key=lambda d: sum(_seconds(e) for e in events if e.device == d))
     busy = _clipped(traces.union((e.start, e.end) for e in events if e.device == device), start)
@@ -110,6 +120,12 @@ def split(trace: Trace, events: Sequence[Event], start: float, executions: int) 
     seconds = traces.length(busy)
     exposed = traces.overlap([gap for gap in idle if gap[1] > gap[0]], fetching)
     return Split(seconds / executions, exposed / executions, (stop - start - seconds - exposed) / executions)
+
+
+def _comparable(trace: Trace, events: Sequence[Event]) -> bool:
+    """Whether the kernels lie within the host's marks, as those that were waited for must: the clocks are the same."""
+    ends = [end for spans in trace.marks.values() for _, end in spans]
+    return bool(ends) and events[len(events) // 2].start <= max(ends)
 
 
 def _by_host(trace: Trace, executions: int) -> Split:
@@ -162,8 +178,7 @@ def _own_seconds(events: Sequence[Event], instructions: Mapping[str, hlo.Instruc
     starts = [event.start for event in ordered]
 
     def own(event: Event) -> float:
-        instruction = instructions.get(event.op)
-        if instruction is None or instruction.kind != hlo.CONTROL:
+        if not _is_control(event, instructions):
             return _seconds(event)
         within = ordered[bisect.bisect_left(starts, event.start) : bisect.bisect_right(starts, event.end)]
         inside = [(e.start, e.end) for e in within if e is not event and e.run == event.run and e.end <= event.end]

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
+from mpjax.casting.transform import traced_call
+from mpjax.casting.walker import walk
 from mpjax.inspection import hlo, kernels, traces
 from mpjax.inspection.advice import Advice, advise
 from mpjax.inspection.kernels import Kernel, Split
+from mpjax.inspection.matmuls import Finding, findings_of, matmuls_of
 from mpjax.inspection.reports import Report, Section
 from mpjax.inspection.stepping import Stepper, seconds_per_step
 
@@ -138,28 +141,25 @@ class ProfileReport(Report):
         return Section("device time by module", "", ("module", "forward", "backward", "share"), rows, right={1, 2, 3})
 
     def _by_kernel(self) -> Section:
-        header = ["module", "line", "kind", "kernel", "calls", "time", "share"]
-        rows = [
-            [
-                kernel.module + (" ←" if kernel.backward else ""),
-                kernel.source,
+        # A CPU's kernels have no names of their own, so there is room for the line.
+        header = ("module", "kind", "kernel" if self.gpu else "line", "calls", "time", "share", "Tensor Cores")
+        marks = {True: "yes", False: "no", None: "?"}
+        rows: list[tuple[str, ...]] = [
+            (
+                (kernel.module or "-") + (" ←" if kernel.backward else ""),
                 f"{kernel.kind} {kernel.dtype}".strip(),
-                kernel.name,
+                kernel.name if self.gpu else kernel.source,
                 f"{kernel.calls:.3g}",
                 milli(kernel.seconds),
                 f"{self._part([kernel]):.1%}",
-            ]
+                marks[kernel.tensor_cores] if kernel.eligible else "-",
+            )
             for kernel in self.kernels
         ]
-        if self.gpu:
-            header.append("Tensor Cores")
-            marks = {True: "yes", False: "no", None: "?"}
-            rows = [
-                [*row, marks[kernel.tensor_cores] if kernel.eligible else "-"]
-                for row, kernel in zip(rows, self.kernels, strict=True)
-            ]
+        columns = len(header) if self.gpu else len(header) - 1
         text = "← is the backward pass" if any(kernel.backward for kernel in self.kernels) else ""
-        return Section("device time by kernel", text, header, rows, right={4, 5, 6})
+        rows = [row[:columns] for row in rows]
+        return Section("device time by kernel", text, header[:columns], rows, right={3, 4, 5})
 
     def _off_tensor_cores(self) -> Section:
         rows = [(k.module or "-", k.source, k.kind, milli(k.seconds), k.why_not) for k in self.eligible]
@@ -226,36 +226,79 @@ def profile(
         raise ValueError(f"steps={steps}: must be 1 or more")
     stepper = Stepper(step, args, batches, carry)
     stepper.run(1)  # What only the first call after compilation does.
-    step_seconds, alone = seconds_per_step(stepper.run, steps)
+    timing = Timing(*seconds_per_step(stepper.run, steps), stepper.compile_seconds)
     with traces.tracing() as recorded:
         stepper.run(steps + 1)
-    trace = recorded[0] if recorded else traces.Trace((), (), {}, False)
-    program = hlo.program_name(stepper.text)
-    events, start = kernels.after_first(kernels.of_program(trace, program), steps + 1)
-    split = kernels.split(trace, events, start, steps)
+    trace = recorded[0]
     device = jax.devices()[0]
     capability = getattr(device, "compute_capability", None)
-    instructions = hlo.instructions(stepper.text)
-    found = kernels.summed(events, instructions, steps, trace.gpu, float(capability) if capability else None)
-    return ProfileReport(
+    return report_of(
+        trace,
+        stepper.text,
+        steps,
+        timing,
         device=device.device_kind,
-        steps=steps,
-        step_seconds=step_seconds,
-        alone_seconds=alone,
-        compile_seconds=stepper.compile_seconds,
-        split=split,
-        kernels=found,
-        gpu=trace.gpu,
-        advice=advise(split, found, trace.gpu),
-        notes=tuple(_notes(stepper, trace, found)),
+        capability=float(capability) if capability else None,
+        findings=_findings(stepper.step, (*args, *stepper.last_batch)) if trace.gpu else (),
+        notes=stepper.notes(),
     )
 
 
-def _notes(stepper: Stepper, trace: traces.Trace, found: Sequence[Kernel]) -> Iterable[str]:
-    if not stepper.jitted:
-        yield "the step was not jitted: it was profiled under jax.jit"
-    if stepper.carry:
-        yield f"carried on from step to step: the first {stepper.carry} of the step's arguments"
+class Timing(NamedTuple):
+    """Wall times in seconds, measured without the profiler: see `ProfileReport`."""
+
+    step: float
+    alone: float
+    compile: float
+
+
+def report_of(
+    trace: traces.Trace,
+    text: str,
+    steps: int,
+    timing: Timing,
+    *,
+    device: str,
+    capability: float | None = None,
+    findings: Iterable[Finding] = (),
+    notes: Iterable[str] = (),
+) -> ProfileReport:
+    """The report from what was measured.
+
+    Args:
+        trace: of one execution of the step more than `steps`.
+        text: the step's optimized HLO.
+        steps: how many executions count; the first one only fills the pipeline.
+        timing: wall times without the profiler.
+        device: its name.
+        capability: a GPU's compute capability.
+        findings: the audit's, of the step.
+        notes: what else to say.
+    """
+    instructions = hlo.instructions(text)
+    events = kernels.of_program(trace, hlo.program_name(text), instructions)
+    events, start = kernels.after_first(events, steps + 1)
+    split = kernels.split(trace, events, start, steps)
+    found = kernels.summed(events, instructions, steps, trace.gpu, capability)
+    return ProfileReport(
+        device=device,
+        steps=steps,
+        step_seconds=timing.step,
+        alone_seconds=timing.alone,
+        compile_seconds=timing.compile,
+        split=split,
+        kernels=found,
+        gpu=trace.gpu,
+        advice=advise(split, found, trace.gpu, findings),
+        notes=(*notes, *_notes(trace, found)),
+    )
+
+
+def _findings(step: Callable[..., Any], args: tuple[Any, ...]) -> Sequence[Finding]:
+    return findings_of(matmuls_of(walk(traced_call(step, args, {}).jaxpr)))
+
+
+def _notes(trace: traces.Trace, found: Sequence[Kernel]) -> Iterable[str]:
     if not found:
         yield "the trace has no kernels: the split is by the host's time, in which what overlaps can't be seen"
     elif not trace.gpu:

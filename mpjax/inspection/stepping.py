@@ -28,51 +28,59 @@ class Stepper:
         compile_seconds: what tracing and compiling took.
         text: the optimized HLO; empty where the step doesn't give it.
         carry: as given or found.
-        jitted: whether the step came jitted.
+        step: the jitted step.
+        last_batch: what it was called with last, besides `args`; a tuple of one, or empty.
     """
 
-    def __init__(
-        self, step: Callable[..., Any], args: tuple[Any, ...], batches: Iterable[Any] | None, carry: int | None
-    ):
+    def __init__(self, step: Any, args: tuple[Any, ...], batches: Iterable[Any] | None, carry: int | None):
         _check_arrays(args)
         if carry is not None and not 0 <= carry <= len(args):
             raise ValueError(f"carry={carry}: must be from 0 to the number of arguments, {len(args)}")
-        self.jitted = hasattr(step, "lower")
-        self._step: Any = step if self.jitted else jax.jit(step)
+        self._jitted = hasattr(step, "lower")
+        self.step = step if self._jitted else jax.jit(step)
         self._batches = None if batches is None else _Batches(batches)
         start = time.perf_counter()
-        batch = self._next()
+        self.last_batch = self._next()
         try:
-            lowered: Any = self._step.lower(*args, *batch)
+            lowered = self.step.lower(*args, *self.last_batch)
             compiled = lowered.compile()
         except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as error:
-            if not self.jitted:
+            if not self._jitted:
                 error.add_note(
                     "mpjax.profile jits a step that isn't: take out of it what needs values (float(loss), printing), "
                     "or pass the jitted function inside it"
                 )
             raise
         self.compile_seconds = time.perf_counter() - start
-        self.text: str = compiled.as_text() if hasattr(compiled, "as_text") else ""
+        self.text: str = _hlo(compiled)
         self._args = _copied(args) if _donates(lowered) else args
         before = [_signature(arg) for arg in args]
-        self._out = self._step(*self._args, *batch)
+        self._out = self.step(*self._args, *self.last_batch)
         self.carry = _carried(before, self._out) if carry is None else carry
         self._carry_on()
 
     def run(self, steps: int) -> None:
         """Runs steps one after the other, without waiting in between, and waits for the last."""
         for _ in range(steps):
-            with traces.mark(INPUT):
-                batch = self._next()
+            self.last_batch = self._next()
             with traces.mark(DISPATCH):
-                self._out = self._step(*self._args, *batch)
+                self._out = self.step(*self._args, *self.last_batch)
                 self._carry_on()
         with traces.mark(WAIT):
             jax.block_until_ready((self._out, self._args))
 
+    def notes(self) -> Iterator[str]:
+        """What was done to the step that its author may not expect."""
+        if not self._jitted:
+            yield "the step was not jitted: it was profiled under jax.jit"
+        if self.carry:
+            yield f"carried on from step to step: the first {self.carry} of the step's arguments"
+
     def _next(self) -> tuple[Any, ...]:
-        return () if self._batches is None else (next(self._batches),)
+        if self._batches is None:
+            return ()
+        with traces.mark(INPUT):
+            return (next(self._batches),)
 
     def _carry_on(self) -> None:
         if self.carry:
@@ -156,6 +164,11 @@ def _carried(before: list[tuple[Any, ...]], out: Any) -> int:
     outs = out if isinstance(out, (tuple, list)) else ()
     alike = [_signature(x) == arg for x, arg in zip(outs, before, strict=False)]
     return alike.index(False) if False in alike else len(alike)
+
+
+def _hlo(compiled: Any) -> str:
+    inner = getattr(compiled, "compiled", compiled)  # Equinox wraps JAX's object.
+    return (inner.as_text() or "") if hasattr(inner, "as_text") else ""
 
 
 def _donates(lowered: Any) -> bool:

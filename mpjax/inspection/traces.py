@@ -33,6 +33,7 @@ class Event:
         start, end: seconds since tracing began.
         device: the device's number.
         run: tells the executions of programs apart; 0 where the trace does not.
+        returned: on a CPU, when the thread that started it was free again; work may go on elsewhere until `end`.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Event:
     end: float
     device: int = 0
     run: int = 0
+    returned: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,8 +79,9 @@ def tracing() -> Iterator[list[Trace]]:
         with jax.profiler.trace(folder, profiler_options=options):
             yield traces
         files = sorted(pathlib.Path(folder).glob("**/*.xplane.pb"))
-        if files:
-            traces.append(read(ProfileData.from_file(str(files[0]))))
+        if not files:
+            raise RuntimeError("jax.profiler wrote no trace (*.xplane.pb)")
+        traces.append(read(ProfileData.from_file(str(files[0]))))
 
 
 def read(data: ProfileData) -> Trace:
@@ -138,6 +141,7 @@ def _cpu_events(plane: Any) -> list[Event]:
             max(event.start_ns + event.duration_ns, ended.get(stats.get("_p", -1), 0)) * 1e-9,
             int(stats.get("device_ordinal", 0)),
             int(stats.get("run_id", 0)),
+            (event.start_ns + event.duration_ns) * 1e-9,
         )
         for event, stats in begun
     ]
@@ -167,7 +171,7 @@ def overlap(spans: Spans, others: Spans) -> float:
 
     Example:
         >>> overlap([(0, 2), (3, 5)], [(1, 4)])
-        2
+        2.0
     """
     total, j = 0.0, 0
     for start, end in spans:
