@@ -15,8 +15,8 @@ from gpu_traces import Span, kernel, profile_data, transfer
 import mpjax
 from mpjax.inspection import hlo, tensor_cores
 from mpjax.inspection.matmuls import DIMENSION, Finding
-from mpjax.inspection.profiling import Timing, report_of
-from mpjax.inspection.stepping import seconds_per_step
+from mpjax.inspection.profiling import Recording, Timing, report_of
+from mpjax.inspection.stepping import Stepper, seconds_per_step
 from mpjax.inspection.traces import read
 
 ON = """volta_h884gemm_128x128_ldg8_nn volta_fp16_s884cudnn_fp16_128x128_ldg8_relu_exp_small_nhwc_tn_v1
@@ -90,12 +90,17 @@ for mark, metadata in {
 TIMING = Timing(step=100e-6, alone=120e-6, compile=1.0)
 
 
-def gpu_report(kernels, marks, transfers=(), steps=1, text=HLO, **kwargs):
+def gpu_recording(kernels, marks=(), transfers=(), steps=1, text=HLO):
     planes = {
         "/host:CPU": {"python": marks},
         "/device:GPU:0": {"Stream #13(Compute)": kernels, "Stream #14(MemcpyH2D)": transfers, "XLA Ops": kernels},
     }
-    return report_of(read(profile_data(planes)), text, steps, TIMING, device="NVIDIA X", **kwargs)
+    return Recording(read(profile_data(planes)), text, steps)
+
+
+def gpu_report(*args, capability=8.0, findings=(), **kwargs):
+    recording = gpu_recording(*args, **kwargs)
+    return report_of(recording, recording, TIMING, device="NVIDIA X", capability=capability, findings=findings)
 
 
 def test_kernels_are_told_apart_by_their_names():
@@ -150,7 +155,7 @@ def gpu():
         DIMENSION, "Net/Dense_0", "train.py:12", "dot_general", 1, 1.0, ((3, 4), (4, 8)), "M = 3: pad to 8"
     )
     kernels = [*step(10), *step(110)]
-    return gpu_report(kernels, marks, [transfer(104, 106)], capability=8.0, findings=[finding])
+    return gpu_report(kernels, marks, [transfer(104, 106)], findings=[finding])
 
 
 def test_a_gpu_trace_gives_tensor_core_share_modules_and_split(gpu):
@@ -211,11 +216,29 @@ def test_input_that_is_hidden_behind_the_device_costs_nothing():
     assert (report.device_share, report.input_share) == (1, 0)
 
 
-def test_kernels_hidden_in_cuda_graphs_are_reported():
-    kernels = [kernel("ampere_h16816gemm_128x64_nn", t, t + 50, "command_buffer_1") for t in (0, 50)]
-    report = gpu_report(kernels, [Span("mpjax.wait", 0, 200)])
-    assert (report.kernels[0].kind, report.tensor_core_share) == ("matmul", 1)
-    assert any("CUDA graphs" in note for note in report.notes)
+def test_kernels_hidden_in_cuda_graphs_are_taken_from_a_trace_without_them():
+    marks = [Span("mpjax.wait", 0, 200)]
+    whole = gpu_recording([kernel("ampere_h16816gemm_nn", t, t + 50, "command_buffer_1") for t in (0, 50)], marks)
+    detailed = gpu_recording([kernel("ampere_h16816gemm_nn", t, t + 45, "custom-call.2") for t in (0, 60)], marks)
+    assert (whole.hidden, detailed.hidden) == (1, 0)
+    alone, both = (report_of(whole, x, TIMING, device="NVIDIA X", capability=8.0) for x in (whole, detailed))
+    assert [(k.kind, k.module, k.tensor_cores) for k in alone.kernels] == [("matmul", "", True)]
+    assert [(k.kind, k.module, k.tensor_cores) for k in both.kernels] == [("matmul", "Net/Dense_0", True)]
+    assert (alone.split, both.device_share) == (both.split, 1)
+
+
+def test_a_step_runs_the_same_when_compiled_without_cuda_graphs():
+    stepper = Stepper(jax.jit(lambda x: x + 1, donate_argnums=0), (jnp.zeros(3),), None, None)
+    stepper.leave_cuda_graphs()
+    stepper.run(2)
+    assert stepper.out.tolist() == [4, 4, 4]  # One by itself, one after compiling anew, and these two.
+
+
+def test_a_gpu_of_another_maker_has_no_tensor_core_column():
+    kernels = [kernel("Cijk_Ailk_Bljk", t, t + 50, "custom-call.2") for t in (0, 50)]
+    report = gpu_report(kernels, [Span("mpjax.wait", 0, 200)], capability=None)
+    assert report.tensor_core_share is None
+    assert any("not an NVIDIA GPU" in note for note in report.notes)
 
 
 def test_without_kernels_the_split_is_the_hosts():

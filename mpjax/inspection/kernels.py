@@ -143,6 +143,15 @@ def _clipped(spans: traces.Spans, start: float) -> list[tuple[float, float]]:
     return [(max(a, start), b) for a, b in spans if b > start]
 
 
+def hidden_share(events: Sequence[Event], instructions: Mapping[str, hlo.Instruction]) -> float:
+    """The share of the events' time for which the trace names no instruction of the program.
+
+    XLA launches most of a program as CUDA graphs (command buffers), and their kernels carry the graph's name.
+    """
+    total = sum(map(_seconds, events))
+    return sum(_seconds(event) for event in events if event.op not in instructions) / total if total else 0.0
+
+
 def summed(
     events: Sequence[Event],
     instructions: Mapping[str, hlo.Instruction],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -16,6 +17,9 @@ from mpjax.inspection.kernels import Kernel, Split
 from mpjax.inspection.matmuls import Finding, findings_of, matmuls_of
 from mpjax.inspection.reports import Report, Section
 from mpjax.inspection.stepping import Stepper, seconds_per_step
+
+# From this share of the kernels' time in CUDA graphs on, a second trace without them is worth its compilation.
+_HIDDEN = 0.05
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +35,7 @@ class ProfileReport(Report):
         traced_seconds: wall time of a step while the profiler ran; shares and kernels are of these steps.
         split: the seconds of a traced step on the device, in the input pipeline and in dispatch.
         kernels: device time by kernel and instruction, the longest first.
-        gpu: whether the kernels are a GPU's.
+        gpu: whether the kernels are an NVIDIA GPU's, whose names tell the use of Tensor Cores.
         advice: what to do, the greatest gain first.
         notes: what to know when reading the figures.
     """
@@ -76,7 +80,7 @@ class ProfileReport(Report):
 
     @property
     def tensor_core_share(self) -> float | None:
-        """The share of the kernels' time in kernels that use Tensor Cores; None without a GPU's kernels."""
+        """The share of the kernels' time in kernels that use Tensor Cores; None without an NVIDIA GPU."""
         if not self.gpu:
             return None
         return self._part(kernel for kernel in self.kernels if kernel.tensor_cores)
@@ -227,20 +231,27 @@ def profile(
     stepper = Stepper(step, args, batches, carry)
     stepper.run(1)  # What only the first call after compilation does.
     timing = Timing(*seconds_per_step(stepper.run, steps), stepper.compile_seconds)
-    with traces.tracing() as recorded:
-        stepper.run(steps + 1)
-    trace = recorded[0]
+    whole = detailed = _record(stepper, steps)
+    notes = list(stepper.notes())
+    if whole.hidden > _HIDDEN:
+        try:
+            stepper.leave_cuda_graphs()
+            detailed = _record(stepper, steps)
+            notes.append("kernels are from a second trace, without CUDA graphs, which hide what a kernel belongs to")
+        except Exception as error:  # Whatever it is, the first trace is there; the report says what is missing.
+            notes.append(
+                f"CUDA graphs hide what {whole.hidden:.0%} of the kernels' time belongs to, and without them the step "
+                f"failed ({type(error).__name__}: {error}). XLA_FLAGS=--xla_gpu_enable_command_buffer= turns them off"
+            )
     device = jax.devices()[0]
-    capability = getattr(device, "compute_capability", None)
     return report_of(
-        trace,
-        stepper.text,
-        steps,
+        whole,
+        detailed,
         timing,
         device=device.device_kind,
-        capability=float(capability) if capability else None,
-        findings=_findings(stepper.step, (*args, *stepper.last_batch)) if trace.gpu else (),
-        notes=stepper.notes(),
+        capability=_capability(device),
+        findings=_findings(step, (*args, *stepper.last_batch)) if whole.trace.gpu else (),
+        notes=notes,
     )
 
 
@@ -252,10 +263,41 @@ class Timing(NamedTuple):
     compile: float
 
 
+class Recording:
+    """A trace of a step and the program that ran.
+
+    Args:
+        trace: of one execution of the step more than `steps`.
+        text: the step's optimized HLO.
+        steps: how many executions count; the first one only fills the pipeline.
+
+    Attributes:
+        events: the kernels of the executions that count.
+        start: when they began, in seconds.
+        instructions: those of the program, by name.
+    """
+
+    def __init__(self, trace: traces.Trace, text: str, steps: int):
+        self.trace, self.steps = trace, steps
+        self.instructions = hlo.instructions(text)
+        events = kernels.of_program(trace, hlo.program_name(text), self.instructions)
+        self.events, self.start = kernels.after_first(events, steps + 1)
+
+    @property
+    def hidden(self) -> float:
+        """The share of the kernels' time in CUDA graphs."""
+        return kernels.hidden_share(self.events, self.instructions) if self.trace.gpu else 0.0
+
+
+def _record(stepper: Stepper, steps: int) -> Recording:
+    with traces.tracing() as recorded:
+        stepper.run(steps + 1)
+    return Recording(recorded[0], stepper.text, steps)
+
+
 def report_of(
-    trace: traces.Trace,
-    text: str,
-    steps: int,
+    whole: Recording,
+    detailed: Recording,
     timing: Timing,
     *,
     device: str,
@@ -266,47 +308,45 @@ def report_of(
     """The report from what was measured.
 
     Args:
-        trace: of one execution of the step more than `steps`.
-        text: the step's optimized HLO.
-        steps: how many executions count; the first one only fills the pipeline.
+        whole: of the step as it is: the split is of this one.
+        detailed: the kernels are of this one; the same, or one without CUDA graphs.
         timing: wall times without the profiler.
         device: its name.
-        capability: a GPU's compute capability.
+        capability: an NVIDIA GPU's compute capability; None for other devices.
         findings: the audit's, of the step.
         notes: what else to say.
     """
-    instructions = hlo.instructions(text)
-    events = kernels.of_program(trace, hlo.program_name(text), instructions)
-    events, start = kernels.after_first(events, steps + 1)
-    split = kernels.split(trace, events, start, steps)
-    found = kernels.summed(events, instructions, steps, trace.gpu, capability)
+    gpu = detailed.trace.gpu and capability is not None
+    split = kernels.split(whole.trace, whole.events, whole.start, whole.steps)
+    found = kernels.summed(detailed.events, detailed.instructions, detailed.steps, gpu, capability)
     return ProfileReport(
         device=device,
-        steps=steps,
+        steps=whole.steps,
         step_seconds=timing.step,
         alone_seconds=timing.alone,
         compile_seconds=timing.compile,
         split=split,
         kernels=found,
-        gpu=trace.gpu,
-        advice=advise(split, found, trace.gpu, findings),
-        notes=(*notes, *_notes(trace, found)),
+        gpu=gpu,
+        advice=advise(split, found, gpu, findings),
+        notes=(*notes, *_notes(detailed.trace, gpu)),
     )
+
+
+def _capability(device: Any) -> float | None:
+    """The compute capability of an NVIDIA GPU; AMD's have names such as `gfx942` instead."""
+    found = re.fullmatch(r"\d+\.\d+", str(getattr(device, "compute_capability", "")))
+    return float(found[0]) if found else None
 
 
 def _findings(step: Callable[..., Any], args: tuple[Any, ...]) -> Sequence[Finding]:
     return findings_of(matmuls_of(walk(traced_call(step, args, {}).jaxpr)))
 
 
-def _notes(trace: traces.Trace, found: Sequence[Kernel]) -> Iterable[str]:
-    if not found:
+def _notes(trace: traces.Trace, gpu: bool) -> Iterable[str]:
+    if not trace.kernels:
         yield "the trace has no kernels: the split is by the host's time, in which what overlaps can't be seen"
     elif not trace.gpu:
         yield "no GPU: kernels are those of the CPU, which has no Tensor Cores"
-    total = sum(kernel.seconds for kernel in found)
-    lost = sum(kernel.seconds for kernel in found if not kernel.op)
-    if trace.gpu and lost > 0.05 * total:
-        yield (
-            f"{lost / total:.0%} of the kernels' time has no instruction: CUDA graphs hide it from the profiler. "
-            "XLA_FLAGS=--xla_gpu_enable_command_buffer= turns them off, and every kernel has its module"
-        )
+    elif not gpu:
+        yield "not an NVIDIA GPU: what its kernels' names say of matrix cores is not known"

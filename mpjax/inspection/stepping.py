@@ -29,6 +29,7 @@ class Stepper:
         text: the optimized HLO; empty where the step doesn't give it.
         carry: as given or found.
         step: the jitted step.
+        out: what it returned last.
         last_batch: what it was called with last, besides `args`; a tuple of one, or empty.
     """
 
@@ -42,8 +43,8 @@ class Stepper:
         start = time.perf_counter()
         self.last_batch = self._next()
         try:
-            lowered = self.step.lower(*args, *self.last_batch)
-            compiled = lowered.compile()
+            self._lowered = self.step.lower(*args, *self.last_batch)
+            compiled = self._lowered.compile()
         except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as error:
             if not self._jitted:
                 error.add_note(
@@ -53,10 +54,10 @@ class Stepper:
             raise
         self.compile_seconds = time.perf_counter() - start
         self.text: str = _hlo(compiled)
-        self._args = _copied(args) if _donates(lowered) else args
+        self._args = _copied(args) if _donates(self._lowered) else args
         before = [_signature(arg) for arg in args]
-        self._out = self.step(*self._args, *self.last_batch)
-        self.carry = _carried(before, self._out) if carry is None else carry
+        self.out = self.step(*self._args, *self.last_batch)
+        self.carry = _carried(before, self.out) if carry is None else carry
         self._carry_on()
 
     def run(self, steps: int) -> None:
@@ -64,10 +65,17 @@ class Stepper:
         for _ in range(steps):
             self.last_batch = self._next()
             with traces.mark(DISPATCH):
-                self._out = self.step(*self._args, *self.last_batch)
+                self.out = self.step(*self._args, *self.last_batch)
                 self._carry_on()
         with traces.mark(WAIT):
-            jax.block_until_ready((self._out, self._args))
+            jax.block_until_ready((self.out, self._args))
+
+    def leave_cuda_graphs(self) -> None:
+        """Compiles the step anew so that each kernel is launched by itself, and runs that from now on."""
+        # As JAX does it for the profiles that its own compilation is guided by (AutoPGLE).
+        compiled = self._lowered.compile(compiler_options={"xla_gpu_enable_command_buffer": ""})
+        self.step, self.text = compiled, _hlo(compiled)
+        self.run(1)
 
     def notes(self) -> Iterator[str]:
         """What was done to the step that its author may not expect."""
@@ -85,8 +93,8 @@ class Stepper:
     def _carry_on(self) -> None:
         if self.carry:
             # One output that is the whole state, and not a tuple of results.
-            whole = self.carry == 1 and _signature(self._out) == _signature(self._args[0])
-            outs = (self._out,) if whole or not isinstance(self._out, (tuple, list)) else tuple(self._out)
+            whole = self.carry == 1 and _signature(self.out) == _signature(self._args[0])
+            outs = (self.out,) if whole or not isinstance(self.out, (tuple, list)) else tuple(self.out)
             if len(outs) < self.carry:
                 raise ValueError(f"carry={self.carry}, but the step has {len(outs)} outputs")
             self._args = (*outs[: self.carry], *self._args[self.carry :])

@@ -115,7 +115,7 @@ def _gpu_events(plane: Any, device: int) -> tuple[list[Event], list[tuple[float,
             start, end = event.start_ns * 1e-9, (event.start_ns + event.duration_ns) * 1e-9
             moves = "memcpy_details" in stats or "memset_details" in stats
             if "kernel_details" in stats or (moves and "hlo_op" in stats):
-                op, program = str(stats.get("hlo_op", "")), str(stats.get("hlo_module", ""))
+                op, program = str(stats.get("hlo_op", "")), str(stats.get("hlo_module", "")).partition("(")[0]
                 kernels.append(Event(event.name, op, program, start, end, device))
             elif "memcpy_details" in stats:
                 transfers.append((start, end))
