@@ -138,10 +138,21 @@ class EquationContext:
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
-def source_line(eqn: Any) -> str:
-    """The user's line that an equation comes from, not one of mpjax, as `file.py:12`; empty if unknown."""
-    frames = source_info_util.user_frames(eqn.source_info.traceback)
-    frame = next((frame for frame in frames if not frame.file_name.startswith(_PACKAGE)), None)
+_LAYERS = tuple(f"{os.sep}{library}{os.sep}" for library in ("flax", "haiku", "equinox"))
+
+
+def source_line(eqn: Any, in_layer: bool = True) -> str:
+    """The user's line that an equation comes from, not one of mpjax, as `file.py:12`; empty if unknown.
+
+    Args:
+        eqn: the equation.
+        in_layer: whether it may be a line of a library of layers; if not, the line that called the layer.
+    """
+    frames = [
+        f for f in source_info_util.user_frames(eqn.source_info.traceback) if not f.file_name.startswith(_PACKAGE)
+    ]
+    outside = [] if in_layer else [f for f in frames if not any(layer in f.file_name for layer in _LAYERS)]
+    frame = next(iter(outside or frames), None)
     return f"{frame.file_name.rsplit('/', 1)[-1]}:{frame.start_line}" if frame else ""
 
 

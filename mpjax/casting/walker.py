@@ -27,7 +27,7 @@ class Site:
 
     Args:
         eqn: the equation.
-        times: how often it runs (the lengths of the scans around it; a `while` counts as one turn).
+        times: how often it runs (lengths of scans, grids of Pallas kernels; a `while` counts as one turn).
         module: the named scopes around it, through all levels; Flax names modules this way.
         inside: the names of the primitives that it is inside of, outermost first.
         caller: the line of the equation around it.
@@ -46,8 +46,12 @@ class Site:
 
     @property
     def source(self) -> str:
-        """The user's line, as `file.py:12`; of what a library made, the line that called it."""
-        return versions.source_line(self.eqn) or self.caller
+        """The user's line, as `file.py:12`; of what a library made, the line that called it.
+
+        Under a module's name that is the line in the layer; where no scope names the module (Flax NNX), the line
+        that called the layer tells more.
+        """
+        return versions.source_line(self.eqn, in_layer=bool(self.path)) or self.caller
 
     @property
     def flops(self) -> int:
@@ -94,7 +98,11 @@ def walk(jaxpr: Any, around: Site | None = None) -> Iterator[Site]:
 
 def turns(eqn: Any, times: int) -> int:
     """How often what is inside an equation runs, if the equation runs so often."""
-    return times * eqn.params["length"] if eqn.primitive.name == "scan" else times
+    if eqn.primitive.name == "scan":
+        return times * eqn.params["length"]
+    if eqn.primitive.name == "pallas_call":
+        return times * math.prod(n for n in eqn.params["grid_mapping"].grid if isinstance(n, int))
+    return times
 
 
 def module_of(eqn: Any) -> str:
