@@ -1,5 +1,6 @@
 """mpjax.profile: where the time of a step goes, on the CPU for real and on a GPU from traces made by hand."""
 
+import dataclasses
 import itertools
 import json
 import time
@@ -14,6 +15,8 @@ from gpu_traces import Span, kernel, profile_data, transfer
 
 import mpjax
 from mpjax.inspection import hlo, tensor_cores
+from mpjax.inspection.advice import advise
+from mpjax.inspection.kernels import Kernel, Split
 from mpjax.inspection.matmuls import DIMENSION, Finding
 from mpjax.inspection.profiling import Recording, Timing, report_of
 from mpjax.inspection.stepping import Stepper, seconds_per_step
@@ -37,7 +40,8 @@ OFF = """volta_sgemm_128x64_nn ampere_sgemm_32x32_sliced1x4_nn maxwell_hgemm_128
 sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize128x128x8_stage3_warpsize2x2x1_ffma_aligna4_alignc4_execute_kernel__5x
 void_cutlass::Kernel2<cutlass_80_simt_sgemm_256x128_8x4_nt_align1>(T1::Params) ampere_scudnn_128x64_relu_small_nn_v1
 cublasLt::splitKreduce_kernel gemv2T_kernel_val nchwToNhwcKernel flash_bwd_dot_do_o_kernel flash_bwd_convert_dq_kernel
-loop_add_fusion_3 input_reduce_fusion_110""".split()
+gemmSN_NN_kernel
+cudnn::winograd_nonfused::winogradForwardData4x4 loop_add_fusion_3 input_reduce_fusion_110""".split()
 
 # What XLA's GPU backend writes, shortened to what is read from it.
 HLO = """HloModule jit_step, is_scheduled=true
@@ -115,7 +119,8 @@ def test_a_triton_matmul_is_told_by_its_operands_and_the_gpu():
         HLO.replace("f16[", "f32[").replace("s={0}, meta", "s={0}, operand_precision={highest,highest}, meta")
     )
     runs = tensor_cores.uses_tensor_cores
-    assert runs("gemm_fusion_dot_1") is None
+    assert (runs("gemm_fusion_dot_1"), runs("a_new_kernel", dot)) == (None, True)
+    assert runs("a_new_kernel", hlo.instructions(HLO)["custom-call.2"]) is None
     assert runs("gemm_fusion_dot_1", dot, 7.0) is True
     assert (runs("gemm_fusion_dot_1", f32, 7.5), runs("gemm_fusion_dot_1", f32, 8.0)) == (False, True)
     assert runs("gemm_fusion_dot_1", exact["gemm_fusion_dot.1"], 9.0) is False
@@ -135,6 +140,14 @@ def test_a_triton_matmul_is_told_by_its_operands_and_the_gpu():
 )
 def test_module_paths_have_only_the_scopes_of_the_user(op_name, module):
     assert hlo.module_path(op_name) == module
+
+
+def test_where_no_scope_names_a_module_the_line_that_calls_the_layer_does():
+    scoped, plain = (
+        hlo.instructions(text)["custom-call.2"] for text in (HLO, HLO.replace("jvp(Net))/Dense_0", "jvp())"))
+    )
+    assert (scoped.module, scoped.source) == ("Net/Dense_0", "linear.py:700")
+    assert (plain.module, plain.source) == ("", "train.py:12")
 
 
 @pytest.fixture(scope="module")
@@ -206,6 +219,26 @@ def test_float32_matmuls_on_a_gpu_are_the_first_advice():
     assert report.tensor_core_share == 0
     assert report.eligible[0].why_not == "float32"
     assert report.advice[0].text.startswith("float32 matmuls and convolutions are 100% of the step")
+
+
+@pytest.mark.parametrize(
+    ("split", "given", "advice"),
+    [
+        (Split(device=6, input=0, dispatch=4), {}, "dispatch is 40% of the step"),
+        (Split(1, 0, 0), {"kind": "elementwise"}, "elementwise operations, reductions and copies are 100% of the step"),
+        (Split(1, 1, 0), {"path": "/x/mpjax/_scaled_gradients.py"}, "loss scaling is 50% of the step"),
+        (Split(1, 0, 0), {"kind": "cast"}, "casts are 100% of the step, most of it in Net"),
+    ],
+)
+def test_each_fault_has_its_advice(split, given, advice):
+    kernel = Kernel("k", "op", "other", "Net", "a.py:1", "/x/a.py", False, "", 1.0, 1.0, None, "")
+    texts = [found.text for found in advise(split, [dataclasses.replace(kernel, **given)], gpu=False)]
+    assert any(text.startswith(advice) for text in texts)
+
+
+def test_nothing_is_advised_where_nothing_stands_out():
+    kernel = Kernel("k", "op", "matmul", "Net", "a.py:1", "/x/a.py", False, "f16", 1.0, 1.0, True, "")
+    assert advise(Split(device=0.97, input=0.01, dispatch=0.02), [kernel], gpu=True) == ()
 
 
 def test_input_that_is_hidden_behind_the_device_costs_nothing():

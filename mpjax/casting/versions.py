@@ -148,12 +148,18 @@ def source_line(eqn: Any, in_layer: bool = True) -> str:
         eqn: the equation.
         in_layer: whether it may be a line of a library of layers; if not, the line that called the layer.
     """
-    frames = [
-        f for f in source_info_util.user_frames(eqn.source_info.traceback) if not f.file_name.startswith(_PACKAGE)
-    ]
-    outside = [] if in_layer else [f for f in frames if not any(layer in f.file_name for layer in _LAYERS)]
-    frame = next(iter(outside or frames), None)
-    return f"{frame.file_name.rsplit('/', 1)[-1]}:{frame.start_line}" if frame else ""
+    frames = list(source_info_util.user_frames(eqn.source_info.traceback))
+    which = telling_frame([frame.file_name for frame in frames], in_layer)
+    if which is None:
+        return ""
+    return f"{frames[which].file_name.rsplit('/', 1)[-1]}:{frames[which].start_line}"
+
+
+def telling_frame(files: Sequence[str], in_layer: bool = True) -> int | None:
+    """Which of a traceback's frames to name, by their files, innermost first: none of mpjax, as in `source_line`."""
+    users = [i for i, file in enumerate(files) if not file.startswith(_PACKAGE)]
+    outside = [] if in_layer else [i for i in users if not any(layer in files[i] for layer in _LAYERS)]
+    return next(iter(outside or users), None)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -9,6 +9,7 @@ import dataclasses
 import re
 from collections.abc import Iterator, Mapping
 
+from mpjax.casting import versions
 from mpjax.casting.classify import MARK
 
 MATMUL, CONVOLUTION, ATTENTION = "matmul", "convolution", "attention"
@@ -50,7 +51,7 @@ class Instruction:
         kind: the kind of work, from the opcodes of all that was fused into it.
         module: module path, from named scopes.
         source: the user's line, `file.py:12`.
-        path: the file of that line.
+        path: the file of the innermost frame, mpjax's own files included.
         backward: whether it belongs to the transposed part of a gradient.
         dtypes: the floating dtypes that its matmuls and convolutions read, in HLO's names (`f16`, `bf16`, `f32`).
         shapes: operands of the matmul or convolution, as `f32[8,16]`; empty for other kinds.
@@ -183,8 +184,11 @@ def _arguments(rest: str) -> tuple[tuple[str, ...], str]:
     return (), rest
 
 
-def _frames(text: str) -> dict[str, str]:
-    """The file and line of each stack frame: `path:12`. (The tables stand at the head of the program's text.)"""
+Place = tuple[str, str]  # file and line
+
+
+def _frames(text: str) -> dict[str, list[Place]]:
+    """The tracebacks, innermost frame first, by the number that instructions give. (They head the program's text.)"""
     tables: dict[str, dict[str, str]] = {}
     table: dict[str, str] = {}
     for row in text.splitlines():
@@ -195,11 +199,19 @@ def _frames(text: str) -> dict[str, str]:
         elif _COMPUTATION.match(row):
             break
     files, locations = tables.get("FileNames", {}), tables.get("FileLocations", {})
-    frames = {}
+    places: dict[str, Place] = {}
+    parents: dict[str, str] = {}
     for frame, fields in tables.get("StackFrames", {}).items():
         location = locations.get(_field(fields, "file_location_id"), "")
-        frames[frame] = f"{files.get(_field(location, 'file_name_id'), '').strip(chr(34))}:{_field(location, 'line')}"
-    return frames
+        places[frame] = files.get(_field(location, "file_name_id"), "").strip('"'), _field(location, "line")
+        parents[frame] = _field(fields, "parent_frame_id")
+    # XLA prints the outermost frame as its own parent: it counts parents from one further on.
+    shift = any(frame == parent for frame, parent in parents.items())
+    chains: dict[str, list[Place]] = {}
+    for frame in sorted(places, key=int):  # A frame stands behind its parents.
+        parent = str(int(parents[frame] or 0) - shift)
+        chains[frame] = [places[frame], *chains.get(parent, ())]
+    return chains
 
 
 def _field(text: str, name: str) -> str:
@@ -211,7 +223,7 @@ def _instruction(
     line: _Line,
     siblings: Mapping[str, _Line],
     computations: Mapping[str, Mapping[str, _Line]],
-    frames: Mapping[str, str],
+    frames: Mapping[str, list[Place]],
 ) -> Instruction:
     fused = [(line, siblings), *(_inside(line, computations) if line.opcode == "fusion" else ())]
     kinds = [_own_kind(inner) for inner, _ in fused]
@@ -220,14 +232,16 @@ def _instruction(
     heavy = next(((inner, at) for (inner, at), k in zip(fused, kinds, strict=True) if k in ON_TENSOR_CORES), None)
     named = [inner for inner, _ in ([heavy] if heavy else []) + fused if "op_name=" in inner.attributes]
     op_name = named[0].attribute(r'op_name="([^";]*)') if named else ""  # Merged instructions have several.
-    place = _place(named[0], frames) if named else ""
+    module = module_path(op_name)
+    places = _places(named[0], frames) if named else []
+    which = versions.telling_frame([path for path, _ in places], in_layer=bool(module))
     shapes = tuple(_shapes(*heavy)) if heavy else ()
     return Instruction(
         line.name,
         kind,
-        module_path(op_name),
-        place.rsplit("/", 1)[-1],
-        place.rpartition(":")[0],
+        module,
+        "" if which is None else f"{places[which][0].rsplit('/', 1)[-1]}:{places[which][1]}",
+        places[0][0] if places else "",
         "transpose(" in op_name,
         frozenset(shape.split("[")[0] for shape in shapes),
         shapes,
@@ -236,12 +250,11 @@ def _instruction(
     )
 
 
-def _place(line: _Line, frames: Mapping[str, str]) -> str:
-    place = frames.get(line.attribute(r"stack_frame_id=(\d+)"), "")
-    if place or "source_file=" not in line.attributes:
-        return place
-    path, number = line.attribute(r'source_file="([^"]*)"'), line.attribute(r"source_line=(\d+)")
-    return f"{path}:{number}"
+def _places(line: _Line, frames: Mapping[str, list[Place]]) -> list[Place]:
+    chain = frames.get(line.attribute(r"stack_frame_id=(\d+)"), [])
+    if chain or "source_file=" not in line.attributes:
+        return chain
+    return [(line.attribute(r'source_file="([^"]*)"'), line.attribute(r"source_line=(\d+)"))]
 
 
 def _inside(
@@ -262,7 +275,7 @@ def _shapes(line: _Line, siblings: Mapping[str, _Line]) -> Iterator[str]:
 
 
 def _own_kind(line: _Line) -> str:
-    if line.opcode == "dot":
+    if line.opcode in ("dot", "scaled-dot", "ragged-dot"):
         return MATMUL
     if line.opcode == "convolution":
         return CONVOLUTION

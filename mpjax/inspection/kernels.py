@@ -20,7 +20,7 @@ class Kernel:
         kind: matmul, convolution, attention, elementwise, reduction, copy, cast, collective, loop or branch, other.
         module: module path from named scopes (Flax names modules this way); empty outside of any.
         source: the line that it comes from, `file.py:12`.
-        path: the file of that line.
+        path: the file that it comes from, mpjax's own included.
         backward: whether it belongs to the backward pass.
         dtype: of a matmul's or convolution's operands, in HLO's names (`f16`, `bf16`, `f32`).
         seconds: device time of a step.

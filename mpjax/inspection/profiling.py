@@ -91,10 +91,14 @@ class ProfileReport(Report):
         return tuple(kernel for kernel in self.kernels if kernel.eligible and kernel.tensor_cores is False)
 
     def modules(self) -> dict[str, tuple[float, float]]:
-        """Seconds of a step by module path, forward and backward; the longest first. `""` is outside of modules."""
+        """Seconds of a step by module path, forward and backward; the longest first. `""` is outside of modules.
+
+        Where no scope names any module (Flax NNX has none), the lines that call the layers take their place.
+        """
         times: dict[str, list[float]] = {}
+        named = any(kernel.module for kernel in self.kernels)
         for kernel in self.kernels:
-            times.setdefault(kernel.module, [0.0, 0.0])[kernel.backward] += kernel.seconds
+            times.setdefault(kernel.module if named else kernel.source, [0.0, 0.0])[kernel.backward] += kernel.seconds
         return {name: (f, b) for name, (f, b) in sorted(times.items(), key=lambda item: -sum(item[1]))}
 
     def _part(self, chosen: Iterable[Kernel]) -> float:
@@ -135,14 +139,17 @@ class ProfileReport(Report):
         ]
         if self.tensor_core_share is not None:
             text.append(f"Tensor Cores: {self.tensor_core_share:.1%} of the kernels' time")
-        return Section("time of a step", "\n".join([*text, *self.notes]), ("", "time", "share"), rows, right={1, 2})
+        figure = bar((name, seconds / self.split.wall) for name, seconds in parts)
+        header = ("", "time", "share")
+        return Section("time of a step", "\n".join([*text, *self.notes]), header, rows, right={1, 2}, figure=figure)
 
     def _by_module(self) -> Section:
         rows = [
             (name or "-", milli(forward), milli(backward), f"{(forward + backward) / self.kernel_seconds:.1%}")
             for name, (forward, backward) in self.modules().items()
         ]
-        return Section("device time by module", "", ("module", "forward", "backward", "share"), rows, right={1, 2, 3})
+        what = "module" if any(kernel.module for kernel in self.kernels) else "line"
+        return Section(f"device time by {what}", "", (what, "forward", "backward", "share"), rows, right={1, 2, 3})
 
     def _by_kernel(self) -> Section:
         # A CPU's kernels have no names of their own, so there is room for the line.
@@ -176,6 +183,20 @@ class ProfileReport(Report):
 def milli(seconds: float) -> str:
     """A time for people: `12.3 ms`."""
     return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 or not seconds else f"{seconds * 1e6:.3g} µs"
+
+
+def bar(shares: Iterable[tuple[str, float]]) -> str:
+    """A horizontal bar of shares that add up to one, as an inline SVG."""
+    parts, at = [], 0.0
+    for (name, share), color in zip(shares, ("#4878a8", "#c8673c", "#9a9a9a"), strict=True):
+        label = f"{name} {share:.0%}"
+        parts.append(
+            f'<rect x="{at:.1f}" width="{600 * share:.1f}" height="28" fill="{color}"><title>{label}</title></rect>'
+        )
+        if share > 0.2:
+            parts.append(f'<text x="{at + 6:.1f}" y="19" fill="white">{label}</text>')
+        at += 600 * share
+    return f'<svg width="600" height="28" role="img">{"".join(parts)}</svg>'
 
 
 def profile(

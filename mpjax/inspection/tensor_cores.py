@@ -14,6 +14,7 @@ into a kernel's name. Where the names are from:
 - `nvjet_*`: cuBLAS on Hopper and newer, for Tensor Cores only.
 - `flash_fwd_kernel`, `fmha_*`: FlashAttention's; its helpers `flash_bwd_dot_do_o` and `flash_bwd_convert_dq` are
   elementwise.
+- `volta_sgemm_*`, `ampere_scudnn_*`, `gemv*`, `winograd`, `implicit_convolve_sgemm` and others are for ordinary cores.
 - `first_layer_wgrad_kernel`, `conv2d_c1_k1`: cuDNN's on Volta, from XProf's list.
 
 The names of XLA's own Triton matmuls (`gemm_fusion_dot_3`) say nothing. `tl.dot` becomes an `mma` for half and 8-bit
@@ -36,7 +37,10 @@ from mpjax.inspection.hlo import (
     Instruction,
 )
 
-_ORDINARY = re.compile(r"simt|ffma|[sdh]gemm|[sh]cudnn|gemv|splitk_?reduce|flash_bwd_(dot_do_o|convert_dq)")
+_ORDINARY = re.compile(
+    r"simt|ffma|[sdh]gemm|[sh]cudnn|gemv|gemmsn|gemmk1|splitk_?reduce|flash_bwd_(dot_do_o|convert_dq)"
+    r"|convolve_common_engine|implicit_convolve|winograd|fft2d|dgrad_engine|dgrad2d_alg|wgrad_alg|grouped_direct"
+)
 _TENSOR_CORES = re.compile(
     r"(?<![0-9])[a-z]?(884|1688|16816|16832|161616|8816|8832)(?![0-9])"
     r"|[hid]mma|[wg]mma|tensorop|tensor\d+x\d+x\d+|xmma_|nvjet"
@@ -78,7 +82,7 @@ def uses_tensor_cores(
         capability: the GPU's compute capability, as 9.0; None if unknown, then taken as new enough.
 
     Returns:
-        True or False; None for a Triton matmul whose operands are not known.
+        True or False; None for matmuls, convolutions and attention whose name doesn't tell.
 
     Example:
         >>> uses_tensor_cores("ampere_fp16_s16816gemm_fp16_128x64_nn"), uses_tensor_cores("ampere_sgemm_128x64_nn")
@@ -89,11 +93,14 @@ def uses_tensor_cores(
         return False
     if _TENSOR_CORES.search(lower):
         return True
-    if instruction is None:
-        return None if _TRITON.match(lower) else False
-    if instruction.kind not in ON_TENSOR_CORES or not (instruction.triton or _TRITON.match(lower)):
+    if (work_of(name) or (instruction.kind if instruction else "")) not in ON_TENSOR_CORES:
         return False
-    return all(takes(dtype, instruction.exact, capability) for dtype in instruction.dtypes or {"f32"})
+    if instruction is None:
+        return None
+    if instruction.triton or _TRITON.match(lower):
+        return all(takes(dtype, instruction.exact, capability) for dtype in instruction.dtypes or {"f32"})
+    # What XLA emits by itself, without Triton, are loops.
+    return False if lower.startswith(kernel_name(instruction.name).lower()) else None
 
 
 def kernel_name(instruction: str) -> str:
