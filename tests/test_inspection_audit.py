@@ -108,10 +108,12 @@ def test_lstm_flops_count_every_turn_of_its_scan(lstm):
     assert {row.count % 7 for row in report.matmuls} == {0}
 
 
-@pytest.mark.parametrize(("stride", "padding", "groups"), [(1, "VALID", 1), (2, "SAME", 1), (3, 1, 4)])
-def test_both_gradients_of_a_convolution_cost_what_it_costs(stride, padding, groups):
+@pytest.mark.parametrize(
+    ("side", "stride", "padding", "groups"), [(11, 1, "VALID", 1), (11, 2, "SAME", 1), (11, 3, 1, 4), (2, 1, "SAME", 1)]
+)
+def test_both_gradients_of_a_convolution_cost_what_it_costs(side, stride, padding, groups):
     model = nn.Conv(16, (3, 3), stride, padding=padding, feature_group_count=groups, use_bias=False)
-    x = shape(2, 11, 11, 8, dtype=F32)
+    x = shape(2, side, side, 8, dtype=F32)
     params = jax.eval_shape(lambda: model.init(jax.random.key(0), jnp.zeros(x.shape)))
     report = mpjax.audit(jax.grad(lambda p, x: model.apply(p, x).sum(), argnums=(0, 1)), params, x)
     forward, backward = forward_and_backward(report)

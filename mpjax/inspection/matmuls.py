@@ -9,7 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from mpjax.casting.walker import BACKWARD, Site
+from mpjax.casting.walker import Site, is_weight_gradient
 from mpjax.inspection.reports import amount
 
 ALIGNMENT = 8
@@ -123,8 +123,7 @@ def _dimensions(site: Site) -> dict[str, int]:
     window = math.prod(rhs) // max(features * inner, 1)
     sizes = {"M": math.prod(out) // max(features, 1), "N": features // groups, "K": inner * window}
     # The gradient of the weights slides the output's gradient over the input: there the batch is summed over.
-    of_weights = site.phase == BACKWARD and window > math.prod(out[d] for d in numbers.out_spec[2:])
-    channels = (lhs[numbers.lhs_spec[0]] if of_weights else inner, features // groups)
+    channels = (lhs[numbers.lhs_spec[0]] if is_weight_gradient(eqn) else inner, features // groups)
     groups *= eqn.params["batch_group_count"]
     return sizes | {"in": channels[0], "out": channels[1]} | ({"groups": groups} if groups > 1 else {})
 
