@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from mpjax.inspection import hlo
 from mpjax.inspection.kernels import Kernel, Split
-from mpjax.inspection.matmuls import DIMENSION, Finding
+from mpjax.inspection.matmuls import Finding
 
 # Below these shares of the step nothing is worth a line.
 _WORTH = {"input": 0.05, "dispatch": 0.1, "kernels": 0.05, "one kernel": 0.03}
@@ -42,7 +42,7 @@ def advise(split: Split, kernels: Sequence[Kernel], gpu: bool, findings: Iterabl
         split: where the step's time went.
         kernels: the step's.
         gpu: whether it ran on one: what is said of half precision holds there.
-        findings: what the audit finds in the step's matmuls and convolutions.
+        findings: the audit's on dimensions of the step's matmuls and convolutions.
     """
     found = [_input(split), _dispatch(split, kernels)]
     on_device = _Kernels(split, kernels)
@@ -103,24 +103,27 @@ class _Kernels:
             "mpjax.with_policy; mpjax.explain says why where they are in float32 nevertheless)",
         )
 
-    def dimensions(self, findings: Iterable[Finding]) -> list[Advice]:
-        """Matmuls and convolutions with dimensions that Tensor Cores don't like."""
-        found = [
-            Advice(f"{finding.module or finding.source} ({finding.op}): {finding.why}", self.share(kernels))
-            for finding in findings
-            if finding.kind == DIMENSION
-            for kernels in [[k for k in self.kernels if k.eligible and k.module == finding.module]]
-        ]
-        return [advice for advice in found if advice.share >= _WORTH["one kernel"]]
-
     def off_tensor_cores(self) -> list[Advice]:
         """Half work that is not on Tensor Cores, the three longest."""
-        found = [
-            Advice(f"{k.module or k.name} ({k.kind} of {k.dtype}) is not on Tensor Cores: {k.why_not}", self.share([k]))
+        return self._most(
+            (f"{k.module or k.name} ({k.kind} of {k.dtype}) is not on Tensor Cores: {k.why_not}", [k])
             for k in self.kernels
-            if k.eligible and k.tensor_cores is False and k.dtype not in ("f32", "f64")
-        ]
-        return [advice for advice in found if advice.share >= _WORTH["one kernel"]][:3]
+            if k.tensor_cores is False and k.dtype not in ("f32", "f64")
+        )
+
+    def dimensions(self, findings: Iterable[Finding]) -> list[Advice]:
+        """Work on Tensor Cores, or that could be, whose dimensions make them wait; the three longest."""
+        return self._most(
+            (
+                f"{finding.module or finding.source} ({finding.op}): {finding.why}",
+                [k for k in self.kernels if k.module == finding.module and k.why_not != finding.why],
+            )
+            for finding in findings
+        )
+
+    def _most(self, found: Iterable[tuple[str, Sequence[Kernel]]]) -> list[Advice]:
+        advice = [Advice(text, self.share(k for k in about if k.eligible)) for text, about in found]
+        return sorted((a for a in advice if a.share >= _WORTH["one kernel"]), key=lambda a: -a.share)[:3]
 
     def casts(self) -> Advice | None:
         return self._about(

@@ -25,7 +25,7 @@ CONTROL = "loop or branch"
 
 # Work that Tensor Cores are made for, and work that waits for memory whatever the dtype of its arithmetic.
 ON_TENSOR_CORES = frozenset({MATMUL, CONVOLUTION, ATTENTION})
-MEMORY_BOUND = frozenset({CAST, COPY, REDUCTION, ELEMENTWISE})
+MEMORY_BOUND = frozenset({COPY, REDUCTION, ELEMENTWISE})
 
 _TARGETS = (  # Parts of custom call targets of XLA's GPU and CPU backends; the first that is found decides.
     (ATTENTION, ("fmha", "attention", "sdpa")),

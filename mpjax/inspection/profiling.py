@@ -14,7 +14,7 @@ from mpjax.casting.walker import walk
 from mpjax.inspection import hlo, kernels, traces
 from mpjax.inspection.advice import Advice, advise
 from mpjax.inspection.kernels import Kernel, Split
-from mpjax.inspection.matmuls import Finding, findings_of, matmuls_of
+from mpjax.inspection.matmuls import DIMENSION, Finding, findings_of, matmuls_of
 from mpjax.inspection.reports import Report, Section
 from mpjax.inspection.stepping import Stepper, seconds_per_step
 
@@ -334,12 +334,16 @@ def report_of(
         timing: wall times without the profiler.
         device: its name.
         capability: an NVIDIA GPU's compute capability; None for other devices.
-        findings: the audit's, of the step.
+        findings: the audit's, of the step; those about dimensions count.
         notes: what else to say.
     """
     gpu = detailed.trace.gpu and capability is not None
     split = kernels.split(whole.trace, whole.events, whole.start, whole.steps)
-    found = kernels.summed(detailed.events, detailed.instructions, detailed.steps, gpu, capability)
+    findings = [finding for finding in findings if finding.kind == DIMENSION]
+    found = tuple(
+        _with_reason(kernel, findings)
+        for kernel in kernels.summed(detailed.events, detailed.instructions, detailed.steps, gpu, capability)
+    )
     return ProfileReport(
         device=device,
         steps=whole.steps,
@@ -352,6 +356,14 @@ def report_of(
         advice=advise(split, found, gpu, findings),
         notes=(*notes, *_notes(detailed.trace, gpu)),
     )
+
+
+def _with_reason(kernel: Kernel, findings: Iterable[Finding]) -> Kernel:
+    """The kernel with the dimensions that keep it from Tensor Cores, if it is these."""
+    if not kernel.why_not or kernel.dtype in ("f32", "f64"):
+        return kernel
+    why = next((finding.why for finding in findings if finding.module == kernel.module), kernel.why_not)
+    return dataclasses.replace(kernel, why_not=why)
 
 
 def _capability(device: Any) -> float | None:
