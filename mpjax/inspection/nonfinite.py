@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,7 +14,8 @@ import numpy as np
 
 from mpjax.casting.transform import Program
 from mpjax.casting.walker import BACKWARD
-from mpjax.inspection.origins import Finding, OriginProbe, decode
+from mpjax.inspection.codes import CodeProbe, WatchProbe, code_of, watched
+from mpjax.inspection.origins import Origin, first_origin
 from mpjax.inspection.probing import (
     COMPILER_OPTIONS,
     Block,
@@ -21,7 +23,6 @@ from mpjax.inspection.probing import (
     Place,
     Probe,
     Run,
-    Value,
     argument_name,
     is_half,
     is_inexact,
@@ -117,18 +118,18 @@ class NonFinite:
 def find_nonfinite(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> NonFinite | None:
     """The first operation that made an inf or NaN from finite inputs, in the forward or the backward pass.
 
-    The program that `fun` traces to is run once more under `jit`, operation by operation as it was written, and each
-    value carries the address of the operation that made it inf or NaN:
+    The program that `fun` traces to is run under `jit`, operation by operation as it was written, with a code beside
+    each result: finite, inf, NaN. From the codes follows for each value that is not finite where that came from:
 
-        result finite                    no address (a masked -inf that softmax took away, a `where`)
-        an operand has an address        the same address
-        else                             this operation's own
+        result finite                    nowhere (a masked -inf that softmax took away, a `where`)
+        an operand is not finite         where that came from
+        else                             this operation
 
     What counts is what reaches a result of `fun` or a check for finite values (`jnp.isfinite(x).all()`, so
     also the check that lets mpjax skip a step). Infinities that the program itself writes, or that are in an
     argument, are no fault as long as they are only moved, masked, compared and added; where they reach a scalar
-    result or a check, or make a NaN, they are named. If there is a fault, a second run takes the ranges there and
-    runs the same point in float32.
+    result or a check, or make a NaN, they are named. Only if there is a fault, another run takes the ranges
+    there and runs the same point in float32. No tensor goes to the host.
 
     Args:
         fun: any function of arrays or pytrees: a loss function, `mpjax.value_and_grad(loss_fn, opt_state)`, a train
@@ -155,38 +156,42 @@ def find_nonfinite(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> NonFin
     """
     program = traced_call("find_nonfinite", fun, args, kwargs)
     block = lay_out(program.jaxpr)
-    places = {place.number: place for place in block.places()}
-    finding = _search(program, block, places)
-    if finding is None:
+    origin = _search(program, block)
+    if origin is None:
         return None
-    if finding.argument is not None:
-        return _in_argument(program, block, finding)
-    return _examined(program, block, places[finding.number], finding, _batch_of(args))
+    if origin.is_argument:
+        return _in_argument(program, block, origin.number)
+    return _examined(program, block, origin, _batch_of(args))
 
 
-def _leaves(program: Program, block: Block) -> list[Any]:
-    """The arrays that the program is given: its arguments, then what it closes over."""
-    return [*program.arrays, *block.consts]
+def _search(program: Program, block: Block) -> Origin | None:
+    """Where the first fault is; a program whose results and checks are all finite is run but once."""
+    leaves = [*program.arrays, *block.consts]
+    count = len(program.arrays)
+
+    def run(probe: Probe, leaves: Sequence[Any]) -> Any:
+        outs, notes = Run(probe).block(block, leaves[:count], consts=leaves[count:])
+        return _codes(leaves), _codes(outs), notes
+
+    _, outs, notes = _run(functools.partial(run, WatchProbe()), leaves)
+    failed, trips = watched(notes)
+    if not failed and not any(outs):
+        return None
+    probe = CodeProbe(block, trips)
+
+    def run_all(leaves: Sequence[Any]) -> Any:
+        given, outs, notes = run(probe, leaves)
+        return given, outs, probe.packed(block, {**{key: probe.empty(key) for key in probe.keys(block)}, **notes})
+
+    return first_origin(block, *_run(run_all, leaves))
 
 
-def _split(block: Block, leaves: Sequence[Any], shadows: Sequence[Any]) -> tuple[list[Value], list[Value]]:
-    values = list(zip(leaves, shadows, strict=True))
-    count = len(block.jaxpr.invars)
-    return values[:count], values[count:]
+def _run(fun: Callable[..., Any], leaves: Sequence[Any]) -> Any:
+    return jax.device_get(jax.jit(fun, compiler_options=COMPILER_OPTIONS)(leaves))
 
 
-def _search(program: Program, block: Block, places: dict[int, Place]) -> Finding | None:
-    """The first run: where the first fault is."""
-    probe = OriginProbe(block)
-
-    def run(leaves: Sequence[Any]) -> Any:
-        shadows = [probe.argument(i, leaf) for i, leaf in enumerate(leaves)]
-        values, consts = _split(block, leaves, shadows)
-        outs, notes = Run(probe).block(block, values, consts=consts)
-        return probe.result(outs, notes)
-
-    found = jax.jit(run, compiler_options=COMPILER_OPTIONS)(_leaves(program, block))
-    return decode(np.asarray(found), places)
+def _codes(arrays: Sequence[Any]) -> list[Any]:
+    return [code_of(jnp.asarray(x)) if is_inexact(x) else np.int32(0) for x in arrays]
 
 
 class _PointProbe(Probe):
@@ -196,16 +201,14 @@ class _PointProbe(Probe):
         self.target, self.turn, self.index = target, turn, index
 
     def equation(
-        self, place: Place, turn: Sequence[Any], ins: Sequence[Value], outs: Sequence[Any], again: Callable[..., Any]
-    ) -> tuple[Sequence[Any], dict[Key, Any]]:
-        shadows = [None] * len(outs)
+        self, place: Place, turn: Sequence[Any], ins: Sequence[Any], outs: Sequence[Any], again: Callable[..., Any]
+    ) -> dict[Key, Any]:
         if place.number != self.target.number:
-            return shadows, {}
+            return {}
         hit = jnp.asarray(True)
         for now, then in zip(turn, self.turn, strict=True):
             hit &= now == then
-        arrays = [array for array, _ in ins]
-        return shadows, {"point": (hit, self._note(arrays, outs, again))}
+        return {("point",): (hit, self._note(ins, outs, again))}
 
     def _note(self, ins: Sequence[Any], outs: Sequence[Any], again: Callable[..., Any]) -> Any:
         floats = [out for out in outs if is_inexact(out)]
@@ -213,7 +216,7 @@ class _PointProbe(Probe):
         firsts = jnp.stack([jnp.argmax(~jnp.isfinite(out).ravel()) for out in floats])
         which = jnp.argmax(counts > 0) if self.index is None else self.index[0]
         index = firsts[which] if self.index is None else self.index[1]
-        wide = [out for out in again(*map(widened, ins)) if is_inexact(out)] if self.index is None else floats
+        wide = [out for out in again([widened(x) for x in ins]) if is_inexact(out)] if self.index is None else floats
         return {
             "index": jnp.stack([which, index]),
             "count": counts[which],
@@ -223,8 +226,8 @@ class _PointProbe(Probe):
             "ranges": [_range(x) for x in ins if is_inexact(x)],
         }
 
-    def keys(self, start: int, end: int) -> Sequence[Key]:
-        return ("point",) if start <= self.target.number < end else ()
+    def keys(self, block: Block) -> Sequence[Key]:
+        return (("point",),) if block.start <= self.target.number < block.end else ()
 
     def empty(self, key: Key) -> Any:
         eqn = self.target.site.eqn
@@ -265,19 +268,20 @@ def _range(x: Any) -> Any:
     return jnp.stack([low, high, jnp.min(size, initial=jnp.inf), jnp.sum(~finite).astype(jnp.float32)])
 
 
-def _examined(program: Program, block: Block, place: Place, finding: Finding, batch: _Batch | None) -> NonFinite:
-    """The second run: the ranges there, and the same point in float32."""
+def _examined(program: Program, block: Block, origin: Origin, batch: _Batch | None) -> NonFinite:
+    """The ranges at one point, and the same point in float32."""
+    places = {place.number: place for place in block.places()}
+    place, count = places[origin.number], len(program.arrays)
 
     def run(leaves: Sequence[Any]) -> Any:
-        values, consts = _split(block, leaves, [None] * len(leaves))
-        notes = Run(_PointProbe(place, finding.turn)).block(block, values, consts=consts)[1]
-        here = notes["point"][1]
-        wide, wide_consts = _split(block, [widened(leaf) for leaf in leaves], [None] * len(leaves))
-        probe = _PointProbe(place, finding.turn, here["index"])
-        there = Run(probe, wide=True).block(block, wide, consts=wide_consts)[1]
-        return here, there["point"]
+        probe = _PointProbe(place, origin.turn)
+        here = Run(probe).block(block, leaves[:count], consts=leaves[count:])[1]["point",][1]
+        wide = [widened(leaf) for leaf in leaves]
+        probe = _PointProbe(place, origin.turn, here["index"])
+        there = Run(probe, wide=True).block(block, wide[:count], consts=wide[count:])[1]["point",]
+        return here, there
 
-    here, (reached, there) = jax.device_get(jax.jit(run, compiler_options=COMPILER_OPTIONS)(_leaves(program, block)))
+    here, (reached, there) = _run(run, [*program.arrays, *block.consts])
     eqn = place.site.eqn
     which, index = map(int, here["index"])
     out = [v.aval for v in eqn.outvars if is_inexact(v)][which]
@@ -293,9 +297,10 @@ def _examined(program: Program, block: Block, place: Place, finding: Finding, ba
         local=float(here["float32"]),
         float32=value,
         backward=place.site.phase == BACKWARD,
-        constant=finding.constant,
+        constant=origin.is_constant,
     )
     floats = [v.aval for v in eqn.invars if is_inexact(v)]
+    iteration = origin.iteration(places)
     return NonFinite(
         primitive=place.site.name,
         module=place.site.path,
@@ -303,7 +308,7 @@ def _examined(program: Program, block: Block, place: Place, finding: Finding, ba
         kind=evidence.kind,
         verdict=verdict_of(evidence),
         direction="backward" if evidence.backward else "forward",
-        iteration=_iteration(finding),
+        iteration=iteration[0] if len(iteration) == 1 else iteration or None,
         inputs=tuple(
             OperandRange(str(aval.dtype), aval.shape, float(found[0]), float(found[1]), float(found[2]), int(found[3]))
             for aval, found in zip(floats, here["ranges"], strict=True)
@@ -314,12 +319,6 @@ def _examined(program: Program, block: Block, place: Place, finding: Finding, ba
         batch_element=element[0] if batch and batch.leads(out.shape) else None,
         float32_value=value,
     )
-
-
-def _iteration(finding: Finding) -> int | tuple[int, ...] | None:
-    if not finding.iteration:
-        return None
-    return finding.iteration[0] if len(finding.iteration) == 1 else finding.iteration
 
 
 def _half_name(block: Block, eqn: Any) -> str | None:
@@ -349,18 +348,17 @@ def _batch_of(args: Sequence[Any]) -> _Batch | None:
     return _Batch(sizes.pop()[0], others) if len(sizes) == 1 else None
 
 
-def _in_argument(program: Program, block: Block, finding: Finding) -> NonFinite:
+def _in_argument(program: Program, block: Block, index: int) -> NonFinite:
     """A fault that was given: which leaf, how many elements, where the first."""
-    assert finding.argument is not None
-    array = _leaves(program, block)[finding.argument]
-    closed_over = finding.argument >= len(program.arrays)
-    name = f"an array that the function closes over, {array.dtype}{list(array.shape)}"
-    if not closed_over:
-        name = argument_name(program.names[finding.argument])
+    array = jnp.asarray([*program.arrays, *block.consts][index])
+    if index < len(program.arrays):
+        name = argument_name(program.names[index])
+    else:
+        name = f"an array that the function closes over, {array.dtype}{list(array.shape)}"
     bad = jnp.logical_not(jnp.isfinite(array)).ravel()
-    index, count = int(jnp.argmax(bad)), int(jnp.sum(bad))
-    kind = "nan" if bool(jnp.isnan(array.ravel()[index])) else "inf"
-    element = tuple(int(i) for i in np.unravel_index(index, array.shape)) if array.shape else ()
+    first, count = int(jnp.argmax(bad)), int(jnp.sum(bad))
+    kind = "nan" if bool(jnp.isnan(array.ravel()[first])) else "inf"
+    element = tuple(int(i) for i in np.unravel_index(first, array.shape)) if array.shape else ()
     half = f" (it is {array.dtype}: it may have overflowed when it was cast)" if array.dtype in HALF_DTYPES else ""
     return NonFinite(
         primitive="argument",

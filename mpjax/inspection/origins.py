@@ -1,14 +1,13 @@
-"""Where an inf or NaN was made: an address that goes with each value through a program.
+"""Where an inf or NaN was made, told from a code for each result of each equation: finite, inf, NaN.
 
-An address is a small vector of integers: a rank and the number of an equation, and for an equation inside loops the
-turn of each loop followed by the number of what stands in it. Vectors compare as the program runs, turn by turn, so of
-two addresses of one rank the smaller is the one that was made first.
+The codes are noted while the program runs, those of loops turn by turn. Then the program is gone through once more on
+the host, with an address for each value that is not finite in the place of the value.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -16,14 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax.casting import versions
-from mpjax.inspection.probing import Block, Key, Place, Probe, Value, is_inexact
+from mpjax.inspection.codes import NAN, slice_key, turns_key, unpacked
+from mpjax.inspection.probing import Block, Place, is_inexact
 
 # Ranks, in the order in which they are reported. What is given or written as inf or NaN is idle as long as it is
 # only moved about, and used from the first arithmetic on; once it makes a NaN, it is a fault.
 BAD_ARGUMENT, MADE, USED_ARGUMENT, USED_CONSTANT, IDLE_ARGUMENT, IDLE_CONSTANT = range(6)
-_SHIFT = 24
-_NONE = np.iinfo(np.int32).max
-_SINK = "sink"
+_USED = {IDLE_ARGUMENT: USED_ARGUMENT, IDLE_CONSTANT: USED_CONSTANT}
 
 # The elements of the result are those of the operand, all of them.
 _SAME = frozenset(
@@ -41,161 +39,186 @@ _CHECKS = frozenset("is_finite and or not reshape squeeze broadcast_in_dim conca
 _CHECKED = frozenset({"reduce_and", "reduce_or"})
 
 
-@dataclasses.dataclass(frozen=True)
-class Finding:
-    """A decoded address.
+@dataclasses.dataclass(frozen=True, order=True)
+class Origin:
+    """Where an inf or NaN came from; of two of one rank the smaller was made first.
 
     Args:
-        number: the equation's.
-        turn: for each loop around it, how many turns came before.
-        iteration: the same as indices of what the loops go over (a reverse scan begins at its end).
-        argument: the index of the leaf, if it was given.
-        constant: whether the equation only reads an infinite constant of the program.
+        rank: what kind of place it is.
+        when: the number of the equation; inside loops, the loop's number, the turn, the number of what stands in it.
+            Of an argument, its index.
     """
 
-    number: int
-    turn: tuple[int, ...] = ()
-    iteration: tuple[int, ...] = ()
-    argument: int | None = None
-    constant: bool = False
+    rank: int
+    when: tuple[int, ...]
+
+    @property
+    def number(self) -> int:
+        """The equation's number, or the argument's index."""
+        return self.when[-1]
+
+    @property
+    def turn(self) -> tuple[int, ...]:
+        """For each loop around it, how many turns came before."""
+        return self.when[1::2]
+
+    @property
+    def is_argument(self) -> bool:
+        """Whether it was given."""
+        return self.rank in (BAD_ARGUMENT, USED_ARGUMENT, IDLE_ARGUMENT)
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether the equation only reads an infinite constant of the program."""
+        return self.rank in (USED_CONSTANT, IDLE_CONSTANT)
+
+    def iteration(self, places: dict[int, Place]) -> tuple[int, ...]:
+        """The turns as indices of what the loops go over: a reverse scan begins at its end."""
+        indices = []
+        for loop, turn in zip(self.when[:-1:2], self.turn, strict=True):
+            params = places[loop].site.eqn.params
+            indices.append(params["length"] - 1 - turn if params.get("reverse") else turn)
+        return tuple(indices)
 
 
-def decode(address: np.ndarray, places: dict[int, Place]) -> Finding | None:
-    """What an address says; None if it is that of nothing."""
-    if address[0] == _NONE:
-        return None
-    rank, number = int(address[0]) >> _SHIFT, int(address[0]) & ((1 << _SHIFT) - 1)
-    if rank in (BAD_ARGUMENT, USED_ARGUMENT, IDLE_ARGUMENT):
-        return Finding(number, argument=number)
-    turn, iteration, rest = [], [], [int(n) for n in address[1:]]
-    while places[number].site.name in ("scan", "while") and places[number].blocks:
-        params = places[number].site.eqn.params
-        turn.append(rest[0])
-        iteration.append(params["length"] - 1 - rest[0] if params.get("reverse") else rest[0])
-        number, rest = rest[1], rest[2:]
-    return Finding(number, tuple(turn), tuple(iteration), constant=rank in (USED_CONSTANT, IDLE_CONSTANT))
+Address = Origin | None
 
 
-class OriginProbe(Probe):
-    """Carries addresses through a program.
+def first_origin(block: Block, arguments: Sequence[int], outs: Sequence[int], notes: Any) -> Origin | None:
+    """The first fault that reached a result of the program or a check for finite values.
 
     Args:
-        block: the program; the depth of its loops decides how long an address is.
+        block: the program.
+        arguments: the code of each argument, then of each array that the program closes over.
+        outs: the code of each result.
+        notes: what `CodeProbe` noted.
     """
+    given = [Origin(IDLE_ARGUMENT, (i,)) if code else None for i, code in enumerate(arguments)]
+    count = len(block.jaxpr.invars)
+    replay = _Replay()
+    results = replay.block(block, given[:count], unpacked(block, notes), (), given[count:])
+    found = list(replay.checked)
+    for v, code, address in zip(block.jaxpr.outvars, outs, results, strict=True):
+        last = USED_CONSTANT if not v.aval.shape else MADE
+        if code and address is not None and address.rank <= last:
+            found.append(address)
+    return min(found, default=None)
 
-    def __init__(self, block: Block):
-        self.length = 1 + 2 * max((len(place.loops) for place in block.places()), default=0)
 
-    def argument(self, index: int, array: Any) -> Any:
-        """The shadow of the array that the program was given."""
-        return self._unless_finite(array, self._address(IDLE_ARGUMENT, (), (), index))
+class _Replay:
+    """Goes through a program with addresses in the place of values."""
 
-    def result(self, outs: Sequence[Value], notes: dict[Key, Any]) -> Any:
-        """The address of the first fault among the program's results and checks."""
-        found = notes.get(_SINK, self.full(None))
-        for array, shadow in outs:
-            if shadow is None or not is_inexact(array):
-                continue
-            last = USED_CONSTANT if jnp.ndim(array) == 0 else MADE
-            counts = shadow[0] < (last + 1) << _SHIFT
-            found = self.join(found, jnp.where(counts, shadow, self.full(None)))
-        return found
+    def __init__(self) -> None:
+        self.checked: set[Origin] = set()
 
-    def constant(self, number: int, array: Any) -> Any:
-        if not versions.is_shaped(jax.typeof(array)) or not is_inexact(array):
-            return None
-        if isinstance(array, jax.core.Tracer):
-            return self._unless_finite(array, self._address(IDLE_CONSTANT, (), (), number))
-        return (
-            None
-            if np.all(np.isfinite(np.asarray(array, np.complex64)))
-            else self._address(IDLE_CONSTANT, (), (), number)
+    def block(
+        self,
+        block: Block,
+        addresses: Sequence[Address],
+        notes: dict[Any, Any],
+        when: tuple[int, ...],
+        consts: Sequence[Address] | None = None,
+    ) -> list[Address]:
+        if consts is None:
+            consts = [_constant(c, (*when, block.start)) for c in block.consts]
+        env: dict[Any, Address] = dict(
+            zip((*block.jaxpr.constvars, *block.jaxpr.invars), (*consts, *addresses), strict=True)
         )
 
-    def equation(
-        self, place: Place, turn: Sequence[Any], ins: Sequence[Value], outs: Sequence[Any], again: Callable[..., Any]
-    ) -> tuple[Sequence[Any], dict[Key, Any]]:
-        name = place.site.name
-        given = self._first([shadow for _, shadow in ins])
-        notes: dict[Key, Any] = {}
-        if given is not None and (name in _CHECKED or (name == "is_finite" and not jnp.ndim(outs[0]))):
-            notes[_SINK] = given
+        def read(v: Any, number: int) -> Address:
+            return _constant(v.val, (*when, number)) if isinstance(v, versions.Literal) else env[v]
+
+        for place in block.rows:
+            ins = [read(v, place.number) for v in place.site.eqn.invars]
+            outs = self._inside(place, ins, notes, when) if place.blocks else self._made(place, ins, notes, when)
+            env.update(zip(place.site.eqn.outvars, outs, strict=True))
+        return [read(v, block.start) for v in block.jaxpr.outvars]
+
+    def _made(
+        self, place: Place, ins: Sequence[Address], notes: dict[Any, Any], when: tuple[int, ...]
+    ) -> list[Address]:
+        name, outvars = place.site.name, place.site.eqn.outvars
         if name in _SAME:
-            return [shadow for _, shadow in ins[: len(outs)]], notes
-        return [self._shadow(place, turn, name, given, out) for out in outs], notes
+            return list(ins[: len(outvars)])
+        given = min((address for address in ins if address is not None), default=None)
+        if given is not None and (name in _CHECKED or (name == "is_finite" and not outvars[0].aval.shape)):
+            self.checked.add(given)
+        own = Origin(MADE, (*when, place.number))
+        outs: list[Address] = []
+        for i, v in enumerate(outvars):
+            if is_inexact(v):
+                outs.append(_address(int(notes["code", place.number, i]), given, own, name in _MOVES))
+            else:
+                is_check = name in _CHECKS or (name == "ne" and _compares_itself(place.site.eqn))
+                outs.append(given if is_check else None)
+        return outs
 
-    def _shadow(self, place: Place, turn: Sequence[Any], name: str, given: Any, out: Any) -> Any:
-        if not is_inexact(out):
-            is_check = name in _CHECKS or (name == "ne" and _compares_itself(place.site.eqn))
-            return given if is_check else None
-        if not any(map(_is_number, place.site.eqn.invars)):
-            return None  # an iota, random bits
-        own = self._address(MADE, place.loops, turn, place.number)
-        if given is None:
-            return self._unless_finite(out, own)
-        if name not in _MOVES:
-            rank, nan = given[0] >> _SHIFT, jnp.isnan(out).any()
-            used = jnp.where((rank == IDLE_ARGUMENT) | (rank == IDLE_CONSTANT), 2 << _SHIFT, 0)
-            bad = jnp.where(nan & ((rank == IDLE_ARGUMENT) | (rank == USED_ARGUMENT)), rank << _SHIFT, used)
-            made = (given[0] == _NONE) | (nan & ((rank == IDLE_CONSTANT) | (rank == USED_CONSTANT)))
-            given = jnp.where(made, own, given.at[0].add(-bad))
-        else:
-            given = jnp.where(given[0] == _NONE, own, given)
-        return self._unless_finite(out, given)
+    def _inside(
+        self, place: Place, ins: Sequence[Address], notes: dict[Any, Any], when: tuple[int, ...]
+    ) -> list[Address]:
+        match place.site.name:
+            case "scan":
+                return self._scan(place, ins, notes, when)
+            case "while":
+                first, count = place.site.eqn.params["cond_nconsts"], place.site.eqn.params["body_nconsts"]
+                split = first + count
+                return self._turns(
+                    place, int(notes["code", place.number, 0]), ins[first:split], ins[split:], [], notes, when
+                )
+            case "cond":
+                branches = place.blocks
+                taken = min(max(int(notes["code", place.number, 0]), 0), len(branches) - 1)
+                return self.block(branches[taken], ins[1:], notes, when)
+        return self.block(place.blocks[0], ins, notes, when)
 
-    def part(self, array: Any, shadow: Any) -> Any:
-        if shadow is None or not is_inexact(array):
-            return shadow
-        return self._unless_finite(array, shadow)
+    def _scan(
+        self, place: Place, ins: Sequence[Address], notes: dict[Any, Any], when: tuple[int, ...]
+    ) -> list[Address]:
+        params = place.site.eqn.params
+        first, count = versions.scan_split(params)
+        split = first + count
+        xs = [(address, notes.get(slice_key(place, i))) for i, address in enumerate(ins[split:])]
+        return self._turns(place, params["length"], ins[:first], ins[first:split], xs, notes, when)
 
-    def full(self, shadow: Any) -> Any:
-        return jnp.asarray(self._nothing() if shadow is None else shadow)
-
-    def join(self, a: Any, b: Any) -> Any:
-        if self.length == 1:
-            return jnp.minimum(a, b)
-        different = a != b
-        first = jnp.argmax(different)
-        return jnp.where(a[first] <= b[first], a, b)
-
-    def keys(self, start: int, end: int) -> Sequence[Key]:
-        return (_SINK,)
-
-    def empty(self, key: Key) -> Any:
-        return self.full(None)
-
-    def merge(self, key: Key, a: Any, b: Any) -> Any:
-        return self.join(a, b)
-
-    def _first(self, shadows: Sequence[Any]) -> Any:
-        found = None
-        for shadow in shadows:
-            if shadow is not None:
-                found = shadow if found is None else self.join(found, shadow)
-        return found
-
-    def _unless_finite(self, array: Any, address: Any) -> Any:
-        if not is_inexact(array):
-            return None
-        return jnp.where(jnp.isfinite(array).all(), self._nothing(), address)
-
-    def _nothing(self) -> np.ndarray:
-        return np.array([_NONE, *[0] * (self.length - 1)], np.int32)
-
-    def _address(self, rank: int, loops: Sequence[int], turn: Sequence[Any], number: int) -> Any:
-        numbers = [*loops, number]
-        parts: list[Any] = [(rank << _SHIFT) | numbers[0]]
-        for i, inside in zip(turn, numbers[1:], strict=True):
-            parts += [i, inside]
-        parts += [0] * (self.length - len(parts))
-        if all(isinstance(part, int) for part in parts):
-            return np.array(parts, np.int32)
-        return jnp.stack([jnp.asarray(part, jnp.int32) for part in parts])
+    def _turns(
+        self,
+        place: Place,
+        length: int,
+        consts: Sequence[Address],
+        carry: Sequence[Address],
+        xs: Sequence[tuple[Address, Any]],
+        notes: dict[Any, Any],
+        when: tuple[int, ...],
+    ) -> list[Address]:
+        body, stacked = place.blocks[-1], notes[turns_key(place)]
+        ys: list[Address] = [None] * (len(body.jaxpr.outvars) - len(carry))
+        for i in range(length):
+            parts = [address if codes is None or codes[i] else None for address, codes in xs]
+            turn = unpacked(body, jax.tree.map(lambda x, i=i: x[i], stacked))
+            outs = self.block(body, [*consts, *carry, *parts], turn, (*when, place.number, i))
+            carry, new = outs[: len(carry)], outs[len(carry) :]
+            ys = [old if old is not None else address for old, address in zip(ys, new, strict=True)]
+        return [*carry, *ys]
 
 
-def _is_number(v: Any) -> bool:
-    aval = v.aval
-    return versions.is_shaped(aval) and jnp.issubdtype(aval.dtype, np.number)
+def _address(code: int, given: Address, own: Origin, moves: bool) -> Address:
+    """The address of a result, from that of the operands."""
+    if not code:
+        return None
+    if given is None:
+        return own
+    if moves or given.rank in (BAD_ARGUMENT, MADE):
+        return given
+    if code == NAN:
+        return Origin(BAD_ARGUMENT, given.when) if given.is_argument else own
+    return Origin(_USED.get(given.rank, given.rank), given.when)
+
+
+def _constant(value: Any, when: tuple[int, ...]) -> Address:
+    """The address of a constant in the program, read by the equation at `when`."""
+    if not jnp.issubdtype(jnp.result_type(value), jnp.inexact) or np.all(np.isfinite(np.asarray(value, np.complex64))):
+        return None
+    return Origin(IDLE_CONSTANT, when)
 
 
 def _compares_itself(eqn: Any) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -31,13 +31,11 @@ from mpjax.policy import HALF_DTYPES
 COMPILER_OPTIONS: dict[str, bool | int | str] = {"xla_allow_excess_precision": False}
 
 _CALLS = frozenset("jit pjit closed_call call core_call remat2 checkpoint custom_jvp_call custom_vjp_call".split())
-_LOOPS = frozenset({"scan", "while"})
+LOOPS = frozenset({"scan", "while"})
 # Not computed in another dtype than they were traced for: bits, or the dtype itself, are what they are about.
 _AS_TRACED = frozenset({"bitcast_convert_type", "nextafter", "random_bits"})
 
-Key = Hashable
-# An array and the probe's shadow of it, a tree of arrays or None.
-Value = tuple[Any, Any]
+Key = tuple[Any, ...]  # comparable, for notes are trees; its first part says what is noted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +85,7 @@ def lay_out(jaxpr: Any, start: int = 0, outer: Site | None = None, loops: tuple[
     rows, number = [], start
     for eqn in opened.jaxpr.eqns:
         site = site_of(eqn, outer)
-        around = (*loops, number) if site.name in _LOOPS else loops
+        around = (*loops, number) if site.name in LOOPS else loops
         blocks, end = [], number + 1
         for inner in _entered(eqn):
             blocks.append(lay_out(inner, end, site, around))
@@ -112,42 +110,32 @@ def _entered(eqn: Any) -> Sequence[Any]:
 class Probe:
     """What is noted while a program runs; this one notes nothing.
 
-    A shadow goes with each value through the program: it is made by `literal` and `equation`, and None stands for
-    the empty one. Notes are trees of small arrays by key, joined by `merge`.
+    Notes are trees of small arrays by key. What the turns of a loop note is either merged into one note or, if the
+    probe `stacks`, kept for each turn.
     """
 
-    def constant(self, number: int, array: Any) -> Any:
-        """The shadow of a constant in the program; `number` is that of the equation that reads or holds it."""
-        return None
+    stacks = False
 
     def equation(
-        self, place: Place, turn: Sequence[Any], ins: Sequence[Value], outs: Sequence[Any], again: Callable[..., Any]
-    ) -> tuple[Sequence[Any], dict[Key, Any]]:
-        """The shadows of an equation's results, and notes.
+        self, place: Place, turn: Sequence[Any], ins: Sequence[Any], outs: Sequence[Any], again: Callable[..., Any]
+    ) -> dict[Key, Any]:
+        """Notes of an equation.
 
         Args:
             place: the equation.
             turn: for each loop around it, how many turns came before.
-            ins: operands with their shadows.
+            ins: operands.
             outs: results.
-            again: computes the results of other operands, in float32 wherever the program has half.
+            again: computes the results of a list of other operands, in float32 wherever the program has half.
         """
-        return [None] * len(outs), {}
+        return {}
 
-    def part(self, array: Any, shadow: Any) -> Any:
-        """The shadow of one turn's part of a value that a scan goes over."""
-        return shadow
+    def entering(self, place: Place, ins: Sequence[Any]) -> dict[Key, Any]:
+        """Notes of an equation whose inside is evaluated, before that."""
+        return {}
 
-    def full(self, shadow: Any) -> Any:
-        """A shadow as it is carried by loops, always of one structure."""
-        return shadow
-
-    def join(self, a: Any, b: Any) -> Any:
-        """The shadow of a value made of two, the first of which was there first."""
-        return a
-
-    def keys(self, start: int, end: int) -> Sequence[Key]:
-        """The keys of the notes that equations of these numbers make."""
+    def keys(self, block: Block) -> Sequence[Key]:
+        """The keys of the notes that are made in a block."""
         return ()
 
     def empty(self, key: Key) -> Any:
@@ -157,6 +145,18 @@ class Probe:
     def merge(self, key: Key, a: Any, b: Any) -> Any:
         """The note of two, the first of which was made first."""
         raise KeyError(key)
+
+    def packed(self, block: Block, notes: dict[Key, Any]) -> Any:
+        """The notes of one turn of a loop's body as they are stacked."""
+        return notes
+
+    def ended(self, place: Place, turns: Any) -> dict[Key, Any]:
+        """Notes of a `while` that took so many turns."""
+        return {}
+
+    def trips(self, place: Place) -> int:
+        """The most turns that a `while` takes, for a probe that stacks."""
+        raise NotImplementedError
 
 
 class Run:
@@ -173,129 +173,127 @@ class Run:
         self._manual: tuple[Any, ...] = ()
 
     def block(
-        self, block: Block, values: Sequence[Value], turn: Sequence[Any] = (), consts: Sequence[Value] | None = None
-    ) -> tuple[list[Value], dict[Key, Any]]:
+        self, block: Block, arrays: Sequence[Any], turn: Sequence[Any] = (), consts: Sequence[Any] | None = None
+    ) -> tuple[list[Any], dict[Key, Any]]:
         """Evaluates a jaxpr; returns its outputs and the notes."""
-        if consts is None:
-            consts = [(c, self.probe.constant(block.start, c)) for c in map(self._widened, block.consts)]
-        env: dict[Any, Value] = dict(
-            zip((*block.jaxpr.constvars, *block.jaxpr.invars), (*consts, *values), strict=True)
-        )
+        consts = [self._widened(c) for c in (block.consts if consts is None else consts)]
+        env: dict[Any, Any] = dict(zip((*block.jaxpr.constvars, *block.jaxpr.invars), (*consts, *arrays), strict=True))
         notes: dict[Key, Any] = {}
 
-        def read(v: Any, number: int) -> Value:
-            if not isinstance(v, versions.Literal):
-                return env[v]
-            array = self._widened(v.val)
-            return array, self.probe.constant(number, array)
+        def read(v: Any) -> Any:
+            return self._widened(v.val) if isinstance(v, versions.Literal) else env[v]
 
         for place in block.rows:
-            ins = [read(v, place.number) for v in place.site.eqn.invars]
+            ins = [read(v) for v in place.site.eqn.invars]
             with versions.EquationContext(place.site.eqn):
                 outs, new = self._evaluate(place, ins, turn)
             env.update(zip(place.site.eqn.outvars, outs, strict=True))
             self._add(notes, new)
-        return [read(v, block.start) for v in block.jaxpr.outvars], notes
+        return [read(v) for v in block.jaxpr.outvars], notes
 
     def _add(self, notes: dict[Key, Any], new: dict[Key, Any]) -> None:
         for key, note in new.items():
             notes[key] = self.probe.merge(key, notes[key], note) if key in notes else note
 
-    def _evaluate(self, place: Place, ins: Sequence[Value], turn: Sequence[Any]) -> tuple[Sequence[Value], Any]:
+    def _evaluate(self, place: Place, ins: Sequence[Any], turn: Sequence[Any]) -> tuple[Sequence[Any], dict[Key, Any]]:
         eqn = place.site.eqn
         if not place.blocks:
-            outs = self._bind(eqn, [array for array, _ in ins])
-            shadows, notes = self.probe.equation(place, turn, ins, outs, lambda *arrays: _bind_wide(eqn, arrays))
-            return list(zip(outs, shadows, strict=True)), notes
+            outs = (_bind_wide if self.wide else _bind)(eqn, ins)
+            return outs, self.probe.equation(place, turn, ins, outs, functools.partial(_bind_wide, eqn))
+        notes = self.probe.entering(place, ins)
         special = {"scan": self._scan, "while": self._while, "cond": self._cond, "shard_map": self._shard_map}
         if place.site.name in special:
-            return special[place.site.name](place, ins, turn)
-        if eqn.params.get("differentiated") and eqn.params["prevent_cse"] and ins:
-            # A remat's backward pass: without the barrier, what it computes again would be kept instead.
-            arrays = lax.optimization_barrier([array for array, _ in ins])
-            ins = [(array, shadow) for array, (_, shadow) in zip(arrays, ins, strict=True)]
-        return self.block(place.blocks[0], ins, turn)
-
-    def _bind(self, eqn: Any, arrays: Sequence[Any]) -> list[Any]:
-        return _bind_wide(eqn, arrays) if self.wide else _bind(eqn, arrays)
+            outs, new = special[place.site.name](place, ins, turn)
+        else:
+            if eqn.params.get("differentiated") and eqn.params["prevent_cse"] and ins:
+                # A remat's backward pass: without the barrier, what it computes again would be kept instead.
+                ins = lax.optimization_barrier(list(ins))
+            outs, new = self.block(place.blocks[0], ins, turn)
+        return outs, {**notes, **new}
 
     def _widened(self, array: Any) -> Any:
         return widened(array) if self.wide else array
 
     def _empty(self, block: Block) -> dict[Key, Any]:
-        return {key: self._varying(self.probe.empty(key)) for key in self.probe.keys(block.start, block.end)}
-
-    def _full(self, values: Sequence[Value]) -> list[Value]:
-        # Not weakly typed: a carry has one type.
-        return [(_strong(array), self._varying(self.probe.full(shadow))) for array, shadow in values]
+        return {key: self._varying(self.probe.empty(key)) for key in self.probe.keys(block)}
 
     def _varying(self, tree: Any) -> Any:
-        """Notes and shadows inside a `shard_map` differ from device to device."""
-        return jax.tree.map(lambda x: versions.vary(x, self._manual), tree) if self._manual else tree
+        """Notes inside a `shard_map` differ from device to device."""
+        return jax.tree.map(lambda x: versions.vary(jnp.asarray(x), self._manual), tree) if self._manual else tree
 
-    def _scan(self, place: Place, ins: Sequence[Value], turn: Sequence[Any]) -> tuple[list[Value], Any]:
+    def _turn(self, body: Block, notes: Any, new: dict[Key, Any]) -> tuple[Any, Any]:
+        """The merged notes after a turn, and what is stacked of it."""
+        if self.probe.stacks:
+            return notes, self.probe.packed(body, self._varying({**self._empty(body), **new}))
+        self._add(notes := dict(notes), self._varying(new))
+        return notes, None
+
+    def _scan(self, place: Place, ins: Sequence[Any], turn: Sequence[Any]) -> tuple[list[Any], dict[Key, Any]]:
         params, (body,) = place.site.eqn.params, place.blocks
         num_consts, num_carry = versions.scan_split(params)
         split = num_consts + num_carry
-        consts, init, xs = ins[:num_consts], self._full(ins[num_consts:split]), ins[split:]
-        num_ys = len(body.jaxpr.outvars) - num_carry
-        ys_shadows = [self._varying(self.probe.full(None)) for _ in range(num_ys)]
 
-        def step(carry: Any, arrays: Sequence[Any]) -> Any:
-            i, carried, ys_shadows, notes = carry
-            parts = [(a, self.probe.part(a, shadow)) for a, (_, shadow) in zip(arrays, xs, strict=True)]
-            outs, new = self.block(body, [*consts, *carried, *parts], (*turn, i))
-            self._add(notes := dict(notes), new)
-            ys = self._full(outs[num_carry:])
-            joined = [self.probe.join(old, shadow) for old, (_, shadow) in zip(ys_shadows, ys, strict=True)]
-            return (i + 1, self._full(outs[:num_carry]), joined, notes), [array for array, _ in ys]
+        def step(carry: Any, xs: Sequence[Any]) -> Any:
+            i, carried, notes = carry
+            outs, new = self.block(body, [*ins[:num_consts], *carried, *xs], (*turn, i))
+            notes, stacked = self._turn(body, notes, new)
+            return (i + 1, outs[:num_carry], notes), (outs[num_carry:], stacked)
 
-        start = (np.int32(0), init, ys_shadows, self._empty(body))
+        notes = {} if self.probe.stacks else self._empty(body)
+        start = (np.int32(0), _strong(ins[num_consts:split]), notes)
         options = {name: params[name] for name in ("length", "reverse", "unroll")}
-        (_, carried, ys_shadows, notes), ys = lax.scan(step, start, [array for array, _ in xs], **options)
-        return [*carried, *zip(ys, ys_shadows, strict=True)], notes
+        (_, carried, notes), (ys, stacked) = lax.scan(step, start, list(ins[split:]), **options)
+        if self.probe.stacks and params["reverse"]:
+            stacked = jax.tree.map(lambda x: x[::-1], stacked)  # in the order in which they were made
+        return [*carried, *ys], {("turns", place.number): stacked} if self.probe.stacks else notes
 
-    def _while(self, place: Place, ins: Sequence[Value], turn: Sequence[Any]) -> tuple[list[Value], Any]:
+    def _while(self, place: Place, ins: Sequence[Any], turn: Sequence[Any]) -> tuple[list[Any], dict[Key, Any]]:
         params, (condition, body) = place.site.eqn.params, place.blocks
         first = params["cond_nconsts"]
         split = first + params["body_nconsts"]
-        plain = Run(Probe(), self.wide)
+        plain, stacks = Run(Probe(), self.wide), self.probe.stacks
 
-        def unfinished(values: Sequence[Value]) -> Any:
-            (((going, _),), _) = plain.block(condition, [(array, None) for array, _ in (*ins[:first], *values)])
+        def unfinished(carried: Sequence[Any]) -> Any:
+            ((going,), _) = plain.block(condition, [*ins[:first], *carried])
             return going
 
         def step(state: Any) -> Any:
-            i, values, notes = state
-            outs, new = self.block(body, [*ins[first:split], *values], (*turn, i))
-            self._add(notes := dict(notes), new)
-            outs = self._full(outs)
+            i, carried, notes = state
+            outs, new = self.block(body, [*ins[first:split], *carried], (*turn, i))
+            notes, stacked = self._turn(body, notes, new)
+            if stacks:
+                notes = jax.tree.map(lambda all, one: all.at[i].set(one), notes, stacked)
             if condition.jaxpr.outvars[0].aval.shape:
                 # Under vmap each element has a condition of its own; those that are finished keep their carry.
-                going = unfinished(values)
-                outs = [(_select(going, new, old), s) for (new, s), (old, _) in zip(outs, values, strict=True)]
-            return i + 1, outs, notes
+                going = unfinished(carried)
+                outs = [_select(going, new, old) for new, old in zip(outs, carried, strict=True)]
+            return i + 1, _strong(outs), notes
 
-        start = (np.int32(0), self._full(ins[split:]), self._empty(body))
-        _, values, notes = lax.while_loop(lambda state: jnp.any(unfinished(state[1])), step, start)
-        return list(values), notes
+        notes = self._empty(body)
+        if stacks:
+            length = self.probe.trips(place)
+            notes = jax.tree.map(lambda x: jnp.stack([x] * length), self.probe.packed(body, notes))
+        start = (np.int32(0), _strong(ins[split:]), notes)
+        turns, carried, notes = lax.while_loop(lambda state: jnp.any(unfinished(state[1])), step, start)
+        if stacks:
+            notes = {("turns", place.number): notes}
+        return list(carried), {**notes, **self.probe.ended(place, turns)}
 
-    def _cond(self, place: Place, ins: Sequence[Value], turn: Sequence[Any]) -> tuple[list[Value], Any]:
+    def _cond(self, place: Place, ins: Sequence[Any], turn: Sequence[Any]) -> tuple[list[Any], dict[Key, Any]]:
         empty: dict[Key, Any] = {}
         for block in place.blocks:
             empty.update(self._empty(block))
 
         def branch(block: Block) -> Any:
-            def run(values: Sequence[Value]) -> Any:
-                outs, new = self.block(block, values, turn)
-                self._add(notes := dict(empty), new)
-                return self._full(outs), notes
+            def run(*arrays: Any) -> Any:
+                outs, new = self.block(block, arrays, turn)
+                return _strong(outs), self._varying({**empty, **new})
 
             return run
 
-        return lax.switch(ins[0][0], [branch(block) for block in place.blocks], self._full(ins[1:]))
+        return lax.switch(ins[0], [branch(block) for block in place.blocks], *ins[1:])
 
-    def _shard_map(self, place: Place, ins: Sequence[Value], turn: Sequence[Any]) -> tuple[list[Value], Any]:
+    def _shard_map(self, place: Place, ins: Sequence[Any], turn: Sequence[Any]) -> tuple[list[Any], dict[Key, Any]]:
         params, (body,) = place.site.eqn.params, place.blocks
         in_specs, out_specs = versions.shard_map_specs(params)
         options = versions.shard_map_options(params)
@@ -303,40 +301,31 @@ class Run:
         inside = Run(self.probe, self.wide)
         inside._manual = axes if options["check_vma"] else ()
 
-        def run(arrays: Sequence[Any], shadows: Sequence[Any], turn: Sequence[Any]) -> Any:
-            parts = [(a, self.probe.part(a, s)) for a, s in zip(arrays, shadows, strict=True)]
-            outs, new = inside.block(body, parts, turn)
-            inside._add(notes := inside._empty(body), new)
-            extra = [inside._varying(self.probe.full(shadow)) for _, shadow in outs], notes
-            return tuple(array for array, _ in outs), jax.tree.map(lambda x: x[None], extra)
+        def run(arrays: Sequence[Any], turn: Sequence[Any]) -> Any:
+            outs, new = inside.block(body, arrays, turn)
+            return tuple(outs), jax.tree.map(lambda x: jnp.asarray(x)[None], inside._varying(new))
 
-        everywhere, by_device = PartitionSpec(), PartitionSpec(axes)
         mapped = jax.shard_map(
-            run, in_specs=(list(in_specs), everywhere, everywhere), out_specs=(out_specs, by_device), **options
+            run, in_specs=(list(in_specs), PartitionSpec()), out_specs=(out_specs, PartitionSpec(axes)), **options
         )
-        shadows = [self.probe.full(shadow) for _, shadow in ins]
-        arrays, (shadows, notes) = mapped([array for array, _ in ins], shadows, tuple(turn))
+        arrays, notes = mapped(list(ins), tuple(turn))
         devices = range(int(np.prod([options["mesh"].shape[axis] for axis in axes])))
-        joined = [_joined(shadow, devices, self.probe.join) for shadow in shadows]
-        notes = {key: _joined(note, devices, functools.partial(self.probe.merge, key)) for key, note in notes.items()}
-        return list(zip(arrays, joined, strict=True)), notes
-
-
-def _joined(stacked: Any, devices: range, join: Callable[[Any, Any], Any]) -> Any:
-    """One note or shadow of those of several devices."""
-    first, *rest = (jax.tree.map(lambda x, i=i: x[i], stacked) for i in devices)
-    for other in rest:
-        first = join(first, other)
-    return first
+        parts = [jax.tree.map(lambda x, i=i: x[i], notes) for i in devices]
+        merged = {
+            key: functools.reduce(functools.partial(self.probe.merge, key), [part[key] for part in parts])
+            for key in notes
+        }
+        return list(arrays), merged
 
 
 def _select(mask: Any, new: Any, old: Any) -> Any:
     return lax.select(lax.broadcast_in_dim(mask, new.shape, tuple(range(mask.ndim))), new, old)
 
 
-def _strong(x: Any) -> Any:
-    aval = jax.typeof(x)
-    return lax.convert_element_type(x, aval.dtype) if getattr(aval, "weak_type", False) else x
+def _strong(arrays: Sequence[Any]) -> list[Any]:
+    """The arrays without weak types: a carry has one type."""
+    weak = [getattr(jax.typeof(x), "weak_type", False) for x in arrays]
+    return [lax.convert_element_type(x, jnp.result_type(x)) if w else x for x, w in zip(arrays, weak, strict=True)]
 
 
 def is_inexact(x: Any) -> bool:
