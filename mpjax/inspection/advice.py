@@ -46,7 +46,7 @@ def advise(split: Split, kernels: Sequence[Kernel], gpu: bool, findings: Iterabl
     """
     found = [_input(split), _dispatch(split, kernels)]
     on_device = _Kernels(split, kernels)
-    found += [on_device.scaling(), on_device.casts(), on_device.memory_bound(gpu)]
+    found += [on_device.scaling(), on_device.casts(), on_device.memory_bound(gpu), on_device.collectives()]
     if gpu:
         found += [on_device.full_precision(), *on_device.off_tensor_cores(), *on_device.dimensions(findings)]
     return tuple(sorted((advice for advice in found if advice), key=lambda advice: -advice.share))
@@ -137,6 +137,12 @@ class _Kernels:
             lambda kernel: kernel.kind in hlo.MEMORY_BOUND and not _is_scaling(kernel),
             "elementwise operations, reductions and copies are {share} of the step{most}: bound by memory traffic, "
             f"which Tensor Cores don't change; {what}",
+        )
+
+    def collectives(self) -> Advice | None:
+        return self._about(
+            lambda kernel: kernel.kind == hlo.COLLECTIVE,
+            "collectives are {share} of the step{most}: a larger batch on each device, or gradients that are summed in half",
         )
 
     def scaling(self) -> Advice | None:
