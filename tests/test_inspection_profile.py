@@ -228,7 +228,7 @@ def test_float32_matmuls_on_a_gpu_are_the_first_advice():
         (Split(1, 0, 0), {"kind": "elementwise"}, "elementwise operations, reductions and copies are 100% of the step"),
         (Split(1, 1, 0), {"path": "/x/mpjax/_scaled_gradients.py"}, "loss scaling is 50% of the step"),
         (Split(3, 1, 0), {"kind": "collective"}, "collectives are 75% of the step"),
-        (Split(1, 0, 0), {"kind": "cast"}, "casts are 100% of the step, most of it in Net"),
+        (Split(1, 0, 0), {"kind": "cast"}, "casts are 100% of the step, the most in Net"),
     ],
 )
 def test_each_fault_has_its_advice(split, given, advice):

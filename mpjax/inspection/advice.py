@@ -92,8 +92,10 @@ class _Kernels:
     def _about(self, which: Callable[[Kernel], bool], text: str, worth: str = "kernels") -> Advice | None:
         chosen = [kernel for kernel in self.kernels if which(kernel)]
         share = self.share(chosen)
-        where = next((kernel.module for kernel in chosen if kernel.module), "")
-        most = f", most of it in {where}" if where else ""
+        where = max(
+            (k.module for k in chosen), key=lambda m: self.share(k for k in chosen if k.module == m), default=""
+        )
+        most = f", the most in {where}" if where else ""
         return Advice(text.format(share=f"{share:.0%}", most=most), share) if share >= _WORTH[worth] else None
 
     def full_precision(self) -> Advice | None:
@@ -142,7 +144,7 @@ class _Kernels:
     def collectives(self) -> Advice | None:
         return self._about(
             lambda kernel: kernel.kind == hlo.COLLECTIVE,
-            "collectives are {share} of the step{most}: a larger batch on each device, or gradients that are summed in half",
+            "collectives are {share} of the step{most}: take a larger batch on each device, or sum gradients in half",
         )
 
     def scaling(self) -> Advice | None:
