@@ -19,6 +19,7 @@ from mpjax.casting.oplists import ALLOW
 FORWARD, BACKWARD, RECOMPUTED = "forward", "backward", "recomputed"
 _REMATTED = "rematted_computation"  # JAX's own scope around what a remat computes again
 _TRANSFORM = re.compile(r"\b\w+\(")
+_MARKED = re.compile(re.escape(MARK) + r"\w+")  # a mark in `transpose(jvp(mpjax.off))` goes, the transformations stay
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +111,7 @@ def module_of(eqn: Any) -> str:
     scopes = versions.scopes(eqn)
     if MARK not in scopes:
         return scopes
-    return join(*(part for part in scopes.split("/") if MARK not in part))
+    return join(*(_MARKED.sub("", part) for part in scopes.split("/")))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -127,7 +128,7 @@ def path_of(module: str) -> str:
     parts: list[str] = []
     for part in module.split("/"):
         name = _TRANSFORM.sub("", part).rstrip(")") if "(" in part else part
-        if "jvp(" in part and parts[:1] == [name]:
+        if "jvp(" in part and (parts[:1] == [name] or (not name and module.startswith("transpose("))):
             parts = []  # The backward pass of a remat gives the whole path a second time.
         if name and name != _REMATTED:
             parts.append(name)
