@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from examples.imagenet.__main__ import main as train_images
 from mpjax.inspection.command_line import main
 
 SCRIPT = """
@@ -168,3 +169,13 @@ def test_keyword_arguments_are_refused_where_positions_count(capsys):
     code, _, err = run(capsys, "numerics", "my_train:loss_fn", "--args", "keywords")
     assert code == 2
     assert "return a tuple" in err
+
+
+def test_the_image_training_script_audits_and_profiles_its_step_instead_of_training(capsys, script):
+    assert train_images(["--audit", "--profile", "--amp", "autocast", "--policy", "mixed_bfloat16"]) == 0
+    out = capsys.readouterr().out
+    assert "Precision of train_step" in out
+    assert "ResNet/BasicBlock_1/Conv_0" in out
+    assert "100.0% in half" in out
+    assert "input pipeline" in out
+    assert not (script / "runs").exists()

@@ -64,8 +64,9 @@ def _nonfinite(fun: Callable[..., Any], call: Call, options: argparse.Namespace)
 
 
 def _numerics(fun: Callable[..., Any], call: Call, options: argparse.Namespace) -> Report:
+    args = _positional(call)
     given = {"loss_scale": options.loss_scale, "has_aux": options.has_aux, "dtype": options.dtype}
-    return mpjax.numerics(fun, *_positional(call), batches=call.batches, **given)
+    return mpjax.numerics(fun, *args, batches=call.batches, **given)
 
 
 def _profile(fun: Callable[..., Any], call: Call, options: argparse.Namespace) -> Report:

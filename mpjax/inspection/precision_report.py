@@ -6,21 +6,28 @@ import csv
 import dataclasses
 import io
 import os
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
 
 from mpjax._tables import table
 from mpjax.casting.walker import BACKWARD, FORWARD, RECOMPUTED
 from mpjax.inspection.devices import DEVICES, device_of
-from mpjax.inspection.matmuls import MEANINGS, Finding, Matmul
+from mpjax.inspection.matmuls import MEANINGS as MATMUL_MEANINGS
+from mpjax.inspection.matmuls import Finding, Matmul
 from mpjax.inspection.precision_map import precision_map
 from mpjax.inspection.reports import WIDTH, Report, Section, amount, written
+from mpjax.inspection.risks import MEANINGS as RISK_MEANINGS
 from mpjax.inspection.risks import Risk
 from mpjax.inspection.roofline import Kernel, SpeedupBound, speedup_bound
 
 _PHASES = (FORWARD, RECOMPUTED, BACKWARD)
 # The tables have little room.
-_OPS = {"conv_general_dilated": "conv", "dot_general": "dot", "ragged_dot_general": "ragged_dot"}
+_OPS = {
+    "conv_general_dilated": "conv",
+    "dot_general": "dot",
+    "ragged_dot_general": "ragged_dot",
+    "convert_element_type": "cast",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,21 +205,28 @@ class PrecisionReport(Report):
         title = "Not on Tensor Cores, or not at their speed"
         if not self.findings:
             return Section(title, "nothing")
-        merged: dict[tuple[str, str, str], list[Finding]] = {}
-        for found in self.findings:
-            merged.setdefault((found.kind, found.op, found.why), []).append(found)
         rows = [
-            (kind, _place(alike), _OPS.get(op, op), f"{sum(f.share for f in alike):.1%}", why)
-            for (kind, op, why), alike in merged.items()
+            (first.kind, where, _OPS.get(first.op, first.op), f"{sum(f.share for f in alike):.1%}", first.why)
+            for first, where, alike in _alike(self.findings, lambda f: (f.kind, f.op, f.why))
         ]
-        text = "\n".join(f"{kind}: {meaning}" for kind, meaning in MEANINGS.items() if any(r[0] == kind for r in rows))
+        text = _legend(MATMUL_MEANINGS, self.findings)
         return Section(title, text, ("kind", "where", "op", "FLOPs", "why"), rows, {3})
 
     def _risks(self) -> Section:
         if not self.risks:
             return Section("Risks in half", "none")
-        rows = [(r.kind, r.module or "-", r.source, r.op, r.dtype, ", ".join(r.phases), r.why) for r in self.risks]
-        return Section("Risks in half", "", ("kind", "module", "line", "op", "dtype", "pass", "why"), rows)
+        rows = [
+            (
+                risk.kind,
+                where,
+                _OPS.get(risk.op, risk.op),
+                risk.dtype,
+                "" if risk.why == RISK_MEANINGS[risk.kind] else risk.why,
+            )
+            for risk, where, _ in _alike(self.risks, lambda r: (r.kind, r.op, r.dtype, r.why))
+        ]
+        text = _legend(RISK_MEANINGS, self.risks)
+        return Section("Risks in half", text, ("kind", "where", "op", "dtype", "why"), rows)
 
     def _speed(self) -> Section:
         rows = [
@@ -244,11 +258,23 @@ def _cell(flops: int) -> str:
     return amount(flops, "FLOP") if flops else ""
 
 
-def _place(findings: list[Finding]) -> str:
-    """The first place of findings that are alike otherwise, and how many more there are."""
-    first = findings[0]
-    more = f" and {len(findings) - 1} more" if len(findings) > 1 else ""
-    return f"{first.module} {first.source}".strip() + more
+Faults = TypeVar("Faults", Finding, Risk)
+
+
+def _alike(faults: Iterable[Faults], key: Callable[[Faults], Any]) -> Iterator[tuple[Faults, str, list[Faults]]]:
+    """Faults that differ in their place only: the first, where it is and how many more there are, and all."""
+    merged: dict[Any, list[Faults]] = {}
+    for fault in faults:
+        merged.setdefault(key(fault), []).append(fault)
+    for alike in merged.values():
+        first = alike[0]
+        more = f" and {len(alike) - 1} more" if len(alike) > 1 else ""
+        yield first, f"{first.module} {first.source}".strip() + more, alike
+
+
+def _legend(meanings: Mapping[str, str], faults: Iterable[Finding | Risk]) -> str:
+    kinds = {fault.kind for fault in faults}
+    return "\n".join(f"{kind}: {meaning}" for kind, meaning in meanings.items() if kind in kinds)
 
 
 def _shape(shape: tuple[int, ...]) -> str:
@@ -258,7 +284,9 @@ def _shape(shape: tuple[int, ...]) -> str:
 def _residual_lines(residuals: dict[str, int] | None) -> list[str]:
     if residuals is None:
         return ["kept for the backward pass: there is none"]
-    by_dtype = ", ".join(f"{amount(size, 'B')} {dtype}" for dtype, size in residuals.items())
+    by_dtype = ", ".join(
+        f"{amount(size, 'B')} {dtype}" for dtype, size in sorted(residuals.items(), key=lambda pair: -pair[1])
+    )
     return [
         f"kept for the backward pass: {amount(sum(residuals.values()), 'B')}" + (f" ({by_dtype})" if by_dtype else "")
     ]

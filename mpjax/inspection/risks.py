@@ -29,13 +29,17 @@ _KINDS = {
         "sum",
     ),
 }
-_WHY = {
-    "exp": "overflows float16 from 11.1 on, and rounds to 3 digits (bfloat16: 2)",
-    "log": "loses what is near its pole and its zero",
+# The gravest first: what makes an inf or a NaN, or wrong results, before what loses digits.
+MEANINGS = {
+    "overflow": "a finite constant becomes infinite",
+    "epsilon": "a constant that guards against zero becomes zero",
+    "ids": "whole numbers that tell things apart become equal",
+    "loss": "a scalar result, whose small changes and range want float32",
+    "softmax": "its exp and its sum want float32",
+    "exp": "overflows float16 from 11.1 on, and has 3 digits (bfloat16: 2)",
+    "log": "loses what is near its zero and its pole",
     "pow": "is an exp of a log, or has poles",
     "sum": "rounding grows with the number of terms; float16 overflows at 65504",
-    "softmax": "its exp and its sum want float32",
-    "loss": "its range and its small changes want float32",
 }
 
 
@@ -66,7 +70,7 @@ class Risk:
 
 
 def risks_of(flow: Flow) -> tuple[Risk, ...]:
-    """The risks of a program, each line's once."""
+    """The risks of a program, each line's once, the gravest first."""
     nodes = list(flow.all_nodes())
     known = known_values(flow)
     found = [*_operations(nodes), *_loss(flow, nodes)]
@@ -88,7 +92,7 @@ def _operations(nodes: Sequence[Node]) -> Iterator[Found]:
     for site, dtype in risky:
         of_softmax = _place(site) in softmaxes and site.name in ("exp", "log", "reduce_sum")
         kind = "softmax" if of_softmax else _KINDS[site.name]
-        yield kind, site, dtype, _WHY[kind]
+        yield kind, site, dtype, MEANINGS[kind]
 
 
 def _risky(node: Node) -> str:
@@ -114,7 +118,7 @@ def _loss(flow: Flow, nodes: Sequence[Node]) -> Iterator[Found]:
     makers = {value: node.site for node in nodes for value in node.writes}
     for value in dict.fromkeys(flow.outputs):
         if _is_half(value) and not value.aval.shape and value in makers:
-            yield "loss", makers[value], value.aval.dtype.name, _WHY["loss"]
+            yield "loss", makers[value], value.aval.dtype.name, MEANINGS["loss"]
 
 
 def _constants(node: Node, known: dict[Value, Known]) -> Iterator[Found]:
@@ -125,7 +129,7 @@ def _constants(node: Node, known: dict[Value, Known]) -> Iterator[Found]:
         for value in node.reads:
             # JAX has rounded the constant to half already, when it met a half array.
             if _is_half(value) and value.constant is not None and np.isinf(np.asarray(value.constant)).any():
-                why = "a constant is infinite in this dtype; use jnp.finfo(dtype).min, or jnp.where"
+                why = f"a constant is beyond {value.aval.dtype.name}'s range; jnp.finfo(dtype).min fits"
                 yield "overflow", node.site, value.aval.dtype.name, why
     elif node.site.name == "iota" and _is_half(node.writes[0]):
         yield from _inexact(node.site, node.writes[0].aval.dtype, known[node.writes[0]])
@@ -138,8 +142,8 @@ def _cast(node: Node, known: dict[Value, Known]) -> Iterator[Found]:
         limits, dtype = versions.finfo(target.aval.dtype), target.aval.dtype.name
         if math.isfinite(value.largest) and value.largest > float(limits.max):
             worst = value.low if abs(value.low) == value.largest else value.high
-            why = f"{worst:.4g} is infinite in {dtype} (its maximum is {float(limits.max):.4g})"
-            yield "overflow", node.site, dtype, f"{why}; use jnp.finfo(dtype).min, or jnp.where"
+            why = f"{worst:.4g} is beyond {dtype}'s {float(limits.max):.4g}; jnp.finfo(dtype).min fits"
+            yield "overflow", node.site, dtype, why
         elif value.constant and value.low and not target.aval.dtype.type(value.low):
             least = float(limits.smallest_subnormal)
             why = f"{value.low:.4g} is zero in {dtype} (its least number is {least:.2g})"
@@ -175,7 +179,7 @@ def _vanished(nodes: Sequence[Node]) -> Iterator[Found]:
         for value in at_risk:
             # The root of max(x, 0) is a guard against negative numbers, and meant so.
             if value in guarded and not (name == "sqrt" and guarded[value].name == "max"):
-                why = f"a constant added in {value.aval.dtype.name} is zero; nothing guards this {name}"
+                why = f"zero in {value.aval.dtype.name}: nothing guards this {name}"
                 yield "epsilon", guarded[value], value.aval.dtype.name, why
 
 
@@ -222,4 +226,5 @@ def _merged(found: Iterable[Found]) -> tuple[Risk, ...]:
         risk = merged.setdefault(key, Risk(kind, *_place(site), op, dtype, (), 0, why))
         phases = tuple(dict.fromkeys((*risk.phases, site.phase)))
         merged[key] = dataclasses.replace(risk, phases=phases, count=risk.count + site.times)
-    return tuple(merged.values())
+    order = list(MEANINGS)
+    return tuple(sorted(merged.values(), key=lambda risk: order.index(risk.kind)))
