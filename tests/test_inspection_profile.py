@@ -281,6 +281,9 @@ def test_without_kernels_the_split_is_the_hosts():
     assert (report.input_share, report.dispatch_share, report.device_share) == pytest.approx((0.3, 0.1, 0.6))
     assert report.tensor_core_share is None
     assert any("no kernels" in note for note in report.notes)
+    late = gpu_report([kernel("loop_add_fusion", t, t + 50, "loop_convert_fusion") for t in (900, 950)], marks)
+    assert late.split == report.split
+    assert any("no common clock" in note for note in late.notes)
 
 
 def test_filling_the_pipeline_is_not_a_part_of_the_step():

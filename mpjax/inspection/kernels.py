@@ -96,7 +96,8 @@ def after_first(events: Sequence[Event], executions: int) -> tuple[list[Event], 
     else:  # A GPU's trace doesn't number them, but they have the same kernels.
         begun = list(events[: len(events) // executions])
     ids = set(map(id, begun))
-    return [event for event in events if id(event) not in ids], max((event.end for event in begun), default=0.0)
+    start = max((event.end for event in begun), default=events[0].start if events else 0.0)
+    return [event for event in events if id(event) not in ids], start
 
 
 def split(trace: Trace, events: Sequence[Event], start: float, executions: int) -> Split:
@@ -108,7 +109,7 @@ def split(trace: Trace, events: Sequence[Event], start: float, executions: int) 
         start: the end of the kernels before them, in seconds.
         executions: how many there are.
     """
-    if not events or not _comparable(trace, events):
+    if not events or not comparable(trace, events):
         return _by_host(trace, executions)
     device = max({event.device for event in events}, key=lambda d: sum(_seconds(e) for e in events if e.device == d))
     busy = _clipped(traces.union((e.start, e.end) for e in events if e.device == device), start)
@@ -122,7 +123,7 @@ def split(trace: Trace, events: Sequence[Event], start: float, executions: int) 
     return Split(seconds / executions, exposed / executions, (stop - start - seconds - exposed) / executions)
 
 
-def _comparable(trace: Trace, events: Sequence[Event]) -> bool:
+def comparable(trace: Trace, events: Sequence[Event]) -> bool:
     """Whether the kernels lie within the host's marks, as those that were waited for must: the clocks are the same."""
     ends = [end for spans in trace.marks.values() for _, end in spans]
     return bool(ends) and events[len(events) // 2].start <= max(ends)

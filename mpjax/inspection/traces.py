@@ -52,7 +52,7 @@ class Trace:
 
     Args:
         kernels: by start time.
-        transfers: when data went from or to the host, outside of any program: start and end in seconds.
+        transfers: when data came from the host, outside of any program: start and end in seconds.
         marks: the host's annotated times by name, start and end in seconds.
         gpu: whether the kernels are a GPU's.
     """
@@ -117,7 +117,7 @@ def _gpu_events(plane: Any, device: int) -> tuple[list[Event], list[tuple[float,
             if "kernel_details" in stats or (moves and "hlo_op" in stats):
                 op, program = str(stats.get("hlo_op", "")), str(stats.get("hlo_module", "")).partition("(")[0]
                 kernels.append(Event(event.name, op, program, start, end, device))
-            elif "memcpy_details" in stats:
+            elif event.name.startswith("MemcpyH2D"):
                 transfers.append((start, end))
     return kernels, transfers
 
