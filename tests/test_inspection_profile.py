@@ -16,6 +16,7 @@ from gpu_traces import Span, kernel, profile_data, transfer
 import mpjax
 from mpjax.inspection import hlo, tensor_cores
 from mpjax.inspection.advice import advise
+from mpjax.inspection.hlo_text import Program
 from mpjax.inspection.kernels import Kernel, Split
 from mpjax.inspection.matmuls import DIMENSION, Finding
 from mpjax.inspection.profiling import Recording, Timing, report_of
@@ -94,6 +95,10 @@ for mark, metadata in {
 TIMING = Timing(step=100e-6, alone=120e-6, compile=1.0)
 
 
+def instructions(text):
+    return hlo.instructions(Program(text))
+
+
 def gpu_recording(kernels, marks=(), transfers=(), steps=1, text=HLO):
     planes = {
         "/host:CPU": {"python": marks},
@@ -113,14 +118,14 @@ def test_kernels_are_told_apart_by_their_names():
 
 
 def test_a_triton_matmul_is_told_by_its_operands_and_the_gpu():
-    dot = hlo.instructions(HLO)["gemm_fusion_dot.1"]
-    f32 = hlo.instructions(HLO.replace("f16[", "f32["))["gemm_fusion_dot.1"]
-    exact = hlo.instructions(
+    dot = instructions(HLO)["gemm_fusion_dot.1"]
+    f32 = instructions(HLO.replace("f16[", "f32["))["gemm_fusion_dot.1"]
+    exact = instructions(
         HLO.replace("f16[", "f32[").replace("s={0}, meta", "s={0}, operand_precision={highest,highest}, meta")
     )
     runs = tensor_cores.uses_tensor_cores
     assert (runs("gemm_fusion_dot_1"), runs("a_new_kernel", dot)) == (None, True)
-    assert runs("a_new_kernel", hlo.instructions(HLO)["custom-call.2"]) is None
+    assert runs("a_new_kernel", instructions(HLO)["custom-call.2"]) is None
     assert runs("gemm_fusion_dot_1", dot, 7.0) is True
     assert (runs("gemm_fusion_dot_1", f32, 7.5), runs("gemm_fusion_dot_1", f32, 8.0)) == (False, True)
     assert runs("gemm_fusion_dot_1", exact["gemm_fusion_dot.1"], 9.0) is False
@@ -143,11 +148,14 @@ def test_module_paths_have_only_the_scopes_of_the_user(op_name, module):
 
 
 def test_where_no_scope_names_a_module_the_line_that_calls_the_layer_does():
-    scoped, plain = (
-        hlo.instructions(text)["custom-call.2"] for text in (HLO, HLO.replace("jvp(Net))/Dense_0", "jvp())"))
-    )
+    scoped, plain = (instructions(text)["custom-call.2"] for text in (HLO, HLO.replace("jvp(Net))/Dense_0", "jvp())")))
     assert (scoped.module, scoped.source) == ("Net/Dense_0", "linear.py:700")
     assert (plain.module, plain.source) == ("", "train.py:12")
+
+
+def test_a_kernel_whose_name_xla_lost_goes_by_what_reads_it():
+    nameless = HLO.replace('op_name="jit(step)/jvp(Net)/Dense_0/convert_element_type" ', "")
+    assert instructions(nameless)["loop_convert_fusion"].module == "Net/Dense_0"
 
 
 @pytest.fixture(scope="module")

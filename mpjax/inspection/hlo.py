@@ -1,7 +1,4 @@
-"""What a compiled program says of its instructions: module path, source line, kind of work.
-
-Read from the text of the optimized HLO (`jax.stages.Compiled.as_text`), whose metadata XLA keeps through fusion.
-"""
+"""What a compiled program says of its instructions: module path, source line, kind of work."""
 
 from __future__ import annotations
 
@@ -11,6 +8,8 @@ from collections.abc import Iterator, Mapping
 
 from mpjax.casting import versions
 from mpjax.casting.classify import MARK
+from mpjax.casting.oplists import ALLOW
+from mpjax.inspection.hlo_text import Line, Program
 
 MATMUL, CONVOLUTION, ATTENTION = "matmul", "convolution", "attention"
 CAST, COPY, REDUCTION, ELEMENTWISE, COLLECTIVE, OTHER = (
@@ -39,6 +38,7 @@ _COPIES = frozenset(
 _REDUCTIONS = frozenset("reduce reduce-window select-and-scatter".split())
 _COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-", "send", "recv")
 _CONTROL = frozenset("while conditional call".split())
+_NEAR = 5  # How far off a name is looked for, steps into a fusion included.
 _OTHERS = frozenset("custom-call sort scatter gather fft cholesky triangular-solve rng rng-bit-generator".split())
 
 
@@ -71,48 +71,13 @@ class Instruction:
     triton: bool = False
 
 
-@dataclasses.dataclass(frozen=True)
-class _Line:
-    """An instruction as it stands in the text."""
-
-    name: str
-    type: str
-    opcode: str
-    operands: tuple[str, ...]
-    attributes: str
-    called: tuple[str, ...]
-
-    def attribute(self, pattern: str) -> str:
-        found = re.search(pattern, self.attributes)
-        return found[1] if found else ""
-
-
-_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) .*\{$")
-_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|[^\s(]\S*) ([a-z][\w\-]*)\((.*)$")
-_CALLED = re.compile(r"\b(?:calls|to_apply|body|condition)=%?([\w.\-]+)")
-_BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
-_NUMBERED = re.compile(r"^(\d+) (.*)$")
-
-
-def instructions(text: str) -> dict[str, Instruction]:
-    """The instructions of a program by name.
-
-    Args:
-        text: the optimized HLO.
-    """
-    computations = dict(_computations(text))
-    frames = _frames(text)
+def instructions(program: Program) -> dict[str, Instruction]:
+    """The instructions of a program by name."""
     return {
-        line.name: _instruction(line, lines, computations, frames)
-        for lines in computations.values()
+        line.name: _instruction(program, computation, line)
+        for computation, lines in program.computations.items()
         for line in lines.values()
     }
-
-
-def program_name(text: str) -> str:
-    """The name of a program, as traces give it: `jit_step`."""
-    found = re.match(r"HloModule ([\w.\-]+)", text)
-    return found[1] if found else ""
 
 
 def module_path(op_name: str) -> str:
@@ -158,91 +123,25 @@ def _scopes(part: str) -> list[str]:
     return [] if _STRUCTURE.fullmatch(part) or part.startswith(MARK) else [part]
 
 
-def _computations(text: str) -> Iterator[tuple[str, dict[str, _Line]]]:
-    name, lines = "", dict[str, _Line]()
-    for row in text.splitlines():
-        if not name:
-            start = _COMPUTATION.match(row)
-            name, lines = (start[1] if start else ""), {}
-        elif row.startswith("}"):
-            yield name, lines
-            name = ""
-        elif found := _INSTRUCTION.match(row):
-            operands, attributes = _arguments(found[4])
-            branches = _BRANCHES.search(attributes)
-            called = [*_CALLED.findall(attributes), *re.findall(r"[\w.\-]+", branches[1] if branches else "")]
-            lines[found[1]] = _Line(found[1], found[2], found[3], operands, attributes, tuple(called))
-
-
-def _arguments(rest: str) -> tuple[tuple[str, ...], str]:
-    """The operands' names and what stands behind the closing parenthesis."""
-    depth = 1
-    for end, char in enumerate(rest):
-        depth += (char == "(") - (char == ")")
-        if not depth:
-            return tuple(re.findall(r"%([\w.\-]+)", rest[:end])), rest[end + 1 :]
-    return (), rest
-
-
-Place = tuple[str, str]  # file and line
-
-
-def _frames(text: str) -> dict[str, list[Place]]:
-    """The tracebacks, innermost frame first, by the number that instructions give. (They head the program's text.)"""
-    tables: dict[str, dict[str, str]] = {}
-    table: dict[str, str] = {}
-    for row in text.splitlines():
-        if row in ("FileNames", "FunctionNames", "FileLocations", "StackFrames"):
-            table = tables.setdefault(row, {})
-        elif row and (found := _NUMBERED.match(row)):
-            table[found[1]] = found[2]
-        elif _COMPUTATION.match(row):
-            break
-    files, locations = tables.get("FileNames", {}), tables.get("FileLocations", {})
-    places: dict[str, Place] = {}
-    parents: dict[str, str] = {}
-    for frame, fields in tables.get("StackFrames", {}).items():
-        location = locations.get(_field(fields, "file_location_id"), "")
-        places[frame] = files.get(_field(location, "file_name_id"), "").strip('"'), _field(location, "line")
-        parents[frame] = _field(fields, "parent_frame_id")
-    # XLA prints the outermost frame as its own parent: it counts parents from one further on.
-    shift = any(frame == parent for frame, parent in parents.items())
-    chains: dict[str, list[Place]] = {}
-    for frame in sorted(places, key=int):  # A frame stands behind its parents.
-        parent = str(int(parents[frame] or 0) - shift)
-        chains[frame] = [places[frame], *chains.get(parent, ())]
-    return chains
-
-
-def _field(text: str, name: str) -> str:
-    found = re.search(rf"\b{name}=(\d+)", text)
-    return found[1] if found else ""
-
-
-def _instruction(
-    line: _Line,
-    siblings: Mapping[str, _Line],
-    computations: Mapping[str, Mapping[str, _Line]],
-    frames: Mapping[str, list[Place]],
-) -> Instruction:
-    fused = [(line, siblings), *(_inside(line, computations) if line.opcode == "fusion" else ())]
-    kinds = [_own_kind(inner) for inner, _ in fused]
-    kind = _kind(kinds, [inner for inner, _ in fused])
+def _instruction(program: Program, computation: str, line: Line) -> Instruction:
+    parts = [(line, program.computations[computation]), *program.inside(line)]
+    kinds = [_own_kind(part) for part, _ in parts]
     # The matmul tells more of a fusion than its last operation, which gives the fusion its metadata.
-    heavy = next(((inner, at) for (inner, at), k in zip(fused, kinds, strict=True) if k in ON_TENSOR_CORES), None)
-    named = [inner for inner, _ in ([heavy] if heavy else []) + fused if "op_name=" in inner.attributes]
-    op_name = named[0].attribute(r'op_name="([^";]*)') if named else ""  # Merged instructions have several.
-    module = module_path(op_name)
-    places = _places(named[0], frames) if named else []
+    heavy = next((part for part, kind in zip(parts, kinds, strict=True) if kind in ON_TENSOR_CORES), None)
+    named = next((part for part, _ in ([heavy] if heavy else []) + parts if part.op_name), None)
+    if named is None:
+        named = _named_by_readers(program, computation, line, bool(heavy)) or line
+    module = module_path(named.op_name)
+    places = program.places(named)
     which = versions.telling_frame([path for path, _ in places], in_layer=bool(module))
     shapes = tuple(_shapes(*heavy)) if heavy else ()
     return Instruction(
         line.name,
-        kind,
+        _kind(kinds, [part for part, _ in parts]),
         module,
         "" if which is None else f"{places[which][0].rsplit('/', 1)[-1]}:{places[which][1]}",
         places[0][0] if places else "",
-        "transpose(" in op_name,
+        "transpose(" in named.op_name,
         frozenset(shape.split("[")[0] for shape in shapes),
         shapes,
         bool(heavy and re.search(r"highest|dot_f32_f32_f32\b", heavy[0].attributes.lower())),
@@ -250,31 +149,20 @@ def _instruction(
     )
 
 
-def _places(line: _Line, frames: Mapping[str, list[Place]]) -> list[Place]:
-    chain = frames.get(line.attribute(r"stack_frame_id=(\d+)"), [])
-    if chain or "source_file=" not in line.attributes:
-        return chain
-    return [(line.attribute(r'source_file="([^"]*)"'), line.attribute(r"source_line=(\d+)"))]
+def _named_by_readers(program: Program, computation: str, line: Line, heavy: bool) -> Line | None:
+    """The nearest reader with a name: XLA's rewrites lose some, as those of convolutions in a backward pass."""
+    named = [reader for reader in program.readers(computation, line, _NEAR) if reader.op_name]
+    alike = [reader for reader in named if heavy and reader.op_name.rpartition("/")[2] in ALLOW]
+    return next(iter(alike or named), None)
 
 
-def _inside(
-    line: _Line, computations: Mapping[str, Mapping[str, _Line]]
-) -> Iterator[tuple[_Line, Mapping[str, _Line]]]:
-    for name in line.called:
-        lines = computations.get(name, {})
-        for inner in reversed(list(lines.values())):  # The root stands last, and is what the fusion is about.
-            yield inner, lines
-            if inner.opcode == "fusion":
-                yield from _inside(inner, computations)
-
-
-def _shapes(line: _Line, siblings: Mapping[str, _Line]) -> Iterator[str]:
+def _shapes(line: Line, siblings: Mapping[str, Line]) -> Iterator[str]:
     for operand in line.operands[:2]:
         if operand in siblings and "[" in siblings[operand].type:
             yield siblings[operand].type.partition("{")[0]
 
 
-def _own_kind(line: _Line) -> str:
+def _own_kind(line: Line) -> str:
     if line.opcode in ("dot", "scaled-dot", "ragged-dot"):
         return MATMUL
     if line.opcode == "convolution":
@@ -295,7 +183,7 @@ def _own_kind(line: _Line) -> str:
     return CAST if line.opcode == "convert" else ELEMENTWISE
 
 
-def _kind(kinds: list[str], lines: list[_Line]) -> str:
+def _kind(kinds: list[str], lines: list[Line]) -> str:
     """The kind of a kernel from the kinds of its parts: the heaviest; what does no work has no say."""
     parts = {k for k, line in zip(kinds, lines, strict=True) if line.opcode not in _NOTHING and line.opcode != "fusion"}
     order = (CONVOLUTION, MATMUL, ATTENTION, COLLECTIVE, CONTROL, OTHER, REDUCTION, ELEMENTWISE, CAST, COPY)

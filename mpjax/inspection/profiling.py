@@ -13,6 +13,7 @@ from mpjax.casting.transform import traced_call
 from mpjax.casting.walker import walk
 from mpjax.inspection import hlo, kernels, traces
 from mpjax.inspection.advice import advise
+from mpjax.inspection.hlo_text import Program
 from mpjax.inspection.kernels import Kernel
 from mpjax.inspection.matmuls import DIMENSION, Finding, findings_of, matmuls_of
 from mpjax.inspection.profile_report import ProfileReport as ProfileReport
@@ -123,8 +124,9 @@ class Recording:
 
     def __init__(self, trace: traces.Trace, text: str, steps: int):
         self.trace, self.steps = trace, steps
-        self.instructions = hlo.instructions(text)
-        events = kernels.of_program(trace, hlo.program_name(text), self.instructions)
+        program = Program(text)
+        self.instructions = hlo.instructions(program)
+        events = kernels.of_program(trace, program.name, self.instructions)
         self.events, self.start = kernels.after_first(events, steps + 1)
 
     @property
