@@ -19,7 +19,7 @@ def table(
         rows: cells, as many in each row as the header has.
         right: which columns are aligned to the right.
         width: the most characters in a line. Where it is exceeded, the widest of the left-aligned columns get
-            narrower: the last one is wrapped, of others the end of a cell is shown (a module path's own name).
+            narrower: of a cell its end is shown (a module path's own name), text in the last column is wrapped.
 
     Example:
         >>> print("\\n".join(table(("op", "runs"), [("dot_general", "12")], right={1})))
@@ -31,14 +31,16 @@ def table(
     last = len(header) - 1
     lines = [_line(header, widths, right), GAP.join("─" * w for w in widths)]
     for row in rows:
-        cells = [
-            c if i == last or len(c) <= w else "…" + c[1 - w :]
-            for i, (c, w) in enumerate(zip(row, widths, strict=True))
-        ]
-        wrapped = [cells[last]] if last in right else textwrap.wrap(cells[last], widths[last]) or [""]
-        lines.append(_line([*cells[:last], wrapped[0]], widths, right))
-        lines += [_line([*("" for _ in cells[:last]), more], widths, right) for more in wrapped[1:]]
+        *cells, final = (_cut(c, w) for c, w in zip(row, widths, strict=True))
+        # Text is wrapped; of a path or a number the end tells most.
+        wrapped = textwrap.wrap(row[last], widths[last]) if " " in row[last] and last not in right else [final]
+        lines.append(_line([*cells, wrapped[0]], widths, right))
+        lines += [_line([*("" for _ in cells), more], widths, right) for more in wrapped[1:]]
     return lines
+
+
+def _cut(cell: str, width: int) -> str:
+    return cell if len(cell) <= width else "…" + cell[1 - width :]
 
 
 def _line(cells: Sequence[str], widths: Sequence[int], right: Collection[int]) -> str:
