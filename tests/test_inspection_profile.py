@@ -379,6 +379,7 @@ def donating(w, x):
     [
         (donating, (jnp.ones((2, 2)), jnp.ones((2, 2))), {"steps": 0}, ValueError, "steps=0"),
         (donating, (jnp.ones((2, 2)), jnp.ones((2, 2))), {"carry": 3}, ValueError, "carry=3"),
+        (donating, (jnp.ones((2, 2)), jnp.ones((2, 2))), {"carry": 2}, ValueError, "outputs, 1"),
         (donating, (jnp.ones((2, 2)), jax.ShapeDtypeStruct((2, 2), jnp.float32)), {}, TypeError, "argument 1"),
         (donating, (jnp.ones((2, 2)),), {"batches": itertools.repeat(np.ones((2, 2)), 2)}, ValueError, "ended after 2"),
         (donating, (jnp.ones((2, 2)),), {"batches": []}, ValueError, "ended after 0"),

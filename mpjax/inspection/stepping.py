@@ -40,8 +40,8 @@ class Stepper:
         self._jitted = hasattr(step, "lower")
         self.step = step if self._jitted else jax.jit(step)
         self._batches = None if batches is None else _Batches(batches)
-        start = time.perf_counter()
         self.last_batch = self._next()
+        start = time.perf_counter()
         try:
             self._lowered = self.step.lower(*args, *self.last_batch)
             compiled = self._lowered.compile()
@@ -58,7 +58,13 @@ class Stepper:
         before = [_signature(arg) for arg in args]
         self.out = self.step(*self._args, *self.last_batch)
         self.carry = _carried(before, self.out) if carry is None else carry
+        # One output that is all that is carried on, and not a tuple of results.
+        self._is_whole = not isinstance(self.out, (tuple, list)) or [_signature(self.out)] == before[:1]
+        outputs = 1 if self._is_whole else len(self.out)
+        if outputs < self.carry:
+            raise ValueError(f"carry={self.carry} is more than the step's outputs, {outputs}")
         self._carry_on()
+        self._check_alive()
 
     def run(self, steps: int) -> None:
         """Runs steps one after the other, without waiting in between, and waits for the last."""
@@ -77,6 +83,14 @@ class Stepper:
         self.step, self.text = compiled, _hlo(compiled)
         self.run(1)
 
+    def _check_alive(self) -> None:
+        for i, arg in enumerate(self._args):
+            if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(arg)):
+                raise ValueError(
+                    f"argument {i} of the step is donated, and no output takes its place: return the new value among "
+                    f"the leading outputs (carry={self.carry} of them replace arguments now), or don't donate it"
+                )
+
     def notes(self) -> Iterator[str]:
         """What was done to the step that its author may not expect."""
         if not self._jitted:
@@ -92,18 +106,8 @@ class Stepper:
 
     def _carry_on(self) -> None:
         if self.carry:
-            # One output that is the whole state, and not a tuple of results.
-            whole = self.carry == 1 and _signature(self.out) == _signature(self._args[0])
-            outs = (self.out,) if whole or not isinstance(self.out, (tuple, list)) else tuple(self.out)
-            if len(outs) < self.carry:
-                raise ValueError(f"carry={self.carry}, but the step has {len(outs)} outputs")
+            outs = (self.out,) if self._is_whole else tuple(self.out)
             self._args = (*outs[: self.carry], *self._args[self.carry :])
-        for i, arg in enumerate(self._args):
-            if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(arg)):
-                raise ValueError(
-                    f"argument {i} of the step is donated, and no output takes its place: return the new value among "
-                    f"the leading outputs (carry={self.carry} of them replace arguments now), or don't donate it"
-                )
 
 
 class _Batches(Iterator[Any]):
@@ -120,8 +124,8 @@ class _Batches(Iterator[Any]):
         except StopIteration:
             if self._iterator is self._source or not self._given:
                 raise ValueError(
-                    f"batches ended after {self._given}: a profile reads 2 * steps + 7. Pass a list or a data set that "
-                    "can be read again, itertools.cycle(...), or fewer steps"
+                    f"batches ended after {self._given}: a profile reads 2 * steps + 7, on a GPU up to 3 * steps + 9. "
+                    "Pass a list or a data set that can be read again, itertools.cycle(...), or fewer steps"
                 ) from None
             self._iterator = iter(self._source)
             batch = next(self._iterator)
