@@ -157,9 +157,11 @@ class ProfileReport(Report):
             for kernel in self.kernels
         ]
         columns = len(header) if self.gpu else len(header) - 1
-        text = "← is the backward pass" if any(kernel.backward for kernel in self.kernels) else ""
+        text = ["← is the backward pass"] if any(kernel.backward for kernel in self.kernels) else []
+        if self.kernel_seconds > 1.05 * self.split.device > 0:
+            text.append(f"some run at the same time: {milli(self.kernel_seconds)} in {milli(self.split.device)}")
         rows = [row[:columns] for row in rows]
-        return Section("device time by kernel", text, header[:columns], rows, right={3, 4, 5})
+        return Section("device time by kernel", "\n".join(text), header[:columns], rows, right={3, 4, 5})
 
     def _off_tensor_cores(self) -> Section:
         rows = [(k.module or "-", k.source, k.kind, milli(k.seconds), k.why_not) for k in self.eligible]
