@@ -2,7 +2,7 @@
 
 A `python` block of a page runs, all of a page's in one namespace, and what it prints is put into the `text` block after
 it. So does the command of a `console` block, `$ python -m mpjax ...`, whose output follows in the block itself.
-A block after `<!-- measured -->` holds times, which are others on each run; `<!-- not run -->` leaves one alone.
+A block after `<!-- measured -->` holds times or takes long: tests leave it as it is. `<!-- not run -->` is never run.
 """
 
 from __future__ import annotations

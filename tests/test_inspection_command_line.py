@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
 
+import jax
 import pytest
 
+import mpjax
 from examples.imagenet.__main__ import main as train_images
 from mpjax.inspection.command_line import main
 
@@ -171,11 +174,17 @@ def test_keyword_arguments_are_refused_where_positions_count(capsys):
     assert "return a tuple" in err
 
 
-def test_the_image_training_script_audits_and_profiles_its_step_instead_of_training(capsys, script):
+def test_the_image_training_script_audits_and_profiles_its_step_instead_of_training(capsys, script, monkeypatch):
+    def profile(step, state, batches, steps):
+        first, second = itertools.islice(batches, 2)
+        assert (first.images != second.images).any()
+        return f"{steps} steps, loss scale {jax.eval_shape(step, state, first)[1]['loss_scale']}"
+
+    monkeypatch.setattr(mpjax, "profile", profile)
     assert train_images(["--audit", "--profile", "--amp", "autocast", "--policy", "mixed_bfloat16"]) == 0
     out = capsys.readouterr().out
     assert "Precision of train_step" in out
     assert "ResNet/BasicBlock_1/Conv_0" in out
     assert "100.0% in half" in out
-    assert "input pipeline" in out
+    assert "20 steps, loss scale ShapeDtypeStruct(shape=()" in out
     assert not (script / "runs").exists()
