@@ -179,7 +179,7 @@ def autocast(fun: F, policy: Any = "mixed_float16", *, rules: Rules | None = Non
         setting = setting_of(policy, rules) if is_enabled() else None
         if setting is None:
             return fun(*args, **kwargs)
-        call, args, kwargs, finish = _functional(fun, args, kwargs)
+        call, args, kwargs, finish = functional(fun, args, kwargs)
         program = trace(call, args, kwargs)
         plan = plan_program(program, setting)
         misuse.check_inputs(program, policy)
@@ -193,7 +193,7 @@ def autocast(fun: F, policy: Any = "mixed_float16", *, rules: Rules | None = Non
     return cast(F, wrapped)
 
 
-def _functional(fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any, Any, Any]:
+def functional(fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any, Any, Any]:
     """The call as one of a pure function, if an argument is an NNX object; Flax is not imported for it."""
     if "flax.nnx" not in sys.modules:
         return fun, args, kwargs, lambda out: out
@@ -212,11 +212,11 @@ def planned_call(fun: Callable[..., Any], args: Any, kwargs: Any) -> Plan:
     setting = setting_of(policy, rules)
     if setting is None:
         raise ValueError(f"explain: the policy {policy} computes in {policy.compute_dtype}, so autocast has no plan.")
-    call, args, kwargs, _ = _functional(inner, args, kwargs)
+    call, args, kwargs, _ = functional(inner, args, kwargs)
     return plan_program(trace(call, args, kwargs), setting)
 
 
 def traced_call(fun: Callable[..., Any], args: Any, kwargs: Any) -> Program:
     """The program of a call as it runs, with what autocast does in it."""
-    call, args, kwargs, _ = _functional(fun, args, kwargs)
+    call, args, kwargs, _ = functional(fun, args, kwargs)
     return trace(call, args, kwargs, planned=False)

@@ -181,7 +181,7 @@ def with_weak_type(x: Any, aval: Any) -> Any:
 
 def vary(x: Any, axes: tuple[Any, ...]) -> Any:
     """Lets an array differ along axes of a mesh, in a `shard_map` that keeps account of it."""
-    missing = tuple(axis for axis in axes if axis not in jax.typeof(x).vma)
+    missing = tuple(axis for axis in axes if axis not in jax.typeof(x).manual_axis_type.varying)
     return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 

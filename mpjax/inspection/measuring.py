@@ -84,9 +84,9 @@ class Tally:
     min_nonzero: float = np.inf
 
     def __add__(self, other: Tally) -> Tally:
-        names = [field.name for field in dataclasses.fields(self)][:-2]
-        sums = [getattr(self, name) + getattr(other, name) for name in names]
-        return Tally(*sums, max(self.max, other.max), min(self.min_nonzero, other.min_nonzero))
+        mine, theirs = vars(self), vars(other)
+        extremes = {"max": max(self.max, other.max), "min_nonzero": min(self.min_nonzero, other.min_nonzero)}
+        return Tally(**{name: mine[name] + theirs[name] for name in mine} | extremes)
 
     @property
     def flushed_share(self) -> float:
@@ -127,9 +127,9 @@ def tally_note(x: Any, limits: Limits, pairs: Sequence[tuple[Any, Any]] = ()) ->
 
 def tally_of(note: tuple[Any, Any]) -> Tally:
     """What a note says."""
-    counts, extremes = note
-    largest, smallest = map(float, extremes)
-    return Tally(*(int(n) for n in counts), max=largest, min_nonzero=smallest)
+    counts, (largest, smallest) = note
+    size, zeros, flushed, overflowed, nonfinite, addends, absorbed = map(int, counts)
+    return Tally(size, zeros, flushed, overflowed, nonfinite, addends, absorbed, float(largest), float(smallest))
 
 
 def exponents(x: Any) -> Any:

@@ -21,6 +21,7 @@ from mpjax.inspection.probing import Block, Place, is_inexact
 # Ranks, in the order in which they are reported. What is given or written as inf or NaN is idle as long as it is
 # only moved about, and used from the first arithmetic on; once it makes a NaN, it is a fault.
 BAD_ARGUMENT, MADE, USED_ARGUMENT, USED_CONSTANT, IDLE_ARGUMENT, IDLE_CONSTANT = range(6)
+_SOMEWHERE = -1  # in the place of an equation's number: it is not known yet which one reads a constant
 _USED = {IDLE_ARGUMENT: USED_ARGUMENT, IDLE_CONSTANT: USED_CONSTANT}
 
 # The elements of the result are those of the operand, all of them.
@@ -95,7 +96,7 @@ def first_origin(block: Block, arguments: Sequence[int], outs: Sequence[int], no
     """
     given = [Origin(IDLE_ARGUMENT, (i,)) if code else None for i, code in enumerate(arguments)]
     count = len(block.jaxpr.invars)
-    replay = _Replay()
+    replay = _Replay({place.number for place in block.places() if place.blocks})
     results = replay.block(block, given[:count], unpacked(block, notes), (), given[count:])
     found = list(replay.checked)
     for v, code, address in zip(block.jaxpr.outvars, outs, results, strict=True):
@@ -108,7 +109,8 @@ def first_origin(block: Block, arguments: Sequence[int], outs: Sequence[int], no
 class _Replay:
     """Goes through a program with addresses in the place of values."""
 
-    def __init__(self) -> None:
+    def __init__(self, around: set[int]) -> None:
+        self.around = around  # the numbers of equations that have programs inside
         self.checked: set[Origin] = set()
 
     def block(
@@ -120,7 +122,7 @@ class _Replay:
         consts: Sequence[Address] | None = None,
     ) -> list[Address]:
         if consts is None:
-            consts = [_constant(c, (*when, block.start)) for c in block.consts]
+            consts = [_constant(c, (*when, _SOMEWHERE)) for c in block.consts]
         env: dict[Any, Address] = dict(
             zip((*block.jaxpr.constvars, *block.jaxpr.invars), (*consts, *addresses), strict=True)
         )
@@ -132,12 +134,13 @@ class _Replay:
             ins = [read(v, place.number) for v in place.site.eqn.invars]
             outs = self._inside(place, ins, notes, when) if place.blocks else self._made(place, ins, notes, when)
             env.update(zip(place.site.eqn.outvars, outs, strict=True))
-        return [read(v, block.start) for v in block.jaxpr.outvars]
+        return [read(v, _SOMEWHERE) for v in block.jaxpr.outvars]
 
     def _made(
         self, place: Place, ins: Sequence[Address], notes: dict[Any, Any], when: tuple[int, ...]
     ) -> list[Address]:
         name, outvars = place.site.name, place.site.eqn.outvars
+        ins = [self._read_here(address, (*when, place.number)) for address in ins]
         if name in _SAME:
             return list(ins[: len(outvars)])
         given = min((address for address in ins if address is not None), default=None)
@@ -152,6 +155,12 @@ class _Replay:
                 is_check = name in _CHECKS or (name == "ne" and _compares_itself(place.site.eqn))
                 outs.append(given if is_check else None)
         return outs
+
+    def _read_here(self, address: Address, when: tuple[int, ...]) -> Address:
+        """A constant that was handed to a program inside is read by the equation in there."""
+        if address is None or address.rank != IDLE_CONSTANT or address.number not in self.around | {_SOMEWHERE}:
+            return address
+        return Origin(IDLE_CONSTANT, when)
 
     def _inside(
         self, place: Place, ins: Sequence[Address], notes: dict[Any, Any], when: tuple[int, ...]

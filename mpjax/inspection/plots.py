@@ -13,7 +13,7 @@ from mpjax.inspection.measuring import Limits
 if TYPE_CHECKING:
     from mpjax.inspection.ranges import NumericsReport
 
-_ACTIVATIONS, _PARAMETERS, _WINDOW = "#1f77b4", "#ff7f0e", "#dfeedd"
+_ACTIVATIONS, _PARAMETERS, _WINDOW, _SUBNORMAL = "#1f77b4", "#ff7f0e", "#dfeedd", "#f3efd6"
 _MOST_MODULES = 40
 
 
@@ -42,9 +42,18 @@ def _window(report: NumericsReport) -> tuple[int, int]:
     return Limits.of(jnp.dtype(report.dtype)).exponents
 
 
+def _smallest_normal(report: NumericsReport) -> int:
+    return int(jnp.finfo(report.dtype).minexp)
+
+
+def _draw_window(axes: Any, report: NumericsReport) -> None:
+    (low, high), normal = _window(report), _smallest_normal(report)
+    axes.axvspan(low - 0.5, normal - 0.5, color=_SUBNORMAL, label=f"{report.dtype} holds these with fewer bits")
+    axes.axvspan(normal - 0.5, high + 0.5, color=_WINDOW, label=f"{report.dtype} holds these")
+
+
 def _draw_histogram(axes: Any, report: NumericsReport) -> None:
-    low, high = _window(report)
-    axes.axvspan(low - 0.5, high + 0.5, color=_WINDOW, label=f"{report.dtype} holds these")
+    _draw_window(axes, report)
     for label, counts, color in _histograms(report):
         total = sum(counts.values()) or 1
         axes.bar(
@@ -56,8 +65,7 @@ def _draw_histogram(axes: Any, report: NumericsReport) -> None:
 
 
 def _draw_ranges(axes: Any, report: NumericsReport) -> None:
-    low, high = _window(report)
-    axes.axvspan(low - 0.5, high + 0.5, color=_WINDOW)
+    _draw_window(axes, report)
     rows = [*report.activations[:_MOST_MODULES], *report.gradients[:_MOST_MODULES]]
     rows = [row for row in rows if row.max > 0]
     for y, row in enumerate(reversed(rows)):
@@ -80,7 +88,7 @@ def svg(report: NumericsReport) -> str:
     histograms = [(label, counts, color) for label, counts, color in _histograms(report) if counts]
     if not histograms:
         return ""
-    low, high = _window(report)
+    (low, high), normal = _window(report), _smallest_normal(report)
     seen = [e for _, counts, _ in histograms for e in counts]
     first, last = max(min(*seen, low), low - 40) - 2, min(max(*seen, high), high + 40) + 2
     width, height, step = 900, 260, 900 / (last - first + 1)
@@ -90,7 +98,8 @@ def svg(report: NumericsReport) -> str:
         return round((exponent - first) * step, 1)
 
     parts = [
-        f'<rect x="{x(low)}" y="0" width="{x(high + 1) - x(low)}" height="{height}" fill="{_WINDOW}"/>',
+        f'<rect x="{x(low)}" y="0" width="{x(high + 1) - x(low):.1f}" height="{height}" fill="{_SUBNORMAL}"/>',
+        f'<rect x="{x(normal)}" y="0" width="{x(high + 1) - x(normal):.1f}" height="{height}" fill="{_WINDOW}"/>',
         f'<text x="{x(low) + 4}" y="14">{report.dtype} at loss scale {report.loss_scale:g}</text>',
     ]
     for i, (label, counts, color) in enumerate(histograms):

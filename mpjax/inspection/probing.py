@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec
 from mpjax.casting import versions
 from mpjax.casting.demand import call_jaxpr
 from mpjax.casting.oplists import DEFAULTS
-from mpjax.casting.transform import Program, _functional, trace
+from mpjax.casting.transform import Program, functional, trace
 from mpjax.casting.walker import Site, site_of
 from mpjax.policy import HALF_DTYPES
 
@@ -374,8 +374,12 @@ def _is_half_dtype(value: Any) -> bool:
 
 def traced_call(caller: str, fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Program:
     """Traces a call that is to be run: its arguments must be arrays, not shapes."""
-    call, args, kwargs, _ = _functional(fun, args, kwargs)
-    program = trace(call, args, kwargs)
+    call, pure_args, pure_kwargs, _ = functional(fun, args, kwargs)
+    program = trace(call, pure_args, pure_kwargs, planned=False)
+    if call is not fun:
+        from mpjax.casting import nnx_form
+
+        program.names = nnx_form.names(program.names, args, kwargs)
     for name, array in zip(program.names, program.arrays, strict=True):
         if isinstance(array, (jax.ShapeDtypeStruct, jax.core.Tracer)):
             raise TypeError(
