@@ -77,7 +77,9 @@ def _residuals(program: Program, flow: Flow, sites: list[Site]) -> tuple[dict[st
         return _by_dtype(flow), []
     gradient = _gradient(program)
     if gradient is None:
-        return None, []
+        return None, [
+            "its gradient is not looked at: the first positional argument or the results have no real numbers"
+        ]
     shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in program.arrays]
     try:
         traced = versions.trace(gradient, *shapes)

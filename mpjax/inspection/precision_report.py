@@ -40,7 +40,7 @@ class PrecisionReport(Report):
         findings: why some of them are not on Tensor Cores, or not at their speed.
         risks: what is computed in half that half can't do well.
         residuals: bytes that the backward pass keeps, by dtype; of a function without a gradient in it, those that
-            its gradient with respect to the first argument would keep. None if it has no gradient.
+            its gradient with respect to the first argument would keep. None if it has none that `audit` can take.
         casts: casts between floating dtypes, `"float32→float16"`: how many run, and the bytes they read and write.
         kernels: the program's kernels, for `speedup_bound`.
         notes: what the figures leave out.
@@ -283,7 +283,7 @@ def _shape(shape: tuple[int, ...]) -> str:
 
 def _residual_lines(residuals: dict[str, int] | None) -> list[str]:
     if residuals is None:
-        return ["kept for the backward pass: there is none"]
+        return ["kept for the backward pass: not known, see the notes"]
     by_dtype = ", ".join(
         f"{amount(size, 'B')} {dtype}" for dtype, size in sorted(residuals.items(), key=lambda pair: -pair[1])
     )
