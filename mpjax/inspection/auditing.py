@@ -26,8 +26,9 @@ _OPAQUE = frozenset({"ffi_call", "custom_call", "pure_callback", "io_callback"})
 def audit(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> PrecisionReport:
     """What of a function runs in which precision, what keeps it from Tensor Cores, and what half may spoil.
 
-    The call is traced and not run. FLOPs are those of matmuls and convolutions, a multiply and an add counting two, by
-    the dtype of the operands; the turns of a `scan` count, a `while` counts as one turn, all branches of a `cond`.
+    The call is traced and not run. FLOPs are those of matmuls and convolutions on real floating numbers, a multiply and
+    an add counting two, by the dtype of the operands; the turns of a `scan` count, a `while` counts as one turn, and all
+    branches of a `cond` count.
     Modules come from named scopes (Flax Linen's, Haiku's, `jax.named_scope`).
 
     Args:

@@ -52,6 +52,7 @@ _JOINS = {
     "dynamic_update_slice": slice(0, 2),
 }
 _TRUTHS = Known(0, 1)
+_LARGEST = 2**22
 
 
 def known_values(flow: Flow) -> dict[Value, Known]:
@@ -109,7 +110,10 @@ def _slices(node: Node, body: Flow, of: Callable[[Value], Known | None], known: 
 
 def _constant(value: Value) -> Known | None:
     array = value.constant
-    if isinstance(array, jax.core.Tracer) or not versions.is_shaped(value.aval) or not value.aval.size:
+    if isinstance(array, jax.core.Tracer) or not getattr(array, "is_fully_addressable", True):
+        return None
+    # Weights that a function closes over are too large to look through, and tell nothing.
+    if not versions.is_shaped(value.aval) or not 0 < value.aval.size <= _LARGEST:
         return None
     if not (jnp.issubdtype(value.aval.dtype, jnp.number) or value.aval.dtype == bool):
         return None
