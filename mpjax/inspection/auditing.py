@@ -27,9 +27,8 @@ def audit(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> PrecisionReport
     """What of a function runs in which precision, what keeps it from Tensor Cores, and what half may spoil.
 
     The call is traced and not run. FLOPs are those of matmuls and convolutions on real floating numbers, a multiply and
-    an add counting two, by the dtype of the operands; the turns of a `scan` count, a `while` counts as one turn, and all
-    branches of a `cond` count.
-    Modules come from named scopes (Flax Linen's, Haiku's, `jax.named_scope`).
+    an add counting two, by the dtype of the operands; the turns of a `scan` count, a `while` counts as one turn, and
+    all branches of a `cond` count. Modules come from named scopes (Flax Linen's, Haiku's, `jax.named_scope`).
 
     Args:
         fun: any function of JAX: a loss, a gradient, a whole train step; autocast, in half by hand, or float32.

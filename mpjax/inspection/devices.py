@@ -15,7 +15,7 @@ class Device:
         bandwidth: of its memory, in bytes a second.
         float16, bfloat16: FLOP/s on Tensor Cores; without such (bfloat16 before Ampere) those of float32.
         tfloat32: FLOP/s of float32 matmuls at JAX's default precision, which is TF32 where there is one.
-        float32, float64: FLOP/s at full precision.
+        float32, float64: FLOP/s at full precision (float64 on Tensor Cores where there are such).
         source: the document that has these figures.
     """
 
@@ -38,7 +38,7 @@ class Device:
 
 def _device(name: str, bandwidth: float, half: float, rates: tuple[float, float, float], source: str) -> Device:
     tfloat32, float32, float64 = (1e12 * rate for rate in rates)
-    bfloat16 = 1e12 * half if tfloat32 > float32 or name not in ("V100", "T4") else float32
+    bfloat16 = 1e12 * half if tfloat32 > float32 else float32  # both came with Ampere
     return Device(name, 1e9 * bandwidth, 1e12 * half, bfloat16, tfloat32, float32, float64, source)
 
 
@@ -48,11 +48,11 @@ DEVICES = {
     for device in (
         _device("V100", 900, 125, (15.7, 15.7, 7.8), "NVIDIA Tesla V100 datasheet (SXM2)"),
         _device("T4", 320, 65, (8.1, 8.1, 0.25), "NVIDIA T4 datasheet"),
-        _device("A100", 2039, 312, (156, 19.5, 9.7), "NVIDIA A100 datasheet (SXM, 80 GB)"),
+        _device("A100", 2039, 312, (156, 19.5, 19.5), "NVIDIA A100 datasheet (SXM, 80 GB)"),
         _device("L4", 300, 121, (60, 30.3, 0.47), "NVIDIA L4 datasheet"),
         _device("L40S", 864, 362, (183, 91.6, 1.4), "NVIDIA L40S datasheet"),
-        _device("H100", 3350, 989.5, (494.7, 67, 34), "NVIDIA H100 datasheet (SXM)"),
-        _device("H200", 4800, 989.5, (494.7, 67, 34), "NVIDIA H200 datasheet (SXM)"),
+        _device("H100", 3350, 989.4, (494.7, 67, 67), "NVIDIA H100 datasheet (SXM)"),
+        _device("H200", 4800, 989.4, (494.7, 67, 67), "NVIDIA H200 datasheet (SXM)"),
     )
 }
 
