@@ -109,7 +109,7 @@ def tally_note(x: Any, limits: Limits, pairs: Sequence[tuple[Any, Any]] = ()) ->
     x = jnp.abs(x.astype(jnp.float32))
     finite = jnp.isfinite(x)
     nonzero = finite & (x != 0)
-    absorbed = [(a != 0) & jnp.isfinite(a) & (jnp.abs(a) < _half_place(total, limits)) for a, total in pairs]
+    absorbed = [(a != 0) & jnp.isfinite(a) & (jnp.abs(a) <= _half_place(total, limits)) for a, total in pairs]
     # One reduction for all counts, of a broadcast that is never stored: one for each takes longer to compile.
     below = np.nextafter(np.float32(limits.overflowed), np.float32(0))
     steps = jnp.array([0.0, limits.flushed, below, np.finfo(np.float32).max], jnp.float32)
@@ -145,7 +145,7 @@ def _count(mask: Any) -> Any:
 
 
 def _half_place(total: Any, limits: Limits) -> Any:
-    """Half a unit in half's last place of each number: what is smaller does not change it."""
+    """Half a unit in half's last place of each number: what is no larger does not change it (ties to even)."""
     bits = lax.bitcast_convert_type(jnp.abs(total.astype(jnp.float32)), jnp.uint32)
     power = lax.bitcast_convert_type(bits & jnp.uint32(0x7F800000), jnp.float32)
     return jnp.where(jnp.isfinite(power), power * 2.0 ** -(limits.bits + 1), 0.0)

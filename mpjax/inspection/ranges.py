@@ -341,7 +341,8 @@ def _gradient(
             grads = jax.tree.unflatten(tree, filled)
             grads = grads[0] if isinstance(argnums, int) else grads
         with_paths = jax.tree_util.tree_flatten_with_path(grads)[0]
-        names[:] = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in with_paths]
+        paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in with_paths]
+        names[:] = [path.removesuffix("/value") for path in paths]  # of an NNX variable
         return [grad for _, grad in with_paths], value[0] if has_aux else value
 
     return gradient
