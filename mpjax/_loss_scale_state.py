@@ -11,6 +11,11 @@ import numpy as np
 
 T = TypeVar("T")
 
+_WHERE = (
+    "Which operation it is: print(mpjax.find_nonfinite(train_step, params, opt_state, batch)) with the step's own "
+    "arguments, those of a step that was skipped."
+)
+
 
 class LossScaleState(NamedTuple):
     """State of `dynamic_loss_scale` and `static_loss_scale`: arrays of fixed dtype from `init` on.
@@ -122,7 +127,8 @@ def check_progress(opt_state: Any, max_consecutive_skips: int = 50) -> None:
             f"{head}the loss itself was inf or NaN in the last {bad_losses} of them, an overflow of the forward "
             "pass, so the loss scale is not at fault and was kept. Either training has diverged (lower the learning "
             "rate, clip gradients), or the data hold inf or NaN, or an activation leaves float16's range "
-            "(65504): keep that module in float32 by a policy override, or use mixed_bfloat16.",
+            "(65504): keep that module in float32 by a policy override, or use mixed_bfloat16. "
+            f"{_WHERE}",
             "loss",
         )
     if scale <= 1.0:
@@ -130,12 +136,12 @@ def check_progress(opt_state: Any, max_consecutive_skips: int = 50) -> None:
             f"{head}the gradients are inf or NaN although a scale of {scale:g} does not enlarge them: the backward "
             "pass itself makes them. Training has diverged, or a derivative is infinite (sqrt or norm at 0, "
             "log of 0, 0/0). Run the step in float32; if that fails too, look at the model and the data. "
-            "(If the loop passes value=loss to update, a non-finite loss is told apart here.)",
+            f"(If the loop passes value=loss to update, a non-finite loss is told apart here.) {_WHERE}",
             "gradients",
         )
     raise LossScaleError(
         f"{head}the gradients overflow at this scale, which still enlarges them: unlucky rather than diverged. "
         "Lower init_scale (or the static scale), use dynamic_loss_scale, lower hysteresis or min_scale, or allow more "
-        "with max_consecutive_skips.",
+        f"with max_consecutive_skips. {_WHERE}",
         "scale",
     )

@@ -179,6 +179,7 @@ def test_check_progress_names_the_cause():
         with pytest.raises(mpjax.LossScaleError, match="last 4 steps were skipped") as error:
             mpjax.check_progress(state, max_consecutive_skips=3)
         assert error.value.cause == cause
+        assert "mpjax.find_nonfinite(" in str(error.value)
 
 
 def test_keep_if_finite_keeps_batch_statistics_and_keys_of_a_skipped_step():

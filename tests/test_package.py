@@ -24,6 +24,19 @@ print(xla_bridge.backends_are_initialized(), any(m.split(".")[0] in ("flax", "ha
     assert run(code) == "False False"
 
 
+def test_inspection_is_imported_at_first_use_only():
+    code = """
+import sys, mpjax
+print("mpjax.inspection" in sys.modules, "audit" in dir(mpjax), callable(mpjax.audit))
+"""
+    assert run(code) == "False True True"
+
+
+def test_no_module_of_inspection_takes_the_place_of_a_function():
+    for path in (ROOT / "mpjax" / "inspection").glob("*.py"):
+        assert path.stem == "__init__" or path.stem not in dir(mpjax), path
+
+
 def test_plain_jax_use_never_loads_flax():
     code = """
 import sys, jax, jax.numpy as jnp, optax, mpjax
@@ -37,7 +50,9 @@ print("flax" in sys.modules)
 
 def test_public_names_have_docstrings_with_examples():
     without_example = {"LossScaleState", "MasterWeightsState", "Explanation", "check_progress"}
-    for name, value in vars(mpjax).items():
+    without_example |= {"NonFinite", "NumericsReport", "PrecisionReport", "ProfileReport"}  # results: see the functions
+    for name in dir(mpjax):
+        value = getattr(mpjax, name)
         if name.startswith("_") or inspect.ismodule(value):
             continue
         assert value.__doc__, name
@@ -50,7 +65,7 @@ def test_layers_import_downwards_only():
     # policy and loss scaling stand without autocast and inspection; Flax only where a module is handled.
     of_flax_models = {"_layer_calls.py", "_linen.py", "_nnx.py"}
     for path in (ROOT / "mpjax").glob("*.py"):
-        if path.name == "__init__.py" or path.name in of_flax_models:
+        if path.name in {"__init__.py", "__main__.py"} | of_flax_models:
             continue
         top_level = [n for n in ast.parse(path.read_text()).body if isinstance(n, (ast.Import, ast.ImportFrom))]
         names = [n.module or "" if isinstance(n, ast.ImportFrom) else n.names[0].name for n in top_level]

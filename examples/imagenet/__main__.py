@@ -10,6 +10,7 @@ import tyro
 
 from examples.common.cli import UsageError, command_line, fail
 from examples.imagenet.config import Config
+from examples.imagenet.inspecting import inspect
 from examples.imagenet.loop import Interrupted, run
 
 PROGRAM = "python -m examples.imagenet"
@@ -28,7 +29,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code; mistakes exit with code 2."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        summary = run(tyro.cli(Config, prog=PROGRAM, args=arguments))
+        config = tyro.cli(Config, prog=PROGRAM, args=arguments)
+        if config.audit or config.profile:
+            inspect(config)
+            return 0
+        summary = run(config)
     except UsageError as error:
         fail(PROGRAM, error)
     except Interrupted as interrupted:

@@ -16,7 +16,7 @@ from examples.common.cli import UsageError
 ModelName = Literal["resnet8", "resnet20", "resnet18", "resnet34", "resnet50", "resnet101"]
 
 # Flags that say where and how to run but leave the result bit for bit the same: --resume may change them.
-_NOT_PART_OF_THE_RUN = ("output", "resume", "workers", "save_every")
+_NOT_PART_OF_THE_RUN = ("output", "resume", "workers", "save_every", "audit", "profile")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +87,12 @@ class Config:
 
     workers: Annotated[int, tyro.conf.arg(help_behavior_hint="(default: number of cores)")] = os.cpu_count() or 1
     """Threads that decode images of --data-dir."""
+
+    audit: bool = False
+    """Instead of training, print what of the training step runs in which precision (mpjax.audit)."""
+
+    profile: bool = False
+    """Instead of training, print where the time of some training steps goes (mpjax.profile)."""
 
     def __post_init__(self) -> None:
         for name in ("epochs", "batch_size", "workers"):

@@ -53,7 +53,7 @@ def run(config: Config) -> dict[str, Any]:
         UsageError: data or flags do not fit.
         Interrupted: a signal came; all is saved.
     """
-    train_set, test_set = _open_data(config)
+    train_set, test_set = open_data(config)
     check_batch_size(train_set, config.batch_size)
     settings = config.settings()
     if config.resume:
@@ -67,7 +67,8 @@ def run(config: Config) -> dict[str, Any]:
         return _Run(config, folder, checkpoints, interruption, train_set, test_set).finish()
 
 
-def _open_data(config: Config) -> tuple[Dataset, Dataset]:
+def open_data(config: Config) -> tuple[Dataset, Dataset]:
+    """The training and the test images that the flags name."""
     if config.data_dir is None:
         return Digits("train"), Digits("test")
     size = config.image_size or 224
@@ -221,15 +222,16 @@ class _Run:
 
 def _compile(training: Training, state: TrainState, train_set: Dataset, test_set: Dataset, batch_size: int) -> Any:
     """Both steps as executables: compiled before the clock runs, they refuse any other shape or dtype."""
-    train = _batch_like(train_set, batch_size)
-    test = _batch_like(test_set, min(batch_size, len(test_set)))
+    train = batch_like(train_set, batch_size)
+    test = batch_like(test_set, min(batch_size, len(test_set)))
     return (
         training.train_step.lower(state, train).compile(),
         training.test_step.lower(state, Totals.zero(), test).compile(),
     )
 
 
-def _batch_like(dataset: Dataset, batch_size: int) -> Batch:
+def batch_like(dataset: Dataset, batch_size: int) -> Batch:
+    """An empty batch, for its shapes."""
     return Batch(
         np.zeros((batch_size, *dataset.image_shape), np.uint8),
         np.zeros(batch_size, np.int32),

@@ -6,13 +6,14 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from mpjax._tables import table
 from mpjax.casting import versions
-from mpjax.casting.classify import join, tracked
+from mpjax.casting.classify import tracked
 from mpjax.casting.islands import Island
 from mpjax.casting.oplists import ALLOW, Op
 from mpjax.casting.planning import SKIP, Plan, Step, inner_plans
 from mpjax.casting.states import LOW, RAW
-from mpjax.casting.walker import Site, module_of, turns
+from mpjax.casting.walker import Site, site_of
 
 # Not worth a line: they move elements about, or have their own lines inside.
 _SILENT = (Op.MOVE, Op.CONVERT, Op.READ)
@@ -94,16 +95,7 @@ class Explanation:
 
     def __str__(self) -> str:
         header = ("module", "line", "op", "runs", "MFLOP", "in", "out", "why")
-        lines = [header, *(_cells(row) for row in self.rows)]
-        widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
-        right = {3, 4}
-        text = [
-            "  ".join(
-                c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))
-            ).rstrip()
-            for line in lines
-        ]
-        text.insert(1, "  ".join("─" * w for w in widths))
+        text = table(header, [_cells(row) for row in self.rows], right={3, 4})
         return "\n".join([*text, "", *self._summary()])
 
     def _summary(self) -> list[str]:
@@ -138,20 +130,16 @@ def _short(dtypes: Sequence[str]) -> str:
     return ",".join(dict.fromkeys(short.get(dtype, dtype) for dtype in dtypes))
 
 
-def sites(
-    plan: Plan, times: int = 1, module: str = "", inside: tuple[str, ...] = (), caller: str = ""
-) -> Iterator[tuple[Site, Step, bool, str]]:
+def sites(plan: Plan, around: Site | None = None) -> Iterator[tuple[Site, Step, bool, str]]:
     """Each equation of a plan with its step, whether it stands in an island, and the half dtype."""
     half = plan.setting.half.name
     for step in plan.steps:
         in_island = isinstance(step, Island)
         for inner in step.steps if isinstance(step, Island) else (step,):
-            eqn = inner.eqn
-            site = Site(eqn, times, join(module, module_of(eqn)), inside, caller)
+            site = site_of(inner.eqn, around)
             yield site, inner, in_island, half
             for planned in inner_plans(inner):
-                around = (site.module, (*inside, site.name), site.source)
-                for found in sites(planned, turns(eqn, times), *around):
+                for found in sites(planned, site):
                     yield (*found[:2], found[2] or in_island, half)
 
 

@@ -5,6 +5,7 @@ Imported only where an argument is an NNX object.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +18,18 @@ def is_stateful(x: Any) -> bool:
     return isinstance(x, (nnx.Pytree, nnx.Variable))
 
 
+def names(names: Sequence[str], args: Sequence[Any], kwargs: dict[str, Any]) -> list[str]:
+    """The tree paths in `(args, kwargs)` of arrays, from those in the arguments that `functional` makes of them."""
+    leaves = jax.tree_util.tree_flatten_with_path((tuple(args), kwargs), is_leaf=is_leaf)[0]
+    paths = [jax.tree_util.keystr(path) for path, _ in leaves]
+    stateful = [jax.tree_util.keystr(path) for path, leaf in leaves if is_stateful(leaf)]
+    found = []
+    for name in names:
+        which, index, rest = re.fullmatch(r"\[0\]\[([01])\]\[(\d+)\](.*)", name).groups()  # type: ignore[union-attr]
+        found.append((paths if which == "1" else stateful)[int(index)] + rest.removesuffix(".value"))
+    return found
+
+
 def functional(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any, Any]:
     """Makes a call with NNX objects a pure function of arrays.
 
@@ -24,7 +37,7 @@ def functional(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
         The pure function, its arguments, and a function that takes its result, writes the
         new state into the objects of the caller and returns what `fun` returned.
     """
-    leaves, tree = jax.tree.flatten((tuple(args), kwargs), is_leaf=_is_leaf)
+    leaves, tree = jax.tree.flatten((tuple(args), kwargs), is_leaf=is_leaf)
     where = [i for i, leaf in enumerate(leaves) if is_stateful(leaf)]
     objects = tuple(leaves[i] for i in where)
     graph, state = nnx.split(objects)
@@ -71,8 +84,8 @@ def functional(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
 _NEW = -1
 
 
-def _is_leaf(x: Any) -> bool:
-    # A State is a value, though there are Variables in it.
+def is_leaf(x: Any) -> bool:
+    """Whether a call's arguments are taken apart no further; a State is a value, though there are Variables in it."""
     return is_stateful(x) or isinstance(x, nnx.State)
 
 

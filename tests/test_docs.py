@@ -1,0 +1,33 @@
+"""The outputs in the pages of docs are those of the program as it is."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from docs.make import FOLDER, MEASURED, PAGES, blocks, made
+
+
+def text_of(page):
+    """A page without its numbers and the widths of its columns: these differ between versions of JAX."""
+    return re.sub(r"─+", "─", re.sub(r"[ …]+", " ", re.sub(r"\d[\d.,]*( [kMGT]?(FLOP|B)\b)?", "#", page)))
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_outputs_are_in_step_with_the_program(name, monkeypatch):
+    monkeypatch.chdir(FOLDER.parent)
+    page = (FOLDER / name).read_text()
+    assert text_of(made(page, measured=False)) == text_of(page), "run: python -m docs.make"
+
+
+def test_what_is_measured_is_left_as_it_is_unless_asked_for():
+    page = f"{MEASURED}\n```python\nprint(1)\n```\n\n{MEASURED}\n```text\n2\n```\n"
+    assert made(page, measured=False) == page
+    assert made(page).endswith("```text\n1\n```\n")
+
+
+def test_every_output_block_of_a_page_is_filled():
+    for name in PAGES:
+        for block in blocks((FOLDER / name).read_text()):
+            assert len(block.text.splitlines()) > 1 or block.language == "python", block
