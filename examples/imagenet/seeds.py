@@ -33,7 +33,7 @@ class Seeds:
     """Ways to apply them; autocast only where it is one: it keeps parameters float32, and float32 as it is."""
 
     loss_scales: tuple[str, ...] = ("dynamic", "1024")
-    """Loss scales of the policies that compute in half; the others have none."""
+    """Loss scales of the policies that compute in float16; the others have the range to do without."""
 
     seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
     """Seeds to train each of them with."""
@@ -46,10 +46,9 @@ class Seeds:
         ways: list[Way] = []
         for name, amp, scale in itertools.product(self.policies, self.amps, self.loss_scales):
             policy = mpjax.get_policy(name)
-            half = policy.compute_dtype != "float32"
-            if amp == "autocast" and (policy.param_dtype != "float32" or not half):
+            if amp == "autocast" and (policy.param_dtype != "float32" or policy.compute_dtype == "float32"):
                 continue
-            way = {"policy": name, "amp": amp, **({"loss-scale": scale} if half else {})}
+            way = {"policy": name, "amp": amp, "loss-scale": scale if policy.compute_dtype == "float16" else "1"}
             if way not in ways:
                 ways.append(way)
         return ways
