@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -44,6 +45,17 @@ def peak_bytes() -> int | None:
     """The most that the allocator of the first device ever held; None where it does not count (a CPU)."""
     stats = jax.local_devices()[0].memory_stats()
     return stats.get("peak_bytes_in_use") if stats else None
+
+
+def memory_limit(gibibytes: float | None) -> tuple[int, str]:
+    """Bytes that a program may take, and who says so: the flag, the device, or, on a CPU, the machine."""
+    if gibibytes is not None:
+        return int(gibibytes * 2**30), "--memory-limit"
+    device = jax.local_devices()[0]
+    stats = device.memory_stats()
+    if stats and "bytes_limit" in stats:
+        return stats["bytes_limit"], device.device_kind
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "all of this machine's"
 
 
 def is_out_of_memory(error: Exception) -> bool:

@@ -18,13 +18,20 @@ PROGRAM = "python -m examples.imagenet"
 
 
 def final_line(summary: dict[str, Any]) -> str:
-    """What a training came to, in one line."""
+    """What it came to, in one line: of a training, a test, or a benchmark of one policy; empty for the rest."""
+    parts = []
     split = "test" if "test_accuracy" in summary else "train"
-    return (
-        f"{split} accuracy {summary[f'{split}_accuracy']:.2%}, policy {summary['policy']}, "
-        f"{summary['images_per_second']:,.0f} images/s, loss scale {summary['loss_scale']:g}, "
-        f"skipped steps {summary['skipped_steps']}"
-    )
+    if f"{split}_accuracy" in summary:
+        parts.append(f"{split} accuracy {summary[f'{split}_accuracy']:.2%}")
+    if parts or "images_per_second" in summary:
+        parts.append(f"policy {summary['policy']}")
+    if "images_per_second" in summary:
+        parts.append(f"{summary['images_per_second']:,.0f} images/s")
+    if "loss_scale" in summary:
+        parts.append(f"loss scale {summary['loss_scale']:g}")
+    if "skipped_steps" in summary:
+        parts.append(f"skipped steps {summary['skipped_steps']}")
+    return ", ".join(parts)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,7 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         output = () if given else ("--output", str(interrupted.output))
         say(f"{interrupted}; continue with:\n  {command_line(PROGRAM, arguments, *output, '--resume')}")
         return interrupted.exit_code
-    say(final_line(summary))
+    if line := final_line(summary):
+        say(line)
     return 0
 
 

@@ -21,6 +21,7 @@ Mode = Literal["train_and_evaluate", "train", "evaluate", "predict", "training_b
 # What decides the result of a training, and so what a resumed run must have in common with its first part; but
 # for the precision, which may change at any checkpoint.
 _OF_THE_RUN = ("mode", "mixup", "ema", "accumulate", "clip_norm", "augment", "flip", "seed", "max_unreadable")
+BENCHMARKS = ("training_benchmark", "inference_benchmark")
 PRECISION = ("policy", "amp", "loss_scale")
 
 
@@ -140,6 +141,9 @@ class Config:
     images: tuple[Path, ...] = ()
     """--mode predict: files to name the classes of. Without it: the test images."""
 
+    weights: Path | None = None
+    """--mode evaluate or predict: a file that --export wrote, instead of the checkpoint in --output."""
+
     export: Literal["float16", "bfloat16", "float32"] | None = None
     """Write the trained weights in this dtype for inference, and test them against the weights they are made of."""
 
@@ -202,8 +206,12 @@ class Config:
         if self.output is None:
             if self.resume:
                 raise UsageError("--resume needs the folder of the run to continue: add --output DIR.")
-            if self.mode in ("evaluate", "predict"):
-                raise UsageError(f"--mode {self.mode} needs the folder of a trained model: add --output DIR.")
+            if self.mode in ("evaluate", "predict") and self.weights is None:
+                raise UsageError(f"--mode {self.mode} needs a trained model: add --output DIR or --weights FILE.")
+        if self.export is not None and (self.weights is not None or self.mode in ("predict", *BENCHMARKS)):
+            raise UsageError(
+                "--export writes the weights of a run: give it to a training, or to --mode evaluate --output DIR."
+            )
         if self.iter_unit == "epoch" and self.data_dir is None:
             raise UsageError("--iter-unit epoch counts passes over --data-dir: give one, or --iter-unit batch.")
 
@@ -215,7 +223,7 @@ class Config:
     @property
     def is_benchmark(self) -> bool:
         """Whether only speed counts, not what is learned."""
-        return self.mode in ("training_benchmark", "inference_benchmark")
+        return self.mode in BENCHMARKS
 
     @property
     def on_digits(self) -> bool:

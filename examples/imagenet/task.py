@@ -95,7 +95,7 @@ class ImageTask(Task):
                 first=epoch * self.steps + first,
                 last=self.epochs * self.steps,
                 augment=config.augment,
-                **self._loading(),
+                **self.loading(),
             )
         # One stream over all epochs: the next one's first batches are made while this one is tested.
         return itertools.islice(self._stream, self.steps - first)
@@ -110,7 +110,7 @@ class ImageTask(Task):
             self.compile_test()
         assert self._test is not None
         totals = self.parallel.replicate(Totals.zero())
-        with evaluation_batches(self.test_set, self.test_batch_size, **self._loading()) as batches:
+        with evaluation_batches(self.test_set, self.test_batch_size, **self.loading()) as batches:
             for batch in batches:
                 between_steps()
                 totals = self._test.call(weights, totals, batch)
@@ -162,14 +162,16 @@ class ImageTask(Task):
         precision = {name: getattr(self.config, name) for name in PRECISION}
         return {"precision": precision, "train_set": self.train_set.state(), "test_set": self.test_set.state()}
 
-    def restore(self, checkpoints: Checkpoints) -> tuple[TrainState, dict[str, Any]] | None:
-        saved: list[Training] = []
+    def restore_as_saved(self, checkpoints: Checkpoints) -> tuple[TrainState, dict[str, Any]] | None:
+        """The newest state in the precision that it was trained in."""
 
         def like(position: dict[str, Any]) -> Any:
-            saved.append(self.training_of(self.config.with_precision(position["precision"])))
-            return self.abstract_state(saved[0])
+            return self.abstract_state(self.training_of(self.config.with_precision(position["precision"])))
 
-        restored = checkpoints.restore(like)
+        return checkpoints.restore(like)
+
+    def restore(self, checkpoints: Checkpoints) -> tuple[TrainState, dict[str, Any]] | None:
+        restored = self.restore_as_saved(checkpoints)
         if restored is None:
             return None
         state, position = restored
@@ -189,7 +191,8 @@ class ImageTask(Task):
         if self._stream is not None:
             self._stream.close()
 
-    def _loading(self) -> dict[str, Any]:
+    def loading(self) -> dict[str, Any]:
+        """How this process loads its part of each batch: arguments of the pipeline."""
         return {
             "shard": Shard(jax.process_index(), jax.process_count()),
             "workers": Workers(self.config.workers),
