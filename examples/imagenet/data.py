@@ -18,7 +18,7 @@ keeps the count of unreadable images and finds out that files were added or remo
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -161,24 +161,3 @@ def check_batch_size(dataset: Dataset, batch_size: int) -> None:
             f"--batch-size {batch_size} is larger than the data: {dataset.name} has {len(dataset)} training "
             f"images. Give at most {len(dataset)}."
         )
-
-
-def train_batches(
-    dataset: Dataset, batch_size: int, augmentation: Augmentation, augment: bool, first: int = 0
-) -> Iterator[Batch]:
-    """One epoch of `pipeline.train_batches`, which takes its place."""
-    from examples.imagenet import pipeline
-
-    steps = steps_per_epoch(dataset, batch_size)
-    start, seed = augmentation.epoch * steps, augmentation.seed
-    first, last = start + first, start + steps
-    with pipeline.train_batches(dataset, batch_size, seed, first=first, last=last, augment=augment) as batches:
-        yield from batches
-
-
-def evaluation_batches(dataset: Dataset, batch_size: int) -> Iterator[Batch]:
-    """`pipeline.evaluation_batches`, which takes its place."""
-    from examples.imagenet import pipeline
-
-    with pipeline.evaluation_batches(dataset, min(batch_size, len(dataset))) as batches:
-        yield from batches

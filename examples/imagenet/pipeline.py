@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 import logging
+import multiprocessing
+import multiprocessing.connection
 import os
 import signal
 import threading
@@ -13,9 +16,18 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
+from absl import flags
 
 from examples.common.cli import UsageError
 from examples.imagenet.data import Augmentation, Batch, Dataset, Loaded, steps_per_epoch
+
+# On JAX 0.10 Grain warns, when imported, that it can not profile its workers: in each of them.
+_absl = logging.getLogger("absl")
+_level = _absl.level
+_absl.setLevel(logging.ERROR)
+import grain  # noqa: E402
+
+_absl.setLevel(_level)
 
 # Batches on the device, or on their way there, while it works on an earlier one.
 _AHEAD = 2
@@ -47,8 +59,9 @@ _ONE_HOST, _ONE_THREAD = Shard(), Workers()
 class Batches(Iterator[Batch]):
     """Batches in order; a context manager, since whoever leaves early has workers to stop."""
 
-    def __init__(self, dataset: Dataset, batches: Any) -> None:
-        self._dataset, self._iterator = dataset, iter(batches)
+    def __init__(self, dataset: Dataset, batches: Any, collect: bool) -> None:
+        self._dataset, self._collect = dataset, collect
+        self._iterator: Any = iter(batches)
 
     def __next__(self) -> Batch:
         loaded: Loaded = next(self._iterator)
@@ -63,7 +76,13 @@ class Batches(Iterator[Batch]):
 
     def close(self) -> None:
         """Stops the workers; batches that they have made are dropped."""
-        self._iterator.close()
+        # Not kept: it would close once more when the interpreter ends, and nothing of it works any more.
+        iterator, self._iterator = self._iterator, iter(())
+        if isinstance(iterator, grain.DatasetIterator):
+            iterator.close()
+        del iterator
+        if self._collect:
+            gc.collect()  # Grain's iterators over processes hold each other, and the last batches' shared memory
 
 
 def train_batches(
@@ -186,42 +205,36 @@ def _load(dataset: Dataset, rows: _Rows) -> Loaded:
 
 
 def _open(dataset: Dataset, plan: _Plan, workers: Workers, put: Callable[[Batch], Batch]) -> Batches:
-    grain = _grain()
     loaded = grain.MapDataset.source(plan).map(functools.partial(_load, dataset))
-    if workers.kind == "process" and not dataset.in_memory:
+    in_processes = workers.kind == "process" and not dataset.in_memory
+    if in_processes:
+        if not flags.FLAGS.is_parsed():
+            flags.FLAGS.mark_as_parsed()  # Grain reads flags of its own, and these are all at their defaults
         alone = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
         options = grain.MultiprocessingOptions(num_workers=workers.count)
         stream = loaded.to_iter_dataset(alone).mp_prefetch(options, worker_init_fn=_start_worker)
+        stream = stream.map(_own_memory)
     else:
         threads = grain.ReadOptions(num_threads=workers.count, prefetch_buffer_size=workers.count + 1)
         stream = loaded.to_iter_dataset(threads)
     stream = stream.map(lambda loaded: loaded._replace(batch=put(loaded.batch)))
-    return Batches(dataset, grain.experimental.ThreadPrefetchIterDataset(stream, prefetch_buffer_size=_AHEAD))
+    ahead = grain.experimental.ThreadPrefetchIterDataset(stream, prefetch_buffer_size=_AHEAD)
+    return Batches(dataset, ahead, in_processes)
+
+
+def _own_memory(loaded: Loaded) -> Loaded:
+    # On the CPU a JAX array may be the very memory that it was put from, which a worker here has lent.
+    return loaded._replace(batch=Batch(*(np.array(x) for x in loaded.batch)))
 
 
 def _start_worker(_index: int, _count: int) -> None:
     """Leaves Ctrl-C to the parent, and ends with it even where it was killed."""
-    import multiprocessing
-    from multiprocessing.connection import wait
-
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
-    assert parent is not None
+    assert parent is not None  # this is a child
 
     def watch() -> None:
-        wait([parent.sentinel])
+        multiprocessing.connection.wait([parent.sentinel])
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
-
-
-def _grain() -> Any:
-    # On the oldest supported JAX it warns, when imported, that it can not profile its workers.
-    logger = logging.getLogger("absl")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        import grain
-    finally:
-        logger.setLevel(level)
-    return grain
