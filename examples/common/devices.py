@@ -47,8 +47,8 @@ class DataParallel:
         return jax.tree.map(lambda x: jax.make_array_from_process_local_data(self.sharded, np.asarray(x)), batch)
 
     def replicate(self, tree: T) -> T:
-        """A tree, the same in every process, on each device."""
-        return jax.device_put(tree, self.replicated)
+        """A tree of host arrays, the same in every process, on each device."""
+        return jax.tree.map(lambda x: jax.make_array_from_process_local_data(self.replicated, np.asarray(x)), tree)
 
     def like_batch(self, batch: Any) -> Any:
         """The abstract form of a batch that all processes together have in these shapes."""

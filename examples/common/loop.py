@@ -40,7 +40,7 @@ class Interrupted(Exception):
     def __init__(self, interruption: Interruption, output: Path, step: int) -> None:
         name = interruption.signal.name if interruption.signal else "a signal to another process"
         super().__init__(f"stopped by {name} after step {step}")
-        self.output, self.exit_code = output, interruption.exit_code
+        self.output, self.exit_code = output, interruption.exit_code or 1
 
 
 class Task(abc.ABC):

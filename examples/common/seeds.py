@@ -38,7 +38,7 @@ def train_all(
     summaries = []
     # Seeds differ in numbers, not in the program: it is compiled once for each way.
     before = jax.config.values["jax_compilation_cache_dir"]
-    jax.config.update("jax_compilation_cache_dir", str((output / "compiled").absolute()))
+    jax.config.update("jax_compilation_cache_dir", before or str((output / "compiled").absolute()))
     try:
         for seed in seeds:
             for way in ways:

@@ -114,7 +114,13 @@ class Config:
     """Seconds between two checkpoints (there is one at the end and on interruption anyway)."""
 
     workers: Annotated[int, tyro.conf.arg(help_behavior_hint="(default: number of cores)")] = os.cpu_count() or 1
-    """Threads that decode images of --data-dir."""
+    """Threads or processes that decode images of --data-dir."""
+
+    worker_kind: Literal["thread", "process"] = "thread"
+    """Processes take seconds to start, and pay where many cores decode small images."""
+
+    cache: bool = False
+    """Decode all images of --data-dir once, at the start, and keep them in memory."""
 
     warmup_steps: int = 200
     """Benchmarks: steps before those that are measured."""
@@ -146,6 +152,12 @@ class Config:
 
     export: Literal["float16", "bfloat16", "float32"] | None = None
     """Write the trained weights in this dtype for inference, and test them against the weights they are made of."""
+
+    audit: bool = False
+    """Before a training: print which operations of a step run in which precision (mpjax.audit); audit.html."""
+
+    profile: bool = False
+    """Before a training: print where the time of a step goes, input pipeline included (mpjax.profile); profile.html."""
 
     devices: int | None = None
     """Devices of each process that share a batch; all without it."""

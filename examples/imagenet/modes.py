@@ -9,10 +9,12 @@ from typing import Any
 from examples.common.checkpoints import Checkpoints
 from examples.common.devices import DataParallel
 from examples.common.hosts import connect, is_main, say
+from examples.common.inspect_step import audit_step, profile_step
 from examples.common.loop import open_folder, train
 from examples.imagenet.benchmark import find_batch_sizes, run_benchmark, run_comparison
 from examples.imagenet.config import PRECISION, Config
 from examples.imagenet.inference import evaluate, export, predict
+from examples.imagenet.pipeline import train_batches
 from examples.imagenet.task import ImageTask, open_data
 from examples.imagenet.weights import trained_variables
 
@@ -46,6 +48,7 @@ def run_training(config: Config) -> dict[str, Any]:
     if summary is not None:
         say(f"the run in {folder.path} has already finished")
     else:
+        inspect(task, folder.path)
         with Checkpoints(folder.checkpoints) as checkpoints:
             summary = train(task, folder, checkpoints, resume=config.resume, save_every=config.save_every)
     if config.export is not None:
@@ -53,6 +56,16 @@ def run_training(config: Config) -> dict[str, Any]:
         if is_main():
             folder.write_summary(summary)
     return summary
+
+
+def inspect(task: ImageTask, folder: Path) -> None:
+    """Looks at the training step before it is trained with, where the flags ask for it."""
+    step, config = task.training.train_step, task.config
+    if config.audit:
+        audit_step(step, task.abstract_state(), task.abstract_batch(task.batch_size), folder)
+    if config.profile:
+        with train_batches(task.train_set, task.batch_size, config.seed, **task.loading()) as batches:
+            profile_step(step, task.initial_state(), batches, folder)
 
 
 def train_and_compare(config: Config) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 import mpjax
 from examples.imagenet.training import TrainState
@@ -18,10 +19,9 @@ def float32_params(state: TrainState) -> Any:
     if master is None:
         return jax.tree.map(lambda p: p.astype(jnp.float32), state.params)
     # A leaf without a master is float32 already, and in its place is a node without leaves.
-    empty = lambda x: not isinstance(x, jax.Array)  # noqa: E731
-    leaves = jax.tree.leaves(master, is_leaf=empty)
+    leaves = jax.tree.leaves(master, is_leaf=_is_masked)
     params, treedef = jax.tree.flatten(state.params)
-    return jax.tree.unflatten(treedef, [p if empty(m) else m for p, m in zip(params, leaves, strict=True)])
+    return jax.tree.unflatten(treedef, [p if _is_masked(m) else m for p, m in zip(params, leaves, strict=True)])
 
 
 def change_precision(old: TrainState, new: TrainState, policy: mpjax.Policy) -> TrainState:
@@ -61,6 +61,10 @@ def change_precision(old: TrainState, new: TrainState, policy: mpjax.Policy) -> 
 
 def is_half(x: Any) -> bool:
     return x.dtype in (jnp.float16, jnp.bfloat16)
+
+
+def _is_masked(x: Any) -> bool:
+    return isinstance(x, optax.MaskedNode)
 
 
 def _like(target: Any, tree: Any) -> Any:

@@ -27,7 +27,9 @@ def open_data(config: Config) -> tuple[Dataset, Dataset]:
     """The training and the test images that the flags name."""
     if config.data_dir is None:
         return Digits("train"), Digits("test")
-    return open_image_folder(config.data_dir, config.side, config.flip, config.workers, config.max_unreadable)
+    return open_image_folder(
+        config.data_dir, config.side, config.flip, config.workers, config.max_unreadable, config.cache
+    )
 
 
 class ImageTask(Task):
@@ -195,7 +197,7 @@ class ImageTask(Task):
         """How this process loads its part of each batch: arguments of the pipeline."""
         return {
             "shard": Shard(jax.process_index(), jax.process_count()),
-            "workers": Workers(self.config.workers),
+            "workers": Workers(self.config.workers, self.config.worker_kind),
             "put": self.parallel.put,
         }
 

@@ -111,8 +111,8 @@ def create_training(
     def init(key: jax.Array) -> TrainState:
         variables = model.init(key, jnp.zeros((1, *dataset.image_shape)))
         params, batch_stats = policy.cast_to_param(variables["params"]), variables["batch_stats"]
-        # In arrays of its own: the step donates both.
-        ema = jax.tree.map(lambda x: x + 0, variables) if hyper.ema else {}
+        # Float32 whatever the parameters are, for it moves by less than half precision can hold.
+        ema = jax.tree.map(lambda x: x.astype(jnp.float32), variables) if hyper.ema else {}
         return TrainState(jnp.zeros((), jnp.int32), params, batch_stats, tx.init(params), Totals.zero(), ema)
 
     prepare = _normaliser(dataset.mean, dataset.std)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import flax.serialization
 import jax
@@ -68,7 +68,9 @@ def cast_weights(variables: Variables, dtype: str) -> Variables:
 
 def write_weights(path: Path, variables: Variables, about: About) -> None:
     """Writes one file, whole or not at all: MessagePack, as Flax reads it, with what is needed to use the weights."""
-    data = flax.serialization.msgpack_serialize({"about": about._asdict(), **jax.device_get(variables)})
+    # MessagePack has no tuples.
+    told = {name: list(value) if isinstance(value, tuple) else value for name, value in about._asdict().items()}
+    data = flax.serialization.msgpack_serialize({"about": told, **jax.device_get(variables)})
     part = path.with_name(path.name + ".part")
     part.write_bytes(data)
     os.replace(part, path)
@@ -82,14 +84,8 @@ def read_weights(path: Path) -> tuple[Variables, About]:
     """
     try:
         tree = flax.serialization.msgpack_restore(path.read_bytes())
-        about = About(**{name: _tuple(value) for name, value in tree.pop("about").items()})
+        told = tree.pop("about").items()
+        about = About(**{name: tuple(value) if isinstance(value, list) else value for name, value in told})
         return {"params": tree["params"], "batch_stats": tree["batch_stats"]}, about
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(f"--weights {str(path)!r} is not a file that --export wrote: {error}") from error
-
-
-def _tuple(value: Any) -> Any:
-    # MessagePack has no tuples: Flax makes dictionaries of them.
-    if isinstance(value, dict):
-        return tuple(value[str(index)] for index in range(len(value)))
-    return tuple(value) if isinstance(value, list) else value
