@@ -154,10 +154,10 @@ class Config:
     """Write the trained weights in this dtype for inference, and test them against the weights they are made of."""
 
     audit: bool = False
-    """Before a training: print which operations of a step run in which precision (mpjax.audit); audit.html."""
+    """Instead of training, print what of a step runs in which precision (mpjax.audit); in --output, audit.html."""
 
     profile: bool = False
-    """Before a training: print where the time of a step goes, input pipeline included (mpjax.profile); profile.html."""
+    """Instead of training, print where the time of some steps goes (mpjax.profile); in --output, profile.html."""
 
     devices: int | None = None
     """Devices of each process that share a batch; all without it."""

@@ -70,12 +70,24 @@ KINDS: dict[str, Kind] = {
 }
 
 
-def create_model(name: str, num_classes: int, channels: int, policy: mpjax.Policy | None = None) -> Model:
-    """The model of that name, with the policy set on its modules where there is one."""
+def create_model(name: str, num_classes: int, channels: int = 3) -> Any:
+    """The Flax module of that name; one in NNX is initialised and has to know the channels of its images."""
     kind = KINDS[name]
-    if issubclass(kind.make, nnx.Module):  # type: ignore[arg-type]
+    if _is_nnx(kind):
+        return kind.make(num_classes, channels, rngs=nnx.Rngs(0), **kind.arguments)
+    return kind.make(num_classes=num_classes, **kind.arguments)
+
+
+def model_functions(name: str, num_classes: int, channels: int, policy: mpjax.Policy | None = None) -> Model:
+    """The model of that name as functions, with the policy set on its modules where there is one."""
+    kind = KINDS[name]
+    if _is_nnx(kind):
         return _nnx_model(lambda rngs: kind.make(num_classes, channels, rngs=rngs, **kind.arguments), policy)
-    return _linen_model(kind.make(num_classes=num_classes, **kind.arguments), policy)
+    return _linen_model(create_model(name, num_classes), policy)
+
+
+def _is_nnx(kind: Kind) -> bool:
+    return isinstance(kind.make, type) and issubclass(kind.make, nnx.Module)
 
 
 def _linen_model(module: nn.Module, policy: mpjax.Policy | None) -> Model:

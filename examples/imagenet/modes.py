@@ -29,6 +29,8 @@ def run(config: Config) -> dict[str, Any]:
         Interrupted: a signal came in a training; all is saved.
     """
     connect(config.coordinator, config.processes, config.process_id)
+    if config.audit or config.profile:
+        return inspect(config)
     if config.find_batch_size:
         return find_batch_sizes(config)
     if config.mode == "evaluate":
@@ -48,7 +50,6 @@ def run_training(config: Config) -> dict[str, Any]:
     if summary is not None:
         say(f"the run in {folder.path} has already finished")
     else:
-        inspect(task, folder.path)
         with Checkpoints(folder.checkpoints) as checkpoints:
             summary = train(task, folder, checkpoints, resume=config.resume, save_every=config.save_every)
     if config.export is not None:
@@ -58,14 +59,16 @@ def run_training(config: Config) -> dict[str, Any]:
     return summary
 
 
-def inspect(task: ImageTask, folder: Path) -> None:
-    """Looks at the training step before it is trained with, where the flags ask for it."""
-    step, config = task.training.train_step, task.config
+def inspect(config: Config) -> dict[str, Any]:
+    """Looks at the training step, and does not train with it."""
+    task = ImageTask(config, *open_data(config), DataParallel(config.devices))
+    step = task.training.train_step
     if config.audit:
-        audit_step(step, task.abstract_state(), task.abstract_batch(task.batch_size), folder)
+        audit_step(step, task.abstract_state(), task.abstract_batch(task.batch_size), config.output)
     if config.profile:
         with train_batches(task.train_set, task.batch_size, config.seed, **task.loading()) as batches:
-            profile_step(step, task.initial_state(), batches, folder)
+            profile_step(step, task.initial_state(), batches, config.output)
+    return {}
 
 
 def train_and_compare(config: Config) -> dict[str, Any]:

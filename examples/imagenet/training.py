@@ -14,7 +14,7 @@ import mpjax
 from examples.common.devices import DataParallel
 from examples.imagenet.config import Config
 from examples.imagenet.data import Array, Batch, Dataset
-from examples.imagenet.models import Variables, create_model
+from examples.imagenet.models import Variables, model_functions
 from examples.imagenet.recipe import (
     Hyperparameters,
     create_optimizer,
@@ -95,7 +95,7 @@ def create_training(
     policy = mpjax.get_policy(config.policy)
     channels = dataset.image_shape[-1]
     module_policy = policy if config.amp == "module" else None
-    model = create_model(config.model_name, len(dataset.classes), channels, module_policy)
+    model = model_functions(config.model_name, len(dataset.classes), channels, module_policy)
     # One program for training and one for testing, so that autocast sees `train` as the constant it is.
     apply: dict[bool, Callable[..., Any]] = {}
     for train in (False, True):

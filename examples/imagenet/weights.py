@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import flax.serialization
 import jax
@@ -85,7 +85,8 @@ def read_weights(path: Path) -> tuple[Variables, About]:
     try:
         tree = flax.serialization.msgpack_restore(path.read_bytes())
         told = tree.pop("about").items()
-        about = About(**{name: tuple(value) if isinstance(value, list) else value for name, value in told})
+        values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in told}
+        about = About(**values)
         return {"params": tree["params"], "batch_stats": tree["batch_stats"]}, about
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(f"--weights {str(path)!r} is not a file that --export wrote: {error}") from error

@@ -6,6 +6,7 @@ Nothing else in `mpjax` imports `jax._src` or asks for a version.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -134,10 +135,31 @@ class EquationContext:
         self._source.__exit__(*exception)
 
 
-def source_line(eqn: Any) -> str:
-    """The user's line that an equation comes from, as `file.py:12`; empty if unknown."""
-    frame = source_info_util.user_frame(eqn.source_info.traceback)
-    return f"{frame.file_name.rsplit('/', 1)[-1]}:{frame.start_line}" if frame else ""
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+
+
+_LAYERS = tuple(f"{os.sep}{library}{os.sep}" for library in ("flax", "haiku", "equinox"))
+
+
+def source_line(eqn: Any, in_layer: bool = True) -> str:
+    """The user's line that an equation comes from, not one of mpjax, as `file.py:12`; empty if unknown.
+
+    Args:
+        eqn: the equation.
+        in_layer: whether it may be a line of a library of layers; if not, the line that called the layer.
+    """
+    frames = list(source_info_util.user_frames(eqn.source_info.traceback))
+    which = telling_frame([frame.file_name for frame in frames], in_layer)
+    if which is None:
+        return ""
+    return f"{frames[which].file_name.rsplit('/', 1)[-1]}:{frames[which].start_line}"
+
+
+def telling_frame(files: Sequence[str], in_layer: bool = True) -> int | None:
+    """Which of a traceback's frames to name, by their files, innermost first: none of mpjax, as in `source_line`."""
+    users = [i for i, file in enumerate(files) if not file.startswith(_PACKAGE)]
+    outside = [] if in_layer else [i for i in users if not any(layer in files[i] for layer in _LAYERS)]
+    return next(iter(outside or users), None)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -155,6 +177,12 @@ def with_weak_type(x: Any, aval: Any) -> Any:
     if not aval.weak_type or jax.typeof(x).weak_type:
         return x
     return _convert_element_type(x, aval.dtype, weak_type=True)
+
+
+def vary(x: Any, axes: tuple[Any, ...]) -> Any:
+    """Lets an array differ along axes of a mesh, in a `shard_map` that keeps account of it."""
+    missing = tuple(axis for axis in axes if axis not in jax.typeof(x).vma)
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
 def is_shaped(aval: Any) -> bool:

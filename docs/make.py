@@ -1,0 +1,92 @@
+"""Makes the outputs in the pages of this folder anew: `python -m docs.make`.
+
+A `python` block of a page runs, all of a page's in one namespace, and what it prints is put into the `text` block after
+it. So does the command of a `console` block, `$ python -m mpjax ...`, whose output follows in the block itself.
+A block after `<!-- measured -->` holds times, which are others on each run; `<!-- not run -->` leaves one alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import pathlib
+import re
+import shlex
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+FOLDER = pathlib.Path(__file__).parent
+PAGES = ("inspection.md",)
+MEASURED, NOT_RUN = "<!-- measured -->", "<!-- not run -->"
+
+_FENCED = re.compile(r"^```(python|console|text)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+class Block(NamedTuple):
+    """A fenced block of a page: its language, its text, where the text stands, and the mark above it."""
+
+    language: str
+    text: str
+    begin: int
+    end: int
+    mark: str
+
+
+def blocks(page: str) -> Iterator[Block]:
+    """The fenced blocks of a page."""
+    for match in _FENCED.finditer(page):
+        above = page[: match.start()].rstrip().rsplit("\n", 1)[-1]
+        mark = above if above in (MEASURED, NOT_RUN) else ""
+        yield Block(match[1], match[2], match.start(2), match.end(2), mark)
+
+
+def made(page: str, measured: bool = True) -> str:
+    """A page with the outputs of its blocks as they are now.
+
+    Args:
+        page: the page's text.
+        measured: whether what is measured is measured anew; otherwise it is left as it is.
+    """
+    parts, position, printed = [], 0, ""
+    namespace: dict[str, Any] = {"__name__": "example"}
+    for block in blocks(page):
+        text = block.text
+        if block.mark == NOT_RUN or (block.mark == MEASURED and not measured):
+            continue
+        if block.language == "python":
+            printed = _run_python(block.text, namespace)
+        elif block.language == "console":
+            text = _run_console(block.text)
+        elif printed:
+            text, printed = printed, ""
+        parts += [page[position : block.begin], text]
+        position = block.end
+    return "".join([*parts, page[position:]])
+
+
+def _run_python(code: str, namespace: dict[str, Any]) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        exec(compile(code, "train.py", "exec"), namespace)
+    return _trimmed(output.getvalue())
+
+
+def _run_console(text: str) -> str:
+    """The command's line, `$ python -m package ...`, and what the command prints."""
+    command = text.splitlines()[0]
+    prompt, module, *arguments = command.split(" -m ")[0], *shlex.split(command.partition(" -m ")[2])
+    assert prompt == "$ python", f"no command that can be run here: {command!r}"
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        importlib.import_module(f"{module}.__main__").main(arguments)
+    return f"{command}\n{_trimmed(output.getvalue())}"
+
+
+def _trimmed(text: str) -> str:
+    return "".join(f"{line.rstrip()}\n" for line in text.strip("\n").splitlines()) if text.strip() else ""
+
+
+if __name__ == "__main__":
+    for name in PAGES:
+        path = FOLDER / name
+        path.write_text(made(path.read_text()))
+        print(f"made {path}")

@@ -1,0 +1,390 @@
+"""Running a traced program with a probe at every equation, loops and branches and functions inside included.
+
+The program is evaluated anew, equation by equation, under `jit`; what a probe notes of it comes out beside
+the program's own results, so no tensor goes to the host. `jit`, `remat` and functions with derivative rules
+are entered by evaluating what is inside them; `scan`, `while`, `cond` and `shard_map` are re-issued through
+their public functions, with the probe's notes carried along. Anything else with a program inside (a Pallas
+kernel, a callback) is called as it is and looked at from outside.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from mpjax.casting import versions
+from mpjax.casting.demand import call_jaxpr
+from mpjax.casting.oplists import DEFAULTS
+from mpjax.casting.transform import Program, _functional, trace
+from mpjax.casting.walker import Site, site_of
+from mpjax.policy import HALF_DTYPES
+
+# Excess precision would leave out the rounding between two operations in half, and with it the overflow.
+COMPILER_OPTIONS: dict[str, bool | int | str] = {"xla_allow_excess_precision": False}
+
+_CALLS = frozenset("jit pjit closed_call call core_call remat2 checkpoint custom_jvp_call custom_vjp_call".split())
+LOOPS = frozenset({"scan", "while"})
+# Not computed in another dtype than they were traced for: bits, or the dtype itself, are what they are about.
+_AS_TRACED = frozenset({"bitcast_convert_type", "nextafter", "random_bits"})
+
+Key = tuple[Any, ...]  # comparable, for notes are trees; its first part says what is noted
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """One equation and where it stands.
+
+    Args:
+        number: its number in the program's order, unique.
+        site: the equation, its module, its source line.
+        loops: the numbers of the loops around it, outermost first.
+        blocks: the programs inside it, if they are entered.
+        end: the number of the next equation outside it.
+    """
+
+    number: int
+    site: Site
+    loops: tuple[int, ...]
+    blocks: tuple[Block, ...]
+    end: int
+
+    def places(self) -> Iterator[Place]:
+        """This and every equation inside."""
+        yield self
+        for block in self.blocks:
+            yield from block.places()
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """A jaxpr, its constants, and the places of its equations."""
+
+    jaxpr: Any
+    consts: Sequence[Any]
+    rows: tuple[Place, ...]
+    start: int
+    end: int
+
+    def places(self) -> Iterator[Place]:
+        """Every equation, those inside others included, in the program's order."""
+        for place in self.rows:
+            yield from place.places()
+
+
+def lay_out(jaxpr: Any, start: int = 0, outer: Site | None = None, loops: tuple[int, ...] = ()) -> Block:
+    """Numbers the equations of a jaxpr and of those inside it."""
+    opened = versions.open_jaxpr(jaxpr)
+    rows, number = [], start
+    for eqn in opened.jaxpr.eqns:
+        site = site_of(eqn, outer)
+        around = (*loops, number) if site.name in LOOPS else loops
+        blocks, end = [], number + 1
+        for inner in _entered(eqn):
+            blocks.append(lay_out(inner, end, site, around))
+            end = blocks[-1].end
+        rows.append(Place(number, site, loops, tuple(blocks), end))
+        number = end
+    return Block(opened.jaxpr, opened.consts, tuple(rows), start, number)
+
+
+def _entered(eqn: Any) -> Sequence[Any]:
+    """The programs inside an equation that are evaluated."""
+    name, params = eqn.primitive.name, eqn.params
+    if name in _CALLS or name == "shard_map":
+        return (call_jaxpr(params),)
+    if name == "scan":
+        return (params["jaxpr"],)
+    if name == "while":
+        return (params["cond_jaxpr"], params["body_jaxpr"])
+    return params["branches"] if name == "cond" else ()
+
+
+class Probe:
+    """What is noted while a program runs; this one notes nothing.
+
+    Notes are trees of small arrays by key. What the turns of a loop note is either merged into one note or, if the
+    probe `stacks`, kept for each turn.
+    """
+
+    stacks = False
+
+    def equation(
+        self, place: Place, turn: Sequence[Any], ins: Sequence[Any], outs: Sequence[Any], again: Callable[..., Any]
+    ) -> dict[Key, Any]:
+        """Notes of an equation.
+
+        Args:
+            place: the equation.
+            turn: for each loop around it, how many turns came before.
+            ins: operands.
+            outs: results.
+            again: computes the results of a list of other operands, in float32 wherever the program has half.
+        """
+        return {}
+
+    def entering(self, place: Place, ins: Sequence[Any]) -> dict[Key, Any]:
+        """Notes of an equation whose inside is evaluated, before that."""
+        return {}
+
+    def keys(self, block: Block) -> Sequence[Key]:
+        """The keys of the notes that are made in a block."""
+        return ()
+
+    def empty(self, key: Key) -> Any:
+        """The note of nothing."""
+        raise KeyError(key)
+
+    def merge(self, key: Key, a: Any, b: Any) -> Any:
+        """The note of two, the first of which was made first."""
+        raise KeyError(key)
+
+    def packed(self, block: Block, notes: dict[Key, Any]) -> Any:
+        """The notes of one turn of a loop's body as they are stacked."""
+        return notes
+
+    def ended(self, place: Place, turns: Any) -> dict[Key, Any]:
+        """Notes of a `while` that took so many turns."""
+        return {}
+
+    def trips(self, place: Place) -> int:
+        """The most turns that a `while` takes, for a probe that stacks."""
+        raise NotImplementedError
+
+
+class Run:
+    """Evaluates blocks with a probe.
+
+    Args:
+        probe: takes the notes.
+        wide: whether to compute in float32 wherever the program has half: its values are then what the
+            program would have without rounding to half.
+    """
+
+    def __init__(self, probe: Probe, wide: bool = False):
+        self.probe, self.wide = probe, wide
+        self._manual: tuple[Any, ...] = ()
+
+    def block(
+        self, block: Block, arrays: Sequence[Any], turn: Sequence[Any] = (), consts: Sequence[Any] | None = None
+    ) -> tuple[list[Any], dict[Key, Any]]:
+        """Evaluates a jaxpr; returns its outputs and the notes."""
+        consts = [self._widened(c) for c in (block.consts if consts is None else consts)]
+        env: dict[Any, Any] = dict(zip((*block.jaxpr.constvars, *block.jaxpr.invars), (*consts, *arrays), strict=True))
+        notes: dict[Key, Any] = {}
+
+        def read(v: Any) -> Any:
+            return self._widened(v.val) if isinstance(v, versions.Literal) else env[v]
+
+        for place in block.rows:
+            ins = [read(v) for v in place.site.eqn.invars]
+            with versions.EquationContext(place.site.eqn):
+                outs, new = self._evaluate(place, ins, turn)
+            env.update(zip(place.site.eqn.outvars, outs, strict=True))
+            self._add(notes, new)
+        return [read(v) for v in block.jaxpr.outvars], notes
+
+    def _add(self, notes: dict[Key, Any], new: dict[Key, Any]) -> None:
+        for key, note in new.items():
+            notes[key] = self.probe.merge(key, notes[key], note) if key in notes else note
+
+    def _evaluate(self, place: Place, ins: Sequence[Any], turn: Sequence[Any]) -> tuple[Sequence[Any], dict[Key, Any]]:
+        eqn = place.site.eqn
+        if not place.blocks:
+            outs = (_bind_wide if self.wide else _bind)(eqn, ins)
+            return outs, self.probe.equation(place, turn, ins, outs, functools.partial(_bind_wide, eqn))
+        notes = self.probe.entering(place, ins)
+        special = {"scan": self._scan, "while": self._while, "cond": self._cond, "shard_map": self._shard_map}
+        if place.site.name in special:
+            outs, new = special[place.site.name](place, ins, turn)
+        else:
+            if eqn.params.get("differentiated") and eqn.params["prevent_cse"] and ins:
+                # A remat's backward pass: without the barrier, what it computes again would be kept instead.
+                ins = lax.optimization_barrier(list(ins))
+            outs, new = self.block(place.blocks[0], ins, turn)
+        return outs, {**notes, **new}
+
+    def _widened(self, array: Any) -> Any:
+        return widened(array) if self.wide else array
+
+    def _empty(self, block: Block) -> dict[Key, Any]:
+        return {key: self._varying(self.probe.empty(key)) for key in self.probe.keys(block)}
+
+    def _varying(self, tree: Any) -> Any:
+        """Notes inside a `shard_map` differ from device to device."""
+        return jax.tree.map(lambda x: versions.vary(jnp.asarray(x), self._manual), tree) if self._manual else tree
+
+    def _turn(self, body: Block, notes: Any, new: dict[Key, Any]) -> tuple[Any, Any]:
+        """The merged notes after a turn, and what is stacked of it."""
+        if self.probe.stacks:
+            return notes, self.probe.packed(body, self._varying({**self._empty(body), **new}))
+        self._add(notes := dict(notes), self._varying(new))
+        return notes, None
+
+    def _scan(self, place: Place, ins: Sequence[Any], turn: Sequence[Any]) -> tuple[list[Any], dict[Key, Any]]:
+        params, (body,) = place.site.eqn.params, place.blocks
+        num_consts, num_carry = versions.scan_split(params)
+        split = num_consts + num_carry
+
+        def step(carry: Any, xs: Sequence[Any]) -> Any:
+            i, carried, notes = carry
+            outs, new = self.block(body, [*ins[:num_consts], *carried, *xs], (*turn, i))
+            notes, stacked = self._turn(body, notes, new)
+            return (i + 1, outs[:num_carry], notes), (outs[num_carry:], stacked)
+
+        notes = {} if self.probe.stacks else self._empty(body)
+        start = (np.int32(0), _strong(ins[num_consts:split]), notes)
+        options = {name: params[name] for name in ("length", "reverse", "unroll")}
+        (_, carried, notes), (ys, stacked) = lax.scan(step, start, list(ins[split:]), **options)
+        if self.probe.stacks and params["reverse"]:
+            stacked = jax.tree.map(lambda x: x[::-1], stacked)  # in the order in which they were made
+        return [*carried, *ys], {("turns", place.number): stacked} if self.probe.stacks else notes
+
+    def _while(self, place: Place, ins: Sequence[Any], turn: Sequence[Any]) -> tuple[list[Any], dict[Key, Any]]:
+        params, (condition, body) = place.site.eqn.params, place.blocks
+        first = params["cond_nconsts"]
+        split = first + params["body_nconsts"]
+        plain, stacks = Run(Probe(), self.wide), self.probe.stacks
+
+        def unfinished(carried: Sequence[Any]) -> Any:
+            ((going,), _) = plain.block(condition, [*ins[:first], *carried])
+            return going
+
+        def step(state: Any) -> Any:
+            i, carried, notes = state
+            outs, new = self.block(body, [*ins[first:split], *carried], (*turn, i))
+            notes, stacked = self._turn(body, notes, new)
+            if stacks:
+                notes = jax.tree.map(lambda all, one: all.at[i].set(one), notes, stacked)
+            if condition.jaxpr.outvars[0].aval.shape:
+                # Under vmap each element has a condition of its own; those that are finished keep their carry.
+                going = unfinished(carried)
+                outs = [_select(going, new, old) for new, old in zip(outs, carried, strict=True)]
+            return i + 1, _strong(outs), notes
+
+        notes = self._empty(body)
+        if stacks:
+            length = self.probe.trips(place)
+            notes = jax.tree.map(lambda x: jnp.stack([x] * length), self.probe.packed(body, notes))
+        start = (np.int32(0), _strong(ins[split:]), notes)
+        turns, carried, notes = lax.while_loop(lambda state: jnp.any(unfinished(state[1])), step, start)
+        if stacks:
+            notes = {("turns", place.number): notes}
+        return list(carried), {**notes, **self.probe.ended(place, turns)}
+
+    def _cond(self, place: Place, ins: Sequence[Any], turn: Sequence[Any]) -> tuple[list[Any], dict[Key, Any]]:
+        empty: dict[Key, Any] = {}
+        for block in place.blocks:
+            empty.update(self._empty(block))
+
+        def branch(block: Block) -> Any:
+            def run(*arrays: Any) -> Any:
+                outs, new = self.block(block, arrays, turn)
+                return _strong(outs), self._varying({**empty, **new})
+
+            return run
+
+        return lax.switch(ins[0], [branch(block) for block in place.blocks], *ins[1:])
+
+    def _shard_map(self, place: Place, ins: Sequence[Any], turn: Sequence[Any]) -> tuple[list[Any], dict[Key, Any]]:
+        params, (body,) = place.site.eqn.params, place.blocks
+        in_specs, out_specs = versions.shard_map_specs(params)
+        options = versions.shard_map_options(params)
+        axes = tuple(axis for axis in options["mesh"].axis_names if axis in options["axis_names"])
+        inside = Run(self.probe, self.wide)
+        inside._manual = axes if options["check_vma"] else ()
+
+        def run(arrays: Sequence[Any], turn: Sequence[Any]) -> Any:
+            outs, new = inside.block(body, arrays, turn)
+            return tuple(outs), jax.tree.map(lambda x: jnp.asarray(x)[None], inside._varying(new))
+
+        mapped = jax.shard_map(
+            run, in_specs=(list(in_specs), PartitionSpec()), out_specs=(out_specs, PartitionSpec(axes)), **options
+        )
+        arrays, notes = mapped(list(ins), tuple(turn))
+        devices = range(int(np.prod([options["mesh"].shape[axis] for axis in axes])))
+        parts = [jax.tree.map(lambda x, i=i: x[i], notes) for i in devices]
+        merged = {
+            key: functools.reduce(functools.partial(self.probe.merge, key), [part[key] for part in parts])
+            for key in notes
+        }
+        return list(arrays), merged
+
+
+def _select(mask: Any, new: Any, old: Any) -> Any:
+    return lax.select(lax.broadcast_in_dim(mask, new.shape, tuple(range(mask.ndim))), new, old)
+
+
+def _strong(arrays: Sequence[Any]) -> list[Any]:
+    """The arrays without weak types: a carry has one type."""
+    weak = [getattr(jax.typeof(x), "weak_type", False) for x in arrays]
+    return [lax.convert_element_type(x, jnp.result_type(x)) if w else x for x, w in zip(arrays, weak, strict=True)]
+
+
+def is_inexact(x: Any) -> bool:
+    """Whether a value or a variable is an array of floats, real or complex."""
+    aval = getattr(x, "aval", None) or jax.typeof(x)
+    return versions.is_shaped(aval) and jnp.issubdtype(aval.dtype, jnp.inexact)
+
+
+def is_half(x: Any) -> bool:
+    """Whether a value or a variable is a float16 or bfloat16 array."""
+    aval = getattr(x, "aval", None) or jax.typeof(x)
+    return versions.is_shaped(aval) and aval.dtype in HALF_DTYPES
+
+
+def widened(x: Any) -> Any:
+    """A half array in float32; anything else as it is."""
+    return lax.convert_element_type(x, np.float32) if is_half(x) else x
+
+
+def _bind(eqn: Any, arrays: Sequence[Any]) -> list[Any]:
+    outs = eqn.primitive.bind(*arrays, **eqn.primitive.get_bind_params(eqn.params))
+    return list(outs) if eqn.primitive.multiple_results else [outs]
+
+
+def _bind_wide(eqn: Any, arrays: Sequence[Any]) -> list[Any]:
+    """The equation with float32 in the place of half; arrays may be of either."""
+    name = eqn.primitive.name
+    if not any(map(is_half, (*eqn.invars, *eqn.outvars))):
+        return _bind(eqn, arrays)
+    if name == "reduce_precision":
+        return [widened(arrays[0])]
+    if name in _AS_TRACED or name not in DEFAULTS:
+        back = [
+            lax.convert_element_type(x, v.aval.dtype) if is_half(v) else x
+            for x, v in zip(arrays, eqn.invars, strict=True)
+        ]
+        return [widened(out) for out in _bind(eqn, back)]
+    params = {key: np.dtype(np.float32) if _is_half_dtype(value) else value for key, value in eqn.params.items()}
+    outs = eqn.primitive.bind(*map(widened, arrays), **eqn.primitive.get_bind_params(params))
+    return list(outs) if eqn.primitive.multiple_results else [outs]
+
+
+def _is_half_dtype(value: Any) -> bool:
+    return isinstance(value, np.dtype) and value in HALF_DTYPES
+
+
+def traced_call(caller: str, fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Program:
+    """Traces a call that is to be run: its arguments must be arrays, not shapes."""
+    call, args, kwargs, _ = _functional(fun, args, kwargs)
+    program = trace(call, args, kwargs)
+    for name, array in zip(program.names, program.arrays, strict=True):
+        if isinstance(array, (jax.ShapeDtypeStruct, jax.core.Tracer)):
+            raise TypeError(
+                f"{caller}: the argument {argument_name(name)} is {array}, but the program is run to see its values: "
+                f"give arrays, and call {caller} itself outside jit."
+            )
+    return program
+
+
+def argument_name(name: str) -> str:
+    """The tree path of an argument's leaf, `[0][1]['w']` of `(args, kwargs)`, as `args[1]['w']`."""
+    return ("args" if name.startswith("[0]") else "kwargs") + name[3:]
