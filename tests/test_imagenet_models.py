@@ -9,12 +9,12 @@ import pytest
 from measures import half_share, matmuls
 
 import mpjax
-from examples.imagenet.models import KINDS, create_model
+from examples.imagenet.models import KINDS, model_functions
 
 
 def abstract(name: str, classes: int, image_shape: tuple[int, int, int]):
     """The model's function, the shapes of its variables, and one image."""
-    model = create_model(name, classes, image_shape[-1])
+    model = model_functions(name, classes, image_shape[-1])
     images = jax.ShapeDtypeStruct((1, *image_shape), jnp.float32)
     return model, jax.eval_shape(model.init, jax.random.key(0), images), images
 
@@ -45,7 +45,7 @@ def test_parameters_and_multiply_adds_are_as_published(name):
 
 def test_nnx_convnet_is_the_linen_one():
     shape = (16, 16, 3)
-    linen, nnx = (create_model(name, 10, 3) for name in ("convnet", "convnet_nnx"))
+    linen, nnx = (model_functions(name, 10, 3) for name in ("convnet", "convnet_nnx"))
     images = jax.random.normal(jax.random.key(0), (2, *shape))
     variables = jax.jit(linen.init)(jax.random.key(1), images)
     like = jax.eval_shape(nnx.init, jax.random.key(0), images)
@@ -71,7 +71,7 @@ def test_nnx_convnet_is_the_linen_one():
 
 
 def test_policy_reaches_the_nnx_convnet():
-    model = create_model("convnet_nnx", 10, 3, mpjax.get_policy("mixed_float16"))
+    model = model_functions("convnet_nnx", 10, 3, mpjax.get_policy("mixed_float16"))
     images = jax.ShapeDtypeStruct((1, 16, 16, 3), jnp.float32)
     variables = jax.eval_shape(model.init, jax.random.key(0), images)
     assert half_share(lambda v, x: model.apply(v, x, True), variables, images) == 1.0
