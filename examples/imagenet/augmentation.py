@@ -15,10 +15,11 @@ MIDDLE = 0.875
 
 
 class Crop(NamedTuple):
-    """A part of an image, and the width and height that it is resized to."""
+    """A part of an image, and what becomes of it."""
 
     box: Box
-    size: tuple[int, int]
+    size: tuple[int, int]  # width and height that it is resized to
+    mirrored: bool = False
 
 
 def middle_box(size: tuple[int, int]) -> Box:

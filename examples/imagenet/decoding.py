@@ -90,7 +90,9 @@ def resized(image: Image.Image, crop: Crop, full: tuple[int, int]) -> np.ndarray
     across, down = image.width / full[0], image.height / full[1]
     left, top, right, bottom = crop.box
     box = (left * across, top * down, min(right * across, image.width), min(bottom * down, image.height))
-    return np.asarray(image.resize(crop.size, Image.Resampling.BILINEAR, box=box, reducing_gap=_GAP))
+    image = image.resize(crop.size, Image.Resampling.BILINEAR, box=box, reducing_gap=_GAP)
+    # Pillow mirrors whole pixels; NumPy would go through the bytes one by one, in a tenth of the time of all the rest.
+    return np.asarray(image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if crop.mirrored else image)
 
 
 def to_rgb(image: Image.Image) -> Image.Image:

@@ -94,14 +94,15 @@ class ImageFolder(Dataset):
         return False
 
     def _read(self, index: int, augmentation: Augmentation | None) -> np.ndarray:
-        # An image's dice are its own: they do not depend on the batch that it is in.
-        rng = None if augmentation is None else np.random.default_rng([*augmentation, index])
-
         def choose(full: tuple[int, int]) -> Crop:
-            return Crop(middle_box(full) if rng is None else random_box(full, rng), (self._size, self._size))
+            shape = (self._size, self._size)
+            if augmentation is None:
+                return Crop(middle_box(full), shape)
+            # An image's dice are its own: they do not depend on the batch that it is in.
+            rng = np.random.default_rng([*augmentation, index])
+            return Crop(random_box(full, rng), shape, self._flip and rng.random() < 0.5)
 
-        pixels = self._cache.read(index, choose) if self._cache else read_crop(self.images.path(index), choose)
-        return pixels[:, ::-1] if rng is not None and self._flip and rng.random() < 0.5 else pixels
+        return self._cache.read(index, choose) if self._cache else read_crop(self.images.path(index), choose)
 
 
 def open_image_folder(
