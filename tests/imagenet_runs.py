@@ -36,8 +36,8 @@ class FewDigits(Digits):
 
 
 def make_quick(patch: pytest.MonkeyPatch) -> None:
-    """One narrow block in two stages as the default model, and few digits: most of a test's time is compilation."""
-    patch.setitem(models.KINDS, "resnet8", models._resnet(models.BasicBlock, 1, 1, width=4))
+    """One narrow block as the default model, and few digits: most of a test's time is compilation."""
+    patch.setitem(models.KINDS, "resnet8", models._resnet(models.BasicBlock, 1, width=4))
     patch.setattr(task, "Digits", FewDigits)
 
 

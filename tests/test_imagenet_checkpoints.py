@@ -73,22 +73,22 @@ def test_interrupted_and_resumed_run_ends_bitwise_equal(trained, tmp_path, capsy
 
 def test_killed_run_goes_on_from_its_last_checkpoint(tmp_path, capsys):
     output = tmp_path / "run"
-    flags = digit_flags(output, "--epochs", "4", "--save-every", "0")
-    process = start(*flags)
+    flags = digit_flags(output)
+    process = start(*flags, "--save-every", "0")
     deadline = time.monotonic() + 300
-    while time.monotonic() < deadline and process.poll() is None and newest(output) < 2:
+    while time.monotonic() < deadline and process.poll() is None and newest(output) < 1:
         time.sleep(0.01)
     process.kill()
     _, err = process.communicate(timeout=60)
     assert process.returncode == -signal.SIGKILL, err
     # Every file is whole, whatever it was killed in.
-    assert json.loads((output / "config.json").read_text())["epochs"] == 4
+    assert json.loads((output / "config.json").read_text())["epochs"] == 2
     if (output / "metrics.jsonl").exists():
         metrics_of(output)
     saved = newest(output)
-    assert int(last_state(output, epochs=4).step) == saved
+    assert int(last_state(output).step) == saved
     assert main([*flags, "--resume"]) == 0
-    assert [line["step"] for line in metrics_of(output)] == [3, 6, 9, 12]
+    assert [line["step"] for line in metrics_of(output)] == [3, 6]
     assert "starts anew" not in capsys.readouterr().out
 
 

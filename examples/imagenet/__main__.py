@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         fail(PROGRAM, error)
     except Interrupted as interrupted:
         # In full, as the folder may have been chosen by us.
-        given = any(word.startswith(("--output", "--results-dir")) for word in arguments)
+        given = any(word.replace("_", "-").startswith(("--output", "--results-dir")) for word in arguments)
         output = () if given else ("--output", str(interrupted.output))
         say(f"{interrupted}; continue with:\n  {command_line(PROGRAM, arguments, *output, '--resume')}")
         return interrupted.exit_code

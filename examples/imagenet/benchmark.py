@@ -103,7 +103,8 @@ def run_benchmark(config: Config) -> dict[str, Any]:
         with train_batches(task.train_set, task.batch_size, config.seed, **task.loading()) as batches:
             bench.state, results = measured(bench.state, batches)
         results["model_milliseconds"] = alone["latency_milliseconds"]["avg"]
-        results["input_share"] = 1 - alone["latency_milliseconds"]["avg"] / results["latency_milliseconds"]["avg"]
+        share = 1 - alone["latency_milliseconds"]["avg"] / results["latency_milliseconds"]["avg"]
+        results["input_share"] = max(0.0, share)  # of two measurements, neither of which is exact
     else:
         bench.state, results = measured(bench.state, batches)
     results = {
