@@ -132,8 +132,12 @@ def evaluation_batches(
     workers: Workers = _ONE_THREAD,
     put: Callable[[Batch], Batch] = jax.device_put,
 ) -> Batches:
-    """All images once, in order; the last batch is filled up with masked entries. Arguments as in `train_batches`."""
-    return _open(dataset, _EvaluationPlan(len(dataset), batch_size, shard), workers, put)
+    """All images once, in order; the last batch is filled up with masked entries.
+
+    Arguments as in `train_batches`; the workers are threads, since processes would start anew each time.
+    """
+    threads = dataclasses.replace(workers, kind="thread")
+    return _open(dataset, _EvaluationPlan(len(dataset), batch_size, shard), threads, put)
 
 
 @dataclasses.dataclass(frozen=True)
