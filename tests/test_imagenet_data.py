@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import struct
 import zlib
 from pathlib import Path
@@ -102,13 +103,22 @@ def test_photos_come_in_the_same_batches_from_any_workers(photos):
     assert alone[0].images.shape == (4, 16, 16, 3)
     assert alone[0].images.dtype == np.uint8
     assert_equal(alone, train_list(train, workers=Workers(5)))
-    assert_equal(alone[4:], train_list(train, workers=Workers(2, "process"), first=4))
     # Three batches are an epoch: each image is in it once, and each epoch sees other crops of it.
     assert sorted(np.concatenate([batch.labels for batch in alone[:3]])) == [0] * 6 + [1] * 6
     assert not np.array_equal(
         np.sort(np.stack([batch.images for batch in alone[:3]]), axis=None),
         np.sort(np.stack([batch.images for batch in alone[3:6]]), axis=None),
     )
+
+
+def test_processes_load_what_threads_do_and_are_missed_when_they_die(photos):
+    train, _ = opened(photos)
+    with train_batches(train, 4, 3, first=4, workers=Workers(2, "process")) as batches:
+        assert_equal(train_list(train, first=4), [jax.device_get(next(batches)) for _ in range(5)])
+        for worker in multiprocessing.active_children():
+            worker.kill()
+        with pytest.raises(UsageError, match=r"has died .*exit code -9.*--worker-kind thread"):
+            list(batches)
 
 
 def test_hosts_load_the_parts_of_one_batch(photos):

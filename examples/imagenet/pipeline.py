@@ -64,7 +64,15 @@ class Batches(Iterator[Batch]):
         self._iterator: Any = iter(batches)
 
     def __next__(self) -> Batch:
-        loaded: Loaded = next(self._iterator)
+        try:
+            loaded: Loaded = next(self._iterator)
+        except RuntimeError as error:
+            if "Worker process was terminated" not in str(error):  # Grain has no exception of its own for it
+                raise
+            raise UsageError(
+                f"a process that loads images has died ({error}). Was it out of memory? Take fewer --workers, or "
+                f"--worker-kind thread; --resume goes on from the last checkpoint."
+            ) from error
         self._dataset.report(loaded.unreadable)
         return loaded.batch
 
