@@ -21,7 +21,7 @@ from absl import flags
 from examples.common.cli import UsageError
 from examples.imagenet.data import Augmentation, Batch, Dataset, Loaded, steps_per_epoch
 
-# On JAX 0.10 Grain warns, when imported, that it can not profile its workers: in each of them.
+# On JAX 0.10 Grain warns, when imported, that it can not profile its workers.
 _absl = logging.getLogger("absl")
 _level = _absl.level
 _absl.setLevel(logging.ERROR)
