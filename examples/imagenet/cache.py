@@ -13,6 +13,7 @@ from PIL import Image
 from tqdm import tqdm
 
 from examples.common.cli import UsageError
+from examples.common.hosts import say
 from examples.imagenet.augmentation import Crop, shorter_side
 from examples.imagenet.data import Unreadable
 from examples.imagenet.decoding import UnreadableImageError, image_size, read_crop, resized
@@ -89,7 +90,7 @@ def cached(splits: Sequence[Images], side: int, workers: int) -> list[CachedImag
                 pass
     total = sum(cache.mebibytes for cache in caches)
     count = sum(len(images.paths) for images in splits)
-    print(f"cache: {count:,} images in {total:,.1f} MiB of memory, in {time.perf_counter() - started:.1f} s")
+    say(f"cache: {count:,} images in {total:,.1f} MiB of memory, in {time.perf_counter() - started:.1f} s")
     return caches
 
 

@@ -78,7 +78,7 @@ def _list_images(split: Path, classes: Sequence[str]) -> Images:
     paths: list[str] = []
     labels = []
     for label, name in enumerate(classes):
-        found = [os.path.relpath(path, split) for path in _images_below(str(split / name), ())]
+        found = [path[len(f"{split}{os.sep}") :] for path in _images_below(str(split / name), ())]
         paths += found
         labels.append(np.full(len(found), label, np.int32))
     return Images(str(split), paths, np.concatenate(labels))
