@@ -124,7 +124,8 @@ def test_run_goes_on_in_another_precision(tmp_path, capsys):
 
 @pytest.mark.parametrize("chain", [("O2", "float32", "O2"), ("mixed_float16", "O3", "mixed_float16")])
 def test_change_of_precision_keeps_parameters_and_momentum(chain):
-    tasks = [digits_task(policy=policy) for policy in chain]
+    made = {policy: digits_task(policy=policy) for policy in set(chain)}
+    tasks = [made[policy] for policy in chain]
     fresh = [task.initial_state() for task in tasks]
     rng = np.random.default_rng(0)
     # Numbers that half precision has, so that O3 can hold them too.

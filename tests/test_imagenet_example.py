@@ -100,13 +100,11 @@ def test_runs_without_a_folder_are_numbered(tmp_path):
     assert json.loads((paths[1] / "config.json").read_text()) == {"seed": 0}
 
 
-@pytest.mark.parametrize("policy", ["p=bf16", "O3"])
-def test_every_policy_trains_without_nan(policy, tmp_path, capsys):
-    assert main(digit_flags(tmp_path / "run", "--policy", policy, "--epochs", "1")) == 0
+def test_half_throughout_trains_without_nan(tmp_path):
+    assert main(digit_flags(tmp_path / "run", "--policy", "O3", "--epochs", "1")) == 0
     line = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
     assert np.isfinite([line["train_loss"], line["test_loss"]]).all()
-    assert line["skipped_steps"] == 0
-    assert line["loss_scale"] == (2.0**15 if policy == "O3" else 1.0)
+    assert (line["skipped_steps"], line["loss_scale"]) == (0, 2.0**15)
 
 
 def test_train_step_is_traced_once_donates_its_state_and_skips_whole():

@@ -65,7 +65,8 @@ def test_nnx_convnet_is_the_linen_one():
     moved = {name: as_nnx(tree) for name, tree in variables.items()}
     assert jax.tree.map(jnp.shape, moved) == jax.tree.map(jnp.shape, like)
     for train in (True, False):
-        (one, stats), (two, nnx_stats) = linen.apply(variables, images, train), nnx.apply(moved, images, train)
+        one, stats = jax.jit(linen.apply, static_argnums=2)(variables, images, train)
+        two, nnx_stats = jax.jit(nnx.apply, static_argnums=2)(moved, images, train)
         np.testing.assert_allclose(one, two, rtol=1e-4, atol=1e-5)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), as_nnx(stats), nnx_stats)
 

@@ -13,7 +13,7 @@ from imagenet_runs import error_of, quick_runs  # noqa: F401
 from PIL import Image
 
 from examples.common import benchmarking
-from examples.common.benchmarking import Case, DoesNotFit, compare, comparison_table, largest_batch, measure
+from examples.common.benchmarking import Case, Compiled, DoesNotFit, compare, comparison_table, largest_batch, measure
 from examples.common.input_clock import InputClock
 from examples.imagenet import benchmark
 from examples.imagenet.__main__ import main
@@ -82,15 +82,21 @@ def test_largest_batch_is_found_with_few_programs(limit, multiple, expected):
 
 
 def test_batch_size_search_says_what_it_did(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(benchmark, "largest_batch", lambda needed, limit, multiple, most: 4 if needed(4) < limit else 2)
-    flags = ["--find-batch-size", "--memory-limit", "0.5", "--mode", "training_benchmark", *TINY]
-    assert main([*flags, "--output", str(tmp_path / "run")]) == 0
-    out = capsys.readouterr().out
-    assert "memory: 0.5 GiB (--memory-limit)" in out
-    assert "mixed_float16: batch size 4" in out
-    results = json.loads((tmp_path / "run" / "batch_sizes.json").read_text())
-    assert results["largest_batch_size"] == {"mixed_float16": 4}
-    assert results["checked"] == ("compiled" if jax.default_backend() == "cpu" else "compiled and run")
+    def compiled(step, state, batch):
+        """A program that needs 100 MiB for each image, and does not fit at all from 64 on."""
+        if len(batch.images) >= 64:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+        return Compiled(step, 1.0, len(batch.images) * 100 * 2**20)
+
+    monkeypatch.setattr(benchmark, "compile_step", compiled)
+    flags = ["--find-batch-size", "--compare", "float32,O2", "--mode", "training_benchmark", *TINY]
+    for limit, size in (("0.5", 4), ("100", 32), ("0.01", None)):
+        output = tmp_path / limit
+        assert main([*flags, "--memory-limit", limit, "--output", str(output)]) == 0
+        results = json.loads((output / "batch_sizes.json").read_text())
+        assert results["largest_batch_size"] == {"float32": size, "O2": size}
+        assert results["checked"] == "compiled"
+        assert f"memory: {float(limit):.1f} GiB (--memory-limit)" in capsys.readouterr().out
 
 
 def test_out_of_memory_is_told_from_other_errors():

@@ -97,7 +97,7 @@ def test_mixup_blends_images_and_targets_alike():
     @jax.jit
     def mixed(key):
         blend = mix_up(key, 0.2, 8)
-        return blend(images), blend(targets)
+        return blend(jnp.asarray(images)), blend(jnp.asarray(targets))
 
     mixed_images, mixed_targets = map(np.asarray, mixed(jax.random.key(0)))
     np.testing.assert_allclose(mixed_targets.sum(axis=1), 1, rtol=1e-6)

@@ -111,7 +111,7 @@ def _nnx_model(make: Callable[[nnx.Rngs], nnx.Module], policy: mpjax.Policy | No
             module = mpjax.with_policy(module, policy)
         return nnx.split(module, nnx.Param, nnx.BatchStat)
 
-    graphdef, *like = split(nnx.Rngs(0))
+    graphdef, *like = nnx.eval_shape(lambda: split(nnx.Rngs(0)))
 
     def init(key: jax.Array, images: jax.Array) -> Variables:
         _, params, batch_stats = split(nnx.Rngs(key))
