@@ -100,11 +100,13 @@ def test_runs_without_a_folder_are_numbered(tmp_path):
     assert json.loads((paths[1] / "config.json").read_text()) == {"seed": 0}
 
 
-def test_half_throughout_trains_without_nan(tmp_path):
-    assert main(digit_flags(tmp_path / "run", "--policy", "O3", "--epochs", "1")) == 0
+def test_half_throughout_trains_without_nan_and_without_tests_where_none_are_asked_for(tmp_path, capsys):
+    assert main(digit_flags(tmp_path / "run", "--policy", "O3", "--epochs", "1", "--mode", "train")) == 0
     line = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
-    assert np.isfinite([line["train_loss"], line["test_loss"]]).all()
+    assert np.isfinite(line["train_loss"])
     assert (line["skipped_steps"], line["loss_scale"]) == (0, 2.0**15)
+    assert "test_loss" not in line
+    assert capsys.readouterr().out.splitlines()[-1].startswith(f"train accuracy {line['train_accuracy']:.2%}, ")
 
 
 def test_train_step_is_traced_once_donates_its_state_and_skips_whole():

@@ -78,7 +78,10 @@ class Config:
     """Epochs over which the learning rate rises from zero to its peak; digits: 2, imagenet: 5."""
 
     momentum: float | None = None
-    """Momentum of SGD; digits: 0.9 (Nesterov's), imagenet: 0.875."""
+    """Momentum of SGD; digits: 0.9, imagenet: 0.875."""
+
+    nesterov: bool | None = None
+    """Nesterov's momentum; digits: yes, imagenet: no."""
 
     weight_decay: float | None = None
     """Weight decay on kernels (not on biases and normalisation); digits: 5e-4, imagenet: 1/32768."""
