@@ -90,20 +90,24 @@ def measure(
         where `shown` is a mapping with `loss_scale` and `skipped_steps`, these too.
     """
     clock = InputClock()
-    outputs: list[Any] = []
+    before: Any = None
+    scaling: list[tuple[Any, Any]] = []
     ends = [time.perf_counter()]
     idle = 0.0
     for index, batch in enumerate(clock.batches(itertools.islice(batches, warmup + iterations))):
         state, shown = step(state, batch)
         clock.dispatched(shown)
-        outputs.append(shown)
+        if isinstance(shown, Mapping) and "loss_scale" in shown:
+            # Nothing else of a step is kept: predictions would fill the device.
+            scaling.append((shown["loss_scale"], shown["skipped_steps"]))
         if index == warmup:
             idle = clock.seconds
         if one_by_one or index:
             # The step before, so that the device always has another one in its queue.
-            jax.block_until_ready(outputs[index if one_by_one else index - 1])
+            jax.block_until_ready(shown if one_by_one else before)
             ends.append(time.perf_counter())
-    jax.block_until_ready(outputs[-1])
+        before = shown
+    jax.block_until_ready(before)
     if not one_by_one:
         ends.append(time.perf_counter())
     seconds = np.diff(ends[warmup:])
@@ -113,7 +117,7 @@ def measure(
         "latency_milliseconds": latencies(seconds),
         "input_share": (clock.seconds - idle) / total,
         "peak_memory_bytes": peak_bytes(),
-        **_scaling_of(jax.device_get(outputs)),
+        **_history(jax.device_get(scaling)),
     }
 
 
@@ -123,15 +127,15 @@ def latencies(seconds: Any) -> dict[str, float]:
     return {"avg": float(values.mean()), **{f"p{q}": float(np.percentile(values, q)) for q in (50, 90, 95, 99)}}
 
 
-def _scaling_of(outputs: Sequence[Any]) -> dict[str, Any]:
+def _history(scaling: Sequence[tuple[Any, Any]]) -> dict[str, Any]:
     """How the loss scale went: `[step, scale]` at the start and at each change."""
-    if not outputs or not isinstance(outputs[-1], Mapping) or "loss_scale" not in outputs[-1]:
+    if not scaling:
         return {}
-    scales = [float(shown["loss_scale"]) for shown in outputs]
+    scales = [float(scale) for scale, _ in scaling]
     changes = [index for index, scale in enumerate(scales) if index == 0 or scale != scales[index - 1]]
     return {
         "loss_scale_history": [[index + 1, scales[index]] for index in changes],
-        "skipped_steps": int(outputs[-1]["skipped_steps"]),
+        "skipped_steps": int(scaling[-1][1]),
     }
 
 
