@@ -28,7 +28,8 @@ class DataParallel:
         local = jax.local_device_count()
         if per_process is not None and not 1 <= per_process <= local:
             raise UsageError(f"--devices {per_process}: this machine has {local}; give 1 to {local}, or leave it out.")
-        chosen = [d for d in jax.devices() if per_process is None or d.id % local < per_process]
+        processes = range(jax.process_count())
+        chosen = [device for process in processes for device in jax.local_devices(process)[:per_process]]
         self.count = len(chosen)
         mesh = Mesh(np.array(chosen), ("data",))
         self.replicated = NamedSharding(mesh, PartitionSpec())
