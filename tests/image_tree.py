@@ -29,3 +29,10 @@ def make_photo_tree(root: Path) -> Path:
                 crop.convert(mode).save(folder / f"{index}.{extension}")
             (folder / "notes.txt").write_text("not an image")
     return root
+
+
+def cat() -> Image.Image:
+    """scikit-image's photograph of a cat, 451x300."""
+    from skimage.data import chelsea
+
+    return Image.fromarray(chelsea())

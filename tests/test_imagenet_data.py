@@ -1,66 +1,72 @@
-"""The image training example: its models and its data."""
+"""The image training example: its data and its input pipeline."""
 
 from __future__ import annotations
+
+import itertools
+import multiprocessing
+import struct
+import zlib
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from image_tree import CLASSES, make_photo_tree
+from image_tree import CLASSES, cat, make_photo_tree
 from PIL import Image
 
-from examples.imagenet.data import Augmentation, Digits, evaluation_batches, train_batches
-from examples.imagenet.image_folder import open_image_folder, to_rgb
-from examples.imagenet.models import MODEL_NAMES, create_model
+from examples.common.cli import UsageError
+from examples.imagenet import cache, decoding
+from examples.imagenet.augmentation import Crop, middle_box, random_box
+from examples.imagenet.data import Augmentation, Batch, Dataset, Digits
+from examples.imagenet.image_folder import ImageFolder, open_image_folder
+from examples.imagenet.pipeline import Shard, Workers, evaluation_batches, train_batches
 
-# Models.
-
-
-@pytest.mark.parametrize(
-    ("name", "millions"), [("resnet18", 11.690), ("resnet34", 21.798), ("resnet50", 25.557), ("resnet101", 44.549)]
-)
-def test_models_have_the_published_number_of_parameters(name, millions):
-    images = jax.ShapeDtypeStruct((1, 224, 224, 3), np.float32)
-    shapes = jax.eval_shape(create_model(name, 1000).init, jax.random.key(0), images)
-    count = sum(x.size for x in jax.tree.leaves(shapes["params"]))
-    assert round(count / 1e6, 3) == millions
+# Batches: what they are a function of.
 
 
-@pytest.mark.parametrize("size", [8, 32, 33, 64])
-@pytest.mark.parametrize("name", MODEL_NAMES[:3])
-def test_models_take_images_of_any_size(name, size):
-    images = jax.ShapeDtypeStruct((2, size, size, 3), np.float32)
-    logits, _ = jax.eval_shape(create_model(name, 7).init_with_output, jax.random.key(0), images)
-    assert logits.shape == (2, 7)
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tree of photographs that tests leave as it is."""
+    return make_photo_tree(tmp_path_factory.mktemp("photos"))
 
 
-# Data.
+@pytest.fixture
+def own_photos(tmp_path: Path) -> Path:
+    """A tree of photographs for a test to spoil."""
+    return make_photo_tree(tmp_path / "photos")
+
+
+def opened(root: Path, max_unreadable: float = 0.01, cache: bool = False) -> tuple[ImageFolder, ImageFolder]:
+    return open_image_folder(root, 16, True, 2, max_unreadable, cache)
+
+
+def train_list(dataset: Dataset, batch_size: int = 4, last: int = 9, **options) -> list[Batch]:
+    with train_batches(dataset, batch_size, 3, last=last, **options) as batches:
+        return [jax.device_get(batch) for batch in batches]
+
+
+def evaluation_list(dataset: Dataset, batch_size: int, **options) -> list[Batch]:
+    with evaluation_batches(dataset, batch_size, **options) as batches:
+        return [jax.device_get(batch) for batch in batches]
+
+
+def assert_equal(one: list[Batch], two: list[Batch]) -> None:
+    assert len(one) == len(two)
+    jax.tree.map(np.testing.assert_array_equal, one, two)
 
 
 def test_digits_are_split_the_same_way_each_time():
     train, test = Digits("train"), Digits("test")
     assert (len(train), len(test)) == (1437, 360)
-    counts = np.bincount(test.load(np.arange(360), None).labels)
+    counts = np.bincount(test.load(np.arange(360), None).batch.labels)
     assert counts.min() >= 34
     assert counts.max() <= 37
-
-
-def test_training_batches_are_a_function_of_seed_and_epoch():
-    data = Digits("train")
-    once, again = (list(train_batches(data, 64, Augmentation(3, 5), True)) for _ in range(2))
-    assert len(once) == 1437 // 64
-    for a, b in zip(once, again, strict=True):
-        jax.tree.map(np.testing.assert_array_equal, a, b)
-    later = list(train_batches(data, 64, Augmentation(3, 5), True, first=20))
-    for a, b in zip(once[20:], later, strict=True):
-        jax.tree.map(np.testing.assert_array_equal, a, b)
-    other = next(train_batches(data, 64, Augmentation(3, 6), True))
-    assert not np.array_equal(other.labels, once[0].labels)
 
 
 def test_shifted_digits_keep_their_pixels():
     data = Digits("train")
     indices = np.arange(32)
-    plain, moved = data.load(indices, None).images, data.load(indices, Augmentation(0, 0)).images
+    plain, moved = data.load(indices, None).batch.images, data.load(indices, Augmentation(0, 0)).batch.images
     unmoved = [np.array_equal(a, b) for a, b in zip(plain, moved, strict=True)]
     assert 0 < sum(unmoved) < 16
     padded = np.pad(plain, ((0, 0), (1, 1), (1, 1), (0, 0)))
@@ -69,47 +75,295 @@ def test_shifted_digits_keep_their_pixels():
         assert any(np.array_equal(image, window) for window in windows)
 
 
+def test_training_batches_are_a_function_of_seed_and_step():
+    data, steps = Digits("train"), 1437 // 64
+    whole = train_list(data, 64, 2 * steps)
+    assert len(whole) == 2 * steps
+    assert_equal(whole[steps - 3 :], train_list(data, 64, 2 * steps, first=steps - 3))
+    order = np.random.default_rng((3, 1)).permutation(1437)
+    second = np.concatenate([batch.labels for batch in whole[steps:]])
+    np.testing.assert_array_equal(second, data.load(order[: 64 * steps], None).batch.labels)
+    with train_batches(data, 64, 4) as batches:  # another seed; and no end
+        assert not np.array_equal(next(batches).labels, whole[0].labels)
+        assert len(list(itertools.islice(batches, 2 * steps))) == 2 * steps
+
+
 @pytest.mark.parametrize("batch_size", [1, 7, 64, 360, 1000])
 def test_every_test_image_counts_once(batch_size):
-    batches = list(evaluation_batches(Digits("test"), batch_size))
-    assert len({batch.images.shape for batch in batches}) == 1
+    batches = evaluation_list(Digits("test"), batch_size)
+    assert {len(batch.images) for batch in batches} == {batch_size}
     assert sum(batch.mask.sum() for batch in batches) == 360
     labels = np.concatenate([batch.labels[batch.mask > 0] for batch in batches])
-    np.testing.assert_array_equal(labels, Digits("test").load(np.arange(360), None).labels)
+    np.testing.assert_array_equal(labels, Digits("test").load(np.arange(360), None).batch.labels)
 
 
-def test_image_folder_reads_a_tree(tmp_path):
-    photos = make_photo_tree(tmp_path)
-    train, test = open_image_folder(photos, 16, True, 2, 0.0)
-    assert (len(train), len(test), train.classes) == (12, 6, CLASSES)
-    once, again = (next(train_batches(train, 4, Augmentation(0, 1), True)) for _ in range(2))
-    jax.tree.map(np.testing.assert_array_equal, once, again)
-    assert once.images.shape == (4, 16, 16, 3)
-    batch = test.load(np.arange(6), None)
-    assert batch.labels.tolist() == [0, 0, 0, 1, 1, 1]
-    # The middle of a photograph resized, against Pillow asked for the same thing step by step.
-    with Image.open(photos / "val" / "china" / "0.jpg") as file:
-        middle = file.crop((16, 6, 104, 94)).resize((16, 16), Image.Resampling.BOX)
-    assert np.abs(batch.images[0].astype(int) - np.asarray(middle)).mean() < 8
+def test_photos_come_in_the_same_batches_from_any_workers(photos):
+    train, _ = opened(photos)
+    alone = train_list(train)
+    assert alone[0].images.shape == (4, 16, 16, 3)
+    assert alone[0].images.dtype == np.uint8
+    assert_equal(alone, train_list(train, workers=Workers(5)))
+    # Three batches are an epoch: each image is in it once, and each epoch sees other crops of it.
+    assert sorted(np.concatenate([batch.labels for batch in alone[:3]])) == [0] * 6 + [1] * 6
+    assert not np.array_equal(
+        np.sort(np.stack([batch.images for batch in alone[:3]]), axis=None),
+        np.sort(np.stack([batch.images for batch in alone[3:6]]), axis=None),
+    )
+
+
+def test_processes_load_what_threads_do_and_are_missed_when_they_die(photos):
+    train, _ = opened(photos)
+    with train_batches(train, 4, 3, first=4, workers=Workers(2, "process")) as batches:
+        assert_equal(train_list(train, first=4), [jax.device_get(next(batches)) for _ in range(5)])
+        for worker in multiprocessing.active_children():
+            worker.kill()
+        with pytest.raises(UsageError, match=r"has died .*exit code -9.*--worker-kind thread"):
+            list(batches)
+
+
+def test_hosts_load_the_parts_of_one_batch(photos):
+    for load, data in ((train_list, opened(photos)[0]), (evaluation_list, opened(photos)[1])):
+        whole = load(data, 4)
+        parts = [load(data, 4, shard=Shard(index, 2)) for index in range(2)]
+        assert_equal(whole, [Batch(*map(np.concatenate, zip(*both, strict=True))) for both in zip(*parts, strict=True)])
+    with pytest.raises(UsageError, match="--batch-size 4 can not be divided among 3 hosts; take a multiple of 3"):
+        train_batches(data, 4, 0, shard=Shard(0, 3))
+
+
+def test_leaving_early_ends_the_workers(photos):
+    with train_batches(opened(photos)[0], 4, 0, workers=Workers(2)) as batches:
+        next(batches)
+    with pytest.raises(StopIteration):
+        next(batches)
+
+
+# Pixels, against what Pillow makes of the whole image.
+
+
+def plain(path: Path, box: tuple[float, ...], side: int) -> np.ndarray:
+    with Image.open(path) as file:
+        return np.asarray(file.convert("RGB").resize((side, side), Image.Resampling.BILINEAR, box=box), int)
+
+
+def distance(pixels: np.ndarray, reference: np.ndarray) -> float:
+    return float(np.abs(np.asarray(pixels, int) - reference).mean())
+
+
+def test_crops_have_the_pixels_that_pillow_gives_them(photos):
+    train, test = opened(photos)
+    paths = [photos / split / path for split, data in (("train", train), ("val", test)) for path in data.images.paths]
+    batches = train.load(np.arange(12), Augmentation(3, 1)).batch, test.load(np.arange(6), None).batch
+    flips = 0
+    for path, index, pixels in zip(
+        paths, [*range(12), *range(6)], np.concatenate([b.images for b in batches]), strict=True
+    ):
+        rng = np.random.default_rng((3, 1, index))
+        box = random_box((120, 100), rng) if "train" in path.parts else middle_box((120, 100))
+        reference = plain(path, box, 16)
+        if "train" in path.parts and rng.random() < 0.5:
+            flips, reference = flips + 1, reference[:, ::-1]
+        assert distance(pixels, reference) < 1.5
+    assert 0 < flips < 12
+    assert batches[1].labels.tolist() == [0, 0, 0, 1, 1, 1]
+    assert train.classes == CLASSES
+
+
+def test_large_jpegs_are_decoded_at_a_part_of_their_size(tmp_path):
+    path = tmp_path / "cat.jpg"
+    cat().resize((1804, 1200)).save(path, quality=90)
+    crop = Crop((100, 40, 1300, 1140), (64, 64))
+    with Image.open(path) as file:
+        decoding._decode_smaller(file, file.size, crop, 1)
+        assert file.size == (226, 150)
+    assert distance(decoding.read_crop(str(path), lambda full: crop), plain(path, crop.box, 64)) < 1.5
+
+
+def whole(path: Path) -> np.ndarray:
+    return decoding.read_crop(str(path), lambda full: Crop((0, 0, *full), full))
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "I;16", "YCbCr"])
 def test_images_of_every_mode_become_rgb(mode, tmp_path):
-    grey = np.linspace(0, 255, 64).astype(np.uint8).reshape(8, 8)
+    grey = np.asarray(cat().convert("L").resize((48, 32)))
     image = Image.fromarray(grey.astype(np.uint16) * 257) if mode == "I;16" else Image.fromarray(grey).convert(mode)
     path = tmp_path / ("image.jpg" if mode in ("CMYK", "YCbCr") else "image.png")
-    image.save(path)
-    with Image.open(path) as file:
-        rgb = np.asarray(to_rgb(file)).astype(int)
-    assert rgb.shape == (8, 8, 3)
-    wanted = (grey > 127) * 255 if mode == "1" else grey
-    if mode != "1":  # its dithering is Pillow's own
-        assert np.abs(rgb - wanted[..., None]).mean() < 6
+    image.save(path, quality=95)
+    rgb = whole(path)
+    assert rgb.shape == (32, 48, 3)
+    wanted = np.asarray(image, int) * 255 if mode == "1" else grey.astype(int)
+    assert distance(rgb, wanted[..., None]) < 3
 
 
-def test_transparent_pixels_become_white():
-    clear = Image.new("RGBA", (2, 2), (10, 20, 30, 0))
-    assert np.asarray(to_rgb(clear)).min() == 255
-    palette = Image.new("P", (2, 2))
-    palette.info["transparency"] = b"\x00" * 256
-    assert np.asarray(to_rgb(palette)).min() == 255
+def test_what_is_transparent_becomes_white(tmp_path):
+    clear = Image.new("RGBA", (4, 4), (10, 20, 30, 0))
+    palette = cat().convert("P")
+    palette.info["transparency"] = bytes(256)
+    for image in (clear, palette):
+        image.save(tmp_path / "clear.png")
+        assert whole(tmp_path / "clear.png").min() == 255
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_turned_cameras_are_turned_back(orientation, tmp_path):
+    upright, path = cat().resize((96, 64)), tmp_path / "turned.jpg"
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    # How the sensor saw it: what EXIF says to do undoes it.
+    turns = {6: Image.Transpose.ROTATE_90, 8: Image.Transpose.ROTATE_270}
+    turn = turns.get(orientation, decoding._UPRIGHT.get(orientation))
+    seen = upright if turn is None else upright.transpose(turn)
+    seen.save(path, exif=exif, quality=95, subsampling=0)
+    assert decoding.image_size(str(path)) == (96, 64)
+    assert distance(whole(path), np.asarray(upright, int)) < 4
+    box = (5, 3, 69, 51)
+    part = decoding.read_crop(str(path), lambda full: Crop(box, (8, 6)))
+    assert distance(part, np.asarray(upright.resize((8, 6), Image.Resampling.BILINEAR, box=box), int)) < 4
+
+
+# Files and trees that are not as they should be.
+
+
+def bomb() -> bytes:
+    """A PNG that says it is 60,000 pixels square."""
+    chunks = ((b"IHDR", struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0)), (b"IDAT", b""))
+    parts = (struct.pack(">I", len(x)) + kind + x + struct.pack(">I", zlib.crc32(kind + x)) for kind, x in chunks)
+    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
+
+
+def spoil(folder: Path) -> dict[str, str]:
+    """Puts unreadable files into a folder; their names, with words that say why they are."""
+    photo = sorted(folder.glob("0.*"))[0].read_bytes()
+    (folder / "cut.jpg").write_bytes(photo[: len(photo) // 2])
+    (folder / "empty.png").write_bytes(b"")
+    (folder / "text.jpeg").write_text("no image")
+    (folder / "huge.png").write_bytes(bomb())
+    (folder / "gone.jpg").symlink_to(folder / "nowhere.jpg")
+    (folder / "loop.jpg").symlink_to(folder / "loop.jpg")
+    return {
+        "cut.jpg": "truncated",
+        "empty.png": "not a whole JPEG",
+        "text.jpeg": "not a whole JPEG",
+        "huge.png": "decompression bomb",
+        "gone.jpg": "No such file",
+        "loop.jpg": "symbolic links",
+    }
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_unreadable_files_are_named_and_count_for_nothing(cached, own_photos, capsys):
+    reasons = spoil(own_photos / "val" / "china")
+    spoil(own_photos / "train" / "china")
+    train, test = opened(own_photos, 0.9, cached)
+    batches = evaluation_list(test, 5)
+    assert sum(batch.mask.sum() for batch in batches) == 6
+    lines = [line for line in capsys.readouterr().err.splitlines() if "/val/" in line and line.startswith("skipped")]
+    assert len(lines) == test.unreadable == len(reasons)
+    for name, reason in reasons.items():
+        assert sum(f"skipped, not readable as an image: {own_photos}/val/china/{name} (" in line for line in lines) == 1
+        assert any(name in line and reason in line for line in lines)
+    # In training the one after it takes its place: the batch is full, and the same at every look.
+    batches = train_list(train, 6, 6)
+    assert all(batch.mask.all() for batch in batches)
+    assert all(batch.images.reshape(6, -1).any(axis=1).all() for batch in batches)
+    assert_equal(batches[2:], train_list(opened(own_photos, 0.9, cached)[0], 6, 6, first=2))
+
+
+@pytest.mark.parametrize("workers", [Workers(3), Workers(1)])
+def test_too_many_unreadable_files_end_the_run(workers, own_photos):
+    spoil(own_photos / "train" / "china")
+    with pytest.raises(
+        UsageError, match=r"4 images can not be read, the last one '.*'.*at most 3 .*--max-unreadable 0.2"
+    ):
+        train_list(opened(own_photos, 0.2)[0], workers=workers)
+    for path in (own_photos / "val").rglob("*.*g"):
+        path.write_bytes(b"")
+    with pytest.raises(UsageError, match="1 images can not be read"):
+        evaluation_list(opened(own_photos, 0.0)[1], 4)
+
+
+def test_trees_may_have_subfolders_and_links(own_photos):
+    china, far = own_photos / "train" / "china", own_photos / "far"
+    (china / "more" / "still").mkdir(parents=True)
+    (china / "0.jpg").rename(china / "more" / "still" / "0.jpg")
+    china.rename(far)
+    china.symlink_to(far)
+    train, _ = opened(own_photos)
+    assert len(train) == 12
+    assert "china/more/still/0.jpg" in train.images.paths
+    assert train.load(np.arange(12), None).batch.mask.all()
+
+
+@pytest.mark.parametrize(
+    ("spoiled", "message"),
+    [
+        (lambda root: (root / "val").rename(root / "test"), r"no folder 'val' \(it holds 'test', 'train'\)"),
+        (
+            lambda root: (root / "val" / "china" / "up").symlink_to(root / "val"),
+            "val/china/up/china' is a folder that it is in itself",
+        ),
+        (lambda root: (root / "train" / "gone").symlink_to(root / "nowhere"), "train/gone' leads nowhere"),
+        (lambda root: (root / "train" / "me").symlink_to(root / "train" / "me"), "train/me' leads nowhere"),
+        (
+            lambda root: (root / "train" / "flower").rename(root / "train" / "Flower"),
+            "only in train: 'Flower'; only in",
+        ),
+        (
+            lambda root: [path.rename(f"{path}.tif") for path in (root / "train" / "china").iterdir()],
+            "holds '0.jpg.tif'",
+        ),
+    ],
+)
+def test_trees_that_can_not_be_right_are_refused(spoiled, message, own_photos):
+    spoiled(own_photos)
+    with pytest.raises(UsageError, match=message):
+        opened(own_photos)
+
+
+def test_state_of_other_images_is_refused(own_photos):
+    (own_photos / "train" / "china" / "broken.jpg").touch()
+    train, _ = opened(own_photos)
+    train_list(train)
+    state = train.state()
+    moved = own_photos.rename(own_photos.with_name("moved"))
+    again, _ = opened(moved)
+    again.restore(state)
+    assert again.unreadable == train.unreadable == 1
+    (moved / "train" / "china" / "broken.jpg").rename(moved / "train" / "flower" / "broken.jpg")
+    with pytest.raises(UsageError, match="not the same files"):
+        opened(moved)[0].restore(state)
+    (moved / "train" / "flower" / "broken.jpg").unlink()
+    with pytest.raises(UsageError, match="12 images, and 13 when the run began"):
+        opened(moved)[0].restore(state)
+
+
+# The cache.
+
+
+def test_cached_images_are_those_on_disk(photos, capsys):
+    kept, files = opened(photos, cache=True), opened(photos)
+    # 18 images of 120x100, with a shorter side of 18 = 16 / 0.875.
+    assert f"cache: 18 images in {18 * 18 * 22 * 3 / 2**20:.1f} MiB" in capsys.readouterr().out
+    for memory, disk in zip(kept, files, strict=True):
+        assert memory.in_memory
+        one, two = memory.load(np.arange(len(disk)), None).batch, disk.load(np.arange(len(disk)), None).batch
+        np.testing.assert_array_equal(one.labels, two.labels)
+        assert distance(one.images, two.images.astype(int)) < 4
+    assert_equal(train_list(kept[0]), train_list(kept[0], workers=Workers(2, "process")))
+
+
+def test_cache_that_does_not_fit_is_refused_with_its_size(photos, monkeypatch):
+    monkeypatch.setattr(cache, "available_memory", lambda: 20_000)
+    with pytest.raises(
+        UsageError, match=r"18 images .* take 0\.0 MiB, and of memory 0\.0 MiB are free.*Leave out --cache"
+    ):
+        opened(photos, cache=True)
+
+
+def test_free_memory_is_that_of_the_container(tmp_path):
+    files = {"memory.max": "1000000", "memory.current": "600000", "memory.stat": "anon 5\ninactive_file 100000\n"}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    assert cache._control_group(tmp_path) == 500_000
+    (tmp_path / "memory.max").write_text("max")
+    assert cache._control_group(tmp_path) is None
+    assert cache.available_memory() > 2**20

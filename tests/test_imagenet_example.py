@@ -1,13 +1,11 @@
-"""The image training example: its outputs, bad input, and that a resumed run is the same run."""
+"""Training by the image example: its outputs, precision, and bad input."""
 
 from __future__ import annotations
 
 import json
 import shutil
 import signal
-import subprocess
-import sys
-import time
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,46 +13,24 @@ import jax
 import numpy as np
 import pytest
 from image_tree import make_photo_tree
+from imagenet_runs import (
+    FewDigits,
+    digit_flags,
+    digits_task,
+    error_of,
+    quick_runs,  # noqa: F401
+    state_and_batch,
+)
 from measures import half_share
 from PIL import Image
+from tensorboardX.proto.event_pb2 import Event
 
-from examples.common.checkpoints import Checkpoints
-from examples.common.cli import UsageError
 from examples.common.interruption import Interruption
-from examples.imagenet import loop, models, seeds, training
+from examples.common.run_folder import RunFolder
+from examples.imagenet import seeds, training
 from examples.imagenet.__main__ import main
-from examples.imagenet.config import Config
-from examples.imagenet.data import Augmentation, Batch, Digits, train_batches
 
-REPOSITORY = Path(__file__).parents[1]
-
-
-class FewDigits(Digits):
-    """The first 96 digits: two epochs of three steps take no time."""
-
-    def __len__(self) -> int:
-        return min(96, super().__len__())
-
-
-@pytest.fixture(autouse=True, scope="module")
-def compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Runs of the same flags are the same program: compile it once."""
-    before = jax.config.jax_compilation_cache_dir
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("cache")))
-    yield
-    jax.config.update("jax_compilation_cache_dir", before)
-
-
-@pytest.fixture(autouse=True)
-def tiny_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The default model with one narrow block in two stages: most of a test's time is compilation."""
-    tiny = {"stage_sizes": (1, 1), "block": models.BasicBlock, "width": 4}
-    monkeypatch.setitem(models._MODELS, "resnet8", tiny)
-
-
-@pytest.fixture
-def few_digits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "Digits", FewDigits)
+pytestmark = pytest.mark.usefixtures("quick_runs")
 
 
 @pytest.fixture
@@ -64,42 +40,17 @@ def own_photos(tmp_path: Path) -> Path:
 
 
 def folder_flags(root: Path, *flags: str) -> list[str]:
-    return [
-        "--data-dir",
-        str(root),
-        "--image-size",
-        "16",
-        "--model",
-        "resnet8",
-        "--batch-size",
-        "4",
-        "--epochs",
-        "1",
-        *flags,
-    ]
+    tiny = ["--image-size", "16", "--model", "resnet8", "--batch-size", "4", "--epochs", "1", "--devices", "1"]
+    return ["--data-dir", str(root), *tiny, *flags]
 
 
-def digit_flags(output: Path, *flags: str) -> list[str]:
-    return ["--epochs", "2", "--batch-size", "32", "--output", str(output), *flags]
-
-
-def final_state(output: Path) -> list[np.ndarray]:
-    """Every array of the newest checkpoint, as bytes that a comparison can not round."""
-    config = json.loads((output / "config.json").read_text())
-    made = training.create_training(Config(policy=config["policy"]), Digits("train"), 10)
-    with Checkpoints(output / "checkpoints") as checkpoints:
-        state, _ = checkpoints.restore(made.state)
-    return [np.asarray(x).tobytes() for x in jax.tree.leaves(state)]
-
-
-def error_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line that a mistake ends in, with exit code 2."""
-    with pytest.raises(SystemExit) as end:
-        main(arguments)
-    assert end.value.code == 2
-    lines = [line for line in capsys.readouterr().err.splitlines() if ": error: " in line]
-    assert len(lines) == 1
-    return lines[0]
+def events(folder: Path) -> Iterator[Event]:
+    """What TensorBoard reads: records of a length, its checksum, an event, its checksum."""
+    data = next(folder.iterdir()).read_bytes()
+    while data:
+        (length,) = struct.unpack("<Q", data[:8])
+        yield Event.FromString(data[12 : 12 + length])
+        data = data[16 + length :]
 
 
 # Runs.
@@ -113,9 +64,10 @@ def test_masked_entries_change_no_total():
     assert np.isnan(training.Totals.zero().means()).all()
 
 
-def test_run_leaves_all_its_outputs(few_digits, tmp_path, capsys):
+def test_run_leaves_all_its_outputs_and_is_never_overwritten(tmp_path, capsys):
     output = tmp_path / "run"
-    assert main(digit_flags(output, "--seed", "7")) == 0
+    flags = digit_flags(output, "--seed", "7")
+    assert main(flags) == 0
     out = capsys.readouterr().out.splitlines()
     summary = json.loads((output / "summary.json").read_text())
     expected = {"policy": "mixed_float16", "seed": 7, "epochs": 2, "skipped_steps": 0, "train_images": 96}
@@ -130,127 +82,69 @@ def test_run_leaves_all_its_outputs(few_digits, tmp_path, capsys):
     with Image.open(output / "curves.png") as plot:
         assert min(plot.size) > 300
     assert (output / "checkpoints" / "6").is_dir()
-
-
-def test_second_run_never_overwrites_the_first(few_digits, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    flags = ["--epochs", "1", "--batch-size", "96"]
-    assert main(flags) == main(flags) == 0
-    assert sorted(path.name for path in Path("runs/imagenet").iterdir()) == ["0001", "0002"]
-    capsys.readouterr()
-    error = error_of([*flags, "--output", "runs/imagenet/0001"], capsys)
-    assert "'runs/imagenet/0001' is not empty" in error
+    written = [v for event in events(output / "tensorboard") for v in event.summary.value]
+    accuracies = [v.simple_value for v in written if v.tag == "test_accuracy"]
+    assert accuracies == pytest.approx([line["test_accuracy"] for line in lines])
+    # Again: refused. Resumed: there is nothing to do. With other flags: it is another run.
+    error = error_of(flags, capsys)
+    assert f"'{output}' is not empty" in error
     assert "--resume" in error
-    # Resuming what has finished says so and changes nothing.
-    assert main([*flags, "--output", "runs/imagenet/0001", "--resume"]) == 0
+    assert main([*flags, "--resume"]) == 0
     assert "already finished" in capsys.readouterr().out
-    assert "--epochs 1, this command has 3" in error_of(
-        ["--epochs", "3", "--batch-size", "96", "--output", "runs/imagenet/0001", "--resume"], capsys
-    )
+    assert "--epochs 2, this command has 3" in error_of([*flags, "--resume", "--epochs", "3"], capsys)
 
 
-@pytest.mark.parametrize("policy", ["float32", "mixed_float16", "mixed_bfloat16", "O0", "O1", "O2", "O3", "p=bf16"])
-def test_every_policy_trains_without_nan(policy, tmp_path, few_digits, capsys):
-    assert main(digit_flags(tmp_path / "run", "--policy", policy, "--epochs", "1")) == 0
+def test_runs_without_a_folder_are_numbered(tmp_path):
+    paths = [RunFolder.create(None, tmp_path, {"seed": 0}).path for _ in range(2)]
+    assert [path.name for path in paths] == ["0001", "0002"]
+    assert json.loads((paths[1] / "config.json").read_text()) == {"seed": 0}
+
+
+def test_half_throughout_trains_without_nan_and_without_tests_where_none_are_asked_for(tmp_path, capsys):
+    assert main(digit_flags(tmp_path / "run", "--policy", "O3", "--epochs", "1", "--mode", "train")) == 0
     line = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
-    assert np.isfinite([line["train_loss"], line["test_loss"]]).all()
-    assert line["skipped_steps"] == 0
-    assert line["loss_scale"] == (2.0**15 if policy in ("mixed_float16", "O1", "O2", "O3") else 1.0)
+    assert np.isfinite(line["train_loss"])
+    assert (line["skipped_steps"], line["loss_scale"]) == (0, 2.0**15)
+    assert "test_loss" not in line
+    assert capsys.readouterr().out.splitlines()[-1].startswith(f"train accuracy {line['train_accuracy']:.2%}, ")
 
 
-@pytest.mark.parametrize("policy", ["mixed_float16", "O2"])
-def test_train_step_is_traced_once_and_donates_its_state(policy):
-    data = Digits("train")
-    made = training.create_training(Config(policy=policy), data, 10)
-    state, first = made.state, jax.tree.leaves(made.state.params)[0]
-    for batch in list(train_batches(data, 64, Augmentation(0, 0), True))[:4]:
-        state, shown = made.train_step(state, batch)
-    assert made.train_step._cache_size() == 1
+def test_train_step_is_traced_once_donates_its_state_and_skips_whole():
+    made = digits_task(policy="O2", ema=0.9, accumulate=2, mixup=0.2)
+    state, batch = state_and_batch(made)
+    first = jax.tree.leaves(state.params)[0]
+    for _ in range(3):
+        state, shown = made.training.train_step(state, batch)
     assert first.is_deleted()
-    assert int(state.step) == 4
-    assert np.isfinite(shown["totals"].means()).all()
+    assert int(state.step) == 3
+    loss = shown["totals"].means()[0]
+    assert np.isfinite(loss)
+    # A scale that overflows: nothing but the counts changes.
+    before = jax.device_get(state)
+    huge = jax.device_put(np.float32(2.0**120), state.step.sharding)
+    state = state._replace(opt_state=state.opt_state._replace(loss_scale=huge))
+    state, shown = made.training.train_step(state, batch)
+    after = jax.device_get(state)
+    for name in ("params", "batch_stats", "ema"):
+        jax.tree.map(np.testing.assert_array_equal, getattr(after, name), getattr(before, name))
+    jax.tree.map(np.testing.assert_array_equal, after.opt_state.inner_state, before.opt_state.inner_state)
+    assert int(shown["skipped_steps"]) == 1
+    assert made.training.train_step._cache_size() == 1
 
 
 @pytest.mark.parametrize(
     ("policy", "amp", "share"),
     [
-        ("float32", "module", 0.0),
         ("float32", "autocast", 0.0),
         ("mixed_float16", "module", 1.0),
         ("mixed_float16", "autocast", 1.0),
-        ("mixed_bfloat16", "module", 1.0),
         ("mixed_bfloat16", "autocast", 1.0),
         ("O2", "module", 1.0),
     ],
 )
 def test_all_convolutions_of_a_training_step_run_in_half(policy, amp, share):
-    data = Digits("train")
-    made = training.create_training(Config(policy=policy, amp=amp), data, 10)
-    batch = next(train_batches(data, 64, Augmentation(0, 0), True))
-    assert half_share(made.train_step, made.state, batch) == share
-
-
-def test_overflow_skips_the_step_and_keeps_the_batch_statistics():
-    data = Digits("train")
-    made = training.create_training(Config(), data, 10)
-    before = jax.device_get(made.state)
-    batch = next(train_batches(data, 64, Augmentation(0, 0), True))
-    broken = Batch(np.full(batch.images.shape, np.nan, np.float32), batch.labels, batch.mask)
-    state, shown = made.train_step(made.state, broken)
-    after = jax.device_get(state)
-    jax.tree.map(np.testing.assert_array_equal, after.params, before.params)
-    jax.tree.map(np.testing.assert_array_equal, after.batch_stats, before.batch_stats)
-    assert int(shown["skipped_steps"]) == 1
-    assert float(after.totals.images) == 0
-
-
-def test_interrupted_and_resumed_run_ends_bitwise_equal(few_digits, tmp_path, monkeypatch, capsys):
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    assert main(digit_flags(whole)) == 0
-    real = loop._Run._save_or_stop
-
-    def interrupt_at(call: int) -> None:
-        """Before which of the looks for a signal it comes: three before steps, three in the evaluation, ..."""
-        calls = iter(range(100))
-
-        def look(self: loop._Run) -> None:
-            if next(calls) == call:
-                signal.raise_signal(signal.SIGTERM)
-            real(self)
-
-        monkeypatch.setattr(loop._Run, "_save_or_stop", look)
-
-    flags = digit_flags(parts)
-    for call in (1, 3):  # in the middle of the first epoch; then, two steps later, in its evaluation
-        interrupt_at(call)
-        assert main(flags) == 128 + signal.SIGTERM
-        assert not (parts / "summary.json").exists()
-        flags = digit_flags(parts, "--resume")
-        assert f"python -m examples.imagenet {' '.join(flags)}\n" in capsys.readouterr().out
-    interrupt_at(-1)
-    assert main(flags) == 0
-    assert final_state(whole) == final_state(parts)
-    one, two = (
-        [json.loads(line) | {"images_per_second": 0} for line in (path / "metrics.jsonl").read_text().splitlines()]
-        for path in (whole, parts)
-    )
-    assert one == two
-
-
-def test_sigterm_saves_and_says_how_to_resume(tmp_path):
-    command = [sys.executable, "-m", "examples.imagenet", "--epochs", "500", "--output", str(tmp_path / "run")]
-    process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    metrics, deadline = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 300
-    while not metrics.exists() and time.monotonic() < deadline and process.poll() is None:
-        time.sleep(0.1)
-    process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 128 + signal.SIGTERM, err
-    assert "stopped by SIGTERM" in out
-    assert f"python -m examples.imagenet --epochs 500 --output {tmp_path / 'run'} --resume" in out
-    assert "Traceback" not in err
-    assert list((tmp_path / "run" / "checkpoints").glob("[0-9]*"))
-    assert (tmp_path / "run" / "curves.png").exists()
+    made = digits_task(policy=policy, amp=amp)
+    assert half_share(made.training.train_step, *state_and_batch(made)) == share
 
 
 def test_second_signal_is_not_held_back():
@@ -275,16 +169,25 @@ def test_photos_train_and_unreadable_ones_are_named_and_counted(own_photos, tmp_
     assert summary["test_accuracy"] * 6 == pytest.approx(round(summary["test_accuracy"] * 6))
 
 
-def test_seeds_prints_a_table_and_reuses_finished_runs(few_digits, tmp_path, capsys):
-    flags = ["--seeds", "0", "--policies", "O0", "O1", "O2", "--output", str(tmp_path), "--epochs", "1"]
+def test_seeds_prints_a_table_and_reuses_finished_runs(tmp_path, capsys):
+    flags = ["--seeds", "0", "1", "--policies", "mixed_float16", "--amps", "module", "--loss-scales", "dynamic"]
+    flags += ["--output", str(tmp_path), "--epochs", "1", "--batch-size", "32", "--devices", "1"]
     assert seeds.main(flags) == 0
-    rows = (tmp_path / "results.md").read_text().splitlines()
-    ways = [tuple(row.split(" | ")[:2]) for row in rows[2:]]
-    assert ways == [("| O0", "module"), ("| O1", "module"), ("| O1", "autocast"), ("| O2", "module")]
+    table = (tmp_path / "results.md").read_text()
+    accuracies = [
+        json.loads((tmp_path / f"mixed_float16-module-dynamic-seed{seed}" / "summary.json").read_text())[
+            "test_accuracy"
+        ]
+        for seed in (0, 1)
+    ]
+    mean, deviation = np.mean(accuracies), np.std(accuracies, ddof=1)
+    low, high = sorted(accuracies)
+    row = f"| mixed_float16 | module | dynamic | {mean:.2%} ± {deviation:.2%} | {low:.2%} | {high:.2%} | 0 |"
+    assert table.splitlines()[2] == row
     capsys.readouterr()
     assert seeds.main(flags) == 0
-    assert capsys.readouterr().out.count("already finished") == 4
-    assert (tmp_path / "results.md").read_text().splitlines() == rows
+    assert capsys.readouterr().out.count("already finished") == 2
+    assert (tmp_path / "results.md").read_text() == table
 
 
 # Bad input: one line, exit code 2, the value quoted, a way out.
@@ -295,7 +198,7 @@ def test_seeds_prints_a_table_and_reuses_finished_runs(few_digits, tmp_path, cap
     [
         (["--policy", "mixed_float17"], "'mixed_float17'"),
         (["--policy", "O2", "--amp", "autocast"], "--amp autocast keeps the parameters in float32"),
-        (["--batch-size", "1438"], "--batch-size 1438 is larger than the data: digits has 1437"),
+        (["--batch-size", "97"], "--batch-size 97 is larger than the data: digits has 96"),
         (["--batch-size", "0"], "--batch-size 0"),
         (["--epochs", "-1"], "--epochs -1"),
         (["--learning-rate", "nan"], "--learning-rate nan"),
@@ -338,16 +241,9 @@ def test_too_many_unreadable_images_are_an_error(own_photos, tmp_path, capsys):
     assert str(own_photos / "train" / "china") in error
 
 
-def test_diverged_training_is_told_in_one_line(few_digits, tmp_path, monkeypatch, capsys):
+def test_diverged_training_is_told_in_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(FewDigits, "std", (0.0,))
-    flags = digit_flags(tmp_path / "run", "--epochs", "60", "--batch-size", "96")
+    flags = digit_flags(tmp_path / "run", "--epochs", "20")
     error = error_of(flags, capsys)
     assert "diverged" in error
     assert "--learning-rate" in error
-
-
-def test_checkpoint_of_another_model_is_refused(few_digits, tmp_path):
-    assert main(digit_flags(tmp_path / "run", "--epochs", "1")) == 0
-    other = training.create_training(Config(model="resnet20"), Digits("train"), 10)
-    with Checkpoints(tmp_path / "run" / "checkpoints") as checkpoints, pytest.raises(UsageError, match="not of this"):
-        checkpoints.restore(other.state)

@@ -1,0 +1,32 @@
+"""What a training step does in which precision, and where its time goes: printed, and as pages in a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import mpjax
+from examples.common.hosts import is_main, say
+
+_STEPS = 10  # that are profiled
+
+
+def audit_step(step: jax.stages.Wrapped, state: Any, batch: Any, folder: Path | None) -> None:
+    """Prints `mpjax.audit` of a step and writes audit.html; state and batch may be abstract."""
+    _report(mpjax.audit(step, state, batch), folder, "audit.html")
+
+
+def profile_step(step: jax.stages.Wrapped, state: Any, batches: Iterable[Any], folder: Path | None) -> None:
+    """Prints `mpjax.profile` of a step, fed from the input pipeline, and writes profile.html."""
+    _report(mpjax.profile(step, state, steps=_STEPS, batches=batches), folder, "profile.html")
+
+
+def _report(report: Any, folder: Path | None, name: str) -> None:
+    say(str(report))
+    if folder is not None and is_main():
+        folder.mkdir(parents=True, exist_ok=True)
+        report.to_html(folder / name)
+        say(f"written to {folder / name}")

@@ -1,0 +1,154 @@
+"""Images decoded once and kept in memory."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+from tqdm import tqdm
+
+from examples.common.cli import UsageError
+from examples.common.hosts import say
+from examples.imagenet.augmentation import Crop, shorter_side
+from examples.imagenet.data import Unreadable
+from examples.imagenet.decoding import UnreadableImageError, image_size, read_crop, resized
+from examples.imagenet.image_tree import Images
+
+# Of the free memory, for images; the rest is for the program.
+_SHARE = 0.9
+_MIB = 2**20
+
+
+class CachedImages:
+    """The images of one split, one after the other in a single array.
+
+    Args:
+        images: the files.
+        sizes: width and height to keep each of them at; (0, 0) where its file can not be read.
+        unreadable: those files so far.
+    """
+
+    def __init__(self, images: Images, sizes: np.ndarray, unreadable: list[Unreadable]) -> None:
+        self.unreadable = unreadable
+        self._images, self._sizes = images, sizes
+        self._ends = np.cumsum(np.prod(sizes, axis=1) * 3)
+        self._pixels = np.empty(self._ends[-1], np.uint8)
+
+    @property
+    def mebibytes(self) -> float:
+        return self._pixels.nbytes / _MIB
+
+    def fill(self, index: int) -> None:
+        """Decodes one image; each may be done in another thread."""
+        if not self._sizes[index].any():
+            return
+        path = self._images.path(index)
+        width, height = (int(length) for length in self._sizes[index])
+        try:
+            self._view(index)[:] = read_crop(path, lambda full: Crop((0, 0, *full), (width, height)))
+        except UnreadableImageError as error:
+            self._sizes[index] = 0
+            self.unreadable.append(Unreadable(path, str(error)))
+
+    def read(self, index: int, choose: Callable[[tuple[int, int]], Crop]) -> np.ndarray:
+        """What `decoding.read_crop` does, from the smaller copy in memory."""
+        if not self._sizes[index].any():
+            raise UnreadableImageError("as it was when the cache was filled")
+        image = Image.fromarray(self._view(index))
+        return resized(image, choose(image.size), image.size)
+
+    def _view(self, index: int) -> np.ndarray:
+        width, height = self._sizes[index]
+        start = self._ends[index - 1] if index else 0
+        return self._pixels[start : self._ends[index]].reshape(height, width, 3)
+
+
+def cached(splits: Sequence[Images], side: int, workers: int) -> list[CachedImages]:
+    """The images of each split in memory.
+
+    Args:
+        splits: the files.
+        side: of the shorter sides, in pixels; what is smaller is kept as it is.
+        workers: threads that decode.
+
+    Raises:
+        UsageError: they do not fit; known before any is decoded.
+    """
+    started = time.perf_counter()
+    with ThreadPoolExecutor(workers, "cache") as executor:
+        measured = [_measure(images, side, executor) for images in splits]
+        _check_fits(sum(int(np.prod(sizes, axis=1).sum()) * 3 for sizes, _ in measured), splits, side)
+        caches = [CachedImages(images, *found) for images, found in zip(splits, measured, strict=True)]
+        for images, cache in zip(splits, caches, strict=True):
+            todo = range(len(images.paths))
+            for _ in tqdm(executor.map(cache.fill, todo), f"cache {images.root}", len(todo), leave=False):
+                pass
+    total = sum(cache.mebibytes for cache in caches)
+    count = sum(len(images.paths) for images in splits)
+    say(f"cache: {count:,} images in {total:,.1f} MiB of memory, in {time.perf_counter() - started:.1f} s")
+    return caches
+
+
+def _measure(images: Images, side: int, executor: ThreadPoolExecutor) -> tuple[np.ndarray, list[Unreadable]]:
+    unreadable: list[Unreadable] = []
+
+    def size_of(index: int) -> tuple[int, int]:
+        path = images.path(index)
+        try:
+            return shorter_side(image_size(path), side)
+        except UnreadableImageError as error:
+            unreadable.append(Unreadable(path, str(error)))
+            return 0, 0
+
+    return np.array(list(executor.map(size_of, range(len(images.paths)))), np.int64), unreadable
+
+
+def _check_fits(needed: int, splits: Sequence[Images], side: int) -> None:
+    available = available_memory()
+    if available is None or needed <= available * _SHARE:
+        return
+    count = sum(len(images.paths) for images in splits)
+    raise UsageError(
+        f"--cache: {count:,} images with a shorter side of {side} pixels take {needed / _MIB:,.1f} MiB, and of memory "
+        f"{available / _MIB:,.1f} MiB are free, {_SHARE:.0%} of it for images. Leave out --cache, or give a smaller "
+        f"--image-size."
+    )
+
+
+def available_memory() -> int | None:
+    """Bytes that this process can still take, within its container's limit; None where the system does not tell."""
+    found = [_meminfo(), _control_group()]
+    known = [value for value in found if value is not None]
+    return min(known) if known else None
+
+
+def _meminfo() -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        try:  # no Linux: all of the memory is the best that is known
+            return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        except (AttributeError, ValueError, OSError):
+            return None
+
+
+def _control_group(root: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """What is left of a container's memory (version 2 of control groups, then version 1)."""
+    for limit, used, statistics in (
+        ("memory.max", "memory.current", "memory.stat"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
+    ):
+        try:
+            # Files that were read stay in memory until it is needed for something else.
+            lines = (root / statistics).read_text().splitlines()
+            files = next(int(line.split()[1]) for line in lines if line.startswith("inactive_file "))
+            return int((root / limit).read_text()) - int((root / used).read_text()) + files
+        except (OSError, ValueError, StopIteration):
+            continue  # no such file, or no limit ("max")
+    return None

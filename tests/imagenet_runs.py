@@ -1,0 +1,108 @@
+"""Runs of the image example that take a second: a tiny model, 96 digits, programs compiled once for all tests."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from examples.common.checkpoints import Checkpoints
+from examples.common.devices import DataParallel
+from examples.imagenet import models, task
+from examples.imagenet.__main__ import main
+from examples.imagenet.config import Config
+from examples.imagenet.data import Batch, Digits
+from examples.imagenet.task import ImageTask, open_data
+from examples.imagenet.training import TrainState
+
+REPOSITORY = Path(__file__).parents[1]
+# What another process runs as `python -m examples.imagenet` with the tiny model.
+PROGRAM = "import sys, pytest, imagenet_runs as r; r.make_quick(pytest.MonkeyPatch()); sys.exit(r.main(sys.argv[1:]))"
+
+
+class FewDigits(Digits):
+    """The first 96 digits: an epoch of three steps takes no time."""
+
+    def __len__(self) -> int:
+        return min(96, super().__len__())
+
+
+def make_quick(patch: pytest.MonkeyPatch) -> None:
+    """One narrow block as the default model, and few digits: most of a test's time is compilation."""
+    patch.setitem(models.KINDS, "resnet8", models._resnet(models.BasicBlock, 1, width=4))
+    patch.setattr(task, "Digits", FewDigits)
+
+
+@pytest.fixture(scope="module")
+def quick_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    before = jax.config.values["jax_compilation_cache_dir"]
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.getbasetemp() / "compiled"))
+    with pytest.MonkeyPatch.context() as patch:
+        make_quick(patch)
+        yield
+    jax.config.update("jax_compilation_cache_dir", before)
+
+
+def digit_flags(output: Path, *flags: str) -> list[str]:
+    return ["--epochs", "2", "--batch-size", "32", "--devices", "1", "--output", str(output), *flags]
+
+
+def digits_task(devices: int = 1, **flags: Any) -> ImageTask:
+    """What a run with these flags trains."""
+    config = Config(**{"batch_size": 32, **flags})
+    return ImageTask(config, *open_data(config), DataParallel(devices))
+
+
+def state_and_batch(made: ImageTask) -> tuple[TrainState, Batch]:
+    """The first of a run."""
+    batch = next(made.batches(0, 0))
+    made.close()
+    return made.initial_state(), batch
+
+
+def last_state(output: Path, **flags: Any) -> TrainState:
+    """The newest checkpoint of a run with these flags."""
+    with Checkpoints(output / "checkpoints") as checkpoints:
+        restored = digits_task(**flags).restore_as_saved(checkpoints)
+    assert restored is not None
+    return restored[0]
+
+
+def start(*flags: str) -> subprocess.Popen[str]:
+    """The program in a process of its own, with one device."""
+    environment = os.environ | {
+        "XLA_FLAGS": "--xla_backend_optimization_level=0",
+        "PYTHONPATH": os.pathsep.join(map(str, (REPOSITORY, REPOSITORY / "tests"))),
+        "JAX_COMPILATION_CACHE_DIR": str(jax.config.values["jax_compilation_cache_dir"]),
+    }
+    command = [sys.executable, "-c", PROGRAM, *flags]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def as_bytes(tree: Any) -> list[bytes]:
+    """Every array, in a form that a comparison can not round."""
+    return [np.asarray(x).tobytes() for x in jax.tree.leaves(tree)]
+
+
+def metrics_of(output: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl without what depends on the clock."""
+    timing = {"images_per_second": 0, "input_share": 0}
+    return [json.loads(line) | timing for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def error_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line that a mistake ends in, with exit code 2."""
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    assert end.value.code == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if ": error: " in line]
+    assert len(lines) == 1
+    return lines[0]

@@ -1,0 +1,205 @@
+"""What the image example leaves on disk: runs go on after any end, in any precision, and weights can be taken out."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from imagenet_runs import (
+    as_bytes,
+    digit_flags,
+    digits_task,
+    error_of,
+    last_state,
+    metrics_of,
+    quick_runs,  # noqa: F401
+    start,
+)
+from PIL import Image
+
+from examples.common import loop
+from examples.common.checkpoints import Checkpoints
+from examples.common.cli import UsageError
+from examples.common.run_folder import RunFolder
+from examples.imagenet import inference
+from examples.imagenet.__main__ import main
+from examples.imagenet.precision_change import change_precision, float32_params
+from examples.imagenet.weights import cast_weights, read_weights
+
+pytestmark = pytest.mark.usefixtures("quick_runs")
+
+
+@pytest.fixture(scope="module")
+def trained(quick_runs, tmp_path_factory):  # noqa: F811
+    """The folder of a finished run."""
+    output = tmp_path_factory.mktemp("trained") / "run"
+    assert main(digit_flags(output)) == 0
+    return output
+
+
+def interrupt_at(patch, call):
+    """Sends a signal at one of the looks for it: three before steps, three in the evaluation, three before steps."""
+    calls, real = iter(range(100)), loop._Run._save_or_stop
+
+    def look(self):
+        if next(calls) == call:
+            signal.raise_signal(signal.SIGTERM)
+        real(self)
+
+    patch.setattr(loop._Run, "_save_or_stop", look)
+
+
+def test_interrupted_and_resumed_run_ends_bitwise_equal(trained, tmp_path, capsys):
+    parts = tmp_path / "parts"
+    with pytest.MonkeyPatch.context() as patch:
+        interrupt_at(patch, 1)  # in the middle of the first epoch
+        assert main(digit_flags(parts)) == 128 + signal.SIGTERM
+    assert not (parts / "summary.json").exists()
+    flags = digit_flags(parts, "--resume")
+    said = capsys.readouterr().out
+    assert "stopped by SIGTERM after step 1" in said
+    assert f"python -m examples.imagenet {' '.join(flags)}\n" in said
+    assert main(flags) == 0
+    assert as_bytes(last_state(trained)) == as_bytes(last_state(parts))
+    assert metrics_of(trained) == metrics_of(parts)
+
+
+def test_killed_run_goes_on_from_its_last_checkpoint(tmp_path, capsys):
+    output = tmp_path / "run"
+    flags = digit_flags(output)
+    process = start(*flags, "--save-every", "0")
+    deadline = time.monotonic() + 300
+    while time.monotonic() < deadline and process.poll() is None and newest(output) < 1:
+        time.sleep(0.01)
+    process.kill()
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL, err
+    # Every file is whole, whatever it was killed in.
+    assert json.loads((output / "config.json").read_text())["epochs"] == 2
+    if (output / "metrics.jsonl").exists():
+        metrics_of(output)
+    saved = newest(output)
+    assert int(last_state(output).step) == saved
+    assert main([*flags, "--resume"]) == 0
+    assert [line["step"] for line in metrics_of(output)] == [3, 6]
+    assert "starts anew" not in capsys.readouterr().out
+
+
+def newest(output):
+    """The last finished checkpoint's step; Orbax gives one its name when it is whole."""
+    return max((int(path.name) for path in (output / "checkpoints").glob("*") if path.name.isdecimal()), default=0)
+
+
+def test_what_was_killed_before_its_first_checkpoint_starts_anew(tmp_path):
+    (tmp_path / "config.json.part").write_text("{")
+    folder = RunFolder.reopen(tmp_path, {"seed": 0})
+    assert json.loads((tmp_path / "config.json").read_text()) == {"seed": 0}
+    with Checkpoints(folder.checkpoints) as checkpoints:
+        assert digits_task().restore(checkpoints) is None
+
+
+def test_run_goes_on_in_another_precision(tmp_path, capsys):
+    output = tmp_path / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        interrupt_at(patch, 3)  # in the evaluation of the first epoch
+        assert main(digit_flags(output, "--policy", "O2")) == 128 + signal.SIGTERM
+    capsys.readouterr()
+    assert main(digit_flags(output, "--policy", "mixed_bfloat16", "--amp", "autocast", "--resume")) == 0
+    said = capsys.readouterr().out
+    assert "from policy O2 to mixed_bfloat16" in said
+    assert "the loss scale starts at 1," in said
+    assert [line["policy"] for line in metrics_of(output)] == ["mixed_bfloat16"] * 2
+    summary = json.loads((output / "summary.json").read_text())
+    assert (summary["policy"], summary["loss_scale"]) == ("mixed_bfloat16", 1.0)
+    # Any other flag is still held on to.
+    assert "--seed 0, this command has 1" in error_of(digit_flags(output, "--resume", "--seed", "1"), capsys)
+
+
+@pytest.mark.parametrize("chain", [("O2", "float32", "O2"), ("mixed_float16", "O3", "mixed_float16")])
+def test_change_of_precision_keeps_parameters_and_momentum(chain):
+    made = {policy: digits_task(policy=policy) for policy in set(chain)}
+    tasks = [made[policy] for policy in chain]
+    fresh = [task.initial_state() for task in tasks]
+    rng = np.random.default_rng(0)
+    # Numbers that half precision has, so that O3 can hold them too.
+    start = jax.tree.map(lambda x: jnp.asarray(rng.integers(1, 100, x.shape) / 64, x.dtype), fresh[0])
+    state = start
+    for task, new in zip(tasks[1:], fresh[1:], strict=True):
+        state = change_precision(state, new, task.training.policy)
+        assert jax.tree.map(lambda x: (x.shape, x.dtype), state) == jax.tree.map(lambda x: (x.shape, x.dtype), new)
+        assert as_bytes(float32_params(state)) == as_bytes(float32_params(start))
+        assert as_bytes(optax.tree.get(state, "trace")) == as_bytes(optax.tree.get(start, "trace"))
+        assert state.opt_state.loss_scale == new.opt_state.loss_scale
+        assert state.opt_state.skipped_steps == start.opt_state.skipped_steps
+
+
+def test_checkpoint_of_another_model_is_refused(trained):
+    other = digits_task(model="resnet20")
+    with Checkpoints(trained / "checkpoints") as checkpoints, pytest.raises(UsageError, match="not of this model"):
+        other.restore(checkpoints)
+
+
+# Inference.
+
+
+def test_export_is_in_half_and_tests_the_same(trained, capsys):
+    dtype = "bfloat16"
+    flags = ["--devices", "1", "--mode", "evaluate"]
+    assert main([*flags, "--output", str(trained), "--export", dtype, "--policy", "float32"]) == 0
+    said = capsys.readouterr().out
+    variables, about = read_weights(trained / f"weights_{dtype}.msgpack")
+    assert {x.dtype.name for x in jax.tree.leaves(variables["params"])} == {dtype}
+    assert {x.dtype.name for x in jax.tree.leaves(variables["batch_stats"])} == {"float32"}
+    assert about.classes == tuple("0123456789")
+    accuracy = metrics_of(trained)[-1]["test_accuracy"]
+    assert f"test accuracy {accuracy:.2%}, policy float32" in said
+    file = str(trained / f"weights_{dtype}.msgpack")
+    assert main([*flags, "--weights", file, "--policy", f"p={dtype},c={dtype},o=f32"]) == 0
+    exported = float(capsys.readouterr().out.split("test accuracy ")[1].split("%")[0]) / 100
+    assert exported == pytest.approx(accuracy, abs=2 / 96)
+
+
+def test_export_that_loses_accuracy_is_not_left_behind(trained, monkeypatch, capsys):
+    real = inference.cast_weights
+    monkeypatch.setattr(inference, "cast_weights", lambda v, d: jax.tree.map(jnp.zeros_like, real(v, d)))
+    error = error_of(["--mode", "evaluate", "--devices", "1", "--output", str(trained), "--export", "float32"], capsys)
+    assert "--export float32: test accuracy" in error
+    assert not (trained / "weights_float32.msgpack").exists()
+
+
+def test_weights_out_of_range_are_named():
+    variables = {"params": {"head": {"kernel": jnp.full((2, 2), 1e5)}}, "batch_stats": {}}
+    with pytest.raises(UsageError, match="head/kernel is out of its range; take bfloat16"):
+        cast_weights(variables, "float16")
+
+
+def test_prediction_of_files_is_that_of_the_test_images(trained, tmp_path, capsys):
+    flags = ["--mode", "predict", "--output", str(trained), "--devices", "1"]
+    assert main(flags) == 0
+    of_test_set = json.loads((trained / "predictions.json").read_text())["predictions"]
+    assert len(of_test_set) == 96
+    digits = digits_task().test_set.load(np.arange(2), None).batch.images
+    paths = [tmp_path / f"{index}.png" for index in range(2)]
+    for path, pixels in zip(paths, digits, strict=True):
+        Image.fromarray(pixels[:, :, 0]).save(path)
+    assert main([*flags, "--images", *map(str, paths)]) == 0
+    of_files = json.loads((trained / "predictions.json").read_text())["predictions"]
+    for one, two in zip(of_files, of_test_set, strict=False):
+        assert one["class"] == two["class"]
+        assert one["probability"] == pytest.approx(two["probability"], rel=1e-2)
+    (tmp_path / "no.png").write_bytes(b"no image")
+    assert "no.png' can not be read as an image" in error_of([*flags, "--images", str(tmp_path / "no.png")], capsys)
+
+
+def test_other_files_are_no_weights(tmp_path, capsys):
+    file = tmp_path / "weights"
+    file.write_bytes(flax.serialization.msgpack_serialize({"params": {}}))
+    error = error_of(["--mode", "evaluate", "--weights", str(file)], capsys)
+    assert f"--weights '{file}' is not a file that --export wrote" in error

@@ -1,0 +1,57 @@
+"""The image example on several devices and in several processes: the losses of one device."""
+
+from __future__ import annotations
+
+import socket
+
+import jax
+import numpy as np
+import pytest
+from imagenet_runs import digits_task, metrics_of, quick_runs, start  # noqa: F401
+
+from examples.common.cli import UsageError
+from examples.common.devices import DataParallel
+from examples.imagenet.__main__ import main
+
+pytestmark = pytest.mark.usefixtures("quick_runs")
+
+
+def test_four_devices_train_as_one_does():
+    totals = {}
+    for devices in (1, 4):
+        task = digits_task(devices, policy="float32", epochs=1)
+        state = task.initial_state()
+        for batch in task.batches(0, 0):
+            assert len(batch.images.sharding.device_set) == devices
+            state, _ = task.training.train_step(state, batch)
+        task.close()
+        assert all(len(x.sharding.device_set) == devices for x in jax.tree.leaves(state))
+        totals[devices] = state.totals.means()
+    # Sums in another order, and nothing else.
+    np.testing.assert_allclose(totals[4], totals[1], rtol=1e-5)
+
+
+def test_batches_that_can_not_be_shared_are_refused():
+    with pytest.raises(UsageError, match="--batch-size 30 can not be divided among 4 devices"):
+        DataParallel().check(30)
+    with pytest.raises(UsageError, match="--devices 5"):
+        DataParallel(5)
+
+
+def test_two_processes_train_as_one_does(tmp_path):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    flags = ["--policy", "float32", "--epochs", "1", "--batch-size", "32"]
+    shared = [*flags, "--coordinator", address, "--processes", "2", "--output", str(tmp_path / "two")]
+    processes = [start(*shared, "--process-id", str(index)) for index in range(2)]
+    outputs = [process.communicate(timeout=300) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    # One of them speaks and writes.
+    assert "test accuracy" in outputs[0][0]
+    assert "test accuracy" not in outputs[1][0]
+    assert main([*flags, "--devices", "1", "--output", str(tmp_path / "one")]) == 0
+    two, one = (metrics_of(tmp_path / name)[0] for name in ("two", "one"))
+    assert two["test_accuracy"] == one["test_accuracy"]
+    assert two["train_loss"] == pytest.approx(one["train_loss"], rel=1e-5)
+    assert (tmp_path / "two" / "checkpoints" / "3").is_dir()

@@ -1,0 +1,181 @@
+"""The benchmark modes of the image example: what they measure and what they leave."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from imagenet_runs import error_of, quick_runs  # noqa: F401
+from PIL import Image
+
+from examples.common import benchmarking
+from examples.common.benchmarking import Case, Compiled, DoesNotFit, compare, comparison_table, largest_batch, measure
+from examples.common.input_clock import InputClock
+from examples.imagenet import benchmark
+from examples.imagenet.__main__ import main
+from examples.imagenet.seeds import Seeds
+
+pytestmark = pytest.mark.usefixtures("quick_runs")
+
+TINY = ["--model", "resnet8", "--image-size", "8", "--batch-size", "4", "--devices", "1"]
+
+
+def test_training_benchmark_leaves_its_figures(tmp_path, capsys):
+    flags = ["--mode", "training_benchmark", "--warmup-steps", "1", "--num-iter", "3", "--loss-scale", "1e37", *TINY]
+    assert main([*flags, "--results-dir", str(tmp_path / "run")]) == 0
+    results = json.loads((tmp_path / "run" / "benchmark.json").read_text())
+    assert set(results["latency_milliseconds"]) == {"avg", "p50", "p90", "p95", "p99"}
+    assert results["images_per_second"] == pytest.approx(4e3 / results["latency_milliseconds"]["avg"], rel=1e-3)
+    assert results["loss_scale_history"] == [[1, pytest.approx(1e37)]]
+    assert results["skipped_steps"] == 4  # that scale overflows float16, in the warm-up too
+    assert results["compile_seconds"] > 0
+    assert results["program_bytes"] > 4 * results["parameters"]
+    assert results["data"] == "synthetic images"
+    assert capsys.readouterr().out.splitlines()[-1].startswith("policy mixed_float16, ")
+
+
+def test_inference_benchmark_waits_for_each_batch(tmp_path):
+    flags = ["--mode", "inference_benchmark", "--warmup-steps", "0", "--num-iter", "2", "--amp", "autocast", *TINY]
+    assert main([*flags, "--output", str(tmp_path / "run")]) == 0
+    results = json.loads((tmp_path / "run" / "benchmark.json").read_text())
+    assert (results["mode"], results["amp"], results["iterations"]) == ("inference_benchmark", "autocast", 2)
+    assert "loss_scale_history" not in results
+
+
+def test_comparison_measures_and_trains_every_policy(tmp_path, capsys):
+    flags = ["--compare", "float32,mixed_float16", "--batch-sizes", "32", "--num-iter", "2", "--epochs", "1"]
+    assert main([*flags, "--batch-size", "32", "--devices", "1", "--output", str(tmp_path / "run")]) == 0
+    rows = json.loads((tmp_path / "run" / "comparison.json").read_text())["rows"]
+    assert [(row["batch_size"], row["policy"]) for row in rows] == [(32, "float32"), (32, "mixed_float16")]
+    accuracy = json.loads((tmp_path / "run" / "mixed_float16" / "summary.json").read_text())["test_accuracy"]
+    assert [row["test_accuracy"] for row in rows if row["policy"] == "mixed_float16"] == [accuracy]
+    assert all(row["milliseconds"] > 0 and row["memory_bytes"] > 0 for row in rows)
+    assert (tmp_path / "run" / "comparison.md").read_text() in capsys.readouterr().out
+    with Image.open(tmp_path / "run" / "comparison.png") as plot:
+        assert min(plot.size) > 300
+
+
+def test_what_does_not_fit_is_in_the_table():
+    rows = compare([Case("float32", 8, lambda: jnp.zeros(()), 1.0, 2**20), DoesNotFit("float32", 16)], 2, 0)
+    lines = comparison_table(rows, "images").splitlines()
+    assert lines[2].startswith("| 8 | float32 | ")
+    assert lines[3] == "| 16 | float32 | out of memory | - | - | - |"
+
+
+@pytest.mark.parametrize(
+    ("limit", "multiple", "expected"), [(1000, 1, 64), (1000, 3, 48), (22, 1, None), (23, 1, 1), (10**9, 1, 2**20)]
+)
+def test_largest_batch_is_found_with_few_programs(limit, multiple, expected):
+    asked = []
+
+    def bytes_needed(size):
+        assert size not in asked
+        asked.append(size)
+        return 10 + 13 * size if size < 64 else 15 * size
+
+    assert largest_batch(bytes_needed, limit, multiple) == expected
+    assert len(asked) <= 6
+
+
+def test_batch_size_search_says_what_it_did(tmp_path, monkeypatch, capsys):
+    def compiled(step, state, batch):
+        """A program that needs 100 MiB for each image, and does not fit at all from 64 on."""
+        if len(batch.images) >= 64:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+        return Compiled(step, 1.0, len(batch.images) * 100 * 2**20)
+
+    monkeypatch.setattr(benchmark, "compile_step", compiled)
+    flags = ["--find-batch-size", "--compare", "float32,O2", "--mode", "training_benchmark", *TINY]
+    for limit, size in (("0.5", 4), ("100", 32), ("0.01", None)):
+        output = tmp_path / limit
+        assert main([*flags, "--memory-limit", limit, "--output", str(output)]) == 0
+        results = json.loads((output / "batch_sizes.json").read_text())
+        assert results["largest_batch_size"] == {"float32": size, "O2": size}
+        assert results["checked"] == "compiled"
+        assert f"memory: {float(limit):.1f} GiB (--memory-limit)" in capsys.readouterr().out
+
+
+def test_out_of_memory_is_told_from_other_errors():
+    assert benchmarking.is_out_of_memory(RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes"))
+    assert not benchmarking.is_out_of_memory(RuntimeError("INVALID_ARGUMENT"))
+
+
+def test_measurement_leaves_the_warm_up_out():
+    scales = iter([8.0, 8.0, 4.0, 4.0, 2.0])
+
+    def step(state, batch):
+        return state + batch, {"loss_scale": jnp.float32(next(scales)), "skipped_steps": jnp.int32(state)}
+
+    state, results = measure(step, 0, itertools.repeat(1), warmup=2, iterations=3, items=1, unit="images")
+    assert state == 5
+    assert results["loss_scale_history"] == [[1, 8.0], [3, 4.0], [5, 2.0]]
+    assert results["skipped_steps"] == 4
+
+
+def test_input_clock_counts_only_what_the_device_waits_for():
+    class Running:
+        """An array that is never computed."""
+
+        def is_ready(self):
+            return False
+
+    clock = InputClock()
+    batches = clock.batches(iter(range(3)))
+    next(batches)
+    waited = clock.seconds
+    assert waited > 0
+    clock.dispatched(Running())
+    next(batches)
+    assert clock.seconds == waited
+    clock.dispatched(np.float32(0) + jnp.zeros(()))
+    jax.block_until_ready(jnp.zeros(()))
+    next(batches)
+    assert clock.seconds > waited
+
+
+def test_seeds_table_has_a_row_for_each_precision():
+    ways = [tuple(way.values()) for way in Seeds().ways()]
+    assert ways == [
+        ("float32", "module", "1"),
+        *itertools.product(["mixed_float16"], ["module", "autocast"], ["dynamic", "1024"]),
+        ("mixed_bfloat16", "module", "1"),
+        ("mixed_bfloat16", "autocast", "1"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("flags", "quoted"),
+    [
+        (["--compare", "float32,half7"], "--compare 'half7'"),
+        (["--batch-sizes", "32,x"], "--batch-sizes '32,x'"),
+        (["--mode", "evaluate"], "add --output DIR or --weights FILE"),
+        (["--mode", "training_benchmark", "--iter-unit", "epoch"], "--iter-unit epoch counts passes over --data-dir"),
+        (["--loss-scale", "big"], "--loss-scale 'big'"),
+        (["--loss-scale", "0"], "--loss-scale '0'"),
+        (["--mode", "predict", "--output", "no/such/run"], "'no/such/run' holds no run"),
+        (["--mode", "evaluate", "--weights", "no/such/file"], "'no/such/file'"),
+        (["--export", "float16", "--mode", "training_benchmark"], "--export writes the weights of a run"),
+        (["--process-id", "1"], "--processes and --process-id need --coordinator"),
+        (["--coordinator", "localhost:1"], "needs --processes N"),
+        (["--devices", "9"], "--devices 9"),
+        (["--ema", "1"], "--ema 1"),
+    ],
+)
+def test_bad_flags_end_in_one_line(flags, quoted, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert quoted in error_of(flags, capsys)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.gpu
+def test_gpu_tells_its_memory(tmp_path):
+    limit, source = benchmarking.memory_limit(None)
+    assert source == jax.devices()[0].device_kind
+    flags = ["--mode", "training_benchmark", "--warmup-steps", "1", "--num-iter", "3", *TINY]
+    assert main([*flags, "--output", str(tmp_path / "run")]) == 0
+    results = json.loads((tmp_path / "run" / "benchmark.json").read_text())
+    assert 0 < results["peak_memory_bytes"] < limit

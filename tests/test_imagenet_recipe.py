@@ -1,0 +1,117 @@
+"""The recipe of the image example: what its flags do to loss, gradients and weights."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import mpjax
+from examples.imagenet.config import Config
+from examples.imagenet.recipe import create_optimizer, is_update, learning_rate_schedule, mix_up, update_ema
+
+FLOAT32, O2 = mpjax.get_policy("float32"), mpjax.get_policy("O2")
+PARAMS = {"kernel": jnp.full((2, 2), 0.5), "bias": jnp.full(2, 0.5)}
+
+
+def hyperparameters(**flags):
+    return Config(recipe="imagenet", epochs=2, warmup_epochs=0, **flags).hyperparameters(10)
+
+
+def apply(hyper, policy, grads, loss_scale=None, params=PARAMS):
+    """The params after a step for each tree of gradients, and the optimizer's state."""
+    tx = create_optimizer(hyper, optax.constant_schedule(1.0), policy, loss_scale)
+    params = policy.cast_to_param(params)
+    state = tx.init(params)
+    for g in grads:
+        params, state = mpjax.apply_gradients(tx, g, state, params)
+    return params, state
+
+
+def full(value):
+    return jax.tree.map(lambda x: jnp.full(x.shape, value), PARAMS)
+
+
+def test_published_recipe():
+    config = Config(mode="training_benchmark", batch_size=512, accumulate=2)
+    hyper = config.hyperparameters(steps_per_epoch=100)
+    assert hyper.learning_rate == 0.256 * 4
+    assert (hyper.momentum, hyper.nesterov, hyper.label_smoothing) == (0.875, False, 0.1)
+    assert hyper.weight_decay == 1 / 32768
+    assert (hyper.warmup_steps, hyper.updates) == (5 * 50, 90 * 50)
+    schedule = learning_rate_schedule(hyper)
+    assert schedule(125) == pytest.approx(0.512)
+    assert schedule(250) == pytest.approx(1.024)
+    assert schedule(4500) == pytest.approx(0.0, abs=1e-6)
+    # A rate that is given is the peak itself.
+    assert Config(learning_rate=0.5, batch_size=512).hyperparameters(100).learning_rate == 0.5
+
+
+def test_digits_keep_their_recipe_unless_told():
+    assert Config().preset.epochs == 40
+    assert Config().preset.learning_rate == 0.1
+    assert Config(recipe="imagenet").preset.momentum == 0.875
+    assert Config(momentum=0.5).preset.momentum == 0.5
+
+
+def test_only_kernels_decay():
+    params, _ = apply(hyperparameters(weight_decay=0.1), FLOAT32, [full(0.0)])
+    np.testing.assert_allclose(params["kernel"], 0.45)
+    np.testing.assert_array_equal(params["bias"], 0.5)
+
+
+def test_long_gradients_are_clipped_to_the_norm():
+    params, _ = apply(hyperparameters(clip_norm=1.0, weight_decay=0), FLOAT32, [full(100.0)])
+    change = jnp.concatenate([(p - 0.5).ravel() for p in params.values()])
+    assert jnp.linalg.norm(change) == pytest.approx(1.0, rel=1e-5)
+
+
+@pytest.mark.parametrize("policy", [FLOAT32, O2])
+def test_accumulated_steps_are_one_of_their_mean(policy):
+    hyper = hyperparameters(accumulate=2)
+    overflow = full(jnp.inf)
+    # Whatever is skipped in between.
+    params, state = apply(hyper, policy, [full(0.1), overflow, full(0.3)], "128")
+    expected, _ = apply(hyper._replace(accumulate=1), policy, [full(0.2)])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), params, expected)
+    assert int(state.skipped_steps) == 1
+    assert bool(is_update(state, 2))
+    _, halfway = apply(hyper, policy, [full(0.1)])
+    assert not bool(is_update(halfway, 2))
+
+
+@pytest.mark.parametrize(("flag", "expected"), [(None, 2.0**15), ("dynamic", 2.0**15), ("256", 256.0)])
+def test_loss_scale_is_as_the_flag_says(flag, expected):
+    _, state = apply(hyperparameters(), mpjax.get_policy("mixed_float16"), [], flag)
+    assert float(state.loss_scale) == expected
+    tx = create_optimizer(hyperparameters(), optax.constant_schedule(1.0), FLOAT32, flag)
+    _, after = tx.update(full(jnp.inf), state, PARAMS)
+    assert float(after.loss_scale) == (256.0 if flag == "256" else 1.0 if flag is None else 2.0**14)
+
+
+def test_mixup_blends_images_and_targets_alike():
+    images, targets = np.arange(8, dtype=np.float32).reshape(8, 1, 1, 1), np.eye(8, dtype=np.float32)
+
+    @jax.jit
+    def mixed(key):
+        blend = mix_up(key, 0.2, 8)
+        return blend(jnp.asarray(images)), blend(jnp.asarray(targets))
+
+    mixed_images, mixed_targets = map(np.asarray, mixed(jax.random.key(0)))
+    np.testing.assert_allclose(mixed_targets.sum(axis=1), 1, rtol=1e-6)
+    np.testing.assert_allclose(mixed_targets @ np.arange(8.0), mixed_images[:, 0, 0, 0], rtol=1e-5)
+    assert not np.array_equal(mixed_images, images)
+    assert mix_up(jax.random.key(0), 0.0, 8)(images) is images
+
+
+def test_average_of_weights_follows_only_updates():
+    ema, weights = {"w": jnp.zeros(2)}, {"w": jnp.array([1.0, jnp.nan])}
+    kept = update_ema(ema, weights, jnp.int32(10**6), 0.75, jnp.bool_(False))
+    np.testing.assert_array_equal(kept["w"], 0.0)
+    moved = update_ema(ema, {"w": jnp.ones(2, jnp.float16)}, jnp.int32(10**6), 0.75, jnp.bool_(True))
+    np.testing.assert_array_equal(moved["w"], 0.25)
+    assert moved["w"].dtype == jnp.float32
+    # Early on the random start is forgotten faster.
+    assert float(update_ema(ema, {"w": jnp.ones(2)}, jnp.int32(0), 0.75, jnp.bool_(True))["w"][0]) == pytest.approx(0.9)
