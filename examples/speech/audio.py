@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import soundfile
@@ -31,18 +31,10 @@ def probe(path: Path) -> AudioInfo:
     Raises:
         AudioError: it is missing, of no known format, or empty.
     """
-    if not path.is_file():
-        raise AudioError("there is no such file")
-    if path.stat().st_size == 0:
-        raise AudioError("the file is empty (0 bytes)")
-    try:
-        info = soundfile.info(path)
-    except soundfile.SoundFileError as error:
-        raise AudioError(f"not readable as audio: {_reason(error)}") from error
-    if info.frames <= 0:
-        raise AudioError("it holds no samples")
-    up, down = _ratio(info.samplerate, SAMPLE_RATE)
-    return AudioInfo(resampled_length(info.frames, up, down), info.samplerate, info.channels)
+    with _open(path) as file:
+        return AudioInfo(
+            resampled_length(file.frames, *resampling_ratio(file.samplerate)), file.samplerate, file.channels
+        )
 
 
 def read_audio(path: Path) -> np.ndarray:
@@ -51,21 +43,37 @@ def read_audio(path: Path) -> np.ndarray:
     Raises:
         AudioError: as for `probe`, or it can not be decoded, or holds NaN or infinite samples.
     """
-    expected = probe(path).samples
-    try:
-        channels, rate = soundfile.read(path, dtype="float32", always_2d=True)
-    except soundfile.SoundFileError as error:
-        raise AudioError(f"damaged: {_reason(error)}") from error
+    with _open(path) as file:
+        promised, rate = file.frames, file.samplerate
+        try:
+            channels = file.read(dtype="float32", always_2d=True)
+        except soundfile.SoundFileError as error:
+            raise AudioError(f"damaged: {_reason(error)}") from error
+    if len(channels) != promised:
+        raise AudioError(f"damaged: {len(channels)} samples where its header promises {promised}")
     if not np.isfinite(channels).all():
         raise AudioError("it holds NaN or infinite samples")
-    samples = resample(channels.mean(axis=1), *_ratio(rate, SAMPLE_RATE))
-    if len(samples) != expected:
-        raise AudioError(f"damaged: {len(samples)} samples where its header promises {expected}")
-    return samples
+    mono = channels[:, 0] if channels.shape[1] == 1 else channels.mean(axis=1)
+    return resample(mono, *resampling_ratio(rate))
+
+
+def _open(path: Path) -> soundfile.SoundFile:
+    try:
+        if path.stat().st_size == 0:
+            raise AudioError("the file is empty (0 bytes)")
+        file = soundfile.SoundFile(path)
+    except OSError as error:
+        raise AudioError(f"it can not be opened: {error.strerror}") from error
+    except soundfile.SoundFileError as error:
+        raise AudioError(f"not readable as audio: {_reason(error)}") from error
+    if file.frames <= 0:
+        file.close()
+        raise AudioError("it holds no samples")
+    return file
 
 
 def resample(samples: np.ndarray, up: int, down: int) -> np.ndarray:
-    """Resamples by the ratio up/down with a polyphase filter (Kaiser window), in float32."""
+    """Resamples float32 samples by the ratio up/down with a polyphase filter (Kaiser window)."""
     if up == down:
         return samples
     # Only here: importing it takes longer than reading thousands of files.
@@ -83,14 +91,15 @@ def _filter(up: int, down: int) -> np.ndarray:
     return firwin(20 * widest + 1, 1 / widest, window=("kaiser", 5.0)).astype(np.float32)
 
 
-def resampled_length(samples: int | np.ndarray, up: int | np.ndarray, down: int | np.ndarray) -> int | np.ndarray:
-    """How many samples `resample` makes of so many: rounded up."""
+def resampled_length(samples: Any, up: Any, down: Any) -> Any:
+    """How many samples `resample` makes of so many, integers or arrays of them: rounded up."""
     return -(-samples * up // down)
 
 
-def _ratio(rate: int, wanted: int) -> tuple[int, int]:
-    common = math.gcd(rate, wanted)
-    return wanted // common, rate // common
+def resampling_ratio(rate: int) -> tuple[int, int]:
+    """What to resample by (up, down) to come from `rate` to 16 kHz, in lowest terms."""
+    common = math.gcd(rate, SAMPLE_RATE)
+    return SAMPLE_RATE // common, rate // common
 
 
 def _reason(error: Exception) -> str:

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import grain
 import jax
 import numpy as np
 
+from examples.common.cli import UsageError
+from examples.speech.augmentation import NO_PERTURBATION, Draw, Perturbation
+from examples.speech.dataset import Speech
+from examples.speech.features import Features
+
 Array = np.ndarray | jax.Array
+
+# Lengths of batches, in frames, are multiples of this: some stay multiples of 8 after the model's strides.
+_FRAMES = 16
+# Batches that each thread prepares while the device works on earlier ones.
+_AHEAD = 2
 
 
 class Batch(NamedTuple):
-    """Utterances of one bucket; entries whose `weights` is 0 fill the batch up and count for nothing.
+    """Utterances of one bucket; entries whose weight is 0 fill the batch up and count for nothing.
 
     Filling entries have length 0 in audio and in labels. Behind an utterance's length are zeros.
     """
@@ -32,40 +43,127 @@ class Shape(NamedTuple):
     samples: int
     characters: int
 
+    def zeros(self) -> Batch:
+        """A batch of this shape with nothing but filling."""
+        size = self.batch
+        return Batch(
+            np.zeros((size, self.samples), np.float32),
+            np.zeros(size, np.int32),
+            np.zeros((size, self.characters), np.int32),
+            np.zeros(size, np.int32),
+            np.zeros(size, np.float32),
+            np.full(size, -1, np.int32),
+        )
 
-class Speech:
-    """Utterances with their transcripts: `load` may be called from any thread.
 
-    Attributes:
-        name: for titles and messages.
-        paths: of the audio files.
-        transcripts: what is spoken in them.
-        alphabet: encodes `transcripts`, decodes what the model says.
-        samples: [utterances], int64: lengths at 16 kHz.
-    """
+class _Plan(NamedTuple):
+    """A batch that is not loaded yet."""
 
-    def keep_decodable(self, frames: Callable[[np.ndarray], np.ndarray]) -> None:
-        """Drops utterances whose transcripts CTC can not align to their frames; counted and named in `skipped`.
+    shape: Shape
+    indices: np.ndarray  # [batch or fewer]
+    draw: Draw  # for those
 
-        Args:
-            frames: from lengths in samples to the number of frames that the model puts out.
-        """
-        raise NotImplementedError
+
+def check_batch_size(speech: Speech, batch_size: int) -> None:
+    """An epoch must hold one full batch: the utterances that are left over in an epoch are dropped."""
+    if batch_size > len(speech):
+        raise UsageError(
+            f"--batch-size {batch_size} is larger than the data: {speech.name} has {len(speech)} training utterances. "
+            f"Give at most {len(speech)}."
+        )
 
 
 class Buckets:
-    """The few lengths that batches of a dataset are padded to.
+    """A few lengths that the batches of a dataset are padded to, each compiled for once.
 
-    Buckets(speech, batch_size, count=4).shapes are all shapes of batches there will be: compile a step for each.
+    What is left over in a bucket goes to the next longer one, so every training batch is full.
+
+    Args:
+        speech: the utterances; later changes of it are not seen.
+        batch_size: utterances in a batch.
+        features: give the frames, which come in multiples of 16.
+        count: of buckets, at most.
+        perturbation: of the utterances in training.
+        workers: threads that load batches.
+
+    Attributes:
+        shapes: all that batches will have, from short to long.
+        steps: batches in a training epoch, the same in each.
     """
 
-    shapes: tuple[Shape, ...]
-    steps: int  # of a training epoch: len(speech) // batch_size, the same in every epoch
+    def __init__(
+        self,
+        speech: Speech,
+        batch_size: int,
+        features: Features,
+        count: int = 4,
+        perturbation: Perturbation = NO_PERTURBATION,
+        workers: int = 2,
+    ) -> None:
+        self._speech, self._perturbation, self._workers = speech, perturbation, workers
+        self._batch_size, self.steps = batch_size, len(speech) // batch_size
+        characters = max(len(labels) for labels in speech.labels)
+        self.shapes = tuple(Shape(batch_size, samples, characters) for samples in self._edges(features, count))
 
     def train_batches(self, seed: int, epoch: int, first: int = 0) -> Iterator[Batch]:
-        """The batches of one epoch from number `first` on, shuffled, perturbed as the dataset says."""
-        raise NotImplementedError
+        """The batches of one epoch from number `first` on: shuffled, perturbed, all of them full.
+
+        A file that turns out to be no good leaves an entry of weight 0.
+        """
+        rng = np.random.default_rng((seed, epoch))
+        order = rng.permutation(len(self._speech))[: self.steps * self._batch_size]
+        draw = self._perturbation.draw(rng, len(self._speech))
+        plans = self._plans(order, draw)
+        return self._load_all([plans[i] for i in rng.permutation(len(plans))[first:]])
 
     def evaluation_batches(self) -> Iterator[Batch]:
-        """All utterances once, the last batch of each bucket filled up."""
-        raise NotImplementedError
+        """All utterances once as they are, from short to long; the last batch is filled up."""
+        count = len(self._speech)
+        unchanged = Perturbation.draw(NO_PERTURBATION, np.random.default_rng(0), count)
+        return self._load_all(self._plans(np.argsort(self._speech.samples, kind="stable"), unchanged), False)
+
+    def _edges(self, features: Features, count: int) -> list[int]:
+        samples = self._speech.samples
+        slowest = min(self._perturbation.speeds)
+        longest = self._perturbation.lengths(samples.max(), np.array(self._perturbation.speeds.index(slowest)))
+        quantiles = np.quantile(samples, np.arange(1, count) / count)
+        frames = features.frames(np.array([*quantiles.astype(np.int64), int(longest)]))
+        # One more than the frames of a length holds any remainder of a hop.
+        rounded = -(-(frames + 1) // _FRAMES) * _FRAMES
+        return [features.samples(int(size)) for size in np.unique(rounded)]
+
+    def _plans(self, order: np.ndarray, draw: Draw) -> list[_Plan]:
+        lengths = self._perturbation.lengths(self._speech.samples[order], draw.speeds[order])
+        bucket_of = np.searchsorted([shape.samples for shape in self.shapes], lengths)
+        plans: list[_Plan] = []
+        rest = order[:0]
+        for number, shape in enumerate(self.shapes):
+            members = np.concatenate([rest, order[bucket_of == number]])
+            full = len(members) // self._batch_size * self._batch_size
+            parts = np.split(members[:full], range(self._batch_size, full, self._batch_size)) if full else []
+            plans += [_plan(shape, part, draw) for part in parts]
+            rest = members[full:]
+        return [*plans, _plan(self.shapes[-1], rest, draw)] if len(rest) else plans
+
+    def _load_all(self, plans: Sequence[_Plan], perturb: bool = True) -> Iterator[Batch]:
+        perturbation = self._perturbation if perturb else NO_PERTURBATION
+        batches = grain.MapDataset.source(plans).map(lambda plan: self._load(plan, perturbation))
+        options = grain.ReadOptions(num_threads=self._workers, prefetch_buffer_size=self._workers * _AHEAD)
+        return iter(batches.to_iter_dataset(options))
+
+    def _load(self, plan: _Plan, perturbation: Perturbation) -> Batch:
+        batch = plan.shape.zeros()
+        for row, (index, speed, gain) in enumerate(zip(plan.indices, *plan.draw, strict=True)):
+            audio = self._speech.load(int(index))
+            if audio is None:
+                continue
+            audio, labels = perturbation.apply(audio, int(speed), gain), self._speech.labels[index]
+            batch.audio[row, : len(audio)] = audio
+            batch.labels[row, : len(labels)] = labels
+            batch.audio_lengths[row], batch.label_lengths[row] = len(audio), len(labels)
+            batch.weights[row], batch.indices[row] = 1, index
+        return batch
+
+
+def _plan(shape: Shape, indices: np.ndarray, draw: Draw) -> _Plan:
+    return _Plan(shape, indices, Draw(draw.speeds[indices], draw.gains[indices]))

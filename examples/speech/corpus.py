@@ -9,7 +9,6 @@ import csv
 import dataclasses
 import hashlib
 import json
-import math
 import os
 import shutil
 import tempfile
@@ -24,7 +23,7 @@ import soundfile
 from tqdm import tqdm
 
 from examples.common.cli import UsageError
-from examples.speech.audio import SAMPLE_RATE, resample
+from examples.speech.audio import SAMPLE_RATE, resample, resampling_ratio
 from examples.speech.synthesis import Spoken, SynthesisError, synthesize
 
 DEFAULT_CACHE = Path("runs/speech-corpus")
@@ -192,8 +191,7 @@ def _write_split(folder: Path, split: str, part: Sequence[Spoken], voices: Itera
             name = Path(split) / speaker / f"{number:05d}.wav"
             path = folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            common = math.gcd(rate, SAMPLE_RATE)
-            wave = resample(samples.astype(np.float32) / 2**15, SAMPLE_RATE // common, rate // common)
+            wave = resample(samples.astype(np.float32) / 2**15, *resampling_ratio(rate))
             soundfile.write(path, wave, SAMPLE_RATE, subtype="PCM_16")
             rows.writerow([name.as_posix(), path.stat().st_size, spoken.text])
 
