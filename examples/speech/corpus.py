@@ -157,7 +157,7 @@ def _command(rng: np.random.Generator) -> str:
 
 
 def _pick(rng: np.random.Generator, words: Sequence[str]) -> str:
-    return words[rng.integers(len(words))]
+    return words[int(rng.integers(len(words)))]
 
 
 def _spoken(rng: np.random.Generator, text: str, variants: Sequence[str]) -> Spoken:

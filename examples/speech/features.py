@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 import mpjax
 from examples.speech.audio import SAMPLE_RATE
@@ -45,7 +46,7 @@ class Features:
         """Numbers in a frame."""
         return self.mels if self.kind == "log_mel" else self.coefficients
 
-    def __call__(self, audio: jax.Array, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def __call__(self, audio: ArrayLike, lengths: ArrayLike) -> tuple[jax.Array, jax.Array]:
         """Features of a batch, with mean 0 and deviation 1 of each coefficient over an utterance's own frames.
 
         Args:
@@ -55,15 +56,15 @@ class Features:
         Returns:
             [batch, frames, size], float32, 0 behind the utterance's frames; and their lengths, [batch], int32.
         """
-        frames = self.frames(lengths).astype(jnp.int32)
+        frames = self.frames(jnp.asarray(lengths)).astype(jnp.int32)
         return normalize(self.compute(audio), frames), frames
 
-    def compute(self, audio: jax.Array) -> jax.Array:
+    def compute(self, audio: ArrayLike) -> jax.Array:
         """Features as they are, [..., frames, size] of audio [..., samples]."""
-        log_mel = _log_mel(audio.astype(jnp.float32), self)
+        log_mel = _log_mel(jnp.asarray(audio, jnp.float32), self)
         return log_mel if self.kind == "log_mel" else _cosine_transform(log_mel)[..., : self.coefficients]
 
-    def frames(self, samples):
+    def frames(self, samples: Any) -> Any:
         """Frames of so many samples: integers, NumPy or JAX arrays."""
         counts = 1 + (samples - self.window) // self.hop
         return counts * (counts > 0)

@@ -42,7 +42,9 @@ def synthesize(utterances: Sequence[Spoken]) -> Iterator[tuple[np.ndarray, int]]
     # -P: this folder's modules must not stand in for others of the same names.
     command = [sys.executable, "-P", __file__]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        assert process.stdin and process.stdout and process.stderr
+        assert process.stdin
+        assert process.stdout
+        assert process.stderr
         try:
             # It reads all before it speaks, so neither side waits for the other with a full pipe.
             process.stdin.write(json.dumps(utterances).encode())
