@@ -24,15 +24,12 @@ class SkippedFiles:
 
     def __init__(self, total: int, share: float, flag: str) -> None:
         self._limit = min(max(1, math.floor(total * share)), total - 1) if share else 0
-        self._share, self._flag = share, flag
+        self._total, self._share, self._flag = total, share, flag
         self._reasons: dict[Path, str] = {}
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._reasons)
-
-    def __contains__(self, path: Path) -> bool:
-        return path in self._reasons
 
     @property
     def counts(self) -> dict[str, int]:
@@ -53,6 +50,6 @@ class SkippedFiles:
         tqdm.write(f"skipped: {path} ({reason})", file=sys.stderr)
         if count > self._limit:
             raise UsageError(
-                f"{count} files can not be used, the last one {str(path)!r} ({reason}); at most {self._limit} may be "
-                f"skipped. Repair or remove them, or raise {self._flag} {self._share}."
+                f"{count} of {self._total} files can not be used, the last one {str(path)!r} ({reason}); at most "
+                f"{self._limit} may be skipped. Repair or remove them, or raise {self._flag} {self._share}."
             )

@@ -17,8 +17,6 @@ from examples.common.skipped import SkippedFiles
 from examples.speech.alphabet import Alphabet
 from examples.speech.audio import SAMPLE_RATE, AudioError, AudioInfo, probe, read_audio
 
-_NO_TRANSCRIPT = "its transcript is empty"
-
 
 class Utterance(NamedTuple):
     """A line of a manifest."""
@@ -54,11 +52,9 @@ class Speech:
         self.name, self.alphabet = name, alphabet
         self.skipped = SkippedFiles(len(utterances), max_skipped, "--max-skipped")
         _check_characters(name, utterances, alphabet)
-        with ThreadPoolExecutor() as executor:
-            found = list(executor.map(self._probe, utterances))
-        _say_what_is_converted(name, [info for info in found if info])
-        kept = [(utterance, info.samples) for utterance, info in zip(utterances, found, strict=True) if info]
-        self._keep([utterance for utterance, _ in kept], [samples for _, samples in kept])
+        kept, infos = self._probe(utterances)
+        _say_what_is_converted(name, infos)
+        self._keep(kept, [info.samples for info in infos])
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -106,16 +102,18 @@ class Speech:
         kept = np.flatnonzero(need <= have)
         self._keep([Utterance(self.paths[i], self.transcripts[i]) for i in kept], self.samples[kept])
 
-    def _probe(self, utterance: Utterance) -> AudioInfo | None:
-        try:
-            info = probe(utterance.path)
-        except AudioError as error:
-            self.skipped.add(utterance.path, str(error))
-            return None
-        if not utterance.transcript:
-            self.skipped.add(utterance.path, _NO_TRANSCRIPT)
-            return None
-        return info
+    def _probe(self, utterances: Sequence[Utterance]) -> tuple[list[Utterance], list[AudioInfo]]:
+        """Those that can be used as far as their headers tell, and what these say."""
+        kept, infos = [], []
+        with ThreadPoolExecutor() as executor:
+            for utterance, found in zip(utterances, executor.map(_probe, utterances), strict=True):
+                # Here and not in the threads: messages come in the order of the manifest.
+                if isinstance(found, AudioError):
+                    self.skipped.add(utterance.path, str(found))
+                else:
+                    kept.append(utterance)
+                    infos.append(found)
+        return kept, infos
 
     def _keep(self, utterances: Sequence[Utterance], samples: Sequence[int] | np.ndarray) -> None:
         if not utterances:
@@ -124,6 +122,15 @@ class Speech:
         self.transcripts = [utterance.transcript for utterance in utterances]
         self.labels = [self.alphabet.encode(transcript) for transcript in self.transcripts]
         self.samples = np.asarray(samples, np.int64)
+
+
+def _probe(utterance: Utterance) -> AudioInfo | AudioError:
+    if not utterance.transcript:
+        return AudioError("its transcript is empty")
+    try:
+        return probe(utterance.path)
+    except AudioError as error:
+        return error
 
 
 def frames_needed(labels: np.ndarray) -> int:

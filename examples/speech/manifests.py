@@ -76,18 +76,21 @@ def read_librispeech(folder: Path) -> list[Utterance]:
     Source: V. Panayotov et al., "LibriSpeech: an ASR corpus based on public domain audio books", ICASSP 2015.
 
     Raises:
-        UsageError: there is none.
+        UsageError: there is none, or one can not be read.
     """
-    utterances = [
-        Utterance(path.parent / f"{name}.flac", transcript.strip().lower())
-        for path in sorted(folder.rglob("*.trans.txt"))
-        for line in path.read_text(encoding="utf-8").splitlines()
-        for name, _, transcript in [line.strip().partition(" ")]
-        if name
-    ]
+    utterances = [utterance for path in sorted(folder.rglob("*.trans.txt")) for utterance in _transcripts(path)]
     if not utterances:
         raise UsageError(
             f"{str(folder)!r} has no transcripts: expected a LibriSpeech tree, SPEAKER/CHAPTER/*.trans.txt with the "
             "FLAC files beside them, or give a CSV file."
         )
     return utterances
+
+
+def _transcripts(path: Path) -> list[Utterance]:
+    try:
+        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{str(path)!r} can not be read as UTF-8: {error}.") from error
+    fields = [line.partition(" ") for line in lines if line]
+    return [Utterance(path.parent / f"{name}.flac", transcript.strip().lower()) for name, _, transcript in fields]

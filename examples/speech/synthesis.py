@@ -12,6 +12,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -67,15 +68,18 @@ class _Espeak:
         import espeakng_loader
 
         self._library = ctypes.CDLL(espeakng_loader.get_library_path())
-        data = str(espeakng_loader.get_data_path()).encode()
-        self.rate = self._library.espeak_Initialize(_AUDIO_OUTPUT_SYNCHRONOUS, 0, data, 0)
+        data = Path(espeakng_loader.get_data_path())
+        self._variants = data / "voices" / "!v"
+        self.rate = self._library.espeak_Initialize(_AUDIO_OUTPUT_SYNCHRONOUS, 0, str(data).encode(), 0)
         self._pieces: list[bytes] = []
         kind = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_short), ctypes.c_int, ctypes.c_void_p)
         self._callback = kind(self._take)  # kept: C holds no reference to it
         self._library.espeak_SetSynthCallback(self._callback)
 
     def speak(self, spoken: Spoken) -> bytes:
-        if self._library.espeak_SetVoiceByName(spoken.voice.encode()) != 0:
+        # The library passes over a variant that it does not know, and speaks without.
+        variant = self._variants / spoken.voice.partition("+")[2]
+        if self._library.espeak_SetVoiceByName(spoken.voice.encode()) != 0 or not variant.exists():
             raise SystemExit(f"espeak-ng has no voice {spoken.voice!r}")
         self._library.espeak_SetParameter(_RATE, spoken.rate, 0)
         self._library.espeak_SetParameter(_PITCH, spoken.pitch, 0)
