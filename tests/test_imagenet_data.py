@@ -39,7 +39,7 @@ def test_models_take_images_of_any_size(name, size):
 def test_digits_are_split_the_same_way_each_time():
     train, test = Digits("train"), Digits("test")
     assert (len(train), len(test)) == (1437, 360)
-    counts = np.bincount(test.load(np.arange(360), None).labels)
+    counts = np.bincount(test.load(np.arange(360), None).batch.labels)
     assert counts.min() >= 34
     assert counts.max() <= 37
 
@@ -60,7 +60,7 @@ def test_training_batches_are_a_function_of_seed_and_epoch():
 def test_shifted_digits_keep_their_pixels():
     data = Digits("train")
     indices = np.arange(32)
-    plain, moved = data.load(indices, None).images, data.load(indices, Augmentation(0, 0)).images
+    plain, moved = data.load(indices, None).batch.images, data.load(indices, Augmentation(0, 0)).batch.images
     unmoved = [np.array_equal(a, b) for a, b in zip(plain, moved, strict=True)]
     assert 0 < sum(unmoved) < 16
     padded = np.pad(plain, ((0, 0), (1, 1), (1, 1), (0, 0)))
@@ -75,7 +75,7 @@ def test_every_test_image_counts_once(batch_size):
     assert len({batch.images.shape for batch in batches}) == 1
     assert sum(batch.mask.sum() for batch in batches) == 360
     labels = np.concatenate([batch.labels[batch.mask > 0] for batch in batches])
-    np.testing.assert_array_equal(labels, Digits("test").load(np.arange(360), None).labels)
+    np.testing.assert_array_equal(labels, Digits("test").load(np.arange(360), None).batch.labels)
 
 
 def test_image_folder_reads_a_tree(tmp_path):
@@ -85,7 +85,7 @@ def test_image_folder_reads_a_tree(tmp_path):
     once, again = (next(train_batches(train, 4, Augmentation(0, 1), True)) for _ in range(2))
     jax.tree.map(np.testing.assert_array_equal, once, again)
     assert once.images.shape == (4, 16, 16, 3)
-    batch = test.load(np.arange(6), None)
+    batch, _ = test.load(np.arange(6), None)
     assert batch.labels.tolist() == [0, 0, 0, 1, 1, 1]
     # The middle of a photograph resized, against Pillow asked for the same thing step by step.
     with Image.open(photos / "val" / "china" / "0.jpg") as file:

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,13 +19,16 @@ from image_tree import make_photo_tree
 from measures import half_share
 from PIL import Image
 
+from examples.common import loop
 from examples.common.checkpoints import Checkpoints
 from examples.common.cli import UsageError
+from examples.common.devices import DataParallel
 from examples.common.interruption import Interruption
-from examples.imagenet import loop, models, seeds, training
+from examples.imagenet import models, seeds, task, training
 from examples.imagenet.__main__ import main
 from examples.imagenet.config import Config
-from examples.imagenet.data import Augmentation, Batch, Digits, train_batches
+from examples.imagenet.data import Batch, Digits
+from examples.imagenet.task import ImageTask, open_data
 
 REPOSITORY = Path(__file__).parents[1]
 
@@ -48,13 +52,12 @@ def compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
 @pytest.fixture(autouse=True)
 def tiny_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """The default model with one narrow block in two stages: most of a test's time is compilation."""
-    tiny = {"stage_sizes": (1, 1), "block": models.BasicBlock, "width": 4}
-    monkeypatch.setitem(models._MODELS, "resnet8", tiny)
+    monkeypatch.setitem(models.KINDS, "resnet8", models._resnet(models.BasicBlock, 1, 1, width=4))
 
 
 @pytest.fixture
 def few_digits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "Digits", FewDigits)
+    monkeypatch.setattr(task, "Digits", FewDigits)
 
 
 @pytest.fixture
@@ -75,20 +78,36 @@ def folder_flags(root: Path, *flags: str) -> list[str]:
         "4",
         "--epochs",
         "1",
+        "--devices",
+        "1",
         *flags,
     ]
 
 
 def digit_flags(output: Path, *flags: str) -> list[str]:
-    return ["--epochs", "2", "--batch-size", "32", "--output", str(output), *flags]
+    return ["--epochs", "2", "--batch-size", "32", "--devices", "1", "--output", str(output), *flags]
+
+
+def digits_task(**flags: Any) -> ImageTask:
+    """What a run with these flags trains, on one device."""
+    config = Config(**flags)
+    return ImageTask(config, *open_data(config), DataParallel(1))
+
+
+def state_and_batch(made: ImageTask) -> tuple[training.TrainState, Batch]:
+    batch = next(made.batches(0, 0))
+    made.close()
+    return made.initial_state(), batch
 
 
 def final_state(output: Path) -> list[np.ndarray]:
     """Every array of the newest checkpoint, as bytes that a comparison can not round."""
     config = json.loads((output / "config.json").read_text())
-    made = training.create_training(Config(policy=config["policy"]), Digits("train"), 10)
+    made = digits_task(policy=config["policy"])
     with Checkpoints(output / "checkpoints") as checkpoints:
-        state, _ = checkpoints.restore(made.state)
+        restored = checkpoints.restore(lambda position: made.abstract_state())
+    assert restored is not None
+    state, _ = restored
     return [np.asarray(x).tobytes() for x in jax.tree.leaves(state)]
 
 
@@ -160,12 +179,12 @@ def test_every_policy_trains_without_nan(policy, tmp_path, few_digits, capsys):
 
 @pytest.mark.parametrize("policy", ["mixed_float16", "O2"])
 def test_train_step_is_traced_once_and_donates_its_state(policy):
-    data = Digits("train")
-    made = training.create_training(Config(policy=policy), data, 10)
-    state, first = made.state, jax.tree.leaves(made.state.params)[0]
-    for batch in list(train_batches(data, 64, Augmentation(0, 0), True))[:4]:
-        state, shown = made.train_step(state, batch)
-    assert made.train_step._cache_size() == 1
+    made = digits_task(policy=policy)
+    state, batch = state_and_batch(made)
+    first = jax.tree.leaves(state.params)[0]
+    for _ in range(4):
+        state, shown = made.training.train_step(state, batch)
+    assert made.training.train_step._cache_size() == 1
     assert first.is_deleted()
     assert int(state.step) == 4
     assert np.isfinite(shown["totals"].means()).all()
@@ -184,19 +203,16 @@ def test_train_step_is_traced_once_and_donates_its_state(policy):
     ],
 )
 def test_all_convolutions_of_a_training_step_run_in_half(policy, amp, share):
-    data = Digits("train")
-    made = training.create_training(Config(policy=policy, amp=amp), data, 10)
-    batch = next(train_batches(data, 64, Augmentation(0, 0), True))
-    assert half_share(made.train_step, made.state, batch) == share
+    made = digits_task(policy=policy, amp=amp)
+    assert half_share(made.training.train_step, *state_and_batch(made)) == share
 
 
 def test_overflow_skips_the_step_and_keeps_the_batch_statistics():
-    data = Digits("train")
-    made = training.create_training(Config(), data, 10)
-    before = jax.device_get(made.state)
-    batch = next(train_batches(data, 64, Augmentation(0, 0), True))
+    made = digits_task()
+    state, batch = state_and_batch(made)
+    before = jax.device_get(state)
     broken = Batch(np.full(batch.images.shape, np.nan, np.float32), batch.labels, batch.mask)
-    state, shown = made.train_step(made.state, broken)
+    state, shown = made.training.train_step(state, broken)
     after = jax.device_get(state)
     jax.tree.map(np.testing.assert_array_equal, after.params, before.params)
     jax.tree.map(np.testing.assert_array_equal, after.batch_stats, before.batch_stats)
@@ -231,7 +247,10 @@ def test_interrupted_and_resumed_run_ends_bitwise_equal(few_digits, tmp_path, mo
     assert main(flags) == 0
     assert final_state(whole) == final_state(parts)
     one, two = (
-        [json.loads(line) | {"images_per_second": 0} for line in (path / "metrics.jsonl").read_text().splitlines()]
+        [
+            json.loads(line) | {"images_per_second": 0, "input_share": 0}
+            for line in (path / "metrics.jsonl").read_text().splitlines()
+        ]
         for path in (whole, parts)
     )
     assert one == two
@@ -348,6 +367,6 @@ def test_diverged_training_is_told_in_one_line(few_digits, tmp_path, monkeypatch
 
 def test_checkpoint_of_another_model_is_refused(few_digits, tmp_path):
     assert main(digit_flags(tmp_path / "run", "--epochs", "1")) == 0
-    other = training.create_training(Config(model="resnet20"), Digits("train"), 10)
+    other = digits_task(model="resnet20", batch_size=32)
     with Checkpoints(tmp_path / "run" / "checkpoints") as checkpoints, pytest.raises(UsageError, match="not of this"):
-        checkpoints.restore(other.state)
+        other.restore(checkpoints)

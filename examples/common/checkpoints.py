@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+from jax.sharding import SingleDeviceSharding
 
 from examples.common.cli import UsageError
-
-T = TypeVar("T")
 
 
 class Checkpoints:
@@ -40,27 +40,32 @@ class Checkpoints:
         items = ocp.args.Composite(state=ocp.args.StandardSave(state), position=ocp.args.JsonSave(position))
         self._manager.save(step, args=items)
 
-    def restore(self, like: T) -> tuple[T, dict[str, Any]]:
-        """The newest state and its position.
+    def restore(self, like: Callable[[dict[str, Any]], Any]) -> tuple[Any, dict[str, Any]] | None:
+        """The newest state and its position, or None where nothing was saved yet.
 
         Args:
-            like: a state of the same structure; the restored arrays have its shapes and dtypes.
+            like: of the position, gives a state of the structure that was saved; the restored arrays have its
+                shapes, dtypes and shardings.
 
         Raises:
-            UsageError: there is no checkpoint, or it is of another model.
+            UsageError: the checkpoint is of another model.
         """
         step = self._manager.latest_step()
         if step is None:
-            raise UsageError(
-                f"--resume: no checkpoint in {str(self._manager.directory)!r}; the run was ended before the "
-                "first. Delete the folder and start without --resume."
-            )
-        template = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
-        items = ocp.args.Composite(state=ocp.args.StandardRestore(template), position=ocp.args.JsonRestore())
+            return None
+        position = self._manager.restore(step, args=ocp.args.Composite(position=ocp.args.JsonRestore()))["position"]
+        template = jax.tree.map(_abstract, like(position))
         try:
-            restored = self._manager.restore(step, args=items)
+            restored = self._manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(template)))
         except (ValueError, KeyError, TypeError) as error:
             raise UsageError(
-                f"--resume: the checkpoint in {str(self._manager.directory)!r} is not of this model: {error}"
+                f"the checkpoint in {str(self._manager.directory)!r} is not of this model: {error} Give the flags that "
+                "it was trained with, or another folder."
             ) from error
-        return restored["state"], restored["position"]
+        return restored["state"], position
+
+
+def _abstract(x: Any) -> jax.ShapeDtypeStruct:
+    """Shape, dtype and sharding; the first device where nothing is said: not the ones that the file names."""
+    sharding = getattr(x, "sharding", None) or SingleDeviceSharding(jax.local_devices()[0])
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,16 +33,10 @@ def plot_curves(
         title: over all panels.
         panels: from left to right, before that of the loss scale.
     """
-    # Drawn on a figure of our own: pyplot's global state and backend are the caller's to choose.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
     from matplotlib.ticker import PercentFormatter
 
     epochs = [line["epoch"] for line in metrics]
-    figure = Figure(figsize=(4.6 * (len(panels) + 1), 3.8), layout="constrained")
-    FigureCanvasAgg(figure)
-    figure.suptitle(title, fontsize=12)
-    axes = figure.subplots(1, len(panels) + 1, squeeze=False)[0]
+    figure, axes = new_figure(len(panels) + 1, title)
     for axis, panel in zip(axes, panels, strict=False):
         for (legend, key), colour in zip(panel.curves.items(), (_TRAIN, _TEST), strict=False):
             values = [line[key] for line in metrics]
@@ -54,9 +49,30 @@ def plot_curves(
     for axis in axes:
         axis.set_xlabel("epoch")
         axis.xaxis.get_major_locator().set_params(integer=True)
+    save_figure(figure, path)
+
+
+def new_figure(panels: int, title: str) -> tuple[Any, Any]:
+    """A figure with that many axes in a row, drawn without a display."""
+    # On a figure of our own: pyplot's global state and backend are the caller's to choose.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4.6 * panels, 3.8), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title, fontsize=12)
+    axes = figure.subplots(1, panels, squeeze=False)[0]
+    for axis in axes:
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=130)
+    return figure, axes
+
+
+def save_figure(figure: Any, path: Path) -> None:
+    """Writes a PNG whole or not at all."""
+    part = path.with_name(path.name + ".part")
+    figure.savefig(part, format="png", dpi=130)
+    os.replace(part, path)
 
 
 def _plot_loss_scale(axis: Any, metrics: Sequence[Mapping[str, Any]], epochs: Sequence[int]) -> None:

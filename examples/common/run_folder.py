@@ -4,14 +4,17 @@ config.json     the flags of the run, so that --resume can tell another run from
 metrics.jsonl   a line per finished epoch
 summary.json    the outcome; there only when the run has finished
 curves.png      the curves
+tensorboard/    the same metrics as event files
 checkpoints/    Orbax
+
+Each file is replaced whole: a process that is killed at any moment leaves the one before or the one after.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +51,13 @@ class RunFolder:
         return cls(path)
 
     @classmethod
-    def reopen(cls, output: Path | None, config: Mapping[str, Any]) -> RunFolder:
-        """The folder of an earlier run that was started with the same settings."""
+    def reopen(cls, output: Path | None, config: Mapping[str, Any], may_change: Collection[str] = ()) -> RunFolder:
+        """The folder of an earlier run that was started with the same settings, but for those of `may_change`."""
         if output is None:
             raise UsageError("--resume needs the folder of the run to continue: add --output DIR.")
+        if output.is_dir() and all(path.name == "config.json.part" for path in output.iterdir()):
+            # Killed before its first file was whole: there is nothing to continue, and nothing to lose.
+            write_json(output / "config.json", config)
         try:
             before = json.loads((output / "config.json").read_text())
         except (OSError, ValueError) as error:
@@ -61,12 +67,14 @@ class RunFolder:
             ) from error
         now = json.loads(json.dumps(config))
         for name in sorted({*before, *now}):
-            if before.get(name) != now.get(name):
+            if before.get(name) != now.get(name) and name not in may_change:
                 flag = "--" + name.replace("_", "-")
                 raise UsageError(
                     f"--resume: the run in {str(output)!r} has {flag} {before.get(name)}, this command has "
                     f"{now.get(name)}. Give the same flags, or start a new run in another folder."
                 )
+        if before != now:
+            write_json(output / "config.json", now)
         return cls(output)
 
     @property
@@ -87,17 +95,18 @@ class RunFolder:
 
     def keep_metrics(self, epochs: int) -> None:
         """Drops what was logged after the checkpoint: those epochs are about to run again."""
-        lines = [json.dumps(line) for line in self.metrics[:epochs]]
-        _replace(self._metrics_path, "".join(line + "\n" for line in lines))
+        self._write_metrics(self.metrics[:epochs])
 
     def append_metrics(self, line: Mapping[str, Any]) -> None:
         """Writes the line of one epoch."""
-        with self._metrics_path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        self._write_metrics([*self.metrics, line])
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Writes the outcome; from here on the run counts as finished."""
         write_json(self.path / "summary.json", summary)
+
+    def _write_metrics(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        _replace(self._metrics_path, "".join(json.dumps(line) + "\n" for line in lines))
 
     @property
     def _metrics_path(self) -> Path:

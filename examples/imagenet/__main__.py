@@ -1,4 +1,4 @@
-"""`python -m examples.imagenet`: trains a ResNet on images in mixed precision."""
+"""`python -m examples.imagenet`: trains, tests and measures image classifiers in mixed precision."""
 
 from __future__ import annotations
 
@@ -9,19 +9,29 @@ from typing import Any
 import tyro
 
 from examples.common.cli import UsageError, command_line, fail
+from examples.common.hosts import say
+from examples.common.loop import Interrupted
 from examples.imagenet.config import Config
-from examples.imagenet.loop import Interrupted, run
+from examples.imagenet.modes import run
 
 PROGRAM = "python -m examples.imagenet"
 
 
 def final_line(summary: dict[str, Any]) -> str:
-    """What the run came to, in one line."""
-    return (
-        f"test accuracy {summary['test_accuracy']:.2%}, policy {summary['policy']}, "
-        f"{summary['images_per_second']:,.0f} images/s, loss scale {summary['loss_scale']:g}, "
-        f"skipped steps {summary['skipped_steps']}"
-    )
+    """What it came to, in one line: of a training, a test, or a benchmark of one policy; empty for the rest."""
+    parts = []
+    split = "test" if "test_accuracy" in summary else "train"
+    if f"{split}_accuracy" in summary:
+        parts.append(f"{split} accuracy {summary[f'{split}_accuracy']:.2%}")
+    if parts or "images_per_second" in summary:
+        parts.append(f"policy {summary['policy']}")
+    if "images_per_second" in summary:
+        parts.append(f"{summary['images_per_second']:,.0f} images/s")
+    if "loss_scale" in summary:
+        parts.append(f"loss scale {summary['loss_scale']:g}")
+    if "skipped_steps" in summary:
+        parts.append(f"skipped steps {summary['skipped_steps']}")
+    return ", ".join(parts)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -33,10 +43,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         fail(PROGRAM, error)
     except Interrupted as interrupted:
         # In full, as the folder may have been chosen by us.
-        output = () if "--output" in " ".join(arguments) else ("--output", str(interrupted.output))
-        print(f"{interrupted}; continue with:\n  {command_line(PROGRAM, arguments, *output, '--resume')}")
+        given = any(word.startswith(("--output", "--results-dir")) for word in arguments)
+        output = () if given else ("--output", str(interrupted.output))
+        say(f"{interrupted}; continue with:\n  {command_line(PROGRAM, arguments, *output, '--resume')}")
         return interrupted.exit_code
-    print(final_line(summary))
+    if line := final_line(summary):
+        say(line)
     return 0
 
 

@@ -1,12 +1,25 @@
-"""Batches of images in an order that follows from seed and epoch alone, so that a run can stop anywhere."""
+"""Labelled images: what a dataset is, what a batch is, and the digits inside scikit-learn.
+
+How a training loop uses it (see pipeline.py for the two functions):
+
+    train_set, test_set = open_image_folder(...)            # or Digits("train"), Digits("test")
+    steps = steps_per_epoch(train_set, batch_size)
+    with train_batches(train_set, batch_size, seed, first=step, last=epochs * steps, ...) as batches:
+        for batch in itertools.islice(batches, steps):      # one epoch; the stream itself goes on over epochs
+            state = train_step(state, batch)
+    with evaluation_batches(test_set, batch_size, ...) as batches:
+        for batch in batches: ...                           # every image once; filled up with mask 0
+
+The order follows from `seed` and the number of a step since the start of training alone. So the number of steps done
+is all that a checkpoint must hold to go on at the next batch, with any number of workers; `Dataset.state()` beside it
+keeps the count of unreadable images and finds out that files were added or removed in between.
+"""
 
 from __future__ import annotations
 
 import abc
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -14,9 +27,6 @@ import numpy as np
 from examples.common.cli import UsageError
 
 Array = np.ndarray | jax.Array
-
-# Batches that are prepared while the device works on earlier ones.
-_AHEAD = 2
 
 
 class Batch(NamedTuple):
@@ -34,14 +44,29 @@ class Augmentation(NamedTuple):
     epoch: int
 
 
+class Unreadable(NamedTuple):
+    """A file that is no image, or not a whole one."""
+
+    path: str
+    reason: str
+
+
+class Loaded(NamedTuple):
+    """A batch, and the files that could not be read for it."""
+
+    batch: Batch
+    unreadable: tuple[Unreadable, ...] = ()
+
+
 class Dataset(abc.ABC):
-    """Labelled images; `load` is called from another thread."""
+    """Labelled images; `load` is called in other threads, or in other processes where not `in_memory`."""
 
     name: str
     classes: Sequence[str]
     mean: tuple[float, ...]
     std: tuple[float, ...]
     image_shape: tuple[int, int, int]
+    in_memory = False  # such data is not copied into worker processes: threads read it
 
     @property
     def unreadable(self) -> int:
@@ -52,8 +77,31 @@ class Dataset(abc.ABC):
     def __len__(self) -> int: ...
 
     @abc.abstractmethod
-    def load(self, indices: np.ndarray, augmentation: Augmentation | None) -> Batch:
+    def load(self, indices: np.ndarray, augmentation: Augmentation | None) -> Loaded:
         """The images at `indices`, changed at random where there is an `augmentation`."""
+
+    def report(self, unreadable: Sequence[Unreadable]) -> None:  # noqa: B027
+        """Takes note, in the loop's own thread, of files that could not be read.
+
+        Raises:
+            UsageError: they are too many.
+        """
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint should hold beside the number of steps, as JSON."""
+        return {"images": len(self)}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Takes up a `state` again.
+
+        Raises:
+            UsageError: the images are not the ones that the state is about.
+        """
+        if state["images"] != len(self):
+            raise UsageError(
+                f"{self.name}: {len(self)} images, and {state['images']} when the run began; a run can only be "
+                f"resumed with the same images. Put them back, or start a new run."
+            )
 
 
 class Digits(Dataset):
@@ -67,6 +115,7 @@ class Digits(Dataset):
     mean = (0.305,)
     std = (0.376,)
     image_shape = (8, 8, 1)
+    in_memory = True
 
     def __init__(self, split: str) -> None:
         from sklearn.datasets import load_digits
@@ -82,13 +131,13 @@ class Digits(Dataset):
     def __len__(self) -> int:
         return len(self._labels)
 
-    def load(self, indices: np.ndarray, augmentation: Augmentation | None) -> Batch:
+    def load(self, indices: np.ndarray, augmentation: Augmentation | None) -> Loaded:
         images = self._images[indices]
         if augmentation is not None:
             # One draw for all images, so that an image's shift does not depend on its batch.
             shifts = np.random.default_rng(augmentation).integers(0, 3, size=(len(self), 2))[indices]
             images = _shift(images, shifts)
-        return Batch(images, self._labels[indices], np.ones(len(indices), np.float32))
+        return Loaded(Batch(images, self._labels[indices], np.ones(len(indices), np.float32)))
 
 
 def _shift(images: np.ndarray, shifts: np.ndarray) -> np.ndarray:
@@ -100,8 +149,13 @@ def _shift(images: np.ndarray, shifts: np.ndarray) -> np.ndarray:
     return padded[np.arange(len(images))[:, None, None], rows[:, :, None], columns[:, None, :]]
 
 
+def steps_per_epoch(dataset: Dataset, batch_size: int) -> int:
+    """Full batches in an epoch: the last, smaller one is dropped."""
+    return len(dataset) // batch_size
+
+
 def check_batch_size(dataset: Dataset, batch_size: int) -> None:
-    """An epoch must hold one full batch: the last, smaller one of an epoch is dropped."""
+    """An epoch must hold one full batch."""
     if batch_size > len(dataset):
         raise UsageError(
             f"--batch-size {batch_size} is larger than the data: {dataset.name} has {len(dataset)} training "
@@ -112,33 +166,19 @@ def check_batch_size(dataset: Dataset, batch_size: int) -> None:
 def train_batches(
     dataset: Dataset, batch_size: int, augmentation: Augmentation, augment: bool, first: int = 0
 ) -> Iterator[Batch]:
-    """The batches of one epoch from number `first` on; the last partial one is dropped."""
-    order = np.random.default_rng(augmentation).permutation(len(dataset))
-    steps = len(dataset) // batch_size
-    plan = order[: steps * batch_size].reshape(steps, batch_size)[first:]
-    return _prefetched(dataset, plan, augmentation if augment else None)
+    """One epoch of `pipeline.train_batches`, which takes its place."""
+    from examples.imagenet import pipeline
+
+    steps = steps_per_epoch(dataset, batch_size)
+    start, seed = augmentation.epoch * steps, augmentation.seed
+    first, last = start + first, start + steps
+    with pipeline.train_batches(dataset, batch_size, seed, first=first, last=last, augment=augment) as batches:
+        yield from batches
 
 
 def evaluation_batches(dataset: Dataset, batch_size: int) -> Iterator[Batch]:
-    """All images once, in order; the last batch is filled up with masked entries."""
-    batch_size = min(batch_size, len(dataset))
-    starts = range(0, len(dataset), batch_size)
-    plan = (np.arange(start, min(start + batch_size, len(dataset))) for start in starts)
-    for batch in _prefetched(dataset, plan, None):
-        missing = batch_size - len(batch.labels)
-        yield Batch(*(np.pad(x, ((0, missing), *[(0, 0)] * (x.ndim - 1))) for x in batch))
+    """`pipeline.evaluation_batches`, which takes its place."""
+    from examples.imagenet import pipeline
 
-
-def _prefetched(dataset: Dataset, plan: Iterable[np.ndarray], augmentation: Augmentation | None) -> Iterator[Batch]:
-    with ThreadPoolExecutor(1, "batches") as executor:
-        waiting: deque[Future[Batch]] = deque()
-        try:
-            for indices in plan:
-                waiting.append(executor.submit(dataset.load, indices, augmentation))
-                if len(waiting) > _AHEAD:
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
-        finally:
-            # A loop that stops early must not wait for batches that nobody will see.
-            executor.shutdown(wait=False, cancel_futures=True)
+    with pipeline.evaluation_batches(dataset, min(batch_size, len(dataset))) as batches:
+        yield from batches

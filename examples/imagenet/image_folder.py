@@ -14,7 +14,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from tqdm import tqdm
 
 from examples.common.cli import UsageError, listing
-from examples.imagenet.data import Augmentation, Batch, Dataset
+from examples.imagenet.data import Augmentation, Batch, Dataset, Loaded
 
 EXTENSIONS = (".jpg", ".jpeg", ".png")
 
@@ -85,22 +85,26 @@ class ImageFolder(Dataset):
     def unreadable(self) -> int:
         return len(self._unreadable)
 
+    in_memory = True  # it has threads of its own
+
     def __len__(self) -> int:
         return len(self._files)
 
-    def load(self, indices: np.ndarray, augmentation: Augmentation | None) -> Batch:
+    def load(self, indices: np.ndarray, augmentation: Augmentation | None) -> Loaded:
         images = list(self._executor.map(lambda index: self._load_one(int(index), augmentation), indices))
         readable = np.array([image is not None for image in images])
         if augmentation is not None and not readable.all():
             return self._without_holes(indices, readable, augmentation)
         blank = np.zeros(self.image_shape, np.uint8)
-        return Batch(
-            np.stack([blank if image is None else image for image in images]),
-            np.array([self._files[index][1] for index in indices], np.int32),
-            readable.astype(np.float32),
+        return Loaded(
+            Batch(
+                np.stack([blank if image is None else image for image in images]),
+                np.array([self._files[index][1] for index in indices], np.int32),
+                readable.astype(np.float32),
+            )
         )
 
-    def _without_holes(self, indices: np.ndarray, readable: np.ndarray, augmentation: Augmentation) -> Batch:
+    def _without_holes(self, indices: np.ndarray, readable: np.ndarray, augmentation: Augmentation) -> Loaded:
         """The batch with the image after it in place of each unreadable one.
 
         A blank image would count in the batch's normalisation statistics, and a shorter batch

@@ -1,109 +1,118 @@
-"""ResNet v1.5 in Flax Linen. Nothing here is about precision: `mpjax.with_policy` decides it from outside."""
+"""The models by name, each as two pure functions, whether it is written in Linen or NNX."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
-from functools import partial
-from typing import Any
+from typing import Any, Literal, NamedTuple, get_args
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
+from flax import nnx
 
-# Up to this side the stem keeps the resolution: an 8x8 digit halved twice has nothing left to convolve.
-SMALL_IMAGE = 32
+import mpjax
+from examples.imagenet.convnets import ConvNet, MnistCNN, NNXConvNet
+from examples.imagenet.resnet import BasicBlock, Bottleneck, ResNet
 
-_conv = partial(nn.Conv, use_bias=False, kernel_init=nn.initializers.he_normal())
+ModelName = Literal[
+    "resnet8",
+    "resnet20",
+    "resnet18",
+    "resnet34",
+    "resnet50",
+    "resnet101",
+    "convnet",
+    "convnet_nnx",
+    "mnist_cnn",
+]
+MODEL_NAMES: tuple[str, ...] = get_args(ModelName)
 
-
-class BasicBlock(nn.Module):
-    """Two 3x3 convolutions and a shortcut (He et al., 2015, https://arxiv.org/abs/1512.03385)."""
-
-    features: int
-    stride: int
-    norm: Callable[..., Any]
-    expansion = 1
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        y = _conv(self.features, (3, 3), self.stride, padding=1)(x)
-        y = nn.relu(self.norm()(y))
-        y = _conv(self.features, (3, 3), padding=1)(y)
-        # Each block starts as the identity, which is what lets deep ones train at once.
-        y = self.norm(scale_init=nn.initializers.zeros)(y)
-        return nn.relu(y + _shortcut(x, self.features, self.stride, self.norm))
+Variables = dict[str, Any]  # "params" and "batch_stats"
 
 
-class Bottleneck(nn.Module):
-    """1x1, 3x3, 1x1 convolutions; the stride is in the 3x3 (the "v1.5" of ResNet-50)."""
+class Model(NamedTuple):
+    """A network without state of its own."""
 
-    features: int
-    stride: int
-    norm: Callable[..., Any]
-    expansion = 4
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        y = _conv(self.features, (1, 1))(x)
-        y = nn.relu(self.norm()(y))
-        y = _conv(self.features, (3, 3), self.stride, padding=1)(y)
-        y = nn.relu(self.norm()(y))
-        y = _conv(self.features * self.expansion, (1, 1))(y)
-        y = self.norm(scale_init=nn.initializers.zeros)(y)
-        return nn.relu(y + _shortcut(x, self.features * self.expansion, self.stride, self.norm))
+    init: Callable[[jax.Array, jax.Array], Variables]  # (key, images) -> variables, float32
+    apply: Callable[[Variables, jax.Array, bool], tuple[jax.Array, Any]]  # (.., train) -> (logits, batch_stats)
 
 
-def _shortcut(x: jax.Array, features: int, stride: int, norm: Callable[..., Any]) -> jax.Array:
-    if x.shape[-1] == features and stride == 1:
-        return x
-    return norm(name="shortcut_norm")(_conv(features, (1, 1), stride, name="shortcut")(x))
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """What a model is made of, and the data that its authors made it for."""
+
+    make: Callable[..., Any]
+    arguments: dict[str, Any]
+    image_shape: tuple[int, int, int] = (224, 224, 3)
+    classes: int = 1000
 
 
-class ResNet(nn.Module):
-    """A residual network from images [batch, height, width, channels] to logits [batch, num_classes].
-
-    Args:
-        stage_sizes: blocks in each stage; each after the first halves the side and doubles the features.
-        block: `BasicBlock` or `Bottleneck`.
-        num_classes: how many logits.
-        width: features of the first stage.
-    """
-
-    stage_sizes: tuple[int, ...]
-    block: type[BasicBlock] | type[Bottleneck]
-    num_classes: int
-    width: int = 64
-
-    @nn.compact
-    def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
-        norm = partial(nn.BatchNorm, use_running_average=not train, momentum=0.9, epsilon=1e-5)
-        if x.shape[1] <= SMALL_IMAGE:
-            x = _conv(self.width, (3, 3), padding=1, name="stem")(x)
-            x = nn.relu(norm(name="stem_norm")(x))
-        else:
-            x = _conv(self.width, (7, 7), 2, padding=3, name="stem")(x)
-            x = nn.relu(norm(name="stem_norm")(x))
-            x = nn.max_pool(x, (3, 3), (2, 2), padding=((1, 1), (1, 1)))
-        for stage, blocks in enumerate(self.stage_sizes):
-            for index in range(blocks):
-                stride = 2 if stage > 0 and index == 0 else 1
-                x = self.block(self.width * 2**stage, stride, norm)(x)
-        x = jnp.mean(x, axis=(1, 2))
-        return nn.Dense(self.num_classes)(x)
+def _resnet(block: type[Any], *stage_sizes: int, **arguments: Any) -> Kind:
+    return Kind(ResNet, {"block": block, "stage_sizes": stage_sizes, **arguments})
 
 
-# resnet8 and resnet20 are the narrow ones of the paper's CIFAR-10 section, for images of a few pixels.
-_MODELS: dict[str, dict[str, Any]] = {
-    "resnet8": {"stage_sizes": (1, 1, 1), "block": BasicBlock, "width": 16},
-    "resnet20": {"stage_sizes": (3, 3, 3), "block": BasicBlock, "width": 16},
-    "resnet18": {"stage_sizes": (2, 2, 2, 2), "block": BasicBlock},
-    "resnet34": {"stage_sizes": (3, 4, 6, 3), "block": BasicBlock},
-    "resnet50": {"stage_sizes": (3, 4, 6, 3), "block": Bottleneck},
-    "resnet101": {"stage_sizes": (3, 4, 23, 3), "block": Bottleneck},
+def _small_resnet(*stage_sizes: int) -> Kind:
+    # The narrow ones of the paper's CIFAR-10 section, for images of a few pixels.
+    kind = _resnet(BasicBlock, *stage_sizes, width=16)
+    return dataclasses.replace(kind, image_shape=(32, 32, 3), classes=10)
+
+
+KINDS: dict[str, Kind] = {
+    "resnet8": _small_resnet(1, 1, 1),
+    "resnet20": _small_resnet(3, 3, 3),
+    "resnet18": _resnet(BasicBlock, 2, 2, 2, 2),
+    "resnet34": _resnet(BasicBlock, 3, 4, 6, 3),
+    "resnet50": _resnet(Bottleneck, 3, 4, 6, 3),
+    "resnet101": _resnet(Bottleneck, 3, 4, 23, 3),
+    "convnet": Kind(ConvNet, {}, (256, 256, 3), 10),
+    "convnet_nnx": Kind(NNXConvNet, {}, (256, 256, 3), 10),
+    "mnist_cnn": Kind(MnistCNN, {}, (28, 28, 1), 10),
 }
-MODEL_NAMES = tuple(_MODELS)
 
 
-def create_model(name: str, num_classes: int) -> ResNet:
-    """The ResNet of that name."""
-    return ResNet(num_classes=num_classes, **_MODELS[name])
+def create_model(name: str, num_classes: int, channels: int, policy: mpjax.Policy | None = None) -> Model:
+    """The model of that name, with the policy set on its modules where there is one."""
+    kind = KINDS[name]
+    if issubclass(kind.make, nnx.Module):  # type: ignore[arg-type]
+        return _nnx_model(lambda rngs: kind.make(num_classes, channels, rngs=rngs, **kind.arguments), policy)
+    return _linen_model(kind.make(num_classes=num_classes, **kind.arguments), policy)
+
+
+def _linen_model(module: nn.Module, policy: mpjax.Policy | None) -> Model:
+    if policy is not None:
+        module = mpjax.with_policy(module, policy)
+
+    def init(key: jax.Array, images: jax.Array) -> Variables:
+        return {"batch_stats": {}, **module.init(key, images)}
+
+    def apply(variables: Variables, images: jax.Array, train: bool) -> tuple[jax.Array, Any]:
+        logits, new = module.apply(variables, images, train=train, mutable=["batch_stats"])
+        return logits, new.get("batch_stats", {})
+
+    return Model(init, apply)
+
+
+def _nnx_model(make: Callable[[nnx.Rngs], nnx.Module], policy: mpjax.Policy | None) -> Model:
+    def split(rngs: nnx.Rngs) -> tuple[Any, ...]:
+        module = make(rngs)
+        if policy is not None:
+            module = mpjax.with_policy(module, policy)
+        return nnx.split(module, nnx.Param, nnx.BatchStat)
+
+    graphdef, *like = split(nnx.Rngs(0))
+
+    def init(key: jax.Array, images: jax.Array) -> Variables:
+        _, params, batch_stats = split(nnx.Rngs(key))
+        # Plain dictionaries: a checkpoint should not depend on a class of Flax.
+        return {"params": nnx.to_pure_dict(params), "batch_stats": nnx.to_pure_dict(batch_stats)}
+
+    def apply(variables: Variables, images: jax.Array, train: bool) -> tuple[jax.Array, Any]:
+        states = [jax.tree.map(lambda x: x, state) for state in like]  # copies: the next line fills them
+        for state, name in zip(states, ("params", "batch_stats"), strict=True):
+            nnx.replace_by_pure_dict(state, variables[name])
+        module: Any = nnx.merge(graphdef, *states)
+        module.train() if train else module.eval()
+        logits = module(images)
+        return logits, nnx.to_pure_dict(nnx.state(module, nnx.BatchStat))
+
+    return Model(init, apply)

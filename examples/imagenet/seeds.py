@@ -1,22 +1,23 @@
-"""`python -m examples.imagenet.seeds`: the same training with several policies and seeds, as one table."""
+"""`python -m examples.imagenet.seeds`: the same training in several precisions with several seeds, as one table."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import tyro
 
 import mpjax
 from examples.common.cli import UsageError, command_line, fail
+from examples.common.loop import Interrupted
+from examples.common.seeds import Column, Way, table, train_all
 from examples.imagenet.__main__ import final_line
 from examples.imagenet.config import Config
-from examples.imagenet.loop import Interrupted, run
+from examples.imagenet.modes import run
 
 PROGRAM = "python -m examples.imagenet.seeds"
 
@@ -31,52 +32,26 @@ class Seeds:
     amps: tuple[Literal["module", "autocast"], ...] = ("module", "autocast")
     """Ways to apply them; autocast only where it is one: it keeps parameters float32, and float32 as it is."""
 
-    seeds: tuple[int, ...] = (0, 1, 2)
+    loss_scales: tuple[str, ...] = ("dynamic", "1024")
+    """Loss scales of the policies that compute in float16; the others have the range to do without."""
+
+    seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
     """Seeds to train each of them with."""
 
     output: Path = Path("runs/imagenet-seeds")
     """Folder for a folder of each run and the table; runs that are there already are continued or reused."""
 
-
-def table(summaries: Sequence[dict[str, Any]]) -> str:
-    """The Markdown table of runs: a row for each policy and way, in the order in which they first appear."""
-    rows = [
-        "| policy | amp | test accuracy, mean | min | max | images/s | skipped steps |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for way in dict.fromkeys((summary["policy"], summary["amp"]) for summary in summaries):
-        runs = [summary for summary in summaries if (summary["policy"], summary["amp"]) == way]
-        accuracies = [summary["test_accuracy"] for summary in runs]
-        speed = statistics.median(summary["images_per_second"] for summary in runs)
-        skipped = sum(summary["skipped_steps"] for summary in runs)
-        rows.append(
-            f"| {way[0]} | {way[1]} | {statistics.mean(accuracies):.2%} | {min(accuracies):.2%} "
-            f"| {max(accuracies):.2%} | {speed:,.0f} | {skipped} |"
-        )
-    return "\n".join(rows)
-
-
-def train_all(seeds: Seeds, flags: Sequence[str]) -> list[dict[str, Any]]:
-    """Trains what is not there yet. Policies alternate, so that a slow minute of the machine hits all alike."""
-    summaries = []
-    for seed in seeds.seeds:
-        for policy, amp in itertools.product(seeds.policies, seeds.amps):
-            if amp == "autocast" and not _has_autocast_form(policy):
+    def ways(self) -> list[Way]:
+        """The flags of each row of the table."""
+        ways: list[Way] = []
+        for name, amp, scale in itertools.product(self.policies, self.amps, self.loss_scales):
+            policy = mpjax.get_policy(name)
+            if amp == "autocast" and (policy.param_dtype != "float32" or policy.compute_dtype == "float32"):
                 continue
-            output = seeds.output / f"{policy.replace('/', '_')}-{amp}-seed{seed}"
-            own = ["--policy", policy, "--amp", amp, "--seed", str(seed), "--output", str(output)]
-            # A folder without a checkpoint has nothing to go on from, and nothing to lose.
-            started = any((output / "checkpoints").glob("[0-9]*"))
-            resume = ["--resume"] if started else []
-            summary = run(tyro.cli(Config, prog=PROGRAM, args=[*flags, *own, *resume]))
-            print(f"seed {seed}: {final_line(summary)}\n")
-            summaries.append(summary)
-    return summaries
-
-
-def _has_autocast_form(name: str) -> bool:
-    policy = mpjax.get_policy(name)
-    return policy.param_dtype == "float32" and policy.compute_dtype != "float32"
+            way = {"policy": name, "amp": amp, "loss-scale": scale if policy.compute_dtype == "float16" else "1"}
+            if way not in ways:
+                ways.append(way)
+        return ways
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -84,12 +59,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     seeds, flags = tyro.cli(Seeds, prog=PROGRAM, args=arguments, return_unknown_args=True)
     try:
-        text = table(train_all(seeds, flags))
+        summaries = train_all(
+            seeds.ways(),
+            seeds.seeds,
+            seeds.output,
+            lambda own: run(tyro.cli(Config, prog=PROGRAM, args=[*flags, *own])),
+            final_line,
+        )
     except UsageError as error:
         fail(PROGRAM, error)
     except Interrupted as interrupted:
         print(f"{interrupted}; continue with:\n  {command_line(PROGRAM, arguments)}")
         return interrupted.exit_code
+    text = table(summaries, [Column("test accuracy", "test_accuracy")])
     (seeds.output / "results.md").write_text(text + "\n")
     print(text)
     return 0

@@ -1,4 +1,4 @@
-"""The model, the optimizer and the two jitted steps; what is about precision is in `mpjax.` calls."""
+"""The training state and the jitted steps; what is about precision is in `mpjax.` calls."""
 
 from __future__ import annotations
 
@@ -11,9 +11,18 @@ import numpy as np
 import optax
 
 import mpjax
+from examples.common.devices import DataParallel
 from examples.imagenet.config import Config
 from examples.imagenet.data import Array, Batch, Dataset
-from examples.imagenet.models import create_model
+from examples.imagenet.models import Variables, create_model
+from examples.imagenet.recipe import (
+    Hyperparameters,
+    create_optimizer,
+    is_update,
+    learning_rate_schedule,
+    mix_up,
+    update_ema,
+)
 
 
 class Totals(NamedTuple):
@@ -52,71 +61,74 @@ class TrainState(NamedTuple):
     batch_stats: Any
     opt_state: Any
     totals: Totals  # of the epoch so far
+    ema: Any  # the variables' moving average, float32; empty without --ema
 
 
 class Training(NamedTuple):
-    """A training set-up: pure functions, and the state that they start from."""
+    """A training set-up: pure functions, jitted."""
 
-    state: TrainState
+    policy: mpjax.Policy
+    init: jax.stages.Wrapped  # (key) -> TrainState
     train_step: jax.stages.Wrapped  # (TrainState, Batch) -> (TrainState, what the bar shows)
-    test_step: jax.stages.Wrapped  # (TrainState, Totals, Batch) -> Totals
+    test_step: jax.stages.Wrapped  # (Variables, Totals, Batch) -> Totals
+    predict_step: jax.stages.Wrapped  # (Variables, images) -> probabilities
     learning_rate: optax.Schedule
 
+    def weights(self, state: TrainState) -> Variables:
+        """What the model is tested and used with."""
+        if not state.ema:
+            return {"params": state.params, "batch_stats": state.batch_stats}
+        return state.ema | {"params": self.policy.cast_to_param(state.ema["params"])}
 
-def create_training(config: Config, dataset: Dataset, steps: int) -> Training:
+
+def create_training(
+    config: Config, dataset: Dataset, hyper: Hyperparameters, parallel: DataParallel | None = None
+) -> Training:
     """Builds model, optimizer and steps.
 
     Args:
         config: the flags.
         dataset: the training images; it gives the shape of an image and the classes.
-        steps: optimizer steps in the whole run, which the learning rate's schedule spans.
+        hyper: the recipe with all flags applied.
+        parallel: where the state is to live; by default where JAX puts it.
     """
     policy = mpjax.get_policy(config.policy)
-    model = create_model(config.model_name, len(dataset.classes))
-    if config.amp == "module":
-        model = mpjax.with_policy(model, policy)
-    apply = mpjax.autocast(model.apply, policy) if config.amp == "autocast" else model.apply
-    schedule = _schedule(config, dataset, steps)
-    tx = mpjax.loss_scale_for(policy, _optimizer(config, schedule, policy))
+    channels = dataset.image_shape[-1]
+    module_policy = policy if config.amp == "module" else None
+    model = create_model(config.model_name, len(dataset.classes), channels, module_policy)
+    # One program for training and one for testing, so that autocast sees `train` as the constant it is.
+    apply: dict[bool, Callable[..., Any]] = {}
+    for train in (False, True):
 
-    images = jnp.zeros((1, *dataset.image_shape))
-    # Runs once, and optimising its random numbers would take longer than all the rest of the start.
-    init = jax.jit(model.init, compiler_options={"xla_backend_optimization_level": 0})
-    variables = init(jax.random.key(config.seed), images)
-    params = policy.cast_to_param(variables["params"])
-    state = TrainState(jnp.zeros((), jnp.int32), params, variables["batch_stats"], tx.init(params), Totals.zero())
+        def forward(variables: Variables, images: jax.Array, train: bool = train) -> tuple[jax.Array, Any]:
+            return model.apply(variables, images, train)
+
+        apply[train] = mpjax.autocast(forward, policy) if config.amp == "autocast" else forward
+
+    schedule = learning_rate_schedule(hyper)
+    tx = create_optimizer(hyper, schedule, policy, config.loss_scale)
+
+    def init(key: jax.Array) -> TrainState:
+        variables = model.init(key, jnp.zeros((1, *dataset.image_shape)))
+        params, batch_stats = policy.cast_to_param(variables["params"]), variables["batch_stats"]
+        # In arrays of its own: the step donates both.
+        ema = jax.tree.map(lambda x: x + 0, variables) if hyper.ema else {}
+        return TrainState(jnp.zeros((), jnp.int32), params, batch_stats, tx.init(params), Totals.zero(), ema)
 
     prepare = _normaliser(dataset.mean, dataset.std)
-    train_step = _train_step(apply, tx, prepare, config.label_smoothing)
-    test_step = _test_step(apply, prepare)
     return Training(
-        state,
-        jax.jit(train_step, donate_argnums=0),
-        jax.jit(test_step, donate_argnums=1),
+        policy,
+        # Runs once, and optimising its random numbers would take longer than all the rest of the start.
+        jax.jit(
+            init,
+            out_shardings=None if parallel is None else parallel.replicated,
+            compiler_options={"xla_backend_optimization_level": 0},
+        ),
+        jax.jit(_train_step(apply[True], tx, prepare, hyper, config.seed), donate_argnums=0),
+        jax.jit(_test_step(apply[False], prepare), donate_argnums=1),
+        jax.jit(_predict_step(apply[False], prepare)),
         schedule,
     )
-
-
-def _schedule(config: Config, dataset: Dataset, steps: int) -> optax.Schedule:
-    warmup = min(round(config.warmup_epochs * (len(dataset) // config.batch_size)), steps // 2)
-    return optax.warmup_cosine_decay_schedule(0.0, config.learning_rate, warmup, steps)
-
-
-def _optimizer(config: Config, schedule: optax.Schedule, policy: mpjax.Policy) -> optax.GradientTransformation:
-    optimizer = optax.chain(
-        optax.add_decayed_weights(config.weight_decay, mask=_kernels),
-        # Gradients are float32 under every policy, so their running mean is too.
-        optax.sgd(schedule, momentum=config.momentum, nesterov=True, accumulator_dtype=jnp.float32),
-    )
-    if policy.param_dtype == policy.output_dtype:
-        return optimizer
-    # Half params under a float32 model (O2) need a float32 copy that small updates can add up in;
-    # a policy that is half throughout (O3) asks to do without.
-    return mpjax.master_weights(optimizer, policy)
-
-
-def _kernels(params: Any) -> Any:
-    return jax.tree.map(lambda x: x.ndim > 1, params)
 
 
 def _normaliser(mean: Sequence[float], std: Sequence[float]) -> Callable[[Array], jax.Array]:
@@ -125,30 +137,39 @@ def _normaliser(mean: Sequence[float], std: Sequence[float]) -> Callable[[Array]
     return lambda images: (jnp.asarray(images, jnp.float32) / 255 - means) / stds
 
 
-def _losses(logits: Array, labels: Array, smoothing: float = 0.0) -> jax.Array:
+def _losses(logits: Array, targets: Array) -> jax.Array:
     # In float32 also where the policy's output is half: the log-sum-exp needs the mantissa.
-    logits = logits.astype(jnp.float32)
-    targets = optax.smooth_labels(jax.nn.one_hot(labels, logits.shape[-1]), smoothing)
-    return optax.softmax_cross_entropy(logits, targets)
+    return optax.softmax_cross_entropy(logits.astype(jnp.float32), targets)
 
 
 def _train_step(
     apply: Callable[..., Any],
     tx: optax.GradientTransformation,
     prepare: Callable[[Array], jax.Array],
-    smoothing: float,
+    hyper: Hyperparameters,
+    seed: int,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, Any]]]:
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
+        key = jax.random.fold_in(jax.random.key(seed), state.step)
+        blend = mix_up(key, hyper.mixup, len(batch.labels))
+        images = blend(prepare(batch.images))
+
         def loss_fn(params: Any) -> tuple[jax.Array, Any]:
             variables = {"params": params, "batch_stats": state.batch_stats}
-            logits, new = apply(variables, prepare(batch.images), train=True, mutable=["batch_stats"])
-            losses = _losses(logits, batch.labels, smoothing)
-            return jnp.mean(losses), (losses, logits, new["batch_stats"])
+            logits, batch_stats = apply(variables, images)
+            targets = optax.smooth_labels(jax.nn.one_hot(batch.labels, logits.shape[-1]), hyper.label_smoothing)
+            losses = _losses(logits, blend(targets))
+            return jnp.mean(losses), (losses, logits, batch_stats)
 
         value_and_grad = mpjax.value_and_grad(loss_fn, state.opt_state, has_aux=True)
         (loss, (losses, logits, batch_stats)), grads = value_and_grad(state.params)
         params, opt_state = mpjax.apply_gradients(tx, grads, state.opt_state, state.params, value=loss)
         batch_stats = mpjax.keep_if_finite(opt_state, batch_stats, state.batch_stats)
+        ema = state.ema
+        if hyper.ema:
+            changed = is_update(opt_state, hyper.accumulate)
+            variables = {"params": params, "batch_stats": batch_stats}
+            ema = update_ema(ema, variables, state.step, hyper.ema, changed)
         totals = state.totals.add(losses, logits, batch.labels, batch.mask)
         shown = {
             "totals": totals,
@@ -156,17 +177,27 @@ def _train_step(
             "skipped_steps": opt_state.skipped_steps,
             "consecutive_skips": opt_state.consecutive_skips,
         }
-        return TrainState(state.step + 1, params, batch_stats, opt_state, totals), shown
+        return TrainState(state.step + 1, params, batch_stats, opt_state, totals, ema), shown
 
     return train_step
 
 
 def _test_step(
     apply: Callable[..., Any], prepare: Callable[[Array], jax.Array]
-) -> Callable[[TrainState, Totals, Batch], Totals]:
-    def test_step(state: TrainState, totals: Totals, batch: Batch) -> Totals:
-        variables = {"params": state.params, "batch_stats": state.batch_stats}
-        logits = apply(variables, prepare(batch.images), train=False)
-        return totals.add(_losses(logits, batch.labels), logits, batch.labels, batch.mask)
+) -> Callable[[Variables, Totals, Batch], Totals]:
+    def test_step(variables: Variables, totals: Totals, batch: Batch) -> Totals:
+        logits, _ = apply(variables, prepare(batch.images))
+        targets = jax.nn.one_hot(batch.labels, logits.shape[-1])
+        return totals.add(_losses(logits, targets), logits, batch.labels, batch.mask)
 
     return test_step
+
+
+def _predict_step(
+    apply: Callable[..., Any], prepare: Callable[[Array], jax.Array]
+) -> Callable[[Variables, Array], jax.Array]:
+    def predict_step(variables: Variables, images: Array) -> jax.Array:
+        logits, _ = apply(variables, prepare(images))
+        return jax.nn.softmax(logits.astype(jnp.float32))
+
+    return predict_step

@@ -1,0 +1,59 @@
+"""Data parallelism by `jax.sharding`: batches in equal parts over all devices, everything else on each of them."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from examples.common.cli import UsageError
+
+T = TypeVar("T")
+
+
+class DataParallel:
+    """Where arrays live. The program stays that of one device: XLA splits it, sums gradients, and shares statistics.
+
+    Args:
+        per_process: so many devices of each process; all without it.
+
+    Attributes:
+        count: devices of all processes together.
+        replicated, sharded: the shardings of a state and of a batch.
+    """
+
+    def __init__(self, per_process: int | None = None) -> None:
+        local = jax.local_device_count()
+        if per_process is not None and not 1 <= per_process <= local:
+            raise UsageError(f"--devices {per_process}: this machine has {local}; give 1 to {local}, or leave it out.")
+        chosen = [d for d in jax.devices() if per_process is None or d.id % local < per_process]
+        self.count = len(chosen)
+        mesh = Mesh(np.array(chosen), ("data",))
+        self.replicated = NamedSharding(mesh, PartitionSpec())
+        self.sharded = NamedSharding(mesh, PartitionSpec("data"))
+
+    def check(self, batch_size: int) -> None:
+        """Raises a `UsageError` for a batch that can not be split evenly."""
+        if batch_size % self.count:
+            raise UsageError(
+                f"--batch-size {batch_size} can not be divided among {self.count} devices; take a multiple of "
+                f"{self.count}, or fewer --devices."
+            )
+
+    def put(self, batch: T) -> T:
+        """A batch on its devices; each process gives the part that it has loaded, in the order of processes."""
+        return jax.tree.map(lambda x: jax.make_array_from_process_local_data(self.sharded, np.asarray(x)), batch)
+
+    def replicate(self, tree: T) -> T:
+        """A tree, the same in every process, on each device."""
+        return jax.device_put(tree, self.replicated)
+
+    def like_batch(self, batch: Any) -> Any:
+        """The abstract form of a batch that all processes together have in these shapes."""
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.sharded), batch)
+
+    def like_state(self, tree: Any) -> Any:
+        """The abstract form of a replicated tree."""
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.replicated), tree)

@@ -1,0 +1,62 @@
+"""Several processes of one run: `jax.distributed`, who writes, and what all of them agree on."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from examples.common.cli import UsageError
+
+
+def connect(coordinator: str | None, processes: int | None, process_id: int | None) -> None:
+    """Joins the processes of a run, before anything else of JAX is used; without a flag there is one process.
+
+    Args:
+        coordinator: `HOST:PORT` of process 0; a cluster that JAX knows (Slurm, TPU pods) needs no more than
+            `"auto"`.
+        processes, process_id: how many there are, and which of them this is.
+
+    Raises:
+        UsageError: flags that do not go together, or no connection.
+    """
+    if coordinator is None:
+        if processes is not None or process_id is not None:
+            raise UsageError("--processes and --process-id need --coordinator HOST:PORT, the address of process 0.")
+        return
+    try:
+        if coordinator == "auto":
+            jax.distributed.initialize()
+            return
+        if processes is None or process_id is None or not 0 <= process_id < processes:
+            raise UsageError(
+                f"--coordinator {coordinator} needs --processes N and --process-id 0 ... N-1, "
+                f"got --processes {processes} and --process-id {process_id}."
+            )
+        jax.distributed.initialize(coordinator, processes, process_id)
+    except (RuntimeError, ValueError) as error:
+        raise UsageError(f"--coordinator {coordinator}: the processes can not be joined: {error}") from error
+
+
+def is_main() -> bool:
+    """Whether this process is the one that prints and writes files."""
+    return jax.process_index() == 0
+
+
+def say(text: str) -> None:
+    """Prints, on one of the processes."""
+    if is_main():
+        print(text, flush=True)
+
+
+def on_any(*flags: bool) -> tuple[bool, ...]:
+    """For each flag whether it is set in any process. All of them must call this at the same place."""
+    if jax.process_count() == 1:
+        return flags
+    return tuple(bool(x) for x in multihost_utils.process_allgather(np.array(flags)).any(axis=0))
+
+
+def wait_for_all(name: str) -> None:
+    """Returns when every process has come to the place of that name."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(name)

@@ -1,0 +1,92 @@
+"""ResNet v1.5 in Flax Linen. Nothing here is about precision: `mpjax.with_policy` decides it from outside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+# Up to this side the stem keeps the resolution: an 8x8 digit halved twice has nothing left to convolve.
+SMALL_IMAGE = 32
+
+_conv = partial(nn.Conv, use_bias=False, kernel_init=nn.initializers.he_normal())
+
+
+class BasicBlock(nn.Module):
+    """Two 3x3 convolutions and a shortcut (He et al., 2015, https://arxiv.org/abs/1512.03385)."""
+
+    features: int
+    stride: int
+    norm: Callable[..., Any]
+    expansion = 1
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = _conv(self.features, (3, 3), self.stride, padding=1)(x)
+        y = nn.relu(self.norm()(y))
+        y = _conv(self.features, (3, 3), padding=1)(y)
+        # Each block starts as the identity, which is what lets deep ones train at once.
+        y = self.norm(scale_init=nn.initializers.zeros)(y)
+        return nn.relu(y + _shortcut(x, self.features, self.stride, self.norm))
+
+
+class Bottleneck(nn.Module):
+    """1x1, 3x3, 1x1 convolutions; the stride is in the 3x3 (the "v1.5" of ResNet-50)."""
+
+    features: int
+    stride: int
+    norm: Callable[..., Any]
+    expansion = 4
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = _conv(self.features, (1, 1))(x)
+        y = nn.relu(self.norm()(y))
+        y = _conv(self.features, (3, 3), self.stride, padding=1)(y)
+        y = nn.relu(self.norm()(y))
+        y = _conv(self.features * self.expansion, (1, 1))(y)
+        y = self.norm(scale_init=nn.initializers.zeros)(y)
+        return nn.relu(y + _shortcut(x, self.features * self.expansion, self.stride, self.norm))
+
+
+def _shortcut(x: jax.Array, features: int, stride: int, norm: Callable[..., Any]) -> jax.Array:
+    if x.shape[-1] == features and stride == 1:
+        return x
+    return norm(name="shortcut_norm")(_conv(features, (1, 1), stride, name="shortcut")(x))
+
+
+class ResNet(nn.Module):
+    """A residual network from images [batch, height, width, channels] to logits [batch, num_classes].
+
+    Args:
+        stage_sizes: blocks in each stage; each after the first halves the side and doubles the features.
+        block: `BasicBlock` or `Bottleneck`.
+        num_classes: how many logits.
+        width: features of the first stage.
+    """
+
+    stage_sizes: tuple[int, ...]
+    block: type[BasicBlock] | type[Bottleneck]
+    num_classes: int
+    width: int = 64
+
+    @nn.compact
+    def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
+        norm = partial(nn.BatchNorm, use_running_average=not train, momentum=0.9, epsilon=1e-5)
+        if x.shape[1] <= SMALL_IMAGE:
+            x = _conv(self.width, (3, 3), padding=1, name="stem")(x)
+            x = nn.relu(norm(name="stem_norm")(x))
+        else:
+            x = _conv(self.width, (7, 7), 2, padding=3, name="stem")(x)
+            x = nn.relu(norm(name="stem_norm")(x))
+            x = nn.max_pool(x, (3, 3), (2, 2), padding=((1, 1), (1, 1)))
+        for stage, blocks in enumerate(self.stage_sizes):
+            for index in range(blocks):
+                stride = 2 if stage > 0 and index == 0 else 1
+                x = self.block(self.width * 2**stage, stride, norm)(x)
+        x = jnp.mean(x, axis=(1, 2))
+        return nn.Dense(self.num_classes)(x)
