@@ -1,5 +1,8 @@
 """mpjax: mixed precision training for JAX and Flax."""
 
+import typing as _typing
+
+from mpjax._lazy import lazy as _lazy
 from mpjax.casting import AutocastWarning as AutocastWarning
 from mpjax.casting import Explanation as Explanation
 from mpjax.casting import Rules as Rules
@@ -29,5 +32,21 @@ from mpjax.modules import with_policy as with_policy
 from mpjax.policy import Policy as Policy
 from mpjax.policy import UnusedOverrideWarning as UnusedOverrideWarning
 from mpjax.policy import get_policy as get_policy
+
+if _typing.TYPE_CHECKING:
+    from mpjax import inspection as inspection
+    from mpjax.inspection import NonFinite as NonFinite
+    from mpjax.inspection import NumericsReport as NumericsReport
+    from mpjax.inspection import PrecisionReport as PrecisionReport
+    from mpjax.inspection import ProfileReport as ProfileReport
+    from mpjax.inspection import audit as audit
+    from mpjax.inspection import find_nonfinite as find_nonfinite
+    from mpjax.inspection import numerics as numerics
+    from mpjax.inspection import profile as profile
+else:
+    # A training run that inspects nothing pays for none of it.
+    _INSPECTION = "NonFinite NumericsReport PrecisionReport ProfileReport audit find_nonfinite numerics profile".split()
+    _HOMES = {"inspection": "mpjax.inspection"} | dict.fromkeys(_INSPECTION, "mpjax.inspection")
+    __getattr__, __dir__ = _lazy(__name__, _HOMES)
 
 __version__ = "0.1.0"

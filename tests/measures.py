@@ -72,8 +72,12 @@ def matmul_flops(eqn: Any) -> int:
         (contracted, _), _ = eqn.params["dimension_numbers"]
         return 2 * out * math.prod(lhs.shape[d] for d in contracted)
     if eqn.primitive.name == "conv_general_dilated":
-        features = rhs.shape[eqn.params["dimension_numbers"].rhs_spec[0]]
-        return 2 * out * math.prod(rhs.shape) // max(features, 1)
+        numbers = eqn.params["dimension_numbers"]
+        window = math.prod(rhs.shape[d] for d in numbers.rhs_spec[2:])
+        outputs, inputs = (rhs.shape[d] for d in numbers.rhs_spec[:2])
+        outputs //= eqn.params["feature_group_count"] * eqn.params["batch_group_count"]
+        # Seen from the input where that is less: a transposed convolution's other factors are zeros put in between.
+        return 2 * window * min(out * inputs, math.prod(lhs.shape) * outputs)
     return 2 * math.prod(lhs.shape) * rhs.shape[-1]
 
 

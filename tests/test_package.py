@@ -24,6 +24,19 @@ print(xla_bridge.backends_are_initialized(), any(m.split(".")[0] in ("flax", "ha
     assert run(code) == "False False"
 
 
+def test_inspection_is_imported_at_first_use_only():
+    code = """
+import sys, mpjax
+print("mpjax.inspection" in sys.modules, "audit" in dir(mpjax), callable(mpjax.audit))
+"""
+    assert run(code) == "False True True"
+
+
+def test_no_module_of_inspection_takes_the_place_of_a_function():
+    for path in (ROOT / "mpjax" / "inspection").glob("*.py"):
+        assert path.stem == "__init__" or path.stem not in dir(mpjax), path
+
+
 def test_plain_jax_use_never_loads_flax():
     code = """
 import sys, jax, jax.numpy as jnp, optax, mpjax
@@ -37,7 +50,9 @@ print("flax" in sys.modules)
 
 def test_public_names_have_docstrings_with_examples():
     without_example = {"LossScaleState", "MasterWeightsState", "Explanation", "check_progress"}
-    for name, value in vars(mpjax).items():
+    without_example |= {"NonFinite", "NumericsReport", "PrecisionReport", "ProfileReport"}  # results: see the functions
+    for name in dir(mpjax):
+        value = getattr(mpjax, name)
         if name.startswith("_") or inspect.ismodule(value):
             continue
         assert value.__doc__, name

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from mpjax._tables import table
 from mpjax.casting import versions
 from mpjax.casting.classify import join, tracked
 from mpjax.casting.islands import Island
@@ -94,16 +95,7 @@ class Explanation:
 
     def __str__(self) -> str:
         header = ("module", "line", "op", "runs", "MFLOP", "in", "out", "why")
-        lines = [header, *(_cells(row) for row in self.rows)]
-        widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
-        right = {3, 4}
-        text = [
-            "  ".join(
-                c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))
-            ).rstrip()
-            for line in lines
-        ]
-        text.insert(1, "  ".join("─" * w for w in widths))
+        text = table(header, [_cells(row) for row in self.rows], right={3, 4})
         return "\n".join([*text, "", *self._summary()])
 
     def _summary(self) -> list[str]:

@@ -41,8 +41,13 @@ def is_array(x: Any) -> bool:
     return isinstance(x, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct))
 
 
-def trace(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Program:
-    """Traces a call; whatever is no array is left out of the program, on the way in and on the way out."""
+def trace(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], planned: bool = True) -> Program:
+    """Traces a call; whatever is no array is left out of the program, on the way in and on the way out.
+
+    Args:
+        fun, args, kwargs: the call.
+        planned: whether the trace is going to be planned, so that an autocast inside must leave it to that plan.
+    """
     leaves, tree = jax.tree_util.tree_flatten_with_path((args, kwargs))
     where = [i for i, (_, leaf) in enumerate(leaves) if is_array(leaf)]
     out: dict[str, Any] = {}
@@ -56,11 +61,11 @@ def trace(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) 
         return [leaf for leaf in out["leaves"] if isinstance(leaf, jax.Array)]
 
     arrays = [leaves[i][1] for i in where]
-    nesting.tracing += 1
+    nesting.tracing += planned
     try:
         jaxpr = versions.trace(flat, *arrays)
     finally:
-        nesting.tracing -= 1
+        nesting.tracing -= planned
 
     def rebuild(results: Sequence[Any]) -> Any:
         rest = iter(results)
@@ -209,3 +214,9 @@ def planned_call(fun: Callable[..., Any], args: Any, kwargs: Any) -> Plan:
         raise ValueError(f"explain: the policy {policy} computes in {policy.compute_dtype}, so autocast has no plan.")
     call, args, kwargs, _ = _functional(inner, args, kwargs)
     return plan_program(trace(call, args, kwargs), setting)
+
+
+def traced_call(fun: Callable[..., Any], args: Any, kwargs: Any) -> Program:
+    """The program of a call as it runs, with what autocast does in it."""
+    call, args, kwargs, _ = _functional(fun, args, kwargs)
+    return trace(call, args, kwargs, planned=False)

@@ -6,6 +6,7 @@ Nothing else in `mpjax` imports `jax._src` or asks for a version.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -134,9 +135,24 @@ class EquationContext:
         self._source.__exit__(*exception)
 
 
-def source_line(eqn: Any) -> str:
-    """The user's line that an equation comes from, as `file.py:12`; empty if unknown."""
-    frame = source_info_util.user_frame(eqn.source_info.traceback)
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+
+
+_LAYERS = tuple(f"{os.sep}{library}{os.sep}" for library in ("flax", "haiku", "equinox"))
+
+
+def source_line(eqn: Any, in_layer: bool = True) -> str:
+    """The user's line that an equation comes from, not one of mpjax, as `file.py:12`; empty if unknown.
+
+    Args:
+        eqn: the equation.
+        in_layer: whether it may be a line of a library of layers; if not, the line that called the layer.
+    """
+    frames = [
+        f for f in source_info_util.user_frames(eqn.source_info.traceback) if not f.file_name.startswith(_PACKAGE)
+    ]
+    outside = [] if in_layer else [f for f in frames if not any(layer in f.file_name for layer in _LAYERS)]
+    frame = next(iter(outside or frames), None)
     return f"{frame.file_name.rsplit('/', 1)[-1]}:{frame.start_line}" if frame else ""
 
 
@@ -155,6 +171,12 @@ def with_weak_type(x: Any, aval: Any) -> Any:
     if not aval.weak_type or jax.typeof(x).weak_type:
         return x
     return _convert_element_type(x, aval.dtype, weak_type=True)
+
+
+def vary(x: Any, axes: tuple[Any, ...]) -> Any:
+    """Lets an array differ along axes of a mesh, in a `shard_map` that keeps account of it."""
+    missing = tuple(axis for axis in axes if axis not in jax.typeof(x).vma)
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
 def is_shaped(aval: Any) -> bool:

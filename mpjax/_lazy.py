@@ -1,0 +1,30 @@
+"""Names of a package that are imported at their first use."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+
+def lazy(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], Iterable[str]]]:
+    """A package's `__getattr__` and `__dir__`, for names that it does not import with itself (PEP 562).
+
+    Args:
+        package: the package's `__name__`.
+        homes: the module that defines each name; a module that defines its own name is the value itself.
+    """
+
+    def getattribute(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}", name=name, obj=sys.modules[package])
+        module = importlib.import_module(homes[name])
+        value = module if homes[name] == f"{package}.{name}" else getattr(module, name)
+        setattr(sys.modules[package], name, value)
+        return value
+
+    def directory() -> Iterable[str]:
+        return sorted({*vars(sys.modules[package]), *homes})
+
+    return getattribute, directory

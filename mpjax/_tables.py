@@ -1,0 +1,57 @@
+"""Tables in plain text: aligned columns that fit a terminal."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Collection, Sequence
+
+GAP = "  "
+_NARROWEST = 8
+
+
+def table(
+    header: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[int] = (), width: int | None = None
+) -> list[str]:
+    """The lines of a table: the header, a rule, and the rows.
+
+    Args:
+        header: the columns' names.
+        rows: cells, as many in each row as the header has.
+        right: which columns are aligned to the right.
+        width: the most characters in a line. Where it is exceeded, the widest of the left-aligned columns get
+            narrower: the last one is wrapped, of others the end of a cell is shown (a module path's own name).
+
+    Example:
+        >>> print("\\n".join(table(("op", "runs"), [("dot_general", "12")], right={1})))
+        op           runs
+        ───────────  ────
+        dot_general    12
+    """
+    widths = _widths([header, *rows], right, width)
+    last = len(header) - 1
+    lines = [_line(header, widths, right), GAP.join("─" * w for w in widths)]
+    for row in rows:
+        cells = [
+            c if i == last or len(c) <= w else "…" + c[1 - w :]
+            for i, (c, w) in enumerate(zip(row, widths, strict=True))
+        ]
+        wrapped = [cells[last]] if last in right else textwrap.wrap(cells[last], widths[last]) or [""]
+        lines.append(_line([*cells[:last], wrapped[0]], widths, right))
+        lines += [_line([*("" for _ in cells[:last]), more], widths, right) for more in wrapped[1:]]
+    return lines
+
+
+def _line(cells: Sequence[str], widths: Sequence[int], right: Collection[int]) -> str:
+    pairs = enumerate(zip(cells, widths, strict=True))
+    return GAP.join(c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in pairs).rstrip()
+
+
+def _widths(lines: Sequence[Sequence[str]], right: Collection[int], width: int | None) -> list[int]:
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    flexible = [i for i in range(len(widths)) if i not in right]
+    while width is not None and flexible and sum(widths) + len(GAP) * (len(widths) - 1) > width:
+        widest = max(flexible, key=lambda i: widths[i])
+        if widths[widest] <= _NARROWEST:
+            break
+        widths[widest] -= 1
+    return widths

@@ -1,0 +1,139 @@
+"""A program as a graph: which equation makes each value and which read it, across the functions called inside."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from mpjax.casting import versions
+from mpjax.casting.walker import Site, inner_jaxprs, site_of
+
+INPUT, CONSTANT, MADE = "input", "constant", "made"
+
+# Their one program runs once, on the equation's operands, as if it stood there itself.
+_INLINED = frozenset(
+    """jit pjit closed_call core_call custom_jvp_call custom_vjp_call remat2 checkpoint shard_map""".split()
+)
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Value:
+    """One array of a program; two are the same if they are the same object.
+
+    Args:
+        aval: its shape and dtype.
+        kind: `INPUT` of the whole program, `CONSTANT`, or `MADE` by an equation.
+        constant: the array or number, if it is a constant.
+        whole: the value over all devices, of which this is one device's part.
+    """
+
+    aval: Any
+    kind: str = MADE
+    constant: Any = None
+    whole: Value | None = None
+
+    @property
+    def bytes(self) -> int:
+        """Its size in memory; 0 for what is no array."""
+        return self.aval.size * self.aval.dtype.itemsize if versions.is_shaped(self.aval) else 0
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Node:
+    """An equation, the values it reads and writes, and the programs inside (bodies of loops, branches)."""
+
+    site: Site
+    reads: tuple[Value, ...]
+    writes: tuple[Value, ...]
+    inner: tuple[Flow, ...] = ()
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Flow:
+    """A program with what is called inside put in its place.
+
+    Args:
+        inputs: what comes in; of a body, the values outside where every turn reads the same.
+        nodes: in the program's order.
+        outputs: what goes out.
+        operands: for each input of a body, the position of the operand outside that it comes from.
+    """
+
+    inputs: tuple[Value, ...]
+    nodes: list[Node]
+    outputs: tuple[Value, ...]
+    operands: tuple[int, ...] = ()
+
+    def all_nodes(self) -> Iterator[Node]:
+        """The nodes of all levels."""
+        for node in self.nodes:
+            yield node
+            for inner in node.inner:
+                yield from inner.all_nodes()
+
+
+def flow_of(jaxpr: Any) -> Flow:
+    """The graph of a closed jaxpr."""
+    inputs = [Value(v.aval, INPUT) for v in versions.open_jaxpr(jaxpr).jaxpr.invars]
+    return _flow(jaxpr, inputs, None)
+
+
+def _flow(jaxpr: Any, inputs: Sequence[Value], around: Site | None, operands: tuple[int, ...] = ()) -> Flow:
+    opened, consts = versions.open_jaxpr(jaxpr)
+    values = dict(zip(opened.invars, inputs, strict=True))
+    # The constants of an open jaxpr are not known here; they are no one's result all the same.
+    known = list(consts) or [None] * len(opened.constvars)
+    values |= {v: Value(v.aval, CONSTANT, c) for v, c in zip(opened.constvars, known, strict=True)}
+
+    def value(v: Any) -> Value:
+        return Value(v.aval, CONSTANT, v.val) if isinstance(v, versions.Literal) else values[v]
+
+    nodes: list[Node] = []
+    for eqn in opened.eqns:
+        site = site_of(eqn, around)
+        reads = tuple(map(value, eqn.invars))
+        if eqn.primitive.name in _INLINED:
+            (inner,) = inner_jaxprs(eqn)
+            called = _flow(inner, _arguments(inner, reads), site)
+            nodes += called.nodes
+            values |= zip(eqn.outvars, called.outputs, strict=True)
+            continue
+        writes = tuple(Value(v.aval) for v in eqn.outvars)
+        values |= zip(eqn.outvars, writes, strict=True)
+        nodes.append(Node(site, reads, writes, tuple(_bodies(eqn, reads, site))))
+    return Flow(tuple(inputs), nodes, tuple(map(value, opened.outvars)), operands)
+
+
+def _arguments(jaxpr: Any, reads: Sequence[Value]) -> list[Value]:
+    """The values as a function inside sees them: in a `shard_map`, the part of one device."""
+    shapes = [v.aval for v in versions.open_jaxpr(jaxpr).jaxpr.invars]
+    return [
+        read
+        if getattr(aval, "shape", None) == getattr(read.aval, "shape", None)
+        else Value(aval, read.kind, whole=read)
+        for read, aval in zip(reads, shapes, strict=True)
+    ]
+
+
+def _bodies(eqn: Any, reads: Sequence[Value], site: Site) -> Iterator[Flow]:
+    """The programs inside an equation that is no call. What changes from turn to turn is a new value there."""
+    for inner, operands, invariant in _programs(eqn):
+        shapes = [v.aval for v in versions.open_jaxpr(inner).jaxpr.invars]
+        inputs = [reads[i] if i in invariant else Value(aval) for i, aval in zip(operands, shapes, strict=True)]
+        yield _flow(inner, inputs, site, tuple(operands))
+
+
+def _programs(eqn: Any) -> Iterator[tuple[Any, Sequence[int], range]]:
+    """Each inner program with the operand for each of its inputs, and which operands every turn reads alike."""
+    name, params, operands = eqn.primitive.name, eqn.params, range(len(eqn.invars))
+    if name == "scan":
+        yield params["jaxpr"], operands, range(versions.scan_split(params)[0])
+    elif name == "cond":
+        for branch in params["branches"]:
+            yield branch, operands[1:], operands
+    elif name == "while":
+        condition, body = params["cond_nconsts"], params["body_nconsts"]
+        carry = operands[condition + body :]
+        yield params["cond_jaxpr"], [*operands[:condition], *carry], operands[: condition + body]
+        yield params["body_jaxpr"], operands[condition:], operands[: condition + body]

@@ -1,0 +1,123 @@
+"""What all reports have in common: sections that print as text and as one HTML page, and JSON."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import html
+import json
+import os
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from mpjax._tables import table
+
+WIDTH = 100
+
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """One part of a report: a heading, a paragraph, a table, and in HTML a figure.
+
+    Args:
+        title: the heading; empty for none.
+        text: lines above the table.
+        header: the table's columns; empty if there is no table.
+        rows: its cells.
+        right: the columns that are aligned to the right.
+        figure: HTML, an inline `<svg>` for instance, for the page alone.
+        shown: how many rows are printed; the page and JSON have all.
+    """
+
+    title: str
+    text: str = ""
+    header: Sequence[str] = ()
+    rows: Sequence[Sequence[str]] = ()
+    right: Collection[int] = ()
+    figure: str = ""
+    shown: int = 20
+
+    def lines(self) -> list[str]:
+        """The section as it is printed."""
+        lines = [self.title] if self.title else []
+        lines += self.text.splitlines()
+        if self.header and self.rows:
+            lines += table(self.header, self.rows[: self.shown], self.right, WIDTH)
+            if len(self.rows) > self.shown:
+                lines.append(f"… and {len(self.rows) - self.shown} more (to_html and to_json have all)")
+        return lines
+
+    def html(self) -> str:
+        """The section as a part of a page."""
+        parts = [f"<h2>{html.escape(self.title)}</h2>"] if self.title else []
+        parts += [f"<p>{html.escape(line)}</p>" for line in self.text.splitlines() if line]
+        parts += [self.figure] if self.figure else []
+        if self.header and self.rows:
+            parts.append(
+                f"<table>{self._row(self.header, 'th')}{''.join(self._row(r, 'td') for r in self.rows)}</table>"
+            )
+        return "\n".join(parts)
+
+    def _row(self, cells: Sequence[str], tag: str) -> str:
+        kind = [' class="right"' if i in self.right else "" for i in range(len(cells))]
+        return f"<tr>{''.join(f'<{tag}{k}>{html.escape(c)}</{tag}>' for c, k in zip(cells, kind, strict=True))}</tr>\n"
+
+
+class Report(abc.ABC):
+    """A result that prints as text and is written as JSON or as one HTML page without external resources.
+
+    A subclass gives its `title`, its `sections` and `to_dict`.
+    """
+
+    title: str
+
+    @abc.abstractmethod
+    def sections(self) -> list[Section]:
+        """The report for people."""
+
+    @abc.abstractmethod
+    def to_dict(self) -> dict[str, Any]:
+        """The report for programs: only what JSON has."""
+
+    def __str__(self) -> str:
+        return "\n\n".join("\n".join(lines) for section in self.sections() if (lines := section.lines()))
+
+    def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
+        """The report as JSON text, also written to `path` if one is given."""
+        return written(json.dumps(self.to_dict(), indent=2, ensure_ascii=False, allow_nan=False) + "\n", path)
+
+    def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
+        """The report as one self-contained HTML page, also written to `path` if one is given."""
+        body = "\n".join(f"<section>{section.html()}</section>" for section in self.sections())
+        return written(_PAGE.format(title=html.escape(self.title), body=body), path)
+
+
+def amount(number: float, unit: str) -> str:
+    """A number of FLOPs or bytes with three digits and a prefix, as `4.09 GFLOP`."""
+    for prefix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            return f"{number / size:.3g} {prefix}{unit}"
+    return f"{number:.3g} {unit}"
+
+
+def written(text: str, path: str | os.PathLike[str] | None) -> str:
+    """The text, once it is in the file at `path` if one is given."""
+    if path is not None:
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(text)
+    return text
+
+
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>
+body {{ font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 75em; padding: 0 1em; color: #222; }}
+table {{ border-collapse: collapse; font-size: 13px; }}
+td, th {{ padding: 2px 10px; text-align: left; vertical-align: top; border-bottom: 1px solid #ddd; }}
+td {{ font-family: ui-monospace, monospace; }}
+.right {{ text-align: right; }}
+svg text {{ font: 12px system-ui, sans-serif; }}
+</style></head><body>
+<h1>{title}</h1>
+{body}
+</body></html>
+"""

@@ -1,0 +1,108 @@
+"""What follows from an inf or NaN and from the same point in float32: the cause in words, and whose fault it is."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+
+@dataclasses.dataclass(frozen=True)
+class Evidence:
+    """What was seen where an inf or NaN was made.
+
+    Args:
+        primitive: the operation.
+        kind: `"inf"` or `"nan"`.
+        half: the half dtype of the operation or else of the program; None if it has none.
+        half_here: whether the operation itself reads or gives half.
+        operands: the elements that the element was made from, NaN where that can't be said (a matmul).
+        operands32: the same where the whole program runs in float32; empty if the point was not reached there.
+        local: the element, if this one operation runs in float32.
+        float32: the element, if the whole program runs in float32; None if the point was not reached there.
+        backward: whether it is in the backward pass.
+        constant: whether the operation only reads an infinite constant.
+    """
+
+    primitive: str
+    kind: str
+    half: str | None
+    half_here: bool
+    operands: tuple[float, ...]
+    operands32: tuple[float, ...]
+    local: float
+    float32: float | None
+    backward: bool
+    constant: bool
+
+
+def verdict_of(found: Evidence) -> str:
+    """The cause and what to do, in one sentence."""
+    if found.constant:
+        what = "an infinite constant" if found.kind == "inf" else "a constant NaN"
+        return f"{what} of the program, read here, reaches the result: look at the mask or the initial value"
+    cause = _cause(found.primitive, found.operands, found.kind)
+    value = found.local if found.float32 is None else found.float32
+    if not math.isfinite(value):
+        fails = "float32 fails too" if found.half else "the program is in float32 here"
+        return "; ".join([*([cause] if cause else []), f"{fails}: look at the data or model"])
+    if found.half is None:  # the probe of float32 runs the same program
+        return "; ".join([*([cause] if cause else []), "look at the data or model"])
+    shown = f"(float32 value {number(value)})"
+    if found.kind == "inf" and found.half_here and not _divides_by_zero(cause):
+        text = f"overflow of {found.half} here {shown}"
+        if found.backward:
+            text += "; in the backward pass: if the loss is scaled, a smaller loss scale keeps it in range"
+        return text
+    lost = _lost(found, cause)
+    return f"{cause or 'NaN'} in {found.half} alone {shown}{lost}: keep this part in float32"
+
+
+def number(value: float) -> str:
+    """A number for people: `91,200`, `0.001234`, `1.2e+09`."""
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.4g}"
+
+
+def _divides_by_zero(cause: str) -> bool:
+    return "zero" in cause
+
+
+def _lost(found: Evidence, cause: str) -> str:
+    """Which operand float16 made zero, if that is what happened."""
+    for here, there in zip(found.operands, found.operands32, strict=False):
+        if here == 0 and there != 0 and math.isfinite(there) and _divides_by_zero(cause):
+            return f", because {found.half} flushed {number(there)} to zero"
+    return ""
+
+
+def _cause(primitive: str, operands: tuple[float, ...], kind: str) -> str:
+    """The cause in words where the operands say it; empty otherwise."""
+    x = operands[0] if operands else math.nan
+    y = operands[1] if len(operands) > 1 else math.nan
+    match primitive:
+        case "div" | "rem" if y == 0:
+            return "0/0" + ", a division of zero by zero" if x == 0 else "division by zero"
+        case "log" | "log2" if x == 0:
+            return "log of zero"
+        case "log" | "log2" if x < 0:
+            return f"log of a negative number ({number(x)})"
+        case "log1p" if x <= -1:
+            return "log of zero" if x == -1 else f"log of a negative number (1 + {number(x)})"
+        case "sqrt" | "rsqrt" if x < 0:
+            return f"square root of a negative number ({number(x)})"
+        case "rsqrt" if x == 0:
+            return "division by zero (rsqrt of zero)"
+        case "pow" | "integer_pow" if x == 0:
+            return "a negative power of zero"
+        case "pow" if x < 0 and kind == "nan":
+            return f"a fractional power of a negative number ({number(x)})"
+        case "asin" | "acos" | "atanh" | "erf_inv" if abs(x) >= 1:
+            return f"{primitive} of {number(x)}, outside its domain"
+        case "exp" | "exp2" | "expm1" if kind == "inf":
+            return f"exponential of {number(x)}" if math.isfinite(x) else ""
+        case "sub" | "add" | "add_any" if kind == "nan":
+            return "inf - inf"
+        case "mul" if kind == "nan":
+            return "0 * inf"
+        case "gather" if kind == "nan":
+            return "an index out of bounds, which jnp.take and x[i] in mode 'fill' answer with NaN"
+    return ""
