@@ -12,6 +12,7 @@ import scipy.fft
 import scipy.signal
 import soundfile
 
+import mpjax
 from examples.common.cli import UsageError
 from examples.speech.alphabet import Alphabet
 from examples.speech.audio import read_audio
@@ -286,6 +287,14 @@ def test_padding_changes_no_frame():
         assert not values[item, frames[item] :].any()
     np.testing.assert_allclose(values[0].mean(axis=0), 0, atol=1e-5)
     np.testing.assert_allclose(values[0].std(axis=0), 1, atol=1e-3)
+
+
+def test_features_stay_in_float32_under_autocast():
+    audio = jax.ShapeDtypeStruct((2, 4000), jnp.float32)
+    step = lambda x: jnp.sum(Features().compute(x) @ jnp.ones((40, 8)))
+    plan = mpjax.explain(step, audio)
+    # The mel filters, then the model.
+    assert [row.dtypes_in[0] for row in plan.rows if row.op == "dot_general"] == ["float32", "float16"]
 
 
 # Augmentation.

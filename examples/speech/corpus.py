@@ -164,7 +164,7 @@ def _spoken(rng: np.random.Generator, text: str, variants: Sequence[str]) -> Spo
     """A text in the mouth of a random speaker, whose tempo and pitch vary a little from time to time."""
     number = int(rng.integers(len(variants)))
     voice = f"{_ACCENTS[number % len(_ACCENTS)]}+{variants[number]}"
-    tempo, pitch = 170 + 10 * (number * 3 % 5), 35 + 6 * (number * 2 % 6)
+    tempo, pitch = 145 + 10 * (number * 3 % 5), 35 + 6 * (number * 2 % 6)
     return Spoken(text, voice, tempo + int(rng.integers(-8, 9)), pitch + int(rng.integers(-4, 5)))
 
 
