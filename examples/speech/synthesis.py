@@ -6,6 +6,7 @@ the same utterances in the same order speaks the same samples, bit for bit.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import struct
@@ -48,15 +49,16 @@ def synthesize(utterances: Sequence[Spoken]) -> Iterator[tuple[np.ndarray, int]]
         assert process.stderr
         try:
             # It reads all before it speaks, so neither side waits for the other with a full pipe.
-            process.stdin.write(json.dumps(utterances).encode())
-            process.stdin.close()
+            with contextlib.suppress(BrokenPipeError):  # it says on stderr why it ended
+                process.stdin.write(json.dumps(utterances).encode())
+                process.stdin.close()
             for _ in utterances:
-                header = process.stdout.read(8)
-                if len(header) < 8:
+                rate, size = struct.unpack("<II", process.stdout.read(8) or bytes(8))
+                samples = process.stdout.read(size)
+                if not size or len(samples) < size:
                     message = process.stderr.read().decode(errors="replace").strip()
                     raise SynthesisError(message.splitlines()[-1] if message else "espeak-ng ended without a word")
-                rate, size = struct.unpack("<II", header)
-                yield np.frombuffer(process.stdout.read(size), "<i2"), rate
+                yield np.frombuffer(samples, "<i2"), rate
         finally:
             process.kill()
 
