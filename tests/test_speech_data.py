@@ -379,5 +379,8 @@ def test_every_utterance_is_evaluated_once(speech, batch_size):
     batches = list(buckets.evaluation_batches())
     counted = np.concatenate([batch.indices[batch.weights > 0] for batch in batches])
     assert sorted(counted.tolist()) == list(range(20))
+    # No more are padded to the longest length than must be.
+    short = np.count_nonzero(speech.samples <= buckets.shapes[0].samples)
+    assert sum(batch.audio.shape[1] == buckets.shapes[0].samples for batch in batches) == short // batch_size
     lengths = np.concatenate([batch.audio_lengths[batch.weights > 0] for batch in batches])
     np.testing.assert_array_equal(lengths, speech.samples[counted])

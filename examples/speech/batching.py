@@ -113,14 +113,14 @@ class Buckets:
         rng = np.random.default_rng((seed, epoch))
         order = rng.permutation(len(self._speech))[: self.steps * self._batch_size]
         draw = self._perturbation.draw(rng, len(self._speech))
-        plans = self._plans(order, draw)
-        return self._load_all([plans[i] for i in rng.permutation(len(plans))[first:]])
+        plans = self._plans(order, self._perturbation, draw)
+        return self._load_all([plans[i] for i in rng.permutation(len(plans))[first:]], self._perturbation)
 
     def evaluation_batches(self) -> Iterator[Batch]:
         """All utterances once as they are, from short to long; the last batch is filled up."""
-        count = len(self._speech)
-        unchanged = Perturbation.draw(NO_PERTURBATION, np.random.default_rng(0), count)
-        return self._load_all(self._plans(np.argsort(self._speech.samples, kind="stable"), unchanged), False)
+        order = np.argsort(self._speech.samples, kind="stable")
+        unchanged = NO_PERTURBATION.draw(np.random.default_rng(0), len(order))
+        return self._load_all(self._plans(order, NO_PERTURBATION, unchanged), NO_PERTURBATION)
 
     def _edges(self, features: Features, count: int) -> list[int]:
         samples = self._speech.samples
@@ -132,8 +132,8 @@ class Buckets:
         rounded = -(-(frames + 1) // _FRAMES) * _FRAMES
         return [features.samples(int(size)) for size in np.unique(rounded)]
 
-    def _plans(self, order: np.ndarray, draw: Draw) -> list[_Plan]:
-        lengths = self._perturbation.lengths(self._speech.samples[order], draw.speeds[order])
+    def _plans(self, order: np.ndarray, perturbation: Perturbation, draw: Draw) -> list[_Plan]:
+        lengths = perturbation.lengths(self._speech.samples[order], draw.speeds[order])
         bucket_of = np.searchsorted([shape.samples for shape in self.shapes], lengths)
         plans: list[_Plan] = []
         rest = order[:0]
@@ -145,8 +145,7 @@ class Buckets:
             rest = members[full:]
         return [*plans, _plan(self.shapes[-1], rest, draw)] if len(rest) else plans
 
-    def _load_all(self, plans: Sequence[_Plan], perturb: bool = True) -> Iterator[Batch]:
-        perturbation = self._perturbation if perturb else NO_PERTURBATION
+    def _load_all(self, plans: Sequence[_Plan], perturbation: Perturbation) -> Iterator[Batch]:
         batches = grain.MapDataset.source(plans).map(lambda plan: self._load(plan, perturbation))
         options = grain.ReadOptions(num_threads=self._workers, prefetch_buffer_size=self._workers * _AHEAD)
         return iter(batches.to_iter_dataset(options))
