@@ -43,6 +43,7 @@ class TrainState(NamedTuple):
     """All that a step changes, and so all that a checkpoint holds."""
 
     step: jax.Array  # shape=(), dtype=int32
+    seed: jax.Array  # shape=(), dtype=uint32: here and not in the program, which so is the same for every seed
     params: Any
     stats: Any  # of batch normalisation
     opt_state: Any
@@ -50,13 +51,11 @@ class TrainState(NamedTuple):
     not_finite: jax.Array  # shape=(utterances,), dtype=int32: how often the loss of each was inf or NaN
 
 
-class Training(NamedTuple):
-    """A training set-up: pure functions, and the state that they start from."""
+class Variables(NamedTuple):
+    """What a trained model is."""
 
-    state: TrainState
-    train_step: Any  # jitted (state, batch) -> (state, shown); donates the state
-    test_step: Any  # jitted (state, batch, beam=0) -> (losses, Decoded)
-    learning_rate: optax.Schedule
+    params: Any
+    stats: Any
 
 
 class Applied(NamedTuple):
@@ -67,7 +66,44 @@ class Applied(NamedTuple):
     stats: Any
 
 
-Apply = Callable[..., Applied]
+class Network(NamedTuple):
+    """The model of the flags as pure functions, in their precision."""
+
+    init: Callable[[Array], Variables]  # of a seed
+    # (params, stats, features, lengths, key=None); a key means training: dropout draws from it, and the statistics
+    # are those of the batch.
+    apply: Callable[..., Applied]
+
+
+class Training(NamedTuple):
+    """A training set-up: pure functions."""
+
+    init: Callable[[Array], TrainState]  # of a seed
+    train_step: Any  # jitted (state, batch) -> (state, shown); donates the state
+    learning_rate: optax.Schedule
+
+
+def create_network(config: Config, labels: int) -> Network:
+    """The model with its policy; `labels` are its outputs, characters and the blank."""
+    policy = mpjax.get_policy(config.policy)
+
+    def create(seed: Array) -> nnx.Module:
+        model = create_model(config, labels, nnx.Rngs(jax.random.key(seed)))
+        return mpjax.with_policy(model, policy) if config.amp == "module" else model
+
+    graph = nnx.graphdef(nnx.eval_shape(lambda: create(jnp.zeros((), jnp.uint32))))
+
+    def apply(params: Any, stats: Any, features: Array, lengths: Array, key: jax.Array | None = None) -> Applied:
+        # A copy: the state came in from outside this trace, where it may not be changed.
+        model = nnx.merge(graph, params, stats, copy=True)
+        rngs = None if key is None else nnx.Rngs(dropout=key)
+        logits, lengths = model(features, lengths, train=key is not None, rngs=rngs)
+        return Applied(logits, lengths, nnx.state(model, nnx.BatchStat))
+
+    return Network(
+        lambda seed: Variables(*nnx.split(create(seed), nnx.Param, ...)[1:]),
+        mpjax.autocast(apply, policy) if config.amp == "autocast" else apply,
+    )
 
 
 def create_training(config: Config, labels: int, utterances: int, steps: int, epoch_steps: int) -> Training:
@@ -80,49 +116,47 @@ def create_training(config: Config, labels: int, utterances: int, steps: int, ep
         steps: optimizer steps in the whole run, which the learning rate's schedule spans.
         epoch_steps: of one epoch.
     """
-    policy = mpjax.get_policy(config.policy)
-    apply, params, stats = create_apply(config, labels)
+    policy, network = mpjax.get_policy(config.policy), create_network(config, labels)
     warmup = min(round(config.warmup_epochs * epoch_steps), steps // 2)
     schedule = optax.warmup_cosine_decay_schedule(0.0, config.learning_rate, warmup, steps)
     tx = mpjax.loss_scale_for(policy, _optimizer(config, schedule, policy))
-    state = TrainState(
-        jnp.zeros((), jnp.int32), params, stats, tx.init(params), Totals.zero(), jnp.zeros(utterances, jnp.int32)
-    )
+
+    def init(seed: Array) -> TrainState:
+        params, stats = network.init(seed)
+        step, not_finite = jnp.zeros((), jnp.int32), jnp.zeros(utterances, jnp.int32)
+        return TrainState(step, jnp.uint32(seed), params, stats, tx.init(params), Totals.zero(), not_finite)
+
     return Training(
-        state,
-        jax.jit(_train_step(config, apply, tx), donate_argnums=0),
-        jax.jit(_test_step(config, apply), static_argnames="beam"),
+        init,
+        jax.jit(_train_step(config, network, tx), donate_argnums=0),
         schedule,
     )
 
 
-def create_apply(config: Config, labels: int) -> tuple[Apply, Any, Any]:
-    """The model as a function `apply(params, stats, features, lengths, key=None)`, in the precision of the flags.
+def create_test_step(config: Config, labels: int, beam: int = 0) -> Any:
+    """Jitted (variables, batch) → (losses, Decoded): by the greedy decoder, or with a beam of so many prefixes."""
+    network = create_network(config, labels)
 
-    A key means training: dropout draws from it, and the statistics are those of the batch.
+    def test_step(variables: Variables, batch: Batch) -> tuple[jax.Array, Decoded]:
+        features, lengths, readable = _finite_features(config, batch.audio, batch.audio_lengths)
+        applied = network.apply(*variables, features, lengths)
+        return jnp.where(readable, _losses(applied, batch), jnp.nan), _decode(applied, beam)
 
-    Returns:
-        The function, its parameters, and its batch statistics.
-    """
-    policy = mpjax.get_policy(config.policy)
+    return jax.jit(test_step)
 
-    def create() -> nnx.Module:
-        model = create_model(config, labels, nnx.Rngs(config.seed))
-        return mpjax.with_policy(model, policy) if config.amp == "module" else model
 
-    graph = nnx.graphdef(nnx.eval_shape(create))
-    # Runs once, and optimising its random numbers would take longer than all the rest of the start.
-    init = jax.jit(lambda: nnx.state(create(), nnx.Param, ...), compiler_options={"xla_backend_optimization_level": 0})
-    params, stats = init()
+def create_transcribe_step(config: Config, labels: int, beam: int = 0) -> Any:
+    """Jitted (variables, audio, lengths) → Decoded, as of `create_test_step`."""
+    network = create_network(config, labels)
 
-    def apply(params: Any, stats: Any, features: Array, lengths: Array, key: jax.Array | None = None) -> Applied:
-        # A copy: the state came in from outside this trace, where it may not be changed.
-        model = nnx.merge(graph, params, stats, copy=True)
-        rngs = None if key is None else nnx.Rngs(dropout=key)
-        logits, lengths = model(features, lengths, train=key is not None, rngs=rngs)
-        return Applied(logits, lengths, nnx.state(model, nnx.BatchStat))
+    def transcribe_step(variables: Variables, audio: Array, lengths: Array) -> Decoded:
+        return _decode(network.apply(*variables, *config.front_end(audio, lengths)), beam)
 
-    return (mpjax.autocast(apply, policy) if config.amp == "autocast" else apply), params, stats
+    return jax.jit(transcribe_step)
+
+
+def _decode(applied: Applied, beam: int) -> Decoded:
+    return beam_search(*applied[:2], beam) if beam else greedy(*applied[:2])
 
 
 def _optimizer(config: Config, schedule: optax.Schedule, policy: mpjax.Policy) -> optax.GradientTransformation:
@@ -156,28 +190,28 @@ def _losses(applied: Applied, batch: Batch) -> jax.Array:
     return optax.ctc_loss(logits, frame_padding, batch.labels, label_padding)
 
 
-def _finite_features(config: Config, batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _finite_features(config: Config, audio: Array, audio_lengths: Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Features and lengths, and of which utterances they are finite.
 
     A file with a NaN in it has no loss; zeros in its place keep it from taking the batch's statistics with it.
     """
-    features, lengths = config.front_end(batch.audio, batch.audio_lengths)
+    features, lengths = config.front_end(audio, audio_lengths)
     finite = jnp.all(jnp.isfinite(features), axis=(1, 2))
     return jnp.where(finite[:, None, None], features, 0), lengths, finite
 
 
 def _train_step(
-    config: Config, apply: Apply, tx: optax.GradientTransformation
+    config: Config, network: Network, tx: optax.GradientTransformation
 ) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, Any]]]:
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
-        masks, dropout = jax.random.split(jax.random.fold_in(jax.random.key(config.seed), state.step))
-        features, lengths, readable = _finite_features(config, batch)
+        masks, dropout = jax.random.split(jax.random.fold_in(jax.random.key(state.seed), state.step))
+        features, lengths, readable = _finite_features(config, batch.audio, batch.audio_lengths)
         if config.augment:
             features = spec_augment(masks, features, lengths)
         counted = readable & (batch.weights > 0)
 
         def loss_fn(params: Any) -> tuple[jax.Array, Any]:
-            applied = apply(params, state.stats, features, lengths, dropout)
+            applied = network.apply(params, state.stats, features, lengths, dropout)
             losses = _losses(applied, batch)
             mean = jnp.sum(jnp.where(counted, losses, 0)) / jnp.maximum(jnp.sum(counted), 1)
             return mean, (jnp.where(readable, losses, jnp.nan), applied.stats)
@@ -197,18 +231,6 @@ def _train_step(
             "skipped_steps": opt_state.skipped_steps,
             "consecutive_skips": opt_state.consecutive_skips,
         }
-        return TrainState(state.step + 1, params, stats, opt_state, totals, not_finite), shown
+        return TrainState(state.step + 1, state.seed, params, stats, opt_state, totals, not_finite), shown
 
     return train_step
-
-
-def _test_step(config: Config, apply: Apply) -> Callable[..., tuple[jax.Array, Decoded]]:
-    def test_step(state: TrainState, batch: Batch, beam: int = 0) -> tuple[jax.Array, Decoded]:
-        features, lengths, readable = _finite_features(config, batch)
-        applied = apply(state.params, state.stats, features, lengths)
-        losses = jnp.where(readable, _losses(applied, batch), jnp.nan)
-        logits = applied.logits.astype(jnp.float32)
-        decoded = beam_search(logits, applied.lengths, beam) if beam else greedy(logits, applied.lengths)
-        return losses, decoded
-
-    return test_step
