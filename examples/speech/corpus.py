@@ -8,9 +8,11 @@ from __future__ import annotations
 import csv
 import dataclasses
 import hashlib
+import io
 import json
 import os
 import shutil
+import sys
 import tempfile
 from calendar import monthrange
 from collections.abc import Iterator, Sequence
@@ -171,7 +173,10 @@ def _spoken(rng: np.random.Generator, text: str, variants: Sequence[str]) -> Spo
 def _write(folder: Path, plan: dict[str, list[Spoken]]) -> None:
     everything = [spoken for part in plan.values() for spoken in part]
     try:
-        voices = iter(tqdm(synthesize(everything), "speaking", len(everything), unit="utterance", leave=False))
+        # Redrawing means a new line in a log file: there now and then is enough.
+        pace = 0.2 if sys.stderr.isatty() else 10.0
+        bar = tqdm(synthesize(everything), "speaking", len(everything), unit="utterance", leave=False, mininterval=pace)
+        voices = iter(bar)
         for split, part in plan.items():
             _write_split(folder, split, part, voices)
     except SynthesisError as error:
@@ -192,8 +197,10 @@ def _write_split(folder: Path, split: str, part: Sequence[Spoken], voices: Itera
             path = folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
             wave = resample(samples.astype(np.float32) / 2**15, *resampling_ratio(rate))
-            soundfile.write(path, wave, SAMPLE_RATE, subtype="PCM_16")
-            rows.writerow([name.as_posix(), path.stat().st_size, spoken.text])
+            # By way of memory: soundfile waits for the disk at the end of each file.
+            content = io.BytesIO()
+            soundfile.write(content, wave, SAMPLE_RATE, format="WAV", subtype="PCM_16")
+            rows.writerow([name.as_posix(), path.write_bytes(content.getvalue()), spoken.text])
 
 
 def _library_version() -> str:
