@@ -140,7 +140,7 @@ def create_test_step(config: Config, labels: int, beam: int = 0) -> Any:
     def test_step(variables: Variables, batch: Batch) -> tuple[jax.Array, Decoded]:
         features, lengths, readable = _finite_features(config, batch.audio, batch.audio_lengths)
         applied = network.apply(*variables, features, lengths)
-        return jnp.where(readable, _losses(applied, batch), jnp.nan), _decode(applied, beam)
+        return jnp.where(readable, ctc_losses(applied, batch), jnp.nan), _decode(applied, beam)
 
     return jax.jit(test_step)
 
@@ -182,7 +182,7 @@ def _kernels(params: Any) -> Any:
     return jax.tree.map(lambda x: x.ndim > 1, params)
 
 
-def _losses(applied: Applied, batch: Batch) -> jax.Array:
+def ctc_losses(applied: Applied, batch: Batch) -> jax.Array:
     """CTC loss of each utterance; in float32 also where the policy's output is half: it adds exps over all frames."""
     logits = applied.logits.astype(jnp.float32)
     frame_padding = 1.0 - time_mask(applied.lengths, logits.shape[1])
@@ -212,7 +212,7 @@ def _train_step(
 
         def loss_fn(params: Any) -> tuple[jax.Array, Any]:
             applied = network.apply(params, state.stats, features, lengths, dropout)
-            losses = _losses(applied, batch)
+            losses = ctc_losses(applied, batch)
             mean = jnp.sum(jnp.where(counted, losses, 0)) / jnp.maximum(jnp.sum(counted), 1)
             return mean, (jnp.where(readable, losses, jnp.nan), applied.stats)
 
