@@ -141,9 +141,13 @@ def test_unusable_files_are_skipped_named_and_counted(tmp_path, capsys):
     soundfile.write(tmp_path / "nan.wav", np.where(np.arange(16_000) == 5, np.nan, noise), 16_000, subtype="FLOAT")
     soundfile.write(tmp_path / "silent.wav", noise, 16_000)
     soundfile.write(tmp_path / "no-samples.wav", noise[:0], 16_000)
+    whole = (tmp_path / "good.wav").read_bytes()
+    (tmp_path / "cut.wav").write_bytes(whole[: len(whole) // 2])
+    # A header written to a pipe, before it was known how much would follow.
+    (tmp_path / "piped.wav").write_bytes(whole.replace(b"data" + whole[40:44], b"data" + b"\xff" * 4))
     (tmp_path / "empty.wav").write_bytes(b"")
     (tmp_path / "text.wav").write_text("this is no audio at all")
-    names = ("good.wav", "cut.flac", "nan.wav", "no-samples.wav", "empty.wav", "text.wav", "gone.wav")
+    names = ("piped.wav", "cut.flac", "nan.wav", "cut.wav", "no-samples.wav", "empty.wav", "text.wav", "gone.wav")
     path = write_csv(tmp_path, *((name, "a") for name in names), ("silent.wav", ""))
     speech = open_speech(path, max_skipped=0.9)
     assert [path.name for path in speech.paths] == list(names[:3])
@@ -151,7 +155,7 @@ def test_unusable_files_are_skipped_named_and_counted(tmp_path, capsys):
     (batch,) = Buckets(speech, 3, Features()).evaluation_batches()
     assert sorted(zip(batch.indices.tolist(), batch.weights.tolist(), strict=True)) == [(-1, 0), (-1, 0), (0, 1)]
     assert not batch.audio[batch.weights == 0].any()
-    assert len(speech.skipped) == 7
+    assert len(speech.skipped) == 8
     said = capsys.readouterr().err
     for name in (*names[1:], "silent.wav"):
         assert f"skipped: {tmp_path / name} (" in said
@@ -161,10 +165,10 @@ def test_unusable_files_are_skipped_named_and_counted(tmp_path, capsys):
         "not readable as audio": 1,
         "it can not be opened": 1,
         "its transcript is empty": 1,
-        "damaged": 1,
+        "damaged": 2,
         "it holds NaN or infinite samples": 1,
     }
-    with pytest.raises(UsageError, match=r"2 of 8 files can not be used.*--max-skipped 0.01"):
+    with pytest.raises(UsageError, match=r"2 of 9 files can not be used.*--max-skipped 0.01"):
         open_speech(path)
     strict = open_speech(write_csv(tmp_path, ("good.wav", "a"), ("cut.flac", "b")), max_skipped=0)
     with pytest.raises(UsageError, match=r"cut.flac' \(damaged"):  # from a thread that loads

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,6 +12,10 @@ import numpy as np
 import soundfile
 
 SAMPLE_RATE = 16_000
+
+_CUT_SHORT = re.compile(r"^data : (\d+) \(should be (\d+)\)", re.MULTILINE)
+# Programs that write to a pipe promise as much as the header can hold, or nearly so, as they do not know better.
+_STREAMED = 0x7FFF_0000
 
 
 class AudioError(Exception):
@@ -66,10 +71,21 @@ def _open(path: Path) -> soundfile.SoundFile:
         raise AudioError(f"it can not be opened: {error.strerror}") from error
     except soundfile.SoundFileError as error:
         raise AudioError(f"not readable as audio: {_reason(error)}") from error
-    if file.frames <= 0:
+    try:
+        _check(file)
+    except AudioError:
         file.close()
-        raise AudioError("it holds no samples")
+        raise
     return file
+
+
+def _check(file: soundfile.SoundFile) -> None:
+    # libsndfile reads what there is of a WAV file that was cut short, and says so only in its log.
+    cut = _CUT_SHORT.search(file.extra_info)
+    if cut and int(cut[1]) < _STREAMED:
+        raise AudioError(f"damaged: cut short, {cut[2]} bytes of audio where its header promises {cut[1]}")
+    if file.frames <= 0:
+        raise AudioError("it holds no samples")
 
 
 def resample(samples: np.ndarray, up: int, down: int) -> np.ndarray:
