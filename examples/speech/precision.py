@@ -19,7 +19,7 @@ from examples.speech.batching import Batch, Buckets
 from examples.speech.config import Config
 from examples.speech.inference import trained_config, trained_variables
 from examples.speech.task import open_data
-from examples.speech.training import ctc_losses, create_network
+from examples.speech.training import create_network, ctc_losses
 
 PROGRAM = "python -m examples.speech.precision"
 
@@ -88,8 +88,8 @@ def kept(config: Config, labels: int, variables: Any, batch: Batch) -> list[str]
         report = mpjax.audit(jax.grad(loss_fn), variables.params, batch)
         risks = [f"{risk.op} at {risk.source}" for risk in report.risks if risk.kind in _RISKS]
         lines.append(
-            f"--amp {amp}: {report.half_share:.1%} of all matmul FLOPs in half (the rest: mel bands and CTC); exp, log and "
-            f"sums in half: {'; '.join(risks) or 'none'}"
+            f"--amp {amp}: {report.half_share:.1%} of all matmul FLOPs in half (the rest: mel bands and CTC); "
+            f"exp, log and sums in half: {'; '.join(risks) or 'none'}"
         )
     return lines
 

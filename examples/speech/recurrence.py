@@ -1,8 +1,8 @@
 """Recurrent layers: the inputs of all time steps in one matmul, then one small matmul a step.
 
-What adds up over time does so in float32: the state, which a policy leaves in the dtype it starts in, and the gradient
-of the recurrent kernel. Differentiating a scan would add that up step by step in the kernel's dtype, which is half under
-a policy; here it is one matmul over all steps.
+What adds up over time does so in float32: the state, which a policy leaves in the dtype it starts in, and the
+gradient of the recurrent kernel. Differentiating a scan would add that up step by step in the kernel's dtype, which is
+half under a policy; here it is one matmul over all steps.
 """
 
 from __future__ import annotations
