@@ -7,11 +7,12 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import ArrayLike
 
 
-def time_mask(lengths: jax.Array, frames: int) -> jax.Array:
+def time_mask(lengths: ArrayLike, frames: int) -> jax.Array:
     """Which of `frames` are there: lengths [batch] → bool [batch, frames]."""
-    return jnp.arange(frames) < lengths[:, None]
+    return jnp.arange(frames) < jnp.asarray(lengths)[:, None]
 
 
 def masked(x: jax.Array, mask: jax.Array) -> jax.Array:

@@ -168,7 +168,7 @@ class Tester:
         """What the model writes for each utterance, with `beam` prefixes, or greedily for 0."""
         if beam not in self._steps:
             self.compile(variables, beam)
-        found = []
+        found: list[Transcribed] = []
         for batch in self._buckets.evaluation_batches():
             between_steps()
             outputs = jax.device_get(self._steps[beam][batch.audio.shape[1]](variables, batch))

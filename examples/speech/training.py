@@ -62,7 +62,7 @@ class Applied(NamedTuple):
     """What a call of the model gives."""
 
     logits: jax.Array  # [batch, frames, labels]
-    lengths: jax.Array  # [batch], in frames
+    lengths: Array  # [batch], in frames
     stats: Any
 
 
