@@ -1,0 +1,1 @@
+"""The speech training example: DeepSpeech models with CTC, in mixed precision."""

@@ -1,0 +1,73 @@
+"""The characters that a model writes, as labels; a file of them in DeepSpeech's format."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+from examples.common.cli import UsageError
+
+ENGLISH = " abcdefghijklmnopqrstuvwxyz'"
+
+
+class Alphabet:
+    """Labels 1, 2, ... for characters, in their order; label 0 is CTC's blank.
+
+    Attributes:
+        characters: those of label 1, 2, ...
+        labels: how many labels there are, with the blank: the outputs of a model.
+    """
+
+    def __init__(self, characters: str = ENGLISH) -> None:
+        self.characters = characters
+        self.labels = len(characters) + 1
+        self._label_of = {character: label for label, character in enumerate(characters, start=1)}
+
+    @classmethod
+    def read(cls, path: Path) -> Alphabet:
+        r"""Reads DeepSpeech's `alphabet.txt`: UTF-8, a character a line, `#` starts a comment, `\#` is the character.
+
+        A line with nothing but a space is the space.
+
+        Raises:
+            UsageError: the file can not be read, or a line is not one character, or is one for the second time.
+        """
+        try:
+            lines = path.read_text(encoding="utf-8").split("\n")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else error.strerror
+            raise UsageError(f"alphabet {str(path)!r} can not be read: {reason}.") from error
+        while lines and not lines[-1]:
+            lines.pop()
+        found: dict[str, int] = {}
+        for number, raw in enumerate(lines, start=1):
+            line = raw.removesuffix("\r")
+            if line.startswith("#"):
+                continue
+            character = line.removeprefix("\\") if line == "\\#" else line
+            if len(character) != 1:
+                what = "is empty; the space is a line with one space in it" if not character else f"has {character!r}"
+                raise UsageError(f"alphabet {str(path)!r}, line {number} {what}: give one character a line.")
+            if character in found:
+                raise UsageError(
+                    f"alphabet {str(path)!r}: {character!r} is in line {found[character]} and again in line {number}; "
+                    "remove one of them."
+                )
+            found[character] = number
+        if not found:
+            raise UsageError(f"alphabet {str(path)!r} has no characters: give one a line (# starts a comment).")
+        return cls("".join(found))
+
+    def unknown(self, text: str) -> str:
+        """The characters of `text` that have no label, each once, in order."""
+        return "".join(dict.fromkeys(character for character in text if character not in self._label_of))
+
+    def encode(self, text: str) -> np.ndarray:
+        """Labels of a text, [characters], int32; a KeyError names a character that has none."""
+        return np.array([self._label_of[character] for character in text], np.int32)
+
+    def decode(self, labels: Iterable[int]) -> str:
+        """The text of labels; blanks write nothing."""
+        return "".join(self.characters[label - 1] for label in labels if label)

@@ -1,0 +1,123 @@
+"""Audio files as float32 samples at 16 kHz, one channel, by soundfile and polyphase resampling."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import soundfile
+
+SAMPLE_RATE = 16_000
+
+_CUT_SHORT = re.compile(r"^data : (\d+) \(should be (\d+)\)", re.MULTILINE)
+# Programs that write to a pipe promise as much as the header can hold, or nearly so, as they do not know better.
+_STREAMED = 0x7FFF_0000
+
+
+class AudioError(Exception):
+    """A file that is no usable audio; the text is the reason, without the file's name."""
+
+
+class AudioInfo(NamedTuple):
+    """What the header of a file says."""
+
+    samples: int  # at 16 kHz
+    sample_rate: int  # of the file
+    channels: int
+
+
+def probe(path: Path) -> AudioInfo:
+    """Reads the header of an audio file.
+
+    Raises:
+        AudioError: it is missing, of no known format, or empty.
+    """
+    with _open(path) as file:
+        return AudioInfo(
+            resampled_length(file.frames, *resampling_ratio(file.samplerate)), file.samplerate, file.channels
+        )
+
+
+def read_audio(path: Path) -> np.ndarray:
+    """The samples of a file, [samples], float32, -1..1: resampled to 16 kHz, channels averaged.
+
+    Raises:
+        AudioError: as for `probe`, or it can not be decoded, or holds NaN or infinite samples.
+    """
+    with _open(path) as file:
+        promised, rate = file.frames, file.samplerate
+        try:
+            channels = file.read(dtype="float32", always_2d=True)
+        except soundfile.SoundFileError as error:
+            raise AudioError(f"damaged: {_reason(error)}") from error
+    if len(channels) != promised:
+        raise AudioError(f"damaged: {len(channels)} samples where its header promises {promised}")
+    if not np.isfinite(channels).all():
+        raise AudioError("it holds NaN or infinite samples")
+    mono = channels[:, 0] if channels.shape[1] == 1 else channels.mean(axis=1)
+    return resample(mono, *resampling_ratio(rate))
+
+
+def _open(path: Path) -> soundfile.SoundFile:
+    try:
+        if path.stat().st_size == 0:
+            raise AudioError("the file is empty (0 bytes)")
+        file = soundfile.SoundFile(path)
+    except OSError as error:
+        raise AudioError(f"it can not be opened: {error.strerror}") from error
+    except soundfile.SoundFileError as error:
+        raise AudioError(f"not readable as audio: {_reason(error)}") from error
+    try:
+        _check(file)
+    except AudioError:
+        file.close()
+        raise
+    return file
+
+
+def _check(file: soundfile.SoundFile) -> None:
+    # libsndfile reads what there is of a WAV file that was cut short, and says so only in its log.
+    cut = _CUT_SHORT.search(file.extra_info)
+    if cut and int(cut[1]) < _STREAMED:
+        raise AudioError(f"damaged: cut short, {cut[2]} bytes of audio where its header promises {cut[1]}")
+    if file.frames <= 0:
+        raise AudioError("it holds no samples")
+
+
+def resample(samples: np.ndarray, up: int, down: int) -> np.ndarray:
+    """Resamples float32 samples by the ratio up/down with a polyphase filter (Kaiser window)."""
+    if up == down:
+        return samples
+    # Only here: importing it takes longer than reading thousands of files.
+    from scipy.signal import resample_poly
+
+    return resample_poly(samples, up, down, window=_filter(up, down)).astype(np.float32)
+
+
+@functools.lru_cache(maxsize=32)
+def _filter(up: int, down: int) -> np.ndarray:
+    """The low-pass filter that resample_poly would design again for each file (Kaiser, 10 zero crossings)."""
+    from scipy.signal import firwin
+
+    widest = max(up, down)
+    return firwin(20 * widest + 1, 1 / widest, window=("kaiser", 5.0)).astype(np.float32)
+
+
+def resampled_length(samples: Any, up: Any, down: Any) -> Any:
+    """How many samples `resample` makes of so many, integers or arrays of them: rounded up."""
+    return -(-samples * up // down)
+
+
+def resampling_ratio(rate: int) -> tuple[int, int]:
+    """What to resample by (up, down) to come from `rate` to 16 kHz, in lowest terms."""
+    common = math.gcd(rate, SAMPLE_RATE)
+    return SAMPLE_RATE // common, rate // common
+
+
+def _reason(error: Exception) -> str:
+    # soundfile's own text repeats the path before the reason.
+    return str(getattr(error, "error_string", error)).strip().rstrip(".")

@@ -1,0 +1,168 @@
+"""Batches of utterances of like length, in an order that follows from seed and epoch alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import grain
+import jax
+import numpy as np
+
+from examples.common.cli import UsageError
+from examples.speech.augmentation import NO_PERTURBATION, Draw, Perturbation
+from examples.speech.dataset import Speech
+from examples.speech.features import Features
+
+Array = np.ndarray | jax.Array
+
+# Lengths of batches, in frames, are multiples of this: some stay multiples of 8 after the model's strides.
+_FRAMES = 16
+# Batches that each thread prepares while the device works on earlier ones.
+_AHEAD = 2
+
+
+class Batch(NamedTuple):
+    """Utterances of one bucket; entries whose weight is 0 fill the batch up and count for nothing.
+
+    Filling entries have length 0 in audio and in labels. Behind an utterance's length are zeros.
+    """
+
+    audio: Array  # [batch, samples], float32 in -1..1, 16 kHz
+    audio_lengths: Array  # [batch], int32, in samples
+    labels: Array  # [batch, characters], int32; 0 is CTC's blank and fills up
+    label_lengths: Array  # [batch], int32
+    weights: Array  # [batch], float32: 1 for an utterance, 0 for filling
+    indices: Array  # [batch], int32: of the utterances in their dataset (the filling's are -1)
+
+
+class Shape(NamedTuple):
+    """The shape that the batches of a bucket have: what a step is compiled for."""
+
+    batch: int
+    samples: int
+    characters: int
+
+    def zeros(self) -> Batch:
+        """A batch of this shape with nothing but filling."""
+        size = self.batch
+        return Batch(
+            np.zeros((size, self.samples), np.float32),
+            np.zeros(size, np.int32),
+            np.zeros((size, self.characters), np.int32),
+            np.zeros(size, np.int32),
+            np.zeros(size, np.float32),
+            np.full(size, -1, np.int32),
+        )
+
+
+class _Plan(NamedTuple):
+    """A batch that is not loaded yet."""
+
+    shape: Shape
+    indices: np.ndarray  # [batch or fewer]
+    draw: Draw  # for those
+
+
+def check_batch_size(speech: Speech, batch_size: int) -> None:
+    """An epoch must hold one full batch: the utterances that are left over in an epoch are dropped."""
+    if batch_size > len(speech):
+        raise UsageError(
+            f"--batch-size {batch_size} is larger than the data: {speech.name} has {len(speech)} training utterances. "
+            f"Give at most {len(speech)}."
+        )
+
+
+class Buckets:
+    """A few lengths that the batches of a dataset are padded to, each compiled for once.
+
+    What is left over in a bucket goes to the next longer one, so every training batch is full.
+
+    Args:
+        speech: the utterances; later changes of it are not seen.
+        batch_size: utterances in a batch.
+        features: give the frames, which come in multiples of 16.
+        count: of buckets, at most.
+        perturbation: of the utterances in training.
+        workers: threads that load batches.
+
+    Attributes:
+        shapes: all that batches will have, from short to long.
+        steps: batches in a training epoch, the same in each.
+    """
+
+    def __init__(
+        self,
+        speech: Speech,
+        batch_size: int,
+        features: Features,
+        count: int = 4,
+        perturbation: Perturbation = NO_PERTURBATION,
+        workers: int = 2,
+    ) -> None:
+        self._speech, self._perturbation, self._workers = speech, perturbation, workers
+        self._batch_size, self.steps = batch_size, len(speech) // batch_size
+        characters = max(len(labels) for labels in speech.labels)
+        self.shapes = tuple(Shape(batch_size, samples, characters) for samples in self._edges(features, count))
+
+    def train_batches(self, seed: int, epoch: int, first: int = 0) -> Iterator[Batch]:
+        """The batches of one epoch from number `first` on: shuffled, perturbed, all of them full.
+
+        A file that turns out to be no good leaves an entry of weight 0.
+        """
+        rng = np.random.default_rng((seed, epoch))
+        order = rng.permutation(len(self._speech))[: self.steps * self._batch_size]
+        draw = self._perturbation.draw(rng, len(self._speech))
+        plans = self._plans(order, self._perturbation, draw)
+        return self._load_all([plans[i] for i in rng.permutation(len(plans))[first:]], self._perturbation)
+
+    def evaluation_batches(self) -> Iterator[Batch]:
+        """All utterances once as they are, from short to long; the last batch is filled up."""
+        order = np.argsort(self._speech.samples, kind="stable")
+        unchanged = NO_PERTURBATION.draw(np.random.default_rng(0), len(order))
+        return self._load_all(self._plans(order, NO_PERTURBATION, unchanged), NO_PERTURBATION)
+
+    def _edges(self, features: Features, count: int) -> list[int]:
+        samples = self._speech.samples
+        slowest = min(self._perturbation.speeds)
+        longest = self._perturbation.lengths(samples.max(), np.array(self._perturbation.speeds.index(slowest)))
+        quantiles = np.quantile(samples, np.arange(1, count) / count)
+        frames = features.frames(np.array([*quantiles.astype(np.int64), int(longest)]))
+        # One more than the frames of a length holds any remainder of a hop.
+        rounded = -(-(frames + 1) // _FRAMES) * _FRAMES
+        return [features.samples(int(size)) for size in np.unique(rounded)]
+
+    def _plans(self, order: np.ndarray, perturbation: Perturbation, draw: Draw) -> list[_Plan]:
+        lengths = perturbation.lengths(self._speech.samples[order], draw.speeds[order])
+        bucket_of = np.searchsorted([shape.samples for shape in self.shapes], lengths)
+        plans: list[_Plan] = []
+        rest = order[:0]
+        for number, shape in enumerate(self.shapes):
+            members = np.concatenate([rest, order[bucket_of == number]])
+            full = len(members) // self._batch_size * self._batch_size
+            parts = np.split(members[:full], range(self._batch_size, full, self._batch_size)) if full else []
+            plans += [_plan(shape, part, draw) for part in parts]
+            rest = members[full:]
+        return [*plans, _plan(self.shapes[-1], rest, draw)] if len(rest) else plans
+
+    def _load_all(self, plans: Sequence[_Plan], perturbation: Perturbation) -> Iterator[Batch]:
+        batches = grain.MapDataset.source(plans).map(lambda plan: self._load(plan, perturbation))
+        options = grain.ReadOptions(num_threads=self._workers, prefetch_buffer_size=self._workers * _AHEAD)
+        return iter(batches.to_iter_dataset(options))
+
+    def _load(self, plan: _Plan, perturbation: Perturbation) -> Batch:
+        batch = plan.shape.zeros()
+        for row, (index, speed, gain) in enumerate(zip(plan.indices, *plan.draw, strict=True)):
+            audio = self._speech.load(int(index))
+            if audio is None:
+                continue
+            audio, labels = perturbation.apply(audio, int(speed), gain), self._speech.labels[index]
+            batch.audio[row, : len(audio)] = audio
+            batch.labels[row, : len(labels)] = labels
+            batch.audio_lengths[row], batch.label_lengths[row] = len(audio), len(labels)
+            batch.weights[row], batch.indices[row] = 1, index
+        return batch
+
+
+def _plan(shape: Shape, indices: np.ndarray, draw: Draw) -> _Plan:
+    return _Plan(shape, indices, Draw(draw.speeds[indices], draw.gains[indices]))

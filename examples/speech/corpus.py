@@ -1,0 +1,210 @@
+"""The example's own corpus: digits, dates and commands spoken by espeak-ng, on disk in Mozilla's format.
+
+No speaker and no text of the test set is in the training set.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import hashlib
+import io
+import json
+import os
+import shutil
+import sys
+import tempfile
+from calendar import monthrange
+from collections.abc import Iterator, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import soundfile
+from tqdm import tqdm
+
+from examples.common.cli import UsageError
+from examples.speech.audio import SAMPLE_RATE, resample, resampling_ratio
+from examples.speech.synthesis import Spoken, SynthesisError, synthesize
+
+DEFAULT_CACHE = Path("runs/speech-corpus")
+
+# Voice variants of espeak-ng that speak clearly; a speaker is one of them with an accent, a tempo and a pitch.
+# None with `breath` in its definition (f2, f3, f5, Alicia, ...): those never speak the same samples twice.
+_TRAIN_VARIANTS = (
+    "m1 m3 m4 m7 m8 f1 f4 aunty klatt klatt4 Alex Andrea Annie Denis Gene Jacky Mario Michael adam belinda edward "
+    "gustave john linda max pablo quincy rob steph zac"
+).split()
+_TEST_VARIANTS = "m2 m5 anika shelby klatt2 Lee".split()
+_ACCENTS = "en-us en en-gb-scotland en-gb-x-rp en-us-nyc en-gb-x-gbcwmd".split()
+
+_DIGITS = "zero one two three four five six seven eight nine".split()
+_TEENS = "ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen".split()
+_TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
+_ORDINALS = (
+    "first second third fourth fifth sixth seventh eighth ninth tenth eleventh twelfth thirteenth fourteenth "
+    "fifteenth sixteenth seventeenth eighteenth nineteenth"
+).split()
+_MONTHS = "january february march april may june july august september october november december".split()
+_DAYS = "monday tuesday wednesday thursday friday saturday sunday".split()
+_ROOMS = "kitchen bedroom hall garden office".split()
+_DEVICES = "light fan heater radio".split()
+_CARDINALS = [*_DIGITS, *_TEENS, *(f"{ten} {unit}".rstrip() for ten in _TENS for unit in ["", *_DIGITS[1:]])]
+_DAYS_OF_MONTH = [*_ORDINALS, "twentieth", *(f"twenty {unit}" for unit in _ORDINALS[:9]), "thirtieth", "thirty first"]
+
+# More than this many different short texts would be searched for in vain.
+_MAX_UTTERANCES = 20_000
+
+
+class Corpus(NamedTuple):
+    """Two files in Mozilla's CSV format."""
+
+    train: Path
+    test: Path
+
+
+@dataclasses.dataclass(frozen=True)
+class CorpusSize:
+    """How many utterances there are, and the seed of their texts and speakers."""
+
+    train: int = 2400
+    test: int = 240
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.train < 1 or self.test < 1 or self.train + self.test > _MAX_UTTERANCES:
+            raise UsageError(
+                f"a corpus of {self.train} training and {self.test} test utterances: there can be at least one of each "
+                f"and at most {_MAX_UTTERANCES} together (there are no more short texts)."
+            )
+
+
+def make_corpus(cache: Path = DEFAULT_CACHE, size: CorpusSize | None = None) -> Corpus:
+    """The corpus of that size, spoken now if it is not in the cache yet: the same bit for bit each time.
+
+    Args:
+        cache: folder of corpora, one folder each, named by a hash of all that is spoken and of espeak-ng's version.
+        size: of the corpus.
+
+    Raises:
+        UsageError: espeak-ng can not be used, or the folder can not be written to.
+    """
+    plan = _plan(size or CorpusSize())
+    key = hashlib.sha256(json.dumps([plan, _library_version(), SAMPLE_RATE]).encode()).hexdigest()[:12]
+    folder = cache / key
+    if not folder.is_dir():
+        try:
+            cache.mkdir(parents=True, exist_ok=True)
+            part = Path(tempfile.mkdtemp(prefix=f"{key}.part-", dir=cache))
+        except OSError as error:
+            raise UsageError(
+                f"the corpus can not be kept in {str(cache)!r}: {error.strerror}. Give another folder by --cache-dir."
+            ) from error
+        try:
+            _write(part, plan)
+            part.chmod(0o755)
+            os.rename(part, folder)
+        except OSError as error:
+            # Another process may have been first; its corpus is the same.
+            if not folder.is_dir():
+                raise UsageError(f"the corpus can not be written to {str(cache)!r}: {error.strerror}.") from error
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+    return Corpus(folder / "train.csv", folder / "test.csv")
+
+
+def _plan(size: CorpusSize) -> dict[str, list[Spoken]]:
+    """Who says what, by split."""
+    rng = np.random.default_rng(size.seed)
+    texts = _texts(rng, size.train + size.test)
+    return {
+        "train": [_spoken(rng, text, _TRAIN_VARIANTS) for text in texts[size.test :]],
+        "test": [_spoken(rng, text, _TEST_VARIANTS) for text in texts[: size.test]],
+    }
+
+
+def _texts(rng: np.random.Generator, count: int) -> list[str]:
+    """Different texts: half of them digits, a quarter dates, a quarter commands (fewer where those run out)."""
+    kinds = (_digits, _digits, _date, _command)
+    texts: dict[str, None] = {}
+    while len(texts) < count:
+        texts[kinds[rng.integers(4)](rng)] = None
+    return list(texts)
+
+
+def _digits(rng: np.random.Generator) -> str:
+    return " ".join(_pick(rng, _DIGITS) for _ in range(rng.integers(3, 6)))
+
+
+def _date(rng: np.random.Generator) -> str:
+    month = int(rng.integers(12))
+    day = _pick(rng, _DAYS_OF_MONTH[: monthrange(2024, month + 1)[1]])
+    form = rng.integers(3)
+    if form == 0:
+        return f"{_MONTHS[month]} {day}"
+    return f"{day} of {_MONTHS[month]}" if form == 1 else f"{_pick(rng, _DAYS)} the {day}"
+
+
+def _command(rng: np.random.Generator) -> str:
+    number = _pick(rng, _CARDINALS)
+    forms = (
+        f"turn {_pick(rng, ('on', 'off'))} the {_pick(rng, _ROOMS)} {_pick(rng, _DEVICES)}",
+        f"set the {_pick(rng, _DEVICES)} to {number}",
+        f"{_pick(rng, ('play', 'stop'))} {_pick(rng, ('song', 'channel'))} {number}",
+        f"wake me at {_pick(rng, _CARDINALS[1:13])} {_pick(rng, ('fifteen', 'thirty', 'forty five'))}",
+        f"call {_pick(rng, _ROOMS)} {number}",
+    )
+    return forms[rng.integers(len(forms))]
+
+
+def _pick(rng: np.random.Generator, words: Sequence[str]) -> str:
+    return words[int(rng.integers(len(words)))]
+
+
+def _spoken(rng: np.random.Generator, text: str, variants: Sequence[str]) -> Spoken:
+    """A text in the mouth of a random speaker, whose tempo and pitch vary a little from time to time."""
+    number = int(rng.integers(len(variants)))
+    voice = f"{_ACCENTS[number % len(_ACCENTS)]}+{variants[number]}"
+    tempo, pitch = 145 + 10 * (number * 3 % 5), 35 + 6 * (number * 2 % 6)
+    return Spoken(text, voice, tempo + int(rng.integers(-8, 9)), pitch + int(rng.integers(-4, 5)))
+
+
+def _write(folder: Path, plan: dict[str, list[Spoken]]) -> None:
+    everything = [spoken for part in plan.values() for spoken in part]
+    try:
+        # Redrawing means a new line in a log file: there now and then is enough.
+        pace = 0.2 if sys.stderr.isatty() else 10.0
+        bar = tqdm(synthesize(everything), "speaking", len(everything), unit="utterance", leave=False, mininterval=pace)
+        voices = iter(bar)
+        for split, part in plan.items():
+            _write_split(folder, split, part, voices)
+    except SynthesisError as error:
+        raise UsageError(
+            f"espeak-ng can not speak the corpus: {error}. Install it with pip install espeakng-loader, or give speech "
+            "of your own (--train-data, --test-data)."
+        ) from error
+
+
+def _write_split(folder: Path, split: str, part: Sequence[Spoken], voices: Iterator[tuple[np.ndarray, int]]) -> None:
+    with (folder / f"{split}.csv").open("w", newline="", encoding="utf-8") as file:
+        rows = csv.writer(file)
+        rows.writerow(["wav_filename", "wav_filesize", "transcript"])
+        for number, spoken in enumerate(part):
+            samples, rate = next(voices)
+            speaker = spoken.voice.replace("+", "-").lower()
+            name = Path(split) / speaker / f"{number:05d}.wav"
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            wave = resample(samples.astype(np.float32) / 2**15, *resampling_ratio(rate))
+            # By way of memory: soundfile waits for the disk at the end of each file.
+            content = io.BytesIO()
+            soundfile.write(content, wave, SAMPLE_RATE, format="WAV", subtype="PCM_16")
+            rows.writerow([name.as_posix(), path.write_bytes(content.getvalue()), spoken.text])
+
+
+def _library_version() -> str:
+    try:
+        return version("espeakng-loader")
+    except PackageNotFoundError:
+        return "none"

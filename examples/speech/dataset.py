@@ -1,0 +1,159 @@
+"""Utterances with their transcripts, and the audio of one of them at a time."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from tqdm import tqdm
+
+from examples.common.cli import UsageError, listing
+from examples.common.skipped import SkippedFiles
+from examples.speech.alphabet import Alphabet
+from examples.speech.audio import SAMPLE_RATE, AudioError, AudioInfo, probe, read_audio
+
+
+class Utterance(NamedTuple):
+    """A line of a manifest."""
+
+    path: Path
+    transcript: str
+
+
+class Speech:
+    """Utterances with their transcripts; `load` may be called from any thread.
+
+    Files that can not be used are skipped: named once on stderr and counted in `skipped`; more than `max_skipped` of
+    them are an error.
+
+    Args:
+        name: for titles and messages.
+        utterances: what the manifest says.
+        alphabet: of the transcripts.
+        max_skipped: share of the utterances that may be skipped.
+
+    Attributes:
+        paths: of the audio files.
+        transcripts: what is spoken in them.
+        labels: the transcripts as labels, each [characters], int32.
+        samples: [utterances], int64: lengths at 16 kHz.
+        skipped: the files that are left out, and why.
+
+    Raises:
+        UsageError: transcripts have characters that are not in the alphabet, or too many files can not be used.
+    """
+
+    def __init__(self, name: str, utterances: Sequence[Utterance], alphabet: Alphabet, max_skipped: float) -> None:
+        self.name, self.alphabet = name, alphabet
+        self.skipped = SkippedFiles(len(utterances), max_skipped, "--max-skipped")
+        _check_characters(name, utterances, alphabet)
+        kept, infos = self._probe(utterances)
+        _say_what_is_converted(name, infos)
+        self._keep(kept, [info.samples for info in infos])
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    @property
+    def hours(self) -> float:
+        """Hours of audio."""
+        return float(self.samples.sum()) / SAMPLE_RATE / 3600
+
+    def load(self, index: int) -> np.ndarray | None:
+        """The samples of an utterance, [samples], float32; None where the file turns out to be no good.
+
+        Raises:
+            UsageError: it is one too many that is skipped.
+        """
+        path = self.paths[index]
+        try:
+            audio = read_audio(path)
+        except AudioError as error:
+            self.skipped.add(path, str(error))
+            return None
+        if len(audio) != self.samples[index]:
+            self.skipped.add(path, "it has another length than at the start of the run")
+            return None
+        return audio
+
+    def keep_decodable(self, frames: Callable[[np.ndarray], np.ndarray], fastest: float = 1.0) -> None:
+        """Skips utterances whose transcripts CTC can not align: one frame a character, one between two equal ones.
+
+        Args:
+            frames: from lengths in samples to the number of frames that the model puts out.
+            fastest: the highest speed at which they will be played.
+
+        Raises:
+            UsageError: those are too many.
+        """
+        have = np.asarray(frames(np.floor(self.samples / fastest).astype(np.int64)))
+        need = np.array([frames_needed(labels) for labels in self.labels], np.int64)
+        for index in np.flatnonzero(need > have):
+            self.skipped.add(
+                self.paths[index],
+                f"its transcript is too long: it needs {need[index]} frames and the model puts out {have[index]} for "
+                f"{self.samples[index] / SAMPLE_RATE:.2f} s of audio: {self.transcripts[index]!r}",
+            )
+        kept = np.flatnonzero(need <= have)
+        self._keep([Utterance(self.paths[i], self.transcripts[i]) for i in kept], self.samples[kept])
+
+    def _probe(self, utterances: Sequence[Utterance]) -> tuple[list[Utterance], list[AudioInfo]]:
+        """Those that can be used as far as their headers tell, and what these say."""
+        kept, infos = [], []
+        with ThreadPoolExecutor() as executor:
+            for utterance, found in zip(utterances, executor.map(_probe, utterances), strict=True):
+                # Here and not in the threads: messages come in the order of the manifest.
+                if isinstance(found, AudioError):
+                    self.skipped.add(utterance.path, str(found))
+                else:
+                    kept.append(utterance)
+                    infos.append(found)
+        return kept, infos
+
+    def _keep(self, utterances: Sequence[Utterance], samples: Sequence[int] | np.ndarray) -> None:
+        if not utterances:
+            raise UsageError(f"{self.name!r} has no utterance that can be used.")
+        self.paths = [utterance.path for utterance in utterances]
+        self.transcripts = [utterance.transcript for utterance in utterances]
+        self.labels = [self.alphabet.encode(transcript) for transcript in self.transcripts]
+        self.samples = np.asarray(samples, np.int64)
+
+
+def _probe(utterance: Utterance) -> AudioInfo | AudioError:
+    if not utterance.transcript:
+        return AudioError("its transcript is empty")
+    try:
+        return probe(utterance.path)
+    except AudioError as error:
+        return error
+
+
+def frames_needed(labels: np.ndarray) -> int:
+    """Frames that CTC needs for these labels: one each, and a blank between two equal ones."""
+    return len(labels) + int(np.count_nonzero(labels[1:] == labels[:-1]))
+
+
+def _check_characters(name: str, utterances: Sequence[Utterance], alphabet: Alphabet) -> None:
+    unknown = Counter(character for utterance in utterances for character in alphabet.unknown(utterance.transcript))
+    if not unknown:
+        return
+    first = next(utterance for utterance in utterances if alphabet.unknown(utterance.transcript))
+    raise UsageError(
+        f"{name!r}: transcripts have characters that are not in the alphabet: {listing(sorted(unknown), 20)}, first in "
+        f"{first.transcript!r} of {str(first.path)!r}. Give an alphabet that has them (--alphabet FILE, a character a "
+        f"line), or change the transcripts (lower case, numbers as words) to {alphabet.characters!r}."
+    )
+
+
+def _say_what_is_converted(name: str, found: Sequence[AudioInfo]) -> None:
+    rates = Counter(info.sample_rate for info in found if info.sample_rate != SAMPLE_RATE)
+    mixed = sum(info.channels > 1 for info in found)
+    said = [f"{count} of {rate} Hz resampled to {SAMPLE_RATE}" for rate, count in sorted(rates.items())]
+    said += [f"{mixed} of several channels mixed down to one"] if mixed else []
+    if said:
+        tqdm.write(f"{name}: of {len(found)} files, {', '.join(said)}", file=sys.stderr)

@@ -1,0 +1,57 @@
+"""DeepSpeech (Hannun et al., 2014, https://arxiv.org/abs/1412.5567): dense layers around one recurrent one."""
+
+from __future__ import annotations
+
+import jax
+from flax import nnx
+
+from examples.speech.layers import MaskedConv, clipped_relu, time_mask
+from examples.speech.recurrence import Recurrent
+
+
+class DeepSpeech(nnx.Module):
+    """Three dense layers with clipped ReLU, one recurrent layer, one more dense layer, and the characters.
+
+    Args:
+        features: of a frame.
+        characters: logits of a frame, the CTC blank among them.
+        hidden: units of each dense layer, and of each direction of the recurrent one.
+        context: frames on either side that the first layer sees; seeing a window of frames is a convolution.
+        stride: frames from one window to the next.
+        cell: `rnn`, `gru` or `lstm`.
+        dropout: share of units dropped after each of the dense layers in training.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        characters: int,
+        hidden: int,
+        *,
+        context: int,
+        stride: int,
+        cell: str,
+        bidirectional: bool,
+        dropout: float,
+        rngs: nnx.Rngs,
+    ) -> None:
+        self.window = MaskedConv(features, hidden, (2 * context + 1,), (stride,), bias=True, rngs=rngs)
+        self.dense = nnx.List([nnx.Linear(hidden, hidden, rngs=rngs) for _ in range(2)])
+        self.recurrent = Recurrent(cell, hidden, hidden, bidirectional=bidirectional, rngs=rngs)
+        self.last = nnx.Linear(hidden * self.recurrent.directions, hidden, rngs=rngs)
+        self.characters = nnx.Linear(hidden, characters, rngs=rngs)
+        self.dropout = nnx.Dropout(dropout)
+
+    def __call__(
+        self, x: jax.Array, lengths: jax.Array, *, train: bool = False, rngs: nnx.Rngs | None = None
+    ) -> tuple[jax.Array, jax.Array]:
+        """x [batch, time, features] with lengths [batch] → logits [batch, time / stride, characters], lengths."""
+        x, lengths = self.window(x, lengths)
+        x = self._activate(x, train, rngs)
+        for dense in self.dense:
+            x = self._activate(dense(x), train, rngs)
+        x = self.recurrent(x, time_mask(lengths, x.shape[1]), train=train)
+        return self.characters(self._activate(self.last(x), train, rngs)), lengths
+
+    def _activate(self, x: jax.Array, train: bool, rngs: nnx.Rngs | None) -> jax.Array:
+        return self.dropout(clipped_relu(x), deterministic=not train, rngs=rngs)

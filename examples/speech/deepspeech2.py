@@ -1,0 +1,77 @@
+"""Deep Speech 2 (Amodei et al., 2015, https://arxiv.org/abs/1512.02595): convolutions, then recurrent layers."""
+
+from __future__ import annotations
+
+import jax
+from flax import nnx
+
+from examples.speech.layers import Lookahead, MaskedBatchNorm, MaskedConv, clipped_relu, time_mask
+from examples.speech.recurrence import Recurrent
+
+# Over time and frequency, as in the paper.
+_KERNELS = ((11, 41), (11, 21))
+_FREQUENCY_STRIDE = 2
+
+
+class DeepSpeech2(nnx.Module):
+    """Two 2-D convolutions and recurrent layers, all with batch normalisation, and the characters.
+
+    Args:
+        features: of a frame, in the order of their frequency.
+        characters: logits of a frame, the CTC blank among them.
+        hidden: units of each direction of a recurrent layer.
+        layers: recurrent layers.
+        channels: of the convolutions.
+        stride: frames in to one frame out; the first convolution skips the others.
+        cell: `rnn`, `gru` or `lstm`.
+        lookahead: frames that a row convolution sees ahead, after the recurrent layers; 0 for none.
+        dropout: share of units dropped after each recurrent layer in training.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        characters: int,
+        hidden: int,
+        *,
+        layers: int,
+        channels: int,
+        stride: int,
+        cell: str,
+        bidirectional: bool,
+        lookahead: int,
+        dropout: float,
+        rngs: nnx.Rngs,
+    ) -> None:
+        strides = ((stride, _FREQUENCY_STRIDE), (1, _FREQUENCY_STRIDE))
+        sizes = zip((1, channels), _KERNELS, strides, strict=True)
+        # A bias would be taken off again by the normalisation.
+        self.convs = nnx.List(MaskedConv(n, channels, *size, bias=False, rngs=rngs) for n, *size in sizes)
+        self.norms = nnx.List(MaskedBatchNorm(channels, rngs=rngs) for _ in self.convs)
+        for _ in self.convs:
+            features = -(-features // _FREQUENCY_STRIDE)
+        width = hidden * (2 if bidirectional else 1)
+        self.recurrent = nnx.List(
+            Recurrent(cell, n, hidden, bidirectional=bidirectional, norm=True, rngs=rngs)
+            for n in (features * channels, *(width,) * (layers - 1))
+        )
+        self.lookahead = Lookahead(width, lookahead, rngs=rngs) if lookahead else None
+        self.norm = MaskedBatchNorm(width, rngs=rngs)
+        self.characters = nnx.Linear(width, characters, rngs=rngs)
+        self.dropout = nnx.Dropout(dropout)
+
+    def __call__(
+        self, x: jax.Array, lengths: jax.Array, *, train: bool = False, rngs: nnx.Rngs | None = None
+    ) -> tuple[jax.Array, jax.Array]:
+        """x [batch, time, features] with lengths [batch] → logits [batch, time / stride, characters], lengths."""
+        x = x[..., None]
+        for conv, norm in zip(self.convs, self.norms, strict=True):
+            x, lengths = conv(x, lengths)
+            mask = time_mask(lengths, x.shape[1])
+            x = clipped_relu(norm(x, mask, train=train))
+        x = x.reshape(*x.shape[:2], -1)
+        for layer in self.recurrent:
+            x = self.dropout(layer(x, mask, train=train), deterministic=not train, rngs=rngs)
+        if self.lookahead is not None:
+            x = clipped_relu(self.lookahead(x, mask))
+        return self.characters(self.norm(x, mask, train=train)), lengths

@@ -1,0 +1,96 @@
+"""Speech on disk: Mozilla's CSV and LibriSpeech's tree."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+from examples.common.cli import UsageError
+from examples.speech.alphabet import Alphabet
+from examples.speech.dataset import Speech, Utterance
+
+_COLUMNS = ("wav_filename", "transcript")
+
+
+def open_speech(path: Path, alphabet: Alphabet | None = None, max_skipped: float = 0.01) -> Speech:
+    """Opens a CSV file (Mozilla's) or a folder (LibriSpeech's).
+
+    Args:
+        path: of either.
+        alphabet: of the transcripts; English without it.
+        max_skipped: share of the utterances that may be skipped because they can not be used.
+
+    Raises:
+        UsageError: what is there is neither, is empty, or can not be used.
+    """
+    if path.is_dir():
+        utterances = read_librispeech(path)
+    elif path.is_file():
+        utterances = read_csv(path)
+    else:
+        raise UsageError(
+            f"there is no {str(path)!r}; give a CSV file with columns wav_filename,wav_filesize,transcript, or the "
+            "folder of a LibriSpeech tree."
+        )
+    return Speech(str(path), utterances, alphabet or Alphabet(), max_skipped)
+
+
+def read_csv(path: Path) -> list[Utterance]:
+    """Reads Mozilla's `wav_filename,wav_filesize,transcript`; paths are relative to the file's folder.
+
+    Further columns, and the file size, are not read.
+
+    Raises:
+        UsageError: it is no such CSV file, or has no line.
+    """
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            reader = csv.DictReader(file)
+            columns = reader.fieldnames or ()
+            missing = [name for name in _COLUMNS if name not in columns]
+            if missing and columns:
+                raise UsageError(
+                    f"{str(path)!r} has no column {' and no column '.join(missing)}; its first line is "
+                    f"{','.join(columns)!r}, expected wav_filename,wav_filesize,transcript."
+                )
+            rows = [(reader.line_num, row) for row in reader]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise UsageError(f"{str(path)!r} can not be read as a CSV file in UTF-8: {error}.") from error
+    if not rows:
+        raise UsageError(
+            f"{str(path)!r} is empty: expected a line wav_filename,wav_filesize,transcript and one for each audio file."
+        )
+    return [_utterance(path, line, row) for line, row in rows]
+
+
+def _utterance(path: Path, line: int, row: dict[str, str | None]) -> Utterance:
+    name, transcript = (row[column] for column in _COLUMNS)
+    if not name or transcript is None:
+        raise UsageError(f"{str(path)!r}, line {line} lacks a {_COLUMNS[bool(name)]}; mend or remove the line.")
+    return Utterance(path.parent / name, transcript.strip())
+
+
+def read_librispeech(folder: Path) -> list[Utterance]:
+    """Reads a LibriSpeech tree: `*.trans.txt` below `folder`, the FLAC files beside each; transcripts in lower case.
+
+    Source: V. Panayotov et al., "LibriSpeech: an ASR corpus based on public domain audio books", ICASSP 2015.
+
+    Raises:
+        UsageError: there is none, or one can not be read.
+    """
+    utterances = [utterance for path in sorted(folder.rglob("*.trans.txt")) for utterance in _transcripts(path)]
+    if not utterances:
+        raise UsageError(
+            f"{str(folder)!r} has no transcripts: expected a LibriSpeech tree, SPEAKER/CHAPTER/*.trans.txt with the "
+            "FLAC files beside them, or give a CSV file."
+        )
+    return utterances
+
+
+def _transcripts(path: Path) -> list[Utterance]:
+    try:
+        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{str(path)!r} can not be read as UTF-8: {error}.") from error
+    fields = [line.partition(" ") for line in lines if line]
+    return [Utterance(path.parent / f"{name}.flac", transcript.strip().lower()) for name, _, transcript in fields]

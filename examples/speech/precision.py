@@ -1,0 +1,118 @@
+"""`python -m examples.speech.precision`: what float16 would lose of a trained model's numbers, and what runs in it."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import tyro
+
+import mpjax
+from examples.common.cli import UsageError, fail
+from examples.speech.batching import Batch, Buckets
+from examples.speech.config import Config
+from examples.speech.inference import trained_config, trained_variables
+from examples.speech.task import open_data
+from examples.speech.training import create_network, ctc_losses
+
+PROGRAM = "python -m examples.speech.precision"
+
+# The arithmetic of a speech model by the file that it stands in.
+_PARTS = {
+    "features.py": "features: spectrum, its logarithm, mean and deviation",
+    "layers.py": "convolution, batch normalisation: sums over frames",
+    "recurrence.py": "recurrent layer: gates, state, gradients over time",
+    "_classification.py": "CTC: log-sum-exp over labels and alignments",
+}
+_RISKS = ("exp", "log", "pow", "sum", "softmax", "loss")
+
+
+@dataclasses.dataclass(frozen=True)
+class Precision:
+    """Runs a trained model from audio to loss and back, and says where float16 would have lost numbers."""
+
+    output: Path
+    """Folder of a training by examples.speech."""
+
+    policy: str = "mixed_float16"
+    """The precision of which it is said what runs in half."""
+
+    batches: int = 2
+    """Training batches to look at."""
+
+    cache_dir: Path = Config.cache_dir
+    """Folder that the corpus of espeak-ng is kept in."""
+
+
+def loss_from_audio(config: Config, labels: int, stats: Any) -> Callable[[Any, Batch], jax.Array]:
+    """The training loss as a function of parameters and audio: features, model and CTC."""
+    network = create_network(config, labels)
+
+    def loss_fn(params: Any, batch: Batch) -> jax.Array:
+        features = config.front_end(batch.audio, batch.audio_lengths)
+        return jnp.mean(ctc_losses(network.apply(params, stats, *features, jax.random.key(0)), batch))
+
+    return loss_fn
+
+
+def losses_by_part(report: mpjax.NumericsReport) -> list[list[str]]:
+    """The operations that would lose most in each part of the program: a row for each kind of loss."""
+    rows = []
+    for part, what in _PARTS.items():
+        here = [row for row in report.by_op if row.source.startswith(part)]
+        for kind in ("overflowed", "flushed", "absorbed"):
+            worst = max(here, key=lambda row: getattr(row, kind), default=None)
+            if worst is not None and getattr(worst, kind) > 0.001:
+                share = f"{getattr(worst, kind):.1%}"
+                rows.append([what, worst.op, worst.phase, kind, share, f"{worst.max:.3g}"])
+    return rows
+
+
+def table(rows: Iterable[Sequence[str]]) -> str:
+    """The Markdown table of `losses_by_part`."""
+    heads = ("where", "operation", "pass", "in float16", "share", "largest value")
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (heads, ("---",) * len(heads), *rows))
+
+
+def kept(config: Config, labels: int, variables: Any, batch: Batch) -> list[str]:
+    """What of the gradient's program runs in half by each way of applying the policy, and what of that is a risk."""
+    lines = []
+    for amp in ("module", "autocast"):
+        loss_fn = loss_from_audio(dataclasses.replace(config, amp=amp), labels, variables.stats)
+        report = mpjax.audit(jax.grad(loss_fn), variables.params, batch)
+        risks = [f"{risk.op} at {risk.source}" for risk in report.risks if risk.kind in _RISKS]
+        lines.append(
+            f"--amp {amp}: {report.half_share:.1%} of all matmul FLOPs in half (the rest: mel bands and CTC); "
+            f"exp, log and sums in half: {'; '.join(risks) or 'none'}"
+        )
+    return lines
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit code; mistakes exit with code 2."""
+    flags = tyro.cli(Precision, prog=PROGRAM, args=sys.argv[1:] if arguments is None else list(arguments))
+    try:
+        trained = trained_config(Config(output=flags.output, cache_dir=flags.cache_dir))
+        train_set, _ = open_data(trained)
+        labels = train_set.alphabet.labels
+        variables = trained_variables(trained, "float32", labels)
+    except UsageError as error:
+        fail(PROGRAM, error)
+    buckets = Buckets(train_set, trained.batch_size, trained.front_end, 1)
+    batches = list(itertools.islice(buckets.train_batches(trained.seed, 0), flags.batches))
+    float32 = dataclasses.replace(trained, policy="float32", amp="module")
+    report = mpjax.numerics(loss_from_audio(float32, labels, variables.stats), variables.params, batches=batches)
+    print(table(losses_by_part(report)))
+    for line in kept(dataclasses.replace(trained, policy=flags.policy), labels, variables, batches[0]):
+        print(line)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

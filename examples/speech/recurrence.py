@@ -1,0 +1,144 @@
+"""Recurrent layers: the inputs of all time steps in one matmul, then one small matmul a step.
+
+What adds up over time does so in float32: the state, which a policy leaves in the dtype it starts in, and the
+gradient of the recurrent kernel. Differentiating a scan would add that up step by step in the kernel's dtype, which is
+half under a policy; here it is one matmul over all steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from examples.speech.layers import MaskedBatchNorm, clipped_relu, masked
+
+Carry = tuple[jax.Array, ...]  # the output first, each shape=(batch, hidden), dtype=float32
+
+
+class Cell(NamedTuple):
+    """A recurrent cell: what its gates come to.
+
+    Args:
+        gates: matmul outputs per hidden unit.
+        states: arrays in its carry.
+        update: (carry, gates from the input, gates from the last output) to the next carry.
+    """
+
+    gates: int
+    states: int
+    update: Callable[[Carry, jax.Array, jax.Array], Carry]
+
+
+def _rnn(carry: Carry, inputs: jax.Array, recurrent: jax.Array) -> Carry:
+    return (clipped_relu(inputs + recurrent),)
+
+
+def _gru(carry: Carry, inputs: jax.Array, recurrent: jax.Array) -> Carry:
+    reset_in, update_in, new_in = jnp.split(inputs, 3, axis=-1)
+    reset_h, update_h, new_h = jnp.split(recurrent, 3, axis=-1)
+    update = nnx.sigmoid(update_in + update_h)
+    # The reset gate after the matmul, as in cuDNN: so there is one matmul a step and not two.
+    new = jnp.tanh(new_in + nnx.sigmoid(reset_in + reset_h) * new_h)
+    return ((1 - update) * new + update * carry[0],)
+
+
+def _lstm(carry: Carry, inputs: jax.Array, recurrent: jax.Array) -> Carry:
+    enter, forget, new, leave = jnp.split(inputs + recurrent, 4, axis=-1)
+    # The one keeps what is in the state until the gate has learned when to drop it.
+    state = nnx.sigmoid(forget + 1) * carry[1] + nnx.sigmoid(enter) * jnp.tanh(new)
+    return nnx.sigmoid(leave) * jnp.tanh(state), state
+
+
+CELLS = {"rnn": Cell(1, 1, _rnn), "gru": Cell(3, 1, _gru), "lstm": Cell(4, 2, _lstm)}
+
+
+class Recurrent(nnx.Module):
+    """A recurrent layer, forward or in both directions, over sequences of different lengths.
+
+    Args:
+        cell: a name in `CELLS`.
+        features: of the input.
+        hidden: units of each direction; the output has them side by side.
+        bidirectional: whether there is a second direction, from each sequence's own last frame.
+        norm: sequence-wise batch normalisation of the input's part of the gates (Deep Speech 2, section 3.2).
+    """
+
+    def __init__(
+        self, cell: str, features: int, hidden: int, *, bidirectional: bool, norm: bool = False, rngs: nnx.Rngs
+    ) -> None:
+        self.cell, self.directions = CELLS[cell], 2 if bidirectional else 1
+        gates = self.cell.gates
+        # A bias would be taken off again by the normalisation.
+        self.inputs = nnx.Linear(features, self.directions * gates * hidden, use_bias=not norm, rngs=rngs)
+        self.norm = MaskedBatchNorm(self.directions * gates * hidden, rngs=rngs) if norm else None
+        orthogonal = nnx.initializers.orthogonal()
+        kernels = [orthogonal(rngs.params(), (hidden, hidden)) for _ in range(self.directions * gates)]
+        self.kernels = nnx.Param(jnp.concatenate(kernels, axis=-1))
+
+    def __call__(self, x: jax.Array, mask: jax.Array, *, train: bool) -> jax.Array:
+        """x [batch, time, features], mask [batch, time] → [batch, time, directions · hidden], zero where masked."""
+        inputs = self.inputs(x)
+        if self.norm is not None:
+            inputs = self.norm(inputs, mask, train=train)
+        time_major = partial(jnp.swapaxes, axis1=0, axis2=1)
+        parts = jnp.split(time_major(inputs), self.directions, axis=-1)
+        kernels = jnp.split(self.kernels[...], self.directions, axis=-1)
+        outputs = [
+            _run(self.cell, reverse, part, kernel, time_major(mask)[..., None])
+            for reverse, part, kernel in zip((False, True), parts, kernels, strict=False)
+        ]
+        return masked(time_major(jnp.concatenate(outputs, axis=-1)).astype(inputs.dtype), mask)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _run(cell: Cell, reverse: bool, inputs: jax.Array, kernel: jax.Array, mask: jax.Array) -> jax.Array:
+    """One direction: inputs [time, batch, gates · hidden] → outputs [time, batch, hidden] in the kernel's dtype."""
+    return _scan(cell, reverse, kernel, mask, inputs, _no_offset(inputs, kernel))[0]
+
+
+def _scan(
+    cell: Cell, reverse: bool, kernel: jax.Array, mask: jax.Array, inputs: jax.Array, offset: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The outputs, and those of the step before each, both in the kernel's dtype.
+
+    `offset` [time, batch, gates · hidden] is added to what the kernel gives: zeros, whose cotangent is that of all
+    these products.
+    """
+
+    def step(carry: Carry, now: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[Carry, tuple[jax.Array, jax.Array]]:
+        given, extra, present = now
+        last = carry[0].astype(kernel.dtype)
+        recurrent = last @ kernel + extra
+        new = cell.update(carry, given.astype(jnp.float32), recurrent.astype(jnp.float32))
+        # A padded frame changes nothing: the backward direction passes those of a short sequence first.
+        carry = tuple(jnp.where(present, b, a) for a, b in zip(carry, new, strict=True))
+        return carry, (carry[0].astype(kernel.dtype), last)
+
+    start = (jnp.zeros((inputs.shape[1], kernel.shape[0]), jnp.float32),) * cell.states
+    return jax.lax.scan(step, start, (inputs, offset, mask), reverse=reverse)[1]
+
+
+def _run_forward(
+    cell: Cell, reverse: bool, inputs: jax.Array, kernel: jax.Array, mask: jax.Array
+) -> tuple[jax.Array, Any]:
+    scan = partial(_scan, cell, reverse, kernel, mask)
+    outputs, pullback, before = jax.vjp(scan, inputs, _no_offset(inputs, kernel), has_aux=True)
+    return outputs, (pullback, before)
+
+
+def _run_backward(cell: Cell, reverse: bool, residuals: Any, cotangent: jax.Array) -> tuple[Any, Any, None]:
+    pullback, before = residuals
+    of_inputs, of_products = pullback(cotangent)
+    return of_inputs, jnp.einsum("tbh,tbg->hg", before, of_products), None
+
+
+_run.defvjp(_run_forward, _run_backward)
+
+
+def _no_offset(inputs: jax.Array, kernel: jax.Array) -> jax.Array:
+    return jnp.zeros(inputs.shape, kernel.dtype)

@@ -1,0 +1,67 @@
+"""Word and character error rates, and a report of the worst, median and best transcripts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jiwer
+
+
+class Transcribed(NamedTuple):
+    """What was spoken in a file, and what the model wrote."""
+
+    name: str
+    reference: str
+    hypothesis: str
+    loss: float
+
+
+class ErrorRates(NamedTuple):
+    """Errors per word, and per character, of the references; they can exceed 1."""
+
+    wer: float
+    cer: float
+
+
+def error_rates(references: Sequence[str], hypotheses: Sequence[str]) -> ErrorRates:
+    """Error rates over all utterances together: long ones count for more.
+
+    Args:
+        references: what was spoken.
+        hypotheses: what the model wrote, in the same order.
+    """
+    return ErrorRates(jiwer.wer(list(references), list(hypotheses)), jiwer.cer(list(references), list(hypotheses)))
+
+
+def transcript_report(transcribed: Sequence[Transcribed], count: int = 5) -> str:
+    """The `count` worst, median and best transcripts, by word error rate and then by loss.
+
+    No utterance is shown twice, so a small set shows fewer.
+    """
+    rated = [(error_rates([item.reference], [item.hypothesis]), item) for item in transcribed]
+    # NaN compares with nothing, and would leave the order to chance: a loss that is none is the worst.
+    rated.sort(key=lambda pair: (-pair[0].wer, -math.inf if math.isnan(pair[1].loss) else -pair[1].loss))
+    middle = max(0, (len(rated) - count) // 2)
+    parts = {
+        "worst": range(min(count, len(rated))),
+        "median": range(middle, min(middle + count, len(rated))),
+        "best": range(max(0, len(rated) - count), len(rated)),
+    }
+    lines: list[str] = []
+    shown: set[int] = set()
+    for title, places in parts.items():
+        new = [place for place in places if place not in shown]
+        shown.update(new)
+        if new:
+            lines += [f"{title}:", *(line for place in new for line in _lines(*rated[place]))]
+    return "\n".join(lines)
+
+
+def _lines(rates: ErrorRates, item: Transcribed) -> list[str]:
+    return [
+        f"  WER {rates.wer:6.1%}  CER {rates.cer:6.1%}  loss {item.loss:8.3f}  {item.name}",
+        f"    spoken   {item.reference!r}",
+        f"    written  {item.hypothesis!r}",
+    ]

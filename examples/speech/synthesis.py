@@ -1,0 +1,109 @@
+"""Speech by espeak-ng, in a process of its own: utterances in as JSON on stdin, samples out on stdout.
+
+The library keeps state from one utterance to the next (its noise, its flutter), so only a fresh process that is given
+the same utterances in the same order speaks the same samples, bit for bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+# From espeak-ng's speak_lib.h.
+_AUDIO_OUTPUT_SYNCHRONOUS, _CHARS_UTF8, _RATE, _PITCH = 2, 1, 1, 3
+
+
+class Spoken(NamedTuple):
+    """What is spoken, and how."""
+
+    text: str
+    voice: str  # espeak-ng's name: language+variant
+    rate: int  # words per minute
+    pitch: int  # 0..99, 50 is the voice's own
+
+
+class SynthesisError(Exception):
+    """espeak-ng did not do it; the text is what it said."""
+
+
+def synthesize(utterances: Sequence[Spoken]) -> Iterator[tuple[np.ndarray, int]]:
+    """Speaks utterances in order: for each its samples ([samples], int16) and their rate in Hz.
+
+    Raises:
+        SynthesisError: the library is missing, or does not know a voice.
+    """
+    # -P: this folder's modules must not stand in for others of the same names.
+    command = [sys.executable, "-P", __file__]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdin
+        assert process.stdout
+        assert process.stderr
+        try:
+            # It reads all before it speaks, so neither side waits for the other with a full pipe.
+            with contextlib.suppress(BrokenPipeError):  # it says on stderr why it ended
+                process.stdin.write(json.dumps(utterances).encode())
+                process.stdin.close()
+            for _ in utterances:
+                rate, size = struct.unpack("<II", process.stdout.read(8) or bytes(8))
+                samples = process.stdout.read(size)
+                if not size or len(samples) < size:
+                    message = process.stderr.read().decode(errors="replace").strip()
+                    raise SynthesisError(message.splitlines()[-1] if message else "espeak-ng ended without a word")
+                yield np.frombuffer(samples, "<i2"), rate
+        finally:
+            process.kill()
+
+
+class _Espeak:
+    """The library, started."""
+
+    def __init__(self) -> None:
+        import espeakng_loader
+
+        self._library = ctypes.CDLL(espeakng_loader.get_library_path())
+        data = Path(espeakng_loader.get_data_path())
+        self._variants = data / "voices" / "!v"
+        self.rate = self._library.espeak_Initialize(_AUDIO_OUTPUT_SYNCHRONOUS, 0, str(data).encode(), 0)
+        self._pieces: list[bytes] = []
+        kind = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_short), ctypes.c_int, ctypes.c_void_p)
+        self._callback = kind(self._take)  # kept: C holds no reference to it
+        self._library.espeak_SetSynthCallback(self._callback)
+
+    def speak(self, spoken: Spoken) -> bytes:
+        # The library passes over a variant that it does not know, and speaks without.
+        variant = self._variants / spoken.voice.partition("+")[2]
+        if self._library.espeak_SetVoiceByName(spoken.voice.encode()) != 0 or not variant.exists():
+            raise SystemExit(f"espeak-ng has no voice {spoken.voice!r}")
+        self._library.espeak_SetParameter(_RATE, spoken.rate, 0)
+        self._library.espeak_SetParameter(_PITCH, spoken.pitch, 0)
+        text = spoken.text.encode()
+        self._library.espeak_Synth(text, ctypes.c_size_t(len(text) + 1), 0, 0, 0, _CHARS_UTF8, None, None)
+        samples = b"".join(self._pieces)
+        self._pieces.clear()
+        return samples
+
+    def _take(self, samples: ctypes._Pointer, count: int, events: object) -> int:
+        if count > 0 and samples:
+            self._pieces.append(ctypes.string_at(samples, count * 2))
+        return 0
+
+
+def _serve() -> None:
+    utterances = [Spoken(*values) for values in json.load(sys.stdin)]
+    espeak = _Espeak()
+    for spoken in utterances:
+        samples = espeak.speak(spoken)
+        sys.stdout.buffer.write(struct.pack("<II", espeak.rate, len(samples)) + samples)
+
+
+if __name__ == "__main__":
+    _serve()

@@ -1,0 +1,156 @@
+"""The speech models: padding changes no result, and all of their matmuls run in half."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from measures import MATMULS, equations, matmuls, risky_in_half
+
+import mpjax
+from examples.speech.config import Config
+from examples.speech.layers import Lookahead
+from examples.speech.recurrence import CELLS, Recurrent, _run, _scan
+from examples.speech.training import create_network
+
+LABELS = 12
+SMALL = {"policy": "float32", "hidden": 8, "channels": 4, "layers": 1, "dropout": 0.0, "stride": 2}
+MODELS = {
+    "deepspeech": Config(model="deepspeech", cell="lstm", context=2, **SMALL),
+    "deepspeech2": Config(model="deepspeech2", cell="gru", **SMALL),
+}
+models = pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
+
+
+def loss_and_stats(network, params, stats, batch, labels, train):
+    applied = network.apply(params, stats, *batch, jax.random.key(0) if train else None)
+    inside = jnp.arange(applied.logits.shape[1]) < applied.lengths[:, None]
+    logits = applied.logits.astype(jnp.float32)
+    losses = optax.ctc_loss(logits, 1.0 - inside, labels, jnp.zeros(labels.shape))
+    return jnp.mean(losses), (losses, jnp.where(inside[..., None], logits, 0), applied.stats)
+
+
+@pytest.fixture(scope="module")
+def inputs():
+    features = jax.random.normal(jax.random.key(1), (3, 24, 40))
+    return (features, jnp.array([24, 21, 13])), jnp.array([[1, 2], [3, 3], [4, 5]])
+
+
+@models
+def test_padding_changes_no_result(config, inputs):
+    network = create_network(config, LABELS)
+    variables = network.init(0)
+    (features, lengths), labels = inputs
+
+    @jax.jit
+    def both_modes(features):
+        batch = features, lengths
+        train = jax.value_and_grad(partial(loss_and_stats, network, train=True), has_aux=True)
+        test = loss_and_stats(network, *variables, batch, labels, train=False)
+        return train(*variables, batch, labels), test
+
+    # Not zeros: what is behind a sequence's end must not be looked at.
+    padded = jnp.full((3, 37, 40), 7.0)
+    for row, length in enumerate(lengths):
+        padded = padded.at[row, :length].set(features[row, :length])
+    plain, with_padding = both_modes(features), both_modes(padded)
+    frames = plain[1][1][1].shape[1]
+    cut = jax.tree.map(
+        lambda x, like: x[:, :frames] if x.ndim == 3 and like.shape != x.shape else x, with_padding, plain
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), cut, plain)
+
+
+def test_padding_changes_no_lookahead():
+    layer, x = Lookahead(4, 3, rngs=nnx.Rngs(0)), jnp.ones((1, 8, 4))
+    np.testing.assert_allclose(layer(x, jnp.arange(8)[None] < 5)[:, :5], layer(x[:, :5], jnp.ones((1, 5), bool)), 1e-6)
+
+
+@pytest.mark.parametrize("name", ["gru", "lstm"])
+def test_each_sequence_of_a_batch_is_as_if_alone(name):
+    layer = Recurrent(name, 5, 4, bidirectional=True, rngs=nnx.Rngs(0))
+    x, lengths = jax.random.normal(jax.random.key(0), (2, 7, 5)), (7, 4)
+    together = layer(x, jnp.arange(7) < jnp.array(lengths)[:, None], train=False)
+    for row, length in enumerate(lengths):
+        alone = layer(x[row : row + 1, :length], jnp.ones((1, length), bool), train=False)
+        np.testing.assert_allclose(together[row, :length], alone[0], rtol=1e-5, atol=1e-6)
+        assert not np.any(together[row, length:])
+
+
+def recurrence(time, dtype):
+    """Inputs of a GRU without any of its own noise: kernel, mask, gates, and the sum of what the cell gives."""
+    kernel = jax.random.normal(jax.random.key(0), (4, 12)) / 2
+    gates = jax.random.normal(jax.random.key(1), (time, 2, 12))
+    return kernel.astype(dtype), jnp.ones((time, 2, 1), bool), gates.astype(dtype)
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def kernel_gradient(run, time, dtype):
+    kernel, mask, gates = recurrence(time, dtype)
+    total = lambda kernel: jnp.sum(run(kernel, mask, gates).astype(jnp.float32))
+    return jax.grad(total)(kernel).astype(jnp.float32)
+
+
+def of_layer(kernel, mask, gates):
+    return _run(CELLS["gru"], False, gates, kernel, mask)
+
+
+def of_plain_scan(kernel, mask, gates):
+    return _scan(CELLS["gru"], False, kernel, mask, gates, jnp.zeros_like(gates))[0]
+
+
+def test_recurrent_kernels_gradient_is_that_of_the_scan():
+    ours, plain = (kernel_gradient(run, 9, jnp.float32) for run in (of_layer, of_plain_scan))
+    np.testing.assert_allclose(ours, plain, rtol=1e-5, atol=1e-6)
+
+
+def test_recurrent_kernels_gradient_adds_up_in_float32():
+    exact = kernel_gradient(of_layer, 1000, jnp.float32)
+    error = lambda run: np.linalg.norm(kernel_gradient(run, 1000, jnp.bfloat16) - exact) / np.linalg.norm(exact)
+    assert error(of_layer) < 0.02
+    # What the layer is written to avoid: the gradient of a scan, added up in the kernel's dtype.
+    assert error(of_plain_scan) > 5 * error(of_layer)
+
+
+@pytest.fixture(scope="module", params=["module", "autocast"])
+def amp(request):
+    return request.param
+
+
+@models
+def test_all_matmuls_run_in_half_and_no_sum_does(config, amp, inputs):
+    network = create_network(dataclasses.replace(config, policy="mixed_float16", amp=amp), LABELS)
+    variables = jax.eval_shape(network.init, 0)
+    (features, lengths), _ = inputs
+
+    def total(params, stats, features):
+        return jnp.sum(network.apply(params, stats, features, lengths, jax.random.key(0)).logits.astype(jnp.float32))
+
+    mpjax.audit(jax.grad(total), *variables, features).assert_half()
+    assert not risky_in_half(jax.grad(total), *variables, features)
+
+
+def test_inputs_of_all_time_steps_are_one_matmul():
+    layer = Recurrent("gru", 5, 4, bidirectional=True, rngs=nnx.Rngs(0))
+    call = partial(layer, train=False)
+    found = matmuls(call, jnp.ones((2, 7, 5)), jnp.ones((2, 7), bool))
+    inside = [e for e in found if "scan" in e.path]
+    outside = [e for e in found if "scan" not in e.path]
+    # One a step and direction, of the state; one outside, of both directions' inputs.
+    assert [e.times for e in inside] == [7, 7]
+    assert [e.eqn.outvars[0].aval.shape for e in outside] == [(2, 7, 24)]
+
+
+def test_state_is_float32_under_a_half_policy():
+    layer = mpjax.with_policy(Recurrent("lstm", 5, 4, bidirectional=False, rngs=nnx.Rngs(0)), "O3")
+    jaxpr = jax.make_jaxpr(partial(layer, train=False))(jnp.ones((2, 7, 5)), jnp.ones((2, 7), bool))
+    scan = next(e.eqn for e in equations(jaxpr) if e.name == "scan")
+    states = [v.aval for v in scan.outvars if v.aval.shape == (2, 4)]
+    assert [state.dtype for state in states] == [jnp.float32, jnp.float32]
+    assert {d for e in equations(jaxpr) if e.name in MATMULS for d in e.in_dtypes} == {np.dtype(jnp.float16)}
