@@ -54,6 +54,7 @@ def environment() -> dict[str, Any]:
     """What a figure depends on beside the code: device, versions, the command."""
     device = jax.devices()[0]
     return {
+        "platform": device.platform,
         "device": device.device_kind if device.platform != "cpu" else f"CPU, {os.cpu_count()} cores",
         "platform_version": device.client.platform_version.splitlines()[0],
         "jax": jax.__version__,

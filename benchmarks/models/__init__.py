@@ -1,0 +1,11 @@
+"""The models of `benchmarks.training`: every module of this folder registers its own; so one adds a model as one file."""
+
+import importlib
+import pkgutil
+
+from .workload import WORKLOADS as WORKLOADS
+from .workload import Batch as Batch
+from .workload import Workload as Workload
+
+for _module in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_module.name}")
