@@ -64,10 +64,10 @@ def environment() -> dict[str, Any]:
     }
 
 
-def save(name: str, results: Any) -> pathlib.Path:
-    """Writes `benchmarks/results/NAME_PLATFORM.json` with the environment beside the results."""
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}_{jax.default_backend()}.json"
+def save(name: str, results: Any, folder: pathlib.Path = RESULTS) -> pathlib.Path:
+    """Writes `NAME_PLATFORM.json` in the folder of the results, with the environment beside the results."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}_{jax.default_backend()}.json"
     path.write_text(json.dumps({"environment": environment(), "results": results}, indent=2) + "\n")
     return path
 

@@ -1,4 +1,4 @@
-"""The models of `benchmarks.training`: every module of this folder registers its own; so one adds a model as one file."""
+"""The models of `benchmarks.training`. Every module of this folder registers its own: a new model is a new file."""
 
 import importlib
 import pkgutil

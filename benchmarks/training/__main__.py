@@ -18,10 +18,6 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-# This process only starts others and counts FLOPs from shapes; the GPU's memory is theirs.
-PLATFORMS = os.environ.get("JAX_PLATFORMS")
-os.environ["JAX_PLATFORMS"] = "cpu"
-
 import jax
 
 import mpjax
@@ -66,13 +62,11 @@ def distinct_toys(models: tuple[str, ...]) -> tuple[str, ...]:
 def environment_of(cells: list[Cell], toy: bool) -> dict[str, str]:
     """Of a worker: JAX on the device (Torch's batches come from JAX on the host), a cache of compiled programs."""
     env = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "JAX_COMPILATION_CACHE_DIR": str(CACHE)}
-    del env["JAX_PLATFORMS"]
     if toy:
         # Compiled in a third of the time; a toy's speed says nothing anyway, and its compilation is to be measured.
         del env["JAX_COMPILATION_CACHE_DIR"]
-        env.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
-    platforms = "cpu" if toy or any(cell.torch for cell in cells) else PLATFORMS
-    return {**env, "JAX_PLATFORMS": platforms} if platforms else env
+        env = {"XLA_FLAGS": "--xla_backend_optimization_level=0", "OMP_NUM_THREADS": "1", **env}
+    return {**env, "JAX_PLATFORMS": "cpu"} if toy or any(cell.torch for cell in cells) else env
 
 
 def work(model: str, cells: list[Cell], args: argparse.Namespace, *options: str) -> Iterator[tuple[str, Any]]:
@@ -205,6 +199,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     args = parser().parse_args()
+    # This process only starts others and counts FLOPs from shapes; a GPU's memory is theirs.
+    jax.config.update("jax_platforms", "cpu")
     args.begun = time.monotonic()
     args.seconds = args.seconds or (0.1 if args.toy else 3.0)
     cells = chosen(args)

@@ -45,8 +45,8 @@ def table(content: dict[str, Any]) -> str:
             "",
             f"### {model}",
             "",
-            "| configuration | batch | examples/s | ms/step | × float32 | × TF32 | memory | / float32 | compile | Tensor "
-            "Core time | of matmul peak | largest batch / float32 |",
+            "| configuration | batch | examples/s | ms/step | × float32 | × TF32 | memory | / float32 | compile "
+            "| Tensor Core time | of matmul peak | largest batch / float32 |",
             "|---|---|---|---|---|---|---|---|---|---|---|---|",
             *(_line(content, model, name) for name in rows),
         ]

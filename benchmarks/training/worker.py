@@ -29,7 +29,7 @@ _CACHE_HIT = "/jax/compilation_cache/cache_hits"
 
 
 def seconds_per_step(run: Callable[[int], Any], seconds: float) -> list[float]:
-    """Seconds of a step in each of `BLOCKS` blocks of steps, which last `seconds` together; `run(n)` runs n and waits."""
+    """Seconds of a step in each of some blocks, which last `seconds` together; `run(n)` runs n steps and waits."""
     run(WARM_UP)
     start = time.perf_counter()
     run(1)
