@@ -131,15 +131,17 @@ def _flax(tx: optax.GradientTransformation, loss_fn: Loss) -> Step:
     return step
 
 
-def _jmp_scale() -> jmp.DynamicLossScale:
-    return jmp.DynamicLossScale(jnp.float32(SCALE), jnp.int32(0))
+def _jmp_scale() -> tuple[jax.Array, jax.Array]:
+    # Its arrays alone: jmp's own object does not go through `jax.jit(...).lower`.
+    return jnp.float32(SCALE), jnp.int32(0)
 
 
 def _jmp(tx: optax.GradientTransformation, loss_fn: Loss) -> Step:
     """As in jmp's README."""
 
     def step(params: Any, state: Any, x: jax.Array, y: jax.Array) -> tuple[Any, Any, jax.Array]:
-        opt_state, scale = state
+        opt_state, arrays = state
+        scale = jmp.DynamicLossScale(*arrays)
 
         def scaled(params: Any) -> tuple[jax.Array, jax.Array]:
             loss = loss_fn(params, x, y)
@@ -151,7 +153,8 @@ def _jmp(tx: optax.GradientTransformation, loss_fn: Loss) -> Step:
         updates, new_state = tx.update(grads, opt_state, params)
         new = optax.apply_updates(params, updates), new_state
         params, opt_state = jmp.select_tree(finite, new, (params, opt_state))
-        return params, (opt_state, scale.adjust(finite)), loss
+        scale = scale.adjust(finite)
+        return params, (opt_state, (scale.loss_scale, scale.counter)), loss
 
     return step
 
@@ -164,9 +167,10 @@ def _mpx_scale() -> Any:
 
 def _mpx(tx: optax.GradientTransformation, loss_fn: Loss) -> Step:
     """As in its README; it casts the params and the batch to float16 itself, and knows no other half."""
-    import mpx
 
     def step(params: Any, state: Any, x: jax.Array, y: jax.Array) -> tuple[Any, Any, jax.Array]:
+        import mpx
+
         opt_state, scale = state
         loss, scale, finite, grads = mpx.filter_value_and_grad(loss_fn, scale)(params, x, y)
         params, opt_state = mpx.optimizer_update(params, tx, opt_state, grads, finite)

@@ -48,7 +48,7 @@ class Mpjax(Scaler):
         self.tx = mpjax.dynamic_loss_scale(optax.identity(), min_scale=MIN_SCALE)
 
     def init(self, scale: float | None = None, interval: int = 2000) -> Any:
-        start = {} if scale is None else {"init_scale": scale}
+        start: dict[str, Any] = {} if scale is None else {"init_scale": scale}
         self.tx = mpjax.dynamic_loss_scale(optax.identity(), growth_interval=interval, min_scale=MIN_SCALE, **start)
         return self.tx.init(jnp.float32(0))
 
@@ -62,7 +62,7 @@ class Mpjax(Scaler):
 
 class Flax(Scaler):
     def init(self, scale: float | None = None, interval: int = 2000) -> Any:
-        start = {} if scale is None else {"scale": scale}
+        start: dict[str, Any] = {} if scale is None else {"scale": scale}
         return DynamicScale(growth_interval=interval, minimum_scale=MIN_SCALE, **start)
 
     def step(self, state: Any, loss_fn: Loss, params: Any) -> tuple[jax.Array, Any, Any]:
@@ -134,7 +134,11 @@ SCALERS: dict[str, type[Scaler]] = {
 
 def over_scalers(probe: Callable[[Scaler], bool]) -> dict[str, Probe]:
     """The probe for every library's scaler."""
-    return {name: lambda make=make: probe(make()) for name, make in SCALERS.items()}
+    return {name: functools.partial(_probe_new, probe, make) for name, make in SCALERS.items()}
+
+
+def _probe_new(probe: Callable[[Scaler], bool], make: type[Scaler]) -> bool:
+    return probe(make())
 
 
 def wrong_where_the_scale_grows(scaler: Scaler) -> bool:

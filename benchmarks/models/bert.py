@@ -100,8 +100,8 @@ class Bert(Workload):
         return cross_entropy(tokens, batch["masked_tokens"]) + cross_entropy(is_next, batch["is_next"])
 
 
-_BASE = {"features": 768, "layers": 12, "heads": 12}
-_LARGE = {"features": 1024, "layers": 24, "heads": 16}
+_BASE: dict[str, Any] = {"features": 768, "layers": 12, "heads": 12}
+_LARGE: dict[str, Any] = {"features": 1024, "layers": 24, "heads": 16}
 
 register("bert_base_128", Bert(batch_size=256, length=128, masked=20, **_BASE))
 register("bert_base_512", Bert(batch_size=64, length=512, masked=80, **_BASE))

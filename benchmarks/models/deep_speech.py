@@ -37,8 +37,8 @@ class DeepSpeech2(nn.Module):
             forward, backward = (
                 nn.RNN(nn.GRUCell(self.features, dtype=self.dtype), unroll=self.unroll) for _ in range(2)
             )
-            x = nn.Bidirectional(forward, backward, merge_fn=jnp.add)(x)
-            x = nn.BatchNorm(use_running_average=False, momentum=0.9, dtype=self.dtype)(x)
+            y: Any = nn.Bidirectional(forward, backward, merge_fn=jnp.add)(x)
+            x = nn.BatchNorm(use_running_average=False, momentum=0.9, dtype=self.dtype)(y)
         return nn.Dense(self.characters, dtype=self.dtype)(x)
 
 

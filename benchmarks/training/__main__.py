@@ -21,6 +21,7 @@ from typing import Any
 import jax
 
 import mpjax
+from benchmarks.gpu import MORE_TO_DO
 from benchmarks.measure import RESULTS
 from benchmarks.models import WORKLOADS
 
@@ -123,14 +124,14 @@ def start(args: argparse.Namespace) -> Results:
     return results
 
 
-def measure_all(cells: list[Cell], results: Results, args: argparse.Namespace, largest_batch: bool = False) -> None:
-    """Measures what is not measured yet, until the time is up."""
+def measure_all(cells: list[Cell], results: Results, args: argparse.Namespace, largest_batch: bool = False) -> bool:
+    """Measures what is not measured yet, until the time is up; whether all is."""
     todo = [cell for cell in cells if args.again or not is_done(results.row(cell), cell, largest_batch)]
     longest, begun = 0.0, time.monotonic()
     for group in groups(todo, together=args.toy):
         if args.time_limit and time.monotonic() - args.begun + longest > args.time_limit:
             print(f"time is up: {len(group)} cells of {group[0].model} and those after it are left", file=sys.stderr)
-            return
+            return False
         model = group[0].model
         flops = results.content.setdefault("flops_per_example", {})
         if model not in flops:
@@ -144,6 +145,7 @@ def measure_all(cells: list[Cell], results: Results, args: argparse.Namespace, l
             shown = row.get("error") or f"{row.get('milliseconds', row.get('largest_batch'))}"
             print(f"{time.monotonic() - args.begun:6.0f} s  {model} {name}: {shown}", file=sys.stderr)
         longest = max(longest, time.monotonic() - begun)
+    return True
 
 
 def groups(cells: list[Cell], together: bool) -> list[list[Cell]]:
@@ -208,13 +210,15 @@ def main() -> None:
         dry(cells, args)
         return
     results = start(args)
-    measure_all(cells, results, args)
+    complete = measure_all(cells, results, args)
     if args.largest_batch:
         fitted = [cell for cell in cells if cell.name in FITTED]
-        measure_all(fitted, results, args, largest_batch=True)
+        complete = complete and measure_all(fitted, results, args, largest_batch=True)
     text = table(results.content)
     results.path.with_suffix(".md").write_text(text)
     print(text)
+    if not complete:
+        raise SystemExit(MORE_TO_DO)
 
 
 if __name__ == "__main__":

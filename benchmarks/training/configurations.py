@@ -79,7 +79,7 @@ class Training:
 def training(workload: Workload, configuration: Configuration) -> Training:
     """Puts a model under a configuration."""
     optimizer = workload.optimizer()
-    loss_fn = _loss_function(workload, configuration)
+    loss_fn = loss_function(workload, configuration)
     if configuration.scaling == "mpjax":
         optimizer = mpjax.dynamic_loss_scale(optimizer)
 
@@ -94,7 +94,7 @@ def training(workload: Workload, configuration: Configuration) -> Training:
     return Training(workload, init, _STEPS[configuration.scaling](loss_fn, optimizer))
 
 
-def _loss_function(workload: Workload, configuration: Configuration) -> Callable[..., Any]:
+def loss_function(workload: Workload, configuration: Configuration) -> Callable[..., Any]:
     """`loss_fn(params, state, batch)`, the loss and the new batch statistics."""
     module = workload.module(configuration.half if configuration.way == "flax" else None)
     if configuration.way == "with_policy":
