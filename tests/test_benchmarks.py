@@ -52,12 +52,11 @@ def test_dry_run_lowers_the_full_size_for_cuda():
     found = dry_run(Cell.parse("ncf", "autocast_float16"), toy=False)
     assert found["matmuls"] >= 12
     assert found["arguments_bytes"] > 3 * 4 * 31e6  # parameters and Adam's two moments in float32
-    assert "GPU" in dry_run(Cell.parse("gpt2_medium", "flax_float16+cudnn_attention"), toy=True)["error"]
 
 
 @pytest.mark.parametrize("name", ["float64", "float32+remat+remat", "torch_tf32+remat"])
 def test_unknown_cells_are_refused(name):
-    with pytest.raises(ValueError, match="variant|configuration"):
+    with pytest.raises(ValueError, match=r"variant|configuration"):
         Cell.parse("ncf", name)
 
 
@@ -73,19 +72,19 @@ def test_largest_batch_is_estimated_from_two_plans():
     assert estimate((8, 1800), (16, 2600), limit=11_000) == 100
 
 
-def test_gpu_run_goes_on_with_what_is_not_done(tmp_path):
-    program = tmp_path / "counting.py"
-    program.write_text(f"import sys; sys.exit({gpu.MORE_TO_DO} if '--first' in sys.argv else 0)")
-    steps = tuple(
-        gpu.Step(name, ("runpy", str(program), *flags), 0, 60, writes=False)
-        for name, flags in {"short": (), "long": ("--first",)}.items()
-    )
-    assert gpu.go_on(steps, tmp_path, budget=60) == {"short": "done", "long": "more to do"}
-    second = [dataclasses.replace(step, arguments=("runpy", str(program))) for step in steps]
-    assert gpu.go_on(tuple(second), tmp_path, budget=60) == {"short": "done", "long": "done"}
-    assert gpu.go_on((dataclasses.replace(steps[1], name="new", least=100),), tmp_path, budget=60) == {
-        "new": "not begun"
-    }
+def test_gpu_run_goes_on_with_what_is_not_done(tmp_path, monkeypatch):
+    (tmp_path / "ends_with.py").write_text("import sys; sys.exit(int(sys.argv[1]))")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    def steps(status):
+        short = gpu.Step("short", ("ends_with", "0"), 0, 60, writes=False)
+        return short, dataclasses.replace(short, name="long", arguments=("ends_with", str(status)))
+
+    assert gpu.go_on(steps(gpu.MORE_TO_DO), tmp_path, budget=60) == {"short": "done", "long": "more to do"}
+    assert gpu.go_on(steps(2), tmp_path, budget=60) == {"short": "done", "long": "failed with exit status 2"}
+    assert gpu.go_on(steps(0), tmp_path, budget=60) == {"short": "done", "long": "done"}
+    last = dataclasses.replace(steps(0)[0], name="last", least=100)
+    assert gpu.go_on((last,), tmp_path, budget=60) == {"last": "not begun"}
 
 
 @pytest.fixture
