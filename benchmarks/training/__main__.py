@@ -50,7 +50,9 @@ def chosen(args: argparse.Namespace) -> list[Cell]:
     cells = [Cell.parse(model, name) for model in models for name in names]
     if args.variants or (not args.quick and not args.cells):
         varied = [f"{name}+{variant}" for variant in VARIANTS for name in VARIED]
-        cells += [cell for model in models for cell in (Cell.parse(model, n) for n in varied) if cell.applies(args.toy)]
+        # Flags of the GPU's compiler are nothing to a CPU, and nothing to what is lowered for it.
+        flags = not (args.toy or args.dry_run)
+        cells += [cell for model in models for cell in (Cell.parse(model, n) for n in varied) if cell.applies(flags)]
     return cells
 
 

@@ -65,12 +65,12 @@ class Cell:
         workload = workload.toy() if toy else workload
         return workload if self.torch else self.options().change(workload, self.how())
 
-    def applies(self, toy: bool) -> bool:
-        """Whether there is such a cell; a GPU compiler's flags are nothing to a toy on a CPU."""
+    def applies(self, flags: bool) -> bool:
+        """Whether there is such a cell; without `flags` none that differs by the compiler's options alone."""
         if self.torch:
             return True
         options = self.options()
-        return options.applies(WORKLOADS[self.model], self.how()) and not (toy and options.compiler_options)
+        return options.applies(WORKLOADS[self.model], self.how()) and (flags or not options.compiler_options)
 
 
 class Results:
