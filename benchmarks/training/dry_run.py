@@ -13,6 +13,7 @@ import jax
 
 from .cells import Cell
 from .configurations import training
+from .worker import shortened
 
 
 def dry_run(cell: Cell, toy: bool) -> dict[str, Any]:
@@ -24,7 +25,7 @@ def dry_run(cell: Cell, toy: bool) -> dict[str, Any]:
         with cell.how().context():
             lowered = step.trace(*made.abstract()).lower(lowering_platforms=("cuda",))
     except Exception as error:
-        return {"error": f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"}
+        return {"error": shortened(error)}
     text = lowered.as_text()
     return {
         "lowered_seconds": round(time.perf_counter() - start, 1),

@@ -21,7 +21,7 @@ from benchmarks.models import Workload
 from benchmarks.torch_models import MODELS
 
 from .cells import Cell
-from .worker import emit, seconds_per_step
+from .worker import emit, seconds_per_step, shortened
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -129,7 +129,7 @@ def main() -> None:
         try:
             row = measure(Cell.parse(args.model, name), args.toy, args.seconds)
         except Exception as error:  # what a cell fails with is its result
-            row = {"error": f"{type(error).__name__}: {str(error).strip().splitlines()[0][:300]}"}
+            row = {"error": shortened(error)}
         emit(name, row | {"versions": {"torch": torch.__version__}})
 
 

@@ -106,9 +106,13 @@ def measure(cell: Cell, toy: bool, seconds: float, profile: bool) -> dict[str, A
         # A compilation from the cache is no measurement; an earlier one is kept.
         **({} if hits else {"compile_seconds": round(done - traced, 2)}),
     }
+    # Where this version of mpjax has it. It copies what a step donates, for which memory may not suffice.
     if profile and hasattr(mpjax, "profile"):
-        with cell.how().context():
-            row["tensor_core_share"] = mpjax.profile(step, carry, batch, steps=3, carry=1).tensor_core_share
+        try:
+            with cell.how().context():
+                row["tensor_core_share"] = mpjax.profile(step, carry, batch, steps=3, carry=1).tensor_core_share
+        except Exception as error:
+            row["profile_error"] = shortened(error)
     return row
 
 
@@ -173,8 +177,13 @@ def main() -> None:
                 else measure(cell, args.toy, args.seconds, args.profile)
             )
         except Exception as error:  # what a cell fails with is its result
-            row = {"error": f"{type(error).__name__}: {str(error).strip().splitlines()[0][:300]}"}
+            row = {"error": shortened(error)}
         emit(name, row | {"versions": {"jax": jax.__version__, "mpjax": mpjax.__version__}})
+
+
+def shortened(error: Exception) -> str:
+    """The kind of an error and the first line of what it says."""
+    return f"{type(error).__name__}: {''.join(str(error).strip().splitlines()[:1])[:300]}"
 
 
 def emit(name: str, row: dict[str, Any]) -> None:
