@@ -60,7 +60,7 @@ def environment() -> dict[str, Any]:
         "jax": jax.__version__,
         "mpjax": mpjax.__version__,
         "python": platform.python_version(),
-        "command": f"python -m {_module_name()} {' '.join(sys.argv[1:])}".strip(),
+        "command": f"python -m {_module_name()} {' '.join(_arguments())}".strip(),
     }
 
 
@@ -70,6 +70,26 @@ def save(name: str, results: Any, folder: pathlib.Path = RESULTS) -> pathlib.Pat
     path = folder / f"{name}_{jax.default_backend()}.json"
     path.write_text(json.dumps({"environment": environment(), "results": results}, indent=2) + "\n")
     return path
+
+
+# Where results go, and what part of them a run adds, changes no figure.
+_PARTS = {"--out": 1, "--programs": None, "--missing": 0}
+
+
+def _arguments() -> list[str]:
+    """The arguments of this process without `_PARTS`, which take so many values (None: all up to an option)."""
+    kept, skipped = [], 0
+    for argument in sys.argv[1:]:
+        if argument.startswith("--"):
+            values = _PARTS.get(argument, 0)
+            skipped = len(sys.argv) if values is None else values
+            if argument in _PARTS:
+                continue
+        elif skipped:
+            skipped -= 1
+            continue
+        kept.append(argument)
+    return kept
 
 
 def _module_name() -> str:
