@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import os
 import pathlib
 import statistics
@@ -30,7 +29,7 @@ import jmp
 
 import mpjax
 from benchmarks import keras_program
-from benchmarks.measure import RESULTS, environment, interleaved, ratios, save
+from benchmarks.measure import RESULTS, interleaved, previous, ratios, save
 from tests.measures import trace_time_ratio
 from tests.zoo import REGISTRY, Program, harness
 
@@ -128,16 +127,6 @@ def run(name: str, dtype: str, rounds: int, compiled: bool) -> dict[str, Row]:
     return rows
 
 
-def before(dtype: str, folder: pathlib.Path) -> dict[str, dict[str, Row]]:
-    """The results so far, if they are of these versions."""
-    path = folder / f"casting_{dtype}_{jax.default_backend()}.json"
-    if not path.exists():
-        return {}
-    found = json.loads(path.read_text())
-    same = all(found["environment"][key] == environment()[key] for key in ("jax", "mpjax"))
-    return found["results"] if same else {}
-
-
 def summary(results: dict[str, dict[str, Row]]) -> str:
     """A Markdown table: one line for each tool over the programs that it can be put on."""
     lines = [
@@ -184,7 +173,7 @@ def main() -> None:
     args = parser.parse_args()
     # jax.numpy and peers warn of what they truncate or deprecate; a peer's warning is not its failure.
     warnings.simplefilter("ignore")
-    results = before(args.dtype, args.out)
+    results = previous(f"casting_{args.dtype}", args.out)
     for name in args.programs:
         if args.missing and name in results:
             continue

@@ -10,7 +10,8 @@ fetching fresh pages costs more than all that loss scaling does. Accelerators ha
 benchmark runs with a malloc that keeps its memory; `--system-malloc` shows what a CPU user sees without.
 
 With half matmuls, for which loss scaling is made, unscaling is part of the cast of the gradients to float32; with
-float32 ones it is a pass of its own.
+float32 ones it is a pass of its own. The results of a run are merged into those of before, so that it can be done in
+parts.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import jax.numpy as jnp
 import optax
 
 from benchmarks.loss_scaling_forms import Form, Loss, forms
-from benchmarks.measure import RESULTS, interleaved, ratios, save
+from benchmarks.measure import RESULTS, interleaved, previous, ratios, save
 
 # Width of the layers, and batch of the compute-bound step: 8.4 million parameters for a CPU, 268 million for a GPU.
 SIZES = {"cpu": ((512, 2048, 2048, 1024, 1024), 256), "gpu": ((8192,) * 5, 8192)}
@@ -121,6 +122,7 @@ def _cell(row: Row) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=30, help="timed rounds for each step")
+    parser.add_argument("--bound", nargs="+", default=list(BOUND), choices=BOUND, help="what bounds the step's time")
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES, help="of the matmuls")
     parser.add_argument("--system-malloc", action="store_true", help="leave glibc's malloc as it is")
     parser.add_argument("--out", type=pathlib.Path, default=RESULTS, help="folder of the results")
@@ -129,8 +131,9 @@ def main() -> None:
         command = [sys.executable, "-m", "benchmarks.loss_scaling", *sys.argv[1:]]
         os.execve(sys.executable, command, {**os.environ, **KEEP_MEMORY})
     widths, large = SIZES[jax.default_backend()]
-    results: dict[str, dict[str, Row]] = {}
-    for bound, dtype, donated in itertools.product(BOUND, args.dtypes, DONATED):
+    file = "loss_scaling" + "_system_malloc" * args.system_malloc
+    results: dict[str, dict[str, Row]] = previous(file, args.out)
+    for bound, dtype, donated in itertools.product(args.bound, args.dtypes, DONATED):
         batch = large if bound == BOUND[0] else 4
         name = f"{bound}, {dtype}, {donated}"
         # A long step varies less from round to round.
@@ -138,7 +141,7 @@ def main() -> None:
         results[name] = measure(widths, batch, dtype, rounds, DONATED[donated])
         print(f"{name}: { ({form: row.get('ratio') for form, row in results[name].items()}) }", file=sys.stderr)
         # What was measured so far is kept, should the rest be cut off.
-        path = save("loss_scaling" + "_system_malloc" * args.system_malloc, results, args.out)
+        path = save(file, results, args.out)
         path.with_suffix(".md").write_text(table(results))
     print(table(results))
 

@@ -72,8 +72,17 @@ def save(name: str, results: Any, folder: pathlib.Path = RESULTS) -> pathlib.Pat
     return path
 
 
+def previous(name: str, folder: pathlib.Path = RESULTS) -> Any:
+    """The results that `save` would replace, for a run that adds to them; empty if they are of other versions."""
+    path = folder / f"{name}_{jax.default_backend()}.json"
+    found = json.loads(path.read_text()) if path.exists() else {}
+    now = environment()
+    same = all(found.get("environment", {}).get(key) == now[key] for key in ("device", "jax", "mpjax"))
+    return found["results"] if same else {}
+
+
 # Where results go, and what part of them a run adds, changes no figure.
-_PARTS = {"--out": 1, "--programs": None, "--missing": 0}
+_PARTS = {"--out": 1, "--programs": None, "--missing": 0, "--bound": None, "--dtypes": None}
 
 
 def _arguments() -> list[str]:
