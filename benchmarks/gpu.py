@@ -14,6 +14,8 @@ import subprocess
 import sys
 import time
 
+from benchmarks.measure import CACHE, RESULTS
+
 NOTES = "gpu_run.json"
 # What a command exits with that has more to do: the one of sysexits.h for trying again.
 MORE_TO_DO = 75
@@ -34,7 +36,7 @@ class Step:
 STEPS = (
     Step("tests", ("pytest", "-m", "gpu", "-q", "-o", "addopts=", "tests"), 60, 240, writes=False),
     Step("quick training", ("benchmarks.training", "--quick"), 60, 3600, takes_limit=True),
-    Step("loss scaling", ("benchmarks.loss_scaling", "--dtypes", "float16", "float32"), 120, 240),
+    Step("loss scaling", ("benchmarks.loss_scaling", "--dtypes", "float16", "float32"), 120, 480),
     Step("full training", ("benchmarks.training", "--full"), 60, 3600, takes_limit=True),
     Step("largest batches", ("benchmarks.training", "--quick", "--largest-batch"), 120, 3600, takes_limit=True),
 )
@@ -46,9 +48,10 @@ def run(step: Step, out: pathlib.Path, left: float) -> str:
     command = [sys.executable, "-m", *step.arguments]
     command += ["--out", str(out)] if step.writes else []
     command += ["--time-limit", str(max(int(limit) - 30, 1))] if step.takes_limit else []
+    environment = {**os.environ, "JAX_COMPILATION_CACHE_DIR": str(CACHE)}
     print(f"{step.name}: {' '.join(command)}", flush=True)
     try:
-        status = subprocess.run(command, timeout=limit).returncode
+        status = subprocess.run(command, timeout=limit, env=environment).returncode
     except subprocess.TimeoutExpired:
         # Cells that are measured are kept; one command that takes all its time would never end.
         return "more to do" if step.takes_limit else f"took more than {limit:.0f} s"
@@ -74,10 +77,14 @@ def go_on(steps: tuple[Step, ...], out: pathlib.Path, budget: float) -> dict[str
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    default = pathlib.Path(os.environ.get("OUT", pathlib.Path(__file__).parent / "results"))
+    default = pathlib.Path(os.environ.get("OUT", RESULTS))
     parser.add_argument("--out", type=pathlib.Path, default=default, help="folder of the results ($OUT if set)")
     parser.add_argument("--budget", type=float, default=560, help="seconds of this call")
     args = parser.parse_args()
+    # Asked of another process: one that has JAX on the GPU keeps most of its memory.
+    platform = subprocess.check_output([sys.executable, "-c", "import jax; print(jax.default_backend())"], text=True)
+    if platform.strip() != "gpu":
+        raise SystemExit(f"no GPU here, JAX has a {platform.strip()}: see python -m benchmarks.training --dry-run")
     found = go_on(STEPS, args.out, args.budget)
     subprocess.run([sys.executable, "-m", "benchmarks.report", "--out", str(args.out)], check=True)
     for name, state in found.items():

@@ -17,6 +17,8 @@ import jax
 import mpjax
 
 RESULTS = pathlib.Path(__file__).parent / "results"
+# Of compiled programs, for runs on a GPU, where they take minutes.
+CACHE = pathlib.Path(os.environ.get("XDG_CACHE_HOME", pathlib.Path.home() / ".cache")) / "mpjax-benchmarks"
 
 
 def interleaved(runs: dict[str, Callable[[], Any]], rounds: int, warmup: int = 3) -> dict[str, list[float]]:

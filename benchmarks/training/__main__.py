@@ -22,7 +22,7 @@ import jax
 
 import mpjax
 from benchmarks.gpu import MORE_TO_DO
-from benchmarks.measure import RESULTS
+from benchmarks.measure import CACHE, RESULTS
 from benchmarks.models import WORKLOADS
 
 from .cells import TORCH, Cell, Results
@@ -36,7 +36,6 @@ QUICK_MODELS = ("resnet50", "bert_base_128", "gpt2_medium", "lstm_lm")
 QUICK = ("float32", "tf32", "flax_float16", "autocast_float16", "with_policy_float16")
 VARIED = ("flax_bfloat16", "autocast_bfloat16")
 FITTED = ("float32", "flax_float16", "autocast_float16", "with_policy_float16")
-CACHE = pathlib.Path(os.environ.get("XDG_CACHE_HOME", pathlib.Path.home() / ".cache")) / "mpjax-benchmarks"
 
 
 def chosen(args: argparse.Namespace) -> list[Cell]:
@@ -184,7 +183,7 @@ def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = found.add_argument
     add("--quick", action="store_true", help=f"{', '.join(QUICK_MODELS)}: {', '.join(QUICK)}")
-    add("--full", action="store_true", help="all models, configurations, PyTorch and variants (the default)")
+    add("--full", action="store_true", help="all models, configurations, PyTorch and variants; the default")
     add("--only", nargs="+", metavar="MODEL", choices=list(WORKLOADS), help="these models")
     add("--cells", nargs="+", metavar="CELL", help="CONFIGURATION or CONFIGURATION+VARIANT; all if not given")
     add("--variants", action="store_true", help=f"variants too: {', '.join(VARIANTS)}")
