@@ -162,7 +162,11 @@ def groups(cells: list[Cell], together: bool) -> list[list[Cell]]:
 def dry(cells: list[Cell], args: argparse.Namespace) -> None:
     """Lowers what is not lowered yet."""
     results = Results(args.out / "training_dry_run.json")
-    results.content["environment"] = {"jax": jax.__version__, "mpjax": mpjax.__version__}
+    results.content["environment"] = {
+        "jax": jax.__version__,
+        "mpjax": mpjax.__version__,
+        "command": "python -m benchmarks.training --dry-run",
+    }
     for cell in cells:
         row = results.row(cell)
         if cell.torch or (not args.again and row and "error" not in row):
