@@ -170,7 +170,7 @@ def _bars(path: pathlib.Path, bars: Bars, label: str, device: str) -> None:
     axes.set_xticks(middles, [name.replace(", ", "\n") for name in bars], fontsize=8)
     axes.set_ylabel(label)
     axes.set_title(device, fontsize=9)
-    axes.legend(fontsize=7)
+    axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
