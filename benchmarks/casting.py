@@ -2,7 +2,11 @@
 
 Every tool is run over the program zoo of the tests (`tests/zoo`), by tracing alone but for the gradient
 error. A tool that fails on a program is counted as such, with its error in the JSON. Times are ratios
-to the float32 program in the same process, interleaved.
+to the float32 program in the same process, interleaved; compilation is XLA's without LLVM's optimisation, which takes
+most of the time and has nothing to do with a tool. The results of a run are merged into those of before, program by
+program, so that it can be done in parts.
+
+Flax's DynamicScale is not here: it casts nothing. Keras 3 takes only its own models, so it has one program.
 """
 
 from __future__ import annotations
@@ -24,11 +28,16 @@ import jax
 import jmp
 
 import mpjax
-from benchmarks.measure import interleaved, ratios, save
+from benchmarks import keras_program
+from benchmarks.measure import RESULTS, interleaved, previous, ratios, save
 from tests.measures import trace_time_ratio
 from tests.zoo import REGISTRY, Program, harness
 
 Row = dict[str, Any]
+COMPILATIONS = 2
+
+
+keras_program.register()
 
 
 def with_jmp(fun: Callable[..., Any], policy: str) -> Callable[..., Any]:
@@ -56,6 +65,8 @@ def casters(program: Program) -> dict[str, harness.Caster]:
         tools["mpjax.with_policy"] = lambda fun, policy: program.adapted(
             functools.partial(mpjax.with_policy, policy=policy)
         )
+    if program.name == keras_program.NAME:
+        tools["Keras 3"] = keras_program.under_keras_policy
     if program.has_half:
         tools["hand-written"] = lambda fun, policy: program.handwritten(harness.half_of(policy))
     return tools
@@ -85,7 +96,7 @@ def time_ratios(name: str, tools: dict[str, harness.Caster], dtype: str, rounds:
     args = harness.abstract(name)[1:]
 
     def compile_anew(fun: Callable[..., Any]) -> None:
-        jax.jit(lambda *args: fun(*args)).lower(*args).compile()
+        jax.jit(lambda *args: fun(*args), compiler_options=harness.COMPILE_TRUE).lower(*args).compile()
 
     with REGISTRY[name].context():
         base = functions["float32"]
@@ -96,27 +107,24 @@ def time_ratios(name: str, tools: dict[str, harness.Caster], dtype: str, rounds:
             runs: dict[str, Callable[[], Any]] = {
                 tool: functools.partial(compile_anew, fun) for tool, fun in functions.items()
             }
-            for tool, found in ratios(interleaved(runs, rounds, warmup=1), "float32").items():
+            for tool, found in ratios(interleaved(runs, COMPILATIONS, warmup=0), "float32").items():
                 rows[tool]["compile"] = found["ratio"]
     return rows
 
 
-def run(names: list[str], dtype: str, rounds: int, compiled: bool) -> dict[str, dict[str, Row]]:
-    """The rows of every program, by tool."""
-    results: dict[str, dict[str, Row]] = {}
-    for name in names:
-        tools = casters(REGISTRY[name])
-        rows = {tool: measure(name, caster, dtype) for tool, caster in tools.items()}
-        works = {tool: caster for tool, caster in tools.items() if "error" not in rows[tool]}
-        for tool, times in time_ratios(name, works, dtype, rounds, compiled).items():
-            rows[tool] |= times
-        limit = harness.error_limit(name, dtype)
-        for row in rows.values():
-            if "error" not in row:
-                row["error_of_limit"] = round(row.pop("gradient_error") / limit, 3)
-        results[name] = rows
-        print(name, rows["mpjax.autocast"], file=sys.stderr)
-    return results
+def run(name: str, dtype: str, rounds: int, compiled: bool) -> dict[str, Row]:
+    """The rows of a program, by tool."""
+    tools = casters(REGISTRY[name])
+    rows = {tool: measure(name, caster, dtype) for tool, caster in tools.items()}
+    works = {tool: caster for tool, caster in tools.items() if "error" not in rows[tool]}
+    for tool, times in time_ratios(name, works, dtype, rounds, compiled).items():
+        rows[tool] |= times
+    limit = harness.error_limit(name, dtype)
+    for row in rows.values():
+        if "error" not in row:
+            row["error_of_limit"] = round(row.pop("gradient_error") / limit, 3)
+    jax.clear_caches()
+    return rows
 
 
 def summary(results: dict[str, dict[str, Row]]) -> str:
@@ -129,6 +137,9 @@ def summary(results: dict[str, dict[str, Row]]) -> str:
     for tool in dict.fromkeys(tool for rows in results.values() for tool in rows):
         rows = [rows[tool] for rows in results.values() if tool in rows]
         fine = [row for row in rows if "error" not in row]
+        if not fine:
+            lines.append(f"| {tool} | {len(rows)} | {len(rows)} |" + " - |" * 8)
+            continue
 
         def median(key: str, fine: list[Row] = fine) -> str:
             values = [row[key] for row in fine if key in row]
@@ -155,16 +166,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dtype", default="float16", choices=list(harness.POLICIES))
     parser.add_argument("--rounds", type=int, default=5, help="rounds of timing the trace")
-    parser.add_argument("--compile", action="store_true", help="time the compilation too (an hour)")
+    parser.add_argument("--no-compile", action="store_true", help="leave out the time of compiling")
     parser.add_argument("--programs", nargs="*", default=list(REGISTRY), help="all of the zoo if not given")
+    parser.add_argument("--missing", action="store_true", help="only programs that have no results yet")
+    parser.add_argument("--out", type=pathlib.Path, default=RESULTS, help="folder of the results")
     args = parser.parse_args()
     # jax.numpy and peers warn of what they truncate or deprecate; a peer's warning is not its failure.
     warnings.simplefilter("ignore")
-    results = run(args.programs, args.dtype, args.rounds, args.compile)
-    path = save(f"casting_{args.dtype}", results)
-    table = summary(results)
-    pathlib.Path(path).with_suffix(".md").write_text(table)
-    print(table)
+    results = previous(f"casting_{args.dtype}", args.out)
+    for name in args.programs:
+        if args.missing and name in results:
+            continue
+        results[name] = run(name, args.dtype, args.rounds, not args.no_compile)
+        print(name, results[name]["mpjax.autocast"], file=sys.stderr)
+        path = save(f"casting_{args.dtype}", results, args.out)
+        path.with_suffix(".md").write_text(summary(results))
+    print(summary(results))
 
 
 if __name__ == "__main__":

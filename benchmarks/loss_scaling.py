@@ -1,7 +1,8 @@
 """What loss scaling adds to a step: `python -m benchmarks.loss_scaling`.
 
-Adam on an MLP with float32 parameters, donated buffers, all forms interleaved in one process. The compute-bound
-step has a large batch; the parameter-bound one a batch of 4, so that it is little more than its optimizer.
+Adam on an MLP with float32 parameters, with donated buffers and without, every library's loss scaling interleaved in
+one process. The compute-bound step has a large batch; the parameter-bound one a batch of 4, so that it is little
+more than its optimizer. What loss scaling does wrong is beside it: `python -m benchmarks.faults`.
 
 A step that can skip has all gradients in memory before its first update, so it needs more temporary memory. On a
 CPU XLA takes that from malloc at each step, and glibc gives blocks of this size back to the system at once: then
@@ -9,14 +10,17 @@ fetching fresh pages costs more than all that loss scaling does. Accelerators ha
 benchmark runs with a malloc that keeps its memory; `--system-malloc` shows what a CPU user sees without.
 
 With half matmuls, for which loss scaling is made, unscaling is part of the cast of the gradients to float32; with
-float32 ones it is a pass of its own.
+float32 ones it is a pass of its own. The results of a run are merged into those of before, so that it can be done in
+parts.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import os
+import pathlib
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -25,17 +29,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-import mpjax
-from benchmarks.measure import interleaved, ratios, save
+from benchmarks.loss_scaling_forms import Form, Loss, forms
+from benchmarks.measure import RESULTS, interleaved, previous, ratios, save
 
-SIZES = ((512, 2048), (2048, 2048), (2048, 1024), (1024, 1024))  # 8.4 million parameters
-# Batch size, and dtype of the matmuls.
-KINDS = {
-    "compute-bound, float32": (512, "float32"),
-    "parameter-bound, float32": (4, "float32"),
-    "parameter-bound, bfloat16": (4, "bfloat16"),
-    "parameter-bound, float16": (4, "float16"),
-}
+# Width of the layers, and batch of the compute-bound step: 8.4 million parameters for a CPU, 268 million for a GPU.
+SIZES = {"cpu": ((512, 2048, 2048, 1024, 1024), 256), "gpu": ((8192,) * 5, 8192)}
+BOUND = ("compute-bound", "parameter-bound")
+DTYPES = ("float32", "bfloat16", "float16")
+DONATED = {"donated": True, "not donated": False}
 
 # For glibc, read when a process starts.
 KEEP_MEMORY = {
@@ -45,14 +46,13 @@ KEEP_MEMORY = {
     "MALLOC_ARENA_MAX": "1",
 }
 
-Loss = Callable[[Any, jax.Array, jax.Array], jax.Array]
-
-Step = Callable[[Any, Any, jax.Array, jax.Array], tuple[Any, Any, jax.Array]]
+Row = dict[str, Any]
 
 
-def init_params() -> list[jax.Array]:
-    keys = jax.random.split(jax.random.key(0), len(SIZES))
-    return [jax.random.normal(k, s) / s[0] ** 0.5 for k, s in zip(keys, SIZES, strict=True)]
+def init_params(widths: tuple[int, ...]) -> list[jax.Array]:
+    shapes = list(itertools.pairwise(widths))
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    return [jax.random.normal(k, s) / s[0] ** 0.5 for k, s in zip(keys, shapes, strict=True)]
 
 
 def loss_in(dtype: str) -> Loss:
@@ -67,69 +67,6 @@ def loss_in(dtype: str) -> Loss:
     return loss_fn
 
 
-def plain(tx: optax.GradientTransformation, loss_fn: Loss) -> Step:
-    def step(params: Any, state: Any, x: jax.Array, y: jax.Array) -> tuple[Any, Any, jax.Array]:
-        loss, grads = jax.value_and_grad(loss_fn)(params, x, y)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, loss
-
-    return step
-
-
-def materialised(tx: optax.GradientTransformation, loss_fn: Loss) -> Step:
-    """No loss scaling, but all gradients exist before the first update, as they must in any step that can skip."""
-
-    def step(params: Any, state: Any, x: jax.Array, y: jax.Array) -> tuple[Any, Any, jax.Array]:
-        loss, grads = jax.lax.optimization_barrier(jax.value_and_grad(loss_fn)(params, x, y))
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, loss
-
-    return step
-
-
-def with_update(tx: optax.GradientTransformation, loss_fn: Loss) -> Step:
-    def step(params: Any, state: Any, x: jax.Array, y: jax.Array) -> tuple[Any, Any, jax.Array]:
-        loss, grads = mpjax.value_and_grad(loss_fn, state)(params, x, y)
-        updates, state = optax.with_extra_args_support(tx).update(grads, state, params, value=loss)
-        return optax.apply_updates(params, updates), state, loss
-
-    return step
-
-
-def with_apply(tx: optax.GradientTransformation, loss_fn: Loss) -> Step:
-    def step(params: Any, state: Any, x: jax.Array, y: jax.Array) -> tuple[Any, Any, jax.Array]:
-        loss, grads = mpjax.value_and_grad(loss_fn, state)(params, x, y)
-        params, state = mpjax.apply_gradients(tx, grads, state, params, value=loss)
-        return params, state, loss
-
-    return step
-
-
-def scaled_by_hand(tx: optax.GradientTransformation, loss_fn: Loss) -> Step:
-    """`grads_are_scaled=True`: unscaling happens inside the update, not as the gradients are made."""
-
-    def step(params: Any, state: Any, x: jax.Array, y: jax.Array) -> tuple[Any, Any, jax.Array]:
-        loss, grads = jax.value_and_grad(lambda p: loss_fn(p, x, y) * state.loss_scale)(params)
-        params, state = mpjax.apply_gradients(tx, grads, state, params, value=loss)
-        return params, state, loss
-
-    return step
-
-
-def forms(loss_fn: Loss) -> dict[str, tuple[optax.GradientTransformation, Step]]:
-    adam = optax.adam(1e-3)
-    dynamic = mpjax.dynamic_loss_scale(adam)
-    by_hand = mpjax.dynamic_loss_scale(adam, grads_are_scaled=True)
-    return {
-        "plain Adam": (adam, plain(adam, loss_fn)),
-        "plain Adam again": (adam, plain(adam, loss_fn)),
-        "gradients materialised, no scaling": (adam, materialised(adam, loss_fn)),
-        "apply_gradients": (dynamic, with_apply(dynamic, loss_fn)),
-        "apply_gradients, grads_are_scaled": (by_hand, scaled_by_hand(by_hand, loss_fn)),
-        "tx.update + apply_updates": (dynamic, with_update(dynamic, loss_fn)),
-    }
-
-
 def advance(compiled: Any, carried: dict[str, Any], name: str, batch: tuple[jax.Array, jax.Array]) -> Any:
     """One step of the form `name`, from where its last one ended (donated buffers are gone)."""
     params, state, loss = compiled(*carried[name], *batch)
@@ -137,42 +74,76 @@ def advance(compiled: Any, carried: dict[str, Any], name: str, batch: tuple[jax.
     return params, state, loss
 
 
-def measure(batch: int, dtype: str, rounds: int, donate: bool) -> dict[str, dict[str, Any]]:
-    """Step times of all forms at one batch size, and XLA's count of temporary bytes."""
-    x = jax.random.normal(jax.random.key(1), (batch, SIZES[0][0]))
-    y = jax.random.normal(jax.random.key(2), (batch, SIZES[-1][1]))
+def measure(widths: tuple[int, ...], batch: int, dtype: str, rounds: int, donate: bool) -> dict[str, Row]:
+    """Step times of all forms, and XLA's count of temporary bytes; of one that fails, its error."""
+    x = jax.random.normal(jax.random.key(1), (batch, widths[0]))
+    y = jax.random.normal(jax.random.key(2), (batch, widths[-1]))
     carried: dict[str, Any] = {}
     runs: dict[str, Callable[[], Any]] = {}
-    temporaries = {}
-    for name, (tx, step) in forms(loss_in(dtype)).items():
-        params = init_params()
-        carried[name] = (params, tx.init(params))
-        jitted = jax.jit(step, donate_argnums=(0, 1) if donate else ())
-        compiled = jitted.lower(*carried[name], x, y).compile()
-        analysis = compiled.memory_analysis()
-        temporaries[name] = analysis.temp_size_in_bytes if analysis else None
+    rows: dict[str, Row] = {}
+    found = forms(optax.adam(1e-3), loss_in(dtype))
+    for name, form in found.items():
+        try:
+            params = init_params(widths)
+            carried[name] = (params, form.init(params))
+            compiled, bytes_used = compile_step(form, (*carried[name], x, y), donate)
+        except Exception as error:  # a form that a peer can't do is a row that says so
+            rows[name] = {"error": f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"}
+            continue
+        rows[name] = {"temporary_bytes": bytes_used}
         runs[name] = functools.partial(advance, compiled, carried, name, (x, y))
-    table = ratios(interleaved(runs, rounds), "plain Adam")
-    return {name: {**row, "temporary_bytes": temporaries[name]} for name, row in table.items()}
+    for name, row in ratios(interleaved(runs, rounds), next(iter(found))).items():
+        rows[name] |= row
+    return rows
+
+
+def compile_step(form: Form, args: tuple[Any, ...], donate: bool) -> tuple[Any, int]:
+    """The compiled step, and the bytes that it needs for what lies between arguments and results."""
+    compiled: Any = jax.jit(form.step, donate_argnums=(0, 1) if donate else ()).lower(*args).compile()
+    return compiled, compiled.memory_analysis().temp_size_in_bytes
+
+
+def table(results: dict[str, dict[str, Row]]) -> str:
+    """Markdown: the median ratio of every form to the step without loss scaling, and its quartiles."""
+    kinds = list(results)
+    lines = [f"| step time / that without loss scaling | {' | '.join(kinds)} |", "|---" * (len(kinds) + 1) + "|"]
+    for form in dict.fromkeys(form for rows in results.values() for form in rows):
+        lines.append(f"| {form} | {' | '.join(_cell(rows.get(form, {})) for rows in results.values())} |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(row: Row) -> str:
+    if "ratio" not in row:
+        return "fails" if "error" in row else "-"
+    low, high = row["ratio_quartiles"]
+    return f"{row['ratio']:.2f} ({low:.2f} to {high:.2f})"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=40, help="timed rounds for each step")
-    parser.add_argument("--no-donate", action="store_true", help="keep the old params and state alive")
+    parser.add_argument("--rounds", type=int, default=30, help="timed rounds for each step")
+    parser.add_argument("--bound", nargs="+", default=list(BOUND), choices=BOUND, help="what bounds the step's time")
+    parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES, help="of the matmuls")
     parser.add_argument("--system-malloc", action="store_true", help="leave glibc's malloc as it is")
+    parser.add_argument("--out", type=pathlib.Path, default=RESULTS, help="folder of the results")
     args = parser.parse_args()
     if not args.system_malloc and not KEEP_MEMORY.items() <= os.environ.items():
         command = [sys.executable, "-m", "benchmarks.loss_scaling", *sys.argv[1:]]
         os.execve(sys.executable, command, {**os.environ, **KEEP_MEMORY})
-    results = {kind: measure(*how, args.rounds, not args.no_donate) for kind, how in KINDS.items()}
-    for kind, rows in results.items():
-        print(f"\n{kind} (batch {KINDS[kind][0]}, {'not ' if args.no_donate else ''}donated)")
-        for name, row in rows.items():
-            low, high = row["ratio_quartiles"]
-            print(f"  {name:36s} {row['milliseconds']:9.2f} ms  {row['ratio']:5.2f}  [{low:.2f}, {high:.2f}]")
-    name = "loss_scaling" + "_not_donated" * args.no_donate + "_system_malloc" * args.system_malloc
-    print("\nwritten:", save(name, results))
+    widths, large = SIZES[jax.default_backend()]
+    file = "loss_scaling" + "_system_malloc" * args.system_malloc
+    results: dict[str, dict[str, Row]] = previous(file, args.out)
+    for bound, dtype, donated in itertools.product(args.bound, args.dtypes, DONATED):
+        batch = large if bound == BOUND[0] else 4
+        name = f"{bound}, {dtype}, {donated}"
+        # A long step varies less from round to round.
+        rounds = args.rounds if batch == 4 else max(args.rounds // 3, 2)
+        results[name] = measure(widths, batch, dtype, rounds, DONATED[donated])
+        print(f"{name}: { ({form: row.get('ratio') for form, row in results[name].items()}) }", file=sys.stderr)
+        # What was measured so far is kept, should the rest be cut off.
+        path = save(file, results, args.out)
+        path.with_suffix(".md").write_text(table(results))
+    print(table(results))
 
 
 if __name__ == "__main__":

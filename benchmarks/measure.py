@@ -17,6 +17,8 @@ import jax
 import mpjax
 
 RESULTS = pathlib.Path(__file__).parent / "results"
+# Of compiled programs, for runs on a GPU, where they take minutes.
+CACHE = pathlib.Path(os.environ.get("XDG_CACHE_HOME", pathlib.Path.home() / ".cache")) / "mpjax-benchmarks"
 
 
 def interleaved(runs: dict[str, Callable[[], Any]], rounds: int, warmup: int = 3) -> dict[str, list[float]]:
@@ -54,21 +56,51 @@ def environment() -> dict[str, Any]:
     """What a figure depends on beside the code: device, versions, the command."""
     device = jax.devices()[0]
     return {
+        "platform": device.platform,
         "device": device.device_kind if device.platform != "cpu" else f"CPU, {os.cpu_count()} cores",
         "platform_version": device.client.platform_version.splitlines()[0],
         "jax": jax.__version__,
         "mpjax": mpjax.__version__,
         "python": platform.python_version(),
-        "command": f"python -m {_module_name()} {' '.join(sys.argv[1:])}".strip(),
+        "command": f"python -m {_module_name()} {' '.join(_arguments())}".strip(),
     }
 
 
-def save(name: str, results: Any) -> pathlib.Path:
-    """Writes `benchmarks/results/NAME_PLATFORM.json` with the environment beside the results."""
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}_{jax.default_backend()}.json"
+def save(name: str, results: Any, folder: pathlib.Path = RESULTS) -> pathlib.Path:
+    """Writes `NAME_PLATFORM.json` in the folder of the results, with the environment beside the results."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}_{jax.default_backend()}.json"
     path.write_text(json.dumps({"environment": environment(), "results": results}, indent=2) + "\n")
     return path
+
+
+def previous(name: str, folder: pathlib.Path = RESULTS) -> Any:
+    """The results that `save` would replace, for a run that adds to them; empty if they are of other versions."""
+    path = folder / f"{name}_{jax.default_backend()}.json"
+    found = json.loads(path.read_text()) if path.exists() else {}
+    now = environment()
+    same = all(found.get("environment", {}).get(key) == now[key] for key in ("device", "jax", "mpjax"))
+    return found["results"] if same else {}
+
+
+# Where results go, and what part of them a run adds, changes no figure.
+_PARTS = {"--out": 1, "--programs": None, "--missing": 0, "--bound": None, "--dtypes": None}
+
+
+def _arguments() -> list[str]:
+    """The arguments of this process without `_PARTS`, which take so many values (None: all up to an option)."""
+    kept, skipped = [], 0
+    for argument in sys.argv[1:]:
+        if argument.startswith("--"):
+            values = _PARTS.get(argument, 0)
+            skipped = len(sys.argv) if values is None else values
+            if argument in _PARTS:
+                continue
+        elif skipped:
+            skipped -= 1
+            continue
+        kept.append(argument)
+    return kept
 
 
 def _module_name() -> str:

@@ -1,0 +1,263 @@
+"""Faults of loss scaling: the same programs over every library's scaler."""
+
+from __future__ import annotations
+
+import abc
+import functools
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import jmp
+import numpy as np
+import optax
+from flax.training.dynamic_scale import DynamicScale
+
+import mpjax
+from benchmarks.loss_scaling_forms import forms
+from benchmarks.models import WORKLOADS
+from benchmarks.training.configurations import CONFIGURATIONS, training
+
+from .fault import Fault, Probe
+
+Loss = Callable[[Any], jax.Array]
+MIN_SCALE = 4.0
+
+
+class Scaler(abc.ABC):
+    """One library's dynamic loss scaling, without an optimizer."""
+
+    has_minimum: ClassVar[bool] = True
+
+    @abc.abstractmethod
+    def init(self, scale: float | None = None, interval: int = 2000) -> Any:
+        """The state as the library's documentation makes it; by default with the scale that it begins with."""
+
+    @abc.abstractmethod
+    def step(self, state: Any, loss_fn: Loss, params: Any) -> tuple[jax.Array, Any, Any]:
+        """The loss, the gradients and the new state."""
+
+    @abc.abstractmethod
+    def scale(self, state: Any) -> float:
+        """The loss scale of a state."""
+
+
+class Mpjax(Scaler):
+    def __init__(self) -> None:
+        self.tx = mpjax.dynamic_loss_scale(optax.identity(), min_scale=MIN_SCALE)
+
+    def init(self, scale: float | None = None, interval: int = 2000) -> Any:
+        start: dict[str, Any] = {} if scale is None else {"init_scale": scale}
+        self.tx = mpjax.dynamic_loss_scale(optax.identity(), growth_interval=interval, min_scale=MIN_SCALE, **start)
+        return self.tx.init(jnp.float32(0))
+
+    def step(self, state: Any, loss_fn: Loss, params: Any) -> tuple[jax.Array, Any, Any]:
+        loss, grads = mpjax.value_and_grad(loss_fn, state)(params)
+        return loss, grads, self.tx.update(grads, state, params, value=loss)[1]
+
+    def scale(self, state: Any) -> float:
+        return float(state.loss_scale)
+
+
+class Flax(Scaler):
+    def init(self, scale: float | None = None, interval: int = 2000) -> Any:
+        start: dict[str, Any] = {} if scale is None else {"scale": scale}
+        return DynamicScale(growth_interval=interval, minimum_scale=MIN_SCALE, **start)
+
+    def step(self, state: Any, loss_fn: Loss, params: Any) -> tuple[jax.Array, Any, Any]:
+        state, _, loss, grads = state.value_and_grad(loss_fn)(params)
+        return loss, grads, state
+
+    def scale(self, state: Any) -> float:
+        return float(state.scale)
+
+
+class Jmp(Scaler):
+    def init(self, scale: float | None = None, interval: int = 2000) -> Any:
+        return jmp.DynamicLossScale(
+            jnp.asarray(scale or 2.0**15), period=interval, min_loss_scale=jnp.asarray(MIN_SCALE)
+        )
+
+    def step(self, state: Any, loss_fn: Loss, params: Any) -> tuple[jax.Array, Any, Any]:
+        scaled, grads = jax.value_and_grad(lambda p: state.scale(loss_fn(p)))(params)
+        grads = state.unscale(grads)
+        return state.unscale(scaled), grads, state.adjust(jmp.all_finite(grads))
+
+    def scale(self, state: Any) -> float:
+        return float(state.loss_scale)
+
+
+class Mpx(Scaler):
+    def init(self, scale: float | None = None, interval: int = 2000) -> Any:
+        import mpx
+
+        return mpx.DynamicLossScaling(jnp.float32(scale or 2.0**15), jnp.float32(MIN_SCALE), period=interval)
+
+    def step(self, state: Any, loss_fn: Loss, params: Any) -> tuple[jax.Array, Any, Any]:
+        import mpx
+
+        loss, state, _, grads = mpx.filter_value_and_grad(loss_fn, state)(params)
+        return loss, grads, state
+
+    def scale(self, state: Any) -> float:
+        return float(state.loss_scaling)
+
+
+class Jaxamp(Scaler):
+    has_minimum = False
+
+    def init(self, scale: float | None = None, interval: int = 2000) -> Any:
+        import jaxamp
+
+        start = {} if scale is None else {"scaler": jnp.float32(scale)}
+        return jaxamp.DynamicScalerState(patience=jnp.int32(interval), **start)
+
+    def step(self, state: Any, loss_fn: Loss, params: Any) -> tuple[jax.Array, Any, Any]:
+        import jaxamp
+
+        state, (loss, grads) = jaxamp.dynamic_scale_value_and_grad(loss_fn)(params, dynamic_scaler_state=state)
+        return loss, grads, state
+
+    def scale(self, state: Any) -> float:
+        return float(state.scaler)
+
+
+SCALERS: dict[str, type[Scaler]] = {
+    "mpjax": Mpjax,
+    "Flax": Flax,
+    "jmp": Jmp,
+    "mixed-precision-for-JAX": Mpx,
+    "jaxamp": Jaxamp,
+}
+
+
+def over_scalers(probe: Callable[[Scaler], bool]) -> dict[str, Probe]:
+    """The probe for every library's scaler."""
+    return {name: functools.partial(_probe_new, probe, make) for name, make in SCALERS.items()}
+
+
+def _probe_new(probe: Callable[[Scaler], bool], make: type[Scaler]) -> bool:
+    return probe(make())
+
+
+def wrong_where_the_scale_grows(scaler: Scaler) -> bool:
+    state, found = scaler.init(8.0, interval=2), []
+    for _ in range(4):
+        _, grads, state = scaler.step(state, lambda w: w * w, jnp.float32(2.0))
+        found.append(float(grads))
+    return found != [4.0] * 4
+
+
+def grows_a_step_late(scaler: Scaler) -> bool:
+    state = scaler.init(8.0, interval=3)
+    for _ in range(3):
+        _, _, state = scaler.step(state, lambda w: w * w, jnp.float32(2.0))
+    return scaler.scale(state) == 8.0
+
+
+def traced_again(scaler: Scaler) -> bool:
+    traces = []
+
+    @jax.jit
+    def step(state: Any, w: jax.Array) -> Any:
+        traces.append(1)
+        return scaler.step(state, lambda w: w * w, w)[2]
+
+    state = scaler.init()
+    for _ in range(3):
+        state = step(state, jnp.float32(2.0))
+    return len(traces) > 1
+
+
+def half_loss_overflows(scaler: Scaler) -> bool:
+    # The gradient is 1, and float16 holds the loss, 4, as well as every scale that they begin with but for 65536.
+    loss, grads, _ = scaler.step(scaler.init(), lambda w: w + 3, jnp.float16(1.0))
+    return not (np.isfinite(float(loss)) and np.isfinite(float(grads)))
+
+
+def minimum_is_lost(scaler: Scaler) -> bool:
+    step = jax.jit(lambda state, w: scaler.step(state, lambda w: w * jnp.inf, w)[2])
+    state = scaler.init(2 * MIN_SCALE)
+    for _ in range(4):
+        state = step(state, jnp.float32(1.0))
+    return scaler.scale(state) < MIN_SCALE
+
+
+def accumulation_is_poisoned(form: str) -> bool:
+    """An overflow in one of the micro-batches of `optax.MultiSteps`."""
+    found = forms(optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation(), lambda w, x, y: jnp.sum(w * x * y))[
+        form
+    ]
+    params = jnp.ones(2)
+    state = found.init(params)
+    for x in (jnp.array([jnp.inf, 1.0]), jnp.ones(2), jnp.ones(2), jnp.ones(2), jnp.ones(2)):
+        params, state, _ = found.step(params, state, x, jnp.ones(2))
+    return not bool(jnp.isfinite(params).all())
+
+
+def statistics_are_poisoned(configuration: str) -> bool:
+    """An overflow in a model with BatchNorm, in the library's own training loop."""
+    made = training(WORKLOADS["resnet50"].toy(), CONFIGURATIONS[configuration])
+    carry, batch = jax.jit(made.init)(jax.random.key(0)), made.workload.batch(jax.random.key(1))
+    batch["images"] = batch["images"].at[0, 0, 0, 0].set(jnp.inf)
+    carry, _ = jax.jit(made.step)(carry, batch)
+    assert all(bool(jnp.isfinite(p).all()) for p in jax.tree.leaves(carry["params"])), "the step was not skipped"
+    return not all(bool(jnp.isfinite(s).all()) for s in jax.tree.leaves(carry["state"]))
+
+
+@functools.cache
+def _keras_after_overflow() -> tuple[float, bool]:
+    """Keras: the loss scale after three finite steps of an interval of three from 8, and, after an overflow, whether
+    its BatchNorm's statistics are finite."""
+    import os
+
+    os.environ.setdefault("KERAS_BACKEND", "jax")
+    import keras
+
+    model = keras.Sequential([keras.Input((4,)), keras.layers.BatchNormalization(), keras.layers.Dense(1)])
+    optimizer = keras.optimizers.LossScaleOptimizer(
+        keras.optimizers.SGD(0.01), initial_scale=8.0, dynamic_growth_steps=3
+    )
+    model.compile(optimizer=optimizer, loss="mse")
+    x, y = np.random.default_rng(0).normal(size=(8, 4)).astype("float32"), np.ones((8, 1), "float32")
+    for _ in range(3):
+        model.train_on_batch(x, y)
+    scale = float(optimizer.dynamic_scale)
+    x[0, 0] = np.inf
+    model.train_on_batch(x, y)
+    assert all(np.isfinite(w).all() for w in map(np.asarray, model.trainable_variables)), "the step was not skipped"
+    return scale, all(np.isfinite(np.asarray(w)).all() for w in model.non_trainable_variables)
+
+
+FAULTS = [
+    Fault("the gradients are wrong at a step where the scale grows", over_scalers(wrong_where_the_scale_grows)),
+    Fault(
+        "the scale grows only after N + 1 finite steps",
+        over_scalers(grows_a_step_late) | {"Keras 3": lambda: _keras_after_overflow()[0] == 8.0},
+    ),
+    Fault("the second step is traced again", over_scalers(traced_again)),
+    Fault("a float16 loss overflows by its scale", over_scalers(half_loss_overflows)),
+    Fault(
+        "the smallest scale is forgotten under jit",
+        {name: probe for name, probe in over_scalers(minimum_is_lost).items() if SCALERS[name].has_minimum},
+    ),
+    Fault(
+        "one overflow makes the gradients that are accumulated NaN for ever",
+        {
+            "mpjax": lambda: accumulation_is_poisoned("mpjax: apply_gradients"),
+            "Flax": lambda: accumulation_is_poisoned("Flax DynamicScale"),
+            "jmp": lambda: accumulation_is_poisoned("jmp"),
+            "mixed-precision-for-JAX": lambda: accumulation_is_poisoned("mixed-precision-for-JAX"),
+            "optax alone": lambda: accumulation_is_poisoned("no loss scaling"),
+        },
+    ),
+    Fault(
+        "batch statistics of a skipped step are kept (in the training loop that its documentation or examples have)",
+        {
+            "mpjax": lambda: statistics_are_poisoned("flax_float16_mpjax_scale"),
+            "Flax": lambda: statistics_are_poisoned("flax_float16_dynamic_scale"),
+            "Keras 3": lambda: not _keras_after_overflow()[1],
+        },
+    ),
+]

@@ -1,0 +1,67 @@
+"""Which known faults of mixed precision libraries each library has: `python -m benchmarks.faults`.
+
+Every cell is found by running the library on the case: "has it", "not", or "fails" with the error. "n.a.": the library
+does not do what the fault is about. `benchmarks/fault_probes/` holds the cases.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import warnings
+
+import jax
+
+from benchmarks.fault_probes import FAULTS, Fault, Probe
+from benchmarks.measure import RESULTS, save
+
+HAS_IT, NOT, NOT_APPLICABLE = "has it", "not", "n.a."
+LIBRARIES = ("mpjax", "Flax", "jmp", "mixed-precision-for-JAX", "jaxamp", "Keras 3", "optax alone")
+
+
+def outcome(probe: Probe | None) -> str:
+    """The cell of a probe, which returns whether the library has the fault."""
+    if probe is None:
+        return NOT_APPLICABLE
+    try:
+        return HAS_IT if probe() else NOT
+    except ModuleNotFoundError as error:
+        return f"not run: no module {error.name!r} here"
+    except Exception as error:  # a peer that does not run at all is a result
+        return f"fails: {type(error).__name__}: {str(error).strip().splitlines()[0][:100]}"
+
+
+def run(faults: list[Fault] = FAULTS, libraries: tuple[str, ...] = LIBRARIES) -> dict[str, dict[str, str]]:
+    """The cells of every fault, by library."""
+    found = {}
+    for fault in faults:
+        unknown = set(fault.probes) - set(LIBRARIES)
+        assert not unknown, f"{fault.name}: probes of {unknown}, which have no column"
+        found[fault.name] = {library: outcome(fault.probes.get(library)) for library in libraries}
+        jax.clear_caches()
+    return found
+
+
+def table(results: dict[str, dict[str, str]]) -> str:
+    """Markdown: a row for each fault, a column for each library."""
+    libraries = list(next(iter(results.values())))
+    lines = [f"| fault | {' | '.join(libraries)} |", "|---" * (len(libraries) + 1) + "|"]
+    for name, cells in results.items():
+        shown = (f"**{cell}**" if cell == HAS_IT else cell.replace("|", "/") for cell in cells.values())
+        lines.append(f"| {name} | {' | '.join(shown)} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=pathlib.Path, default=RESULTS, help="folder of the results")
+    args = parser.parse_args()
+    warnings.simplefilter("ignore")  # Peers use what JAX deprecates; that is not what is asked here.
+    results = run()
+    path = save("faults", results, args.out)
+    path.with_suffix(".md").write_text(table(results))
+    print(table(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""What mpjax is to reach on an H200, and what was measured of it: `python -m benchmarks.goals`."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import pathlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from benchmarks.measure import RESULTS
+from benchmarks.models import WORKLOADS
+from benchmarks.training.tables import memory, peak_share, speedup
+
+Content = dict[str, Any]
+Rows = dict[str, dict[str, Any]]
+NO_FIGURE = "no GPU figure yet"
+WAYS = ("autocast", "with_policy")
+HALVES = ("float16", "bfloat16")
+
+
+@dataclasses.dataclass(frozen=True)
+class Goal:
+    """A bound, and the worst that was measured under it; `measured` is None where nothing was."""
+
+    what: str
+    model: str
+    target: float
+    measured: float | None
+    at_most: bool = False
+
+    @property
+    def holds(self) -> bool | None:
+        if self.measured is None:
+            return None
+        return self.measured <= self.target if self.at_most else self.measured >= self.target
+
+
+def goals(training: Content, loss_scaling: Content) -> list[Goal]:
+    """All goals; of results that are not a GPU's, or not there, none is measured."""
+    on_gpu = training if training.get("environment", {}).get("platform") == "gpu" else {}
+    found = [goal for model in WORKLOADS for goal in _of_model(on_gpu, model)]
+    scaling = loss_scaling if loss_scaling.get("environment", {}).get("platform") == "gpu" else {}
+    return [*found, _loss_scaling(scaling)]
+
+
+def _of_model(training: Content, model: str) -> Iterator[Goal]:
+    rows: Rows = training.get("results", {}).get(model, {})
+
+    def worst(base: Callable[[str], str], halves: tuple[str, ...] = HALVES) -> float | None:
+        pairs = ((f"{way}_{half}", base(half)) for way in WAYS for half in halves)
+        return min((s for s in (speedup(rows, *pair) for pair in pairs) if s), default=None)
+
+    yield Goal("speed of hand-written Flax half", model, 0.99, worst(lambda half: f"flax_{half}"))
+    reported = WORKLOADS[model].reported_speedup
+    if reported is not None:
+        yield Goal("times the speed of float32", model, reported, worst(lambda half: "float32"))
+    yield Goal("times the speed of TF32", model, 1.6, worst(lambda half: "tf32"))
+    yield Goal("speed of compiled PyTorch AMP", model, 1.0, worst(lambda half: f"torch_compiled_amp_{half}"))
+    cost = speedup(rows, "flax_float16", "flax_float16_mpjax_scale")
+    yield Goal("loss scaling's share of a step", model, 0.01, None if cost is None else cost - 1, at_most=True)
+    used = [memory(rows.get(f"{way}_{half}", {}), rows.get("float32", {})) for way in WAYS for half in HALVES]
+    yield Goal("peak memory of float32's", model, 0.6, max((u for u in used if u), default=None), at_most=True)
+    if model == "gpt2_medium":
+        shares = [peak_share(training, model, name) for name in rows if name.startswith(WAYS)]
+        yield Goal("of the measured matmul peak", model, 0.5, max((s for s in shares if s), default=None))
+
+
+def _loss_scaling(content: Content) -> Goal:
+    ratios = [
+        rows["mpjax: apply_gradients"]["ratio"]
+        for kind, rows in content.get("results", {}).items()
+        if kind.startswith("compute-bound") and "ratio" in rows.get("mpjax: apply_gradients", {})
+    ]
+    measured = max(ratios) - 1 if ratios else None
+    return Goal("loss scaling's share of a step", "MLP, compute-bound", 0.01, measured, at_most=True)
+
+
+def table(found: list[Goal]) -> str:
+    """Markdown; goals of which nothing is measured are one line for all their models."""
+    lines = ["| goal | model | target | measured | holds |", "|---|---|---|---|---|"]
+    for goal in found:
+        if goal.measured is not None:
+            bound = f"at {'most' if goal.at_most else 'least'} {goal.target:g}"
+            holds = "yes" if goal.holds else "**no**"
+            lines.append(f"| {goal.what} | {goal.model} | {bound} | {goal.measured:.3f} | {holds} |")
+    for what in dict.fromkeys(goal.what for goal in found):
+        owed = [goal for goal in found if goal.what == what and goal.measured is None]
+        if owed:
+            targets = " / ".join(dict.fromkeys(f"{goal.target:g}" for goal in owed))
+            bound = f"at {'most' if owed[0].at_most else 'least'} {targets}"
+            lines.append(f"| {what} | {', '.join(goal.model for goal in owed)} | {bound} | {NO_FIGURE} | |")
+    return "\n".join(lines) + "\n"
+
+
+def read(path: pathlib.Path) -> Content:
+    """A results file; empty where there is none."""
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def from_folder(folder: pathlib.Path) -> list[Goal]:
+    """The goals with what a folder of results has of them."""
+    return goals(read(folder / "training_gpu.json"), read(folder / "loss_scaling_gpu.json"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=pathlib.Path, default=RESULTS, help="folder of the results")
+    print(table(from_folder(parser.parse_args().out)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,179 @@
+"""Steps of one loss function and one optimizer, with every library's loss scaling: what `loss_scaling` times.
+
+Each form is `(init, step)`: `init(params)` gives the state, `step(params, state, x, y)` the new params, state and loss.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jmp
+import optax
+from flax.training.dynamic_scale import DynamicScale
+
+import mpjax
+
+Loss = Callable[[Any, jax.Array, jax.Array], jax.Array]
+Step = Callable[[Any, Any, jax.Array, jax.Array], tuple[Any, Any, jax.Array]]
+SCALE = 2.0**15
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    init: Callable[[Any], Any]
+    step: Step
+
+
+def forms(tx: optax.GradientTransformation, loss_fn: Loss) -> dict[str, Form]:
+    """All forms by name; the first is what the others are compared with."""
+    dynamic = mpjax.dynamic_loss_scale(tx)
+    by_hand = mpjax.dynamic_loss_scale(tx, grads_are_scaled=True)
+    return {
+        "no loss scaling": Form(tx.init, _plain(tx, loss_fn)),
+        "no loss scaling, again": Form(tx.init, _plain(tx, loss_fn)),
+        "no loss scaling, gradients materialised": Form(tx.init, _materialised(tx, loss_fn)),
+        "mpjax: apply_gradients": Form(dynamic.init, _apply(dynamic, loss_fn)),
+        "mpjax: apply_gradients, grads_are_scaled": Form(by_hand.init, _scaled_by_hand(by_hand, loss_fn)),
+        "mpjax: tx.update, apply_updates": Form(dynamic.init, _update(dynamic, loss_fn)),
+        "mpjax's scale, where instead of cond": Form(dynamic.init, _where(dynamic, tx, loss_fn)),
+        "Flax DynamicScale": Form(lambda params: (tx.init(params), _flax_scale()), _flax(tx, loss_fn)),
+        "jmp": Form(lambda params: (tx.init(params), _jmp_scale()), _jmp(tx, loss_fn)),
+        "mixed-precision-for-JAX": Form(lambda params: (tx.init(params), _mpx_scale()), _mpx(tx, loss_fn)),
+    }
+
+
+def _plain(tx: optax.GradientTransformation, loss_fn: Loss) -> Step:
+    def step(params: Any, state: Any, x: jax.Array, y: jax.Array) -> tuple[Any, Any, jax.Array]:
+        loss, grads = jax.value_and_grad(loss_fn)(params, x, y)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    return step
+
+
+def _materialised(tx: optax.GradientTransformation, loss_fn: Loss) -> Step:
+    """All gradients exist before the first update, as they must in any step that can skip."""
+
+    def step(params: Any, state: Any, x: jax.Array, y: jax.Array) -> tuple[Any, Any, jax.Array]:
+        loss, grads = jax.lax.optimization_barrier(jax.value_and_grad(loss_fn)(params, x, y))
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    return step
+
+
+def _update(tx: optax.GradientTransformation, loss_fn: Loss) -> Step:
+    def step(params: Any, state: Any, x: jax.Array, y: jax.Array) -> tuple[Any, Any, jax.Array]:
+        loss, grads = mpjax.value_and_grad(loss_fn, state)(params, x, y)
+        updates, state = optax.with_extra_args_support(tx).update(grads, state, params, value=loss)
+        return optax.apply_updates(params, updates), state, loss
+
+    return step
+
+
+def _apply(tx: optax.GradientTransformation, loss_fn: Loss) -> Step:
+    def step(params: Any, state: Any, x: jax.Array, y: jax.Array) -> tuple[Any, Any, jax.Array]:
+        loss, grads = mpjax.value_and_grad(loss_fn, state)(params, x, y)
+        params, state = mpjax.apply_gradients(tx, grads, state, params, value=loss)
+        return params, state, loss
+
+    return step
+
+
+def _scaled_by_hand(tx: optax.GradientTransformation, loss_fn: Loss) -> Step:
+    """`grads_are_scaled=True`: unscaling happens inside the update, not as the gradients are made."""
+
+    def step(params: Any, state: Any, x: jax.Array, y: jax.Array) -> tuple[Any, Any, jax.Array]:
+        loss, grads = jax.value_and_grad(lambda p: loss_fn(p, x, y) * state.loss_scale)(params)
+        params, state = mpjax.apply_gradients(tx, grads, state, params, value=loss)
+        return params, state, loss
+
+    return step
+
+
+def _where(dynamic: optax.GradientTransformation, tx: optax.GradientTransformation, loss_fn: Loss) -> Step:
+    """The update is always computed, and `where` keeps or drops it: what mpjax would do without `lax.cond`."""
+    # The state's own part is updated with an optimizer that has nothing to do.
+    bookkeeping = mpjax.dynamic_loss_scale(optax.identity())
+
+    def step(params: Any, state: Any, x: jax.Array, y: jax.Array) -> tuple[Any, Any, jax.Array]:
+        loss, grads = mpjax.value_and_grad(loss_fn, state)(params, x, y)
+        inner = state.inner_state
+        updates, new_inner = tx.update(grads, inner, params)
+        _, state = bookkeeping.update(grads, state._replace(inner_state=optax.EmptyState()), params)
+        new = optax.apply_updates(params, updates), new_inner
+        params, inner = jax.tree.map(lambda n, o: jnp.where(state.last_finite, n, o), new, (params, inner))
+        return params, state._replace(inner_state=inner), loss
+
+    return step
+
+
+def _flax_scale() -> DynamicScale:
+    # As arrays, as a person does who has met the retrace that its Python numbers cause.
+    return DynamicScale(fin_steps=jnp.int32(0), scale=jnp.float32(SCALE))
+
+
+def _flax(tx: optax.GradientTransformation, loss_fn: Loss) -> Step:
+    """As in Flax's examples."""
+
+    def step(params: Any, state: Any, x: jax.Array, y: jax.Array) -> tuple[Any, Any, jax.Array]:
+        opt_state, scale = state
+        scale, finite, loss, grads = scale.value_and_grad(loss_fn)(params, x, y)
+        updates, new_state = tx.update(grads, opt_state, params)
+        new = optax.apply_updates(params, updates), new_state
+        params, opt_state = jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, (params, opt_state))
+        return params, (opt_state, scale), loss
+
+    return step
+
+
+def _jmp_scale() -> tuple[jax.Array, jax.Array]:
+    # Its arrays alone: jmp's own object does not go through `jax.jit(...).lower`.
+    return jnp.float32(SCALE), jnp.int32(0)
+
+
+def _jmp(tx: optax.GradientTransformation, loss_fn: Loss) -> Step:
+    """As in jmp's README."""
+
+    def step(params: Any, state: Any, x: jax.Array, y: jax.Array) -> tuple[Any, Any, jax.Array]:
+        opt_state, arrays = state
+        scale = jmp.DynamicLossScale(*arrays)
+
+        def scaled(params: Any) -> tuple[jax.Array, jax.Array]:
+            loss = loss_fn(params, x, y)
+            return scale.scale(loss), loss
+
+        (_, loss), grads = jax.value_and_grad(scaled, has_aux=True)(params)
+        grads = scale.unscale(grads)
+        finite = jmp.all_finite(grads)
+        updates, new_state = tx.update(grads, opt_state, params)
+        new = optax.apply_updates(params, updates), new_state
+        params, opt_state = jmp.select_tree(finite, new, (params, opt_state))
+        scale = scale.adjust(finite)
+        return params, (opt_state, (scale.loss_scale, scale.counter)), loss
+
+    return step
+
+
+def _mpx_scale() -> Any:
+    import mpx
+
+    return mpx.DynamicLossScaling(jnp.float32(SCALE), jnp.float32(1.0))
+
+
+def _mpx(tx: optax.GradientTransformation, loss_fn: Loss) -> Step:
+    """As in its README; it casts the params and the batch to float16 itself, and knows no other half."""
+
+    def step(params: Any, state: Any, x: jax.Array, y: jax.Array) -> tuple[Any, Any, jax.Array]:
+        import mpx
+
+        opt_state, scale = state
+        loss, scale, finite, grads = mpx.filter_value_and_grad(loss_fn, scale)(params, x, y)
+        params, opt_state = mpx.optimizer_update(params, tx, opt_state, grads, finite)
+        return params, (opt_state, scale), loss
+
+    return step

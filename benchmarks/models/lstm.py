@@ -1,0 +1,65 @@
+"""A language model of four LSTM layers, as in the word-level models before transformers."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import flax.linen as nn
+import jax
+
+from .workload import Batch, Workload, cross_entropy, register
+
+
+class LstmLanguageModel(nn.Module):
+    """Tokens [batch, length] to logits [batch, length, vocabulary]."""
+
+    vocabulary: int
+    features: int
+    layers: int
+    unroll: int = 1
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        x = nn.Embed(self.vocabulary, self.features, dtype=self.dtype)(tokens)
+        for i in range(self.layers):
+            cell = nn.OptimizedLSTMCell(self.features, dtype=self.dtype, name=f"cell_{i}")
+            x = nn.RNN(cell, unroll=self.unroll, name=f"lstm_{i}")(x)
+        return nn.Dense(self.vocabulary, dtype=self.dtype, name="head")(x)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Lstm(Workload):
+    """`unroll` steps of the recurrence are one turn of the compiled loop."""
+
+    length: int = 64
+    features: int = 1024
+    layers: int = 4
+    vocabulary: int = 32768
+    unroll: int = 1
+    examples = "sequences"
+    toy_sizes: ClassVar[dict[str, Any]] = {
+        "batch_size": 2,
+        "length": 8,
+        "features": 16,
+        "layers": 2,
+        "vocabulary": 64,
+    }
+    reported_speedup = 2.5
+
+    def module(self, dtype: Any = None) -> LstmLanguageModel:
+        return LstmLanguageModel(self.vocabulary, self.features, self.layers, self.unroll, dtype)
+
+    def batch(self, key: jax.Array) -> Batch:
+        text = jax.random.randint(key, (self.batch_size, self.length + 1), 0, self.vocabulary)
+        return {"tokens": text[:, :-1], "labels": text[:, 1:]}
+
+    def inputs(self, batch: Batch) -> tuple[jax.Array, ...]:
+        return (batch["tokens"],)
+
+    def loss(self, outputs: Any, batch: Batch) -> jax.Array:
+        return cross_entropy(outputs, batch["labels"])
+
+
+register("lstm_lm", Lstm(batch_size=256))

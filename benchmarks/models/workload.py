@@ -1,0 +1,63 @@
+"""What `benchmarks.training` needs to know of a model: its module, a batch, the loss, the optimizer."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar, Self
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+
+Batch = dict[str, jax.Array]
+WORKLOADS: dict[str, Workload] = {}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Workload:
+    """A model at the sizes that it is trained at. Its subclasses' fields are these sizes.
+
+    No model has dropout: its random bits cost the same in every precision, and differ between frameworks.
+    """
+
+    batch_size: int
+    examples: ClassVar[str]
+    toy_sizes: ClassVar[dict[str, Any]]
+    # The speedup over float32 that others report for models of the kind; None: nobody does.
+    reported_speedup: ClassVar[float | None] = None
+
+    def module(self, dtype: Any = None) -> nn.Module:
+        """The Flax model; with a dtype, as a person writes it for half precision with Flax's `dtype=`."""
+        raise NotImplementedError
+
+    def batch(self, key: jax.Array) -> Batch:
+        """Synthetic inputs and labels; the leading axis of each array is the batch."""
+        raise NotImplementedError
+
+    def inputs(self, batch: Batch) -> tuple[jax.Array, ...]:
+        """What of a batch the module is called with."""
+        raise NotImplementedError
+
+    def loss(self, outputs: Any, batch: Batch) -> jax.Array:
+        """The loss, a float32 scalar, computed in float32 as hand-written half models do."""
+        raise NotImplementedError
+
+    def optimizer(self) -> optax.GradientTransformation:
+        return optax.adamw(1e-4)
+
+    def toy(self) -> Self:
+        """The same model at sizes at which a step takes milliseconds on a CPU."""
+        return dataclasses.replace(self, **self.toy_sizes)
+
+
+def register(name: str, workload: Workload) -> None:
+    """Adds a model to the benchmark."""
+    if name in WORKLOADS:
+        raise ValueError(f"two models of the benchmark are called {name!r}")
+    WORKLOADS[name] = workload
+
+
+def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    """The mean negative log likelihood, in float32."""
+    return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), labels).mean()

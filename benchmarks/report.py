@@ -1,0 +1,192 @@
+"""All results on one page, with plots: `python -m benchmarks.report` writes `benchmarks/results/README.md`.
+
+A suite is a JSON file with its environment and a Markdown table beside it. Results of another version of mpjax or JAX
+than those installed are marked as stale.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+import mpjax
+from benchmarks import goals
+from benchmarks.measure import RESULTS
+from benchmarks.training.tables import memory, speedup
+
+Content = dict[str, Any]
+TITLES = {
+    "training_gpu": "Training steps on a GPU",
+    "loss_scaling_gpu": "Loss scaling on a GPU",
+    "training_cpu_toy": "Training steps at toy size on a CPU",
+    "training_dry_run": "Training steps lowered for CUDA without a GPU",
+    "loss_scaling_cpu": "Loss scaling on a CPU",
+    "faults_cpu": "Known faults, library by library",
+    "casting_float16_cpu": "Casting",
+    "compiled_bfloat16_cpu": "The compiled program",
+}
+SHOWN = ("tf32", "flax_float16", "autocast_float16", "with_policy_float16", "torch_compiled_amp_float16")
+
+
+def versions() -> dict[str, str]:
+    """Those of which results must be, or they are stale."""
+    return {"jax": jax.__version__, "mpjax": mpjax.__version__}
+
+
+def staleness(content: Content) -> str:
+    """What is stale in results, in words; empty where nothing is."""
+    now = versions()
+    rows = content.get("results", {})
+    # Training's cells are measured one by one, each with its versions.
+    cells = [
+        (f"{model} {name}", row["versions"])
+        for model, of_model in rows.items()
+        if isinstance(of_model, dict)
+        for name, row in of_model.items()
+        if isinstance(row, dict) and "versions" in row
+    ]
+    found = cells or [("all", content.get("environment", {}))]
+    old = [
+        (name, {key: made[key] for key in now if key in made})
+        for name, made in found
+        if any(made.get(key, now[key]) != now[key] for key in now)
+    ]
+    if not old:
+        return ""
+    made = dict.fromkeys(", ".join(f"{key} {value}" for key, value in was.items()) for _, was in old)
+    which = "all" if len(old) == len(found) else ", ".join(name for name, _ in old)
+    return f"**Stale** ({which}): made with {'; '.join(made)}; installed are jax {now['jax']}, mpjax {now['mpjax']}."
+
+
+def page(folder: pathlib.Path, plots: list[str]) -> str:
+    """The page of a folder of results."""
+    files = {path.stem: path for path in sorted(folder.glob("*.json"))}
+    ordered = [*(name for name in TITLES if name in files), *(name for name in files if name not in TITLES)]
+    lines = [
+        "# Results of the benchmarks",
+        "",
+        "Made by `python -m benchmarks.report` from the JSON files and tables of this folder; each section names the "
+        "command that measured it.",
+        "",
+        "## Goals on an H200",
+        "",
+        goals.table(goals.from_folder(folder)),
+        *(f"![{plot.removesuffix('.png').replace('_', ' ')}]({plot})\n" for plot in plots),
+    ]
+    for name in ordered:
+        if section := _section(name, files[name]):
+            lines += section
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _section(name: str, path: pathlib.Path) -> list[str]:
+    beside = path.with_suffix(".md")
+    content = json.loads(path.read_text())
+    if not beside.exists():
+        return []
+    environment = content.get("environment", {})
+    made = ", ".join(f"{key} {environment[key]}" for key in ("device", "jax", "mpjax") if environment.get(key))
+    command = f"`{environment['command']}`: " if environment.get("command") else ""
+    title = TITLES.get(name, name.replace("_", " ").capitalize())
+    lines = [f"## {title}", "", f"{command}{made}.", ""]
+    if stale := staleness(content):
+        lines += [stale, ""]
+    return [*lines, beside.read_text().rstrip(), ""]
+
+
+def plot_all(folder: pathlib.Path) -> list[str]:
+    """Draws what there are results for; the names of the files."""
+    drawn = []
+    for name, source, draw in (
+        ("speedup.png", "training_gpu.json", _speedups),
+        ("memory.png", "training_gpu.json", _memory),
+        ("residuals.png", "casting_float16_cpu.json", _residuals),
+        ("loss_scaling.png", "loss_scaling_gpu.json", _loss_scaling),
+        ("loss_scaling_cpu.png", "loss_scaling_cpu.json", _loss_scaling),
+    ):
+        content = goals.read(folder / source)
+        if content:
+            _bars(folder / name, *draw(content), content.get("environment", {}).get("device", ""))
+            drawn.append(name)
+    return drawn
+
+
+Bars = dict[str, dict[str, float | None]]
+
+
+def _speedups(content: Content) -> tuple[Bars, str]:
+    bars = {
+        model: {name: speedup(rows, name, "float32") for name in SHOWN} for model, rows in content["results"].items()
+    }
+    return bars, "speed / float32"
+
+
+def _memory(content: Content) -> tuple[Bars, str]:
+    bars = {
+        model: {name: memory(rows.get(name, {}), rows.get("float32", {})) for name in SHOWN}
+        for model, rows in content["results"].items()
+    }
+    return bars, "peak memory / float32"
+
+
+def _residuals(content: Content) -> tuple[Bars, str]:
+    tools = dict.fromkeys(tool for rows in content["results"].values() for tool in rows)
+    found: dict[str, float | None] = {}
+    for tool in tools:
+        values = [rows[tool]["residuals"] for rows in content["results"].values() if "residuals" in rows.get(tool, {})]
+        found[tool] = statistics.median(values) if values else None
+    return {"median over the programs of the zoo": found}, "bytes kept for the backward pass / float32"
+
+
+def _loss_scaling(content: Content) -> tuple[Bars, str]:
+    forms = ("mpjax: apply_gradients", "Flax DynamicScale", "jmp", "mixed-precision-for-JAX")
+    bars = {
+        kind: {form: rows.get(form, {}).get("ratio") for form in forms} for kind, rows in content["results"].items()
+    }
+    return bars, "step time / without loss scaling"
+
+
+def _bars(path: pathlib.Path, bars: Bars, label: str, device: str) -> None:
+    """Groups of bars, one colour for each kind; what was not measured is left out."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    kinds = list(dict.fromkeys(kind for group in bars.values() for kind, value in group.items() if value is not None))
+    figure, axes = plt.subplots(figsize=(max(6.0, 0.25 * len(bars) * (len(kinds) + 1)), 4.0), layout="constrained")
+    width = 1 / (len(kinds) + 1)
+    for i, kind in enumerate(kinds):
+        heights = {x + i * width: group[kind] or 0.0 for x, group in enumerate(bars.values()) if kind in group}
+        axes.bar(list(heights), list(heights.values()), width, label=kind)
+    axes.axhline(1.0, color="black", linewidth=0.8)
+    middles = [x + width * (len(kinds) - 1) / 2 for x in range(len(bars))]
+    axes.set_xticks(middles, [name.replace(", ", "\n") for name in bars], fontsize=8)
+    axes.set_ylabel(label)
+    axes.set_title(device, fontsize=9)
+    axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def write(folder: pathlib.Path, plot: Callable[[pathlib.Path], list[str]] = plot_all) -> pathlib.Path:
+    """Writes the page and its plots into the folder."""
+    path = folder / "README.md"
+    path.write_text(page(folder, plot(folder)))
+    return path
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=pathlib.Path, default=RESULTS, help="folder of the results")
+    print(write(parser.parse_args().out))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Speed and memory of training steps, model by model: `python -m benchmarks.training`."""

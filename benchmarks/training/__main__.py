@@ -1,0 +1,230 @@
+"""Speed and memory of training steps, model by model and precision by precision: `python -m benchmarks.training`.
+
+Every cell is measured by a process of its own and written at once, so an interrupted run goes on where it was when
+the command is given again; on a GPU its peak of memory is then its own, too. `--toy` runs tiny models on a CPU, in one
+process for each model: it shows that all of it works, and its times say nothing. `--dry-run` lowers every cell at full
+size for CUDA, without arrays and without a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+import mpjax
+from benchmarks.gpu import MORE_TO_DO
+from benchmarks.measure import CACHE, RESULTS
+from benchmarks.models import WORKLOADS
+
+from .cells import TORCH, Cell, Results
+from .configurations import CONFIGURATIONS
+from .dry_run import dry_run
+from .flops import flops_per_example
+from .tables import dry_run_table, table
+from .variants import VARIANTS
+
+QUICK_MODELS = ("resnet50", "bert_base_128", "gpt2_medium", "lstm_lm")
+QUICK = ("float32", "tf32", "flax_float16", "autocast_float16", "with_policy_float16")
+VARIED = ("flax_bfloat16", "autocast_bfloat16")
+FITTED = ("float32", "flax_float16", "autocast_float16", "with_policy_float16")
+
+
+def chosen(args: argparse.Namespace) -> list[Cell]:
+    """The cells that the arguments ask for; those that most depends on come first."""
+    models = args.only or (QUICK_MODELS if args.quick else tuple(WORKLOADS))
+    if args.toy and not args.only:
+        models = distinct_toys(models)
+    names: list[str] = args.cells or list(QUICK if args.quick else CONFIGURATIONS)
+    if not args.cells and not args.quick and not args.no_torch:
+        names += TORCH
+    cells = [Cell.parse(model, name) for model in models for name in names]
+    if args.variants or (not args.quick and not args.cells):
+        varied = [f"{name}+{variant}" for variant in VARIANTS for name in VARIED]
+        # Flags of the GPU's compiler are nothing to a CPU, and nothing to what is lowered for it.
+        flags = not (args.toy or args.dry_run)
+        cells += [cell for model in models for cell in (Cell.parse(model, n) for n in varied) if cell.applies(flags)]
+    return cells
+
+
+def distinct_toys(models: tuple[str, ...]) -> tuple[str, ...]:
+    """The models without those that are the same at toy size."""
+    firsts = {WORKLOADS[model].toy(): model for model in reversed(models)}
+    return tuple(model for model in models if model in firsts.values())
+
+
+def environment_of(cells: list[Cell], toy: bool) -> dict[str, str]:
+    """Of a worker: JAX on the device (Torch's batches come from JAX on the host), a cache of compiled programs."""
+    env = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "JAX_COMPILATION_CACHE_DIR": str(CACHE)}
+    if toy:
+        # Compiled in a third of the time; a toy's speed says nothing anyway, and its compilation is to be measured.
+        del env["JAX_COMPILATION_CACHE_DIR"]
+        env = {"XLA_FLAGS": "--xla_backend_optimization_level=0", "OMP_NUM_THREADS": "1", **env}
+    return {**env, "JAX_PLATFORMS": "cpu"} if toy or any(cell.torch for cell in cells) else env
+
+
+def work(model: str, cells: list[Cell], args: argparse.Namespace, *options: str) -> Iterator[tuple[str, Any]]:
+    """Runs a worker; gives its rows as they come. Cells that it gave no row for get its last words."""
+    torch = any(cell.torch for cell in cells)
+    python = args.torch_python if torch else sys.executable
+    module = "benchmarks.training.torch_worker" if torch else "benchmarks.training.worker"
+    command = [python, "-m", module, model, *(cell.name for cell in cells), *options, *["--toy"] * args.toy]
+    missing = [cell.name for cell in cells] or [model]
+    lines: list[str] = []
+    with subprocess.Popen(
+        ["timeout", str(args.cell_limit * len(missing)), *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment_of(cells, args.toy),
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith('{"cell": '):
+                found = json.loads(line)
+                missing.remove(found["cell"])
+                yield found["cell"], found["row"]
+            elif line.strip():
+                lines.append(line.strip())
+    reason = f"took more than {args.cell_limit} s" if process.returncode == 124 else "".join(lines[-1:])[:300]
+    for name in missing:
+        yield name, {"error": reason or f"exit status {process.returncode}"}
+
+
+def is_done(row: dict[str, Any], cell: Cell, largest_batch: bool) -> bool:
+    """Whether a cell has been measured with these versions."""
+    if "error" in row or ("largest_batch" if largest_batch else "milliseconds") not in row:
+        return False
+    return cell.torch or row["versions"] == {"jax": jax.__version__, "mpjax": mpjax.__version__}
+
+
+def start(args: argparse.Namespace) -> Results:
+    """The results to go on with; begins with the matmul peak, which tells what machine this is."""
+    ((_, peak),) = work("matmul_peak", [], args)
+    if "error" in peak:
+        raise SystemExit(f"the matmul peak can not be measured: {peak['error']}")
+    environment = peak.pop("environment")
+    on_gpu = environment["platform"] == "gpu"
+    if not on_gpu and not args.toy:
+        raise SystemExit("no GPU here: give --toy for tiny models on a CPU, or --dry-run")
+    results = Results(args.out / ("training_gpu.json" if on_gpu and not args.toy else "training_cpu_toy.json"))
+    before = results.content["environment"].get("device", environment["device"])
+    if before != environment["device"]:
+        raise SystemExit(f"{results.path} is of {before}, and this is {environment['device']}: give another --out")
+    environment["command"] = "python -m benchmarks.training --full" + " --toy" * args.toy
+    results.content |= {"environment": environment, "matmul_peak": peak, "toy": args.toy}
+    results.write()
+    return results
+
+
+def measure_all(cells: list[Cell], results: Results, args: argparse.Namespace, largest_batch: bool = False) -> bool:
+    """Measures what is not measured yet, until the time is up; whether all is."""
+    todo = [cell for cell in cells if args.again or not is_done(results.row(cell), cell, largest_batch)]
+    longest, begun = 0.0, time.monotonic()
+    for group in groups(todo, together=args.toy):
+        if args.time_limit and time.monotonic() - args.begun + longest > args.time_limit:
+            print(f"time is up: {len(group)} cells of {group[0].model} and those after it are left", file=sys.stderr)
+            return False
+        model = group[0].model
+        flops = results.content.setdefault("flops_per_example", {})
+        if model not in flops:
+            flops[model] = flops_per_example(Cell(model, "float32").workload(args.toy))
+        options = ["--seconds", str(args.seconds)]
+        if not group[0].torch:
+            options += ["--profile"] * (not args.toy) + ["--largest-batch"] * largest_batch
+        begun = time.monotonic()
+        for name, row in work(model, group, args, *options):
+            results.add(Cell.parse(model, name), row)
+            shown = row.get("error") or f"{row.get('milliseconds', row.get('largest_batch'))}"
+            print(f"{time.monotonic() - args.begun:6.0f} s  {model} {name}: {shown}", file=sys.stderr)
+        longest = max(longest, time.monotonic() - begun)
+    return True
+
+
+def groups(cells: list[Cell], together: bool) -> list[list[Cell]]:
+    """What goes into one process: a cell; or all of a model and framework, where memory is not measured."""
+    if not together:
+        return [[cell] for cell in cells]
+    by_model: dict[tuple[str, bool], list[Cell]] = {}
+    for cell in cells:
+        by_model.setdefault((cell.model, cell.torch), []).append(cell)
+    return list(by_model.values())
+
+
+def dry(cells: list[Cell], args: argparse.Namespace) -> None:
+    """Lowers what is not lowered yet."""
+    results = Results(args.out / "training_dry_run.json")
+    results.content["environment"] = {
+        "jax": jax.__version__,
+        "mpjax": mpjax.__version__,
+        "command": "python -m benchmarks.training --dry-run",
+    }
+    for cell in cells:
+        row = results.row(cell)
+        if cell.torch or (not args.again and row and "error" not in row):
+            continue
+        if args.time_limit and time.monotonic() - args.begun > args.time_limit:
+            print(f"time is up before {cell.model} {cell.name}", file=sys.stderr)
+            break
+        row = dry_run(cell, args.toy)
+        results.add(cell, row)
+        print(f"{time.monotonic() - args.begun:6.0f} s  {cell.model} {cell.name}: {row}", file=sys.stderr)
+        jax.clear_caches()
+    text = dry_run_table(results.content)
+    results.path.with_suffix(".md").write_text(text)
+    print(text)
+
+
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = found.add_argument
+    add("--quick", action="store_true", help=f"{', '.join(QUICK_MODELS)}: {', '.join(QUICK)}")
+    add("--full", action="store_true", help="all models, configurations, PyTorch and variants; the default")
+    add("--only", nargs="+", metavar="MODEL", choices=list(WORKLOADS), help="these models")
+    add("--cells", nargs="+", metavar="CELL", help="CONFIGURATION or CONFIGURATION+VARIANT; all if not given")
+    add("--variants", action="store_true", help=f"variants too: {', '.join(VARIANTS)}")
+    add("--largest-batch", action="store_true", help="find the largest batch that fits, too (some minutes a model)")
+    add("--no-torch", action="store_true", help="leave PyTorch out")
+    add("--torch-python", default=sys.executable, help="a Python that has PyTorch, and JAX for the batches")
+    add("--toy", action="store_true", help="tiny models on a CPU; their times say nothing")
+    add("--dry-run", action="store_true", help="trace and lower for CUDA at full size, without a GPU")
+    add("--again", action="store_true", help="measure what has been measured, too")
+    add("--seconds", type=float, help="of measuring a cell (default: 3; a toy 0.1)")
+    add("--cell-limit", type=int, default=240, help="seconds after which a cell is given up")
+    add("--time-limit", type=float, help="seconds after which no cell is started")
+    add("--out", type=pathlib.Path, default=RESULTS, help="folder of the results")
+    return found
+
+
+def main() -> None:
+    args = parser().parse_args()
+    # This process only starts others and counts FLOPs from shapes; a GPU's memory is theirs.
+    jax.config.update("jax_platforms", "cpu")
+    args.begun = time.monotonic()
+    args.seconds = args.seconds or (0.1 if args.toy else 3.0)
+    cells = chosen(args)
+    if args.dry_run:
+        dry(cells, args)
+        return
+    results = start(args)
+    complete = measure_all(cells, results, args)
+    if args.largest_batch:
+        fitted = [cell for cell in cells if cell.name in FITTED]
+        complete = complete and measure_all(fitted, results, args, largest_batch=True)
+    text = table(results.content)
+    results.path.with_suffix(".md").write_text(text)
+    print(text)
+    if not complete:
+        raise SystemExit(MORE_TO_DO)
+
+
+if __name__ == "__main__":
+    main()

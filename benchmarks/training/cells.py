@@ -1,0 +1,100 @@
+"""A cell of the table, a model under one configuration: its name, and the file that all cells are written to."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+from typing import Any
+
+from benchmarks.models import WORKLOADS, Workload
+
+from .configurations import CONFIGURATIONS, Configuration
+from .variants import VARIANTS, Variant
+
+TORCH = (
+    "torch_float32",
+    "torch_tf32",
+    "torch_amp_float16",
+    "torch_amp_bfloat16",
+    "torch_compiled_amp_float16",
+    "torch_compiled_amp_bfloat16",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """What is measured at once; as text `MODEL CONFIGURATION` or `MODEL CONFIGURATION+VARIANT`."""
+
+    model: str
+    configuration: str
+    variant: str = ""
+
+    @classmethod
+    def parse(cls, model: str, name: str) -> Cell:
+        configuration, _, variant = name.partition("+")
+        for kind, value, known in (
+            ("model", model, tuple(WORKLOADS)),
+            ("configuration", configuration, (*CONFIGURATIONS, *TORCH)),
+            ("variant", variant, ("", *VARIANTS)),
+        ):
+            if value not in known:
+                raise ValueError(f"unknown {kind} {value!r}; there are {', '.join(filter(None, known))}")
+        if variant and configuration in TORCH:
+            raise ValueError(f"{name!r}: variants are JAX's; {configuration!r} has none")
+        return cls(model, configuration, variant)
+
+    @property
+    def name(self) -> str:
+        """The cell's name among those of its model."""
+        return f"{self.configuration}+{self.variant}" if self.variant else self.configuration
+
+    @property
+    def torch(self) -> bool:
+        return self.configuration in TORCH
+
+    def how(self) -> Configuration:
+        return CONFIGURATIONS[self.configuration]
+
+    def options(self) -> Variant:
+        return VARIANTS[self.variant] if self.variant else Variant("nothing")
+
+    def workload(self, toy: bool) -> Workload:
+        """The model at the sizes that the cell runs at."""
+        workload = WORKLOADS[self.model]
+        workload = workload.toy() if toy else workload
+        return workload if self.torch else self.options().change(workload, self.how())
+
+    def applies(self, flags: bool) -> bool:
+        """Whether there is such a cell; without `flags` none that differs by the compiler's options alone."""
+        if self.torch:
+            return True
+        options = self.options()
+        return options.applies(WORKLOADS[self.model], self.how()) and (flags or not options.compiler_options)
+
+
+class Results:
+    """A JSON file of cells, written after each of them, so that an interrupted run goes on where it was."""
+
+    def __init__(self, path: pathlib.Path):
+        self.path = path
+        self.content: dict[str, Any] = {"environment": {}, "matmul_peak": {}, "results": {}}
+        if path.exists():
+            self.content |= json.loads(path.read_text())
+
+    def row(self, cell: Cell) -> dict[str, Any]:
+        return self.content["results"].get(cell.model, {}).get(cell.name, {})
+
+    def add(self, cell: Cell, row: dict[str, Any]) -> None:
+        """Merges what was found of a cell into its row; a success takes away an error of before, and the reverse."""
+        rows = self.content["results"].setdefault(cell.model, {})
+        old = rows.get(cell.name, {})
+        keep_old = ("error" in old) == ("error" in row)
+        rows[cell.name] = {**old, **row} if keep_old else row
+        self.write()
+
+    def write(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = self.path.with_suffix(".part")
+        temporary.write_text(json.dumps(self.content, indent=2) + "\n")
+        temporary.replace(self.path)

@@ -1,0 +1,146 @@
+"""The ways to train that are compared, and the step that each of them makes of a model."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax.training.dynamic_scale import DynamicScale
+
+import mpjax
+from benchmarks.models import Batch, Workload
+
+Carry = dict[str, Any]
+Step = Callable[[Carry, Batch], tuple[Carry, jax.Array]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Configuration:
+    """One way to train.
+
+    Args:
+        way: who decides the dtypes: "plain" (nobody: float32), "flax" (the model's author, with `dtype=`),
+            "autocast" or "with_policy".
+        policy: of mpjax, by name; its compute dtype is that of the hand-written form, too.
+        scaling: "none", "mpjax" or "flax" (its `DynamicScale`).
+        matmul_precision: `jax_default_matmul_precision`; None is JAX's default, on a GPU TF32.
+    """
+
+    way: str
+    policy: str = "float32"
+    scaling: str = "none"
+    matmul_precision: str | None = None
+
+    @property
+    def half(self) -> Any:
+        """The half dtype, or None."""
+        return None if self.policy == "float32" else mpjax.get_policy(self.policy).compute_dtype
+
+    def context(self) -> contextlib.AbstractContextManager[Any]:
+        """In which the step is traced."""
+        if self.matmul_precision is None:
+            return contextlib.nullcontext()
+        return jax.default_matmul_precision(self.matmul_precision)
+
+
+CONFIGURATIONS = {
+    "float32": Configuration("plain", matmul_precision="highest"),
+    "tf32": Configuration("plain"),
+    "flax_float16": Configuration("flax", "mixed_float16"),
+    "flax_float16_mpjax_scale": Configuration("flax", "mixed_float16", "mpjax"),
+    "flax_float16_dynamic_scale": Configuration("flax", "mixed_float16", "flax"),
+    "flax_bfloat16": Configuration("flax", "mixed_bfloat16"),
+    "autocast_float16": Configuration("autocast", "mixed_float16", "mpjax"),
+    "autocast_bfloat16": Configuration("autocast", "mixed_bfloat16"),
+    "with_policy_float16": Configuration("with_policy", "mixed_float16", "mpjax"),
+    "with_policy_bfloat16": Configuration("with_policy", "mixed_bfloat16"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Training:
+    """A model under a configuration: `init(key)` makes what `step(carry, batch)` carries on."""
+
+    workload: Workload
+    init: Callable[[jax.Array], Carry]
+    step: Step
+
+    def abstract(self) -> tuple[Carry, Batch]:
+        """Shapes and dtypes of the step's arguments."""
+        key = jax.random.key(0)
+        return jax.eval_shape(self.init, key), jax.eval_shape(self.workload.batch, key)
+
+
+def training(workload: Workload, configuration: Configuration) -> Training:
+    """Puts a model under a configuration."""
+    optimizer = workload.optimizer()
+    loss_fn = loss_function(workload, configuration)
+    if configuration.scaling == "mpjax":
+        optimizer = mpjax.dynamic_loss_scale(optimizer)
+
+    def init(key: jax.Array) -> Carry:
+        variables = workload.module().init(key, *workload.inputs(workload.batch(key)))
+        params = variables.pop("params")
+        carry = {"params": params, "state": variables, "opt_state": optimizer.init(params)}
+        if configuration.scaling == "flax":
+            carry["scale"] = DynamicScale(fin_steps=jnp.int32(0), scale=jnp.float32(2**15))
+        return carry
+
+    return Training(workload, init, _STEPS[configuration.scaling](loss_fn, optimizer))
+
+
+def loss_function(workload: Workload, configuration: Configuration) -> Callable[..., Any]:
+    """`loss_fn(params, state, batch)`, the loss and the new batch statistics."""
+    module = workload.module(configuration.half if configuration.way == "flax" else None)
+    if configuration.way == "with_policy":
+        module = mpjax.with_policy(module, configuration.policy)
+
+    def loss_fn(params: Any, state: Any, batch: Batch) -> tuple[jax.Array, Any]:
+        outputs, state = module.apply({"params": params, **state}, *workload.inputs(batch), mutable=list(state))
+        return workload.loss(outputs, batch), state
+
+    return mpjax.autocast(loss_fn, configuration.policy) if configuration.way == "autocast" else loss_fn
+
+
+def _plain_step(loss_fn: Callable[..., Any], optimizer: optax.GradientTransformation) -> Step:
+    def step(carry: Carry, batch: Batch) -> tuple[Carry, jax.Array]:
+        params = carry["params"]
+        (loss, state), grads = jax.value_and_grad(loss_fn, has_aux=True)(params, carry["state"], batch)
+        updates, opt_state = optimizer.update(grads, carry["opt_state"], params)
+        return {"params": optax.apply_updates(params, updates), "state": state, "opt_state": opt_state}, loss
+
+    return step
+
+
+def _mpjax_step(loss_fn: Callable[..., Any], optimizer: optax.GradientTransformation) -> Step:
+    def step(carry: Carry, batch: Batch) -> tuple[Carry, jax.Array]:
+        params, old = carry["params"], carry["opt_state"]
+        (loss, state), grads = mpjax.value_and_grad(loss_fn, old, has_aux=True)(params, carry["state"], batch)
+        params, opt_state = mpjax.apply_gradients(optimizer, grads, old, params, value=loss)
+        state = mpjax.keep_if_finite(opt_state, state, carry["state"])
+        return {"params": params, "state": state, "opt_state": opt_state}, loss
+
+    return step
+
+
+def _flax_step(loss_fn: Callable[..., Any], optimizer: optax.GradientTransformation) -> Step:
+    """As in Flax's own examples: all is computed, then kept or dropped by `where`."""
+
+    def step(carry: Carry, batch: Batch) -> tuple[Carry, jax.Array]:
+        params, old = carry["params"], carry["opt_state"]
+        gradient = carry["scale"].value_and_grad(loss_fn, has_aux=True)
+        scale, finite, (loss, state), grads = gradient(params, carry["state"], batch)
+        updates, opt_state = optimizer.update(grads, old, params)
+        new = {"params": optax.apply_updates(params, updates), "opt_state": opt_state}
+        kept = jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, {key: carry[key] for key in new})
+        return {**kept, "state": state, "scale": scale}, loss
+
+    return step
+
+
+_STEPS = {"none": _plain_step, "mpjax": _mpjax_step, "flax": _flax_step}

@@ -1,0 +1,103 @@
+"""The results of `benchmarks.training` as Markdown."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Row = dict[str, Any]
+
+
+def ratio(row: Row, base: Row, key: str) -> float | None:
+    """`row[key] / base[key]`, where both have been measured."""
+    if not row.get(key) or not base.get(key):
+        return None
+    return row[key] / base[key]
+
+
+def speedup(rows: dict[str, Row], name: str, base: str) -> float | None:
+    """Examples per second of one cell over those of another, of the same model."""
+    return ratio(rows.get(name, {}), rows.get(base, {}), "examples_per_second")
+
+
+def memory(row: Row, base: Row) -> float | None:
+    """Peak bytes over those of another cell: the allocator's, or XLA's plan where none counts."""
+    return ratio(row, base, "peak_bytes") or ratio(row, base, "planned_bytes")
+
+
+def peak_share(content: dict[str, Any], model: str, name: str) -> float | None:
+    """FLOP/s of a cell over those of a large half matmul of its dtype on the same device."""
+    row = content["results"].get(model, {}).get(name, {})
+    flops = content.get("flops_per_example", {}).get(model)
+    peak = content["matmul_peak"].get("bfloat16" if "bfloat16" in name else "float16")
+    if not row.get("examples_per_second") or not flops or not peak:
+        return None
+    return flops * row["examples_per_second"] / peak
+
+
+def table(content: dict[str, Any]) -> str:
+    """A table for each model."""
+    lines: list[str] = []
+    if content.get("toy"):
+        lines += ["**Toy sizes on a CPU: this shows that everything runs. Its times and memory say nothing.**"]
+    for model, rows in content["results"].items():
+        lines += [
+            "",
+            f"### {model}",
+            "",
+            "| configuration | batch | examples/s | ms/step | × float32 | × TF32 | memory | / float32 | compile "
+            "| Tensor Core time | of matmul peak | largest batch / float32 |",
+            "|---|---|---|---|---|---|---|---|---|---|---|---|",
+            *(_line(content, model, name) for name in rows),
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _line(content: dict[str, Any], model: str, name: str) -> str:
+    rows = content["results"][model]
+    row, float32 = rows[name], rows.get("float32", {})
+    if "error" in row:
+        return f"| {name} | fails: {_plain(row['error'])} |" + " |" * 10
+    bytes_used = row.get("peak_bytes") or row.get("planned_bytes")
+    cells = [
+        name,
+        str(row.get("batch_size", "-")),
+        _number(row.get("examples_per_second"), "{:,.0f}"),
+        _number(row.get("milliseconds"), "{:.2f}"),
+        _number(speedup(rows, name, "float32"), "{:.2f}"),
+        _number(speedup(rows, name, "tf32"), "{:.2f}"),
+        _number(bytes_used and bytes_used / 1e6, "{:,.4g} MB"),
+        _number(memory(row, float32), "{:.2f}"),
+        _number(row.get("compile_seconds"), "{:.1f} s"),
+        _number(row.get("tensor_core_share"), "{:.0%}"),
+        _number(peak_share(content, model, name), "{:.0%}"),
+        _number(ratio(row, float32, "largest_batch"), "{:.2f}"),
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else form.format(value)
+
+
+def _plain(text: str) -> str:
+    return text.replace("|", "/").replace("\n", " ")[:120]
+
+
+def dry_run_table(content: dict[str, Any]) -> str:
+    """What was lowered for CUDA."""
+    lines = [
+        "Traced, differentiated and lowered at full size for CUDA; `cudnn_attention` asks for cuDNN as it is traced.",
+        "",
+        "| model | cell | operations | matmuls and convolutions | params, state and batch | seconds |",
+        "|---|---|---|---|---|---|",
+    ]
+    for model, rows in content["results"].items():
+        for name, row in rows.items():
+            if "error" in row:
+                lines.append(f"| {model} | {name} | fails: {_plain(row['error'])} | | | |")
+            else:
+                lines.append(
+                    f"| {model} | {name} | {row['operations']} | {row['matmuls']} "
+                    f"| {row['arguments_bytes'] / 1e9:.2f} GB | {row['lowered_seconds']} |"
+                )
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,69 @@
+"""What a user can change beside the precision, by name: `MODEL`'s sizes or the compiler's options, and for whom."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks.models import Workload
+
+from .configurations import Configuration
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """A change, to be measured against the same configuration without it.
+
+    Args:
+        why: what it may gain.
+        change: makes the workload of it, given the configuration.
+        fields: the workload's fields that it needs; a model without them has no such variant.
+        compiler_options: XLA's flags.
+        needs_half: whether it has no float32 form.
+    """
+
+    why: str
+    change: Callable[[Workload, Configuration], Workload] = lambda workload, configuration: workload
+    fields: frozenset[str] = frozenset()
+    compiler_options: dict[str, bool | int | str] = dataclasses.field(default_factory=dict)
+    needs_half: bool = False
+
+    def applies(self, workload: Workload, configuration: Configuration) -> bool:
+        """Whether the model, under this configuration, has this variant."""
+        names = {field.name for field in dataclasses.fields(workload)}
+        return self.fields <= names and not (self.needs_half and configuration.half is None)
+
+
+def _set(**fields: Any) -> Callable[[Workload, Configuration], Workload]:
+    return lambda workload, configuration: dataclasses.replace(workload, **fields)
+
+
+VARIANTS = {
+    "cudnn_attention": Variant(
+        "cuDNN's fused attention keeps no scores in memory",
+        lambda workload, configuration: dataclasses.replace(workload, **{"fused": configuration.half}),
+        frozenset({"fused"}),
+        needs_half=True,
+    ),
+    "remat": Variant(
+        "blocks computed again in the backward pass: less memory for more FLOPs", _set(remat=True), frozenset({"remat"})
+    ),
+    "unroll": Variant("eight steps of a recurrence in one turn of the loop", _set(unroll=8), frozenset({"unroll"})),
+    "double_batch": Variant(
+        "the memory that half precision saves, spent on a batch twice the size",
+        lambda workload, configuration: dataclasses.replace(workload, batch_size=2 * workload.batch_size),
+        needs_half=True,
+    ),
+    "triton_gemm_any": Variant(
+        "matmuls of any shape as Triton kernels, fused with what surrounds them",
+        compiler_options={"xla_gpu_triton_gemm_any": True},
+    ),
+    "latency_hiding": Variant(
+        "the scheduler that overlaps copies and kernels",
+        compiler_options={"xla_gpu_enable_latency_hiding_scheduler": True},
+    ),
+    "autotuning_exhaustive": Variant(
+        "all algorithms tried for matmuls and convolutions", compiler_options={"xla_gpu_exhaustive_tiling_search": True}
+    ),
+}

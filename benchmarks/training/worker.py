@@ -1,0 +1,197 @@
+"""Measures cells of JAX: `python -m benchmarks.training.worker MODEL CELL...`, a line of JSON for each.
+
+On a GPU a process measures one cell: the allocator's peak is that of the process, and so is a lack of memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import mpjax
+from benchmarks.measure import environment
+
+from .cells import Cell
+from .configurations import Training, training
+from .fitting import largest_batch
+
+WARM_UP = 3
+BLOCKS = 5
+_CACHE_HIT = "/jax/compilation_cache/cache_hits"
+
+
+def seconds_per_step(run: Callable[[int], Any], seconds: float) -> list[float]:
+    """Seconds of a step in each of some blocks, which last `seconds` together; `run(n)` runs n steps and waits."""
+    run(WARM_UP)
+    start = time.perf_counter()
+    run(1)
+    steps = max(1, round(seconds / BLOCKS / max(time.perf_counter() - start, 1e-6)))
+    times = []
+    for _ in range(BLOCKS):
+        start = time.perf_counter()
+        run(steps)
+        times.append((time.perf_counter() - start) / steps)
+    return times
+
+
+@contextlib.contextmanager
+def cache_hits() -> Iterator[list[str]]:
+    """The compilations, in this context, that came from the persistent cache."""
+    hits: list[str] = []
+
+    def listen(event: str, **_: Any) -> None:
+        if event == _CACHE_HIT:
+            hits.append(event)
+
+    jax.monitoring.register_event_listener(listen)
+    try:
+        yield hits
+    finally:
+        jax.monitoring.unregister_event_listener(listen)
+
+
+def peak_bytes() -> int | None:
+    """The most that the device's allocator has given out in this process; None where it does not count (a CPU)."""
+    return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+
+
+def planned_bytes(compiled: Any) -> int:
+    """XLA's plan: arguments, what is computed between, and results that do not take an argument's place."""
+    plan = compiled.memory_analysis()
+    return plan.argument_size_in_bytes + plan.temp_size_in_bytes + plan.output_size_in_bytes - plan.alias_size_in_bytes
+
+
+def measure(cell: Cell, toy: bool, seconds: float, profile: bool) -> dict[str, Any]:
+    """All that is known of a cell after running it."""
+    made = training(cell.workload(toy), cell.how())
+    options = cell.options().compiler_options
+    step = jax.jit(made.step, donate_argnums=0, compiler_options=options)
+    with cell.how().context():
+        carry = jax.jit(made.init)(jax.random.key(0))
+        batch = jax.jit(made.workload.batch)(jax.random.key(1))
+        start = time.perf_counter()
+        lowered = step.lower(carry, batch)
+        traced = time.perf_counter()
+        with cache_hits() as hits:
+            compiled = lowered.compile()
+        done = time.perf_counter()
+
+    losses: list[jax.Array] = []
+
+    def run(steps: int) -> None:
+        nonlocal carry
+        for _ in range(steps):
+            carry, loss = compiled(carry, batch)
+        losses.append(jax.block_until_ready(loss))
+
+    times = seconds_per_step(run, seconds)
+    median = statistics.median(times)
+    row: dict[str, Any] = {
+        "batch_size": made.workload.batch_size,
+        "examples_per_second": round(made.workload.batch_size / median, 2),
+        "milliseconds": round(median * 1e3, 4),
+        "milliseconds_spread": [round(min(times) * 1e3, 4), round(max(times) * 1e3, 4)],
+        "trace_seconds": round(traced - start, 2),
+        "peak_bytes": peak_bytes(),
+        "planned_bytes": planned_bytes(compiled),
+        "finite_loss": bool(jnp.isfinite(losses[0])),
+        # A compilation from the cache is no measurement; an earlier one is kept.
+        **({} if hits else {"compile_seconds": round(done - traced, 2)}),
+    }
+    # Where this version of mpjax has it. It copies what a step donates, for which memory may not suffice.
+    if profile and hasattr(mpjax, "profile"):
+        try:
+            with cell.how().context():
+                row["tensor_core_share"] = mpjax.profile(step, carry, batch, steps=3, carry=1).tensor_core_share
+        except Exception as error:
+            row["profile_error"] = shortened(error)
+    return row
+
+
+def fitting_batch(cell: Cell, toy: bool) -> dict[str, Any]:
+    """The largest batch with which a step runs on this device."""
+    limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+    if limit is None:
+        raise ValueError(f"{jax.local_devices()[0].device_kind} has no memory limit to fit a batch into")
+    return {"largest_batch": largest_batch(cell, toy, limit, compile_step, run_once)}
+
+
+def compile_step(made: Training, cell: Cell) -> tuple[Any, int]:
+    """The compiled step, quickly: without autotuning, which changes its speed and not its memory; and its bytes."""
+    options = {**cell.options().compiler_options, "xla_gpu_autotune_level": 0}
+    with cell.how().context():
+        step = jax.jit(made.step, donate_argnums=0, compiler_options=options)
+        compiled = step.lower(*made.abstract()).compile()
+    return compiled, planned_bytes(compiled)
+
+
+def run_once(compiled: Any, made: Training) -> None:
+    carry = jax.jit(made.init)(jax.random.key(0))
+    batch = jax.jit(made.workload.batch)(jax.random.key(1))
+    jax.block_until_ready(compiled(carry, batch))
+
+
+def matmul_peak(side: int) -> dict[str, float]:
+    """FLOP/s of a square half matmul, what Tensor Cores give at most in practice."""
+    peaks = {}
+    for dtype in ("float16", "bfloat16"):
+        a = jnp.ones((side, side), dtype)
+        compiled = jax.jit(jnp.matmul).lower(a, a).compile()
+
+        def run(steps: int, compiled: Any = compiled, a: jax.Array = a) -> None:
+            for _ in range(steps):
+                out = compiled(a, a)
+            jax.block_until_ready(out)
+
+        peaks[dtype] = 2 * side**3 / statistics.median(seconds_per_step(run, 1.0))
+    return peaks
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model")
+    parser.add_argument("cells", nargs="*")
+    parser.add_argument("--toy", action="store_true")
+    parser.add_argument("--seconds", type=float, default=3.0)
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--largest-batch", action="store_true")
+    args = parser.parse_args()
+    if args.model == "matmul_peak":
+        side = 512 if args.toy else 8192
+        # On a CPU the large matmul takes minutes; where it is not wanted, the environment says enough.
+        peak = matmul_peak(side) if args.toy or jax.default_backend() == "gpu" else {}
+        emit("matmul_peak", {"side": side, **peak, "environment": environment()})
+        return
+    for name in args.cells:
+        cell = Cell.parse(args.model, name)
+        try:
+            row = (
+                fitting_batch(cell, args.toy)
+                if args.largest_batch
+                else measure(cell, args.toy, args.seconds, args.profile)
+            )
+        except Exception as error:  # what a cell fails with is its result
+            row = {"error": shortened(error)}
+        emit(name, row | {"versions": {"jax": jax.__version__, "mpjax": mpjax.__version__}})
+
+
+def shortened(error: Exception) -> str:
+    """The kind of an error and the first line of what it says."""
+    return f"{type(error).__name__}: {''.join(str(error).strip().splitlines()[:1])[:300]}"
+
+
+def emit(name: str, row: dict[str, Any]) -> None:
+    """One result on standard output, for the process that started this one."""
+    print(json.dumps({"cell": name, "row": row}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

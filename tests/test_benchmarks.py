@@ -1,0 +1,150 @@
+"""The benchmarks run, go on where they were, and their page says what is stale and what is owed."""
+
+import dataclasses
+import json
+
+import jax
+import pytest
+
+from benchmarks import faults, goals, gpu, report
+from benchmarks.models import WORKLOADS
+from benchmarks.training.cells import Cell, Results
+from benchmarks.training.configurations import CONFIGURATIONS, loss_function
+from benchmarks.training.dry_run import dry_run
+from benchmarks.training.fitting import estimate
+from benchmarks.training.flops import flops_per_example
+
+
+def one_layer(workload):
+    return dataclasses.replace(workload, layers=1) if hasattr(workload, "layers") else workload
+
+
+TOYS = {name: one_layer(workload.toy()) for name, workload in WORKLOADS.items()}
+DISTINCT = {workload: name for name, workload in TOYS.items()}
+
+
+@pytest.mark.parametrize("workload", DISTINCT, ids=DISTINCT.values())
+def test_models_have_a_finite_loss_in_half(workload):
+    batch = workload.batch(jax.random.key(1))
+    variables = jax.jit(workload.module().init)(jax.random.key(0), *workload.inputs(batch))
+    params = variables.pop("params")
+    loss, _ = jax.jit(loss_function(workload, CONFIGURATIONS["flax_bfloat16"]))(params, variables, batch)
+    assert loss.dtype == "float32"
+    assert 0 < float(loss) < 100
+
+
+def test_sequence_length_and_size_are_those_of_the_published_models():
+    counts = {}
+    for name in ("resnet50", "bert_base_128", "bert_large_512", "gpt2_medium"):
+        workload = dataclasses.replace(WORKLOADS[name], batch_size=2)
+        inputs = workload.inputs(jax.eval_shape(workload.batch, jax.random.key(0)))
+        shapes = jax.eval_shape(workload.module().init, jax.random.key(0), *inputs)["params"]
+        counts[name] = sum(x.size for x in jax.tree.leaves(shapes)) / 1e6
+    # Millions of parameters as published; BERT's here have no more than the positions of their length.
+    assert counts["resnet50"] == pytest.approx(25.56, abs=0.01)
+    assert counts["bert_base_128"] == pytest.approx(110, abs=1.5)
+    assert counts["bert_large_512"] == pytest.approx(336, abs=1.5)
+    assert counts["gpt2_medium"] == pytest.approx(355, abs=1.5)
+
+
+def test_flops_are_those_of_the_matmuls():
+    workload = TOYS["ncf"]
+    forward = 2 * (16 * 8 + 16)  # a dense layer of 16 to 8, the head of 8 + 8 to 1
+    assert flops_per_example(workload) == 3 * forward
+
+
+def test_dry_run_lowers_the_full_size_for_cuda():
+    found = dry_run(Cell.parse("ncf", "autocast_float16"), toy=False)
+    assert found["matmuls"] >= 12
+    assert found["arguments_bytes"] > 3 * 4 * 31e6  # parameters and Adam's two moments in float32
+
+
+@pytest.mark.parametrize("name", ["float64", "float32+remat+remat", "torch_tf32+remat"])
+def test_unknown_cells_are_refused(name):
+    with pytest.raises(ValueError, match=r"variant|configuration"):
+        Cell.parse("ncf", name)
+
+
+def test_results_of_a_cell_are_merged_and_an_error_is_replaced(tmp_path):
+    cell, path = Cell.parse("ncf", "float32"), tmp_path / "results.json"
+    Results(path).add(cell, {"error": "out of memory"})
+    Results(path).add(cell, {"milliseconds": 2.0, "compile_seconds": 5.0})
+    Results(path).add(cell, {"milliseconds": 1.0})
+    assert Results(path).row(cell) == {"milliseconds": 1.0, "compile_seconds": 5.0}
+
+
+def test_largest_batch_is_estimated_from_two_plans():
+    assert estimate((8, 1800), (16, 2600), limit=11_000) == 100
+
+
+def test_gpu_run_goes_on_with_what_is_not_done(tmp_path, monkeypatch):
+    (tmp_path / "ends_with.py").write_text("import sys; sys.exit(int(sys.argv[1]))")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    def steps(status):
+        short = gpu.Step("short", ("ends_with", "0"), 0, 60, writes=False)
+        return short, dataclasses.replace(short, name="long", arguments=("ends_with", str(status)))
+
+    assert gpu.go_on(steps(gpu.MORE_TO_DO), tmp_path, budget=60) == {"short": "done", "long": "more to do"}
+    assert gpu.go_on(steps(2), tmp_path, budget=60) == {"short": "done", "long": "failed with exit status 2"}
+    assert gpu.go_on(steps(0), tmp_path, budget=60) == {"short": "done", "long": "done"}
+    last = dataclasses.replace(steps(0)[0], name="last", least=100)
+    assert gpu.go_on((last,), tmp_path, budget=60) == {"last": "not begun"}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Results as a GPU would give them: of today, and of a version that was."""
+    now = report.versions()
+    fast = {"examples_per_second": 400.0, "milliseconds": 2.5, "peak_bytes": 50, "batch_size": 1, "versions": now}
+    slow = {**fast, "examples_per_second": 100.0, "peak_bytes": 100, "versions": {**now, "mpjax": "0.0.1"}}
+    training = {
+        "environment": {"platform": "gpu", "device": "a GPU", **now},
+        "matmul_peak": {"float16": 1e6},
+        "flops_per_example": {"gpt2_medium": 1e3},
+        "results": {"gpt2_medium": {"float32": slow, "autocast_float16": fast}},
+    }
+    of_before = {"environment": {"device": "CPU", "jax": "0.4.1", "mpjax": now["mpjax"]}, "results": {}}
+    for name, content in {"training_gpu": training, "faults_cpu": of_before}.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+        (tmp_path / f"{name}.md").write_text(f"the table of {name}\n")
+    return tmp_path
+
+
+def test_report_shows_all_results_and_marks_what_is_stale(folder):
+    text = report.write(folder).read_text()
+    assert "the table of training_gpu" in text
+    assert "**Stale** (all): made with jax 0.4.1" in text
+    assert "**Stale** (gpt2_medium float32)" in text
+    assert "**Stale** (gpt2_medium autocast_float16)" not in text
+    assert (folder / "speedup.png").stat().st_size > 1000
+
+
+def test_goals_take_the_worst_that_was_measured_and_say_what_is_owed(folder):
+    found = {(goal.what, goal.model): goal for goal in goals.from_folder(folder)}
+    speed = found["times the speed of float32", "gpt2_medium"]
+    assert (speed.measured, speed.holds) == (4.0, True)
+    assert found["peak memory of float32's", "gpt2_medium"].measured == 0.5
+    peak = found["of the measured matmul peak", "gpt2_medium"]
+    assert (peak.measured, peak.holds) == (0.4, False)
+    assert found["times the speed of float32", "resnet50"].holds is None
+    assert goals.NO_FIGURE in goals.table(list(found.values()))
+
+
+def test_goals_take_no_figure_from_a_cpu(folder):
+    content = json.loads((folder / "training_gpu.json").read_text())
+    content["environment"]["platform"] = "cpu"
+    assert all(goal.measured is None for goal in goals.goals(content, {}))
+
+
+def test_mpjax_has_none_of_the_faults():
+    found = faults.run(libraries=("mpjax",))
+    assert {cells["mpjax"] for cells in found.values()} <= {faults.NOT, faults.NOT_APPLICABLE}, found
+    assert sum(cells["mpjax"] == faults.NOT for cells in found.values()) >= 17
+
+
+def test_a_fault_is_found_where_it_is():
+    poisoned = next(fault for fault in faults.FAULTS if "accumulated" in fault.name)
+    cells = faults.run([poisoned], libraries=("mpjax", "optax alone", "jaxamp"))[poisoned.name]
+    assert cells == {"mpjax": faults.NOT, "optax alone": faults.HAS_IT, "jaxamp": faults.NOT_APPLICABLE}
+    assert faults.outcome(lambda: 1 / 0) == "fails: ZeroDivisionError: division by zero"
