@@ -171,10 +171,9 @@ def test_policies_are_measured_side_by_side(tmp_path):
 
 
 def test_benchmark_says_latencies_and_audio_hours(tmp_path, capsys):
-    assert main([*BENCHMARK, "--mode", "training_benchmark", "--output", str(tmp_path / "one")]) == 0
+    assert main([*BENCHMARK, "--mode", "inference_benchmark", "--output", str(tmp_path / "one")]) == 0
     results = json.loads((tmp_path / "one" / "benchmark.json").read_text())
     assert results["latency_milliseconds"]["p99"] >= results["latency_milliseconds"]["p50"] > 0
-    assert results["loss_scale_history"][0][0] == 1
     assert "hours of audio/h" in capsys.readouterr().out
 
 

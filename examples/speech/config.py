@@ -68,7 +68,7 @@ class Config:
     model: Literal["deepspeech", "deepspeech2"] = "deepspeech"
     """DeepSpeech: dense layers around a recurrent one. Deep Speech 2: convolutions, then recurrent layers."""
 
-    hidden: int = 192
+    hidden: int = 96
     """Units of the dense layers, and of each direction of the recurrent ones (DeepSpeech: 2048)."""
 
     cell: Literal["rnn", "gru", "lstm"] = "gru"
@@ -83,6 +83,9 @@ class Config:
     context: int = 5
     """DeepSpeech: frames on either side that the first layer sees."""
 
+    layer_norm: bool = True
+    """DeepSpeech: layer normalisation before each clipped ReLU."""
+
     layers: int = 2
     """Deep Speech 2: recurrent layers (paper: 7)."""
 
@@ -92,7 +95,7 @@ class Config:
     lookahead: int = 0
     """Deep Speech 2: frames that a row convolution sees ahead, for --no-bidirectional; 0 for none."""
 
-    dropout: float = 0.1
+    dropout: float = 0.05
     """Share of units dropped in training."""
 
     features: Literal["log_mel", "mfcc"] = "log_mel"
@@ -107,7 +110,7 @@ class Config:
     epochs: int = 12
     """Passes over the training utterances."""
 
-    batch_size: int = 32
+    batch_size: int = 16
     """Utterances in a step."""
 
     buckets: int = 2

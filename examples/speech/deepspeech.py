@@ -19,6 +19,7 @@ class DeepSpeech(nnx.Module):
         context: frames on either side that the first layer sees; seeing a window of frames is a convolution.
         stride: frames from one window to the next.
         cell: `rnn`, `gru` or `lstm`.
+        layer_norm: layer normalisation before each of the clipped ReLUs, as Mozilla's DeepSpeech has it.
         dropout: share of units dropped after each of the dense layers in training.
     """
 
@@ -32,6 +33,7 @@ class DeepSpeech(nnx.Module):
         stride: int,
         cell: str,
         bidirectional: bool,
+        layer_norm: bool,
         dropout: float,
         rngs: nnx.Rngs,
     ) -> None:
@@ -40,6 +42,7 @@ class DeepSpeech(nnx.Module):
         self.recurrent = Recurrent(cell, hidden, hidden, bidirectional=bidirectional, rngs=rngs)
         self.last = nnx.Linear(hidden * self.recurrent.directions, hidden, rngs=rngs)
         self.characters = nnx.Linear(hidden, characters, rngs=rngs)
+        self.norms = nnx.List([nnx.LayerNorm(hidden, rngs=rngs) for _ in range(4)] if layer_norm else [])
         self.dropout = nnx.Dropout(dropout)
 
     def __call__(
@@ -47,11 +50,13 @@ class DeepSpeech(nnx.Module):
     ) -> tuple[jax.Array, jax.Array]:
         """x [batch, time, features] with lengths [batch] → logits [batch, time / stride, characters], lengths."""
         x, lengths = self.window(x, lengths)
-        x = self._activate(x, train, rngs)
-        for dense in self.dense:
-            x = self._activate(dense(x), train, rngs)
+        x = self._activate(0, x, train, rngs)
+        for index, dense in enumerate(self.dense, start=1):
+            x = self._activate(index, dense(x), train, rngs)
         x = self.recurrent(x, time_mask(lengths, x.shape[1]), train=train)
-        return self.characters(self._activate(self.last(x), train, rngs)), lengths
+        return self.characters(self._activate(3, self.last(x), train, rngs)), lengths
 
-    def _activate(self, x: jax.Array, train: bool, rngs: nnx.Rngs | None) -> jax.Array:
+    def _activate(self, index: int, x: jax.Array, train: bool, rngs: nnx.Rngs | None) -> jax.Array:
+        if self.norms:
+            x = self.norms[index](x)
         return self.dropout(clipped_relu(x), deterministic=not train, rngs=rngs)

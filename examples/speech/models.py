@@ -20,6 +20,7 @@ def create_model(config: Config, labels: int, rngs: nnx.Rngs) -> DeepSpeech | De
             stride=config.stride,
             cell=config.cell,
             bidirectional=config.bidirectional,
+            layer_norm=config.layer_norm,
             dropout=config.dropout,
             rngs=rngs,
         )
