@@ -131,7 +131,7 @@ def summary(results: dict[str, dict[str, Row]]) -> str:
     """A Markdown table: one line for each tool over the programs that it can be put on."""
     lines = [
         "| tool | programs | fails | matmul FLOPs in half | all in half | risky in half | casts "
-        "| residuals / float32 | gradient error / limit (worst) | trace time | compile time |",
+        "| residuals / float32 | gradient error / limit (worst) | trace time | compile time (programs) |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for tool in dict.fromkeys(tool for rows in results.values() for tool in rows):
@@ -152,7 +152,7 @@ def summary(results: dict[str, dict[str, Row]]) -> str:
             f"| {tool} | {len(rows)} | {len(rows) - len(fine)} | {statistics.mean(shares):.0%} "
             f"| {sum(share == 1 for share in shares)} of {len(fine)} | in {risky} | {median('casts')} "
             f"| {median('residuals')} | {median('error_of_limit')} ({_worst(errors)}) | {median('trace')} "
-            f"| {median('compile')} |"
+            f"| {median('compile')} ({sum('compile' in row for row in fine)}) |"
         )
     return "\n".join(lines) + "\n"
 
