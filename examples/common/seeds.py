@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import statistics
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
+import tyro
+
+from examples.common.cli import UsageError, command_line, fail
+from examples.common.loop import Interrupted
 
 Way = Mapping[str, str]  # flag without its dashes, to its value: {"policy": "mixed_float16", "amp": "module"}
 
@@ -17,6 +22,50 @@ class Column(NamedTuple):
 
     head: str
     key: str
+
+
+class Seeds(Protocol):
+    """What is asked for: the fields of a script's own flags."""
+
+    @property
+    def seeds(self) -> tuple[int, ...]: ...
+
+    @property
+    def output(self) -> Path: ...
+
+    def ways(self) -> list[Way]: ...
+
+
+def main(
+    program: str,
+    asked: type[Seeds],
+    run: Callable[[list[str]], dict[str, Any]],
+    final_line: Callable[[dict[str, Any]], str],
+    columns: Sequence[Column],
+    arguments: Sequence[str] | None,
+) -> int:
+    """Runs a command line and returns its exit code; mistakes exit with code 2.
+
+    Args:
+        program: as people call it.
+        asked: a dataclass of its own flags; all others go to `run`.
+        run, final_line: as in `train_all`.
+        columns: of the table, which goes to `results.md` in the output folder and is printed.
+        arguments: of the command line; those of this process if None.
+    """
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    seeds, flags = tyro.cli(asked, prog=program, args=arguments, return_unknown_args=True)
+    try:
+        summaries = train_all(seeds.ways(), seeds.seeds, seeds.output, lambda own: run([*flags, *own]), final_line)
+    except UsageError as error:
+        fail(program, error)
+    except Interrupted as interrupted:
+        print(f"{interrupted}; continue with:\n  {command_line(program, arguments)}")
+        return interrupted.exit_code
+    text = table(summaries, columns)
+    (seeds.output / "results.md").write_text(text + "\n")
+    print(text)
+    return 0
 
 
 def train_all(

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import tyro
 
 import mpjax
-from examples.common.cli import UsageError, command_line, fail
-from examples.common.loop import Interrupted
-from examples.common.seeds import Column, Way, table, train_all
+from examples.common import seeds
+from examples.common.seeds import Column, Way
 from examples.imagenet.__main__ import final_line
 from examples.imagenet.config import Config
 from examples.imagenet.modes import run
@@ -56,25 +54,11 @@ class Seeds:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code; mistakes exit with code 2."""
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
-    seeds, flags = tyro.cli(Seeds, prog=PROGRAM, args=arguments, return_unknown_args=True)
-    try:
-        summaries = train_all(
-            seeds.ways(),
-            seeds.seeds,
-            seeds.output,
-            lambda own: run(tyro.cli(Config, prog=PROGRAM, args=[*flags, *own])),
-            final_line,
-        )
-    except UsageError as error:
-        fail(PROGRAM, error)
-    except Interrupted as interrupted:
-        print(f"{interrupted}; continue with:\n  {command_line(PROGRAM, arguments)}")
-        return interrupted.exit_code
-    text = table(summaries, [Column("test accuracy", "test_accuracy")])
-    (seeds.output / "results.md").write_text(text + "\n")
-    print(text)
-    return 0
+
+    def train(flags: list[str]) -> dict[str, Any]:
+        return run(tyro.cli(Config, prog=PROGRAM, args=flags))
+
+    return seeds.main(PROGRAM, Seeds, train, final_line, [Column("test accuracy", "test_accuracy")], arguments)
 
 
 if __name__ == "__main__":
