@@ -107,7 +107,7 @@ class Config:
     augment: bool = True
     """SpecAugment, and random speed and volume."""
 
-    epochs: int = 20
+    epochs: int = 28
     """Passes over the training utterances."""
 
     batch_size: int = 16
