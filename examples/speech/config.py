@@ -68,7 +68,7 @@ class Config:
     model: Literal["deepspeech", "deepspeech2"] = "deepspeech"
     """DeepSpeech: dense layers around a recurrent one. Deep Speech 2: convolutions, then recurrent layers."""
 
-    hidden: int = 96
+    hidden: int = 128
     """Units of the dense layers, and of each direction of the recurrent ones (DeepSpeech: 2048)."""
 
     cell: Literal["rnn", "gru", "lstm"] = "gru"
@@ -95,7 +95,7 @@ class Config:
     lookahead: int = 0
     """Deep Speech 2: frames that a row convolution sees ahead, for --no-bidirectional; 0 for none."""
 
-    dropout: float = 0.05
+    dropout: float = 0.15
     """Share of units dropped in training."""
 
     features: Literal["log_mel", "mfcc"] = "log_mel"
@@ -107,7 +107,7 @@ class Config:
     augment: bool = True
     """SpecAugment, and random speed and volume."""
 
-    epochs: int = 12
+    epochs: int = 28
     """Passes over the training utterances."""
 
     batch_size: int = 16
