@@ -186,5 +186,5 @@ def test_the_image_training_script_audits_and_profiles_its_step_instead_of_train
     assert "Precision of train_step" in out
     assert "ResNet/BasicBlock_1/Conv_0" in out
     assert "100.0% in half" in out
-    assert "20 steps, loss scale ShapeDtypeStruct(shape=()" in out
+    assert "10 steps, loss scale ShapeDtypeStruct(shape=()" in out
     assert not (script / "runs").exists()
