@@ -95,7 +95,7 @@ class Config:
     lookahead: int = 0
     """Deep Speech 2: frames that a row convolution sees ahead, for --no-bidirectional; 0 for none."""
 
-    dropout: float = 0.15
+    dropout: float = 0.05
     """Share of units dropped in training."""
 
     features: Literal["log_mel", "mfcc"] = "log_mel"
@@ -107,7 +107,7 @@ class Config:
     augment: bool = True
     """SpecAugment, and random speed and volume."""
 
-    epochs: int = 28
+    epochs: int = 20
     """Passes over the training utterances."""
 
     batch_size: int = 16
