@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from mpjax.inspection.measuring import Limits
 
 if TYPE_CHECKING:
-    from mpjax.inspection.ranges import NumericsReport
+    from mpjax.inspection.numerics_report import NumericsReport
 
 _ACTIVATIONS, _PARAMETERS, _WINDOW, _SUBNORMAL = "#1f77b4", "#ff7f0e", "#dfeedd", "#f3efd6"
 _MOST_MODULES = 40
