@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -114,7 +114,7 @@ def _where(dynamic: optax.GradientTransformation, tx: optax.GradientTransformati
 
 def _flax_scale() -> DynamicScale:
     # As arrays, as a person does who has met the retrace that its Python numbers cause.
-    return DynamicScale(fin_steps=jnp.int32(0), scale=jnp.float32(SCALE))
+    return DynamicScale(fin_steps=cast(Any, jnp.int32(0)), scale=cast(Any, jnp.float32(SCALE)))
 
 
 def _flax(tx: optax.GradientTransformation, loss_fn: Loss) -> Step:

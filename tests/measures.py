@@ -154,7 +154,7 @@ def residual_bytes(fun: Any, *args: Any, has_aux: bool = False) -> int:
         return vjp(lambda first: fun(first, *args[1:]), args[0], has_aux=has_aux)
 
     traced, shapes = jax.make_jaxpr(forward, return_shape=True)(*args)
-    jaxpr = getattr(traced, "jaxpr", traced)
+    jaxpr: Any = getattr(traced, "jaxpr", traced)
     values, residuals = (len(jax.tree.leaves(tree)) for tree in shapes[:2])
     kept = jaxpr.outvars[values : values + residuals]
     outside = {*jaxpr.invars, *jaxpr.constvars, *_filled(jaxpr)}

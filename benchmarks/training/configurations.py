@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -88,7 +88,7 @@ def training(workload: Workload, configuration: Configuration) -> Training:
         params = variables.pop("params")
         carry = {"params": params, "state": variables, "opt_state": optimizer.init(params)}
         if configuration.scaling == "flax":
-            carry["scale"] = DynamicScale(fin_steps=jnp.int32(0), scale=jnp.float32(2**15))
+            carry["scale"] = DynamicScale(fin_steps=cast(Any, jnp.int32(0)), scale=cast(Any, jnp.float32(2**15)))
         return carry
 
     return Training(workload, init, _STEPS[configuration.scaling](loss_fn, optimizer))

@@ -125,7 +125,9 @@ class Buckets:
     def _edges(self, features: Features, count: int) -> list[int]:
         samples = self._speech.samples
         slowest = min(self._perturbation.speeds)
-        longest = self._perturbation.lengths(samples.max(), np.array(self._perturbation.speeds.index(slowest)))
+        longest = self._perturbation.lengths(
+            np.array(samples.max()), np.array(self._perturbation.speeds.index(slowest))
+        )
         quantiles = np.quantile(samples, np.arange(1, count) / count)
         frames = features.frames(np.array([*quantiles.astype(np.int64), int(longest)]))
         # One more than the frames of a length holds any remainder of a hop.
