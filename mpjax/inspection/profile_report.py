@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import textwrap
 from collections.abc import Iterable
 from typing import Any
 
 from mpjax.inspection.advice import Advice
 from mpjax.inspection.kernels import Kernel, Split
-from mpjax.inspection.reports import Report, Section
+from mpjax.inspection.reports import WIDTH, Report, Section
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +100,9 @@ class ProfileReport(Report):
         found = [self._summary(), self._by_module(), self._by_kernel()]
         if self.gpu:
             found.append(self._off_tensor_cores())
-        lines = [f"{i}. {advice}" for i, advice in enumerate(self.advice, 1)]
+        lines = [
+            textwrap.fill(f"{i}. {advice}", WIDTH, subsequent_indent="   ") for i, advice in enumerate(self.advice, 1)
+        ]
         lines = lines or [f"nothing stands out: the device is busy {self.device_share:.0%} of the step"]
         return [*found, Section("advice, by the share of the step that it is about", "\n".join(lines))]
 
@@ -173,7 +176,8 @@ class ProfileReport(Report):
 
 def milli(seconds: float) -> str:
     """A time for people: `12.3 ms`."""
-    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 or not seconds else f"{seconds * 1e6:.3g} µs"
+    # A microsecond less than a millisecond would be 1e+03 µs.
+    return f"{seconds * 1e3:.3g} ms" if seconds >= 0.9995e-3 or not seconds else f"{seconds * 1e6:.3g} µs"
 
 
 def bar(shares: Iterable[tuple[str, float]]) -> str:
