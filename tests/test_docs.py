@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import re
 
 import pytest
 
-from docs.make import FOLDER, MEASURED, PAGES, blocks, made
+from docs.make import FOLDER, MEASURED, NOT_RUN, PAGES, blocks, made
 
 
 def text_of(page):
@@ -31,3 +32,11 @@ def test_every_output_block_of_a_page_is_filled():
     for name in PAGES:
         for block in blocks((FOLDER / name).read_text()):
             assert len(block.text.splitlines()) > 1 or block.language == "python", block
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_imports_of_what_is_measured_exist(name):
+    for block in blocks((FOLDER / name).read_text()):
+        if block.language == "python" and block.mark != NOT_RUN:
+            imports = [node for node in ast.parse(block.text).body if isinstance(node, (ast.Import, ast.ImportFrom))]
+            exec(compile(ast.Module(imports, []), name, "exec"), {})
