@@ -19,7 +19,7 @@ from imagenet_runs import (
     error_of,
     last_state,
     metrics_of,
-    quick_runs,  # noqa: F401
+    quick_runs,  # noqa: F401 - a fixture
     start,
 )
 from PIL import Image
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("quick_runs")
 
 
 @pytest.fixture(scope="module")
-def trained(quick_runs, tmp_path_factory):  # noqa: F811
+def trained(quick_runs, tmp_path_factory):  # noqa: F811 - the fixture
     """The folder of a finished run."""
     output = tmp_path_factory.mktemp("trained") / "run"
     assert main(digit_flags(output)) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from typing import Any, ClassVar, Self
 
@@ -15,7 +16,7 @@ WORKLOADS: dict[str, Workload] = {}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Workload:
+class Workload(abc.ABC):
     """A model at the sizes that it is trained at. Its subclasses' fields are these sizes.
 
     No model has dropout: its random bits cost the same in every precision, and differ between frameworks.
@@ -27,21 +28,21 @@ class Workload:
     # The speedup over float32 that others report for models of the kind; None: nobody does.
     reported_speedup: ClassVar[float | None] = None
 
+    @abc.abstractmethod
     def module(self, dtype: Any = None) -> nn.Module:
         """The Flax model; with a dtype, as a person writes it for half precision with Flax's `dtype=`."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def batch(self, key: jax.Array) -> Batch:
         """Synthetic inputs and labels; the leading axis of each array is the batch."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def inputs(self, batch: Batch) -> tuple[jax.Array, ...]:
         """What of a batch the module is called with."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def loss(self, outputs: Any, batch: Batch) -> jax.Array:
         """The loss, a float32 scalar, computed in float32 as hand-written half models do."""
-        raise NotImplementedError
 
     def optimizer(self) -> optax.GradientTransformation:
         return optax.adamw(1e-4)

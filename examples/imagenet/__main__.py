@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
-import tyro
-
-from examples.common.cli import UsageError, command_line, fail
-from examples.common.hosts import say
-from examples.common.loop import Interrupted
+from examples.common import script
 from examples.imagenet.config import Config
 from examples.imagenet.modes import run
 
@@ -36,20 +31,7 @@ def final_line(summary: dict[str, Any]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code; mistakes exit with code 2."""
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
-    try:
-        summary = run(tyro.cli(Config, prog=PROGRAM, args=arguments))
-    except UsageError as error:
-        fail(PROGRAM, error)
-    except Interrupted as interrupted:
-        # In full, as the folder may have been chosen by us.
-        given = any(word.replace("_", "-").startswith(("--output", "--results-dir")) for word in arguments)
-        output = () if given else ("--output", str(interrupted.output))
-        say(f"{interrupted}; continue with:\n  {command_line(PROGRAM, arguments, *output, '--resume')}")
-        return interrupted.exit_code
-    if line := final_line(summary):
-        say(line)
-    return 0
+    return script.main(PROGRAM, Config, run, final_line, arguments)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import tyro
 
 import mpjax
 from examples.common.cli import UsageError
+from examples.common.policies import check_policies
 from examples.imagenet.models import KINDS, ModelName
 from examples.imagenet.recipe import RECIPES, Hyperparameters, Recipe, RecipeName
 
@@ -196,17 +197,7 @@ class Config:
             )
 
     def _check_precision(self) -> None:
-        flag = "--policy" if self.compare is None else "--compare"
-        for name in self.policies:
-            try:
-                policy = mpjax.get_policy(name)
-            except ValueError as error:
-                raise UsageError(f"{flag} {name!r}: {error}") from error
-            if self.amp == "autocast" and policy.param_dtype != "float32":
-                raise UsageError(
-                    f"--amp autocast keeps the parameters in float32, and {flag} {name!r} asks for "
-                    f"{policy.param_dtype} ones; take --amp module, or a policy such as mixed_float16."
-                )
+        check_policies(self.policies, "--policy" if self.compare is None else "--compare", self.amp)
         if self.loss_scale not in (None, "dynamic"):
             try:
                 mpjax.static_loss_scale(optax.identity(), float(self.loss_scale or ""))

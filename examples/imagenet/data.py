@@ -80,7 +80,7 @@ class Dataset(abc.ABC):
     def load(self, indices: np.ndarray, augmentation: Augmentation | None) -> Loaded:
         """The images at `indices`, changed at random where there is an `augmentation`."""
 
-    def report(self, unreadable: Sequence[Unreadable]) -> None:  # noqa: B027
+    def report(self, unreadable: Sequence[Unreadable]) -> None:  # noqa: B027 - data in memory have nothing to report
         """Takes note, in the loop's own thread, of files that could not be read.
 
         Raises:

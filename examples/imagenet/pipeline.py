@@ -25,7 +25,7 @@ from examples.imagenet.data import Augmentation, Batch, Dataset, Loaded, steps_p
 _absl = logging.getLogger("absl")
 _level = _absl.level
 _absl.setLevel(logging.ERROR)
-import grain  # noqa: E402
+import grain  # noqa: E402 - see above
 
 _absl.setLevel(_level)
 

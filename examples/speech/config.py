@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-import mpjax
 from examples.common.cli import UsageError
+from examples.common.policies import check_policies
 from examples.speech.augmentation import NO_PERTURBATION, Perturbation
 from examples.speech.corpus import DEFAULT_CACHE
 from examples.speech.features import Features
@@ -187,17 +187,7 @@ class Config:
             raise UsageError(f"--batch-sizes {self.batch_sizes!r}: give numbers with commas between, such as 16,32,64.")
 
     def _check_precision(self) -> None:
-        flag = "--policy" if self.compare is None else "--compare"
-        for name in self.policies:
-            try:
-                policy = mpjax.get_policy(name)
-            except ValueError as error:
-                raise UsageError(f"{flag} {name!r}: {error}") from error
-            if self.amp == "autocast" and policy.param_dtype != "float32":
-                raise UsageError(
-                    f"--amp autocast keeps the parameters in float32, and {flag} {name!r} asks for "
-                    f"{policy.param_dtype} ones; take --amp module, or a policy such as mixed_float16."
-                )
+        check_policies(self.policies, "--policy" if self.compare is None else "--compare", self.amp)
 
     def _check_together(self) -> None:
         if (self.train_data is None) != (self.test_data is None):

@@ -25,7 +25,9 @@ def names(names: Sequence[str], args: Sequence[Any], kwargs: dict[str, Any]) -> 
     stateful = [jax.tree_util.keystr(path) for path, leaf in leaves if is_stateful(leaf)]
     found = []
     for name in names:
-        which, index, rest = re.fullmatch(r"\[0\]\[([01])\]\[(\d+)\](.*)", name).groups()  # type: ignore[union-attr]
+        found_in = re.fullmatch(r"\[0\]\[([01])\]\[(\d+)\](.*)", name)
+        assert found_in is not None, name  # `functional` makes no other
+        which, index, rest = found_in.groups()
         found.append((paths if which == "1" else stateful)[int(index)] + rest.removesuffix(".value"))
     return found
 

@@ -95,7 +95,7 @@ class NumericsReport(Report):
     keep_float32: tuple[str, ...]
 
     @property
-    def title(self) -> str:  # type: ignore[override]
+    def title(self) -> str:
         """The page's title."""
         return f"Numerics: what {self.dtype} would lose"
 

@@ -63,7 +63,7 @@ class PrecisionReport(Report):
     notes: tuple[str, ...] = ()
 
     @property
-    def title(self) -> str:  # type: ignore[override]
+    def title(self) -> str:
         """The report's name."""
         return f"Precision of {self.name}"
 

@@ -69,7 +69,10 @@ class Report(abc.ABC):
     A subclass gives its `title`, its `sections` and `to_dict`.
     """
 
-    title: str
+    @property
+    @abc.abstractmethod
+    def title(self) -> str:
+        """The page's title."""
 
     @abc.abstractmethod
     def sections(self) -> list[Section]:
