@@ -31,9 +31,13 @@ jax.ShapeDtypeStructs will do for audit and explain. Or it yields batches, or tu
 class Printed(Report):
     """Something that prints as text, as a report."""
 
-    title: str
+    heading: str
     text: str
     data: dict[str, Any]
+
+    @property
+    def title(self) -> str:
+        return self.heading
 
     def sections(self) -> list[Section]:
         return [Section("", figure=f"<pre>{html.escape(self.text)}</pre>")]
