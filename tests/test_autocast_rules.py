@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 
 import mpjax
@@ -148,3 +149,24 @@ def test_residuals_hold_half_only_where_asked(residuals):
     half = measures.residual_bytes(mpjax.autocast(norm, rules=Rules(residuals=residuals)), W, jnp.ones((64, 8)))
     full = measures.residual_bytes(norm, W, jnp.ones((64, 8)))
     assert (half < 0.6 * full) == (residuals == "half")
+
+
+def gelu(x, labels):
+    return jax.nn.gelu(x) @ W
+
+
+def gate(x, labels):
+    return (jax.nn.silu(x) * jnp.abs(x)) @ W
+
+
+def loss(x, labels):
+    return optax.softmax_cross_entropy_with_integer_labels(x, labels)
+
+
+@pytest.mark.parametrize(("after", "activations"), [(gelu, 3), (gate, 3), (loss, 2)])
+def test_of_a_stretch_between_matmuls_only_their_operands_and_results_are_stored(after, activations):
+    """No chain of half values for a GELU, and no float32 logits for a loss that picks the labels' from them."""
+    x, bias, labels = jnp.ones((64, 8)), jnp.ones(8), jnp.zeros(64, jnp.int32)
+    model = mpjax.autocast(lambda w, bias, x, labels: jnp.sum(after(x @ w + bias, labels)))
+    copy_of_w, indices = 2 * W.size, 2 * labels.nbytes
+    assert measures.residual_bytes(model, W, bias, x, labels) <= activations * 2 * x.size + copy_of_w + indices

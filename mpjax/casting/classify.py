@@ -28,6 +28,7 @@ class Setting:
     rules: Rules
     region: str = ""
     recompute: bool = False  # form islands
+    folded: bool = False  # no island of its own: the program is cheap, and may be a part of one around it
     looped: bool = False  # in the body of a scan
     path: str = ""  # kept up only if a rule reads it: plans are shared between paths otherwise
 

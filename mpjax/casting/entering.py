@@ -9,6 +9,7 @@ from typing import Any
 from mpjax.casting import versions
 from mpjax.casting.classify import Setting, Verdict, tracked
 from mpjax.casting.demand import OUTPUT, RETURNED, call_jaxpr, scan_demand, while_demand
+from mpjax.casting.islands import JITS, cheap
 from mpjax.casting.planning import BIND, ENTER, Plan, Planner, Step, plan
 from mpjax.casting.states import (
     COMPUTED,
@@ -91,6 +92,8 @@ def _slots(mask: int) -> list[int]:
 
 def _inner_plan(planner: Planner, eqn: Any, verdict: Verdict, jaxpr: Any, wanted: tuple[int, ...]) -> Plan:
     setting: Setting = planner.setting.inside(eqn, verdict.region)
+    if setting.recompute and eqn.primitive.name in JITS and cheap(eqn):
+        setting = dataclasses.replace(setting, folded=True)
     return plan(jaxpr, _handed(planner, eqn.invars), wanted, setting)
 
 

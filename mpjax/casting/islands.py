@@ -1,20 +1,23 @@
-"""Islands: stretches of float32 arithmetic that the backward pass computes again instead of storing.
+"""Islands: stretches of arithmetic that the backward pass computes again instead of storing.
 
-A normalisation, a softmax or a loss starts from half activations and stores float32 values for its
+A normalisation, a softmax, a GELU or a loss starts from half activations and stores float32 values for its
 derivative, several for each element. An island is issued under `jax.checkpoint`, so that only what goes in
 is stored, which is half. Only cheap work is computed again: elementwise operations and reductions,
 no matmul, loop, sort, random number or collective.
+
+An island has the float32 arithmetic of a stretch between matmuls, and of the half arithmetic around it as much as
+makes what is stored the least: with a bias in it, the matmul's own result is what is stored.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from mpjax.casting import versions
 from mpjax.casting.classify import tracked
-from mpjax.casting.oplists import Op
+from mpjax.casting.oplists import ALLOW, Op
 from mpjax.casting.states import FULL, INPUT, LOW, RAW, State
 
 # Reads twice as if they were cheap, but are not; or must not happen twice.
@@ -23,19 +26,29 @@ _DEAR = frozenset(
     cholesky cholesky_update tridiagonal tridiagonal_solve triangular_solve random_gamma
     random_gamma_grad symmetric_product psum psum_invariant reduce_scatter all_gather
     all_gather_invariant all_to_all ppermute pmax pmin pvary pbroadcast optimization_barrier name
-    scatter scatter-add scatter-mul scatter-min scatter-max scatter_add gather cumsum cumprod
+    scatter scatter-add scatter-mul scatter-min scatter-max scatter_add cumsum cumprod
     cumlogsumexp cummax cummin device_put regularized_incomplete_beta igamma igammac igamma_grad_a
     """.split()
 )
+# Their derivatives store no floating values.
 _LINEAR = frozenset(
     """add add_any sub neg reduce_sum broadcast_in_dim convert_element_type select_n reshape transpose
-    squeeze slice dynamic_slice rev concatenate pad copy stop_gradient reduce_window_sum sign round
+    squeeze slice dynamic_slice gather rev concatenate pad copy stop_gradient reduce_window_sum sign round
     floor ceil
     """.split()
 )
-_CALLS = frozenset({"jit", "pjit", "custom_jvp_call", "closed_call"})
+# Their derivatives store what went in; all others what came out, or as much.
+_STORES_INPUTS = frozenset("mul div integer_pow pow log log1p sin cos tan abs atan2 erf".split())
+JITS = frozenset({"jit", "pjit"})
+_CALLS = JITS | {"custom_jvp_call", "closed_call"}
 # Integers and masks that an island needs may be made in it.
 _BESIDE = frozenset("iota eq ne lt le gt ge and or not xor is_finite broadcast_in_dim reshape".split())
+
+# How many steps an island may begin before its float32 arithmetic, and end behind it: a bound on the time of planning.
+_REACH = 32
+
+# A value and the slot that it is read in.
+Read = tuple[Any, int]
 
 
 @dataclasses.dataclass(slots=True)
@@ -49,35 +62,40 @@ class Island:
     """
 
     steps: list[Any]
-    ins: tuple[tuple[Any, int], ...]
-    outs: tuple[tuple[Any, int], ...]
+    ins: tuple[Read, ...]
+    outs: tuple[Read, ...]
 
 
 def cheap(eqn: Any) -> bool:
     """Whether an equation may be computed a second time."""
     name = eqn.primitive.name
-    if eqn.effects or name in _DEAR:
+    if eqn.effects or name in _DEAR or name in ALLOW:
         return False
+    if name == "gather":  # that picks, as a loss does with its labels, and does not spread
+        return eqn.outvars[0].aval.size <= eqn.invars[0].aval.size
     if name in _CALLS:
-        jaxpr = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-        return all(map(cheap, versions.open_jaxpr(jaxpr).jaxpr.eqns))
+        return not any(eqn.params.get("donated_invars", ())) and all(map(cheap, _inside(eqn)))
     return "jaxpr" not in eqn.params and "branches" not in eqn.params and not name.startswith(("random", "threefry"))
 
 
-def stored_by(eqn: Any) -> int:
-    """About how many bytes the derivative of an equation stores."""
+def _inside(eqn: Any) -> Sequence[Any]:
+    jaxpr = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+    return versions.open_jaxpr(jaxpr).jaxpr.eqns
+
+
+def _kept(eqn: Any) -> Iterator[Any]:
+    """About what the derivative of an equation stores."""
     name = eqn.primitive.name
     if name in _CALLS:
-        jaxpr = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-        return sum(map(stored_by, versions.open_jaxpr(jaxpr).jaxpr.eqns))
-    if name in _LINEAR or not any(map(tracked, eqn.outvars)):
-        return 0
-    if name in ("mul", "div") and any(isinstance(v, versions.Literal) for v in eqn.invars):
-        return 0
-    return sum(4 * v.aval.size for v in eqn.outvars)
+        for inner in _inside(eqn):
+            yield from _kept(inner)
+    elif name not in _LINEAR and any(map(tracked, eqn.outvars)):
+        if name in ("mul", "div") and any(isinstance(v, versions.Literal) for v in eqn.invars):
+            return
+        yield from _variables(eqn) if name in _STORES_INPUTS else eqn.outvars
 
 
-def form(steps: Sequence[Any], states: dict[Any, State], read_outside: Sequence[tuple[Any, int]]) -> list[Any]:
+def form(steps: Sequence[Any], states: dict[Any, State], read_outside: Sequence[Read]) -> list[Any]:
     """Divides steps into islands and the rest, in their order.
 
     Args:
@@ -85,24 +103,14 @@ def form(steps: Sequence[Any], states: dict[Any, State], read_outside: Sequence[
         states: the states of its values.
         read_outside: the outputs of the plan, and their slots.
     """
-    readers: dict[tuple[Any, int], list[int]] = {}
-    for step in steps:
-        for read in step.touched:
-            readers.setdefault(read, []).append(id(step))
-    for read in read_outside:
-        readers.setdefault(read, []).append(0)
+    stretches = _Stretches(steps, states, read_outside)
     formed: list[Any] = []
     run: list[Any] = []
     made: set[Any] = set()
 
     def close() -> None:
         """Ends the run of steps."""
-        tail: list[Any] = []
-        while run and not _works(run[-1]):
-            tail.insert(0, run.pop())
-        island = _island(run, readers, states) if run else None
-        formed.extend([island] if island is not None else run)
-        formed.extend(tail)
+        formed.extend(stretches.divided(run))
         run.clear()
         made.clear()
 
@@ -110,7 +118,7 @@ def form(steps: Sequence[Any], states: dict[Any, State], read_outside: Sequence[
         if _belongs(step):
             run.append(step)
             made.update(step.eqn.outvars)
-        elif run and not _floats(step) and not step.eqn.effects and made.isdisjoint(_variables(step)):
+        elif run and not _floats(step) and not step.eqn.effects and made.isdisjoint(_variables(step.eqn)):
             formed.append(step)  # a mask or an index, of no value in the run: it may go first
         else:
             close()
@@ -119,8 +127,8 @@ def form(steps: Sequence[Any], states: dict[Any, State], read_outside: Sequence[
     return formed
 
 
-def _variables(step: Any) -> list[Any]:
-    return [v for v in step.eqn.invars if not isinstance(v, versions.Literal)]
+def _variables(eqn: Any) -> list[Any]:
+    return [v for v in eqn.invars if not isinstance(v, versions.Literal)]
 
 
 def _floats(step: Any) -> list[Any]:
@@ -130,41 +138,101 @@ def _floats(step: Any) -> list[Any]:
 def _belongs(step: Any) -> bool:
     if step.action == "skip":
         return True
-    if step.action not in ("bind", "alias") or step.low or step.verdict.op is Op.OPAQUE or not cheap(step.eqn):
+    if step.action == "jit":
+        return step.inner.plan.setting.folded
+    if step.action not in ("bind", "alias") or step.verdict.op is Op.OPAQUE or not cheap(step.eqn):
         return False
-    if not _floats(step):
-        return step.eqn.primitive.name in _BESIDE
-    return all(slot in (FULL, RAW) for slot in step.reads) and all(s is None or s.slot == FULL for s in step.outs)
+    return bool(_floats(step)) or step.eqn.primitive.name in _BESIDE
 
 
-def _works(step: Any) -> bool:
-    return step.action != "skip" and any(map(tracked, step.eqn.invars))
+class _Stretches:
+    """What is known of a plan's values while its stretches of cheap steps are divided."""
 
+    def __init__(self, steps: Sequence[Any], states: dict[Any, State], read_outside: Sequence[Read]):
+        self.states = states
+        self.readers: dict[Read, list[int]] = {}
+        self.stored: set[Read] = set()  # by a matmul, whatever becomes of the rest
+        for step in steps:
+            for read in step.touched:
+                self.readers.setdefault(read, []).append(id(step))
+                if step.eqn.primitive.name in ALLOW:
+                    self.stored.add(read)
+        for read in read_outside:
+            self.readers.setdefault(read, []).append(0)
 
-def _island(steps: Sequence[Any], readers: dict[Any, list[int]], states: dict[Any, State]) -> Island | None:
-    inside = {id(step) for step in steps}
-    made = {v for step in steps if step.action != "skip" for v in step.eqn.outvars}
-    ins: dict[tuple[Any, int], None] = {}
-    for step in steps:
-        for v, slot in step.touched:
-            if v not in made:
-                ins[v, slot if slot == RAW else states[v].slot] = None
-    outs = [
-        (v, slot)
-        for step in steps
-        if step.action != "skip"
-        for v in step.eqn.outvars
-        for slot in ((FULL, LOW) if v in states and tracked(v) else (RAW,))
-        if any(reader not in inside for reader in readers.get((v, slot), ()))
-    ]
-    saved = sum(stored_by(step.eqn) for step in steps if step.action == "bind")
-    cost = sum(_bytes(v, slot) for v, slot in ins if slot == RAW or states[v].kind != INPUT)
-    if saved <= cost or not outs:
-        return None
-    return Island(list(steps), tuple(ins), tuple(outs))
+    def divided(self, run: Sequence[Any]) -> list[Any]:
+        """A run of cheap steps with an island in it, if one saves memory."""
+        kept = [self._kept_by(step) for step in run]
+        wide = [i for i, reads in enumerate(kept) if any(slot == FULL for _, slot in reads)]
+        if not wide:
+            return list(run)
+        # Where it begins depends on where it ends: what stands behind it may need what stands before it.
+        first, last = wide[0], wide[-1]
+        for _ in range(2):
+            first = self._best_start(run, kept, wide[0], last)
+            last = self._best_end(run, kept, first, wide[-1])
+        inside = list(run[first : last + 1])
+        ins, outs = self._ins(inside), self._outs(inside)
+        before = self._bytes({read for reads in kept for read in reads})
+        if not outs or before <= self._cost(kept, first, last, ins):
+            return list(run)
+        return [*run[:first], Island(inside, ins, outs), *run[last + 1 :]]
 
+    def _kept_by(self, step: Any) -> list[Read]:
+        """What the derivative of a step stores, in which slots."""
+        if step.action == "jit":
+            return [read for inner in step.inner.plan.steps for read in self._kept_by(inner)]
+        if step.action != "bind":
+            return []
+        slot = LOW if step.low else FULL
+        return [(v, slot) for v in _kept(step.eqn) if tracked(v)]
 
-def _bytes(v: Any, slot: int) -> int:
-    if not versions.is_shaped(v.aval):
-        return 0
-    return v.aval.size * (2 if slot == LOW else v.aval.dtype.itemsize)
+    def _best_start(self, run: Sequence[Any], kept: Sequence[list[Read]], first: int, last: int) -> int:
+        """Where an island up to `last` begins so that the least is stored; the earliest of equals."""
+        starts = range(max(first - _REACH, 0), first + 1)
+        costs = {i: self._cost(kept, i, last, self._ins(run[i : last + 1])) for i in starts}
+        return min(costs, key=lambda i: (costs[i], i))
+
+    def _best_end(self, run: Sequence[Any], kept: Sequence[list[Read]], first: int, last: int) -> int:
+        """Where an island from `first` ends so that the least is stored; of equals, where the least comes out of it.
+
+        What comes out has a cotangent, which the backward pass holds as it enters the island: better half than float32.
+        """
+        ends = range(last, min(last + _REACH, len(run)))
+        costs = {i: self._cost(kept, first, i, self._ins(run[first : i + 1])) for i in ends}
+        least = [i for i, cost in costs.items() if cost == min(costs.values())]
+        return min(least, key=lambda i: (self._size(self._outs(run[first : i + 1])), i))
+
+    def _cost(self, kept: Sequence[list[Read]], first: int, last: int, ins: Sequence[Read]) -> int:
+        """The bytes that are stored with an island from the first to the last step."""
+        outside = (read for reads in (*kept[:first], *kept[last + 1 :]) for read in reads)
+        return self._bytes({*ins, *outside})
+
+    def _bytes(self, reads: set[Read]) -> int:
+        """What it takes to store values that nothing else stores."""
+        mine = reads - self.stored
+        return self._size((v, slot) for v, slot in mine if not (v in self.states and self.states[v].kind == INPUT))
+
+    def _size(self, reads: Iterable[Read]) -> int:
+        shaped = ((v.aval, slot) for v, slot in reads if versions.is_shaped(v.aval))
+        return sum(aval.size * (2 if slot == LOW else aval.dtype.itemsize) for aval, slot in shaped)
+
+    def _ins(self, steps: Sequence[Any]) -> tuple[Read, ...]:
+        made = {v for step in steps if step.action != "skip" for v in step.eqn.outvars}
+        ins: dict[Read, None] = {}
+        for step in steps:
+            for v, slot in step.touched:
+                if v not in made:
+                    ins[v, slot if slot == RAW else self.states[v].slot] = None
+        return tuple(ins)
+
+    def _outs(self, steps: Sequence[Any]) -> tuple[Read, ...]:
+        inside = {id(step) for step in steps}
+        return tuple(
+            (v, slot)
+            for step in steps
+            if step.action != "skip"
+            for v in step.eqn.outvars
+            for slot in ((FULL, LOW) if v in self.states and tracked(v) else (RAW,))
+            if any(reader not in inside for reader in self.readers.get((v, slot), ()))
+        )

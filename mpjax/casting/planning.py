@@ -157,7 +157,7 @@ class Planner:
         ]
         self.log = []
         out_states = tuple(self._out(v, flags) for v, flags in zip(self.jaxpr.outvars, self.wanted, strict=True))
-        if self.setting.recompute and not self.trivial:
+        if self.setting.recompute and not self.setting.folded and not self.trivial:
             steps = form(steps, self.states, self.log)
         jaxpr = self.jaxpr
         return Plan(
