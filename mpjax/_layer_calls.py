@@ -80,6 +80,20 @@ def attributes_inside(kind: Kind, dtype: np.dtype, given: dict[str, Any]) -> dic
     return {name: value for name, value in inside.items() if name in given}
 
 
+def computes_again(kind: Kind, method: Callable[..., Any]) -> bool:
+    """Whether the backward pass computes a method's elementwise work again: that of Flax's own recurrent cells.
+
+    Their gates are float32, several for each feature and time step. Stored they would be most of what a model keeps,
+    and they follow from half matmuls. A cell of the user's may do what must not happen twice.
+    """
+    return kind is Kind.CELL and method.__module__.startswith("flax.")
+
+
+def keeps_matmuls(primitive: Any, *_: Any, **__: Any) -> bool:
+    """The policy of that recomputation, as `jax.checkpoint` takes it: what is dear to compute is stored."""
+    return primitive.name in ("dot_general", "conv_general_dilated")
+
+
 def casts_parameters(kind: Kind) -> bool:
     """Whether a layer's code sees its parameters in the compute dtype, as it casts none itself."""
     return kind in (Kind.PLAIN, Kind.CELL)

@@ -17,6 +17,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import numpy as np
+from flax.core import lift
 
 from mpjax._layer_calls import (
     Kind,
@@ -25,7 +26,9 @@ from mpjax._layer_calls import (
     cast,
     cast_parameter,
     casts_parameters,
+    computes_again,
     is_real_float,
+    keeps_matmuls,
     kind_of,
     own_dtype,
 )
@@ -164,12 +167,28 @@ def _interceptor(run: _Run) -> Callable[..., Any]:
         if method == "setup" or not hasattr(type(module), method):
             with _attributes(module, inside):
                 return fun(*args, **kwargs)
+        if computes_again(kind, getattr(type(module), method)):
+            fun = _recomputed(module, fun)
         with _attributes(module, {**inside, _CALLED: True}):
             out = call(fun, kind, dtype, args, kwargs, _in_cell(module))
         above = run.policy if module.path == run.root else run.policy.for_path(path.rpartition("/")[0])
         return out if placed is above else cast(out, placed.output_dtype)
 
     return intercept
+
+
+def _recomputed(module: Any, fun: Callable[..., Any]) -> Callable[..., Any]:
+    """A method under `jax.checkpoint`, lifted over the module's scope as `nn.remat` does."""
+
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        def body(scope: Any, args: Any, kwargs: Any) -> Any:
+            with _attributes(module, {"scope": scope}):
+                return fun(*args, **kwargs)
+
+        # Where the cell runs in a loop, the loop keeps the compiler from sharing values with the forward pass.
+        return lift.checkpoint(body, prevent_cse=False, policy=keeps_matmuls)(module.scope, args, kwargs)
+
+    return recomputed
 
 
 def _unset_dtype(run: _Run, module: Any) -> tuple[np.dtype, ...]:

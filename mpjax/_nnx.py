@@ -26,7 +26,9 @@ from mpjax._layer_calls import (
     cast,
     cast_parameter,
     casts_parameters,
+    computes_again,
     is_real_float,
+    keeps_matmuls,
     kind_of,
     own_dtype,
 )
@@ -150,7 +152,10 @@ def _on_view(base: type, name: str, placement: _Placement) -> Callable[..., Any]
         view = _view(self, base, kind, placement)
         before = dict(vars(view))
         cast_params = _cast_params_of(self, view)
-        out = call(functools.partial(inherited, view), kind, placement.dtype, args, kwargs, placement.in_cell)
+        fun = functools.partial(inherited, view)
+        if computes_again(kind, inherited):
+            fun = jax.checkpoint(fun, prevent_cse=False, policy=keeps_matmuls)
+        out = call(fun, kind, placement.dtype, args, kwargs, placement.in_cell)
         _check_not_assigned(cast_params, type(self).__name__, name)
         _write_back(self, view, before)
         return out if placement.output_dtype is None else cast(out, placement.output_dtype)
