@@ -24,15 +24,15 @@ def largest_batch(
     toy: bool,
     limit: int,
     compile_step: Callable[[Training, Cell], tuple[Any, int]],
-    run_once: Callable[[Any, Training], None],
+    fits: Callable[[Any, Training], bool],
 ) -> int:
-    """The largest batch, within some five percent, that a step ran with.
+    """The largest batch, within some five percent, that a step fits with.
 
     Args:
         cell, toy: the model and its configuration.
         limit: bytes of the device.
         compile_step: gives a compiled step and the bytes that it is planned to take.
-        run_once: runs it; raises where memory does not suffice.
+        fits: whether it does; it may raise where memory does not suffice, as `compile_step` may.
     """
     workload = cell.workload(toy)
 
@@ -45,12 +45,14 @@ def largest_batch(
     for _ in range(ATTEMPTS):
         # In steps of eight, or of what such a model is trained with: a batch is a dimension of matmuls too.
         batch_size = max(1, batch_size // 8 * 8 or batch_size)
-        made = at(batch_size)
+        made, needed = at(batch_size), limit
         try:
-            run_once(compile_step(made, cell)[0], made)
-            return batch_size
+            compiled, needed = compile_step(made, cell)
+            if fits(compiled, made):
+                return batch_size
         except Exception as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
-        batch_size = int(batch_size * SMALLER)
-    raise MemoryError(f"{cell.model} {cell.name}: no batch near {batch_size} ran within {limit} bytes")
+        nearer = estimate((sizes[0], planned[0]), (batch_size, max(needed, limit)), limit)
+        batch_size = min(nearer, int(batch_size * SMALLER))
+    raise MemoryError(f"{cell.model} {cell.name}: no batch near {batch_size} fits into {limit} bytes")
