@@ -16,6 +16,7 @@ from benchmarks.training.dry_run import dry_run, is_known, versions
 from benchmarks.training.fitting import estimate, largest_batch
 from benchmarks.training.flops import flops_per_example
 from benchmarks.training.tables import dry_run_table, hand_written
+from benchmarks.training.target import NO_PLUGIN, h200
 from benchmarks.training.worker import measure
 from mpjax.inspection.hlo_text import Program
 
@@ -66,6 +67,15 @@ def test_dry_run_lowers_the_full_size_for_cuda():
     found = dry_run(Cell.parse("ncf", "autocast_float16"), toy=False, target=None)
     assert found["matmuls"] >= 12
     assert found["arguments_bytes"] > 3 * 4 * 31e6  # parameters and Adam's two moments in float32
+
+
+def test_a_step_is_compiled_for_a_gpu_that_is_not_there():
+    target = h200()
+    if target is None:
+        pytest.skip(NO_PLUGIN)
+    found = dry_run(Cell.parse("ncf", "flax_float16"), toy=True, target=target)
+    assert found["half_matmuls"] == found["compiled_matmuls"] > 0
+    assert found["planned_bytes"] >= found["arguments_bytes"]
 
 
 def test_what_was_only_lowered_is_compiled_where_that_can_be():
@@ -129,8 +139,9 @@ def test_table_of_what_was_compiled_without_a_gpu_says_what_it_is():
 
 
 def test_auto_layout_runs():
-    row = measure(Cell.parse("ncf", "flax_bfloat16+auto_layout"), toy=True, seconds=0.01, profile=False)
+    row = measure(Cell.parse("ncf", "flax_bfloat16+auto_layout"), toy=True, seconds=0.01, profile=True)
     assert row["finite_loss"]
+    assert "profile_error" not in row
 
 
 @pytest.mark.parametrize("name", ["float64", "float32+remat+remat", "torch_tf32+remat"])

@@ -173,7 +173,7 @@ def dry(cells: list[Cell], args: argparse.Namespace) -> None:
         **versions(),
     }
 
-    def each(todo: list[Cell], find: Callable[..., Any], add: Callable[..., None], error_key: str = "error") -> None:
+    def each(todo: list[Cell], find: Callable[..., Any], add: Callable[..., None]) -> None:
         for cell in todo:
             if args.time_limit and time.monotonic() - args.begun > args.time_limit:
                 print(f"time is up before {cell.model} {cell.name}", file=sys.stderr)
@@ -181,7 +181,7 @@ def dry(cells: list[Cell], args: argparse.Namespace) -> None:
             try:
                 row = find(cell, args.toy, target)
             except Exception as error:  # what a cell fails with is its result
-                row = {error_key: shortened(error)}
+                row = {"error": shortened(error)}
             add(cell, row)
             print(f"{time.monotonic() - args.begun:6.0f} s  {cell.model} {cell.name}: {row}", file=sys.stderr)
             jax.clear_caches()
@@ -193,8 +193,8 @@ def dry(cells: list[Cell], args: argparse.Namespace) -> None:
         print(f"The cells were lowered and not compiled: {NO_PLUGIN}.", file=sys.stderr)
     elif args.largest_batch:
         rows = [(cell, results.row(cell)) for cell in mine if cell.name in FITTED]
-        todo = [cell for cell, row in rows if "planned_bytes" in row and (args.again or "largest_batch" not in row)]
-        each(todo, fitting_batch, results.add, "largest_batch_error")
+        todo = [cell for cell, row in rows if "planned_bytes" in row and (args.again or not row.get("largest_batch"))]
+        each(todo, fitting_batch, results.add)
     text = dry_run_table(results.content)
     results.path.with_suffix(".md").write_text(text)
     print(text)

@@ -11,16 +11,21 @@ from .cells import Cell
 from .configurations import Training
 
 
-def jitted(cell: Cell, made: Training, **compiler_options: bool | int | str) -> Any:
+def jitted(cell: Cell, made: Training, like: Any = None, **compiler_options: bool | int | str) -> Any:
     """The step; with `auto_layout` XLA chooses how parameters, state and optimizer state lie in memory.
 
     What is carried is donated, so it comes out in the layouts that it goes in with.
+
+    Args:
+        cell, made: the cell, and its model under its configuration.
+        like: the compiled step whose layouts to keep to; None lets XLA choose, for which there must be no arrays yet.
+        compiler_options: XLA's flags beside the cell's own.
     """
     options = cell.options()
     layouts: dict[str, Any] = {}
     if options.auto_layout:
-        chosen = Format(Layout.AUTO)
-        layouts = {"in_shardings": (chosen, None), "out_shardings": (chosen, None)}
+        carried = Format(Layout.AUTO) if like is None else like.input_formats[0][0]
+        layouts = {"in_shardings": (carried, None), "out_shardings": (carried, None)}
     compiler_options |= options.compiler_options
     return jax.jit(made.step, donate_argnums=0, compiler_options=compiler_options, **layouts)
 

@@ -19,6 +19,7 @@ from .configurations import Training, training
 from .fitting import largest_batch
 from .target import MEMORY_BYTES, placed
 from .traffic import summary
+from .worker import shortened
 
 Target = jax.sharding.Sharding | None
 
@@ -73,7 +74,13 @@ def fitting_batch(cell: Cell, toy: bool, target: Target) -> dict[str, Any]:
     def fits(compiled: Any, made: Training) -> bool:
         return planned_bytes(compiled) <= MEMORY_BYTES
 
-    return {"largest_batch": largest_batch(cell, toy, MEMORY_BYTES, compile_step, fits)}
+    try:
+        return {
+            "largest_batch": largest_batch(cell, toy, MEMORY_BYTES, compile_step, fits),
+            "largest_batch_error": None,
+        }
+    except Exception as error:  # what was compiled of the cell before is still so
+        return {"largest_batch": None, "largest_batch_error": shortened(error)}
 
 
 def _lowered(cell: Cell, made: Training, target: Target) -> Any:

@@ -86,8 +86,8 @@ def _plain(text: str) -> str:
 _COMPILED = """Compiled at full size for an H200 by XLA without a device: not autotuned, and never run. The figures are
 of XLA's plan and its program, and measure no speed. Bytes moved are what the kernels of a step read and write, if each
 reads what it needs of an operand once. Kernels and bytes count as often as the loop that they are in turns, matmuls
-(with convolutions and fused attention) as they stand in the program. The largest batch is one whose plan fits into
-141 GB."""
+(with convolutions and fused attention) as they stand in the program. cuDNN's workspaces are in no plan, as its
+algorithms are chosen on the device. The largest batch is one whose plan fits into 141 GB."""
 _LOWERED = """Some cells were traced, differentiated and lowered for CUDA, and not compiled: JAX's CUDA plugin was not
 installed."""
 
@@ -102,8 +102,9 @@ def dry_run_table(content: dict[str, Any]) -> str:
     if any("planned_bytes" not in row for row in known):
         lines += [_LOWERED, ""]
     for model, rows in content["results"].items():
+        batch_sizes = [str(row["batch_size"]) for row in rows.values() if "batch_size" in row]
         lines += [
-            f"### {model}, batch of {rows.get('float32', {}).get('batch_size', '?')}",
+            f"### {model}{f', batch of {batch_sizes[0]}' if batch_sizes else ''}",
             "",
             "| cell | planned memory | / float32 | bytes moved | / float32 | / hand-written | kernels "
             "| matmuls in half | compile | largest batch / float32 |",

@@ -101,9 +101,10 @@ def measure(cell: Cell, toy: bool, seconds: float, profile: bool) -> dict[str, A
     }
     # Where this version of mpjax has it. It copies what a step donates, for which memory may not suffice.
     if profile and hasattr(mpjax, "profile"):
+        profiled = jitted(cell, made, like=compiled) if cell.options().auto_layout else step
         try:
             with cell.how().context():
-                row["tensor_core_share"] = mpjax.profile(step, carry, batch, steps=3, carry=1).tensor_core_share
+                row["tensor_core_share"] = mpjax.profile(profiled, carry, batch, steps=3, carry=1).tensor_core_share
         except Exception as error:
             row["profile_error"] = shortened(error)
     return row
