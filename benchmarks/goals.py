@@ -22,13 +22,17 @@ HALVES = ("float16", "bfloat16")
 
 @dataclasses.dataclass(frozen=True)
 class Goal:
-    """A bound, and the worst that was measured under it; `measured` is None where nothing was."""
+    """A bound, and the worst that was measured under it; `measured` is None where nothing was.
+
+    `planned` is the worst by XLA's plan, made without a GPU, where nothing was measured; it is no measurement.
+    """
 
     what: str
     model: str
     target: float
     measured: float | None
     at_most: bool = False
+    planned: float | None = None
 
     @property
     def holds(self) -> bool | None:
@@ -37,15 +41,16 @@ class Goal:
         return self.measured <= self.target if self.at_most else self.measured >= self.target
 
 
-def goals(training: Content, loss_scaling: Content) -> list[Goal]:
+def goals(training: Content, loss_scaling: Content, dry_run: Content | None = None) -> list[Goal]:
     """All goals; of results that are not a GPU's, or not there, none is measured."""
+    plan: dict[str, Rows] = (dry_run or {}).get("results", {})
     on_gpu = training if training.get("environment", {}).get("platform") == "gpu" else {}
-    found = [goal for model in WORKLOADS for goal in _of_model(on_gpu, model)]
+    found = [goal for model in WORKLOADS for goal in _of_model(on_gpu, model, plan.get(model, {}))]
     scaling = loss_scaling if loss_scaling.get("environment", {}).get("platform") == "gpu" else {}
     return [*found, _loss_scaling(scaling)]
 
 
-def _of_model(training: Content, model: str) -> Iterator[Goal]:
+def _of_model(training: Content, model: str, plan: Rows) -> Iterator[Goal]:
     rows: Rows = training.get("results", {}).get(model, {})
 
     def worst(base: Callable[[str], str], halves: tuple[str, ...] = HALVES) -> float | None:
@@ -60,11 +65,17 @@ def _of_model(training: Content, model: str) -> Iterator[Goal]:
     yield Goal("speed of compiled PyTorch AMP", model, 1.0, worst(lambda half: f"torch_compiled_amp_{half}"))
     cost = speedup(rows, "flax_float16", "flax_float16_mpjax_scale")
     yield Goal("loss scaling's share of a step", model, 0.01, None if cost is None else cost - 1, at_most=True)
-    used = [memory(rows.get(f"{way}_{half}", {}), rows.get("float32", {})) for way in WAYS for half in HALVES]
-    yield Goal("peak memory of float32's", model, 0.6, max((u for u in used if u), default=None), at_most=True)
+    used = _most_memory(rows)
+    planned = _most_memory(plan) if used is None else None
+    yield Goal("peak memory of float32's", model, 0.6, used, at_most=True, planned=planned)
     if model == "gpt2_medium":
         shares = [peak_share(training, model, name) for name in rows if name.startswith(WAYS)]
         yield Goal("of the measured matmul peak", model, 0.5, max((s for s in shares if s), default=None))
+
+
+def _most_memory(rows: Rows) -> float | None:
+    used = (memory(rows.get(f"{way}_{half}", {}), rows.get("float32", {})) for way in WAYS for half in HALVES)
+    return max((share for share in used if share), default=None)
 
 
 def _loss_scaling(content: Content) -> Goal:
@@ -78,20 +89,26 @@ def _loss_scaling(content: Content) -> Goal:
 
 
 def table(found: list[Goal]) -> str:
-    """Markdown; goals of which nothing is measured are one line for all their models."""
-    lines = ["| goal | model | target | measured | holds |", "|---|---|---|---|---|"]
+    """Markdown; goals of which nothing is known are one line for all their models."""
+    lines = ["| goal | model | target | measured | holds | planned, not measured |", "|---|---|---|---|---|---|"]
     for goal in found:
-        if goal.measured is not None:
-            bound = f"at {'most' if goal.at_most else 'least'} {goal.target:g}"
-            holds = "yes" if goal.holds else "**no**"
-            lines.append(f"| {goal.what} | {goal.model} | {bound} | {goal.measured:.3f} | {holds} |")
+        if goal.measured is not None or goal.planned is not None:
+            measured = NO_FIGURE if goal.measured is None else f"{goal.measured:.3f}"
+            holds = {None: "", True: "yes", False: "**no**"}[goal.holds]
+            planned = "" if goal.planned is None else f"{goal.planned:.3f}"
+            bound = _bound(goal, f"{goal.target:g}")
+            lines.append(f"| {goal.what} | {goal.model} | {bound} | {measured} | {holds} | {planned} |")
     for what in dict.fromkeys(goal.what for goal in found):
-        owed = [goal for goal in found if goal.what == what and goal.measured is None]
+        owed = [goal for goal in found if goal.what == what and goal.measured is None and goal.planned is None]
         if owed:
             targets = " / ".join(dict.fromkeys(f"{goal.target:g}" for goal in owed))
-            bound = f"at {'most' if owed[0].at_most else 'least'} {targets}"
-            lines.append(f"| {what} | {', '.join(goal.model for goal in owed)} | {bound} | {NO_FIGURE} | |")
+            models = ", ".join(goal.model for goal in owed)
+            lines.append(f"| {what} | {models} | {_bound(owed[0], targets)} | {NO_FIGURE} | | |")
     return "\n".join(lines) + "\n"
+
+
+def _bound(goal: Goal, target: str) -> str:
+    return f"at {'most' if goal.at_most else 'least'} {target}"
 
 
 def read(path: pathlib.Path) -> Content:
@@ -101,7 +118,7 @@ def read(path: pathlib.Path) -> Content:
 
 def from_folder(folder: pathlib.Path) -> list[Goal]:
     """The goals with what a folder of results has of them."""
-    return goals(read(folder / "training_gpu.json"), read(folder / "loss_scaling_gpu.json"))
+    return goals(*(read(folder / f"{name}.json") for name in ("training_gpu", "loss_scaling_gpu", "training_dry_run")))
 
 
 def main() -> None:

@@ -24,8 +24,8 @@ Content = dict[str, Any]
 TITLES = {
     "training_gpu": "Training steps on a GPU",
     "loss_scaling_gpu": "Loss scaling on a GPU",
+    "training_dry_run": "Training steps compiled for an H200 without a GPU",
     "training_cpu_toy": "Training steps at toy size on a CPU",
-    "training_dry_run": "Training steps lowered for CUDA without a GPU",
     "loss_scaling_cpu": "Loss scaling on a CPU",
     "faults_cpu": "Known faults, library by library",
     "casting_float16_cpu": "Casting",
@@ -103,7 +103,10 @@ def _section(name: str, path: pathlib.Path) -> list[str]:
 def plot_all(folder: pathlib.Path) -> list[str]:
     """Draws what there are results for; the names of the files."""
     drawn = []
+    measured = (folder / "training_gpu.json").exists()
+    plans = () if measured else (("planned_memory.png", "training_dry_run.json", _planned_memory),)
     for name, source, draw in (
+        *plans,
         ("speedup.png", "training_gpu.json", _speedups),
         ("memory.png", "training_gpu.json", _memory),
         ("residuals.png", "casting_float16_cpu.json", _residuals),
@@ -111,8 +114,9 @@ def plot_all(folder: pathlib.Path) -> list[str]:
         ("loss_scaling_cpu.png", "loss_scaling_cpu.json", _loss_scaling),
     ):
         content = goals.read(folder / source)
-        if content:
-            _bars(folder / name, *draw(content), content.get("environment", {}).get("device", ""))
+        bars, label = draw(content) if content else ({}, "")
+        if any(value is not None for group in bars.values() for value in group.values()):
+            _bars(folder / name, bars, label, content.get("environment", {}).get("device", ""))
             drawn.append(name)
     return drawn
 
@@ -133,6 +137,11 @@ def _memory(content: Content) -> tuple[Bars, str]:
         for model, rows in content["results"].items()
     }
     return bars, "peak memory / float32"
+
+
+def _planned_memory(content: Content) -> tuple[Bars, str]:
+    bars, _ = _memory(content)
+    return bars, "memory in XLA's plan / float32"
 
 
 def _residuals(content: Content) -> tuple[Bars, str]:

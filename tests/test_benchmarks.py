@@ -2,17 +2,27 @@
 
 import dataclasses
 import json
+import pathlib
 
 import jax
 import pytest
 
 from benchmarks import faults, goals, gpu, report
 from benchmarks.models import WORKLOADS
+from benchmarks.training import traffic
 from benchmarks.training.cells import Cell, Results
 from benchmarks.training.configurations import CONFIGURATIONS, loss_function
-from benchmarks.training.dry_run import dry_run
-from benchmarks.training.fitting import estimate
+from benchmarks.training.dry_run import dry_run, is_known, versions
+from benchmarks.training.fitting import estimate, largest_batch
 from benchmarks.training.flops import flops_per_example
+from benchmarks.training.tables import dry_run_table, hand_written
+from benchmarks.training.target import NO_PLUGIN, h200
+from benchmarks.training.worker import measure
+from mpjax.inspection.hlo_text import Program
+
+# A train step with an embedding, a loop, a convolution and a branch, as XLA compiled it for an H200; what says where it
+# comes from and how it is scheduled is taken out.
+GPU_PROGRAM = (pathlib.Path(__file__).parent / "gpu_program.hlo").read_text()
 
 
 def one_layer(workload):
@@ -54,9 +64,84 @@ def test_flops_are_those_of_the_matmuls():
 
 
 def test_dry_run_lowers_the_full_size_for_cuda():
-    found = dry_run(Cell.parse("ncf", "autocast_float16"), toy=False)
+    found = dry_run(Cell.parse("ncf", "autocast_float16"), toy=False, target=None)
     assert found["matmuls"] >= 12
     assert found["arguments_bytes"] > 3 * 4 * 31e6  # parameters and Adam's two moments in float32
+
+
+def test_a_step_is_compiled_for_a_gpu_that_is_not_there():
+    target = h200()
+    if target is None:
+        pytest.skip(NO_PLUGIN)
+    found = dry_run(Cell.parse("ncf", "flax_float16"), toy=True, target=target)
+    assert found["half_matmuls"] == found["compiled_matmuls"] > 0
+    assert found["planned_bytes"] >= found["arguments_bytes"]
+
+
+def test_what_was_only_lowered_is_compiled_where_that_can_be():
+    lowered = {"versions": versions(), "matmuls": 12}
+    compiled = lowered | {"planned_bytes": 100}
+    target = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    assert is_known(lowered, None)
+    assert not is_known(lowered, target)
+    assert is_known(compiled, target)
+    assert not is_known(compiled | {"versions": {**versions(), "jax": "0.4.1"}}, target)
+
+
+def test_kernels_of_a_compiled_program_move_what_they_need():
+    program = Program(GPU_PROGRAM)
+    found = {kernel.name: kernel for kernel in traffic.kernels(program, program.entry)}
+    half, full = 2, 4
+
+    def moved(name):
+        return found[name].times, found[name].bytes
+
+    assert moved("loop_subtract_fusion") == (1, 3 * full * 1000 * 128)  # in the branch of a finite loss
+    assert moved("wrapped_convert") == (1, (full + half) * 256 * 128)
+    assert moved("cudnn-conv.1") == (1, half * (2 * 8 * 32 * 32 * 64 + 64 * 3 * 3 * 64))
+    # The embedding of 128 tokens: their rows are read and not the table; its gradient adds to those rows.
+    assert moved("loop_gather_fusion") == (1, (full + half) * 128 * 128 + 4 * 128)
+    assert moved("input_scatter_fusion") == (1, 3 * half * 128 * 128 + 4 * 128)
+    # In the loop: a matmul of Triton's; a slice is read; a slice is written in place, by a kernel beside others.
+    assert moved("gemm_fusion_dot_general.1") == (16, half * (8 * 256 + 256 * 128 + 8 * 128))
+    assert moved("input_concatenate_fusion") == (16, half * (8 * 128 + 8 * 128 + 8 * 256) + 4)
+    assert moved("fusion-start.1") == (16, half * 2 * 8 * 128 + 4)
+
+
+def test_a_compiled_program_is_summed_up():
+    found = traffic.summary(GPU_PROGRAM)
+    assert found["kernels"] == 27 + 16 * 13 + 12
+    assert (found["compiled_matmuls"], found["half_matmuls"], found["float32_matmuls"]) == (5, 5, 0)
+    in_full = traffic.summary(GPU_PROGRAM.replace("f16[", "f32["))
+    assert (in_full["half_matmuls"], in_full["float32_matmuls"]) == (0, 5)
+    assert found["bytes_moved"] < in_full["bytes_moved"] < 2 * found["bytes_moved"]
+
+
+def test_table_of_what_was_compiled_without_a_gpu_says_what_it_is():
+    row = {"planned_bytes": 2e9, "bytes_moved": 4e9, "kernels": 10, "half_matmuls": 0, "compiled_matmuls": 3}
+    row |= {"compile_seconds": 1.0, "batch_size": 8, "largest_batch": 100}
+    half = row | {"planned_bytes": 1e9, "bytes_moved": 2e9, "half_matmuls": 3, "largest_batch": 150}
+    rows = {
+        "float32": row,
+        "flax_float16+remat": half,
+        "autocast_float16+remat": half | {"bytes_moved": 3e9},
+        "tf32": {"matmuls": 3, "operations": 50},
+        "flax_float16": {"error": "ValueError: no"},
+    }
+    text = dry_run_table({"results": {"ncf": rows}})
+    assert "without a device: not autotuned, and never run" in text
+    assert "not compiled: JAX's CUDA plugin was not" in text
+    assert "| float32 | 2.00 GB | 1.00 | 4.0 GB | 1.00 | - | 10 | 0 of 3 | 1.0 s | 1.00 |" in text
+    assert "| autocast_float16+remat | 1.00 GB | 0.50 | 3.0 GB | 0.75 | 1.50 | 10 | 3 of 3 | 1.0 s | 1.50 |" in text
+    assert "| tf32 | lowered: 3 matmuls of 50 operations |" in text
+    assert "| flax_float16 | fails: ValueError: no |" in text
+    assert hand_written("tf32") == ""
+
+
+def test_auto_layout_runs():
+    row = measure(Cell.parse("ncf", "flax_bfloat16+auto_layout"), toy=True, seconds=0.01, profile=True)
+    assert row["finite_loss"]
+    assert "profile_error" not in row
 
 
 @pytest.mark.parametrize("name", ["float64", "float32+remat+remat", "torch_tf32+remat"])
@@ -75,6 +160,15 @@ def test_results_of_a_cell_are_merged_and_an_error_is_replaced(tmp_path):
 
 def test_largest_batch_is_estimated_from_two_plans():
     assert estimate((8, 1800), (16, 2600), limit=11_000) == 100
+
+
+def test_largest_batch_comes_down_from_an_estimate_that_was_too_large():
+    def compile_step(made, cell):
+        batch = made.workload.batch_size
+        return batch, batch * (1 if batch < 300 else 2)
+
+    found = largest_batch(Cell.parse("ncf", "float32"), True, 1000, compile_step, lambda batch, made: 2 * batch <= 1000)
+    assert 450 < found <= 500
 
 
 def test_gpu_run_goes_on_with_what_is_not_done(tmp_path, monkeypatch):
@@ -129,6 +223,21 @@ def test_goals_take_the_worst_that_was_measured_and_say_what_is_owed(folder):
     assert (peak.measured, peak.holds) == (0.4, False)
     assert found["times the speed of float32", "resnet50"].holds is None
     assert goals.NO_FIGURE in goals.table(list(found.values()))
+
+
+def test_a_plan_is_no_measurement(folder):
+    rows = {"float32": {"planned_bytes": 100}, "autocast_float16": {"planned_bytes": 58}}
+    content = {"environment": {"device": "a GPU"}, "results": {"gpt2_medium": rows, "resnet50": rows}}
+    (folder / "training_dry_run.json").write_text(json.dumps(content))
+    found = {goal.model: goal for goal in goals.from_folder(folder) if goal.what == "peak memory of float32's"}
+    measured, planned = found["gpt2_medium"], found["resnet50"]
+    assert (measured.measured, measured.planned) == (0.5, None)
+    assert (planned.measured, planned.planned, planned.holds) == (None, 0.58, None)
+    row = f"| peak memory of float32's | resnet50 | at most 0.6 | {goals.NO_FIGURE} |  | 0.580 |"
+    assert row in goals.table(list(found.values()))
+    assert "planned_memory.png" not in report.plot_all(folder)
+    (folder / "training_gpu.json").unlink()
+    assert report.plot_all(folder) == ["planned_memory.png"]
 
 
 def test_goals_take_no_figure_from_a_cpu(folder):

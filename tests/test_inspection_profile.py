@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import pathlib
 import time
 
 import flax.linen as nn
@@ -92,6 +93,8 @@ for mark, metadata in {
     "@backward": '{op_name="jit(step)/transpose(jvp(Net))/Dense_0/dot_general" stack_frame_id=2}',
 }.items():
     HLO = HLO.replace(mark, metadata)
+# A real one: a train step with an embedding, a loop, a convolution and a branch, compiled for an H200.
+GPU_PROGRAM = (pathlib.Path(__file__).parent / "gpu_program.hlo").read_text()
 TIMING = Timing(step=100e-6, alone=120e-6, compile=1.0)
 
 
@@ -129,6 +132,24 @@ def test_a_triton_matmul_is_told_by_its_operands_and_the_gpu():
     assert runs("gemm_fusion_dot_1", dot, 7.0) is True
     assert (runs("gemm_fusion_dot_1", f32, 7.5), runs("gemm_fusion_dot_1", f32, 8.0)) == (False, True)
     assert runs("gemm_fusion_dot_1", exact["gemm_fusion_dot.1"], 9.0) is False
+
+
+def test_what_xla_starts_beside_other_kernels_is_told_by_what_is_inside():
+    started = instructions(GPU_PROGRAM)["fusion-start"]
+    assert started.kind == "copy"
+
+
+def test_both_branches_of_a_conditional_are_called():
+    lines = [line for lines in Program(GPU_PROGRAM).computations.values() for line in lines.values()]
+    (branch,) = (line for line in lines if line.opcode == "conditional")
+    assert len(branch.called) == 2
+
+
+def test_real_matmuls_and_convolutions_are_found_with_their_dtypes():
+    found = [i for name, i in instructions(GPU_PROGRAM).items() if name.startswith(("gemm_fusion", "cudnn-conv"))]
+    assert sorted(i.kind for i in found) == ["convolution"] * 2 + ["matmul"] * 3
+    assert {i.dtypes for i in found} == {frozenset({"f16"})}
+    assert [i.triton for i in found] == [i.kind == "matmul" for i in found]
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,8 @@
 
 Every cell is measured by a process of its own and written at once, so an interrupted run goes on where it was when
 the command is given again; on a GPU its peak of memory is then its own, too. `--toy` runs tiny models on a CPU, in one
-process for each model: it shows that all of it works, and its times say nothing. `--dry-run` lowers every cell at full
-size for CUDA, without arrays and without a GPU.
+process for each model: it shows that all of it works, and its times say nothing. `--dry-run` compiles every cell at
+full size for an H200, without arrays and without a GPU, by JAX's CUDA plugin; without that it lowers them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pathlib
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -27,10 +27,12 @@ from benchmarks.models import WORKLOADS
 
 from .cells import TORCH, Cell, Results
 from .configurations import CONFIGURATIONS
-from .dry_run import dry_run
+from .dry_run import dry_run, fitting_batch, is_known, versions
 from .flops import flops_per_example
 from .tables import dry_run_table, table
+from .target import DEVICE, NO_PLUGIN, h200
 from .variants import VARIANTS
+from .worker import shortened
 
 QUICK_MODELS = ("resnet50", "bert_base_128", "gpt2_medium", "lstm_lm")
 QUICK = ("float32", "tf32", "flax_float16", "autocast_float16", "with_policy_float16")
@@ -49,7 +51,7 @@ def chosen(args: argparse.Namespace) -> list[Cell]:
     cells = [Cell.parse(model, name) for model in models for name in names]
     if args.variants or (not args.quick and not args.cells):
         varied = [f"{name}+{variant}" for variant in VARIANTS for name in VARIED]
-        # Flags of the GPU's compiler are nothing to a CPU, and nothing to what is lowered for it.
+        # Flags of the GPU's compiler are nothing to a CPU, and most of them only to its autotuner.
         flags = not (args.toy or args.dry_run)
         cells += [cell for model in models for cell in (Cell.parse(model, n) for n in varied) if cell.applies(flags)]
     return cells
@@ -160,24 +162,39 @@ def groups(cells: list[Cell], together: bool) -> list[list[Cell]]:
 
 
 def dry(cells: list[Cell], args: argparse.Namespace) -> None:
-    """Lowers what is not lowered yet."""
-    results = Results(args.out / "training_dry_run.json")
+    """Compiles for an H200 what is not compiled yet; lowers it where it can not be compiled."""
+    target = h200()
+    # A program from the cache would have no time of compilation.
+    jax.config.update("jax_enable_compilation_cache", False)
+    results = Results(args.out / f"training_dry_run{'_toy' * args.toy}.json")
     results.content["environment"] = {
-        "jax": jax.__version__,
-        "mpjax": mpjax.__version__,
-        "command": "python -m benchmarks.training --dry-run",
+        "device": f"{DEVICE} (compiled for, not run on)",
+        "command": "python -m benchmarks.training --dry-run" + " --toy" * args.toy,
+        **versions(),
     }
-    for cell in cells:
-        row = results.row(cell)
-        if cell.torch or (not args.again and row and "error" not in row):
-            continue
-        if args.time_limit and time.monotonic() - args.begun > args.time_limit:
-            print(f"time is up before {cell.model} {cell.name}", file=sys.stderr)
-            break
-        row = dry_run(cell, args.toy)
-        results.add(cell, row)
-        print(f"{time.monotonic() - args.begun:6.0f} s  {cell.model} {cell.name}: {row}", file=sys.stderr)
-        jax.clear_caches()
+
+    def each(todo: list[Cell], find: Callable[..., Any], add: Callable[..., None]) -> None:
+        for cell in todo:
+            if args.time_limit and time.monotonic() - args.begun > args.time_limit:
+                print(f"time is up before {cell.model} {cell.name}", file=sys.stderr)
+                return
+            try:
+                row = find(cell, args.toy, target)
+            except Exception as error:  # what a cell fails with is its result
+                row = {"error": shortened(error)}
+            add(cell, row)
+            print(f"{time.monotonic() - args.begun:6.0f} s  {cell.model} {cell.name}: {row}", file=sys.stderr)
+            jax.clear_caches()
+
+    mine = [cell for cell in cells if not cell.torch]
+    todo = [cell for cell in mine if args.again or not is_known(results.row(cell), target)]
+    each(todo, dry_run, results.replace)
+    if target is None:
+        print(f"The cells were lowered and not compiled: {NO_PLUGIN}.", file=sys.stderr)
+    elif args.largest_batch:
+        rows = [(cell, results.row(cell)) for cell in mine if cell.name in FITTED]
+        todo = [cell for cell, row in rows if "planned_bytes" in row and (args.again or not row.get("largest_batch"))]
+        each(todo, fitting_batch, results.add)
     text = dry_run_table(results.content)
     results.path.with_suffix(".md").write_text(text)
     print(text)
@@ -195,7 +212,7 @@ def parser() -> argparse.ArgumentParser:
     add("--no-torch", action="store_true", help="leave PyTorch out")
     add("--torch-python", default=sys.executable, help="a Python that has PyTorch, and JAX for the batches")
     add("--toy", action="store_true", help="tiny models on a CPU; their times say nothing")
-    add("--dry-run", action="store_true", help="trace and lower for CUDA at full size, without a GPU")
+    add("--dry-run", action="store_true", help="compile for an H200 at full size, without a GPU")
     add("--again", action="store_true", help="measure what has been measured, too")
     add("--seconds", type=float, help="of measuring a cell (default: 3; a toy 0.1)")
     add("--cell-limit", type=int, default=240, help="seconds after which a cell is given up")

@@ -93,6 +93,11 @@ class Results:
         rows[cell.name] = {**old, **row} if keep_old else row
         self.write()
 
+    def replace(self, cell: Cell, row: dict[str, Any]) -> None:
+        """Puts a row in the place of what was known of a cell."""
+        self.content["results"].setdefault(cell.model, {})[cell.name] = row
+        self.write()
+
     def write(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         temporary = self.path.with_suffix(".part")

@@ -1,7 +1,7 @@
-"""Compiles cells abstractly, at full size and for CUDA, where there is no GPU: shapes only, no arrays.
+"""Compiles cells at full size for an H200 where there is no GPU: shapes only, no arrays.
 
-XLA's GPU compiler needs a GPU's driver; what comes before it does not. So every step is traced, differentiated and
-lowered to the StableHLO that a GPU would be given, which shows all but what XLA makes of it.
+XLA's own GPU compiler does it where JAX's CUDA plugin is installed, and gives the program that would run and the memory
+that it would take. Without the plugin every step is lowered to the StableHLO that the compiler would be given.
 """
 
 from __future__ import annotations
@@ -11,28 +11,82 @@ from typing import Any
 
 import jax
 
+import mpjax
+
 from .cells import Cell
-from .configurations import training
+from .compiling import jitted, planned_bytes
+from .configurations import Training, training
+from .fitting import largest_batch
+from .target import MEMORY_BYTES, placed
+from .traffic import summary
 from .worker import shortened
 
+Target = jax.sharding.Sharding | None
 
-def dry_run(cell: Cell, toy: bool) -> dict[str, Any]:
-    """Lowers a cell's step for CUDA; how long it took and how large the program is, or what it fails with."""
+
+def is_known(row: dict[str, Any], target: Target) -> bool:
+    """Whether a cell has been compiled with these versions, or lowered where it can not be compiled."""
+    return row.get("versions") == versions() and (target is None or "planned_bytes" in row)
+
+
+def versions() -> dict[str, str]:
+    return {"jax": jax.__version__, "mpjax": mpjax.__version__}
+
+
+def dry_run(cell: Cell, toy: bool, target: Target) -> dict[str, Any]:
+    """What is known of a cell's step without running it.
+
+    Args:
+        cell, toy: the model and its configuration.
+        target: of `target.h200`; None lowers the step without compiling it.
+    """
     start = time.perf_counter()
     made = training(cell.workload(toy), cell.how())
-    step = jax.jit(made.step, donate_argnums=0)
-    try:
-        with cell.how().context():
-            lowered = step.trace(*made.abstract()).lower(lowering_platforms=("cuda",))
-    except Exception as error:
-        return {"error": shortened(error)}
+    lowered = _lowered(cell, made, target)
     text = lowered.as_text()
-    return {
+    row = {
+        "batch_size": made.workload.batch_size,
         "lowered_seconds": round(time.perf_counter() - start, 1),
         "operations": text.count(" = "),
         "matmuls": text.count("stablehlo.dot_general") + text.count("stablehlo.convolution"),
         "arguments_bytes": sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(made.abstract()) if _is_real(x)),
+        "versions": versions(),
     }
+    if target is None:
+        return row
+    start = time.perf_counter()
+    compiled = lowered.compile()
+    seconds = round(time.perf_counter() - start, 1)
+    return row | {
+        "compile_seconds": seconds,
+        "planned_bytes": planned_bytes(compiled),
+        **summary(compiled.as_text()),
+    }
+
+
+def fitting_batch(cell: Cell, toy: bool, target: Target) -> dict[str, Any]:
+    """The largest batch whose plan fits into the memory of an H200."""
+
+    def compile_step(made: Training, cell: Cell) -> tuple[Any, int]:
+        compiled = _lowered(cell, made, target).compile()
+        return compiled, planned_bytes(compiled)
+
+    def fits(compiled: Any, made: Training) -> bool:
+        return planned_bytes(compiled) <= MEMORY_BYTES
+
+    try:
+        return {
+            "largest_batch": largest_batch(cell, toy, MEMORY_BYTES, compile_step, fits),
+            "largest_batch_error": None,
+        }
+    except Exception as error:  # what was compiled of the cell before is still so
+        return {"largest_batch": None, "largest_batch_error": shortened(error)}
+
+
+def _lowered(cell: Cell, made: Training, target: Target) -> Any:
+    shapes = made.abstract() if target is None else placed(made.abstract(), target)
+    with cell.how().context():
+        return jitted(cell, made).trace(*shapes).lower(lowering_platforms=("cuda",))
 
 
 def _is_real(x: Any) -> bool:

@@ -83,21 +83,66 @@ def _plain(text: str) -> str:
     return text.replace("|", "/").replace("\n", " ")[:120]
 
 
+_COMPILED = """Compiled at full size for an H200 by XLA without a device: not autotuned, and never run. The figures are
+of XLA's plan and its program, and measure no speed. Bytes moved are what the kernels of a step read and write, if each
+reads what it needs of an operand once. Kernels and bytes count as often as the loop that they are in turns, matmuls
+(with convolutions and fused attention) as they stand in the program. cuDNN's workspaces are in no plan, as its
+algorithms are chosen on the device. The largest batch is one whose plan fits into 141 GB."""
+_LOWERED = """Some cells were traced, differentiated and lowered for CUDA, and not compiled: JAX's CUDA plugin was not
+installed."""
+
+
 def dry_run_table(content: dict[str, Any]) -> str:
-    """What was lowered for CUDA."""
-    lines = [
-        "Traced, differentiated and lowered at full size for CUDA; `cudnn_attention` asks for cuDNN as it is traced.",
-        "",
-        "| model | cell | operations | matmuls and convolutions | params, state and batch | seconds |",
-        "|---|---|---|---|---|---|",
-    ]
+    """A table for each model of what was compiled for a GPU, or lowered for one, without having it."""
+    of_models = content["results"].values()
+    known = [row for rows in of_models for row in rows.values() if "error" not in row]
+    lines = []
+    if any("planned_bytes" in row for row in known):
+        lines += [_COMPILED, ""]
+    if any("planned_bytes" not in row for row in known):
+        lines += [_LOWERED, ""]
     for model, rows in content["results"].items():
-        for name, row in rows.items():
-            if "error" in row:
-                lines.append(f"| {model} | {name} | fails: {_plain(row['error'])} | | | |")
-            else:
-                lines.append(
-                    f"| {model} | {name} | {row['operations']} | {row['matmuls']} "
-                    f"| {row['arguments_bytes'] / 1e9:.2f} GB | {row['lowered_seconds']} |"
-                )
-    return "\n".join(lines) + "\n"
+        batch_sizes = [str(row["batch_size"]) for row in rows.values() if "batch_size" in row]
+        lines += [
+            f"### {model}{f', batch of {batch_sizes[0]}' if batch_sizes else ''}",
+            "",
+            "| cell | planned memory | / float32 | bytes moved | / float32 | / hand-written | kernels "
+            "| matmuls in half | compile | largest batch / float32 |",
+            "|---|---|---|---|---|---|---|---|---|---|",
+            *(_dry_line(rows, name) for name in rows),
+            "",
+        ]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def hand_written(name: str) -> str:
+    """The cell of the hand-written form in the same dtype and variant.
+
+    Example:
+        >>> hand_written("autocast_bfloat16+remat")
+        'flax_bfloat16+remat'
+    """
+    configuration, plus, variant = name.partition("+")
+    half = "bfloat16" if "bfloat16" in configuration else "float16" if "float16" in configuration else ""
+    return f"flax_{half}{plus}{variant}" if half else ""
+
+
+def _dry_line(rows: dict[str, Row], name: str) -> str:
+    row, float32 = rows[name], rows.get("float32", {})
+    if "error" in row:
+        return f"| {name} | fails: {_plain(row['error'])} |" + " |" * 8
+    if "planned_bytes" not in row:
+        return f"| {name} | lowered: {row['matmuls']} matmuls of {row['operations']} operations |" + " |" * 8
+    cells = [
+        name,
+        f"{row['planned_bytes'] / 1e9:.2f} GB",
+        _number(ratio(row, float32, "planned_bytes"), "{:.2f}"),
+        f"{row['bytes_moved'] / 1e9:.1f} GB",
+        _number(ratio(row, float32, "bytes_moved"), "{:.2f}"),
+        _number(ratio(row, rows.get(hand_written(name), {}), "bytes_moved"), "{:.2f}"),
+        f"{row['kernels']:,}",
+        f"{row['half_matmuls']} of {row['compiled_matmuls']}",
+        f"{row['compile_seconds']:.1f} s",
+        _number(ratio(row, float32, "largest_batch"), "{:.2f}"),
+    ]
+    return f"| {' | '.join(cells)} |"

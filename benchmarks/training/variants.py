@@ -1,4 +1,4 @@
-"""What a user can change beside the precision, by name: `MODEL`'s sizes or the compiler's options, and for whom."""
+"""What a user can change beside the precision, by name: sizes, layouts or the compiler's options, and for whom."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ class Variant:
         change: makes the workload of it, given the configuration.
         fields: the workload's fields that it needs; a model without them has no such variant.
         compiler_options: XLA's flags.
+        auto_layout: whether XLA chooses the layouts of what a step carries.
         needs_half: whether it has no float32 form.
     """
 
@@ -27,6 +28,7 @@ class Variant:
     change: Callable[[Workload, Configuration], Workload] = lambda workload, configuration: workload
     fields: frozenset[str] = frozenset()
     compiler_options: dict[str, bool | int | str] = dataclasses.field(default_factory=dict)
+    auto_layout: bool = False
     needs_half: bool = False
 
     def applies(self, workload: Workload, configuration: Configuration) -> bool:
@@ -54,6 +56,9 @@ VARIANTS = {
         "the memory that half precision saves, spent on a batch twice the size",
         lambda workload, configuration: dataclasses.replace(workload, batch_size=2 * workload.batch_size),
         needs_half=True,
+    ),
+    "auto_layout": Variant(
+        "parameters and state as matmuls and convolutions want them: no transposes", auto_layout=True
     ),
     "triton_gemm_any": Variant(
         "matmuls of any shape as Triton kernels, fused with what surrounds them",

@@ -20,6 +20,7 @@ import mpjax
 from benchmarks.measure import environment
 
 from .cells import Cell
+from .compiling import initial, jitted, planned_bytes
 from .configurations import Training, training
 from .fitting import largest_batch
 
@@ -63,26 +64,18 @@ def peak_bytes() -> int | None:
     return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
 
 
-def planned_bytes(compiled: Any) -> int:
-    """XLA's plan: arguments, what is computed between, and results that do not take an argument's place."""
-    plan = compiled.memory_analysis()
-    return plan.argument_size_in_bytes + plan.temp_size_in_bytes + plan.output_size_in_bytes - plan.alias_size_in_bytes
-
-
 def measure(cell: Cell, toy: bool, seconds: float, profile: bool) -> dict[str, Any]:
     """All that is known of a cell after running it."""
     made = training(cell.workload(toy), cell.how())
-    options = cell.options().compiler_options
-    step = jax.jit(made.step, donate_argnums=0, compiler_options=options)
+    step = jitted(cell, made)
     with cell.how().context():
-        carry = jax.jit(made.init)(jax.random.key(0))
-        batch = jax.jit(made.workload.batch)(jax.random.key(1))
         start = time.perf_counter()
-        lowered = step.lower(carry, batch)
+        lowered = step.lower(*made.abstract())
         traced = time.perf_counter()
         with cache_hits() as hits:
             compiled = lowered.compile()
         done = time.perf_counter()
+        carry, batch = initial(compiled, made)
 
     losses: list[jax.Array] = []
 
@@ -108,9 +101,10 @@ def measure(cell: Cell, toy: bool, seconds: float, profile: bool) -> dict[str, A
     }
     # Where this version of mpjax has it. It copies what a step donates, for which memory may not suffice.
     if profile and hasattr(mpjax, "profile"):
+        profiled = jitted(cell, made, like=compiled) if cell.options().auto_layout else step
         try:
             with cell.how().context():
-                row["tensor_core_share"] = mpjax.profile(step, carry, batch, steps=3, carry=1).tensor_core_share
+                row["tensor_core_share"] = mpjax.profile(profiled, carry, batch, steps=3, carry=1).tensor_core_share
         except Exception as error:
             row["profile_error"] = shortened(error)
     return row
@@ -121,22 +115,20 @@ def fitting_batch(cell: Cell, toy: bool) -> dict[str, Any]:
     limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
     if limit is None:
         raise ValueError(f"{jax.local_devices()[0].device_kind} has no memory limit to fit a batch into")
-    return {"largest_batch": largest_batch(cell, toy, limit, compile_step, run_once)}
+    return {"largest_batch": largest_batch(cell, toy, limit, compile_step, runs)}
 
 
 def compile_step(made: Training, cell: Cell) -> tuple[Any, int]:
     """The compiled step, quickly: without autotuning, which changes its speed and not its memory; and its bytes."""
-    options = {**cell.options().compiler_options, "xla_gpu_autotune_level": 0}
     with cell.how().context():
-        step = jax.jit(made.step, donate_argnums=0, compiler_options=options)
-        compiled = step.lower(*made.abstract()).compile()
+        compiled = jitted(cell, made, xla_gpu_autotune_level=0).lower(*made.abstract()).compile()
     return compiled, planned_bytes(compiled)
 
 
-def run_once(compiled: Any, made: Training) -> None:
-    carry = jax.jit(made.init)(jax.random.key(0))
-    batch = jax.jit(made.workload.batch)(jax.random.key(1))
-    jax.block_until_ready(compiled(carry, batch))
+def runs(compiled: Any, made: Training) -> bool:
+    """Whether a step runs; it raises where memory does not suffice."""
+    jax.block_until_ready(compiled(*initial(compiled, made)))
+    return True
 
 
 def matmul_peak(side: int) -> dict[str, float]:

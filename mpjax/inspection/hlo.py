@@ -185,6 +185,6 @@ def _own_kind(line: Line) -> str:
 
 def _kind(kinds: list[str], lines: list[Line]) -> str:
     """The kind of a kernel from the kinds of its parts: the heaviest; what does no work has no say."""
-    parts = {k for k, line in zip(kinds, lines, strict=True) if line.opcode not in _NOTHING and line.opcode != "fusion"}
+    parts = {k for k, line in zip(kinds, lines, strict=True) if line.opcode not in _NOTHING and not line.is_fusion}
     order = (CONVOLUTION, MATMUL, ATTENTION, COLLECTIVE, CONTROL, OTHER, REDUCTION, ELEMENTWISE, CAST, COPY)
     return next((kind for kind in order if kind in parts), COPY)

@@ -28,6 +28,11 @@ class Line:
         return found[1] if found else ""
 
     @property
+    def is_fusion(self) -> bool:
+        """Whether it is a fusion; XLA's GPU backend starts some beside others and waits for them further on."""
+        return self.opcode in ("fusion", "fusion-start")
+
+    @property
     def op_name(self) -> str:
         """JAX's name for it: scopes and the primitive. Merged instructions have several, of which this is the first."""
         return self.attribute(r'op_name="([^";]*)')
@@ -42,17 +47,20 @@ class Program:
     Attributes:
         name: as traces give it: `jit_step`.
         computations: the lines by name, for each computation by name; a fusion calls one, a loop two.
+        entry: the name of the computation that the program begins with.
     """
 
     def __init__(self, text: str):
         found = re.match(r"HloModule ([\w.\-]+)", text)
         self.name = found[1] if found else ""
         self.computations = dict(_computations(text))
+        entry = re.search(r"^ENTRY %?([\w.\-]+)", text, re.MULTILINE)
+        self.entry = entry[1] if entry else ""
         self._frames = _frames(text)
 
     def inside(self, line: Line) -> Iterator[tuple[Line, Mapping[str, Line]]]:
         """The lines of what a fusion calls, the root first, each with those beside it."""
-        for name in line.called if line.opcode == "fusion" else ():
+        for name in line.called if line.is_fusion else ():
             lines = self.computations.get(name, {})
             for inner in reversed(list(lines.values())):
                 yield inner, lines
@@ -77,7 +85,7 @@ class Program:
     def _direct_readers(self, computation: str, line: Line) -> Iterator[tuple[str, Line]]:
         for name in self._readers[computation].get(line.name, ()):
             reader = self.computations[computation][name]
-            if reader.opcode != "fusion" or reader.called[0] not in self.computations:
+            if not reader.is_fusion or reader.called[0] not in self.computations:
                 yield computation, reader
                 continue
             for parameter in self.computations[reader.called[0]].values():
@@ -103,7 +111,7 @@ def _readers(lines: Mapping[str, Line]) -> dict[str, list[str]]:
 
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) .*\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|[^\s(]\S*) ([a-z][\w\-]*)\((.*)$")
-_CALLED = re.compile(r"\b(?:calls|to_apply|body|condition)=%?([\w.\-]+)")
+_CALLED = re.compile(r"\b(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
 _NUMBERED = re.compile(r"^(\d+) (.*)$")
 

@@ -1,0 +1,60 @@
+"""An H200 for XLA's compiler where there is none: JAX's CUDA plugin compiles for a device by its description.
+
+What needs the device itself is left out: autotuning, which would try tiles of matmuls and cuDNN's algorithms, and
+running.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+
+DEVICE = "NVIDIA H200"
+NO_PLUGIN = """JAX's CUDA plugin is not installed (pip install "jax[cuda12]"; it needs no GPU)"""
+# NVIDIA's data sheet of the H200 (SXM).
+MEMORY_BYTES = 141_000_000_000
+BANDWIDTH = 4_800_000_000_000
+# XLA's `GpuTargetConfigProto`. The multiprocessors, their cores and the L2 cache are those of NVIDIA's H100 white paper
+# (SXM; an H200 has the same chip), and at this clock 132 of them make the data sheet's 989.4 TFLOP/s of half. The
+# limits are those of compute capability 9.0 in the CUDA C++ programming guide.
+_DESCRIPTION = f"""
+platform_name: "CUDA"
+device_description_str: "{DEVICE}"
+dnn_version_info {{ major: 9 minor: 8 patch: 0 }}
+gpu_device_info {{
+  cuda_compute_capability {{ major: 9 minor: 0 }}
+  core_count: 132
+  fpus_per_core: 128
+  clock_rate_ghz: 1.83
+  l2_cache_size: 52428800
+  memory_bandwidth: {BANDWIDTH}
+  device_memory_size: {MEMORY_BYTES}
+  threads_per_warp: 32
+  threads_per_block_limit: 1024
+  threads_per_core_limit: 2048
+  registers_per_block_limit: 65536
+  registers_per_core_limit: 65536
+  shared_memory_per_block: 49152
+  shared_memory_per_block_optin: 232448
+  shared_memory_per_core: 233472
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+}}
+"""
+
+
+def h200() -> jax.sharding.Sharding | None:
+    """Where to put the shapes of arguments so that what reads them is compiled for an H200; None without the plugin."""
+    try:
+        topology = topologies.get_topology_desc("h200", "cuda", target_config=_DESCRIPTION, topology="1x1x1")
+    except NotImplementedError:  # no plugin has registered itself for CUDA
+        return None
+    return jax.sharding.SingleDeviceSharding(topology.devices[0])
+
+
+def placed(shapes: Any, sharding: jax.sharding.Sharding) -> Any:
+    """The shapes, on a device."""
+    return jax.tree.map(lambda x: x.update(sharding=sharding), shapes)

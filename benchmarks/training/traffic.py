@@ -1,0 +1,135 @@
+"""What a compiled step launches and moves, read from its optimized HLO: a plan, as nothing has been run.
+
+Every instruction of the entry computation that does work is a kernel; so is one of a loop's body, as often as the loop
+turns. A kernel reads of each operand what it needs, once, and writes its results once: what it reads twice, or finds in
+a cache, is not seen.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from mpjax.inspection import hlo
+from mpjax.inspection.hlo_text import Line, Program
+
+_NO_KERNEL = frozenset("parameter constant bitcast tuple get-tuple-element after-all opt-barrier".split())
+_SLICES = frozenset("slice dynamic-slice gather".split())
+# The operand with what is written into the first one, which is the result's buffer.
+_UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
+_ARRAY = re.compile(r"\b(pred|[a-z]+(\d+)\w*)\[([\d,]*)\]")
+HALF = frozenset({"f16", "bf16"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """An instruction that is launched: how often in a step, and the bytes that a run of it reads and writes."""
+
+    name: str
+    times: int
+    bytes: int
+
+
+def summary(text: str) -> dict[str, Any]:
+    """Launches, bytes and matmuls (with convolutions and fused attention) of a compiled program."""
+    program = Program(text)
+    launched = kernels(program, program.entry)
+    instructions = hlo.instructions(program)
+    matmuls = [found for found in (instructions[k.name] for k in launched) if found.kind in hlo.ON_TENSOR_CORES]
+    return {
+        "kernels": sum(kernel.times for kernel in launched),
+        "bytes_moved": bytes_of(launched),
+        "compiled_matmuls": len(matmuls),
+        "half_matmuls": sum(bool(found.dtypes) and found.dtypes <= HALF for found in matmuls),
+        "float32_matmuls": sum("f32" in found.dtypes for found in matmuls),
+    }
+
+
+def bytes_of(launched: Iterable[Kernel]) -> int:
+    return sum(kernel.times * kernel.bytes for kernel in launched)
+
+
+def kernels(program: Program, computation: str) -> list[Kernel]:
+    """What a computation launches. A loop whose length XLA does not know counts as one turn, and of the branches of a
+    conditional the one that moves most counts."""
+    found: list[Kernel] = []
+    lines = program.computations[computation]
+    for line in lines.values():
+        if line.opcode == "while":
+            turns = int(line.attribute(r'"known_trip_count":\{"n":"(\d+)"') or 1)
+            body = kernels(program, line.attribute(r"\bbody=%?([\w.\-]+)"))
+            found += [dataclasses.replace(kernel, times=turns * kernel.times) for kernel in body]
+        elif line.opcode in ("conditional", "call"):
+            found += max((kernels(program, name) for name in line.called), key=bytes_of)
+        elif line.opcode not in _NO_KERNEL and not line.opcode.endswith("-done"):
+            found.append(Kernel(line.name, 1, _bytes(program, lines, line)))
+    return found
+
+
+def _bytes(program: Program, siblings: Mapping[str, Line], line: Line) -> int:
+    if line.is_fusion:
+        lines = program.computations[line.called[0]]
+        root, sources = list(lines.values())[-1], [x for x in lines.values() if x.opcode == "parameter"]
+    else:
+        root, sources = line, [siblings[name] for name in dict.fromkeys(line.operands)]
+        lines = {x.name: x for x in (*sources, root)}
+    results = [lines[name] for name in root.operands] if root.opcode == "tuple" else [root]
+    updates = [_in_place(lines, result, sources) for result in results]
+    needed = _needed(lines, results, {update.name for update in updates if update})
+    read = sum(needed[source.name] * size(source.type) for source in sources)
+    written = sum(
+        size(lines[update.operands[_UPDATES[update.opcode]]].type if update else result.type)
+        for result, update in zip(results, updates, strict=True)
+    )
+    return math.ceil(read) + written
+
+
+def _in_place(lines: Mapping[str, Line], result: Line, sources: list[Line]) -> Line | None:
+    """The update of a part of a source that a result is; it is done in the source's own buffer."""
+    update = _behind_bitcasts(lines, result)
+    if update.opcode in _UPDATES and _behind_bitcasts(lines, lines[update.operands[0]]) in sources:
+        return update
+    return None
+
+
+def _behind_bitcasts(lines: Mapping[str, Line], line: Line) -> Line:
+    while line.opcode == "bitcast" and line.operands[0] in lines:
+        line = lines[line.operands[0]]
+    return line
+
+
+def _needed(lines: Mapping[str, Line], results: list[Line], in_place: set[str]) -> Mapping[str, float]:
+    """The share of each line that the results need, from the results back to what they are computed from."""
+    needed: dict[str, float] = collections.defaultdict(float)
+    for result in results:
+        needed[result.name] = 1.0
+    for line in reversed(list(lines.values())):
+        for position, name in enumerate(line.operands):
+            if name not in lines:
+                continue
+            share = needed[line.name]
+            if position == 0 and line.opcode in _SLICES:
+                share *= size(line.type) / max(size(lines[name].type), 1)
+            elif position == 0 and line.name in in_place:
+                # A scatter adds to what was there; a slice that is updated is only written.
+                read = size(lines[line.operands[2]].type) if line.opcode == "scatter" else 0
+                share = read / max(size(lines[name].type), 1)
+            needed[name] = min(1.0, needed[name] + share)
+    return needed
+
+
+def size(hlo_type: str) -> int:
+    """Bytes of an array, or of all arrays of a tuple, by its type in HLO.
+
+    Example:
+        >>> size("(f16[2,3]{1,0}, pred[4]{0})")
+        16
+    """
+    return sum(
+        math.prod(int(d) for d in shape.split(",") if d) * (int(bits or 8) // 8)
+        for _, bits, shape in _ARRAY.findall(hlo_type)
+    )
