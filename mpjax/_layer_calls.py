@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from mpjax.policy import CASTABLE_DTYPES, HALF_DTYPES, _cast_leaf, is_castable, is_half
 
@@ -29,6 +30,9 @@ _LINEAR_NAMES = {
     *("Conv", "ConvTranspose", "ConvLocal"),
 }
 _CELL_NAMES = {"LSTMCell", "OptimizedLSTMCell", "SimpleCell", "GRUCell", "MGUCell", "ConvLSTMCell"}
+
+
+_HALF_WEIGHT = "mpjax_half_weight"
 
 
 class Kind(enum.Enum):
@@ -67,12 +71,12 @@ def is_real_float(dtype: Any) -> bool:
         return False
 
 
-def attributes_inside(kind: Kind, dtype: np.dtype, given: dict[str, Any]) -> dict[str, Any]:
-    """What a layer's attributes say during a call, of those that it has."""
+def attributes_inside(kind: Kind, dtype: np.dtype, given: dict[str, Any], in_cell: bool = False) -> dict[str, Any]:
+    """What a layer's attributes say during a call, of those that it has; `in_cell` as in `call`."""
     # None where it computes in float32: NNX's norms would cast their statistics to anything else.
     inside: dict[str, Any] = {"dtype": None if kind is Kind.FLOAT32 else dtype}
     if kind is Kind.LINEAR and "promote_dtype" in given:
-        inside["promote_dtype"] = functools.partial(_promote_all_but_bias, given["promote_dtype"])
+        inside["promote_dtype"] = functools.partial(_promote_all_but_bias, given["promote_dtype"], in_cell)
     if dtype in HALF_DTYPES and given.get("attention_fn") is nnx.dot_product_attention:
         inside["attention_fn"] = _attend_in_half
     if given.get("force_fp32_for_softmax") and given.get("attention_fn") is nn.dot_product_attention:
@@ -89,9 +93,17 @@ def computes_again(kind: Kind, method: Callable[..., Any]) -> bool:
     return kind is Kind.CELL and method.__module__.startswith("flax.")
 
 
-def keeps_matmuls(primitive: Any, *_: Any, **__: Any) -> bool:
-    """The policy of that recomputation, as `jax.checkpoint` takes it: what is dear to compute is stored."""
-    return primitive.name in ("dot_general", "conv_general_dilated")
+def keeps_matmuls(primitive: Any, *_: Any, name: str = "", **__: Any) -> bool:
+    """The policy of that recomputation, as `jax.checkpoint` takes it.
+
+    Stored are the matmuls, and the half copies of the weights, which are made once before a loop and not at each step.
+    """
+    return primitive.name in ("dot_general", "conv_general_dilated") or name == _HALF_WEIGHT
+
+
+def half_weight(x: Any) -> Any:
+    """A weight that a recurrent cell multiplies with, by which `keeps_matmuls` knows it."""
+    return checkpoint_name(x, _HALF_WEIGHT)
 
 
 def casts_parameters(kind: Kind) -> bool:
@@ -99,14 +111,15 @@ def casts_parameters(kind: Kind) -> bool:
     return kind in (Kind.PLAIN, Kind.CELL)
 
 
-def _promote_all_but_bias(promote: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+def _promote_all_but_bias(promote: Callable[..., Any], in_cell: bool, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
     """Flax's `promote_dtype` of (inputs, kernel, bias), without the bias.
 
     The gradient of a half bias would be a sum in half over all examples and positions.
     """
-    if len(args) == 1:  # NNX passes one tuple
-        return (*promote(args[0][:2], **kwargs), *args[0][2:])
-    return (*promote(*args[:2], **kwargs), *args[2:])
+    one_tuple = len(args) == 1  # as NNX passes them
+    inputs, kernel, *bias = args[0] if one_tuple else args
+    inputs, kernel = promote((inputs, kernel), **kwargs) if one_tuple else promote(inputs, kernel, **kwargs)
+    return inputs, half_weight(kernel) if in_cell else kernel, *bias
 
 
 def _attend_in_half(*args: Any, module: Any = None, **kwargs: Any) -> Any:

@@ -27,6 +27,7 @@ from mpjax._layer_calls import (
     cast_parameter,
     casts_parameters,
     computes_again,
+    half_weight,
     is_real_float,
     keeps_matmuls,
     kind_of,
@@ -160,8 +161,9 @@ def _interceptor(run: _Run) -> Callable[..., Any]:
         own = own_dtype(given, run.policy.compute_dtype, *_unset_dtype(run, module))
         kind, dtype = kind_of(type(module), method), own or placed.compute_dtype
         fields = {f.name: getattr(module, f.name) for f in dataclasses.fields(module) if f.name != "parent"}
-        inside = {} if own else attributes_inside(kind, dtype, fields)
-        inside["param"] = _param(module, run, path, dtype if casts_parameters(kind) else None)
+        in_cell = _in_cell(module)
+        inside = {} if own else attributes_inside(kind, dtype, fields, in_cell)
+        inside["param"] = _param(module, run, path, dtype if casts_parameters(kind) else None, in_cell)
         # A function that is lifted over the module (the body of a scan) also comes here as if it
         # were a method: its code sees the module as configured, but a call of the module it is not.
         if method == "setup" or not hasattr(type(module), method):
@@ -170,7 +172,7 @@ def _interceptor(run: _Run) -> Callable[..., Any]:
         if computes_again(kind, getattr(type(module), method)):
             fun = _recomputed(module, fun)
         with _attributes(module, {**inside, _CALLED: True}):
-            out = call(fun, kind, dtype, args, kwargs, _in_cell(module))
+            out = call(fun, kind, dtype, args, kwargs, in_cell)
         above = run.policy if module.path == run.root else run.policy.for_path(path.rpartition("/")[0])
         return out if placed is above else cast(out, placed.output_dtype)
 
@@ -203,7 +205,7 @@ def _in_cell(module: Any) -> bool:
     return kind_of(type(module.parent), "__call__") is Kind.CELL
 
 
-def _param(module: Any, run: _Run, path: str, dtype: np.dtype | None) -> Callable[..., Any]:
+def _param(module: Any, run: _Run, path: str, dtype: np.dtype | None, in_cell: bool) -> Callable[..., Any]:
     """`module.param`, which stores what the policy says and returns it cast to `dtype`."""
     make_parameter = module.param
 
@@ -212,7 +214,9 @@ def _param(module: Any, run: _Run, path: str, dtype: np.dtype | None) -> Callabl
         run.paths.add(param_path)
         init_fn = _stored_in(init_fn, run.policy.for_path(param_path).param_dtype)
         value = make_parameter(name, init_fn, *args, **kwargs)
-        return value if dtype is None else cast(value, dtype)
+        if dtype is None:
+            return value
+        return jax.tree.map(half_weight, cast(value, dtype)) if in_cell else cast(value, dtype)
 
     return param
 

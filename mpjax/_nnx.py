@@ -152,7 +152,7 @@ def _on_view(base: type, name: str, placement: _Placement) -> Callable[..., Any]
         view = _view(self, base, kind, placement)
         before = dict(vars(view))
         cast_params = _cast_params_of(self, view)
-        fun = functools.partial(inherited, view)
+        fun: Callable[..., Any] = functools.partial(inherited, view)
         if computes_again(kind, inherited):
             fun = jax.checkpoint(fun, prevent_cse=False, policy=keeps_matmuls)
         out = call(fun, kind, placement.dtype, args, kwargs, placement.in_cell)
@@ -169,7 +169,7 @@ def _view(module: Any, base: type, kind: Kind, placement: _Placement) -> Any:
     if casts_parameters(kind):
         attributes |= {name: _cast_params(value, placement.dtype) for name, value in attributes.items()}
     if not placement.has_own_dtype:
-        attributes |= attributes_inside(kind, placement.dtype, attributes)
+        attributes |= attributes_inside(kind, placement.dtype, attributes, placement.in_cell)
     view: Any = object.__new__(base)
     vars(view).update(attributes)
     return view

@@ -13,7 +13,7 @@ import optax
 import pytest
 from flax.training.train_state import TrainState
 from flax_models import LINEN, MLP, HandsDtypeOn, ResNet, Transformer
-from measures import equations, half_share, matmuls, relative_error
+from measures import equations, half_share, matmuls, relative_error, residual_bytes
 
 import mpjax
 
@@ -182,6 +182,36 @@ def test_a_recurrent_state_stays_float32_and_the_output_is_half():
     variables = rnn.init(jax.random.key(0), x)
     scan = next(e for e in equations(jax.make_jaxpr(rnn.apply)(variables, x)) if e.name == "scan")
     assert [v.aval.dtype for v in scan.eqn.outvars] == [jnp.float32, jnp.float32, F16]
+
+
+@pytest.mark.parametrize("cell", [nn.GRUCell, nn.LSTMCell, nn.OptimizedLSTMCell, nn.MGUCell])
+def test_a_recurrent_layer_stores_less_than_the_hand_written_one(cell):
+    """Its gates are float32 and computed again; Flax's `dtype=` has half gates, and float32 ones beside the state."""
+    x = jnp.ones((8, 50, 64))
+    variables = nn.RNN(cell(64)).init(jax.random.key(0), x)
+    policy = mpjax.with_policy(nn.RNN(cell(64)), "mixed_float16")
+    policy_bytes, hand_bytes = (
+        residual_bytes(lambda v, x, model=model: model.apply(v, x).astype(jnp.float32).sum(), variables, x)
+        for model in (policy, nn.RNN(cell(64, dtype=jnp.float16)))
+    )
+    assert policy_bytes < 0.8 * hand_bytes
+
+
+@pytest.mark.parametrize("cell", [nn.GRUCell, nn.OptimizedLSTMCell])
+def test_weights_of_a_recurrent_layer_are_cast_once_and_not_at_each_step(cell):
+    model, x = mpjax.with_policy(nn.RNN(cell(16)), "mixed_float16"), jnp.ones((2, 3, 16))
+    variables = model.init(jax.random.key(0), x)
+    loops = [
+        e for e in equations(jax.make_jaxpr(jax.grad(lambda v: model.apply(v, x).sum()))(variables)) if e.name == "scan"
+    ]
+    casts = [
+        e.eqn
+        for loop in loops
+        for e in equations(loop.eqn.params["jaxpr"])
+        if e.name == "convert_element_type" and e.eqn.invars[0].aval.shape == (16, 16)
+    ]
+    assert len(loops) == 2
+    assert not [eqn for eqn in casts if eqn.outvars[0].aval.dtype == F16]
 
 
 def test_the_model_is_of_the_same_kind():
