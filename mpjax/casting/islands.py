@@ -49,6 +49,8 @@ _REACH = 32
 
 # A value and the slot that it is read in.
 Read = tuple[Any, int]
+_MASK = -2  # in the place of a slot: which of a value's elements are positive, or the like
+_ITEMSIZE = {LOW: 2, _MASK: 1}
 
 
 @dataclasses.dataclass(slots=True)
@@ -58,11 +60,13 @@ class Island:
     Args:
         steps: the steps.
         ins: what they read from outside, and the slot of each.
+        given: for each of these whether it is an input of the program as it is, a parameter for instance.
         outs: what is read of theirs outside, and the slots.
     """
 
     steps: list[Any]
     ins: tuple[Read, ...]
+    given: tuple[bool, ...]
     outs: tuple[Read, ...]
 
 
@@ -110,7 +114,8 @@ def form(steps: Sequence[Any], states: dict[Any, State], read_outside: Sequence[
 
     def close() -> None:
         """Ends the run of steps."""
-        formed.extend(stretches.divided(run))
+        for part in _connected(run):
+            formed.extend(stretches.divided(part))
         run.clear()
         made.clear()
 
@@ -118,13 +123,35 @@ def form(steps: Sequence[Any], states: dict[Any, State], read_outside: Sequence[
         if _belongs(step):
             run.append(step)
             made.update(step.eqn.outvars)
-        elif run and not _floats(step) and not step.eqn.effects and made.isdisjoint(_variables(step.eqn)):
-            formed.append(step)  # a mask or an index, of no value in the run: it may go first
+        elif run and not step.eqn.effects and made.isdisjoint(_variables(step.eqn)):
+            formed.append(step)  # a mask, or the matmul of another branch, of no value in the run: it may go first
         else:
             close()
             formed.append(step)
     close()
     return formed
+
+
+def _connected(run: Sequence[Any]) -> Iterable[list[Any]]:
+    """Parts of a run that have nothing to do with each other, as of two branches; each in its order."""
+    joined = list(range(len(run)))  # each step to an earlier one of its part, or to itself
+    maker: dict[Any, int] = {}
+
+    def first(i: int) -> int:
+        while joined[i] != i:
+            joined[i] = i = joined[joined[i]]
+        return i
+
+    for i, step in enumerate(run):
+        for v in _variables(step.eqn):
+            if v in maker:
+                a, b = first(i), first(maker[v])
+                joined[max(a, b)] = min(a, b)
+        maker.update((v, i) for v in step.eqn.outvars)
+    parts: dict[int, list[Any]] = {}
+    for i, step in enumerate(run):
+        parts.setdefault(first(i), []).append(step)
+    return parts.values()
 
 
 def _variables(eqn: Any) -> list[Any]:
@@ -140,6 +167,8 @@ def _belongs(step: Any) -> bool:
         return True
     if step.action == "jit":
         return step.inner.plan.setting.folded
+    if step.action == "custom_jvp_call":
+        return cheap(step.eqn)
     if step.action not in ("bind", "alias") or step.verdict.op is Op.OPAQUE or not cheap(step.eqn):
         return False
     return bool(_floats(step)) or step.eqn.primitive.name in _BESIDE
@@ -176,12 +205,14 @@ class _Stretches:
         before = self._bytes({read for reads in kept for read in reads})
         if not outs or before <= self._cost(kept, first, last, ins):
             return list(run)
-        return [*run[:first], Island(inside, ins, outs), *run[last + 1 :]]
+        return [*run[:first], Island(inside, ins, tuple(self._given(v) for v, _ in ins), outs), *run[last + 1 :]]
 
     def _kept_by(self, step: Any) -> list[Read]:
         """What the derivative of a step stores, in which slots."""
         if step.action == "jit":
             return [read for inner in step.inner.plan.steps for read in self._kept_by(inner)]
+        if step.action == "custom_jvp_call":  # a mask, as that of a relu
+            return [(v, _MASK) for v in step.eqn.outvars]
         if step.action != "bind":
             return []
         slot = LOW if step.low else FULL
@@ -210,12 +241,15 @@ class _Stretches:
 
     def _bytes(self, reads: set[Read]) -> int:
         """What it takes to store values that nothing else stores."""
-        mine = reads - self.stored
-        return self._size((v, slot) for v, slot in mine if not (v in self.states and self.states[v].kind == INPUT))
+        return self._size((v, slot) for v, slot in reads - self.stored if not self._given(v))
+
+    def _given(self, v: Any) -> bool:
+        """Whether a value is an input of the program as it is, which is there anyway."""
+        return v in self.states and self.states[v].kind == INPUT
 
     def _size(self, reads: Iterable[Read]) -> int:
         shaped = ((v.aval, slot) for v, slot in reads if versions.is_shaped(v.aval))
-        return sum(aval.size * (2 if slot == LOW else aval.dtype.itemsize) for aval, slot in shaped)
+        return sum(aval.size * _ITEMSIZE.get(slot, aval.dtype.itemsize) for aval, slot in shaped)
 
     def _ins(self, steps: Sequence[Any]) -> tuple[Read, ...]:
         made = {v for step in steps if step.action != "skip" for v in step.eqn.outvars}

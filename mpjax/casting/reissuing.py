@@ -102,16 +102,18 @@ def _remat(step: Step, operands: Sequence[Value], plan: Plan, env: Any) -> Seque
     call: Call = step.inner
     params, jaxpr = step.eqn.params, call_jaxpr(step.eqn.params)
     arrays = hand_in(call.delivery, operands, plan.setting.half)
+    of_operands = versions.barriers(params, len(operands))
+    barriers = tuple(of_operands[i] for i, _ in call.delivery)
     if params["differentiated"]:
         # It is the backward pass of a remat already. What is left of it is the barrier that keeps
         # the compiler from sharing the recomputed values with the forward pass.
-        if params["prevent_cse"] and arrays:
-            arrays = lax.optimization_barrier(arrays)
+        kept = iter(lax.optimization_barrier([x for x, barrier in zip(arrays, barriers, strict=True) if barrier]))
+        arrays = [next(kept) if barrier else x for x, barrier in zip(arrays, barriers, strict=True)]
         return take(program_of(call, jaxpr)(*arrays), call.plan.out_states)
-    key = ("remat", call.delivery, params["prevent_cse"], params["policy"])
+    key = ("remat", call.delivery, barriers, params["policy"])
 
     def make() -> Any:
-        return jax.checkpoint(program_of(call, jaxpr), prevent_cse=params["prevent_cse"], policy=params["policy"])
+        return jax.checkpoint(program_of(call, jaxpr), prevent_cse=barriers, policy=params["policy"])
 
     return take(_kept(call.plan, key, make)(*arrays), call.plan.out_states)
 

@@ -8,6 +8,7 @@ their traced parameters; those with programs inside go through JAX's public func
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -84,14 +85,24 @@ def _recomputed(island: Island, env: dict[Any, Value], plan: Plan) -> None:
         return tuple(array_of(inside[v], slot, half) for v, slot in island.outs)
 
     arrays = [_strong(array_of(env[v], slot, half)) for v, slot in island.ins]
-    # The barrier against sharing values with the forward pass is only in the way of fusion in a scan,
-    # whose two passes are two loops.
-    outs = jax.checkpoint(body, prevent_cse=not plan.setting.looped)(*arrays)
+    # The barrier against sharing values with the forward pass is for what is made there. In a scan, whose two passes
+    # are two loops, it is only in the way of fusion, and of parameters that are updated in place it makes copies.
+    barrier = tuple(not plan.setting.looped and not given for given in island.given)
+    outs = jax.checkpoint(body, prevent_cse=barrier, policy=_many_to_one)(*arrays)
     for (v, slot), array in zip(island.outs, outs, strict=True):
         if slot != RAW and v in env:
             env[v][slot] = array
         else:
             env[v] = value_of(array, slot)
+
+
+def _many_to_one(primitive: Any, *avals: Any, axes: tuple[int, ...] = (), **_: Any) -> bool:
+    """What an island stores all the same: sums over so many elements that their size is nothing.
+
+    To compute the statistics of a batch again would read all of it once more. Those of a row or a feature vector come
+    with the rest, in the kernel that reads the row anyway.
+    """
+    return primitive.name.startswith("reduce_") and math.prod(avals[0].shape[axis] for axis in axes) > 1024
 
 
 def run_closed(plan: Plan, jaxpr: Any, values: Sequence[Value]) -> list[Value]:

@@ -210,3 +210,9 @@ def retyped(x: Any, dtype: Any) -> Any:
         return x
     varying = {"vma": aval.vma} if getattr(aval, "vma", None) else {}
     return jax.ShapeDtypeStruct(aval.shape, dtype, **varying)
+
+
+def barriers(params: dict[str, Any], size: int) -> tuple[bool, ...]:
+    """For each operand of a remat whether its backward pass has a barrier before it. JAX may write one flag for all."""
+    flags = params["prevent_cse"]
+    return flags if isinstance(flags, tuple) else (flags,) * size

@@ -205,7 +205,7 @@ class Run:
         if place.site.name in special:
             outs, new = special[place.site.name](place, ins, turn)
         else:
-            if eqn.params.get("differentiated") and eqn.params["prevent_cse"] and ins:
+            if eqn.params.get("differentiated") and any(versions.barriers(eqn.params, len(ins))):
                 # A remat's backward pass: without the barrier, what it computes again would be kept instead.
                 ins = lax.optimization_barrier(list(ins))
             outs, new = self.block(place.blocks[0], ins, turn)
