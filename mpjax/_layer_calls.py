@@ -2,8 +2,8 @@
 
 A layer is one of four kinds, told from its class. Normalisation and lookups compute in float32 and
 give the compute dtype. Flax's linear layers multiply in the compute dtype and add their bias in
-float32. A recurrent cell keeps the dtype of its carry. Everything else computes in the compute dtype:
-what goes in is cast, what comes out is what its code makes of it.
+float32. A recurrent cell keeps the dtype of its carry, and has float32 gates. Everything else computes
+in the compute dtype: what goes in is cast, what comes out is what its code makes of it.
 """
 
 from __future__ import annotations

@@ -23,7 +23,9 @@ def with_policy(model: M, policy: str | jmp.Policy | Policy) -> M:
        those that a module's own code does with its own parameters.
     3. Normalisation layers (every class whose name ends in `Norm`) and embedding lookups compute in
        float32, with float32 parameters and statistics, and their output is cast.
-    4. A recurrent cell's state keeps the dtype in which it came: float32, as Flax makes it.
+    4. A recurrent cell's state keeps the dtype in which it came: float32, as Flax makes it. Its gates are
+       float32; in Flax's own cells the backward pass computes them again from the half matmuls, so that they
+       are not stored.
     5. What an overridden module returns is cast to its override's output dtype, and what the model
        returns to the policy's.
 

@@ -54,9 +54,9 @@ class Rules:
         infer: runs in the widest dtype among its activations.
         level: `"default"`; `"conservative"`: whatever is not allow runs in float32; `"half"`: everything
             runs in half (Apex's O3; sums included: for measuring, not for training).
-        residuals: `"half"` stores what goes into a stretch of float32 arithmetic (a normalisation, a
-            softmax, a loss), which is half, and computes the stretch again in the backward pass; `"full"`
-            stores what JAX would, float32 values among them.
+        residuals: `"half"` stores what goes into a stretch with float32 arithmetic between matmuls (a
+            normalisation, a softmax, a GELU, a loss), which is half, and computes the stretch again in the
+            backward pass; `"full"` stores what JAX would, float32 values among them.
 
     Raises:
         ValueError: a name that is no primitive, an entry in two lists, an unknown level.
