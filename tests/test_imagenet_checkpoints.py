@@ -56,6 +56,7 @@ def interrupt_at(patch, call):
     patch.setattr(loop._Run, "_save_or_stop", look)
 
 
+@pytest.mark.slow
 def test_interrupted_and_resumed_run_ends_bitwise_equal(trained, tmp_path, capsys):
     parts = tmp_path / "parts"
     with pytest.MonkeyPatch.context() as patch:
@@ -71,6 +72,7 @@ def test_interrupted_and_resumed_run_ends_bitwise_equal(trained, tmp_path, capsy
     assert metrics_of(trained) == metrics_of(parts)
 
 
+@pytest.mark.slow
 def test_killed_run_goes_on_from_its_last_checkpoint(tmp_path, capsys):
     output = tmp_path / "run"
     flags = digit_flags(output)
@@ -105,6 +107,7 @@ def test_what_was_killed_before_its_first_checkpoint_starts_anew(tmp_path):
         assert digits_task().restore(checkpoints) is None
 
 
+@pytest.mark.slow
 def test_run_goes_on_in_another_precision(tmp_path, capsys):
     output = tmp_path / "run"
     with pytest.MonkeyPatch.context() as patch:

@@ -38,6 +38,7 @@ def test_batches_that_can_not_be_shared_are_refused():
         DataParallel(5)
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one_does(tmp_path):
     with socket.socket() as free:
         free.bind(("localhost", 0))

@@ -170,6 +170,7 @@ def test_other_libraries_and_auxiliary_outputs():
     assert "bfloat16" in report.activations[0].dtypes
 
 
+@pytest.mark.slow
 def test_a_program_of_the_zoo_over_several_devices_is_measured_under_autocast():
     loss, params, batch = harness.concrete("shard_map_data")
     half = mpjax.numerics(mpjax.autocast(loss), params, batches=[batch], loss_scale=SCALE)

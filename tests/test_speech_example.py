@@ -100,6 +100,7 @@ def test_run_leaves_all_its_outputs(finished):
     assert not (finished / "not_finite.txt").exists()
 
 
+@pytest.mark.slow
 def test_interrupted_and_resumed_run_ends_bitwise_equal(finished, data_flags, tmp_path, monkeypatch, capsys):
     flags = [*TINY, *data_flags, "--output", str(tmp_path / "parts")]
     steps = iter(range(100))
@@ -161,6 +162,7 @@ def test_one_broken_utterance_costs_no_step_and_is_counted(finished, data_flags)
 BENCHMARK = [*TINY, "--longest", "0.2", "--num-iter", "2", "--batch-size", "2"]
 
 
+@pytest.mark.slow
 def test_policies_are_measured_side_by_side(tmp_path):
     flags = [*BENCHMARK, "--mode", "inference_benchmark", "--compare", "float32,mixed_float16"]
     assert main([*flags, "--output", str(tmp_path / "both")]) == 0

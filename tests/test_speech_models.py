@@ -42,6 +42,7 @@ def inputs():
     return (features, jnp.array([24, 21, 13])), jnp.array([[1, 2], [3, 3], [4, 5]])
 
 
+@pytest.mark.slow
 @models
 def test_padding_changes_no_result(config, inputs):
     network = create_network(config, LABELS)
