@@ -226,7 +226,7 @@ def test_goals_take_the_worst_that_was_measured_and_say_what_is_owed(folder):
 
 
 def test_a_plan_is_no_measurement(folder):
-    rows = {"float32": {"planned_bytes": 100}, "autocast_float16": {"planned_bytes": 58}}
+    rows = {"float32": {"planned_bytes": 100}, "autocast_bfloat16": {"planned_bytes": 58}}
     content = {"environment": {"device": "a GPU"}, "results": {"gpt2_medium": rows, "resnet50": rows}}
     (folder / "training_dry_run.json").write_text(json.dumps(content))
     found = {goal.model: goal for goal in goals.from_folder(folder) if goal.what == "peak memory of float32's"}
