@@ -1,6 +1,6 @@
 """How well tools put float32 programs into half precision: `python -m benchmarks.casting`.
 
-Every tool is run over the program zoo of the tests (`tests/zoo`), by tracing alone but for the gradient
+Every tool is run over the program zoo of the tests (`testing/zoo`), by tracing alone but for the gradient
 error. A tool that fails on a program is counted as such, with its error in the JSON. Times are ratios
 to the float32 program in the same process, interleaved; compilation is XLA's without LLVM's optimisation, which takes
 most of the time and has nothing to do with a tool. The results of a run are merged into those of before, program by
@@ -30,8 +30,8 @@ import jmp
 import mpjax
 from benchmarks import keras_program
 from benchmarks.measure import RESULTS, interleaved, previous, ratios, save
-from tests.measures import trace_time_ratio
-from tests.zoo import REGISTRY, Program, harness
+from testing.measures import trace_time_ratio
+from testing.zoo import REGISTRY, Program, harness
 
 Row = dict[str, Any]
 COMPILATIONS = 2

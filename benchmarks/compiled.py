@@ -21,7 +21,7 @@ import jax
 
 import mpjax
 from benchmarks.measure import save
-from tests.zoo import REGISTRY, harness
+from testing.zoo import REGISTRY, harness
 
 Row = dict[str, float]
 _OPS = {"matmuls": re.compile(r" (?:dot|convolution)\("), "converts": re.compile(r" convert\(")}

@@ -15,9 +15,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tests.zoo import Program
-from tests.zoo.linen import cross_entropy
-from tests.zoo.program import program
+from testing.zoo import Program
+from testing.zoo.linen import cross_entropy
+from testing.zoo.program import program
 
 NAME = "keras_mlp"
 FEATURES, CLASSES, BATCH = 32, 16, 256
@@ -69,6 +69,6 @@ def register() -> Program | None:
         return _loss("float32"), params, batch
 
     program()(keras_mlp)
-    from tests.zoo import REGISTRY
+    from testing.zoo import REGISTRY
 
     return REGISTRY[NAME]

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 import mpjax
-from tests import measures
+from testing import measures
 
 DOCS = pathlib.Path(__file__).parent.parent / "docs" / "autocast.md"
 

@@ -11,7 +11,7 @@ import pytest
 
 import mpjax
 from mpjax import Rules
-from tests import measures
+from testing import measures
 
 W, X = jnp.full((8, 8), 0.125), jnp.ones((4, 8))
 FULL = Rules(residuals="full")

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 import mpjax
-from tests import measures
+from testing import measures
 
 
 class Model(nnx.Module):

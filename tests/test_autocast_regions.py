@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 import mpjax
-from tests import measures
+from testing import measures
 
 W, X = jnp.ones((8, 8)), jnp.ones((4, 8))
 

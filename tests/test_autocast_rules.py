@@ -9,7 +9,7 @@ import pytest
 
 import mpjax
 from mpjax import Rules
-from tests import measures
+from testing import measures
 
 W, X = jnp.ones((8, 8)), jnp.ones((4, 8))
 

@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 
 import mpjax
-from tests import measures
+from testing import measures
 
 W = jax.random.normal(jax.random.key(0), (8, 8)) / 8**0.5
 X = jax.random.normal(jax.random.key(1), (4, 8))

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import pytest
 
 from mpjax.casting import walker
-from tests import measures
-from tests.zoo import REGISTRY, harness
+from testing import measures
+from testing.zoo import REGISTRY, harness
 
 
 @pytest.mark.parametrize("name", ["linen_cnn_batchnorm", "scan_lstm", "moe_ragged", "jit_nested", "switch_experts"])

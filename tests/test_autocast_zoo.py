@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 from mpjax import autocast
-from tests.zoo import REGISTRY, harness
+from testing.zoo import REGISTRY, harness
 
 programs = pytest.mark.parametrize("name", REGISTRY)
 dtypes = pytest.mark.parametrize("dtype", harness.POLICIES)

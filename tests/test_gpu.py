@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from measures import relative_error, rounding_error
 
 import mpjax
+from testing.measures import relative_error, rounding_error
 
 pytestmark = pytest.mark.gpu
 

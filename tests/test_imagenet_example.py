@@ -21,7 +21,6 @@ from imagenet_runs import (
     quick_runs,  # noqa: F401
     state_and_batch,
 )
-from measures import half_share
 from PIL import Image
 from tensorboardX.proto.event_pb2 import Event
 
@@ -29,6 +28,7 @@ from examples.common.interruption import Interruption
 from examples.common.run_folder import RunFolder
 from examples.imagenet import seeds, training
 from examples.imagenet.__main__ import main
+from testing.measures import half_share
 
 pytestmark = pytest.mark.usefixtures("quick_runs")
 

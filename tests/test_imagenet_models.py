@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from measures import half_share, matmuls
 
 import mpjax
 from examples.imagenet.models import KINDS, model_functions
+from testing.measures import half_share, matmuls
 
 
 def abstract(name: str, classes: int, image_shape: tuple[int, int, int]):

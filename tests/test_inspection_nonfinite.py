@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import mpjax
 from mpjax import find_nonfinite
-from tests.zoo import REGISTRY, harness
+from testing.zoo import REGISTRY, harness
 
 HALF = jnp.float16
 

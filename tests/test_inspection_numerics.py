@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import mpjax
-from tests.zoo import harness
+from testing.zoo import harness
 
 SCALE = 64.0
 

@@ -8,9 +8,9 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 import pytest
-from measures import half_share
 
 import mpjax
+from testing.measures import half_share
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,9 @@ import optax
 import pytest
 from flax.training.train_state import TrainState
 from flax_models import LINEN, MLP, HandsDtypeOn, ResNet, Transformer
-from measures import equations, half_share, matmuls, relative_error, residual_bytes
 
 import mpjax
+from testing.measures import equations, half_share, matmuls, relative_error, residual_bytes
 
 HALVES = ["float16", "bfloat16"]
 F16 = jnp.dtype("float16")

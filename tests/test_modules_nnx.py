@@ -10,9 +10,9 @@ import optax
 import pytest
 from flax import nnx
 from flax_models import NNX, NnxMLP
-from measures import equations, half_share, matmuls, relative_error
 
 import mpjax
+from testing.measures import equations, half_share, matmuls, relative_error
 
 HALVES = ["float16", "bfloat16"]
 F16 = jnp.dtype("float16")

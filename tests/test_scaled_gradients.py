@@ -7,9 +7,9 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from measures import half_share, relative_error
 
 import mpjax
+from testing.measures import half_share, relative_error
 
 HALVES = [jnp.float16, jnp.bfloat16]
 KEY = jax.random.key(0)

@@ -11,13 +11,13 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from measures import MATMULS, equations, matmuls, risky_in_half
 
 import mpjax
 from examples.speech.config import Config
 from examples.speech.layers import Lookahead
 from examples.speech.recurrence import CELLS, Recurrent, _run, _scan
 from examples.speech.training import create_network
+from testing.measures import MATMULS, equations, matmuls, risky_in_half
 
 LABELS = 12
 SMALL = {"policy": "float32", "hidden": 8, "channels": 4, "layers": 1, "dropout": 0.0, "stride": 2}

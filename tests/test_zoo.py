@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests import measures
-from tests.zoo import REGISTRY, harness
+from testing import measures
+from testing.zoo import REGISTRY, harness
 
 
 @pytest.mark.parametrize("name", REGISTRY)

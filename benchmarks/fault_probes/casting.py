@@ -13,7 +13,7 @@ import jmp
 import numpy as np
 
 import mpjax
-from tests.measures import equations, half_share
+from testing.measures import equations, half_share
 
 from .fault import Fault, Probe
 

@@ -11,7 +11,7 @@ import jmp
 import numpy as np
 
 import mpjax
-from tests.measures import matmuls
+from testing.measures import matmuls
 
 from .fault import Fault
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 
 from benchmarks.models import Workload
-from tests.measures import matmuls
+from testing.measures import matmuls
 
 from .configurations import CONFIGURATIONS, training
 

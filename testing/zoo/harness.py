@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tests import measures
+from testing import measures
 
 from .program import COMPILE_FAST, REGISTRY, Program
 
