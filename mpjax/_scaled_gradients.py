@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._boundary import InPlaceChanges, contains_nnx_object, map_arrays, with_boundary
 from mpjax._loss_scale_state import loss_scale_of
+from mpjax.modules.boundary import InPlaceChanges, contains_nnx_object, map_arrays, with_boundary
 from mpjax.policy import HALF_DTYPES, is_castable, is_half
 
 T = TypeVar("T")

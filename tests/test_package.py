@@ -63,9 +63,10 @@ def test_public_names_have_docstrings_with_examples():
 
 def test_layers_import_downwards_only():
     # policy and loss scaling stand without autocast and inspection; Flax only where a module is handled.
-    of_flax_models = {"_layer_calls.py", "_linen.py", "_nnx.py"}
-    for path in (ROOT / "mpjax").glob("*.py"):
-        if path.name in {"__init__.py", "__main__.py"} | of_flax_models:
+    of_flax_models = {"layers.py", "linen.py", "nnx.py"}
+    package = ROOT / "mpjax"
+    for path in (*package.glob("*.py"), *(package / "modules").glob("*.py")):
+        if path in (package / "__init__.py", package / "__main__.py") or path.name in of_flax_models:
             continue
         top_level = [n for n in ast.parse(path.read_text()).body if isinstance(n, (ast.Import, ast.ImportFrom))]
         names = [n.module or "" if isinstance(n, ast.ImportFrom) else n.names[0].name for n in top_level]

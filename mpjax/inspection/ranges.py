@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from mpjax._boundary import contains_nnx_object
 from mpjax._loss_scale_state import LossScaleState, find_loss_scale_state
 from mpjax.casting import versions
 from mpjax.casting.oplists import DEFAULTS, Op
@@ -32,6 +31,7 @@ from mpjax.inspection.probing import (
     widened,
 )
 from mpjax.loss_scale import static_loss_scale, value_and_grad
+from mpjax.modules.boundary import contains_nnx_object
 from mpjax.policy import HALF_DTYPES, is_castable
 
 # A module that loses more than this share of its nonzero values should be kept in float32.

@@ -68,16 +68,17 @@ def with_policy(model: M, policy: str | jmp.Policy | Policy) -> M:
     policy = get_policy(policy)
     # A Flax module can only come from a Flax that is loaded: so nobody else pays for importing it.
     if "flax" in sys.modules:
-        from flax import linen, nnx
+        import flax.linen
+        import flax.nnx
 
-        if isinstance(model, linen.Module):
-            from mpjax import _linen
+        if isinstance(model, flax.linen.Module):
+            from mpjax.modules import linen
 
-            return _linen.with_policy(model, policy)
-        if isinstance(model, nnx.Module):
-            from mpjax import _nnx
+            return linen.with_policy(model, policy)
+        if isinstance(model, flax.nnx.Module):
+            from mpjax.modules import nnx
 
-            return _nnx.with_policy(model, policy)
+            return nnx.with_policy(model, policy)
     raise _not_a_flax_module(model)
 
 

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from mpjax._layer_calls import (
+from mpjax.modules.layers import (
     Kind,
     attributes_inside,
     call,
