@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -11,10 +12,21 @@ from typing import Any
 def lazy(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], Iterable[str]]]:
     """A package's `__getattr__` and `__dir__`, for names that it does not import with itself (PEP 562).
 
+    A name stands for its value even where a subpackage has the same name: `mpjax.inspection.audit` is the function,
+    whichever of `mpjax/inspection/audit/`'s modules is imported first.
+
     Args:
         package: the package's `__name__`.
         homes: the module that defines each name; a module that defines its own name is the value itself.
     """
+
+    class Package(types.ModuleType):
+        def __setattr__(self, name: str, value: Any) -> None:
+            # The import system binds each subpackage that it loads to its parent.
+            if not (name in homes and homes[name] != f"{package}.{name}" and isinstance(value, types.ModuleType)):
+                super().__setattr__(name, value)
+
+    sys.modules[package].__class__ = Package
 
     def getattribute(name: str) -> Any:
         if name not in homes:

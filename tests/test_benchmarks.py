@@ -18,11 +18,12 @@ from benchmarks.training.flops import flops_per_example
 from benchmarks.training.tables import dry_run_table, hand_written
 from benchmarks.training.target import NO_PLUGIN, h200
 from benchmarks.training.worker import measure
-from mpjax.inspection.hlo_text import Program
+from mpjax.inspection.profile.hlo_text import HloModule
+from tests.inspection.profile import gpu_traces
 
 # A train step with an embedding, a loop, a convolution and a branch, as XLA compiled it for an H200; what says where it
 # comes from and how it is scheduled is taken out.
-GPU_PROGRAM = (pathlib.Path(__file__).parent / "gpu_program.hlo").read_text()
+GPU_PROGRAM = pathlib.Path(gpu_traces.__file__).with_name("gpu_program.hlo").read_text()
 
 
 def one_layer(workload):
@@ -89,7 +90,7 @@ def test_what_was_only_lowered_is_compiled_where_that_can_be():
 
 
 def test_kernels_of_a_compiled_program_move_what_they_need():
-    program = Program(GPU_PROGRAM)
+    program = HloModule(GPU_PROGRAM)
     found = {kernel.name: kernel for kernel in traffic.kernels(program, program.entry)}
     half, full = 2, 4
 

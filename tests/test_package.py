@@ -35,6 +35,13 @@ print("mpjax.inspection" in sys.modules, "audit" in dir(mpjax), callable(mpjax.a
 def test_no_module_of_inspection_takes_the_place_of_a_function():
     for path in (ROOT / "mpjax" / "inspection").glob("*.py"):
         assert path.stem == "__init__" or path.stem not in dir(mpjax), path
+    code = """
+import mpjax.inspection.audit.roofline, mpjax.inspection.numerics.report, mpjax.inspection.profile.hlo
+import mpjax, types
+names = [n for n in dir(mpjax.inspection) if n in dir(mpjax) and n[0] != "_"]
+print("audit" in names, [n for n in names if isinstance(getattr(mpjax.inspection, n), types.ModuleType)])
+"""
+    assert run(code) == "True []"
 
 
 def test_plain_jax_use_never_loads_flax():

@@ -14,8 +14,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from mpjax.inspection import hlo
-from mpjax.inspection.hlo_text import Line, Program
+from mpjax.inspection.profile import hlo
+from mpjax.inspection.profile.hlo_text import HloModule, Line
 
 _NO_KERNEL = frozenset("parameter constant bitcast tuple get-tuple-element after-all opt-barrier".split())
 _SLICES = frozenset("slice dynamic-slice gather".split())
@@ -36,7 +36,7 @@ class Kernel:
 
 def summary(text: str) -> dict[str, Any]:
     """Launches, bytes and matmuls (with convolutions and fused attention) of a compiled program."""
-    program = Program(text)
+    program = HloModule(text)
     launched = kernels(program, program.entry)
     instructions = hlo.instructions(program)
     matmuls = [found for found in (instructions[k.name] for k in launched) if found.kind in hlo.ON_TENSOR_CORES]
@@ -53,7 +53,7 @@ def bytes_of(launched: Iterable[Kernel]) -> int:
     return sum(kernel.times * kernel.bytes for kernel in launched)
 
 
-def kernels(program: Program, computation: str) -> list[Kernel]:
+def kernels(program: HloModule, computation: str) -> list[Kernel]:
     """What a computation launches. A loop whose length XLA does not know counts as one turn, and of the branches of a
     conditional the one that moves most counts."""
     found: list[Kernel] = []
@@ -70,7 +70,7 @@ def kernels(program: Program, computation: str) -> list[Kernel]:
     return found
 
 
-def _bytes(program: Program, siblings: Mapping[str, Line], line: Line) -> int:
+def _bytes(program: HloModule, siblings: Mapping[str, Line], line: Line) -> int:
     if line.is_fusion:
         lines = program.computations[line.called[0]]
         root, sources = list(lines.values())[-1], [x for x in lines.values() if x.opcode == "parameter"]

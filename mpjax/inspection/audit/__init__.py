@@ -1,0 +1,1 @@
+"""`audit`: the precision of each operation of a program, from its trace alone."""

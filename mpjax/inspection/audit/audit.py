@@ -1,0 +1,148 @@
+"""`audit`: what of any function runs in which precision, from its trace alone."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+
+from mpjax.casting import versions
+from mpjax.casting.transform import Program, traced_call
+from mpjax.casting.walker import FORWARD, Site, walk
+from mpjax.inspection.audit.dataflow import Flow, flow_of
+from mpjax.inspection.audit.matmuls import casts_of, findings_of, matmuls_of
+from mpjax.inspection.audit.report import PrecisionReport as PrecisionReport
+from mpjax.inspection.audit.residuals import residuals_of
+from mpjax.inspection.audit.risks import risks_of
+from mpjax.inspection.audit.roofline import kernel_costs
+
+_OPAQUE = frozenset({"ffi_call", "custom_call", "pure_callback", "io_callback"})
+
+
+def audit(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> PrecisionReport:
+    """What of a function runs in which precision, what keeps it from Tensor Cores, and what half may spoil.
+
+    The call is traced and not run. FLOPs are those of matmuls and convolutions on real floating numbers, a multiply and
+    an add counting two, by the dtype of the operands; the turns of a `scan` count, a `while` counts as one turn, and
+    all branches of a `cond` count. Modules come from named scopes (Flax Linen's, Haiku's, `jax.named_scope`).
+
+    Args:
+        fun: any function of JAX: a loss, a gradient, a whole train step; autocast, in half by hand, or float32.
+        *args, **kwargs: what it is called with; `jax.ShapeDtypeStruct`s will do for arrays, and NNX and Equinox
+            modules are fine. What is no array is passed on as it is.
+
+    Returns:
+        A `PrecisionReport`: `print` it, ask its `flops`, `half_share`, `findings` and `risks`, write it with `to_html`,
+        `to_json` or `to_csv`, or put `assert_half()` in a test.
+
+    Raises:
+        Whatever `fun` raises when it is traced.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, mpjax
+        >>> def loss_fn(w, x):
+        ...     return jnp.mean(jax.nn.relu(x @ w) @ w)
+        >>> w = x = jax.ShapeDtypeStruct((256, 256), jnp.float32)
+        >>> mpjax.audit(mpjax.autocast(jax.grad(loss_fn)), w, x).half_share
+        1.0
+        >>> [(found.kind, found.share) for found in mpjax.audit(loss_fn, w, x).findings]
+        [('dtype', 1.0)]
+
+    Source: the checks are those of NVIDIA's DLProf and PyProf, and of its guide "Train With Mixed Precision".
+    """
+    program = traced_call(fun, args, kwargs)
+    sites = list(walk(program.jaxpr))
+    flow = flow_of(program.jaxpr)
+    matmuls = matmuls_of(sites)
+    residuals, notes = _residuals(program, flow, sites)
+    return PrecisionReport(
+        name=getattr(fun, "__name__", type(fun).__name__),
+        matmuls=matmuls,
+        findings=findings_of(matmuls),
+        risks=risks_of(flow),
+        residuals=residuals,
+        casts=casts_of(sites),
+        kernels=tuple(kernel_costs(flow)),
+        notes=(*notes, *_notes(sites)),
+    )
+
+
+def _residuals(program: Program, flow: Flow, sites: list[Site]) -> tuple[dict[str, int] | None, list[str]]:
+    """The bytes that are kept for the backward pass by dtype; of a function without one, for that of its gradient."""
+    if any(site.phase != FORWARD for site in sites):
+        return _by_dtype(flow), []
+    gradient = _gradient(program)
+    if gradient is None:
+        return None, [
+            "its gradient is not looked at: the first positional argument or the results have no real numbers"
+        ]
+    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in program.arrays]
+    try:
+        traced = versions.trace(gradient, *shapes)
+    except Exception as error:  # any rule of the program's author may refuse, each in its own way
+        reason = (str(error).strip().splitlines() or [""])[0]
+        return None, [f"the function has no gradient: {type(error).__name__}: {reason}"]
+    return _by_dtype(flow_of(traced)), ["kept for the backward pass: of the gradient by the first argument"]
+
+
+def _by_dtype(flow: Flow) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    for value in residuals_of(flow):
+        if value.bytes:
+            name = value.aval.dtype.name
+            sizes[name] = sizes.get(name, 0) + value.bytes
+    return sizes
+
+
+def _gradient(program: Program) -> Callable[..., Any] | None:
+    """The gradient of a traced function with respect to its first argument.
+
+    The first result, if it is a scalar, is the loss and all else is auxiliary; otherwise all results count.
+    """
+    opened = versions.open_jaxpr(program.jaxpr)
+    first = [
+        i for i, name in enumerate(program.names) if name.startswith("[0][0]") and _is_float(opened.jaxpr.invars[i])
+    ]
+    outs = [i for i, v in enumerate(opened.jaxpr.outvars) if _is_float(v)]
+    if not first or not outs:
+        return None
+    if outs[0] == 0 and not opened.jaxpr.outvars[0].aval.shape:
+        outs = outs[:1]
+    call = jax.extend.core.jaxpr_as_fun(program.jaxpr)
+
+    def gradient(*arrays: Any) -> Any:
+        def results(chosen: list[Any]) -> list[Any]:
+            filled = list(arrays)
+            for i, x in zip(first, chosen, strict=True):
+                filled[i] = x
+            outputs = call(*filled)
+            return [outputs[i] for i in outs]
+
+        values, pullback = jax.vjp(results, [arrays[i] for i in first])
+        return pullback([jnp.ones_like(value) for value in values])
+
+    return gradient
+
+
+def _is_float(v: Any) -> bool:
+    return versions.is_shaped(v.aval) and bool(jnp.issubdtype(v.aval.dtype, jnp.floating))
+
+
+def _notes(sites: list[Site]) -> Iterator[str]:
+    """What the figures can't say of this program."""
+    inside = functools.partial(_matmuls_inside, sites)
+    if inside("while"):
+        yield "a while loop with matmuls counts as one turn: its length is not known before it runs"
+    if inside("cond"):
+        yield "all branches of a cond count, though only one runs"
+    for site in sites:
+        if site.name in _OPAQUE:
+            yield f"not looked into: {site.name} at {site.source or 'an unknown line'}"
+
+
+def _matmuls_inside(sites: list[Site], primitive: str) -> bool:
+    return any(site.flops and primitive in site.inside for site in sites)

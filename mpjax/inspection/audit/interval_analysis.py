@@ -1,0 +1,188 @@
+"""What is known of a program's values before it runs: constants, positions, masks, and arithmetic on them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpjax.casting import versions
+from mpjax.inspection.audit.dataflow import Flow, Node, Value
+
+
+@dataclasses.dataclass(frozen=True)
+class Known:
+    """The least and the greatest that a value can be.
+
+    Args:
+        low, high: the bounds.
+        ids: whether its elements are different whole numbers that tell things apart: positions, ids, labels.
+    """
+
+    low: float
+    high: float
+    ids: bool = False
+
+    @property
+    def constant(self) -> bool:
+        """Whether all elements are one number."""
+        return self.low == self.high
+
+    @property
+    def largest(self) -> float:
+        """The greatest magnitude."""
+        return max(abs(self.low), abs(self.high))
+
+
+# Their results hold elements of their (first) operand, and nothing else.
+_MOVES = frozenset(
+    """reshape broadcast_in_dim transpose squeeze expand_dims slice dynamic_slice rev copy copy_p stop_gradient
+    convert_element_type gather reduce_max reduce_min cummax cummin device_put sharding_constraint split
+    """.split()
+)
+# Their results hold elements of several operands.
+_JOINS = {
+    "concatenate": slice(None),
+    "pad": slice(None),
+    "select_n": slice(1, None),
+    "dynamic_update_slice": slice(0, 2),
+}
+_TRUTHS = Known(0, 1)
+_LARGEST = 2**22
+
+
+def known_values(flow: Flow) -> dict[Value, Known]:
+    """What is known of each value of a program, all levels deep."""
+    known: dict[Value, Known] = {}
+    for value, size in index_sizes(flow).items():
+        known[value] = Known(0, size - 1, ids=True)
+    _forward(flow, known)
+    return known
+
+
+def index_sizes(flow: Flow) -> dict[Value, int]:
+    """The whole numbers that look something up, and in how long a table."""
+    sizes: dict[Value, int] = {}
+    for node in reversed(list(flow.all_nodes())):
+        if node.site.name == "gather":
+            collapsed = node.site.eqn.params["dimension_numbers"].start_index_map
+            table = node.reads[0].aval.shape
+            sizes[node.reads[1]] = max((table[d] for d in collapsed), default=0)
+        elif node.site.name in _INDEX_ARITHMETIC and (size := max(sizes.get(w, 0) for w in node.writes)):
+            # A negative index is counted from the end: compared, added to, selected.
+            for value in node.reads:
+                if value.constant is None and versions.is_shaped(value.aval) and value.aval.dtype.kind in "iu":
+                    sizes[value] = max(size, sizes.get(value, 0))
+    return sizes
+
+
+_INDEX_ARITHMETIC = frozenset(
+    "select_n add broadcast_in_dim reshape convert_element_type concatenate squeeze clamp max min".split()
+)
+
+
+def _forward(flow: Flow, known: dict[Value, Known]) -> None:
+    def of(value: Value) -> Known | None:
+        return known.get(value) or (_constant(value) if value.constant is not None else _of_dtype(value))
+
+    for node in flow.nodes:
+        result = _result(node, [of(value) for value in node.reads])
+        for value in node.writes:
+            if result is not None:
+                known.setdefault(value, result)
+        for inner in node.inner:
+            if node.site.name == "scan":
+                _slices(node, inner, of, known)
+            _forward(inner, known)
+
+
+def _slices(node: Node, body: Flow, of: Callable[[Value], Known | None], known: dict[Value, Known]) -> None:
+    """A turn of a scan sees a slice of what it goes over; of a carry nothing is known."""
+    scanned = sum(versions.scan_split(node.site.eqn.params))
+    for value, operand in zip(body.inputs[scanned:], node.reads[scanned:], strict=True):
+        if (found := of(operand)) is not None:
+            known.setdefault(value, found)
+
+
+def _constant(value: Value) -> Known | None:
+    array = value.constant
+    if isinstance(array, jax.core.Tracer) or not getattr(array, "is_fully_addressable", True):
+        return None
+    # Weights that a function closes over are too large to look through, and tell nothing.
+    if not versions.is_shaped(value.aval) or not 0 < value.aval.size <= _LARGEST:
+        return None
+    if not (jnp.issubdtype(value.aval.dtype, jnp.number) or value.aval.dtype == bool):
+        return None
+    array = np.asarray(array)
+    if jnp.issubdtype(array.dtype, jnp.complexfloating):
+        return None
+    low, high = float(array.min()), float(array.max())
+    return None if math.isnan(low) else Known(low, high)
+
+
+def _of_dtype(value: Value) -> Known | None:
+    """Bools and bytes are small whatever they hold."""
+    if not versions.is_shaped(value.aval) or value.aval.dtype.itemsize > 1 or value.aval.dtype.kind not in "biu":
+        return None
+    if value.aval.dtype == bool:
+        return _TRUTHS
+    limits = np.iinfo(value.aval.dtype)
+    return Known(limits.min, limits.max)
+
+
+def _result(node: Node, operands: Sequence[Known | None]) -> Known | None:
+    name, params = node.site.name, node.site.eqn.params
+    if name == "iota":
+        return Known(0, params["shape"][params["dimension"]] - 1, ids=True)
+    if name in ("argmax", "argmin"):
+        return Known(0, math.prod(node.reads[0].aval.shape[d] for d in params["axes"]) - 1, ids=True)
+    if name in _MOVES:
+        return operands[0]
+    if name in _JOINS:
+        return _union(operands[_JOINS[name]])
+    if name == "clamp":
+        low, _, high = operands
+        return Known(low.low, high.high, _ids(operands)) if low and high else None
+    if name in _ARITHMETIC and None not in operands:
+        return _arithmetic(_ARITHMETIC[name], [operand for operand in operands if operand])
+    return None
+
+
+def _union(operands: Sequence[Known | None]) -> Known | None:
+    found = [operand for operand in operands if operand]
+    if len(found) < len(operands):
+        return None
+    return Known(min(k.low for k in found), max(k.high for k in found), _ids(found))
+
+
+def _ids(operands: Sequence[Known | None]) -> bool:
+    return any(operand.ids for operand in operands if operand)
+
+
+_ARITHMETIC: dict[str, Callable[..., float]] = {
+    "add": lambda a, b: a + b,
+    "sub": lambda a, b: a - b,
+    "mul": lambda a, b: a * b,
+    "max": max,
+    "min": min,
+    "neg": lambda a: -a,
+}
+
+
+def _arithmetic(operation: Callable[..., float], operands: Sequence[Known]) -> Known | None:
+    """Interval arithmetic: these operations are greatest and least at corners."""
+    if not all(math.isfinite(operand.largest) for operand in operands):
+        return None
+    first, *rest = operands
+    corners = [operation(a, *b) for a in (first.low, first.high) for b in _corners(rest)]
+    # Half of a position is a fraction, not an id.
+    whole = all(operand.ids or float(operand.low).is_integer() for operand in operands)
+    return Known(min(corners), max(corners), whole and _ids(operands))
+
+
+def _corners(operands: Sequence[Known]) -> list[tuple[float, ...]]:
+    return [(b,) for operand in operands for b in (operand.low, operand.high)] or [()]

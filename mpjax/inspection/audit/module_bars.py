@@ -1,0 +1,48 @@
+"""A picture of a program: a bar for each module, as long as its FLOPs, in the colours of the dtypes."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable
+
+from mpjax.inspection.audit.matmuls import Matmul
+from mpjax.inspection.reports import amount
+
+_COLOURS = {"float16": "#2a9d5c", "bfloat16": "#1b7fa8", "float32": "#d9742b", "float64": "#b03a48"}
+_OTHER = "#8a8a8a"
+_ROW, _LABEL, _BAR = 20, 360, 500
+
+
+def precision_map(matmuls: Iterable[Matmul]) -> str:
+    """The picture as inline SVG, modules in the program's order, with a legend of the dtypes."""
+    modules: dict[str, dict[str, int]] = {}
+    for row in matmuls:
+        flops = modules.setdefault(row.module or row.source, {})
+        flops[row.dtype] = flops.get(row.dtype, 0) + row.flops
+    largest = max(sum(flops.values()) for flops in modules.values())
+    dtypes = list(dict.fromkeys(dtype for flops in modules.values() for dtype in flops))
+    parts = [_legend(dtypes)]
+    for i, (module, flops) in enumerate(modules.items(), 1):
+        y, x = i * _ROW, float(_LABEL)
+        parts.append(f'<text x="{_LABEL - 8}" y="{y + 14}" text-anchor="end">{html.escape(module[-52:])}</text>')
+        for dtype, number in flops.items():
+            width = _BAR * number / largest
+            title = f"<title>{html.escape(module)}: {amount(number, 'FLOP')} in {dtype}</title>"
+            box = f'x="{x:.1f}" y="{y + 3}" width="{width:.1f}" height="{_ROW - 5}"'
+            parts.append(f'<rect {box} fill="{_colour(dtype)}">{title}</rect>')
+            x += width
+        parts.append(f'<text x="{x + 6:.1f}" y="{y + 14}">{amount(sum(flops.values()), "FLOP")}</text>')
+    height = _ROW * (len(modules) + 1) + 5
+    return f'<svg width="{_LABEL + _BAR + 100}" height="{height}" role="img">{"".join(parts)}</svg>'
+
+
+def _legend(dtypes: list[str]) -> str:
+    return "".join(
+        f'<rect x="{_LABEL + 130 * i}" y="3" width="12" height="12" fill="{_colour(dtype)}"/>'
+        f'<text x="{_LABEL + 130 * i + 18}" y="14">{dtype}</text>'
+        for i, dtype in enumerate(dtypes)
+    )
+
+
+def _colour(dtype: str) -> str:
+    return _COLOURS.get(dtype, _OTHER)

@@ -1,0 +1,297 @@
+"""The report of an audit: what of a program runs in which precision."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
+
+from mpjax._tables import table
+from mpjax.casting.walker import BACKWARD, FORWARD, RECOMPUTED
+from mpjax.inspection.audit.matmuls import MEANINGS as MATMUL_MEANINGS
+from mpjax.inspection.audit.matmuls import Finding, Matmul
+from mpjax.inspection.audit.module_bars import precision_map
+from mpjax.inspection.audit.risks import MEANINGS as RISK_MEANINGS
+from mpjax.inspection.audit.risks import Risk
+from mpjax.inspection.audit.roofline import KernelCost, SpeedupBound, speedup_bound
+from mpjax.inspection.devices import DEVICES, device_of
+from mpjax.inspection.reports import WIDTH, Report, Section, amount, written
+
+_PHASES = (FORWARD, RECOMPUTED, BACKWARD)
+# The tables have little room.
+_OPS = {
+    "conv_general_dilated": "conv",
+    "dot_general": "dot",
+    "ragged_dot_general": "ragged_dot",
+    "convert_element_type": "cast",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class PrecisionReport(Report):
+    """What of a program runs in which precision; `print` it, or ask its fields.
+
+    Args:
+        name: the function's name.
+        matmuls: matmuls and convolutions by module, line, shapes and dtypes.
+        findings: why some of them are not on Tensor Cores, or not at their speed.
+        risks: what is computed in half that half can't do well.
+        residuals: bytes that the backward pass keeps, by dtype; of a function without a gradient in it, those that
+            its gradient with respect to the first argument would keep. None if it has none that `audit` can take.
+        casts: casts between floating dtypes, `"float32→float16"`: how many run, and the bytes they read and write.
+        kernels: the program's kernels, for `speedup_bound`.
+        notes: what the figures leave out.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, mpjax
+        >>> w, x = (jax.ShapeDtypeStruct((256, 256), jnp.float32),) * 2
+        >>> report = mpjax.audit(mpjax.autocast(lambda w, x: jnp.sum((x @ w) @ w)), w, x)
+        >>> report.flops, report.half_share
+        ({'float16': 67108864}, 1.0)
+    """
+
+    name: str
+    matmuls: tuple[Matmul, ...]
+    findings: tuple[Finding, ...]
+    risks: tuple[Risk, ...]
+    residuals: dict[str, int] | None
+    casts: dict[str, tuple[int, int]]
+    kernels: tuple[KernelCost, ...] = dataclasses.field(repr=False)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def title(self) -> str:
+        """The report's name."""
+        return f"Precision of {self.name}"
+
+    @property
+    def flops(self) -> dict[str, int]:
+        """FLOPs of matmuls and convolutions by the dtype of their operands."""
+        return _totals(self.matmuls)
+
+    @property
+    def flops_by_phase(self) -> dict[str, dict[str, int]]:
+        """`flops` of the forward pass, of forward work that the backward pass does again, and of the backward pass."""
+        return {phase: _totals(row for row in self.matmuls if row.phase == phase) for phase in _PHASES}
+
+    @property
+    def half_share(self) -> float:
+        """The share of these FLOPs whose operands are half (or float8); 0 if there are none."""
+        total = sum(row.flops for row in self.matmuls)
+        return sum(row.flops for row in self.matmuls if row.is_half) / total if total else 0.0
+
+    def speedup_bound(self, device: str) -> SpeedupBound:
+        """How much faster half can make this program at most, by FLOPs and bytes.
+
+            T = Σ over kernels of max(FLOPs / peak FLOP/s of the dtype, bytes / memory bandwidth)
+            speedup = T(all in float32) / T(as it is)
+
+        with all elementwise work fused. It is Amdahl's law: what is bound by memory gets at most 2 times faster, what
+        is not half not at all.
+
+        Args:
+            device: one of `mpjax.inspection.devices.DEVICES`, or a `device_kind` of JAX that names one.
+
+        Raises:
+            ValueError: the device's peak rates are not known; lists those that are.
+
+        Source: Amdahl, 1967; Williams, Waterman, Patterson, "Roofline", 2009; peak rates from NVIDIA's datasheets.
+        """
+        return speedup_bound(self.kernels, device_of(device))
+
+    def assert_half(self, min_share: float = 0.99) -> None:
+        """Fails unless matmuls and convolutions run in half: for a project's own tests.
+
+        Args:
+            min_share: the least share of their FLOPs that must have half operands.
+
+        Raises:
+            AssertionError: they do not; lists the matmuls that are not in half, with the largest share first.
+        """
+        if not self.matmuls:
+            raise AssertionError(f"{self.name} has no matmul or convolution, so none is in half.")
+        if self.half_share >= min_share:
+            return
+        total = sum(row.flops for row in self.matmuls)
+        offenders = sorted((row for row in self.matmuls if not row.is_half), key=lambda row: -row.flops)
+        cells = [
+            (
+                f"{row.flops / total:.1%}",
+                row.op,
+                f"{_shape(row.lhs)} · {_shape(row.rhs)}",
+                row.dtype,
+                row.module or "-",
+                row.source,
+            )
+            for row in offenders
+        ]
+        lines = table(("share", "op", "shapes", "dtype", "module", "line"), cells, {0}, WIDTH)
+        raise AssertionError(
+            f"{self.half_share:.2%} of the matmul and convolution FLOPs of {self.name} are in half, less than "
+            f"{min_share:.2%}. Not in half:\n" + "\n".join(lines)
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report for programs."""
+        return {
+            "name": self.name,
+            "flops": self.flops,
+            "flops_by_phase": self.flops_by_phase,
+            "half_share": self.half_share,
+            "residuals": self.residuals,
+            "casts": {name: {"count": count, "bytes": size} for name, (count, size) in self.casts.items()},
+            "matmuls": [dataclasses.asdict(row) | {"dimensions": dict(row.dimensions)} for row in self.matmuls],
+            "findings": [dataclasses.asdict(finding) for finding in self.findings],
+            "risks": [dataclasses.asdict(risk) for risk in self.risks],
+            "speedup_bounds": {
+                name: {"speedup": bound.speedup, "limit": bound.limit, "seconds": bound.now}
+                for name, bound in self._bounds().items()
+            },
+            "notes": list(self.notes),
+        }
+
+    def to_csv(self, path: str | os.PathLike[str] | None = None) -> str:
+        """The matmuls and convolutions as CSV text, also written to `path` if one is given."""
+        file = io.StringIO()
+        names = "module source op phase dtype out_dtype lhs rhs count flops".split()
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(names)
+        for row in self.matmuls:
+            cells = {"lhs": _shape(row.lhs), "rhs": _shape(row.rhs)}
+            writer.writerow([cells.get(name, getattr(row, name)) for name in names])
+        return written(file.getvalue(), path)
+
+    def sections(self) -> list[Section]:
+        """The report for people."""
+        memory = Section("Memory and casts", "\n".join([*_residual_lines(self.residuals), *_cast_lines(self.casts)]))
+        notes = [Section("Notes", "\n".join(self.notes))] if self.notes else []
+        if not self.matmuls:
+            return [Section(self.title, "no matmul or convolution"), self._risks(), memory, *notes]
+        return [self._flops(), self._places(), self._findings(), self._risks(), memory, self._speed(), *notes]
+
+    def _flops(self) -> Section:
+        phases = self.flops_by_phase
+        total = sum(self.flops.values())
+        rows = [
+            (dtype, *(_cell(phases[phase].get(dtype, 0)) for phase in _PHASES), f"{flops / total:.1%}")
+            for dtype, flops in sorted(self.flops.items(), key=lambda pair: -pair[1])
+        ]
+        text = f"matmuls and convolutions: {amount(total, 'FLOP')}, {self.half_share:.1%} in half"
+        return Section(self.title, text, ("operands", *_PHASES, "share"), rows, {1, 2, 3, 4})
+
+    def _places(self) -> Section:
+        merged: dict[tuple[str, ...], dict[str, int]] = {}
+        for row in self.matmuls:
+            flops = merged.setdefault((row.module, row.source, row.op, row.dtype), dict.fromkeys(_PHASES, 0))
+            flops[row.phase] += row.flops
+        rows = [
+            (
+                module or "-",
+                source,
+                _OPS.get(op, op),
+                dtype,
+                _cell(flops[FORWARD]),
+                _cell(flops[RECOMPUTED] + flops[BACKWARD]),
+            )
+            for (module, source, op, dtype), flops in merged.items()
+        ]
+        header = ("module", "line", "op", "operands", "forward", "backward")
+        return Section("By module and line", "", header, rows, {4, 5}, precision_map(self.matmuls))
+
+    def _findings(self) -> Section:
+        title = "Not on Tensor Cores, or not at their speed"
+        if not self.findings:
+            return Section(title, "nothing")
+        rows = [
+            (first.kind, where, _OPS.get(first.op, first.op), f"{sum(f.share for f in alike):.1%}", first.why)
+            for first, where, alike in _alike(self.findings, lambda f: (f.kind, f.op, f.why))
+        ]
+        text = _legend(MATMUL_MEANINGS, self.findings)
+        return Section(title, text, ("kind", "where", "op", "FLOPs", "why"), rows, {3})
+
+    def _risks(self) -> Section:
+        if not self.risks:
+            return Section("Risks in half", "none")
+        rows = [
+            (
+                risk.kind,
+                where,
+                _OPS.get(risk.op, risk.op),
+                risk.dtype,
+                "" if risk.why == RISK_MEANINGS[risk.kind] else risk.why,
+            )
+            for risk, where, _ in _alike(self.risks, lambda r: (r.kind, r.op, r.dtype, r.why))
+        ]
+        text = _legend(RISK_MEANINGS, self.risks)
+        return Section("Risks in half", text, ("kind", "where", "op", "dtype", "why"), rows)
+
+    def _speed(self) -> Section:
+        rows = [
+            (
+                name,
+                f"{1e3 * bound.now:.3g} ms",
+                f"{bound.speedup:.2f}×",
+                f"{bound.limit:.2f}×",
+                f"{bound.matmul_share:.0%}",
+            )
+            for name, bound in self._bounds().items()
+        ]
+        text = "against float32 (TF32 where there is one), by FLOPs and bytes with all elementwise work fused"
+        header = ("device", "least time", "as it is", "all in half", "matmuls in float32")
+        return Section("Speed at most", text, header, rows, {1, 2, 3, 4})
+
+    def _bounds(self) -> dict[str, SpeedupBound]:
+        return {name: self.speedup_bound(name) for name in DEVICES}
+
+
+def _totals(rows: Iterable[Matmul]) -> dict[str, int]:
+    totals: dict[str, int] = {}
+    for row in rows:
+        totals[row.dtype] = totals.get(row.dtype, 0) + row.flops
+    return totals
+
+
+def _cell(flops: int) -> str:
+    return amount(flops, "FLOP") if flops else ""
+
+
+Faults = TypeVar("Faults", Finding, Risk)
+
+
+def _alike(faults: Iterable[Faults], key: Callable[[Faults], Any]) -> Iterator[tuple[Faults, str, list[Faults]]]:
+    """Faults that differ in their place only: the first, where it is and how many more there are, and all."""
+    merged: dict[Any, list[Faults]] = {}
+    for fault in faults:
+        merged.setdefault(key(fault), []).append(fault)
+    for alike in merged.values():
+        first = alike[0]
+        more = f" and {len(alike) - 1} more" if len(alike) > 1 else ""
+        yield first, f"{first.module} {first.source}".strip() + more, alike
+
+
+def _legend(meanings: Mapping[str, str], faults: Iterable[Finding | Risk]) -> str:
+    kinds = {fault.kind for fault in faults}
+    return "\n".join(f"{kind}: {meaning}" for kind, meaning in meanings.items() if kind in kinds)
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return "×".join(map(str, shape)) or "scalar"
+
+
+def _residual_lines(residuals: dict[str, int] | None) -> list[str]:
+    if residuals is None:
+        return ["kept for the backward pass: not known, see the notes"]
+    by_dtype = ", ".join(
+        f"{amount(size, 'B')} {dtype}" for dtype, size in sorted(residuals.items(), key=lambda pair: -pair[1])
+    )
+    return [
+        f"kept for the backward pass: {amount(sum(residuals.values()), 'B')}" + (f" ({by_dtype})" if by_dtype else "")
+    ]
+
+
+def _cast_lines(casts: dict[str, tuple[int, int]]) -> list[str]:
+    parts = [f"{count} {name} ({amount(size, 'B')})" for name, (count, size) in casts.items()]
+    return [f"casts: {', '.join(parts) or 'none'}"]

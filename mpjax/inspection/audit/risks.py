@@ -1,0 +1,230 @@
+"""What a program does in half that half can't do well."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from mpjax.casting import versions
+from mpjax.casting.walker import Site
+from mpjax.inspection.audit.dataflow import Flow, Node, Value
+from mpjax.inspection.audit.interval_analysis import Known, known_values
+
+HALF = (np.dtype(jnp.float16), np.dtype(jnp.bfloat16))
+
+# Not here: tanh, logistic and erf, which are bounded; small whole powers, which are products; maxima, which are exact;
+# and the gradient of a max-pooling, which adds the few windows that overlap.
+_KINDS = {
+    **dict.fromkeys("exp exp2 expm1 sinh cosh".split(), "exp"),
+    **dict.fromkeys("log log1p log2 atanh acosh lgamma digamma".split(), "log"),
+    **dict.fromkeys("pow tan erf_inv cbrt".split(), "pow"),
+    **dict.fromkeys(
+        """reduce_sum reduce_prod add_reduce reduce_window_sum cumsum cumprod cumlogsumexp scatter-add scatter_add
+        scatter_mul scatter-mul psum psum_invariant psum2 reduce_scatter""".split(),
+        "sum",
+    ),
+}
+# The gravest first: what makes an inf or a NaN, or wrong results, before what loses digits.
+MEANINGS = {
+    "overflow": "a finite constant becomes infinite",
+    "epsilon": "a constant that guards against zero becomes zero",
+    "ids": "whole numbers that tell things apart become equal",
+    "loss": "a scalar result, whose small changes and range want float32",
+    "softmax": "its exp and its sum want float32",
+    "exp": "overflows float16 from 11.1 on, and has 3 digits (bfloat16: 2)",
+    "log": "loses what is near its zero and its pole",
+    "pow": "is an exp of a log, or has poles",
+    "sum": "rounding grows with the number of terms; float16 overflows at 65504",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Risk:
+    """Operations of one line of the program that half precision may spoil.
+
+    Args:
+        kind: `"exp"`, `"log"`, `"pow"`, `"sum"`, `"softmax"`, `"loss"`: computed in half;
+            `"overflow"`: a finite constant (an additive mask) becomes infinite in half;
+            `"epsilon"`: a constant becomes zero in half;
+            `"ids"`: whole numbers that tell things apart, in a half dtype that can't.
+        module, source, op: where and what.
+        dtype: the half dtype.
+        phases: of `"forward"`, `"backward"`, `"recomputed"`.
+        count: how many times it runs.
+        why: what may go wrong.
+    """
+
+    kind: str
+    module: str
+    source: str
+    op: str
+    dtype: str
+    phases: tuple[str, ...]
+    count: int
+    why: str
+
+
+def risks_of(flow: Flow) -> tuple[Risk, ...]:
+    """The risks of a program, each line's once, the gravest first."""
+    nodes = list(flow.all_nodes())
+    known = known_values(flow)
+    found = [*_operations(nodes), *_loss(flow, nodes)]
+    for node in nodes:
+        found += _constants(node, known)
+    found += _vanished(nodes)
+    found += _compared(nodes, known)
+    return _merged(found)
+
+
+Found = tuple[str, Site, str, str]  # kind, where, dtype, why
+
+
+def _operations(nodes: Sequence[Node]) -> Iterator[Found]:
+    """Operations in half that want float32; those of a softmax go by its name."""
+    risky = [(node.site, dtype) for node in nodes if (dtype := _risky(node))]
+    maxima = {_place(node.site) for node in nodes if node.site.name == "reduce_max"}
+    softmaxes = {_place(site) for site, _ in risky if _KINDS[site.name] == "exp"} & maxima
+    for site, dtype in risky:
+        of_softmax = _place(site) in softmaxes and site.name in ("exp", "log", "reduce_sum")
+        kind = "softmax" if of_softmax else _KINDS[site.name]
+        yield kind, site, dtype, MEANINGS[kind]
+
+
+def _risky(node: Node) -> str:
+    """The half dtype that a risky operation reads; empty for any other."""
+    if node.site.name not in _KINDS:
+        return ""
+    # JAX sums over axes of length 1 to drop them.
+    if node.site.name == "reduce_sum" and node.reads[0].aval.size == node.writes[0].aval.size:
+        return ""
+    return next((v.aval.dtype.name for v in node.reads if _is_half(v)), "")
+
+
+def _place(site: Site) -> tuple[str, str]:
+    return site.path, site.source
+
+
+def _is_half(value: Value) -> bool:
+    return versions.is_shaped(value.aval) and value.aval.dtype in HALF
+
+
+def _loss(flow: Flow, nodes: Sequence[Node]) -> Iterator[Found]:
+    """A scalar result in half: a loss, or what is shown of it."""
+    makers = {value: node.site for node in nodes for value in node.writes}
+    for value in dict.fromkeys(flow.outputs):
+        if _is_half(value) and not value.aval.shape and value in makers:
+            yield "loss", makers[value], value.aval.dtype.name, MEANINGS["loss"]
+
+
+def _constants(node: Node, known: dict[Value, Known]) -> Iterator[Found]:
+    """Known numbers that a cast to half, or half arithmetic, spoils."""
+    if node.site.name == "convert_element_type":
+        yield from _cast(node, known)
+    elif node.site.name in ("mul", "add", "sub", "div"):
+        for value in node.reads:
+            # JAX has rounded the constant to half already, when it met a half array.
+            if _is_half(value) and value.constant is not None and np.isinf(np.asarray(value.constant)).any():
+                why = f"a constant is beyond {value.aval.dtype.name}'s range; jnp.finfo(dtype).min fits"
+                yield "overflow", node.site, value.aval.dtype.name, why
+    elif node.site.name == "iota" and _is_half(node.writes[0]):
+        yield from _inexact(node.site, node.writes[0].aval.dtype, known[node.writes[0]])
+
+
+def _cast(node: Node, known: dict[Value, Known]) -> Iterator[Found]:
+    source, target = node.reads[0], node.writes[0]
+    value, back = known.get(target), known.get(source)
+    if _is_half(target) and value and source.aval.dtype not in HALF:
+        limits, dtype = versions.finfo(target.aval.dtype), target.aval.dtype.name
+        if math.isfinite(value.largest) and value.largest > float(limits.max):
+            worst = value.low if abs(value.low) == value.largest else value.high
+            why = f"{worst:.4g} is beyond {dtype}'s {float(limits.max):.4g}; jnp.finfo(dtype).min fits"
+            yield "overflow", node.site, dtype, why
+        elif value.constant and value.low and not target.aval.dtype.type(value.low):
+            least = float(limits.smallest_subnormal)
+            why = f"{value.low:.4g} is zero in {dtype} (its least number is {least:.2g})"
+            yield "epsilon", node.site, dtype, why
+        else:
+            yield from _inexact(node.site, target.aval.dtype, value)
+    elif _is_half(source) and back is None and value and value.ids:
+        yield from _inexact(node.site, source.aval.dtype, value)
+
+
+def _inexact(site: Site, dtype: Any, value: Known) -> Iterator[Found]:
+    """Ids beyond the whole numbers that a half dtype holds one by one."""
+    exact = _exact(dtype)
+    if value.ids and not value.constant and value.largest > exact:
+        yield (
+            "ids",
+            site,
+            dtype.name,
+            f"whole numbers up to {value.largest:.0f}; {dtype.name} holds all up to {exact} only",
+        )
+
+
+def _vanished(nodes: Sequence[Node]) -> Iterator[Found]:
+    """Half denominators and logarithms that are guarded by adding zero: the epsilon was rounded away."""
+    guarded: dict[Value, Site] = {}
+    for node in nodes:
+        name, reads = node.site.name, node.reads
+        if name in ("add", "max") and any(_is_half(v) and _is_zero(v) for v in reads):
+            guarded[node.writes[0]] = node.site
+        elif name in ("reshape", "broadcast_in_dim", "convert_element_type", "sqrt") and reads[0] in guarded:
+            guarded[node.writes[0]] = guarded[reads[0]]
+        at_risk = reads[1:2] if name == "div" else reads[:1] if name in ("log", "rsqrt", "sqrt", "pow") else ()
+        for value in at_risk:
+            # The root of max(x, 0) is a guard against negative numbers, and meant so.
+            if value in guarded and not (name == "sqrt" and guarded[value].name == "max"):
+                why = f"zero in {value.aval.dtype.name}: nothing guards this {name}"
+                yield "epsilon", guarded[value], value.aval.dtype.name, why
+
+
+def _compared(nodes: Sequence[Node], known: dict[Value, Known]) -> Iterator[Found]:
+    """Whole numbers of any size that went to half, and are compared there or made whole numbers again."""
+    whole: set[Value] = set()
+    for node in nodes:
+        name, reads = node.site.name, node.reads
+        if name == "convert_element_type" and _is_half(node.writes[0]) and reads[0] not in known:
+            if (
+                versions.is_shaped(reads[0].aval)
+                and reads[0].aval.dtype.kind in "iu"
+                and reads[0].aval.dtype.itemsize > 1
+            ):
+                whole.add(node.writes[0])
+        elif name in ("reshape", "broadcast_in_dim") and reads[0] in whole:
+            whole.add(node.writes[0])
+        elif name in ("eq", "ne") or (name == "convert_element_type" and node.writes[0].aval.dtype.kind in "iu"):
+            for value in reads:
+                if value in whole:
+                    dtype = value.aval.dtype
+                    yield (
+                        "ids",
+                        node.site,
+                        dtype.name,
+                        f"whole numbers; {dtype.name} holds all up to {_exact(dtype)} only",
+                    )
+
+
+def _exact(dtype: Any) -> int:
+    """Up to which whole number a dtype holds all."""
+    return 2 ** (int(versions.finfo(dtype).nmant) + 1)
+
+
+def _is_zero(value: Value) -> bool:
+    return value.constant is not None and not value.aval.shape and float(value.constant) == 0.0
+
+
+def _merged(found: Iterable[Found]) -> tuple[Risk, ...]:
+    merged: dict[Any, Risk] = {}
+    for kind, site, dtype, why in found:
+        op = kind if kind == "softmax" else site.name
+        key = (kind, *_place(site), op, dtype)
+        risk = merged.setdefault(key, Risk(kind, *_place(site), op, dtype, (), 0, why))
+        phases = tuple(dict.fromkeys((*risk.phases, site.phase)))
+        merged[key] = dataclasses.replace(risk, phases=phases, count=risk.count + site.times)
+    order = list(MEANINGS)
+    return tuple(sorted(merged.values(), key=lambda risk: order.index(risk.kind)))

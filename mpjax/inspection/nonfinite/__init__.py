@@ -1,0 +1,1 @@
+"""`find_nonfinite`: the first operation that makes an inf or NaN."""

@@ -1,0 +1,177 @@
+"""A code for each result of each equation of a program: 0 for finite, `INF`, `NAN`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from mpjax.casting import versions
+from mpjax.inspection.interpreter import LOOPS, Block, Key, Place, Probe, is_inexact
+
+INF, NAN = 1, 2
+_FOUND = ("found",)
+
+
+def code_of(x: Any) -> Any:
+    """The code of an array, int32: one reduction."""
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return lax.max(code_of(lax.real(x)), code_of(lax.imag(x)))
+    return _reduced(x, tuple(range(x.ndim)))
+
+
+def _reduced(x: Any, axes: tuple[int, ...]) -> Any:
+    zero = lax.full_like(x, 0, np.int32)
+    inf, nan = lax.full_like(x, INF, np.int32), lax.full_like(x, NAN, np.int32)
+    codes = lax.select(lax.is_finite(x), zero, lax.select(lax.ne(x, x), nan, inf))
+    return (
+        lax.reduce_max(codes, axes) if x.size else jnp.zeros([n for i, n in enumerate(x.shape) if i not in axes], int)
+    )
+
+
+def turns_key(place: Place) -> Key:
+    """The key of what a loop's turns noted."""
+    return "turns", place.number
+
+
+def slice_key(place: Place, index: int) -> Key:
+    """The key of the codes of the parts of an array that a scan goes over."""
+    return "slices", place.number, index
+
+
+class WatchProbe(Probe):
+    """Only notes whether a check for finite values saw one that is not, and how many turns each `while` took."""
+
+    def equation(
+        self, place: Place, turn: Sequence[Any], ins: Sequence[Any], outs: Sequence[Any], again: Callable[..., Any]
+    ) -> dict[Key, Any]:
+        name = place.site.name
+        if name == "is_finite":
+            return {_FOUND: ~jnp.all(outs[0])}
+        if name == "ne" and place.site.eqn.invars[0] is place.site.eqn.invars[1]:
+            return {_FOUND: jnp.any(outs[0])}
+        return {}
+
+    def ended(self, place: Place, turns: Any) -> dict[Key, Any]:
+        return {("trips", place.number): turns}
+
+    def keys(self, block: Block) -> Sequence[Key]:
+        return [_FOUND, *(("trips", p.number) for p in block.places() if p.site.name == "while" and p.blocks)]
+
+    def empty(self, key: Key) -> Any:
+        return jnp.asarray(False) if key == _FOUND else jnp.int32(0)
+
+    def merge(self, key: Key, a: Any, b: Any) -> Any:
+        return jnp.maximum(a, b)
+
+
+def watched(notes: Mapping[Key, Any]) -> tuple[bool, dict[int, int]]:
+    """What `WatchProbe` noted: whether a check failed, and the trips of each `while` by its number."""
+    trips = {key[1]: int(n) for key, n in notes.items() if key != _FOUND}
+    return bool(notes.get(_FOUND, False)), trips
+
+
+class CodeProbe(Probe):
+    """Notes the code of each floating result; of a branch its index, of a `while` the number of its turns.
+
+    Args:
+        block: the program.
+        trips: the most turns of each `while`, by its number.
+    """
+
+    stacks = True
+
+    def __init__(self, block: Block, trips: Mapping[int, int]):
+        self._places = {place.number: place for place in block.places()}
+        self._trips = trips
+
+    def equation(
+        self, place: Place, turn: Sequence[Any], ins: Sequence[Any], outs: Sequence[Any], again: Callable[..., Any]
+    ) -> dict[Key, Any]:
+        return {("code", place.number, i): code_of(out) for i, out in enumerate(outs) if is_inexact(out)}
+
+    def entering(self, place: Place, ins: Sequence[Any]) -> dict[Key, Any]:
+        if place.site.name == "cond":
+            return {("code", place.number, 0): jnp.asarray(ins[0], jnp.int32)}
+        notes: dict[Key, Any] = {}
+        for i in _sliced(place):
+            x = ins[_first_slice(place) + i]
+            codes = _reduced(x, tuple(range(1, x.ndim)))
+            notes[slice_key(place, i)] = codes[::-1] if place.site.eqn.params["reverse"] else codes
+        return notes
+
+    def ended(self, place: Place, turns: Any) -> dict[Key, Any]:
+        return {("code", place.number, 0): turns}
+
+    def keys(self, block: Block) -> Sequence[Key]:
+        return [*_scalars(block), *_arrays(block)]
+
+    def empty(self, key: Key) -> Any:
+        if key[0] == "code":
+            return jnp.int32(0)
+        place = self._places[key[1]]
+        if key[0] == "slices":
+            return jnp.zeros(place.site.eqn.params["length"], jnp.int32)
+        body = place.blocks[-1]
+        length = place.site.eqn.params["length"] if place.site.name == "scan" else self.trips(place)
+        turn = self.packed(body, {key: self.empty(key) for key in self.keys(body)})
+        return jax.tree.map(lambda x: jnp.zeros((length, *x.shape), x.dtype), turn)
+
+    def merge(self, key: Key, a: Any, b: Any) -> Any:
+        return jax.tree.map(jnp.maximum, a, b)
+
+    def packed(self, block: Block, notes: dict[Key, Any]) -> Any:
+        scalars = [jnp.asarray(notes[key], jnp.int32) for key in _scalars(block)]
+        return jnp.stack(scalars or [jnp.int32(0)]), {key: notes[key] for key in _arrays(block)}
+
+    def trips(self, place: Place) -> int:
+        return max(self._trips[place.number], 1)
+
+
+def unpacked(block: Block, packed: Any) -> dict[Key, Any]:
+    """The notes of `packed` by their keys."""
+    scalars, arrays = packed
+    return {**dict(zip(_scalars(block), np.asarray(scalars).tolist(), strict=False)), **arrays}
+
+
+def _level(block: Block) -> Iterator[Place]:
+    """The equations of a block and of those inside, but for what is inside loops."""
+    for place in block.rows:
+        yield place
+        if place.site.name not in LOOPS:
+            for inner in place.blocks:
+                yield from _level(inner)
+
+
+def _scalars(block: Block) -> list[Key]:
+    keys: list[Key] = []
+    for place in _level(block):
+        if not place.blocks:
+            keys += [("code", place.number, i) for i, v in enumerate(place.site.eqn.outvars) if is_inexact(v)]
+        elif place.site.name in ("cond", "while"):
+            keys.append(("code", place.number, 0))
+    return keys
+
+
+def _arrays(block: Block) -> list[Key]:
+    keys: list[Key] = []
+    for place in _level(block):
+        if place.site.name in LOOPS and place.blocks:
+            keys += [turns_key(place), *(slice_key(place, i) for i in _sliced(place))]
+    return keys
+
+
+def _first_slice(place: Place) -> int:
+    return sum(versions.scan_split(place.site.eqn.params))
+
+
+def _sliced(place: Place) -> list[int]:
+    """Which of the arrays that a scan goes over are real floats."""
+    if place.site.name != "scan":
+        return []
+    xs = place.site.eqn.invars[_first_slice(place) :]
+    return [i for i, v in enumerate(xs) if is_inexact(v) and not jnp.issubdtype(v.aval.dtype, jnp.complexfloating)]

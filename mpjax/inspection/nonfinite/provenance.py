@@ -1,0 +1,235 @@
+"""Where an inf or NaN was made, told from a code for each result of each equation: finite, inf, NaN.
+
+The codes are noted while the program runs, those of loops turn by turn. Then the program is gone through once more on
+the host, with an address for each value that is not finite in the place of the value.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpjax.casting import versions
+from mpjax.inspection.interpreter import Block, Place, is_inexact
+from mpjax.inspection.nonfinite.codes import NAN, slice_key, turns_key, unpacked
+
+# Ranks, in the order in which they are reported. What is given or written as inf or NaN is idle as long as it is
+# only moved about, and used from the first arithmetic on; once it makes a NaN, it is a fault.
+BAD_ARGUMENT, MADE, USED_ARGUMENT, USED_CONSTANT, IDLE_ARGUMENT, IDLE_CONSTANT = range(6)
+_SOMEWHERE = -1  # in the place of an equation's number: it is not known yet which one reads a constant
+_USED = {IDLE_ARGUMENT: USED_ARGUMENT, IDLE_CONSTANT: USED_CONSTANT}
+
+# The elements of the result are those of the operand, all of them.
+_SAME = frozenset(
+    """reshape transpose squeeze rev broadcast_in_dim expand_dims copy copy_p name sharding_constraint device_put pvary
+    optimization_barrier""".split()
+)
+# The elements of the result are some of the operands' elements.
+_MOVES = _SAME | frozenset(
+    """slice dynamic_slice gather concatenate stack unstack split select_n convert_element_type pad max min clamp
+    reduce_max reduce_min cummax cummin dynamic_update_slice scatter scatter_max scatter_min sort top_k tile
+    reduce_window_max reduce_window_min all_gather all_to_all ppermute pmax pmin reduce_precision""".split()
+)
+# How the results of comparisons with inf and NaN become the one boolean of a check.
+_CHECKS = frozenset("is_finite and or not reshape squeeze broadcast_in_dim concatenate transpose stack".split())
+_CHECKED = frozenset({"reduce_and", "reduce_or"})
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Origin:
+    """Where an inf or NaN came from; of two of one rank the smaller was made first.
+
+    Args:
+        rank: what kind of place it is.
+        when: the number of the equation; inside loops, the loop's number, the turn, the number of what stands in it.
+            Of an argument, its index.
+    """
+
+    rank: int
+    when: tuple[int, ...]
+
+    @property
+    def number(self) -> int:
+        """The equation's number, or the argument's index."""
+        return self.when[-1]
+
+    @property
+    def turn(self) -> tuple[int, ...]:
+        """For each loop around it, how many turns came before."""
+        return self.when[1::2]
+
+    @property
+    def is_argument(self) -> bool:
+        """Whether it was given."""
+        return self.rank in (BAD_ARGUMENT, USED_ARGUMENT, IDLE_ARGUMENT)
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether the equation only reads an infinite constant of the program."""
+        return self.rank in (USED_CONSTANT, IDLE_CONSTANT)
+
+    def iteration(self, places: dict[int, Place]) -> tuple[int, ...]:
+        """The turns as indices of what the loops go over: a reverse scan begins at its end."""
+        indices = []
+        for loop, turn in zip(self.when[:-1:2], self.turn, strict=True):
+            params = places[loop].site.eqn.params
+            indices.append(params["length"] - 1 - turn if params.get("reverse") else turn)
+        return tuple(indices)
+
+
+Address = Origin | None
+
+
+def first_origin(block: Block, arguments: Sequence[int], outs: Sequence[int], notes: Any) -> Origin | None:
+    """The first fault that reached a result of the program or a check for finite values.
+
+    Args:
+        block: the program.
+        arguments: the code of each argument, then of each array that the program closes over.
+        outs: the code of each result.
+        notes: what `CodeProbe` noted.
+    """
+    given = [Origin(IDLE_ARGUMENT, (i,)) if code else None for i, code in enumerate(arguments)]
+    count = len(block.jaxpr.invars)
+    replay = _Replay({place.number for place in block.places() if place.blocks})
+    results = replay.block(block, given[:count], unpacked(block, notes), (), given[count:])
+    found = list(replay.checked)
+    for v, code, address in zip(block.jaxpr.outvars, outs, results, strict=True):
+        last = USED_CONSTANT if not v.aval.shape else MADE
+        if code and address is not None and address.rank <= last:
+            found.append(address)
+    return min(found, default=None)
+
+
+class _Replay:
+    """Goes through a program with addresses in the place of values."""
+
+    def __init__(self, around: set[int]) -> None:
+        self.around = around  # the numbers of equations that have programs inside
+        self.checked: set[Origin] = set()
+
+    def block(
+        self,
+        block: Block,
+        addresses: Sequence[Address],
+        notes: dict[Any, Any],
+        when: tuple[int, ...],
+        consts: Sequence[Address] | None = None,
+    ) -> list[Address]:
+        if consts is None:
+            consts = [_constant(c, (*when, _SOMEWHERE)) for c in block.consts]
+        env: dict[Any, Address] = dict(
+            zip((*block.jaxpr.constvars, *block.jaxpr.invars), (*consts, *addresses), strict=True)
+        )
+
+        def read(v: Any, number: int) -> Address:
+            return _constant(v.val, (*when, number)) if isinstance(v, versions.Literal) else env[v]
+
+        for place in block.rows:
+            ins = [read(v, place.number) for v in place.site.eqn.invars]
+            outs = self._inside(place, ins, notes, when) if place.blocks else self._made(place, ins, notes, when)
+            env.update(zip(place.site.eqn.outvars, outs, strict=True))
+        return [read(v, _SOMEWHERE) for v in block.jaxpr.outvars]
+
+    def _made(
+        self, place: Place, ins: Sequence[Address], notes: dict[Any, Any], when: tuple[int, ...]
+    ) -> list[Address]:
+        name, outvars = place.site.name, place.site.eqn.outvars
+        ins = [self._read_here(address, (*when, place.number)) for address in ins]
+        if name in _SAME:
+            return list(ins[: len(outvars)])
+        given = min((address for address in ins if address is not None), default=None)
+        if given is not None and (name in _CHECKED or (name == "is_finite" and not outvars[0].aval.shape)):
+            self.checked.add(given)
+        own = Origin(MADE, (*when, place.number))
+        outs: list[Address] = []
+        for i, v in enumerate(outvars):
+            if is_inexact(v):
+                outs.append(_address(int(notes["code", place.number, i]), given, own, name in _MOVES))
+            else:
+                is_check = name in _CHECKS or (name == "ne" and _compares_itself(place.site.eqn))
+                outs.append(given if is_check else None)
+        return outs
+
+    def _read_here(self, address: Address, when: tuple[int, ...]) -> Address:
+        """A constant that was handed to a program inside is read by the equation in there."""
+        if address is None or address.rank != IDLE_CONSTANT or address.number not in self.around | {_SOMEWHERE}:
+            return address
+        return Origin(IDLE_CONSTANT, when)
+
+    def _inside(
+        self, place: Place, ins: Sequence[Address], notes: dict[Any, Any], when: tuple[int, ...]
+    ) -> list[Address]:
+        match place.site.name:
+            case "scan":
+                return self._scan(place, ins, notes, when)
+            case "while":
+                first, count = place.site.eqn.params["cond_nconsts"], place.site.eqn.params["body_nconsts"]
+                split = first + count
+                return self._turns(
+                    place, int(notes["code", place.number, 0]), ins[first:split], ins[split:], [], notes, when
+                )
+            case "cond":
+                branches = place.blocks
+                taken = min(max(int(notes["code", place.number, 0]), 0), len(branches) - 1)
+                return self.block(branches[taken], ins[1:], notes, when)
+        return self.block(place.blocks[0], ins, notes, when)
+
+    def _scan(
+        self, place: Place, ins: Sequence[Address], notes: dict[Any, Any], when: tuple[int, ...]
+    ) -> list[Address]:
+        params = place.site.eqn.params
+        first, count = versions.scan_split(params)
+        split = first + count
+        xs = [(address, notes.get(slice_key(place, i))) for i, address in enumerate(ins[split:])]
+        return self._turns(place, params["length"], ins[:first], ins[first:split], xs, notes, when)
+
+    def _turns(
+        self,
+        place: Place,
+        length: int,
+        consts: Sequence[Address],
+        carry: Sequence[Address],
+        xs: Sequence[tuple[Address, Any]],
+        notes: dict[Any, Any],
+        when: tuple[int, ...],
+    ) -> list[Address]:
+        body, stacked = place.blocks[-1], notes[turns_key(place)]
+        ys: list[Address] = [None] * (len(body.jaxpr.outvars) - len(carry))
+        for i in range(length):
+            parts = [address if codes is None or codes[i] else None for address, codes in xs]
+            turn = unpacked(body, jax.tree.map(lambda x, i=i: x[i], stacked))
+            outs = self.block(body, [*consts, *carry, *parts], turn, (*when, place.number, i))
+            carry, new = outs[: len(carry)], outs[len(carry) :]
+            ys = [old if old is not None else address for old, address in zip(ys, new, strict=True)]
+        return [*carry, *ys]
+
+
+def _address(code: int, given: Address, own: Origin, moves: bool) -> Address:
+    """The address of a result, from that of the operands."""
+    if not code:
+        return None
+    if given is None:
+        return own
+    if moves or given.rank in (BAD_ARGUMENT, MADE):
+        return given
+    if code == NAN:
+        return Origin(BAD_ARGUMENT, given.when) if given.is_argument else own
+    return Origin(_USED.get(given.rank, given.rank), given.when)
+
+
+def _constant(value: Any, when: tuple[int, ...]) -> Address:
+    """The address of a constant in the program, read by the equation at `when`."""
+    if not jnp.issubdtype(jnp.result_type(value), jnp.inexact) or np.all(np.isfinite(np.asarray(value, np.complex64))):
+        return None
+    return Origin(IDLE_CONSTANT, when)
+
+
+def _compares_itself(eqn: Any) -> bool:
+    """Whether it is `jnp.isnan`, which asks whether a value differs from itself."""
+    return eqn.invars[0] is eqn.invars[1]

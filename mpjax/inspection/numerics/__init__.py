@@ -1,0 +1,1 @@
+"""`numerics`: the ranges of activations and gradients, and what half precision loses of them."""

@@ -1,0 +1,137 @@
+"""Which values of a gradient's program count as activations, and which as gradients.
+
+Not every intermediate: what Tensor Cores read and write (operands and results of matmuls and convolutions), and what a
+module hands on (values that an equation outside its named scope reads). Casts, transposes and the like only
+hand on the value of the equation before them, which stands for it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from mpjax.casting import versions
+from mpjax.casting.oplists import ALLOW, DEFAULTS, Op
+from mpjax.casting.walker import BACKWARD, FORWARD
+from mpjax.inspection.interpreter import Block, Place, is_half
+
+_HANDS_ON = frozenset({"broadcast_in_dim", "pvary", "tile"})
+_NOTHING: frozenset[int] = frozenset()
+
+
+class _Made(NamedTuple):
+    """By which equations a value was made: seen through moves and casts; seen through scalings and sums, too."""
+
+    near: frozenset[int] = _NOTHING
+    far: frozenset[int] = _NOTHING
+
+    def or_(self, other: _Made) -> _Made:
+        return _Made(self.near | other.near, self.far | other.far)
+
+
+@dataclasses.dataclass(frozen=True)
+class Counted:
+    """The numbers of the equations whose results count.
+
+    Args:
+        activations: of the forward pass.
+        gradients: of the backward pass, those of activations.
+        parameters: of the backward pass, gradients of parameters as the matmuls and sums give them.
+        half: those of all whose result the program stores in half; empty if it has no half.
+    """
+
+    activations: frozenset[int]
+    gradients: frozenset[int]
+    parameters: frozenset[int]
+    half: frozenset[int]
+
+    def matters(self, number: int) -> bool:
+        """Whether half's limits bear on an equation's result: all may be half where nothing is yet."""
+        return not self.half or number in self.half
+
+
+def counted(block: Block, num_gradients: int) -> Counted:
+    """Which equations count in a program whose first outputs are gradients of parameters."""
+    analysis = _Analysis({place.number: place for place in block.places()})
+    outs = analysis.block(block, [_Made()] * len(block.jaxpr.invars))
+    parameters = frozenset[int]().union(*(made.far for made in outs[:num_gradients]))
+    by_phase: dict[str, set[int]] = {FORWARD: set(), BACKWARD: set()}
+    for number in analysis.found:
+        phase = analysis.places[number].site.phase
+        if phase in by_phase:
+            by_phase[phase].add(number)
+    backward = frozenset(by_phase[BACKWARD])
+    return Counted(frozenset(by_phase[FORWARD]), backward - parameters, backward & parameters, frozenset(analysis.half))
+
+
+class _Analysis:
+    def __init__(self, places: dict[int, Place]):
+        self.places = places
+        self.found: set[int] = set()
+        self.half: set[int] = set()
+
+    def block(self, block: Block, ins: Sequence[_Made]) -> list[_Made]:
+        env = dict(zip(block.jaxpr.invars, ins, strict=True))
+
+        def read(v: Any) -> _Made:
+            return _Made() if isinstance(v, versions.Literal) else env.get(v, _Made())
+
+        for place in block.rows:
+            eqn = place.site.eqn
+            given = [read(v) for v in eqn.invars]
+            outs = self._inside(place, given) if place.blocks else self._made(place, given)
+            env.update(zip(eqn.outvars, outs, strict=True))
+        return [read(v) for v in block.jaxpr.outvars]
+
+    def _made(self, place: Place, given: Sequence[_Made]) -> list[_Made]:
+        eqn, name = place.site.eqn, place.site.name
+        if DEFAULTS.get(name) in (Op.MOVE, Op.CONVERT) or name in _HANDS_ON:
+            if any(map(is_half, eqn.outvars)):
+                self.half.update(*(made.near for made in given))
+            return [given[min(i, len(given) - 1)] if given else _Made() for i in range(len(eqn.outvars))]
+        if name in ALLOW:
+            self.found.add(place.number)
+            self.found.update(*(made.near for made in given))
+        self._left(place, given)
+        own = frozenset({place.number})
+        self.half.update(own if any(map(is_half, eqn.outvars)) else ())
+        far = own
+        if name == "add_any" or (name in ("mul", "div") and any(not v.aval.shape for v in eqn.invars)):
+            far = own.union(*(made.far for made in given))
+        return [_Made(own, far)] * len(eqn.outvars)
+
+    def _left(self, reader: Place, given: Iterable[_Made]) -> None:
+        """Marks the operands that come out of a module that the reader does not stand in."""
+        for number in frozenset[int]().union(*(made.near for made in given)):
+            path = self.places[number].site.path
+            if path and reader.site.path != path and not reader.site.path.startswith(path + "/"):
+                self.found.add(number)
+
+    def _inside(self, place: Place, given: Sequence[_Made]) -> list[_Made]:
+        params, blocks = place.site.eqn.params, place.blocks
+        match place.site.name:
+            case "cond":
+                branches = [self.block(block, given[1:]) for block in blocks]
+                return [_either(outs) for outs in zip(*branches, strict=True)]
+            case "scan":
+                first, count = versions.scan_split(params)
+                return self._loop(blocks[0], given[:first], given[first : first + count], given[first + count :])
+            case "while":
+                first, count = params["cond_nconsts"], params["body_nconsts"]
+                return self._loop(blocks[1], given[first : first + count], given[first + count :], ())
+        return self.block(blocks[0], given)
+
+    def _loop(self, body: Block, consts: Sequence[_Made], carry: Sequence[_Made], xs: Sequence[_Made]) -> list[_Made]:
+        outs: list[_Made] = []
+        for _ in range(2):  # what the first turn makes is an operand of the second
+            outs = self.block(body, [*consts, *carry, *xs])
+            carry = [old.or_(new) for old, new in zip(carry, outs, strict=False)]
+        return [*carry, *outs[len(carry) :]]
+
+
+def _either(outs: Iterable[_Made]) -> _Made:
+    made = _Made()
+    for out in outs:
+        made = made.or_(out)
+    return made

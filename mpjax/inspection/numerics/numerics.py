@@ -1,0 +1,329 @@
+"""`numerics`: the ranges of activations and gradients, what half would lose of them, and the loss scale they need."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from mpjax._loss_scale_state import LossScaleState, find_loss_scale_state
+from mpjax.casting import versions
+from mpjax.casting.oplists import DEFAULTS, Op
+from mpjax.casting.walker import BACKWARD
+from mpjax.inspection.interpreter import (
+    COMPILER_OPTIONS,
+    Block,
+    Place,
+    Run,
+    is_inexact,
+    lay_out,
+    traced_call,
+    widened,
+)
+from mpjax.inspection.numerics.activations import Counted, counted
+from mpjax.inspection.numerics.range_statistics import (
+    BIAS,
+    BINS,
+    Limits,
+    RangeProbe,
+    Tally,
+    exponents,
+    tally_note,
+    tally_of,
+)
+from mpjax.inspection.numerics.report import NumericsReport as NumericsReport
+from mpjax.inspection.numerics.report import Range
+from mpjax.loss_scale import static_loss_scale, value_and_grad
+from mpjax.modules.boundary import contains_nnx_object
+from mpjax.policy import HALF_DTYPES, is_castable
+
+# A module that loses more than this share of its nonzero values should be kept in float32.
+_MUCH = 0.05
+# From the largest gradient seen to half's largest number: so much may gradients grow later in training.
+_HEADROOM = 4.0
+_SMALLEST_SCALE, _LARGEST_SCALE = 2.0**-14, 2.0**24  # the limits of `dynamic_loss_scale`
+_FORWARD, _BACKWARD = "forward", "backward"
+
+
+def numerics(
+    fun: Callable[..., Any],
+    *args: Any,
+    batches: Iterable[Any] | None = None,
+    loss_scale: Any = None,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    dtype: Any = "float16",
+) -> NumericsReport:
+    """The ranges of a loss function's activations and gradients, and what half precision would lose of them.
+
+    The gradient's program is run with float32 in the place of half, so that the values are the true ones, with the
+    loss scale in the backward pass. Of each value x the question is what rounding to `dtype` would do:
+
+        flushed     x ≠ 0 but |x| ≤ half the smallest subnormal number (float16: 2⁻²⁵)
+        overflowed  |x| ≥ the largest number and half a unit in its last place (float16: 65520)
+
+    Counted by module are the operands and results of matmuls and convolutions and what modules hand on, of the
+    backward pass too (gradients of parameters apart); all arithmetic is in the table by operation. Where the program
+    computes in half anywhere, the scale and the modules to keep in float32 are those of its half values; else half is
+    what all these values could be.
+
+    Args:
+        fun: a loss function: a float32 model's, an `autocast` one, one of a `with_policy` model. Any library's.
+        args: its arguments; arrays and trees of them.
+        batches: each is the last argument of one call, `fun(*args, batch)`; None for the one call `fun(*args)`.
+        loss_scale: a number, or a state that holds a `LossScaleState`; None for 1.
+        argnums: positions of the parameters; only their floating arrays are differentiated.
+        has_aux: whether `fun` returns `(loss, aux)`.
+        dtype: `"float16"` or `"bfloat16"`.
+
+    Returns:
+        A `NumericsReport`.
+
+    Raises:
+        ValueError: `dtype` is no half dtype, there is no batch, the loss scale is not positive, or there is no
+            `LossScaleState`.
+        TypeError: an argument is a shape without values, or the call is inside `jit`.
+
+    Example:
+        >>> import jax.numpy as jnp, mpjax
+        >>> def loss(w, x):
+        ...     return jnp.mean((x @ w) ** 2) * 1e-6
+        >>> report = mpjax.numerics(loss, jnp.ones((4, 4)), batches=[jnp.ones((8, 4)), 2 * jnp.ones((8, 4))])
+        >>> report.activations[0].max, report.gradients[0].max
+        (8.0, 4.99...e-07)
+        >>> report.largest_safe_scale  # the largest gradient of the weights is 8e-06
+        4294967296.0
+
+    Source: the histogram of gradients of Micikevicius et al., "Mixed Precision Training", ICLR 2018, figure 3.
+    """
+    half = np.dtype(jnp.dtype(dtype))
+    if half not in HALF_DTYPES:
+        raise ValueError(f"numerics: dtype={dtype!r} is no half dtype; give 'float16' or 'bfloat16'.")
+    state = None if loss_scale is None else _scale_state(loss_scale)
+    scale = 1.0 if state is None else float(np.max(state.loss_scale))
+    measuring = _Measuring(fun, state, scale, argnums, has_aux, Limits.of(half))
+    for call in [args] if batches is None else ((*args, batch) for batch in batches):
+        measuring.add(call)
+    if measuring.batches == 0:
+        raise ValueError("numerics: batches is empty; give at least one batch.")
+    return measuring.report()
+
+
+def _scale_state(loss_scale: Any) -> LossScaleState:
+    if isinstance(loss_scale, (int, float, np.number)) or (hasattr(loss_scale, "shape") and loss_scale.shape == ()):
+        return static_loss_scale(optax.identity(), float(loss_scale)).init({})
+    return find_loss_scale_state(loss_scale)
+
+
+def _gradient(
+    fun: Any, state: LossScaleState | None, argnums: int | Sequence[int], has_aux: bool, names: list[str]
+) -> Any:
+    """A function that gives the gradients, then the loss; `names` becomes the gradients' tree paths."""
+
+    def gradient(*args: Any) -> Any:
+        positions = [i % len(args) for i in ([argnums] if isinstance(argnums, int) else argnums)]
+        if any(contains_nnx_object(args[i]) for i in positions):
+            value, grads = value_and_grad(fun, state, argnums=argnums, has_aux=has_aux)(*args)
+        else:
+            # An Equinox model is a tree of arrays and functions: its floating arrays are the parameters.
+            leaves, tree = jax.tree.flatten([args[i] for i in positions])
+            moving = [i for i, leaf in enumerate(leaves) if is_castable(leaf)]
+
+            def of_leaves(params: Sequence[Any]) -> Any:
+                filled, given = list(leaves), list(args)
+                for i, leaf in zip(moving, params, strict=True):
+                    filled[i] = leaf
+                for i, arg in zip(positions, jax.tree.unflatten(tree, filled), strict=True):
+                    given[i] = arg
+                return fun(*given)
+
+            value, found = value_and_grad(of_leaves, state, has_aux=has_aux)([leaves[i] for i in moving])
+            filled = [None] * len(leaves)
+            for i, grad in zip(moving, found, strict=True):
+                filled[i] = grad
+            grads = jax.tree.unflatten(tree, filled)
+            grads = grads[0] if isinstance(argnums, int) else grads
+        with_paths = jax.tree_util.tree_flatten_with_path(grads)[0]
+        paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in with_paths]
+        names[:] = [path.removesuffix("/value") for path in paths]  # of an NNX variable
+        return [grad for _, grad in with_paths], value[0] if has_aux else value
+
+    return gradient
+
+
+@dataclasses.dataclass
+class _Compiled:
+    """The measuring program of one shape of batch."""
+
+    block: Block
+    counts: Counted
+    names: Sequence[str]
+    probe: RangeProbe
+    run: Any
+
+
+# What a tally is of: a table, and in it a name, a pass, an operation and its line.
+_Row = tuple[str, str, str, str, str]
+
+
+class _Measuring:
+    """Adds up what is measured, batch by batch. Batches of another shape are another program."""
+
+    def __init__(self, fun: Any, state: Any, scale: float, argnums: Any, has_aux: bool, limits: Limits):
+        self.fun, self.state, self.scale, self.argnums, self.has_aux = fun, state, scale, argnums, has_aux
+        self.limits, self.batches = limits, 0
+        self.compiled: dict[Any, _Compiled] = {}
+        self.tallies: dict[_Row, Tally] = {}
+        self.exponents: dict[_Row, np.ndarray] = {}
+        self.dtypes: dict[_Row, dict[str, None]] = {}
+
+    def add(self, args: Sequence[Any]) -> None:
+        """Measures one call."""
+        names: list[str] = []
+        gradient = _gradient(self.fun, self.state, self.argnums, self.has_aux, names)
+        program = traced_call("numerics", gradient, args, {})
+        consts = versions.open_jaxpr(program.jaxpr).consts
+        key = jax.tree.structure(args), *(jax.typeof(x) for x in (*program.arrays, *consts))
+        if key not in self.compiled:
+            self.compiled[key] = self._compile(lay_out(program.jaxpr), names)
+        compiled = self.compiled[key]
+        self._take(compiled, jax.device_get(compiled.run(program.arrays, consts)))
+        self.batches += 1
+
+    def _compile(self, block: Block, names: Sequence[str]) -> _Compiled:
+        counts = counted(block, len(names))
+        probe = RangeProbe(block, counts, self.limits)
+
+        def run(arrays: Sequence[Any], consts: Sequence[Any]) -> Any:
+            wide, wide_consts = map(widened, arrays), list(map(widened, consts))
+            outs, notes = Run(probe, wide=True).block(block, list(wide), consts=wide_consts)
+            grads = [jnp.asarray(grad, jnp.float32) * self.scale for grad in outs[: len(names)]]
+            return notes, [(tally_note(grad, self.limits), exponents(grad)) for grad in grads]
+
+        return _Compiled(block, counts, names, probe, jax.jit(run, compiler_options=COMPILER_OPTIONS))
+
+    def _take(self, compiled: _Compiled, measured: Any) -> None:
+        notes, grads = measured
+        counts = compiled.counts
+        for number, place in compiled.probe.places.items():
+            if ("range", number) not in notes:
+                continue  # in a part that is opaque here
+            site, tally = place.site, tally_of(notes["range", number])
+            backward = site.phase == BACKWARD
+            phase = _BACKWARD if backward else _FORWARD
+            dtypes = _dtypes(place)
+            self._put(("by_op", site.path, phase, site.name, site.source), tally, dtypes)
+            table = "gradients" if backward else "activations"
+            if number in counts.gradients | counts.activations:
+                self._put((table, site.path, phase, "", ""), tally, dtypes)
+            histogram = notes.get(("exponents", number))
+            if number in counts.gradients:
+                self._put_exponents(("gradients", site.path, phase, "", ""), histogram)
+            if number in counts.activations | counts.gradients | counts.parameters and counts.matters(number):
+                self._put(("matters", site.path, phase, "", ""), tally, dtypes)
+                if histogram is not None:
+                    self._put_exponents(("matters", site.path, phase, "", ""), histogram)
+        for name, (note, histogram) in zip(compiled.names, grads, strict=True):
+            row = ("parameters", name, _BACKWARD, "", "")
+            self._put(row, tally_of(note), ("float32",))
+            self._put_exponents(row, histogram)
+
+    def _put(self, row: _Row, tally: Tally, dtypes: Iterable[str]) -> None:
+        self.tallies[row] = self.tallies[row] + tally if row in self.tallies else tally
+        self.dtypes.setdefault(row, {}).update(dict.fromkeys(dtypes))
+
+    def _put_exponents(self, row: _Row, histogram: Any) -> None:
+        self.exponents[row] = self.exponents.get(row, 0) + histogram.astype(np.int64)
+
+    def report(self) -> NumericsReport:
+        """All that was seen."""
+        largest = self._largest_gradient()
+        safe = init = None
+        if largest is not None:
+            safe = 2.0 ** math.floor(math.log2(float(versions.finfo(self.limits.dtype).max) / largest))
+            init = min(max(safe / _HEADROOM, _SMALLEST_SCALE), _LARGEST_SCALE)
+            init = init if self.limits.dtype == jnp.float16 else 1.0
+        return NumericsReport(
+            dtype=self.limits.dtype.name,
+            loss_scale=self.scale,
+            batches=self.batches,
+            activations=self._table("activations"),
+            gradients=self._table("gradients"),
+            parameters=self._table("parameters"),
+            by_op=self._table("by_op"),
+            activation_gradient_exponents=self._histogram("gradients"),
+            parameter_gradient_exponents=self._histogram("parameters"),
+            largest_safe_scale=safe,
+            init_scale=init,
+            keep_float32=self._keep(init),
+        )
+
+    def _largest_gradient(self) -> float | None:
+        """The largest gradient at scale 1; None if there is none, or one is not finite."""
+        seen = [tally for row, tally in self.tallies.items() if row[0] == "matters" and row[2] == _BACKWARD]
+        seen = seen or [tally for row, tally in self.tallies.items() if row[0] == "parameters"]
+        total = sum(seen, start=Tally())
+        return total.max / self.scale if total.max and not total.nonfinite else None
+
+    def _table(self, table: str) -> tuple[Range, ...]:
+        return tuple(
+            Range(
+                name=name,
+                phase=phase,
+                dtypes=tuple(self.dtypes[row]),
+                max=tally.max,
+                min_nonzero=tally.min_nonzero,
+                count=tally.size,
+                zeros=tally.zeros / max(tally.size, 1),
+                flushed=tally.flushed_share,
+                overflowed=tally.overflowed_share,
+                nonfinite=tally.nonfinite,
+                op=op,
+                source=source,
+                rule=_rule(op),
+                absorbed=tally.absorbed_share,
+            )
+            for row, tally in self.tallies.items()
+            for kind, name, phase, op, source in [row]
+            if kind == table
+        )
+
+    def _histogram(self, table: str) -> dict[int, int]:
+        total = sum((counts for row, counts in self.exponents.items() if row[0] == table), start=np.zeros(BINS, int))
+        return {int(i) - BIAS: int(total[i]) for i in np.flatnonzero(total)}
+
+    def _keep(self, init: float | None) -> tuple[str, ...]:
+        kept: dict[str, None] = {}
+        for (kind, path, phase, _, _), tally in self.tallies.items():
+            if kind != "matters" or "/" not in path:
+                continue  # the whole model is no part of itself
+            lost = tally.flushed_share
+            if phase == _BACKWARD:
+                lost = self._flushed_at(init, ("matters", path, phase, "", ""))
+            if lost > _MUCH or (phase == _FORWARD and tally.overflowed):
+                kept[path.partition("/")[2]] = None
+        return tuple(kept)
+
+    def _flushed_at(self, scale: float | None, row: _Row) -> float:
+        """The share of a row's nonzero gradients that half would flush at a scale."""
+        if scale is None:
+            return 0.0
+        counts = self.exponents[row]
+        lowest = self.limits.exponents[0] - round(math.log2(scale / self.scale)) + BIAS
+        return float(counts[: max(lowest, 0)].sum() / max(counts.sum(), 1))
+
+
+def _dtypes(place: Place) -> list[str]:
+    return [v.aval.dtype.name for v in place.site.eqn.outvars if is_inexact(v)]
+
+
+def _rule(op: str) -> str:
+    """What autocast's default lists say of a primitive."""
+    listed = DEFAULTS.get(op, Op.OPAQUE)
+    return {Op.ALLOW: "half", Op.DENY: "float32", Op.OPAQUE: "as traced"}.get(listed, "follows") if op else ""

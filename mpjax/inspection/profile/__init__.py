@@ -1,0 +1,1 @@
+"""`profile`: where the time of a step goes."""

@@ -1,0 +1,160 @@
+"""What to do about a profile: each piece of advice with the number behind it, the greatest gain first."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+
+from mpjax.inspection.audit.matmuls import Finding
+from mpjax.inspection.profile import hlo
+from mpjax.inspection.profile.kernels import Kernel, Split
+
+# Below these shares of the step nothing is worth a line.
+_WORTH = {"input": 0.05, "dispatch": 0.1, "kernels": 0.05, "one kernel": 0.03}
+_SCALING_FILES = ("mpjax/loss_scale.py", "mpjax/_loss_scale_state.py", "mpjax/_scaled_gradients.py")
+
+
+@dataclasses.dataclass(frozen=True)
+class Advice:
+    """One thing to do.
+
+    Args:
+        text: what, and why.
+        share: the share of the step's time that it is about.
+    """
+
+    text: str
+    share: float
+
+    @property
+    def bound(self) -> float:
+        """How many times faster the step would be if that time were nothing (Amdahl)."""
+        return float("inf") if self.share >= 1 else 1 / (1 - self.share)
+
+    def __str__(self) -> str:
+        return f"{self.text} (at most {self.bound:.1f}x faster without)" if self.share < 0.99 else self.text
+
+
+def advise(split: Split, kernels: Sequence[Kernel], gpu: bool, findings: Iterable[Finding] = ()) -> tuple[Advice, ...]:
+    """Advice on a step, ranked by the share of its time.
+
+    Args:
+        split: where the step's time went.
+        kernels: the step's.
+        gpu: whether it ran on one: what is said of half precision holds there.
+        findings: the audit's on dimensions of the step's matmuls and convolutions.
+    """
+    found = [_input(split), _dispatch(split, kernels)]
+    on_device = _Kernels(split, kernels)
+    found += [on_device.scaling(), on_device.casts(), on_device.memory_bound(gpu), on_device.collectives()]
+    if gpu:
+        found += [on_device.full_precision(), *on_device.off_tensor_cores(), *on_device.dimensions(findings)]
+    return tuple(sorted((advice for advice in found if advice), key=lambda advice: -advice.share))
+
+
+def _input(split: Split) -> Advice | None:
+    share = split.input / split.wall
+    if share < _WORTH["input"]:
+        return None
+    return Advice(
+        f"input pipeline is {share:.0%} of the step, while the device waits: load ahead (more workers, a prefetch "
+        "queue, jax.device_put of the next batch). As it is, no change to the model can make the step more than "
+        f"{1 / share:.1f}x faster",
+        share,
+    )
+
+
+def _dispatch(split: Split, kernels: Sequence[Kernel]) -> Advice | None:
+    share = split.dispatch / split.wall
+    if share < _WORTH["dispatch"]:
+        return None
+    launches = sum(kernel.calls for kernel in kernels)
+    return Advice(
+        f"dispatch is {share:.0%} of the step, in which the device waits for Python or for the next of {launches:.0f} "
+        "launches: run several steps in one call (jax.lax.scan over a stack of batches), or take a larger batch",
+        share,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kernels:
+    """Advice on the device's time. Kernels may overlap, so their times are taken as parts of the device's."""
+
+    split: Split
+    kernels: Sequence[Kernel]
+
+    def share(self, chosen: Iterable[Kernel]) -> float:
+        """The share of the step that these kernels take."""
+        total = sum(kernel.seconds for kernel in self.kernels)
+        on_device = self.split.device / self.split.wall
+        return on_device * sum(kernel.seconds for kernel in chosen) / total if total else 0.0
+
+    def _about(self, which: Callable[[Kernel], bool], text: str, worth: str = "kernels") -> Advice | None:
+        chosen = [kernel for kernel in self.kernels if which(kernel)]
+        share = self.share(chosen)
+        where = max(
+            (k.module for k in chosen), key=lambda m: self.share(k for k in chosen if k.module == m), default=""
+        )
+        most = f", the most in {where}" if where else ""
+        return Advice(text.format(share=f"{share:.0%}", most=most), share) if share >= _WORTH[worth] else None
+
+    def full_precision(self) -> Advice | None:
+        return self._about(
+            lambda kernel: kernel.eligible and kernel.dtype == "f32",
+            "float32 matmuls and convolutions are {share} of the step{most}: run them in half (mpjax.autocast or "
+            "mpjax.with_policy; mpjax.explain says why where they are in float32 nevertheless)",
+        )
+
+    def off_tensor_cores(self) -> list[Advice]:
+        """Half work that is not on Tensor Cores, the three longest."""
+        return self._most(
+            (f"{k.module or k.name} ({k.kind} of {k.dtype}) is not on Tensor Cores: {k.why_not}", [k])
+            for k in self.kernels
+            if k.tensor_cores is False and k.dtype not in ("f32", "f64")
+        )
+
+    def dimensions(self, findings: Iterable[Finding]) -> list[Advice]:
+        """Work on Tensor Cores, or that could be, whose dimensions make them wait; the three longest."""
+        return self._most(
+            (
+                f"{finding.module or finding.source} ({finding.op}): {finding.why}",
+                [k for k in self.kernels if k.module == finding.module and k.why_not != finding.why],
+            )
+            for finding in findings
+        )
+
+    def _most(self, found: Iterable[tuple[str, Sequence[Kernel]]]) -> list[Advice]:
+        advice = [Advice(text, self.share(k for k in about if k.eligible)) for text, about in found]
+        return sorted((a for a in advice if a.share >= _WORTH["one kernel"]), key=lambda a: -a.share)[:3]
+
+    def casts(self) -> Advice | None:
+        return self._about(
+            lambda kernel: kernel.kind == hlo.CAST,
+            "casts are {share} of the step{most}: kernels that only convert. Cast once, where the value is made",
+        )
+
+    def memory_bound(self, gpu: bool) -> Advice | None:
+        what = "half activations halve it (mpjax.autocast)" if gpu else "fewer and smaller intermediate values help"
+        return self._about(
+            lambda kernel: kernel.kind in hlo.MEMORY_BOUND and not _is_scaling(kernel),
+            "elementwise operations, reductions and copies are {share} of the step{most}: bound by memory traffic, "
+            f"which Tensor Cores don't change; {what}",
+        )
+
+    def collectives(self) -> Advice | None:
+        return self._about(
+            lambda kernel: kernel.kind == hlo.COLLECTIVE,
+            "collectives are {share} of the step{most}: take a larger batch on each device, or sum gradients in half",
+        )
+
+    def scaling(self) -> Advice | None:
+        return self._about(
+            _is_scaling,
+            "loss scaling is {share} of the step: mpjax.apply_gradients updates and applies in one lax.cond, and "
+            "bfloat16 needs no scaling",
+            "one kernel",
+        )
+
+
+def _is_scaling(kernel: Kernel) -> bool:
+    return kernel.path.replace("\\", "/").endswith(_SCALING_FILES)

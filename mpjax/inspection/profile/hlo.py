@@ -1,0 +1,190 @@
+"""What a compiled program says of its instructions: module path, source line, kind of work."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping
+
+from mpjax.casting import versions
+from mpjax.casting.classify import MARK
+from mpjax.casting.oplists import ALLOW
+from mpjax.inspection.profile.hlo_text import HloModule, Line
+
+MATMUL, CONVOLUTION, ATTENTION = "matmul", "convolution", "attention"
+CAST, COPY, REDUCTION, ELEMENTWISE, COLLECTIVE, OTHER = (
+    "cast",
+    "copy",
+    "reduction",
+    "elementwise",
+    "collective",
+    "other",
+)
+CONTROL = "loop or branch"
+
+# Work that Tensor Cores are made for, and work that waits for memory whatever the dtype of its arithmetic.
+ON_TENSOR_CORES = frozenset({MATMUL, CONVOLUTION, ATTENTION})
+MEMORY_BOUND = frozenset({COPY, REDUCTION, ELEMENTWISE})
+
+_TARGETS = (  # Parts of custom call targets of XLA's GPU and CPU backends; the first that is found decides.
+    (ATTENTION, ("fmha", "attention", "sdpa")),
+    (CONVOLUTION, ("conv",)),
+    (MATMUL, ("cublas", "gemm", "matmul", "dot")),
+)
+_NOTHING = frozenset("parameter constant bitcast tuple get-tuple-element iota broadcast reshape".split())
+_COPIES = frozenset(
+    "copy copy-start copy-done transpose slice dynamic-slice dynamic-update-slice concatenate pad reverse".split()
+)
+_REDUCTIONS = frozenset("reduce reduce-window select-and-scatter".split())
+_COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-", "send", "recv")
+_CONTROL = frozenset("while conditional call".split())
+_NEAR = 5  # How far off a name is looked for, steps into a fusion included.
+_OTHERS = frozenset("custom-call sort scatter gather fft cholesky triangular-solve rng rng-bit-generator".split())
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """One instruction of a compiled program that runs as a kernel of its own.
+
+    Args:
+        name: unique in the program, as `fusion.3`.
+        kind: the kind of work, from the opcodes of all that was fused into it.
+        module: module path, from named scopes.
+        source: the user's line, `file.py:12`.
+        path: the file of the innermost frame, mpjax's own files included.
+        backward: whether it belongs to the transposed part of a gradient.
+        dtypes: the floating dtypes that its matmuls and convolutions read, in HLO's names (`f16`, `bf16`, `f32`).
+        shapes: operands of the matmul or convolution, as `f32[8,16]`; empty for other kinds.
+        exact: whether full float32 precision was asked for (`precision="highest"`), which rules out TF32.
+        triton: whether XLA's Triton backend makes it.
+    """
+
+    name: str
+    kind: str
+    module: str
+    source: str
+    path: str
+    backward: bool
+    dtypes: frozenset[str] = frozenset()
+    shapes: tuple[str, ...] = ()
+    exact: bool = False
+    triton: bool = False
+
+
+def instructions(program: HloModule) -> dict[str, Instruction]:
+    """The instructions of a program by name."""
+    return {
+        line.name: _instruction(program, computation, line)
+        for computation, lines in program.computations.items()
+        for line in lines.values()
+    }
+
+
+def module_path(op_name: str) -> str:
+    """The module path in an `op_name` of HLO's metadata, without transformations and the primitive.
+
+    Example:
+        >>> module_path("jit(step)/transpose(jvp(ResNet))/Block_0/while/body/Conv_0/conv_general_dilated")
+        'ResNet/Block_0/Conv_0'
+    """
+    found: list[str] = []
+    for part in _parts(op_name)[:-1]:
+        scopes = _scopes(part)
+        if "jvp(" in part and scopes and found[:1] == scopes:
+            found = []  # The backward pass of a remat gives the whole path a second time.
+        found += scopes
+    return "/".join(found)
+
+
+def _parts(op_name: str) -> list[str]:
+    """Splits at slashes that are not inside parentheses."""
+    parts, depth = [""], 0
+    for char in op_name:
+        depth += (char == "(") - (char == ")")
+        if char == "/" and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += char
+    return parts
+
+
+# What JAX writes into a name for its own structure: a named scope of the user's is anything else.
+_STRUCTURE = re.compile(
+    r"while|body|cond|scan|closed_call|core_call|eval_jaxpr|remat\d?|checkpoint|rematted_computation|branch_\d+_fun"
+    r"|custom_[jv][vj]p_call(_jaxpr)?|pjit|shard_map|shmap_body|pmap|xla_pmap|"
+)
+_TRANSFORMATION = re.compile(r"(\w+)\((.*)\)")
+
+
+def _scopes(part: str) -> list[str]:
+    found = _TRANSFORMATION.fullmatch(part)
+    if found:
+        return [] if found[1] in ("jit", "pjit") else [s for inner in _parts(found[2]) for s in _scopes(inner)]
+    return [] if _STRUCTURE.fullmatch(part) or part.startswith(MARK) else [part]
+
+
+def _instruction(program: HloModule, computation: str, line: Line) -> Instruction:
+    parts = [(line, program.computations[computation]), *program.inside(line)]
+    kinds = [_own_kind(part) for part, _ in parts]
+    # The matmul tells more of a fusion than its last operation, which gives the fusion its metadata.
+    heavy = next((part for part, kind in zip(parts, kinds, strict=True) if kind in ON_TENSOR_CORES), None)
+    named = next((part for part, _ in ([heavy] if heavy else []) + parts if part.op_name), None)
+    if named is None:
+        named = _named_by_readers(program, computation, line, bool(heavy)) or line
+    module = module_path(named.op_name)
+    places = program.places(named)
+    which = versions.telling_frame([path for path, _ in places], in_layer=bool(module))
+    shapes = tuple(_shapes(*heavy)) if heavy else ()
+    return Instruction(
+        line.name,
+        _kind(kinds, [part for part, _ in parts]),
+        module,
+        "" if which is None else f"{places[which][0].rsplit('/', 1)[-1]}:{places[which][1]}",
+        places[0][0] if places else "",
+        "transpose(" in named.op_name,
+        frozenset(shape.split("[")[0] for shape in shapes),
+        shapes,
+        bool(heavy and re.search(r"highest|dot_f32_f32_f32\b", heavy[0].attributes.lower())),
+        "__triton" in line.attributes,
+    )
+
+
+def _named_by_readers(program: HloModule, computation: str, line: Line, heavy: bool) -> Line | None:
+    """The nearest reader with a name: XLA's rewrites lose some, as those of convolutions in a backward pass."""
+    named = [reader for reader in program.readers(computation, line, _NEAR) if reader.op_name]
+    alike = [reader for reader in named if heavy and reader.op_name.rpartition("/")[2] in ALLOW]
+    return next(iter(alike or named), None)
+
+
+def _shapes(line: Line, siblings: Mapping[str, Line]) -> Iterator[str]:
+    for operand in line.operands[:2]:
+        if operand in siblings and "[" in siblings[operand].type:
+            yield siblings[operand].type.partition("{")[0]
+
+
+def _own_kind(line: Line) -> str:
+    if line.opcode in ("dot", "scaled-dot", "ragged-dot"):
+        return MATMUL
+    if line.opcode == "convolution":
+        return CONVOLUTION
+    if line.opcode == "custom-call":
+        target = line.attribute(r'custom_call_target="([^"]*)"').lower()
+        return next((kind for kind, parts in _TARGETS if any(part in target for part in parts)), OTHER)
+    if line.opcode.startswith(_COLLECTIVES):
+        return COLLECTIVE
+    if line.opcode in _CONTROL:
+        return CONTROL
+    if line.opcode in _OTHERS:
+        return OTHER
+    if line.opcode in _REDUCTIONS:
+        return REDUCTION
+    if line.opcode in _COPIES:
+        return COPY
+    return CAST if line.opcode == "convert" else ELEMENTWISE
+
+
+def _kind(kinds: list[str], lines: list[Line]) -> str:
+    """The kind of a kernel from the kinds of its parts: the heaviest; what does no work has no say."""
+    parts = {k for k, line in zip(kinds, lines, strict=True) if line.opcode not in _NOTHING and not line.is_fusion}
+    order = (CONVOLUTION, MATMUL, ATTENTION, COLLECTIVE, CONTROL, OTHER, REDUCTION, ELEMENTWISE, CAST, COPY)
+    return next((kind for kind in order if kind in parts), COPY)

@@ -1,0 +1,175 @@
+"""The text of a compiled program (optimized HLO) as lines: computations, operands, tracebacks."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import re
+from collections.abc import Iterator, Mapping
+
+Place = tuple[str, str]  # file and line
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """An instruction as it stands in the text."""
+
+    name: str
+    type: str
+    opcode: str
+    operands: tuple[str, ...]
+    attributes: str
+    called: tuple[str, ...]
+    number: int = 0  # Of a parameter.
+
+    def attribute(self, pattern: str) -> str:
+        found = re.search(pattern, self.attributes)
+        return found[1] if found else ""
+
+    @property
+    def is_fusion(self) -> bool:
+        """Whether it is a fusion; XLA's GPU backend starts some beside others and waits for them further on."""
+        return self.opcode in ("fusion", "fusion-start")
+
+    @property
+    def op_name(self) -> str:
+        """JAX's name for it: scopes and the primitive. Merged instructions have several, of which this is the first."""
+        return self.attribute(r'op_name="([^";]*)')
+
+
+class HloModule:
+    """A compiled program.
+
+    Args:
+        text: as `jax.stages.Compiled.as_text` gives it.
+
+    Attributes:
+        name: as traces give it: `jit_step`.
+        computations: the lines by name, for each computation by name; a fusion calls one, a loop two.
+        entry: the name of the computation that the program begins with.
+    """
+
+    def __init__(self, text: str):
+        found = re.match(r"HloModule ([\w.\-]+)", text)
+        self.name = found[1] if found else ""
+        self.computations = dict(_computations(text))
+        entry = re.search(r"^ENTRY %?([\w.\-]+)", text, re.MULTILINE)
+        self.entry = entry[1] if entry else ""
+        self._frames = _frames(text)
+
+    def inside(self, line: Line) -> Iterator[tuple[Line, Mapping[str, Line]]]:
+        """The lines of what a fusion calls, the root first, each with those beside it."""
+        for name in line.called if line.is_fusion else ():
+            lines = self.computations.get(name, {})
+            for inner in reversed(list(lines.values())):
+                yield inner, lines
+                yield from self.inside(inner)
+
+    def places(self, line: Line) -> list[Place]:
+        """The traceback of a line, innermost frame first."""
+        chain = self._frames.get(line.attribute(r"stack_frame_id=(\d+)"), [])
+        if chain or "source_file=" not in line.attributes:
+            return chain
+        return [(line.attribute(r'source_file="([^"]*)"'), line.attribute(r"source_line=(\d+)"))]
+
+    def readers(self, computation: str, line: Line, distance: int) -> Iterator[Line]:
+        """What reads a line, and what reads that, over so many steps and into fusions; the nearest first."""
+        near, seen = [(computation, line)], {(computation, line.name)}
+        for _ in range(distance):
+            found = [x for at in near for x in self._direct_readers(*at) if x[1].opcode not in _ENDS]
+            near = [x for x in found if (x[0], x[1].name) not in seen]
+            seen.update((where, x.name) for where, x in near)
+            yield from (x for _, x in near)
+
+    def _direct_readers(self, computation: str, line: Line) -> Iterator[tuple[str, Line]]:
+        for name in self._readers[computation].get(line.name, ()):
+            reader = self.computations[computation][name]
+            if not reader.is_fusion or reader.called[0] not in self.computations:
+                yield computation, reader
+                continue
+            for parameter in self.computations[reader.called[0]].values():
+                if parameter.opcode == "parameter" and reader.operands[parameter.number] == line.name:
+                    yield reader.called[0], parameter
+
+    @functools.cached_property
+    def _readers(self) -> dict[str, dict[str, list[str]]]:
+        return {name: _readers(lines) for name, lines in self.computations.items()}
+
+
+# Through these everything is near to everything.
+_ENDS = frozenset("tuple while conditional".split())
+
+
+def _readers(lines: Mapping[str, Line]) -> dict[str, list[str]]:
+    readers: dict[str, list[str]] = collections.defaultdict(list)
+    for line in lines.values():
+        for operand in dict.fromkeys(line.operands):
+            readers[operand].append(line.name)
+    return readers
+
+
+_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) .*\{$")
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|[^\s(]\S*) ([a-z][\w\-]*)\((.*)$")
+_CALLED = re.compile(r"\b(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
+_BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
+_NUMBERED = re.compile(r"^(\d+) (.*)$")
+
+
+def _computations(text: str) -> Iterator[tuple[str, dict[str, Line]]]:
+    name, lines = "", dict[str, Line]()
+    for row in text.splitlines():
+        if not name:
+            start = _COMPUTATION.match(row)
+            name, lines = (start[1] if start else ""), {}
+        elif row.startswith("}"):
+            yield name, lines
+            name = ""
+        elif found := _INSTRUCTION.match(row):
+            operands, attributes = _arguments(found[4])
+            branches = _BRANCHES.search(attributes)
+            called = [*_CALLED.findall(attributes), *re.findall(r"[\w.\-]+", branches[1] if branches else "")]
+            number = int(found[4].partition(")")[0]) if found[3] == "parameter" else 0
+            lines[found[1]] = Line(found[1], found[2], found[3], operands, attributes, tuple(called), number)
+
+
+def _arguments(rest: str) -> tuple[tuple[str, ...], str]:
+    """The operands' names and what stands behind the closing parenthesis."""
+    depth = 1
+    for end, char in enumerate(rest):
+        depth += (char == "(") - (char == ")")
+        if not depth:
+            return tuple(re.findall(r"%([\w.\-]+)", rest[:end])), rest[end + 1 :]
+    return (), rest
+
+
+def _frames(text: str) -> dict[str, list[Place]]:
+    """The tracebacks, innermost frame first, by the number that instructions give. (They head the program's text.)"""
+    tables: dict[str, dict[str, str]] = {}
+    table: dict[str, str] = {}
+    for row in text.splitlines():
+        if row in ("FileNames", "FunctionNames", "FileLocations", "StackFrames"):
+            table = tables.setdefault(row, {})
+        elif row and (found := _NUMBERED.match(row)):
+            table[found[1]] = found[2]
+        elif _COMPUTATION.match(row):
+            break
+    files, locations = tables.get("FileNames", {}), tables.get("FileLocations", {})
+    places: dict[str, Place] = {}
+    parents: dict[str, str] = {}
+    for frame, fields in tables.get("StackFrames", {}).items():
+        location = locations.get(_field(fields, "file_location_id"), "")
+        places[frame] = files.get(_field(location, "file_name_id"), "").strip('"'), _field(location, "line")
+        parents[frame] = _field(fields, "parent_frame_id")
+    # XLA prints the outermost frame as its own parent: it counts parents from one further on.
+    shift = any(frame == parent for frame, parent in parents.items())
+    chains: dict[str, list[Place]] = {}
+    for frame in sorted(places, key=int):  # A frame stands behind its parents.
+        parent = str(int(parents[frame] or 0) - shift)
+        chains[frame] = [places[frame], *chains.get(parent, ())]
+    return chains
+
+
+def _field(text: str, name: str) -> str:
+    found = re.search(rf"\b{name}=(\d+)", text)
+    return found[1] if found else ""

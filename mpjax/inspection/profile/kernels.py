@@ -1,0 +1,223 @@
+"""Kernels of a trace, summed by instruction and tied to modules; and what the step's wall time went into."""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from mpjax.inspection.profile import hlo, profiler_trace, stepping, tensor_cores
+from mpjax.inspection.profile.profiler_trace import Event, Trace
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """All runs of a kernel for one instruction of the step.
+
+    Args:
+        name: the kernel's name; on a CPU the instruction's.
+        op: the HLO instruction; empty if neither trace nor name tells it.
+        kind: matmul, convolution, attention, elementwise, reduction, copy, cast, collective, loop or branch, other.
+        module: module path from named scopes (Flax names modules this way); empty outside of any.
+        source: the line that it comes from, `file.py:12`.
+        path: the file that it comes from, mpjax's own included.
+        backward: whether it belongs to the backward pass.
+        dtype: of a matmul's or convolution's operands, in HLO's names (`f16`, `bf16`, `f32`).
+        seconds: device time of a step.
+        calls: runs in a step.
+        tensor_cores: whether it uses Tensor Cores; None on a CPU or where its name doesn't tell.
+        why_not: for a matmul or convolution that does not, the reason.
+    """
+
+    name: str
+    op: str
+    kind: str
+    module: str
+    source: str
+    path: str
+    backward: bool
+    dtype: str
+    seconds: float
+    calls: float
+    tensor_cores: bool | None
+    why_not: str
+
+    @property
+    def eligible(self) -> bool:
+        """Whether Tensor Cores are made for this kind of work."""
+        return self.kind in hlo.ON_TENSOR_CORES
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """Where the wall time of a step went, in seconds; each instant is counted once.
+
+    Args:
+        device: a kernel of the step is running, whatever the host does meanwhile.
+        input: none is running, and the host is fetching the next batch, or a batch is on its way to the device.
+        dispatch: none is running for any other reason: the host is enqueuing, or launches come too slowly.
+    """
+
+    device: float
+    input: float
+    dispatch: float
+
+    @property
+    def wall(self) -> float:
+        return self.device + self.input + self.dispatch
+
+
+def of_program(trace: Trace, program: str, instructions: Mapping[str, hlo.Instruction]) -> list[Event]:
+    """The events of one program; those whose program the trace doesn't say are taken for its own."""
+    mine = [event for event in trace.kernels if event.program in ("", program)]
+    return [
+        # A loop or branch that was left to other threads only waits for them, and their work is in events of its own.
+        event
+        if event.returned is None or not _is_control(event, instructions)
+        else dataclasses.replace(event, end=event.returned)
+        for event in (mine if program and mine else trace.kernels)
+    ]
+
+
+def _is_control(event: Event, instructions: Mapping[str, hlo.Instruction]) -> bool:
+    return event.op in instructions and instructions[event.op].kind == hlo.CONTROL
+
+
+def after_first(events: Sequence[Event], executions: int) -> tuple[list[Event], float]:
+    """The events of all executions but the first, and when that one ended.
+
+    Args:
+        events: of one program, ordered by their start.
+        executions: how often it ran, on each device. Executions follow one another.
+    """
+    if all(event.run for event in events):
+        first = {event.device: event.run for event in reversed(events)}
+        begun = [event for event in events if event.run == first[event.device]]
+    else:  # A GPU's trace doesn't number them, but they have the same kernels.
+        begun = list(events[: len(events) // executions])
+    ids = set(map(id, begun))
+    start = max((event.end for event in begun), default=events[0].start if events else 0.0)
+    return [event for event in events if id(event) not in ids], start
+
+
+def split(trace: Trace, events: Sequence[Event], start: float, executions: int) -> Split:
+    """Splits the time from `start` to the last kernel's end, for each of the executions in it.
+
+    Args:
+        trace: with the host's marks.
+        events: the kernels of those executions.
+        start: the end of the kernels before them, in seconds.
+        executions: how many there are.
+    """
+    if not events or not comparable(trace, events):
+        return _by_host(trace, executions)
+    device = max({event.device for event in events}, key=lambda d: sum(_seconds(e) for e in events if e.device == d))
+    busy = _clipped(profiler_trace.union((e.start, e.end) for e in events if e.device == device), start)
+    stop = busy[-1][1]
+    fetching = profiler_trace.union([*trace.marks.get(stepping.INPUT, ()), *trace.transfers])
+    idle = [
+        (a, b) for a, b in zip([start, *(end for _, end in busy)], [*(begin for begin, _ in busy), stop], strict=True)
+    ]
+    seconds = profiler_trace.length(busy)
+    exposed = profiler_trace.overlap([gap for gap in idle if gap[1] > gap[0]], fetching)
+    return Split(seconds / executions, exposed / executions, (stop - start - seconds - exposed) / executions)
+
+
+def comparable(trace: Trace, events: Sequence[Event]) -> bool:
+    """Whether the kernels lie within the host's marks, as those that were waited for must: the clocks are the same."""
+    ends = [end for spans in trace.marks.values() for _, end in spans]
+    return bool(ends) and events[len(events) // 2].start <= max(ends)
+
+
+def _by_host(trace: Trace, executions: int) -> Split:
+    """The split where the trace has no kernels: the host's own times, in which overlap can't be seen."""
+    spent = {name: profiler_trace.length(profiler_trace.union(spans)) for name, spans in trace.marks.items()}
+    parts = (spent.get(name, 0.0) / (executions + 1) for name in (stepping.WAIT, stepping.INPUT, stepping.DISPATCH))
+    return Split(*parts)
+
+
+def _seconds(event: Event) -> float:
+    return event.end - event.start
+
+
+def _clipped(spans: profiler_trace.Spans, start: float) -> list[tuple[float, float]]:
+    return [(max(a, start), b) for a, b in spans if b > start]
+
+
+def hidden_share(events: Sequence[Event], instructions: Mapping[str, hlo.Instruction]) -> float:
+    """The share of the events' time for which the trace names no instruction of the program.
+
+    XLA launches most of a program as CUDA graphs (command buffers), and their kernels carry the graph's name.
+    """
+    total = sum(map(_seconds, events))
+    return sum(_seconds(event) for event in events if event.op not in instructions) / total if total else 0.0
+
+
+def summed(
+    events: Sequence[Event],
+    instructions: Mapping[str, hlo.Instruction],
+    executions: int,
+    gpu: bool,
+    capability: float | None = None,
+) -> tuple[Kernel, ...]:
+    """The events summed by kernel and instruction, for one execution on one device, the longest first.
+
+    Args:
+        events: of the program.
+        instructions: the program's, by name.
+        executions: how many executions the events are of.
+        gpu: whether they are a GPU's.
+        capability: the GPU's compute capability.
+    """
+    by_kernel_name = {tensor_cores.kernel_name(name): i for name, i in instructions.items()}
+    times: dict[tuple[str, str], list[float]] = {}
+    for event, seconds in zip(events, _own_seconds(events, instructions), strict=True):
+        instruction = instructions.get(event.op) or by_kernel_name.get(event.name)
+        times.setdefault((event.name, instruction.name if instruction else ""), []).append(seconds)
+    each = executions * len({event.device for event in events})
+    kernels = [
+        _kernel(name, instructions.get(op), sum(s) / each, len(s) / each, gpu, capability)
+        for (name, op), s in times.items()
+    ]
+    return tuple(sorted(kernels, key=lambda kernel: -kernel.seconds))
+
+
+def _own_seconds(events: Sequence[Event], instructions: Mapping[str, hlo.Instruction]) -> list[float]:
+    """The time of each event; of a loop or branch, which a CPU's trace has as well, what none inside it took."""
+    ordered = sorted(events, key=lambda event: event.start)
+    starts = [event.start for event in ordered]
+
+    def own(event: Event) -> float:
+        if not _is_control(event, instructions):
+            return _seconds(event)
+        within = ordered[bisect.bisect_left(starts, event.start) : bisect.bisect_right(starts, event.end)]
+        inside = [(e.start, e.end) for e in within if e is not event and e.run == event.run and e.end <= event.end]
+        return _seconds(event) - profiler_trace.length(profiler_trace.union(inside))
+
+    return [own(event) for event in events]
+
+
+def _kernel(
+    name: str, instruction: hlo.Instruction | None, seconds: float, calls: float, gpu: bool, capability: float | None
+) -> Kernel:
+    kind = instruction.kind if instruction else tensor_cores.work_of(name) or hlo.OTHER
+    if instruction and kind in hlo.ON_TENSOR_CORES and gpu:
+        kind = tensor_cores.work_of(name) or kind  # A library call may be several kernels.
+    uses = tensor_cores.uses_tensor_cores(name, instruction, capability) if gpu else None
+    why_not = ""
+    if uses is False and kind in hlo.ON_TENSOR_CORES:
+        why_not = tensor_cores.why_not(instruction) if instruction else "the trace does not tell its operation"
+    return Kernel(
+        name=name,
+        op=instruction.name if instruction else "",
+        kind=kind,
+        module=instruction.module if instruction else "",
+        source=instruction.source if instruction else "",
+        path=instruction.path if instruction else "",
+        backward=bool(instruction and instruction.backward),
+        dtype="/".join(sorted(instruction.dtypes)) if instruction else "",
+        seconds=seconds,
+        calls=calls,
+        tensor_cores=uses,
+        why_not=why_not,
+    )

@@ -1,0 +1,212 @@
+"""`profile`: where a step's time goes: input pipeline, dispatch, device; on the device, by kernel and module."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from mpjax.casting.transform import traced_call
+from mpjax.casting.walker import walk
+from mpjax.inspection.audit.matmuls import DIMENSION, Finding, findings_of, matmuls_of
+from mpjax.inspection.profile import hlo, kernels, profiler_trace
+from mpjax.inspection.profile.advice import advise
+from mpjax.inspection.profile.hlo_text import HloModule
+from mpjax.inspection.profile.kernels import Kernel
+from mpjax.inspection.profile.report import ProfileReport as ProfileReport
+from mpjax.inspection.profile.stepping import Stepper, seconds_per_step
+
+# From this share of the kernels' time in CUDA graphs on, a second trace without them is worth its compilation.
+_HIDDEN = 0.05
+
+
+def profile(
+    step: Callable[..., Any],
+    *args: Any,
+    steps: int = 10,
+    batches: Iterable[Any] | None = None,
+    carry: int | None = None,
+) -> ProfileReport:
+    """Measures where the time of a training step, or of any function, goes.
+
+    The step is run in a loop like a training loop's: batches are fetched, steps enqueued, and nothing is waited
+    for but the end. Once without the profiler, for `step_seconds`, and once with it, for all the rest. Each instant of
+    the traced loop is counted once:
+
+        device     a kernel of the step is running (whatever the host does meanwhile is hidden, and costs nothing)
+        input      none is running, and the host is in next(batches), or data is on its way to the device
+        dispatch   none is running for any other reason: the host is enqueuing, or launches come too slowly
+
+    so the three shares add up to one. The loop begins one step early, so that a pipeline which loads ahead is seen
+    at work. Compiling and warming up are not in it.
+
+    Args:
+        step: a jitted function (`jax.jit`, `nnx.jit`, `eqx.filter_jit`). A plain one is put under `jax.jit`, and the
+            report says so.
+        args: its arguments, arrays. They stay valid where the step donates them: copies are passed.
+        steps: how many steps are measured, once with and once without the profiler.
+        batches: any iterable; `next(batches)` is then the last argument of each call, and its time is the input
+            pipeline's. A collection is read again from its start when it has ended.
+        carry: how many leading outputs replace the leading arguments in the next step, as `params, opt_state, loss =
+            step(params, opt_state, batch)` does for two. None: as many as have the same structure, shapes and dtypes.
+
+    Returns:
+        The report: `step_seconds`, `input_share`, `dispatch_share`, `device_share`, `kernels`, `tensor_core_share`,
+        `advice`.
+
+    Raises:
+        ValueError: `steps` is not positive, batches ended early, or a donated argument is not carried on.
+        TypeError: an argument is a `ShapeDtypeStruct`: the step has to run.
+
+    Example:
+        >>> import jax.numpy as jnp, mpjax
+        >>> step = jax.jit(lambda w, x: (w - 0.1 * x.T @ (x @ w), (x @ w).sum()))
+        >>> report = mpjax.profile(step, jnp.eye(64), batches=[jnp.ones((32, 64))] * 3, steps=3)
+        >>> abs(report.input_share + report.dispatch_share + report.device_share - 1) < 1e-6
+        True
+
+    The kernels are read from the trace of `jax.profiler`; what ties them to modules and lines is the metadata of the
+    compiled program. Which of them use Tensor Cores, their names tell (`mpjax/inspection/profile/tensor_cores.py`).
+    """
+    if steps < 1:
+        raise ValueError(f"steps={steps}: must be 1 or more")
+    stepper = Stepper(step, args, batches, carry)
+    stepper.run(1)  # What only the first call after compilation does.
+    timing = Timing(*seconds_per_step(stepper.run, steps), stepper.compile_seconds)
+    whole = detailed = _record(stepper, steps)
+    notes = list(stepper.notes())
+    if whole.hidden > _HIDDEN:
+        try:
+            stepper.leave_cuda_graphs()
+            detailed = _record(stepper, steps)
+            notes.append("kernels are from a second trace, without CUDA graphs, which hide what a kernel belongs to")
+        except Exception as error:  # Whatever it is, the first trace is there; the report says what is missing.
+            notes.append(
+                f"CUDA graphs hide what {whole.hidden:.0%} of the kernels' time belongs to, and without them the step "
+                f"failed ({type(error).__name__}: {error}). XLA_FLAGS=--xla_gpu_enable_command_buffer= turns them off"
+            )
+    device = jax.devices()[0]
+    return report_of(
+        whole,
+        detailed,
+        timing,
+        device=device.device_kind,
+        capability=_capability(device),
+        findings=_findings(step, (*args, *stepper.last_batch)) if whole.trace.gpu else (),
+        notes=notes,
+    )
+
+
+class Timing(NamedTuple):
+    """Wall times in seconds, measured without the profiler: see `ProfileReport`."""
+
+    step: float
+    alone: float
+    compile: float
+
+
+class Recording:
+    """A trace of a step and the program that ran.
+
+    Args:
+        trace: of one execution of the step more than `steps`.
+        text: the step's optimized HLO.
+        steps: how many executions count; the first one only fills the pipeline.
+
+    Attributes:
+        events: the kernels of the executions that count.
+        start: when they began, in seconds.
+        instructions: those of the program, by name.
+    """
+
+    def __init__(self, trace: profiler_trace.Trace, text: str, steps: int):
+        self.trace, self.steps = trace, steps
+        program = HloModule(text)
+        self.instructions = hlo.instructions(program)
+        events = kernels.of_program(trace, program.name, self.instructions)
+        self.events, self.start = kernels.after_first(events, steps + 1)
+
+    @property
+    def hidden(self) -> float:
+        """The share of the kernels' time in CUDA graphs."""
+        return kernels.hidden_share(self.events, self.instructions) if self.trace.gpu else 0.0
+
+
+def _record(stepper: Stepper, steps: int) -> Recording:
+    with profiler_trace.tracing() as recorded:
+        stepper.run(steps + 1)
+    return Recording(recorded[0], stepper.text, steps)
+
+
+def report_of(
+    whole: Recording,
+    detailed: Recording,
+    timing: Timing,
+    *,
+    device: str,
+    capability: float | None = None,
+    findings: Iterable[Finding] = (),
+    notes: Iterable[str] = (),
+) -> ProfileReport:
+    """The report from what was measured.
+
+    Args:
+        whole: of the step as it is: the split is of this one.
+        detailed: the kernels are of this one; the same, or one without CUDA graphs.
+        timing: wall times without the profiler.
+        device: its name.
+        capability: an NVIDIA GPU's compute capability; None for other devices.
+        findings: the audit's, of the step; those about dimensions count.
+        notes: what else to say.
+    """
+    gpu = detailed.trace.gpu and capability is not None
+    split = kernels.split(whole.trace, whole.events, whole.start, whole.steps)
+    findings = [finding for finding in findings if finding.kind == DIMENSION]
+    found = tuple(
+        _with_reason(kernel, findings)
+        for kernel in kernels.summed(detailed.events, detailed.instructions, detailed.steps, gpu, capability)
+    )
+    return ProfileReport(
+        device=device,
+        steps=whole.steps,
+        step_seconds=timing.step,
+        alone_seconds=timing.alone,
+        compile_seconds=timing.compile,
+        split=split,
+        kernels=found,
+        gpu=gpu,
+        advice=advise(split, found, gpu, findings),
+        notes=(*notes, *_notes(whole, gpu)),
+    )
+
+
+def _with_reason(kernel: Kernel, findings: Iterable[Finding]) -> Kernel:
+    """The kernel with the dimensions that keep it from Tensor Cores, if it is these."""
+    if not kernel.why_not or kernel.dtype in ("f32", "f64"):
+        return kernel
+    why = next((finding.why for finding in findings if finding.module == kernel.module), kernel.why_not)
+    return dataclasses.replace(kernel, why_not=why)
+
+
+def _capability(device: Any) -> float | None:
+    """The compute capability of an NVIDIA GPU; AMD's have names such as `gfx942` instead."""
+    found = re.fullmatch(r"\d+\.\d+", str(getattr(device, "compute_capability", "")))
+    return float(found[0]) if found else None
+
+
+def _findings(step: Callable[..., Any], args: tuple[Any, ...]) -> Sequence[Finding]:
+    return findings_of(matmuls_of(walk(traced_call(step, args, {}).jaxpr)))
+
+
+def _notes(recording: Recording, gpu: bool) -> Iterable[str]:
+    if not recording.events:
+        yield "the trace has no kernels: the split is by the host's time, in which what overlaps can't be seen"
+    elif not kernels.comparable(recording.trace, recording.events):
+        yield "kernels and host have no common clock: the split is by the host's time, in which no overlap can be seen"
+    if recording.events and not recording.trace.gpu:
+        yield "no GPU: kernels are those of the CPU, which has no Tensor Cores"
+    elif recording.events and not gpu:
+        yield "not an NVIDIA GPU: what its kernels' names say of matrix cores is not known"

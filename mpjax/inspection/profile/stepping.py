@@ -1,0 +1,193 @@
+"""Runs a step again and again as a training loop does: batches, state that is carried on, donated buffers."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from mpjax.inspection.profile import profiler_trace
+
+INPUT, DISPATCH, WAIT = "input", "dispatch", "wait"  # Names of the host's time in traces.
+
+
+class Stepper:
+    """A step with its arguments, ready to be run any number of times.
+
+    Args:
+        step: a jitted function, or a plain one, which is then jitted.
+        args: its first arguments.
+        batches: gives the last argument of each call; None if there is none.
+        carry: how many leading outputs replace the leading arguments; None to find it.
+
+    Attributes:
+        compile_seconds: what tracing and compiling took.
+        text: the optimized HLO; empty where the step doesn't give it.
+        carry: as given or found.
+        step: the jitted step.
+        out: what it returned last.
+        last_batch: what it was called with last, besides `args`; a tuple of one, or empty.
+    """
+
+    def __init__(self, step: Any, args: tuple[Any, ...], batches: Iterable[Any] | None, carry: int | None):
+        _check_arrays(args)
+        if carry is not None and not 0 <= carry <= len(args):
+            raise ValueError(f"carry={carry}: must be from 0 to the number of arguments, {len(args)}")
+        self._jitted = hasattr(step, "lower")
+        self.step = step if self._jitted else jax.jit(step)
+        self._batches = None if batches is None else _Batches(batches)
+        self.last_batch = self._next()
+        start = time.perf_counter()
+        try:
+            self._lowered = self.step.lower(*args, *self.last_batch)
+            compiled = self._lowered.compile()
+        except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as error:
+            if not self._jitted:
+                error.add_note(
+                    "mpjax.profile jits a step that isn't: take out of it what needs values (float(loss), printing), "
+                    "or pass the jitted function inside it"
+                )
+            raise
+        self.compile_seconds = time.perf_counter() - start
+        self.text: str = _hlo(compiled)
+        self._args = _copied(args) if _donates(self._lowered) else args
+        before = [_signature(arg) for arg in args]
+        self.out = self.step(*self._args, *self.last_batch)
+        self.carry = _carried(before, self.out) if carry is None else carry
+        # One output that is all that is carried on, and not a tuple of results.
+        self._is_whole = not isinstance(self.out, (tuple, list)) or [_signature(self.out)] == before[:1]
+        outputs = 1 if self._is_whole else len(self.out)
+        if outputs < self.carry:
+            raise ValueError(f"carry={self.carry} is more than the step's outputs, {outputs}")
+        self._carry_on()
+        self._check_alive()
+
+    def run(self, steps: int) -> None:
+        """Runs steps one after the other, without waiting in between, and waits for the last."""
+        for _ in range(steps):
+            self.last_batch = self._next()
+            with profiler_trace.mark(DISPATCH):
+                self.out = self.step(*self._args, *self.last_batch)
+                self._carry_on()
+        with profiler_trace.mark(WAIT):
+            jax.block_until_ready((self.out, self._args))
+
+    def leave_cuda_graphs(self) -> None:
+        """Compiles the step anew so that each kernel is launched by itself, and runs that from now on."""
+        # As JAX does it for the profiles that its own compilation is guided by (AutoPGLE).
+        compiled = self._lowered.compile(compiler_options={"xla_gpu_enable_command_buffer": ""})
+        self.step, self.text = compiled, _hlo(compiled)
+        self.run(1)
+
+    def _check_alive(self) -> None:
+        for i, arg in enumerate(self._args):
+            if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(arg)):
+                raise ValueError(
+                    f"argument {i} of the step is donated, and no output takes its place: return the new value among "
+                    f"the leading outputs (carry={self.carry} of them replace arguments now), or don't donate it"
+                )
+
+    def notes(self) -> Iterator[str]:
+        """What was done to the step that its author may not expect."""
+        if not self._jitted:
+            yield "the step was not jitted: it was profiled under jax.jit"
+        if self.carry:
+            yield f"carried on from step to step: the first {self.carry} of the step's arguments"
+
+    def _next(self) -> tuple[Any, ...]:
+        if self._batches is None:
+            return ()
+        with profiler_trace.mark(INPUT):
+            return (next(self._batches),)
+
+    def _carry_on(self) -> None:
+        if self.carry:
+            outs = (self.out,) if self._is_whole else tuple(self.out)
+            self._args = (*outs[: self.carry], *self._args[self.carry :])
+
+
+class _Batches(Iterator[Any]):
+    """An iterator over batches that starts a collection again when it has ended."""
+
+    def __init__(self, batches: Iterable[Any]):
+        self._source = batches
+        self._iterator = iter(batches)
+        self._given = 0
+
+    def __next__(self) -> Any:
+        try:
+            batch = next(self._iterator)
+        except StopIteration:
+            if self._iterator is self._source or not self._given:
+                raise ValueError(
+                    f"batches ended after {self._given}: a profile reads 2 * steps + 7, on a GPU up to 3 * steps + 9. "
+                    "Pass a list or a data set that can be read again, itertools.cycle(...), or fewer steps"
+                ) from None
+            self._iterator = iter(self._source)
+            batch = next(self._iterator)
+        self._given += 1
+        return batch
+
+
+def seconds_per_step(
+    run: Callable[[int], None], steps: int, clock: Callable[[], float] = time.perf_counter
+) -> tuple[float, float]:
+    """The wall time of a step in a running loop, and of a step alone.
+
+    A loop of n + 1 steps less one step alone: filling the pipeline and waiting for the last step are in both.
+
+    Args:
+        run: runs so many steps and waits for them.
+        steps: how many to time.
+        clock: gives the time in seconds.
+    """
+
+    def timed(n: int) -> float:
+        start = clock()
+        run(n)
+        return clock() - start
+
+    alone = statistics.median(timed(1) for _ in range(3))
+    # Noise can make so short a loop look shorter than a step; what it took in whole bounds it from above.
+    whole = timed(steps + 1)
+    return max(whole - alone, whole * steps / (steps + 1) ** 2) / steps, alone
+
+
+def _check_arrays(args: tuple[Any, ...]) -> None:
+    for i, arg in enumerate(args):
+        for leaf in jax.tree.leaves(arg):
+            if isinstance(leaf, jax.ShapeDtypeStruct):
+                raise TypeError(f"argument {i} has {leaf}: profile runs the step, so it needs arrays")
+
+
+def _signature(tree: Any) -> tuple[Any, ...]:
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, *((np.shape(x), getattr(x, "dtype", type(x))) for x in leaves)
+
+
+def _carried(before: list[tuple[Any, ...]], out: Any) -> int:
+    """How many leading outputs are like the leading arguments."""
+    if before and _signature(out) == before[0]:
+        return 1
+    outs = out if isinstance(out, (tuple, list)) else ()
+    alike = [_signature(x) == arg for x, arg in zip(outs, before, strict=False)]
+    return alike.index(False) if False in alike else len(alike)
+
+
+def _hlo(compiled: Any) -> str:
+    inner = getattr(compiled, "compiled", compiled)  # Equinox wraps JAX's object.
+    return (inner.as_text() or "") if hasattr(inner, "as_text") else ""
+
+
+def _donates(lowered: Any) -> bool:
+    infos = jax.tree.leaves(getattr(lowered, "args_info", ()), is_leaf=lambda x: hasattr(x, "donated"))
+    return any(getattr(info, "donated", False) for info in infos)
+
+
+def _copied(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments anew, so that the caller's own outlive a step that donates them."""
+    return jax.tree.map(lambda x: x.copy() if isinstance(x, jax.Array) else x, args)

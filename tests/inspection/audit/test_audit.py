@@ -1,0 +1,377 @@
+"""`mpjax.audit`: FLOPs against counts by hand, and programs with exactly one known fault."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from jax.experimental import pallas as pl
+
+import mpjax
+from examples.imagenet.models import create_model
+from mpjax.inspection.devices import DEVICES, device_of
+from testing import measures
+from testing.zoo import REGISTRY, harness
+
+F16, BF16, F32 = jnp.float16, jnp.bfloat16, jnp.float32
+
+
+def shape(*sizes, dtype=F16):
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+def forward_and_backward(report):
+    return tuple(sum(report.flops_by_phase[phase].values()) for phase in ("forward", "backward"))
+
+
+# FLOPs, against sums by hand from the layers' sizes
+
+
+def resnet50_multiplications(side):
+    """By the table of He et al.: 3, 4, 6 and 3 bottlenecks of 64, 128, 256 and 512; the stride is in the 3x3."""
+    stem = (side // 2) ** 2 * 7 * 7 * 3 * 64
+    total, side, features_in = stem, side // 4, 64
+    for blocks, width in ((3, 64), (4, 128), (6, 256), (3, 512)):
+        for block in range(blocks):
+            stride = 2 if block == 0 and width > 64 else 1
+            total += side**2 * features_in * width
+            before, side = side, side // stride
+            total += side**2 * 9 * width * width + side**2 * width * 4 * width
+            if block == 0:
+                total += side**2 * features_in * 4 * width
+            assert before == side * stride
+            features_in = 4 * width
+    return stem, total + 2048 * 1000
+
+
+def test_resnet50_flops_are_those_of_its_layer_table():
+    model = create_model("resnet50", 1000)
+    images = shape(2, 224, 224, 3, dtype=F32)
+    variables = jax.eval_shape(lambda: model.init(jax.random.key(0), jnp.zeros((1, 224, 224, 3))))
+
+    def loss_fn(params, batch_stats, images):
+        return jnp.mean(model.apply({"params": params, "batch_stats": batch_stats}, images))
+
+    report = mpjax.audit(jax.grad(loss_fn), variables["params"], variables["batch_stats"], images)
+    stem, total = resnet50_multiplications(224)
+    assert total == 4_089_184_256, "the 4.1 billion multiplications of the literature"
+    # By each layer's weights and by its input, but not by the images.
+    assert forward_and_backward(report) == (2 * 2 * total, 2 * (2 * 2 * total - 2 * stem))
+    assert {row.module for row in report.matmuls if row.phase == "backward"} == {row.module for row in report.matmuls}
+
+
+def test_bert_base_encoder_flops_are_those_of_its_sizes():
+    batch, length, width, heads, layers = 2, 128, 768, 12, 12
+
+    def encoder(params, x):
+        for p in params:
+            q, k, v = (jnp.reshape(x @ p[name], (batch, length, heads, -1)) for name in "qkv")
+            weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k))
+            x += jnp.reshape(jnp.einsum("bhqk,bkhd->bqhd", weights, v), x.shape) @ p["o"]
+            x += jax.nn.gelu(x @ p["up"]) @ p["down"]
+        return jnp.mean(x)
+
+    square = shape(width, width, dtype=F32)
+    layer = dict.fromkeys("qkvo", square) | {
+        "up": shape(width, 4 * width, dtype=F32),
+        "down": shape(4 * width, width, dtype=F32),
+    }
+    report = mpjax.audit(jax.grad(encoder), [layer] * layers, shape(batch, length, width, dtype=F32))
+    projections = length * width * width
+    per_layer = 4 * projections + 2 * length * length * width + 2 * 4 * projections
+    forward = 2 * batch * layers * per_layer
+    # The first layer's q, k and v have no gradient by the input.
+    assert forward_and_backward(report) == (forward, 2 * forward - 2 * batch * 3 * projections)
+
+
+@pytest.fixture(scope="module")
+def lstm():
+    length, batch, inputs, hidden = 7, 16, 24, 40
+    model = nn.RNN(nn.OptimizedLSTMCell(hidden), name="rnn")
+    x = shape(batch, length, inputs, dtype=F32)
+    params = jax.eval_shape(lambda: model.init(jax.random.key(0), jnp.zeros(x.shape)))
+    report = mpjax.audit(jax.grad(lambda params, x: jnp.mean(model.apply(params, x) ** 2)), params, x)
+    return report, 2 * length * batch * inputs * 4 * hidden, 2 * length * batch * hidden * 4 * hidden
+
+
+def test_lstm_flops_count_every_turn_of_its_scan(lstm):
+    report, of_inputs, of_state = lstm
+    assert forward_and_backward(report) == (of_inputs + of_state, of_inputs + 2 * of_state)
+    assert {row.count % 7 for row in report.matmuls} == {0}
+
+
+@pytest.mark.parametrize(
+    ("side", "stride", "padding", "groups"), [(11, 1, "VALID", 1), (11, 2, "SAME", 1), (11, 3, 1, 4), (2, 1, "SAME", 1)]
+)
+def test_both_gradients_of_a_convolution_cost_what_it_costs(side, stride, padding, groups):
+    model = nn.Conv(16, (3, 3), stride, padding=padding, feature_group_count=groups, use_bias=False)
+    x = shape(2, side, side, 8, dtype=F32)
+    params = jax.eval_shape(lambda: model.init(jax.random.key(0), jnp.zeros(x.shape)))
+    report = mpjax.audit(jax.grad(lambda p, x: model.apply(p, x).sum(), argnums=(0, 1)), params, x)
+    forward, backward = forward_and_backward(report)
+    assert backward == 2 * forward > 0
+
+
+def test_recomputed_work_of_a_remat_stands_apart():
+    w, x = shape(256, 256), shape(64, 256)
+    fun = jax.checkpoint(lambda w, x: jnp.sum(jnp.sin(jnp.sin(x @ w) @ w), dtype=F32))
+    report = mpjax.audit(jax.value_and_grad(fun), w, x)
+    one = 2 * 64 * 256 * 256
+    assert report.flops_by_phase == {
+        "forward": {"float16": 2 * one},
+        "recomputed": {"float16": 2 * one},
+        "backward": {"float16": 3 * one},
+    }
+
+
+def test_a_pallas_kernel_counts_for_its_whole_grid():
+    def kernel(x, y, out):
+        out[...] = x[...] @ y[...]
+
+    matmul = pl.pallas_call(
+        kernel,
+        grid=(4, 2),
+        in_specs=[pl.BlockSpec((64, 256), lambda i, j: (i, 0)), pl.BlockSpec((256, 128), lambda i, j: (0, j))],
+        out_specs=pl.BlockSpec((64, 128), lambda i, j: (i, j)),
+        out_shape=shape(256, 256),
+    )
+    assert mpjax.audit(matmul, shape(256, 256), shape(256, 256)).flops == {"float16": 2 * 256**3}
+
+
+# What it takes
+
+
+def test_takes_a_whole_train_step_and_modules_and_what_is_no_array():
+    model = nnx.Linear(256, 256, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, mpjax.dynamic_loss_scale(optax.adam(1e-3)), wrt=nnx.Param)
+
+    @nnx.jit(static_argnames="mode")
+    def train_step(model, optimizer, x, mode):
+        loss_fn = mpjax.autocast(lambda model: jnp.mean(model(x)))
+        grads = nnx.grad(mpjax.scale_loss(loss_fn, optimizer.opt_state))(model)
+        optimizer.update(model, grads)
+
+    report = mpjax.audit(train_step, model, optimizer, shape(128, 256, dtype=F32), mode="train")
+    assert report.flops_by_phase["backward"] == report.flops_by_phase["forward"] == {"float16": 2 * 128 * 256**2}
+    assert report.residuals == {"float16": 2 * 128 * 256}, "the input, in half"
+    assert {row.source.split(":")[0] for row in report.matmuls} == {"test_audit.py"}
+
+    mlp = eqx.filter_eval_shape(eqx.nn.MLP, 256, 256, 256, 1, key=jax.random.key(0))
+    report = mpjax.audit(eqx.filter_grad(lambda m, x: jnp.mean(jax.vmap(m)(x))), mlp, shape(256, 256, dtype=F32))
+    assert forward_and_backward(report) == (2 * 2 * 256**3, 3 * 2 * 256**3)
+
+
+@pytest.mark.parametrize(
+    "name",
+    """linen_cnn_batchnorm linen_transformer_scan_remat scan_lstm moe_ragged contrastive x64_statistics
+    custom_vjp_linear shard_map_data gradient_penalty while_power switch_experts nnx_scanned_attention""".split(),
+)
+def test_autocast_programs_are_in_half_without_a_risk(name):
+    program, (loss_fn, params, batch) = REGISTRY[name], harness.abstract(name)
+    fun = mpjax.autocast(loss_fn, "mixed_float16")
+    with program.context():
+        gradient = jax.grad(fun, has_aux=program.has_aux) if program.differentiable else fun
+        report = mpjax.audit(gradient, params, batch)
+    report.assert_half(1.0)
+    assert report.risks == ()
+
+
+@pytest.mark.parametrize("name", "linen_cnn_batchnorm linen_lstm equinox_recurrent checkpoint_policies".split())
+def test_residuals_are_those_of_the_tests_own_measure_from_the_loss_and_from_its_gradient(name):
+    program, (loss_fn, params, batch) = REGISTRY[name], harness.abstract(name)
+    assert program.has_aux is (name == "linen_cnn_batchnorm")
+    expected = measures.residual_bytes(loss_fn, params, batch, has_aux=program.has_aux)
+    gradient = jax.value_and_grad(loss_fn, has_aux=program.has_aux)
+    reports = [mpjax.audit(fun, params, batch) for fun in (loss_fn, gradient)]
+    assert [sum(report.residuals.values()) for report in reports] == [expected, expected]
+
+
+def test_a_function_without_a_gradient_says_so():
+    report = mpjax.audit(lambda x: jax.lax.while_loop(lambda c: c.sum() < 3, lambda c: c @ x, x), shape(256, 256))
+    assert report.residuals is None
+    assert any("has no gradient" in note for note in report.notes)
+    assert any("while" in note and "one turn" in note for note in report.notes)
+
+
+# One known fault each
+
+CLEAN, X, MASK, IDS = shape(256, 256), shape(256, 256), shape(256, 256, dtype=bool), shape(256, dtype=jnp.int32)
+TABLE = shape(4096, 256)
+
+FAULTS = {
+    "float32 operands": (lambda x: x @ x, (shape(256, 256, dtype=F32),), ["dtype"]),
+    "mixed operands": (lambda x, y: jax.lax.dot(x, y), (X, shape(256, 256, dtype=F32)), ["dtype"]),
+    "252 is no multiple of 8": (lambda x, y: x @ y, (X, shape(256, 252)), ["dimension"]),
+    "3 input channels": (
+        lambda x, w: jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")),
+        (shape(8, 32, 32, 3), shape(7, 7, 3, 256)),
+        ["dimension"],
+    ),
+    "a dimension of 64": (lambda x, y: x @ y, (shape(256, 64), shape(64, 256)), ["small"]),
+    "tiny": (lambda x: x @ x, (shape(20, 20),), ["tiny"]),
+    "exp": (lambda x: jnp.exp(x) @ x, (X,), ["exp"]),
+    "log": (lambda x: jnp.log(x) @ x, (X,), ["log"]),
+    "power": (lambda x: x**1.5 @ x, (X,), ["pow"]),
+    "sum": (lambda x: jnp.sum(x, 0, dtype=F16, keepdims=True) + x @ x, (X,), ["sum"]),
+    "softmax": (lambda x: jax.nn.softmax(x) @ x, (X,), ["softmax"]),
+    "loss": (lambda x: jnp.sum(x @ x), (X,), ["loss"]),
+    "selected mask": (lambda x, m: jnp.where(m, x @ x, -1e9), (X, MASK), ["overflow"]),
+    "added mask": (lambda x, m: x @ x + jnp.where(m, 0.0, -1e9).astype(F16), (X, MASK), ["overflow"]),
+    "computed mask": (lambda x, m: x @ x + ((1.0 - m) * -1e9).astype(F16), (X, MASK), ["overflow"]),
+    "epsilon of a root": (lambda x: (x @ x) * jax.lax.rsqrt(x + 1e-8), (X,), ["epsilon"]),
+    "epsilon of a quotient": (lambda x: (x @ x) / (jnp.sqrt(x) + 1e-8), (X,), ["epsilon"]),
+    "cast epsilon": (lambda x: (x @ x) / (x + jnp.float32(1e-8).astype(F16)), (X,), ["epsilon"]),
+    "ids in the batch": (lambda t, i: t[i.astype(jnp.int32)] @ t.T, (TABLE, shape(256)), ["ids"]),
+    "ids beside": (lambda t, i: (t[i] @ t.T, i.astype(F16)), (TABLE, IDS), ["ids"]),
+    "compared ids": (lambda x, i: (x @ x) * (i.astype(F16) == 3).astype(F16), (X, IDS), ["ids"]),
+    "positions": (lambda x: (x @ x) * jnp.arange(4096).astype(F16)[:256], (X,), ["ids"]),
+    "positions in bfloat16": (
+        lambda x: (x @ x) * jnp.arange(300).astype(BF16)[:256],
+        (shape(256, 256, dtype=BF16),),
+        ["ids"],
+    ),
+}
+# What looks like a fault and is none.
+FINE = {
+    "plain": (lambda x: x @ x, (X,), []),
+    "mask of -inf": (lambda x, m: jnp.where(m, x @ x, -jnp.inf), (X, MASK), []),
+    "mask of the least": (lambda x, m: jnp.where(m, x @ x, jnp.finfo(F16).min), (X, MASK), []),
+    "mask in bfloat16": (lambda x, m: jnp.where(m, x @ x, -1e9), (shape(256, 256, dtype=BF16), MASK), []),
+    "epsilon that half holds": (lambda x: (x @ x) * jax.lax.rsqrt(x + 1e-5), (X,), []),
+    "root of a relu": (lambda x: jnp.sqrt(jax.nn.relu(x @ x)), (X,), []),
+    "Python's sum": (lambda x: (x @ x) / sum([x, x]), (X,), []),
+    "few ids": (lambda t, i: (t[i] @ t.T, i.astype(F16)), (shape(2048, 256), IDS), []),
+    "pixels": (lambda x, i: (i.astype(F16) / 255) @ x, (X, shape(256, 256, dtype=jnp.uint8)), []),
+    "waves of positions": (lambda x: (x @ x) * jnp.sin(0.1 * jnp.arange(4096.0))[:256].astype(F16), (X,), []),
+    "counts": (lambda x, i: (x @ x) * i.astype(F16), (X, IDS), []),
+    "sum in float32": (lambda x: jnp.sum(jnp.sum(x @ x), dtype=F32), (X,), []),
+}
+
+
+@pytest.mark.parametrize("name", [*FAULTS, *FINE])
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")  # numpy's, of the mask
+def test_names_just_the_one_fault(name):
+    fun, args, expected = (FAULTS | FINE)[name]
+    report = mpjax.audit(fun, *args)
+    assert [found.kind for found in (*report.findings, *report.risks)] == expected
+    places = {found.source.split(":")[0] for found in (*report.findings, *report.risks)}
+    assert places <= {"test_audit.py"}
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("252 is no multiple of 8", "N = 252: pad to 256"),
+        ("3 input channels", "input channels = 3: pad to 8"),
+        ("added mask", "-1e+09 is beyond float16's 6.55e+04"),
+        ("positions in bfloat16", "up to 299; bfloat16 holds all up to 256 only"),
+    ],
+)
+def test_says_what_would_do(name, words):
+    report = mpjax.audit(*FAULTS[name][:1], *FAULTS[name][1])
+    (found,) = (*report.findings, *report.risks)
+    assert words in found.why
+    assert words.split(":")[0].split(";")[0] in " ".join(str(report).split())
+
+
+def test_forward_and_backward_of_a_bad_dimension_are_one_finding():
+    fun = jax.grad(lambda w, x: jnp.sum(jax.nn.relu(x @ w) @ w.T, dtype=F32))
+    report = mpjax.audit(fun, shape(256, 1000), shape(256, 256))
+    assert [found.kind for found in report.findings] == []
+    report = mpjax.audit(fun, shape(256, 1001), shape(256, 256))
+    assert [found.kind for found in report.findings] == ["dimension"]
+    assert report.findings[0].share == 1.0
+
+
+# The report
+
+
+@pytest.fixture(scope="module")
+def report(lstm):
+    return lstm[0]
+
+
+def test_assert_half_fails_with_the_list_of_what_is_not(report):
+    with pytest.raises(AssertionError) as error:
+        report.assert_half()
+    text = str(error.value)
+    assert "0.00% of the matmul and convolution FLOPs" in text
+    assert "rnn" in text
+    assert "recurrent.py" in text
+    assert "dot_general" in text
+    assert "float32" in text
+    assert "16×40" in text
+    report.assert_half(min_share=0.0)
+    with pytest.raises(AssertionError, match="no matmul"):
+        mpjax.audit(jnp.sin, shape(2)).assert_half()
+
+
+def test_assert_half_passes_where_the_share_is_enough():
+    fun = lambda x, y: (x @ x, y @ y)
+    report = mpjax.audit(fun, X, shape(128, 128, dtype=F32))
+    assert report.half_share == pytest.approx(8 / 9)
+    report.assert_half(0.88)
+    with pytest.raises(AssertionError, match=r"88\.89%.*less than 89\.00%"):
+        report.assert_half(0.89)
+
+
+def test_text_fits_a_terminal(report):
+    assert max(map(len, str(report).splitlines())) <= 100
+    assert "0.0% in half" in str(report)
+
+
+def test_files_have_every_row_and_need_nothing_else(report, tmp_path):
+    assert json.loads(report.to_json(tmp_path / "r.json"))["flops"] == report.flops
+    assert json.loads((tmp_path / "r.json").read_text())["matmuls"][0]["module"] == report.matmuls[0].module
+    rows = list(csv.DictReader(io.StringIO(report.to_csv(tmp_path / "r.csv"))))
+    assert sum(int(row["flops"]) for row in rows) == sum(report.flops.values())
+    page = report.to_html(tmp_path / "r.html")
+    assert (tmp_path / "r.html").read_text() == page
+    assert "<svg" in page
+    assert "http" not in page
+    assert "src=" not in page
+    assert all(row.module in page for row in report.matmuls)
+
+
+# The bound on speedup
+
+
+def test_bound_of_one_large_matmul_is_the_ratio_of_peak_rates():
+    n = 8192
+    bound = mpjax.audit(lambda x: x @ x, shape(n, n)).speedup_bound("V100")
+    assert bound.now == pytest.approx(2 * n**3 / 125e12)
+    assert bound.speedup == pytest.approx(125 / 15.7)
+    assert bound.matmul_share == 1.0
+
+
+def test_bound_of_work_that_memory_holds_up_is_that_of_bytes():
+    def fun(x):  # reads x, writes and reads exp(x), which the matmuls need, and the results
+        y = jnp.exp(x)
+        return y @ jnp.ones((4, 1), y.dtype)
+
+    n = 2**20
+    bound = mpjax.audit(fun, shape(n, 4, dtype=F32)).speedup_bound("A100")
+    in_memory, fixed = 2 * 4 * n * 4, 4 * n * 4 + n * 4
+    assert bound.float32 == pytest.approx((in_memory + fixed) / 2039e9, rel=1e-3)
+    assert bound.limit == pytest.approx((in_memory + fixed) / (in_memory / 2 + fixed), rel=1e-3)
+
+
+def test_elementwise_work_between_kernels_is_fused():
+    fun = lambda x: jnp.sum(jnp.tanh(jnp.sin(x) * 2.0) + 1.0)
+    bound = mpjax.audit(fun, shape(1024, 1024, dtype=F32)).speedup_bound("H100")
+    assert bound.now == pytest.approx(4 * 1024**2 / 3350e9, rel=1e-3)
+
+
+def test_devices_go_by_jax_names_and_unknown_ones_are_refused():
+    assert device_of("NVIDIA H100 80GB HBM3").name == "H100"
+    assert device_of("Tesla V100-SXM2-16GB").bfloat16 == DEVICES["V100"].float32, "no bfloat16 before Ampere"
+    with pytest.raises(ValueError, match=r"'B100'.*did you mean.*V100"):
+        device_of("B100")
