@@ -24,7 +24,7 @@ def _share_processes(items):
 
     The zoo's come last: many small groups fill whichever process is free.
     """
-    of_zoo = {item: "test_autocast_zoo" in item.nodeid for item in items}
+    of_zoo = {item: "casting/test_zoo" in item.nodeid for item in items}
     for item in items:
         program = item.callspec.params.get("name") if of_zoo[item] and hasattr(item, "callspec") else None
         item.add_marker(pytest.mark.xdist_group(program or item.nodeid.split("::")[0]))

@@ -12,10 +12,10 @@ import numpy as np
 import optax
 import pytest
 from flax.training.train_state import TrainState
-from flax_models import LINEN, MLP, HandsDtypeOn, ResNet, Transformer
 
 import mpjax
 from testing.measures import equations, half_share, matmuls, relative_error, residual_bytes
+from tests.modules.flax_models import LINEN, MLP, HandsDtypeOn, ResNet, Transformer
 
 HALVES = ["float16", "bfloat16"]
 F16 = jnp.dtype("float16")

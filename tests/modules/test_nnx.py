@@ -9,10 +9,10 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from flax_models import NNX, NnxMLP
 
 import mpjax
 from testing.measures import equations, half_share, matmuls, relative_error
+from tests.modules.flax_models import NNX, NnxMLP
 
 HALVES = ["float16", "bfloat16"]
 F16 = jnp.dtype("float16")

@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import json
-import pathlib
 import time
 
 import flax.linen as nn
@@ -22,6 +21,7 @@ from mpjax.inspection.profile.kernels import Kernel, Split
 from mpjax.inspection.profile.profile import Recording, Timing, report_of
 from mpjax.inspection.profile.profiler_trace import read
 from mpjax.inspection.profile.stepping import Stepper, seconds_per_step
+from testing.gpu_program import GPU_PROGRAM
 from tests.inspection.profile.gpu_traces import Span, kernel, profile_data, transfer
 
 ON = """volta_h884gemm_128x128_ldg8_nn volta_fp16_s884cudnn_fp16_128x128_ldg8_relu_exp_small_nhwc_tn_v1
@@ -93,8 +93,6 @@ for mark, metadata in {
     "@backward": '{op_name="jit(step)/transpose(jvp(Net))/Dense_0/dot_general" stack_frame_id=2}',
 }.items():
     HLO = HLO.replace(mark, metadata)
-# A real one: a train step with an embedding, a loop, a convolution and a branch, compiled for an H200.
-GPU_PROGRAM = (pathlib.Path(__file__).parent / "gpu_program.hlo").read_text()
 TIMING = Timing(step=100e-6, alone=120e-6, compile=1.0)
 
 

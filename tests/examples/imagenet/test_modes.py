@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from imagenet_runs import error_of, quick_runs  # noqa: F401
 from PIL import Image
 
 from examples.common import benchmarking
@@ -18,6 +17,7 @@ from examples.common.input_clock import InputClock
 from examples.imagenet import benchmark
 from examples.imagenet.__main__ import main
 from examples.imagenet.seeds import Seeds
+from tests.examples.imagenet.runs import error_of
 
 pytestmark = pytest.mark.usefixtures("quick_runs")
 

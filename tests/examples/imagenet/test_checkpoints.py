@@ -12,16 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from imagenet_runs import (
-    as_bytes,
-    digit_flags,
-    digits_task,
-    error_of,
-    last_state,
-    metrics_of,
-    quick_runs,  # noqa: F401 - a fixture
-    start,
-)
 from PIL import Image
 
 from examples.common import loop
@@ -32,12 +22,21 @@ from examples.imagenet import inference
 from examples.imagenet.__main__ import main
 from examples.imagenet.precision_change import change_precision, float32_params
 from examples.imagenet.weights import cast_weights, read_weights
+from tests.examples.imagenet.runs import (
+    as_bytes,
+    digit_flags,
+    digits_task,
+    error_of,
+    last_state,
+    metrics_of,
+    start,
+)
 
 pytestmark = pytest.mark.usefixtures("quick_runs")
 
 
 @pytest.fixture(scope="module")
-def trained(quick_runs, tmp_path_factory):  # noqa: F811 - the fixture
+def trained(quick_runs, tmp_path_factory):
     """The folder of a finished run."""
     output = tmp_path_factory.mktemp("trained") / "run"
     assert main(digit_flags(output)) == 0

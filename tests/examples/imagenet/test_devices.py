@@ -7,11 +7,11 @@ import socket
 import jax
 import numpy as np
 import pytest
-from imagenet_runs import digits_task, metrics_of, quick_runs, start  # noqa: F401
 
 from examples.common.cli import UsageError
 from examples.common.devices import DataParallel
 from examples.imagenet.__main__ import main
+from tests.examples.imagenet.runs import digits_task, metrics_of, start
 
 pytestmark = pytest.mark.usefixtures("quick_runs")
 

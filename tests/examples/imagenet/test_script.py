@@ -12,15 +12,6 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from image_tree import make_photo_tree
-from imagenet_runs import (
-    FewDigits,
-    digit_flags,
-    digits_task,
-    error_of,
-    quick_runs,  # noqa: F401
-    state_and_batch,
-)
 from PIL import Image
 from tensorboardX.proto.event_pb2 import Event
 
@@ -29,6 +20,14 @@ from examples.common.run_folder import RunFolder
 from examples.imagenet import seeds, training
 from examples.imagenet.__main__ import main
 from testing.measures import half_share
+from tests.examples.imagenet.image_tree import make_photo_tree
+from tests.examples.imagenet.runs import (
+    FewDigits,
+    digit_flags,
+    digits_task,
+    error_of,
+    state_and_batch,
+)
 
 pytestmark = pytest.mark.usefixtures("quick_runs")
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import pathlib
 
 import jax
 import pytest
@@ -19,11 +18,7 @@ from benchmarks.training.tables import dry_run_table, hand_written
 from benchmarks.training.target import NO_PLUGIN, h200
 from benchmarks.training.worker import measure
 from mpjax.inspection.profile.hlo_text import HloModule
-from tests.inspection.profile import gpu_traces
-
-# A train step with an embedding, a loop, a convolution and a branch, as XLA compiled it for an H200; what says where it
-# comes from and how it is scheduled is taken out.
-GPU_PROGRAM = pathlib.Path(gpu_traces.__file__).with_name("gpu_program.hlo").read_text()
+from testing.gpu_program import GPU_PROGRAM
 
 
 def one_layer(workload):

@@ -14,7 +14,7 @@ import pytest
 import mpjax
 from testing import measures
 
-DOCS = pathlib.Path(__file__).parent.parent / "docs" / "autocast.md"
+DOCS = pathlib.Path(__file__).parents[2] / "docs" / "autocast.md"
 
 
 class Model(nn.Module):

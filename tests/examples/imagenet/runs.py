@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +22,14 @@ from examples.imagenet.data import Batch, Digits
 from examples.imagenet.task import ImageTask, open_data
 from examples.imagenet.training import TrainState
 
-REPOSITORY = Path(__file__).parents[1]
+REPOSITORY = Path(__file__).parents[3]
 # What another process runs as `python -m examples.imagenet` with the tiny model.
-PROGRAM = "import sys, pytest, imagenet_runs as r; r.make_quick(pytest.MonkeyPatch()); sys.exit(r.main(sys.argv[1:]))"
+PROGRAM = """
+import sys, pytest
+from tests.examples.imagenet import runs
+runs.make_quick(pytest.MonkeyPatch())
+sys.exit(runs.main(sys.argv[1:]))
+"""
 
 
 class FewDigits(Digits):
@@ -39,16 +43,6 @@ def make_quick(patch: pytest.MonkeyPatch) -> None:
     """One narrow block as the default model, and few digits: most of a test's time is compilation."""
     patch.setitem(models.KINDS, "resnet8", models._resnet(models.BasicBlock, 1, width=4))
     patch.setattr(task, "Digits", FewDigits)
-
-
-@pytest.fixture(scope="module")
-def quick_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    before = jax.config.values["jax_compilation_cache_dir"]
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.getbasetemp() / "compiled"))
-    with pytest.MonkeyPatch.context() as patch:
-        make_quick(patch)
-        yield
-    jax.config.update("jax_compilation_cache_dir", before)
 
 
 def digit_flags(output: Path, *flags: str) -> list[str]:
@@ -80,7 +74,7 @@ def start(*flags: str) -> subprocess.Popen[str]:
     """The program in a process of its own, with one device."""
     environment = os.environ | {
         "XLA_FLAGS": "--xla_backend_optimization_level=0",
-        "PYTHONPATH": os.pathsep.join(map(str, (REPOSITORY, REPOSITORY / "tests"))),
+        "PYTHONPATH": str(REPOSITORY),
         "JAX_COMPILATION_CACHE_DIR": str(jax.config.values["jax_compilation_cache_dir"]),
     }
     command = [sys.executable, "-c", PROGRAM, *flags]

@@ -11,7 +11,6 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from image_tree import CLASSES, cat, make_photo_tree
 from PIL import Image
 
 from examples.common.cli import UsageError
@@ -20,6 +19,7 @@ from examples.imagenet.augmentation import Crop, middle_box, random_box
 from examples.imagenet.data import Augmentation, Batch, Dataset, Digits
 from examples.imagenet.image_folder import ImageFolder, open_image_folder
 from examples.imagenet.pipeline import Shard, Workers, evaluation_batches, train_batches
+from tests.examples.imagenet.image_tree import CLASSES, cat, make_photo_tree
 
 # Batches: what they are a function of.
 
