@@ -8,15 +8,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpjax.casting import versions
-from mpjax.casting.oplists import DEFAULTS, HARMLESS_POWERS, NEVER_HALF, Op
+from mpjax._jaxpr import compat
+from mpjax._jaxpr.primitives import Op, primitive
+from mpjax._jaxpr.source import MARK, join, scopes
 from mpjax.casting.rules import Entry, Rules
 
 FLOAT32 = np.dtype(np.float32)
 
-# Named scopes that the decorators and `autocast_disabled` put around a region. Scopes go through
-# `jit`, `grad` and `vmap` with the equations, which a Python flag would not.
-MARK = "mpjax."
+# Small whole powers are products of the input with itself and no wider than `mul`.
+_HARMLESS_POWERS = frozenset({2, 3})
+
+# The regions that the decorators and `autocast_disabled` mark.
 HALF_REGION, FLOAT_REGION, PROMOTE_REGION, OFF_REGION = "half", "float", "promote", "off"
 
 
@@ -39,7 +41,7 @@ class Setting:
 
     def inside(self, eqn: Any, region: str) -> Setting:
         """The setting of the program inside an equation."""
-        path = join(self.path, versions.scopes(eqn)) if self.rules.reads_scopes else ""
+        path = join(self.path, scopes(eqn)) if self.rules.reads_scopes else ""
         # In a remat everything is computed again already; a custom rule stores what its author says.
         recompute = self.recompute and eqn.primitive.name not in _NO_ISLANDS
         looped = self.looped or eqn.primitive.name == "scan"
@@ -60,14 +62,9 @@ class Verdict(NamedTuple):
     entry: Entry | None = None
 
 
-def join(*paths: str) -> str:
-    """Module paths, one below the other."""
-    return "/".join(path for path in paths if path)
-
-
 def tracked(v: Any) -> bool:
     """Whether autocast may choose this value's dtype: a float32 array. float64 is left as the user set it."""
-    return versions.is_shaped(v.aval) and v.aval.dtype == FLOAT32
+    return compat.is_shaped(v.aval) and v.aval.dtype == FLOAT32
 
 
 @functools.lru_cache(maxsize=4096)
@@ -78,10 +75,10 @@ def _region(scopes: str) -> str:
 
 def classify(eqn: Any, setting: Setting) -> Verdict:
     """The verdict on one equation: region, then the user's rules, then the default lists."""
-    scopes = versions.scopes(eqn)
-    if setting.plain and MARK not in scopes:
+    path = scopes(eqn)
+    if setting.plain and MARK not in path:
         return _default(eqn)
-    region = (_region(scopes) if MARK in scopes else "") or setting.region
+    region = (_region(path) if MARK in path else "") or setting.region
     if region == OFF_REGION:
         return Verdict(Op.OPAQUE, "autocast is disabled here", region)
     verdict = _default(eqn)
@@ -89,7 +86,7 @@ def classify(eqn: Any, setting: Setting) -> Verdict:
         return verdict._replace(region=region)
     if region:
         return _in_region(verdict, region, eqn.primitive.name)
-    matched = setting.rules.match(eqn, join(setting.path, scopes))
+    matched = setting.rules.match(eqn, join(setting.path, path))
     if matched is not None:
         return _by_rule(verdict, *matched)
     return _at_level(verdict, setting.rules.level, eqn.primitive.name)
@@ -97,8 +94,8 @@ def classify(eqn: Any, setting: Setting) -> Verdict:
 
 def _default(eqn: Any) -> Verdict:
     name = eqn.primitive.name
-    op = DEFAULTS.get(name)
-    if op is None:
+    op = primitive(name).op
+    if op is Op.OPAQUE:
         return Verdict(Op.OPAQUE, f"{name} is not known")
     special = _SPECIAL.get(name)
     return (special and special(eqn)) or _VERDICTS[op]
@@ -108,13 +105,13 @@ _VERDICTS = {op: Verdict(op, op.value) for op in Op}
 
 
 def _integer_pow(eqn: Any) -> Verdict | None:
-    return _VERDICTS[Op.INFER] if eqn.params["y"] in HARMLESS_POWERS else None
+    return _VERDICTS[Op.INFER] if eqn.params["y"] in _HARMLESS_POWERS else None
 
 
 def _div(eqn: Any) -> Verdict | None:
     # By a constant it is a multiplication. By a variable, the derivative has the square of its
     # reciprocal, which leaves float16's range soon: float32, like an operation with a sum.
-    return _VERDICTS[Op.INFER] if isinstance(eqn.invars[1], versions.Literal) else None
+    return _VERDICTS[Op.INFER] if isinstance(eqn.invars[1], compat.Literal) else None
 
 
 def _gather(eqn: Any) -> Verdict | None:
@@ -140,7 +137,7 @@ def _cond(eqn: Any) -> Verdict | None:
 
 
 def _jit(eqn: Any) -> Verdict | None:
-    return Verdict(Op.OPAQUE, "a jit with layouts") if versions.jit_options(eqn.params) is None else None
+    return Verdict(Op.OPAQUE, "a jit with layouts") if compat.jit_options(eqn.params) is None else None
 
 
 _SPECIAL = {
@@ -165,7 +162,7 @@ def _in_region(verdict: Verdict, region: str, name: str) -> Verdict:
     if region == FLOAT_REGION:
         op = Op.DENY if verdict.op in (Op.ALLOW, Op.INFER, Op.WIDE) else verdict.op
         return Verdict(op, "float_function", region)
-    movable = verdict.op in (Op.DENY, Op.INFER, Op.WIDE) and name not in NEVER_HALF
+    movable = verdict.op in (Op.DENY, Op.INFER, Op.WIDE) and not primitive(name).float32_only
     return Verdict(Op.ALLOW if movable else verdict.op, "half_function", region)
 
 
@@ -183,6 +180,6 @@ def _by_rule(verdict: Verdict, entry: Entry, op: Op) -> Verdict:
 def _at_level(verdict: Verdict, level: str, name: str) -> Verdict:
     if level == "conservative" and verdict.op in (Op.INFER, Op.WIDE):
         return Verdict(Op.DENY, "level 'conservative'")
-    if level == "half" and verdict.op in (Op.DENY, Op.INFER, Op.WIDE) and name not in NEVER_HALF:
+    if level == "half" and verdict.op in (Op.DENY, Op.INFER, Op.WIDE) and not primitive(name).float32_only:
         return Verdict(Op.ALLOW, "level 'half'")
     return verdict

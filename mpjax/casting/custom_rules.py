@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
-from mpjax.casting import versions
+from mpjax._jaxpr import compat
 from mpjax.casting.classify import Setting, tracked
 from mpjax.casting.demand import LIVE, MAY_HALF, WANT_FLOAT, WANT_HALF
 from mpjax.casting.entering import Call
@@ -52,7 +52,7 @@ def _resolved(consts: Sequence[Any], env: dict[Any, Value], half: Any) -> list[A
     """What a rule closes over. A value of the program around it is known there only as it was traced."""
     found = []
     for const in consts:
-        value = env.get(versions.variable_of(const), const)
+        value = env.get(compat.variable_of(const), const)
         found.append(array_of(value, FULL, half) if isinstance(value, list) else value)
     return found
 
@@ -76,7 +76,7 @@ def _custom_jvp(step: Step, operands: Sequence[Value], outer: Plan, env: dict[An
     def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
         primals, tangents = primals[num_consts:], tangents[num_consts:]
         zeros = [type(t) is SymbolicZero for t in tangents]
-        jaxpr, consts, out_zeros = versions.jvp_jaxpr(params, zeros)
+        jaxpr, consts, out_zeros = compat.jvp_jaxpr(params, zeros)
         moving = [i for i, zero in enumerate(zeros) if not zero]
         ins = [*range(len(primals)), *moving]
         is_float0 = [False] * len(primals) + [tangents[i].dtype == jax.dtypes.float0 for i in moving]
@@ -122,9 +122,9 @@ def _custom_vjp(step: Step, operands: Sequence[Value], outer: Plan, env: dict[An
     def fwd(*args: Any) -> tuple[Any, Any]:
         perturbed = [arg.perturbed for arg in args] if symbolic else [True] * len(args)
         args = tuple(arg.value for arg in args) if symbolic else args
-        jaxpr, consts = versions.fwd_jaxpr(params, perturbed)
+        jaxpr, consts = compat.fwd_jaxpr(params, perturbed)
         consts = _resolved(consts, env, half)
-        count, forwards = versions.fwd_trees(params)
+        count, forwards = compat.fwd_trees(params)
         own = sum(f is None for f in forwards)
         wanted = [LIVE | MAY_HALF] * own + [_wanted(slot) for slot in out_slots]
         planned = _rule_plan(jaxpr, consts, states[num_consts:], wanted, setting)
@@ -164,7 +164,7 @@ def _custom_vjp(step: Step, operands: Sequence[Value], outer: Plan, env: dict[An
         values = [
             value_of(a, slot_of(s)) for a, s in zip((a for a in given if not _is_zero(a)), in_states, strict=True)
         ]
-        consts = _resolved(versions.open_jaxpr(traced.jaxpr).consts, env, half)
+        consts = _resolved(compat.open_jaxpr(traced.jaxpr).consts, env, half)
         results = iter(run(planned, consts, values))
         return tuple(
             None if zero else _out(next(results), None, slot, half)
@@ -197,12 +197,12 @@ def _trace_bwd(params: dict[str, Any], num_residuals: int, given: Sequence[Any],
             SymbolicZero(x.aval.update(dtype=dtype)) if _is_zero(x) else next(rest)
             for x, dtype in zip(given, dtypes, strict=True)
         ]
-        cts = versions.call_bwd(params, args[:num_residuals], args[num_residuals:])
+        cts = compat.call_bwd(params, args[:num_residuals], args[num_residuals:])
         zeros.extend(ct is None or _is_zero(ct) for ct in cts)
         return [ct for ct in cts if not (ct is None or _is_zero(ct))]
 
-    examples = [versions.retyped(x, dtype) for x, dtype in zip(given, dtypes, strict=True) if not _is_zero(x)]
-    jaxpr = versions.trace(rule, *examples)
+    examples = [compat.retyped(x, dtype) for x, dtype in zip(given, dtypes, strict=True) if not _is_zero(x)]
+    jaxpr = compat.trace(rule, *examples)
     return _TracedRule(jaxpr, tuple(zeros))
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpjax.casting import versions
+from mpjax._jaxpr import compat
+from mpjax._jaxpr.primitives import Op, primitive
 from mpjax.casting.classify import OFF_REGION, PROMOTE_REGION, Verdict, tracked
 from mpjax.casting.demand import HALVES
-from mpjax.casting.oplists import JOINS, SATURATING, Op
 from mpjax.casting.planning import ALIAS, BIND, DECIDERS, Planner, Step, made_of
 from mpjax.casting.states import (
     COMPUTED,
@@ -30,7 +30,7 @@ def _active(kind: int) -> int:
 
 def _allow(planner: Planner, eqn: Any, verdict: Verdict) -> Step:
     mixed = any(
-        versions.is_shaped(v.aval) and v.aval.dtype.kind in "fcV" and v.aval.dtype != planner.setting.half
+        compat.is_shaped(v.aval) and v.aval.dtype.kind in "fcV" and v.aval.dtype != planner.setting.half
         for v in eqn.invars
         if not tracked(v)
     )
@@ -56,11 +56,11 @@ def _infer(planner: Planner, eqn: Any, verdict: Verdict) -> Step:
     kind = planner.kind(eqn)
     if verdict.region == PROMOTE_REGION:
         kind = FLOAT if any(s and s.kind != HALF for s in map(planner.state, eqn.invars)) else kind
-    if eqn.primitive.name in JOINS and planner.only_half(eqn) and kind != PINNED:
+    if primitive(eqn.primitive.name).join and planner.only_half(eqn) and kind != PINNED:
         return planner.low(eqn, verdict, min(kind, HALF), f"{verdict.why}: only half is read of it")
     if eqn.params.get("out_dtype") is not None:
         return planner.full(eqn, verdict, _active(kind), "the user fixed its output dtype")
-    if kind == HALF and planner.setting.recompute and eqn.primitive.name in SATURATING and not verdict.entry:
+    if kind == HALF and planner.setting.recompute and primitive(eqn.primitive.name).saturating and not verdict.entry:
         return planner.full(eqn, verdict, HALF, f"{verdict.why}: half activation, exact near saturation")
     if kind == HALF and planner.asked(eqn) & HALVES:
         return planner.low(eqn, verdict, HALF, f"{verdict.why}: half activation")
@@ -79,7 +79,7 @@ def _wide(planner: Planner, eqn: Any, verdict: Verdict) -> Step:
     if kind == PINNED:
         kind = FLOAT
     operand = eqn.invars[0]
-    exact = isinstance(operand, versions.Literal) and exact_in_half(operand, planner.setting.half)
+    exact = isinstance(operand, compat.Literal) and exact_in_half(operand, planner.setting.half)
     if exact and planner.only_half(eqn):
         return planner.low(eqn, verdict, kind, "a constant that half holds exactly")
     return planner.full(eqn, verdict, kind, f"{verdict.why}: its derivative is a sum")
@@ -112,7 +112,7 @@ def _convert(planner: Planner, eqn: Any, verdict: Verdict) -> Step:
         kind = PINNED if pinned and dtype.itemsize < 4 else made_of(eqn)
         return Step(eqn, BIND, (planner.read(v, RAW),), (State(kind, FULL),), "the user's cast", verdict)
     if tracked(out):  # only the weak type changes
-        if isinstance(v, versions.Literal):
+        if isinstance(v, compat.Literal):
             return planner.full(eqn, verdict, state.kind, "the user's cast")
         state = planner.moved(v, out)
         low = state.slot == LOW

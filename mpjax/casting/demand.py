@@ -10,9 +10,9 @@ import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from mpjax.casting import versions
+from mpjax._jaxpr import compat
+from mpjax._jaxpr.primitives import Op, primitive
 from mpjax.casting.classify import Setting, Verdict, classify, tracked
-from mpjax.casting.oplists import JOINS, Op
 
 LIVE = 1  # something reads it
 WANT_FLOAT = 2  # something reads it in float32
@@ -48,7 +48,7 @@ def _demand(jaxpr: Any, wanted: tuple[int, ...], setting: Setting) -> Demand:
     flags: dict[Any, int] = {}
 
     def ask(v: Any, what: int) -> None:
-        if not isinstance(v, versions.Literal):
+        if not isinstance(v, compat.Literal):
             flags[v] = flags.get(v, 0) | what
 
     for v, what in zip(jaxpr.outvars, wanted, strict=True):
@@ -65,7 +65,7 @@ def _demand(jaxpr: Any, wanted: tuple[int, ...], setting: Setting) -> Demand:
                 ask(v, what)
         else:
             what = _operand(verdict, outs)
-            if verdict.op is Op.INFER and eqn.primitive.name in JOINS:
+            if verdict.op is Op.INFER and primitive(eqn.primitive.name).join:
                 what = LIVE | outs[0]
             if verdict.op is Op.INFER and _unary(eqn):
                 # A norm's output that an activation takes to a matmul is half before the activation.
@@ -77,7 +77,7 @@ def _demand(jaxpr: Any, wanted: tuple[int, ...], setting: Setting) -> Demand:
 
 def _unary(eqn: Any) -> bool:
     """Whether an equation follows one float value: relu, but not the difference from a mean."""
-    return len({v for v in eqn.invars if not isinstance(v, versions.Literal) and tracked(v)}) == 1
+    return len({v for v in eqn.invars if not isinstance(v, compat.Literal) and tracked(v)}) == 1
 
 
 def _operand(verdict: Verdict, outs: Sequence[int]) -> int:
@@ -115,7 +115,7 @@ def call_jaxpr(params: dict[str, Any]) -> Any:
 
 
 def _call(params: dict[str, Any], outs: tuple[int, ...], setting: Setting) -> Sequence[int]:
-    return demand(versions.open_jaxpr(call_jaxpr(params)).jaxpr, outs, setting).inputs
+    return demand(compat.open_jaxpr(call_jaxpr(params)).jaxpr, outs, setting).inputs
 
 
 def _rule(params: dict[str, Any], outs: tuple[int, ...], setting: Setting) -> Sequence[int]:
@@ -125,7 +125,7 @@ def _rule(params: dict[str, Any], outs: tuple[int, ...], setting: Setting) -> Se
 
 
 def _cond(params: dict[str, Any], outs: tuple[int, ...], setting: Setting) -> Sequence[int]:
-    branches = [demand(versions.open_jaxpr(b).jaxpr, outs, setting).inputs for b in params["branches"]]
+    branches = [demand(compat.open_jaxpr(b).jaxpr, outs, setting).inputs for b in params["branches"]]
     merged = [0] * len(branches[0])
     for inputs in branches:
         merged = [a | b for a, b in zip(merged, inputs, strict=True)]
@@ -134,8 +134,8 @@ def _cond(params: dict[str, Any], outs: tuple[int, ...], setting: Setting) -> Se
 
 def scan_demand(params: dict[str, Any], outs: tuple[int, ...], setting: Setting) -> tuple[tuple[int, ...], Demand]:
     """What is asked of a scan's body outputs, at the fixed point of its carry, and the body's demand."""
-    num_consts, num_carry = versions.scan_split(params)
-    body = versions.open_jaxpr(params["jaxpr"]).jaxpr
+    num_consts, num_carry = compat.scan_split(params)
+    body = compat.open_jaxpr(params["jaxpr"]).jaxpr
     return _carry_fixpoint(body, outs, num_consts, num_carry, setting)
 
 
@@ -144,12 +144,12 @@ def while_demand(params: dict[str, Any], outs: tuple[int, ...], setting: Setting
     condition = _condition(params, setting)
     carry = condition.inputs[params["cond_nconsts"] :]
     outs = tuple(out | read for out, read in zip(outs, carry, strict=True))
-    body = versions.open_jaxpr(params["body_jaxpr"]).jaxpr
+    body = compat.open_jaxpr(params["body_jaxpr"]).jaxpr
     return _carry_fixpoint(body, outs, params["body_nconsts"], len(outs), setting)
 
 
 def _condition(params: dict[str, Any], setting: Setting) -> Demand:
-    return demand(versions.open_jaxpr(params["cond_jaxpr"]).jaxpr, (OUTPUT,), setting)
+    return demand(compat.open_jaxpr(params["cond_jaxpr"]).jaxpr, (OUTPUT,), setting)
 
 
 def _carry_fixpoint(
@@ -167,7 +167,7 @@ def _carry_fixpoint(
 
 def _scan(params: dict[str, Any], outs: tuple[int, ...], setting: Setting) -> Sequence[int]:
     wanted, found = scan_demand(params, outs, setting)
-    num_consts, num_carry = versions.scan_split(params)
+    num_consts, num_carry = compat.scan_split(params)
     inputs = list(found.inputs)
     for i in range(num_carry):
         inputs[num_consts + i] |= wanted[i] & ~RETURNED

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from mpjax.casting import versions
+from mpjax._jaxpr import compat
 from mpjax.casting.classify import Setting, Verdict, tracked
 from mpjax.casting.demand import OUTPUT, RETURNED, call_jaxpr, scan_demand, while_demand
 from mpjax.casting.islands import JITS, cheap
@@ -165,8 +165,8 @@ def _shard_map(planner: Planner, eqn: Any, verdict: Verdict) -> Step:
     inner = _inner_plan(planner, eqn, verdict, call_jaxpr(eqn.params), _wanted(planner, eqn))
     if inner.trivial:
         return _as_traced(planner, eqn, verdict, inner.out_states, inner)
-    in_specs, _ = versions.shard_map_specs(eqn.params)
-    axes = versions.shard_map_options(eqn.params)["axis_names"]
+    in_specs, _ = compat.shard_map_specs(eqn.params)
+    axes = compat.shard_map_options(eqn.params)["axis_names"]
     slots = []
     for v, mask, spec in zip(eqn.invars, inner.in_reads, in_specs, strict=True):
         state = planner.state(v)
@@ -225,7 +225,7 @@ def _agreed(states: Sequence[State | None], flags: int) -> State | None:
 
 
 def _scan(planner: Planner, eqn: Any, verdict: Verdict) -> Step:
-    num_consts, num_carry = versions.scan_split(eqn.params)
+    num_consts, num_carry = compat.scan_split(eqn.params)
     setting = planner.setting.inside(eqn, verdict.region)
     wanted, _ = scan_demand(eqn.params, _wanted(planner, eqn), setting)
     split = num_consts + num_carry
@@ -291,7 +291,7 @@ def _carry_fixpoint(
     skip: int = 0,
 ) -> tuple[Plan, tuple[State | None, ...]]:
     """The plan of a loop's body with carry states that it keeps, and those states."""
-    jaxpr = versions.open_jaxpr(body).jaxpr
+    jaxpr = compat.open_jaxpr(body).jaxpr
     consts = _handed(planner, eqn.invars[skip : skip + num_consts])
     ins = jaxpr.invars[num_consts : num_consts + len(init)]
     outs = jaxpr.outvars[: len(init)]
@@ -335,7 +335,7 @@ def _adds_to(jaxpr: Any, before: Any, after: Any) -> bool:
     def reaches(v: Any) -> bool:
         if v is before:
             return True
-        eqn = None if isinstance(v, versions.Literal) else made.get(v)
+        eqn = None if isinstance(v, compat.Literal) else made.get(v)
         if eqn is None or eqn.primitive.name not in ("add", "add_any", "sub", "select_n", "copy", "reshape"):
             return False
         return any(map(reaches, eqn.invars))

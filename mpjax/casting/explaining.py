@@ -6,14 +6,14 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from mpjax._jaxpr import compat
+from mpjax._jaxpr.primitives import MATMULS, Op
+from mpjax._jaxpr.walk import Site, site_of
 from mpjax._tables import table
-from mpjax.casting import versions
 from mpjax.casting.classify import tracked
 from mpjax.casting.islands import Island
-from mpjax.casting.oplists import ALLOW, Op
 from mpjax.casting.planning import SKIP, Plan, Step, inner_plans
 from mpjax.casting.states import LOW, RAW
-from mpjax.casting.walker import Site, site_of
 
 # Not worth a line: they move elements about, or have their own lines inside.
 _SILENT = (Op.MOVE, Op.CONVERT, Op.READ)
@@ -179,11 +179,11 @@ def rows_of(plan: Plan) -> tuple[Row, ...]:
 def _silent(step: Step) -> bool:
     if step.action == SKIP or step.verdict.op in _SILENT or step.verdict.op is Op.ENTER:
         return True
-    return step.eqn.primitive.name not in ALLOW and not any(map(tracked, (*step.eqn.invars, *step.eqn.outvars)))
+    return step.eqn.primitive.name not in MATMULS and not any(map(tracked, (*step.eqn.invars, *step.eqn.outvars)))
 
 
 def _float(v: Any) -> bool:
-    return versions.is_shaped(v.aval) and v.aval.dtype.kind in "fcV"
+    return compat.is_shaped(v.aval) and v.aval.dtype.kind in "fcV"
 
 
 def _dtype(v: Any, slot: int, half: str) -> str:

@@ -15,34 +15,13 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from mpjax.casting import versions
+from mpjax._jaxpr import compat
+from mpjax._jaxpr.primitives import MATMULS, Op, Saves, primitive
 from mpjax.casting.classify import tracked
-from mpjax.casting.oplists import ALLOW, Op
 from mpjax.casting.states import FULL, INPUT, LOW, RAW, State
 
-# Reads twice as if they were cheap, but are not; or must not happen twice.
-_DEAR = frozenset(
-    """sort top_k approx_top_k fft lu qr geqrf ormqr householder_product eig eigh svd schur hessenberg
-    cholesky cholesky_update tridiagonal tridiagonal_solve triangular_solve random_gamma
-    random_gamma_grad symmetric_product psum psum_invariant reduce_scatter all_gather
-    all_gather_invariant all_to_all ppermute pmax pmin pvary pbroadcast optimization_barrier name
-    scatter scatter-add scatter-mul scatter-min scatter-max scatter_add cumsum cumprod
-    cumlogsumexp cummax cummin device_put regularized_incomplete_beta igamma igammac igamma_grad_a
-    """.split()
-)
-# Their derivatives store no floating values.
-_LINEAR = frozenset(
-    """add add_any sub neg reduce_sum broadcast_in_dim convert_element_type select_n reshape transpose
-    squeeze slice dynamic_slice gather rev concatenate pad copy stop_gradient reduce_window_sum sign round
-    floor ceil
-    """.split()
-)
-# Their derivatives store what went in; all others what came out, or as much.
-_STORES_INPUTS = frozenset("mul div integer_pow pow log log1p sin cos tan abs atan2 erf".split())
 JITS = frozenset({"jit", "pjit"})
 _CALLS = JITS | {"custom_jvp_call", "closed_call"}
-# Integers and masks that an island needs may be made in it.
-_BESIDE = frozenset("iota eq ne lt le gt ge and or not xor is_finite broadcast_in_dim reshape".split())
 
 # How many steps an island may begin before its float32 arithmetic, and end behind it: a bound on the time of planning.
 _REACH = 32
@@ -73,7 +52,7 @@ class Island:
 def cheap(eqn: Any) -> bool:
     """Whether an equation may be computed a second time."""
     name = eqn.primitive.name
-    if eqn.effects or name in _DEAR or name in ALLOW:
+    if eqn.effects or primitive(name).expensive:
         return False
     if name == "gather":  # that picks, as a loss does with its labels, and does not spread
         return eqn.outvars[0].aval.size <= eqn.invars[0].aval.size
@@ -84,7 +63,7 @@ def cheap(eqn: Any) -> bool:
 
 def _inside(eqn: Any) -> Sequence[Any]:
     jaxpr = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-    return versions.open_jaxpr(jaxpr).jaxpr.eqns
+    return compat.open_jaxpr(jaxpr).jaxpr.eqns
 
 
 def _kept(eqn: Any) -> Iterator[Any]:
@@ -93,10 +72,10 @@ def _kept(eqn: Any) -> Iterator[Any]:
     if name in _CALLS:
         for inner in _inside(eqn):
             yield from _kept(inner)
-    elif name not in _LINEAR and any(map(tracked, eqn.outvars)):
-        if name in ("mul", "div") and any(isinstance(v, versions.Literal) for v in eqn.invars):
+    elif primitive(name).saves is not Saves.NOTHING and any(map(tracked, eqn.outvars)):
+        if name in ("mul", "div") and any(isinstance(v, compat.Literal) for v in eqn.invars):
             return
-        yield from _variables(eqn) if name in _STORES_INPUTS else eqn.outvars
+        yield from _variables(eqn) if primitive(name).saves is Saves.INPUTS else eqn.outvars
 
 
 def form(steps: Sequence[Any], states: dict[Any, State], read_outside: Sequence[Read]) -> list[Any]:
@@ -155,7 +134,7 @@ def _connected(run: Sequence[Any]) -> Iterable[list[Any]]:
 
 
 def _variables(eqn: Any) -> list[Any]:
-    return [v for v in eqn.invars if not isinstance(v, versions.Literal)]
+    return [v for v in eqn.invars if not isinstance(v, compat.Literal)]
 
 
 def _floats(step: Any) -> list[Any]:
@@ -171,7 +150,7 @@ def _belongs(step: Any) -> bool:
         return cheap(step.eqn)
     if step.action not in ("bind", "alias") or step.verdict.op is Op.OPAQUE or not cheap(step.eqn):
         return False
-    return bool(_floats(step)) or step.eqn.primitive.name in _BESIDE
+    return bool(_floats(step)) or primitive(step.eqn.primitive.name).mask
 
 
 class _Stretches:
@@ -184,7 +163,7 @@ class _Stretches:
         for step in steps:
             for read in step.touched:
                 self.readers.setdefault(read, []).append(id(step))
-                if step.eqn.primitive.name in ALLOW:
+                if step.eqn.primitive.name in MATMULS:
                     self.stored.add(read)
         for read in read_outside:
             self.readers.setdefault(read, []).append(0)
@@ -248,7 +227,7 @@ class _Stretches:
         return v in self.states and self.states[v].kind == INPUT
 
     def _size(self, reads: Iterable[Read]) -> int:
-        shaped = ((v.aval, slot) for v, slot in reads if versions.is_shaped(v.aval))
+        shaped = ((v.aval, slot) for v, slot in reads if compat.is_shaped(v.aval))
         return sum(aval.size * _ITEMSIZE.get(slot, aval.dtype.itemsize) for aval, slot in shaped)
 
     def _ins(self, steps: Sequence[Any]) -> tuple[Read, ...]:

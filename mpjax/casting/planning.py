@@ -13,11 +13,11 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mpjax.casting import versions
+from mpjax._jaxpr import compat
+from mpjax._jaxpr.primitives import MATMULS, Op, primitive
 from mpjax.casting.classify import Setting, Verdict, tracked
 from mpjax.casting.demand import MAY_HALF, WANT_FLOAT, WANT_HALF, demand
 from mpjax.casting.islands import Island, form
-from mpjax.casting.oplists import ALLOW, ELEMENTWISE, Op
 from mpjax.casting.states import (
     COMPUTED,
     FLOAT,
@@ -124,7 +124,7 @@ _cache: weakref.WeakKeyDictionary[Any, dict[Any, Plan]] = weakref.WeakKeyDiction
 
 def plan(jaxpr: Any, in_states: tuple[State | None, ...], wanted: tuple[int, ...], setting: Setting) -> Plan:
     """The plan of a jaxpr for these states of its inputs and these demands on its outputs."""
-    jaxpr = versions.open_jaxpr(jaxpr).jaxpr
+    jaxpr = compat.open_jaxpr(jaxpr).jaxpr
     known = _cache.setdefault(jaxpr, {})
     key = (in_states, wanted, setting)
     if key not in known:
@@ -180,24 +180,24 @@ class Planner:
         """The state of a value that an equation reads."""
         if not tracked(v):
             return None
-        if isinstance(v, versions.Literal):
+        if isinstance(v, compat.Literal):
             return State(literal_kind(v, self.setting.half), FULL)
         return self.states[v]
 
     def seen(self, v: Any) -> State | None:
         """The state as an infer reader sees it."""
         state = self.state(v)
-        if state is None or isinstance(v, versions.Literal):
+        if state is None or isinstance(v, compat.Literal):
             return state
         return State(softened(state.kind, self.flags.get(v, 0)), state.slot)
 
     def read(self, v: Any, slot: int) -> int:
         """Notes that a value is read in a slot."""
         if not tracked(v):
-            if not isinstance(v, versions.Literal):
+            if not isinstance(v, compat.Literal):
                 self.log.append((v, RAW))
             return RAW
-        if not isinstance(v, versions.Literal):
+        if not isinstance(v, compat.Literal):
             self.log.append((v, slot))
             self.reads[v] = self.reads.get(v, 0) | 1 << slot
             if slot == LOW or self.states[v].slot == LOW:
@@ -230,7 +230,7 @@ class Planner:
         state, flags = self.state(v), self.flags.get(out, 0)
         assert state is not None
         only_half = flags & WANT_HALF and not flags & (WANT_FLOAT | MAY_HALF)
-        if only_half and state.slot == FULL and state.kind != PINNED and not isinstance(v, versions.Literal):
+        if only_half and state.slot == FULL and state.kind != PINNED and not isinstance(v, compat.Literal):
             return State(HALF if state.kind == FLOAT else state.kind, LOW)
         return state
 
@@ -253,7 +253,7 @@ class Planner:
             self.tally += Tally(entries=frozenset({step.verdict.entry}))
         for inner in inner_plans(step):
             self.tally += inner.tally
-        if step.eqn.primitive.name in ALLOW and step.action != SKIP:
+        if step.eqn.primitive.name in MATMULS and step.action != SKIP:
             operands = [v.aval.dtype for v in step.eqn.invars[:2]]
             if step.low:
                 self.tally += Tally(cast=1)
@@ -303,13 +303,13 @@ class Planner:
         return Step(eqn, BIND, reads, outs, why, verdict, low=True, spread=spread)
 
     def _spread(self, eqn: Any) -> tuple[int, ...]:
-        if eqn.primitive.name not in ELEMENTWISE:
+        if not primitive(eqn.primitive.name).elementwise:
             return ()
         shape = eqn.outvars[0].aval.shape
         return tuple(
             i
             for i, v in enumerate(eqn.invars)
-            if tracked(v) and v.aval.shape != shape and not isinstance(v, versions.Literal)
+            if tracked(v) and v.aval.shape != shape and not isinstance(v, compat.Literal)
         )
 
 
@@ -320,5 +320,5 @@ def inner_plans(step: Step) -> tuple[Plan, ...]:
 
 def made_of(eqn: Any) -> int:
     """The kind of a float32 value that is made of none: of integers castable, of complex or float64 not."""
-    floats = (v.aval.dtype for v in eqn.invars if versions.is_shaped(v.aval))
+    floats = (v.aval.dtype for v in eqn.invars if compat.is_shaped(v.aval))
     return FLOAT if any(dtype.kind in "fc" or dtype.kind == "V" for dtype in floats) else COMPUTED

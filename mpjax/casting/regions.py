@@ -14,7 +14,8 @@ from typing import Any, TypeVar, cast
 
 import jax
 
-from mpjax.casting.classify import FLOAT_REGION, HALF_REGION, MARK, OFF_REGION, PROMOTE_REGION
+from mpjax._jaxpr.source import MARK
+from mpjax.casting.classify import FLOAT_REGION, HALF_REGION, OFF_REGION, PROMOTE_REGION
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from mpjax.casting import versions
+from mpjax._jaxpr import compat
 from mpjax.casting.demand import call_jaxpr
 from mpjax.casting.entering import Branches, Call, Delivery, Loop
 from mpjax.casting.planning import Plan, Step
@@ -72,7 +72,7 @@ def _jit(step: Step, operands: Sequence[Value], plan: Plan, env: Any) -> Sequenc
     arrays = hand_in(call.delivery, operands, plan.setting.half)
     if "in_shardings" not in params:  # a call primitive
         return take(program_of(call, jaxpr)(*arrays), call.plan.out_states)
-    options = versions.jit_options(params) or {}
+    options = compat.jit_options(params) or {}
     key = (
         "jit",
         call.delivery,
@@ -88,10 +88,10 @@ def _jit(step: Step, operands: Sequence[Value], plan: Plan, env: Any) -> Sequenc
         body.__name__ = body.__qualname__ = params["name"]
         ins = [params["in_shardings"][i] for i, _ in call.delivery]
         outs = params["out_shardings"]
-        if not all(map(versions.is_unspecified, ins)):
-            options["in_shardings"] = tuple(None if versions.is_unspecified(s) else s for s in ins)
-        if not all(map(versions.is_unspecified, outs)):
-            options["out_shardings"] = tuple(None if versions.is_unspecified(s) else s for s in outs)
+        if not all(map(compat.is_unspecified, ins)):
+            options["in_shardings"] = tuple(None if compat.is_unspecified(s) else s for s in ins)
+        if not all(map(compat.is_unspecified, outs)):
+            options["out_shardings"] = tuple(None if compat.is_unspecified(s) else s for s in outs)
         donated = tuple(n for n, (i, _) in enumerate(call.delivery) if params["donated_invars"][i])
         return jax.jit(body, donate_argnums=donated or None, **options)
 
@@ -102,7 +102,7 @@ def _remat(step: Step, operands: Sequence[Value], plan: Plan, env: Any) -> Seque
     call: Call = step.inner
     params, jaxpr = step.eqn.params, call_jaxpr(step.eqn.params)
     arrays = hand_in(call.delivery, operands, plan.setting.half)
-    of_operands = versions.barriers(params, len(operands))
+    of_operands = compat.barriers(params, len(operands))
     barriers = tuple(of_operands[i] for i, _ in call.delivery)
     if params["differentiated"]:
         # It is the backward pass of a remat already. What is left of it is the barrier that keeps
@@ -220,13 +220,13 @@ def _while(step: Step, operands: Sequence[Value], plan: Plan, env: Any) -> Seque
 def _shard_map(step: Step, operands: Sequence[Value], plan: Plan, env: Any) -> Sequence[Value]:
     call: Call = step.inner
     params = step.eqn.params
-    in_specs, out_specs = versions.shard_map_specs(params)
+    in_specs, out_specs = compat.shard_map_specs(params)
     arrays = hand_in(call.delivery, operands, plan.setting.half)
     mapped = jax.shard_map(
         program_of(call, call_jaxpr(params)),
         in_specs=tuple(in_specs[i] for i, _ in call.delivery),
         out_specs=out_specs,
-        **versions.shard_map_options(params),
+        **compat.shard_map_options(params),
     )
     return take(mapped(*arrays), call.plan.out_states)
 

@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from mpjax.casting import versions
+from mpjax._jaxpr import compat
 from mpjax.casting.classify import FLOAT32, tracked
 from mpjax.casting.islands import Island
 from mpjax.casting.planning import ALIAS, BIND, SKIP, Plan, Step
@@ -64,7 +64,7 @@ def _carry_out(steps: Sequence[Step | Island], env: dict[Any, Value], plan: Plan
             value = env[v]
             env[out] = value if step.outs[0] is not None else array_of(value, LOW, half)
             continue
-        with versions.EquationContext(eqn):
+        with compat.EquationContext(eqn):
             if step.action == BIND:
                 outs = _bind(step, env, half)
             else:
@@ -107,7 +107,7 @@ def _many_to_one(primitive: Any, *avals: Any, axes: tuple[int, ...] = (), **_: A
 
 def run_closed(plan: Plan, jaxpr: Any, values: Sequence[Value]) -> list[Value]:
     """Carries out the plan of a closed jaxpr with the constants it holds."""
-    return run(plan, versions.open_jaxpr(jaxpr).consts, values)
+    return run(plan, compat.open_jaxpr(jaxpr).consts, values)
 
 
 def array_of(value: Value, slot: int, half: np.dtype) -> Any:
@@ -137,13 +137,13 @@ def _strong(x: Any) -> Any:
 
 
 def _operand(v: Any, env: dict[Any, Value]) -> Value:
-    if not isinstance(v, versions.Literal):
+    if not isinstance(v, compat.Literal):
         return env[v]
     return [v.val, None] if tracked(v) else v.val
 
 
 def _read(v: Any, slot: int, env: dict[Any, Value], half: np.dtype) -> Any:
-    if not isinstance(v, versions.Literal):
+    if not isinstance(v, compat.Literal):
         return array_of(env[v], slot, half)
     return np.asarray(v.val).astype(half)[()] if slot == LOW else v.val
 

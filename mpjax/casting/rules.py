@@ -8,8 +8,9 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from mpjax.casting import versions
-from mpjax.casting.oplists import DEFAULTS, Op
+from mpjax._jaxpr import compat
+from mpjax._jaxpr.primitives import TABLE, Op
+from mpjax._jaxpr.primitives import primitive as primitive_row
 from mpjax.policy import path_matches
 
 Predicate = Callable[[Any, Mapping[str, Any], tuple[Any, ...]], bool]
@@ -38,7 +39,7 @@ class UnusedRuleWarning(UserWarning):
 class Rules:
     """Which operations run in half (allow), in float32 (deny), or in what their inputs are (infer).
 
-    What is given here comes before the defaults (`mpjax.casting.oplists`). An entry of a list is
+    What is given here comes before the defaults (`mpjax._jaxpr.primitives`). An entry of a list is
 
     - the name of a primitive, `"reduce_max"`;
     - a pattern over module paths and named scopes, which has a `/` or a `*` in it:
@@ -106,7 +107,7 @@ class Rules:
         for name, _ in _LISTS:
             if primitive in getattr(self, name):
                 return name
-        op = DEFAULTS.get(primitive, Op.OPAQUE)
+        op = primitive_row(primitive).op
         return op.value if op in (Op.ALLOW, Op.DENY, Op.OPAQUE) else "infer"
 
     @property
@@ -165,8 +166,8 @@ def _entries(where: str, entries: Any) -> tuple[Entry, ...]:
             continue
         if not isinstance(entry, str) or not entry:
             raise ValueError(f"{where}: {entry!r} is neither a name, a pattern nor a predicate.")
-        if not is_pattern(entry) and entry not in DEFAULTS and entry not in versions.known_primitives():
-            close = difflib.get_close_matches(entry, {*DEFAULTS, *versions.known_primitives()}, 1)
+        if not is_pattern(entry) and entry not in TABLE and entry not in compat.known_primitives():
+            close = difflib.get_close_matches(entry, {*TABLE, *compat.known_primitives()}, 1)
             hint = f" (did you mean {close[0]!r}?)" if close else ""
             raise ValueError(
                 f"{where}: {entry!r} is not a primitive of this JAX{hint}. A module path or named scope is "

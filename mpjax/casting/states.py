@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpjax.casting import versions
+from mpjax._jaxpr import compat
 from mpjax.casting.demand import HALVES, RETURNED, WANT_FLOAT, WANT_HALF
 
 # Kinds, in the order in which they win when an operation has several inputs. The first three are
@@ -60,7 +60,7 @@ def literal_kind(literal: Any, half: np.dtype) -> int:
     value = np.asarray(literal.val)
     if value.size != 1:
         return INPUT
-    size, limits = abs(float(value)), versions.finfo(half)
+    size, limits = abs(float(value)), compat.finfo(half)
     if size == 0:
         return ZERO
     representable = float(limits.smallest_subnormal) <= size <= float(limits.max)

@@ -13,8 +13,10 @@ from typing import Any, TypeVar, cast
 import jax
 import numpy as np
 
-from mpjax.casting import misuse, versions
-from mpjax.casting.classify import MARK, OFF_REGION, Setting, tracked
+from mpjax._jaxpr import compat
+from mpjax._jaxpr.source import MARK
+from mpjax.casting import misuse
+from mpjax.casting.classify import OFF_REGION, Setting, tracked
 from mpjax.casting.demand import LIVE, OUTPUT
 from mpjax.casting.planning import Plan, plan
 from mpjax.casting.regions import nesting
@@ -63,7 +65,7 @@ def trace(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], 
     arrays = [leaves[i][1] for i in where]
     nesting.tracing += planned
     try:
-        jaxpr = versions.trace(flat, *arrays)
+        jaxpr = compat.trace(flat, *arrays)
     finally:
         nesting.tracing -= planned
 
@@ -78,7 +80,7 @@ def trace(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], 
 
 def plan_program(program: Program, setting: Setting) -> Plan:
     """The plan of a traced function: inputs are castable, outputs are handed out in float32."""
-    jaxpr = versions.open_jaxpr(program.jaxpr).jaxpr
+    jaxpr = compat.open_jaxpr(program.jaxpr).jaxpr
     states = tuple(State(INPUT, FULL) if tracked(v) else None for v in jaxpr.invars)
     wanted = tuple(OUTPUT if tracked(v) else LIVE for v in jaxpr.outvars)
     return plan(jaxpr, states, wanted, setting)
@@ -94,7 +96,7 @@ def run_program(program: Program, planned: Plan) -> Any:
     arrays = [array_of(v, slot, half) for v, slot in zip(outs, slots, strict=True)]
     return program.rebuild(
         [
-            versions.with_weak_type(x, v.aval) if versions.is_shaped(v.aval) else x
+            compat.with_weak_type(x, v.aval) if compat.is_shaped(v.aval) else x
             for x, v in zip(arrays, planned.outvars, strict=True)
         ]
     )

@@ -20,11 +20,11 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from mpjax.casting import versions
+from mpjax._jaxpr import compat
+from mpjax._jaxpr.primitives import Op, primitive
+from mpjax._jaxpr.walk import Site, site_of
 from mpjax.casting.demand import call_jaxpr
-from mpjax.casting.oplists import DEFAULTS
 from mpjax.casting.transform import Program, functional, trace
-from mpjax.casting.walker import Site, site_of
 from mpjax.policy import HALF_DTYPES
 
 # Excess precision would leave out the rounding between two operations in half, and with it the overflow.
@@ -81,7 +81,7 @@ class Block:
 
 def lay_out(jaxpr: Any, start: int = 0, outer: Site | None = None, loops: tuple[int, ...] = ()) -> Block:
     """Numbers the equations of a jaxpr and of those inside it."""
-    opened = versions.open_jaxpr(jaxpr)
+    opened = compat.open_jaxpr(jaxpr)
     rows, number = [], start
     for eqn in opened.jaxpr.eqns:
         site = site_of(eqn, outer)
@@ -181,11 +181,11 @@ class Run:
         notes: dict[Key, Any] = {}
 
         def read(v: Any) -> Any:
-            return self._widened(v.val) if isinstance(v, versions.Literal) else env[v]
+            return self._widened(v.val) if isinstance(v, compat.Literal) else env[v]
 
         for place in block.rows:
             ins = [read(v) for v in place.site.eqn.invars]
-            with versions.EquationContext(place.site.eqn):
+            with compat.EquationContext(place.site.eqn):
                 outs, new = self._evaluate(place, ins, turn)
             env.update(zip(place.site.eqn.outvars, outs, strict=True))
             self._add(notes, new)
@@ -205,7 +205,7 @@ class Run:
         if place.site.name in special:
             outs, new = special[place.site.name](place, ins, turn)
         else:
-            if eqn.params.get("differentiated") and any(versions.barriers(eqn.params, len(ins))):
+            if eqn.params.get("differentiated") and any(compat.barriers(eqn.params, len(ins))):
                 # A remat's backward pass: without the barrier, what it computes again would be kept instead.
                 ins = lax.optimization_barrier(list(ins))
             outs, new = self.block(place.blocks[0], ins, turn)
@@ -219,7 +219,7 @@ class Run:
 
     def _varying(self, tree: Any) -> Any:
         """Notes inside a `shard_map` differ from device to device."""
-        return jax.tree.map(lambda x: versions.vary(jnp.asarray(x), self._manual), tree) if self._manual else tree
+        return jax.tree.map(lambda x: compat.vary(jnp.asarray(x), self._manual), tree) if self._manual else tree
 
     def _turn(self, body: Block, notes: Any, new: dict[Key, Any]) -> tuple[Any, Any]:
         """The merged notes after a turn, and what is stacked of it."""
@@ -230,7 +230,7 @@ class Run:
 
     def _scan(self, place: Place, ins: Sequence[Any], turn: Sequence[Any]) -> tuple[list[Any], dict[Key, Any]]:
         params, (body,) = place.site.eqn.params, place.blocks
-        num_consts, num_carry = versions.scan_split(params)
+        num_consts, num_carry = compat.scan_split(params)
         split = num_consts + num_carry
 
         def step(carry: Any, xs: Sequence[Any]) -> Any:
@@ -295,8 +295,8 @@ class Run:
 
     def _shard_map(self, place: Place, ins: Sequence[Any], turn: Sequence[Any]) -> tuple[list[Any], dict[Key, Any]]:
         params, (body,) = place.site.eqn.params, place.blocks
-        in_specs, out_specs = versions.shard_map_specs(params)
-        options = versions.shard_map_options(params)
+        in_specs, out_specs = compat.shard_map_specs(params)
+        options = compat.shard_map_options(params)
         axes = tuple(axis for axis in options["mesh"].axis_names if axis in options["axis_names"])
         inside = Run(self.probe, self.wide)
         inside._manual = axes if options["check_vma"] else ()
@@ -331,13 +331,13 @@ def _strong(arrays: Sequence[Any]) -> list[Any]:
 def is_inexact(x: Any) -> bool:
     """Whether a value or a variable is an array of floats, real or complex."""
     aval = getattr(x, "aval", None) or jax.typeof(x)
-    return versions.is_shaped(aval) and jnp.issubdtype(aval.dtype, jnp.inexact)
+    return compat.is_shaped(aval) and jnp.issubdtype(aval.dtype, jnp.inexact)
 
 
 def is_half(x: Any) -> bool:
     """Whether a value or a variable is a float16 or bfloat16 array."""
     aval = getattr(x, "aval", None) or jax.typeof(x)
-    return versions.is_shaped(aval) and aval.dtype in HALF_DTYPES
+    return compat.is_shaped(aval) and aval.dtype in HALF_DTYPES
 
 
 def widened(x: Any) -> Any:
@@ -357,7 +357,7 @@ def _bind_wide(eqn: Any, arrays: Sequence[Any]) -> list[Any]:
         return _bind(eqn, arrays)
     if name == "reduce_precision":
         return [widened(arrays[0])]
-    if name in _AS_TRACED or name not in DEFAULTS:
+    if name in _AS_TRACED or primitive(name).op is Op.OPAQUE:
         back = [
             lax.convert_element_type(x, v.aval.dtype) if is_half(v) else x
             for x, v in zip(arrays, eqn.invars, strict=True)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from mpjax.casting import walker
+from mpjax._jaxpr import walk as walker
 from testing import measures
 from testing.zoo import REGISTRY, harness
 

@@ -10,9 +10,10 @@ import jax
 import jax.extend
 import jax.numpy as jnp
 
-from mpjax.casting import versions
+from mpjax._jaxpr import compat
+from mpjax._jaxpr.source import FORWARD
+from mpjax._jaxpr.walk import Site, walk
 from mpjax.casting.transform import Program, traced_call
-from mpjax.casting.walker import FORWARD, Site, walk
 from mpjax.inspection.audit.dataflow import Flow, flow_of
 from mpjax.inspection.audit.matmuls import casts_of, findings_of, matmuls_of
 from mpjax.inspection.audit.report import PrecisionReport as PrecisionReport
@@ -82,7 +83,7 @@ def _residuals(program: Program, flow: Flow, sites: list[Site]) -> tuple[dict[st
         ]
     shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in program.arrays]
     try:
-        traced = versions.trace(gradient, *shapes)
+        traced = compat.trace(gradient, *shapes)
     except Exception as error:  # any rule of the program's author may refuse, each in its own way
         reason = (str(error).strip().splitlines() or [""])[0]
         return None, [f"the function has no gradient: {type(error).__name__}: {reason}"]
@@ -103,7 +104,7 @@ def _gradient(program: Program) -> Callable[..., Any] | None:
 
     The first result, if it is a scalar, is the loss and all else is auxiliary; otherwise all results count.
     """
-    opened = versions.open_jaxpr(program.jaxpr)
+    opened = compat.open_jaxpr(program.jaxpr)
     first = [
         i for i, name in enumerate(program.names) if name.startswith("[0][0]") and _is_float(opened.jaxpr.invars[i])
     ]
@@ -129,7 +130,7 @@ def _gradient(program: Program) -> Callable[..., Any] | None:
 
 
 def _is_float(v: Any) -> bool:
-    return versions.is_shaped(v.aval) and bool(jnp.issubdtype(v.aval.dtype, jnp.floating))
+    return compat.is_shaped(v.aval) and bool(jnp.issubdtype(v.aval.dtype, jnp.floating))
 
 
 def _notes(sites: list[Site]) -> Iterator[str]:

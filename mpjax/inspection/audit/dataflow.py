@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from mpjax.casting import versions
-from mpjax.casting.walker import Site, inner_jaxprs, site_of
+from mpjax._jaxpr import compat
+from mpjax._jaxpr.walk import Site, inner_jaxprs, site_of
 
 INPUT, CONSTANT, MADE = "input", "constant", "made"
 
@@ -36,7 +36,7 @@ class Value:
     @property
     def bytes(self) -> int:
         """Its size in memory; 0 for what is no array."""
-        return self.aval.size * self.aval.dtype.itemsize if versions.is_shaped(self.aval) else 0
+        return self.aval.size * self.aval.dtype.itemsize if compat.is_shaped(self.aval) else 0
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -75,19 +75,19 @@ class Flow:
 
 def flow_of(jaxpr: Any) -> Flow:
     """The graph of a closed jaxpr."""
-    inputs = [Value(v.aval, INPUT) for v in versions.open_jaxpr(jaxpr).jaxpr.invars]
+    inputs = [Value(v.aval, INPUT) for v in compat.open_jaxpr(jaxpr).jaxpr.invars]
     return _flow(jaxpr, inputs, None)
 
 
 def _flow(jaxpr: Any, inputs: Sequence[Value], around: Site | None, operands: tuple[int, ...] = ()) -> Flow:
-    opened, consts = versions.open_jaxpr(jaxpr)
+    opened, consts = compat.open_jaxpr(jaxpr)
     values = dict(zip(opened.invars, inputs, strict=True))
     # The constants of an open jaxpr are not known here; they are no one's result all the same.
     known = list(consts) or [None] * len(opened.constvars)
     values |= {v: Value(v.aval, CONSTANT, c) for v, c in zip(opened.constvars, known, strict=True)}
 
     def value(v: Any) -> Value:
-        return Value(v.aval, CONSTANT, v.val) if isinstance(v, versions.Literal) else values[v]
+        return Value(v.aval, CONSTANT, v.val) if isinstance(v, compat.Literal) else values[v]
 
     nodes: list[Node] = []
     for eqn in opened.eqns:
@@ -107,7 +107,7 @@ def _flow(jaxpr: Any, inputs: Sequence[Value], around: Site | None, operands: tu
 
 def _arguments(jaxpr: Any, reads: Sequence[Value]) -> list[Value]:
     """The values as a function inside sees them: in a `shard_map`, the part of one device."""
-    shapes = [v.aval for v in versions.open_jaxpr(jaxpr).jaxpr.invars]
+    shapes = [v.aval for v in compat.open_jaxpr(jaxpr).jaxpr.invars]
     return [
         read
         if getattr(aval, "shape", None) == getattr(read.aval, "shape", None)
@@ -119,7 +119,7 @@ def _arguments(jaxpr: Any, reads: Sequence[Value]) -> list[Value]:
 def _bodies(eqn: Any, reads: Sequence[Value], site: Site) -> Iterator[Flow]:
     """The programs inside an equation that is no call. What changes from turn to turn is a new value there."""
     for inner, operands, invariant in _programs(eqn):
-        shapes = [v.aval for v in versions.open_jaxpr(inner).jaxpr.invars]
+        shapes = [v.aval for v in compat.open_jaxpr(inner).jaxpr.invars]
         inputs = [reads[i] if i in invariant else Value(aval) for i, aval in zip(operands, shapes, strict=True)]
         yield _flow(inner, inputs, site, tuple(operands))
 
@@ -128,7 +128,7 @@ def _programs(eqn: Any) -> Iterator[tuple[Any, Sequence[int], range]]:
     """Each inner program with the operand for each of its inputs, and which operands every turn reads alike."""
     name, params, operands = eqn.primitive.name, eqn.params, range(len(eqn.invars))
     if name == "scan":
-        yield params["jaxpr"], operands, range(versions.scan_split(params)[0])
+        yield params["jaxpr"], operands, range(compat.scan_split(params)[0])
     elif name == "cond":
         for branch in params["branches"]:
             yield branch, operands[1:], operands

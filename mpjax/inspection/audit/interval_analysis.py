@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax.casting import versions
+from mpjax._jaxpr import compat
 from mpjax.inspection.audit.dataflow import Flow, Node, Value
 
 
@@ -75,7 +75,7 @@ def index_sizes(flow: Flow) -> dict[Value, int]:
         elif node.site.name in _INDEX_ARITHMETIC and (size := max(sizes.get(w, 0) for w in node.writes)):
             # A negative index is counted from the end: compared, added to, selected.
             for value in node.reads:
-                if value.constant is None and versions.is_shaped(value.aval) and value.aval.dtype.kind in "iu":
+                if value.constant is None and compat.is_shaped(value.aval) and value.aval.dtype.kind in "iu":
                     sizes[value] = max(size, sizes.get(value, 0))
     return sizes
 
@@ -102,7 +102,7 @@ def _forward(flow: Flow, known: dict[Value, Known]) -> None:
 
 def _slices(node: Node, body: Flow, of: Callable[[Value], Known | None], known: dict[Value, Known]) -> None:
     """A turn of a scan sees a slice of what it goes over; of a carry nothing is known."""
-    scanned = sum(versions.scan_split(node.site.eqn.params))
+    scanned = sum(compat.scan_split(node.site.eqn.params))
     for value, operand in zip(body.inputs[scanned:], node.reads[scanned:], strict=True):
         if (found := of(operand)) is not None:
             known.setdefault(value, found)
@@ -113,7 +113,7 @@ def _constant(value: Value) -> Known | None:
     if isinstance(array, jax.core.Tracer) or not getattr(array, "is_fully_addressable", True):
         return None
     # Weights that a function closes over are too large to look through, and tell nothing.
-    if not versions.is_shaped(value.aval) or not 0 < value.aval.size <= _LARGEST:
+    if not compat.is_shaped(value.aval) or not 0 < value.aval.size <= _LARGEST:
         return None
     if not (jnp.issubdtype(value.aval.dtype, jnp.number) or value.aval.dtype == bool):
         return None
@@ -126,7 +126,7 @@ def _constant(value: Value) -> Known | None:
 
 def _of_dtype(value: Value) -> Known | None:
     """Bools and bytes are small whatever they hold."""
-    if not versions.is_shaped(value.aval) or value.aval.dtype.itemsize > 1 or value.aval.dtype.kind not in "biu":
+    if not compat.is_shaped(value.aval) or value.aval.dtype.itemsize > 1 or value.aval.dtype.kind not in "biu":
         return None
     if value.aval.dtype == bool:
         return _TRUTHS

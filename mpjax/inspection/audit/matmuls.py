@@ -9,7 +9,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from mpjax.casting.walker import Site, is_weight_gradient
+from mpjax._jaxpr.flops import is_weight_gradient
+from mpjax._jaxpr.walk import Site
 from mpjax.inspection.reports import amount
 
 ALIGNMENT = 8

@@ -9,8 +9,8 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
+from mpjax._jaxpr.source import BACKWARD, FORWARD, RECOMPUTED
 from mpjax._tables import table
-from mpjax.casting.walker import BACKWARD, FORWARD, RECOMPUTED
 from mpjax.inspection.audit.matmuls import MEANINGS as MATMUL_MEANINGS
 from mpjax.inspection.audit.matmuls import Finding, Matmul
 from mpjax.inspection.audit.module_bars import precision_map

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpjax.casting.walker import FORWARD
+from mpjax._jaxpr.source import FORWARD
 from mpjax.inspection.audit.dataflow import Flow, Value
 
 _FILLS = frozenset({"broadcast_in_dim", "convert_element_type", "reshape"})

@@ -10,8 +10,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax.casting import versions
-from mpjax.casting.walker import Site
+from mpjax._jaxpr import compat
+from mpjax._jaxpr.walk import Site
 from mpjax.inspection.audit.dataflow import Flow, Node, Value
 from mpjax.inspection.audit.interval_analysis import Known, known_values
 
@@ -110,7 +110,7 @@ def _place(site: Site) -> tuple[str, str]:
 
 
 def _is_half(value: Value) -> bool:
-    return versions.is_shaped(value.aval) and value.aval.dtype in HALF
+    return compat.is_shaped(value.aval) and value.aval.dtype in HALF
 
 
 def _loss(flow: Flow, nodes: Sequence[Node]) -> Iterator[Found]:
@@ -139,7 +139,7 @@ def _cast(node: Node, known: dict[Value, Known]) -> Iterator[Found]:
     source, target = node.reads[0], node.writes[0]
     value, back = known.get(target), known.get(source)
     if _is_half(target) and value and source.aval.dtype not in HALF:
-        limits, dtype = versions.finfo(target.aval.dtype), target.aval.dtype.name
+        limits, dtype = compat.finfo(target.aval.dtype), target.aval.dtype.name
         if math.isfinite(value.largest) and value.largest > float(limits.max):
             worst = value.low if abs(value.low) == value.largest else value.high
             why = f"{worst:.4g} is beyond {dtype}'s {float(limits.max):.4g}; jnp.finfo(dtype).min fits"
@@ -190,7 +190,7 @@ def _compared(nodes: Sequence[Node], known: dict[Value, Known]) -> Iterator[Foun
         name, reads = node.site.name, node.reads
         if name == "convert_element_type" and _is_half(node.writes[0]) and reads[0] not in known:
             if (
-                versions.is_shaped(reads[0].aval)
+                compat.is_shaped(reads[0].aval)
                 and reads[0].aval.dtype.kind in "iu"
                 and reads[0].aval.dtype.itemsize > 1
             ):
@@ -211,7 +211,7 @@ def _compared(nodes: Sequence[Node], known: dict[Value, Known]) -> Iterator[Foun
 
 def _exact(dtype: Any) -> int:
     """Up to which whole number a dtype holds all."""
-    return 2 ** (int(versions.finfo(dtype).nmant) + 1)
+    return 2 ** (int(compat.finfo(dtype).nmant) + 1)
 
 
 def _is_zero(value: Value) -> bool:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator
 
-from mpjax.casting import versions
-from mpjax.casting.oplists import ALLOW
+from mpjax._jaxpr import compat
+from mpjax._jaxpr.primitives import MATMULS
 from mpjax.inspection.audit.dataflow import INPUT, Flow, Node, Value
 from mpjax.inspection.devices import Device
 
 # Start a kernel of their own; everything else is elementwise or moves data, and is fused into what reads it.
 _REDUCTIONS = ("reduce_", "cum", "arg", "select_and")
-_ROOTS = ALLOW | frozenset(
+_ROOTS = MATMULS | frozenset(
     """gather scatter scatter-add scatter_add scatter-mul scatter_mul scatter-min scatter_min scatter-max scatter_max
     sort top_k approx_top_k fft lu qr geqrf ormqr householder_product eig eigh svd schur hessenberg cholesky
     triangular_solve tridiagonal_solve random_bits threefry2x32 scan while cond psum psum_invariant all_gather
@@ -167,6 +167,6 @@ def _kernel(node: Node, reads: Iterable[Value], writes: Iterable[Value], results
 
 
 def _class(value: Value, results: frozenset[Value]) -> str:
-    if not versions.is_shaped(value.aval) or value.kind == INPUT or value in results:
+    if not compat.is_shaped(value.aval) or value.kind == INPUT or value in results:
         return "fixed"
     return {"float32": "full", "float16": "half", "bfloat16": "half"}.get(value.aval.dtype.name, "fixed")

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mpjax.casting import versions
+from mpjax._jaxpr import compat
 from mpjax.inspection.interpreter import LOOPS, Block, Key, Place, Probe, is_inexact
 
 INF, NAN = 1, 2
@@ -166,7 +166,7 @@ def _arrays(block: Block) -> list[Key]:
 
 
 def _first_slice(place: Place) -> int:
-    return sum(versions.scan_split(place.site.eqn.params))
+    return sum(compat.scan_split(place.site.eqn.params))
 
 
 def _sliced(place: Place) -> list[int]:

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mpjax._jaxpr.source import BACKWARD
 from mpjax.casting.transform import Program
-from mpjax.casting.walker import BACKWARD
 from mpjax.inspection.interpreter import (
     COMPILER_OPTIONS,
     Block,

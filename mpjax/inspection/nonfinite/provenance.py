@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax.casting import versions
+from mpjax._jaxpr import compat
 from mpjax.inspection.interpreter import Block, Place, is_inexact
 from mpjax.inspection.nonfinite.codes import NAN, slice_key, turns_key, unpacked
 
@@ -128,7 +128,7 @@ class _Replay:
         )
 
         def read(v: Any, number: int) -> Address:
-            return _constant(v.val, (*when, number)) if isinstance(v, versions.Literal) else env[v]
+            return _constant(v.val, (*when, number)) if isinstance(v, compat.Literal) else env[v]
 
         for place in block.rows:
             ins = [read(v, place.number) for v in place.site.eqn.invars]
@@ -184,7 +184,7 @@ class _Replay:
         self, place: Place, ins: Sequence[Address], notes: dict[Any, Any], when: tuple[int, ...]
     ) -> list[Address]:
         params = place.site.eqn.params
-        first, count = versions.scan_split(params)
+        first, count = compat.scan_split(params)
         split = first + count
         xs = [(address, notes.get(slice_key(place, i))) for i, address in enumerate(ins[split:])]
         return self._turns(place, params["length"], ins[:first], ins[first:split], xs, notes, when)

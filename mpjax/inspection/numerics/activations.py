@@ -11,9 +11,9 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from mpjax.casting import versions
-from mpjax.casting.oplists import ALLOW, DEFAULTS, Op
-from mpjax.casting.walker import BACKWARD, FORWARD
+from mpjax._jaxpr import compat
+from mpjax._jaxpr.primitives import MATMULS, primitive
+from mpjax._jaxpr.source import BACKWARD, FORWARD
 from mpjax.inspection.interpreter import Block, Place, is_half
 
 _HANDS_ON = frozenset({"broadcast_in_dim", "pvary", "tile"})
@@ -75,7 +75,7 @@ class _Analysis:
         env = dict(zip(block.jaxpr.invars, ins, strict=True))
 
         def read(v: Any) -> _Made:
-            return _Made() if isinstance(v, versions.Literal) else env.get(v, _Made())
+            return _Made() if isinstance(v, compat.Literal) else env.get(v, _Made())
 
         for place in block.rows:
             eqn = place.site.eqn
@@ -86,11 +86,11 @@ class _Analysis:
 
     def _made(self, place: Place, given: Sequence[_Made]) -> list[_Made]:
         eqn, name = place.site.eqn, place.site.name
-        if DEFAULTS.get(name) in (Op.MOVE, Op.CONVERT) or name in _HANDS_ON:
+        if primitive(name).moves or name in _HANDS_ON:
             if any(map(is_half, eqn.outvars)):
                 self.half.update(*(made.near for made in given))
             return [given[min(i, len(given) - 1)] if given else _Made() for i in range(len(eqn.outvars))]
-        if name in ALLOW:
+        if name in MATMULS:
             self.found.add(place.number)
             self.found.update(*(made.near for made in given))
         self._left(place, given)
@@ -115,7 +115,7 @@ class _Analysis:
                 branches = [self.block(block, given[1:]) for block in blocks]
                 return [_either(outs) for outs in zip(*branches, strict=True)]
             case "scan":
-                first, count = versions.scan_split(params)
+                first, count = compat.scan_split(params)
                 return self._loop(blocks[0], given[:first], given[first : first + count], given[first + count :])
             case "while":
                 first, count = params["cond_nconsts"], params["body_nconsts"]

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from mpjax._jaxpr import compat
+from mpjax._jaxpr.primitives import Op, primitive
+from mpjax._jaxpr.source import BACKWARD
 from mpjax._loss_scale_state import LossScaleState, find_loss_scale_state
-from mpjax.casting import versions
-from mpjax.casting.oplists import DEFAULTS, Op
-from mpjax.casting.walker import BACKWARD
 from mpjax.inspection.interpreter import (
     COMPILER_OPTIONS,
     Block,
@@ -188,7 +188,7 @@ class _Measuring:
         names: list[str] = []
         gradient = _gradient(self.fun, self.state, self.argnums, self.has_aux, names)
         program = traced_call("numerics", gradient, args, {})
-        consts = versions.open_jaxpr(program.jaxpr).consts
+        consts = compat.open_jaxpr(program.jaxpr).consts
         key = jax.tree.structure(args), *(jax.typeof(x) for x in (*program.arrays, *consts))
         if key not in self.compiled:
             self.compiled[key] = self._compile(lay_out(program.jaxpr), names)
@@ -246,7 +246,7 @@ class _Measuring:
         largest = self._largest_gradient()
         safe = init = None
         if largest is not None:
-            safe = 2.0 ** math.floor(math.log2(float(versions.finfo(self.limits.dtype).max) / largest))
+            safe = 2.0 ** math.floor(math.log2(float(compat.finfo(self.limits.dtype).max) / largest))
             init = min(max(safe / _HEADROOM, _SMALLEST_SCALE), _LARGEST_SCALE)
             init = init if self.limits.dtype == jnp.float16 else 1.0
         return NumericsReport(
@@ -325,5 +325,5 @@ def _dtypes(place: Place) -> list[str]:
 
 def _rule(op: str) -> str:
     """What autocast's default lists say of a primitive."""
-    listed = DEFAULTS.get(op, Op.OPAQUE)
+    listed = primitive(op).op
     return {Op.ALLOW: "half", Op.DENY: "float32", Op.OPAQUE: "as traced"}.get(listed, "follows") if op else ""

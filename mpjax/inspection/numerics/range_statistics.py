@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mpjax.casting import versions
-from mpjax.casting.oplists import DEFAULTS, Op
-from mpjax.casting.walker import RECOMPUTED
+from mpjax._jaxpr import compat
+from mpjax._jaxpr.primitives import Op, primitive
+from mpjax._jaxpr.source import RECOMPUTED
 from mpjax.inspection.interpreter import Block, Key, Place, Probe, is_inexact
 from mpjax.inspection.numerics.activations import Counted
 
@@ -46,7 +46,7 @@ class Limits:
     @classmethod
     def of(cls, dtype: Any) -> Limits:
         """The limits of a dtype."""
-        info = versions.finfo(dtype)
+        info = compat.finfo(dtype)
         largest = float(info.max)
         last_place = 2.0 ** (np.floor(np.log2(largest)) - info.nmant)
         return cls(np.dtype(dtype), float(info.smallest_subnormal) / 2, largest + last_place / 2, int(info.nmant))
@@ -158,7 +158,7 @@ def is_measured(place: Place, counts: Counted) -> bool:
         return False
     if place.number in counts.activations | counts.gradients | counts.parameters:
         return True
-    moves = name in _NEUTRAL or DEFAULTS.get(name) in (Op.MOVE, Op.CONVERT, Op.READ)
+    moves = name in _NEUTRAL or primitive(name).op in (Op.MOVE, Op.CONVERT, Op.READ)
     return not moves and bool(_floats(eqn.invars))
 
 

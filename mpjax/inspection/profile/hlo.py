@@ -6,9 +6,8 @@ import dataclasses
 import re
 from collections.abc import Iterator, Mapping
 
-from mpjax.casting import versions
-from mpjax.casting.classify import MARK
-from mpjax.casting.oplists import ALLOW
+from mpjax._jaxpr.primitives import MATMULS
+from mpjax._jaxpr.source import MARK, telling_frame
 from mpjax.inspection.profile.hlo_text import HloModule, Line
 
 MATMUL, CONVOLUTION, ATTENTION = "matmul", "convolution", "attention"
@@ -133,7 +132,7 @@ def _instruction(program: HloModule, computation: str, line: Line) -> Instructio
         named = _named_by_readers(program, computation, line, bool(heavy)) or line
     module = module_path(named.op_name)
     places = program.places(named)
-    which = versions.telling_frame([path for path, _ in places], in_layer=bool(module))
+    which = telling_frame([path for path, _ in places], in_layer=bool(module))
     shapes = tuple(_shapes(*heavy)) if heavy else ()
     return Instruction(
         line.name,
@@ -152,7 +151,7 @@ def _instruction(program: HloModule, computation: str, line: Line) -> Instructio
 def _named_by_readers(program: HloModule, computation: str, line: Line, heavy: bool) -> Line | None:
     """The nearest reader with a name: XLA's rewrites lose some, as those of convolutions in a backward pass."""
     named = [reader for reader in program.readers(computation, line, _NEAR) if reader.op_name]
-    alike = [reader for reader in named if heavy and reader.op_name.rpartition("/")[2] in ALLOW]
+    alike = [reader for reader in named if heavy and reader.op_name.rpartition("/")[2] in MATMULS]
     return next(iter(alike or named), None)
 
 

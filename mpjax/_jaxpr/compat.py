@@ -1,12 +1,11 @@
-"""What differs between the JAX versions that mpjax supports (0.10 to 0.12), and what of JAX is not public.
+"""The differences between the JAX versions that mpjax supports (0.10 to 0.12), and the private parts of JAX.
 
-Nothing else in `mpjax` imports `jax._src` or asks for a version.
+No other file of mpjax imports `jax._src` or asks for a version.
 """
 
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -135,41 +134,9 @@ class EquationContext:
         self._source.__exit__(*exception)
 
 
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-
-
-_LAYERS = tuple(f"{os.sep}{library}{os.sep}" for library in ("flax", "haiku", "equinox"))
-
-
-def source_line(eqn: Any, in_layer: bool = True) -> str:
-    """The user's line that an equation comes from, not one of mpjax, as `file.py:12`; empty if unknown.
-
-    Args:
-        eqn: the equation.
-        in_layer: whether it may be a line of a library of layers; if not, the line that called the layer.
-    """
-    frames = list(source_info_util.user_frames(eqn.source_info.traceback))
-    which = telling_frame([frame.file_name for frame in frames], in_layer)
-    if which is None:
-        return ""
-    return f"{frames[which].file_name.rsplit('/', 1)[-1]}:{frames[which].start_line}"
-
-
-def telling_frame(files: Sequence[str], in_layer: bool = True) -> int | None:
-    """Which of a traceback's frames to name, by their files, innermost first: none of mpjax, as in `source_line`."""
-    users = [i for i, file in enumerate(files) if not file.startswith(_PACKAGE)]
-    outside = [] if in_layer else [i for i in users if not any(layer in files[i] for layer in _LAYERS)]
-    return next(iter(outside or users), None)
-
-
-@functools.lru_cache(maxsize=4096)
-def _scopes(stack: Any) -> str:
-    return str(stack)
-
-
-def scopes(eqn: Any) -> str:
-    """The named scopes of an equation, as `Block_0/attention`."""
-    return _scopes(eqn.source_info.name_stack)
+def user_frames(eqn: Any) -> list[Any]:
+    """The frames of the traceback of an equation that are not of JAX, innermost first."""
+    return list(source_info_util.user_frames(eqn.source_info.traceback))
 
 
 def with_weak_type(x: Any, aval: Any) -> Any:

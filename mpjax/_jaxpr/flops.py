@@ -1,0 +1,45 @@
+"""FLOPs of matmuls and convolutions."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from mpjax._jaxpr.primitives import MATMULS
+
+
+def matmul_flops(eqn: Any) -> int:
+    """FLOPs of one matmul or convolution, a multiply and an add counting two; 0 for anything else."""
+    name = eqn.primitive.name
+    if name not in MATMULS:
+        return 0
+    lhs, rhs = (v.aval for v in eqn.invars[:2])
+    out = math.prod(eqn.outvars[0].aval.shape)
+    if name == "dot_general":
+        (contracted, _), _ = eqn.params["dimension_numbers"]
+        return 2 * out * math.prod(lhs.shape[d] for d in contracted)
+    if name == "conv_general_dilated":
+        return 2 * _conv_multiplications(eqn)
+    # A ragged dot multiplies each row with the matrix of its group.
+    return 2 * math.prod(lhs.shape) * rhs.shape[-1]
+
+
+def is_weight_gradient(eqn: Any) -> bool:
+    """Whether a convolution is JAX's gradient by the weights: the inputs' channels take the place of the batch."""
+    return eqn.params["dimension_numbers"].lhs_spec[0] != 0
+
+
+def _conv_multiplications(eqn: Any) -> int:
+    """Multiplications of a convolution: those of each output, or of each input where these are fewer.
+
+    They are fewer in a transposed convolution, which the gradient by the input is too: the rest are by the zeros
+    that its stride puts between the inputs, and by its padding. So a gradient counts as its convolution does.
+    """
+    lhs, rhs = (v.aval.shape for v in eqn.invars[:2])
+    out, numbers = eqn.outvars[0].aval.shape, eqn.params["dimension_numbers"]
+    features, inner = (max(rhs[d], 1) for d in numbers.rhs_spec[:2])
+    groups = eqn.params["feature_group_count"] * eqn.params["batch_group_count"]
+    of_outputs = math.prod(out) * math.prod(rhs) // features
+    if is_weight_gradient(eqn):
+        return of_outputs
+    return min(of_outputs, math.prod(lhs) * math.prod(rhs) // (inner * groups))

@@ -1,0 +1,97 @@
+"""Where an equation comes from: its module path, the pass it belongs to, and the user's line."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from mpjax._jaxpr import compat
+
+# Named scopes that mpjax puts around regions. Scopes stay with the equations through `jit`, `grad` and `vmap`, which a
+# Python flag would not.
+MARK = "mpjax."
+FORWARD, BACKWARD, RECOMPUTED = "forward", "backward", "recomputed"
+_REMATTED = "rematted_computation"  # JAX's own scope around what a remat recomputes
+_TRANSFORM = re.compile(r"\b\w+\(")
+_MARKED = re.compile(re.escape(MARK) + r"\w+")  # a mark in `transpose(jvp(mpjax.off))` goes, the transformations stay
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_LAYERS = tuple(f"{os.sep}{library}{os.sep}" for library in ("flax", "haiku", "equinox"))
+
+
+@functools.lru_cache(maxsize=4096)
+def _text(stack: Any) -> str:
+    return str(stack)
+
+
+def scopes(eqn: Any) -> str:
+    """The named scopes of an equation, as `Block_0/attention`."""
+    return _text(eqn.source_info.name_stack)
+
+
+def join(*paths: str) -> str:
+    """Module paths, one below the other."""
+    return "/".join(path for path in paths if path)
+
+
+def source_line(eqn: Any, in_layer: bool = True) -> str:
+    """The user's line that an equation comes from, not one of mpjax, as `file.py:12`; empty if unknown.
+
+    Args:
+        eqn: the equation.
+        in_layer: whether it may be a line of a library of layers; if not, the line that called the layer.
+    """
+    frames = compat.user_frames(eqn)
+    which = telling_frame([frame.file_name for frame in frames], in_layer)
+    if which is None:
+        return ""
+    return f"{frames[which].file_name.rsplit('/', 1)[-1]}:{frames[which].start_line}"
+
+
+def telling_frame(files: Sequence[str], in_layer: bool = True) -> int | None:
+    """Which of a traceback's frames to name, by their files, innermost first: none of mpjax, as in `source_line`."""
+    users = [i for i, file in enumerate(files) if not file.startswith(_PACKAGE)]
+    outside = [] if in_layer else [i for i in users if not any(layer in files[i] for layer in _LAYERS)]
+    return next(iter(outside or users), None)
+
+
+def module_of(eqn: Any) -> str:
+    """The module path of an equation, without mpjax's own marks."""
+    path = scopes(eqn)
+    if MARK not in path:
+        return path
+    return join(*(_MARKED.sub("", part) for part in path.split("/")))
+
+
+@functools.lru_cache(maxsize=4096)
+def phase_of(module: str) -> str:
+    """Which pass a module path with the transformations' marks belongs to (`transpose` is JAX's word for backward)."""
+    if _REMATTED in module:
+        return RECOMPUTED
+    return BACKWARD if "transpose(" in module else FORWARD
+
+
+@functools.lru_cache(maxsize=4096)
+def path_of(module: str) -> str:
+    """A module path without the transformations' marks: `Net/Dense_0` for `transpose(jvp(Net))/Dense_0`."""
+    parts: list[str] = []
+    for part in _scopes_of(module):
+        name = _TRANSFORM.sub("", part).rstrip(")") if "(" in part else part
+        if "jvp(" in part and (parts[:1] == [name] or (not name and module.startswith("transpose("))):
+            parts = []  # The backward pass of a remat gives the whole path a second time.
+        if name and name != _REMATTED:
+            parts.append(name)
+    return "/".join(parts)
+
+
+def _scopes_of(module: str) -> list[str]:
+    """Splits at slashes that are not inside parentheses: `jvp(a/b)/c` has two parts."""
+    parts: list[str] = []
+    for part in module.split("/"):
+        if parts and parts[-1].count("(") > parts[-1].count(")"):
+            parts[-1] += f"/{part}"
+        else:
+            parts.append(part)
+    return parts

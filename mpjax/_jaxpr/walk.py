@@ -1,0 +1,99 @@
+"""A walk over all equations of a jaxpr and of its sub-jaxprs.
+
+`explain` and the audits share it, so that both count the same FLOPs and name the same places.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from mpjax._jaxpr import compat
+from mpjax._jaxpr.flops import matmul_flops
+from mpjax._jaxpr.source import join, module_of, path_of, phase_of, source_line
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """One equation and where it stands.
+
+    Args:
+        eqn: the equation.
+        times: how often it runs (lengths of scans, grids of Pallas kernels; a `while` counts as one turn).
+        module: the named scopes around it, through all levels; Flax names modules this way.
+        inside: the names of the primitives that it is inside of, outermost first.
+        caller: the line of the equation around it.
+    """
+
+    eqn: Any
+    times: int
+    module: str
+    inside: tuple[str, ...]
+    caller: str = ""
+
+    @property
+    def name(self) -> str:
+        """The primitive's name."""
+        return self.eqn.primitive.name
+
+    @property
+    def source(self) -> str:
+        """The user's line, as `file.py:12`; of what a library made, the line that called it.
+
+        Under a module's name that is the line in the layer; where no scope names the module (Flax NNX), the line
+        that called the layer tells more.
+        """
+        return source_line(self.eqn, in_layer=bool(self.path)) or self.caller
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of a matmul or convolution, all its turns together; 0 for anything else."""
+        return self.times * matmul_flops(self.eqn)
+
+    @property
+    def path(self) -> str:
+        """The module path without the transformations' marks: the same forward and backward."""
+        return path_of(self.module)
+
+    @property
+    def phase(self) -> str:
+        """`FORWARD`, `BACKWARD`, or `RECOMPUTED`: forward, but computed again in the backward pass."""
+        return phase_of(self.module)
+
+
+def site_of(eqn: Any, around: Site | None = None) -> Site:
+    """The site of an equation that stands in the program inside another one, or at the top."""
+    if around is None:
+        return Site(eqn, 1, module_of(eqn), ())
+    module = join(around.module, module_of(eqn))
+    return Site(eqn, trip_count(around.eqn, around.times), module, (*around.inside, around.name), around.source)
+
+
+def inner_jaxprs(eqn: Any) -> list[Any]:
+    """The programs inside an equation."""
+    found = []
+    for value in eqn.params.values():
+        for part in value if isinstance(value, (tuple, list)) else (value,):
+            if compat.is_jaxpr(part):
+                found.append(part)
+    return found
+
+
+def walk(jaxpr: Any, around: Site | None = None) -> Iterator[Site]:
+    """Every equation of a jaxpr, open or closed, and of those inside it, in the program's order."""
+    for eqn in compat.open_jaxpr(jaxpr).jaxpr.eqns:
+        site = site_of(eqn, around)
+        yield site
+        for inner in inner_jaxprs(eqn):
+            yield from walk(inner, site)
+
+
+def trip_count(eqn: Any, times: int) -> int:
+    """How often the sub-jaxprs of an equation run, if the equation itself runs `times` times."""
+    if eqn.primitive.name == "scan":
+        return times * eqn.params["length"]
+    if eqn.primitive.name == "pallas_call":
+        return times * math.prod(n for n in eqn.params["grid_mapping"].grid if isinstance(n, int))
+    return times
