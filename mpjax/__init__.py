@@ -35,18 +35,11 @@ from mpjax.policy import get_policy as get_policy
 
 if _typing.TYPE_CHECKING:
     from mpjax import inspection as inspection
-    from mpjax.inspection import NonFinite as NonFinite
-    from mpjax.inspection import NumericsReport as NumericsReport
-    from mpjax.inspection import PrecisionReport as PrecisionReport
-    from mpjax.inspection import ProfileReport as ProfileReport
-    from mpjax.inspection import audit as audit
-    from mpjax.inspection import find_nonfinite as find_nonfinite
-    from mpjax.inspection import numerics as numerics
-    from mpjax.inspection import profile as profile
+    from mpjax.inspection import *  # noqa: F403
 else:
     # A training run that inspects nothing pays for none of it.
-    _INSPECTION = "NonFinite NumericsReport PrecisionReport ProfileReport audit find_nonfinite numerics profile".split()
-    _HOMES = {"inspection": "mpjax.inspection"} | dict.fromkeys(_INSPECTION, "mpjax.inspection")
-    __getattr__, __dir__ = _lazy(__name__, _HOMES)
+    from mpjax.inspection.tools import HOMES as _HOMES
+
+    __getattr__, __dir__ = _lazy(__name__, {"inspection": "mpjax.inspection"} | _HOMES)
 
 __version__ = "0.1.0"

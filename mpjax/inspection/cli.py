@@ -1,17 +1,22 @@
-"""The command line: `python -m mpjax audit|explain|numerics|profile|nonfinite module:function`."""
+"""The command line of the inspections: `python -m mpjax COMMAND module:function`, a command for each row of `TOOLS`."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import html
+import importlib
+import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
+
+import jax
 
 import mpjax
 from mpjax.inspection.entry_point import Call, UsageError, check_call, load_call, load_function
 from mpjax.inspection.reports import Report, Section
+from mpjax.inspection.tools import TOOLS, Option, Tool
 
 PROGRAM = "python -m mpjax"
 
@@ -24,66 +29,32 @@ The function and its arguments are named, and the script that holds them is left
 
 --args names a function without arguments. It returns a tuple of positional arguments or a dict of keyword arguments;
 jax.ShapeDtypeStructs will do for audit and explain. Or it yields batches, or tuples of arguments whose last is a batch.
+
+Exit codes: 0; 1 if something was found that was asked about (nonfinite, audit --min-half); 2 for a mistake in the call.
 """
 
 
 @dataclasses.dataclass(frozen=True)
 class Printed(Report):
-    """Something that prints as text, as a report."""
+    """A result that is no report: its text, and its rows."""
 
     heading: str
-    text: str
-    data: dict[str, Any]
+    result: Any
 
     @property
     def title(self) -> str:
         return self.heading
 
     def sections(self) -> list[Section]:
-        return [Section("", figure=f"<pre>{html.escape(self.text)}</pre>")]
+        return [Section("", str(self.result))]
 
     def to_dict(self) -> dict[str, Any]:
-        return self.data
+        if isinstance(self.result, str):
+            return {"found": None}
+        return {**{name: getattr(self.result, name) for name in ("flops", "half_share")}, "rows": self.table()}
 
-    def __str__(self) -> str:
-        return self.text
-
-
-def _audit(fun: Callable[..., Any], call: Call, options: argparse.Namespace) -> Report:
-    return mpjax.audit(fun, *_first(call), **call.kwargs)
-
-
-def _explain(fun: Callable[..., Any], call: Call, options: argparse.Namespace) -> Report:
-    plan = mpjax.explain(fun, *_first(call), **call.kwargs)
-    data = {"flops": plan.flops, "half_share": plan.half_share, "rows": plan.to_dicts()}
-    return Printed(f"Plan of {_name(fun)}", str(plan), data)
-
-
-def _nonfinite(fun: Callable[..., Any], call: Call, options: argparse.Namespace) -> Report:
-    found = mpjax.find_nonfinite(fun, *_first(call), **call.kwargs)
-    title = f"Inf and NaN in {_name(fun)}"
-    if found is None:
-        return Printed(title, "all results are finite", {"found": None})
-    return Printed(title, str(found), {"found": dataclasses.asdict(found)})
-
-
-def _numerics(fun: Callable[..., Any], call: Call, options: argparse.Namespace) -> Report:
-    args = _positional(call)
-    given = {"loss_scale": options.loss_scale, "has_aux": options.has_aux, "dtype": options.dtype}
-    return mpjax.numerics(fun, *args, batches=call.batches, **given)
-
-
-def _profile(fun: Callable[..., Any], call: Call, options: argparse.Namespace) -> Report:
-    return mpjax.profile(fun, *_positional(call), batches=call.batches, steps=options.steps)
-
-
-_COMMANDS: dict[str, tuple[Callable[[Callable[..., Any], Call, argparse.Namespace], Report], str]] = {
-    "audit": (_audit, "what runs in which precision, what keeps it from Tensor Cores, what half may spoil"),
-    "explain": (_explain, "the plan that autocast makes, and why"),
-    "numerics": (_numerics, "ranges of activations and gradients of a loss function, and the loss scale to take"),
-    "profile": (_profile, "where the time of a step goes"),
-    "nonfinite": (_nonfinite, "the first operation that makes an inf or NaN; exits with 1 if there is one"),
-}
+    def table(self) -> list[dict[str, Any]]:
+        return self.result.to_dicts() if hasattr(self.result, "to_dicts") else []
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -93,35 +64,87 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: without the program's name; None for those of the process.
 
     Returns:
-        0; 1 if `nonfinite` found something or `audit --min-half` fails; 2 after a mistake in the call.
+        0; 1 if something was found that the command asks about; 2 after a mistake in the call, which one line names.
     """
     options = _parser().parse_args(arguments)
-    home = options.function.rpartition(":")[0]
+    tool = next(tool for tool in TOOLS if tool.command == options.command)
+    files = [(path, suffix) for suffix in ("html", "json", "csv") if (path := getattr(options, suffix))]
     try:
-        fun = load_function(options.function)
-        call = load_call(options.args, home)
-        check_call(fun, options.function, call)
-        report = _COMMANDS[options.command][0](_with_policy(fun, options.policy), call, options)
+        for path, suffix in files:
+            _check_writable(path, suffix)
+        report = _report(tool, options)
+        for path, suffix in files:
+            getattr(report, f"to_{suffix}")(path)
     except UsageError as error:
-        print(f"{PROGRAM}: error: {error}", file=sys.stderr)
-        return 2
-    print(report)
-    for path, write in ((options.html, report.to_html), (options.json, report.to_json)):
-        if path:
-            write(path)
-    return _code(report, options)
+        return _mistake(str(error), options, error)
+    except Exception as error:  # raised by the function, by its arguments' maker, or by the tool that they are given to
+        return _mistake(_in_one_line(error), options, error)
+    print(report.text(options.all))
+    failure = report.failure(**{option.name: getattr(options, option.name) for option in tool.checks})
+    if failure and tool.checks:
+        print(f"\n{failure}", file=sys.stderr)
+    return int(bool(failure))
 
 
-def _code(report: Any, options: argparse.Namespace) -> int:
-    if options.command == "nonfinite":
-        return int(report.data["found"] is not None)
-    if options.command == "audit" and options.min_half is not None:
+def _report(tool: Tool, options: argparse.Namespace) -> Report:
+    fun = load_function(options.function)
+    call = load_call(options.args, options.function.rpartition(":")[0])
+    check_call(fun, options.function, call)
+    if options.policy is not None:
         try:
-            report.assert_half(options.min_half)
-        except AssertionError as error:
-            print(f"\n{error}", file=sys.stderr)
-            return 1
-    return 0
+            mpjax.get_policy(options.policy)
+        except ValueError as error:
+            raise UsageError(f"--policy {options.policy!r}: {error}") from error
+        fun = mpjax.autocast(fun, options.policy)
+    inspect = getattr(importlib.import_module(tool.module), tool.function)
+    keywords = {option.name: getattr(options, option.name) for option in tool.options}
+    result = _inspected(tool, inspect, fun, call, keywords)
+    if isinstance(result, Report):
+        return result
+    name = getattr(fun, "__name__", type(fun).__name__)
+    return Printed(f"{tool.function} of {name}", tool.nothing if result is None else result)
+
+
+def _inspected(tool: Tool, inspect: Callable[..., Any], fun: Any, call: Call, keywords: dict[str, Any]) -> Any:
+    if not tool.batches:
+        args = call.args if call.batches is None else (*call.args, next(iter(call.batches)))
+        return inspect(fun, *args, **call.kwargs)
+    if call.kwargs:
+        raise UsageError(f"--args returned keyword arguments; {tool.command} takes positional ones: return a tuple.")
+    return inspect(fun, *call.args, batches=call.batches, **keywords)
+
+
+def _check_writable(path: str, suffix: str) -> None:
+    """Before minutes of measuring, not after them."""
+    folder = os.path.dirname(os.path.abspath(path))
+    if os.path.isdir(path):
+        raise UsageError(f"--{suffix} {path!r}: can't write this file, it is a directory.")
+    if not os.path.isdir(folder) or not os.access(path if os.path.exists(path) else folder, os.W_OK):
+        raise UsageError(f"--{suffix} {path!r}: can't write this file: no such directory, or no permission.")
+
+
+def _mistake(text: str, options: argparse.Namespace, error: Exception) -> int:
+    if options.traceback:
+        traceback.print_exception(error)
+    print(f"{PROGRAM}: error: {text}", file=sys.stderr)
+    return 2
+
+
+_NEEDS_VALUES = (
+    "the function needs the values of its arguments (numpy code, float(x), an if): inspections trace it as jax.jit "
+    "does, so use jax.numpy, and take out what prints or logs"
+)
+
+
+def _in_one_line(error: Exception) -> str:
+    """What went wrong, and the hint that helps, in one line."""
+    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    text = f"{type(error).__name__}: {first}" if first else type(error).__name__
+    if isinstance(error, (jax.errors.TracerArrayConversionError, jax.errors.ConcretizationTypeError)):
+        return f"{_NEEDS_VALUES}. {text}"
+    if isinstance(error, TypeError) and "scalar-output" in str(error):
+        return f"numerics takes a function that returns a scalar loss; for (loss, aux) give --has-aux. {text}"
+    return f"{text} (--traceback shows where)" if not isinstance(error, (ValueError, TypeError)) else text
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -129,49 +152,27 @@ def _parser() -> argparse.ArgumentParser:
     shared.add_argument("function", metavar="module:function", help="the function; script.py:function will do")
     shared.add_argument("--args", metavar="module:make_args", help="the function that makes its arguments")
     shared.add_argument("--policy", help="run it under mpjax.autocast with this policy, as mixed_float16")
+    shared.add_argument("--all", action="store_true", help="print every row of the tables")
     shared.add_argument("--html", metavar="FILE", help="write the report as one page")
     shared.add_argument("--json", metavar="FILE", help="write the report as JSON")
+    shared.add_argument("--csv", metavar="FILE", help="write the rows of the main table")
+    shared.add_argument("--traceback", action="store_true", help="show the whole traceback of an error")
     plain = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(PROGRAM, description=__doc__, epilog=_EPILOG, formatter_class=plain)
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    added = {
-        name: commands.add_parser(
-            name, parents=[shared], help=text, description=text, epilog=_EPILOG, formatter_class=plain
+    for tool in TOOLS:
+        command = commands.add_parser(
+            tool.command,
+            parents=[shared],
+            help=tool.summary,
+            description=tool.summary,
+            epilog=_EPILOG,
+            formatter_class=plain,
         )
-        for name, (_, text) in _COMMANDS.items()
-    }
-    added["audit"].add_argument(
-        "--min-half", type=float, metavar="SHARE", help="exit with 1 if less of the FLOPs is half"
-    )
-    added["numerics"].add_argument("--loss-scale", type=float, help="the present loss scale")
-    added["numerics"].add_argument("--has-aux", action="store_true", help="the function returns (loss, aux)")
-    added["numerics"].add_argument("--dtype", default="float16", choices=("float16", "bfloat16"))
-    added["profile"].add_argument("--steps", type=int, default=10, help="how many steps are measured")
+        for option in (*tool.options, *tool.checks):
+            _add(command, option)
     return parser
 
 
-def _with_policy(fun: Callable[..., Any], policy: str | None) -> Callable[..., Any]:
-    if policy is None:
-        return fun
-    try:
-        return mpjax.autocast(fun, policy)
-    except ValueError as error:
-        raise UsageError(f"--policy {policy!r}: {error}") from error
-
-
-def _first(call: Call) -> tuple[Any, ...]:
-    """The arguments of one call."""
-    return call.args if call.batches is None else (*call.args, next(iter(call.batches)))
-
-
-def _positional(call: Call) -> tuple[Any, ...]:
-    """The arguments for what takes positional ones only."""
-    if call.kwargs:
-        raise UsageError(
-            "--args returned keyword arguments; numerics and profile take positional ones: return a tuple."
-        )
-    return call.args
-
-
-def _name(fun: Callable[..., Any]) -> str:
-    return getattr(fun, "__name__", type(fun).__name__)
+def _add(parser: argparse.ArgumentParser, option: Option) -> None:
+    parser.add_argument(option.flag, help=option.help, **option.argparse)

@@ -1,14 +1,20 @@
-"""What all reports have in common: sections that print as text and as one HTML page, and JSON."""
+"""What all reports have in common: sections as text and as one HTML page, rows as CSV, everything as JSON."""
 
 from __future__ import annotations
 
 import abc
+import csv
 import dataclasses
 import html
+import io
 import json
+import math
 import os
+import textwrap
 from collections.abc import Collection, Sequence
 from typing import Any
+
+import numpy as np
 
 from mpjax._tables import table
 
@@ -26,7 +32,7 @@ class Section:
         rows: its cells.
         right: the columns that are aligned to the right.
         figure: HTML, an inline `<svg>` for instance, for the page alone.
-        shown: how many rows are printed; the page and JSON have all.
+        shown: how many rows are printed unless all are asked for; the page and JSON have all.
     """
 
     title: str
@@ -37,14 +43,15 @@ class Section:
     figure: str = ""
     shown: int = 20
 
-    def lines(self) -> list[str]:
-        """The section as it is printed."""
+    def lines(self, all: bool = False) -> list[str]:
+        """The section as it is printed, lines of at most `WIDTH` columns."""
         lines = [self.title] if self.title else []
-        lines += self.text.splitlines()
+        lines += [part for line in self.text.splitlines() for part in wrapped(line)]
         if self.header and self.rows:
-            lines += table(self.header, self.rows[: self.shown], self.right, WIDTH)
-            if len(self.rows) > self.shown:
-                lines.append(f"… and {len(self.rows) - self.shown} more (to_html and to_json have all)")
+            shown = self.rows if all else self.rows[: self.shown]
+            lines += table(self.header, shown, self.right, WIDTH)
+            if len(self.rows) > len(shown):
+                lines.append(f"… and {len(self.rows) - len(shown)} more: print(report.text(all=True)), or --all")
         return lines
 
     def html(self) -> str:
@@ -66,7 +73,7 @@ class Section:
 class Report(abc.ABC):
     """A result that prints as text and is written as JSON or as one HTML page without external resources.
 
-    A subclass gives its `title`, its `sections` and `to_dict`.
+    A subclass gives its `title`, its `sections` (the finding first), its `rows` and `to_dict`.
     """
 
     @property
@@ -80,19 +87,68 @@ class Report(abc.ABC):
 
     @abc.abstractmethod
     def to_dict(self) -> dict[str, Any]:
-        """The report for programs: only what JSON has."""
+        """The report for programs."""
+
+    @abc.abstractmethod
+    def table(self) -> list[dict[str, Any]]:
+        """The rows of the report's main table, for CSV or a data frame."""
+
+    def failure(self, **checks: Any) -> str:
+        """What makes the command line exit with 1; empty if nothing does."""
+        return ""
+
+    def text(self, all: bool = False) -> str:
+        """The report as it is printed: the finding first, then the tables.
+
+        Args:
+            all: whether tables are printed whole.
+        """
+        return "\n\n".join("\n".join(lines) for section in self.sections() if (lines := section.lines(all)))
 
     def __str__(self) -> str:
-        return "\n\n".join("\n".join(lines) for section in self.sections() if (lines := section.lines()))
+        return self.text()
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
-        """The report as JSON text, also written to `path` if one is given."""
-        return written(json.dumps(self.to_dict(), indent=2, ensure_ascii=False, allow_nan=False) + "\n", path)
+        """The report as JSON text, also written to `path` if one is given.
+
+        JSON has no infinity and no NaN: these are the strings `"inf"`, `"-inf"` and `"nan"`, which `float` reads.
+        """
+        return written(
+            json.dumps(_for_json(self.to_dict()), indent=2, ensure_ascii=False, allow_nan=False) + "\n", path
+        )
+
+    def to_csv(self, path: str | os.PathLike[str] | None = None) -> str:
+        """The rows of `table` as CSV text, also written to `path` if one is given."""
+        rows, file = self.table(), io.StringIO()
+        writer = csv.DictWriter(file, list(rows[0]) if rows else [], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+        return written(file.getvalue() if rows else "", path)
 
     def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
         """The report as one self-contained HTML page, also written to `path` if one is given."""
         body = "\n".join(f"<section>{section.html()}</section>" for section in self.sections())
         return written(_PAGE.format(title=html.escape(self.title), body=body), path)
+
+
+def wrapped(line: str) -> list[str]:
+    """A line of text as lines of at most `WIDTH` columns; those after the first are indented by two more."""
+    indent = line[: len(line) - len(line.lstrip())]
+    return textwrap.wrap(line, WIDTH, subsequent_indent=indent + "  ", break_on_hyphens=False) or [""]
+
+
+def _for_json(value: Any) -> Any:
+    """Dictionaries, lists and numbers as JSON has them."""
+    match value:
+        case dict():
+            return {str(key): _for_json(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_for_json(item) for item in value]
+        case float() if not math.isfinite(value):
+            return str(value)
+        case np.generic():
+            return _for_json(value.item())
+    return value
 
 
 def amount(number: float, unit: str) -> str:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import csv
 import itertools
 import json
+import os
+import pathlib
 import subprocess
 import sys
 
@@ -17,6 +20,7 @@ from mpjax.inspection.cli import main
 SCRIPT = """
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 def loss_fn(params, batch):
@@ -64,6 +68,36 @@ def nothing():
     yield from ()
 
 
+def shapes():
+    return jax.eval_shape(example_args)
+
+
+def raising():
+    raise RuntimeError("no data here\\nsecond line")
+
+
+def numpy_loss(params, batch):
+    return np.mean(np.asarray(batch))
+
+
+def printing_loss(params, batch):
+    print(float(batch.sum()))
+    return loss_fn(params, batch)
+
+
+def loss_and_aux(params, batch):
+    return loss_fn(params, batch), {"batch": batch}
+
+
+def batch_first(batch, params):
+    return loss_fn(params, batch)
+
+
+def batch_and_params():
+    params, batch = example_args()
+    return batch, params
+
+
 config = {}
 """
 
@@ -88,9 +122,12 @@ def run(capsys, *arguments):
 
 def test_runs_as_a_program_on_a_script_in_the_working_directory(script):
     command = [sys.executable, "-m", "mpjax", "audit", "my_train:loss_fn", "--args", "my_train:example_args"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=script, check=True)
+    home = str(pathlib.Path(mpjax.__file__).parent.parent)
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=script, check=True, env={**os.environ, "PYTHONPATH": home}
+    )
     assert "0.0% in half" in done.stdout
-    assert "my_train.py:7" in done.stdout
+    assert "my_train.py:8" in done.stdout
 
 
 def test_policy_puts_the_function_under_autocast(capsys):
@@ -108,7 +145,7 @@ def test_writes_the_files_that_are_asked_for(capsys, script):
         assert code == 0
         assert json.loads((script / "r.json").read_text())["flops"]
         page = (script / "r.html").read_text()
-        assert "my_train.py:7" in page
+        assert "my_train.py:8" in page
         assert "http" not in page
 
 
@@ -116,7 +153,7 @@ def test_audit_fails_where_too_little_is_half(capsys):
     call = ("audit", "my_train:loss_fn", "--args", "example_args", "--min-half", "0.99")
     code, _, err = run(capsys, *call)
     assert code == 1
-    assert "my_train.py:7" in err
+    assert "my_train.py:8" in err
     assert run(capsys, *call, "--policy", "mixed_float16")[0] == 0
 
 
@@ -126,7 +163,7 @@ def test_nonfinite_exits_with_one_if_there_is_something(capsys):
     assert "finite" in out
     code, out, _ = run(capsys, "nonfinite", "my_train:loss_fn", "--args", "overflowing")
     assert code == 1
-    assert "my_train.py:7" in out
+    assert "my_train.py:8" in out
     assert "exp" in out
 
 
@@ -166,6 +203,37 @@ def test_mistakes_exit_with_two_and_say_what_was_found_and_what_is_expected(caps
     code, out, err = run(capsys, "audit", *arguments.split())
     assert (code, out) == (2, "")
     assert [word for word in words if word not in err] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("numerics my_train:loss_fn --args shapes", ["ShapeDtypeStruct", "give arrays"]),
+        ("nonfinite my_train:loss_fn --args shapes", ["ShapeDtypeStruct", "give arrays"]),
+        ("profile my_train:train_step --args shapes", ["ShapeDtypeStruct", "needs arrays"]),
+        ("audit my_train:loss_fn --args raising", ["RuntimeError: no data here"]),
+        ("audit my_train:numpy_loss --args example_args", ["jax.numpy", "TracerArrayConversionError"]),
+        ("audit my_train:printing_loss --args example_args", ["float(x)", "ConcretizationTypeError"]),
+        ("profile my_train:train_step --args example_args --steps 0", ["steps=0", "1 or more"]),
+        ("numerics my_train:loss_and_aux --args example_args", ["--has-aux"]),
+        ("audit my_train:loss_fn --args example_args --json no/such/r.json", ["--json 'no/such/r.json'", "directory"]),
+        ("audit my_train:loss_fn --args example_args --csv .", ["--csv '.'", "it is a directory"]),
+    ],
+)
+def test_bad_calls_of_every_command_exit_with_two_and_one_line(capsys, arguments, words):
+    code, out, err = run(capsys, *arguments.split())
+    assert (code, out) == (2, "")
+    assert len(err.strip().splitlines()) == 1
+    assert [word for word in words if word not in err] == []
+
+
+def test_options_reach_the_functions(capsys, script):
+    first = ("numerics", "my_train:batch_first", "--args", "batch_and_params", "--argnums", "1", "--csv", "r.csv")
+    assert run(capsys, *first)[0] == 0
+    rows = list(csv.DictReader((script / "r.csv").read_text().splitlines()))
+    assert {row["op"] for row in rows} >= {"dot_general", "exp"}
+    assert run(capsys, "profile", "my_train:train_step", "--args", "batches", "--steps", "1", "--carry", "9")[0] == 2
+    assert run(capsys, "profile", "my_train:train_step", "--args", "batches", "--steps", "1", "--carry", "1")[0] == 0
 
 
 def test_keyword_arguments_are_refused_where_positions_count(capsys):

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
-import io
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -18,7 +15,7 @@ from mpjax.inspection.audit.risks import MEANINGS as RISK_MEANINGS
 from mpjax.inspection.audit.risks import Risk
 from mpjax.inspection.audit.roofline import KernelCost, SpeedupBound, speedup_bound
 from mpjax.inspection.devices import DEVICES, device_of
-from mpjax.inspection.reports import WIDTH, Report, Section, amount, written
+from mpjax.inspection.reports import WIDTH, Report, Section, amount
 
 _PHASES = (FORWARD, RECOMPUTED, BACKWARD)
 # The tables have little room.
@@ -153,16 +150,22 @@ class PrecisionReport(Report):
             "notes": list(self.notes),
         }
 
-    def to_csv(self, path: str | os.PathLike[str] | None = None) -> str:
-        """The matmuls and convolutions as CSV text, also written to `path` if one is given."""
-        file = io.StringIO()
+    def table(self) -> list[dict[str, Any]]:
+        """The matmuls and convolutions, by module, line, shapes and dtypes."""
         names = "module source op phase dtype out_dtype lhs rhs count flops".split()
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(names)
-        for row in self.matmuls:
-            cells = {"lhs": _shape(row.lhs), "rhs": _shape(row.rhs)}
-            writer.writerow([cells.get(name, getattr(row, name)) for name in names])
-        return written(file.getvalue(), path)
+        return [
+            {name: getattr(row, name) for name in names} | {"lhs": _shape(row.lhs), "rhs": _shape(row.rhs)}
+            for row in self.matmuls
+        ]
+
+    def failure(self, **checks: Any) -> str:
+        """The matmuls that are not in half, where `min_half` is given and fewer are in half than that."""
+        try:
+            if checks.get("min_half") is not None:
+                self.assert_half(checks["min_half"])
+        except AssertionError as error:
+            return str(error)
+        return ""
 
     def sections(self) -> list[Section]:
         """The report for people."""

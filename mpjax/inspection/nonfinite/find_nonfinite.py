@@ -31,6 +31,7 @@ from mpjax.inspection.interpreter import (
 from mpjax.inspection.nonfinite.codes import CodeProbe, WatchProbe, code_of, watched
 from mpjax.inspection.nonfinite.diagnosis import Evidence, verdict_of
 from mpjax.inspection.nonfinite.provenance import Origin, first_origin
+from mpjax.inspection.reports import Report, Section
 from mpjax.policy import HALF_DTYPES
 
 
@@ -63,7 +64,7 @@ class OperandRange:
 
 
 @dataclasses.dataclass(frozen=True)
-class NonFinite:
+class NonFinite(Report):
     """Where an inf or NaN came from; `print` it.
 
     Args:
@@ -100,7 +101,28 @@ class NonFinite:
     float32_value: float | None = None
     argument: str | None = None
 
-    def __str__(self) -> str:
+    @property
+    def title(self) -> str:
+        """The page's title."""
+        return f"{'inf' if self.kind == 'inf' else 'NaN'} found"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report for programs."""
+        return {"found": dataclasses.asdict(self)}
+
+    def table(self) -> list[dict[str, Any]]:
+        """One row, without the operands."""
+        return [{name: value for name, value in dataclasses.asdict(self).items() if name != "inputs"}]
+
+    def failure(self, **checks: Any) -> str:
+        """Finding one is what the command line exits with 1 for."""
+        return self.title
+
+    def sections(self) -> list[Section]:
+        """The report for people."""
+        return [Section("", self._text())]
+
+    def _text(self) -> str:
         what = "inf" if self.kind == "inf" else "NaN"
         if self.argument is not None:
             return f"{what} in {self.argument}: {self.verdict}"

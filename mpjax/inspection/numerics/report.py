@@ -129,11 +129,11 @@ class NumericsReport(Report):
 
     def to_dict(self) -> dict[str, Any]:
         """The report for JSON."""
-        values = dataclasses.asdict(self)
-        for name in ("activations", "gradients", "parameters", "by_op"):
-            for row in values[name]:
-                row["min_nonzero"] = row["min_nonzero"] if math.isfinite(row["min_nonzero"]) else None
-        return {**values, "overrides": self.overrides}
+        return {**dataclasses.asdict(self), "overrides": self.overrides}
+
+    def table(self) -> list[dict[str, Any]]:
+        """The ranges by operation, module and line."""
+        return [{**dataclasses.asdict(row), "dtypes": "/".join(row.dtypes)} for row in self.by_op]
 
     def sections(self) -> list[Section]:
         """The report for people."""

@@ -121,6 +121,10 @@ class ProfileReport(Report):
             "notes": list(self.notes),
         }
 
+    def table(self) -> list[dict[str, Any]]:
+        """The kernels, the longest first."""
+        return [dataclasses.asdict(kernel) for kernel in self.kernels]
+
     def _summary(self) -> Section:
         parts = (("device", self.split.device), ("input pipeline", self.split.input), ("dispatch", self.split.dispatch))
         rows = [(name, milli(seconds), f"{seconds / self.split.wall:.1%}") for name, seconds in parts]

@@ -1,0 +1,119 @@
+"""The table of inspections: one row each. Lazy imports, the command line and the documentation are made from it.
+
+A new inspection is a folder beside this file, a row in `TOOLS`, and its names for type checkers in `__init__.py`.
+"""
+
+import dataclasses
+from typing import Any
+
+
+class Option:
+    """An option of a command.
+
+    Args:
+        flag: as `--loss-scale`; its value is the keyword argument `loss_scale` of the function.
+        help: one line.
+        argparse: other arguments of `ArgumentParser.add_argument`.
+    """
+
+    def __init__(self, flag: str, help: str, **argparse: Any):
+        self.flag, self.help, self.argparse = flag, help, argparse
+
+    @property
+    def name(self) -> str:
+        """The keyword argument."""
+        return self.flag.removeprefix("--").replace("-", "_")
+
+
+@dataclasses.dataclass(frozen=True)
+class Tool:
+    """An inspection.
+
+    Args:
+        function: its public name, in `mpjax` and in `mpjax.inspection`.
+        names: all names that its module gives, those of its results included.
+        module: the module that defines them.
+        question: what it answers, for the documentation.
+        summary: one line for the command line's help.
+        command: its name on the command line.
+        batches: whether it takes `batches=` besides positional arguments; otherwise it takes one call's arguments.
+        options: keyword arguments of the function that the command line offers.
+        checks: options that the report is held against once it is made: see `Report.failure`.
+        nothing: what the command prints where the function returns None.
+    """
+
+    function: str
+    names: tuple[str, ...]
+    module: str
+    question: str
+    summary: str
+    command: str
+    batches: bool = False
+    options: tuple[Option, ...] = ()
+    checks: tuple[Option, ...] = ()
+    nothing: str = ""
+
+
+def integers(text: str) -> int | tuple[int, ...]:
+    """`0` or `0,1`, of an option that takes one position or several."""
+    numbers = tuple(int(part) for part in text.split(","))
+    return numbers[0] if len(numbers) == 1 else numbers
+
+
+TOOLS = (
+    Tool(
+        "audit",
+        ("audit", "PrecisionReport"),
+        "mpjax.inspection.audit.audit",
+        "Is half precision really on? Which layer is not in it? What may go wrong in it?",
+        "the precision of each operation, what keeps matmuls off Tensor Cores, what half may spoil",
+        "audit",
+        checks=(Option("--min-half", "exit with 1 if less of the FLOPs is half", type=float, metavar="SHARE"),),
+    ),
+    Tool(
+        "explain",
+        ("explain", "Explanation"),
+        "mpjax.casting",
+        "Why does autocast run this in that dtype?",
+        "the plan that autocast makes, and why",
+        "explain",
+    ),
+    Tool(
+        "numerics",
+        ("numerics", "NumericsReport"),
+        "mpjax.inspection.numerics.numerics",
+        "Does float16 lose my gradients? Which loss scale do I need?",
+        "ranges of activations and gradients of a loss function, and the loss scale to use",
+        "numerics",
+        batches=True,
+        options=(
+            Option("--loss-scale", "the loss scale in use", type=float),
+            Option("--has-aux", "the function returns (loss, aux)", action="store_true"),
+            Option("--argnums", "positions of the parameters, as 0 or 0,1", type=integers, default=0, metavar="N,..."),
+            Option("--dtype", "the half dtype", default="float16", choices=("float16", "bfloat16")),
+        ),
+    ),
+    Tool(
+        "find_nonfinite",
+        ("find_nonfinite", "NonFinite"),
+        "mpjax.inspection.nonfinite.find_nonfinite",
+        "Which operation made the NaN?",
+        "the operation that makes the first inf or NaN; exits with 1 if there is one",
+        "nonfinite",
+        nothing="all results are finite",
+    ),
+    Tool(
+        "profile",
+        ("profile", "ProfileReport"),
+        "mpjax.inspection.profile.profile",
+        "Why is it not faster?",
+        "where the time of a step goes",
+        "profile",
+        batches=True,
+        options=(
+            Option("--steps", "how many steps are measured", type=int, default=10),
+            Option("--carry", "how many leading outputs replace the leading arguments of the next step", type=int),
+        ),
+    ),
+)
+HOMES = {name: tool.module for tool in TOOLS for name in tool.names}
