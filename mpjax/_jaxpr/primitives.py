@@ -10,7 +10,7 @@ No other file keeps a set of primitive names. To add a primitive, add a row.
 from __future__ import annotations
 
 import enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Op(enum.Enum):
@@ -48,6 +48,17 @@ class Primitive(NamedTuple):
         join: joins arrays without arithmetic, so a cast before it equals a cast after it.
         saturating: its derivative (1 - y², y - y²) cancels near saturation; float32 where that costs no memory.
         mask: makes integers and masks cheaply enough to be recomputed.
+        whole: its result has the elements of its operand, all of them and no others.
+        elements: the operands whose elements its result has, as in a subscript; empty if it computes new ones.
+        exact: its results are no nearer to zero and no further from it than its operands, up to an integer.
+        adds: adds or subtracts.
+        logic: combines comparisons to one truth.
+        risk: why half precision may spoil it: `exp`, `log`, `pow` (range, poles) or `sum` (rounding).
+        bits: about the bits or the dtype itself, so it is not computed in another one.
+        call: runs its one sub-jaxpr once, on its operands.
+        loop: runs its sub-jaxpr again and again.
+        foreign: runs code that JAX can't see.
+        kernel: XLA starts a kernel for it; everything else is fused into what reads it.
         some_versions: not every supported JAX has it.
     """
 
@@ -60,6 +71,17 @@ class Primitive(NamedTuple):
     join: bool = False
     saturating: bool = False
     mask: bool = False
+    whole: bool = False
+    elements: str = ""
+    exact: bool = False
+    adds: bool = False
+    logic: bool = False
+    risk: str = ""
+    bits: bool = False
+    call: bool = False
+    loop: bool = False
+    foreign: bool = False
+    kernel: bool = False
     some_versions: bool = False
 
     @property
@@ -67,32 +89,49 @@ class Primitive(NamedTuple):
         """Whether it only moves elements, or changes their dtype."""
         return self.op in (Op.MOVE, Op.CONVERT)
 
+    @property
+    def keeps_values(self) -> bool:
+        """Whether each element of the result is an element of an operand."""
+        return self.whole or bool(self.elements)
+
+    def sources(self, operands: int) -> range | list[int]:
+        """The operands, of so many, whose elements the result has.
+
+        Example:
+            >>> primitive("select_n").sources(3), primitive("scatter").sources(3)
+            (range(1, 3), [0, 2])
+        """
+        if self.whole or self.elements == "all":
+            return range(operands)
+        start, colon, _ = self.elements.partition(":")
+        return range(int(start), operands) if colon else [int(i) for i in self.elements.split(",") if i]
+
 
 # Name, list, what its derivative saves, and the traits of `Primitive` that hold.
 _TABLE = """
 # Tensor Core work: half.
-dot_general                           allow    inputs   expensive
-conv_general_dilated                  allow    inputs   expensive
-ragged_dot_general                    allow    inputs   expensive
+dot_general                           allow    inputs   expensive kernel
+conv_general_dilated                  allow    inputs   expensive kernel
+ragged_dot_general                    allow    inputs   expensive kernel
 # Exponentials, logarithms and powers: range.
-exp                                   deny     outputs
-exp2                                  deny     outputs
-expm1                                 deny     outputs
-log                                   deny     inputs
-log1p                                 deny     inputs
-log2                                  deny     outputs  some_versions
-pow                                   deny     inputs   elementwise
+exp                                   deny     outputs  risk=exp
+exp2                                  deny     outputs  risk=exp
+expm1                                 deny     outputs  risk=exp
+log                                   deny     inputs   risk=log
+log1p                                 deny     inputs   risk=log
+log2                                  deny     outputs  some_versions risk=log
+pow                                   deny     inputs   elementwise risk=pow
 integer_pow                           deny     inputs
 sqrt                                  deny     outputs
 rsqrt                                 deny     outputs
-cbrt                                  deny     outputs
+cbrt                                  deny     outputs  risk=pow
 polynomial                            deny     outputs  float32_only some_versions
 # Special and trigonometric functions: mantissa.
 erf                                   deny     inputs
 erfc                                  deny     outputs
-erf_inv                               deny     outputs
-lgamma                                deny     outputs
-digamma                               deny     outputs
+erf_inv                               deny     outputs  risk=pow
+lgamma                                deny     outputs  risk=log
+digamma                               deny     outputs  risk=log
 polygamma                             deny     outputs  float32_only
 zeta                                  deny     outputs  float32_only
 igamma                                deny     outputs  expensive float32_only
@@ -104,136 +143,136 @@ bessel_i0e                            deny     outputs
 bessel_i1e                            deny     outputs
 sin                                   deny     inputs
 cos                                   deny     inputs
-tan                                   deny     inputs
+tan                                   deny     inputs   risk=pow
 asin                                  deny     outputs
 acos                                  deny     outputs
 atan                                  deny     outputs
 atan2                                 deny     inputs   elementwise
-sinh                                  deny     outputs
-cosh                                  deny     outputs
+sinh                                  deny     outputs  risk=exp
+cosh                                  deny     outputs  risk=exp
 asinh                                 deny     outputs
-acosh                                 deny     outputs
-atanh                                 deny     outputs
-nextafter                             deny     outputs  float32_only elementwise
+acosh                                 deny     outputs  risk=log
+atanh                                 deny     outputs  risk=log
+nextafter                             deny     outputs  float32_only elementwise bits
 # Sums and products.
-reduce_sum                            deny     nothing
-reduce_prod                           deny     outputs
-cumsum                                deny     nothing  expensive
-cumprod                               deny     outputs  expensive
-cumlogsumexp                          deny     outputs  expensive
-psum                                  deny     nothing  expensive
-psum_invariant                        deny     nothing  expensive
-unreduced_psum                        deny     nothing  expensive
-reduce_scatter                        deny     nothing  expensive
-scatter-add                           deny     outputs  expensive
-scatter-sub                           deny     outputs  expensive
-scatter-mul                           deny     outputs  expensive
-select_and_scatter_add                deny     outputs  expensive
-select_and_gather_add                 deny     outputs  expensive
+reduce_sum                            deny     nothing  risk=sum kernel
+reduce_prod                           deny     outputs  risk=sum kernel
+cumsum                                deny     nothing  expensive risk=sum kernel
+cumprod                               deny     outputs  expensive risk=sum kernel
+cumlogsumexp                          deny     outputs  expensive risk=sum kernel
+psum                                  deny     nothing  expensive risk=sum kernel
+psum_invariant                        deny     nothing  expensive risk=sum kernel
+unreduced_psum                        deny     nothing  expensive risk=sum
+reduce_scatter                        deny     nothing  expensive risk=sum kernel
+scatter-add                           deny     outputs  expensive risk=sum kernel
+scatter-sub                           deny     outputs  expensive risk=sum kernel
+scatter-mul                           deny     outputs  expensive risk=sum kernel
+select_and_scatter_add                deny     outputs  expensive kernel
+select_and_gather_add                 deny     outputs  expensive kernel
 # Linear algebra, and what reads bits or complex numbers.
-fft                                   deny     nothing  expensive float32_only
-lu                                    deny     outputs  expensive float32_only
-qr                                    deny     outputs  expensive float32_only
-geqrf                                 deny     outputs  expensive float32_only
-ormqr                                 deny     outputs  expensive float32_only
-householder_product                   deny     outputs  expensive float32_only
-eig                                   deny     outputs  expensive float32_only
-eigh                                  deny     outputs  expensive float32_only
-svd                                   deny     outputs  expensive float32_only
-schur                                 deny     outputs  expensive float32_only
-hessenberg                            deny     outputs  expensive float32_only
-cholesky                              deny     outputs  expensive float32_only
+fft                                   deny     nothing  expensive float32_only kernel
+lu                                    deny     outputs  expensive float32_only kernel
+qr                                    deny     outputs  expensive float32_only kernel
+geqrf                                 deny     outputs  expensive float32_only kernel
+ormqr                                 deny     outputs  expensive float32_only kernel
+householder_product                   deny     outputs  expensive float32_only kernel
+eig                                   deny     outputs  expensive float32_only kernel
+eigh                                  deny     outputs  expensive float32_only kernel
+svd                                   deny     outputs  expensive float32_only kernel
+schur                                 deny     outputs  expensive float32_only kernel
+hessenberg                            deny     outputs  expensive float32_only kernel
+cholesky                              deny     outputs  expensive float32_only kernel
 cholesky_update                       deny     outputs  expensive float32_only
 tridiagonal                           deny     outputs  expensive float32_only
-tridiagonal_solve                     deny     outputs  expensive float32_only
-triangular_solve                      deny     outputs  expensive float32_only
+tridiagonal_solve                     deny     outputs  expensive float32_only kernel
+triangular_solve                      deny     outputs  expensive float32_only kernel
 symmetric_product                     deny     outputs  expensive
-reduce_precision                      deny     nothing  float32_only
-bitcast_convert_type                  deny     outputs  float32_only
+reduce_precision                      deny     nothing  float32_only elements=0
+bitcast_convert_type                  deny     outputs  float32_only bits
 real                                  deny     nothing  float32_only
 imag                                  deny     nothing  float32_only
 complex                               deny     nothing  float32_only
 conj                                  deny     nothing  float32_only
 rng_uniform                           deny     outputs
 # Their derivative is a sum.
-broadcast_in_dim                      wide     nothing  mask
-gather                                wide     nothing
-reduce_max                            wide     outputs
-reduce_min                            wide     outputs
-reduce_window_sum                     wide     nothing
-cummax                                wide     outputs  expensive
-cummin                                wide     outputs  expensive
-sort                                  wide     outputs  expensive
-top_k                                 wide     outputs  expensive
-approx_top_k                          wide     outputs  expensive
-scatter                               wide     outputs  expensive
-scatter-max                           wide     outputs  expensive
-scatter-min                           wide     outputs  expensive
-all_gather                            wide     nothing  expensive
-all_gather_invariant                  wide     nothing  expensive
-all_gather_reduced                    wide     nothing  expensive
-pvary                                 wide     nothing  expensive float32_only
-pmax                                  wide     outputs  expensive
-pmin                                  wide     outputs  expensive
+broadcast_in_dim                      wide     nothing  mask whole
+gather                                wide     nothing  elements=0 kernel
+reduce_max                            wide     outputs  elements=0 kernel
+reduce_min                            wide     outputs  elements=0 kernel
+reduce_window_sum                     wide     nothing  risk=sum kernel
+cummax                                wide     outputs  expensive elements=0 kernel
+cummin                                wide     outputs  expensive elements=0 kernel
+sort                                  wide     outputs  expensive elements=0 kernel
+top_k                                 wide     outputs  expensive elements=0 kernel
+approx_top_k                          wide     outputs  expensive elements=0 kernel
+scatter                               wide     outputs  expensive elements=0,2 kernel
+scatter-max                           wide     outputs  expensive elements=0,2 kernel
+scatter-min                           wide     outputs  expensive elements=0,2 kernel
+all_gather                            wide     nothing  expensive elements=0 kernel
+all_gather_invariant                  wide     nothing  expensive elements=0
+all_gather_reduced                    wide     nothing  expensive elements=0
+pvary                                 wide     nothing  expensive float32_only whole
+pmax                                  wide     outputs  expensive elements=0
+pmin                                  wide     outputs  expensive elements=0
 div                                   wide     inputs   elementwise
-tile                                  wide     nothing
+tile                                  wide     nothing  whole
 # Moves elements; the derivative has no sum.
-reshape                               move     nothing  mask
-transpose                             move     nothing
-squeeze                               move     nothing
-slice                                 move     nothing
-dynamic_slice                         move     nothing
-rev                                   move     nothing
-copy                                  move     nothing
-split                                 move     nothing
-unstack                               move     nothing  some_versions
-name                                  move     nothing  expensive
-stop_gradient                         move     nothing
-sharding_constraint                   move     nothing
-device_put                            move     nothing  expensive
-ppermute                              move     nothing  expensive
-all_to_all                            move     nothing  expensive
-reshard                               move     nothing
-relayout                              move     nothing  some_versions
-layout_constraint                     move     nothing
-optimization_barrier                  move     nothing  expensive
-reduced_vary_cast                     move     nothing  some_versions
-reduced_vary_cast_p                   move     nothing  some_versions
-vary_unreduced_cast                   move     nothing  some_versions
-vary_unreduced_cast_p                 move     nothing  some_versions
-with_memory_space_constraint          move     nothing
-pin                                   move     nothing
-unpin                                 move     nothing
-reduce_window_max                     move     nothing
-reduce_window_min                     move     nothing
+reshape                               move     nothing  mask whole
+transpose                             move     nothing  whole
+squeeze                               move     nothing  whole
+slice                                 move     nothing  elements=0
+dynamic_slice                         move     nothing  elements=0
+rev                                   move     nothing  whole
+copy                                  move     nothing  whole
+split                                 move     nothing  elements=0
+unstack                               move     nothing  some_versions elements=0
+name                                  move     nothing  expensive whole
+stop_gradient                         move     nothing  whole
+sharding_constraint                   move     nothing  whole
+device_put                            move     nothing  expensive whole
+ppermute                              move     nothing  expensive elements=0 kernel
+all_to_all                            move     nothing  expensive elements=0 kernel
+reshard                               move     nothing  whole
+relayout                              move     nothing  some_versions whole
+layout_constraint                     move     nothing  whole
+optimization_barrier                  move     nothing  expensive whole
+reduced_vary_cast                     move     nothing  some_versions whole
+reduced_vary_cast_p                   move     nothing  some_versions whole
+vary_unreduced_cast                   move     nothing  some_versions whole
+vary_unreduced_cast_p                 move     nothing  some_versions whole
+with_memory_space_constraint          move     nothing  whole
+pin                                   move     nothing  whole
+unpin                                 move     nothing  whole
+reduce_window_max                     move     nothing  elements=0 kernel
+reduce_window_min                     move     nothing  elements=0 kernel
 # Computes in the dtype of its activations.
-add                                   infer    nothing  elementwise
-add_any                               infer    nothing  elementwise
-sub                                   infer    nothing  elementwise
+add                                   infer    nothing  elementwise adds
+add_any                               infer    nothing  elementwise adds
+sub                                   infer    nothing  elementwise adds
 mul                                   infer    inputs   elementwise
-neg                                   infer    nothing
-abs                                   infer    inputs
-sign                                  infer    nothing
-max                                   infer    outputs  elementwise
-min                                   infer    outputs  elementwise
-clamp                                 infer    outputs  elementwise
-select_n                              infer    nothing  elementwise
-rem                                   infer    outputs  elementwise
-round                                 infer    nothing
-floor                                 infer    nothing
-ceil                                  infer    nothing
+neg                                   infer    nothing  exact
+abs                                   infer    inputs   exact
+sign                                  infer    nothing  exact
+max                                   infer    outputs  elementwise elements=all
+min                                   infer    outputs  elementwise elements=all
+clamp                                 infer    outputs  elementwise elements=all
+select_n                              infer    nothing  elementwise elements=1:
+rem                                   infer    outputs  elementwise exact
+round                                 infer    nothing  exact
+floor                                 infer    nothing  exact
+ceil                                  infer    nothing  exact
 square                                infer    outputs
 one_minus_square                      infer    outputs  some_versions
 logistic                              infer    outputs  saturating
 tanh                                  infer    outputs  saturating
-concatenate                           infer    nothing  join
-pad                                   infer    nothing  join
-dynamic_update_slice                  infer    outputs  join
-stack                                 infer    outputs  join some_versions
+concatenate                           infer    nothing  join elements=all
+pad                                   infer    nothing  join elements=all
+dynamic_update_slice                  infer    outputs  join elements=0,1 kernel
+stack                                 infer    outputs  join some_versions elements=all
 tie                                   infer    outputs
-iota                                  infer    nothing  mask
-empty                                 infer    nothing
-empty2                                infer    nothing
+iota                                  infer    nothing  mask exact
+empty                                 infer    nothing  exact
+empty2                                infer    nothing  exact
 # The result is no float.
 eq                                    read     -        mask
 ne                                    read     -        mask
@@ -244,16 +283,16 @@ ge                                    read     -        mask
 eq_to                                 read     -
 lt_to                                 read     -
 le_to                                 read     -
-argmax                                read     -
-argmin                                read     -
-is_finite                             read     -        mask
-and                                   read     -        mask
-or                                    read     -        mask
-not                                   read     -        mask
+argmax                                read     -        kernel
+argmin                                read     -        kernel
+is_finite                             read     -        mask logic
+and                                   read     -        mask logic
+or                                    read     -        mask logic
+not                                   read     -        mask logic
 xor                                   read     -        mask
-reduce_and                            read     -
-reduce_or                             read     -
-reduce_xor                            read     -
+reduce_and                            read     -        logic kernel
+reduce_or                             read     -        logic kernel
+reduce_xor                            read     -        kernel
 shift_left                            read     -
 shift_right_arithmetic                read     -
 shift_right_logical                   read     -
@@ -265,7 +304,7 @@ platform_index                        read     -
 broadcast_to                          read     -
 iota_2x32_shape                       read     -
 lu_pivots_to_permutation              read     -
-random_bits                           read     -        expensive
+random_bits                           read     -        expensive bits kernel
 random_clone                          read     -
 random_fold_in                        read     -
 random_seed                           read     -
@@ -273,7 +312,7 @@ random_split                          read     -
 random_unwrap                         read     -
 random_wrap                           read     -
 rng_bit_generator                     read     -
-threefry2x32                          read     -
+threefry2x32                          read     -        kernel
 threefry4x32                          read     -        some_versions
 philox2x32                            read     -        some_versions
 philox4x32                            read     -        some_versions
@@ -282,17 +321,17 @@ to_edtype                             read     -
 shape_assertion                       read     -
 unreachable                           read     -
 # A cast that the user or jax.numpy wrote.
-convert_element_type                  convert  nothing
+convert_element_type                  convert  nothing  elements=0
 # Higher-order primitives that autocast enters.
-jit                                   enter    -
-call                                  enter    -        some_versions
-closed_call                           enter    -        some_versions
-remat2                                enter    -
-scan                                  enter    -
-while                                 enter    -
-cond                                  enter    -
-custom_jvp_call                       enter    -
-custom_vjp_call                       enter    -
+jit                                   enter    -        call
+call                                  enter    -        some_versions call
+closed_call                           enter    -        some_versions call
+remat2                                enter    -        call
+scan                                  enter    -        loop kernel
+while                                 enter    -        loop kernel
+cond                                  enter    -        kernel
+custom_jvp_call                       enter    -        call
+custom_vjp_call                       enter    -        call
 shard_map                             enter    -
 custom_linear_solve                   enter    -
 custom_vmap_call                      enter    -
@@ -318,12 +357,12 @@ dot_product_attention_fp8_bwd_wrapper opaque   -
 dot_product_attention_fp8_fwd_wrapper opaque   -
 dot_product_attention_fwd_wrapper     opaque   -
 eval_jaxpr                            opaque   -        some_versions
-ffi_call                              opaque   -
+ffi_call                              opaque   -        foreign kernel
 get                                   opaque   -
 swap                                  opaque   -
 inspect_sharding                      opaque   -
-io_callback                           opaque   -
-pure_callback                         opaque   -
+io_callback                           opaque   -        foreign kernel
+pure_callback                         opaque   -        foreign kernel
 linear_call                           opaque   -
 ppermute_done                         opaque   -
 ppermute_start                        opaque   -
@@ -336,7 +375,7 @@ psum_start                            opaque   -        some_versions
 psum_invariant_start                  opaque   -
 ragged_all_to_all                     opaque   -
 reduce                                opaque   -
-reduce_window                         opaque   -
+reduce_window                         opaque   -        kernel
 reduce_scatter_done                   opaque   -
 reduce_scatter_start                  opaque   -
 remat_opt                             opaque   -
@@ -344,14 +383,14 @@ run_state                             opaque   -
 scaled_dot                            opaque   -
 scaled_matmul                         opaque   -        some_versions
 scaled_matmul_wrapper                 opaque   -
-select_and_scatter                    opaque   -
+select_and_scatter                    opaque   -        kernel
 stage                                 opaque   -        some_versions
 unreduced_pmax                        opaque   -        some_versions
 unreduced_pmin                        opaque   -        some_versions
 unreduced_psum_start                  opaque   -        some_versions
 unreduced_reduce_scatter              opaque   -
 unreduced_reduce_scatter_start        opaque   -        some_versions
-pallas_call                           opaque   -
+pallas_call                           opaque   -        kernel
 """
 
 
@@ -362,7 +401,8 @@ def _rows() -> dict[str, Primitive]:
             continue
         name, op, saves, *traits = line.split()
         assert name not in rows, f"{name} has two rows"
-        rows[name] = Primitive(name, Op(op), None if saves == "-" else Saves(saves), **dict.fromkeys(traits, True))
+        values: dict[str, Any] = {key: value or True for key, _, value in (trait.partition("=") for trait in traits)}
+        rows[name] = Primitive(name, Op(op), None if saves == "-" else Saves(saves), **values)
     return rows
 
 

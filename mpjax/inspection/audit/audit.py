@@ -11,6 +11,7 @@ import jax.extend
 import jax.numpy as jnp
 
 from mpjax._jaxpr import compat
+from mpjax._jaxpr.primitives import primitive
 from mpjax._jaxpr.source import FORWARD
 from mpjax._jaxpr.walk import Site, walk
 from mpjax.casting.transform import Program, traced_call
@@ -20,8 +21,6 @@ from mpjax.inspection.audit.report import PrecisionReport as PrecisionReport
 from mpjax.inspection.audit.residuals import residuals_of
 from mpjax.inspection.audit.risks import risks_of
 from mpjax.inspection.audit.roofline import kernel_costs
-
-_OPAQUE = frozenset({"ffi_call", "custom_call", "pure_callback", "io_callback"})
 
 
 def audit(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> PrecisionReport:
@@ -141,7 +140,7 @@ def _notes(sites: list[Site]) -> Iterator[str]:
     if inside("cond"):
         yield "all branches of a cond count, though only one runs"
     for site in sites:
-        if site.name in _OPAQUE:
+        if primitive(site.name).foreign:
             yield f"not looked into: {site.name} at {site.source or 'an unknown line'}"
 
 

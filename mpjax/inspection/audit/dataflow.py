@@ -7,14 +7,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mpjax._jaxpr import compat
+from mpjax._jaxpr.primitives import primitive
 from mpjax._jaxpr.walk import Site, inner_jaxprs, site_of
 
 INPUT, CONSTANT, MADE = "input", "constant", "made"
-
-# Their one program runs once, on the equation's operands, as if it stood there itself.
-_INLINED = frozenset(
-    """jit pjit closed_call core_call custom_jvp_call custom_vjp_call remat2 checkpoint shard_map""".split()
-)
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -93,7 +89,7 @@ def _flow(jaxpr: Any, inputs: Sequence[Value], around: Site | None, operands: tu
     for eqn in opened.eqns:
         site = site_of(eqn, around)
         reads = tuple(map(value, eqn.invars))
-        if eqn.primitive.name in _INLINED:
+        if primitive(site.name).call or site.name == "shard_map":
             (inner,) = inner_jaxprs(eqn)
             called = _flow(inner, _arguments(inner, reads), site)
             nodes += called.nodes

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._jaxpr import compat
+from mpjax._jaxpr.primitives import primitive
 from mpjax.inspection.audit.dataflow import Flow, Node, Value
 
 
@@ -38,19 +39,6 @@ class Known:
         return max(abs(self.low), abs(self.high))
 
 
-# Their results hold elements of their (first) operand, and nothing else.
-_MOVES = frozenset(
-    """reshape broadcast_in_dim transpose squeeze expand_dims slice dynamic_slice rev copy copy_p stop_gradient
-    convert_element_type gather reduce_max reduce_min cummax cummin device_put sharding_constraint split
-    """.split()
-)
-# Their results hold elements of several operands.
-_JOINS = {
-    "concatenate": slice(None),
-    "pad": slice(None),
-    "select_n": slice(1, None),
-    "dynamic_update_slice": slice(0, 2),
-}
 _TRUTHS = Known(0, 1)
 _LARGEST = 2**22
 
@@ -72,7 +60,7 @@ def index_sizes(flow: Flow) -> dict[Value, int]:
             collapsed = node.site.eqn.params["dimension_numbers"].start_index_map
             table = node.reads[0].aval.shape
             sizes[node.reads[1]] = max((table[d] for d in collapsed), default=0)
-        elif node.site.name in _INDEX_ARITHMETIC and (size := max(sizes.get(w, 0) for w in node.writes)):
+        elif _computes_index(node) and (size := max(sizes.get(w, 0) for w in node.writes)):
             # A negative index is counted from the end: compared, added to, selected.
             for value in node.reads:
                 if value.constant is None and compat.is_shaped(value.aval) and value.aval.dtype.kind in "iu":
@@ -80,9 +68,9 @@ def index_sizes(flow: Flow) -> dict[Value, int]:
     return sizes
 
 
-_INDEX_ARITHMETIC = frozenset(
-    "select_n add broadcast_in_dim reshape convert_element_type concatenate squeeze clamp max min".split()
-)
+def _computes_index(node: Node) -> bool:
+    row = primitive(node.site.name)
+    return row.keeps_values or row.adds
 
 
 def _forward(flow: Flow, known: dict[Value, Known]) -> None:
@@ -90,9 +78,9 @@ def _forward(flow: Flow, known: dict[Value, Known]) -> None:
         return known.get(value) or (_constant(value) if value.constant is not None else _of_dtype(value))
 
     for node in flow.nodes:
-        result = _result(node, [of(value) for value in node.reads])
-        for value in node.writes:
-            if result is not None:
+        operands = [of(value) for value in node.reads]
+        for i, value in enumerate(node.writes):
+            if (result := _result(node, operands, i)) is not None:
                 known.setdefault(value, result)
         for inner in node.inner:
             if node.site.name == "scan":
@@ -134,19 +122,21 @@ def _of_dtype(value: Value) -> Known | None:
     return Known(limits.min, limits.max)
 
 
-def _result(node: Node, operands: Sequence[Known | None]) -> Known | None:
-    name, params = node.site.name, node.site.eqn.params
+def _result(node: Node, operands: Sequence[Known | None], index: int) -> Known | None:
+    name, params, row = node.site.name, node.site.eqn.params, primitive(node.site.name)
     if name == "iota":
         return Known(0, params["shape"][params["dimension"]] - 1, ids=True)
     if name in ("argmax", "argmin"):
         return Known(0, math.prod(node.reads[0].aval.shape[d] for d in params["axes"]) - 1, ids=True)
-    if name in _MOVES:
-        return operands[0]
-    if name in _JOINS:
-        return _union(operands[_JOINS[name]])
     if name == "clamp":
         low, _, high = operands
         return Known(low.low, high.high, _ids(operands)) if low and high else None
+    if row.keeps_values and name not in _ARITHMETIC:
+        if len(node.writes) == 1:
+            return _union([operands[i] for i in row.sources(len(operands))])
+        if len(operands) == len(node.writes):  # each from its own
+            return operands[index]
+        return operands[0] if row.moves else None
     if name in _ARITHMETIC and None not in operands:
         return _arithmetic(_ARITHMETIC[name], [operand for operand in operands if operand])
     return None

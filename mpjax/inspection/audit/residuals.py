@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from mpjax._jaxpr.primitives import Op, primitive
 from mpjax._jaxpr.source import FORWARD
 from mpjax.inspection.audit.dataflow import Flow, Value
-
-_FILLS = frozenset({"broadcast_in_dim", "convert_element_type", "reshape"})
 
 
 def residuals_of(flow: Flow) -> Iterator[Value]:
@@ -24,7 +23,9 @@ def residuals_of(flow: Flow) -> Iterator[Value]:
         if node.site.phase != FORWARD:
             kept |= dict.fromkeys(value for value in map(_whole, node.reads) if value in forward)
             continue
-        if node.site.name in _FILLS and all(value.constant is not None or value in filled for value in node.reads):
+        row = primitive(node.site.name)
+        fills = row.whole or row.op is Op.CONVERT
+        if fills and all(value.constant is not None or value in filled for value in node.reads):
             filled.update(node.writes)
         else:
             forward.update(node.writes)

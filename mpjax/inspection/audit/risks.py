@@ -11,24 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._jaxpr import compat
+from mpjax._jaxpr.primitives import primitive
 from mpjax._jaxpr.walk import Site
 from mpjax.inspection.audit.dataflow import Flow, Node, Value
 from mpjax.inspection.audit.interval_analysis import Known, known_values
 
 HALF = (np.dtype(jnp.float16), np.dtype(jnp.bfloat16))
 
-# Not here: tanh, logistic and erf, which are bounded; small whole powers, which are products; maxima, which are exact;
-# and the gradient of a max-pooling, which adds the few windows that overlap.
-_KINDS = {
-    **dict.fromkeys("exp exp2 expm1 sinh cosh".split(), "exp"),
-    **dict.fromkeys("log log1p log2 atanh acosh lgamma digamma".split(), "log"),
-    **dict.fromkeys("pow tan erf_inv cbrt".split(), "pow"),
-    **dict.fromkeys(
-        """reduce_sum reduce_prod add_reduce reduce_window_sum cumsum cumprod cumlogsumexp scatter-add scatter_add
-        scatter_mul scatter-mul psum psum_invariant psum2 reduce_scatter""".split(),
-        "sum",
-    ),
-}
 # The gravest first: what makes an inf or a NaN, or wrong results, before what loses digits.
 MEANINGS = {
     "overflow": "a finite constant becomes infinite",
@@ -88,16 +77,16 @@ def _operations(nodes: Sequence[Node]) -> Iterator[Found]:
     """Operations in half that want float32; those of a softmax go by its name."""
     risky = [(node.site, dtype) for node in nodes if (dtype := _risky(node))]
     maxima = {_place(node.site) for node in nodes if node.site.name == "reduce_max"}
-    softmaxes = {_place(site) for site, _ in risky if _KINDS[site.name] == "exp"} & maxima
+    softmaxes = {_place(site) for site, _ in risky if primitive(site.name).risk == "exp"} & maxima
     for site, dtype in risky:
         of_softmax = _place(site) in softmaxes and site.name in ("exp", "log", "reduce_sum")
-        kind = "softmax" if of_softmax else _KINDS[site.name]
+        kind = "softmax" if of_softmax else primitive(site.name).risk
         yield kind, site, dtype, MEANINGS[kind]
 
 
 def _risky(node: Node) -> str:
     """The half dtype that a risky operation reads; empty for any other."""
-    if node.site.name not in _KINDS:
+    if not primitive(node.site.name).risk:
         return ""
     # JAX sums over axes of length 1 to drop them.
     if node.site.name == "reduce_sum" and node.reads[0].aval.size == node.writes[0].aval.size:

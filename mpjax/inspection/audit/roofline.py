@@ -6,19 +6,11 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 
 from mpjax._jaxpr import compat
-from mpjax._jaxpr.primitives import MATMULS
+from mpjax._jaxpr.primitives import primitive
 from mpjax.inspection.audit.dataflow import INPUT, Flow, Node, Value
 from mpjax.inspection.devices import Device
 
-# Start a kernel of their own; everything else is elementwise or moves data, and is fused into what reads it.
 _REDUCTIONS = ("reduce_", "cum", "arg", "select_and")
-_ROOTS = MATMULS | frozenset(
-    """gather scatter scatter-add scatter_add scatter-mul scatter_mul scatter-min scatter_min scatter-max scatter_max
-    sort top_k approx_top_k fft lu qr geqrf ormqr householder_product eig eigh svd schur hessenberg cholesky
-    triangular_solve tridiagonal_solve random_bits threefry2x32 scan while cond psum psum_invariant all_gather
-    all_to_all ppermute reduce_scatter pallas_call ffi_call pure_callback io_callback dynamic_update_slice
-    """.split()
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +138,7 @@ def _in_memory(value: Value, sources: dict[Value, frozenset[Value]]) -> frozense
 
 
 def _is_root(node: Node) -> bool:
-    return node.site.name in _ROOTS or node.site.name.startswith(_REDUCTIONS)
+    return primitive(node.site.name).kernel
 
 
 def _fuses_operands(node: Node) -> bool:

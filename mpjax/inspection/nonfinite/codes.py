@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from mpjax._jaxpr import compat
-from mpjax.inspection.interpreter import LOOPS, Block, Key, Place, Probe, is_inexact
+from mpjax._jaxpr.interpreter import Block, Key, Place, Probe, is_inexact
 
 INF, NAN = 1, 2
 _FOUND = ("found",)
@@ -142,7 +142,7 @@ def _level(block: Block) -> Iterator[Place]:
     """The equations of a block and of those inside, but for what is inside loops."""
     for place in block.rows:
         yield place
-        if place.site.name not in LOOPS:
+        if not place.is_loop:
             for inner in place.blocks:
                 yield from _level(inner)
 
@@ -160,7 +160,7 @@ def _scalars(block: Block) -> list[Key]:
 def _arrays(block: Block) -> list[Key]:
     keys: list[Key] = []
     for place in _level(block):
-        if place.site.name in LOOPS and place.blocks:
+        if place.is_loop and place.blocks:
             keys += [turns_key(place), *(slice_key(place, i) for i in _sliced(place))]
     return keys
 

@@ -12,25 +12,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._jaxpr.source import BACKWARD
-from mpjax.casting.transform import Program
-from mpjax.inspection.interpreter import (
+from mpjax._jaxpr.interpreter import (
     COMPILER_OPTIONS,
     Block,
     Key,
     Place,
     Probe,
     Run,
-    argument_name,
     is_half,
     is_inexact,
     lay_out,
-    traced_call,
     widened,
 )
+from mpjax._jaxpr.source import BACKWARD
+from mpjax.casting.transform import Program
 from mpjax.inspection.nonfinite.codes import CodeProbe, WatchProbe, code_of, watched
 from mpjax.inspection.nonfinite.diagnosis import Evidence, verdict_of
 from mpjax.inspection.nonfinite.provenance import Origin, first_origin
+from mpjax.inspection.program import argument_name, traced_call
 from mpjax.inspection.reports import Report, Section
 from mpjax.policy import HALF_DTYPES
 

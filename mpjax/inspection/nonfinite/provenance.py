@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._jaxpr import compat
-from mpjax.inspection.interpreter import Block, Place, is_inexact
+from mpjax._jaxpr.interpreter import Block, Place, is_inexact
+from mpjax._jaxpr.primitives import primitive
 from mpjax.inspection.nonfinite.codes import NAN, slice_key, turns_key, unpacked
 
 # Ranks, in the order in which they are reported. What is given or written as inf or NaN is idle as long as it is
@@ -23,21 +24,6 @@ from mpjax.inspection.nonfinite.codes import NAN, slice_key, turns_key, unpacked
 BAD_ARGUMENT, MADE, USED_ARGUMENT, USED_CONSTANT, IDLE_ARGUMENT, IDLE_CONSTANT = range(6)
 _SOMEWHERE = -1  # in the place of an equation's number: it is not known yet which one reads a constant
 _USED = {IDLE_ARGUMENT: USED_ARGUMENT, IDLE_CONSTANT: USED_CONSTANT}
-
-# The elements of the result are those of the operand, all of them.
-_SAME = frozenset(
-    """reshape transpose squeeze rev broadcast_in_dim expand_dims copy copy_p name sharding_constraint device_put pvary
-    optimization_barrier""".split()
-)
-# The elements of the result are some of the operands' elements.
-_MOVES = _SAME | frozenset(
-    """slice dynamic_slice gather concatenate stack unstack split select_n convert_element_type pad max min clamp
-    reduce_max reduce_min cummax cummin dynamic_update_slice scatter scatter_max scatter_min sort top_k tile
-    reduce_window_max reduce_window_min all_gather all_to_all ppermute pmax pmin reduce_precision""".split()
-)
-# How the results of comparisons with inf and NaN become the one boolean of a check.
-_CHECKS = frozenset("is_finite and or not reshape squeeze broadcast_in_dim concatenate transpose stack".split())
-_CHECKED = frozenset({"reduce_and", "reduce_or"})
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -139,20 +125,22 @@ class _Replay:
     def _made(
         self, place: Place, ins: Sequence[Address], notes: dict[Any, Any], when: tuple[int, ...]
     ) -> list[Address]:
-        name, outvars = place.site.name, place.site.eqn.outvars
+        name, outvars, row = place.site.name, place.site.eqn.outvars, primitive(place.site.name)
         ins = [self._read_here(address, (*when, place.number)) for address in ins]
-        if name in _SAME:
+        if row.whole:
             return list(ins[: len(outvars)])
         given = min((address for address in ins if address is not None), default=None)
-        if given is not None and (name in _CHECKED or (name == "is_finite" and not outvars[0].aval.shape)):
+        # The one truth of a check for finite values is the end of a reduction, or one comparison of a scalar.
+        if given is not None and row.logic and (row.kernel or (name == "is_finite" and not outvars[0].aval.shape)):
             self.checked.add(given)
         own = Origin(MADE, (*when, place.number))
         outs: list[Address] = []
         for i, v in enumerate(outvars):
             if is_inexact(v):
-                outs.append(_address(int(notes["code", place.number, i]), given, own, name in _MOVES))
+                outs.append(_address(int(notes["code", place.number, i]), given, own, row.keeps_values))
             else:
-                is_check = name in _CHECKS or (name == "ne" and _compares_itself(place.site.eqn))
+                joins = row.keeps_values and not row.kernel
+                is_check = row.logic or joins or (name == "ne" and _compares_itself(place.site.eqn))
                 outs.append(given if is_check else None)
         return outs
 

@@ -12,11 +12,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from mpjax._jaxpr import compat
+from mpjax._jaxpr.interpreter import Block, Place, is_half
 from mpjax._jaxpr.primitives import MATMULS, primitive
 from mpjax._jaxpr.source import BACKWARD, FORWARD
-from mpjax.inspection.interpreter import Block, Place, is_half
 
-_HANDS_ON = frozenset({"broadcast_in_dim", "pvary", "tile"})
 _NOTHING: frozenset[int] = frozenset()
 
 
@@ -86,7 +85,7 @@ class _Analysis:
 
     def _made(self, place: Place, given: Sequence[_Made]) -> list[_Made]:
         eqn, name = place.site.eqn, place.site.name
-        if primitive(name).moves or name in _HANDS_ON:
+        if primitive(name).moves or primitive(name).whole:
             if any(map(is_half, eqn.outvars)):
                 self.half.update(*(made.near for made in given))
             return [given[min(i, len(given) - 1)] if given else _Made() for i in range(len(eqn.outvars))]

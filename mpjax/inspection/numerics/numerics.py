@@ -13,19 +13,18 @@ import numpy as np
 import optax
 
 from mpjax._jaxpr import compat
-from mpjax._jaxpr.primitives import Op, primitive
-from mpjax._jaxpr.source import BACKWARD
-from mpjax._loss_scale_state import LossScaleState, find_loss_scale_state
-from mpjax.inspection.interpreter import (
+from mpjax._jaxpr.interpreter import (
     COMPILER_OPTIONS,
     Block,
     Place,
     Run,
     is_inexact,
     lay_out,
-    traced_call,
     widened,
 )
+from mpjax._jaxpr.primitives import Op, primitive
+from mpjax._jaxpr.source import BACKWARD
+from mpjax._loss_scale_state import LossScaleState, find_loss_scale_state
 from mpjax.inspection.numerics.activations import Counted, counted
 from mpjax.inspection.numerics.range_statistics import (
     BIAS,
@@ -39,6 +38,7 @@ from mpjax.inspection.numerics.range_statistics import (
 )
 from mpjax.inspection.numerics.report import NumericsReport as NumericsReport
 from mpjax.inspection.numerics.report import Range
+from mpjax.inspection.program import traced_call
 from mpjax.loss_scale import static_loss_scale, value_and_grad
 from mpjax.modules.boundary import contains_nnx_object
 from mpjax.policy import HALF_DTYPES, is_castable

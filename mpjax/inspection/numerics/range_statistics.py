@@ -11,20 +11,13 @@ import numpy as np
 from jax import lax
 
 from mpjax._jaxpr import compat
+from mpjax._jaxpr.interpreter import Block, Key, Place, Probe, is_inexact
 from mpjax._jaxpr.primitives import Op, primitive
 from mpjax._jaxpr.source import RECOMPUTED
-from mpjax.inspection.interpreter import Block, Key, Place, Probe, is_inexact
 from mpjax.inspection.numerics.activations import Counted
 
 BINS = 256  # float32's exponents
 BIAS = 127
-# Their results are elements of their operands, or no further from zero and no nearer: they can lose nothing.
-_NEUTRAL = frozenset(
-    """neg abs sign max min clamp select_n concatenate pad dynamic_update_slice stack iota round floor ceil rem
-    reduce_max reduce_min cummax cummin gather scatter sort top_k broadcast_in_dim tile empty empty2 pmax pmin
-    all_gather pvary""".split()
-)
-_ADDING = frozenset({"add", "add_any", "sub"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,8 +151,10 @@ def is_measured(place: Place, counts: Counted) -> bool:
         return False
     if place.number in counts.activations | counts.gradients | counts.parameters:
         return True
-    moves = name in _NEUTRAL or primitive(name).op in (Op.MOVE, Op.CONVERT, Op.READ)
-    return not moves and bool(_floats(eqn.invars))
+    row = primitive(name)
+    # What keeps values, or rounds them to integers, loses nothing in half that was not lost before.
+    loses = not (row.keeps_values or row.exact or row.moves or row.op is Op.READ)
+    return loses and bool(_floats(eqn.invars))
 
 
 def _floats(variables: Iterable[Any]) -> list[int]:
@@ -211,7 +206,7 @@ class RangeProbe(Probe):
 def _addends(place: Place, ins: Sequence[Any], outs: Sequence[Any]) -> list[tuple[Any, Any]]:
     """The numbers that an equation adds, with what they are added up to."""
     params, name = place.site.eqn.params, place.site.name
-    if name in _ADDING:
+    if primitive(name).adds:
         return [(x, outs[0]) for x in ins if jnp.shape(x) == jnp.shape(outs[0])]
     if name == "reduce_sum":
         return [(ins[0], lax.expand_dims(outs[0], params["axes"]))]

@@ -1,10 +1,9 @@
-"""Running a traced program with a probe at every equation, loops and branches and functions inside included.
+"""The instrumented interpreter: evaluates a jaxpr with a hook (a probe) at each equation.
 
-The program is evaluated anew, equation by equation, under `jit`; what a probe notes of it comes out beside
-the program's own results, so no tensor goes to the host. `jit`, `remat` and functions with derivative rules
-are entered by evaluating what is inside them; `scan`, `while`, `cond` and `shard_map` are re-issued through
-their public functions, with the probe's notes carried along. Anything else with a program inside (a Pallas
-kernel, a callback) is called as it is and looked at from outside.
+It runs under `jit`: what a probe notes is returned beside the program's own results, so no tensor goes to the host.
+`jit`, `remat` and functions with custom derivative rules are entered by evaluating their sub-jaxprs; `scan`, `while`,
+`cond` and `shard_map` are re-issued through their public functions, with the probe's notes in the carry. Any other
+higher-order primitive (a Pallas kernel, a callback) is called as it is and seen from outside only.
 """
 
 from __future__ import annotations
@@ -22,18 +21,11 @@ from jax.sharding import PartitionSpec
 
 from mpjax._jaxpr import compat
 from mpjax._jaxpr.primitives import Op, primitive
-from mpjax._jaxpr.walk import Site, site_of
-from mpjax.casting.demand import call_jaxpr
-from mpjax.casting.transform import Program, functional, trace
+from mpjax._jaxpr.walk import Site, inner_jaxprs, site_of
 from mpjax.policy import HALF_DTYPES
 
 # Excess precision would leave out the rounding between two operations in half, and with it the overflow.
 COMPILER_OPTIONS: dict[str, bool | int | str] = {"xla_allow_excess_precision": False}
-
-_CALLS = frozenset("jit pjit closed_call call core_call remat2 checkpoint custom_jvp_call custom_vjp_call".split())
-LOOPS = frozenset({"scan", "while"})
-# Not computed in another dtype than they were traced for: bits, or the dtype itself, are what they are about.
-_AS_TRACED = frozenset({"bitcast_convert_type", "nextafter", "random_bits"})
 
 Key = tuple[Any, ...]  # comparable, for notes are trees; its first part says what is noted
 
@@ -55,6 +47,11 @@ class Place:
     loops: tuple[int, ...]
     blocks: tuple[Block, ...]
     end: int
+
+    @property
+    def is_loop(self) -> bool:
+        """Whether what is inside runs again and again."""
+        return primitive(self.site.name).loop
 
     def places(self) -> Iterator[Place]:
         """This and every equation inside."""
@@ -85,7 +82,7 @@ def lay_out(jaxpr: Any, start: int = 0, outer: Site | None = None, loops: tuple[
     rows, number = [], start
     for eqn in opened.jaxpr.eqns:
         site = site_of(eqn, outer)
-        around = (*loops, number) if site.name in LOOPS else loops
+        around = (*loops, number) if primitive(site.name).loop else loops
         blocks, end = [], number + 1
         for inner in _entered(eqn):
             blocks.append(lay_out(inner, end, site, around))
@@ -98,8 +95,8 @@ def lay_out(jaxpr: Any, start: int = 0, outer: Site | None = None, loops: tuple[
 def _entered(eqn: Any) -> Sequence[Any]:
     """The programs inside an equation that are evaluated."""
     name, params = eqn.primitive.name, eqn.params
-    if name in _CALLS or name == "shard_map":
-        return (call_jaxpr(params),)
+    if primitive(name).call or name == "shard_map":
+        return inner_jaxprs(eqn)[:1]
     if name == "scan":
         return (params["jaxpr"],)
     if name == "while":
@@ -357,7 +354,7 @@ def _bind_wide(eqn: Any, arrays: Sequence[Any]) -> list[Any]:
         return _bind(eqn, arrays)
     if name == "reduce_precision":
         return [widened(arrays[0])]
-    if name in _AS_TRACED or primitive(name).op is Op.OPAQUE:
+    if primitive(name).bits or primitive(name).op is Op.OPAQUE:
         back = [
             lax.convert_element_type(x, v.aval.dtype) if is_half(v) else x
             for x, v in zip(arrays, eqn.invars, strict=True)
@@ -370,25 +367,3 @@ def _bind_wide(eqn: Any, arrays: Sequence[Any]) -> list[Any]:
 
 def _is_half_dtype(value: Any) -> bool:
     return isinstance(value, np.dtype) and value in HALF_DTYPES
-
-
-def traced_call(caller: str, fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Program:
-    """Traces a call that is to be run: its arguments must be arrays, not shapes."""
-    call, pure_args, pure_kwargs, _ = functional(fun, args, kwargs)
-    program = trace(call, pure_args, pure_kwargs, planned=False)
-    if call is not fun:
-        from mpjax.casting import nnx_form
-
-        program.names = nnx_form.names(program.names, args, kwargs)
-    for name, array in zip(program.names, program.arrays, strict=True):
-        if isinstance(array, (jax.ShapeDtypeStruct, jax.core.Tracer)):
-            raise TypeError(
-                f"{caller}: the argument {argument_name(name)} is {array}, but the program is run to see its values: "
-                f"give arrays, and call {caller} itself outside jit."
-            )
-    return program
-
-
-def argument_name(name: str) -> str:
-    """The tree path of an argument's leaf, `[0][1]['w']` of `(args, kwargs)`, as `args[1]['w']`."""
-    return ("args" if name.startswith("[0]") else "kwargs") + name[3:]

@@ -1,0 +1,32 @@
+"""A call as a traced program, with its arguments' arrays: what the inspections that run a program start from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from mpjax.casting.transform import Program, functional, trace
+
+
+def traced_call(caller: str, fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Program:
+    """Traces a call that is to be run: its arguments must be arrays, not shapes."""
+    call, pure_args, pure_kwargs, _ = functional(fun, args, kwargs)
+    program = trace(call, pure_args, pure_kwargs, planned=False)
+    if call is not fun:
+        from mpjax.casting import nnx_form
+
+        program.names = nnx_form.names(program.names, args, kwargs)
+    for name, array in zip(program.names, program.arrays, strict=True):
+        if isinstance(array, (jax.ShapeDtypeStruct, jax.core.Tracer)):
+            raise TypeError(
+                f"{caller}: the argument {argument_name(name)} is {array}, but the program is run to see its values: "
+                f"give arrays, and call {caller} itself outside jit."
+            )
+    return program
+
+
+def argument_name(name: str) -> str:
+    """The tree path of an argument's leaf, `[0][1]['w']` of `(args, kwargs)`, as `args[1]['w']`."""
+    return ("args" if name.startswith("[0]") else "kwargs") + name[3:]
