@@ -28,8 +28,9 @@ import jax
 import jmp
 
 import mpjax
-from benchmarks import keras_program
-from benchmarks.measure import RESULTS, interleaved, previous, ratios, save
+from benchmarks import RESULTS, keras_program
+from perf.results import previous, save
+from perf.timing import interleaved, ratios
 from testing.measures import trace_time_ratio
 from testing.zoo import REGISTRY, Program, harness
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import pathlib
 import re
 import statistics
 from collections.abc import Callable
@@ -20,7 +21,8 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
 import jax
 
 import mpjax
-from benchmarks.measure import save
+from benchmarks import RESULTS
+from perf.results import save
 from testing.zoo import REGISTRY, harness
 
 Row = dict[str, float]
@@ -64,6 +66,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=list(harness.POLICIES))
     comparable = [name for name, program in REGISTRY.items() if program.has_half and program.differentiable]
     parser.add_argument("--programs", nargs="*", default=comparable, help="all with a hand-written form if not given")
+    parser.add_argument("--out", type=pathlib.Path, default=RESULTS, help="folder of the results")
     args = parser.parse_args()
 
     results: dict[str, dict[str, Row]] = {}
@@ -72,7 +75,7 @@ def main() -> None:
             results[name] = {form: counts(name, caster, args.dtype) for form, caster in casters(name).items()}
         except Exception as error:  # a form that XLA can't compile here has nothing to be compared with
             print(f"{name}: left out, {str(error).splitlines()[0][:120]}")
-    path = save(f"compiled_{args.dtype}", results)
+    path = save(f"compiled_{args.dtype}", results, args.out)
     table = summary(results)
     path.with_suffix(".md").write_text(table)
     print(table)

@@ -12,8 +12,9 @@ import warnings
 
 import jax
 
+from benchmarks import RESULTS
 from benchmarks.fault_probes import FAULTS, Fault, Probe
-from benchmarks.measure import RESULTS, save
+from perf.results import save
 
 HAS_IT, NOT, NOT_APPLICABLE = "has it", "not", "n.a."
 LIBRARIES = ("mpjax", "Flax", "jmp", "mixed-precision-for-JAX", "jaxamp", "Keras 3", "optax alone")

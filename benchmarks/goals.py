@@ -9,7 +9,7 @@ import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from benchmarks.measure import RESULTS
+from benchmarks import RESULTS
 from benchmarks.models import WORKLOADS
 from benchmarks.training.tables import memory, peak_share, speedup
 

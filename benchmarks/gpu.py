@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 
-from benchmarks.measure import CACHE, RESULTS
+from benchmarks import CACHE, RESULTS
 
 NOTES = "gpu_run.json"
 # What a command exits with that has more to do: the one of sysexits.h for trying again.

@@ -29,8 +29,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from benchmarks import RESULTS
 from benchmarks.loss_scaling_forms import Form, Loss, forms
-from benchmarks.measure import RESULTS, interleaved, previous, ratios, save
+from perf.results import previous, save
+from perf.timing import interleaved, ratios
 
 # Width of the layers, and batch of the compute-bound step: 8.4 million parameters for a CPU, 268 million for a GPU.
 SIZES = {"cpu": ((512, 2048, 2048, 1024, 1024), 256), "gpu": ((8192,) * 5, 8192)}

@@ -14,12 +14,9 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
-import jax
-
-import mpjax
-from benchmarks import goals
-from benchmarks.measure import RESULTS
+from benchmarks import RESULTS, goals
 from benchmarks.training.tables import memory, speedup
+from perf.environment import versions
 
 Content = dict[str, Any]
 TITLES = {
@@ -33,11 +30,6 @@ TITLES = {
     "compiled_bfloat16_cpu": "The compiled program",
 }
 SHOWN = ("tf32", "flax_float16", "autocast_float16", "with_policy_float16", "torch_compiled_amp_float16")
-
-
-def versions() -> dict[str, str]:
-    """Those of which results must be, or they are stale."""
-    return {"jax": jax.__version__, "mpjax": mpjax.__version__}
 
 
 def staleness(content: Content) -> str:

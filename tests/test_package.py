@@ -6,6 +6,8 @@ import pathlib
 import subprocess
 import sys
 
+import pytest
+
 import mpjax
 
 ROOT = pathlib.Path(mpjax.__file__).parent.parent
@@ -83,3 +85,27 @@ def test_layers_import_downwards_only():
 
 def test_is_typed():
     assert (ROOT / "mpjax" / "py.typed").exists()
+
+
+def local_imports(path):
+    """The packages of this repository that a file imports, also inside functions."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    names = [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level]
+    names += [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    return {name.partition(".")[0] for name in names} & {*MAY_IMPORT, "tests"}
+
+
+MAY_IMPORT = {
+    "mpjax": set(),
+    "perf": {"mpjax"},
+    "testing": {"mpjax"},
+    "examples": {"mpjax", "perf"},
+    "benchmarks": {"mpjax", "perf", "testing"},
+}
+
+
+@pytest.mark.parametrize("package", MAY_IMPORT)
+def test_packages_of_the_repository_import_only_those_below(package):
+    found = {path: local_imports(path) - MAY_IMPORT[package] - {package} for path in (ROOT / package).rglob("*.py")}
+    assert found
+    assert not {path: names for path, names in found.items() if names}

@@ -21,13 +21,14 @@ from typing import Any
 import jax
 
 import mpjax
+from benchmarks import CACHE, RESULTS
 from benchmarks.gpu import MORE_TO_DO
-from benchmarks.measure import CACHE, RESULTS
 from benchmarks.models import WORKLOADS
+from perf.environment import versions
 
 from .cells import TORCH, Cell, Results
 from .configurations import CONFIGURATIONS
-from .dry_run import dry_run, fitting_batch, is_known, versions
+from .dry_run import dry_run, fitting_batch, is_known
 from .flops import flops_per_example
 from .tables import dry_run_table, table
 from .target import DEVICE, NO_PLUGIN, h200

@@ -37,9 +37,3 @@ def initial(compiled: Any, made: Training) -> tuple[Any, Any]:
         jax.jit(made.init, out_shardings=carry)(jax.random.key(0)),
         jax.jit(made.workload.batch, out_shardings=batch)(jax.random.key(1)),
     )
-
-
-def planned_bytes(compiled: Any) -> int:
-    """XLA's plan: arguments, what is computed between, and results that do not take an argument's place."""
-    plan = compiled.memory_analysis()
-    return plan.argument_size_in_bytes + plan.temp_size_in_bytes + plan.output_size_in_bytes - plan.alias_size_in_bytes

@@ -11,12 +11,13 @@ from typing import Any
 
 import jax
 
-import mpjax
+from perf.environment import versions
+from perf.memory import program_bytes
 
 from .cells import Cell
-from .compiling import jitted, planned_bytes
+from .compiling import jitted
 from .configurations import Training, training
-from .fitting import largest_batch
+from .fitting import largest_batch_of
 from .target import MEMORY_BYTES, placed
 from .traffic import summary
 from .worker import shortened
@@ -27,10 +28,6 @@ Target = jax.sharding.Sharding | None
 def is_known(row: dict[str, Any], target: Target) -> bool:
     """Whether a cell has been compiled with these versions, or lowered where it can not be compiled."""
     return row.get("versions") == versions() and (target is None or "planned_bytes" in row)
-
-
-def versions() -> dict[str, str]:
-    return {"jax": jax.__version__, "mpjax": mpjax.__version__}
 
 
 def dry_run(cell: Cell, toy: bool, target: Target) -> dict[str, Any]:
@@ -59,7 +56,7 @@ def dry_run(cell: Cell, toy: bool, target: Target) -> dict[str, Any]:
     seconds = round(time.perf_counter() - start, 1)
     return row | {
         "compile_seconds": seconds,
-        "planned_bytes": planned_bytes(compiled),
+        "planned_bytes": program_bytes(compiled),
         **summary(compiled.as_text()),
     }
 
@@ -67,16 +64,12 @@ def dry_run(cell: Cell, toy: bool, target: Target) -> dict[str, Any]:
 def fitting_batch(cell: Cell, toy: bool, target: Target) -> dict[str, Any]:
     """The largest batch whose plan fits into the memory of an H200."""
 
-    def compile_step(made: Training, cell: Cell) -> tuple[Any, int]:
-        compiled = _lowered(cell, made, target).compile()
-        return compiled, planned_bytes(compiled)
-
-    def fits(compiled: Any, made: Training) -> bool:
-        return planned_bytes(compiled) <= MEMORY_BYTES
+    def bytes_needed(made: Training) -> int:
+        return program_bytes(_lowered(cell, made, target).compile())
 
     try:
         return {
-            "largest_batch": largest_batch(cell, toy, MEMORY_BYTES, compile_step, fits),
+            "largest_batch": largest_batch_of(cell, toy, MEMORY_BYTES, bytes_needed),
             "largest_batch_error": None,
         }
     except Exception as error:  # what was compiled of the cell before is still so

@@ -17,12 +17,13 @@ import jax
 import jax.numpy as jnp
 
 import mpjax
-from benchmarks.measure import environment
+from perf.environment import environment, versions
+from perf.memory import device_bytes, peak_bytes, program_bytes
 
 from .cells import Cell
-from .compiling import initial, jitted, planned_bytes
+from .compiling import initial, jitted
 from .configurations import Training, training
-from .fitting import largest_batch
+from .fitting import largest_batch_of
 
 WARM_UP = 3
 BLOCKS = 5
@@ -59,11 +60,6 @@ def cache_hits() -> Iterator[list[str]]:
         jax.monitoring.unregister_event_listener(listen)
 
 
-def peak_bytes() -> int | None:
-    """The most that the device's allocator has given out in this process; None where it does not count (a CPU)."""
-    return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
-
-
 def measure(cell: Cell, toy: bool, seconds: float, profile: bool) -> dict[str, Any]:
     """All that is known of a cell after running it."""
     made = training(cell.workload(toy), cell.how())
@@ -94,7 +90,7 @@ def measure(cell: Cell, toy: bool, seconds: float, profile: bool) -> dict[str, A
         "milliseconds_spread": [round(min(times) * 1e3, 4), round(max(times) * 1e3, 4)],
         "trace_seconds": round(traced - start, 2),
         "peak_bytes": peak_bytes(),
-        "planned_bytes": planned_bytes(compiled),
+        "planned_bytes": program_bytes(compiled),
         "finite_loss": bool(jnp.isfinite(losses[0])),
         # A compilation from the cache is no measurement; an earlier one is kept.
         **({} if hits else {"compile_seconds": round(done - traced, 2)}),
@@ -112,23 +108,20 @@ def measure(cell: Cell, toy: bool, seconds: float, profile: bool) -> dict[str, A
 
 def fitting_batch(cell: Cell, toy: bool) -> dict[str, Any]:
     """The largest batch with which a step runs on this device."""
-    limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+    limit = device_bytes()
     if limit is None:
         raise ValueError(f"{jax.local_devices()[0].device_kind} has no memory limit to fit a batch into")
-    return {"largest_batch": largest_batch(cell, toy, limit, compile_step, runs)}
 
+    def bytes_needed(made: Training) -> int:
+        # Autotuning takes long and changes a step's speed, not its memory.
+        with cell.how().context():
+            compiled = jitted(cell, made, xla_gpu_autotune_level=0).lower(*made.abstract()).compile()
+        needed = program_bytes(compiled)
+        if needed <= limit:  # by the plan; a device can run out of memory all the same
+            jax.block_until_ready(compiled(*initial(compiled, made)))
+        return needed
 
-def compile_step(made: Training, cell: Cell) -> tuple[Any, int]:
-    """The compiled step, quickly: without autotuning, which changes its speed and not its memory; and its bytes."""
-    with cell.how().context():
-        compiled = jitted(cell, made, xla_gpu_autotune_level=0).lower(*made.abstract()).compile()
-    return compiled, planned_bytes(compiled)
-
-
-def runs(compiled: Any, made: Training) -> bool:
-    """Whether a step runs; it raises where memory does not suffice."""
-    jax.block_until_ready(compiled(*initial(compiled, made)))
-    return True
+    return {"largest_batch": largest_batch_of(cell, toy, limit, bytes_needed)}
 
 
 def matmul_peak(side: int) -> dict[str, float]:
@@ -172,7 +165,7 @@ def main() -> None:
             )
         except Exception as error:  # what a cell fails with is its result
             row = {"error": shortened(error)}
-        emit(name, row | {"versions": {"jax": jax.__version__, "mpjax": mpjax.__version__}})
+        emit(name, row | {"versions": versions()})
 
 
 def shortened(error: Exception) -> str:

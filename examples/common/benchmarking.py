@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,9 +12,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from benchmarks.measure import interleaved
 from examples.common.input_clock import InputClock
 from examples.common.plots import new_figure, save_figure
+from perf.memory import peak_bytes, program_bytes
+from perf.timing import interleaved
 
 
 class Compiled(NamedTuple):
@@ -32,35 +31,6 @@ def compile_step(step: jax.stages.Wrapped, *args: Any) -> Compiled:
     started = time.perf_counter()
     call = step.lower(*args).compile()
     return Compiled(call, time.perf_counter() - started, program_bytes(call))
-
-
-def program_bytes(compiled: jax.stages.Compiled) -> int:
-    """Device memory of a program while it runs: arguments, results and temporaries, what is donated once."""
-    memory: Any = compiled.memory_analysis()
-    total = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
-    return total - memory.alias_size_in_bytes
-
-
-def peak_bytes() -> int | None:
-    """The most that the allocator of the first device ever held; None where it does not count (a CPU)."""
-    stats = jax.local_devices()[0].memory_stats()
-    return stats.get("peak_bytes_in_use") if stats else None
-
-
-def memory_limit(gibibytes: float | None) -> tuple[int, str]:
-    """Bytes that a program may take, and who says so: the flag, the device, or, on a CPU, the machine."""
-    if gibibytes is not None:
-        return int(gibibytes * 2**30), "--memory-limit"
-    device = jax.local_devices()[0]
-    stats = device.memory_stats()
-    if stats and "bytes_limit" in stats:
-        return stats["bytes_limit"], device.device_kind
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "all of this machine's"
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """Whether an error of JAX says that the device's memory is exhausted."""
-    return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error) or "Out of memory" in str(error)
 
 
 def measure(
@@ -227,37 +197,3 @@ def plot_comparison(path: Path, rows: Sequence[Mapping[str, Any]], title: str) -
         axis.set_ylabel(label)
     axes[0].legend(frameon=False)
     save_figure(figure, path)
-
-
-def largest_batch(bytes_needed: Callable[[int], int], limit: int, multiple: int = 1, most: int = 2**20) -> int | None:
-    """The largest batch size `multiple * 2**k` whose step needs no more than `limit` bytes; None if none fits.
-
-    Memory is nearly linear in the batch size, so two programs tell where to look: a handful are compiled
-    instead of one for each power of two.
-
-    Args:
-        bytes_needed: of a step at a batch size; asked for each size at most once.
-        limit: in bytes.
-        multiple: the number of devices that share a batch.
-        most: no batch size beyond this is tried.
-    """
-    needed: dict[int, int] = {}
-
-    def fits(power: int) -> bool:
-        if power not in needed:
-            needed[power] = bytes_needed(multiple * 2**power)
-        return needed[power] <= limit
-
-    top = (most // multiple).bit_length() - 1
-    if not fits(0):
-        return None
-    power = min(3, top)
-    while power > 0 and not fits(power):
-        power -= 1
-    slope = max(1.0, (needed[power] - needed[0]) / max(1, 2**power - 1))
-    guess = min(top, max(power, math.floor(math.log2(max(1.0, 1 + (limit - needed[0]) / slope)))))
-    while guess > 0 and not fits(guess):
-        guess -= 1
-    while guess < top and fits(guess + 1):
-        guess += 1
-    return multiple * 2**guess

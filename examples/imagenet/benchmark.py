@@ -11,17 +11,13 @@ from typing import Any
 
 import jax
 
-from benchmarks.measure import environment
 from examples.common.benchmarking import (
     Case,
     DoesNotFit,
     compare,
     comparison_table,
     compile_step,
-    is_out_of_memory,
-    largest_batch,
     measure,
-    memory_limit,
     plot_comparison,
 )
 from examples.common.devices import DataParallel
@@ -33,6 +29,8 @@ from examples.imagenet.data import Batch, Dataset
 from examples.imagenet.pipeline import train_batches
 from examples.imagenet.synthetic import Synthetic, random_batch
 from examples.imagenet.task import ImageTask, open_data
+from perf.environment import environment
+from perf.memory import is_out_of_memory, largest_batch, memory_limit
 
 BENCHMARKS = Path("runs/imagenet-benchmarks")
 
@@ -178,6 +176,7 @@ def find_batch_sizes(config: Config) -> dict[str, Any]:
     limit, source = memory_limit(config.memory_limit)
     say(f"memory: {limit / 2**30:.1f} GiB ({source})")
     found: dict[str, int | None] = {}
+    sizes = [parallel.count * 2**k for k in range((len(data[0]) // parallel.count).bit_length())]
     for policy in config.policies:
 
         def own(size: int, policy: str = policy) -> Config:
@@ -185,21 +184,13 @@ def find_batch_sizes(config: Config) -> dict[str, Any]:
 
         def bytes_needed(size: int, own: Callable[[int], Config] = own) -> int:
             task = ImageTask(own(size), *data, parallel)
-            try:
-                step = compile_step(task.training.train_step, task.abstract_state(), task.abstract_batch(size))
-            except Exception as error:
-                if is_out_of_memory(error):  # while it tried kernels
-                    return 2**63
-                raise
             # Sharded arrays are counted on one device, which is where they must fit.
-            return step.bytes
+            step = compile_step(task.training.train_step, task.abstract_state(), task.abstract_batch(size))
+            # A program that fits by its plan may still find the memory in pieces.
+            runs = jax.default_backend() == "cpu" or step.bytes > limit or _runs(own(size), data, parallel, limit)
+            return step.bytes if runs else limit + 1
 
-        size = largest_batch(bytes_needed, limit, parallel.count, most=len(data[0]))
-        while size is not None and jax.default_backend() != "cpu":
-            # A program that the compiler says fits may still find the memory in pieces.
-            if isinstance(_case(own(size), data, parallel, limit), Case):
-                break
-            size = size // 2 if size > parallel.count else None
+        size = largest_batch(sizes, bytes_needed, limit)
         found[policy] = size
         say(f"{policy}: " + (f"batch size {size}" if size else "not even the smallest batch fits"))
     checked = "compiled" if jax.default_backend() == "cpu" else "compiled and run"
@@ -207,6 +198,10 @@ def find_batch_sizes(config: Config) -> dict[str, Any]:
     say(f"the programs were {checked}; output in {folder.path}")
     _write(folder, "batch_sizes.json", results | {"model": config.model_name, "environment": environment()})
     return results
+
+
+def _runs(config: Config, data: tuple[Dataset, Dataset], parallel: DataParallel, limit: int) -> bool:
+    return isinstance(_case(config, data, parallel, limit), Case)
 
 
 def _case(config: Config, data: tuple[Dataset, Dataset], parallel: DataParallel, limit: int) -> Case | DoesNotFit:

@@ -11,14 +11,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks.measure import environment
 from examples.common.benchmarking import (
     Case,
     DoesNotFit,
     compare,
     comparison_table,
     compile_step,
-    is_out_of_memory,
     measure,
     plot_comparison,
 )
@@ -30,6 +28,8 @@ from examples.speech.batching import Batch, Shape
 from examples.speech.config import Config
 from examples.speech.task import open_alphabet
 from examples.speech.training import Variables, create_training, create_transcribe_step
+from perf.environment import environment
+from perf.memory import is_out_of_memory
 
 RUNS = Path("runs/speech-benchmarks")
 UNIT = "utterances"

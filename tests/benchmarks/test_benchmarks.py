@@ -11,13 +11,14 @@ from benchmarks.models import WORKLOADS
 from benchmarks.training import traffic
 from benchmarks.training.cells import Cell, Results
 from benchmarks.training.configurations import CONFIGURATIONS, loss_function
-from benchmarks.training.dry_run import dry_run, is_known, versions
-from benchmarks.training.fitting import estimate, largest_batch
+from benchmarks.training.dry_run import dry_run, is_known
+from benchmarks.training.fitting import largest_batch_of
 from benchmarks.training.flops import flops_per_example
 from benchmarks.training.tables import dry_run_table, hand_written
 from benchmarks.training.target import NO_PLUGIN, h200
 from benchmarks.training.worker import measure
 from mpjax.inspection.profile.hlo_text import HloModule
+from perf.environment import versions
 from testing.gpu_program import GPU_PROGRAM
 
 
@@ -154,17 +155,18 @@ def test_results_of_a_cell_are_merged_and_an_error_is_replaced(tmp_path):
     assert Results(path).row(cell) == {"milliseconds": 1.0, "compile_seconds": 5.0}
 
 
-def test_largest_batch_is_estimated_from_two_plans():
-    assert estimate((8, 1800), (16, 2600), limit=11_000) == 100
-
-
-def test_largest_batch_comes_down_from_an_estimate_that_was_too_large():
-    def compile_step(made, cell):
+def test_largest_batch_of_a_cell_is_within_six_percent():
+    def bytes_needed(made):
         batch = made.workload.batch_size
-        return batch, batch * (1 if batch < 300 else 2)
+        return batch if batch < 300 else 2 * batch
 
-    found = largest_batch(Cell.parse("ncf", "float32"), True, 1000, compile_step, lambda batch, made: 2 * batch <= 1000)
-    assert 450 < found <= 500
+    found = largest_batch_of(Cell.parse("ncf", "float32"), True, 1000, bytes_needed)
+    assert 470 < found <= 500
+
+
+def test_a_cell_that_fits_no_batch_says_so():
+    with pytest.raises(MemoryError, match="ncf float32: not even a batch of"):
+        largest_batch_of(Cell.parse("ncf", "float32"), True, 1000, lambda made: 1001)
 
 
 def test_gpu_run_goes_on_with_what_is_not_done(tmp_path, monkeypatch):
@@ -185,7 +187,7 @@ def test_gpu_run_goes_on_with_what_is_not_done(tmp_path, monkeypatch):
 @pytest.fixture
 def folder(tmp_path):
     """Results as a GPU would give them: of today, and of a version that was."""
-    now = report.versions()
+    now = versions()
     fast = {"examples_per_second": 400.0, "milliseconds": 2.5, "peak_bytes": 50, "batch_size": 1, "versions": now}
     slow = {**fast, "examples_per_second": 100.0, "peak_bytes": 100, "versions": {**now, "mpjax": "0.0.1"}}
     training = {

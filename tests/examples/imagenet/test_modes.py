@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from examples.common import benchmarking
-from examples.common.benchmarking import Case, Compiled, DoesNotFit, compare, comparison_table, largest_batch, measure
+from examples.common.benchmarking import Case, Compiled, DoesNotFit, compare, comparison_table, measure
 from examples.common.input_clock import InputClock
 from examples.imagenet import benchmark
 from examples.imagenet.__main__ import main
 from examples.imagenet.seeds import Seeds
+from perf.memory import memory_limit
 from tests.examples.imagenet.runs import error_of
 
 pytestmark = pytest.mark.usefixtures("quick_runs")
@@ -66,21 +66,6 @@ def test_what_does_not_fit_is_in_the_table():
     assert lines[3] == "| 16 | float32 | out of memory | - | - | - |"
 
 
-@pytest.mark.parametrize(
-    ("limit", "multiple", "expected"), [(1000, 1, 64), (1000, 3, 48), (22, 1, None), (23, 1, 1), (10**9, 1, 2**20)]
-)
-def test_largest_batch_is_found_with_few_programs(limit, multiple, expected):
-    asked = []
-
-    def bytes_needed(size):
-        assert size not in asked
-        asked.append(size)
-        return 10 + 13 * size if size < 64 else 15 * size
-
-    assert largest_batch(bytes_needed, limit, multiple) == expected
-    assert len(asked) <= 6
-
-
 def test_batch_size_search_says_what_it_did(tmp_path, monkeypatch, capsys):
     def compiled(step, state, batch):
         """A program that needs 100 MiB for each image, and does not fit at all from 64 on."""
@@ -97,11 +82,6 @@ def test_batch_size_search_says_what_it_did(tmp_path, monkeypatch, capsys):
         assert results["largest_batch_size"] == {"float32": size, "O2": size}
         assert results["checked"] == "compiled"
         assert f"memory: {float(limit):.1f} GiB (--memory-limit)" in capsys.readouterr().out
-
-
-def test_out_of_memory_is_told_from_other_errors():
-    assert benchmarking.is_out_of_memory(RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes"))
-    assert not benchmarking.is_out_of_memory(RuntimeError("INVALID_ARGUMENT"))
 
 
 def test_measurement_leaves_the_warm_up_out():
@@ -173,7 +153,7 @@ def test_bad_flags_end_in_one_line(flags, quoted, tmp_path, monkeypatch, capsys)
 
 @pytest.mark.gpu
 def test_gpu_tells_its_memory(tmp_path):
-    limit, source = benchmarking.memory_limit(None)
+    limit, source = memory_limit(None)
     assert source == jax.devices()[0].device_kind
     flags = ["--mode", "training_benchmark", "--warmup-steps", "1", "--num-iter", "3", *TINY]
     assert main([*flags, "--output", str(tmp_path / "run")]) == 0

@@ -1,4 +1,4 @@
-"""How fast examples/imagenet decodes JPEGs, beside torch's DataLoader: `python -m benchmarks.input_pipeline`.
+"""How fast examples/imagenet decodes JPEGs, beside torch's DataLoader: `python -m examples.imagenet.decoding_speed`.
 
 All loaders read the same files, made here of photographs that come with scikit-learn, as large as ImageNet's: a random
 crop, resized and perhaps mirrored. torch's Dataset does with Pillow what torchvision's transforms do; without torch
@@ -26,10 +26,10 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageOps
 
-from benchmarks.measure import save
 from examples.imagenet.augmentation import random_box
 from examples.imagenet.image_folder import ImageFolder, open_image_folder
 from examples.imagenet.pipeline import Workers, train_batches
+from perf.results import save
 
 Row = dict[str, Any]
 # Yields batches without end; leaving it stops its workers.
@@ -183,6 +183,7 @@ def main() -> None:
     parser.add_argument("--cores", type=int, default=os.cpu_count() or 1, help="workers of the larger runs")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--batches", type=int, default=8, help=f"of {BATCH_SIZE} images, timed in a round")
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path(__file__).parent, help="folder of the results")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         root = pathlib.Path(folder)
@@ -197,7 +198,7 @@ def main() -> None:
         "batch_size": BATCH_SIZE,
     }
     print(table(rows))
-    print(save("input_pipeline", {"files": files, "loaders": rows}))
+    print(save("decoding_speed", {"files": files, "loaders": rows}, options.out))
 
 
 if __name__ == "__main__":

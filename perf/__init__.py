@@ -1,0 +1,1 @@
+"""Timing, memory and the environment, as the example scripts and the benchmarks measure and record them."""

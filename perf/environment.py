@@ -1,0 +1,56 @@
+"""What a result depends on beside the code, and whether a result is still current."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import platform
+import sys
+from typing import Any
+
+import jax
+
+import mpjax
+
+
+def versions() -> dict[str, str]:
+    """The versions that a result belongs to; with others it is stale."""
+    return {"jax": jax.__version__, "mpjax": mpjax.__version__}
+
+
+def environment(without: dict[str, int | None] | None = None) -> dict[str, Any]:
+    """Device, versions and command of this process.
+
+    Args:
+        without: options that change no result, and are left out of the command: name to the number of its
+            values (None: all up to the next option).
+    """
+    device = jax.devices()[0]
+    return {
+        "platform": device.platform,
+        "device": device.device_kind if device.platform != "cpu" else f"CPU, {os.cpu_count()} cores",
+        "platform_version": device.client.platform_version.splitlines()[0],
+        **versions(),
+        "python": platform.python_version(),
+        "command": f"python -m {_module_name()} {' '.join(_arguments(without or {}))}".strip(),
+    }
+
+
+def _arguments(without: dict[str, int | None]) -> list[str]:
+    kept, skipped = [], 0
+    for argument in sys.argv[1:]:
+        if argument.startswith("--"):
+            values = without.get(argument, 0)
+            skipped = len(sys.argv) if values is None else values
+            if argument in without:
+                continue
+        elif skipped:
+            skipped -= 1
+            continue
+        kept.append(argument)
+    return kept
+
+
+def _module_name() -> str:
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    return spec.name if spec else pathlib.Path(sys.argv[0]).stem

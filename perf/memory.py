@@ -1,0 +1,108 @@
+"""Device memory: what a program needs, what a device has, and the largest batch that fits."""
+
+from __future__ import annotations
+
+import bisect
+import math
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+
+def program_bytes(compiled: jax.stages.Compiled) -> int:
+    """Device memory of a program by XLA's plan: arguments, results and temporaries; a donated argument counts once."""
+    plan: Any = compiled.memory_analysis()
+    total = plan.argument_size_in_bytes + plan.output_size_in_bytes + plan.temp_size_in_bytes
+    return total - plan.alias_size_in_bytes
+
+
+def peak_bytes() -> int | None:
+    """The most that the first device's allocator held in this process; None where it does not count (a CPU)."""
+    return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+
+
+def device_bytes() -> int | None:
+    """The memory of the first device; None where its allocator has no limit (a CPU)."""
+    return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+
+
+def memory_limit(gibibytes: float | None) -> tuple[int, str]:
+    """Bytes that a program may take, and the source of the limit: the flag, the device, or, on a CPU, the machine."""
+    if gibibytes is not None:
+        return int(gibibytes * 2**30), "--memory-limit"
+    limit = device_bytes()
+    if limit is not None:
+        return limit, jax.local_devices()[0].device_kind
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "all of this machine's"
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an error of JAX says that the device's memory is exhausted."""
+    return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error) or "Out of memory" in str(error)
+
+
+def batch_sizes(start: int, growth: float, most: int) -> list[int]:
+    """Batch sizes to choose from: `start`, then each at least `growth` times the one before, up to `most`.
+
+    From 8 on they are multiples of 8: a batch is a dimension of matmuls too.
+    """
+    sizes = [start]
+    while True:
+        size = math.ceil(sizes[-1] * growth)
+        size = size if size < 8 else math.ceil(size / 8) * 8
+        if size > most:
+            return sizes
+        sizes.append(size)
+
+
+def largest_batch(sizes: Sequence[int], bytes_needed: Callable[[int], int], limit: int) -> int | None:
+    """The largest batch size whose step fits, found with a handful of compilations.
+
+    Memory is nearly linear in the batch size: a line through two known sizes says which one to try next. Where
+    the plan bends, bisection takes turns with the line.
+
+    Args:
+        sizes: to choose from, in ascending order.
+        bytes_needed: bytes of a step at a size. It may raise an error that `is_out_of_memory` recognises, while it
+            compiles or runs the step: that size does not fit. Called at most once for each size.
+        limit: in bytes.
+
+    Returns:
+        One of `sizes`; None if not even the smallest fits.
+    """
+    known: dict[int, int] = {}
+
+    def fits(index: int) -> bool:
+        try:
+            needed = bytes_needed(sizes[index])
+        except Exception as error:
+            if is_out_of_memory(error):
+                return False
+            raise
+        known[index] = needed
+        return needed <= limit
+
+    if not sizes or not fits(0):
+        return None
+    largest, too_large = 0, len(sizes)
+    guess = bisect.bisect_right(sizes, 8 * sizes[0]) - 1
+    attempts = 0
+    while too_large - largest > 1:
+        attempts += 1
+        guess = min(max(guess, largest + 1), too_large - 1)
+        if fits(guess):
+            largest = guess
+        else:
+            too_large = guess
+        by_line = attempts % 4 and len(known) > 1
+        guess = _where_line_reaches(sizes, known, limit) if by_line else (largest + too_large) // 2
+    return sizes[largest]
+
+
+def _where_line_reaches(sizes: Sequence[int], known: dict[int, int], limit: int) -> int:
+    """The last index at which the line through the two largest known sizes stays within the limit."""
+    left, right = sorted(known)[-2:]
+    slope = max(1.0, (known[right] - known[left]) / (sizes[right] - sizes[left]))
+    return bisect.bisect_right(sizes, sizes[left] + (limit - known[left]) / slope) - 1

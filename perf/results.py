@@ -1,0 +1,35 @@
+"""JSON files of results, each with the environment that it was measured in."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from typing import Any
+
+import jax
+
+from .environment import environment, versions
+
+# Options that choose where results go, or which part of them a run adds: they change no result.
+_PARTS = {"--out": 1, "--programs": None, "--missing": 0, "--bound": None, "--dtypes": None}
+
+
+def save(name: str, results: Any, folder: pathlib.Path) -> pathlib.Path:
+    """Writes `NAME_PLATFORM.json` in the folder, with the environment beside the results."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = _path(name, folder)
+    content = {"environment": environment(without=_PARTS), "results": results}
+    path.write_text(json.dumps(content, indent=2) + "\n")
+    return path
+
+
+def previous(name: str, folder: pathlib.Path) -> Any:
+    """The results that `save` would replace, for a run that adds to them; empty if of another device or version."""
+    path = _path(name, folder)
+    found = json.loads(path.read_text()) if path.exists() else {}
+    now = {"device": environment()["device"], **versions()}
+    return found["results"] if found.get("environment", {}).items() >= now.items() else {}
+
+
+def _path(name: str, folder: pathlib.Path) -> pathlib.Path:
+    return folder / f"{name}_{jax.default_backend()}.json"

@@ -1,0 +1,49 @@
+"""Interleaved rounds in one process, and ratios within a round."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+
+def interleaved(runs: Mapping[str, Callable[[], Any]], rounds: int, warmup: int = 3) -> dict[str, list[float]]:
+    """Times every run once per round, so that drift of the machine hits all of them alike.
+
+    The order changes from round to round, because each run inherits the caches that the run before it left.
+
+    Args:
+        runs: name to function; a function's result says when it is done.
+        rounds: rounds that count.
+        warmup: rounds before them that do not count.
+
+    Returns:
+        Name to seconds, one for each round.
+    """
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    names = list(runs)
+    for i in range(warmup + rounds):
+        names = names[1:] + names[:1] if i % 2 else names[::-1]
+        for name in names:
+            start = time.perf_counter()
+            jax.block_until_ready(runs[name]())
+            if i >= warmup:
+                times[name].append(time.perf_counter() - start)
+    return times
+
+
+def ratios(times: Mapping[str, list[float]], base: str) -> dict[str, dict[str, Any]]:
+    """For each run its median milliseconds, and the median and quartiles of its ratio to `base` within a round."""
+    out: dict[str, dict[str, Any]] = {}
+    for name, values in times.items():
+        per_round = [a / b for a, b in zip(values, times[base], strict=True)]
+        low, middle, high = statistics.quantiles(per_round, n=4)
+        out[name] = {
+            "milliseconds": round(statistics.median(values) * 1e3, 3),
+            "ratio": round(middle, 3),
+            "ratio_quartiles": [round(low, 3), round(high, 3)],
+        }
+    return out
