@@ -13,6 +13,9 @@ from mpjax.casting import explain as explain
 from mpjax.casting import float_function as float_function
 from mpjax.casting import half_function as half_function
 from mpjax.casting import promote_function as promote_function
+from mpjax.lean_state import kahan as kahan
+from mpjax.lean_state import low_bit_state as low_bit_state
+from mpjax.lean_state import stochastic_rounding as stochastic_rounding
 from mpjax.loss_scale import LossScaleError as LossScaleError
 from mpjax.loss_scale import LossScaleState as LossScaleState
 from mpjax.loss_scale import apply_gradients as apply_gradients

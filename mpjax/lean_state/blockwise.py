@@ -1,0 +1,152 @@
+"""Arrays in 8 bits a number: one scale for each block, and codes that are dense where small numbers need it.
+
+A block is some 256 neighbours. Its scale is its largest magnitude, and each number's share of that, r in [0, 1], is
+stored as the nearest codes u below or above, at random so that the mean is right:
+
+              a block with signs             a block of numbers >= 0
+    int8      r = (u/127)², u = 0..127       r = (u/256)⁴, u = 1..256
+    float8    r = u/448                      r = (u/448)², u > 0
+
+Codes that are even on a line would flush most of Adam's second moment to zero, and an update divides by its root. So
+a block of numbers >= 0, which that always is, is stored as its root and has no code for zero. The sign of the scale
+tells the two kinds apart. A block of zeros has the scale 0 and stays zero.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+FLOAT8 = np.dtype(jnp.float8_e4m3fn)
+_FLOAT8_TOP, _FLOAT8_TINY = 448.0, 2.0**-9
+_TINY = np.float32(2.0**-120)
+
+
+class Blockwise(NamedTuple):
+    """An array in 8 bits a number."""
+
+    codes: chex.Array  # shape of the array, dtype=int8 or float8_e4m3fn
+    scales: chex.Array  # shape=(*leading, blocks), dtype=float32; negative where a block's numbers are all >= 0
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2), inline=True)
+def encode(x: jax.Array, dtype: Any, block_size: int, bits: jax.Array) -> Blockwise:
+    """Stores an array in 8 bits a number, rounded stochastically.
+
+    Args:
+        x: float32 array of at least one dimension.
+        dtype: int8 or float8_e4m3fn.
+        block_size: the most numbers that share a scale.
+        bits: uint32 array of `x`'s shape: random bits.
+    """
+    form = _form(dtype)
+    layout = _layout(x.shape, block_size)
+    rows, draws = _rows(x, *layout), _rows(bits, *layout)
+    largest = jnp.max(jnp.abs(rows), -1, keepdims=True)
+    positive = jnp.min(rows, -1, keepdims=True) >= 0
+    # A quotient by a denormal scale could be infinite; such a block is as good as zero.
+    share = jnp.where(largest > _TINY, jnp.abs(rows) / jnp.maximum(largest, _TINY), np.float32(0))
+    lower, upper = form.neighbours(share, positive)
+    low_value, high_value = form.share(lower, positive), form.share(upper, positive)
+    part = (share - low_value) / jnp.maximum(high_value - low_value, np.float32(1e-30))
+    draw = (draws >> np.uint32(8)).astype(jnp.float32) * np.float32(2**-24)
+    units = jnp.where(draw < part, upper, lower)
+    codes = form.store(jnp.where(rows < 0, -units, units), positive)
+    scales = jnp.where(largest > _TINY, jnp.where(positive, -largest, largest), np.float32(0))
+    # A NaN compares false everywhere above; its block must not come out finite.
+    scales = jnp.where(jnp.isfinite(largest), scales, largest + (largest - largest))
+    return Blockwise(_unblocked(codes, x.shape), scales[..., 0])
+
+
+@functools.partial(jax.jit, inline=True)
+def decode(stored: Blockwise) -> jax.Array:
+    """The float32 array that was stored."""
+    shape = stored.codes.shape
+    form = _form(stored.codes.dtype)
+    scales = stored.scales[..., None]
+    rows = _rows(stored.codes, stored.scales.ndim - 1, stored.scales.shape[-1])
+    positive = scales < 0
+    units = form.load(rows, positive)
+    size = form.share(jnp.abs(units), positive) * jnp.abs(scales)
+    return _unblocked(jnp.where(units < 0, -size, size), shape)
+
+
+class _Int8:
+    def neighbours(self, share: jax.Array, positive: jax.Array) -> tuple[jax.Array, jax.Array]:
+        root = jnp.sqrt(share)
+        top = jnp.where(positive, np.float32(256), np.float32(127))
+        bottom = positive.astype(jnp.float32)
+        lower = jnp.clip(jnp.floor(jnp.where(positive, jnp.sqrt(root), root) * top), bottom, top - 1)
+        return lower, lower + 1
+
+    def share(self, units: jax.Array, positive: jax.Array) -> jax.Array:
+        square = jnp.square(units * jnp.where(positive, np.float32(1 / 256), np.float32(1 / 127)))
+        return jnp.where(positive, jnp.square(square), square)
+
+    def store(self, units: jax.Array, positive: jax.Array) -> jax.Array:
+        return jnp.where(positive, units - 129, units).astype(jnp.int8)
+
+    def load(self, codes: jax.Array, positive: jax.Array) -> jax.Array:
+        units = codes.astype(jnp.float32)
+        return jnp.where(positive, units + 129, units)
+
+
+class _Float8:
+    def neighbours(self, share: jax.Array, positive: jax.Array) -> tuple[jax.Array, jax.Array]:
+        y = jnp.where(positive, jnp.sqrt(share), share) * np.float32(_FLOAT8_TOP)
+        y = jnp.maximum(y, jnp.where(positive, np.float32(_FLOAT8_TINY), np.float32(0)))
+        exponent = jax.lax.bitcast_convert_type(y, jnp.uint32) & np.uint32(0x7F800000)
+        power = jax.lax.bitcast_convert_type(exponent, jnp.float32)  # of two, at most y
+        spacing = jnp.maximum(power * np.float32(1 / 8), np.float32(_FLOAT8_TINY))
+        lower = jnp.floor(y / spacing) * spacing
+        return lower, jnp.minimum(lower + spacing, np.float32(_FLOAT8_TOP))
+
+    def share(self, units: jax.Array, positive: jax.Array) -> jax.Array:
+        linear = units * np.float32(1 / _FLOAT8_TOP)
+        return jnp.where(positive, jnp.square(linear), linear)
+
+    def store(self, units: jax.Array, positive: jax.Array) -> jax.Array:
+        return units.astype(FLOAT8)
+
+    def load(self, codes: jax.Array, positive: jax.Array) -> jax.Array:
+        return codes.astype(jnp.float32)
+
+
+def _form(dtype: Any) -> _Int8 | _Float8:
+    return _Int8() if np.dtype(dtype) == np.int8 else _Float8()
+
+
+def _layout(shape: tuple[int, ...], block_size: int) -> tuple[int, int]:
+    """How many leading dimensions stay, and how many blocks each row of what is behind them has.
+
+    Blocks lie along the last dimension, so that an array sharded by an earlier one keeps its blocks on their devices;
+    a short last dimension is joined with those before it. Blocks divide a row evenly, unless they would be
+    much shorter than `block_size` for it.
+    """
+    leading = len(shape) - 1
+    while leading and math.prod(shape[leading:]) < block_size // 2:
+        leading -= 1
+    length = math.prod(shape[leading:])
+    fewest = max(1, math.ceil(length / block_size))
+    return leading, next((n for n in range(fewest, 2 * fewest) if length % n == 0), fewest)
+
+
+def _rows(x: jax.Array, leading: int, blocks: int) -> jax.Array:
+    """Of shape (*leading, blocks, block): padded by repeating the last number, which changes no block's range."""
+    x = x.reshape(*x.shape[:leading], -1)
+    missing = -x.shape[-1] % blocks
+    if missing:
+        x = jnp.concatenate([x, jnp.repeat(x[..., -1:], missing, -1)], -1)
+    return x.reshape(*x.shape[:-1], blocks, -1)
+
+
+def _unblocked(rows: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    flat = rows.reshape(*rows.shape[:-2], -1)
+    length = math.prod(shape[rows.ndim - 2 :])
+    return flat[..., :length].reshape(shape)

@@ -1,0 +1,212 @@
+"""Half-precision parameters without float32 masters: stochastic rounding, and Kahan summation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from mpjax.lean_state.rounding import key_from, next_words, random_bits, round_stochastically, round_to_nearest
+from mpjax.loss_scale import ApplyingTransformation, apply_gradients, as_transformation
+from mpjax.policy import is_half, path_string
+
+
+class StochasticRoundingState(NamedTuple):
+    """State of `stochastic_rounding`."""
+
+    key: chex.Array  # shape=(2,), dtype=jnp.uint32; a threefry key, another one after each step.
+    inner_state: Any  # the wrapped transformation's state, made for the float32 tree.
+
+
+class KahanState(NamedTuple):
+    """State of `kahan`."""
+
+    # Tree of the params: what each half param lacks, times 2¹¹ (float16) or 2⁸ (bfloat16), in the param's dtype;
+    # `optax.MaskedNode()` for a param that is not half.
+    compensation: Any
+    inner_state: Any  # the wrapped transformation's state, made for the float32 tree.
+
+
+def stochastic_rounding(
+    inner: optax.GradientTransformation, *, seed: int | jax.Array = 0
+) -> optax.GradientTransformationExtraArgs:
+    """Wraps an optimizer so that half-precision params need no master weights: updates are rounded at random.
+
+    Added to a half-precision number an update below half its spacing vanishes, if the sum is rounded to
+    nearest. Rounded up with probability (sum - below) / (above - below), it has the right mean:
+
+        params ← stochastic_round(float32(params) + inner(grads in float32, params in float32))
+
+    So the params take 2 bytes each and no more. They do a random walk around the float32 path, of some half a
+    spacing a step: bfloat16 needs small learning rates less than `kahan` or `master_weights` do. A zero update changes
+    nothing, whatever the draw.
+
+    Args:
+        inner: the optimizer. It sees float32 gradients and params, so its state is float32 (see `low_bit_state`).
+        seed: an integer or a `jax.random.key`, from which each step and each array has random numbers of its own.
+            Replicas that hold the same params need the same seed: then they round alike.
+
+    Returns:
+        An `optax.GradientTransformationExtraArgs` with a `StochasticRoundingState`. Wrap loss scaling around it. Its
+        updates are float32, for `optax.apply_updates` or `mpjax.apply_gradients`. Float32 params are updated as ever.
+
+    Raises:
+        ValueError: in `update`, no `params`.
+        TypeError: `inner` is not an optax transformation.
+
+    Example:
+        >>> import optax, mpjax
+        >>> tx = mpjax.stochastic_rounding(optax.sgd(1.0))
+        >>> params = jnp.ones(10_000, jnp.bfloat16)  # whose spacing above 1 is 2**-7
+        >>> params, state = mpjax.apply_gradients(tx, jnp.full(10_000, -(2.0**-10)), tx.init(params), params)
+        >>> moved = params > 1
+        >>> bool(0.1 < moved.mean() < 0.15)  # an eighth of them, by 2**-7
+        True
+
+    Source: Gupta et al. 2015, Deep Learning with Limited Numerical Precision (https://arxiv.org/abs/1502.02551);
+    for training in bfloat16, Zamirai et al. 2020 (https://arxiv.org/abs/2010.06192).
+    """
+    inner = as_transformation(inner)
+
+    def init(params: Any) -> StochasticRoundingState:
+        return StochasticRoundingState(key_from(seed), inner.init(_widen(params)))
+
+    def rounder(state: StochasticRoundingState, params: Any) -> tuple[Any, Callable[[Any, Any], Any]]:
+        key, words = next_words(state.key, len(jax.tree.leaves(params)))
+        each = iter(words)
+
+        def rounded(p: jax.Array, target: jax.Array) -> jax.Array:
+            bits = next(each)
+            return round_stochastically(target, p.dtype, random_bits(bits, p.shape)) if is_half(p) else target
+
+        return key, lambda params, targets: jax.tree.map(rounded, params, targets)
+
+    def update(grads: Any, state: StochasticRoundingState, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        wide = _widen(_required(params, "stochastic_rounding"))
+        updates, inner_state = inner.update(_widen(grads), state.inner_state, wide, **extra)
+        key, rounded = rounder(state, params)
+        targets = rounded(params, optax.apply_updates(wide, updates))
+        return jax.tree.map(_delta, params, targets, updates), StochasticRoundingState(key, inner_state)
+
+    def apply(grads: Any, state: StochasticRoundingState, params: Any, **extra: Any) -> tuple[Any, Any]:
+        targets, inner_state = apply_gradients(inner, _widen(grads), state.inner_state, _widen(params), **extra)
+        key, rounded = rounder(state, params)
+        return rounded(params, targets), StochasticRoundingState(key, inner_state)
+
+    return ApplyingTransformation.create(init, update, apply)
+
+
+def kahan(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """Wraps an optimizer so that half-precision params are summed with a half-precision compensation.
+
+    What a param loses when its update is rounded is kept, in the param's own dtype, and added to the next one:
+
+        sum ← float32(params) + float32(compensation) + inner(grads in float32, the same sum)
+        params ← round(sum);   compensation ← round(sum - params)
+
+    The two together hold 22 bits of significand in float16, 16 in bfloat16, for 4 bytes a param; master weights beside
+    half params take 6. (The compensation is stored multiplied by a power of two, or that of a small float16 param
+    would underflow.)
+
+    Args:
+        inner: the optimizer. It sees float32 gradients and the compensated params, so its state is float32 (see
+            `low_bit_state`).
+
+    Returns:
+        An `optax.GradientTransformationExtraArgs` with a `KahanState`. Wrap loss scaling around it. Its updates are
+        float32, for `optax.apply_updates` or `mpjax.apply_gradients`. Float32 params are updated as ever.
+
+    Raises:
+        ValueError: in `update`, no `params`, or params of another dtype than at `init`.
+        TypeError: `inner` is not an optax transformation.
+
+    Example:
+        >>> import optax, mpjax
+        >>> tx = mpjax.kahan(optax.sgd(1.0))
+        >>> params = jnp.ones((), jnp.bfloat16)
+        >>> state = tx.init(params)
+        >>> for _ in range(8):  # each step is an eighth of bfloat16's spacing above 1
+        ...     params, state = mpjax.apply_gradients(tx, jnp.float32(-(2.0**-10)), state, params)
+        >>> float(params) == 1 + 2**-7
+        True
+
+    Source: Kahan 1965, Further remarks on reducing truncation errors (https://doi.org/10.1145/363707.363723);
+    for training in bfloat16, Zamirai et al. 2020 (https://arxiv.org/abs/2010.06192).
+    """
+    inner = as_transformation(inner)
+
+    def init(params: Any) -> KahanState:
+        compensation = jax.tree.map(lambda p: jnp.zeros_like(p) if is_half(p) else optax.MaskedNode(), params)
+        return KahanState(compensation, inner.init(_widen(params)))
+
+    def update(grads: Any, state: KahanState, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        full = _compensated(_required(params, "kahan"), state.compensation)
+        updates, inner_state = inner.update(_widen(grads), state.inner_state, full, **extra)
+        targets = optax.apply_updates(full, updates)
+        deltas = jax.tree.map(lambda p, t, u: _delta(p, _nearest(p, t), u), params, targets, updates)
+        # What the params will be: a param that shrinks by more than 2¹² in one step may miss its target by a little.
+        reached = jax.tree.map(lambda p, d: _nearest(p, _widen(p) + d), params, deltas)
+        return deltas, KahanState(_compensation(params, targets, reached), inner_state)
+
+    def apply(grads: Any, state: KahanState, params: Any, **extra: Any) -> tuple[Any, Any]:
+        full = _compensated(params, state.compensation)
+        targets, inner_state = apply_gradients(inner, _widen(grads), state.inner_state, full, **extra)
+        reached = jax.tree.map(_nearest, params, targets)
+        return reached, KahanState(_compensation(params, targets, reached), inner_state)
+
+    return ApplyingTransformation.create(init, update, apply)
+
+
+def _required(params: Any, name: str) -> Any:
+    if params is None:
+        raise ValueError(f"{name}: update needs the params: tx.update(grads, state, params).")
+    return params
+
+
+def _widen(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x.astype(jnp.float32) if is_half(x) else x, tree)
+
+
+def _delta(p: jax.Array, target: jax.Array, update: jax.Array) -> jax.Array:
+    """The float32 update that takes a half param to its half target."""
+    return target.astype(jnp.float32) - p.astype(jnp.float32) if is_half(p) else update
+
+
+def _nearest(p: jax.Array, target: jax.Array) -> jax.Array:
+    return round_to_nearest(target, p.dtype) if is_half(p) else target
+
+
+def _magnification(p: jax.Array) -> np.float32:
+    """What brings the largest compensation, half the param's spacing, to the param's own size."""
+    return np.float32(2.0 ** (int(jnp.finfo(p.dtype).nmant) + 1))
+
+
+def _compensated(params: Any, compensation: Any) -> Any:
+    """The float32 tree that the params and their compensation stand for."""
+
+    def leaf(path: Any, p: Any, c: Any) -> Any:
+        if isinstance(c, optax.MaskedNode) == is_half(p):
+            had = "no compensation" if is_half(p) else "a compensation"
+            raise ValueError(
+                f"kahan: the param {path_string(path)} is {p.dtype}, but the state holds {had} for it: the params were "
+                "cast after tx.init. Cast the params to the policy's param dtype first, then call tx.init."
+            )
+        return p.astype(jnp.float32) + c.astype(jnp.float32) / _magnification(p) if is_half(p) else p
+
+    return jax.tree_util.tree_map_with_path(leaf, params, compensation)
+
+
+def _compensation(params: Any, targets: Any, reached: Any) -> Any:
+    def leaf(p: Any, target: jax.Array, reached: jax.Array) -> Any:
+        if not is_half(p):
+            return optax.MaskedNode()
+        missing = (target - reached.astype(jnp.float32)) * _magnification(p)
+        # An overflowed param misses infinitely much; the next sum must not be NaN for it.
+        return jnp.where(jnp.isfinite(reached), missing, np.float32(0)).astype(p.dtype)
+
+    return jax.tree.map(leaf, params, targets, reached)

@@ -1,0 +1,163 @@
+"""Half params without masters: sums that stay true, whatever the optimizer is wrapped in."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import mpjax
+
+HALVES = ["float16", "bfloat16"]
+WRAPPERS = {"stochastic_rounding": mpjax.stochastic_rounding, "kahan": mpjax.kahan}
+
+
+def step_by(tx, form):
+    def step(grads, state, params):
+        if form == "apply":
+            return mpjax.apply_gradients(tx, grads, state, params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return jax.jit(step)
+
+
+@pytest.mark.parametrize(("form", "half"), zip(["update", "apply"], HALVES, strict=True))
+def test_a_million_stochastic_steps_have_the_right_mean(half, form):
+    n, spacing = 10**6, float(jnp.finfo(half).eps)
+    tx = mpjax.stochastic_rounding(optax.sgd(1.0))
+    params = jnp.ones(n, half)
+    params, _ = step_by(tx, form)(jnp.full(n, -spacing / 3), tx.init(params), params)
+    assert params.dtype == half
+    mean = np.asarray(params, np.float64).mean()
+    assert abs(mean - (1 + spacing / 3)) < 4 * spacing * (2 / 9) ** 0.5 / n**0.5
+
+
+@pytest.mark.parametrize(("form", "half"), zip(["update", "apply"], HALVES, strict=True))
+def test_small_updates_add_up_where_plain_rounding_loses_them(half, form):
+    spacing = float(jnp.finfo(half).eps)
+    grads = jnp.full(4096, -spacing / 16)
+    for wrapper, tolerance in ((mpjax.kahan, 0.0), (mpjax.stochastic_rounding, 0.2 * spacing)):
+        tx = wrapper(optax.sgd(1.0))
+        params, step = jnp.ones(4096, half), step_by(tx, form)
+        state = tx.init(params)
+        for _ in range(64):
+            params, state = step(grads, state, params)
+        assert abs(float(params.astype(jnp.float32).mean()) - (1 + 4 * spacing)) <= tolerance
+    plain = jnp.ones(4096, half)
+    for _ in range(64):
+        plain = optax.apply_updates(plain, (-grads).astype(half))
+    assert float(plain[0]) == 1
+
+
+@pytest.mark.parametrize("form", ["update", "apply"])
+@pytest.mark.parametrize("half", HALVES)
+def test_kahan_sum_is_the_float64_sum_rounded(half, form):
+    nmant = int(jnp.finfo(half).nmant)
+    rng = np.random.default_rng(0)
+    tx = mpjax.kahan(optax.sgd(1.0))
+    # Float16 params from its smallest normal number up, both signs.
+    start = rng.choice([-1, 1], 4096) * 2.0 ** rng.uniform(-14, 4, 4096)
+    params = jnp.asarray(start.astype(jnp.dtype(half)))
+    exact = np.asarray(params, np.float64)
+    state, step, n = tx.init(params), step_by(tx, form), 64
+    size = np.abs(exact) * 2.0**-nmant
+    reached = np.abs(exact)
+    for _ in range(n):  # each about a quarter of a spacing
+        update = (rng.normal(size=4096) * size / 4).astype(np.float32)
+        params, state = step(jnp.asarray(-update), state, params)
+        exact = exact + update
+        reached = np.maximum(reached, np.abs(exact))
+    # Each step rounds the compensation, at most half a spacing, by at most 2**(-nmant - 1) of it; six sigma of n.
+    bound = 6 * (n / 3) ** 0.5 * reached * 2.0 ** (-2 * nmant - 2)
+    np.testing.assert_array_less(np.abs(_kahan_value(params, state, half) - exact), bound)
+    # So the param is the float64 sum rounded, except where the sum is that close to the middle of two numbers.
+    low, high = ((exact + sign * bound).astype(np.float32).astype(jnp.dtype(half)) for sign in (-1, 1))
+    clear = low == high
+    assert clear.mean() > 0.8
+    np.testing.assert_array_equal(np.asarray(params)[clear], low[clear])
+
+
+def _kahan_value(params, state, half):
+    scale = 2.0 ** (int(jnp.finfo(half).nmant) + 1)
+    return np.asarray(params, np.float64) + np.asarray(state.compensation, np.float64) / scale
+
+
+@pytest.mark.parametrize(("form", "half"), zip(["update", "apply"], HALVES, strict=True))
+def test_kahan_sum_of_representable_updates_is_exact(half, form):
+    spacing = float(jnp.finfo(half).eps)
+    tx, rng = mpjax.kahan(optax.sgd(1.0)), np.random.default_rng(1)
+    params = jnp.ones(512, half)
+    exact, state, step = np.ones(512), tx.init(params), step_by(tx, form)
+    for _ in range(40):
+        update = rng.integers(-16, 24, 512) * spacing / 32
+        params, state = step(jnp.asarray(-update, jnp.float32), state, params)
+        exact += update
+        np.testing.assert_array_equal(np.asarray(params), exact.astype(np.float32).astype(jnp.dtype(half)))
+        np.testing.assert_array_equal(_kahan_value(params, state, half), exact)
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_kahan_is_as_good_for_params_near_zero(half):
+    # Unscaled, a float16 compensation of such params would underflow.
+    tx, params = mpjax.kahan(optax.sgd(1.0)), jnp.full(8, 2.0**-14, half)
+    state = tx.init(params)
+    for _ in range(64):
+        params, state = mpjax.apply_gradients(tx, jnp.full(8, -(2.0**-29)), state, params)
+    assert float(params[0]) == float(jnp.float32(2.0**-14 + 2.0**-23).astype(half))
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS.values(), ids=WRAPPERS)
+def test_float32_params_are_updated_as_ever(wrapper):
+    inner = optax.adamw(1e-2)
+    tx = wrapper(inner)
+    params = {"w": jnp.ones(4, jnp.bfloat16), "norm": jnp.linspace(0.1, 1, 4)}
+    grads = {"w": jnp.ones(4), "norm": jnp.arange(4.0)}
+    wide = {"w": params["w"].astype(jnp.float32), "norm": params["norm"]}
+    expected, _ = mpjax.apply_gradients(inner, grads, inner.init(wide), wide)
+    new, state = mpjax.apply_gradients(tx, grads, tx.init(params), params)
+    np.testing.assert_array_equal(new["norm"], expected["norm"])
+    assert {x.dtype for x in jax.tree.leaves(state.inner_state) if x.ndim} == {jnp.dtype("float32")}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS.values(), ids=WRAPPERS)
+def test_a_zero_update_changes_no_param(wrapper):
+    tx = wrapper(optax.sgd(1.0))
+    params = jax.random.normal(jax.random.key(0), (4096,)).astype(jnp.bfloat16)
+    new, _ = jax.jit(lambda p, s: mpjax.apply_gradients(tx, jnp.zeros(4096), s, p))(params, tx.init(params))
+    np.testing.assert_array_equal(new, params)
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS.values(), ids=WRAPPERS)
+def test_missing_params_are_told(wrapper):
+    tx = wrapper(optax.sgd(1.0))
+    half = {"w": jnp.ones(3, jnp.bfloat16)}
+    with pytest.raises(ValueError, match="needs the params"):
+        tx.update(half, tx.init(half))
+    with pytest.raises(TypeError, match="optax"):
+        wrapper("adam")
+
+
+def test_kahan_tells_of_params_cast_after_init():
+    tx = mpjax.kahan(optax.sgd(1.0))
+    half, full = {"w": jnp.ones(3, jnp.bfloat16)}, {"w": jnp.ones(3)}
+    with pytest.raises(ValueError, match=r"w is bfloat16.*no compensation.*tx\.init"):
+        tx.update(full, tx.init(full), half)
+    with pytest.raises(ValueError, match=r"w is float32.*a compensation.*tx\.init"):
+        tx.update(full, tx.init(half), full)
+
+
+def test_steps_arrays_and_seeds_have_random_numbers_of_their_own():
+    def moved(seed, steps=1):
+        tx = mpjax.stochastic_rounding(optax.sgd(1.0), seed=seed)
+        params = {"a": jnp.ones(4096, jnp.bfloat16), "b": jnp.ones(4096, jnp.bfloat16)}
+        state = tx.init(params)
+        for _ in range(steps):
+            previous = params
+            params, state = mpjax.apply_gradients(tx, {k: jnp.full(4096, -(2.0**-8)) for k in "ab"}, state, params)
+        return {k: np.asarray(params[k] != previous[k]) for k in "ab"}
+
+    first = moved(0)
+    for other in (first["b"], moved(0, steps=2)["a"], moved(1)["a"], moved(jax.random.key(5))["a"]):
+        assert abs((first["a"] == other).mean() - 0.5) < 0.05
+    np.testing.assert_array_equal(first["a"], moved(0)["a"])
