@@ -35,7 +35,7 @@ _DTYPE_NAMES = {
     "float32": "float32",
     "float64": "float64",
 }
-_KEYS = {"p": "params", "c": "compute", "o": "output"}
+_KEYS = {"p": "params", "c": "compute", "o": "output", "r": "reduce"}
 # Separate the overrides in a policy's string; a pattern can hold neither.
 _OVERRIDE_SEPARATOR, _OVERRIDE_ARROW = ";", "=>"
 
@@ -95,6 +95,10 @@ def _normalise_dtype(field: str, value: Any) -> np.dtype:
     return dtype
 
 
+def _default_reduce_dtype(param_dtype: Any) -> np.dtype:
+    return np.dtype(np.float64 if _normalise_dtype("param_dtype", param_dtype) == np.float64 else np.float32)
+
+
 def _normalise_overrides(overrides: Iterable[Any]) -> tuple[tuple[str, Policy], ...]:
     if isinstance(overrides, dict):
         overrides = tuple(overrides.items())
@@ -119,7 +123,7 @@ def _normalise_overrides(overrides: Iterable[Any]) -> tuple[tuple[str, Policy], 
 
 @dataclasses.dataclass(frozen=True)
 class Policy(jmp.Policy):
-    """The dtypes of parameters, of computation and of outputs; a `jmp.Policy`.
+    """The dtypes of parameters, computation, outputs and reductions; a `jmp.Policy`.
 
     Args:
         param_dtype: dtype in which parameters are stored.
@@ -127,6 +131,8 @@ class Policy(jmp.Policy):
         output_dtype: dtype of what the model returns.
         overrides: `(pattern, policy)` pairs; a shell-style pattern over the module or tree path
             (`"*/BatchNorm_*"`), the first match wins, and covers everything below the path.
+        reduce_dtype: dtype in which gradients are summed across devices. `None` is float32, or float64 where
+            `param_dtype` is: a sum in half over many replicas loses small gradients, and float16 overflows.
 
     Dtypes are normalised to `numpy.dtype`, so policies compare and hash by value however the dtype
     was spelt, and `get_policy(str(policy)) == policy`.
@@ -145,9 +151,13 @@ class Policy(jmp.Policy):
     """
 
     overrides: tuple[tuple[str, Policy], ...] = ()
+    # Any as given; a dtype from then on.
+    reduce_dtype: Any = None
 
     def __post_init__(self) -> None:
-        for field in ("param_dtype", "compute_dtype", "output_dtype"):
+        if self.reduce_dtype is None:
+            object.__setattr__(self, "reduce_dtype", _default_reduce_dtype(self.param_dtype))
+        for field in ("param_dtype", "compute_dtype", "output_dtype", "reduce_dtype"):
             object.__setattr__(self, field, _normalise_dtype(field, getattr(self, field)))
         object.__setattr__(self, "overrides", _normalise_overrides(self.overrides))
 
@@ -190,7 +200,7 @@ class Policy(jmp.Policy):
 
     def with_output_dtype(self, output_dtype: Any) -> Policy:
         """This policy with another output dtype."""
-        return Policy(self.param_dtype, self.compute_dtype, output_dtype, self.overrides)
+        return Policy(self.param_dtype, self.compute_dtype, output_dtype, self.overrides, self.reduce_dtype)
 
     def _cast(self, tree: T, field: str) -> T:
         if not self.overrides:
@@ -208,6 +218,8 @@ class Policy(jmp.Policy):
 
     def __str__(self) -> str:
         own = f"params={self.param_dtype},compute={self.compute_dtype},output={self.output_dtype}"
+        if self.reduce_dtype != _default_reduce_dtype(self.param_dtype):
+            own += f",reduce={self.reduce_dtype}"
         rest = (f"{pattern}{_OVERRIDE_ARROW}{policy}" for pattern, policy in self.overrides)
         return _OVERRIDE_SEPARATOR.join((own, *rest))
 
@@ -243,8 +255,9 @@ def get_policy(policy: str | jmp.Policy) -> Policy:
 
             - a `Policy` (returned as it is) or a `jmp.Policy`;
             - jmp's grammar: `"params=float32,compute=float16,output=float32"`, short
-              `"p=f32,c=bf16"` (params default to float32, compute to params, output to compute), or
-              one dtype for all, `"float32"`, `"bf16"`; `"half"` is bfloat16 on a TPU, else float16;
+              `"p=f32,c=bf16"` (params default to float32, compute to params, output to compute), with
+              `reduce=` or `r=` for gradients summed across devices (by default float32), or one dtype
+              for all, `"float32"`, `"bf16"`; `"half"` is bfloat16 on a TPU, else float16;
             - Keras's names: `"mixed_float16"`, `"mixed_bfloat16"` (params and output float32);
             - Apex's levels: `"O0"` float32; `"O1"` = mixed_float16; `"O2"` half params and compute
               with float32 norm parameters and output; `"O3"` all float16;
@@ -294,7 +307,7 @@ def _parse_dtypes(text: str, policy: str) -> Policy:
         given[key] = _parse_dtype(value, policy)
     params = given.get("params", "float32")
     compute = given.get("compute", params)
-    return Policy(params, compute, given.get("output", compute))
+    return Policy(params, compute, given.get("output", compute), reduce_dtype=given.get("reduce"))
 
 
 def _parse_dtype(name: str, policy: str) -> str:
@@ -309,7 +322,8 @@ def _unknown_policy(policy: Any, why: str = "") -> ValueError:
     return ValueError(
         f"get_policy({policy!r}): {why or 'not a policy'}. Accepted: an mpjax or jmp Policy; "
         f"{', '.join(NAMED_POLICIES)}; one dtype of {', '.join(_DTYPE_NAMES)}, half; or "
-        "'params=DTYPE,compute=DTYPE,output=DTYPE' (short 'p=,c=,o='), which ';PATTERN=>POLICY' may follow."
+        "'params=DTYPE,compute=DTYPE,output=DTYPE,reduce=DTYPE' (short 'p=,c=,o=,r='), which ';PATTERN=>POLICY' may "
+        "follow."
     )
 
 
