@@ -37,7 +37,7 @@ class Headline(NamedTuple):
 
 def headlines(folder: pathlib.Path) -> list[Headline]:
     """The rows for which a folder has results, measured ones before planned ones."""
-    found = []
+    found: list[Headline] = []
     for name, headline in _HEADLINES.items():
         path = folder / f"{name}.json"
         if path.exists():
