@@ -22,12 +22,14 @@ if _typing.TYPE_CHECKING:
     from mpjax.lean_state import stochastic_rounding as stochastic_rounding
     from mpjax.loss_scale import LossScaleError as LossScaleError
     from mpjax.loss_scale import LossScaleState as LossScaleState
+    from mpjax.loss_scale import LossScaleWarning as LossScaleWarning
     from mpjax.loss_scale import apply_gradients as apply_gradients
     from mpjax.loss_scale import check_progress as check_progress
     from mpjax.loss_scale import dynamic_loss_scale as dynamic_loss_scale
     from mpjax.loss_scale import grad as grad
     from mpjax.loss_scale import keep_if_finite as keep_if_finite
     from mpjax.loss_scale import loss_scale_for as loss_scale_for
+    from mpjax.loss_scale import restore_if_skipped as restore_if_skipped
     from mpjax.loss_scale import scale_loss as scale_loss
     from mpjax.loss_scale import static_loss_scale as static_loss_scale
     from mpjax.loss_scale import unscale as unscale
@@ -50,9 +52,9 @@ else:
             float_function half_function promote_function""",
         "lean_state": "kahan low_bit_state stochastic_rounding",
         "loss_scale": """
-            LossScaleError LossScaleState apply_gradients check_progress dynamic_loss_scale grad
-            keep_if_finite loss_scale_for scale_loss static_loss_scale unscale unscaled
-            value_and_grad""",
+            LossScaleError LossScaleState LossScaleWarning apply_gradients check_progress
+            dynamic_loss_scale grad keep_if_finite loss_scale_for restore_if_skipped scale_loss
+            static_loss_scale unscale unscaled value_and_grad""",
         "master_weights": "MasterWeightsState master_weights",
         "modules": "with_policy",
         "policy": "Policy UnusedOverrideWarning get_policy",
