@@ -38,6 +38,7 @@ if _typing.TYPE_CHECKING:
     from mpjax.master_weights import MasterWeightsState as MasterWeightsState
     from mpjax.master_weights import master_weights as master_weights
     from mpjax.modules import with_policy as with_policy
+    from mpjax.policy import ExplicitDtypeWarning as ExplicitDtypeWarning
     from mpjax.policy import Policy as Policy
     from mpjax.policy import UnusedOverrideWarning as UnusedOverrideWarning
     from mpjax.policy import get_policy as get_policy
@@ -57,7 +58,7 @@ else:
             static_loss_scale unscale unscaled value_and_grad""",
         "master_weights": "MasterWeightsState master_weights",
         "modules": "with_policy",
-        "policy": "Policy UnusedOverrideWarning get_policy",
+        "policy": "ExplicitDtypeWarning Policy UnusedOverrideWarning get_policy",
     }
     _HOMES = {name: f"mpjax.{module}" for module, names in _MODULES.items() for name in names.split()}
     __all__ = [*_HOMES]

@@ -180,3 +180,12 @@ def test_haiku_style_use_of_optax_state_is_castable():
     cast = mpjax.get_policy("O3").cast_to_param(state)
     assert cast[0].mu["w"].dtype == jnp.float16
     assert cast[0].count is state[0].count
+
+
+def test_a_batch_has_none_of_the_models_paths_and_that_is_no_typo():
+    policy = mpjax.Policy("float32", "float16", "float32", [("*/head", "float32"), ("*/haed", "float32")])
+    assert policy.cast_to_compute({"x": jnp.ones(1)})["x"].dtype == jnp.float16
+    policy.cast_to_output(jnp.ones(1, jnp.float16))
+    # One of the patterns matches: the tree is the model's, and the other is a typo.
+    with pytest.warns(mpjax.UnusedOverrideWarning, match=r"\*/haed"):
+        policy.cast_to_compute({"head": {"w": jnp.ones(1)}})
