@@ -1,7 +1,9 @@
-"""Checkpoints of a training state with the place in the data it stands at, by Orbax."""
+"""Checkpoints of a training state with its place in the data, by Orbax."""
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,22 +12,48 @@ import jax
 import orbax.checkpoint as ocp
 from jax.sharding import SingleDeviceSharding
 
-from examples.common.cli import UsageError
+from examples.common.cli import UsageError, disk_problem, one_line
+from examples.common.hosts import is_main, say, wait_for_all
+
+Restored = tuple[Any, dict[str, Any]]  # a state and its position
 
 
 class Checkpoints:
-    """The newest states of a run, in a folder. A context manager: leaving it waits for the disk."""
+    """The newest states of a run, in a folder. A context manager: leaving it waits for the disk.
+
+    Args:
+        folder: that holds a folder for each step.
+        keep: the newest checkpoints that are kept.
+    """
 
     def __init__(self, folder: Path, keep: int = 2) -> None:
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True)
-        self._manager = ocp.CheckpointManager(folder.absolute(), options=options)
+        self._folder, self._keep = folder.absolute(), keep
+        # Orbax logs a traceback for each file that it can't write; the error that it raises says the same.
+        logging.getLogger("absl").setLevel(logging.CRITICAL)
+        self._manager = self._open()
+
+    def _open(self) -> ocp.CheckpointManager:
+        options = ocp.CheckpointManagerOptions(max_to_keep=self._keep, create=True)
+        try:
+            return ocp.CheckpointManager(self._folder, options=options)
+        except OSError as error:
+            raise _unwritable(self._folder, error) from error
 
     def __enter__(self) -> Checkpoints:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._manager.wait_until_finished()
-        self._manager.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            self._manager.wait_until_finished()
+            self._manager.close()
+        except Exception as error:
+            if kind is None:  # else the error on its way out is the one that matters
+                raise _unwritable(self._folder, error) from error
+
+    @property
+    def steps(self) -> list[int]:
+        """Steps of which there is a checkpoint, whole or damaged, oldest first."""
+        return sorted(self._manager.all_steps())
 
     def save(self, step: int, state: Any, position: dict[str, Any]) -> None:
         """Saves in the background; `state` may be donated as soon as this returns.
@@ -34,35 +62,87 @@ class Checkpoints:
             step: the number of steps taken, which names the checkpoint.
             state: a pytree of arrays.
             position: JSON: where in the data the next step starts.
+
+        Raises:
+            UsageError: the disk is full, or the folder can't be written to.
         """
         if step in self._manager.all_steps():
             return
         items = ocp.args.Composite(state=ocp.args.StandardSave(state), position=ocp.args.JsonSave(position))
-        self._manager.save(step, args=items)
+        try:
+            self._manager.save(step, args=items)
+        except Exception as error:
+            raise _unwritable(self._folder, error) from error
 
-    def restore(self, like: Callable[[dict[str, Any]], Any]) -> tuple[Any, dict[str, Any]] | None:
-        """The newest state and its position, or None where nothing was saved yet.
+    def restore(
+        self, like: Callable[[dict[str, Any]], Any], step: int | None = None, *, resume: bool = False
+    ) -> Restored | None:
+        """The newest state that can be read and its position, or None where nothing was saved yet.
 
         Args:
             like: of the position, gives a state of the structure that was saved; the restored arrays have its
                 shapes, dtypes and shardings.
+            step: take this checkpoint, not the newest.
+            resume: training goes on from here. Newer checkpoints, damaged or not wanted, are moved to a folder beside
+                this one, since the steps that they are named for are about to run again.
 
         Raises:
-            UsageError: the checkpoint is of another model.
+            UsageError: there is no such step, or no checkpoint can be read as this model.
         """
-        step = self._manager.latest_step()
-        if step is None:
+        steps = self.steps
+        if step is not None and step not in steps:
+            raise UsageError(f"--resume-step {step}: {str(self._folder)!r} has the steps {steps}; give one of them.")
+        problems: list[str] = []
+        for candidate in reversed(steps) if step is None else [step]:
+            try:
+                restored = self._read(candidate, like)
+            except UsageError:
+                raise
+            except Exception as error:
+                problems.append(f"step {candidate}: {one_line(error, 200)}")
+                continue
+            if problems:
+                say(f"damaged checkpoint ({'; '.join(problems)}): step {candidate} is the newest that can be read")
+            if resume:
+                self._set_aside([other for other in steps if other > candidate])
+            return restored
+        if not problems:
             return None
-        position = self._manager.restore(step, args=ocp.args.Composite(position=ocp.args.JsonRestore()))["position"]
+        raise UsageError(
+            f"no checkpoint in {str(self._folder)!r} can be read as this model ({'; '.join(problems)}). Give the flags "
+            "that it was trained with, another --resume-step, or another folder."
+        )
+
+    def _read(self, step: int, like: Callable[[dict[str, Any]], Any]) -> Restored:
+        found = self._manager.restore(step, args=ocp.args.Composite(position=ocp.args.JsonRestore()))
+        position = found["position"]
         template = jax.tree.map(_abstract, like(position))
-        try:
-            restored = self._manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(template)))
-        except (ValueError, KeyError, TypeError) as error:
-            raise UsageError(
-                f"the checkpoint in {str(self._manager.directory)!r} is not of this model: {error} Give the flags that "
-                "it was trained with, or another folder."
-            ) from error
-        return restored["state"], position
+        found = self._manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(template)))
+        return found["state"], position
+
+    def _set_aside(self, steps: list[int]) -> None:
+        if not steps:
+            return
+        self._manager.close()
+        aside = self._folder.with_name(f"{self._folder.name}_set_aside")
+        if is_main():
+            aside.mkdir(exist_ok=True)
+            for step in steps:
+                number = sum(path.name.startswith(f"{step}-") for path in aside.iterdir())
+                os.replace(self._folder / str(step), aside / f"{step}-{number}")
+            say(f"checkpoints of later steps ({', '.join(map(str, steps))}) are now in {aside}")
+        wait_for_all("set aside")
+        self._manager = self._open()
+
+
+def _unwritable(folder: Path, error: Exception) -> UsageError:
+    why = disk_problem(error)
+    if why is None:
+        raise error
+    return UsageError(
+        f"a checkpoint can't be written to {str(folder)!r}: {why}. Make room or take another folder; --resume goes on "
+        "from the last whole checkpoint."
+    )
 
 
 def _abstract(x: Any) -> jax.ShapeDtypeStruct:

@@ -4,23 +4,48 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NoReturn
+
+# What the operating system says where TensorStore wraps it in an error of its own.
+_DISK_PROBLEMS = ("No space left on device", "Disk quota exceeded", "Read-only file system", "Permission denied")
 
 
 class UsageError(Exception):
-    """Something that the person at the command line can mend; its text is one line."""
+    """Something that the person at the command line can correct; its text is one line."""
 
 
 def fail(program: str, error: Exception) -> NoReturn:
     """Prints an error as one line on stderr and exits with code 2."""
-    line = " ".join(str(error).split())
-    print(f"{program}: error: {line}", file=sys.stderr)
+    print(f"{program}: error: {one_line(error)}", file=sys.stderr)
     raise SystemExit(2)
 
 
+def one_line(error: BaseException, limit: int | None = None) -> str:
+    """The text of an error in one line, cut at `limit` characters."""
+    line = " ".join(str(error).split()) or type(error).__name__
+    return line if limit is None or len(line) <= limit else line[: limit - 3] + "..."
+
+
+def disk_problem(error: BaseException) -> str | None:
+    """What is wrong with the disk, where that is what caused an error."""
+    for cause in _causes(error):
+        for known in _DISK_PROBLEMS:
+            if known in str(cause):
+                return known
+        if isinstance(cause, OSError) and cause.strerror:
+            return cause.strerror
+    return None
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
 def command_line(program: str, arguments: Sequence[str], *extra: str) -> str:
-    """The shell command that runs `program` with `arguments` and whatever of `extra` is not there yet."""
+    """The shell command that runs `program` with `arguments` and those words of `extra` that aren't there yet."""
     missing = [word for word in extra if word not in arguments]
     return f"{program} {shlex.join([*arguments, *missing])}".rstrip()
 

@@ -8,6 +8,9 @@ from jax.experimental import multihost_utils
 
 from examples.common.cli import UsageError
 
+# After so long without a sign of life from another process, those that are left end: they would wait for ever.
+_HEARTBEAT_SECONDS = 20
+
 
 def connect(coordinator: str | None, processes: int | None, process_id: int | None) -> None:
     """Joins the processes of a run, before anything else of JAX is used; without a flag there is one process.
@@ -26,14 +29,14 @@ def connect(coordinator: str | None, processes: int | None, process_id: int | No
         return
     try:
         if coordinator == "auto":
-            jax.distributed.initialize()
+            jax.distributed.initialize(heartbeat_timeout_seconds=_HEARTBEAT_SECONDS)
             return
         if processes is None or process_id is None or not 0 <= process_id < processes:
             raise UsageError(
                 f"--coordinator {coordinator} needs --processes N and --process-id 0 ... N-1, "
                 f"got --processes {processes} and --process-id {process_id}."
             )
-        jax.distributed.initialize(coordinator, processes, process_id)
+        jax.distributed.initialize(coordinator, processes, process_id, heartbeat_timeout_seconds=_HEARTBEAT_SECONDS)
     except (RuntimeError, ValueError) as error:
         raise UsageError(f"--coordinator {coordinator}: the processes can not be joined: {error}") from error
 

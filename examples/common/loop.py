@@ -1,13 +1,11 @@
-"""The run of a training script: epochs of steps, evaluation, checkpoints, resuming, and what is left in its folder.
-
-A script says what it trains as a `Task`; `train` does the rest.
-"""
+"""The run of a training script: epochs of steps, tests, checkpoints, resuming, and what is left in its folder."""
 
 from __future__ import annotations
 
-import abc
+import math
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +15,22 @@ import numpy as np
 import mpjax
 from examples.common.checkpoints import Checkpoints
 from examples.common.cli import UsageError
+from examples.common.config import RunConfig
 from examples.common.hosts import is_main, on_any, say, wait_for_all
 from examples.common.input_clock import InputClock
 from examples.common.interruption import Interruption
-from examples.common.plots import Panel, plot_curves
+from examples.common.plots import plot_curves
 from examples.common.progress import Progress
 from examples.common.run_folder import RunFolder
+from examples.common.task import Task
 from examples.common.tensorboard import EventFiles
+from examples.common.training import means
+from perf.memory import is_out_of_memory, largest_batch, memory_limit
 
 # Steps between two times that several processes ask each other whether to save or stop: it makes them wait.
 _AGREE_EVERY = 10
+# Skipped steps in a row after which a loss scale is given up: what `mpjax.check_progress` tolerates.
+_SKIPS = 50
 
 
 class Interrupted(Exception):
@@ -43,161 +47,87 @@ class Interrupted(Exception):
         self.output, self.exit_code = output, interruption.exit_code or 1
 
 
-class Task(abc.ABC):
-    """What a run trains.
-
-    Attributes:
-        title: of the curves.
-        unit: what is counted in a batch, in the plural: "images".
-        policy: the precision, as the flag says it.
-        epochs: passes over the data.
-        steps: of an epoch.
-        panels: of the curves, beside that of the loss scale.
-    """
-
-    title: str
-    unit: str
-    policy: str
-    epochs: int
-    steps: int
-    panels: Sequence[Panel]
-
-    @abc.abstractmethod
-    def initial_state(self) -> Any:
-        """What training starts from: a pytree with `step` (int32), `params` and `opt_state`, an mpjax loss scale's."""
-
-    @abc.abstractmethod
-    def compile(self) -> None:
-        """Compiles what the run needs, so that the first step is no slower than the others."""
-
-    @abc.abstractmethod
-    def batches(self, epoch: int, first: int) -> Iterator[Any]:
-        """The training batches of an epoch from number `first` on, the same in every run."""
-
-    @abc.abstractmethod
-    def train_step(self, state: Any, batch: Any) -> tuple[Any, Any]:
-        """The next state, and a pytree of numbers for the bar, all left on the device; may donate the state."""
-
-    @abc.abstractmethod
-    def bar_text(self, shown: Any) -> str:
-        """What the bar says of a step's numbers, which are on the host."""
-
-    @abc.abstractmethod
-    def epoch_metrics(self, state: Any, between_steps: Callable[[], None]) -> dict[str, Any]:
-        """Training and test metrics after an epoch; `between_steps` is to be called before each test step."""
-
-    @abc.abstractmethod
-    def epoch_text(self, line: dict[str, Any]) -> str:
-        """The line of an epoch for people; the loop adds speed, loss scale and skipped steps."""
-
-    def next_epoch(self, state: Any) -> Any:
-        """The state that an epoch starts from: the place to reset its sums."""
-        return state
-
-    def items(self, batch: Any) -> int:
-        """How many of `unit` a batch of all processes has."""
-        return len(jax.tree.leaves(batch)[0])
-
-    def summary(self, last: dict[str, Any]) -> dict[str, Any]:
-        """What summary.json says beyond what the loop knows; `last` is the last epoch's line."""
-        return {}
-
-    def position(self) -> dict[str, Any]:
-        """What a checkpoint must hold beside the state and the number of the batch, as JSON."""
-        return {}
-
-    def restore(self, checkpoints: Checkpoints) -> tuple[Any, dict[str, Any]] | None:
-        """The newest state with its position, or None where nothing was saved yet."""
-        return checkpoints.restore(lambda position: jax.eval_shape(self.initial_state))
-
-    def close(self) -> None:  # noqa: B027 - most have nothing to close
-        """Lets go of what the run held open."""
-
-
-def open_folder(
-    output: Path | None,
-    parent: Path,
-    settings: Mapping[str, Any],
-    *,
-    resume: bool,
-    may_change: Collection[str] = (),
-) -> RunFolder:
-    """The folder of a new or an interrupted run, on every process of it.
+def open_folder(config: RunConfig, kind: str = "") -> RunFolder:
+    """The locked folder of a new or an interrupted run, on every process of it.
 
     Args:
-        output: from the flag, or None for the next number in `parent`.
-        settings: what decides the result, as JSON; of an interrupted run they must be the same,
-        may_change: but for these.
+        config: the flags; without --output the folder is the next number in runs/SCRIPT...
+        kind: ...KIND.
 
     Raises:
-        UsageError: the folder holds a run, or none, or another one.
+        UsageError: the folder holds a run, or none, or another one, or another process works in it.
     """
-    if jax.process_count() > 1 and output is None:
+    parent = Path(f"runs/{config.script}{kind}")
+    if jax.process_count() > 1 and config.output is None:
         raise UsageError("a run of several processes needs --output DIR, a folder that all of them share.")
-    folder = RunFolder(output or parent)
+    folder = RunFolder(config.output or parent)
     if is_main():
-        if resume:
-            folder = RunFolder.reopen(output, settings, may_change)
+        if config.resume:
+            folder = RunFolder.reopen(config.output, config.settings(), config.may_change)
         else:
-            folder = RunFolder.create(output, parent, settings)
+            folder = RunFolder.create(config.output, parent, config.settings())
     wait_for_all("folder")
     return folder
 
 
-def train(
-    task: Task, folder: RunFolder, checkpoints: Checkpoints, *, resume: bool, save_every: float
-) -> dict[str, Any]:
+def train(task: Task, folder: RunFolder) -> dict[str, Any]:
     """Trains to the last epoch and returns what is in summary.json.
 
-    Args:
-        task: what to train.
-        folder: of the run, made or reopened by the caller.
-        checkpoints: in that folder.
-        resume: whether to go on from the newest checkpoint.
-        save_every: seconds between two checkpoints; there is one at the end and on a signal anyway.
-
     Raises:
-        UsageError: training diverged, or the checkpoint is not of this model.
+        UsageError: training diverged, memory or the disk is full, or the checkpoint is not of this model.
         Interrupted: a signal came; all is saved.
     """
-    with Interruption() as interruption, EventFiles(folder.path) as events:
+    config = task.config
+    with ExitStack() as stack:
+        interruption = stack.enter_context(Interruption())
+        events = stack.enter_context(EventFiles(folder.path))
+        checkpoints = stack.enter_context(Checkpoints(folder.checkpoints, config.keep))
+        best = stack.enter_context(Checkpoints(folder.best, 1)) if config.keep_best and task.best else None
+        stack.callback(task.close)
         try:
-            return _Run(task, folder, checkpoints, interruption, events, save_every).finish(resume)
-        finally:
-            task.close()
+            return _Run(task, folder, checkpoints, best, interruption, events).finish()
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise UsageError(_what_fits(task)) from error
+            raise
 
 
 class _Run:
-    """One run and all that it holds open; `finish` does it."""
+    """One run and everything that it holds open; `finish` does it."""
 
     def __init__(
         self,
         task: Task,
         folder: RunFolder,
         checkpoints: Checkpoints,
+        best: Checkpoints | None,
         interruption: Interruption,
         events: EventFiles,
-        save_every: float,
     ) -> None:
-        self.task, self.folder, self.checkpoints = task, folder, checkpoints
-        self.interruption, self.events, self.save_every = interruption, events, save_every
+        self.task, self.config, self.folder = task, task.config, folder
+        self.checkpoints, self.best = checkpoints, best
+        self.interruption, self.events = interruption, events
         self.state: Any = None
         self.epoch, self.batch = 0, 0
         self.items, self.seconds, self.input_share = 0, 0.0, 0.0
         self.saved, self.looks = time.monotonic(), 0
+        self.shown: tuple[int, Any] | None = None  # of the last step that is to be logged
 
-    def finish(self, resume: bool) -> dict[str, Any]:
+    def finish(self) -> dict[str, Any]:
         """Trains to the last epoch: a line for each, and a checkpoint with the curves now and then."""
         task = self.task
-        if not (resume and self._restore()):
-            self.state = task.initial_state()
+        if not (self.config.resume and self._restore()):
+            self.state = task.start_state()
+        if is_main():
+            self.folder.write_description(task.description())
         self.lines = self.folder.metrics
         started = time.perf_counter()
+        say(task.headline())
         task.compile()
         say(f"compiled in {time.perf_counter() - started:.1f} s; output in {self.folder.path}")
         done = self.epoch * task.steps + self.batch
         with Progress(task.epochs, task.steps, done, task.unit, task.bar_text) as progress:
-            while self.epoch < task.epochs:
+            while self.epoch < task.epochs and not self._is_late():
                 self._train_epoch(progress)
                 line = self._epoch_line(progress)
                 self.lines.append(line)
@@ -207,37 +137,64 @@ class _Run:
                 progress.epoch_done(self._epoch_text(line))
                 self.epoch, self.batch = self.epoch + 1, 0
                 self.state = task.next_epoch(self.state)
+                if self.best is not None and self._best_line() is line:
+                    self._save_to(self.best)
         self._save()
-        return self._summarise()
+        return self._summarise(task.final_metrics(self.state, self._save_or_stop))
 
     def _restore(self) -> bool:
-        restored = self.task.restore(self.checkpoints)
+        restored = self.task.restore(self.checkpoints, self.config.resume_step)
         if restored is None:
-            say("nothing was saved yet: the run starts anew")
+            say("nothing was saved yet: the run starts again")
         else:
             self.state, position = restored
             self.epoch, self.batch = position["epoch"], position["batch"]
             self.events.resume_after(int(self.state.step))
         if is_main():
-            self.folder.keep_metrics(self.epoch)
+            self.folder.keep_metrics(self.epoch, 0 if restored is None else int(self.state.step))
         wait_for_all("metrics")
         return restored is not None
 
     def _train_epoch(self, progress: Progress) -> None:
         progress.epoch_started(self.epoch)
         clock = InputClock()
-        for batch in clock.batches(self.task.batches(self.epoch, self.batch)):
+        for batch in clock.batches(self._batches()):
             self._save_or_stop()
             items = self.task.items(batch)
             self.state, shown = self.task.train_step(self.state, batch)
             clock.dispatched(shown)
             self.batch += 1
             progress.step(shown, items)
+            if (self.epoch * self.task.steps + self.batch) % self.config.log_every == 0:
+                self._log_step((self.epoch * self.task.steps + self.batch, shown))
         jax.block_until_ready(self.state)
         items, seconds = progress.epoch_trained()
         self.items, self.seconds = self.items + items, self.seconds + seconds
         self.input_share = clock.seconds / seconds
+        self._log_step(None)
         self._check_progress()
+
+    def _batches(self) -> Iterator[Any]:
+        try:
+            yield from self.task.batches(self.epoch, self.batch)
+        except UsageError:
+            # Of the data, not of the training: what was trained so far is good.
+            self._save()
+            raise
+
+    def _log_step(self, shown: tuple[int, Any] | None) -> None:
+        """Writes the numbers of the step before, which has long been computed; the device doesn't wait."""
+        before, self.shown = self.shown, shown
+        if before is None:
+            return
+        step, found = before[0], jax.device_get(before[1])
+        line = {"step": step, **{f"train_{name}": value for name, value in means(found["totals"]).items()}}
+        line |= {name: found[name].item() for name in ("loss_scale", "skipped_steps")}
+        if is_main():
+            self.folder.append_step(line)
+        self.events.write({f"step/{name}" if name != "step" else name: value for name, value in line.items()})
+        if found["consecutive_skips"] > _SKIPS:
+            self._check_progress()
 
     def _epoch_line(self, progress: Progress) -> dict[str, Any]:
         metrics = self.task.epoch_metrics(self.state, self._save_or_stop)
@@ -258,23 +215,49 @@ class _Run:
         return (
             f"epoch {line['epoch']:3d}/{self.task.epochs}  {self.task.epoch_text(line)}  "
             f"{line[f'{unit}_per_second']:,.0f} {unit}/s (input {line['input_share']:.0%})  "
-            f"loss scale {line['loss_scale']:g}  skipped {line['skipped_steps']}"
+            f"scale {line['loss_scale']:g}  skipped {line['skipped_steps']}"
         )
+
+    def _best_line(self) -> dict[str, Any] | None:
+        if self.task.best is None:
+            return None
+        name, sign = self.task.best
+        lines = [line for line in self.lines if math.isfinite(line.get(name, math.nan))]
+        # Of equal ones the first: what came later is no better.
+        return max(lines, key=lambda line: sign * line[name], default=None)
+
+    def _is_late(self) -> bool:
+        """Whether --patience is at its end."""
+        best, patience = self._best_line(), self.config.patience
+        if patience is None or best is None or self.epoch - best["epoch"] < patience:
+            return False
+        assert self.task.best is not None
+        name = self.task.best[0]
+        say(f"stopped early: {name} {best[name]:.4g} of epoch {best['epoch']} was not bettered in {patience} epochs")
+        return True
 
     def _save_or_stop(self) -> None:
         """Between two steps: a checkpoint where it is time for one, and the end where a signal came."""
         self.looks += 1
         if jax.process_count() > 1 and self.looks % _AGREE_EVERY:
             return
-        interrupted, due = on_any(self.interruption.signal is not None, time.monotonic() - self.saved > self.save_every)
+        due = time.monotonic() - self.saved > self.config.save_every
+        interrupted, due = on_any(self.interruption.signal is not None, due)
         if interrupted or due:
             self._save()
         if interrupted:
             raise Interrupted(self.interruption, self.folder.path, int(self.state.step))
 
     def _check_progress(self) -> None:
+        scaling = self.state.opt_state
+        skipped = int(scaling.consecutive_skips)
+        if skipped >= self.task.steps and self.task.scale_is_fixed:
+            raise UsageError(
+                f"all {self.task.steps} steps of epoch {self.epoch + 1} were skipped: gradients are inf or NaN at the "
+                f"fixed loss scale {float(scaling.loss_scale):g}. Give a smaller --loss-scale, or dynamic."
+            )
         try:
-            mpjax.check_progress(self.state.opt_state)
+            mpjax.check_progress(scaling, _SKIPS)
         except mpjax.LossScaleError as error:
             raise UsageError(
                 f"training diverged in epoch {self.epoch + 1}: {error} A lower --learning-rate or "
@@ -282,30 +265,54 @@ class _Run:
             ) from error
 
     def _save(self) -> None:
-        position = {"epoch": self.epoch, "batch": self.batch, **self.task.position()}
-        self.checkpoints.save(int(self.state.step), self.state, position)
+        self._save_to(self.checkpoints)
         if is_main():
             plot_curves(self.folder.curves, self.lines, self.task.title, self.task.panels)
         self.saved = time.monotonic()
 
-    def _summarise(self) -> dict[str, Any]:
-        last, speed = self.lines[-1], f"{self.task.unit}_per_second"
+    def _save_to(self, checkpoints: Checkpoints) -> None:
+        position = {"epoch": self.epoch, "batch": self.batch, **self.task.position()}
+        checkpoints.save(int(self.state.step), self.state, position)
+
+    def _summarise(self, final: dict[str, Any]) -> dict[str, Any]:
+        last, speed, best = self.lines[-1], f"{self.task.unit}_per_second", self._best_line()
+        if last["skipped_steps"] == last["step"]:
+            say("no step was taken: all were skipped while the loss scale came down; give more --epochs")
         summary = {
             "policy": self.task.policy,
             **self.task.summary(last),
+            **final,
             speed: self.items / self.seconds if self.seconds else last[speed],
             "loss_scale": last["loss_scale"],
             "skipped_steps": last["skipped_steps"],
             "input_share": float(np.mean([line["input_share"] for line in self.lines])),
-            "epochs": self.task.epochs,
+            "epochs": last["epoch"],
+            "best_epoch": best and best["epoch"],
             "parameters": parameter_count(self.state.params),
             "device": jax.devices()[0].device_kind,
-            "devices": jax.device_count(),
+            "devices": self.task.parallel.count,
             "versions": {"mpjax": mpjax.__version__, "jax": jax.__version__},
         }
         if is_main():
             self.folder.write_summary(summary)
         return summary
+
+
+def _what_fits(task: Task) -> str:
+    """What to do about memory that is exhausted: by the compiled plan, the largest batch that fits."""
+    size = task.config.preset.batch_size
+    try:
+        limit, source = memory_limit(None)
+        count = task.parallel.count
+        fits = largest_batch(range(count, size, count), task.bytes_needed, limit)
+        room = f"of {limit / 2**30:.1f} GiB ({source})"
+        advice = f"by the compiled plan --batch-size {fits} fits" if fits else "by the plan not even one entry fits"
+    except Exception:  # it must not hide the error that it explains
+        room, advice = "of the device", "take a smaller --batch-size"
+    return (
+        f"out of memory {room} at --batch-size {size}, --policy {task.policy}: {advice}. --accumulate keeps the size "
+        "of an update; --resume goes on from the last checkpoint."
+    )
 
 
 def parameter_count(params: Any) -> int:

@@ -1,4 +1,4 @@
-"""The progress bar of a run, and the training speed; nothing here makes the device wait."""
+"""The progress of a run, and the training speed; nothing here makes the device wait."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ from examples.common.hosts import is_main
 
 # Steps between two looks at the device. What is shown is one look old: by then it has long been computed.
 _EVERY = 10
+_LOG_SECONDS = 10.0  # between two lines in a log file
+# Of a fixed width: what is left of a line would be a bar of one character.
+_FORMAT = "{desc} {percentage:3.0f}% |{bar:12}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}]{postfix}"
 
 
 class Progress:
-    """A bar over the steps of the whole run, and a line per epoch.
+    """A bar over the steps of the whole run, or in a log file a line now and then; and a line per epoch.
 
     Args:
         epochs: of the run.
@@ -33,12 +36,13 @@ class Progress:
         self._bar = tqdm(
             total=steps * epochs,
             initial=done,
-            unit="step",
             dynamic_ncols=True,
-            disable=not is_main(),
-            # Redrawing means a new line in a log file: there now and then is enough.
-            mininterval=0.2 if self._on_terminal else 10.0,
+            disable=not (is_main() and self._on_terminal),
+            mininterval=0.2,
+            bar_format=_FORMAT,
         )
+        self._total, self._done, self._logged = steps * epochs, done, time.perf_counter()
+        self._epoch = 0
         self._before: tuple[Any, int] | None = None
         self._steps, self._items, self._started = 0, 0, 0.0
         self.items_per_second = 0.0  # training speed in the current epoch
@@ -50,13 +54,15 @@ class Progress:
         self._bar.close()
 
     def epoch_started(self, epoch: int) -> None:
-        self._bar.set_description(f"epoch {epoch + 1}/{self._epochs}", refresh=False)
+        self._epoch = epoch + 1
+        self._bar.set_description(f"epoch {self._epoch}/{self._epochs}", refresh=False)
         self._before, self._steps, self._items, self.items_per_second = None, 0, 0, 0.0
         self._started = time.perf_counter()
 
     def step(self, shown: Any, items: int) -> None:
         """Counts a step of that many items; `shown` are its numbers, still on the device."""
         self._steps += 1
+        self._done += 1
         self._items += items
         self._bar.update()
         if self._steps % _EVERY == 0:
@@ -82,8 +88,12 @@ class Progress:
 
     def _show(self, shown: Any, done: int) -> None:
         self.items_per_second = self._speed(done)
-        speed = f"{self.items_per_second:,.0f} {self._unit}/s"
-        self._bar.set_postfix_str(f"{self._text(shown)}, {speed}", refresh=False)
+        text = f"{self._text(shown)}, {self.items_per_second:,.0f} {self._unit}/s"
+        self._bar.set_postfix_str(text, refresh=False)
+        now = time.perf_counter()
+        if not self._on_terminal and is_main() and now - self._logged > _LOG_SECONDS:
+            self._logged = now
+            print(f"epoch {self._epoch}/{self._epochs} step {self._done}/{self._total}: {text}", flush=True)
 
     def _speed(self, items: int) -> float:
         return items / (time.perf_counter() - self._started)

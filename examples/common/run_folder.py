@@ -1,33 +1,42 @@
 """The folder that a run writes into: its settings, a line per epoch, and its summary.
 
-config.json     the flags of the run, so that --resume can tell another run from this one
+config.json     the flags that decide the result, so that --resume can tell another run from this one
+data.json       what the model must know of the data, so that it can be used without them
 metrics.jsonl   a line per finished epoch
+steps.jsonl     a line every so many steps
 summary.json    the outcome; there only when the run has finished
 curves.png      the curves
 tensorboard/    the same metrics as event files
-checkpoints/    Orbax
+checkpoints/    Orbax; best/ the one of the best epoch
+.lock           held by the process that trains
 
-Each file is replaced whole: a process that is killed at any moment leaves the one before or the one after.
+Each file but steps.jsonl is replaced whole: a process that is killed at any moment leaves the one before or the one
+after.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from examples.common.cli import UsageError
 
+# What an inspection leaves in a folder, which may become a run's all the same.
+_HARMLESS = (".lock", "audit.html", "profile.html")
+
 
 class RunFolder:
-    """Paths and files of one run. Made by `create` or `reopen`."""
+    """Paths and files of one run. Made by `create` or `reopen`, which lock it; a context manager, which unlocks it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.checkpoints = path / "checkpoints"
+        self.checkpoints, self.best = path / "checkpoints", path / "best"
         self.curves = path / "curves.png"
+        self._lock: Any = None
 
     @classmethod
     def create(cls, output: Path | None, parent: Path, config: Mapping[str, Any]) -> RunFolder:
@@ -38,52 +47,120 @@ class RunFolder:
         path = _next_number(parent) if output is None else output
         if path.exists() and not path.is_dir():
             raise UsageError(f"--output {str(path)!r} is a file; give a folder, new or empty.")
-        if path.is_dir() and any(path.iterdir()):
+        if path.is_dir() and any(entry.name not in _HARMLESS for entry in path.iterdir()):
             raise UsageError(
                 f"--output {str(path)!r} is not empty; it may hold a run. Continue that run with --resume, "
                 "give another folder, leave --output out (a new numbered folder), or delete it first."
             )
+        folder = cls(path)
         try:
             path.mkdir(parents=True, exist_ok=True)
+            folder.lock()
             write_json(path / "config.json", config)
         except OSError as error:
+            folder.unlock()
             raise UsageError(f"--output {str(path)!r} cannot be written to: {error.strerror}.") from error
-        return cls(path)
+        return folder
 
     @classmethod
     def reopen(cls, output: Path | None, config: Mapping[str, Any], may_change: Collection[str] = ()) -> RunFolder:
         """The folder of an earlier run that was started with the same settings, but for those of `may_change`."""
         if output is None:
             raise UsageError("--resume needs the folder of the run to continue: add --output DIR.")
-        if output.is_dir() and all(path.name == "config.json.part" for path in output.iterdir()):
-            # Killed before its first file was whole: there is nothing to continue, and nothing to lose.
-            write_json(output / "config.json", config)
+        folder = cls(output)
+        if output.is_dir():
+            try:
+                folder.lock()
+            except OSError as error:
+                raise UsageError(f"--output {str(output)!r} cannot be written to: {error.strerror}.") from error
+            if all(path.name in (*_HARMLESS, "config.json.part") for path in output.iterdir()):
+                # Killed before its first file was whole: there is nothing to continue, and nothing to lose.
+                write_json(output / "config.json", config)
         try:
-            before = json.loads((output / "config.json").read_text())
-        except (OSError, ValueError) as error:
-            raise UsageError(
-                f"--resume: {str(output)!r} holds no run (no readable config.json); check --output, or start "
-                "a new run there without --resume."
-            ) from error
-        now = json.loads(json.dumps(config))
+            folder._take_up(json.loads(json.dumps(config)), may_change)
+        except BaseException:
+            folder.unlock()
+            raise
+        return folder
+
+    def _take_up(self, now: dict[str, Any], may_change: Collection[str]) -> None:
+        before = self.settings(now.get("script", ""), "--resume")
         for name in sorted({*before, *now}):
             if before.get(name) != now.get(name) and name not in may_change:
                 flag = "--" + name.replace("_", "-")
                 raise UsageError(
-                    f"--resume: the run in {str(output)!r} has {flag} {before.get(name)}, this command has "
+                    f"--resume: the run in {str(self.path)!r} has {flag} {before.get(name)}, this command has "
                     f"{now.get(name)}. Give the same flags, or start a new run in another folder."
                 )
         if before != now:
-            write_json(output / "config.json", now)
-        return cls(output)
+            write_json(self.path / "config.json", now)
+
+    def lock(self) -> None:
+        """Keeps other processes out until this one leaves or ends, however it ends.
+
+        Raises:
+            UsageError: another process is in.
+        """
+        try:
+            import fcntl
+        except ImportError:  # Windows: there two runs in one folder are the user's to avoid
+            return
+        self._lock = (self.path / ".lock").open("a")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self.unlock()
+            raise UsageError(
+                f"--output {str(self.path)!r}: another process is training there. Wait for it, end it, or give another "
+                "folder."
+            ) from error
+
+    def unlock(self) -> None:
+        """Lets others in."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.unlock()
+
+    def settings(self, script: str, flag: str = "--output") -> dict[str, Any]:
+        """The flags that the run was started with.
+
+        Raises:
+            UsageError: there is no run, or it is another script's.
+        """
+        try:
+            found = json.loads((self.path / "config.json").read_text())
+            owner = found.get("script")
+        except (OSError, ValueError, AttributeError) as error:
+            raise UsageError(
+                f"{flag}: {str(self.path)!r} holds no run (no readable config.json); give the folder of a training."
+            ) from error
+        if owner != script:
+            whose = f"of examples.{owner}" if owner else "of an older version"
+            raise UsageError(f"{flag}: {str(self.path)!r} holds a run {whose}, not of examples.{script}.")
+        return found
+
+    def description(self) -> dict[str, Any]:
+        """What the model must know of the data."""
+        try:
+            return json.loads((self.path / "data.json").read_text())
+        except (OSError, ValueError) as error:
+            raise UsageError(f"--output {str(self.path)!r} holds no readable data.json: {error}") from error
+
+    def write_description(self, description: Mapping[str, Any]) -> None:
+        """Writes what the model must know of the data."""
+        write_json(self.path / "data.json", description)
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """The finished epochs, oldest first."""
-        try:
-            return [json.loads(line) for line in self._metrics_path.read_text().splitlines()]
-        except FileNotFoundError:
-            return []
+        lines = _lines(self._metrics_path)
+        return [{name: math.nan if value is None else value for name, value in line.items()} for line in lines]
 
     @property
     def summary(self) -> dict[str, Any] | None:
@@ -93,29 +170,67 @@ class RunFolder:
         except FileNotFoundError:
             return None
 
-    def keep_metrics(self, epochs: int) -> None:
-        """Drops what was logged after the checkpoint: those epochs are about to run again."""
+    def keep_metrics(self, epochs: int, steps: int) -> None:
+        """Drops what was logged after the checkpoint: those epochs and steps are about to run again."""
         self._write_metrics(self.metrics[:epochs])
+        kept = [line for line in _lines(self._steps_path) if line["step"] <= steps]
+        _replace(self._steps_path, "".join(to_json(line) + "\n" for line in kept))
+        (self.path / "summary.json").unlink(missing_ok=True)
 
     def append_metrics(self, line: Mapping[str, Any]) -> None:
         """Writes the line of one epoch."""
         self._write_metrics([*self.metrics, line])
+
+    def append_step(self, line: Mapping[str, Any]) -> None:
+        """Writes the line of one step."""
+        with self._steps_path.open("a") as file:
+            file.write(to_json(line) + "\n")
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Writes the outcome; from here on the run counts as finished."""
         write_json(self.path / "summary.json", summary)
 
     def _write_metrics(self, lines: Sequence[Mapping[str, Any]]) -> None:
-        _replace(self._metrics_path, "".join(json.dumps(line) + "\n" for line in lines))
+        _replace(self._metrics_path, "".join(to_json(line) + "\n" for line in lines))
 
     @property
     def _metrics_path(self) -> Path:
         return self.path / "metrics.jsonl"
 
+    @property
+    def _steps_path(self) -> Path:
+        return self.path / "steps.jsonl"
+
+
+def to_json(value: Any, indent: int | None = None) -> str:
+    """JSON as everybody reads it: null where Python would write NaN or Infinity."""
+
+    def finite(x: Any) -> Any:
+        if isinstance(x, Mapping):
+            return {name: finite(item) for name, item in x.items()}
+        if isinstance(x, list | tuple):
+            return [finite(item) for item in x]
+        return None if isinstance(x, float) and not math.isfinite(x) else x
+
+    return json.dumps(finite(value), indent=indent, allow_nan=False)
+
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Writes a JSON file whole or not at all."""
-    _replace(path, json.dumps(value, indent=2) + "\n")
+    _replace(path, to_json(value, indent=2) + "\n")
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a file of JSON lines; the last may be cut off, where the process was killed."""
+    try:
+        lines = path.read_text().splitlines()
+    except FileNotFoundError:
+        return
+    for line in lines:
+        try:
+            yield json.loads(line)
+        except ValueError:
+            return
 
 
 def _replace(path: Path, text: str) -> None:

@@ -6,13 +6,15 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-import tyro
-
-from examples.common.cli import UsageError, command_line, fail
+from examples.common.cli import UsageError, command_line, disk_problem, fail
+from examples.common.config import RunConfig
+from examples.common.flags import parse
 from examples.common.hosts import say
 from examples.common.loop import Interrupted
 
-C = TypeVar("C")
+C = TypeVar("C", bound=RunConfig)
+
+_BY_CTRL_C = 130  # the exit code by which shells report it
 
 
 def main(
@@ -33,15 +35,32 @@ def main(
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        summary = run(tyro.cli(config, prog=program, args=arguments))
-    except UsageError as error:
-        fail(program, error)
+        summary = run(parse(config, program, arguments, config.foreign))
     except Interrupted as interrupted:
         # In full, as the folder may have been chosen by us.
         given = any(word.replace("_", "-").startswith(("--output", "--results-dir")) for word in arguments)
         output = () if given else ("--output", str(interrupted.output))
         say(f"{interrupted}; continue with:\n  {command_line(program, arguments, *output, '--resume')}")
         return interrupted.exit_code
+    except KeyboardInterrupt:
+        # In a test or a benchmark, or for the second time in a training.
+        say("\nstopped by Ctrl-C; what was saved before is kept")
+        return _BY_CTRL_C
+    except Exception as error:
+        told = _told(error)
+        if told is None:
+            raise
+        fail(program, told)
     if line := final_line(summary):
         say(line)
     return 0
+
+
+def _told(error: Exception) -> Exception | None:
+    """The error in words for the person at the command line; None for one that is ours to repair."""
+    if isinstance(error, UsageError):
+        return error
+    if isinstance(error, OSError) and (why := disk_problem(error)):
+        where = f"{error.filename}: " if error.filename else ""
+        return UsageError(f"{where}{why}. Make room, or give a folder that can be written to.")
+    return None

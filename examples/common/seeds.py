@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import jax
-import tyro
 
+import mpjax
 from examples.common.cli import UsageError, command_line, fail
+from examples.common.config import RunConfig
+from examples.common.flags import Group, parse, parse_known
 from examples.common.loop import Interrupted
 
 Way = Mapping[str, str]  # flag without its dashes, to its value: {"policy": "mixed_float16", "amp": "module"}
+
+_TABLE = Group("the table")
 
 
 class Column(NamedTuple):
@@ -24,22 +30,38 @@ class Column(NamedTuple):
     key: str
 
 
-class Seeds(Protocol):
-    """What is asked for: the fields of a script's own flags."""
+@dataclasses.dataclass(frozen=True)
+class Seeds:
+    """Trains every policy with every seed and prints a table; all other flags go to the training script."""
 
-    @property
-    def seeds(self) -> tuple[int, ...]: ...
+    policies: tuple[str, ...] = _TABLE(("float32", "mixed_float16", "mixed_bfloat16"), "policies to compare")
+    amps: tuple[Literal["module", "autocast"], ...] = _TABLE(
+        ("module", "autocast"),
+        "ways to apply them; autocast only where it is one: it keeps parameters float32, and float32 as it is",
+    )
+    loss_scales: tuple[str, ...] = _TABLE(("dynamic",), "loss scales of the policies that compute in float16")
+    seeds: tuple[int, ...] = _TABLE((0, 1, 2, 3, 4), "seeds to train each of them with")
+    output: Path | None = _TABLE(
+        None,
+        "folder of the runs and the table (by default runs/SCRIPT-seeds); runs that are there are continued or reused",
+    )
 
-    @property
-    def output(self) -> Path: ...
-
-    def ways(self) -> list[Way]: ...
+    def ways(self) -> list[Way]:
+        """The flags of each row of the table."""
+        ways: list[Way] = []
+        for name, amp, scale in itertools.product(self.policies, self.amps, self.loss_scales):
+            policy = mpjax.get_policy(name)
+            if amp == "autocast" and (policy.param_dtype != "float32" or policy.compute_dtype == "float32"):
+                continue
+            way = {"policy": name, "amp": amp, "loss-scale": scale if policy.compute_dtype == "float16" else "1"}
+            if way not in ways:
+                ways.append(way)
+        return ways
 
 
 def main(
-    program: str,
-    asked: type[Seeds],
-    run: Callable[[list[str]], dict[str, Any]],
+    config: type[RunConfig],
+    run: Callable[[Any], dict[str, Any]],
     final_line: Callable[[dict[str, Any]], str],
     columns: Sequence[Column],
     arguments: Sequence[str] | None,
@@ -47,23 +69,29 @@ def main(
     """Runs a command line and returns its exit code; mistakes exit with code 2.
 
     Args:
-        program: as people call it.
-        asked: a dataclass of its own flags; all others go to `run`.
-        run, final_line: as in `train_all`.
+        config: the flags of the training script.
+        run: trains as they say, and returns what is in summary.json.
+        final_line: says what a run came to.
         columns: of the table, which goes to `results.md` in the output folder and is printed.
         arguments: of the command line; those of this process if None.
     """
+    program = f"python -m examples.{config.script}.seeds"
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    seeds, flags = tyro.cli(asked, prog=program, args=arguments, return_unknown_args=True)
     try:
-        summaries = train_all(seeds.ways(), seeds.seeds, seeds.output, lambda own: run([*flags, *own]), final_line)
+        seeds, flags = parse_known(Seeds, program, arguments)
+        output = seeds.output or Path(f"runs/{config.script}-seeds")
+
+        def train(own: list[str]) -> dict[str, Any]:
+            return run(parse(config, program, [*flags, *own]))
+
+        summaries = train_all(seeds.ways(), seeds.seeds, output, train, final_line)
     except UsageError as error:
         fail(program, error)
     except Interrupted as interrupted:
         print(f"{interrupted}; continue with:\n  {command_line(program, arguments)}")
         return interrupted.exit_code
     text = table(summaries, columns)
-    (seeds.output / "results.md").write_text(text + "\n")
+    (output / "results.md").write_text(text + "\n")
     print(text)
     return 0
 

@@ -37,6 +37,38 @@ class Batch(NamedTuple):
     mask: Array  # [batch], float32
 
 
+class Description(NamedTuple):
+    """What a model must know of the images that it is for."""
+
+    classes: tuple[str, ...]
+    image_shape: tuple[int, int, int]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Description:
+        """From `_asdict` after a way through JSON; a `UsageError` where that is something else."""
+        try:
+            read = cls(**{name: tuple(value) for name, value in values.items()})
+            numbers = (*read.mean, *read.std)
+            sane = len(read.image_shape) == 3 and len(read.mean) == len(read.std) == read.image_shape[2] in (1, 3)
+            sane = sane and all(8 <= side <= 4096 for side in read.image_shape[:2]) and len(read.classes) < 10**6
+            if not (sane and all(isinstance(x, float) for x in numbers)):
+                raise ValueError(f"image shape {read.image_shape}, mean {read.mean}, deviation {read.std}")
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"the model's description of its images is damaged: {error}.") from error
+        return read
+
+
+def empty_batch(batch_size: int, image_shape: tuple[int, int, int]) -> Batch:
+    """A batch of zeros."""
+    return Batch(
+        np.zeros((batch_size, *image_shape), np.uint8),
+        np.zeros(batch_size, np.int32),
+        np.zeros(batch_size, np.float32),
+    )
+
+
 class Augmentation(NamedTuple):
     """What makes the random numbers of one epoch, for each image by itself."""
 
@@ -67,6 +99,15 @@ class Dataset(abc.ABC):
     std: tuple[float, ...]
     image_shape: tuple[int, int, int]
     in_memory = False  # such data is not copied into worker processes: threads read it
+
+    @property
+    def description(self) -> Description:
+        """What a model must know of these images."""
+        return Description(tuple(self.classes), self.image_shape, self.mean, self.std)
+
+    def name_of(self, index: int) -> tuple[str, str]:
+        """Where an image is, and its class."""
+        raise NotImplementedError
 
     @property
     def unreadable(self) -> int:
@@ -125,11 +166,14 @@ class Digits(Dataset):
         # Grey values 0..16; the split is a constant of the task, whatever the run's seed.
         images = np.round(pixels * (255 / 16)).astype(np.uint8).reshape(-1, *self.image_shape)
         train, test = train_test_split(np.arange(len(labels)), test_size=360, stratify=labels, random_state=0)
-        chosen = train if split == "train" else test
+        chosen, self.split = train if split == "train" else test, split
         self._images, self._labels = images[chosen], labels[chosen].astype(np.int32)
 
     def __len__(self) -> int:
         return len(self._labels)
+
+    def name_of(self, index: int) -> tuple[str, str]:
+        return f"{self.split} digit {index}", self.classes[self._labels[index]]
 
     def load(self, indices: np.ndarray, augmentation: Augmentation | None) -> Loaded:
         images = self._images[indices]

@@ -127,7 +127,7 @@ def cpu_seconds() -> float:
 
 def loaders(root: pathlib.Path, cores: int) -> dict[str, tuple[int, Loader]]:
     """Name: workers, loader."""
-    files, cached = (open_image_folder(root, SIDE, True, cores, 0.0, cache)[0] for cache in (False, True))
+    files, cached = (open_image_folder(root, SIDE, True, cores, 0.0, cache=cache)[0] for cache in (False, True))
     found: dict[str, tuple[int, Loader]] = {}
     for count in sorted({1, cores}):
         for kind in ("thread", "process"):

@@ -20,21 +20,30 @@ from examples.imagenet.unreadable import UnreadableImages
 
 
 class ImageFolder(Dataset):
-    """One split of a tree `SPLIT/CLASS/*.jpg|jpeg|png`.
+    """One split of a tree `SPLIT/CLASS/*.jpg|png|...`.
 
-    Training: a random crop and perhaps its mirror image; else the middle of the image. Every crop is resized to
-    `size`. In training the image after it takes the place of one that can not be read: a blank one would count in the
-    batch's normalisation statistics, and a shorter batch would compile another program. Otherwise its mask is 0.
+    Training: a random crop and perhaps its mirror image; else the middle of the image. Every crop, or the `whole`
+    image, is resized to `size`. In training the image after it takes the place of one that can not be read: a blank
+    one would count in the batch's normalisation statistics, and a shorter batch would compile another program.
+    Otherwise its mask is 0.
     """
 
     # Of ImageNet, in RGB: https://docs.pytorch.org/vision/stable/models.html.
     mean = (0.485, 0.456, 0.406)
     std = (0.229, 0.224, 0.225)
 
-    def __init__(self, images: Images, classes: Sequence[str], size: int, flip: bool, max_unreadable: float) -> None:
+    def __init__(
+        self,
+        images: Images,
+        classes: Sequence[str],
+        size: int,
+        flip: bool,
+        max_unreadable: float,
+        whole: bool = False,
+    ) -> None:
         self.name, self.classes, self.image_shape = images.root, tuple(classes), (size, size, 3)
         self.images, self.problems = images, UnreadableImages(len(images.paths), max_unreadable)
-        self._size, self._flip = size, flip
+        self._size, self._flip, self._whole = size, flip, whole
         self._cache: CachedImages | None = None
 
     def use(self, cache: CachedImages) -> None:
@@ -51,6 +60,9 @@ class ImageFolder(Dataset):
     def report(self, unreadable: Sequence[Unreadable]) -> None:
         self.problems.add(unreadable)
 
+    def name_of(self, index: int) -> tuple[str, str]:
+        return self.images.path(index), self.classes[self.images.labels[index]]
+
     @functools.cached_property
     def _digest(self) -> str:
         return self.images.digest()
@@ -63,8 +75,8 @@ class ImageFolder(Dataset):
         super().restore(state)
         if state["digest"] != self._digest:
             raise UsageError(
-                f"{self.name}: as many images as when the run began, but not the same files; a run can only be resumed "
-                f"with the same images. Put them back, or start a new run."
+                f"{self.name}: as many images as when the run began, but not the same files or content; a run can only "
+                f"be resumed with the same images. Put them back, or start a new run."
             )
         self.problems.paths.update(os.path.join(self.name, path) for path in state["unreadable"])
 
@@ -96,19 +108,29 @@ class ImageFolder(Dataset):
     def _read(self, index: int, augmentation: Augmentation | None) -> np.ndarray:
         def choose(full: tuple[int, int]) -> Crop:
             shape = (self._size, self._size)
+            everything = (0.0, 0.0, float(full[0]), float(full[1]))
             if augmentation is None:
-                return Crop(middle_box(full), shape)
+                return Crop(everything if self._whole else middle_box(full), shape)
             # An image's dice are its own: they do not depend on the batch that it is in.
             rng = np.random.default_rng([*augmentation, index])
-            return Crop(random_box(full, rng), shape, self._flip and rng.random() < 0.5)
+            box = everything if self._whole else random_box(full, rng)
+            return Crop(box, shape, self._flip and rng.random() < 0.5)
 
         return self._cache.read(index, choose) if self._cache else read_crop(self.images.path(index), choose)
 
 
 def open_image_folder(
-    root: Path, size: int, flip: bool, workers: int, max_unreadable: float, cache: bool = False
-) -> tuple[ImageFolder, ImageFolder]:
-    """The training and the test images below `root`.
+    root: Path,
+    size: int,
+    flip: bool,
+    workers: int,
+    max_unreadable: float,
+    *,
+    cache: bool = False,
+    whole: bool = False,
+    splits: Sequence[str] = ("train", "val"),
+) -> list[ImageFolder]:
+    """The images of each split below `root`.
 
     Args:
         root: of the tree.
@@ -118,15 +140,17 @@ def open_image_folder(
         max_unreadable: share of the images of a split that may be unreadable.
         cache: whether to decode all images now, and keep them in memory with their shorter side at `size` * 8/7, of
             which the middle of `size` is tested on: 256 for 224.
+        whole: whether whole images are resized, and not crops.
+        splits: those that are needed.
 
     Raises:
         UsageError: the tree is not as it should be, too many images can not be read, or they do not fit memory.
     """
-    classes, *splits = list_tree(root)
-    train, test = (ImageFolder(images, classes, size, flip, max_unreadable) for images in splits)
+    classes, found = list_tree(root, splits)
+    folders = [ImageFolder(images, classes, size, flip, max_unreadable, whole) for images in found]
     if cache:
-        caches = cached([train.images, test.images], round(size / MIDDLE), workers)
-        for folder, memory in zip((train, test), caches, strict=True):
+        caches = cached(found, round(size / MIDDLE), workers)
+        for folder, memory in zip(folders, caches, strict=True):
             folder.report(memory.unreadable)
             folder.use(memory)
-    return train, test
+    return folders

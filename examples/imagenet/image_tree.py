@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
+import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -11,10 +12,12 @@ from typing import NamedTuple
 import numpy as np
 
 from examples.common.cli import UsageError, listing
+from examples.common.fingerprint import fingerprint
 
-EXTENSIONS = (".jpg", ".jpeg", ".png")
+# Of the formats that `decoding` reads.
+EXTENSIONS = (".jpg", ".jpeg", ".jpe", ".png", ".webp", ".bmp", ".gif")
 _KINDS = ", ".join(EXTENSIONS)
-_EXPECTED = "Expected train/CLASS/*.jpg|jpeg|png and val/CLASS/*.jpg|jpeg|png below it."
+_EXPECTED = "Expected train/CLASS/*.jpg|png|webp|... and val/CLASS/*.jpg|png|webp|... below it."
 
 
 class Images(NamedTuple):
@@ -28,30 +31,37 @@ class Images(NamedTuple):
         return os.path.join(self.root, self.paths[index])
 
     def digest(self) -> str:
-        """Changes where a file is added, removed or renamed; not where the tree is moved."""
-        names = "\n".join(f"{path}\t{label}" for path, label in zip(self.paths, self.labels, strict=True))
-        return hashlib.sha256(names.encode("utf-8", "surrogateescape")).hexdigest()
+        """Changes where a file is added, removed, renamed or, in a sample, changed; not where the tree is moved."""
+        names = [f"{path}\t{label}" for path, label in zip(self.paths, self.labels, strict=True)]
+        return fingerprint(names, [self.path(index) for index in range(len(self.paths))])
 
 
-def list_tree(root: Path) -> tuple[list[str], Images, Images]:
-    """The classes, in alphabetical order, and the images of train and of val.
+def list_tree(root: Path, splits: Sequence[str] = ("train", "val")) -> tuple[list[str], list[Images]]:
+    """The classes, in alphabetical order, and the images of each split.
 
     Raises:
         UsageError: something about the tree is not as it should be; it says what, and the ways out.
     """
     if not root.is_dir():
         raise UsageError(f"--data-dir {str(root)!r} is not a folder. {_EXPECTED} Without it: the digits, no download.")
-    classes = _class_names(root, "train")
-    _check_same_classes(root, classes, _class_names(root, "val"))
-    train, val = (_list_images(root / split, classes) for split in ("train", "val"))
-    for label in sorted(set(range(len(classes))) - set(train.labels.tolist())):
-        raise UsageError(
-            f"--data-dir {str(root)!r}: no images ({_KINDS}) in class folder {classes[label]!r} of train"
-            f"{_contents(root / 'train' / classes[label])}; add some, or remove the folder in train and val."
-        )
-    if not val.paths:
-        raise UsageError(f"--data-dir {str(root)!r}: no images ({_KINDS}) in val/CLASS.")
-    return classes, train, val
+    named = {split: _class_names(root, split) for split in splits}
+    classes = named[splits[0]]
+    if len(splits) > 1:
+        _check_same_classes(root, *named.values())
+    other = Counter[str]()
+    found = [_list_images(root / split, classes, other) for split in splits]
+    for split, images in zip(splits, found, strict=True):
+        if not images.paths:
+            raise UsageError(f"--data-dir {str(root)!r}: no images ({_KINDS}) in {split}/CLASS.")
+        for label in sorted(set(range(len(classes))) - set(images.labels.tolist())):
+            raise UsageError(
+                f"--data-dir {str(root)!r}: no images ({_KINDS}) in class folder {classes[label]!r} of {split}"
+                f"{_contents(root / split / classes[label])}; add some, or remove the folder everywhere."
+            )
+    if other:
+        kinds = ", ".join(f"{count} {ending}" for ending, count in other.most_common(5))
+        print(f"{root}: {other.total()} files that are no images by their names are left out: {kinds}", file=sys.stderr)
+    return classes, found
 
 
 def _class_names(root: Path, split: str) -> list[str]:
@@ -74,18 +84,24 @@ def _check_same_classes(root: Path, train: list[str], val: list[str]) -> None:
         )
 
 
-def _list_images(split: Path, classes: Sequence[str]) -> Images:
+def _list_images(split: Path, classes: Sequence[str], other: Counter[str]) -> Images:
     paths: list[str] = []
     labels = []
     for label, name in enumerate(classes):
-        found = [path[len(f"{split}{os.sep}") :] for path in _images_below(str(split / name), ())]
+        found = [path[len(f"{split}{os.sep}") :] for path in _images_below(str(split / name), (), other)]
         paths += found
         labels.append(np.full(len(found), label, np.int32))
     return Images(str(split), paths, np.concatenate(labels))
 
 
-def _images_below(folder: str, above: tuple[tuple[int, int], ...]) -> Iterator[str]:
-    """Paths of the images in a folder and in its subfolders; `above` are those that it is in."""
+def _images_below(folder: str, above: tuple[tuple[int, int], ...], other: Counter[str]) -> Iterator[str]:
+    """Paths of the images in a folder and in its subfolders.
+
+    Args:
+        folder: to look in.
+        above: the folders that it is in.
+        other: counts files that are no images, by the end of their names.
+    """
     status = os.stat(folder)
     own = (status.st_dev, status.st_ino)
     if own in above:
@@ -96,7 +112,9 @@ def _images_below(folder: str, above: tuple[tuple[int, int], ...]) -> Iterator[s
         if entry.name.lower().endswith(EXTENSIONS):
             yield entry.path
         elif _is_folder(entry):
-            yield from _images_below(entry.path, (*above, own))
+            yield from _images_below(entry.path, (*above, own), other)
+        else:
+            other[os.path.splitext(entry.name)[1].lower() or "without an ending"] += 1
 
 
 def _entries(folder: str) -> list[os.DirEntry[str]]:

@@ -3,38 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import inspect
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 import mpjax
+from examples.common.cli import UsageError
+from examples.common.training import Variables
 from examples.imagenet.convnets import ConvNet, MnistCNN, NNXConvNet
 from examples.imagenet.resnet import BasicBlock, Bottleneck, ResNet
 
-ModelName = Literal[
-    "resnet8",
-    "resnet20",
-    "resnet18",
-    "resnet34",
-    "resnet50",
-    "resnet101",
-    "convnet",
-    "convnet_nnx",
-    "mnist_cnn",
-]
-MODEL_NAMES: tuple[str, ...] = get_args(ModelName)
-
-Variables = dict[str, Any]  # "params" and "batch_stats"
+# Streams of random numbers that a module may draw from in training.
+_STREAMS = ("dropout", "stochastic_depth")
 
 
-class Model(NamedTuple):
+class Network(NamedTuple):
     """A network without state of its own."""
 
     init: Callable[[jax.Array, jax.Array], Variables]  # (key, images) -> variables, float32
-    apply: Callable[[Variables, jax.Array, bool], tuple[jax.Array, Any]]  # (.., train) -> (logits, batch_stats)
+    # (variables, images, key) -> (logits, stats); a key means training.
+    apply: Callable[[Variables, jax.Array, jax.Array | None], tuple[jax.Array, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,61 +64,97 @@ KINDS: dict[str, Kind] = {
 }
 
 
+def check_model(name: str) -> None:
+    """Raises a `UsageError` where a name is no model's."""
+    _kind(name)
+
+
+def _kind(name: str) -> Kind:
+    if name in KINDS:
+        return KINDS[name]
+    module, colon, attribute = name.partition(":")
+    if not colon:
+        raise UsageError(f"--model {name!r}: take {', '.join(KINDS)}, or MODULE:CLASS for a module of yours.")
+    try:
+        return Kind(getattr(importlib.import_module(module), attribute), {})
+    except (ImportError, AttributeError) as error:
+        raise UsageError(f"--model {name!r} can't be imported: {error}. It is found by PYTHONPATH.") from error
+
+
 def create_model(name: str, num_classes: int, channels: int = 3) -> Any:
     """The Flax module of that name; one in NNX is initialised and has to know the channels of its images."""
-    kind = KINDS[name]
+    kind = _kind(name)
     if _is_nnx(kind):
         return kind.make(num_classes, channels, rngs=nnx.Rngs(0), **kind.arguments)
     return kind.make(num_classes=num_classes, **kind.arguments)
 
 
-def model_functions(name: str, num_classes: int, channels: int, policy: mpjax.Policy | None = None) -> Model:
+def network(name: str, num_classes: int, channels: int, policy: mpjax.Policy | None = None) -> Network:
     """The model of that name as functions, with the policy set on its modules where there is one."""
-    kind = KINDS[name]
+    kind = _kind(name)
     if _is_nnx(kind):
-        return _nnx_model(lambda rngs: kind.make(num_classes, channels, rngs=rngs, **kind.arguments), policy)
-    return _linen_model(create_model(name, num_classes), policy)
+        return _nnx_network(lambda rngs: kind.make(num_classes, channels, rngs=rngs, **kind.arguments), policy)
+    return _linen_network(create_model(name, num_classes), policy)
 
 
 def _is_nnx(kind: Kind) -> bool:
     return isinstance(kind.make, type) and issubclass(kind.make, nnx.Module)
 
 
-def _linen_model(module: nn.Module, policy: mpjax.Policy | None) -> Model:
+def _linen_network(module: nn.Module, policy: mpjax.Policy | None) -> Network:
     if policy is not None:
         module = mpjax.with_policy(module, policy)
+    # A module that is the same in training and in use need not say so.
+    knows_train = "train" in inspect.signature(type(module).__call__).parameters
 
     def init(key: jax.Array, images: jax.Array) -> Variables:
-        return {"batch_stats": {}, **module.init(key, images)}
+        train: Any = {"train": False} if knows_train else {}
+        variables = module.init(key, images, **train)
+        return Variables(variables["params"], variables.get("batch_stats", {}))
 
-    def apply(variables: Variables, images: jax.Array, train: bool) -> tuple[jax.Array, Any]:
-        logits, new = module.apply(variables, images, train=train, mutable=["batch_stats"])
+    def apply(variables: Variables, images: jax.Array, key: jax.Array | None) -> tuple[jax.Array, Any]:
+        streams = {} if key is None else {name: jax.random.fold_in(key, i) for i, name in enumerate(_STREAMS)}
+        train: Any = {"train": key is not None} if knows_train else {}
+        collections = {"params": variables.params, "batch_stats": variables.stats}
+        logits, new = module.apply(collections, images, rngs=streams, mutable=["batch_stats"], **train)
         return logits, new.get("batch_stats", {})
 
-    return Model(init, apply)
+    return Network(init, apply)
 
 
-def _nnx_model(make: Callable[[nnx.Rngs], nnx.Module], policy: mpjax.Policy | None) -> Model:
+def _nnx_network(make: Callable[[nnx.Rngs], nnx.Module], policy: mpjax.Policy | None) -> Network:
     def split(rngs: nnx.Rngs) -> tuple[Any, ...]:
         module = make(rngs)
         if policy is not None:
             module = mpjax.with_policy(module, policy)
-        return nnx.split(module, nnx.Param, nnx.BatchStat)
+        return nnx.split(module, nnx.Param, nnx.BatchStat, ...)
 
-    graphdef, *like = nnx.eval_shape(lambda: split(nnx.Rngs(0)))
+    graphdef, *like, rest = nnx.eval_shape(lambda: split(nnx.Rngs(0)))
 
     def init(key: jax.Array, images: jax.Array) -> Variables:
-        _, params, batch_stats = split(nnx.Rngs(key))
+        _, params, stats, _ = split(nnx.Rngs(key))
         # Plain dictionaries: a checkpoint should not depend on a class of Flax.
-        return {"params": nnx.to_pure_dict(params), "batch_stats": nnx.to_pure_dict(batch_stats)}
+        return Variables(nnx.to_pure_dict(params), nnx.to_pure_dict(stats))
 
-    def apply(variables: Variables, images: jax.Array, train: bool) -> tuple[jax.Array, Any]:
+    def apply(variables: Variables, images: jax.Array, key: jax.Array | None) -> tuple[jax.Array, Any]:
         states = [jax.tree.map(lambda x: x, state) for state in like]  # copies: the next line fills them
-        for state, name in zip(states, ("params", "batch_stats"), strict=True):
-            nnx.replace_by_pure_dict(state, variables[name])
-        module: Any = nnx.merge(graphdef, *states)
-        module.train() if train else module.eval()
+        for state, numbers in zip(states, variables, strict=True):
+            nnx.replace_by_pure_dict(state, numbers)
+        module: Any = nnx.merge(graphdef, *states, _fresh(rest, jax.random.key(0) if key is None else key))
+        module.eval() if key is None else module.train()
         logits = module(images)
         return logits, nnx.to_pure_dict(nnx.state(module, nnx.BatchStat))
 
-    return Model(init, apply)
+    return Network(init, apply)
+
+
+def _fresh(abstract: Any, key: jax.Array) -> Any:
+    """State that is neither learned nor statistics: streams of random numbers start from the key of the step."""
+
+    def make(index: int, leaf: Any) -> jax.Array:
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return jax.random.fold_in(key, index)
+        return jnp.zeros(leaf.shape, leaf.dtype)
+
+    leaves, treedef = jax.tree.flatten(abstract)
+    return jax.tree.unflatten(treedef, [make(index, leaf) for index, leaf in enumerate(leaves)])

@@ -1,24 +1,21 @@
-"""What `--mode` chooses: each mode is a function from the flags to what it came to."""
+"""What the flags choose: each mode is a function from the flags to what it came to."""
 
 from __future__ import annotations
 
-import dataclasses
-from pathlib import Path
 from typing import Any
 
-from examples.common.checkpoints import Checkpoints
+from examples.common.benchmarks import find_batch_sizes, run_benchmark, run_comparison
+from examples.common.config import INSPECT
 from examples.common.devices import DataParallel
-from examples.common.hosts import connect, is_main, say
-from examples.common.inspect_step import audit_step, profile_step
-from examples.common.loop import open_folder, train
-from examples.imagenet.benchmark import find_batch_sizes, run_benchmark, run_comparison
-from examples.imagenet.config import PRECISION, Config
-from examples.imagenet.inference import evaluate, export, predict
-from examples.imagenet.pipeline import train_batches
+from examples.common.hosts import connect
+from examples.common.loop import open_folder
+from examples.common.modes import inspect, run_training, train_and_compare
+from examples.common.run_folder import RunFolder
+from examples.imagenet.config import Config
+from examples.imagenet.data import Dataset
+from examples.imagenet.inference import evaluate, predict
+from examples.imagenet.synthetic import Synthetic
 from examples.imagenet.task import ImageTask, open_data
-from examples.imagenet.weights import trained_variables
-
-RUNS = Path("runs/imagenet")
 
 
 def run(config: Config) -> dict[str, Any]:
@@ -29,57 +26,38 @@ def run(config: Config) -> dict[str, Any]:
         Interrupted: a signal came in a training; all is saved.
     """
     connect(config.coordinator, config.processes, config.process_id)
-    if config.audit or config.profile:
-        return inspect(config)
-    if config.find_batch_size:
-        return find_batch_sizes(config)
-    if config.mode == "evaluate":
-        return evaluate(config)
-    if config.mode == "predict":
-        return predict(config)
+    if config.action in ("evaluate", "predict"):
+        return evaluate(config) if config.action == "evaluate" else predict(config)
+    make = TaskMaker(config)
+    if config.action in INSPECT:
+        return inspect(config, make)
+    if config.action == "find_batch_size":
+        return find_batch_sizes(config, make)
     if config.is_benchmark:
-        return run_comparison(config, {}) if config.compare else run_benchmark(config)
-    return train_and_compare(config) if config.compare else run_training(config)
+        if not config.compare:
+            return run_benchmark(config, make)
+        with open_folder(config, "-benchmarks") as folder:
+            return run_comparison(config, make, folder)
+    if config.compare:
+        return train_and_compare(config, make, make, _finished)
+    return run_training(config, make, _finished)
 
 
-def run_training(config: Config) -> dict[str, Any]:
-    """Trains, in a folder of its own or on from where an earlier run was ended."""
-    task = ImageTask(config, *open_data(config), DataParallel(config.devices))
-    folder = open_folder(config.output, RUNS, config.settings(), resume=config.resume, may_change=PRECISION)
-    summary = folder.summary if config.resume else None
-    if summary is not None:
-        say(f"the run in {folder.path} has already finished")
-    else:
-        with Checkpoints(folder.checkpoints) as checkpoints:
-            summary = train(task, folder, checkpoints, resume=config.resume, save_every=config.save_every)
-    if config.export is not None:
-        summary |= export(task, trained_variables(task, folder.path), folder.path, config.export)
-        if is_main():
-            folder.write_summary(summary)
-    return summary
+class TaskMaker:
+    """Tasks of several flags on the same images, which are opened once."""
+
+    def __init__(self, config: Config) -> None:
+        self._parallel = DataParallel(config.devices)
+        self._sets: list[Dataset]
+        if config.data_dir is None and config.is_benchmark:
+            self._sets = [Synthetic(config.model_name, config.side)] * 2
+        else:
+            self._sets = open_data(config)
+
+    def __call__(self, config: Config) -> ImageTask:
+        train_set, test_set = self._sets
+        return ImageTask(config, self._parallel, train_set, test_set)
 
 
-def inspect(config: Config) -> dict[str, Any]:
-    """Looks at the training step, and does not train with it."""
-    task = ImageTask(config, *open_data(config), DataParallel(config.devices))
-    step = task.training.train_step
-    if config.audit:
-        audit_step(step, task.abstract_state(), task.abstract_batch(task.batch_size), config.output)
-    if config.profile:
-        with train_batches(task.train_set, task.batch_size, config.seed, **task.loading()) as batches:
-            profile_step(step, task.initial_state(), batches, config.output)
-    return {}
-
-
-def train_and_compare(config: Config) -> dict[str, Any]:
-    """Trains every policy of `--compare`, each in a folder below `--output`, and measures them."""
-    folder = open_folder(config.output, RUNS, config.settings(), resume=config.resume, may_change=PRECISION)
-    accuracies = {}
-    for policy in config.policies:
-        output = folder.path / policy.replace("/", "_")
-        own = dataclasses.replace(
-            config, policy=policy, compare=None, output=output, resume=config.resume and output.exists()
-        )
-        summary = run_training(own)
-        accuracies[policy] = summary.get("test_accuracy", summary["train_accuracy"])
-    return run_comparison(dataclasses.replace(config, output=folder.path), accuracies)
+def _finished(task: Any, folder: RunFolder) -> None:
+    """There is no more to write than the loop has written."""

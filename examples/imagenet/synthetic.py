@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from examples.imagenet.data import Augmentation, Batch, Dataset, Loaded
+from examples.imagenet.data import Augmentation, Batch, Dataset, Description, Loaded
 from examples.imagenet.models import KINDS
 
 
@@ -15,7 +15,8 @@ class Synthetic(Dataset):
     in_memory = True
 
     def __init__(self, model: str, side: int) -> None:
-        kind = KINDS[model]
+        # A model of somebody's own is measured on what ImageNet is.
+        kind = KINDS.get(model, KINDS["resnet50"])
         channels = kind.image_shape[-1]
         self.image_shape = (side, side, channels)
         self.classes = tuple(str(label) for label in range(kind.classes))
@@ -28,8 +29,8 @@ class Synthetic(Dataset):
         return Loaded(random_batch(self, len(indices)))
 
 
-def random_batch(like: Dataset, size: int) -> Batch:
-    """Noise in the shape of a dataset's images."""
+def random_batch(like: Dataset | Description, size: int) -> Batch:
+    """Noise in the shape of these images."""
     rng = np.random.default_rng(0)
     return Batch(
         rng.integers(0, 256, (size, *like.image_shape), np.uint8),

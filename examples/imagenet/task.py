@@ -3,145 +3,207 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
+import mpjax
 from examples.common.benchmarking import Compiled, compile_step
-from examples.common.checkpoints import Checkpoints
+from examples.common.config import RunConfig
 from examples.common.devices import DataParallel
-from examples.common.hosts import say
-from examples.common.loop import Task
 from examples.common.plots import Panel
-from examples.imagenet.config import PRECISION, Config
-from examples.imagenet.data import Batch, Dataset, Digits, check_batch_size, steps_per_epoch
+from examples.common.task import Task
+from examples.common.training import Training, Variables, create_training, means
+from examples.imagenet.config import Config
+from examples.imagenet.data import (
+    Batch,
+    Dataset,
+    Description,
+    Digits,
+    check_batch_size,
+    empty_batch,
+    steps_per_epoch,
+)
 from examples.imagenet.image_folder import open_image_folder
 from examples.imagenet.pipeline import Batches, Shard, Workers, evaluation_batches, train_batches
-from examples.imagenet.precision_change import change_precision
-from examples.imagenet.training import Totals, Training, TrainState, create_training
+from examples.imagenet.pretrained import read_pretrained
+from examples.imagenet.synthetic import random_batch
+from examples.imagenet.training import Classifier, create_classifier
 
 
-def open_data(config: Config) -> tuple[Dataset, Dataset]:
-    """The training and the test images that the flags name."""
+def open_data(config: Config, splits: Sequence[str] = ("train", "val")) -> list[Dataset]:
+    """The images that the flags name: of training, then of the test."""
     if config.data_dir is None:
-        return Digits("train"), Digits("test")
-    return open_image_folder(
-        config.data_dir, config.side, config.flip, config.workers, config.max_unreadable, config.cache
+        return [Digits("train" if split == "train" else "test") for split in splits]
+    return list(
+        open_image_folder(
+            config.data_dir,
+            config.side,
+            config.flip,
+            config.workers,
+            config.max_unreadable,
+            cache=config.cache,
+            whole=config.whole,
+            splits=splits,
+        )
     )
 
 
 class ImageTask(Task):
-    """A model with its data, on all devices."""
+    """A model with its data, on all devices.
+
+    Args:
+        config: the flags.
+        parallel: the devices.
+        train_set, test_set: the images; one that is not needed may be left out, and both where `description` is given.
+        description: what the model must know of the images; that of `train_set` without it.
+    """
 
     unit = "images"
+    metric, metric_name = ("test_accuracy", 1), "test accuracy"
 
-    def __init__(self, config: Config, train_set: Dataset, test_set: Dataset, parallel: DataParallel) -> None:
-        self.config, self.train_set, self.test_set, self.parallel = config, train_set, test_set, parallel
-        preset = config.preset
-        self.batch_size, self.epochs, self.policy = preset.batch_size, preset.epochs, config.policy
-        check_batch_size(train_set, self.batch_size)
+    def __init__(
+        self,
+        config: Config,
+        parallel: DataParallel,
+        train_set: Dataset | None = None,
+        test_set: Dataset | None = None,
+        description: Description | None = None,
+    ) -> None:
+        super().__init__(config, parallel)
+        self.config: Config = config
+        known = train_set or test_set
+        assert description is not None or known is not None
+        self.about = description or known.description  # type: ignore[union-attr]
+        self._train_set, self._test_set = train_set, test_set
+        self.steps = 1
+        if train_set is not None:
+            check_batch_size(train_set, self.batch_size)
+            self.steps = steps_per_epoch(train_set, self.batch_size)
         parallel.check(self.batch_size)
-        # A test set that is smaller than a batch is not filled up to one.
-        self.test_batch_size = min(self.batch_size, -(-len(test_set) // parallel.count) * parallel.count)
-        self.steps = steps_per_epoch(train_set, self.batch_size)
-        self.training = self.training_of(config)
-        self.title = f"{config.model_name} on {train_set.name}, policy {config.policy}"
-        self.panels = _panels(preset.label_smoothing, tested=config.mode == "train_and_evaluate")
+        if test_set is not None:
+            # A test set that is smaller than a batch is not filled up to one.
+            self.test_batch_size = min(self.batch_size, -(-len(test_set) // parallel.count) * parallel.count)
+        self.title = f"{config.model_name} on {known.name if known else 'images'}, policy {config.policy}"
+        self.panels = _panels(config.preset.label_smoothing, tested=config.mode == "train_and_evaluate")
         self._stream: Batches | None = None
-        self._train: Compiled | None = None
         self._test: Compiled | None = None
+        self._classifier: Classifier | None = None
 
-    def training_of(self, config: Config) -> Training:
-        """The set-up that other flags, say of another precision, would have given."""
-        return create_training(config, self.train_set, config.hyperparameters(self.steps), self.parallel)
+    def with_config(self, config: RunConfig) -> ImageTask:
+        assert isinstance(config, Config)
+        return ImageTask(config, self.parallel, self._train_set, self._test_set, self.about)
 
-    def initial_state(self) -> TrainState:
-        return self.training.init(jax.random.key(self.config.seed))
+    @property
+    def train_set(self) -> Dataset:
+        assert self._train_set is not None
+        return self._train_set
 
-    def abstract_state(self, training: Training | None = None) -> Any:
-        """Shapes, dtypes and shardings of the state."""
-        init = (training or self.training).init
-        return self.parallel.like_state(jax.eval_shape(init, jax.random.key(0)))
+    @property
+    def test_set(self) -> Dataset:
+        assert self._test_set is not None
+        return self._test_set
 
-    def compile(self) -> None:
-        """Executables, before the clock runs; they refuse any other shape or dtype."""
-        state = self.abstract_state()
-        say(
+    @property
+    def test_count(self) -> int:  # type: ignore[override]
+        return len(self.test_set)
+
+    @property
+    def from_files(self) -> bool:  # type: ignore[override]
+        return self.config.data_dir is not None
+
+    @property
+    def most_entries(self) -> int:  # type: ignore[override]
+        return len(self.train_set)
+
+    @property
+    def table_metrics(self) -> dict[str, str]:
+        if self.config.mode == "train":
+            return {"train_accuracy": "training accuracy"}
+        return super().table_metrics
+
+    @property
+    def classifier(self) -> Classifier:
+        """The model of the flags; built when it is first asked for."""
+        if self._classifier is None:
+            self._classifier = create_classifier(self.config, self.about)
+        return self._classifier
+
+    def training_of(self, config: RunConfig, data: dict[str, Any]) -> Training:
+        assert isinstance(config, Config)
+        model = self.classifier.model if config == self.config else create_classifier(config, self.about).model
+        policy = mpjax.get_policy(config.policy)
+        return create_training(model, config.hyperparameters(self.steps), policy, config.loss_scale, self.parallel)
+
+    def headline(self) -> str:
+        return (
             f"{self.config.model_name}, policy {self.policy}, {len(self.train_set):,} training and "
             f"{len(self.test_set):,} test images, on {self.parallel.count} x {jax.devices()[0].device_kind}"
         )
-        self._train = compile_step(self.training.train_step, state, self.abstract_batch(self.batch_size))
+
+    def description(self) -> dict[str, Any]:
+        return self.about._asdict()
+
+    def example_batches(self, batch_size: int) -> Sequence[Batch]:
+        return [empty_batch(batch_size, self.about.image_shape)]
+
+    def made_up_batch(self) -> Batch:
+        return random_batch(self.about, self.batch_size // jax.process_count())
+
+    def use_step(self) -> jax.stages.Wrapped:
+        predict = self.classifier.predict_step
+        return jax.jit(lambda variables, batch: predict(variables, batch.images))
+
+    def bench_settings(self) -> dict[str, Any]:
+        data = {"data": self.train_set.name, "image_shape": self.about.image_shape}
+        return {"model": self.config.model_name, **data}
+
+    def compile(self) -> None:
+        super().compile()
         if self.config.mode == "train_and_evaluate":
-            self.compile_test()
+            self._compile_test()
 
-    def compile_test(self) -> None:
-        weights = jax.eval_shape(self.training.weights, self.abstract_state())
-        totals = jax.eval_shape(Totals.zero)
-        like = self.parallel.like_state
-        batch = self.abstract_batch(self.test_batch_size)
-        self._test = compile_step(self.training.test_step, like(weights), like(totals), batch)
-
-    def abstract_batch(self, batch_size: int) -> Batch:
-        """What a batch of that size is, on all devices."""
-        return self.parallel.like_batch(batch_like(self.train_set, batch_size))
+    def _compile_test(self) -> Compiled:
+        abstract = self.abstract_state()
+        weights = jax.eval_shape(self.training.weights, abstract)
+        sums = self.parallel.like_state(jax.eval_shape(self.training.zero))
+        batch = self.parallel.like_batch(empty_batch(self.test_batch_size, self.about.image_shape))
+        self._test = compile_step(self.classifier.test_step, self.parallel.like_state(weights), sums, batch)
+        return self._test
 
     def batches(self, epoch: int, first: int) -> Iterator[Batch]:
         if self._stream is None:
-            config = self.config
             self._stream = train_batches(
                 self.train_set,
                 self.batch_size,
-                config.seed,
+                self.config.seed,
                 first=epoch * self.steps + first,
-                last=self.epochs * self.steps,
-                augment=config.augment,
+                last=self.epochs * self.steps if self.config.action == "train" else None,
+                augment=self.config.augment,
                 **self.loading(),
             )
         # One stream over all epochs: the next one's first batches are made while this one is tested.
         return itertools.islice(self._stream, self.steps - first)
 
-    def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
-        assert self._train is not None
-        return self._train.call(state, batch)
+    def put(self, batch: Batch) -> Batch:
+        return batch  # the pipeline has done it
 
-    def test(self, weights: Any, between_steps: Callable[[], None] = lambda: None) -> tuple[float, float]:
-        """Loss and accuracy on the test images."""
-        if self._test is None:
-            self.compile_test()
-        assert self._test is not None
-        totals = self.parallel.replicate(Totals.zero())
+    def test(
+        self, weights: Variables, between_steps: Callable[[], None] = lambda: None, *, last: bool = True
+    ) -> dict[str, Any]:
+        step = self._test or self._compile_test()
+        sums = self.parallel.replicate(self.training.zero())
         with evaluation_batches(self.test_set, self.test_batch_size, **self.loading()) as batches:
             for batch in batches:
                 between_steps()
-                totals = self._test.call(weights, totals, batch)
-        return totals.means()
-
-    def epoch_metrics(self, state: TrainState, between_steps: Callable[[], None]) -> dict[str, Any]:
-        line: dict[str, Any] = {}
-        line["train_loss"], line["train_accuracy"] = state.totals.means()
-        if self.config.mode == "train_and_evaluate":
-            line["test_loss"], line["test_accuracy"] = self.test(self.training.weights(state), between_steps)
-        updates = int(state.step) // self.config.accumulate
-        return line | {"learning_rate": float(self.training.learning_rate(updates))}
-
-    def next_epoch(self, state: TrainState) -> TrainState:
-        return state._replace(totals=self.parallel.replicate(Totals.zero()))
-
-    def items(self, batch: Batch) -> int:
-        return self.batch_size
-
-    def bar_text(self, shown: Any) -> str:
-        loss, accuracy = shown["totals"].means()
-        return (
-            f"loss {loss:.4f}, accuracy {accuracy:.2%}, loss scale {shown['loss_scale']:g}, "
-            f"skipped steps {shown['skipped_steps']}"
-        )
+                sums = step.call(weights, sums, batch)
+        return {f"test_{name}": value for name, value in means(sums).items()}
 
     def epoch_text(self, line: dict[str, Any]) -> str:
         return "  ".join(
-            f"{split} loss {line[f'{split}_loss']:.4f} accuracy {line[f'{split}_accuracy']:.2%}"
+            f"{split} {line[f'{split}_loss']:.4f} {line[f'{split}_accuracy']:.2%}"
             for split in ("train", "test")
             if f"{split}_loss" in line
         )
@@ -153,41 +215,23 @@ class ImageTask(Task):
             "amp": config.amp,
             "seed": config.seed,
             "batch_size": self.batch_size,
-            "learning_rate": config.hyperparameters(self.steps).learning_rate,
+            "learning_rate": self.training.hyper.learning_rate,
             "model": config.model_name,
             "train_images": len(self.train_set),
             "test_images": len(self.test_set),
             "unreadable_images": self.train_set.unreadable + self.test_set.unreadable,
         }
 
-    def position(self) -> dict[str, Any]:
-        precision = {name: getattr(self.config, name) for name in PRECISION}
-        return {"precision": precision, "train_set": self.train_set.state(), "test_set": self.test_set.state()}
+    def data_state(self) -> dict[str, Any]:
+        sets = {"train_set": self._train_set, "test_set": self._test_set}
+        return {name: images.state() for name, images in sets.items() if images is not None}
 
-    def restore_as_saved(self, checkpoints: Checkpoints) -> tuple[TrainState, dict[str, Any]] | None:
-        """The newest state in the precision that it was trained in."""
+    def restore_data(self, state: dict[str, Any]) -> None:
+        self.train_set.restore(state["train_set"])
+        self.test_set.restore(state["test_set"])
 
-        def like(position: dict[str, Any]) -> Any:
-            return self.abstract_state(self.training_of(self.config.with_precision(position["precision"])))
-
-        return checkpoints.restore(like)
-
-    def restore(self, checkpoints: Checkpoints) -> tuple[TrainState, dict[str, Any]] | None:
-        restored = self.restore_as_saved(checkpoints)
-        if restored is None:
-            return None
-        state, position = restored
-        self.train_set.restore(position["train_set"])
-        self.test_set.restore(position["test_set"])
-        if position["precision"] == self.position()["precision"]:
-            return state, position
-        state = change_precision(state, self.initial_state(), self.training.policy)
-        before = position["precision"]["policy"]
-        say(
-            f"from policy {before} to {self.policy}: parameters, statistics and the optimizer's state carry over; the "
-            f"loss scale starts at {float(state.opt_state.loss_scale):g}, skipped steps are counted on"
-        )
-        return state, position
+    def read_initial(self, path: Path, like: Variables) -> Variables:
+        return read_pretrained(path, like, self.config.model_name)
 
     def close(self) -> None:
         if self._stream is not None:
@@ -200,15 +244,6 @@ class ImageTask(Task):
             "workers": Workers(self.config.workers, self.config.worker_kind),
             "put": self.parallel.put,
         }
-
-
-def batch_like(dataset: Dataset, batch_size: int) -> Batch:
-    """An empty batch."""
-    return Batch(
-        np.zeros((batch_size, *dataset.image_shape), np.uint8),
-        np.zeros(batch_size, np.int32),
-        np.zeros(batch_size, np.float32),
-    )
 
 
 def _panels(label_smoothing: float, tested: bool) -> list[Panel]:

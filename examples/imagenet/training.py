@@ -1,4 +1,4 @@
-"""The training state and the jitted steps; what is about precision is in `mpjax.` calls."""
+"""The classifier's loss, and the steps that test and use it."""
 
 from __future__ import annotations
 
@@ -11,124 +11,72 @@ import numpy as np
 import optax
 
 import mpjax
-from examples.common.devices import DataParallel
+from examples.common.training import Loss, Model, Sums, Variables, masked_sums
 from examples.imagenet.config import Config
-from examples.imagenet.data import Array, Batch, Dataset
-from examples.imagenet.models import Variables, model_functions
-from examples.imagenet.recipe import (
-    Hyperparameters,
-    create_optimizer,
-    is_update,
-    learning_rate_schedule,
-    mix_up,
-    update_ema,
-)
+from examples.imagenet.data import Array, Batch, Description
+from examples.imagenet.models import network
+
+_TOP = 5
 
 
-class Totals(NamedTuple):
-    """Sums over images, kept on the device so that no step waits for the host."""
+class Classifier(NamedTuple):
+    """A model in its precision: its training loss, and the jitted steps of a trained one."""
 
-    loss: jax.Array  # shape=(), dtype=float32
-    correct: jax.Array  # shape=(), dtype=float32
-    images: jax.Array  # shape=(), dtype=float32
-
-    @classmethod
-    def zero(cls) -> Totals:
-        # Three arrays: one zero in all places would be one buffer, which can not be donated thrice.
-        return cls(*(jnp.zeros(()) for _ in cls._fields))
-
-    def add(self, losses: Array, logits: Array, labels: Array, mask: Array) -> Totals:
-        # An overflowed image has no loss; one of them must not blot out the mean of an epoch.
-        mask = jnp.where(jnp.isfinite(losses), mask, 0)
-        correct = (jnp.argmax(logits, axis=-1) == labels) * mask
-        return Totals(
-            self.loss + jnp.sum(jnp.where(mask > 0, losses, 0)),
-            self.correct + jnp.sum(correct),
-            self.images + jnp.sum(mask),
-        )
-
-    def means(self) -> tuple[float, float]:
-        """Mean loss and accuracy, on the host; NaN where no image counted."""
-        loss, correct, images = (float(x) for x in jax.device_get(self))
-        return (loss / images, correct / images) if images else (float("nan"), float("nan"))
-
-
-class TrainState(NamedTuple):
-    """All that a step changes, and so all that a checkpoint holds."""
-
-    step: jax.Array  # shape=(), dtype=int32
-    params: Any
-    batch_stats: Any
-    opt_state: Any
-    totals: Totals  # of the epoch so far
-    ema: Any  # the variables' moving average, float32; empty without --ema
-
-
-class Training(NamedTuple):
-    """A training set-up: pure functions, jitted."""
-
-    policy: mpjax.Policy
-    init: jax.stages.Wrapped  # (key) -> TrainState
-    train_step: jax.stages.Wrapped  # (TrainState, Batch) -> (TrainState, what the bar shows)
-    test_step: jax.stages.Wrapped  # (Variables, Totals, Batch) -> Totals
+    model: Model
+    test_step: jax.stages.Wrapped  # (Variables, Sums, Batch) -> Sums; donates the sums
     predict_step: jax.stages.Wrapped  # (Variables, images) -> probabilities
-    learning_rate: optax.Schedule
-
-    def weights(self, state: TrainState) -> Variables:
-        """What the model is tested and used with."""
-        if not state.ema:
-            return {"params": state.params, "batch_stats": state.batch_stats}
-        return state.ema | {"params": self.policy.cast_to_param(state.ema["params"])}
 
 
-def create_training(
-    config: Config, dataset: Dataset, hyper: Hyperparameters, parallel: DataParallel | None = None
-) -> Training:
-    """Builds model, optimizer and steps.
-
-    Args:
-        config: the flags.
-        dataset: the training images; it gives the shape of an image and the classes.
-        hyper: the recipe with all flags applied.
-        parallel: where the state is to live; by default where JAX puts it.
-    """
+def create_classifier(config: Config, data: Description) -> Classifier:
+    """The model of the flags for images as described."""
     policy = mpjax.get_policy(config.policy)
-    channels = dataset.image_shape[-1]
-    module_policy = policy if config.amp == "module" else None
-    model = model_functions(config.model_name, len(dataset.classes), channels, module_policy)
-    # One program for training and one for testing, so that autocast sees `train` as the constant it is.
-    apply: dict[bool, Callable[..., Any]] = {}
-    for train in (False, True):
+    by_modules = config.amp == "module"
+    net = network(config.model_name, len(data.classes), data.image_shape[-1], policy if by_modules else None)
+    prepare = _normaliser(data.mean, data.std)
+    smoothing, mixup = config.preset.label_smoothing, config.mixup
 
-        def forward(variables: Variables, images: jax.Array, train: bool = train) -> tuple[jax.Array, Any]:
-            return model.apply(variables, images, train)
+    # One program for training and one for testing, so that autocast sees which as the constant it is.
+    def train(variables: Variables, images: jax.Array, key: jax.Array) -> tuple[jax.Array, Any]:
+        return net.apply(variables, images, key)
 
-        apply[train] = mpjax.autocast(forward, policy) if config.amp == "autocast" else forward
+    def use(variables: Variables, images: jax.Array) -> tuple[jax.Array, Any]:
+        return net.apply(variables, images, None)
 
-    schedule = learning_rate_schedule(hyper)
-    tx = create_optimizer(hyper, schedule, policy, config.loss_scale)
+    if not by_modules:
+        train, use = mpjax.autocast(train, policy), mpjax.autocast(use, policy)
 
-    def init(key: jax.Array) -> TrainState:
-        variables = model.init(key, jnp.zeros((1, *dataset.image_shape)))
-        params, batch_stats = policy.cast_to_param(variables["params"]), variables["batch_stats"]
-        # Float32 whatever the parameters are, for it moves by less than half precision can hold.
-        ema = jax.tree.map(lambda x: x.astype(jnp.float32), variables) if hyper.ema else {}
-        return TrainState(jnp.zeros((), jnp.int32), params, batch_stats, tx.init(params), Totals.zero(), ema)
+    def init(key: jax.Array) -> Variables:
+        return net.init(key, jnp.zeros((1, *data.image_shape)))
 
-    prepare = _normaliser(dataset.mean, dataset.std)
-    return Training(
-        policy,
-        # Runs once, and optimising its random numbers would take longer than all the rest of the start.
-        jax.jit(
-            init,
-            out_shardings=None if parallel is None else parallel.replicated,
-            compiler_options={"xla_backend_optimization_level": 0},
-        ),
-        jax.jit(_train_step(apply[True], tx, prepare, hyper, config.seed), donate_argnums=0),
-        jax.jit(_test_step(apply[False], prepare), donate_argnums=1),
-        jax.jit(_predict_step(apply[False], prepare)),
-        schedule,
-    )
+    def loss(variables: Variables, batch: Batch, key: jax.Array, extra: Any) -> Loss:
+        blend = mix_up(key, mixup, len(batch.labels))
+        logits, stats = train(variables, blend(prepare(batch.images)), jax.random.fold_in(key, 1))
+        targets = optax.smooth_labels(jax.nn.one_hot(batch.labels, logits.shape[-1]), smoothing)
+        losses = _losses(logits, blend(targets))
+        return Loss(jnp.mean(losses), classification_sums(losses, logits, batch.labels, batch.mask), stats)
+
+    def test_step(variables: Variables, sums: Sums, batch: Batch) -> Sums:
+        logits, _ = use(variables, prepare(batch.images))
+        losses = _losses(logits, jax.nn.one_hot(batch.labels, logits.shape[-1]))
+        return jax.tree.map(jnp.add, sums, classification_sums(losses, logits, batch.labels, batch.mask))
+
+    def predict_step(variables: Variables, images: Array) -> jax.Array:
+        logits, _ = use(variables, prepare(images))
+        return jax.nn.softmax(logits.astype(jnp.float32))
+
+    names = ("loss", "accuracy", *(("top5_accuracy",) if len(data.classes) > _TOP else ()), "count")
+    return Classifier(
+        Model(init, loss, sums=names), jax.jit(test_step, donate_argnums=1), jax.jit(predict_step)
+    )  # fmt: skip
+
+
+def classification_sums(losses: Array, logits: Array, labels: Array, mask: Array) -> Sums:
+    """Sums over the images of a batch that count; top-5 only where there are more classes than that."""
+    values = {"loss": jnp.asarray(losses), "accuracy": jnp.asarray(jnp.argmax(logits, axis=-1) == labels)}
+    if logits.shape[-1] > _TOP:
+        label_logits = jnp.take_along_axis(jnp.asarray(logits), jnp.asarray(labels)[:, None], axis=-1)
+        values["top5_accuracy"] = jnp.sum(logits > label_logits, axis=-1) < _TOP
+    return masked_sums(jnp.asarray(mask), **{name: value.astype(jnp.float32) for name, value in values.items()})
 
 
 def _normaliser(mean: Sequence[float], std: Sequence[float]) -> Callable[[Array], jax.Array]:
@@ -142,62 +90,20 @@ def _losses(logits: Array, targets: Array) -> jax.Array:
     return optax.softmax_cross_entropy(logits.astype(jnp.float32), targets)
 
 
-def _train_step(
-    apply: Callable[..., Any],
-    tx: optax.GradientTransformation,
-    prepare: Callable[[Array], jax.Array],
-    hyper: Hyperparameters,
-    seed: int,
-) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, Any]]]:
-    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
-        key = jax.random.fold_in(jax.random.key(seed), state.step)
-        blend = mix_up(key, hyper.mixup, len(batch.labels))
-        images = blend(prepare(batch.images))
+def mix_up(key: jax.Array, alpha: float, batch_size: int) -> Callable[[jax.Array], jax.Array]:
+    """A function that blends each entry of a batch with another (Zhang et al., 2017, https://arxiv.org/abs/1710.09412).
 
-        def loss_fn(params: Any) -> tuple[jax.Array, Any]:
-            variables = {"params": params, "batch_stats": state.batch_stats}
-            logits, batch_stats = apply(variables, images)
-            targets = optax.smooth_labels(jax.nn.one_hot(batch.labels, logits.shape[-1]), hyper.label_smoothing)
-            losses = _losses(logits, blend(targets))
-            return jnp.mean(losses), (losses, logits, batch_stats)
+    Args:
+        key: of the random numbers.
+        alpha: of the Beta distribution that the one weight of the batch is drawn from; 0 blends nothing.
+        batch_size: entries.
 
-        value_and_grad = mpjax.value_and_grad(loss_fn, state.opt_state, has_aux=True)
-        (loss, (losses, logits, batch_stats)), grads = value_and_grad(state.params)
-        params, opt_state = mpjax.apply_gradients(tx, grads, state.opt_state, state.params, value=loss)
-        batch_stats = mpjax.keep_if_finite(opt_state, batch_stats, state.batch_stats)
-        ema = state.ema
-        if hyper.ema:
-            changed = is_update(opt_state, hyper.accumulate)
-            variables = {"params": params, "batch_stats": batch_stats}
-            ema = update_ema(ema, variables, state.step, hyper.ema, changed)
-        totals = state.totals.add(losses, logits, batch.labels, batch.mask)
-        shown = {
-            "totals": totals,
-            "loss_scale": opt_state.loss_scale,
-            "skipped_steps": opt_state.skipped_steps,
-            "consecutive_skips": opt_state.consecutive_skips,
-        }
-        return TrainState(state.step + 1, params, batch_stats, opt_state, totals, ema), shown
-
-    return train_step
-
-
-def _test_step(
-    apply: Callable[..., Any], prepare: Callable[[Array], jax.Array]
-) -> Callable[[Variables, Totals, Batch], Totals]:
-    def test_step(variables: Variables, totals: Totals, batch: Batch) -> Totals:
-        logits, _ = apply(variables, prepare(batch.images))
-        targets = jax.nn.one_hot(batch.labels, logits.shape[-1])
-        return totals.add(_losses(logits, targets), logits, batch.labels, batch.mask)
-
-    return test_step
-
-
-def _predict_step(
-    apply: Callable[..., Any], prepare: Callable[[Array], jax.Array]
-) -> Callable[[Variables, Array], jax.Array]:
-    def predict_step(variables: Variables, images: Array) -> jax.Array:
-        logits, _ = apply(variables, prepare(images))
-        return jax.nn.softmax(logits.astype(jnp.float32))
-
-    return predict_step
+    Returns:
+        A function of arrays [batch_size, ...], to be called for images and for targets.
+    """
+    if not alpha:
+        return lambda x: x
+    draw, permute = jax.random.split(key)
+    weight = jax.random.beta(draw, alpha, alpha)
+    others = jax.random.permutation(permute, batch_size)
+    return lambda x: weight * x + (1 - weight) * x[others]

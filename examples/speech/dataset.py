@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ import numpy as np
 from tqdm import tqdm
 
 from examples.common.cli import UsageError, listing
+from examples.common.fingerprint import fingerprint
 from examples.common.skipped import SkippedFiles
 from examples.speech.alphabet import Alphabet
 from examples.speech.audio import SAMPLE_RATE, AudioError, AudioInfo, probe, read_audio
@@ -80,6 +82,21 @@ class Speech:
             self.skipped.add(path, "it has another length than at the start of the run")
             return None
         return audio
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Changes where utterances, transcripts or, in a sample, the content of files change."""
+        utterances = zip(self.paths, self.transcripts, self.samples, strict=True)
+        names = [f"{path.parent.name}/{path.name}\t{transcript}\t{samples}" for path, transcript, samples in utterances]
+        return fingerprint(names, self.paths)
+
+    def keep_shorter(self, seconds: float) -> None:
+        """Leaves out utterances that are longer, which is a choice and no fault of theirs."""
+        kept = np.flatnonzero(self.samples <= seconds * SAMPLE_RATE)
+        left = len(self) - len(kept)
+        if left:
+            tqdm.write(f"{self.name}: {left} utterances of more than {seconds:g} s are left out", file=sys.stderr)
+        self._keep([Utterance(self.paths[i], self.transcripts[i]) for i in kept], self.samples[kept])
 
     def keep_decodable(self, frames: Callable[[np.ndarray], np.ndarray], fastest: float = 1.0) -> None:
         """Skips utterances whose transcripts CTC can not align: one frame a character, one between two equal ones.

@@ -11,14 +11,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import tyro
 
 import mpjax
 from examples.common.cli import UsageError, fail
+from examples.common.devices import DataParallel
+from examples.common.flags import Group, parse
+from examples.common.use import open_model
+from examples.speech.alphabet import Alphabet
 from examples.speech.batching import Batch, Buckets
 from examples.speech.config import Config
-from examples.speech.inference import trained_config, trained_variables
-from examples.speech.task import open_data
+from examples.speech.corpus import DEFAULT_CACHE
+from examples.speech.task import SpeechTask, open_data
 from examples.speech.training import create_network, ctc_losses
 
 PROGRAM = "python -m examples.speech.precision"
@@ -30,6 +33,7 @@ _PARTS = {
     "recurrence.py": "recurrent layer: gates, state, gradients over time",
     "_classification.py": "CTC: log-sum-exp over labels and alignments",
 }
+_FLAGS = Group("flags")
 _RISKS = ("exp", "log", "pow", "sum", "softmax", "loss")
 
 
@@ -37,17 +41,14 @@ _RISKS = ("exp", "log", "pow", "sum", "softmax", "loss")
 class Precision:
     """Runs a trained model from audio to loss and back, and says where float16 would have lost numbers."""
 
-    output: Path
-    """Folder of a training by examples.speech."""
+    output: Path = _FLAGS(Path("runs/speech/0001"), "folder of a training by examples.speech")
+    policy: str = _FLAGS("mixed_float16", "the precision of which it is said what runs in half")
+    batches: int = _FLAGS(2, "training batches to look at")
+    cache_dir: Path = _FLAGS(DEFAULT_CACHE, "folder that the corpus of espeak-ng is kept in")
 
-    policy: str = "mixed_float16"
-    """The precision of which it is said what runs in half."""
 
-    batches: int = 2
-    """Training batches to look at."""
-
-    cache_dir: Path = Config.cache_dir
-    """Folder that the corpus of espeak-ng is kept in."""
+def _with_training_data(config: Config, described: dict[str, Any]) -> SpeechTask:
+    return SpeechTask(config, DataParallel(1), Alphabet(described["characters"]), **open_data(config, ["train"]))
 
 
 def loss_from_audio(config: Config, labels: int, stats: Any) -> Callable[[Any, Batch], jax.Array]:
@@ -96,15 +97,16 @@ def kept(config: Config, labels: int, variables: Any, batch: Batch) -> list[str]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code; mistakes exit with code 2."""
-    flags = tyro.cli(Precision, prog=PROGRAM, args=sys.argv[1:] if arguments is None else list(arguments))
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        trained = trained_config(Config(output=flags.output, cache_dir=flags.cache_dir))
-        train_set, _ = open_data(trained)
-        labels = train_set.alphabet.labels
-        variables = trained_variables(trained, "float32", labels)
+        flags = parse(Precision, PROGRAM, arguments)
+        config = Config(mode="evaluate", output=flags.output, cache_dir=flags.cache_dir, devices=1)
+        task, variables = open_model(config, _with_training_data, ())
     except UsageError as error:
         fail(PROGRAM, error)
-    buckets = Buckets(train_set, trained.batch_size, trained.front_end, 1)
+    trained, train_set = task.config, task.train_set
+    labels = train_set.alphabet.labels
+    buckets = Buckets(train_set, trained.preset.batch_size, trained.front_end, 1)
     batches = list(itertools.islice(buckets.train_batches(trained.seed, 0), flags.batches))
     float32 = dataclasses.replace(trained, policy="float32", amp="module")
     report = mpjax.numerics(loss_from_audio(float32, labels, variables.stats), variables.params, batches=batches)

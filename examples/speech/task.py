@@ -2,38 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+import mpjax
 from examples.common.benchmarking import compile_step
-from examples.common.checkpoints import Checkpoints
-from examples.common.hosts import say
-from examples.common.loop import Task
+from examples.common.cli import UsageError
+from examples.common.config import RunConfig
+from examples.common.devices import DataParallel
 from examples.common.plots import Panel
+from examples.common.task import Task, shape_of
+from examples.common.training import Training, TrainState, Variables, create_training
 from examples.speech.alphabet import Alphabet
+from examples.speech.audio import SAMPLE_RATE
 from examples.speech.batching import Batch, Buckets, Shape, check_batch_size
 from examples.speech.config import Config
 from examples.speech.corpus import make_corpus
 from examples.speech.dataset import Speech
 from examples.speech.manifests import open_speech
 from examples.speech.reports import ErrorRates, Transcribed, error_rates
-from examples.speech.training import Totals, TrainState, Variables, create_test_step, create_training
+from examples.speech.training import create_speech_model, create_test_step, create_transcribe_step
+
+# About as many characters as are read aloud in a second.
+_CHARACTERS = 14
 
 
-def open_data(config: Config) -> tuple[Speech, Speech]:
-    """The training and the test speech that the flags name, without what the model can not align."""
-    train, test = config.train_data, config.test_data
-    if train is None or test is None:
-        train, test = make_corpus(config.cache_dir)
+def open_data(config: Config, splits: Sequence[str] = ("train", "test", "dev")) -> dict[str, Speech]:
+    """The speech that the flags name, without what the model can not align."""
+    paths = {"train": config.train_data, "test": config.test_data, "dev": config.dev_data}
+    if paths["test"] is None:
+        paths["train"], paths["test"] = make_corpus(config.cache_dir)
     alphabet = open_alphabet(config)
-    sets = [open_speech(path, alphabet, config.max_skipped) for path in (train, test)]
-    sets[0].keep_decodable(config.output_frames, config.perturbation.fastest)
-    sets[1].keep_decodable(config.output_frames)
-    return sets[0], sets[1]
+    sets: dict[str, Speech] = {}
+    for split in splits:
+        if (path := paths[split]) is None:
+            continue
+        speech = sets[split] = open_speech(path, alphabet, config.max_skipped)
+        if split == "train" and config.longest_seconds is not None:
+            speech.keep_shorter(config.longest_seconds)
+        speech.keep_decodable(config.output_frames, config.perturbation.fastest if split == "train" else 1.0)
+    return sets
 
 
 def open_alphabet(config: Config) -> Alphabet:
@@ -42,7 +53,14 @@ def open_alphabet(config: Config) -> Alphabet:
 
 
 class SpeechTask(Task):
-    """A model with its data.
+    """A model with its data, on all devices.
+
+    Args:
+        config: the flags.
+        parallel: the devices.
+        alphabet: of the transcripts.
+        train, test: the speech; what is not needed may be left out.
+        dev: speech to test on after each epoch; without it that is `test`.
 
     Attributes:
         transcribed: what the last test came to, by utterance.
@@ -50,117 +68,206 @@ class SpeechTask(Task):
     """
 
     unit = "utterances"
-    panels = (
-        Panel("loss", {"train": "train_loss", "test": "test_loss"}),
-        Panel("error rate, test", {"words": "wer", "characters": "cer"}, percent=True),
-    )
 
-    def __init__(self, config: Config, train_set: Speech, test_set: Speech) -> None:
-        self.config, self.train_set, self.test_set = config, train_set, test_set
-        check_batch_size(train_set, config.batch_size)
-        self.epochs, self.policy = config.epochs, config.policy
-        features, workers = config.front_end, config.workers
-        self._train_buckets = Buckets(
-            train_set, config.batch_size, features, config.buckets, config.perturbation, workers
-        )
-        self._test = Tester(config, test_set)
-        self.steps = self._train_buckets.steps
-        self.training = create_training(
-            config, train_set.alphabet.labels, len(train_set), self.steps * self.epochs, self.steps
-        )
-        self.title = f"{config.model} on {train_set.name}, policy {config.policy}"
+    def __init__(
+        self,
+        config: Config,
+        parallel: DataParallel,
+        alphabet: Alphabet,
+        train: Speech | None = None,
+        test: Speech | None = None,
+        dev: Speech | None = None,
+    ) -> None:
+        super().__init__(config, parallel)
+        self.config: Config = config
+        self.alphabet, self._sets = alphabet, (train, test, dev)
+        self._buckets: Buckets | None = None
+        self.steps = 1
+        if train is not None:
+            check_batch_size(train, self.batch_size)
+            self._buckets = Buckets(
+                train, self.batch_size, config.front_end, config.buckets, config.perturbation, config.workers
+            )
+            self.steps = self._buckets.steps
+        parallel.check(self.batch_size)
+        self._test = None if test is None else Tester(config, test, parallel)
+        self._dev = None if dev is None else Tester(config, dev, parallel)
+        prefix = "dev_" if dev else ""
+        self.metric, self.metric_name = (f"{prefix}wer", -1), "WER"
+        tested = config.mode != "train"
+        self.panels: list[Panel] = [
+            Panel("loss", {"train": "train_loss"} | ({"test": f"{prefix}test_loss"} if tested else {})),
+        ]
+        if tested:
+            rates = {"words": f"{prefix}wer", "characters": f"{prefix}cer"}
+            self.panels.append(Panel("error rate, test", rates, percent=True))
+        self.title = f"{config.model} on {train.name if train else 'made-up audio'}, policy {config.policy}"
         self.transcribed: list[Transcribed] = []
-        self.not_finite = np.zeros(len(train_set), np.int32)
-        self._steps: dict[int, Any] = {}
+        self.not_finite = np.zeros(0, np.int32)
 
-    def initial_state(self) -> TrainState:
-        # Runs once, and optimising its random numbers would take longer than all the rest of the start.
-        init = jax.jit(self.training.init, compiler_options={"xla_backend_optimization_level": 0})
-        return init(self.config.seed)
+    @property
+    def train_set(self) -> Speech:
+        assert self._sets[0] is not None
+        return self._sets[0]
+
+    @property
+    def test_set(self) -> Speech:
+        assert self._sets[1] is not None
+        return self._sets[1]
+
+    @property
+    def test_count(self) -> int:  # type: ignore[override]
+        return len(self.test_set)
+
+    @property
+    def table_metrics(self) -> dict[str, str]:
+        return {"wer": "WER", "cer": "CER"}
+
+    def with_config(self, config: RunConfig) -> SpeechTask:
+        assert isinstance(config, Config)
+        return SpeechTask(config, self.parallel, self.alphabet, *self._sets)
+
+    def training_of(self, config: RunConfig, data: dict[str, Any]) -> Training:
+        assert isinstance(config, Config)
+        model = create_speech_model(config, self.alphabet.labels, data["utterances"])
+        policy = mpjax.get_policy(config.policy)
+        return create_training(model, config.hyperparameters(self.steps), policy, config.loss_scale, self.parallel)
+
+    def headline(self) -> str:
+        train, test = self.train_set, self.test_set
+        return (
+            f"{self.config.model}, policy {self.policy}, {len(train):,} training utterances ({train.hours:.2f} h) and "
+            f"{len(test):,} test utterances ({test.hours:.2f} h), on {self.parallel.count} x "
+            f"{jax.devices()[0].device_kind}"
+        )
+
+    def description(self) -> dict[str, Any]:
+        return {"characters": self.alphabet.characters}
+
+    def example_batches(self, batch_size: int) -> Sequence[Batch]:
+        if self._buckets is None:
+            return [made_up_batch(self.config, batch_size, self.alphabet.labels)]
+        return [shape._replace(batch=batch_size).zeros() for shape in self._buckets.shapes]
 
     def compile(self) -> None:
-        """Executables, before the clock runs; they refuse any other shape or dtype."""
-        config, train, test = self.config, self.train_set, self.test_set
-        say(
-            f"{config.model}, policy {self.policy}, {len(train):,} training utterances ({train.hours:.2f} h) and "
-            f"{len(test):,} test utterances ({test.hours:.2f} h), on {jax.devices()[0].device_kind}"
-        )
-        state = jax.eval_shape(self.training.init, 0)
-        self._steps = compile_shapes(self.training.train_step, state, self._train_buckets.shapes)
-        self._test.compile(Variables(state.params, state.stats))
+        super().compile()
+        if self.config.mode != "train":
+            self._between.compile(self._abstract_weights())
+
+    @property
+    def _between(self) -> Tester:
+        """What tests after each epoch."""
+        tester = self._dev or self._test
+        assert tester is not None
+        return tester
+
+    def _abstract_weights(self) -> Any:
+        return self.parallel.like_state(jax.eval_shape(self.training.weights, self.abstract_state()))
 
     def batches(self, epoch: int, first: int) -> Iterator[Batch]:
-        return self._train_buckets.train_batches(self.config.seed, epoch, first)
-
-    def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
-        return self._steps[batch.audio.shape[1]](state, batch)
+        assert self._buckets is not None
+        return self._buckets.train_batches(self.config.seed, epoch, first)
 
     def epoch_metrics(self, state: TrainState, between_steps: Callable[[], None]) -> dict[str, Any]:
-        last = int(state.step) >= self.steps * self.epochs
-        beam = self.config.last_beam if last else 0
-        self.transcribed = self._test.run(Variables(state.params, state.stats), beam, between_steps)
-        self.not_finite = np.asarray(state.not_finite)
-        return {
-            "train_loss": state.totals.mean(),
-            **test_metrics(self.transcribed),
-            "not_finite": int(np.count_nonzero(self.not_finite)),
-            "learning_rate": float(self.training.learning_rate(int(state.step))),
-        }
+        line = super().epoch_metrics(state, between_steps)
+        self.not_finite = np.asarray(state.extra)
+        return line | {"not_finite": int(np.count_nonzero(self.not_finite))}
 
-    def next_epoch(self, state: TrainState) -> TrainState:
-        return state._replace(totals=Totals.zero())
+    def test(
+        self, weights: Variables, between_steps: Callable[[], None] = lambda: None, *, last: bool = True
+    ) -> dict[str, Any]:
+        beam = self.config.last_beam if last and self._dev is None else 0
+        self.transcribed = self._between.run(weights, beam, between_steps)
+        prefix = "dev_" if self._dev else ""
+        return {f"{prefix}{name}": value for name, value in test_metrics(self.transcribed).items()}
+
+    def final_metrics(self, state: TrainState, between_steps: Callable[[], None]) -> dict[str, Any]:
+        if self._dev is None or self.config.mode == "train":
+            return {}
+        assert self._test is not None
+        self.transcribed = self._test.run(self.training.weights(state), self.config.last_beam, between_steps)
+        return test_metrics(self.transcribed)
 
     def items(self, batch: Batch) -> int:
         return int(np.sum(batch.weights))
 
-    def bar_text(self, shown: Any) -> str:
-        mean = shown["totals"].mean()
-        return f"loss {mean:.3f}, loss scale {shown['loss_scale']:g}, skipped steps {shown['skipped_steps']}"
-
     def epoch_text(self, line: dict[str, Any]) -> str:
-        return (
-            f"loss: train {line['train_loss']:.3f} test {line['test_loss']:.3f}  WER {line['wer']:.2%} "
-            f"CER {line['cer']:.2%}"
-        )
+        prefix = "dev_" if self._dev else ""
+        text = f"loss {line['train_loss']:.3f}"
+        if f"{prefix}wer" in line:
+            text += (
+                f" test {line[f'{prefix}test_loss']:.3f}  WER {line[f'{prefix}wer']:.2%} CER {line[f'{prefix}cer']:.2%}"
+            )
+        return text
 
     def summary(self, last: dict[str, Any]) -> dict[str, Any]:
-        config = self.config
+        config, preset = self.config, self.config.preset
+        names = ("wer", "cer", "test_loss", "dev_wer", "dev_cer", "dev_test_loss", "train_loss")
+        sets = [speech for speech in self._sets if speech is not None]
         return {
             "amp": config.amp,
-            **{name: last[name] for name in ("wer", "cer", "test_loss", "train_loss")},
+            **{name: last[name] for name in names if name in last},
             "seed": config.seed,
             "model": config.model,
             "decoder": config.decoder,
-            "batch_size": config.batch_size,
-            "learning_rate": config.learning_rate,
+            "batch_size": preset.batch_size,
+            "learning_rate": preset.learning_rate,
             "train_utterances": len(self.train_set),
             "test_utterances": len(self.test_set),
             "train_hours": self.train_set.hours,
-            "skipped_files": len(self.train_set.skipped) + len(self.test_set.skipped),
+            "skipped_files": sum(len(speech.skipped) for speech in sets),
             "not_finite_files": last["not_finite"],
         }
 
-    def position(self) -> dict[str, Any]:
-        return {"utterances": len(self.train_set)}
+    def data_state(self) -> dict[str, Any]:
+        train, test, _ = self._sets
+        if train is None:
+            return {"utterances": self.batch_size}
+        prints = [None if speech is None else speech.fingerprint for speech in (train, test)]
+        return {"utterances": len(train), "fingerprints": prints}
 
-    def restore(self, checkpoints: Checkpoints) -> tuple[TrainState, dict[str, Any]] | None:
-        return checkpoints.restore(lambda position: jax.eval_shape(self.training.init, 0))
+    def restore_data(self, state: dict[str, Any]) -> None:
+        own = self.data_state()
+        for name, speech, before, now in zip(
+            ("train", "test"), self._sets, state["fingerprints"], own["fingerprints"], strict=False
+        ):
+            if before != now and speech is not None:
+                raise UsageError(
+                    f"--{name}-data {speech.name}: not the utterances and files that the run began with; it can only "
+                    "be resumed with the same data. Put them back, or start a new run (--init-from takes its weights)."
+                )
+
+    # Benchmarks.
+
+    def made_up_batch(self) -> Batch:
+        return made_up_batch(self.config, self.batch_size, self.alphabet.labels)
+
+    def use_step(self) -> jax.stages.Wrapped:
+        return create_transcribe_step(self.config, self.alphabet.labels, self.config.last_beam)
+
+    def bench_settings(self) -> dict[str, Any]:
+        return {"model": self.config.model, "longest_seconds": self.config.longest}
+
+    def bench_figures(self, items_per_second: float) -> dict[str, Any]:
+        seconds = float(np.mean(self.made_up_batch().audio_lengths)) / SAMPLE_RATE
+        return {"audio_hours_per_hour": seconds * items_per_second}
 
 
 class Tester:
     """Transcribes a set of utterances with a model."""
 
-    def __init__(self, config: Config, speech: Speech) -> None:
-        self._config, self._speech = config, speech
+    def __init__(self, config: Config, speech: Speech, parallel: DataParallel) -> None:
+        self._config, self._speech, self._parallel = config, speech, parallel
         # A small set is not filled up to a whole batch.
-        batch_size = min(config.batch_size, len(speech))
+        batch_size = -(-min(config.preset.batch_size, len(speech)) // parallel.count) * parallel.count
         self._buckets = Buckets(speech, batch_size, config.front_end, config.buckets, workers=config.workers)
-        self._steps: dict[int, dict[int, Any]] = {}
+        self._steps: dict[int, dict[Any, Any]] = {}
 
     def compile(self, variables: Any, beam: int = 0) -> None:
         """Makes the steps of a decoder, for variables or their `ShapeDtypeStruct`s."""
         step = create_test_step(self._config, self._speech.alphabet.labels, beam)
-        self._steps[beam] = compile_shapes(step, variables, self._buckets.shapes)
+        batches = [self._parallel.like_batch(shape.zeros()) for shape in self._buckets.shapes]
+        self._steps[beam] = {shape_of(batch): compile_step(step, variables, batch).call for batch in batches}
 
     def run(
         self, variables: Variables, beam: int = 0, between_steps: Callable[[], None] = lambda: None
@@ -171,8 +278,8 @@ class Tester:
         found: list[Transcribed] = []
         for batch in self._buckets.evaluation_batches():
             between_steps()
-            outputs = jax.device_get(self._steps[beam][batch.audio.shape[1]](variables, batch))
-            found += self._transcribed(batch, *outputs)
+            step = self._steps[beam][shape_of(batch)]
+            found += self._transcribed(batch, *jax.device_get(step(variables, self._parallel.put(batch))))
         return found
 
     def _transcribed(self, batch: Batch, losses: Any, decoded: Any) -> Iterator[Transcribed]:
@@ -191,8 +298,15 @@ def test_metrics(transcribed: Iterable[Transcribed]) -> dict[str, Any]:
     return {"test_loss": float(np.mean(losses)) if losses else float("nan"), **rates._asdict()}
 
 
-def compile_shapes(step: Any, first: Any, shapes: Iterable[Shape]) -> dict[int, Any]:
-    """Executables of a step `(first, batch)` by the samples of the batch."""
-    with ThreadPoolExecutor() as executor:
-        made = {shape.samples: executor.submit(compile_step, step, first, shape.zeros()) for shape in shapes}
-        return {samples: future.result().call for samples, future in made.items()}
+def made_up_batch(config: Config, size: int, labels: int) -> Batch:
+    """Noise with random transcripts; lengths are spread evenly from a quarter of --longest to all of it."""
+    rng = np.random.default_rng(config.seed)
+    seconds = np.linspace(config.longest / 4, config.longest, size) if size > 1 else np.array([config.longest])
+    lengths, spoken = (seconds * SAMPLE_RATE).astype(np.int32), (seconds * _CHARACTERS).astype(np.int32)
+    batch = Shape(size, int(lengths[-1]), max(1, int(spoken[-1]))).zeros()
+    batch.audio[:] = rng.uniform(-0.1, 0.1, batch.audio.shape) * (np.arange(lengths[-1]) < lengths[:, None])
+    batch.labels[:] = rng.integers(1, labels, batch.labels.shape) * (np.arange(batch.labels.shape[1]) < spoken[:, None])
+    indices = np.arange(size, dtype=np.int32)
+    return batch._replace(
+        audio_lengths=lengths, label_lengths=spoken, weights=np.ones(size, np.float32), indices=indices
+    )

@@ -15,12 +15,12 @@ import pytest
 
 from examples.common.checkpoints import Checkpoints
 from examples.common.devices import DataParallel
+from examples.common.training import TrainState
 from examples.imagenet import models, task
 from examples.imagenet.__main__ import main
 from examples.imagenet.config import Config
 from examples.imagenet.data import Batch, Digits
 from examples.imagenet.task import ImageTask, open_data
-from examples.imagenet.training import TrainState
 
 REPOSITORY = Path(__file__).parents[3]
 # What another process runs as `python -m examples.imagenet` with the tiny model.
@@ -52,7 +52,7 @@ def digit_flags(output: Path, *flags: str) -> list[str]:
 def digits_task(devices: int = 1, **flags: Any) -> ImageTask:
     """What a run with these flags trains."""
     config = Config(**{"batch_size": 32, **flags})
-    return ImageTask(config, *open_data(config), DataParallel(devices))
+    return ImageTask(config, DataParallel(devices), *open_data(config))
 
 
 def state_and_batch(made: ImageTask) -> tuple[TrainState, Batch]:

@@ -6,22 +6,22 @@ import json
 import signal
 import time
 
-import flax.serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from PIL import Image
+from safetensors import safe_open
 
-from examples.common import loop
+from examples.common import loop, use
 from examples.common.checkpoints import Checkpoints
 from examples.common.cli import UsageError
+from examples.common.precision_change import change_precision, float32_params
 from examples.common.run_folder import RunFolder
-from examples.imagenet import inference
+from examples.common.training import Variables
+from examples.common.weights import cast_weights, read_about
 from examples.imagenet.__main__ import main
-from examples.imagenet.precision_change import change_precision, float32_params
-from examples.imagenet.weights import cast_weights, read_weights
 from tests.examples.imagenet.runs import (
     as_bytes,
     digit_flags,
@@ -90,7 +90,7 @@ def test_killed_run_goes_on_from_its_last_checkpoint(tmp_path, capsys):
     assert int(last_state(output).step) == saved
     assert main([*flags, "--resume"]) == 0
     assert [line["step"] for line in metrics_of(output)] == [3, 6]
-    assert "starts anew" not in capsys.readouterr().out
+    assert "starts again" not in capsys.readouterr().out
 
 
 def newest(output):
@@ -100,8 +100,8 @@ def newest(output):
 
 def test_what_was_killed_before_its_first_checkpoint_starts_anew(tmp_path):
     (tmp_path / "config.json.part").write_text("{")
-    folder = RunFolder.reopen(tmp_path, {"seed": 0})
-    assert json.loads((tmp_path / "config.json").read_text()) == {"seed": 0}
+    with RunFolder.reopen(tmp_path, {"seed": 0, "script": "imagenet"}) as folder:
+        assert json.loads((tmp_path / "config.json").read_text()) == {"seed": 0, "script": "imagenet"}
     with Checkpoints(folder.checkpoints) as checkpoints:
         assert digits_task().restore(checkpoints) is None
 
@@ -144,7 +144,10 @@ def test_change_of_precision_keeps_parameters_and_momentum(chain):
 
 def test_checkpoint_of_another_model_is_refused(trained):
     other = digits_task(model="resnet20")
-    with Checkpoints(trained / "checkpoints") as checkpoints, pytest.raises(UsageError, match="not of this model"):
+    with (
+        Checkpoints(trained / "checkpoints") as checkpoints,
+        pytest.raises(UsageError, match="can be read as this model"),
+    ):
         other.restore(checkpoints)
 
 
@@ -156,28 +159,29 @@ def test_export_is_in_half_and_tests_the_same(trained, capsys):
     flags = ["--devices", "1", "--mode", "evaluate"]
     assert main([*flags, "--output", str(trained), "--export", dtype, "--policy", "float32"]) == 0
     said = capsys.readouterr().out
-    variables, about = read_weights(trained / f"weights_{dtype}.msgpack")
-    assert {x.dtype.name for x in jax.tree.leaves(variables["params"])} == {dtype}
-    assert {x.dtype.name for x in jax.tree.leaves(variables["batch_stats"])} == {"float32"}
-    assert about.classes == tuple("0123456789")
+    file = str(trained / f"weights_{dtype}.safetensors")
+    with safe_open(file, "flax") as arrays:
+        dtypes = {name: arrays.get_tensor(name).dtype.name for name in arrays.keys()}  # noqa: SIM118
+    assert {dtypes[name] for name in dtypes if name.startswith("params/")} == {dtype}
+    assert {dtypes[name] for name in dtypes if name.startswith("stats/")} == {"float32"}
+    assert read_about(trained / f"weights_{dtype}.safetensors")["data"]["classes"] == list("0123456789")
     accuracy = metrics_of(trained)[-1]["test_accuracy"]
     assert f"test accuracy {accuracy:.2%}, policy float32" in said
-    file = str(trained / f"weights_{dtype}.msgpack")
     assert main([*flags, "--weights", file, "--policy", f"p={dtype},c={dtype},o=f32"]) == 0
     exported = float(capsys.readouterr().out.split("test accuracy ")[1].split("%")[0]) / 100
     assert exported == pytest.approx(accuracy, abs=2 / 96)
 
 
 def test_export_that_loses_accuracy_is_not_left_behind(trained, monkeypatch, capsys):
-    real = inference.cast_weights
-    monkeypatch.setattr(inference, "cast_weights", lambda v, d: jax.tree.map(jnp.zeros_like, real(v, d)))
+    real = use.cast_weights
+    monkeypatch.setattr(use, "cast_weights", lambda v, d: jax.tree.map(jnp.zeros_like, real(v, d)))
     error = error_of(["--mode", "evaluate", "--devices", "1", "--output", str(trained), "--export", "float32"], capsys)
     assert "--export float32: test accuracy" in error
-    assert not (trained / "weights_float32.msgpack").exists()
+    assert not (trained / "weights_float32.safetensors").exists()
 
 
 def test_weights_out_of_range_are_named():
-    variables = {"params": {"head": {"kernel": jnp.full((2, 2), 1e5)}}, "batch_stats": {}}
+    variables = Variables({"head": {"kernel": jnp.full((2, 2), 1e5)}}, {})
     with pytest.raises(UsageError, match="head/kernel is out of its range; take bfloat16"):
         cast_weights(variables, "float16")
 
@@ -202,6 +206,6 @@ def test_prediction_of_files_is_that_of_the_test_images(trained, tmp_path, capsy
 
 def test_other_files_are_no_weights(tmp_path, capsys):
     file = tmp_path / "weights"
-    file.write_bytes(flax.serialization.msgpack_serialize({"params": {}}))
+    file.write_bytes(b"no weights")
     error = error_of(["--mode", "evaluate", "--weights", str(file)], capsys)
     assert f"--weights '{file}' is not a file that --export wrote" in error

@@ -37,7 +37,7 @@ def own_photos(tmp_path: Path) -> Path:
 
 
 def opened(root: Path, max_unreadable: float = 0.01, cache: bool = False) -> tuple[ImageFolder, ImageFolder]:
-    return open_image_folder(root, 16, True, 2, max_unreadable, cache)
+    return open_image_folder(root, 16, True, 2, max_unreadable, cache=cache)
 
 
 def train_list(dataset: Dataset, batch_size: int = 4, last: int = 9, **options) -> list[Batch]:

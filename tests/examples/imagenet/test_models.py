@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 
 import mpjax
-from examples.imagenet.models import KINDS, model_functions
+from examples.common.training import Variables
+from examples.imagenet.models import KINDS, network
 from testing.measures import half_share, matmuls
 
 
 def abstract(name: str, classes: int, image_shape: tuple[int, int, int]):
     """The model's function, the shapes of its variables, and one image."""
-    model = model_functions(name, classes, image_shape[-1])
+    model = network(name, classes, image_shape[-1])
     images = jax.ShapeDtypeStruct((1, *image_shape), jnp.float32)
     return model, jax.eval_shape(model.init, jax.random.key(0), images), images
 
@@ -37,15 +38,15 @@ def test_parameters_and_multiply_adds_are_as_published(name):
     parameters, multiply_adds = PUBLISHED[name]
     kind = KINDS[name]
     model, variables, images = abstract(name, kind.classes, kind.image_shape)
-    assert sum(x.size for x in jax.tree.leaves(variables["params"])) == parameters
+    assert sum(x.size for x in jax.tree.leaves(variables.params)) == parameters
     if multiply_adds is not None:
-        found = matmuls(lambda v, x: model.apply(v, x, False), variables, images)
+        found = matmuls(lambda v, x: model.apply(v, x, None), variables, images)
         assert sum(e.flops for e in found) / 2 == pytest.approx(multiply_adds, rel=1e-3)
 
 
 def test_nnx_convnet_is_the_linen_one():
     shape = (16, 16, 3)
-    linen, nnx = (model_functions(name, 10, 3) for name in ("convnet", "convnet_nnx"))
+    linen, nnx = (network(name, 10, 3) for name in ("convnet", "convnet_nnx"))
     images = jax.random.normal(jax.random.key(0), (2, *shape))
     variables = jax.jit(linen.init)(jax.random.key(1), images)
     like = jax.eval_shape(nnx.init, jax.random.key(0), images)
@@ -62,17 +63,17 @@ def test_nnx_convnet_is_the_linen_one():
                 renamed.setdefault(order[kind], {})[int(number)] = leaves
         return renamed
 
-    moved = {name: as_nnx(tree) for name, tree in variables.items()}
+    moved = Variables(*map(as_nnx, variables))
     assert jax.tree.map(jnp.shape, moved) == jax.tree.map(jnp.shape, like)
-    for train in (True, False):
-        one, stats = jax.jit(linen.apply, static_argnums=2)(variables, images, train)
-        two, nnx_stats = jax.jit(nnx.apply, static_argnums=2)(moved, images, train)
+    for key in (jax.random.key(2), None):
+        one, stats = jax.jit(linen.apply)(variables, images, key)
+        two, nnx_stats = jax.jit(nnx.apply)(moved, images, key)
         np.testing.assert_allclose(one, two, rtol=1e-4, atol=1e-5)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), as_nnx(stats), nnx_stats)
 
 
 def test_policy_reaches_the_nnx_convnet():
-    model = model_functions("convnet_nnx", 10, 3, mpjax.get_policy("mixed_float16"))
+    model = network("convnet_nnx", 10, 3, mpjax.get_policy("mixed_float16"))
     images = jax.ShapeDtypeStruct((1, 16, 16, 3), jnp.float32)
     variables = jax.eval_shape(model.init, jax.random.key(0), images)
-    assert half_share(lambda v, x: model.apply(v, x, True), variables, images) == 1.0
+    assert half_share(lambda v, x: model.apply(v, x, jax.random.key(0)), variables, images) == 1.0

@@ -9,8 +9,9 @@ import optax
 import pytest
 
 import mpjax
+from examples.common.optimizers import create_optimizer, is_update, learning_rate_schedule, update_ema
 from examples.imagenet.config import Config
-from examples.imagenet.recipe import create_optimizer, is_update, learning_rate_schedule, mix_up, update_ema
+from examples.imagenet.training import mix_up
 
 FLOAT32, O2 = mpjax.get_policy("float32"), mpjax.get_policy("O2")
 PARAMS = {"kernel": jnp.full((2, 2), 0.5), "bias": jnp.full(2, 0.5)}
@@ -38,9 +39,9 @@ def test_published_recipe():
     config = Config(mode="training_benchmark", batch_size=512, accumulate=2)
     hyper = config.hyperparameters(steps_per_epoch=100)
     assert hyper.learning_rate == 0.256 * 4
-    assert (hyper.momentum, hyper.nesterov, hyper.label_smoothing) == (0.875, False, 0.1)
+    assert (hyper.momentum, hyper.nesterov, config.preset.label_smoothing) == (0.875, False, 0.1)
     assert hyper.weight_decay == 1 / 32768
-    assert (hyper.warmup_steps, hyper.updates) == (5 * 50, 90 * 50)
+    assert (hyper.warmup_updates, hyper.updates) == (5 * 50, 90 * 50)
     schedule = learning_rate_schedule(hyper)
     assert schedule(125) == pytest.approx(0.512)
     assert schedule(250) == pytest.approx(1.024)

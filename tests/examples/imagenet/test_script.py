@@ -17,8 +17,10 @@ from tensorboardX.proto.event_pb2 import Event
 
 from examples.common.interruption import Interruption
 from examples.common.run_folder import RunFolder
-from examples.imagenet import seeds, training
+from examples.common.training import means
+from examples.imagenet import seeds
 from examples.imagenet.__main__ import main
+from examples.imagenet.training import classification_sums
 from testing.measures import half_share
 from tests.examples.imagenet.image_tree import make_photo_tree
 from tests.examples.imagenet.runs import (
@@ -58,9 +60,9 @@ def events(folder: Path) -> Iterator[Event]:
 def test_masked_entries_change_no_total():
     logits = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
     losses, labels = np.array([1, 2, np.inf, np.nan], np.float32), np.argmax(logits, axis=1)
-    totals = training.Totals.zero().add(losses, logits, labels, np.array([1, 0, 1, 1], np.float32))
-    assert totals.means() == (1.0, 1.0)
-    assert np.isnan(training.Totals.zero().means()).all()
+    sums = classification_sums(losses, logits, labels, np.array([1, 0, 1, 1], np.float32))
+    assert means(sums) == {"loss": 1.0, "accuracy": 1.0}
+    assert np.isnan(list(means({name: 0 * x for name, x in sums.items()}).values())).all()
 
 
 def test_run_leaves_all_its_outputs_and_is_never_overwritten(tmp_path, capsys):
@@ -90,11 +92,14 @@ def test_run_leaves_all_its_outputs_and_is_never_overwritten(tmp_path, capsys):
     assert "--resume" in error
     assert main([*flags, "--resume"]) == 0
     assert "already finished" in capsys.readouterr().out
-    assert "--epochs 2, this command has 3" in error_of([*flags, "--resume", "--epochs", "3"], capsys)
+    assert "--batch-size 32, this command has 16" in error_of([*flags, "--resume", "--batch-size", "16"], capsys)
 
 
 def test_runs_without_a_folder_are_numbered(tmp_path):
-    paths = [RunFolder.create(None, tmp_path, {"seed": 0}).path for _ in range(2)]
+    paths = []
+    for _ in range(2):
+        with RunFolder.create(None, tmp_path, {"seed": 0}) as folder:
+            paths.append(folder.path)
     assert [path.name for path in paths] == ["0001", "0002"]
     assert json.loads((paths[1] / "config.json").read_text()) == {"seed": 0}
 
@@ -116,15 +121,14 @@ def test_train_step_is_traced_once_donates_its_state_and_skips_whole():
         state, shown = made.training.train_step(state, batch)
     assert first.is_deleted()
     assert int(state.step) == 3
-    loss = shown["totals"].means()[0]
-    assert np.isfinite(loss)
+    assert np.isfinite(means(shown["totals"])["loss"])
     # A scale that overflows: nothing but the counts changes.
     before = jax.device_get(state)
     huge = jax.device_put(np.float32(2.0**120), state.step.sharding)
     state = state._replace(opt_state=state.opt_state._replace(loss_scale=huge))
     state, shown = made.training.train_step(state, batch)
     after = jax.device_get(state)
-    for name in ("params", "batch_stats", "ema"):
+    for name in ("params", "stats", "ema"):
         jax.tree.map(np.testing.assert_array_equal, getattr(after, name), getattr(before, name))
     jax.tree.map(np.testing.assert_array_equal, after.opt_state.inner_state, before.opt_state.inner_state)
     assert int(shown["skipped_steps"]) == 1

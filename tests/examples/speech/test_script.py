@@ -13,15 +13,16 @@ import pytest
 import soundfile
 
 from examples.common import loop
+from examples.common.devices import DataParallel
 from examples.speech import seeds
 from examples.speech.__main__ import main
 from examples.speech.config import Config
 from examples.speech.precision import losses_by_part, table
-from examples.speech.task import SpeechTask, open_data
+from examples.speech.task import SpeechTask, open_alphabet, open_data
 
 RATE = 16_000
 WORDS = ("on", "off", "up", "no")
-TINY = "--hidden 8 --context 1 --stride 2 --batch-size 4 --buckets 1 --epochs 2 --no-augment --report 1".split()
+TINY = "--hidden 8 --context 1 --stride 2 --batch-size 4 --buckets 1 --epochs 2 --no-augment --devices 1".split()
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -63,9 +64,9 @@ def lines_of(output: Path) -> list[dict]:
 def checkpoint_of(output: Path, data_flags: list[str]) -> list[bytes]:
     """Every array of the newest checkpoint, as bytes that a comparison can not round."""
     config = Config(**small(data_flags))
-    task = SpeechTask(config, *open_data(config))
+    task = SpeechTask(config, DataParallel(1), open_alphabet(config), **open_data(config))
     with loop.Checkpoints(output / "checkpoints") as checkpoints:
-        state, _ = task.restore(checkpoints)
+        state, _ = task.restore_as_saved(checkpoints)
     return [np.asarray(x).tobytes() for x in jax.tree.leaves(state)]
 
 
@@ -143,7 +144,7 @@ def test_a_trained_model_tests_alike_in_float32(finished, capsys):
 
 def test_one_broken_utterance_costs_no_step_and_is_counted(finished, data_flags):
     config = Config(**small(data_flags))
-    task = SpeechTask(config, *open_data(config))
+    task = SpeechTask(config, DataParallel(1), open_alphabet(config), **open_data(config))
     task.compile()
     batch = next(task.batches(0, 0))
     batch.audio[1] = np.nan
@@ -154,12 +155,12 @@ def test_one_broken_utterance_costs_no_step_and_is_counted(finished, data_flags)
     )
     assert int(shown["skipped_steps"]) == 0
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(state.params))
-    assert np.flatnonzero(state.not_finite).tolist() == [batch.indices[1]]
-    assert float(state.totals.utterances) == 3
+    assert np.flatnonzero(state.extra).tolist() == [batch.indices[1]]
+    assert float(state.totals["count"]) == 3
     assert all(np.array_equal(a, b) for a, b in zip(params, jax.tree.leaves(state.params), strict=True))  # warm-up
 
 
-BENCHMARK = [*TINY, "--longest", "0.2", "--num-iter", "2", "--batch-size", "2"]
+BENCHMARK = "--hidden 8 --context 1 --stride 2 --longest 0.2 --num-iter 2 --batch-size 2 --devices 1".split()
 
 
 @pytest.mark.slow
@@ -225,10 +226,15 @@ def test_precision_table_has_the_worst_operation_of_each_part():
         (["--lookahead", "3"], "--lookahead 3"),
         (["--resume"], "--output DIR"),
         (["--infer", "x.wav"], "--infer needs a trained model"),
-        (["--mode", "evaluate", "--output", "no/such/run"], "'no/such/run' holds no run"),
-        (["--compare", "float32"], "--mode training_benchmark"),
-        (["--mode", "training_benchmark", "--compare", "float32,x"], "--compare 'x'"),
-        (["--mode", "training_benchmark", "--batch-sizes", "4,"], "--batch-sizes '4,'"),
+        (["--compare", "float32,x"], "--compare 'x'"),
+        (["--compare", "float32", "--batch-sizes", "4,"], "--batch-sizes '4,'"),
+        (["--mode", "evaluate", "--output", "no/such/run"], "--train-data has no effect in --mode evaluate"),
+        (["--mode", "training_benchmark", "--longest", "0.01"], "--longest 0.01"),
+        (["--hiden", "3"], "did you mean --hidden?"),
+        (
+            ["--weights", "x", "--resume"],
+            "--weights has no effect in --mode train_and_evaluate; it is for evaluate, predict",
+        ),
         (["--alphabet", "no.txt"], "'no.txt' can not be read"),
         (["--batch-size", "4", "--output", "taken"], "'taken' is a file"),
     ],
@@ -242,3 +248,4 @@ def test_bad_flags_end_in_one_line(flags, quoted, data_flags, tmp_path, monkeypa
 
 def test_data_flags_come_in_pairs(data_flags, capsys):
     assert "--train-data comes with --test-data" in error_of(data_flags[:2], capsys)
+    assert "'no/such/run' holds no run" in error_of(["--mode", "evaluate", "--output", "no/such/run"], capsys)

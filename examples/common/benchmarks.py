@@ -1,0 +1,201 @@
+"""The benchmark modes of every script: one policy in detail, several as a table, and the largest batch that fits."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+
+from examples.common.benchmarking import (
+    Case,
+    DoesNotFit,
+    compare,
+    comparison_table,
+    compile_step,
+    measure,
+    plot_comparison,
+)
+from examples.common.config import RunConfig
+from examples.common.hosts import is_main, say
+from examples.common.loop import open_folder, parameter_count
+from examples.common.run_folder import RunFolder, write_json
+from examples.common.task import Task
+from perf.environment import environment
+from perf.memory import is_out_of_memory, largest_batch, memory_limit
+
+MakeTask = Callable[[Any], Task]
+
+_WARMUP_ROUNDS = 3  # of the comparison, whose steps have been compiled and run once by then
+
+
+class Bench:
+    """A task with a state and a batch on the devices, and the step that the mode measures."""
+
+    def __init__(self, task: Task) -> None:
+        self.task, self.training = task, task.config.mode != "inference_benchmark"
+        state = task.initial_state()
+        self.parameters = parameter_count(state.params)
+        self.state: Any = state if self.training else task.training.weights(state)
+        self.batch = task.parallel.put(task.made_up_batch())
+        step = task.training.train_step if self.training else task.use_step()
+        self.compiled = compile_step(step, self.state, self.batch)
+
+    def step(self, state: Any, batch: Any) -> tuple[Any, Any]:
+        """The next state, and what says that the step is done."""
+        result = self.compiled.call(state, batch)
+        return result if self.training else (state, result)
+
+    def run(self) -> Any:
+        """A step on the same batch again."""
+        self.state, shown = self.step(self.state, self.batch)
+        return shown
+
+
+def run_benchmark(config: RunConfig, make: MakeTask) -> dict[str, Any]:
+    """Measures one policy, on files where there are any or on made-up data, and writes benchmark.json."""
+    task = make(config)
+    with open_folder(config, "-benchmarks") as folder:
+        bench = Bench(task)
+        epochs = getattr(config, "iter_unit", "batch") == "epoch"
+        iterations = config.num_iter * (task.steps if epochs else 1)
+        measured = functools.partial(
+            measure,
+            bench.step,
+            warmup=config.warmup_steps,
+            iterations=iterations,
+            items=task.batch_size,
+            unit=task.unit,
+            one_by_one=not bench.training,
+        )
+        bench.state, results = measured(bench.state, itertools.repeat(bench.batch))
+        if task.from_files:
+            # What the same steps take longer from files is the input pipeline.
+            alone = results["latency_milliseconds"]["avg"]
+            try:
+                bench.state, results = measured(bench.state, map(task.put, task.endless()))
+            finally:
+                task.close()
+            share = 1 - alone / results["latency_milliseconds"]["avg"]
+            # Of two measurements, neither of which is exact.
+            results |= {"model_milliseconds": alone, "input_share": max(0.0, share)}
+        results = {
+            "mode": config.mode,
+            "policy": config.policy,
+            "amp": config.amp,
+            "parameters": bench.parameters,
+            **task.bench_settings(),
+            "batch_size": task.batch_size,
+            "devices": task.parallel.count,
+            "warmup_steps": config.warmup_steps,
+            "iterations": iterations,
+            "compile_seconds": bench.compiled.seconds,
+            "program_bytes": bench.compiled.bytes,
+            **results,
+            **task.bench_figures(results[f"{task.unit}_per_second"]),
+            "environment": environment(),
+        }
+        _write(folder, "benchmark.json", results)
+    latency = ", ".join(f"{name} {value:.1f}" for name, value in results["latency_milliseconds"].items())
+    say(f"latency in ms: {latency}; compiled in {bench.compiled.seconds:.1f} s; output in {folder.path}")
+    return results
+
+
+def run_comparison(
+    config: RunConfig,
+    make: MakeTask,
+    folder: RunFolder,
+    metrics: Mapping[tuple[str, int], Mapping[str, float]] | None = None,
+) -> dict[str, Any]:
+    """Measures every policy of --compare at every batch size, in turns, and leaves the table in three forms.
+
+    Args:
+        config: the flags.
+        make: the task of each of them.
+        folder: to write to.
+        metrics: of policies and batch sizes that were trained before, for the table.
+    """
+    limit, _ = memory_limit(config.memory_limit)
+    # What all tasks have alike is said by the first.
+    first = make(_one(config, config.policies[0], config.sizes[0]))
+    heads = {head: key for key, head in first.table_metrics.items()} if metrics else {}
+    figures: dict[int, Task] = {}
+
+    def cases() -> Iterator[Case | DoesNotFit]:
+        for size, policy in itertools.product(config.sizes, config.policies):
+            task = make(_one(config, policy, size))
+            figures[size] = task
+            yield _case(task, limit)
+
+    rows = compare(cases(), config.num_iter, _WARMUP_ROUNDS)
+    for row in rows:
+        found = (metrics or {}).get((row["policy"], row["batch_size"]), {})
+        row |= {key: found[key] for key in heads.values() if key in found}
+        if "items_per_second" in row:
+            row |= figures[row["batch_size"]].bench_figures(row["items_per_second"])
+    text = comparison_table(rows, first.unit, heads)
+    settings = first.bench_settings()
+    results = {
+        "mode": config.mode,
+        **settings,
+        "rounds": config.num_iter,
+        "rows": rows,
+        "environment": environment(),
+    }
+    _write(folder, "comparison.json", results)
+    if is_main():
+        (folder.path / "comparison.md").write_text(text + "\n")
+        title = f"{first.title.split(', policy')[0]}, {config.mode} on {jax.devices()[0].device_kind}"
+        plot_comparison(folder.path / "comparison.png", rows, title)
+    say(f"{text}\noutput in {folder.path}")
+    return results
+
+
+def find_batch_sizes(config: RunConfig, make: MakeTask) -> dict[str, Any]:
+    """The largest batch that fits, for each policy: by the compiled program, and by a try where there is a device."""
+    with open_folder(config, "-benchmarks") as folder:
+        limit, source = memory_limit(config.memory_limit)
+        say(f"memory: {limit / 2**30:.1f} GiB ({source})")
+        found: dict[str, int | None] = {}
+        for policy in config.policies:
+            task = make(_one(config, policy, config.preset.batch_size))
+            count = task.parallel.count
+            size = largest_batch(range(count, task.most_entries + 1, count), task.bytes_needed, limit)
+            while size and jax.default_backend() != "cpu":
+                # A program that the compiler says fits may still find the memory in pieces.
+                if isinstance(_case(make(_one(config, policy, size)), limit), Case):
+                    break
+                size = size * 63 // 64 // count * count
+            found[policy] = size or None
+            say(f"{policy}: " + (f"batch size {size}" if size else "not even the smallest batch fits"))
+        checked = "compiled" if jax.default_backend() == "cpu" else "compiled and run"
+        results = {"largest_batch_size": found, "memory_bytes": limit, "memory": source, "checked": checked}
+        say(f"the programs were {checked}; output in {folder.path}")
+        _write(folder, "batch_sizes.json", results | task.bench_settings() | {"environment": environment()})
+    return results
+
+
+def _one(config: RunConfig, policy: str, size: int) -> Any:
+    return dataclasses.replace(config, policy=policy, batch_size=size, compare=None, batch_sizes=None)
+
+
+def _case(task: Task, limit: int) -> Case | DoesNotFit:
+    """The policy and batch size of a task, its step run once; or that it does not fit."""
+    try:
+        bench = Bench(task)
+        if bench.compiled.bytes > limit:
+            return DoesNotFit(task.policy, task.batch_size)
+        jax.block_until_ready(bench.run())
+    except Exception as error:
+        if is_out_of_memory(error):
+            return DoesNotFit(task.policy, task.batch_size)
+        raise
+    return Case(task.policy, task.batch_size, bench.run, bench.compiled.seconds, bench.compiled.bytes)
+
+
+def _write(folder: RunFolder, name: str, results: dict[str, Any]) -> None:
+    if is_main():
+        write_json(folder.path / name, results)

@@ -1,0 +1,283 @@
+"""The flags that all training scripts have, and what they mean together."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import math
+import os
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import optax
+
+import mpjax
+from examples.common.cli import UsageError
+from examples.common.flags import Foreign, Group, from_json, of_the_run
+from examples.common.optimizers import Hyperparameters, Recipe
+
+# What a config can ask for; `Config.action` says which. An inspection takes the flags of the training that it looks at.
+INSPECT = ("audit", "profile")
+TRAIN = ("train", *INSPECT)
+BENCHMARKS = ("training_benchmark", "inference_benchmark")
+MEASURE = (*BENCHMARKS, "find_batch_size")
+USE = ("evaluate", "predict")
+BUILD = (*TRAIN, *MEASURE)  # whatever builds an optimizer
+
+WHAT = Group("what to do")
+PRECISION = Group("precision")
+FILES = Group("files")
+DATA = Group("data", decides=True)
+MODEL = Group("model", BUILD, decides=True)
+RECIPE = Group("training", BUILD, decides=True)
+TRAINING = Group("training", TRAIN, decides=True)
+RUNNING = Group("checkpoints and logs", TRAIN)
+BENCHMARK = Group("benchmarks", MEASURE)
+DEVICES = Group("devices and workers")
+
+# The precision may change at any checkpoint.
+PRECISION_FLAGS = ("policy", "amp", "loss_scale")
+
+Export = Literal["float16", "bfloat16", "float32"]
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig(abc.ABC):
+    """What a training script is asked to do."""
+
+    script: ClassVar[str]  # the name of its package
+    unit: ClassVar[str]  # what a batch counts, in the plural
+    foreign: ClassVar[dict[str, Foreign]] = {}  # flags of other scripts
+    # Flags that a resumed run may have otherwise than its first part: they change no step that was taken.
+    may_change: ClassVar[tuple[str, ...]] = (*PRECISION_FLAGS, "epochs")
+
+    audit: bool = WHAT(False, "print the precision of each part of a step (mpjax.audit); in --output, audit.html")
+    profile: bool = WHAT(False, "print where the time of some steps goes (mpjax.profile); in --output, profile.html")
+
+    policy: str = PRECISION(
+        "mixed_float16",
+        "float32, mixed_float16, mixed_bfloat16, O0, O1, O2, O3, or dtypes such as "
+        '"params=float32,compute=float16,output=float32"',
+        decides=True,
+    )
+    amp: Literal["module", "autocast"] = PRECISION(
+        "module",
+        "how the policy comes to the model: on its modules (mpjax.with_policy), or on the traced operations "
+        "(mpjax.autocast, for policies with float32 parameters)",
+        decides=True,
+    )
+    loss_scale: str | None = PRECISION(
+        None, "dynamic, or a fixed number; by default dynamic in float16, else 1", uses=BUILD, decides=True
+    )
+
+    output: Path | None = FILES(
+        None,
+        "folder of the run: new or empty for a training (by default the next number in runs/SCRIPT), else the run "
+        "that the model is from",
+        "--results-dir",
+    )
+    resume: bool = FILES(
+        False, "continue the run in --output from its newest checkpoint, in any precision, to any --epochs", uses=TRAIN
+    )
+    resume_step: int | None = FILES(None, "take the checkpoint of this step, not the newest", uses=("train", *USE))
+    init_from: Path | None = FILES(
+        None,
+        "start from the weights of a run, an export, or a .safetensors or .npz file, in whatever precision they are",
+        uses=("train",),
+    )
+    keep_optimizer: bool = FILES(
+        False, "with --init-from RUN: go on with its optimizer state too (momentum, moments, counts)", uses=("train",)
+    )
+    weights: Path | None = FILES(None, "a file that --export wrote, instead of a checkpoint in --output", uses=USE)
+    export: Export | None = FILES(
+        None,
+        "write the trained weights in this dtype, and test them against the float32 ones",
+        uses=("train", "evaluate"),
+    )
+    best: bool = FILES(False, "take the best checkpoint of the run, not the newest (--keep-best)", uses=USE)
+
+    epochs: int | None = TRAINING(None, "passes over the training data")
+    batch_size: int | None = RECIPE(None, "entries of a step, on all devices together", uses=(*BUILD, *USE))
+    learning_rate: float | None = RECIPE(None, "peak of the cosine schedule")
+    warmup_epochs: float | None = RECIPE(None, "epochs over which the learning rate rises from zero to its peak")
+    optimizer: Literal["sgd", "adam", "adamw", "lars", "lamb"] | None = RECIPE(None, "lars and lamb: large batches")
+    momentum: float | None = RECIPE(None, "of sgd and lars")
+    nesterov: bool | None = RECIPE(None, "Nesterov's momentum, of sgd and lars")
+    weight_decay: float | None = RECIPE(None, "on kernels (not on biases and normalisation)")
+    clip_norm: float | None = RECIPE(None, "largest norm of all gradients together", "--max-gradient-norm")
+    ema: float = RECIPE(0.0, "decay of a moving average of the weights, which is then tested; such as 0.9999")
+    accumulate: int = RECIPE(1, "steps whose gradients are averaged to one update")
+    seed: int = RECIPE(0, "of the initial weights, the order of the data and its augmentation")
+    patience: int | None = RUNNING(None, "stop after so many epochs without a better test")
+
+    save_every: float = RUNNING(60.0, "seconds between two checkpoints (one at the end and on interruption anyway)")
+    keep: int = RUNNING(2, "newest checkpoints that are kept")
+    keep_best: bool = RUNNING(True, "keep the checkpoint of the best epoch too, in OUTPUT/best")
+    log_every: int = RUNNING(50, "steps between two lines of steps.jsonl (and of a log file)")
+
+    warmup_steps: int = BENCHMARK(200, "steps before those that are measured", uses=BENCHMARKS)
+    num_iter: int = BENCHMARK(500, "how much is measured", uses=(*BENCHMARKS, "train"))
+    compare: str | None = BENCHMARK(
+        None,
+        "policies, with commas between: measure them in turns in one process, as a table and a plot; a training trains "
+        "each of them first",
+        uses=(*MEASURE, "train"),
+    )
+    batch_sizes: str | None = BENCHMARK(None, "batch sizes of --compare, with commas between", uses=(*MEASURE, "train"))
+    find_batch_size: bool = BENCHMARK(False, "print the largest batch that a training step has memory for", uses=None)
+    memory_limit: float | None = BENCHMARK(
+        None, "GiB that --find-batch-size and --compare may take; by default the device's, on a CPU the machine's",
+        uses=(*MEASURE, "train"),
+    )  # fmt: skip
+
+    devices: int | None = DEVICES(None, "devices of each process that share a batch; all by default")
+    workers: int = DEVICES(os.cpu_count() or 1, "threads or processes that load data")
+
+    def __post_init__(self) -> None:
+        self._check_numbers()
+        self._check_precision()
+        self._check_together()
+
+    # What a script adds.
+
+    mode: ClassVar[str]
+
+    @property
+    @abc.abstractmethod
+    def recipe_defaults(self) -> Recipe:
+        """What the flags of `Recipe`'s names are where they are not given."""
+
+    # What follows from the flags.
+
+    @property
+    def action(self) -> str:
+        """The one thing that is asked for, by which flags are known to be of use."""
+        for name in (*INSPECT, "find_batch_size"):
+            if getattr(self, name):
+                return name
+        return "train" if self.mode in ("train", "train_and_evaluate") else self.mode
+
+    @property
+    def action_flag(self) -> str:
+        """How `action` was asked for."""
+        return (
+            f"--mode {self.mode}" if self.action in ("train", *BENCHMARKS, *USE) else f"--{self._dashed(self.action)}"
+        )
+
+    @property
+    def policies(self) -> tuple[str, ...]:
+        """All that are asked for."""
+        return (self.policy,) if self.compare is None else tuple(self.compare.split(","))
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The batch sizes of a comparison."""
+        return tuple(int(size) for size in (self.batch_sizes or str(self.preset.batch_size)).split(","))
+
+    @property
+    def is_benchmark(self) -> bool:
+        """Whether only speed counts, not what is learned."""
+        return self.mode in BENCHMARKS
+
+    @property
+    def preset(self) -> Recipe:
+        """The recipe, with the flags of its fields in place."""
+        recipe = self.recipe_defaults
+        given = {name: getattr(self, name) for name in recipe._fields if getattr(self, name, None) is not None}
+        if "learning_rate" in given:
+            given["per_256"] = False
+        return recipe._replace(**given)
+
+    def hyperparameters(self, steps_per_epoch: int) -> Hyperparameters:
+        """What the optimizer is made of, for epochs of so many steps."""
+        preset = self.preset
+        entries = preset.batch_size * self.accumulate
+        return Hyperparameters(
+            optimizer=preset.optimizer,
+            learning_rate=preset.learning_rate * (entries / 256 if preset.per_256 else 1),
+            warmup_updates=round(preset.warmup_epochs * steps_per_epoch / self.accumulate),
+            updates=max(1, preset.epochs * steps_per_epoch // self.accumulate),
+            momentum=preset.momentum,
+            nesterov=preset.nesterov,
+            weight_decay=preset.weight_decay,
+            clip_norm=preset.clip_norm,
+            ema=self.ema,
+            accumulate=self.accumulate,
+        )
+
+    def settings(self) -> dict[str, Any]:
+        """What decides the result, as JSON: what a resumed run must have in common with its first part."""
+        preset = {name: value for name, value in self.preset._asdict().items() if hasattr(self, name)}
+        return {"script": self.script, **of_the_run(self), **preset}
+
+    def trained(self, settings: dict[str, Any]) -> Any:
+        """These flags, with the settings that a run was trained with in place of their own."""
+        return dataclasses.replace(self, compare=None, batch_sizes=None, **from_json(type(self), settings))
+
+    def with_precision(self, precision: dict[str, Any]) -> Any:
+        """The same flags but for those of the precision."""
+        return dataclasses.replace(self, compare=None, batch_sizes=None, **precision)
+
+    @property
+    def precision(self) -> dict[str, Any]:
+        """The flags of the precision."""
+        return {name: getattr(self, name) for name in PRECISION_FLAGS}
+
+    def _check_numbers(self) -> None:
+        for name in ("epochs", "batch_size", "workers", "accumulate", "keep", "log_every", "patience"):
+            self._require(name, lambda x: x >= 1, "must be 1 or more")
+        self._require("num_iter", lambda x: x >= 2, "must be 2 or more")
+        self._require("seed", lambda x: 0 <= x < 2**31, "must be between 0 and 2147483647")
+        for name in ("learning_rate", "clip_norm", "memory_limit"):
+            self._require(name, lambda x: 0 < x < math.inf, "must be a positive number")
+        for name in ("warmup_epochs", "weight_decay", "save_every", "warmup_steps"):
+            self._require(name, lambda x: 0 <= x < math.inf, "must be 0 or more")
+        for name in ("momentum", "ema"):
+            self._require(name, lambda x: 0 <= x < 1, "must be at least 0 and below 1")
+        if self.batch_sizes is not None and not all(x.isdecimal() and int(x) for x in self.batch_sizes.split(",")):
+            raise UsageError(
+                f"--batch-sizes {self.batch_sizes!r}: give numbers with commas between, such as 32,64,128."
+            )
+
+    def _check_precision(self) -> None:
+        flag = "--policy" if self.compare is None else "--compare"
+        for name in self.policies:
+            try:
+                policy = mpjax.get_policy(name)
+            except ValueError as error:
+                raise UsageError(f"{flag} {name!r}: {error}") from error
+            if self.amp == "autocast" and policy.param_dtype != "float32":
+                raise UsageError(
+                    f"--amp autocast keeps the parameters in float32, and {flag} {name!r} asks for "
+                    f"{policy.param_dtype} ones; take --amp module, or a policy such as mixed_float16."
+                )
+        if self.loss_scale not in (None, "dynamic"):
+            try:
+                mpjax.static_loss_scale(optax.identity(), float(self.loss_scale or ""))
+            except ValueError as error:
+                raise UsageError(
+                    f"--loss-scale {self.loss_scale!r}: give dynamic, or a number from 2**-126 to 2**126."
+                ) from error
+
+    def _check_together(self) -> None:
+        if self.output is None and self.resume:
+            raise UsageError("--resume needs the folder of the run to continue: add --output DIR.")
+        if self.resume_step is not None and self.action == "train" and not self.resume:
+            raise UsageError(f"--resume-step {self.resume_step} says where --resume goes on: add --resume.")
+        if self.output is None and self.weights is None and self.action in USE:
+            raise UsageError(f"{self.action_flag} needs a trained model: add --output DIR or --weights FILE.")
+        if self.weights is not None and (self.export or self.best):
+            raise UsageError(f"--weights {str(self.weights)!r}: --export and --best are for the checkpoints of a run.")
+        if self.keep_optimizer and self.init_from is None:
+            raise UsageError("--keep-optimizer takes the optimizer state of a run: add --init-from RUN.")
+        if self.batch_sizes is not None and self.compare is None:
+            raise UsageError(f"--batch-sizes {self.batch_sizes} are those of --compare: add it, or give --batch-size.")
+
+    def _require(self, name: str, holds: Any, what: str) -> None:
+        value = getattr(self, name)
+        if value is not None and not holds(value):
+            raise UsageError(f"--{self._dashed(name)} {value}: {what}.")
+
+    @staticmethod
+    def _dashed(name: str) -> str:
+        return name.replace("_", "-")

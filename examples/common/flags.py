@@ -1,0 +1,186 @@
+"""Flags as the fields of a frozen dataclass, read by argparse.
+
+argparse and not a package on top of it: a mistake is one line, choices keep their order, help is grouped, and the flags
+that were given are known apart from those that have their default, which is how a flag without effect is found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import shutil
+import types
+import typing
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, NoReturn, TypeVar
+
+from examples.common.cli import UsageError
+
+C = TypeVar("C")
+
+
+class Group:
+    """Flags under one heading of the help.
+
+    Args:
+        title: the heading.
+        uses: the actions (`config.action`) that use them; None for all.
+        decides: whether they decide the result of a training, so that a resumed run must have the same.
+    """
+
+    def __init__(self, title: str, uses: Collection[str] | None = None, decides: bool = False) -> None:
+        self.title, self.uses, self.decides = title, uses, decides
+
+    def __call__(self, default: Any, help: str, *aliases: str, **changed: Any) -> Any:
+        """A flag: its default, its help, other names for it, and where it differs from its group."""
+        own = Group(self.title, changed.get("uses", self.uses), changed.get("decides", self.decides))
+        return dataclasses.field(default=default, metadata={"group": own, "help": help, "aliases": aliases})
+
+
+class Foreign(NamedTuple):
+    """A flag of another training script: what stands for it here, and a line about it."""
+
+    ours: str = ""  # a flag that takes its value, or a whole `--flag value` where it is a switch
+    says: str = ""
+
+
+def parse(config: type[C], program: str, arguments: Sequence[str], foreign: Mapping[str, Foreign] | None = None) -> C:
+    """The config of a command line.
+
+    Raises:
+        UsageError: a flag that there is not, that does not fit, or that the chosen action does not use.
+    """
+    parsed, rest = parse_known(config, program, translate(arguments, foreign or {}))
+    if rest:
+        known = [name for field in dataclasses.fields(config) for name in _names(field)]  # type: ignore[arg-type]
+        close = difflib.get_close_matches(rest[0].split("=")[0], known, 1)
+        hint = f"did you mean {close[0]}?" if close else f"{program} --help lists all flags."
+        raise UsageError(f"{rest[0]}: there is no such flag; {hint}")
+    return parsed
+
+
+def parse_known(config: type[C], program: str, arguments: Sequence[str]) -> tuple[C, list[str]]:
+    """The config of a command line, and the arguments that are for another one."""
+    parser = _parser(config, program)
+    space, rest = parser.parse_known_args([_dashed(word) for word in arguments])
+    given = {name: tuple(value) if isinstance(value, list) else value for name, value in vars(space).items()}
+    made = config(**given)
+    _check_used(made, given)
+    return made, rest
+
+
+def of_the_run(config: Any) -> dict[str, Any]:
+    """The flags that decide the result of a training, as JSON."""
+    fields = [field for field in dataclasses.fields(config) if field.metadata["group"].decides]
+    values = {field.name: getattr(config, field.name) for field in fields}
+    return {name: str(value.absolute()) if isinstance(value, Path) else value for name, value in values.items()}
+
+
+def from_json(config: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """What `of_the_run` made, as arguments of the config; what it has no field for is left out."""
+    hints = typing.get_type_hints(config)
+    names = {field.name for field in dataclasses.fields(config)}
+    kept = {name: value for name, value in values.items() if name in names}
+    return {name: value if value is None else _read(hints[name], value) for name, value in kept.items()}
+
+
+def translate(arguments: Sequence[str], foreign: Mapping[str, Foreign]) -> list[str]:
+    """Replaces flags of other training scripts, and prints what there is to say about them."""
+    words: list[str] = []
+    for word in arguments:
+        name, equals, value = word.partition("=")
+        known = foreign.get(name.replace("-", "_")) if name.startswith("--") else None
+        if known is None:
+            words.append(word)
+            continue
+        if known.says:
+            print(f"{name}: {known.says}", flush=True)
+        off = value.lower() in ("0", "false")
+        if " " in known.ours:
+            words += known.ours.split() if not off else ["--policy", "float32"]
+        elif known.ours:
+            words.append(known.ours + equals + value)
+    return words
+
+
+def _check_used(config: Any, given: Collection[str]) -> None:
+    action = getattr(config, "action", None)
+    for field in dataclasses.fields(config):
+        uses = field.metadata["group"].uses
+        if field.name in given and uses is not None and action not in uses and getattr(config, field.name) is not None:
+            raise UsageError(
+                f"{_names(field)[0]} has no effect in {config.action_flag}; it is for {', '.join(sorted(uses))}. "
+                "Leave it out."
+            )
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (--help lists all flags).")
+
+
+def _parser(config: type[Any], program: str) -> _Parser:
+    def wide(prog: str) -> argparse.HelpFormatter:
+        return argparse.HelpFormatter(prog, max_help_position=32, width=min(120, shutil.get_terminal_size().columns))
+
+    parser = _Parser(
+        prog=program,
+        usage="%(prog)s [FLAGS]",
+        description=config.__doc__,
+        allow_abbrev=False,
+        formatter_class=wide,
+        argument_default=argparse.SUPPRESS,
+    )
+    hints = typing.get_type_hints(config)
+    groups: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        title = field.metadata["group"].title
+        group = groups.get(title) or groups.setdefault(title, parser.add_argument_group(title))
+        shown = "" if field.default in (None, ()) or isinstance(field.default, bool) else f" (default: {field.default})"
+        text = (field.metadata["help"] + shown).replace("%", "%%")
+        group.add_argument(*_names(field), dest=field.name, help=text, **_how(hints[field.name], field.default))
+    return parser
+
+
+def _how(hint: Any, default: Any = None) -> dict[str, Any]:
+    """How argparse reads a flag of this type."""
+    hint = _without_none(hint)
+    if hint is bool and default is False:
+        return {"action": "store_true"}
+    if hint is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    if typing.get_origin(hint) is Literal:
+        return {"choices": typing.get_args(hint)}
+    if typing.get_origin(hint) is tuple:
+        return {"nargs": "+", **_how(typing.get_args(hint)[0])}
+    if hint is Path:
+        # A flag with nothing after its `=`, as in `--data_dir=`, is as good as not given.
+        return {"type": lambda text: Path(text).expanduser() if text else None, "metavar": "PATH"}
+    return {"type": hint, "metavar": {int: "N", float: "X"}.get(hint, "TEXT")}
+
+
+def _read(hint: Any, value: Any) -> Any:
+    hint = _without_none(hint)
+    if typing.get_origin(hint) is tuple:
+        return tuple(_read(typing.get_args(hint)[0], item) for item in value)
+    return Path(value) if hint is Path else value
+
+
+def _without_none(hint: Any) -> Any:
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        return next(part for part in typing.get_args(hint) if part is not types.NoneType)
+    return hint
+
+
+def _names(field: dataclasses.Field[Any]) -> list[str]:
+    return ["--" + field.name.replace("_", "-"), *field.metadata["aliases"]]
+
+
+def _dashed(word: str) -> str:
+    """`--num_iter=5` as `--num-iter=5`: other scripts write underscores."""
+    if not word.startswith("--"):
+        return word
+    name, equals, value = word.partition("=")
+    return name.replace("_", "-") + equals + value

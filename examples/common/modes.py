@@ -1,0 +1,80 @@
+"""What the flags choose, for every script: training, looking at a step, several policies side by side."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+from examples.common.benchmarks import run_comparison
+from examples.common.config import RunConfig
+from examples.common.hosts import is_main, say
+from examples.common.inspect_step import audit_step, profile_step
+from examples.common.loop import Interrupted, open_folder, train
+from examples.common.run_folder import RunFolder
+from examples.common.task import Task, shape_of
+from examples.common.use import export, run_variables
+
+MakeTask = Callable[[Any], Task]
+MakeBench = Callable[[Any], Any]
+
+
+def run_training(config: RunConfig, make: MakeTask, finished: Callable[[Any, RunFolder], None]) -> dict[str, Any]:
+    """Trains, in a folder of its own or on from where an earlier run was ended.
+
+    Args:
+        config: the flags.
+        make: the task that they name.
+        finished: is called with task and folder after the training.
+    """
+    task = make(config)
+    with open_folder(config) as folder:
+        summary = folder.summary if config.resume and config.resume_step is None else None
+        if summary is not None and summary.get("epochs", 0) >= task.epochs:
+            say(f"the run in {folder.path} has already finished")
+        else:
+            summary = train(task, folder)
+            finished(task, folder)
+        if config.export is not None:
+            summary |= export(task, run_variables(task, folder), folder.path, config.export)
+            if is_main():
+                folder.write_summary(summary)
+    return summary
+
+
+def inspect(config: RunConfig, make: MakeTask) -> dict[str, Any]:
+    """Looks at the training step, and does not train with it."""
+    task = make(config)
+    step, batch = task.training.train_step, task.example_batches(task.batch_size)[-1]
+    if config.audit:
+        audit_step(step, task.abstract_state(), task.parallel.like_batch(batch), config.output)
+    if config.profile:
+        try:
+            alike = (own for own in task.endless() if shape_of(own) == shape_of(batch))
+            profile_step(step, task.initial_state(), map(task.put, alike), config.output)
+        finally:
+            task.close()
+    return {}
+
+
+def train_and_compare(
+    config: RunConfig, make: MakeTask, bench: MakeBench, finished: Callable[[Any, RunFolder], None]
+) -> dict[str, Any]:
+    """Trains every policy of --compare at every batch size, each in a folder below --output, and measures them."""
+    with open_folder(config) as folder:
+        metrics: dict[tuple[str, int], dict[str, Any]] = {}
+        for size, policy in itertools.product(config.sizes, config.policies):
+            name = policy.replace("/", "_") + (f"-batch{size}" if config.batch_sizes else "")
+            output = folder.path / name
+            resume = config.resume and (output / "config.json").exists()
+            changed: Any = {"policy": policy, "batch_size": size, "output": output, "resume": resume}
+            own = dataclasses.replace(config, compare=None, batch_sizes=None, **changed)
+            try:
+                summary = run_training(own, make, finished)
+            except Interrupted as interrupted:
+                # What is to go on is the comparison, not this one training.
+                interrupted.output = folder.path
+                raise
+            metrics[policy, size] = {name: value for name, value in summary.items() if isinstance(value, float)}
+        return run_comparison(dataclasses.replace(config, output=folder.path), bench, folder, metrics)

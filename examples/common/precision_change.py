@@ -1,0 +1,91 @@
+"""A training state of one precision as that of another, so that a run can go on in it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import mpjax
+from examples.common.training import TrainState
+
+
+def float32_params(state: TrainState) -> Any:
+    """The parameters as exactly as the state has them: the masters where there are any."""
+    inner = state.opt_state.inner_state
+    master = inner.master if isinstance(inner, mpjax.MasterWeightsState) else None
+    if master is None:
+        return jax.tree.map(lambda p: p.astype(jnp.float32), state.params)
+    # A leaf without a master is float32 already, and in its place is a node without leaves.
+    leaves = jax.tree.leaves(master, is_leaf=_is_masked)
+    params, treedef = jax.tree.flatten(state.params)
+    return jax.tree.unflatten(treedef, [p if _is_masked(m) else m for p, m in zip(params, leaves, strict=True)])
+
+
+def inner_state(state: TrainState) -> Any:
+    """The optimizer's own state, under the loss scale and the masters."""
+    inner = state.opt_state.inner_state
+    return inner.inner_state if isinstance(inner, mpjax.MasterWeightsState) else inner
+
+
+def change_precision(old: TrainState, new: TrainState, policy: mpjax.Policy) -> TrainState:
+    """The state `old` in the form of `new`.
+
+    Parameters (through their float32 masters), statistics, EMA, the optimizer's momentum and counts, and the count of
+    skipped steps carry over. The loss scale and its count of good steps are those that the new precision starts with:
+    a scale that was found for float16 says nothing about bfloat16.
+
+    Args:
+        old: as restored.
+        new: as initialised in the new precision; its numbers do not matter but for the loss scale.
+        policy: the new one.
+    """
+    changed = with_params(new, float32_params(old), policy, inner_state(old))
+    scaling = new.opt_state
+    return old._replace(
+        params=changed.params,
+        opt_state=old.opt_state._replace(
+            inner_state=changed.opt_state.inner_state,
+            loss_scale=scaling.loss_scale,
+            good_steps=scaling.good_steps,
+            consecutive_skips=scaling.consecutive_skips,
+        ),
+    )
+
+
+def with_params(new: TrainState, params: Any, policy: mpjax.Policy, inner: Any = None) -> TrainState:
+    """A state with other parameters, in its own precision: the masters, where it has any, bitwise.
+
+    Args:
+        new: the state.
+        params: float32.
+        policy: of the state.
+        inner: the optimizer's state under the loss scale and the masters; that of `new` without it.
+    """
+    target = new.opt_state.inner_state
+    if isinstance(target, mpjax.MasterWeightsState):
+        leaves = zip(jax.tree.leaves(params), jax.tree.leaves(new.params), strict=True)
+        # A copy: the step donates its state, and a buffer can't be donated in two places.
+        masters = jax.tree.unflatten(
+            jax.tree.structure(target.master), [jnp.array(p) for p, like in leaves if is_half(like)]
+        )
+        own = target.inner_state if inner is None else _like(target.inner_state, inner)
+        inner = target._replace(master=masters, inner_state=own)
+    else:
+        inner = target if inner is None else _like(target, inner)
+    return new._replace(params=policy.cast_to_param(params), opt_state=new.opt_state._replace(inner_state=inner))
+
+
+def is_half(x: Any) -> bool:
+    return x.dtype in (jnp.float16, jnp.bfloat16)
+
+
+def _is_masked(x: Any) -> bool:
+    return isinstance(x, optax.MaskedNode)
+
+
+def _like(target: Any, tree: Any) -> Any:
+    """The numbers of a tree in the dtypes of another."""
+    return jax.tree.map(lambda t, x: x.astype(t.dtype), target, tree)

@@ -1,0 +1,298 @@
+"""What a run trains: a script's `Task` says it, and has precision, devices and checkpoints from here."""
+
+from __future__ import annotations
+
+import abc
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import mpjax
+from examples.common.benchmarking import compile_step
+from examples.common.checkpoints import Checkpoints, Restored
+from examples.common.cli import UsageError
+from examples.common.config import RunConfig
+from examples.common.devices import DataParallel
+from examples.common.hosts import say
+from examples.common.plots import Panel
+from examples.common.precision_change import change_precision, float32_params, inner_state, with_params
+from examples.common.run_folder import RunFolder
+from examples.common.training import Sums, Training, TrainState, Variables, means
+from examples.common.weights import check_alike, file_variables
+
+
+class Task(abc.ABC):
+    """A model with its data, on all devices.
+
+    A script says the abstract methods; `examples.custom` is a short one.
+
+    Attributes:
+        title: of the curves.
+        unit: what a batch counts, in the plural: "images".
+        metric: by which epochs are compared, and 1 or -1 where more or less of it is better.
+        metric_name: for people.
+        panels: of the curves, beside that of the loss scale.
+        steps: of an epoch.
+        test_count: entries of the test set.
+        from_files: whether a benchmark reads files.
+        most_entries: the largest batch that there is any use for.
+    """
+
+    title: str
+    unit: str
+    metric: tuple[str, int]
+    metric_name: str
+    panels: Sequence[Panel]
+    steps: int
+    test_count: int
+    from_files = False
+    most_entries = 2**20
+
+    def __init__(self, config: RunConfig, parallel: DataParallel) -> None:
+        self.config, self.parallel = config, parallel
+        self.policy, self.epochs, self.batch_size = config.policy, config.preset.epochs, config.preset.batch_size
+        self._executables: dict[Any, Callable[..., Any]] = {}
+
+    # What a script says.
+
+    @abc.abstractmethod
+    def training_of(self, config: RunConfig, data: dict[str, Any]) -> Training:
+        """The set-up that the flags give, for a state saved with `data_state()` data."""
+
+    @abc.abstractmethod
+    def example_batches(self, batch_size: int) -> Sequence[Any]:
+        """A batch of each shape that a step is compiled for, the largest last; of all devices together."""
+
+    @abc.abstractmethod
+    def batches(self, epoch: int, first: int) -> Iterator[Any]:
+        """The training batches of an epoch from number `first` on, the same in every run."""
+
+    @abc.abstractmethod
+    def test(self, weights: Variables, between_steps: Callable[[], None], *, last: bool = True) -> dict[str, Any]:
+        """Test metrics; `between_steps` is to be called before each step, `last` says that training has ended."""
+
+    @abc.abstractmethod
+    def epoch_text(self, line: dict[str, Any]) -> str:
+        """The metrics of an epoch in a few words; the loop adds speed, loss scale and skipped steps."""
+
+    def with_config(self, config: RunConfig) -> Task:
+        """The same data under other flags."""
+        raise NotImplementedError
+
+    def made_up_batch(self) -> Any:
+        """A batch for benchmarks, of the shape of the largest `example_batches`; this process's part."""
+        raise NotImplementedError
+
+    def use_step(self) -> jax.stages.Wrapped:
+        """Jitted (Variables, batch) -> what the model is for: what --mode inference_benchmark measures."""
+        raise NotImplementedError
+
+    def bench_settings(self) -> dict[str, Any]:
+        """What benchmark.json says of the model and the data."""
+        return {}
+
+    def bench_figures(self, items_per_second: float) -> dict[str, Any]:
+        """What else there is to say about a speed."""
+        return {}
+
+    def description(self) -> dict[str, Any]:
+        """What the model must know of the data, as JSON: with the flags it is all that using the model takes."""
+        return {}
+
+    def data_state(self) -> dict[str, Any]:
+        """What a checkpoint holds of the data, as JSON."""
+        return {}
+
+    def restore_data(self, state: dict[str, Any]) -> None:  # noqa: B027 - most have nothing to compare
+        """Takes up a `data_state` again; a `UsageError` where the data are others."""
+
+    def final_metrics(self, state: TrainState, between_steps: Callable[[], None]) -> dict[str, Any]:
+        """Metrics of the summary that are only measured when training has ended."""
+        return {}
+
+    def headline(self) -> str:
+        """What is trained, on what, in a line."""
+        return f"{self.title}, on {self.parallel.count} x {jax.devices()[0].device_kind}"
+
+    def items(self, batch: Any) -> int:
+        """How many of `unit` a batch of all processes has."""
+        return self.batch_size
+
+    def put(self, batch: Any) -> Any:
+        """A batch on its devices."""
+        return self.parallel.put(batch)
+
+    def summary(self, last: dict[str, Any]) -> dict[str, Any]:
+        """What summary.json says beyond what the loop knows; `last` is the last epoch's line."""
+        return {}
+
+    def close(self) -> None:  # noqa: B027 - most have nothing to close
+        """Lets go of what the run held open."""
+
+    # What every script has.
+
+    @property
+    def best(self) -> tuple[str, int] | None:
+        """`metric`, where there are tests."""
+        return None if self.config.mode == "train" else self.metric
+
+    @property
+    def table_metrics(self) -> dict[str, str]:
+        """Columns of the table of a comparison: metric to head."""
+        return {self.metric[0]: self.metric_name}
+
+    def endless(self) -> Iterator[Any]:
+        """Training batches, epoch after epoch."""
+        for epoch in itertools.count():
+            yield from self.batches(epoch, 0)
+
+    @property
+    def training(self) -> Training:
+        """The set-up of these flags; built when it is first asked for."""
+        if not hasattr(self, "_training"):
+            self._training = self.training_of(self.config, self.data_state())
+        return self._training
+
+    @property
+    def scale_is_fixed(self) -> bool:
+        """Whether the loss scale can't come down."""
+        if self.config.loss_scale is None:
+            return mpjax.get_policy(self.policy).compute_dtype != jnp.float16
+        return self.config.loss_scale != "dynamic"
+
+    def initial_state(self) -> TrainState:
+        return self.training.init(self.config.seed)
+
+    def abstract_state(self, training: Training | None = None) -> Any:
+        """Shapes, dtypes and shardings of the state."""
+        return self.parallel.like_state(jax.eval_shape((training or self.training).init, 0))
+
+    def compile(self) -> None:
+        """Executables, before the clock runs; they refuse any other shape or dtype."""
+        state = self.abstract_state()
+        batches = [self.parallel.like_batch(batch) for batch in self.example_batches(self.batch_size)]
+        with ThreadPoolExecutor() as executor:
+            made = list(executor.map(lambda batch: compile_step(self.training.train_step, state, batch), batches))
+        for batch, step in zip(batches, made, strict=True):
+            self._executables[shape_of(batch)] = step.call
+
+    def train_step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
+        """The next state, and numbers for the bar, all left on the device; donates the state."""
+        return self._executables[shape_of(batch)](state, self.put(batch))
+
+    def bytes_needed(self, batch_size: int) -> int:
+        """Memory of a training step on one device, by the compiled plan."""
+        batch = self.parallel.like_batch(self.example_batches(batch_size)[-1])
+        return compile_step(self.training.train_step, self.abstract_state(), batch).bytes
+
+    def epoch_metrics(self, state: TrainState, between_steps: Callable[[], None]) -> dict[str, Any]:
+        """Training and test metrics after an epoch."""
+        line = {f"train_{name}": value for name, value in means(state.totals).items()}
+        if self.config.mode != "train":
+            last = int(state.step) >= self.steps * self.epochs
+            line |= self.test(self.training.weights(state), between_steps, last=last)
+        updates = int(state.step) // self.config.accumulate
+        return line | {"learning_rate": float(self.training.learning_rate(updates))}
+
+    def next_epoch(self, state: TrainState) -> TrainState:
+        """The state that an epoch starts from."""
+        totals: Sums = self.parallel.replicate(self.training.zero())
+        return state._replace(totals=totals)
+
+    def bar_text(self, shown: Any) -> str:
+        """What the bar says of a step's numbers, which are on the host."""
+        parts = [f"{name} {value:.4g}" for name, value in means(shown["totals"]).items()]
+        return ", ".join([*parts, f"scale {shown['loss_scale']:g}", f"skipped {shown['skipped_steps']}"])
+
+    def position(self) -> dict[str, Any]:
+        """What a checkpoint holds beside the state and the number of the batch, as JSON."""
+        return {"precision": self.config.precision, "data": self.data_state()}
+
+    def restore_as_saved(
+        self, checkpoints: Checkpoints, step: int | None = None, *, resume: bool = False
+    ) -> Restored | None:
+        """The newest state in the precision that it was trained in."""
+
+        def like(position: dict[str, Any]) -> Any:
+            config = self.config.with_precision(position["precision"])
+            return self.abstract_state(self.training_of(config, position["data"]))
+
+        return checkpoints.restore(like, step, resume=resume)
+
+    def restore(self, checkpoints: Checkpoints, step: int | None = None) -> Restored | None:
+        """The newest state, in the precision of the flags, to go on from."""
+        restored = self.restore_as_saved(checkpoints, step, resume=True)
+        if restored is None:
+            return None
+        state, position = restored
+        self.restore_data(position["data"])
+        if position["precision"] == self.config.precision:
+            return restored
+        state = change_precision(state, self.initial_state(), self.training.policy)
+        before = position["precision"]["policy"]
+        say(
+            f"from policy {before} to {self.policy}: parameters, statistics and the optimizer's state carry over; the "
+            f"loss scale starts at {float(state.opt_state.loss_scale):g}, skipped steps are counted on"
+        )
+        return state, position
+
+    def start_state(self) -> TrainState:
+        """The state of a new training: random, or from --init-from."""
+        state, source = self.initial_state(), self.config.init_from
+        if source is None:
+            return state
+        inner = None
+        if source.is_dir():
+            old = self._state_of(source)
+            params, stats = float32_params(old), old.stats
+            check_alike(params, state.params, f"--init-from {str(source)!r}")
+            if self.config.keep_optimizer:
+                inner = inner_state(old)
+            elif old.ema:
+                params, stats = old.ema["params"], old.ema["stats"]
+        elif self.config.keep_optimizer:
+            raise UsageError(f"--keep-optimizer: {str(source)!r} is a file of weights, which has no optimizer state.")
+        else:
+            like = Variables(float32_params(state), state.stats)
+            params, stats = self.parallel.replicate(self.read_initial(source, like))
+        try:
+            new = with_params(state, params, self.training.policy, inner)._replace(stats=stats)
+        except ValueError as error:
+            raise UsageError(
+                f"--keep-optimizer: the run in {str(source)!r} has another optimizer; leave the flag out, or give "
+                "the --optimizer, --accumulate and --clip-norm of that run."
+            ) from error
+        if state.ema:
+            new = new._replace(ema=jax.tree.map(jnp.array, {"params": params, "stats": stats}))
+        say(f"weights from {source}; optimizer state {'kept' if inner is not None else 'new'}")
+        return new
+
+    def read_initial(self, path: Path, like: Variables) -> Variables:
+        """The variables of a file of weights, float32."""
+        return file_variables(path, like, "--init-from")
+
+    def _state_of(self, source: Path) -> TrainState:
+        """The newest state of another run."""
+        other = RunFolder(source)
+        config = self.config.trained(other.settings(self.config.script))
+        with Checkpoints(other.checkpoints) as checkpoints:
+
+            def like(position: dict[str, Any]) -> Any:
+                return self.abstract_state(
+                    self.training_of(config.with_precision(position["precision"]), position["data"])
+                )
+
+            restored = checkpoints.restore(like)
+        if restored is None:
+            raise UsageError(f"--init-from {str(source)!r} holds no checkpoint yet.")
+        return restored[0]
+
+
+def shape_of(batch: Any) -> tuple[int, ...]:
+    """The shape that tells the batches of one executable from those of another."""
+    return tuple(jax.tree.leaves(batch)[0].shape)

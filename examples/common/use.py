@@ -1,0 +1,123 @@
+"""What a trained model is used for, whichever script trained it: tests, and an export of its weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+
+import mpjax
+from examples.common.checkpoints import Checkpoints
+from examples.common.cli import UsageError
+from examples.common.config import PRECISION_FLAGS, RunConfig
+from examples.common.flags import from_json
+from examples.common.hosts import is_main, say, wait_for_all
+from examples.common.precision_change import float32_params
+from examples.common.run_folder import RunFolder
+from examples.common.task import Task
+from examples.common.training import Variables
+from examples.common.weights import cast_weights, file_variables, read_about, write_weights
+
+T = TypeVar("T", bound=Task)
+
+# How much of its metric an export may lose: an entry or two of a small test set may turn over by rounding.
+_TOLERANCE = 0.005
+# What a trained model may be used with otherwise than it was trained.
+_OWN = ("mode", *PRECISION_FLAGS)
+
+
+def open_model(
+    config: RunConfig, make: Callable[[Any, dict[str, Any]], T], overrides: tuple[str, ...] = ("batch_size",)
+) -> tuple[T, Variables]:
+    """The model of --weights, else of the run in --output, with its float32 variables.
+
+    Args:
+        config: the flags.
+        make: of the flags with the settings of the training in place, and the description of its data.
+        overrides: further flags that, where given, stand against the settings of the training.
+
+    Raises:
+        UsageError: there is no model, or it is another script's, or damaged.
+    """
+    folder = RunFolder(config.output or Path())
+    if config.weights is None:
+        settings, description = folder.settings(config.script), folder.description()
+    else:
+        about = read_about(config.weights)
+        settings, description = about.get("settings", {}), about.get("data", {})
+        if settings.get("script") != config.script:
+            raise UsageError(f"--weights {str(config.weights)!r} is of examples.{settings.get('script')}.")
+    given = [name for name in overrides if getattr(config, name) is not None]
+    kept = {name: value for name, value in settings.items() if name not in (*_OWN, *given)}
+    try:
+        own = dataclasses.replace(config, **from_json(type(config), kept))
+    except TypeError as error:
+        raise UsageError(f"the settings that the model was trained with are damaged: {error}") from error
+    task = make(own, description)
+    if config.weights is None:
+        return task, run_variables(task, folder)
+    like = jax.eval_shape(task.training.init, 0)
+    float32 = mpjax.get_policy("float32")
+    wanted = jax.eval_shape(float32.cast_to_param, like.params)
+    read = file_variables(config.weights, Variables(wanted, like.stats), "--weights")
+    return task, task.parallel.replicate(read)
+
+
+def run_variables(task: Task, folder: RunFolder) -> Variables:
+    """The float32 variables of a run's checkpoint: the moving average where there is one."""
+    config = task.config
+    path = folder.best if config.best else folder.checkpoints
+    if not path.is_dir():
+        raise UsageError(f"--output {str(folder.path)!r} holds no {path.name}; give the folder of a training.")
+    with Checkpoints(path) as checkpoints:
+        restored = task.restore_as_saved(checkpoints, config.resume_step)
+    if restored is None:
+        raise UsageError(f"--output {str(folder.path)!r} holds no checkpoint yet: the run was ended before its first.")
+    state, _ = restored
+    return Variables(**state.ema) if state.ema else Variables(float32_params(state), state.stats)
+
+
+def in_policy(task: Task, variables: Variables) -> Variables:
+    """Variables as the policy of the flags stores them."""
+    return Variables(task.training.policy.cast_to_param(variables.params), variables.stats)
+
+
+def export(task: Task, variables: Variables, folder: Path, dtype: str) -> dict[str, Any]:
+    """Writes weights for inference into a run's folder, and tests what was written against what it was made of.
+
+    Args:
+        task: of the run, with its test data.
+        variables: float32.
+        folder: of the run.
+        dtype: of the parameters in the file.
+
+    Raises:
+        UsageError: a parameter is out of range, or the file tests worse than it may; then no file is left.
+    """
+    name, sign = task.metric
+    source = _tested(task, "float32", variables)[name]
+    path = folder / f"weights_{dtype}.safetensors"
+    if is_main():
+        about = {"settings": task.config.settings(), "data": task.description(), "dtype": dtype}
+        write_weights(path, cast_weights(variables, dtype), about)
+    wait_for_all("export")
+    written = task.parallel.replicate(file_variables(path, variables, "--export"))
+    found = _tested(task, dtype, written)[name]
+    if not sign * found >= sign * source - _TOLERANCE - 1 / task.test_count:
+        path.unlink(missing_ok=True)
+        raise UsageError(
+            f"--export {dtype}: {task.metric_name} {found:.2%}, that of the float32 weights is {source:.2%}; the file "
+            "was removed. Take another dtype."
+        )
+    size = path.stat().st_size
+    say(f"{path}: {size / 2**20:.2f} MiB, {task.metric_name} {found:.2%} (float32 weights: {source:.2%})")
+    return {"export": str(path), "export_bytes": size, f"export_{name}": found, f"float32_{name}": source}
+
+
+def _tested(task: Task, dtype: str, variables: Variables) -> dict[str, Any]:
+    policy = f"params={dtype},compute={dtype},output=float32"
+    own = task.with_config(task.config.with_precision({"policy": policy, "amp": "module", "loss_scale": None}))
+    return own.test(in_policy(own, variables), lambda: None)

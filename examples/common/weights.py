@@ -1,0 +1,166 @@
+"""Weights in files: an export for inference, and arrays by name to start a training from.
+
+A file's header says how large everything in it is. Names and shapes are checked there, before anything is read: a file
+that was made to, could otherwise claim any amount of memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zipfile
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import mpjax
+from examples.common.cli import UsageError, disk_problem, listing, one_line
+from examples.common.training import Variables
+
+Shapes = dict[str, tuple[int, ...]]
+Reader = Callable[[str], np.ndarray]
+
+_ABOUT = "mpjax_example"  # the key of the metadata
+
+
+def named(tree: Any) -> dict[str, Any]:
+    """The leaves of a tree by their path: `params/stem/kernel`."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value"): x for path, x in leaves}
+
+
+def cast_weights(variables: Variables, dtype: str) -> Variables:
+    """Variables for inference: parameters in `dtype`, statistics in float32.
+
+    Raises:
+        UsageError: a parameter is out of the range of `dtype`; it is named.
+    """
+    params = mpjax.get_policy(f"params={dtype},compute={dtype},output=float32").cast_to_param(variables.params)
+    for name, leaf in named(params).items():
+        if not bool(jnp.isfinite(leaf).all()):
+            raise UsageError(f"--export {dtype}: the parameter {name} is out of its range; take bfloat16 or float32.")
+    return Variables(params, variables.stats)
+
+
+def write_weights(path: Path, variables: Variables, about: Mapping[str, Any]) -> None:
+    """Writes one .safetensors file, whole or not at all, with what is needed to use the weights."""
+    from safetensors.flax import save_file
+
+    part = path.with_name(path.name + ".part")
+    try:
+        save_file(named(jax.device_get(variables._asdict())), str(part), {_ABOUT: json.dumps(about)})
+        os.replace(part, path)
+    except Exception as error:
+        raise UsageError(f"{str(path)!r} can't be written: {disk_problem(error) or one_line(error)}.") from error
+
+
+def read_about(path: Path) -> dict[str, Any]:
+    """What `write_weights` wrote about the weights; only the head of the file is read.
+
+    Raises:
+        UsageError: the file can't be read, or is something else.
+    """
+    from safetensors import safe_open
+
+    try:
+        with safe_open(str(path), "flax") as file:
+            return json.loads((file.metadata() or {})[_ABOUT])
+    except Exception as error:
+        raise UsageError(
+            f"--weights {str(path)!r} is not a file that --export wrote: {one_line(error, 200)}"
+        ) from error
+
+
+def file_shapes(path: Path, flag: str) -> Shapes:
+    """Names and shapes of the arrays in a .safetensors or .npz file, from its header."""
+    try:
+        return _open(path)[0]
+    except Exception as error:
+        raise UsageError(
+            f"{flag} {str(path)!r} can't be read as .safetensors or .npz: {one_line(error, 200)}"
+        ) from error
+
+
+def file_variables(
+    path: Path,
+    like: Variables,
+    flag: str,
+    names: Mapping[str, str] | None = None,
+    convert: Callable[[Any], Any] = lambda array: array,
+    keep: Collection[str] = (),
+) -> Variables:
+    """The arrays of a .safetensors or .npz file as variables, on the host.
+
+    Args:
+        path: the file; its arrays are named as `named` does, with or without `params/` or `stats/` in front.
+        like: gives names, shapes and dtypes.
+        flag: that the file is from.
+        names: from names of `like` to those of the file, where they differ.
+        convert: what is done to an array of the file.
+        keep: names of `like` whose own numbers are taken.
+
+    Raises:
+        UsageError: the file can't be read, lacks an array, or has one of another shape.
+    """
+    shapes = file_shapes(path, flag)
+    wanted = named(like._asdict())
+    found: dict[str, str] = {}
+    for name in wanted:
+        candidates = (names[name],) if names else (name, name.partition("/")[2])
+        found[name] = next((own for own in candidates if own in shapes), "")
+    if missing := [name for name, own in found.items() if not own]:
+        raise UsageError(
+            f"{flag} {str(path)!r} lacks {listing(missing)} of this model; it holds {listing(list(shapes))}."
+        )
+    read = _open(path)[1]
+    leaves = []
+    for name, own in found.items():
+        if name in keep:
+            leaves.append(wanted[name])
+            continue
+        # A view of nothing has its shape, and takes no memory, whatever the file claims.
+        shape = convert(np.broadcast_to(np.float32(0), shapes[own])).shape
+        if shape != wanted[name].shape:
+            raise UsageError(
+                f"{flag} {str(path)!r}: {own!r} has shape {shapes[own]}, which does not fit {wanted[name].shape} of "
+                f"this model's {name!r}; give the --model and the data that the file is for."
+            )
+        leaves.append(jnp.asarray(convert(read(own))).astype(wanted[name].dtype))
+    return jax.device_get(jax.tree.unflatten(jax.tree.structure(like), leaves))
+
+
+def _open(path: Path) -> tuple[Shapes, Reader]:
+    """Shapes by name, and what reads one array."""
+    if zipfile.is_zipfile(path):
+        return _open_npz(path)
+    from safetensors import safe_open
+
+    file = safe_open(str(path), "flax")
+    return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}, file.get_tensor  # noqa: SIM118
+
+
+def _open_npz(path: Path) -> tuple[Shapes, Reader]:
+    archive = zipfile.ZipFile(path)
+    shapes: Shapes = {}
+    for entry in archive.infolist():
+        with archive.open(entry) as member:
+            version = np.lib.format.read_magic(member)
+            read_header = (
+                np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+            )
+            shapes[entry.filename.removesuffix(".npy")] = read_header(member)[0]
+    arrays = np.load(path, allow_pickle=False)
+    return shapes, lambda name: arrays[name]
+
+
+def check_alike(params: Any, like: Any, source: str) -> None:
+    """Raises a `UsageError` where two trees of arrays differ in names or shapes."""
+    own, others = named(like), named(params)
+    for name in own:
+        if name not in others or others[name].shape != own[name].shape:
+            got = f"has shape {others[name].shape}" if name in others else "is missing"
+            raise UsageError(f"{source}: {name!r} {got}, this model's has {own[name].shape}; give the same --model.")

@@ -1,0 +1,81 @@
+"""Weights of torchvision's and timm's ResNets, which share their names, for the ResNets here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from examples.common.cli import UsageError
+from examples.common.hosts import say
+from examples.common.training import Variables
+from examples.common.weights import file_shapes, file_variables, named
+
+# Layers of a block in the order in which Flax numbers them, as torch has them.
+_LEAVES = {
+    "kernel": "weight",
+    "scale": "weight",
+    "bias": "bias",
+    "mean": "running_mean",
+    "var": "running_var",
+}
+
+
+def read_pretrained(path: Path, like: Variables, model: str) -> Variables:
+    """The variables of a file: as an export names them, or as torchvision and timm do.
+
+    The head of a torch file that is for other classes is left out, and keeps its random weights.
+
+    Args:
+        path: a .safetensors or .npz file.
+        like: the variables of this model; concrete where the head may have to be kept.
+        model: its name.
+
+    Raises:
+        UsageError: the file is for another model.
+    """
+    shapes = file_shapes(path, "--init-from")
+    if "fc.weight" not in shapes or "layer1.0.conv1.weight" not in shapes:
+        return file_variables(path, like, "--init-from")
+    if not model.startswith("resnet"):
+        raise UsageError(f"--init-from {str(path)!r} is a ResNet of torch; --model {model} is none.")
+    names = {name: _torch_name(name, shapes) for name in named(like._asdict())}
+    leave: tuple[str, ...] = ()
+    classes = shapes["fc.weight"][0]
+    if classes != like.params["Dense_0"]["bias"].shape[0]:
+        say(f"{path} is for {classes} classes: the last layer starts from random weights")
+        leave = ("params/Dense_0/kernel", "params/Dense_0/bias")
+    return file_variables(path, like, "--init-from", names, _to_flax, leave)
+
+
+def _torch_name(name: str, shapes: dict[str, Any]) -> str:
+    """`params/BasicBlock_3/Conv_1/kernel` as `layer2.1.conv2.weight`."""
+    _, *path, leaf = name.split("/")
+    leaf = _LEAVES[leaf]
+    if path == ["stem"]:
+        return f"conv1.{leaf}"
+    if path == ["stem_norm"]:
+        return f"bn1.{leaf}"
+    if path == ["Dense_0"]:
+        return f"fc.{leaf}"
+    block, layer = path
+    stage, index = _blocks(shapes)[int(block.split("_")[1])]
+    own = {"shortcut": "downsample.0", "shortcut_norm": "downsample.1"}.get(layer)
+    if own is None:
+        kind, number = layer.split("_")
+        own = f"{'conv' if kind == 'Conv' else 'bn'}{int(number) + 1}"
+    return f"layer{stage}.{index}.{own}.{leaf}"
+
+
+def _blocks(shapes: dict[str, Any]) -> list[tuple[int, int]]:
+    """Stage and index of each block of the file, in order; and then blocks that it hasn't, to be told missing."""
+    found = {tuple(map(int, name[5:].split(".")[:2])) for name in shapes if name.startswith("layer")}
+    return [*sorted(found), *((9, index) for index in range(99))]  # type: ignore[list-item]
+
+
+def _to_flax(array: np.ndarray | jax.Array) -> np.ndarray:
+    """Convolutions from [out, in, height, width] to [height, width, in, out], matmuls from [out, in] to [in, out]."""
+    array = np.asarray(array)
+    return array.transpose(2, 3, 1, 0) if array.ndim == 4 else array.T

@@ -1,0 +1,107 @@
+"""Checkpoints that are damaged, not wanted, or can't be written."""
+
+from __future__ import annotations
+
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from examples.common.checkpoints import Checkpoints
+from examples.common.cli import UsageError
+
+
+def state(step):
+    return {"step": jnp.int32(step), "params": {"w": jnp.arange(100.0) + step}}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run") / "checkpoints"
+    with Checkpoints(folder, keep=3) as checkpoints:
+        for step in (1, 2, 3):
+            checkpoints.save(step, state(step), {"epoch": step})
+    return folder
+
+
+@pytest.fixture
+def folder(saved, tmp_path):
+    return shutil.copytree(saved, tmp_path / "checkpoints")
+
+
+def truncate(step):
+    for path in step.rglob("*"):
+        if path.is_file() and "ocdbt" in str(path):
+            path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def empty_files(step):
+    for path in step.rglob("*"):
+        if path.is_file():
+            path.write_bytes(b"")
+
+
+def empty_folder(step):
+    shutil.rmtree(step)
+    step.mkdir()
+
+
+DAMAGES = {
+    "truncated": truncate,
+    "zero bytes": empty_files,
+    "empty folder": empty_folder,
+    "no state": lambda step: shutil.rmtree(step / "state"),
+    "no position": lambda step: shutil.rmtree(step / "position"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_training_goes_on_from_the_newest_whole_checkpoint(folder, damage, capfd):
+    DAMAGES[damage](folder / "3")
+    with Checkpoints(folder, keep=3) as checkpoints:
+        restored, position = checkpoints.restore(lambda position: state(0), resume=True)
+        assert (int(restored["step"]), position) == (2, {"epoch": 2})
+        # Step 3 comes again, and must be saved again.
+        checkpoints.save(3, state(3), {"epoch": 30})
+    out, err = capfd.readouterr()
+    assert out.count("damaged checkpoint (step 3: ") == 1
+    assert "Traceback" not in out + err
+    with Checkpoints(folder, keep=3) as checkpoints:
+        assert checkpoints.restore(lambda position: state(0))[1] == {"epoch": 30}
+    assert (folder.parent / "checkpoints_set_aside" / "3-0").is_dir()
+
+
+def test_looking_at_a_checkpoint_moves_nothing(folder):
+    truncate(folder / "3")
+    with Checkpoints(folder, keep=3) as checkpoints:
+        assert checkpoints.restore(lambda position: state(0))[1] == {"epoch": 2}
+        assert checkpoints.steps == [1, 2, 3]
+
+
+def test_an_older_step_can_be_chosen(folder):
+    with Checkpoints(folder, keep=3) as checkpoints:
+        restored, _ = checkpoints.restore(lambda position: state(0), 1, resume=True)
+        np.testing.assert_array_equal(restored["params"]["w"], state(1)["params"]["w"])
+        assert checkpoints.steps == [1]
+        with pytest.raises(UsageError, match=r"--resume-step 3: .* has the steps \[1\]"):
+            checkpoints.restore(lambda position: state(0), 3)
+
+
+def test_another_model_is_told_from_a_run_without_checkpoints(folder, tmp_path):
+    with Checkpoints(folder, keep=3) as checkpoints, pytest.raises(UsageError, match="can be read as this model"):
+        checkpoints.restore(lambda position: {"other": jnp.zeros(3)})
+    with Checkpoints(tmp_path / "none") as checkpoints:
+        assert checkpoints.restore(lambda position: state(0)) is None
+
+
+def test_a_full_disk_is_one_line(tmp_path, monkeypatch):
+    with Checkpoints(tmp_path / "checkpoints") as checkpoints:
+
+        def save(*_, **__):
+            raise ValueError("RESOURCE_EXHAUSTED: Failed writing: No space left on device")
+
+        monkeypatch.setattr(checkpoints._manager, "save", save)
+        with pytest.raises(UsageError, match=r"No space left on device\. Make room"):
+            checkpoints.save(1, jax.device_get(state(1)), {})
