@@ -1,4 +1,4 @@
-"""What mpjax is to reach on an H200, and what was measured of it: `python -m benchmarks.goals`."""
+"""The goals for an H200, and the measurements of them: `python -m benchmarks.goals`."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from benchmarks.training.tables import memory, peak_share, speedup
 
 Content = dict[str, Any]
 Rows = dict[str, dict[str, Any]]
-NO_FIGURE = "no GPU figure yet"
+NO_FIGURE = "pending"
 WAYS = ("autocast", "with_policy")
 HALVES = ("float16", "bfloat16")
 
 
 @dataclasses.dataclass(frozen=True)
 class Goal:
-    """A bound, and the worst that was measured under it; `measured` is None where nothing was.
+    """A bound and the worst measurement under it.
 
-    `planned` is the worst by XLA's plan, made without a GPU, where nothing was measured; it is no measurement.
+    `measured` is None until there is a measurement. `planned` is the worst of XLA's plans, made without a GPU; a plan
+    is not a measurement, and is left out once there is one.
     """
 
     what: str
@@ -42,7 +43,7 @@ class Goal:
 
 
 def goals(training: Content, loss_scaling: Content, dry_run: Content | None = None) -> list[Goal]:
-    """All goals; of results that are not a GPU's, or not there, none is measured."""
+    """All goals. Only results from a GPU count as measurements."""
     plan: dict[str, Rows] = (dry_run or {}).get("results", {})
     on_gpu = training if training.get("environment", {}).get("platform") == "gpu" else {}
     found = [goal for model in WORKLOADS for goal in _of_model(on_gpu, model, plan.get(model, {}))]
@@ -89,9 +90,12 @@ def _loss_scaling(content: Content) -> Goal:
 
 
 def table(found: list[Goal]) -> str:
-    """Markdown; goals of which nothing is known are one line for all their models."""
-    lines = ["| goal | model | target | measured | holds | planned, not measured |", "|---|---|---|---|---|---|"]
-    for goal in found:
+    """Markdown: measured goals first, then planned ones, then one line for all the models that have neither."""
+    lines = [
+        "| goal | model | target | measured on a GPU | holds | by XLA's plan, not measured |",
+        "|---|---|---|---|---|---|",
+    ]
+    for goal in sorted(found, key=lambda goal: goal.measured is None):
         if goal.measured is not None or goal.planned is not None:
             measured = NO_FIGURE if goal.measured is None else f"{goal.measured:.3f}"
             holds = {None: "", True: "yes", False: "**no**"}[goal.holds]
@@ -117,7 +121,7 @@ def read(path: pathlib.Path) -> Content:
 
 
 def from_folder(folder: pathlib.Path) -> list[Goal]:
-    """The goals with what a folder of results has of them."""
+    """The goals, with the measurements in a folder of results."""
     return goals(*(read(folder / f"{name}.json") for name in ("training_gpu", "loss_scaling_gpu", "training_dry_run")))
 
 

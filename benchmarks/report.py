@@ -1,7 +1,8 @@
 """All results on one page, with plots: `python -m benchmarks.report` writes `benchmarks/results/README.md`.
 
-A suite is a JSON file with its environment and a Markdown table beside it. Results of another version of mpjax or JAX
-than those installed are marked as stale.
+A suite is a JSON file with its environment and a Markdown table beside it. Results of other versions of mpjax or JAX
+than the installed ones are marked as stale. The page leads with measurements; plans without a device, toy runs and
+goals that await a GPU follow.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks import RESULTS, goals
+from benchmarks import RESULTS, goals, headlines
 from benchmarks.training.tables import memory, speedup
 from perf.environment import versions
 
@@ -22,21 +23,21 @@ Content = dict[str, Any]
 TITLES = {
     "training_gpu": "Training steps on a GPU",
     "loss_scaling_gpu": "Loss scaling on a GPU",
+    "casting_float16_cpu": "Casting",
+    "faults_cpu": "Known faults, library by library",
+    "loss_scaling_cpu": "Loss scaling on a CPU",
+    "compiled_bfloat16_cpu": "The compiled program",
     "training_dry_run": "Training steps compiled for an H200 without a GPU",
     "training_cpu_toy": "Training steps at toy size on a CPU",
-    "loss_scaling_cpu": "Loss scaling on a CPU",
-    "faults_cpu": "Known faults, library by library",
-    "casting_float16_cpu": "Casting",
-    "compiled_bfloat16_cpu": "The compiled program",
 }
 SHOWN = ("tf32", "flax_float16", "autocast_float16", "with_policy_float16", "torch_compiled_amp_float16")
 
 
 def staleness(content: Content) -> str:
-    """What is stale in results, in words; empty where nothing is."""
+    """A sentence that names the stale results; empty if all are current."""
     now = versions()
     rows = content.get("results", {})
-    # Training's cells are measured one by one, each with its versions.
+    # Each cell of the training results has versions of its own.
     cells = [
         (f"{model} {name}", row["versions"])
         for model, of_model in rows.items()
@@ -61,20 +62,24 @@ def page(folder: pathlib.Path, plots: list[str]) -> str:
     """The page of a folder of results."""
     files = {path.stem: path for path in sorted(folder.glob("*.json"))}
     ordered = [*(name for name in TITLES if name in files), *(name for name in files if name not in TITLES)]
+    found = goals.from_folder(folder)
+    about_goals = ["## Goals on an H200", "", goals.table(found)]
+    if any(goal.measured is None for goal in found):
+        about_goals[2:2] = ["GPU results are pending for some goals; `python -m benchmarks.gpu` measures them.", ""]
     lines = [
         "# Results of the benchmarks",
         "",
         "Made by `python -m benchmarks.report` from the JSON files and tables of this folder; each section names the "
         "command that measured it.",
         "",
-        "## Goals on an H200",
+        headlines.table(headlines.headlines(folder)),
         "",
-        goals.table(goals.from_folder(folder)),
         *(f"![{plot.removesuffix('.png').replace('_', ' ')}]({plot})\n" for plot in plots),
     ]
     for name in ordered:
         if section := _section(name, files[name]):
             lines += section
+    lines += about_goals
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -94,7 +99,7 @@ def _section(name: str, path: pathlib.Path) -> list[str]:
 
 
 def plot_all(folder: pathlib.Path) -> list[str]:
-    """Draws what there are results for; the names of the files."""
+    """Draws the plots that there are results for and returns the names of the files."""
     drawn = []
     measured = (folder / "training_gpu.json").exists()
     plans = () if measured else (("planned_memory.png", "training_dry_run.json", _planned_memory),)
@@ -161,7 +166,7 @@ def _loss_scaling(content: Content) -> tuple[Bars, str]:
 
 
 def _bars(path: pathlib.Path, bars: Bars, label: str, device: str) -> None:
-    """Groups of bars, one colour for each kind; what was not measured is left out."""
+    """Groups of bars, one colour for each kind, without those that were not measured."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -3,46 +3,67 @@
 import typing as _typing
 
 from mpjax._lazy import lazy as _lazy
-from mpjax.casting import AutocastWarning as AutocastWarning
-from mpjax.casting import Explanation as Explanation
-from mpjax.casting import Rules as Rules
-from mpjax.casting import UnusedRuleWarning as UnusedRuleWarning
-from mpjax.casting import autocast as autocast
-from mpjax.casting import autocast_disabled as autocast_disabled
-from mpjax.casting import explain as explain
-from mpjax.casting import float_function as float_function
-from mpjax.casting import half_function as half_function
-from mpjax.casting import promote_function as promote_function
-from mpjax.lean_state import kahan as kahan
-from mpjax.lean_state import low_bit_state as low_bit_state
-from mpjax.lean_state import stochastic_rounding as stochastic_rounding
-from mpjax.loss_scale import LossScaleError as LossScaleError
-from mpjax.loss_scale import LossScaleState as LossScaleState
-from mpjax.loss_scale import apply_gradients as apply_gradients
-from mpjax.loss_scale import check_progress as check_progress
-from mpjax.loss_scale import dynamic_loss_scale as dynamic_loss_scale
-from mpjax.loss_scale import grad as grad
-from mpjax.loss_scale import keep_if_finite as keep_if_finite
-from mpjax.loss_scale import loss_scale_for as loss_scale_for
-from mpjax.loss_scale import scale_loss as scale_loss
-from mpjax.loss_scale import static_loss_scale as static_loss_scale
-from mpjax.loss_scale import unscale as unscale
-from mpjax.loss_scale import unscaled as unscaled
-from mpjax.loss_scale import value_and_grad as value_and_grad
-from mpjax.master_weights import MasterWeightsState as MasterWeightsState
-from mpjax.master_weights import master_weights as master_weights
-from mpjax.modules import with_policy as with_policy
-from mpjax.policy import Policy as Policy
-from mpjax.policy import UnusedOverrideWarning as UnusedOverrideWarning
-from mpjax.policy import get_policy as get_policy
 
 if _typing.TYPE_CHECKING:
     from mpjax import inspection as inspection
+    from mpjax.casting import AutocastWarning as AutocastWarning
+    from mpjax.casting import Explanation as Explanation
+    from mpjax.casting import Rules as Rules
+    from mpjax.casting import UnusedRuleWarning as UnusedRuleWarning
+    from mpjax.casting import autocast as autocast
+    from mpjax.casting import autocast_disabled as autocast_disabled
+    from mpjax.casting import explain as explain
+    from mpjax.casting import float_function as float_function
+    from mpjax.casting import half_function as half_function
+    from mpjax.casting import promote_function as promote_function
     from mpjax.inspection import *  # noqa: F403
+    from mpjax.lean_state import kahan as kahan
+    from mpjax.lean_state import low_bit_state as low_bit_state
+    from mpjax.lean_state import stochastic_rounding as stochastic_rounding
+    from mpjax.loss_scale import LossScaleError as LossScaleError
+    from mpjax.loss_scale import LossScaleState as LossScaleState
+    from mpjax.loss_scale import LossScaleWarning as LossScaleWarning
+    from mpjax.loss_scale import apply_gradients as apply_gradients
+    from mpjax.loss_scale import check_progress as check_progress
+    from mpjax.loss_scale import dynamic_loss_scale as dynamic_loss_scale
+    from mpjax.loss_scale import grad as grad
+    from mpjax.loss_scale import keep_if_finite as keep_if_finite
+    from mpjax.loss_scale import loss_scale_for as loss_scale_for
+    from mpjax.loss_scale import restore_if_skipped as restore_if_skipped
+    from mpjax.loss_scale import scale_loss as scale_loss
+    from mpjax.loss_scale import static_loss_scale as static_loss_scale
+    from mpjax.loss_scale import unscale as unscale
+    from mpjax.loss_scale import unscaled as unscaled
+    from mpjax.loss_scale import value_and_grad as value_and_grad
+    from mpjax.master_weights import MasterWeightsState as MasterWeightsState
+    from mpjax.master_weights import master_weights as master_weights
+    from mpjax.modules import with_policy as with_policy
+    from mpjax.policy import ExplicitDtypeWarning as ExplicitDtypeWarning
+    from mpjax.policy import Policy as Policy
+    from mpjax.policy import UnusedOverrideWarning as UnusedOverrideWarning
+    from mpjax.policy import get_policy as get_policy
 else:
-    # A training run that inspects nothing pays for none of it.
-    from mpjax.inspection.tools import HOMES as _HOMES
+    # A name is imported at its first use: `python -m mpjax run` must not import JAX before the script does, and a
+    # training run that inspects nothing pays for no inspection.
+    from mpjax.inspection.tools import HOMES as _INSPECTION
 
-    __getattr__, __dir__ = _lazy(__name__, {"inspection": "mpjax.inspection"} | _HOMES)
+    _MODULES = {
+        "casting": """
+            AutocastWarning Explanation Rules UnusedRuleWarning autocast autocast_disabled explain
+            float_function half_function promote_function""",
+        "lean_state": "kahan low_bit_state stochastic_rounding",
+        "loss_scale": """
+            LossScaleError LossScaleState LossScaleWarning apply_gradients check_progress
+            dynamic_loss_scale grad keep_if_finite loss_scale_for restore_if_skipped scale_loss
+            static_loss_scale unscale unscaled value_and_grad""",
+        "master_weights": "MasterWeightsState master_weights",
+        "modules": "with_policy",
+        "policy": "ExplicitDtypeWarning Policy UnusedOverrideWarning get_policy",
+    }
+    _HOMES = {name: f"mpjax.{module}" for module, names in _MODULES.items() for name in names.split()}
+    __all__ = [*_HOMES]
+    _HOMES = {name: f"mpjax.{name}" for name in (*_MODULES, "inspection")} | _HOMES
+    _HOMES["master_weights"] += ":master_weights"  # the function, not the module of its name
+    __getattr__, __dir__ = _lazy(__name__, _HOMES | _INSPECTION)
 
 __version__ = "0.1.0"

@@ -17,7 +17,8 @@ def lazy(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], 
 
     Args:
         package: the package's `__name__`.
-        homes: the module that defines each name; a module that defines its own name is the value itself.
+        homes: the module that defines each name; a module that defines its own name is the value itself, unless
+            the home is written `module:name`.
     """
 
     class Package(types.ModuleType):
@@ -31,7 +32,7 @@ def lazy(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], 
     def getattribute(name: str) -> Any:
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}", name=name, obj=sys.modules[package])
-        module = importlib.import_module(homes[name])
+        module = importlib.import_module(homes[name].partition(":")[0])
         value = module if homes[name] == f"{package}.{name}" else getattr(module, name)
         setattr(sys.modules[package], name, value)
         return value

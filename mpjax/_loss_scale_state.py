@@ -1,15 +1,16 @@
-"""The state of loss scaling: what it holds, how to find it, and what to do after a step with it."""
+"""The state of loss scaling: what it holds, how to find it, and whether training makes progress by it."""
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, TypeVar
+import warnings
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-
-T = TypeVar("T")
+import optax
 
 _WHERE = (
     "Which operation it is: print(mpjax.find_nonfinite(train_step, params, opt_state, batch)) with the step's own "
@@ -48,16 +49,24 @@ class LossScaleError(RuntimeError):
         self.cause = cause
 
 
+class LossScaleWarning(UserWarning):
+    """An optimizer is wrapped in a way that loss scaling can't work with, or that loses small updates."""
+
+
 def find_loss_scale_state(opt_state: Any) -> LossScaleState:
     """The one `LossScaleState` in an optimizer state, a `TrainState` or an `nnx.Optimizer`.
 
     Raises:
         ValueError: there is none, or there are several.
+
+    Warns:
+        LossScaleWarning: a transformation around it hides overflows from it.
     """
     tree = getattr(opt_state, "opt_state", opt_state)
-    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, LossScaleState))
+    leaves = jax.tree.leaves(tree, is_leaf=_is_state)
     found = [leaf for leaf in leaves if isinstance(leaf, LossScaleState)]
     if len(found) == 1:
+        warn_if_overflows_are_hidden(tree)
         return found[0]
     if not found:
         raise ValueError(
@@ -71,35 +80,62 @@ def find_loss_scale_state(opt_state: Any) -> LossScaleState:
     )
 
 
+def _is_state(x: Any) -> bool:
+    return isinstance(x, LossScaleState)
+
+
+def contains_state(tree: Any) -> bool:
+    """Whether there is a `LossScaleState` at any depth of a tree."""
+    return any(map(_is_state, jax.tree.leaves(tree, is_leaf=_is_state)))
+
+
+# What to write instead of a wrapper around loss scaling, by the type of the wrapper's state.
+_HIDING = {
+    optax.ApplyIfFiniteState: (
+        "optax.apply_if_finite skips non-finite steps before the loss scale learns of them, so the scale never backs "
+        "off. Drop apply_if_finite: dynamic_loss_scale skips such steps itself."
+    ),
+    optax.MultiStepsState: (
+        "optax.MultiSteps accumulates gradients before the loss scale checks them, so one NaN stays in its "
+        "accumulator. Write dynamic_loss_scale(optax.MultiSteps(tx, k))."
+    ),
+    optax.ZeroNansState: (
+        "optax.zero_nans in front of loss scaling replaces the NaNs that show an overflow, so the scale never backs "
+        "off and zeros are taken for gradients. Drop zero_nans, or put it inside: "
+        "dynamic_loss_scale(optax.chain(optax.zero_nans(), tx))."
+    ),
+}
+
+
+def warn_if_overflows_are_hidden(opt_state: Any) -> None:
+    """Warns of transformations around loss scaling after which it can't see an overflow."""
+    for kind in _hiding(opt_state):
+        warnings.warn(f"loss scaling: {_HIDING[kind]}", LossScaleWarning, stacklevel=5)
+
+
+def _hiding(node: Any) -> Iterator[type]:
+    """The types in `_HIDING` whose transformation sees the gradients before loss scaling does."""
+    if _is_state(node) or not contains_state(node):
+        return
+    if type(node) in _HIDING:
+        yield type(node)
+    for child in _children(node):
+        if contains_state(child):
+            yield from _hiding(child)
+            return
+        # A chain's states are in the order in which its transformations run.
+        leaves = jax.tree.leaves(child, is_leaf=lambda x: isinstance(x, optax.ZeroNansState))
+        if any(isinstance(leaf, optax.ZeroNansState) for leaf in leaves):
+            yield optax.ZeroNansState
+
+
+def _children(node: Any) -> list[Any]:
+    return jax.tree.leaves(node, is_leaf=lambda x: x is not node)
+
+
 def loss_scale_of(opt_state: Any) -> jax.Array:
     """The present loss scale, float32."""
     return jnp.asarray(find_loss_scale_state(opt_state).loss_scale)
-
-
-def keep_if_finite(opt_state: Any, new: T, old: T) -> T:
-    """Chooses `new` if the last step was taken, `old` if it was skipped.
-
-    For what the optimizer does not own (batch statistics, an EMA of the weights, RNG state): one
-    skipped step with overflown activations would otherwise poison a running mean for ever.
-
-    Args:
-        opt_state: state *after* `tx.update` or `apply_gradients`.
-        new, old: trees of arrays, same structure, shapes and dtypes.
-
-    Raises:
-        ValueError: no (or more than one) `LossScaleState` in `opt_state`, or the trees differ.
-
-    Example:
-        >>> import optax, mpjax
-        >>> tx = mpjax.dynamic_loss_scale(optax.sgd(0.1))
-        >>> params = {"w": jnp.ones(2)}
-        >>> _, opt_state = tx.update({"w": jnp.array([1.0, jnp.inf])}, tx.init(params), params)
-        >>> float(keep_if_finite(opt_state, new=jnp.nan, old=3.0))
-        3.0
-    """
-    finite = jnp.asarray(find_loss_scale_state(opt_state).last_finite)
-    # `where`, never a multiplication: 0 * NaN is NaN.
-    return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
 
 
 def check_progress(opt_state: Any, max_consecutive_skips: int = 50) -> None:

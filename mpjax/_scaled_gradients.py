@@ -16,58 +16,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mpjax._cotangents import is_differentiable, is_overwritten, scale_cotangent, unscale_by
 from mpjax._loss_scale_state import loss_scale_of
 from mpjax.modules.boundary import InPlaceChanges, contains_nnx_object, map_arrays, with_boundary
-from mpjax.policy import HALF_DTYPES, is_castable, is_half
+from mpjax.policy import is_castable, is_half
 
 T = TypeVar("T")
-
-
-def _is_differentiable(x: Any) -> bool:
-    """Arrays of a real float dtype, and complex ones; a Python scalar is a constant to JAX."""
-    return is_castable(x) or (hasattr(x, "shape") and jnp.issubdtype(jnp.result_type(x), jnp.complexfloating))
-
-
-def _multiply(ct: Any, factor: jax.Array) -> Any:
-    # In float32 at least, and rounded once: float16 can not hold a scale above 65504.
-    wide = jnp.promote_types(ct.dtype, jnp.float32)
-    return (ct.astype(wide) * factor.astype(wide)).astype(ct.dtype)
-
-
-@jax.custom_vjp
-def _scale_cotangent(x: Any, scale: jax.Array) -> Any:
-    """Identity whose cotangent is multiplied by `scale`."""
-    return x
-
-
-_scale_cotangent.defvjp(
-    lambda x, scale: (x, scale),
-    lambda scale, ct: (_multiply(ct, scale), jnp.zeros_like(scale)),
-)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _unscale_cotangent(x: Any, scale: jax.Array, path: str) -> Any:
-    """Identity whose cotangent is divided by `scale`; can not be differentiated at a half array."""
-    return x
-
-
-def _unscale_cotangent_fwd(x: Any, scale: jax.Array, path: str) -> tuple[Any, jax.Array]:
-    if np.dtype(x.dtype) in HALF_DTYPES:
-        raise TypeError(
-            f"scale_loss: the differentiated argument {path} is {x.dtype}, so JAX would return its gradient in "
-            f"{x.dtype}, and unscaling it there would lose what scaling saved. Use mpjax.value_and_grad or "
-            "mpjax.grad (they differentiate at a float32 copy and return float32 gradients), or keep the "
-            "parameters in float32 (mpjax.master_weights keeps the master copy of half ones)."
-        )
-    return x, scale
-
-
-def _unscale_cotangent_bwd(path: str, scale: jax.Array, ct: Any) -> tuple[Any, jax.Array]:
-    return _multiply(ct, 1.0 / scale), jnp.zeros_like(scale)
-
-
-_unscale_cotangent.defvjp(_unscale_cotangent_fwd, _unscale_cotangent_bwd)
 
 
 def scale_loss(fun: Callable[..., T], opt_state: Any, has_aux: bool = False) -> Callable[..., T]:
@@ -110,13 +64,14 @@ def scale_loss(fun: Callable[..., T], opt_state: Any, has_aux: bool = False) -> 
 
     Source: Micikevicius et al. 2018, section 3.2 (https://arxiv.org/abs/1710.03740).
     """
-    scale = loss_scale_of(opt_state)
+    scale = _one_scale("scale_loss", opt_state)
+    inverse = 1.0 / scale
 
     def enter(path: str, x: Any) -> Any:
-        return _unscale_cotangent(x, scale, path) if _is_differentiable(x) else x
+        return scale_cotangent(x, inverse, path) if is_differentiable(x) and not is_overwritten(path) else x
 
     def leave(path: str, x: Any) -> Any:
-        return _scale_cotangent(x, scale) if _is_differentiable(x) else x
+        return scale_cotangent(x, scale) if is_differentiable(x) else x
 
     if not has_aux:
         return with_boundary(fun, enter, leave)
@@ -156,14 +111,16 @@ def unscaled(fun: Callable[..., T], opt_state: Any) -> Callable[..., T]:
         >>> float(mpjax.grad(f, opt_state)(1.0 + jnp.zeros(())))
         0.5
     """
-    scale = loss_scale_of(opt_state)
+    scale = _one_scale("unscaled", opt_state)
+    inverse = 1.0 / scale
 
+    # On the way back: unscaled where the cotangents enter the part, at its results; scaled again where they leave it.
     def enter(path: str, x: Any) -> Any:
-        x = _scale_cotangent(x, scale) if _is_differentiable(x) and not is_half(x) else x
-        return _scale_cotangent(x.astype(jnp.float32), scale) if is_half(x) else x
+        wide = x.astype(jnp.float32) if is_half(x) else x
+        return scale_cotangent(wide, scale) if is_differentiable(wide) else x
 
     def leave(path: str, x: Any) -> Any:
-        return _unscale_cotangent(x, scale, path) if _is_differentiable(x) and not is_half(x) else x
+        return scale_cotangent(x, inverse, path) if is_differentiable(x) and not is_half(x) else x
 
     @functools.wraps(fun)
     def in_float32(*args: Any, **kwargs: Any) -> Any:
@@ -213,6 +170,8 @@ def value_and_grad(
         (dtype('float32'), 5.96...e-08)
     """
     cast_fun = fun if policy is None else _autocast(fun, policy)
+    if opt_state is not None:
+        _one_scale("value_and_grad", opt_state)  # a state without a scale is told here, not at the first step
 
     @functools.wraps(fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> Any:
@@ -277,8 +236,9 @@ def unscale(grads: T, opt_state: Any) -> T:
     gradients that were *not* yet unscaled) and want true gradients for logging or clipping.
 
     Args:
-        grads: tree of gradients; float16 and bfloat16 leaves become float32.
-        opt_state: the state whose loss scale was used, *before* `tx.update` changed it.
+        grads: tree of gradients; float16 and bfloat16 leaves become float32, others keep their dtype.
+        opt_state: the state whose loss scale was used, *before* `tx.update` changed it. If its scale has mapped
+            axes (a state outside of its `vmap` or `pmap`), each member of `grads` is divided by its own.
 
     Example:
         >>> import optax, mpjax
@@ -289,16 +249,14 @@ def unscale(grads: T, opt_state: Any) -> T:
     return unscale_by(grads, loss_scale_of(opt_state))
 
 
-def unscale_by(grads: T, scale: jax.Array) -> T:
-    """Divides the differentiable leaves of a tree by `scale`, in float32 (float64 stays so)."""
-
-    def leaf(g: Any) -> Any:
-        if not _is_differentiable(g):
-            return g
-        wide = jnp.promote_types(g.dtype, jnp.float32)
-        return _multiply(jnp.asarray(g, wide), 1.0 / scale)
-
-    return jax.tree.map(leaf, grads)
+def _one_scale(name: str, opt_state: Any) -> jax.Array:
+    scale = loss_scale_of(opt_state)
+    if scale.ndim:
+        raise ValueError(
+            f"{name}: the loss scale has shape {scale.shape}, one for each member of a vmap or pmap: which one scales "
+            f"this loss? Call mpjax.{name} inside of the vmap or pmap, with the member's own state."
+        )
+    return scale
 
 
 def _autocast(fun: Callable[..., Any], policy: Any) -> Callable[..., Any]:

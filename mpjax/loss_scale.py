@@ -1,13 +1,14 @@
-"""Loss scaling as an optax transformation: skip what is not finite, and find the scale by itself.
+"""Loss scaling as an optax transformation: skips steps that are not finite, and adapts the scale.
 
-The gradient side of it (`scale_loss`, `value_and_grad`, ...) and the state (`LossScaleState`,
-`check_progress`, ...) have files of their own and are named here too.
+The gradient side of it (`scale_loss`, `value_and_grad`, ...), the state (`LossScaleState`,
+`check_progress`, ...) and what goes with a step have files of their own and are named here too.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -15,68 +16,31 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from mpjax import _applying
+from mpjax._applying import apply_gradients as apply_gradients
+from mpjax._applying import as_transformation
+from mpjax._cotangents import unscale_by
+from mpjax._keep_if_finite import keep_if_finite as keep_if_finite
+from mpjax._keep_if_finite import restore_if_skipped as restore_if_skipped
 from mpjax._loss_scale_state import LossScaleError as LossScaleError
 from mpjax._loss_scale_state import LossScaleState as LossScaleState
+from mpjax._loss_scale_state import LossScaleWarning as LossScaleWarning
 from mpjax._loss_scale_state import check_progress as check_progress
-from mpjax._loss_scale_state import keep_if_finite as keep_if_finite
+from mpjax._replicas import all_finite
 from mpjax._scaled_gradients import grad as grad
 from mpjax._scaled_gradients import scale_loss as scale_loss
 from mpjax._scaled_gradients import unscale as unscale
-from mpjax._scaled_gradients import unscale_by
 from mpjax._scaled_gradients import unscaled as unscaled
 from mpjax._scaled_gradients import value_and_grad as value_and_grad
+from mpjax._state_dtypes import cast_like, settled, warn_without_masters
 from mpjax.policy import get_policy
 
 # A scale and its reciprocal must both be normal float32 numbers, or unscaling is not exact.
 _SMALLEST, _LARGEST = 2.0**-126, 2.0**126
 
 
-class ApplyingTransformation(optax.GradientTransformationExtraArgs):
-    """A transformation that can also write the new params itself: see `apply_gradients`."""
-
-    apply: Callable[..., tuple[Any, Any]]
-
-    @classmethod
-    def create(cls, init: Any, update: Any, apply: Any) -> ApplyingTransformation:
-        """A transformation with the three functions; `apply(grads, state, params, **extra)`."""
-        transformation = cls(init, update)
-        transformation.apply = apply
-        return transformation
-
-
-def apply_gradients(
-    tx: optax.GradientTransformation, grads: Any, opt_state: Any, params: Any, **extra_args: Any
-) -> tuple[Any, Any]:
-    """Updates and applies in one: the new params and the new optimizer state.
-
-    The same as `tx.update` followed by `optax.apply_updates`, but with a loss-scaled `tx` both happen
-    inside the one `lax.cond` that skips, so no array of updates is written and read again.
-
-    Args:
-        tx: any optax transformation.
-        grads, params: trees of one structure.
-        opt_state: state of `tx`.
-        **extra_args: passed to `tx.update`, such as `value=loss`.
-
-    Returns:
-        `(params, opt_state)`; on a skipped step the params and the inner state are bitwise the old.
-
-    Example:
-        >>> import optax, mpjax
-        >>> tx = mpjax.dynamic_loss_scale(optax.sgd(0.5))
-        >>> params = {"w": jnp.ones(2)}
-        >>> params, state = mpjax.apply_gradients(tx, {"w": jnp.ones(2)}, tx.init(params), params)
-        >>> params["w"].tolist()
-        [0.5, 0.5]
-    """
-    if isinstance(tx, ApplyingTransformation):
-        return tx.apply(grads, opt_state, params, **extra_args)
-    updates, opt_state = optax.with_extra_args_support(tx).update(grads, opt_state, params, **extra_args)
-    return optax.apply_updates(params, updates), opt_state
-
-
 def dynamic_loss_scale(
-    inner: optax.GradientTransformation,
+    inner: optax.GradientTransformation | optax.MultiSteps,
     *,
     init_scale: float = 2.0**15,
     growth_interval: int = 2000,
@@ -88,7 +52,7 @@ def dynamic_loss_scale(
     axis_name: Any = None,
     grads_are_scaled: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """Wraps an optimizer so that it skips non-finite steps and finds the loss scale by itself.
+    """Wraps an optimizer so that it skips non-finite steps and adapts the loss scale.
 
     With S the scale, and a step that is finite if all gradients (and the loss, if given) are:
 
@@ -99,7 +63,7 @@ def dynamic_loss_scale(
     Args:
         inner: the optimizer; also an `optax.MultiSteps`. To accumulate gradients wrap in this order:
             `dynamic_loss_scale(optax.MultiSteps(tx, k))`. The other order can not work: `MultiSteps`
-            masks by multiplying, so one NaN stays in its accumulator for ever, and with
+            masks by multiplying, so one NaN stays in its accumulator, and with
             `should_skip_update_fn` the scale never learns of the overflow.
         init_scale: first scale. Powers of two (with such factors) keep unscaling exact.
         growth_interval: finite steps in a row before the scale grows.
@@ -108,7 +72,9 @@ def dynamic_loss_scale(
         min_scale, max_scale: the scale stays between, whatever comes in.
         hysteresis: an overflow lowers the scale only as the `hysteresis`-th skipped step in a row or later.
         axis_name: mapped axis name(s) (`pmap`, `shard_map`, `vmap`) over which all replicas take one
-            decision; needed where they see different gradients, say sharded ones.
+            decision. `shard_map` with `check_vma=True` needs none: the axes along which the gradients vary, and the
+            state does not, are found. Inside `pmap` and without such checks it must be given, or `()` where
+            the gradients are the same on every replica, or each replica trains a model of its own.
         grads_are_scaled: the loop multiplies the loss by the scale itself and gives gradients of
             that product; they are unscaled here, in float32. Leave it off with `scale_loss`,
             `value_and_grad` and `grad`, which return true gradients.
@@ -119,8 +85,14 @@ def dynamic_loss_scale(
         extra arguments go on to `inner`.
 
     Raises:
-        ValueError: an argument out of its range (quoted, when the transformation is built).
+        ValueError: an argument out of its range (quoted, when the transformation is built); in `update`, a
+            pmap or a shard_map without `check_vma`, and no `axis_name`.
         TypeError: `inner` is not an optax transformation.
+
+    Warns:
+        LossScaleWarning: in `init`, params are half and `inner` keeps no `master_weights` of them; where the
+            state is used, a transformation around this one (`optax.apply_if_finite`, `optax.zero_nans` in front,
+            `optax.MultiSteps`) hides overflows from it.
 
     Example:
         >>> import optax, mpjax
@@ -148,19 +120,18 @@ def dynamic_loss_scale(
     )
     _check(1.0 <= growth_factor < math.inf, "growth_factor", growth_factor, "must be at least 1 and finite")
     _check(0.0 < backoff_factor <= 1.0, "backoff_factor", backoff_factor, "must be above 0 and at most 1")
-    for name, count in (("growth_interval", growth_interval), ("hysteresis", hysteresis)):
-        _check(isinstance(count, int) and 0 < count < 2**31, name, count, "must be a positive integer")
+    growth_interval, hysteresis = _count("growth_interval", growth_interval), _count("hysteresis", hysteresis)
 
     def next_scale(scale: jax.Array, grow: jax.Array, back_off: jax.Array) -> jax.Array:
         changed = jnp.where(grow, scale * growth_factor, jnp.where(back_off, scale * backoff_factor, scale))
-        # Also mends a NaN, which compares false, should one have come in with a foreign checkpoint.
+        # A NaN, which may come in with a foreign checkpoint, compares false and becomes the minimum.
         return jnp.minimum(jnp.where(changed >= min_scale, changed, min_scale), max_scale).astype(jnp.float32)
 
     return _loss_scaled(inner, init_scale, next_scale, growth_interval, hysteresis, axis_name, grads_are_scaled)
 
 
 def static_loss_scale(
-    inner: optax.GradientTransformation,
+    inner: optax.GradientTransformation | optax.MultiSteps,
     scale: float,
     *,
     axis_name: Any = None,
@@ -182,6 +153,8 @@ def static_loss_scale(
         >>> float(state.loss_scale)
         128.0
     """
+    if hasattr(scale, "update"):
+        raise TypeError("static_loss_scale: the optimizer comes first: static_loss_scale(tx, 128.0).")
     _check(_SMALLEST <= scale <= _LARGEST, "scale", scale, "must lie between 2**-126 and 2**126")
 
     def next_scale(present: jax.Array, grow: jax.Array, back_off: jax.Array) -> jax.Array:
@@ -191,7 +164,7 @@ def static_loss_scale(
 
 
 def loss_scale_for(
-    policy: Any, inner: optax.GradientTransformation, **kwargs: Any
+    policy: Any, inner: optax.GradientTransformation | optax.MultiSteps, **kwargs: Any
 ) -> optax.GradientTransformationExtraArgs:
     """The loss scaling that a policy needs, so that a script with a `--policy` flag has no branch.
 
@@ -228,11 +201,14 @@ def _loss_scaled(
     hysteresis: int,
     axis_name: Any,
     grads_are_scaled: bool,
-) -> ApplyingTransformation:
-    """The transformation behind the public ones, which differ in `next_scale` alone."""
+) -> optax.GradientTransformationExtraArgs:
+    """The transformation behind the public ones, which differ only in `next_scale`."""
     inner = as_transformation(inner)
 
     def init(params: Any) -> LossScaleState:
+        params = _applying.without_overwritten(_applying.trainable(params))
+        inner_state = settled(inner, inner.init(params), params)
+        warn_without_masters(inner_state, params)
         # Arrays of their own each: two leaves in one buffer could not be donated.
         return LossScaleState(
             loss_scale=jnp.asarray(init_scale, jnp.float32),
@@ -240,7 +216,7 @@ def _loss_scaled(
             skipped_steps=jnp.zeros((), jnp.int32),
             consecutive_skips=jnp.zeros((), jnp.int32),
             last_finite=jnp.ones((), jnp.bool_),
-            inner_state=inner.init(params),
+            inner_state=inner_state,
             nonfinite_losses=jnp.zeros((), jnp.int32),
             consecutive_nonfinite_losses=jnp.zeros((), jnp.int32),
         )
@@ -265,10 +241,10 @@ def _loss_scaled(
             ),
         )
 
-    def decide(grads: Any, state: LossScaleState, extra_args: dict[str, Any]) -> LossScaleState:
+    def decide(values: Any, state: LossScaleState, extra_args: dict[str, Any]) -> LossScaleState:
         """The next state, with the decision in it."""
-        loss_finite = _all_finite(extra_args.get("value"), axis_name)
-        finite = _all_finite(true(grads, state), axis_name) & loss_finite
+        loss_finite = all_finite(extra_args.get("value"), state.loss_scale, axis_name)
+        finite = all_finite(values, state.loss_scale, axis_name) & loss_finite
         return next_state(state, finite, loss_finite)
 
     def true(grads: Any, state: LossScaleState) -> Any:
@@ -277,58 +253,68 @@ def _loss_scaled(
         return unscale_by(grads, state.loss_scale) if grads_are_scaled else grads
 
     def update(grads: Any, state: LossScaleState, params: Any = None, **extra_args: Any) -> tuple[Any, LossScaleState]:
+        _check_state("tx.update(grads, state, params)", grads, state, params)
+        if _applying.overwritten(grads) is not None:
+            raise ValueError(
+                "loss scaling: the gradients have Flax's FP8 collection '_overwrite_with_gradient': new values, which "
+                "no update can be added up to exactly. Use mpjax.apply_gradients(tx, grads, opt_state, params), "
+                "flax.training.TrainState, or call tx with the parameters' gradients alone."
+            )
+        params = params if params is None else _applying.trained(params, grads)
+
         def take() -> tuple[Any, Any]:
             return inner.update(true(grads, state), state.inner_state, params, **extra_args)
 
-        new = decide(grads, state, extra_args)
-        shapes, _ = jax.eval_shape(take)
-        updates, inner_state = jax.lax.cond(new.last_finite, take, lambda: (_zeros(shapes, grads), state.inner_state))
-        return updates, new._replace(inner_state=inner_state)
+        def skip() -> tuple[Any, Any]:
+            # `zeros_like` of a shape keeps the sharding and the varying axes that are part of its type.
+            return jax.tree.map(jnp.zeros_like, updates), cast_like(state.inner_state, inner_state)
 
-    def apply(grads: Any, state: LossScaleState, params: Any, **extra_args: Any) -> tuple[Any, LossScaleState]:
+        new = decide(true(grads, state), state, extra_args)
+        updates, inner_state = jax.eval_shape(take)
+        taken, inner_state = jax.lax.cond(new.last_finite, take, skip)
+        return taken, new._replace(inner_state=inner_state)
+
+    def apply(
+        grads: Any, state: LossScaleState, params: Any, *, also_check: Any = None, **extra_args: Any
+    ) -> tuple[Any, LossScaleState]:
+        _check_state("apply_gradients(tx, grads, opt_state, params)", grads, state, params)
+
         def take() -> tuple[Any, Any]:
             return apply_gradients(inner, true(grads, state), state.inner_state, params, **extra_args)
 
-        new = decide(grads, state, extra_args)
-        params, inner_state = jax.lax.cond(new.last_finite, take, lambda: (params, state.inner_state))
+        new = decide((true(grads, state), also_check), state, extra_args)
+        _, inner_state = jax.eval_shape(take)
+        params, inner_state = jax.lax.cond(
+            new.last_finite, take, lambda: (params, cast_like(state.inner_state, inner_state))
+        )
         return params, new._replace(inner_state=inner_state)
 
-    return ApplyingTransformation.create(init, update, apply)
+    return _applying.transformation(init, update, apply, decides=True)
 
 
-def _all_finite(tree: Any, axis_name: Any) -> jax.Array:
-    """Whether every inexact leaf is finite, on every replica of `axis_name`: one read of the tree."""
-    leaves = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
-    finite = jnp.stack([jnp.all(jnp.isfinite(x)) for x in leaves]).all() if leaves else jnp.ones((), jnp.bool_)
-    if axis_name is None:
-        return finite
-    return jax.lax.pmin(finite.astype(jnp.int32), axis_name).astype(jnp.bool_)
-
-
-def _zeros(shapes: Any, grads: Any) -> Any:
-    """Zero updates of the given shapes; made from the gradients where they fit, to share their sharding."""
-    treedef: Any = jax.tree.structure(shapes)
-    likes = jax.tree.leaves(grads) if treedef == jax.tree.structure(grads) else [None] * treedef.num_leaves
-    zeros = [
-        jnp.zeros_like(like, s.dtype)
-        if like is not None and jnp.shape(like) == s.shape
-        else jnp.zeros(s.shape, s.dtype)
-        for s, like in zip(jax.tree.leaves(shapes), likes, strict=True)
-    ]
-    return jax.tree.unflatten(treedef, zeros)
-
-
-def as_transformation(inner: Any) -> Any:
-    if isinstance(inner, optax.MultiSteps):
-        inner = inner.gradient_transformation()
-    if not (callable(getattr(inner, "init", None)) and callable(getattr(inner, "update", None))):
+def _check_state(call: str, grads: Any, state: Any, params: Any) -> None:
+    if not isinstance(state, LossScaleState):
         raise TypeError(
-            f"expected an optax gradient transformation to wrap, got {inner!r} "
-            "(give the transformation itself, such as optax.adam(1e-3))."
+            f"{call}: the state is a {type(state).__name__}, not the LossScaleState of this transformation."
         )
-    return inner if isinstance(inner, ApplyingTransformation) else optax.with_extra_args_support(inner)
+    if jnp.ndim(state.loss_scale):
+        raise ValueError(
+            f"{call}: the state's loss_scale has shape {jnp.shape(state.loss_scale)}, one for each member of a vmap or "
+            "pmap. Call the update inside of it, as tx.init was."
+        )
+    _applying.check_arguments(call, grads, state, params)
 
 
 def _check(ok: bool, name: str, value: Any, rule: str) -> None:
     if not ok:
         raise ValueError(f"loss scale: {name}={value!r}: {rule}.")
+
+
+def _count(name: str, value: Any) -> int:
+    """A positive integer of any kind, NumPy's included."""
+    try:
+        count = 0 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        count = 0
+    _check(0 < count < 2**31, name, value, "must be a positive integer")
+    return count

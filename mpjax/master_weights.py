@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from mpjax.loss_scale import ApplyingTransformation, apply_gradients, as_transformation
+from mpjax import _applying
+from mpjax._applying import apply_gradients, as_transformation
 from mpjax.policy import HALF_DTYPES, get_policy, is_half
 
 
@@ -64,6 +65,7 @@ def master_weights(inner: optax.GradientTransformation, policy: Any = "O2") -> o
         return inner
 
     def init(params: Any) -> MasterWeightsState:
+        params = _applying.without_overwritten(_applying.trainable(params))
         master = jax.tree.map(lambda p: p.astype(jnp.float32) if is_half(p) else optax.MaskedNode(), params)
         return MasterWeightsState(master, inner.init(_full(master, params)))
 
@@ -85,7 +87,7 @@ def master_weights(inner: optax.GradientTransformation, policy: Any = "O2") -> o
         rounded = jax.tree.map(lambda p, t: t.astype(p.dtype), params, target)
         return rounded, MasterWeightsState(_masters(params, target), inner_state)
 
-    return ApplyingTransformation.create(init, update, apply)
+    return _applying.transformation(init, update, apply, decides=False)
 
 
 def _widen(tree: Any) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import re
 import warnings
 from collections.abc import Iterable
 from typing import Any, TypeVar
@@ -35,13 +36,36 @@ _DTYPE_NAMES = {
     "float32": "float32",
     "float64": "float64",
 }
-_KEYS = {"p": "params", "c": "compute", "o": "output"}
+_KEYS = {"p": "params", "c": "compute", "o": "output", "r": "reduce"}
+_FLAGS = {"true": True, "false": False}
 # Separate the overrides in a policy's string; a pattern can hold neither.
 _OVERRIDE_SEPARATOR, _OVERRIDE_ARROW = ";", "=>"
+# The override pattern that stands for every normalisation layer.
+NORM = "<norm>"
+# Patterns that a model need not match: `<norm>` means "any normalisation layer there may be".
+NORM_PATTERNS = (NORM,)
+# BatchNorm, LayerNorm, InstanceNorm2d, ...: the classes of Flax, Equinox, Haiku, and of users.
+_NORM_CLASS = re.compile(r"Norm(\dd)?$")
+# norm, layer_norm_1, GroupNorm_0, bn, bn1, ln_f, ln_1, rms: the names that people give them.
+_NORM_NAME = re.compile(r"norm|^(bn|gn|ln|rms)(_?\d+|_[a-z]+\d*)?$", re.IGNORECASE)
 
 
 class UnusedOverrideWarning(UserWarning):
     """An override pattern of a policy matched no path of the model or tree."""
+
+
+class ExplicitDtypeWarning(UserWarning):
+    """Layers keep a dtype of their own, wider than the policy's compute dtype."""
+
+
+def is_norm_class(cls: type) -> bool:
+    """Whether a module class is a normalisation layer: it, or one of its bases, is named `...Norm`."""
+    return any(_NORM_CLASS.search(base.__name__) for base in cls.__mro__)
+
+
+def _is_module(x: Any) -> bool:
+    """Whether `x` is a module of NNX or Equinox: a pytree whose class says what its parameters are for."""
+    return any(base.__name__ == "Module" for base in type(x).__mro__)
 
 
 def is_castable(x: Any) -> bool:
@@ -71,12 +95,16 @@ def path_string(path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def path_matches(path: str, pattern: str) -> bool:
+def path_matches(path: str, pattern: str, owner: type | None = None) -> bool:
     """Whether a shell-style `pattern` covers `path`, one of its parents, or the end of either.
 
     `*` crosses `/`, so `*/BatchNorm_*` covers `BatchNorm_0`, `Block_1/BatchNorm_0` and everything
     below them; so does a pattern without the leading `*/` if it names the path from its start.
+    `<norm>` covers what belongs to a normalisation layer: by the class of the `owner`, the module at the
+    path or the one that holds the parameter; by the names along the path where no class is known.
     """
+    if pattern == NORM:
+        return is_norm_class(owner) if owner else any(map(_NORM_NAME.search, path.split("/")))
     anchored = "/" + path.strip("/")
     pattern = pattern if pattern.startswith(("/", "*")) else "/" + pattern
     return fnmatch.fnmatchcase(anchored, pattern) or fnmatch.fnmatchcase(anchored, pattern + "/*")
@@ -93,6 +121,10 @@ def _normalise_dtype(field: str, value: Any) -> np.dtype:
             "float32, float64 (a string, a numpy dtype or a jax.numpy scalar type)."
         )
     return dtype
+
+
+def _default_reduce_dtype(param_dtype: Any) -> np.dtype:
+    return np.dtype(np.float64 if _normalise_dtype("param_dtype", param_dtype) == np.float64 else np.float32)
 
 
 def _normalise_overrides(overrides: Iterable[Any]) -> tuple[tuple[str, Policy], ...]:
@@ -119,14 +151,20 @@ def _normalise_overrides(overrides: Iterable[Any]) -> tuple[tuple[str, Policy], 
 
 @dataclasses.dataclass(frozen=True)
 class Policy(jmp.Policy):
-    """The dtypes of parameters, of computation and of outputs; a `jmp.Policy`.
+    """The dtypes of parameters, computation, outputs and reductions; a `jmp.Policy`.
 
     Args:
         param_dtype: dtype in which parameters are stored.
         compute_dtype: dtype in which matmuls and convolutions run.
         output_dtype: dtype of what the model returns.
         overrides: `(pattern, policy)` pairs; a shell-style pattern over the module or tree path
-            (`"*/BatchNorm_*"`), the first match wins, and covers everything below the path.
+            (`"*/BatchNorm_*"`), the first match wins, and covers everything below the path. The pattern
+            `"<norm>"` covers every normalisation layer: by its class in a Flax or Equinox model (`...Norm`),
+            by its name in a plain tree (`norm`, `LayerNorm_0`, `bn1`, `ln_f`, `rms`).
+        reduce_dtype: dtype in which gradients are summed across devices. `None` is float32, or float64 where
+            `param_dtype` is: a sum in half over many replicas loses small gradients, and float16 overflows.
+        override_dtypes: whether `with_policy` takes over layers that have an explicit `dtype` of their own.
+            By default such a layer keeps it.
 
     Dtypes are normalised to `numpy.dtype`, so policies compare and hash by value however the dtype
     was spelt, and `get_policy(str(policy)) == policy`.
@@ -145,11 +183,18 @@ class Policy(jmp.Policy):
     """
 
     overrides: tuple[tuple[str, Policy], ...] = ()
+    # Any as given; a dtype from then on.
+    reduce_dtype: Any = None
+    override_dtypes: bool = dataclasses.field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
-        for field in ("param_dtype", "compute_dtype", "output_dtype"):
+        if self.reduce_dtype is None:
+            object.__setattr__(self, "reduce_dtype", _default_reduce_dtype(self.param_dtype))
+        for field in ("param_dtype", "compute_dtype", "output_dtype", "reduce_dtype"):
             object.__setattr__(self, field, _normalise_dtype(field, getattr(self, field)))
         object.__setattr__(self, "overrides", _normalise_overrides(self.overrides))
+        if not isinstance(self.override_dtypes, bool):
+            raise ValueError(f"Policy(override_dtypes={self.override_dtypes!r}): give True or False.")
 
     def cast_to_param(self, x: T) -> T:
         """Casts the real floating leaves of a tree to the parameter dtype.
@@ -159,7 +204,8 @@ class Policy(jmp.Policy):
         returned as it is; numpy stays numpy and a sharded array keeps its sharding.
 
         Args:
-            x: any pytree; overrides are matched against its paths (`params/Dense_0/kernel`).
+            x: any pytree; overrides are matched against its paths (`params/Dense_0/kernel`). An
+                override pattern that matches none of them is reported with an `UnusedOverrideWarning`.
 
         Example:
             >>> half = get_policy("O3").cast_to_param({"w": np.ones(2, np.float32), "step": 3})
@@ -169,45 +215,67 @@ class Policy(jmp.Policy):
         return self._cast(x, "param_dtype")
 
     def cast_to_compute(self, x: T) -> T:
-        """Casts the real floating leaves of a tree to the compute dtype (see `cast_to_param`)."""
+        """Casts the real floating leaves of a tree to the compute dtype (see `cast_to_param`).
+
+        The tree may be a batch, which has none of the model's paths: an unused override pattern is reported only
+        if another one matches.
+        """
         return self._cast(x, "compute_dtype")
 
     def cast_to_output(self, x: T) -> T:
-        """Casts the real floating leaves of a tree to the output dtype (see `cast_to_param`)."""
+        """Casts the real floating leaves of a tree to the output dtype (see `cast_to_compute`)."""
         return self._cast(x, "output_dtype")
 
-    def for_path(self, path: str) -> Policy:
+    def for_path(self, path: str, owner: type | None = None) -> Policy:
         """The policy that holds at a module or tree path: the first matching override, else this.
+
+        Args:
+            path: `Block_0/Dense_1`, or the path of a parameter.
+            owner: the class of the module at the path, or of the one that holds the parameter, if known.
 
         Example:
             >>> get_policy("O2").for_path("Block_0/BatchNorm_1").param_dtype
             dtype('float32')
         """
         for pattern, policy in self.overrides:
-            if path_matches(path, pattern):
+            if path_matches(path, pattern, owner):
                 return policy
         return self
 
     def with_output_dtype(self, output_dtype: Any) -> Policy:
         """This policy with another output dtype."""
-        return Policy(self.param_dtype, self.compute_dtype, output_dtype, self.overrides)
+        own = (self.param_dtype, self.compute_dtype, output_dtype, self.overrides, self.reduce_dtype)
+        return Policy(*own, override_dtypes=self.override_dtypes)
 
     def _cast(self, tree: T, field: str) -> T:
         if not self.overrides:
             dtype = getattr(self, field)
             return jax.tree.map(lambda x: _cast_leaf(x, dtype), tree)
-        paths = []
+        paths: list[str] = []
 
-        def cast(path: tuple[Any, ...], x: Any) -> Any:
-            paths.append(path_string(path))
-            return _cast_leaf(x, getattr(self.for_path(paths[-1]), field))
+        def cast_below(above: tuple[Any, ...], tree: Any, owner: type | None) -> Any:
+            def is_inner_module(x: Any) -> bool:
+                return x is not tree and _is_module(x)
 
-        out = jax.tree_util.tree_map_with_path(cast, tree)
-        warn_unused_overrides(self, paths)
+            def cast(path: tuple[Any, ...], x: Any) -> Any:
+                if is_inner_module(x):
+                    return cast_below(above + path, x, type(x))
+                paths.append(path_string(above + path))
+                return _cast_leaf(x, getattr(self.for_path(paths[-1], owner), field))
+
+            return jax.tree_util.tree_map_with_path(cast, tree, is_leaf=is_inner_module)
+
+        out = cast_below((), tree, type(tree) if _is_module(tree) else None)
+        patterns = [pattern for pattern, _ in self.overrides if pattern != NORM]
+        if field == "param_dtype" or any(path_matches(path, pattern) for pattern in patterns for path in paths):
+            warn_unused_overrides(self, paths)
         return out
 
     def __str__(self) -> str:
         own = f"params={self.param_dtype},compute={self.compute_dtype},output={self.output_dtype}"
+        if self.reduce_dtype != _default_reduce_dtype(self.param_dtype):
+            own += f",reduce={self.reduce_dtype}"
+        own += ",override_dtypes=true" if self.override_dtypes else ""
         rest = (f"{pattern}{_OVERRIDE_ARROW}{policy}" for pattern, policy in self.overrides)
         return _OVERRIDE_SEPARATOR.join((own, *rest))
 
@@ -216,12 +284,11 @@ def warn_unused_overrides(policy: Policy, paths: Iterable[str]) -> None:
     """Warns of each override pattern that covers none of `paths`: a typo must not be silent."""
     paths = list(paths)
     for pattern, _ in policy.overrides:
-        # The patterns of level O2 stand for "any normalisation layer there may be".
         if pattern not in NORM_PATTERNS and not any(path_matches(path, pattern) for path in paths):
             shown = ", ".join(paths[:5]) + (", ..." if len(paths) > 5 else "")
             warnings.warn(
                 f"the policy's override pattern {pattern!r} matched nothing; the paths here are: "
-                f"{shown or '(none)'}. Remove it or mend the pattern.",
+                f"{shown or '(none)'}. Remove it or correct the pattern.",
                 UnusedOverrideWarning,
                 stacklevel=4,
             )
@@ -229,10 +296,6 @@ def warn_unused_overrides(policy: Policy, paths: Iterable[str]) -> None:
 
 def _uniform(dtype: str) -> Policy:
     return Policy(dtype, dtype, dtype)
-
-
-# Parameters of normalisation layers, by the names that Linen, NNX, Haiku and people give them.
-NORM_PATTERNS = ("*[Nn]orm*", "*/bn*")
 
 
 def get_policy(policy: str | jmp.Policy) -> Policy:
@@ -243,11 +306,13 @@ def get_policy(policy: str | jmp.Policy) -> Policy:
 
             - a `Policy` (returned as it is) or a `jmp.Policy`;
             - jmp's grammar: `"params=float32,compute=float16,output=float32"`, short
-              `"p=f32,c=bf16"` (params default to float32, compute to params, output to compute), or
-              one dtype for all, `"float32"`, `"bf16"`; `"half"` is bfloat16 on a TPU, else float16;
+              `"p=f32,c=bf16"` (params default to float32, compute to params, output to compute), with
+              `reduce=` or `r=` for gradients summed across devices (by default float32), or one dtype
+              for all, `"float32"`, `"bf16"`; `"half"` is bfloat16 on a TPU, else float16;
+              `"p=f32,c=bf16,override_dtypes=true"` also takes over layers with an explicit dtype;
             - Keras's names: `"mixed_float16"`, `"mixed_bfloat16"` (params and output float32);
             - Apex's levels: `"O0"` float32; `"O1"` = mixed_float16; `"O2"` half params and compute
-              with float32 norm parameters and output; `"O3"` all float16;
+              with float32 norm parameters (the override `<norm>`) and output; `"O3"` all float16;
             - what `str(policy)` gives, overrides included: `"p=f32,c=f16;*/head=>float32"`.
 
     Raises:
@@ -284,8 +349,12 @@ def _parse_dtypes(text: str, policy: str) -> Policy:
     if "=" not in text:
         return _uniform(_parse_dtype(text.strip(), policy))
     given: dict[str, str] = {}
+    override_dtypes: bool | None = None
     for part in text.split(","):
         key, _, value = (word.strip() for word in part.partition("="))
+        if key == "override_dtypes" and override_dtypes is None and value in _FLAGS:
+            override_dtypes = _FLAGS[value]
+            continue
         key = _KEYS.get(key, key)
         if key not in _KEYS.values():
             raise _unknown_policy(policy, f"unknown key {key!r}")
@@ -294,7 +363,8 @@ def _parse_dtypes(text: str, policy: str) -> Policy:
         given[key] = _parse_dtype(value, policy)
     params = given.get("params", "float32")
     compute = given.get("compute", params)
-    return Policy(params, compute, given.get("output", compute))
+    own = (params, compute, given.get("output", compute))
+    return Policy(*own, reduce_dtype=given.get("reduce"), override_dtypes=bool(override_dtypes))
 
 
 def _parse_dtype(name: str, policy: str) -> str:
@@ -309,7 +379,8 @@ def _unknown_policy(policy: Any, why: str = "") -> ValueError:
     return ValueError(
         f"get_policy({policy!r}): {why or 'not a policy'}. Accepted: an mpjax or jmp Policy; "
         f"{', '.join(NAMED_POLICIES)}; one dtype of {', '.join(_DTYPE_NAMES)}, half; or "
-        "'params=DTYPE,compute=DTYPE,output=DTYPE' (short 'p=,c=,o='), which ';PATTERN=>POLICY' may follow."
+        "'params=DTYPE,compute=DTYPE,output=DTYPE,reduce=DTYPE' (short 'p=,c=,o=,r='), which ',override_dtypes=true' "
+        "and ';PATTERN=>POLICY' may follow."
     )
 
 
@@ -326,7 +397,7 @@ NAMED_POLICIES = {
         "float16",
         "float16",
         "float32",
-        tuple((pattern, Policy("float32", "float16", "float16")) for pattern in NORM_PATTERNS),
+        ((NORM, Policy("float32", "float16", "float16")),),
     ),
     "O3": _uniform("float16"),
 }

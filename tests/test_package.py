@@ -26,6 +26,11 @@ print(xla_bridge.backends_are_initialized(), any(m.split(".")[0] in ("flax", "ha
     assert run(code) == "False False"
 
 
+def test_importing_mpjax_imports_no_jax():
+    # `python -m mpjax run` may not import it before the script sets its environment variables.
+    assert run("import sys, mpjax; print('jax' in sys.modules, 'autocast' in dir(mpjax))") == "False True"
+
+
 def test_inspection_is_imported_at_first_use_only():
     code = """
 import sys, mpjax

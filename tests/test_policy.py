@@ -15,7 +15,7 @@ import mpjax
 NAMES = ["mixed_float16", "mixed_bfloat16", "float32", "bfloat16", "float16", "O0", "O1", "O2", "O3", "half", "c=f16"]
 
 
-@pytest.mark.parametrize("name", [*NAMES, "p=f32,c=bf16;*/head=>float32;*/norm*=>p=f32,c=f32,o=bf16"])
+@pytest.mark.parametrize("name", [*NAMES, "p=f32,c=bf16;*/head=>float32;*/norm*=>p=f32,c=f32,o=bf16", "c=f16,r=bf16"])
 def test_string_of_a_policy_reads_back(name):
     policy = mpjax.get_policy(name)
     assert mpjax.get_policy(str(policy)) == policy
@@ -35,6 +35,20 @@ def test_grammar_follows_jmp():
         theirs, ours = jmp.get_policy(text), mpjax.get_policy(text)
         for field in ("param_dtype", "compute_dtype", "output_dtype"):
             assert np.dtype(getattr(theirs, field)) == getattr(ours, field), (text, field)
+
+
+def test_sums_across_devices_are_float32_unless_said_otherwise():
+    for name in NAMES:
+        assert mpjax.get_policy(name).reduce_dtype == jnp.float32
+    assert mpjax.get_policy("float64").reduce_dtype == jnp.float64
+    asked = mpjax.get_policy("p=f32,c=f16,o=f32,r=f16")
+    assert asked.reduce_dtype == jnp.float16
+    assert str(asked) == "params=float32,compute=float16,output=float32,reduce=float16"
+    assert mpjax.Policy("f32", "f16", "f32", reduce_dtype=np.float16) == asked != mpjax.get_policy("mixed_float16")
+    assert asked.with_output_dtype("float16").reduce_dtype == jnp.float16
+    assert mpjax.get_policy("c=f16,reduce=f32;*/head=>float32") == mpjax.get_policy("c=f16;*/head=>float32")
+    with pytest.raises(ValueError, match="reduce_dtype='int8'"):
+        mpjax.Policy("f32", "f16", "f32", reduce_dtype="int8")
 
 
 def test_is_a_jmp_policy_and_reads_one():
@@ -166,3 +180,12 @@ def test_haiku_style_use_of_optax_state_is_castable():
     cast = mpjax.get_policy("O3").cast_to_param(state)
     assert cast[0].mu["w"].dtype == jnp.float16
     assert cast[0].count is state[0].count
+
+
+def test_a_batch_has_none_of_the_models_paths_and_that_is_no_typo():
+    policy = mpjax.Policy("float32", "float16", "float32", [("*/head", "float32"), ("*/haed", "float32")])
+    assert policy.cast_to_compute({"x": jnp.ones(1)})["x"].dtype == jnp.float16
+    policy.cast_to_output(jnp.ones(1, jnp.float16))
+    # One of the patterns matches: the tree is the model's, and the other is a typo.
+    with pytest.warns(mpjax.UnusedOverrideWarning, match=r"\*/haed"):
+        policy.cast_to_compute({"head": {"w": jnp.ones(1)}})

@@ -83,25 +83,24 @@ def _plain(text: str) -> str:
     return text.replace("|", "/").replace("\n", " ")[:120]
 
 
-_COMPILED = """Compiled at full size for an H200 by XLA without a device: not autotuned, and never run. The figures are
-of XLA's plan and its program, and measure no speed. Bytes moved are what the kernels of a step read and write, if each
-reads what it needs of an operand once. Kernels and bytes count as often as the loop that they are in turns, matmuls
-(with convolutions and fused attention) as they stand in the program. cuDNN's workspaces are in no plan, as its
-algorithms are chosen on the device. The largest batch is one whose plan fits into 141 GB."""
-_LOWERED = """Some cells were traced, differentiated and lowered for CUDA, and not compiled: JAX's CUDA plugin was not
-installed."""
+_COMPILED = """XLA compiled each step at full size for an H200 without a device: the programs were not autotuned and
+never ran, so nothing here says how fast they are. Memory is XLA's plan. Bytes moved are what the kernels of a step read
+and write if each reads what it needs of an operand once. A kernel inside a loop counts once per iteration, with its
+bytes; a matmul (a convolution and fused attention included) counts once. No plan includes cuDNN's workspaces, because
+cuDNN chooses its algorithms on the device. The largest batch is one whose plan fits into 141 GB."""
+_LOWERED = "Lowered for CUDA and not compiled, because JAX's CUDA plugin was not installed:"
 
 
 def dry_run_table(content: dict[str, Any]) -> str:
     """A table for each model of what was compiled for a GPU, or lowered for one, without having it."""
     of_models = content["results"].values()
-    known = [row for rows in of_models for row in rows.values() if "error" not in row]
     lines = []
-    if any("planned_bytes" in row for row in known):
+    if any("planned_bytes" in row for rows in of_models for row in rows.values()):
         lines += [_COMPILED, ""]
-    if any("planned_bytes" not in row for row in known):
-        lines += [_LOWERED, ""]
     for model, rows in content["results"].items():
+        compiled = [name for name, row in rows.items() if "planned_bytes" in row]
+        if not compiled:
+            continue
         batch_sizes = [str(row["batch_size"]) for row in rows.values() if "batch_size" in row]
         lines += [
             f"### {model}{f', batch of {batch_sizes[0]}' if batch_sizes else ''}",
@@ -109,10 +108,27 @@ def dry_run_table(content: dict[str, Any]) -> str:
             "| cell | planned memory | / float32 | bytes moved | / float32 | / hand-written | kernels "
             "| matmuls in half | compile | largest batch / float32 |",
             "|---|---|---|---|---|---|---|---|---|---|",
-            *(_dry_line(rows, name) for name in rows),
+            *(_dry_line(rows, name) for name in compiled),
             "",
         ]
+    lines += _not_compiled(content["results"])
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _not_compiled(results: dict[str, dict[str, Row]]) -> list[str]:
+    """Two lists: the cells that were only lowered, and those that failed, with their errors."""
+    lowered: list[str] = []
+    failed: dict[str, list[str]] = {}
+    for model, rows in results.items():
+        names = [name for name, row in rows.items() if "error" not in row and "planned_bytes" not in row]
+        lowered += [f"- {model}: {', '.join(names)}"] if names else []
+        for name, row in rows.items():
+            if "error" in row:
+                failed.setdefault(_plain(row["error"]), []).append(f"{model} {name}")
+    lines = ["### Not compiled", ""] if lowered or failed else []
+    lines += [_LOWERED, "", *lowered, ""] if lowered else []
+    lines += ["Failed:", "", *(f"- {error}: {', '.join(cells)}" for error, cells in failed.items())] if failed else []
+    return lines
 
 
 def hand_written(name: str) -> str:
@@ -129,10 +145,6 @@ def hand_written(name: str) -> str:
 
 def _dry_line(rows: dict[str, Row], name: str) -> str:
     row, float32 = rows[name], rows.get("float32", {})
-    if "error" in row:
-        return f"| {name} | fails: {_plain(row['error'])} |" + " |" * 8
-    if "planned_bytes" not in row:
-        return f"| {name} | lowered: {row['matmuls']} matmuls of {row['operations']} operations |" + " |" * 8
     cells = [
         name,
         f"{row['planned_bytes'] / 1e9:.2f} GB",

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from mpjax._applying import apply_gradients, as_transformation, transformation
 from mpjax.lean_state.rounding import key_from, next_words, random_bits, round_stochastically, round_to_nearest
-from mpjax.loss_scale import ApplyingTransformation, apply_gradients, as_transformation
 from mpjax.policy import is_half, path_string
 
 
@@ -98,7 +98,7 @@ def stochastic_rounding(
         key, rounded = rounder(state, params)
         return rounded(params, targets), StochasticRoundingState(key, inner_state)
 
-    return ApplyingTransformation.create(init, update, apply)
+    return transformation(init, update, apply, decides=False)
 
 
 def kahan(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -159,7 +159,7 @@ def kahan(inner: optax.GradientTransformation) -> optax.GradientTransformationEx
         reached = jax.tree.map(_nearest, params, targets)
         return reached, KahanState(_compensation(params, targets, reached), inner_state)
 
-    return ApplyingTransformation.create(init, update, apply)
+    return transformation(init, update, apply, decides=False)
 
 
 def _required(params: Any, name: str) -> Any:

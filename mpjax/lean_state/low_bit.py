@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from mpjax._applying import apply_gradients, as_transformation, transformation
 from mpjax.lean_state.blockwise import FLOAT8, Blockwise, decode, encode
 from mpjax.lean_state.half_params import KahanState
 from mpjax.lean_state.rounding import key_from, next_words, random_bits, round_stochastically
-from mpjax.loss_scale import ApplyingTransformation, apply_gradients, as_transformation
 from mpjax.master_weights import MasterWeightsState
 from mpjax.policy import path_matches, path_string
 
@@ -131,7 +131,7 @@ def low_bit_state(
     def apply(grads: Any, state: LowBitState, params: Any, **extra: Any) -> tuple[Any, Any]:
         return step(lambda loaded: apply_gradients(inner, grads, loaded, params, **extra), state)
 
-    return ApplyingTransformation.create(init, update, apply)
+    return transformation(init, update, apply, decides=False)
 
 
 def _checked_dtype(dtype: Any) -> np.dtype:

@@ -1,16 +1,16 @@
 """How one call of a layer is cast: the rules that Linen and NNX share.
 
-A layer is one of four kinds, told from its class. Normalisation and lookups compute in float32 and
-give the compute dtype. Flax's linear layers multiply in the compute dtype and add their bias in
-float32. A recurrent cell keeps the dtype of its carry, and has float32 gates. Everything else computes
-in the compute dtype: what goes in is cast, what comes out is what its code makes of it.
+The class of a layer decides which of four kinds it is. Normalisation and lookups compute in float32 and
+return the compute dtype. Flax's linear layers multiply in the compute dtype and add their bias in
+float32. A recurrent cell keeps the dtype of its carry and has float32 gates. Everything else computes
+in the compute dtype: its inputs are cast, and its code decides the dtype of its outputs.
 """
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import functools
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -21,10 +21,8 @@ import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from mpjax.policy import CASTABLE_DTYPES, HALF_DTYPES, _cast_leaf, is_castable, is_half
+from mpjax.policy import CASTABLE_DTYPES, HALF_DTYPES, Policy, _cast_leaf, is_castable, is_half, is_norm_class
 
-# BatchNorm, LayerNorm, RMSNorm, ... in both of Flax's libraries, and what people call their own.
-_NORM_NAME = re.compile(r"Norm(\dd)?$")
 _LINEAR_NAMES = {
     *("Dense", "DenseGeneral", "Linear", "LinearGeneral", "Einsum"),
     *("Conv", "ConvTranspose", "ConvLocal"),
@@ -43,9 +41,9 @@ class Kind(enum.Enum):
 
 
 def kind_of(cls: type, method: str) -> Kind:
-    """The kind of a method of a layer class, told from the names of the class and its bases."""
+    """The kind of a method of a layer class, by the names of the class and its bases."""
     ours = [base.__name__ for base in cls.__mro__ if base.__module__.startswith("flax.")]
-    if any(_NORM_NAME.search(base.__name__) for base in cls.__mro__):
+    if is_norm_class(cls):
         return Kind.FLOAT32
     # A lookup in float32 converts the rows it takes and not the whole table, and the gradients of
     # repeated tokens add up in float32. `attend` is a matmul with the table.
@@ -58,9 +56,20 @@ def kind_of(cls: type, method: str) -> Kind:
     return Kind.PLAIN
 
 
-def own_dtype(given: Any, *ignored: Any) -> np.dtype | None:
-    """The dtype that a layer's author gave it: none if it is None or one of the `ignored`."""
-    return None if given is None or any(np.dtype(given) == other for other in ignored) else np.dtype(given)
+def own_dtype(given: Any, policies: tuple[Policy, ...], *unset: Any) -> np.dtype | None:
+    """The explicit dtype that a layer keeps.
+
+    None if it has none, if the dtype is one of the `unset` values, which nobody chose for it, or if one of the
+    `policies` (the model's, the layer's) overrides explicit dtypes.
+    """
+    if given is None or any(np.dtype(given) == other for other in unset) or any(p.override_dtypes for p in policies):
+        return None
+    return np.dtype(given)
+
+
+def stays_wide(kind: Kind, own: np.dtype | None, placed: Policy) -> bool:
+    """Whether a layer's explicit dtype keeps its matmuls wider than the policy says for its place."""
+    return own is not None and kind is not Kind.FLOAT32 and own.itemsize > placed.compute_dtype.itemsize
 
 
 def is_real_float(dtype: Any) -> bool:
@@ -72,8 +81,8 @@ def is_real_float(dtype: Any) -> bool:
 
 
 def attributes_inside(kind: Kind, dtype: np.dtype, given: dict[str, Any], in_cell: bool = False) -> dict[str, Any]:
-    """What a layer's attributes say during a call, of those that it has; `in_cell` as in `call`."""
-    # None where it computes in float32: NNX's norms would cast their statistics to anything else.
+    """The attributes of a layer that change during a call, of the `given` ones; `in_cell` as in `call`."""
+    # None where it computes in float32: NNX's norms would cast their statistics to any other dtype.
     inside: dict[str, Any] = {"dtype": None if kind is Kind.FLOAT32 else dtype}
     if kind is Kind.LINEAR and "promote_dtype" in given:
         inside["promote_dtype"] = functools.partial(_promote_all_but_bias, given["promote_dtype"], in_cell)
@@ -84,30 +93,42 @@ def attributes_inside(kind: Kind, dtype: np.dtype, given: dict[str, Any], in_cel
     return {name: value for name, value in inside.items() if name in given}
 
 
-def computes_again(kind: Kind, method: Callable[..., Any]) -> bool:
-    """Whether the backward pass computes a method's elementwise work again: that of Flax's own recurrent cells.
+def default_arguments(
+    cls: type, method: str, dtype: np.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """The keywords of a call, with the policy's dtype where Flax's own default would be float32.
 
-    Their gates are float32, several for each feature and time step. Stored they would be most of what a model keeps,
-    and they follow from half matmuls. A cell of the user's may do what must not happen twice.
+    That is the decoding cache of NNX's attention, whose keys and values arrive in the compute dtype.
+    """
+    if method == "init_cache" and issubclass(cls, nnx.MultiHeadAttention) and len(args) < 2:
+        return {"dtype": dtype, **kwargs}
+    return kwargs
+
+
+def recomputes(kind: Kind, method: Callable[..., Any]) -> bool:
+    """Whether the backward pass recomputes a method's elementwise work: that of Flax's own recurrent cells.
+
+    Their gates are float32, several for each feature and time step. Stored, they would be most of a model's
+    residuals, and they follow from half matmuls. A user's own cell may have effects that must not happen twice.
     """
     return kind is Kind.CELL and method.__module__.startswith("flax.")
 
 
 def keeps_matmuls(primitive: Any, *_: Any, name: str = "", **__: Any) -> bool:
-    """The policy of that recomputation, as `jax.checkpoint` takes it.
+    """The policy of that recomputation, for `jax.checkpoint`.
 
-    Stored are the matmuls, and the half copies of the weights, which are made once before a loop and not at each step.
+    It stores the matmuls, and the half copies of the weights, which are made once before a loop and not at each step.
     """
     return primitive.name in ("dot_general", "conv_general_dilated") or name == _HALF_WEIGHT
 
 
 def half_weight(x: Any) -> Any:
-    """A weight that a recurrent cell multiplies with, by which `keeps_matmuls` knows it."""
+    """Marks a weight that a recurrent cell multiplies with, for `keeps_matmuls`."""
     return checkpoint_name(x, _HALF_WEIGHT)
 
 
 def casts_parameters(kind: Kind) -> bool:
-    """Whether a layer's code sees its parameters in the compute dtype, as it casts none itself."""
+    """Whether a layer's code sees its parameters in the compute dtype, because it casts none itself."""
     return kind in (Kind.PLAIN, Kind.CELL)
 
 
@@ -123,10 +144,10 @@ def _promote_all_but_bias(promote: Callable[..., Any], in_cell: bool, *args: Any
 
 
 def _attend_in_half(*args: Any, module: Any = None, **kwargs: Any) -> Any:
-    """NNX's attention along the path that it takes to record its weights.
+    """NNX's attention, by the path that records its weights.
 
-    Its other path is `jax.nn.dot_product_attention`, whose logits are float32: in the backward pass
-    float32 meets half in the matmuls, and float16 does not compile on a CPU.
+    The other path is `jax.nn.dot_product_attention`, whose logits are float32: in the backward pass its matmuls
+    mix float32 with half, and float16 does not compile on a CPU.
     """
     recorder: Any = module or _Unrecorded()
     attend: Callable[..., Any] = nnx.dot_product_attention
@@ -137,7 +158,7 @@ def _attend_in_half(*args: Any, module: Any = None, **kwargs: Any) -> Any:
 def _attend_after_float32_softmax(
     *args: Any, precision: Any = None, einsum_dot_general: Any = None, **kwargs: Any
 ) -> Any:
-    """Linen's attention with `force_fp32_for_softmax`, whose float32 weights go to half before they meet the values.
+    """Linen's attention with `force_fp32_for_softmax`, with its float32 weights cast to half before the values.
 
     Flax leaves them in float32, which takes that matmul, and two of the backward pass, off the Tensor Cores.
     """
@@ -154,21 +175,21 @@ def _attend_after_float32_softmax(
 
 
 class _Unrecorded:
-    """Takes the place of a module that attention weights are sown into."""
+    """Stands in for the module that attention weights are sown into."""
 
     def sow(self, *args: Any, **kwargs: Any) -> None:
         pass
 
 
 def cast(tree: Any, dtype: np.dtype) -> Any:
-    """Casts the real floating arrays of a tree; NNX objects in it (an Rngs, a module) stay themselves."""
+    """Casts the real floating arrays of a tree; NNX objects in it (an Rngs, a module) stay as they are."""
     return jax.tree.map(lambda x: _cast_leaf(x, dtype), tree, is_leaf=_is_object)
 
 
 def call(fun: Callable[..., Any], kind: Kind, dtype: np.dtype, args: Any, kwargs: Any, in_cell: bool = False) -> Any:
-    """Calls a layer's method with what its kind asks for.
+    """Calls a layer's method by the rules of its kind.
 
-    A recurrent cell (`in_cell`) gets float32 from its linear layers: its gates are sums of two of them.
+    The linear layers of a recurrent cell (`in_cell`) return float32, because its gates are sums of two of them.
     """
     if kind is Kind.FLOAT32:
         args, kwargs = _widen((args, kwargs))
@@ -176,7 +197,9 @@ def call(fun: Callable[..., Any], kind: Kind, dtype: np.dtype, args: Any, kwargs
     if kind is Kind.CELL:
         return _call_cell(fun, dtype, args, kwargs)
     if kind is Kind.LINEAR:
-        return cast(fun(*args, **kwargs), np.dtype(np.float32) if in_cell else dtype)
+        with _implicit_promotion():
+            out = fun(*args, **kwargs)
+        return cast(out, np.dtype(np.float32) if in_cell else dtype)
     # An RNN hands its initial carry on to the cell, which keeps it as it is.
     held = {k: v for k, v in kwargs.items() if k == "initial_carry"}
     out = fun(*cast(args, dtype), **{**cast(kwargs, dtype), **held})
@@ -185,10 +208,20 @@ def call(fun: Callable[..., Any], kind: Kind, dtype: np.dtype, args: Any, kwargs
     return out
 
 
-def _call_cell(fun: Callable[..., Any], dtype: np.dtype, args: Any, kwargs: Any) -> Any:
-    """(carry, x) → (carry, y): the state adds up in the dtype it came in (float32 as Flax makes it).
+def _implicit_promotion() -> contextlib.AbstractContextManager[Any]:
+    """Lets a layer of Flax add its float32 bias to half, also where the user asks for strict promotion.
 
-    The matmuls are half all the same, as the cell's layers cast the state where they read it.
+    That sum is the policy's decision and not an oversight: the bias's gradient adds up in float32.
+    """
+    if jax.config.jax_numpy_dtype_promotion == "strict":
+        return jax.numpy_dtype_promotion("standard")
+    return contextlib.nullcontext()
+
+
+def _call_cell(fun: Callable[..., Any], dtype: np.dtype, args: Any, kwargs: Any) -> Any:
+    """(carry, x) → (carry, y): the state keeps the dtype it came in (float32, as Flax makes it).
+
+    The matmuls are still half, because the cell's layers cast the state where they read it.
     """
     carry = args[0] if args else kwargs["carry"]
     rest = {k: v if k == "carry" else cast(v, dtype) for k, v in kwargs.items()}
@@ -207,7 +240,7 @@ def _is_object(x: Any) -> bool:
 def _is_carry_pair(carry: Any, out: Any) -> bool:
     """Whether a call maps (carry, ...) to (carry, y), the form of a scan's body.
 
-    A scan asks that a carry keeps its dtype, so casting what goes in must be undone for it.
+    A scan requires that a carry keeps its dtype, so the cast of the input must be undone in the output.
     """
     if not (type(out) is tuple and len(out) == 2):
         return False

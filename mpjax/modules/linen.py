@@ -1,7 +1,8 @@
-"""`with_policy` for Flax Linen: an interceptor that stands around each method call of each layer.
+"""`with_policy` for Flax Linen: an interceptor around each method call of each layer.
 
-The model becomes an instance of a subclass whose methods install the interceptor, so the policy is
-there however the model is reached (`apply`, `init`, `bind`, as a submodule), and only there.
+The model becomes an instance of a subclass whose methods install the interceptor. So the policy holds however the
+model is reached (`apply`, `init`, `bind`, as a submodule), and only there. The submodules that a bound model sets up
+become instances of such subclasses too, so that they can be called on their own.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import jax
 import numpy as np
 from flax.core import lift
 
+from mpjax.modules.explicit_dtypes import warn_explicit_dtypes
 from mpjax.modules.layers import (
     Kind,
     attributes_inside,
@@ -26,59 +28,140 @@ from mpjax.modules.layers import (
     cast,
     cast_parameter,
     casts_parameters,
-    computes_again,
     half_weight,
     is_real_float,
     keeps_matmuls,
     kind_of,
     own_dtype,
+    recomputes,
+    stays_wide,
 )
 from mpjax.policy import Policy, path_string, warn_unused_overrides
 
 
 @dataclasses.dataclass(frozen=True)
 class _Run:
-    """A model with a policy that is running: the policy, where the model stands, the paths it met."""
+    """One call of a model with a policy.
+
+    Args:
+        policy: the model's.
+        root: the path of the model in the tree of bound modules.
+        prefix: the path of the model in the one that it was taken from, by `unbind`.
+        paths: the module and parameter paths met in the call.
+        wide: the dtypes of the layers, by path, that an explicit dtype keeps from the compute dtype.
+    """
 
     policy: Policy
     root: tuple[str, ...]
+    prefix: tuple[str, ...] = ()
     paths: set[str] = dataclasses.field(default_factory=set, compare=False)
+    wide: dict[str, np.dtype] = dataclasses.field(default_factory=dict, compare=False)
 
     def relative(self, path: tuple[str, ...]) -> str:
-        return "/".join(path[len(self.root) :] if path[: len(self.root)] == self.root else path)
+        inside = path[: len(self.root)] == self.root
+        return "/".join((*self.prefix, *path[len(self.root) :]) if inside else path)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Setting:
+    """A policy as a generated class holds it.
+
+    Args:
+        policy: the model's.
+        part_of: of a part of a bound model, the path of the model in the tree of bound modules.
+        prefix: as in `_Run`.
+    """
+
+    policy: Policy
+    part_of: tuple[str, ...] | None = None
+    prefix: tuple[str, ...] = ()
 
 
 # The innermost model with a policy that runs in this thread. It is part of jit's cache key: the
-# trace of an `nn.jit` layer under one policy must not be taken for another's.
+# trace of an `nn.jit` layer under one policy must not be reused for another.
 _running = jax.make_user_context(None)
-# One class per model class and policy, so that equal models with equal policies are equal.
-_classes: weakref.WeakValueDictionary[tuple[type, Policy], type] = weakref.WeakValueDictionary()
+# One class per model class and setting, so that equal models with equal policies are equal.
+_classes: weakref.WeakValueDictionary[tuple[type, _Setting], type] = weakref.WeakValueDictionary()
 # Marks a module whose method runs: its calls of its own methods are its own code.
 _CALLED = "_mpjax_called"
 
 
 def with_policy(model: Any, policy: Policy) -> Any:
-    cls = _class_with_policy(getattr(type(model), "_mpjax_base", type(model)), policy)
+    cls = _class_with(_base(model), _Setting(policy))
     if model.parent is not None:
-        # It is registered with its parent already: a second instance would be a second submodule.
+        # Its parent has it registered: a second instance would be a second submodule.
         object.__setattr__(model, "__class__", cls)
         return model
     fields = {f.name: getattr(model, f.name) for f in dataclasses.fields(model) if f.init}
     return cls(**{**fields, "parent": None})
 
 
-def _class_with_policy(base: type, policy: Policy) -> type:
-    if (base, policy) in _classes:
-        return _classes[base, policy]
-    # The dataclass methods of the base hold, also where they are the author's own.
+def _base(module: Any) -> Any:
+    return getattr(type(module), "_mpjax_base", type(module))
+
+
+def _setting(module: Any) -> _Setting | None:
+    return getattr(type(module), "_mpjax_setting", None)
+
+
+def _class_with(base: Any, setting: _Setting) -> type:
+    if (base, setting) in _classes:
+        return _classes[base, setting]
+    # The dataclass methods of the base apply, also where its author wrote them.
     kept = ("__module__", "__qualname__", "__doc__", "__init__", "__eq__", "__hash__")
     namespace = {name: getattr(base, name) for name in kept}
     namespace |= {name: _with_run(name, getattr(base, name)) for name in _methods(base)}
-    namespace |= {"_mpjax_base": base, "_mpjax_policy": policy, "__reduce__": nn.nowrap(_reduce)}
+    namespace |= {"_mpjax_base": base, "_mpjax_setting": setting, "__reduce__": nn.nowrap(_reduce)}
     namespace |= {name: _with_run_in_method(getattr(base, name)) for name in ("apply", "init_with_output")}
+    namespace |= {"unbind": _unbind(base.unbind), "_register_submodules": _register(base._register_submodules)}
     cls = type(base)(base.__name__, (base,), namespace)
-    _classes[base, policy] = cls
+    _classes[base, setting] = cls
     return cls
+
+
+def _register(inherited: Callable[..., None]) -> Callable[..., None]:
+    """Linen's registration of a submodule, which then gets the policy too: a user may call it on its own."""
+
+    @nn.nowrap
+    @functools.wraps(inherited)
+    def register(self: Any, name: str, value: Any) -> None:
+        inherited(self, name, value)
+        run = _run_of(self)
+        _adopt(self, vars(self).get(name), _Setting(run.policy, run.root, run.prefix))
+
+    return register
+
+
+def _adopt(parent: Any, value: Any, setting: _Setting) -> None:
+    """Sets a policy on the submodules in a parent's attribute, and on those that they have registered already."""
+    for module in jax.tree.leaves(value, is_leaf=lambda x: isinstance(x, nn.Module)):
+        if isinstance(module, nn.Module) and module.parent is parent and _setting(module) is None:
+            object.__setattr__(module, "__class__", _class_with(type(module), setting))
+            for name, below in vars(module).items():
+                if name != "parent":
+                    _adopt(module, below, setting)
+
+
+def _unbind(inherited: Callable[..., Any]) -> Callable[..., Any]:
+    """Linen's `unbind`; the module keeps the policy, whose overrides still know its path in the model."""
+
+    @nn.nowrap
+    @functools.wraps(inherited)
+    def unbind(self: Any) -> Any:
+        module, variables = inherited(self)
+        if self._mpjax_setting.part_of is not None:
+            run = _run_of(self)
+            setting = _Setting(run.policy, prefix=tuple(run.relative(self.path).split("/")))
+            object.__setattr__(module, "__class__", _class_with(_base(module), setting))
+        return module, variables
+
+    return unbind
+
+
+def _run_of(module: Any) -> _Run:
+    """A run of the model that a bound module is, or is a part of."""
+    setting = module._mpjax_setting
+    return _Run(setting.policy, module.path if setting.part_of is None else setting.part_of, setting.prefix)
 
 
 def _methods(base: type) -> Iterator[str]:
@@ -96,7 +179,7 @@ def _with_run(name: str, inherited: Callable[..., Any]) -> Callable[..., Any]:
     @nn.nowrap
     @functools.wraps(inherited)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return _run(self, functools.partial(inherited, self), args, kwargs, whole=name == "__call__")
+        return _run(self, name, functools.partial(inherited, self), args, kwargs)
 
     return method
 
@@ -123,57 +206,73 @@ def _call_attribute(name: str) -> Callable[..., Any]:
 def _in_run(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def entered(module: Any, *args: Any, **kwargs: Any) -> Any:
-        return _run(module, functools.partial(function, module), args, kwargs, whole=False)
+        return _run(module, function, functools.partial(function, module), args, kwargs)
 
     return entered
 
 
-def _run(module: Any, fun: Callable[..., Any], args: Any, kwargs: Any, whole: bool) -> Any:
+def _run(module: Any, method: Any, fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Calls a method of a model with a policy, as the entry to the model or from within it."""
     if module.scope is None:  # Flax has an error of its own for a module that is not bound
         return fun(*args, **kwargs)
-    policy, outer = type(module)._mpjax_policy, _running.value
-    run = _Run(policy, module.path)
-    if run == outer:
+    run, outer, setting = _run_of(module), _running.value, module._mpjax_setting
+    is_part = setting.part_of is not None
+    # A lifted transformation may put the part, or the model, at another path than it was set up at.
+    if run == outer or (is_part and outer is not None and outer.policy == run.policy):
         return fun(*args, **kwargs)
+    policy, whole = run.policy, method == "__call__" and not (is_part or setting.prefix)
     with _running(run), nn.intercept_methods(_interceptor(run)):
         out = fun(*args, **kwargs)
     # A method that is a part of the model meets only a part of its paths.
     if policy.overrides and (whole or module.is_initializing()):
         params = jax.tree_util.tree_leaves_with_path(module.variables.get("params", {}))
         warn_unused_overrides(policy, sorted(run.paths | {path_string(path) for path, _ in params}))
+    if run.wide and method != "setup":
+        again = functools.partial(_call_again, module, method, args, kwargs)
+        warn_explicit_dtypes(_base(module), policy, run.wide, again)
     return cast(out, policy.output_dtype)
+
+
+def _call_again(module: Any, method: Any, args: Any, kwargs: Any) -> Any:
+    """Repeats a call of a bound module, on a copy of its variables."""
+    unbound, variables = module.unbind()
+    rngs = {name: rng.as_jax_rng() for name, rng in module.scope.rngs.items()}
+    return unbound.apply(variables, *args, **kwargs, rngs=rngs, method=method, mutable=True)
 
 
 def _interceptor(run: _Run) -> Callable[..., Any]:
     def intercept(fun: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
         module, method = context.module, context.method_name
-        # Not ours: a submodule with a policy of its own runs, or the module calls itself.
+        # Leave alone what another policy runs, and the module's calls of its own methods.
         if _running.value != run or module.scope is None or _CALLED in vars(module):
             return fun(*args, **kwargs)
         path = run.relative(module.path)
         run.paths.add(path)
-        placed = run.policy.for_path(path)
+        placed = run.policy.for_path(path, type(module))
         given = getattr(module, "dtype", None)
         if not is_real_float(given):
             return fun(*args, **kwargs)
         # The compute dtype is what a module got from this policy and handed on to its layers.
-        own = own_dtype(given, run.policy.compute_dtype, *_unset_dtype(run, module))
+        own = own_dtype(given, (run.policy, placed), run.policy.compute_dtype, *_unset_dtype(run, module))
         kind, dtype = kind_of(type(module), method), own or placed.compute_dtype
+        if stays_wide(kind, own, placed):
+            run.wide[path] = np.dtype(given)
         fields = {f.name: getattr(module, f.name) for f in dataclasses.fields(module) if f.name != "parent"}
         in_cell = _in_cell(module)
         inside = {} if own else attributes_inside(kind, dtype, fields, in_cell)
         inside["param"] = _param(module, run, path, dtype if casts_parameters(kind) else None, in_cell)
-        # A function that is lifted over the module (the body of a scan) also comes here as if it
-        # were a method: its code sees the module as configured, but a call of the module it is not.
+        # A function that is lifted over the module (the body of a scan) also arrives here as if it
+        # were a method: its code sees the module as configured, but it is not a call of the module.
         if method == "setup" or not hasattr(type(module), method):
             with _attributes(module, inside):
                 return fun(*args, **kwargs)
-        if computes_again(kind, getattr(type(module), method)):
+        if recomputes(kind, getattr(type(module), method)):
             fun = _recomputed(module, fun)
         with _attributes(module, {**inside, _CALLED: True}):
             out = call(fun, kind, dtype, args, kwargs, in_cell)
-        above = run.policy if module.path == run.root else run.policy.for_path(path.rpartition("/")[0])
+        above = run.policy
+        if module.path != run.root:
+            above = run.policy.for_path(path.rpartition("/")[0], type(module.parent))
         return out if placed is above else cast(out, placed.output_dtype)
 
     return intercept
@@ -212,7 +311,7 @@ def _param(module: Any, run: _Run, path: str, dtype: np.dtype | None, in_cell: b
     def param(name: str, init_fn: Any, *args: Any, **kwargs: Any) -> Any:
         param_path = f"{path}/{name}".lstrip("/")
         run.paths.add(param_path)
-        init_fn = _stored_in(init_fn, run.policy.for_path(param_path).param_dtype)
+        init_fn = _stored_in(init_fn, run.policy.for_path(param_path, type(module)).param_dtype)
         value = make_parameter(name, init_fn, *args, **kwargs)
         if dtype is None:
             return value
@@ -248,9 +347,9 @@ def _stored_in(init_fn: Any, param_dtype: np.dtype) -> Any:
 
 
 def _reduce(self: Any) -> Any:
-    """Pickles by the author's class and the policy, as the class with both is made on the fly."""
-    return _blank, (self._mpjax_base, self._mpjax_policy), dict(vars(self))
+    """Pickles by the author's class and the setting, because the class with both is generated."""
+    return _blank, (self._mpjax_base, self._mpjax_setting), dict(vars(self))
 
 
-def _blank(base: type, policy: Policy) -> Any:
-    return object.__new__(_class_with_policy(base, policy))
+def _blank(base: type, setting: _Setting) -> Any:
+    return object.__new__(_class_with(base, setting))

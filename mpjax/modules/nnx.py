@@ -1,9 +1,9 @@
 """`with_policy` for Flax NNX: each module's methods run on a view of it that has cast parameters.
 
-The modules of a cloned model become instances of subclasses. A call makes a view, an instance of the
-author's own class with the same submodules and variables but for its parameters, which are cast, and
-runs the author's method on it. The model itself holds the parameters as they were: `nnx.state`,
-gradients, optimizers and checkpoints see nothing of the policy.
+The modules of a cloned model become instances of subclasses. A call makes a view: an instance of the
+author's own class with the same submodules and variables, except that its parameters are cast. The
+author's method runs on the view. The model itself keeps its parameters, so `nnx.state`, gradients,
+optimizers and checkpoints see nothing of the policy.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from mpjax.modules.explicit_dtypes import warn_explicit_dtypes
 from mpjax.modules.layers import (
     Kind,
     attributes_inside,
@@ -26,42 +27,83 @@ from mpjax.modules.layers import (
     cast,
     cast_parameter,
     casts_parameters,
-    computes_again,
+    default_arguments,
     is_real_float,
     keeps_matmuls,
     kind_of,
     own_dtype,
+    recomputes,
+    stays_wide,
 )
-from mpjax.policy import Policy, warn_unused_overrides
+from mpjax.modules.scopes import is_container, is_method, module_scope
+from mpjax.policy import NORM_PATTERNS, Policy, warn_unused_overrides
 
 
 @dataclasses.dataclass(frozen=True)
 class _Placement:
-    """What a policy asks of a module at its place in a model."""
+    """What a policy asks of a module at its place in a model.
 
+    Args:
+        policy: the model's.
+        path: the module's path in the model if the policy has overrides by path; else empty, so that modules at
+            different places have the same class and can be stacked.
+        dtype: the dtype that the module computes in.
+        has_own_dtype: whether that is an explicit dtype of the module's.
+        output_dtype: None if the layer's kind decides.
+        is_model: whether it is the model that `with_policy` was given.
+        in_cell: whether it is a part of a recurrent cell.
+        wide: of a model, the paths and dtypes of the layers that an explicit dtype keeps from the compute dtype.
+    """
+
+    policy: Policy
+    path: tuple[Any, ...]
     dtype: np.dtype
     has_own_dtype: bool
-    output_dtype: np.dtype | None  # None: as the layer's kind says
+    output_dtype: np.dtype | None
     is_model: bool
     in_cell: bool
+    wide: tuple[tuple[str, np.dtype], ...] = ()
+
+
+# The dtype in which the method that runs reads the parameters of other modules. It is part of jit's cache key.
+_reader = jax.make_user_context(None)
 
 
 def with_policy(model: Any, policy: Policy) -> Any:
     model = nnx.clone(model)
-    modules = dict(nnx.iter_modules(model))
-    kept = [path for path, module in modules.items() if path and _has_policy_of_its_own(module)]
+    paths = _set_policy(model, policy, (), cell=False)
+    warn_unused_overrides(policy, paths)
+    return model
+
+
+def _set_policy(root: Any, policy: Policy, at: tuple[Any, ...], cell: bool) -> list[str]:
+    """Sets a policy on a module and all below it, in place; returns the paths of modules and parameters.
+
+    Args:
+        root: a model, or a part of one that is added to it.
+        policy: the model's.
+        at: the path of the part in the model.
+        cell: whether the part is added to a recurrent cell.
+    """
+    modules = {(*at, *path): module for path, module in nnx.iter_modules(root)}
+    kept = [path for path, module in modules.items() if path != () and _has_policy_of_its_own(module)]
     ours = {p: m for p, m in modules.items() if not any(p[: len(inner)] == inner for inner in kept)}
     paths = [_join(path) for path in modules]
     # All placements first: they are read off the author's classes and attributes.
     for module in ours.values():
         object.__setattr__(module, "__class__", _base(type(module)))
-    placements = {path: _place(path, ours, policy) for path in ours}
+    placements = {path: _place(path, ours, policy, cell) for path in ours}
+    model = placements.get(())
+    if model is not None:
+        wide = {_join(path): p.dtype for path, p in placements.items() if p and _is_wide(p, ours[path], path)}
+        placements[()] = dataclasses.replace(model, wide=tuple(wide.items()))
     for path, module in ours.items():
         paths += _store_parameters(module, path, policy)
-        if placements[path] is not None:
-            object.__setattr__(module, "__class__", _class_with_policy(type(module), placements[path]))
-    warn_unused_overrides(policy, sorted(paths))
-    return model
+        placement = placements[path]
+        if placement is not None:
+            _cast_caches(module, placement.dtype)
+            object.__setattr__(module, "__class__", _class_with_policy(type(module), placement))
+    return sorted(paths)
 
 
 def _join(path: tuple[Any, ...]) -> str:
@@ -72,9 +114,19 @@ def _base(cls: type) -> type:
     return getattr(cls, "_mpjax_base", cls)
 
 
+def _placement_of(module: Any) -> _Placement | None:
+    return getattr(type(module), "_mpjax_placement", None)
+
+
 def _has_policy_of_its_own(module: Any) -> bool:
-    placement = getattr(type(module), "_mpjax_placement", None)
+    placement = _placement_of(module)
     return placement is not None and placement.is_model
+
+
+def _is_wide(placement: _Placement, module: Any, path: tuple[Any, ...]) -> bool:
+    own = placement.dtype if placement.has_own_dtype else None
+    placed = placement.policy.for_path(_join(path), type(module))
+    return stays_wide(kind_of(type(module), "__call__"), own, placed)
 
 
 def _store_parameters(module: Any, path: tuple[Any, ...], policy: Policy) -> list[str]:
@@ -83,31 +135,43 @@ def _store_parameters(module: Any, path: tuple[Any, ...], policy: Policy) -> lis
     for name, value in vars(module).items():
         for param in jax.tree.leaves(value, is_leaf=_is_variable_or_module):
             if isinstance(param, nnx.Param):
-                paths.append("/".join(map(str, (*path, name))))
-                dtype = policy.for_path(paths[-1]).param_dtype
+                paths.append(_join((*path, name)))
+                dtype = policy.for_path(paths[-1], type(module)).param_dtype
                 if dtype != np.float32:
-                    param.set_value(cast_parameter(param.get_value(), dtype))
+                    # The raw value: what `get_value` returns may be computed from it, each time that it is read.
+                    param.set_raw_value(cast_parameter(param.get_raw_value(), dtype))
     return paths
 
 
-def _place(path: tuple[Any, ...], modules: dict[Any, Any], policy: Policy) -> _Placement | None:
+def _cast_caches(module: Any, dtype: np.dtype) -> None:
+    """Casts the decoding caches that a module has already: its keys and values come in the compute dtype."""
+    if isinstance(module, nnx.MultiHeadAttention):
+        for cache in vars(module).values():
+            if isinstance(cache, nnx.Cache):
+                cache.set_raw_value(cast(cache.get_raw_value(), dtype))
+
+
+def _place(path: tuple[Any, ...], modules: dict[Any, Any], policy: Policy, cell: bool = False) -> _Placement | None:
     """The placement of a module; None for a container, and where the dtype is not one of a policy's."""
     module = modules[path]
     given = getattr(module, "dtype", None)
-    if not is_real_float(given) or isinstance(module, (nnx.List, nnx.Dict)):
+    if not is_real_float(given) or is_container(module):
         return None
-    placed = policy.for_path(_join(path))
+    placed = policy.for_path(_join(path), type(module))
+    parents = [modules[path[:n]] for n in range(len(path)) if path[:n] in modules]
     output_dtype = policy.output_dtype
     if path:
-        output_dtype = placed.output_dtype if placed is not policy.for_path(_join(path[:-1])) else None
-    parents = [modules[path[:n]] for n in range(len(path)) if path[:n] in modules]
-    own = own_dtype(given, policy.compute_dtype, *_unset_dtypes([*parents, module]))
+        above = policy.for_path(_join(path[:-1]), type(parents[-1]) if parents else None)
+        output_dtype = placed.output_dtype if placed is not above else None
+    own = own_dtype(given, (policy, placed), policy.compute_dtype, *_unset_dtypes([*parents, module]))
     return _Placement(
+        policy=policy,
+        path=path if any(pattern not in NORM_PATTERNS for pattern, _ in policy.overrides) else (),
         dtype=own or placed.compute_dtype,
         has_own_dtype=own is not None,
         output_dtype=output_dtype,
         is_model=not path,
-        in_cell=bool(parents) and kind_of(type(parents[-1]), "__call__") is Kind.CELL,
+        in_cell=kind_of(type(parents[-1]), "__call__") is Kind.CELL if parents else cell,
     )
 
 
@@ -132,16 +196,41 @@ def _class_with_policy(base: Any, placement: _Placement) -> type:
     namespace = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
     namespace |= {name: _on_view(base, name, placement) for name in _methods(base)}
     namespace |= {"_mpjax_base": base, "_mpjax_placement": placement, "__reduce__": _reduce}
+    namespace |= {"__setattr__": _set_attribute(base), "__getattribute__": _get_attribute(base)}
     keywords = {"pytree": base._pytree__is_pytree}
     return types.new_class(base.__name__, (base,), keywords, lambda body: body.update(namespace))
 
 
 def _methods(base: type) -> Iterator[str]:
-    """The names of the methods that the author's classes define, constructors and other dunders aside."""
+    """The names of the methods that the author's classes define."""
     own_classes = base.__mro__[: base.__mro__.index(nnx.Module)]
-    for name in sorted({name for cls in own_classes for name in vars(cls)}):
-        if inspect.isfunction(inspect.getattr_static(base, name)) and (name == "__call__" or not name.startswith("__")):
-            yield name
+    return (name for name in sorted({name for cls in own_classes for name in vars(cls)}) if is_method(base, name))
+
+
+def _set_attribute(base: Any) -> Callable[[Any, str, Any], None]:
+    """Assignment of an attribute; modules in it that have no policy get that of the module."""
+
+    def set_attribute(self: Any, name: str, value: Any) -> None:
+        base.__setattr__(self, name, value)
+        placement = type(self)._mpjax_placement
+        for part in jax.tree.leaves(value, is_leaf=_is_variable_or_module):
+            if isinstance(part, nnx.Module) and _placement_of(part) is None:
+                cell = kind_of(base, "__call__") is Kind.CELL
+                _set_policy(part, placement.policy, (*placement.path, name), cell)
+
+    return set_attribute
+
+
+def _get_attribute(base: Any) -> Callable[[Any, str], Any]:
+    """Reading of an attribute: another module's method (tied weights) sees a parameter in its own compute dtype."""
+
+    def get_attribute(self: Any, name: str) -> Any:
+        value = base.__getattribute__(self, name)
+        if not isinstance(value, nnx.Param) or _reader.value is None:
+            return value
+        return _cast_param(value, _reader.value, _Refusal(type(self).__name__, name))
+
+    return get_attribute
 
 
 def _on_view(base: type, name: str, placement: _Placement) -> Callable[..., Any]:
@@ -149,25 +238,38 @@ def _on_view(base: type, name: str, placement: _Placement) -> Callable[..., Any]
 
     @functools.wraps(inherited)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        view = _view(self, base, kind, placement)
+        view = _view(self, base, name, kind, placement)
         before = dict(vars(view))
         cast_params = _cast_params_of(self, view)
         fun: Callable[..., Any] = functools.partial(inherited, view)
-        if computes_again(kind, inherited):
+        if recomputes(kind, inherited):
             fun = jax.checkpoint(fun, prevent_cse=False, policy=keeps_matmuls)
-        out = call(fun, kind, placement.dtype, args, kwargs, placement.in_cell)
-        _check_not_assigned(cast_params, type(self).__name__, name)
+        kwargs = default_arguments(base, name, placement.dtype, args, kwargs)
+        with module_scope(self, view), _reader(placement.dtype if casts_parameters(kind) else None):
+            out = call(fun, kind, placement.dtype, args, kwargs, placement.in_cell)
+        for refusal, param, dtype in cast_params:
+            if _dtype(param) != dtype:  # by nnx.update: NNX's transformations write back what they read
+                raise refusal.error()
         _write_back(self, view, before)
+        if placement.wide:
+            again = functools.partial(_call_again, self, name, args, kwargs)
+            warn_explicit_dtypes(base, placement.policy, dict(placement.wide), again, stacklevel=3)
         return out if placement.output_dtype is None else cast(out, placement.output_dtype)
 
     return method
 
 
-def _view(module: Any, base: type, kind: Kind, placement: _Placement) -> Any:
+def _call_again(module: Any, method: str, args: Any, kwargs: Any) -> Any:
+    """Repeats a call on a copy of the module."""
+    return getattr(nnx.merge(*nnx.split(module), copy=True), method)(*args, **kwargs)
+
+
+def _view(module: Any, base: type, method: str, kind: Kind, placement: _Placement) -> Any:
     """The module as its author's code sees it during a call."""
     attributes = dict(vars(module))
-    if casts_parameters(kind):
-        attributes |= {name: _cast_params(value, placement.dtype) for name, value in attributes.items()}
+    for name, value in attributes.items():
+        refusal = _Refusal(base.__name__, name, method)
+        attributes[name] = _as_seen(value, placement, name, refusal, casts_parameters(kind))
     if not placement.has_own_dtype:
         attributes |= attributes_inside(kind, placement.dtype, attributes, placement.in_cell)
     view: Any = object.__new__(base)
@@ -175,47 +277,78 @@ def _view(module: Any, base: type, kind: Kind, placement: _Placement) -> Any:
     return view
 
 
-def _cast_params(value: Any, dtype: np.dtype) -> Any:
-    """An attribute with the parameters that it is or contains cast; submodules cast theirs themselves."""
+def _as_seen(value: Any, placement: _Placement, name: str, refusal: _Refusal, casts: bool) -> Any:
+    """An attribute with the parameters that it is or contains cast, and a policy on the modules that have none.
+
+    The parameters of a module in it are that module's own affair.
+    """
     if isinstance(value, nnx.Param):
-        return _cast_param(value, dtype)
-    if not isinstance(value, (nnx.List, nnx.Dict, list, tuple, dict)):
+        return _cast_param(value, placement.dtype, refusal) if casts else value
+    if not isinstance(value, (nnx.Module, nnx.List, nnx.Dict, list, tuple, dict)):
         return value
-    # A container's parameters are this module's; those of a module in it are that module's.
+    if isinstance(value, nnx.Module) and not is_container(value):
+        return _with_placement(value, placement, name)
     leaves, tree = jax.tree.flatten(value, is_leaf=lambda x: x is not value and _is_variable_or_module(x))
-    if not any(isinstance(leaf, nnx.Param) for leaf in leaves):
-        return value
-    return jax.tree.unflatten(tree, [_cast_param(leaf, dtype) for leaf in leaves])
+    seen = [_as_seen(x, placement, name, refusal, casts) if _is_variable_or_module(x) else x for x in leaves]
+    return value if all(a is b for a, b in zip(leaves, seen, strict=True)) else jax.tree.unflatten(tree, seen)
 
 
-def _cast_param(leaf: Any, dtype: np.dtype) -> Any:
-    if not isinstance(leaf, nnx.Param):
-        return leaf
-    value = leaf.get_value()
+def _with_placement(module: Any, above: _Placement, name: str) -> Any:
+    """A module that was added after `with_policy` (to an `nnx.List`, say), with the policy of the one above it."""
+    if _placement_of(module) is not None:
+        return module
+    path = (*above.path, name)
+    placement = _place(path, {path: module}, above.policy)
+    if placement is None:
+        return module
+    base: Any = type(module)
+    shadow: Any = object.__new__(_class_with_policy(base, placement))
+    object.__setattr__(shadow, "__dict__", vars(module))  # shared: what is set on one is set on both
+    return shadow
+
+
+@dataclasses.dataclass(frozen=True)
+class _Refusal:
+    """Refuses assignments to a cast copy, which would be lost, or round the float32 parameter to half."""
+
+    cls: str
+    name: str
+    method: str = ""
+
+    def __call__(self, variable: Any, value: Any) -> Any:
+        raise self.error()
+
+    def error(self) -> ValueError:
+        where = f"{self.cls}.{self.method} assigns to its own" if self.method else f"a method assigns to {self.cls}'s"
+        return ValueError(
+            f"with_policy: {where} parameter {self.name!r}, of which it sees a copy in the compute dtype. Make it an "
+            "nnx.Variable of another type (as nnx.BatchStat is), assign to it outside of the module's methods, or "
+            "keep this module in float32 by an override of the policy."
+        )
+
+
+def _cast_param(param: Any, dtype: np.dtype, refusal: _Refusal) -> Any:
+    """A parameter with its raw value cast: what its `get_value` or its hooks do is done once, when it is read."""
+    value = param.get_raw_value()
+    if getattr(param, "ref", False):  # a variable that holds a mutable array
+        value = value[...]
     cast_value = cast(value, dtype)
-    return leaf if cast_value is value else leaf.copy(cast_value)
+    return param if cast_value is value else param.copy(cast_value, on_set_value=refusal)
 
 
-def _cast_params_of(module: Any, view: Any) -> list[tuple[str, Any, Any]]:
-    """(name, parameter, value) of each parameter that the view holds a cast copy of."""
+def _dtype(param: Any) -> Any:
+    return getattr(param.get_raw_value(), "dtype", None)
+
+
+def _cast_params_of(module: Any, view: Any) -> list[tuple[_Refusal, Any, np.dtype]]:
+    """(refusal, parameter, dtype) of each parameter that the view holds a cast copy of."""
     return [
-        (name, param, param.get_raw_value())
+        (param.get_metadata("on_set_value"), param, _dtype(param))
         for name, value in vars(view).items()
         if value is not vars(module)[name]
         for param in jax.tree.leaves(value, is_leaf=_is_variable_or_module)
-        if isinstance(param, nnx.Param)
+        if isinstance(param, nnx.Param) and isinstance(param.get_metadata("on_set_value", None), _Refusal)
     ]
-
-
-def _check_not_assigned(cast_params: list[tuple[str, Any, Any]], class_name: str, method: str) -> None:
-    """Refuses an assignment to a cast copy, which would be lost, or round the float32 parameter to half."""
-    for name, param, value in cast_params:
-        if param.get_raw_value() is not value:
-            raise ValueError(
-                f"with_policy: {class_name}.{method} assigns to its own parameter {name!r}, of which it sees a copy "
-                "in the compute dtype. Make it an nnx.Variable of another type (as nnx.BatchStat is), assign to it "
-                "outside of the module's methods, or keep this module in float32 by an override of the policy."
-            )
 
 
 def _is_variable_or_module(x: Any) -> bool:
@@ -223,7 +356,7 @@ def _is_variable_or_module(x: Any) -> bool:
 
 
 def _write_back(module: Any, view: Any, before: dict[str, Any]) -> None:
-    """Carries attributes that the method set (a cache, what it sowed) over to the module."""
+    """Copies the attributes that the method set (a cache, what it sowed) to the module."""
     after = vars(view)
     for name in before.keys() - after.keys():
         delattr(module, name)
@@ -233,7 +366,7 @@ def _write_back(module: Any, view: Any, before: dict[str, Any]) -> None:
 
 
 def _reduce(self: Any) -> Any:
-    """Pickles by the author's class and the placement, as the class with both is made on the fly."""
+    """Pickles by the author's class and the placement, because the class with both is generated."""
     return _blank, (self._mpjax_base, self._mpjax_placement), self.__getstate__()
 
 

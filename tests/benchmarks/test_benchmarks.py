@@ -6,7 +6,7 @@ import json
 import jax
 import pytest
 
-from benchmarks import faults, goals, gpu, report
+from benchmarks import RESULTS, faults, goals, gpu, headlines, report
 from benchmarks.models import WORKLOADS
 from benchmarks.training import traffic
 from benchmarks.training.cells import Cell, Results
@@ -126,12 +126,11 @@ def test_table_of_what_was_compiled_without_a_gpu_says_what_it_is():
         "flax_float16": {"error": "ValueError: no"},
     }
     text = dry_run_table({"results": {"ncf": rows}})
-    assert "without a device: not autotuned, and never run" in text
-    assert "not compiled: JAX's CUDA plugin was not" in text
+    assert "for an H200 without a device: the programs were not autotuned and\nnever ran" in text
     assert "| float32 | 2.00 GB | 1.00 | 4.0 GB | 1.00 | - | 10 | 0 of 3 | 1.0 s | 1.00 |" in text
     assert "| autocast_float16+remat | 1.00 GB | 0.50 | 3.0 GB | 0.75 | 1.50 | 10 | 3 of 3 | 1.0 s | 1.50 |" in text
-    assert "| tf32 | lowered: 3 matmuls of 50 operations |" in text
-    assert "| flax_float16 | fails: ValueError: no |" in text
+    assert "JAX's CUDA plugin was not installed:\n\n- ncf: tf32\n" in text
+    assert "- ValueError: no: ncf flax_float16\n" in text
     assert hand_written("tf32") == ""
 
 
@@ -203,9 +202,22 @@ def folder(tmp_path):
     return tmp_path
 
 
+def test_the_readme_leads_with_the_headlines_of_the_results():
+    rows = headlines.headlines(RESULTS)
+    assert len(rows) == 6
+    readme = (RESULTS.parents[1] / "README.md").read_text()
+    page = (RESULTS / "README.md").read_text()
+    for row in rows:
+        assert row.row("benchmarks/results/README.md") in readme, "run: python -m benchmarks.headlines"
+        assert row.row() in page, "run: python -m benchmarks.report"
+        assert f"\n## {row.title}\n" in page
+
+
 def test_report_shows_all_results_and_marks_what_is_stale(folder):
     text = report.write(folder).read_text()
     assert "the table of training_gpu" in text
+    assert text.index("| Speed of a float16 training step over float32 | gpt2_medium 4.00× |") < text.index("## ")
+    assert text.index("## Training steps on a GPU") < text.index("## Goals on an H200")
     assert "**Stale** (all): made with jax 0.4.1" in text
     assert "**Stale** (gpt2_medium float32)" in text
     assert "**Stale** (gpt2_medium autocast_float16)" not in text

@@ -144,7 +144,8 @@ def test_a_dtype_of_a_layers_own_wins():
             return nn.Dense(4, dtype=jnp.float32)(nn.Dense(8)(x))
 
     model, x = mpjax.with_policy(Model(), "mixed_float16"), jnp.ones((2, 8))
-    variables = model.init(jax.random.key(0), x)
+    with pytest.warns(mpjax.ExplicitDtypeWarning, match="Dense_0"):
+        variables = model.init(jax.random.key(0), x)
     assert [e.in_dtypes[0] for e in matmuls(model.apply, variables, x)] == [F16, jnp.float32]
 
 

@@ -101,7 +101,8 @@ def test_an_override_holds_and_one_that_matches_nothing_warns():
 
 def test_a_dtype_of_a_layers_own_wins():
     model = nnx.Sequential(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nnx.Linear(4, 4, dtype=jnp.float32, rngs=nnx.Rngs(0)))
-    found = matmuls(mpjax.with_policy(model, "mixed_float16"), jnp.ones((1, 4)))
+    with pytest.warns(mpjax.ExplicitDtypeWarning, match=r"50% .*layers/1 \(float32\)"):
+        found = matmuls(mpjax.with_policy(model, "mixed_float16"), jnp.ones((1, 4)))
     assert [e.in_dtypes[0] for e in found] == [F16, jnp.float32]
 
 

@@ -11,7 +11,8 @@ from mpjax.inspection.profile.kernels import Kernel, Split
 
 # Below these shares of the step nothing is worth a line.
 _WORTH = {"input": 0.05, "dispatch": 0.1, "kernels": 0.05, "one kernel": 0.03}
-_SCALING_FILES = ("mpjax/loss_scale.py", "mpjax/_loss_scale_state.py", "mpjax/_scaled_gradients.py")
+_SCALING = "loss_scale _loss_scale_state _scaled_gradients _cotangents _applying _replicas".split()
+_SCALING_FILES = tuple(f"mpjax/{name}.py" for name in _SCALING)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,144 @@
+"""The most telling results of the benchmarks, in six rows: `python -m benchmarks.headlines`.
+
+The README and the results page lead with them.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import re
+import statistics
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from benchmarks import RESULTS
+from benchmarks.training.tables import memory, speedup
+
+Results = dict[str, Any]
+# The libraries that a row compares mpjax with, if they have a result.
+PEERS = ("hand-written", "Flax", "Flax DynamicScale", "jmp", "mixed-precision-for-JAX", "Keras 3")
+MODELS = ("resnet50", "bert_base_128", "gpt2_medium")
+
+
+class Headline(NamedTuple):
+    """One result: what was measured, mpjax's, the others', and where all of it stands."""
+
+    what: str
+    mpjax: str
+    others: str
+    title: str  # of the section of the results page
+
+    def row(self, link: str = "") -> str:
+        """The row of a Markdown table."""
+        anchor = re.sub(r"[^a-z0-9 ]", "", self.title.lower()).replace(" ", "-")
+        return f"| {self.what} | {self.mpjax} | {self.others} | [{self.title}]({link}#{anchor}) |"
+
+
+def headlines(folder: pathlib.Path) -> list[Headline]:
+    """The rows for which a folder has results, measured ones before planned ones."""
+    found: list[Headline] = []
+    for name, headline in _HEADLINES.items():
+        path = folder / f"{name}.json"
+        if path.exists():
+            found += headline(json.loads(path.read_text())["results"])
+    return found
+
+
+def table(rows: list[Headline], link: str = "") -> str:
+    """The rows as Markdown; `link` is the page that their sources are sections of."""
+    return "\n".join(["| what | mpjax | others | source |", "|---|---|---|---|", *(row.row(link) for row in rows)])
+
+
+def _training(results: Results) -> Iterator[Headline]:
+    speeds = {
+        way: [(model, speedup(results[model], f"{way}_float16", "float32")) for model in MODELS if model in results]
+        for way in ("autocast", "flax")
+    }
+    known = {way: ", ".join(f"{model} {s:.2f}×" for model, s in of_way if s) for way, of_way in speeds.items()}
+    if known["autocast"]:
+        yield Headline(
+            "Speed of a float16 training step over float32", known["autocast"], known["flax"], "Training steps on a GPU"
+        )
+
+
+def _faults(results: Results) -> Iterator[Headline]:
+    counts = {
+        library: sum(cells.get(library) == "has it" for cells in results.values())
+        for library in ("mpjax", "Flax", "jmp", "mixed-precision-for-JAX", "Keras 3")
+    }
+    yield Headline(
+        f"Known faults of mixed precision libraries, of {len(results)}",
+        str(counts.pop("mpjax")),
+        ", ".join(f"{library} {count}" for library, count in counts.items()),
+        "Known faults, library by library",
+    )
+
+
+def _counted(key: str, holds: Callable[[float], bool]) -> Callable[[list[dict[str, Any]]], str]:
+    return lambda rows: f"{sum(holds(row[key]) for row in rows)} of {len(rows)}"
+
+
+def _median(key: str) -> Callable[[list[dict[str, Any]]], str]:
+    return lambda rows: f"{statistics.median(row[key] for row in rows if key in row):.2f}"
+
+
+def _casting(results: Results) -> Iterator[Headline]:
+    of_tools: dict[str, list[dict[str, Any]]] = {}
+    for rows in results.values():
+        for tool, row in rows.items():
+            of_tools.setdefault(tool, []).append(row)
+
+    def compared(value: Callable[[list[dict[str, Any]]], str]) -> tuple[str, str]:
+        ran = {tool: [row for row in rows if "half_share" in row] for tool, rows in of_tools.items()}
+        others = ", ".join(f"{tool} {value(ran[tool])}" for tool in PEERS if len(ran.get(tool, [])) > 1)
+        return value(ran["mpjax.autocast"]), others
+
+    programs = f"{len(results)} float32 training programs, float16"
+    for what, value in {
+        "Programs with all matmul FLOPs in half": _counted("half_share", lambda share: share == 1),
+        "Programs with a risky operation in half": _counted("risky", lambda count: count > 0),
+        "Residual bytes over float32's, median": _median("residuals"),
+    }.items():
+        yield Headline(f"{what} ({programs})", *compared(value), "Casting")
+
+
+def _loss_scaling(results: Results) -> Iterator[Headline]:
+    rows = results.get("compute-bound, float16, donated", {})
+    ratios = {name: row["ratio"] for name, row in rows.items() if "ratio" in row}
+    if "mpjax: apply_gradients" in ratios:
+        yield Headline(
+            "Step time with dynamic loss scaling over without (float16 matmuls, compute-bound, 2 CPU cores)",
+            f"{ratios['mpjax: apply_gradients']:.2f}",
+            ", ".join(f"{name} {ratios[name]:.2f}" for name in PEERS if name in ratios),
+            "Loss scaling on a CPU",
+        )
+
+
+def _planned(results: Results) -> Iterator[Headline]:
+    def shares(way: str) -> str:
+        found = {
+            model: memory(rows.get(f"{way}_bfloat16", {}), rows.get("float32", {})) for model, rows in results.items()
+        }
+        return ", ".join(f"{model} {found[model]:.2f}" for model in MODELS if found.get(model))
+
+    if shares("autocast"):
+        yield Headline(
+            "Memory of a bfloat16 training step over float32's (XLA's plan for an H200, not a measurement)",
+            shares("autocast"),
+            f"hand-written {shares('flax')}",
+            "Training steps compiled for an H200 without a GPU",
+        )
+
+
+_HEADLINES: dict[str, Callable[[Results], Iterator[Headline]]] = {
+    "training_gpu": _training,
+    "casting_float16_cpu": _casting,
+    "faults_cpu": _faults,
+    "loss_scaling_cpu": _loss_scaling,
+    "training_dry_run": _planned,
+}
+
+
+if __name__ == "__main__":
+    print(table(headlines(RESULTS), link="benchmarks/results/README.md"))

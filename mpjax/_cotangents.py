@@ -1,0 +1,122 @@
+"""Identities whose cotangents are multiplied by a factor: where the loss scale enters and leaves a backward pass."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from mpjax._trees import along_leading_axes
+from mpjax.policy import HALF_DTYPES, path_string
+
+T = TypeVar("T")
+
+# Flax's FP8 layers return the new values of this collection (amax histories, scales) as its "gradients".
+OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
+
+
+def is_differentiable(x: Any) -> bool:
+    """Whether `x` is an array of a float or complex dtype, float8 included; to JAX a Python scalar is a constant."""
+    return hasattr(x, "shape") and hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def is_overwritten(path: str) -> bool:
+    """Whether the leaf at a tree path belongs to Flax's collection of values that replace the old ones."""
+    return OVERWRITE_WITH_GRADIENT in path.split("/")
+
+
+def multiply(x: jax.Array, factor: jax.Array, dtype: Any = None) -> jax.Array:
+    """`x * factor`, computed in float32 or wider and rounded once, to `dtype` (default: that of `x`)."""
+    dtype = np.dtype(dtype or x.dtype)
+    wide = jnp.float32 if np.dtype(x.dtype).itemsize < 4 else x.dtype
+    product = x.astype(wide) * factor.astype(wide)
+    if dtype.itemsize > 1:
+        return product.astype(dtype)
+    # A cast to float8 gives NaN above its largest number. What was finite saturates instead.
+    largest = float(jnp.finfo(dtype).max)
+    return jnp.where(jnp.isfinite(product), jnp.clip(product, -largest, largest), product).astype(dtype)
+
+
+def unscale_by(grads: T, scale: jax.Array) -> T:
+    """Divides the differentiable leaves of a tree by `scale`, in float32; half leaves become float32.
+
+    Float8 leaves keep their dtype, as do float64 and complex ones. Values of Flax's FP8 collection
+    are no gradients and stay as they are. A scale with leading (mapped) axes divides member by member.
+    """
+
+    def leaf(path: Any, g: Any) -> Any:
+        if not is_differentiable(g) or is_overwritten(path_string(path)):
+            return g
+        factor = along_leading_axes(1.0 / scale, g, "the loss scale", path_string(path))
+        return multiply(jnp.asarray(g), factor, jnp.float32 if g.dtype in HALF_DTYPES else g.dtype)
+
+    return jax.tree_util.tree_map_with_path(leaf, grads)
+
+
+# A primitive, because neither of JAX's custom rules will do: `custom_vjp` has no forward mode, and a `custom_jvp` can
+# not choose the transpose of its tangent. Only tangents pass through it, and transposing replaces it with a product.
+_scale_transpose_p = Primitive("mpjax_scale_transpose")
+_scale_transpose_p.def_impl(lambda t, factor, *, path: t)
+_scale_transpose_p.def_abstract_eval(lambda t, factor, *, path: t)
+mlir.register_lowering(_scale_transpose_p, lambda ctx, t, factor, *, path: [t])
+
+
+def _jvp(primals: tuple[Any, Any], tangents: tuple[Any, Any], *, path: str) -> tuple[Any, Any]:
+    t, factor = primals
+    dt, _ = tangents
+    out = _scale_transpose_p.bind(t, factor, path=path)
+    return out, dt if isinstance(dt, ad.Zero) else _scale_transpose_p.bind(dt, factor, path=path)
+
+
+def _transpose(ct: Any, t: Any, factor: jax.Array, *, path: str) -> tuple[Any, None]:
+    if isinstance(ct, ad.Zero):
+        return ct, None
+    if path and np.dtype(ct.dtype) in HALF_DTYPES:
+        raise TypeError(
+            f"scale_loss: the differentiated argument {path} is {ct.dtype}, so JAX would return its gradient in "
+            f"{ct.dtype}, and unscaling it there would lose what scaling saved. Use mpjax.value_and_grad or "
+            "mpjax.grad (they differentiate at a float32 copy and return float32 gradients), or keep the "
+            "parameters in float32 (mpjax.master_weights keeps the master copy of half ones)."
+        )
+    return multiply(ct, factor), None
+
+
+def _batch(args: tuple[Any, Any], dims: tuple[Any, Any], *, path: str) -> tuple[Any, Any]:
+    """A mapped factor is broadcast to the rank of the tangent; so both have the mapped axis in front."""
+    (t, factor), (t_dim, factor_dim) = args, dims
+    size = t.shape[t_dim] if t_dim is not None else factor.shape[factor_dim]
+    t = jnp.broadcast_to(t, (size, *t.shape)) if t_dim is None else jnp.moveaxis(t, t_dim, 0)
+    if factor_dim is not None:
+        factor = jnp.moveaxis(factor, factor_dim, 0)
+        factor = factor.reshape(size, *(factor.shape[1:] or (1,) * (t.ndim - 1)))
+    elif factor.ndim:
+        factor = factor[None]
+    return _scale_transpose_p.bind(t, factor, path=path), 0
+
+
+ad.primitive_jvps[_scale_transpose_p] = _jvp
+ad.primitive_transposes[_scale_transpose_p] = _transpose
+batching.primitive_batchers[_scale_transpose_p] = _batch
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def scale_cotangent(x: jax.Array, factor: jax.Array, refuse_half: str = "") -> jax.Array:
+    """The identity; its tangent is true, its cotangent is multiplied by `factor`.
+
+    Args:
+        x: a differentiable array.
+        factor: shape (), float32.
+        refuse_half: name of an argument. If it is given, a half cotangent, which would be the
+            gradient of that argument, is refused.
+    """
+    return x
+
+
+@scale_cotangent.defjvp
+def _scale_cotangent_jvp(refuse_half: str, primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
+    return primals[0], _scale_transpose_p.bind(tangents[0], primals[1], path=refuse_half)

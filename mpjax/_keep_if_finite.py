@@ -1,0 +1,138 @@
+"""What a skipped step leaves as it was, beside the optimizer's own: batch statistics, EMAs, RNG state, caches."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from mpjax._loss_scale_state import find_loss_scale_state
+from mpjax._trees import along_leading_axes
+from mpjax.policy import path_string
+
+T = TypeVar("T")
+
+
+def keep_if_finite(opt_state: Any, new: T, old: T) -> T:
+    """Chooses `new` if the last step was taken, `old` if it was skipped.
+
+    For state that the optimizer does not own (batch statistics, an EMA of the weights, RNG state):
+    one skipped step with overflown activations would otherwise poison a running mean for good.
+    For NNX modules use `restore_if_skipped`, which takes the snapshot of the old values itself.
+
+    Args:
+        opt_state: state *after* `tx.update` or `apply_gradients`. Its `last_finite` has shape (), or, outside of
+            the `vmap` or `pmap` that made it, one value for each member: then axis 0 of all leaves is mapped.
+        new, old: trees of arrays, same structure, shapes and dtypes.
+
+    Returns:
+        A tree like `new`.
+
+    Raises:
+        ValueError: no (or more than one) `LossScaleState` in `opt_state`; the trees differ; a leaf lacks
+            the mapped axis; `new` and `old` hold the same `nnx.Variable`, which has only one value.
+
+    Example:
+        >>> import optax, mpjax
+        >>> tx = mpjax.dynamic_loss_scale(optax.sgd(0.1))
+        >>> params = {"w": jnp.ones(2)}
+        >>> _, opt_state = tx.update({"w": jnp.array([1.0, jnp.inf])}, tx.init(params), params)
+        >>> float(keep_if_finite(opt_state, new=jnp.nan, old=3.0))
+        3.0
+    """
+    finite = jnp.asarray(find_loss_scale_state(opt_state).last_finite)
+    _refuse_same_variables(new, old)
+    return jax.tree_util.tree_map_with_path(lambda path, n, o: _select(finite, n, o, path=path_string(path)), new, old)
+
+
+@contextlib.contextmanager
+def restore_if_skipped(module: Any, optimizer: Any, *filters: Any) -> Iterator[None]:
+    """Context in which an NNX training step runs; if the step is skipped, the module's state is as before.
+
+    On entry the values of the variables are noted; on exit each variable keeps its new value if the
+    optimizer took the step, and gets its old one back if it skipped. Works inside `nnx.jit`.
+
+    Args:
+        module: an NNX module, or a tree of them.
+        optimizer: the `nnx.Optimizer` whose `update` is called inside the context.
+        *filters: NNX filters of the variables, such as `nnx.BatchStat`. By default all but those that
+            the optimizer updates: batch statistics, RNG state, caches.
+
+    Raises:
+        TypeError: `optimizer` is not an `nnx.Optimizer`.
+        ValueError: `optimizer.update` was not called inside; no (or more than one) `LossScaleState` in it.
+
+    Example:
+        >>> import optax, mpjax
+        >>> from flax import nnx
+        >>> model = nnx.BatchNorm(1, rngs=nnx.Rngs(0))
+        >>> optimizer = nnx.Optimizer(model, mpjax.dynamic_loss_scale(optax.sgd(0.1)), wrt=nnx.Param)
+        >>> with mpjax.restore_if_skipped(model, optimizer):
+        ...     grads = mpjax.grad(lambda m: jnp.sum(m(jnp.full((2, 1), jnp.inf))), optimizer)(model)
+        ...     _ = optimizer.update(model, grads)
+        >>> float(model.mean[0])
+        0.0
+    """
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None or not isinstance(optimizer, nnx.Optimizer):
+        raise TypeError(
+            f"restore_if_skipped: expected an nnx.Optimizer, got {type(optimizer).__name__}. With a plain optax state "
+            "use mpjax.keep_if_finite(opt_state, new, old) after the update."
+        )
+    before = _last_finite(optimizer)
+    wanted = filters or (nnx.Not(optimizer.wrt),)
+    variables = jax.tree.leaves(nnx.state(module, nnx.Any(*wanted)), is_leaf=lambda x: isinstance(x, nnx.Variable))
+    snapshot = [(variable, variable.get_raw_value()) for variable in variables]
+    yield
+    finite = _last_finite(optimizer)
+    if finite is before:
+        raise ValueError("restore_if_skipped: optimizer.update was not called inside the context, so no step to judge.")
+    for variable, old in snapshot:
+        new = variable.get_raw_value()
+        if new is not old:
+            select = functools.partial(_select, jnp.asarray(finite), path=type(variable).__name__)
+            variable.set_raw_value(jax.tree.map(select, new, old))
+
+
+def _last_finite(optimizer: Any) -> Any:
+    found = find_loss_scale_state(optimizer).last_finite
+    return found.get_raw_value() if hasattr(found, "get_raw_value") else found
+
+
+def _select(finite: jax.Array, new: Any, old: Any, *, path: str) -> jax.Array:
+    """`new` where `finite`, else `old`; for one leaf."""
+    shapes, dtypes = (jnp.shape(new), jnp.shape(old)), (jnp.result_type(new), jnp.result_type(old))
+    both_arrays = hasattr(new, "dtype") and hasattr(old, "dtype")
+    if shapes[0] != shapes[1] or (both_arrays and dtypes[0] != dtypes[1]):
+        raise ValueError(
+            f"keep_if_finite: the leaf {path!r} is {dtypes[0]}{list(shapes[0])} in new, but "
+            f"{dtypes[1]}{list(shapes[1])} in old."
+        )
+    # `where`, never a multiplication: 0 * NaN is NaN.
+    return jnp.where(along_leading_axes(finite, new, "keep_if_finite: last_finite", path), new, old)
+
+
+def _refuse_same_variables(new: Any, old: Any) -> None:
+    """Raises where both trees hold one and the same mutable variable: there is no old value to keep."""
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return
+
+    def variables(tree: Any) -> dict[int, str]:
+        leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, nnx.Variable))
+        return {id(leaf): path_string(path) for path, leaf in leaves if isinstance(leaf, nnx.Variable)}
+
+    olds = variables(old)
+    for identity, path in variables(new).items():
+        if identity in olds:
+            raise ValueError(
+                f"keep_if_finite: new and old hold the same nnx.Variable at {path!r}: nnx.state(model) returns the "
+                "module's own variables, whose old values are gone after the step. Take a snapshot before the step, "
+                "old = nnx.pure(nnx.state(model, nnx.BatchStat)), and pass new=nnx.pure(nnx.state(...)); or run the "
+                "step inside `with mpjax.restore_if_skipped(model, optimizer):`, which does both."
+            )

@@ -1,0 +1,56 @@
+"""Whose code is calling: the script's, or a library's."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import sysconfig
+from types import FrameType
+
+# Differentiation inside these happens on behalf of their caller (`nnx.grad`, `eqx.filter_grad`, `hk.grad`, ...).
+_CONDUITS = frozenset("jax flax equinox haiku jaxtyping beartype typeguard functools contextlib".split())
+_LAUNCHER = __name__.rpartition(".")[0]
+
+
+class Callers:
+    """Tells the script's code from that of libraries.
+
+    Code is a library's if its file lies in the standard library or in `site-packages`, and the script's otherwise.
+
+    Args:
+        packages: top-level packages that are the script's wherever they lie.
+    """
+
+    def __init__(self, packages: tuple[str, ...] = ()):
+        self.packages = frozenset(packages)
+        self._is_library_file = functools.lru_cache(maxsize=None)(_is_library_file)
+
+    def script_calls(self) -> bool:
+        """Whether the nearest caller that is no conduit is the script."""
+        return self._nearest() is not None
+
+    def script_line(self) -> str:
+        """The script's line that is calling, `train.py:12`; empty if a library is."""
+        frame = self._nearest()
+        return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}" if frame else ""
+
+    def _nearest(self) -> FrameType | None:
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None:
+            name = frame.f_globals.get("__name__") or ""
+            root = name.partition(".")[0]
+            if root in self.packages:
+                return frame
+            if root not in _CONDUITS and name != _LAUNCHER and not name.startswith(f"{_LAUNCHER}."):
+                return None if root == "mpjax" or self._is_library_file(frame.f_code.co_filename) else frame
+            frame = frame.f_back
+        return None
+
+
+def _is_library_file(filename: str) -> bool:
+    path = os.path.abspath(filename)
+    if f"{os.sep}site-packages{os.sep}" in path or f"{os.sep}dist-packages{os.sep}" in path:
+        return True
+    roots = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}
+    return any(path.startswith(root + os.sep) for root in roots if root)

@@ -1,0 +1,185 @@
+"""Gradients of the script's functions: under autocast, scaled, and repeated at a lower scale until they are finite."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.extend.core
+import jax.numpy as jnp
+
+from mpjax.launcher.retrying import MAX_SCALE, Attempt, Found, all_finite, until_finite
+from mpjax.launcher.session import (
+    CALLS,
+    GOOD,
+    LOSS,
+    NONFINITE,
+    RETRIES,
+    ROWS,
+    SCALE,
+    Session,
+    differentiating,
+    enclosing_scale,
+    frame,
+)
+
+GROWTH_INTERVAL = 500
+# For gradients inside a function that is linearized before its own scale is known.
+INNER_SCALE = 2.0**7
+
+
+@dataclasses.dataclass(frozen=True)
+class Originals:
+    """The functions of JAX that the launcher replaces."""
+
+    value_and_grad: Callable[..., Any]
+    vjp: Callable[..., Any]
+    linearize: Callable[..., Any]
+
+
+def value_and_grad(
+    session: Session, originals: Originals, fun: Callable[..., Any], has_aux: bool, argnums: Any
+) -> Callable[..., Any]:
+    """`jax.value_and_grad(fun, argnums, has_aux)`, in the policy of the session."""
+    cast = session.autocast(fun)
+
+    def both(*args: Any, **kwargs: Any) -> Any:
+        def scaled(scale: Any) -> Callable[..., Any]:
+            @functools.wraps(fun)
+            def loss_times_scale(*args: Any, **kwargs: Any) -> Any:
+                out = cast(*args, **kwargs)
+                if not has_aux:
+                    return _times(out, scale), out
+                loss, _ = out
+                return _times(loss, scale), out
+
+            return loss_times_scale
+
+        def evaluate(scale: Any, given: Any) -> Attempt:
+            args, kwargs = given
+            transform = originals.value_and_grad(scaled(scale), argnums=argnums, has_aux=True)
+            with differentiating(scale) as entered:
+                (_, out), grads = transform(*args, **kwargs)
+            grads = _divided(grads, scale)
+            return Attempt((out, grads), all_finite(grads), out[0] if has_aux else out, entered.read)
+
+        return gradients_of(session, evaluate, (args, kwargs), lambda result: jax.tree.leaves(result[1]))
+
+    return both
+
+
+def vjp(
+    session: Session, original: Callable[..., Any], fun: Callable[..., Any], primals: Any, options: dict[str, Any]
+) -> Any:
+    """`jax.vjp` or `jax.linearize` of a function: its linear map runs on scaled vectors until the result is finite."""
+    with differentiating(_inner_scale()):
+        out, linear, *aux = original(session.autocast(fun), *primals, **options)
+
+    def evaluate(scale: Any, given: Any) -> Attempt:
+        linear, vectors = given
+        result = _divided(linear(*(_multiplied(vectors, scale))), scale)
+        return Attempt(result, all_finite(result), vectors)
+
+    def applied(linear: Any, *vectors: Any) -> Any:
+        return gradients_of(session, evaluate, (linear, vectors), jax.tree.leaves)
+
+    return (out, jax.tree_util.Partial(applied, linear), *aux)
+
+
+def _inner_scale() -> Any:
+    outer = enclosing_scale()
+    return jnp.asarray(INNER_SCALE, jnp.float32) if outer is None else outer.value
+
+
+def gradients_of(
+    session: Session, evaluate: Callable[..., Attempt], args: Any, leaves_of: Callable[[Any], list[Any]]
+) -> Any:
+    """The result of an evaluation whose gradients are finite, if any scale makes them so.
+
+    Args:
+        session: of this process.
+        evaluate: `evaluate(scale, args)`; unscales its gradients.
+        args: what it reads.
+        leaves_of: the gradients in a result.
+    """
+    outer, present = enclosing_scale(), frame()
+    if outer is not None:  # the outermost gradient is repeated with all inside
+        outer.read = True
+        return evaluate(outer.value, args).result
+    states = None if present is None else present.states
+    row = 0
+    if present is not None:
+        present.differentiates = True
+        row, present.sites = min(present.sites, ROWS - 1), present.sites + 1
+    state = _read(states, row)
+    if not session.scales:
+        attempt = evaluate(jnp.ones((), jnp.float32), args)
+        found = Found(attempt, jnp.ones((), jnp.float32), jnp.zeros((), jnp.int32))
+    else:
+        start = jnp.asarray(session.options.init_scale, jnp.float32) if state is None else state[SCALE]
+        found = until_finite(evaluate, args, start)
+        if present is not None:
+            present.finite.append((leaves_of(found.attempt.result), found.attempt.finite))
+    if state is not None:
+        _write(states, row, _next_state(session, state, found))
+    return found.attempt.result
+
+
+def _next_state(session: Session, state: Any, found: Found) -> Any:
+    """The row after a gradient: the scale that was finite is kept, and grows after many without a retry."""
+    finite = found.attempt.finite if session.scales else all_finite(found.attempt.result)
+    retried = found.retries > 0
+    good = jnp.where(retried, 0.0, jnp.where(finite, state[GOOD] + 1, state[GOOD]))
+    grow = (good >= GROWTH_INTERVAL) if session.scales else jnp.zeros((), jnp.bool_)
+    scale = jnp.where(retried & finite, found.scale, state[SCALE])
+    row = {
+        SCALE: jnp.where(grow, jnp.minimum(scale * 2.0, MAX_SCALE), scale),
+        GOOD: jnp.where(grow, 0.0, good),
+        CALLS: state[CALLS] + 1,
+        RETRIES: state[RETRIES] + found.retries.astype(jnp.float32),
+        NONFINITE: state[NONFINITE] + jnp.where(finite, 0.0, 1.0),
+        LOSS: _scalar(found.attempt.loss, state[LOSS]),
+    }
+    return jnp.stack([row[i] for i in range(len(row))])
+
+
+def _scalar(loss: Any, otherwise: Any) -> Any:
+    leaves = jax.tree.leaves(loss)
+    one = len(leaves) == 1 and jnp.shape(leaves[0]) == () and jnp.issubdtype(jnp.result_type(leaves[0]), jnp.floating)
+    return jnp.asarray(leaves[0]).astype(jnp.float32) if one else otherwise
+
+
+def _read(states: Any, row: int) -> Any:
+    """A row of the step's states; None where a reference can not be read (`shard_map`, `pmap`)."""
+    if states is None or jax.sharding.get_abstract_mesh().manual_axes:
+        return None
+    return states[row]
+
+
+def _write(states: Any, row: int, value: Any) -> None:
+    # A reference can not be written under vmap, where each element would have a state of its own.
+    if not jax.extend.core.unsafe_am_i_under_a_vmap_DO_NOT_USE():
+        states[row] = value
+
+
+def _is_scaled(x: Any) -> bool:
+    return hasattr(x, "dtype") and bool(jnp.issubdtype(x.dtype, jnp.inexact))
+
+
+def _times(x: Any, factor: Any) -> Any:
+    """A product in float32 at least, rounded once to the dtype of `x`; what is no real or complex array stays."""
+    if not _is_scaled(x):
+        return x
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    return (x.astype(wide) * factor.astype(wide)).astype(x.dtype)
+
+
+def _multiplied(tree: Any, scale: Any) -> Any:
+    return jax.tree.map(lambda x: _times(x, scale), tree)
+
+
+def _divided(tree: Any, scale: Any) -> Any:
+    return jax.tree.map(lambda x: _times(x, 1.0 / scale), tree)

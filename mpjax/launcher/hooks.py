@@ -1,0 +1,95 @@
+"""Import hooks: JAX and optax are patched when the script imports JAX, and not before."""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+from mpjax.launcher.options import LaunchError, Options
+
+PROGRAM = "mpjax run"
+
+
+class AfterImport(importlib.abc.MetaPathFinder):
+    """Calls a function once, right after a module was imported.
+
+    Args:
+        name: of the module.
+        call: without arguments.
+    """
+
+    def __init__(self, name: str, call: Callable[[], None]):
+        self.name, self.call = name, call
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """The module's own spec, with a loader that calls the function."""
+        if fullname != self.name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader, self.call)
+        return spec
+
+
+class _Loader(importlib.abc.Loader):
+    def __init__(self, loader: Any, call: Callable[[], None]):
+        self.loader, self.call = loader, call
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self.loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        if module.__spec__ is not None:
+            module.__spec__.loader = self.loader
+        module.__loader__ = self.loader
+        self.loader.exec_module(module)
+        self.call()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)
+
+
+def install(options: Options) -> None:
+    """Puts the script that this process runs in mixed precision, from the moment at which it imports JAX.
+
+    Raises:
+        LaunchError: JAX is imported already, so that the script may hold functions of it that can't be replaced.
+    """
+    if "jax" in sys.modules:
+        raise LaunchError(
+            "JAX is imported already (by sitecustomize, a .pth file, or the program that called this): functions that "
+            "were taken from it can not be replaced any more. Let the script be the first to import it."
+        )
+    sys.meta_path.insert(0, AfterImport("jax", lambda: _patch_or_exit(options)))
+
+
+def _patch_or_exit(options: Options) -> None:
+    try:
+        patch(options)
+    except LaunchError as error:
+        fail(str(error))
+
+
+def patch(options: Options) -> Any:
+    """Patches JAX and optax in this process; the `Patches` that it returns can undo it."""
+    from mpjax.launcher.patches import Patches
+    from mpjax.launcher.session import Session
+
+    patches = Patches(Session(options))
+    patches.patch_jax()
+    patches.patch_optax()
+    return patches
+
+
+def fail(message: str) -> None:
+    """Ends the process with a message and exit code 2."""
+    print(f"{PROGRAM}: error: {message}", file=sys.stderr)
+    raise SystemExit(2)

@@ -1,0 +1,78 @@
+"""Optimizer steps of the script: a step whose gradients are not finite changes nothing."""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mpjax.launcher.retrying import all_finite
+from mpjax.launcher.session import Session, frame, is_tracer
+
+# Transformations are made of others: only the outermost decides.
+_DECIDED: contextvars.ContextVar[bool] = contextvars.ContextVar("decided", default=False)
+
+
+def guarded(session: Session, update: Callable[..., Any]) -> Callable[..., Any]:
+    """The `update` of an optax transformation that leaves the state as it is where gradients are not finite."""
+
+    @functools.wraps(update)
+    def update_if_finite(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        present = frame()
+        if present is not None:
+            present.optimizes = True
+        if not session.scales or _DECIDED.get():
+            return update(grads, state, params, **extra)
+
+        def take() -> Any:
+            token = _DECIDED.set(True)
+            try:
+                return update(grads, state, params, **extra)
+            finally:
+                _DECIDED.reset(token)
+
+        finite = _known(grads) if present is not None else None
+        finite = all_finite(grads) if finite is None else finite
+        if is_tracer(finite):
+            return _choose(finite, take, grads, state)
+        return take() if bool(finite) else (_zeros(jax.eval_shape(take)[0]), state)
+
+    return update_if_finite
+
+
+def _known(grads: Any) -> Any:
+    """Whether these gradients are finite, if they are what a differentiated function returned, unchanged."""
+    present = frame()
+    leaves = jax.tree.leaves(grads)
+    for handed_out, finite in reversed(present.finite if present else []):
+        if len(leaves) == len(handed_out) and all(a is b for a, b in zip(leaves, handed_out, strict=True)):
+            return finite
+    return None
+
+
+def _choose(finite: Any, take: Callable[[], Any], grads: Any, state: Any) -> Any:
+    leaves, tree = jax.tree.flatten(jax.eval_shape(take))
+    kept, kept_tree = jax.tree.flatten(state)
+    structure: Any = jax.tree.structure(jax.tree.unflatten(tree, leaves)[1])
+    count = len(leaves) - len(kept)
+    arrays = all(isinstance(x, jax.Array) for x in kept)
+    same = arrays and structure == kept_tree
+    if not same or any(a.shape != b.shape or a.dtype != b.dtype for a, b in zip(leaves[count:], kept, strict=True)):
+        # A state that changes its structure in a step can't pass a branch; it stays that way as it is in float32.
+        return take()
+    zeros = [jnp.zeros(x.shape, x.dtype) for x in leaves[:count]]
+    outs = jax.lax.cond(finite, lambda: _strong(jax.tree.leaves(take())), lambda: _strong([*zeros, *kept]))
+    return jax.tree.unflatten(tree, outs)
+
+
+def _zeros(shapes: Any) -> Any:
+    return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+
+
+def _strong(leaves: list[Any]) -> list[Any]:
+    """The branches of a condition must agree on weak types too."""
+    return [jax.lax.convert_element_type(x, jnp.result_type(x)) for x in leaves]

@@ -1,0 +1,109 @@
+"""The launcher's options, and the environment variables that carry them to child processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+POLICY = "MPJAX_AUTOCAST_ALL"
+DETAILS = "MPJAX_AUTOCAST_ALL_OPTIONS"
+DEFAULT_POLICY = "mixed_float16"
+
+_LISTS = ("allow", "deny", "infer")
+
+
+class LaunchError(Exception):
+    """A mistake in the call of the launcher, or a script that it can not run as asked."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What `run` was asked for.
+
+    Args:
+        policy: what `mpjax.get_policy` reads.
+        allow, deny, infer: entries for the lists of `mpjax.Rules`.
+        overrides: `(pattern, policy)` pairs over module paths.
+        packages: installed packages whose gradients count as the script's own.
+        init_scale: the first loss scale.
+        quiet: print nothing but errors.
+        explain: a file for the plan of each differentiated function, or "".
+        dry_run: print the audit at the first compiled step and leave.
+        steps: leave after so many steps; 0 for never. `--compare` uses it.
+        record: a file for the losses and the times of the steps, or "".
+    """
+
+    policy: str = DEFAULT_POLICY
+    allow: tuple[str, ...] = ()
+    deny: tuple[str, ...] = ()
+    infer: tuple[str, ...] = ()
+    overrides: tuple[tuple[str, str], ...] = ()
+    packages: tuple[str, ...] = ()
+    init_scale: float = 2.0**15
+    quiet: bool = False
+    explain: str = ""
+    dry_run: bool = False
+    steps: int = 0
+    record: str = ""
+
+    def environment(self) -> dict[str, str]:
+        """The variables that make a child process run with these options."""
+        details = dataclasses.asdict(self)
+        return {POLICY: details.pop("policy"), DETAILS: json.dumps(details)}
+
+
+def from_environment(environment: Mapping[str, str] = os.environ) -> Options | None:
+    """The options that the environment asks for; None without `MPJAX_AUTOCAST_ALL`.
+
+    Raises:
+        LaunchError: `MPJAX_AUTOCAST_ALL_OPTIONS` can not be read.
+    """
+    policy = environment.get(POLICY, "").strip()
+    if not policy:
+        return None
+    try:
+        details = json.loads(environment.get(DETAILS, "{}"))
+        lists: dict[str, Any] = {name: tuple(details.pop(name, ())) for name in (*_LISTS, "packages")}
+        overrides = tuple((pattern, other) for pattern, other in details.pop("overrides", ()))
+        return Options(policy=policy, overrides=overrides, **lists, **details)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise LaunchError(f"{DETAILS}={environment.get(DETAILS)!r} can not be read: {error}") from error
+
+
+def read_rules(path: str) -> dict[str, Any]:
+    """The fields of `Options` that a rules file sets.
+
+    The file is TOML::
+
+        allow = ["dot_general"]
+        deny = ["*/head"]
+        infer = ["reduce_max"]
+        packages = ["my_trainer"]
+
+        [overrides]
+        "*/LayerNorm_*" = "float32"
+
+    Raises:
+        LaunchError: the file can not be read, or holds anything else.
+    """
+    try:
+        content = tomllib.loads(Path(path).read_text())
+    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise LaunchError(f"--rules {path}: {error}") from error
+    fields: dict[str, Any] = {}
+    for key, value in content.items():
+        if key in (*_LISTS, "packages") and isinstance(value, list) and all(isinstance(x, str) for x in value):
+            fields[key] = tuple(value)
+        elif key == "overrides" and isinstance(value, dict) and all(isinstance(x, str) for x in value.values()):
+            fields[key] = tuple(value.items())
+        else:
+            raise LaunchError(
+                f"--rules {path}: {key} = {value!r} is not understood. The file may have the lists of strings "
+                "allow, deny, infer and packages, and a table [overrides] of 'pattern' = 'policy'."
+            )
+    return fields

@@ -1,0 +1,128 @@
+"""The functions of JAX and optax that the launcher replaces, for the script's own calls."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from mpjax.launcher import gradients, programs
+from mpjax.launcher.optimizers import guarded
+from mpjax.launcher.session import Session
+
+_OPTIONS_OF_JIT = ("in_shardings", "out_shardings")
+
+
+class Patches:
+    """Replacements that can be taken back.
+
+    Args:
+        session: of this process.
+    """
+
+    def __init__(self, session: Session):
+        self.session = session
+        self._undo: list[Callable[[], None]] = []
+
+    def replace(self, owner: Any, name: str, value: Any) -> None:
+        """Sets an attribute, and remembers the one before."""
+        missing = object()
+        before = vars(owner).get(name, missing)
+        setattr(owner, name, value)
+        self._undo.append(lambda: delattr(owner, name) if before is missing else setattr(owner, name, before))
+
+    def undo(self) -> None:
+        """Puts everything back."""
+        while self._undo:
+            self._undo.pop()()
+
+    def patch_jax(self) -> None:
+        """Replaces `jit`, `pmap`, `grad`, `value_and_grad`, `vjp` and `linearize` of the `jax` module."""
+        session = self.session
+        originals = gradients.Originals(jax.value_and_grad, jax.vjp, jax.linearize)
+        for name in ("grad", "value_and_grad"):
+            self.replace(jax, name, _differentiation(session, originals, getattr(jax, name), name == "grad"))
+        for name in ("vjp", "linearize"):
+            self.replace(jax, name, _linearization(session, getattr(jax, name)))
+        self.replace(jax, "jit", _compilation(session, jax.jit))
+        self.replace(jax, "pmap", _mapping(session, jax.pmap))
+
+    def patch_optax(self) -> None:
+        """Makes every optax transformation keep its state where gradients are not finite."""
+        import optax
+
+        session = self.session
+        kind = optax.GradientTransformation
+
+        def update(self: Any) -> Any:
+            return guarded(session, tuple.__getitem__(self, 1))
+
+        def iterate(self: Any) -> Any:
+            return iter((tuple.__getitem__(self, 0), self.update))
+
+        new = kind.__new__
+
+        @functools.wraps(new)
+        def count(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            session.optimizers += 1
+            return new(cls, *args, **kwargs)
+
+        self.replace(kind, "update", property(update))
+        self.replace(kind, "__iter__", iterate)
+        self.replace(kind, "__new__", count)
+
+
+def _differentiation(session: Session, originals: Any, original: Any, gradient_only: bool) -> Any:
+    @functools.wraps(original)
+    def differentiate(fun: Any, argnums: Any = 0, has_aux: bool = False, *rest: Any, **options: Any) -> Any:
+        plain = original(fun, argnums, has_aux, *rest, **options)
+        if not session.active_for(rest, options) or not session.callers.script_calls():
+            return plain
+        session.check_differentiation(fun)
+        both = gradients.value_and_grad(session, originals, fun, has_aux, argnums)
+
+        @functools.wraps(plain)
+        def gradient(*args: Any, **kwargs: Any) -> Any:
+            value, grads = both(*args, **kwargs)
+            if not gradient_only:
+                return value, grads
+            return (grads, value[1]) if has_aux else grads
+
+        return gradient
+
+    return differentiate
+
+
+def _linearization(session: Session, original: Any) -> Any:
+    @functools.wraps(original)
+    def linearize(fun: Any, *primals: Any, **options: Any) -> Any:
+        if not session.active or not session.callers.script_calls():
+            return original(fun, *primals, **options)
+        session.check_differentiation(fun)
+        return gradients.vjp(session, original, fun, primals, options)
+
+    return linearize
+
+
+def _compilation(session: Session, original: Any) -> Any:
+    @functools.wraps(original)
+    def jit(fun: Any = None, /, **options: Any) -> Any:
+        if not session.callers.script_calls():
+            return original(**options) if fun is None else original(fun, **options)
+        if fun is None:
+            return lambda fun: programs.Compiled(session, original, fun, options)
+        return programs.Compiled(session, original, fun, options)
+
+    return jit
+
+
+def _mapping(session: Session, original: Any) -> Any:
+    @functools.wraps(original)
+    def pmap(fun: Any, *args: Any, **options: Any) -> Any:
+        if session.callers.script_calls():
+            fun = programs.policed(session, fun)
+        return original(fun, *args, **options)
+
+    return pmap

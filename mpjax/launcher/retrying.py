@@ -1,0 +1,168 @@
+"""A computation that depends on a loss scale, repeated at lower scales until its result is finite."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core
+import jax.numpy as jnp
+
+from mpjax._jaxpr import compat
+from mpjax.launcher.session import is_tracer
+
+# A retry lowers the scale by this factor: three retries come down from 2**15 to 2**3.
+BACKOFF = 2.0**-4
+MIN_SCALE, MAX_SCALE = 2.0**-13, 2.0**24
+
+
+@dataclasses.dataclass(frozen=True)
+class Attempt:
+    """What one evaluation gave.
+
+    Args:
+        result: any tree; what is no array must be the same at every scale.
+        finite: scalar bool; whether the gradients are finite.
+        loss: the loss, or any tree.
+        loss_is_scaled: whether the scale enters the loss, as it does where a gradient is a part of it. Elsewhere a
+            retry is pointless if the loss is not finite.
+    """
+
+    result: Any
+    finite: Any
+    loss: Any
+    loss_is_scaled: bool = False
+
+    @property
+    def may_retry(self) -> Any:
+        """Whether a lower scale could help."""
+        return ~self.finite if self.loss_is_scaled else ~self.finite & all_finite(self.loss)
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """The last attempt, the scale it ran at, and how many retries it took; arrays of shape ()."""
+
+    attempt: Attempt
+    scale: Any
+    retries: Any
+
+
+def until_finite(evaluate: Callable[..., Attempt], args: Any, start: Any) -> Found:
+    """The first finite attempt at the scales `start`, `start`/16, `start`/256, ...
+
+    A retry evaluates everything again, the forward pass too, so nothing is kept alive for it. Under a trace the program
+    is a `while` around a single copy of the computation. Replicas of a `shard_map` or `pmap` decide together.
+
+    Args:
+        evaluate: `evaluate(scale, args)`.
+        args: a tree that holds the arguments of the computation.
+        start: the first scale, float32 of shape ().
+
+    Returns:
+        The attempt that is finite, or whose loss is not, or the one at the lowest scale.
+    """
+    traced = any(map(is_tracer, jax.tree.leaves((args, start)))) or jax.extend.core.unsafe_am_i_under_a_jit_DO_NOT_USE()
+    return _loop(evaluate, args, start) if traced else _eager(evaluate, args, start)
+
+
+def all_finite(tree: Any) -> Any:
+    """Whether every inexact leaf is finite, on all replicas of a `shard_map` or `pmap`."""
+    leaves = [x for x in jax.tree.leaves(tree) if hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact)]
+    finite = jnp.stack([jnp.all(jnp.isfinite(x)) for x in leaves]).all() if leaves else jnp.ones((), jnp.bool_)
+    axes = jax.sharding.get_abstract_mesh().manual_axes
+    return jax.lax.pmin(finite.astype(jnp.int32), axes).astype(jnp.bool_) if axes else finite
+
+
+def lower(scale: Any) -> Any:
+    """The scale of the next attempt."""
+    return jnp.maximum(scale * BACKOFF, MIN_SCALE)
+
+
+def _eager(evaluate: Callable[..., Attempt], args: Any, start: Any) -> Found:
+    scale, retries = start, 0
+    while True:
+        attempt = evaluate(scale, args)
+        if not bool(attempt.may_retry) or float(scale) <= MIN_SCALE:
+            return Found(attempt, scale, jnp.asarray(retries, jnp.int32))
+        scale, retries = lower(scale), retries + 1
+
+
+def _loop(evaluate: Callable[..., Attempt], args: Any, start: Any) -> Found:
+    leaves, tree = jax.tree.flatten(args)
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
+    made: dict[str, Any] = {}
+
+    def flat(scale: Any, *arrays: Any) -> tuple[Any, Any, list[Any]]:
+        attempt = evaluate(scale, jax.tree.unflatten(tree, _filled(leaves, places, arrays)))
+        made["leaves"], made["tree"] = jax.tree.flatten((attempt.result, attempt.loss))
+        return attempt.finite, attempt.may_retry, [_raw(x) for x in made["leaves"] if isinstance(x, jax.Array)]
+
+    arrays = [leaves[i] for i in places]
+    jaxpr = compat.trace(flat, start, *arrays)
+    run = jax.extend.core.jaxpr_as_fun(jaxpr)
+
+    def body(carry: tuple[Any, ...]) -> tuple[Any, ...]:
+        scale, retries, *_ = carry
+        scale = jnp.where(retries < 0, scale, lower(scale))
+        # Else XLA would move the forward pass, which no scale enters, out of the loop, and keep its residuals.
+        read = _behind(scale, arrays)
+        finite, go_on, *outs = run(scale, *read)
+        return scale, retries + 1, finite, go_on & (scale > MIN_SCALE), tuple(outs)
+
+    shapes = compat.open_jaxpr(jaxpr).jaxpr.outvars[2:]
+    empty = tuple(_zeros(v.aval) for v in shapes)
+    false, true = jnp.zeros((), jnp.bool_), jnp.ones((), jnp.bool_)
+    first = (jnp.asarray(start, jnp.float32), jnp.full((), -1, jnp.int32), false, true, empty)
+    scale, retries, finite, _, outs = jax.lax.while_loop(lambda carry: carry[3], body, first)
+    rest = (compat.with_weak_type(x, v.aval) for x, v in zip(outs, shapes, strict=True))
+    result, loss = jax.tree.unflatten(
+        made["tree"], [_cooked(next(rest), x) if isinstance(x, jax.Array) else x for x in made["leaves"]]
+    )
+    return Found(Attempt(result, finite, loss), scale, retries)
+
+
+def _behind(scale: Any, arrays: Sequence[Any]) -> list[Any]:
+    """The arrays, as values that can not be computed before the scale is known."""
+    groups: dict[Any, list[int]] = {}
+    for i, x in enumerate(arrays):
+        if jnp.issubdtype(x.dtype, jnp.inexact):
+            # One barrier for each set of mesh axes: a barrier may spread the axes of one operand over all.
+            groups.setdefault(tuple(sorted(map(str, _axes(x)))), []).append(i)
+    held = list(arrays)
+    for places in groups.values():
+        like = compat.vary(scale, _axes(arrays[places[0]]))
+        held = _filled(held, places, jax.lax.optimization_barrier((like, [arrays[i] for i in places]))[1])
+    return held
+
+
+def _axes(x: Any) -> tuple[Any, ...]:
+    """The axes of a mesh along which an array differs, in a `shard_map` that keeps account of it."""
+    return tuple(jax.typeof(x).manual_axis_type.varying)
+
+
+def _filled(leaves: list[Any], places: Sequence[int], values: Sequence[Any]) -> list[Any]:
+    filled = list(leaves)
+    for i, value in zip(places, values, strict=True):
+        filled[i] = value
+    return filled
+
+
+def _is_key(x: Any) -> bool:
+    return bool(jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key))
+
+
+def _raw(x: Any) -> Any:
+    """A random key as the integers that it is made of."""
+    return jax.random.key_data(x) if _is_key(x) else x
+
+
+def _cooked(x: Any, like: Any) -> Any:
+    return jax.random.wrap_key_data(x, impl=jax.random.key_impl(like)) if _is_key(like) else x
+
+
+def _zeros(aval: Any) -> Any:
+    """Zeros of an array type, with the axes of a mesh along which it varies."""
+    return compat.vary(jnp.zeros(aval.shape, aval.dtype), tuple(aval.manual_axis_type.varying))

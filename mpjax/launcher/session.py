@@ -1,0 +1,165 @@
+"""What the launcher knows while the script runs: the options, the present trace, and what it saw so far."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import mpjax
+from mpjax.launcher.callers import Callers
+from mpjax.launcher.options import LaunchError, Options
+
+# One row for each differentiated function of a compiled step; further ones share the last row.
+ROWS = 8
+# The columns of a row. Counters are exact up to 2**24.
+SCALE, GOOD, CALLS, RETRIES, NONFINITE, LOSS = range(6)
+
+HALF = ("float16", "bfloat16")
+
+
+@dataclasses.dataclass
+class Frame:
+    """A program that is being traced: that of one `jit` or `pmap` of the script.
+
+    Args:
+        name: of the function.
+        states: a mutable array with a row for each site, inside the trace; None where there can be none.
+        differentiates: whether the script differentiated in it.
+        optimizes: whether an optimizer took a step in it.
+        sites: how many functions were differentiated.
+        finite: gradients that were handed out, as `(leaves, whether all are finite)`.
+    """
+
+    name: str
+    states: Any = None
+    differentiates: bool = False
+    optimizes: bool = False
+    sites: int = 0
+    finite: list[tuple[list[Any], Any]] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass
+class Scale:
+    """The loss scale of a gradient that is being traced.
+
+    Args:
+        value: float32 of shape ().
+        read: whether a gradient inside was scaled by it.
+    """
+
+    value: Any
+    read: bool = False
+
+
+_FRAME: contextvars.ContextVar[Frame | None] = contextvars.ContextVar("frame", default=None)
+# The loss scale of the gradient that is being traced; inside it nothing is scaled or retried on its own.
+_SCALE: contextvars.ContextVar[Scale | None] = contextvars.ContextVar("scale", default=None)
+
+
+def frame() -> Frame | None:
+    """The program that is being traced."""
+    return _FRAME.get()
+
+
+def enclosing_scale() -> Scale | None:
+    """The loss scale of the gradient that is being traced; None outside."""
+    return _SCALE.get()
+
+
+@contextlib.contextmanager
+def tracing(new: Frame) -> Iterator[Frame]:
+    """Makes `new` the program that is being traced."""
+    token = _FRAME.set(new)
+    try:
+        yield new
+    finally:
+        _FRAME.reset(token)
+
+
+@contextlib.contextmanager
+def differentiating(value: Any) -> Iterator[Scale]:
+    """Marks the trace of a differentiated function."""
+    scale = Scale(value)
+    token = _SCALE.set(scale)
+    try:
+        yield scale
+    finally:
+        _SCALE.reset(token)
+
+
+class Session:
+    """The options of this process, ready for use, and what the script did so far.
+
+    Args:
+        options: see `Options`.
+
+    Raises:
+        LaunchError: the policy is none, or the rules name no primitive.
+    """
+
+    def __init__(self, options: Options):
+        self.options = options
+        self.callers = Callers(options.packages)
+        try:
+            self.policy = mpjax.get_policy(options.policy)
+            overrides = tuple((pattern, mpjax.get_policy(other)) for pattern, other in options.overrides)
+            self.policy = dataclasses.replace(self.policy, overrides=(*self.policy.overrides, *overrides))
+            lists = {"allow": options.allow, "deny": options.deny, "infer": options.infer}
+            given: dict[str, Any] = {name: entries for name, entries in lists.items() if entries}
+            self.rules = mpjax.Rules(**given) if given else None
+        except (ValueError, TypeError) as error:
+            raise LaunchError(str(error)) from error
+        dtypes = {self.policy.compute_dtype, *(other.compute_dtype for _, other in self.policy.overrides)}
+        self.half = next((np.dtype(d).name for d in sorted(dtypes, key=str) if np.dtype(d).name in HALF), "float32")
+        self.scales = "float16" in {np.dtype(d).name for d in dtypes}
+        self.optimizers = 0
+        self.sites: dict[str, str] = {}
+
+    @property
+    def active(self) -> bool:
+        """Whether anything of the script runs in half."""
+        return self.half != "float32"
+
+    def active_for(self, positional: tuple[Any, ...], options: dict[str, Any]) -> bool:
+        """Whether a gradient is one that can be taken in half: not holomorphic, not at integers."""
+        return self.active and not any(positional) and not any(options.values())
+
+    def check_differentiation(self, fun: Any) -> None:
+        """Refuses float16 where nothing could keep a non-finite gradient from the parameters.
+
+        Raises:
+            LaunchError: the script differentiates, and no optax transformation was built.
+        """
+        line = self.callers.script_line()
+        self.sites.setdefault(line, getattr(fun, "__name__", type(fun).__name__))
+        if self.scales and not self.optimizers:
+            raise LaunchError(
+                f"{line} differentiates, and the script has built no optax transformation: nothing would keep a "
+                "non-finite float16 gradient from the parameters, so float16 is refused. Ways out: "
+                "--policy mixed_bfloat16, which needs no loss scale; or an optax optimizer, built before the gradient."
+            )
+
+    def saw(self, program: Frame, jaxpr: Any) -> None:
+        """Notes a program that was traced."""
+
+    def autocast(self, fun: Any) -> Any:
+        """`fun` under the policy."""
+        return mpjax.autocast(fun, self.policy, rules=self.rules) if self.active else fun
+
+    def initial_states(self) -> Any:
+        """The rows of a compiled step that has not run yet."""
+        rows = np.zeros((ROWS, LOSS + 1), np.float32)
+        rows[:, SCALE] = self.options.init_scale if self.scales else 1.0
+        return jnp.asarray(rows)
+
+
+def is_tracer(x: Any) -> bool:
+    """Whether a value is known only when a program runs."""
+    return isinstance(x, jax.core.Tracer)

@@ -1,0 +1,67 @@
+"""The warning about layers whose explicit dtype keeps them from the policy's compute dtype."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from mpjax._jaxpr import compat
+from mpjax._jaxpr.walk import walk
+from mpjax.policy import ExplicitDtypeWarning, Policy
+
+# What has been said of each model class: the policy and the layers.
+_said: weakref.WeakKeyDictionary[type, set[Any]] = weakref.WeakKeyDictionary()
+
+
+def warn_explicit_dtypes(
+    model: type, policy: Policy, wide: Mapping[str, np.dtype], call: Callable[[], Any], stacklevel: int = 4
+) -> None:
+    """Warns once for a model class, a policy and a set of layers.
+
+    Args:
+        model: the author's class of the model.
+        policy: the model's.
+        wide: the dtypes, by module path, of the layers that are wider than the policy's compute dtype.
+        call: repeats the model's call without effects on its state. It is traced, to count FLOPs.
+        stacklevel: as in `warnings.warn`.
+    """
+    said = _said.setdefault(model, set())
+    layers = {path: dtype for path, dtype in wide.items() if not any(p.startswith(f"{path}/") for p in wide)}
+    key = (policy, *sorted(layers))
+    if not layers or key in said:
+        return
+    said.add(key)  # before the call, which meets the same layers
+    share = _wide_share(call, policy.compute_dtype)
+    if share == 0:
+        return
+    paths = sorted(layers)
+    shown = ", ".join(f"{path or model.__name__} ({layers[path]})" for path in paths[:5])
+    more = f" and {len(paths) - 5} more" if len(paths) > 5 else ""
+    stay = "matmuls stay" if share is None else f"{share:.0%} of the matmul FLOPs stay"
+    warnings.warn(
+        f"with_policy({model.__name__}): {stay} wider than {policy.compute_dtype}, in layers with an explicit dtype: "
+        f"{shown}{more}. To let the policy decide, leave their dtype None or use "
+        "dataclasses.replace(mpjax.get_policy(policy), override_dtypes=True); to keep them without this warning, add "
+        f"overrides=(({paths[0]!r}, 'float32'), ...).",
+        ExplicitDtypeWarning,
+        stacklevel=stacklevel,
+    )
+
+
+def _wide_share(call: Callable[[], Any], compute_dtype: np.dtype) -> float | None:
+    """The share of matmul FLOPs on operands wider than the compute dtype; None if the call can't be repeated."""
+    try:
+        program = compat.trace(call)
+    except Exception:  # the user's code may refuse a second call in any way; the warning matters more than its figure
+        return None
+    matmuls = [(site.flops, _operand_dtype(site.eqn)) for site in walk(program) if site.flops]
+    total = sum(flops for flops, _ in matmuls)
+    return sum(flops for flops, dtype in matmuls if dtype.itemsize > compute_dtype.itemsize) / total if total else 0.0
+
+
+def _operand_dtype(eqn: Any) -> np.dtype:
+    return max((v.aval.dtype for v in eqn.invars[:2]), key=lambda dtype: dtype.itemsize)

@@ -1,0 +1,169 @@
+"""Named scopes for modules of NNX and Equinox, which have none of their own: `Net/encoder/layers/0`.
+
+Audits and profiles group operations by named scope. Linen and Haiku open one around each module. Here NNX and Equinox
+get the same, from the names of the attributes along the path to a module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import inspect
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+# The module whose method runs: the modules that it calls are named by their place in it.
+_caller: contextvars.ContextVar[Any] = contextvars.ContextVar("mpjax_caller", default=None)
+# Marks the generated classes of `named_modules`.
+_NAMED = "_mpjax_named"
+
+
+@contextlib.contextmanager
+def module_scope(module: Any, seen_as: Any = None) -> Iterator[None]:
+    """The named scope of one call of a module.
+
+    The scope is the path of the module in the one that calls it, or its class's name where that path is unknown: at the
+    model itself, and at a copy that a transformation such as `nnx.scan` made.
+
+    Args:
+        module: the module that is called.
+        seen_as: the object that its own code runs on, if that is another one.
+    """
+    caller = _caller.get()
+    name = None if caller is None else _path_in(caller, module)
+    token = _caller.set(module if seen_as is None else seen_as)
+    try:
+        with jax.named_scope(name or type(module).__name__):
+            yield
+    finally:
+        _caller.reset(token)
+
+
+@contextlib.contextmanager
+def named_modules(tree: Any) -> Iterator[None]:
+    """Opens a named scope around each method call of the NNX and Equinox modules in a tree.
+
+    The modules become instances of subclasses for the time of the context, in place: give it copies that no user sees,
+    such as those that were merged or unflattened for a trace. Modules with a policy open their scopes themselves.
+
+    Args:
+        tree: a pytree with modules in it, such as a function's `(args, kwargs)`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flax import nnx
+        >>> model = nnx.Sequential(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
+        >>> with named_modules((model,)):
+        ...     program = jax.make_jaxpr(model)(jnp.ones((1, 2)))
+        >>> program.eqns[0].source_info.name_stack
+        NameStack(stack=(Scope(name='Sequential'), Scope(name='layers/0')))
+    """
+    found = {id(module): module for module in _modules(tree)}
+    for module in found.values():
+        cls: Any = type(module)
+        object.__setattr__(module, "__class__", _named_class(cls))
+    try:
+        yield
+    finally:
+        for module in found.values():
+            object.__setattr__(module, "__class__", original_class(type(module)))
+
+
+def original_class(cls: type) -> type:
+    """The user's class of a module that `named_modules` changed; any other class is returned as it is."""
+    return cls.__mro__[1] if _NAMED in vars(cls) else cls
+
+
+def is_container(module: Any) -> bool:
+    """Whether a module only holds others: `nnx.List` or `nnx.Dict`."""
+    return type(module).__module__.startswith("flax.") and type(module).__name__ in ("List", "Dict")
+
+
+def is_method(base: type, name: str) -> bool:
+    """Whether a class attribute is a method that users call: no constructor, no other dunder, no property.
+
+    Functions under `jax.jit` and `nnx.jit` are objects of other types, which bind like functions.
+    """
+    if name.startswith("__") and name != "__call__":
+        return False
+    value = inspect.getattr_static(base, name)
+    if isinstance(value, (type, staticmethod, classmethod, property)):
+        return False
+    return inspect.isfunction(value) or (
+        hasattr(value, "__wrapped__") and callable(value) and hasattr(value, "__get__")
+    )
+
+
+def _libraries() -> tuple[type, ...]:
+    """The base classes of modules, of the libraries that are loaded: importing mpjax imports none."""
+    places = (("flax.nnx", "Module"), ("equinox", "Module"))
+    return tuple(getattr(sys.modules[library], name) for library, name in places if library in sys.modules)
+
+
+def _modules(tree: Any) -> Iterator[Any]:
+    """The modules in a tree, at any depth, that name no scopes yet."""
+    bases = _libraries()
+    if not bases:
+        return
+    seen: set[int] = set()
+    stack = [tree]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, bases):
+            if id(node) in seen:
+                continue
+            seen.add(id(node))
+            names_itself = hasattr(type(node), "_mpjax_placement") or _NAMED in vars(type(node))
+            if not (names_itself or is_container(node)):
+                yield node
+            node = vars(node)
+        leaves = jax.tree.leaves(node, is_leaf=lambda x: isinstance(x, bases))
+        stack += [leaf for leaf in leaves if isinstance(leaf, bases)]
+
+
+def _path_in(caller: Any, module: Any) -> str | None:
+    """The attribute path of a module below another one, nearest first; None if it is not there."""
+    bases = _libraries()
+    queue: list[tuple[str, Any]] = [("", caller)]
+    seen = {id(caller)}
+    while queue:
+        above, node = queue.pop(0)
+        for path, child in jax.tree_util.tree_leaves_with_path(vars(node), is_leaf=lambda x: isinstance(x, bases)):
+            if not isinstance(child, bases) or id(child) in seen:
+                continue
+            name = f"{above}/{jax.tree_util.keystr(path, simple=True, separator='/')}".lstrip("/")
+            if child is module:
+                return name
+            seen.add(id(child))
+            queue.append((name, child))
+    return None
+
+
+@functools.cache
+def _named_class(cls: Any) -> Any:
+    """A subclass whose methods open the scope of their module."""
+    methods = {name: _in_scope(getattr(cls, name)) for name in _method_names(cls)}
+    namespace = (
+        {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")} | methods | {_NAMED: True}
+    )
+    keywords = {"pytree": cls._pytree__is_pytree} if hasattr(cls, "_pytree__is_pytree") else {}
+    return types.new_class(cls.__name__, (cls,), keywords, lambda body: body.update(namespace))
+
+
+def _method_names(cls: type) -> list[str]:
+    own = cls.__mro__[: next(i for i, base in enumerate(cls.__mro__) if base in _libraries())]
+    return sorted(name for name in {name for base in own for name in vars(base)} if is_method(cls, name))
+
+
+def _in_scope(inherited: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(inherited)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with module_scope(self):
+            return inherited(self, *args, **kwargs)
+
+    return method

@@ -1,0 +1,236 @@
+"""Gradients under the launcher: in half, scaled, finite, and true, wherever a script takes them."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import mpjax
+from mpjax.launcher import gradients
+from mpjax.launcher.options import LaunchError
+from mpjax.launcher.session import CALLS, LOSS, RETRIES, SCALE
+
+WIDTH = 16
+X = np.random.default_rng(0).normal(size=(8, WIDTH)).astype(np.float32)
+# At the first scale, 2**15, the cotangents of this loss leave float16; they do not at the second.
+SPIKE = 16.0
+
+
+def params():
+    rng = np.random.default_rng(1)
+    return {name: jnp.asarray(rng.normal(size=(WIDTH, WIDTH)).astype(np.float32) / 4) for name in ("a", "b")}
+
+
+def loss_fn(p, x, weight=1.0):
+    return jnp.mean(jnp.sum((jnp.tanh(x @ p["a"]) @ p["b"]) ** 2, -1)) * weight
+
+
+REFERENCE = {w: jax.grad(loss_fn)(params(), X, w) for w in (1.0, SPIKE)}
+
+
+def assert_close(grads, reference, tolerance=5e-3):
+    for got, want in zip(jax.tree.leaves(grads), jax.tree.leaves(reference), strict=True):
+        error = float(jnp.linalg.norm(got - want) / jnp.linalg.norm(want))
+        assert error < tolerance, error
+
+
+def eager(f):
+    return f
+
+
+def scanned(f):
+    def steps(p, x, w):
+        return jax.lax.scan(lambda _, x: (None, f(p, x, w)), None, x[None])[1]
+
+    return lambda p, x, w: jax.tree.map(lambda g: g[0], jax.jit(steps)(p, x, w))
+
+
+def checkpointed(f):
+    return jax.jit(jax.checkpoint(f))
+
+
+def conditional(f):
+    return jax.jit(lambda p, x, w: jax.lax.cond(x[0, 0] > -99, f, f, p, x, w))
+
+
+def nested_jit(f):
+    return jax.jit(lambda p, x, w: jax.jit(f)(p, x, w))
+
+
+def vmapped(f):
+    def mean(p, x, w):
+        return jax.tree.map(lambda g: g.mean(0), jax.vmap(f, (None, 0, None))(p, x[:, None], w))
+
+    return jax.jit(mean)
+
+
+def mapped_over_devices(f):
+    def replica(p, x, w):
+        return jax.lax.pmean(f(p, x, w), "devices")
+
+    mapped = jax.pmap(replica, axis_name="devices", in_axes=(None, 0, None))
+    return lambda p, x, w: jax.tree.map(lambda g: g[0], mapped(p, x[None], w))
+
+
+def sharded(check_vma):
+    def wrap(f):
+        mesh = jax.make_mesh((1,), ("devices",), axis_types=(jax.sharding.AxisType.Auto,))
+        spec = jax.sharding.PartitionSpec
+        replica = lambda p, x, w: jax.lax.pmean(f(p, x, w), "devices")
+        specs = {"in_specs": (spec(), spec("devices"), spec()), "out_specs": spec()}
+        return jax.jit(jax.shard_map(replica, mesh=mesh, check_vma=check_vma, **specs))
+
+    return wrap
+
+
+CONTEXTS = {
+    "eager": eager,
+    "jit": jax.jit,
+    "scan": scanned,
+    "checkpoint": checkpointed,
+    "cond": conditional,
+    "nested jit": nested_jit,
+    "vmap": vmapped,
+    "pmap": mapped_over_devices,
+    "shard_map": sharded(True),
+    "shard_map without vma": sharded(False),
+}
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_gradients_are_finite_and_true_where_the_first_scale_overflows(launched, context):
+    launched()
+    optax.sgd(0.1)
+    # `jax.jit` is the launcher's by now.
+    step = (jax.jit if context == "jit" else CONTEXTS[context])(lambda p, x, w: jax.grad(loss_fn)(p, x, w))
+    for weight, want in REFERENCE.items():
+        assert_close(step(params(), X, jnp.float32(weight)), want)
+
+
+def test_the_first_scale_does_overflow():
+    opt_state = mpjax.static_loss_scale(optax.sgd(0.1), 2.0**15).init({})
+    grads = mpjax.grad(loss_fn, opt_state, policy="mixed_float16")(params(), X, SPIKE)
+    assert not all(jnp.isfinite(g).all() for g in jax.tree.leaves(grads))
+
+
+def test_a_step_that_overflowed_lowers_the_scale_of_the_next(launched):
+    launched()
+    optax.sgd(0.1)
+    step = jax.jit(lambda p, w: jax.grad(loss_fn)(p, X, w))
+    for weight, calls, retries in (1.0, 1, 0), (SPIKE, 2, 1), (SPIKE, 3, 1):
+        step(params(), jnp.float32(weight))
+        row = step._states[0]
+        assert (row[CALLS], row[RETRIES]) == (calls, retries), weight
+    assert row[SCALE] == 2.0**11
+    assert row[LOSS] == pytest.approx(float(loss_fn(params(), X, SPIKE)), rel=1e-2)
+
+
+def test_the_scale_grows_after_many_finite_steps(launched, monkeypatch):
+    monkeypatch.setattr(gradients, "GROWTH_INTERVAL", 3)
+    launched(init_scale=8.0)
+    optax.sgd(0.1)
+    step = jax.jit(lambda p: jax.grad(loss_fn)(p, X))
+    scales = [float(step._states[0][SCALE]) for _ in range(7) if step(params())]
+    assert scales == [8, 8, 16, 16, 16, 32, 32]
+
+
+def forms():
+    """The ways in which a script differentiates, each as a function that gives the gradients of `a` and `b`."""
+
+    def by_vjp(p, x, w):
+        value, pullback = jax.vjp(lambda p: loss_fn(p, x, w), p)
+        return pullback(jnp.ones_like(value))[0]
+
+    def by_linearize(p, x, w):
+        _, linear = jax.linearize(lambda p: loss_fn(p, x, w), p)
+        basis = jax.vmap(lambda i: jax.tree.map(lambda v: (jnp.arange(v.size) == i).reshape(v.shape) * 1.0, p["a"]))
+        ones = basis(jnp.arange(WIDTH**2))
+        zero = jnp.zeros_like(p["b"])
+        a = jax.vmap(lambda t: linear({"a": t, "b": zero}))(ones).reshape(WIDTH, WIDTH)
+        b = jax.vmap(lambda t: linear({"a": zero, "b": t}))(ones).reshape(WIDTH, WIDTH)
+        return {"a": a, "b": b}
+
+    def with_aux(p, x, w):
+        def loss(p):
+            key = jax.random.key(0)
+            return loss_fn(p, x, w), {"key": key, "static": "text", "count": 3, "x": x}
+
+        (_, aux), grads = jax.value_and_grad(loss, has_aux=True)(p)
+        assert aux["static"] == "text"
+        jax.random.normal(aux["key"])
+        return grads
+
+    def by_position(p, x, w):
+        a, b = jax.grad(lambda a, b: loss_fn({"a": a, "b": b}, x, w), (0, 1))(p["a"], p["b"])
+        return {"a": a, "b": b}
+
+    def of_equinox(p, x, w):
+        return eqx.filter_grad(lambda p: loss_fn(p, x, w))(p)
+
+    def of_nnx(p, x, w):
+        model = nnx.Dict({k: nnx.Param(v) for k, v in p.items()})
+        grads = nnx.grad(lambda m: loss_fn({k: m[k][...] for k in ("a", "b")}, x, w))(model)
+        return {k: grads[k][...] for k in ("a", "b")}
+
+    return by_vjp, by_linearize, with_aux, by_position, of_equinox, of_nnx
+
+
+@pytest.mark.parametrize("form", forms(), ids=lambda f: f.__name__)
+def test_every_form_of_differentiation_is_in_half_finite_and_true(launched, form):
+    launched()
+    optax.sgd(0.1)
+    step = jax.jit(form)
+    assert "f16[" in str(jax.make_jaxpr(lambda p: step(p, X, jnp.float32(1)))(params()))
+    for weight, want in REFERENCE.items():
+        assert_close(step(params(), X, jnp.float32(weight)), want, tolerance=1e-2)
+
+
+def test_a_gradient_inside_a_gradient_is_true(launched):
+    def penalised(p, x, w):
+        def critic(x):
+            return jnp.sum(jnp.tanh(x @ p["a"]) @ p["b"]) * w
+
+        slope = jax.grad(critic)(x)
+        return jnp.mean(jnp.sqrt(jnp.sum(slope**2, -1) + 1e-6))
+
+    wants = {w: jax.grad(penalised)(params(), X, w) for w in (1.0, SPIKE)}
+    launched()
+    optax.sgd(0.1)
+    step = jax.jit(lambda p, w: jax.grad(penalised)(p, X, w))
+    for weight, want in wants.items():
+        assert_close(step(params(), jnp.float32(weight)), want, tolerance=1e-2)
+
+
+def test_a_jitted_function_that_both_evaluates_and_trains_is_traced_for_each(launched):
+    launched()
+    optax.sgd(0.1)
+    model = jax.jit(lambda p, x: jnp.tanh(x @ p["a"]) @ p["b"])
+    first = jax.jit(lambda p: jax.grad(lambda p: jnp.mean(model(p, X) ** 2))(p))
+    second = jax.jit(lambda p: jax.value_and_grad(lambda p: jnp.sum(model(p, X) ** 2))(p))
+    for fun in (lambda p: model(p, X), first, second, first):
+        assert all(jnp.isfinite(x).all() for x in jax.tree.leaves(fun(params())))
+
+
+def test_differentiation_of_a_library_is_left_alone(launched):
+    launched()
+    tx = optax.sgd(0.1)
+    value_and_grad = optax.value_and_grad_from_state(lambda p: loss_fn(p, X))
+    state = optax.lbfgs().init(params())
+    assert tx.init(params()) is not None
+    assert "f16[" not in str(jax.make_jaxpr(lambda p: value_and_grad(p, state=state))(params()))
+
+
+def test_bfloat16_is_neither_scaled_nor_repeated(launched):
+    launched(policy="mixed_bfloat16")
+    text = str(jax.make_jaxpr(lambda p: jax.grad(loss_fn)(p, X))(params()))
+    assert "bf16[" in text
+    assert "while" not in text
+
+
+def test_float16_is_refused_without_an_optimizer_that_can_skip(launched):
+    launched()
+    with pytest.raises(LaunchError, match=r"test_gradients.py:\d+ differentiates.*--policy mixed_bfloat16"):
+        jax.grad(loss_fn)

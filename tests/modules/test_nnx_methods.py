@@ -1,0 +1,175 @@
+"""NNX models under a policy: decorated methods, layers that come later, variables that compute what they return."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import mpjax
+from testing.measures import half_share
+
+X = jnp.ones((2, 8))
+
+
+def run(model, x=X):
+    """The model's output dtype, and the share of its matmul FLOPs in half."""
+    graphdef, state = nnx.split(model)
+
+    def call(state, x):
+        return nnx.merge(graphdef, state, copy=True)(x)
+
+    return jax.eval_shape(call, state, x).dtype, half_share(call, state, x)
+
+
+def identity(method):
+    return method
+
+
+@pytest.mark.parametrize("of_call", [identity, nnx.jit, nnx.remat, jax.jit])
+@pytest.mark.parametrize("of_helper", [identity, nnx.jit])
+def test_methods_under_a_transformation_are_methods(of_call, of_helper):
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.linear, self.w = nnx.Linear(8, 8, rngs=rngs), nnx.Param(jnp.ones((8, 8)))
+
+        @of_call
+        def __call__(self, x):
+            return self.helper(self.linear(x))
+
+        @of_helper
+        def helper(self, x):
+            return x @ self.w
+
+    model = mpjax.with_policy(Model(nnx.Rngs(0)), "mixed_float16")
+    assert run(model) == (jnp.float32, 1)
+    gradients = nnx.grad(lambda m, x: m(x).sum())(model, X)
+    assert {g.dtype for g in jax.tree.leaves(gradients)} == {jnp.dtype("float32")}
+    assert model(X).dtype == jnp.float32
+    assert model.w[...].dtype == jnp.float32
+
+
+class Stack(nnx.Module):
+    def __init__(self, rngs):
+        self.layers = nnx.List([nnx.Linear(8, 8, rngs=rngs)])
+        self.head = nnx.Linear(8, 8, rngs=rngs)
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def test_layers_that_come_after_with_policy_get_it_too():
+    model, rngs = mpjax.with_policy(Stack(nnx.Rngs(0)), "O3"), nnx.Rngs(1)
+    model.head = nnx.LoRA(8, 2, 8, base_module=model.head, rngs=rngs)
+    model.layers.append(nnx.Sequential(nnx.Linear(8, 8, rngs=rngs), nnx.LayerNorm(8, rngs=rngs)))
+    model.layers[0] = nnx.Linear(8, 8, rngs=rngs)
+    assert run(model) == (jnp.float16, 1)
+    assert model.head.lora_a[...].dtype == jnp.float16  # O3 stores it in half
+    assert half_share(model.head, X) == 1  # on its own, too
+    paths = [path for path, _ in nnx.to_flat_state(nnx.state(model))]
+    assert ("layers", 1, "layers", 0, "kernel") in paths
+
+
+def test_a_layer_that_comes_later_follows_the_overrides_of_its_place():
+    policy = mpjax.Policy("float32", "float16", "float32", [("head", "float32"), ("layers", "bfloat16")])
+    model, rngs = mpjax.with_policy(Stack(nnx.Rngs(0)), policy), nnx.Rngs(1)
+    model.head = nnx.Linear(8, 8, rngs=rngs)
+    model.layers.append(nnx.Linear(8, 8, rngs=rngs))
+    assert run(model)[1] == pytest.approx(2 / 3)
+
+
+def test_blocks_at_different_places_still_stack():
+    model = mpjax.with_policy(nnx.Sequential(*(nnx.Linear(8, 8, rngs=nnx.Rngs(i)) for i in range(2))), "O2")
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *model.layers)
+    assert stacked.kernel.shape == (2, 8, 8)
+
+
+class Doubled(nnx.Param):
+    def get_value(self, **kwargs):
+        return super().get_value(**kwargs) * 2
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda w: Doubled(w),
+        pytest.param(
+            lambda w: nnx.Param(w, on_get_value=lambda variable, value: value * 2),
+            marks=pytest.mark.filterwarnings("ignore:Variable hooks are deprecated"),
+        ),
+    ],
+)
+@pytest.mark.parametrize("policy", ["mixed_float16", "O2", "O3"])
+def test_a_variable_that_computes_what_it_returns_does_so_once(make, policy):
+    class Model(nnx.Module):
+        def __init__(self):
+            self.w = make(jnp.ones((8, 8)))
+
+        def __call__(self, x):
+            return x @ self.w[...]
+
+    model = mpjax.with_policy(Model(), policy)
+    np.testing.assert_array_equal(model(X), Model()(X).astype(model(X).dtype))
+    np.testing.assert_array_equal(model.w.get_raw_value(), jnp.ones((8, 8)))
+    assert run(model)[1] == 1
+
+
+class Tied(nnx.Module):
+    def __init__(self, rngs):
+        self.embed, self.linear = nnx.Embed(11, 8, rngs=rngs), nnx.Linear(8, 8, rngs=rngs)
+
+    def __call__(self, tokens):
+        return self.linear(self.embed(tokens)) @ self.embed.embedding.T
+
+
+def test_weights_tied_by_hand_are_read_in_the_compute_dtype():
+    tokens = jnp.zeros((2, 3), int)
+    model = mpjax.with_policy(Tied(nnx.Rngs(0)), "mixed_float16")
+    assert run(model, tokens) == (jnp.float32, 1)
+    assert model.embed.embedding[...].dtype == jnp.float32
+
+
+def test_an_assignment_to_another_modules_parameter_is_no_lost_state():
+    class Renormalises(Tied):
+        def __call__(self, tokens):
+            self.embed.embedding[...] = self.embed.embedding[...] / 2
+            return super().__call__(tokens)
+
+    model = mpjax.with_policy(Renormalises(nnx.Rngs(0)), "mixed_float16")
+    with pytest.raises(ValueError, match="a method assigns to Embed's parameter 'embedding'"):
+        model(jnp.zeros((2, 3), int))
+
+
+def test_an_update_of_a_cast_parameter_is_no_lost_state():
+    class Updates(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(jnp.ones((8, 8)))
+
+        def __call__(self, x):
+            nnx.update(self, {"w": jnp.zeros((8, 8))})
+            return x @ self.w
+
+    with pytest.raises(ValueError, match=r"Updates.__call__ assigns to its own parameter 'w'"):
+        mpjax.with_policy(Updates(), "mixed_float16")(X)
+
+
+class Decoder(nnx.Module):
+    def __init__(self, rngs):
+        self.attention = nnx.MultiHeadAttention(2, 8, decode=True, rngs=rngs)
+
+    def __call__(self, x):
+        return self.attention(x)
+
+
+@pytest.mark.parametrize("cache_first", [False, True])
+def test_decoding_has_a_cache_in_the_compute_dtype(cache_first):
+    plain = Decoder(nnx.Rngs(0))
+    plain.attention.init_cache((2, 3, 8))
+    model = mpjax.with_policy(plain if cache_first else Decoder(nnx.Rngs(0)), "mixed_float16")
+    if not cache_first:
+        model.attention.init_cache((2, 3, 8))
+    for token in jax.random.normal(jax.random.key(0), (3, 2, 1, 8)):
+        np.testing.assert_allclose(model(token), plain(token), atol=2e-3)
+    assert model.attention.cached_key[...].dtype == jnp.float16

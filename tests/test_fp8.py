@@ -1,0 +1,125 @@
+"""Flax's FP8 layers return new values as gradients: they are taken as they are. Float8 gradients never become NaN."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.core import freeze
+from flax.linen import fp8_ops
+from flax.training.train_state import TrainState
+
+import mpjax
+
+KEY = "_overwrite_with_gradient"
+X = jax.random.normal(jax.random.key(1), (16, 16))
+Y = jnp.tanh(X[:, :1])
+MODEL = nn.Dense(16, dot_general_cls=fp8_ops.Fp8DotGeneralOp)
+BAD = X.at[0, 0].set(jnp.inf)
+
+
+@pytest.fixture(scope="module")
+def variables():
+    return MODEL.init(jax.random.key(0), X)
+
+
+def loss_fn(variables, x=X):
+    return jnp.mean((MODEL.apply(variables, x) - Y) ** 2)
+
+
+def run(variables, form, xs):
+    """The variables after steps on `xs`, and whether the steps were taken."""
+    if form == "plain":
+        state = TrainState.create(apply_fn=MODEL.apply, params=variables, tx=optax.adam(1e-2))
+    else:
+        state = TrainState.create(
+            apply_fn=MODEL.apply, params=variables, tx=mpjax.dynamic_loss_scale(optax.adam(1e-2), growth_interval=3)
+        )
+    tx = mpjax.dynamic_loss_scale(optax.adam(1e-2), growth_interval=3)
+    carry = (variables, tx.init(variables)) if form == "apply_gradients" else state
+
+    @jax.jit
+    def step(carry, x):
+        if form == "plain":
+            return carry.apply_gradients(grads=jax.grad(loss_fn)(carry.params, x))
+        if form == "TrainState":
+            return carry.apply_gradients(grads=jax.grad(mpjax.scale_loss(loss_fn, carry))(carry.params, x))
+        variables, opt_state = carry
+        loss, grads = mpjax.value_and_grad(loss_fn, opt_state)(variables, x)
+        return mpjax.apply_gradients(tx, grads, opt_state, variables, value=loss)
+
+    for x in xs:
+        carry = step(carry, x)
+    return carry[0] if form == "apply_gradients" else carry.params
+
+
+@pytest.mark.parametrize("form", ["TrainState", "apply_gradients"])
+def test_values_of_the_collection_are_those_without_loss_scaling(variables, form):
+    expected, found = run(variables, "plain", [X] * 4), run(variables, form, [X] * 4)
+    for name, value in expected[KEY]["Fp8DotGeneralOp_0"].items():
+        # The scale changed after the third step, so it is the fourth whose gradients' history is scaled by it.
+        factor = 2.0**15 if name.startswith("output_grad") else 1.0
+        scaled = np.asarray(found[KEY]["Fp8DotGeneralOp_0"][name])
+        np.testing.assert_allclose(scaled[scaled > 0].min() / factor, np.min(value[value > 0]), rtol=0.5)
+        if factor == 1.0:
+            np.testing.assert_allclose(scaled, value, rtol=2e-2)
+    np.testing.assert_allclose(found["params"]["kernel"], expected["params"]["kernel"], atol=2e-2)
+
+
+def test_apply_gradients_keeps_the_collection_on_a_skipped_step(variables):
+    before = run(variables, "apply_gradients", [X])
+    after = run(variables, "apply_gradients", [X, BAD])
+    jax.tree.map(np.testing.assert_array_equal, after, before)
+
+
+def test_an_overflow_that_only_the_collection_shows_is_skipped(variables):
+    # Quantizing clips to float8's range, so the gradients can stay finite where the amax is not.
+    tx = mpjax.dynamic_loss_scale(optax.sgd(0.1))
+    state = tx.init(variables)
+    grads = jax.grad(loss_fn)(variables)
+    grads = {**grads, KEY: jax.tree.map(lambda g: jnp.full_like(g, jnp.inf), grads[KEY])}
+    new, state = mpjax.apply_gradients(tx, grads, state, variables)
+    assert not state.last_finite
+    jax.tree.map(np.testing.assert_array_equal, new, variables)
+
+
+@pytest.mark.parametrize("kind", [dict, freeze])
+@pytest.mark.parametrize("wrap", [lambda tx: tx, lambda tx: mpjax.master_weights(tx, "O2")])
+def test_plain_optimizers_and_master_weights_take_the_values_too(variables, kind, wrap):
+    tx = wrap(optax.sgd(0.1))
+    variables = kind(variables)
+    grads = jax.grad(loss_fn)(variables)
+    new, _ = mpjax.apply_gradients(tx, grads, tx.init(variables), variables)
+    assert type(new) is type(variables)
+    jax.tree.map(np.testing.assert_array_equal, new[KEY], grads[KEY])
+    np.testing.assert_allclose(new["params"]["kernel"], variables["params"]["kernel"] - 0.1 * grads["params"]["kernel"])
+
+
+def test_unscale_leaves_the_collection_alone_and_update_refuses_it(variables):
+    tx = mpjax.dynamic_loss_scale(optax.sgd(0.1))
+    state = tx.init(variables)
+    grads = jax.grad(loss_fn)(variables)
+    unscaled = mpjax.unscale(grads, state)
+    jax.tree.map(np.testing.assert_array_equal, unscaled[KEY], grads[KEY])
+    np.testing.assert_array_equal(unscaled["params"]["bias"], grads["params"]["bias"] / 2.0**15)
+    with pytest.raises(ValueError, match=r"_overwrite_with_gradient.*mpjax\.apply_gradients"):
+        tx.update(grads, state, variables)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2])
+def test_float8_gradients_are_unscaled_in_float32_and_stay_float8(dtype):
+    w = jnp.array([0.5, 1.0], dtype)
+    loss = lambda w: jnp.sum(w.astype(jnp.float32) * jnp.array([1.0, 3.0]))
+    for scale in (16.0, 2.0**-10):
+        state = mpjax.static_loss_scale(optax.sgd(0.1), scale).init({})
+        for transform in (jax.grad(mpjax.scale_loss(loss, state)), mpjax.grad(loss, state)):
+            grads = transform(w)
+            assert grads.dtype == dtype
+            # At 2**-10 e4m3 has lost the cotangent, but not made a NaN of it.
+            np.testing.assert_array_equal(grads.astype(jnp.float32), [1.0, 3.0] if scale > 1 else grads)
+            assert not np.isnan(grads.astype(jnp.float32)).any()
+    state = mpjax.static_loss_scale(optax.sgd(0.1), 2.0**-10).init({})
+    largest = mpjax.unscale(jnp.full(1, 3.0, dtype), state)
+    assert float(largest[0].astype(jnp.float32)) == min(3072.0, float(jnp.finfo(dtype).max))
+    assert not np.isfinite(mpjax.unscale(jnp.full(1, jnp.nan, dtype), state).astype(jnp.float32)).any()

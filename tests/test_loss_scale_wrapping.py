@@ -1,0 +1,148 @@
+"""What is wrapped around loss scaling, what is wrapped in it, and arguments in the wrong place."""
+
+import functools
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import mpjax
+
+PARAMS = {"w": jnp.ones(2)}
+GOOD = {"w": jnp.ones(2)}
+BAD = {"w": jnp.array([1.0, jnp.nan])}
+LOSS = lambda p: jnp.sum(p["w"])
+
+
+def scaled(inner=None):
+    return mpjax.dynamic_loss_scale(optax.sgd(0.1) if inner is None else inner)
+
+
+@pytest.mark.parametrize(
+    ("wrapped", "says"),
+    [
+        (lambda: optax.apply_if_finite(scaled(), 5), "apply_if_finite"),
+        (lambda: optax.chain(optax.apply_if_finite(optax.chain(optax.clip(1.0), scaled()), 5)), "apply_if_finite"),
+        (lambda: optax.chain(optax.zero_nans(), scaled()), "zero_nans"),
+        (lambda: optax.chain(optax.chain(optax.zero_nans(), optax.clip(1.0)), scaled()), "zero_nans"),
+        (lambda: optax.MultiSteps(scaled(), 2).gradient_transformation(), "MultiSteps"),
+    ],
+)
+def test_what_hides_overflows_from_the_scale_is_warned_of_before_the_first_step(wrapped, says):
+    state = wrapped().init(PARAMS)
+    with pytest.warns(mpjax.LossScaleWarning, match=says):
+        mpjax.value_and_grad(LOSS, state)
+    with pytest.warns(mpjax.LossScaleWarning, match=says):
+        mpjax.check_progress(state)
+
+
+@pytest.mark.parametrize(
+    "legitimate",
+    [
+        lambda: optax.chain(optax.clip(1.0), scaled(), optax.zero_nans()),
+        lambda: scaled(optax.chain(optax.zero_nans(), optax.sgd(0.1))),
+        lambda: scaled(optax.MultiSteps(optax.sgd(0.1), 2)),
+        lambda: scaled(optax.apply_if_finite(optax.sgd(0.1), 2)),
+    ],
+)
+def test_the_same_transformations_elsewhere_are_legitimate(legitimate):
+    mpjax.value_and_grad(LOSS, legitimate().init(PARAMS))(PARAMS)
+
+
+def test_replaced_functions_are_the_ones_that_run():
+    tx = scaled()
+    seen = []
+
+    @functools.wraps(tx.update)
+    def update(*args, **kwargs):
+        seen.append(1)
+        return tx.update(*args, **kwargs)
+
+    for replaced in (tx._replace(update=update), tx._replace(init=tx.init), optax.GradientTransformationExtraArgs(*tx)):
+        params, state = mpjax.apply_gradients(replaced, BAD, replaced.init(PARAMS), PARAMS)
+        np.testing.assert_array_equal(params["w"], PARAMS["w"])
+        assert int(state.skipped_steps) == 1
+    assert seen == [1]
+
+
+def test_arguments_in_another_order_are_told_in_one_line():
+    tx = scaled()
+    state = tx.init(PARAMS)
+    wrong = {
+        "as grads": lambda: mpjax.apply_gradients(tx, state, GOOD, PARAMS),
+        "as params": lambda: mpjax.apply_gradients(tx, GOOD, PARAMS, state),
+        "is a dict": lambda: tx.update(GOOD, PARAMS, PARAMS),
+        "v of grads is not in params": lambda: mpjax.apply_gradients(tx, {**GOOD, "v": GOOD["w"]}, state, PARAMS),
+        "comes first": lambda: mpjax.static_loss_scale(128.0, optax.sgd(0.1)),
+        "got 32768": lambda: mpjax.dynamic_loss_scale(2.0**15),
+    }
+    for says, call in wrong.items():
+        with pytest.raises((TypeError, ValueError), match=says) as error:
+            call()
+        assert "\n" not in str(error.value)
+
+
+def test_numpy_numbers_are_numbers():
+    kinds = {"growth_interval": np.int64(5), "hysteresis": np.int32(2), "init_scale": np.float32(8.0)}
+    assert float(mpjax.dynamic_loss_scale(optax.sgd(0.1), **kinds).init(PARAMS).loss_scale) == 8.0
+    assert float(mpjax.static_loss_scale(optax.sgd(0.1), np.int64(8)).init(PARAMS).loss_scale) == 8.0
+    with pytest.raises(ValueError, match="growth_interval=True"):
+        mpjax.dynamic_loss_scale(optax.sgd(0.1), growth_interval=True)
+
+
+def test_extra_arguments_go_only_to_inner_transformations_that_take_them():
+    sam = optax.contrib.sam(optax.sgd(0.1), optax.chain(optax.contrib.normalize(), optax.sgd(0.05)), sync_period=2)
+    tx = scaled(sam)
+    state, params = tx.init(PARAMS), PARAMS
+    plain_state, plain = sam.init(PARAMS), PARAMS
+    for _ in range(4):
+        params, state = mpjax.apply_gradients(tx, GOOD, state, params, value=jnp.float32(1.0), temperature=2.0)
+        updates, plain_state = sam.update(GOOD, plain_state, plain)
+        plain = optax.apply_updates(plain, updates)
+    np.testing.assert_allclose(params["w"], plain["w"], rtol=1e-6)
+    seen = {}
+
+    def update(updates, state, params=None, *, temperature):
+        seen["temperature"] = temperature
+        return updates, state
+
+    takes_one = optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
+    scaled(takes_one).update(GOOD, scaled(takes_one).init(PARAMS), PARAMS, value=1.0, temperature=2.0)
+    assert seen == {"temperature": 2.0}
+
+
+@pytest.mark.parametrize("half", ["float16", "bfloat16"])
+@pytest.mark.parametrize("inner", [optax.adam(1e-2), optax.sgd(1e-2, momentum=0.9), optax.lamb(1e-2)])
+@pytest.mark.parametrize("form", ["update", "apply"])
+def test_half_params_without_masters_train_in_one_trace_and_are_warned_of(half, inner, form):
+    tx, params, traces = mpjax.dynamic_loss_scale(inner, init_scale=2.0**8), {"w": jnp.ones(3, half)}, []
+    with pytest.warns(mpjax.LossScaleWarning, match=rf"w\) are half \({half}\).*master_weights"):
+        state = tx.init(params)
+    floats = {x.dtype for x in jax.tree.leaves(state.inner_state) if jnp.issubdtype(x.dtype, jnp.floating)}
+    assert floats == {jnp.dtype("float32")}
+
+    @jax.jit
+    def step(params, state, x):
+        traces.append(1)
+        grads = mpjax.grad(lambda p: jnp.sum(p["w"].astype(jnp.float32) ** 2) * x, state)(params)
+        if form == "apply":
+            return mpjax.apply_gradients(tx, grads, state, params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    with warnings.catch_warnings():  # of each init, not of each step
+        warnings.simplefilter("error")
+        for x in (1.0, jnp.inf, 1.0):
+            params, state = step(params, state, x)
+    assert (len(traces), int(state.skipped_steps)) == (1, 1)
+    assert params["w"].dtype == half
+    assert float(params["w"][0]) < 1
+
+
+def test_masters_and_float32_params_are_not_warned_of():
+    params = {"w": jnp.ones(3, jnp.float16)}
+    for inner in (mpjax.master_weights(optax.adam(1e-2)), optax.chain(mpjax.master_weights(optax.adam(1e-2)))):
+        assert scaled(inner).init(params).inner_state is not None

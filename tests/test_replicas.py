@@ -1,0 +1,100 @@
+"""Replicas take one decision about a step, or the program is refused when it is traced."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+import mpjax
+
+MESH = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+X, XY = PartitionSpec("x"), PartitionSpec(("x", "y"))
+BAD = jnp.ones(4).at[1].set(jnp.inf)  # only the second of four devices sees it
+
+
+def step_with(tx, form, grads, state, params):
+    if form == "apply":
+        return mpjax.apply_gradients(tx, grads, state, params)
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+
+def state_spec(state, shared):
+    return jax.tree.map(lambda s: shared if s.ndim == 0 else XY, state)
+
+
+@pytest.mark.parametrize("form", ["update", "apply"])
+@pytest.mark.parametrize("axis_name", [None, "x"])  # "x" alone is not enough, and is completed
+def test_axes_are_found_from_the_varying_types(form, axis_name):
+    tx = mpjax.dynamic_loss_scale(optax.adam(0.1), axis_name=axis_name)
+    params = jnp.arange(4.0)
+    state = tx.init(params)
+    spec = state_spec(state, PartitionSpec())
+    run = jax.shard_map(
+        functools.partial(step_with, tx, form), mesh=MESH, in_specs=(XY, spec, XY), out_specs=(XY, spec)
+    )
+    new, state = jax.jit(run)(BAD, state, params)
+    np.testing.assert_array_equal(new, params)
+    assert int(state.skipped_steps) == 1
+
+
+def test_gradients_that_are_equal_already_need_no_reduction():
+    tx = mpjax.dynamic_loss_scale(optax.sgd(0.1), axis_name=("x", "y"))
+
+    def step(grads, state):
+        return tx.update(jax.lax.pmean(grads, ("x", "y")), state)[1].last_finite
+
+    run = jax.jit(jax.shard_map(step, mesh=MESH, in_specs=(XY, PartitionSpec()), out_specs=PartitionSpec()))
+    assert str(jax.make_jaxpr(run)(BAD, tx.init(jnp.ones(1)))).count("pmin") == 0
+    assert not run(BAD, tx.init(jnp.ones(1)))
+
+
+def test_an_ensemble_with_states_of_its_own_decides_member_by_member():
+    tx = mpjax.dynamic_loss_scale(optax.sgd(0.1))
+    states = jax.vmap(tx.init)(jnp.ones((4, 1)))
+
+    def step(grads, states):
+        state = jax.tree.map(lambda s: s[0], states)
+        return jax.tree.map(lambda s: s[None], tx.update(grads, state)[1].last_finite)
+
+    run = jax.jit(jax.shard_map(step, mesh=MESH, in_specs=(XY, XY), out_specs=XY))
+    assert run(BAD, states).tolist() == [True, False, True, True]
+
+
+def shard_map_without_checks(step, grads, state):
+    return jax.shard_map(
+        step, mesh=MESH, in_specs=(XY, PartitionSpec()), out_specs=(XY, PartitionSpec()), check_vma=False
+    )(grads, state)
+
+
+def pmap(step, grads, state):
+    return jax.pmap(step, axis_name="i", in_axes=(0, None), out_axes=(0, None))(grads.reshape(4, 1), state)
+
+
+@pytest.mark.parametrize(
+    ("run", "axes"), [(shard_map_without_checks, r"axis_name=\('x', 'y'\)"), (pmap, r"axis_name='i'")]
+)
+def test_what_can_not_be_known_is_refused_at_trace_time_with_the_axes_to_give(run, axes):
+    state = mpjax.dynamic_loss_scale(optax.sgd(0.1)).init(jnp.ones(1))
+    with pytest.raises(ValueError, match=axes):
+        run(mpjax.dynamic_loss_scale(optax.sgd(0.1)).update, BAD, state)
+    for axis_name, skipped in ((("x", "y") if run is shard_map_without_checks else "i", 1), ((), 0)):
+        updates, _ = run(mpjax.dynamic_loss_scale(optax.sgd(0.1), axis_name=axis_name).update, BAD, state)
+        np.testing.assert_array_equal(updates.ravel()[1], 0.0)
+        assert bool(updates.ravel()[0] == 0) == bool(skipped)
+
+
+def test_an_unnamed_pmap_is_told_to_name_its_axis():
+    tx = mpjax.static_loss_scale(optax.sgd(0.1), 8.0)
+    with pytest.raises(ValueError, match="pmap\\(\\.\\.\\., axis_name='batch'\\)"):
+        jax.pmap(tx.update, in_axes=(0, None))(BAD.reshape(4, 1), tx.init(jnp.ones(1)))
+
+
+def test_a_named_vmap_is_no_replica():
+    tx = mpjax.dynamic_loss_scale(optax.sgd(0.1))
+    update = jax.vmap(tx.update, in_axes=(0, None), axis_name="member")
+    assert update(BAD, tx.init(jnp.ones(())))[1].last_finite.tolist() == [True, False, True, True]
