@@ -1,6 +1,9 @@
 """The instrumented interpreter: evaluates a jaxpr with a hook (a probe) at each equation.
 
-It runs under `jit`: what a probe notes is returned beside the program's own results, so no tensor goes to the host.
+What a probe notes is returned beside the program's own results. `Run` is used under `jit`, which compiles the
+instrumented program as a whole. `Eager` is used outside of it: operations run one by one, and repeated layers share
+their compiled operations, which takes a fraction of the time of compiling a deep model.
+
 `jit`, `remat` and functions with custom derivative rules are entered by evaluating their sub-jaxprs; `scan`, `while`,
 `cond` and `shard_map` are re-issued through their public functions, with the probe's notes in the carry. Any other
 higher-order primitive (a Pallas kernel, a callback) is called as it is and seen from outside only.
@@ -69,6 +72,18 @@ class Block:
     rows: tuple[Place, ...]
     start: int
     end: int
+
+    @functools.cached_property
+    def last_uses(self) -> list[list[Any]]:
+        """For each equation the variables that no later one reads, nor the caller."""
+        seen = {v for v in self.jaxpr.outvars if not isinstance(v, compat.Literal)}
+        dead: list[list[Any]] = []
+        for place in reversed(self.rows):
+            eqn = place.site.eqn
+            used = {v for v in (*eqn.invars, *eqn.outvars) if not isinstance(v, compat.Literal)}
+            dead.append([v for v in used if v not in seen])
+            seen |= used
+        return dead[::-1]
 
     def places(self) -> Iterator[Place]:
         """Every equation, those inside others included, in the program's order."""
@@ -180,12 +195,14 @@ class Run:
         def read(v: Any) -> Any:
             return self._widened(v.val) if isinstance(v, compat.Literal) else env[v]
 
-        for place in block.rows:
+        for place, dead in zip(block.rows, block.last_uses, strict=True):
             ins = [read(v) for v in place.site.eqn.invars]
             with compat.EquationContext(place.site.eqn):
                 outs, new = self._evaluate(place, ins, turn)
             env.update(zip(place.site.eqn.outvars, outs, strict=True))
             self._add(notes, new)
+            for v in dead:
+                env.pop(v, None)
         return [read(v) for v in block.jaxpr.outvars], notes
 
     def _add(self, notes: dict[Key, Any], new: dict[Key, Any]) -> None:
@@ -313,6 +330,25 @@ class Run:
             for key in notes
         }
         return list(arrays), merged
+
+
+class Eager(Run):
+    """Evaluates a program outside of `jit`, operation by operation; loops, branches and `shard_map` are compiled.
+
+    Used for several calls with arrays of the same shapes, it compiles each of them once.
+    """
+
+    def __init__(self, probe: Probe, wide: bool = False):
+        super().__init__(probe, wide)
+        self._compiled: dict[int, Callable[..., Any]] = {}
+
+    def _evaluate(self, place: Place, ins: Sequence[Any], turn: Sequence[Any]) -> tuple[Sequence[Any], dict[Key, Any]]:
+        if not place.blocks or primitive(place.site.name).call:
+            return super()._evaluate(place, ins, turn)
+        if place.number not in self._compiled:
+            run = functools.partial(Run(self.probe, self.wide)._evaluate, place)
+            self._compiled[place.number] = jax.jit(run, compiler_options=COMPILER_OPTIONS)
+        return self._compiled[place.number](list(ins), list(turn))
 
 
 def _select(mask: Any, new: Any, old: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,10 +14,9 @@ import optax
 
 from mpjax._jaxpr import compat
 from mpjax._jaxpr.interpreter import (
-    COMPILER_OPTIONS,
     Block,
+    Eager,
     Place,
-    Run,
     is_inexact,
     lay_out,
     widened,
@@ -26,16 +25,8 @@ from mpjax._jaxpr.primitives import Op, primitive
 from mpjax._jaxpr.source import BACKWARD
 from mpjax._loss_scale_state import LossScaleState, find_loss_scale_state
 from mpjax.inspection.numerics.activations import Counted, counted
-from mpjax.inspection.numerics.range_statistics import (
-    BIAS,
-    BINS,
-    Limits,
-    RangeProbe,
-    Tally,
-    exponents,
-    tally_note,
-    tally_of,
-)
+from mpjax.inspection.numerics.host_statistics import HostRangeProbe, result
+from mpjax.inspection.numerics.range_statistics import BIAS, BINS, Limits, RangeProbe, Tally, tally_of
 from mpjax.inspection.numerics.report import NumericsReport as NumericsReport
 from mpjax.inspection.numerics.report import Range
 from mpjax.inspection.program import traced_call
@@ -159,13 +150,13 @@ def _gradient(
 
 @dataclasses.dataclass
 class _Compiled:
-    """The measuring program of one shape of batch."""
+    """The program of one shape of batch and its evaluation."""
 
     block: Block
     counts: Counted
     names: Sequence[str]
     probe: RangeProbe
-    run: Any
+    evaluation: Eager
 
 
 # What a tally is of: a table, and in it a name, a pass, an operation and its line.
@@ -193,28 +184,23 @@ class _Measuring:
         if key not in self.compiled:
             self.compiled[key] = self._compile(lay_out(program.jaxpr), names)
         compiled = self.compiled[key]
-        self._take(compiled, jax.device_get(compiled.run(program.arrays, consts)))
+        arrays, consts = map(widened, program.arrays), [*map(widened, consts)]
+        outs, notes = compiled.evaluation.block(compiled.block, [*arrays], consts=consts)
+        self._take(compiled, notes, outs[: len(compiled.names)])
         self.batches += 1
 
     def _compile(self, block: Block, names: Sequence[str]) -> _Compiled:
         counts = counted(block, len(names))
-        probe = RangeProbe(block, counts, self.limits)
+        probe = HostRangeProbe(block, counts, self.limits)
+        return _Compiled(block, counts, names, probe, Eager(probe, wide=True))
 
-        def run(arrays: Sequence[Any], consts: Sequence[Any]) -> Any:
-            wide, wide_consts = map(widened, arrays), list(map(widened, consts))
-            outs, notes = Run(probe, wide=True).block(block, list(wide), consts=wide_consts)
-            grads = [jnp.asarray(grad, jnp.float32) * self.scale for grad in outs[: len(names)]]
-            return notes, [(tally_note(grad, self.limits), exponents(grad)) for grad in grads]
-
-        return _Compiled(block, counts, names, probe, jax.jit(run, compiler_options=COMPILER_OPTIONS))
-
-    def _take(self, compiled: _Compiled, measured: Any) -> None:
-        notes, grads = measured
+    def _take(self, compiled: _Compiled, notes: Mapping[Any, Any], grads: Sequence[Any]) -> None:
         counts = compiled.counts
         for number, place in compiled.probe.places.items():
             if ("range", number) not in notes:
                 continue  # in a part that is opaque here
-            site, tally = place.site, tally_of(notes["range", number])
+            found = result(notes["range", number])
+            site, tally, histogram = place.site, tally_of(found), found[2]
             backward = site.phase == BACKWARD
             phase = _BACKWARD if backward else _FORWARD
             dtypes = _dtypes(place)
@@ -222,17 +208,17 @@ class _Measuring:
             table = "gradients" if backward else "activations"
             if number in counts.gradients | counts.activations:
                 self._put((table, site.path, phase, "", ""), tally, dtypes)
-            histogram = notes.get(("exponents", number))
             if number in counts.gradients:
                 self._put_exponents(("gradients", site.path, phase, "", ""), histogram)
             if number in counts.activations | counts.gradients | counts.parameters and counts.matters(number):
                 self._put(("matters", site.path, phase, "", ""), tally, dtypes)
-                if histogram is not None:
+                if histogram.size:
                     self._put_exponents(("matters", site.path, phase, "", ""), histogram)
-        for name, (note, histogram) in zip(compiled.names, grads, strict=True):
+        for name, grad in zip(compiled.names, grads, strict=True):
             row = ("parameters", name, _BACKWARD, "", "")
-            self._put(row, tally_of(note), ("float32",))
-            self._put_exponents(row, histogram)
+            found = result(compiled.probe.take([jnp.asarray(grad, jnp.float32) * self.scale], [], self.limits))
+            self._put(row, tally_of(found), ("float32",))
+            self._put_exponents(row, found[2])
 
     def _put(self, row: _Row, tally: Tally, dtypes: Iterable[str]) -> None:
         self.tallies[row] = self.tallies[row] + tally if row in self.tallies else tally

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -18,6 +20,11 @@ from mpjax.inspection.numerics.activations import Counted
 
 BINS = 256  # float32's exponents
 BIAS = 127
+# The bits of float32's sizes are in the order of the sizes; those of infinity and NaN are the largest.
+SIZE_BITS, INFINITY = 0x7FFFFFFF, 0x7F800000
+
+
+Note = tuple[Any, Any, Any]  # of some arrays: counts, extremes, exponents
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +50,11 @@ class Limits:
         largest = float(info.max)
         last_place = 2.0 ** (np.floor(np.log2(largest)) - info.nmant)
         return cls(np.dtype(dtype), float(info.smallest_subnormal) / 2, largest + last_place / 2, int(info.nmant))
+
+    @staticmethod
+    def bits_of(limit: float) -> int:
+        """The bits of a limit as a float32."""
+        return int(np.float32(limit).view(np.int32))
 
     @property
     def exponents(self) -> tuple[int, int]:
@@ -97,51 +109,73 @@ class Tally:
         return self.absorbed / max(self.addends, 1)
 
 
-def tally_note(x: Any, limits: Limits, pairs: Sequence[tuple[Any, Any]] = ()) -> tuple[Any, Any]:
-    """The counts and the extremes of an array, as two small arrays; `pairs` are addends with their sums."""
-    x = jnp.abs(x.astype(jnp.float32))
-    finite = jnp.isfinite(x)
-    nonzero = finite & (x != 0)
-    absorbed = [(a != 0) & jnp.isfinite(a) & (jnp.abs(a) <= _half_place(total, limits)) for a, total in pairs]
-    # One reduction for all counts, of a broadcast that is never stored: one for each takes longer to compile.
-    below = np.nextafter(np.float32(limits.overflowed), np.float32(0))
-    steps = jnp.array([0.0, limits.flushed, below, np.finfo(np.float32).max], jnp.float32)
-    zeros, small, held, finites = jnp.sum(
-        x[None] <= steps.reshape(-1, *[1] * x.ndim), axis=tuple(range(1, x.ndim + 1)), dtype=jnp.uint32
+def _classified(x: Any, limits: Limits) -> Sequence[Any]:
+    """How many elements are zero, flushed or zero, in range, finite; the bits of the largest and smallest nonzero size.
+
+    One reduction with six results reads the array once, compiles as one kernel and takes a thirtieth of the time of six
+    reductions.
+    """
+    size = _size_bits(x)
+    flushed, overflowed = limits.bits_of(limits.flushed), limits.bits_of(limits.overflowed)
+
+    def count(mask: Any) -> Any:
+        return mask.astype(jnp.uint32)
+
+    operands = (
+        count(size == 0),
+        count(size <= flushed),
+        count(size < overflowed),
+        count(size < INFINITY),
+        jnp.where(size < INFINITY, size, 0),
+        jnp.where(size == 0, INFINITY, jnp.minimum(size, INFINITY)),
     )
-    size = jnp.uint32(x.size)
-    counts = [size, zeros, small - zeros, finites - held, size - finites]
-    counts += [sum((_count((a != 0) & jnp.isfinite(a)) for a, _ in pairs), start=jnp.uint32(0))]
-    counts += [sum(map(_count, absorbed), start=jnp.uint32(0))]
-    largest = jnp.max(x, where=finite, initial=0.0)
-    smallest = jnp.min(x, where=nonzero, initial=jnp.inf)
-    return jnp.stack(counts), jnp.stack([largest, smallest])
+    starts = (*[np.uint32(0)] * 4, np.int32(0), np.int32(INFINITY))
+
+    def combine(a: Sequence[Any], b: Sequence[Any]) -> Sequence[Any]:
+        return (*(x + y for x, y in zip(a[:4], b[:4], strict=True)), lax.max(a[4], b[4]), lax.min(a[5], b[5]))
+
+    return lax.reduce(operands, starts, combine, tuple(range(size.ndim)))
 
 
-def tally_of(note: tuple[Any, Any]) -> Tally:
+def _size_bits(x: Any) -> Any:
+    """The bits of the sizes of an array's elements, as float32."""
+    return lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32) & SIZE_BITS
+
+
+def _absorbed(addend: Any, total: Any, limits: Limits) -> Sequence[Any]:
+    """How many elements of an addend are nonzero and finite, and how many of them would not change the sum in half."""
+    size, of_total = _size_bits(addend), _size_bits(total)
+    counts = (size != 0) & (size < INFINITY)
+    # What is no larger than half a unit in half's last place of the sum does not change it (ties to even).
+    power = lax.bitcast_convert_type(of_total & INFINITY, jnp.float32) * 2.0 ** -(limits.bits + 1)
+    lost = counts & (of_total < INFINITY) & (size <= lax.bitcast_convert_type(power, jnp.int32))
+    zero = np.uint32(0)
+    return lax.reduce(
+        (counts.astype(jnp.uint32), lost.astype(jnp.uint32)),
+        (zero, zero),
+        lambda a, b: (a[0] + b[0], a[1] + b[1]),
+        tuple(range(size.ndim)),
+    )
+
+
+def tally_of(found: Note) -> Tally:
     """What a note says."""
-    counts, (largest, smallest) = note
+    counts, (largest, smallest), _ = found
     size, zeros, flushed, overflowed, nonfinite, addends, absorbed = map(int, counts)
     return Tally(size, zeros, flushed, overflowed, nonfinite, addends, absorbed, float(largest), float(smallest))
 
 
-def exponents(x: Any) -> Any:
+def exponents(self) -> tuple[int, int]:
+    """The smallest and the largest exponent of two that the dtype holds, subnormal numbers included."""
+    return round(np.log2(self.flushed)) + 1, round(np.log2(self.overflowed)) - 1
+
+
+def _exponents(x: Any) -> Any:
     """The histogram of the exponents of nonzero finite values."""
     bits = lax.bitcast_convert_type(jnp.abs(x.astype(jnp.float32)), jnp.uint32).ravel()
     exponent = (bits >> 23).astype(jnp.int32)
     counts = (bits != 0) & (exponent < BINS - 1)
     return jnp.zeros(BINS, jnp.uint32).at[exponent].add(counts.astype(jnp.uint32))
-
-
-def _count(mask: Any) -> Any:
-    return jnp.sum(mask, dtype=jnp.uint32)
-
-
-def _half_place(total: Any, limits: Limits) -> Any:
-    """Half a unit in half's last place of each number: what is no larger does not change it (ties to even)."""
-    bits = lax.bitcast_convert_type(jnp.abs(total.astype(jnp.float32)), jnp.uint32)
-    power = lax.bitcast_convert_type(bits & jnp.uint32(0x7F800000), jnp.float32)
-    return jnp.where(jnp.isfinite(power), power * 2.0 ** -(limits.bits + 1), 0.0)
 
 
 def is_measured(place: Place, counts: Counted) -> bool:
@@ -178,36 +212,69 @@ class RangeProbe(Probe):
     def equation(
         self, place: Place, turn: Sequence[Any], ins: Sequence[Any], outs: Sequence[Any], again: Callable[..., Any]
     ) -> dict[Key, Any]:
-        notes: dict[Key, Any] = {}
-        if place.number in self.places:
-            floats = [outs[i] for i in _floats(place.site.eqn.outvars)]
-            x = floats[0] if len(floats) == 1 else jnp.concatenate([out.ravel() for out in floats])
-            notes["range", place.number] = tally_note(x, self.limits, _addends(place, ins, outs))
-            if place.number in self.graded:
-                notes["exponents", place.number] = exponents(x)
-        return notes
+        if place.number not in self.places:
+            return {}
+        floats = [outs[i] for i in _floats(place.site.eqn.outvars)]
+        given = floats, _addends(place, ins, outs), self.limits, _summed_axes(place), place.number in self.graded
+        return {("range", place.number): self.take(*given)}
+
+    def take(self, *given: Any) -> Any:
+        """The note of one equation: see `note`."""
+        return note(*given)
 
     def keys(self, block: Block) -> Sequence[Key]:
-        inside = [number for number in self.places if block.start <= number < block.end]
-        return [*(("range", n) for n in inside), *(("exponents", n) for n in inside if n in self.graded)]
+        return [("range", number) for number in self.places if block.start <= number < block.end]
 
-    def empty(self, key: Key) -> Any:
-        if key[0] == "exponents":
-            return jnp.zeros(BINS, jnp.uint32)
-        return jnp.zeros(7, jnp.uint32), jnp.array([0.0, np.inf], jnp.float32)
+    def empty(self, key: Key) -> Note:
+        exponents = jnp.zeros(BINS if key[1] in self.graded else 0, jnp.uint32)
+        return jnp.zeros(7, jnp.uint32), jnp.array([0.0, np.inf], jnp.float32), exponents
 
-    def merge(self, key: Key, a: Any, b: Any) -> Any:
-        if key[0] == "exponents":
-            return a + b
-        (counts, (largest, smallest)), (more, (larger, smaller)) = a, b
-        return counts + more, jnp.stack([jnp.maximum(largest, larger), jnp.minimum(smallest, smaller)])
+    def merge(self, key: Key, a: Note, b: Note) -> Note:
+        (counts, (largest, smallest), exponents), (more, (larger, smaller), others) = a, b
+        extremes = jnp.stack([jnp.maximum(largest, larger), jnp.minimum(smallest, smaller)])
+        return counts + more, extremes, exponents + others
+
+
+@functools.partial(jax.jit, static_argnames=("limits", "axes", "graded"))
+def note(
+    floats: Sequence[Any],
+    pairs: Sequence[tuple[Any, Any]],
+    limits: Limits,
+    axes: tuple[int, ...] | None = None,
+    graded: bool = True,
+) -> Note:
+    """The note of some arrays; compiled once for all of these shapes.
+
+    Args:
+        floats: the arrays.
+        pairs: addends with their sums.
+        limits: of the half dtype that is asked about.
+        axes: the axes that a sum takes away; None if it keeps them.
+        graded: whether the histogram of exponents is taken.
+
+    Returns:
+        Counts (as the first fields of `Tally`), the largest and the smallest nonzero size, the histogram.
+    """
+    x = floats[0] if len(floats) == 1 else jnp.concatenate([out.ravel() for out in floats])
+    if axes is not None:
+        pairs = [(addend, jnp.broadcast_to(lax.expand_dims(total, axes), addend.shape)) for addend, total in pairs]
+    zeros, small, held, finite, largest, smallest = _classified(x, limits)
+    size = np.uint32(np.size(x))
+    counts = [size, zeros, small - zeros, finite - held, size - finite]
+    counts += [sum(found) for found in zip((0, 0), *(_absorbed(a, total, limits) for a, total in pairs), strict=True)]
+    extremes = lax.bitcast_convert_type(jnp.stack([largest, smallest]), jnp.float32)
+    exponents = _exponents(x) if graded else jnp.zeros(0, jnp.uint32)
+    return jnp.stack([jnp.asarray(count, jnp.uint32) for count in counts]), extremes, exponents
 
 
 def _addends(place: Place, ins: Sequence[Any], outs: Sequence[Any]) -> list[tuple[Any, Any]]:
     """The numbers that an equation adds, with what they are added up to."""
-    params, name = place.site.eqn.params, place.site.name
+    name = place.site.name
     if primitive(name).adds:
         return [(x, outs[0]) for x in ins if jnp.shape(x) == jnp.shape(outs[0])]
-    if name == "reduce_sum":
-        return [(ins[0], lax.expand_dims(outs[0], params["axes"]))]
-    return [(ins[0], outs[0])] if name == "cumsum" else []
+    return [(ins[0], outs[0])] if name in ("cumsum", "reduce_sum") else []
+
+
+def _summed_axes(place: Place) -> tuple[int, ...] | None:
+    """The axes that a sum takes away; None for operations that keep them."""
+    return tuple(place.site.eqn.params["axes"]) if place.site.name == "reduce_sum" else None
