@@ -1,12 +1,11 @@
-"""How well tools put float32 programs into half precision: `python -m benchmarks.casting`.
+"""How well each tool casts float32 programs to half precision: `python -m benchmarks.casting`.
 
-Every tool is run over the program zoo of the tests (`testing/zoo`), by tracing alone but for the gradient
-error. A tool that fails on a program is counted as such, with its error in the JSON. Times are ratios
-to the float32 program in the same process, interleaved; compilation is XLA's without LLVM's optimisation, which takes
-most of the time and has nothing to do with a tool. The results of a run are merged into those of before, program by
-program, so that it can be done in parts.
+Each tool runs on every program of `testing/zoo`. Tracing gives all columns except the gradient error. A tool that
+fails on a program counts as failing, with its error in the JSON. Times are interleaved, and are ratios to the float32
+program in the same process; compilation excludes LLVM's optimisation, which takes most of the time and does not depend
+on the tool. A run merges its results into the file program by program, so the benchmark can run in parts.
 
-Flax's DynamicScale is not here: it casts nothing. Keras 3 takes only its own models, so it has one program.
+Flax's DynamicScale casts nothing, so it has no row. Keras 3 accepts only its own models, so it has one program.
 """
 
 from __future__ import annotations
@@ -42,20 +41,20 @@ keras_program.register()
 
 
 def with_jmp(fun: Callable[..., Any], policy: str) -> Callable[..., Any]:
-    """As jmp's README does it: the arguments cast to compute, the result to output."""
+    """As in jmp's README: cast the arguments to the compute dtype and the result to the output dtype."""
     jmp_policy = jmp.get_policy(f"params=float32,compute={harness.half_of(policy)},output=float32")
     return lambda *args: jmp_policy.cast_to_output(fun(*jmp_policy.cast_to_compute(args)))
 
 
 def with_mpx(fun: Callable[..., Any], policy: str) -> Callable[..., Any]:
-    """mixed-precision-for-JAX: its cast of a function, which its gradient transformation applies too."""
+    """mixed-precision-for-JAX's cast of a function, which its gradient transformation applies too."""
     import mpx
 
     return mpx.cast_function(fun, harness.half_of(policy), "float32")
 
 
 def casters(program: Program) -> dict[str, harness.Caster]:
-    """The tools that can be put on a program."""
+    """The tools that apply to a program."""
     tools: dict[str, harness.Caster] = {
         "float32": harness.identity,
         "mpjax.autocast": mpjax.autocast,
@@ -74,7 +73,7 @@ def casters(program: Program) -> dict[str, harness.Caster]:
 
 
 def measure(name: str, caster: harness.Caster, dtype: str) -> Row:
-    """All that is compared of one tool on one program, or the error that it fails with."""
+    """Every column of one tool on one program, or the error that the tool fails with."""
     try:
         found = harness.structure(name, "plain", caster, dtype)
         row: Row = {
@@ -87,12 +86,12 @@ def measure(name: str, caster: harness.Caster, dtype: str) -> Row:
             float32 = harness.residuals(name, harness.identity, dtype)
             row["residuals"] = round(harness.residuals(name, caster, dtype) / float32, 4)
         return row
-    except Exception as error:  # whatever a peer raises is its result
+    except Exception as error:  # an error of a peer is its result
         return {"error": f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"}
 
 
 def time_ratios(name: str, tools: dict[str, harness.Caster], dtype: str, rounds: int, compiled: bool) -> dict[str, Row]:
-    """For each tool its seconds to trace (and to compile) the gradient, over those of float32."""
+    """The time that each tool takes to trace (and compile) the gradient, relative to float32."""
     functions = {tool: harness.gradient_function(name, caster, dtype)[0] for tool, caster in tools.items()}
     args = harness.abstract(name)[1:]
 
@@ -129,7 +128,7 @@ def run(name: str, dtype: str, rounds: int, compiled: bool) -> dict[str, Row]:
 
 
 def summary(results: dict[str, dict[str, Row]]) -> str:
-    """A Markdown table: one line for each tool over the programs that it can be put on."""
+    """A Markdown table with a row for each tool, over the programs that it applies to."""
     lines = [
         "| tool | programs | fails | matmul FLOPs in half | all in half | risky in half | casts "
         "| residuals / float32 | gradient error / limit (worst) | trace time | compile time (programs) |",
@@ -159,7 +158,7 @@ def summary(results: dict[str, dict[str, Row]]) -> str:
 
 
 def _worst(errors: list[float]) -> str:
-    # NaN, an overflow, is worse than any number, and `max` would not say so.
+    # NaN (an overflow) is worse than any number, but `max` would ignore it.
     return "not finite" if any(e != e for e in errors) else f"{max(errors):.2f}"
 
 
@@ -172,7 +171,7 @@ def main() -> None:
     parser.add_argument("--missing", action="store_true", help="only programs that have no results yet")
     parser.add_argument("--out", type=pathlib.Path, default=RESULTS, help="folder of the results")
     args = parser.parse_args()
-    # jax.numpy and peers warn of what they truncate or deprecate; a peer's warning is not its failure.
+    # jax.numpy and the peers warn about truncation and deprecation; a warning is not a failure.
     warnings.simplefilter("ignore")
     results = previous(f"casting_{args.dtype}", args.out)
     for name in args.programs:

@@ -1,8 +1,8 @@
-"""What the compiler makes of autocast against half precision written by hand: `python -m benchmarks.compiled`.
+"""The compiled program of autocast against half precision written by hand: `python -m benchmarks.compiled`.
 
-Over the programs of the zoo that have a hand-written form with Flax's `dtype=`, the gradient is compiled and
-the optimized HLO's matmuls, convolutions, converts and bytes are counted. On a CPU XLA widens half arithmetic
-with converts of its own, in all forms alike; so the ratios to the hand-written form count, not the numbers.
+For each program of the zoo that has a form written by hand with Flax's `dtype=`, this compiles the gradient and counts
+matmuls, convolutions, converts and bytes in the optimised HLO. On a CPU XLA adds converts of its own around half
+arithmetic, in all forms alike: only the ratios to the hand-written form mean something.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def with_full_residuals(fun: Callable[..., Any], policy: str) -> Callable[..., A
 
 
 def casters(name: str) -> dict[str, harness.Caster]:
-    """The forms of a program that are compared; the first is what the others are compared with."""
+    """The forms of a program; the first is the baseline."""
     return {
         "hand-written": by_hand(name),
         "float32": harness.identity,
@@ -48,7 +48,7 @@ def casters(name: str) -> dict[str, harness.Caster]:
 
 
 def counts(name: str, caster: harness.Caster, dtype: str) -> Row:
-    """What XLA counts of the compiled gradient, and the bytes that its backward pass keeps."""
+    """XLA's counts for the compiled gradient, and the residual bytes."""
     fun, args = harness.gradient_function(name, caster, dtype)
     with REGISTRY[name].context():
         compiled: Any = jax.jit(fun, compiler_options=harness.COMPILE_FAST).lower(*args).compile()
@@ -73,7 +73,7 @@ def main() -> None:
     for name in args.programs:
         try:
             results[name] = {form: counts(name, caster, args.dtype) for form, caster in casters(name).items()}
-        except Exception as error:  # a form that XLA can't compile here has nothing to be compared with
+        except Exception as error:  # XLA cannot compile one of the forms here, so there is no comparison
             print(f"{name}: left out, {str(error).splitlines()[0][:120]}")
     path = save(f"compiled_{args.dtype}", results, args.out)
     table = summary(results)
@@ -82,7 +82,7 @@ def main() -> None:
 
 
 def summary(results: dict[str, dict[str, Row]]) -> str:
-    """A Markdown table: for each form the medians over programs of its ratios to the hand-written one."""
+    """A Markdown table: for each form the median over the programs of its ratio to the hand-written form."""
     kinds = ["matmuls", "converts", "bytes", "flops", "temporary_bytes", "residual_bytes"]
     header = " | ".join(kind.replace("_", " ") for kind in kinds)
     lines = [

@@ -1,7 +1,7 @@
 """Which known faults of mixed precision libraries each library has: `python -m benchmarks.faults`.
 
-Every cell is found by running the library on the case: "has it", "not", or "fails" with the error. "n.a.": the library
-does not do what the fault is about. `benchmarks/fault_probes/` holds the cases.
+Each cell is the result of running the library: "has it", "not", or "fails" with the error. "n.a." means that the
+library lacks the feature that the fault is in. `benchmarks/fault_probes/` holds the programs.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ LIBRARIES = ("mpjax", "Flax", "jmp", "mixed-precision-for-JAX", "jaxamp", "Keras
 
 
 def outcome(probe: Probe | None) -> str:
-    """The cell of a probe, which returns whether the library has the fault."""
+    """The cell of a probe; a probe returns whether the library has the fault."""
     if probe is None:
         return NOT_APPLICABLE
     try:
         return HAS_IT if probe() else NOT
     except ModuleNotFoundError as error:
         return f"not run: no module {error.name!r} here"
-    except Exception as error:  # a peer that does not run at all is a result
+    except Exception as error:  # that a peer does not run is a result
         return f"fails: {type(error).__name__}: {str(error).strip().splitlines()[0][:100]}"
 
 
@@ -57,7 +57,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=pathlib.Path, default=RESULTS, help="folder of the results")
     args = parser.parse_args()
-    warnings.simplefilter("ignore")  # Peers use what JAX deprecates; that is not what is asked here.
+    warnings.simplefilter("ignore")  # Peers use deprecated JAX functions, which is not the fault in question.
     results = run()
     path = save("faults", results, args.out)
     path.with_suffix(".md").write_text(table(results))

@@ -1,6 +1,7 @@
-"""All that needs a GPU, in order of what it tells: `python -m benchmarks.gpu`, until it says that all is done.
+"""Everything that needs a GPU, the most informative first: repeat `python -m benchmarks.gpu` until all is done.
 
-A call keeps within `--budget` seconds. What is done is noted in the folder of the results, and the next call goes on.
+A call takes at most `--budget` seconds. A file in the folder of the results records the finished steps, and the next
+call continues after them.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ import time
 from benchmarks import CACHE, RESULTS
 
 NOTES = "gpu_run.json"
-# What a command exits with that has more to do: the one of sysexits.h for trying again.
+# Exit status of a command that has more to do: sysexits.h's EX_TEMPFAIL.
 MORE_TO_DO = 75
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A command of `python -m`; `least` seconds must be left to begin it, and after `most` it is ended."""
+    """A `python -m` command. It starts only with `least` seconds left and is stopped after `most`."""
 
     name: str
     arguments: tuple[str, ...]
@@ -43,7 +44,7 @@ STEPS = (
 
 
 def run(step: Step, out: pathlib.Path, left: float) -> str:
-    """Runs a step within the seconds that are left; "done", "more to do" or how it failed."""
+    """Runs a step within the remaining seconds; returns "done", "more to do" or the failure."""
     limit = min(step.most, left)
     command = [sys.executable, "-m", *step.arguments]
     command += ["--out", str(out)] if step.writes else []
@@ -53,7 +54,7 @@ def run(step: Step, out: pathlib.Path, left: float) -> str:
     try:
         status = subprocess.run(command, timeout=limit, env=environment).returncode
     except subprocess.TimeoutExpired:
-        # Cells that are measured are kept; one command that takes all its time would never end.
+        # A command that keeps its finished cells continues next time; any other would time out again.
         return "more to do" if step.takes_limit else f"took more than {limit:.0f} s"
     if status == MORE_TO_DO:
         return "more to do"
@@ -61,7 +62,7 @@ def run(step: Step, out: pathlib.Path, left: float) -> str:
 
 
 def go_on(steps: tuple[Step, ...], out: pathlib.Path, budget: float) -> dict[str, str]:
-    """Runs the steps that are not done, as far as the budget goes; how all of them stand."""
+    """Runs the unfinished steps within the budget; returns the state of every step."""
     out.mkdir(parents=True, exist_ok=True)
     notes = out / NOTES
     found: dict[str, str] = json.loads(notes.read_text()) if notes.exists() else {}
@@ -81,7 +82,7 @@ def main() -> None:
     parser.add_argument("--out", type=pathlib.Path, default=default, help="folder of the results ($OUT if set)")
     parser.add_argument("--budget", type=float, default=560, help="seconds of this call")
     args = parser.parse_args()
-    # Asked of another process: one that has JAX on the GPU keeps most of its memory.
+    # In another process, because a process with JAX on the GPU holds most of its memory.
     platform = subprocess.check_output([sys.executable, "-c", "import jax; print(jax.default_backend())"], text=True)
     if platform.strip() != "gpu":
         raise SystemExit(f"no GPU here, JAX has a {platform.strip()}: see python -m benchmarks.training --dry-run")

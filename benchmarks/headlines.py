@@ -22,7 +22,7 @@ MODELS = ("resnet50", "bert_base_128", "gpt2_medium")
 
 
 class Headline(NamedTuple):
-    """One result: what was measured, mpjax's, the others', and where all of it stands."""
+    """One result: what was measured, mpjax's value, the others', and the section with the whole table."""
 
     what: str
     mpjax: str

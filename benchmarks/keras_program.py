@@ -1,7 +1,7 @@
-"""A program for Keras 3, which takes only its own models: an MLP of residual blocks, float32 and under its
-`mixed_float16`. (Its attention in float16 is not to be had on a CPU: XLA has no such matmul there.)
+"""A program for Keras 3, which accepts only its own models: a residual MLP in float32 and under `mixed_float16`.
 
-Registered among the programs of the zoo where Keras is installed, so that the other tools are put on it, too.
+(Not attention: XLA's CPU backend lacks its float16 matmul.) Where Keras is installed, the program joins the zoo, and
+the other tools run on it too.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _model(policy: str) -> Any:
     os.environ.setdefault("KERAS_BACKEND", "jax")
     import keras
 
-    # Its layers make their variables at once, and must not make tracers of them.
+    # Keras layers create their variables eagerly; under a trace they would be tracers.
     with jax.ensure_compile_time_eval():
         layers = keras.layers
         inputs = keras.Input((FEATURES,))
@@ -50,7 +50,7 @@ def _loss(policy: str) -> Callable[..., jax.Array]:
 
 
 def under_keras_policy(fun: Callable[..., Any], policy: str) -> Callable[..., Any]:
-    """The caster of Keras: the same model, made with its dtype policy."""
+    """Keras as a caster: builds the same model with its dtype policy."""
     return _loss(policy)
 
 

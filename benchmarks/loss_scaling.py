@@ -1,17 +1,16 @@
-"""What loss scaling adds to a step: `python -m benchmarks.loss_scaling`.
+"""The time that loss scaling adds to a step: `python -m benchmarks.loss_scaling`.
 
-Adam on an MLP with float32 parameters, with donated buffers and without, every library's loss scaling interleaved in
-one process. The compute-bound step has a large batch; the parameter-bound one a batch of 4, so that it is little
-more than its optimizer. What loss scaling does wrong is beside it: `python -m benchmarks.faults`.
+Adam on an MLP with float32 parameters, with and without donated buffers; the libraries' loss scaling runs interleaved
+in one process. The compute-bound step has a large batch. The parameter-bound step has a batch of 4, so that the
+optimizer takes most of it. `python -m benchmarks.faults` shows which of these libraries are correct.
 
-A step that can skip has all gradients in memory before its first update, so it needs more temporary memory. On a
-CPU XLA takes that from malloc at each step, and glibc gives blocks of this size back to the system at once: then
-fetching fresh pages costs more than all that loss scaling does. Accelerators have a pool, so by default this
-benchmark runs with a malloc that keeps its memory; `--system-malloc` shows what a CPU user sees without.
+A step that can skip holds all gradients before its first update, so it needs more temporary memory. On a CPU XLA
+allocates that memory with malloc at each step, and glibc returns blocks of this size to the system at once: the page
+faults then cost more than loss scaling itself. Accelerators use a pool, so by default this benchmark runs with a malloc
+that keeps its memory; `--system-malloc` shows the other.
 
-With half matmuls, for which loss scaling is made, unscaling is part of the cast of the gradients to float32; with
-float32 ones it is a pass of its own. The results of a run are merged into those of before, so that it can be done in
-parts.
+With half matmuls, the purpose of loss scaling, unscaling is fused into the cast of the gradients to float32; with
+float32 matmuls it is a pass of its own. A run merges its results into the file, so the benchmark can run in parts.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ BOUND = ("compute-bound", "parameter-bound")
 DTYPES = ("float32", "bfloat16", "float16")
 DONATED = {"donated": True, "not donated": False}
 
-# For glibc, read when a process starts.
+# glibc reads these when a process starts.
 KEEP_MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": "4000000000",
     "MALLOC_TRIM_THRESHOLD_": "8000000000",
@@ -70,14 +69,14 @@ def loss_in(dtype: str) -> Loss:
 
 
 def advance(compiled: Any, carried: dict[str, Any], name: str, batch: tuple[jax.Array, jax.Array]) -> Any:
-    """One step of the form `name`, from where its last one ended (donated buffers are gone)."""
+    """One step of the form `name`, from the state that its last step returned (donated buffers are gone)."""
     params, state, loss = compiled(*carried[name], *batch)
     carried[name] = (params, state)
     return params, state, loss
 
 
 def measure(widths: tuple[int, ...], batch: int, dtype: str, rounds: int, donate: bool) -> dict[str, Row]:
-    """Step times of all forms, and XLA's count of temporary bytes; of one that fails, its error."""
+    """Step time and XLA's temporary bytes for each form, or the error of a form that fails."""
     x = jax.random.normal(jax.random.key(1), (batch, widths[0]))
     y = jax.random.normal(jax.random.key(2), (batch, widths[-1]))
     carried: dict[str, Any] = {}
@@ -89,7 +88,7 @@ def measure(widths: tuple[int, ...], batch: int, dtype: str, rounds: int, donate
             params = init_params(widths)
             carried[name] = (params, form.init(params))
             compiled, bytes_used = compile_step(form, (*carried[name], x, y), donate)
-        except Exception as error:  # a form that a peer can't do is a row that says so
+        except Exception as error:  # the row says that this peer fails
             rows[name] = {"error": f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"}
             continue
         rows[name] = {"temporary_bytes": bytes_used}
@@ -100,7 +99,7 @@ def measure(widths: tuple[int, ...], batch: int, dtype: str, rounds: int, donate
 
 
 def compile_step(form: Form, args: tuple[Any, ...], donate: bool) -> tuple[Any, int]:
-    """The compiled step, and the bytes that it needs for what lies between arguments and results."""
+    """The compiled step and its temporary bytes."""
     compiled: Any = jax.jit(form.step, donate_argnums=(0, 1) if donate else ()).lower(*args).compile()
     return compiled, compiled.memory_analysis().temp_size_in_bytes
 
@@ -138,11 +137,11 @@ def main() -> None:
     for bound, dtype, donated in itertools.product(args.bound, args.dtypes, DONATED):
         batch = large if bound == BOUND[0] else 4
         name = f"{bound}, {dtype}, {donated}"
-        # A long step varies less from round to round.
+        # Long steps vary less from round to round.
         rounds = args.rounds if batch == 4 else max(args.rounds // 3, 2)
         results[name] = measure(widths, batch, dtype, rounds, DONATED[donated])
         print(f"{name}: { ({form: row.get('ratio') for form, row in results[name].items()}) }", file=sys.stderr)
-        # What was measured so far is kept, should the rest be cut off.
+        # An interrupted run keeps these results.
         path = save(file, results, args.out)
         path.with_suffix(".md").write_text(table(results))
     print(table(results))

@@ -1,6 +1,7 @@
-"""Steps of one loss function and one optimizer, with every library's loss scaling: what `loss_scaling` times.
+"""Training steps with every library's loss scaling, for the same loss function and optimizer.
 
-Each form is `(init, step)`: `init(params)` gives the state, `step(params, state, x, y)` the new params, state and loss.
+Each form is `(init, step)`: `init(params)` returns the state, `step(params, state, x, y)` the new params, state and
+loss.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Form:
 
 
 def forms(tx: optax.GradientTransformation, loss_fn: Loss) -> dict[str, Form]:
-    """All forms by name; the first is what the others are compared with."""
+    """All forms by name; the first is the baseline."""
     dynamic = mpjax.dynamic_loss_scale(tx)
     by_hand = mpjax.dynamic_loss_scale(tx, grads_are_scaled=True)
     return {
@@ -56,7 +57,7 @@ def _plain(tx: optax.GradientTransformation, loss_fn: Loss) -> Step:
 
 
 def _materialised(tx: optax.GradientTransformation, loss_fn: Loss) -> Step:
-    """All gradients exist before the first update, as they must in any step that can skip."""
+    """Computes all gradients before the first update, as any step that can skip must."""
 
     def step(params: Any, state: Any, x: jax.Array, y: jax.Array) -> tuple[Any, Any, jax.Array]:
         loss, grads = jax.lax.optimization_barrier(jax.value_and_grad(loss_fn)(params, x, y))
@@ -85,7 +86,7 @@ def _apply(tx: optax.GradientTransformation, loss_fn: Loss) -> Step:
 
 
 def _scaled_by_hand(tx: optax.GradientTransformation, loss_fn: Loss) -> Step:
-    """`grads_are_scaled=True`: unscaling happens inside the update, not as the gradients are made."""
+    """`grads_are_scaled=True`: the update unscales the gradients, not the backward pass."""
 
     def step(params: Any, state: Any, x: jax.Array, y: jax.Array) -> tuple[Any, Any, jax.Array]:
         loss, grads = jax.value_and_grad(lambda p: loss_fn(p, x, y) * state.loss_scale)(params)
@@ -96,8 +97,8 @@ def _scaled_by_hand(tx: optax.GradientTransformation, loss_fn: Loss) -> Step:
 
 
 def _where(dynamic: optax.GradientTransformation, tx: optax.GradientTransformation, loss_fn: Loss) -> Step:
-    """The update is always computed, and `where` keeps or drops it: what mpjax would do without `lax.cond`."""
-    # The state's own part is updated with an optimizer that has nothing to do.
+    """Always computes the update and keeps or drops it by `where`: mpjax without `lax.cond`."""
+    # Updates only the loss scale state, through an optimizer without work.
     bookkeeping = mpjax.dynamic_loss_scale(optax.identity())
 
     def step(params: Any, state: Any, x: jax.Array, y: jax.Array) -> tuple[Any, Any, jax.Array]:
@@ -113,12 +114,12 @@ def _where(dynamic: optax.GradientTransformation, tx: optax.GradientTransformati
 
 
 def _flax_scale() -> DynamicScale:
-    # As arrays, as a person does who has met the retrace that its Python numbers cause.
+    # Arrays, because its Python numbers cause a retrace.
     return DynamicScale(fin_steps=cast(Any, jnp.int32(0)), scale=cast(Any, jnp.float32(SCALE)))
 
 
 def _flax(tx: optax.GradientTransformation, loss_fn: Loss) -> Step:
-    """As in Flax's examples."""
+    """As Flax's examples do."""
 
     def step(params: Any, state: Any, x: jax.Array, y: jax.Array) -> tuple[Any, Any, jax.Array]:
         opt_state, scale = state
@@ -132,12 +133,12 @@ def _flax(tx: optax.GradientTransformation, loss_fn: Loss) -> Step:
 
 
 def _jmp_scale() -> tuple[jax.Array, jax.Array]:
-    # Its arrays alone: jmp's own object does not go through `jax.jit(...).lower`.
+    # Only its arrays: jmp's own object fails in `jax.jit(...).lower`.
     return jnp.float32(SCALE), jnp.int32(0)
 
 
 def _jmp(tx: optax.GradientTransformation, loss_fn: Loss) -> Step:
-    """As in jmp's README."""
+    """As jmp's README does."""
 
     def step(params: Any, state: Any, x: jax.Array, y: jax.Array) -> tuple[Any, Any, jax.Array]:
         opt_state, arrays = state
@@ -166,7 +167,7 @@ def _mpx_scale() -> Any:
 
 
 def _mpx(tx: optax.GradientTransformation, loss_fn: Loss) -> Step:
-    """As in its README; it casts the params and the batch to float16 itself, and knows no other half."""
+    """As its README does; it casts params and batch to float16 itself and supports no other half dtype."""
 
     def step(params: Any, state: Any, x: jax.Array, y: jax.Array) -> tuple[Any, Any, jax.Array]:
         import mpx

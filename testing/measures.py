@@ -1,4 +1,4 @@
-"""What the tests measure on a traced program, independent of the code under test."""
+"""Counters on traced programs and errors of gradients, independent of the code under test."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ import numpy as np
 
 MATMULS = {"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"}
 HALF = {np.dtype(jnp.float16), np.dtype(jnp.bfloat16)}
-# Operations that must not run in half, and why. Not here: tanh, logistic and erf, which are bounded and
-# are activations; integer_pow, which is repeated multiplication, as safe as the mul that a person would
-# write; reduce_max and argmax, which are exact; select_and_scatter_add, the gradient of a max-pooling,
-# which adds the few windows that overlap.
+# Operations that must not run in half, and why. Absent are tanh, logistic and erf, which are bounded activations;
+# integer_pow, which is repeated multiplication; reduce_max and argmax, which are exact; and select_and_scatter_add, the
+# gradient of max-pooling, which adds only the few windows that overlap.
 RISKY = {
     *("exp", "exp2", "expm1", "sinh", "cosh"),  # overflow float16 from 11 on
     *("log", "log1p", "atanh", "acosh", "lgamma", "digamma"),  # lose what is near a zero or a pole
@@ -32,7 +31,7 @@ RISKY = {
 
 @dataclasses.dataclass(frozen=True)
 class Equation:
-    """One equation of a program, how often it runs, and where it stands."""
+    """One equation of a program, how often it runs, and the higher-order primitives around it."""
 
     eqn: Any
     times: int
@@ -76,8 +75,8 @@ def matmul_flops(eqn: Any) -> int:
         window = math.prod(rhs.shape[d] for d in numbers.rhs_spec[2:])
         outputs, inputs = (rhs.shape[d] for d in numbers.rhs_spec[:2])
         outputs //= eqn.params["feature_group_count"] * eqn.params["batch_group_count"]
-        # Seen from the input where that is less: a transposed convolution's other factors are zeros put in between.
-        # (Where the batch is not in front, JAX takes the gradient by the weights.)
+        # A transposed convolution multiplies by inserted zeros: count from its input where that is less. (Where the
+        # batch is not the leading dimension, this is JAX's gradient with respect to the weights.)
         of_inputs = math.prod(lhs.shape) * outputs if numbers.lhs_spec[0] == 0 else math.inf
         return 2 * window * int(min(out * inputs, of_inputs))
     return 2 * math.prod(lhs.shape) * rhs.shape[-1]
@@ -119,13 +118,13 @@ def risky_of(jaxpr: Any) -> list[Equation]:
 
 
 def _of_one(equation: Equation) -> bool:
-    """Whether a reduction has one element to reduce: JAX sums over axes of length 1 to drop them."""
+    """Whether a reduction reduces one element: JAX drops axes of length 1 by a sum."""
     operand, result = equation.eqn.invars[0].aval, equation.eqn.outvars[0].aval
     return equation.name == "reduce_sum" and operand.size == result.size
 
 
 def casts(fun: Any, *args: Any) -> int:
-    """How many casts from a floating dtype to another one run, a cast in a scan once for each step."""
+    """The number of casts between floating dtypes that run; a cast in a scan counts once per step."""
     return casts_of(jax.make_jaxpr(fun)(*args))
 
 
@@ -140,12 +139,11 @@ def casts_of(jaxpr: Any) -> int:
 
 
 def residual_bytes(fun: Any, *args: Any, has_aux: bool = False) -> int:
-    """Bytes that the backward pass of `fun` with respect to its first argument keeps.
+    """Bytes that the forward pass of `fun` saves for the gradient with respect to its first argument.
 
-    Counted are the arrays inside the function that `jax.vjp` returns (what JAX's `saved_residuals` lists
-    too), each once however often it is used. The function's own arguments are not counted, for they are
-    kept anyway, nor are constants and broadcasts of a scalar constant (the zeros of relu's rule), which
-    XLA makes where they are read; a half copy of a weight is.
+    These are the arrays inside the function that `jax.vjp` returns (JAX's `saved_residuals` lists them too), each
+    counted once. Arguments of `fun` do not count, because they stay in memory anyway, nor do constants and broadcasts
+    of a scalar constant (the zeros of relu's rule), which XLA rematerialises. A half copy of a weight counts.
     """
 
     vjp: Any = jax.vjp  # its type says `has_aux` by overloads
@@ -163,12 +161,12 @@ def residual_bytes(fun: Any, *args: Any, has_aux: bool = False) -> int:
 
 
 def _is_literal(v: Any) -> bool:
-    """Whether it has its value in the jaxpr instead of a place in memory."""
+    """Whether the jaxpr holds its value, so that it takes no memory."""
     return hasattr(v, "val")
 
 
 def _filled(jaxpr: Any) -> set[Any]:
-    """The arrays that are one constant everywhere."""
+    """The arrays that are filled with one constant."""
     filled: set[Any] = set()
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in ("broadcast_in_dim", "convert_element_type", "reshape") and all(
@@ -187,12 +185,12 @@ def relative_error(tree: Any, reference: Any) -> float:
 
 
 def rounded(tree: Any, half: Any) -> Any:
-    """A tree whose floating leaves went to half and back."""
+    """The tree with floating leaves rounded to half and cast back."""
     return jax.tree.map(lambda x: x.astype(half).astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
 
 
 def rounding_error(fun: Any, params: Any, inputs: Any, half: Any) -> float:
-    """How far `fun(params, inputs)`'s gradients move when params and inputs are merely rounded to half."""
+    """The relative change of the gradients when only the params and inputs are rounded to half."""
     reference = jax.grad(fun)(params, inputs)
     return relative_error(jax.grad(fun)(rounded(params, half), rounded(inputs, half)), reference)
 
@@ -201,7 +199,7 @@ def trace_time_ratio(fun: Any, reference: Any, args: tuple[Any, ...], rounds: in
     """Seconds to trace `fun` over seconds to trace `reference`: medians of interleaved rounds."""
 
     def seconds(function: Any) -> float:
-        # A trace that JAX remembers (that of an inner jit too) would take no time.
+        # A cached trace (of an inner jit too) would take no time.
         jax.clear_caches()
         begin = time.perf_counter()
         jax.make_jaxpr(lambda *args: function(*args))(*args)

@@ -1,4 +1,4 @@
-"""The faults, in words and as programs: a probe runs a library on the case and returns whether it has the fault."""
+"""The faults: a description of each, and probes that run a library and return whether it has the fault."""
 
 from .casting import FAULTS as _CASTING
 from .fault import Fault as Fault

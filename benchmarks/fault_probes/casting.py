@@ -1,4 +1,4 @@
-"""Faults of casting: operations that a tool leaves in float32, or puts back into it."""
+"""Faults of casting: operations that a tool leaves in float32 or promotes back to it."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _custom_rule(primals: Any, tangents: Any) -> Any:
     return x @ w, dx @ w + x @ dw
 
 
-# Each is a matmul inside something.
+# Each is a matmul inside a higher-order primitive.
 INSIDE: dict[str, Function] = {
     "jit": lambda w, x: jax.jit(jnp.matmul)(x, w),
     "scan": lambda w, x: jax.lax.scan(lambda y, _: (y @ w, None), x, None, length=2)[0],
@@ -77,7 +77,7 @@ def left_in_float32(kind: str, caster: Callable[[Function], Function]) -> bool:
 
 
 def products_go_to_float32(caster: Callable[[Function], Function]) -> bool:
-    """Between two matmuls, on their results: a product, and a sum with a quotient."""
+    """Between two matmuls: a product of their results, and a sum with a quotient."""
 
     def fun(w: jax.Array, x: jax.Array) -> jax.Array:
         y, z = x @ w, w @ x

@@ -1,4 +1,4 @@
-"""What a fault and a probe are."""
+"""The types of faults and probes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Probe = Callable[[], bool]
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """A fault, and for each library to which it can apply the program that tells whether it has it."""
+    """A fault, and a probe for each library that it can apply to."""
 
     name: str
     probes: dict[str, Probe]

@@ -1,4 +1,4 @@
-"""Faults of policies: what a person set is not what is computed, or can not be shown."""
+"""Faults of policies: a setting without effect, or a policy that cannot be printed."""
 
 from __future__ import annotations
 

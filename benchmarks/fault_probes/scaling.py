@@ -32,7 +32,7 @@ class Scaler(abc.ABC):
 
     @abc.abstractmethod
     def init(self, scale: float | None = None, interval: int = 2000) -> Any:
-        """The state as the library's documentation makes it; by default with the scale that it begins with."""
+        """The state as in the library's documentation, by default with its initial scale."""
 
     @abc.abstractmethod
     def step(self, state: Any, loss_fn: Loss, params: Any) -> tuple[jax.Array, Any, Any]:
@@ -171,7 +171,7 @@ def traced_again(scaler: Scaler) -> bool:
 
 
 def half_loss_overflows(scaler: Scaler) -> bool:
-    # The gradient is 1, and float16 holds the loss, 4, as well as every scale that they begin with but for 65536.
+    # The gradient is 1. float16 represents the loss, 4, and every initial scale except 65536.
     loss, grads, _ = scaler.step(scaler.init(), lambda w: w + 3, jnp.float16(1.0))
     return not (np.isfinite(float(loss)) and np.isfinite(float(grads)))
 

@@ -1,4 +1,4 @@
-"""The models of `benchmarks.training`. Every module of this folder registers its own: a new model is a new file."""
+"""The models of `benchmarks.training`. Each module registers its own models: a new model is a new file."""
 
 import importlib
 import pkgutil

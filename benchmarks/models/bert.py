@@ -51,7 +51,7 @@ class BertForPreTraining(nn.Module):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bert(Workload):
-    """`masked` tokens of each sequence are predicted; the vocabulary of 30522 is padded to a multiple of 64."""
+    """Predicts `masked` tokens of each sequence; the vocabulary of 30522 is padded to a multiple of 64."""
 
     length: int
     masked: int

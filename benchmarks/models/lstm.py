@@ -31,7 +31,7 @@ class LstmLanguageModel(nn.Module):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Lstm(Workload):
-    """`unroll` steps of the recurrence are one turn of the compiled loop."""
+    """One iteration of the compiled loop runs `unroll` steps of the recurrence."""
 
     length: int = 64
     features: int = 1024

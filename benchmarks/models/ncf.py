@@ -38,7 +38,7 @@ class NeuMF(nn.Module):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ncf(Workload):
-    """`widths` of the MLP, the first of which is that of its input."""
+    """`widths` of the MLP, beginning with that of its input."""
 
     users: int = 138_496
     items: int = 26_744

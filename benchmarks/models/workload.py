@@ -1,4 +1,4 @@
-"""What `benchmarks.training` needs to know of a model: its module, a batch, the loss, the optimizer."""
+"""A model as `benchmarks.training` runs it: its module, a batch, the loss and the optimizer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WORKLOADS: dict[str, Workload] = {}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Workload(abc.ABC):
-    """A model at the sizes that it is trained at. Its subclasses' fields are these sizes.
+    """A model at its published sizes, which are the fields of a subclass.
 
     No model has dropout: its random bits cost the same in every precision, and differ between frameworks.
     """
@@ -25,12 +25,12 @@ class Workload(abc.ABC):
     batch_size: int
     examples: ClassVar[str]
     toy_sizes: ClassVar[dict[str, Any]]
-    # The speedup over float32 that others report for models of the kind; None: nobody does.
+    # The speedup over float32 that others report for such models; None if nobody does.
     reported_speedup: ClassVar[float | None] = None
 
     @abc.abstractmethod
     def module(self, dtype: Any = None) -> nn.Module:
-        """The Flax model; with a dtype, as a person writes it for half precision with Flax's `dtype=`."""
+        """The Flax model; with a dtype, its hand-written half precision form."""
 
     @abc.abstractmethod
     def batch(self, key: jax.Array) -> Batch:
@@ -38,17 +38,17 @@ class Workload(abc.ABC):
 
     @abc.abstractmethod
     def inputs(self, batch: Batch) -> tuple[jax.Array, ...]:
-        """What of a batch the module is called with."""
+        """The arrays of a batch that the module is called with."""
 
     @abc.abstractmethod
     def loss(self, outputs: Any, batch: Batch) -> jax.Array:
-        """The loss, a float32 scalar, computed in float32 as hand-written half models do."""
+        """The loss, a float32 scalar; computed in float32, as hand-written half models do."""
 
     def optimizer(self) -> optax.GradientTransformation:
         return optax.adamw(1e-4)
 
     def toy(self) -> Self:
-        """The same model at sizes at which a step takes milliseconds on a CPU."""
+        """The same model, so small that a step takes milliseconds on a CPU."""
         return dataclasses.replace(self, **self.toy_sizes)
 
 

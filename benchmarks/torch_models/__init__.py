@@ -1,6 +1,6 @@
 """The models of `benchmarks.models` in plain PyTorch: the same layers and sizes, on the same batches.
 
-`MODELS` gives for each class of workload the module of it and its loss: `build(workload)` and `loss(module, batch)`.
+`MODELS` maps each class of workload to its module and loss: `build(workload)` and `loss(module, batch)`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from . import recommender, recurrent, residual, transformer
 
 @dataclasses.dataclass(frozen=True)
 class TorchModel:
-    """How a workload is built and run in PyTorch; `channels_last` for convolutions in half."""
+    """A workload in PyTorch; `channels_last` for convolutions in half."""
 
     build: Callable[[Any], Any]
     loss: Callable[[Any, dict[str, Any]], Any]

@@ -58,6 +58,6 @@ class DeepSpeech2(nn.Module):
 def speech_loss(module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     log_probs = functional.log_softmax(module(batch["spectrograms"]).float(), -1).transpose(0, 1)
     lengths = torch.full_like(batch["label_lengths"], log_probs.shape[0])
-    # optax's loss is not divided by the label's length, PyTorch's mean is.
+    # PyTorch's mean divides by the label's length, optax's loss does not.
     summed = functional.ctc_loss(log_probs, batch["labels"], lengths, batch["label_lengths"], reduction="sum")
     return summed / len(lengths)

@@ -1,9 +1,9 @@
 """Speed and memory of training steps, model by model and precision by precision: `python -m benchmarks.training`.
 
-Every cell is measured by a process of its own and written at once, so an interrupted run goes on where it was when
-the command is given again; on a GPU its peak of memory is then its own, too. `--toy` runs tiny models on a CPU, in one
-process for each model: it shows that all of it works, and its times say nothing. `--dry-run` compiles every cell at
-full size for an H200, without arrays and without a GPU, by JAX's CUDA plugin; without that it lowers them.
+Each cell is measured by a process of its own, so that its peak memory on a GPU is its own. Results are written at once:
+the same command continues an interrupted run. `--toy` runs tiny models on a CPU, one process for each model, to show
+that everything works; its times mean nothing. `--dry-run` compiles every cell at full size for an H200, without arrays
+and without a GPU, by JAX's CUDA plugin; without the plugin it only lowers them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ FITTED = ("float32", "flax_float16", "autocast_float16", "with_policy_float16")
 
 
 def chosen(args: argparse.Namespace) -> list[Cell]:
-    """The cells that the arguments ask for; those that most depends on come first."""
+    """The cells that the arguments select; the baselines come first."""
     models = args.only or (QUICK_MODELS if args.quick else tuple(WORKLOADS))
     if args.toy and not args.only:
         models = distinct_toys(models)
@@ -52,30 +52,30 @@ def chosen(args: argparse.Namespace) -> list[Cell]:
     cells = [Cell.parse(model, name) for model in models for name in names]
     if args.variants or (not args.quick and not args.cells):
         varied = [f"{name}+{variant}" for variant in VARIANTS for name in VARIED]
-        # Flags of the GPU's compiler are nothing to a CPU, and most of them only to its autotuner.
+        # A CPU ignores the GPU compiler's flags, most of which concern its autotuner.
         flags = not (args.toy or args.dry_run)
         cells += [cell for model in models for cell in (Cell.parse(model, n) for n in varied) if cell.applies(flags)]
     return cells
 
 
 def distinct_toys(models: tuple[str, ...]) -> tuple[str, ...]:
-    """The models without those that are the same at toy size."""
+    """The models, without duplicates at toy size."""
     firsts = {WORKLOADS[model].toy(): model for model in reversed(models)}
     return tuple(model for model in models if model in firsts.values())
 
 
 def environment_of(cells: list[Cell], toy: bool) -> dict[str, str]:
-    """Of a worker: JAX on the device (Torch's batches come from JAX on the host), a cache of compiled programs."""
+    """Environment of a worker: JAX on the device (on the host for Torch's batches), a cache of compiled programs."""
     env = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "JAX_COMPILATION_CACHE_DIR": str(CACHE)}
     if toy:
-        # Compiled in a third of the time; a toy's speed says nothing anyway, and its compilation is to be measured.
+        # Compiles in a third of the time. A toy's speed means nothing; its compilation is measured, so it has no cache.
         del env["JAX_COMPILATION_CACHE_DIR"]
         env = {"XLA_FLAGS": "--xla_backend_optimization_level=0", "OMP_NUM_THREADS": "1", **env}
     return {**env, "JAX_PLATFORMS": "cpu"} if toy or any(cell.torch for cell in cells) else env
 
 
 def work(model: str, cells: list[Cell], args: argparse.Namespace, *options: str) -> Iterator[tuple[str, Any]]:
-    """Runs a worker; gives its rows as they come. Cells that it gave no row for get its last words."""
+    """Runs a worker and yields its rows as they arrive. A cell without a row gets the last line of its error output."""
     torch = any(cell.torch for cell in cells)
     python = args.torch_python if torch else sys.executable
     module = "benchmarks.training.torch_worker" if torch else "benchmarks.training.worker"
@@ -103,14 +103,14 @@ def work(model: str, cells: list[Cell], args: argparse.Namespace, *options: str)
 
 
 def is_done(row: dict[str, Any], cell: Cell, largest_batch: bool) -> bool:
-    """Whether a cell has been measured with these versions."""
+    """Whether a cell was measured with these versions."""
     if "error" in row or ("largest_batch" if largest_batch else "milliseconds") not in row:
         return False
     return cell.torch or row["versions"] == {"jax": jax.__version__, "mpjax": mpjax.__version__}
 
 
 def start(args: argparse.Namespace) -> Results:
-    """The results to go on with; begins with the matmul peak, which tells what machine this is."""
+    """The results to add to; measures the matmul peak first, which identifies the machine."""
     ((_, peak),) = work("matmul_peak", [], args)
     if "error" in peak:
         raise SystemExit(f"the matmul peak can not be measured: {peak['error']}")
@@ -129,7 +129,7 @@ def start(args: argparse.Namespace) -> Results:
 
 
 def measure_all(cells: list[Cell], results: Results, args: argparse.Namespace, largest_batch: bool = False) -> bool:
-    """Measures what is not measured yet, until the time is up; whether all is."""
+    """Measures the missing cells until the time is up; returns whether all are measured."""
     todo = [cell for cell in cells if args.again or not is_done(results.row(cell), cell, largest_batch)]
     longest, begun = 0.0, time.monotonic()
     for group in groups(todo, together=args.toy):
@@ -153,7 +153,7 @@ def measure_all(cells: list[Cell], results: Results, args: argparse.Namespace, l
 
 
 def groups(cells: list[Cell], together: bool) -> list[list[Cell]]:
-    """What goes into one process: a cell; or all of a model and framework, where memory is not measured."""
+    """The cells of each process: one; or, where memory is not measured, all of a model and framework."""
     if not together:
         return [[cell] for cell in cells]
     by_model: dict[tuple[str, bool], list[Cell]] = {}
@@ -163,9 +163,9 @@ def groups(cells: list[Cell], together: bool) -> list[list[Cell]]:
 
 
 def dry(cells: list[Cell], args: argparse.Namespace) -> None:
-    """Compiles for an H200 what is not compiled yet; lowers it where it can not be compiled."""
+    """Compiles the missing cells for an H200, or lowers them where they cannot be compiled."""
     target = h200()
-    # A program from the cache would have no time of compilation.
+    # A program from the cache would have no compile time.
     jax.config.update("jax_enable_compilation_cache", False)
     results = Results(args.out / f"training_dry_run{'_toy' * args.toy}.json")
     results.content["environment"] = {
@@ -181,7 +181,7 @@ def dry(cells: list[Cell], args: argparse.Namespace) -> None:
                 return
             try:
                 row = find(cell, args.toy, target)
-            except Exception as error:  # what a cell fails with is its result
+            except Exception as error:  # a cell's error is its result
                 row = {"error": shortened(error)}
             add(cell, row)
             print(f"{time.monotonic() - args.begun:6.0f} s  {cell.model} {cell.name}: {row}", file=sys.stderr)
@@ -224,7 +224,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     args = parser().parse_args()
-    # This process only starts others and counts FLOPs from shapes; a GPU's memory is theirs.
+    # This process only starts the workers and counts FLOPs from shapes; it leaves the GPU's memory to them.
     jax.config.update("jax_platforms", "cpu")
     args.begun = time.monotonic()
     args.seconds = args.seconds or (0.1 if args.toy else 3.0)

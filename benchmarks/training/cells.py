@@ -1,4 +1,4 @@
-"""A cell of the table, a model under one configuration: its name, and the file that all cells are written to."""
+"""A cell of the table (a model under one configuration), and the file of all cells."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TORCH = (
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """What is measured at once; as text `MODEL CONFIGURATION` or `MODEL CONFIGURATION+VARIANT`."""
+    """One measurement; as text `MODEL CONFIGURATION` or `MODEL CONFIGURATION+VARIANT`."""
 
     model: str
     configuration: str
@@ -60,13 +60,13 @@ class Cell:
         return VARIANTS[self.variant] if self.variant else Variant("nothing")
 
     def workload(self, toy: bool) -> Workload:
-        """The model at the sizes that the cell runs at."""
+        """The model at the sizes of the cell."""
         workload = WORKLOADS[self.model]
         workload = workload.toy() if toy else workload
         return workload if self.torch else self.options().change(workload, self.how())
 
     def applies(self, flags: bool) -> bool:
-        """Whether there is such a cell; without `flags` none that differs by the compiler's options alone."""
+        """Whether there is such a cell; without `flags`, cells that differ only in compiler options are excluded."""
         if self.torch:
             return True
         options = self.options()
@@ -74,7 +74,7 @@ class Cell:
 
 
 class Results:
-    """A JSON file of cells, written after each of them, so that an interrupted run goes on where it was."""
+    """A JSON file of cells, written after each of them, so that the next run continues an interrupted one."""
 
     def __init__(self, path: pathlib.Path):
         self.path = path
@@ -86,7 +86,7 @@ class Results:
         return self.content["results"].get(cell.model, {}).get(cell.name, {})
 
     def add(self, cell: Cell, row: dict[str, Any]) -> None:
-        """Merges what was found of a cell into its row; a success takes away an error of before, and the reverse."""
+        """Merges new results into a cell's row; a success replaces an earlier error, and an error a success."""
         rows = self.content["results"].setdefault(cell.model, {})
         old = rows.get(cell.name, {})
         keep_old = ("error" in old) == ("error" in row)
@@ -94,7 +94,7 @@ class Results:
         self.write()
 
     def replace(self, cell: Cell, row: dict[str, Any]) -> None:
-        """Puts a row in the place of what was known of a cell."""
+        """Replaces the row of a cell."""
         self.content["results"].setdefault(cell.model, {})[cell.name] = row
         self.write()
 

@@ -1,4 +1,4 @@
-"""The step of a cell as it is compiled: its compiler options, and the layouts of what it carries."""
+"""The jitted step of a cell: its compiler options and the layouts of its carry."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from .configurations import Training
 
 
 def jitted(cell: Cell, made: Training, like: Any = None, **compiler_options: bool | int | str) -> Any:
-    """The step; with `auto_layout` XLA chooses how parameters, state and optimizer state lie in memory.
+    """The step; with `auto_layout` XLA chooses the memory layouts of parameters, state and optimizer state.
 
-    What is carried is donated, so it comes out in the layouts that it goes in with.
+    The carry is donated, so its layouts are the same in the arguments and in the results.
 
     Args:
         cell, made: the cell, and its model under its configuration.
-        like: the compiled step whose layouts to keep to; None lets XLA choose, for which there must be no arrays yet.
-        compiler_options: XLA's flags beside the cell's own.
+        like: a compiled step whose layouts to reuse; None lets XLA choose, before any array exists.
+        compiler_options: XLA flags in addition to the cell's own.
     """
     options = cell.options()
     layouts: dict[str, Any] = {}
@@ -31,7 +31,7 @@ def jitted(cell: Cell, made: Training, like: Any = None, **compiler_options: boo
 
 
 def initial(compiled: Any, made: Training) -> tuple[Any, Any]:
-    """Arguments of a compiled step, in the layouts that it takes them in."""
+    """Arguments of a compiled step, in its layouts."""
     carry, batch = compiled.input_formats[0]
     return (
         jax.jit(made.init, out_shardings=carry)(jax.random.key(0)),

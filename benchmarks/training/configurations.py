@@ -1,4 +1,4 @@
-"""The ways to train that are compared, and the step that each of them makes of a model."""
+"""The compared ways to train, and the training step of a model under each."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Configuration:
     """One way to train.
 
     Args:
-        way: who decides the dtypes: "plain" (nobody: float32), "flax" (the model's author, with `dtype=`),
+        way: what decides the dtypes: "plain" (nothing: float32), "flax" (the model's author, with `dtype=`),
             "autocast" or "with_policy".
-        policy: of mpjax, by name; its compute dtype is that of the hand-written form, too.
+        policy: an mpjax policy by name; its compute dtype is also the hand-written form's.
         scaling: "none", "mpjax" or "flax" (its `DynamicScale`).
         matmul_precision: `jax_default_matmul_precision`; None is JAX's default, on a GPU TF32.
     """
@@ -42,7 +42,7 @@ class Configuration:
         return None if self.policy == "float32" else mpjax.get_policy(self.policy).compute_dtype
 
     def context(self) -> contextlib.AbstractContextManager[Any]:
-        """In which the step is traced."""
+        """The context to trace the step in."""
         if self.matmul_precision is None:
             return contextlib.nullcontext()
         return jax.default_matmul_precision(self.matmul_precision)
@@ -64,7 +64,7 @@ CONFIGURATIONS = {
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """A model under a configuration: `init(key)` makes what `step(carry, batch)` carries on."""
+    """A model under a configuration: `init(key)` returns the carry of `step(carry, batch)`."""
 
     workload: Workload
     init: Callable[[jax.Array], Carry]
@@ -77,7 +77,7 @@ class Training:
 
 
 def training(workload: Workload, configuration: Configuration) -> Training:
-    """Puts a model under a configuration."""
+    """Applies a configuration to a model."""
     optimizer = workload.optimizer()
     loss_fn = loss_function(workload, configuration)
     if configuration.scaling == "mpjax":
@@ -95,7 +95,7 @@ def training(workload: Workload, configuration: Configuration) -> Training:
 
 
 def loss_function(workload: Workload, configuration: Configuration) -> Callable[..., Any]:
-    """`loss_fn(params, state, batch)`, the loss and the new batch statistics."""
+    """A function `(params, state, batch) -> (loss, new batch statistics)`."""
     module = workload.module(configuration.half if configuration.way == "flax" else None)
     if configuration.way == "with_policy":
         module = mpjax.with_policy(module, configuration.policy)
@@ -129,7 +129,7 @@ def _mpjax_step(loss_fn: Callable[..., Any], optimizer: optax.GradientTransforma
 
 
 def _flax_step(loss_fn: Callable[..., Any], optimizer: optax.GradientTransformation) -> Step:
-    """As in Flax's own examples: all is computed, then kept or dropped by `where`."""
+    """As in Flax's own examples: computes everything, then keeps or drops it by `where`."""
 
     def step(carry: Carry, batch: Batch) -> tuple[Carry, jax.Array]:
         params, old = carry["params"], carry["opt_state"]

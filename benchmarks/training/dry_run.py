@@ -1,7 +1,7 @@
 """Compiles cells at full size for an H200 where there is no GPU: shapes only, no arrays.
 
-XLA's own GPU compiler does it where JAX's CUDA plugin is installed, and gives the program that would run and the memory
-that it would take. Without the plugin every step is lowered to the StableHLO that the compiler would be given.
+With JAX's CUDA plugin, XLA's GPU compiler returns the program that would run and its memory plan. Without the plugin,
+each step is only lowered to StableHLO, the compiler's input.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ Target = jax.sharding.Sharding | None
 
 
 def is_known(row: dict[str, Any], target: Target) -> bool:
-    """Whether a cell has been compiled with these versions, or lowered where it can not be compiled."""
+    """Whether a cell was compiled with these versions, or lowered where it cannot be compiled."""
     return row.get("versions") == versions() and (target is None or "planned_bytes" in row)
 
 
 def dry_run(cell: Cell, toy: bool, target: Target) -> dict[str, Any]:
-    """What is known of a cell's step without running it.
+    """The results for a cell's step without running it.
 
     Args:
         cell, toy: the model and its configuration.
-        target: of `target.h200`; None lowers the step without compiling it.
+        target: from `target.h200`; None lowers the step without compiling it.
     """
     start = time.perf_counter()
     made = training(cell.workload(toy), cell.how())
@@ -72,7 +72,7 @@ def fitting_batch(cell: Cell, toy: bool, target: Target) -> dict[str, Any]:
             "largest_batch": largest_batch_of(cell, toy, MEMORY_BYTES, bytes_needed),
             "largest_batch_error": None,
         }
-    except Exception as error:  # what was compiled of the cell before is still so
+    except Exception as error:  # the cell's earlier results remain valid
         return {"largest_batch": None, "largest_batch_error": shortened(error)}
 
 

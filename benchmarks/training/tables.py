@@ -8,24 +8,24 @@ Row = dict[str, Any]
 
 
 def ratio(row: Row, base: Row, key: str) -> float | None:
-    """`row[key] / base[key]`, where both have been measured."""
+    """`row[key] / base[key]`, if both were measured."""
     if not row.get(key) or not base.get(key):
         return None
     return row[key] / base[key]
 
 
 def speedup(rows: dict[str, Row], name: str, base: str) -> float | None:
-    """Examples per second of one cell over those of another, of the same model."""
+    """Examples per second of one cell over those of another cell of the model."""
     return ratio(rows.get(name, {}), rows.get(base, {}), "examples_per_second")
 
 
 def memory(row: Row, base: Row) -> float | None:
-    """Peak bytes over those of another cell: the allocator's, or XLA's plan where none counts."""
+    """Peak bytes over those of another cell: the allocator's, or XLA's plan where no allocator counts."""
     return ratio(row, base, "peak_bytes") or ratio(row, base, "planned_bytes")
 
 
 def peak_share(content: dict[str, Any], model: str, name: str) -> float | None:
-    """FLOP/s of a cell over those of a large half matmul of its dtype on the same device."""
+    """FLOP/s of a cell over those of a large matmul in its dtype on the same device."""
     row = content["results"].get(model, {}).get(name, {})
     flops = content.get("flops_per_example", {}).get(model)
     peak = content["matmul_peak"].get("bfloat16" if "bfloat16" in name else "float16")
@@ -92,7 +92,7 @@ _LOWERED = "Lowered for CUDA and not compiled, because JAX's CUDA plugin was not
 
 
 def dry_run_table(content: dict[str, Any]) -> str:
-    """A table for each model of what was compiled for a GPU, or lowered for one, without having it."""
+    """A table for each model that was compiled without a device, then the cells that were not compiled."""
     of_models = content["results"].values()
     lines = []
     if any("planned_bytes" in row for rows in of_models for row in rows.values()):

@@ -1,7 +1,6 @@
-"""An H200 for XLA's compiler where there is none: JAX's CUDA plugin compiles for a device by its description.
+"""Describes an H200 to XLA's compiler: JAX's CUDA plugin compiles for a device that is not there.
 
-What needs the device itself is left out: autotuning, which would try tiles of matmuls and cuDNN's algorithms, and
-running.
+Autotuning, which tries matmul tiles and cuDNN's algorithms, needs the device itself, so the programs are not autotuned.
 """
 
 from __future__ import annotations
@@ -47,14 +46,14 @@ gpu_device_info {{
 
 
 def h200() -> jax.sharding.Sharding | None:
-    """Where to put the shapes of arguments so that what reads them is compiled for an H200; None without the plugin."""
+    """A sharding for the shapes of arguments that makes XLA compile for an H200; None without the plugin."""
     try:
         topology = topologies.get_topology_desc("h200", "cuda", target_config=_DESCRIPTION, topology="1x1x1")
-    except NotImplementedError:  # no plugin has registered itself for CUDA
+    except NotImplementedError:  # no CUDA plugin is registered
         return None
     return jax.sharding.SingleDeviceSharding(topology.devices[0])
 
 
 def placed(shapes: Any, sharding: jax.sharding.Sharding) -> Any:
-    """The shapes, on a device."""
+    """The shapes, placed on a device."""
     return jax.tree.map(lambda x: x.update(sharding=sharding), shapes)

@@ -1,6 +1,6 @@
 """Measures cells of PyTorch: `python -m benchmarks.training.torch_worker MODEL CELL...`, a line of JSON for each.
 
-The batches are those of the JAX cells, made by JAX on the host.
+JAX makes the batches on the host: the same as those of the JAX cells.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @dataclasses.dataclass(frozen=True)
 class TorchConfiguration:
-    """A way to train in PyTorch; `half` is what `torch.autocast` casts to."""
+    """A way to train in PyTorch; `half` is the dtype of `torch.autocast`."""
 
     half: torch.dtype | None = None
     tf32: bool = True
@@ -46,7 +46,7 @@ CONFIGURATIONS = {
 
 
 def make_step(workload: Workload, how: TorchConfiguration) -> Callable[[dict[str, Any]], torch.Tensor]:
-    """A training step as PyTorch's AMP examples have it."""
+    """A training step as in PyTorch's AMP examples."""
     model = MODELS[type(workload)]
     module = model.build(workload).to(DEVICE)
     if model.channels_last and how.half is not None:
@@ -73,7 +73,7 @@ def make_step(workload: Workload, how: TorchConfiguration) -> Callable[[dict[str
 
 
 def tensors(workload: Workload) -> dict[str, torch.Tensor]:
-    """A batch; PyTorch's lookups and losses want 64-bit integers."""
+    """A batch; PyTorch's embeddings and losses need 64-bit integers."""
     arrays = {name: np.asarray(x) for name, x in workload.batch(jax.random.key(1)).items()}
     wide = {name: x.astype(np.int64) if np.issubdtype(x.dtype, np.integer) else x for name, x in arrays.items()}
     return {name: torch.tensor(x, device=DEVICE) for name, x in wide.items()}
@@ -85,7 +85,7 @@ def wait() -> None:
 
 
 def measure(cell: Cell, toy: bool, seconds: float) -> dict[str, Any]:
-    """All that is known of a cell after running it."""
+    """Runs a cell and returns its results."""
     how = CONFIGURATIONS[cell.configuration]
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = how.tf32
     torch.backends.cudnn.benchmark = True
@@ -128,7 +128,7 @@ def main() -> None:
     for name in args.cells:
         try:
             row = measure(Cell.parse(args.model, name), args.toy, args.seconds)
-        except Exception as error:  # what a cell fails with is its result
+        except Exception as error:  # a cell's error is its result
             row = {"error": shortened(error)}
         emit(name, row | {"versions": {"torch": torch.__version__}})
 

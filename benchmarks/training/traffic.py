@@ -1,8 +1,8 @@
-"""What a compiled step launches and moves, read from its optimized HLO: a plan, as nothing has been run.
+"""Kernels and bytes moved of a compiled step, estimated from its optimised HLO; nothing runs.
 
-Every instruction of the entry computation that does work is a kernel; so is one of a loop's body, as often as the loop
-turns. A kernel reads of each operand what it needs, once, and writes its results once: what it reads twice, or finds in
-a cache, is not seen.
+Each instruction of the entry computation that does work is a kernel; an instruction of a loop's body is one kernel per
+iteration. A kernel reads the part of each operand that it needs once and writes its results once: repeated reads and
+cache hits are not modelled.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mpjax.inspection.profile.hlo_text import HloModule, Line
 
 _NO_KERNEL = frozenset("parameter constant bitcast tuple get-tuple-element after-all opt-barrier".split())
 _SLICES = frozenset("slice dynamic-slice gather".split())
-# The operand with what is written into the first one, which is the result's buffer.
+# The operand that is written into the first operand, whose buffer is the result's.
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
 _ARRAY = re.compile(r"\b(pred|[a-z]+(\d+)\w*)\[([\d,]*)\]")
 HALF = frozenset({"f16", "bf16"})
@@ -27,7 +27,7 @@ HALF = frozenset({"f16", "bf16"})
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """An instruction that is launched: how often in a step, and the bytes that a run of it reads and writes."""
+    """A launched instruction: how often it runs in a step, and the bytes that one run reads and writes."""
 
     name: str
     times: int
@@ -54,8 +54,10 @@ def bytes_of(launched: Iterable[Kernel]) -> int:
 
 
 def kernels(program: HloModule, computation: str) -> list[Kernel]:
-    """What a computation launches. A loop whose length XLA does not know counts as one turn, and of the branches of a
-    conditional the one that moves most counts."""
+    """The kernels of a computation.
+
+    A loop of unknown trip count counts as one iteration; of a conditional, the branch that moves most counts.
+    """
     found: list[Kernel] = []
     lines = program.computations[computation]
     for line in lines.values():
@@ -89,7 +91,7 @@ def _bytes(program: HloModule, siblings: Mapping[str, Line], line: Line) -> int:
 
 
 def _in_place(lines: Mapping[str, Line], result: Line, sources: list[Line]) -> Line | None:
-    """The update of a part of a source that a result is; it is done in the source's own buffer."""
+    """The operand that updates part of a source in the source's own buffer."""
     update = _behind_bitcasts(lines, result)
     if update.opcode in _UPDATES and _behind_bitcasts(lines, lines[update.operands[0]]) in sources:
         return update
@@ -103,7 +105,7 @@ def _behind_bitcasts(lines: Mapping[str, Line], line: Line) -> Line:
 
 
 def _needed(lines: Mapping[str, Line], results: list[Line], in_place: set[str]) -> Mapping[str, float]:
-    """The share of each line that the results need, from the results back to what they are computed from."""
+    """The share of each value that the results need, propagated backwards from the results."""
     needed: dict[str, float] = collections.defaultdict(float)
     for result in results:
         needed[result.name] = 1.0
@@ -115,7 +117,7 @@ def _needed(lines: Mapping[str, Line], results: list[Line], in_place: set[str]) 
             if position == 0 and line.opcode in _SLICES:
                 share *= size(line.type) / max(size(lines[name].type), 1)
             elif position == 0 and line.name in in_place:
-                # A scatter adds to what was there; a slice that is updated is only written.
+                # A scatter reads what it adds to; a dynamic update of a slice only writes.
                 read = size(lines[line.operands[2]].type) if line.opcode == "scatter" else 0
                 share = read / max(size(lines[name].type), 1)
             needed[name] = min(1.0, needed[name] + share)

@@ -1,4 +1,4 @@
-"""What a user can change beside the precision, by name: sizes, layouts or the compiler's options, and for whom."""
+"""Changes beside the precision, by name: sizes, layouts, compiler options; and the models that each applies to."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from .configurations import Configuration
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """A change, to be measured against the same configuration without it.
+    """A change, compared with the same configuration without it.
 
     Args:
         why: what it may gain.
-        change: makes the workload of it, given the configuration.
-        fields: the workload's fields that it needs; a model without them has no such variant.
+        change: the changed workload, given the workload and the configuration.
+        fields: fields that the workload must have.
         compiler_options: XLA's flags.
-        auto_layout: whether XLA chooses the layouts of what a step carries.
+        auto_layout: whether XLA chooses the layouts of the carry.
         needs_half: whether it has no float32 form.
     """
 

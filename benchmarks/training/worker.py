@@ -1,6 +1,6 @@
 """Measures cells of JAX: `python -m benchmarks.training.worker MODEL CELL...`, a line of JSON for each.
 
-On a GPU a process measures one cell: the allocator's peak is that of the process, and so is a lack of memory.
+On a GPU a process measures one cell, because the allocator's peak belongs to the process, and so does running out.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _CACHE_HIT = "/jax/compilation_cache/cache_hits"
 
 
 def seconds_per_step(run: Callable[[int], Any], seconds: float) -> list[float]:
-    """Seconds of a step in each of some blocks, which last `seconds` together; `run(n)` runs n steps and waits."""
+    """Seconds per step in each of several blocks that take `seconds` in total; `run(n)` runs n steps and waits."""
     run(WARM_UP)
     start = time.perf_counter()
     run(1)
@@ -46,7 +46,7 @@ def seconds_per_step(run: Callable[[int], Any], seconds: float) -> list[float]:
 
 @contextlib.contextmanager
 def cache_hits() -> Iterator[list[str]]:
-    """The compilations, in this context, that came from the persistent cache."""
+    """Collects the compilations that came from the persistent cache."""
     hits: list[str] = []
 
     def listen(event: str, **_: Any) -> None:
@@ -61,7 +61,7 @@ def cache_hits() -> Iterator[list[str]]:
 
 
 def measure(cell: Cell, toy: bool, seconds: float, profile: bool) -> dict[str, Any]:
-    """All that is known of a cell after running it."""
+    """Runs a cell and returns its results."""
     made = training(cell.workload(toy), cell.how())
     step = jitted(cell, made)
     with cell.how().context():
@@ -92,11 +92,11 @@ def measure(cell: Cell, toy: bool, seconds: float, profile: bool) -> dict[str, A
         "peak_bytes": peak_bytes(),
         "planned_bytes": program_bytes(compiled),
         "finite_loss": bool(jnp.isfinite(losses[0])),
-        # A compilation from the cache is no measurement; an earlier one is kept.
+        # A cache hit does not measure compilation; the row keeps an earlier measurement.
         **({} if hits else {"compile_seconds": round(done - traced, 2)}),
     }
-    # Where this version of mpjax has it. It copies what a step donates, for which memory may not suffice.
-    if profile and hasattr(mpjax, "profile"):
+    # The profiler copies what a step donates, for which memory may not suffice.
+    if profile:
         profiled = jitted(cell, made, like=compiled) if cell.options().auto_layout else step
         try:
             with cell.how().context():
@@ -125,7 +125,7 @@ def fitting_batch(cell: Cell, toy: bool) -> dict[str, Any]:
 
 
 def matmul_peak(side: int) -> dict[str, float]:
-    """FLOP/s of a square half matmul, what Tensor Cores give at most in practice."""
+    """FLOP/s of a square half matmul, the practical limit of the Tensor Cores."""
     peaks = {}
     for dtype in ("float16", "bfloat16"):
         a = jnp.ones((side, side), dtype)
@@ -151,7 +151,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.model == "matmul_peak":
         side = 512 if args.toy else 8192
-        # On a CPU the large matmul takes minutes; where it is not wanted, the environment says enough.
+        # On a CPU the large matmul takes minutes and its speed is not needed.
         peak = matmul_peak(side) if args.toy or jax.default_backend() == "gpu" else {}
         emit("matmul_peak", {"side": side, **peak, "environment": environment()})
         return
@@ -163,7 +163,7 @@ def main() -> None:
                 if args.largest_batch
                 else measure(cell, args.toy, args.seconds, args.profile)
             )
-        except Exception as error:  # what a cell fails with is its result
+        except Exception as error:  # a cell's error is its result
             row = {"error": shortened(error)}
         emit(name, row | {"versions": versions()})
 

@@ -1,7 +1,7 @@
-"""What is measured of a program of the zoo under a caster: `cast(fun, policy)` gives a function like `fun`.
+"""Measurements of a program of the zoo under a caster: `cast(fun, policy)` returns a function like `fun`.
 
-`mpjax.autocast` is a caster, and so are peers. What can be seen in a trace is seen there, from
-shapes alone; only the gradients are computed.
+`mpjax.autocast` is a caster, and so are its peers. Most measurements read a trace of abstract values; only the
+gradients are computed.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ Function = Callable[..., Any]
 Caster = Callable[[Function, str], Function]
 
 POLICIES = {"float16": "mixed_float16", "bfloat16": "mixed_bfloat16"}
-# On the CPU, XLA's simplifier turns some batched bfloat16 matmuls into a form that its CPU backend
-# accumulates in bfloat16, as no accelerator does (and as the same program, run eagerly, does not).
+# On the CPU, XLA's simplifier rewrites some batched bfloat16 matmuls to a form that the CPU backend accumulates in
+# bfloat16. No accelerator does that, nor does the same program run eagerly.
 COMPILE_TRUE = COMPILE_FAST | {"xla_disable_hlo_passes": "algsimp"}
-# What a training script's loss scaling does for float16; a power of two changes no float32 bit.
+# As loss scaling does for float16 in training; a power of two changes no float32 mantissa.
 LOSS_SCALE = 2.0**10
 STEPS = 2
 
@@ -36,12 +36,12 @@ def half_of(policy: str) -> Any:
 
 
 def identity(fun: Function, policy: str) -> Function:
-    """The caster that leaves float32 as it is: what every other one is compared with."""
+    """The caster that keeps float32: the baseline."""
     return fun
 
 
 def all_half(fun: Function, policy: str) -> Function:
-    """The caster that needs no tool: arguments to half, results to float32, and all between in half."""
+    """The naive caster: arguments to half, results to float32, everything between in half."""
     half = half_of(policy)
 
     def cast(tree: Any, source: Any, target: Any) -> Any:
@@ -51,7 +51,7 @@ def all_half(fun: Function, policy: str) -> Function:
 
 
 def key() -> jax.Array:
-    """The key that programs are built from; of the kind that compiles fastest."""
+    """The key that programs are built from, of the implementation that compiles fastest."""
     return jax.random.key(0, impl="rbg")
 
 
@@ -78,7 +78,7 @@ def concrete(name: str) -> tuple[Function, Any, Any]:
 
 
 def _gradient(program: Program, loss_fn: Function) -> Function:
-    """What a training step computes; the value alone where there is no gradient."""
+    """The value and gradient, as in a training step; only the value where there is no gradient."""
     return jax.value_and_grad(loss_fn, has_aux=program.has_aux) if program.differentiable else loss_fn
 
 
@@ -111,8 +111,8 @@ def _over_batches(fun: Function) -> Function:
     return jax.vmap(fun, (None, 0))
 
 
-# Each takes the program, its loss function and a caster, and gives a function of (params, batch). First
-# the transformations of a function that is cast already, then the casts of one that is transformed already.
+# Each maps the program, its loss function and a caster to a function of (params, batch). Transformations of a cast
+# function come first, then casts of a transformed one.
 TRANSFORMS: dict[str, Callable[[Program, Function, Function], Function]] = {
     "plain": lambda p, f, cast: _gradient(p, cast(f)),
     "jit": lambda p, f, cast: jax.jit(_gradient(p, cast(f))),
@@ -130,13 +130,13 @@ _STACKED = {"vmap", "vmap_inside", "scan", "scan_inside"}
 
 
 def refused(program: Program, transform: str) -> bool:
-    """Whether JAX itself can't do this transformation to the program."""
+    """Whether JAX does not support this transformation of the program."""
     return transform.removesuffix("_inside") in program.refuses
 
 
 @dataclasses.dataclass(frozen=True)
 class Structure:
-    """What a trace shows of a program under a transformation and a caster."""
+    """Properties of the trace of a program under a transformation and a caster."""
 
     half_share: float
     risky: list[str]
@@ -167,7 +167,7 @@ def gradient_function(name: str, caster: Caster, dtype: str) -> tuple[Function, 
 
 @functools.cache
 def residuals(name: str, caster: Caster, dtype: str, remat: bool = False) -> int:
-    """Bytes that the backward pass keeps (`measures.residual_bytes`); under `jax.checkpoint` if `remat`."""
+    """Residual bytes of the backward pass (`measures.residual_bytes`); under `jax.checkpoint` if `remat`."""
     program, (loss_fn, params, batch) = REGISTRY[name], abstract(name)
     fun = caster(jax.checkpoint(loss_fn) if remat else loss_fn, POLICIES[dtype])
     with program.context():
@@ -175,13 +175,13 @@ def residuals(name: str, caster: Caster, dtype: str, remat: bool = False) -> int
 
 
 def handwritten_residuals(name: str, dtype: str) -> int:
-    """`residuals` of the form that a person wrote for this dtype."""
+    """`residuals` of the form written by hand for this dtype."""
     program, (_, params, batch) = REGISTRY[name], abstract(name)
     return measures.residual_bytes(program.handwritten(jnp.dtype(dtype)), params, batch, has_aux=program.has_aux)
 
 
 def _gradients(program: Program, loss_fn: Function) -> Function:
-    """The gradients (of a program that has none: the value) as training computes them, with a scaled loss."""
+    """The gradients with a scaled loss, as in training; the value of a program without gradients."""
 
     def value(params: Any, batch: Any) -> jax.Array:
         return loss_fn(params, batch)[0] if program.has_aux else loss_fn(params, batch)
@@ -202,7 +202,7 @@ def _reference(name: str) -> tuple[Function, Any]:
 
 
 def gradient_error(name: str, caster: Caster, dtype: str) -> float:
-    """The relative error of a program's gradients to those of float32; NaN where one is not finite."""
+    """The relative error of a program's gradients to float32's; NaN if one is not finite."""
     program, (loss_fn, params, batch) = REGISTRY[name], concrete(name)
     with program.context():
         found = _gradients(program, caster(loss_fn, POLICIES[dtype]))(params, batch)
@@ -210,7 +210,7 @@ def gradient_error(name: str, caster: Caster, dtype: str) -> float:
 
 
 def rounding_error(name: str, dtype: str) -> float:
-    """The relative error that merely rounding the params and the batch to half makes."""
+    """The relative error that rounding only the params and the batch to half causes."""
     program, (_, params, batch) = REGISTRY[name], concrete(name)
     gradients, reference = _reference(name)
     with program.context():
@@ -221,8 +221,8 @@ def rounding_error(name: str, dtype: str) -> float:
 def error_limit(name: str, dtype: str) -> float:
     """Three times the rounding error.
 
-    Where params and inputs happen to be nearly exact in half, that would be no measure: half
-    arithmetic has to round its results too. So a rounding error below the unit roundoff (half the
-    dtype's epsilon, what the rounding of one number can cost) counts as the unit roundoff.
+    Params and inputs can be nearly exact in half, but half arithmetic rounds its results too. So a rounding error
+    below the unit roundoff (half the dtype's epsilon, the largest error of rounding one number) counts as the unit
+    roundoff.
     """
     return 3.0 * max(rounding_error(name, dtype), float(jnp.finfo(dtype).eps) / 2)

@@ -1,4 +1,4 @@
-"""Flax Linen models: what most people who train with JAX would bring."""
+"""Flax Linen models, the most common kind."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .program import as_is, labelled, program
 
 
 def cross_entropy(logits: Any, labels: jax.Array) -> jax.Array:
-    """The mean loss in float32, as hand-written half models compute it too."""
+    """The mean loss, computed in float32 as in hand-written half models."""
     return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), labels).mean()
 
 

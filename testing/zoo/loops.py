@@ -38,7 +38,7 @@ def scan_lstm(key, dtype=None):
 
 @program()
 def scan_accumulator(key):
-    """Micro-batches under a scan: the carry that starts as zero and is added to is a loss."""
+    """Micro-batches under a scan: the carry accumulates the loss from zero."""
     params = dense_params(key, 64, 64, 16)
 
     def loss_fn(params, batch):
@@ -68,7 +68,7 @@ def fori_matmul(key):
 
 @program(differentiable=False)
 def while_power(key):
-    """Power iteration until it has converged: a `while` whose length only the data know."""
+    """Power iteration until convergence: the trip count of the `while` depends on the data."""
     matrix = jax.random.normal(key, (32, 32)) / 32**0.5
 
     def loss_fn(matrix, x):

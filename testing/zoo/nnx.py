@@ -51,7 +51,7 @@ def nnx_cnn_batchnorm(key, dtype=None, adapt=as_is):
 
     def loss_fn(params, batch):
         inputs, labels, *others = batch
-        # A copy: the state came in from outside this trace, where it may not be changed.
+        # A copy, because the state belongs to an outer trace and may not be changed in this one.
         model = nnx.merge(graph, params, *others, copy=True)
         loss = cross_entropy(model(inputs), labels)
         return loss, nnx.split(model, nnx.Param, ...)[2:]
@@ -81,7 +81,7 @@ def nnx_scanned_attention(key, dtype=None, adapt=as_is):
         return block(x)
 
     def loss_fn(params, x):
-        # By hand, the residual stream starts in half.
+        # In the hand-written form the residual stream starts in half.
         x = x if dtype is None else x.astype(dtype)
         return jnp.mean(apply(x, nnx.merge(graph, params)).astype(jnp.float32) ** 2)
 

@@ -40,7 +40,7 @@ def jit_shardings(key):
 
 @program()
 def shard_map_data(key):
-    """Data parallel: every device its rows, `pmean` of the loss and of a statistic in the middle."""
+    """Data parallel: each device has its rows; `pmean` of the loss and of a statistic."""
     params = dense_params(key, 64, 64, 16)
 
     @functools.partial(jax.shard_map, mesh=mesh(), in_specs=(P(), P("data")), out_specs=P())

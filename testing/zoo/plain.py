@@ -75,7 +75,7 @@ def moe_ragged(key):
     def loss_fn(params, batch):
         (x, noise), labels = batch
         scores = jax.nn.softmax(x @ params["router"])
-        # The choice is the data's, so that rounding the router never sends a token elsewhere.
+        # The data choose the expert, so that rounding in the router never changes the choice.
         expert = jnp.argmax(noise, -1)
         order = jnp.argsort(expert)
         sizes = jnp.bincount(expert, length=4)

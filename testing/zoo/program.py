@@ -1,4 +1,4 @@
-"""What a program of the zoo is, and the decorator that registers one."""
+"""The type of a program of the zoo, and the decorator that registers one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-# Everything here runs once, in milliseconds: a program is compiled twice as fast without optimisation.
+# Programs run once, for milliseconds; without optimisation they compile twice as fast.
 COMPILE_FAST: dict[str, bool | int | str] = {"xla_backend_optimization_level": 0}
 Loss = Callable[[Any, Any], Any]
 REGISTRY: dict[str, Program] = {}
@@ -18,17 +18,17 @@ REGISTRY: dict[str, Program] = {}
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A float32 training program that knows nothing of mixed precision.
+    """A float32 training program without any mixed precision.
 
     Args:
         name: its name, unique in the registry.
-        build: `build(key)` gives `(loss_fn, params, batch)`, where `loss_fn(params, batch)` is a
-            float32 scalar, or `(scalar, aux)`. With a dtype as second argument, if `has_half`, the
-            loss function of the same model with the same params, written by hand for that dtype.
+        build: `build(key)` returns `(loss_fn, params, batch)`, where `loss_fn(params, batch)` is a
+            float32 scalar, or `(scalar, aux)`. If `has_half`, a dtype as second argument selects the
+            hand-written form for that dtype: the same model with the same params.
         has_aux: whether the loss function returns an auxiliary output.
         has_half: whether `build` takes a dtype.
-        flax: whether `build` takes a function that adapts the Flax model, too.
-        refuses: transformations that JAX itself can't do to this program, even in float32.
+        flax: whether `build` also takes a function that adapts the Flax model.
+        refuses: transformations that JAX does not support for this program, even in float32.
         differentiable: False where JAX has no reverse rule (a `while` of unknown length).
         context: a context in which the program is built and run (x64).
     """
@@ -51,12 +51,12 @@ class Program:
             losses.append(loss_fn)
             return params, batch
 
-        # One compilation is quicker than the hundred little ones of an eager initialisation.
+        # One compilation is faster than a hundred small ones of an eager initialisation.
         params, batch = jax.jit(arrays, compiler_options=COMPILE_FAST)(key)
         return losses[0], params, batch
 
     def handwritten(self, dtype: Any) -> Loss:
-        """The loss function of the same model as a person writes it for `dtype`; the same params."""
+        """The loss function of the form written by hand for `dtype`, with the same params."""
         assert self.has_half, f"{self.name} has no hand-written half-precision form"
         return self._loss(dtype)
 
@@ -102,8 +102,8 @@ def dense_params(key: jax.Array, *widths: int) -> list[dict[str, jax.Array]]:
 def labelled(key: jax.Array, shape: tuple[int, ...], classes: int = 16) -> tuple[jax.Array, jax.Array]:
     """Normal inputs of a shape, and an integer label for each of the first axis.
 
-    Batches are several times the width, as in training: then activations, not copies of weights, are
-    what the memory holds.
+    Batches are several times the width, as in training, so that activations take most of the memory, not copies of
+    weights.
     """
     inputs, labels = jax.random.split(key)
     return jax.random.normal(inputs, shape), jax.random.randint(labels, shape[:1], 0, classes)

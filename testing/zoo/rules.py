@@ -1,4 +1,4 @@
-"""Derivative rules, rematerialisation and `jit`: what a rewriting must keep as the user wrote it."""
+"""Custom derivative rules, rematerialisation and `jit`, which a rewrite must keep."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ wrong_linear.defvjp(_fused_linear_fwd, _wrong_linear_bwd)
 
 @program()
 def custom_vjp_wrong(key):
-    """A deliberately wrong rule: the gradient is the rule's, not the function's."""
+    """A deliberately wrong rule: the gradient must be the rule's, not the function's."""
     return layer_with(wrong_linear, key)
 
 
@@ -100,7 +100,7 @@ def _wrong_layer_jvp(primals, tangents):
 
 @program()
 def custom_jvp_wrong(key):
-    """A deliberately wrong rule with matmuls in it: the gradient is the rule's."""
+    """A deliberately wrong rule with matmuls: the gradient must be the rule's."""
     return layer_with(wrong_layer, key)
 
 

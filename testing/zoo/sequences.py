@@ -27,7 +27,7 @@ class Block(nn.Module):
     @nn.compact
     def __call__(self, x, mask):
         y = nn.LayerNorm(dtype=self.dtype)(x)
-        # By hand, too, exp is kept out of half: by the switch that Flax has for it.
+        # The hand-written form keeps exp out of half too, by a switch of Flax.
         x = x + nn.MultiHeadDotProductAttention(num_heads=HEADS, dtype=self.dtype, force_fp32_for_softmax=True)(
             y, mask=mask
         )

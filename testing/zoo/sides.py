@@ -1,4 +1,4 @@
-"""Networks with something else at their side: complex numbers, integers, randomness, the host, x64."""
+"""Networks with other work beside them: complex numbers, integers, randomness, host callbacks, x64."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def pure_callback(key):
 
 @program()
 def debug_effects(key):
-    """`jax.debug.callback` on an activation, which must be float32 as it is in the program."""
+    """`jax.debug.callback` on an activation, which must arrive in float32."""
     params = dense_params(key, 32, 64, 16)
 
     def expect_float32(x):
