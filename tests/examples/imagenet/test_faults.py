@@ -1,0 +1,264 @@
+"""What goes wrong around a training: other data, damaged files, lack of memory, signals, flags without effect."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from PIL import Image
+from safetensors.numpy import save_file
+
+from examples.common import loop
+from examples.common.cli import UsageError
+from examples.common.run_folder import RunFolder, to_json
+from examples.common.training import Variables
+from examples.common.weights import file_variables, write_weights
+from examples.imagenet import task as image_task
+from examples.imagenet.__main__ import main
+from examples.imagenet.image_folder import open_image_folder
+from examples.imagenet.image_tree import list_tree
+from tests.examples.imagenet.image_tree import make_photo_tree
+from tests.examples.imagenet.runs import FewDigits, digit_flags, digits_task, error_of
+
+pytestmark = pytest.mark.usefixtures("quick_runs")
+
+
+@pytest.fixture(scope="module")
+def trained(quick_runs, tmp_path_factory):
+    """The folder of a finished run of one epoch."""
+    output = tmp_path_factory.mktemp("trained") / "run"
+    assert main(digit_flags(output, "--epochs", "1", "--log-every", "1")) == 0
+    return output
+
+
+@pytest.fixture
+def photos(tmp_path):
+    return make_photo_tree(tmp_path / "photos")
+
+
+# Wrong results.
+
+
+def test_model_is_not_tested_on_other_classes(trained, monkeypatch, capsys):
+    monkeypatch.setattr(FewDigits, "classes", tuple("abcdefghij"))
+    error = error_of(["--mode", "evaluate", "--output", str(trained), "--devices", "1"], capsys)
+    assert "the model is for the classes '0', '1'" in error
+
+
+def test_testing_needs_no_training_data(trained, monkeypatch, capsys):
+    opened = []
+    real = image_task.open_data
+    monkeypatch.setattr("examples.imagenet.inference.open_data", lambda c, s: opened.append(s) or real(c, s))
+    assert main(["--mode", "predict", "--output", str(trained), "--devices", "1"]) == 0
+    assert opened == [["val"]]
+    first = json.loads((trained / "predictions.json").read_text())["predictions"][0]
+    assert first["image"] == "test digit 0"
+    assert first["truth"] == str(digits_task().test_set.load(np.arange(1), None).batch.labels[0])
+
+
+def test_changed_images_are_noticed_on_resume(photos):
+    train, _ = open_image_folder(photos, 16, True, 1, 0.0)
+    state = train.state()
+    path = train.images.path(0)
+    with Image.open(path) as image:
+        image.transpose(Image.Transpose.FLIP_LEFT_RIGHT).save(path)
+    with pytest.raises(UsageError, match="not the same files or content"):
+        open_image_folder(photos, 16, True, 1, 0.0)[0].restore(state)
+
+
+def test_interrupted_comparison_is_continued_as_one(tmp_path, monkeypatch, capsys):
+    real = loop._Run._save_or_stop
+
+    def look(self):
+        if self.task.policy == "O3":
+            signal.raise_signal(signal.SIGTERM)
+        real(self)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(loop._Run, "_save_or_stop", look)
+    flags = ["--compare", "float32,O3", "--epochs", "1", "--batch-size", "32", "--devices", "1", "--num-iter", "2"]
+    assert main(flags) == 128 + signal.SIGTERM
+    assert f"{' '.join(flags)} --output runs/imagenet/0001 --resume" in capsys.readouterr().out
+    monkeypatch.setattr(loop._Run, "_save_or_stop", real)
+    assert main([*flags, "--output", "runs/imagenet/0001", "--resume"]) == 0
+    assert "has already finished" in capsys.readouterr().out
+    rows = json.loads((tmp_path / "runs/imagenet/0001/comparison.json").read_text())["rows"]
+    assert all("test_accuracy" in row for row in rows)
+
+
+# Lost work.
+
+
+def test_only_one_process_trains_in_a_folder(tmp_path):
+    config = {"script": "imagenet"}
+    refused = pytest.raises(UsageError, match="another process is training there")
+    with RunFolder.create(tmp_path / "run", tmp_path, config), refused:
+        RunFolder.reopen(tmp_path / "run", config)
+    RunFolder.reopen(tmp_path / "run", config).unlock()
+
+
+def test_too_many_bad_images_are_survived_with_another_limit(photos, tmp_path, capsys):
+    for path in sorted((photos / "train" / "china").iterdir())[:2]:
+        path.write_bytes(b"no image")
+    flags = [
+        "--data-dir",
+        str(photos),
+        "--image-size",
+        "16",
+        "--model",
+        "resnet8",
+        "--batch-size",
+        "4",
+        "--epochs",
+        "1",
+    ]
+    flags += ["--devices", "1", "--output", str(tmp_path / "run")]
+    assert "--max-unreadable" in error_of(flags, capsys)
+    assert main([*flags, "--resume", "--max-unreadable", "0.5"]) == 0
+
+
+def test_a_finished_run_goes_on_to_more_epochs(trained, tmp_path, capsys):
+    output = shutil.copytree(trained, tmp_path / "run")
+    assert main(digit_flags(output, "--resume", "--epochs", "2")) == 0
+    assert json.loads((output / "summary.json").read_text())["epochs"] == 2
+    assert "already finished" not in capsys.readouterr().out
+    assert len((output / "steps.jsonl").read_text().splitlines()) == 3
+
+
+# One line instead of a traceback.
+
+
+def test_lack_of_memory_names_the_batch_that_fits(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(loop, "memory_limit", lambda _: (2**20, "a small device"))
+    monkeypatch.setattr(image_task.ImageTask, "bytes_needed", lambda self, size: size * 2**17)
+
+    def compile(self):
+        raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes")
+
+    monkeypatch.setattr(image_task.ImageTask, "compile", compile)
+    error = error_of(digit_flags(tmp_path / "run"), capsys)
+    assert "(a small device) at --batch-size 32" in error
+    assert "--batch-size 8 fits" in error
+
+
+def test_folders_of_another_script_or_version_are_told(tmp_path, capsys):
+    (tmp_path / "config.json").write_text('{"script": "speech"}')
+    flags = ["--output", str(tmp_path)]
+    assert "holds a run of examples.speech" in error_of([*flags, "--resume"], capsys)
+    (tmp_path / "config.json").write_text("{}")
+    assert "holds a run of an older version" in error_of([*flags, "--mode", "evaluate"], capsys)
+
+
+def test_full_disk_and_interruption_end_in_one_line(tmp_path, monkeypatch, capsys):
+    def full(*_):
+        raise OSError(28, "No space left on device", "metrics.jsonl")
+
+    monkeypatch.setattr("examples.imagenet.__main__.run", full)
+    assert "metrics.jsonl: No space left on device" in error_of([], capsys)
+
+    def stopped(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("examples.imagenet.__main__.run", stopped)
+    assert main([]) == 130
+    assert "stopped by Ctrl-C" in capsys.readouterr().out
+
+
+def test_file_of_weights_is_checked_before_it_is_read(trained, tmp_path, capsys):
+    settings = json.loads((trained / "config.json").read_text())
+    described = json.loads((trained / "data.json").read_text())
+    file = tmp_path / "weights.safetensors"
+    flags = ["--mode", "predict", "--weights", str(file), "--output", str(tmp_path / "new"), "--devices", "1"]
+
+    def written(**changed):
+        about = {"settings": {**settings, **changed.pop("settings", {})}, "data": {**described, **changed}}
+        write_weights(file, Variables({"w": jnp.zeros(3)}, {}), about)
+        return error_of(flags, capsys)
+
+    assert "--model 'resnet9000'" in written(settings={"model": "resnet9000"})
+    assert "description of its images is damaged" in written(image_shape=[10**6, 10**6, 3])
+    assert "lacks 'params/" in written()
+    assert "of examples.speech" in written(settings={"script": "speech"})
+    file.write_bytes(file.read_bytes()[:40])
+    assert "is not a file that --export wrote" in error_of(flags, capsys)
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "npz"])
+def test_arrays_of_another_shape_are_not_read(tmp_path, kind):
+    path = tmp_path / f"file.{kind}"
+    arrays = {"w": np.zeros((4, 4), np.float32)}
+    save_file(arrays, path) if kind == "safetensors" else np.savez(path, **arrays)
+    like = Variables({"w": jnp.zeros((4, 5))}, {})
+    with pytest.raises(UsageError, match=r"'w' has shape \(4, 4\), which does not fit \(4, 5\)"):
+        file_variables(path, like, "--init-from")
+    read = file_variables(path, Variables({"w": jnp.zeros((4, 4))}, {}), "--init-from")
+    np.testing.assert_array_equal(read.params["w"], 0)
+
+
+# Silence.
+
+
+def test_images_of_all_formats_count_and_others_are_told(photos, capsys):
+    folder = photos / "train" / "china"
+    with Image.open(next(folder.iterdir())) as image:
+        for ending in ("webp", "bmp", "jpe"):
+            image.convert("RGB").save(folder / f"more.{ending}", format={"jpe": "JPEG"}.get(ending))
+    before = len(list_tree(photos)[1][0].paths)
+    (folder / "notes.txt").write_text("no image")
+    assert len(list_tree(photos)[1][0].paths) == before
+    assert " .txt" in capsys.readouterr().err
+    assert {"more.webp", "more.bmp", "more.jpe"} <= {path.rsplit("/")[-1] for path in list_tree(photos)[1][0].paths}
+
+
+def test_class_without_test_images_is_refused(photos):
+    (photos / "train" / "empty").mkdir()
+    shutil.copy(next((photos / "train" / "china").iterdir()), photos / "train" / "empty")
+    (photos / "val" / "empty").mkdir()
+    with pytest.raises(UsageError, match="'empty' of val"):
+        list_tree(photos)
+
+
+def test_fixed_loss_scale_that_skips_everything_is_an_error(tmp_path, capsys):
+    error = error_of(digit_flags(tmp_path / "run", "--loss-scale", "1e37"), capsys)
+    assert "all 3 steps of epoch 1 were skipped" in error
+    assert "--loss-scale" in error
+
+
+@pytest.mark.parametrize(
+    ("flags", "flag"),
+    [
+        (["--weights", "no/such/file"], "--weights"),
+        (["--images", "x.png"], "--images"),
+        (["--mode", "predict", "--output", "x", "--compare", "O1"], "--compare"),
+        (["--mode", "evaluate", "--output", "x", "--mixup", "0.2"], "--mixup"),
+        (["--mode", "training_benchmark", "--resume", "--output", "x"], "--resume"),
+        (["--batch-sizes", "3"], "--batch-sizes"),
+    ],
+)
+def test_flags_without_effect_are_refused(flags, flag, capsys):
+    error = error_of(flags, capsys)
+    assert flag in error
+    assert len(error) < 200
+
+
+def test_audit_leaves_a_folder_that_can_be_trained_in(tmp_path):
+    (tmp_path / "audit.html").touch()
+    RunFolder.create(tmp_path, tmp_path, {"script": "imagenet"}).unlock()
+
+
+def test_steps_are_logged_and_json_is_valid(trained):
+    lines = [json.loads(line) for line in (trained / "steps.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert lines[-1]["loss_scale"] == 2.0**15
+    assert to_json({"loss": float("nan"), "list": [float("inf"), 1]}) == '{"loss": null, "list": [null, 1]}'
+
+
+def test_every_loss_that_is_not_finite_leaves_readable_metrics(tmp_path):
+    with RunFolder.create(tmp_path / "run", tmp_path, {}) as folder:
+        folder.append_metrics({"epoch": 1, "train_loss": float("nan")})
+        assert "NaN" not in (tmp_path / "run" / "metrics.jsonl").read_text()
+        assert np.isnan(folder.metrics[0]["train_loss"])
