@@ -15,6 +15,7 @@ from mpjax._jaxpr.primitives import primitive
 from mpjax._jaxpr.source import FORWARD
 from mpjax._jaxpr.walk import Site, walk
 from mpjax.casting.transform import Program, traced_call
+from mpjax.inspection.audit.communication import Collective, collectives_of_call, is_spread
 from mpjax.inspection.audit.dataflow import Flow, flow_of
 from mpjax.inspection.audit.matmuls import casts_of, findings_of, matmuls_of
 from mpjax.inspection.audit.report import PrecisionReport as PrecisionReport
@@ -26,9 +27,11 @@ from mpjax.inspection.audit.roofline import kernel_costs
 def audit(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> PrecisionReport:
     """What of a function runs in which precision, what keeps it from Tensor Cores, and what half may spoil.
 
-    The call is traced and not run. FLOPs are those of matmuls and convolutions on real floating numbers, a multiply and
-    an add counting two, by the dtype of the operands; the turns of a `scan` count, a `while` counts as one turn, and
-    all branches of a `cond` count. Modules come from named scopes (Flax Linen's, Haiku's, `jax.named_scope`).
+    The call is traced and not run. Where its arguments are sharded over several devices, or it has a `shard_map`, it is
+    also compiled for them (which can take minutes), to see what they send each other. FLOPs are those of matmuls and
+    convolutions on real floating numbers, a multiply and an add counting two, by the dtype of the operands; the turns
+    of a `scan` count, a `while` counts as one turn, and all branches of a `cond` count. Modules come from named scopes
+    (Flax Linen's, Haiku's, `jax.named_scope`).
 
     Args:
         fun: any function of JAX: a loss, a gradient, a whole train step; autocast, in half by hand, or float32.
@@ -59,6 +62,7 @@ def audit(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> PrecisionReport
     flow = flow_of(program.jaxpr)
     matmuls = matmuls_of(sites)
     residuals, notes = _residuals(program, flow, sites)
+    communication, unknown = _communication(fun, args, kwargs, sites)
     return PrecisionReport(
         name=getattr(fun, "__name__", type(fun).__name__),
         matmuls=matmuls,
@@ -67,8 +71,22 @@ def audit(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> PrecisionReport
         residuals=residuals,
         casts=casts_of(sites),
         kernels=tuple(kernel_costs(flow)),
-        notes=(*notes, *_notes(sites)),
+        notes=(*notes, *unknown, *_notes(sites)),
+        communication=communication,
     )
+
+
+def _communication(
+    fun: Callable[..., Any], args: Any, kwargs: Any, sites: list[Site]
+) -> tuple[tuple[Collective, ...] | None, list[str]]:
+    """What the call sends between devices, if it runs on several; or why that is not known."""
+    if not is_spread((args, kwargs), (site.name for site in sites)):
+        return None, []
+    try:
+        return collectives_of_call(fun, args, kwargs), []
+    except Exception as error:  # such as a mesh of devices that this machine has not
+        reason = (str(error).strip().splitlines() or [""])[0]
+        return None, [f"communication is not known, as it can't be compiled here: {type(error).__name__}: {reason}"]
 
 
 def _residuals(program: Program, flow: Flow, sites: list[Site]) -> tuple[dict[str, int] | None, list[str]]:

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from mpjax._jaxpr.source import BACKWARD, FORWARD, RECOMPUTED
 from mpjax._tables import table
+from mpjax.inspection.audit.communication import Collective, communication_section
 from mpjax.inspection.audit.matmuls import MEANINGS as MATMUL_MEANINGS
 from mpjax.inspection.audit.matmuls import Finding, Matmul
 from mpjax.inspection.audit.module_bars import precision_map
@@ -41,6 +42,7 @@ class PrecisionReport(Report):
         casts: casts between floating dtypes, `"float32→float16"`: how many run, and the bytes they read and write.
         kernels: the program's kernels, for `speedup_bound`.
         notes: what the figures leave out.
+        communication: what is sent between devices; None of a program for one device.
 
     Example:
         >>> import jax, jax.numpy as jnp, mpjax
@@ -58,6 +60,7 @@ class PrecisionReport(Report):
     casts: dict[str, tuple[int, int]]
     kernels: tuple[KernelCost, ...] = dataclasses.field(repr=False)
     notes: tuple[str, ...] = ()
+    communication: tuple[Collective, ...] | None = None
 
     @property
     def title(self) -> str:
@@ -147,6 +150,9 @@ class PrecisionReport(Report):
                 name: {"speedup": bound.speedup, "limit": bound.limit, "seconds": bound.now}
                 for name, bound in self._bounds().items()
             },
+            "communication": None
+            if self.communication is None
+            else [dataclasses.asdict(row) for row in self.communication],
             "notes": list(self.notes),
         }
 
@@ -171,9 +177,10 @@ class PrecisionReport(Report):
         """The report for people."""
         memory = Section("Memory and casts", "\n".join([*_residual_lines(self.residuals), *_cast_lines(self.casts)]))
         notes = [Section("Notes", "\n".join(self.notes))] if self.notes else []
+        sent = [] if self.communication is None else [communication_section(self.communication)]
         if not self.matmuls:
-            return [Section(self.title, "no matmul or convolution"), self._risks(), memory, *notes]
-        return [self._flops(), self._places(), self._findings(), self._risks(), memory, self._speed(), *notes]
+            return [Section(self.title, "no matmul or convolution"), self._risks(), memory, *sent, *notes]
+        return [self._flops(), self._places(), self._findings(), self._risks(), memory, *sent, self._speed(), *notes]
 
     def _flops(self) -> Section:
         phases = self.flops_by_phase

@@ -1,0 +1,190 @@
+"""What a program sends between devices: each collective of the compiled program, with its dtype and bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from mpjax.casting.transform import functional
+from mpjax.inspection.profile.hlo import module_path
+from mpjax.inspection.profile.hlo_text import HloModule, Line
+from mpjax.inspection.reports import Section, amount
+
+OPS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
+# These add numbers up (or take their maximum), so their dtype is one of arithmetic.
+REDUCTIONS = ("all-reduce", "reduce-scatter")
+_DTYPES = {"pred": "bool", "bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64"}
+_SHAPE = re.compile(r"\b(pred|bf16|[a-z]\d+(?:e\dm\d\w*)?)\[([\d,]*)\]")
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """Arrays that are sent alike.
+
+    Args:
+        op: `"all-gather"`, `"all-reduce"`, `"reduce-scatter"`, `"all-to-all"`, `"collective-permute"`.
+        dtype: what is sent; of a reduction also what is added up.
+        group: how many devices take part; 0 for all.
+        module: the module path of the first of them, from named scopes.
+        arrays: how many, in one step; those in a loop as often as it turns.
+        bytes: of them all, as gathered or before they are reduced, on each device.
+    """
+
+    op: str
+    dtype: str
+    group: int
+    module: str
+    arrays: int
+    bytes: int
+
+    @property
+    def is_sum_in_half(self) -> bool:
+        """Whether numbers are added up in 16 bits or fewer."""
+        floats = self.dtype.startswith(("float", "bfloat"))
+        return self.op in REDUCTIONS and floats and np.dtype(jax.numpy.dtype(self.dtype)).itemsize <= 2
+
+
+def is_spread(args: Any, primitives: Iterable[str]) -> bool:
+    """Whether a call runs on several devices: by its arguments' sharding, or because the program says so itself."""
+    if "shard_map" in set(primitives) or "xla_pmap" in set(primitives):
+        return True
+    shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(args))
+    return any(isinstance(sharding, jax.sharding.Sharding) and len(sharding.device_set) > 1 for sharding in shardings)
+
+
+def collectives_of_call(fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Collective, ...]:
+    """Compiles a call for the devices of its arguments, without running it."""
+    call, args, kwargs, _ = functional(fun, args, kwargs)
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    places = [i for i, leaf in enumerate(leaves) if hasattr(leaf, "shape") and hasattr(leaf, "dtype")]
+
+    def run(*arrays: Any) -> Any:
+        filled = list(leaves)
+        for i, array in zip(places, arrays, strict=True):
+            filled[i] = array
+        args, kwargs = jax.tree.unflatten(tree, filled)
+        out = call(*args, **kwargs)
+        return [leaf for leaf in jax.tree.leaves(out) if isinstance(leaf, jax.Array)]
+
+    compiled = jax.jit(run).lower(*(leaves[i] for i in places)).compile()
+    return collectives(compiled.as_text() or "")
+
+
+def collectives(text: str) -> tuple[Collective, ...]:
+    """The collectives of a compiled program.
+
+    Args:
+        text: as `jax.stages.Compiled.as_text` gives it.
+
+    Returns:
+        The most bytes first. All branches of a conditional count, a loop of unknown length as one turn.
+
+    Example:
+        >>> collectives('''HloModule jit_step
+        ... ENTRY %main (p: f32[8]) -> f32[8] {
+        ...   %p = f32[8] parameter(0)
+        ...   ROOT %sum = f32[8] all-reduce(%p), replica_groups=[2,4]<=[8], to_apply=%add
+        ... }''')
+        (Collective(op='all-reduce', dtype='float32', group=4, module='', arrays=1, bytes=32),)
+    """
+    program = HloModule(text)
+    merged: dict[tuple[str, str, int, str], list[int]] = {}
+    for line, lines, times in _lines(program, program.entry, 1):
+        op = line.opcode.removesuffix("-start")
+        if op not in OPS:
+            continue
+        for dtype, size in _sent(op, line, lines):
+            total = merged.setdefault((op, dtype, _group(line), _module(line)), [0, 0])
+            total[0] += times
+            total[1] += times * size
+    found = [Collective(*key, *total) for key, total in merged.items()]
+    return tuple(sorted(found, key=lambda row: -row.bytes))
+
+
+def communication_section(rows: Iterable[Collective]) -> Section:
+    """The table for people: collectives that differ in their place only are one row."""
+    merged: dict[tuple[str, str, int], list[Collective]] = {}
+    for row in rows:
+        merged.setdefault((row.op, row.dtype, row.group), []).append(row)
+    cells = []
+    for (op, dtype, group), alike in sorted(merged.items(), key=lambda pair: -_bytes(pair[1])):
+        modules = list(dict.fromkeys(row.module for row in alike if row.module))
+        more = f" and {len(modules) - 1} more" if len(modules) > 1 else ""
+        where = (modules[0] if modules else "-") + more
+        arrays = sum(row.arrays for row in alike)
+        cells.append((op, dtype, str(group or "all"), str(arrays), amount(_bytes(alike), "B"), where))
+    every = [row for alike in merged.values() for row in alike]
+    gathered = _bytes(row for row in every if row.op == "all-gather")
+    summed = _bytes(row for row in every if row.op in REDUCTIONS)
+    in_half = _bytes(row for row in every if row.is_sum_in_half)
+    text = (
+        f"a step on each device: {amount(gathered, 'B')} gathered, {amount(summed, 'B')} reduced, "
+        + (f"{amount(in_half, 'B')} of it summed in half" if in_half else "none of it in half")
+        if every
+        else "nothing is sent between the devices"
+    )
+    header = ("collective", "dtype", "devices", "arrays", "bytes", "where")
+    return Section("Communication", text, header if cells else (), cells, {2, 3, 4})
+
+
+def _bytes(rows: Iterable[Collective]) -> int:
+    return sum(row.bytes for row in rows)
+
+
+def _lines(program: HloModule, computation: str, times: int) -> Iterator[tuple[Line, dict[str, Line], int]]:
+    """The lines of a computation and of those that it calls, each with those beside it and how often it runs."""
+    lines = program.computations.get(computation, {})
+    for line in lines.values():
+        yield line, lines, times
+        turns = _TRIPS.search(line.attributes) if line.opcode == "while" else None
+        for called in line.called:
+            yield from _lines(program, called, times * (int(turns[1]) if turns else 1))
+
+
+def _sent(op: str, line: Line, lines: dict[str, Line]) -> list[tuple[str, int]]:
+    """The dtype and bytes of each array that a collective sends."""
+    if op == "all-gather":
+        shapes = _SHAPE.findall(line.type)
+        # What is started returns its operands too, before its results.
+        return [_size(shape) for shape in (shapes[len(shapes) // 2 :] if line.opcode.endswith("-start") else shapes)]
+    operands = (lines[name].type for name in line.operands if name in lines)
+    return [_size(shape) for type_ in operands for shape in _SHAPE.findall(type_)]
+
+
+def _size(shape: tuple[str, str]) -> tuple[str, int]:
+    name, sizes = shape
+    bits = 8 if name == "pred" else int(re.findall(r"\d+", name)[0])
+    count = math.prod(int(size) for size in sizes.split(",") if size)
+    return _DTYPES.get(name, _long_name(name)), count * bits // 8
+
+
+def _long_name(name: str) -> str:
+    kind = {"s": "int", "u": "uint", "f": "float", "c": "complex"}.get(name[0], name[0])
+    return kind + name[1:].replace("e", "_e", 1) if name.startswith("f8") else kind + name[1:]
+
+
+def _group(line: Line) -> int:
+    if found := re.search(r"replica_groups=\[\d+,(\d+)\]", line.attributes):
+        return int(found[1])
+    # Newer compilers name the mesh's axes: `mesh['data'=4,'model'=2] {'model'}`.
+    if found := re.search(r"replica_groups=mesh\[([^\]]*)\] ?\{([^}]*)\}", line.attributes):
+        sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", found[1])}
+        axes = re.findall(r"'([^']*)'(?::\(\d+\)(\d+))?", found[2])  # of an axis, or of a part of it
+        return math.prod(int(part) if part else sizes[name] for name, part in axes)
+    if found := re.search(r"replica_groups=\{\{([\d,]*)\}", line.attributes):
+        return len(found[1].split(","))
+    return 2 if "source_target_pairs" in line.attributes else 0
+
+
+def _module(line: Line) -> str:
+    """Of the first array, where several are sent as one."""
+    name = line.op_name
+    grouped = re.match(r"(.*?)\(([^()]*?):", name)  # `jit(step)/(up/dot_general:down/dot_general)`
+    return module_path(grouped[1] + grouped[2] if grouped and grouped[1].endswith("/") else name)
