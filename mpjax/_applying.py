@@ -83,7 +83,7 @@ def apply_gradients(tx: Any, grads: Any, opt_state: State, params: Params, **ext
     check_arguments("apply_gradients(tx, grads, opt_state, params)", grads, opt_state, params)
     arrays = trained(params, grads)
     new, opt_state = _apply_to_arrays(tx, grads, opt_state, arrays, extra_args)
-    return _merge(new, params), opt_state
+    return merge(new, params), opt_state
 
 
 def _apply_to_arrays(tx: Any, grads: Any, opt_state: Any, params: Any, extra_args: dict[str, Any]) -> tuple[Any, Any]:
@@ -163,7 +163,8 @@ def trained(params: Any, grads: Any) -> Any:
         return params  # `check_arguments` has let it pass: the transformation knows what it is about
 
 
-def _merge(new: Any, params: Any) -> Any:
+def merge(new: Any, params: Any) -> Any:
+    """The params with `new` where that is not None."""
     if same_structure(new, params):
         return new
     return jax.tree.map(lambda n, p: p if n is None else n, new, params, is_leaf=lambda x: x is None)
@@ -205,7 +206,8 @@ def check_arguments(call: str, grads: Any, opt_state: Any, params: Any) -> None:
     for name, tree in (("grads", grads), ("params", params)):
         if contains_state(tree):
             raise TypeError(f"{call}: got the optimizer state as {name}; are the arguments in another order?")
-    if params is None or same_structure(grads, params):
+    # Params of another kind than the gradients (optax.LookaheadParams) are the transformation's own affair.
+    if type(grads) is not type(params) or same_structure(grads, params):
         return
     paths = [{path_string(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)} for tree in (grads, params)]
     unknown = sorted(paths[0] - paths[1])

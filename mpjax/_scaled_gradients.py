@@ -8,23 +8,22 @@ sees it, so the loss can not overflow by it and needs no unscaling.
 from __future__ import annotations
 
 import functools
-import sys
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from mpjax._cotangents import is_differentiable, is_overwritten, scale_cotangent, unscale_by
 from mpjax._loss_scale_state import loss_scale_of
-from mpjax.modules.boundary import InPlaceChanges, contains_nnx_object, map_arrays, with_boundary
+from mpjax.modules.boundary import with_boundary
 from mpjax.policy import is_castable, is_half
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def scale_loss(fun: Callable[..., T], opt_state: Any, has_aux: bool = False) -> Callable[..., T]:
+def scale_loss(fun: Callable[P, T], opt_state: Any, has_aux: bool = False) -> Callable[P, T]:
     """A function with the same value as `fun`, whose backward pass runs on scaled cotangents.
 
     With S the loss scale of `opt_state` and f = `fun`:
@@ -64,7 +63,7 @@ def scale_loss(fun: Callable[..., T], opt_state: Any, has_aux: bool = False) -> 
 
     Source: Micikevicius et al. 2018, section 3.2 (https://arxiv.org/abs/1710.03740).
     """
-    scale = _one_scale("scale_loss", opt_state)
+    scale = one_scale("scale_loss", opt_state)
     inverse = 1.0 / scale
 
     def enter(path: str, x: Any) -> Any:
@@ -88,7 +87,7 @@ def scale_loss(fun: Callable[..., T], opt_state: Any, has_aux: bool = False) -> 
     return with_boundary(with_aux, enter, leave)
 
 
-def unscaled(fun: Callable[..., T], opt_state: Any) -> Callable[..., T]:
+def unscaled(fun: Callable[P, T], opt_state: Any) -> Callable[P, T]:
     """Runs a part of a scaled loss function so that its backward pass sees true cotangents.
 
     For a derivative rule that is not linear in its cotangent, such as a gradient clip or
@@ -111,7 +110,7 @@ def unscaled(fun: Callable[..., T], opt_state: Any) -> Callable[..., T]:
         >>> float(mpjax.grad(f, opt_state)(1.0 + jnp.zeros(())))
         0.5
     """
-    scale = _one_scale("unscaled", opt_state)
+    scale = one_scale("unscaled", opt_state)
     inverse = 1.0 / scale
 
     # On the way back: unscaled where the cotangents enter the part, at its results; scaled again where they leave it.
@@ -129,104 +128,6 @@ def unscaled(fun: Callable[..., T], opt_state: Any) -> Callable[..., T]:
         return jax.tree.map(lambda x, like: x.astype(like.dtype) if is_castable(x) else x, out, dtypes)
 
     return in_float32
-
-
-def value_and_grad(
-    fun: Callable[..., Any],
-    opt_state: Any = None,
-    *,
-    policy: Any = None,
-    argnums: int | Sequence[int] = 0,
-    has_aux: bool = False,
-) -> Callable[..., Any]:
-    """The true value and the true float32 gradients of a loss that is differentiated with scaling.
-
-    `jax.value_and_grad(scale_loss(fun, opt_state))`, and one thing more: a half-precision leaf of
-    a differentiated argument (policies O2, O3) is differentiated at a float32 copy that `fun` gets
-    rounded back, so its gradient is unscaled in float32 and returned in float32.
-
-    Args:
-        fun: scalar-valued function, or `(scalar, aux)` with `has_aux`. If a differentiated argument
-            is an NNX module, its `nnx.Param`s are differentiated, as by `nnx.value_and_grad`.
-        opt_state: where the loss scale is found; `None` for no scaling.
-        policy: what `get_policy` accepts: `fun` runs under `mpjax.autocast(fun, policy)`, on float32
-            copies of half params. `None` runs it as it is (a model may have its policy by `with_policy`).
-        argnums: positions to differentiate, as in `jax.value_and_grad`.
-        has_aux: whether `fun` returns `(loss, aux)`.
-
-    Returns:
-        A function with `fun`'s signature that returns `(value, gradients)`.
-
-    Raises:
-        ValueError: no (or more than one) `LossScaleState` in `opt_state`; `argnums` out of range;
-            unknown policy.
-
-    Example:
-        >>> import optax, mpjax
-        >>> opt_state = mpjax.dynamic_loss_scale(optax.sgd(0.1)).init({})
-        >>> value, grads = mpjax.value_and_grad(lambda w, x: jnp.sum(w * x), opt_state)(
-        ...     jnp.ones(2, jnp.float16), jnp.full(2, 3e-8, jnp.float16))
-        >>> grads.dtype, float(grads[0])
-        (dtype('float32'), 5.96...e-08)
-    """
-    cast_fun = fun if policy is None else _autocast(fun, policy)
-    if opt_state is not None:
-        _one_scale("value_and_grad", opt_state)  # a state without a scale is told here, not at the first step
-
-    @functools.wraps(fun)
-    def value_and_grad_fun(*args: Any, **kwargs: Any) -> Any:
-        positions = _positions(argnums, len(args))
-        half_dtypes: dict[str, np.dtype] = {}
-
-        def widen(path: str, x: Any) -> Any:
-            if not is_half(x):
-                return x
-            half_dtypes[path] = x.dtype
-            return x.astype(jnp.float32)
-
-        def narrow(path: str, x: Any) -> Any:
-            return x.astype(half_dtypes[path]) if path in half_dtypes else x
-
-        wide = [map_arrays(widen, a, InPlaceChanges(), str(i)) if i in positions else a for i, a in enumerate(args)]
-        try:
-            # Autocast casts float32 params itself; all else gets the half ones that its author meant.
-            narrows = half_dtypes and policy is None
-            narrowed = with_boundary(fun, narrow, lambda _, x: x) if narrows else cast_fun
-            scaled = narrowed if opt_state is None else scale_loss(narrowed, opt_state, has_aux)
-            with_nnx = any(contains_nnx_object(args[i]) for i in positions)
-            transform = sys.modules["flax.nnx"].value_and_grad if with_nnx else jax.value_and_grad
-            return transform(scaled, argnums=argnums, has_aux=has_aux)(*wide, **kwargs)
-        finally:
-            # An NNX module was widened in place; whatever the call left in it goes back to half.
-            for i in positions if half_dtypes else ():
-                map_arrays(narrow, args[i], InPlaceChanges(), str(i))
-
-    return value_and_grad_fun
-
-
-def grad(
-    fun: Callable[..., Any],
-    opt_state: Any = None,
-    *,
-    policy: Any = None,
-    argnums: int | Sequence[int] = 0,
-    has_aux: bool = False,
-) -> Callable[..., Any]:
-    """The true float32 gradients alone; `(gradients, aux)` with `has_aux`. See `value_and_grad`.
-
-    Example:
-        >>> import mpjax
-        >>> mpjax.grad(lambda w: w**2)(jnp.float16(3.0)).dtype
-        dtype('float32')
-    """
-    both = value_and_grad(fun, opt_state, policy=policy, argnums=argnums, has_aux=has_aux)
-
-    @functools.wraps(fun)
-    def grad_fun(*args: Any, **kwargs: Any) -> Any:
-        value, grads = both(*args, **kwargs)
-        return (grads, value[1]) if has_aux else grads
-
-    return grad_fun
 
 
 def unscale(grads: T, opt_state: Any) -> T:
@@ -249,7 +150,8 @@ def unscale(grads: T, opt_state: Any) -> T:
     return unscale_by(grads, loss_scale_of(opt_state))
 
 
-def _one_scale(name: str, opt_state: Any) -> jax.Array:
+def one_scale(name: str, opt_state: Any) -> jax.Array:
+    """The loss scale in a state, shape (); raises where it has one for each member of a `vmap`."""
     scale = loss_scale_of(opt_state)
     if scale.ndim:
         raise ValueError(
@@ -257,19 +159,3 @@ def _one_scale(name: str, opt_state: Any) -> jax.Array:
             f"this loss? Call mpjax.{name} inside of the vmap or pmap, with the member's own state."
         )
     return scale
-
-
-def _autocast(fun: Callable[..., Any], policy: Any) -> Callable[..., Any]:
-    from mpjax.casting import autocast  # here, so that loss scaling stands without it
-
-    return autocast(fun, policy)
-
-
-def _positions(argnums: int | Sequence[int], count: int) -> tuple[int, ...]:
-    given = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-    for i in given:
-        if not -count <= i < count:
-            raise ValueError(
-                f"argnums={argnums!r} is out of range: the function was called with {count} positional arguments."
-            )
-    return tuple(i % count for i in given)

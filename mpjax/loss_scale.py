@@ -27,12 +27,12 @@ from mpjax._loss_scale_state import LossScaleState as LossScaleState
 from mpjax._loss_scale_state import LossScaleWarning as LossScaleWarning
 from mpjax._loss_scale_state import check_progress as check_progress
 from mpjax._replicas import all_finite
-from mpjax._scaled_gradients import grad as grad
 from mpjax._scaled_gradients import scale_loss as scale_loss
 from mpjax._scaled_gradients import unscale as unscale
 from mpjax._scaled_gradients import unscaled as unscaled
-from mpjax._scaled_gradients import value_and_grad as value_and_grad
 from mpjax._state_dtypes import cast_like, settled, warn_without_masters
+from mpjax._value_and_grad import grad as grad
+from mpjax._value_and_grad import value_and_grad as value_and_grad
 from mpjax.policy import get_policy
 
 # A scale and its reciprocal must both be normal float32 numbers, or unscaling is not exact.

@@ -459,6 +459,32 @@ def test_sharded_params_under_jit_keep_their_sharding(axis_type, form):
     np.testing.assert_allclose(new, expected, rtol=1e-6)
 
 
+@pytest.mark.parametrize("inner", ["lookahead", "differentially_private", "adam of a list"])
+def test_explicit_sharding_where_updates_are_no_tree_like_the_gradients(inner):
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Explicit,))
+    sharding = NamedSharding(mesh, PartitionSpec("x"))
+    with jax.set_mesh(mesh):
+        params, grads = (jax.device_put(x, sharding) for x in (jnp.arange(8.0), jnp.ones(8)))
+        if inner == "lookahead":
+            tx = optax.lookahead(optax.sgd(0.1), sync_period=2, slow_step_size=0.5)
+            params = optax.LookaheadParams(params, params)
+        elif inner == "differentially_private":
+            tx = optax.contrib.differentially_private_aggregate(1.0, 0.1, 0)
+            grads = jax.device_put(jnp.ones((2, 8)), NamedSharding(mesh, PartitionSpec(None, "x")))
+        else:
+            tx, params, grads = optax.adam(0.1), [params], [grads]
+        scaled = mpjax.dynamic_loss_scale(tx)
+        state = jax.jit(scaled.init)(params)
+        updates, state = jax.jit(scaled.update)(grads, state, params)
+        expected, _ = jax.jit(tx.update)(grads, tx.init(params), params)
+        for a, b in zip(jax.tree.leaves(updates), jax.tree.leaves(expected), strict=True):
+            assert a.sharding.is_equivalent_to(b.sharding, 1)
+            np.testing.assert_allclose(a, b, rtol=1e-6)
+        bad = jax.tree.map(lambda g: g.at[(0,) * g.ndim].set(jnp.nan, out_sharding=jax.typeof(g).sharding), grads)
+        updates, state = jax.jit(scaled.update)(bad, state, params)
+        assert all(bool((u == 0).all()) for u in jax.tree.leaves(updates))
+
+
 def test_update_is_differentiable_through_the_decision():
     # Meta-learning differentiates through the optimizer; the skip must not stand in the way.
     tx = mpjax.dynamic_loss_scale(optax.sgd(0.1))

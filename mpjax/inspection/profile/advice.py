@@ -11,7 +11,7 @@ from mpjax.inspection.profile.kernels import Kernel, Split
 
 # Below these shares of the step nothing is worth a line.
 _WORTH = {"input": 0.05, "dispatch": 0.1, "kernels": 0.05, "one kernel": 0.03}
-_SCALING = "loss_scale _loss_scale_state _scaled_gradients _cotangents _applying _replicas".split()
+_SCALING = "loss_scale _loss_scale_state _scaled_gradients _value_and_grad _cotangents _applying _replicas".split()
 _SCALING_FILES = tuple(f"mpjax/{name}.py" for name in _SCALING)
 
 

@@ -1,0 +1,174 @@
+"""Gradients and updates of other libraries' parameters: Equinox models, NNX modules, states and optimizers."""
+
+import threading
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import mpjax
+
+X = jax.random.normal(jax.random.key(1), (8, 4))
+TX = mpjax.dynamic_loss_scale(optax.adam(1e-2))
+
+
+class Counting(eqx.Module):
+    """An Equinox model with static leaves: an activation, an integer array, a name."""
+
+    mlp: eqx.nn.MLP
+    table: jax.Array
+    activation: object
+    name: str
+
+    def __init__(self):
+        self.mlp = eqx.nn.MLP(4, 1, 4, 1, key=jax.random.key(0))
+        self.table = jnp.arange(3)
+        self.activation, self.name = jax.nn.tanh, "counting"
+
+    def __call__(self, x):
+        return self.activation(self.mlp(x)) + self.table[1]
+
+
+def eqx_loss(model, x):
+    return jnp.mean(jax.vmap(model)(x).astype(jnp.float32) ** 2)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
+def test_equinox_models_with_static_leaves(dtype):
+    model = jax.tree.map(lambda x: x.astype(dtype) if eqx.is_inexact_array(x) else x, Counting())
+    tx = TX if dtype == jnp.float32 else mpjax.dynamic_loss_scale(mpjax.master_weights(optax.adam(1e-2)))
+    state = tx.init(model)
+    assert jax.tree.structure(state) == jax.tree.structure(tx.init(eqx.filter(model, eqx.is_inexact_array)))
+
+    @eqx.filter_jit
+    def step(model, state, x):
+        loss, grads = mpjax.value_and_grad(eqx_loss, state)(model, x)
+        return *mpjax.apply_gradients(tx, grads, state, model, value=loss), loss, grads
+
+    expected = eqx.filter_grad(eqx_loss)(model, X)
+    new, state, loss, grads = step(model, state, X)
+    assert jax.tree.structure(grads) == jax.tree.structure(expected)
+    assert {g.dtype for g in jax.tree.leaves(grads)} == {jnp.dtype("float32")}
+    for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-2, atol=1e-2 if dtype == jnp.float16 else 1e-6)
+    assert (new.name, new.activation) == ("counting", jax.nn.tanh)
+    np.testing.assert_array_equal(new.table, model.table)
+    assert new.mlp.layers[0].weight.dtype == dtype
+    assert float(eqx_loss(new, X)) < float(loss)
+    updates, _ = tx.update(grads, state, new)
+    assert jax.tree.structure(updates) == jax.tree.structure(grads)
+    skipped, _, _, _ = step(new, state, X.at[0].set(jnp.nan))
+    jax.tree.map(np.testing.assert_array_equal, eqx.filter(skipped, eqx.is_array), eqx.filter(new, eqx.is_array))
+
+
+class Net(nnx.Module):
+    def __init__(self, dtype=jnp.float32):
+        self.linear = nnx.Linear(4, 1, param_dtype=dtype, rngs=nnx.Rngs(0))
+        self.extra = nnx.LoRAParam(jnp.ones((1,), dtype))
+        self.norm = nnx.BatchNorm(1, rngs=nnx.Rngs(1))
+
+    def __call__(self, x):
+        return self.norm(self.linear(x)) * self.extra[...]
+
+
+def loss_fn(model, x):
+    return jnp.mean((model(x).astype(jnp.float32) - 1) ** 2)
+
+
+def plain(tree):
+    return [np.asarray(x, np.float32) for x in jax.tree.leaves(tree)]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
+@pytest.mark.parametrize("argnums", [nnx.DiffState(0, nnx.LoRAParam), 0, (0,), (nnx.DiffState(0, nnx.Param), 1)])
+def test_nnx_diff_states(dtype, argnums):
+    expected = nnx.value_and_grad(loss_fn, argnums=argnums)(Net(), X)
+    state = mpjax.static_loss_scale(optax.sgd(0.1), 2.0**8).init({})
+    found = mpjax.value_and_grad(loss_fn, state, argnums=argnums)(Net(dtype), X)
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for a, b in zip(plain(found), plain(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-2, atol=2e-3)
+    assert {x.dtype for x in jax.tree.leaves(found)} == {jnp.dtype("float32")}
+
+
+def test_apply_gradients_updates_an_nnx_optimizer_and_its_model_in_place():
+    models = [Net() for _ in range(2)]
+    optimizers = [nnx.Optimizer(m, TX, wrt=nnx.Param) for m in models]
+    grads = mpjax.grad(loss_fn, optimizers[0])(models[0], X)
+    mpjax.grad(loss_fn, optimizers[1])(models[1], X)
+    optimizers[0].update(models[0], grads)
+    for tx in (optimizers[1].tx, optimizers[1]):
+        model, optimizer = models[1], optimizers[1]
+        if tx is optimizer:
+            optimizers[0].update(models[0], grads)
+        assert mpjax.apply_gradients(tx, grads, optimizer, model, value=jnp.float32(1)) == (model, optimizer)
+    for a, b in zip(plain(nnx.state(models)), plain(nnx.state(models[::-1])), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
+    assert int(optimizers[1].step[...]) == 2
+
+
+def test_nnx_states_are_trees_of_params():
+    model = Net()
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    state = TX.init(params)
+    loss = lambda params: loss_fn(nnx.merge(graph, params, rest, copy=True), X)
+    _, grads = mpjax.value_and_grad(loss, state)(params)
+    new, _ = mpjax.apply_gradients(TX, grads, state, params)
+    assert jax.tree.structure(new) == jax.tree.structure(params)
+
+
+def test_keyword_arguments_reach_an_nnx_loss():
+    loss = lambda model, *, x, flag: loss_fn(model, x) if flag == "on" else 0.0
+    value, _ = mpjax.value_and_grad(loss, TX.init({}))(Net(), x=X, flag="on")
+    np.testing.assert_allclose(value, loss_fn(Net(), X), rtol=1e-6)
+
+
+def test_threads_that_share_a_half_nnx_model_leave_it_half():
+    model = Net(jnp.float16)
+    state = mpjax.dynamic_loss_scale(optax.sgd(0.1)).init({})
+    seen, errors = set(), []
+
+    def work():
+        try:
+            for _ in range(3):
+                loss = lambda m, x: jnp.sum(m.linear.kernel[...].astype(jnp.float32) * x[0, :, None])
+                mpjax.grad(loss, state)(model, X)
+                seen.add(model.linear.kernel[...].dtype)
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert seen == {jnp.dtype("float16")}
+
+
+def test_the_callers_half_module_is_not_touched_while_the_loss_is_traced():
+    model, seen = Net(jnp.float16), []
+
+    def loss(m, x):
+        seen.append((model.linear.kernel[...].dtype, m.linear.kernel[...].dtype, m is model))
+        return loss_fn(m, x)
+
+    mpjax.grad(loss, TX.init({}))(model, X)
+    assert seen == [(jnp.float16, jnp.float16, False)]
+
+
+@pytest.mark.parametrize("transform", ["jvp", "jacfwd", "linearize", "hessian"])
+def test_scale_loss_in_forward_mode(transform):
+    loss = lambda w: jnp.sum(jnp.tanh(w) ** 3)
+    scaled, w = mpjax.scale_loss(loss, TX.init({})), jnp.linspace(-1.0, 1.0, 5)
+    run = {
+        "jvp": lambda f: jax.jvp(f, (w,), (w,)),
+        "jacfwd": lambda f: jax.jacfwd(f)(w),
+        "linearize": lambda f: jax.linearize(f, w)[1](w),
+        "hessian": lambda f: jax.hessian(f)(w),
+    }[transform]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), run(scaled), run(loss))

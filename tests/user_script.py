@@ -1,0 +1,57 @@
+"""A user's script, under pyright's strict rules: the lines of the README keep their types."""
+
+from typing import assert_type
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+import mpjax
+
+Params = dict[str, jax.Array]
+
+
+def loss_fn(params: Params, x: jax.Array, *, shift: float = 0.0) -> jax.Array:
+    return jnp.mean((x @ params["w"] + shift) ** 2)
+
+
+def loss_with_aux(params: Params, x: jax.Array) -> tuple[jax.Array, int]:
+    return loss_fn(params, x), 1
+
+
+def module_loss(model: nnx.Linear, x: jax.Array) -> jax.Array:
+    return jnp.mean(model(x) ** 2)
+
+
+tx = mpjax.dynamic_loss_scale(optax.MultiSteps(optax.adamw(1e-3), 2), growth_interval=200)
+tx = mpjax.loss_scale_for("mixed_float16", mpjax.master_weights(optax.adamw(1e-3), "O2"))
+tx = mpjax.static_loss_scale(optax.adamw(1e-3), 128.0)
+assert_type(tx, optax.GradientTransformationExtraArgs)
+
+params: Params = {"w": jnp.ones((2, 1))}
+x = jnp.ones((4, 2))
+opt_state = tx.init(params)
+
+loss, grads = mpjax.value_and_grad(loss_fn, opt_state)(params, x, shift=1.0)
+assert_type(loss, jax.Array)
+assert_type(grads, Params)
+assert_type(mpjax.grad(loss_fn, opt_state)(params, x), Params)
+assert_type(
+    mpjax.value_and_grad(loss_with_aux, opt_state, has_aux=True)(params, x), tuple[tuple[jax.Array, int], Params]
+)
+assert_type(mpjax.grad(loss_with_aux, opt_state, has_aux=True)(params, x), tuple[Params, int])
+assert_type(mpjax.scale_loss(loss_fn, opt_state)(params, x), jax.Array)
+params, opt_state = mpjax.apply_gradients(tx, grads, opt_state, params, value=loss)
+assert_type(params, Params)
+assert_type(mpjax.keep_if_finite(opt_state, params, params), Params)
+
+model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+with mpjax.restore_if_skipped(model, optimizer):
+    _, module_grads = mpjax.value_and_grad(module_loss, optimizer)(model, x)
+    optimizer.update(model, module_grads)
+mpjax.check_progress(opt_state)
+
+mpjax.value_and_grad(loss_fn, opt_state)(params)  # error: x is missing
+mpjax.scale_loss(loss_fn, opt_state)("params", x)  # error: not the params
