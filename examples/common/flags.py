@@ -91,7 +91,7 @@ def translate(arguments: Sequence[str], foreign: Mapping[str, Foreign]) -> list[
     words: list[str] = []
     for word in arguments:
         name, equals, value = word.partition("=")
-        known = foreign.get(name.replace("-", "_")) if name.startswith("--") else None
+        known = foreign.get("--" + name[2:].replace("-", "_")) if name.startswith("--") else None
         if known is None:
             words.append(word)
             continue

@@ -1,0 +1,240 @@
+"""Training that starts from weights: of a run in any precision, of an export, of files by name, of torch."""
+
+from __future__ import annotations
+
+import json
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from safetensors.numpy import save_file
+
+from examples.common.checkpoints import Checkpoints
+from examples.common.cli import UsageError
+from examples.common.precision_change import float32_params
+from examples.common.run_folder import RunFolder, write_json
+from examples.common.training import Variables
+from examples.common.weights import named, write_weights
+from examples.imagenet.__main__ import main
+from examples.imagenet.models import network
+from examples.imagenet.pretrained import read_pretrained
+from tests.examples.imagenet.runs import as_bytes, digit_flags, digits_task, error_of
+
+pytestmark = pytest.mark.usefixtures("quick_runs")
+
+
+def saved_run(folder, state, **flags):
+    """A run's folder with one checkpoint of a state."""
+    made = digits_task(**flags)
+    with RunFolder.create(folder, folder, made.config.settings()), Checkpoints(folder / "checkpoints") as checkpoints:
+        checkpoints.save(1, state, {"epoch": 0, "batch": 0, **made.position()})
+    write_json(folder / "data.json", made.description())
+    return folder
+
+
+def trained_state(**flags):
+    """A state whose numbers are no initial ones."""
+    state = digits_task(**flags).initial_state()
+    keys = iter(jax.random.split(jax.random.key(1), 1000))
+
+    def moved(x):
+        floating = jnp.issubdtype(x.dtype, jnp.floating) and x.ndim
+        return (x + jax.random.normal(next(keys), x.shape) / 10).astype(x.dtype) if floating else x
+
+    return state._replace(
+        params=jax.tree.map(moved, state.params),
+        stats=jax.tree.map(moved, state.stats),
+        opt_state=state.opt_state._replace(inner_state=jax.tree.map(moved, state.opt_state.inner_state)),
+    )
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_chain_of_precisions_keeps_masters_bitwise(tmp_path, keep):
+    state, source = trained_state(policy="O2"), tmp_path / "O2"
+    saved_run(source, state, policy="O2")
+    masters = as_bytes(float32_params(state))
+    for number, policy in enumerate(("float32", "O2", "mixed_bfloat16")):
+        made = digits_task(policy=policy, init_from=source, keep_optimizer=keep)
+        state = made.start_state()
+        assert int(state.step) == 0
+        assert as_bytes(float32_params(state)) == masters
+        fresh = made.initial_state()
+        assert jax.tree.map(lambda x: (x.shape, x.dtype), state) == jax.tree.map(lambda x: (x.shape, x.dtype), fresh)
+        momentum, zero = (as_bytes(optax.tree.get(own, "trace")) for own in (state, fresh))
+        assert keep == (momentum != zero)
+        source = saved_run(tmp_path / str(number), state, policy=policy)
+
+
+def test_run_of_another_optimizer_or_model_is_refused(tmp_path):
+    source = saved_run(tmp_path / "run", trained_state())
+    with pytest.raises(UsageError, match="has another optimizer"):
+        digits_task(optimizer="adam", init_from=source, keep_optimizer=True).start_state()
+    with pytest.raises(UsageError, match="give the same --model"):
+        digits_task(model="resnet20", init_from=source).start_state()
+
+
+def test_training_starts_from_a_run_and_from_files(tmp_path, capsys):
+    state = trained_state()
+    source = saved_run(tmp_path / "run", state)
+    variables = Variables(state.params, state.stats)
+    write_weights(tmp_path / "export.safetensors", variables, {})
+    np.savez(tmp_path / "arrays.npz", **{name: np.asarray(x) for name, x in named(variables._asdict()).items()})
+    for path in (source, tmp_path / "export.safetensors", tmp_path / "arrays.npz"):
+        started = digits_task(policy="O2", init_from=path, ema=0.9).start_state()
+        assert as_bytes(float32_params(started)) == as_bytes(state.params)
+        assert as_bytes(started.stats) == as_bytes(state.stats)
+        assert as_bytes(started.ema["params"]) == as_bytes(state.params)
+    flags = digit_flags(tmp_path / "new", "--epochs", "1", "--init-from", str(source), "--policy", "O2")
+    assert main(flags) == 0
+    assert f"weights from {source}" in capsys.readouterr().out
+    assert "lacks 'params" in error_of(
+        digit_flags(tmp_path / "other", "--init-from", str(save(tmp_path / "no.safetensors", w=np.zeros(3)))), capsys
+    )
+    assert "can't be read" in error_of(digit_flags(tmp_path / "third", "--init-from", "no/such/file"), capsys)
+
+
+def save(path, **arrays):
+    save_file({name: np.asarray(x, np.float32) for name, x in arrays.items()}, path)
+    return path
+
+
+def torch_resnet(blocks, bottleneck, classes, width=64):
+    """Random arrays with the names and shapes of torchvision's ResNets."""
+    rng = np.random.default_rng(0)
+    arrays = {}
+
+    def conv(name, outputs, inputs, kernel):
+        arrays[f"{name}.weight"] = rng.normal(size=(outputs, inputs, kernel, kernel)).astype(np.float32)
+
+    def norm(name, features):
+        for leaf in ("weight", "bias", "running_mean", "running_var"):
+            arrays[f"{name}.{leaf}"] = rng.normal(size=features).astype(np.float32)
+        arrays[f"{name}.num_batches_tracked"] = np.zeros((), np.int64)
+
+    conv("conv1", width, 3, 7)
+    norm("bn1", width)
+    inputs = width
+    for stage, count in enumerate(blocks):
+        features = width * 2**stage
+        outputs = features * (4 if bottleneck else 1)
+        for index in range(count):
+            name = f"layer{stage + 1}.{index}"
+            shapes = [(features, inputs, 3), (features, features, 3)]
+            if bottleneck:
+                shapes = [(features, inputs, 1), (features, features, 3), (outputs, features, 1)]
+            for number, (out, into, kernel) in enumerate(shapes, start=1):
+                conv(f"{name}.conv{number}", out, into, kernel)
+                norm(f"{name}.bn{number}", out)
+            if inputs != outputs or (index == 0 and stage > 0):
+                conv(f"{name}.downsample.0", outputs, inputs, 1)
+                norm(f"{name}.downsample.1", outputs)
+            inputs = outputs
+    arrays["fc.weight"] = rng.normal(size=(classes, inputs)).astype(np.float32)
+    arrays["fc.bias"] = rng.normal(size=classes).astype(np.float32)
+    return arrays
+
+
+@pytest.mark.parametrize(
+    ("name", "blocks", "bottleneck"), [("resnet18", (2, 2, 2, 2), False), ("resnet50", (3, 4, 6, 3), True)]
+)
+def test_weights_of_torch_are_found_by_name(tmp_path, name, blocks, bottleneck):
+    arrays = torch_resnet(blocks, bottleneck, 1000)
+    save_file(arrays, tmp_path / "torch.safetensors")
+    net = network(name, 1000, 3)
+    like = jax.eval_shape(net.init, jax.random.key(0), jnp.zeros((1, 64, 64, 3)))
+    read = read_pretrained(tmp_path / "torch.safetensors", like, name)
+    params, stats = read
+    np.testing.assert_array_equal(params["stem"]["kernel"], arrays["conv1.weight"].transpose(2, 3, 1, 0))
+    block = "Bottleneck" if bottleneck else "BasicBlock"
+    third = params[f"{block}_{blocks[0]}"]
+    np.testing.assert_array_equal(third["Conv_1"]["kernel"], arrays["layer2.0.conv2.weight"].transpose(2, 3, 1, 0))
+    np.testing.assert_array_equal(third["shortcut_norm"]["scale"], arrays["layer2.0.downsample.1.weight"])
+    last = stats[f"{block}_{sum(blocks) - 1}"]["BatchNorm_1"]["var"]
+    np.testing.assert_array_equal(last, arrays[f"layer4.{blocks[3] - 1}.bn2.running_var"])
+    np.testing.assert_array_equal(params["Dense_0"]["kernel"], arrays["fc.weight"].T)
+    # Every array of the file is somewhere.
+    used = sum(x.size for x in jax.tree.leaves(read))
+    assert used == sum(x.size for key, x in arrays.items() if "num_batches" not in key)
+
+
+def test_head_for_other_classes_starts_anew(tmp_path, capsys):
+    save_file(torch_resnet((2, 2, 2, 2), False, 7, width=64), tmp_path / "torch.safetensors")
+    net = network("resnet18", 10, 3)
+    like = jax.tree.map(jnp.ones_like, jax.eval_shape(net.init, jax.random.key(0), jnp.zeros((1, 64, 64, 3))))
+    read = read_pretrained(tmp_path / "torch.safetensors", like, "resnet18")
+    np.testing.assert_array_equal(read.params["Dense_0"]["kernel"], 1)
+    assert "is for 7 classes" in capsys.readouterr().out
+    with pytest.raises(UsageError, match=r"lacks|does not fit"):
+        read_pretrained(
+            tmp_path / "torch.safetensors",
+            jax.eval_shape(network("resnet34", 7, 3).init, jax.random.key(0), jnp.zeros((1, 64, 64, 3))),
+            "resnet34",
+        )
+
+
+# Models of one's own, and other optimizers.
+
+
+class OwnLinen(nn.Module):
+    num_classes: int
+
+    @nn.compact
+    def __call__(self, x, train: bool):
+        x = nn.Dropout(0.5, deterministic=not train)(x.reshape(len(x), -1))
+        return nn.Dense(self.num_classes)(x)
+
+
+class OwnNNX(nnx.Module):
+    def __init__(self, num_classes, channels, *, rngs):
+        self.dropout, self.head = nnx.Dropout(0.5, rngs=rngs), nnx.Linear(64 * channels, num_classes, rngs=rngs)
+
+    def __call__(self, x):
+        return self.head(self.dropout(x.reshape(len(x), -1)))
+
+
+@pytest.mark.parametrize("model", ["OwnLinen", "OwnNNX"])
+def test_models_of_ones_own_draw_dropout_in_training_only(model):
+    made = digits_task(model=f"{__name__}:{model}")
+    net = network(made.config.model_name, 10, 1)
+    images = jnp.ones((2, 8, 8, 1))
+    variables = net.init(jax.random.key(0), images)
+    used = [net.apply(variables, images, None)[0] for _ in range(2)]
+    np.testing.assert_array_equal(*used)
+    one, two, again = (net.apply(variables, images, jax.random.key(seed))[0] for seed in (1, 2, 1))
+    assert not np.array_equal(one, two)
+    np.testing.assert_array_equal(one, again)
+
+
+# O3 keeps no float32 copy of its parameters, which is what is asked for.
+@pytest.mark.filterwarnings("ignore:loss scaling. .* keeps no float32 copy")
+@pytest.mark.parametrize("optimizer", ["adam", "adamw", "lars", "lamb"])
+@pytest.mark.parametrize("policy", ["O2", "O3"])
+def test_every_optimizer_moves_half_parameters(optimizer, policy):
+    made = digits_task(model=f"{__name__}:OwnLinen", optimizer=optimizer, policy=policy, warmup_epochs=0.0)
+    state = made.initial_state()
+    floating = [x for x in jax.tree.leaves(state.opt_state.inner_state) if jnp.issubdtype(x.dtype, jnp.floating)]
+    assert {x.dtype for x in floating} == {jnp.dtype("float32")}
+    before = np.asarray(state.params["Dense_0"]["kernel"])
+    batch = next(made.batches(0, 0))
+    made.close()
+    state, shown = made.training.train_step(state, batch)
+    assert int(shown["skipped_steps"]) == 0
+    assert not np.array_equal(before, state.params["Dense_0"]["kernel"])
+
+
+def test_seeds_own_command_lines_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    small = "--model resnet8 --image_size 8 --devices 1".split()
+    nvidia = "--mode=training_benchmark --warmup_steps 1 --num_iter 2 --iter_unit batch --data_dir= --results_dir=out"
+    assert main([*nvidia.split(), "--batch_size", "4", "--use_tf_amp", "--use_xla", *small]) == 0
+    results = json.loads((tmp_path / "out" / "benchmark.json").read_text())
+    assert (results["policy"], results["batch_size"], results["iterations"]) == ("mixed_float16", 4, 2)
+    out = capsys.readouterr().out
+    assert "--use_tf_amp: is --policy mixed_float16" in out
+    assert "--use_xla: JAX compiles everything with XLA" in out
+    off = main([*nvidia.replace("=out", "=off").split(), "--batch_size", "4", "--use_tf_amp=0", *small])
+    assert (off, json.loads((tmp_path / "off" / "benchmark.json").read_text())["policy"]) == (0, "float32")
