@@ -1,0 +1,244 @@
+"""Other people's tests under autocast: which pass plainly and fail when JAX's entry points are wrapped.
+
+    python -m benchmarks.foreign --tests FOLDER
+
+FOLDER holds test files of JAX and Flax (`custom_api_test.py`, `lax_control_flow_test.py`, `shard_map_test.py`,
+`nn_test.py`, `linen_transforms_test.py`, `tests/nnx/nn`), of the versions that are installed; they are not part of this
+repository. Every file runs in a process of its own with the functions given to `jax.jit`, `jax.grad`,
+`jax.value_and_grad` and `jax.vmap`, `nn.Module.apply` and calls of NNX layers in `mpjax.autocast`, and with comparisons
+as loose as half precision needs. What fails there runs again plainly; what passes then is listed. Tests that look at
+values with Python's control flow are listed apart: a traced function can't run them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import functools
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+MODE, REPORT, DTYPE = "MPJAX_FOREIGN_MODE", "MPJAX_FOREIGN_REPORT", "MPJAX_FOREIGN_DTYPE"
+TOLERANCE = 0.05
+# What a traced function can't do: `if x > 0`, `float(x)`, `np.asarray(x)`.
+_CONCRETE = (
+    "TracerBoolConversionError",
+    "ConcretizationTypeError",
+    "TracerIntegerConversionError",
+    "TracerArrayConversionError",
+    "NonConcreteBooleanIndexError",
+)
+
+
+# The part that runs inside pytest: `-p benchmarks.foreign`.
+
+
+def pytest_configure(config: Any) -> None:
+    """Wraps JAX before a test module is imported."""
+    if os.environ.get(MODE) == "wrapped":
+        _wrap_jax()
+        _wrap_flax()
+        _loosen()
+
+
+def pytest_runtest_logreport(report: Any) -> None:
+    """Writes down the outcome of each test."""
+    path = os.environ.get(REPORT)
+    if path is None or (report.when != "call" and not report.failed):
+        return
+    with open(path, "a") as file:
+        file.write(json.dumps({"test": report.nodeid, "outcome": report.outcome, "cause": _cause(report)}) + "\n")
+
+
+def _cause(report: Any) -> str:
+    if not report.failed:
+        return ""
+    crash = getattr(report.longrepr, "reprcrash", None)
+    message = crash.message if crash is not None else str(report.longrepr)[-300:]
+    ours = re.findall(r"mpjax/((?:casting|_jaxpr)[\w/]*\.py):(\d+)", str(report.longrepr))
+    where = f" at {ours[-1][0]}:{ours[-1][1]}" if ours else ""
+    return re.sub(r"\s+", " ", message)[:200] + where
+
+
+def _caster(fun: Any) -> Any:
+    import mpjax
+
+    return mpjax.autocast(fun, f"mixed_{os.environ.get(DTYPE, 'float16')}")
+
+
+def _wrap_jax() -> None:
+    import flax.linen
+    import flax.nnx
+    import jax
+    import optax
+
+    import mpjax.casting
+
+    del flax, mpjax, optax  # imported first: what libraries jit for themselves is not under test
+
+    def wrapped(transform: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(transform)
+        def call(fun: Any = None, *args: Any, **kwargs: Any) -> Any:
+            if fun is None:
+                return lambda fun: call(fun, *args, **kwargs)
+            return transform(_caster(fun) if callable(fun) else fun, *args, **kwargs)
+
+        return call
+
+    for name in ("jit", "grad", "value_and_grad", "vmap"):
+        setattr(jax, name, wrapped(getattr(jax, name)))
+
+
+def _wrap_flax() -> None:
+    from flax import linen, nnx
+
+    apply = linen.Module.apply
+
+    @functools.wraps(apply)
+    def half_apply(self: Any, variables: Any, *args: Any, **kwargs: Any) -> Any:
+        return _caster(lambda variables, *args: apply(self, variables, *args, **kwargs))(variables, *args)
+
+    linen.Module.apply = half_apply  # type: ignore[method-assign]
+    for layer in _layers(nnx):
+        layer.__call__ = _half_call(layer.__call__)
+
+
+def _layers(nnx: Any) -> list[Any]:
+    found = [value for value in vars(nnx).values() if isinstance(value, type) and issubclass(value, nnx.Module)]
+    return [layer for layer in dict.fromkeys(found) if "__call__" in vars(layer)]
+
+
+def _half_call(call: Any) -> Any:
+    @functools.wraps(call)
+    def half(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return _caster(call)(self, *args, **kwargs)
+
+    return half
+
+
+def _loosen() -> None:
+    """Comparisons to half's precision, numbers that are equal among them; finite differences are not compared."""
+    import jax.numpy as jnp
+    import numpy as np
+    from jax._src import public_test_util, test_util
+
+    close = np.testing.assert_allclose
+
+    def inexact(*arrays: Any) -> bool:
+        try:
+            return any(jnp.issubdtype(np.asarray(x).dtype, jnp.inexact) for x in arrays)
+        except Exception:  # what is compared is no array
+            return False
+
+    def loose(actual: Any, desired: Any, *args: Any, **kwargs: Any) -> None:
+        if not inexact(actual, desired):
+            return close(actual, desired, **{k: v for k, v in kwargs.items() if k in ("err_msg", "verbose")})
+        held = complex if np.iscomplexobj(actual) or np.iscomplexobj(desired) else float
+        actual, desired = (np.asarray(x, held) for x in (actual, desired))
+        scale = np.nanmax(np.abs(desired), initial=1.0, where=np.isfinite(desired))
+        return close(actual, desired, rtol=TOLERANCE, atol=TOLERANCE * scale)
+
+    def loose_equal(actual: Any, desired: Any, *args: Any, **kwargs: Any) -> None:
+        return loose(actual, desired) if inexact(actual, desired) else equal(actual, desired, *args, **kwargs)
+
+    equal = np.testing.assert_array_equal
+    np.testing.assert_allclose = np.testing.assert_array_almost_equal = np.testing.assert_almost_equal = loose
+    np.testing.assert_array_equal = loose_equal
+    public_test_util._assert_numpy_allclose = lambda a, b, atol=None, rtol=None, err_msg="": loose(a, b)
+    public_test_util._check_dtypes_match = lambda a, b: None
+    test_util.check_grads = public_test_util.check_grads = lambda *args, **kwargs: None
+    case: Any = test_util.JaxTestCase
+    case.assertArraysEqual = lambda self, a, b, **kwargs: loose_equal(a, b)
+    case.assertArraysAllClose = lambda self, a, b, **kwargs: loose(a, b)
+    case.assertAllClose = _loose_trees(loose)
+
+
+def _loose_trees(loose: Any) -> Any:
+    import jax
+
+    def compare(self: Any, a: Any, b: Any, **kwargs: Any) -> None:
+        first, second = jax.tree.leaves(a), jax.tree.leaves(b)
+        assert len(first) == len(second)
+        for x, y in zip(first, second, strict=True):
+            loose(x, y)
+
+    return compare
+
+
+# The part that runs the files and compares.
+
+
+def run_tests(path: pathlib.Path, tests: list[str], mode: str, dtype: str, seconds: float) -> dict[str, Any]:
+    """The outcome and the cause of each of these tests of a file; of all, if none is named."""
+    root = pathlib.Path(__file__).parents[1]
+    with tempfile.TemporaryDirectory() as folder:
+        report = pathlib.Path(folder) / "report"
+        environment = os.environ | {MODE: mode, REPORT: str(report), DTYPE: dtype, "PYTHONPATH": str(root)}
+        environment["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+        environment["JAX_PLATFORMS"] = "cpu"
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "benchmarks.foreign", "-p", "no:cacheprovider"]
+        command += ["-p", "no:xdist", "-o", "addopts=", "-W", "ignore", "--rootdir", str(path.parent)]
+        command += [f"{path}::{test.partition('::')[2]}" for test in tests] or [str(path)]
+        try:
+            done = subprocess.run(command, env=environment, cwd=folder, timeout=seconds, capture_output=True, text=True)
+            if not report.exists():
+                raise SystemExit(f"{path}: pytest ran no test:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+        except subprocess.TimeoutExpired:
+            print(f"{path.name}, {mode}: stopped after {seconds:.0f} s", flush=True)
+        lines = report.read_text().splitlines() if report.exists() else []
+    found = map(json.loads, lines)
+    return {entry["test"]: (entry["outcome"], entry["cause"]) for entry in found}
+
+
+def kind_of(cause: str) -> str:
+    """The causes that are one fault, by the exception and the line of mpjax."""
+    if any(name in cause for name in _CONCRETE):
+        return "control flow on values"
+    where = cause.rpartition(" at ")[2] if " at casting" in cause or " at _jaxpr" in cause else ""
+    return f"{re.sub(r'[0-9]+|0x[0-9a-f]+', '_', cause)[:80]} {where}".strip()
+
+
+def files_in(folder: pathlib.Path) -> list[pathlib.Path]:
+    """The test files in a folder."""
+    return sorted([*folder.rglob("*_test.py"), *folder.rglob("test_*.py")])
+
+
+def main() -> None:
+    """Runs from the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tests", type=pathlib.Path, required=True, help="the folder of other people's tests")
+    parser.add_argument("--only", default="", help="files whose path contains this")
+    parser.add_argument("--dtype", choices=("float16", "bfloat16"), default="float16")
+    parser.add_argument("--seconds", type=float, default=3600, help="the most that a file may take")
+    options = parser.parse_args()
+    kinds: dict[str, list[str]] = collections.defaultdict(list)
+    passed = 0
+    for path in files_in(options.tests):
+        if options.only not in str(path):
+            continue
+        wrapped = run_tests(path, [], "wrapped", options.dtype, options.seconds)
+        failed = {test: cause for test, (outcome, cause) in wrapped.items() if outcome == "failed"}
+        plain = run_tests(path, list(failed), "plain", options.dtype, options.seconds) if failed else {}
+        only_wrapped = [test for test in failed if plain.get(test, ("",))[0] == "passed"]
+        passed += sum(outcome == "passed" for outcome, _ in wrapped.values())
+        print(
+            f"{path.name}: {len(wrapped)} ran wrapped, {len(failed)} failed, {len(only_wrapped)} not plainly",
+            flush=True,
+        )
+        for test in only_wrapped:
+            kinds[kind_of(failed[test])].append(f"{test}: {failed[test]}")
+    print(f"\n{passed} tests pass wrapped; {sum(map(len, kinds.values()))} pass only plainly")
+    for kind, tests in sorted(kinds.items(), key=lambda item: -len(item[1])):
+        print(f"\n## {len(tests)} × {kind}")
+        print("\n".join(f"  {test}" for test in tests))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""A random program with what is done to it: the transformation, the dtype, the rules."""
+
+from __future__ import annotations
+
+import dataclasses
+import linecache
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import strategies as st
+
+import mpjax
+from testing.random_programs.namespace import namespace
+from testing.random_programs.operations import Type
+from testing.random_programs.writing import Scope, Writer
+
+Function = Callable[..., Any]
+BATCH = 2
+
+# The parameters of every program.
+PARAMETERS = (("w", Type.MATRIX), ("x", Type.ROWS), ("b", Type.VECTOR), ("s", Type.SCALAR))
+
+
+def arguments() -> tuple[Any, ...]:
+    """The arrays that programs are called with; the last is an integer."""
+    rng = np.random.default_rng(0)
+    floats = (rng.normal(size=of.value).astype(np.float32) * 0.8 for _, of in PARAMETERS)
+    return (*(jnp.asarray(x) for x in floats), jnp.int32(1))
+
+
+def _loss(fun: Function) -> Function:
+    def loss(*args: Any) -> Any:
+        return sum((jnp.mean(out * 0.7) for out in fun(*args)), start=jnp.float32(0))
+
+    return loss
+
+
+def _gradient(fun: Function) -> Function:
+    return jax.grad(fun, argnums=(0, 1, 2))
+
+
+def _batched(fun: Function) -> Function:
+    """Maps a function over its second argument, as gradients of each example are taken."""
+
+    def call(w: Any, x: Any, *rest: Any) -> Any:
+        return jax.vmap(lambda row: fun(w, row, *rest))(jnp.stack([x, 0.5 * x]))
+
+    return call
+
+
+def _pushed(fun: Function) -> Function:
+    def call(w: Any, x: Any, b: Any, s: Any, n: Any) -> Any:
+        return jax.jvp(lambda w, x: fun(w, x, b, s, n), (w, x), (jnp.ones_like(w), 0.5 * x))
+
+    return call
+
+
+# Each takes a program and a caster. With the caster inside, JAX transforms what autocast wrote; with the
+# caster outside, autocast rewrites what JAX's transformations made.
+TRANSFORMS: dict[str, Callable[[Function, Function], Function]] = {
+    "value": lambda f, cast: cast(f),
+    "grad": lambda f, cast: _gradient(cast(_loss(f))),
+    "outside_grad": lambda f, cast: cast(_gradient(_loss(f))),
+    "grad_of_jit": lambda f, cast: _gradient(jax.jit(cast(_loss(f)))),
+    "jit_inside": lambda f, cast: cast(jax.jit(f)),
+    "jvp": lambda f, cast: _pushed(cast(f)),
+    "outside_jvp": lambda f, cast: cast(_pushed(f)),
+    "vmap": lambda f, cast: _batched(cast(f)),
+    "vmap_of_grad": lambda f, cast: _batched(_gradient(cast(_loss(f)))),
+    "outside_vmap_of_grad": lambda f, cast: cast(_batched(_gradient(_loss(f)))),
+    "outside_grad_of_remat": lambda f, cast: cast(_gradient(jax.checkpoint(_loss(f)))),
+}
+REVERSE = {name for name in TRANSFORMS if "grad" in name}
+FORWARD = {name for name in TRANSFORMS if "jvp" in name}
+OUTSIDE = {"value", "jit_inside"} | {name for name in TRANSFORMS if name.startswith("outside")}
+
+RULES = {
+    "default": mpjax.Rules(),
+    "full": mpjax.Rules(residuals="full"),
+    "conservative": mpjax.Rules(level="conservative"),
+    "half": mpjax.Rules(level="half"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One example.
+
+    Args:
+        source: the program, a definition of `program(w, x, b, s, n)`.
+        transform: one of `TRANSFORMS`.
+        dtype: the half dtype's name.
+        rules: one of `RULES`.
+        features: the higher-order statements in it.
+    """
+
+    source: str
+    transform: str
+    dtype: str = "float16"
+    rules: str = "default"
+    features: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        return f"# {self.transform}, {self.dtype}, rules={self.rules}\n{self.source}"
+
+    def program(self) -> Function:
+        """The program, defined anew: JAX remembers nothing of it."""
+        space = namespace()
+        name = f"<program {hash(self.source) & 0xFFFFFF:x}>"
+        linecache.cache[name] = (len(self.source), None, self.source.splitlines(True), name)
+        exec(compile(self.source, name, "exec"), space)
+        return space["program"]
+
+    def cast(self, fun: Function) -> Function:
+        """The caster under test."""
+        return mpjax.autocast(fun, f"mixed_{self.dtype}", rules=RULES[self.rules])
+
+    def plain(self) -> Function:
+        """The transformed program, as JAX runs it."""
+        return TRANSFORMS[self.transform](self.program(), lambda fun: fun)
+
+    def autocast(self) -> Function:
+        """The same with autocast at its place."""
+        return TRANSFORMS[self.transform](self.program(), self.cast)
+
+
+@st.composite
+def cases(draw: Any, dtype: str | None = None) -> Case:
+    """Random cases."""
+    transform = draw(st.sampled_from(sorted(TRANSFORMS, key=list(TRANSFORMS).index)))
+    rules = draw(st.sampled_from(("default", "default", "default", "full", "conservative", "half")))
+    dtype = dtype or draw(st.sampled_from(("float16", "bfloat16")))
+    writer = Writer(draw, transform in REVERSE, transform in FORWARD)
+    scope = Scope([(name, of) for name, of in reversed(PARAMETERS)], 0, [])
+    outs = writer.body(scope)
+    lines = ["def program(w, x, b, s, n):", *scope.lines]
+    lines.append(f"    return {', '.join(name for name, _ in outs)}{',' if len(outs) == 1 else ''}")
+    return Case("\n".join(lines) + "\n", transform, dtype, rules, tuple(dict.fromkeys(writer.used)))

@@ -1,0 +1,545 @@
+"""Evaluates a jaxpr in NumPy: in float64, in the dtypes that it names, or with every value rounded to half.
+
+Nothing is compiled, so a program costs milliseconds, and the arithmetic is another than the one under test.
+Each operation computes in float64; what differs is how its result is stored. Programs that run on several
+devices are carried out in step, one environment for each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import scipy.special
+
+Array = np.ndarray[Any, Any]
+Store = Callable[[Array, Any], Array]
+Replicas = list[Array]
+
+
+class Unsupported(Exception):
+    """An equation that this evaluator does not carry out."""
+
+
+def is_float(dtype: Any) -> bool:
+    """Whether a dtype is a real floating one, bfloat16 among them."""
+    return jnp.issubdtype(dtype, jnp.floating)
+
+
+def exact(x: Array, dtype: Any) -> Array:
+    """Stores a result in float64: the reference."""
+    return x
+
+
+def as_typed(x: Array, dtype: Any) -> Array:
+    """Stores a result in the dtype that the program names."""
+    return x.astype(dtype).astype(np.float64)
+
+
+def rounded(half: Any, rng: np.random.Generator) -> Store:
+    """Stores every result in half, rounded up or down at random; but without an upper limit to its size."""
+    limits = jnp.finfo(half)
+    bits, smallest = limits.nmant + 1, float(limits.smallest_subnormal)
+
+    def store(x: Array, dtype: Any) -> Array:
+        with np.errstate(all="ignore"):
+            _, exponent = np.frexp(x)
+            quantum = np.maximum(np.ldexp(1.0, exponent - bits), smallest)
+            found = np.floor(x / quantum + rng.random(x.shape)) * quantum
+            return np.where(np.isfinite(x), found, x)
+
+    return store
+
+
+def evaluate(closed: Any, args: Sequence[Any], store: Store = exact) -> list[Array]:
+    """The results of a closed jaxpr; floats as float64, keys as JAX's own arrays.
+
+    Raises:
+        Unsupported: an equation is beyond this evaluator.
+    """
+    jaxpr, consts = closed.jaxpr, closed.consts
+    machine = _Machine(store, 1)
+    ins = [machine.load(v, x) for v, x in zip(jaxpr.invars, args, strict=True)]
+    with np.errstate(all="ignore"):
+        outs = machine.run(jaxpr, [machine.load(v, c) for v, c in zip(jaxpr.constvars, consts, strict=True)], ins)
+    return [out[0] for out in outs]
+
+
+def _open(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
+    return (jaxpr.jaxpr, jaxpr.consts) if hasattr(jaxpr, "consts") else (jaxpr, ())
+
+
+def _is_key(aval: Any) -> bool:
+    return jnp.issubdtype(aval.dtype, jax.dtypes.extended)
+
+
+class _Machine:
+    """Carries out equations on a number of devices in step."""
+
+    def __init__(self, store: Store, devices: int):
+        self.store, self.devices = store, devices
+
+    def load(self, v: Any, x: Any) -> Replicas:
+        """A constant or an argument, on every device."""
+        if _is_key(v.aval):
+            return [x] * self.devices
+        array = np.asarray(x)
+        if is_float(v.aval.dtype):
+            array = self.store(array.astype(np.float64), v.aval.dtype)
+        return [array] * self.devices
+
+    def run(self, jaxpr: Any, consts: Sequence[Replicas], args: Sequence[Replicas]) -> list[Replicas]:
+        env: dict[Any, Replicas] = {}
+        env.update(zip(jaxpr.constvars, consts, strict=True))
+        env.update(zip(jaxpr.invars, args, strict=True))
+
+        def read(v: Any) -> Replicas:
+            return self.load(v, v.val) if hasattr(v, "val") else env[v]
+
+        for eqn in jaxpr.eqns:
+            outs = self.equation(eqn, [read(v) for v in eqn.invars])
+            env.update(zip(eqn.outvars, outs, strict=True))
+        return [read(v) for v in jaxpr.outvars]
+
+    def closed(self, jaxpr: Any, args: Sequence[Replicas]) -> list[Replicas]:
+        inner, consts = _open(jaxpr)
+        return self.run(inner, [self.load(v, c) for v, c in zip(inner.constvars, consts, strict=True)], args)
+
+    def equation(self, eqn: Any, args: list[Replicas]) -> list[Replicas]:
+        name = eqn.primitive.name
+        if name in _HIGHER:
+            return _HIGHER[name](self, eqn, args)
+        if name in _COLLECTIVES:
+            return [self.stored(eqn, 0, out) for out in _COLLECTIVES[name](self, eqn, args)]
+        rows = [_apply(eqn, [arg[d] for arg in args]) for d in range(self.devices)]
+        return [self.stored(eqn, i, [row[i] for row in rows]) for i in range(len(eqn.outvars))]
+
+    def stored(self, eqn: Any, i: int, outs: Replicas) -> Replicas:
+        aval = eqn.outvars[i].aval
+        if _is_key(aval):
+            return outs
+        if is_float(aval.dtype):
+            return [self.store(np.asarray(out, np.float64), aval.dtype) for out in outs]
+        return [np.asarray(out).astype(aval.dtype) for out in outs]
+
+    def same(self, x: Replicas) -> Array:
+        """A value that must be the same on all devices, as a loop's end is."""
+        if any(not np.array_equal(x[0], other) for other in x[1:]):
+            raise Unsupported("devices disagree about a branch")
+        return x[0]
+
+
+# Higher-order primitives.
+
+
+def _call(machine: _Machine, eqn: Any, args: list[Replicas]) -> list[Replicas]:
+    for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+        if key in eqn.params:
+            return machine.closed(eqn.params[key], args)
+    raise Unsupported(eqn.primitive.name)
+
+
+def _custom(machine: _Machine, eqn: Any, args: list[Replicas]) -> list[Replicas]:
+    return machine.closed(eqn.params.get("call_jaxpr") or eqn.params["fun_jaxpr"], args)
+
+
+def _scan_split(params: dict[str, Any]) -> tuple[int, int]:
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()
+    return len(consts), len(carry)
+
+
+def _scan(machine: _Machine, eqn: Any, args: list[Replicas]) -> list[Replicas]:
+    params = eqn.params
+    first, count = _scan_split(params)
+    consts, carry, xs = args[:first], args[first : first + count], args[first + count :]
+    steps: list[list[Replicas]] = []
+    order = range(params["length"])
+    for t in reversed(order) if params["reverse"] else order:
+        outs = machine.closed(params["jaxpr"], [*consts, *carry, *([x[t] for x in each] for each in xs)])
+        carry = outs[:count]
+        steps.append(outs[count:])
+    if params["reverse"]:
+        steps.reverse()
+    avals = [v.aval for v in eqn.outvars[count:]]
+    ys = [
+        [
+            np.stack([step[i][d] for step in steps]) if steps else np.zeros(aval.shape, _held(aval.dtype))
+            for d in range(machine.devices)
+        ]
+        for i, aval in enumerate(avals)
+    ]
+    return [*carry, *ys]
+
+
+def _held(dtype: Any) -> Any:
+    return np.float64 if is_float(dtype) else dtype
+
+
+def _while(machine: _Machine, eqn: Any, args: list[Replicas]) -> list[Replicas]:
+    params = eqn.params
+    split = params["cond_nconsts"]
+    test, rest = args[:split], args[split:]
+    consts, carry = rest[: params["body_nconsts"]], rest[params["body_nconsts"] :]
+    for _ in range(100):
+        (going,) = machine.closed(params["cond_jaxpr"], [*test, *carry])
+        going = [np.asarray(g) for g in going]
+        if not any(g.any() for g in going):
+            return carry
+        new = machine.closed(params["body_jaxpr"], [*consts, *carry])
+        if going[0].ndim:  # batched: what is finished keeps its carry
+            new = [
+                [
+                    np.where(g.reshape(g.shape + (1,) * (n.ndim - g.ndim)), n, o)
+                    for g, n, o in zip(going, a, b, strict=True)
+                ]
+                for a, b in zip(new, carry, strict=True)
+            ]
+        else:
+            machine.same(going)
+        carry = new
+    raise Unsupported("a loop without an end")
+
+
+def _masked(going: Array, new: Array, old: Array) -> Array:
+    return np.where(going.reshape(going.shape + (1,) * (new.ndim - going.ndim)), new, old)
+
+
+def _cond(machine: _Machine, eqn: Any, args: list[Replicas]) -> list[Replicas]:
+    branches = eqn.params["branches"]
+    index = int(np.clip(machine.same(args[0]), 0, len(branches) - 1))
+    return machine.closed(branches[index], args[1:])
+
+
+def _shard_map(machine: _Machine, eqn: Any, args: list[Replicas]) -> list[Replicas]:
+    if machine.devices != 1:
+        raise Unsupported("shard_map in shard_map")
+    params = eqn.params
+    ((_, size),) = params["mesh"].shape.items()
+    inner = _Machine(machine.store, size)
+
+    def axis_of(spec: Any) -> int | None:
+        found = [i for i, part in enumerate(spec) if part]
+        return found[0] if found else None
+
+    parts = []
+    for spec, (x,) in zip(params["in_specs"], args, strict=True):
+        axis = axis_of(spec)
+        parts.append([x] * size if axis is None else np.split(x, size, axis))
+    outs = inner.closed(params["jaxpr"], parts)
+    whole = []
+    for spec, out in zip(params["out_specs"], outs, strict=True):
+        axis = axis_of(spec)
+        whole.append([out[0] if axis is None else np.concatenate(out, axis)])
+    return whole
+
+
+def _linear_solve(machine: _Machine, eqn: Any, args: list[Replicas]) -> list[Replicas]:
+    lengths = eqn.params["const_lengths"]
+    if hasattr(lengths, "_fields"):
+        sizes = list(lengths)
+        start = sum(sizes[:2])
+        consts, operands = args[start : start + sizes[2]], args[sum(sizes) :]
+        return machine.closed(eqn.params["jaxprs"].solve, [*consts, *operands])
+    raise Unsupported("custom_linear_solve")
+
+
+_HIGHER: dict[str, Callable[[_Machine, Any, list[Replicas]], list[Replicas]]] = {
+    **dict.fromkeys(("jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "remat"), _call),
+    **dict.fromkeys(("custom_jvp_call", "custom_vjp_call"), _custom),
+    "scan": _scan,
+    "while": _while,
+    "cond": _cond,
+    "shard_map": _shard_map,
+    "custom_linear_solve": _linear_solve,
+}
+
+
+def _reduced(combine: Any) -> Any:
+    def collective(machine: _Machine, eqn: Any, args: list[Replicas]) -> list[Replicas]:
+        axes = tuple(axis for axis in eqn.params["axes"] if isinstance(axis, int))
+        if axes:  # vmap turned the name of an axis into its number
+            return [[combine(x, axis=axes) for x in arg] for arg in args]
+        return [[combine(np.stack(arg), axis=0)] * machine.devices for arg in args]
+
+    return collective
+
+
+def _same(machine: _Machine, eqn: Any, args: list[Replicas]) -> list[Replicas]:
+    return args
+
+
+def _index(machine: _Machine, eqn: Any, args: list[Replicas]) -> list[Replicas]:
+    return [[np.asarray(d, np.int32) for d in range(machine.devices)]]
+
+
+_COLLECTIVES = {
+    **dict.fromkeys(("psum", "psum2", "psum_invariant"), _reduced(np.sum)),
+    "pmax": _reduced(np.max),
+    "pmin": _reduced(np.min),
+    **dict.fromkeys(("pvary", "pbroadcast", "pcast"), _same),
+    "axis_index": _index,
+}
+
+
+# First-order primitives: one device.
+
+
+def _apply(eqn: Any, args: list[Array]) -> list[Any]:
+    rule = _RULES.get(eqn.primitive.name)
+    if rule is not None:
+        out = rule(eqn, *args)
+        return list(out) if eqn.primitive.multiple_results else [out]
+    return _by_jax(eqn, args)
+
+
+def _by_jax(eqn: Any, args: list[Array]) -> list[Any]:
+    """Carries out an operation through JAX, in float64; a scatter, whose sum has a dtype in it, in the program's."""
+    if eqn.primitive.name.startswith("scatter"):
+        typed = [jnp.asarray(x, v.aval.dtype) for v, x in zip(eqn.invars, args, strict=True)]
+        return [np.asarray(eqn.primitive.bind(*typed, **eqn.params))]
+    operands: list[Any] = []
+    with jax.enable_x64(True):
+        for v, x in zip(eqn.invars, args, strict=True):
+            operands.append(x if _is_key(v.aval) else jnp.asarray(x))
+        params = eqn.primitive.get_bind_params(eqn.params)
+        for key in ("preferred_element_type", "dtype"):
+            if params.get(key) is not None and is_float(params[key]):
+                params = {**params, key: np.dtype(np.float64)}
+        if "precision" in params and not isinstance(params["precision"], tuple):
+            params = {**params, "precision": None}
+        outs = eqn.primitive.bind(*operands, **params)
+    outs = outs if eqn.primitive.multiple_results else [outs]
+    return [x if _is_key(v.aval) else np.asarray(x) for v, x in zip(eqn.outvars, outs, strict=True)]
+
+
+def _ufunc(fun: Callable[..., Any]) -> Any:
+    return lambda eqn, *args: fun(*args)
+
+
+def _dot_general(eqn: Any, a: Array, b: Array) -> Array:
+    (ca, cb), (ba, bb) = eqn.params["dimension_numbers"]
+    free_a = [i for i in range(a.ndim) if i not in (*ca, *ba)]
+    free_b = [i for i in range(b.ndim) if i not in (*cb, *bb)]
+    batch = [a.shape[i] for i in ba]
+    rows, columns, inner = (math.prod(x.shape[i] for i in axes) for x, axes in ((a, free_a), (b, free_b), (a, ca)))
+    left = a.transpose(*ba, *free_a, *ca).reshape((*batch, rows, inner))
+    right = b.transpose(*bb, *cb, *free_b).reshape((*batch, inner, columns))
+    out = left @ right
+    return out.reshape((*batch, *(a.shape[i] for i in free_a), *(b.shape[i] for i in free_b)))
+
+
+def _broadcast_in_dim(eqn: Any, x: Array, *_: Any) -> Array:
+    shape = [1] * len(eqn.params["shape"])
+    for i, d in enumerate(eqn.params["broadcast_dimensions"]):
+        shape[d] = x.shape[i]
+    return np.broadcast_to(np.reshape(x, shape), eqn.params["shape"])
+
+
+def _convert(eqn: Any, x: Array) -> Array:
+    new = eqn.params["new_dtype"]
+    return x if is_float(new) and is_float(eqn.invars[0].aval.dtype) else x.astype(_held(new))
+
+
+def _cumulative(fun: Any) -> Any:
+    def rule(eqn: Any, x: Array) -> Array:
+        axis = eqn.params["axis"]
+        x = np.flip(x, axis) if eqn.params["reverse"] else x
+        out = fun(x, axis)
+        return np.flip(out, axis) if eqn.params["reverse"] else out
+
+    return rule
+
+
+def _slice(eqn: Any, x: Array) -> Array:
+    p = eqn.params
+    steps = p["strides"] or (1,) * x.ndim
+    return x[tuple(slice(a, b, c) for a, b, c in zip(p["start_indices"], p["limit_indices"], steps, strict=True))]
+
+
+def _starts(x: Array, sizes: Sequence[int], starts: Sequence[Any]) -> tuple[slice, ...]:
+    found = []
+    for length, size, start in zip(x.shape, sizes, starts, strict=True):
+        begin = int(np.clip(int(start), 0, length - size))
+        found.append(slice(begin, begin + size))
+    return tuple(found)
+
+
+def _dynamic_slice(eqn: Any, x: Array, *starts: Any) -> Array:
+    return x[_starts(x, eqn.params["slice_sizes"], starts)]
+
+
+def _dynamic_update_slice(eqn: Any, x: Array, update: Array, *starts: Any) -> Array:
+    out = np.array(x)
+    out[_starts(x, update.shape, starts)] = update
+    return out
+
+
+def _pad(eqn: Any, x: Array, value: Array) -> Array:
+    config = eqn.params["padding_config"]
+    if any(low < 0 or high < 0 for low, high, _ in config):
+        return np.asarray(_by_jax(eqn, [x, value])[0])
+    sizes = [n + max(n - 1, 0) * inner for n, (_, _, inner) in zip(x.shape, config, strict=True)]
+    out = np.full([low + n + high for n, (low, high, _) in zip(sizes, config, strict=True)], value, x.dtype)
+    where = (slice(low, low + n, inner + 1) for n, (low, _, inner) in zip(sizes, config, strict=True))
+    out[tuple(where)] = x
+    return out
+
+
+def _select_n(eqn: Any, which: Array, *cases: Array) -> Array:
+    return np.choose(np.broadcast_to(which, cases[0].shape).astype(int), cases) if len(cases) > 1 else cases[0]
+
+
+def _reduce(fun: Any) -> Any:
+    return lambda eqn, x: fun(x, axis=tuple(eqn.params["axes"]))
+
+
+def _integer_pow(eqn: Any, x: Array) -> Array:
+    return np.power(x, float(eqn.params["y"])) if x.dtype.kind == "f" else np.power(x, eqn.params["y"])
+
+
+def _logistic(x: Array) -> Array:
+    return np.asarray(scipy.special.expit(x))
+
+
+def _mod(x: Array, y: Array) -> Array:
+    return np.fmod(x, y)
+
+
+def _div(x: Array, y: Array) -> Array:
+    if np.asarray(x).dtype.kind in "iu":
+        return np.where(y == 0, -1, np.trunc(x / np.where(y == 0, 1, y))).astype(x.dtype)
+    return x / y
+
+
+def _round(eqn: Any, x: Array) -> Array:
+    if "EVEN" in str(eqn.params["rounding_method"]):
+        return np.round(x)
+    return np.trunc(x + np.copysign(0.5, x))
+
+
+def _squeeze(eqn: Any, x: Array) -> Array:
+    return np.squeeze(x, tuple(eqn.params["dimensions"]))
+
+
+def _iota(eqn: Any, *_: Any) -> Array:
+    p = eqn.params
+    shape = [1] * len(p["shape"])
+    shape[p["dimension"]] = -1
+    out = np.arange(p["shape"][p["dimension"]], dtype=_held(p["dtype"])).reshape(shape)
+    return np.broadcast_to(out, p["shape"])
+
+
+def _argument(fun: Any) -> Any:
+    return lambda eqn, x: fun(x, eqn.params["axes"][0])
+
+
+def _identity(eqn: Any, x: Array) -> Array:
+    return x
+
+
+def _identities(eqn: Any, *xs: Array) -> Sequence[Array]:
+    return xs
+
+
+def _concatenate(eqn: Any, *xs: Array) -> Array:
+    return np.concatenate(xs, eqn.params["dimension"])
+
+
+def _split(eqn: Any, x: Array) -> Sequence[Array]:
+    return np.split(x, np.cumsum(eqn.params["sizes"])[:-1], eqn.params["axis"])
+
+
+def _not(x: Array) -> Array:
+    return np.logical_not(x) if np.asarray(x).dtype == bool else np.invert(x)
+
+
+_RULES: dict[str, Callable[..., Any]] = {
+    name: _ufunc(fun)
+    for name, fun in {
+        "add": np.add,
+        "add_any": np.add,
+        "sub": np.subtract,
+        "mul": np.multiply,
+        "div": _div,
+        "rem": _mod,
+        "neg": np.negative,
+        "abs": np.abs,
+        "sign": np.sign,
+        "max": np.maximum,
+        "min": np.minimum,
+        "pow": lambda x, y: np.power(x, y),
+        "exp": np.exp,
+        "exp2": np.exp2,
+        "expm1": np.expm1,
+        "log": np.log,
+        "log1p": np.log1p,
+        "sin": np.sin,
+        "cos": np.cos,
+        "tan": np.tan,
+        "tanh": np.tanh,
+        "atan2": np.arctan2,
+        "logistic": _logistic,
+        "erf": scipy.special.erf,
+        "erfc": scipy.special.erfc,
+        "sqrt": np.sqrt,
+        "rsqrt": lambda x: 1 / np.sqrt(x),
+        "cbrt": np.cbrt,
+        "square": np.square,
+        "floor": np.floor,
+        "ceil": np.ceil,
+        "is_finite": np.isfinite,
+        "eq": np.equal,
+        "ne": np.not_equal,
+        "lt": np.less,
+        "le": np.less_equal,
+        "gt": np.greater,
+        "ge": np.greater_equal,
+        "and": np.bitwise_and,
+        "or": np.bitwise_or,
+        "not": _not,
+        "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high),
+    }.items()
+}
+_RULES.update(
+    {
+        "dot_general": _dot_general,
+        "broadcast_in_dim": _broadcast_in_dim,
+        "convert_element_type": _convert,
+        "reshape": lambda eqn, x, *_: np.reshape(x, eqn.params["new_sizes"]),
+        "squeeze": _squeeze,
+        "expand_dims": lambda eqn, x: np.expand_dims(x, tuple(eqn.params["dimensions"])),
+        "transpose": lambda eqn, x: np.transpose(x, eqn.params["permutation"]),
+        "rev": lambda eqn, x: np.flip(x, tuple(eqn.params["dimensions"])),
+        "concatenate": _concatenate,
+        "split": _split,
+        "slice": _slice,
+        "dynamic_slice": _dynamic_slice,
+        "dynamic_update_slice": _dynamic_update_slice,
+        "pad": _pad,
+        "select_n": _select_n,
+        "integer_pow": _integer_pow,
+        "round": _round,
+        "iota": _iota,
+        "argmax": _argument(np.argmax),
+        "argmin": _argument(np.argmin),
+        "reduce_sum": _reduce(np.sum),
+        "reduce_max": _reduce(np.max),
+        "reduce_min": _reduce(np.min),
+        "reduce_prod": _reduce(np.prod),
+        "reduce_and": _reduce(np.all),
+        "reduce_or": _reduce(np.any),
+        "cumsum": _cumulative(np.cumsum),
+        "cumprod": _cumulative(np.cumprod),
+        "cummax": _cumulative(np.maximum.accumulate),
+        "cummin": _cumulative(np.minimum.accumulate),
+        "cumlogsumexp": _cumulative(np.logaddexp.accumulate),
+        **dict.fromkeys(("stop_gradient", "copy", "copy_p", "name", "sharding_constraint"), _identity),
+        **dict.fromkeys(("optimization_barrier", "device_put"), _identities),
+    }
+)

@@ -1,0 +1,290 @@
+"""What must hold of autocast on any program that JAX can trace."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+import re
+import traceback
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.interpreters import partial_eval
+
+import mpjax
+from testing.measures import HALF, MATMULS, equations, risky_of
+from testing.random_programs.cases import OUTSIDE, TRANSFORMS, Case, arguments
+from testing.random_programs.evaluate import Unsupported, as_typed, evaluate, is_float, rounded
+
+# What autocast itself writes: casts, broadcasts before casts, barriers, and what moves elements.
+_OWN = frozenset(
+    """convert_element_type broadcast_in_dim reshape squeeze slice dynamic_slice transpose rev copy copy_p name
+    stop_gradient optimization_barrier device_put expand_dims split iota argmax argmin eq ne lt le gt ge eq_to lt_to
+    le_to is_finite pvary pcast reduce_or custom_lin select_n mul sharding_constraint concatenate reshard
+    matmul_result""".split()
+)
+
+
+class Failure(AssertionError):
+    """A property that does not hold.
+
+    Args:
+        property: its name.
+        cause: what tells failures apart, without names of variables.
+        detail: for people.
+    """
+
+    def __init__(self, property: str, cause: str, detail: str = ""):
+        super().__init__(f"{property}: {cause}\n{detail}")
+        self.property, self.cause = property, cause
+
+    @property
+    def signature(self) -> str:
+        """Failures of one signature are taken for one fault."""
+        return f"{self.property}: {self.cause}"
+
+
+class Rejected(Exception):
+    """JAX itself can't trace the program."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """A traced function, without what nothing reads: the compiler removes that before any dtype matters.
+
+    Args:
+        jaxpr: its open jaxpr.
+        whole: the same with what nothing reads.
+        consts: one for each constvar.
+        out_avals: the types of its results.
+        shapes: the tree of its results.
+    """
+
+    jaxpr: Any
+    whole: Any
+    consts: Any
+    out_avals: Any
+    shapes: Any
+
+    @property
+    def leaks(self) -> bool:
+        """Whether a constant, here or in a jaxpr inside, is a tracer."""
+        inside = (inner for e in equations(self.jaxpr) for inner in _inner_jaxprs(e.eqn))
+        consts = (const for jaxpr in inside for const in getattr(jaxpr, "consts", ()))
+        return any(isinstance(const, jax.core.Tracer) for const in (*self.consts, *consts))
+
+
+def trace(fun: Any, *args: Any) -> Traced:
+    """Traces a function, without what JAX remembers of it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        closed, shapes = jax.make_jaxpr(lambda *args: fun(*args), return_shape=True)(*args)
+    live, _ = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.out_avals), instantiate=True)
+    return Traced(live, closed.jaxpr, closed.consts, closed.out_avals, shapes)
+
+
+def cause_of(error: BaseException) -> str:
+    """An error's type, the beginning of its message, and the last line of mpjax that it came through."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if "/mpjax/" in f.filename]
+    where = f" at {frames[-1].filename.rsplit('/mpjax/', 1)[-1]}:{frames[-1].name}" if frames else ""
+    message = (str(error).strip().splitlines() or [""])[0]
+    message = re.sub(r"Var\(id=\d+\)|Var\([^)]*\)|0x[0-9a-f]+|\d+|<[^>]*>|'[fv]_'", "_", message)
+    message = re.sub(r"(float|int|bool|bfloat)_?\[[^\]]*\]", "T", message)
+    return f"{type(error).__name__}({message[:90]}){where}"
+
+
+def _inner_jaxprs(eqn: Any) -> list[Any]:
+    values = (value if isinstance(value, (tuple, list)) else (value,) for value in eqn.params.values())
+    return [
+        part
+        for part in itertools.chain(*values)
+        if hasattr(part, "eqns") or hasattr(getattr(part, "jaxpr", None), "eqns")
+    ]
+
+
+def _floats(variables: Any) -> tuple[str, ...]:
+    return tuple(str(v.aval.dtype) for v in variables if hasattr(v.aval, "dtype") and is_float(v.aval.dtype))
+
+
+def _wants_float32(eqn: Any) -> bool:
+    """Whether the author of a matmul asked for float32 arithmetic."""
+    precision = eqn.params.get("precision")
+    parts = precision if isinstance(precision, tuple) else (precision,)
+    return any(part is not None and ("HIGHEST" in str(part) or "F32" in str(part)) for part in parts)
+
+
+def check_structure(case: Case, plain: Traced, found: Traced) -> None:
+    """The same tree of results, with the same shapes, dtypes and weak types."""
+    was, now = (str(jax.tree.structure(traced.shapes)) for traced in (plain, found))
+    if was != now:
+        raise Failure("structure", "another tree", f"{was}\n{now}")
+    for a, b in zip(plain.out_avals, found.out_avals, strict=True):
+        for field in ("shape", "dtype", "weak_type"):
+            if getattr(a, field) != getattr(b, field):
+                raise Failure("structure", f"{field} of a result", f"{a.str_short()} became {b.str_short()}")
+
+
+def check_dtypes(case: Case, plain: Traced, found: Traced) -> None:
+    """Matmuls in half where nobody asked for float32; no risky operation in half that was not before."""
+    if case.rules == "half":
+        return
+    for e in equations(found.jaxpr):
+        if e.name not in MATMULS:
+            continue
+        operands, wide = _floats(e.eqn.invars[:2]), _wants_float32(e.eqn)
+        if wide and set(operands) & {str(dtype) for dtype in HALF}:
+            raise Failure("precision", f"{e.name} asked for float32 and runs on {operands}", "/".join(e.path))
+        if not wide and operands == ("float32", "float32") and "custom_linear_solve" not in e.path:
+            raise Failure("float32 matmul", f"{e.name} in {e.path[-1] if e.path else 'the program'}", "/".join(e.path))
+    risky = _risky(found.jaxpr) - _risky(plain.jaxpr)
+    if risky:
+        raise Failure("risky in half", ", ".join(sorted({name for name, _ in risky})), str(risky))
+
+
+def _risky(jaxpr: Any) -> collections.Counter[tuple[str, str]]:
+    found: collections.Counter[tuple[str, str]] = collections.Counter()
+    for e in risky_of(jaxpr):
+        found[e.name, e.path[-1] if e.path else ""] += e.times
+    return found
+
+
+def check_repeats(case: Case, found: Traced, args: Any) -> None:
+    """The same program gives the same jaxpr."""
+    again = trace(case.autocast(), *args)
+    first, second = (re.sub(r"0x[0-9a-f]+", "", str(traced.jaxpr)) for traced in (found, again))
+    if first != second:
+        lines = [(a, b) for a, b in zip(first.splitlines(), second.splitlines(), strict=False) if a != b]
+        raise Failure("repeats", "another jaxpr at the second trace", "\n".join(map(str, lines[:3])))
+
+
+def check_explain(case: Case, found: Traced, args: Any) -> None:
+    """`explain` lists exactly the operations that run."""
+    fun = TRANSFORMS[case.transform](case.program(), lambda fun: fun)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            plan = mpjax.explain(case.cast(fun), *args)
+        except Exception as error:
+            raise Failure("explain", cause_of(error), traceback.format_exc()) from error
+    said: collections.Counter[Any] = collections.Counter()
+    for row in plan.rows:
+        if row.op not in _OWN and row.count:
+            said[row.op, tuple(sorted({dtype for dtype in row.dtypes_in if is_float(dtype)}))] += row.count
+    # What is dead but for an effect may be listed or not.
+    missing, extra = _runs(found.jaxpr) - said, said - _runs(found.whole)
+    if missing or extra:
+        names = sorted({op for op, _ in (*missing, *extra)})
+        raise Failure("explain", f"disagrees about {names[0]}", f"runs, not listed: {missing}\nlisted only: {extra}")
+
+
+def _runs(jaxpr: Any) -> collections.Counter[Any]:
+    """How often each primitive runs on operands of which floating dtypes, but those that autocast writes itself."""
+    runs: collections.Counter[Any] = collections.Counter()
+    for e in equations(jaxpr):
+        floats = _floats(e.eqn.invars)
+        if e.times and (floats or _floats(e.eqn.outvars)) and e.name not in _OWN and not _inner_jaxprs(e.eqn):
+            runs[e.name, tuple(sorted(set(floats)))] += e.times
+    return runs
+
+
+def _norm(x: Any) -> float:
+    return float(np.sqrt(np.sum(np.square(np.asarray(x, np.float64)))))
+
+
+# How far a result may be from float64, as a multiple of how far rounding every value at random takes it.
+FACTOR = 3.0
+
+
+def check_values(case: Case, plain: Traced, found: Traced, args: Any) -> str:
+    """Values and gradients are as near to float64 as rounding every value of the program to half leaves them.
+
+    Results whose rounding errors are a quarter of them, or do not shrink with the roundings' size, are not judged:
+    the program is ill-conditioned there, or has a jump.
+
+    Returns:
+        What came of it: "checked", or why nothing could be.
+    """
+    if case.rules == "half":
+        return "level half"
+    half = jnp.dtype(case.dtype)
+    try:
+        reference = evaluate(plain, args)
+        draws = [evaluate(plain, args, rounded(half, np.random.default_rng(i))) for i in range(3)]
+        results = evaluate(found, args, as_typed)
+    except Unsupported as reason:
+        return str(reason)
+    judged = 0
+    eps = float(jnp.finfo(half).eps)
+    for i, aval in enumerate(plain.out_avals):
+        if not is_float(aval.dtype) or not reference[i].size:
+            continue
+        size = _norm(reference[i])
+        errors = [_norm(draw[i] - reference[i]) for draw in draws]
+        if not np.isfinite(size) or not np.isfinite(max(errors)) or max(errors) > 0.25 * size:
+            continue
+        judged += 1
+        error = _norm(results[i] - reference[i])
+        limit = FACTOR * max(errors) + eps * size
+        if error <= limit:
+            continue
+        if not np.isfinite(error) and _out_of_range(plain, args, half):
+            return "beyond the range of half"
+        more = [evaluate(plain, args, rounded(half, np.random.default_rng(i))) for i in range(10, 40)]
+        errors += [_norm(draw[i] - reference[i]) for draw in more]
+        if error <= FACTOR * max(errors) + eps * size or max(errors) > 0.25 * size:
+            continue
+        raise Failure(
+            "accuracy",
+            "not finite" if not np.isfinite(error) else "error above rounding",
+            f"result {i}: error {error:.3g} of {size:.3g}, rounding {max(errors):.3g}",
+        )
+    return "checked" if judged else "ill-conditioned"
+
+
+def _out_of_range(plain: Traced, args: Any, half: Any) -> bool:
+    """Whether a value of the program is larger than half can hold."""
+    largest = 0.0
+
+    def store(x: Any, dtype: Any) -> Any:
+        nonlocal largest
+        finite = np.abs(x[np.isfinite(x)]) if np.ndim(x) else np.abs(x)
+        largest = max(largest, float(np.max(finite, initial=0.0)))
+        return x
+
+    evaluate(plain, args, store)
+    return largest > 0.5 * float(jnp.finfo(half).max)
+
+
+def check(case: Case, args: Any = None) -> str:
+    """All properties of one case.
+
+    Returns:
+        What came of the numerical check.
+
+    Raises:
+        Failure: a property that does not hold.
+        Rejected: JAX can't trace the program without autocast.
+    """
+    args = arguments() if args is None else args
+    try:
+        plain = trace(case.plain(), *args)
+    except Exception as error:
+        raise Rejected(f"{type(error).__name__}: {error}") from error
+    if plain.leaks:
+        raise Rejected("a rule closes over what is differentiated; JAX leaves a tracer in the program")
+    try:
+        found = trace(case.autocast(), *args)
+    except Exception as error:
+        raise Failure("runs", cause_of(error), traceback.format_exc()) from error
+    if found.leaks:
+        raise Failure("runs", "leaves a tracer in the program")
+    check_structure(case, plain, found)
+    check_dtypes(case, plain, found)
+    if case.transform in OUTSIDE:
+        check_explain(case, found, args)
+    check_repeats(case, found, args)
+    return check_values(case, plain, found, args)

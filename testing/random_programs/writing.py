@@ -1,0 +1,198 @@
+"""Writes random programs as Python source, from the choices that Hypothesis draws.
+
+Source is what a person can read, paste into a test and change, and it shrinks as its choices do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from hypothesis import strategies as st
+
+from testing.random_programs.operations import BINARY, MATMULS, OTHERS, UNARY, Type
+
+_CONSTANTS = {
+    Type.SCALAR: "0.5",
+    Type.VECTOR: "jnp.array(CONSTANT[0])",
+    Type.ROWS: "jnp.array(CONSTANT[:2])",
+    Type.MATRIX: "jnp.array(CONSTANT)",
+}
+
+
+@dataclasses.dataclass
+class Scope:
+    """The body of a function that is being written.
+
+    Args:
+        variables: what it can read, in the order of definition, with types; outer functions' included.
+        depth: how many functions it stands in.
+        lines: its statements.
+        axis: the name of a mapped axis that collectives may use; empty if there is none.
+    """
+
+    variables: list[tuple[str, Type]]
+    depth: int
+    lines: list[str]
+    axis: str = ""
+
+    def add(self, line: str) -> None:
+        self.lines.append("    " * (self.depth + 1) + line)
+
+
+class Writer:
+    """One random program: `draw` makes the choices.
+
+    Args:
+        draw: of a Hypothesis composite strategy.
+        reverse: only what reverse-mode differentiation can do (no `while`).
+        forward: only what forward-mode differentiation can do (no `custom_vjp`).
+        budget: the largest number of statements.
+        depth: how deep functions nest.
+    """
+
+    def __init__(self, draw: Any, reverse: bool, forward: bool, budget: int = 12, depth: int = 3):
+        self.draw, self.reverse, self.forward, self.budget, self.depth = draw, reverse, forward, budget, depth
+        self.count = 0
+        self.used: list[str] = []
+
+    # Choices.
+
+    def choose(self, options: Any) -> Any:
+        """One of several; the first is the simplest."""
+        options = tuple(options)
+        return options[self.draw(st.integers(0, len(options) - 1))] if len(options) > 1 else options[0]
+
+    def recent(self, options: list[Any]) -> Any:
+        """One of several, most often of the last: what is computed should be read."""
+        latest = options[:-4:-1]
+        return self.choose([*latest, *latest, *latest, *options[::-1]])
+
+    def flag(self) -> bool:
+        return self.draw(st.booleans())
+
+    def name(self, stem: str) -> str:
+        self.count += 1
+        return f"{stem}{self.count}"
+
+    def variable(self, scope: Scope, type_: Type) -> str:
+        """A variable of a type, latest first; or a small expression where there is none."""
+        found = [name for name, of in scope.variables if of is type_]
+        if found:
+            return self.recent(found)
+        return _CONSTANTS[type_]
+
+    def any_variable(self, scope: Scope) -> tuple[str, Type]:
+        return self.recent(scope.variables) if scope.variables else ("0.5", Type.SCALAR)
+
+    # Statements.
+
+    def assign(self, scope: Scope, type_: Type, text: str) -> str:
+        name = self.name("v")
+        scope.add(f"{name} = {text}")
+        scope.variables.append((name, type_))
+        return name
+
+    def statement(self, scope: Scope) -> None:
+        """Adds one statement: a first-order operation, or a function that is transformed and called."""
+        self.budget -= 1
+        kinds = ["matmul", "unary", "binary", "other"]
+        if scope.axis:
+            kinds.append("collective")
+        if scope.depth < self.depth and self.budget > 1:
+            kinds += ["higher"] * (6 if scope.depth < self.depth - 1 else 2)
+        getattr(self, f"_{self.choose(kinds)}")(scope)
+
+    def _apply(self, scope: Scope, entry: tuple[Type, tuple[Type, ...], str]) -> None:
+        result, operands, template = entry
+        text = template.format(*(self.variable(scope, of) for of in operands))
+        self.assign(scope, result, text)
+
+    def _matmul(self, scope: Scope) -> None:
+        self._apply(scope, self.choose(MATMULS))
+
+    def _other(self, scope: Scope) -> None:
+        self._apply(scope, self.choose(OTHERS))
+
+    def _unary(self, scope: Scope) -> None:
+        name, type_ = self.any_variable(scope)
+        self.assign(scope, type_, self.choose(UNARY).format(name))
+
+    def _binary(self, scope: Scope) -> None:
+        name, type_ = self.any_variable(scope)
+        other = self.variable(scope, self.choose(type_.smaller))
+        self.assign(scope, type_, self.choose(BINARY).format(name, other))
+
+    def _collective(self, scope: Scope) -> None:
+        name, type_ = self.any_variable(scope)
+        collective = self.choose(("lax.psum({}, {!r})", "lax.pmean({}, {!r})", "lax.pmax(lax.stop_gradient({}), {!r})"))
+        self.assign(scope, type_, collective.format(name, scope.axis))
+
+    def _higher(self, scope: Scope) -> None:
+        from testing.random_programs.functions import HIGHER_ORDER
+
+        excluded = {"while_loop": self.reverse, "custom_vjp": self.forward, "shard_map": scope.axis == "i"}
+        names = [name for name in HIGHER_ORDER if not excluded.get(name)]
+        chosen = self.choose(names)
+        self.used.append(chosen)
+        HIGHER_ORDER[chosen](self, scope)
+
+    # Functions.
+
+    def body(self, scope: Scope, results: tuple[Type, ...] | None = None) -> list[tuple[str, Type]]:
+        """Fills a body with statements; what it returns.
+
+        Args:
+            scope: the body, with its arguments as variables.
+            results: the types to return; drawn if None.
+        """
+        for _ in range(self.draw(st.integers(1, 4 if scope.depth == 0 else 3))):
+            if self.budget > 0 or not scope.lines:
+                self.statement(scope)
+        if results is not None:
+            return [(self.variable(scope, of), of) for of in results]
+        return [self.any_variable(scope) for _ in range(self.choose((1, 2, 3)))]
+
+    def function(
+        self,
+        scope: Scope,
+        arguments: list[tuple[str, Type]],
+        results: tuple[Type, ...] | None = None,
+        *,
+        closed: bool = False,
+        decorators: tuple[str, ...] = (),
+        unpack: tuple[str, ...] = (),
+        signature: str | None = None,
+        returned: str = "{}",
+        axis: str | None = None,
+    ) -> tuple[str, list[Type]]:
+        """Writes a nested function; its name and the types of its results.
+
+        Args:
+            scope: where it is defined.
+            arguments: names and types of what the body reads, after `unpack`.
+            results: the types that it must return; drawn if None.
+            closed: it reads nothing of the functions around it.
+            decorators, unpack: lines above it and at its beginning.
+            signature: its parameters, if not the arguments' names.
+            returned: the form of what it returns, around the results as `a, b`.
+            axis: the mapped axis inside.
+        """
+        name = self.name("f")
+        for decorator in decorators:
+            scope.add(decorator)
+        scope.add(f"def {name}({', '.join(n for n, _ in arguments) if signature is None else signature}):")
+        outer = [] if closed else scope.variables
+        inner = Scope([*outer, *arguments], scope.depth + 1, scope.lines, scope.axis if axis is None else axis)
+        for line in unpack:
+            inner.add(line)
+        outs = self.body(inner, results)
+        inner.add("return " + returned.format(", ".join(n for n, _ in outs) + ("," if len(outs) == 1 else "")))
+        return name, [of for _, of in outs]
+
+    def bind(self, scope: Scope, types: list[Type], text: str) -> list[str]:
+        """Assigns a call's tuple of results to new variables."""
+        names = [self.name("v") for _ in types]
+        scope.add(f"{', '.join(names)}{',' if len(names) == 1 else ''} = {text}")
+        scope.variables += zip(names, types, strict=True)
+        return names
