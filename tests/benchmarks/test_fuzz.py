@@ -1,0 +1,90 @@
+"""The fuzzer's own parts: batches, reduction, the report; and the NumPy evaluator that it relies on."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mpjax
+from benchmarks import foreign, fuzz
+from testing.random_programs import Case, Failure, check, properties
+from testing.random_programs.evaluate import evaluate
+from testing.random_programs.reduction import reduced
+
+ROWS_BY_MATRIX = """
+def program(w, x, b, s, n):
+    unread = jnp.sin(b)
+    y = jnp.tanh(x @ w)
+    return y, b
+"""
+
+
+def test_a_correct_program_passes():
+    assert check(Case(ROWS_BY_MATRIX, "grad")) == "checked"
+
+
+def _only(wrong):
+    """A caster that does something wrong, in place of autocast."""
+    return lambda case, fun: wrong(fun)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "property"),
+    [
+        (lambda fun: fun, "float32 matmul"),
+        (lambda fun: lambda *args: jax.tree.map(lambda x: x.astype(jnp.float16), fun(*args)), "structure"),
+        (lambda fun: lambda *args: fun(*args)[0], "structure"),
+        (lambda fun: lambda *args: 1 / 0, "runs"),
+        (lambda fun: mpjax.autocast(lambda *args: jax.tree.map(lambda x: 1.1 * x, fun(*args))), "accuracy"),
+    ],
+    ids=["left alone", "dtype", "tree", "raises", "another value"],
+)
+def test_what_is_wrong_is_found(monkeypatch, wrong, property):
+    monkeypatch.setattr(Case, "cast", _only(wrong))
+    monkeypatch.setattr(properties, "check_explain", lambda *args: None)
+    with pytest.raises(Failure) as found:
+        check(Case(ROWS_BY_MATRIX, "value"))
+    assert found.value.property == property
+
+
+def test_reduction_keeps_what_fails():
+    smallest = reduced(Case(ROWS_BY_MATRIX, "outside_grad", rules="full"), lambda case: "x @ w" in case.source)
+    assert (smallest.transform, smallest.rules) == ("value", "default")
+    assert "x @ w" in smallest.source
+    assert "sin" not in smallest.source
+
+
+def test_a_run_goes_on_from_its_report(tmp_path, monkeypatch):
+    monkeypatch.setattr(fuzz, "check", lambda case: "checked")
+    for examples in (4, 8):
+        fuzz.run(fuzz.Report(tmp_path / "report.json"), "float16", examples, 4, shrink=False, seconds=60)
+    report = fuzz.Report(tmp_path / "report.json")
+    assert (report.examples, report.data["batches"], report.data["passed_in_a_row"]) == (8, 2, 8)
+
+
+def test_the_evaluator_agrees_with_jax():
+    def fun(w, x):
+        def turn(carry, row):
+            carry = jnp.where(row.sum() > 0, carry @ w, carry)
+            return carry, jax.nn.softmax(carry).at[0].add(row[0])
+
+        carry, rows = jax.lax.scan(turn, x, x, reverse=True)
+        count, last = jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, jnp.cumsum(c[1] @ w, 0)), (0, x))
+        picked = jax.lax.cond(x[0, 0] > 0, lambda: last.max(1), lambda: last.min(1))
+        return carry, rows, count, picked, jax.vmap(lambda r: jnp.sort(r)[::-1])(x), jnp.pad(x, 1)[:, ::2]
+
+    w, x = jnp.array([[0.1, 0.5], [-0.4, 0.2]]), jnp.array([[0.3, -0.6], [0.8, 0.9], [-2.0, 0.1]])
+    for found, expected in zip(evaluate(jax.make_jaxpr(fun)(w, x), (w, x)), fun(w, x), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_foreign_tests_that_fail_only_wrapped_are_listed(tmp_path):
+    tests = tmp_path / "some_test.py"
+    tests.write_text(
+        "import jax\ndef test_half(): assert 'f16' in str(jax.make_jaxpr(jax.jit(lambda x: x @ x))(jax.numpy.eye(2)))\n"
+    )
+    outcomes = {mode: foreign.run_tests(tests, [], mode, "float16", 60) for mode in ("wrapped", "plain")}
+    assert {mode: found["some_test.py::test_half"][0] for mode, found in outcomes.items()} == {
+        "wrapped": "passed",
+        "plain": "failed",
+    }
