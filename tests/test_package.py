@@ -78,7 +78,7 @@ def test_public_names_have_docstrings_with_examples():
 
 def test_layers_import_downwards_only():
     # policy and loss scaling stand without autocast and inspection; Flax only where a module is handled.
-    of_flax_models = {"layers.py", "linen.py", "nnx.py"}
+    of_flax_models = {"layers.py", "linen.py", "linen_calls.py", "nnx.py"}
     package = ROOT / "mpjax"
     for path in (*package.glob("*.py"), *(package / "modules").glob("*.py")):
         if path in (package / "__init__.py", package / "__main__.py") or path.name in of_flax_models:

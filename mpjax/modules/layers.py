@@ -209,7 +209,7 @@ def call(fun: Callable[..., Any], kind: Kind, dtype: np.dtype, args: Any, kwargs
 
 
 def _implicit_promotion() -> contextlib.AbstractContextManager[Any]:
-    """Lets a layer of Flax add its float32 bias to half, also where the user asks for strict promotion.
+    """Lets a layer of Flax add its float32 bias or state to half, also where the user asks for strict promotion.
 
     That sum is the policy's decision and not an oversight: the bias's gradient adds up in float32.
     """
@@ -225,7 +225,8 @@ def _call_cell(fun: Callable[..., Any], dtype: np.dtype, args: Any, kwargs: Any)
     """
     carry = args[0] if args else kwargs["carry"]
     rest = {k: v if k == "carry" else cast(v, dtype) for k, v in kwargs.items()}
-    new_carry, y = fun(*args[:1], *cast(args[1:], dtype), **rest)
+    with _implicit_promotion():
+        new_carry, y = fun(*args[:1], *cast(args[1:], dtype), **rest)
     return _cast_like(new_carry, carry), cast(y, dtype)
 
 

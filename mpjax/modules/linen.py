@@ -7,7 +7,6 @@ become instances of such subclasses too, so that they can be called on their own
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import inspect
@@ -17,49 +16,11 @@ from typing import Any
 
 import flax.linen as nn
 import jax
-import numpy as np
-from flax.core import lift
 
 from mpjax.modules.explicit_dtypes import warn_explicit_dtypes
-from mpjax.modules.layers import (
-    Kind,
-    attributes_inside,
-    call,
-    cast,
-    cast_parameter,
-    casts_parameters,
-    half_weight,
-    is_real_float,
-    keeps_matmuls,
-    kind_of,
-    own_dtype,
-    recomputes,
-    stays_wide,
-)
+from mpjax.modules.layers import cast
+from mpjax.modules.linen_calls import Run, interceptor, running, subclass
 from mpjax.policy import Policy, path_string, warn_unused_overrides
-
-
-@dataclasses.dataclass(frozen=True)
-class _Run:
-    """One call of a model with a policy.
-
-    Args:
-        policy: the model's.
-        root: the path of the model in the tree of bound modules.
-        prefix: the path of the model in the one that it was taken from, by `unbind`.
-        paths: the module and parameter paths met in the call.
-        wide: the dtypes of the layers, by path, that an explicit dtype keeps from the compute dtype.
-    """
-
-    policy: Policy
-    root: tuple[str, ...]
-    prefix: tuple[str, ...] = ()
-    paths: set[str] = dataclasses.field(default_factory=set, compare=False)
-    wide: dict[str, np.dtype] = dataclasses.field(default_factory=dict, compare=False)
-
-    def relative(self, path: tuple[str, ...]) -> str:
-        inside = path[: len(self.root)] == self.root
-        return "/".join((*self.prefix, *path[len(self.root) :]) if inside else path)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +30,7 @@ class _Setting:
     Args:
         policy: the model's.
         part_of: of a part of a bound model, the path of the model in the tree of bound modules.
-        prefix: as in `_Run`.
+        prefix: as in `Run`.
     """
 
     policy: Policy
@@ -77,13 +38,8 @@ class _Setting:
     prefix: tuple[str, ...] = ()
 
 
-# The innermost model with a policy that runs in this thread. It is part of jit's cache key: the
-# trace of an `nn.jit` layer under one policy must not be reused for another.
-_running = jax.make_user_context(None)
 # One class per model class and setting, so that equal models with equal policies are equal.
 _classes: weakref.WeakValueDictionary[tuple[type, _Setting], type] = weakref.WeakValueDictionary()
-# Marks a module whose method runs: its calls of its own methods are its own code.
-_CALLED = "_mpjax_called"
 
 
 def with_policy(model: Any, policy: Policy) -> Any:
@@ -107,14 +63,11 @@ def _setting(module: Any) -> _Setting | None:
 def _class_with(base: Any, setting: _Setting) -> type:
     if (base, setting) in _classes:
         return _classes[base, setting]
-    # The dataclass methods of the base apply, also where its author wrote them.
-    kept = ("__module__", "__qualname__", "__doc__", "__init__", "__eq__", "__hash__")
-    namespace = {name: getattr(base, name) for name in kept}
-    namespace |= {name: _with_run(name, getattr(base, name)) for name in _methods(base)}
+    namespace: dict[str, Any] = {name: _with_run(name, getattr(base, name)) for name in _methods(base)}
     namespace |= {"_mpjax_base": base, "_mpjax_setting": setting, "__reduce__": nn.nowrap(_reduce)}
     namespace |= {name: _with_run_in_method(getattr(base, name)) for name in ("apply", "init_with_output")}
     namespace |= {"unbind": _unbind(base.unbind), "_register_submodules": _register(base._register_submodules)}
-    cls = type(base)(base.__name__, (base,), namespace)
+    cls = subclass(base, namespace)
     _classes[base, setting] = cls
     return cls
 
@@ -158,10 +111,10 @@ def _unbind(inherited: Callable[..., Any]) -> Callable[..., Any]:
     return unbind
 
 
-def _run_of(module: Any) -> _Run:
+def _run_of(module: Any) -> Run:
     """A run of the model that a bound module is, or is a part of."""
     setting = module._mpjax_setting
-    return _Run(setting.policy, module.path if setting.part_of is None else setting.part_of, setting.prefix)
+    return Run(setting.policy, module.path if setting.part_of is None else setting.part_of, setting.prefix)
 
 
 def _methods(base: type) -> Iterator[str]:
@@ -215,13 +168,13 @@ def _run(module: Any, method: Any, fun: Callable[..., Any], args: Any, kwargs: A
     """Calls a method of a model with a policy, as the entry to the model or from within it."""
     if module.scope is None:  # Flax has an error of its own for a module that is not bound
         return fun(*args, **kwargs)
-    run, outer, setting = _run_of(module), _running.value, module._mpjax_setting
+    run, outer, setting = _run_of(module), running.value, module._mpjax_setting
     is_part = setting.part_of is not None
     # A lifted transformation may put the part, or the model, at another path than it was set up at.
     if run == outer or (is_part and outer is not None and outer.policy == run.policy):
         return fun(*args, **kwargs)
     policy, whole = run.policy, method == "__call__" and not (is_part or setting.prefix)
-    with _running(run), nn.intercept_methods(_interceptor(run)):
+    with running(run), nn.intercept_methods(interceptor(run)):
         out = fun(*args, **kwargs)
     # A method that is a part of the model meets only a part of its paths.
     if policy.overrides and (whole or module.is_initializing()):
@@ -238,112 +191,6 @@ def _call_again(module: Any, method: Any, args: Any, kwargs: Any) -> Any:
     unbound, variables = module.unbind()
     rngs = {name: rng.as_jax_rng() for name, rng in module.scope.rngs.items()}
     return unbound.apply(variables, *args, **kwargs, rngs=rngs, method=method, mutable=True)
-
-
-def _interceptor(run: _Run) -> Callable[..., Any]:
-    def intercept(fun: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
-        module, method = context.module, context.method_name
-        # Leave alone what another policy runs, and the module's calls of its own methods.
-        if _running.value != run or module.scope is None or _CALLED in vars(module):
-            return fun(*args, **kwargs)
-        path = run.relative(module.path)
-        run.paths.add(path)
-        placed = run.policy.for_path(path, type(module))
-        given = getattr(module, "dtype", None)
-        if not is_real_float(given):
-            return fun(*args, **kwargs)
-        # The compute dtype is what a module got from this policy and handed on to its layers.
-        own = own_dtype(given, (run.policy, placed), run.policy.compute_dtype, *_unset_dtype(run, module))
-        kind, dtype = kind_of(type(module), method), own or placed.compute_dtype
-        if stays_wide(kind, own, placed):
-            run.wide[path] = np.dtype(given)
-        fields = {f.name: getattr(module, f.name) for f in dataclasses.fields(module) if f.name != "parent"}
-        in_cell = _in_cell(module)
-        inside = {} if own else attributes_inside(kind, dtype, fields, in_cell)
-        inside["param"] = _param(module, run, path, dtype if casts_parameters(kind) else None, in_cell)
-        # A function that is lifted over the module (the body of a scan) also arrives here as if it
-        # were a method: its code sees the module as configured, but it is not a call of the module.
-        if method == "setup" or not hasattr(type(module), method):
-            with _attributes(module, inside):
-                return fun(*args, **kwargs)
-        if recomputes(kind, getattr(type(module), method)):
-            fun = _recomputed(module, fun)
-        with _attributes(module, {**inside, _CALLED: True}):
-            out = call(fun, kind, dtype, args, kwargs, in_cell)
-        above = run.policy
-        if module.path != run.root:
-            above = run.policy.for_path(path.rpartition("/")[0], type(module.parent))
-        return out if placed is above else cast(out, placed.output_dtype)
-
-    return intercept
-
-
-def _recomputed(module: Any, fun: Callable[..., Any]) -> Callable[..., Any]:
-    """A method under `jax.checkpoint`, lifted over the module's scope as `nn.remat` does."""
-
-    def recomputed(*args: Any, **kwargs: Any) -> Any:
-        def body(scope: Any, args: Any, kwargs: Any) -> Any:
-            with _attributes(module, {"scope": scope}):
-                return fun(*args, **kwargs)
-
-        # Where the cell runs in a loop, the loop keeps the compiler from sharing values with the forward pass.
-        return lift.checkpoint(body, prevent_cse=False, policy=keeps_matmuls)(module.scope, args, kwargs)
-
-    return recomputed
-
-
-def _unset_dtype(run: _Run, module: Any) -> tuple[np.dtype, ...]:
-    """The default of the model's own `dtype` field: a value that nobody chose for this model."""
-    if module.path != run.root:
-        return ()
-    defaults: list[Any] = [f.default for f in dataclasses.fields(module) if f.name == "dtype"]
-    return tuple(np.dtype(d) for d in defaults if d is not None and is_real_float(d))
-
-
-def _in_cell(module: Any) -> bool:
-    return kind_of(type(module.parent), "__call__") is Kind.CELL
-
-
-def _param(module: Any, run: _Run, path: str, dtype: np.dtype | None, in_cell: bool) -> Callable[..., Any]:
-    """`module.param`, which stores what the policy says and returns it cast to `dtype`."""
-    make_parameter = module.param
-
-    def param(name: str, init_fn: Any, *args: Any, **kwargs: Any) -> Any:
-        param_path = f"{path}/{name}".lstrip("/")
-        run.paths.add(param_path)
-        init_fn = _stored_in(init_fn, run.policy.for_path(param_path, type(module)).param_dtype)
-        value = make_parameter(name, init_fn, *args, **kwargs)
-        if dtype is None:
-            return value
-        return jax.tree.map(half_weight, cast(value, dtype)) if in_cell else cast(value, dtype)
-
-    return param
-
-
-@contextlib.contextmanager
-def _attributes(module: Any, values: dict[str, Any]) -> Iterator[None]:
-    """Sets attributes for the time of a call.
-
-    Not for longer, and past Flax's guard: modules are frozen, and this one may be somebody else's.
-    """
-    given = {name: vars(module)[name] for name in values if name in vars(module)}
-    for name, value in values.items():
-        object.__setattr__(module, name, value)
-    try:
-        yield
-    finally:
-        for name in values:
-            if name in given:
-                object.__setattr__(module, name, given[name])
-            else:
-                object.__delattr__(module, name)
-
-
-def _stored_in(init_fn: Any, param_dtype: np.dtype) -> Any:
-    """An initialiser whose float32 values are cast: drawn as for the float32 model, then rounded."""
-    if not callable(init_fn) or param_dtype == np.float32:
-        return init_fn
-    return lambda *args, **kwargs: cast_parameter(init_fn(*args, **kwargs), param_dtype)
 
 
 def _reduce(self: Any) -> Any:

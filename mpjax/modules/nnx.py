@@ -71,12 +71,12 @@ _reader = jax.make_user_context(None)
 
 def with_policy(model: Any, policy: Policy) -> Any:
     model = nnx.clone(model)
-    paths = _set_policy(model, policy, (), cell=False)
+    paths = set_policy(model, policy)
     warn_unused_overrides(policy, paths)
     return model
 
 
-def _set_policy(root: Any, policy: Policy, at: tuple[Any, ...], cell: bool) -> list[str]:
+def set_policy(root: Any, policy: Policy, at: tuple[Any, ...] = (), cell: bool = False) -> list[str]:
     """Sets a policy on a module and all below it, in place; returns the paths of modules and parameters.
 
     Args:
@@ -216,7 +216,7 @@ def _set_attribute(base: Any) -> Callable[[Any, str, Any], None]:
         for part in jax.tree.leaves(value, is_leaf=_is_variable_or_module):
             if isinstance(part, nnx.Module) and _placement_of(part) is None:
                 cell = kind_of(base, "__call__") is Kind.CELL
-                _set_policy(part, placement.policy, (*placement.path, name), cell)
+                set_policy(part, placement.policy, (*placement.path, name), cell)
 
     return set_attribute
 

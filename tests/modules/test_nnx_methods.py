@@ -1,5 +1,6 @@
 """NNX models under a policy: decorated methods, layers that come later, variables that compute what they return."""
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -124,11 +125,23 @@ class Tied(nnx.Module):
         return self.linear(self.embed(tokens)) @ self.embed.embedding.T
 
 
+class LinenTied(nn.Module):
+    @nn.compact
+    def __call__(self, tokens):
+        embed = nn.Embed(11, 8)
+        return nn.Dense(8)(embed(tokens)) @ embed.embedding.T
+
+
 def test_weights_tied_by_hand_are_read_in_the_compute_dtype():
     tokens = jnp.zeros((2, 3), int)
     model = mpjax.with_policy(Tied(nnx.Rngs(0)), "mixed_float16")
     assert run(model, tokens) == (jnp.float32, 1)
     assert model.embed.embedding[...].dtype == jnp.float32
+    linen = mpjax.with_policy(LinenTied(), "mixed_float16")
+    variables = jax.eval_shape(linen.init, jax.random.key(0), tokens)
+    assert half_share(linen.apply, variables, tokens) == 1
+    lookups = [e for e in jax.make_jaxpr(linen.apply)(variables, tokens).eqns if "gather" in str(e.primitive)]
+    assert all(e.invars[0].aval.dtype == jnp.float32 for e in lookups)
 
 
 def test_an_assignment_to_another_modules_parameter_is_no_lost_state():
@@ -173,3 +186,41 @@ def test_decoding_has_a_cache_in_the_compute_dtype(cache_first):
     for token in jax.random.normal(jax.random.key(0), (3, 2, 1, 8)):
         np.testing.assert_allclose(model(token), plain(token), atol=2e-3)
     assert model.attention.cached_key[...].dtype == jnp.float16
+
+
+class Bridged(nnx.Module):
+    def __init__(self, features, rngs):
+        self.linear, self.norm = nnx.Linear(8, features, rngs=rngs), nnx.BatchNorm(features, rngs=rngs)
+        self.w = nnx.Param(jnp.ones((features, 8)))
+
+    def __call__(self, x):
+        return self.decode(self.norm(self.linear(x)))
+
+    def decode(self, h):
+        return h @ self.w
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "O2"])
+def test_an_nnx_module_in_a_linen_model_has_the_policy(policy):
+    plain = nn.Sequential([nnx.bridge.to_linen(Bridged, 4), nn.Dense(8)])
+    model = mpjax.with_policy(plain, policy)
+    (y, variables), (plain_y, plain_variables) = (
+        jax.eval_shape(m.init_with_output, jax.random.key(0), X) for m in (model, plain)
+    )
+    assert jax.tree.structure(variables) == jax.tree.structure(plain_variables)
+    assert (y.dtype, plain_y.dtype) == (jnp.float32, jnp.float32)
+    bridged = variables["params"]["layers_0"]
+    assert bridged["norm"]["scale"].dtype == jnp.float32
+    assert bridged["linear"]["kernel"].dtype == mpjax.get_policy(policy).param_dtype
+    assert half_share(lambda v, x: model.apply(v, x, mutable=True), variables, X) == 1
+    alone = mpjax.with_policy(nnx.bridge.to_linen(Bridged, 4), policy)
+    variables = jax.eval_shape(alone.init, jax.random.key(0), X)
+    assert half_share(lambda v, h: alone.apply(v, h, method="decode"), variables, X[:, :4]) == 1
+
+
+def test_overrides_know_the_paths_of_an_nnx_module_in_a_linen_model():
+    policy = mpjax.Policy("float32", "float16", "float32", [("layers_0/linear", "float32")])
+    model = mpjax.with_policy(nn.Sequential([nnx.bridge.to_linen(Bridged, 4), nn.Dense(8)]), policy)
+    variables = jax.eval_shape(model.init, jax.random.key(0), X)
+    # In float32 are 8 × 4 of 8 × 4 + 4 × 8 + 8 × 8 multiplications.
+    assert half_share(lambda v, x: model.apply(v, x, mutable=True), variables, X) == 3 / 4

@@ -1,0 +1,248 @@
+"""One call of a layer in a Linen model with a policy: the interceptor that casts what goes in and out of it."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from flax.core import lift
+
+from mpjax.modules.layers import (
+    Kind,
+    attributes_inside,
+    call,
+    cast,
+    cast_parameter,
+    casts_parameters,
+    half_weight,
+    is_real_float,
+    keeps_matmuls,
+    kind_of,
+    own_dtype,
+    recomputes,
+    stays_wide,
+)
+from mpjax.policy import Policy
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One call of a model with a policy.
+
+    Args:
+        policy: the model's.
+        root: the path of the model in the tree of bound modules.
+        prefix: the path of the model in the one that it was taken from, by `unbind`.
+        paths: the module and parameter paths met in the call.
+        wide: the dtypes of the layers, by path, that an explicit dtype keeps from the compute dtype.
+    """
+
+    policy: Policy
+    root: tuple[str, ...]
+    prefix: tuple[str, ...] = ()
+    paths: set[str] = dataclasses.field(default_factory=set, compare=False)
+    wide: dict[str, np.dtype] = dataclasses.field(default_factory=dict, compare=False)
+
+    def relative(self, path: tuple[str, ...]) -> str:
+        inside = path[: len(self.root)] == self.root
+        return "/".join((*self.prefix, *path[len(self.root) :]) if inside else path)
+
+
+# The innermost model with a policy that runs in this thread. It is part of jit's cache key: the
+# trace of an `nn.jit` layer under one policy must not be reused for another.
+running = jax.make_user_context(None)
+# The dtype in which the method that runs reads the parameters of other modules.
+_reader: contextvars.ContextVar[np.dtype | None] = contextvars.ContextVar("mpjax_reader", default=None)
+# Marks a module whose method runs: its calls of its own methods are its own code.
+_CALLED = "_mpjax_called"
+
+
+def interceptor(run: Run) -> Callable[..., Any]:
+    def intercept(fun: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
+        module, method = context.module, context.method_name
+        # Leave alone what another policy runs, and the module's calls of its own methods. Flax treats a `__getattr__`
+        # of the author's as a method.
+        is_dunder = method.startswith("__") and method != "__call__"
+        if running.value != run or module.scope is None or _CALLED in vars(module) or is_dunder:
+            return fun(*args, **kwargs)
+        path = run.relative(module.path)
+        run.paths.add(path)
+        placed = run.policy.for_path(path, type(module))
+        given = getattr(module, "dtype", None)
+        if not is_real_float(given):
+            return fun(*args, **kwargs)
+        # The compute dtype is what a module got from this policy and handed on to its layers.
+        own = own_dtype(given, (run.policy, placed), run.policy.compute_dtype, *_unset_dtype(run, module))
+        kind, dtype = kind_of(type(module), method), own or placed.compute_dtype
+        if stays_wide(kind, own, placed):
+            run.wide[path] = np.dtype(given)
+        fields = {f.name: getattr(module, f.name) for f in dataclasses.fields(module) if f.name != "parent"}
+        in_cell = _in_cell(module)
+        inside = {} if own else attributes_inside(kind, dtype, fields, in_cell)
+        seen_in = dtype if casts_parameters(kind) else None
+        made: list[Any] = []
+        inside["param"] = _param(module, run, path, seen_in, in_cell, made)
+        if isinstance(module, nnx.bridge.ToLinen):
+            inside["nnx_class"] = functools.partial(_made_by_nnx, module.nnx_class, run, path)
+            kwargs = _with_method_by_name(module.nnx_class, kwargs)
+        # A function that is lifted over the module (the body of a scan) also arrives here as if it
+        # were a method: its code sees the module as configured, but it is not a call of the module.
+        if method == "setup" or not hasattr(type(module), method):
+            with _attributes(module, inside):
+                out = fun(*args, **kwargs)
+            _share_parameters(module, made)
+            return out
+        if recomputes(kind, getattr(type(module), method)):
+            fun = _recomputed(module, fun)
+        with _attributes(module, {**inside, _CALLED: True}), _reading(seen_in):
+            out = call(fun, kind, dtype, args, kwargs, in_cell)
+        above = run.policy
+        if module.path != run.root:
+            above = run.policy.for_path(path.rpartition("/")[0], type(module.parent))
+        return out if placed is above else cast(out, placed.output_dtype)
+
+    return intercept
+
+
+def _recomputed(module: Any, fun: Callable[..., Any]) -> Callable[..., Any]:
+    """A method under `jax.checkpoint`, lifted over the module's scope as `nn.remat` does."""
+
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        def body(scope: Any, args: Any, kwargs: Any) -> Any:
+            with _attributes(module, {"scope": scope}):
+                return fun(*args, **kwargs)
+
+        # Where the cell runs in a loop, the loop keeps the compiler from sharing values with the forward pass.
+        return lift.checkpoint(body, prevent_cse=False, policy=keeps_matmuls)(module.scope, args, kwargs)
+
+    return recomputed
+
+
+def _unset_dtype(run: Run, module: Any) -> tuple[np.dtype, ...]:
+    """The default of the model's own `dtype` field: a value that nobody chose for this model."""
+    if module.path != run.root:
+        return ()
+    defaults: list[Any] = [f.default for f in dataclasses.fields(module) if f.name == "dtype"]
+    return tuple(np.dtype(d) for d in defaults if d is not None and is_real_float(d))
+
+
+def _in_cell(module: Any) -> bool:
+    return kind_of(type(module.parent), "__call__") is Kind.CELL
+
+
+@contextlib.contextmanager
+def _reading(dtype: np.dtype | None) -> Iterator[None]:
+    token = _reader.set(dtype)
+    try:
+        yield
+    finally:
+        _reader.reset(token)
+
+
+def _share_parameters(module: Any, made: list[Any]) -> None:
+    """Lets other modules read, in their compute dtype, the float32 parameters that a module keeps as attributes.
+
+    So weights tied by hand, `h @ embed.embedding.T`, are half, while the lookup is in float32.
+    """
+    names = [name for name, value in vars(module).items() if any(value is parameter for parameter in made)]
+    if names:
+        cls: Any = type(module)
+        object.__setattr__(module, "__class__", _class_that_shares(cls, tuple(names)))
+
+
+@functools.cache
+def _class_that_shares(base: Any, names: tuple[str, ...]) -> type:
+    return subclass(base, {name: _SharedParameter(name) for name in names})
+
+
+class _SharedParameter:
+    """An attribute with a float32 parameter, cast for the method that reads it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, module: Any, owner: type) -> Any:
+        if module is None or self.name not in vars(module):
+            raise AttributeError(self.name)
+        value, dtype = vars(module)[self.name], _reader.get()
+        return value if dtype is None else cast(value, dtype)
+
+    def __set__(self, module: Any, value: Any) -> None:
+        vars(module)[self.name] = value
+
+
+def _made_by_nnx(nnx_class: Callable[..., Any], run: Run, path: str, *args: Any, **kwargs: Any) -> Any:
+    """The NNX module of `nnx.bridge.to_linen`, with the policy."""
+    from mpjax.modules.nnx import set_policy
+
+    module = nnx_class(*args, **kwargs)
+    run.paths.update(set_policy(module, run.policy, tuple(path.split("/")) if path else ()))
+    return module
+
+
+def _with_method_by_name(nnx_class: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The keywords of a `to_linen` module's call, whose method is looked up on the class with the policy."""
+    method = kwargs.get("nnx_method")
+    name = getattr(method, "__name__", "")
+    return {**kwargs, "nnx_method": name} if name and getattr(nnx_class, name, None) is method else kwargs
+
+
+def _param(
+    module: Any, run: Run, path: str, dtype: np.dtype | None, in_cell: bool, made: list[Any]
+) -> Callable[..., Any]:
+    """`module.param`, which stores what the policy says and returns it cast to `dtype`.
+
+    Without a dtype it is returned as stored, and added to `made`.
+    """
+    make_parameter = module.param
+
+    def param(name: str, init_fn: Any, *args: Any, **kwargs: Any) -> Any:
+        param_path = f"{path}/{name}".lstrip("/")
+        run.paths.add(param_path)
+        init_fn = _stored_in(init_fn, run.policy.for_path(param_path, type(module)).param_dtype)
+        value = make_parameter(name, init_fn, *args, **kwargs)
+        if dtype is None:
+            made.append(value)
+            return value
+        return jax.tree.map(half_weight, cast(value, dtype)) if in_cell else cast(value, dtype)
+
+    return param
+
+
+@contextlib.contextmanager
+def _attributes(module: Any, values: dict[str, Any]) -> Iterator[None]:
+    """Sets attributes for the time of a call.
+
+    Not for longer, and past Flax's guard: modules are frozen, and this one may be somebody else's.
+    """
+    given = {name: vars(module)[name] for name in values if name in vars(module)}
+    for name, value in values.items():
+        object.__setattr__(module, name, value)
+    try:
+        yield
+    finally:
+        for name in values:
+            if name in given:
+                object.__setattr__(module, name, given[name])
+            else:
+                object.__delattr__(module, name)
+
+
+def _stored_in(init_fn: Any, param_dtype: np.dtype) -> Any:
+    """An initialiser whose float32 values are cast: drawn as for the float32 model, then rounded."""
+    if not callable(init_fn) or param_dtype == np.float32:
+        return init_fn
+    return lambda *args, **kwargs: cast_parameter(init_fn(*args, **kwargs), param_dtype)
+
+
+def subclass(base: Any, namespace: dict[str, Any]) -> type:
+    # The dataclass methods of the base apply, also where its author wrote them.
+    kept = ("__module__", "__qualname__", "__doc__", "__init__", "__eq__", "__hash__")
+    return type(base)(base.__name__, (base,), {name: getattr(base, name) for name in kept} | namespace)
