@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextvars
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,25 +19,24 @@ _DECIDED: contextvars.ContextVar[bool] = contextvars.ContextVar("decided", defau
 def guarded(session: Session, update: Callable[..., Any]) -> Callable[..., Any]:
     """The `update` of an optax transformation that leaves the state as it is where gradients are not finite."""
 
-    @functools.wraps(update)
-    def update_if_finite(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+    def update_if_finite(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
         present = frame()
         if present is not None:
             present.optimizes = True
         if not session.scales or _DECIDED.get():
-            return update(grads, state, params, **extra)
+            return update(updates, state, params, **extra)
 
         def take() -> Any:
             token = _DECIDED.set(True)
             try:
-                return update(grads, state, params, **extra)
+                return update(updates, state, params, **extra)
             finally:
                 _DECIDED.reset(token)
 
-        finite = _known(grads) if present is not None else None
-        finite = all_finite(grads) if finite is None else finite
+        finite = _known(updates) if present is not None else None
+        finite = all_finite(updates) if finite is None else finite
         if is_tracer(finite):
-            return _choose(finite, take, grads, state)
+            return _choose(finite, take, state)
         return take() if bool(finite) else (_zeros(jax.eval_shape(take)[0]), state)
 
     return update_if_finite
@@ -54,7 +52,7 @@ def _known(grads: Any) -> Any:
     return None
 
 
-def _choose(finite: Any, take: Callable[[], Any], grads: Any, state: Any) -> Any:
+def _choose(finite: Any, take: Callable[[], Any], state: Any) -> Any:
     leaves, tree = jax.tree.flatten(jax.eval_shape(take))
     kept, kept_tree = jax.tree.flatten(state)
     structure: Any = jax.tree.structure(jax.tree.unflatten(tree, leaves)[1])

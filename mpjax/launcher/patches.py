@@ -12,9 +12,6 @@ from mpjax.launcher import gradients, programs
 from mpjax.launcher.optimizers import guarded
 from mpjax.launcher.session import Session
 
-_OPTIONS_OF_JIT = ("in_shardings", "out_shardings")
-
-
 class Patches:
     """Replacements that can be taken back.
 
@@ -69,6 +66,13 @@ class Patches:
             session.optimizers += 1
             return new(cls, *args, **kwargs)
 
+        plain = optax.MultiSteps.update
+
+        @functools.wraps(plain)
+        def update_multi_steps(self: Any, *args: Any, **extra: Any) -> Any:
+            return guarded(session, functools.partial(plain, self))(*args, **extra)
+
+        self.replace(optax.MultiSteps, "update", update_multi_steps)
         self.replace(kind, "update", property(update))
         self.replace(kind, "__iter__", iterate)
         self.replace(kind, "__new__", count)

@@ -1,0 +1,100 @@
+"""The command line of `python -m mpjax run`."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import sys
+from collections.abc import Sequence
+
+from mpjax.launcher import hooks, script
+from mpjax.launcher.options import DEFAULT_POLICY, DETAILS, POLICY, LaunchError, Options, read_rules
+
+PROGRAM = "python -m mpjax run"
+
+_EPILOG = """
+Everything after the script or the module goes to it:
+
+  python -m mpjax run train.py --epochs 10                    # mixed_float16 with dynamic loss scaling
+  python -m mpjax run --policy mixed_bfloat16 -m my.trainer
+  MPJAX_AUTOCAST_ALL=mixed_float16 python train.py            # the same by the environment alone
+
+MPJAX_AUTOCAST=0 and MPJAX_ALLOWLIST_ADD, MPJAX_DENYLIST_ADD, MPJAX_INFERLIST_ADD work as they do with mpjax.autocast.
+docs/launcher.md says what happens to the script.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a script in mixed precision.
+
+    Args:
+        arguments: those after `run`; None for those of the process.
+
+    Returns:
+        2 after a mistake in the call. Otherwise the script ends the process as it ends without the launcher.
+    """
+    given = list(sys.argv[2:] if arguments is None else arguments)
+    parsed = parser().parse_args(given)
+    try:
+        is_module, target, rest = _target(parsed)
+        script.check(target, is_module)
+        options = options_of(parsed)
+        if parsed.compare:
+            from mpjax.launcher.comparison import compare
+
+            return compare(options, parsed.compare, is_module, target, rest)
+        os.environ.update(options.environment())
+        hooks.install(options)
+    except LaunchError as error:
+        print(f"{PROGRAM}: error: {error}", file=sys.stderr)
+        return 2
+    script.run(target, rest, is_module)
+    return 0
+
+
+def options_of(parsed: argparse.Namespace) -> Options:
+    """The options that a command line asks for; the rules file first, then what is given by hand.
+
+    Raises:
+        LaunchError: the rules file is at fault.
+    """
+    fields = read_rules(parsed.rules) if parsed.rules else {}
+    fields["deny"] = (*fields.get("deny", ()), *parsed.deny)
+    return dataclasses.replace(
+        Options(**fields),
+        policy=parsed.policy,
+        init_scale=parsed.init_scale,
+        quiet=parsed.quiet,
+        explain=os.path.abspath(parsed.explain) if parsed.explain else "",
+        dry_run=parsed.dry_run,
+    )
+
+
+def _target(parsed: argparse.Namespace) -> tuple[bool, str, list[str]]:
+    if parsed.module:
+        return True, parsed.module[0], [*parsed.module[1:], *parsed.script]
+    if not parsed.script:
+        raise LaunchError("name a script, or a module after -m.")
+    return False, parsed.script[0], parsed.script[1:]
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of the command line."""
+    plain = argparse.RawDescriptionHelpFormatter
+    description = "Runs a training script in mixed precision, unchanged."
+    result = argparse.ArgumentParser(PROGRAM, description=description, epilog=_EPILOG, formatter_class=plain)
+    result.add_argument("--policy", default=DEFAULT_POLICY, help="what mpjax.get_policy reads (default: %(default)s)")
+    result.add_argument("--rules", metavar="FILE", help="TOML: lists allow, deny, infer, packages; table [overrides]")
+    result.add_argument("--deny", metavar="PATTERN", action="append", default=[], help="keep this in float32; repeatable")
+    result.add_argument("--init-scale", type=float, default=2.0**15, help="the first loss scale (default: %(default)g)")
+    result.add_argument("--explain", metavar="FILE", help="write the plan of each program to a file")
+    result.add_argument("--dry-run", action="store_true", help="print the audit of the first training step and leave")
+    result.add_argument("--compare", metavar="N", type=int, help="run N steps in float32 and in the policy, and compare")
+    result.add_argument("--quiet", action="store_true", help="print nothing but errors")
+    result.add_argument("-m", dest="module", metavar="MODULE", nargs=argparse.REMAINDER, help="run a module")
+    result.add_argument("script", nargs=argparse.REMAINDER, metavar="SCRIPT ...", help="a script and its arguments")
+    return result
+
+
+__all__ = ["DETAILS", "POLICY", "main"]

@@ -1,0 +1,213 @@
+"""Compiled functions and optimizer steps of a script under the launcher."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training import train_state
+
+from mpjax.launcher.session import CALLS, NONFINITE
+
+X = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
+
+
+def params():
+    return {"w": jnp.asarray(np.random.default_rng(1).normal(size=(16, 16)).astype(np.float32) / 4)}
+
+
+def model(p, x):
+    return jnp.tanh(x @ p["w"])
+
+
+def loss_fn(p, x):
+    return jnp.mean(jnp.sum(model(p, x) ** 2, -1))
+
+
+def half(fun, *args):
+    return "f16[" in str(jax.make_jaxpr(fun)(*args))
+
+
+def bitwise_equal(a, b):
+    return all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+
+
+BAD = np.where(np.arange(16) == 3, np.inf, X)  # the forward pass overflows: no scale helps
+
+
+def by_optax(tx):
+    @jax.jit
+    def step(p, s, x):
+        updates, s = tx.update(jax.grad(loss_fn)(p, x), s, p)
+        return optax.apply_updates(p, updates), s
+
+    return step, params(), tx.init(params())
+
+
+def by_a_tuple(tx):
+    init, update = tx
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(p, s, x):
+        updates, s = update(jax.grad(loss_fn)(p, x), s, p)
+        return optax.apply_updates(p, updates), s
+
+    return step, params(), init(params())
+
+
+def in_a_scan(tx):
+    @jax.jit
+    def steps(p, s, x):
+        def step(carry, x):
+            p, s = carry
+            updates, s = tx.update(jax.grad(loss_fn)(p, x), s, p)
+            return (optax.apply_updates(p, updates), s), None
+
+        return jax.lax.scan(step, (p, s), x[None])[0]
+
+    return steps, params(), tx.init(params())
+
+
+def in_two_jits(tx):
+    gradient = jax.jit(jax.grad(loss_fn))
+
+    @jax.jit
+    def update(grads, p, s):
+        updates, s = tx.update(grads, s, p)
+        return optax.apply_updates(p, updates), s
+
+    return lambda p, s, x: update(gradient(p, x), p, s), params(), tx.init(params())
+
+
+def without_jit(tx):
+    def step(p, s, x):
+        updates, s = tx.update(jax.grad(loss_fn)(p, x), s, p)
+        return optax.apply_updates(p, updates), s
+
+    return step, params(), tx.init(params())
+
+
+def in_a_pmap(tx):
+    @functools.partial(jax.pmap, axis_name="devices")
+    def step(p, s, x):
+        updates, s = tx.update(jax.lax.pmean(jax.grad(loss_fn)(p, x), "devices"), s, p)
+        return optax.apply_updates(p, updates), s
+
+    replicated = jax.tree.map(lambda x: x[None], (params(), tx.init(params())))
+    return lambda p, s, x: step(p, s, x[None]), *replicated
+
+
+def clipped(tx):
+    return by_optax(optax.chain(optax.clip_by_global_norm(1.0), tx))
+
+
+def of_several_steps(tx):
+    multi = optax.MultiSteps(tx, 2)
+    return by_optax(multi)
+
+
+LOOPS = [by_optax, by_a_tuple, in_a_scan, in_two_jits, without_jit, in_a_pmap, clipped, of_several_steps]
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_an_overflow_reaches_neither_parameters_nor_moments_nor_counts(launched, loop):
+    launched()
+    step, p, s = loop(optax.adam(optax.linear_schedule(1e-2, 0.0, 10)))
+    p, s = step(p, s, X)
+    before = jax.tree.map(np.array, (p, s))
+    p, s = step(p, s, BAD)
+    assert bitwise_equal((p, s), before)
+    p, s = step(p, s, X)
+    assert not bitwise_equal(s, before[1])
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves((p, s)))
+
+
+def test_a_train_state_and_an_nnx_optimizer_skip_too(launched):
+    launched()
+    state = train_state.TrainState.create(apply_fn=model, params=params(), tx=optax.adam(1e-2))
+    step = jax.jit(lambda state, x: state.apply_gradients(grads=jax.grad(loss_fn)(state.params, x)))
+    assert bitwise_equal(step(state, BAD).params, state.params)
+
+    linear = nnx.Linear(16, 16, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(linear, optax.adam(1e-2), wrt=nnx.Param)
+
+    @nnx.jit
+    def train(linear, optimizer, x):
+        loss, grads = nnx.value_and_grad(lambda m: jnp.mean(m(x) ** 2))(linear)
+        optimizer.update(linear, grads)
+        return loss
+
+    before = np.array(linear.kernel[...])
+    train(linear, optimizer, BAD)
+    assert np.array_equal(linear.kernel[...], before)
+    assert float(train(linear, optimizer, X)) > float(train(linear, optimizer, X))
+    assert not np.array_equal(linear.kernel[...], before)
+
+
+def test_the_state_of_the_optimizer_has_the_structure_of_a_plain_run(launched):
+    plain = optax.adam(1e-2).init(params())
+    launched()
+    step, p, s = by_optax(optax.adam(1e-2))
+    assert jax.tree.structure(step(p, s, X)[1]) == jax.tree.structure(plain) == jax.tree.structure(s)
+    step(p, plain, X)  # a checkpoint of a float32 run goes on
+
+
+def test_evaluation_is_in_half_and_other_programs_are_not(launched):
+    launched()
+    evaluate = jax.jit(model)
+    assert half(evaluate, params(), X)
+    assert evaluate(params(), X).dtype == jnp.float32
+    assert half(jax.jit(lambda p, x: jax.jit(model)(p, x)), params(), X)
+    assert not half(jax.jit(jnp.exp), X)
+    # An optimizer's own matmuls are no evaluation.
+    tx = optax.GradientTransformation(lambda p: (), lambda g, s, p=None: ({"w": g["w"] @ g["w"].T}, s))
+    assert not half(jax.jit(lambda g: tx.update(g, ())), params())
+    mapped = jax.pmap(model, in_axes=(None, 0))
+    assert half(mapped, params(), X[None])
+
+
+def test_compiled_functions_stay_what_they_are(launched):
+    launched()
+
+    @functools.partial(jax.jit, static_argnames="power", donate_argnums=0)
+    def step(x, power, *, shift=0.0):
+        """Says what it does."""
+        return x**power + shift
+
+    assert (step.__name__, step.__doc__) == ("step", "Says what it does.")
+    assert float(step(jnp.float32(3.0), 2, shift=1.0)) == 10.0
+    assert float(step(jnp.float32(3.0), power=2)) == 9.0
+    assert float(step.lower(jnp.float32(3.0), 3).compile()(jnp.float32(3.0))) == 27.0
+    assert step.eval_shape(jnp.float32(3.0), 2).shape == ()
+
+    class Model:
+        @functools.partial(jax.jit, static_argnums=0)
+        def double(self, x):
+            return 2 * x
+
+    assert float(Model().double(jnp.float32(3.0))) == 6.0
+    mesh = jax.make_mesh((1,), ("x",))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    assert float(jax.jit(lambda x: x + 1, in_shardings=sharding, out_shardings=sharding)(jnp.float32(1))) == 2.0
+    assert float(jax.jit(lambda x: x + 1, out_shardings=sharding)(jnp.float32(1))) == 2.0
+    with pytest.raises(TypeError, match="missing 1 required positional argument"):
+        step(jnp.float32(3.0))
+
+
+def test_two_optimizers_have_a_scale_each(launched):
+    launched()
+    txs = optax.adam(1e-3), optax.sgd(1e-3)
+
+    @jax.jit
+    def step(ps, ss, x):
+        new = [tx.update(jax.grad(loss_fn)(p, x), s, p) for tx, p, s in zip(txs, ps, ss, strict=True)]
+        return [optax.apply_updates(p, u) for p, (u, _) in zip(ps, new, strict=True)], [s for _, s in new]
+
+    both = [params(), jax.tree.map(lambda w: w * jnp.nan, params())]
+    ps, _ = step(both, [tx.init(params()) for tx in txs], X)
+    assert bitwise_equal([jnp.isfinite(p["w"]).all() for p in ps], [True, False])
+    assert step._states[:3, CALLS].tolist() == [1, 1, 0]
+    assert step._states[:3, NONFINITE].tolist() == [0, 1, 0]
