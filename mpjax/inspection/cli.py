@@ -160,6 +160,8 @@ def _parser() -> argparse.ArgumentParser:
     plain = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(PROGRAM, description=__doc__, epilog=_EPILOG, formatter_class=plain)
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    # `mpjax.__main__` runs it; here it has its place in the list of commands.
+    commands.add_parser("run", add_help=False, help="run a training script in mixed precision, unchanged")
     for tool in TOOLS:
         command = commands.add_parser(
             tool.command,

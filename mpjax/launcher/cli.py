@@ -9,9 +9,8 @@ import sys
 from collections.abc import Sequence
 
 from mpjax.launcher import hooks, script
-from mpjax.launcher.options import DEFAULT_POLICY, DETAILS, POLICY, LaunchError, Options, read_rules
-
-PROGRAM = "python -m mpjax run"
+from mpjax.launcher.hooks import PROGRAM
+from mpjax.launcher.options import DEFAULT_POLICY, LaunchError, Options, read_rules
 
 _EPILOG = """
 Everything after the script or the module goes to it:
@@ -43,9 +42,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if parsed.compare:
             from mpjax.launcher.comparison import compare
 
-            return compare(options, parsed.compare, is_module, target, rest)
+            files = ["--rules", os.path.abspath(parsed.rules)] if parsed.rules else []
+            return compare(options, parsed.compare, [*files, *(["-m"] if is_module else []), target, *rest])
         os.environ.update(options.environment())
-        hooks.install(options)
+        hooks.install(options, main=True)
     except LaunchError as error:
         print(f"{PROGRAM}: error: {error}", file=sys.stderr)
         return 2
@@ -68,6 +68,8 @@ def options_of(parsed: argparse.Namespace) -> Options:
         quiet=parsed.quiet,
         explain=os.path.abspath(parsed.explain) if parsed.explain else "",
         dry_run=parsed.dry_run,
+        steps=parsed.steps,
+        record=parsed.record,
     )
 
 
@@ -86,15 +88,18 @@ def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(PROGRAM, description=description, epilog=_EPILOG, formatter_class=plain)
     result.add_argument("--policy", default=DEFAULT_POLICY, help="what mpjax.get_policy reads (default: %(default)s)")
     result.add_argument("--rules", metavar="FILE", help="TOML: lists allow, deny, infer, packages; table [overrides]")
-    result.add_argument("--deny", metavar="PATTERN", action="append", default=[], help="keep this in float32; repeatable")
+    result.add_argument(
+        "--deny", metavar="PATTERN", action="append", default=[], help="keep this in float32; repeatable"
+    )
     result.add_argument("--init-scale", type=float, default=2.0**15, help="the first loss scale (default: %(default)g)")
     result.add_argument("--explain", metavar="FILE", help="write the plan of each program to a file")
     result.add_argument("--dry-run", action="store_true", help="print the audit of the first training step and leave")
-    result.add_argument("--compare", metavar="N", type=int, help="run N steps in float32 and in the policy, and compare")
+    result.add_argument(
+        "--compare", metavar="N", type=int, help="run N steps in float32 and in the policy, and compare"
+    )
     result.add_argument("--quiet", action="store_true", help="print nothing but errors")
+    for name, kind in (("--steps", int), ("--record", str)):  # of the child processes of --compare
+        result.add_argument(name, type=kind, default=kind(), help=argparse.SUPPRESS)
     result.add_argument("-m", dest="module", metavar="MODULE", nargs=argparse.REMAINDER, help="run a module")
     result.add_argument("script", nargs=argparse.REMAINDER, metavar="SCRIPT ...", help="a script and its arguments")
     return result
-
-
-__all__ = ["DETAILS", "POLICY", "main"]

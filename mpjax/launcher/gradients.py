@@ -47,6 +47,8 @@ def value_and_grad(
     cast = session.autocast(fun)
 
     def both(*args: Any, **kwargs: Any) -> Any:
+        session.explain(cast, args, kwargs)
+
         def scaled(scale: Any) -> Callable[..., Any]:
             @functools.wraps(fun)
             def loss_times_scale(*args: Any, **kwargs: Any) -> Any:
@@ -75,8 +77,10 @@ def vjp(
     session: Session, original: Callable[..., Any], fun: Callable[..., Any], primals: Any, options: dict[str, Any]
 ) -> Any:
     """`jax.vjp` or `jax.linearize` of a function: its linear map runs on scaled vectors until the result is finite."""
+    cast = session.autocast(fun)
+    session.explain(cast, primals, {})
     with differentiating(_inner_scale()):
-        out, linear, *aux = original(session.autocast(fun), *primals, **options)
+        out, linear, *aux = original(cast, *primals, **options)
 
     def evaluate(scale: Any, given: Any) -> Attempt:
         linear, vectors = given

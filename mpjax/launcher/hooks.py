@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
+from mpjax.launcher import tracebacks
 from mpjax.launcher.options import LaunchError, Options
 
-PROGRAM = "mpjax run"
+PROGRAM = "python -m mpjax run"
 
 
 class AfterImport(importlib.abc.MetaPathFinder):
@@ -57,8 +59,12 @@ class _Loader(importlib.abc.Loader):
         return getattr(self.loader, name)
 
 
-def install(options: Options) -> None:
+def install(options: Options, main: bool = False) -> None:
     """Puts the script that this process runs in mixed precision, from the moment at which it imports JAX.
+
+    Args:
+        options: see `Options`.
+        main: whether this process was asked to train, rather than having inherited the environment.
 
     Raises:
         LaunchError: JAX is imported already, so that the script may hold functions of it that can't be replaced.
@@ -68,14 +74,31 @@ def install(options: Options) -> None:
             "JAX is imported already (by sitecustomize, a .pth file, or the program that called this): functions that "
             "were taken from it can not be replaced any more. Let the script be the first to import it."
         )
-    sys.meta_path.insert(0, AfterImport("jax", lambda: _patch_or_exit(options)))
+    # `python -m mpjax run` with MPJAX_AUTOCAST_ALL set: what was asked for last counts.
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, AfterImport)]
+    tracebacks.install()
+    if main and not options.quiet:
+        atexit.register(_say_that_jax_was_not_imported)
+    sys.meta_path.insert(0, AfterImport("jax", lambda: _patch_or_exit(options, main)))
 
 
-def _patch_or_exit(options: Options) -> None:
+def _say_that_jax_was_not_imported() -> None:
+    if "jax" not in sys.modules:
+        print("mpjax run: nothing was put in half: the script did not import JAX", file=sys.stderr, flush=True)
+
+
+def _patch_or_exit(options: Options, main: bool) -> None:
     try:
-        patch(options)
+        session = patch(options).session
     except LaunchError as error:
         fail(str(error))
+    from mpjax.launcher.report import DryRun, Recorder, Report
+
+    session.watchers.append(Report(session, always=main))
+    if options.dry_run:
+        session.watchers.append(DryRun())
+    if options.record:
+        session.watchers.append(Recorder(options.record, options.steps))
 
 
 def patch(options: Options) -> Any:
@@ -89,7 +112,7 @@ def patch(options: Options) -> Any:
     return patches
 
 
-def fail(message: str) -> None:
+def fail(message: str) -> NoReturn:
     """Ends the process with a message and exit code 2."""
     print(f"{PROGRAM}: error: {message}", file=sys.stderr)
     raise SystemExit(2)

@@ -12,6 +12,7 @@ from mpjax.launcher import gradients, programs
 from mpjax.launcher.optimizers import guarded
 from mpjax.launcher.session import Session
 
+
 class Patches:
     """Replacements that can be taken back.
 

@@ -15,6 +15,7 @@ import jax.extend.core
 import mpjax
 from mpjax._jaxpr import compat
 from mpjax._jaxpr.walk import walk
+from mpjax.launcher.report import Clock
 from mpjax.launcher.session import Frame, Session, enclosing_scale, frame, tracing
 
 _STATES = "_mpjax_loss_scales"
@@ -33,6 +34,14 @@ class Compiled:
         # JAX takes no keyword arguments beside in_shardings.
         self._stateful = None if options.get("in_shardings") is not None else self._with_states()
         self._states: Any = None
+        self.name = getattr(fun, "__name__", type(fun).__name__)
+        self.clock = Clock()
+        self.trains = False
+
+    @property
+    def counts(self) -> Any:
+        """The rows of its loss scales; None if it has not run."""
+        return self._states
 
     def _with_states(self) -> Any:
         options = dict(self._options)
@@ -49,6 +58,9 @@ class Compiled:
         if self._states is None:
             self._states = self._session.initial_states()
         out, self._states = self._stateful(*args, **kwargs, **{_STATES: self._states})
+        if self.trains:
+            self.clock.tick()
+            self._session.stepped(self)
         return out
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
@@ -74,14 +86,16 @@ def policed(session: Session, fun: Callable[..., Any], compiled: Compiled | None
         states = kwargs.pop(_STATES, None)
         if frame() is not None or enclosing_scale() is not None:
             return fun(*args, **kwargs)
-        return trace(session, fun, args, kwargs, states, compiled is not None)
+        return trace(session, fun, args, kwargs, states, compiled)
 
     if compiled is not None:
         program.__signature__ = _signature(fun)  # type: ignore[attr-defined]
     return program
 
 
-def trace(session: Session, fun: Callable[..., Any], args: Any, kwargs: Any, states: Any, stateful: bool) -> Any:
+def trace(
+    session: Session, fun: Callable[..., Any], args: Any, kwargs: Any, states: Any, compiled: Compiled | None
+) -> Any:
     """Traces a program once to see what it does, and returns its result in the policy."""
     seen = Frame(getattr(fun, "__name__", type(fun).__name__))
     leaves, tree = jax.tree.flatten((args, kwargs))
@@ -104,6 +118,9 @@ def trace(session: Session, fun: Callable[..., Any], args: Any, kwargs: Any, sta
         jaxpr = compat.trace(flat, states, *arrays)
     trains = seen.differentiates or seen.optimizes
     session.saw(seen, jaxpr)
+    stateful = compiled is not None
+    if compiled is not None:
+        compiled.trains = compiled.trains or seen.differentiates
     if trains or not session.active or not any(site.flops for site in walk(jaxpr)):
         given = arrays if states is None else [states, *arrays]
         outs = jax.extend.core.jaxpr_as_fun(jaxpr)(*given)

@@ -7,8 +7,7 @@ import os
 import runpy
 import sys
 import types
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from mpjax.launcher.options import LaunchError
 
@@ -37,24 +36,22 @@ def check(target: str, is_module: bool) -> None:
 
 def run(target: str, arguments: Sequence[str], is_module: bool) -> None:
     """Runs the target in this process, as `python target` or `python -m target`.
-
-    An exception of the script is raised on, and its traceback starts at the script.
+    An exception of the script is raised on; `tracebacks` shows it without the launcher's frames.
     """
     sys.argv = [target, *arguments]
-    with _Tracebacks():
-        if is_module:
-            sys.path[0] = os.getcwd()
-            # The function behind `python -m`: `__main__` stays the script's, for pickles and child processes.
-            runpy._run_module_as_main(target)  # type: ignore[attr-defined]
-        elif os.path.isdir(target):
-            sys.path[0] = os.path.abspath(target)
-            runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
-        else:
-            sys.path[0] = os.path.dirname(os.path.abspath(target))
-            with open(target, "rb") as file:
-                code = compile(file.read(), target, "exec", dont_inherit=True)
-            main = _main(target)
-            exec(code, vars(main))
+    main = _main(target)
+    if is_module:
+        sys.path[0] = os.getcwd()
+        # The function behind `python -m`: `__main__` stays the script's, for pickles and child processes.
+        runpy._run_module_as_main(target)  # type: ignore[attr-defined]
+    elif os.path.isdir(target):
+        sys.path[0] = os.path.abspath(target)
+        runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
+    else:
+        sys.path[0] = os.path.dirname(os.path.abspath(target))
+        with open(target, "rb") as file:
+            code = compile(file.read(), target, "exec", dont_inherit=True)
+        exec(code, vars(main))
 
 
 def _main(path: str) -> types.ModuleType:
@@ -63,37 +60,3 @@ def _main(path: str) -> types.ModuleType:
     vars(main).update(__file__=path, __builtins__=__builtins__, __annotations__={}, __cached__=None)
     sys.modules["__main__"] = main
     return main
-
-
-class _Tracebacks:
-    """Leaves the launcher's frames out of the traceback of an exception that ends the script."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        if error is not None and not isinstance(error, SystemExit):
-            sys.excepthook = _without_launcher(sys.excepthook)
-
-
-def _without_launcher(hook: Callable[..., Any]) -> Callable[..., Any]:
-    def show(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> Any:
-        return hook(kind, error.with_traceback(strip(trace)), strip(trace))
-
-    return show
-
-
-def strip(trace: types.TracebackType | None) -> types.TracebackType | None:
-    """A traceback from the script's first frame on."""
-    present = trace
-    while present is not None:
-        name = present.tb_frame.f_globals.get("__name__", "")
-        filename = present.tb_frame.f_code.co_filename
-        ours = filename.startswith(_PACKAGE) or filename in ("<frozen runpy>", runpy.__file__)
-        if not ours or (name == "mpjax.launcher.hooks"):
-            return present
-        present = present.tb_next
-    return trace
-
-
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep

@@ -6,7 +6,7 @@ import contextlib
 import contextvars
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -94,6 +94,16 @@ def differentiating(value: Any) -> Iterator[Scale]:
         _SCALE.reset(token)
 
 
+class Watcher(Protocol):
+    """Is told what a session sees."""
+
+    def saw(self, program: Frame, jaxpr: Any) -> None:
+        """A program was traced."""
+
+    def stepped(self, compiled: Any) -> None:
+        """A compiled function that differentiates was called."""
+
+
 class Session:
     """The options of this process, ready for use, and what the script did so far.
 
@@ -121,11 +131,13 @@ class Session:
         self.scales = "float16" in {np.dtype(d).name for d in dtypes}
         self.optimizers = 0
         self.sites: dict[str, str] = {}
+        self._explained: set[str] = set()
+        self.watchers: list[Watcher] = []
 
     @property
     def active(self) -> bool:
-        """Whether anything of the script runs in half."""
-        return self.half != "float32"
+        """Whether the gradients of the script are the launcher's."""
+        return self.half != "float32" or bool(self.options.record)
 
     def active_for(self, positional: tuple[Any, ...], options: dict[str, Any]) -> bool:
         """Whether a gradient is one that can be taken in half: not holomorphic, not at integers."""
@@ -148,10 +160,27 @@ class Session:
 
     def saw(self, program: Frame, jaxpr: Any) -> None:
         """Notes a program that was traced."""
+        for watcher in self.watchers:
+            watcher.saw(program, jaxpr)
+
+    def stepped(self, compiled: Any) -> None:
+        """Notes a call of a compiled function that differentiates."""
+        for watcher in self.watchers:
+            watcher.stepped(compiled)
 
     def autocast(self, fun: Any) -> Any:
         """`fun` under the policy."""
-        return mpjax.autocast(fun, self.policy, rules=self.rules) if self.active else fun
+        return fun if self.half == "float32" else mpjax.autocast(fun, self.policy, rules=self.rules)
+
+    def explain(self, cast: Any, args: Any, kwargs: Any) -> None:
+        """Writes the plan of a differentiated function to the file of `--explain`, once for each line of the script."""
+        line = self.callers.script_line()
+        if not self.options.explain or self.half == "float32" or line in self._explained:
+            return
+        with open(self.options.explain, "a" if self._explained else "w") as file:
+            file.write(f"{getattr(cast, '__name__', 'the function')}, differentiated at {line}\n\n")
+            file.write(f"{mpjax.explain(cast, *args, **kwargs)}\n\n")
+        self._explained.add(line)
 
     def initial_states(self) -> Any:
         """The rows of a compiled step that has not run yet."""

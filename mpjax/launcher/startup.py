@@ -1,7 +1,11 @@
-"""What `MPJAX_AUTOCAST_ALL` starts: the wheel's `mpjax_launcher.pth` imports this where the variable is set."""
+"""What `MPJAX_AUTOCAST_ALL` starts: the wheel puts `startup.pth` into site-packages, whose line imports this module.
+
+Python runs that line whenever it starts; where the variable is not set, it looks the variable up and does no more.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
 
 from mpjax.launcher import hooks
@@ -9,15 +13,15 @@ from mpjax.launcher.options import LaunchError, from_environment
 
 
 def start() -> None:
-    """Installs the hooks that the environment asks for; called when Python starts."""
-    if "mpjax" in sys.argv[:1]:
-        return
+    """Installs the hooks that the environment asks for."""
     try:
         options = from_environment()
         if options is not None:
             hooks.install(options)
     except LaunchError as error:
-        hooks.fail(str(error))
+        # An exception here would be Python's own failure to start, with a page of its internals.
+        print(f"MPJAX_AUTOCAST_ALL: error: {error}", file=sys.stderr, flush=True)
+        os._exit(2)
 
 
 start()

@@ -1,0 +1,222 @@
+"""What the launcher prints: a block at the first compiled training step, and one when the process ends."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.extend.core
+import numpy as np
+
+import mpjax
+from mpjax._jaxpr import compat
+from mpjax._jaxpr.walk import Site, walk
+from mpjax.launcher.session import CALLS, HALF, LOSS, NONFINITE, RETRIES, SCALE, Frame, Session
+
+# The first calls of a step trace, compile and warm up.
+_WARM_UP = 2
+_SHOWN = 5
+
+
+class Report:
+    """Collects what a session sees, and prints it to stderr.
+
+    Args:
+        session: of this process.
+        always: whether the last block is printed even if nothing was differentiated.
+    """
+
+    def __init__(self, session: Session, always: bool):
+        self.session, self.always = session, always
+        self.steps: list[Any] = []
+        self.evaluations: list[str] = []
+        self._described = False
+        atexit.register(self.last_block)
+
+    def saw(self, program: Frame, jaxpr: Any) -> None:
+        """Notes a program; describes the first that trains."""
+        if not program.differentiates:
+            if not program.optimizes and any(site.flops for site in walk(jaxpr)):
+                self.evaluations.append(program.name)
+            return
+        if self._described or self.session.options.quiet:
+            return
+        self._described = True
+        self._print(first_block(self.session, program, jaxpr))
+
+    def stepped(self, compiled: Any) -> None:
+        """Notes a training step."""
+        if compiled not in self.steps:
+            self.steps.append(compiled)
+
+    def last_block(self) -> None:
+        """Prints what came of the run."""
+        options = self.session.options
+        if options.quiet or options.dry_run:
+            return
+        if self.session.sites:
+            self._print(self._summary())
+        elif self.always:
+            self._print(
+                "mpjax run: nothing was put in half: the script differentiated nothing (jax.grad, jax.value_and_grad, "
+                "jax.vjp, jax.linearize, and the forms of Flax, Haiku and Equinox)"
+                + (f"; evaluated in half: {', '.join(dict.fromkeys(self.evaluations))}" if self.evaluations else "")
+                + ". Gradients that an installed package takes are left alone: name it in `packages` of a --rules file."
+            )
+
+    def _summary(self) -> str:
+        counted = [step for step in self.steps if step.counts is not None]
+        lines = ["mpjax run: the end"]
+        for step in counted:
+            lines += _of_step(self.session, step)
+        if not counted:
+            lines.append(
+                "  the steps were not counted: gradients ran outside jax.jit, in a pmap, or in a jit with in_shardings"
+            )
+        if self.evaluations:
+            lines.append(f"  evaluated in half: {', '.join(dict.fromkeys(self.evaluations))}")
+        return "\n".join(lines)
+
+    def _print(self, text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+
+class Clock:
+    """Times between the calls of a compiled step, which are those of the steps once the device is the slower one."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+        self._last: float | None = None
+
+    def tick(self) -> None:
+        """Notes a call."""
+        now = time.perf_counter()
+        if self._last is not None:
+            self.times.append(now - self._last)
+        self._last = now
+
+    @property
+    def median(self) -> float | None:
+        """Seconds from call to call; None for too few calls."""
+        warm = self.times[_WARM_UP:]
+        return statistics.median(warm) if warm else None
+
+
+def _of_step(session: Session, step: Any) -> list[str]:
+    rows = np.asarray(step.counts)
+    rows = rows[rows[:, CALLS] > 0]
+    calls = int(rows[:, CALLS].max()) if len(rows) else 0
+    seconds = step.clock.median
+    per_call = calls / max(len(step.clock.times) + 1, 1)
+    took = "" if seconds is None else f", {1e3 * seconds / max(per_call, 1.0):.3g} ms a step"
+    lines = [f"  {step.name}: {calls} steps{took}"]
+    if session.scales:
+        skipped = int(rows[:, NONFINITE].sum())
+        scales = " and ".join(f"{scale:g}" for scale in rows[:, SCALE])
+        lines.append(
+            f"    {skipped} skipped, {int(rows[:, RETRIES].sum())} repeated at a lower loss scale; at the end {scales}"
+        )
+        if skipped:
+            lines.append(
+                "    a step is skipped if the loss itself, or a gradient at any scale, is inf or NaN: the forward pass "
+                "overflows float16 (--policy mixed_bfloat16, --deny PATTERN), or the run diverges in float32 too"
+            )
+    return lines
+
+
+def first_block(session: Session, program: Frame, jaxpr: Any) -> str:
+    """The block at the first compiled training step."""
+    sites = [site for site in walk(jaxpr) if site.flops]
+    total = sum(site.flops for site in sites)
+    if not total:
+        return f"mpjax run: {program.name} has no matmul or convolution: nothing to put in half"
+    full = [site for site in sites if not _is_half(site)]
+    share = 1 - sum(site.flops for site in full) / total
+    scaling = f"loss scale {session.options.init_scale:g} at first, dynamic" if session.scales else "no loss scale"
+    lines = [
+        f"mpjax run: {session.options.policy}, {scaling}",
+        f"  {program.name}: {share:.1%} of {total / 1e9:.3g} GFLOP in matmuls and convolutions in half",
+    ]
+    by_line: dict[tuple[str, str, str], int] = {}
+    for site in full:
+        key = (site.source or "an unknown line", site.path, _why(site))
+        by_line[key] = by_line.get(key, 0) + site.flops
+    ranked = sorted(by_line.items(), key=lambda item: -item[1])
+    for (source, path, why), flops in ranked[:_SHOWN]:
+        lines.append(f"  {flops / total:.1%} not: {source}{f' ({path})' if path else ''}: {why}")
+    if len(ranked) > _SHOWN:
+        lines.append(f"  and {len(ranked) - _SHOWN} lines more; --explain FILE has all")
+    lines.append("  differentiates: " + ", ".join(f"{name} at {line}" for line, name in session.sites.items()))
+    return "\n".join(lines)
+
+
+class DryRun:
+    """Prints the audit of the first program that trains, and ends the process before it runs."""
+
+    def saw(self, program: Frame, jaxpr: Any) -> None:
+        """Looks at a program."""
+        if program.differentiates:
+            print(audit(jaxpr), flush=True)
+            raise SystemExit(0)
+
+    def stepped(self, compiled: Any) -> None:
+        """Is never called."""
+
+
+class Recorder:
+    """Writes the loss and the time of each of the first steps to a file, and ends the process after them.
+
+    Args:
+        path: of the file, JSON.
+        steps: how many.
+    """
+
+    def __init__(self, path: str, steps: int):
+        self.path, self.steps = path, steps
+        self.rows: list[dict[str, float]] = []
+        self._calls = self._start = 0.0
+        self._step: Any = None
+
+    def saw(self, program: Frame, jaxpr: Any) -> None:
+        """A program is traced: the time of this step is not that of a step."""
+        self._start = 0.0
+
+    def stepped(self, compiled: Any) -> None:
+        """Writes a step down. Only the function that trained first counts."""
+        self._step = self._step or compiled
+        if compiled is not self._step:
+            return
+        row = np.asarray(compiled.counts)[0]  # waits for the step
+        now = time.perf_counter()
+        calls, self._calls = float(row[CALLS]) - self._calls, float(row[CALLS])
+        seconds = (now - self._start) / max(calls, 1.0) if self._start else float("nan")
+        self.rows.append({"step": float(row[CALLS]), "loss": float(row[LOSS]), "seconds": seconds})
+        Path(self.path).write_text(json.dumps(self.rows))
+        if row[CALLS] >= self.steps:
+            raise SystemExit(0)
+        self._start = time.perf_counter()
+
+
+def audit(jaxpr: Any) -> str:
+    """The audit of a traced program."""
+    shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in compat.open_jaxpr(jaxpr).jaxpr.invars]
+    return str(mpjax.audit(jax.extend.core.jaxpr_as_fun(jaxpr), *shapes))
+
+
+def _is_half(site: Site) -> bool:
+    return all(np.dtype(v.aval.dtype).name in HALF for v in site.eqn.invars[:2])
+
+
+def _why(site: Site) -> str:
+    names = "/".join(dict.fromkeys(np.dtype(v.aval.dtype).name for v in site.eqn.invars[:2]))
+    if names not in ("float32", *HALF):
+        return f"{names} operands"
+    if not site.module or "jvp" not in site.module:
+        return "outside of what is differentiated, or a rule keeps it"
+    return "a rule, a region or the script's own dtypes keep it (--explain FILE)"

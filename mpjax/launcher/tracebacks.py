@@ -1,0 +1,47 @@
+"""Tracebacks of the script's own errors, without the launcher's frames."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from types import TracebackType
+from typing import Any
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_RUNNERS = ("<frozen runpy>", runpy.__file__)
+
+
+def install() -> None:
+    """Makes Python show an uncaught exception without frames of mpjax, unless it was raised there."""
+    before = sys.excepthook
+
+    def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> Any:
+        trace = stripped(trace)
+        return before(kind, error.with_traceback(trace), trace)
+
+    sys.excepthook = show
+
+
+def stripped(trace: TracebackType | None) -> TracebackType | None:
+    """A traceback without the frames of mpjax; if the innermost is one of them, without those before the script's."""
+    entries = []
+    while trace is not None:
+        entries.append(trace)
+        trace = trace.tb_next
+    ours = [_is_ours(entry) for entry in entries]
+    if all(ours):
+        kept = entries
+    elif ours[-1]:
+        kept = entries[ours.index(False) :]
+    else:
+        kept = [entry for entry, is_ours in zip(entries, ours, strict=True) if not is_ours]
+    result = None
+    for entry in reversed(kept):
+        result = TracebackType(result, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return result
+
+
+def _is_ours(entry: TracebackType) -> bool:
+    filename = entry.tb_frame.f_code.co_filename
+    return filename.startswith(_PACKAGE) or filename in _RUNNERS

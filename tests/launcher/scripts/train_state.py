@@ -1,0 +1,64 @@
+"""A Linen classifier with `flax.training.train_state`, as in Flax's mnist example; the digits are random."""
+
+import argparse
+import sys
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax.training import train_state
+
+
+class CNN(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for features in (8, 16):
+            x = nn.avg_pool(nn.relu(nn.Conv(features, (3, 3))(x)), (2, 2), (2, 2))
+        x = nn.relu(nn.Dense(32)(x.reshape(x.shape[0], -1)))
+        return nn.Dense(10)(x)
+
+
+@jax.jit
+def apply_model(state, images, labels):
+    def loss_fn(params):
+        logits = state.apply_fn({"params": params}, images)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean(), logits
+
+    (loss, logits), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
+    return grads, loss, jnp.mean(jnp.argmax(logits, -1) == labels)
+
+
+@jax.jit
+def update_model(state, grads):
+    return state.apply_gradients(grads=grads)
+
+
+@jax.jit
+def evaluate(state, images):
+    return state.apply_fn({"params": state.params}, images)
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    rng = np.random.default_rng(0)
+    prototypes = rng.random((10, 16, 16, 1), np.float32)
+    model = CNN()
+    params = model.init(jax.random.key(args.seed), jnp.ones((1, 16, 16, 1)))["params"]
+    state = train_state.TrainState.create(apply_fn=model.apply, params=params, tx=optax.sgd(0.1, momentum=0.9))
+    for _ in range(args.steps):
+        labels = rng.integers(0, 10, 32)
+        images = prototypes[labels] + 0.3 * rng.normal(size=(32, 16, 16, 1)).astype(np.float32)
+        grads, loss, _ = apply_model(state, images, labels)
+        state = update_model(state, grads)
+    assert evaluate(state, images).dtype == jnp.float32
+    print(f"loss {loss:.4f}")
+    return 3 if "--fail" in sys.argv else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,242 @@
+"""`python -m mpjax run` and `MPJAX_AUTOCAST_ALL`, in processes of their own."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import sysconfig
+import textwrap
+import tomllib
+import venv
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+TRAIN = ROOT / "tests" / "launcher" / "scripts" / "train_state.py"
+
+LINEAR = """
+import sys, jax, jax.numpy as jnp, optax
+tx = optax.sgd(0.1)
+@jax.jit
+def step(w, s, x):
+    loss, g = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+    u, s = tx.update(g, s)
+    return optax.apply_updates(w, u), s, loss
+w = jnp.eye(16); s = tx.init(w)
+for _ in range(3):
+    w, s, loss = step(w, s, jnp.ones((8, 16)))
+print(f"loss {loss:.3f}", *sys.argv[1:])
+"""
+
+
+def python(*arguments, interpreter=sys.executable, cwd=None, **environment):
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("MPJAX")}
+    return subprocess.run(
+        [interpreter, *map(str, arguments)],
+        env={**inherited, "PYTHONPATH": str(ROOT), **environment},
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+    )
+
+
+def run(*arguments, **options):
+    return python("-m", "mpjax", "run", *arguments, **options)
+
+
+@pytest.fixture
+def script(tmp_path):
+    def write(text, name="script.py"):
+        path = tmp_path / name
+        path.write_text(textwrap.dedent(text))
+        return path
+
+    return write
+
+
+def test_a_script_runs_in_half_and_says_what_happened(script, tmp_path):
+    done = run("--explain", tmp_path / "plan.txt", script(LINEAR), "--lr", "-m")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "loss 0.410 --lr -m\n"
+    first, last = done.stderr.split("mpjax run: the end")
+    assert "mpjax run: mixed_float16, loss scale 32768 at first, dynamic" in first
+    assert "step: 100.0% of" in first
+    assert "differentiates: <lambda> at script.py:6" in first
+    assert "step: 3 steps" in last
+    assert "0 skipped, 0 repeated" in last
+    assert "dot_general" in (tmp_path / "plan.txt").read_text()
+
+
+def test_a_module_runs_with_its_arguments_and_quietly(script, tmp_path):
+    script(LINEAR + "print(__name__, __spec__.name, sys.argv[0])", "my_trainer.py")
+    done = run("--policy", "mixed_bfloat16", "--quiet", "-m", "my_trainer", "--epochs", "2", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == f"loss 0.410 --epochs 2\n__main__ my_trainer {tmp_path / 'my_trainer.py'}\n"
+
+
+def test_a_dry_run_prints_the_audit_and_trains_nothing(script):
+    done = run("--dry-run", script(LINEAR))
+    assert done.returncode == 0, done.stderr
+    assert "100.0% in half" in done.stdout
+    assert "loss" not in done.stdout.replace("loss scale", "")
+
+
+def test_compare_shows_losses_and_times_side_by_side(script):
+    done = run("--compare", "3", script(LINEAR))
+    assert done.returncode == 0, done.stderr
+    header, _, *rows = done.stdout.splitlines()
+    assert [h.strip() for h in header.split("  ") if h] == [
+        "step", "loss, float32", "loss, mixed_float16", "ms, float32", "ms, mixed_float16",
+    ]  # fmt: skip
+    assert [row.split()[0] for row in rows[:3]] == ["1", "2", "3"]
+    assert float(rows[2].split()[1]) == pytest.approx(float(rows[2].split()[2]), rel=1e-2)
+    assert "× as fast in mixed_float16" in rows[-1]
+
+
+def test_rules_of_a_file_and_of_the_command_line_hold(script, tmp_path):
+    rules = script('deny = ["tanh"]\n[overrides]\n"*/head" = "float32"\n', "rules.toml")
+    named = LINEAR.replace("(x @ w) ** 2", 'jax.named_scope("head")(lambda: x @ w)() ** 2')
+    done = run("--rules", rules, script(named))
+    assert "step: 0.0% of" in done.stderr, done.stderr
+    assert "100.0% not: script.py:6 (head): " in done.stderr
+    assert "step: 0.0% of" in run("--deny", "*/head", script(named)).stderr
+    bad = run("--rules", script("allowed = 3", "rules.toml"), script(LINEAR))
+    assert bad.returncode == 2
+    assert "allowed = 3 is not understood" in bad.stderr
+
+
+REFUSED = {
+    "no script": (["missing.py"], "no such script: missing.py"),
+    "no module": (["-m", "missing.module"], "no such module: missing.module"),
+    "nothing": ([], "name a script, or a module after -m"),
+    "no rules": (["--rules", "missing.toml", str(TRAIN)], "--rules missing.toml"),
+    "no policy": (["--policy", "mixed_float15", str(TRAIN)], "'mixed_float15'"),
+    "no primitive": (["--deny", "tanhh", str(TRAIN)], "did you mean 'tanh'"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_mistake_in_the_call_is_one_line_and_code_2(case):
+    arguments, message = REFUSED[case]
+    done = run(*arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stderr.startswith("python -m mpjax run: error: ")
+
+
+def test_a_script_that_differentiates_nothing_is_told_so(script):
+    done = run(script("import jax, jax.numpy as jnp\nprint(jax.jit(lambda x: x @ x)(jnp.eye(4))[0, 0])"))
+    assert (done.returncode, done.stdout) == (0, "1.0\n")
+    assert "nothing was put in half: the script differentiated nothing" in done.stderr
+    assert "evaluated in half: <lambda>" in done.stderr
+    assert "nothing was put in half" in run(script("print('no JAX at all')")).stderr
+
+
+def test_float16_without_an_optax_optimizer_is_refused_and_bfloat16_is_offered(script):
+    by_hand = "import jax, jax.numpy as jnp\nprint(jax.grad(lambda w: jnp.sum(w @ w))(jnp.eye(4))[0, 0])\n"
+    done = run(script(by_hand))
+    assert done.returncode == 1
+    assert "float16 is refused" in done.stderr
+    assert "--policy mixed_bfloat16" in done.stderr
+    done = run("--policy", "mixed_bfloat16", script(by_hand))
+    assert done.stdout == "2.0\n", done.stderr
+
+
+def test_jax_that_is_imported_already_is_refused(script):
+    code = f"import sys, jax; from mpjax.launcher.cli import main; sys.exit(main([{str(script(LINEAR))!r}]))"
+    done = python("-c", code)
+    assert done.returncode == 2
+    assert "JAX is imported already" in done.stderr
+
+
+def test_the_script_is_as_it_is_without_the_launcher(script, tmp_path):
+    text = """
+    import atexit, os, pickle, sys
+    class Thing: pass
+    atexit.register(print, "atexit")
+    print(__name__, __file__, sys.argv, sys.path[0], os.getcwd(), "jax" in sys.modules, "main" in globals())
+    print(pickle.loads(pickle.dumps(Thing())).__class__.__module__, sys.modules["__main__"].Thing is Thing)
+    def fails():
+        raise ValueError("of the script")
+    {end}
+    """
+    for end in ("sys.exit(7)", "fails()", "os.kill(os.getpid(), 15)", "sys.exit('a text')", "raise KeyboardInterrupt"):
+        path = script(text.format(end=end))
+        with_it, without = run(path, "a", cwd=tmp_path), python(path, "a", cwd=tmp_path)
+        assert with_it.stdout == without.stdout
+        assert with_it.returncode == without.returncode
+        ours = "mpjax run: nothing was put in half"
+        stderr = [line for line in with_it.stderr.splitlines() if not line.startswith(ours)]
+        assert stderr == without.stderr.splitlines()
+
+
+def test_a_signal_reaches_the_script(script):
+    path = script("""
+    import signal, time
+    signal.signal(signal.SIGTERM, lambda *_: (print("got it", flush=True), exit(5)))
+    print("ready", flush=True); time.sleep(60)
+    """)
+    command = [sys.executable, "-m", "mpjax", "run", "--quiet", str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.communicate(timeout=60)[0] == "got it\n"
+    assert process.returncode == 5
+
+
+def test_processes_of_multiprocessing_work(script):
+    path = script("""
+    import multiprocessing
+    def square(x):
+        return x * x
+    if __name__ == "__main__":
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            print(pool.map(square, [1, 2, 3]))
+    """)
+    done = run("--quiet", path)
+    assert (done.stdout, done.stderr) == ("[1, 4, 9]\n", "")
+
+
+def test_the_traceback_of_an_error_is_that_of_a_plain_run(script):
+    path = script(LINEAR.replace("jnp.mean((x @ w) ** 2)", "jnp.mean(x @ w @ x)"))
+    with_it, without = run("--quiet", path), python(path)
+    assert (with_it.returncode, with_it.stderr) == (without.returncode, without.stderr)
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory):
+    """An interpreter with the wheel's .pth file, the packages of this one, and the repository."""
+    folder = tmp_path_factory.mktemp("environment")
+    venv.create(folder, symlinks=True)
+    site = next(folder.glob("lib/python*/site-packages"))
+    (site / "a_paths.pth").write_text(f"{sysconfig.get_path('purelib')}\n{ROOT}\n")
+    included = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    included = included["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
+    for source, target in included.items():
+        (site / target).write_text((ROOT / source).read_text())
+    return str(folder / "bin" / "python")
+
+
+def test_the_variable_alone_does_it(environment, script):
+    path = script(LINEAR)
+    plain = python(path, interpreter=environment, PYTHONPATH="")
+    assert (plain.stdout, plain.stderr) == ("loss 0.410\n", "")
+    done = python(path, interpreter=environment, PYTHONPATH="", MPJAX_AUTOCAST_ALL="mixed_float16")
+    assert done.stdout == "loss 0.410\n"
+    assert "step: 100.0% of" in done.stderr
+    bad = python(path, interpreter=environment, PYTHONPATH="", MPJAX_AUTOCAST_ALL="mixed_float15")
+    assert bad.returncode == 2
+    assert "'mixed_float15'" in bad.stderr
+
+
+def test_without_the_variable_nothing_of_mpjax_is_imported(environment):
+    code = "import sys; print([m for m in sys.modules if m.startswith('mpjax')])"
+    assert python("-c", code, interpreter=environment, PYTHONPATH="").stdout == "[]\n"
+    variables = {"MPJAX_AUTOCAST_ALL": "mixed_float16", "MPJAX_AUTOCAST_ALL_OPTIONS": json.dumps({"nonsense": 1})}
+    done = python("-c", code, interpreter=environment, PYTHONPATH="", **variables)
+    assert done.returncode == 2
+    assert "MPJAX_AUTOCAST_ALL_OPTIONS=" in done.stderr
+    assert "Traceback" not in done.stderr
