@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import optax
 
 from mpjax._jaxpr import compat
 from mpjax._jaxpr.interpreter import (
+    COMPILER_OPTIONS,
     Block,
     Eager,
     Place,
+    is_half,
     is_inexact,
     lay_out,
     widened,
 )
 from mpjax._jaxpr.primitives import Op, primitive
 from mpjax._jaxpr.source import BACKWARD
+from mpjax._jaxpr.walk import inner_jaxprs
 from mpjax._loss_scale_state import LossScaleState, find_loss_scale_state
+from mpjax.casting import autocast
 from mpjax.inspection.numerics.activations import Counted, counted
 from mpjax.inspection.numerics.host_statistics import HostRangeProbe, result
 from mpjax.inspection.numerics.range_statistics import BIAS, BINS, Limits, RangeProbe, Tally, tally_of
@@ -32,7 +38,7 @@ from mpjax.inspection.numerics.report import Range
 from mpjax.inspection.program import traced_call
 from mpjax.loss_scale import static_loss_scale, value_and_grad
 from mpjax.modules.boundary import contains_nnx_object
-from mpjax.policy import HALF_DTYPES, is_castable
+from mpjax.policy import HALF_DTYPES, Policy, is_castable
 
 # A module that loses more than this share of its nonzero values should be kept in float32.
 _MUCH = 0.05
@@ -50,6 +56,7 @@ def numerics(
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     dtype: Any = "float16",
+    verify: bool = True,
 ) -> NumericsReport:
     """The ranges of a loss function's activations and gradients, and what half precision would lose of them.
 
@@ -72,6 +79,9 @@ def numerics(
         argnums: positions of the parameters; only their floating arrays are differentiated.
         has_aux: whether `fun` returns `(loss, aux)`.
         dtype: `"float16"` or `"bfloat16"`.
+        verify: whether the recommendation is tried on the last batch of a float32 program: its gradients under
+            `autocast` as it is, and with the recommended scale and overrides, against those of float32. It compiles
+            both.
 
     Returns:
         A `NumericsReport`.
@@ -103,7 +113,8 @@ def numerics(
         measuring.add(call)
     if measuring.batches == 0:
         raise ValueError("numerics: batches is empty; give at least one batch.")
-    return measuring.report()
+    report = measuring.report()
+    return measuring.verified(report) if verify else report
 
 
 def _scale_state(loss_scale: Any) -> LossScaleState:
@@ -168,11 +179,13 @@ class _Measuring:
 
     def __init__(self, fun: Any, state: Any, scale: float, argnums: Any, has_aux: bool, limits: Limits):
         self.fun, self.state, self.scale, self.argnums, self.has_aux = fun, state, scale, argnums, has_aux
-        self.limits, self.batches = limits, 0
+        self.limits, self.batches, self.has_half = limits, 0, False
         self.compiled: dict[Any, _Compiled] = {}
         self.tallies: dict[_Row, Tally] = {}
         self.exponents: dict[_Row, np.ndarray] = {}
         self.dtypes: dict[_Row, dict[str, None]] = {}
+        self.unseen: dict[str, None] = {}
+        self.last: Any = None
 
     def add(self, args: Sequence[Any]) -> None:
         """Measures one call."""
@@ -186,12 +199,18 @@ class _Measuring:
         compiled = self.compiled[key]
         arrays, consts = map(widened, program.arrays), [*map(widened, consts)]
         outs, notes = compiled.evaluation.block(compiled.block, [*arrays], consts=consts)
-        self._take(compiled, notes, outs[: len(compiled.names)])
+        grads = outs[: len(compiled.names)]
+        self._take(compiled, notes, grads)
+        self.last = args, grads
         self.batches += 1
 
     def _compile(self, block: Block, names: Sequence[str]) -> _Compiled:
         counts = counted(block, len(names))
         probe = HostRangeProbe(block, counts, self.limits)
+        for place in block.places():
+            if not place.blocks and (inner_jaxprs(place.site.eqn) or primitive(place.site.name).foreign):
+                self.unseen[f"{place.site.name} at {place.site.source or 'an unknown line'}"] = None
+        self.has_half |= any(is_half(v) for place in block.places() for v in place.site.eqn.outvars)
         return _Compiled(block, counts, names, probe, Eager(probe, wide=True))
 
     def _take(self, compiled: _Compiled, notes: Mapping[Any, Any], grads: Sequence[Any]) -> None:
@@ -210,6 +229,8 @@ class _Measuring:
                 self._put((table, site.path, phase, "", ""), tally, dtypes)
             if number in counts.gradients:
                 self._put_exponents(("gradients", site.path, phase, "", ""), histogram)
+            if number in counts.gradients and counts.matters(number):
+                self._put_exponents(("half gradients", site.path, phase, "", ""), histogram)
             if number in counts.activations | counts.gradients | counts.parameters and counts.matters(number):
                 self._put(("matters", site.path, phase, "", ""), tally, dtypes)
                 if histogram.size:
@@ -220,6 +241,37 @@ class _Measuring:
             self._put(row, tally_of(found), ("float32",))
             self._put_exponents(row, found[2])
 
+    def verified(self, report: NumericsReport) -> NumericsReport:
+        """The report with the errors of the gradients before and after what it recommends."""
+        if self.has_half or report.init_scale is None:
+            return report
+        args, true = self.last
+        half = Policy(jnp.float32, self.limits.dtype, jnp.float32)
+        kept = dataclasses.replace(half, overrides=report.overrides)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # about what the policy leaves in float32, which is what is tried
+                before = self._error(half, self.scale, args, true)
+                after = self._error(kept, report.init_scale, args, true)
+        except Exception as error:  # The measurement stands without it.
+            note = f"the recommendation was not tried: autocast fails with {type(error).__name__}: {error}"
+            return dataclasses.replace(report, notes=(note,))
+        return dataclasses.replace(report, errors=(before, after))
+
+    def _error(self, policy: Policy, scale: float, args: Sequence[Any], true: Sequence[Any]) -> float:
+        """The relative error of the gradients in half; inf if they are not finite."""
+        state = static_loss_scale(optax.identity(), scale).init({})
+        gradient = _gradient(autocast(self.fun, policy), state, self.argnums, self.has_aux, [])
+        program = traced_call("numerics", gradient, args, {})
+        run = jax.jit(jax.extend.core.jaxpr_as_fun(program.jaxpr), compiler_options=COMPILER_OPTIONS)
+        grads = run(*program.arrays)[: len(true)]
+        found, expected = (
+            optax.tree.norm([jnp.asarray(g, jnp.float32) for g in gs])
+            for gs in ([jnp.asarray(g, jnp.float32) - t for g, t in zip(grads, true, strict=True)], true)
+        )
+        error = float(found / expected)
+        return error if math.isfinite(error) else math.inf
+
     def _put(self, row: _Row, tally: Tally, dtypes: Iterable[str]) -> None:
         self.tallies[row] = self.tallies[row] + tally if row in self.tallies else tally
         self.dtypes.setdefault(row, {}).update(dict.fromkeys(dtypes))
@@ -229,12 +281,8 @@ class _Measuring:
 
     def report(self) -> NumericsReport:
         """All that was seen."""
-        largest = self._largest_gradient()
-        safe = init = None
-        if largest is not None:
-            safe = 2.0 ** math.floor(math.log2(float(compat.finfo(self.limits.dtype).max) / largest))
-            init = min(max(safe / _HEADROOM, _SMALLEST_SCALE), _LARGEST_SCALE)
-            init = init if self.limits.dtype == jnp.float16 else 1.0
+        kept, safe, init = self._recommended()
+        names = [self._name(path) for path in kept]
         return NumericsReport(
             dtype=self.limits.dtype.name,
             loss_scale=self.scale,
@@ -245,14 +293,68 @@ class _Measuring:
             by_op=self._table("by_op"),
             activation_gradient_exponents=self._histogram("gradients"),
             parameter_gradient_exponents=self._histogram("parameters"),
+            half_gradient_exponents=self._histogram("half gradients"),
             largest_safe_scale=safe,
             init_scale=init,
-            keep_float32=self._keep(init),
+            keep_float32=tuple(dict.fromkeys(name for name in names if name)),
+            keep_lines=self._lines([path for path, name in zip(kept, names, strict=True) if not name]),
+            unseen=tuple(self.unseen),
         )
 
-    def _largest_gradient(self) -> float | None:
-        """The largest gradient at scale 1; None if there is none, or one is not finite."""
-        seen = [tally for row, tally in self.tallies.items() if row[0] == "matters" and row[2] == _BACKWARD]
+    def _recommended(self) -> tuple[list[str], float | None, float | None]:
+        """The module paths to keep in float32, and the largest safe and the recommended scale of all the others."""
+        largest = float(compat.finfo(self.limits.dtype).max)
+        kept: dict[str, None] = {}
+        for path, phase, tally in self._mattering():
+            if phase == _FORWARD and (tally.overflowed or tally.flushed_share > _MUCH):
+                kept[path] = None
+            # It overflows without any loss scale: a scale that saved it would flush everything else.
+            if phase == _BACKWARD and tally.max / self.scale > largest:
+                kept[path] = None
+        while True:
+            safe = init = None
+            gradient = self._largest_gradient(kept)
+            if gradient is not None:
+                safe = 2.0 ** math.floor(math.log2(largest / gradient))
+                init = min(max(safe / _HEADROOM, _SMALLEST_SCALE), _LARGEST_SCALE)
+                init = init if self.limits.dtype == jnp.float16 else 1.0
+            lost = [
+                path
+                for path, phase, _ in self._mattering()
+                if phase == _BACKWARD
+                and path not in kept
+                and self._flushed_at(init, ("matters", path, phase, "", "")) > _MUCH
+            ]
+            if not lost:
+                return list(kept), safe, init
+            kept |= dict.fromkeys(lost)
+
+    def _mattering(self) -> list[tuple[str, str, Tally]]:
+        return [(row[1], row[2], tally) for row, tally in self.tallies.items() if row[0] == "matters"]
+
+    def _name(self, path: str) -> str:
+        """A module path below the whole model's; empty for the model itself and for what stands in no module."""
+        paths = {row[1] for row in self.tallies if row[0] == "by_op" and row[1]}
+        root = next(iter(paths), "").partition("/")[0]
+        is_root = any("/" in path for path in paths) and all(f"{path}/".startswith(f"{root}/") for path in paths)
+        if not is_root:
+            return path
+        return path.partition("/")[2]
+
+    def _lines(self, paths: Sequence[str]) -> tuple[str, ...]:
+        """The operations that lose most in what has no module's name, by line."""
+        rows = [(row, tally) for row, tally in self.tallies.items() if row[0] == "by_op" and row[1] in paths]
+        lost = [
+            f"{op} at {source or 'an unknown line'}"
+            for (_, _, phase, op, source), tally in rows
+            if tally.overflowed or (phase == _FORWARD and tally.flushed_share > _MUCH)
+        ]
+        return tuple(dict.fromkeys(lost))
+
+    def _largest_gradient(self, kept: Iterable[str]) -> float | None:
+        """The largest gradient at scale 1 outside of some modules; None if there is none, or one is not finite."""
+        kept = set(kept)
+        seen = [tally for path, phase, tally in self._mattering() if phase == _BACKWARD and path not in kept]
         seen = seen or [tally for row, tally in self.tallies.items() if row[0] == "parameters"]
         total = sum(seen, start=Tally())
         return total.max / self.scale if total.max and not total.nonfinite else None
@@ -284,24 +386,12 @@ class _Measuring:
         total = sum((counts for row, counts in self.exponents.items() if row[0] == table), start=np.zeros(BINS, int))
         return {int(i) - BIAS: int(total[i]) for i in np.flatnonzero(total)}
 
-    def _keep(self, init: float | None) -> tuple[str, ...]:
-        kept: dict[str, None] = {}
-        for (kind, path, phase, _, _), tally in self.tallies.items():
-            if kind != "matters" or "/" not in path:
-                continue  # the whole model is no part of itself
-            lost = tally.flushed_share
-            if phase == _BACKWARD:
-                lost = self._flushed_at(init, ("matters", path, phase, "", ""))
-            if lost > _MUCH or (phase == _FORWARD and tally.overflowed):
-                kept[path.partition("/")[2]] = None
-        return tuple(kept)
-
     def _flushed_at(self, scale: float | None, row: _Row) -> float:
         """The share of a row's nonzero gradients that half would flush at a scale."""
         if scale is None:
             return 0.0
         counts = self.exponents[row]
-        lowest = self.limits.exponents[0] - round(math.log2(scale / self.scale)) + BIAS
+        lowest = self.limits.flushed_below - round(math.log2(scale / self.scale)) + BIAS
         return float(counts[: max(lowest, 0)].sum() / max(counts.sum(), 1))
 
 

@@ -57,6 +57,11 @@ class Limits:
         return int(np.float32(limit).view(np.int32))
 
     @property
+    def flushed_below(self) -> int:
+        """Numbers of smaller exponents of two become zero; of this one, all but the power of two itself round up."""
+        return round(np.log2(self.flushed))
+
+    @property
     def exponents(self) -> tuple[int, int]:
         """The smallest and the largest exponent of two that the dtype holds, subnormal numbers included."""
         return round(np.log2(self.flushed)) + 1, round(np.log2(self.overflowed)) - 1

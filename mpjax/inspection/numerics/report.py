@@ -76,9 +76,18 @@ class NumericsReport(Report):
             zero, or not finite in float32 either.
         init_scale: what to give `dynamic_loss_scale`: `largest_safe_scale / 4`, because gradients grow later, within
             that transformation's limits; 1 for bfloat16, which has float32's range.
-        keep_float32: modules where half overflows in the forward pass, or flushes more than 5 % of the nonzero
-            values of the forward pass, or of the backward pass at `init_scale`.
+            Computed of the values outside of `keep_float32`.
+        keep_float32: modules where half overflows in the forward pass, or in the backward pass without any loss
+            scale, or flushes more than 5 % of the nonzero values of the forward pass, or of the backward pass at
+            `init_scale`.
         overrides: a `Policy`'s overrides that keep these in float32.
+        keep_lines: operations of which the same holds that stand in no module with a name, as `exp at file.py:12`.
+        half_gradient_exponents: the same as `activation_gradient_exponents`, of those that the program computes in
+            half; of all if it has no half.
+        unseen: operations whose insides could not be looked at (Pallas kernels, callbacks).
+        errors: the relative error of the gradients in half against float32, without and with what is recommended;
+            None if the program is in half already or it was not tried.
+        notes: what else to know.
     """
 
     dtype: str
@@ -93,6 +102,11 @@ class NumericsReport(Report):
     largest_safe_scale: float | None
     init_scale: float | None
     keep_float32: tuple[str, ...]
+    keep_lines: tuple[str, ...] = ()
+    half_gradient_exponents: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    unseen: tuple[str, ...] = ()
+    errors: tuple[float, float] | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def title(self) -> str:
@@ -107,13 +121,15 @@ class NumericsReport(Report):
     def flushed_at(self, scale: float) -> float:
         """The share of nonzero activation gradients that half would flush to zero at a loss scale.
 
+        Gradients that the program keeps in float32, under an override for instance, do not count.
+
         Args:
             scale: a power of two; the exponents seen at the present scale are shifted by it.
         """
         shift = round(math.log2(scale / self.loss_scale))
-        lowest = Limits.of(jnp.dtype(self.dtype)).exponents[0]
-        total = sum(self.activation_gradient_exponents.values())
-        lost = sum(n for e, n in self.activation_gradient_exponents.items() if e + shift < lowest)
+        lowest = Limits.of(jnp.dtype(self.dtype)).flushed_below
+        total = sum(self.half_gradient_exponents.values())
+        lost = sum(n for e, n in self.half_gradient_exponents.items() if e + shift < lowest)
         return lost / max(total, 1)
 
     def plot(self, path: Any) -> None:
@@ -165,27 +181,70 @@ class NumericsReport(Report):
         ]
 
     def _summary(self) -> str:
-        lines = [
-            f"Ranges of {self.batches} batch{'es' if self.batches != 1 else ''}, run in float32, against {self.dtype}; "
-            f"loss scale {_scale(self.loss_scale)}."
-        ]
-        if self.largest_safe_scale is None:
-            lines.append("Gradients are all zero, or not finite in float32 either: mpjax.find_nonfinite says where.")
-        else:
-            lines.append(
-                f"largest safe loss scale: {_scale(self.largest_safe_scale)}; recommended: "
-                f"init_scale={_scale(self.init_scale or 1.0).replace('2^', '2.0**')} "
-                + ("(float32's range: none is needed)" if self.init_scale == 1 else "(a quarter of it, at most 2^24)")
-            )
-            scales = dict.fromkeys((1.0, self.loss_scale, self.init_scale or 1.0))
-            shares = ", ".join(f"{self.flushed_at(s):.2%} at scale {_scale(s)}" for s in scales)
-            lines.append(f"activation gradients flushed to zero: {shares}")
+        lines = [*self._verdict(), *self._scale_advice()]
         if self.keep_float32:
             pairs = ", ".join(f'("{pattern}", "{dtype}")' for pattern, dtype in self.overrides)
             lines.append(f"keep in float32: overrides=({pairs},)")
-        else:
-            lines.append("no module needs to be kept in float32 for its range")
+        if self.keep_lines:
+            lines.append(
+                f"keep in float32, in no module with a name (mpjax.float_function): {'; '.join(self.keep_lines)}"
+            )
+        if self.errors:
+            before, after = (f"{error:.2%}" if math.isfinite(error) else "not finite" for error in self.errors)
+            lines.append(f"tried under autocast: error of the gradients {before} as it is, {after} with this")
+        lines += [f"not looked into: {place}" for place in self.unseen]
+        lines += self.notes
+        lines.append(
+            f"Ranges of {self.batches} batch{'es' if self.batches != 1 else ''}, run in float32, against {self.dtype}; "
+            f"loss scale {_scale(self.loss_scale)}."
+        )
         return "\n".join(lines)
+
+    def _verdict(self) -> list[str]:
+        lost = len(self.keep_float32) + len(self.keep_lines)
+        if lost:
+            return [f"{self.dtype} loses values in {lost} place{'s' if lost > 1 else ''} that should stay in float32"]
+        if self.unseen:
+            return [f"nothing seen that has to stay in float32, but {len(self.unseen)} operations were not looked into"]
+        if suspects := self._suspects():
+            first = f"{suspects[0].op} at {suspects[0].source or 'an unknown line'}"
+            return [
+                f"{len(suspects)} operations overflow {self.dtype} if they run in it (first {first}): autocast runs "
+                "those after the last matmul in float32; in half by hand or by with_policy, cast before them"
+            ]
+        return ["no module needs to be kept in float32 for its range"]
+
+    def _suspects(self) -> list[Range]:
+        """Forward operations beside matmuls and module outputs that overflow in half, unless they run in float32."""
+        half = any(self.dtype in row.dtypes for row in self.by_op)
+        return [
+            row
+            for row in self.by_op
+            if row.phase == "forward"
+            and row.overflowed
+            and row.rule not in ("float32", "as traced")
+            and (not half or self.dtype in row.dtypes)
+        ]
+
+    def _scale_advice(self) -> list[str]:
+        if self.largest_safe_scale is None or self.init_scale is None:
+            return ["Gradients are all zero, or not finite in float32 either: mpjax.find_nonfinite says where."]
+        if self.init_scale == 1 and self.dtype == "bfloat16":
+            why = "(float32's range: none is needed)"
+        elif self.init_scale == self.largest_safe_scale / 4:
+            why = "(a quarter of that)"
+        else:
+            why = (
+                f"(the nearest that is allowed to a quarter of the largest safe one, {_scale(self.largest_safe_scale)})"
+            )
+        scales = dict.fromkeys((1.0, self.loss_scale, self.init_scale))
+        shares = ", ".join(f"{self.flushed_at(s):.2%} at scale {_scale(s)}" for s in scales)
+        rest = " of all the others" if self.keep_float32 or self.keep_lines else ""
+        return [
+            f"largest safe loss scale{rest}: {_scale(self.largest_safe_scale)}; recommended: "
+            f"init_scale={_scale(self.init_scale).replace('2^', '2.0**')} {why}",
+            f"activation gradients flushed to zero: {shares}",
+        ]
 
 
 def _cells(row: Range) -> tuple[str, ...]:
