@@ -1,0 +1,127 @@
+"""CONTRIBUTING.md: its five walks lead where they say, and edit only the files that they name."""
+
+import ast
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+
+import mpjax
+
+ROOT = pathlib.Path(mpjax.__file__).parent.parent
+TEXT = (ROOT / "CONTRIBUTING.md").read_text()
+WALKS = {title: re.findall("`([^`]+)`", files) for title, files in re.findall(r"^### ([^:\n]+): (.+)$", TEXT, re.M)}
+
+NEW_FILE, LAST_LINE = "", "$"
+# For each walk, the text to add to a file, after the line that begins with the first string.
+EDITS = {
+    "Add a primitive": {"mpjax/_jaxpr/primitives.py": ("exp2   ", "exp3   deny   outputs   risk=exp")},
+    "Add an inspection": {
+        "mpjax/inspection/tools.py": (
+            "TOOLS = (",
+            'Tool("count", ("count",), "mpjax.inspection.counting.count", "How many?", "counts equations", "count"),',
+        ),
+        "mpjax/inspection/counting/__init__.py": (NEW_FILE, ""),
+        "mpjax/inspection/counting/count.py": (
+            NEW_FILE,
+            "import jax\ndef count(fun, *args):\n    return len(jax.make_jaxpr(fun)(*args).eqns)\n",
+        ),
+    },
+    "Add a model to the image script": {
+        "examples/imagenet/models.py": ("KINDS: ", '    "resnet11": _small_resnet(1, 1, 2),')
+    },
+    "Add a loss-scale rule": {
+        "mpjax/loss_scale.py": (
+            LAST_LINE,
+            "def growing_loss_scale(inner, scale):\n"
+            "    return _loss_scaled(inner, scale, lambda s, grow, back_off: s * 2, 2**31 - 1, 1, None, False)\n",
+        ),
+        "mpjax/__init__.py": ('        "loss_scale": ', "            growing_loss_scale"),
+    },
+}
+
+# What a user sees after the walks.
+OUTCOME = """
+import jax, jax.numpy as jnp, optax, mpjax
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+from mpjax.__main__ import main
+from examples.imagenet.models import create_model
+
+exp3 = Primitive("exp3")
+exp3.def_abstract_eval(lambda x: x)
+exp3.def_impl(jnp.exp)
+mlir.register_lowering(exp3, mlir.lower_fun(jnp.exp, multiple_results=False))
+plan = mpjax.explain(lambda x, w: exp3.bind(x @ w) @ w, jnp.ones((4, 4)), jnp.ones((4, 4)))
+(row,) = [row for row in plan.rows if row.op == "exp3"]
+assert "deny" in row.why, row
+
+assert mpjax.count(lambda x: x + 1, 1.0) == 1
+
+assert create_model("resnet11", num_classes=10).stage_sizes == (1, 1, 2)
+
+tx = mpjax.growing_loss_scale(optax.sgd(0.1), 4.0)
+_, state = tx.update(jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2))
+assert state.loss_scale == 8 and state.last_finite
+print("done")
+"""
+
+
+def test_every_walk_of_the_page_is_taken():
+    assert set(WALKS) == {*EDITS, "Support a JAX version"}
+    for walk, edits in EDITS.items():
+        edited = {re.sub("inspection/counting/.*", "inspection/<tool>/", path) for path in edits}
+        assert edited == set(WALKS[walk]), walk
+    assert all(len(files) <= 2 for files in WALKS.values())
+
+
+def test_the_walks_lead_where_they_say(tmp_path):
+    for folder in ("mpjax", "examples", "perf"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for edits in EDITS.values():
+        for name, (after, added) in edits.items():
+            path = tmp_path / name
+            path.parent.mkdir(exist_ok=True)
+            lines = [] if after == NEW_FILE else path.read_text().splitlines()
+            places = [i + 1 for i, line in enumerate(lines) if line.startswith(after)]
+            (place,) = [len(lines)] if after in (NEW_FILE, LAST_LINE) else places
+            lines.insert(place, added)
+            path.write_text("\n".join(lines) + "\n")
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-c", OUTCOME]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.stdout == "done\n", done.stderr
+
+
+def knows_versions(node):
+    """Whether a piece of code imports the private part of JAX, or reads its version."""
+    if isinstance(node, ast.Import):
+        return any(alias.name.startswith("jax._src") for alias in node.names)
+    if isinstance(node, ast.ImportFrom):
+        return (node.module or "").startswith("jax._src")
+    return (
+        ast.unparse(node) in ("jax.__version__", "jax.__version_info__") if isinstance(node, ast.Attribute) else False
+    )
+
+
+def test_only_compat_knows_of_jax_versions():
+    found = {
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "mpjax").rglob("*.py")
+        if any(map(knows_versions, ast.walk(ast.parse(path.read_text()))))
+    }
+    assert found == set(WALKS["Support a JAX version"])
+
+
+def test_the_layout_is_the_one_that_imports_are_checked_against():
+    from tests.test_package import MAY_IMPORT
+
+    table = dict(re.findall(r"^\| `(\w+)/` \|[^|]*\|([^|]*)\|$", TEXT, re.M))
+    for folder, may in MAY_IMPORT.items():
+        assert set(re.findall(r"`(\w+)`", table[folder])) == may, folder
+
+
+def test_the_page_is_one_page():
+    assert len(TEXT.split()) < 750
