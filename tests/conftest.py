@@ -1,13 +1,51 @@
-"""Set-up of the tests: four CPU devices, quick compilation, which tests share a process, a GPU marker."""
+"""Set-up of the tests: four CPU devices, quick compilation, strict dtype promotion, process groups, a GPU marker."""
 
+import functools
 import os
 
 # Before JAX starts: shard_map and sharding tests need several devices on any machine; and these programs
 # are compiled far longer than they run (LLVM's optimisation takes three quarters of the tests' time).
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0")
 
+import flax.linen
+import flax.nnx
 import jax
+import optax
 import pytest
+
+# Folders whose programs promote implicitly, as a user's may: the scripts and the benchmarks.
+STANDARD_PROMOTION = ("tests/examples/", "tests/benchmarks/")
+# Functions of other libraries that promote implicitly: Adam's step count, Flax's norms and pooling in half.
+PROMOTING = (
+    (optax.tree, "bias_correction"),
+    *(
+        (module, name)
+        for module in (flax.linen.normalization, flax.nnx.nn.normalization)
+        for name in ("_compute_stats", "_normalize")
+    ),
+    (flax.linen, "avg_pool"),
+)
+
+
+def _in_standard_promotion(function):
+    @functools.wraps(function)
+    def wrapped(*args, **kwargs):
+        with jax.numpy_dtype_promotion("standard"):
+            return function(*args, **kwargs)
+
+    return wrapped
+
+
+for _module, _name in PROMOTING:
+    setattr(_module, _name, _in_standard_promotion(getattr(_module, _name)))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """Runs a test, its fixtures included, under strict dtype promotion unless it is marked `standard_promotion`."""
+    standard = item.get_closest_marker("standard_promotion") or item.nodeid.startswith(STANDARD_PROMOTION)
+    with jax.numpy_dtype_promotion("standard" if standard else "strict"):
+        return (yield)
 
 
 def pytest_collection_modifyitems(items):

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from .linen import cross_entropy
-from .program import labelled, program
+from .program import labelled, program, standard_promotion
 
 
-@program(has_aux=True)
+@program(has_aux=True, context=standard_promotion)
 def haiku_batchnorm(key):
     """A convolution, BatchNorm with state, and a linear layer."""
 

@@ -71,6 +71,11 @@ class Program:
         return losses[0]
 
 
+def standard_promotion() -> Any:
+    """The context of a program that promotes dtypes implicitly: tests run under strict promotion."""
+    return jax.numpy_dtype_promotion("standard")
+
+
 def as_is(model: Any) -> Any:
     """The adaptation that leaves a model alone."""
     return model

@@ -35,7 +35,7 @@ def integers_beside(key):
 
     def loss_fn(params, batch):
         inputs, labels, ids = batch
-        features = (ids[:, None] >> jnp.arange(32)) & 1
+        features = ((ids[:, None] >> jnp.arange(32)) & 1).astype(inputs.dtype)
         x = jax.nn.silu((inputs + features) @ params[0]["w"] + params[0]["b"])
         logits = x @ params[1]["w"] + params[1]["b"]
         predicted = jnp.argmax(logits, -1)
@@ -156,6 +156,6 @@ def io_effects(key):
         hidden = jax.nn.silu(batch[0] @ params[0]["w"] + params[0]["b"])
         peak = jax.lax.stop_gradient(jnp.max(hidden))
         count = io_callback(lambda peak: np.int32(peak > 0), jax.ShapeDtypeStruct((), jnp.int32), peak, ordered=True)
-        return cross_entropy(hidden @ params[1]["w"] * count, batch[1])
+        return cross_entropy(hidden @ params[1]["w"] * count.astype(hidden.dtype), batch[1])
 
     return loss_fn, params, labelled(key, (256, 32))

@@ -18,6 +18,7 @@ def loss(params, x):
     return jnp.mean((x @ params["w"]) ** 2)
 
 
+@pytest.mark.standard_promotion
 def test_half_params_lack_master_weights():
     with pytest.warns(
         AutocastWarning,
@@ -26,7 +27,8 @@ def test_half_params_lack_master_weights():
         mpjax.autocast(loss)({"w": W.astype(jnp.float16)}, X)
 
 
-def test_half_batch_beside_float32_params_is_nobody_s_mistake():
+@pytest.mark.standard_promotion
+def test_half_batch_beside_float32_params_is_legitimate():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         mpjax.autocast(loss)({"w": W}, X.astype(jnp.float16))
