@@ -258,6 +258,7 @@ FINE = {
 
 @pytest.mark.parametrize("name", [*FAULTS, *FINE])
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")  # numpy's, of the mask
+@pytest.mark.standard_promotion
 def test_names_just_the_one_fault(name):
     fun, args, expected = (FAULTS | FINE)[name]
     report = mpjax.audit(fun, *args)
