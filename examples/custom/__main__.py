@@ -79,7 +79,7 @@ class OwnTask(Task):
         """The network of the flags, in their precision, with its loss."""
         policy = mpjax.get_policy(config.policy)
         net = mpjax.with_policy(Net(), policy) if config.amp == "module" else Net()
-        apply = net.apply if config.amp == "module" else mpjax.autocast(net.apply, policy)
+        apply: Callable[..., Any] = net.apply if config.amp == "module" else mpjax.autocast(net.apply, policy)
 
         def loss(variables: Variables, batch: Batch, key: jax.Array, extra: Any) -> Loss:
             logits = apply({"params": variables.params}, batch.inputs).astype(jnp.float32)
