@@ -3,7 +3,8 @@
 from .casting import FAULTS as _CASTING
 from .fault import Fault as Fault
 from .fault import Probe as Probe
+from .modules import FAULTS as _MODULES
 from .policies import FAULTS as _POLICIES
 from .scaling import FAULTS as _SCALING
 
-FAULTS = [*_SCALING, *_CASTING, *_POLICIES]
+FAULTS = [*_SCALING, *_CASTING, *_POLICIES, *_MODULES]
