@@ -51,7 +51,8 @@ def profile(
         batches: any iterable; `next(batches)` is then the last argument of each call, and its time is the input
             pipeline's. A collection is read again from its start when it has ended.
         carry: how many leading outputs replace the leading arguments in the next step, as `params, opt_state, loss =
-            step(params, opt_state, batch)` does for two. None: as many as have the same structure, shapes and dtypes.
+            step(params, opt_state, batch)` does for two. None: as many as have the same structure, shapes and dtypes,
+            if the step updates them (gradients look like parameters, and are not carried).
 
     Returns:
         The report: `step_seconds`, `input_share`, `dispatch_share`, `device_share`, `kernels`, `tensor_core_share`,
