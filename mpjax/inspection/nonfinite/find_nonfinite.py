@@ -27,7 +27,7 @@ from mpjax._jaxpr.interpreter import (
 from mpjax._jaxpr.primitives import Op, primitive
 from mpjax._jaxpr.source import BACKWARD, FORWARD
 from mpjax._jaxpr.walk import walk
-from mpjax.casting.transform import Program
+from mpjax.casting.autocast import Program
 from mpjax.inspection.nonfinite.codes import CodeProbe, WatchProbe, code_of, watched
 from mpjax.inspection.nonfinite.diagnosis import Evidence, verdict_of
 from mpjax.inspection.nonfinite.point import PointProbe

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 
 from mpjax._jaxpr.walk import walk
-from mpjax.casting.transform import traced_call
+from mpjax.casting.autocast import traced_call
 from mpjax.inspection.audit.matmuls import DIMENSION, Finding, findings_of, matmuls_of
 from mpjax.inspection.profile import hlo, kernels, profiler_trace
 from mpjax.inspection.profile.advice import advise
