@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from mpjax._jaxpr.primitives import Op, primitive
-from mpjax.casting.transform import traced_call
+from mpjax.casting.autocast import traced_call
 from mpjax.inspection.audit.dataflow import Flow, Value, flow_of
 
 
