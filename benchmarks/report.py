@@ -27,6 +27,8 @@ TITLES = {
     "faults_cpu": "Known faults, library by library",
     "loss_scaling_cpu": "Loss scaling on a CPU",
     "compiled_bfloat16_cpu": "The compiled program",
+    "communication_float16_cpu": "What a sharded training step sends between devices",
+    "reduction_error_cpu": "Error of a gradient's sum over replicas (simulated)",
     "training_dry_run": "Training steps compiled for an H200 without a GPU",
     "training_cpu_toy": "Training steps at toy size on a CPU",
 }

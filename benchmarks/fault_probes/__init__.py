@@ -3,8 +3,7 @@
 from .casting import FAULTS as _CASTING
 from .fault import Fault as Fault
 from .fault import Probe as Probe
-from .modules import FAULTS as _MODULES
 from .policies import FAULTS as _POLICIES
 from .scaling import FAULTS as _SCALING
 
-FAULTS = [*_SCALING, *_CASTING, *_POLICIES, *_MODULES]
+FAULTS = [*_SCALING, *_CASTING, *_POLICIES]

@@ -17,7 +17,8 @@ def step_by(tx, form):
         if form == "apply":
             return mpjax.apply_gradients(tx, grads, state, params)
         updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
+        with jax.numpy_dtype_promotion("standard"):  # optax adds the float32 updates to half params
+            return optax.apply_updates(params, updates), state
 
     return jax.jit(step)
 

@@ -195,6 +195,7 @@ def test_a_regression_ends_where_float32_ends(wrapper, dtype):
     assert params["w"].dtype == jnp.bfloat16
 
 
+@pytest.mark.standard_promotion  # of optax.MultiSteps
 def test_a_skipped_step_changes_nothing_and_multi_steps_accumulates():
     params, loss = problem()
     tx = mpjax.dynamic_loss_scale(optax.MultiSteps(lean(), 2))

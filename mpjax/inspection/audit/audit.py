@@ -14,7 +14,7 @@ from mpjax._jaxpr import compat
 from mpjax._jaxpr.primitives import primitive
 from mpjax._jaxpr.source import FORWARD
 from mpjax._jaxpr.walk import Site, walk
-from mpjax.casting.autocast import Program, traced_call
+from mpjax.casting.transform import Program, traced_call
 from mpjax.inspection.audit.communication import Collective, collectives_of_call, is_spread
 from mpjax.inspection.audit.dataflow import Flow, flow_of
 from mpjax.inspection.audit.matmuls import casts_of, findings_of, matmuls_of

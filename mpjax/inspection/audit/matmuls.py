@@ -172,12 +172,7 @@ def findings_of(matmuls: Iterable[Matmul]) -> tuple[Finding, ...]:
 def _faults(row: Matmul) -> Iterator[tuple[str, frozenset[int], str]]:
     """Each fault's kind, the sizes that are at fault, and the text."""
     if not row.is_half:
-        dtypes = list(dict.fromkeys(row.dtypes))
-        text = f"{' and '.join(dtypes)} operands"
-        wide = [dtype for dtype in dtypes if jnp.dtype(dtype).itemsize > 2]
-        if len(wide) < len(dtypes):
-            text += f": cast the {wide[0]} one (made in the model's code? jnp.zeros(shape, x.dtype))"
-        yield DTYPE, frozenset(), text
+        yield DTYPE, frozenset(), f"{' and '.join(dict.fromkeys(row.dtypes))} operands"
     if row.flops / row.count < TINY:
         yield TINY_WORK, frozenset(), f"{amount(row.flops / row.count, 'FLOP')} a run"
         return

@@ -1,0 +1,235 @@
+"""What a sharded training step sends between devices: `python -m benchmarks.communication`.
+
+Compiles one step of a residual network for 8 and for 64 CPU devices (XLA's own; none needs to exist) and lists the
+collectives that the partitioner made: data parallel, FSDP (parameters and Adam's state sharded), FSDP with tensor
+parallelism, and FSDP with the layers in a `scan`; in float32, in half by hand, by `autocast` and by `with_policy`.
+
+The gradient error is that of all gradients against float32 on one device, the norm of the difference over the norm:
+of the same batch on one device, and spread over all of them, which adds the error of the reduction.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from typing import Any
+
+LAYOUTS = ("data parallel", "FSDP", "FSDP × TP", "FSDP, scan")
+FORMS = ("float32", "by hand", "autocast", "with_policy")
+DEVICES = (8, 64)
+WIDTH, HIDDEN, LAYERS, ROWS_EACH = 256, 1024, 3, 64
+
+
+def measure(devices: int, half: str, layouts: tuple[str, ...] = LAYOUTS, forms: tuple[str, ...] = FORMS) -> list[Any]:
+    """The rows of so many devices; this process must have that many."""
+    import jax
+
+    if len(jax.devices()) != devices:
+        raise RuntimeError(f"this process has {len(jax.devices())} devices, not {devices}")
+    rows = []
+    for layout in layouts:
+        for form in forms:
+            row = {"layout": layout, "devices": devices, "form": form} | _cell(layout, form, half, devices)
+            if layout == LAYOUTS[0] and form != FORMS[0]:
+                row["error"] = {str(n): gradient_error(form, half, n, devices) for n in (1, devices)}
+            rows.append(row)
+    return rows
+
+
+def _cell(layout: str, form: str, half: str, devices: int) -> dict[str, Any]:
+    import dataclasses
+
+    import jax
+
+    from mpjax.inspection.audit.communication import collectives
+
+    mesh, step, _, shapes = program(layout, form, half, devices)
+    carried = jax.tree.map(lambda x: x.sharding, shapes[:2])
+    jitted = jax.jit(step, donate_argnums=(0, 1), out_shardings=(*carried, None))
+    with jax.set_mesh(mesh):
+        found = collectives(jitted.lower(*shapes).compile().as_text() or "")
+    return {"collectives": [dataclasses.asdict(row) | {"sum_in_half": row.is_sum_in_half} for row in found]}
+
+
+def program(
+    layout: str, form: str, half: str, devices: int, rows_of: int = 0, among: Any = None
+) -> tuple[Any, Any, Any, Any]:
+    """The mesh, the training step, its gradients alone, and the shapes of the step's arguments with their shardings."""
+    import jax
+    import jax.numpy as jnp
+    import optax
+    from flax import linen as nn
+    from jax.sharding import NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    import mpjax
+
+    tensor = 2 if "TP" in layout else 1
+    auto = (jax.sharding.AxisType.Auto,) * 2
+    grid = (devices // tensor, tensor)
+    mesh = jax.make_mesh(grid, ("data", "model"), axis_types=auto, devices=(among or jax.devices())[:devices])
+    dtype = half if form == "by hand" else None
+
+    def rows(x: Any, *axes: Any) -> Any:
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P("data", *axes)))
+
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any, _: Any = None) -> Any:
+            hidden = nn.relu(rows(nn.Dense(HIDDEN, dtype=dtype, name="up")(x), "model"))
+            return rows(x + nn.Dense(WIDTH, dtype=dtype, name="down")(hidden)), None
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            if "scan" in layout:
+                stack = nn.scan(Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=LAYERS)
+                return stack(name="blocks")(x, None)[0]
+            for i in range(LAYERS):
+                x, _ = Block(name=f"block{i}")(x)
+            return x
+
+    net, policy = Net(), f"mixed_{half}"
+    model = mpjax.with_policy(net, policy) if form == "with_policy" else net
+
+    def loss_fn(params: Any, x: Any, y: Any) -> Any:
+        out: Any = model.apply(params, x.astype(half) if form == "by hand" else x)
+        return jnp.mean((out.astype(jnp.float32) - y) ** 2)
+
+    loss_fn = mpjax.autocast(loss_fn, policy) if form == "autocast" else loss_fn
+    adam = optax.adam(1e-3)
+    tx = adam if form == "float32" else mpjax.dynamic_loss_scale(adam)
+
+    def gradients(params: Any, state: Any, x: Any, y: Any) -> Any:
+        return mpjax.value_and_grad(loss_fn, None if form == "float32" else state)(params, x, y)
+
+    def step(params: Any, state: Any, x: Any, y: Any) -> Any:
+        loss, grads = gradients(params, state, x, y)
+        params, state = mpjax.apply_gradients(tx, grads, state, params)
+        return params, state, loss
+
+    def spec(path: Any, x: Any) -> Any:
+        if layout == "data parallel" or not x.ndim:
+            return P()
+        name = jax.tree_util.keystr(path)
+        matrix = ("data", "model") if "up" in name else ("model", "data")
+        own = matrix if "kernel" in name else matrix[1:]
+        return P(*(None,) * (x.ndim - len(own)), *own)
+
+    def place(tree: Any) -> Any:
+        def leaf(path: Any, x: Any) -> Any:
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec(path, x)))
+
+        return jax.tree_util.tree_map_with_path(leaf, tree)
+
+    count = ROWS_EACH * (rows_of or devices)
+    batch = jax.ShapeDtypeStruct((count, WIDTH), jnp.float32, sharding=NamedSharding(mesh, P("data")))
+    params = place(jax.eval_shape(net.init, jax.random.key(0), jax.ShapeDtypeStruct((count, WIDTH), jnp.float32)))
+    return mesh, step, gradients, (params, place(jax.eval_shape(tx.init, params)), batch, batch)
+
+
+def gradient_error(form: str, half: str, devices: int, rows_of: int) -> float:
+    """Of data parallel training on so many devices, with the batch of `rows_of` devices."""
+    import jax
+    import numpy as np
+
+    def gradients(form: str, devices: int) -> list[Any]:
+        mesh, _, gradients, shapes = program(LAYOUTS[0], form, half, devices, rows_of)
+        keys = iter(jax.random.split(jax.random.key(0), 100))
+
+        def some(x: Any, scale: float) -> Any:
+            return jax.device_put(jax.random.normal(next(keys), x.shape) * scale, x.sharding)
+
+        params = jax.tree.map(lambda x: some(x, x.shape[0] ** -0.5 if x.ndim == 2 else 0.0), shapes[0])
+        x, y = some(shapes[2], 1.0), some(shapes[3], 1.0)
+        state = _start(form, shapes[0], mesh)
+        with jax.set_mesh(mesh):
+            _, grads = jax.jit(gradients)(params, state, x, y)
+        return [np.asarray(g, np.float64) for g in jax.tree.leaves(grads)]
+
+    found, exact = gradients(form, devices), gradients(FORMS[0], 1)
+    difference = sum(np.sum((a - b) ** 2) for a, b in zip(found, exact, strict=True))
+    return float(np.sqrt(difference / sum(np.sum(b**2) for b in exact)))
+
+
+def _start(form: str, params: Any, mesh: Any) -> Any:
+    import jax
+    import optax
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    import mpjax
+
+    # Small enough that nothing overflows: the error is that of rounding.
+    tx = mpjax.dynamic_loss_scale(optax.sgd(0.1), init_scale=2.0**8)
+    return jax.device_put(tx.init({}), NamedSharding(mesh, PartitionSpec()))
+
+
+def summary(row: dict[str, Any]) -> dict[str, int]:
+    """Bytes of a row by what they are for."""
+    found: dict[str, int] = dict.fromkeys(("gathered", "summed in half", "summed in float32", "predicates", "other"), 0)
+    for sent in row["collectives"]:
+        if sent["op"] == "all-gather":
+            found["gathered"] += sent["bytes"]
+        elif sent["dtype"] == "bool":
+            found["predicates"] += sent["arrays"]
+        elif sent["op"] in ("all-reduce", "reduce-scatter"):
+            found["summed in half" if sent["sum_in_half"] else "summed in float32"] += sent["bytes"]
+        else:
+            found["other"] += sent["bytes"]
+    return found
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Markdown: a row for each layout, number of devices and form."""
+    lines = [
+        "| layout | devices | form | gathered, MB | of float32's | summed in float32, MB | summed in half, MB "
+        "| predicates | other, MB | gradient error, one device | all devices |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        found = summary(row)
+        same = [r for r in rows if (r["layout"], r["devices"], r["form"]) == (row["layout"], row["devices"], FORMS[0])]
+        whole = summary(same[0])["gathered"] if same else 0
+        share = f"{found['gathered'] / whole:.2f}" if whole else ""
+        cells = [f"{found[name] / 1e6:.2f}" for name in ("summed in float32", "summed in half")]
+        errors = [f"{error:.1e}" for error in row.get("error", {}).values()] or ["", ""]
+        lines.append(
+            f"| {row['layout']} | {row['devices']} | {row['form']} | {found['gathered'] / 1e6:.2f} "
+            f"| {share} | {' | '.join(cells)} | {found['predicates']} "
+            f"| {found['other'] / 1e6:.2f} | {' | '.join(errors)} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _in_process(devices: int, half: str) -> list[Any]:
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
+    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "benchmarks.communication", "--devices", str(devices), "--half", half]
+    output = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
+    return json.loads(output.splitlines()[-1])
+
+
+def main() -> None:
+    from benchmarks import RESULTS
+    from perf.results import save
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--half", default="float16", choices=("float16", "bfloat16"))
+    parser.add_argument("--devices", type=int, help="print the rows of this process, which has so many devices")
+    parser.add_argument("--out", type=pathlib.Path, default=RESULTS, help="folder of the results")
+    args = parser.parse_args()
+    if args.devices:
+        print(json.dumps(measure(args.devices, args.half)))
+        return
+    rows = [row for devices in DEVICES for row in _in_process(devices, args.half)]
+    print(table(rows))
+    save(f"communication_{args.half}", rows, args.out)
+    (args.out / f"communication_{args.half}_cpu.md").write_text(table(rows))
+
+
+if __name__ == "__main__":
+    main()
