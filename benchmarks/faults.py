@@ -7,8 +7,12 @@ library lacks the feature that the fault is in. `benchmarks/fault_probes/` holds
 from __future__ import annotations
 
 import argparse
+import os
 import pathlib
 import warnings
+
+# Before JAX starts: a replica needs another one to disagree with.
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
 
 import jax
 

@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from benchmarks import RESULTS
+from benchmarks import RESULTS, sharded_steps
 from benchmarks.loss_scaling_forms import Form, Loss, forms
 from perf.results import previous, save
 from perf.timing import interleaved, ratios
@@ -104,6 +104,28 @@ def compile_step(form: Form, args: tuple[Any, ...], donate: bool) -> tuple[Any, 
     return compiled, compiled.memory_analysis().temp_size_in_bytes
 
 
+def measure_sharded(widths: tuple[int, ...], dtype: str, rounds: int) -> dict[str, Row]:
+    """The rows of `measure` for sharded, donated steps with a small batch, and the collectives that each form adds."""
+    x, y = jnp.ones((8, widths[0])), jnp.ones((8, widths[-1]))
+
+    def timed(runs: dict[str, Callable[[], Any]]) -> dict[str, Row]:
+        return ratios(interleaved(runs, rounds), next(iter(runs)))
+
+    return sharded_steps.measure(init_params(widths), loss_in(dtype), x, y, timed)
+
+
+def total_units(form: str, donate: bool, layers: int = 16, width: int = 256) -> float:
+    """Memory of a step of Adam, in units of its float32 parameters: arguments, results and temporary bytes."""
+    found = forms(optax.adam(1e-3), loss_in("float16"))[form]
+    params = [jax.ShapeDtypeStruct((width, width), jnp.float32)] * layers
+    batch = jax.ShapeDtypeStruct((2, width), jnp.float32)
+    args: Any = (params, jax.eval_shape(found.init, params), batch, batch)
+    compiled: Any = jax.jit(found.step, donate_argnums=(0, 1) if donate else ()).lower(*args).compile()
+    memory = compiled.memory_analysis()
+    taken = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
+    return (taken - memory.alias_size_in_bytes) / (4 * layers * width**2)
+
+
 def table(results: dict[str, dict[str, Row]]) -> str:
     """Markdown: the median ratio of every form to the step without loss scaling, and its quartiles."""
     kinds = list(results)
@@ -127,13 +149,26 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES, help="of the matmuls")
     parser.add_argument("--system-malloc", action="store_true", help="leave glibc's malloc as it is")
     parser.add_argument("--out", type=pathlib.Path, default=RESULTS, help="folder of the results")
+    parser.add_argument("--sharded", action="store_true", help="time sharded steps instead, on four devices")
     args = parser.parse_args()
-    if not args.system_malloc and not KEEP_MEMORY.items() <= os.environ.items():
+    wanted = {} if args.system_malloc else dict(KEEP_MEMORY)
+    if args.sharded and jax.default_backend() == "cpu":
+        wanted["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={sharded_steps.DEVICES}"
+    if not wanted.items() <= os.environ.items():
         command = [sys.executable, "-m", "benchmarks.loss_scaling", *sys.argv[1:]]
-        os.execve(sys.executable, command, {**os.environ, **KEEP_MEMORY})
+        os.execve(sys.executable, command, {**os.environ, **wanted})
     widths, large = SIZES[jax.default_backend()]
-    file = "loss_scaling" + "_system_malloc" * args.system_malloc
+    file = "loss_scaling" + "_sharded" * args.sharded + "_system_malloc" * args.system_malloc
     results: dict[str, dict[str, Row]] = previous(file, args.out)
+    if args.sharded:
+        for dtype in args.dtypes:
+            results[f"sharded over {sharded_steps.DEVICES} devices, {dtype}"] = measure_sharded(
+                widths, dtype, args.rounds
+            )
+        path = save(file, results, args.out)
+        path.with_suffix(".md").write_text(table(results))
+        print(table(results))
+        return
     for bound, dtype, donated in itertools.product(args.bound, args.dtypes, DONATED):
         batch = large if bound == BOUND[0] else 4
         name = f"{bound}, {dtype}, {donated}"

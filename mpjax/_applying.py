@@ -25,22 +25,39 @@ _FUSED = "_mpjax_fused"
 
 @dataclasses.dataclass(frozen=True)
 class Fused:
-    """`apply(grads, state, params, **extra)` in place of a transformation's `update` and `optax.apply_updates`."""
+    """What a transformation of this library can do beside `init` and `update`."""
 
     update: Callable[..., Any]
+    # `apply(grads, state, params, **extra)`, in place of `update` and `optax.apply_updates`.
     apply: Callable[..., tuple[Any, Any]]
-    decides: bool  # whether it skips steps; its `apply` then takes more values to check, as `also_check`.
+    # Whether it skips steps; its `apply` then takes more values to check, as `also_check`.
+    decides: bool
+    # `update` in two parts: `finish(*advance(grads, state, params, **extra), params, taken)`. What `finish` computes
+    # from the new state needs not be stored by the branch that takes the step.
+    parts: tuple[Callable[..., tuple[Any, Any]], Callable[..., tuple[Any, Any]]] | None = None
 
 
 def transformation(
-    init: Callable[..., Any], update: Callable[..., Any], apply: Callable[..., Any], decides: bool
+    init: Callable[..., Any],
+    update: Callable[..., Any],
+    apply: Callable[..., Any],
+    decides: bool,
+    parts: tuple[Callable[..., tuple[Any, Any]], Callable[..., tuple[Any, Any]]] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """A transformation that `apply_gradients` runs by `apply`."""
-    setattr(update, _FUSED, Fused(update, apply, decides))
+    setattr(update, _FUSED, Fused(update, apply, decides, parts))
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _fused(tx: Any) -> Fused | None:
+def update_in_parts(tx: optax.GradientTransformationExtraArgs) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """`advance` and `finish` of a transformation; of most, its `update` and nothing more."""
+    found = fused(tx)
+    if found is not None and found.parts is not None:
+        return found.parts
+    return tx.update, lambda updates, state, params, taken: (updates, state)
+
+
+def fused(tx: Any) -> Fused | None:
     found = getattr(tx.update, _FUSED, None)
     # `functools.wraps` copies attributes: an update that wraps ours must not be bypassed.
     return found if isinstance(found, Fused) and found.update is tx.update else None
@@ -87,15 +104,15 @@ def apply_gradients(tx: Any, grads: Any, opt_state: State, params: Params, **ext
 
 
 def _apply_to_arrays(tx: Any, grads: Any, opt_state: Any, params: Any, extra_args: dict[str, Any]) -> tuple[Any, Any]:
-    fused = _fused(tx)
-    if fused is None and not contains_state(opt_state):
+    found = fused(tx)
+    if found is None and not contains_state(opt_state):
         updates, opt_state = tx.update(grads, opt_state, params, **extra_args)
         return overwrite(optax.apply_updates(params, updates), overwritten(grads)), opt_state
     values = overwritten(grads)
     grads, optimized = without_overwritten(grads), without_overwritten(params)
-    if fused is not None:
-        extra_args = {**extra_args, "also_check": values} if fused.decides else extra_args
-        optimized, opt_state = fused.apply(grads, opt_state, optimized, **extra_args)
+    if found is not None:
+        extra_args = {**extra_args, "also_check": values} if found.decides else extra_args
+        optimized, opt_state = found.apply(grads, opt_state, optimized, **extra_args)
     else:
         updates, opt_state = tx.update(grads, opt_state, optimized, **extra_args)
         optimized = optax.apply_updates(optimized, updates)

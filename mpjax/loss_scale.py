@@ -31,6 +31,7 @@ from mpjax._scaled_gradients import scale_loss as scale_loss
 from mpjax._scaled_gradients import unscale as unscale
 from mpjax._scaled_gradients import unscaled as unscaled
 from mpjax._state_dtypes import cast_like, settled, warn_without_masters
+from mpjax._trees import row_major
 from mpjax._value_and_grad import grad as grad
 from mpjax._value_and_grad import value_and_grad as value_and_grad
 from mpjax.policy import get_policy
@@ -204,6 +205,7 @@ def _loss_scaled(
 ) -> optax.GradientTransformationExtraArgs:
     """The transformation behind the public ones, which differ only in `next_scale`."""
     inner = as_transformation(inner)
+    advance, finish = _applying.update_in_parts(inner)
 
     def init(params: Any) -> LossScaleState:
         params = _applying.without_overwritten(_applying.trainable(params))
@@ -263,16 +265,18 @@ def _loss_scaled(
         params = params if params is None else _applying.trained(params, grads)
 
         def take() -> tuple[Any, Any]:
-            return inner.update(true(grads, state), state.inner_state, params, **extra_args)
+            return advance(true(grads, state), state.inner_state, params, **extra_args)
 
         def skip() -> tuple[Any, Any]:
             # `zeros_like` of a shape keeps the sharding and the varying axes that are part of its type.
             return jax.tree.map(jnp.zeros_like, updates), cast_like(state.inner_state, inner_state)
 
+        grads = row_major(grads)
         new = decide(true(grads, state), state, extra_args)
         updates, inner_state = jax.eval_shape(take)
-        taken, inner_state = jax.lax.cond(new.last_finite, take, skip)
-        return taken, new._replace(inner_state=inner_state)
+        found = jax.lax.cond(new.last_finite, take, skip)
+        updates, inner_state = finish(*found, params, new.last_finite)
+        return updates, new._replace(inner_state=inner_state)
 
     def apply(
         grads: Any, state: LossScaleState, params: Any, *, also_check: Any = None, **extra_args: Any
@@ -282,6 +286,7 @@ def _loss_scaled(
         def take() -> tuple[Any, Any]:
             return apply_gradients(inner, true(grads, state), state.inner_state, params, **extra_args)
 
+        grads = row_major(grads)
         new = decide((true(grads, state), also_check), state, extra_args)
         _, inner_state = jax.eval_shape(take)
         params, inner_state = jax.lax.cond(

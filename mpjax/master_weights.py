@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -69,17 +70,26 @@ def master_weights(inner: optax.GradientTransformation, policy: Any = "O2") -> o
         master = jax.tree.map(lambda p: p.astype(jnp.float32) if is_half(p) else optax.MaskedNode(), params)
         return MasterWeightsState(master, inner.init(_full(master, params)))
 
-    def update(grads: Any, state: MasterWeightsState, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+    def advance(grads: Any, state: MasterWeightsState, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        """The new masters, which say what the half params become, and the updates of the other params."""
         if params is None:
             raise ValueError("master_weights: update needs the params: tx.update(grads, state, params).")
         full = _full(state.master, params)
         updates, inner_state = inner.update(_widen(grads), state.inner_state, full, **extra)
         target = optax.apply_updates(full, updates)
-        deltas = jax.tree.map(_delta, params, target, updates)
+        others = jax.tree.map(lambda p, u: optax.MaskedNode() if is_half(p) else u, params, updates)
+        return others, MasterWeightsState(_masters(params, target), inner_state)
+
+    def finish(others: Any, state: MasterWeightsState, params: Any, taken: Any = True) -> tuple[Any, Any]:
+        """The updates that take the params to the rounded masters, if the step was taken, else zeros."""
+        deltas = jax.tree.map(functools.partial(_delta, taken), params, _full(state.master, params), others)
         # What params + delta is in float32: within float32's rounding of the step itself, and the
         # number that makes "params are the rounded master" hold in every bit.
-        reached = jax.tree.map(_reached, params, deltas, target)
-        return deltas, MasterWeightsState(_masters(params, reached), inner_state)
+        masters = jax.tree.map(functools.partial(_reached, taken), params, deltas, state.master)
+        return deltas, MasterWeightsState(masters, state.inner_state)
+
+    def update(grads: Any, state: MasterWeightsState, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        return finish(*advance(grads, state, params, **extra), params)
 
     def apply(grads: Any, state: MasterWeightsState, params: Any, **extra: Any) -> tuple[Any, Any]:
         full = _full(state.master, params)
@@ -87,27 +97,29 @@ def master_weights(inner: optax.GradientTransformation, policy: Any = "O2") -> o
         rounded = jax.tree.map(lambda p, t: t.astype(p.dtype), params, target)
         return rounded, MasterWeightsState(_masters(params, target), inner_state)
 
-    return _applying.transformation(init, update, apply, decides=False)
+    return _applying.transformation(init, update, apply, decides=False, parts=(advance, finish))
 
 
 def _widen(tree: Any) -> Any:
     return jax.tree.map(lambda x: x.astype(jnp.float32) if is_half(x) else x, tree)
 
 
-def _delta(p: jax.Array, target: jax.Array, update: jax.Array) -> jax.Array:
+def _delta(taken: Any, p: jax.Array, target: jax.Array, update: Any) -> Any:
     """The float32 update that takes a half param to the rounded target."""
     if not is_half(p):
         return update
-    return target.astype(p.dtype).astype(jnp.float32) - p.astype(jnp.float32)
+    delta = target.astype(p.dtype).astype(jnp.float32) - p.astype(jnp.float32)
+    return delta if taken is True else jnp.where(taken, delta, 0)
 
 
-def _reached(p: jax.Array, delta: jax.Array, target: jax.Array) -> jax.Array:
+def _reached(taken: Any, p: jax.Array, delta: jax.Array, master: Any) -> Any:
     if not is_half(p):
-        return target
+        return master
     arrived = p.astype(jnp.float32) + delta
     # A param that shrinks by more than 2¹² in one step is the only case where the float32 sum can not
     # meet the half target; the master then takes the sum.
-    return jnp.where(arrived.astype(p.dtype) == target.astype(p.dtype), target, arrived)
+    met = arrived.astype(p.dtype) == master.astype(p.dtype)
+    return jnp.where(met if taken is True else met | ~taken, master, arrived)
 
 
 def _masters(params: Any, full: Any) -> Any:

@@ -120,3 +120,35 @@ def test_works_through_scan_vmap_and_sharded_params():
 
     # Eight steps of 2**-13, each lost in float16, are 2**-10 together.
     np.testing.assert_array_equal(jax.jit(jax.vmap(train))(params), jnp.full((2, 4), 1 + 2.0**-10))
+
+
+@pytest.mark.parametrize("donate", [True, False])
+def test_a_scaled_update_stores_no_updates_beside_the_masters(donate):
+    tx = mpjax.dynamic_loss_scale(mpjax.master_weights(optax.adam(1e-3), "O3"))
+    layers, width = 8, 256
+    unit = 4 * layers * width**2  # bytes of the float32 parameters
+
+    def loss(params, x):
+        for w in params:
+            x = jax.nn.relu(x.astype(jnp.float16) @ w)
+        return jnp.mean(x.astype(jnp.float32))
+
+    def step(params, state, x):
+        grads = mpjax.grad(loss, state)(params, x)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    params = [jax.ShapeDtypeStruct((width, width), jnp.float16)] * layers
+    args = params, jax.eval_shape(tx.init, params), jnp.ones((2, width))
+    compiled = jax.jit(step, donate_argnums=(0, 1) if donate else ()).lower(*args).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 2.05 * unit
+
+
+def test_a_skipped_update_is_zero_though_the_params_were_changed_by_hand():
+    tx = mpjax.dynamic_loss_scale(mpjax.master_weights(optax.sgd(0.1), "O3"))
+    params = {"w": jnp.ones(3, jnp.float16)}
+    state = tx.init(params)
+    changed = {"w": jnp.full(3, 2.0, jnp.float16)}
+    updates, after = tx.update({"w": jnp.full(3, jnp.nan)}, state, changed)
+    np.testing.assert_array_equal(updates["w"], jnp.zeros(3))
+    np.testing.assert_array_equal(after.inner_state.master["w"], state.inner_state.master["w"])

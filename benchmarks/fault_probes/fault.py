@@ -14,3 +14,14 @@ class Fault:
 
     name: str
     probes: dict[str, Probe]
+
+
+def does_not_run(program: Callable[[], object]) -> bool:
+    """Whether a program raises; a module that is not installed is no fault of the library's."""
+    try:
+        program()
+    except ModuleNotFoundError:
+        raise
+    except Exception:
+        return True
+    return False

@@ -4,9 +4,10 @@ import dataclasses
 import json
 
 import jax
+import jax.numpy as jnp
 import pytest
 
-from benchmarks import RESULTS, faults, goals, gpu, headlines, report
+from benchmarks import RESULTS, faults, goals, gpu, headlines, loss_scaling, report, sharded_steps
 from benchmarks.models import WORKLOADS
 from benchmarks.training import traffic
 from benchmarks.training.cells import Cell, Results
@@ -259,7 +260,27 @@ def test_goals_take_no_figure_from_a_cpu(folder):
 def test_mpjax_has_none_of_the_faults():
     found = faults.run(libraries=("mpjax",))
     assert {cells["mpjax"] for cells in found.values()} <= {faults.NOT, faults.NOT_APPLICABLE}, found
-    assert sum(cells["mpjax"] == faults.NOT for cells in found.values()) >= 17
+    assert sum(cells["mpjax"] == faults.NOT for cells in found.values()) >= 42
+
+
+def test_a_sharded_step_adds_one_reduction_of_predicates_and_gathers_nothing():
+    steps = sharded_steps.compiled_steps(
+        loss_scaling.init_params((16, 16, 16)), loss_scaling.loss_in("float16"), jnp.ones((8, 16)), jnp.ones((8, 16))
+    )
+    plain = sharded_steps.collectives(steps["no loss scaling"][0])
+    assert {"all-gather", "all-reduce"} <= set(plain)
+    for name in ("mpjax: apply_gradients", "mpjax: tx.update, apply_updates"):
+        found = sharded_steps.added(sharded_steps.collectives(steps[name][0]), plain)
+        assert set(found) == {"all-reduce"}
+        assert [set(types.split()) for types in found["all-reduce"]] == [{"pred[]"}]
+
+
+@pytest.mark.parametrize(("donate", "most"), [(False, 7.25), (True, 5.1)])
+def test_memory_of_a_step_beside_adams(donate, most):
+    adam = loss_scaling.total_units("no loss scaling", donate=donate)
+    assert adam < most - 0.9
+    for form in ("mpjax: apply_gradients", "mpjax: tx.update, apply_updates"):
+        assert loss_scaling.total_units(form, donate=donate) < most
 
 
 def test_a_fault_is_found_where_it_is():

@@ -1,0 +1,291 @@
+"""Faults of loss scaling that show in other people's training loops: their models, optimizers and meshes."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import typing
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import jmp
+import numpy as np
+import optax
+from flax import nnx
+from flax.linen import fp8_ops
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import mpjax
+from benchmarks.loss_scaling import total_units
+from benchmarks.loss_scaling_forms import forms
+
+from .fault import Fault, Probe, does_not_run
+from .scaling import SCALERS, Mpjax, Scaler, over_scalers
+
+X = jnp.ones((4, 2))
+BAD = X.at[0, 0].set(jnp.inf)
+FORMS = {
+    "mpjax": "mpjax: apply_gradients",
+    "Flax": "Flax DynamicScale",
+    "jmp": "jmp",
+    "mixed-precision-for-JAX": "mixed-precision-for-JAX",
+}
+
+
+def over_forms(probe: Callable[[str], bool]) -> dict[str, Probe]:
+    """The probe for every library's training step."""
+    return {name: functools.partial(probe, form) for name, form in FORMS.items()}
+
+
+def mpjax_tx(inner: Any = None, **kwargs: Any) -> optax.GradientTransformationExtraArgs:
+    return mpjax.dynamic_loss_scale(optax.sgd(0.1) if inner is None else inner, **kwargs)
+
+
+def fp8_values_are_divided(scaler: Scaler) -> bool:
+    """The amax history of the inputs, which Flax returns as a gradient."""
+    model: Any = nn.Dense(16, dot_general_cls=fp8_ops.Fp8DotGeneralOp)
+    x = jnp.ones((16, 16))
+    variables = model.init(jax.random.key(0), x)
+    state, loss = scaler.init(2.0**10), lambda v: jnp.mean(model.apply(v, x) ** 2)
+    if isinstance(scaler, Mpjax):
+        grads = mpjax.grad(loss, state)(variables)  # its update takes only what is optimized
+    else:
+        _, grads, _ = scaler.step(state, loss, variables)
+    history = grads["_overwrite_with_gradient"]["Fp8DotGeneralOp_0"]["input_amax_history"]
+    return float(jnp.max(history)) != 1.0
+
+
+class Normalised(nnx.Module):
+    def __init__(self) -> None:
+        self.norm = nnx.BatchNorm(2, rngs=nnx.Rngs(0))
+
+
+def live_state_is_no_snapshot(select: Callable[[Any, Any, Any], Any]) -> bool:
+    """`old = nnx.state(model)`, a step that overflows, and the choice of the old state; told of it is as good."""
+    model, tx = Normalised(), mpjax_tx()
+    old = nnx.state(model, nnx.BatchStat)
+    _, opt_state = tx.update(BAD, tx.init(X), X)
+    model.norm(BAD)
+    try:
+        nnx.update(model, select(opt_state, nnx.state(model, nnx.BatchStat), old))
+    except ValueError:
+        return False
+    return not bool(jnp.isfinite(model.norm.mean[...]).all())
+
+
+def members_are_mixed_up(select: Callable[[Any, Any, Any], Any]) -> bool:
+    """Two members of an ensemble, as many as features; the second one was skipped."""
+    tx = mpjax_tx()
+    states = jax.vmap(tx.init)(jnp.ones((2, 2)))
+    _, states = jax.vmap(tx.update)(jnp.array([[1.0, 1.0], [jnp.inf, 1.0]]), states)
+    kept = select(states, jnp.full((2, 2), 2.0), jnp.ones((2, 2)))
+    return np.asarray(kept).tolist() != [[2.0, 2.0], [1.0, 1.0]]
+
+
+def _where(opt_state: Any, new: Any, old: Any) -> Any:
+    return jax.tree.map(lambda n, o: jnp.where(opt_state.last_finite, n, o), new, old)
+
+
+def _jmp_select(opt_state: Any, new: Any, old: Any) -> Any:
+    return jmp.select_tree(opt_state.last_finite, new, old)
+
+
+SELECTORS = {"mpjax": mpjax.keep_if_finite, "Flax": _where, "jmp": _jmp_select}
+
+
+def over_selectors(probe: Callable[[Callable[[Any, Any, Any], Any]], bool]) -> dict[str, Probe]:
+    """The probe for what each library's documentation chooses the old state with."""
+    return {name: functools.partial(probe, select) for name, select in SELECTORS.items()}
+
+
+def replicas_drift_apart(scaler: Scaler) -> bool:
+    """A shard_map in which one of two devices overflows, without a word about axes; refused is as good."""
+    if jax.device_count() < 2:
+        raise RuntimeError("needs two devices: XLA_FLAGS=--xla_force_host_platform_device_count=2")
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
+    state = scaler.init(8.0)
+
+    def step(x: jax.Array) -> jax.Array:
+        _, _, new = scaler.step(state, lambda w: jnp.sum(w * x), jnp.float32(1.0))
+        return jnp.stack([leaf for leaf in jax.tree.leaves(new) if jnp.result_type(leaf) == jnp.float32])[None, 0]
+
+    spec = PartitionSpec("x")
+    run = jax.shard_map(step, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    try:
+        scales = jax.jit(run)(jnp.array([1.0, jnp.inf]))
+    except ValueError:
+        return False
+    return bool(scales[0] != scales[1])
+
+
+def overflows_are_hidden() -> bool:
+    """Around loss scaling: `zero_nans`, `apply_if_finite`, `MultiSteps`. Warned of is as good."""
+    wrapped = (
+        optax.chain(optax.zero_nans(), mpjax_tx()),
+        optax.apply_if_finite(mpjax_tx(), 5),
+        optax.MultiSteps(mpjax_tx(), 2).gradient_transformation(),
+    )
+    for tx in wrapped:
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            mpjax.value_and_grad(lambda w: w, tx.init(X))
+        if not found:
+            return True
+    return False
+
+
+def half_params_fail(form: str) -> bool:
+    """Adam on float16 params, three steps in a scan."""
+    found = forms(optax.adam(1e-3), lambda w, x, y: jnp.mean((x @ w - y).astype(jnp.float32) ** 2))[form]
+    w = jnp.ones((2, 1), jnp.float16)
+
+    def body(carry: Any, none: None) -> Any:
+        params, state, _ = found.step(carry[0], carry[1], X.astype(jnp.float16), jnp.ones((4, 1), jnp.float16))
+        return (params, state), None
+
+    return does_not_run(lambda: jax.lax.scan(body, (w, found.init(w)), length=3))
+
+
+def explicit_sharding_fails() -> bool:
+    """Updates that are no tree like the gradients: lookahead."""
+    mesh = jax.make_mesh((jax.device_count(),), ("x",), axis_types=(AxisType.Explicit,))
+    tx = mpjax_tx(optax.lookahead(optax.sgd(0.1), 2, 0.5))
+
+    def run() -> None:
+        with jax.set_mesh(mesh):
+            w = jax.device_put(jnp.ones(8), NamedSharding(mesh, PartitionSpec("x")))
+            params = optax.LookaheadParams(fast=w, slow=w)
+            jax.jit(tx.update)(w, jax.jit(tx.init)(params), params)
+
+    return does_not_run(run)
+
+
+def threads_change_a_shared_model() -> bool:
+    """An O3 NNX model that four threads differentiate."""
+    model = mpjax.with_policy(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), "O3")
+    state, errors = mpjax_tx().init(X), []
+
+    def work() -> None:
+        try:
+            for _ in range(5):
+                mpjax.grad(lambda m: jnp.sum(m(X)), state)(model)
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return bool(errors) or model.kernel[...].dtype != jnp.float16
+
+
+def transformations_are_fragile() -> bool:
+    """`_replace`, NumPy integers, arguments in another order: all work, or are told in one line."""
+
+    def work() -> None:
+        tx = mpjax_tx(growth_interval=np.int64(5))
+        tx = tx._replace(update=tx.update, init=tx.init)
+        mpjax.apply_gradients(tx, X, tx.init(X), X)
+
+    def swapped() -> list[Callable[[], Any]]:
+        tx = mpjax_tx()
+        wrong: Any = mpjax.static_loss_scale
+        return [lambda: mpjax.apply_gradients(tx, tx.init(X), X, X), lambda: wrong(128.0, optax.sgd(0.1))]
+
+    def told(call: Callable[[], Any]) -> bool:
+        try:
+            call()
+        except (TypeError, ValueError) as error:
+            return "order" in str(error) or "first" in str(error)
+        return False
+
+    return does_not_run(work) or not all(map(told, swapped()))
+
+
+def equinox_fails(scaler: Scaler) -> bool:
+    """An Equinox model with an activation among its leaves."""
+    import equinox as eqx
+
+    model = eqx.nn.MLP(2, 1, 4, 1, key=jax.random.key(0))
+    return does_not_run(lambda: scaler.step(scaler.init(), lambda m: jnp.mean(jax.vmap(m)(X) ** 2), model))
+
+
+def forward_mode_fails() -> bool:
+    loss = mpjax.scale_loss(lambda x: jnp.sum(x**2), mpjax_tx().init(X))
+    return does_not_run(lambda: (jax.jvp(loss, (X,), (X,)), jax.jacfwd(loss)(X), jax.linearize(loss, X)))
+
+
+def diff_states_fail() -> bool:
+    loss = lambda m: jnp.sum(m(X))  # noqa: E731
+    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    return does_not_run(lambda: mpjax.grad(loss, mpjax_tx().init(X), argnums=nnx.DiffState(0, nnx.Param))(model))
+
+
+def sam_fails(form: str) -> bool:
+    """An inner transformation that takes no `value`."""
+    sam = optax.contrib.sam(optax.sgd(0.1), optax.chain(optax.contrib.normalize(), optax.sgd(0.05)))
+    found = forms(sam, lambda w, x, y: jnp.mean((x @ w - y) ** 2))[form]
+    w = jnp.ones((2, 1))
+    return does_not_run(lambda: found.step(w, found.init(w), X, jnp.ones((4, 1))))
+
+
+def signature_is_lost(function: Callable[..., Any]) -> bool:
+    """Whether a type checker learns nothing of the arguments of the function that it returns."""
+    signatures = typing.get_overloads(function) or [function]
+    return all("Callable[..., " in str(s.__annotations__.get("return", "Callable[..., ")) for s in signatures)
+
+
+def memory_is_wasted(form: str, most: float, donate: bool) -> bool:
+    """Units of the float32 parameters that a step of Adam with small matmuls takes in all."""
+    return total_units(form, donate=donate) > most
+
+
+FAULTS = [
+    Fault("new values of Flax's FP8 collection are divided by the loss scale", over_scalers(fp8_values_are_divided)),
+    Fault("a live NNX state is taken for a snapshot of the old one", over_selectors(live_state_is_no_snapshot)),
+    Fault("members of a vmapped state are chosen along the wrong axis", over_selectors(members_are_mixed_up)),
+    Fault("replicas of a shard_map disagree about a skip without a word", over_scalers(replicas_drift_apart)),
+    Fault("transformations that hide overflows from the scale go unnoticed", {"mpjax": overflows_are_hidden}),
+    Fault("half params without master weights fail in Adam", over_forms(half_params_fail)),
+    Fault("explicit sharding fails where updates are no tree like the gradients", {"mpjax": explicit_sharding_fails}),
+    Fault("threads that differentiate a shared half NNX model change it", {"mpjax": threads_change_a_shared_model}),
+    Fault(
+        "replaced functions, NumPy integers or swapped arguments fail unclearly", {"mpjax": transformations_are_fragile}
+    ),
+    Fault(
+        "Equinox models with static leaves can not be differentiated",
+        {name: functools.partial(equinox_fails, make()) for name, make in SCALERS.items() if name != "jmp"},
+    ),
+    Fault("a scaled loss can not be differentiated in forward mode", {"mpjax": forward_mode_fails}),
+    Fault("variables of an NNX module can not be chosen by nnx.DiffState", {"mpjax": diff_states_fail}),
+    Fault("inner transformations that take no extra arguments fail (optax.contrib.sam)", over_forms(sam_fails)),
+    Fault(
+        "type checkers lose the arguments of the function that it returns",
+        {
+            "mpjax": lambda: signature_is_lost(mpjax.value_and_grad) or signature_is_lost(mpjax.scale_loss),
+            "Flax": lambda: _flax_signature_is_lost(),
+            "mixed-precision-for-JAX": lambda: _mpx_signature_is_lost(),
+        },
+    ),
+    Fault(
+        "a step that is not donated needs more than the gradients beside Adam's 6 units of memory",
+        over_forms(functools.partial(memory_is_wasted, most=7.4, donate=False)),
+    ),
+]
+
+
+def _flax_signature_is_lost() -> bool:
+    from flax.training.dynamic_scale import DynamicScale
+
+    return signature_is_lost(DynamicScale.value_and_grad)
+
+
+def _mpx_signature_is_lost() -> bool:
+    import mpx
+
+    return signature_is_lost(mpx.filter_value_and_grad)

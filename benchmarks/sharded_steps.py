@@ -1,0 +1,95 @@
+"""What loss scaling adds to a sharded step: collectives, memory and time, on devices that one CPU plays.
+
+Parameters and moments are sharded along their first axis, and the batch along its own (FSDP). `python -m
+benchmarks.loss_scaling --sharded` times the steps; the collectives are counted in the compiled programs.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from benchmarks.loss_scaling_forms import Form, Loss, forms
+
+DEVICES = 4
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+# Of the forms those that shard: the step without loss scaling, twice, and with mpjax's.
+FORMS = ("no loss scaling", "no loss scaling, again", "mpjax: apply_gradients", "mpjax: tx.update, apply_updates")
+
+
+def place(tree: Any) -> Any:
+    """Arrays on the devices: matrices sharded along their first axis, scalars on all."""
+    mesh = jax.make_mesh((DEVICES,), ("data",), axis_types=(AxisType.Auto,))
+
+    def leaf(x: Any) -> jax.Array:
+        return jax.device_put(x, NamedSharding(mesh, PartitionSpec("data") if np.ndim(x) else PartitionSpec()))
+
+    return jax.tree.map(leaf, tree)
+
+
+def compiled_steps(params: Any, loss_fn: Loss, x: jax.Array, y: jax.Array) -> dict[str, tuple[Any, Any]]:
+    """For each form its compiled step, with donated params and state, and the arguments."""
+    steps = {}
+    found = forms(optax.adam(1e-3), loss_fn)
+    for name in FORMS:
+        steps[name] = _compiled(found[name], params, x, y)
+    return steps
+
+
+def _compiled(form: Form, params: Any, x: jax.Array, y: jax.Array) -> tuple[Any, Any]:
+    args = place((jax.tree.map(jnp.copy, params), form.init(params), x, y))
+    params, state, x, y = args
+    sharding = functools.partial(jax.tree.map, lambda leaf: leaf.sharding)
+    step: Any = jax.jit(form.step, donate_argnums=(0, 1), out_shardings=(sharding(params), sharding(state), None))
+    return step.lower(*args).compile(), args
+
+
+def collectives(compiled: Any) -> dict[str, list[str]]:
+    """The result types of each kind of collective in a compiled program, such as `pred[]`."""
+    found: dict[str, list[str]] = {}
+    for types, kind in re.findall(rf"= (\S+|\(.*?\)) ({'|'.join(COLLECTIVES)})(?:-start)?\(", compiled.as_text()):
+        parts = re.sub(r"\{[\d,]*\}|[()]|/\*.*?\*/", "", types).split(", ")
+        found.setdefault(kind, []).append(" ".join(sorted(part.strip() for part in parts)))
+    return {kind: sorted(types) for kind, types in found.items()}
+
+
+def added(of: dict[str, list[str]], to: dict[str, list[str]]) -> dict[str, list[str]]:
+    """The collectives of a program that another one lacks."""
+    result = {}
+    for kind, types in of.items():
+        rest = list(types)
+        for known in to.get(kind, []):
+            if known in rest:
+                rest.remove(known)
+        if rest:
+            result[kind] = rest
+    return result
+
+
+def measure(
+    params: Any, loss_fn: Loss, x: jax.Array, y: jax.Array, timed: Callable[[dict[str, Any]], dict[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """Rows of times, temporary bytes for each device, and collectives added, by form."""
+    steps = compiled_steps(params, loss_fn, x, y)
+    carried = {name: args[:2] for name, (_, args) in steps.items()}
+
+    def advance(name: str) -> Any:
+        compiled, args = steps[name]
+        new_params, state, loss = compiled(*carried[name], *args[2:])
+        carried[name] = (new_params, state)
+        return loss
+
+    rows = timed({name: functools.partial(advance, name) for name in steps})
+    plain = collectives(steps[FORMS[0]][0])
+    for name, (compiled, _) in steps.items():
+        rows[name]["temporary_bytes"] = compiled.memory_analysis().temp_size_in_bytes
+        rows[name]["added_collectives"] = added(collectives(compiled), plain)
+    return rows
