@@ -116,12 +116,13 @@ def trace(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", mpjax.AutocastWarning)
         jaxpr = compat.trace(flat, states, *arrays)
-    trains = seen.differentiates or seen.optimizes
+    trains = seen.differentiates or seen.optimizes or _is_differentiated(jaxpr)
+    seen.evaluates = session.half != "float32" and not trains and any(site.flops for site in walk(jaxpr))
     session.saw(seen, jaxpr)
     stateful = compiled is not None
     if compiled is not None:
         compiled.trains = compiled.trains or seen.differentiates
-    if trains or not session.active or not any(site.flops for site in walk(jaxpr)):
+    if not seen.evaluates:
         given = arrays if states is None else [states, *arrays]
         outs = jax.extend.core.jaxpr_as_fun(jaxpr)(*given)
         count = made["tree"].num_leaves
@@ -132,6 +133,11 @@ def trace(
         with tracing(seen):
             out = session.autocast(fun)(*args, **kwargs)
     return (out, states) if stateful else out
+
+
+def _is_differentiated(jaxpr: Any) -> bool:
+    """Whether a library, or `jax.jacrev` and its like, differentiated in a program: float16 would be unscaled there."""
+    return any("jvp(" in site.module for site in walk(jaxpr) if site.flops)
 
 
 def _signature(fun: Callable[..., Any]) -> inspect.Signature | None:

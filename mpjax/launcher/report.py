@@ -42,7 +42,7 @@ class Report:
     def saw(self, program: Frame, jaxpr: Any) -> None:
         """Notes a program; describes the first that trains."""
         if not program.differentiates:
-            if not program.optimizes and any(site.flops for site in walk(jaxpr)):
+            if program.evaluates:
                 self.evaluations.append(program.name)
             return
         if self._described or self.session.options.quiet:

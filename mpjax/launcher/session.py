@@ -33,6 +33,7 @@ class Frame:
         states: a mutable array with a row for each site, inside the trace; None where there can be none.
         differentiates: whether the script differentiated in it.
         optimizes: whether an optimizer took a step in it.
+        evaluates: whether it has matmuls, and is under autocast as a whole.
         sites: how many functions were differentiated.
         finite: gradients that were handed out, as `(leaves, whether all are finite)`.
     """
@@ -41,6 +42,7 @@ class Frame:
     states: Any = None
     differentiates: bool = False
     optimizes: bool = False
+    evaluates: bool = False
     sites: int = 0
     finite: list[tuple[list[Any], Any]] = dataclasses.field(default_factory=list)
 

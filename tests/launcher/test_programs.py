@@ -169,6 +169,13 @@ def test_evaluation_is_in_half_and_other_programs_are_not(launched):
     assert half(mapped, params(), X[None])
 
 
+@pytest.mark.parametrize("transform", [jax.jacrev, jax.jacfwd, jax.hessian])
+def test_a_derivative_that_is_not_scaled_is_not_in_half(launched, transform):
+    launched()
+    optax.sgd(0.1)
+    assert not half(jax.jit(transform(loss_fn)), params(), X)
+
+
 def test_compiled_functions_stay_what_they_are(launched):
     launched()
 
