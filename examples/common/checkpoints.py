@@ -104,7 +104,7 @@ class Checkpoints:
             if problems:
                 say(f"damaged checkpoint ({'; '.join(problems)}): step {candidate} is the newest that can be read")
             if resume:
-                self._set_aside([other for other in steps if other > candidate])
+                self.set_aside_after(candidate)
             return restored
         if not problems:
             return None
@@ -120,7 +120,9 @@ class Checkpoints:
         found = self._manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(template)))
         return found["state"], position
 
-    def _set_aside(self, steps: list[int]) -> None:
+    def set_aside_after(self, step: int) -> None:
+        """Moves checkpoints of later steps to a folder beside this one: those steps are about to run again."""
+        steps = [other for other in self.steps if other > step]
         if not steps:
             return
         self._manager.close()

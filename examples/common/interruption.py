@@ -1,4 +1,7 @@
-"""Ctrl-C and SIGTERM as a flag that a training loop reads between two steps."""
+"""Ctrl-C and SIGTERM as a flag that a training loop reads between two steps.
+
+Our own, because Orbax's `reached_preemption` knows only SIGTERM, and only under `jax.distributed`.
+"""
 
 from __future__ import annotations
 

@@ -86,6 +86,8 @@ def train(task: Task, folder: RunFolder) -> dict[str, Any]:
         stack.callback(task.close)
         try:
             return _Run(task, folder, checkpoints, best, interruption, events).finish()
+        except UsageError:
+            raise
         except Exception as error:
             if is_out_of_memory(error):
                 raise UsageError(_what_fits(task)) from error
@@ -150,6 +152,8 @@ class _Run:
             self.state, position = restored
             self.epoch, self.batch = position["epoch"], position["batch"]
             self.events.resume_after(int(self.state.step))
+            if self.best is not None:
+                self.best.set_aside_after(int(self.state.step))
         if is_main():
             self.folder.keep_metrics(self.epoch, 0 if restored is None else int(self.state.step))
         wait_for_all("metrics")
@@ -178,8 +182,10 @@ class _Run:
         try:
             yield from self.task.batches(self.epoch, self.batch)
         except UsageError:
-            # Of the data, not of the training: what was trained so far is good.
-            self._save()
+            # Of the data, not of the training: what was trained so far is good. Several processes would have to save
+            # together, and only this one knows.
+            if jax.process_count() == 1:
+                self._save()
             raise
 
     def _log_step(self, shown: tuple[int, Any] | None) -> None:

@@ -1,4 +1,8 @@
-"""Which part of an image a model sees: at random in training, the middle otherwise."""
+"""Which part of an image a model sees: at random in training, the middle otherwise.
+
+Our own, because a crop must be known before the file is decoded, which a JPEG is only as far as it is needed; libraries
+(augmax, dm-pix) crop what was decoded whole.
+"""
 
 from __future__ import annotations
 

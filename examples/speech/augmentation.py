@@ -1,4 +1,8 @@
-"""SpecAugment on the device; speed and volume perturbation on the host."""
+"""SpecAugment on the device; speed and volume perturbation on the host.
+
+Our own, because the libraries for audio augmentation (torchaudio, audiomentations) bring torch or work on the host;
+resampling, the hard part, is SciPy's.
+"""
 
 from __future__ import annotations
 

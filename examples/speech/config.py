@@ -88,7 +88,9 @@ class Config(RunConfig):
     )
     test_data: Path | None = DATA(None, "test speech, as --train-data")
     alphabet: Path | None = DATA(
-        None, "file with a character a line, as DeepSpeech has it; by default space, a to z and the apostrophe"
+        None,
+        "file with a character a line, as DeepSpeech has it; by default space, a to z and the apostrophe",
+        uses=BUILD,
     )
     cache_dir: Path = DATA(DEFAULT_CACHE, "folder that the corpus of espeak-ng is kept in", decides=False)
     longest_seconds: float | None = DATA(None, "training utterances that are longer are left out", uses=SPOKEN)

@@ -1,4 +1,8 @@
-"""CTC decoding on the device: greedy, and prefix beam search. Logits are read in float32; jit both."""
+"""CTC decoding on the device: greedy, and prefix beam search. Logits are read in float32; jit both.
+
+Our own, because the decoders on the package index (pyctcdecode, flashlight) run on the host, utterance by utterance,
+and optax has only the loss.
+"""
 
 from __future__ import annotations
 

@@ -36,10 +36,8 @@ def load(config: Config) -> tuple[SpeechTask, Variables]:
         characters = described.get("characters")
         if not isinstance(characters, str) or not characters:
             raise UsageError("the model's description of its alphabet is damaged.")
-        sets = {} if own.infer else open_data(own, ["test"])
         alphabet = Alphabet(characters)
-        if sets and sets["test"].alphabet.characters != characters:
-            raise UsageError(f"the model writes {characters!r}; give the --alphabet that it was trained with.")
+        sets = {} if own.infer else open_data(own, ["test"], alphabet)
         return SpeechTask(own, DataParallel(1 if own.infer else own.devices), alphabet, **sets)
 
     return open_model(config, make, _OWN)

@@ -48,7 +48,8 @@ class Precision:
 
 
 def _with_training_data(config: Config, described: dict[str, Any]) -> SpeechTask:
-    return SpeechTask(config, DataParallel(1), Alphabet(described["characters"]), **open_data(config, ["train"]))
+    alphabet = Alphabet(described["characters"])
+    return SpeechTask(config, DataParallel(1), alphabet, **open_data(config, ["train"], alphabet))
 
 
 def loss_from_audio(config: Config, labels: int, stats: Any) -> Callable[[Any, Batch], jax.Array]:

@@ -30,12 +30,14 @@ from examples.speech.training import create_speech_model, create_test_step, crea
 _CHARACTERS = 14
 
 
-def open_data(config: Config, splits: Sequence[str] = ("train", "test", "dev")) -> dict[str, Speech]:
-    """The speech that the flags name, without what the model can not align."""
+def open_data(
+    config: Config, splits: Sequence[str] = ("train", "test", "dev"), alphabet: Alphabet | None = None
+) -> dict[str, Speech]:
+    """The speech that the flags name, without what the model can not align; `alphabet` stands for that of the flags."""
     paths = {"train": config.train_data, "test": config.test_data, "dev": config.dev_data}
     if paths["test"] is None:
         paths["train"], paths["test"] = make_corpus(config.cache_dir)
-    alphabet = open_alphabet(config)
+    alphabet = alphabet or open_alphabet(config)
     sets: dict[str, Speech] = {}
     for split in splits:
         if (path := paths[split]) is None:
