@@ -98,7 +98,8 @@ class RunConfig(abc.ABC):
 
     epochs: int | None = TRAINING(None, "passes over the training data")
     batch_size: int | None = RECIPE(None, "entries of a step, on all devices together", uses=(*BUILD, *USE))
-    learning_rate: float | None = RECIPE(None, "peak of the cosine schedule")
+    learning_rate: float | None = RECIPE(None, "peak of the schedule")
+    schedule: Literal["cosine", "constant"] | None = RECIPE(None, "what follows the warm-up; by default cosine")
     warmup_epochs: float | None = RECIPE(None, "epochs over which the learning rate rises from zero to its peak")
     optimizer: Literal["sgd", "adam", "adamw", "lars", "lamb"] | None = RECIPE(None, "lars and lamb: large batches")
     momentum: float | None = RECIPE(None, "of sgd and lars")
@@ -203,6 +204,7 @@ class RunConfig(abc.ABC):
             clip_norm=preset.clip_norm,
             ema=self.ema,
             accumulate=self.accumulate,
+            schedule=preset.schedule,
         )
 
     def settings(self) -> dict[str, Any]:

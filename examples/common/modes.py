@@ -17,10 +17,14 @@ from examples.common.task import Task, shape_of
 from examples.common.use import export, run_variables
 
 MakeTask = Callable[[Any], Task]
-MakeBench = Callable[[Any], Any]
+Finished = Callable[[Any, RunFolder], None]
 
 
-def run_training(config: RunConfig, make: MakeTask, finished: Callable[[Any, RunFolder], None]) -> dict[str, Any]:
+def _nothing_more(task: Any, folder: RunFolder) -> None:
+    """What most scripts do after a training."""
+
+
+def run_training(config: RunConfig, make: MakeTask, finished: Finished = _nothing_more) -> dict[str, Any]:
     """Trains, in a folder of its own or on from where an earlier run was ended.
 
     Args:
@@ -59,7 +63,7 @@ def inspect(config: RunConfig, make: MakeTask) -> dict[str, Any]:
 
 
 def train_and_compare(
-    config: RunConfig, make: MakeTask, bench: MakeBench, finished: Callable[[Any, RunFolder], None]
+    config: RunConfig, make: MakeTask, bench: MakeTask, finished: Finished = _nothing_more
 ) -> dict[str, Any]:
     """Trains every policy of --compare at every batch size, each in a folder below --output, and measures them."""
     with open_folder(config) as folder:

@@ -24,6 +24,7 @@ class Recipe(NamedTuple):
     nesterov: bool = False
     clip_norm: float | None = None
     label_smoothing: float = 0.0
+    schedule: str = "cosine"
     per_256: bool = False
 
 
@@ -40,11 +41,14 @@ class Hyperparameters(NamedTuple):
     clip_norm: float | None = None
     ema: float = 0.0
     accumulate: int = 1
+    schedule: str = "cosine"
 
 
 def learning_rate_schedule(hyper: Hyperparameters) -> optax.Schedule:
-    """Linear warm-up and a cosine down to zero."""
+    """Linear warm-up, and from there a cosine down to zero or the peak for good."""
     warmup = min(hyper.warmup_updates, hyper.updates // 2)
+    if hyper.schedule == "constant":
+        return optax.warmup_constant_schedule(0.0 if warmup else hyper.learning_rate, hyper.learning_rate, warmup)
     return optax.warmup_cosine_decay_schedule(0.0, hyper.learning_rate, warmup, hyper.updates)
 
 

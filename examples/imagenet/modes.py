@@ -10,7 +10,6 @@ from examples.common.devices import DataParallel
 from examples.common.hosts import connect
 from examples.common.loop import open_folder
 from examples.common.modes import inspect, run_training, train_and_compare
-from examples.common.run_folder import RunFolder
 from examples.imagenet.config import Config
 from examples.imagenet.data import Dataset
 from examples.imagenet.inference import evaluate, predict
@@ -39,8 +38,8 @@ def run(config: Config) -> dict[str, Any]:
         with open_folder(config, "-benchmarks") as folder:
             return run_comparison(config, make, folder)
     if config.compare:
-        return train_and_compare(config, make, make, _finished)
-    return run_training(config, make, _finished)
+        return train_and_compare(config, make, make)
+    return run_training(config, make)
 
 
 class TaskMaker:
@@ -57,7 +56,3 @@ class TaskMaker:
     def __call__(self, config: Config) -> ImageTask:
         train_set, test_set = self._sets
         return ImageTask(config, self._parallel, train_set, test_set)
-
-
-def _finished(task: Any, folder: RunFolder) -> None:
-    """There is no more to write than the loop has written."""

@@ -6,14 +6,16 @@ No other file of mpjax imports `jax._src` or asks for a version.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.extend.core as jex
 from jax._src import source_info_util
-from jax._src.interpreters import mlir
-from jax._src.lax.lax import _convert_element_type
+from jax._src.core import trace_ctx
+from jax._src.interpreters import ad, mlir
+from jax._src.lax.lax import _convert_element_type, canonicalize_precision
 
 Literal, Var = jex.Literal, jex.Var
 
@@ -170,16 +172,107 @@ def finfo(dtype: Any) -> Any:
     return jax.numpy.finfo(dtype)
 
 
-def retyped(x: Any, dtype: Any) -> Any:
-    """Something to trace with in place of `x`: the same array type but for its dtype."""
-    aval = jax.typeof(x)
-    if aval.dtype == dtype:
-        return x
-    varying = {"vma": aval.vma} if getattr(aval, "vma", None) else {}
-    return jax.ShapeDtypeStruct(aval.shape, dtype, **varying)
-
-
 def barriers(params: dict[str, Any], size: int) -> tuple[bool, ...]:
     """For each operand of a remat whether its backward pass has a barrier before it. JAX may write one flag for all."""
     flags = params["prevent_cse"]
     return flags if isinstance(flags, tuple) else (flags,) * size
+
+
+def call_jaxpr(params: dict[str, Any]) -> Any:
+    """The sub-jaxpr of a call-like equation."""
+    for name in ("jaxpr", "call_jaxpr", "fun_jaxpr", "call"):
+        if name in params:
+            return params[name]
+    raise KeyError(f"no jaxpr among {sorted(params)}")
+
+
+_SYMBOLIC = 256  # stands for a symbolic dimension, a batch most often, where sizes are compared
+
+
+def numel(aval: Any) -> int:
+    """The number of elements of an array; an estimate if its shape is symbolic (`jax.export`)."""
+    return math.prod(n if isinstance(n, int) else _SYMBOLIC for n in aval.shape)
+
+
+def is_algorithm(precision: Any) -> bool:
+    """Whether the `precision` of a dot names an algorithm (`lax.DotAlgorithm`, `lax.DotAlgorithmPreset`)."""
+    return type(precision).__name__.startswith("DotAlgorithm")
+
+
+def default_matmul_precision() -> Any:
+    """The precision that `jax_default_matmul_precision` gives each matmul without one of its own."""
+    return canonicalize_precision(None)
+
+
+def under_jet() -> bool:
+    """Whether `jax.experimental.jet` is at work, which has rules for few primitives."""
+    return type(trace_ctx.trace).__name__ == "JetTrace"
+
+
+def checkpoint(fun: Callable[..., Any], args: Sequence[Any], prevent_cse: Any, policy: Any) -> Sequence[Any]:
+    """Calls `jax.checkpoint(fun)`; plainly under jet, which has no rule for it."""
+    if under_jet():
+        return fun(*args)
+    return jax.checkpoint(fun, prevent_cse=prevent_cse, policy=policy)(*args)
+
+
+def bilinear_transpose(primitive: Any, ct: Any, operands: Sequence[Any], which: int, params: dict[str, Any]) -> Any:
+    """The cotangent of one operand of a matmul or convolution, by JAX's own transpose rule.
+
+    Args:
+        primitive: `dot_general`, `conv_general_dilated` or `ragged_dot_general`.
+        ct: the cotangent of its result.
+        operands: its operands, that of which the cotangent is wanted undefined.
+        which: the place of that one.
+        params: the primitive's parameters.
+    """
+    return ad.primitive_transposes[primitive](ct, *operands, **params)[which]
+
+
+def zero_tangent(primal: Any) -> Any:
+    """The symbolic zero tangent of a value, as a primitive's JVP rule returns it."""
+    return ad.Zero(jax.typeof(primal).to_tangent_aval())
+
+
+def abstract_eval_of(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """The abstract evaluation rule of a primitive that a function implements."""
+
+    def abstract_eval(*avals: Any, **params: Any) -> Any:
+        (out,) = jax.make_jaxpr(functools.partial(fun, **params))(*avals).out_avals
+        return out
+
+    return abstract_eval
+
+
+def vary_alike(out: Any, arrays: Sequence[Any]) -> list[Any]:
+    """Lets arrays differ along the axes of a mesh along which a result does, in a `shard_map` that keeps account."""
+    kind = getattr(jax.typeof(out), "manual_axis_type", None)
+    return [vary(x, tuple(kind.varying)) for x in arrays] if kind is not None and kind.varying else list(arrays)
+
+
+def axes_of_spec(spec: Any) -> set[str]:
+    """The mesh axes that a partition spec shards over; not those over which it is unreduced or reduced."""
+    names: set[str] = set()
+    for entry in getattr(spec, "_partitions", spec):
+        names |= set(entry) if isinstance(entry, (tuple, list)) else {entry} if entry is not None else set()
+    return names
+
+
+def live_equations(names: Sequence[str]) -> list[tuple[dict[str, Any], list[Any], list[Any]]]:
+    """Equations with one of these parameters in the trace that is under way: parameters, types of inputs and outputs.
+
+    Inner traces are over: only the program's own equations are still being traced.
+    """
+    found = []
+    for reference in getattr(getattr(trace_ctx.trace, "frame", None), "tracing_eqns", ()):
+        eqn = reference() if callable(reference) else reference
+        if eqn is not None and not any(name in eqn.params for name in names):
+            continue
+        if eqn is not None:
+            found.append((eqn.params, [t.aval for t in eqn.in_tracers], [v.aval for v in eqn.outvars]))
+    return found
+
+
+def example(aval: Any, dtype: Any = None) -> Any:
+    """Something to trace with that has an abstract value, or the same of another dtype."""
+    return aval if dtype is None or dtype == aval.dtype else aval.update(dtype=dtype, weak_type=False)

@@ -11,9 +11,11 @@ higher-order primitive (a Pallas kernel, a callback) is called as it is and seen
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -43,6 +45,7 @@ class Place:
         loops: the numbers of the loops around it, outermost first.
         blocks: the programs inside it, if they are entered.
         end: the number of the next equation outside it.
+        axes: the mesh axes of the `shard_map` around it, with their sizes.
     """
 
     number: int
@@ -50,6 +53,7 @@ class Place:
     loops: tuple[int, ...]
     blocks: tuple[Block, ...]
     end: int
+    axes: tuple[tuple[str, int], ...] = ()
 
     @property
     def is_loop(self) -> bool:
@@ -91,7 +95,13 @@ class Block:
             yield from place.places()
 
 
-def lay_out(jaxpr: Any, start: int = 0, outer: Site | None = None, loops: tuple[int, ...] = ()) -> Block:
+def lay_out(
+    jaxpr: Any,
+    start: int = 0,
+    outer: Site | None = None,
+    loops: tuple[int, ...] = (),
+    axes: tuple[tuple[str, int], ...] = (),
+) -> Block:
     """Numbers the equations of a jaxpr and of those inside it."""
     opened = compat.open_jaxpr(jaxpr)
     rows, number = [], start
@@ -100,11 +110,18 @@ def lay_out(jaxpr: Any, start: int = 0, outer: Site | None = None, loops: tuple[
         around = (*loops, number) if primitive(site.name).loop else loops
         blocks, end = [], number + 1
         for inner in _entered(eqn):
-            blocks.append(lay_out(inner, end, site, around))
+            devices = tuple(_manual_axes(eqn.params).items()) if site.name == "shard_map" else axes
+            blocks.append(lay_out(inner, end, site, around, devices))
             end = blocks[-1].end
-        rows.append(Place(number, site, loops, tuple(blocks), end))
+        rows.append(Place(number, site, loops, tuple(blocks), end, axes))
         number = end
     return Block(opened.jaxpr, opened.consts, tuple(rows), start, number)
+
+
+def _manual_axes(params: dict[str, Any]) -> dict[str, int]:
+    """The mesh axes that a `shard_map` maps over, with their sizes."""
+    options = compat.shard_map_options(params)
+    return {axis: options["mesh"].shape[axis] for axis in options["mesh"].axis_names if axis in options["axis_names"]}
 
 
 def _entered(eqn: Any) -> Sequence[Any]:
@@ -127,6 +144,23 @@ class Probe:
     """
 
     stacks = False
+    axes: Mapping[str, int] = {}  # the mesh axes of the `shard_map` around the equation that is evaluated
+
+    @contextlib.contextmanager
+    def on_devices(self, axes: Mapping[str, int]) -> Iterator[None]:
+        """Sets `axes` while the body of a `shard_map` is traced."""
+        around, self.axes = self.axes, axes
+        try:
+            yield
+        finally:
+            self.axes = around
+
+    def device(self) -> Any:
+        """The index of the device, int32: its coordinates along `axes`, the last one fastest."""
+        index: Any = np.int32(0)
+        for axis, size in self.axes.items():
+            index = index * size + lax.axis_index(axis)
+        return index
 
     def equation(
         self, place: Place, turn: Sequence[Any], ins: Sequence[Any], outs: Sequence[Any], again: Callable[..., Any]
@@ -178,10 +212,11 @@ class Run:
         probe: takes the notes.
         wide: whether to compute in float32 wherever the program has half: its values are then what the
             program would have without rounding to half.
+        replace: given an equation, its turn and its results, what takes the place of these.
     """
 
-    def __init__(self, probe: Probe, wide: bool = False):
-        self.probe, self.wide = probe, wide
+    def __init__(self, probe: Probe, wide: bool = False, replace: Callable[..., Sequence[Any]] | None = None):
+        self.probe, self.wide, self.replace = probe, wide, replace
         self._manual: tuple[Any, ...] = ()
 
     def block(
@@ -213,6 +248,8 @@ class Run:
         eqn = place.site.eqn
         if not place.blocks:
             outs = (_bind_wide if self.wide else _bind)(eqn, ins)
+            if self.replace is not None:
+                outs = list(self.replace(place, turn, outs))
             return outs, self.probe.equation(place, turn, ins, outs, functools.partial(_bind_wide, eqn))
         notes = self.probe.entering(place, ins)
         special = {"scan": self._scan, "while": self._while, "cond": self._cond, "shard_map": self._shard_map}
@@ -265,7 +302,7 @@ class Run:
         params, (condition, body) = place.site.eqn.params, place.blocks
         first = params["cond_nconsts"]
         split = first + params["body_nconsts"]
-        plain, stacks = Run(Probe(), self.wide), self.probe.stacks
+        plain, stacks = Run(Probe(), self.wide, self.replace), self.probe.stacks
 
         def unfinished(carried: Sequence[Any]) -> Any:
             ((going,), _) = plain.block(condition, [*ins[:first], *carried])
@@ -311,19 +348,21 @@ class Run:
         params, (body,) = place.site.eqn.params, place.blocks
         in_specs, out_specs = compat.shard_map_specs(params)
         options = compat.shard_map_options(params)
-        axes = tuple(axis for axis in options["mesh"].axis_names if axis in options["axis_names"])
-        inside = Run(self.probe, self.wide)
+        sizes = _manual_axes(params)
+        axes = tuple(sizes)
+        inside = Run(self.probe, self.wide, self.replace)
         inside._manual = axes if options["check_vma"] else ()
 
         def run(arrays: Sequence[Any], turn: Sequence[Any]) -> Any:
-            outs, new = inside.block(body, arrays, turn)
+            with self.probe.on_devices(sizes):
+                outs, new = inside.block(body, arrays, turn)
             return tuple(outs), jax.tree.map(lambda x: jnp.asarray(x)[None], inside._varying(new))
 
         mapped = jax.shard_map(
             run, in_specs=(list(in_specs), PartitionSpec()), out_specs=(out_specs, PartitionSpec(axes)), **options
         )
         arrays, notes = mapped(list(ins), tuple(turn))
-        devices = range(int(np.prod([options["mesh"].shape[axis] for axis in axes])))
+        devices = range(math.prod(sizes.values()))
         parts = [jax.tree.map(lambda x, i=i: x[i], notes) for i in devices]
         merged = {
             key: functools.reduce(functools.partial(self.probe.merge, key), [part[key] for part in parts])

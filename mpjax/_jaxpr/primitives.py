@@ -59,6 +59,7 @@ class Primitive(NamedTuple):
         loop: runs its sub-jaxpr again and again.
         foreign: runs code that JAX can't see.
         kernel: XLA starts a kernel for it; everything else is fused into what reads it.
+        accumulates: a sum that goes through it is still that sum with something added.
         some_versions: not every supported JAX has it.
     """
 
@@ -82,6 +83,7 @@ class Primitive(NamedTuple):
     loop: bool = False
     foreign: bool = False
     kernel: bool = False
+    accumulates: bool = False
     some_versions: bool = False
 
     @property
@@ -193,7 +195,7 @@ real                                  deny     nothing  float32_only
 imag                                  deny     nothing  float32_only
 complex                               deny     nothing  float32_only
 conj                                  deny     nothing  float32_only
-rng_uniform                           deny     outputs
+rng_uniform                           deny     outputs  expensive
 # Their derivative is a sum.
 broadcast_in_dim                      wide     nothing  mask whole
 gather                                wide     nothing  elements=0 kernel
@@ -217,13 +219,13 @@ pmin                                  wide     outputs  expensive elements=0
 div                                   wide     inputs   elementwise
 tile                                  wide     nothing  whole
 # Moves elements; the derivative has no sum.
-reshape                               move     nothing  mask whole
+reshape                               move     nothing  mask whole accumulates
 transpose                             move     nothing  whole
 squeeze                               move     nothing  whole
 slice                                 move     nothing  elements=0
 dynamic_slice                         move     nothing  elements=0
 rev                                   move     nothing  whole
-copy                                  move     nothing  whole
+copy                                  move     nothing  whole accumulates
 split                                 move     nothing  elements=0
 unstack                               move     nothing  some_versions elements=0
 name                                  move     nothing  expensive whole
@@ -245,10 +247,14 @@ pin                                   move     nothing  whole
 unpin                                 move     nothing  whole
 reduce_window_max                     move     nothing  elements=0 kernel
 reduce_window_min                     move     nothing  elements=0 kernel
+# mpjax's own (`mpjax.casting.weight_gradients`).
+detached                              move     nothing  some_versions whole
+matmul_result                         move     nothing  some_versions whole
+matmul_tangent                        opaque   -        expensive some_versions
 # Computes in the dtype of its activations.
-add                                   infer    nothing  elementwise adds
-add_any                               infer    nothing  elementwise adds
-sub                                   infer    nothing  elementwise adds
+add                                   infer    nothing  elementwise adds accumulates
+add_any                               infer    nothing  elementwise adds accumulates
+sub                                   infer    nothing  elementwise adds accumulates
 mul                                   infer    inputs   elementwise
 neg                                   infer    nothing  exact
 abs                                   infer    inputs   exact
@@ -256,7 +262,7 @@ sign                                  infer    nothing  exact
 max                                   infer    outputs  elementwise elements=all
 min                                   infer    outputs  elementwise elements=all
 clamp                                 infer    outputs  elementwise elements=all
-select_n                              infer    nothing  elementwise elements=1:
+select_n                              infer    nothing  elementwise elements=1: accumulates
 rem                                   infer    outputs  elementwise exact
 round                                 infer    nothing  exact
 floor                                 infer    nothing  exact
@@ -305,17 +311,17 @@ broadcast_to                          read     -
 iota_2x32_shape                       read     -
 lu_pivots_to_permutation              read     -
 random_bits                           read     -        expensive bits kernel
-random_clone                          read     -
-random_fold_in                        read     -
-random_seed                           read     -
-random_split                          read     -
-random_unwrap                         read     -
-random_wrap                           read     -
-rng_bit_generator                     read     -
-threefry2x32                          read     -        kernel
-threefry4x32                          read     -        some_versions
-philox2x32                            read     -        some_versions
-philox4x32                            read     -        some_versions
+random_clone                          read     -        expensive
+random_fold_in                        read     -        expensive
+random_seed                           read     -        expensive
+random_split                          read     -        expensive
+random_unwrap                         read     -        expensive
+random_wrap                           read     -        expensive
+rng_bit_generator                     read     -        expensive
+threefry2x32                          read     -        kernel expensive
+threefry4x32                          read     -        some_versions expensive
+philox2x32                            read     -        some_versions expensive
+philox4x32                            read     -        some_versions expensive
 from_edtype                           read     -
 to_edtype                             read     -
 shape_assertion                       read     -
@@ -326,12 +332,12 @@ convert_element_type                  convert  nothing  elements=0
 jit                                   enter    -        call
 call                                  enter    -        some_versions call
 closed_call                           enter    -        some_versions call
-remat2                                enter    -        call
+remat2                                enter    -        call expensive
 scan                                  enter    -        loop kernel
 while                                 enter    -        loop kernel
 cond                                  enter    -        kernel
 custom_jvp_call                       enter    -        call
-custom_vjp_call                       enter    -        call
+custom_vjp_call                       enter    -        call expensive
 shard_map                             enter    -
 custom_linear_solve                   enter    -
 custom_vmap_call                      enter    -

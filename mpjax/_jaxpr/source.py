@@ -5,8 +5,11 @@ from __future__ import annotations
 import functools
 import os
 import re
+import traceback
 from collections.abc import Sequence
 from typing import Any
+
+import jax
 
 from mpjax._jaxpr import compat
 
@@ -17,6 +20,7 @@ FORWARD, BACKWARD, RECOMPUTED = "forward", "backward", "recomputed"
 _REMATTED = "rematted_computation"  # JAX's own scope around what a remat recomputes
 _TRANSFORM = re.compile(r"\b\w+\(")
 _MARKED = re.compile(re.escape(MARK) + r"\w+")  # a mark in `transpose(jvp(mpjax.off))` goes, the transformations stay
+_JAX = os.path.dirname(os.path.abspath(jax.__file__)) + os.sep
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _LAYERS = tuple(f"{os.sep}{library}{os.sep}" for library in ("flax", "haiku", "equinox"))
 
@@ -95,3 +99,13 @@ def _scopes_of(module: str) -> list[str]:
         else:
             parts.append(part)
     return parts
+
+
+def traceback_line(error: BaseException) -> str:
+    """The user's line that an error comes from, as `file.py:12`; empty if there is none."""
+    found = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        file = frame.f_code.co_filename
+        if not file.startswith((_PACKAGE, _JAX)):
+            found = f"{os.path.basename(file)}:{line}"
+    return found

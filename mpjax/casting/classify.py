@@ -1,12 +1,15 @@
-"""What each equation is under the rules: the list it is in, and by whose word."""
+"""The list that each equation is in under the rules, and the reason."""
 
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
+from jax import lax
 
 from mpjax._jaxpr import compat
 from mpjax._jaxpr.primitives import Op, primitive
@@ -18,47 +21,70 @@ FLOAT32 = np.dtype(np.float32)
 # Small whole powers are products of the input with itself and no wider than `mul`.
 _HARMLESS_POWERS = frozenset({2, 3})
 
-# The regions that the decorators and `autocast_disabled` mark.
-HALF_REGION, FLOAT_REGION, PROMOTE_REGION, OFF_REGION = "half", "float", "promote", "off"
+
+class Region(enum.StrEnum):
+    """The regions that the decorators and `autocast_disabled` mark."""
+
+    NONE = ""
+    HALF = "half"
+    FLOAT = "float"
+    PROMOTE = "promote"
+    OFF = "off"
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What a plan depends on besides the program: hashable, for it is part of the plan's key."""
+    """Everything that a plan depends on besides the program; hashable, because it is part of the plan's key.
+
+    Args:
+        half: the half dtype.
+        rules: the lists.
+        higher_order: the rules of the higher-order primitives, by name.
+        region: the region of the user's that the program stands in.
+        recompute: whether to form rematerialisation regions.
+        folded: whether the program is cheap as a whole, and may be part of a region around it.
+        looped: whether the program is in the body of a scan.
+        path: the module path; kept up only if a rule reads it, because plans are shared between paths otherwise.
+    """
 
     half: np.dtype
     rules: Rules
-    region: str = ""
-    recompute: bool = False  # form islands
-    folded: bool = False  # no island of its own: the program is cheap, and may be a part of one around it
-    looped: bool = False  # in the body of a scan
-    path: str = ""  # kept up only if a rule reads it: plans are shared between paths otherwise
+    higher_order: Mapping[str, Any] = dataclasses.field(compare=False, repr=False)
+    region: Region = Region.NONE
+    recompute: bool = False
+    folded: bool = False
+    looped: bool = False
+    path: str = ""
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.half, self.rules, self.region, self.recompute, self.folded, self.looped, self.path))
 
     @functools.cached_property
     def plain(self) -> bool:
-        """Whether only the default lists speak."""
+        """Whether the default lists alone decide."""
         return not self.rules.entries and self.rules.level == "default" and not self.region
 
-    def inside(self, eqn: Any, region: str) -> Setting:
-        """The setting of the program inside an equation."""
+    def inside(self, eqn: Any, region: Region) -> Setting:
+        """The setting of the sub-jaxprs of an equation."""
         path = join(self.path, scopes(eqn)) if self.rules.reads_scopes else ""
-        # In a remat everything is computed again already; a custom rule stores what its author says.
-        recompute = self.recompute and eqn.primitive.name not in _NO_ISLANDS
-        looped = self.looped or eqn.primitive.name == "scan"
+        row = self.higher_order[eqn.primitive.name]
+        recompute = self.recompute and row.regions_inside
+        looped = self.looped or row.is_scan
         if (region, path, recompute, looped) == (self.region, self.path, self.recompute, self.looped):
             return self
         return dataclasses.replace(self, region=region, path=path, recompute=recompute, looped=looped)
 
 
-_NO_ISLANDS = frozenset({"remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call", "while"})
-
-
-class Verdict(NamedTuple):
-    """The list that an equation is in, why, the region it stands in, and the user's rule if one decided."""
+class Listing(NamedTuple):
+    """The list of an equation, the reason, the region it stands in, and the user's rule if one decided."""
 
     op: Op
     why: str
-    region: str = ""
+    region: Region = Region.NONE
     entry: Entry | None = None
 
 
@@ -68,76 +94,80 @@ def tracked(v: Any) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def _region(scopes: str) -> str:
+def _region(scopes: str) -> Region:
     marks = [part for part in scopes.replace("(", "/").replace(")", "/").split("/") if part.startswith(MARK)]
-    return marks[-1][len(MARK) :] if marks else ""
+    return Region(marks[-1][len(MARK) :]) if marks else Region.NONE
 
 
-def classify(eqn: Any, setting: Setting) -> Verdict:
-    """The verdict on one equation: region, then the user's rules, then the default lists."""
+def classify(eqn: Any, setting: Setting) -> Listing:
+    """The listing of one equation: by region, then by the user's rules, then by the default lists."""
     path = scopes(eqn)
     if setting.plain and MARK not in path:
         return _default(eqn)
-    region = (_region(path) if MARK in path else "") or setting.region
-    if region == OFF_REGION:
-        return Verdict(Op.OPAQUE, "autocast is disabled here", region)
-    verdict = _default(eqn)
-    if verdict.op is Op.OPAQUE or verdict.op is Op.CONVERT:
-        return verdict._replace(region=region)
+    region = (_region(path) if MARK in path else Region.NONE) or setting.region
+    if region == Region.OFF:
+        return Listing(Op.OPAQUE, "autocast is disabled here", region)
+    listing = _default(eqn)
+    if listing.op is Op.OPAQUE or listing.op is Op.CONVERT:
+        return listing._replace(region=region)
     if region:
-        return _in_region(verdict, region, eqn.primitive.name)
+        return _in_region(listing, region, eqn.primitive.name)
     matched = setting.rules.match(eqn, join(setting.path, path))
     if matched is not None:
-        return _by_rule(verdict, *matched)
-    return _at_level(verdict, setting.rules.level, eqn.primitive.name)
+        return _by_rule(listing, *matched)
+    return _at_level(listing, setting.rules.level, eqn.primitive.name)
 
 
-def _default(eqn: Any) -> Verdict:
+def _default(eqn: Any) -> Listing:
     name = eqn.primitive.name
     op = primitive(name).op
     if op is Op.OPAQUE:
-        return Verdict(Op.OPAQUE, f"{name} is not known")
+        return Listing(Op.OPAQUE, f"{name} is not known")
     special = _SPECIAL.get(name)
-    return (special and special(eqn)) or _VERDICTS[op]
+    return (special and special(eqn)) or _LISTINGS[op]
 
 
-_VERDICTS = {op: Verdict(op, op.value) for op in Op}
+_LISTINGS = {op: Listing(op, op.value) for op in Op}
 
 
-def _integer_pow(eqn: Any) -> Verdict | None:
-    return _VERDICTS[Op.INFER] if eqn.params["y"] in _HARMLESS_POWERS else None
+def _integer_pow(eqn: Any) -> Listing | None:
+    return _LISTINGS[Op.INFER] if eqn.params["y"] in _HARMLESS_POWERS else None
 
 
-def _div(eqn: Any) -> Verdict | None:
+def _div(eqn: Any) -> Listing | None:
     # By a constant it is a multiplication. By a variable, the derivative has the square of its
     # reciprocal, which leaves float16's range soon: float32, like an operation with a sum.
-    return _VERDICTS[Op.INFER] if isinstance(eqn.invars[1], compat.Literal) else None
+    return _LISTINGS[Op.INFER] if isinstance(eqn.invars[1], compat.Literal) else None
 
 
-def _gather(eqn: Any) -> Verdict | None:
-    return _VERDICTS[Op.MOVE] if eqn.params.get("unique_indices") else None
+def _gather(eqn: Any) -> Listing | None:
+    return _LISTINGS[Op.MOVE] if eqn.params.get("unique_indices") else None
 
 
-def _broadcast(eqn: Any) -> Verdict | None:
+def _broadcast(eqn: Any) -> Listing | None:
     same_size = getattr(eqn.invars[0].aval, "size", None) == eqn.outvars[0].aval.size
-    return _VERDICTS[Op.MOVE] if same_size else None
+    return _LISTINGS[Op.MOVE] if same_size else None
 
 
-def _matmul(eqn: Any) -> Verdict | None:
+def _matmul(eqn: Any) -> Listing | None:
     precision = eqn.params.get("precision")
-    if type(precision).__name__.startswith("DotAlgorithm"):
-        return Verdict(Op.OPAQUE, f"the user fixed the algorithm {precision}")
+    if compat.is_algorithm(precision):
+        return Listing(Op.DENY, f"its author fixed the algorithm {precision}")
+    both = precision if isinstance(precision, tuple) else (precision,)
+    # A precision that JAX's global setting asks of every matmul is not the author's word.
+    if lax.Precision.HIGHEST in both and precision != compat.default_matmul_precision():
+        return Listing(Op.DENY, "its author asked for precision HIGHEST")
     return None
 
 
-def _cond(eqn: Any) -> Verdict | None:
+def _cond(eqn: Any) -> Listing | None:
     if eqn.params.get("branches_platforms"):
-        return Verdict(Op.OPAQUE, "lax.platform_dependent can't be re-issued")
+        return Listing(Op.OPAQUE, "lax.platform_dependent can't be re-issued")
     return None
 
 
-def _jit(eqn: Any) -> Verdict | None:
-    return Verdict(Op.OPAQUE, "a jit with layouts") if compat.jit_options(eqn.params) is None else None
+def _jit(eqn: Any) -> Listing | None:
+    return Listing(Op.OPAQUE, "a jit with layouts") if compat.jit_options(eqn.params) is None else None
 
 
 _SPECIAL = {
@@ -146,40 +176,41 @@ _SPECIAL = {
     "gather": _gather,
     "broadcast_in_dim": _broadcast,
     "dot_general": _matmul,
+    "conv_general_dilated": _matmul,
     "cond": _cond,
     "jit": _jit,
     "pjit": _jit,
 }
 
 
-def _in_region(verdict: Verdict, region: str, name: str) -> Verdict:
-    if verdict.op is Op.ENTER:
-        return verdict._replace(region=region)
-    if region == PROMOTE_REGION:
-        widest = Op.INFER if verdict.op in (Op.ALLOW, Op.DENY, Op.WIDE) else verdict.op
-        return Verdict(widest, "promote_function: the widest of its inputs", region)
+def _in_region(listing: Listing, region: Region, name: str) -> Listing:
+    if listing.op is Op.ENTER:
+        return listing._replace(region=region)
+    if region == Region.PROMOTE:
+        widest = Op.INFER if listing.op in (Op.ALLOW, Op.DENY, Op.WIDE) else listing.op
+        return Listing(widest, "promote_function: the widest of its inputs", region)
     op: Op
-    if region == FLOAT_REGION:
-        op = Op.DENY if verdict.op in (Op.ALLOW, Op.INFER, Op.WIDE) else verdict.op
-        return Verdict(op, "float_function", region)
-    movable = verdict.op in (Op.DENY, Op.INFER, Op.WIDE) and not primitive(name).float32_only
-    return Verdict(Op.ALLOW if movable else verdict.op, "half_function", region)
+    if region == Region.FLOAT:
+        op = Op.DENY if listing.op in (Op.ALLOW, Op.INFER, Op.WIDE) else listing.op
+        return Listing(op, "float_function", region)
+    movable = listing.op in (Op.DENY, Op.INFER, Op.WIDE) and not primitive(name).float32_only
+    return Listing(Op.ALLOW if movable else listing.op, "half_function", region)
 
 
-def _by_rule(verdict: Verdict, entry: Entry, op: Op) -> Verdict:
+def _by_rule(listing: Listing, entry: Entry, op: Op) -> Listing:
     shown = entry if isinstance(entry, str) else getattr(entry, "__name__", "a predicate")
     why = f"rule {op.value}={shown!r}"
-    if verdict.op is Op.ENTER:
-        region = {Op.ALLOW: HALF_REGION, Op.DENY: FLOAT_REGION}.get(op, "")
-        return Verdict(Op.ENTER, why, region, entry)
-    if verdict.op is Op.READ:
-        return Verdict(Op.READ, why, "", entry)
-    return Verdict(op, why, "", entry)
+    if listing.op is Op.ENTER:
+        region = {Op.ALLOW: Region.HALF, Op.DENY: Region.FLOAT}.get(op, Region.NONE)
+        return Listing(Op.ENTER, why, region, entry)
+    if listing.op is Op.READ:
+        return Listing(Op.READ, why, Region.NONE, entry)
+    return Listing(op, why, Region.NONE, entry)
 
 
-def _at_level(verdict: Verdict, level: str, name: str) -> Verdict:
-    if level == "conservative" and verdict.op in (Op.INFER, Op.WIDE):
-        return Verdict(Op.DENY, "level 'conservative'")
-    if level == "half" and verdict.op in (Op.DENY, Op.INFER, Op.WIDE) and not primitive(name).float32_only:
-        return Verdict(Op.ALLOW, "level 'half'")
-    return verdict
+def _at_level(listing: Listing, level: str, name: str) -> Listing:
+    if level == "conservative" and listing.op in (Op.INFER, Op.WIDE):
+        return Listing(Op.DENY, "level 'conservative'")
+    if level == "half" and listing.op in (Op.DENY, Op.INFER, Op.WIDE) and not primitive(name).float32_only:
+        return Listing(Op.ALLOW, "level 'half'")
+    return listing

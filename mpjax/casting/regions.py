@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 import jax
 
 from mpjax._jaxpr.source import MARK
-from mpjax.casting.classify import FLOAT_REGION, HALF_REGION, OFF_REGION, PROMOTE_REGION
+from mpjax.casting.classify import Region
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -30,7 +30,7 @@ class _Nesting(threading.local):
 nesting = _Nesting()
 
 
-def _region(name: str, fun: F) -> F:
+def _region(name: Region, fun: F) -> F:
     @functools.wraps(fun)
     def marked(*args: Any, **kwargs: Any) -> Any:
         with jax.named_scope(MARK + name):
@@ -54,7 +54,7 @@ def half_function(fun: F) -> F:
 
     Source: NVIDIA Apex, `apex.amp.half_function`.
     """
-    return _region(HALF_REGION, fun)
+    return _region(Region.HALF, fun)
 
 
 def float_function(fun: F) -> F:
@@ -70,7 +70,7 @@ def float_function(fun: F) -> F:
 
     Source: NVIDIA Apex, `apex.amp.float_function`.
     """
-    return _region(FLOAT_REGION, fun)
+    return _region(Region.FLOAT, fun)
 
 
 def promote_function(fun: F) -> F:
@@ -89,7 +89,7 @@ def promote_function(fun: F) -> F:
 
     Source: NVIDIA Apex, `apex.amp.promote_function`.
     """
-    return _region(PROMOTE_REGION, fun)
+    return _region(Region.PROMOTE, fun)
 
 
 @contextlib.contextmanager
@@ -112,7 +112,7 @@ def autocast_disabled() -> Iterator[None]:
     """
     nesting.disabled += 1
     try:
-        with jax.named_scope(MARK + OFF_REGION):
+        with jax.named_scope(MARK + Region.OFF):
             yield
     finally:
         nesting.disabled -= 1

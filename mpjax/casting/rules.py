@@ -18,6 +18,7 @@ Entry = str | Predicate
 
 LEVELS = ("conservative", "default", "half")
 RESIDUALS = ("half", "full")
+WEIGHT_GRADIENTS = ("float32", "half")
 _LISTS = (("allow", Op.ALLOW), ("deny", Op.DENY), ("infer", Op.INFER))
 _VARIABLES = {name: f"MPJAX_{name.upper()}LIST_ADD" for name, _ in _LISTS}
 
@@ -58,6 +59,8 @@ class Rules:
         residuals: `"half"` stores what goes into a stretch with float32 arithmetic between matmuls (a
             normalisation, a softmax, a GELU, a loss), which is half, and computes the stretch again in the
             backward pass; `"full"` stores what JAX would, float32 values among them.
+        weight_gradients: `"float32"` writes the gradient of a float32 parameter in float32, straight from the
+            accumulator of its matmul; `"half"` writes it in half and widens it afterwards, as JAX's derivative does.
 
     Raises:
         ValueError: a name that is no primitive, an entry in two lists, an unknown level.
@@ -80,12 +83,14 @@ class Rules:
     infer: tuple[Entry, ...] = ()
     level: str = "default"
     residuals: str = "half"
+    weight_gradients: str = "float32"
 
     def __post_init__(self) -> None:
         for name, _ in _LISTS:
             object.__setattr__(self, name, _entries(f"Rules({name}=...)", getattr(self, name)))
         _check_choice("level", self.level, LEVELS)
         _check_choice("residuals", self.residuals, RESIDUALS)
+        _check_choice("weight_gradients", self.weight_gradients, WEIGHT_GRADIENTS)
         _check_overlap(self)
 
     def add(self, **lists: Iterable[Entry]) -> Rules:

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from mpjax.casting.transform import Program, functional, trace
+from mpjax.casting.autocast import Program, functional, trace
 
 
 def traced_call(caller: str, fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Program:
@@ -15,9 +15,9 @@ def traced_call(caller: str, fun: Callable[..., Any], args: Sequence[Any], kwarg
     call, pure_args, pure_kwargs, _ = functional(fun, args, kwargs)
     program = trace(call, pure_args, pure_kwargs, planned=False)
     if call is not fun:
-        from mpjax.casting import nnx_form
+        from mpjax.casting import nnx
 
-        program.names = nnx_form.names(program.names, args, kwargs)
+        program.names = nnx.names(program.names, args, kwargs)
     for name, array in zip(program.names, program.arrays, strict=True):
         if isinstance(array, (jax.ShapeDtypeStruct, jax.core.Tracer)):
             raise TypeError(

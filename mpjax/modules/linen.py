@@ -42,8 +42,9 @@ class _Setting:
 _classes: weakref.WeakValueDictionary[tuple[type, _Setting], type] = weakref.WeakValueDictionary()
 
 
-def with_policy(model: Any, policy: Policy) -> Any:
-    cls = _class_with(_base(model), _Setting(policy))
+def with_policy(model: Any, policy: Policy, path: tuple[Any, ...] = ()) -> Any:
+    """`mpjax.with_policy` for Linen; `path` is the model's place in another one, if it is a part of that."""
+    cls = _class_with(_base(model), _Setting(policy, prefix=tuple(map(str, path))))
     if model.parent is not None:
         # Its parent has it registered: a second instance would be a second submodule.
         object.__setattr__(model, "__class__", cls)

@@ -19,6 +19,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from mpjax.modules import linen
 from mpjax.modules.explicit_dtypes import warn_explicit_dtypes
 from mpjax.modules.layers import (
     Kind,
@@ -35,8 +36,8 @@ from mpjax.modules.layers import (
     recomputes,
     stays_wide,
 )
-from mpjax.modules.scopes import is_container, is_method, module_scope
-from mpjax.policy import NORM_PATTERNS, Policy, warn_unused_overrides
+from mpjax.modules.scopes import is_container, method_names, module_scope
+from mpjax.policy import NORM_PATTERNS, Policy, path_string, warn_unused_overrides
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,11 +133,13 @@ def _is_wide(placement: _Placement, module: Any, path: tuple[Any, ...]) -> bool:
 def _store_parameters(module: Any, path: tuple[Any, ...], policy: Policy) -> list[str]:
     """Casts the module's own float32 parameters to the policy's param dtype; returns their paths."""
     paths = []
+    # The parameters of a Linen model belong to its layers, of which only the names are known here.
+    owner = None if isinstance(module, nnx.bridge.ToNNX) else type(module)
     for name, value in vars(module).items():
-        for param in jax.tree.leaves(value, is_leaf=_is_variable_or_module):
+        for below, param in jax.tree_util.tree_leaves_with_path(value, is_leaf=_is_variable_or_module):
             if isinstance(param, nnx.Param):
-                paths.append(_join((*path, name)))
-                dtype = policy.for_path(paths[-1], type(module)).param_dtype
+                paths.append(_join((*path, name, *filter(None, [path_string(below)]))))
+                dtype = policy.for_path(paths[-1], owner).param_dtype
                 if dtype != np.float32:
                     # The raw value: what `get_value` returns may be computed from it, each time that it is read.
                     param.set_raw_value(cast_parameter(param.get_raw_value(), dtype))
@@ -194,17 +197,11 @@ def _unset_dtypes(line: list[Any]) -> Iterator[np.dtype]:
 def _class_with_policy(base: Any, placement: _Placement) -> type:
     """One class per class and placement: NNX compares modules by class, and registers each class."""
     namespace = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
-    namespace |= {name: _on_view(base, name, placement) for name in _methods(base)}
+    namespace |= {name: _on_view(base, name, placement) for name in method_names(base, nnx.Module)}
     namespace |= {"_mpjax_base": base, "_mpjax_placement": placement, "__reduce__": _reduce}
     namespace |= {"__setattr__": _set_attribute(base), "__getattribute__": _get_attribute(base)}
     keywords = {"pytree": base._pytree__is_pytree}
     return types.new_class(base.__name__, (base,), keywords, lambda body: body.update(namespace))
-
-
-def _methods(base: type) -> Iterator[str]:
-    """The names of the methods that the author's classes define."""
-    own_classes = base.__mro__[: base.__mro__.index(nnx.Module)]
-    return (name for name in sorted({name for cls in own_classes for name in vars(cls)}) if is_method(base, name))
 
 
 def _set_attribute(base: Any) -> Callable[[Any, str, Any], None]:
@@ -266,10 +263,16 @@ def _call_again(module: Any, method: str, args: Any, kwargs: Any) -> Any:
 
 def _view(module: Any, base: type, method: str, kind: Kind, placement: _Placement) -> Any:
     """The module as its author's code sees it during a call."""
-    attributes = dict(vars(module))
+    attributes, bridges = dict(vars(module)), isinstance(module, nnx.bridge.ToNNX)
     for name, value in attributes.items():
         refusal = _Refusal(base.__name__, name, method)
-        attributes[name] = _as_seen(value, placement, name, refusal, casts_parameters(kind))
+        attributes[name] = _as_seen(value, placement, name, refusal, casts_parameters(kind) and not bridges)
+    if bridges:
+        # The Linen model casts what its layers read, as it does on its own.
+        inner = linen.with_policy(
+            module.to_nnx__module, placement.policy.with_output_dtype(placement.dtype), placement.path
+        )
+        attributes["to_nnx__module"] = inner
     if not placement.has_own_dtype:
         attributes |= attributes_inside(kind, placement.dtype, attributes, placement.in_cell)
     view: Any = object.__new__(base)

@@ -84,14 +84,21 @@ def is_container(module: Any) -> bool:
     return type(module).__module__.startswith("flax.") and type(module).__name__ in ("List", "Dict")
 
 
-def is_method(base: type, name: str) -> bool:
-    """Whether a class attribute is a method that users call: no constructor, no other dunder, no property.
+def method_names(cls: type, library: type) -> list[str]:
+    """The names of the methods that users call, of those that the classes below a library's base class define.
 
-    Functions under `jax.jit` and `nnx.jit` are objects of other types, which bind like functions.
+    Those are `__call__` and other functions, but no other dunder, no property, and no override of the library's own
+    private methods, such as NNX's `_setattr`. Functions under `jax.jit` and `nnx.jit` are objects of other types, which
+    bind like functions.
     """
-    if name.startswith("__") and name != "__call__":
+    own = cls.__mro__[: cls.__mro__.index(library)]
+    return sorted(name for name in {name for base in own for name in vars(base)} if _is_method(cls, name, library))
+
+
+def _is_method(cls: type, name: str, library: type) -> bool:
+    if name != "__call__" and (name.startswith("__") or (name.startswith("_") and hasattr(library, name))):
         return False
-    value = inspect.getattr_static(base, name)
+    value = inspect.getattr_static(cls, name)
     if isinstance(value, (type, staticmethod, classmethod, property)):
         return False
     return inspect.isfunction(value) or (
@@ -147,17 +154,13 @@ def _path_in(caller: Any, module: Any) -> str | None:
 @functools.cache
 def _named_class(cls: Any) -> Any:
     """A subclass whose methods open the scope of their module."""
-    methods = {name: _in_scope(getattr(cls, name)) for name in _method_names(cls)}
+    library = next(base for base in cls.__mro__ if base in _libraries())
+    methods = {name: _in_scope(getattr(cls, name)) for name in method_names(cls, library)}
     namespace = (
         {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")} | methods | {_NAMED: True}
     )
     keywords = {"pytree": cls._pytree__is_pytree} if hasattr(cls, "_pytree__is_pytree") else {}
     return types.new_class(cls.__name__, (cls,), keywords, lambda body: body.update(namespace))
-
-
-def _method_names(cls: type) -> list[str]:
-    own = cls.__mro__[: next(i for i, base in enumerate(cls.__mro__) if base in _libraries())]
-    return sorted(name for name in {name for base in own for name in vars(base)} if is_method(cls, name))
 
 
 def _in_scope(inherited: Callable[..., Any]) -> Callable[..., Any]:

@@ -7,6 +7,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 
 import mpjax
 from testing.measures import half_share
@@ -93,3 +94,25 @@ def test_what_is_no_flag_is_refused():
         mpjax.Policy("float32", "float16", "float32", override_dtypes="yes")
     with pytest.raises(ValueError, match="override_dtypes"):
         mpjax.get_policy("p=f32,override_dtypes=maybe")
+
+
+class NnxModel(nnx.Module):
+    def __init__(self, dtype, rngs):
+        self.block = nnx.List([nnx.Linear(8, 24, dtype=dtype, rngs=rngs)])
+        self.head = nnx.Linear(24, 8, rngs=rngs)
+
+    def __call__(self, x):
+        return self.head(self.block[0](x))
+
+
+def test_an_nnx_model_says_it_at_its_first_call():
+    model = mpjax.with_policy(NnxModel(jnp.float32, nnx.Rngs(0)), "mixed_float16")
+    with pytest.warns(mpjax.ExplicitDtypeWarning, match=r"50% of the matmul FLOPs stay.*block/0 \(float32\)"):
+        model(X)
+    assert half_share(model, X) == 0.5
+
+
+def test_a_policy_takes_explicit_dtypes_of_nnx_layers_over():
+    assert half_share(mpjax.with_policy(NnxModel(jnp.float32, nnx.Rngs(0)), TAKEN_OVER), X) == 1
+    half = mpjax.with_policy(NnxModel(jnp.bfloat16, nnx.Rngs(0)), "mixed_float16")  # half already: nothing to say
+    assert half_share(half, X) == 1

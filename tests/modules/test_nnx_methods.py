@@ -224,3 +224,20 @@ def test_overrides_know_the_paths_of_an_nnx_module_in_a_linen_model():
     variables = jax.eval_shape(model.init, jax.random.key(0), X)
     # In float32 are 8 × 4 of 8 × 4 + 4 × 8 + 8 × 8 multiplications.
     assert half_share(lambda v, x: model.apply(v, x, mutable=True), variables, X) == 3 / 4
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_a_linen_module_in_an_nnx_model_has_the_policy(lazy):
+    inner = nn.Sequential([nn.Dense(8), nn.LayerNorm(), nn.Dense(4)])
+    bridge = nnx.bridge.ToNNX(inner, rngs=nnx.Rngs(0))
+    plain = bridge if lazy else bridge.lazy_init(X)
+    model = mpjax.with_policy(plain, "O2")
+    if lazy:
+        model.lazy_init(X)
+    assert run(model) == (jnp.float32, 1)
+    if lazy:
+        assert model.layers_1["scale"][...].dtype == jnp.float32
+    assert model.layers_0["kernel"][...].dtype == jnp.float16
+    graphdef, state = nnx.split(model)
+    program = jax.make_jaxpr(lambda s, x: nnx.merge(graphdef, s, copy=True)(x))(state, X)
+    assert [e for e in program.eqns if e.primitive.name == "reduce_sum" and e.invars[0].aval.dtype == jnp.float16] == []

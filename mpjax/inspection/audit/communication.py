@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from mpjax.casting.transform import functional
+from mpjax.casting.autocast import functional
 from mpjax.inspection.profile.hlo import module_path
 from mpjax.inspection.profile.hlo_text import HloModule, Line
 from mpjax.inspection.reports import Section, amount

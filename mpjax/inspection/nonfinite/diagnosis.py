@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,6 +22,10 @@ class Evidence:
         float32: the element, if the whole program runs in float32; None if the point was not reached there.
         backward: whether it is in the backward pass.
         constant: whether the operation only reads an infinite constant.
+        opaque: whether the operation can't be run in another dtype than it was traced for.
+        rounded: whether the program has half constants that may be another number that was rounded to zero or inf.
+        where_gradient: whether it only matters in the backward pass, which has a `where` that selects zeros.
+        float32_is_fine: asks whether the function is finite when traced in float32; None if it can't be told.
     """
 
     primitive: str
@@ -33,6 +38,16 @@ class Evidence:
     float32: float | None
     backward: bool
     constant: bool
+    opaque: bool = False
+    rounded: bool = False
+    where_gradient: bool = False
+    float32_is_fine: Callable[[], bool | None] = lambda: False
+
+
+_WHERE_GRADIENT = (
+    "the gradient of a where: the branch that is not selected is not finite here, and 0 × inf is NaN in the backward "
+    "pass; give it an argument that it can take: jnp.where(ok, f(jnp.where(ok, x, 1)), 0)"
+)
 
 
 def verdict_of(found: Evidence) -> str:
@@ -42,9 +57,21 @@ def verdict_of(found: Evidence) -> str:
         return f"{what} of the program, read here, reaches the result: look at the mask or the initial value"
     cause = _cause(found.primitive, found.operands, found.kind)
     value = found.local if found.float32 is None else found.float32
+    causes = [cause] if cause else []
     if not math.isfinite(value):
+        fine = found.float32_is_fine() if found.half else False
+        if fine:
+            text = f"{found.half} alone: traced with float32 arguments, all results are finite"
+            if found.rounded:
+                text += f" (a constant may have become zero or inf when it met {found.half} arrays)"
+            return "; ".join([*causes, f"{text}: keep this part in float32"])
+        if found.where_gradient:
+            return "; ".join([*causes, _WHERE_GRADIENT])
+        if fine is None and (found.opaque or found.rounded):
+            why = f"{found.primitive} can't be run in another dtype" if found.opaque else "a constant may be rounded"
+            return "; ".join([*causes, f"cannot tell whether float32 fails too ({why}): trace the function in float32"])
         fails = "float32 fails too" if found.half else "the program is in float32 here"
-        return "; ".join([*([cause] if cause else []), f"{fails}: look at the data or model"])
+        return "; ".join([*causes, f"{fails}: look at the data or model"])
     if found.half is None:  # the probe of float32 runs the same program
         return "; ".join([*([cause] if cause else []), "look at the data or model"])
     shown = f"(float32 value {number(value)})"

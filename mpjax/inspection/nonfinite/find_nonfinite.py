@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mpjax._jaxpr import compat
 from mpjax._jaxpr.interpreter import (
     COMPILER_OPTIONS,
     Block,
-    Key,
     Place,
     Probe,
     Run,
@@ -24,116 +24,19 @@ from mpjax._jaxpr.interpreter import (
     lay_out,
     widened,
 )
-from mpjax._jaxpr.source import BACKWARD
-from mpjax.casting.transform import Program
+from mpjax._jaxpr.primitives import Op, primitive
+from mpjax._jaxpr.source import BACKWARD, FORWARD
+from mpjax._jaxpr.walk import walk
+from mpjax.casting.autocast import Program
 from mpjax.inspection.nonfinite.codes import CodeProbe, WatchProbe, code_of, watched
 from mpjax.inspection.nonfinite.diagnosis import Evidence, verdict_of
+from mpjax.inspection.nonfinite.point import PointProbe
 from mpjax.inspection.nonfinite.provenance import Origin, first_origin
+from mpjax.inspection.nonfinite.reach import healed, reaching
+from mpjax.inspection.nonfinite.report import NonFinite as NonFinite
+from mpjax.inspection.nonfinite.report import OperandRange
 from mpjax.inspection.program import argument_name, traced_call
-from mpjax.inspection.reports import Report, Section
 from mpjax.policy import HALF_DTYPES
-
-
-@dataclasses.dataclass(frozen=True)
-class OperandRange:
-    """The range of an array.
-
-    Args:
-        dtype, shape: of the array.
-        min, max: over its finite elements; inf and -inf if there are none.
-        min_nonzero: the smallest size of a nonzero finite element; inf if there are none.
-        nonfinite: how many elements are inf or NaN.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    min: float
-    max: float
-    min_nonzero: float
-    nonfinite: int
-
-    def __str__(self) -> str:
-        shape = f"{self.dtype}[{','.join(map(str, self.shape))}]"
-        text = f"{shape} in [{self.min:.4g}, {self.max:.4g}]"
-        if self.min > self.max:
-            text = f"{shape} with no finite element"
-        elif math.isfinite(self.min_nonzero):
-            text += f", smallest nonzero {self.min_nonzero:.3g}"
-        return text + (f", {self.nonfinite} inf or NaN" if self.nonfinite else "")
-
-
-@dataclasses.dataclass(frozen=True)
-class NonFinite(Report):
-    """Where an inf or NaN came from; `print` it.
-
-    Args:
-        primitive: the operation, in JAX's name; `"argument"` if it was in what the function was given.
-        module: module path, from named scopes.
-        source: the line, `file.py:12`.
-        kind: `"inf"` or `"nan"`, of the first such element.
-        verdict: what the same point gives in float32, and what follows from it.
-        direction: `"forward"` or `"backward"`; what a remat computes again is forward.
-        iteration: the index in the loop around it (in `scan`'s own order of its inputs), of nested loops all,
-            outermost first; None outside loops.
-        inputs: the ranges of its floating inputs.
-        output: dtype and shape of its result, as `float16[8,4]`.
-        count: how many elements of the result are inf or NaN.
-        element: the index of the first of them.
-        batch_element: the index in the batch, if the result's leading axis is taken for the batch (see
-            `find_nonfinite`).
-        float32_value: that element in float32; None if it was not reached there.
-        argument: the tree path of the argument that held it, if one did.
-    """
-
-    primitive: str
-    module: str
-    source: str
-    kind: str
-    verdict: str
-    direction: str = "forward"
-    iteration: int | tuple[int, ...] | None = None
-    inputs: tuple[OperandRange, ...] = ()
-    output: str = ""
-    count: int = 0
-    element: tuple[int, ...] = ()
-    batch_element: int | None = None
-    float32_value: float | None = None
-    argument: str | None = None
-
-    @property
-    def title(self) -> str:
-        """The page's title."""
-        return f"{'inf' if self.kind == 'inf' else 'NaN'} found"
-
-    def to_dict(self) -> dict[str, Any]:
-        """The report for programs."""
-        return {"found": dataclasses.asdict(self)}
-
-    def table(self) -> list[dict[str, Any]]:
-        """One row, without the operands."""
-        return [{name: value for name, value in dataclasses.asdict(self).items() if name != "inputs"}]
-
-    def failure(self, **checks: Any) -> str:
-        """Finding one is what the command line exits with 1 for."""
-        return self.title
-
-    def sections(self) -> list[Section]:
-        """The report for people."""
-        return [Section("", self._text())]
-
-    def _text(self) -> str:
-        what = "inf" if self.kind == "inf" else "NaN"
-        if self.argument is not None:
-            return f"{what} in {self.argument}: {self.verdict}"
-        where = f"{self.primitive} at {self.source or 'an unknown line'}"
-        lines = [
-            f"{what} made by {where}, module {self.module or '-'}, {self.direction} pass"
-            + (f", iteration {self.iteration}" if self.iteration is not None else ""),
-            f"  {self.verdict}",
-            f"  output {self.output}: {self.count} inf or NaN, first at {self.element}"
-            + (f", batch element {self.batch_element}" if self.batch_element is not None else ""),
-        ]
-        return "\n".join([*lines, *(f"  input {i}: {operand}" for i, operand in enumerate(self.inputs))])
 
 
 def find_nonfinite(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> NonFinite | None:
@@ -177,21 +80,44 @@ def find_nonfinite(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> NonFin
     """
     program = traced_call("find_nonfinite", fun, args, kwargs)
     block = lay_out(program.jaxpr)
-    origin = _search(program, block)
-    if origin is None:
+    origins = _faults(program, block)
+    if not origins:
         return None
-    if origin.is_argument:
-        return _in_argument(program, block, origin.number)
-    return _examined(program, block, origin, _batch_of(args))
+    if origins[0].is_argument:
+        return _in_argument(program, block, origins[0].number)
+    origin, position = _first_that_reaches(program, block, origins)
+    float32_is_fine = functools.partial(_float32_is_fine, fun, args, kwargs)
+    return _examined(program, block, origin, position, _batch_of(args), float32_is_fine)
 
 
-def _search(program: Program, block: Block) -> Origin | None:
-    """Where the first fault is; a program whose results and checks are all finite is run but once."""
+_MOST_FAULTS = 4  # Each further one that is not what the result fails by costs a compilation.
+
+
+def _faults(program: Program, block: Block) -> list[Origin]:
+    """The first fault, and after it those that are left when the ones before are made finite."""
+    found: list[Origin] = []
+    while len(found) < _MOST_FAULTS and (origin := _search(program, block, found)) is not None:
+        if found and (origin.is_argument or origin.is_constant or origin in found):
+            break
+        found.append(origin)
+        if origin.is_argument or origin.is_constant:
+            break
+    return found
+
+
+def _search(program: Program, block: Block, before: Sequence[Origin] = ()) -> Origin | None:
+    """Where the first fault is; a program whose results and checks are all finite is run but once.
+
+    Args:
+        program, block: the program.
+        before: faults whose elements are made finite.
+    """
     leaves = [*program.arrays, *block.consts]
-    count = len(program.arrays)
+    count, none = len(program.arrays), [0] * len(before)
 
     def run(probe: Probe, leaves: Sequence[Any]) -> Any:
-        outs, notes = Run(probe).block(block, leaves[:count], consts=leaves[count:])
+        replace = healed(probe, before, none, none) if before else None
+        outs, notes = Run(probe, replace=replace).block(block, leaves[:count], consts=leaves[count:])
         return _codes(leaves), _codes(outs), notes
 
     _, outs, notes = _run(functools.partial(run, WatchProbe()), leaves)
@@ -207,6 +133,34 @@ def _search(program: Program, block: Block) -> Origin | None:
     return first_origin(block, *_run(run_all, leaves))
 
 
+def _first_that_reaches(program: Program, block: Block, origins: Sequence[Origin]) -> tuple[Origin, int | None]:
+    """The first fault that reaches a result by itself, and its element's position; the first one if none does."""
+    if origins[0].is_constant:
+        return origins[0], None
+    places, count, probe = {place.number: place for place in block.places()}, len(program.arrays), WatchProbe()
+    leaves = [*program.arrays, *block.consts]
+
+    @functools.partial(jax.jit, compiler_options=COMPILER_OPTIONS)
+    def healing(leaves: Sequence[Any], lows: Any, highs: Any) -> Any:
+        replace = healed(probe, origins, lows, highs)
+        outs, notes = Run(probe, replace=replace).block(block, leaves[:count], consts=leaves[count:])
+        return notes, _codes(outs)
+
+    def run(lows: Any, highs: Any) -> tuple[bool, Sequence[int]]:
+        notes, codes = jax.device_get(healing(leaves, lows, highs))
+        return watched(notes)[0], codes
+
+    sizes = [_positions(places[origin.number]) for origin in origins]
+    found = reaching(len(origins), sizes, run)
+    return (origins[0], None) if found is None else (origins[found[0]], found[1])
+
+
+def _positions(place: Place) -> int:
+    """How many positions the elements of an equation's results have, over all devices."""
+    size = max(v.aval.size for v in place.site.eqn.outvars if is_inexact(v))
+    return size * math.prod(axes_around(place).values())
+
+
 def _run(fun: Callable[..., Any], leaves: Sequence[Any]) -> Any:
     return jax.device_get(jax.jit(fun, compiler_options=COMPILER_OPTIONS)(leaves))
 
@@ -215,96 +169,51 @@ def _codes(arrays: Sequence[Any]) -> list[Any]:
     return [code_of(jnp.asarray(x)) if is_inexact(x) else np.int32(0) for x in arrays]
 
 
-class _PointProbe(Probe):
-    """Takes the ranges at one turn of one equation."""
+def _float32_is_fine(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bool | None:
+    """Whether the function itself is finite when it is traced with float32 in place of half arguments.
 
-    def __init__(self, target: Place, turn: Sequence[int], index: Any = None):
-        self.target, self.turn, self.index = target, turn, index
-
-    def equation(
-        self, place: Place, turn: Sequence[Any], ins: Sequence[Any], outs: Sequence[Any], again: Callable[..., Any]
-    ) -> dict[Key, Any]:
-        if place.number != self.target.number:
-            return {}
-        hit = jnp.asarray(True)
-        for now, then in zip(turn, self.turn, strict=True):
-            hit &= now == then
-        return {("point",): (hit, self._note(ins, outs, again))}
-
-    def _note(self, ins: Sequence[Any], outs: Sequence[Any], again: Callable[..., Any]) -> Any:
-        floats = [out for out in outs if is_inexact(out)]
-        counts = jnp.stack([jnp.sum(~jnp.isfinite(out)) for out in floats])
-        firsts = jnp.stack([jnp.argmax(~jnp.isfinite(out).ravel()) for out in floats])
-        which = jnp.argmax(counts > 0) if self.index is None else self.index[0]
-        index = firsts[which] if self.index is None else self.index[1]
-        wide = [out for out in again([widened(x) for x in ins]) if is_inexact(out)] if self.index is None else floats
-        return {
-            "index": jnp.stack([which, index]),
-            "count": counts[which],
-            "value": _at(floats, which, index),
-            "float32": _at(wide, which, index),
-            "operands": jnp.stack([_operand_at(x, floats[0].shape, index) for x in ins]),
-            "ranges": [_range(x) for x in ins if is_inexact(x)],
-        }
-
-    def keys(self, block: Block) -> Sequence[Key]:
-        return (("point",),) if block.start <= self.target.number < block.end else ()
-
-    def empty(self, key: Key) -> Any:
-        eqn = self.target.site.eqn
-        ranges = [np.full(4, np.nan, np.float32) for v in eqn.invars if is_inexact(v)]
-        nothing, operands = np.float32(np.nan), np.full(len(eqn.invars), np.nan, np.float32)
-        note = {"index": np.zeros(2, np.int32), "count": np.int32(0), "value": nothing, "float32": nothing}
-        return jax.tree.map(jnp.asarray, (False, {**note, "operands": operands, "ranges": ranges}))
-
-    def merge(self, key: Key, a: Any, b: Any) -> Any:
-        return jax.tree.map(lambda x, y: jnp.where(b[0], y, x), a, b)
+    Tracing rounds a constant that meets half arrays, and what is opaque stays in half whatever is done to the program
+    around it. None if it can't be told: there is half in the function all the same.
+    """
+    try:
+        wide_args, wide_kwargs = jax.tree.map(lambda x: widened(x) if is_half(x) else x, (tuple(args), dict(kwargs)))
+        program = traced_call("find_nonfinite", fun, wide_args, wide_kwargs)
+        block = lay_out(program.jaxpr)
+        if _search(program, block) is None:
+            return True
+    except Exception:  # A function may insist on half arguments.
+        return None
+    return None if any(is_half(v) for site in walk(program.jaxpr) for v in site.eqn.outvars) else False
 
 
-def _at(arrays: Sequence[Any], which: Any, index: Any) -> Any:
-    """An element of one of several arrays, as a float32."""
-    values = [_real(x).ravel()[jnp.minimum(index, x.size - 1)] if x.size else jnp.float32(jnp.nan) for x in arrays]
-    return jnp.stack(values)[which]
-
-
-def _operand_at(x: Any, shape: tuple[int, ...], index: Any) -> Any:
-    """The element of an operand of an elementwise operation that an element of the result was made from."""
-    if not hasattr(x, "shape") or not jnp.issubdtype(jnp.result_type(x), jnp.number):
-        return jnp.float32(jnp.nan)
-    if jnp.shape(x) == shape:
-        return _real(x).ravel()[index]
-    return _real(x) if jnp.ndim(x) == 0 else jnp.float32(jnp.nan)
-
-
-def _real(x: Any) -> Any:
-    return jnp.real(x).astype(jnp.float32)
-
-
-def _range(x: Any) -> Any:
-    """Smallest, largest, smallest nonzero size of the finite elements, and the number of others."""
-    finite, x = jnp.isfinite(x), _real(x)
-    size = jnp.where(finite & (x != 0), jnp.abs(x), jnp.inf)
-    low = jnp.min(x, where=finite, initial=jnp.inf)
-    high = jnp.max(x, where=finite, initial=-jnp.inf)
-    return jnp.stack([low, high, jnp.min(size, initial=jnp.inf), jnp.sum(~finite).astype(jnp.float32)])
-
-
-def _examined(program: Program, block: Block, origin: Origin, batch: _Batch | None) -> NonFinite:
+def _examined(
+    program: Program,
+    block: Block,
+    origin: Origin,
+    position: int | None,
+    batch: _Batch | None,
+    float32_is_fine: Callable[[], bool | None],
+) -> NonFinite:
     """The ranges at one point, and the same point in float32."""
     places = {place.number: place for place in block.places()}
     place, count = places[origin.number], len(program.arrays)
+    axes, size = axes_around(place), max(v.aval.size for v in place.site.eqn.outvars if is_inexact(v))
+    at = (
+        None if position is None else tuple(np.int32(i) for i in (0, position % max(size, 1), position // max(size, 1)))
+    )
 
     def run(leaves: Sequence[Any]) -> Any:
-        probe = _PointProbe(place, origin.turn)
-        here = Run(probe).block(block, leaves[:count], consts=leaves[count:])[1]["point",][1]
+        probe = PointProbe(place, origin.turn, at)
+        outs, notes = Run(probe).block(block, leaves[:count], consts=leaves[count:])
+        here = notes["point",][1]
         wide = [widened(leaf) for leaf in leaves]
-        probe = _PointProbe(place, origin.turn, here["index"])
+        probe = PointProbe(place, origin.turn, tuple(here["index"]), wide=True)
         there = Run(probe, wide=True).block(block, wide[:count], consts=wide[count:])[1]["point",]
-        return here, there
+        return _codes(outs), here, there
 
-    here, (reached, there) = _run(run, [*program.arrays, *block.consts])
+    outs, here, (reached, there) = _run(run, [*program.arrays, *block.consts])
     eqn = place.site.eqn
-    which, index = map(int, here["index"])
+    which, index, device = map(int, here["index"])
     out = [v.aval for v in eqn.outvars if is_inexact(v)][which]
     element = tuple(int(i) for i in np.unravel_index(index, out.shape)) if out.shape else ()
     value = float(there["value"]) if reached else None
@@ -319,6 +228,10 @@ def _examined(program: Program, block: Block, origin: Origin, batch: _Batch | No
         float32=value,
         backward=place.site.phase == BACKWARD,
         constant=origin.is_constant,
+        opaque=primitive(place.site.name).op is Op.OPAQUE,
+        rounded=_has_rounded_constant(block),
+        where_gradient=_is_where_gradient(block, place, outs),
+        float32_is_fine=float32_is_fine,
     )
     floats = [v.aval for v in eqn.invars if is_inexact(v)]
     iteration = origin.iteration(places)
@@ -328,7 +241,7 @@ def _examined(program: Program, block: Block, origin: Origin, batch: _Batch | No
         source=place.site.source,
         kind=evidence.kind,
         verdict=verdict_of(evidence),
-        direction="backward" if evidence.backward else "forward",
+        direction="backward" if evidence.backward or evidence.where_gradient else "forward",
         iteration=iteration[0] if len(iteration) == 1 else iteration or None,
         inputs=tuple(
             OperandRange(str(aval.dtype), aval.shape, float(found[0]), float(found[1]), float(found[2]), int(found[3]))
@@ -337,9 +250,46 @@ def _examined(program: Program, block: Block, origin: Origin, batch: _Batch | No
         output=f"{out.dtype}[{','.join(map(str, out.shape))}]",
         count=int(here["count"]),
         element=element,
-        batch_element=element[0] if batch and batch.leads(out.shape) else None,
+        batch_element=batch.element(out.shape, element, device, axes) if batch else None,
         float32_value=value,
+        device=_coordinates(device, axes) if axes else None,
     )
+
+
+def _coordinates(device: int, axes: dict[str, int]) -> str:
+    indices = np.unravel_index(device, tuple(axes.values()))
+    return ", ".join(f"{axis}={int(i)}" for axis, i in zip(axes, indices, strict=True))
+
+
+def _has_rounded_constant(block: Block) -> bool:
+    """Whether a half constant of the program is zero or infinite: it may have been another number before."""
+    literals = (v for p in block.places() for v in p.site.eqn.invars if isinstance(v, compat.Literal) and is_half(v))
+    return any(v.val == 0 or not np.isfinite(np.float32(v.val)) for v in literals if not np.shape(v.val))
+
+
+def _is_where_gradient(block: Block, place: Place, outs: Sequence[int]) -> bool:
+    """Whether a fault of the differentiated forward pass only matters where a `where` passes its zero gradient back."""
+    if place.site.phase == FORWARD and "jvp(" not in place.site.module:
+        return False
+    bad = [v for v, code in zip(block.jaxpr.outvars, outs, strict=True) if code]
+    selects = any(p.site.name == "select_n" and p.site.phase == BACKWARD for p in block.places())
+    return selects and all(_is_gradient(block, v) for v in bad)
+
+
+def _is_gradient(block: Block, v: Any) -> bool:
+    """Whether the backward pass makes a variable."""
+    for place in block.rows:
+        if v in place.site.eqn.outvars:
+            if primitive(place.site.name).call:
+                inner = place.blocks[0]
+                return _is_gradient(inner, inner.jaxpr.outvars[place.site.eqn.outvars.index(v)])
+            return place.site.phase == BACKWARD
+    return False
+
+
+def axes_around(place: Place) -> dict[str, int]:
+    """The mesh axes of the `shard_map` that an equation stands in, with their sizes."""
+    return dict(place.axes)
 
 
 def _half_name(block: Block, eqn: Any) -> str | None:
@@ -359,6 +309,17 @@ class _Batch:
 
     def leads(self, shape: tuple[int, ...]) -> bool:
         return bool(shape) and shape[0] == self.size and shape not in self.others
+
+    def element(
+        self, shape: tuple[int, ...], element: tuple[int, ...], device: int, axes: dict[str, int]
+    ) -> int | None:
+        """The index in the batch of an element of an array, which may be one device's part."""
+        if self.leads(shape):
+            return element[0]
+        devices = math.prod(axes.values())
+        if devices > 1 and self.leads((shape[0] * devices, *shape[1:]) if shape else ()):
+            return device * shape[0] + element[0]
+        return None
 
 
 def _batch_of(args: Sequence[Any]) -> _Batch | None:

@@ -38,7 +38,7 @@ from mpjax.inspection.numerics.report import Range
 from mpjax.inspection.program import traced_call
 from mpjax.loss_scale import static_loss_scale, value_and_grad
 from mpjax.modules.boundary import contains_nnx_object
-from mpjax.policy import HALF_DTYPES, Policy, is_castable
+from mpjax.policy import HALF_DTYPES, Policy, get_policy, is_castable
 
 # A module that loses more than this share of its nonzero values should be kept in float32.
 _MUCH = 0.05
@@ -247,7 +247,8 @@ class _Measuring:
             return report
         args, true = self.last
         half = Policy(jnp.float32, self.limits.dtype, jnp.float32)
-        kept = dataclasses.replace(half, overrides=report.overrides)
+        overrides = tuple((pattern, get_policy(dtype)) for pattern, dtype in report.overrides)
+        kept = dataclasses.replace(half, overrides=overrides)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # about what the policy leaves in float32, which is what is tried

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 
 from mpjax._jaxpr.walk import walk
-from mpjax.casting.transform import traced_call
+from mpjax.casting.autocast import traced_call
 from mpjax.inspection.audit.matmuls import DIMENSION, Finding, findings_of, matmuls_of
 from mpjax.inspection.profile import hlo, kernels, profiler_trace
 from mpjax.inspection.profile.advice import advise
@@ -51,7 +51,8 @@ def profile(
         batches: any iterable; `next(batches)` is then the last argument of each call, and its time is the input
             pipeline's. A collection is read again from its start when it has ended.
         carry: how many leading outputs replace the leading arguments in the next step, as `params, opt_state, loss =
-            step(params, opt_state, batch)` does for two. None: as many as have the same structure, shapes and dtypes.
+            step(params, opt_state, batch)` does for two. None: as many as have the same structure, shapes and dtypes,
+            if the step updates them (gradients look like parameters, and are not carried).
 
     Returns:
         The report: `step_seconds`, `input_share`, `dispatch_share`, `device_share`, `kernels`, `tensor_core_share`,

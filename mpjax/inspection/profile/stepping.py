@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
-import numpy as np
 
 from mpjax.inspection.profile import profiler_trace
+from mpjax.inspection.profile.carry import carried, signature
 
 INPUT, DISPATCH, WAIT = "input", "dispatch", "wait"  # Names of the host's time in traces.
 
@@ -55,11 +55,13 @@ class Stepper:
         self.compile_seconds = time.perf_counter() - start
         self.text: str = _hlo(compiled)
         self._args = _copied(args) if _donates(self._lowered) else args
-        before = [_signature(arg) for arg in args]
         self.out = self.step(*self._args, *self.last_batch)
-        self.carry = _carried(before, self.out) if carry is None else carry
+        given = (*args, *self.last_batch)
+        self.carry = carried(step, given, self.out, _donates(self._lowered)) if carry is None else carry
         # One output that is all that is carried on, and not a tuple of results.
-        self._is_whole = not isinstance(self.out, (tuple, list)) or [_signature(self.out)] == before[:1]
+        self._is_whole = not isinstance(self.out, (tuple, list)) or (
+            bool(args) and signature(self.out) == signature(args[0])
+        )
         outputs = 1 if self._is_whole else len(self.out)
         if outputs < self.carry:
             raise ValueError(f"carry={self.carry} is more than the step's outputs, {outputs}")
@@ -162,20 +164,6 @@ def _check_arrays(args: tuple[Any, ...]) -> None:
         for leaf in jax.tree.leaves(arg):
             if isinstance(leaf, jax.ShapeDtypeStruct):
                 raise TypeError(f"argument {i} has {leaf}: profile runs the step, so it needs arrays")
-
-
-def _signature(tree: Any) -> tuple[Any, ...]:
-    leaves, structure = jax.tree.flatten(tree)
-    return structure, *((np.shape(x), getattr(x, "dtype", type(x))) for x in leaves)
-
-
-def _carried(before: list[tuple[Any, ...]], out: Any) -> int:
-    """How many leading outputs are like the leading arguments."""
-    if before and _signature(out) == before[0]:
-        return 1
-    outs = out if isinstance(out, (tuple, list)) else ()
-    alike = [_signature(x) == arg for x, arg in zip(outs, before, strict=False)]
-    return alike.index(False) if False in alike else len(alike)
 
 
 def _hlo(compiled: Any) -> str:

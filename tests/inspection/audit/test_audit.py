@@ -258,6 +258,7 @@ FINE = {
 
 @pytest.mark.parametrize("name", [*FAULTS, *FINE])
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")  # numpy's, of the mask
+@pytest.mark.standard_promotion
 def test_names_just_the_one_fault(name):
     fun, args, expected = (FAULTS | FINE)[name]
     report = mpjax.audit(fun, *args)
@@ -375,3 +376,10 @@ def test_devices_go_by_jax_names_and_unknown_ones_are_refused():
     assert device_of("Tesla V100-SXM2-16GB").bfloat16 == DEVICES["V100"].float32, "no bfloat16 before Ampere"
     with pytest.raises(ValueError, match=r"'B100'.*did you mean.*V100"):
         device_of("B100")
+
+
+def test_mixed_operands_come_with_the_way_out():
+    findings = mpjax.audit(lambda x, y: jax.lax.dot(x, y), X, shape(256, 256, dtype=F32)).findings
+    assert [f.why for f in findings] == [
+        "float16 and float32 operands: cast the float32 one (made in the model's code? jnp.zeros(shape, x.dtype))"
+    ]

@@ -11,9 +11,9 @@ from mpjax._jaxpr.primitives import MATMULS, Op
 from mpjax._jaxpr.walk import Site, site_of
 from mpjax._tables import table
 from mpjax.casting.classify import tracked
-from mpjax.casting.islands import Island
-from mpjax.casting.planning import SKIP, Plan, Step, inner_plans
-from mpjax.casting.states import LOW, RAW
+from mpjax.casting.lattice import HALF, Storage, storage_of
+from mpjax.casting.plan import Action, Plan, Step
+from mpjax.casting.remat import RematRegion
 
 # Not worth a line: they move elements about, or have their own lines inside.
 _SILENT = (Op.MOVE, Op.CONVERT, Op.READ)
@@ -134,38 +134,40 @@ def sites(plan: Plan, around: Site | None = None) -> Iterator[tuple[Site, Step, 
     """Each equation of a plan with its step, whether it stands in an island, and the half dtype."""
     half = plan.setting.half.name
     for step in plan.steps:
-        in_island = isinstance(step, Island)
-        for inner in step.steps if isinstance(step, Island) else (step,):
+        in_region = isinstance(step, RematRegion)
+        for inner in step.steps if isinstance(step, RematRegion) else (step,):
             site = site_of(inner.eqn, around)
-            yield site, inner, in_island, half
-            for planned in inner_plans(inner):
+            yield site, inner, in_region, half
+            for planned in inner.plans:
                 for found in sites(planned, site):
-                    yield (*found[:2], found[2] or in_island, half)
+                    yield (*found[:2], found[2] or in_region, half)
 
 
 def rows_of(plan: Plan) -> tuple[Row, ...]:
     """The rows of a plan: equations of one place that were decided alike are one row."""
     merged: dict[tuple[Any, ...], list[int]] = {}
-    for site, step, in_island, half in sites(plan):
+    for site, step, in_region, half in sites(plan):
         if _silent(step):
             continue
         dtypes_in = tuple(
-            _dtype(v, slot, half) for v, slot in zip(site.eqn.invars, step.reads, strict=True) if _float(v)
+            _dtype(v, storage, half) for v, storage in zip(site.eqn.invars, step.reads, strict=True) if _float(v)
         )
-        slots = [RAW if state is None else state.slot for state in step.outs]
-        dtypes_out = tuple(_dtype(v, slot, half) for v, slot in zip(site.eqn.outvars, slots, strict=True) if _float(v))
+        storages = map(storage_of, step.outs)
+        dtypes_out = tuple(
+            _dtype(v, storage, half) for v, storage in zip(site.eqn.outvars, storages, strict=True) if _float(v)
+        )
         if step.spread:
             dtypes_in = (half,)
-        why = step.verdict.op.value if step.why == "" else step.why
+        why = step.listing.op.value if step.why == "" else step.why
         key = (
             site.module,
             site.source,
             site.name,
             dtypes_in,
             dtypes_out,
-            step.verdict.op.value,
+            step.listing.op.value,
             why,
-            in_island,
+            in_region,
         )
         total = merged.setdefault(key, [0, 0])
         total[0] += site.times
@@ -177,7 +179,7 @@ def rows_of(plan: Plan) -> tuple[Row, ...]:
 
 
 def _silent(step: Step) -> bool:
-    if step.action == SKIP or step.verdict.op in _SILENT or step.verdict.op is Op.ENTER:
+    if step.action is Action.SKIP or step.listing.op in _SILENT or step.listing.op is Op.ENTER:
         return True
     return step.eqn.primitive.name not in MATMULS and not any(map(tracked, (*step.eqn.invars, *step.eqn.outvars)))
 
@@ -186,8 +188,8 @@ def _float(v: Any) -> bool:
     return compat.is_shaped(v.aval) and v.aval.dtype.kind in "fcV"
 
 
-def _dtype(v: Any, slot: int, half: str) -> str:
-    return half if slot == LOW else v.aval.dtype.name
+def _dtype(v: Any, storage: Storage, half: str) -> str:
+    return half if storage == HALF else v.aval.dtype.name
 
 
 def explain(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
@@ -210,7 +212,7 @@ def explain(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         >>> plan.half_share
         1.0
     """
-    from mpjax.casting.transform import planned_call
+    from mpjax.casting.autocast import planned_call
 
     plan = planned_call(fun, args, kwargs)
     return Explanation(rows_of(plan), plan.setting.half.name)

@@ -1,4 +1,4 @@
-"""`autocast`: traces a function, plans the dtypes of its values, and runs it with the casts put in."""
+"""`autocast`: traces a function, plans the dtypes of its values, and runs it with casts inserted."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ import jax
 import numpy as np
 
 from mpjax._jaxpr import compat
-from mpjax._jaxpr.source import MARK
-from mpjax.casting import misuse
-from mpjax.casting.classify import OFF_REGION, Setting, tracked
-from mpjax.casting.demand import LIVE, OUTPUT
-from mpjax.casting.planning import Plan, plan
+from mpjax._jaxpr.source import MARK, traceback_line
+from mpjax.casting import derivative_rules, warnings
+from mpjax.casting.classify import Region, Setting, tracked
+from mpjax.casting.higher_order import HIGHER_ORDER
+from mpjax.casting.infer import plan
+from mpjax.casting.lattice import FULL, PARAMETER, TRACED
+from mpjax.casting.plan import Plan
 from mpjax.casting.regions import nesting
-from mpjax.casting.rewriting import array_of, run_closed, value_of
+from mpjax.casting.rewrite import array_of, run_closed, values_of
 from mpjax.casting.rules import Rules, is_pattern
-from mpjax.casting.states import FULL, INPUT, RAW, State
+from mpjax.casting.uses import RESULT, Use
 from mpjax.policy import HALF_DTYPES, NORM_PATTERNS, Policy, get_policy
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -49,9 +51,13 @@ def trace(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], 
     Args:
         fun, args, kwargs: the call.
         planned: whether the trace is going to be planned, so that an autocast inside must leave it to that plan.
+
+    Raises:
+        TypeError: the function's control flow depends on the value of an array.
     """
     leaves, tree = jax.tree_util.tree_flatten_with_path((args, kwargs))
     where = [i for i, (_, leaf) in enumerate(leaves) if is_array(leaf)]
+    arrays = [leaves[i][1] for i in where]
     out: dict[str, Any] = {}
 
     def flat(*arrays: Any) -> list[Any]:
@@ -59,41 +65,57 @@ def trace(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], 
         for i, array in zip(where, arrays, strict=True):
             filled[i] = array
         args, kwargs = jax.tree.unflatten(tree, filled)
-        out["leaves"], out["tree"] = jax.tree.flatten(fun(*args, **kwargs))
-        return [leaf for leaf in out["leaves"] if isinstance(leaf, jax.Array)]
+        results, out["tree"] = jax.tree.flatten(fun(*args, **kwargs))
+        if planned:
+            out["rules"] = derivative_rules.trace_live()
+        # No tracer is kept beyond the trace.
+        out["leaves"] = [_ARRAY if isinstance(leaf, jax.Array) else leaf for leaf in results]
+        return [leaf for leaf in results if isinstance(leaf, jax.Array)]
 
-    arrays = [leaves[i][1] for i in where]
     nesting.tracing += planned
     try:
         jaxpr = compat.trace(flat, *arrays)
+    except jax.errors.ConcretizationTypeError as error:
+        if any(isinstance(array, jax.core.Tracer) for array in arrays):
+            raise  # Without autocast, the function would fail here too.
+        raise TypeError(_needs_a_value(fun, error)) from error
     finally:
         nesting.tracing -= planned
+    if planned:
+        derivative_rules.remember(jaxpr, out["rules"])
 
     def rebuild(results: Sequence[Any]) -> Any:
         rest = iter(results)
-        return jax.tree.unflatten(
-            out["tree"], [next(rest) if isinstance(leaf, jax.Array) else leaf for leaf in out["leaves"]]
-        )
+        return jax.tree.unflatten(out["tree"], [next(rest) if leaf is _ARRAY else leaf for leaf in out["leaves"]])
 
     return Program(jaxpr, arrays, [jax.tree_util.keystr(leaves[i][0]) for i in where], rebuild)
+
+
+_ARRAY = object()  # in place of an array in a result
+
+
+def _needs_a_value(fun: Callable[..., Any], error: Exception) -> str:
+    name = getattr(fun, "__name__", "the function")
+    return (
+        f"autocast traces {name}, as jax.jit does, but {traceback_line(error) or 'a line of it'} needs the value of an "
+        "array. Put jax.jit's control flow there (jax.lax.cond, jax.lax.while_loop, jnp.where), or autocast the part "
+        f"without it. JAX says: {str(error).splitlines()[0]}"
+    )
 
 
 def plan_program(program: Program, setting: Setting) -> Plan:
     """The plan of a traced function: inputs are castable, outputs are handed out in float32."""
     jaxpr = compat.open_jaxpr(program.jaxpr).jaxpr
-    states = tuple(State(INPUT, FULL) if tracked(v) else None for v in jaxpr.invars)
-    wanted = tuple(OUTPUT if tracked(v) else LIVE for v in jaxpr.outvars)
-    return plan(jaxpr, states, wanted, setting)
+    ins = tuple(PARAMETER if tracked(v) else None for v in jaxpr.invars)
+    wanted = tuple(RESULT if tracked(v) else Use.READ for v in jaxpr.outvars)
+    return plan(jaxpr, ins, wanted, setting)
 
 
 def run_program(program: Program, planned: Plan) -> Any:
     """Runs a planned function on the arrays it was traced with."""
-    half = planned.setting.half
-    slots = [RAW if state is None else FULL for state in planned.in_states]
-    values = [value_of(a, slot) for a, slot in zip(program.arrays, slots, strict=True)]
-    outs = run_closed(planned, program.jaxpr, values)
-    slots = [RAW if state is None else FULL for state in planned.out_states]
-    arrays = [array_of(v, slot, half) for v, slot in zip(outs, slots, strict=True)]
+    outs = run_closed(planned, program.jaxpr, values_of(program.arrays, planned.ins, planned.setting.half))
+    storages = [TRACED if x is None else FULL for x in planned.outs]
+    arrays = [array_of(value, storage) for value, storage in zip(outs, storages, strict=True)]
     return program.rebuild(
         [
             compat.with_weak_type(x, v.aval) if compat.is_shaped(v.aval) else x
@@ -118,7 +140,7 @@ def setting_of(policy: Policy, rules: Rules | None) -> Setting | None:
     if rules is None:
         rules = Rules(level="half") if policy == get_policy("O3") else Rules()
     rules = _with_overrides(rules, policy).with_environment()
-    return Setting(policy.compute_dtype, rules, recompute=rules.residuals == "half")
+    return Setting(policy.compute_dtype, rules, HIGHER_ORDER, recompute=rules.residuals == "half")
 
 
 def _with_overrides(rules: Rules, policy: Policy) -> Rules:
@@ -134,8 +156,8 @@ def _with_overrides(rules: Rules, policy: Policy) -> Rules:
 def autocast(fun: F, policy: Any = "mixed_float16", *, rules: Rules | None = None) -> F:
     """A function like `fun` whose operations run in half precision where that is safe.
 
-    The call is traced, each value of the program is given a dtype, and the program is run with casts
-    put in, under whatever transformation is at work (`grad`, `vmap`, `jit`, `scan`, `shard_map`, ...):
+    Autocast traces the call, gives each value of the program a dtype, and runs the program with casts
+    inserted, under whatever transformation is at work (`grad`, `vmap`, `jit`, `scan`, `shard_map`, ...):
 
         for each operation
             allow (matmuls, convolutions):          inputs to half
@@ -184,11 +206,11 @@ def autocast(fun: F, policy: Any = "mixed_float16", *, rules: Rules | None = Non
         call, args, kwargs, finish = functional(fun, args, kwargs)
         program = trace(call, args, kwargs)
         plan = plan_program(program, setting)
-        misuse.check_inputs(program, policy)
-        misuse.check_backend(setting)
-        misuse.check_plan(plan)
-        # What was decided here is not decided anew by an autocast outside.
-        with jax.named_scope(MARK + OFF_REGION) if nesting.tracing else contextlib.nullcontext():
+        warnings.check_inputs(program, policy)
+        warnings.check_backend(setting)
+        warnings.check_plan(plan)
+        # An autocast outside leaves what was decided here alone.
+        with jax.named_scope(MARK + Region.OFF) if nesting.tracing else contextlib.nullcontext():
             return finish(run_program(program, plan))
 
     vars(wrapped)["__mpjax_autocast__"] = (fun, policy, rules)  # for `explain`
@@ -199,12 +221,12 @@ def functional(fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, An
     """The call as one of a pure function, if an argument is an NNX object; Flax is not imported for it."""
     if "flax.nnx" not in sys.modules:
         return fun, args, kwargs, lambda out: out
-    from mpjax.casting import nnx_form
+    from mpjax.casting import nnx
 
-    leaves = jax.tree.leaves((args, kwargs), is_leaf=nnx_form.is_stateful)
-    if not any(map(nnx_form.is_stateful, leaves)):
+    leaves = jax.tree.leaves((args, kwargs), is_leaf=nnx.is_stateful)
+    if not any(map(nnx.is_stateful, leaves)):
         return fun, args, kwargs, lambda out: out
-    pure, args, finish = nnx_form.functional(fun, args, kwargs)
+    pure, args, finish = nnx.functional(fun, args, kwargs)
     return pure, args, {}, finish
 
 

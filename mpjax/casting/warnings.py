@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax.casting.classify import Setting
-from mpjax.casting.planning import Plan
+from mpjax.casting.plan import Plan
 from mpjax.casting.rules import UnusedRuleWarning
 from mpjax.policy import HALF_DTYPES, Policy
 

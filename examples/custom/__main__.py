@@ -1,0 +1,151 @@
+"""`python -m examples.custom`: a model and a dataset of one's own under the loop of the other scripts; copy this file.
+
+Its flags are those of every script: `--policy`, `--resume`, `--init-from`, `--export`, `--audit`, `--compare`, ...
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import mpjax
+from examples.common import script
+from examples.common.config import INSPECT, RunConfig
+from examples.common.devices import DataParallel
+from examples.common.modes import inspect, run_training, train_and_compare
+from examples.common.optimizers import Recipe
+from examples.common.plots import Panel
+from examples.common.task import Task
+from examples.common.training import Loss, Model, Training, Variables, create_training, masked_sums, means
+
+
+class Batch(NamedTuple):
+    """Measurements of tumours, and whether each is benign."""
+
+    inputs: Any  # [batch, 30], float32
+    labels: Any  # [batch], int32
+
+
+class Net(nn.Module):
+    """The model; nothing in it is about precision."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for features in (64, 64):
+            x = nn.LayerNorm()(nn.gelu(nn.Dense(features)(x)))
+        return nn.Dense(2)(x)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(RunConfig):
+    """Trains a small network on the breast cancer data inside scikit-learn."""
+
+    script = "custom"
+    unit = "tumours"
+    mode = "train_and_evaluate"
+
+    @property
+    def recipe_defaults(self) -> Recipe:
+        return Recipe(20, 32, learning_rate=3e-3, warmup_epochs=1, optimizer="adamw", weight_decay=1e-2)
+
+
+class OwnTask(Task):
+    """The model with its data: what the loop asks of a script."""
+
+    title, unit = "tumours", "tumours"
+    metric, metric_name = ("test_accuracy", 1), "test accuracy"
+    panels = (Panel("loss", {"train": "train_loss", "test": "test_loss"}),)
+
+    def __init__(self, config: Config, parallel: DataParallel) -> None:
+        super().__init__(config, parallel)
+        from sklearn.datasets import load_breast_cancer
+        from sklearn.model_selection import train_test_split
+
+        inputs, labels = load_breast_cancer(return_X_y=True)
+        inputs = (inputs - inputs.mean(axis=0)) / inputs.std(axis=0)
+        data = Batch(inputs.astype(np.float32), labels.astype(np.int32))
+        split = train_test_split(*data, test_size=0.25, random_state=0)
+        self._train, self._test = Batch(*split[::2]), Batch(*split[1::2])
+        self.steps, self.test_count = len(self._train.labels) // self.batch_size, len(self._test.labels)
+
+    def model_of(self, config: RunConfig) -> Model:
+        """The network of the flags, in their precision, with its loss."""
+        policy = mpjax.get_policy(config.policy)
+        net = mpjax.with_policy(Net(), policy) if config.amp == "module" else Net()
+        apply: Callable[..., Any] = net.apply if config.amp == "module" else mpjax.autocast(net.apply, policy)
+
+        def loss(variables: Variables, batch: Batch, key: jax.Array, extra: Any) -> Loss:
+            logits = apply({"params": variables.params}, batch.inputs).astype(jnp.float32)
+            losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels)
+            right = (jnp.argmax(logits, axis=-1) == batch.labels).astype(jnp.float32)
+            sums = masked_sums(jnp.ones(len(losses)), loss=losses, accuracy=right)
+            return Loss(jnp.mean(losses), sums, variables.stats)
+
+        def init(key: jax.Array) -> Variables:
+            return Variables(net.init(key, jnp.zeros((1, 30)))["params"], {})
+
+        return Model(init, loss, sums=("loss", "accuracy", "count"))
+
+    def training_of(self, config: RunConfig, data: dict[str, Any]) -> Training:
+        policy = mpjax.get_policy(config.policy)
+        hyper = config.hyperparameters(self.steps)
+        return create_training(self.model_of(config), hyper, policy, config.loss_scale, self.parallel)
+
+    def with_config(self, config: RunConfig) -> OwnTask:
+        assert isinstance(config, Config)
+        return OwnTask(config, self.parallel)
+
+    def example_batches(self, batch_size: int) -> Sequence[Batch]:
+        return [Batch(np.zeros((batch_size, 30), np.float32), np.zeros(batch_size, np.int32))]
+
+    def made_up_batch(self) -> Batch:
+        return self.example_batches(self.batch_size)[0]
+
+    def batches(self, epoch: int, first: int) -> Iterator[Batch]:
+        order = np.random.default_rng((self.config.seed, epoch)).permutation(len(self._train.labels))
+        for batch in range(first, self.steps):
+            chosen = order[batch * self.batch_size :][: self.batch_size]
+            yield Batch(*(x[chosen] for x in self._train))
+
+    def test(self, weights: Variables, between_steps: Callable[[], None], *, last: bool = True) -> dict[str, Any]:
+        between_steps()
+        found = jax.jit(self.model_of(self.config).loss)(weights, self._test, jax.random.key(0), ())
+        return {f"test_{name}": value for name, value in means(found.sums).items()}
+
+    def epoch_text(self, line: dict[str, Any]) -> str:
+        return f"train {line['train_loss']:.4f}  test {line['test_loss']:.4f} {line['test_accuracy']:.2%}"
+
+    def summary(self, last: dict[str, Any]) -> dict[str, Any]:
+        return {"test_accuracy": last["test_accuracy"], "seed": self.config.seed}
+
+
+def run(config: Config) -> dict[str, Any]:
+    """Does what the flags say."""
+    parallel = DataParallel(config.devices)
+
+    def make(own: Config) -> OwnTask:
+        return OwnTask(own, parallel)
+
+    if config.action in INSPECT:
+        return inspect(config, make)
+    return train_and_compare(config, make, make) if config.compare else run_training(config, make)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit code."""
+
+    def final_line(summary: dict[str, Any]) -> str:
+        return f"test accuracy {summary['test_accuracy']:.2%}" if "test_accuracy" in summary else ""
+
+    return script.main("python -m examples.custom", Config, run, final_line, arguments)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,240 @@
+"""The derivative rules of `custom_jvp` and `custom_vjp` as jaxprs.
+
+JAX keeps a rule as a function, which may close over values of the program around it. So the rules of a program's own
+equations are traced while the program still is (`trace_live`); those of sub-jaxprs when they are planned.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_derivatives import SymbolicZero
+
+from mpjax._jaxpr import compat
+
+
+@dataclasses.dataclass(frozen=True)
+class JvpRule:
+    """A custom_jvp rule: takes the primals, and the tangents that are not zero.
+
+    Args:
+        jaxpr: its jaxpr, which takes its constants as constvars or as leading inputs.
+        consts: their values: arrays, or tracers of the program around it.
+        given: which operands' tangents it takes; the others are zero.
+        zeros: which output tangents are zero.
+    """
+
+    jaxpr: Any
+    consts: Sequence[Any]
+    given: Sequence[bool]
+    zeros: Sequence[bool]
+
+
+@dataclasses.dataclass(frozen=True)
+class Residual:
+    """A residual of a custom_vjp: an output of its forward rule, an operand, or a Python scalar.
+
+    Args:
+        aval: its abstract value.
+        operand: the operand that it is; None if the forward rule makes it.
+        scalar: the Python scalar that it is, which the backward rule may branch on.
+    """
+
+    aval: Any
+    operand: int | None = None
+    scalar: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class VjpRule:
+    """A custom_vjp's forward and backward rule.
+
+    Args:
+        jaxpr, consts: the forward rule; its outputs are residuals, then results.
+        residuals: what the backward rule takes before the cotangents.
+    """
+
+    jaxpr: Any
+    consts: Sequence[Any]
+    residuals: Sequence[Residual]
+
+    @property
+    def made(self) -> int:
+        """How many residuals the forward rule makes, Python scalars among them."""
+        return sum(r.operand is None for r in self.residuals)
+
+    @property
+    def arrays(self) -> list[Residual]:
+        """The residuals that are no Python scalars."""
+        return [r for r in self.residuals if r.scalar is None]
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardRule:
+    """A custom_vjp's backward rule for cotangents of which some are zero.
+
+    Args:
+        jaxpr: closed; takes the residuals that are arrays, then the cotangents that are not zero.
+        zeros: which of its results are zero.
+    """
+
+    jaxpr: Any
+    zeros: Sequence[bool]
+
+
+@dataclasses.dataclass
+class Rules:
+    """The rules of one equation, for operands that are all perturbed; None where it has no such rule."""
+
+    jvp: JvpRule | None = None
+    vjp: VjpRule | None = None
+    backward: BackwardRule | None = None
+
+    @property
+    def consts(self) -> Iterator[Any]:
+        """Everything that the rules close over."""
+        for consts in (self.jvp and self.jvp.consts, self.vjp and self.vjp.consts):
+            yield from consts or ()
+        if self.backward is not None:
+            yield from compat.open_jaxpr(self.backward.jaxpr).consts
+
+
+_JVP, _VJP = "jvp_jaxpr_fun", "fwd_jaxpr_thunk"  # the parameter by which an equation with rules is known
+_cache: weakref.WeakKeyDictionary[Any, dict[int, Rules]] = weakref.WeakKeyDictionary()
+
+
+def _key(params: dict[str, Any]) -> int | None:
+    """The identity of an equation's rules."""
+    rule = params.get(_JVP, params.get(_VJP))
+    return None if rule is None else id(rule)
+
+
+def rules_of(jaxpr: Any, eqn: Any) -> Rules:
+    """The rules of an equation of an open jaxpr. One that can't be traced yet (a mesh axis is missing) is left out."""
+    known = _cache.setdefault(jaxpr, {})
+    key = _key(eqn.params)
+    if key is None:
+        return Rules()
+    if key not in known:
+        known[key] = _trace(eqn.params, [v.aval for v in eqn.invars], [v.aval for v in eqn.outvars])
+    return known[key]
+
+
+def closed_over(jaxpr: Any, eqn: Any) -> Sequence[Any]:
+    """The variables of an open jaxpr that the rules of one of its equations close over."""
+    if _key(eqn.params) is None:
+        return ()
+    found = map(compat.variable_of, rules_of(jaxpr, eqn).consts)
+    here = _variables(jaxpr)
+    return [v for v in found if v is not None and v in here]
+
+
+_own: weakref.WeakKeyDictionary[Any, frozenset[Any]] = weakref.WeakKeyDictionary()
+
+
+def _variables(jaxpr: Any) -> frozenset[Any]:
+    if jaxpr not in _own:
+        made = (v for eqn in jaxpr.eqns for v in eqn.outvars)
+        _own[jaxpr] = frozenset([*jaxpr.constvars, *jaxpr.invars, *made])
+    return _own[jaxpr]
+
+
+def trace_live() -> dict[int, Rules]:
+    """The rules of the equations that were traced so far, in the trace that is under way."""
+    found: dict[int, Rules] = {}
+    for params, invals, outvals in compat.live_equations((_JVP, _VJP)):
+        key = _key(params)
+        assert key is not None
+        found[key] = _trace(params, invals, outvals)
+    return found
+
+
+def remember(jaxpr: Any, rules: dict[int, Rules]) -> None:
+    """Keeps the rules that `trace_live` found for the jaxpr that came out of the trace."""
+    _cache[compat.open_jaxpr(jaxpr).jaxpr] = rules
+
+
+def _trace(params: dict[str, Any], ins: Sequence[Any], outs: Sequence[Any]) -> Rules:
+    rules, num_consts = Rules(), params["num_consts"]
+    try:
+        if _JVP in params:
+            rules.jvp = jvp_rule(params, [False] * (len(ins) - num_consts))
+        else:
+            rules.vjp = vjp_rule(params, ins, [True] * (len(ins) - num_consts))
+            rules.backward = backward_rule(params, rules.vjp, [_cotangent(aval) for aval in outs])
+    except Exception:  # Whatever is wrong with the rule, JAX will say when it is differentiated.
+        pass
+    return rules
+
+
+def jvp_rule(params: dict[str, Any], zeros: Sequence[bool]) -> JvpRule:
+    """Traces a custom_jvp rule.
+
+    Args:
+        params: of the equation.
+        zeros: for each operand whether its tangent is zero.
+    """
+    jaxpr, consts, out_zeros = compat.jvp_jaxpr(params, zeros)
+    return JvpRule(jaxpr, consts, tuple(not zero for zero in zeros), tuple(out_zeros))
+
+
+def vjp_rule(params: dict[str, Any], ins: Sequence[Any], perturbed: Sequence[bool]) -> VjpRule:
+    """Traces a custom_vjp's forward rule.
+
+    Args:
+        params: of the equation.
+        ins: the abstract values of its operands.
+        perturbed: for each operand whether it is differentiated with respect to it.
+    """
+    jaxpr, consts = compat.fwd_jaxpr(params, perturbed)
+    _, forwards = compat.fwd_trees(params)
+    made = iter(jaxpr.outvars)
+    residuals = []
+    for operand in forwards:
+        if operand is not None:
+            residuals.append(Residual(ins[operand], operand=operand))
+            continue
+        v = next(made)
+        scalar = v.val if isinstance(v, compat.Literal) and isinstance(v.val, (bool, int, float, complex)) else None
+        residuals.append(Residual(v.aval, scalar=scalar))
+    return VjpRule(jaxpr, consts, tuple(residuals))
+
+
+def backward_rule(params: dict[str, Any], rule: VjpRule, cotangents: Sequence[Any]) -> BackwardRule:
+    """Traces a custom_vjp's backward rule, at the dtypes that it was written for.
+
+    Args:
+        params: of the equation.
+        rule: its forward rule.
+        cotangents: abstract values, `SymbolicZero`s, or arrays of float0 for outputs that are no floats.
+    """
+    given = [r.aval if r.scalar is None else r.scalar for r in rule.residuals] + list(cotangents)
+    zeros: list[bool] = []
+
+    def fun(*arrays: Any) -> list[Any]:
+        rest = iter(arrays)
+        args = [next(rest) if _is_abstract(x) else x for x in given]
+        count = len(rule.residuals)
+        cts = compat.call_bwd(params, args[:count], args[count:])
+        zeros.extend(ct is None or type(ct) is SymbolicZero for ct in cts)
+        return [ct for ct in cts if not (ct is None or type(ct) is SymbolicZero)]
+
+    jaxpr = compat.trace(fun, *(compat.example(x) for x in given if _is_abstract(x)))
+    return BackwardRule(jaxpr, tuple(zeros))
+
+
+def _is_abstract(x: Any) -> bool:
+    return isinstance(x, jax.core.AbstractValue)
+
+
+def _cotangent(aval: Any) -> Any:
+    """The cotangent of an output, as a backward rule is traced with it."""
+    if compat.is_shaped(aval) and not jnp.issubdtype(aval.dtype, jnp.inexact):
+        return np.zeros(aval.shape, jax.dtypes.float0)
+    return aval

@@ -1,0 +1,83 @@
+"""`cond` and `switch`: branches that agree on their outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax import lax
+
+from mpjax.casting.classify import Listing, Setting
+from mpjax.casting.higher_order.sub_jaxpr import (
+    HigherOrder,
+    Several,
+    all_full,
+    as_traced,
+    deliver,
+    enter,
+    hand_in,
+    receive,
+    seen,
+)
+from mpjax.casting.infer import Inference, plan
+from mpjax.casting.lattice import FULL, HALF, TRACED, Inferred, Level, at_boundary, join, storage_of
+from mpjax.casting.plan import Plan, Step
+from mpjax.casting.rewrite import Environment, arrays_of, run_closed, values_of
+from mpjax.casting.uses import Use, uses
+
+
+def _uses(eqn: Any, outs: tuple[Use, ...], setting: Setting) -> Sequence[Use]:
+    merged = [Use.NONE] * (len(eqn.invars) - 1)
+    for branch in eqn.params["branches"]:
+        merged = [a | b for a, b in zip(merged, uses(branch, outs, setting).inputs, strict=True)]
+    return [Use.READ, *merged]
+
+
+def _infer(inference: Inference, eqn: Any, listing: Listing) -> Step:
+    wanted = inference.wanted_of(eqn)
+    operands = eqn.invars[1:]
+    setting = inference.setting.inside(eqn, listing.region)
+    plans = tuple(plan(branch, seen(inference, operands), wanted, setting) for branch in eqn.params["branches"])
+    outs = [_agreed(found, use) for *found, use in zip(*(p.outs for p in plans), wanted, strict=True)]
+    if all(p.trivial for p in plans) and all_full(outs):
+        return as_traced(inference, eqn, listing, outs, *plans)
+    storages = [[TRACED]]
+    for i, v in enumerate(operands):
+        value, mask = inference.value(v), 0
+        for p in plans:
+            mask |= p.in_reads[i]
+        storages.append([HALF if value is not None and mask == HALF.bit else storage_of(value)])
+    return enter(eqn, listing, outs, Several(plans, deliver(inference, eqn, storages)))
+
+
+def _agreed(found: Sequence[Inferred | None], use: Use) -> Inferred | None:
+    """The one inference of an output that each branch has its own of."""
+    known = [x for x in found if x is not None]
+    if not known:
+        return None
+    level = known[0].level
+    for x in known[1:]:
+        level = join(level, x.level)
+    if level != Level.HALF:
+        return Inferred(level, FULL)
+    storage = HALF if all(x.storage == HALF for x in known) else FULL
+    return at_boundary(Inferred(level, storage), use)
+
+
+def _issue(step: Step, operands: Sequence[Any], plan: Plan, env: Environment) -> Sequence[Any]:
+    inner: Several = step.inner
+    half = plan.setting.half
+    index, *arrays = hand_in(inner.delivery, operands)
+
+    def branch(planned: Plan, jaxpr: Any) -> Any:
+        def body(*arrays: Any) -> tuple[Any, ...]:
+            values = receive(inner.delivery[1:], arrays, 1, len(planned.invars), half)
+            return tuple(arrays_of(run_closed(planned, jaxpr, values), step.outs))
+
+        return body
+
+    branches = [branch(*pair) for pair in zip(inner.plans, step.eqn.params["branches"], strict=True)]
+    return values_of(lax.switch(index, branches, *arrays), step.outs, half)
+
+
+COND = HigherOrder(_uses, _infer, _issue)

@@ -1,0 +1,322 @@
+"""`custom_jvp` and `custom_vjp`: the author's derivative rule is kept, and planned like any other program.
+
+A rule was traced for float32 and is handed what it was traced for: values are cast at its border. The matmuls inside
+run in half too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_derivatives import SymbolicZero
+
+from mpjax._jaxpr import compat
+from mpjax.casting.classify import Listing, Setting, tracked
+from mpjax.casting.derivative_rules import (
+    BackwardRule,
+    JvpRule,
+    VjpRule,
+    backward_rule,
+    closed_over,
+    jvp_rule,
+    rules_of,
+    vjp_rule,
+)
+from mpjax.casting.higher_order.calls import uses_of_call
+from mpjax.casting.higher_order.sub_jaxpr import (
+    Delivery,
+    HigherOrder,
+    as_traced,
+    deliver,
+    enter,
+    function_of,
+    hand_in,
+    plan_call,
+)
+from mpjax.casting.infer import Inference, plan
+from mpjax.casting.lattice import FULL, HALF, PARAMETER, TRACED, Inferred, Level, Storage, storage_of
+from mpjax.casting.plan import Plan, Step
+from mpjax.casting.rewrite import Environment, Value, array_of, arrays_of, run, values_of
+from mpjax.casting.uses import Use, uses
+from mpjax.casting.weight_gradients import detached
+
+_WANTED = {HALF: Use.READ | Use.HALF, FULL: Use.READ | Use.FLOAT, TRACED: Use.READ}
+
+
+@dataclasses.dataclass(slots=True)
+class WithRules:
+    """A function with derivative rules.
+
+    Args:
+        plan: the plan of the function.
+        delivery: the storage dtypes of its operands.
+        closures: the variables of the program around it that its rules close over.
+        jvp: its rule and that rule's plan.
+        forward: the same for the forward rule of a custom_vjp.
+        backward: the same for its backward rule.
+    """
+
+    plan: Plan
+    delivery: Delivery
+    closures: Sequence[Any] = ()
+    jvp: tuple[JvpRule, Plan] | None = None
+    forward: tuple[VjpRule, Plan] | None = None
+    backward: tuple[BackwardRule, Plan] | None = None
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """The plans of the sub-jaxprs."""
+        return (self.plan,)
+
+    @property
+    def rules(self) -> tuple[Plan, ...]:
+        """The plans of the derivative rules."""
+        return tuple(found[1] for found in (self.jvp, self.forward, self.backward) if found is not None)
+
+    @property
+    def ins(self) -> list[Inferred | None]:
+        """What is inferred of the operands as they are handed in."""
+        return [
+            x if x is None else Inferred(Level.HALF if storage == HALF else x.level, storage)
+            for x, (_, storage) in zip(self.plan.ins, self.delivery, strict=True)
+        ]
+
+
+def _uses(eqn: Any, outs: tuple[Use, ...], setting: Setting) -> Sequence[Use]:
+    # Cotangents have the dtypes of the operands, which are read as activations: a rule may read an operand in another
+    # way than the function.
+    outs = tuple(use.without(Use.RETURNED) for use in outs)
+    if eqn.primitive.name == "custom_jvp_call":
+        return uses_of_call(eqn, outs, setting)
+    return uses(compat.call_jaxpr(eqn.params), outs, setting).inputs
+
+
+def _infer(inference: Inference, eqn: Any, listing: Listing) -> Step:
+    inner = plan_call(inference, eqn, listing, compat.call_jaxpr(eqn.params))
+    # A custom_vjp's backward rule may hold matmuls where the function holds none, so it is entered whenever it takes
+    # a float; a rule that closes over values of this program needs to be given them.
+    bare = eqn.primitive.name == "custom_jvp_call" or not any(map(tracked, eqn.invars))
+    closures = closed_over(inference.jaxpr, eqn)
+    if inner.trivial and bare and not closures:
+        return as_traced(inference, eqn, listing, inner.outs, inner)
+    storages = []
+    for v, mask in zip(eqn.invars, inner.in_reads, strict=True):
+        value = inference.value(v)
+        storages.append([HALF if value is not None and mask == HALF.bit else storage_of(value)])
+    entered = WithRules(inner, deliver(inference, eqn, storages), closures)
+    rules = rules_of(inference.jaxpr, eqn)
+    if rules.jvp is not None:
+        entered.jvp = rules.jvp, _plan_jvp(rules.jvp, entered, eqn.params)
+    if rules.vjp is not None and rules.backward is not None:
+        forward = _plan_forward(rules.vjp, entered, eqn.params)
+        given = [_is_inexact(v.aval) for v in inner.outvars]
+        residuals = _residuals(rules.vjp, entered, forward)
+        planned = _plan_backward(rules.backward, residuals, entered, given, eqn.params["num_consts"])
+        entered.forward, entered.backward = (rules.vjp, forward), (rules.backward, planned)
+    return enter(eqn, listing, inner.outs, entered, "entered; the rule is kept")
+
+
+# Rules.
+
+
+def _plan_rule(
+    jaxpr: Any, consts: Sequence[Any], ins: Sequence[Inferred | None], wanted: Any, setting: Setting
+) -> Plan:
+    """The plan of a rule's jaxpr, whose constants are constvars or leading inputs by the JAX version."""
+    jaxpr = compat.open_jaxpr(jaxpr).jaxpr
+    leading = [PARAMETER if tracked(v) else None for v in jaxpr.invars[: len(jaxpr.invars) - len(ins)]]
+    assert len(leading) in (0, len(consts)), "a rule's jaxpr takes its constants, then its operands"
+    return plan(jaxpr, (*leading, *ins), tuple(wanted), setting)
+
+
+def _closed_over(entered: WithRules, env: Environment) -> list[Any]:
+    """The arrays that the rules close over. JAX gets them as operands, because a rule runs after this trace is over."""
+    arrays = [env[v][FULL] if isinstance(env[v], Value) else env[v] for v in entered.closures]
+    return [detached.bind(x) if jnp.issubdtype(x.dtype, jnp.inexact) else x for x in arrays]
+
+
+def _run_rule(planned: Plan, consts: Sequence[Any], arrays: Sequence[Any], closed: Mapping[Any, Any]) -> list[Any]:
+    """Runs a rule on arrays; returns its values.
+
+    Args:
+        planned: its plan.
+        consts: its constants, some of them variables of the program around it.
+        arrays: its operands.
+        closed: the arrays of those variables.
+    """
+    half = planned.setting.half
+    found = [closed.get(compat.variable_of(const), const) for const in consts]
+    count = len(planned.invars) - len(arrays)
+    values = values_of([*found[:count], *arrays], planned.ins, half)
+    return run(planned, found[count:], values)
+
+
+def _array(value: Any, storage: Storage) -> Any:
+    """A result of a rule in a storage dtype; the tangent of an integer has none."""
+    return array_of(value, storage) if isinstance(value, Value) else value
+
+
+# custom_jvp.
+
+
+def _plan_jvp(rule: JvpRule, entered: WithRules, params: dict[str, Any]) -> Plan:
+    first = params["num_consts"]
+    ins, invars = entered.ins[first:], entered.plan.invars[first:]
+    # The tangent of an integer is float0, which is no array to cast.
+    tangents = [x if _is_inexact(v.aval) else None for x, v in zip(ins, invars, strict=True)]
+    outs = [storage_of(x) for x in entered.plan.outs]
+    taken = [x for x, given in zip(tangents, rule.given, strict=True) if given]
+    moved = [storage for storage, zero in zip(outs, rule.zeros, strict=True) if not zero]
+    wanted = [_WANTED[storage] for storage in (*outs, *moved)]
+    return _plan_rule(rule.jaxpr, rule.consts, [*ins, *taken], wanted, entered.plan.setting)
+
+
+def _is_inexact(aval: Any) -> bool:
+    return compat.is_shaped(aval) and jnp.issubdtype(aval.dtype, jnp.inexact)
+
+
+def _issue_jvp(step: Step, operands: Sequence[Any], outer: Plan, env: Environment) -> Sequence[Any]:
+    entered: WithRules = step.inner
+    params, outs = step.eqn.params, entered.plan.outs
+    first, count = params["num_consts"], len(entered.delivery)
+    body = function_of(entered.plan, entered.delivery, params["call_jaxpr"])
+    fun = jax.custom_jvp(lambda *arrays: body(*arrays[:count]))
+
+    def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+        closed = dict(zip(entered.closures, primals[count:], strict=True))
+        primals, tangents = primals[first:count], tangents[first:count]
+        zeros = [type(t) is SymbolicZero for t in tangents]
+        if entered.jvp is not None and not any(zeros):
+            traced, planned = entered.jvp
+        else:
+            traced = jvp_rule(params, zeros)
+            planned = _plan_jvp(traced, entered, params)
+        given = [t for t, zero in zip(tangents, zeros, strict=True) if not zero]
+        results = _run_rule(planned, traced.consts, [*primals, *given], closed)
+        out = [_array(r, storage_of(x)) for r, x in zip(results, outs, strict=False)]
+        moved = iter(results[len(outs) :])
+        dots = [
+            _zero(p) if zero else _array(next(moved), storage_of(x))
+            for p, x, zero in zip(out, outs, traced.zeros, strict=True)
+        ]
+        return tuple(out), tuple(dots)
+
+    fun.defjvp(rule, symbolic_zeros=params["symbolic_zeros"])
+    arrays = [*hand_in(entered.delivery, operands), *_closed_over(entered, env)]
+    return values_of(fun(*arrays), outs, outer.setting.half)
+
+
+def _zero(primal: Any) -> Any:
+    if jnp.issubdtype(primal.dtype, jnp.inexact):
+        return jnp.zeros_like(primal)
+    return np.zeros(primal.shape, jax.dtypes.float0)
+
+
+# custom_vjp.
+
+
+def _plan_forward(rule: VjpRule, entered: WithRules, params: dict[str, Any]) -> Plan:
+    outs = [_WANTED[storage_of(x)] for x in entered.plan.outs]
+    residuals = [Use.READ | Use.MAY_HALF] * rule.made
+    ins = entered.ins[params["num_consts"] :]
+    return _plan_rule(rule.jaxpr, rule.consts, ins, [*residuals, *outs], entered.plan.setting)
+
+
+def _residuals(rule: VjpRule, entered: WithRules, forward: Plan) -> list[Inferred | None]:
+    """What is inferred of the residuals that are arrays, as they are stored."""
+    made, found = iter(forward.outs), []
+    for residual in rule.residuals:
+        x = next(made) if residual.operand is None else entered.ins[residual.operand]
+        if residual.scalar is None:
+            found.append(x)
+    return found
+
+
+def _plan_backward(
+    backward: BackwardRule, residuals: Sequence[Inferred | None], entered: WithRules, given: Sequence[bool], first: int
+) -> Plan:
+    """The plan of a backward rule for the cotangents that are given, none of them float0."""
+    levels = {HALF: Level.HALF, FULL: Level.FLOAT}
+    cotangents = [
+        None if x is None else Inferred(levels[x.storage], x.storage)
+        for x, taken in zip(entered.plan.outs, given, strict=True)
+        if taken
+    ]
+    ins = [storage_of(x) for x in entered.ins[first:]]
+    wanted = [_WANTED[storage] for storage, zero in zip(ins, backward.zeros, strict=True) if not zero]
+    return plan(backward.jaxpr, (*residuals, *cotangents), tuple(wanted), entered.plan.setting)
+
+
+def _issue_vjp(step: Step, operands: Sequence[Any], outer: Plan, env: Environment) -> Sequence[Any]:
+    entered: WithRules = step.inner
+    params, half, outs = step.eqn.params, outer.setting.half, entered.plan.outs
+    num_consts, symbolic = params["num_consts"], params["symbolic_zeros"]
+    arrays = hand_in(entered.delivery, operands)
+    # JAX refuses to differentiate what a custom_vjp closes over; so it stays closed over here.
+    constant, arguments = arrays[:num_consts], arrays[num_consts:]
+    count = len(arguments)
+    body = function_of(entered.plan, entered.delivery, params["call_jaxpr"])
+    in_avals = [v.aval for v in step.eqn.invars]
+    latest: dict[str, Any] = {}  # The backward rule belongs to the forward rule that ran before it.
+
+    def fun(*args: Any) -> tuple[Any, ...]:
+        return body(*constant, *args[:count])
+
+    def fwd(*args: Any) -> tuple[Any, Any]:
+        perturbed = [arg.perturbed for arg in args[:count]] if symbolic else [True] * count
+        args = tuple(arg.value for arg in args) if symbolic else args
+        args, extra = args[:count], args[count:]
+        if entered.forward is not None and all(perturbed):
+            rule, planned = entered.forward
+        else:
+            rule = vjp_rule(params, in_avals, perturbed)
+            planned = _plan_forward(rule, entered, params)
+        latest["rule"], latest["inferred"] = rule, _residuals(rule, entered, planned)
+        results = _run_rule(planned, rule.consts, args, dict(zip(entered.closures, extra, strict=True)))
+        made = iter(arrays_of(results[: rule.made], planned.outs[: rule.made]))
+        everything = (*constant, *args)
+        stored = [next(made) if r.operand is None else everything[r.operand] for r in rule.residuals]
+        stored = [x for x, r in zip(stored, rule.residuals, strict=True) if r.scalar is None]
+        given = [_array(r, storage_of(x)) for r, x in zip(results[rule.made :], outs, strict=True)]
+        return tuple(given), (stored, extra)
+
+    def bwd(residuals: tuple[list[Any], Sequence[Any]], cotangents: Sequence[Any]) -> tuple[Any, ...]:
+        stored, extra = residuals
+        rule: VjpRule = latest["rule"]
+        inexact = [_is_inexact(v.aval) for v in entered.plan.outvars]
+        given = [type(ct) is not SymbolicZero and is_float for ct, is_float in zip(cotangents, inexact, strict=True)]
+        planned_rule = entered.forward is not None and rule is entered.forward[0]
+        if entered.backward is not None and planned_rule and given == inexact:
+            backward, planned = entered.backward
+        else:
+            avals = [v.aval for v in entered.plan.outvars]
+            backward = backward_rule(params, rule, [_traced_as(ct, a) for ct, a in zip(cotangents, avals, strict=True)])
+            planned = _plan_backward(backward, latest["inferred"], entered, given, num_consts)
+        taken = [*stored, *(ct for ct, is_given in zip(cotangents, given, strict=True) if is_given)]
+        closed = dict(zip(entered.closures, extra, strict=True))
+        results = iter(_run_rule(planned, compat.open_jaxpr(backward.jaxpr).consts, taken, closed))
+        ins = [storage_of(x) for x in entered.ins[num_consts:]]
+        found = [
+            None if zero else _array(next(results), storage) for storage, zero in zip(ins, backward.zeros, strict=True)
+        ]
+        return (*found, *(None for _ in extra))
+
+    rewritten = jax.custom_vjp(fun)
+    rewritten.defvjp(fwd, bwd, symbolic_zeros=symbolic)
+    return values_of(rewritten(*arguments, *_closed_over(entered, env)), outs, half)
+
+
+def _traced_as(ct: Any, aval: Any) -> Any:
+    """A cotangent as its rule is traced with it: in the dtype of the traced output."""
+    if type(ct) is SymbolicZero:
+        return SymbolicZero(compat.example(ct.aval, aval.dtype)) if _is_inexact(aval) else ct
+    return compat.example(jax.typeof(ct), aval.dtype) if _is_inexact(aval) else ct
+
+
+CUSTOM_JVP = HigherOrder(_uses, _infer, _issue_jvp, regions_inside=False)
+CUSTOM_VJP = HigherOrder(_uses, _infer, _issue_vjp, regions_inside=False)

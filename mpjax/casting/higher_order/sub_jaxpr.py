@@ -1,0 +1,146 @@
+"""What the families of higher-order primitives share: their rules, and how values go into and out of a sub-jaxpr."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpjax.casting.classify import Listing, Setting, tracked
+from mpjax.casting.infer import Inference, plan
+from mpjax.casting.lattice import FULL, HALF, TRACED, Inferred, Storage
+from mpjax.casting.plan import Action, Plan, Step
+from mpjax.casting.rewrite import Environment, array_of, arrays_of, run_closed, value_of
+from mpjax.casting.uses import Use
+
+Delivery = tuple[tuple[int, Storage], ...]
+"""The operand and the storage dtype of each array that goes into a sub-jaxpr: an operand may go in in both."""
+
+
+class HigherOrder(NamedTuple):
+    """The rules of a higher-order primitive.
+
+    Args:
+        uses: backward analysis, `(eqn, uses of the outputs, setting inside) → uses of the operands`.
+        infer: forward inference, `(inference, eqn, listing) → step`.
+        issue: issues the equation again, `(step, operands, plan, environment) → values`.
+        regions_inside: whether to form rematerialisation regions in its sub-jaxprs. In a remat everything is recomputed
+            already; a derivative rule stores what its author says.
+        is_scan: whether its sub-jaxpr is the body of a scan.
+    """
+
+    uses: Callable[[Any, tuple[Use, ...], Setting], Sequence[Use]]
+    infer: Callable[[Inference, Any, Listing], Step]
+    issue: Callable[[Step, Sequence[Any], Plan, Environment], Sequence[Any]]
+    regions_inside: bool = True
+    is_scan: bool = False
+
+
+@dataclasses.dataclass(slots=True)
+class Call:
+    """One sub-jaxpr, and the storage dtypes in which its operands are handed in."""
+
+    plan: Plan
+    delivery: Delivery
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """The plans of the sub-jaxprs."""
+        return (self.plan,)
+
+
+@dataclasses.dataclass(slots=True)
+class Several:
+    """Several sub-jaxprs on the same operands."""
+
+    plans: tuple[Plan, ...]
+    delivery: Delivery
+
+
+# Inference.
+
+
+def seen(inference: Inference, variables: Sequence[Any]) -> tuple[Inferred | None, ...]:
+    """What is inferred of operands that are handed to a sub-jaxpr."""
+    return tuple(inference.seen(v) for v in variables)
+
+
+def outs_of(eqn: Any, inferred: Sequence[Inferred | None]) -> tuple[Inferred | None, ...]:
+    """What is inferred of an equation's outputs, from that of its sub-jaxpr's."""
+    return tuple(x if tracked(v) else None for v, x in zip(eqn.outvars, inferred, strict=True))
+
+
+def plan_call(inference: Inference, eqn: Any, listing: Listing, jaxpr: Any, setting: Setting | None = None) -> Plan:
+    """The plan of a sub-jaxpr that gets the operands and gives the results of an equation."""
+    setting = setting or inference.setting.inside(eqn, listing.region)
+    return plan(jaxpr, seen(inference, eqn.invars), inference.wanted_of(eqn), setting)
+
+
+def enter(eqn: Any, listing: Listing, outs: Sequence[Inferred | None], inner: Any, why: str = "entered") -> Step:
+    """The step of a higher-order equation that its own rule issues again."""
+    return Step(eqn, Action.ENTER, (), outs_of(eqn, outs), why, listing, inner=inner)
+
+
+def as_traced(inference: Inference, eqn: Any, listing: Listing, outs: Sequence[Inferred | None], *plans: Plan) -> Step:
+    """The step of a higher-order equation in which nothing is cast."""
+    reads = tuple(inference.read(v, FULL) for v in eqn.invars)
+    inner = Several(plans, ())
+    return Step(eqn, Action.BIND, reads, outs_of(eqn, outs), "nothing inside to cast", listing, inner=inner)
+
+
+def all_full(inferred: Sequence[Inferred | None]) -> bool:
+    """Whether no value is stored in half."""
+    return all(x is None or x.storage == FULL for x in inferred)
+
+
+def deliver(inference: Inference, eqn: Any, storages: Sequence[Sequence[Storage]]) -> Delivery:
+    """Notes the reading of operands, each in some storage dtypes."""
+    return tuple((i, inference.read(eqn.invars[i], storage)) for i, wanted in enumerate(storages) for storage in wanted)
+
+
+def storages_in(mask: int) -> list[Storage]:
+    """The storage dtypes of a bit mask."""
+    return [storage for storage in (FULL, HALF) if mask & storage.bit]
+
+
+# Issuing again.
+
+
+def hand_in(delivery: Delivery, operands: Sequence[Any]) -> list[Any]:
+    """The arrays that go into a sub-jaxpr."""
+    return [array_of(operands[i], storage) for i, storage in delivery]
+
+
+def receive(delivery: Delivery, arrays: Sequence[Any], first: int, count: int, half: np.dtype) -> list[Any]:
+    """The values that the sub-jaxpr makes of them; an operand may have come in both dtypes."""
+    values: list[Any] = [None] * count
+    for (i, storage), array in zip(delivery, arrays, strict=True):
+        if storage == TRACED:
+            values[i - first] = array
+        elif values[i - first] is None:
+            values[i - first] = value_of(array, storage, half)
+        else:
+            values[i - first].add(storage, array)
+    return values
+
+
+def function_of(planned: Plan, delivery: Delivery, jaxpr: Any) -> Callable[..., tuple[Any, ...]]:
+    """A sub-jaxpr as a function of the arrays that are handed in."""
+
+    def body(*arrays: Any) -> tuple[Any, ...]:
+        values = receive(delivery, arrays, 0, len(planned.invars), planned.setting.half)
+        return tuple(arrays_of(run_closed(planned, jaxpr, values), planned.outs))
+
+    return body
+
+
+def kept(planned: Plan, key: Any, make: Callable[[], Any]) -> Any:
+    """A function that is made once per plan, so that JAX's caches, which go by identity, hit."""
+    try:
+        if key not in planned.runners:
+            planned.runners[key] = make()
+        return planned.runners[key]
+    except TypeError:  # an unhashable parameter
+        return make()

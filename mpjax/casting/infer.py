@@ -1,0 +1,369 @@
+"""Forward inference: the dtype of each value of a program, and why.
+
+A plan depends on nothing but the program's text and the setting (no Python ids, no dict order), so the same program
+gives the same rewritten jaxpr and compilation caches hit. Plans of sub-jaxprs are kept by their jaxpr: a layer that is
+called often is planned once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mpjax._jaxpr import compat
+from mpjax._jaxpr.primitives import MATMULS, Op, primitive
+from mpjax.casting.classify import Listing, Region, Setting, tracked
+from mpjax.casting.derivative_rules import closed_over
+from mpjax.casting.lattice import (
+    FULL,
+    HALF,
+    PARAMETER,
+    TRACED,
+    Inferred,
+    Level,
+    Storage,
+    at_boundary,
+    exact_in_half,
+    literal_level,
+    made_from,
+    softened,
+)
+from mpjax.casting.plan import Action, Plan, Step, Tally
+from mpjax.casting.remat import with_regions
+from mpjax.casting.uses import Use, uses
+from mpjax.policy import HALF_DTYPES
+
+_cache: weakref.WeakKeyDictionary[Any, dict[Any, Plan]] = weakref.WeakKeyDictionary()
+
+
+def plan(jaxpr: Any, ins: tuple[Inferred | None, ...], wanted: tuple[Use, ...], setting: Setting) -> Plan:
+    """The plan of a jaxpr.
+
+    Args:
+        jaxpr: open or closed.
+        ins: what is inferred of its inputs.
+        wanted: the uses of its outputs.
+        setting: half dtype, rules, region.
+    """
+    jaxpr = compat.open_jaxpr(jaxpr).jaxpr
+    known = _cache.setdefault(jaxpr, {})
+    key = (ins, wanted, setting)
+    if key not in known:
+        known[key] = Inference(jaxpr, ins, wanted, setting).plan()
+    return known[key]
+
+
+class Inference:
+    """Goes through a program once, forwards."""
+
+    def __init__(self, jaxpr: Any, ins: Sequence[Inferred | None], wanted: tuple[Use, ...], setting: Setting):
+        self.jaxpr, self.wanted, self.setting = jaxpr, wanted, setting
+        self.uses, self.listings, _ = uses(jaxpr, wanted, setting)
+        self.ins = tuple(ins)
+        self.values: dict[Any, Inferred] = {v: PARAMETER for v in jaxpr.constvars if tracked(v)}
+        self.values.update((v, x) for v, x in zip(jaxpr.invars, ins, strict=True) if x is not None)
+        self.reads: dict[Any, int] = {}
+        self.log: list[tuple[Any, Storage]] = []
+        self.trivial = True
+        self.tally = Tally()
+
+    def plan(self) -> Plan:
+        """The plan."""
+        jaxpr = self.jaxpr
+        steps: list[Any] = [self._step(eqn, listed) for eqn, listed in zip(jaxpr.eqns, self.listings, strict=True)]
+        self.log = []
+        outs = tuple(self._out(v, use) for v, use in zip(jaxpr.outvars, self.wanted, strict=True))
+        if self.setting.recompute and not self.setting.folded and not self.trivial:
+            steps = with_regions(steps, self.values, self.log)
+        in_reads = tuple(self.reads.get(v, 0) for v in jaxpr.invars)
+        return Plan(
+            self.setting, steps, jaxpr.invars, jaxpr.constvars, jaxpr.outvars, self.ins, outs, in_reads,
+            self.trivial, self.tally,
+        )  # fmt: skip
+
+    # What is known of a value, and the note of how it is read.
+
+    def value(self, v: Any) -> Inferred | None:
+        """What is inferred of a value that an equation reads."""
+        if not tracked(v):
+            return None
+        if isinstance(v, compat.Literal):
+            return Inferred(literal_level(v, self.setting.half), FULL)
+        return self.values[v]
+
+    def seen(self, v: Any) -> Inferred | None:
+        """The same, as an infer reader sees it."""
+        value = self.value(v)
+        if value is None or isinstance(v, compat.Literal):
+            return value
+        return Inferred(softened(value.level, self.use(v)), value.storage)
+
+    def use(self, v: Any) -> Use:
+        """The uses of a value."""
+        return self.uses.get(v, Use.NONE)
+
+    def wanted_of(self, eqn: Any) -> tuple[Use, ...]:
+        """The uses of an equation's outputs."""
+        return tuple(self.use(v) for v in eqn.outvars)
+
+    def read(self, v: Any, storage: Storage) -> Storage:
+        """Notes that a value is read in a storage dtype."""
+        if not tracked(v):
+            if not isinstance(v, compat.Literal):
+                self.log.append((v, TRACED))
+            return TRACED
+        if not isinstance(v, compat.Literal):
+            self.log.append((v, storage))
+            self.reads[v] = self.reads.get(v, 0) | storage.bit
+            if HALF in (storage, self.values[v].storage):
+                self.trivial = False
+        return storage
+
+    def used(self, eqn: Any) -> Use:
+        """All uses of an equation's outputs together."""
+        found = Use.NONE
+        for v in eqn.outvars:
+            found = found | self.use(v)
+        return found
+
+    def only_half(self, eqn: Any) -> bool:
+        """Whether every reader of an equation's outputs reads them in half."""
+        return _only_half(self.used(eqn))
+
+    def _out(self, v: Any, use: Use) -> Inferred | None:
+        value = self.value(v)
+        if value is None:
+            self.read(v, TRACED)
+            return None
+        value = at_boundary(value, use)
+        self.read(v, value.storage)
+        return value
+
+    def moved(self, v: Any, out: Any) -> Inferred:
+        """What is inferred of a value that is only moved: as it was, or half if every reader wants half."""
+        value = self.value(v)
+        assert value is not None
+        if value.storage == HALF or isinstance(v, compat.Literal) or not _only_half(self.use(out)):
+            return value
+        if value.level == Level.PINNED or (self.setting.rules.weight_gradients == "float32" and castable(value)):
+            return value  # A parameter is cast after the move, so that its gradient stays float32 through it.
+        return Inferred(Level.HALF if value.level == Level.FLOAT else value.level, HALF)
+
+    # One equation.
+
+    def _step(self, eqn: Any, listing: Listing) -> Step:
+        self.log = []
+        step = self._infer(eqn, listing)
+        if step.action is Action.ENTER:
+            for v in closed_over(self.jaxpr, eqn):
+                self.read(v, FULL)
+        step = dataclasses.replace(step, touched=tuple(self.log))
+        self.tally += _tally(step)
+        if step.action is Action.SKIP:
+            self.values.update((v, Inferred(Level.COMPUTED, FULL)) for v in eqn.outvars if tracked(v))
+            return step
+        for v, value in zip(eqn.outvars, step.outs, strict=True):
+            if value is not None:
+                self.values[v] = value
+                self.trivial &= value.storage != HALF
+        return step
+
+    def _infer(self, eqn: Any, listing: Listing) -> Step:
+        if not self.used(eqn) and not eqn.effects:
+            return Step(eqn, Action.SKIP, (), (), "nothing reads it", listing)
+        if listing.op is Op.ENTER:
+            step = self.setting.higher_order[eqn.primitive.name].infer(self, eqn, listing)
+            self.trivial &= step.action is Action.BIND
+            return step
+        if not any(map(tracked, eqn.invars)) and not any(map(tracked, eqn.outvars)):
+            reads = tuple(self.read(v, TRACED) for v in eqn.invars)
+            return Step(eqn, Action.BIND, reads, (None,) * len(eqn.outvars), "no float32", listing)
+        return _BY_LIST[listing.op](self, eqn, listing)
+
+    def level(self, eqn: Any) -> Level:
+        """The level of a result of an equation's inputs together."""
+        levels = [value.level for value in map(self.seen, eqn.invars) if value is not None]
+        if not levels:
+            return made_from(eqn)
+        level = max(levels)
+        return Level.FLOAT if level == Level.PINNED else max(level, Level.COMPUTED)
+
+    def in_float32(self, eqn: Any, listing: Listing, level: Level, why: str) -> Step:
+        """A step that computes in float32."""
+        reads = tuple(self.read(v, FULL) for v in eqn.invars)
+        outs = tuple(Inferred(level, FULL) if tracked(v) else None for v in eqn.outvars)
+        return Step(eqn, Action.BIND, reads, outs, why, listing)
+
+    def in_half(self, eqn: Any, listing: Listing, level: Level, why: str) -> Step:
+        """A step that computes in half."""
+        spread, parameters = _spread(eqn), self._parameters(eqn)
+        reads = tuple(self.read(v, FULL if i in spread else HALF) for i, v in enumerate(eqn.invars))
+        if eqn.primitive.name == "mul":
+            for i in spread:
+                self.read(eqn.invars[i], HALF)
+        for i in parameters:
+            self.read(eqn.invars[i], FULL)
+        outs = tuple(Inferred(level, HALF) if tracked(v) else None for v in eqn.outvars)
+        self.trivial = False
+        return Step(eqn, Action.BIND, reads, outs, why, listing, half=True, spread=spread, parameters=parameters)
+
+    def _parameters(self, eqn: Any) -> tuple[int, ...]:
+        """The operands of a matmul that are parameters, or made of parameters alone, and stored in float32."""
+        if eqn.primitive.name not in MATMULS or self.setting.rules.weight_gradients != "float32":
+            return ()
+        found = []
+        for i, v in enumerate(eqn.invars[:2]):
+            value = None if isinstance(v, compat.Literal) else self.value(v)
+            if value is not None and value.storage == FULL and castable(value):
+                found.append(i)
+        return tuple(found)
+
+
+def castable(value: Inferred) -> bool:
+    """Whether a value is a parameter or an input, or made of such alone."""
+    return value.level <= Level.COMPUTED
+
+
+def _only_half(use: Use) -> bool:
+    return bool(use & Use.HALF) and not use & (Use.FLOAT | Use.MAY_HALF)
+
+
+def _tally(step: Step) -> Tally:
+    found = Tally(entries=frozenset(() if step.listing.entry is None else (step.listing.entry,)))
+    for inner in (*step.plans, *step.rules):
+        found += inner.tally
+    if step.eqn.primitive.name in MATMULS and step.action is not Action.SKIP:
+        if step.half:
+            found += Tally(cast=1)
+        elif all(v.aval.dtype in HALF_DTYPES for v in step.eqn.invars[:2]):
+            found += Tally(written=1)
+        elif any(map(tracked, step.eqn.invars)):
+            found += Tally(left=1)
+    return found
+
+
+def _spread(eqn: Any) -> tuple[int, ...]:
+    if not primitive(eqn.primitive.name).elementwise:
+        return ()
+    shape = eqn.outvars[0].aval.shape
+    return tuple(
+        i
+        for i, v in enumerate(eqn.invars)
+        if tracked(v) and v.aval.shape != shape and not isinstance(v, compat.Literal)
+    )
+
+
+# What each list makes of an equation.
+
+
+def _activation(level: Level) -> Level:
+    """The level of a float32 result: it forces float32 on its readers only if it is an activation."""
+    return Level.FLOAT if level >= Level.HALF else Level.COMPUTED
+
+
+def _allow(inference: Inference, eqn: Any, listing: Listing) -> Step:
+    mixed = any(
+        compat.is_shaped(v.aval) and v.aval.dtype.kind in "fcV" and v.aval.dtype != inference.setting.half
+        for v in eqn.invars
+        if not tracked(v)
+    )
+    if mixed or not any(map(tracked, eqn.invars)):
+        return inference.in_float32(eqn, listing, Level.FLOAT, "its operands are of other dtypes")
+    return inference.in_half(eqn, listing, Level.HALF, listing.why)
+
+
+def _deny(inference: Inference, eqn: Any, listing: Listing) -> Step:
+    return inference.in_float32(eqn, listing, _activation(inference.level(eqn)), listing.why)
+
+
+def _opaque(inference: Inference, eqn: Any, listing: Listing) -> Step:
+    why = listing.why if listing.region == Region.OFF else f"opaque: {listing.why}"
+    return inference.in_float32(eqn, listing, _activation(inference.level(eqn)), why)
+
+
+def _read(inference: Inference, eqn: Any, listing: Listing) -> Step:
+    return inference.in_float32(eqn, listing, Level.COMPUTED, "its result is no float")
+
+
+def _infer(inference: Inference, eqn: Any, listing: Listing) -> Step:
+    level, row, why = inference.level(eqn), primitive(eqn.primitive.name), listing.why
+    if listing.region == Region.PROMOTE:
+        values = map(inference.value, eqn.invars)
+        level = Level.FLOAT if any(x and x.level != Level.HALF for x in values) else level
+    if row.join and inference.only_half(eqn) and level != Level.PINNED:
+        return inference.in_half(eqn, listing, min(level, Level.HALF), f"{why}: only half is read of it")
+    if eqn.params.get("out_dtype") is not None:
+        return inference.in_float32(eqn, listing, _activation(level), "the user fixed its output dtype")
+    if level == Level.HALF and inference.setting.recompute and row.saturating and not listing.entry:
+        return inference.in_float32(eqn, listing, Level.HALF, f"{why}: half activation, exact near saturation")
+    if level == Level.HALF and inference.used(eqn) & Use.ANY_HALF:
+        return inference.in_half(eqn, listing, Level.HALF, f"{why}: half activation")
+    if level == Level.HALF:
+        return inference.in_float32(eqn, listing, Level.HALF, f"{why}: no path to a half operation")
+    if level == Level.FLOAT:
+        return inference.in_float32(eqn, listing, Level.FLOAT, f"{why}: float32 activation")
+    return inference.in_float32(eqn, listing, Level.COMPUTED, f"{why}: parameters and inputs only")
+
+
+def _wide(inference: Inference, eqn: Any, listing: Listing) -> Step:
+    levels = [value.level for value in map(inference.seen, eqn.invars) if value is not None]
+    level = max(levels, default=Level.COMPUTED)
+    if level == Level.INPUT:
+        level = Level.COMPUTED
+    if level == Level.PINNED:
+        level = Level.FLOAT
+    operand = eqn.invars[0]
+    exact = isinstance(operand, compat.Literal) and exact_in_half(operand, inference.setting.half)
+    if exact and inference.only_half(eqn):
+        return inference.in_half(eqn, listing, level, "a constant that half holds exactly")
+    return inference.in_float32(eqn, listing, level, f"{listing.why}: its derivative is a sum")
+
+
+def _move(inference: Inference, eqn: Any, listing: Listing) -> Step:
+    moved = [v for v in eqn.invars if tracked(v)]
+    outs = [v for v in eqn.outvars if tracked(v)]
+    if len(moved) != 1 and len(moved) != len(outs):
+        return _deny(inference, eqn, listing)
+    sources = moved * len(outs) if len(moved) == 1 else moved
+    values = [inference.moved(v, out) for v, out in zip(sources, outs, strict=True)]
+    if len(moved) == 1 and len({x.storage for x in values}) > 1:
+        values = [Inferred(x.level, FULL) for x in values]
+    stored = [x.storage for x in values] or [FULL]
+    storages = iter(stored[:1] if len(moved) == 1 else stored)
+    reads = tuple(inference.read(v, next(storages)) if tracked(v) else inference.read(v, TRACED) for v in eqn.invars)
+    inferred = iter(values)
+    results = tuple(next(inferred) if tracked(v) else None for v in eqn.outvars)
+    return Step(eqn, Action.BIND, reads, results, listing.why, listing, half=stored[0] == HALF)
+
+
+def _convert(inference: Inference, eqn: Any, listing: Listing) -> Step:
+    (v,), (out,) = eqn.invars, eqn.outvars
+    value, why = inference.value(v), "the user's cast"
+    if value is None:  # into float32
+        dtype = v.aval.dtype
+        pinned = dtype.kind in "fcV" and dtype.itemsize < 4 and listing.region != Region.OFF
+        level = Level.PINNED if pinned else made_from(eqn)
+        return Step(eqn, Action.BIND, (inference.read(v, TRACED),), (Inferred(level, FULL),), why, listing)
+    if tracked(out):  # only the weak type changes
+        if isinstance(v, compat.Literal):
+            return inference.in_float32(eqn, listing, value.level, why)
+        value = inference.moved(v, out)
+        reads = (inference.read(v, value.storage),)
+        return Step(eqn, Action.ALIAS, reads, (value,), "keeps its dtype", listing, half=value.storage == HALF)
+    if out.aval.dtype == inference.setting.half and value.storage == HALF:
+        return Step(eqn, Action.ALIAS, (inference.read(v, HALF),), (None,), why, listing, half=True)
+    return Step(eqn, Action.BIND, (inference.read(v, FULL),), (None,), why, listing)
+
+
+_BY_LIST: dict[Op, Callable[[Inference, Any, Listing], Step]] = {
+    Op.ALLOW: _allow,
+    Op.DENY: _deny,
+    Op.INFER: _infer,
+    Op.WIDE: _wide,
+    Op.MOVE: _move,
+    Op.READ: _read,
+    Op.CONVERT: _convert,
+    Op.OPAQUE: _opaque,
+}

@@ -1,0 +1,287 @@
+"""Rematerialisation regions: cheap arithmetic that the backward pass recomputes instead of storing.
+
+A normalisation, a softmax, a GELU or a loss starts from half activations and stores float32 values for its derivative,
+several for each element. A region is issued under `jax.checkpoint`, so only its inputs are stored, which are half. Only
+cheap work is recomputed: elementwise operations and reductions, no matmul, loop, sort, random number or collective.
+
+A region holds the float32 arithmetic of a stretch between matmuls, and as much of the half arithmetic around it as
+minimises the bytes that are stored: with a bias in it, the matmul's own result is what is stored.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from mpjax._jaxpr import compat
+from mpjax._jaxpr.primitives import MATMULS, Op, Saves, primitive
+from mpjax.casting.classify import tracked
+from mpjax.casting.lattice import FULL, HALF, TRACED, Inferred, Level, Storage
+from mpjax.casting.plan import Action, Step
+
+# How many steps a region may begin before its float32 arithmetic, and end after it: bounds the time of planning.
+_REACH = 32
+
+# A value and the dtype in which it is read.
+Read = tuple[Any, Storage]
+_ITEMSIZE = {HALF: 2, Storage.MASK: 1}
+
+
+@dataclasses.dataclass(slots=True)
+class RematRegion:
+    """Steps that are issued together under `jax.checkpoint`.
+
+    Args:
+        steps: the steps.
+        ins: what they read from outside, and the dtype of each.
+        given: for each of these whether it is an input of the program as it is, a parameter for instance.
+        outs: what is read of theirs outside, and the dtypes.
+    """
+
+    steps: list[Step]
+    ins: tuple[Read, ...]
+    given: tuple[bool, ...]
+    outs: tuple[Read, ...]
+
+
+def is_cheap(eqn: Any) -> bool:
+    """Whether an equation may be recomputed."""
+    row = primitive(eqn.primitive.name)
+    if eqn.effects or row.expensive:
+        return False
+    if row.name == "gather":  # One that picks, as a loss does with its labels, and does not spread.
+        return compat.numel(eqn.outvars[0].aval) <= compat.numel(eqn.invars[0].aval)
+    if row.call:
+        return not any(eqn.params.get("donated_invars", ())) and all(map(is_cheap, _inside(eqn)))
+    return row.op is not Op.ENTER
+
+
+def _inside(eqn: Any) -> Sequence[Any]:
+    return compat.open_jaxpr(compat.call_jaxpr(eqn.params)).jaxpr.eqns
+
+
+def _saved(eqn: Any) -> Iterator[Any]:
+    """About what the derivative of an equation saves."""
+    row = primitive(eqn.primitive.name)
+    if row.call:
+        for inner in _inside(eqn):
+            yield from _saved(inner)
+    elif row.saves is not Saves.NOTHING and any(map(tracked, eqn.outvars)):
+        if row.name in ("mul", "div") and any(isinstance(v, compat.Literal) for v in eqn.invars):
+            return
+        yield from _variables(eqn) if row.saves is Saves.INPUTS else eqn.outvars
+
+
+def with_regions(steps: Sequence[Step], values: Mapping[Any, Inferred], results: Sequence[Read]) -> list[Any]:
+    """Divides steps into regions and the rest, in their order.
+
+    Args:
+        steps: the steps of a plan.
+        values: what is inferred of its values.
+        results: the outputs of the plan, and the dtypes in which they are read.
+    """
+    stretches = _Stretches(steps, values, results)
+    formed: list[Any] = []
+    run: list[Step] = []
+    made: set[Any] = set()
+
+    def close() -> None:
+        """Ends the run of steps."""
+        for part in _connected(run):
+            formed.extend(stretches.divided(part))
+        run.clear()
+        made.clear()
+
+    for step in steps:
+        if _belongs(step):
+            run.append(step)
+            made.update(step.eqn.outvars)
+        elif run and not step.eqn.effects and made.isdisjoint(v for v, _ in step.touched):
+            formed.append(
+                step
+            )  # A mask, or the matmul of another branch: it reads nothing of the run and may go first.
+        else:
+            close()
+            formed.append(step)
+    close()
+    return formed
+
+
+def _connected(run: Sequence[Step]) -> Iterable[list[Step]]:
+    """Parts of a run that have nothing to do with each other, as of two branches; each in its order."""
+    joined = list(range(len(run)))  # each step to an earlier one of its part, or to itself
+    maker: dict[Any, int] = {}
+
+    def first(i: int) -> int:
+        while joined[i] != i:
+            joined[i] = i = joined[joined[i]]
+        return i
+
+    for i, step in enumerate(run):
+        for v, _ in step.touched:
+            if v in maker:
+                a, b = first(i), first(maker[v])
+                joined[max(a, b)] = min(a, b)
+        maker.update((v, i) for v in step.eqn.outvars)
+    parts: dict[int, list[Step]] = {}
+    for i, step in enumerate(run):
+        parts.setdefault(first(i), []).append(step)
+    return parts.values()
+
+
+def _variables(eqn: Any) -> list[Any]:
+    return [v for v in eqn.invars if not isinstance(v, compat.Literal)]
+
+
+def _belongs(step: Step) -> bool:
+    if step.action is Action.SKIP:
+        return True
+    if step.action is Action.ENTER:
+        folded = step.eqn.primitive.name == "custom_jvp_call" or all(plan.setting.folded for plan in step.plans)
+        return folded and primitive(step.eqn.primitive.name).call and is_cheap(step.eqn)
+    if step.listing.op is Op.OPAQUE or not is_cheap(step.eqn):
+        return False
+    has_floats = any(map(tracked, (*step.eqn.invars, *step.eqn.outvars)))
+    return has_floats or primitive(step.eqn.primitive.name).mask
+
+
+class _Stretches:
+    """What is known of a plan's values while its stretches of cheap steps are divided."""
+
+    def __init__(self, steps: Sequence[Step], values: Mapping[Any, Inferred], results: Sequence[Read]):
+        self.values = values
+        self.readers: dict[Read, list[int]] = {}
+        self.stored: set[Read] = set()  # by a matmul, whatever becomes of the rest
+        for step in steps:
+            for read in step.touched:
+                self.readers.setdefault(read, []).append(id(step))
+                if step.eqn.primitive.name in MATMULS:
+                    self.stored.add(read)
+        for read in results:
+            self.readers.setdefault(read, []).append(0)
+
+    def divided(self, run: Sequence[Step]) -> list[Any]:
+        """A run of cheap steps with a region in it, if one saves memory."""
+        saved = [self._saved_by(step) for step in run]
+        wide = [i for i, reads in enumerate(saved) if any(storage == FULL for _, storage in reads)]
+        if not wide:
+            return list(run)
+        # Where it begins depends on where it ends: a step after it may need a step before it.
+        first, last = wide[0], wide[-1]
+        for _ in range(2):
+            first = self._best_start(run, saved, wide[0], last)
+            last = self._best_end(run, saved, first, wide[-1])
+        window = _Window(self, run, saved, first, last)
+        inside = list(run[first : last + 1])
+        ins, outs = tuple(window.ins.items()), self._outs(inside)
+        without = sum(map(self.size, {read for reads in saved for read in reads}))
+        if not outs or without <= window.bytes:
+            return list(run)
+        given = tuple(self.is_given(v) for v, _ in ins)
+        return [*run[:first], RematRegion(inside, ins, given, outs), *run[last + 1 :]]
+
+    def _saved_by(self, step: Step) -> list[Read]:
+        """What the derivative of a step saves, and the dtypes."""
+        if step.action is Action.ENTER:
+            if step.eqn.primitive.name == "custom_jvp_call":  # a mask, as that of a relu
+                return [(v, Storage.MASK) for v in step.eqn.outvars]
+            return [read for plan in step.plans for inner in plan.steps for read in self._saved_by(inner)]
+        if step.action is not Action.BIND:
+            return []
+        return [(v, HALF if step.half else FULL) for v in _saved(step.eqn) if tracked(v)]
+
+    def _best_start(self, run: Sequence[Step], saved: Sequence[list[Read]], first: int, last: int) -> int:
+        """Where a region up to `last` begins so that the least is stored; the earliest of equals."""
+        window = _Window(self, run, saved, first, last)
+        costs = {first: window.bytes}
+        for i in range(first - 1, max(first - _REACH, 0) - 1, -1):
+            window.extend_before(run[i], saved[i])
+            costs[i] = window.bytes
+        return min(costs, key=lambda i: (costs[i], i))
+
+    def _best_end(self, run: Sequence[Step], saved: Sequence[list[Read]], first: int, last: int) -> int:
+        """Where a region from `first` ends so that the least is stored; of equals, where the least comes out of it.
+
+        What comes out has a cotangent, which the backward pass holds as it enters the region: better half than float32.
+        """
+        window = _Window(self, run, saved, first, last)
+        costs = {last: window.bytes}
+        for i in range(last + 1, min(last + _REACH, len(run))):
+            window.extend_after(run[i], saved[i])
+            costs[i] = window.bytes
+        least = [i for i, cost in costs.items() if cost == min(costs.values())]
+        if len(least) == 1:
+            return least[0]
+        return min(least, key=lambda i: (sum(map(_bytes, self._outs(run[first : i + 1]))), i))
+
+    def is_given(self, v: Any) -> bool:
+        """Whether a value is an input of the program as it is, which is there anyway."""
+        return v in self.values and self.values[v].level == Level.INPUT
+
+    def size(self, read: Read) -> int:
+        """The bytes that it takes to store a value, if nothing else stores it."""
+        return 0 if read in self.stored or self.is_given(read[0]) else _bytes(read)
+
+    def _outs(self, steps: Sequence[Step]) -> tuple[Read, ...]:
+        inside = {id(step) for step in steps}
+        return tuple(
+            (v, storage)
+            for step in steps
+            if step.action is not Action.SKIP
+            for v in step.eqn.outvars
+            for storage in ((FULL, HALF) if v in self.values and tracked(v) else (TRACED,))
+            if any(reader not in inside for reader in self.readers.get((v, storage), ()))
+        )
+
+
+def _bytes(read: Read) -> int:
+    v, storage = read
+    if not compat.is_shaped(v.aval):
+        return 0
+    return compat.numel(v.aval) * _ITEMSIZE.get(storage, v.aval.dtype.itemsize)
+
+
+class _Window:
+    """A region that grows step by step, with the bytes that are stored with it."""
+
+    def __init__(self, stretches: _Stretches, run: Sequence[Step], saved: Sequence[list[Read]], first: int, last: int):
+        self.stretches = stretches
+        self.ins: dict[Any, Storage] = {}
+        self.bytes = 0
+        self._made: set[Any] = set()
+        self._counts: collections.Counter[Read] = collections.Counter()
+        for reads in saved:
+            self._add(reads)
+        for i in range(first, last + 1):
+            self.extend_after(run[i], saved[i])
+
+    def extend_before(self, step: Step, saved: Sequence[Read]) -> None:
+        """Takes in the step before the region."""
+        for v in step.eqn.outvars:
+            if v in self.ins:
+                self._remove([(v, self.ins.pop(v))])
+        self.extend_after(step, saved)
+
+    def extend_after(self, step: Step, saved: Sequence[Read]) -> None:
+        """Takes in the step after the region."""
+        if step.action is not Action.SKIP:
+            self._made.update(step.eqn.outvars)
+        for v, storage in step.touched:
+            if v not in self._made and v not in self.ins:
+                self.ins[v] = storage if storage == TRACED else self.stretches.values[v].storage
+                self._add([(v, self.ins[v])])
+        self._remove(saved)
+
+    def _add(self, reads: Sequence[Read]) -> None:
+        for read in reads:
+            self._counts[read] += 1
+            if self._counts[read] == 1:
+                self.bytes += self.stretches.size(read)
+
+    def _remove(self, reads: Sequence[Read]) -> None:
+        for read in reads:
+            self._counts[read] -= 1
+            if self._counts[read] == 0:
+                self.bytes -= self.stretches.size(read)

@@ -1,0 +1,253 @@
+"""Carrying out a plan: the program is issued again, equation by equation, with the casts that the plan asks for.
+
+It runs under whatever transformation is at work outside (`grad`, `vmap`, `jit`, ...), so derivatives are JAX's own
+derivatives of the program that is written here. First-order primitives are bound with their traced parameters;
+higher-order primitives go through JAX's public functions (`higher_order`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+
+from mpjax._jaxpr import compat
+from mpjax._jaxpr.primitives import MATMULS, Op, primitive
+from mpjax.casting import weight_gradients
+from mpjax.casting.classify import FLOAT32, tracked
+from mpjax.casting.lattice import FULL, HALF, TRACED, Inferred, Storage, storage_of
+from mpjax.casting.plan import Action, Plan, Step
+from mpjax.casting.remat import RematRegion
+
+Environment = dict[Any, Any]
+"""The value of each variable: a `Value` where it is float32, else the array itself."""
+
+
+class Value:
+    """A float32 value of the traced program: the array in float32 and in half, each made at its first reading."""
+
+    __slots__ = ("_arrays", "_half")
+
+    def __init__(self, half: np.dtype, full: Any = None, low: Any = None):
+        self._half = half
+        self._arrays = [full, low]
+
+    def __getitem__(self, storage: Storage) -> Any:
+        array = self._arrays[storage]
+        if array is None:
+            dtype = self._half if storage == HALF else FLOAT32
+            array = self._arrays[storage] = lax.convert_element_type(self._arrays[1 - storage], dtype)
+        return array
+
+    def add(self, storage: Storage, array: Any) -> None:
+        """Sets the array in a dtype."""
+        self._arrays[storage] = array
+
+    def has(self, storage: Storage) -> bool:
+        """Whether the array in a dtype was made."""
+        return self._arrays[storage] is not None
+
+
+def array_of(value: Any, storage: Storage) -> Any:
+    """The array of a value in a storage dtype."""
+    return value if storage == TRACED else value[storage]
+
+
+def value_of(array: Any, storage: Storage, half: np.dtype) -> Any:
+    """The value that has an array in a storage dtype."""
+    if storage == TRACED:
+        return array
+    return Value(half, full=array) if storage == FULL else Value(half, low=array)
+
+
+def values_of(arrays: Sequence[Any], inferred: Sequence[Inferred | None], half: np.dtype) -> list[Any]:
+    """The values of arrays that come out of a sub-jaxpr."""
+    return [value_of(array, storage_of(x), half) for array, x in zip(arrays, inferred, strict=True)]
+
+
+def arrays_of(values: Sequence[Any], inferred: Sequence[Inferred | None]) -> list[Any]:
+    """The arrays of values that go into or out of a sub-jaxpr."""
+    return [array_of(value, storage_of(x)) for value, x in zip(values, inferred, strict=True)]
+
+
+def run_closed(plan: Plan, jaxpr: Any, values: Sequence[Any]) -> list[Any]:
+    """Carries out the plan of a closed jaxpr, with the constants that it holds."""
+    return run(plan, compat.open_jaxpr(jaxpr).consts, values)
+
+
+def run(plan: Plan, consts: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+    """Carries out a plan.
+
+    Args:
+        plan: the plan.
+        consts: arrays, one for each constvar.
+        values: one for each input.
+
+    Returns:
+        The values of the outputs.
+    """
+    half = plan.setting.half
+    env: Environment = {}
+    for v, const in zip(plan.constvars, consts, strict=True):
+        env[v] = value_of(const, FULL if tracked(v) else TRACED, half)
+    env.update(zip(plan.invars, values, strict=True))
+    _run_steps(plan.steps, env, plan)
+    return [_operand(v, env, half) for v in plan.outvars]
+
+
+def _run_steps(steps: Sequence[Step | RematRegion], env: Environment, plan: Plan) -> None:
+    half, higher_order = plan.setting.half, plan.setting.higher_order
+    for step in steps:
+        if isinstance(step, RematRegion):
+            _run_region(step, env, plan)
+            continue
+        if step.action is Action.SKIP:
+            continue
+        eqn = step.eqn
+        if step.action is Action.ALIAS:
+            ((v,), (out,)) = eqn.invars, eqn.outvars
+            env[out] = env[v] if step.outs[0] is not None else env[v][HALF]
+            continue
+        with compat.EquationContext(eqn):
+            if step.action is Action.BIND:
+                outs = _bind(step, env, half)
+            else:
+                operands = [_operand(v, env, half) for v in eqn.invars]
+                outs = higher_order[eqn.primitive.name].issue(step, operands, plan, env)
+        env.update(zip(eqn.outvars, outs, strict=True))
+
+
+def _run_region(region: RematRegion, env: Environment, plan: Plan) -> None:
+    """Issues a rematerialisation region: the backward pass stores its inputs, and nothing that is made in it."""
+    half = plan.setting.half
+
+    def body(*arrays: Any) -> tuple[Any, ...]:
+        inside = {v: value_of(array, storage, half) for (v, storage), array in zip(region.ins, arrays, strict=True)}
+        _run_steps(region.steps, inside, plan)
+        return tuple(array_of(inside[v], storage) for v, storage in region.outs)
+
+    arrays = [_without_weak_type(array_of(env[v], storage)) for v, storage in region.ins]
+    outs = compat.checkpoint(body, arrays, _barriers(region, plan), _large_reductions)
+    for (v, storage), array in zip(region.outs, outs, strict=True):
+        if storage != TRACED and v in env:
+            env[v].add(storage, array)
+        else:
+            env[v] = value_of(array, storage, half)
+
+
+def _barriers(region: RematRegion, plan: Plan) -> bool | tuple[bool, ...]:
+    """For each input whether the backward pass may not share values with the forward pass.
+
+    The barrier is for what is made there. In a scan, whose two passes are two loops, it is only in the way of fusion,
+    and of parameters that are updated in place it makes copies.
+    """
+    if plan.setting.looped:
+        return False
+    if any(primitive(step.eqn.primitive.name).op is Op.ENTER for step in region.steps):
+        # A derivative rule that closes over an array adds inputs, for which JAX's remat then lacks flags.
+        return True
+    return tuple(not given for given in region.given)
+
+
+def _large_reductions(prim: Any, *avals: Any, axes: tuple[int, ...] = (), **_: Any) -> bool:
+    """Large reductions, whose outputs are negligible, are stored all the same.
+
+    To recompute the statistics of a batch would read all of it once more. Those of a row or a feature vector come with
+    the rest, in the kernel that reads the row anyway.
+    """
+    if not prim.name.startswith("reduce_"):
+        return False
+    shape = avals[0].shape
+    return all(isinstance(n, int) for n in shape) and math.prod(shape[axis] for axis in axes) > 1024
+
+
+def _without_weak_type(x: Any) -> Any:
+    """The array without its weak type: a remat's input loses it in its cotangent, a cast's keeps it."""
+    weak = getattr(jax.typeof(x), "weak_type", False)
+    return lax.convert_element_type(x, x.dtype) if weak and jax.numpy.issubdtype(x.dtype, np.floating) else x
+
+
+def _operand(v: Any, env: Mapping[Any, Any], half: np.dtype) -> Any:
+    if not isinstance(v, compat.Literal):
+        return env[v]
+    return Value(half, full=v.val) if tracked(v) else v.val
+
+
+def _read(v: Any, storage: Storage, env: Mapping[Any, Any], half: np.dtype) -> Any:
+    if not isinstance(v, compat.Literal):
+        return array_of(env[v], storage)
+    if storage != HALF:
+        return v.val
+    with np.errstate(over="ignore"):  # A mask of -1e38 becomes -inf, as in a cast on the device.
+        return np.asarray(v.val).astype(half)[()]
+
+
+def _bind(step: Step, env: Mapping[Any, Any], half: np.dtype) -> Sequence[Any]:
+    eqn = step.eqn
+    args = [_read(v, storage, env, half) for v, storage in zip(eqn.invars, step.reads, strict=True)]
+    params = eqn.primitive.get_bind_params(eqn.params)
+    if step.spread:
+        shape = eqn.outvars[0].aval.shape
+        if eqn.primitive.name == "mul" and len(step.spread) == 1:
+            (i,) = step.spread
+            low = env[eqn.invars[i]][HALF]
+            return [value_of(_scaled(args[1 - i], args[i], weight_gradients.detached.bind(low)), HALF, half)]
+        for i in step.spread:
+            args[i] = _broadcast(args[i], shape, half)
+    if step.half and eqn.primitive.name in MATMULS:
+        params = _matmul_params(params, half)
+    if step.parameters:
+        full = [env[v][FULL] if i in step.parameters else args[i] for i, v in enumerate(eqn.invars[:2])]
+        outs = weight_gradients.matmul(eqn.primitive, params, args, full)
+    else:
+        outs = eqn.primitive.bind(*args, **params)
+    if not eqn.primitive.multiple_results:
+        outs = (outs,)
+    return values_of(outs, step.outs, half)
+
+
+def _matmul_params(params: dict[str, Any], half: np.dtype) -> dict[str, Any]:
+    """The parameters of a matmul that runs in half."""
+    changed: dict[str, Any] = {}
+    if params.get("preferred_element_type") is not None:
+        changed["preferred_element_type"] = half
+    if compat.is_algorithm(params.get("precision")):
+        changed["precision"] = None  # An algorithm for float32, which a rule of the user's overrides.
+    return {**params, **changed} if changed else params
+
+
+def _broadcast(x: Any, shape: tuple[int, ...], half: np.dtype) -> Any:
+    """Broadcasts in float32 and then casts, so that the derivative sums in float32."""
+    offset = len(shape) - x.ndim
+    wide = lax.broadcast_in_dim(x, shape, tuple(range(offset, len(shape))))
+    return lax.convert_element_type(wide, half)
+
+
+@jax.custom_jvp
+def _scaled(x: Any, factor: Any, low: Any) -> Any:
+    """`x * low`, where `low` is the half of a smaller `factor` whose gradient is summed in float32.
+
+    Broadcasting the factor before the product would do, but store it at full size for the backward pass.
+    """
+    return lax.mul(x, low)
+
+
+def _scaled_jvp(primals: Any, tangents: Any) -> Any:
+    (x, _, low), (dx, dfactor, _) = primals, tangents
+    parts = []
+    if type(dx) is not SymbolicZero:
+        parts.append(lax.mul(dx, low))
+    if type(dfactor) is not SymbolicZero:
+        parts.append(lax.mul(x, _broadcast(dfactor, x.shape, x.dtype)))
+    out = lax.mul(x, low)
+    if not parts:
+        return out, jax.custom_derivatives.zero_from_primal(out, symbolic_zeros=True)
+    return out, parts[0] if len(parts) == 1 else lax.add(*parts)
+
+
+_scaled.defjvp(_scaled_jvp, symbolic_zeros=True)

@@ -1,0 +1,129 @@
+"""Backward analysis: the consumers of each value.
+
+Each value gets a set of uses, from its consumers back to it. They say whether anything gains from having the value in
+half; where nothing does (the loss, the final softmax), it stays in float32.
+"""
+
+from __future__ import annotations
+
+import enum
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from mpjax._jaxpr import compat
+from mpjax._jaxpr.primitives import Op, primitive
+from mpjax.casting.classify import Listing, Setting, classify, tracked
+from mpjax.casting.derivative_rules import closed_over
+
+
+class Use(enum.IntFlag):
+    """How the consumers of a value read it."""
+
+    NONE = 0
+    READ = 1  # Something reads it.
+    FLOAT = 2  # Something reads it in float32.
+    MAY_HALF = 4  # An operation of any dtype reads it, on the way to one that runs in half.
+    HALF = 8  # An operation that runs in half reads it, as it is or after moves.
+    RETURNED = 16  # The function returns it as it is.
+    ANY_HALF = MAY_HALF | HALF
+
+    # Python's own flag arithmetic is slow enough to show in trace times.
+    def __or__(self, other: int) -> Use:
+        return _FLAGS[int.__or__(self, other)]
+
+    def __and__(self, other: int) -> Use:
+        return _FLAGS[int.__and__(self, other)]
+
+    def __bool__(self) -> bool:
+        return int.__bool__(self)
+
+    def without(self, other: Use) -> Use:
+        """These uses but those."""
+        return _FLAGS[int.__and__(self, 31 - other)]
+
+
+_FLAGS = [Use(i) for i in range(32)]
+RESULT = Use.READ | Use.FLOAT | Use.RETURNED
+
+
+class Uses(NamedTuple):
+    """The uses of a jaxpr's values, the listing of each equation, and the uses of its inputs."""
+
+    of: dict[Any, Use]
+    listings: tuple[Listing, ...]
+    inputs: tuple[Use, ...]
+
+
+_cache: weakref.WeakKeyDictionary[Any, dict[Any, Uses]] = weakref.WeakKeyDictionary()
+
+
+def uses(jaxpr: Any, wanted: tuple[Use, ...], setting: Setting) -> Uses:
+    """The uses of each value of a jaxpr, given those of its outputs."""
+    jaxpr = compat.open_jaxpr(jaxpr).jaxpr
+    known = _cache.setdefault(jaxpr, {})
+    key = (wanted, setting)
+    if key not in known:
+        known[key] = _uses(jaxpr, wanted, setting)
+    return known[key]
+
+
+def _uses(jaxpr: Any, wanted: tuple[Use, ...], setting: Setting) -> Uses:
+    of: dict[Any, Use] = {}
+
+    def add(v: Any, use: Use) -> None:
+        if not isinstance(v, compat.Literal):
+            of[v] = of.get(v, Use.NONE) | use
+
+    for v, use in zip(jaxpr.outvars, wanted, strict=True):
+        # A sub-jaxpr returns what nothing reads, too, so it must be computed.
+        add(v, use | Use.READ)
+    listings = []
+    for eqn in reversed(jaxpr.eqns):
+        listing = classify(eqn, setting)
+        listings.append(listing)
+        outs = [of.get(v, Use.NONE) for v in eqn.outvars]
+        if not any(outs) and not eqn.effects:
+            continue  # Nothing reads it.
+        for v in closed_over(jaxpr, eqn) if listing.op is Op.ENTER else ():
+            add(v, Use.READ | Use.FLOAT if tracked(v) else Use.READ)
+        for v, use in zip(eqn.invars, _of_operands(eqn, outs, listing, setting), strict=True):
+            add(v, use if tracked(v) else Use.READ)
+    return Uses(of, tuple(reversed(listings)), tuple(of.get(v, Use.NONE) for v in jaxpr.invars))
+
+
+def _of_operands(eqn: Any, outs: Sequence[Use], listing: Listing, setting: Setting) -> Sequence[Use]:
+    if listing.op is Op.ENTER:
+        inside = setting.inside(eqn, listing.region)
+        found = setting.higher_order[eqn.primitive.name].uses(eqn, tuple(outs), inside)
+        # An operand that the sub-jaxpr does not read is handed to it all the same.
+        return [Use.READ | use for use in found]
+    use = _of_operand(listing, outs)
+    if listing.op is Op.INFER:
+        if primitive(eqn.primitive.name).join:
+            use = Use.READ | outs[0]
+        if follows_one_value(eqn):
+            # A norm's output that an activation takes to a matmul is half before the activation.
+            use = use | outs[0] & Use.HALF
+    return [use] * len(eqn.invars)
+
+
+def _of_operand(listing: Listing, outs: Sequence[Use]) -> Use:
+    """The use that a first-order equation makes of its operands."""
+    out = Use.NONE
+    for use in outs:
+        out = out | use
+    if listing.op is Op.ALLOW:
+        return Use.READ | Use.HALF
+    if listing.op is Op.MOVE:
+        return Use.READ | out
+    if listing.op is Op.INFER:
+        return Use.READ | (Use.MAY_HALF if out & Use.ANY_HALF else Use.FLOAT)
+    if listing.op is Op.WIDE:
+        return Use.READ | Use.FLOAT | (Use.MAY_HALF if out & Use.ANY_HALF else Use.NONE)
+    return Use.READ | Use.FLOAT
+
+
+def follows_one_value(eqn: Any) -> bool:
+    """Whether an equation follows one float value: relu, but not the difference from a mean."""
+    return len({v for v in eqn.invars if not isinstance(v, compat.Literal) and tracked(v)}) == 1

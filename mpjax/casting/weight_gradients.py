@@ -1,0 +1,201 @@
+"""Matmuls whose weight gradients leave them in float32, straight from the Tensor Core's accumulator.
+
+JAX's derivative of `dot(x, half(w))` makes the gradient of `half(w)`, in half, and widens it afterwards: it can
+underflow or overflow there, and data parallelism sums it in half. Here a matmul of half operands gets a derivative of
+its own
+
+    out     = dot(half(x), half(w))
+    d out   = dot(half(dx), half(w)) + dot(half(x), half(dw))
+    grad w  = dot(half(x), d out) → float32      grad x = dot(d out, half(w)) → half
+
+with respect to the float32 parameter `w` itself, so the backward pass also reads `w` and not a stored half copy. It is
+made of three primitives, so that every transformation works on it: `detached` is the identity without a derivative,
+`result` the identity on `out` with the derivative above, `tangent` the matmul of that derivative.
+
+Source: the float32 accumulation and output of Tensor Cores, Micikevicius et al., "Mixed Precision Training", ICLR 2018.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from mpjax._jaxpr import compat
+
+detached = Primitive("detached")
+result = Primitive("matmul_result")
+tangent = Primitive("matmul_tangent")
+
+
+def matmul(primitive: Any, params: dict[str, Any], halves: Sequence[Any], operands: Sequence[Any]) -> Any:
+    """Binds a matmul or convolution of half operands.
+
+    Args:
+        primitive: `dot_general`, `conv_general_dilated` or `ragged_dot_general`.
+        params: its parameters.
+        halves: its arrays, in half.
+        operands: its two operands as they are stored: a parameter in float32, an activation in half.
+
+    Returns:
+        Its result, in half.
+    """
+    if compat.under_jet():
+        return primitive.bind(*halves, **params)
+    rest = halves[2:]
+    out = primitive.bind(*map(detached.bind, halves[:2]), *rest, **params)
+    varied = compat.vary_alike(out, operands)
+    return result.bind(out, *varied, *rest, matmul=primitive, half=np.dtype(out.dtype), **params)
+
+
+def _apply(a: Any, b: Any, *rest: Any, matmul: Any, half: np.dtype, **params: Any) -> Any:
+    return matmul.bind(_cast(a, half), _cast(b, half), *rest, **params)
+
+
+def _cast(x: Any, half: np.dtype) -> Any:
+    return x if x.dtype == half else lax.convert_element_type(x, half)
+
+
+def _result_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
+    return result.bind(*primals, **params), _tangent_of(primals[1:], tangents[1:], primals[0], params)
+
+
+def _tangent_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
+    out = tangent.bind(*primals, **params)
+    return out, _tangent_of(primals, tangents, out, params)
+
+
+def _tangent_of(operands: Sequence[Any], tangents: Sequence[Any], out: Any, params: dict[str, Any]) -> Any:
+    """The tangent of a matmul with the result `out`."""
+    (a, b, *rest), (da, db, *_) = operands, tangents
+    parts = []
+    if type(da) is not ad.Zero:
+        parts.append(tangent.bind(da, b, *rest, **params))
+    if type(db) is not ad.Zero:
+        parts.append(tangent.bind(a, db, *rest, **params))
+    if not parts:
+        return compat.zero_tangent(out)
+    return parts[0] if len(parts) == 1 else ad.add_jaxvals(*parts)
+
+
+def _tangent_transpose(ct: Any, *operands: Any, matmul: Any, half: np.dtype, **params: Any) -> Sequence[Any]:
+    which = 0 if ad.is_undefined_primal(operands[0]) else 1
+    aval = operands[which].aval
+    known = [x if ad.is_undefined_primal(x) else _cast(x, half) for x in operands[:2]]
+    if aval.dtype != half:
+        params["preferred_element_type"] = aval.dtype
+    found = compat.bilinear_transpose(matmul, ct, (*known, *operands[2:]), which, params)
+    found = compat.with_weak_type(found, aval)
+    return [found if i == which else None for i in range(len(operands))]
+
+
+def _result_transpose(ct: Any, out: Any, *operands: Any, **params: Any) -> Sequence[Any]:
+    # Where the program itself is linear: the map goes through the operands, as its derivative does.
+    return [None, *_tangent_transpose(ct, *operands, **params)]
+
+
+# Batching. A matmul and a convolution stay one operation, whose weight gradient sums over the batch in float32; where
+# that can't be, the derivative is JAX's own, in half.
+
+
+def _result_batch(args: Sequence[Any], dims: Sequence[Any], *, matmul: Any, half: Any, **params: Any) -> Any:
+    (out, *operands), (out_dim, *dims) = args, dims
+    batched = _batched(matmul, operands, dims, params) if out_dim is not None else None
+    if batched is None:
+        return _native(operands, dims, matmul, half, params)
+    operands, params, dim, folded = batched
+    out = jnp.moveaxis(out, out_dim, dim)
+    found = result.bind(_fold(out, dim, folded), *operands, matmul=matmul, half=half, **params)
+    return found.reshape(out.shape) if folded else found, dim
+
+
+def _tangent_batch(args: Sequence[Any], dims: Sequence[Any], *, matmul: Any, half: Any, **params: Any) -> Any:
+    batched = _batched(matmul, args, dims, params)
+    if batched is None:
+        return _native(args, dims, matmul, half, params)
+    operands, params, dim, folded = batched
+    found = tangent.bind(*operands, matmul=matmul, half=half, **params)
+    return _unfold(found, dim, folded) if folded else found, dim
+
+
+def _native(operands: Sequence[Any], dims: Sequence[Any], matmul: Any, half: Any, params: dict[str, Any]) -> Any:
+    fun = functools.partial(_apply, matmul=matmul, half=half, **params)
+    return jax.vmap(fun, tuple(dims))(*operands), 0
+
+
+def _batched(matmul: Any, operands: Sequence[Any], dims: Sequence[Any], params: dict[str, Any]) -> Any:
+    """Operands, parameters, the batch dimension of the result and the size that was folded into it, if any."""
+    a_dim, b_dim = dims[:2]
+    if matmul is lax.dot_general_p and params.get("out_sharding") is None:
+        return _batched_dot(operands, a_dim, b_dim, params)
+    folds = b_dim is None and a_dim is not None and params.get("batch_group_count") == 1
+    if matmul is lax.conv_general_dilated_p and folds:
+        return _batched_conv(operands, a_dim, params)
+    return None
+
+
+def _batched_dot(operands: Sequence[Any], a_dim: int | None, b_dim: int | None, params: dict[str, Any]) -> Any:
+    a, b = operands
+    (contract, batch) = params["dimension_numbers"]
+    if a_dim is not None and b_dim is not None:
+        a, b = jnp.moveaxis(a, a_dim, 0), jnp.moveaxis(b, b_dim, 0)
+        shifted = [tuple(d + 1 for d in side) for side in (*contract, *batch)]
+        numbers = ((shifted[0], shifted[1]), ((0, *shifted[2]), (0, *shifted[3])))
+        return (a, b), {**params, "dimension_numbers": numbers}, 0, 0
+    sides: list[Any] = list(zip(contract, batch, strict=True))
+    which, dim = (0, a_dim) if a_dim is not None else (1, b_dim)
+    assert dim is not None
+    sides[which] = [tuple(d + (d >= dim) for d in part) for part in sides[which]]
+    taken = {d for part in sides[which] for d in part}
+    free = [d for d in range((a, b)[which].ndim) if d not in taken].index(dim)
+    if which == 1:
+        free += a.ndim - len(contract[0]) - len(batch[0])
+    numbers = ((sides[0][0], sides[1][0]), (sides[0][1], sides[1][1]))
+    return (a, b), {**params, "dimension_numbers": numbers}, len(batch[0]) + free, 0
+
+
+def _batched_conv(operands: Sequence[Any], dim: int, params: dict[str, Any]) -> Any:
+    images, kernel = operands
+    numbers = params["dimension_numbers"]
+    place = numbers.lhs_spec[0]
+    images = jnp.moveaxis(images, dim, place)
+    size = images.shape[place]
+    return (_fold(images, place, size), kernel), params, numbers.out_spec[0], size
+
+
+def _fold(x: Any, dim: int, size: int) -> Any:
+    """Merges a dimension with the next (`size` 0: does nothing)."""
+    return x.reshape(*x.shape[:dim], -1, *x.shape[dim + 2 :]) if size else x
+
+
+def _unfold(x: Any, dim: int, size: int) -> Any:
+    return x.reshape(*x.shape[:dim], size, -1, *x.shape[dim + 1 :])
+
+
+detached.def_impl(lambda x: x)
+detached.def_abstract_eval(lambda x: x)
+mlir.register_lowering(detached, lambda ctx, x: [x])
+ad.primitive_jvps[detached] = lambda primals, tangents: (detached.bind(*primals), compat.zero_tangent(primals[0]))
+ad.primitive_transposes[detached] = lambda ct, x: [None]  # Unlike `lax.stop_gradient`, in a linear program too.
+batching.primitive_batchers[detached] = lambda args, dims: (detached.bind(*args), dims[0])
+
+result.def_impl(lambda out, *_, **__: out)
+result.def_abstract_eval(lambda out, *_, **__: out)
+mlir.register_lowering(result, lambda ctx, out, *_, **__: [out])
+ad.primitive_jvps[result] = _result_jvp
+ad.primitive_transposes[result] = _result_transpose
+batching.primitive_batchers[result] = _result_batch
+
+tangent.def_impl(_apply)
+tangent.def_abstract_eval(compat.abstract_eval_of(_apply))
+mlir.register_lowering(tangent, mlir.lower_fun(_apply, multiple_results=False))
+ad.primitive_jvps[tangent] = _tangent_jvp
+ad.primitive_transposes[tangent] = _tangent_transpose
+batching.primitive_batchers[tangent] = _tangent_batch

@@ -1,0 +1,110 @@
+"""A look at one turn of one equation: the ranges of its operands, and an element of its result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpjax._jaxpr.interpreter import Block, Key, Place, Probe, is_inexact, widened
+
+
+def at_turn(turn: Sequence[Any], target: Sequence[int]) -> Any:
+    """Whether the loops around an equation are at one turn."""
+    hit = jnp.asarray(True)
+    for now, then in zip(turn, target, strict=True):
+        hit &= now == then
+    return hit
+
+
+class PointProbe(Probe):
+    """Takes the ranges at one turn of one equation.
+
+    Args:
+        target: the equation.
+        turn: for each loop around it, how many turns came before.
+        element: the result, its flat index in it and the device to look at; None for the first that is not finite.
+        wide: whether the program runs in float32, so that its values are float32's.
+    """
+
+    def __init__(self, target: Place, turn: Sequence[int], element: Any = None, wide: bool = False):
+        self.target, self.turn, self.element, self.wide = target, turn, element, wide
+
+    def equation(
+        self, place: Place, turn: Sequence[Any], ins: Sequence[Any], outs: Sequence[Any], again: Callable[..., Any]
+    ) -> dict[Key, Any]:
+        if place.number != self.target.number:
+            return {}
+        return {("point",): (at_turn(turn, self.turn), self._note(ins, outs, again))}
+
+    def _note(self, ins: Sequence[Any], outs: Sequence[Any], again: Callable[..., Any]) -> Any:
+        floats = [out for out in outs if is_inexact(out)]
+        counts = jnp.stack([jnp.sum(~jnp.isfinite(out), dtype=jnp.int32) for out in floats])
+        firsts = jnp.stack([jnp.argmax(~jnp.isfinite(out).ravel()).astype(jnp.int32) for out in floats])
+        which = jnp.argmax(counts > 0).astype(jnp.int32)
+        index, device = firsts[which], jnp.asarray(self.device(), jnp.int32)
+        chosen = counts[which] > 0
+        if self.element is not None:
+            which, index, where = self.element
+            chosen = device == where
+        wide = floats if self.wide else [x for x in again([widened(x) for x in ins]) if is_inexact(x)]
+        return {
+            "chosen": chosen,
+            "index": jnp.stack([which, index, device]),
+            "count": counts[which],
+            "value": _at(floats, which, index),
+            "float32": _at(wide, which, index),
+            "operands": jnp.stack([_operand_at(x, floats[0].shape, index) for x in ins]),
+            "ranges": [_range(x) for x in ins if is_inexact(x)],
+        }
+
+    def keys(self, block: Block) -> Sequence[Key]:
+        return (("point",),) if block.start <= self.target.number < block.end else ()
+
+    def empty(self, key: Key) -> Any:
+        eqn = self.target.site.eqn
+        ranges = [np.full(4, np.nan, np.float32) for v in eqn.invars if is_inexact(v)]
+        nothing, operands = np.float32(np.nan), np.full(len(eqn.invars), np.nan, np.float32)
+        note = {
+            "chosen": False,
+            "index": np.zeros(3, np.int32),
+            "count": np.int32(0),
+            "value": nothing,
+            "float32": nothing,
+        }
+        return jax.tree.map(jnp.asarray, (False, {**note, "operands": operands, "ranges": ranges}))
+
+    def merge(self, key: Key, a: Any, b: Any) -> Any:
+        later = b[0] & (b[1]["chosen"] | ~a[0] | ~a[1]["chosen"])
+        return jax.tree.map(lambda x, y: jnp.where(later, y, x), a, b)
+
+
+def _at(arrays: Sequence[Any], which: Any, index: Any) -> Any:
+    """An element of one of several arrays, as a float32."""
+    values = [_real(x).ravel()[jnp.minimum(index, x.size - 1)] if x.size else jnp.float32(jnp.nan) for x in arrays]
+    return jnp.stack(values)[which]
+
+
+def _operand_at(x: Any, shape: tuple[int, ...], index: Any) -> Any:
+    """The element of an operand of an elementwise operation that an element of the result was made from."""
+    if not hasattr(x, "shape") or not jnp.issubdtype(jnp.result_type(x), jnp.number):
+        return jnp.float32(jnp.nan)
+    if jnp.shape(x) == shape:
+        return _real(x).ravel()[index]
+    return _real(x) if jnp.ndim(x) == 0 else jnp.float32(jnp.nan)
+
+
+def _real(x: Any) -> Any:
+    return jnp.real(x).astype(jnp.float32)
+
+
+def _range(x: Any) -> Any:
+    """Smallest, largest, smallest nonzero size of the finite elements, and the number of others."""
+    finite, x = jnp.isfinite(x), _real(x)
+    size = jnp.where(finite & (x != 0), jnp.abs(x), jnp.inf)
+    low = jnp.min(x, where=finite, initial=jnp.inf)
+    high = jnp.max(x, where=finite, initial=-jnp.inf)
+    return jnp.stack([low, high, jnp.min(size, initial=jnp.inf), jnp.sum(~finite).astype(jnp.float32)])

@@ -1,0 +1,70 @@
+"""Which fault, and which of its elements, reaches a result: the program is run again with the others made finite."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from mpjax._jaxpr.interpreter import Place, Probe, is_inexact
+from mpjax.inspection.nonfinite.point import at_turn
+from mpjax.inspection.nonfinite.provenance import Origin
+
+# Runs the program with a probe and replaced results; gives whether a check failed, and the codes of the results.
+Runs = Callable[[Any, Any], tuple[bool, Sequence[int]]]
+
+
+def healed(probe: Probe, origins: Sequence[Origin], lows: Sequence[Any], highs: Sequence[Any]) -> Callable[..., Any]:
+    """A `Run`'s `replace`: the faults' elements become 1, except those with a position from `low` to `high`.
+
+    The position of an element is its flat index, after the elements of all devices before its own.
+    """
+
+    def replace(place: Place, turn: Sequence[Any], outs: Sequence[Any]) -> Sequence[Any]:
+        for i, origin in enumerate(origins):
+            if origin.number == place.number:
+                outs = [_healed(probe, x, at_turn(turn, origin.turn), lows[i], highs[i]) for x in outs]
+        return outs
+
+    return replace
+
+
+def _healed(probe: Probe, x: Any, hit: Any, low: Any, high: Any) -> Any:
+    if not is_inexact(x):
+        return x
+    position = jnp.arange(x.size, dtype=jnp.int32).reshape(x.shape) + probe.device() * x.size
+    kept = (position >= low) & (position < high)
+    return jnp.where(hit & ~kept & ~jnp.isfinite(x), jnp.ones((), x.dtype), x)
+
+
+def reaching(count: int, sizes: Sequence[int], run: Runs) -> tuple[int, int] | None:
+    """The first of some faults that reaches a result by itself, and the position of its first element that does.
+
+    Args:
+        count: how many faults.
+        sizes: how many positions each has.
+        run: given for each fault the positions from which and up to which its elements stay as they are.
+
+    Returns:
+        The fault's index and the position; None if no fault reaches a result by itself.
+    """
+    none = np.zeros(count, np.int32)
+    without = run(none, none)
+
+    def reaches(fault: int, high: int) -> bool:
+        highs = none.copy()
+        highs[fault] = high
+        failed, codes = run(none, highs)
+        return (failed and not without[0]) or any(c and not w for c, w in zip(codes, without[1], strict=True))
+
+    for fault, size in enumerate(sizes):
+        if not reaches(fault, size):
+            continue
+        low, high = 0, size
+        while high - low > 1:  # reaches(high) holds, reaches(low) does not
+            middle = (low + high) // 2
+            low, high = (low, middle) if reaches(fault, middle) else (middle, high)
+        return fault, high - 1
+    return None

@@ -1,0 +1,114 @@
+"""What `find_nonfinite` found: the operation, its operands, the element, and what follows."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+from mpjax.inspection.reports import Report, Section
+
+
+@dataclasses.dataclass(frozen=True)
+class OperandRange:
+    """The range of an array.
+
+    Args:
+        dtype, shape: of the array.
+        min, max: over its finite elements; inf and -inf if there are none.
+        min_nonzero: the smallest size of a nonzero finite element; inf if there are none.
+        nonfinite: how many elements are inf or NaN.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    min: float
+    max: float
+    min_nonzero: float
+    nonfinite: int
+
+    def __str__(self) -> str:
+        shape = f"{self.dtype}[{','.join(map(str, self.shape))}]"
+        text = f"{shape} in [{self.min:.4g}, {self.max:.4g}]"
+        if self.min > self.max:
+            text = f"{shape} with no finite element"
+        elif math.isfinite(self.min_nonzero):
+            text += f", smallest nonzero {self.min_nonzero:.3g}"
+        return text + (f", {self.nonfinite} inf or NaN" if self.nonfinite else "")
+
+
+@dataclasses.dataclass(frozen=True)
+class NonFinite(Report):
+    """Where an inf or NaN came from; `print` it.
+
+    Args:
+        primitive: the operation, in JAX's name; `"argument"` if it was in what the function was given.
+        module: module path, from named scopes.
+        source: the line, `file.py:12`.
+        kind: `"inf"` or `"nan"`, of the first such element.
+        verdict: what the same point gives in float32, and what follows from it.
+        direction: `"forward"` or `"backward"`; what a remat computes again is forward.
+        iteration: the index in the loop around it (in `scan`'s own order of its inputs), of nested loops all,
+            outermost first; None outside loops.
+        inputs: the ranges of its floating inputs.
+        output: dtype and shape of its result, as `float16[8,4]`.
+        count: how many elements of the result are inf or NaN.
+        element: the index of the first of them that reaches the result; inside `shard_map`, on its device.
+        batch_element: the index in the batch, if the result's leading axis is taken for the batch (see
+            `find_nonfinite`).
+        float32_value: that element in float32; None if it was not reached there.
+        argument: the tree path of the argument that held it, if one did.
+        device: inside `shard_map`, the coordinates of the device, as `data=2`.
+    """
+
+    primitive: str
+    module: str
+    source: str
+    kind: str
+    verdict: str
+    direction: str = "forward"
+    iteration: int | tuple[int, ...] | None = None
+    inputs: tuple[OperandRange, ...] = ()
+    output: str = ""
+    count: int = 0
+    element: tuple[int, ...] = ()
+    batch_element: int | None = None
+    float32_value: float | None = None
+    argument: str | None = None
+    device: str | None = None
+
+    @property
+    def title(self) -> str:
+        """The page's title."""
+        return f"{'inf' if self.kind == 'inf' else 'NaN'} found"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report for programs."""
+        return {"found": dataclasses.asdict(self)}
+
+    def table(self) -> list[dict[str, Any]]:
+        """One row, without the operands."""
+        return [{name: value for name, value in dataclasses.asdict(self).items() if name != "inputs"}]
+
+    def failure(self, **checks: Any) -> str:
+        """Finding one is what the command line exits with 1 for."""
+        return self.title
+
+    def sections(self) -> list[Section]:
+        """The report for people."""
+        return [Section("", self._text())]
+
+    def _text(self) -> str:
+        what = "inf" if self.kind == "inf" else "NaN"
+        if self.argument is not None:
+            return f"{what} in {self.argument}: {self.verdict}"
+        where = f"{self.primitive} at {self.source or 'an unknown line'}"
+        lines = [
+            f"{what} made by {where}, module {self.module or '-'}, {self.direction} pass"
+            + (f", iteration {self.iteration}" if self.iteration is not None else ""),
+            f"  {self.verdict}",
+            f"  output {self.output}: {self.count} inf or NaN, the first that reaches the result is {self.element}"
+            + (f" of device {self.device}" if self.device else "")
+            + (f", batch element {self.batch_element}" if self.batch_element is not None else ""),
+        ]
+        return "\n".join([*lines, *(f"  input {i}: {operand}" for i, operand in enumerate(self.inputs))])

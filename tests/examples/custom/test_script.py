@@ -1,0 +1,39 @@
+"""The script that is there to be copied: it has what the others have."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from examples.custom.__main__ import main
+
+FLAGS = ["--epochs", "2", "--devices", "2", "--batch-size", "64"]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    output = tmp_path_factory.mktemp("runs") / "run"
+    assert main([*FLAGS, "--output", str(output), "--export", "bfloat16"]) == 0
+    return output
+
+
+def test_own_task_learns_and_exports(trained):
+    summary = json.loads((trained / "summary.json").read_text())
+    assert summary["test_accuracy"] > 0.8
+    assert summary["export_test_accuracy"] > 0.8
+    assert summary["devices"] == 2
+
+
+def test_own_task_goes_on_in_another_precision(trained, capsys):
+    flags = ["--epochs", "3", "--devices", "2", "--batch-size", "64", "--output", str(trained), "--resume"]
+    assert main([*flags, "--policy", "O2"]) == 0
+    assert "from policy mixed_float16 to O2" in capsys.readouterr().out
+
+
+def test_own_task_is_compared_and_audited(trained, tmp_path, capsys):
+    compare = ["--compare", "float32,mixed_float16", "--num-iter", "2", "--output", str(tmp_path / "both")]
+    assert main([*FLAGS, *compare, "--init-from", str(trained)]) == 0
+    assert "test accuracy |" in (tmp_path / "both" / "comparison.md").read_text()
+    assert main([*FLAGS, "--audit"]) == 0
+    assert "float16" in capsys.readouterr().out
