@@ -20,7 +20,7 @@ from mpjax.inspection.audit.dataflow import Flow, flow_of
 from mpjax.inspection.audit.matmuls import casts_of, findings_of, matmuls_of
 from mpjax.inspection.audit.report import PrecisionReport as PrecisionReport
 from mpjax.inspection.audit.residuals import residuals_of
-from mpjax.inspection.audit.risks import risks_of
+from mpjax.inspection.audit.risks import overflowing_casts, overflows_of, risks_of
 from mpjax.inspection.audit.roofline import kernel_costs
 
 
@@ -57,17 +57,18 @@ def audit(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> PrecisionReport
 
     Source: the checks are those of NVIDIA's DLProf and PyProf, and of its guide "Train With Mixed Precision".
     """
-    program = traced_call(fun, args, kwargs)
+    with overflowing_casts() as lines:
+        program = traced_call(fun, args, kwargs)
     sites = list(walk(program.jaxpr))
     flow = flow_of(program.jaxpr)
-    matmuls = matmuls_of(sites)
+    matmuls = matmuls_of(sites, flow)
     residuals, notes = _residuals(program, flow, sites)
     communication, unknown = _communication(fun, args, kwargs, sites)
     return PrecisionReport(
         name=getattr(fun, "__name__", type(fun).__name__),
         matmuls=matmuls,
         findings=findings_of(matmuls),
-        risks=risks_of(flow),
+        risks=(*overflows_of(lines), *risks_of(flow)),
         residuals=residuals,
         casts=casts_of(sites),
         kernels=tuple(kernel_costs(flow)),

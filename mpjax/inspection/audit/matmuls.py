@@ -10,7 +10,9 @@ from typing import Any
 import jax.numpy as jnp
 
 from mpjax._jaxpr.flops import is_weight_gradient
+from mpjax._jaxpr.primitives import MATMULS, Op, primitive
 from mpjax._jaxpr.walk import Site
+from mpjax.inspection.audit.dataflow import Flow, Node, Value
 from mpjax.inspection.reports import amount
 
 ALIGNMENT = 8
@@ -42,7 +44,8 @@ class Matmul:
         count: how many times it runs.
         flops: of all runs together, a multiply and an add counting two.
         dimensions: of the matrix product that it is: M, N and K; of a convolution, the channels too.
-        precision: JAX's `precision`, if it is higher than the default.
+        precision: JAX's `precision` or the dot algorithm, if it is not the default; `jax_default_matmul_precision`
+            counts.
     """
 
     module: str
@@ -60,25 +63,98 @@ class Matmul:
 
     @property
     def dtype(self) -> str:
-        """The operands' dtype; both, as `float16/float32`, if they differ."""
-        return "/".join(dict.fromkeys(self.dtypes))
+        """The operands' dtype; both, as `float16/float32`, if they differ; with the precision, if it is another."""
+        operands = "/".join(dict.fromkeys(self.dtypes))
+        return f"{operands} as {_multiplied(self.precision)}" if _multiplied(self.precision) else operands
 
     @property
     def is_half(self) -> bool:
-        """Whether all operands have 16 bits or fewer."""
+        """Whether the multiplications are of 16 bits or fewer."""
+        if _multiplied(self.precision):
+            return self.precision.startswith(("F16_", "BF16_", "ANY_F8_")) and "_X" not in self.precision
         return all(jnp.dtype(dtype).itemsize <= 2 for dtype in self.dtypes)
 
 
-def matmuls_of(sites: Iterable[Site]) -> tuple[Matmul, ...]:
-    """The rows of a program's matmuls and convolutions on real floating numbers."""
+_SHORT = {
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "TF32": "tfloat32",
+    "F32": "float32",
+    "F64": "float64",
+    "ANY_F8": "float8",
+}
+
+
+def _multiplied(precision: str) -> str:
+    """The dtype of the multiplications that a dot algorithm has; empty for a `Precision`.
+
+    Example:
+        >>> _multiplied("TF32_TF32_F32"), _multiplied("BF16_BF16_F32_X3"), _multiplied("HIGHEST")
+        ('tfloat32', 'bfloat16×3', '')
+    """
+    name, _, times = precision.partition("_X")
+    short = next((text for prefix, text in _SHORT.items() if name.startswith(f"{prefix}_")), "")
+    return f"{short}×{times}" if short and times else short
+
+
+def matmuls_of(sites: Iterable[Site], flow: Flow | None = None) -> tuple[Matmul, ...]:
+    """The rows of a program's matmuls and convolutions on real floating numbers and 8-bit integers.
+
+    Args:
+        sites: the program's equations.
+        flow: its graph, in which operands are followed to the float8 arrays that they were scaled from. (Compilers put
+            such a cast, scale and matmul together to one float8 matmul.)
+    """
     merged: dict[Matmul, list[int]] = {}
+    float8 = {} if flow is None else float8_operands(flow)
     for site in sites:
-        if not site.flops or not all(_is_real(v.aval.dtype) for v in site.eqn.invars[:2]):
+        if not site.flops or not all(_is_multiplied(v.aval.dtype) for v in site.eqn.invars[:2]):
             continue
-        total = merged.setdefault(_row(site), [0, 0])
+        row = _row(site)
+        if id(site.eqn) in float8:
+            row = dataclasses.replace(row, dtypes=float8[id(site.eqn)])
+        total = merged.setdefault(row, [0, 0])
         total[0] += site.times
         total[1] += site.flops
     return tuple(dataclasses.replace(row, count=n, flops=flops) for row, (n, flops) in merged.items())
+
+
+def float8_operands(flow: Flow) -> dict[int, tuple[str, str]]:
+    """The operands' dtypes of each matmul that has operands scaled from float8, by its equation's `id`."""
+    nodes = list(flow.all_nodes())
+    makers = {value: node for node in nodes for value in node.writes}
+
+    def origin(value: Value) -> str:
+        name = value.aval.dtype.name
+        for _ in range(_FAR):
+            if value.aval.dtype.name.startswith("float8"):
+                return value.aval.dtype.name
+            node = makers.get(value)
+            if node is None or not _rescales(node):
+                break
+            value = max(node.reads, key=lambda v: v.aval.size)
+        return name
+
+    found = {}
+    for node in nodes:
+        if node.site.name in MATMULS:
+            dtypes = origin(node.reads[0]), origin(node.reads[1])
+            if any(dtype.startswith("float8") for dtype in dtypes):
+                found[id(node.site.eqn)] = dtypes
+    return found
+
+
+_FAR = 6
+
+
+def _rescales(node: Node) -> bool:
+    """Whether a value is another one, cast, moved or scaled."""
+    row = primitive(node.site.name)
+    return row.whole or row.op is Op.CONVERT or node.site.name in ("mul", "div")
+
+
+def _is_multiplied(dtype: Any) -> bool:
+    return _is_real(dtype) or (bool(jnp.issubdtype(dtype, jnp.integer)) and jnp.dtype(dtype).itemsize == 1)
 
 
 def _is_real(dtype: Any) -> bool:
@@ -105,7 +181,8 @@ def _row(site: Site) -> Matmul:
 
 def _precision(precision: Any) -> str:
     names = {str(p).rsplit(".", 1)[-1] for p in (precision if isinstance(precision, tuple) else (precision,))}
-    return "HIGHEST" if "HIGHEST" in names else "HIGH" if "HIGH" in names else ""
+    names -= {"DEFAULT", "None"}
+    return "HIGHEST" if "HIGHEST" in names else next(iter(names), "")
 
 
 def _dimensions(site: Site) -> dict[str, int]:
@@ -174,6 +251,8 @@ def _faults(row: Matmul) -> Iterator[tuple[str, frozenset[int], str]]:
     if not row.is_half:
         dtypes = list(dict.fromkeys(row.dtypes))
         text = f"{' and '.join(dtypes)} operands"
+        if row.precision:
+            text += f" at precision {row.precision}"
         wide = [dtype for dtype in dtypes if jnp.dtype(dtype).itemsize > 2]
         if len(wide) < len(dtypes):
             text += f": cast the {wide[0]} one (made in the model's code? jnp.zeros(shape, x.dtype))"

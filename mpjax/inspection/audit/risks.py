@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
+import os
+import traceback
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from mpjax._jaxpr import compat
 from mpjax._jaxpr.primitives import primitive
 from mpjax._jaxpr.walk import Site
-from mpjax.inspection.audit.dataflow import Flow, Node, Value
+from mpjax.inspection.audit.dataflow import INPUT, Flow, Node, Value
 from mpjax.inspection.audit.interval_analysis import Known, known_values
 
 HALF = (np.dtype(jnp.float16), np.dtype(jnp.bfloat16))
@@ -23,6 +28,7 @@ MEANINGS = {
     "overflow": "a finite constant becomes infinite",
     "epsilon": "a constant that guards against zero becomes zero",
     "ids": "whole numbers that tell things apart become equal",
+    "update": "an update that is smaller than half's last place of the value is lost: keep float32 master weights",
     "loss": "a scalar result, whose small changes and range want float32",
     "softmax": "its exp and its sum want float32",
     "exp": "overflows float16 from 11.1 on, and has 3 digits (bfloat16: 2)",
@@ -40,6 +46,7 @@ class Risk:
         kind: `"exp"`, `"log"`, `"pow"`, `"sum"`, `"softmax"`, `"loss"`: computed in half;
             `"overflow"`: a finite constant (an additive mask) becomes infinite in half;
             `"epsilon"`: a constant becomes zero in half;
+            `"update"`: a value is stored in half and changed by small amounts (weights, a moving average);
             `"ids"`: whole numbers that tell things apart, in a half dtype that can't.
         module, source, op: where and what.
         dtype: the half dtype.
@@ -66,6 +73,7 @@ def risks_of(flow: Flow) -> tuple[Risk, ...]:
     for node in nodes:
         found += _constants(node, known)
     found += _vanished(nodes)
+    found += _updates(flow, known)
     found += _compared(nodes, known)
     return _merged(found)
 
@@ -205,6 +213,85 @@ def _exact(dtype: Any) -> int:
 
 def _is_zero(value: Value) -> bool:
     return value.constant is not None and not value.aval.shape and float(value.constant) == 0.0
+
+
+# Below these a factor makes an update (a learning rate), and above them it keeps what was there (a moving average).
+_SMALL_FACTOR, _KEEPING_FACTOR = 0.05, 0.9
+
+
+def _updates(flow: Flow, known: dict[Value, Known]) -> Iterator[Found]:
+    """Results that are a half argument and a small multiple of something: updates, which half may round away."""
+    makers = {value: node for node in flow.nodes for value in node.writes}
+
+    def source(value: Value) -> Value:
+        while value in makers and primitive(makers[value].site.name).moves:
+            value = makers[value].reads[0]
+        return value
+
+    def factor(value: Value) -> tuple[float, Value | None]:
+        """The known size of the factor that makes a product, and what it multiplies."""
+        node = makers.get(source(value))
+        if node is None or node.site.name != "mul":
+            return math.nan, None
+        for number, other in zip(node.reads, node.reads[::-1], strict=True):
+            constant = number.constant if number.constant is not None else getattr(known.get(number), "low", None)
+            if constant is not None and np.size(constant) == 1 and not isinstance(constant, jax.core.Tracer):
+                return abs(float(np.asarray(constant).reshape(()))), source(other)
+        return math.nan, None
+
+    for value in dict.fromkeys(map(source, flow.outputs)):
+        node = makers.get(value)
+        if node is None or not primitive(node.site.name).adds or not _is_half(value) or len(node.reads) != 2:
+            continue
+        for old, new in (node.reads, node.reads[::-1]):
+            kept, argument = (1.0, source(old)) if source(old).kind == INPUT else factor(old)
+            step, _ = factor(new)
+            if argument is not None and argument.kind == INPUT and kept >= _KEEPING_FACTOR and step <= _SMALL_FACTOR:
+                digits = _digits(value.aval.dtype)
+                why = f"a multiple of {step:.2g} is added to a {value.aval.dtype.name} value, which has {digits} bits"
+                yield "update", node.site, value.aval.dtype.name, why
+                break
+
+
+def _digits(dtype: Any) -> int:
+    """The bits of a dtype's mantissa, the leading one included."""
+    return int(compat.finfo(dtype).nmant) + 1
+
+
+@contextlib.contextmanager
+def overflowing_casts() -> Iterator[list[str]]:
+    """Notes the lines on which a number overflows in half while a function is traced.
+
+    `jnp.full(shape, -1e9, jnp.float16)` is an infinite constant in the trace, as `-jnp.inf` is. NumPy only warns of the
+    first.
+    """
+    lines: list[str] = []
+    shown = warnings.showwarning
+
+    def note(message: Any, category: Any, *rest: Any, **named: Any) -> None:
+        if issubclass(category, RuntimeWarning) and "overflow encountered in cast" in str(message):
+            frames = [frame for frame in traceback.extract_stack() if not _of_libraries(frame.filename)]
+            lines.append(f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else "")
+        else:
+            shown(message, category, *rest, **named)
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("always", "overflow encountered in cast", RuntimeWarning)
+        warnings.showwarning = note
+        yield lines
+
+
+_LIBRARIES = tuple(os.path.dirname(module.__file__ or "") + os.sep for module in (jax, np, contextlib))
+
+
+def _of_libraries(file: str) -> bool:
+    return file.startswith(_LIBRARIES) or os.sep + "mpjax" + os.sep in file
+
+
+def overflows_of(lines: Iterable[str]) -> tuple[Risk, ...]:
+    """The risks of what `overflowing_casts` noted."""
+    why = "a constant is beyond half's range; jnp.finfo(dtype).min fits"
+    return tuple(Risk("overflow", "", line, "constant", "half", ("forward",), 1, why) for line in dict.fromkeys(lines))
 
 
 def _merged(found: Iterable[Found]) -> tuple[Risk, ...]:

@@ -1,0 +1,61 @@
+"""What `audit` says of dot algorithms, 8-bit operands, and of small updates in half."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.lax import DotAlgorithmPreset, Precision
+
+import mpjax
+
+X = jax.ShapeDtypeStruct((256, 256), jnp.float32)
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype", "half"),
+    [
+        (None, "float32", 0.0),
+        (Precision.HIGHEST, "float32", 0.0),
+        (DotAlgorithmPreset.TF32_TF32_F32, "float32 as tfloat32", 0.0),
+        (DotAlgorithmPreset.BF16_BF16_F32, "float32 as bfloat16", 1.0),
+        (DotAlgorithmPreset.BF16_BF16_F32_X3, "float32 as bfloat16×3", 0.0),
+    ],
+)
+def test_dot_algorithms_are_named(precision, dtype, half):
+    report = mpjax.audit(lambda a, b: jnp.dot(a, b, precision=precision), X, X)
+    assert (list(report.flops), report.half_share) == ([dtype], half)
+    with jax.default_matmul_precision("BF16_BF16_F32_X3"):
+        assert list(mpjax.audit(lambda a, b: a @ b, X, X).flops) == ["float32 as bfloat16×3"]
+    assert dtype in str(report)
+
+
+def test_eight_bit_operands_are_counted_by_their_names():
+    ints = jax.ShapeDtypeStruct((256, 256), jnp.int8)
+    report = mpjax.audit(lambda a, b: jax.lax.dot(a, b, preferred_element_type=jnp.int32), ints, ints)
+    assert (report.flops, report.half_share) == ({"int8": 2 * 256**3}, 1.0)
+
+    def scaled(x, w):
+        x8, w8 = ((v * 0.1).astype(jnp.float8_e4m3fn).astype(jnp.bfloat16) * 10 for v in (x, w))
+        return x8 @ w8.T
+
+    assert list(mpjax.audit(scaled, X, X).flops) == ["float8_e4m3fn"]
+
+
+def test_updates_that_half_rounds_away_are_risks():
+    w = jax.ShapeDtypeStruct((8,), jnp.float16)
+    mean = jax.ShapeDtypeStruct((8,), jnp.bfloat16)
+    kinds = lambda fun, *args: [risk.kind for risk in mpjax.audit(fun, *args).risks]
+    assert kinds(lambda w, g: w - 1e-4 * g, w, w) == ["update"]
+    assert kinds(lambda mean, x: 0.999 * mean + 0.001 * x, mean, mean) == ["update"]
+    master = jax.ShapeDtypeStruct((8,), jnp.float32)
+    assert kinds(lambda w, g: w - 1e-4 * g.astype(jnp.float32), master, w) == []
+    assert kinds(lambda x, y: x + y, w, w) == []  # a residual connection
+
+
+def test_a_constant_that_overflows_in_tracing_is_a_risk_and_infinity_is_not():
+    def masked(value):
+        return lambda x: jnp.sum(jnp.exp(x + jnp.full(x.shape, value, jnp.float16)).astype(jnp.float32))
+
+    x = jax.ShapeDtypeStruct((8,), jnp.float16)
+    (found, *_) = mpjax.audit(masked(-1e9), x).risks
+    assert (found.kind, found.source.split(":")[0]) == ("overflow", "test_precisions.py")
+    assert "overflow" not in [risk.kind for risk in mpjax.audit(masked(-jnp.inf), x).risks]
