@@ -5,6 +5,7 @@ Imported only where an argument is an NNX object.
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -57,13 +58,8 @@ def functional(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
         places = [_place(out, merged) for out in outs]
         new = [out for out, place in zip(outs, places, strict=True) if place == _NEW]
         made["new"], new_state = nnx.split(tuple(new)) if new else (None, None)
-        after, state_after = nnx.split(merged)
-        if after != graph:
-            raise ValueError(
-                "autocast: the function adds or removes parts of an NNX module (sow, a lazily made "
-                "Variable). "
-                "Make them before the call, or call nnx.split and nnx.merge in the function yourself."
-            )
+        made["graph"], state_after = nnx.split(merged)
+        made["paths"] = [path for path, _ in nnx.to_flat_state(state_after)]
         made["tree"], made["places"] = out_tree, places
         arrays = [None if is_stateful(out) else out for out in outs]
         # What did not change is not written back: it may belong to a trace further out.
@@ -71,7 +67,9 @@ def functional(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
 
     def finish(result: Any) -> Any:
         outs, new_state, state = result
-        if jax.tree.leaves(state):
+        if made["graph"] != graph:
+            _grow(objects, made["graph"], made["paths"], state)
+        elif jax.tree.leaves(state):
             nnx.update(objects, state)
         new = iter(nnx.merge(made["new"], new_state) if made["new"] is not None else ())
         filled = [
@@ -98,13 +96,42 @@ def _arrays(state: Any) -> dict[Any, list[Any]]:
 
 def _changed(before: dict[Any, list[Any]], after: Any) -> Any:
     """The part of a state whose arrays are others than before."""
+    flat = nnx.to_flat_state(after)
     return nnx.from_flat_state(
-        [
-            (path, leaf)
-            for path, leaf in nnx.to_flat_state(after)
-            if any(a is not b for a, b in zip(jax.tree.leaves(leaf), before[path], strict=True))
-        ]
+        [(path, leaf) for path, leaf in flat if not _same(jax.tree.leaves(leaf), before.get(path))]
     )
+
+
+def _same(arrays: list[Any], before: list[Any] | None) -> bool:
+    return before is not None and len(arrays) == len(before) and all(map(operator.is_, arrays, before))
+
+
+def _grow(objects: tuple[Any, ...], graph: Any, paths: Sequence[Any], changed: Any) -> None:
+    """Updates objects of the caller to which the function added Variables (`sow`), or from which it took some."""
+    before = dict(nnx.to_flat_state(nnx.state(objects)))
+    arrays = before | dict(nnx.to_flat_state(changed))
+    grown = nnx.merge(graph, nnx.from_flat_state([(path, arrays[path]) for path in paths]))
+    for path in set(before) - set(paths):
+        parent, name = _parent(objects, path)
+        delattr(parent, name)
+    nnx.update(objects, nnx.from_flat_state([(path, x) for path, x in nnx.to_flat_state(changed) if path in before]))
+    for path in paths:
+        if path not in before:
+            parent, name = _parent(objects, path)
+            if not hasattr(parent, name):
+                setattr(parent, name, getattr(_parent(grown, path)[0], name))
+
+
+def _parent(node: Any, path: Sequence[Any]) -> tuple[Any, Any]:
+    """The deepest object on a path that exists, and the name of the next part of the path in it."""
+    for key in path[:-1]:
+        inner = (
+            node[key] if isinstance(node, (tuple, list, dict)) or not isinstance(key, str) else getattr(node, key, None)
+        )
+        if inner is None:
+            return node, key
+        node = inner
+    return node, path[-1]
 
 
 def _place(out: Any, merged: Sequence[Any]) -> int | None:
