@@ -139,16 +139,16 @@ def loss_scale_of(opt_state: Any) -> jax.Array:
 
 
 def check_progress(opt_state: Any, max_consecutive_skips: int = 50) -> None:
-    """Raises if the last steps were all skipped; to be called on the host, say once an epoch.
+    """Raises if too many of the last steps in a row were skipped. Call it on the host, say once an epoch.
 
-    The default lets a dynamic scale come down from its highest to its lowest value (38 halvings).
+    The default allows a dynamic scale to fall from its maximum to its minimum (38 halvings).
 
     Args:
-        opt_state: optimizer state (concrete arrays; of several replicas the worst one counts).
-        max_consecutive_skips: so many skipped steps in a row are still taken for bad luck.
+        opt_state: optimizer state with concrete arrays. With several replicas the worst one counts.
+        max_consecutive_skips: skipped steps in a row that are tolerated before raising.
 
     Raises:
-        LossScaleError: more were skipped; its text and `cause` tell diverged from unlucky.
+        LossScaleError: more were skipped. Its text and `cause` distinguish divergence from a scale that is too high.
         ValueError: no (or more than one) `LossScaleState` in `opt_state`.
     """
     state = find_loss_scale_state(opt_state)

@@ -1,8 +1,8 @@
-"""Gradients with a loss scale inside: scaled where they are half, true wherever a person sees them.
+"""Loss scaling of cotangents: scaled inside the backward pass, true gradients outside of it.
 
-The scale lives on the cotangents alone. It enters where the backward pass starts, at the loss, and
-leaves, in float32, where the backward pass ends, at the arguments. The forward pass never
-sees it, so the loss can not overflow by it and needs no unscaling.
+Only cotangents are scaled: multiplied where the backward pass starts, at the loss, and divided in
+float32 where it ends, at the arguments. The forward pass is not scaled, so scaling can't make the
+loss overflow, and the loss needs no unscaling. Tangents (forward mode) are not scaled either.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def scale_loss(fun: Callable[P, T], opt_state: Any, has_aux: bool = False) -> Ca
     Args:
         fun: any differentiable function; all its real or complex outputs are losses to it.
         opt_state: a state that holds one `LossScaleState` (also a `TrainState` or an `nnx.Optimizer`).
-        has_aux: `fun` returns `(loss, aux)`; for the signature's sake, `aux` needs no other treatment.
+        has_aux: `fun` returns `(loss, aux)`. `aux` is treated like any other result.
 
     Returns:
         A function with `fun`'s signature.
@@ -91,13 +91,13 @@ def unscaled(fun: Callable[P, T], opt_state: Any) -> Callable[P, T]:
     """Runs a part of a scaled loss function so that its backward pass sees true cotangents.
 
     For a derivative rule that is not linear in its cotangent, such as a gradient clip or
-    gradient noise inside the model: the cotangents are unscaled before it and scaled again behind it.
-    True cotangents are what float16 can not hold, so `fun` runs in float32: half arguments are
-    widened on the way in, and results rounded to the dtypes `fun` gives for the arguments as they are.
+    gradient noise inside the model: the cotangents are unscaled before it and scaled again after it.
+    float16 can not represent true cotangents, so `fun` runs in float32: half arguments are widened,
+    and results are rounded to the dtypes that `fun` returns for the original arguments.
 
     Args:
         fun: the part, a function of arrays or trees of arrays.
-        opt_state: the state that the surrounding `scale_loss` or `value_and_grad` got.
+        opt_state: the state given to the surrounding `scale_loss` or `value_and_grad`.
 
     Example:
         >>> import optax, mpjax

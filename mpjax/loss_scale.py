@@ -70,8 +70,8 @@ def dynamic_loss_scale(
         growth_interval: finite steps in a row before the scale grows.
         growth_factor: at least 1.
         backoff_factor: above 0, at most 1.
-        min_scale, max_scale: the scale stays between, whatever comes in.
-        hysteresis: an overflow lowers the scale only as the `hysteresis`-th skipped step in a row or later.
+        min_scale, max_scale: bounds of the scale, whatever the state holds.
+        hysteresis: the number of steps in a row that must be skipped before an overflow lowers the scale.
         axis_name: mapped axis name(s) (`pmap`, `shard_map`, `vmap`) over which all replicas take one
             decision. `shard_map` with `check_vma=True` needs none: the axes along which the gradients vary, and the
             state does not, are found. Inside `pmap` and without such checks it must be given, or `()` where
@@ -170,10 +170,10 @@ def loss_scale_for(
     """The loss scaling that a policy needs, so that a script with a `--policy` flag has no branch.
 
     Args:
-        policy: what `get_policy` accepts. Where it (or one of its overrides) computes in float16 the
-            scale is dynamic; bfloat16 has float32's range, so its scale is 1, as is float32's.
+        policy: what `get_policy` accepts. If it or one of its overrides computes in float16, the scale
+            is dynamic. bfloat16 has float32's range, so the scale is 1 for both.
         inner: the optimizer.
-        **kwargs: arguments of `dynamic_loss_scale`; with scale 1 those about the scale have no effect.
+        **kwargs: arguments of `dynamic_loss_scale`. With scale 1 those about the scale have no effect.
 
     Raises:
         ValueError: unknown policy, or an argument out of its range.

@@ -25,13 +25,13 @@ class MasterWeightsState(NamedTuple):
 def master_weights(inner: optax.GradientTransformation, policy: Any = "O2") -> optax.GradientTransformationExtraArgs:
     """Wraps an optimizer so that half-precision params are updated through a float32 master copy.
 
-    Small updates vanish when they are added to a half-precision number (1 + 2⁻¹² = 1 in float16).
-    So the state keeps each half leaf in float32, `inner` sees and updates that, and the params follow:
+    A small update vanishes when it is added to a half-precision number (1 + 2⁻¹² = 1 in float16).
+    The state therefore keeps a float32 copy of each half leaf; `inner` updates the copy, and the params follow:
 
         master ← master + inner(grads in float32, master)
         params ← round(master)            exactly, after optax.apply_updates or mpjax.apply_gradients
 
-    Leaves that are float32 already (norm parameters under O2) are their own masters and cost nothing.
+    Leaves that are float32 already (norm parameters under O2) are their own masters and take no extra memory.
 
     Args:
         inner: the optimizer; its state (moments) is float32 throughout.

@@ -205,8 +205,8 @@ def test_accumulation_loses_only_the_bad_micro_batch():
 
 
 @pytest.mark.standard_promotion
-def test_the_other_order_of_accumulation_is_poisoned_for_ever():
-    # Why the docstring names one order; if optax mends this, the docstring may be relaxed.
+def test_the_other_order_of_accumulation_stays_poisoned():
+    # Why the docstring names one order; if optax fixes this, the docstring may be relaxed.
     tx = optax.MultiSteps(mpjax.dynamic_loss_scale(optax.sgd(1.0)), 2)
     state = tx.init(PARAMS)
     for grads in (bad_like(), GOOD, GOOD, GOOD):

@@ -243,7 +243,7 @@ FAULTS = [
         {name: probe for name, probe in over_scalers(minimum_is_lost).items() if SCALERS[name].has_minimum},
     ),
     Fault(
-        "one overflow makes the gradients that are accumulated NaN for ever",
+        "after one overflow the accumulated gradients stay NaN",
         {
             "mpjax": lambda: accumulation_is_poisoned("mpjax: apply_gradients"),
             "Flax": lambda: accumulation_is_poisoned("Flax DynamicScale"),
