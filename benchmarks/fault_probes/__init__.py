@@ -3,10 +3,10 @@
 from .casting import FAULTS as _CASTING
 from .fault import Fault as Fault
 from .fault import Probe as Probe
-from .flax_modules import FAULTS as _FLAX_MODULES
 from .loops import FAULTS as _LOOPS
 from .modules import FAULTS as _MODULES
+from .nnx_modules import FAULTS as _NNX_MODULES
 from .policies import FAULTS as _POLICIES
 from .scaling import FAULTS as _SCALING
 
-FAULTS = [*_SCALING, *_LOOPS, *_CASTING, *_POLICIES, *_MODULES, *_FLAX_MODULES]
+FAULTS = [*_SCALING, *_LOOPS, *_CASTING, *_POLICIES, *_MODULES, *_NNX_MODULES]

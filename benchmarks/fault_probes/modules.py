@@ -16,6 +16,7 @@ from flax import nnx
 import mpjax
 from testing.measures import half_share
 
+from .casting import over_casters
 from .fault import Fault
 
 X = jnp.ones((2, 8))
@@ -41,7 +42,7 @@ class _EncoderDecoder(nn.Module):
 
 def _part_is_float32(model: nn.Module) -> bool:
     variables = jax.eval_shape(model.init, KEY, X)
-    return half_share(nn.apply(lambda m, x: m.decoder(x), model), variables, X) == 0  # type: ignore[attr-defined]
+    return half_share(nn.apply(lambda m, x: m.decoder(x), model), variables, X) == 0
 
 
 class _LaterLayer(nnx.Module):
@@ -75,14 +76,21 @@ def jmp_o2_rounds_norms() -> bool:
     return policy.cast_to_param(variables)["params"]["layers_1"]["scale"].dtype != jnp.float32
 
 
-def mpjax_is_silent_about_explicit_dtypes() -> bool:
-    class Model(nn.Module):
-        @nn.compact
-        def __call__(self, x: Any) -> Any:
-            return nn.Dense(8, dtype=jnp.float32)(x)
+class _Explicit(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        return nn.Dense(8, dtype=jnp.float32)(x)
 
-    model = mpjax.with_policy(Model(), "mixed_float16")
+
+def mpjax_is_silent_about_explicit_dtypes() -> bool:
+    model = mpjax.with_policy(_Explicit(), "mixed_float16")
     return not _warns(lambda: model.init(KEY, X))
+
+
+def is_silent_about_explicit_dtypes(caster: Callable[[Callable[..., Any]], Callable[..., Any]]) -> bool:
+    variables, shares = _Explicit().init(KEY, X), []
+    warned = _warns(lambda: shares.append(half_share(caster(_Explicit().apply), variables, X)))
+    return shares[0] < 1 and not warned
 
 
 def keras_is_silent_about_explicit_dtypes() -> bool:
@@ -146,7 +154,8 @@ FAULTS = [
     ),
     Fault(
         "a layer's explicit float32 dtype keeps it out of the policy without a word",
-        {"mpjax": mpjax_is_silent_about_explicit_dtypes, "Keras 3": keras_is_silent_about_explicit_dtypes},
+        over_casters(is_silent_about_explicit_dtypes)
+        | {"mpjax": mpjax_is_silent_about_explicit_dtypes, "Keras 3": keras_is_silent_about_explicit_dtypes},
     ),
     Fault(
         "a variable that computes what it returns is transformed twice",
