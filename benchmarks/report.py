@@ -26,6 +26,7 @@ TITLES = {
     "casting_float16_cpu": "Casting",
     "faults_cpu": "Known faults, library by library",
     "loss_scaling_cpu": "Loss scaling on a CPU",
+    "loss_scaling_sharded_cpu": "Loss scaling of a sharded step",
     "compiled_bfloat16_cpu": "The compiled program",
     "communication_float16_cpu": "What a sharded training step sends between devices",
     "reduction_error_cpu": "Error of a gradient's sum over replicas (simulated)",
