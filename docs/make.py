@@ -1,8 +1,8 @@
-"""Makes the outputs in the pages of this folder anew: `python -m docs.make`.
+"""Regenerates the outputs in the pages of this folder: `python -m docs.make`.
 
-A `python` block of a page runs, all of a page's in one namespace, and what it prints is put into the `text` block after
-it. So does the command of a `console` block, `$ python -m mpjax ...`, whose output follows in the block itself.
-A block after `<!-- measured -->` holds times or takes long: tests leave it as it is. `<!-- not run -->` is never run.
+The `python` blocks of a page run in one namespace; the `text` block after each holds what it prints. The output of a
+`console` block, `$ python -m mpjax ...`, follows the command in the same block. A block after `<!-- measured -->` holds
+times or takes long, so the tests do not regenerate it. A block after `<!-- not run -->` never runs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _FENCED = re.compile(r"^```(python|console|text)\n(.*?)^```$", re.DOTALL | re.MU
 
 
 class Block(NamedTuple):
-    """A fenced block of a page: its language, its text, where the text stands, and the mark above it."""
+    """A fenced block of a page: its language, its text, the position of the text, and the mark above it."""
 
     language: str
     text: str
@@ -42,11 +42,11 @@ def blocks(page: str) -> Iterator[Block]:
 
 
 def made(page: str, measured: bool = True) -> str:
-    """A page with the outputs of its blocks as they are now.
+    """The page with regenerated outputs.
 
     Args:
         page: the page's text.
-        measured: whether what is measured is measured anew; otherwise it is left as it is.
+        measured: whether to regenerate measured blocks too.
     """
     parts, position, printed = [], 0, ""
     namespace: dict[str, Any] = {"__name__": "example"}
@@ -72,10 +72,10 @@ def _run_python(code: str, namespace: dict[str, Any]) -> str:
 
 
 def _run_console(text: str) -> str:
-    """The command's line, `$ python -m package ...`, and what the command prints."""
+    """The line of the command, `$ python -m package ...`, and its output."""
     command = text.splitlines()[0]
     prompt, module, *arguments = command.split(" -m ")[0], *shlex.split(command.partition(" -m ")[2])
-    assert prompt == "$ python", f"no command that can be run here: {command!r}"
+    assert prompt == "$ python", f"not of the form '$ python -m package': {command!r}"
     with contextlib.redirect_stdout(io.StringIO()) as output:
         importlib.import_module(f"{module}.__main__").main(arguments)
     return f"{command}\n{_trimmed(output.getvalue())}"

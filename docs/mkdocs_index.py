@@ -1,4 +1,4 @@
-"""MkDocs' hook that makes the first page of the README."""
+"""MkDocs' hook that makes the README the first page."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ README = pathlib.Path(__file__).parent.parent / "README.md"
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Adds the page, with links as they are seen from this folder."""
+    """Adds the page, with links relative to this folder."""
     files.append(File.generated(config, "index.md", content=from_docs(README.read_text())))
     return files
 
 
 def from_docs(text: str) -> str:
-    """A text of the repository's root for a page in docs: links there get shorter, other files are named only."""
+    """Adapts a text of the repository root: links into docs become relative, links to other files plain text."""
     text = text.replace("](docs/", "](")
     return re.sub(r"\[([^\]]+)\]\((?!\w+:|#|[\w-]+\.md\))[^)]*\)", r"\1", text)

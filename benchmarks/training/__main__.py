@@ -20,7 +20,6 @@ from typing import Any
 
 import jax
 
-import mpjax
 from benchmarks import CACHE, RESULTS
 from benchmarks.gpu import MORE_TO_DO
 from benchmarks.models import WORKLOADS
@@ -106,7 +105,7 @@ def is_done(row: dict[str, Any], cell: Cell, largest_batch: bool) -> bool:
     """Whether a cell was measured with these versions."""
     if "error" in row or ("largest_batch" if largest_batch else "milliseconds") not in row:
         return False
-    return cell.torch or row["versions"] == {"jax": jax.__version__, "mpjax": mpjax.__version__}
+    return cell.torch or row["versions"] == versions()
 
 
 def start(args: argparse.Namespace) -> Results:

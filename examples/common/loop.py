@@ -25,6 +25,7 @@ from examples.common.run_folder import RunFolder
 from examples.common.task import Task
 from examples.common.tensorboard import EventFiles
 from examples.common.training import means
+from perf.environment import versions
 from perf.memory import is_out_of_memory, largest_batch, memory_limit
 
 # Steps between two times that several processes ask each other whether to save or stop: it makes them wait.
@@ -297,7 +298,7 @@ class _Run:
             "parameters": parameter_count(self.state.params),
             "device": jax.devices()[0].device_kind,
             "devices": self.task.parallel.count,
-            "versions": {"mpjax": mpjax.__version__, "jax": jax.__version__},
+            "versions": versions(),
         }
         if is_main():
             self.folder.write_summary(summary)

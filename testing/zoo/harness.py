@@ -51,7 +51,7 @@ def all_half(fun: Function, policy: str) -> Function:
 
 
 def key() -> jax.Array:
-    """The key that programs are built from, of the implementation that compiles fastest."""
+    """The key that programs are built from."""
     return jax.random.key(0, impl="rbg")
 
 

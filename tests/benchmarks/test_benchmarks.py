@@ -33,7 +33,7 @@ DISTINCT = {workload: name for name, workload in TOYS.items()}
 
 @pytest.mark.parametrize("workload", DISTINCT, ids=DISTINCT.values())
 def test_models_have_a_finite_loss_in_half(workload):
-    batch = workload.batch(jax.random.key(1))
+    batch = jax.jit(workload.batch)(jax.random.key(1))
     variables = jax.jit(workload.module().init)(jax.random.key(0), *workload.inputs(batch))
     params = variables.pop("params")
     loss, _ = jax.jit(loss_function(workload, CONFIGURATIONS["flax_bfloat16"]))(params, variables, batch)
