@@ -163,6 +163,7 @@ class Policy(jmp.Policy):
             by its name in a plain tree (`norm`, `LayerNorm_0`, `bn1`, `ln_f`, `rms`).
         reduce_dtype: dtype in which gradients are summed across devices. `None` is float32, or float64 where
             `param_dtype` is: a sum in half over many replicas loses small gradients, and float16 overflows.
+            `autocast` sums in float32, or in the compute dtype where that is the one asked for.
         override_dtypes: whether `with_policy` takes over layers that have an explicit `dtype` of their own.
             By default such a layer keeps it.
 

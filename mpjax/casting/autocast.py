@@ -139,6 +139,8 @@ def setting_of(policy: Policy, rules: Rules | None) -> Setting | None:
         return None
     if rules is None:
         rules = Rules(level="half") if policy == get_policy("O3") else Rules()
+    if policy.reduce_dtype == policy.compute_dtype:  # a sum across devices has the dtype of what is summed
+        rules = dataclasses.replace(rules, weight_gradients="half")
     rules = _with_overrides(rules, policy).with_environment()
     return Setting(policy.compute_dtype, rules, HIGHER_ORDER, recompute=rules.residuals == "half")
 
