@@ -66,6 +66,8 @@ class _Placement:
     wide: tuple[tuple[str, np.dtype], ...] = ()
 
 
+# Attributes that are neither parameters nor modules, nor hold any; `isinstance` of a Variable takes longer.
+_PLAIN = (bool, int, float, str, np.dtype, type, types.FunctionType)
 # The dtype in which the method that runs reads the parameters of other modules. It is part of jit's cache key.
 _reader = jax.make_user_context(None)
 
@@ -285,6 +287,8 @@ def _as_seen(value: Any, placement: _Placement, name: str, refusal: _Refusal, ca
 
     The parameters of a module in it are that module's own affair.
     """
+    if value is None or isinstance(value, _PLAIN):
+        return value
     if isinstance(value, nnx.Param):
         return _cast_param(value, placement.dtype, refusal) if casts else value
     if not isinstance(value, (nnx.Module, nnx.List, nnx.Dict, list, tuple, dict)):
@@ -348,7 +352,7 @@ def _cast_params_of(module: Any, view: Any) -> list[tuple[_Refusal, Any, np.dtyp
     return [
         (param.get_metadata("on_set_value"), param, _dtype(param))
         for name, value in vars(view).items()
-        if value is not vars(module)[name]
+        if value is not vars(module)[name] and not isinstance(value, _PLAIN)
         for param in jax.tree.leaves(value, is_leaf=_is_variable_or_module)
         if isinstance(param, nnx.Param) and isinstance(param.get_metadata("on_set_value", None), _Refusal)
     ]

@@ -140,15 +140,31 @@ def _path_in(caller: Any, module: Any) -> str | None:
     seen = {id(caller)}
     while queue:
         above, node = queue.pop(0)
-        for path, child in jax.tree_util.tree_leaves_with_path(vars(node), is_leaf=lambda x: isinstance(x, bases)):
-            if not isinstance(child, bases) or id(child) in seen:
-                continue
-            name = f"{above}/{jax.tree_util.keystr(path, simple=True, separator='/')}".lstrip("/")
+        for name, child in _children(node, bases):
             if child is module:
-                return name
-            seen.add(id(child))
-            queue.append((name, child))
+                return above + name
+            if id(child) not in seen:
+                seen.add(id(child))
+                queue.append((f"{above}{name}/", child))
     return None
+
+
+def _children(module: Any, bases: tuple[type, ...]) -> Iterator[tuple[str, Any]]:
+    """The modules in a module's attributes, by their paths from it."""
+    for name, value in vars(module).items():
+        if isinstance(value, bases) and not is_container(value):
+            yield name, value
+        elif is_container(value) or isinstance(value, (list, tuple, dict)):
+            # An NNX container is a module itself.
+            inner = functools.partial(_is_other_module, value, bases)
+            found = jax.tree_util.tree_leaves_with_path(value, is_leaf=inner)
+            for path, child in found:
+                if isinstance(child, bases):
+                    yield f"{name}/{jax.tree_util.keystr(path, simple=True, separator='/')}", child
+
+
+def _is_other_module(container: Any, bases: tuple[type, ...], x: Any) -> bool:
+    return x is not container and isinstance(x, bases)
 
 
 @functools.cache
