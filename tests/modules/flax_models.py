@@ -74,7 +74,8 @@ class Transformer(nn.Module):
     def encode(self, tokens):
         # A float32 constant that the author's code makes, as sinusoids often are.
         fixed = jnp.sin(jnp.arange(tokens.shape[-1], dtype=jnp.float32))[:, None]
-        x = self.embed(tokens) + self.positions[: tokens.shape[-1]] + fixed
+        with jax.numpy_dtype_promotion("standard"):  # this author relies on it
+            x = self.embed(tokens) + self.positions[: tokens.shape[-1]] + fixed
         for block in self.blocks:
             x = block(x)
         return self.norm(x)
@@ -286,7 +287,8 @@ class NnxTransformer(nnx.Module):
 
     def encode(self, tokens):
         fixed = jnp.sin(jnp.arange(tokens.shape[-1], dtype=jnp.float32))[:, None]
-        x = self.embed(tokens) + self.positions[: tokens.shape[-1]] + fixed
+        with jax.numpy_dtype_promotion("standard"):  # this author relies on it
+            x = self.embed(tokens) + self.positions[: tokens.shape[-1]] + fixed
         for block in self.blocks:
             x = block(x)
         return self.norm(x)

@@ -9,9 +9,6 @@ from flax import nnx
 import mpjax
 from tests.modules.flax_models import LINEN, NNX
 
-# These models add a float32 constant of their own to half, which strict promotion is there to refuse.
-IMPLICIT = {"transformer"}
-
 
 @pytest.fixture(autouse=True)
 def strict():
@@ -23,7 +20,7 @@ def dtypes_of_gradients(loss, params, x):
     return {g.dtype for g in jax.tree.leaves(jax.eval_shape(jax.grad(loss), params, x))}
 
 
-@pytest.mark.parametrize("name", sorted(LINEN.keys() - IMPLICIT))
+@pytest.mark.parametrize("name", LINEN)
 def test_linen(name):
     model, x = mpjax.with_policy(LINEN[name].build(), "mixed_float16"), jax.eval_shape(LINEN[name].inputs)
     variables = jax.eval_shape(model.init, jax.random.key(0), x)
@@ -38,7 +35,7 @@ def test_linen(name):
     assert dtypes_of_gradients(loss, variables["params"], x) == {jnp.dtype("float32")}
 
 
-@pytest.mark.parametrize("name", sorted(NNX.keys() - IMPLICIT))
+@pytest.mark.parametrize("name", NNX)
 def test_nnx(name):
     with jax.numpy_dtype_promotion("standard"):  # the models' own initialisers promote
         graphdef, params, rest = nnx.split(mpjax.with_policy(NNX[name].build(), "mixed_float16"), nnx.Param, ...)
