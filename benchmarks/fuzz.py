@@ -57,10 +57,10 @@ def run_batch(number: int, size: int, dtype: str, on_example: Callable[[Case], N
     batch()
 
 
-def examine(case: Case) -> tuple[str, Failure | None]:
+def examine(case: Case, compiled: bool = False) -> tuple[str, Failure | None]:
     """What came of a case: an outcome, and the failure if it failed."""
     try:
-        return check(case), None
+        return check(case, compiled=compiled), None
     except Rejected:
         return REJECTED, None
     except Failure as failure:
@@ -74,7 +74,7 @@ def shrunk(case: Case, failure: Failure) -> tuple[Case, str]:
     found = [str(failure)]
 
     def fails(smaller: Case) -> bool:
-        other = examine(smaller)[1]
+        other = examine(smaller, failure.property == "runs compiled")[1]
         same = other is not None and other.signature == failure.signature
         if same:
             found[:] = [str(other)]
@@ -125,18 +125,21 @@ class Batch:
     Args:
         known: the report's failures, by signature; their counts grow.
         in_a_row: how many examples passed since the last failure.
+        compile_every: compiles and runs one example of so many; none if 0.
         outcomes: how many examples came to what.
         new: failures that were not known: how often, and the shortest program.
     """
 
     known: dict[str, Any]
     in_a_row: int
+    compile_every: int
     outcomes: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     new: dict[str, tuple[int, Case, Failure]] = dataclasses.field(default_factory=dict)
 
     def add(self, case: Case) -> None:
         """Checks an example."""
-        outcome, failure = examine(case)
+        every = self.compile_every
+        outcome, failure = examine(case, compiled=bool(every) and self.outcomes.total() % every == 0)
         self.outcomes[outcome] += 1
         if failure is None:
             self.in_a_row += outcome != REJECTED
@@ -153,12 +156,12 @@ class Batch:
             self.new[key] = (count + 1, *self.new[key][1:])
 
 
-def run(report: Report, dtype: str, examples: int, size: int, shrink: bool, seconds: float) -> None:
-    """Runs batches until so many examples were run."""
+def run(report: Report, dtype: str, examples: int, size: int, shrink: bool, seconds: float, compile_every: int) -> None:
+    """Runs batches until so many examples were run, or so many seconds have passed."""
     begin = time.perf_counter()
     while report.examples < examples and time.perf_counter() - begin < seconds:
         number, start = report.data["batches"], time.perf_counter()
-        batch = Batch(report.data["failures"], report.data["passed_in_a_row"])
+        batch = Batch(report.data["failures"], report.data["passed_in_a_row"], compile_every)
         run_batch(number, size, dtype, batch.add)
         for key, (count, case, failure) in batch.new.items():
             smallest, detail = shrunk(case, failure) if shrink else (case, str(failure))
@@ -179,10 +182,19 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stops after the batch that exceeds this")
     parser.add_argument("--no-shrink", action="store_true", help="reports failures as they were found")
     parser.add_argument("--report", type=pathlib.Path, help="the JSON file of the run's state")
+    parser.add_argument("--compile-every", type=int, default=50, help="compiles and runs one example of so many")
     options = parser.parse_args()
     path = options.report or pathlib.Path(f"benchmarks/results/fuzz_{options.dtype}.json")
     report = Report(path)
-    run(report, options.dtype, options.examples, options.batch, not options.no_shrink, options.seconds)
+    run(
+        report,
+        options.dtype,
+        options.examples,
+        options.batch,
+        not options.no_shrink,
+        options.seconds,
+        options.compile_every,
+    )
     print(report)
 
 

@@ -137,7 +137,7 @@ class _Machine:
 
 
 def _call(machine: _Machine, eqn: Any, args: list[Replicas]) -> list[Replicas]:
-    for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+    for key in ("jaxpr", "call_jaxpr", "fun_jaxpr", "call"):
         if key in eqn.params:
             return machine.closed(eqn.params[key], args)
     raise Unsupported(eqn.primitive.name)
@@ -250,7 +250,9 @@ def _linear_solve(machine: _Machine, eqn: Any, args: list[Replicas]) -> list[Rep
 
 
 _HIGHER: dict[str, Callable[[_Machine, Any, list[Replicas]], list[Replicas]]] = {
-    **dict.fromkeys(("jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "remat"), _call),
+    **dict.fromkeys(
+        ("jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "remat", "custom_vmap_call"), _call
+    ),
     **dict.fromkeys(("custom_jvp_call", "custom_vjp_call"), _custom),
     "scan": _scan,
     "while": _while,
@@ -291,11 +293,13 @@ _COLLECTIVES = {
 
 
 def _apply(eqn: Any, args: list[Array]) -> list[Any]:
-    rule = _RULES.get(eqn.primitive.name)
-    if rule is not None:
-        out = rule(eqn, *args)
-        return list(out) if eqn.primitive.multiple_results else [out]
-    return _by_jax(eqn, args)
+    name = eqn.primitive.name
+    if name in ("pure_callback", "io_callback", "debug_callback", "platform_index"):
+        raise Unsupported(name)
+    if name not in _RULES:
+        return _by_jax(eqn, args)
+    out = _RULES[name](eqn, *args)
+    return list(out) if eqn.primitive.multiple_results else [out]
 
 
 def _by_jax(eqn: Any, args: list[Array]) -> list[Any]:

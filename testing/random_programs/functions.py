@@ -258,6 +258,45 @@ def shard_map(writer: Writer, scope: Scope) -> None:
         writer.assign(scope, of, f"{result}[{i}]{writer.choose(('.sum(0)', '[1]'))}")
 
 
+def linear_solve(writer: Writer, scope: Scope) -> None:
+    """A linear solve whose operator is a function."""
+    forward, writer.forward = writer.forward, True
+    reverse, writer.reverse = writer.reverse, True
+    name, _ = writer.function(scope, [(writer.name("a"), V)], (V,), returned="({})[0]")
+    writer.forward, writer.reverse = forward, reverse
+    right, argument = writer.variable(scope, V), writer.variable(scope, V)
+    scope.add(f"{name} = nearly_identity({name}, {argument})")
+    writer.assign(scope, V, f"lax.custom_linear_solve({name}, {right}, solve_thrice, solve_thrice)")
+
+
+def region(writer: Writer, scope: Scope) -> None:
+    """A function whose dtypes the user fixes, or an autocast inside."""
+    decorator = writer.choose(
+        (
+            "@mpjax.autocast",
+            "@mpjax.float_function",
+            "@mpjax.promote_function",
+            "@without_autocast",
+            "@mpjax.half_function",
+        )
+    )
+    writer.used.append(decorator)
+    _call(writer, scope, decorator)
+
+
+def linearize(writer: Writer, scope: Scope) -> None:
+    """A linearised function, called at two tangents; or a pullback."""
+    arguments, operands = _arguments(writer, scope, 2)
+    forward, writer.forward = writer.forward, True
+    reverse, writer.reverse = writer.reverse, True
+    name, types = writer.function(scope, arguments)
+    writer.forward, writer.reverse = forward, reverse
+    tangents = ", ".join(f"strong_like({writer.variable(scope, of)})" for _, of in arguments)
+    linear = writer.name("linear")
+    scope.add(f"{linear} = jax.linearize({name}, {', '.join(operands)})[1]")
+    writer.bind(scope, types, f"{linear}({tangents})")
+
+
 HIGHER_ORDER: dict[str, Callable[[Writer, Scope], None]] = {
     fun.__name__: fun
     for fun in (
@@ -274,5 +313,8 @@ HIGHER_ORDER: dict[str, Callable[[Writer, Scope], None]] = {
         jvp,
         shard_map,
         while_loop,
+        linearize,
+        linear_solve,
+        region,
     )
 }

@@ -6,7 +6,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import flax.linen
 import jax
+import jax.custom_batching
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -14,6 +16,8 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec as P
+
+import mpjax
 
 CONSTANT = np.array([[0.4, -0.7, 0.2], [0.9, 0.3, -0.5], [-0.1, 0.6, 0.8]], np.float32)
 
@@ -101,6 +105,60 @@ def halved_vjp(
     return wrapped
 
 
+@jax.custom_vjp
+def int8_matmul(x: Any, w: Any) -> Any:
+    """A matmul of rounded values in int8, with the gradient of the exact one."""
+    rounded = (jnp.clip(jnp.round(a * 32), -127, 127).astype(jnp.int8) for a in (x, w))
+    return lax.dot(*rounded, preferred_element_type=jnp.int32).astype(jnp.float32) / 1024
+
+
+int8_matmul.defvjp(
+    lambda x, w: (int8_matmul(x, w), (x, w)),
+    lambda kept, cotangent: (cotangent @ kept[1].T, kept[0].T @ cotangent),
+)
+
+
+@jax.custom_batching.custom_vmap
+def scaled_by_vmap_rule(x: Any) -> Any:
+    """A function with a rule for `vmap`."""
+    return jnp.sin(x) * 0.5
+
+
+@scaled_by_vmap_rule.def_vmap
+def _scaled_rule(size: int, mapped: Any, x: Any) -> Any:
+    return jnp.sin(x) * 0.5, mapped[0]
+
+
+def flax_norm(x: Any) -> Any:
+    """A layer of Flax, as a function."""
+    layer = flax.linen.LayerNorm(epsilon=0.1)
+    return layer.apply({"params": {"scale": jnp.full(3, 0.5), "bias": jnp.ones(3)}}, x)
+
+
+def nearly_identity(fun: Callable[..., Any], at: Any) -> Callable[..., Any]:
+    """A linear operator near the identity: a small part of a function's derivative is added."""
+    linear = jax.linearize(fun, at)[1]
+    return lambda v: v + 0.1 * jnp.tanh(linear(at)).mean() * v
+
+
+def solve_thrice(matvec: Callable[..., Any], b: Any) -> Any:
+    """Solves with an operator near the identity."""
+    x = b
+    for _ in range(3):
+        x = x + b - matvec(x)
+    return x
+
+
+def without_autocast(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that autocast leaves alone."""
+
+    def wrapped(*args: Any) -> Any:
+        with mpjax.autocast_disabled():
+            return fun(*args)
+
+    return wrapped
+
+
 def strong(fun: Callable[..., Any]) -> Callable[..., Any]:
     """A function whose results are not weakly typed, as two branches must agree."""
     return lambda *args: jax.tree.map(strong_like, fun(*args))
@@ -119,21 +177,29 @@ def stacked(tree: Any) -> Any:
 def namespace() -> dict[str, Any]:
     """A fresh namespace to execute a program's source in."""
     return {
+        "ARRAY": jnp.asarray(CONSTANT),
         "CHANNELS_LAST": ("NWC", "WIO", "NWC"),
         "CONSTANT": CONSTANT,
         "KEY": jax.random.key(0),
         "MESH": jax.make_mesh((2,), ("i",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2]),
         "P": P,
         "checkpoint_name": checkpoint_name,
+        "flax_norm": flax_norm,
         "halved_jvp": halved_jvp,
         "halved_vjp": halved_vjp,
+        "int8_matmul": int8_matmul,
         "jax": jax,
         "jnp": jnp,
         "lax": lax,
+        "mpjax": mpjax,
+        "nearly_identity": nearly_identity,
         "np": np,
         "optax": optax,
         "partial": partial,
+        "scaled_by_vmap_rule": scaled_by_vmap_rule,
+        "solve_thrice": solve_thrice,
         "stacked": stacked,
         "strong": strong,
         "strong_like": strong_like,
+        "without_autocast": without_autocast,
     }

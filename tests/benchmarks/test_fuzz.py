@@ -55,9 +55,11 @@ def test_reduction_keeps_what_fails():
 
 
 def test_a_run_goes_on_from_its_report(tmp_path, monkeypatch):
-    monkeypatch.setattr(fuzz, "check", lambda case: "checked")
+    monkeypatch.setattr(fuzz, "check", lambda case, compiled: "checked")
     for examples in (4, 8):
-        fuzz.run(fuzz.Report(tmp_path / "report.json"), "float16", examples, 4, shrink=False, seconds=60)
+        fuzz.run(
+            fuzz.Report(tmp_path / "report.json"), "float16", examples, 4, shrink=False, seconds=60, compile_every=0
+        )
     report = fuzz.Report(tmp_path / "report.json")
     assert (report.examples, report.data["batches"], report.data["passed_in_a_row"]) == (8, 2, 8)
 

@@ -1,0 +1,146 @@
+"""Programs on which autocast once failed, as the fuzzer reduced them: each goes through all of its properties."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import mpjax
+from testing.random_programs import Case, check
+
+# What it shows, the program, and the transformations under which it failed.
+FOUND = {
+    "jit with an unread output": (
+        """
+def program(w, x, b, s, n):
+    f = jax.jit(lambda h: (h @ w, (h * h).sum()))
+    return f(x)[0],
+""",
+        ("value", "grad", "outside_grad", "vmap"),
+    ),
+    "fori_loop with an unread counter": (
+        """
+def program(w, x, b, s, n):
+    return lax.fori_loop(0, 2, lambda i, h: jnp.tanh(h @ w), x),
+""",
+        ("value", "grad", "outside_grad_of_remat"),
+    ),
+    "switch in shard_map with unread outputs": (
+        """
+def program(w, x, b, s, n):
+    def body(rows, w):
+        branches = [lambda a: (b, a @ w), lambda a: (b + 1, a)]
+        return stacked(lax.switch(n, branches, rows[0]))
+    return jax.shard_map(body, mesh=MESH, in_specs=(P('i'), P()), out_specs=P('i'), check_vma=False)(
+        jnp.stack([x, x]), w)[0],
+""",
+        ("value", "outside_grad"),
+    ),
+    "custom_vjp with a static argument and an unread output": (
+        """
+def program(w, x, b, s, n):
+    def f(x, w):
+        return x @ w, jnp.exp(x)
+    return halved_vjp(f, static=True)(0.5, x, w)[0],
+""",
+        ("value", "grad", "vmap_of_grad"),
+    ),
+    "remat and scan with unread outputs": (
+        """
+def program(w, x, b, s, n):
+    @jax.checkpoint
+    def f(h):
+        def turn(carry, row):
+            carry, count = carry
+            return (jnp.tanh(carry @ w), count + row.sum()), (row, carry)
+        (h, count), ys = lax.scan(turn, (h, 0.0), x, reverse=True)
+        return h, count, ys
+    return f(x)[0],
+""",
+        ("value", "grad", "outside_grad"),
+    ),
+    "custom_jvp that closes over an argument": (
+        """
+def program(w, x, b, s, n):
+    def f(a):
+        return lax.switch(n, [lambda a: a, lambda a: 2 * a], a),
+    return halved_jvp(f)(x)[0],
+""",
+        ("value", "grad", "jvp", "outside_jvp"),
+    ),
+    "matmul that asks for float32": (
+        """
+def program(w, x, b, s, n):
+    def body(carry):
+        i, h = carry
+        return i + 1, jnp.dot(h, w, precision='highest')
+    return x @ w, lax.while_loop(lambda carry: carry[0] < 2, body, (0, x))[1]
+""",
+        ("value", "outside_jvp", "vmap"),
+    ),
+    "matmul that asks for the default algorithm": (
+        """
+def program(w, x, b, s, n):
+    return jnp.dot(x, w, precision=lax.DotAlgorithmPreset.DEFAULT),
+""",
+        ("value", "grad"),
+    ),
+    "vmap of a weight's gradient": (
+        """
+def program(w, x, b, s, n):
+    return jnp.tanh(x @ w) @ w,
+""",
+        ("vmap", "vmap_of_grad", "outside_vmap_of_grad"),
+    ),
+    "matmul whose result nothing reads in a scan": (
+        """
+def program(w, x, b, s, n):
+    def turn(carry, row):
+        unread = x @ carry
+        return carry, ()
+    return lax.scan(turn, w, x)[0],
+""",
+        ("value", "grad"),
+    ),
+    "linear solve": (
+        """
+def program(w, x, b, s, n):
+    return lax.custom_linear_solve(lambda v: v + 0.1 * w @ v, b, solve_thrice, solve_thrice),
+""",
+        ("value", "grad", "vmap"),
+    ),
+    "function with a rule for vmap": (
+        """
+def program(w, x, b, s, n):
+    return scaled_by_vmap_rule(x @ w) @ w,
+""",
+        ("value", "jit_inside", "vmap"),
+    ),
+    "pmax over a mapped axis by its number": (
+        """
+def program(w, x, b, s, n):
+    return jax.vmap(lambda r: (lax.pmax(lax.stop_gradient(r), 'q') @ w,), axis_name='q')(x)
+""",
+        ("value", "outside_jvp"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_found_program(name):
+    source, transforms = FOUND[name]
+    for transform in transforms:
+        for dtype in ("float16", "bfloat16"):
+            check(Case(source, transform, dtype))
+
+
+@pytest.mark.parametrize("level", ["half", "conservative"])
+def test_linear_solve_at_other_levels(level):
+    check(Case(FOUND["linear solve"][0], "grad", rules=level))
+
+
+@pytest.mark.parametrize("everywhere", ["highest", "F32_F32_F32"])
+def test_a_global_precision_is_not_the_authors_word(everywhere):
+    with jax.default_matmul_precision(everywhere):
+        plan = mpjax.explain(jnp.dot, jnp.eye(4), jnp.eye(4))
+        asked = mpjax.explain(lambda x, w: jnp.dot(x, w, precision="high"), jnp.eye(4), jnp.eye(4))
+    assert plan.half_share == asked.half_share == 1
