@@ -195,8 +195,11 @@ def numel(aval: Any) -> int:
 
 
 def is_algorithm(precision: Any) -> bool:
-    """Whether the `precision` of a dot names an algorithm (`lax.DotAlgorithm`, `lax.DotAlgorithmPreset`)."""
-    return type(precision).__name__.startswith("DotAlgorithm")
+    """Whether the `precision` of a dot names an algorithm (`lax.DotAlgorithm`, `lax.DotAlgorithmPreset`).
+
+    The preset `DEFAULT` names none: it leaves the choice to the backend.
+    """
+    return type(precision).__name__.startswith("DotAlgorithm") and precision is not jax.lax.DotAlgorithmPreset.DEFAULT
 
 
 def default_matmul_precision() -> Any:

@@ -151,11 +151,12 @@ def _broadcast(eqn: Any) -> Listing | None:
 
 def _matmul(eqn: Any) -> Listing | None:
     precision = eqn.params.get("precision")
+    # What JAX's global setting asks of every matmul is not the author's word.
+    if precision is None or precision == compat.default_matmul_precision():
+        return None
     if compat.is_algorithm(precision):
         return Listing(Op.DENY, f"its author fixed the algorithm {precision}")
-    both = precision if isinstance(precision, tuple) else (precision,)
-    # A precision that JAX's global setting asks of every matmul is not the author's word.
-    if lax.Precision.HIGHEST in both and precision != compat.default_matmul_precision():
+    if lax.Precision.HIGHEST in (precision if isinstance(precision, tuple) else (precision,)):
         return Listing(Op.DENY, "its author asked for precision HIGHEST")
     return None
 
