@@ -101,12 +101,13 @@ def lay_out(
     outer: Site | None = None,
     loops: tuple[int, ...] = (),
     axes: tuple[tuple[str, int], ...] = (),
+    owners: Mapping[int, str] | None = None,
 ) -> Block:
-    """Numbers the equations of a jaxpr and of those inside it."""
+    """Numbers the equations of a jaxpr and of those inside it; `owners` as in `instances.py`."""
     opened = compat.open_jaxpr(jaxpr)
     rows, number = [], start
     for eqn in opened.jaxpr.eqns:
-        site = site_of(eqn, outer)
+        site = site_of(eqn, outer, owners or {})
         around = (*loops, number) if primitive(site.name).loop else loops
         blocks, end = [], number + 1
         for inner in _entered(eqn):

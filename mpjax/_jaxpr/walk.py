@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mpjax._jaxpr import compat
 from mpjax._jaxpr.flops import matmul_flops
 from mpjax._jaxpr.source import join, module_of, path_of, phase_of, source_line
+
+_NOBODY: Mapping[int, str] = {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +27,7 @@ class Site:
         module: the named scopes around it, through all levels; Flax names modules this way.
         inside: the names of the primitives that it is inside of, outermost first.
         caller: the line of the equation around it.
+        owners: module paths of equations whose scopes don't name an instance: see `instances.py`.
     """
 
     eqn: Any
@@ -32,6 +35,7 @@ class Site:
     module: str
     inside: tuple[str, ...]
     caller: str = ""
+    owners: Mapping[int, str] = dataclasses.field(default_factory=dict, repr=False, compare=False)
 
     @property
     def name(self) -> str:
@@ -55,7 +59,10 @@ class Site:
     @property
     def path(self) -> str:
         """The module path without the transformations' marks: the same forward and backward."""
-        return path_of(self.module)
+        path = path_of(self.module)
+        if self.owners and (not path or path.startswith(_CLASSES)):
+            return self.owners.get(id(self.eqn), path)
+        return path
 
     @property
     def phase(self) -> str:
@@ -63,12 +70,16 @@ class Site:
         return phase_of(self.module)
 
 
-def site_of(eqn: Any, around: Site | None = None) -> Site:
+# Equinox names the classes of its layers, not the instances.
+_CLASSES = "eqx.nn."
+
+
+def site_of(eqn: Any, around: Site | None = None, owners: Mapping[int, str] = _NOBODY) -> Site:
     """The site of an equation that stands in the program inside another one, or at the top."""
     if around is None:
-        return Site(eqn, 1, module_of(eqn), ())
-    module = join(around.module, module_of(eqn))
-    return Site(eqn, trip_count(around.eqn, around.times), module, (*around.inside, around.name), around.source)
+        return Site(eqn, 1, module_of(eqn), (), owners=owners)
+    module, inside = join(around.module, module_of(eqn)), (*around.inside, around.name)
+    return Site(eqn, trip_count(around.eqn, around.times), module, inside, around.source, around.owners)
 
 
 def inner_jaxprs(eqn: Any) -> list[Any]:
@@ -81,10 +92,10 @@ def inner_jaxprs(eqn: Any) -> list[Any]:
     return found
 
 
-def walk(jaxpr: Any, around: Site | None = None) -> Iterator[Site]:
+def walk(jaxpr: Any, around: Site | None = None, owners: Mapping[int, str] = _NOBODY) -> Iterator[Site]:
     """Every equation of a jaxpr, open or closed, and of those inside it, in the program's order."""
     for eqn in compat.open_jaxpr(jaxpr).jaxpr.eqns:
-        site = site_of(eqn, around)
+        site = site_of(eqn, around, owners)
         yield site
         for inner in inner_jaxprs(eqn):
             yield from walk(inner, site)

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from mpjax.casting.autocast import Program, functional, trace
+from mpjax.modules.boundary import contains_nnx_object
 
 
 def traced_call(caller: str, fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Program:
@@ -15,9 +16,7 @@ def traced_call(caller: str, fun: Callable[..., Any], args: Sequence[Any], kwarg
     call, pure_args, pure_kwargs, _ = functional(fun, args, kwargs)
     program = trace(call, pure_args, pure_kwargs, planned=False)
     if call is not fun:
-        from mpjax.casting import nnx
-
-        program.names = nnx.names(program.names, args, kwargs)
+        program.names = argument_names(program, args, kwargs)
     for name, array in zip(program.names, program.arrays, strict=True):
         if isinstance(array, (jax.ShapeDtypeStruct, jax.core.Tracer)):
             raise TypeError(
@@ -25,6 +24,15 @@ def traced_call(caller: str, fun: Callable[..., Any], args: Sequence[Any], kwarg
                 f"give arrays, and call {caller} itself outside jit."
             )
     return program
+
+
+def argument_names(program: Program, args: Sequence[Any], kwargs: dict[str, Any]) -> list[str]:
+    """The tree paths of a program's arguments in `(args, kwargs)`, also where NNX objects in these were split."""
+    if not contains_nnx_object((args, kwargs)):
+        return list(program.names)
+    from mpjax.casting import nnx
+
+    return nnx.names(program.names, args, kwargs)
 
 
 def argument_name(name: str) -> str:

@@ -10,8 +10,9 @@ import io
 import json
 import math
 import os
+import re
 import textwrap
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -135,6 +136,33 @@ def wrapped(line: str) -> list[str]:
     """A line of text as lines of at most `WIDTH` columns; those after the first are indented by two more."""
     indent = line[: len(line) - len(line.lstrip())]
     return textwrap.wrap(line, WIDTH, subsequent_indent=indent + "  ", break_on_hyphens=False) or [""]
+
+
+def folded(names: Iterable[str]) -> dict[str, str]:
+    """Module paths that differ in numbers only, under one name: `Block_[0-11]/Dense_0`.
+
+    Example:
+        >>> folded(["Net/Block_0/Dense_0", "Net/Block_1/Dense_0", "Net/Block_0/Dense_1", "Net/head"])["Net/head"]
+        'Net/head'
+        >>> set(folded(f"blocks/{i}/up" for i in range(12)).values())
+        {'blocks/[0-11]/up'}
+    """
+    numbers: dict[str, list[tuple[int, ...]]] = {}
+    patterns = {name: re.sub(r"\d+", "#", name) for name in names}
+    for name, pattern in patterns.items():
+        numbers.setdefault(pattern, []).append(tuple(map(int, re.findall(r"\d+", name))))
+    return {name: _named(pattern, numbers[pattern]) for name, pattern in patterns.items()}
+
+
+def _named(pattern: str, numbers: Sequence[tuple[int, ...]]) -> str:
+    first, *rest = pattern.split("#")
+    for part, found in zip(rest, (sorted(set(column)) for column in zip(*numbers, strict=True)), strict=True):
+        text = str(found[0])
+        if len(found) > 1:
+            together = found == list(range(found[0], found[-1] + 1))
+            text = f"[{found[0]}-{found[-1]}]" if together else f"[{','.join(map(str, found))}]"
+        first += text + part
+    return first
 
 
 def _for_json(value: Any) -> Any:

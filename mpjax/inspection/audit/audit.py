@@ -11,6 +11,7 @@ import jax.extend
 import jax.numpy as jnp
 
 from mpjax._jaxpr import compat
+from mpjax._jaxpr.instances import owners_of
 from mpjax._jaxpr.primitives import primitive
 from mpjax._jaxpr.source import FORWARD
 from mpjax._jaxpr.walk import Site, walk
@@ -22,6 +23,7 @@ from mpjax.inspection.audit.report import PrecisionReport as PrecisionReport
 from mpjax.inspection.audit.residuals import residuals_of
 from mpjax.inspection.audit.risks import overflowing_casts, overflows_of, risks_of
 from mpjax.inspection.audit.roofline import kernel_costs
+from mpjax.inspection.program import argument_names
 
 
 def audit(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> PrecisionReport:
@@ -59,8 +61,9 @@ def audit(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> PrecisionReport
     """
     with overflowing_casts() as lines:
         program = traced_call(fun, args, kwargs)
-    sites = list(walk(program.jaxpr))
-    flow = flow_of(program.jaxpr)
+    owners = owners_of(program.jaxpr, argument_names(program, args, kwargs))
+    sites = list(walk(program.jaxpr, owners=owners))
+    flow = flow_of(program.jaxpr, owners)
     matmuls = matmuls_of(sites, flow)
     residuals, notes = _residuals(program, flow, sites)
     communication, unknown = _communication(fun, args, kwargs, sites)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from mpjax._jaxpr import compat
@@ -69,13 +69,15 @@ class Flow:
                 yield from inner.all_nodes()
 
 
-def flow_of(jaxpr: Any) -> Flow:
-    """The graph of a closed jaxpr."""
+def flow_of(jaxpr: Any, owners: Mapping[int, str] | None = None) -> Flow:
+    """The graph of a closed jaxpr; `owners` as in `mpjax/_jaxpr/instances.py`."""
     inputs = [Value(v.aval, INPUT) for v in compat.open_jaxpr(jaxpr).jaxpr.invars]
-    return _flow(jaxpr, inputs, None)
+    return _flow(jaxpr, inputs, None, owners=owners or {})
 
 
-def _flow(jaxpr: Any, inputs: Sequence[Value], around: Site | None, operands: tuple[int, ...] = ()) -> Flow:
+def _flow(
+    jaxpr: Any, inputs: Sequence[Value], around: Site | None, operands: tuple[int, ...] = (), owners: Any = None
+) -> Flow:
     opened, consts = compat.open_jaxpr(jaxpr)
     values = dict(zip(opened.invars, inputs, strict=True))
     # The constants of an open jaxpr are not known here; they are no one's result all the same.
@@ -87,7 +89,7 @@ def _flow(jaxpr: Any, inputs: Sequence[Value], around: Site | None, operands: tu
 
     nodes: list[Node] = []
     for eqn in opened.eqns:
-        site = site_of(eqn, around)
+        site = site_of(eqn, around, owners or {})
         reads = tuple(map(value, eqn.invars))
         if primitive(site.name).call or site.name == "shard_map":
             (inner,) = inner_jaxprs(eqn)

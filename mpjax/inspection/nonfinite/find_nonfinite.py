@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._jaxpr import compat
+from mpjax._jaxpr.instances import owners_of
 from mpjax._jaxpr.interpreter import (
     COMPILER_OPTIONS,
     Block,
@@ -79,7 +80,7 @@ def find_nonfinite(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> NonFin
     Source: the checks by operation of `tf.debugging.enable_check_numerics` (TensorFlow) and `jax_debug_nans`.
     """
     program = traced_call("find_nonfinite", fun, args, kwargs)
-    block = lay_out(program.jaxpr)
+    block = lay_out(program.jaxpr, owners=owners_of(program.jaxpr, program.names))
     origins = _faults(program, block)
     if not origins:
         return None

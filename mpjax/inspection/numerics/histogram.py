@@ -1,118 +1,119 @@
-"""Plots of ranges: with matplotlib as image files, and as a small inline SVG for the HTML page."""
+"""The exponents of gradients, and the ranges of modules, against the window of a half dtype: one drawing, as SVG."""
 
 from __future__ import annotations
 
+import dataclasses
+import html
 import math
-import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 
 from mpjax.inspection.numerics.range_statistics import Limits
 
-if TYPE_CHECKING:
-    from mpjax.inspection.numerics.report import NumericsReport
-
-_ACTIVATIONS, _PARAMETERS, _WINDOW, _SUBNORMAL = "#1f77b4", "#ff7f0e", "#dfeedd", "#f3efd6"
+_COLOURS = ("#1f77b4", "#ff7f0e")
+_FORWARD, _WINDOW, _SUBNORMAL, _INK = "#444444", "#dfeedd", "#f3efd6", "#222222"
 _MOST_MODULES = 40
+_LEFT, _WIDTH, _HEIGHT, _TOP, _ROW, _CHARACTERS = 230, 640, 220, 76, 15, 34
 
 
-def plot(report: NumericsReport, path: str | os.PathLike[str]) -> None:
-    """Writes the histogram of gradient exponents and the ranges by module to an image file."""
-    figure = _figure()(figsize=(9, 4 + 0.22 * min(len(report.activations) + len(report.gradients), 2 * _MOST_MODULES)))
-    upper, lower = figure.subplots(2, 1, height_ratios=[1, 1.2], squeeze=True)
-    _draw_histogram(upper, report)
-    _draw_ranges(lower, report)
-    figure.tight_layout()
-    figure.savefig(path)
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """The exponents between which the sizes of a module's values lie."""
+
+    name: str
+    low: float
+    high: float
+    backward: bool
 
 
-def _figure() -> Any:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(
-            "NumericsReport.plot draws with matplotlib, which is not installed: pip install 'mpjax[plot]'. "
-            "(to_html has the histogram without it.)"
-        ) from error
-    return Figure
+def svg(dtype: str, loss_scale: float, histograms: Mapping[str, Mapping[int, int]], spans: Sequence[Span] = ()) -> str:
+    """The drawing; empty if there is nothing to draw.
 
-
-def _window(report: NumericsReport) -> tuple[int, int]:
-    return Limits.of(jnp.dtype(report.dtype)).exponents
-
-
-def _smallest_normal(report: NumericsReport) -> int:
-    return int(jnp.finfo(report.dtype).minexp)
-
-
-def _draw_window(axes: Any, report: NumericsReport) -> None:
-    (low, high), normal = _window(report), _smallest_normal(report)
-    axes.axvspan(low - 0.5, normal - 0.5, color=_SUBNORMAL, label=f"{report.dtype} holds these with fewer bits")
-    axes.axvspan(normal - 0.5, high + 0.5, color=_WINDOW, label=f"{report.dtype} holds these")
-
-
-def _draw_histogram(axes: Any, report: NumericsReport) -> None:
-    _draw_window(axes, report)
-    for label, counts, color in _histograms(report):
-        total = sum(counts.values()) or 1
-        axes.bar(
-            counts.keys(), [100 * n / total for n in counts.values()], width=0.9, alpha=0.7, color=color, label=label
-        )
-    axes.set_xlabel(f"exponent of two of the gradient's size, at loss scale {report.loss_scale:g}")
-    axes.set_ylabel("% of nonzero values")
-    axes.legend(fontsize="small")
-
-
-def _draw_ranges(axes: Any, report: NumericsReport) -> None:
-    _draw_window(axes, report)
-    rows = [*report.activations[:_MOST_MODULES], *report.gradients[:_MOST_MODULES]]
-    rows = [row for row in rows if row.max > 0]
-    for y, row in enumerate(reversed(rows)):
-        color = _ACTIVATIONS if row.phase == "backward" else "#444444"
-        axes.plot([math.log2(row.min_nonzero), math.log2(row.max)], [y, y], color=color, marker="|", linewidth=3)
-    labels = [f"{row.name or '-'}{' (gradient)' if row.phase == 'backward' else ''}" for row in reversed(rows)]
-    axes.set_yticks(range(len(rows)), labels, fontsize="x-small")
-    axes.set_xlabel("exponents of two between the smallest nonzero and the largest value, by module")
-
-
-def _histograms(report: NumericsReport) -> list[tuple[str, Any, str]]:
-    return [
-        ("gradients of activations", report.activation_gradient_exponents, _ACTIVATIONS),
-        ("gradients of parameters", report.parameter_gradient_exponents, _PARAMETERS),
-    ]
-
-
-def svg(report: NumericsReport) -> str:
-    """The histogram with half's window as an inline SVG; empty if there is no gradient."""
-    histograms = [(label, counts, color) for label, counts, color in _histograms(report) if counts]
-    if not histograms:
+    Args:
+        dtype: the half dtype.
+        loss_scale: the scale that the gradients carry.
+        histograms: how many values have which exponent of two, by what they are of.
+        spans: the ranges of modules.
+    """
+    histograms = {name: counts for name, counts in histograms.items() if counts}
+    spans = spans[:_MOST_MODULES]
+    if not histograms and not spans:
         return ""
-    (low, high), normal = _window(report), _smallest_normal(report)
-    seen = [e for _, counts, _ in histograms for e in counts]
-    first, last = max(min(*seen, low), low - 40) - 2, min(max(*seen, high), high + 40) + 2
-    width, height, step = 900, 260, 900 / (last - first + 1)
-    peak = max(n / sum(counts.values()) for _, counts, _ in histograms for n in counts.values())
+    low, high = Limits.of(jnp.dtype(dtype)).exponents
+    seen = [e for counts in histograms.values() for e in counts]
+    seen += [math.floor(e) for span in spans for e in (span.low, span.high)]
+    first, last = max(min(*seen, low), low - 40) - 1, min(max(*seen, high), high + 40) + 2
+    step = _WIDTH / (last - first)
 
     def x(exponent: float) -> float:
-        return round((exponent - first) * step, 1)
+        return round(_LEFT + (min(max(exponent, first), last) - first) * step, 1)
 
+    bottom = _TOP + (_HEIGHT if histograms else 0)
+    end = bottom + (30 + _ROW * len(spans) if spans else 0)
+    normal = int(jnp.finfo(dtype).minexp)
     parts = [
-        f'<rect x="{x(low)}" y="0" width="{x(high + 1) - x(low):.1f}" height="{height}" fill="{_SUBNORMAL}"/>',
-        f'<rect x="{x(normal)}" y="0" width="{x(high + 1) - x(normal):.1f}" height="{height}" fill="{_WINDOW}"/>',
-        f'<text x="{x(low) + 4}" y="14">{report.dtype} at loss scale {report.loss_scale:g}</text>',
+        _box(x(low), _TOP, x(normal) - x(low), end - _TOP, _SUBNORMAL),
+        _box(x(normal), _TOP, x(high + 1) - x(normal), end - _TOP, _WINDOW),
+        *_legend(dtype, [*histograms], spans),
     ]
-    for i, (label, counts, color) in enumerate(histograms):
-        total = sum(counts.values())
-        for exponent, n in counts.items():
-            if first <= exponent <= last:
-                bar = round((height - 40) * n / total / peak, 1)
-                left = x(exponent) + i * step / 2
-                parts.append(
-                    f'<rect x="{left:.1f}" y="{height - bar}" width="{step / 2:.1f}" height="{bar}" fill="{color}"/>'
-                )
-        parts.append(f'<text x="8" y="{14 + 16 * i}" fill="{color}">{label}</text>')
-    parts += [
-        f'<text x="{x(e)}" y="{height + 16}">2^{e}</text>' for e in range(first - first % 8, last, 8) if e >= first
-    ]
-    return f'<svg viewBox="0 0 {width} {height + 20}" width="{width}" role="img">{"".join(parts)}</svg>'
+    if histograms:
+        parts += _bars(histograms, x, step, bottom)
+    for i, span in enumerate(spans):
+        y = bottom + 30 + _ROW * i
+        parts.append(_text(_LEFT - 8, y + 9, _cut(span.name), "end"))
+        colour = _COLOURS[0] if span.backward else _FORWARD
+        parts.append(_box(x(span.low), y + 2, max(x(span.high) - x(span.low), 2), 7, colour, span.name))
+    ticks = range(math.ceil(first / 8) * 8, last, 8)
+    parts += [_text(x(e), end + 16, f"2^{e}", "middle") for e in ticks]
+    parts.append(
+        _text(_LEFT + _WIDTH / 2, end + 36, f"size of the values; gradients at loss scale {loss_scale:g}", "middle")
+    )
+    box = f'viewBox="0 0 {_LEFT + _WIDTH + 20} {end + 46}" style="width:100%;max-width:{_LEFT + _WIDTH + 20}px"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {box} role="img" font-family="sans-serif">{"".join(parts)}</svg>'
+
+
+def _bars(histograms: Mapping[str, Mapping[int, int]], x: Any, step: float, bottom: int) -> list[str]:
+    """Bars beside each other for each exponent, and the axis of their shares."""
+    shares = {name: {e: n / sum(counts.values()) for e, n in counts.items()} for name, counts in histograms.items()}
+    peak = max(share for counts in shares.values() for share in counts.values())
+    tall, wide = _HEIGHT - 10, step / len(shares)
+    parts = []
+    for i, (name, counts) in enumerate(shares.items()):
+        for e, share in counts.items():
+            height = round(tall * share / peak, 1)
+            title = f"{name}: {share:.1%} at 2^{e}"
+            parts.append(_box(x(e) + i * wide, bottom - height, wide, height, _COLOURS[i], title))
+    for part in (0, 0.5, 1):
+        parts.append(_text(_LEFT - 8, bottom - part * tall + 4, f"{part * peak:.0%}", "end"))
+    parts.append(_text(_LEFT - 8, bottom - tall / 4 + 4, "share of nonzero values", "end"))
+    return parts
+
+
+def _legend(dtype: str, names: Sequence[str], spans: Sequence[Span]) -> list[str]:
+    entries = [(_WINDOW, f"{dtype} holds these"), (_SUBNORMAL, f"{dtype} holds these with fewer bits")]
+    entries += list(zip(_COLOURS, names, strict=False))
+    if spans:
+        entries.append((_FORWARD, "range of a module, forward (backward in blue)"))
+    parts = []
+    for i, (colour, text) in enumerate(entries):
+        left, y = _LEFT + 330 * (i % 2), 6 + 22 * (i // 2)
+        parts += [_box(left, y, 12, 12, colour), _text(left + 18, y + 10, text)]
+    return parts
+
+
+def _box(x: float, y: float, width: float, height: float, colour: str, title: str = "") -> str:
+    inside = f"<title>{html.escape(title)}</title>" if title else ""
+    return f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" fill="{colour}">{inside}</rect>'
+
+
+def _text(x: float, y: float, text: str, anchor: str = "start") -> str:
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" font-size="12" text-anchor="{anchor}" fill="{_INK}">{html.escape(text)}</text>'
+    )
+
+
+def _cut(name: str) -> str:
+    """A module path of which the end is shown, with a mark where it is cut."""
+    return name if len(name) <= _CHARACTERS else "…" + name[1 - _CHARACTERS :]

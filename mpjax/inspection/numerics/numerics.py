@@ -15,6 +15,7 @@ import numpy as np
 import optax
 
 from mpjax._jaxpr import compat
+from mpjax._jaxpr.instances import owners_of
 from mpjax._jaxpr.interpreter import (
     COMPILER_OPTIONS,
     Block,
@@ -195,7 +196,9 @@ class _Measuring:
         consts = compat.open_jaxpr(program.jaxpr).consts
         key = jax.tree.structure(args), *(jax.typeof(x) for x in (*program.arrays, *consts))
         if key not in self.compiled:
-            self.compiled[key] = self._compile(lay_out(program.jaxpr), names)
+            self.compiled[key] = self._compile(
+                lay_out(program.jaxpr, owners=owners_of(program.jaxpr, program.names)), names
+            )
         compiled = self.compiled[key]
         arrays, consts = map(widened, program.arrays), [*map(widened, consts)]
         outs, notes = compiled.evaluation.block(compiled.block, [*arrays], consts=consts)

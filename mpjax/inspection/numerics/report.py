@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 
 from mpjax.inspection.numerics import histogram
 from mpjax.inspection.numerics.range_statistics import Limits
-from mpjax.inspection.reports import Report, Section
+from mpjax.inspection.reports import Report, Section, folded, written
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,16 +133,30 @@ class NumericsReport(Report):
         lost = sum(n for e, n in self.half_gradient_exponents.items() if e + shift < lowest)
         return lost / max(total, 1)
 
-    def plot(self, path: Any) -> None:
+    def plot(self, path: str | os.PathLike[str]) -> None:
         """Draws the histogram of gradient exponents with half's window, and the ranges by module.
 
         Args:
-            path: the image file; its ending says the format, as matplotlib reads it.
+            path: the file, which ends in `.svg`.
 
         Raises:
-            ImportError: matplotlib, of the extra `mpjax[plot]`, is not installed.
+            ValueError: it ends otherwise.
         """
-        histogram.plot(self, path)
+        if not os.fspath(path).endswith(".svg"):
+            raise ValueError(f"NumericsReport.plot({os.fspath(path)!r}): it writes SVG; give a file that ends in .svg.")
+        written(self._figure(), path)
+
+    def _figure(self) -> str:
+        rows = [row for row in (*self.activations, *self.gradients) if row.max > 0]
+        spans = [
+            histogram.Span(row.name or "-", math.log2(row.min_nonzero), math.log2(row.max), row.phase == "backward")
+            for row in rows
+        ]
+        histograms = {
+            "gradients of activations": self.activation_gradient_exponents,
+            "gradients of parameters": self.parameter_gradient_exponents,
+        }
+        return histogram.svg(self.dtype, self.loss_scale, histograms, spans)
 
     def to_dict(self) -> dict[str, Any]:
         """The report for JSON."""
@@ -161,20 +176,22 @@ class NumericsReport(Report):
         )
         by_op = f"Of {len(self.by_op)} operations these would lose something if they ran in {self.dtype}."
         return [
-            Section("", self._summary(), figure=histogram.svg(self)),
-            Section("Activations by module", "", ("module", *header[1:]), [*map(_cells, self.activations)], right),
+            Section("", self._summary(), figure=self._figure()),
+            Section(
+                "Activations by module", "", ("module", *header[1:]), [*map(_cells, _folded(self.activations))], right
+            ),
             Section(
                 "Gradients of activations by module",
                 f"At loss scale {_scale(self.loss_scale)}.",
                 ("module", *header[1:]),
-                [*map(_cells, self.gradients)],
+                [*map(_cells, _folded(self.gradients))],
                 right,
             ),
             Section(
                 "Gradients of parameters",
                 f"At loss scale {_scale(self.loss_scale)}.",
                 ("parameter", *header[1:]),
-                [*map(_cells, self.parameters)],
+                [*map(_cells, _folded(self.parameters))],
                 right,
             ),
             Section("By operation", by_op, ops, [*map(_op_cells, losing)], {4, 5, 6, 7}),
@@ -245,6 +262,34 @@ class NumericsReport(Report):
             f"init_scale={_scale(self.init_scale).replace('2^', '2.0**')} {why}",
             f"activation gradients flushed to zero: {shares}",
         ]
+
+
+def _folded(rows: Sequence[Range]) -> list[Range]:
+    """The rows, those of repeated modules together, those that lose most first."""
+    names = folded(row.name for row in rows)
+    merged: dict[tuple[str, tuple[str, ...]], Range] = {}
+    for row in rows:
+        key = names[row.name], row.dtypes
+        named = dataclasses.replace(row, name=key[0])
+        merged[key] = _together(merged[key], named) if key in merged else named
+    return sorted(merged.values(), key=lambda row: (-row.overflowed, -row.flushed))
+
+
+def _together(a: Range, b: Range) -> Range:
+    """Two rows as one; shares are those of all their values."""
+    count = a.count + b.count
+    shares = {
+        name: (a.count * getattr(a, name) + b.count * getattr(b, name)) / max(count, 1)
+        for name in ("zeros", "flushed", "overflowed", "absorbed")
+    }
+    return dataclasses.replace(
+        a,
+        max=max(a.max, b.max),
+        min_nonzero=min(a.min_nonzero, b.min_nonzero),
+        count=count,
+        nonfinite=a.nonfinite + b.nonfinite,
+        **shares,
+    )
 
 
 def _cells(row: Range) -> tuple[str, ...]:
