@@ -21,6 +21,7 @@ from mpjax.launcher.session import CALLS, HALF, LOSS, NONFINITE, RETRIES, SCALE,
 
 # The first calls of a step trace, compile and warm up.
 _WARM_UP = 2
+_ENOUGH = 10
 _SHOWN = 5
 
 
@@ -102,20 +103,26 @@ class Clock:
         self._last = now
 
     @property
+    def calls(self) -> int:
+        """How many calls there were."""
+        return len(self.times) + (self._last is not None)
+
+    @property
     def median(self) -> float | None:
-        """Seconds from call to call; None for too few calls."""
+        """Seconds from call to call. None for few calls: they return before the device is done, and tell nothing."""
         warm = self.times[_WARM_UP:]
-        return statistics.median(warm) if warm else None
+        return statistics.median(warm) if len(warm) >= _ENOUGH else None
 
 
 def _of_step(session: Session, step: Any) -> list[str]:
     rows = np.asarray(step.counts)
     rows = rows[rows[:, CALLS] > 0]
-    calls = int(rows[:, CALLS].max()) if len(rows) else 0
+    if not len(rows):
+        return [f"  {step.name}: {step.clock.calls} calls; its gradients, under shard_map or vmap, are not counted"]
+    steps = int(rows[:, CALLS].max())
     seconds = step.clock.median
-    per_call = calls / max(len(step.clock.times) + 1, 1)
-    took = "" if seconds is None else f", {1e3 * seconds / max(per_call, 1.0):.3g} ms a step"
-    lines = [f"  {step.name}: {calls} steps{took}"]
+    took = "" if seconds is None else f", {1e3 * seconds * step.clock.calls / steps:.3g} ms a step"
+    lines = [f"  {step.name}: {steps} steps{took}"]
     if session.scales:
         skipped = int(rows[:, NONFINITE].sum())
         scales = " and ".join(f"{scale:g}" for scale in rows[:, SCALE])
