@@ -1,7 +1,6 @@
-"""A Linen classifier with `flax.training.train_state`, as in Flax's mnist example; the digits are random."""
+"""A Linen classifier with `flax.training.train_state`: gradient and update are compiled apart."""
 
 import argparse
-import sys
 
 import flax.linen as nn
 import jax
@@ -40,25 +39,25 @@ def evaluate(state, images):
     return state.apply_fn({"params": state.params}, images)
 
 
-def main():
+def main(argv=None):
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    rng = np.random.default_rng(0)
-    prototypes = rng.random((10, 16, 16, 1), np.float32)
+    args = parser.parse_args(argv)
+    rng = np.random.default_rng(args.seed)
+    prototypes = np.random.default_rng(0).random((10, 16, 16, 1), np.float32)
     model = CNN()
     params = model.init(jax.random.key(args.seed), jnp.ones((1, 16, 16, 1)))["params"]
     state = train_state.TrainState.create(apply_fn=model.apply, params=params, tx=optax.sgd(0.1, momentum=0.9))
     for _ in range(args.steps):
         labels = rng.integers(0, 10, 32)
-        images = prototypes[labels] + 0.3 * rng.normal(size=(32, 16, 16, 1)).astype(np.float32)
+        images = prototypes[labels] + 0.1 * rng.normal(size=(32, 16, 16, 1)).astype(np.float32)
         grads, loss, _ = apply_model(state, images, labels)
         state = update_model(state, grads)
     assert evaluate(state, images).dtype == jnp.float32
     print(f"loss {loss:.4f}")
-    return 3 if "--fail" in sys.argv else 0
+    return float(loss)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
