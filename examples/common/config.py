@@ -18,7 +18,8 @@ from examples.common.optimizers import Hyperparameters, Recipe
 
 # What a config can ask for; `Config.action` says which. An inspection takes the flags of the training that it looks at.
 INSPECT = ("audit", "profile")
-TRAIN = ("train", *INSPECT)
+TRAIN_ONLY = ("train", "compare")  # one policy, or several one after the other
+TRAIN = (*TRAIN_ONLY, *INSPECT)
 BENCHMARKS = ("training_benchmark", "inference_benchmark")
 MEASURE = (*BENCHMARKS, "find_batch_size")
 USE = ("evaluate", "predict")
@@ -79,20 +80,20 @@ class RunConfig(abc.ABC):
     resume: bool = FILES(
         False, "continue the run in --output from its newest checkpoint, in any precision, to any --epochs", uses=TRAIN
     )
-    resume_step: int | None = FILES(None, "take the checkpoint of this step, not the newest", uses=("train", *USE))
+    resume_step: int | None = FILES(None, "take the checkpoint of this step, not the newest", uses=(*TRAIN_ONLY, *USE))
     init_from: Path | None = FILES(
         None,
         "start from the weights of a run, an export, or a .safetensors or .npz file, in whatever precision they are",
-        uses=("train",),
+        uses=TRAIN_ONLY,
     )
     keep_optimizer: bool = FILES(
-        False, "with --init-from RUN: go on with its optimizer state too (momentum, moments, counts)", uses=("train",)
+        False, "with --init-from RUN: go on with its optimizer state too (momentum, moments, counts)", uses=TRAIN_ONLY
     )
     weights: Path | None = FILES(None, "a file that --export wrote, instead of a checkpoint in --output", uses=USE)
     export: Export | None = FILES(
         None,
         "write the trained weights in this dtype, and test them against the float32 ones",
-        uses=("train", "evaluate"),
+        uses=(*TRAIN_ONLY, "evaluate"),
     )
     best: bool = FILES(False, "take the best checkpoint of the run, not the newest (--keep-best)", uses=USE)
 
@@ -117,18 +118,20 @@ class RunConfig(abc.ABC):
     log_every: int = RUNNING(50, "steps between two lines of steps.jsonl (and of a log file)")
 
     warmup_steps: int = BENCHMARK(200, "steps before those that are measured", uses=BENCHMARKS)
-    num_iter: int = BENCHMARK(500, "how much is measured", uses=(*BENCHMARKS, "train"))
+    num_iter: int = BENCHMARK(500, "how much is measured", uses=(*BENCHMARKS, "compare"))
     compare: str | None = BENCHMARK(
         None,
         "policies, with commas between: measure them in turns in one process, as a table and a plot; a training trains "
         "each of them first",
-        uses=(*MEASURE, "train"),
+        uses=(*MEASURE, "compare"),
     )
-    batch_sizes: str | None = BENCHMARK(None, "batch sizes of --compare, with commas between", uses=(*MEASURE, "train"))
+    batch_sizes: str | None = BENCHMARK(
+        None, "batch sizes of --compare, with commas between", uses=(*MEASURE, "compare")
+    )
     find_batch_size: bool = BENCHMARK(False, "print the largest batch that a training step has memory for", uses=None)
     memory_limit: float | None = BENCHMARK(
         None, "GiB that --find-batch-size and --compare may take; by default the device's, on a CPU the machine's",
-        uses=(*MEASURE, "train"),
+        uses=(*MEASURE, "compare"),
     )  # fmt: skip
 
     devices: int | None = DEVICES(None, "devices of each process that share a batch; all by default")
@@ -156,7 +159,9 @@ class RunConfig(abc.ABC):
         for name in (*INSPECT, "find_batch_size"):
             if getattr(self, name):
                 return name
-        return "train" if self.mode in ("train", "train_and_evaluate") else self.mode
+        if self.mode not in ("train", "train_and_evaluate"):
+            return self.mode
+        return "train" if self.compare is None else "compare"
 
     @property
     def action_flag(self) -> str:
@@ -264,7 +269,7 @@ class RunConfig(abc.ABC):
     def _check_together(self) -> None:
         if self.output is None and self.resume:
             raise UsageError("--resume needs the folder of the run to continue: add --output DIR.")
-        if self.resume_step is not None and self.action == "train" and not self.resume:
+        if self.resume_step is not None and self.action in TRAIN_ONLY and not self.resume:
             raise UsageError(f"--resume-step {self.resume_step} says where --resume goes on: add --resume.")
         if self.output is None and self.weights is None and self.action in USE:
             raise UsageError(f"{self.action_flag} needs a trained model: add --output DIR or --weights FILE.")

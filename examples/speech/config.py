@@ -13,6 +13,7 @@ from examples.common.config import (
     BUILD,
     DATA,
     FILES,
+    MEASURE,
     MODEL,
     TRAIN,
     TRAINING,
@@ -28,7 +29,7 @@ from examples.speech.features import Features
 
 # A benchmark of speed is on made-up audio.
 SPOKEN = (*TRAIN, "find_batch_size")
-DECODING = Group("decoding", ("train", "evaluate", "predict", *BENCHMARKS))
+DECODING = Group("decoding", ("train", "compare", "evaluate", "predict", *BENCHMARKS))
 
 _RECIPE = Recipe(20, 16, 3e-3, 1.0, "adamw", 1e-2, clip_norm=10.0)
 
@@ -122,10 +123,12 @@ class Config(RunConfig):
     report: int = DECODING(5, "how many of the worst, median and best transcripts are printed")
 
     longest: float = BENCHMARK(
-        4.0, "seconds of the longest utterance of a batch; the others are spread evenly from a quarter of it"
+        4.0,
+        "seconds of the longest utterance of a batch; the others are spread evenly from a quarter of it",
+        uses=(*MEASURE, "compare"),
     )
     warmup_steps: int = BENCHMARK(10, "steps before those that are measured", uses=BENCHMARKS)
-    num_iter: int = BENCHMARK(50, "steps that are measured", uses=(*BENCHMARKS, "train"))
+    num_iter: int = BENCHMARK(50, "steps that are measured", uses=(*BENCHMARKS, "compare"))
 
     def _check_numbers(self) -> None:
         super()._check_numbers()

@@ -237,6 +237,8 @@ def test_fixed_loss_scale_that_skips_everything_is_an_error(tmp_path, capsys):
         (["--mode", "evaluate", "--output", "x", "--mixup", "0.2"], "--mixup"),
         (["--mode", "training_benchmark", "--resume", "--output", "x"], "--resume"),
         (["--batch-sizes", "3"], "--batch-sizes"),
+        (["--num-iter", "3"], "--num-iter"),
+        (["--warmup-steps", "3", "--compare", "O1"], "--warmup-steps"),
     ],
 )
 def test_flags_without_effect_are_refused(flags, flag, capsys):

@@ -232,7 +232,7 @@ def test_precision_table_has_the_worst_operation_of_each_part():
         (["--mode", "training_benchmark", "--longest", "0.01"], "--longest 0.01"),
         (["--hiden", "3"], "did you mean --hidden?"),
         (
-            ["--weights", "x", "--resume"],
+            ["--weights", "x"],
             "--weights has no effect in --mode train_and_evaluate; it is for evaluate, predict",
         ),
         (["--alphabet", "no.txt"], "'no.txt' can not be read"),
