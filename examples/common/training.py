@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -105,9 +106,14 @@ def create_training(
         # Float32 whatever the parameters are, for it moves by less than half precision can hold.
         ema = jax.tree.map(lambda x: x.astype(jnp.float32), variables._asdict()) if hyper.ema else {}
         params = policy.cast_to_param(variables.params)
+        with warnings.catch_warnings():
+            if policy.param_dtype == policy.output_dtype:
+                # A policy that is half throughout asks for no masters: that they are missing is no news.
+                warnings.simplefilter("ignore", mpjax.LossScaleWarning)
+            opt_state = tx.init(params)
         step = jnp.zeros((), jnp.int32)
         return TrainState(
-            step, jnp.uint32(seed), params, variables.stats, tx.init(params), zero(), ema, model.extra()
+            step, jnp.uint32(seed), params, variables.stats, opt_state, zero(), ema, model.extra()
         )  # fmt: skip
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:

@@ -209,8 +209,6 @@ def test_models_of_ones_own_draw_dropout_in_training_only(model):
     np.testing.assert_array_equal(one, again)
 
 
-# O3 keeps no float32 copy of its parameters, which is what is asked for.
-@pytest.mark.filterwarnings("ignore:loss scaling. .* keeps no float32 copy")
 @pytest.mark.parametrize("optimizer", ["adam", "adamw", "lars", "lamb"])
 @pytest.mark.parametrize("policy", ["O2", "O3"])
 def test_every_optimizer_moves_half_parameters(optimizer, policy):
