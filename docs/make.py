@@ -8,11 +8,12 @@ times or takes long, so the tests do not regenerate it. A block after `<!-- not 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import io
 import pathlib
 import re
+import runpy
 import shlex
+import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -76,8 +77,12 @@ def _run_console(text: str) -> str:
     command = text.splitlines()[0]
     prompt, module, *arguments = command.split(" -m ")[0], *shlex.split(command.partition(" -m ")[2])
     assert prompt == "$ python", f"not of the form '$ python -m package': {command!r}"
-    with contextlib.redirect_stdout(io.StringIO()) as output:
-        importlib.import_module(f"{module}.__main__").main(arguments)
+    before, sys.argv = sys.argv, [module, *arguments]
+    try:
+        with contextlib.redirect_stdout(io.StringIO()) as output, contextlib.suppress(SystemExit):
+            runpy.run_module(module, run_name="__main__")
+    finally:
+        sys.argv = before
     return f"{command}\n{_trimmed(output.getvalue())}"
 
 

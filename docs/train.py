@@ -1,4 +1,4 @@
-"""A training script as one finds them: a language model in float16 by hand, with its mistakes. It knows no mpjax."""
+"""A typical training script, without mpjax: a language model in hand-written float16, with its mistakes."""
 
 import flax.linen as nn
 import jax

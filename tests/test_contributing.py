@@ -47,7 +47,6 @@ OUTCOME = """
 import jax, jax.numpy as jnp, optax, mpjax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
-from mpjax.__main__ import main
 from examples.imagenet.models import create_model
 
 exp3 = Primitive("exp3")
