@@ -267,7 +267,7 @@ def _out_of_range(plain: Traced, args: Any, half: Any) -> bool:
 
 def check_runs(case: Case, args: Any) -> None:
     """It compiles and runs wherever the plain program does, and is compiled once."""
-    fun = jax.jit(case.autocast())
+    fun: Any = jax.jit(case.autocast())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
