@@ -35,7 +35,7 @@ def run_batch(number: int, size: int, dtype: str, on_example: Callable[[Case], N
     """Runs `on_example` on one batch of programs, the same for the same number.
 
     Args:
-        number: of the batch; it is the seed.
+        number: of the batch; the seed follows from it and the dtype.
         size: how many examples.
         dtype: the half dtype's name.
         on_example: called with each case.
@@ -48,7 +48,7 @@ def run_batch(number: int, size: int, dtype: str, on_example: Callable[[Case], N
         suppress_health_check=list(HealthCheck),
     )
 
-    @seed(number)
+    @seed(2 * number + (dtype == "bfloat16"))
     @options
     @given(cases(dtype))
     def batch(case: Case) -> None:
