@@ -1,8 +1,8 @@
 """Maps over the arrays that enter and leave a function, whatever library its arguments come from.
 
-Pytrees are mapped functionally. An NNX module has identity: what the function changes inside it
-(batch statistics, RNG counts) must reach the caller, so its variables are changed in place for
-the time of the call and put back afterwards.
+Pytrees are mapped functionally. An NNX module has identity: the changes that the function makes inside it
+(batch statistics, RNG counts) must reach the caller. So its variables are changed in place for the time of
+the call, and put back afterwards.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def contains_nnx_object(tree: Any) -> bool:
 
 
 class InPlaceChanges:
-    """The NNX variables changed for the time of a call, and what they held before."""
+    """The NNX variables changed for the time of a call, and their values before."""
 
     def __init__(self) -> None:
         self._changes: list[tuple[Any, Any, Any]] = []
