@@ -227,7 +227,7 @@ def main() -> None:
         return
     rows = [row for devices in DEVICES for row in _in_process(devices, args.half)]
     print(table(rows))
-    save(f"communication_{args.half}", rows, args.out)
+    save(f"communication_{args.half}", {"steps": rows}, args.out)
     (args.out / f"communication_{args.half}_cpu.md").write_text(table(rows))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import pathlib
 import re
 import runpy
@@ -18,7 +19,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 FOLDER = pathlib.Path(__file__).parent
-PAGES = ("inspection.md",)
+PAGES = ("inspection.md", "distributed.md")
 MEASURED, NOT_RUN = "<!-- measured -->", "<!-- not run -->"
 
 _FENCED = re.compile(r"^```(python|console|text)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -91,6 +92,8 @@ def _trimmed(text: str) -> str:
 
 
 if __name__ == "__main__":
+    # Before JAX starts: a page on several devices needs four, as the tests have.
+    os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
     for name in PAGES:
         path = FOLDER / name
         path.write_text(made(path.read_text()))
