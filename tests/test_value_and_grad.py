@@ -12,6 +12,9 @@ from flax import nnx
 
 import mpjax
 
+# The models are as users write them: half weights and float32 inputs promote implicitly.
+pytestmark = pytest.mark.standard_promotion
+
 X = jax.random.normal(jax.random.key(1), (8, 4))
 TX = mpjax.dynamic_loss_scale(optax.adam(1e-2))
 
