@@ -11,6 +11,9 @@ import pytest
 
 import mpjax
 
+# Optax promotes implicitly: float32 updates are added to half params, and sam compares counts of steps.
+pytestmark = pytest.mark.standard_promotion
+
 PARAMS = {"w": jnp.ones(2)}
 GOOD = {"w": jnp.ones(2)}
 BAD = {"w": jnp.array([1.0, jnp.nan])}
@@ -114,7 +117,6 @@ def test_extra_arguments_go_only_to_inner_transformations_that_take_them():
     assert seen == {"temperature": 2.0}
 
 
-@pytest.mark.standard_promotion  # optax adds float32 updates to half params
 @pytest.mark.parametrize("half", ["float16", "bfloat16"])
 @pytest.mark.parametrize("inner", [optax.adam(1e-2), optax.sgd(1e-2, momentum=0.9), optax.lamb(1e-2)])
 @pytest.mark.parametrize("form", ["update", "apply"])
