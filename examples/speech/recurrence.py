@@ -89,19 +89,19 @@ class Recurrent(nnx.Module):
         parts = jnp.split(time_major(inputs), self.directions, axis=-1)
         kernels = jnp.split(self.kernels[...], self.directions, axis=-1)
         outputs = [
-            _run(self.cell, reverse, part, kernel, time_major(mask)[..., None])
+            recur(self.cell, reverse, part, kernel, time_major(mask)[..., None])
             for reverse, part, kernel in zip((False, True), parts, kernels, strict=False)
         ]
         return masked(time_major(jnp.concatenate(outputs, axis=-1)).astype(inputs.dtype), mask)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _run(cell: Cell, reverse: bool, inputs: jax.Array, kernel: jax.Array, mask: jax.Array) -> jax.Array:
+def recur(cell: Cell, reverse: bool, inputs: jax.Array, kernel: jax.Array, mask: jax.Array) -> jax.Array:
     """One direction: inputs [time, batch, gates · hidden] → outputs [time, batch, hidden] in the kernel's dtype."""
-    return _scan(cell, reverse, kernel, mask, inputs, _no_offset(inputs, kernel))[0]
+    return recur_by_scan(cell, reverse, kernel, mask, inputs, _no_offset(inputs, kernel))[0]
 
 
-def _scan(
+def recur_by_scan(
     cell: Cell, reverse: bool, kernel: jax.Array, mask: jax.Array, inputs: jax.Array, offset: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """The outputs, and those of the step before each, both in the kernel's dtype.
@@ -126,7 +126,7 @@ def _scan(
 def _run_forward(
     cell: Cell, reverse: bool, inputs: jax.Array, kernel: jax.Array, mask: jax.Array
 ) -> tuple[jax.Array, Any]:
-    scan = partial(_scan, cell, reverse, kernel, mask)
+    scan = partial(recur_by_scan, cell, reverse, kernel, mask)
     outputs, pullback, before = jax.vjp(scan, inputs, _no_offset(inputs, kernel), has_aux=True)
     return outputs, (pullback, before)
 
@@ -137,7 +137,7 @@ def _run_backward(cell: Cell, reverse: bool, residuals: Any, cotangent: jax.Arra
     return of_inputs, jnp.einsum("tbh,tbg->hg", before, of_products), None
 
 
-_run.defvjp(_run_forward, _run_backward)
+recur.defvjp(_run_forward, _run_backward)
 
 
 def _no_offset(inputs: jax.Array, kernel: jax.Array) -> jax.Array:

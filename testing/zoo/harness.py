@@ -51,7 +51,7 @@ def all_half(fun: Function, policy: str) -> Function:
 
 
 def key() -> jax.Array:
-    """The key that programs are built from."""
+    """The key that programs are built from, of the implementation that compiles fastest."""
     return jax.random.key(0, impl="rbg")
 
 
@@ -194,7 +194,8 @@ def _gradients(program: Program, loss_fn: Function) -> Function:
 
 
 @functools.cache
-def _reference(name: str) -> tuple[Function, Any]:
+def reference(name: str) -> tuple[Function, Any]:
+    """A program's compiled gradient function in float32, and its gradients."""
     program, (loss_fn, params, batch) = REGISTRY[name], concrete(name)
     with program.context():
         gradients = _gradients(program, loss_fn)
@@ -206,16 +207,16 @@ def gradient_error(name: str, caster: Caster, dtype: str) -> float:
     program, (loss_fn, params, batch) = REGISTRY[name], concrete(name)
     with program.context():
         found = _gradients(program, caster(loss_fn, POLICIES[dtype]))(params, batch)
-    return measures.relative_error(found, _reference(name)[1])
+    return measures.relative_error(found, reference(name)[1])
 
 
 def rounding_error(name: str, dtype: str) -> float:
     """The relative error that rounding only the params and the batch to half causes."""
     program, (_, params, batch) = REGISTRY[name], concrete(name)
-    gradients, reference = _reference(name)
+    gradients, exact = reference(name)
     with program.context():
         found = gradients(measures.rounded(params, dtype), measures.rounded(batch, dtype))
-    return measures.relative_error(found, reference)
+    return measures.relative_error(found, exact)
 
 
 def error_limit(name: str, dtype: str) -> float:

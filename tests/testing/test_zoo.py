@@ -49,7 +49,7 @@ def test_gradients_that_are_too_coarse_are_caught():
 
 def test_wrong_rules_give_other_gradients_than_right_ones():
     errors = [
-        measures.relative_error(harness._reference(wrong)[1], harness._reference(right)[1])
+        measures.relative_error(harness.reference(wrong)[1], harness.reference(right)[1])
         for wrong, right in [
             ("custom_vjp_wrong", "custom_vjp_linear"),
             ("custom_jvp_wrong", "custom_vjp_linear"),

@@ -41,7 +41,11 @@ class FewDigits(Digits):
 
 def make_quick(patch: pytest.MonkeyPatch) -> None:
     """One narrow block as the default model, and few digits: most of a test's time is compilation."""
-    patch.setitem(models.KINDS, "resnet8", models._resnet(models.BasicBlock, 1, width=4))
+    patch.setitem(
+        models.KINDS,
+        "resnet8",
+        models.Kind(models.ResNet, {"block": models.BasicBlock, "stage_sizes": (1,), "width": 4}),
+    )
     patch.setattr(task, "Digits", FewDigits)
 
 

@@ -15,7 +15,7 @@ from flax import nnx
 import mpjax
 from examples.speech.config import Config
 from examples.speech.layers import Lookahead
-from examples.speech.recurrence import CELLS, Recurrent, _run, _scan
+from examples.speech.recurrence import CELLS, Recurrent, recur, recur_by_scan
 from examples.speech.training import create_network
 from testing.measures import MATMULS, equations, matmuls, risky_in_half
 
@@ -99,11 +99,11 @@ def kernel_gradient(run, time, dtype):
 
 
 def of_layer(kernel, mask, gates):
-    return _run(CELLS["gru"], False, gates, kernel, mask)
+    return recur(CELLS["gru"], False, gates, kernel, mask)
 
 
 def of_plain_scan(kernel, mask, gates):
-    return _scan(CELLS["gru"], False, kernel, mask, gates, jnp.zeros_like(gates))[0]
+    return recur_by_scan(CELLS["gru"], False, kernel, mask, gates, jnp.zeros_like(gates))[0]
 
 
 def test_recurrent_kernels_gradient_is_that_of_the_scan():
