@@ -16,7 +16,7 @@ from mpjax.inspection.audit.risks import MEANINGS as RISK_MEANINGS
 from mpjax.inspection.audit.risks import Risk
 from mpjax.inspection.audit.roofline import KernelCost, SpeedupBound, speedup_bound
 from mpjax.inspection.devices import DEVICES, device_of
-from mpjax.inspection.reports import WIDTH, Report, Section, amount
+from mpjax.inspection.reports import WIDTH, Report, Section, amount, folded
 
 _PHASES = (FORWARD, RECOMPUTED, BACKWARD)
 # The tables have little room.
@@ -180,7 +180,7 @@ class PrecisionReport(Report):
         sent = [] if self.communication is None else [communication_section(self.communication)]
         if not self.matmuls:
             return [Section(self.title, "no matmul or convolution"), self._risks(), memory, *sent, *notes]
-        return [self._flops(), self._places(), self._findings(), self._risks(), memory, *sent, self._speed(), *notes]
+        return [self._flops(), self._findings(), self._risks(), self._places(), memory, *sent, self._speed(), *notes]
 
     def _flops(self) -> Section:
         phases = self.flops_by_phase
@@ -189,14 +189,35 @@ class PrecisionReport(Report):
             (dtype, *(_cell(phases[phase].get(dtype, 0)) for phase in _PHASES), f"{flops / total:.1%}")
             for dtype, flops in sorted(self.flops.items(), key=lambda pair: -pair[1])
         ]
-        text = f"matmuls and convolutions: {amount(total, 'FLOP')}, {self.half_share:.1%} in half"
-        return Section(self.title, text, ("operands", *_PHASES, "share"), rows, {1, 2, 3, 4})
+        lines = [f"matmuls and convolutions: {amount(total, 'FLOP')}, {self.half_share:.1%} in half", *self._to_do()]
+        return Section(self.title, "\n".join(lines), ("operands", *_PHASES, "share"), rows, {1, 2, 3, 4})
+
+    def _to_do(self) -> list[str]:
+        """What to look at first: the matmuls that are not in half, the gravest risks."""
+        lines = []
+        total = sum(row.flops for row in self.matmuls)
+        shares: dict[str, float] = {}
+        for row in self.matmuls:
+            if not row.is_half:
+                place = row.module or row.source
+                shares[place] = shares.get(place, 0) + row.flops / total
+        if 0 < sum(shares.values()) < 1:
+            most = sorted(shares.items(), key=lambda pair: -pair[1])[:3]
+            lines.append("not in half: " + ", ".join(f"{place} ({share:.1%})" for place, share in most))
+        elif shares:
+            lines.append("nothing is in half: mpjax.autocast or mpjax.with_policy runs it in half")
+        if self.risks:
+            kinds = ", ".join(dict.fromkeys(risk.kind for risk in self.risks))
+            lines.append(f"{len(self.risks)} risks in half, the gravest first: {kinds}")
+        return lines
 
     def _places(self) -> Section:
         merged: dict[tuple[str, ...], dict[str, int]] = {}
-        for row in self.matmuls:
-            flops = merged.setdefault((row.module, row.source, row.op, row.dtype), dict.fromkeys(_PHASES, 0))
+        names = folded(row.module for row in self.matmuls)
+        for row in sorted(self.matmuls, key=lambda row: -row.flops):
+            flops = merged.setdefault((names[row.module], row.source, row.op, row.dtype), dict.fromkeys(_PHASES, 0))
             flops[row.phase] += row.flops
+        merged = dict(sorted(merged.items(), key=lambda pair: -sum(pair[1].values())))
         rows = [
             (
                 module or "-",

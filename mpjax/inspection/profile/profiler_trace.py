@@ -5,6 +5,10 @@ CUPTI records each kernel on its stream's line (`xla/backends/profiler/gpu/cupti
 `kernel_details`, a copy `memcpy_details`), with the HLO instruction that launched it in `hlo_op`. On a CPU
 the runtime records each thunk on its thread's line with the same stat, and an `end:` event where the work finished
 later or on another thread.
+
+XProf's own library (`xprof` 2.24, formerly `tensorboard-plugin-profile`) can't take this file's place: it reads the
+same XSpace through the same `ProfileData` interface, and has tables of operations and kernels as JSON for its page, but
+nothing of host marks against device time; the wheel is 32 MB and needs google-cloud-storage, duckdb and a web server.
 """
 
 from __future__ import annotations
