@@ -49,6 +49,8 @@ class Callers:
 
 
 def _is_library_file(filename: str) -> bool:
+    if filename.startswith("<frozen "):  # a library that differentiates while it is imported
+        return True
     path = os.path.abspath(filename)
     if f"{os.sep}site-packages{os.sep}" in path or f"{os.sep}dist-packages{os.sep}" in path:
         return True

@@ -85,11 +85,12 @@ def _differentiation(session: Session, originals: Any, original: Any, gradient_o
         plain = original(fun, argnums, has_aux, *rest, **options)
         if not session.active_for(rest, options) or not session.callers.script_calls():
             return plain
-        session.check_differentiation(fun)
+        line = session.callers.script_line()
         both = gradients.value_and_grad(session, originals, fun, has_aux, argnums)
 
         @functools.wraps(plain)
         def gradient(*args: Any, **kwargs: Any) -> Any:
+            session.check_differentiation(fun, line)  # by now the script has built its optimizer
             value, grads = both(*args, **kwargs)
             if not gradient_only:
                 return value, grads
@@ -105,7 +106,7 @@ def _linearization(session: Session, original: Any) -> Any:
     def linearize(fun: Any, *primals: Any, **options: Any) -> Any:
         if not session.active or not session.callers.script_calls():
             return original(fun, *primals, **options)
-        session.check_differentiation(fun)
+        session.check_differentiation(fun, session.callers.script_line())
         return gradients.vjp(session, original, fun, primals, options)
 
     return linearize

@@ -145,13 +145,12 @@ class Session:
         """Whether a gradient is one that can be taken in half: not holomorphic, not at integers."""
         return self.active and not any(positional) and not any(options.values())
 
-    def check_differentiation(self, fun: Any) -> None:
+    def check_differentiation(self, fun: Any, line: str) -> None:
         """Refuses float16 where nothing could keep a non-finite gradient from the parameters.
 
         Raises:
             LaunchError: the script differentiates, and no optax transformation was built.
         """
-        line = self.callers.script_line()
         self.sites.setdefault(line, getattr(fun, "__name__", type(fun).__name__))
         if self.scales and not self.optimizers:
             raise LaunchError(

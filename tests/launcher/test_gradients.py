@@ -233,4 +233,11 @@ def test_bfloat16_is_neither_scaled_nor_repeated(launched):
 def test_float16_is_refused_without_an_optimizer_that_can_skip(launched):
     launched()
     with pytest.raises(LaunchError, match=r"test_gradients.py:\d+ differentiates.*--policy mixed_bfloat16"):
-        jax.grad(loss_fn)
+        jax.grad(loss_fn)(params(), X)
+
+
+def test_a_gradient_function_may_be_made_before_the_optimizer(launched):
+    launched()
+    gradient = jax.grad(loss_fn)
+    optax.sgd(0.1)
+    assert_close(gradient(params(), X), REFERENCE[1.0])
