@@ -13,6 +13,9 @@ import jax
 import optax
 import pytest
 
+# A script that tests run, not a module with doctests.
+collect_ignore = ["user_script.py"]
+
 # Folders whose programs promote implicitly, as a user's may: the scripts and the benchmarks.
 STANDARD_PROMOTION = ("tests/examples/", "tests/benchmarks/")
 # Functions of other libraries that promote implicitly: Adam's step count, Flax's norms and pooling in half.

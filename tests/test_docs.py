@@ -5,9 +5,13 @@ from __future__ import annotations
 import ast
 import re
 
+import jax
 import pytest
 
 from docs.make import FOLDER, MEASURED, NOT_RUN, PAGES, blocks, made
+
+# Pages whose rows of equal weight come in another order before JAX 0.12.
+OF_NEWEST = {"distributed.md"}
 
 
 def text_of(page):
@@ -17,6 +21,8 @@ def text_of(page):
 
 @pytest.mark.parametrize("name", PAGES)
 def test_outputs_are_in_step_with_the_program(name, monkeypatch):
+    if name in OF_NEWEST and jax.__version_info__ < (0, 12):
+        pytest.skip("an older JAX orders the rows of this page otherwise")
     monkeypatch.chdir(FOLDER.parent)
     page = (FOLDER / name).read_text()
     assert text_of(made(page, measured=False)) == text_of(page), "run: python -m docs.make"
