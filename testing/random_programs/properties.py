@@ -117,14 +117,15 @@ def _wants_float32(eqn: Any) -> bool:
     return any(part is not None and ("HIGHEST" in str(part) or "F32" in str(part)) for part in parts)
 
 
-def _live_equations(jaxpr: Any, path: tuple[str, ...] = ()) -> Iterator[Equation]:
+def _live_equations(jaxpr: Any, times: int = 1, path: tuple[str, ...] = ()) -> Iterator[Equation]:
     """Equations that something reads at their level: before JAX 0.12 a loop's body keeps those that nothing reads."""
     opened = getattr(jaxpr, "jaxpr", jaxpr)
     live, _ = partial_eval.dce_jaxpr(opened, [True] * len(opened.outvars), instantiate=True)
     for eqn in live.eqns:
-        yield Equation(eqn, 1, path)
+        yield Equation(eqn, times, path)
+        turns = times * eqn.params["length"] if eqn.primitive.name == "scan" else times
         for inner in _inner_jaxprs(eqn):
-            yield from _live_equations(inner, (*path, eqn.primitive.name))
+            yield from _live_equations(inner, turns, (*path, eqn.primitive.name))
 
 
 def check_structure(case: Case, plain: Traced, found: Traced) -> None:
@@ -191,17 +192,17 @@ def check_explain(case: Case, plain: Traced, found: Traced, args: Any) -> None:
         if row.op not in _OWN and row.op not in inside and row.count:
             said[row.op, tuple(sorted({dtype for dtype in row.dtypes_in if is_float(dtype)}))] += row.count
     # What is dead but for an effect may be listed or not.
-    missing, extra = _runs(found.jaxpr, plain) - said, said - _runs(found.whole, plain)
+    missing, extra = _runs(_live_equations(found.jaxpr), plain) - said, said - _runs(equations(found.whole), plain)
     if missing or extra:
         names = sorted({op for op, _ in (*missing, *extra)})
         raise Failure("explain", f"disagrees about {names[0]}", f"runs, not listed: {missing}\nlisted only: {extra}")
 
 
-def _runs(jaxpr: Any, plain: Traced) -> collections.Counter[Any]:
+def _runs(found: Iterator[Equation], plain: Traced) -> collections.Counter[Any]:
     """How often each of the program's primitives runs on operands of which floating dtypes."""
     known = {e.name for e in equations(plain.whole)} - _OWN
     runs: collections.Counter[Any] = collections.Counter()
-    for e in equations(jaxpr):
+    for e in found:
         floats = _floats(e.eqn.invars)
         if e.times and (floats or _floats(e.eqn.outvars)) and e.name in known and not _inner_jaxprs(e.eqn):
             runs[e.name, tuple(sorted(set(floats)))] += e.times
