@@ -1,9 +1,10 @@
-"""`explain`: the plan of an autocast function as a table. It reads the plan that runs, no second opinion."""
+"""`explain`: the plan of an autocast function as a table, read from the plan that runs."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from mpjax._jaxpr import compat
@@ -32,7 +33,9 @@ class Row:
         dtypes_in, dtypes_out: the floating dtypes that it reads and gives, as they run.
         list: allow, deny, infer, wide or opaque.
         why: the reason for the dtype.
-        recomputed: whether the backward pass computes it again instead of storing what it needs.
+        recomputed: whether the backward pass recomputes it instead of storing what it needs.
+        rule: whether it belongs to a derivative rule (`custom_jvp`, `custom_vjp`), which runs only where the function
+            is differentiated.
     """
 
     module: str
@@ -45,11 +48,12 @@ class Row:
     list: str
     why: str
     recomputed: bool
+    rule: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """The plan of a function: `rows` for programs, `str()` for people.
+    """The plan of a function: `rows` for programs, `str()` for people (long plans by module), `table()` for every row.
 
     Args:
         rows: in the program's order.
@@ -58,7 +62,7 @@ class Explanation:
     Example:
         >>> import jax.numpy as jnp, mpjax
         >>> plan = mpjax.explain(lambda w, x: x @ w, jnp.eye(2), jnp.eye(2))
-        >>> print(str(plan).splitlines()[-1])
+        >>> print(str(plan).splitlines()[0])
         matmuls and convolutions: 1.6e-05 MFLOP in float16 (100.0% in half)
         >>> plan.flops
         {'float16': 16}
@@ -69,10 +73,10 @@ class Explanation:
 
     @property
     def flops(self) -> dict[str, int]:
-        """FLOPs of matmuls and convolutions by the dtype of their operands."""
+        """FLOPs of matmuls and convolutions by the dtype of their operands, those of derivative rules apart."""
         totals: dict[str, int] = {}
         for row in self.rows:
-            if row.flops:
+            if row.flops and not row.rule:
                 dtype = "/".join(dict.fromkeys(row.dtypes_in))
                 totals[dtype] = totals.get(dtype, 0) + row.flops
         return totals
@@ -94,25 +98,61 @@ class Explanation:
         return [dataclasses.asdict(row) for row in self.rows]
 
     def __str__(self) -> str:
-        header = ("module", "line", "op", "runs", "MFLOP", "in", "out", "why")
-        text = table(header, [_cells(row) for row in self.rows], right={3, 4})
-        return "\n".join([*text, "", *self._summary()])
+        by_module = len(self.rows) > _LONG
+        found = self._modules() if by_module else self.table()
+        return "\n".join([*self._summary(by_module), "", *found])
 
-    def _summary(self) -> list[str]:
+    def table(self, width: int | None = 100) -> list[str]:
+        """Every row, as lines of at most `width` characters."""
+        header = ("module", "line", "op", "runs", "MFLOP", "in", "out", "why")
+        return table(header, [_cells(row) for row in self.rows], right={3, 4}, width=width)
+
+    def _modules(self) -> list[str]:
+        """One line for each module, repeated ones folded."""
+        modules: dict[str, list[Row]] = {}
+        for row in self.rows:
+            modules.setdefault(_NUMBER.sub("#", row.module), []).append(row)
+        header = ("module", "in half", "in float32", "MFLOP", "matmuls not in half, or left as traced")
+        return table(header, [_module_cells(rows, self.policy_dtype) for rows in modules.values()], {1, 2, 3}, 100)
+
+    def _summary(self, by_module: bool) -> list[str]:
         total = sum(self.flops.values())
         parts = ", ".join(f"{n / 1e6:.3g} MFLOP in {dtype}" for dtype, n in sorted(self.flops.items()))
-        lines = [
-            f"matmuls and convolutions: {parts or 'none'}" + (f" ({self.half_share:.1%} in half)" if total else "")
-        ]
-        if any(row.recomputed for row in self.rows):
-            lines.append("↻: the backward pass computes it again from half values instead of storing float32 ones")
+        share = f" ({self.half_share:.1%} in half)" if total else ""
+        lines = [f"matmuls and convolutions: {parts or 'none'}{share}"]
         lines += [f"left as traced: {row.op} at {row.source or 'an unknown line'}: {row.why}" for row in self.opaque]
+        if any(row.recomputed for row in self.rows) and not by_module:
+            lines.append("↻: the backward pass recomputes it from half values instead of storing float32 ones")
+        if any(row.rule for row in self.rows) and not by_module:
+            lines.append("∂: belongs to a derivative rule of its author's")
+        if by_module:
+            lines.append(f"{len(self.rows)} rows, by module; each of them: print(*explanation.table(), sep='\\n')")
         return lines
+
+
+# A longer plan is shown by module.
+_LONG = 60
+_NUMBER = re.compile(r"\d+")
+
+
+def _module_cells(rows: Sequence[Row], half: str) -> tuple[str, ...]:
+    numbers = [_NUMBER.findall(row.module) for row in rows]
+    ranges = map(_range, zip(*numbers, strict=True))
+    name = _NUMBER.sub(lambda _: next(ranges), rows[0].module) or "-"
+    counts = [sum(row.count for row in rows if (half in row.dtypes_in) is in_half) for in_half in (True, False)]
+    flops = sum(row.flops for row in rows)
+    left = [f"{row.op}: {row.why}" for row in rows if (row.flops and half not in row.dtypes_in) or row.list == "opaque"]
+    return name, *map(str, counts), f"{flops / 1e6:.3g}" if flops else "", "; ".join(dict.fromkeys(left))
+
+
+def _range(texts: Iterable[str]) -> str:
+    numbers = sorted(map(int, texts))
+    return f"[{numbers[0]}-{numbers[-1]}]" if numbers[0] < numbers[-1] else str(numbers[0])
 
 
 def _cells(row: Row) -> tuple[str, ...]:
     mega = f"{row.flops / 1e6:.3g}" if row.flops else ""
-    why = row.why + (" ↻" if row.recomputed else "")
+    why = row.why + (" ↻" if row.recomputed else "") + (" ∂" if row.rule else "")
     return (
         row.module or "-",
         row.source,
@@ -130,52 +170,57 @@ def _short(dtypes: Sequence[str]) -> str:
     return ",".join(dict.fromkeys(short.get(dtype, dtype) for dtype in dtypes))
 
 
-def sites(plan: Plan, around: Site | None = None) -> Iterator[tuple[Site, Step, bool, str]]:
-    """Each equation of a plan with its step, whether it stands in an island, and the half dtype."""
-    half = plan.setting.half.name
-    for step in plan.steps:
-        in_region = isinstance(step, RematRegion)
-        for inner in step.steps if isinstance(step, RematRegion) else (step,):
-            site = site_of(inner.eqn, around)
-            yield site, inner, in_region, half
-            for planned in inner.plans:
-                for found in sites(planned, site):
-                    yield (*found[:2], found[2] or in_region, half)
+@dataclasses.dataclass(frozen=True)
+class _Planned:
+    """An equation of a plan: its site and step, and whether it is recomputed or belongs to a derivative rule."""
+
+    site: Site
+    step: Step
+    half: str
+    recomputed: bool = False
+    rule: bool = False
+
+
+def _planned(
+    plan: Plan, around: Site | None = None, recomputed: bool = False, rule: bool = False
+) -> Iterator[_Planned]:
+    """Each equation of a plan, those of sub-jaxprs and of derivative rules included."""
+    for part in plan.steps:
+        again = recomputed or isinstance(part, RematRegion)
+        for step in part.steps if isinstance(part, RematRegion) else (part,):
+            site = site_of(step.eqn, around)
+            yield _Planned(site, step, plan.setting.half.name, again, rule)
+            for inner in step.plans:
+                yield from _planned(inner, site, again, rule)
+            for inner in step.rules:
+                yield from _planned(inner, site, False, True)
 
 
 def rows_of(plan: Plan) -> tuple[Row, ...]:
     """The rows of a plan: equations of one place that were decided alike are one row."""
-    merged: dict[tuple[Any, ...], list[int]] = {}
-    for site, step, in_region, half in sites(plan):
-        if _silent(step):
+    merged: dict[Row, list[int]] = {}
+    for found in _planned(plan):
+        if _silent(found.step):
             continue
-        dtypes_in = tuple(
-            _dtype(v, storage, half) for v, storage in zip(site.eqn.invars, step.reads, strict=True) if _float(v)
-        )
-        storages = map(storage_of, step.outs)
-        dtypes_out = tuple(
-            _dtype(v, storage, half) for v, storage in zip(site.eqn.outvars, storages, strict=True) if _float(v)
-        )
-        if step.spread:
-            dtypes_in = (half,)
-        why = step.listing.op.value if step.why == "" else step.why
-        key = (
-            site.module,
-            site.source,
-            site.name,
-            dtypes_in,
-            dtypes_out,
-            step.listing.op.value,
-            why,
-            in_region,
-        )
-        total = merged.setdefault(key, [0, 0])
-        total[0] += site.times
-        total[1] += site.flops
-    return tuple(
-        Row(module, source, op, count, flops, ins, outs, listed, why, again)
-        for (module, source, op, ins, outs, listed, why, again), (count, flops) in merged.items()
+        total = merged.setdefault(_row(found), [0, 0])
+        total[0] += found.site.times
+        total[1] += found.site.flops
+    return tuple(dataclasses.replace(row, count=count, flops=flops) for row, (count, flops) in merged.items())
+
+
+def _row(found: _Planned) -> Row:
+    """The row of an equation, without its counts."""
+    site, step = found.site, found.step
+    ins = zip(site.eqn.invars, step.reads, strict=True)
+    outs = zip(site.eqn.outvars, map(storage_of, step.outs), strict=True)
+    dtypes_in, dtypes_out = (
+        tuple(_dtype(v, storage, found.half) for v, storage in pairs if _float(v)) for pairs in (ins, outs)
     )
+    listed = step.listing.op.value
+    return Row(
+        site.module, site.source, site.name, 0, 0, (found.half,) if step.spread else dtypes_in, dtypes_out, listed,
+        step.why or listed, found.recomputed, found.rule,
+    )  # fmt: skip
 
 
 def _silent(step: Step) -> bool:

@@ -1,0 +1,47 @@
+"""The table of primitives against what this JAX registers, at whichever end of the supported versions."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import mpjax
+from mpjax._jaxpr import compat
+from mpjax._jaxpr.primitives import TABLE, Op, primitive
+from mpjax.casting.higher_order import HIGHER_ORDER
+
+
+def test_every_primitive_of_this_jax_has_a_row():
+    unknown = sorted(compat.known_primitives() - set(TABLE))
+    assert not unknown, f"no row in mpjax/_jaxpr/primitives.py: {', '.join(unknown)}"
+
+
+def test_every_row_is_a_primitive_of_this_jax():
+    # Pallas registers its primitive when it is imported.
+    rows = {name for name, row in TABLE.items() if not row.some_versions} - {"pallas_call"}
+    gone = sorted(rows - compat.known_primitives())
+    assert not gone, f"rows of primitives that this JAX lacks: {', '.join(gone)}"
+
+
+def test_every_primitive_that_is_entered_has_its_rules():
+    assert {name for name, row in TABLE.items() if row.op is Op.ENTER} == set(HIGHER_ORDER)
+
+
+def test_unknown_primitive_is_opaque_and_named():
+    assert primitive("of_somebody_else").op is Op.OPAQUE
+    with pytest.raises(ValueError, match="'tanhh' is not a primitive of this JAX"):
+        mpjax.Rules(deny=["tanhh"])
+
+
+def test_no_other_file_keeps_a_set_of_primitive_names():
+    names = "|".join(sorted(map(re.escape, TABLE), key=len, reverse=True))
+    word = re.compile(rf"[\"' ](?:{names})(?=[\"' ])")
+    for path in Path(mpjax.__file__).parent.rglob("*.py"):
+        if path.name == "primitives.py" or path.name.startswith("hlo"):  # XLA has opcodes of its own.
+            continue
+        for found in re.findall(
+            r"frozenset\(\s*(?:\"\"\"|\"|\{)(.*?)(?:\"\"\"|\"\s*\.split|\})", path.read_text(), re.S
+        ):
+            assert len(word.findall(f" {found} ")) < 3, f"{path}: {found}"

@@ -1,0 +1,197 @@
+"""Faults that were found in programs of other people: each failed once."""
+
+from __future__ import annotations
+
+import warnings
+
+import flax.nnx as nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental import jet
+
+import mpjax
+from testing import measures
+
+W = jax.random.normal(jax.random.key(0), (8, 8)) / 3
+X = jax.random.normal(jax.random.key(1), (4, 8))
+
+
+def agrees(fun, *args, cast=mpjax.autocast):
+    """Value and gradient under autocast are near those without, in float16."""
+    for found, expected in (
+        (cast(fun)(*args), fun(*args)),
+        (jax.grad(cast(fun))(*args), jax.grad(fun)(*args)),
+    ):
+        np.testing.assert_allclose(found, expected, rtol=2e-2, atol=2e-2 * float(jnp.max(jnp.abs(expected))))
+
+
+def _custom_jvp(fun):
+    wrapped = jax.custom_jvp(fun)
+    wrapped.defjvp(lambda primals, tangents: jax.jvp(fun, primals, tangents))
+    return wrapped
+
+
+def _custom_vjp(fun):
+    wrapped = jax.custom_vjp(fun)
+    wrapped.defvjp(lambda x: jax.vjp(fun, x), lambda vjp, ct: vjp(ct))
+    return wrapped
+
+
+def _layer(h):
+    return h @ W, jnp.sum(h * h)  # nothing reads the sum
+
+
+UNREAD = {
+    "jit": lambda h: jax.jit(_layer)(h)[0],
+    "remat": lambda h: jax.checkpoint(_layer)(h)[0],
+    "custom_jvp": lambda h: _custom_jvp(_layer)(h)[0],
+    "custom_vjp": lambda h: _custom_vjp(_layer)(h)[0],
+    "cond": lambda h: lax.cond(h[0, 0] > 0, _layer, lambda h: (h, jnp.sum(h)), h)[0],
+    "switch": lambda h: lax.switch(1, [_layer, lambda h: (h, jnp.sum(h))], h)[0],
+    "scan": lambda h: lax.scan(lambda c, _: ((jnp.tanh(c[0] @ W), c[1] + 1), jnp.sum(c[0])), (h, 0), length=3)[0][0],
+    "fori_loop": lambda h: lax.fori_loop(0, 3, lambda i, h: jnp.tanh(h @ W), h),
+    "nested": lambda h: jax.jit(lambda h: (jax.checkpoint(jax.jit(_layer))(h), jnp.sum(h)))(h)[0][0],
+}
+
+
+@pytest.mark.parametrize("name", UNREAD)
+def test_sub_jaxpr_may_return_what_nothing_reads(name):
+    fun = lambda w, x: jnp.mean(UNREAD[name](x @ w) ** 2)
+    agrees(fun, W, X)
+    jax.make_jaxpr(mpjax.autocast(jax.grad(fun)))(W, X)
+
+
+def test_while_loop_may_carry_what_nothing_reads():
+    def fun(x):
+        body = lambda c: (c[0] + 1, jnp.tanh(c[1] @ W), c[2] * 2)
+        return jnp.sum(lax.while_loop(lambda c: c[0] < 3, body, (0, x, x))[1])
+
+    np.testing.assert_allclose(mpjax.autocast(fun)(X), fun(X), rtol=2e-2)
+
+
+def test_rule_may_close_over_arrays_and_tracers():
+    b, n = jnp.arange(8.0), jnp.float32(2)
+
+    def fun(w, x, n):
+        scaled = jax.custom_jvp(lambda x: x * b)
+        scaled.defjvp(lambda p, t: (p[0] * b * 1, 0.5 * t[0] * b * n))
+        return jnp.sum(jax.nn.softmax(scaled(x @ w)) @ w)
+
+    agrees(fun, W, X, n)
+    # A tracer that was left behind would be a constant here.
+    jaxpr = jax.make_jaxpr(lambda w: jax.jvp(lambda w: mpjax.autocast(fun)(w, X, n), (w,), (w,)))(W)
+    assert not any(isinstance(const, jax.core.Tracer) for const in jaxpr.consts)
+
+
+def test_backward_rule_gets_python_scalars_that_it_may_branch_on():
+    @jax.custom_vjp
+    def layer(x):
+        return x * 2
+
+    def backward(residuals, ct):
+        shape, doubled, _ = residuals
+        return (jnp.ones(shape) * ct * (2 if doubled else 3),)
+
+    layer.defvjp(lambda x: (x * 2, (x.shape, True, x)), backward)
+    agrees(lambda w, x: jnp.sum(layer(x @ w)), W, X)
+
+
+def test_matmuls_of_a_backward_rule_are_planned_and_shown():
+    @jax.custom_vjp
+    def quantized(x, w):
+        return lax.dot(x.astype(jnp.int8), w.astype(jnp.int8), preferred_element_type=jnp.int32).astype(jnp.float32)
+
+    quantized.defvjp(lambda x, w: (quantized(x, w), (x, w)), lambda r, ct: (ct @ r[1].T, r[0].T @ ct))
+    fun = lambda w, x: jnp.sum(quantized(x * 3, w * 3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # "no matmul or convolution of float32 arrays" was said of it
+        assert measures.half_share(jax.grad(mpjax.autocast(fun)), W, X) > 0
+    rules = [row for row in mpjax.explain(fun, W, X).rows if row.rule]
+    assert ("float16", "float16") in [row.dtypes_in for row in rules if row.op == "dot_general"]
+
+
+@pytest.mark.parametrize("precision", [lax.Precision.HIGHEST, "float32", lax.DotAlgorithmPreset.F32_F32_F32])
+def test_authors_precision_keeps_a_matmul_in_float32(precision):
+    fun = lambda w, x: jnp.sum(jnp.tanh(jnp.dot(x, w, precision=precision)) @ w)
+    dtypes = [row.dtypes_in[0] for row in mpjax.explain(fun, W, X).rows if row.op == "dot_general"]
+    assert dtypes == ["float32", "float16"]
+    allowed = mpjax.autocast(fun, rules=mpjax.Rules(allow=["dot_general"]))
+    assert measures.half_share(allowed, W, X) == 1.0
+
+
+def test_global_matmul_precision_is_not_the_authors_word():
+    with jax.default_matmul_precision("highest"):
+        assert mpjax.explain(lambda w, x: x @ w, W, X).half_share == 1.0
+
+
+def test_no_tracer_outlives_the_trace():
+    with jax.check_tracer_leaks():
+        jax.jit(jax.grad(mpjax.autocast(lambda w, x: jnp.mean(jnp.tanh(x @ w)))))(W, X)
+
+
+def test_control_flow_on_values_is_an_error_that_says_the_ways_out():
+    def model(w, x):
+        return x @ w if x.sum() > 0 else x
+
+    with pytest.raises(TypeError, match=r"(?s)autocast traces model.*test_faults.py:\d+.*autocast the part without it"):
+        mpjax.autocast(model)(W, X)
+
+
+def test_large_masks_warn_of_nothing():
+    masked = lambda w, x: jnp.sum(jax.nn.softmax(jnp.where(x @ w > 0, x @ w, -1e38)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jax.make_jaxpr(jax.grad(mpjax.autocast(masked)))(W, X)
+
+
+def test_batch_of_symbolic_size_is_exported():
+    batch = jax.ShapeDtypeStruct(jax.export.symbolic_shape("b, 8"), jnp.float32)
+    loss = lambda w, x: jnp.mean(jax.nn.softmax(jax.nn.gelu(x @ w) @ w) ** 2)
+    exported = jax.export.export(jax.jit(jax.grad(mpjax.autocast(loss))))(W, batch)
+    expected = jax.grad(loss)(W, X)
+    np.testing.assert_allclose(exported.call(W, X), expected, atol=2e-2 * float(jnp.max(jnp.abs(expected))))
+
+
+def test_taylor_mode_runs():
+    fun = mpjax.autocast(lambda x: jnp.sum(jnp.exp(x @ W) @ W))
+    assert jnp.isfinite(jet.jet(fun, (X,), ((X, X),))[0])
+
+
+def test_matmuls_of_an_implicit_solve_run_in_half():
+    def fun(w, x):
+        matvec = lambda v: v + 0.1 * (w.T @ (w @ v))
+        return jnp.sum(jax.scipy.sparse.linalg.cg(matvec, x[0], maxiter=8)[0])
+
+    agrees(fun, W, X)
+    assert measures.half_share(mpjax.autocast(fun), W, X) > 0.5
+
+
+def test_sequential_vmap_is_entered():
+    layer = jax.custom_batching.sequential_vmap(lambda x: jnp.tanh(x @ W))
+    fun = lambda w, x: jnp.sum(jax.vmap(lambda x: layer(x[None] @ w))(x))
+    assert measures.half_share(mpjax.autocast(fun), W, X) == 1.0
+    np.testing.assert_allclose(mpjax.autocast(fun)(W, X), fun(W, X), rtol=2e-2, atol=2e-2)
+    assert measures.half_share(mpjax.autocast(lambda x: jnp.sum(layer(x))), X) == 1.0
+
+
+def test_nnx_module_may_add_variables():
+    class Layer(nnx.Module):
+        def __init__(self, rngs):
+            self.linear = nnx.Linear(8, 8, rngs=rngs)
+
+        def __call__(self, x):
+            h = self.linear(x)
+            self.sow(nnx.Intermediate, "hidden", h)
+            return jnp.sum(h)
+
+    layer, expected = Layer(nnx.Rngs(0)), Layer(nnx.Rngs(0))
+    cast = mpjax.autocast(lambda layer, x: layer(x))
+    for _ in range(2):  # The second call appends to the Variable that the first one made.
+        cast(layer, X)
+        expected(X)
+    found, wanted = (jax.tree.leaves(nnx.state(m, nnx.Intermediate)) for m in (layer, expected))
+    assert len(found) == len(wanted) == 2
+    np.testing.assert_allclose(found[1], wanted[1], atol=1e-2)

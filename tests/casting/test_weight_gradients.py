@@ -1,0 +1,102 @@
+"""Gradients of float32 parameters leave their matmul in float32; those of activations in half."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import mpjax
+from testing import measures
+
+W = jax.random.normal(jax.random.key(0), (8, 8)) / 3
+X = jax.random.normal(jax.random.key(1), (3, 4, 8))
+KERNEL = jax.random.normal(jax.random.key(2), (3, 3, 8, 8)) / 9
+IMAGES = jax.random.normal(jax.random.key(3), (3, 2, 6, 6, 8))
+
+
+def dense(w, x):
+    return jnp.tanh(x @ w) @ w.T
+
+
+def convolution(kernel, images):
+    return lax.conv_general_dilated(images, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+
+def scanned(w, x):
+    return lax.scan(lambda h, _: (jnp.tanh(h @ w), None), x, length=3)[0]
+
+
+PROGRAMS = {
+    "dense": (dense, W, X),
+    "convolution": (convolution, KERNEL, IMAGES),
+    "scan": (scanned, W, X),
+    "remat": (jax.checkpoint(dense), W, X),
+    "jit": (jax.jit(dense), W, X),
+    "heads": (lambda w, x: jnp.einsum("...i,hij->...hj", x, w.reshape(2, 8, 4)), W.reshape(8, 8), X),
+}
+
+
+def loss_of(fun, vmapped):
+    mapped = jax.vmap(fun, (None, 0)) if vmapped else fun
+    return lambda w, x: jnp.mean(mapped(w, x if vmapped else x[0]) ** 2)
+
+
+def results(fun, w, x):
+    """The dtypes of the matmuls of a gradient whose result has the parameter's size."""
+    found = measures.matmuls(jax.grad(fun), w, x)
+    return {e.eqn.outvars[0].aval.dtype for e in found if e.eqn.outvars[0].aval.size == w.size}
+
+
+@pytest.mark.parametrize("vmapped", [False, True])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_weight_gradients_are_written_in_float32(name, vmapped):
+    fun, w, x = PROGRAMS[name]
+    loss, plain = loss_of(mpjax.autocast(fun), vmapped), loss_of(fun, vmapped)
+    assert np.dtype(np.float32) in results(loss, w, x)
+    gradient, expected = jax.grad(loss)(w, x), jax.grad(plain)(w, x)
+    scale = float(jnp.max(jnp.abs(expected)))
+    np.testing.assert_allclose(gradient, expected, atol=1e-2 * scale)
+    # Second derivatives, forward over reverse and reverse over reverse.
+    hvp = lambda f: jax.jvp(lambda w: jax.grad(f)(w, x), (w,), (w,))[1]
+    np.testing.assert_allclose(hvp(loss), hvp(plain), atol=3e-2 * float(jnp.max(jnp.abs(hvp(plain)))))
+    squared = lambda f: jax.grad(lambda w: jnp.sum(jax.grad(f)(w, x) ** 2))(w)
+    np.testing.assert_allclose(squared(loss), squared(plain), atol=3e-2 * float(jnp.max(jnp.abs(squared(plain)))))
+
+
+def test_small_gradients_do_not_underflow():
+    # Each product is 1e-8, below float16's smallest number; their sum is not.
+    fun = lambda w, x: jnp.sum(x @ w) * 1e-4
+    gradient = jax.grad(mpjax.autocast(fun))(W, jnp.full((4096, 8), 1e-4))
+    np.testing.assert_allclose(gradient, 4096 * 1e-8, rtol=1e-2)
+
+
+def test_a_field_of_the_rules_turns_it_off():
+    cast = mpjax.autocast(dense, rules=mpjax.Rules(weight_gradients="half"))
+    assert results(loss_of(cast, False), W, X) == {np.dtype(np.float16)}
+
+
+def test_no_half_copy_of_a_weight_is_stored():
+    loss = lambda w, x: jnp.mean(dense(w, x) ** 2)
+    one = X[:1, :1]  # a small batch: the weights are what there is to store
+    kept = measures.residual_bytes(mpjax.autocast(loss), W, one)
+    assert kept <= measures.residual_bytes(loss, W, one)
+
+
+def test_sharded_sums_of_weight_gradients_are_float32():
+    devices = jax.devices()
+    if len(devices) < 2:
+        pytest.skip("one device")
+    mesh = jax.make_mesh((2,), ("data",), devices=devices[:2], axis_types=(jax.sharding.AxisType.Auto,))
+    x = jax.device_put(X[:2], jax.NamedSharding(mesh, jax.P("data")))
+    w = jax.device_put(W, jax.NamedSharding(mesh, jax.P()))
+    text = jax.jit(jax.grad(loss_of_all)).lower(w, x).compile().as_text()
+    sums = [line for line in text.splitlines() if " all-reduce(" in line and "8,8" in line]
+    assert sums
+    assert all(" f32[" in line.split("all-reduce(")[0] for line in sums)
+
+
+def loss_of_all(w, x):
+    return mpjax.autocast(lambda w, x: jnp.mean(dense(w, x) ** 2))(w, x)
