@@ -44,6 +44,8 @@ class Setting:
         recompute: whether to form rematerialisation regions.
         folded: whether the program is cheap as a whole, and may be part of a region around it.
         looped: whether the program is in the body of a scan.
+        in_rule: whether the program is a derivative rule. The rules in it are planned when they are differentiated,
+            because a rule may call its own function (relu's does).
         path: the module path; kept up only if a rule reads it, because plans are shared between paths otherwise.
     """
 
@@ -54,6 +56,7 @@ class Setting:
     recompute: bool = False
     folded: bool = False
     looped: bool = False
+    in_rule: bool = False
     path: str = ""
 
     def __hash__(self) -> int:
@@ -61,7 +64,8 @@ class Setting:
 
     @functools.cached_property
     def _hash(self) -> int:
-        return hash((self.half, self.rules, self.region, self.recompute, self.folded, self.looped, self.path))
+        flags = (self.recompute, self.folded, self.looped, self.in_rule)
+        return hash((self.half, self.rules, self.region, flags, self.path))
 
     @functools.cached_property
     def plain(self) -> bool:

@@ -156,7 +156,7 @@ class Inference:
     def _step(self, eqn: Any, listing: Listing) -> Step:
         self.log = []
         step = self._infer(eqn, listing)
-        if step.action is Action.ENTER:
+        if step.action is Action.ENTER and not self.setting.in_rule:
             for v in closed_over(self.jaxpr, eqn):
                 self.read(v, FULL)
         step = dataclasses.replace(step, touched=tuple(self.log))

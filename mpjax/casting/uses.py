@@ -85,7 +85,7 @@ def _uses(jaxpr: Any, wanted: tuple[Use, ...], setting: Setting) -> Uses:
         outs = [of.get(v, Use.NONE) for v in eqn.outvars]
         if not any(outs) and not eqn.effects:
             continue  # Nothing reads it.
-        for v in closed_over(jaxpr, eqn) if listing.op is Op.ENTER else ():
+        for v in closed_over(jaxpr, eqn) if listing.op is Op.ENTER and not setting.in_rule else ():
             add(v, Use.READ | Use.FLOAT if tracked(v) else Use.READ)
         for v, use in zip(eqn.invars, _of_operands(eqn, outs, listing, setting), strict=True):
             add(v, use if tracked(v) else Use.READ)

@@ -20,6 +20,7 @@ from mpjax.casting.classify import Listing, Setting, tracked
 from mpjax.casting.derivative_rules import (
     BackwardRule,
     JvpRule,
+    Rules,
     VjpRule,
     backward_rule,
     closed_over,
@@ -101,7 +102,8 @@ def _infer(inference: Inference, eqn: Any, listing: Listing) -> Step:
     # A custom_vjp's backward rule may hold matmuls where the function holds none, so it is entered whenever it takes
     # a float; a rule that closes over values of this program needs to be given them.
     bare = eqn.primitive.name == "custom_jvp_call" or not any(map(tracked, eqn.invars))
-    closures = closed_over(inference.jaxpr, eqn)
+    in_rule = inference.setting.in_rule
+    closures = () if in_rule else closed_over(inference.jaxpr, eqn)
     if inner.trivial and bare and not closures:
         return as_traced(inference, eqn, listing, inner.outs, inner)
     storages = []
@@ -109,7 +111,7 @@ def _infer(inference: Inference, eqn: Any, listing: Listing) -> Step:
         value = inference.value(v)
         storages.append([HALF if value is not None and mask == HALF.bit else storage_of(value)])
     entered = WithRules(inner, deliver(inference, eqn, storages), closures)
-    rules = rules_of(inference.jaxpr, eqn)
+    rules = Rules() if in_rule else rules_of(inference.jaxpr, eqn)
     if rules.jvp is not None:
         entered.jvp = rules.jvp, _plan_jvp(rules.jvp, entered, eqn.params)
     if rules.vjp is not None and rules.backward is not None:
@@ -131,7 +133,7 @@ def _plan_rule(
     jaxpr = compat.open_jaxpr(jaxpr).jaxpr
     leading = [PARAMETER if tracked(v) else None for v in jaxpr.invars[: len(jaxpr.invars) - len(ins)]]
     assert len(leading) in (0, len(consts)), "a rule's jaxpr takes its constants, then its operands"
-    return plan(jaxpr, (*leading, *ins), tuple(wanted), setting)
+    return plan(jaxpr, (*leading, *ins), tuple(wanted), dataclasses.replace(setting, in_rule=True))
 
 
 def _closed_over(entered: WithRules, env: Environment) -> list[Any]:
@@ -249,7 +251,8 @@ def _plan_backward(
     ]
     ins = [storage_of(x) for x in entered.ins[first:]]
     wanted = [_WANTED[storage] for storage, zero in zip(ins, backward.zeros, strict=True) if not zero]
-    return plan(backward.jaxpr, (*residuals, *cotangents), tuple(wanted), entered.plan.setting)
+    setting = dataclasses.replace(entered.plan.setting, in_rule=True)
+    return plan(backward.jaxpr, (*residuals, *cotangents), tuple(wanted), setting)
 
 
 def _issue_vjp(step: Step, operands: Sequence[Any], outer: Plan, env: Environment) -> Sequence[Any]:
