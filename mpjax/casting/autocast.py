@@ -25,6 +25,7 @@ from mpjax.casting.regions import nesting
 from mpjax.casting.rewrite import array_of, run_closed, values_of
 from mpjax.casting.rules import Rules, is_pattern
 from mpjax.casting.uses import RESULT, Use
+from mpjax.modules.scopes import named_modules
 from mpjax.policy import HALF_DTYPES, NORM_PATTERNS, Policy, get_policy
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -65,7 +66,9 @@ def trace(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], 
         for i, array in zip(where, arrays, strict=True):
             filled[i] = array
         args, kwargs = jax.tree.unflatten(tree, filled)
-        results, out["tree"] = jax.tree.flatten(fun(*args, **kwargs))
+        with named_modules((args, kwargs)):
+            returned = fun(*args, **kwargs)
+        results, out["tree"] = jax.tree.flatten(returned)
         if planned:
             out["rules"] = derivative_rules.trace_live()
         # No tracer is kept beyond the trace.

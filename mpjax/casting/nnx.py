@@ -13,6 +13,8 @@ from typing import Any
 import jax
 from flax import nnx
 
+from mpjax.modules.scopes import named_modules
+
 
 def is_stateful(x: Any) -> bool:
     """Whether an argument holds state that the function may change."""
@@ -54,7 +56,9 @@ def functional(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
         for i, x in zip(where, merged, strict=True):
             filled[i] = x
         args, kwargs = jax.tree.unflatten(tree, filled)
-        outs, out_tree = jax.tree.flatten(fun(*args, **kwargs), is_leaf=is_stateful)
+        with named_modules((args, kwargs)):
+            returned = fun(*args, **kwargs)
+        outs, out_tree = jax.tree.flatten(returned, is_leaf=is_stateful)
         places = [_place(out, merged) for out in outs]
         new = [out for out, place in zip(outs, places, strict=True) if place == _NEW]
         made["new"], new_state = nnx.split(tuple(new)) if new else (None, None)

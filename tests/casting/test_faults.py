@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 
+import equinox as eqx
 import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
@@ -195,3 +196,17 @@ def test_nnx_module_may_add_variables():
     found, wanted = (jax.tree.leaves(nnx.state(m, nnx.Intermediate)) for m in (layer, expected))
     assert len(found) == len(wanted) == 2
     np.testing.assert_allclose(found[1], wanted[1], atol=1e-2)
+
+
+def test_rows_have_the_paths_of_nnx_and_equinox_modules():
+    model = nnx.Sequential(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nnx.Linear(8, 8, rngs=nnx.Rngs(1)))
+    plan = mpjax.explain(lambda model, x: jnp.sum(model(x)), model, X)
+    assert [row.module for row in plan.rows if row.op == "dot_general"] == [
+        "Sequential/layers/0",
+        "Sequential/layers/1",
+    ]
+    assert type(model.layers[0]) is nnx.Linear
+    mlp = eqx.nn.MLP(8, 2, 16, 1, key=jax.random.key(0))
+    plan = mpjax.explain(lambda mlp, x: jnp.sum(jax.vmap(mlp)(x)), mlp, X)
+    modules = [row.module for row in plan.rows if row.op == "dot_general"]
+    assert ["layers/0" in modules[0], "layers/1" in modules[1]] == [True, True]
