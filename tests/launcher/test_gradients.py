@@ -146,7 +146,9 @@ def forms():
 
     def by_linearize(p, x, w):
         _, linear = jax.linearize(lambda p: loss_fn(p, x, w), p)
-        basis = jax.vmap(lambda i: jax.tree.map(lambda v: (jnp.arange(v.size) == i).reshape(v.shape) * 1.0, p["a"]))
+        basis = jax.vmap(
+            lambda i: jax.tree.map(lambda v: (jnp.arange(v.size) == i).reshape(v.shape).astype(v.dtype), p["a"])
+        )
         ones = basis(jnp.arange(WIDTH**2))
         zero = jnp.zeros_like(p["b"])
         a = jax.vmap(lambda t: linear({"a": t, "b": zero}))(ones).reshape(WIDTH, WIDTH)

@@ -112,6 +112,14 @@ def of_several_steps(tx):
 LOOPS = [by_optax, by_a_tuple, in_a_scan, in_two_jits, without_jit, in_a_pmap, clipped, of_several_steps]
 
 
+@pytest.fixture
+def standard_promotion():
+    """What optax's MultiSteps needs."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("loop", LOOPS)
 def test_an_overflow_reaches_neither_parameters_nor_moments_nor_counts(launched, loop):
     launched()
