@@ -213,7 +213,7 @@ def test_mistakes_exit_with_two_and_say_what_was_found_and_what_is_expected(caps
         ("profile my_train:train_step --args shapes", ["ShapeDtypeStruct", "needs arrays"]),
         ("audit my_train:loss_fn --args raising", ["RuntimeError: no data here"]),
         ("audit my_train:numpy_loss --args example_args", ["jax.numpy", "TracerArrayConversionError"]),
-        ("audit my_train:printing_loss --args example_args", ["float(x)", "ConcretizationTypeError"]),
+        ("audit my_train:printing_loss --args example_args", ["needs the value of an array"]),
         ("profile my_train:train_step --args example_args --steps 0", ["steps=0", "1 or more"]),
         ("numerics my_train:loss_and_aux --args example_args", ["--has-aux"]),
         ("audit my_train:loss_fn --args example_args --json no/such/r.json", ["--json 'no/such/r.json'", "directory"]),
