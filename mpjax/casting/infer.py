@@ -33,6 +33,7 @@ from mpjax.casting.lattice import (
 from mpjax.casting.plan import Action, Plan, Step, Tally
 from mpjax.casting.remat import with_regions
 from mpjax.casting.uses import Use, uses
+from mpjax.casting.weight_gradients import is_pointwise
 from mpjax.policy import HALF_DTYPES
 
 _cache: weakref.WeakKeyDictionary[Any, dict[Any, Plan]] = weakref.WeakKeyDictionary()
@@ -147,7 +148,7 @@ class Inference:
         assert value is not None
         if value.storage == HALF or isinstance(v, compat.Literal) or not _only_half(self.use(out)):
             return value
-        if value.level == Level.PINNED or (self.setting.rules.weight_gradients == "float32" and castable(value)):
+        if value.level == Level.PINNED or (self.setting.rules.weight_gradients != "half" and castable(value)):
             return value  # A parameter is cast after the move, so that its gradient stays float32 through it.
         return Inferred(Level.HALF if value.level == Level.FLOAT else value.level, HALF)
 
@@ -211,7 +212,11 @@ class Inference:
 
     def _parameters(self, eqn: Any) -> tuple[int, ...]:
         """The operands of a matmul that are parameters, or made of parameters alone, and stored in float32."""
-        if eqn.primitive.name not in MATMULS or self.setting.rules.weight_gradients != "float32":
+        wanted = self.setting.rules.weight_gradients
+        if eqn.primitive.name not in MATMULS or wanted == "half":
+            return ()
+        is_convolution = eqn.primitive.name == "conv_general_dilated"
+        if is_convolution and wanted != "everywhere" and not is_pointwise(eqn.params, eqn.invars[1].aval.shape):
             return ()
         found = []
         for i, v in enumerate(eqn.invars[:2]):

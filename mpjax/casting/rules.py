@@ -18,7 +18,7 @@ Entry = str | Predicate
 
 LEVELS = ("conservative", "default", "half")
 RESIDUALS = ("half", "full")
-WEIGHT_GRADIENTS = ("float32", "half")
+WEIGHT_GRADIENTS = ("float32", "everywhere", "half")
 _LISTS = (("allow", Op.ALLOW), ("deny", Op.DENY), ("infer", Op.INFER))
 _VARIABLES = {name: f"MPJAX_{name.upper()}LIST_ADD" for name, _ in _LISTS}
 
@@ -60,7 +60,9 @@ class Rules:
             normalisation, a softmax, a GELU, a loss), which is half, and computes the stretch again in the
             backward pass; `"full"` stores what JAX would, float32 values among them.
         weight_gradients: `"float32"` writes the gradient of a float32 parameter in float32, straight from the
-            accumulator of its matmul; `"half"` writes it in half and widens it afterwards, as JAX's derivative does.
+            accumulator of its matmul (a 1×1 convolution is one), and sums it over devices in float32. cuDNN has no such
+            kernel for other convolutions, whose gradients leave them in half; `"everywhere"` makes them float32 too,
+            which costs nothing on a TPU or a CPU. `"half"` is JAX's derivative: written in half, widened afterwards.
 
     Raises:
         ValueError: a name that is no primitive, an entry in two lists, an unknown level.

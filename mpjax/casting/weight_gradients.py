@@ -12,6 +12,10 @@ with respect to the float32 parameter `w` itself, so the backward pass also read
 made of three primitives, so that every transformation works on it: `detached` is the identity without a derivative,
 `result` the identity on `out` with the derivative above, `tangent` the matmul of that derivative.
 
+A convolution has no such kernel in cuDNN: with a float32 result XLA casts its operands to float32, off the half Tensor
+Cores. So it takes part only where it is a matmul (1×1, without stride), unless `Rules(weight_gradients="everywhere")`
+asks for it.
+
 Source: the float32 accumulation and output of Tensor Cores, Micikevicius et al., "Mixed Precision Training", ICLR 2018.
 """
 
@@ -33,6 +37,15 @@ from mpjax._jaxpr import compat
 detached = Primitive("detached")
 result = Primitive("matmul_result")
 tangent = Primitive("matmul_tangent")
+
+
+def is_pointwise(params: dict[str, Any], kernel: Sequence[int]) -> bool:
+    """Whether a convolution with a kernel of this shape multiplies every pixel with one matrix."""
+    spatial = params["dimension_numbers"].rhs_spec[2:]
+    ones = (*params["window_strides"], *params["lhs_dilation"], *params["rhs_dilation"])
+    groups = params["feature_group_count"] * params["batch_group_count"]
+    plain = groups == 1 and all(n == 1 for n in ones) and not any(map(any, params["padding"]))
+    return plain and all(kernel[d] == 1 for d in spatial)
 
 
 def matmul(primitive: Any, params: dict[str, Any], halves: Sequence[Any], operands: Sequence[Any]) -> Any:
@@ -91,9 +104,19 @@ def _tangent_transpose(ct: Any, *operands: Any, matmul: Any, half: np.dtype, **p
     known = [x if ad.is_undefined_primal(x) else _cast(x, half) for x in operands[:2]]
     if aval.dtype != half:
         params["preferred_element_type"] = aval.dtype
+        if which == 1 and matmul is lax.conv_general_dilated_p and is_pointwise(params, aval.shape):
+            return [None, compat.with_weak_type(_matrix_gradient(known[0], ct, aval, params), aval)]
     found = compat.bilinear_transpose(matmul, ct, (*known, *operands[2:]), which, params)
     found = compat.with_weak_type(found, aval)
     return [found if i == which else None for i in range(len(operands))]
+
+
+def _matrix_gradient(images: Any, ct: Any, kernel: Any, params: dict[str, Any]) -> Any:
+    """The gradient of the kernel of a pointwise convolution, as a matmul over all pixels."""
+    lhs, rhs, out = params["dimension_numbers"]
+    pixels = ((lhs[0], *lhs[2:]), (out[0], *out[2:]))
+    matrix = lax.dot_general(images, ct, (pixels, ((), ())), preferred_element_type=kernel.dtype)
+    return (matrix.T if rhs[0] < rhs[1] else matrix).reshape(kernel.shape)
 
 
 def _result_transpose(ct: Any, out: Any, *operands: Any, **params: Any) -> Sequence[Any]:
