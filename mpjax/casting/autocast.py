@@ -21,11 +21,10 @@ from mpjax.casting.higher_order import HIGHER_ORDER
 from mpjax.casting.infer import plan
 from mpjax.casting.lattice import FULL, PARAMETER, TRACED
 from mpjax.casting.plan import Plan
-from mpjax.casting.regions import nesting
+from mpjax.casting.regions import nesting, scopes_of_modules
 from mpjax.casting.rewrite import array_of, run_closed, values_of
 from mpjax.casting.rules import Rules, is_pattern
 from mpjax.casting.uses import RESULT, Use
-from mpjax.modules.scopes import named_modules
 from mpjax.policy import HALF_DTYPES, NORM_PATTERNS, Policy, get_policy
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -66,7 +65,7 @@ def trace(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], 
         for i, array in zip(where, arrays, strict=True):
             filled[i] = array
         args, kwargs = jax.tree.unflatten(tree, filled)
-        with named_modules((args, kwargs)):
+        with scopes_of_modules((args, kwargs)):
             returned = fun(*args, **kwargs)
         results, out["tree"] = jax.tree.flatten(returned)
         if planned:

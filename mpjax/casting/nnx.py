@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from mpjax.modules.scopes import named_modules
+from mpjax.casting.regions import scopes_of_modules
 
 
 def is_stateful(x: Any) -> bool:
@@ -56,7 +56,7 @@ def functional(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
         for i, x in zip(where, merged, strict=True):
             filled[i] = x
         args, kwargs = jax.tree.unflatten(tree, filled)
-        with named_modules((args, kwargs)):
+        with scopes_of_modules((args, kwargs)):
             returned = fun(*args, **kwargs)
         outs, out_tree = jax.tree.flatten(returned, is_leaf=is_stateful)
         places = [_place(out, merged) for out in outs]

@@ -16,6 +16,7 @@ import jax
 
 from mpjax._jaxpr.source import MARK
 from mpjax.casting.classify import Region
+from mpjax.modules.scopes import named_modules
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -28,6 +29,14 @@ class _Nesting(threading.local):
 
 
 nesting = _Nesting()
+
+
+def scopes_of_modules(tree: Any) -> contextlib.AbstractContextManager[None]:
+    """Named scopes by path for the NNX and Equinox modules in a tree, while a program is traced to be planned.
+
+    Inspections tell the modules of a program that is not planned by the parameters that they read.
+    """
+    return named_modules(tree) if nesting.tracing else contextlib.nullcontext()
 
 
 def _region(name: Region, fun: F) -> F:
