@@ -257,6 +257,7 @@ def test_goals_take_no_figure_from_a_cpu(folder):
     assert all(goal.measured is None for goal in goals.goals(content, {}))
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # mpjax warns of what some probes do on purpose
 def test_mpjax_has_none_of_the_faults():
     found = faults.run(libraries=("mpjax",))
     assert {cells["mpjax"] for cells in found.values()} <= {faults.NOT, faults.NOT_APPLICABLE}, found

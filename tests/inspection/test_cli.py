@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -253,7 +254,7 @@ def test_the_image_training_script_audits_and_profiles_its_step_instead_of_train
     assert train_images(["--audit", "--profile", "--amp", "autocast", "--policy", "mixed_bfloat16"]) == 0
     out = capsys.readouterr().out
     assert "Precision of train_step" in out
-    assert "ResNet/BasicBlock_1/Conv_0" in out
+    assert re.search(r"ResNet/BasicBlock_\S+/Conv_", out)
     assert "100.0% in half" in out
     assert "10 steps, loss scale ShapeDtypeStruct(shape=()" in out
     assert not (script / "runs").exists()

@@ -127,7 +127,7 @@ def amp(request):
 @models
 def test_all_matmuls_run_in_half_and_no_sum_does(config, amp, inputs):
     network = create_network(dataclasses.replace(config, policy="mixed_float16", amp=amp), LABELS)
-    variables = jax.eval_shape(network.init, 0)
+    variables = jax.eval_shape(lambda: network.init(0))
     (features, lengths), _ = inputs
 
     def total(params, stats, features):
