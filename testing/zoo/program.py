@@ -58,7 +58,14 @@ class Program:
     def handwritten(self, dtype: Any) -> Loss:
         """The loss function of the form written by hand for `dtype`, with the same params."""
         assert self.has_half, f"{self.name} has no hand-written half-precision form"
-        return self._loss(dtype)
+        with standard_promotion():  # Flax's own `dtype=` code promotes implicitly.
+            loss_fn = self._loss(dtype)
+
+        def promoting(params: Any, batch: Any) -> Any:
+            with standard_promotion():
+                return loss_fn(params, batch)
+
+        return promoting
 
     def adapted(self, adapt: Callable[[Any], Any]) -> Loss:
         """The loss function with the Flax model replaced by `adapt(model)`; the same params."""
