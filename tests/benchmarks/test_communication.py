@@ -1,5 +1,6 @@
 """What sharded steps send, at toy size on four devices, and the simulated error of sums over replicas."""
 
+import jax
 import pytest
 
 from benchmarks import communication, reduction_error
@@ -17,8 +18,12 @@ def rows(layout, forms):
     return {row["form"]: row for row in found}
 
 
-# Outside a scan autocast gathers parameters twice, in half: for the backward pass too.
-@pytest.mark.parametrize(("layout", "most"), [("FSDP", 1.0), ("FSDP, scan", 0.55)])
+# Outside a scan autocast gathers parameters twice, in half: for the backward pass too. Before JAX 0.12, XLA gathered
+# float32 parameters once for both passes, and those of a scan twice under autocast.
+OLD = jax.__version_info__ < (0, 12)
+
+
+@pytest.mark.parametrize(("layout", "most"), [("FSDP", 1.9 if OLD else 1.0), ("FSDP, scan", 1.01 if OLD else 0.55)])
 def test_autocast_gathers_half_and_sums_float32(layout, most):
     found = rows(layout, ("float32", "autocast"))
     whole, half = (communication.summary(found[form]) for form in ("float32", "autocast"))
