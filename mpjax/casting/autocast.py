@@ -21,7 +21,7 @@ from mpjax.casting.higher_order import HIGHER_ORDER
 from mpjax.casting.infer import plan
 from mpjax.casting.lattice import FULL, PARAMETER, TRACED
 from mpjax.casting.plan import Plan
-from mpjax.casting.regions import nesting, scopes_of_modules
+from mpjax.casting.regions import nesting
 from mpjax.casting.rewrite import array_of, run_closed, values_of
 from mpjax.casting.rules import Rules, is_pattern
 from mpjax.casting.uses import RESULT, Use
@@ -65,9 +65,7 @@ def trace(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], 
         for i, array in zip(where, arrays, strict=True):
             filled[i] = array
         args, kwargs = jax.tree.unflatten(tree, filled)
-        with scopes_of_modules((args, kwargs)):
-            returned = fun(*args, **kwargs)
-        results, out["tree"] = jax.tree.flatten(returned)
+        results, out["tree"] = jax.tree.flatten(fun(*args, **kwargs))
         if planned:
             out["rules"] = derivative_rules.trace_live()
         # No tracer is kept beyond the trace.

@@ -32,9 +32,10 @@ nesting = _Nesting()
 
 
 def scopes_of_modules(tree: Any) -> contextlib.AbstractContextManager[None]:
-    """Named scopes by path for the NNX and Equinox modules in a tree, while a program is traced to be planned.
+    """Named scopes by path for the NNX modules in a tree, while a program is traced to be planned.
 
-    Inspections tell the modules of a program that is not planned by the parameters that they read.
+    Inspections tell the modules of a program that is not planned by the parameters that they read. Equinox modules keep
+    the scopes that Equinox gives them: a class with scopes would be another pytree, which `eqx.combine` refuses.
     """
     return named_modules(tree) if nesting.tracing else contextlib.nullcontext()
 

@@ -264,6 +264,7 @@ def test_mpjax_has_none_of_the_faults():
     assert sum(cells["mpjax"] == faults.NOT for cells in found.values()) >= 42
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="the oldest XLA gathers weights as well")
 def test_a_sharded_step_adds_one_reduction_of_predicates_and_gathers_nothing():
     steps = sharded_steps.compiled_steps(
         loss_scaling.init_params((16, 16, 16)), loss_scaling.loss_in("float16"), jnp.ones((8, 16)), jnp.ones((8, 16))
@@ -272,7 +273,7 @@ def test_a_sharded_step_adds_one_reduction_of_predicates_and_gathers_nothing():
     assert {"all-gather", "all-reduce"} <= set(plain)
     for name in ("mpjax: apply_gradients", "mpjax: tx.update, apply_updates"):
         found = sharded_steps.added(sharded_steps.collectives(steps[name][0]), plain)
-        assert set(found) == {"all-reduce"}
+        assert set(found) == {"all-reduce"}, found
         assert [set(types.split()) for types in found["all-reduce"]] == [{"pred[]"}]
 
 
