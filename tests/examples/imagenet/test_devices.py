@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import subprocess
 
 import jax
 import numpy as np
@@ -39,21 +40,38 @@ def test_batches_that_can_not_be_shared_are_refused():
         DataParallel(5)
 
 
-@pytest.mark.slow
-def test_two_processes_train_as_one_does(tmp_path):
+def together(folder, flags):
+    """The outputs of two processes that train together; None if they did not meet, as another test took their port."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
-    flags = ["--policy", "float32", "--epochs", "1", "--batch-size", "32"]
-    shared = [*flags, "--coordinator", address, "--processes", "2", "--output", str(tmp_path / "two")]
+    shared = [*flags, "--coordinator", address, "--processes", "2", "--output", str(folder)]
     processes = [start(*shared, "--process-id", str(index)) for index in range(2)]
-    outputs = [process.communicate(timeout=300) for process in processes]
+    try:
+        outputs = [process.communicate(timeout=200) for process in processes]
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
     assert [process.returncode for process in processes] == [0, 0], outputs
+    return outputs
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one_does(tmp_path):
+    flags = ["--policy", "float32", "--epochs", "1", "--batch-size", "32"]
+    for attempt in range(3):
+        folder = tmp_path / f"two-{attempt}"
+        outputs = together(folder, flags)
+        if outputs:
+            break
     # One of them speaks and writes.
     assert "test accuracy" in outputs[0][0]
     assert "test accuracy" not in outputs[1][0]
     assert main([*flags, "--devices", "1", "--output", str(tmp_path / "one")]) == 0
-    two, one = (metrics_of(tmp_path / name)[0] for name in ("two", "one"))
+    two, one = (metrics_of(tmp_path / name)[0] for name in (folder.name, "one"))
     assert two["test_accuracy"] == one["test_accuracy"]
     assert two["train_loss"] == pytest.approx(one["train_loss"], rel=1e-5)
-    assert (tmp_path / "two" / "checkpoints" / "3").is_dir()
+    assert (folder / "checkpoints" / "3").is_dir()
