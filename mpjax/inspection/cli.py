@@ -100,7 +100,7 @@ def _report(tool: Tool, options: argparse.Namespace) -> Report:
     keywords = {option.name: getattr(options, option.name) for option in tool.options}
     result = _inspected(tool, inspect, fun, call, keywords)
     if isinstance(result, Report):
-        return result
+        return result.viewed(**{option.name: getattr(options, option.name) for option in tool.views})
     name = getattr(fun, "__name__", type(fun).__name__)
     return Printed(f"{tool.function} of {name}", tool.nothing if result is None else result)
 
@@ -171,7 +171,7 @@ def _parser() -> argparse.ArgumentParser:
             epilog=_EPILOG,
             formatter_class=plain,
         )
-        for option in (*tool.options, *tool.checks):
+        for option in (*tool.options, *tool.views, *tool.checks):
             _add(command, option)
     return parser
 

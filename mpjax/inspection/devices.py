@@ -1,20 +1,23 @@
-"""Published peak rates of GPUs."""
+"""Published peak rates of GPUs and TPUs."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """Peak rates of one GPU, dense (without structured sparsity), as its maker publishes them.
+    """Peak rates of one device, dense (without structured sparsity), as its maker publishes them.
 
     Args:
         name: as in `DEVICES`.
         bandwidth: of its memory, in bytes a second.
-        float16, bfloat16: FLOP/s on Tensor Cores; without such (bfloat16 before Ampere) those of float32.
-        tfloat32: FLOP/s of float32 matmuls at JAX's default precision, which is TF32 where there is one.
+        float16, bfloat16: FLOP/s on Tensor Cores (matrix cores, MXUs) with float32 accumulation, as XLA uses them;
+            without such (bfloat16 before Ampere) those of float32.
+        tfloat32: FLOP/s of float32 matmuls at JAX's default precision: TF32 where there is one, one bfloat16 pass on a
+            TPU.
         float32, float64: FLOP/s at full precision (float64 on Tensor Cores where there are such).
         source: the document that has these figures.
     """
@@ -36,41 +39,95 @@ class Device:
         return getattr(self, dtype, self.float16)
 
 
-def _device(name: str, bandwidth: float, half: float, rates: tuple[float, float, float], source: str) -> Device:
+def _gpu(name: str, bandwidth: float, half: float, rates: tuple[float, float, float], source: str) -> Device:
+    """GB/s; TFLOP/s of half; TFLOP/s of TF32, float32 and float64."""
     tfloat32, float32, float64 = (1e12 * rate for rate in rates)
-    bfloat16 = 1e12 * half if tfloat32 > float32 else float32  # both came with Ampere
-    return Device(name, 1e9 * bandwidth, 1e12 * half, bfloat16, tfloat32, float32, float64, source)
+    return Device(name, 1e9 * bandwidth, 1e12 * half, 1e12 * half, tfloat32, float32, float64, source)
 
 
-# TFLOP/s of half; of TF32, float32 and float64.
+def _without_bfloat16(device: Device) -> Device:
+    return dataclasses.replace(device, bfloat16=device.float32)
+
+
+def _tpu(name: str, bandwidth: float, bfloat16: float, source: str) -> Device:
+    """One chip. Full float32 precision takes six bfloat16 passes; float64 is emulated, and no faster than that."""
+    half, full = 1e12 * bfloat16, 1e12 * bfloat16 / 6
+    return Device(name, 1e9 * bandwidth, half, half, half, full, full, source)
+
+
 DEVICES = {
     device.name: device
     for device in (
-        _device("V100", 900, 125, (15.7, 15.7, 7.8), "NVIDIA Tesla V100 datasheet (SXM2)"),
-        _device("T4", 320, 65, (8.1, 8.1, 0.25), "NVIDIA T4 datasheet"),
-        _device("A100", 2039, 312, (156, 19.5, 19.5), "NVIDIA A100 datasheet (SXM, 80 GB)"),
-        _device("L4", 300, 121, (60, 30.3, 0.47), "NVIDIA L4 datasheet"),
-        _device("L40S", 864, 362, (183, 91.6, 1.4), "NVIDIA L40S datasheet"),
-        _device("H100", 3350, 989.4, (494.7, 67, 67), "NVIDIA H100 datasheet (SXM)"),
-        _device("H200", 4800, 989.4, (494.7, 67, 67), "NVIDIA H200 datasheet (SXM)"),
+        _without_bfloat16(_gpu("V100", 900, 125, (15.7, 15.7, 7.8), "NVIDIA Tesla V100 datasheet (SXM2)")),
+        _without_bfloat16(_gpu("T4", 320, 65, (8.1, 8.1, 0.25), "NVIDIA T4 datasheet")),
+        _gpu("A100", 2039, 312, (156, 19.5, 19.5), "NVIDIA A100 datasheet (SXM, 80 GB)"),
+        _gpu("L4", 300, 121, (60, 30.3, 0.47), "NVIDIA L4 datasheet"),
+        _gpu("L40S", 864, 362, (183, 91.6, 1.4), "NVIDIA L40S datasheet"),
+        _gpu("H100", 3350, 989.4, (494.7, 67, 67), "NVIDIA H100 datasheet (SXM)"),
+        _gpu("H200", 4800, 989.4, (494.7, 67, 67), "NVIDIA H200 datasheet (SXM)"),
+        _gpu("B200", 8000, 2250, (1125, 75, 37), "NVIDIA HGX B200 datasheet (one of its eight GPUs)"),
+        _gpu("GB200", 8000, 2500, (1250, 80, 40), "NVIDIA GB200 NVL72 datasheet (one of its 72 GPUs)"),
+        _gpu("A100 40GB", 1555, 312, (156, 19.5, 19.5), "NVIDIA A100 datasheet (SXM, 40 GB)"),
+        _gpu("H100 PCIe", 2000, 756, (378, 51, 51), "NVIDIA H100 datasheet (PCIe)"),
+        _gpu("A10G", 600, 70, (35, 35, 0.55), "NVIDIA A10G datasheet (of AWS G5; float64: 1/64 of float32)"),
+        _gpu("RTX 3090", 936, 71, (35.6, 35.6, 0.56), "NVIDIA Ampere GA102 GPU architecture whitepaper"),
+        _gpu("RTX 4090", 1008, 165.2, (82.6, 82.6, 1.29), "NVIDIA Ada GPU architecture whitepaper"),
+        _gpu("RTX 5090", 1792, 209.5, (104.8, 104.8, 1.64), "NVIDIA RTX Blackwell GPU architecture whitepaper"),
+        _gpu("MI250X", 3277, 383, (95.7, 95.7, 95.7), "AMD Instinct MI250X datasheet (both dies)"),
+        _gpu("MI300X", 5300, 1307.4, (653.7, 163.4, 163.4), "AMD Instinct MI300X datasheet"),
+        _tpu("TPU v4", 1228, 275, "Google Cloud documentation, TPU v4"),
+        _tpu("TPU v5e", 819, 197, "Google Cloud documentation, TPU v5e"),
+        _tpu("TPU v5p", 2765, 459, "Google Cloud documentation, TPU v5p"),
+        _tpu("TPU v6e", 1638, 918, "Google Cloud documentation, TPU v6e"),
     )
 }
+# What JAX's `device_kind` says in place of a name of the table.
+_KINDS = {"TPU v5 lite": "TPU v5e", "TPU v5": "TPU v5p", "TPU v6 lite": "TPU v6e"}
 
 
 def device_of(name: str) -> Device:
-    """The device of a name, or the one that a JAX `device_kind` names (`"NVIDIA H200"`).
+    """The device of a name, the one that a JAX `device_kind` names (`"NVIDIA H200"`), or one of three numbers.
+
+    Args:
+        name: a name of `DEVICES`, a `device_kind`, or of any other device `"GB/s,TFLOP/s,TFLOP/s"`: the bandwidth of
+            its memory, its rate in half and its rate in float32.
 
     Raises:
-        ValueError: it is none of `DEVICES`.
+        ValueError: it is none of these.
 
     Example:
-        >>> device_of("NVIDIA A100-SXM4-80GB").name
-        'A100'
+        >>> device_of("NVIDIA A100-SXM4-80GB").name, device_of("TPU v5 lite").name
+        ('A100', 'TPU v5e')
+        >>> device_of("2000,300,40").float16
+        300000000000000.0
     """
-    words = name.upper().replace("-", " ").split()
-    for known, device in DEVICES.items():
-        if known in words:
-            return device
+    if "," in name:
+        return _of_numbers(name)
+    words = _words(name)
+    known = {key: DEVICES[device] for key, device in ({key: key for key in DEVICES} | _KINDS).items()}
+    found = [key for key in known if _words(key) <= words]
+    if found:
+        return known[max(found, key=lambda key: len(_words(key)))]  # "A100 40GB" rather than "A100"
     close = difflib.get_close_matches(name.upper(), DEVICES, 1)
     hint = f" (did you mean {close[0]!r}?)" if close else ""
-    raise ValueError(f"{name!r} is no device whose peak rates are known{hint}; there are {', '.join(DEVICES)}.")
+    raise ValueError(
+        f"{name!r} is no device whose peak rates are known{hint}; there are {', '.join(DEVICES)}. Give any other by "
+        "three numbers, 'GB/s,TFLOP/s,TFLOP/s': the bandwidth of its memory, its rate in half and its rate in float32."
+    )
+
+
+def _words(name: str) -> set[str]:
+    return set(name.upper().replace("-", " ").split())
+
+
+def _of_numbers(text: str) -> Device:
+    try:
+        bandwidth, half, full = map(float, text.split(","))
+    except ValueError:
+        bandwidth = half = full = math.nan
+    if not all(math.isfinite(x) and x > 0 for x in (bandwidth, half, full)):
+        raise ValueError(
+            f"{text!r}: a device is given by three positive numbers, as '2000,300,40': the GB/s of its memory, its "
+            "TFLOP/s in half and its TFLOP/s in float32."
+        )
+    return _gpu(f"{bandwidth:g} GB/s, {half:g} and {full:g} TFLOP/s", bandwidth, half, (full, full, full), "its user")

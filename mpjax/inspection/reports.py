@@ -94,6 +94,10 @@ class Report(abc.ABC):
     def table(self) -> list[dict[str, Any]]:
         """The rows of the report's main table, for CSV or a data frame."""
 
+    def viewed(self, **options: Any) -> Report:
+        """The report as the command line's options of its tool want it seen."""
+        return self
+
     def failure(self, **checks: Any) -> str:
         """What makes the command line exit with 1; empty if nothing does."""
         return ""

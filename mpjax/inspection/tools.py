@@ -38,6 +38,7 @@ class Tool:
         command: its name on the command line.
         batches: whether it takes `batches=` besides positional arguments; otherwise it takes one call's arguments.
         options: keyword arguments of the function that the command line offers.
+        views: options that choose what the report shows: see `Report.viewed`.
         checks: options that the report is held against once it is made: see `Report.failure`.
         nothing: what the command prints where the function returns None.
     """
@@ -50,6 +51,7 @@ class Tool:
     command: str
     batches: bool = False
     options: tuple[Option, ...] = ()
+    views: tuple[Option, ...] = ()
     checks: tuple[Option, ...] = ()
     nothing: str = ""
 
@@ -68,6 +70,9 @@ TOOLS = (
         "Is half precision really on? Which layer is not in it? What may go wrong in it?",
         "the precision of each operation, what keeps matmuls off Tensor Cores, what half may spoil",
         "audit",
+        views=(
+            Option("--device", "its name, or GB/s of memory and TFLOP/s in half and float32: 2000,300,40", metavar="D"),
+        ),
         checks=(Option("--min-half", "exit with 1 if less of the FLOPs is half", type=float, metavar="SHARE"),),
     ),
     Tool(

@@ -19,6 +19,7 @@ from mpjax.inspection.devices import DEVICES, device_of
 from mpjax.inspection.reports import WIDTH, Report, Section, amount, folded
 
 _PHASES = (FORWARD, RECOMPUTED, BACKWARD)
+_USUAL_DEVICES = 7  # those of data centers; the rest of the table with --all
 # The tables have little room.
 _OPS = {
     "conv_general_dilated": "conv",
@@ -43,6 +44,7 @@ class PrecisionReport(Report):
         kernels: the program's kernels, for `speedup_bound`.
         notes: what the figures leave out.
         communication: what is sent between devices; None of a program for one device.
+        device: the one that "Speed at most" is about, as `speedup_bound` takes it; empty for all that are known.
 
     Example:
         >>> import jax, jax.numpy as jnp, mpjax
@@ -61,6 +63,7 @@ class PrecisionReport(Report):
     kernels: tuple[KernelCost, ...] = dataclasses.field(repr=False)
     notes: tuple[str, ...] = ()
     communication: tuple[Collective, ...] | None = None
+    device: str = ""
 
     @property
     def title(self) -> str:
@@ -93,12 +96,13 @@ class PrecisionReport(Report):
         is not half not at all.
 
         Args:
-            device: one of `mpjax.inspection.devices.DEVICES`, or a `device_kind` of JAX that names one.
+            device: one of `mpjax.inspection.devices.DEVICES`, a `device_kind` of JAX that names one, or three numbers,
+                `"2000,300,40"`: the GB/s of its memory, its TFLOP/s in half and its TFLOP/s in float32.
 
         Raises:
             ValueError: the device's peak rates are not known; lists those that are.
 
-        Source: Amdahl, 1967; Williams, Waterman, Patterson, "Roofline", 2009; peak rates from NVIDIA's datasheets.
+        Source: Amdahl, 1967; Williams, Waterman, Patterson, "Roofline", 2009; peak rates from their makers.
         """
         return speedup_bound(self.kernels, device_of(device))
 
@@ -163,6 +167,13 @@ class PrecisionReport(Report):
             {name: getattr(row, name) for name in names} | {"lhs": _shape(row.lhs), "rhs": _shape(row.rhs)}
             for row in self.matmuls
         ]
+
+    def viewed(self, **options: Any) -> PrecisionReport:
+        """The report for one `device`, if that is given."""
+        device = options.get("device") or ""
+        if device:
+            device_of(device)  # an unknown one is an error here, not in the middle of the report
+        return dataclasses.replace(self, device=device)
 
     def failure(self, **checks: Any) -> str:
         """The matmuls that are not in half, where `min_half` is given and fewer are in half than that."""
@@ -272,10 +283,11 @@ class PrecisionReport(Report):
         ]
         text = "against float32 (TF32 where there is one), by FLOPs and bytes with all elementwise work fused"
         header = ("device", "least time", "as it is", "all in half", "matmuls in float32")
-        return Section("Speed at most", text, header, rows, {1, 2, 3, 4})
+        return Section("Speed at most", text, header, rows, {1, 2, 3, 4}, shown=_USUAL_DEVICES)
 
     def _bounds(self) -> dict[str, SpeedupBound]:
-        return {name: self.speedup_bound(name) for name in DEVICES}
+        found = [self.speedup_bound(name) for name in ([self.device] if self.device else DEVICES)]
+        return {bound.device: bound for bound in found}
 
 
 def _totals(rows: Iterable[Matmul]) -> dict[str, int]:

@@ -375,8 +375,38 @@ def test_elementwise_work_between_kernels_is_fused():
 def test_devices_go_by_jax_names_and_unknown_ones_are_refused():
     assert device_of("NVIDIA H100 80GB HBM3").name == "H100"
     assert device_of("Tesla V100-SXM2-16GB").bfloat16 == DEVICES["V100"].float32, "no bfloat16 before Ampere"
-    with pytest.raises(ValueError, match=r"'B100'.*did you mean.*V100"):
+    assert device_of("NVIDIA A100-SXM4-40GB").bandwidth == 1555e9, "the variant, not the first A100 of the table"
+    assert device_of("NVIDIA GeForce RTX 4090").name == "RTX 4090"
+    assert [device_of(kind).name for kind in ("TPU v5 lite", "TPU v5", "TPU v6 lite")] == [
+        "TPU v5e",
+        "TPU v5p",
+        "TPU v6e",
+    ]
+    with pytest.raises(ValueError, match=r"'B100'.*did you mean.*B200.*three numbers"):
         device_of("B100")
+
+
+def test_the_table_has_the_devices_of_today_with_a_source_each():
+    assert len(DEVICES) >= 15
+    for name, device in DEVICES.items():
+        assert name == device.name
+        assert device.source
+        assert 1e11 < device.bandwidth < 1e13
+        assert device.float16 >= device.tfloat32 >= device.float32 >= device.float64 > 1e11
+    assert {"B200", "GB200", "MI300X", "RTX 4090", "RTX 5090", "A10G", "TPU v5e", "TPU v5p", "TPU v6e"} <= {*DEVICES}
+
+
+def test_an_unknown_device_is_given_by_three_numbers():
+    report = mpjax.audit(lambda x: x @ x, shape(256, 256))
+    bound = report.speedup_bound("100,1,0.5")
+    assert bound.now == pytest.approx(max(2 * 256**3 / 1e12, 2 * 2 * 256**2 / 100e9)), "GB/s, TFLOP/s in half"
+    assert bound.float32 == pytest.approx(2 * bound.now)
+    text = report.viewed(device="100,1,0.5").text()
+    assert "100 GB/s, 1 and 0.5 TFLOP/s" in text
+    assert "V100" not in text
+    for wrong in ("100,1", "100,1,-1", "100,1,x", "1,2,3,4"):
+        with pytest.raises(ValueError, match=f"'{wrong}': a device is given by three positive numbers"):
+            device_of(wrong)
 
 
 def test_mixed_operands_come_with_the_way_out():
