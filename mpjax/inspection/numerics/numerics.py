@@ -29,17 +29,16 @@ from mpjax._jaxpr.interpreter import (
 from mpjax._jaxpr.primitives import Op, primitive
 from mpjax._jaxpr.source import BACKWARD
 from mpjax._jaxpr.walk import inner_jaxprs
-from mpjax._loss_scale_state import LossScaleState, find_loss_scale_state
 from mpjax.casting import autocast
+from mpjax.inspection.gradient import gradient_of, scale_state
 from mpjax.inspection.numerics.activations import Counted, counted
 from mpjax.inspection.numerics.host_statistics import HostRangeProbe, result
 from mpjax.inspection.numerics.range_statistics import BIAS, BINS, Limits, RangeProbe, Tally, tally_of
 from mpjax.inspection.numerics.report import NumericsReport as NumericsReport
 from mpjax.inspection.numerics.report import Range
 from mpjax.inspection.program import traced_call
-from mpjax.loss_scale import static_loss_scale, value_and_grad
-from mpjax.modules.boundary import contains_nnx_object
-from mpjax.policy import HALF_DTYPES, Policy, get_policy, is_castable
+from mpjax.loss_scale import static_loss_scale
+from mpjax.policy import HALF_DTYPES, Policy, get_policy
 
 # A module that loses more than this share of its nonzero values should be kept in float32.
 _MUCH = 0.05
@@ -107,7 +106,7 @@ def numerics(
     half = np.dtype(jnp.dtype(dtype))
     if half not in HALF_DTYPES:
         raise ValueError(f"numerics: dtype={dtype!r} is no half dtype; give 'float16' or 'bfloat16'.")
-    state = None if loss_scale is None else _scale_state(loss_scale)
+    state = None if loss_scale is None else scale_state(loss_scale)
     scale = 1.0 if state is None else float(np.max(state.loss_scale))
     measuring = _Measuring(fun, state, scale, argnums, has_aux, Limits.of(half))
     for call in [args] if batches is None else ((*args, batch) for batch in batches):
@@ -116,48 +115,6 @@ def numerics(
         raise ValueError("numerics: batches is empty; give at least one batch.")
     report = measuring.report()
     return measuring.verified(report) if verify else report
-
-
-def _scale_state(loss_scale: Any) -> LossScaleState:
-    if isinstance(loss_scale, (int, float, np.number)) or (hasattr(loss_scale, "shape") and loss_scale.shape == ()):
-        return static_loss_scale(optax.identity(), float(loss_scale)).init({})
-    return find_loss_scale_state(loss_scale)
-
-
-def _gradient(
-    fun: Any, state: LossScaleState | None, argnums: int | Sequence[int], has_aux: bool, names: list[str]
-) -> Any:
-    """A function that gives the gradients, then the loss; `names` becomes the gradients' tree paths."""
-
-    def gradient(*args: Any) -> Any:
-        positions = [i % len(args) for i in ([argnums] if isinstance(argnums, int) else argnums)]
-        if any(contains_nnx_object(args[i]) for i in positions):
-            value, grads = value_and_grad(fun, state, argnums=argnums, has_aux=has_aux)(*args)
-        else:
-            # An Equinox model is a tree of arrays and functions: its floating arrays are the parameters.
-            leaves, tree = jax.tree.flatten([args[i] for i in positions])
-            moving = [i for i, leaf in enumerate(leaves) if is_castable(leaf)]
-
-            def of_leaves(params: Sequence[Any]) -> Any:
-                filled, given = list(leaves), list(args)
-                for i, leaf in zip(moving, params, strict=True):
-                    filled[i] = leaf
-                for i, arg in zip(positions, jax.tree.unflatten(tree, filled), strict=True):
-                    given[i] = arg
-                return fun(*given)
-
-            value, found = value_and_grad(of_leaves, state, has_aux=has_aux)([leaves[i] for i in moving])
-            filled = [None] * len(leaves)
-            for i, grad in zip(moving, found, strict=True):
-                filled[i] = grad
-            grads = jax.tree.unflatten(tree, filled)
-            grads = grads[0] if isinstance(argnums, int) else grads
-        with_paths = jax.tree_util.tree_flatten_with_path(grads)[0]
-        paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in with_paths]
-        names[:] = [path.removesuffix("/value") for path in paths]  # of an NNX variable
-        return [grad for _, grad in with_paths], value[0] if has_aux else value
-
-    return gradient
 
 
 @dataclasses.dataclass
@@ -191,7 +148,7 @@ class _Measuring:
     def add(self, args: Sequence[Any]) -> None:
         """Measures one call."""
         names: list[str] = []
-        gradient = _gradient(self.fun, self.state, self.argnums, self.has_aux, names)
+        gradient = gradient_of(self.fun, self.state, self.argnums, self.has_aux, names)
         program = traced_call("numerics", gradient, args, {})
         consts = compat.open_jaxpr(program.jaxpr).consts
         key = jax.tree.structure(args), *(jax.typeof(x) for x in (*program.arrays, *consts))
@@ -265,7 +222,7 @@ class _Measuring:
     def _error(self, policy: Policy, scale: float, args: Sequence[Any], true: Sequence[Any]) -> float:
         """The relative error of the gradients in half; inf if they are not finite."""
         state = static_loss_scale(optax.identity(), scale).init({})
-        gradient = _gradient(autocast(self.fun, policy), state, self.argnums, self.has_aux, [])
+        gradient = gradient_of(autocast(self.fun, policy), state, self.argnums, self.has_aux, [])
         program = traced_call("numerics", gradient, args, {})
         run = jax.jit(jax.extend.core.jaxpr_as_fun(program.jaxpr), compiler_options=COMPILER_OPTIONS)
         grads = run(*program.arrays)[: len(true)]

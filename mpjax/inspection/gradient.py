@@ -1,0 +1,58 @@
+"""The gradient of a loss function as one program: what the inspections of a backward pass start from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from mpjax._loss_scale_state import LossScaleState, find_loss_scale_state
+from mpjax.loss_scale import static_loss_scale, value_and_grad
+from mpjax.modules.boundary import contains_nnx_object
+from mpjax.policy import is_castable
+
+
+def scale_state(loss_scale: Any) -> LossScaleState:
+    """The state that has a loss scale: of a number, or as it is found in a tree."""
+    if isinstance(loss_scale, (int, float, np.number)) or (hasattr(loss_scale, "shape") and loss_scale.shape == ()):
+        return static_loss_scale(optax.identity(), float(loss_scale)).init({})
+    return find_loss_scale_state(loss_scale)
+
+
+def gradient_of(
+    fun: Any, state: LossScaleState | None, argnums: int | Sequence[int], has_aux: bool, names: list[str]
+) -> Any:
+    """A function that gives the gradients, then the loss; `names` becomes the gradients' tree paths."""
+
+    def gradient(*args: Any) -> Any:
+        positions = [i % len(args) for i in ([argnums] if isinstance(argnums, int) else argnums)]
+        if any(contains_nnx_object(args[i]) for i in positions):
+            value, grads = value_and_grad(fun, state, argnums=argnums, has_aux=has_aux)(*args)
+        else:
+            # An Equinox model is a tree of arrays and functions: its floating arrays are the parameters.
+            leaves, tree = jax.tree.flatten([args[i] for i in positions])
+            moving = [i for i, leaf in enumerate(leaves) if is_castable(leaf)]
+
+            def of_leaves(params: Sequence[Any]) -> Any:
+                filled, given = list(leaves), list(args)
+                for i, leaf in zip(moving, params, strict=True):
+                    filled[i] = leaf
+                for i, arg in zip(positions, jax.tree.unflatten(tree, filled), strict=True):
+                    given[i] = arg
+                return fun(*given)
+
+            value, found = value_and_grad(of_leaves, state, has_aux=has_aux)([leaves[i] for i in moving])
+            filled = [None] * len(leaves)
+            for i, grad in zip(moving, found, strict=True):
+                filled[i] = grad
+            grads = jax.tree.unflatten(tree, filled)
+            grads = grads[0] if isinstance(argnums, int) else grads
+        with_paths = jax.tree_util.tree_flatten_with_path(grads)[0]
+        paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in with_paths]
+        names[:] = [path.removesuffix("/value") for path in paths]  # of an NNX variable
+        return [grad for _, grad in with_paths], value[0] if has_aux else value
+
+    return gradient
