@@ -1,8 +1,9 @@
-"""Regenerates the outputs in the pages of this folder: `python -m docs.make`.
+"""Regenerates the outputs in the pages of this folder: `python -m docs.make [PAGE ...]`.
 
 The `python` blocks of a page run in one namespace; the `text` block after each holds what it prints. The output of a
-`console` block, `$ python -m mpjax ...`, follows the command in the same block. A block after `<!-- measured -->` holds
-times or takes long, so the tests do not regenerate it. A block after `<!-- not run -->` never runs.
+`console` block, `$ python -m mpjax ...` or `$ python docs/...`, follows the command in the same block. A block after
+`<!-- measured -->` holds times or takes long, so the tests do not regenerate it. A block after `<!-- not run -->` never
+runs, and a block that includes a script (`--8<--`) is run as that script, by its own test.
 """
 
 from __future__ import annotations
@@ -14,12 +15,17 @@ import pathlib
 import re
 import runpy
 import shlex
+import subprocess
 import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 FOLDER = pathlib.Path(__file__).parent
-PAGES = ("inspection.md", "distributed.md")
+PAGES = tuple(
+    str(path.relative_to(FOLDER))
+    for path in sorted(FOLDER.rglob("*.md"))
+    if re.search(r"^```(python|console)$", path.read_text(), re.MULTILINE)
+)
 MEASURED, NOT_RUN = "<!-- measured -->", "<!-- not run -->"
 
 _FENCED = re.compile(r"^```(python|console|text)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -39,7 +45,7 @@ def blocks(page: str) -> Iterator[Block]:
     """The fenced blocks of a page."""
     for match in _FENCED.finditer(page):
         above = page[: match.start()].rstrip().rsplit("\n", 1)[-1]
-        mark = above if above in (MEASURED, NOT_RUN) else ""
+        mark = NOT_RUN if match[2].startswith("--8<--") else above if above in (MEASURED, NOT_RUN) else ""
         yield Block(match[1], match[2], match.start(2), match.end(2), mark)
 
 
@@ -59,7 +65,7 @@ def made(page: str, measured: bool = True) -> str:
         if block.language == "python":
             printed = _run_python(block.text, namespace)
         elif block.language == "console":
-            text = _run_console(block.text)
+            text = _run_console(block.text, apart=block.mark == MEASURED)
         elif printed:
             text, printed = printed, ""
         parts += [page[position : block.begin], text]
@@ -69,13 +75,20 @@ def made(page: str, measured: bool = True) -> str:
 
 def _run_python(code: str, namespace: dict[str, Any]) -> str:
     with contextlib.redirect_stdout(io.StringIO()) as output:
-        exec(compile(code, "train.py", "exec"), namespace)
+        exec(compile(code, "example.py", "exec"), namespace)
     return _trimmed(output.getvalue())
 
 
-def _run_console(text: str) -> str:
-    """The line of the command, `$ python -m package ...`, and its output."""
+def _run_console(text: str, apart: bool) -> str:
+    """The line of the command and its output.
+
+    Args:
+        text: the block; `$ python -m package ...`, or any command if it runs apart.
+        apart: whether to run it in a process of its own.
+    """
     command = text.splitlines()[0]
+    if apart:
+        return f"{command}\n{_trimmed(_output_apart(command.removeprefix('$ ')))}"
     prompt, module, *arguments = command.split(" -m ")[0], *shlex.split(command.partition(" -m ")[2])
     assert prompt == "$ python", f"not of the form '$ python -m package': {command!r}"
     before, sys.argv = sys.argv, [module, *arguments]
@@ -87,6 +100,19 @@ def _run_console(text: str) -> str:
     return f"{command}\n{_trimmed(output.getvalue())}"
 
 
+def _output_apart(command: str) -> str:
+    """What a command prints in a shell, at the root of the repository; the launcher writes to stderr."""
+    scripts = pathlib.Path(sys.executable).parent  # so that `python` is this one
+    environment = {**os.environ, "PYTHONPATH": str(FOLDER.parent), "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}"}
+    # The devices of this process are not those of a reader.
+    environment.pop("XLA_FLAGS", None)
+    errors = subprocess.STDOUT if " -m mpjax " in command else None
+    run = subprocess.run(
+        command, shell=True, cwd=FOLDER.parent, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True
+    )
+    return run.stdout
+
+
 def _trimmed(text: str) -> str:
     return "".join(f"{line.rstrip()}\n" for line in text.strip("\n").splitlines()) if text.strip() else ""
 
@@ -94,7 +120,7 @@ def _trimmed(text: str) -> str:
 if __name__ == "__main__":
     # Before JAX starts: a page on several devices needs four, as the tests have.
     os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
-    for name in PAGES:
+    for name in sys.argv[1:] or PAGES:
         path = FOLDER / name
         path.write_text(made(path.read_text()))
         print(f"made {path}")

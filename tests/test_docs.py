@@ -8,7 +8,7 @@ import re
 import jax
 import pytest
 
-from docs.make import FOLDER, MEASURED, NOT_RUN, PAGES, blocks, made
+from docs.make import FOLDER, MEASURED, PAGES, blocks, made
 
 # Pages whose rows of equal weight come in another order before JAX 0.12.
 OF_NEWEST = {"distributed.md"}
@@ -25,7 +25,7 @@ def test_outputs_are_in_step_with_the_program(name, monkeypatch):
         pytest.skip("an older JAX orders the rows of this page otherwise")
     monkeypatch.chdir(FOLDER.parent)
     page = (FOLDER / name).read_text()
-    assert text_of(made(page, measured=False)) == text_of(page), "run: python -m docs.make"
+    assert text_of(made(page, measured=False)) == text_of(page), f"run: python -m docs.make {name}"
 
 
 def test_what_is_measured_is_left_as_it_is_unless_asked_for():
@@ -34,15 +34,28 @@ def test_what_is_measured_is_left_as_it_is_unless_asked_for():
     assert made(page).endswith("```text\n1\n```\n")
 
 
+def test_a_measured_command_runs_in_a_process_of_its_own():
+    page = f"{MEASURED}\n```console\n$ python -c 'print(1 + 1)'\n```\n"
+    assert made(page).endswith("```console\n$ python -c 'print(1 + 1)'\n2\n```\n")
+
+
 def test_every_output_block_of_a_page_is_filled():
     for name in PAGES:
         for block in blocks((FOLDER / name).read_text()):
-            assert len(block.text.splitlines()) > 1 or block.language == "python", block
+            assert block.text.strip(), (name, block)
+            assert len(block.text.splitlines()) > 1 or block.language != "console", (name, block)
+
+
+def test_no_code_of_a_page_escapes_these_tests():
+    for path in FOLDER.rglob("*.md"):
+        fences = re.findall(r"^([ \t]*)```(\w*)\n.*?^[ \t]*```$", path.read_text(), re.DOTALL | re.MULTILINE)
+        assert {language for _, language in fences} <= {"python", "console", "text", "sh", "toml"}, path
+        assert not [indent for indent, _ in fences if indent], f"{path}: an indented block is not run"
 
 
 @pytest.mark.parametrize("name", PAGES)
 def test_imports_of_what_is_measured_exist(name):
     for block in blocks((FOLDER / name).read_text()):
-        if block.language == "python" and block.mark != NOT_RUN:
+        if block.language == "python" and block.mark == MEASURED:
             imports = [node for node in ast.parse(block.text).body if isinstance(node, (ast.Import, ast.ImportFrom))]
             exec(compile(ast.Module(imports, []), name, "exec"), {})

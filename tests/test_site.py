@@ -1,0 +1,81 @@
+"""The parts of the documentation that are made from the program, and the site as a whole."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import yaml
+
+import mpjax
+from docs import hooks
+from mpjax._jaxpr.primitives import TABLE
+
+ROOT = hooks.ROOT
+DOCS = ROOT / "docs"
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML with the tags of MkDocs left out."""
+
+
+def nav():
+    """The pages that the site's navigation has."""
+
+    def pages(node):
+        if isinstance(node, str):
+            return [node]
+        children = node.values() if isinstance(node, dict) else node
+        return [page for child in children for page in pages(child)]
+
+    return pages(yaml.load((ROOT / "mkdocs.yml").read_text(), _Loader)["nav"])
+
+
+def test_every_public_name_is_on_a_page_of_the_reference():
+    pages = [hooks.filled(path.read_text()) for path in (DOCS / "reference").glob("*.md")]
+    shown = re.findall(r"^::: mpjax\.(\w+)$", "\n".join(pages), re.MULTILINE)
+    assert sorted(shown) == hooks.public_names()
+    assert {*mpjax.__all__} <= {*shown}
+
+
+def test_rules_table_has_each_primitive_once_in_its_list():
+    table, _, _ = hooks.rules().partition("| risk")
+    rows = {op: re.findall(r"`([a-z][\w-]*)`", cells) for op, cells in re.findall(r"\*\*(\w+)\*\*(.*)", table)}
+    found = {name: op for op, names in rows.items() for name in names if name in TABLE}
+    assert found == {name: row.op.value for name, row in TABLE.items()}
+
+
+def test_command_line_page_has_every_command_and_option():
+    from mpjax.inspection.tools import TOOLS
+
+    text = hooks.commands()
+    for tool in TOOLS:
+        assert f"## `python -m mpjax {tool.command}`" in text
+        assert all(option.flag in text for option in (*tool.options, *tool.checks))
+    assert "--dry-run" in text
+
+
+def test_versions_page_has_every_dependency():
+    assert all(name in hooks.versions() for name in ("| jax | `>=0.10` | 0.10.0 |", "| flax |", "| optax |", "`plot`"))
+
+
+def test_every_page_is_in_the_navigation():
+    assert sorted(nav()) == sorted(str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md"))
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=lambda path: str(path.relative_to(DOCS)))
+def test_links_lead_somewhere(page):
+    text = re.sub(r"^```.*?^```$", "", hooks.filled(page.read_text()), flags=re.DOTALL | re.MULTILINE)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        path = target.partition("#")[0]
+        if not path or re.match(r"\w+:", path) or path.startswith("figures/results/"):
+            continue
+        assert (page.parent / path).exists(), target
+
+
+def test_every_page_starts_with_its_title_and_a_paragraph():
+    for page in DOCS.rglob("*.md"):
+        title, blank, first, *_ = page.read_text().splitlines()
+        assert re.match(r"# \S", title), page
+        assert not blank, page
+        assert first, page
