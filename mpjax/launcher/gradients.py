@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -11,12 +12,14 @@ import jax
 import jax.extend.core
 import jax.numpy as jnp
 
+from mpjax.launcher.reruns import finite_results
 from mpjax.launcher.retrying import MAX_SCALE, Attempt, Found, all_finite, until_finite
 from mpjax.launcher.session import (
     CALLS,
     GOOD,
     LOSS,
     NONFINITE,
+    RERUNS,
     RETRIES,
     ROWS,
     SCALE,
@@ -44,9 +47,10 @@ def value_and_grad(
     session: Session, originals: Originals, fun: Callable[..., Any], has_aux: bool, argnums: Any
 ) -> Callable[..., Any]:
     """`jax.value_and_grad(fun, argnums, has_aux)`, in the policy of the session."""
-    cast = session.autocast(fun)
 
     def both(*args: Any, **kwargs: Any) -> Any:
+        again = repeatable(fun)
+        cast = session.autocast(again)
         session.explain(cast, args, kwargs)
 
         def scaled(scale: Any) -> Callable[..., Any]:
@@ -68,7 +72,12 @@ def value_and_grad(
             grads = _divided(grads, scale)
             return Attempt((out, grads), all_finite(grads), out[0] if has_aux else out, entered.read)
 
-        return gradients_of(session, evaluate, (args, kwargs), lambda result: jax.tree.leaves(result[1]))
+        def finished(attempt: Attempt) -> tuple[Attempt, Any]:
+            out, ran_again = finite_results(session, again, args, kwargs, attempt.result[0])
+            result, loss = (out, attempt.result[1]), out[0] if has_aux else out
+            return dataclasses.replace(attempt, result=result, loss=loss), ran_again
+
+        return gradients_of(session, evaluate, (args, kwargs), lambda result: jax.tree.leaves(result[1]), finished)
 
     return both
 
@@ -77,10 +86,15 @@ def vjp(
     session: Session, original: Callable[..., Any], fun: Callable[..., Any], primals: Any, options: dict[str, Any]
 ) -> Any:
     """`jax.vjp` or `jax.linearize` of a function: its linear map runs on scaled vectors until the result is finite."""
+    fun = repeatable(fun)
     cast = session.autocast(fun)
     session.explain(cast, primals, {})
     with differentiating(_inner_scale()):
         out, linear, *aux = original(cast, *primals, **options)
+    if enclosing_scale() is None:
+        values = (out, *aux) if aux else out
+        values, _ = finite_results(session, fun, primals, {}, values)
+        out, *aux = values if aux else (values,)
 
     def evaluate(scale: Any, given: Any) -> Attempt:
         linear, vectors = given
@@ -93,13 +107,37 @@ def vjp(
     return (out, jax.tree_util.Partial(applied, linear), *aux)
 
 
+def repeatable(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that can be called several times: those that `nnx.grad` differentiates use up a queue at each call."""
+    queues = [(queue, tuple(queue)) for queue in getattr(fun, "__dict__", {}).values() if isinstance(queue, deque)]
+    if not queues:
+        return fun
+
+    @functools.wraps(fun, updated=())
+    def refilled(*args: Any, **kwargs: Any) -> Any:
+        for queue, items in queues:
+            queue.clear()
+            queue.extend(items)
+        return fun(*args, **kwargs)
+
+    return refilled
+
+
 def _inner_scale() -> Any:
     outer = enclosing_scale()
     return jnp.asarray(INNER_SCALE, jnp.float32) if outer is None else outer.value
 
 
+def _as_it_is(attempt: Attempt) -> tuple[Attempt, Any]:
+    return attempt, jnp.zeros((), jnp.bool_)
+
+
 def gradients_of(
-    session: Session, evaluate: Callable[..., Attempt], args: Any, leaves_of: Callable[[Any], list[Any]]
+    session: Session,
+    evaluate: Callable[..., Attempt],
+    args: Any,
+    leaves_of: Callable[[Any], list[Any]],
+    finished: Callable[[Attempt], tuple[Attempt, Any]] = _as_it_is,
 ) -> Any:
     """The result of an evaluation whose gradients are finite, if any scale makes them so.
 
@@ -108,6 +146,7 @@ def gradients_of(
         evaluate: `evaluate(scale, args)`; unscales its gradients.
         args: what it reads.
         leaves_of: the gradients in a result.
+        finished: replaces values of the last attempt that are not finite, and says whether it did: bool of shape ().
     """
     outer, present = enclosing_scale(), frame()
     if outer is not None:  # the outermost gradient is repeated with all inside
@@ -127,12 +166,14 @@ def gradients_of(
         found = until_finite(evaluate, args, start)
         if present is not None:
             present.finite.append((leaves_of(found.attempt.result), found.attempt.finite))
+    attempt, again = finished(found.attempt)
+    found = dataclasses.replace(found, attempt=attempt)
     if state is not None:
-        _write(states, row, _next_state(session, state, found))
+        _write(states, row, _next_state(session, state, found, again))
     return found.attempt.result
 
 
-def _next_state(session: Session, state: Any, found: Found) -> Any:
+def _next_state(session: Session, state: Any, found: Found, again: Any) -> Any:
     """The row after a gradient: the scale that was finite is kept, and grows after many without a retry."""
     finite = found.attempt.finite if session.scales else all_finite(found.attempt.result)
     retried = found.retries > 0
@@ -145,6 +186,7 @@ def _next_state(session: Session, state: Any, found: Found) -> Any:
         CALLS: state[CALLS] + 1,
         RETRIES: state[RETRIES] + found.retries.astype(jnp.float32),
         NONFINITE: state[NONFINITE] + jnp.where(finite, 0.0, 1.0),
+        RERUNS: state[RERUNS] + again.astype(jnp.float32),
         LOSS: _scalar(found.attempt.loss, state[LOSS]),
     }
     return jnp.stack([row[i] for i in range(len(row))])

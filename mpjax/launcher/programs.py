@@ -14,8 +14,8 @@ import jax.extend.core
 
 import mpjax
 from mpjax._jaxpr import compat
-from mpjax._jaxpr.walk import walk
 from mpjax.launcher.report import Clock
+from mpjax.launcher.reruns import finite_results, running_sites
 from mpjax.launcher.session import Frame, Session, enclosing_scale, frame, tracing
 
 _STATES = "_mpjax_loss_scales"
@@ -117,7 +117,7 @@ def trace(
         warnings.simplefilter("ignore", mpjax.AutocastWarning)
         jaxpr = compat.trace(flat, states, *arrays)
     trains = seen.differentiates or seen.optimizes or _is_differentiated(jaxpr)
-    seen.evaluates = session.half != "float32" and not trains and any(site.flops for site in walk(jaxpr))
+    seen.evaluates = session.half != "float32" and not trains and any(site.flops for site in running_sites(jaxpr))
     session.saw(seen, jaxpr)
     stateful = compiled is not None
     if compiled is not None:
@@ -131,13 +131,13 @@ def trace(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", mpjax.AutocastWarning)
         with tracing(seen):
-            out = session.autocast(fun)(*args, **kwargs)
+            out, _ = finite_results(session, fun, args, kwargs, session.autocast(fun)(*args, **kwargs))
     return (out, states) if stateful else out
 
 
 def _is_differentiated(jaxpr: Any) -> bool:
     """Whether a library, or `jax.jacrev` and its like, differentiated in a program: float16 would be unscaled there."""
-    return any("jvp(" in site.module for site in walk(jaxpr) if site.flops)
+    return any("jvp(" in site.module for site in running_sites(jaxpr) if site.flops)
 
 
 def _signature(fun: Callable[..., Any]) -> inspect.Signature | None:

@@ -16,8 +16,9 @@ import numpy as np
 
 import mpjax
 from mpjax._jaxpr import compat
-from mpjax._jaxpr.walk import Site, walk
-from mpjax.launcher.session import CALLS, HALF, LOSS, NONFINITE, RETRIES, SCALE, Frame, Session
+from mpjax._jaxpr.walk import Site
+from mpjax.launcher.reruns import running_sites
+from mpjax.launcher.session import CALLS, HALF, LOSS, NONFINITE, RERUNS, RETRIES, SCALE, Frame, Session
 
 # The first calls of a step trace, compile and warm up.
 _WARM_UP = 2
@@ -129,17 +130,19 @@ def _of_step(session: Session, step: Any) -> list[str]:
         lines.append(
             f"    {skipped} skipped, {int(rows[:, RETRIES].sum())} repeated at a lower loss scale; at the end {scales}"
         )
+        if reruns := int(rows[:, RERUNS].sum()):
+            lines.append(f"    {reruns} forward passes gave inf or NaN, and were run again in float32 for their values")
         if skipped:
             lines.append(
-                "    a step is skipped if the loss itself, or a gradient at any scale, is inf or NaN: the forward pass "
-                "overflows float16 (--policy mixed_bfloat16, --deny PATTERN), or the run diverges in float32 too"
+                "    a step is skipped if its gradients are inf or NaN at any loss scale: the forward pass overflows "
+                "float16 (--policy mixed_bfloat16, --deny PATTERN), or the run diverges in float32 too"
             )
     return lines
 
 
 def first_block(session: Session, program: Frame, jaxpr: Any) -> str:
     """The block at the first compiled training step."""
-    sites = [site for site in walk(jaxpr) if site.flops]
+    sites = [site for site in running_sites(jaxpr) if site.flops]
     total = sum(site.flops for site in sites)
     if not total:
         return f"mpjax run: {program.name} has no matmul or convolution: nothing to put in half"

@@ -108,7 +108,7 @@ def _loop(evaluate: Callable[..., Attempt], args: Any, start: Any) -> Found:
         scale, retries, *_ = carry
         scale = jnp.where(retries < 0, scale, lower(scale))
         # Else XLA would move the forward pass, which no scale enters, out of the loop, and keep its residuals.
-        read = _behind(scale, arrays)
+        read = behind(scale, arrays)
         finite, go_on, *outs = run(scale, *read)
         return scale, retries + 1, finite, go_on & (scale > MIN_SCALE), tuple(outs)
 
@@ -124,21 +124,21 @@ def _loop(evaluate: Callable[..., Attempt], args: Any, start: Any) -> Found:
     return Found(Attempt(result, finite, loss), scale, retries)
 
 
-def _behind(scale: Any, arrays: Sequence[Any]) -> list[Any]:
+def behind(scale: Any, arrays: Sequence[Any]) -> list[Any]:
     """The arrays, as values that can not be computed before the scale is known."""
     groups: dict[Any, list[int]] = {}
     for i, x in enumerate(arrays):
         if jnp.issubdtype(x.dtype, jnp.inexact):
             # One barrier for each set of mesh axes: a barrier may spread the axes of one operand over all.
-            groups.setdefault(tuple(sorted(map(str, _axes(x)))), []).append(i)
+            groups.setdefault(tuple(sorted(map(str, varying_axes(x)))), []).append(i)
     held = list(arrays)
     for places in groups.values():
-        like = compat.vary(scale, _axes(arrays[places[0]]))
+        like = compat.vary(scale, varying_axes(arrays[places[0]]))
         held = _filled(held, places, jax.lax.optimization_barrier((like, [arrays[i] for i in places]))[1])
     return held
 
 
-def _axes(x: Any) -> tuple[Any, ...]:
+def varying_axes(x: Any) -> tuple[Any, ...]:
     """The axes of a mesh along which an array differs, in a `shard_map` that keeps account of it."""
     return tuple(jax.typeof(x).manual_axis_type.varying)
 
@@ -150,17 +150,17 @@ def _filled(leaves: list[Any], places: Sequence[int], values: Sequence[Any]) -> 
     return filled
 
 
-def _is_key(x: Any) -> bool:
+def is_key(x: Any) -> bool:
     return bool(jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key))
 
 
 def _raw(x: Any) -> Any:
     """A random key as the integers that it is made of."""
-    return jax.random.key_data(x) if _is_key(x) else x
+    return jax.random.key_data(x) if is_key(x) else x
 
 
 def _cooked(x: Any, like: Any) -> Any:
-    return jax.random.wrap_key_data(x, impl=jax.random.key_impl(like)) if _is_key(like) else x
+    return jax.random.wrap_key_data(x, impl=jax.random.key_impl(like)) if is_key(like) else x
 
 
 def _zeros(aval: Any) -> Any:

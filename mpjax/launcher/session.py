@@ -19,7 +19,7 @@ from mpjax.launcher.options import LaunchError, Options
 # One row for each differentiated function of a compiled step; further ones share the last row.
 ROWS = 8
 # The columns of a row. Counters are exact up to 2**24.
-SCALE, GOOD, CALLS, RETRIES, NONFINITE, LOSS = range(6)
+SCALE, GOOD, CALLS, RETRIES, NONFINITE, RERUNS, LOSS = range(7)
 
 HALF = ("float16", "bfloat16")
 
@@ -131,6 +131,8 @@ class Session:
         dtypes = {self.policy.compute_dtype, *(other.compute_dtype for _, other in self.policy.overrides)}
         self.half = next((np.dtype(d).name for d in sorted(dtypes, key=str) if np.dtype(d).name in HALF), "float32")
         self.scales = "float16" in {np.dtype(d).name for d in dtypes}
+        # Whether forward passes that are not finite run again in float32. bfloat16 has the range of float32.
+        self.reruns = self.scales and not options.dry_run
         self.optimizers = 0
         self.sites: dict[str, str] = {}
         self._explained: set[str] = set()

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 from flax.training import train_state
 
-from mpjax.launcher.session import CALLS, NONFINITE
+from mpjax.launcher.session import CALLS, NONFINITE, RERUNS
 
 X = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
 
@@ -226,3 +226,119 @@ def test_two_optimizers_have_a_scale_each(launched):
     assert bitwise_equal([jnp.isfinite(p["w"]).all() for p in ps], [True, False])
     assert step._states[:3, CALLS].tolist() == [1, 1, 0]
     assert step._states[:3, NONFINITE].tolist() == [0, 1, 0]
+
+
+# ---- Forward passes that overflow float16 ----
+
+LARGE = jnp.asarray(X * 1e5)  # leaves float16 in the forward pass; float32 is far from its limits
+
+
+def with_batch_norm():
+    linear, norm = nnx.Linear(16, 16, rngs=nnx.Rngs(0)), nnx.BatchNorm(16, momentum=0.9, rngs=nnx.Rngs(0))
+    model = nnx.Dict(linear=linear, norm=norm)
+    return model, lambda model, x: jnp.mean(model["norm"](model["linear"](x)) ** 2)
+
+
+def statistics_after(loss, model, *batches):
+    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+
+    @nnx.jit
+    def train(model, optimizer, x):
+        value, grads = nnx.value_and_grad(loss)(model, x)
+        optimizer.update(model, grads)
+        return value
+
+    losses = [float(train(model, optimizer, x)) for x in batches]
+    return losses, [np.array(v) for v in (model["norm"].mean[...], model["norm"].var[...])]
+
+
+def test_batch_statistics_of_a_forward_pass_that_overflows_are_those_of_float32(launched):
+    model, loss = with_batch_norm()
+    _, want = statistics_after(loss, model, LARGE)
+    launched()
+    model, loss = with_batch_norm()
+    losses, got = statistics_after(loss, model, LARGE)
+    assert np.isfinite(losses).all()
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4)
+
+
+def overflowing(p, x):
+    hidden = x @ p["w"]
+    return jnp.mean(hidden @ p["w"]) / 1e9, {"hidden": hidden, "class": jnp.argmax(hidden, -1), "text": "as it is"}
+
+
+def in_jit(f):
+    return jax.jit(f)
+
+
+def in_eager(f):
+    return f
+
+
+def in_scan(f):
+    def steps(p, x):
+        return jax.tree.map(lambda y: y[0], jax.lax.scan(lambda _, x: (None, f(p, x)), None, x[None])[1])
+
+    return jax.jit(steps)
+
+
+def in_vmap(f):
+    return jax.jit(lambda p, x: jax.tree.map(lambda y: y[0], jax.vmap(f, (None, 0))(p, x[None])))
+
+
+def in_a_pmap_of_one(f):
+    devices = jax.pmap(f, axis_name="devices", in_axes=(None, 0))
+    return lambda p, x: jax.tree.map(lambda y: y[0], devices(p, x[None]))
+
+
+def in_shard_map(f):
+    mesh = jax.make_mesh((1,), ("devices",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec
+    replica = lambda p, x: jax.tree.map(lambda y: y[None], f(p, x))
+    mapped = jax.jit(jax.shard_map(replica, mesh=mesh, in_specs=(spec(), spec()), out_specs=spec("devices")))
+    return lambda p, x: jax.tree.map(lambda y: y[0], mapped(p, x))
+
+
+@pytest.mark.parametrize("context", [in_jit, in_eager, in_scan, in_vmap, in_a_pmap_of_one, in_shard_map])
+def test_a_forward_pass_that_overflows_gives_the_values_of_float32(launched, context):
+    def numbers(p, x):
+        (loss, aux), grads = jax.value_and_grad(overflowing, has_aux=True)(p, x)
+        assert aux.pop("text") == "as it is"
+        return loss, aux, grads
+
+    want = numbers(params(), LARGE)
+    launched()
+    optax.sgd(0.1)
+    step = context(numbers)
+    loss, aux, _ = step(params(), LARGE)
+    assert float(loss) == pytest.approx(float(want[0]), rel=1e-5)
+    np.testing.assert_allclose(aux["hidden"], want[1]["hidden"], rtol=1e-4, atol=1e-2)
+    assert np.array_equal(aux["class"], want[1]["class"])
+    _, aux, grads = step(params(), X)
+    assert np.isfinite(grads["w"]).all()
+    assert not np.array_equal(aux["hidden"], X @ params()["w"])  # a good step stays in half
+
+
+def test_an_evaluation_that_overflows_gives_the_values_of_float32(launched):
+    want = np.array(jax.jit(lambda p, x: x @ p["w"])(params(), LARGE))
+    launched()
+    evaluate = jax.jit(lambda p, x: x @ p["w"])
+    np.testing.assert_allclose(evaluate(params(), LARGE), want, rtol=1e-5)
+    assert half(evaluate, params(), X)
+
+
+def test_what_is_not_finite_in_float32_either_stays_so(launched):
+    launched()
+    optax.sgd(0.1)
+    loss, _ = jax.jit(lambda p, x: jax.value_and_grad(loss_fn)(p, x))(params(), BAD * np.nan)
+    assert np.isnan(loss)
+
+
+def test_reruns_are_counted(launched):
+    launched()
+    optax.sgd(0.1)
+    step = jax.jit(lambda p, x: jax.value_and_grad(overflowing, has_aux=True)(p, x)[0][0])
+    for x in (X, LARGE, LARGE):
+        step(params(), x)
+    assert step._states[0, [CALLS, RERUNS, NONFINITE]].tolist() == [3, 2, 2]

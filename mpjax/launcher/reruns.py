@@ -1,0 +1,99 @@
+"""Forward passes that overflow float16, run again in float32.
+
+A half forward pass may give inf or NaN where that of float32 is finite: the loss that a script prints, the batch
+statistics that it keeps. No loss scale helps there, so the function runs again as the script wrote it, and its values
+take the place of those in half.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.extend.core
+import jax.numpy as jnp
+
+import mpjax
+from mpjax._jaxpr import compat
+from mpjax._jaxpr.source import scopes
+from mpjax._jaxpr.walk import Site, inner_jaxprs, site_of
+from mpjax.launcher.retrying import all_finite, behind, is_key, varying_axes
+from mpjax.launcher.session import Session, differentiating, is_tracer
+
+# The named scope around a rerun: what stands in it runs only after an overflow.
+SCOPE = "mpjax_in_float32"
+
+
+def finite_results(session: Session, fun: Callable[..., Any], args: Any, kwargs: Any, out: Any) -> tuple[Any, Any]:
+    """What a function gave in half; where that is not all finite, what it gives in float32.
+
+    Args:
+        session: of this process.
+        fun, args, kwargs: the call, not under autocast.
+        out: what it gave in half: a tree.
+
+    Returns:
+        The tree, and whether the function ran again: bool of shape ().
+    """
+    leaves, tree = jax.tree.flatten(out)
+    places = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array) and not is_key(x)]
+    if not session.reruns or not any(jnp.issubdtype(leaves[i].dtype, jnp.inexact) for i in places):
+        return out, jnp.zeros((), jnp.bool_)
+    given, given_tree = jax.tree.flatten((args, kwargs))
+    halves = [leaves[i] for i in places]
+
+    def again(given: list[Any]) -> list[Any]:
+        # Rebuilt, so that a function that changes its arguments (NNX) changes copies.
+        args, kwargs = jax.tree.unflatten(given_tree, given)
+        with differentiating(jnp.ones((), jnp.float32)), mpjax.autocast_disabled():
+            outs = jax.tree.leaves(fun(*args, **kwargs))
+        return [_like(outs[i], half) for i, half in zip(places, halves, strict=True)]
+
+    finite = all_finite(halves)
+    if not is_tracer(finite):
+        values = halves if bool(finite) else again(given)
+    else:
+        axes = {axis for x in halves for axis in varying_axes(x)}
+        kept = [compat.vary(_strong(x), tuple(axes)) for x in halves]
+        run = _in_a_loop if jax.extend.core.unsafe_am_i_under_a_vmap_DO_NOT_USE() else _in_a_branch
+        with jax.named_scope(SCOPE):
+            values = run(finite, lambda given: [compat.vary(x, tuple(axes)) for x in again(given)], given, kept)
+    for i, value in zip(places, values, strict=True):
+        leaves[i] = compat.with_weak_type(value, jax.typeof(leaves[i]))
+    return jax.tree.unflatten(tree, leaves), ~finite
+
+
+def running_sites(jaxpr: Any, around: Site | None = None) -> Iterator[Site]:
+    """Every equation of a program and of its sub-jaxprs that runs while nothing overflows."""
+    for eqn in compat.open_jaxpr(jaxpr).jaxpr.eqns:
+        if SCOPE not in scopes(eqn):
+            site = site_of(eqn, around)
+            yield site
+            for inner in inner_jaxprs(eqn):
+                yield from running_sites(inner, site)
+
+
+def _in_a_branch(finite: Any, again: Callable[..., Any], given: list[Any], kept: list[Any]) -> list[Any]:
+    return jax.lax.cond(finite, lambda: kept, lambda: again(given))
+
+
+def _in_a_loop(finite: Any, again: Callable[..., Any], given: list[Any], kept: list[Any]) -> list[Any]:
+    """A loop of one turn at most. `vmap` makes a `select` of a branch, and would always take both."""
+    places = [i for i, x in enumerate(given) if isinstance(x, jax.Array)]
+
+    def body(carry: Any) -> Any:
+        held = list(given)
+        for i, x in zip(places, behind(carry[0].astype(jnp.float32), [given[i] for i in places]), strict=True):
+            held[i] = x
+        return jnp.ones((), jnp.bool_), again(held)
+
+    return jax.lax.while_loop(lambda carry: ~carry[0], body, (finite, kept))[1]
+
+
+def _like(value: Any, half: Any) -> Any:
+    return _strong(jnp.asarray(value).astype(half.dtype))
+
+
+def _strong(x: Any) -> Any:
+    return jax.lax.convert_element_type(x, x.dtype)
