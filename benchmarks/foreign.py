@@ -6,8 +6,9 @@ FOLDER holds test files of JAX and Flax (`custom_api_test.py`, `lax_control_flow
 `nn_test.py`, `linen_transforms_test.py`, `tests/nnx/nn`), of the versions that are installed; they are not part of this
 repository. Every file runs in a process of its own with the functions given to `jax.jit`, `jax.grad`,
 `jax.value_and_grad` and `jax.vmap`, `nn.Module.apply` and calls of NNX layers in `mpjax.autocast`, and with comparisons
-as loose as half precision needs. What fails there runs again plainly; what passes then is listed. Tests that look at
-values with Python's control flow are listed apart: a traced function can't run them.
+as loose as half precision needs. What fails there runs again plainly, and what passes then runs a third time with the
+same functions in `jax.jit` instead. Tests that fail there too are listed apart: they look at values with Python's
+control flow, or JAX can't trace them for another reason.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 MODE, REPORT, DTYPE = "MPJAX_FOREIGN_MODE", "MPJAX_FOREIGN_REPORT", "MPJAX_FOREIGN_DTYPE"
 TOLERANCE = 0.05
+CONTROL_FLOW = "control flow on values"
 # What a traced function can't do: `if x > 0`, `float(x)`, `np.asarray(x)`.
 _CONCRETE = (
     "TracerBoolConversionError",
@@ -42,7 +44,7 @@ _CONCRETE = (
 
 def pytest_configure(config: Any) -> None:
     """Wraps JAX before a test module is imported."""
-    if os.environ.get(MODE) == "wrapped":
+    if os.environ.get(MODE) in CASTERS:
         _wrap_jax()
         _wrap_flax()
         _loosen()
@@ -64,13 +66,46 @@ def _cause(report: Any) -> str:
     message = crash.message if crash is not None else str(report.longrepr)[-300:]
     ours = re.findall(r"mpjax/((?:casting|_jaxpr)[\w/]*\.py):(\d+)", str(report.longrepr))
     where = f" at {ours[-1][0]}:{ours[-1][1]}" if ours else ""
-    return re.sub(r"\s+", " ", message)[:200] + where
+    return re.sub(r"\s+", " ", message.partition("\n-----")[0])[:200] + where
 
 
 def _caster(fun: Any) -> Any:
+    return CASTERS[os.environ[MODE]](fun)
+
+
+def _autocast(fun: Any) -> Any:
     import mpjax
 
     return mpjax.autocast(fun, f"mixed_{os.environ.get(DTYPE, 'float16')}")
+
+
+def _jitted(fun: Any) -> Any:
+    """The function in `jax.jit`, called as autocast is: what is no array stays what it is."""
+    import jax
+
+    from mpjax.casting.autocast import functional, is_array
+
+    @functools.wraps(fun)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        call, args, kwargs, finish = functional(fun, args, kwargs)
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        made: dict[str, Any] = {}
+
+        def flat(*arrays: Any) -> list[Any]:
+            given = iter(arrays)
+            args, kwargs = jax.tree.unflatten(tree, [next(given) if is_array(x) else x for x in leaves])
+            results, made["tree"] = jax.tree.flatten(call(*args, **kwargs))
+            made["rest"] = [None if isinstance(x, jax.Array) else x for x in results]
+            return [x for x in results if isinstance(x, jax.Array)]
+
+        outs = iter(_ORIGINAL["jit"](flat)(*filter(is_array, leaves)))
+        return finish(jax.tree.unflatten(made["tree"], [next(outs) if x is None else x for x in made["rest"]]))
+
+    return wrapped
+
+
+_ORIGINAL: dict[str, Any] = {}
+CASTERS = {"wrapped": _autocast, "jitted": _jitted}
 
 
 def _wrap_jax() -> None:
@@ -88,12 +123,15 @@ def _wrap_jax() -> None:
         def call(fun: Any = None, *args: Any, **kwargs: Any) -> Any:
             if fun is None:
                 return lambda fun: call(fun, *args, **kwargs)
+            if sys._getframe(1).f_globals["__name__"].startswith(("mpjax.", "benchmarks.")):
+                return transform(fun, *args, **kwargs)  # autocast's own
             return transform(_caster(fun) if callable(fun) else fun, *args, **kwargs)
 
         return call
 
     for name in ("jit", "grad", "value_and_grad", "vmap"):
-        setattr(jax, name, wrapped(getattr(jax, name)))
+        _ORIGINAL[name] = getattr(jax, name)
+        setattr(jax, name, wrapped(_ORIGINAL[name]))
 
 
 def _wrap_flax() -> None:
@@ -125,6 +163,7 @@ def _half_call(call: Any) -> Any:
 
 def _loosen() -> None:
     """Comparisons to half's precision, numbers that are equal among them; finite differences are not compared."""
+    import jax
     import jax.numpy as jnp
     import numpy as np
     from jax._src import public_test_util, test_util
@@ -138,6 +177,9 @@ def _loosen() -> None:
             return False
 
     def loose(actual: Any, desired: Any, *args: Any, **kwargs: Any) -> None:
+        if jax.dtypes.float0 in (getattr(actual, "dtype", None), getattr(desired, "dtype", None)):
+            assert np.shape(actual) == np.shape(desired)
+            return None
         if not inexact(actual, desired):
             return close(actual, desired, **{k: v for k, v in kwargs.items() if k in ("err_msg", "verbose")})
         held = complex if np.iscomplexobj(actual) or np.iscomplexobj(desired) else float
@@ -151,6 +193,7 @@ def _loosen() -> None:
     equal = np.testing.assert_array_equal
     np.testing.assert_allclose = np.testing.assert_array_almost_equal = np.testing.assert_almost_equal = loose
     np.testing.assert_array_equal = loose_equal
+    jnp.allclose = lambda a, b, **kwargs: jax.numpy.all(jnp.isclose(a, b, rtol=TOLERANCE, atol=TOLERANCE))
     public_test_util._assert_numpy_allclose = lambda a, b, atol=None, rtol=None, err_msg="": loose(a, b)
     public_test_util._check_dtypes_match = lambda a, b: None
     test_util.check_grads = public_test_util.check_grads = lambda *args, **kwargs: None
@@ -175,32 +218,38 @@ def _loose_trees(loose: Any) -> Any:
 # The part that runs the files and compares.
 
 
-def run_tests(path: pathlib.Path, tests: list[str], mode: str, dtype: str, seconds: float) -> dict[str, Any]:
+def run_tests(path: pathlib.Path, tests: list[str], mode: str, options: argparse.Namespace) -> dict[str, Any]:
     """The outcome and the cause of each of these tests of a file; of all, if none is named."""
     root = pathlib.Path(__file__).parents[1]
     with tempfile.TemporaryDirectory() as folder:
         report = pathlib.Path(folder) / "report"
-        environment = os.environ | {MODE: mode, REPORT: str(report), DTYPE: dtype, "PYTHONPATH": str(root)}
+        environment = os.environ | {MODE: mode, REPORT: str(report), DTYPE: options.dtype, "PYTHONPATH": str(root)}
         environment["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
         environment["JAX_PLATFORMS"] = "cpu"
         command = [sys.executable, "-m", "pytest", "-q", "-p", "benchmarks.foreign", "-p", "no:cacheprovider"]
         command += ["-p", "no:xdist", "-o", "addopts=", "-W", "ignore", "--rootdir", str(path.parent)]
+        command += ["-k", options.k] if options.k and not tests else []
         command += [f"{path}::{test.partition('::')[2]}" for test in tests] or [str(path)]
         try:
-            done = subprocess.run(command, env=environment, cwd=folder, timeout=seconds, capture_output=True, text=True)
+            done = subprocess.run(
+                command, env=environment, cwd=folder, timeout=options.seconds, capture_output=True, text=True
+            )
             if not report.exists():
                 raise SystemExit(f"{path}: pytest ran no test:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
         except subprocess.TimeoutExpired:
-            print(f"{path.name}, {mode}: stopped after {seconds:.0f} s", flush=True)
+            print(f"{path.name}, {mode}: stopped after {options.seconds:.0f} s", flush=True)
         lines = report.read_text().splitlines() if report.exists() else []
     found = map(json.loads, lines)
     return {entry["test"]: (entry["outcome"], entry["cause"]) for entry in found}
 
 
+def limit_of(cause: str) -> str:
+    """Why a test that fails when its functions are put in `jax.jit` can't pass under autocast."""
+    return CONTROL_FLOW if any(name in cause for name in _CONCRETE) else "JAX's own limit"
+
+
 def kind_of(cause: str) -> str:
     """The causes that are one fault, by the exception and the line of mpjax."""
-    if any(name in cause for name in _CONCRETE):
-        return "control flow on values"
     where = cause.rpartition(" at ")[2] if " at casting" in cause or " at _jaxpr" in cause else ""
     return f"{re.sub(r'[0-9]+|0x[0-9a-f]+', '_', cause)[:80]} {where}".strip()
 
@@ -210,31 +259,49 @@ def files_in(folder: pathlib.Path) -> list[pathlib.Path]:
     return sorted([*folder.rglob("*_test.py"), *folder.rglob("test_*.py")])
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Runs from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tests", type=pathlib.Path, required=True, help="the folder of other people's tests")
     parser.add_argument("--only", default="", help="files whose path contains this")
+    parser.add_argument("-k", default="", help="tests that match this, as pytest reads it")
     parser.add_argument("--dtype", choices=("float16", "bfloat16"), default="float16")
     parser.add_argument("--seconds", type=float, default=3600, help="the most that a file may take")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     kinds: dict[str, list[str]] = collections.defaultdict(list)
+    limits: dict[str, list[str]] = collections.defaultdict(list)
     passed = 0
     for path in files_in(options.tests):
         if options.only not in str(path):
             continue
-        wrapped = run_tests(path, [], "wrapped", options.dtype, options.seconds)
+        wrapped = run_tests(path, [], "wrapped", options)
         failed = {test: cause for test, (outcome, cause) in wrapped.items() if outcome == "failed"}
-        plain = run_tests(path, list(failed), "plain", options.dtype, options.seconds) if failed else {}
-        only_wrapped = [test for test in failed if plain.get(test, ("",))[0] == "passed"]
+        only_wrapped = _outcome_in("plain", path, list(failed), options, "passed")
+        limited = _outcome_in("jitted", path, list(only_wrapped), options, "failed")
+        ours = [test for test in only_wrapped if test not in limited]
         passed += sum(outcome == "passed" for outcome, _ in wrapped.values())
         print(
-            f"{path.name}: {len(wrapped)} ran wrapped, {len(failed)} failed, {len(only_wrapped)} not plainly",
+            f"{path.name}: {len(wrapped)} ran wrapped, {len(failed)} failed, {len(only_wrapped)} not plainly, "
+            f"{len(limited)} of them in jax.jit too",
             flush=True,
         )
-        for test in only_wrapped:
+        for test in ours:
             kinds[kind_of(failed[test])].append(f"{test}: {failed[test]}")
-    print(f"\n{passed} tests pass wrapped; {sum(map(len, kinds.values()))} pass only plainly")
+        for test, cause in limited.items():
+            limits[limit_of(cause)].append(f"{test}: {cause}")
+    print(f"\n{passed} tests pass wrapped; {sum(map(len, kinds.values()))} fail only under autocast")
+    _list(kinds)
+    print("\nFail in jax.jit too:")
+    _list(limits)
+
+
+def _outcome_in(mode: str, path: pathlib.Path, tests: list[str], options: argparse.Namespace, wanted: str) -> Any:
+    """Those of the tests that have this outcome in another mode, with the cause."""
+    found = run_tests(path, tests, mode, options) if tests else {}
+    return {test: found[test][1] for test in tests if found.get(test, ("",))[0] == wanted}
+
+
+def _list(kinds: dict[str, list[str]]) -> None:
     for kind, tests in sorted(kinds.items(), key=lambda item: -len(item[1])):
         print(f"\n## {len(tests)} × {kind}")
         print("\n".join(f"  {test}" for test in tests))

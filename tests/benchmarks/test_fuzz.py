@@ -80,13 +80,19 @@ def test_the_evaluator_agrees_with_jax():
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_foreign_tests_that_fail_only_wrapped_are_listed(tmp_path):
-    tests = tmp_path / "some_test.py"
-    tests.write_text(
-        "import jax\ndef test_half(): assert 'f16' in str(jax.make_jaxpr(jax.jit(lambda x: x @ x))(jax.numpy.eye(2)))\n"
-    )
-    outcomes = {mode: foreign.run_tests(tests, [], mode, "float16", 60) for mode in ("wrapped", "plain")}
-    assert {mode: found["some_test.py::test_half"][0] for mode, found in outcomes.items()} == {
-        "wrapped": "passed",
-        "plain": "failed",
-    }
+def test_foreign_tests_that_fail_only_wrapped_are_listed(tmp_path, capsys):
+    (tmp_path / "some_test.py").write_text("""
+import jax, jax.numpy as jnp
+def dtype_inside(x): return str(jax.make_jaxpr(jax.jit(lambda x: x @ x))(x))
+def test_only_wrapped(): assert "f16" in dtype_inside(jnp.eye(2))
+def test_only_plainly(): assert "f16" not in dtype_inside(jnp.eye(2))
+def test_looks_at_values(): jax.grad(lambda x: x if x > 0 else -x)(jnp.float32(1))
+def test_fails(): assert False
+""")
+    foreign.main(["--tests", str(tmp_path)])
+    found, limits = capsys.readouterr().out.split("Fail in jax.jit too:")
+    assert "4 ran wrapped, 3 failed, 2 not plainly, 1 of them in jax.jit too" in found
+    assert "1 tests pass wrapped; 1 fail only under autocast" in found
+    assert "test_only_plainly" in found
+    assert foreign.CONTROL_FLOW in limits
+    assert "test_looks_at_values" in limits
