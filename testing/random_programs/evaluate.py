@@ -303,8 +303,11 @@ def _apply(eqn: Any, args: list[Array]) -> list[Any]:
 
 
 def _by_jax(eqn: Any, args: list[Array]) -> list[Any]:
-    """Carries out an operation through JAX, in float64; a scatter, whose sum has a dtype in it, in the program's."""
-    if eqn.primitive.name.startswith("scatter"):
+    """Carries out an operation through JAX, in float64; those that have a dtype in them, in the program's.
+
+    These are scatters, whose sum has one, and casts of bits.
+    """
+    if eqn.primitive.name.startswith("scatter") or eqn.primitive.name == "bitcast_convert_type":
         typed = [jnp.asarray(x, v.aval.dtype) for v, x in zip(eqn.invars, args, strict=True)]
         return [np.asarray(eqn.primitive.bind(*typed, **eqn.params))]
     operands: list[Any] = []
