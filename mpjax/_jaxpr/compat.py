@@ -5,6 +5,7 @@ No other file of mpjax imports `jax._src` or asks for a version.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.extend.core as jex
-from jax._src import source_info_util
+from jax._src import config, source_info_util
 from jax._src.core import trace_ctx
 from jax._src.interpreters import ad, mlir
 from jax._src.lax.lax import _convert_element_type, canonicalize_precision
@@ -102,18 +103,29 @@ def fwd_trees(params: dict[str, Any]) -> tuple[int, Sequence[int | None]]:
     return residual_tree.num_leaves, forwards
 
 
-def call_bwd(params: dict[str, Any], residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
-    """The user's custom_vjp backward rule; None where it says that a cotangent is zero."""
-    out = params["bwd"].call_wrapped(*residuals, *cotangents)
+def call_bwd(
+    params: dict[str, Any], residuals: Sequence[Any], cotangents: Sequence[Any]
+) -> tuple[list[Any], dict[str, Any] | None]:
+    """The user's custom_vjp backward rule: cotangents, None where it says that one is zero, and what it logs."""
+    out, logs = params["bwd"].call_wrapped(*residuals, *cotangents), None
     if isinstance(out, tuple) and len(out) == 2 and isinstance(out[0], (list, tuple)):
-        out = out[0]  # JAX 0.12 returns logs beside the cotangents.
-    return [None if type(ct).__name__ == "Zero" else ct for ct in out]
+        out, logs = out  # since JAX 0.12
+    return [None if type(ct).__name__ == "Zero" else ct for ct in out], logs
 
 
-def open_constvars(jaxpr: Any, consts: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
-    """The constvars and the invars of a rule's jaxpr, whose constants came apart from it."""
-    variables = [*jaxpr.constvars, *jaxpr.invars]
-    return variables[: len(consts)], variables[len(consts) :]
+def custom_vjp(
+    fun: Callable[..., Any],
+    fwd: Callable[..., Any],
+    bwd: Callable[..., tuple[tuple[Any, ...], dict[str, Any] | None]],
+    symbolic_zeros: bool,
+) -> Callable[..., Any]:
+    """`fun` with a derivative rule whose backward rule returns cotangents and logs, which JAX takes since 0.12."""
+    rewritten = jax.custom_vjp(fun)
+    if hasattr(rewritten, "defvjp_with_logs"):
+        rewritten.defvjp_with_logs(fwd, bwd, symbolic_zeros=symbolic_zeros)
+    else:
+        rewritten.defvjp(fwd, lambda *args: bwd(*args)[0], symbolic_zeros=symbolic_zeros)
+    return rewritten
 
 
 class EquationContext:
@@ -157,6 +169,11 @@ def vary(x: Any, axes: tuple[Any, ...]) -> Any:
 def is_shaped(aval: Any) -> bool:
     """Whether an abstract value is an array: not a reference, a token or a key."""
     return type(aval) is jax.core.ShapedArray
+
+
+def is_inexact(aval: Any) -> bool:
+    """Whether an abstract value is an array of floats or complex numbers."""
+    return is_shaped(aval) and jax.numpy.issubdtype(aval.dtype, jax.numpy.inexact)
 
 
 @functools.cache
@@ -216,7 +233,12 @@ def checkpoint(fun: Callable[..., Any], args: Sequence[Any], prevent_cse: Any, p
     """Calls `jax.checkpoint(fun)`; plainly under jet, which has no rule for it."""
     if under_jet():
         return fun(*args)
-    return jax.checkpoint(fun, prevent_cse=prevent_cse, policy=policy)(*args)
+    with _REMAT3(False) if _REMAT3 is not None else contextlib.nullcontext():
+        return jax.checkpoint(fun, prevent_cse=prevent_cse, policy=policy)(*args)
+
+
+# Under `jax_remat3`, JAX's coming implementation, what a JVP rule recomputes can't be transposed.
+_REMAT3 = getattr(config, "remat3", None)
 
 
 def bilinear_transpose(primitive: Any, ct: Any, operands: Sequence[Any], which: int, params: dict[str, Any]) -> Any:

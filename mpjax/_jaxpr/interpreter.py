@@ -404,7 +404,7 @@ def _strong(arrays: Sequence[Any]) -> list[Any]:
 def is_inexact(x: Any) -> bool:
     """Whether a value or a variable is an array of floats, real or complex."""
     aval = getattr(x, "aval", None) or jax.typeof(x)
-    return compat.is_shaped(aval) and jnp.issubdtype(aval.dtype, jnp.inexact)
+    return compat.is_inexact(aval)
 
 
 def is_half(x: Any) -> bool:

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
@@ -80,12 +79,15 @@ class BackwardRule:
     """A custom_vjp's backward rule for cotangents of which some are zero.
 
     Args:
-        jaxpr: closed; takes the residuals that are arrays, then the cotangents that are not zero.
-        zeros: which of its results are zero.
+        jaxpr: closed; takes the residuals that are arrays, then the cotangents that are not zero; returns cotangents
+            that are not zero, then what the rule logs.
+        zeros: which of its cotangents are zero.
+        logs: the tree of what it logs.
     """
 
     jaxpr: Any
     zeros: Sequence[bool]
+    logs: Any
 
 
 @dataclasses.dataclass
@@ -216,17 +218,20 @@ def backward_rule(params: dict[str, Any], rule: VjpRule, cotangents: Sequence[An
     """
     given = [r.aval if r.scalar is None else r.scalar for r in rule.residuals] + list(cotangents)
     zeros: list[bool] = []
+    logs: list[Any] = []
 
     def fun(*arrays: Any) -> list[Any]:
         rest = iter(arrays)
         args = [next(rest) if _is_abstract(x) else x for x in given]
         count = len(rule.residuals)
-        cts = compat.call_bwd(params, args[:count], args[count:])
+        cts, logged = compat.call_bwd(params, args[:count], args[count:])
+        leaves, tree = jax.tree.flatten(logged)
+        logs.append(tree)
         zeros.extend(ct is None or type(ct) is SymbolicZero for ct in cts)
-        return [ct for ct in cts if not (ct is None or type(ct) is SymbolicZero)]
+        return [*(ct for ct in cts if not (ct is None or type(ct) is SymbolicZero)), *leaves]
 
     jaxpr = compat.trace(fun, *(compat.example(x) for x in given if _is_abstract(x)))
-    return BackwardRule(jaxpr, tuple(zeros))
+    return BackwardRule(jaxpr, tuple(zeros), logs[0])
 
 
 def _is_abstract(x: Any) -> bool:
@@ -235,6 +240,6 @@ def _is_abstract(x: Any) -> bool:
 
 def _cotangent(aval: Any) -> Any:
     """The cotangent of an output, as a backward rule is traced with it."""
-    if compat.is_shaped(aval) and not jnp.issubdtype(aval.dtype, jnp.inexact):
+    if compat.is_shaped(aval) and not compat.is_inexact(aval):
         return np.zeros(aval.shape, jax.dtypes.float0)
     return aval

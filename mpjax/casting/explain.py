@@ -230,7 +230,7 @@ def _silent(step: Step) -> bool:
 
 
 def _float(v: Any) -> bool:
-    return compat.is_shaped(v.aval) and v.aval.dtype.kind in "fcV"
+    return compat.is_inexact(v.aval)
 
 
 def _dtype(v: Any, storage: Storage, half: str) -> str:

@@ -270,9 +270,7 @@ def _activation(level: Level) -> Level:
 
 def _allow(inference: Inference, eqn: Any, listing: Listing) -> Step:
     mixed = any(
-        compat.is_shaped(v.aval) and v.aval.dtype.kind in "fcV" and v.aval.dtype != inference.setting.half
-        for v in eqn.invars
-        if not tracked(v)
+        not tracked(v) and compat.is_inexact(v.aval) and v.aval.dtype != inference.setting.half for v in eqn.invars
     )
     if mixed or not any(map(tracked, eqn.invars)):
         return inference.in_float32(eqn, listing, Level.FLOAT, "its operands are of other dtypes")
@@ -347,8 +345,7 @@ def _convert(inference: Inference, eqn: Any, listing: Listing) -> Step:
     (v,), (out,) = eqn.invars, eqn.outvars
     value, why = inference.value(v), "the user's cast"
     if value is None:  # into float32
-        dtype = v.aval.dtype
-        pinned = dtype.kind in "fcV" and dtype.itemsize < 4 and listing.region != Region.OFF
+        pinned = compat.is_inexact(v.aval) and v.aval.dtype.itemsize < 4 and listing.region != Region.OFF
         level = Level.PINNED if pinned else made_from(eqn)
         return Step(eqn, Action.BIND, (inference.read(v, TRACED),), (Inferred(level, FULL),), why, listing)
     if tracked(out):  # only the weak type changes

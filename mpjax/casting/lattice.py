@@ -86,8 +86,7 @@ def carried(level: Level, use: Use) -> Inferred:
 
 def made_from(eqn: Any) -> Level:
     """The level of a float32 value that is made from no float32: from integers castable, from other floats not."""
-    floats = (v.aval.dtype for v in eqn.invars if compat.is_shaped(v.aval))
-    return Level.FLOAT if any(dtype.kind in "fcV" for dtype in floats) else Level.COMPUTED
+    return Level.FLOAT if any(compat.is_inexact(v.aval) for v in eqn.invars) else Level.COMPUTED
 
 
 def literal_level(literal: Any, half: np.dtype) -> Level:

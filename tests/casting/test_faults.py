@@ -100,6 +100,20 @@ def test_backward_rule_gets_python_scalars_that_it_may_branch_on():
     agrees(lambda w, x: jnp.sum(layer(x @ w)), W, X)
 
 
+@pytest.mark.skipif(not hasattr(jax.custom_vjp, "defvjp_with_logs"), reason="rules log since JAX 0.12")
+def test_backward_rule_may_log():
+    f = jax.custom_vjp(lambda x: jnp.tanh(x @ W))
+    f.defvjp_with_logs(lambda x: (f(x), x), lambda x, ct: ((ct @ W.T,), {"f": {"x": x, "square": jnp.sum(ct * ct)}}))
+
+    def logs(cast):
+        cts, logs = jax.vjp(cast(f), X)[1].with_logs(jnp.ones((4, 8)))
+        return cts, logs["f"]["x"], logs["f"]["square"]
+
+    for found, expected in zip(jax.tree.leaves(logs(mpjax.autocast)), jax.tree.leaves(logs(lambda f: f)), strict=True):
+        assert found.dtype == jnp.float32
+        np.testing.assert_allclose(found, expected, rtol=1e-2, atol=1e-2)
+
+
 def test_matmuls_of_a_backward_rule_are_planned_and_shown():
     @jax.custom_vjp
     def quantized(x, w):
@@ -168,6 +182,33 @@ def test_matmuls_of_an_implicit_solve_run_in_half():
 
     agrees(fun, W, X)
     assert measures.half_share(mpjax.autocast(fun), W, X) > 0.5
+
+
+@pytest.mark.skipif(not hasattr(jax.config, "jax_remat3"), reason="a setting of JAX 0.12")
+def test_regions_in_a_derivative_rule_are_transposed_under_remat3():
+    f = jax.custom_jvp(jnp.sin)
+    tangent = mpjax.autocast(lambda x, t: jax.nn.softmax(jnp.cos(x) @ W) @ W * t)
+    f.defjvp(lambda primals, tangents: (f(*primals), tangent(*primals, *tangents)))
+    expected = jax.grad(lambda x: f(x).sum())(X)
+    jax.config.update("jax_remat3", True)
+    try:
+        found = jax.grad(lambda x: f(x).sum())(X)
+    finally:
+        jax.config.update("jax_remat3", False)
+    np.testing.assert_allclose(found, expected, rtol=2e-2, atol=1e-2)
+
+
+def test_typed_keys_may_go_into_what_is_not_entered():
+    @mpjax.autocast
+    def noisy(w, key):
+        with mpjax.autocast_disabled():
+            noise = jax.random.normal(key, (4, 8))
+        return noise @ w
+
+    np.testing.assert_allclose(
+        noisy(W, jax.random.key(0)), jax.random.normal(jax.random.key(0), (4, 8)) @ W, rtol=2e-2, atol=2e-2
+    )
+    assert any("random" in row.op or row.op == "jit" for row in mpjax.explain(noisy, W, jax.random.key(0)).rows)
 
 
 def test_sequential_vmap_is_entered():

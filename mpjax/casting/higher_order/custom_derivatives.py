@@ -116,7 +116,7 @@ def _infer(inference: Inference, eqn: Any, listing: Listing) -> Step:
         entered.jvp = rules.jvp, _plan_jvp(rules.jvp, entered, eqn.params)
     if rules.vjp is not None and rules.backward is not None:
         forward = _plan_forward(rules.vjp, entered, eqn.params)
-        given = [_is_inexact(v.aval) for v in inner.outvars]
+        given = [compat.is_inexact(v.aval) for v in inner.outvars]
         residuals = _residuals(rules.vjp, entered, forward)
         planned = _plan_backward(rules.backward, residuals, entered, given, eqn.params["num_consts"])
         entered.forward, entered.backward = (rules.vjp, forward), (rules.backward, planned)
@@ -170,16 +170,12 @@ def _plan_jvp(rule: JvpRule, entered: WithRules, params: dict[str, Any]) -> Plan
     first = params["num_consts"]
     ins, invars = entered.ins[first:], entered.plan.invars[first:]
     # The tangent of an integer is float0, which is no array to cast.
-    tangents = [x if _is_inexact(v.aval) else None for x, v in zip(ins, invars, strict=True)]
+    tangents = [x if compat.is_inexact(v.aval) else None for x, v in zip(ins, invars, strict=True)]
     outs = [storage_of(x) for x in entered.plan.outs]
     taken = [x for x, given in zip(tangents, rule.given, strict=True) if given]
     moved = [storage for storage, zero in zip(outs, rule.zeros, strict=True) if not zero]
     wanted = [_WANTED[storage] for storage in (*outs, *moved)]
     return _plan_rule(rule.jaxpr, rule.consts, [*ins, *taken], wanted, entered.plan.setting)
-
-
-def _is_inexact(aval: Any) -> bool:
-    return compat.is_shaped(aval) and jnp.issubdtype(aval.dtype, jnp.inexact)
 
 
 def _issue_jvp(step: Step, operands: Sequence[Any], outer: Plan, env: Environment) -> Sequence[Any]:
@@ -251,6 +247,7 @@ def _plan_backward(
     ]
     ins = [storage_of(x) for x in entered.ins[first:]]
     wanted = [_WANTED[storage] for storage, zero in zip(ins, backward.zeros, strict=True) if not zero]
+    wanted += [_WANTED[FULL]] * backward.logs.num_leaves
     setting = dataclasses.replace(entered.plan.setting, in_rule=True)
     return plan(backward.jaxpr, (*residuals, *cotangents), tuple(wanted), setting)
 
@@ -288,10 +285,10 @@ def _issue_vjp(step: Step, operands: Sequence[Any], outer: Plan, env: Environmen
         given = [_array(r, storage_of(x)) for r, x in zip(results[rule.made :], outs, strict=True)]
         return tuple(given), (stored, extra)
 
-    def bwd(residuals: tuple[list[Any], Sequence[Any]], cotangents: Sequence[Any]) -> tuple[Any, ...]:
+    def bwd(residuals: tuple[list[Any], Sequence[Any]], cotangents: Sequence[Any]) -> tuple[Any, Any]:
         stored, extra = residuals
         rule: VjpRule = latest["rule"]
-        inexact = [_is_inexact(v.aval) for v in entered.plan.outvars]
+        inexact = [compat.is_inexact(v.aval) for v in entered.plan.outvars]
         given = [type(ct) is not SymbolicZero and is_float for ct, is_float in zip(cotangents, inexact, strict=True)]
         planned_rule = entered.forward is not None and rule is entered.forward[0]
         if entered.backward is not None and planned_rule and given == inexact:
@@ -307,18 +304,18 @@ def _issue_vjp(step: Step, operands: Sequence[Any], outer: Plan, env: Environmen
         found = [
             None if zero else _array(next(results), storage) for storage, zero in zip(ins, backward.zeros, strict=True)
         ]
-        return (*found, *(None for _ in extra))
+        logs = jax.tree.unflatten(backward.logs, [_array(x, FULL) for x in results])
+        return (*found, *(None for _ in extra)), logs
 
-    rewritten = jax.custom_vjp(fun)
-    rewritten.defvjp(fwd, bwd, symbolic_zeros=symbolic)
+    rewritten = compat.custom_vjp(fun, fwd, bwd, symbolic)
     return values_of(rewritten(*arguments, *_closed_over(entered, env)), outs, half)
 
 
 def _traced_as(ct: Any, aval: Any) -> Any:
     """A cotangent as its rule is traced with it: in the dtype of the traced output."""
     if type(ct) is SymbolicZero:
-        return SymbolicZero(compat.example(ct.aval, aval.dtype)) if _is_inexact(aval) else ct
-    return compat.example(jax.typeof(ct), aval.dtype) if _is_inexact(aval) else ct
+        return SymbolicZero(compat.example(ct.aval, aval.dtype)) if compat.is_inexact(aval) else ct
+    return compat.example(jax.typeof(ct), aval.dtype) if compat.is_inexact(aval) else ct
 
 
 CUSTOM_JVP = HigherOrder(_uses, _infer, _issue_jvp, regions_inside=False)
