@@ -19,7 +19,7 @@ CAST, COPY, REDUCTION, ELEMENTWISE, COLLECTIVE, OTHER = (
     "collective",
     "other",
 )
-CONTROL = "loop or branch"
+CONTROL, CALLBACK = "loop or branch", "host callback"
 
 # Work that Tensor Cores are made for, and work that waits for memory whatever the dtype of its arithmetic.
 ON_TENSOR_CORES = frozenset({MATMUL, CONVOLUTION, ATTENTION})
@@ -56,6 +56,7 @@ class Instruction:
         shapes: operands of the matmul or convolution, as `f32[8,16]`; empty for other kinds.
         exact: whether full float32 precision was asked for (`precision="highest"`), which rules out TF32.
         triton: whether XLA's Triton backend makes it.
+        differentiated: whether it belongs to what a gradient is taken of, or to the gradient.
     """
 
     name: str
@@ -68,6 +69,7 @@ class Instruction:
     shapes: tuple[str, ...] = ()
     exact: bool = False
     triton: bool = False
+    differentiated: bool = False
 
 
 def instructions(program: HloModule) -> dict[str, Instruction]:
@@ -145,6 +147,7 @@ def _instruction(program: HloModule, computation: str, line: Line) -> Instructio
         shapes,
         bool(heavy and re.search(r"highest|dot_f32_f32_f32\b", heavy[0].attributes.lower())),
         "__triton" in line.attributes,
+        "jvp(" in named.op_name,
     )
 
 
@@ -168,6 +171,8 @@ def _own_kind(line: Line) -> str:
         return CONVOLUTION
     if line.opcode == "custom-call":
         target = line.attribute(r'custom_call_target="([^"]*)"').lower()
+        if "python" in target and "callback" in target:
+            return CALLBACK
         return next((kind for kind, parts in _TARGETS if any(part in target for part in parts)), OTHER)
     if line.opcode.startswith(_COLLECTIVES):
         return COLLECTIVE
@@ -185,5 +190,5 @@ def _own_kind(line: Line) -> str:
 def _kind(kinds: list[str], lines: list[Line]) -> str:
     """The kind of a kernel from the kinds of its parts: the heaviest; what does no work has no say."""
     parts = {k for k, line in zip(kinds, lines, strict=True) if line.opcode not in _NOTHING and not line.is_fusion}
-    order = (CONVOLUTION, MATMUL, ATTENTION, COLLECTIVE, CONTROL, OTHER, REDUCTION, ELEMENTWISE, CAST, COPY)
+    order = (CALLBACK, CONVOLUTION, MATMUL, ATTENTION, COLLECTIVE, CONTROL, OTHER, REDUCTION, ELEMENTWISE, CAST, COPY)
     return next((kind for kind in order if kind in parts), COPY)

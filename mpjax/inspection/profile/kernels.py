@@ -17,7 +17,8 @@ class Kernel:
     Args:
         name: the kernel's name; on a CPU the instruction's.
         op: the HLO instruction; empty if neither trace nor name tells it.
-        kind: matmul, convolution, attention, elementwise, reduction, copy, cast, collective, loop or branch, other.
+        kind: matmul, convolution, attention, elementwise, reduction, copy, cast, collective, host callback, loop or
+            branch, other.
         module: module path from named scopes (Flax names modules this way); empty outside of any.
         source: the line that it comes from, `file.py:12`.
         path: the file that it comes from, mpjax's own included.
@@ -27,6 +28,7 @@ class Kernel:
         calls: runs in a step.
         tensor_cores: whether it uses Tensor Cores; None on a CPU or where its name doesn't tell.
         why_not: for a matmul or convolution that does not, the reason.
+        updates: whether it runs outside of a gradient, in a step that takes one: the optimizer's, mostly.
     """
 
     name: str
@@ -41,6 +43,7 @@ class Kernel:
     calls: float
     tensor_cores: bool | None
     why_not: str
+    updates: bool = False
 
     @property
     def eligible(self) -> bool:
@@ -56,15 +59,18 @@ class Split:
         device: a kernel of the step is running, whatever the host does meanwhile.
         input: none is running, and the host is fetching the next batch, or a batch is on its way to the device.
         dispatch: none is running for any other reason: the host is enqueuing, or launches come too slowly.
+        compilation: none is running, and the step is compiled again.
     """
 
     device: float
     input: float
     dispatch: float
+    compilation: float = 0.0
 
     @property
     def wall(self) -> float:
-        return self.device + self.input + self.dispatch
+        """The wall time of a step."""
+        return self.device + self.input + self.dispatch + self.compilation
 
 
 def of_program(trace: Trace, program: str, instructions: Mapping[str, hlo.Instruction]) -> list[Event]:
@@ -73,8 +79,8 @@ def of_program(trace: Trace, program: str, instructions: Mapping[str, hlo.Instru
     return [
         # A loop or branch that was left to other threads only waits for them, and their work is in events of its own.
         event
-        if event.returned is None or not _is_control(event, instructions)
-        else dataclasses.replace(event, end=event.returned)
+        if event.until is None or _is_control(event, instructions)
+        else dataclasses.replace(event, end=event.until, spans=(*event.spans, (event.end, event.until)))
         for event in (mine if program and mine else trace.kernels)
     ]
 
@@ -100,7 +106,7 @@ def after_first(events: Sequence[Event], executions: int) -> tuple[list[Event], 
     return [event for event in events if id(event) not in ids], start
 
 
-def split(trace: Trace, events: Sequence[Event], start: float, executions: int) -> Split:
+def split(trace: Trace, events: Sequence[Event], start: float, executions: int, compiled: Sequence[bool] = ()) -> Split:
     """Splits the time from `start` to the last kernel's end, for each of the executions in it.
 
     Args:
@@ -108,19 +114,24 @@ def split(trace: Trace, events: Sequence[Event], start: float, executions: int) 
         events: the kernels of those executions.
         start: the end of the kernels before them, in seconds.
         executions: how many there are.
+        compiled: whether each call of the step, the first one included, compiled.
     """
+    dispatches = trace.marks.get(stepping.DISPATCH, [])
+    compiling = profiler_trace.union(span for span, new in zip(dispatches, compiled, strict=False) if new)
     if not events or not comparable(trace, events):
-        return _by_host(trace, executions)
+        return _by_host(trace, executions, compiling)
     device = max({event.device for event in events}, key=lambda d: sum(_seconds(e) for e in events if e.device == d))
-    busy = _clipped(profiler_trace.union((e.start, e.end) for e in events if e.device == device), start)
+    busy = _clipped(profiler_trace.union(s for e in events if e.device == device for s in e.running), start)
     stop = busy[-1][1]
     fetching = profiler_trace.union([*trace.marks.get(stepping.INPUT, ()), *trace.transfers])
     idle = [
         (a, b) for a, b in zip([start, *(end for _, end in busy)], [*(begin for begin, _ in busy), stop], strict=True)
     ]
     seconds = profiler_trace.length(busy)
-    exposed = profiler_trace.overlap([gap for gap in idle if gap[1] > gap[0]], fetching)
-    return Split(seconds / executions, exposed / executions, (stop - start - seconds - exposed) / executions)
+    gaps = [gap for gap in idle if gap[1] > gap[0]]
+    exposed, compilation = profiler_trace.overlap(gaps, fetching), profiler_trace.overlap(gaps, compiling)
+    dispatch = stop - start - seconds - exposed - compilation
+    return Split(seconds / executions, exposed / executions, dispatch / executions, compilation / executions)
 
 
 def comparable(trace: Trace, events: Sequence[Event]) -> bool:
@@ -129,15 +140,17 @@ def comparable(trace: Trace, events: Sequence[Event]) -> bool:
     return bool(ends) and events[len(events) // 2].start <= max(ends)
 
 
-def _by_host(trace: Trace, executions: int) -> Split:
+def _by_host(trace: Trace, executions: int, compiling: profiler_trace.Spans) -> Split:
     """The split where the trace has no kernels: the host's own times, in which overlap can't be seen."""
     spent = {name: profiler_trace.length(profiler_trace.union(spans)) for name, spans in trace.marks.items()}
-    parts = (spent.get(name, 0.0) / (executions + 1) for name in (stepping.WAIT, stepping.INPUT, stepping.DISPATCH))
-    return Split(*parts)
+    compilation = profiler_trace.length(compiling) / (executions + 1)
+    names = stepping.WAIT, stepping.INPUT, stepping.DISPATCH
+    device, fetching, dispatch = (spent.get(name, 0.0) / (executions + 1) for name in names)
+    return Split(device, fetching, dispatch - compilation, compilation)
 
 
 def _seconds(event: Event) -> float:
-    return event.end - event.start
+    return profiler_trace.length(event.running)
 
 
 def _clipped(spans: profiler_trace.Spans, start: float) -> list[tuple[float, float]]:
@@ -170,13 +183,14 @@ def summed(
         capability: the GPU's compute capability.
     """
     by_kernel_name = {tensor_cores.kernel_name(name): i for name, i in instructions.items()}
+    has_gradient = any(instruction.differentiated for instruction in instructions.values())
     times: dict[tuple[str, str], list[float]] = {}
     for event, seconds in zip(events, _own_seconds(events, instructions), strict=True):
         instruction = instructions.get(event.op) or by_kernel_name.get(event.name)
         times.setdefault((event.name, instruction.name if instruction else ""), []).append(seconds)
     each = executions * len({event.device for event in events})
     kernels = [
-        _kernel(name, instructions.get(op), sum(s) / each, len(s) / each, gpu, capability)
+        _kernel(name, instructions.get(op), sum(s) / each, len(s) / each, gpu, capability, has_gradient)
         for (name, op), s in times.items()
     ]
     return tuple(sorted(kernels, key=lambda kernel: -kernel.seconds))
@@ -191,14 +205,20 @@ def _own_seconds(events: Sequence[Event], instructions: Mapping[str, hlo.Instruc
         if not _is_control(event, instructions):
             return _seconds(event)
         within = ordered[bisect.bisect_left(starts, event.start) : bisect.bisect_right(starts, event.end)]
-        inside = [(e.start, e.end) for e in within if e is not event and e.run == event.run and e.end <= event.end]
-        return _seconds(event) - profiler_trace.length(profiler_trace.union(inside))
+        inside = [span for e in within if e is not event and e.run == event.run for span in e.running]
+        return _seconds(event) - profiler_trace.overlap(event.running, profiler_trace.union(inside))
 
     return [own(event) for event in events]
 
 
 def _kernel(
-    name: str, instruction: hlo.Instruction | None, seconds: float, calls: float, gpu: bool, capability: float | None
+    name: str,
+    instruction: hlo.Instruction | None,
+    seconds: float,
+    calls: float,
+    gpu: bool,
+    capability: float | None,
+    has_gradient: bool,
 ) -> Kernel:
     kind = instruction.kind if instruction else tensor_cores.work_of(name) or hlo.OTHER
     if instruction and kind in hlo.ON_TENSOR_CORES and gpu:
@@ -220,4 +240,5 @@ def _kernel(
         calls=calls,
         tensor_cores=uses,
         why_not=why_not,
+        updates=bool(has_gradient and instruction and not instruction.differentiated),
     )

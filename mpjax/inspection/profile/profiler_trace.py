@@ -3,8 +3,7 @@
 `jax.profiler` writes an XSpace (`*.xplane.pb`), and `jax.profiler.ProfileData` reads it without TensorFlow. On a GPU
 CUPTI records each kernel on its stream's line (`xla/backends/profiler/gpu/cupti_collector.cc`: a kernel has the stat
 `kernel_details`, a copy `memcpy_details`), with the HLO instruction that launched it in `hlo_op`. On a CPU
-the runtime records each thunk on its thread's line with the same stat, and an `end:` event where the work finished
-later or on another thread.
+the runtime records thunks with the same stat; `cpu_threads.py` says which threads worked on them when.
 
 XProf's own library (`xprof` 2.24, formerly `tensorboard-plugin-profile`) can't take this file's place: it reads the
 same XSpace through the same `ProfileData` interface, and has tables of operations and kernels as JSON for its page, but
@@ -15,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import pathlib
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,6 +23,9 @@ from typing import Any
 import jax
 from jax.profiler import ProfileData
 
+from mpjax.inspection.profile import cpu_threads
+
+_FILES = "**/*.xplane.pb"
 MARK = "mpjax."  # Begins the names of our own annotations of the host's time.
 
 
@@ -37,7 +40,8 @@ class Event:
         start, end: seconds since tracing began.
         device: the device's number.
         run: tells the executions of programs apart; 0 where the trace does not.
-        returned: on a CPU, when the thread that started it was free again; work may go on elsewhere until `end`.
+        spans: on a CPU, when some thread worked on it; empty on a GPU, where it runs from start to end.
+        until: on a CPU, when it was over, if the trace does not tell what was done for it after `end`.
     """
 
     name: str
@@ -47,7 +51,13 @@ class Event:
     end: float
     device: int = 0
     run: int = 0
-    returned: float | None = None
+    spans: tuple[tuple[float, float], ...] = ()
+    until: float | None = None
+
+    @property
+    def running(self) -> tuple[tuple[float, float], ...]:
+        """When it runs."""
+        return self.spans or ((self.start, self.end),)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,16 +83,22 @@ def mark(name: str) -> jax.profiler.TraceAnnotation:
 
 
 @contextlib.contextmanager
-def tracing() -> Iterator[list[Trace]]:
-    """Traces what runs inside `with`: the list that it gives has the trace afterwards."""
+def tracing(keep: str | os.PathLike[str] | None = None) -> Iterator[list[Trace]]:
+    """Traces what runs inside `with`: the list that it gives has the trace afterwards.
+
+    Args:
+        keep: a folder where the trace stays, also in Perfetto's format.
+    """
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # Python's calls are of no interest here and slow the host down.
     options.host_tracer_level = 1
     traces: list[Trace] = []
-    with tempfile.TemporaryDirectory(prefix="mpjax_profile_") as folder:
-        with jax.profiler.trace(folder, profiler_options=options):
+    with contextlib.ExitStack() as stack:
+        folder = pathlib.Path(keep or stack.enter_context(tempfile.TemporaryDirectory(prefix="mpjax_profile_")))
+        old = set(folder.glob(_FILES))
+        with jax.profiler.trace(folder, create_perfetto_trace=keep is not None, profiler_options=options):
             yield traces
-        files = sorted(pathlib.Path(folder).glob("**/*.xplane.pb"))
+        files = sorted(set(folder.glob(_FILES)) - old)
         if not files:
             raise RuntimeError("jax.profiler wrote no trace (*.xplane.pb)")
         traces.append(read(ProfileData.from_file(str(files[0]))))
@@ -127,28 +143,24 @@ def _gpu_events(plane: Any, device: int) -> tuple[list[Event], list[tuple[float,
 
 
 def _cpu_events(plane: Any) -> list[Event]:
-    begun: list[tuple[Any, dict[str, Any]]] = []
-    ended: dict[int, float] = {}
-    for event in (event for line in plane.lines for event in line.events):
-        if event.name.startswith("end: "):
-            flow = dict(event.stats).get("_c")
-            if flow is not None:
-                ended[flow] = event.start_ns
-        elif not event.name.startswith(("ThreadpoolListener", MARK)) and "hlo_op" in (stats := dict(event.stats)):
-            begun.append((event, stats))
-    return [
-        Event(
-            event.name,
-            str(stats["hlo_op"]),
-            str(stats.get("hlo_module", "")),
-            event.start_ns * 1e-9,
-            max(event.start_ns + event.duration_ns, ended.get(stats.get("_p", -1), 0)) * 1e-9,
-            int(stats.get("device_ordinal", 0)),
-            int(stats.get("run_id", 0)),
-            (event.start_ns + event.duration_ns) * 1e-9,
-        )
-        for event, stats in begun
-    ]
+    found = []
+    for thunk in cpu_threads.thunks(plane):
+        spans = tuple(union((start * 1e-9, end * 1e-9) for start, end in thunk.spans))
+        if spans:
+            found.append(
+                Event(
+                    thunk.name,
+                    str(thunk.stats["hlo_op"]),
+                    str(thunk.stats.get("hlo_module", "")),
+                    spans[0][0],
+                    spans[-1][1],
+                    int(thunk.stats.get("device_ordinal", 0)),
+                    int(thunk.stats.get("run_id", 0)),
+                    spans,
+                    None if thunk.until is None else thunk.until * 1e-9,
+                )
+            )
+    return found
 
 
 Spans = Sequence[tuple[float, float]]

@@ -1,0 +1,136 @@
+"""Which kernel each thread of a CPU works on, from the nesting of the events in a trace.
+
+XLA's CPU runtime records a thunk on the thread that starts it, and `end: thunk` where its last task calls back. That
+may be long after its work: the callback runs whatever comes next first, and a task that finds nothing left to do
+waits in the pool's queue like any other. So the time between the two is no duration. The pool's own events tell
+which thread worked for whom: `ThreadpoolListener::Record` on the thread that enqueues a task, inside the thunk that
+it is for, and `StartRegion` with the same number to `StopRegion` on the one that runs it. What is recorded inside of
+a thunk or task on the same thread is nested in it, and counts for itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+Span = tuple[float, float]
+
+
+@dataclasses.dataclass(eq=False)
+class Work:
+    """A stretch of a thread's time: a thunk, a task of the pool, or the executor between thunks.
+
+    Args:
+        start, end: in ns.
+        stats: of a thunk.
+        name: of a thunk; empty for tasks and the executor.
+        task: the number of a task.
+        own: what is not nested in it.
+    """
+
+    start: float
+    end: float
+    name: str = ""
+    stats: dict[str, Any] = dataclasses.field(default_factory=dict)
+    task: int | None = None
+    own: list[Span] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(frozen=True)
+class Thunk:
+    """A run of a thunk: when which of its threads worked on it, in ns.
+
+    Args:
+        name: the instruction's.
+        stats: what the trace says of it.
+        spans: of all threads, not in order.
+        until: when it was over, if that is later and no task tells what was done until then.
+    """
+
+    name: str
+    stats: dict[str, Any]
+    spans: tuple[Span, ...]
+    until: float | None
+
+
+def thunks(plane: Any) -> Iterator[Thunk]:
+    """The thunks of a CPU's plane of a trace."""
+    enqueued: dict[int, Work | None] = {}
+    ended: dict[int, float] = {}
+    works: list[Work] = []
+    for line in plane.lines:
+        works += _nested(*_of_line(line.events, ended), enqueued)
+
+    def owner(work: Work | None) -> Work | None:
+        while work is not None and work.task is not None:
+            work = enqueued.get(work.task)
+        return work
+
+    tasks: dict[int, list[Span]] = {}
+    for work in works:
+        if work.task is not None and (of := owner(work)) is not None:
+            tasks.setdefault(id(of), []).extend(work.own)
+    for work in works:
+        if work.name:
+            over = ended.get(work.stats.get("_p", -1), 0.0)
+            elsewhere = tasks.get(id(work), ())
+            until = over if over > work.end and not elsewhere else None
+            yield Thunk(work.name, work.stats, (*work.own, *elsewhere), until)
+
+
+def _of_line(events: Any, ended: dict[int, float]) -> tuple[list[Work], list[tuple[float, int]]]:
+    """A thread's works, and when it enqueued tasks; notes in `ended` which thunks it saw end."""
+    works: list[Work] = []
+    records: list[tuple[float, int]] = []
+    open_tasks: list[Work] = []
+    for event in sorted(events, key=lambda event: event.start_ns):
+        start, end = event.start_ns, event.start_ns + event.duration_ns
+        if event.name.startswith("end: "):
+            ended[dict(event.stats).get("_c", -1)] = start
+        elif event.name.startswith("ThunkExecutor::"):
+            works.append(Work(start, end))
+        elif event.name == "ThreadpoolListener::Record":
+            records.append((start, dict(event.stats).get("_p", -1)))
+        elif event.name == "ThreadpoolListener::StartRegion":
+            open_tasks.append(Work(start, start, task=dict(event.stats).get("_c", -1)))
+            works.append(open_tasks[-1])
+        elif event.name == "ThreadpoolListener::StopRegion" and open_tasks:
+            open_tasks.pop().end = start
+        elif "hlo_op" in (stats := dict(event.stats)):
+            works.append(Work(start, end, event.name, stats))
+    return works, records
+
+
+def _nested(works: list[Work], records: list[tuple[float, int]], enqueued: dict[int, Work | None]) -> list[Work]:
+    """Gives each work of a thread the time that is its own, and each task the work that enqueued it."""
+    stack: list[Work] = []
+    known = 0.0
+
+    def advance(time: float) -> None:
+        """Counts the time until then for the innermost work, whichever that is at each moment."""
+        nonlocal known
+        while stack and stack[-1].end <= time:
+            work = stack.pop()
+            _add(work, known, work.end)
+            known = max(known, work.end)
+        if stack:
+            _add(stack[-1], known, time)
+        known = max(known, time)
+
+    openings: list[tuple[float, int, float, Work | int]] = [(work.start, 0, -work.end, work) for work in works]
+    enqueuings: list[tuple[float, int, float, Work | int]] = [(time, 1, 0.0, task) for time, task in records]
+    for time, _, _, item in sorted([*openings, *enqueuings], key=lambda row: row[:3]):
+        advance(time)
+        if isinstance(item, Work):
+            item.end = min(item.end, stack[-1].end) if stack else item.end
+            stack.append(item)
+        else:
+            enqueued[item] = stack[-1] if stack else None
+    advance(float("inf"))
+    return works
+
+
+def _add(work: Work, start: float, end: float) -> None:
+    if end > start:
+        work.own.append((start, end))
