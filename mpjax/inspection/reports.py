@@ -191,6 +191,19 @@ def amount(number: float, unit: str) -> str:
     return f"{number:.3g} {unit}"
 
 
+def duration(seconds: float) -> str:
+    """A time with three digits and a prefix.
+
+    Example:
+        >>> duration(13.345), duration(0.0123), duration(2.57e-8), duration(0.0)
+        ('13.3 s', '12.3 ms', '25.7 ns', '0 s')
+    """
+    for prefix, size in (("", 1.0), ("m", 1e-3), ("µ", 1e-6)):
+        if seconds >= 0.9995 * size:  # Rounded to three digits, 0.9996 ms is 1 ms.
+            return f"{float(f'{seconds / size:.3g}'):g} {prefix}s"
+    return f"{seconds * 1e9:.3g} ns" if seconds else "0 s"
+
+
 def written(text: str, path: str | os.PathLike[str] | None) -> str:
     """The text, once it is in the file at `path` if one is given."""
     if path is not None:

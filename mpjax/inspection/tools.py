@@ -118,6 +118,8 @@ TOOLS = (
         options=(
             Option("--steps", "how many steps are measured", type=int, default=10),
             Option("--carry", "how many leading outputs replace the leading arguments of the next step", type=int),
+            Option("--trace", "keep the profiler's trace in this folder, for XProf and Perfetto", metavar="DIR"),
+            Option("--against", "compare with an earlier profile, written with --json", metavar="FILE"),
         ),
     ),
 )

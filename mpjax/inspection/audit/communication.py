@@ -13,14 +13,12 @@ import numpy as np
 
 from mpjax.casting.autocast import functional
 from mpjax.inspection.profile.hlo import module_path
-from mpjax.inspection.profile.hlo_text import HloModule, Line
+from mpjax.inspection.profile.hlo_text import HloModule, Line, sizes
 from mpjax.inspection.reports import Section, amount
 
 OPS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
 # These add numbers up (or take their maximum), so their dtype is one of arithmetic.
 REDUCTIONS = ("all-reduce", "reduce-scatter")
-_DTYPES = {"pred": "bool", "bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64"}
-_SHAPE = re.compile(r"\b(pred|bf16|[a-z]\d+(?:e\dm\d\w*)?)\[([\d,]*)\]")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 
 
@@ -151,23 +149,11 @@ def _lines(program: HloModule, computation: str, times: int) -> Iterator[tuple[L
 def _sent(op: str, line: Line, lines: dict[str, Line]) -> list[tuple[str, int]]:
     """The dtype and bytes of each array that a collective sends."""
     if op == "all-gather":
-        shapes = _SHAPE.findall(line.type)
+        arrays = sizes(line.type)
         # What is started returns its operands too, before its results.
-        return [_size(shape) for shape in (shapes[len(shapes) // 2 :] if line.opcode.endswith("-start") else shapes)]
+        return arrays[len(arrays) // 2 :] if line.opcode.endswith("-start") else arrays
     operands = (lines[name].type for name in line.operands if name in lines)
-    return [_size(shape) for type_ in operands for shape in _SHAPE.findall(type_)]
-
-
-def _size(shape: tuple[str, str]) -> tuple[str, int]:
-    name, sizes = shape
-    bits = 8 if name == "pred" else int(re.findall(r"\d+", name)[0])
-    count = math.prod(int(size) for size in sizes.split(",") if size)
-    return _DTYPES.get(name, _long_name(name)), count * bits // 8
-
-
-def _long_name(name: str) -> str:
-    kind = {"s": "int", "u": "uint", "f": "float", "c": "complex"}.get(name[0], name[0])
-    return kind + name[1:].replace("e", "_e", 1) if name.startswith("f8") else kind + name[1:]
+    return [array for type_ in operands for array in sizes(type_)]
 
 
 def _group(line: Line) -> int:
@@ -175,9 +161,9 @@ def _group(line: Line) -> int:
         return int(found[1])
     # Newer compilers name the mesh's axes: `mesh['data'=4,'model'=2] {'model'}`.
     if found := re.search(r"replica_groups=mesh\[([^\]]*)\] ?\{([^}]*)\}", line.attributes):
-        sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", found[1])}
+        axis_sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", found[1])}
         axes = re.findall(r"'([^']*)'(?::\(\d+\)(\d+))?", found[2])  # of an axis, or of a part of it
-        return math.prod(int(part) if part else sizes[name] for name, part in axes)
+        return math.prod(int(part) if part else axis_sizes[name] for name, part in axes)
     if found := re.search(r"replica_groups=\{\{([\d,]*)\}", line.attributes):
         return len(found[1].split(","))
     return 2 if "source_target_pairs" in line.attributes else 0

@@ -1,16 +1,19 @@
-"""What to do about a profile: each piece of advice with the number behind it, the greatest gain first."""
+"""What limits a step and what to do about it, each with the number behind it, the greatest gain first."""
 
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterable, Sequence
 
 from mpjax.inspection.audit.matmuls import Finding
 from mpjax.inspection.profile import hlo
+from mpjax.inspection.profile.compilations import Recompilation
 from mpjax.inspection.profile.kernels import Kernel, Split
+from mpjax.inspection.reports import duration
 
 # Below these shares of the step nothing is worth a line.
-_WORTH = {"input": 0.05, "dispatch": 0.1, "kernels": 0.05, "one kernel": 0.03}
+_WORTH = {"input": 0.05, "dispatch": 0.1, "kernels": 0.05, "one kernel": 0.03, "optimizer": 0.25}
 _SCALING = "loss_scale _loss_scale_state _scaled_gradients _value_and_grad _cotangents _applying _replicas".split()
 _SCALING_FILES = tuple(f"mpjax/{name}.py" for name in _SCALING)
 
@@ -22,10 +25,12 @@ class Advice:
     Args:
         text: what, and why.
         share: the share of the step's time that it is about.
+        limit: what limits the step, in a word or two, as `input pipeline`.
     """
 
     text: str
     share: float
+    limit: str
 
     @property
     def bound(self) -> float:
@@ -36,7 +41,16 @@ class Advice:
         return f"{self.text} (at most {self.bound:.1f}x faster without)" if self.share < 0.99 else self.text
 
 
-def advise(split: Split, kernels: Sequence[Kernel], gpu: bool, findings: Iterable[Finding] = ()) -> tuple[Advice, ...]:
+def advise(
+    split: Split,
+    kernels: Sequence[Kernel],
+    gpu: bool,
+    findings: Iterable[Finding] = (),
+    *,
+    recompilation: Recompilation | None = None,
+    callbacks: Sequence[hlo.Instruction] = (),
+    ranked: bool = True,
+) -> tuple[Advice, ...]:
     """Advice on a step, ranked by the share of its time.
 
     Args:
@@ -44,12 +58,18 @@ def advise(split: Split, kernels: Sequence[Kernel], gpu: bool, findings: Iterabl
         kernels: the step's.
         gpu: whether it ran on one: what is said of half precision holds there.
         findings: the audit's on dimensions of the step's matmuls and convolutions.
+        recompilation: of the step while it was measured.
+        callbacks: the step's calls of Python.
+        ranked: whether the kernels' times can be relied on.
     """
-    found = [_input(split), _dispatch(split, kernels)]
-    on_device = _Kernels(split, kernels)
-    found += [on_device.scaling(), on_device.casts(), on_device.memory_bound(gpu), on_device.collectives()]
-    if gpu:
-        found += [on_device.full_precision(), *on_device.off_tensor_cores(), *on_device.dimensions(findings)]
+    found = [_input(split), _dispatch(split, kernels, callbacks if gpu else ())]
+    found += [_recompilation(split, recompilation)] if recompilation else []
+    if ranked:
+        on_device = _Kernels(split, kernels)
+        found += [on_device.callbacks(), on_device.scaling(), on_device.casts(), on_device.updates()]
+        found += [on_device.memory_bound(gpu), on_device.collectives()]
+        if gpu:
+            found += [on_device.full_precision(), *on_device.off_tensor_cores(), *on_device.dimensions(findings)]
     return tuple(sorted((advice for advice in found if advice), key=lambda advice: -advice.share))
 
 
@@ -62,19 +82,48 @@ def _input(split: Split) -> Advice | None:
         "queue, jax.device_put of the next batch). As it is, no change to the model can make the step more than "
         f"{1 / share:.1f}x faster",
         share,
+        "input pipeline",
     )
 
 
-def _dispatch(split: Split, kernels: Sequence[Kernel]) -> Advice | None:
+def _dispatch(split: Split, kernels: Sequence[Kernel], callbacks: Sequence[hlo.Instruction]) -> Advice | None:
     share = split.dispatch / split.wall
     if share < _WORTH["dispatch"]:
         return None
+    if callbacks:
+        return Advice(
+            f"the device waits for the host in {share:.0%} of the step, which calls Python ({_called(callbacks)}): "
+            f"{_WITHOUT_CALLBACKS}",
+            share,
+            "host callbacks",
+        )
     launches = sum(kernel.calls for kernel in kernels)
     return Advice(
         f"dispatch is {share:.0%} of the step, in which the device waits for Python or for the next of {launches:.0f} "
         "launches: run several steps in one call (jax.lax.scan over a stack of batches), or take a larger batch",
         share,
+        "dispatch",
     )
+
+
+def _recompilation(split: Split, found: Recompilation) -> Advice:
+    share = split.compilation / split.wall
+    remedy = "pad batches to one shape or to a few, and drop a smaller last one" if found.changed else "make it once"
+    return Advice(
+        f"recompilation is {share:.0%} of the step: {found.steps} of {found.measured} steps were compiled again, "
+        f"{duration(found.seconds)} each ({found}): {remedy}",
+        share,
+        "recompilation",
+    )
+
+
+_WITHOUT_CALLBACKS = "compute it in JAX, do it outside of the step, or only every so many steps (jax.lax.cond)"
+
+
+def _called(callbacks: Iterable[hlo.Instruction | Kernel]) -> str:
+    """The callbacks with their lines: `pure_callback at train.py:12`."""
+    names = (re.sub(r"\.\d+$", "", getattr(c, "op", "") or c.name) for c in callbacks)
+    return ", ".join(dict.fromkeys(f"{name} at {c.source or '?'}" for name, c in zip(names, callbacks, strict=True)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,18 +139,19 @@ class _Kernels:
         on_device = self.split.device / self.split.wall
         return on_device * sum(kernel.seconds for kernel in chosen) / total if total else 0.0
 
-    def _about(self, which: Callable[[Kernel], bool], text: str, worth: str = "kernels") -> Advice | None:
+    def _about(self, which: Callable[[Kernel], bool], limit: str, text: str, worth: str = "kernels") -> Advice | None:
         chosen = [kernel for kernel in self.kernels if which(kernel)]
         share = self.share(chosen)
         where = max(
             (k.module for k in chosen), key=lambda m: self.share(k for k in chosen if k.module == m), default=""
         )
         most = f", the most in {where}" if where else ""
-        return Advice(text.format(share=f"{share:.0%}", most=most), share) if share >= _WORTH[worth] else None
+        return Advice(text.format(share=f"{share:.0%}", most=most), share, limit) if share >= _WORTH[worth] else None
 
     def full_precision(self) -> Advice | None:
         return self._about(
             lambda kernel: kernel.eligible and kernel.dtype == "f32",
+            "float32 matmuls",
             "float32 matmuls and convolutions are {share} of the step{most}: run them in half (mpjax.autocast or "
             "mpjax.with_policy; mpjax.explain says why where they are in float32 nevertheless)",
         )
@@ -125,19 +175,38 @@ class _Kernels:
         )
 
     def _most(self, found: Iterable[tuple[str, Sequence[Kernel]]]) -> list[Advice]:
-        advice = [Advice(text, self.share(k for k in about if k.eligible)) for text, about in found]
+        advice = [Advice(text, self.share(k for k in about if k.eligible), "matmuls") for text, about in found]
         return sorted((a for a in advice if a.share >= _WORTH["one kernel"]), key=lambda a: -a.share)[:3]
 
     def casts(self) -> Advice | None:
         return self._about(
             lambda kernel: kernel.kind == hlo.CAST,
+            "casts",
             "casts are {share} of the step{most}: kernels that only convert. Cast once, where the value is made",
+        )
+
+    def callbacks(self) -> Advice | None:
+        chosen = [kernel for kernel in self.kernels if kernel.kind == hlo.CALLBACK]
+        called = _called(chosen).replace("{", "{{").replace("}", "}}")
+        text = f"host callbacks are {{share}} of the step, which waits for Python ({called}): {_WITHOUT_CALLBACKS}"
+        return self._about(lambda kernel: kernel.kind == hlo.CALLBACK, "host callbacks", text)
+
+    def updates(self) -> Advice | None:
+        launches = sum(kernel.calls for kernel in self.kernels if _updates(kernel))
+        return self._about(
+            _updates,
+            "optimizer",
+            f"the optimizer is {{share}} of the step, in {launches:.0f} kernels outside of the gradient: accumulate or "
+            "take a larger batch, so that it runs less often; update all parameters as one array (optax.flatten); keep "
+            "less state (mpjax.low_bit_state)",
+            "optimizer",
         )
 
     def memory_bound(self, gpu: bool) -> Advice | None:
         what = "half activations halve it (mpjax.autocast)" if gpu else "fewer and smaller intermediate values help"
         return self._about(
-            lambda kernel: kernel.kind in hlo.MEMORY_BOUND and not _is_scaling(kernel),
+            lambda kernel: kernel.kind in hlo.MEMORY_BOUND and not _is_scaling(kernel) and not _updates(kernel),
+            "memory traffic",
             "elementwise operations, reductions and copies are {share} of the step{most}: bound by memory traffic, "
             f"which Tensor Cores don't change; {what}",
         )
@@ -145,12 +214,14 @@ class _Kernels:
     def collectives(self) -> Advice | None:
         return self._about(
             lambda kernel: kernel.kind == hlo.COLLECTIVE,
+            "collectives",
             "collectives are {share} of the step{most}: take a larger batch on each device, or sum gradients in half",
         )
 
     def scaling(self) -> Advice | None:
         return self._about(
             _is_scaling,
+            "loss scaling",
             "loss scaling is {share} of the step: mpjax.apply_gradients updates and applies in one lax.cond, and "
             "bfloat16 needs no scaling",
             "one kernel",
@@ -159,3 +230,8 @@ class _Kernels:
 
 def _is_scaling(kernel: Kernel) -> bool:
     return kernel.path.replace("\\", "/").endswith(_SCALING_FILES)
+
+
+def _updates(kernel: Kernel) -> bool:
+    memory = kernel.kind in (*hlo.MEMORY_BOUND, hlo.CAST)
+    return memory and not _is_scaling(kernel) and (kernel.updates or "/optax/" in kernel.path.replace("\\", "/"))

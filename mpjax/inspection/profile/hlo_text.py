@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import math
 import re
 from collections.abc import Iterator, Mapping
 
@@ -36,6 +37,31 @@ class Line:
     def op_name(self) -> str:
         """JAX's name for it: scopes and the primitive. Merged instructions have several, of which this is the first."""
         return self.attribute(r'op_name="([^";]*)')
+
+
+def sizes(type: str) -> list[tuple[str, int]]:
+    """The arrays of a type: each one's dtype, in JAX's names, and its bytes.
+
+    Example:
+        >>> sizes("(bf16[8,4]{1,0}, pred[3]{0})")
+        [('bfloat16', 64), ('bool', 3)]
+    """
+    return [_size(name, shape) for name, shape in _SHAPE.findall(type)]
+
+
+def _size(name: str, shape: str) -> tuple[str, int]:
+    bits = 8 if name == "pred" else int(re.findall(r"\d+", name)[0])
+    count = math.prod(int(size) for size in shape.split(",") if size)
+    return _DTYPES.get(name, _long_name(name)), count * bits // 8
+
+
+def _long_name(name: str) -> str:
+    kind = {"s": "int", "u": "uint", "f": "float", "c": "complex"}.get(name[0], name[0])
+    return kind + name[1:].replace("e", "_e", 1) if name.startswith("f8") else kind + name[1:]
+
+
+_DTYPES = {"pred": "bool", "bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64"}
+_SHAPE = re.compile(r"\b(pred|bf16|[a-z]\d+(?:e\dm\d\w*)?)\[([\d,]*)\]")
 
 
 class HloModule:

@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
+from mpjax._jaxpr.source import RECOMPUTED
 from mpjax._jaxpr.walk import walk
 from mpjax.casting.autocast import traced_call
-from mpjax.inspection.audit.matmuls import DIMENSION, Finding, findings_of, matmuls_of
+from mpjax.inspection.audit.matmuls import DIMENSION, Finding, Matmul, findings_of, matmuls_of
+from mpjax.inspection.devices import device_of
 from mpjax.inspection.profile import hlo, kernels, profiler_trace
 from mpjax.inspection.profile.advice import advise
+from mpjax.inspection.profile.compare import Profiled, compare, read
+from mpjax.inspection.profile.compilations import Recompilation
 from mpjax.inspection.profile.hlo_text import HloModule
 from mpjax.inspection.profile.kernels import Kernel
+from mpjax.inspection.profile.memory import memory_of
 from mpjax.inspection.profile.report import ProfileReport as ProfileReport
-from mpjax.inspection.profile.stepping import Stepper, seconds_per_step
+from mpjax.inspection.profile.stepping import Stepper
 
 # From this share of the kernels' time in CUDA graphs on, a second trace without them is worth its compilation.
 _HIDDEN = 0.05
+# A step that is compiled each time is slow enough to show it in so many.
+_STEPS_OF_RECOMPILATION = 3
 
 
 def profile(
@@ -29,6 +37,8 @@ def profile(
     steps: int = 10,
     batches: Iterable[Any] | None = None,
     carry: int | None = None,
+    trace: str | os.PathLike[str] | None = None,
+    against: Profiled | None = None,
 ) -> ProfileReport:
     """Measures where the time of a training step, or of any function, goes.
 
@@ -38,9 +48,10 @@ def profile(
 
         device     a kernel of the step is running (whatever the host does meanwhile is hidden, and costs nothing)
         input      none is running, and the host is in next(batches), or data is on its way to the device
+        compile    none is running, and the step is compiled again
         dispatch   none is running for any other reason: the host is enqueuing, or launches come too slowly
 
-    so the three shares add up to one. The loop begins one step early, so that a pipeline which loads ahead is seen
+    so the shares add up to one. The loop begins one step early, so that a pipeline which loads ahead is seen
     at work. Compiling and warming up are not in it.
 
     Args:
@@ -53,10 +64,13 @@ def profile(
         carry: how many leading outputs replace the leading arguments in the next step, as `params, opt_state, loss =
             step(params, opt_state, batch)` does for two. None: as many as have the same structure, shapes and dtypes,
             if the step updates them (gradients look like parameters, and are not carried).
+        trace: a folder that keeps the profiler's trace, for XProf (`tensorboard --logdir`) and Perfetto
+            (`perfetto_trace.json.gz`, at https://ui.perfetto.dev).
+        against: an earlier profile, or the JSON file of one: the report begins with what got faster, by module.
 
     Returns:
-        The report: `step_seconds`, `input_share`, `dispatch_share`, `device_share`, `kernels`, `tensor_core_share`,
-        `advice`.
+        The report: `limit` and `advice`, `step_seconds`, the shares, `kernels`, `tensor_core_share`, `mfu`, `memory`.
+        `mpjax.profile.compare` compares two.
 
     Raises:
         ValueError: `steps` is not positive, batches ended early, or a donated argument is not carried on.
@@ -74,10 +88,12 @@ def profile(
     """
     if steps < 1:
         raise ValueError(f"steps={steps}: must be 1 or more")
+    before = None if against is None else read(against)  # What is wrong with it is said before minutes of measuring.
     stepper = Stepper(step, args, batches, carry)
-    stepper.run(1)  # What only the first call after compilation does.
-    timing = Timing(*seconds_per_step(stepper.run, steps), stepper.compile_seconds)
-    whole = detailed = _record(stepper, steps)
+    if not stepper.warm_up():
+        steps = min(steps, _STEPS_OF_RECOMPILATION)
+    timing = Timing(*stepper.timed(steps), stepper.compile_seconds)
+    whole = detailed = _record(stepper, steps, trace)
     notes = list(stepper.notes())
     if whole.hidden > _HIDDEN:
         try:
@@ -90,15 +106,32 @@ def profile(
                 f"failed ({type(error).__name__}: {error}). XLA_FLAGS=--xla_gpu_enable_command_buffer= turns them off"
             )
     device = jax.devices()[0]
-    return report_of(
+    try:
+        matmuls = matmuls_of(walk(traced_call(step, (*args, *stepper.last_batch), {}).jaxpr))
+    except Exception as error:  # The step may be of a library's own kind; all else is known without.
+        matmuls = ()
+        notes.append(f"FLOPs are not known: {type(error).__name__}: {error}".splitlines()[0])
+    report = report_of(
         whole,
         detailed,
         timing,
         device=device.device_kind,
         capability=_capability(device),
-        findings=_findings(step, (*args, *stepper.last_batch)) if whole.trace.gpu else (),
+        cores=_cores() if device.platform == "cpu" else None,
+        findings=findings_of(matmuls),
         notes=notes,
     )
+    report = dataclasses.replace(
+        report,
+        flops=sum(row.flops for row in matmuls if row.phase != RECOMPUTED) if matmuls else None,
+        peak_flops=_peak(device.device_kind, matmuls),
+        memory=memory_of(stepper.executable, stepper.text, detailed.instructions),
+    )
+    return report if before is None else dataclasses.replace(report, comparison=compare(before, report))
+
+
+# A method of the function, as the tool's second verb: `mpjax.profile.compare(before, after)`.
+profile.compare = compare  # type: ignore[attr-defined]
 
 
 class Timing(NamedTuple):
@@ -116,6 +149,8 @@ class Recording:
         trace: of one execution of the step more than `steps`.
         text: the step's optimized HLO.
         steps: how many executions count; the first one only fills the pipeline.
+        recompilation: what was compiled in these, if anything was.
+        compiled: for each execution, whether it was compiled again.
 
     Attributes:
         events: the kernels of the executions that count.
@@ -123,8 +158,15 @@ class Recording:
         instructions: those of the program, by name.
     """
 
-    def __init__(self, trace: profiler_trace.Trace, text: str, steps: int):
-        self.trace, self.steps = trace, steps
+    def __init__(
+        self,
+        trace: profiler_trace.Trace,
+        text: str,
+        steps: int,
+        recompilation: Recompilation | None = None,
+        compiled: Sequence[bool] = (),
+    ):
+        self.trace, self.steps, self.recompilation, self.compiled = trace, steps, recompilation, compiled
         program = HloModule(text)
         self.instructions = hlo.instructions(program)
         events = kernels.of_program(trace, program.name, self.instructions)
@@ -136,10 +178,10 @@ class Recording:
         return kernels.hidden_share(self.events, self.instructions) if self.trace.gpu else 0.0
 
 
-def _record(stepper: Stepper, steps: int) -> Recording:
-    with profiler_trace.tracing() as recorded:
+def _record(stepper: Stepper, steps: int, folder: str | os.PathLike[str] | None = None) -> Recording:
+    with profiler_trace.tracing(folder) as recorded:
         stepper.run(steps + 1)
-    return Recording(recorded[0], stepper.text, steps)
+    return Recording(recorded[0], stepper.text, steps, stepper.recompilation, stepper.compiled)
 
 
 def report_of(
@@ -149,6 +191,7 @@ def report_of(
     *,
     device: str,
     capability: float | None = None,
+    cores: int | None = None,
     findings: Iterable[Finding] = (),
     notes: Iterable[str] = (),
 ) -> ProfileReport:
@@ -160,17 +203,18 @@ def report_of(
         timing: wall times without the profiler.
         device: its name.
         capability: an NVIDIA GPU's compute capability; None for other devices.
+        cores: of a CPU.
         findings: the audit's, of the step; those about dimensions count.
         notes: what else to say.
     """
     gpu = detailed.trace.gpu and capability is not None
-    split = kernels.split(whole.trace, whole.events, whole.start, whole.steps)
+    split = kernels.split(whole.trace, whole.events, whole.start, whole.steps, whole.compiled)
     findings = [finding for finding in findings if finding.kind == DIMENSION]
     found = tuple(
         _with_reason(kernel, findings)
         for kernel in kernels.summed(detailed.events, detailed.instructions, detailed.steps, gpu, capability)
     )
-    return ProfileReport(
+    report = ProfileReport(
         device=device,
         steps=whole.steps,
         step_seconds=timing.step,
@@ -179,9 +223,40 @@ def report_of(
         split=split,
         kernels=found,
         gpu=gpu,
-        advice=advise(split, found, gpu, findings),
+        advice=(),
         notes=(*notes, *_notes(whole, gpu)),
+        cores=cores,
+        recompilation=whole.recompilation,
     )
+    advice = advise(
+        split,
+        found,
+        gpu,
+        findings,
+        recompilation=whole.recompilation,
+        callbacks=[i for i in detailed.instructions.values() if i.kind == hlo.CALLBACK],
+        ranked=report.fits,
+    )
+    return dataclasses.replace(report, advice=advice)
+
+
+def _cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _peak(device: str, matmuls: Sequence[Matmul]) -> float | None:
+    """The device's FLOP/s at most, in the dtype of most of the FLOPs; None if it is not known."""
+    if not matmuls:
+        return None
+    flops: dict[tuple[str, str], int] = {}
+    for row in matmuls:
+        key = row.dtype, row.precision if row.precision == "HIGHEST" else ""
+        flops[key] = flops.get(key, 0) + row.flops
+    try:
+        return device_of(device).peak(*max(flops, key=lambda key: flops[key]))
+    except ValueError:
+        return None
 
 
 def _with_reason(kernel: Kernel, findings: Iterable[Finding]) -> Kernel:
@@ -196,10 +271,6 @@ def _capability(device: Any) -> float | None:
     """The compute capability of an NVIDIA GPU; AMD's have names such as `gfx942` instead."""
     found = re.fullmatch(r"\d+\.\d+", str(getattr(device, "compute_capability", "")))
     return float(found[0]) if found else None
-
-
-def _findings(step: Callable[..., Any], args: tuple[Any, ...]) -> Sequence[Finding]:
-    return findings_of(matmuls_of(walk(traced_call(step, args, {}).jaxpr)))
 
 
 def _notes(recording: Recording, gpu: bool) -> Iterable[str]:

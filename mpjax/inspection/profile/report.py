@@ -1,15 +1,22 @@
-"""The result of `profile`: shares of the step's time, kernels and modules, advice; as text, JSON and HTML."""
+"""The result of `profile`: what limits the step, shares of its time, kernels, modules, memory; text, JSON and HTML."""
 
 from __future__ import annotations
 
 import dataclasses
-import textwrap
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from mpjax.inspection.profile.advice import Advice
+from mpjax.inspection.profile.compilations import Recompilation
 from mpjax.inspection.profile.kernels import Kernel, Split
-from mpjax.inspection.reports import WIDTH, Report, Section
+from mpjax.inspection.profile.memory import Memory
+from mpjax.inspection.reports import Report, Section, amount, duration, folded
+
+if TYPE_CHECKING:
+    from mpjax.inspection.profile.compare import Comparison
+
+_FIRST = 3  # So many pieces of advice stand at the top.
+_SLACK = 1.05  # Clocks are read a little late.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,11 +30,18 @@ class ProfileReport(Report):
         alone_seconds: wall time of a step that is waited for, from fetching its batch to its results.
         compile_seconds: tracing and compiling, once.
         traced_seconds: wall time of a step while the profiler ran; shares and kernels are of these steps.
-        split: the seconds of a traced step on the device, in the input pipeline and in dispatch.
+        split: the seconds of a traced step on the device, in the input pipeline, in dispatch and in compilation.
         kernels: device time by kernel and instruction, the longest first.
         gpu: whether the kernels are an NVIDIA GPU's, whose names tell the use of Tensor Cores.
         advice: what to do, the greatest gain first.
         notes: what to know when reading the figures.
+        cores: of a CPU, how many there are; None on other devices.
+        flops: of the step's matmuls and convolutions, on each device; what the backward pass computes again does not
+            count. None if not known.
+        peak_flops: FLOP/s of the device at most, in the dtype of most of these; None if not known.
+        memory: what the step needs on one device; None if not known.
+        recompilation: compilations while it was measured; None if there were none.
+        comparison: with an earlier profile, if one was given.
     """
 
     device: str
@@ -40,6 +54,12 @@ class ProfileReport(Report):
     gpu: bool
     advice: tuple[Advice, ...]
     notes: tuple[str, ...]
+    cores: int | None = None
+    flops: int | None = None
+    peak_flops: float | None = None
+    memory: Memory | None = None
+    recompilation: Recompilation | None = None
+    comparison: Comparison | None = None
 
     title = "profile"
 
@@ -62,6 +82,32 @@ class ProfileReport(Report):
     def device_share(self) -> float:
         """The share of the step in which the device works."""
         return self.split.device / self.split.wall
+
+    @property
+    def compilation_share(self) -> float:
+        """The share of the step in which it is compiled again."""
+        return self.split.compilation / self.split.wall
+
+    @property
+    def limit(self) -> str:
+        """What limits the step the most, as `input pipeline` or `recompilation`; empty if nothing stands out."""
+        return self.advice[0].limit if self.advice else ""
+
+    @property
+    def fits(self) -> bool:
+        """Whether the kernels' times add up to no more than the device's, on each core of a CPU."""
+        return self.cores is None or self.kernel_seconds <= _SLACK * self.split.device * self.cores
+
+    @property
+    def flops_per_second(self) -> float | None:
+        """FLOPs of matmuls and convolutions over the time of a step, on each device."""
+        return None if self.flops is None else self.flops / self.step_seconds
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOPs utilization: `flops_per_second` over `peak_flops`. Chowdhery et al., "PaLM", 2022, appendix B."""
+        achieved = self.flops_per_second
+        return None if achieved is None or self.peak_flops is None else achieved / self.peak_flops
 
     @property
     def kernel_seconds(self) -> float:
@@ -97,23 +143,34 @@ class ProfileReport(Report):
 
     def sections(self) -> list[Section]:
         """The report for people."""
-        found = [self._summary(), self._by_module(), self._by_kernel()]
-        if self.gpu:
+        compared = self.comparison.sections() if self.comparison else []
+        found = [self._verdict(), *compared, self._times()]
+        found += [self._by_module(), self._by_kernel()] if self.fits else [self._unranked()]
+        if self.gpu and self.fits:
             found.append(self._off_tensor_cores())
-        lines = [
-            textwrap.fill(f"{i}. {advice}", WIDTH, subsequent_indent="   ") for i, advice in enumerate(self.advice, 1)
-        ]
-        lines = lines or [f"nothing stands out: the device is busy {self.device_share:.0%} of the step"]
-        return [*found, Section("advice, by the share of the step that it is about", "\n".join(lines))]
+        found += [self._memory(self.memory)] if self.memory else []
+        rest = "\n".join(f"{i}. {advice}" for i, advice in enumerate(self.advice, 1) if i > _FIRST)
+        return [*found, *([Section("more advice", rest)] if rest else [])]
 
     def to_dict(self) -> dict[str, Any]:
         """The report for programs."""
-        shares = {name: getattr(self, name) for name in ("input_share", "dispatch_share", "device_share")}
-        skipped = ("kernels", "advice", "split", "notes")
+        names = (
+            "input_share",
+            "dispatch_share",
+            "device_share",
+            "compilation_share",
+            "flops_per_second",
+            "mfu",
+            "limit",
+        )
+        skipped = ("kernels", "advice", "split", "notes", "memory", "recompilation", "comparison")
+        parts = {name: getattr(self, name) for name in ("memory", "recompilation")}
         return {
             **{f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in skipped},
             "traced_seconds": self.traced_seconds,
-            **shares,
+            **{name: getattr(self, name) for name in names},
+            **{name: part and dataclasses.asdict(part) for name, part in parts.items()},
+            "comparison": self.comparison and self.comparison.to_dict(),
             "tensor_core_share": self.tensor_core_share,
             "modules": {name: {"forward": f, "backward": b} for name, (f, b) in self.modules().items()},
             "kernels": [dataclasses.asdict(kernel) for kernel in self.kernels],
@@ -125,27 +182,70 @@ class ProfileReport(Report):
         """The kernels, the longest first."""
         return [dataclasses.asdict(kernel) for kernel in self.kernels]
 
-    def _summary(self) -> Section:
-        parts = (("device", self.split.device), ("input pipeline", self.split.input), ("dispatch", self.split.dispatch))
-        rows = [(name, milli(seconds), f"{seconds / self.split.wall:.1%}") for name, seconds in parts]
+    def _verdict(self) -> Section:
+        lines = [f"{duration(self.step_seconds)} a step on {self.device}, over {self.steps} steps"]
+        if self.advice:
+            lines.append(f"limited by {self.limit}: {self.advice[0].share:.0%} of the step")
+        else:
+            lines.append(f"nothing stands out: the device is busy {self.device_share:.0%} of the step")
+        lines += [f"{i}. {advice}" for i, advice in enumerate(self.advice[:_FIRST], 1)]
+        return Section("What limits the step", "\n".join(lines))
+
+    def _times(self) -> Section:
+        split = self.split
+        parts = [("device", split.device), ("input pipeline", split.input), ("dispatch", split.dispatch)]
+        parts += [("compilation", split.compilation)] if split.compilation else []
+        rows = [(name, duration(seconds), f"{seconds / split.wall:.1%}") for name, seconds in parts]
         text = [
-            f"{milli(self.step_seconds)} a step ({milli(self.alone_seconds)} alone) on {self.device}, over "
-            f"{self.steps} steps; compiled in {self.compile_seconds:.1f} s",
-            f"{milli(self.traced_seconds)} a step while traced: what follows is of these",
+            f"{duration(self.step_seconds)} a step in a loop, {duration(self.alone_seconds)} alone; compiled in "
+            f"{duration(self.compile_seconds)}",
+            f"{duration(self.traced_seconds)} a step while traced: what follows is of these",
         ]
+        if self.flops and self.flops_per_second:
+            used = "" if self.mfu is None else f": MFU {self.mfu:.1%} of {amount(self.peak_flops or 0, 'FLOP/s')}"
+            text.append(f"{amount(self.flops, 'FLOP')} a step, {amount(self.flops_per_second, 'FLOP/s')}{used}")
         if self.tensor_core_share is not None:
             text.append(f"Tensor Cores: {self.tensor_core_share:.1%} of the kernels' time")
-        figure = bar((name, seconds / self.split.wall) for name, seconds in parts)
+        figure = bar([(name, seconds / split.wall) for name, seconds in parts])
         header = ("", "time", "share")
-        return Section("time of a step", "\n".join([*text, *self.notes]), header, rows, right={1, 2}, figure=figure)
+        return Section("Time of a step", "\n".join([*text, *self.notes]), header, rows, right={1, 2}, figure=figure)
+
+    def _unranked(self) -> Section:
+        return Section(
+            "Device time by kernel",
+            f"the trace gives {duration(self.kernel_seconds)} of kernels in {duration(self.split.device)} on "
+            f"{self.cores} cores, which can't be: these are not the times that kernels took, so they are not ranked",
+        )
+
+    def _memory(self, memory: Memory) -> Section:
+        names = ("arguments", "results", "temporaries")
+        parts = ", ".join(f"{amount(getattr(memory, name), 'B')} {name}" for name in names)
+        merged: dict[tuple[str, str, bool], list[int]] = {}
+        modules = folded(holder.module for holder in memory.holders)
+        for holder in memory.holders:
+            row = merged.setdefault((modules[holder.module], holder.source, holder.backward), [0, 0])
+            row[0] += holder.arrays
+            row[1] += holder.bytes
+        rows = [
+            ((module or "-") + (" ←" if backward else ""), source, str(arrays), amount(size, "B"))
+            for (module, source, backward), (arrays, size) in sorted(merged.items(), key=lambda item: -item[1][1])
+        ]
+        text = f"{amount(memory.peak, 'B')} ({parts}); of the temporary arrays, these are alive when most are"
+        return Section("Peak memory", text, ("module", "line", "arrays", "bytes"), rows, {2, 3}, shown=10)
 
     def _by_module(self) -> Section:
-        rows = [
-            (name or "-", milli(forward), milli(backward), f"{(forward + backward) / self.kernel_seconds:.1%}")
-            for name, (forward, backward) in self.modules().items()
-        ]
+        merged: dict[str, list[float]] = {}
         what = "module" if any(kernel.module for kernel in self.kernels) else "line"
-        return Section(f"device time by {what}", "", (what, "forward", "backward", "share"), rows, right={1, 2, 3})
+        modules = self.modules()
+        names = folded(modules) if what == "module" else dict.fromkeys(modules, "")
+        for name, (forward, backward) in modules.items():
+            row = merged.setdefault(names[name] or name, [0.0, 0.0])
+            row[0], row[1] = row[0] + forward, row[1] + backward
+        rows = [
+            (name or "-", duration(forward), duration(backward), f"{(forward + backward) / self.kernel_seconds:.1%}")
+            for name, (forward, backward) in sorted(merged.items(), key=lambda item: -sum(item[1]))
+        ]
+        return Section(f"Device time by {what}", "", (what, "forward", "backward", "share"), rows, right={1, 2, 3})
 
     def _by_kernel(self) -> Section:
         # A CPU's kernels have no names of their own, so there is room for the line.
@@ -157,7 +257,7 @@ class ProfileReport(Report):
                 f"{kernel.kind} {kernel.dtype}".strip(),
                 kernel.name if self.gpu else kernel.source,
                 f"{kernel.calls:.3g}",
-                milli(kernel.seconds),
+                duration(kernel.seconds),
                 f"{self._part([kernel]):.1%}",
                 marks[kernel.tensor_cores] if kernel.eligible else "-",
             )
@@ -166,33 +266,27 @@ class ProfileReport(Report):
         columns = len(header) if self.gpu else len(header) - 1
         text = ["← is the backward pass"] if any(kernel.backward for kernel in self.kernels) else []
         if self.kernel_seconds > 1.05 * self.split.device > 0:
-            text.append(f"some run at the same time: {milli(self.kernel_seconds)} in {milli(self.split.device)}")
+            text.append(f"some run at the same time: {duration(self.kernel_seconds)} in {duration(self.split.device)}")
         rows = [row[:columns] for row in rows]
-        return Section("device time by kernel", "\n".join(text), header[:columns], rows, right={3, 4, 5})
+        return Section("Device time by kernel", "\n".join(text), header[:columns], rows, right={3, 4, 5})
 
     def _off_tensor_cores(self) -> Section:
-        rows = [(k.module or "-", k.source, k.kind, milli(k.seconds), k.why_not) for k in self.eligible]
+        rows = [(k.module or "-", k.source, k.kind, duration(k.seconds), k.why_not) for k in self.eligible]
         text = "" if rows else "none: every matmul and convolution is on Tensor Cores"
         return Section(
-            "eligible for Tensor Cores but not on them", text, ("module", "line", "kind", "time", "why"), rows, {3}
+            "Eligible for Tensor Cores but not on them", text, ("module", "line", "kind", "time", "why"), rows, {3}
         )
 
 
-def milli(seconds: float) -> str:
-    """A time for people: `12.3 ms`."""
-    # A microsecond less than a millisecond would be 1e+03 µs.
-    return f"{seconds * 1e3:.3g} ms" if seconds >= 0.9995e-3 or not seconds else f"{seconds * 1e6:.3g} µs"
-
-
-def bar(shares: Iterable[tuple[str, float]]) -> str:
-    """A horizontal bar of shares that add up to one, as an inline SVG."""
-    parts, at = [], 0.0
-    for (name, share), color in zip(shares, ("#4878a8", "#c8673c", "#9a9a9a"), strict=True):
-        label = f"{name} {share:.0%}"
+def bar(shares: Sequence[tuple[str, float]]) -> str:
+    """A horizontal bar of shares that add up to one, as an inline SVG with its legend."""
+    parts, legend, at = [], [], 0.0
+    for (name, share), color in zip(shares, ("#4878a8", "#c8673c", "#9a9a9a", "#7b5ea7"), strict=False):
+        label = f"{name} {share:.1%}"
         parts.append(
             f'<rect x="{at:.1f}" width="{600 * share:.1f}" height="28" fill="{color}"><title>{label}</title></rect>'
         )
-        if share > 0.2:
-            parts.append(f'<text x="{at + 6:.1f}" y="19" fill="white">{label}</text>')
+        legend.append(f'<span><i style="background: {color}"></i>{label}</span>')
         at += 600 * share
-    return f'<svg width="600" height="28" role="img">{"".join(parts)}</svg>'
+    svg = f'<svg viewBox="0 0 600 28" role="img" aria-label="shares of a step">{"".join(parts)}</svg>'
+    return f'<div class="figure">{svg}<p class="legend">{" ".join(legend)}</p></div>'

@@ -11,7 +11,15 @@ import jax
 
 from mpjax.inspection.profile import profiler_trace
 from mpjax.inspection.profile.carry import carried, signature
+from mpjax.inspection.profile.compilations import (
+    Compilations,
+    Recompilation,
+    changes,
+    described,
+    differences,
+)
 
+_MANY_SHAPES = 5  # Once so many steps in a row had a new shape, the next one has a new one too.
 INPUT, DISPATCH, WAIT = "input", "dispatch", "wait"  # Names of the host's time in traces.
 
 
@@ -29,6 +37,7 @@ class Stepper:
         text: the optimized HLO; empty where the step doesn't give it.
         carry: as given or found.
         step: the jitted step.
+        compiled: for each step of the last `run`, whether it was compiled again.
         out: what it returned last.
         last_batch: what it was called with last, besides `args`; a tuple of one, or empty.
     """
@@ -53,7 +62,11 @@ class Stepper:
                 )
             raise
         self.compile_seconds = time.perf_counter() - start
+        self.executable = compiled
         self.text: str = _hlo(compiled)
+        self.compiled: list[bool] = []
+        self._seconds_again = 0.0
+        self._calls = [described((*args, *self.last_batch))]
         self._args = _copied(args) if _donates(self._lowered) else args
         self.out = self.step(*self._args, *self.last_batch)
         given = (*args, *self.last_batch)
@@ -70,16 +83,50 @@ class Stepper:
 
     def run(self, steps: int) -> None:
         """Runs steps one after the other, without waiting in between, and waits for the last."""
-        for _ in range(steps):
-            self.last_batch = self._next()
-            with profiler_trace.mark(DISPATCH):
-                self.out = self.step(*self._args, *self.last_batch)
-                self._carry_on()
-        with profiler_trace.mark(WAIT):
-            jax.block_until_ready((self.out, self._args))
+        self.compiled, self._seconds_again = [], 0.0
+        with Compilations() as compilations:
+            for _ in range(steps):
+                self.last_batch = self._next()
+                args, before, count = self._args, compilations.seconds, compilations.count
+                with profiler_trace.mark(DISPATCH):
+                    self.out = self.step(*args, *self.last_batch)
+                    self._carry_on()
+                self.compiled.append(compilations.count > count)
+                if self.compiled[-1]:
+                    self._seconds_again += compilations.seconds - before
+                    self._calls.append(described((*args, *self.last_batch)))
+            with profiler_trace.mark(WAIT):
+                jax.block_until_ready((self.out, self._args))
+
+    def warm_up(self) -> bool:
+        """Runs steps until one finds its program compiled, or many have not; whether one did."""
+        for _ in range(_MANY_SHAPES):
+            self.run(1)
+            if not self.compiled[0]:
+                return True
+        return False
+
+    def timed(self, steps: int) -> tuple[float, float]:
+        """The wall time of a step in a running loop, and alone, as `seconds_per_step`."""
+        programs = len(self._calls)
+        times = seconds_per_step(self.run, steps, alike=not self.changed)
+        if len(self._calls) > programs and not all(self.compiled):
+            times = seconds_per_step(self.run, steps, alike=not self.changed)
+        return times
+
+    @property
+    def changed(self) -> dict[str, tuple[str, ...]]:
+        """The shapes and dtypes of arguments for which it was compiled, where they differ."""
+        return changes(self._calls)
+
+    @property
+    def recompilation(self) -> Recompilation | None:
+        """The compilations in all steps of the last `run` but its first, if there were any."""
+        times, measured = sum(self.compiled[1:]), len(self.compiled) - 1
+        return Recompilation(times, measured, self._seconds_again / sum(self.compiled), self.changed) if times else None
 
     def leave_cuda_graphs(self) -> None:
-        """Compiles the step anew so that each kernel is launched by itself, and runs that from now on."""
+        """Compiles the step again so that each kernel is launched by itself, and runs that from now on."""
         # As JAX does it for the profiles that its own compilation is guided by (AutoPGLE).
         compiled = self._lowered.compile(compiler_options={"xla_gpu_enable_command_buffer": ""})
         self.step, self.text = compiled, _hlo(compiled)
@@ -97,6 +144,11 @@ class Stepper:
         """What was done to the step that its author may not expect."""
         if not self._jitted:
             yield "the step was not jitted: it was profiled under jax.jit"
+        if self.changed and not any(self.compiled):
+            yield (
+                f"compiled for several shapes ({differences(self.changed)}): times are means over them, and kernels "
+                "are named by the program of the first"
+            )
         if self.carry:
             yield f"carried on from step to step: the first {self.carry} of the step's arguments"
 
@@ -126,7 +178,8 @@ class _Batches(Iterator[Any]):
         except StopIteration:
             if self._iterator is self._source or not self._given:
                 raise ValueError(
-                    f"batches ended after {self._given}: a profile reads 2 * steps + 7, on a GPU up to 3 * steps + 9. "
+                    f"batches ended after {self._given}: a profile reads 2 * steps + 7, on a GPU up to steps + 2 more, "
+                    "and where their shapes change up to steps + 8 more. "
                     "Pass a list or a data set that can be read again, itertools.cycle(...), or fewer steps"
                 ) from None
             self._iterator = iter(self._source)
@@ -136,7 +189,7 @@ class _Batches(Iterator[Any]):
 
 
 def seconds_per_step(
-    run: Callable[[int], None], steps: int, clock: Callable[[], float] = time.perf_counter
+    run: Callable[[int], None], steps: int, clock: Callable[[], float] = time.perf_counter, alike: bool = True
 ) -> tuple[float, float]:
     """The wall time of a step in a running loop, and of a step alone.
 
@@ -146,6 +199,7 @@ def seconds_per_step(
         run: runs so many steps and waits for them.
         steps: how many to time.
         clock: gives the time in seconds.
+        alike: whether all steps do the same; otherwise the pipeline's filling can't be told from a step.
     """
 
     def timed(n: int) -> float:
@@ -156,6 +210,8 @@ def seconds_per_step(
     alone = statistics.median(timed(1) for _ in range(3))
     # Noise can make so short a loop look shorter than a step; what it took in whole bounds it from above.
     whole = timed(steps + 1)
+    if not alike:
+        return whole / (steps + 1), alone
     return max(whole - alone, whole * steps / (steps + 1) ** 2) / steps, alone
 
 
@@ -177,5 +233,5 @@ def _donates(lowered: Any) -> bool:
 
 
 def _copied(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments anew, so that the caller's own outlive a step that donates them."""
+    """Copies of the arguments, so that the caller's own outlive a step that donates them."""
     return jax.tree.map(lambda x: x.copy() if isinstance(x, jax.Array) else x, args)

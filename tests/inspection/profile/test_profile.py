@@ -219,7 +219,7 @@ def test_what_could_use_tensor_cores_is_listed_with_the_reason(gpu):
     assert (only.name, only.backward) == ("ampere_sgemm_32x32_sliced1x4_nn", True)
     text = str(gpu)
     assert "Tensor Cores: 33.3% of the kernels' time" in text
-    assert "M = 3: pad to 8" in text.split("eligible for Tensor Cores but not on them")[1]
+    assert "M = 3: pad to 8" in text.split("Eligible for Tensor Cores but not on them")[1]
 
 
 def test_advice_is_ranked_by_the_share_behind_it(gpu):

@@ -1,0 +1,176 @@
+"""Two profiles side by side: which modules got faster, which did not."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from mpjax.inspection.profile.report import ProfileReport
+from mpjax.inspection.reports import Report, Section, duration
+
+# What changes by less than this share of its time, or of the step, counts as unchanged: measured times vary.
+_NOISE = 0.05
+_SMALL = 0.01
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """The device time of a module in two profiles, forward and backward together.
+
+    Args:
+        module: its path; empty outside of modules.
+        before, after: seconds of a step; 0 where a profile has no such module.
+    """
+
+    module: str
+    before: float
+    after: float
+
+    @property
+    def saved(self) -> float:
+        """Seconds of a step that it takes less."""
+        return self.before - self.after
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison(Report):
+    """What changed from one profile to another; `print` it.
+
+    Args:
+        before, after: seconds of a step.
+        devices: the devices' names.
+        changes: by module, what saves the most time first.
+    """
+
+    before: float
+    after: float
+    devices: tuple[str, str]
+    changes: tuple[Change, ...]
+
+    title = "Comparison of profiles"
+
+    @property
+    def speedup(self) -> float:
+        """How many times faster a step is."""
+        return self.before / self.after
+
+    @property
+    def faster(self) -> tuple[Change, ...]:
+        """Modules that got faster, the most saved first."""
+        return tuple(change for change in self.changes if self._counts(change) and change.saved > 0)
+
+    @property
+    def slower(self) -> tuple[Change, ...]:
+        """Modules that got slower, the most lost first."""
+        return tuple(change for change in reversed(self.changes) if self._counts(change) and change.saved < 0)
+
+    @property
+    def unchanged(self) -> tuple[Change, ...]:
+        """Modules that did not change by more than measured times vary, the longest first."""
+        rest = (change for change in self.changes if not self._counts(change))
+        return tuple(sorted(rest, key=lambda change: -change.after))
+
+    def _counts(self, change: Change) -> bool:
+        longest = max(change.before, change.after)
+        return abs(change.saved) > _NOISE * longest and abs(change.saved) > _SMALL * max(self.before, self.after)
+
+    def sections(self) -> list[Section]:
+        """The comparison for people."""
+        lines = [f"{duration(self.before)} a step before, {duration(self.after)} now: {_times(self.speedup)}"]
+        if self.devices[0] != self.devices[1]:
+            lines.append(f"on different devices: {self.devices[0]} before, {self.devices[1]} now")
+        groups = ("faster", self.faster), ("slower", self.slower), ("unchanged", self.unchanged)
+        for name, group in groups:
+            most = ", ".join(change.module or "outside of modules" for change in group[:3])
+            more = f" and {len(group) - 3} more" if len(group) > 3 else ""
+            lines.append(f"{name}: {most}{more}" if group else f"{name}: nothing")
+        rows = [
+            (
+                change.module or "-",
+                duration(change.before),
+                duration(change.after),
+                f"{change.before / change.after:.2f}×" if change.before and change.after else "-",
+                ("-" if change.saved >= 0 else "+") + duration(abs(change.saved)),
+                name,
+            )
+            for name, group in groups
+            for change in group
+        ]
+        header = ("module", "before", "now", "speedup", "change", "")
+        return [Section(self.title, "\n".join(lines), header, rows, {1, 2, 3, 4})]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The comparison for programs."""
+        return {
+            "before": self.before,
+            "after": self.after,
+            "speedup": self.speedup,
+            "devices": list(self.devices),
+            "changes": self.table(),
+        }
+
+    def table(self) -> list[dict[str, Any]]:
+        """The changes by module."""
+        return [dataclasses.asdict(change) | {"saved": change.saved} for change in self.changes]
+
+
+Profiled = ProfileReport | str | os.PathLike[str] | Mapping[str, Any]
+
+
+def compare(before: Profiled, after: Profiled) -> Comparison:
+    """Compares two profiles by module: what got faster, what did not.
+
+    Args:
+        before, after: reports of `mpjax.profile`, or the files that `to_json` wrote of such.
+
+    Returns:
+        A `Comparison`: `print` it, or ask its `speedup`, `faster`, `slower` and `unchanged`.
+
+    Raises:
+        ValueError: a file is not a profile's JSON.
+
+    Example:
+        >>> import jax.numpy as jnp, mpjax
+        >>> def step(x):
+        ...     return (x @ x).sum()
+        >>> first, second = (mpjax.profile(step, jnp.eye(n), steps=1) for n in (64, 32))
+        >>> mpjax.profile.compare(first, second).devices
+        ('cpu', 'cpu')
+    """
+    old, new = read(before), read(after)
+    modules = {name: (_seconds(old, name), _seconds(new, name)) for name in (*old["modules"], *new["modules"])}
+    changes = (Change(name, *seconds) for name, seconds in modules.items())
+    return Comparison(
+        before=old["step_seconds"],
+        after=new["step_seconds"],
+        devices=(old["device"], new["device"]),
+        changes=tuple(sorted(changes, key=lambda change: -change.saved)),
+    )
+
+
+def read(profile: Profiled) -> Mapping[str, Any]:
+    """A profile as `ProfileReport.to_dict` gives it."""
+    if isinstance(profile, ProfileReport):
+        return profile.to_dict()
+    if isinstance(profile, Mapping):
+        return profile
+    with open(profile, encoding="utf-8") as file:
+        try:
+            found = json.load(file)
+        except ValueError as error:
+            raise ValueError(f"{os.fspath(profile)!r} is no JSON: {error}") from error
+    if not isinstance(found, dict) or not {"step_seconds", "modules", "device"} <= set(found):
+        raise ValueError(f"{os.fspath(profile)!r} is no profile: write one with to_json, or --json")
+    return found
+
+
+def _seconds(profile: Mapping[str, Any], module: str) -> float:
+    times = profile["modules"].get(module, {})
+    return float(times.get("forward", 0.0)) + float(times.get("backward", 0.0))
+
+
+def _times(speedup: float) -> str:
+    return f"{speedup:.2f} times faster" if speedup >= 1 else f"{1 / speedup:.2f} times slower"

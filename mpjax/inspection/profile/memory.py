@@ -1,0 +1,115 @@
+"""Peak memory of a compiled program, and the arrays that hold it, from XLA's statistics and its schedule."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from mpjax.inspection.profile.hlo import Instruction
+from mpjax.inspection.profile.hlo_text import HloModule, Line, sizes
+
+# Their results are their operands; a loop updates what it carries in place.
+_ALIASES = frozenset("bitcast tuple get-tuple-element optimization-barrier while copy-done all-reduce-done".split())
+
+
+@dataclasses.dataclass(frozen=True)
+class Holder:
+    """Arrays that are alive when a program needs the most memory.
+
+    Args:
+        module: module path; empty outside of any.
+        source: the line that makes them.
+        backward: whether the backward pass makes them.
+        arrays: how many.
+        bytes: of them all.
+    """
+
+    module: str
+    source: str
+    backward: bool
+    arrays: int
+    bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """The memory that a step needs on one device, in bytes.
+
+    Args:
+        peak: arguments, results and temporary buffers together, as XLA allocates them; what is donated counts once.
+        arguments, results, temporaries: the parts; results without those that take the place of donated arguments.
+        holders: what is alive when the temporary arrays take the most, by the schedule, the largest first. XLA may
+            put some of these into one buffer.
+    """
+
+    peak: int
+    arguments: int
+    results: int
+    temporaries: int
+    holders: tuple[Holder, ...]
+
+
+def memory_of(executable: Any, text: str, instructions: Mapping[str, Instruction]) -> Memory | None:
+    """The memory of a compiled step; None where the backend gives no statistics.
+
+    Args:
+        executable: as `jax.stages.Compiled`.
+        text: its optimized HLO.
+        instructions: those of the program, by name.
+    """
+    try:
+        stats = getattr(executable, "compiled", executable).memory_analysis()
+    except Exception:  # each backend refuses in its own way
+        return None
+    if stats is None:
+        return None
+    arguments, temporaries = stats.argument_size_in_bytes, stats.temp_size_in_bytes
+    results = max(stats.output_size_in_bytes - stats.alias_size_in_bytes, 0)
+    holders = _holders(HloModule(text), instructions)
+    return Memory(arguments + results + temporaries, arguments, results, temporaries, holders)
+
+
+def _holders(program: HloModule, instructions: Mapping[str, Instruction]) -> tuple[Holder, ...]:
+    rows: dict[tuple[str, str, bool], list[int]] = {}
+    for line in _alive_at_peak(program, program.entry)[1]:
+        found = instructions[line.name]
+        row = rows.setdefault((found.module, found.source, found.backward), [0, 0])
+        row[0] += 1
+        row[1] += _bytes(line)
+    holders = (Holder(*place, *row) for place, row in rows.items())
+    return tuple(sorted(holders, key=lambda holder: -holder.bytes))
+
+
+def _alive_at_peak(program: HloModule, computation: str) -> tuple[int, list[Line]]:
+    """The most bytes of temporary arrays in a computation, and the instructions whose results these are."""
+    lines = list(program.computations.get(computation, {}).values())
+    bases: dict[str, frozenset[str]] = {}  # The arrays that a result is made of.
+    last: dict[str, int] = {}
+    for i, line in enumerate(lines):
+        operands = frozenset().union(*(bases.get(name, frozenset()) for name in line.operands))
+        own = frozenset([line.name]) if line.opcode not in ("parameter", "constant") else frozenset[str]()
+        bases[line.name] = operands if line.opcode in _ALIASES else own
+        last |= dict.fromkeys(operands | bases[line.name], i)
+    if lines:
+        last |= dict.fromkeys(bases[lines[-1].name], len(lines))  # What is returned stays.
+    born: dict[str, int] = {line.name: i for i, line in enumerate(lines) if line.name in last}
+    dying: dict[int, int] = {}
+    for name, i in born.items():
+        dying[last[name]] = dying.get(last[name], 0) + _bytes(lines[i])
+    most, at, inside, total = 0, 0, list[Line](), 0
+    for i, line in enumerate(lines):
+        total += _bytes(line) if line.name in born else 0
+        inner = max((_alive_at_peak(program, called) for called in _bodies(line)), key=lambda x: x[0], default=(0, []))
+        if total + inner[0] > most:
+            most, at, inside = total + inner[0], i, inner[1]
+        total -= dying.get(i, 0)
+    return most, [*(lines[i] for name, i in born.items() if i <= at <= last[name]), *inside]
+
+
+def _bodies(line: Line) -> tuple[str, ...]:
+    return line.called if line.opcode in ("while", "conditional", "call") else ()
+
+
+def _bytes(line: Line) -> int:
+    return sum(size for _, size in sizes(line.type))

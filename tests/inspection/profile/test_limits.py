@@ -1,0 +1,106 @@
+"""What limits a step: real small steps that are compiled again, call Python, or do little but update parameters."""
+
+import itertools
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import mpjax
+from mpjax.inspection.profile import hlo
+from mpjax.inspection.profile.advice import advise
+from mpjax.inspection.profile.kernels import Split
+
+W = jnp.eye(16)
+
+
+def train_step(w, x):
+    return w - 0.1 * x.T @ jnp.tanh(x @ w), x.sum()
+
+
+def test_a_new_shape_at_each_step_is_recompilation_with_the_shapes():
+    batches = (np.ones((n, 16), np.float32) for n in itertools.count(8))
+    report = mpjax.profile(jax.jit(train_step), W, batches=batches, steps=10)
+    assert report.limit == "recompilation"
+    assert report.compilation_share > 0.8 > report.dispatch_share
+    assert report.recompilation.steps == report.recompilation.measured == report.steps == 3
+    assert set(report.recompilation.changed) == {"args[1]"}
+    assert "args[1]: float32[8,16], float32[9,16]" in " ".join(str(report).split())
+
+
+def test_four_shapes_in_turn_are_compiled_once_each_and_timed_together():
+    batches = [np.ones((8 * n, 16), np.float32) for n in (1, 2, 3, 4)]
+    report = mpjax.profile(jax.jit(train_step), W, batches=batches, steps=8)
+    assert report.recompilation is None
+    assert report.compilation_share == 0
+    assert any("several shapes" in note and "float32[32,16]" in note for note in report.notes)
+    # A step takes far less than a millisecond, unless compilations are taken for steps.
+    assert max(report.step_seconds, report.alone_seconds, report.traced_seconds) < 0.04
+
+
+def test_a_new_function_at_each_step_is_recompilation_without_a_shape():
+    def step(w, x):
+        return jax.jit(lambda w, x: train_step(w, x))(w, x)
+
+    step.lower = jax.jit(train_step).lower
+    report = mpjax.profile(step, W, jnp.ones((8, 16)), steps=2)
+    assert report.limit == "recompilation"
+    assert report.recompilation.changed == {}
+    assert "a function made anew at each call" in str(report)
+
+
+def slow(x):
+    time.sleep(0.02)
+    return x
+
+
+@pytest.mark.parametrize("kind", ["pure_callback", "io_callback", "debug_print"])
+def test_host_callbacks_are_named_with_their_line(kind, capfd):
+    @jax.jit
+    def step(x):
+        if kind == "debug_print":
+            jax.debug.print("{}", x[0, 0])
+            return x @ x
+        call = jax.pure_callback if kind == "pure_callback" else jax.experimental.io_callback
+        return call(slow, jax.ShapeDtypeStruct(x.shape, x.dtype), x) @ x
+
+    report = mpjax.profile(step, W, steps=2)
+    (callback,) = (kernel for kernel in report.kernels if kernel.kind == hlo.CALLBACK)
+    assert callback.source.startswith("test_limits.py:")
+    if kind != "debug_print":  # Printing is quick.
+        assert report.limit == "host callbacks"
+        assert f"{kind} at {callback.source}" in report.advice[0].text
+        assert callback.seconds > 0.019
+
+
+def test_on_a_gpu_waiting_for_a_callback_is_said_where_the_device_waits():
+    callback = hlo.Instruction("pure_callback.1", hlo.CALLBACK, "", "a.py:3", "/a.py", False)
+    (advice,) = advise(Split(device=1, input=0, dispatch=3), (), True, callbacks=[callback])
+    assert advice.limit == "host callbacks"
+    assert "pure_callback at a.py:3" in advice.text
+
+
+def test_a_step_that_mostly_updates_parameters_is_limited_by_the_optimizer():
+    tx = optax.adam(1e-3)
+    params = {f"layer{i}": jnp.full((256, 256), 0.01) for i in range(8)}
+
+    def loss(params, x):
+        for w in params.values():
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x)
+
+    @jax.jit
+    def step(params, state, x):
+        value, gradients = jax.value_and_grad(loss)(params, x)
+        updates, state = tx.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    report = mpjax.profile(step, params, tx.init(params), jnp.ones((1, 256)), steps=5)
+    assert report.limit == "optimizer"
+    assert "optax.flatten" in report.advice[0].text
+    assert report.advice[0].share > 0.5
+    # The forward and the backward pass are not the optimizer's.
+    assert not any(kernel.updates for kernel in report.kernels if kernel.kind == hlo.MATMUL)
