@@ -65,7 +65,13 @@ print("flax" in sys.modules)
 
 def test_public_names_have_docstrings_with_examples():
     without_example = {"LossScaleState", "MasterWeightsState", "Explanation", "check_progress"}
-    without_example |= {"NonFinite", "NumericsReport", "PrecisionReport", "ProfileReport"}  # results: see the functions
+    without_example |= {
+        "LayerwiseReport",
+        "NonFinite",
+        "NumericsReport",
+        "PrecisionReport",
+        "ProfileReport",
+    }  # results: see the functions
     for name in dir(mpjax):
         value = getattr(mpjax, name)
         if name.startswith("_") or inspect.ismodule(value):

@@ -137,6 +137,13 @@ def _entered(eqn: Any) -> Sequence[Any]:
     return params["branches"] if name == "cond" else ()
 
 
+def is_unseen(place: Place) -> bool:
+    """Whether code runs inside an equation that is not evaluated operation by operation: a kernel, a callback."""
+    row = primitive(place.site.name)
+    closed = row.op in (Op.OPAQUE, Op.ENTER) and bool(inner_jaxprs(place.site.eqn))
+    return not place.blocks and (row.foreign or closed)
+
+
 class Probe:
     """What is noted while a program runs; this one notes nothing.
 
@@ -224,12 +231,12 @@ class Run:
         self, block: Block, arrays: Sequence[Any], turn: Sequence[Any] = (), consts: Sequence[Any] | None = None
     ) -> tuple[list[Any], dict[Key, Any]]:
         """Evaluates a jaxpr; returns its outputs and the notes."""
-        consts = [self._widened(c) for c in (block.consts if consts is None else consts)]
+        consts = [self._constant(c) for c in (block.consts if consts is None else consts)]
         env: dict[Any, Any] = dict(zip((*block.jaxpr.constvars, *block.jaxpr.invars), (*consts, *arrays), strict=True))
         notes: dict[Key, Any] = {}
 
         def read(v: Any) -> Any:
-            return self._widened(v.val) if isinstance(v, compat.Literal) else env[v]
+            return self._constant(v.val) if isinstance(v, compat.Literal) else env[v]
 
         for place, dead in zip(block.rows, block.last_uses, strict=True):
             ins = [read(v) for v in place.site.eqn.invars]
@@ -248,10 +255,10 @@ class Run:
     def _evaluate(self, place: Place, ins: Sequence[Any], turn: Sequence[Any]) -> tuple[Sequence[Any], dict[Key, Any]]:
         eqn = place.site.eqn
         if not place.blocks:
-            outs = (_bind_wide if self.wide else _bind)(eqn, ins)
+            outs = self._bound(place, ins)
             if self.replace is not None:
                 outs = list(self.replace(place, turn, outs))
-            return outs, self.probe.equation(place, turn, ins, outs, functools.partial(_bind_wide, eqn))
+            return outs, self.probe.equation(place, turn, ins, outs, functools.partial(bind_wide, eqn))
         notes = self.probe.entering(place, ins)
         special = {"scan": self._scan, "while": self._while, "cond": self._cond, "shard_map": self._shard_map}
         if place.site.name in special:
@@ -263,8 +270,23 @@ class Run:
             outs, new = self.block(place.blocks[0], ins, turn)
         return outs, {**notes, **new}
 
-    def _widened(self, array: Any) -> Any:
+    # A subclass may have several arrays in the place of one: a tree of them. These four are then its own.
+
+    def _constant(self, array: Any) -> Any:
+        """A constant of the program as it is evaluated."""
         return widened(array) if self.wide else array
+
+    def _decides(self, value: Any) -> Any:
+        """The array that a branch or a loop goes by."""
+        return value
+
+    def _with(self, probe: Probe) -> Run:
+        """The same evaluation with another probe."""
+        return Run(probe, self.wide, self.replace)
+
+    def _bound(self, place: Place, ins: Sequence[Any]) -> list[Any]:
+        """The results of an equation without an inside."""
+        return (bind_wide if self.wide else bind)(place.site.eqn, ins)
 
     def _empty(self, block: Block) -> dict[Key, Any]:
         return {key: self._varying(self.probe.empty(key)) for key in self.probe.keys(block)}
@@ -303,11 +325,11 @@ class Run:
         params, (condition, body) = place.site.eqn.params, place.blocks
         first = params["cond_nconsts"]
         split = first + params["body_nconsts"]
-        plain, stacks = Run(Probe(), self.wide, self.replace), self.probe.stacks
+        plain, stacks = self._with(Probe()), self.probe.stacks
 
         def unfinished(carried: Sequence[Any]) -> Any:
             ((going,), _) = plain.block(condition, [*ins[:first], *carried])
-            return going
+            return self._decides(going)
 
         def step(state: Any) -> Any:
             i, carried, notes = state
@@ -343,7 +365,7 @@ class Run:
 
             return run
 
-        return lax.switch(ins[0], [branch(block) for block in place.blocks], *ins[1:])
+        return lax.switch(self._decides(ins[0]), [branch(block) for block in place.blocks], *ins[1:])
 
     def _shard_map(self, place: Place, ins: Sequence[Any], turn: Sequence[Any]) -> tuple[list[Any], dict[Key, Any]]:
         params, (body,) = place.site.eqn.params, place.blocks
@@ -351,7 +373,7 @@ class Run:
         options = compat.shard_map_options(params)
         sizes = _manual_axes(params)
         axes = tuple(sizes)
-        inside = Run(self.probe, self.wide, self.replace)
+        inside = self._with(self.probe)
         inside._manual = axes if options["check_vma"] else ()
 
         def run(arrays: Sequence[Any], turn: Sequence[Any]) -> Any:
@@ -386,19 +408,25 @@ class Eager(Run):
         if not place.blocks or primitive(place.site.name).call:
             return super()._evaluate(place, ins, turn)
         if place.number not in self._compiled:
-            run = functools.partial(Run(self.probe, self.wide)._evaluate, place)
+            run = functools.partial(self._with(self.probe)._evaluate, place)
             self._compiled[place.number] = jax.jit(run, compiler_options=COMPILER_OPTIONS)
         return self._compiled[place.number](list(ins), list(turn))
 
 
 def _select(mask: Any, new: Any, old: Any) -> Any:
-    return lax.select(lax.broadcast_in_dim(mask, new.shape, tuple(range(mask.ndim))), new, old)
+    def chosen(new: Any, old: Any) -> Any:
+        return lax.select(lax.broadcast_in_dim(mask, new.shape, tuple(range(mask.ndim))), new, old)
+
+    return jax.tree.map(chosen, new, old)
 
 
 def _strong(arrays: Sequence[Any]) -> list[Any]:
     """The arrays without weak types: a carry has one type."""
-    weak = [getattr(jax.typeof(x), "weak_type", False) for x in arrays]
-    return [lax.convert_element_type(x, jnp.result_type(x)) if w else x for x, w in zip(arrays, weak, strict=True)]
+
+    def strong(x: Any) -> Any:
+        return lax.convert_element_type(x, jnp.result_type(x)) if getattr(jax.typeof(x), "weak_type", False) else x
+
+    return jax.tree.map(strong, list(arrays))
 
 
 def is_inexact(x: Any) -> bool:
@@ -418,16 +446,17 @@ def widened(x: Any) -> Any:
     return lax.convert_element_type(x, np.float32) if is_half(x) else x
 
 
-def _bind(eqn: Any, arrays: Sequence[Any]) -> list[Any]:
+def bind(eqn: Any, arrays: Sequence[Any]) -> list[Any]:
+    """The results of an equation."""
     outs = eqn.primitive.bind(*arrays, **eqn.primitive.get_bind_params(eqn.params))
     return list(outs) if eqn.primitive.multiple_results else [outs]
 
 
-def _bind_wide(eqn: Any, arrays: Sequence[Any]) -> list[Any]:
-    """The equation with float32 in the place of half; arrays may be of either."""
+def bind_wide(eqn: Any, arrays: Sequence[Any]) -> list[Any]:
+    """The results of an equation with float32 in the place of half; arrays may be of either."""
     name = eqn.primitive.name
     if not any(map(is_half, (*eqn.invars, *eqn.outvars))):
-        return _bind(eqn, arrays)
+        return bind(eqn, arrays)
     if name == "reduce_precision":
         return [widened(arrays[0])]
     if primitive(name).bits or primitive(name).op is Op.OPAQUE:
@@ -435,11 +464,23 @@ def _bind_wide(eqn: Any, arrays: Sequence[Any]) -> list[Any]:
             lax.convert_element_type(x, v.aval.dtype) if is_half(v) else x
             for x, v in zip(arrays, eqn.invars, strict=True)
         ]
-        return [widened(out) for out in _bind(eqn, back)]
-    params = {key: np.dtype(np.float32) if _is_half_dtype(value) else value for key, value in eqn.params.items()}
+        return [widened(out) for out in bind(eqn, back)]
+    params = {key: _wide_parameter(value) for key, value in eqn.params.items()}
     outs = eqn.primitive.bind(*map(widened, arrays), **eqn.primitive.get_bind_params(params))
     return list(outs) if eqn.primitive.multiple_results else [outs]
 
 
-def _is_half_dtype(value: Any) -> bool:
-    return isinstance(value, np.dtype) and value in HALF_DTYPES
+def _wide_parameter(value: Any) -> Any:
+    """A parameter of a primitive with float32 in the place of half: a dtype, or how two elements are combined."""
+    if compat.is_jaxpr(value):
+        return _wide_jaxpr(value)
+    return np.dtype(np.float32) if isinstance(value, np.dtype) and value in HALF_DTYPES else value
+
+
+@functools.lru_cache(maxsize=256)
+def _wide_jaxpr(jaxpr: Any) -> Any:
+    block = lay_out(jaxpr)
+    dtypes = [np.dtype(np.float32) if is_half(v) else v.aval.dtype for v in block.jaxpr.invars]
+    examples = [compat.example(v.aval, dtype) for v, dtype in zip(block.jaxpr.invars, dtypes, strict=True)]
+    traced = jax.make_jaxpr(lambda *arrays: Run(Probe(), wide=True).block(block, arrays)[0])(*examples)
+    return traced if hasattr(jaxpr, "consts") else compat.open_jaxpr(traced).jaxpr

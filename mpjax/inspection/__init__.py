@@ -10,6 +10,8 @@ if _typing.TYPE_CHECKING:
     from mpjax.casting import explain as explain
     from mpjax.inspection.audit.audit import PrecisionReport as PrecisionReport
     from mpjax.inspection.audit.audit import audit as audit
+    from mpjax.inspection.layerwise.layerwise import LayerwiseReport as LayerwiseReport
+    from mpjax.inspection.layerwise.layerwise import layerwise_error as layerwise_error
     from mpjax.inspection.nonfinite.find_nonfinite import NonFinite as NonFinite
     from mpjax.inspection.nonfinite.find_nonfinite import find_nonfinite as find_nonfinite
     from mpjax.inspection.numerics.numerics import NumericsReport as NumericsReport

@@ -106,12 +106,12 @@ def _report(tool: Tool, options: argparse.Namespace) -> Report:
 
 
 def _inspected(tool: Tool, inspect: Callable[..., Any], fun: Any, call: Call, keywords: dict[str, Any]) -> Any:
-    if not tool.batches:
-        args = call.args if call.batches is None else (*call.args, next(iter(call.batches)))
-        return inspect(fun, *args, **call.kwargs)
-    if call.kwargs:
+    if call.kwargs and (tool.batches or tool.options):
         raise UsageError(f"--args returned keyword arguments; {tool.command} takes positional ones: return a tuple.")
-    return inspect(fun, *call.args, batches=call.batches, **keywords)
+    if tool.batches:
+        return inspect(fun, *call.args, batches=call.batches, **keywords)
+    args = call.args if call.batches is None else (*call.args, next(iter(call.batches)))
+    return inspect(fun, *args, **call.kwargs, **keywords)
 
 
 def _check_writable(path: str, suffix: str) -> None:

@@ -62,6 +62,12 @@ def integers(text: str) -> int | tuple[int, ...]:
     return numbers[0] if len(numbers) == 1 else numbers
 
 
+_LOSS = (
+    Option("--loss-scale", "the loss scale in use", type=float),
+    Option("--has-aux", "the function returns (loss, aux)", action="store_true"),
+    Option("--argnums", "positions of the parameters, as 0 or 0,1", type=integers, default=0, metavar="N,..."),
+)
+
 TOOLS = (
     Tool(
         "audit",
@@ -92,11 +98,18 @@ TOOLS = (
         "numerics",
         batches=True,
         options=(
-            Option("--loss-scale", "the loss scale in use", type=float),
-            Option("--has-aux", "the function returns (loss, aux)", action="store_true"),
-            Option("--argnums", "positions of the parameters, as 0 or 0,1", type=integers, default=0, metavar="N,..."),
+            *_LOSS,
             Option("--dtype", "the half dtype", default="float16", choices=("float16", "bfloat16")),
         ),
+    ),
+    Tool(
+        "layerwise_error",
+        ("layerwise_error", "LayerwiseReport"),
+        "mpjax.inspection.layerwise.layerwise",
+        "Where does half depart from float32?",
+        "the errors of a loss function in half against float32, by module",
+        "layerwise",
+        options=_LOSS,
     ),
     Tool(
         "find_nonfinite",

@@ -64,6 +64,13 @@ def counted(block: Block, num_gradients: int) -> Counted:
     return Counted(frozenset(by_phase[FORWARD]), backward - parameters, backward & parameters, frozenset(analysis.half))
 
 
+def makers_of_gradients(block: Block, num_gradients: int) -> frozenset[int]:
+    """The equations that make the gradients of parameters, seen through moves, casts, scalings and sums."""
+    analysis = _Analysis({place.number: place for place in block.places()})
+    outs = analysis.block(block, [_Made()] * len(block.jaxpr.invars))
+    return frozenset[int]().union(*(made.far for made in outs[:num_gradients]))
+
+
 class _Analysis:
     def __init__(self, places: dict[int, Place]):
         self.places = places

@@ -23,12 +23,12 @@ from mpjax._jaxpr.interpreter import (
     Place,
     is_half,
     is_inexact,
+    is_unseen,
     lay_out,
     widened,
 )
 from mpjax._jaxpr.primitives import Op, primitive
 from mpjax._jaxpr.source import BACKWARD
-from mpjax._jaxpr.walk import inner_jaxprs
 from mpjax.casting import autocast
 from mpjax.inspection.gradient import gradient_of, scale_state
 from mpjax.inspection.numerics.activations import Counted, counted
@@ -168,7 +168,7 @@ class _Measuring:
         counts = counted(block, len(names))
         probe = HostRangeProbe(block, counts, self.limits)
         for place in block.places():
-            if not place.blocks and (inner_jaxprs(place.site.eqn) or primitive(place.site.name).foreign):
+            if is_unseen(place):
                 self.unseen[f"{place.site.name} at {place.site.source or 'an unknown line'}"] = None
         self.has_half |= any(is_half(v) for place in block.places() for v in place.site.eqn.outvars)
         return _Compiled(block, counts, names, probe, Eager(probe, wide=True))

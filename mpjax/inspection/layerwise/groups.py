@@ -1,0 +1,118 @@
+"""The modules of a program as groups of equations, and the values that they hand on."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from mpjax._jaxpr import compat
+from mpjax._jaxpr.interpreter import Block, Place
+from mpjax._jaxpr.primitives import primitive
+from mpjax._jaxpr.source import telling_frame
+from mpjax.policy import HALF_DTYPES
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """The equations of one module; where no module has a name, those of one function of the user's.
+
+    Args:
+        name: the module path, or the function as `loss_fn (train.py)`.
+        path: the module path; empty for a function.
+    """
+
+    name: str
+    path: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Grouped:
+    """The groups of a program.
+
+    Args:
+        groups: of each equation, by its number.
+        handed_on: the results, as (number, index), that an equation of another group reads or that the program returns.
+    """
+
+    groups: dict[int, Group]
+    handed_on: frozenset[tuple[int, int]]
+
+
+def grouped(block: Block) -> Grouped:
+    """The groups of a program and what they hand on."""
+    groups = dict(_groups(block, None))
+    handed_on: set[tuple[int, int]] = set()
+    outs = _Reading(groups, handed_on).block(block, [None] * len(block.jaxpr.invars))
+    handed_on.update(made for made in outs if made is not None)
+    return Grouped(groups, frozenset(handed_on))
+
+
+def is_transparent(place: Place) -> bool:
+    """Whether an equation's inside runs once, in its place: of a `jit`, a `remat`, a function with custom rules."""
+    return bool(place.blocks) and primitive(place.site.name).call
+
+
+def hands_through(place: Place) -> bool:
+    """Whether an equation moves elements, or casts them without rounding: its result is that of whoever made them."""
+    eqn, row = place.site.eqn, primitive(place.site.name)
+    if place.blocks or not (row.moves or row.whole) or len(eqn.outvars) != 1:
+        return False
+    given, result = (getattr(v.aval, "dtype", None) for v in (eqn.invars[0], eqn.outvars[0]))
+    return given == result or (given in HALF_DTYPES and result == np.float32)
+
+
+def _groups(block: Block, around: Group | None) -> Iterator[tuple[int, Group]]:
+    for place in block.rows:
+        path = place.site.path
+        inherited = around is not None and (not path or path == around.path)
+        group = around if inherited and around is not None else Group(path or _function(place), path)
+        yield place.number, group
+        for inner in place.blocks:
+            # JAX keeps the traces of its own jitted functions, with the lines of their first call.
+            yield from _groups(inner, group if place.site.name in ("jit", "pjit") else None)
+
+
+def _function(place: Place) -> str:
+    """The innermost function of a traceback that is no layer's, as `loss_fn (train.py)`."""
+    frames = compat.user_frames(place.site.eqn)
+    which = telling_frame([frame.file_name for frame in frames], in_layer=False)
+    if which is None:
+        return ""
+    return f"{frames[which].function_name.rpartition('.')[2]} ({frames[which].file_name.rsplit('/', 1)[-1]})"
+
+
+class _Reading:
+    """Goes over the program once; a value is known by the equation that makes it and its place among the results."""
+
+    def __init__(self, groups: dict[int, Group], handed_on: set[tuple[int, int]]):
+        self.groups, self.handed_on = groups, handed_on
+
+    def block(self, block: Block, ins: Sequence[Any]) -> list[Any]:
+        made = dict(zip(block.jaxpr.invars, ins, strict=True))
+
+        def maker(v: Any) -> Any:
+            return None if isinstance(v, compat.Literal) else made.get(v)
+
+        for place in block.rows:
+            eqn = place.site.eqn
+            given = [maker(v) for v in eqn.invars]
+            if is_transparent(place):
+                outs = self.block(place.blocks[0], given)
+                made.update(zip(eqn.outvars, outs, strict=True))
+                continue
+            if hands_through(place) and given[0] is not None:
+                made[eqn.outvars[0]] = given[0]
+                continue
+            inside = bool(place.blocks)
+            for found in given:
+                if found is not None and (inside or self.groups[found[0]] != self.groups[place.number]):
+                    self.handed_on.add(found)
+            for body in place.blocks:
+                outs = self.block(body, [None] * len(body.jaxpr.invars))
+                self.handed_on.update(found for found in outs if found is not None)
+            if not inside:
+                made.update({v: (place.number, i) for i, v in enumerate(eqn.outvars)})
+        return [maker(v) for v in block.jaxpr.outvars]

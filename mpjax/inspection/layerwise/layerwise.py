@@ -1,0 +1,179 @@
+"""`layerwise_error`: where a program in half departs from the same program in float32."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mpjax._jaxpr.instances import owners_of
+from mpjax._jaxpr.interpreter import Block, is_half, is_unseen, lay_out, widened
+from mpjax._jaxpr.primitives import Op, primitive
+from mpjax._jaxpr.source import BACKWARD
+from mpjax.inspection.gradient import gradient_of, scale_state
+from mpjax.inspection.layerwise.groups import Group, grouped
+from mpjax.inspection.layerwise.lockstep import EagerLockstep, ErrorProbe, Values, error_note
+from mpjax.inspection.layerwise.report import LayerError, ParameterError
+from mpjax.inspection.layerwise.report import LayerwiseReport as LayerwiseReport
+from mpjax.inspection.numerics.activations import makers_of_gradients
+from mpjax.inspection.program import traced_call
+from mpjax.modules.boundary import contains_nnx_object, is_nnx_object
+from mpjax.modules.scopes import named_modules
+
+
+def layerwise_error(
+    fun: Callable[..., Any],
+    *args: Any,
+    loss_scale: Any = None,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+) -> LayerwiseReport:
+    """The relative errors of a loss function in half against float32, module by module, forward and gradient.
+
+    The gradient's program is evaluated three times in lockstep on the same batch, operation by operation:
+
+        exact    float32 in the place of half
+        half     as the program is
+        fresh    as it is, each module on exact operands
+        total = ‖half − exact‖ / ‖exact‖,    own = ‖fresh − exact‖ / ‖exact‖
+
+    of each array that a module hands on, the largest of a module in each pass; gradients of a module's parameters count
+    together. In a loop a module starts from exact operands at each turn. A norm or a loss in bfloat16 stands out where
+    all ranges are harmless: modules with an operation of autocast's deny list in half come first, the others by their
+    own error.
+
+    Args:
+        fun: a loss function that computes in half: `autocast`, a `with_policy` model, or by hand. Any library's.
+        args: its arguments; arrays and trees of them.
+        loss_scale: the scale in use: a number, a `LossScaleState` or an optimizer state that holds one; None for 1.
+        argnums: which arguments are differentiated, as in `jax.grad`.
+        has_aux: whether `fun` returns `(loss, aux)`.
+
+    Returns:
+        A `LayerwiseReport`: `print` it, or read its `modules`.
+
+    Raises:
+        ValueError: nothing in the program is half.
+        TypeError: an argument is a shape: the program is run.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, mpjax
+        >>> def loss(w, x):
+        ...     with jax.named_scope("dense"):
+        ...         y = x @ w
+        ...     with jax.named_scope("norm"):
+        ...         y = y.astype(jnp.bfloat16)
+        ...         y = y - y.mean(-1, keepdims=True)
+        ...     return jnp.mean(y.astype(jnp.float32) ** 2)
+        >>> w, x = jax.random.normal(jax.random.key(0), (2, 8, 8))
+        >>> report = mpjax.layerwise_error(mpjax.autocast(loss, "mixed_float16"), w, x)
+        >>> [row.name for row in report.modules][0], 0.001 < report.gradient_error < 0.02
+        ('norm', True)
+
+    Source: the per-layer comparison of accuracy debuggers, such as TensorRT's Polygraphy and PyTorch's numeric suite.
+    """
+    state = None if loss_scale is None else scale_state(loss_scale)
+    names: list[str] = []
+    program = traced_call("layerwise_error", gradient_of(_named(fun), state, argnums, has_aux, names), args, {})
+    block = lay_out(program.jaxpr, owners=owners_of(program.jaxpr, program.names))
+    if not any(is_half(v) for place in block.places() for v in (*place.site.eqn.invars, *place.site.eqn.outvars)):
+        raise ValueError(
+            "layerwise_error: nothing in this program is half, so it has no error to show. Give it under "
+            "mpjax.autocast(fun, 'mixed_float16') (--policy mixed_float16 on the command line), or a model with a "
+            "policy."
+        )
+    found = grouped(block)
+    probe = ErrorProbe(block, found)
+    arrays = [Values(widened(x), x, x) for x in map(jnp.asarray, program.arrays)]
+    outs, notes = EagerLockstep(probe, found.groups).block(block, arrays)
+    return _report(fun, block, found.groups, notes, outs, names)
+
+
+def _named(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with scopes around its NNX modules, also where nothing is planned."""
+
+    @functools.wraps(fun)
+    def named(*args: Any, **kwargs: Any) -> Any:
+        if not contains_nnx_object((args, kwargs)):
+            return fun(*args, **kwargs)
+        modules = [x for x in jax.tree.leaves((args, kwargs), is_leaf=is_nnx_object) if is_nnx_object(x)]
+        with named_modules(modules):
+            return fun(*args, **kwargs)
+
+    return named
+
+
+def _report(
+    fun: Any, block: Block, groups: Mapping[int, Group], notes: Mapping[Any, Any], outs: Sequence[Any], names: list[str]
+) -> LayerwiseReport:
+    grads = [jax.device_get(error_note(*out)) for out in outs[: len(names)]]
+    loss = jax.device_get(error_note(*outs[len(names)]))
+    squares = [float(size) ** 2 * sums.astype(float) for size, sums, _ in grads]
+    whole = sum(float(each[1]) for each in squares)
+    parameters = [
+        ParameterError(name, _error([note], 1), float(each[1]) / whole if whole else 0.0)
+        for name, note, each in zip(names, grads, squares, strict=True)
+    ]
+    unseen = [
+        f"{place.site.name} at {place.site.source or 'an unknown line'}" for place in block.places() if is_unseen(place)
+    ]
+    return LayerwiseReport(
+        function=getattr(fun, "__name__", type(fun).__name__),
+        loss_error=_error([loss], 1),
+        gradient_error=_error(grads, 1),
+        modules=tuple(_modules(block, groups, jax.device_get(notes), makers_of_gradients(block, len(names)))),
+        parameters=tuple(sorted(parameters, key=lambda row: -row.share)),
+        unseen=tuple(dict.fromkeys(unseen)),
+    )
+
+
+def _modules(
+    block: Block, groups: Mapping[int, Group], notes: Mapping[Any, Any], of_parameters: frozenset[int]
+) -> list[LayerError]:
+    """The rows: those with operations in half that want float32 first, then by their own error."""
+    places = {place.number: place for place in block.places()}
+    dtypes: dict[Group, dict[str, None]] = {group: {} for group in groups.values()}
+    denied: dict[Group, dict[str, None]] = {group: {} for group in groups.values()}
+    for number, place in places.items():
+        half = [v.aval.dtype.name for v in place.site.eqn.outvars if is_half(v)]
+        dtypes[groups[number]].update(dict.fromkeys(half))
+        if half and primitive(place.site.name).op is Op.DENY:
+            denied[groups[number]][place.site.name] = None
+    # A module's arrays: the passes apart, the gradients of its parameters together, because one alone may be nothing
+    # but rounding (of a bias before a normalisation: zero in exact arithmetic).
+    arrays: dict[tuple[Group, bool], dict[Any, list[Any]]] = {}
+    for (_, number, i), note in notes.items():
+        backward = places[number].site.phase == BACKWARD
+        together = "parameters" if backward and number in of_parameters else (number, i)
+        arrays.setdefault((groups[number], backward), {}).setdefault(together, []).append((number, note))
+    rows = []
+    for group in dict.fromkeys(group for group, _ in arrays):
+        found = {backward: arrays.get((group, backward), {}) for backward in (False, True)}
+        own = {backward: _largest(found[backward].values(), 2) for backward in found}
+        total = {backward: _largest(found[backward].values(), 1) for backward in found}
+        site = places[max(own.values())[1]].site
+        errors = own[False][0], own[True][0], total[False][0], total[True][0]
+        where = site.name, site.source, tuple(denied[group])
+        rows.append(LayerError(group.name, group.path, tuple(dtypes[group]), *errors, *where))
+    return sorted(rows, key=lambda row: (not (row.denied and row.error), -row.error, -row.total))
+
+
+def _largest(arrays: Iterable[Sequence[tuple[int, Any]]], which: int) -> tuple[float, int]:
+    """The largest error, and the equation that makes it."""
+    errors = [(_error([note for _, note in found], which), found[0][0]) for found in arrays]
+    return max(errors, default=(0.0, -1))
+
+
+def _error(notes: Iterable[Any], which: int) -> float:
+    """The relative error of arrays together: 1 for that of the program, 2 for the module's own."""
+    notes = list(notes)
+    if any(bad[which - 1] for _, _, bad in notes):
+        return math.inf
+    unit = max((float(size) for size, _, _ in notes), default=0.0) or 1.0
+    squares = [(float(size) / unit) ** 2 * sums.astype(float) for size, sums, _ in notes]
+    exact, apart = (sum(float(each[i]) for each in squares) for i in (0, which))
+    return math.sqrt(apart / exact) if exact else 0.0

@@ -1,0 +1,174 @@
+"""A program evaluated in float32 and in half in lockstep, and how far the two are apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from mpjax._jaxpr import compat
+from mpjax._jaxpr.interpreter import Block, Eager, Key, Place, Probe, Run, bind, bind_wide, is_half, widened
+from mpjax.inspection.layerwise.groups import Group, Grouped, hands_through, is_transparent
+
+Note = tuple[Any, Any, Any]  # the largest size, sums of squares in units of it, how many are inf or NaN in half alone
+
+
+class Values(NamedTuple):
+    """What one variable is in three evaluations of the program. (A pytree: loops carry it as it is.)
+
+    Args:
+        exact: with float32 in the place of half, throughout.
+        half: as the program is.
+        fresh: as the program is since it entered the module, from exact operands: its error is the module's own.
+    """
+
+    exact: Any
+    half: Any
+    fresh: Any
+
+
+class Lockstep(Run):
+    """Evaluates a program whose values are `Values`; loops and branches go by the exact ones.
+
+    Args:
+        probe: its `equation` gets `Values` as operands and results.
+        groups: the group of each equation.
+    """
+
+    def __init__(self, probe: Probe, groups: Mapping[int, Group]):
+        super().__init__(probe)
+        self.groups = groups
+        self._makers: dict[Any, Group | None] = {}
+
+    def _constant(self, array: Any) -> Values:
+        return Values(widened(array), array, array)
+
+    def _decides(self, value: Values) -> Any:
+        return value.exact
+
+    def _with(self, probe: Probe) -> Run:
+        return Lockstep(probe, self.groups)
+
+    def _evaluate(self, place: Place, ins: Sequence[Any], turn: Sequence[Any]) -> tuple[Sequence[Any], dict[Key, Any]]:
+        eqn = place.site.eqn
+        if is_transparent(place):
+            body = place.blocks[0].jaxpr
+            self._makers.update({v: self._maker(given) for v, given in zip(body.invars, eqn.invars, strict=True)})
+            outs, notes = super()._evaluate(place, ins, turn)
+            self._makers.update({v: self._maker(inner) for v, inner in zip(eqn.outvars, body.outvars, strict=True)})
+            return outs, notes
+        group = self.groups[place.number]
+        if place.blocks:
+            outs, notes = super()._evaluate(place, [_from_outside(x) for x in ins], turn)
+            return [_from_outside(x) for x in outs], notes
+        if hands_through(place):
+            self._makers[eqn.outvars[0]] = self._maker(eqn.invars[0])
+            return super()._evaluate(place, ins, turn)
+        ins = [x if self._maker(v) == group else _from_outside(x) for v, x in zip(eqn.invars, ins, strict=True)]
+        self._makers.update(dict.fromkeys(eqn.outvars, group))
+        return super()._evaluate(place, ins, turn)
+
+    def _maker(self, v: Any) -> Group | None:
+        return None if isinstance(v, compat.Literal) else self._makers.get(v)
+
+    def _bound(self, place: Place, ins: Sequence[Any]) -> list[Any]:
+        eqn = place.site.eqn
+        exact = bind_wide(_at_full_precision(eqn), [x.exact for x in ins])
+        in_half = any(map(is_half, (*eqn.invars, *eqn.outvars)))
+        half = exact if not in_half and all(x.half is x.exact for x in ins) else bind(eqn, [x.half for x in ins])
+        if all(x.fresh is x.half for x in ins):
+            fresh = half
+        elif not in_half and all(x.fresh is x.exact for x in ins):
+            fresh = exact
+        else:
+            fresh = bind(eqn, [x.fresh for x in ins])
+        return [Values(*each) for each in zip(exact, half, fresh, strict=True)]
+
+
+class EagerLockstep(Eager, Lockstep):
+    """Evaluates outside of `jit`, operation by operation."""
+
+    def __init__(self, probe: Probe, groups: Mapping[int, Group]):
+        Lockstep.__init__(self, probe, groups)
+        self._compiled: dict[int, Callable[..., Any]] = {}
+
+
+def _from_outside(x: Values) -> Values:
+    """A value as a module gets it that others made without error: exact, and rounded to the dtype that it has."""
+    if x.half is x.exact:
+        return Values(x.exact, x.half, x.exact)
+    same = jnp.result_type(x.exact) == jnp.result_type(x.half)
+    return Values(x.exact, x.half, x.exact if same else lax.convert_element_type(x.exact, jnp.result_type(x.half)))
+
+
+class _Precise(NamedTuple):
+    """An equation with other parameters, as `bind_wide` reads one."""
+
+    primitive: Any
+    params: dict[str, Any]
+    invars: Sequence[Any]
+    outvars: Sequence[Any]
+
+
+def _at_full_precision(eqn: Any) -> Any:
+    """A matmul without a precision of its own would be TF32 on a GPU, bfloat16 on a TPU: no measure of an error."""
+    if eqn.primitive.name not in ("dot_general", "conv_general_dilated") or eqn.params["precision"] is not None:
+        return eqn
+    params = {**eqn.params, "precision": (lax.Precision.HIGHEST,) * 2}
+    return _Precise(eqn.primitive, params, eqn.invars, eqn.outvars)
+
+
+class ErrorProbe(Probe):
+    """Notes how far what the groups hand on is from the exact values."""
+
+    def __init__(self, block: Block, found: Grouped):
+        self.places = {place.number: place for place in block.places()}
+        self.measured: dict[int, list[int]] = {}
+        for number, i in sorted(found.handed_on):
+            if _is_real(self.places[number].site.eqn.outvars[i]):
+                self.measured.setdefault(number, []).append(i)
+
+    def equation(
+        self, place: Place, turn: Sequence[Any], ins: Sequence[Any], outs: Sequence[Any], again: Callable[..., Any]
+    ) -> dict[Key, Any]:
+        measured = [(i, outs[i]) for i in self.measured.get(place.number, ())]
+        return {
+            ("error", place.number, i): error_note(*x)
+            for i, x in measured
+            if not (x.half is x.exact and x.fresh is x.exact)
+        }
+
+    def keys(self, block: Block) -> Sequence[Key]:
+        numbers = (n for n in self.measured if block.start <= n < block.end)
+        return [("error", number, i) for number in numbers for i in self.measured[number]]
+
+    def empty(self, key: Key) -> Note:
+        return jnp.float32(0), jnp.zeros(3, jnp.float32), jnp.zeros(2, jnp.int32)
+
+    def merge(self, key: Key, a: Note, b: Note) -> Note:
+        size = jnp.maximum(a[0], b[0])
+        unit = jnp.where(size > 0, size, 1)
+        sums = a[1] * (a[0] / unit) ** 2 + b[1] * (b[0] / unit) ** 2
+        return size, sums, a[2] + b[2]
+
+
+def _is_real(v: Any) -> bool:
+    return compat.is_shaped(v.aval) and bool(jnp.issubdtype(v.aval.dtype, np.floating))
+
+
+@jax.jit
+def error_note(exact: Any, half: Any, fresh: Any) -> Note:
+    """The largest exact size; Σ of exact², (half − exact)², (fresh − exact)² in units of it; how many of half and fresh
+    are inf or NaN where exact is finite."""
+    exact, *others = (x.astype(jnp.float32) for x in (exact, half, fresh))
+    known = jnp.isfinite(exact)
+    size = jnp.max(jnp.where(known, jnp.abs(exact), 0), initial=0)
+    unit = jnp.where(size > 0, size, 1)
+    finite = [known & jnp.isfinite(x) for x in others]
+    apart = [jnp.where(ok, x - exact, 0) / unit for ok, x in zip(finite, others, strict=True)]
+    sums = [jnp.sum(x**2) for x in (jnp.where(known, exact, 0) / unit, *apart)]
+    return size, jnp.stack(sums), jnp.stack([jnp.sum(known & ~ok, dtype=jnp.int32) for ok in finite])

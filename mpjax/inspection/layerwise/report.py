@@ -1,0 +1,165 @@
+"""What `layerwise_error` found: the errors of modules and of parameters' gradients."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+from mpjax.inspection.reports import Report, Section, folded
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerError:
+    """The relative errors of one module: ‖half − float32‖ / ‖float32‖ of what it hands on.
+
+    Args:
+        name: the module path; where no module has a name, the user's function.
+        path: the module path; empty for a function.
+        dtypes: the half dtypes in it.
+        forward, backward: its own error in each pass: with exact operands, only it is in half.
+            inf if it makes an inf or NaN where float32 has none.
+        total_forward, total_backward: the error that the program has there, with that of all before it.
+        op, source: the operation whose result has the largest own error, and its line.
+        denied: its operations in half that want float32: those of autocast's deny list.
+    """
+
+    name: str
+    path: str
+    dtypes: tuple[str, ...]
+    forward: float
+    backward: float
+    total_forward: float
+    total_backward: float
+    op: str
+    source: str
+    denied: tuple[str, ...] = ()
+
+    @property
+    def total(self) -> float:
+        """The larger of the errors that the program has there."""
+        return max(self.total_forward, self.total_backward)
+
+    @property
+    def error(self) -> float:
+        """The larger of its own errors."""
+        return max(self.forward, self.backward)
+
+
+@dataclasses.dataclass(frozen=True)
+class ParameterError:
+    """The error of the gradient of one parameter.
+
+    Args:
+        name: its tree path.
+        error: ‖half − float32‖ / ‖float32‖.
+        share: its part of the squared error of all gradients.
+    """
+
+    name: str
+    error: float
+    share: float
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerwiseReport(Report):
+    """The errors of a program in half, by module; `print` it.
+
+    Args:
+        function: its name.
+        loss_error: the relative error of the loss.
+        gradient_error: ‖half − float32‖ / ‖float32‖ of the gradients of all parameters together.
+        modules: the errors by module: those with operations in half that want float32 first, then by own error.
+        parameters: the errors of the parameters' gradients, the largest share first.
+        unseen: operations whose insides could not be looked at (Pallas kernels, callbacks).
+    """
+
+    function: str
+    loss_error: float
+    gradient_error: float
+    modules: tuple[LayerError, ...]
+    parameters: tuple[ParameterError, ...]
+    unseen: tuple[str, ...] = ()
+
+    @property
+    def title(self) -> str:
+        """The page's title."""
+        return f"Layerwise error of {self.function}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report for programs."""
+        return dataclasses.asdict(self) | {"modules": self.table()}
+
+    def table(self) -> list[dict[str, Any]]:
+        """The rows by module."""
+        return [
+            dataclasses.asdict(row) | {"dtypes": "/".join(row.dtypes), "denied": " ".join(row.denied)}
+            for row in self.modules
+        ]
+
+    def sections(self) -> list[Section]:
+        """The report for people."""
+        header = ("module", "in", "own", "own ←", "total", "total ←", "largest at")
+        shown = _merged(self.modules)
+        modules = [
+            (
+                row.name or "-",
+                "/".join(dtype.replace("bfloat", "bf").replace("float", "f") for dtype in row.dtypes) or "f32",
+                *map(_percent, (row.forward, row.backward, row.total_forward, row.total_backward)),
+                f"{row.op} {row.source}".strip(),
+            )
+            for row in shown
+        ]
+        parameters = [(row.name, _percent(row.error), _percent(row.share)) for row in self.parameters]
+        text = (
+            "own: the error with exact operands, only this module in half\n"
+            "total: the error that the program has there; ← is the backward pass"
+        )
+        return [
+            Section("", "\n".join(self._finding())),
+            Section("By module", text, header, modules, {2, 3, 4, 5}),
+            Section(
+                "Gradients of parameters", "", ("parameter", "error", "of the whole"), parameters, {1, 2}, shown=10
+            ),
+        ]
+
+    def _finding(self) -> list[str]:
+        lines = [
+            f"{self.function} in half: relative error of the gradients {_percent(self.gradient_error)}, of the loss "
+            f"{_percent(self.loss_error)}"
+        ]
+        worst = [row for row in self.modules if row.error > 0][:1]
+        for row in worst:
+            where = f" ({row.op} at {row.source})" if row.source else ""
+            found = (
+                f"in half what wants float32 ({', '.join(row.denied)})" if row.denied else "largest error of its own"
+            )
+            lines.append(
+                f"{found}: {row.name or 'outside of modules'}, in {'/'.join(row.dtypes) or 'float32'}, own error "
+                f"{_percent(row.error)}{where}"
+            )
+        if not worst:
+            lines.append("no module has an error of its own")
+        lines += [f"not looked into: {place}" for place in self.unseen]
+        return lines
+
+
+def _merged(rows: tuple[LayerError, ...]) -> list[LayerError]:
+    """Repeated modules as one row, with the largest of their errors."""
+    names = folded(row.name for row in rows)
+    merged: dict[Any, LayerError] = {}
+    for row in rows:
+        key = names[row.name], row.dtypes
+        first = merged.setdefault(key, dataclasses.replace(row, name=names[row.name]))
+        largest = {
+            name: max(getattr(first, name), getattr(row, name))
+            for name in ("forward", "backward", "total_forward", "total_backward")
+        }
+        merged[key] = dataclasses.replace(first, **largest)
+    return list(merged.values())
+
+
+def _percent(share: float) -> str:
+    if not math.isfinite(share):
+        return "not finite"
+    return "0" if share == 0 else f"{share:.2%}" if share >= 0.0001 else f"{100 * share:.0e}%"

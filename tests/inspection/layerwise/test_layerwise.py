@@ -1,0 +1,216 @@
+"""`layerwise_error`: a planted norm or loss in bfloat16 is the first row, whatever library the model is of."""
+
+import csv
+import json
+
+import equinox as eqx
+import flax.linen as nn
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import mpjax
+from mpjax.inspection.cli import main
+from mpjax.inspection.layerwise.lockstep import error_note
+
+X = jax.random.normal(jax.random.key(0), (8, 16))
+Y = jnp.arange(8) % 4
+PLANTS = ("norm", "loss")
+
+
+def normalised(x, planted):
+    """A norm by hand, in bfloat16 if it is planted."""
+    dtype = x.dtype
+    if planted:
+        x = x.astype(jnp.bfloat16)
+    x = x - x.mean(-1, keepdims=True)
+    return (x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + jnp.asarray(1e-3, x.dtype))).astype(dtype)
+
+
+def cross_entropy(logits, planted):
+    if planted:
+        logits = logits.astype(jnp.bfloat16)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, Y).mean().astype(jnp.float32)
+
+
+class LinenNorm(nn.Module):
+    planted: bool
+
+    def __call__(self, x):
+        return normalised(x, self.planted)
+
+
+def linen(plant):
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = LinenNorm(plant == "norm", name="norm")(nn.Dense(16, name="dense")(x))
+            return nn.Dense(4, name="head")(x)
+
+    model = Net()
+    return lambda p, x: cross_entropy(model.apply(p, x), plant == "loss"), model.init(jax.random.key(1), X)
+
+
+def of_nnx(plant):
+    class Norm(nnx.Module):
+        def __call__(self, x):
+            return normalised(x, plant == "norm")
+
+    class Net(nnx.Module):
+        def __init__(self):
+            self.dense = nnx.Linear(16, 16, rngs=nnx.Rngs(0))
+            self.norm = Norm()
+            self.head = nnx.Linear(16, 4, rngs=nnx.Rngs(1))
+
+        def __call__(self, x):
+            return self.head(self.norm(self.dense(x)))
+
+    return lambda model, x: cross_entropy(model(x), plant == "loss"), Net()
+
+
+def haiku(plant):
+    class Norm(hk.Module):
+        def __call__(self, x):
+            return normalised(x, plant == "norm")
+
+    def forward(x):
+        return hk.Linear(4, name="head")(Norm(name="norm")(hk.Linear(16, name="dense")(x)))
+
+    model = hk.without_apply_rng(hk.transform(forward))
+    return lambda p, x: cross_entropy(model.apply(p, x), plant == "loss"), model.init(jax.random.key(1), X)
+
+
+def equinox(plant):
+    class Net(eqx.Module):
+        dense: eqx.nn.Linear
+        head: eqx.nn.Linear
+
+        def __call__(self, x):
+            x = jax.vmap(self.dense)(x)
+            with jax.named_scope("norm"):
+                x = normalised(x, plant == "norm")
+            return jax.vmap(self.head)(x)
+
+    keys = jax.random.split(jax.random.key(1))
+    model = Net(eqx.nn.Linear(16, 16, key=keys[0]), eqx.nn.Linear(16, 4, key=keys[1]))
+    return lambda model, x: cross_entropy(model(x), plant == "loss"), model
+
+
+MODELS = {"linen": linen, "nnx": of_nnx, "haiku": haiku, "equinox": equinox}
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("library", MODELS)
+@pytest.mark.parametrize("plant", PLANTS)
+def test_a_planted_bfloat16_norm_or_loss_is_the_first_row(library, plant):
+    loss_fn, params = MODELS[library](plant)
+    policy = "mixed_bfloat16" if library == "linen" else "mixed_float16"  # also where all others are bfloat16
+    report = mpjax.layerwise_error(mpjax.autocast(loss_fn, policy), params, X, loss_scale=2.0**10)
+    first = report.modules[0]
+    assert "bfloat16" in first.dtypes
+    assert first.path.endswith("norm") if plant == "norm" else not first.path, report.text()
+    assert first.denied
+    assert 1e-3 < first.error < 0.1
+    assert first.name in report.text().split("\n\n")[0].replace("\n  ", " ")
+    assert 0 < report.gradient_error < 0.1
+
+
+def test_a_float32_program_is_refused_with_the_way_out():
+    with pytest.raises(ValueError, match=r"nothing in this program is half.*autocast"):
+        mpjax.layerwise_error(lambda w: jnp.sum(w * w), jnp.ones(3))
+
+
+def test_own_errors_are_those_of_exact_operands_and_totals_add_up():
+    def loss(w, x):
+        with jax.named_scope("first"):
+            x = (x @ w).astype(jnp.bfloat16).astype(jnp.float32)
+        with jax.named_scope("second"):
+            x = x @ w
+        return jnp.sum(x * x)
+
+    w = jax.random.normal(jax.random.key(2), (16, 16)) / 4
+    rows = {row.name: row for row in mpjax.layerwise_error(loss, w, X).modules}
+    rounding = np.asarray((X @ w).astype(jnp.bfloat16), np.float32) - np.asarray(X @ w)
+    expected = np.linalg.norm(rounding) / np.linalg.norm(X @ w)
+    assert rows["first"].forward == pytest.approx(expected, rel=1e-3)
+    assert rows["first"].total_forward == rows["first"].forward
+    assert rows["second"].forward == 0, "what it gets is rounded, but it does not round"
+    assert rows["second"].total_forward > expected / 3
+
+
+@pytest.mark.parametrize("form", ["scan", "cond", "remat", "while"])
+def test_loops_and_branches_are_entered(form):
+    def layer(w, x):
+        with jax.named_scope("layer"):
+            return jnp.tanh(x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)).astype(jnp.float32)
+
+    def loss(w, x):
+        if form == "scan":
+            x, _ = jax.lax.scan(lambda x, w: (layer(w, x), None), x, w)
+        elif form == "cond":
+            x = jax.lax.cond(x[0, 0] > 100, lambda x: x, lambda x: layer(w[0], x), x)
+        elif form == "while":
+            x = jax.lax.stop_gradient(jax.lax.fori_loop(0, jnp.int32(x[0, 0] * 0) + 3, lambda i, x: layer(w[i], x), x))
+            x = layer(w[0], x)
+        else:
+            x = jax.checkpoint(layer)(w[0], x)
+        return jnp.sum(x * x)
+
+    w = jax.random.normal(jax.random.key(3), (3, 16, 16)) / 4
+    report = mpjax.layerwise_error(loss, w, X)
+    row = next(row for row in report.modules if row.name == "layer")
+    assert 5e-4 < row.forward < 0.02
+    assert 5e-4 < row.backward < 0.02
+    assert report.gradient_error < 0.05
+
+
+def test_an_overflow_in_half_is_an_infinite_error_of_the_module_that_makes_it():
+    def loss(w, x):
+        with jax.named_scope("hot"):
+            y = (x * 1e4).astype(jnp.float16) @ w.astype(jnp.float16)
+        return jnp.mean(jnp.tanh(y.astype(jnp.float32)))
+
+    report = mpjax.layerwise_error(loss, jnp.ones((16, 4)), jnp.abs(X))
+    assert report.modules[0].name == "hot"
+    assert report.modules[0].forward == np.inf
+    assert "not finite" in report.text()
+    assert json.loads(report.to_json())["modules"][0]["forward"] == "inf"
+
+
+def test_errors_of_tiny_and_huge_values_do_not_leave_the_range():
+    for size in (1e-30, 1e30):
+        size, sums, bad = error_note(jnp.full(4, size), jnp.full(4, size * 1.01), jnp.full(4, size))
+        assert np.sqrt(sums[1] / sums[0]) == pytest.approx(0.01, rel=1e-3)
+        assert not bad.any()
+
+
+def test_gradients_of_an_embedding_in_half_are_evaluated_in_float32_too():
+    # scatter-add has a sub-jaxpr with dtypes of its own.
+    def loss(table):
+        return jnp.sum(jnp.take(table.astype(jnp.bfloat16), Y, axis=0).astype(jnp.float32) ** 2)
+
+    assert 0 < mpjax.layerwise_error(loss, jax.random.normal(jax.random.key(4), (4, 8))).gradient_error < 0.02
+    assert not mpjax.numerics(loss, jnp.ones((4, 8)), verify=False).unseen
+
+
+def test_the_command_writes_its_report(tmp_path, monkeypatch, capsys):
+    (tmp_path / "hand_half.py").write_text(
+        "import jax.numpy as jnp\n"
+        "def loss(w):\n"
+        "    return jnp.sum(w.astype(jnp.bfloat16).astype(jnp.float32) ** 2), w\n"
+        "def make():\n"
+        "    return jnp.linspace(1, 2, 8),\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    args = "layerwise hand_half:loss --args make --has-aux --csv r.csv --json r.json --html r.html".split()
+    assert main(args) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("loss in half: relative error of the gradients 0.")
+    assert max(map(len, out.splitlines())) <= 100
+    assert next(csv.DictReader((tmp_path / "r.csv").read_text().splitlines()))["dtypes"] == "bfloat16"
+    assert "Layerwise error of loss" in (tmp_path / "r.html").read_text()
