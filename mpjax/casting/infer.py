@@ -208,15 +208,14 @@ class Inference:
             self.read(eqn.invars[i], FULL)
         outs = tuple(Inferred(level, HALF) if tracked(v) else None for v in eqn.outvars)
         self.trivial = False
-        return Step(eqn, Action.BIND, reads, outs, why, listing, half=True, spread=spread, parameters=parameters)
+        return Step(
+            eqn, Action.BIND, reads, outs, why, listing, half=True,
+            spread=spread, parameters=parameters, wide_gradients=self._wide_gradients(eqn),
+        )  # fmt: skip
 
     def _parameters(self, eqn: Any) -> tuple[int, ...]:
         """The operands of a matmul that are parameters, or made of parameters alone, and stored in float32."""
-        wanted = self.setting.rules.weight_gradients
-        if eqn.primitive.name not in MATMULS or wanted == "half":
-            return ()
-        is_convolution = eqn.primitive.name == "conv_general_dilated"
-        if is_convolution and wanted != "everywhere" and not is_pointwise(eqn.params, eqn.invars[1].aval.shape):
+        if eqn.primitive.name not in MATMULS or self.setting.rules.weight_gradients == "half":
             return ()
         found = []
         for i, v in enumerate(eqn.invars[:2]):
@@ -224,6 +223,12 @@ class Inference:
             if value is not None and value.storage == FULL and castable(value):
                 found.append(i)
         return tuple(found)
+
+    def _wide_gradients(self, eqn: Any) -> bool:
+        """Whether a matmul or convolution can write the gradient of a parameter in float32."""
+        if eqn.primitive.name != "conv_general_dilated" or self.setting.rules.weight_gradients == "everywhere":
+            return True
+        return is_pointwise(eqn.params, eqn.invars[1].aval.shape)
 
 
 def castable(value: Inferred) -> bool:

@@ -34,7 +34,9 @@ class Step:
         half: computes in half.
         spread: the inputs that are smaller than the output, to be broadcast in float32 before the cast, because the
             derivative with respect to them is a sum.
-        parameters: the operands of a matmul whose gradients leave it in float32.
+        parameters: the operands of a matmul that are parameters: the backward pass reads them in float32, so that no
+            half copy is stored.
+        wide_gradients: whether their gradients leave the matmul in float32.
         inner: for a higher-order primitive, what its own rule needs to issue it again; it has `plans`.
         touched: each value that it reads, and in which storage dtype.
     """
@@ -48,6 +50,7 @@ class Step:
     half: bool = False
     spread: tuple[int, ...] = ()
     parameters: tuple[int, ...] = ()
+    wide_gradients: bool = True
     inner: Any = None
     touched: tuple[tuple[Any, Storage], ...] = ()
 

@@ -203,7 +203,7 @@ def _bind(step: Step, env: Mapping[Any, Any], half: np.dtype) -> Sequence[Any]:
         params = _matmul_params(params, half)
     if step.parameters:
         full = [env[v][FULL] if i in step.parameters else args[i] for i, v in enumerate(eqn.invars[:2])]
-        outs = weight_gradients.matmul(eqn.primitive, params, args, full)
+        outs = weight_gradients.matmul(eqn.primitive, params, args, full, step.wide_gradients)
     else:
         outs = eqn.primitive.bind(*args, **params)
     if not eqn.primitive.multiple_results:

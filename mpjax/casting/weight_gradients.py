@@ -13,8 +13,9 @@ made of three primitives, so that every transformation works on it: `detached` i
 `result` the identity on `out` with the derivative above, `tangent` the matmul of that derivative.
 
 A convolution has no such kernel in cuDNN: with a float32 result XLA casts its operands to float32, off the half Tensor
-Cores. So it takes part only where it is a matmul (1×1, without stride), unless `Rules(weight_gradients="everywhere")`
-asks for it.
+Cores. So unless `Rules(weight_gradients="everywhere")` asks for it, the gradient of a kernel leaves the convolution in
+half (`wide=False`) and is cast, except where the convolution is a matmul (1×1, without stride). The backward pass reads
+the float32 kernel all the same.
 
 Source: the float32 accumulation and output of Tensor Cores, Micikevicius et al., "Mixed Precision Training", ICLR 2018.
 """
@@ -48,7 +49,7 @@ def is_pointwise(params: dict[str, Any], kernel: Sequence[int]) -> bool:
     return plain and all(kernel[d] == 1 for d in spatial)
 
 
-def matmul(primitive: Any, params: dict[str, Any], halves: Sequence[Any], operands: Sequence[Any]) -> Any:
+def matmul(primitive: Any, params: dict[str, Any], halves: Sequence[Any], operands: Sequence[Any], wide: bool) -> Any:
     """Binds a matmul or convolution of half operands.
 
     Args:
@@ -56,6 +57,7 @@ def matmul(primitive: Any, params: dict[str, Any], halves: Sequence[Any], operan
         params: its parameters.
         halves: its arrays, in half.
         operands: its two operands as they are stored: a parameter in float32, an activation in half.
+        wide: whether the gradient of a parameter leaves it in float32.
 
     Returns:
         Its result, in half.
@@ -65,10 +67,10 @@ def matmul(primitive: Any, params: dict[str, Any], halves: Sequence[Any], operan
     rest = halves[2:]
     out = primitive.bind(*map(detached.bind, halves[:2]), *rest, **params)
     varied = compat.vary_alike(out, operands)
-    return result.bind(out, *varied, *rest, matmul=primitive, half=np.dtype(out.dtype), **params)
+    return result.bind(out, *varied, *rest, matmul=primitive, half=np.dtype(out.dtype), wide=wide, **params)
 
 
-def _apply(a: Any, b: Any, *rest: Any, matmul: Any, half: np.dtype, **params: Any) -> Any:
+def _apply(a: Any, b: Any, *rest: Any, matmul: Any, half: np.dtype, wide: bool, **params: Any) -> Any:
     return matmul.bind(_cast(a, half), _cast(b, half), *rest, **params)
 
 
@@ -98,15 +100,19 @@ def _tangent_of(operands: Sequence[Any], tangents: Sequence[Any], out: Any, para
     return parts[0] if len(parts) == 1 else ad.add_jaxvals(*parts)
 
 
-def _tangent_transpose(ct: Any, *operands: Any, matmul: Any, half: np.dtype, **params: Any) -> Sequence[Any]:
+def _tangent_transpose(
+    ct: Any, *operands: Any, matmul: Any, half: np.dtype, wide: bool, **params: Any
+) -> Sequence[Any]:
     which = 0 if ad.is_undefined_primal(operands[0]) else 1
     aval = operands[which].aval
     known = [x if ad.is_undefined_primal(x) else _cast(x, half) for x in operands[:2]]
-    if aval.dtype != half:
+    if aval.dtype != half and wide:
         params["preferred_element_type"] = aval.dtype
         if which == 1 and matmul is lax.conv_general_dilated_p and is_pointwise(params, aval.shape):
             return [None, compat.with_weak_type(_matrix_gradient(known[0], ct, aval, params), aval)]
     found = compat.bilinear_transpose(matmul, ct, (*known, *operands[2:]), which, params)
+    if found.dtype != aval.dtype:
+        found = lax.convert_element_type(found, aval.dtype)
     found = compat.with_weak_type(found, aval)
     return [found if i == which else None for i in range(len(operands))]
 
