@@ -50,15 +50,20 @@ class Equation:
         return self.times * matmul_flops(self.eqn)
 
 
+def inner_jaxprs(eqn: Any) -> list[Any]:
+    """The jaxprs that an equation runs; not the one that says how a scatter combines two elements."""
+    values = (value for name, value in eqn.params.items() if name != "update_jaxpr")
+    parts = (part for value in values for part in (value if isinstance(value, (tuple, list)) else (value,)))
+    return [part for part in parts if hasattr(part, "eqns") or hasattr(getattr(part, "jaxpr", None), "eqns")]
+
+
 def equations(jaxpr: Any, times: int = 1, path: tuple[str, ...] = ()) -> Iterator[Equation]:
     """Every equation of a jaxpr and of all jaxprs inside it; a scan's body counts `length` times."""
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         yield Equation(eqn, times, path)
         inner = times * eqn.params.get("length", 1) if eqn.primitive.name == "scan" else times
-        for value in eqn.params.values():
-            for part in value if isinstance(value, (tuple, list)) else (value,):
-                if hasattr(part, "eqns") or hasattr(getattr(part, "jaxpr", None), "eqns"):
-                    yield from equations(part, inner, (*path, eqn.primitive.name))
+        for part in inner_jaxprs(eqn):
+            yield from equations(part, inner, (*path, eqn.primitive.name))
 
 
 def matmul_flops(eqn: Any) -> int:

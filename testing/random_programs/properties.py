@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import itertools
 import re
 import traceback
 import warnings
@@ -17,15 +16,16 @@ import numpy as np
 from jax.interpreters import partial_eval
 
 import mpjax
-from testing.measures import HALF, MATMULS, Equation, equations, risky_of
+from testing.measures import HALF, MATMULS, Equation, equations, inner_jaxprs, risky_of
 from testing.random_programs.cases import OUTSIDE, TRANSFORMS, Case, arguments
 from testing.random_programs.evaluate import Unsupported, as_typed, evaluate, is_float, rounded
 
 # What autocast may add: casts, broadcasts before casts, barriers, and what moves elements.
 _OWN = frozenset(
     """convert_element_type broadcast_in_dim reshape squeeze slice dynamic_slice transpose rev copy copy_p name
-    stop_gradient optimization_barrier device_put expand_dims split iota argmax argmin eq ne lt le gt ge eq_to lt_to
-    le_to is_finite pvary pcast reduce_or custom_lin select_n mul sharding_constraint concatenate reshard""".split()
+    stop_gradient optimization_barrier device_put expand_dims split unstack iota argmax argmin eq ne lt le gt ge
+    eq_to lt_to le_to is_finite pvary pcast reduce_or custom_lin select_n mul sharding_constraint concatenate
+    reshard""".split()
 )
 
 
@@ -73,7 +73,7 @@ class Traced:
     @property
     def leaks(self) -> bool:
         """Whether a constant, here or in a jaxpr inside, is a tracer."""
-        inside = (inner for e in equations(self.jaxpr) for inner in _inner_jaxprs(e.eqn))
+        inside = (inner for e in equations(self.jaxpr) for inner in inner_jaxprs(e.eqn))
         consts = (const for jaxpr in inside for const in getattr(jaxpr, "consts", ()))
         return any(isinstance(const, jax.core.Tracer) for const in (*self.consts, *consts))
 
@@ -97,15 +97,6 @@ def cause_of(error: BaseException) -> str:
     return f"{type(error).__name__}({message[:90]}){where}"
 
 
-def _inner_jaxprs(eqn: Any) -> list[Any]:
-    values = (value if isinstance(value, (tuple, list)) else (value,) for value in eqn.params.values())
-    return [
-        part
-        for part in itertools.chain(*values)
-        if hasattr(part, "eqns") or hasattr(getattr(part, "jaxpr", None), "eqns")
-    ]
-
-
 def _floats(variables: Any) -> tuple[str, ...]:
     return tuple(str(v.aval.dtype) for v in variables if hasattr(v.aval, "dtype") and is_float(v.aval.dtype))
 
@@ -124,7 +115,7 @@ def _live_equations(jaxpr: Any, times: int = 1, path: tuple[str, ...] = ()) -> I
     for eqn in live.eqns:
         yield Equation(eqn, times, path)
         turns = times * eqn.params["length"] if eqn.primitive.name == "scan" else times
-        for inner in _inner_jaxprs(eqn):
+        for inner in inner_jaxprs(eqn):
             yield from _live_equations(inner, turns, (*path, eqn.primitive.name))
 
 
@@ -183,14 +174,14 @@ def check_explain(case: Case, plain: Traced, found: Traced, args: Any) -> None:
         except Exception as error:
             raise Failure("explain", cause_of(error), traceback.format_exc()) from error
     said: collections.Counter[Any] = collections.Counter()
-    inside = {e.name for e in equations(found.whole) if _inner_jaxprs(e.eqn)}
+    inside = {e.name for e in equations(found.whole) if inner_jaxprs(e.eqn)}
     if any(row.op in inside for row in plan.opaque):
         return  # listed as one operation, whatever is in it
     if case.rules == "half" and "custom_linear_solve" in inside:
         return  # JAX derives the transposed operator again from what autocast writes
     for row in plan.rows:
         if row.op not in _OWN and row.op not in inside and row.count and not row.rule:
-            said[row.op, tuple(sorted({dtype for dtype in row.dtypes_in if is_float(dtype)}))] += row.count
+            said[_sum(row.op), tuple(sorted({dtype for dtype in row.dtypes_in if is_float(dtype)}))] += row.count
     # What is dead but for an effect may be listed or not.
     missing, extra = _runs(_live_equations(found.jaxpr), plain) - said, said - _runs(equations(found.whole), plain)
     if missing or extra:
@@ -201,12 +192,18 @@ def check_explain(case: Case, plain: Traced, found: Traced, args: Any) -> None:
 def _runs(found: Iterator[Equation], plain: Traced) -> collections.Counter[Any]:
     """How often each of the program's primitives runs on operands of which floating dtypes."""
     known = {e.name for e in equations(plain.whole)} - _OWN
+    known |= {"add", "add_any"} if known & {"add", "add_any"} else set()
     runs: collections.Counter[Any] = collections.Counter()
     for e in found:
         floats = _floats(e.eqn.invars)
-        if e.times and (floats or _floats(e.eqn.outvars)) and e.name in known and not _inner_jaxprs(e.eqn):
-            runs[e.name, tuple(sorted(set(floats)))] += e.times
+        if e.times and (floats or _floats(e.eqn.outvars)) and e.name in known and not inner_jaxprs(e.eqn):
+            runs[_sum(e.name), tuple(sorted(set(floats)))] += e.times
     return runs
+
+
+def _sum(name: str) -> str:
+    """JAX writes the sum of two cotangents in two ways; it transposes a linear solve anew, with the other one."""
+    return "add" if name == "add_any" else name
 
 
 def _norm(x: Any) -> float:

@@ -122,6 +122,29 @@ def program(w, x, b, s, n):
 """,
         ("value", "outside_jvp"),
     ),
+    "derivative computed from the bits of its operand": (
+        """
+def program(w, x, b, s, n):
+    return jax.scipy.special.erf(b), x @ w
+""",
+        ("outside_grad",),
+    ),
+    "scatters of elements in the gradient of a median": (
+        """
+def program(w, x, b, s, n):
+    y = jnp.matmul(x[:, None], jnp.stack([w, w]))[:, 0]
+    return jnp.median(y, axis=0), y
+""",
+        ("outside_grad",),
+    ),
+    "linear solve that is differentiated in a remat": (
+        """
+def program(w, x, b, s, n):
+    solve = nearly_identity(lambda a: lax.cond(n > 0, lambda: a - a, lambda: a @ w), b)
+    return w @ lax.custom_linear_solve(solve, b, solve_thrice, solve_thrice),
+""",
+        ("outside_grad_of_remat",),
+    ),
 }
 
 
