@@ -48,10 +48,6 @@ class Value:
         """Sets the array in a dtype."""
         self._arrays[storage] = array
 
-    def has(self, storage: Storage) -> bool:
-        """Whether the array in a dtype was made."""
-        return self._arrays[storage] is not None
-
 
 def array_of(value: Any, storage: Storage) -> Any:
     """The array of a value in a storage dtype."""
