@@ -24,6 +24,7 @@ class Callers:
 
     def __init__(self, packages: tuple[str, ...] = ()):
         self.packages = frozenset(packages)
+        self.seen: set[str] = set()  # those of the packages that called
         self._is_library_file = functools.lru_cache(maxsize=None)(_is_library_file)
 
     def script_calls(self) -> bool:
@@ -41,6 +42,7 @@ class Callers:
             name = frame.f_globals.get("__name__") or ""
             root = name.partition(".")[0]
             if root in self.packages:
+                self.seen.add(root)
                 return frame
             if root not in _CONDUITS and name != _LAUNCHER and not name.startswith(f"{_LAUNCHER}."):
                 return None if root == "mpjax" or self._is_library_file(frame.f_code.co_filename) else frame

@@ -60,6 +60,11 @@ class Report:
     def last_block(self) -> None:
         """Prints what came of the run."""
         options = self.session.options
+        used = self.session.sites or self.evaluations
+        if self.session.unused and used and not options.dry_run:
+            self._print(
+                _of_unused(self.session.unused, "mpjax run: matched nothing")
+            )  # a typo is an error, --quiet or not
         if options.quiet or options.dry_run:
             return
         if self.session.sites:
@@ -87,6 +92,10 @@ class Report:
 
     def _print(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
+
+
+def _of_unused(unused: list[str], what: str) -> str:
+    return f"{what}: {', '.join(unused)} (--explain FILE lists primitives and module paths)"
 
 
 class Clock:
@@ -162,6 +171,8 @@ def first_block(session: Session, program: Frame, jaxpr: Any) -> str:
         lines.append(f"  {flops / total:.1%} not: {source}{f' ({path})' if path else ''}: {why}")
     if len(ranked) > _SHOWN:
         lines.append(f"  and {len(ranked) - _SHOWN} lines more; --explain FILE has all")
+    if session.unused:
+        lines.append("  " + _of_unused(session.unused, "matched nothing so far"))
     lines.append("  differentiates: " + ", ".join(f"{name} at {line}" for line, name in session.sites.items()))
     return "\n".join(lines)
 

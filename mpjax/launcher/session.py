@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+import functools
+import warnings
 from collections.abc import Iterator
 from typing import Any, Protocol
 
@@ -13,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import mpjax
+from mpjax.casting.autocast import setting_of
 from mpjax.launcher.callers import Callers
 from mpjax.launcher.options import LaunchError, Options
 
@@ -125,7 +128,10 @@ class Session:
             self.policy = dataclasses.replace(self.policy, overrides=(*self.policy.overrides, *overrides))
             lists = {"allow": options.allow, "deny": options.deny, "infer": options.infer}
             given: dict[str, Any] = {name: entries for name, entries in lists.items() if entries}
-            self.rules = mpjax.Rules(**given) if given else None
+            self._matched: set[Any] = set()
+            level = "half" if self.policy == mpjax.get_policy("O3") else "default"
+            self.rules = _noting(self._matched)(**given, level=level)
+            setting = setting_of(self.policy, self.rules)
         except (ValueError, TypeError) as error:
             raise LaunchError(str(error)) from error
         dtypes = {self.policy.compute_dtype, *(other.compute_dtype for _, other in self.policy.overrides)}
@@ -134,6 +140,7 @@ class Session:
         # Whether forward passes that are not finite run again in float32. bfloat16 has the range of float32.
         self.reruns = self.scales and not options.dry_run
         self.optimizers = 0
+        self._entries = setting.rules.entries if setting else ()
         self.sites: dict[str, str] = {}
         self._explained: set[str] = set()
         self.watchers: list[Watcher] = []
@@ -172,8 +179,24 @@ class Session:
             watcher.stepped(compiled)
 
     def autocast(self, fun: Any) -> Any:
-        """`fun` under the policy."""
-        return fun if self.half == "float32" else mpjax.autocast(fun, self.policy, rules=self.rules)
+        """`fun` under the policy. A rule that matches nothing of it may match another function: see `unused`."""
+        if self.half == "float32":
+            return fun
+        cast = mpjax.autocast(fun, self.policy, rules=self.rules)
+
+        @functools.wraps(cast)
+        def silent(*args: Any, **kwargs: Any) -> Any:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", mpjax.UnusedRuleWarning)
+                return cast(*args, **kwargs)
+
+        return silent
+
+    @property
+    def unused(self) -> list[str]:
+        """The rules that matched no operation so far, and the packages that took no gradient."""
+        found = [f"{op.value} {entry!r}" for entry, op in self._entries if entry not in self._matched]
+        return found + [f"packages {name!r}" for name in sorted(self.callers.packages - self.callers.seen)]
 
     def explain(self, cast: Any, args: Any, kwargs: Any) -> None:
         """Writes the plan of a differentiated function to the file of `--explain`, once for each line of the script."""
@@ -190,6 +213,19 @@ class Session:
         rows = np.zeros((ROWS, LOSS + 1), np.float32)
         rows[:, SCALE] = self.options.init_scale if self.scales else 1.0
         return jnp.asarray(rows)
+
+
+def _noting(matched: set[Any]) -> type[mpjax.Rules]:
+    """Rules that note which of their entries decided an operation."""
+
+    class NotingRules(mpjax.Rules):
+        def match(self, eqn: Any, path: str) -> Any:
+            found = super().match(eqn, path)
+            if found is not None:
+                matched.add(found[0])
+            return found
+
+    return NotingRules
 
 
 def is_tracer(x: Any) -> bool:

@@ -97,13 +97,19 @@ def test_compare_shows_losses_and_times_side_by_side(script):
     assert "× as fast in mixed_float16" in rows[-1]
 
 
+WHERE = "(--explain FILE lists primitives and module paths)"
+
+
 def test_rules_of_a_file_and_of_the_command_line_hold(script, tmp_path):
     rules = script('deny = ["tanh"]\n[overrides]\n"*/head" = "float32"\n', "rules.toml")
     named = LINEAR.replace("(x @ w) ** 2", 'jax.named_scope("head")(lambda: x @ w)() ** 2')
     done = run("--rules", rules, script(named))
     assert "step: 0.0% of" in done.stderr, done.stderr
     assert "100.0% not: script.py:6 (head): " in done.stderr
-    assert "step: 0.0% of" in run("--deny", "*/head", script(named)).stderr
+    assert f"  matched nothing so far: deny 'tanh' {WHERE}" in done.stderr
+    assert f"mpjax run: matched nothing: deny 'tanh' {WHERE}" in done.stderr
+    done = run("--deny", "*/head", "--deny", "*/haed", "--quiet", script(named))
+    assert done.stderr == f"mpjax run: matched nothing: deny '*/haed' {WHERE}\n"  # a typo, so --quiet or not
     bad = run("--rules", script("allowed = 3", "rules.toml"), script(LINEAR))
     assert bad.returncode == 2
     assert "allowed = 3 is not understood" in bad.stderr

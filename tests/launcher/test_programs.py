@@ -342,3 +342,24 @@ def test_reruns_are_counted(launched):
     for x in (X, LARGE, LARGE):
         step(params(), x)
     assert step._states[0, [CALLS, RERUNS, NONFINITE]].tolist() == [3, 2, 2]
+
+
+def test_rules_that_match_nothing_are_known(launched):
+    session = launched(
+        deny=("*/head", "tanh", "*/haed"), overrides=(("*/boddy", "float32"),), packages=("tests", "no_such_package")
+    )
+    optax.sgd(0.1)
+
+    def with_a_head(p, x):
+        with jax.named_scope("net/head"):
+            return jnp.mean(x @ p["w"])
+
+    assert len(session.unused) == 6
+    jax.jit(jax.grad(with_a_head))(params(), X)
+    assert session.unused == ["deny '*/haed'", "deny '*/boddy'", "deny 'tanh'", "packages 'no_such_package'"]
+    jax.jit(model)(params(), X)  # another function has it
+    assert "deny 'tanh'" not in session.unused
+
+
+def test_level_o3_keeps_its_level_beside_rules(launched):
+    assert launched(policy="O3", deny=("*/head",)).rules.level == "half"
