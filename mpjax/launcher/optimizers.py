@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextvars
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+import mpjax
 from mpjax.launcher.retrying import all_finite
 from mpjax.launcher.session import Session, frame, is_tracer
 
@@ -18,6 +20,7 @@ _DECIDED: contextvars.ContextVar[bool] = contextvars.ContextVar("decided", defau
 
 def guarded(session: Session, update: Callable[..., Any]) -> Callable[..., Any]:
     """The `update` of an optax transformation that leaves the state as it is where gradients are not finite."""
+    update = in_float32(update)
 
     def update_if_finite(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
         present = frame()
@@ -40,6 +43,17 @@ def guarded(session: Session, update: Callable[..., Any]) -> Callable[..., Any]:
         return take() if bool(finite) else (_zeros(jax.eval_shape(take)[0]), state)
 
     return update_if_finite
+
+
+def in_float32(update: Callable[..., Any]) -> Callable[..., Any]:
+    """An optimizer's own matmuls (Shampoo, Muon) are no forward pass of the script's."""
+
+    @functools.wraps(update)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with mpjax.autocast_disabled():
+            return update(*args, **kwargs)
+
+    return called
 
 
 def _known(grads: Any) -> Any:

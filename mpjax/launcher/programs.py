@@ -14,6 +14,7 @@ import jax.extend.core
 
 import mpjax
 from mpjax._jaxpr import compat
+from mpjax.launcher.outside import in_half, is_differentiated
 from mpjax.launcher.report import Clock
 from mpjax.launcher.reruns import finite_results, running_sites
 from mpjax.launcher.session import Frame, Session, enclosing_scale, frame, tracing
@@ -116,7 +117,11 @@ def trace(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", mpjax.AutocastWarning)
         jaxpr = compat.trace(flat, states, *arrays)
-    trains = seen.differentiates or seen.optimizes or _is_differentiated(jaxpr)
+        if seen.differentiates:
+            jaxpr = in_half(session, jaxpr)
+    trains = (
+        seen.differentiates or seen.optimizes or is_differentiated(site for site in running_sites(jaxpr) if site.flops)
+    )
     seen.evaluates = session.half != "float32" and not trains and any(site.flops for site in running_sites(jaxpr))
     session.saw(seen, jaxpr)
     stateful = compiled is not None
@@ -133,11 +138,6 @@ def trace(
         with tracing(seen):
             out, _ = finite_results(session, fun, args, kwargs, session.autocast(fun)(*args, **kwargs))
     return (out, states) if stateful else out
-
-
-def _is_differentiated(jaxpr: Any) -> bool:
-    """Whether a library, or `jax.jacrev` and its like, differentiated in a program: float16 would be unscaled there."""
-    return any("jvp(" in site.module for site in running_sites(jaxpr) if site.flops)
 
 
 def _signature(fun: Callable[..., Any]) -> inspect.Signature | None:

@@ -67,11 +67,17 @@ def finite_results(session: Session, fun: Callable[..., Any], args: Any, kwargs:
 def running_sites(jaxpr: Any, around: Site | None = None) -> Iterator[Site]:
     """Every equation of a program and of its sub-jaxprs that runs while nothing overflows."""
     for eqn in compat.open_jaxpr(jaxpr).jaxpr.eqns:
-        if SCOPE not in scopes(eqn):
-            site = site_of(eqn, around)
-            yield site
-            for inner in inner_jaxprs(eqn):
-                yield from running_sites(inner, site)
+        yield from running_sites_of(eqn, around)
+
+
+def running_sites_of(eqn: Any, around: Site | None = None) -> Iterator[Site]:
+    """An equation and those inside it, unless it runs after an overflow alone."""
+    if SCOPE in scopes(eqn):
+        return
+    site = site_of(eqn, around)
+    yield site
+    for inner in inner_jaxprs(eqn):
+        yield from running_sites(inner, site)
 
 
 def _in_a_branch(finite: Any, again: Callable[..., Any], given: list[Any], kept: list[Any]) -> list[Any]:

@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 from flax.training import train_state
 
+from mpjax.launcher.reruns import running_sites
 from mpjax.launcher.session import CALLS, NONFINITE, RERUNS
 
 X = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
@@ -363,3 +364,46 @@ def test_rules_that_match_nothing_are_known(launched):
 
 def test_level_o3_keeps_its_level_beside_rules(launched):
     assert launched(policy="O3", deny=("*/head",)).rules.level == "half"
+
+
+# ---- Forward passes outside of what is differentiated ----
+
+
+def half_matmuls(step, *args):
+    """The operand dtypes of a step's matmuls, forward passes after an overflow left out."""
+    jaxpr = jax.make_jaxpr(step)(*args)
+    return [site.eqn.invars[0].aval.dtype.name for site in running_sites(jaxpr) if site.flops]
+
+
+def test_a_forward_pass_that_feeds_a_loss_is_in_half(launched):
+    launched()
+    tx = optax.sgd(0.1)
+
+    @jax.jit
+    def step(p, s, x):
+        target = model(p, x)  # a generator's sample, a target network
+        loss, grads = jax.value_and_grad(lambda p: jnp.mean((model(p, x) - target - 1) ** 2))(p)
+        updates, s = tx.update(grads, s, p)
+        return optax.apply_updates(p, updates), s, loss, target
+
+    assert set(half_matmuls(step, params(), tx.init(params()), X)) == {"float16"}
+    *_, loss, target = step(params(), tx.init(params()), X)
+    assert float(loss) == pytest.approx(1.0, rel=1e-2)
+    assert target.dtype == jnp.float32
+    *_, target = step(params(), tx.init(params()), LARGE)
+    np.testing.assert_allclose(target, model(params(), LARGE), rtol=1e-4)  # overflows, so that of float32
+
+
+def test_matmuls_of_gradients_and_of_optimizers_stay_in_float32(launched):
+    launched()
+    by_matmul = lambda g, s, p=None: ({"w": -s @ g["w"]}, s @ s)
+    tx = optax.GradientTransformation(lambda p: jnp.eye(16), by_matmul)
+
+    @jax.jit
+    def step(p, s, x):
+        grads = jax.grad(lambda p: jnp.mean(x * p["w"][:8]))(p)
+        projected = {"w": grads["w"] @ grads["w"].T}
+        updates, s = tx.update(projected, s, p)
+        return optax.apply_updates(p, updates), s
+
+    assert set(half_matmuls(step, params(), tx.init(params()), X)) == {"float32"}

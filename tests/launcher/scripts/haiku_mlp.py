@@ -1,4 +1,4 @@
-"""Haiku: a transformed function, plain optax, an average of the parameters."""
+"""Haiku on digits: a transformed function, plain optax, an average of the parameters."""
 
 import argparse
 from typing import NamedTuple
@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from sklearn.datasets import load_digits
 
 
 class State(NamedTuple):
@@ -22,7 +23,7 @@ def net(x):
 
 def main(argv=None):
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     network, optimiser = hk.without_apply_rng(hk.transform(net)), optax.adam(3e-3)
@@ -40,14 +41,14 @@ def main(argv=None):
         return State(params, optax.incremental_update(params, state.average, 0.1), opt)
 
     rng = np.random.default_rng(args.seed)
-    prototypes = np.random.default_rng(0).random((10, 8, 8), np.float32)
-    params = network.init(jax.random.PRNGKey(args.seed), prototypes)
+    digits = load_digits()
+    pixels = digits.images.astype(np.float32) / 16
+    params = network.init(jax.random.PRNGKey(args.seed), pixels[:1])
     state = State(params, params, optimiser.init(params))
     for _ in range(args.steps):
-        labels = rng.integers(0, 10, 64)
-        images = prototypes[labels] + 0.1 * rng.normal(size=(64, 8, 8)).astype(np.float32)
-        state = update(state, images, labels)
-    final = jax.jit(loss)(state.average, images, labels)
+        chosen = rng.integers(0, 1500, 64)
+        state = update(state, pixels[chosen], digits.target[chosen])
+    final = jax.jit(loss)(state.average, pixels[1500:], digits.target[1500:])
     print(f"loss {final:.4f}")
     return float(final)
 

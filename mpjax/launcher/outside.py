@@ -1,0 +1,92 @@
+"""Forward passes of a training program outside of what it differentiates, in half too.
+
+A GAN samples its generator, a Q-learner asks its target network: what such a pass gives goes into a loss as data. Of
+the operations of a program that depend on no gradient, the matmuls and what follows from them run under autocast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax.extend.core
+
+from mpjax._jaxpr import compat
+from mpjax._jaxpr.interpreter import bind
+from mpjax._jaxpr.walk import Site
+from mpjax.launcher.reruns import finite_results, running_sites_of
+from mpjax.launcher.session import Session
+
+
+def in_half(session: Session, jaxpr: Any) -> Any:
+    """A program like a traced one, its forward passes outside of gradients in half; the same program if it has none.
+
+    Args:
+        session: of this process.
+        jaxpr: a closed jaxpr whose gradients are in half already.
+    """
+    opened = compat.open_jaxpr(jaxpr)
+    before, passes, after = _parted(opened.jaxpr.eqns)
+    if session.half == "float32" or not passes:
+        return jaxpr
+    read = {v for eqn in after for v in eqn.invars if _is_variable(v)} | set(filter(_is_variable, opened.jaxpr.outvars))
+    made = [v for eqn in passes for v in eqn.outvars if v in read]
+    defined = {v for eqn in passes for v in eqn.outvars}
+    given = list(dict.fromkeys(v for e in passes for v in e.invars if _is_variable(v) and v not in defined))
+
+    def forward(*arrays: Any) -> list[Any]:
+        env = dict(zip(given, arrays, strict=True))
+        _evaluate(passes, env)
+        return [env[v] for v in made]
+
+    def program(*arrays: Any) -> list[Any]:
+        variables = (*opened.jaxpr.constvars, *opened.jaxpr.invars)
+        env: dict[Any, Any] = dict(zip(variables, (*opened.consts, *arrays), strict=True))
+        _evaluate(before, env)
+        inputs = [env[v] for v in given]
+        outs, _ = finite_results(session, forward, inputs, {}, session.autocast(forward)(*inputs))
+        env.update(zip(made, outs, strict=True))
+        _evaluate(after, env)
+        return [_value(env, v) for v in opened.jaxpr.outvars]
+
+    return compat.trace(program, *(compat.example(v.aval) for v in opened.jaxpr.invars))
+
+
+def is_differentiated(sites: Iterable[Site]) -> bool:
+    """Whether one of these operations comes from a differentiation: JAX names what it linearized."""
+    return any("jvp(" in site.module for site in sites)
+
+
+def _parted(eqns: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+    """Operations before forward passes, the passes and what follows from them alone, all that a gradient reaches."""
+    before, passes, after = [], [], []
+    of_passes: set[Any] = set()
+    late: set[Any] = set()
+    for eqn in eqns:
+        sites: list[Site] = list(running_sites_of(eqn))
+        reads = {v for v in eqn.invars if _is_variable(v)}
+        if eqn.effects or reads & late or is_differentiated(sites):
+            after.append(eqn)
+            late.update(eqn.outvars)
+        elif reads & of_passes or any(site.flops for site in sites):
+            passes.append(eqn)
+            of_passes.update(eqn.outvars)
+        else:
+            before.append(eqn)
+    return before, passes, after
+
+
+def _evaluate(eqns: Sequence[Any], env: dict[Any, Any]) -> None:
+    for eqn in eqns:
+        ins = [_value(env, v) for v in eqn.invars]
+        with compat.EquationContext(eqn):
+            outs = bind(eqn, ins)
+        env.update(zip(eqn.outvars, outs, strict=True))
+
+
+def _value(env: dict[Any, Any], v: Any) -> Any:
+    return env[v] if _is_variable(v) else v.val
+
+
+def _is_variable(v: Any) -> bool:
+    return not isinstance(v, jax.extend.core.Literal)
