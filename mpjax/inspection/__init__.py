@@ -18,5 +18,9 @@ if _typing.TYPE_CHECKING:
     from mpjax.inspection.numerics.numerics import numerics as numerics
     from mpjax.inspection.profile.profile import ProfileReport as ProfileReport
     from mpjax.inspection.profile.profile import profile as profile
+    from mpjax.inspection.watch.watch import Watch as Watch
+    from mpjax.inspection.watch.watch import WatchRecord as WatchRecord
+    from mpjax.inspection.watch.watch import WatchState as WatchState
+    from mpjax.inspection.watch.watch import watch as watch
 else:
     __getattr__, __dir__ = _lazy(__name__, _HOMES)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -11,7 +12,8 @@ import optax
 
 from mpjax._loss_scale_state import LossScaleState, find_loss_scale_state
 from mpjax.loss_scale import static_loss_scale, value_and_grad
-from mpjax.modules.boundary import contains_nnx_object
+from mpjax.modules.boundary import contains_nnx_object, is_nnx_object
+from mpjax.modules.scopes import named_modules
 from mpjax.policy import is_castable
 
 
@@ -56,3 +58,17 @@ def gradient_of(
         return [grad for _, grad in with_paths], value[0] if has_aux else value
 
     return gradient
+
+
+def with_named_modules(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with scopes around its NNX modules, also where nothing is planned."""
+
+    @functools.wraps(fun)
+    def named(*args: Any, **kwargs: Any) -> Any:
+        if not contains_nnx_object((args, kwargs)):
+            return fun(*args, **kwargs)
+        modules = [x for x in jax.tree.leaves((args, kwargs), is_leaf=is_nnx_object) if is_nnx_object(x)]
+        with named_modules(modules):
+            return fun(*args, **kwargs)
+
+    return named

@@ -136,4 +136,7 @@ TOOLS = (
         ),
     ),
 )
+# What runs inside of a training step, and so is no command.
+_WATCH = "Watch WatchRecord WatchState watch".split()
 HOMES = {name: tool.module for tool in TOOLS for name in tool.names}
+HOMES |= dict.fromkeys(_WATCH, "mpjax.inspection.watch.watch")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -14,15 +13,13 @@ from mpjax._jaxpr.instances import owners_of
 from mpjax._jaxpr.interpreter import Block, is_half, is_unseen, lay_out, widened
 from mpjax._jaxpr.primitives import Op, primitive
 from mpjax._jaxpr.source import BACKWARD
-from mpjax.inspection.gradient import gradient_of, scale_state
+from mpjax.inspection.gradient import gradient_of, scale_state, with_named_modules
 from mpjax.inspection.layerwise.groups import Group, grouped
 from mpjax.inspection.layerwise.lockstep import EagerLockstep, ErrorProbe, Values, error_note
 from mpjax.inspection.layerwise.report import LayerError, ParameterError
 from mpjax.inspection.layerwise.report import LayerwiseReport as LayerwiseReport
 from mpjax.inspection.numerics.activations import makers_of_gradients
 from mpjax.inspection.program import traced_call
-from mpjax.modules.boundary import contains_nnx_object, is_nnx_object
-from mpjax.modules.scopes import named_modules
 
 
 def layerwise_error(
@@ -78,7 +75,9 @@ def layerwise_error(
     """
     state = None if loss_scale is None else scale_state(loss_scale)
     names: list[str] = []
-    program = traced_call("layerwise_error", gradient_of(_named(fun), state, argnums, has_aux, names), args, {})
+    program = traced_call(
+        "layerwise_error", gradient_of(with_named_modules(fun), state, argnums, has_aux, names), args, {}
+    )
     block = lay_out(program.jaxpr, owners=owners_of(program.jaxpr, program.names))
     if not any(is_half(v) for place in block.places() for v in (*place.site.eqn.invars, *place.site.eqn.outvars)):
         raise ValueError(
@@ -91,20 +90,6 @@ def layerwise_error(
     arrays = [Values(widened(x), x, x) for x in map(jnp.asarray, program.arrays)]
     outs, notes = EagerLockstep(probe, found.groups).block(block, arrays)
     return _report(fun, block, found.groups, notes, outs, names)
-
-
-def _named(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with scopes around its NNX modules, also where nothing is planned."""
-
-    @functools.wraps(fun)
-    def named(*args: Any, **kwargs: Any) -> Any:
-        if not contains_nnx_object((args, kwargs)):
-            return fun(*args, **kwargs)
-        modules = [x for x in jax.tree.leaves((args, kwargs), is_leaf=is_nnx_object) if is_nnx_object(x)]
-        with named_modules(modules):
-            return fun(*args, **kwargs)
-
-    return named
 
 
 def _report(

@@ -1,0 +1,1 @@
+"""`watch`: statistics of activations and gradients by module while training runs."""

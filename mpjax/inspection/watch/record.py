@@ -1,0 +1,149 @@
+"""What `watch` tells of a step: the statistics of each module, and of the steps that led to an overflow."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from mpjax._tables import table
+from mpjax.inspection.reports import WIDTH
+
+# Of a record's array.
+COLUMNS = ("amax", "underflow", "zeros", "nonfinite")
+_SHOWN = 20  # rows of a printed record
+
+
+@dataclasses.dataclass(frozen=True)
+class WatchedModule:
+    """One module in one pass of one step.
+
+    Args:
+        name: the module path; where no module has a name, the user's function.
+        phase: `"forward"` or `"backward"`.
+        amax: the largest size of a finite value; of a gradient without the loss scale.
+        underflow: the share of the nonzero values that are smaller than the smallest normal number of the dtype that
+            they are stored in, with the loss scale: these lose bits, and what is smaller yet is zero.
+        zeros: the share of zeros.
+        nonfinite: how many values are inf or NaN.
+    """
+
+    name: str
+    phase: str
+    amax: float
+    underflow: float
+    zeros: float
+    nonfinite: int
+
+
+@dataclasses.dataclass(frozen=True)
+class WatchRecord:
+    """The statistics of one step; `print` it.
+
+    Args:
+        step: its number, the first being 0.
+        loss_scale: the scale that its gradients carried.
+        overflow: whether its gradients were not finite.
+        modules: the statistics by module, in the program's order.
+        history: of a step with an overflow, the records before it, the oldest first.
+    """
+
+    step: int
+    loss_scale: float
+    overflow: bool
+    modules: tuple[WatchedModule, ...]
+    history: tuple[WatchRecord, ...] = ()
+
+    def scalars(self) -> dict[str, float]:
+        """Numbers by tag, as `backward/Net/Dense_0/amax`, for TensorBoard and the like."""
+        numbers = {
+            f"{row.phase}/{row.name or '-'}/{name}": float(getattr(row, name))
+            for row in self.modules
+            for name in ("amax", "underflow", "nonfinite")
+        }
+        return {"loss_scale": self.loss_scale, **numbers}
+
+    def __str__(self) -> str:
+        lines = [f"step {self.step}, loss scale {self.loss_scale:g}" + (": overflow" if self.overflow else "")]
+        bad = [row for row in self.modules if row.nonfinite]
+        if bad:
+            first = bad[0]
+            lines.append(f"first inf or NaN: {first.name or '-'}, {first.phase} ({first.nonfinite} values)")
+        if self.history:
+            before = [
+                max((row.amax for row in record.modules if bad and _place(row) == _place(bad[0])), default=0.0)
+                for record in self.history
+            ]
+            steps = ", ".join(
+                f"{amax:.3g} at step {record.step}" for record, amax in zip(self.history, before, strict=True)
+            )
+            lines.append(f"its largest value before: {steps}")
+        worst = sorted(self.modules, key=lambda row: (-row.nonfinite, -row.underflow, -row.amax))
+        rows = [
+            (
+                row.name or "-",
+                row.phase,
+                f"{row.amax:.4g}",
+                f"{row.underflow:.2%}",
+                f"{row.zeros:.1%}",
+                str(row.nonfinite),
+            )
+            for row in worst[:_SHOWN]
+        ]
+        header = ("module", "pass", "amax", "underflow", "zeros", "inf/NaN")
+        return "\n".join([*lines, *table(header, rows, {2, 3, 4, 5}, WIDTH)])
+
+
+def _place(row: WatchedModule) -> tuple[str, str]:
+    return row.name, row.phase
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class WatchState:
+    """State of `watch`: arrays of fixed shapes and dtypes, carried from step to step beside the optimizer's.
+
+    Args:
+        step: shape (), int32; how many steps were taken.
+        last_finite: shape (), bool; whether the last step's gradients were finite.
+        written: shape (), int32; how many records were made.
+        steps: shape (keep,), int32; the steps of the last records, in a ring.
+        scales: shape (keep,), float32; their loss scales.
+        overflows: shape (keep,), bool; whether their gradients were not finite.
+        statistics: shape (keep, modules, 4), float32; the columns are `COLUMNS`.
+        names: name and pass of each module; no array.
+    """
+
+    step: jax.Array
+    last_finite: jax.Array
+    written: jax.Array
+    steps: jax.Array
+    scales: jax.Array
+    overflows: jax.Array
+    statistics: jax.Array
+    names: tuple[tuple[str, str], ...] = dataclasses.field(metadata={"static": True})
+
+    def records(self) -> tuple[WatchRecord, ...]:
+        """The last records, the oldest first; on the host, of a state outside of `jit`."""
+        ring = jax.device_get((self.written, self.steps, self.scales, self.overflows, self.statistics))
+        return records_of(self.names, *ring)
+
+
+def records_of(
+    names: Sequence[tuple[str, str]], written: Any, steps: Any, scales: Any, overflows: Any, statistics: Any
+) -> tuple[WatchRecord, ...]:
+    """The records in a ring, the oldest first; each with an overflow has those before it as its history."""
+    keep, written = len(steps), int(written)
+    records: list[WatchRecord] = []
+    for i in range(max(written - keep, 0), written):
+        at = i % keep
+        modules = tuple(
+            WatchedModule(name, phase, float(amax), float(underflow), float(zeros), int(nonfinite))
+            for (name, phase), (amax, underflow, zeros, nonfinite) in zip(names, statistics[at], strict=True)
+        )
+        overflow = bool(overflows[at])
+        history = tuple(dataclasses.replace(record, history=()) for record in records) if overflow else ()
+        records.append(WatchRecord(int(steps[at]), float(scales[at]), overflow, modules, history))
+    return tuple(records)

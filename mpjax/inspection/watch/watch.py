@@ -1,0 +1,250 @@
+"""`watch`: amax, underflow and non-finite values by module inside of a compiled training step."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+
+from mpjax._jaxpr import compat
+from mpjax._jaxpr.instances import owners_of
+from mpjax._jaxpr.interpreter import Block, Place, Run, lay_out
+from mpjax._jaxpr.source import BACKWARD
+from mpjax._loss_scale_state import loss_scale_of
+from mpjax.casting import autocast
+from mpjax.casting.autocast import traced_call
+from mpjax.inspection.gradient import gradient_of, with_named_modules
+from mpjax.inspection.layerwise.groups import grouped
+from mpjax.inspection.numerics.activations import Counted, counted
+from mpjax.inspection.numerics.range_statistics import Limits, Note, RangeProbe, note
+from mpjax.inspection.program import argument_names
+from mpjax.inspection.watch.record import COLUMNS, records_of
+from mpjax.inspection.watch.record import WatchedModule as WatchedModule
+from mpjax.inspection.watch.record import WatchRecord as WatchRecord
+from mpjax.inspection.watch.record import WatchState as WatchState
+from mpjax.loss_scale import static_loss_scale
+from mpjax.policy import HALF_DTYPES
+
+
+class Watch(NamedTuple):
+    """What `watch` returns: two pure functions, as an optax transformation is.
+
+    Args:
+        init: `init(*args) -> WatchState`, for the arguments of the loss function (arrays or shapes).
+        update: `update(state, *args, grads=None, opt_state=None) -> WatchState`, in each step, with the arguments that
+            the step's gradients are of.
+    """
+
+    init: Callable[..., WatchState]
+    update: Callable[..., WatchState]
+
+
+def watch(
+    fun: Callable[..., Any],
+    *,
+    every: int = 100,
+    callback: Callable[[WatchRecord], Any] | None = None,
+    keep: int = 8,
+    policy: Any = None,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+) -> Watch:
+    """Statistics of a loss function's activations and gradients by module, every so many steps, inside of `jit`.
+
+    On each step:
+
+        due = step % every == 0, or the gradients are not finite and those of the step before were
+        lax.cond(due, run the gradient once more with statistics; store them; call back, nothing)
+
+    The training program itself stays as it is, so watching changes no result and costs nothing on the other steps but
+    the test of the gradients; a step that is watched takes two to three times as long. All state is in `WatchState`, an
+    argument and a result of the training step: the step counter can't come apart from the run that it counts, nothing
+    is compiled again, and no step waits for the host.
+
+    Args:
+        fun: the loss function that is trained, the same that is differentiated.
+        every: how many steps from one record to the next.
+        callback: a Python function that gets a `WatchRecord` of each step that is watched (see its `scalars`); called
+            asynchronously by the runtime, on the host. None to read `WatchState.records` instead.
+        keep: how many of the last records the state holds. The record of an overflow has them as its `history`.
+        policy: what `get_policy` accepts: `fun` runs under autocast, as in `value_and_grad(policy=...)`.
+        argnums: which arguments are differentiated.
+        has_aux: whether `fun` returns `(loss, aux)`.
+
+    Returns:
+        A `Watch`, two pure functions `init(*args)` and `update(state, *args, grads=None, opt_state=None)`. `grads` are
+        the step's gradients, to see an overflow at once; `opt_state` holds the `LossScaleState` that they were made
+        with, before it is updated. Gradients in records do not carry the loss scale.
+
+    Raises:
+        ValueError: `every` or `keep` is less than 1; `update` gets arguments of another program than `init` got.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, mpjax
+        >>> def loss_fn(w, x):
+        ...     return jnp.mean(jnp.tanh(x @ w) ** 2)
+        >>> watched = mpjax.watch(loss_fn, every=2, policy="mixed_float16")
+        >>> @jax.jit
+        ... def step(w, state, x):
+        ...     loss, grads = mpjax.value_and_grad(loss_fn, policy="mixed_float16")(w, x)
+        ...     return w - 0.1 * grads, watched.update(state, w, x, grads=grads)
+        >>> w, x = jnp.eye(4), jnp.ones((8, 4))
+        >>> state = watched.init(w, x)
+        >>> for _ in range(3):
+        ...     w, state = step(w, state, x)
+        >>> [(record.step, record.modules[0].phase) for record in state.records()]
+        [(0, 'forward'), (2, 'forward')]
+
+    Source: the statistics are those of NVIDIA Transformer Engine's debug features (`LogTensorStats`).
+    """
+    for name, value in (("every", every), ("keep", keep)):
+        if not isinstance(value, (int, np.integer)) or value < 1:
+            raise ValueError(f"watch: {name}={value!r}: give a whole number of 1 or more.")
+    target = with_named_modules(fun if policy is None else autocast(fun, policy))
+    measured = functools.partial(_measured, target, argnums, has_aux)
+
+    def init(*args: Any) -> WatchState:
+        names = measured(jax.ShapeDtypeStruct((), jnp.float32), args).names
+        return WatchState(
+            step=jnp.zeros((), jnp.int32),
+            last_finite=jnp.ones((), bool),
+            written=jnp.zeros((), jnp.int32),
+            steps=jnp.full(keep, -1, jnp.int32),
+            scales=jnp.ones(keep, jnp.float32),
+            overflows=jnp.zeros(keep, bool),
+            statistics=jnp.zeros((keep, len(names), len(COLUMNS)), jnp.float32),
+            names=names,
+        )
+
+    def update(state: WatchState, *args: Any, grads: Any = None, opt_state: Any = None) -> WatchState:
+        scale = jnp.ones((), jnp.float32) if opt_state is None else loss_scale_of(opt_state)
+        finite = _all_finite(grads)
+        program = measured(scale, args)
+        if program.names != state.names:
+            raise ValueError(
+                f"watch: the program of update has {_difference(program.names, state.names)} that the program of init "
+                "has not: call init with arguments of the same structure, shapes and dtypes."
+            )
+
+        def record(state: WatchState) -> WatchState:
+            at = state.written % state.steps.shape[0]
+            new = dataclasses.replace(
+                state,
+                written=state.written + 1,
+                steps=state.steps.at[at].set(state.step),
+                scales=state.scales.at[at].set(scale),
+                overflows=state.overflows.at[at].set(~finite),
+                statistics=state.statistics.at[at].set(program.run(scale)),
+            )
+            if callback is not None:
+                ring = new.written, new.steps, new.scales, new.overflows, new.statistics
+                jax.debug.callback(functools.partial(_call, callback, state.names), *ring)
+            return new
+
+        due = (state.step % every == 0) | (~finite & state.last_finite)
+        state = lax.cond(due, record, lambda state: state, state)
+        return dataclasses.replace(state, step=state.step + 1, last_finite=finite)
+
+    return Watch(init, update)
+
+
+def _call(callback: Callable[[WatchRecord], Any], names: Any, *ring: Any) -> None:
+    callback(records_of(names, *map(np.asarray, ring))[-1])
+
+
+def _all_finite(grads: Any) -> Any:
+    floats = [x for x in jax.tree.leaves(grads) if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
+    return functools.reduce(jnp.logical_and, (jnp.all(jnp.isfinite(x)) for x in floats), jnp.ones((), bool))
+
+
+def _difference(found: Sequence[tuple[str, str]], expected: Sequence[tuple[str, str]]) -> str:
+    more = [f"{name or '-'} ({phase})" for name, phase in found if (name, phase) not in expected]
+    return f"modules ({', '.join(more[:3])})" if more else "fewer modules, or others in order,"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Program:
+    """The gradient's program of some arguments, whose statistics can be taken.
+
+    Args:
+        names: name and pass of each module.
+        run: gives the statistics at a loss scale, shape (modules, 4).
+    """
+
+    names: tuple[tuple[str, str], ...]
+    run: Callable[[Any], jax.Array]
+
+
+def _measured(fun: Any, argnums: Any, has_aux: bool, scale: Any, args: Sequence[Any]) -> _Program:
+    def gradient(*args: Any, mpjax_loss_scale: Any) -> Any:
+        state = static_loss_scale(optax.identity(), 1.0).init({})._replace(loss_scale=mpjax_loss_scale)
+        grads, loss = gradient_of(fun, state, argnums, has_aux, names)(*args)
+        return grads, loss
+
+    names: list[str] = []
+    kwargs = {"mpjax_loss_scale": scale}
+    program = traced_call(gradient, args, kwargs)
+    block = lay_out(program.jaxpr, owners=owners_of(program.jaxpr, argument_names(program, args, kwargs)))
+    counts, groups = counted(block, len(names)), grouped(block).groups
+    probe = StatisticsProbe(block, counts)
+    rows: dict[tuple[str, str], list[int]] = {}
+    for number, place in probe.places.items():
+        phase = "backward" if place.site.phase == BACKWARD else "forward"
+        rows.setdefault((groups[number].name, phase), []).append(number)
+
+    def run(scale: Any) -> jax.Array:
+        _, notes = Run(probe).block(block, program.arrays)
+        return jnp.stack(
+            [_row(notes, numbers, scale if phase == "backward" else 1) for (_, phase), numbers in rows.items()]
+        )
+
+    return _Program(tuple(rows), run)
+
+
+def _row(notes: Mapping[Any, Note], numbers: Sequence[int], scale: Any) -> Any:
+    """The `COLUMNS` of the equations of one module."""
+    found = [notes["range", number] for number in numbers if ("range", number) in notes]
+    counts = sum((counts.astype(jnp.float32) for counts, _, _ in found), jnp.zeros(7, jnp.float32))
+    amax = functools.reduce(jnp.maximum, (extremes[0] for _, extremes, _ in found), jnp.float32(0))
+    size, zeros, tiny, overflowed, nonfinite = (counts[i] for i in range(5))
+    nonzero = jnp.maximum(size - zeros - nonfinite, 1)
+    # XLA may hand a value on before it is rounded to half: what would be inf then is beyond half's range.
+    return jnp.stack([amax / scale, tiny / nonzero, zeros / jnp.maximum(size, 1), nonfinite + overflowed])
+
+
+class StatisticsProbe(RangeProbe):
+    """A `RangeProbe` of activations and gradients alone, each against the dtype that it is stored in."""
+
+    def __init__(self, block: Block, counts: Counted):
+        wanted = counts.activations | counts.gradients | counts.parameters
+        self.places: Mapping[int, Place] = {p.number: p for p in block.places() if p.number in wanted and _floats(p)}
+        self.graded = frozenset()
+
+    def equation(self, place: Place, turn: Any, ins: Any, outs: Sequence[Any], again: Any) -> dict[Any, Any]:
+        if place.number not in self.places:
+            return {}
+        dtype = max((outs[i].dtype for i in _floats(place)), key=lambda dtype: dtype.itemsize)
+        return {("range", place.number): note([outs[i] for i in _floats(place)], [], _normal(dtype), None, False)}
+
+
+def _floats(place: Place) -> list[int]:
+    outs = [v.aval for v in place.site.eqn.outvars]
+    return [i for i, aval in enumerate(outs) if compat.is_shaped(aval) and jnp.issubdtype(aval.dtype, jnp.floating)]
+
+
+@functools.cache
+def _normal(dtype: Any) -> Limits:
+    """The limits of a dtype's normal numbers, as those to which `note` counts."""
+    if dtype not in HALF_DTYPES:
+        dtype = np.dtype(np.float32)
+    info = compat.finfo(dtype)
+    largest_subnormal = float(info.tiny) - float(info.smallest_subnormal)
+    overflowed = Limits.of(dtype).overflowed if dtype in HALF_DTYPES else float("inf")
+    return Limits(dtype, largest_subnormal, overflowed, int(info.nmant))

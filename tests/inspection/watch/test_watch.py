@@ -1,0 +1,183 @@
+"""`watch`: statistics by module inside of a compiled step, which change nothing and cost little."""
+
+import re
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import mpjax
+
+X = jax.random.normal(jax.random.key(0), (8, 16))
+
+
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.relu(nn.Dense(16, name="first")(x))
+        return nn.remat(nn.Dense)(4, name="second")(x)
+
+
+NET = Net()
+PARAMS = NET.init(jax.random.key(1), X)
+
+
+def loss_fn(params, x):
+    return jnp.mean(NET.apply(params, x) ** 2)
+
+
+def training(every=2, callback=None, scan=0, keep=4):
+    """A step under dynamic loss scaling and autocast; `scan` of them in one call, if it is not 0."""
+    watched = mpjax.watch(loss_fn, every=every, callback=callback, keep=keep, policy="mixed_float16")
+    tx = mpjax.dynamic_loss_scale(optax.sgd(0.01), init_scale=2.0**10)
+
+    def step(params, opt_state, state, x):
+        _, grads = mpjax.value_and_grad(loss_fn, opt_state, policy="mixed_float16")(params, x)
+        state = watched.update(state, params, x, grads=grads, opt_state=opt_state)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, state
+
+    def steps(params, opt_state, state, xs):
+        return jax.lax.scan(lambda carry, x: (step(*carry, x), None), (params, opt_state, state), xs)[0]
+
+    return jax.jit(steps if scan else step), (PARAMS, tx.init(PARAMS), watched.init(PARAMS, X))
+
+
+def row(record, name, phase):
+    return next(row for row in record.modules if (row.name, row.phase) == (name, phase))
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """Five steps one by one; the fourth overflows."""
+    told = []
+    step, carry = training(callback=told.append)
+    for i in range(5):
+        carry = step(*carry, X * 1e30 if i == 3 else X)
+    jax.effects_barrier()
+    return step, carry, told
+
+
+def test_statistics_are_those_of_the_step(trained):
+    _, (_, _, state), told = trained
+    assert [record.step for record in state.records()] == [0, 2, 3, 4]
+    assert sorted(record.step for record in told) == [0, 2, 3, 4]
+    first = state.records()[0]
+    dense = PARAMS["params"]["first"]
+    expected = np.abs(np.asarray(X @ dense["kernel"] + dense["bias"])).max()
+    assert row(first, "Net/first", "forward").amax == pytest.approx(expected, rel=1e-2)
+    assert {(row.name, row.phase) for row in first.modules} >= {("Net/second", "forward"), ("Net/first", "backward")}
+    assert not any(row.nonfinite for row in first.modules)
+    assert not first.overflow
+    assert first.loss_scale == 2.0**10
+
+
+def test_gradients_are_reported_without_the_loss_scale(trained):
+    grads = jax.grad(loss_fn)(PARAMS, X)["params"]["second"]["kernel"]
+    found = row(trained[1][2].records()[0], "Net/second", "backward")
+    outputs = jax.grad(lambda y: jnp.mean(y**2))(NET.apply(PARAMS, X))
+    assert found.amax == pytest.approx(max(np.abs(grads).max(), np.abs(outputs).max()), rel=0.02)
+
+
+def test_an_overflow_is_recorded_with_the_steps_that_led_to_it(trained):
+    _, (_, opt_state, state), told = trained
+    overflow = next(record for record in told if record.overflow)
+    assert overflow.step == 3, "between two watched steps"
+    assert [record.step for record in overflow.history] == [0, 2]
+    assert row(overflow, "Net/first", "forward").nonfinite > 0
+    assert opt_state.skipped_steps == 1
+    text = str(overflow)
+    assert text.startswith("step 3, loss scale 1024: overflow\nfirst inf or NaN: Net/first, forward")
+    assert re.search(r"\nits largest value before: \d.* at step 0, .* at step 2\n", text)
+    assert max(map(len, text.splitlines())) <= 100
+    assert not any(record.overflow for record in state.records() if record.step != 3)
+
+
+def test_nothing_is_compiled_again_and_no_result_changes(trained):
+    step, (params, opt_state, _), _ = trained
+    assert step._cache_size() == 1
+    tx = mpjax.dynamic_loss_scale(optax.sgd(0.01), init_scale=2.0**10)
+
+    @jax.jit
+    def plain(params, opt_state, x):
+        _, grads = mpjax.value_and_grad(loss_fn, opt_state, policy="mixed_float16")(params, x)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    expected = PARAMS, tx.init(PARAMS)
+    for i in range(5):
+        expected = plain(*expected, X * 1e30 if i == 3 else X)
+    jax.tree.map(np.testing.assert_array_equal, (params, opt_state), expected)
+
+
+def test_scan_over_steps_and_a_ring_of_the_last_records():
+    told = []
+    steps, carry = training(every=1, callback=told.append, scan=6, keep=3)
+    _, _, state = steps(*carry, jnp.stack([X] * 6))
+    jax.effects_barrier()
+    assert [record.step for record in state.records()] == [3, 4, 5]
+    assert sorted(record.step for record in told) == list(range(6))
+    amax = [row(record, "Net/second", "forward").amax for record in state.records()]
+    assert amax[0] > amax[-1] > 0, "the loss falls"
+
+
+def test_repeated_overflows_are_recorded_once():
+    told = []
+    step, carry = training(every=100, callback=told.append)
+    for _ in range(3):
+        carry = step(*carry, X * 1e30)
+    assert [record.step for record in carry[2].records()] == [0]
+    for x in (X, X * 1e30, X * 1e30):
+        carry = step(*carry, x)
+    assert [record.step for record in carry[2].records()] == [0, 4]
+    jax.effects_barrier()
+    assert len(told) == 2
+
+
+def test_underflow_is_the_share_of_subnormal_values():
+    def loss(w, x):
+        with jax.named_scope("tiny"):
+            y = (x @ w).astype(jnp.float16) * jnp.float16(2.0**-8)
+        return jnp.sum(y.astype(jnp.float32))
+
+    x = jnp.diag(2.0 ** -jnp.arange(0.0, 16.0))
+    watched = mpjax.watch(loss)
+    state = jax.jit(lambda s, w, x: watched.update(s, w, x))(watched.init(jnp.eye(16), x), jnp.eye(16), x)
+    (record,) = state.records()
+    # The product has 16 nonzero values, all normal in float32; of 2^-8 ... 2^-23 those below 2^-14 are subnormal.
+    assert row(record, "tiny", "forward").underflow == 9 / 32
+
+
+def test_nnx_modules_and_argnums_and_aux():
+    class Model(nnx.Module):
+        def __init__(self):
+            self.up = nnx.Linear(16, 4, rngs=nnx.Rngs(0))
+
+        def __call__(self, x):
+            return self.up(x)
+
+    def loss(x, model):
+        return jnp.mean(model(x) ** 2), x
+
+    model = Model()
+    watched = mpjax.watch(loss, policy="mixed_bfloat16", argnums=1, has_aux=True)
+
+    @nnx.jit
+    def step(state, x, model):
+        return watched.update(state, x, model)
+
+    (record,) = step(watched.init(X, model), X, model).records()
+    assert {row.name for row in record.modules if row.phase == "forward"} >= {"Model/up"}
+    assert "forward/Model/up/amax" in record.scalars()
+
+
+def test_wrong_calls_say_what_is_wrong():
+    with pytest.raises(ValueError, match="watch: every=0"):
+        mpjax.watch(loss_fn, every=0)
+    watched = mpjax.watch(lambda w, x: jnp.sum(jax.named_call(jnp.dot, name="deep" if x.ndim > 1 else "flat")(x, w)))
+    with pytest.raises(ValueError, match=r"modules \(deep \(forward\)"):
+        watched.update(watched.init(jnp.ones(16), X[0]), jnp.ones(16), X)
