@@ -92,11 +92,17 @@ class Report:
 
     def __init__(self, path: pathlib.Path):
         self.path = path
-        self.data: dict[str, Any] = {"batches": 0, "seconds": 0.0, "outcomes": {}, "passed_in_a_row": 0, "failures": {}}
+        self.data: dict[str, Any] = {
+            "batches": 0,
+            "seconds": 0.0,
+            "outcomes": {},
+            "passed_in_a_row": {"all": 0},
+            "failures": {},
+        }
         if path.exists():
             self.data = json.loads(path.read_text())
 
-    def count(self, outcomes: collections.Counter[str], in_a_row: int, seconds: float) -> None:
+    def count(self, outcomes: collections.Counter[str], in_a_row: dict[str, int], seconds: float) -> None:
         """Adds a batch."""
         self.data["batches"] += 1
         self.data["seconds"] = round(self.data["seconds"] + seconds, 1)
@@ -124,14 +130,14 @@ class Batch:
 
     Args:
         known: the report's failures, by signature; their counts grow.
-        in_a_row: how many examples passed since the last failure.
+        in_a_row: how many examples passed since the last failure, of all and of those with the same rules.
         compile_every: compiles and runs one example of so many; none if 0.
         outcomes: how many examples came to what.
         new: failures that were not known: how often, and the shortest program.
     """
 
     known: dict[str, Any]
-    in_a_row: int
+    in_a_row: dict[str, int]
     compile_every: int
     outcomes: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     new: dict[str, tuple[int, Case, Failure]] = dataclasses.field(default_factory=dict)
@@ -141,10 +147,10 @@ class Batch:
         every = self.compile_every
         outcome, failure = examine(case, compiled=bool(every) and self.outcomes.total() % every == 0)
         self.outcomes[outcome] += 1
+        for name in ("all", case.rules):
+            self.in_a_row[name] = 0 if failure else self.in_a_row.get(name, 0) + (outcome != REJECTED)
         if failure is None:
-            self.in_a_row += outcome != REJECTED
             return
-        self.in_a_row = 0
         key = failure.signature
         if key in self.known:
             self.known[key]["count"] += 1
@@ -169,7 +175,7 @@ def run(report: Report, dtype: str, examples: int, size: int, shrink: bool, seco
             report.data["failures"][key] = entry
         report.count(batch.outcomes, batch.in_a_row, time.perf_counter() - start)
         jax.clear_caches()
-        figures = f"{len(report.data['failures'])} kinds of failure, {batch.in_a_row} passed in a row"
+        figures = f"{len(report.data['failures'])} kinds of failure, {batch.in_a_row['all']} passed in a row"
         print(f"{report.examples}: {dict(batch.outcomes)}, {figures}", flush=True)
 
 

@@ -61,7 +61,9 @@ def test_a_run_goes_on_from_its_report(tmp_path, monkeypatch):
             fuzz.Report(tmp_path / "report.json"), "float16", examples, 4, shrink=False, seconds=60, compile_every=0
         )
     report = fuzz.Report(tmp_path / "report.json")
-    assert (report.examples, report.data["batches"], report.data["passed_in_a_row"]) == (8, 2, 8)
+    in_a_row = report.data["passed_in_a_row"]
+    assert (report.examples, report.data["batches"], in_a_row["all"]) == (8, 2, 8)
+    assert sum(in_a_row.values()) == 16, "each example counts for all and for its rules"
 
 
 def test_the_evaluator_agrees_with_jax():
