@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.experimental import jet
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import mpjax
 from testing import measures
@@ -209,6 +211,28 @@ def test_typed_keys_may_go_into_what_is_not_entered():
         noisy(W, jax.random.key(0)), jax.random.normal(jax.random.key(0), (4, 8)) @ W, rtol=2e-2, atol=2e-2
     )
     assert any("random" in row.op or row.op == "jit" for row in mpjax.explain(noisy, W, jax.random.key(0)).rows)
+
+
+def test_partial_sums_across_devices_keep_their_specs():
+    mesh = jax.make_mesh((2,), ("i",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
+    partial = P(unreduced={"i"})
+
+    def contracted(x, w):
+        sums = jnp.dot(x, w, out_sharding=partial)
+        return jax.shard_map(lambda z: lax.psum(z, "i"), in_specs=partial, out_specs=P())(sums)
+
+    def replicated(w, x):
+        w = jax.sharding.reshard(w, P(reduced={"i"}))
+        specs = (P("i", None), P(reduced={"i"}))
+        return jax.shard_map(jnp.dot, in_specs=specs, out_specs=P("i", None))(x, w).sum()
+
+    with jax.set_mesh(mesh):
+        split = jax.device_put(X, P(None, "i")), jax.device_put(W, P("i", None))
+        whole = jax.device_put(W, P()), jax.device_put(X, P("i", None))
+        np.testing.assert_allclose(jax.jit(mpjax.autocast(contracted))(*split), X @ W, rtol=2e-2, atol=2e-2)
+        found = jax.jit(jax.grad(mpjax.autocast(replicated)))(*whole)
+        assert mpjax.explain(contracted, *split).half_share == mpjax.explain(replicated, *whole).half_share == 1
+    np.testing.assert_allclose(found, jax.grad(lambda w: (X @ w).sum())(W), rtol=2e-2, atol=2e-2)
 
 
 def test_sequential_vmap_is_entered():
