@@ -42,17 +42,22 @@ def main(argv=None):
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--outlier", type=int, help="a step whose images are far off scale")
     args = parser.parse_args(argv)
     rng = np.random.default_rng(args.seed)
     prototypes = np.random.default_rng(0).random((10, 8, 8, 1), np.float32)
     model = CNN(nnx.Rngs(args.seed))
     optimizer = nnx.Optimizer(model, optax.adamw(5e-3), wrt=nnx.Param)
-    for _ in range(args.steps):
+    for step in range(args.steps):
         labels = rng.integers(0, 10, 32)
         images = prototypes[labels] + 0.2 * rng.normal(size=(32, 8, 8, 1)).astype(np.float32)
+        if step == args.outlier:
+            images = images * np.float32(1e6)
         model.train()
         loss = train_step(model, optimizer, images, labels)
     model.eval()
+    assert jnp.isfinite(model.norm.mean[...]).all()
+    assert jnp.isfinite(model.norm.var[...]).all()
     assert jnp.isfinite(eval_step(model, images)).all()
     print(f"loss {loss:.4f}")
     return float(loss)
