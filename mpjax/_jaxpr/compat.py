@@ -17,6 +17,7 @@ from jax._src import config, source_info_util
 from jax._src.core import trace_ctx
 from jax._src.interpreters import ad, mlir
 from jax._src.lax.lax import _convert_element_type, canonicalize_precision
+from jax.experimental.xla_metadata import set_xla_metadata
 
 Literal, Var = jex.Literal, jex.Var
 
@@ -41,6 +42,11 @@ def is_jaxpr(value: Any) -> bool:
 def trace(fun: Callable[..., Any], *args: Any) -> Any:
     """The closed jaxpr of `fun(*args)`, traced anew: `make_jaxpr` itself would remember `fun`."""
     return jax.make_jaxpr(lambda *args: fun(*args))(*args)
+
+
+def apart_from_other_traces() -> contextlib.AbstractContextManager[Any]:
+    """A context in which functions under `jax.jit` are traced again, whatever was remembered of them outside of it."""
+    return set_xla_metadata(mpjax_trace="apart")  # It is a part of the key of each cache.
 
 
 def variable_of(tracer: Any) -> Any:

@@ -22,7 +22,7 @@ from mpjax.inspection.audit.matmuls import casts_of, findings_of, matmuls_of
 from mpjax.inspection.audit.report import PrecisionReport as PrecisionReport
 from mpjax.inspection.audit.residuals import residuals_of
 from mpjax.inspection.audit.risks import overflowing_casts, overflows_of, risks_of
-from mpjax.inspection.audit.roofline import kernel_costs
+from mpjax.inspection.audit.variants import costs_of
 from mpjax.inspection.program import argument_names
 
 
@@ -67,6 +67,7 @@ def audit(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> PrecisionReport
     matmuls = matmuls_of(sites, flow)
     residuals, notes = _residuals(program, flow, sites)
     communication, unknown = _communication(fun, args, kwargs, sites)
+    costs, unplanned = costs_of(fun, args, kwargs, flow)
     return PrecisionReport(
         name=getattr(fun, "__name__", type(fun).__name__),
         matmuls=matmuls,
@@ -74,8 +75,8 @@ def audit(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> PrecisionReport
         risks=(*overflows_of(lines), *risks_of(flow)),
         residuals=residuals,
         casts=casts_of(sites),
-        kernels=tuple(kernel_costs(flow)),
-        notes=(*notes, *unknown, *_notes(sites)),
+        costs=costs,
+        notes=(*notes, *unknown, *_notes(sites), *unplanned),
         communication=communication,
     )
 

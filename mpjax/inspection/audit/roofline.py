@@ -1,16 +1,22 @@
-"""How fast a program can be at most: its kernels' FLOPs and bytes against a device's peak rates."""
+"""What half precision can gain at most: a program's FLOPs and bytes, in float32 and in half, against peak rates."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator
 
+import jax.numpy as jnp
+
 from mpjax._jaxpr import compat
 from mpjax._jaxpr.primitives import primitive
-from mpjax.inspection.audit.dataflow import INPUT, Flow, Node, Value
+from mpjax.inspection.audit.dataflow import Flow, Node, Value
 from mpjax.inspection.devices import Device
 
 _REDUCTIONS = ("reduce_", "cum", "arg", "select_and")
+# Their result is their first operand, in the same memory.
+_SAME = ("reshape", "squeeze", "expand_dims", "copy", "detached", "matmul_result")
+# These read or write a part of their first operand only.
+_PARTIAL = ("gather", "dynamic_slice", "scatter", "dynamic_update_slice")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,113 +27,200 @@ class KernelCost:
         times: how often it runs.
         flops: of a matmul or convolution, once; 0 for others.
         dtype, precision: of the matmul.
-        half: bytes of half arrays inside the program that it reads and writes, once.
-        full: bytes of such float32 arrays.
-        fixed: bytes of everything else: whole numbers, and the program's own inputs and outputs.
+        bytes: what it reads and writes, once.
     """
 
     times: int
     flops: int
     dtype: str
     precision: str
-    half: int
-    full: int
-    fixed: int
+    bytes: int
 
     def seconds(self, device: Device) -> float:
-        """The least time that it takes as it is."""
-        return self._seconds(device, self.dtype, self.half + self.full + self.fixed)
+        """The least time that it takes."""
+        return self.times * max(self._arithmetic(device), self.bytes / device.bandwidth)
 
-    def seconds_float32(self, device: Device) -> float:
-        """The least time with float32 in place of half."""
-        return self._seconds(
-            device, "float32" if self.dtype != "float64" else "float64", 2 * self.half + self.full + self.fixed
-        )
+    def arithmetic_seconds(self, device: Device) -> float:
+        """The least time of its arithmetic alone."""
+        return self.times * self._arithmetic(device)
 
-    def seconds_half(self, device: Device) -> float:
-        """The least time with half in place of float32, but for the program's inputs and outputs."""
-        return self._seconds(device, "float16", self.half + self.full // 2 + self.fixed, "")
+    def _arithmetic(self, device: Device) -> float:
+        return self.flops / device.peak(self.dtype, self.precision) if self.flops else 0.0
 
-    def _seconds(self, device: Device, dtype: str, moved: int, precision: str | None = None) -> float:
-        peak = device.peak(dtype, self.precision if precision is None else precision)
-        return self.times * max(self.flops / peak, moved / device.bandwidth)
+
+@dataclasses.dataclass(frozen=True)
+class ProgramCost:
+    """A program's kernels, and what every way to run it has to read and write.
+
+    Args:
+        kernels: with all elementwise work fused into what reads it, and nothing else.
+        bytes: its arguments and results. All other arrays could be fused away, as fused attention does.
+    """
+
+    kernels: tuple[KernelCost, ...]
+    bytes: int
+
+    def seconds(self, device: Device) -> float:
+        """The roofline: each kernel waits for its arithmetic or for memory."""
+        return sum(kernel.seconds(device) for kernel in self.kernels)
+
+    def least(self, device: Device) -> float:
+        """The time that nothing can beat, however much is fused: all matmuls at peak rate, or arguments and results."""
+        arithmetic = sum(kernel.arithmetic_seconds(device) for kernel in self.kernels)
+        return max(arithmetic, self.bytes / device.bandwidth)
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """One call as three programs: in float32, as it is, and as autocast plans it in half."""
+
+    float32: ProgramCost
+    now: ProgramCost
+    half: ProgramCost
 
 
 @dataclasses.dataclass(frozen=True)
 class SpeedupBound:
-    """What half precision can gain at most on a device.
+    """What half precision can gain on a device.
 
         T = Σ over kernels of max(FLOPs / peak FLOP/s of the dtype, bytes / memory bandwidth)
+        L = max(Σ FLOPs / peak FLOP/s, bytes of arguments and results / memory bandwidth)
 
     Args:
         device: its name.
-        float32: T with every half array in float32, in seconds.
+        float32: T of the program in float32, or its measured time; in seconds.
         now: T of the program as it is.
-        half: T with every float32 array inside the program in half.
-        matmul_share: the share of `float32` that matmuls and convolutions take; Amdahl's parallel fraction.
+        half: T of the program as autocast plans it.
+        least_float32: L in float32, or the measured time.
+        least_now, least_half: L of the other two, which nothing can beat.
+        matmul_share: the share of T in float32 that matmuls and convolutions take; Amdahl's parallel fraction.
     """
 
     device: str
     float32: float
     now: float
     half: float
+    least_float32: float
+    least_now: float
+    least_half: float
     matmul_share: float
 
     @property
     def speedup(self) -> float:
-        """How much faster than in float32 the program can be as it is."""
-        return self.float32 / self.now if self.now else 1.0
+        """How much faster than in float32 the program is as it is, with elementwise work fused in both."""
+        return _ratio(self.float32, self.now)
 
     @property
     def limit(self) -> float:
-        """How much faster than in float32 it can be with all in half."""
-        return self.float32 / self.half if self.half else 1.0
+        """`speedup` with all in half, as autocast plans it."""
+        return _ratio(self.float32, self.half)
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """The speedup as it is, between elementwise work fused and everything fused, in both programs alike."""
+        return _interval(self.speedup, _ratio(self.least_float32, self.least_now))
+
+    @property
+    def limit_interval(self) -> tuple[float, float]:
+        """`interval` with all in half."""
+        return _interval(self.limit, _ratio(self.least_float32, self.least_half))
 
 
-def speedup_bound(kernels: Iterable[KernelCost], device: Device) -> SpeedupBound:
-    """The bound of a program of these kernels."""
-    kernels = tuple(kernels)
-    float32 = sum(kernel.seconds_float32(device) for kernel in kernels)
-    now = sum(kernel.seconds(device) for kernel in kernels)
-    half = sum(kernel.seconds_half(device) for kernel in kernels)
-    matmuls = sum(kernel.seconds_float32(device) for kernel in kernels if kernel.flops)
-    return SpeedupBound(device.name, float32, now, half, matmuls / float32 if float32 else 0.0)
+def _ratio(float32: float, other: float) -> float:
+    return float32 / other if other else 1.0
 
 
-def kernel_costs(flow: Flow, results: frozenset[Value] | None = None) -> Iterator[KernelCost]:
+def _interval(one: float, other: float) -> tuple[float, float]:
+    return min(one, other), max(one, other)
+
+
+def speedup_bound(costs: Costs, device: Device, float32_seconds: float | None = None) -> SpeedupBound:
+    """The bound of a program.
+
+    Args:
+        costs: of it.
+        device: what it runs on.
+        float32_seconds: the measured time of the program in float32; None for its roofline.
+    """
+    roofline, least = costs.float32.seconds(device), costs.float32.least(device)
+    matmuls = sum(kernel.seconds(device) for kernel in costs.float32.kernels if kernel.flops)
+    return SpeedupBound(
+        device=device.name,
+        float32=roofline if float32_seconds is None else float32_seconds,
+        now=costs.now.seconds(device),
+        half=costs.half.seconds(device),
+        least_float32=least if float32_seconds is None else float32_seconds,
+        least_now=costs.now.least(device),
+        least_half=costs.half.least(device),
+        matmul_share=matmuls / roofline if roofline else 0.0,
+    )
+
+
+def program_cost(flow: Flow, widened: bool = False) -> ProgramCost:
+    """The cost of a program.
+
+    Args:
+        flow: the program.
+        widened: whether half arrays are float32 and casts between floating dtypes are nothing: the float32 program of
+            one that was written in half.
+    """
+    touched: dict[Value, bool] = {}
+    for node in flow.all_nodes():
+        partial = node.site.name.startswith(_PARTIAL)
+        for i, value in enumerate(node.reads):
+            touched[value] = touched.get(value, False) or not (partial and i == 0)
+    made_whole = {v for node in flow.nodes if not node.site.name.startswith(_PARTIAL) for v in node.writes}
+    read = [value for value in flow.inputs if touched.get(value, False)]
+    written = [value for value in set(flow.outputs) if value in made_whole]
+    outside = sum(_bytes(value, widened) for value in (*read, *written))
+    return ProgramCost(tuple(kernel_costs(flow, widened)), outside)
+
+
+def kernel_costs(flow: Flow, widened: bool = False) -> Iterator[KernelCost]:
     """The kernels of a program when a compiler fuses all elementwise work into what reads it.
 
     A matmul, a reduction, a gather and the like is a kernel; so is an elementwise result that one of them needs in
     memory, that goes out, or that several read and that is smaller than what it is made of.
 
     Args:
-        flow: the program.
-        results: what the whole program returns, where `flow` is the body of a loop or a branch in it.
+        flow: the program, or the body of a loop or a branch in it.
+        widened: as in `program_cost`.
     """
-    results = frozenset(flow.outputs) if results is None else results
-    makers = {value: node for node in flow.nodes for value in node.writes}
+    same = _aliases(flow, widened)
+    nodes = [node for node in flow.nodes if not same.keys() & set(node.writes)]
+    reads = {id(node): [same.get(value, value) for value in node.reads] for node in nodes}
+    made = {value for node in nodes for value in node.writes}
     readers: dict[Value, int] = {}
-    needed = {value for value in flow.outputs if value in makers}
-    for node in flow.nodes:
-        for value in set(node.reads):
+    needed = made & {same.get(value, value) for value in flow.outputs}
+    for node in nodes:
+        for value in set(reads[id(node)]):
             readers[value] = readers.get(value, 0) + 1
         if _is_root(node) and not _fuses_operands(node):
-            needed.update(value for value in node.reads if value in makers)
+            needed.update(made.intersection(reads[id(node)]))
 
     sources: dict[Value, frozenset[Value]] = {}
-    for node in flow.nodes:
-        read = frozenset().union(*(_in_memory(value, sources) for value in node.reads))
+    for node in nodes:
+        read = frozenset().union(*(_in_memory(value, sources) for value in reads[id(node)]))
         for value in node.writes:
             root = _is_root(node)
             shared = readers.get(value, 0) > 1 and sum(v.bytes for v in read) > value.bytes
             sources[value] = frozenset([value]) if root or shared or value in needed else read
             if not root and value in sources[value] and value.bytes:
-                yield _kernel(node, read, (value,), results)
+                yield _kernel(node, read, (value,), widened)
         if node.inner:
             for inner in node.inner:
-                yield from kernel_costs(inner, results)
+                yield from kernel_costs(inner, widened)
         elif _is_root(node):
-            yield _kernel(node, read, node.writes, results)
+            yield _kernel(node, read, node.writes, widened)
+
+
+def _aliases(flow: Flow, widened: bool) -> dict[Value, Value]:
+    """The values that are others in the same memory, or would be if floating dtypes were one."""
+    same: dict[Value, Value] = {}
+    for node in flow.nodes:
+        if node.site.name in _SAME or (widened and _is_cast(node)):
+            same[node.writes[0]] = same.get(node.reads[0], node.reads[0])
+    return same
 
 
 def _in_memory(value: Value, sources: dict[Value, frozenset[Value]]) -> frozenset[Value]:
@@ -145,20 +238,31 @@ def _fuses_operands(node: Node) -> bool:
     return node.site.name.startswith(_REDUCTIONS) or bool(node.inner)
 
 
-def _kernel(node: Node, reads: Iterable[Value], writes: Iterable[Value], results: frozenset[Value]) -> KernelCost:
+def _kernel(node: Node, reads: Iterable[Value], writes: Iterable[Value], widened: bool) -> KernelCost:
     site = node.site
-    sizes = {"half": 0, "full": 0, "fixed": 0}
-    for value in (*reads, *writes):
-        sizes[_class(value, results)] += value.bytes
     dtype, precision = "", ""
     if site.flops:
         dtypes = [v.aval.dtype for v in node.reads[:2]]
         dtype = max(dtypes, key=lambda d: d.itemsize).name
+        dtype = "float32" if widened and _is_half(dtype) else dtype
         precision = "HIGHEST" if "HIGHEST" in str(site.eqn.params.get("precision")) else ""
-    return KernelCost(site.times, site.flops // site.times if site.times else 0, dtype, precision, **sizes)
+    moved = sum(_bytes(value, widened) for value in (*reads, *writes))
+    return KernelCost(site.times, site.flops // site.times if site.times else 0, dtype, precision, moved)
 
 
-def _class(value: Value, results: frozenset[Value]) -> str:
-    if not compat.is_shaped(value.aval) or value.kind == INPUT or value in results:
-        return "fixed"
-    return {"float32": "full", "float16": "half", "bfloat16": "half"}.get(value.aval.dtype.name, "fixed")
+def _is_cast(node: Node) -> bool:
+    avals = [value.aval for value in (*node.reads, *node.writes)]
+    return node.site.name == "convert_element_type" and all(
+        compat.is_shaped(aval) and jnp.issubdtype(aval.dtype, jnp.floating) for aval in avals
+    )
+
+
+def _bytes(value: Value, widened: bool) -> int:
+    """Its size in memory; of half arrays, if these are widened, in float32."""
+    if widened and value.bytes and _is_half(value.aval.dtype.name):
+        return 4 * value.bytes // value.aval.dtype.itemsize
+    return value.bytes
+
+
+def _is_half(dtype: str) -> bool:
+    return dtype in ("float16", "bfloat16") or dtype.startswith("float8")

@@ -363,7 +363,8 @@ def test_bound_of_work_that_memory_holds_up_is_that_of_bytes():
     bound = mpjax.audit(fun, shape(n, 4, dtype=F32)).speedup_bound("A100")
     in_memory, fixed = 2 * 4 * n * 4, 4 * n * 4 + n * 4
     assert bound.float32 == pytest.approx((in_memory + fixed) / 2039e9, rel=1e-3)
-    assert bound.limit == pytest.approx((in_memory + fixed) / (in_memory / 2 + fixed), rel=1e-3)
+    result_in_half = 2 * 2 * n  # Autocast's matmul writes it, and what follows reads it.
+    assert bound.limit == pytest.approx((in_memory + fixed) / (in_memory / 2 + fixed + result_in_half), rel=1e-3)
 
 
 def test_elementwise_work_between_kernels_is_fused():
