@@ -165,12 +165,6 @@ def _matmul(eqn: Any) -> Listing | None:
     return None
 
 
-def _cond(eqn: Any) -> Listing | None:
-    if eqn.params.get("branches_platforms"):
-        return Listing(Op.OPAQUE, "lax.platform_dependent can't be re-issued")
-    return None
-
-
 def _jit(eqn: Any) -> Listing | None:
     return Listing(Op.OPAQUE, "a jit with layouts") if compat.jit_options(eqn.params) is None else None
 
@@ -182,7 +176,6 @@ _SPECIAL = {
     "broadcast_in_dim": _broadcast,
     "dot_general": _matmul,
     "conv_general_dilated": _matmul,
-    "cond": _cond,
     "jit": _jit,
     "pjit": _jit,
 }

@@ -294,7 +294,10 @@ _COLLECTIVES = {
 
 def _apply(eqn: Any, args: list[Array]) -> list[Any]:
     name = eqn.primitive.name
-    if name in ("pure_callback", "io_callback", "debug_callback", "platform_index"):
+    if name == "platform_index":
+        platforms = [names or ("cpu",) for names in eqn.params["platforms"]]
+        return [np.asarray([jax.default_backend() in names for names in platforms].index(True), np.int32)]
+    if name in ("pure_callback", "io_callback", "debug_callback"):
         raise Unsupported(name)
     if name not in _RULES:
         return _by_jax(eqn, args)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.experimental import jet
+from jax.experimental import pallas as pl
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -233,6 +234,25 @@ def test_partial_sums_across_devices_keep_their_specs():
         found = jax.jit(jax.grad(mpjax.autocast(replicated)))(*whole)
         assert mpjax.explain(contracted, *split).half_share == mpjax.explain(replicated, *whole).half_share == 1
     np.testing.assert_allclose(found, jax.grad(lambda w: (X @ w).sum())(W), rtol=2e-2, atol=2e-2)
+
+
+def test_branches_by_platform_are_entered():
+    def copied(ref, out):
+        out[...] = ref[...]
+
+    def for_tpu(x):  # has no lowering here
+        return pl.pallas_call(copied, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
+
+    def block(x):
+        return jnp.tanh(x @ W) @ W
+
+    def f(x):
+        return jnp.sum(lax.platform_dependent(x, tpu=for_tpu, default=block))
+
+    for cast in (mpjax.autocast, lambda fun: jax.jit(jax.vmap(mpjax.autocast(fun), axis_size=1, in_axes=None))):
+        np.testing.assert_allclose(np.sum(cast(f)(X)), f(X), rtol=2e-2)
+    agrees(lambda x: jnp.sum(lax.platform_dependent(x, cpu=block, cuda=block, default=jnp.sin)), X)
+    assert mpjax.explain(f, X).half_share == 1
 
 
 def test_sequential_vmap_is_entered():

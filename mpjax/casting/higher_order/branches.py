@@ -1,4 +1,4 @@
-"""`cond` and `switch`: branches that agree on their outputs."""
+"""`cond`, `switch` and `platform_dependent`: branches that agree on their outputs."""
 
 from __future__ import annotations
 
@@ -77,7 +77,11 @@ def _issue(step: Step, operands: Sequence[Any], plan: Plan, env: Environment) ->
         return body
 
     branches = [branch(*pair) for pair in zip(inner.plans, step.eqn.params["branches"], strict=True)]
-    return values_of(lax.switch(index, branches, *arrays), step.outs, half)
+    platforms = step.eqn.params.get("branches_platforms")
+    if platforms is None:
+        return values_of(lax.switch(index, branches, *arrays), step.outs, half)
+    named = {name: body for names, body in zip(platforms, branches, strict=True) for name in names or ("default",)}
+    return values_of(lax.platform_dependent(*arrays, **named), step.outs, half)
 
 
 COND = HigherOrder(_uses, _infer, _issue)
