@@ -16,7 +16,7 @@ sys.path.insert(0, str(ROOT))
 
 import mpjax  # noqa: E402
 
-_MADE = re.compile(r"^<!-- made: ([\w ]+?) -->$", re.MULTILINE)
+_MADE = re.compile(r"^<!-- made: ([\w ./]+?) -->$", re.MULTILINE)
 _NAMES = re.compile(r"<!-- made: names ([\w ]+?) -->")
 
 
@@ -137,6 +137,11 @@ def included(path: str) -> str:
     return (ROOT / path).read_text().split("\n", 1)[1]
 
 
+def script(path: str) -> str:
+    """A script of the repository as a block of code."""
+    return f"```python\n{(ROOT / path).read_text()}```"
+
+
 def changelog() -> str:
     """The release notes."""
     return included("CHANGELOG.md")
@@ -153,6 +158,7 @@ PARTS: dict[str, Callable[..., str]] = {
     "rules": rules,
     "commands": commands,
     "versions": versions,
+    "script": script,
     "changelog": changelog,
     "results": results,
 }

@@ -3,7 +3,7 @@
 The `python` blocks of a page run in one namespace; the `text` block after each holds what it prints. The output of a
 `console` block, `$ python -m mpjax ...` or `$ python docs/...`, follows the command in the same block. A block after
 `<!-- measured -->` holds times or takes long, so the tests do not regenerate it. A block after `<!-- not run -->` never
-runs, and a block that includes a script (`--8<--`) is run as that script, by its own test.
+runs. The scripts that a page includes have tests of their own.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def blocks(page: str) -> Iterator[Block]:
     """The fenced blocks of a page."""
     for match in _FENCED.finditer(page):
         above = page[: match.start()].rstrip().rsplit("\n", 1)[-1]
-        mark = NOT_RUN if match[2].startswith("--8<--") else above if above in (MEASURED, NOT_RUN) else ""
+        mark = above if above in (MEASURED, NOT_RUN) else ""
         yield Block(match[1], match[2], match.start(2), match.end(2), mark)
 
 

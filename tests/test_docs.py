@@ -19,6 +19,7 @@ def text_of(page):
     return re.sub(r"─+", "─", re.sub(r"[ …]+", " ", re.sub(r"\d[\d.,]*( [kMGT]?(FLOP|B)\b)?", "#", page)))
 
 
+@pytest.mark.standard_promotion  # as readers have it
 @pytest.mark.parametrize("name", PAGES)
 def test_outputs_are_in_step_with_the_program(name, monkeypatch):
     if name in OF_NEWEST and jax.__version_info__ < (0, 12):

@@ -1,0 +1,138 @@
+"""Draws the figures of the documentation from runs of the program: `python -m docs.figures`.
+
+Each figure is drawn twice, on a light and on a dark page. The runs take some seconds on a CPU.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import matplotlib
+import optax
+
+import mpjax
+
+FOLDER = pathlib.Path(__file__).parent / "figures"
+INK = {"light": "#24292f", "dark": "#d7dbe0"}
+# Distinguishable to colour-blind readers, on white and on dark grey.
+HALF, FULL, ALERT = "#2b8cbe", "#e08214", "#c51b7d"
+
+
+class Block(nn.Module):
+    """The smallest network that has every rule of autocast in it: attention, a norm, a residual sum."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        h = nn.LayerNorm(name="norm")(x)
+        scores = nn.softmax(nn.Dense(64, name="scores")(h))
+        return nn.Dense(10, name="head")(x + nn.Dense(64, name="mix")(scores))
+
+
+def loss_fn(params: Any, x: jax.Array, labels: jax.Array) -> jax.Array:
+    """The loss of a batch of inputs [examples, 64] and labels [examples]."""
+    return optax.softmax_cross_entropy_with_integer_labels(Block().apply(params, x), labels).mean()
+
+
+def program() -> tuple[Any, jax.Array, jax.Array]:
+    """Parameters and a batch of that network."""
+    x = jax.random.normal(jax.random.key(1), (256, 64))
+    return Block().init(jax.random.key(0), x), x, jnp.arange(256) % 10
+
+
+def dtypes(plot: Any, ink: str) -> None:
+    """The dtype of each operation, before and after autocast."""
+    args = program()
+    rows = mpjax.explain(mpjax.autocast(loss_fn), *args).rows
+    _, (before, after) = plot.subplots(1, 2, figsize=(7.2, 0.17 * len(rows) + 0.9), sharey=True)
+    for axes, title in ((before, "as written"), (after, "under mpjax.autocast")):
+        halves = [axes is after and "float16" in row.dtypes_in for row in rows]
+        axes.barh(range(len(rows)), [1] * len(rows), color=[HALF if half else FULL for half in halves], height=0.86)
+        for i, (row, half) in enumerate(zip(rows, halves, strict=True)):
+            module = row.module.strip("-").rpartition("/")[2] or "loss"
+            axes.text(0.02, i, f"{module}: {row.op}", va="center", color="white", fontsize=6.5)
+            axes.text(0.98, i, "float16" if half else "float32", va="center", ha="right", color="white", fontsize=6.5)
+        axes.set(title=title, xlim=(0, 1), ylim=(len(rows) - 0.4, -0.6), xticks=[], yticks=[])
+        axes.spines[:].set_visible(False)
+
+
+def loss_scale(plot: Any, ink: str) -> None:
+    """The loss scale over a run of 200 steps in float16 that begins at the highest one and meets two outliers."""
+    steps, scales, skipped = 200, [], []
+    tx = mpjax.dynamic_loss_scale(optax.adam(1e-3), init_scale=2.0**24, growth_interval=25)
+    params, x, labels = program()
+    opt_state = tx.init(params)
+
+    @jax.jit
+    def step(params: Any, opt_state: Any, weight: Any) -> Any:
+        # A weight on the loss stands for an outlier: its gradients are that much larger.
+        weighted = mpjax.autocast(lambda p: jnp.sum(weight * loss_fn(p, x, labels)))
+        loss, grads = mpjax.value_and_grad(weighted, opt_state)(params)
+        return mpjax.apply_gradients(tx, grads, opt_state, params, value=loss)
+
+    for i in range(steps):
+        scales.append(float(opt_state.loss_scale))
+        params, opt_state = step(params, opt_state, 64.0 if i in (90, 160) else 1.0)
+        skipped += [] if opt_state.last_finite else [i]
+    _, axes = plot.subplots(figsize=(7.2, 2.8))
+    axes.step(range(steps), scales, where="post", color=HALF, label="loss scale")
+    axes.plot(skipped, [scales[i] for i in skipped], "x", color=ALERT, label=f"skipped step ({len(skipped)})")
+    axes.set_yscale("log", base=2)
+    axes.set(xlabel="step", ylabel="loss scale")
+    axes.legend(frameon=False, labelcolor=ink)
+
+
+def memory(plot: Any, ink: str) -> None:
+    """The bytes that the same network keeps for the backward pass."""
+    args = program()
+    forms = {
+        "float32": loss_fn,
+        'autocast,\nresiduals="full"': mpjax.autocast(loss_fn, rules=mpjax.Rules(residuals="full")),
+        "autocast": mpjax.autocast(loss_fn),
+    }
+    _, axes = plot.subplots(figsize=(7.2, 2.2))
+    for i, form in enumerate(forms.values()):
+        residuals = mpjax.audit(form, *args).residuals
+        full, half = residuals.get("float32", 0) / 1e3, residuals.get("float16", 0) / 1e3
+        axes.barh(i, half, color=HALF, label="float16" if i == 0 else None)
+        axes.barh(i, full, left=half, color=FULL, label="float32" if i == 0 else None)
+        axes.text(full + half, i, f" {full + half:.0f} kB", va="center", color=ink)
+    axes.set(yticks=range(len(forms)), yticklabels=forms, xlabel="kept for the backward pass, kB")
+    axes.invert_yaxis()
+    axes.margins(x=0.14)
+    axes.legend(frameon=False, labelcolor=ink, loc="lower right")
+
+
+FIGURES: Iterable[Callable[[Any, str], None]] = (dtypes, loss_scale, memory)
+
+
+def main() -> None:
+    """Draws every figure in both themes."""
+    matplotlib.use("svg")
+    # The same drawing gives the same file.
+    matplotlib.rcParams |= {
+        "svg.hashsalt": "mpjax",
+        "svg.fonttype": "none",
+        "font.family": "sans-serif",
+        "font.size": 9,
+    }
+    import matplotlib.pyplot as plot
+
+    FOLDER.mkdir(exist_ok=True)
+    for draw in FIGURES:
+        for theme, ink in INK.items():
+            colours = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
+            with plot.rc_context(dict.fromkeys(colours, ink) | {"axes.spines.top": False, "axes.spines.right": False}):
+                draw(plot, ink)
+                path = FOLDER / f"{draw.__name__}_{theme}.svg"
+                plot.savefig(path, transparent=True, bbox_inches="tight", metadata={"Date": None, "Creator": None})
+                plot.close()
+                print(f"drew {path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""The scripts of the documentation's quick starts run as they stand, for fewer steps, and learn."""
+
+from __future__ import annotations
+
+import pathlib
+import runpy
+
+import jax
+import pytest
+
+FOLDER = pathlib.Path(__file__).parents[1] / "docs" / "quickstart"
+# What `main` is called with, and the least that it must reach: guessing gives 10 % of the digits, or falls in 22 steps.
+SCRIPTS = {
+    "nnx": (1, 0.5),
+    "linen": (1, 0.5),
+    "haiku": (1, 0.4),
+    "equinox": (1, 0.3),
+    "plain_jax": (1, 0.5),
+    "keras": (1, 0.3),
+    "sharded": (1, 0.2),
+    "reinforcement": (60, 30.0),
+}
+
+
+@pytest.fixture(autouse=True)
+def compiles_faster():
+    """Compilation is most of the time of so few steps."""
+    before = jax.config.jax_disable_most_optimizations
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+# One process for all: they share compiled programs of optimizers and of JAX's small functions.
+@pytest.mark.xdist_group("quickstarts")
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_script_learns(name, monkeypatch, capsys):
+    if name == "keras":
+        monkeypatch.setenv("KERAS_BACKEND", "jax")
+        pytest.importorskip("keras")
+    length, least = SCRIPTS[name]
+    assert runpy.run_path(str(FOLDER / f"train_{name}.py"))["main"](length) > least
+    assert "skipped steps 0" in capsys.readouterr().out
+
+
+def test_every_script_is_tested():
+    assert {f"train_{name}" for name in SCRIPTS} == {path.stem for path in FOLDER.glob("*.py")}
