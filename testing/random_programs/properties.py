@@ -180,7 +180,8 @@ def check_explain(case: Case, plain: Traced, found: Traced, args: Any) -> None:
     if case.rules == "half" and "custom_linear_solve" in inside:
         return  # JAX derives the transposed operator again from what autocast writes
     for row in plan.rows:
-        if row.op not in _OWN and row.op not in inside and row.count and not row.rule:
+        of_floats = any(map(is_float, (*row.dtypes_in, *row.dtypes_out)))  # not of complex numbers alone
+        if of_floats and row.op not in _OWN and row.op not in inside and row.count and not row.rule:
             said[_sum(row.op), tuple(sorted({dtype for dtype in row.dtypes_in if is_float(dtype)}))] += row.count
     # What is dead but for an effect may be listed or not.
     missing, extra = _runs(_live_equations(found.jaxpr), plain) - said, said - _runs(equations(found.whole), plain)

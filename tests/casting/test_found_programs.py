@@ -137,6 +137,13 @@ def program(w, x, b, s, n):
 """,
         ("outside_grad",),
     ),
+    "matmul of complex numbers": (
+        """
+def program(w, x, b, s, n):
+    return jnp.real(lax.complex(x, x) @ lax.complex(w, w)), x @ w
+""",
+        ("value",),
+    ),
     "linear solve that is differentiated in a remat": (
         """
 def program(w, x, b, s, n):
