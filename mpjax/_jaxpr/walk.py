@@ -27,6 +27,8 @@ class Site:
         module: the named scopes around it, through all levels; Flax names modules this way.
         inside: the names of the primitives that it is inside of, outermost first.
         caller: the line of the equation around it.
+        devices: how many devices run it on their own part; 1 outside of `shard_map` and `pmap`, where an equation is
+            about whole arrays.
         owners: module paths of equations whose scopes don't name an instance: see `instances.py`.
     """
 
@@ -35,6 +37,7 @@ class Site:
     module: str
     inside: tuple[str, ...]
     caller: str = ""
+    devices: int = 1
     owners: Mapping[int, str] = dataclasses.field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -79,7 +82,8 @@ def site_of(eqn: Any, around: Site | None = None, owners: Mapping[int, str] = _N
     if around is None:
         return Site(eqn, 1, module_of(eqn), (), owners=owners)
     module, inside = join(around.module, module_of(eqn)), (*around.inside, around.name)
-    return Site(eqn, trip_count(around.eqn, around.times), module, inside, around.source, around.owners)
+    devices = around.devices * replicas(around.eqn)
+    return Site(eqn, trip_count(around.eqn, around.times), module, inside, around.source, devices, around.owners)
 
 
 def inner_jaxprs(eqn: Any) -> list[Any]:
@@ -99,6 +103,14 @@ def walk(jaxpr: Any, around: Site | None = None, owners: Mapping[int, str] = _NO
         yield site
         for inner in inner_jaxprs(eqn):
             yield from walk(inner, site)
+
+
+def replicas(eqn: Any) -> int:
+    """How many devices run the sub-jaxpr of an equation, each on its own part."""
+    if eqn.primitive.name == "shard_map":
+        options = compat.shard_map_options(eqn.params)
+        return math.prod(options["mesh"].shape[name] for name in options["axis_names"])
+    return int(eqn.params["axis_size"]) if eqn.primitive.name == "xla_pmap" else 1
 
 
 def trip_count(eqn: Any, times: int) -> int:

@@ -31,7 +31,8 @@ def audit(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> PrecisionReport
 
     The call is traced and not run. Where its arguments are sharded over several devices, or it has a `shard_map`, it is
     also compiled for them (which can take minutes), to see what they send each other. FLOPs are those of matmuls and
-    convolutions on real floating numbers, a multiply and an add counting two, by the dtype of the operands; the turns
+    convolutions on real floating numbers, on all devices together, a multiply and an add counting two, by the dtype of
+    the operands; the turns
     of a `scan` count, a `while` counts as one turn, and all branches of a `cond` count. Modules come from named scopes
     (Flax Linen's, Haiku's, `jax.named_scope`).
 
@@ -67,7 +68,8 @@ def audit(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> PrecisionReport
     matmuls = matmuls_of(sites, flow)
     residuals, notes = _residuals(program, flow, sites)
     communication, unknown = _communication(fun, args, kwargs, sites)
-    costs, unplanned = costs_of(fun, args, kwargs, flow)
+    devices = max([_devices((args, kwargs)), *(site.devices for site in sites)])
+    costs, unplanned = costs_of(fun, args, kwargs, flow, devices)
     return PrecisionReport(
         name=getattr(fun, "__name__", type(fun).__name__),
         matmuls=matmuls,
@@ -78,7 +80,14 @@ def audit(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> PrecisionReport
         costs=costs,
         notes=(*notes, *unknown, *_notes(sites), *unplanned),
         communication=communication,
+        devices=devices,
     )
+
+
+def _devices(args: Any) -> int:
+    """Over how many devices the arguments are spread."""
+    shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(args))
+    return max((len(s.device_set) for s in shardings if isinstance(s, jax.sharding.Sharding)), default=1)
 
 
 def _communication(

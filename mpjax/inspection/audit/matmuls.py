@@ -41,11 +41,12 @@ class Matmul:
         lhs, rhs: shapes of the operands.
         dtypes: dtypes of the operands.
         out_dtype: dtype of the result.
-        count: how many times it runs.
+        count: how many times it runs, on all devices together.
         flops: of all runs together, a multiply and an add counting two.
         dimensions: of the matrix product that it is: M, N and K; of a convolution, the channels too.
         precision: JAX's `precision` or the dot algorithm, if it is not the default; `jax_default_matmul_precision`
             counts.
+        devices: how many devices run it, each on its own part; 1 outside of `shard_map`, where the shapes are whole.
     """
 
     module: str
@@ -60,6 +61,7 @@ class Matmul:
     flops: int
     dimensions: tuple[tuple[str, int], ...]
     precision: str = ""
+    devices: int = 1
 
     @property
     def dtype(self) -> str:
@@ -114,8 +116,8 @@ def matmuls_of(sites: Iterable[Site], flow: Flow | None = None) -> tuple[Matmul,
         if id(site.eqn) in float8:
             row = dataclasses.replace(row, dtypes=float8[id(site.eqn)])
         total = merged.setdefault(row, [0, 0])
-        total[0] += site.times
-        total[1] += site.flops
+        total[0] += site.times * site.devices
+        total[1] += site.flops * site.devices
     return tuple(dataclasses.replace(row, count=n, flops=flops) for row, (n, flops) in merged.items())
 
 
@@ -176,6 +178,7 @@ def _row(site: Site) -> Matmul:
         flops=0,
         dimensions=tuple(_dimensions(site).items()),
         precision=_precision(site.eqn.params.get("precision")),
+        devices=site.devices,
     )
 
 
@@ -291,5 +294,6 @@ def casts_of(sites: Iterable[Site]) -> dict[str, tuple[int, int]]:
         name = f"{source.dtype.name}→{target.dtype.name}"
         size = source.size * (source.dtype.itemsize + target.dtype.itemsize)
         count, moved = found.get(name, (0, 0))
-        found[name] = (count + site.times, moved + site.times * size)
+        times = site.times * site.devices
+        found[name] = (count + times, moved + times * size)
     return found

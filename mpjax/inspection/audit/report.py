@@ -44,6 +44,7 @@ class PrecisionReport(Report):
         costs: FLOPs and bytes of the program in float32, as it is and in half, for `speedup_bound`.
         notes: what the figures leave out.
         communication: what is sent between devices; None of a program for one device.
+        devices: how many devices run it.
         device: the one that "Speed at most" is about, as `speedup_bound` takes it; empty for all that are known.
 
     Example:
@@ -63,6 +64,7 @@ class PrecisionReport(Report):
     costs: Costs = dataclasses.field(repr=False)
     notes: tuple[str, ...] = ()
     communication: tuple[Collective, ...] | None = None
+    devices: int = 1
     device: str = ""
 
     @property
@@ -72,8 +74,13 @@ class PrecisionReport(Report):
 
     @property
     def flops(self) -> dict[str, int]:
-        """FLOPs of matmuls and convolutions by the dtype of their operands."""
+        """FLOPs of matmuls and convolutions by the dtype of their operands, on all devices together."""
         return _totals(self.matmuls)
+
+    @property
+    def flops_per_device(self) -> dict[str, float]:
+        """`flops` on each device; what is outside of `shard_map` is taken as spread evenly."""
+        return {dtype: flops / self.devices for dtype, flops in self.flops.items()}
 
     @property
     def flops_by_phase(self) -> dict[str, dict[str, int]]:
@@ -147,6 +154,8 @@ class PrecisionReport(Report):
         return {
             "name": self.name,
             "flops": self.flops,
+            "devices": self.devices,
+            "flops_per_device": self.flops_per_device,
             "flops_by_phase": self.flops_by_phase,
             "half_share": self.half_share,
             "residuals": self.residuals,
@@ -191,7 +200,9 @@ class PrecisionReport(Report):
 
     def sections(self) -> list[Section]:
         """The report for people."""
-        memory = Section("Memory and casts", "\n".join([*_residual_lines(self.residuals), *_cast_lines(self.casts)]))
+        memory = Section(
+            "Memory and casts", "\n".join([*_residual_lines(self.residuals, self.devices), *_cast_lines(self.casts)])
+        )
         notes = [Section("Notes", "\n".join(self.notes))] if self.notes else []
         sent = [] if self.communication is None else [communication_section(self.communication)]
         if not self.matmuls:
@@ -205,7 +216,10 @@ class PrecisionReport(Report):
             (dtype, *(_cell(phases[phase].get(dtype, 0)) for phase in _PHASES), f"{flops / total:.1%}")
             for dtype, flops in sorted(self.flops.items(), key=lambda pair: -pair[1])
         ]
-        lines = [f"matmuls and convolutions: {amount(total, 'FLOP')}, {self.half_share:.1%} in half", *self._to_do()]
+        of_all = amount(total, "FLOP")
+        if self.devices > 1:
+            of_all += f" in total on {self.devices} devices ({amount(total / self.devices, 'FLOP')} per device)"
+        lines = [f"matmuls and convolutions: {of_all}, {self.half_share:.1%} in half", *self._to_do()]
         return Section(self.title, "\n".join(lines), ("operands", *_PHASES, "share"), rows, {1, 2, 3, 4})
 
     def _to_do(self) -> list[str]:
@@ -337,15 +351,14 @@ def _shape(shape: tuple[int, ...]) -> str:
     return "×".join(map(str, shape)) or "scalar"
 
 
-def _residual_lines(residuals: dict[str, int] | None) -> list[str]:
+def _residual_lines(residuals: dict[str, int] | None, devices: int) -> list[str]:
     if residuals is None:
         return ["kept for the backward pass: not known, see the notes"]
     by_dtype = ", ".join(
         f"{amount(size, 'B')} {dtype}" for dtype, size in sorted(residuals.items(), key=lambda pair: -pair[1])
     )
-    return [
-        f"kept for the backward pass: {amount(sum(residuals.values()), 'B')}" + (f" ({by_dtype})" if by_dtype else "")
-    ]
+    size = amount(sum(residuals.values()), "B") + (f" ({by_dtype})" if by_dtype else "")
+    return [f"kept for the backward pass: {size}" + (", in shard_map of one device" if devices > 1 else "")]
 
 
 def _cast_lines(casts: dict[str, tuple[int, int]]) -> list[str]:

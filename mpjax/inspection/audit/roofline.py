@@ -28,6 +28,7 @@ class KernelCost:
         flops: of a matmul or convolution, once; 0 for others.
         dtype, precision: of the matmul.
         bytes: what it reads and writes, once.
+        part: the share that is one device's, where several do it together.
     """
 
     times: int
@@ -35,14 +36,15 @@ class KernelCost:
     dtype: str
     precision: str
     bytes: int
+    part: float = 1.0
 
     def seconds(self, device: Device) -> float:
         """The least time that it takes."""
-        return self.times * max(self._arithmetic(device), self.bytes / device.bandwidth)
+        return self.part * self.times * max(self._arithmetic(device), self.bytes / device.bandwidth)
 
     def arithmetic_seconds(self, device: Device) -> float:
         """The least time of its arithmetic alone."""
-        return self.times * self._arithmetic(device)
+        return self.part * self.times * self._arithmetic(device)
 
     def _arithmetic(self, device: Device) -> float:
         return self.flops / device.peak(self.dtype, self.precision) if self.flops else 0.0
@@ -156,11 +158,12 @@ def speedup_bound(costs: Costs, device: Device, float32_seconds: float | None = 
     )
 
 
-def program_cost(flow: Flow, widened: bool = False) -> ProgramCost:
-    """The cost of a program.
+def program_cost(flow: Flow, widened: bool = False, devices: int = 1) -> ProgramCost:
+    """The cost of a program on each device.
 
     Args:
         flow: the program.
+        devices: how many run it. Outside of `shard_map` they are taken to share all work and all arrays evenly.
         widened: whether half arrays are float32 and casts between floating dtypes are nothing: the float32 program of
             one that was written in half.
     """
@@ -173,11 +176,16 @@ def program_cost(flow: Flow, widened: bool = False) -> ProgramCost:
     read = [value for value in flow.inputs if touched.get(value, False)]
     written = [value for value in set(flow.outputs) if value in made_whole]
     outside = sum(_bytes(value, widened) for value in (*read, *written))
-    return ProgramCost(tuple(kernel_costs(flow, widened)), outside)
+    kernels = tuple(
+        dataclasses.replace(kernel, part=around / devices) for kernel, around in kernel_costs(flow, widened)
+    )
+    return ProgramCost(kernels, outside // devices)
 
 
-def kernel_costs(flow: Flow, widened: bool = False) -> Iterator[KernelCost]:
+def kernel_costs(flow: Flow, widened: bool = False) -> Iterator[tuple[KernelCost, int]]:
     """The kernels of a program when a compiler fuses all elementwise work into what reads it.
+
+    Each comes with the number of devices that run it on their own part.
 
     A matmul, a reduction, a gather and the like is a kernel; so is an elementwise result that one of them needs in
     memory, that goes out, or that several read and that is smaller than what it is made of.
@@ -238,7 +246,7 @@ def _fuses_operands(node: Node) -> bool:
     return node.site.name.startswith(_REDUCTIONS) or bool(node.inner)
 
 
-def _kernel(node: Node, reads: Iterable[Value], writes: Iterable[Value], widened: bool) -> KernelCost:
+def _kernel(node: Node, reads: Iterable[Value], writes: Iterable[Value], widened: bool) -> tuple[KernelCost, int]:
     site = node.site
     dtype, precision = "", ""
     if site.flops:
@@ -247,7 +255,8 @@ def _kernel(node: Node, reads: Iterable[Value], writes: Iterable[Value], widened
         dtype = "float32" if widened and _is_half(dtype) else dtype
         precision = "HIGHEST" if "HIGHEST" in str(site.eqn.params.get("precision")) else ""
     moved = sum(_bytes(value, widened) for value in (*reads, *writes))
-    return KernelCost(site.times, site.flops // site.times if site.times else 0, dtype, precision, moved)
+    flops = site.flops // site.times if site.times else 0
+    return KernelCost(site.times, flops, dtype, precision, moved), site.devices
 
 
 def _is_cast(node: Node) -> bool:

@@ -14,19 +14,20 @@ from mpjax.inspection.audit.dataflow import Flow, flow_of
 from mpjax.inspection.audit.roofline import Costs, ProgramCost, program_cost
 
 
-def costs_of(fun: Callable[..., Any], args: Any, kwargs: Any, flow: Flow) -> tuple[Costs, list[str]]:
+def costs_of(fun: Callable[..., Any], args: Any, kwargs: Any, flow: Flow, devices: int = 1) -> tuple[Costs, list[str]]:
     """The costs of a call in float32, as it is, and planned in half; and what could not be traced.
 
     Args:
         fun, args, kwargs: the call.
         flow: of the call as it is.
+        devices: how many run it; the costs are those of one.
     """
-    now, notes = program_cost(flow), list[str]()
+    now, notes = program_cost(flow, devices=devices), list[str]()
     dtypes = {value.aval.dtype.name for value in _matmul_operands(flow)}
     half = next((dtype for dtype in ("bfloat16", "float16") if dtype in dtypes), "")
-    float32 = _float32_program(fun, args, kwargs, flow, notes) if half else now
+    float32 = _float32_program(fun, args, kwargs, flow, notes, devices) if half else now
     if {"float32", "float64"} & dtypes:
-        planned = _planned_program(fun, args, kwargs, half or "float16", notes) or now
+        planned = _planned_program(fun, args, kwargs, half or "float16", notes, devices) or now
     else:
         planned = now
     return Costs(float32, now, planned), notes
@@ -36,23 +37,26 @@ def _matmul_operands(flow: Flow) -> list[Any]:
     return [value for node in flow.all_nodes() if node.site.name in MATMULS for value in node.reads[:2]]
 
 
-def _float32_program(fun: Callable[..., Any], args: Any, kwargs: Any, flow: Flow, notes: list[str]) -> ProgramCost:
+def _float32_program(
+    fun: Callable[..., Any], args: Any, kwargs: Any, flow: Flow, notes: list[str], devices: int
+) -> ProgramCost:
     """Without autocast's casts and recomputation; what was written in half is widened, and its casts left out."""
     try:
         with compat.apart_from_other_traces(), autocast_disabled():
             flow = flow_of(traced_call(fun, args, kwargs).jaxpr)
     except Exception as error:  # whatever the author's function raises where it is not under autocast
         notes.append(f"the float32 program is the one in half, widened: {_reason(error)}")
-    return program_cost(flow, widened=True)
+    return program_cost(flow, widened=True, devices=devices)
 
 
 def _planned_program(
-    fun: Callable[..., Any], args: Any, kwargs: Any, half: str, notes: list[str]
+    fun: Callable[..., Any], args: Any, kwargs: Any, half: str, notes: list[str], devices: int
 ) -> ProgramCost | None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # They are about running it, and it is not run.
-            return program_cost(flow_of(traced_call(autocast(fun, f"mixed_{half}"), args, kwargs).jaxpr))
+            program = traced_call(autocast(fun, f"mixed_{half}"), args, kwargs)
+        return program_cost(flow_of(program.jaxpr), devices=devices)
     except Exception as error:  # autocast refuses some programs; the audit has all else to say
         notes.append(f"autocast has no plan for it, so 'all in half' is the program as it is: {_reason(error)}")
         return None
