@@ -25,7 +25,7 @@ SCRIPTS = {
 @pytest.fixture(autouse=True)
 def compiles_faster():
     """Compilation is most of the time of so few steps."""
-    before = jax.config.jax_disable_most_optimizations
+    before = jax.config.values["jax_disable_most_optimizations"]
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", before)
