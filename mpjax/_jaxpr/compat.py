@@ -139,9 +139,11 @@ class EquationContext:
 
     __slots__ = ("_settings", "_source")
 
-    def __init__(self, eqn: Any):
+    def __init__(self, eqn: Any, skipped: int = 0):
+        """Args: eqn: the equation; skipped: how many of its outermost scopes are open already."""
         info = eqn.source_info
-        stack = source_info_util.current_name_stack() + info.name_stack
+        own = info.name_stack[skipped:] if skipped else info.name_stack
+        stack = source_info_util.current_name_stack() + own
         self._source = source_info_util.user_context(info.traceback, name_stack=stack)
         self._settings = eqn.ctx.manager
 
@@ -152,6 +154,22 @@ class EquationContext:
     def __exit__(self, *exception: Any) -> None:
         self._settings.__exit__(*exception)
         self._source.__exit__(*exception)
+
+
+def common_scopes(eqns: Sequence[Any]) -> Any:
+    """The named scopes that stand around all of some equations."""
+    first, *rest = (eqn.source_info.name_stack for eqn in eqns)
+    count = len(first.stack)
+    for other in rest:
+        count = min(count, len(other.stack))
+        while first.stack[:count] != other.stack[:count]:
+            count -= 1
+    return first[:count]
+
+
+def in_scopes(scopes: Any) -> Any:
+    """A context in further named scopes."""
+    return source_info_util.set_name_stack(source_info_util.current_name_stack() + scopes)
 
 
 def user_frames(eqn: Any) -> list[Any]:
@@ -265,14 +283,11 @@ def zero_tangent(primal: Any) -> Any:
     return ad.Zero(jax.typeof(primal).to_tangent_aval())
 
 
-def abstract_eval_of(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """The abstract evaluation rule of a primitive that a function implements."""
-
-    def abstract_eval(*avals: Any, **params: Any) -> Any:
-        (out,) = jax.make_jaxpr(functools.partial(fun, **params))(*avals).out_avals
-        return out
-
-    return abstract_eval
+def abstract_eval_in(primitive: Any, dtype: Any, avals: Sequence[Any], params: dict[str, Any]) -> Any:
+    """The abstract result of a primitive whose first two operands are cast to a dtype."""
+    cast = [aval.update(dtype=dtype, weak_type=False) for aval in avals[:2]]
+    out, _ = primitive.abstract_eval(*cast, *avals[2:], **params)
+    return out
 
 
 def vary_alike(out: Any, arrays: Sequence[Any]) -> list[Any]:

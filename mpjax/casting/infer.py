@@ -7,7 +7,6 @@ called often is planned once.
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -30,7 +29,7 @@ from mpjax.casting.lattice import (
     made_from,
     softened,
 )
-from mpjax.casting.plan import Action, Plan, Step, Tally
+from mpjax.casting.plan import NOTHING, Action, Plan, Step, Tally
 from mpjax.casting.remat import with_regions
 from mpjax.casting.uses import Use, uses
 from mpjax.casting.weight_gradients import is_pointwise
@@ -160,7 +159,7 @@ class Inference:
         if step.action is Action.ENTER and not self.setting.in_rule:
             for v in closed_over(self.jaxpr, eqn):
                 self.read(v, FULL)
-        step = dataclasses.replace(step, touched=tuple(self.log))
+        step.touched = tuple(self.log)
         self.tally += _tally(step)
         if step.action is Action.SKIP:
             self.values.update((v, Inferred(Level.COMPUTED, FULL)) for v in eqn.outvars if tracked(v))
@@ -241,10 +240,13 @@ def _only_half(use: Use) -> bool:
 
 
 def _tally(step: Step) -> Tally:
+    is_matmul = step.eqn.primitive.name in MATMULS and step.action is not Action.SKIP
+    if not is_matmul and step.inner is None and step.listing.entry is None:
+        return NOTHING
     found = Tally(entries=frozenset(() if step.listing.entry is None else (step.listing.entry,)))
     for inner in (*step.plans, *step.rules):
         found += inner.tally
-    if step.eqn.primitive.name in MATMULS and step.action is not Action.SKIP:
+    if is_matmul:
         if step.half:
             found += Tally(cast=1)
         elif all(v.aval.dtype in HALF_DTYPES for v in step.eqn.invars[:2]):

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from mpjax._jaxpr import compat
 from mpjax._jaxpr.primitives import MATMULS, Op, Saves, primitive
@@ -38,12 +40,19 @@ class RematRegion:
         ins: what they read from outside, and the dtype of each.
         given: for each of these whether it is an input of the program as it is, a parameter for instance.
         outs: what is read of theirs outside, and the dtypes.
+        scopes: the named scopes around all of its steps.
+        model: the first region of the plan that computes the same, as in a layer before; it may be this one. Issuing
+            its function again makes JAX derive and transpose it once.
+        body: the function that a model issues.
     """
 
     steps: list[Step]
     ins: tuple[Read, ...]
     given: tuple[bool, ...]
     outs: tuple[Read, ...]
+    scopes: Any
+    model: RematRegion | None = None
+    body: Callable[..., Any] | None = None
 
 
 def is_cheap(eqn: Any) -> bool:
@@ -152,6 +161,7 @@ class _Stretches:
 
     def __init__(self, steps: Sequence[Step], values: Mapping[Any, Inferred], results: Sequence[Read]):
         self.values = values
+        self.models: dict[Any, RematRegion] = {}
         self.readers: dict[Read, list[int]] = {}
         self.stored: set[Read] = set()  # by a matmul, whatever becomes of the rest
         for step in steps:
@@ -171,8 +181,11 @@ class _Stretches:
         # Where it begins depends on where it ends: a step after it may need a step before it.
         first, last = wide[0], wide[-1]
         for _ in range(2):
+            before = last
             first = self._best_start(run, saved, wide[0], last)
             last = self._best_end(run, saved, first, wide[-1])
+            if last == before:
+                break
         window = _Window(self, run, saved, first, last)
         inside = list(run[first : last + 1])
         ins, outs = tuple(window.ins.items()), self._outs(inside)
@@ -180,7 +193,9 @@ class _Stretches:
         if not outs or without <= window.bytes:
             return list(run)
         given = tuple(self.is_given(v) for v, _ in ins)
-        return [*run[:first], RematRegion(inside, ins, given, outs), *run[last + 1 :]]
+        region = RematRegion(inside, ins, given, outs, compat.common_scopes([step.eqn for step in inside]))
+        region.model = self.models.setdefault(_signature(region), region)
+        return [*run[:first], region, *run[last + 1 :]]
 
     def _saved_by(self, step: Step) -> list[Read]:
         """What the derivative of a step saves, and the dtypes."""
@@ -234,6 +249,37 @@ class _Stretches:
             for storage in ((FULL, HALF) if v in self.values and tracked(v) else (TRACED,))
             if any(reader not in inside for reader in self.readers.get((v, storage), ()))
         )
+
+
+def _signature(region: RematRegion) -> Any:
+    """A key that regions have in common if they compute the same from other inputs; a region's own if in doubt."""
+    numbers: dict[Any, int] = {}
+
+    def number(v: Any) -> Any:
+        if isinstance(v, compat.Literal):
+            value = np.asarray(v.val)
+            return v.aval, value.tobytes() if value.dtype != object else id(v)
+        return numbers.setdefault(v, len(numbers))
+
+    depth = len(region.scopes.stack)
+    ins = tuple((number(v), v.aval, storage) for v, storage in region.ins)
+    steps = []
+    for step in region.steps:
+        eqn, info = step.eqn, step.eqn.source_info
+        inner = () if step.inner is None else (*map(id, step.inner.plans), step.inner.delivery)
+        if getattr(step.inner, "closures", ()):
+            return id(region)
+        steps.append((
+            eqn.primitive, tuple(eqn.params.items()), eqn.ctx, info.name_stack.stack[depth:], info.traceback,
+            tuple(map(number, eqn.invars)), tuple(map(number, eqn.outvars)), step.action, step.reads, step.outs,
+            step.spread, inner,
+        ))  # fmt: skip
+    key = ins, region.given, tuple((number(v), storage) for v, storage in region.outs), tuple(steps)
+    try:
+        hash(key)
+    except TypeError:  # a parameter without a hash
+        return id(region)
+    return key
 
 
 def _bytes(read: Read) -> int:

@@ -8,7 +8,7 @@ higher-order primitives go through JAX's public functions (`higher_order`).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -96,7 +96,8 @@ def run(plan: Plan, consts: Sequence[Any], values: Sequence[Any]) -> list[Any]:
     return [_operand(v, env, half) for v in plan.outvars]
 
 
-def _run_steps(steps: Sequence[Step | RematRegion], env: Environment, plan: Plan) -> None:
+def _run_steps(steps: Sequence[Step | RematRegion], env: Environment, plan: Plan, scopes: int = 0) -> None:
+    """Carries out steps; `scopes` of their outermost named scopes are open already."""
     half, higher_order = plan.setting.half, plan.setting.higher_order
     for step in steps:
         if isinstance(step, RematRegion):
@@ -109,7 +110,7 @@ def _run_steps(steps: Sequence[Step | RematRegion], env: Environment, plan: Plan
             ((v,), (out,)) = eqn.invars, eqn.outvars
             env[out] = env[v] if step.outs[0] is not None else env[v][HALF]
             continue
-        with compat.EquationContext(eqn):
+        with compat.EquationContext(eqn, scopes):
             if step.action is Action.BIND:
                 outs = _bind(step, env, half)
             else:
@@ -120,20 +121,29 @@ def _run_steps(steps: Sequence[Step | RematRegion], env: Environment, plan: Plan
 
 def _run_region(region: RematRegion, env: Environment, plan: Plan) -> None:
     """Issues a rematerialisation region: the backward pass stores its inputs, and nothing that is made in it."""
-    half = plan.setting.half
-
-    def body(*arrays: Any) -> tuple[Any, ...]:
-        inside = {v: value_of(array, storage, half) for (v, storage), array in zip(region.ins, arrays, strict=True)}
-        _run_steps(region.steps, inside, plan)
-        return tuple(array_of(inside[v], storage) for v, storage in region.outs)
-
+    half, model = plan.setting.half, region.model or region
+    if model.body is None:
+        model.body = _body(model, plan)
     arrays = [_without_weak_type(array_of(env[v], storage)) for v, storage in region.ins]
-    outs = compat.checkpoint(body, arrays, _barriers(region, plan), _large_reductions)
+    with compat.in_scopes(region.scopes):
+        outs = compat.checkpoint(model.body, arrays, _barriers(region, plan), _large_reductions)
     for (v, storage), array in zip(region.outs, outs, strict=True):
         if storage != TRACED and v in env:
             env[v].add(storage, array)
         else:
             env[v] = value_of(array, storage, half)
+
+
+def _body(region: RematRegion, plan: Plan) -> Callable[..., tuple[Any, ...]]:
+    """A region as a function of the arrays that it takes."""
+    half = plan.setting.half
+
+    def body(*arrays: Any) -> tuple[Any, ...]:
+        inside = {v: value_of(array, storage, half) for (v, storage), array in zip(region.ins, arrays, strict=True)}
+        _run_steps(region.steps, inside, plan, len(region.scopes.stack))
+        return tuple(array_of(inside[v], storage) for v, storage in region.outs)
+
+    return body
 
 
 def _barriers(region: RematRegion, plan: Plan) -> bool | tuple[bool, ...]:

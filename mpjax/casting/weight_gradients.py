@@ -74,6 +74,10 @@ def _apply(a: Any, b: Any, *rest: Any, matmul: Any, half: np.dtype, wide: bool, 
     return matmul.bind(_cast(a, half), _cast(b, half), *rest, **params)
 
 
+def _tangent_abstract_eval(*avals: Any, matmul: Any, half: np.dtype, wide: bool, **params: Any) -> Any:
+    return compat.abstract_eval_in(matmul, half, avals, params)
+
+
 def _cast(x: Any, half: np.dtype) -> Any:
     return x if x.dtype == half else lax.convert_element_type(x, half)
 
@@ -223,7 +227,7 @@ ad.primitive_transposes[result] = _result_transpose
 batching.primitive_batchers[result] = _result_batch
 
 tangent.def_impl(_apply)
-tangent.def_abstract_eval(compat.abstract_eval_of(_apply))
+tangent.def_abstract_eval(_tangent_abstract_eval)
 mlir.register_lowering(tangent, mlir.lower_fun(_apply, multiple_results=False))
 ad.primitive_jvps[tangent] = _tangent_jvp
 ad.primitive_transposes[tangent] = _tangent_transpose

@@ -50,8 +50,11 @@ def _infer_jit(inference: Inference, eqn: Any, listing: Listing) -> Step:
     donated = eqn.params.get("donated_invars") or (False,) * len(eqn.invars)
     storages = []
     for v, mask, is_donated in zip(eqn.invars, inner.in_reads, donated, strict=True):
-        stored = storage_of(inference.value(v))
-        given = is_donated or stored != FULL or not mask
+        value = inference.value(v)
+        stored = storage_of(value)
+        # A parameter that is read in both dtypes is cast inside, where a function that is called often is traced once.
+        is_parameter = value is not None and value.level == Level.INPUT and mask & FULL.bit
+        given = is_donated or stored != FULL or not mask or is_parameter
         storages.append([stored] if given else storages_in(mask))
     return enter(eqn, listing, inner.outs, Call(inner, deliver(inference, eqn, storages)))
 

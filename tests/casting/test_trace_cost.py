@@ -1,0 +1,72 @@
+"""Repeated layers are derived and transposed once, and keep their names."""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+import mpjax
+from mpjax._jaxpr.source import module_of, path_of
+from testing import measures
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return x + nn.Dense(8)(nn.gelu(nn.Dense(8)(nn.LayerNorm()(x))))
+
+
+class Net(nn.Module):
+    depth: int
+
+    @nn.compact
+    def __call__(self, x):
+        for _ in range(self.depth):
+            x = Block()(x)
+        return jnp.mean(nn.Dense(4)(x) ** 2)
+
+
+def gradient(depth):
+    model, x = Net(depth), jnp.ones((2, 8))
+    params = jax.eval_shape(model.init, jax.random.key(0), x)
+    return jax.make_jaxpr(jax.grad(mpjax.autocast(model.apply)))(params, x)
+
+
+def regions(jaxpr):
+    return [id(e.eqn.params["jaxpr"]) for e in measures.equations(jaxpr) if e.name in ("checkpoint", "remat2")]
+
+
+def test_more_equal_layers_make_no_more_programs():
+    few, many = regions(gradient(3)), regions(gradient(5))
+    assert len(many) == len(few) + 4  # a LayerNorm and a GELU in each block
+    assert len(set(many)) == len(set(few)) < len(few)
+
+
+def test_what_a_shared_region_computes_has_the_path_of_its_own_layer():
+    paths = []
+
+    def collect(jaxpr, outside):
+        for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+            inside = f"{outside}/{module_of(eqn)}".strip("/")
+            if eqn.primitive.name == "rsqrt":
+                paths.append(path_of(inside))
+            if "jaxpr" in eqn.params:
+                collect(eqn.params["jaxpr"], inside)
+
+    collect(gradient(3), "")
+    for i in range(3):
+        # Once forward, once recomputed.
+        assert sum(f"Block_{i}" in path for path in paths) == 2, paths
+
+
+def test_layers_that_differ_do_not_share():
+    def loss(scale, w, x):
+        for factor in scale:
+            x = jax.nn.gelu(x @ w) * factor
+        return jnp.sum(jax.nn.log_softmax(x @ w))
+
+    w, x = jax.random.normal(jax.random.key(0), (4, 4)), jnp.ones((2, 4))
+    cast = mpjax.autocast(loss)
+    found, expected = jax.grad(cast, 1)((1.0, 2.0, 3.0), w, x), jax.grad(loss, 1)((1.0, 2.0, 3.0), w, x)
+    assert measures.relative_error(found, expected) < 5e-3
