@@ -59,11 +59,10 @@ class Section:
         """The section as a part of a page."""
         parts = [f"<h2>{html.escape(self.title)}</h2>"] if self.title else []
         parts += [f"<p>{html.escape(line)}</p>" for line in self.text.splitlines() if line]
-        parts += [self.figure] if self.figure else []
+        parts += [f'<div class="figure">{self.figure}</div>'] if self.figure else []
         if self.header and self.rows:
-            parts.append(
-                f"<table>{self._row(self.header, 'th')}{''.join(self._row(r, 'td') for r in self.rows)}</table>"
-            )
+            rows = "".join(self._row(row, "td") for row in self.rows)
+            parts.append(f'<div class="table"><table>{self._row(self.header, "th")}{rows}</table></div>')
         return "\n".join(parts)
 
     def _row(self, cells: Sequence[str], tag: str) -> str:
@@ -213,8 +212,13 @@ def written(text: str, path: str | os.PathLike[str] | None) -> str:
 
 
 _PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title><style>
 body {{ font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 75em; padding: 0 1em; color: #222; }}
+p, h1 {{ overflow-wrap: anywhere; }}
+.table, .figure {{ overflow-x: auto; }}
+.figure svg {{ min-width: 20em; max-width: 60em; width: 100%; }}
+.legend i {{ display: inline-block; width: 12px; height: 12px; margin: 0 4px 0 12px; }}
 table {{ border-collapse: collapse; font-size: 13px; }}
 td, th {{ padding: 2px 10px; text-align: left; vertical-align: top; border-bottom: 1px solid #ddd; }}
 td {{ font-family: ui-monospace, monospace; }}

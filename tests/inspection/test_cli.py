@@ -220,6 +220,9 @@ def test_mistakes_exit_with_two_and_say_what_was_found_and_what_is_expected(caps
         ("audit my_train:loss_fn --args example_args --device 9,9", ["'9,9'", "three positive numbers"]),
         ("audit my_train:loss_fn --args example_args --json no/such/r.json", ["--json 'no/such/r.json'", "directory"]),
         ("audit my_train:loss_fn --args example_args --csv .", ["--csv '.'", "it is a directory"]),
+        ("profile my_train:train_step --args example_args --trace my_train.py", ["trace='my_train.py'", "folder"]),
+        ("profile my_train:train_step --args example_args --against no.json", ["no.json"]),
+        ("profile my_train:train_step --args example_args --against my_train.py", ["'my_train.py' is no JSON"]),
     ],
 )
 def test_bad_calls_of_every_command_exit_with_two_and_one_line(capsys, arguments, words):
@@ -234,6 +237,12 @@ def test_options_reach_the_functions(capsys, script):
     assert run(capsys, *first)[0] == 0
     rows = list(csv.DictReader((script / "r.csv").read_text().splitlines()))
     assert {row["op"] for row in rows} >= {"dot_general", "exp"}
+    for command in ("audit", "explain", "nonfinite"):
+        made = "overflowing" if command == "nonfinite" else "example_args"
+        assert run(capsys, command, "my_train:loss_fn", "--args", made, "--csv", "r.csv")[0] == int(
+            made != "example_args"
+        )
+        assert list(csv.DictReader((script / "r.csv").read_text().splitlines()))
     assert run(capsys, "profile", "my_train:train_step", "--args", "batches", "--steps", "1", "--carry", "9")[0] == 2
     assert run(capsys, "profile", "my_train:train_step", "--args", "batches", "--steps", "1", "--carry", "1")[0] == 0
 

@@ -10,7 +10,7 @@ from mpjax.inspection.reports import amount
 
 _COLOURS = {"float16": "#2a9d5c", "bfloat16": "#1b7fa8", "float32": "#d9742b", "float64": "#b03a48"}
 _OTHER = "#8a8a8a"
-_ROW, _LABEL, _BAR = 20, 360, 500
+_ROW, _LABEL, _BAR, _CHARACTERS = 20, 360, 500, 52
 
 
 def precision_map(matmuls: Iterable[Matmul]) -> str:
@@ -24,7 +24,7 @@ def precision_map(matmuls: Iterable[Matmul]) -> str:
     parts = [_legend(dtypes)]
     for i, (module, flops) in enumerate(modules.items(), 1):
         y, x = i * _ROW, float(_LABEL)
-        parts.append(f'<text x="{_LABEL - 8}" y="{y + 14}" text-anchor="end">{html.escape(module[-52:])}</text>')
+        parts.append(f'<text x="{_LABEL - 8}" y="{y + 14}" text-anchor="end">{html.escape(_cut(module))}</text>')
         for dtype, number in flops.items():
             width = _BAR * number / largest
             title = f"<title>{html.escape(module)}: {amount(number, 'FLOP')} in {dtype}</title>"
@@ -32,8 +32,18 @@ def precision_map(matmuls: Iterable[Matmul]) -> str:
             parts.append(f'<rect {box} fill="{_colour(dtype)}">{title}</rect>')
             x += width
         parts.append(f'<text x="{x + 6:.1f}" y="{y + 14}">{amount(sum(flops.values()), "FLOP")}</text>')
-    height = _ROW * (len(modules) + 1) + 5
-    return f'<svg width="{_LABEL + _BAR + 100}" height="{height}" role="img">{"".join(parts)}</svg>'
+    height = _ROW * (len(modules) + 2) + 5
+    parts.append(
+        f'<text x="{_LABEL}" y="{height - 6}">0</text><text x="{_LABEL + _BAR}" y="{height - 6}" '
+        f'text-anchor="end">{amount(largest, "FLOP")}, forward and backward</text>'
+    )
+    label = 'role="img" aria-label="FLOPs of each module by dtype"'
+    return f'<svg viewBox="0 0 {_LABEL + _BAR + 100} {height}" {label}>{"".join(parts)}</svg>'
+
+
+def _cut(module: str) -> str:
+    """The end of a module path, with a mark where it is cut."""
+    return module if len(module) <= _CHARACTERS else "…" + module[1 - _CHARACTERS :]
 
 
 def _legend(dtypes: list[str]) -> str:

@@ -73,7 +73,8 @@ def profile(
         `mpjax.profile.compare` compares two.
 
     Raises:
-        ValueError: `steps` is not positive, batches ended early, or a donated argument is not carried on.
+        ValueError: `steps` is not positive, `trace` or `against` can't be used, batches ended early, or a donated
+            argument is not carried on.
         TypeError: an argument is a `ShapeDtypeStruct`: the step has to run.
 
     Example:
@@ -88,6 +89,11 @@ def profile(
     """
     if steps < 1:
         raise ValueError(f"steps={steps}: must be 1 or more")
+    if trace is not None:
+        try:
+            os.makedirs(trace, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"trace={os.fspath(trace)!r}: can't keep a trace in this folder: {error}") from error
     before = None if against is None else read(against)  # What is wrong with it is said before minutes of measuring.
     stepper = Stepper(step, args, batches, carry)
     if not stepper.warm_up():

@@ -289,4 +289,4 @@ def bar(shares: Sequence[tuple[str, float]]) -> str:
         legend.append(f'<span><i style="background: {color}"></i>{label}</span>')
         at += 600 * share
     svg = f'<svg viewBox="0 0 600 28" role="img" aria-label="shares of a step">{"".join(parts)}</svg>'
-    return f'<div class="figure">{svg}<p class="legend">{" ".join(legend)}</p></div>'
+    return f'{svg}<p class="legend">{" ".join(legend)}</p>'

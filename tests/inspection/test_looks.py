@@ -1,0 +1,103 @@
+"""How reports look: text of 100 columns with the finding first, pages that fit a phone, one line for each bad call."""
+
+import html.parser
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import mpjax
+from mpjax.inspection.reports import WIDTH
+
+LONG = "encoder_with_a_name_that_goes_on/stage_of_the_hierarchy_number_two/block_of_residual_layers/projection_matrix"
+
+
+def loss(w, x):
+    for i in range(3):
+        with jax.named_scope(f"{LONG}_{i}"):
+            x = jnp.tanh(x @ w)
+    with jax.named_scope("head_" + "x" * 150):
+        return jnp.sum(jnp.exp((x @ w).astype(jnp.float16)).astype(jnp.float32))
+
+
+@pytest.fixture(scope="module")
+def reports():
+    w, x = jnp.eye(16), jnp.ones((8, 16))
+    gradient = jax.grad(loss)
+    found = {
+        "audit": mpjax.audit(gradient, w, x),
+        "numerics": mpjax.numerics(loss, w, x),
+        "nonfinite": mpjax.find_nonfinite(loss, 100 * w, x),
+        "profile": mpjax.profile(jax.jit(gradient), w, x, steps=1),
+    }
+    found["layerwise"] = mpjax.layerwise_error(loss, w, x)
+    return found
+
+
+NAMES = ["audit", "numerics", "nonfinite", "profile", "layerwise"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("all_rows", [False, True])
+def test_text_fits_100_columns_however_long_names_are(reports, name, all_rows):
+    lines = reports[name].text(all=all_rows).splitlines()
+    assert [line for line in lines if len(line) > WIDTH] == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_finding_comes_before_every_table(reports, name):
+    first = {
+        "audit": "in half",
+        "numerics": "recommended",
+        "nonfinite": "made by",
+        "profile": "What limits the step",
+        "layerwise": "error",
+    }
+    text = reports[name].text()
+    table = text.find("──")
+    assert -1 < text.find(first[name]) < (table if table >= 0 else len(text))
+
+
+class Page(html.parser.HTMLParser):
+    """What a page's layout depends on."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.loose, self.wide, self.unclosed = [], [], [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        found = dict(attrs)
+        if tag in ("table", "svg") and not {"table", "figure"} & {c for _, c in self.open}:
+            self.loose.append(tag)
+        inside = any(t == "svg" for t, _ in self.open)
+        width = found.get("width", "0")
+        if not inside and re.fullmatch(r"\d+(\.\d+)?(px)?", width) and float(width.removesuffix("px")) > 400:
+            self.wide.append((tag, width))
+        if tag not in ("meta", "br", "img"):
+            self.open.append((tag, found.get("class", "")))
+
+    def handle_endtag(self, tag):
+        opened, _ = self.open.pop()
+        if opened != tag:
+            self.unclosed.append((opened, tag))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_pages_fit_a_phone(reports, name):
+    text = reports[name].to_html()
+    page = Page(text)
+    assert page.open == page.unclosed == []
+    assert page.loose == [], "tables and figures scroll by themselves, not the page"
+    assert page.wide == []
+    assert '<meta name="viewport"' in text
+    assert not re.search(r"(?<!-)\b(min-)?width: *(4[1-9]\d|[5-9]\d\d|\d{4,})px", text)
+
+
+def test_figures_have_legends_and_axes(reports):
+    step, audited = reports["profile"].to_html(), reports["audit"].to_html()
+    for name in ("device", "input pipeline", "dispatch"):
+        assert re.search(rf'class="legend".*{name} [\d.]+%', step)
+    assert re.search(r"<svg.*forward and backward</text>", audited)
+    assert "…" in re.search(r"<svg.*</svg>", audited)[0], "what is cut off is marked"
