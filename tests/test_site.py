@@ -79,3 +79,25 @@ def test_every_page_starts_with_its_title_and_a_paragraph():
         assert re.match(r"# \S", title), page
         assert not blank, page
         assert first, page
+
+
+def right_column(page):
+    """The code of the right column of a page's table, in order."""
+    rows = [line for line in page.splitlines() if line.startswith("| ")][1:]
+    return [code for row in rows for code in re.findall(r"`([^`]+)`", row.rsplit(" | ", 1)[1])]
+
+
+COMING_FROM = sorted((DOCS / "coming_from").glob("*.md"))
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("path", COMING_FROM, ids=lambda path: path.stem)
+def test_every_line_of_ours_beside_theirs_runs(path):
+    page = path.read_text()
+    namespace = {}
+    exec(re.search(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)[1], namespace)
+    ran = right_column(page)
+    for code in ran:
+        exec(compile(code, f"{path.name}: {code}", "exec"), namespace)
+    assert len(ran) >= 8
+    assert "apply_gradients" in " ".join(ran)
