@@ -79,7 +79,10 @@ def install(options: Options, main: bool = False) -> None:
     tracebacks.install()
     if main and not options.quiet:
         atexit.register(_say_that_jax_was_not_imported)
-    sys.meta_path.insert(0, AfterImport("jax", lambda: _patch_or_exit(options, main)))
+    sessions: list[Any] = []
+    sys.meta_path.insert(0, AfterImport("jax", lambda: sessions.append(_patch_or_exit(options, main))))
+    # A script may import optax first, which imports JAX; or never, and then it costs nothing.
+    sys.meta_path.insert(0, AfterImport("optax", lambda: _patch_optax(sessions[0])))
 
 
 def _say_that_jax_was_not_imported() -> None:
@@ -87,18 +90,28 @@ def _say_that_jax_was_not_imported() -> None:
         print("mpjax run: nothing was put in half: the script did not import JAX", file=sys.stderr, flush=True)
 
 
-def _patch_or_exit(options: Options, main: bool) -> None:
+def _patch_or_exit(options: Options, main: bool) -> Any:
+    from mpjax.launcher.patches import Patches
+    from mpjax.launcher.report import DryRun, Recorder, Report
+    from mpjax.launcher.session import Session
+
     try:
-        session = patch(options).session
+        session = Session(options)
     except LaunchError as error:
         fail(str(error))
-    from mpjax.launcher.report import DryRun, Recorder, Report
-
+    Patches(session).patch_jax()
     session.watchers.append(Report(session, always=main))
     if options.dry_run:
         session.watchers.append(DryRun())
     if options.record:
         session.watchers.append(Recorder(options.record, options.steps))
+    return session
+
+
+def _patch_optax(session: Any) -> None:
+    from mpjax.launcher.patches import Patches
+
+    Patches(session).patch_optax()
 
 
 def patch(options: Options) -> Any:

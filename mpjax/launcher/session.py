@@ -6,6 +6,7 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
+import os
 import warnings
 from collections.abc import Iterator
 from typing import Any, Protocol
@@ -15,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 
 import mpjax
-from mpjax.casting.autocast import setting_of
 from mpjax.launcher.callers import Callers
 from mpjax.launcher.options import LaunchError, Options
 
@@ -25,6 +25,7 @@ ROWS = 8
 SCALE, GOOD, CALLS, RETRIES, NONFINITE, RERUNS, LOSS = range(7)
 
 HALF = ("float16", "bfloat16")
+_LISTS = ("MPJAX_ALLOWLIST_ADD", "MPJAX_DENYLIST_ADD", "MPJAX_INFERLIST_ADD")
 
 
 @dataclasses.dataclass
@@ -129,9 +130,11 @@ class Session:
             lists = {"allow": options.allow, "deny": options.deny, "infer": options.infer}
             given: dict[str, Any] = {name: entries for name, entries in lists.items() if entries}
             self._matched: set[Any] = set()
-            level = "half" if self.policy == mpjax.get_policy("O3") else "default"
-            self.rules = _noting(self._matched)(**given, level=level)
-            setting = setting_of(self.policy, self.rules)
+            self.rules: mpjax.Rules | None = None
+            self._entries: tuple[Any, ...] = ()
+            # autocast is imported at the first gradient, unless there are lists to check: the script starts sooner.
+            if given or self.policy.overrides or any(os.environ.get(name) for name in _LISTS):
+                self._read_rules(given)
         except (ValueError, TypeError) as error:
             raise LaunchError(str(error)) from error
         dtypes = {self.policy.compute_dtype, *(other.compute_dtype for _, other in self.policy.overrides)}
@@ -140,10 +143,17 @@ class Session:
         # Whether forward passes that are not finite run again in float32. bfloat16 has the range of float32.
         self.reruns = self.scales and not options.dry_run
         self.optimizers = 0
-        self._entries = setting.rules.entries if setting else ()
         self.sites: dict[str, str] = {}
         self._explained: set[str] = set()
         self.watchers: list[Watcher] = []
+
+    def _read_rules(self, given: dict[str, Any]) -> None:
+        from mpjax.casting.autocast import setting_of
+
+        level = "half" if self.policy == mpjax.get_policy("O3") else "default"
+        self.rules = _noting(self._matched)(**given, level=level)
+        setting = setting_of(self.policy, self.rules)
+        self._entries = setting.rules.entries if setting else ()
 
     @property
     def active(self) -> bool:

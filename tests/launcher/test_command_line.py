@@ -70,7 +70,8 @@ def test_a_script_runs_in_half_and_says_what_happened(script, tmp_path):
 
 
 def test_a_module_runs_with_its_arguments_and_quietly(script, tmp_path):
-    script(LINEAR + "print(__name__, __spec__.name, sys.argv[0])", "my_trainer.py")
+    optax_first = LINEAR.replace("import sys, jax, jax.numpy as jnp, optax", "import optax, sys, jax, jax.numpy as jnp")
+    script(optax_first + "print(__name__, __spec__.name, sys.argv[0])", "my_trainer.py")
     done = run("--policy", "mixed_bfloat16", "--quiet", "-m", "my_trainer", "--epochs", "2", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     loss, rest = done.stdout.split(" ", 2)[1:]
@@ -195,6 +196,26 @@ def test_a_signal_reaches_the_script(script):
     assert process.returncode == 5
 
 
+def test_ctrl_c_interrupts_the_script(script):
+    path = script("""
+    import time
+    print("ready", flush=True)
+    try:
+        time.sleep(60)
+    finally:
+        print("saved", flush=True)
+    """)
+    command = [sys.executable, "-m", "mpjax", "run", "--quiet", str(path)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
+    with subprocess.Popen(command, **pipes) as process:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (-signal.SIGINT, "saved\n")
+    assert err.endswith("KeyboardInterrupt\n")
+    assert "mpjax" not in err
+
+
 def test_processes_of_multiprocessing_work(script):
     path = script("""
     import multiprocessing
@@ -238,6 +259,21 @@ def test_the_variable_alone_does_it(environment, script):
     bad = python(path, interpreter=environment, PYTHONPATH="", MPJAX_AUTOCAST_ALL="mixed_float15")
     assert bad.returncode == 2
     assert "'mixed_float15'" in bad.stderr
+
+
+def test_child_processes_run_in_the_policy(environment, script):
+    path = script("""
+    import multiprocessing
+    def child():
+        import jax, jax.numpy as jnp, optax
+        optax.sgd(0.1)
+        return "f16[" in str(jax.make_jaxpr(jax.grad(lambda w: jnp.sum(w @ w)))(jnp.eye(4)))
+    if __name__ == "__main__":
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            print(pool.apply(child))
+    """)
+    done = python("-m", "mpjax", "run", "--quiet", path, interpreter=environment, PYTHONPATH="")
+    assert (done.stdout, done.stderr) == ("True\n", "")
 
 
 def test_without_the_variable_nothing_of_mpjax_is_imported(environment):
