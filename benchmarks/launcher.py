@@ -1,0 +1,271 @@
+"""What `python -m mpjax run` does to scripts, and what it costs: `python -m benchmarks.launcher`.
+
+- Scripts: each one of `tests/launcher/scripts` in float32 with three seeds, in float16 with the first of them, and once
+  more with a first loss scale of 2**32, which overflows. Reported are the share of matmul FLOPs in half and the final
+  losses. Each script has a process of its own, with two CPU devices and quick compilation.
+- Start-up: the CPU time of processes that import JAX, Flax and optax, with and without the launcher, in turn.
+- Step: a step of an unmodified script, by the time of the same step written with mpjax's API, in one process, in turn.
+
+A run merges its results into the file, so the benchmark can run in parts: `--parts step`, `--scripts gan vae`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import math
+import os
+import pathlib
+import resource
+import runpy
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks import RESULTS
+
+ROOT = pathlib.Path(__file__).parent.parent
+SCRIPTS = ROOT / "tests" / "launcher" / "scripts"
+SEEDS = (0, 1, 2)
+PLANTED = 2.0**32
+PARTS = ("scripts", "startup", "step")
+FLAGS = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
+IMPORTS = "import jax, flax.linen, flax.nnx, optax\n"
+
+
+class Counts:
+    """FLOPs of matmuls by dtype in programs that differentiate, and repetitions."""
+
+    def __init__(self) -> None:
+        self.half = self.all = 0
+        self.steps: dict[int, Any] = {}
+
+    def saw(self, program: Any, jaxpr: Any) -> None:
+        """Counts a program."""
+        from mpjax.launcher.reruns import running_sites
+
+        if program.differentiates:
+            for site in running_sites(jaxpr):
+                self.all += site.flops
+                self.half += site.flops * all(v.aval.dtype.itemsize == 2 for v in site.eqn.invars[:2])
+
+    def stepped(self, compiled: Any) -> None:
+        """Keeps a step."""
+        self.steps[id(compiled)] = compiled
+
+    def repeated(self) -> int | None:
+        """Gradients that were repeated at a lower scale; None where the step could not count them."""
+        from mpjax.launcher.session import CALLS, RETRIES
+
+        rows = [step.counts for step in self.steps.values() if step.counts is not None]
+        return int(sum(r[:, RETRIES].sum() for r in rows)) if any(r[:, CALLS].any() for r in rows) else None
+
+
+def run_script(name: str) -> dict[str, Any]:
+    """The losses of a script in this process, in float32 and under the launcher."""
+    import jax
+
+    from mpjax.launcher import hooks
+    from mpjax.launcher.options import Options
+
+    def loss(seed: int) -> float:
+        with contextlib.redirect_stdout(io.StringIO()):
+            found = runpy.run_path(str(SCRIPTS / f"{name}.py"))["main"](["--seed", str(seed)])
+        jax.clear_caches()
+        return round(found, 5)
+
+    def launched(scale: float) -> tuple[float, Counts]:
+        counts = Counts()
+        patches = hooks.patch(Options(quiet=True, init_scale=scale))
+        patches.session.watchers.append(counts)
+        try:
+            return loss(SEEDS[0]), counts
+        finally:
+            patches.undo()
+
+    full = [loss(seed) for seed in SEEDS]
+    half, counts = launched(2.0**15)
+    planted, of_planted = launched(PLANTED)
+    return {
+        "share": round(counts.half / counts.all, 4),
+        "float32": full,
+        "float16": half,
+        "repeated": counts.repeated(),
+        "planted": planted,
+        "planted_repeated": of_planted.repeated(),
+    }
+
+
+def in_a_process(name: str) -> dict[str, Any]:
+    """`run_script` in a process of its own; the error of a script that fails."""
+    command = [sys.executable, "-m", "benchmarks.launcher", "--one", name]
+    inherited = {**os.environ, "XLA_FLAGS": FLAGS, "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, cwd=ROOT, env=inherited, capture_output=True, text=True)
+    if done.returncode:
+        return {"error": done.stderr.strip().splitlines()[-1][:300]}
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def measure_startup(rounds: int) -> dict[str, Any]:
+    """CPU seconds of processes that import JAX and end: plain, and under the launcher."""
+    with tempfile.TemporaryDirectory() as folder:
+        script = pathlib.Path(folder) / "script.py"
+        script.write_text(IMPORTS)
+        plain, launched = [sys.executable, str(script)], [sys.executable, "-m", "mpjax", "run", "--quiet", str(script)]
+        cpu_seconds(plain), cpu_seconds(launched)  # byte code
+        pairs = [(cpu_seconds(plain), cpu_seconds(launched)) for _ in range(rounds)]
+    more = [b - a for a, b in pairs]
+    return {
+        "plain": round(statistics.median(a for a, _ in pairs), 3),
+        "launched": round(statistics.median(b for _, b in pairs), 3),
+        "more": round(statistics.median(more), 3),
+        "more_quartiles": [round(q, 3) for q in statistics.quantiles(more, n=4)[::2]],
+    }
+
+
+def cpu_seconds(command: list[str]) -> float:
+    """The user and system time of a child process."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run(command, cwd=ROOT, check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def measure_step(rounds: int, width: int = 256, batch: int = 512) -> dict[str, Any]:
+    """The time of a step under the launcher, by that of the same step with mpjax's API."""
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    import mpjax
+    from mpjax.launcher import hooks
+    from mpjax.launcher.options import Options
+    from perf.timing import interleaved, ratios
+
+    keys = jax.random.split(jax.random.key(0), 5)
+    params = [jax.random.normal(key, (width, width)) / width**0.5 for key in keys]
+    x = jax.random.normal(keys[0], (batch, width))
+
+    def loss_fn(params: Any, x: Any) -> Any:
+        for w in params[:-1]:
+            x = jax.nn.relu(x @ w)
+        return jnp.mean((x @ params[-1]) ** 2)
+
+    def stepping(tx: Any, grads_of: Callable[..., Any]) -> Callable[[], Any]:
+        carried = [params, tx.init(params)]
+
+        @jax.jit
+        def step(params: Any, state: Any) -> Any:
+            loss, grads = grads_of(params, state)
+            updates, state = tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state, loss
+
+        def call() -> Any:
+            carried[0], carried[1], loss = step(*carried)
+            return carried[0], loss
+
+        call()
+        return call
+
+    cast = mpjax.autocast(loss_fn)
+    runs = {
+        "mpjax's API": stepping(
+            mpjax.dynamic_loss_scale(optax.adam(1e-3)), lambda p, s: mpjax.value_and_grad(cast, s)(p, x)
+        )
+    }
+    patches = hooks.patch(Options(quiet=True))
+    try:
+        runs["launcher"] = stepping(optax.adam(1e-3), lambda p, s: jax.value_and_grad(loss_fn)(p, x))
+    finally:
+        patches.undo()
+    return ratios(interleaved(runs, rounds), "mpjax's API")
+
+
+def verdict(row: dict[str, Any]) -> str:
+    """Whether the loss in half is as far from the same seed in float32 as seeds are from each other, at most."""
+    spread = max(row["float32"]) - min(row["float32"])
+    far = [abs(row[name] - row["float32"][0]) for name in ("float16", "planted")]
+    return "yes" if all(math.isfinite(f) and f <= spread for f in far) else "**no**"
+
+
+def table(results: dict[str, Any]) -> str:
+    """Markdown: all parts that were measured."""
+    lines = []
+    if results.get("scripts"):
+        header = (
+            "share of matmul FLOPs in half | float32, three seeds | float16 | first scale 2**32 | within the spread"
+        )
+        lines += [f"| script | {header} |", "|---" * 6 + "|"]
+        lines += [_row(name, row) for name, row in sorted(results["scripts"].items())]
+        lines += [
+            "",
+            "Final losses; float16 has the first of the three seeds. Within the spread: both losses in float16 differ "
+            "from the same seed in float32 by no more than the three seeds do. In brackets: gradients repeated "
+            "at a lower loss scale, where the step counts them.",
+            "",
+        ]
+    if startup := results.get("startup"):
+        low, high = startup["more_quartiles"]
+        lines.append(
+            f"Start-up: {startup['more']:.2f} s more ({low:.2f} to {high:.2f}) than the {startup['plain']:.2f} s that "
+            "plain Python takes to import JAX, Flax and optax (CPU time)."
+        )
+    if step := results.get("step"):
+        low, high = step["launcher"]["ratio_quartiles"]
+        lines.append(
+            f"\nA step: {step['launcher']['ratio']:.3f} ({low:.3f} to {high:.3f}) of the same step written with "
+            f"mpjax's API, {step[next(iter(step))]['milliseconds']} ms."
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _row(name: str, row: dict[str, Any]) -> str:
+    if "error" in row:
+        return f"| {name} | fails: {row['error']} | | | | **no** |"
+
+    def counted(loss: str, repeated: str) -> str:
+        return f"{row[loss]:.4g}" + ("" if row[repeated] is None else f" ({row[repeated]})")
+
+    seeds = ", ".join(f"{loss:.4g}" for loss in row["float32"])
+    halves = f"{counted('float16', 'repeated')} | {counted('planted', 'planted_repeated')}"
+    return f"| {name} | {row['share']:.1%} | {seeds} | {halves} | {verdict(row)} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
+    parser.add_argument("--scripts", nargs="+", default=sorted(path.stem for path in SCRIPTS.glob("*.py")))
+    parser.add_argument("--rounds", type=int, default=200, help="timed rounds of the steps")
+    parser.add_argument("--out", type=pathlib.Path, default=RESULTS, help="folder for the results")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.one:
+        print(json.dumps(run_script(args.one)))
+        return
+    from perf.results import previous, save
+
+    results: dict[str, Any] = previous("launcher", args.out) or {}
+
+    def keep() -> None:
+        path = save("launcher", results, args.out)
+        path.with_suffix(".md").write_text(table(results))
+
+    if "startup" in args.parts:
+        results["startup"] = measure_startup(9)
+        keep()
+    if "step" in args.parts:
+        results["step"] = measure_step(args.rounds)
+        keep()
+    for name in args.scripts if "scripts" in args.parts else ():
+        results.setdefault("scripts", {})[name] = in_a_process(name)
+        keep()
+    print(table(results))
+
+
+if __name__ == "__main__":
+    main()
