@@ -30,6 +30,7 @@ TITLES = {
     "compiled_bfloat16_cpu": "The compiled program",
     "communication_float16_cpu": "What a sharded training step sends between devices",
     "reduction_error_cpu": "Error of a gradient's sum over replicas (simulated)",
+    "launcher_cpu": "The launcher",
     "training_dry_run": "Training steps compiled for an H200 without a GPU",
     "training_cpu_toy": "Training steps at toy size on a CPU",
 }

@@ -60,6 +60,8 @@ class Report:
     def last_block(self) -> None:
         """Prints what came of the run."""
         options = self.session.options
+        if self.session.refused:
+            return
         used = self.session.sites or self.evaluations
         if self.session.unused and used and not options.dry_run:
             self._print(

@@ -143,6 +143,7 @@ class Session:
         # Whether forward passes that are not finite run again in float32. bfloat16 has the range of float32.
         self.reruns = self.scales and not options.dry_run
         self.optimizers = 0
+        self.refused = False
         self.sites: dict[str, str] = {}
         self._explained: set[str] = set()
         self.watchers: list[Watcher] = []
@@ -172,6 +173,7 @@ class Session:
         """
         self.sites.setdefault(line, getattr(fun, "__name__", type(fun).__name__))
         if self.scales and not self.optimizers:
+            self.refused = True
             raise LaunchError(
                 f"{line} differentiates, and the script has built no optax transformation: nothing would keep a "
                 "non-finite float16 gradient from the parameters, so float16 is refused. Ways out: "
