@@ -18,6 +18,7 @@ Entry = str | Predicate
 
 LEVELS = ("conservative", "default", "half")
 RESIDUALS = ("half", "full")
+RESIDUAL_STREAMS = ("half", "float32")
 WEIGHT_GRADIENTS = ("float32", "everywhere", "half")
 _LISTS = (("allow", Op.ALLOW), ("deny", Op.DENY), ("infer", Op.INFER))
 _VARIABLES = {name: f"MPJAX_{name.upper()}LIST_ADD" for name, _ in _LISTS}
@@ -63,6 +64,10 @@ class Rules:
             accumulator of its matmul (a 1×1 convolution is one), and sums it over devices in float32. cuDNN has no such
             kernel for other convolutions, whose gradients leave them in half; `"everywhere"` makes them float32 too,
             which costs nothing on a TPU or a CPU. `"half"` is JAX's derivative: written in half, widened afterwards.
+        residual_stream: `"half"` stores the residual stream of a transformer or a pre-activation ResNet
+            (`h = h + f(h)`, layer after layer) in half, as every activation; `"float32"` computes and stores it in
+            float32: smaller errors for more memory, most where each layer is a `jax.checkpoint`, which stores little
+            else.
 
     Raises:
         ValueError: a name that is no primitive, an entry in two lists, an unknown level.
@@ -86,6 +91,7 @@ class Rules:
     level: str = "default"
     residuals: str = "half"
     weight_gradients: str = "float32"
+    residual_stream: str = "half"
 
     def __post_init__(self) -> None:
         for name, _ in _LISTS:
@@ -93,6 +99,7 @@ class Rules:
         _check_choice("level", self.level, LEVELS)
         _check_choice("residuals", self.residuals, RESIDUALS)
         _check_choice("weight_gradients", self.weight_gradients, WEIGHT_GRADIENTS)
+        _check_choice("residual_stream", self.residual_stream, RESIDUAL_STREAMS)
         _check_overlap(self)
 
     def add(self, **lists: Iterable[Entry]) -> Rules:

@@ -15,6 +15,7 @@ from mpjax._jaxpr import compat
 from mpjax._jaxpr.primitives import Op, primitive
 from mpjax.casting.classify import Listing, Setting, classify, tracked
 from mpjax.casting.derivative_rules import closed_over
+from mpjax.casting.streams import residual_additions
 
 
 class Use(enum.IntFlag):
@@ -68,6 +69,9 @@ def uses(jaxpr: Any, wanted: tuple[Use, ...], setting: Setting) -> Uses:
     return known[key]
 
 
+_STREAM = Listing(Op.DENY, "residual stream")
+
+
 def _uses(jaxpr: Any, wanted: tuple[Use, ...], setting: Setting) -> Uses:
     of: dict[Any, Use] = {}
 
@@ -79,8 +83,11 @@ def _uses(jaxpr: Any, wanted: tuple[Use, ...], setting: Setting) -> Uses:
         # A sub-jaxpr returns what nothing reads, too, so it must be computed.
         add(v, use | Use.READ)
     listings = []
+    streams = residual_additions(jaxpr) if setting.rules.residual_stream == "float32" and not setting.folded else ()
     for eqn in reversed(jaxpr.eqns):
         listing = classify(eqn, setting)
+        if listing.op is Op.INFER and listing.entry is None and not listing.region and eqn.outvars[0] in streams:
+            listing = _STREAM
         listings.append(listing)
         outs = [of.get(v, Use.NONE) for v in eqn.outvars]
         if not any(outs) and not eqn.effects:

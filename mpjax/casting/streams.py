@@ -1,0 +1,68 @@
+"""The residual stream: a value that layer after layer adds to, `h = h + f(h)`."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Mapping
+from typing import Any
+
+from mpjax._jaxpr import compat
+from mpjax._jaxpr.primitives import Op, primitive
+from mpjax.casting.classify import tracked
+
+
+def residual_additions(jaxpr: Any) -> frozenset[Any]:
+    """The results of the additions of a jaxpr that make a residual stream.
+
+    Such an addition takes a value that something else reads too, the layer whose result is added to it; and its result
+    is added to again, or returned, as the body of a scan over layers does. A GELU's `x + 0.044715 x³` is multiplied
+    next, a bias is read by nothing else.
+    """
+    jaxpr = compat.open_jaxpr(jaxpr).jaxpr
+    moved = _moved(jaxpr)
+    readers: collections.Counter[Any] = collections.Counter()
+    continued = {_source(v, moved) for v in jaxpr.outvars if not isinstance(v, compat.Literal)}
+    additions = []
+    for eqn in jaxpr.eqns:
+        if eqn.outvars[0] in moved:
+            continue
+        read = {_source(v, moved) for v in eqn.invars if not isinstance(v, compat.Literal)}
+        readers.update(read)
+        if _adds_arrays(eqn):
+            additions.append((eqn.outvars[0], read))
+            continued |= read
+    found: set[Any] = set()
+    for out, read in additions:
+        if any(readers[v] > 1 for v in read) and (out in continued or not found.isdisjoint(read)):
+            found.add(out)
+    return frozenset(found)
+
+
+def _adds_arrays(eqn: Any) -> bool:
+    if eqn.primitive.name not in ("add", "add_any"):
+        return False
+    out = eqn.outvars[0]
+    # Of numbers and vectors nothing is saved by storing them in half.
+    return (
+        tracked(out)
+        and len(out.aval.shape) > 1
+        and all(tracked(v) and not isinstance(v, compat.Literal) and v.aval.shape == out.aval.shape for v in eqn.invars)
+    )
+
+
+def _moved(jaxpr: Any) -> dict[Any, Any]:
+    """The operand of each equation that hands it on whole: a reshape, a sharding constraint, a name."""
+    return {
+        eqn.outvars[0]: eqn.invars[0]
+        for eqn in jaxpr.eqns
+        if len(eqn.invars) == len(eqn.outvars) == 1
+        and primitive(eqn.primitive.name).op is Op.MOVE
+        and not isinstance(eqn.invars[0], compat.Literal)
+        and compat.numel(eqn.invars[0].aval) == compat.numel(eqn.outvars[0].aval)
+    }
+
+
+def _source(v: Any, moved: Mapping[Any, Any]) -> Any:
+    while v in moved:
+        v = moved[v]
+    return v
