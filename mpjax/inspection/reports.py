@@ -131,7 +131,8 @@ class Report(abc.ABC):
 
     def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
         """The report as one self-contained HTML page, also written to `path` if one is given."""
-        body = "\n".join(f"<section>{section.html()}</section>" for section in self.sections())
+        sections = (dataclasses.replace(s, title="") if s.title == self.title else s for s in self.sections())
+        body = "\n".join(f"<section>{section.html()}</section>" for section in sections)
         return written(_PAGE.format(title=html.escape(self.title), body=body), path)
 
 
@@ -217,12 +218,15 @@ _PAGE = """<!doctype html>
 body {{ font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 75em; padding: 0 1em; color: #222; }}
 p, h1 {{ overflow-wrap: anywhere; }}
 .table, .figure {{ overflow-x: auto; }}
-.figure svg {{ min-width: 20em; max-width: 60em; width: 100%; }}
+.figure svg {{ min-width: 42em; max-width: 60em; width: 100%; }}
+.figure svg.plain {{ min-width: 0; }}
+.legend span {{ white-space: nowrap; }}
 .legend i {{ display: inline-block; width: 12px; height: 12px; margin: 0 4px 0 12px; }}
 table {{ border-collapse: collapse; font-size: 13px; }}
 td, th {{ padding: 2px 10px; text-align: left; vertical-align: top; border-bottom: 1px solid #ddd; }}
-td {{ font-family: ui-monospace, monospace; }}
-.right {{ text-align: right; }}
+td {{ font-family: ui-monospace, monospace; max-width: 32em; overflow-wrap: break-word; }}
+td, th {{ min-width: 3em; }}
+.right {{ text-align: right; white-space: nowrap; }}
 svg text {{ font: 12px system-ui, sans-serif; }}
 </style></head><body>
 <h1>{title}</h1>

@@ -10,7 +10,7 @@ from mpjax.inspection.reports import amount
 
 _COLOURS = {"float16": "#2a9d5c", "bfloat16": "#1b7fa8", "float32": "#d9742b", "float64": "#b03a48"}
 _OTHER = "#8a8a8a"
-_ROW, _LABEL, _BAR, _CHARACTERS = 20, 360, 500, 52
+_ROW, _LABEL, _BAR, _CHARACTERS = 20, 360, 500, 46
 
 
 def precision_map(matmuls: Iterable[Matmul]) -> str:

@@ -238,7 +238,8 @@ class PrecisionReport(Report):
             lines.append("nothing is in half: mpjax.autocast or mpjax.with_policy runs it in half")
         if self.risks:
             kinds = ", ".join(dict.fromkeys(risk.kind for risk in self.risks))
-            lines.append(f"{len(self.risks)} risks in half, the gravest first: {kinds}")
+            several = "risks" if len(self.risks) > 1 else "risk"
+            lines.append(f"{len(self.risks)} {several} in half, the gravest first: {kinds}")
         return lines
 
     def _places(self) -> Section:

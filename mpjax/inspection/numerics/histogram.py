@@ -15,7 +15,7 @@ from mpjax.inspection.numerics.range_statistics import Limits
 _COLOURS = ("#1f77b4", "#ff7f0e")
 _FORWARD, _WINDOW, _SUBNORMAL, _INK = "#444444", "#dfeedd", "#f3efd6", "#222222"
 _MOST_MODULES = 40
-_LEFT, _WIDTH, _HEIGHT, _TOP, _ROW, _CHARACTERS = 230, 640, 220, 76, 15, 34
+_LEFT, _WIDTH, _HEIGHT, _TOP, _ROW, _CHARACTERS = 230, 640, 220, 76, 15, 30
 
 
 @dataclasses.dataclass(frozen=True)

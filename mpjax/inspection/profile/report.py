@@ -288,5 +288,5 @@ def bar(shares: Sequence[tuple[str, float]]) -> str:
         )
         legend.append(f'<span><i style="background: {color}"></i>{label}</span>')
         at += 600 * share
-    svg = f'<svg viewBox="0 0 600 28" role="img" aria-label="shares of a step">{"".join(parts)}</svg>'
+    svg = f'<svg class="plain" viewBox="0 0 600 28" role="img" aria-label="shares of a step">{"".join(parts)}</svg>'
     return f'{svg}<p class="legend">{" ".join(legend)}</p>'
