@@ -15,6 +15,7 @@ from mpjax.inspection.reports import Report, Section, amount, duration, folded
 if TYPE_CHECKING:
     from mpjax.inspection.profile.compare import Comparison
 
+_LEAST_WORK = 0.25
 _FIRST = 3  # So many pieces of advice stand at the top.
 _SLACK = 1.05  # Clocks are read a little late.
 
@@ -90,8 +91,19 @@ class ProfileReport(Report):
 
     @property
     def limit(self) -> str:
-        """What limits the step the most, as `input pipeline` or `recompilation`; empty if nothing stands out."""
+        """What limits the step the most, as `input pipeline` or `recompilation`; empty if nothing stands out.
+
+        `matmuls and convolutions` is what a step should be limited by; there may be advice on the rest of it.
+        """
+        if self._work_share > max(_LEAST_WORK, self.advice[0].share if self.advice else 0.0):
+            return "matmuls and convolutions"
         return self.advice[0].limit if self.advice else ""
+
+    @property
+    def _work_share(self) -> float:
+        """The share of the step in matmuls, convolutions and attention, on a GPU those on its Tensor Cores."""
+        work = (k for k in self.kernels if k.eligible and k.tensor_cores is not False)
+        return self.device_share * self._part(work) if self.fits else 0.0
 
     @property
     def fits(self) -> bool:
@@ -184,8 +196,9 @@ class ProfileReport(Report):
 
     def _verdict(self) -> Section:
         lines = [f"{duration(self.step_seconds)} a step on {self.device}, over {self.steps} steps"]
-        if self.advice:
-            lines.append(f"limited by {self.limit}: {self.advice[0].share:.0%} of the step")
+        if self.limit:
+            share = max(self._work_share, self.advice[0].share if self.advice else 0.0)
+            lines.append(f"limited by {self.limit}: {share:.0%} of the step")
         else:
             lines.append(f"nothing stands out: the device is busy {self.device_share:.0%} of the step")
         lines += [f"{i}. {advice}" for i, advice in enumerate(self.advice[:_FIRST], 1)]

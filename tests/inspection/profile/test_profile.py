@@ -264,6 +264,14 @@ def test_each_fault_has_its_advice(split, given, advice):
     assert any(text.startswith(advice) for text in texts)
 
 
+def test_a_step_of_matmuls_is_limited_by_these(gpu):
+    assert gpu.limit == "matmuls"  # They could be on Tensor Cores.
+    for advice in (gpu.advice[-1:], ()):
+        on_them = dataclasses.replace(gpu, kernels=gpu.kernels[1:2], advice=advice)
+        assert on_them.limit == "matmuls and convolutions"
+        assert "limited by matmuls and convolutions: 90% of the step" in str(on_them)
+
+
 def test_nothing_is_advised_where_nothing_stands_out():
     kernel = Kernel("k", "op", "matmul", "Net", "a.py:1", "/x/a.py", False, "f16", 1.0, 1.0, True, "")
     assert advise(Split(device=0.97, input=0.01, dispatch=0.02), [kernel], gpu=True) == ()
