@@ -11,19 +11,10 @@ from testing import measures
 from testing.zoo import REGISTRY, harness
 
 
-@pytest.mark.parametrize("name", REGISTRY)
-def test_program_as_it_is_has_nothing_in_half(name):
-    # That it takes every transformation is seen where autocast's outputs are compared with its own.
-    found = harness.structure(name, "plain", harness.identity, "float16")
-    assert found.half_share == 0
-    assert found.risky == []
-
-
 @pytest.mark.parametrize("name", [name for name, program in REGISTRY.items() if program.has_half])
-@pytest.mark.parametrize("dtype", harness.POLICIES)
-def test_handwritten_form_has_the_same_params_and_runs_in_half(name, dtype):
+def test_handwritten_form_has_the_same_params_and_runs_in_half(name):
     program, (_, params, batch) = REGISTRY[name], harness.abstract(name)
-    step = jax.value_and_grad(program.handwritten(jnp.dtype(dtype)), has_aux=program.has_aux)
+    step = jax.value_and_grad(program.handwritten(jnp.dtype("float16")), has_aux=program.has_aux)
     # Not 1: the gradient of `jax.nn.dot_product_attention` has a float32 matmul, as has `optax.ctc_loss`.
     assert measures.half_share(step, params, batch) > 0.85
     _, float32 = harness.structure(name, "plain", harness.identity, "float16").outputs
