@@ -36,7 +36,7 @@ def _split(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return _mixed(key + _counters((*shape, 1)) + jnp.uint32(1))
 
 
-def _fold_in(key: jax.Array, data: jax.Array) -> jax.Array:
+def _fold_in(key: jax.Array, data: int) -> jax.Array:
     return _mixed(key ^ _mixed(jnp.asarray(data).astype(jnp.uint32) + jnp.uint32(_STRIDE)))
 
 
