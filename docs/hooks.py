@@ -150,6 +150,8 @@ def changelog() -> str:
 def results() -> str:
     """The tables of the benchmarks, with their plots as the figures of the site."""
     text = (ROOT / "benchmarks" / "results" / "README.md").read_text().split("\n", 1)[1]
+    plots = re.findall(r"^!\[.*\]\(.*\)$", text, re.MULTILINE)
+    text = "\n\n".join([*plots, re.sub(r"^!\[.*\]\(.*\)\n", "", text, flags=re.MULTILINE)])  # what people look at first
     return re.sub(r"\]\((?!https?:|#)([\w./-]+\.(?:png|svg))\)", r"](figures/results/\1)", text)
 
 
