@@ -18,6 +18,8 @@ if _typing.TYPE_CHECKING:
     from mpjax.inspection.numerics.numerics import numerics as numerics
     from mpjax.inspection.profile.profile import ProfileReport as ProfileReport
     from mpjax.inspection.profile.profile import profile as profile
+    from mpjax.inspection.search.search import SearchReport as SearchReport
+    from mpjax.inspection.search.search import search as search
     from mpjax.inspection.watch.watch import Watch as Watch
     from mpjax.inspection.watch.watch import WatchRecord as WatchRecord
     from mpjax.inspection.watch.watch import WatchState as WatchState

@@ -111,7 +111,7 @@ def _inspected(tool: Tool, inspect: Callable[..., Any], fun: Any, call: Call, ke
     if tool.batches:
         return inspect(fun, *call.args, batches=call.batches, **keywords)
     args = call.args if call.batches is None else (*call.args, next(iter(call.batches)))
-    return inspect(fun, *args, **call.kwargs, **keywords)
+    return inspect(fun, *((args,) if tool.packed else args), **call.kwargs, **keywords)
 
 
 def _check_writable(path: str, suffix: str) -> None:

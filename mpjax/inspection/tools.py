@@ -39,6 +39,7 @@ class Tool:
         batches: whether it takes `batches=` besides positional arguments; otherwise it takes one call's arguments.
         options: keyword arguments of the function that the command line offers.
         views: options that choose what the report shows: see `Report.viewed`.
+        packed: whether the function takes the call's arguments as one tuple.
         checks: options that the report is held against once it is made: see `Report.failure`.
         nothing: what the command prints where the function returns None.
     """
@@ -50,6 +51,7 @@ class Tool:
     summary: str
     command: str
     batches: bool = False
+    packed: bool = False
     options: tuple[Option, ...] = ()
     views: tuple[Option, ...] = ()
     checks: tuple[Option, ...] = ()
@@ -110,6 +112,19 @@ TOOLS = (
         "the errors of a loss function in half against float32, by module",
         "layerwise",
         options=_LOSS,
+    ),
+    Tool(
+        "search",
+        ("search", "SearchReport"),
+        "mpjax.inspection.search.search",
+        "Which modules must stay in float32?",
+        "the modules that must stay in float32 to meet an error budget, as rules; exits with 1 if none do",
+        "search",
+        packed=True,
+        options=(
+            *_LOSS,
+            Option("--budget", "the largest relative error of the gradients", type=float, default=0.01),
+        ),
     ),
     Tool(
         "find_nonfinite",

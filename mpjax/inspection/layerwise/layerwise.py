@@ -74,22 +74,44 @@ def layerwise_error(
     Source: the per-layer comparison of accuracy debuggers, such as TensorRT's Polygraphy and PyTorch's numeric suite.
     """
     state = None if loss_scale is None else scale_state(loss_scale)
-    names: list[str] = []
-    program = traced_call(
-        "layerwise_error", gradient_of(with_named_modules(fun), state, argnums, has_aux, names), args, {}
-    )
-    block = lay_out(program.jaxpr, owners=owners_of(program.jaxpr, program.names))
-    if not any(is_half(v) for place in block.places() for v in (*place.site.eqn.invars, *place.site.eqn.outvars)):
+    evaluated = _evaluate("layerwise_error", fun, args, state, argnums, has_aux, by_instance=True)
+    if evaluated is None:
         raise ValueError(
             "layerwise_error: nothing in this program is half, so it has no error to show. Give it under "
             "mpjax.autocast(fun, 'mixed_float16') (--policy mixed_float16 on the command line), or a model with a "
             "policy."
         )
+    return _report(fun, *evaluated)
+
+
+def errors_by_module(
+    caller: str, fun: Callable[..., Any], args: Sequence[Any], state: Any, argnums: Any, has_aux: bool
+) -> list[LayerError]:
+    """The rows by module; empty if nothing is half. Modules are named scopes alone, as autocast's rules see them."""
+    evaluated = _evaluate(caller, fun, args, state, argnums, has_aux, by_instance=False)
+    if evaluated is None:
+        return []
+    block, groups, notes, _, names = evaluated
+    return _modules(block, groups, jax.device_get(notes), makers_of_gradients(block, len(names)))
+
+
+_Evaluated = tuple[Block, Mapping[int, Group], Mapping[Any, Any], Sequence[Any], list[str]]
+
+
+def _evaluate(
+    caller: str, fun: Any, args: Sequence[Any], state: Any, argnums: Any, has_aux: bool, by_instance: bool
+) -> _Evaluated | None:
+    """The gradient's program with its groups, the errors noted in it, its results and the gradients' names."""
+    names: list[str] = []
+    program = traced_call(caller, gradient_of(with_named_modules(fun), state, argnums, has_aux, names), args, {})
+    owners = owners_of(program.jaxpr, program.names) if by_instance else {}
+    block = lay_out(program.jaxpr, owners=owners)
+    if not any(is_half(v) for place in block.places() for v in (*place.site.eqn.invars, *place.site.eqn.outvars)):
+        return None
     found = grouped(block)
-    probe = ErrorProbe(block, found)
     arrays = [Values(widened(x), x, x) for x in map(jnp.asarray, program.arrays)]
-    outs, notes = EagerLockstep(probe, found.groups).block(block, arrays)
-    return _report(fun, block, found.groups, notes, outs, names)
+    outs, notes = EagerLockstep(ErrorProbe(block, found), found.groups).block(block, arrays)
+    return block, found.groups, notes, outs, names
 
 
 def _report(

@@ -17,7 +17,8 @@ from mpjax._jaxpr import compat
 from mpjax._jaxpr.instances import owners_of
 from mpjax._jaxpr.interpreter import Block, Place, Run, lay_out
 from mpjax._jaxpr.source import BACKWARD
-from mpjax._loss_scale_state import loss_scale_of
+from mpjax._loss_scale_state import find_loss_scale_state, loss_scale_of
+from mpjax._replicas import all_finite
 from mpjax.casting import autocast
 from mpjax.casting.autocast import traced_call
 from mpjax.inspection.gradient import gradient_of, with_named_modules
@@ -38,8 +39,8 @@ class Watch(NamedTuple):
 
     Args:
         init: `init(*args) -> WatchState`, for the arguments of the loss function (arrays or shapes).
-        update: `update(state, *args, grads=None, opt_state=None) -> WatchState`, in each step, with the arguments that
-            the step's gradients are of.
+        update: `update(state, *args, grads=None, opt_state=None, finite=None) -> WatchState`, in each step, with the
+            arguments that the step's gradients are of.
     """
 
     init: Callable[..., WatchState]
@@ -63,10 +64,10 @@ def watch(
         due = step % every == 0, or the gradients are not finite and those of the step before were
         lax.cond(due, run the gradient once more with statistics; store them; call back, nothing)
 
-    The training program itself stays as it is, so watching changes no result and costs nothing on the other steps but
-    the test of the gradients; a step that is watched takes two to three times as long. All state is in `WatchState`, an
-    argument and a result of the training step: the step counter can't come apart from the run that it counts, nothing
-    is compiled again, and no step waits for the host.
+    The training program itself stays as it is, so watching changes no result and costs nothing on the other steps
+    (with `grads=`, one read of the gradients); a step that is watched takes two to three times as long. All state is in
+    `WatchState`, an argument and a result of the training step: the step counter can't come apart from the run that it
+    counts, nothing is compiled again, and no step waits for the host.
 
     Args:
         fun: the loss function that is trained, the same that is differentiated.
@@ -79,12 +80,14 @@ def watch(
         has_aux: whether `fun` returns `(loss, aux)`.
 
     Returns:
-        A `Watch`, two pure functions `init(*args)` and `update(state, *args, grads=None, opt_state=None)`. `grads` are
-        the step's gradients, to see an overflow at once; `opt_state` holds the `LossScaleState` that they were made
-        with, before it is updated. Gradients in records do not carry the loss scale.
+        A `Watch`, two pure functions `init(*args)` and `update(state, *args, grads=None, opt_state=None, finite=None)`.
+        `opt_state` holds the `LossScaleState` that the gradients were made with, before it is updated; gradients in
+        records do not carry its scale. To see an overflow at once give `finite`, the optimizer state after the update
+        (its `LossScaleState` knows) or a bool of shape (); or `grads`, the step's gradients, which are read once more.
 
     Raises:
-        ValueError: `every` or `keep` is less than 1; `update` gets arguments of another program than `init` got.
+        ValueError: `every` or `keep` is less than 1; `update` gets arguments of another program than `init` got, or
+            is called inside of a `shard_map` or `pmap`.
 
     Example:
         >>> import jax, jax.numpy as jnp, mpjax
@@ -123,9 +126,16 @@ def watch(
             names=names,
         )
 
-    def update(state: WatchState, *args: Any, grads: Any = None, opt_state: Any = None) -> WatchState:
+    def update(
+        state: WatchState, *args: Any, grads: Any = None, opt_state: Any = None, finite: Any = None
+    ) -> WatchState:
         scale = jnp.ones((), jnp.float32) if opt_state is None else loss_scale_of(opt_state)
-        finite = _all_finite(grads)
+        if jax.sharding.get_abstract_mesh().manual_axes:
+            raise ValueError(
+                "watch: update is called inside of a shard_map or pmap, where each device has statistics of its own. "
+                "Call it in the jit around that, with the loss function that holds the shard_map; or shard the arrays."
+            )
+        finite = _is_finite(grads, finite, state)
         program = measured(scale, args)
         if program.names != state.names:
             raise ValueError(
@@ -159,9 +169,12 @@ def _call(callback: Callable[[WatchRecord], Any], names: Any, *ring: Any) -> Non
     callback(records_of(names, *map(np.asarray, ring))[-1])
 
 
-def _all_finite(grads: Any) -> Any:
-    floats = [x for x in jax.tree.leaves(grads) if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
-    return functools.reduce(jnp.logical_and, (jnp.all(jnp.isfinite(x)) for x in floats), jnp.ones((), bool))
+def _is_finite(grads: Any, finite: Any, state: WatchState) -> Any:
+    if finite is None:
+        return all_finite(grads, state.last_finite, ())
+    if hasattr(finite, "dtype"):
+        return finite
+    return find_loss_scale_state(finite).last_finite
 
 
 def _difference(found: Sequence[tuple[str, str]], expected: Sequence[tuple[str, str]]) -> str:

@@ -37,9 +37,11 @@ def training(every=2, callback=None, scan=0, keep=4):
 
     def step(params, opt_state, state, x):
         _, grads = mpjax.value_and_grad(loss_fn, opt_state, policy="mixed_float16")(params, x)
-        state = watched.update(state, params, x, grads=grads, opt_state=opt_state)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, state
+        updates, new_opt_state = tx.update(grads, opt_state, params)
+        # Both ways to tell of an overflow.
+        told = {"grads": grads} if scan else {"finite": new_opt_state}
+        state = watched.update(state, params, x, opt_state=opt_state, **told)
+        return optax.apply_updates(params, updates), new_opt_state, state
 
     def steps(params, opt_state, state, xs):
         return jax.lax.scan(lambda carry, x: (step(*carry, x), None), (params, opt_state, state), xs)[0]
@@ -181,3 +183,10 @@ def test_wrong_calls_say_what_is_wrong():
     watched = mpjax.watch(lambda w, x: jnp.sum(jax.named_call(jnp.dot, name="deep" if x.ndim > 1 else "flat")(x, w)))
     with pytest.raises(ValueError, match=r"modules \(deep \(forward\)"):
         watched.update(watched.init(jnp.ones(16), X[0]), jnp.ones(16), X)
+    mesh = jax.make_mesh((1,), ("batch",))
+    state = watched.init(jnp.ones(16), X)
+    inside = jax.shard_map(
+        lambda x: watched.update(state, jnp.ones(16), x).step, mesh=mesh, in_specs=jax.P("batch"), out_specs=jax.P()
+    )
+    with pytest.raises(ValueError, match="inside of a shard_map"):
+        inside(X)

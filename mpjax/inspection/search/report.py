@@ -1,0 +1,123 @@
+"""What `search` found: the modules that stay in float32, and the rules that say so."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+from mpjax.casting import Rules
+from mpjax.inspection.reports import Report, Section
+
+
+@dataclasses.dataclass(frozen=True)
+class SearchedModule:
+    """One module of the search.
+
+    Args:
+        name: the module path.
+        float32: whether it stays in float32.
+        error: its own error in half, as `layerwise_error` has it; 0 where the search was over before that.
+        flops_share: its part of the FLOPs of matmuls and convolutions, forward and backward.
+    """
+
+    name: str
+    float32: bool
+    error: float
+    flops_share: float
+
+
+@dataclasses.dataclass(frozen=True)
+class SearchReport(Report):
+    """The result of a precision search; `print` it, and paste its `rules`.
+
+    Args:
+        function: its name.
+        policy: the policy that was searched under.
+        budget: the largest error that is allowed.
+        error_before: the error with every module in half, as the policy has it.
+        error: the error with `keep_float32`, of a rerun with `rules`.
+        keep_float32: the module paths that stay in float32, the most sensitive first.
+        patterns: the same as patterns for `Rules` and `Policy(overrides=...)`.
+        rules: the rules to give to `autocast`.
+        half_share: the share of the FLOPs of matmuls and convolutions that are in half with these.
+        modules: all modules, those in float32 first, then by their own error.
+        passes: how many times the gradient was compiled and run.
+    """
+
+    function: str
+    policy: str
+    budget: float
+    error_before: float
+    error: float
+    keep_float32: tuple[str, ...]
+    patterns: tuple[str, ...]
+    rules: Rules
+    half_share: float
+    modules: tuple[SearchedModule, ...]
+    passes: int
+
+    @property
+    def met(self) -> bool:
+        """Whether the error is within the budget."""
+        return self.error <= self.budget
+
+    @property
+    def overrides(self) -> tuple[tuple[str, str], ...]:
+        """Pairs for `Policy(overrides=...)`, which say the same."""
+        return tuple((pattern, "float32") for pattern in self.patterns)
+
+    @property
+    def title(self) -> str:
+        """The page's title."""
+        return f"Precision search of {self.function}"
+
+    def failure(self, **checks: Any) -> str:
+        """What is missing, where the budget is not met."""
+        return "" if self.met else f"the error {_share(self.error)} is above the budget {_share(self.budget)}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report for programs."""
+        names = "function policy budget error_before error half_share passes met".split()
+        found = {name: getattr(self, name) for name in names}
+        return found | {"keep_float32": [*self.keep_float32], "deny": [*self.patterns], "modules": self.table()}
+
+    def table(self) -> list[dict[str, Any]]:
+        """The rows by module."""
+        return [dataclasses.asdict(row) for row in self.modules]
+
+    def sections(self) -> list[Section]:
+        """The report for people."""
+        rows = [
+            (row.name, "float32" if row.float32 else "half", _share(row.error), f"{row.flops_share:.1%}")
+            for row in self.modules
+        ]
+        header = ("module", "runs in", "own error", "FLOPs")
+        return [Section("", "\n".join(self._finding())), Section("By module", "", header, rows, {2, 3})]
+
+    def _finding(self) -> list[str]:
+        before, after, budget = _share(self.error_before), _share(self.error), _share(self.budget)
+        if not self.met:
+            return [
+                f"{self.function} does not meet the budget {_share(self.budget)}: error {before} in half, {after} with "
+                "every module that has a name in float32",
+                "the rest of the error is made outside of named modules: put it in mpjax.float_function, or name it "
+                "with jax.named_scope; mpjax.layerwise_error shows the lines",
+            ]
+        if not self.keep_float32:
+            return [f"{self.function} meets the budget {_share(self.budget)} with every module in half: error {after}"]
+        count = len(self.keep_float32)
+        shown = ", ".join(f'"{pattern}"' for pattern in self.patterns)
+        return [
+            f"{count} module{'s' if count > 1 else ''} must stay in float32: {', '.join(self.keep_float32)}",
+            f"error {before} in half, {after} with these in float32 (budget {budget}); {self.half_share:.1%} of "
+            "the FLOPs stay in half",
+            f"mpjax.autocast(fun, {self.policy!r}, rules=mpjax.Rules(deny=[{shown}]))",
+            f"{self.passes} passes over {len(self.modules)} modules",
+        ]
+
+
+def _share(error: float) -> str:
+    if not math.isfinite(error):
+        return "not finite"
+    return f"{error:.2%}" if error >= 0.0001 or not error else f"{100 * error:.0e}%"

@@ -1,0 +1,287 @@
+"""`search`: which modules must stay in float32 for a loss function in half to meet an error budget."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from mpjax._jaxpr.interpreter import COMPILER_OPTIONS, is_half
+from mpjax._jaxpr.walk import Site, walk
+from mpjax.casting import Rules, autocast
+from mpjax.inspection.gradient import gradient_of, with_named_modules
+from mpjax.inspection.layerwise.layerwise import errors_by_module
+from mpjax.inspection.program import traced_call
+from mpjax.inspection.search.report import SearchedModule
+from mpjax.inspection.search.report import SearchReport as SearchReport
+from mpjax.loss_scale import static_loss_scale
+from mpjax.policy import HALF_DTYPES, get_policy, path_matches
+
+Found = tuple[Any, Mapping[str, Any]]  # the loss, and the gradients by tree path
+Metric = Callable[[Found, Found], Any]
+# As `dynamic_loss_scale` starts, and as far as it may back off here.
+_FIRST_SCALE, _BACKOFF, _LAST_SCALE = 2.0**15, 2.0**5, 1.0
+
+
+def search(
+    fun: Callable[..., Any],
+    args: Sequence[Any],
+    *,
+    metric: Metric | None = None,
+    budget: float = 0.01,
+    policy: Any = "mixed_float16",
+    loss_scale: float | None = None,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+) -> SearchReport:
+    """The modules that must stay in float32 for the error of half precision to meet a budget.
+
+        rank the modules by their own error in half           (`layerwise_error`, one pass)
+        the fewest of the first that meet the budget          (bisection)
+        return to half whatever the budget does not need      (groups, then single modules)
+        run once more with the rules that are handed out
+
+    A pass compiles and runs the gradient on the given batch; a search takes at most two for each module.
+
+    Args:
+        fun: the loss function in float32; of an `autocast` one, its own policy and rules are where the search starts.
+        args: its arguments, a tuple.
+        metric: `metric(found, expected)`, the error of a run in half against float32; each is `(loss, gradients)` with
+            the gradients in a dictionary by tree path. None for the relative error of all gradients together,
+            ‖half − float32‖ / ‖float32‖.
+        budget: the largest error that is allowed.
+        policy: what autocast runs it under.
+        loss_scale: the loss scale; None for one that starts at 2¹⁵ and backs off until the gradients are finite, as
+            `dynamic_loss_scale` does (bfloat16: 1).
+        argnums: which arguments are differentiated.
+        has_aux: whether `fun` returns `(loss, aux)`.
+
+    Returns:
+        A `SearchReport`: `print` it for the `Rules` to paste; its `rules` and `overrides` hold them.
+
+    Raises:
+        ValueError: the policy computes in float32, or the budget is negative.
+        TypeError: `args` is no tuple.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, mpjax
+        >>> def loss(w, x):
+        ...     with jax.named_scope("hot"):
+        ...         y = (300 * x) @ (300 * w[0]) / 1e4  # the product leaves float16's range
+        ...     with jax.named_scope("mild"):
+        ...         return jnp.mean((y @ w[1]) ** 2)
+        >>> found = mpjax.search(loss, (jnp.full((2, 4, 4), 0.5), jnp.ones((2, 4))), budget=0.01)
+        >>> found.keep_float32, found.rules.deny
+        (('hot',), ('*/hot',))
+
+    Source: the sensitivity search of NVIDIA ModelOpt's AutoQuantize (`mtq.auto_quantize`).
+    """
+    if not isinstance(args, (tuple, list)):
+        raise TypeError(f"search: args is a {type(args).__name__}; give the arguments as a tuple, (params, batch).")
+    if not budget >= 0:
+        raise ValueError(f"search: budget={budget!r}: give the largest error that is allowed, 0.01 for one percent.")
+    inner, policy, rules = getattr(fun, "__mpjax_autocast__", (fun, policy, None))
+    half = get_policy(policy)
+    if half.compute_dtype not in HALF_DTYPES:
+        raise ValueError(f"search: the policy {policy!r} computes in {half.compute_dtype}; give one that is half.")
+    passes = _Passes(
+        inner, half, rules or Rules(), tuple(args), metric or _gradient_error, loss_scale, argnums, has_aux
+    )
+    return _searched(passes, budget, str(policy), getattr(fun, "__name__", type(fun).__name__))
+
+
+def _searched(passes: _Passes, budget: float, policy: str, name: str) -> SearchReport:
+    before = passes.error(())
+    flops = passes.flops()
+    ranked: dict[str, float] = dict.fromkeys(flops, 0.0)
+    kept: tuple[str, ...] = ()
+    if not before <= budget:
+        ranked = passes.ranked()
+        kept = _smallest(passes, [*ranked], budget)
+    after = passes.rerun(kept) if kept else before
+    total = sum(flops.values()) or 1
+    rows = [
+        SearchedModule(module, _is_covered(module, kept), error, flops.get(module, 0) / total)
+        for module, error in ranked.items()
+    ]
+    patterns = passes.patterns(kept)
+    return SearchReport(
+        function=name,
+        policy=policy,
+        budget=budget,
+        error_before=before,
+        error=after,
+        keep_float32=kept,
+        patterns=patterns,
+        rules=passes.rules(kept),
+        half_share=passes.half_shares[frozenset(kept)],
+        modules=tuple(sorted(rows, key=lambda row: (not row.float32, -row.error))),
+        passes=passes.count,
+    )
+
+
+def _smallest(passes: _Passes, ranked: Sequence[str], budget: float) -> tuple[str, ...]:
+    """The fewest modules, in the order of the ranking, whose float32 meets the budget; all if none do."""
+    most = 2 * len(ranked) - 1  # passes; one is left for the rerun
+    low, high = 0, len(ranked)
+    while high - low > 1 and passes.count < most:
+        middle = (low + high) // 2
+        low, high = (low, middle) if passes.error(ranked[:middle]) <= budget else (middle, high)
+    kept = list(ranked[:high])
+    if not passes.error(kept) <= budget:
+        return tuple(kept)
+
+    def thin_out(candidates: Sequence[str], needed: bool) -> None:
+        """Returns candidates to half; `needed`: it is known that not all of them can go."""
+        if not candidates or passes.count >= most:
+            return
+        rest = [module for module in kept if module not in candidates]
+        if not needed and passes.error(rest) <= budget:
+            kept[:] = rest
+        elif len(candidates) > 1:
+            first, second = candidates[: len(candidates) // 2], candidates[len(candidates) // 2 :]
+            # The ranking puts sensitive modules first, so the second half goes more often.
+            thin_out(second, False)
+            thin_out(first, all(module not in kept for module in second))
+
+    thin_out(tuple(kept), True)
+    return tuple(kept)
+
+
+def _is_covered(module: str, kept: Iterable[str]) -> bool:
+    return any(f"{module}/".startswith(f"{path}/") for path in kept)
+
+
+class _Passes:
+    """Runs the gradient with some modules in float32, and counts how often."""
+
+    def __init__(
+        self,
+        fun: Any,
+        policy: Any,
+        rules: Rules,
+        args: tuple[Any, ...],
+        metric: Metric,
+        loss_scale: float | None,
+        argnums: Any,
+        has_aux: bool,
+    ):
+        self.fun, self.policy, self.args, self.metric = fun, policy, args, metric
+        self.argnums, self.has_aux = argnums, has_aux
+        self.count = 0
+        self.half_shares: dict[frozenset[str], float] = {}
+        self.paths: tuple[str, ...] = ()
+        self._rules, self._errors = rules, dict[frozenset[str], float]()
+        self._sites: list[Site] = []
+        start = 1.0 if policy.compute_dtype == jnp.bfloat16 else _FIRST_SCALE
+        self._scales = [loss_scale] if loss_scale is not None else _backing_off(start)
+        self._scale = self._scales[0]
+        with jax.default_matmul_precision("highest"):  # TF32 is no reference
+            self._expected = self._run(fun)[0]
+
+    def rules(self, kept: Iterable[str]) -> Rules:
+        """The rules that keep some modules in float32."""
+        patterns = self.patterns(kept)
+        return self._rules.add(deny=patterns) if patterns else self._rules
+
+    def patterns(self, kept: Iterable[str]) -> tuple[str, ...]:
+        """Patterns that match these modules and no others."""
+        return tuple(self._pattern(path) for path in kept)
+
+    def _pattern(self, path: str) -> str:
+        escaped = path.replace("[", "[[]")
+        others = (other for other in self.paths if not _is_covered(other, [path]))
+        return f"/{escaped}" if any(path_matches(other, f"*/{escaped}") for other in others) else f"*/{escaped}"
+
+    def error(self, kept: Sequence[str]) -> float:
+        """The error with some modules in float32."""
+        key = frozenset(kept)
+        if key not in self._errors:
+            self._errors[key] = self.rerun(kept)
+        return self._errors[key]
+
+    def rerun(self, kept: Sequence[str]) -> float:
+        """The error, measured again."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about what stays in float32, which is what is tried
+            found, sites = self._run(autocast(self.fun, self.policy, rules=self.rules(kept)))
+        self.half_shares[frozenset(kept)] = _half_share(sites)
+        if not kept:
+            self._sites = sites
+            self.paths = tuple(dict.fromkeys(site.path for site in sites if site.path))
+        error = float(self.metric(found, self._expected))
+        return math.inf if math.isnan(error) else error
+
+    def ranked(self) -> dict[str, float]:
+        """The modules with operations in half and their own errors, the largest first; a pass."""
+        self.count += 1
+        scale = self._scale if self._scale > _LAST_SCALE else self._scales[len(self._scales) // 2]
+        state = static_loss_scale(optax.identity(), scale).init({})
+        rows = errors_by_module(
+            "search", autocast(self.fun, self.policy, rules=self._rules), self.args, state, self.argnums, self.has_aux
+        )
+        errors: dict[str, float] = {}
+        for row in rows:
+            if row.path and row.dtypes:
+                errors[row.path] = max(row.error, errors.get(row.path, 0.0))
+        # A rule on a module that holds others is a rule on all of these: it comes last, the outermost at the very end.
+        held = {path: sum(other != path for other in errors if _is_covered(other, [path])) for path in errors}
+        return dict(sorted(errors.items(), key=lambda pair: (held[pair[0]], -pair[1])))
+
+    def flops(self) -> dict[str, int]:
+        """FLOPs by module, forward and backward."""
+        flops = dict.fromkeys(self.paths, 0)
+        for site in self._sites:
+            if site.path:
+                flops[site.path] += site.flops
+        return flops
+
+    def _run(self, fun: Any) -> tuple[Found, list[Site]]:
+        """Loss and gradients, at the first loss scale at which they are finite, and the program's equations."""
+        self.count += 1
+        names: list[str] = []
+
+        def gradient(*args: Any, mpjax_loss_scale: Any) -> Any:
+            state = static_loss_scale(optax.identity(), 1.0).init({})._replace(loss_scale=mpjax_loss_scale)
+            return gradient_of(with_named_modules(fun), state, self.argnums, self.has_aux, names)(*args)
+
+        program = traced_call("search", gradient, self.args, {"mpjax_loss_scale": np.float32(self._scales[0])})
+        (at,) = (i for i, name in enumerate(program.names) if "mpjax_loss_scale" in name)
+        run = jax.jit(jax.extend.core.jaxpr_as_fun(program.jaxpr), compiler_options=COMPILER_OPTIONS)
+        arrays = list(program.arrays)
+        for scale in self._scales:
+            arrays[at] = np.float32(scale)
+            outs = run(*arrays)
+            if all(bool(jnp.all(jnp.isfinite(x))) for x in outs[: len(names)]):
+                break
+        self._scale = float(scale)
+        found = outs[len(names)], dict(zip(names, outs, strict=False))
+        return found, list(walk(program.jaxpr))
+
+
+def _backing_off(scale: float) -> list[float]:
+    scales = [scale]
+    while scales[-1] > _LAST_SCALE:
+        scales.append(max(scales[-1] / _BACKOFF, _LAST_SCALE))
+    return scales
+
+
+def _half_share(sites: Iterable[Site]) -> float:
+    """The share of the FLOPs of matmuls and convolutions with half operands."""
+    flops = [(site.flops, all(map(is_half, site.eqn.invars[:2]))) for site in sites if site.flops]
+    total = sum(n for n, _ in flops)
+    return sum(n for n, half in flops if half) / total if total else 0.0
+
+
+def _gradient_error(found: Found, expected: Found) -> float:
+    """‖half − float32‖ / ‖float32‖ of all gradients together."""
+    pairs = [(jnp.asarray(found[1][name], jnp.float32), jnp.asarray(x, jnp.float32)) for name, x in expected[1].items()]
+    apart, whole = (optax.tree.norm(tree) for tree in ([a - b for a, b in pairs], [b for _, b in pairs]))
+    return float(apart / whole) if whole else float(apart)

@@ -1,0 +1,134 @@
+"""`search` finds every planted sensitive layer, in few passes, and keeps the FLOPs in half."""
+
+import csv
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+
+import mpjax
+from mpjax.inspection.cli import main
+
+X = jax.random.normal(jax.random.key(0), (8, 32))
+
+
+class Sensitive(nn.Module):
+    """A small layer that half spoils: by overflow or by cancellation."""
+
+    kind: str
+
+    @nn.compact
+    def __call__(self, x):
+        w = self.param("w", nn.initializers.normal(1.0), (x.shape[-1], 2))
+        y = x @ w
+        if self.kind == "overflow":
+            y = (300 * x) @ (300 * w) / 9e4
+        elif self.kind == "cancels":
+            y = (x + 100) @ w - 100 * jnp.sum(w, 0)
+        return jnp.tanh(y) @ jnp.ones((2, 1), y.dtype)
+
+
+class Net(nn.Module):
+    planted: tuple = ()
+
+    @nn.compact
+    def __call__(self, x):
+        for i in range(6):
+            y = nn.Dense(96, name=f"up_{i}")(x)
+            kind = dict(self.planted).get(i)
+            if kind:
+                x = x + 0.3 * Sensitive(kind, name=f"sensitive_{i}")(x)
+            x = x + nn.Dense(32, name=f"down_{i}")(jnp.tanh(y))
+        return x
+
+
+def problem(planted):
+    model = Net(tuple(planted.items()))
+    return lambda params, x: jnp.mean(model.apply(params, x) ** 2), (model.init(jax.random.key(1), X), X)
+
+
+def test_every_planted_layer_is_found_in_two_passes_a_module():
+    planted = {1: "cancels", 3: "overflow"}
+    loss_fn, args = problem(planted)
+    report = mpjax.search(loss_fn, args, budget=0.01)
+    assert set(report.keep_float32) == {f"Net/sensitive_{i}" for i in planted}, report.text()
+    assert report.met
+    assert report.error_before > 0.01
+    assert report.passes <= 2 * len(report.modules)
+    assert report.half_share >= 0.95
+    # The rules do what the report says.
+    rerun = mpjax.layerwise_error(
+        mpjax.autocast(loss_fn, "mixed_float16", rules=report.rules), *args, loss_scale=1024.0
+    )
+    assert rerun.gradient_error == pytest.approx(report.error, rel=0.5)
+    audit = mpjax.audit(jax.grad(mpjax.autocast(loss_fn, "mixed_float16", rules=report.rules)), *args)
+    assert audit.half_share == pytest.approx(report.half_share, abs=0.01)
+    assert f"rules=mpjax.Rules(deny=[{', '.join(map(repr, report.patterns))}])".replace("'", '"') in report.text()
+    assert max(map(len, report.text().splitlines())) <= 100
+
+
+def test_a_budget_that_half_meets_keeps_nothing_in_float32():
+    loss_fn, args = problem({})
+    report = mpjax.search(loss_fn, args, budget=0.05)
+    assert report.keep_float32 == report.rules.deny == ()
+    assert report.passes == 2
+    assert report.half_share == 1.0
+    assert "with every module in half" in report.text()
+
+
+def test_a_budget_that_nothing_meets_says_where_the_rest_is():
+    def loss_fn(w, x):
+        with jax.named_scope("dense"):
+            x = x @ w
+        return jnp.mean((x @ w) ** 2)  # a matmul in no module
+
+    report = mpjax.search(loss_fn, (jnp.full((32, 32), 0.03), X), budget=0.0)
+    assert not report.met
+    assert "outside of named modules" in report.text()
+    assert report.failure()
+
+
+def test_the_metric_decides():
+    loss_fn, args = problem({2: "cancels"})
+    seen = []
+
+    def loss_only(found, expected):
+        seen.append(sorted(found[1]) == sorted(expected[1]))
+        return abs(found[0] - expected[0]) / abs(expected[0])
+
+    report = mpjax.search(loss_fn, args, metric=loss_only, budget=1e-3)
+    assert report.keep_float32 == ("Net/sensitive_2",)
+    assert all(seen)
+
+
+def test_wrong_calls_say_what_is_wrong():
+    with pytest.raises(TypeError, match="args is a ArrayImpl; give the arguments as a tuple"):
+        mpjax.search(jnp.sum, X)
+    with pytest.raises(ValueError, match="computes in float32"):
+        mpjax.search(jnp.sum, (X,), policy="float32")
+    with pytest.raises(ValueError, match="budget=-1"):
+        mpjax.search(jnp.sum, (X,), budget=-1)
+
+
+def test_the_command_takes_policy_and_budget(tmp_path, monkeypatch, capsys):
+    (tmp_path / "searched.py").write_text(
+        "import jax, jax.numpy as jnp\n"
+        "def loss(w, x):\n"
+        "    with jax.named_scope('hot'):\n"
+        "        y = (300 * x) @ (300 * w) / 9e4\n"
+        "    with jax.named_scope('mild'):\n"
+        "        return jnp.mean((y @ w) ** 2)\n"
+        "def make():\n"
+        "    return jnp.full((8, 8), 0.5), jnp.ones((4, 8))\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main("search searched:loss --args make --budget 0.01 --csv r.csv --policy mixed_float16".split()) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("1 module must stay in float32: hot\n")
+    assert [row["float32"] for row in csv.DictReader((tmp_path / "r.csv").read_text().splitlines())] == [
+        "True",
+        "False",
+    ]
+    assert main("search searched:loss --args make --budget 0".split()) == 1
