@@ -71,6 +71,10 @@ def test_public_names_have_docstrings_with_examples():
         "NumericsReport",
         "PrecisionReport",
         "ProfileReport",
+        "SearchReport",
+        "Watch",
+        "WatchRecord",
+        "WatchState",
     }  # results: see the functions
     for name in dir(mpjax):
         value = getattr(mpjax, name)
