@@ -28,6 +28,7 @@ Found = tuple[Any, Mapping[str, Any]]  # the loss, and the gradients by tree pat
 Metric = Callable[[Found, Found], Any]
 # As `dynamic_loss_scale` starts, and as far as it may back off here.
 _FIRST_SCALE, _BACKOFF, _LAST_SCALE = 2.0**15, 2.0**5, 1.0
+_FEWEST_PASSES = 10  # of a small program: the first three, and some to search with
 
 
 def search(
@@ -48,7 +49,8 @@ def search(
         return to half whatever the budget does not need      (groups, then single modules)
         run once more with the rules that are handed out
 
-    A pass compiles and runs the gradient on the given batch; a search takes at most two for each module.
+    A pass compiles and runs the gradient on the given batch; a search takes at most two for each module,
+    or ten in a small program.
 
     Args:
         fun: the loss function in float32; of an `autocast` one, its own policy and rules are where the search starts.
@@ -129,7 +131,7 @@ def _searched(passes: _Passes, budget: float, policy: str, name: str) -> SearchR
 
 def _smallest(passes: _Passes, ranked: Sequence[str], budget: float) -> tuple[str, ...]:
     """The fewest modules, in the order of the ranking, whose float32 meets the budget; all if none do."""
-    most = 2 * len(ranked) - 1  # passes; one is left for the rerun
+    most = max(2 * len(ranked), _FEWEST_PASSES) - 1  # one is left for the rerun
     low, high = 0, len(ranked)
     while high - low > 1 and passes.count < most:
         middle = (low + high) // 2
