@@ -221,7 +221,9 @@ def forward_mode_fails() -> bool:
 
 
 def diff_states_fail() -> bool:
-    loss = lambda m: jnp.sum(m(X))  # noqa: E731
+    def loss(module: nnx.Linear) -> jax.Array:
+        return jnp.sum(module(X))
+
     model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
     return does_not_run(lambda: mpjax.grad(loss, mpjax_tx().init(X), argnums=nnx.DiffState(0, nnx.Param))(model))
 

@@ -54,7 +54,7 @@ def parse(config: type[C], program: str, arguments: Sequence[str], foreign: Mapp
     """
     parsed, rest = parse_known(config, program, translate(arguments, foreign or {}))
     if rest:
-        known = [name for field in dataclasses.fields(config) for name in _names(field)]  # type: ignore[arg-type]
+        known = [name for field in dataclasses.fields(config) for name in _names(field)]  # type: ignore[arg-type]  # a dataclass
         close = difflib.get_close_matches(rest[0].split("=")[0], known, 1)
         hint = f"did you mean {close[0]}?" if close else f"{program} --help lists all flags."
         raise UsageError(f"{rest[0]}: there is no such flag; {hint}")

@@ -41,7 +41,7 @@ class Config(RunConfig):
     foreign = _FOREIGN
     may_change = (*RunConfig.may_change, "max_unreadable")
 
-    mode: Literal[  # type: ignore[misc]
+    mode: Literal[  # type: ignore[misc]  # a field with a default, though its base has it without
         "train_and_evaluate", "train", "evaluate", "predict", "training_benchmark", "inference_benchmark"
     ] = WHAT(
         "train_and_evaluate",

@@ -69,10 +69,16 @@ def _torch_name(name: str, shapes: dict[str, Any]) -> str:
     return f"layer{stage}.{index}.{own}.{leaf}"
 
 
+def _pair(name: str) -> tuple[int, int]:
+    stage, index = name.split(".")[:2]
+    return int(stage), int(index)
+
+
 def _blocks(shapes: dict[str, Any]) -> list[tuple[int, int]]:
     """Stage and index of each block of the file, in order; and then blocks that it hasn't, to be told missing."""
-    found = {tuple(map(int, name[5:].split(".")[:2])) for name in shapes if name.startswith("layer")}
-    return [*sorted(found), *((9, index) for index in range(99))]  # type: ignore[list-item]
+    found = {_pair(name[5:]) for name in shapes if name.startswith("layer")}
+    missing = [(9, index) for index in range(99)]
+    return [*sorted(found), *missing]
 
 
 def _to_flax(array: np.ndarray | jax.Array) -> np.ndarray:

@@ -75,8 +75,10 @@ class ImageTask(Task):
         super().__init__(config, parallel)
         self.config: Config = config
         known = train_set or test_set
-        assert description is not None or known is not None
-        self.about = description or known.description  # type: ignore[union-attr]
+        if description is None:
+            assert known is not None
+            description = known.description
+        self.about = description
         self._train_set, self._test_set = train_set, test_set
         self.steps = 1
         if train_set is not None:
@@ -107,15 +109,15 @@ class ImageTask(Task):
         return self._test_set
 
     @property
-    def test_count(self) -> int:  # type: ignore[override]
+    def test_count(self) -> int:  # type: ignore[override]  # Task has it as an attribute
         return len(self.test_set)
 
     @property
-    def from_files(self) -> bool:  # type: ignore[override]
+    def from_files(self) -> bool:  # type: ignore[override]  # Task has it as an attribute
         return self.config.data_dir is not None
 
     @property
-    def most_entries(self) -> int:  # type: ignore[override]
+    def most_entries(self) -> int:  # type: ignore[override]  # Task has it as an attribute
         return len(self.train_set)
 
     @property

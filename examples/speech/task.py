@@ -118,7 +118,7 @@ class SpeechTask(Task):
         return self._sets[1]
 
     @property
-    def test_count(self) -> int:  # type: ignore[override]
+    def test_count(self) -> int:  # type: ignore[override]  # Task has it as an attribute
         return len(self.test_set)
 
     @property
