@@ -183,7 +183,7 @@ def test_wrong_calls_say_what_is_wrong():
     watched = mpjax.watch(lambda w, x: jnp.sum(jax.named_call(jnp.dot, name="deep" if x.ndim > 1 else "flat")(x, w)))
     with pytest.raises(ValueError, match=r"modules \(deep \(forward\)"):
         watched.update(watched.init(jnp.ones(16), X[0]), jnp.ones(16), X)
-    mesh = jax.make_mesh((1,), ("batch",))
+    mesh = jax.make_mesh((1,), ("batch",), axis_types=(jax.sharding.AxisType.Auto,))
     state = watched.init(jnp.ones(16), X)
     inside = jax.shard_map(
         lambda x: watched.update(state, jnp.ones(16), x).step, mesh=mesh, in_specs=jax.P("batch"), out_specs=jax.P()
