@@ -366,6 +366,11 @@ def _cumulative(fun: Any) -> Any:
     return rule
 
 
+def _reshape(eqn: Any, x: Array, *_: Any) -> Array:
+    order = eqn.params["dimensions"]
+    return np.reshape(x if order is None else np.transpose(x, order), eqn.params["new_sizes"])
+
+
 def _slice(eqn: Any, x: Array) -> Array:
     p = eqn.params
     steps = p["strides"] or (1,) * x.ndim
@@ -521,7 +526,7 @@ _RULES.update(
         "dot_general": _dot_general,
         "broadcast_in_dim": _broadcast_in_dim,
         "convert_element_type": _convert,
-        "reshape": lambda eqn, x, *_: np.reshape(x, eqn.params["new_sizes"]),
+        "reshape": _reshape,
         "squeeze": _squeeze,
         "expand_dims": lambda eqn, x: np.expand_dims(x, tuple(eqn.params["dimensions"])),
         "transpose": lambda eqn, x: np.transpose(x, eqn.params["permutation"]),

@@ -144,6 +144,15 @@ def program(w, x, b, s, n):
 """,
         ("value",),
     ),
+    "convolution whose batching transposes in a reshape": (
+        """
+def program(w, x, b, s, n):
+    def f(x, b):
+        return b, lax.conv_general_dilated(x[None], w[None], (1,), 'SAME', dimension_numbers=CHANNELS_LAST)[0]
+    return lax.cond(n > 0, strong(f), strong(lambda x, b: (b, x)), x, jax.nn.relu(b))
+""",
+        ("vmap_of_grad",),
+    ),
     "linear solve that is differentiated in a remat": (
         """
 def program(w, x, b, s, n):
