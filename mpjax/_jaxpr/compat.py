@@ -80,6 +80,18 @@ def jit_options(params: dict[str, Any]) -> dict[str, Any] | None:
     return options
 
 
+def with_metadata(fun: Callable[..., Any], params: dict[str, Any]) -> Callable[..., Any]:
+    """`fun` under the `xla_metadata_call` that has these parameters (since JAX 0.12)."""
+    from jax.experimental.xla_metadata import xla_metadata_call2
+
+    of_derivatives = params["ad_metadata"]
+    return xla_metadata_call2(
+        fun,
+        dict(params["xla_metadata"]),
+        ad_metadata=of_derivatives if of_derivatives == "same" else dict(of_derivatives),
+    )
+
+
 def is_unspecified(sharding: Any) -> bool:
     """Whether a sharding in a jit's params says that none was given."""
     return type(sharding).__name__ == "UnspecifiedValue"

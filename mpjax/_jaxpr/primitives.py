@@ -231,6 +231,7 @@ unstack                               move     nothing  some_versions elements=0
 name                                  move     nothing  expensive whole
 stop_gradient                         move     nothing  whole
 sharding_constraint                   move     nothing  whole
+xla_metadata_value                    move     nothing  some_versions whole
 device_put                            move     nothing  expensive whole
 ppermute                              move     nothing  expensive elements=0 kernel
 all_to_all                            move     nothing  expensive elements=0 kernel
@@ -333,6 +334,7 @@ jit                                   enter    -        call
 call                                  enter    -        some_versions call
 closed_call                           enter    -        some_versions call
 remat2                                enter    -        call expensive
+xla_metadata_call                     enter    -        some_versions call
 scan                                  enter    -        loop kernel
 while                                 enter    -        loop kernel
 cond                                  enter    -        kernel

@@ -255,6 +255,18 @@ def test_branches_by_platform_are_entered():
     assert mpjax.explain(f, X).half_share == 1
 
 
+def test_functions_with_metadata_for_xla_are_entered_and_keep_it():
+    metadata = pytest.importorskip("jax.experimental.xla_metadata")
+    if not hasattr(metadata, "xla_metadata_call2"):
+        pytest.skip("this JAX has no such call")
+    layer = metadata.xla_metadata_call2(lambda x: jnp.tanh(x @ W), {"group": "layer"}, ad_metadata="drop")
+    fun = jax.grad(lambda x: jnp.sum(metadata.set_xla_metadata(layer(x), group="out") @ W))
+    assert measures.half_share(mpjax.autocast(fun), X) == 1.0
+    assert "group" in str(jax.make_jaxpr(mpjax.autocast(layer))(X))
+    agrees(lambda x: jnp.sum(layer(x)), X)
+    assert mpjax.explain(layer, X).half_share == 1
+
+
 def test_sequential_vmap_is_entered():
     layer = jax.custom_batching.sequential_vmap(lambda x: jnp.tanh(x @ W))
     fun = lambda w, x: jnp.sum(jax.vmap(lambda x: layer(x[None] @ w))(x))

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from mpjax.casting.higher_order.branches import COND
-from mpjax.casting.higher_order.calls import JIT, REMAT
+from mpjax.casting.higher_order.calls import JIT, METADATA, REMAT
 from mpjax.casting.higher_order.custom_derivatives import CUSTOM_JVP, CUSTOM_VJP
 from mpjax.casting.higher_order.linear_solve import LINEAR_SOLVE
 from mpjax.casting.higher_order.loops import SCAN, WHILE
@@ -15,6 +15,7 @@ HIGHER_ORDER: Mapping[str, HigherOrder] = {
     "jit": JIT,
     "call": JIT,
     "closed_call": JIT,
+    "xla_metadata_call": METADATA,
     "remat2": REMAT,
     "cond": COND,
     "scan": SCAN,

@@ -1,4 +1,4 @@
-"""`jit`, calls and `remat`: one sub-jaxpr that runs once."""
+"""`jit`, calls, calls with metadata and `remat`: one sub-jaxpr that runs once."""
 
 from __future__ import annotations
 
@@ -83,6 +83,14 @@ def _issue_jit(step: Step, operands: Sequence[Any], plan: Plan, env: Environment
     return values_of(kept(call.plan, key, make)(*arrays), call.plan.outs, half)
 
 
+def _issue_metadata(step: Step, operands: Sequence[Any], plan: Plan, env: Environment) -> Sequence[Any]:
+    """The call with what the user tells XLA about it."""
+    call: Call = step.inner
+    body = function_of(call.plan, call.delivery, compat.call_jaxpr(step.eqn.params))
+    arrays = hand_in(call.delivery, operands)
+    return values_of(compat.with_metadata(body, step.eqn.params)(*arrays), call.plan.outs, plan.setting.half)
+
+
 def _infer_remat(inference: Inference, eqn: Any, listing: Listing) -> Step:
     inner = plan_call(inference, eqn, listing, compat.call_jaxpr(eqn.params))
     if inner.trivial:
@@ -125,4 +133,5 @@ def _uses_of_remat(eqn: Any, outs: tuple[Use, ...], setting: Setting) -> Sequenc
 
 
 JIT = HigherOrder(uses_of_call, _infer_jit, _issue_jit)
+METADATA = HigherOrder(uses_of_call, _infer_jit, _issue_metadata)
 REMAT = HigherOrder(_uses_of_remat, _infer_remat, _issue_remat, regions_inside=False)
