@@ -70,6 +70,8 @@ _LOSS = (
     Option("--argnums", "positions of the parameters, as 0 or 0,1", type=integers, default=0, metavar="N,..."),
 )
 
+_DEVICE = Option("--device", "its name, or GB/s of memory and TFLOP/s in half and float32: 2000,300,40", metavar="D")
+
 TOOLS = (
     Tool(
         "audit",
@@ -78,9 +80,7 @@ TOOLS = (
         "Is half precision really on? Which layer is not in it? What may go wrong in it?",
         "the precision of each operation, what keeps matmuls off Tensor Cores, what half may spoil",
         "audit",
-        views=(
-            Option("--device", "its name, or GB/s of memory and TFLOP/s in half and float32: 2000,300,40", metavar="D"),
-        ),
+        views=(_DEVICE,),
         checks=(Option("--min-half", "exit with 1 if less of the FLOPs is half", type=float, metavar="SHARE"),),
     ),
     Tool(
@@ -148,6 +148,7 @@ TOOLS = (
             Option("--carry", "how many leading outputs replace the leading arguments of the next step", type=int),
             Option("--trace", "keep the profiler's trace in this folder, for XProf and Perfetto", metavar="DIR"),
             Option("--against", "compare with an earlier profile, written with --json", metavar="FILE"),
+            _DEVICE,
         ),
     ),
 )

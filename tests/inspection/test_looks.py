@@ -45,6 +45,12 @@ def test_text_fits_100_columns_however_long_names_are(reports, name, all_rows):
     assert [line for line in lines if len(line) > WIDTH] == []
 
 
+def test_a_plan_fits_100_columns_and_begins_with_its_finding():
+    text = str(mpjax.explain(jax.grad(loss), jnp.eye(16), jnp.ones((8, 16))))
+    assert [line for line in text.splitlines() if len(line) > WIDTH] == []
+    assert "in half" in text.splitlines()[0] or "in float16" in text.splitlines()[0], text
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_the_finding_comes_before_every_table(reports, name):
     first = {

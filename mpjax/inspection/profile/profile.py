@@ -39,6 +39,7 @@ def profile(
     carry: int | None = None,
     trace: str | os.PathLike[str] | None = None,
     against: Profiled | None = None,
+    device: str | None = None,
 ) -> ProfileReport:
     """Measures where the time of a training step, or of any function, goes.
 
@@ -67,14 +68,16 @@ def profile(
         trace: a folder that keeps the profiler's trace, for XProf (`tensorboard --logdir`) and Perfetto
             (`perfetto_trace.json.gz`, at https://ui.perfetto.dev).
         against: an earlier profile, or the JSON file of one: the report begins with what got faster, by module.
+        device: whose peak rates MFU is measured by: a name of the device table, "GB/s,TFLOP/s in half,TFLOP/s in
+            float32". None: the device that runs the step, if the table has it.
 
     Returns:
         The report: `limit` and `advice`, `step_seconds`, the shares, `kernels`, `tensor_core_share`, `mfu`, `memory`.
         `mpjax.profile.compare` compares two.
 
     Raises:
-        ValueError: `steps` is not positive, `trace` or `against` can't be used, batches ended early, or a donated
-            argument is not carried on.
+        ValueError: `steps` is not positive, `trace`, `against` or `device` can't be used, batches ended early, or a
+            donated argument is not carried on.
         TypeError: an argument is a `ShapeDtypeStruct`: the step has to run.
 
     Example:
@@ -94,7 +97,9 @@ def profile(
             os.makedirs(trace, exist_ok=True)
         except OSError as error:
             raise ValueError(f"trace={os.fspath(trace)!r}: can't keep a trace in this folder: {error}") from error
-    before = None if against is None else read(against)  # What is wrong with it is said before minutes of measuring.
+    if device is not None:
+        device_of(device)  # What is wrong with it is said before minutes of measuring.
+    before = None if against is None else read(against)
     stepper = Stepper(step, args, batches, carry)
     if not stepper.warm_up():
         steps = min(steps, _STEPS_OF_RECOMPILATION)
@@ -111,7 +116,7 @@ def profile(
                 f"CUDA graphs hide what {whole.hidden:.0%} of the kernels' time belongs to, and without them the step "
                 f"failed ({type(error).__name__}: {error}). XLA_FLAGS=--xla_gpu_enable_command_buffer= turns them off"
             )
-    device = jax.devices()[0]
+    runs_on = jax.devices()[0]
     try:
         matmuls = matmuls_of(walk(traced_call(step, (*args, *stepper.last_batch), {}).jaxpr))
     except Exception as error:  # The step may be of a library's own kind; all else is known without.
@@ -121,16 +126,16 @@ def profile(
         whole,
         detailed,
         timing,
-        device=device.device_kind,
-        capability=_capability(device),
-        cores=_cores() if device.platform == "cpu" else None,
+        device=runs_on.device_kind,
+        capability=_capability(runs_on),
+        cores=_cores() if runs_on.platform == "cpu" else None,
         findings=findings_of(matmuls),
         notes=notes,
     )
     report = dataclasses.replace(
         report,
         flops=sum(row.flops for row in matmuls if row.phase != RECOMPUTED) if matmuls else None,
-        peak_flops=_peak(device.device_kind, matmuls),
+        peak_flops=_peak(device or runs_on.device_kind, matmuls),
         memory=memory_of(stepper.executable, stepper.text, detailed.instructions),
     )
     return report if before is None else dataclasses.replace(report, comparison=compare(before, report))

@@ -36,15 +36,19 @@ def profiles(tmp_path_factory):
     args = jnp.eye(SIDE), jnp.ones((SIDE, SIDE))
     slow = mpjax.profile(jax.jit(large), *args, steps=3)
     slow.to_json(folder / "slow.json")
-    fast = mpjax.profile(jax.jit(small), *args, steps=3, trace=folder / "trace", against=folder / "slow.json")
+    fast = mpjax.profile(
+        jax.jit(small), *args, steps=3, trace=folder / "trace", against=folder / "slow.json", device="50,2,1"
+    )
     return slow, fast, folder
 
 
 def test_flops_are_those_of_the_matmuls_over_the_time_of_a_step(profiles):
-    _, fast, _ = profiles
+    slow, fast, _ = profiles
     assert fast.flops == 2 * 2 * SIDE**3
     assert fast.flops_per_second == pytest.approx(fast.flops / fast.step_seconds)
-    assert fast.peak_flops is None is fast.mfu  # of a CPU, which has no published peak
+    assert slow.peak_flops is None is slow.mfu  # of a CPU, which has no published peak
+    assert fast.peak_flops == 1e12
+    assert fast.mfu == pytest.approx(fast.flops_per_second / 1e12)
     assert "8.39 MFLOP a step" in str(fast)
 
 
