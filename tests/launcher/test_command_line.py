@@ -201,8 +201,8 @@ def test_a_signal_reaches_the_script(script):
 def test_ctrl_c_interrupts_the_script(script):
     path = script("""
     import time
-    print("ready", flush=True)
     try:
+        print("ready", flush=True)
         time.sleep(60)
     finally:
         print("saved", flush=True)
