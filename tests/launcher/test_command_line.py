@@ -200,7 +200,8 @@ def test_a_signal_reaches_the_script(script):
 
 def test_ctrl_c_interrupts_the_script(script):
     path = script("""
-    import time
+    import signal, time
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job starts with SIGINT ignored
     try:
         print("ready", flush=True)
         time.sleep(60)
