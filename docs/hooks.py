@@ -14,7 +14,7 @@ from typing import Any
 ROOT = pathlib.Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-import mpjax  # noqa: E402
+import mpjax  # noqa: E402 - of this folder's repository, installed or not
 
 _MADE = re.compile(r"^<!-- made: ([\w ./]+?) -->$", re.MULTILINE)
 _NAMES = re.compile(r"<!-- made: names ([\w ]+?) -->")
@@ -124,7 +124,7 @@ def versions() -> str:
     lines = ["| package | required | oldest version tested |", "|---|---|---|"]
     lines.append(f"| Python | `{project['requires-python']}` | 3.11 |")
     for requirement in project["dependencies"]:
-        name = re.match(r"[\w-]+", requirement)[0]  # type: ignore[index]
+        name = re.match(r"[\w-]+", requirement)[0]  # type: ignore[index]  # a requirement begins with its name
         lines.append(f"| {name} | `{requirement.removeprefix(name)}` | {oldest[name]} |")
     extras = ["", "| extra | installs |", "|---|---|"]
     for name, needed in project["optional-dependencies"].items():
