@@ -143,7 +143,7 @@ def _wrap_flax() -> None:
     def half_apply(self: Any, variables: Any, *args: Any, **kwargs: Any) -> Any:
         return _caster(lambda variables, *args: apply(self, variables, *args, **kwargs))(variables, *args)
 
-    linen.Module.apply = half_apply  # type: ignore[method-assign]
+    linen.Module.apply = half_apply  # type: ignore[method-assign]  # wrapping it is this runner's job
     for layer in _layers(nnx):
         layer.__call__ = _half_call(layer.__call__)
 

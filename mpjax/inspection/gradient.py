@@ -24,6 +24,11 @@ def scale_state(loss_scale: Any) -> LossScaleState:
     return find_loss_scale_state(loss_scale)
 
 
+def traced_scale_state(loss_scale: Any) -> LossScaleState:
+    """The state that has a loss scale which is an argument of the program: shape (), float32."""
+    return static_loss_scale(optax.identity(), 1.0).init({})._replace(loss_scale=loss_scale)
+
+
 def gradient_of(
     fun: Any, state: LossScaleState | None, argnums: int | Sequence[int], has_aux: bool, names: list[str]
 ) -> Any:

@@ -37,7 +37,6 @@ from mpjax.inspection.numerics.range_statistics import BIAS, BINS, Limits, Range
 from mpjax.inspection.numerics.report import NumericsReport as NumericsReport
 from mpjax.inspection.numerics.report import Range
 from mpjax.inspection.program import traced_call
-from mpjax.loss_scale import static_loss_scale
 from mpjax.policy import HALF_DTYPES, Policy, get_policy
 
 # A module that loses more than this share of its nonzero values should be kept in float32.
@@ -221,7 +220,7 @@ class _Measuring:
 
     def _error(self, policy: Policy, scale: float, args: Sequence[Any], true: Sequence[Any]) -> float:
         """The relative error of the gradients in half; inf if they are not finite."""
-        state = static_loss_scale(optax.identity(), scale).init({})
+        state = scale_state(scale)
         gradient = gradient_of(autocast(self.fun, policy), state, self.argnums, self.has_aux, [])
         program = traced_call("numerics", gradient, args, {})
         run = jax.jit(jax.extend.core.jaxpr_as_fun(program.jaxpr), compiler_options=COMPILER_OPTIONS)

@@ -16,12 +16,11 @@ import optax
 from mpjax._jaxpr.interpreter import COMPILER_OPTIONS, is_half
 from mpjax._jaxpr.walk import Site, walk
 from mpjax.casting import Rules, autocast
-from mpjax.inspection.gradient import gradient_of, with_named_modules
+from mpjax.inspection.gradient import gradient_of, scale_state, traced_scale_state, with_named_modules
 from mpjax.inspection.layerwise.layerwise import errors_by_module
 from mpjax.inspection.program import traced_call
 from mpjax.inspection.search.report import SearchedModule
 from mpjax.inspection.search.report import SearchReport as SearchReport
-from mpjax.loss_scale import static_loss_scale
 from mpjax.policy import HALF_DTYPES, get_policy, path_matches
 
 Found = tuple[Any, Mapping[str, Any]]  # the loss, and the gradients by tree path
@@ -225,9 +224,13 @@ class _Passes:
         """The modules with operations in half and their own errors, the largest first; a pass."""
         self.count += 1
         scale = self._scale if self._scale > _LAST_SCALE else self._scales[len(self._scales) // 2]
-        state = static_loss_scale(optax.identity(), scale).init({})
         rows = errors_by_module(
-            "search", autocast(self.fun, self.policy, rules=self._rules), self.args, state, self.argnums, self.has_aux
+            "search",
+            autocast(self.fun, self.policy, rules=self._rules),
+            self.args,
+            scale_state(scale),
+            self.argnums,
+            self.has_aux,
         )
         errors: dict[str, float] = {}
         for row in rows:
@@ -251,7 +254,7 @@ class _Passes:
         names: list[str] = []
 
         def gradient(*args: Any, mpjax_loss_scale: Any) -> Any:
-            state = static_loss_scale(optax.identity(), 1.0).init({})._replace(loss_scale=mpjax_loss_scale)
+            state = traced_scale_state(mpjax_loss_scale)
             return gradient_of(with_named_modules(fun), state, self.argnums, self.has_aux, names)(*args)
 
         program = traced_call("search", gradient, self.args, {"mpjax_loss_scale": np.float32(self._scales[0])})

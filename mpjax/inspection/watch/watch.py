@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax import lax
 
 from mpjax._jaxpr import compat
@@ -21,7 +20,7 @@ from mpjax._loss_scale_state import find_loss_scale_state, loss_scale_of
 from mpjax._replicas import all_finite
 from mpjax.casting import autocast
 from mpjax.casting.autocast import traced_call
-from mpjax.inspection.gradient import gradient_of, with_named_modules
+from mpjax.inspection.gradient import gradient_of, traced_scale_state, with_named_modules
 from mpjax.inspection.layerwise.groups import grouped
 from mpjax.inspection.numerics.activations import Counted, counted
 from mpjax.inspection.numerics.range_statistics import Limits, Note, RangeProbe, note
@@ -30,7 +29,6 @@ from mpjax.inspection.watch.record import COLUMNS, records_of
 from mpjax.inspection.watch.record import WatchedModule as WatchedModule
 from mpjax.inspection.watch.record import WatchRecord as WatchRecord
 from mpjax.inspection.watch.record import WatchState as WatchState
-from mpjax.loss_scale import static_loss_scale
 from mpjax.policy import HALF_DTYPES
 
 
@@ -197,9 +195,7 @@ class _Program:
 
 def _measured(fun: Any, argnums: Any, has_aux: bool, scale: Any, args: Sequence[Any]) -> _Program:
     def gradient(*args: Any, mpjax_loss_scale: Any) -> Any:
-        state = static_loss_scale(optax.identity(), 1.0).init({})._replace(loss_scale=mpjax_loss_scale)
-        grads, loss = gradient_of(fun, state, argnums, has_aux, names)(*args)
-        return grads, loss
+        return gradient_of(fun, traced_scale_state(mpjax_loss_scale), argnums, has_aux, names)(*args)
 
     names: list[str] = []
     kwargs = {"mpjax_loss_scale": scale}
