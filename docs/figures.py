@@ -87,13 +87,11 @@ def loss_scale(plot: Any, ink: str) -> None:
 
 
 def memory(plot: Any, ink: str) -> None:
-    """The bytes that the same network keeps for the backward pass."""
-    args = program()
-    forms = {
-        "float32": loss_fn,
-        'autocast,\nresiduals="full"': mpjax.autocast(loss_fn, rules=mpjax.Rules(residuals="full")),
-        "autocast": mpjax.autocast(loss_fn),
-    }
+    """The bytes that the network of the memory guide keeps for the backward pass, from the guide's own code."""
+    page = (FOLDER.parent / "guides" / "memory.md").read_text()
+    names: dict[str, Any] = {}
+    exec(page.partition("```python\n")[2].partition("```")[0], names)
+    forms, args = names["forms"], (names["params"], names["x"])
     _, axes = plot.subplots(figsize=(7.2, 2.2))
     for i, form in enumerate(forms.values()):
         residuals = mpjax.audit(form, *args).residuals
@@ -101,7 +99,8 @@ def memory(plot: Any, ink: str) -> None:
         axes.barh(i, half, color=HALF, label="float16" if i == 0 else None)
         axes.barh(i, full, left=half, color=FULL, label="float32" if i == 0 else None)
         axes.text(full + half, i, f" {full + half:.0f} kB", va="center", color=ink)
-    axes.set(yticks=range(len(forms)), yticklabels=forms, xlabel="kept for the backward pass, kB")
+    labels = [name.replace(", ", ",\n").replace(" (", "\n(") for name in forms]
+    axes.set(yticks=range(len(forms)), yticklabels=labels, xlabel="kept for the backward pass, kB")
     axes.invert_yaxis()
     axes.margins(x=0.14)
     axes.legend(frameon=False, labelcolor=ink, loc="lower right")
