@@ -184,7 +184,7 @@ def _bars(path: pathlib.Path, bars: Bars, label: str, device: str) -> None:
         axes.bar(list(heights), list(heights.values()), width, label=kind)
     axes.axhline(1.0, color="black", linewidth=0.8)
     middles = [x + width * (len(kinds) - 1) / 2 for x in range(len(bars))]
-    axes.set_xticks(middles, [re.sub(", |_", "\n", name) for name in bars], fontsize=8)
+    axes.set_xticks(middles, [re.sub("(?<=-)|, |_", "\n", name) for name in bars], fontsize=8)
     axes.set_ylabel(label)
     axes.set_title(device, fontsize=9)
     axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
