@@ -69,6 +69,7 @@ def test_public_names_have_docstrings_with_examples():
         "LayerwiseReport",
         "NonFinite",
         "NumericsReport",
+        "ParityReport",
         "PrecisionReport",
         "ProfileReport",
         "SearchReport",

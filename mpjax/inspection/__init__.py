@@ -16,6 +16,10 @@ if _typing.TYPE_CHECKING:
     from mpjax.inspection.nonfinite.find_nonfinite import find_nonfinite as find_nonfinite
     from mpjax.inspection.numerics.numerics import NumericsReport as NumericsReport
     from mpjax.inspection.numerics.numerics import numerics as numerics
+    from mpjax.inspection.parity.parity import MakeTraining as MakeTraining
+    from mpjax.inspection.parity.parity import ParityReport as ParityReport
+    from mpjax.inspection.parity.parity import Training as Training
+    from mpjax.inspection.parity.parity import parity as parity
     from mpjax.inspection.profile.profile import ProfileReport as ProfileReport
     from mpjax.inspection.profile.profile import profile as profile
     from mpjax.inspection.search.search import SearchReport as SearchReport

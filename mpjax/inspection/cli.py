@@ -26,11 +26,13 @@ The function and its arguments are named, and the script that holds them is left
   python -m mpjax audit train:train_step --args train:example_args
   python -m mpjax explain train.py:loss_fn --args example_args --policy mixed_bfloat16
   python -m mpjax numerics train:loss_fn --args train:batches --html ranges.html
+  python -m mpjax parity train:make_training --policies mixed_float16 --seeds 5
 
 --args names a function without arguments. It returns a tuple of positional arguments or a dict of keyword arguments;
 jax.ShapeDtypeStructs will do for audit and explain. Or it yields batches, or tuples of arguments whose last is a batch.
 
-Exit codes: 0; 1 if something was found that was asked about (nonfinite, audit --min-half); 2 for a mistake in the call.
+Exit codes: 0; 1 if something was found that was asked about (nonfinite, search, parity, audit --min-half); 2 for a
+mistake in the call.
 """
 
 
@@ -88,6 +90,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _report(tool: Tool, options: argparse.Namespace) -> Report:
     fun = load_function(options.function)
+    inspect = getattr(importlib.import_module(tool.module), tool.function)
+    keywords = {option.name: getattr(options, option.name) for option in tool.options}
+    if tool.maker:
+        return inspect(fun, **keywords)
     call = load_call(options.args, options.function.rpartition(":")[0])
     check_call(fun, options.function, call)
     if options.policy is not None:
@@ -96,8 +102,6 @@ def _report(tool: Tool, options: argparse.Namespace) -> Report:
         except ValueError as error:
             raise UsageError(f"--policy {options.policy!r}: {error}") from error
         fun = mpjax.autocast(fun, options.policy)
-    inspect = getattr(importlib.import_module(tool.module), tool.function)
-    keywords = {option.name: getattr(options, option.name) for option in tool.options}
     result = _inspected(tool, inspect, fun, call, keywords)
     if isinstance(result, Report):
         return result.viewed(**{option.name: getattr(options, option.name) for option in tool.views})
@@ -150,13 +154,14 @@ def _in_one_line(error: Exception) -> str:
 def _parser() -> argparse.ArgumentParser:
     shared = argparse.ArgumentParser(add_help=False)
     shared.add_argument("function", metavar="module:function", help="the function; script.py:function will do")
-    shared.add_argument("--args", metavar="module:make_args", help="the function that makes its arguments")
-    shared.add_argument("--policy", help="run it under mpjax.autocast with this policy, as mixed_float16")
     shared.add_argument("--all", action="store_true", help="print every row of the tables")
     shared.add_argument("--html", metavar="FILE", help="write the report as one page")
     shared.add_argument("--json", metavar="FILE", help="write the report as JSON")
     shared.add_argument("--csv", metavar="FILE", help="write the rows of the main table")
     shared.add_argument("--traceback", action="store_true", help="show the whole traceback of an error")
+    called = argparse.ArgumentParser(add_help=False)
+    called.add_argument("--args", metavar="module:make_args", help="the function that makes its arguments")
+    called.add_argument("--policy", help="run it under mpjax.autocast with this policy, as mixed_float16")
     plain = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(PROGRAM, description=__doc__, epilog=_EPILOG, formatter_class=plain)
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
@@ -165,7 +170,7 @@ def _parser() -> argparse.ArgumentParser:
     for tool in TOOLS:
         command = commands.add_parser(
             tool.command,
-            parents=[shared],
+            parents=[shared] if tool.maker else [shared, called],
             help=tool.summary,
             description=tool.summary,
             epilog=_EPILOG,

@@ -42,6 +42,7 @@ class Tool:
         packed: whether the function takes the call's arguments as one tuple.
         checks: options that the report is held against once it is made: see `Report.failure`.
         nothing: what the command prints where the function returns None.
+        maker: whether the function makes what is inspected: it is handed on as it is, without arguments or a policy.
     """
 
     function: str
@@ -56,6 +57,12 @@ class Tool:
     views: tuple[Option, ...] = ()
     checks: tuple[Option, ...] = ()
     nothing: str = ""
+    maker: bool = False
+
+
+def numbers(text: str) -> int | tuple[int, ...]:
+    """`5`, of an option that takes how many, or `0,3,4`, which."""
+    return int(text) if "," not in text else tuple(int(part) for part in text.split(",") if part)
 
 
 def integers(text: str) -> int | tuple[int, ...]:
@@ -150,6 +157,28 @@ TOOLS = (
             Option("--against", "compare with an earlier profile, written with --json", metavar="FILE"),
             _DEVICE,
         ),
+    ),
+    Tool(
+        "parity",
+        ("parity", "ParityReport", "Training", "MakeTraining"),
+        "mpjax.inspection.parity.parity",
+        "Does half precision hurt my training?",
+        "the result of a training in half against float32, over seeds; exits with 1 if a policy is worse",
+        "parity",
+        options=(
+            Option(
+                "--policies",
+                "what module:function is called with, beside the baseline",
+                nargs="+",
+                default=("mixed_float16", "mixed_bfloat16"),
+                metavar="P",
+            ),
+            Option("--seeds", "how many, or which: 0,3,4", type=numbers, default=5, metavar="N"),
+            Option("--baseline", "the policy that the others are compared with", default="float32", metavar="P"),
+            Option("--output", "keep the runs and the report in this folder; it continues there", metavar="DIR"),
+            Option("--metric-every", "steps between two measurements of the metric", type=int, metavar="N"),
+        ),
+        maker=True,
     ),
 )
 # What runs inside of a training step, and so is no command.

@@ -1,0 +1,106 @@
+"""The folder of a comparison: its settings, and a JSON file for each finished run, so that it can be continued.
+
+settings.json   what decides the results; a call with other settings is refused
+runs/           a file for each policy and seed
+parity.json, parity.md, parity.png   the report
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import inspect
+import json
+import os
+import pathlib
+import re
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from mpjax.inspection.parity.running import Run
+
+
+def settings_of(make: Callable[..., Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    """What must be the same for runs to be compared: the function and its file, versions and the device."""
+    inner = inspect.unwrap(make)
+    found = {
+        "make": f"{getattr(inner, '__module__', '')}:{getattr(inner, '__qualname__', type(make).__name__)}",
+        "source": _source(inner),
+        "jax": jax.__version__,
+        "device": jax.devices()[0].device_kind,
+    }
+    return json.loads(json.dumps(found | dict(more), default=str))
+
+
+def _source(make: Any) -> str:
+    try:
+        path = inspect.getsourcefile(make)
+        return hashlib.sha256(pathlib.Path(path or "").read_bytes()).hexdigest()[:16]
+    except (TypeError, OSError):
+        return ""
+
+
+class Folder:
+    """Reads and writes the runs of a comparison. Without a path nothing is kept.
+
+    Raises:
+        ValueError: the folder holds runs that were made with other settings, or other files.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None, settings: Mapping[str, Any]):
+        self.path = None if path is None else pathlib.Path(path)
+        if self.path is None:
+            return
+        file = self.path / "settings.json"
+        if file.exists():
+            self._check(json.loads(file.read_text()), settings)
+        elif self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+            raise ValueError(
+                f"parity: {os.fspath(self.path)!r} exists and holds no comparison (no settings.json): give a new or "
+                "empty folder."
+            )
+        (self.path / "runs").mkdir(parents=True, exist_ok=True)
+        _replace(file, json.dumps(dict(settings), indent=2) + "\n")
+
+    def _check(self, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+        different = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+        if different:
+            listed = ", ".join(f"{n}: {before.get(n)!r} then, {now.get(n)!r} now" for n in different)
+            raise ValueError(
+                f"parity: the runs in {os.fspath(self.path or '')!r} were made with other settings ({listed}), so they "
+                "can't be compared with new ones. Give another folder, or delete this one."
+            )
+
+    def read(self, policy: str, seed: int) -> Run | None:
+        """A finished run; None if there is none."""
+        path = self._run_path(policy, seed)
+        if path is None or not path.exists():
+            return None
+        found = json.loads(path.read_text())
+        for name in ("metrics", "scales"):
+            found[name] = tuple((int(step), float(value)) for step, value in found[name])
+        found |= {"metric": float(found["metric"]), "losses": tuple(map(float, found["losses"]))}
+        return Run(**found | {"skipped": tuple(found["skipped"])})
+
+    def write(self, run: Run) -> None:
+        """Keeps a finished run."""
+        path = self._run_path(run.policy, run.seed)
+        if path is not None:
+            # Python's JSON reads the NaN and Infinity that it writes.
+            _replace(path, json.dumps(dataclasses.asdict(run)))
+
+    def _run_path(self, policy: str, seed: int) -> pathlib.Path | None:
+        if self.path is None:
+            return None
+        slug = re.sub(r"[^\w.+-]+", "_", policy)[:80]
+        return self.path / "runs" / f"{slug}-{zlib.crc32(policy.encode()):08x}-seed{seed}.json"
+
+
+def _replace(path: pathlib.Path, text: str) -> None:
+    """Writes a file whole or not at all."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(text)
+    os.replace(part, path)

@@ -1,0 +1,170 @@
+"""`parity`: policies compared over seeds, with an interval and a verdict in words."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from mpjax.inspection.parity.folder import Folder, settings_of
+from mpjax.inspection.parity.progress import Progress
+from mpjax.inspection.parity.report import ParityReport as ParityReport
+from mpjax.inspection.parity.running import Run, run_training
+from mpjax.inspection.parity.statistics import Comparison, compare
+from mpjax.inspection.parity.training import MakeTraining as MakeTraining
+from mpjax.inspection.parity.training import Training as Training
+from mpjax.inspection.parity.training import made
+
+
+def parity(
+    make: Callable[..., Any],
+    policies: Sequence[str] = ("mixed_float16", "mixed_bfloat16"),
+    seeds: int | Iterable[int] = 5,
+    *,
+    baseline: str = "float32",
+    output: str | os.PathLike[str] | None = None,
+    metric_every: int | None = None,
+    settings: Mapping[str, Any] | None = None,
+    progress: bool = True,
+) -> ParityReport:
+    """Whether half precision changes the result of a training: policies compared with float32 over seeds.
+
+    Every policy trains with every seed, on the same batches; seed by seed, so that an interrupted comparison is whole
+    pairs. The difference of the metric, policy − baseline, is taken within each seed:
+
+        interval = the 95 % interval of the mean difference (Student's t and an expanded bootstrap, the outer ends)
+        equal    if the interval is inside of ± the standard deviation of the baseline over seeds
+        worse    if the interval excludes zero, or a run diverged that did not in the baseline
+        unclear  otherwise, with the number of seeds that would about tell
+
+    Args:
+        make: a `MakeTraining`: `(policy, seed) -> (state, step, batches, metric)`.
+        policies: names that `make` interprets; the baseline need not be among them.
+        seeds: how many (0, 1, ...), or which.
+        baseline: the policy that the others are compared with.
+        output: a folder that keeps each finished run; a later call with it continues, with more policies or seeds if
+            it says so. The report is in it as `parity.json` and `parity.md`, and as `parity.png` with Matplotlib.
+        metric_every: steps between two measurements of the metric; None for one at the end.
+        settings: what else decides the result (hyperparameters that `make` reads elsewhere). A call with `output` is
+            refused if the runs there were made with others.
+        progress: whether a bar, or in a log a line for each run, is written to stderr.
+
+    Returns:
+        A `ParityReport`: `print` it, read its `comparisons`.
+
+    Raises:
+        ValueError: no seeds or policies; `output` holds other runs; batches differ between the policies of a seed.
+        TypeError: `make` returns no training.
+
+    Example:
+        >>> import mpjax
+        >>> def make(policy, seed):
+        ...     rounding = 0.0 if policy == "float32" else 2.0**-11
+        ...     def step(x, batch):
+        ...         return 0.5 * x + rounding, x
+        ...     return 1.0 + seed / 8, step, range(3), lambda x: 1 - x
+        >>> report = mpjax.parity(make, ["mixed_float16"], seeds=3, progress=False)
+        >>> print(report.comparisons[0].verdict())
+        equal within seed noise
+
+    Source: the paired comparison over seeds of Bouthillier et al., "Accounting for Variance in Machine Learning
+        Benchmarks", MLSys 2021; the expanded bootstrap of Hesterberg, The American Statistician 69 (2015).
+    """
+    numbers = _seeds(seeds)
+    others = _policies(policies, baseline)
+    decides = settings_of(make, {"metric_every": metric_every, **(settings or {})})
+    runs = _Runs(make, Folder(output, decides), metric_every)
+    cells = [(policy, seed) for seed in numbers for policy in (baseline, *others)]
+    with Progress(len(cells), progress) as bar:
+        for policy, seed in cells:
+            runs.run(policy, seed, bar)
+    comparisons = [runs.compared(policy, baseline, numbers) for policy in others]
+    report = ParityReport(
+        make=str(decides["make"]).rpartition(":")[2],
+        baseline=baseline,
+        seeds=numbers,
+        metric_name=runs.named.metric_name,
+        larger_is_better=runs.named.larger_is_better,
+        percent=runs.named.percent,
+        comparisons=tuple(comparisons),
+        runs=tuple(runs.done.values()),
+    )
+    if runs.folder.path is not None:
+        report.write(runs.folder.path)
+    return report
+
+
+def _seeds(seeds: int | Iterable[int]) -> tuple[int, ...]:
+    found = tuple(range(seeds)) if isinstance(seeds, int) else tuple(int(seed) for seed in seeds)
+    if not found or len(set(found)) < len(found):
+        raise ValueError(f"parity: seeds={seeds!r}: give how many, 1 at least, or different numbers.")
+    return found
+
+
+def _policies(policies: Sequence[str], baseline: str) -> tuple[str, ...]:
+    if isinstance(policies, str):
+        raise ValueError(f"parity: policies={policies!r} is one string; give a sequence, as [{policies!r}].")
+    others = tuple(dict.fromkeys(policy for policy in policies if policy != baseline))
+    if not others:
+        raise ValueError(f"parity: policies={policies!r}: give one at least that is not the baseline {baseline!r}.")
+    return others
+
+
+class _Runs:
+    """The runs of a comparison, made or read."""
+
+    def __init__(self, make: Callable[..., Any], folder: Folder, metric_every: int | None):
+        self.make, self.folder, self.metric_every = make, folder, metric_every
+        self.done: dict[tuple[str, int], Run] = {}
+        self._named: Training | None = None
+
+    @property
+    def named(self) -> Training:
+        """A training, for the metric's name and direction."""
+        if self._named is None:
+            policy, seed = next(iter(self.done))
+            self._named = self._made(policy, seed)
+        return self._named
+
+    def _made(self, policy: str, seed: int) -> Training:
+        training = made(self.make, policy, seed)
+        self._named = training._replace(state=None)
+        return training
+
+    def run(self, policy: str, seed: int, bar: Progress) -> None:
+        """One cell, unless it was run before."""
+        run = self.folder.read(policy, seed)
+        kept = run is not None
+        if run is None:
+            bar.started(policy, seed)
+            training = self._made(policy, seed)
+            run = run_training(training, policy, seed, metric_every=self.metric_every, tick=bar.tick)
+            self._check_data(run)
+            self.folder.write(run)
+        self.done[policy, seed] = run
+        bar.done(run, kept)
+
+    def _check_data(self, run: Run) -> None:
+        for other in self.done.values():
+            if other.seed != run.seed:
+                continue
+            same = other.data == run.data and len(other.losses) == len(run.losses)
+            if not same:
+                raise ValueError(
+                    f"parity: seed {run.seed} has other batches under {run.policy!r} ({len(run.losses)} steps) than "
+                    f"under {other.policy!r} ({len(other.losses)} steps), so the runs are no pair. make's batches may "
+                    "depend on the seed alone: not on the policy, nor on what an earlier run has used up."
+                )
+
+    def compared(self, policy: str, baseline: str, seeds: Sequence[int]) -> Comparison:
+        """The verdict on a policy."""
+        pairs = [(self.done[policy, seed], self.done[baseline, seed]) for seed in seeds]
+        identical = all(a.finite and a.metric == b.metric and a.losses == b.losses for a, b in pairs)
+        return compare(
+            policy,
+            seeds,
+            [run.metric for run, _ in pairs],
+            [run.metric for _, run in pairs],
+            larger_is_better=self.named.larger_is_better,
+            identical=identical,
+        )

@@ -1,0 +1,63 @@
+"""The progress of a comparison on stderr: a bar on a terminal, else a line for each run."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from mpjax.inspection.parity.running import Run
+from mpjax.inspection.reports import duration
+
+
+class Progress:
+    """Counts runs. A bar needs tqdm; without it there are lines.
+
+    Args:
+        total: how many runs there are.
+        shown: whether anything is written.
+    """
+
+    def __init__(self, total: int, shown: bool):
+        self._total, self._shown, self._count, self._bar = total, shown, 0, _bar(total) if shown else None
+        self._name = ""
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def started(self, policy: str, seed: int) -> None:
+        """A run starts."""
+        self._name = f"{policy}, seed {seed}"
+        if self._bar is not None:
+            self._bar.set_postfix_str(self._name)
+
+    def tick(self, step: int, loss: float) -> None:
+        """The run has taken so many steps."""
+        if self._bar is not None:
+            self._bar.set_postfix_str(f"{self._name}: step {step}, loss {loss:.4g}")
+
+    def done(self, run: Run, kept: bool) -> None:
+        """A run has ended, or was there already."""
+        self._count += 1
+        if self._bar is not None:
+            self._bar.update()
+        elif self._shown:
+            how = "done before" if kept else duration(run.seconds)
+            print(
+                f"[{self._count}/{self._total}] {run.policy}, seed {run.seed}: {run.metric:.5g} ({how})",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+def _bar(total: int) -> Any:
+    if not sys.stderr.isatty():
+        return None
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return None
+    return tqdm(total=total, unit="run", dynamic_ncols=True)

@@ -1,0 +1,154 @@
+"""What `parity` found: a verdict for each policy, the curves, and why a policy is worse."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import pathlib
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from mpjax.inspection.parity.running import Run
+from mpjax.inspection.parity.statistics import Comparison, rounded
+from mpjax.inspection.reports import Report, Section, duration, written
+
+_HEADER = ("policy", "mean ± sd", "difference", "95 % interval", "skipped", "verdict")
+
+
+@dataclasses.dataclass(frozen=True)
+class ParityReport(Report):
+    """Policies compared with a baseline over seeds; `print` it.
+
+    Args:
+        make: the name of the function that made the trainings.
+        baseline: the policy that the others are compared with.
+        seeds: of the runs.
+        metric_name: of the trainings' metric.
+        larger_is_better: of the metric.
+        percent: whether it is shown in percent, its differences in points.
+        comparisons: a verdict for each policy, in the order of the call.
+        runs: all runs.
+    """
+
+    make: str
+    baseline: str
+    seeds: tuple[int, ...]
+    metric_name: str
+    larger_is_better: bool
+    percent: bool
+    comparisons: tuple[Comparison, ...]
+    runs: tuple[Run, ...]
+
+    def __getitem__(self, policy: str) -> Comparison:
+        """The comparison of a policy."""
+        return next(each for each in self.comparisons if each.policy == policy)
+
+    def runs_of(self, policy: str) -> list[Run]:
+        """The runs of a policy, by seed."""
+        return sorted((run for run in self.runs if run.policy == policy), key=lambda run: run.seed)
+
+    @property
+    def title(self) -> str:
+        """The page's title."""
+        return f"Parity of {self.make}"
+
+    def verdict(self, policy: str) -> str:
+        """The verdict on a policy in words."""
+        return self[policy].verdict(self.percent, f"of {self.metric_name}")
+
+    def failure(self, **checks: Any) -> str:
+        """The policies that are worse."""
+        worse = [each.policy for each in self.comparisons if each.kind == "worse"]
+        return f"worse than {self.baseline}: {', '.join(worse)}" if worse else ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report for programs."""
+        names = "make baseline seeds metric_name larger_is_better percent".split()
+        return {name: getattr(self, name) for name in names} | {
+            "comparisons": [self._row(each) for each in self.comparisons],
+            "runs": [dataclasses.asdict(run) for run in self.runs],
+        }
+
+    def table(self) -> list[dict[str, Any]]:
+        """A row for each policy; `differences` by seed, separated by spaces."""
+        rows = [self._row(each) for each in self.comparisons]
+        lists = ("seeds", "differences", "diverged")
+        return [row | {name: " ".join(map(str, row[name])) for name in lists} for row in rows]
+
+    def _row(self, found: Comparison) -> dict[str, Any]:
+        low, mean, high = found.interval
+        return {
+            "policy": found.policy,
+            "kind": found.kind,
+            "verdict": self.verdict(found.policy),
+            "mean": mean,
+            "low": low,
+            "high": high,
+            "noise": found.noise,
+            "seeds": [*found.seeds],
+            "differences": [*found.differences],
+            "diverged": [*found.diverged],
+            "identical": found.identical,
+            "seeds_needed": found.seeds_needed,
+            "skipped_steps": sum(len(run.skipped) for run in self.runs_of(found.policy)),
+        }
+
+    def sections(self) -> list[Section]:
+        """The report for people."""
+        rows = [self._cells(policy) for policy in (self.baseline, *(each.policy for each in self.comparisons))]
+        return [Section("", "\n".join(self._finding())), Section("By policy", "", _HEADER, rows, {1, 2, 3, 4})]
+
+    def _finding(self) -> list[str]:
+        lines = [f"{each.policy}: {self.verdict(each.policy)}" for each in self.comparisons]
+        steps = max(len(run.losses) for run in self.runs)
+        better = "larger" if self.larger_is_better else "smaller"
+        count = len(self.seeds)
+        lines.append(
+            f"{self.metric_name}, {better} is better, against {self.baseline}; {count} "
+            f"seed{'s' if count > 1 else ''} of {steps} steps, {duration(sum(run.seconds for run in self.runs))} in all"
+        )
+        return lines
+
+    def _cells(self, policy: str) -> tuple[str, ...]:
+        runs = self.runs_of(policy)
+        skipped = f"{sum(len(run.skipped) for run in runs)}"
+        if policy == self.baseline:
+            return policy, self._mean(runs), "", "", skipped, "the baseline"
+        found = self[policy]
+        low, mean, high = (self._factor * x for x in found.interval)
+        margin = self._factor * found.interval.margin
+        interval = f"{rounded(low, margin)} to {rounded(high, margin)}" if math.isfinite(margin) else "-"
+        difference = rounded(mean, margin) if math.isfinite(mean) else "-"
+        return policy, self._mean(runs), difference, interval, skipped, self.verdict(policy)
+
+    @property
+    def _factor(self) -> float:
+        return 100.0 if self.percent else 1.0
+
+    def _mean(self, runs: Sequence[Run]) -> str:
+        values = [self._factor * run.metric for run in runs if run.finite]
+        unit = " %" if self.percent else ""
+        if not values:
+            return "not finite"
+        if len(values) == 1:
+            return f"{values[0]:.5g}{unit}"
+        deviation = statistics.stdev(values)
+        return f"{rounded(statistics.mean(values), deviation)} ± {rounded(deviation, deviation)}{unit}"
+
+    def to_markdown(self, path: str | os.PathLike[str] | None = None) -> str:
+        """The report as Markdown, also written to `path` if one is given."""
+        parts = [f"# {self.title}"]
+        for section in self.sections():
+            parts += [f"## {section.title}"] if section.title else []
+            parts += ["\n".join(f"- {line.strip()}" for line in section.text.splitlines())] if section.text else []
+            if section.header and section.rows:
+                lines = [section.header, ["--:" if i in section.right else "---" for i in range(len(section.header))]]
+                parts.append("\n".join("| " + " | ".join(cells) + " |" for cells in (*lines, *section.rows)))
+        return written("\n\n".join(parts) + "\n", path)
+
+    def write(self, folder: pathlib.Path) -> None:
+        """Writes the report in all forms to a folder."""
+        self.to_json(folder / "parity.json")
+        self.to_markdown(folder / "parity.md")

@@ -1,0 +1,175 @@
+"""One run of a training, and what is kept of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpjax._loss_scale_state import LossScaleState
+from mpjax.inspection.parity.training import Training
+
+_HASHED_BATCHES = 2  # enough to tell another seed, order or augmentation
+_PENDING = 64  # steps whose losses may still be on the device, so that it never waits for the host
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What is kept of one run.
+
+    Args:
+        policy: as `make` was given it, with what was changed to fix it.
+        seed: of the run.
+        metric: at the end.
+        losses: of each step.
+        metrics: `(steps taken, metric)` along the way, the last one included.
+        scales: `(step, loss scale)` at the start and after each change; empty without loss scaling. The smallest of
+            several.
+        skipped: the numbers of the skipped steps, counted from 1.
+        seconds: the run took, compilation included.
+        data: a checksum of the first batches.
+    """
+
+    policy: str
+    seed: int
+    metric: float
+    losses: tuple[float, ...]
+    metrics: tuple[tuple[int, float], ...]
+    scales: tuple[tuple[int, float], ...]
+    skipped: tuple[int, ...]
+    seconds: float
+    data: int
+
+    @property
+    def finite(self) -> bool:
+        """Whether its metric is a number."""
+        return math.isfinite(self.metric)
+
+
+def run_training(
+    training: Training,
+    policy: str,
+    seed: int,
+    *,
+    metric_every: int | None = None,
+    tick: Callable[[int, float], None] = lambda step, loss: None,
+) -> Run:
+    """Runs a training through all its batches.
+
+    Args:
+        training: in its initial state.
+        policy, seed: what the run is called.
+        metric_every: steps between two measurements of the metric; None for one, at the end.
+        tick: called now and then with the steps taken and the last loss.
+    """
+    started = time.perf_counter()
+    record = _Record(tick)
+    state, metrics, checksum = training.state, [], 0
+    # The run that it belongs to keeps no second state alive.
+    training = training._replace(state=None)
+    for number, batch in enumerate(training.each_batch()):
+        if number < _HASHED_BATCHES:
+            checksum = _checksum(batch, checksum)
+        before = record.steps
+        state, loss = _stepped(training, state, batch)
+        record.add(state, loss)
+        if metric_every and record.steps // metric_every > before // metric_every:
+            metrics.append((record.steps, float(training.metric(state))))
+    record.fetch()
+    if not record.steps:
+        raise ValueError(f"parity: the batches of policy {policy!r}, seed {seed} are empty; give at least one.")
+    if not metrics or metrics[-1][0] != record.steps:
+        metrics.append((record.steps, float(training.metric(state))))
+    return Run(
+        policy=policy,
+        seed=seed,
+        metric=metrics[-1][1],
+        losses=tuple(record.losses),
+        metrics=tuple(metrics),
+        scales=tuple(record.scales),
+        skipped=tuple(record.skipped),
+        seconds=time.perf_counter() - started,
+        data=checksum,
+    )
+
+
+def _stepped(training: Training, state: Any, batch: Any) -> tuple[Any, Any]:
+    found = training.step(state, batch)
+    if not isinstance(found, (tuple, list)) or len(found) != 2:
+        raise TypeError(f"parity: step returned {_described(found)}; return (state, loss).")
+    return found[0], found[1]
+
+
+def _described(found: Any) -> str:
+    return f"{len(found)} values" if isinstance(found, (tuple, list)) else f"a {type(found).__name__}"
+
+
+class _Record:
+    """Losses and loss scales of a run. What a step returns stays on the device for a while."""
+
+    def __init__(self, tick: Callable[[int, float], None]):
+        self.steps = 0
+        self.losses: list[float] = []
+        self.scales: list[tuple[int, float]] = []
+        self.skipped: list[int] = []
+        self._tick, self._pending, self._skips = tick, list[tuple[int, Any, Any]](), 0
+
+    def add(self, state: Any, loss: Any) -> None:
+        """Takes up a step, or several whose losses are an array."""
+        if np.ndim(loss) > 1:
+            raise TypeError(
+                f"parity: step returned a loss of shape {np.shape(loss)}; return a scalar, or the losses of several "
+                "steps as an array of one dimension."
+            )
+        self.steps += int(np.size(loss))
+        found = [x for x in jax.tree.leaves(state, is_leaf=_is_state) if _is_state(x)]
+        # A copy, because the next step may donate the state.
+        scaling = [(_copied(x.loss_scale), _copied(x.skipped_steps)) for x in found]
+        self._pending.append((self.steps, loss, scaling))
+        if len(self._pending) >= _PENDING:
+            self.fetch()
+
+    def fetch(self) -> None:
+        """Brings what is on the device to the host."""
+        for step, loss, scaling in jax.device_get(self._pending):
+            first = len(self.losses)
+            self.losses += [float(x) for x in np.ravel(np.asarray(loss, np.float64))]
+            if not scaling:
+                continue
+            scale = float(min(np.min(s) for s, _ in scaling))
+            skips = sum(int(np.max(n)) for _, n in scaling)
+            if not self.scales or self.scales[-1][1] != scale:
+                self.scales.append((step, scale))
+            # Of several steps in one call it is only known how many were skipped: the last ones are named.
+            self.skipped += range(step - min(skips - self._skips, step - first) + 1, step + 1)
+            self._skips = skips
+        if self._pending:
+            self._tick(self.steps, self.losses[-1])
+        self._pending.clear()
+
+
+def _is_state(x: Any) -> bool:
+    return isinstance(x, LossScaleState)
+
+
+def _copied(x: Any) -> Any:
+    (array,) = jax.tree.leaves(x)  # an NNX Variable holds one
+    return jnp.copy(array)
+
+
+def _checksum(batch: Any, start: int) -> int:
+    for leaf in jax.tree.leaves(batch):
+        if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf = jax.random.key_data(leaf)
+        array = np.asarray(leaf)
+        start = zlib.crc32(f"{array.dtype} {array.shape}".encode(), start)
+        if array.dtype != object:
+            start = zlib.crc32(np.ascontiguousarray(array).tobytes(), start)
+    return start

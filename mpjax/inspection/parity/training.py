@@ -1,0 +1,134 @@
+"""What a comparison runs: a training as a state, a step, batches and a metric."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+
+class Training(NamedTuple):
+    """One training of one policy and seed, ready to run; what a `MakeTraining` returns.
+
+    Only the first four are needed, and a plain tuple of them will do. `loss` is for evidence: with it, a report that
+    finds a policy worse says which modules lose gradients.
+
+    Args:
+        state: everything that a step changes: parameters, optimizer state, statistics.
+        step: `(state, batch) -> (state, loss)`, compiled; it may donate the state. The loss is a scalar, or the array
+            of losses of several steps (a `scan`).
+        batches: the batches of the whole run, the same for all policies of a seed: an iterable, or a function without
+            arguments that returns one.
+        metric: `state -> float`, of what the training is for: accuracy, word error rate, reward.
+        loss: `(params, batch) -> scalar`, in the precision of the policy: what the step differentiates.
+        params: `state -> params`, for `loss`; by default `state.params`, `state["params"]` or a tuple's first entry.
+        larger_is_better: of the metric; False for an error rate or a loss.
+        percent: whether the metric is a share, to be shown in percent, its differences in points.
+        metric_name: for people.
+
+    Example:
+        >>> import mpjax
+        >>> training = mpjax.Training(0.0, lambda state, x: (state + x, state), [1.0, 2.0], float, metric_name="sum")
+        >>> training.step(training.state, 1.0)
+        (1.0, 0.0)
+    """
+
+    state: Any
+    step: Callable[[Any, Any], tuple[Any, Any]]
+    batches: Iterable[Any] | Callable[[], Iterable[Any]]
+    metric: Callable[[Any], Any]
+    loss: Callable[[Any, Any], Any] | None = None
+    params: Callable[[Any], Any] | None = None
+    larger_is_better: bool = True
+    percent: bool = False
+    metric_name: str = "metric"
+
+    def params_of(self, state: Any) -> Any:
+        """The parameters in a state, as `loss` takes them.
+
+        Raises:
+            TypeError: there is no telling which they are.
+        """
+        if self.params is not None:
+            return self.params(state)
+        if hasattr(state, "params"):
+            return state.params
+        if isinstance(state, dict) and "params" in state:
+            return state["params"]
+        if isinstance(state, tuple) and state:
+            return state[0]
+        raise TypeError(
+            f"parity: a state of type {type(state).__name__} has no params: give Training(params=...), a function of "
+            "the state that returns the parameters which loss takes."
+        )
+
+    def each_batch(self) -> Iterable[Any]:
+        """The batches from the first one on."""
+        return self.batches() if callable(self.batches) else self.batches
+
+
+class MakeTraining(Protocol):
+    """A function that makes the training of a policy and a seed: what `parity` is given.
+
+    The policy is a string that the function interprets: `"float32"` is the baseline; any other may be a policy of
+    mpjax's or a name of your own ("static scale 1"). The seed decides initialization, order of the data and dropout;
+    hyperparameters are the same for every policy. Everything that `make` compiles for a policy may be shared by its
+    seeds (`functools.cache`).
+
+    Two optional keyword arguments are for `fix=True`, which tries what the evidence recommends:
+
+        overrides    pairs `(pattern, dtype)` for `Policy(overrides=...)`, by default ()
+        loss_scale   where `dynamic_loss_scale` is to start, by default None: what the policy has
+
+    Example:
+        >>> import jax, jax.numpy as jnp, mpjax, optax
+        >>> def make(policy: str, seed: int) -> mpjax.Training:
+        ...     loss = mpjax.autocast(lambda w, x: jnp.mean((x @ w - 1) ** 2), policy)
+        ...     tx = mpjax.loss_scale_for(policy, optax.sgd(0.1))
+        ...     @jax.jit
+        ...     def step(state, x):
+        ...         value, grads = mpjax.value_and_grad(loss, state[1])(state[0], x)
+        ...         return mpjax.apply_gradients(tx, grads, state[1], state[0]), value
+        ...     xs = jax.random.normal(jax.random.key(seed), (4, 8, 3))
+        ...     w = jnp.zeros(3)
+        ...     return mpjax.Training((w, tx.init(w)), step, list(xs), lambda state: state[0].sum(), loss)
+        >>> checked: mpjax.MakeTraining = make
+        >>> state, step, batches, metric, *_ = make("mixed_float16", 0)
+        >>> state, value = step(state, batches[0])
+    """
+
+    def __call__(self, policy: str, seed: int, /) -> Training | tuple[Any, Any, Any, Any]:
+        """The training, in its initial state."""
+        ...
+
+
+def made(make: Callable[..., Any], policy: str, seed: int, **extras: Any) -> Training:
+    """The training that a `MakeTraining` returns.
+
+    Raises:
+        TypeError: it returned something else.
+    """
+    found = make(policy, seed, **extras)
+    if isinstance(found, Training):
+        training = found
+    elif isinstance(found, tuple) and len(found) == 4:
+        training = Training(*found)
+    else:
+        of = f" of {len(found)}" if isinstance(found, Sequence) else ""
+        raise TypeError(
+            f"parity: make({policy!r}, {seed}) returned a {type(found).__name__}{of}; return an mpjax.Training, or a "
+            "tuple (state, step, batches, metric)."
+        )
+    for name in ("step", "metric"):
+        if not callable(getattr(training, name)):
+            raise TypeError(f"parity: make({policy!r}, {seed}) returned a {name} that is no function.")
+    return training
+
+
+def takes(make: Callable[..., Any], name: str) -> bool:
+    """Whether a `make` has the optional keyword argument."""
+    try:
+        parameters = inspect.signature(make).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    return any(p.kind is p.VAR_KEYWORD or (p.name == name and p.kind is not p.POSITIONAL_ONLY) for p in parameters)

@@ -1,0 +1,113 @@
+"""Each verdict on numbers whose answer is known."""
+
+import numpy as np
+import pytest
+import scipy.stats
+
+from mpjax.inspection.parity.statistics import Interval, compare, paired_interval
+
+BASE = [0.90, 0.92, 0.94, 0.96, 0.98]  # standard deviation 0.0316
+
+
+def shifted(*differences, base=BASE, **kwargs):
+    base = base[: len(differences)]
+    return compare("half", range(len(base)), [b + d for b, d in zip(base, differences, strict=True)], base, **kwargs)
+
+
+def test_identical_runs_are_equal_with_a_difference_of_exactly_zero():
+    found = shifted(0, 0, identical=True)
+    assert found.interval == Interval(0, 0, 0)
+    assert found.kind == "equal"
+    assert found.verdict() == "equal: identical in every seed"
+
+
+def test_an_interval_inside_the_noise_is_equal():
+    found = shifted(0.001, -0.002, 0.002, -0.001, 0.0)
+    assert found.noise == pytest.approx(np.std(BASE, ddof=1))
+    assert -found.noise < found.interval.low < 0 < found.interval.high < found.noise
+    assert found.verdict() == "equal within seed noise"
+
+
+def test_a_difference_inside_the_noise_is_equal_even_if_it_is_certain():
+    assert shifted(-0.010, -0.011, -0.009, -0.010, -0.010).kind == "equal"
+
+
+def test_a_difference_beyond_the_noise_is_worse_by_its_mean_and_margin():
+    found = shifted(-0.05, -0.06, -0.05, -0.06, -0.055)
+    half = scipy.stats.t.ppf(0.975, 4) * np.std(found.differences, ddof=1) / 5**0.5
+    assert found.interval.margin == pytest.approx(half)
+    assert found.verdict(percent=True) == "worse by 5.50 ± 0.62 points"
+    assert found.verdict(unit="of accuracy") == "worse by 0.0550 ± 0.0062 of accuracy"
+
+
+def test_the_direction_is_that_of_the_metric():
+    up = [0.05, 0.06, 0.05, 0.06, 0.055]
+    assert shifted(*up).kind == "better"
+    assert shifted(*up, larger_is_better=False).kind == "worse"
+    assert shifted(*up).verdict(percent=True) == "better by 5.50 ± 0.62 points"
+
+
+def test_an_interval_with_zero_that_leaves_the_noise_needs_more_seeds():
+    found = shifted(0.05, -0.06, 0.04, -0.05, 0.0)
+    assert found.kind == "unclear"
+    assert found.verdict() == f"not enough seeds to tell: needs about {found.seeds_needed}"
+
+
+def test_the_number_of_seeds_that_is_said_would_tell():
+    rng = np.random.default_rng(0)
+    found = shifted(0.05, -0.06, 0.04, -0.05, 0.0)
+    # That many differences, and fewer, of the same mean and deviation, with a baseline of the same noise.
+    for n, kind in ((found.seeds_needed, "equal"), (found.seeds_needed - 2, "unclear")):
+        differences, base = (scipy.stats.zscore(rng.normal(size=n), ddof=1) for _ in range(2))
+        differences = differences * np.std(found.differences, ddof=1) + np.mean(found.differences)
+        base = base * found.noise + 0.9
+        assert compare("half", range(n), base + differences, base).kind == kind
+
+
+def test_one_or_two_seeds_never_tell():
+    assert shifted(-0.5).verdict() == "not enough seeds to tell: needs about 3"
+    assert shifted(-0.5, -0.5).kind == "unclear"
+    assert shifted(0.0).kind == "unclear", "an equal metric alone is not an identical run"
+
+
+def test_a_difference_that_no_number_of_seeds_resolves_is_said():
+    base = [0.9, 0.9, 0.9]  # no noise: nothing but zero is inside of it
+    found = shifted(0.1, -0.1, 0.0001, base=base)
+    assert found.verdict() == "not enough seeds to tell: needs more than 1000"
+
+
+def test_a_diverged_run_is_worse_whatever_the_others_are():
+    found = shifted(0.0, 0.0, float("nan"), 0.0, float("inf"))
+    assert found.diverged == (2, 4)
+    assert found.verdict() == "worse: 2 of 5 runs diverged"
+    assert found.differences == (0.0, 0.0, 0.0)
+
+
+def test_pairs_without_a_baseline_do_not_count():
+    found = compare("half", range(4), [0.9, 0.8, 0.7, 0.6], [0.9, 0.8, 0.7, float("nan")])
+    assert found.seeds == (0, 1, 2)
+    assert found.kind == "equal"
+
+
+@pytest.mark.parametrize("draw", ["normal", "exponential"])
+@pytest.mark.parametrize("n", [3, 5, 10])
+def test_the_interval_covers_the_mean_where_the_plain_bootstrap_does_not(n, draw):
+    rng = np.random.default_rng(n)
+    mean = {"normal": 0.0, "exponential": 1.0}[draw]
+    covered = plain = 0
+    for _ in range(200):
+        x = getattr(rng, draw)(size=n)
+        low, _, high = paired_interval(x)
+        covered += low <= mean <= high
+        means = x[rng.integers(0, n, (400, n))].mean(axis=1)
+        plain += np.quantile(means, 0.025) <= mean <= np.quantile(means, 0.975)
+    assert covered / 200 > (0.92 if draw == "normal" else 0.8)
+    assert covered > plain + 200 * (0.1 if n == 3 else 0.02)
+
+
+def test_of_skewed_differences_the_bootstrap_reaches_farther():
+    skewed = np.random.default_rng(0).exponential(size=12) ** 3
+    half = scipy.stats.t.ppf(0.975, 11) * skewed.std(ddof=1) / 12**0.5
+    found = paired_interval(skewed)
+    assert found.high > skewed.mean() + half
+    assert found.low == pytest.approx(skewed.mean() - half)
