@@ -31,7 +31,7 @@ class Row:
         count: how many times it runs.
         flops: FLOPs of matmuls and convolutions, all runs together.
         dtypes_in, dtypes_out: the floating dtypes that it reads and gives, as they run.
-        list: allow, deny, infer, wide or opaque.
+        list: allow, deny, infer, wide or opaque; "kept" where autocast has no choice, because no operand is float32.
         why: the reason for the dtype.
         recomputed: whether the backward pass recomputes it instead of storing what it needs.
         rule: whether it belongs to a derivative rule (`custom_jvp`, `custom_vjp`), which runs only where the function
@@ -216,17 +216,24 @@ def _row(found: _Planned) -> Row:
     dtypes_in, dtypes_out = (
         tuple(_dtype(v, storage, found.half) for v, storage in pairs if _float(v)) for pairs in (ins, outs)
     )
-    listed = step.listing.op.value
+    listed, why = step.listing.op.value, step.why or step.listing.op.value
+    if _kept(step) and site.name not in MATMULS:
+        listed, why = "kept", "no operand is float32"
     return Row(
         site.module, site.source, site.name, 0, 0, (found.half,) if step.spread else dtypes_in, dtypes_out, listed,
-        step.why or listed, found.recomputed, found.rule,
+        why, found.recomputed, found.rule,
     )  # fmt: skip
 
 
 def _silent(step: Step) -> bool:
     if step.action is Action.SKIP or step.listing.op in _SILENT or step.listing.op is Op.ENTER:
         return True
-    return step.eqn.primitive.name not in MATMULS and not any(map(tracked, (*step.eqn.invars, *step.eqn.outvars)))
+    return not any(map(_float, (*step.eqn.invars, *step.eqn.outvars))) and step.eqn.primitive.name not in MATMULS
+
+
+def _kept(step: Step) -> bool:
+    """Whether it runs in its author's dtypes: none of its values is float32."""
+    return not any(map(tracked, (*step.eqn.invars, *step.eqn.outvars)))
 
 
 def _float(v: Any) -> bool:

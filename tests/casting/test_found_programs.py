@@ -161,6 +161,13 @@ def program(w, x, b, s, n):
 """,
         ("outside_grad_of_remat",),
     ),
+    "arithmetic that its author put in half": (
+        """
+def program(w, x, b, s, n):
+    return (jnp.tanh((x @ w).astype(jnp.float16)) * 2).astype(jnp.float32),
+""",
+        ("value", "outside_grad"),
+    ),
 }
 
 
