@@ -20,12 +20,12 @@ from testing.measures import HALF, MATMULS, Equation, equations, inner_jaxprs, r
 from testing.random_programs.cases import OUTSIDE, TRANSFORMS, Case, arguments
 from testing.random_programs.evaluate import Unsupported, as_typed, evaluate, is_float, rounded
 
-# What autocast may add: casts, broadcasts before casts, barriers, and what moves elements.
+# What autocast may add: casts, broadcasts before casts, barriers, moves of elements, wider weight gradients.
 _OWN = frozenset(
     """convert_element_type broadcast_in_dim reshape squeeze slice dynamic_slice transpose rev copy copy_p name
     stop_gradient optimization_barrier device_put expand_dims split unstack iota argmax argmin eq ne lt le gt ge
     eq_to lt_to le_to is_finite pvary pcast reduce_or custom_lin select_n mul sharding_constraint concatenate
-    reshard""".split()
+    reshard detached matmul_result matmul_tangent""".split()
 )
 
 
