@@ -1,4 +1,4 @@
-"""Images decoded once and kept in memory."""
+"""Keeps images in memory, decoded once."""
 
 from __future__ import annotations
 
@@ -14,10 +14,15 @@ from tqdm import tqdm
 
 from examples.common.cli import UsageError
 from examples.common.hosts import say
+from examples.common.records import DamagedRecordError
 from examples.imagenet.augmentation import Crop, shorter_side
 from examples.imagenet.data import Unreadable
 from examples.imagenet.decoding import UnreadableImageError, image_size, read_crop, resized
+from examples.imagenet.image_records import ImageRecords
 from examples.imagenet.image_tree import Images
+
+_Images = Images | ImageRecords
+_UNUSABLE = (UnreadableImageError, DamagedRecordError)
 
 # Of the free memory, for images; the rest is for the program.
 _SHARE = 0.9
@@ -33,11 +38,12 @@ class CachedImages:
         unreadable: those files so far.
     """
 
-    def __init__(self, images: Images, sizes: np.ndarray, unreadable: list[Unreadable]) -> None:
+    def __init__(self, images: _Images, sizes: np.ndarray, unreadable: list[Unreadable]) -> None:
         self.unreadable = unreadable
         self._images, self._sizes = images, sizes
         self._ends = np.cumsum(np.prod(sizes, axis=1) * 3)
         self._pixels = np.empty(self._ends[-1], np.uint8)
+        self._labels = np.zeros(len(images), np.int32)
 
     @property
     def mebibytes(self) -> float:
@@ -47,20 +53,20 @@ class CachedImages:
         """Decodes one image; each may be done in another thread."""
         if not self._sizes[index].any():
             return
-        path = self._images.path(index)
         width, height = (int(length) for length in self._sizes[index])
         try:
-            self._view(index)[:] = read_crop(path, lambda full: Crop((0, 0, *full), (width, height)))
-        except UnreadableImageError as error:
+            file, self._labels[index] = self._images.item(index)
+            self._view(index)[:] = read_crop(file, lambda full: Crop((0, 0, *full), (width, height)))
+        except _UNUSABLE as error:
             self._sizes[index] = 0
-            self.unreadable.append(Unreadable(path, str(error)))
+            self.unreadable.append(Unreadable(self._images.name(index), str(error)))
 
-    def read(self, index: int, choose: Callable[[tuple[int, int]], Crop]) -> np.ndarray:
-        """What `decoding.read_crop` does, from the smaller copy in memory."""
+    def read(self, index: int, choose: Callable[[tuple[int, int]], Crop]) -> tuple[np.ndarray, int]:
+        """What `decoding.read_crop` returns, from the smaller copy in memory, and the label."""
         if not self._sizes[index].any():
-            raise UnreadableImageError("as it was when the cache was filled")
+            raise UnreadableImageError("it was unreadable when the cache was filled")
         image = Image.fromarray(self._view(index))
-        return resized(image, choose(image.size), image.size)
+        return resized(image, choose(image.size), image.size), int(self._labels[index])
 
     def _view(self, index: int) -> np.ndarray:
         width, height = self._sizes[index]
@@ -68,7 +74,7 @@ class CachedImages:
         return self._pixels[start : self._ends[index]].reshape(height, width, 3)
 
 
-def cached(splits: Sequence[Images], side: int, workers: int) -> list[CachedImages]:
+def cached(splits: Sequence[_Images], side: int, workers: int) -> list[CachedImages]:
     """The images of each split in memory.
 
     Args:
@@ -85,34 +91,33 @@ def cached(splits: Sequence[Images], side: int, workers: int) -> list[CachedImag
         _check_fits(sum(int(np.prod(sizes, axis=1).sum()) * 3 for sizes, _ in measured), splits, side)
         caches = [CachedImages(images, *found) for images, found in zip(splits, measured, strict=True)]
         for images, cache in zip(splits, caches, strict=True):
-            todo = range(len(images.paths))
+            todo = range(len(images))
             for _ in tqdm(executor.map(cache.fill, todo), f"cache {images.root}", len(todo), leave=False):
                 pass
     total = sum(cache.mebibytes for cache in caches)
-    count = sum(len(images.paths) for images in splits)
+    count = sum(len(images) for images in splits)
     say(f"cache: {count:,} images in {total:,.1f} MiB of memory, in {time.perf_counter() - started:.1f} s")
     return caches
 
 
-def _measure(images: Images, side: int, executor: ThreadPoolExecutor) -> tuple[np.ndarray, list[Unreadable]]:
+def _measure(images: _Images, side: int, executor: ThreadPoolExecutor) -> tuple[np.ndarray, list[Unreadable]]:
     unreadable: list[Unreadable] = []
 
     def size_of(index: int) -> tuple[int, int]:
-        path = images.path(index)
         try:
-            return shorter_side(image_size(path), side)
-        except UnreadableImageError as error:
-            unreadable.append(Unreadable(path, str(error)))
+            return shorter_side(image_size(images.item(index)[0]), side)
+        except _UNUSABLE as error:
+            unreadable.append(Unreadable(images.name(index), str(error)))
             return 0, 0
 
-    return np.array(list(executor.map(size_of, range(len(images.paths)))), np.int64), unreadable
+    return np.array(list(executor.map(size_of, range(len(images)))), np.int64), unreadable
 
 
-def _check_fits(needed: int, splits: Sequence[Images], side: int) -> None:
+def _check_fits(needed: int, splits: Sequence[_Images], side: int) -> None:
     available = available_memory()
     if available is None or needed <= available * _SHARE:
         return
-    count = sum(len(images.paths) for images in splits)
+    count = sum(len(images) for images in splits)
     raise UsageError(
         f"--cache: {count:,} images with a shorter side of {side} pixels take {needed / _MIB:,.1f} MiB, and of memory "
         f"{available / _MIB:,.1f} MiB are free, {_SHARE:.0%} of it for images. Leave out --cache, or give a smaller "

@@ -52,8 +52,9 @@ class Config(RunConfig):
 
     data_dir: Path | None = DATA(
         None,
-        "folder with train/CLASS/*.jpg|png|... and val/CLASS/... (ImageNet, Imagenette); without it the 1,797 "
-        "handwritten digits that come with scikit-learn",
+        "folder with train/CLASS/*.jpg|png|... and val/CLASS/... (ImageNet, Imagenette), or with shards: TFRecord, "
+        "ArrayRecord, WebDataset, a saved Hugging Face dataset; without it the 1,797 handwritten digits that come with "
+        "scikit-learn",
     )
     image_size: int | None = DATA(
         None, "side in pixels that images are resized to: by default 8 for the digits, else what the model is made for"

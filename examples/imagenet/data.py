@@ -79,7 +79,7 @@ class Augmentation(NamedTuple):
 class Unreadable(NamedTuple):
     """A file that is no image, or not a whole one."""
 
-    path: str
+    name: str  # below the root of its dataset
     reason: str
 
 

@@ -1,8 +1,9 @@
-"""From a file to pixels: one part of one image, upright, in RGB, at the size asked for, decoded by Pillow."""
+"""Reads one part of one image by Pillow: upright, in RGB, at the size asked for."""
 
 from __future__ import annotations
 
 import contextlib
+import io
 import math
 import struct
 from collections.abc import Callable
@@ -42,18 +43,21 @@ _UPRIGHT = {
 }
 
 
+File = str | bytes  # a path, or the content of a file
+
+
 class UnreadableImageError(Exception):
     """A file is no image, or not a whole one; the text says why, without the path."""
 
 
-def read_crop(path: str, choose: Callable[[tuple[int, int]], Crop]) -> np.ndarray:
+def read_crop(file: File, choose: Callable[[tuple[int, int]], Crop]) -> np.ndarray:
     """Reads a part of an image.
 
     Greyscale, palette, CMYK and 16-bit images become RGB; what is transparent becomes white; a camera that was
     turned, as EXIF says, is turned back.
 
     Args:
-        path: a file in one of `FORMATS`, whatever its name.
+        file: in one of `FORMATS`, whatever its name.
         choose: the part to read, given width and height of the upright image.
 
     Returns:
@@ -63,12 +67,12 @@ def read_crop(path: str, choose: Callable[[tuple[int, int]], Crop]) -> np.ndarra
         UnreadableImageError: the file can not be read, for whatever reason.
     """
     try:
-        with Image.open(path, formats=FORMATS) as file:
-            orientation = _orientation(file)
-            full = _turned(file.size, orientation)
+        with _opened(file) as encoded:
+            orientation = _orientation(encoded)
+            full = _turned(encoded.size, orientation)
             crop = choose(full)
-            _decode_smaller(file, full, crop, orientation)
-            image = to_rgb(file)
+            _decode_smaller(encoded, full, crop, orientation)
+            image = to_rgb(encoded)
     except _PILLOW_ERRORS as error:
         raise UnreadableImageError(_reason(error)) from error
     if orientation in _UPRIGHT:
@@ -76,13 +80,17 @@ def read_crop(path: str, choose: Callable[[tuple[int, int]], Crop]) -> np.ndarra
     return resized(image, crop, full)
 
 
-def image_size(path: str) -> tuple[int, int]:
+def image_size(file: File) -> tuple[int, int]:
     """Width and height of an image when it is upright, from the head of its file; raises as `read_crop` does."""
     try:
-        with Image.open(path, formats=FORMATS) as file:
-            return _turned(file.size, _orientation(file))
+        with _opened(file) as encoded:
+            return _turned(encoded.size, _orientation(encoded))
     except _PILLOW_ERRORS as error:
         raise UnreadableImageError(_reason(error)) from error
+
+
+def _opened(file: File) -> Image.Image:
+    return Image.open(file if isinstance(file, str) else io.BytesIO(file), formats=FORMATS)
 
 
 def resized(image: Image.Image, crop: Crop, full: tuple[int, int]) -> np.ndarray:

@@ -28,6 +28,7 @@ from PIL import Image, ImageOps
 
 from examples.imagenet.augmentation import random_box
 from examples.imagenet.image_folder import ImageFolder, open_image_folder
+from examples.imagenet.image_tree import Images
 from examples.imagenet.pipeline import Workers, train_batches
 from perf.results import save
 
@@ -64,6 +65,7 @@ class TorchImages:
     """What torchvision's ImageFolder is with RandomResizedCrop, RandomHorizontalFlip and PILToTensor or ToTensor."""
 
     def __init__(self, dataset: ImageFolder, normalise: bool) -> None:
+        assert isinstance(dataset.images, Images)
         self.paths = [dataset.images.path(index) for index in range(len(dataset))]
         self.labels = dataset.images.labels.tolist()
         self.normalise, self.mean, self.std = normalise, dataset.mean, dataset.std

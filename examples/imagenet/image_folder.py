@@ -1,4 +1,4 @@
-"""Images from a tree of folders, one per class, decoded as they are needed."""
+"""Images from folders or shards, decoded when they are needed."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from typing import Any
 import numpy as np
 
 from examples.common.cli import UsageError
+from examples.common.records import DamagedRecordError
+from examples.common.skipped import SkippedFiles
 from examples.imagenet.augmentation import MIDDLE, Crop, middle_box, random_box
 from examples.imagenet.cache import CachedImages, cached
 from examples.imagenet.data import Augmentation, Batch, Dataset, Loaded, Unreadable
 from examples.imagenet.decoding import UnreadableImageError, read_crop
+from examples.imagenet.image_records import ImageRecords, open_image_records
 from examples.imagenet.image_tree import Images, list_tree
-from examples.imagenet.unreadable import UnreadableImages
 
 
 class ImageFolder(Dataset):
-    """One split of a tree `SPLIT/CLASS/*.jpg|png|...`.
+    """One split of a tree `SPLIT/CLASS/*.jpg|png|...`, or of shards.
 
     Training: a random crop and perhaps its mirror image; else the middle of the image. Every crop, or the `whole`
     image, is resized to `size`. In training the image after it takes the place of one that can not be read: a blank
@@ -34,7 +36,7 @@ class ImageFolder(Dataset):
 
     def __init__(
         self,
-        images: Images,
+        images: Images | ImageRecords,
         classes: Sequence[str],
         size: int,
         flip: bool,
@@ -42,7 +44,7 @@ class ImageFolder(Dataset):
         whole: bool = False,
     ) -> None:
         self.name, self.classes, self.image_shape = images.root, tuple(classes), (size, size, 3)
-        self.images, self.problems = images, UnreadableImages(len(images.paths), max_unreadable)
+        self.images, self.problems = images, SkippedFiles(len(images), max_unreadable, "--max-unreadable")
         self._size, self._flip, self._whole = size, flip, whole
         self._cache: CachedImages | None = None
 
@@ -51,25 +53,25 @@ class ImageFolder(Dataset):
         self._cache, self.in_memory = cache, True
 
     def __len__(self) -> int:
-        return len(self.images.paths)
+        return len(self.images)
 
     @property
     def unreadable(self) -> int:
-        return len(self.problems.paths)
+        return len(self.problems)
 
     def report(self, unreadable: Sequence[Unreadable]) -> None:
-        self.problems.add(unreadable)
+        for name, reason in unreadable:
+            self.problems.add(name, reason, self.name)
 
     def name_of(self, index: int) -> tuple[str, str]:
-        return self.images.path(index), self.classes[self.images.labels[index]]
+        return os.path.join(self.name, self.images.name(index)), self.classes[self.images.item(index)[1]]
 
     @functools.cached_property
     def _digest(self) -> str:
         return self.images.digest()
 
     def state(self) -> dict[str, Any]:
-        unreadable = sorted(os.path.relpath(path, self.name) for path in self.problems.paths)
-        return super().state() | {"digest": self._digest, "unreadable": unreadable}
+        return super().state() | {"digest": self._digest, "unreadable": sorted(self.problems.reasons)}
 
     def restore(self, state: dict[str, Any]) -> None:
         super().restore(state)
@@ -78,7 +80,7 @@ class ImageFolder(Dataset):
                 f"{self.name}: as many images as when the run began, but not the same files or content; a run can only "
                 f"be resumed with the same images. Put them back, or start a new run."
             )
-        self.problems.paths.update(os.path.join(self.name, path) for path in state["unreadable"])
+        self.problems.reasons.update(dict.fromkeys(state["unreadable"], "before"))
 
     def load(self, indices: np.ndarray, augmentation: Augmentation | None) -> Loaded:
         batch = Batch(
@@ -98,14 +100,13 @@ class ImageFolder(Dataset):
         for candidate in range(index, index + (1 if augmentation is None else self.problems.limit + 1)):
             candidate %= len(self)
             try:
-                batch.images[row] = self._read(candidate, augmentation)
-                batch.labels[row] = self.images.labels[candidate]
+                batch.images[row], batch.labels[row] = self._read(candidate, augmentation)
                 return True
-            except UnreadableImageError as error:
-                unreadable.append(Unreadable(self.images.path(candidate), str(error)))
+            except (UnreadableImageError, DamagedRecordError) as error:
+                unreadable.append(Unreadable(self.images.name(candidate), str(error)))
         return False
 
-    def _read(self, index: int, augmentation: Augmentation | None) -> np.ndarray:
+    def _read(self, index: int, augmentation: Augmentation | None) -> tuple[np.ndarray, int]:
         def choose(full: tuple[int, int]) -> Crop:
             shape = (self._size, self._size)
             everything = (0.0, 0.0, float(full[0]), float(full[1]))
@@ -116,7 +117,10 @@ class ImageFolder(Dataset):
             box = everything if self._whole else random_box(full, rng)
             return Crop(box, shape, self._flip and rng.random() < 0.5)
 
-        return self._cache.read(index, choose) if self._cache else read_crop(self.images.path(index), choose)
+        if self._cache:
+            return self._cache.read(index, choose)
+        file, label = self.images.item(index)
+        return read_crop(file, choose), label
 
 
 def open_image_folder(
@@ -129,11 +133,12 @@ def open_image_folder(
     cache: bool = False,
     whole: bool = False,
     splits: Sequence[str] = ("train", "val"),
+    classes: Sequence[str] | None = None,
 ) -> list[ImageFolder]:
-    """The images of each split below `root`.
+    """The images of each split below `root`: shards where there are any, else a tree of folders.
 
     Args:
-        root: of the tree.
+        root: of the data.
         size: side in pixels that crops are resized to.
         flip: whether training images are mirrored at random.
         workers: threads that fill the cache.
@@ -142,11 +147,12 @@ def open_image_folder(
             which the middle of `size` is tested on: 256 for 224.
         whole: whether whole images are resized, and not crops.
         splits: those that are needed.
+        classes: of the model that is tested, where shards may not hold them all.
 
     Raises:
-        UsageError: the tree is not as it should be, too many images can not be read, or they do not fit memory.
+        UsageError: the data are not as they should be, too many images can't be read, or they don't fit memory.
     """
-    classes, found = list_tree(root, splits)
+    classes, found = open_image_records(root, splits, classes) or list_tree(root, splits)
     folders = [ImageFolder(images, classes, size, flip, max_unreadable, whole) for images in found]
     if cache:
         caches = cached(found, round(size / MIDDLE), workers)

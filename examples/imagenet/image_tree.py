@@ -1,39 +1,53 @@
-"""Which images a tree `train/CLASS/*.jpg` and `val/CLASS/*.jpg` holds, and what is wrong with it."""
+"""Lists the images of a tree `train/CLASS/*.jpg`, `val/CLASS/*.jpg`, and says what is wrong with it."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
 from examples.common.cli import UsageError, listing
 from examples.common.fingerprint import fingerprint
+from examples.common.shards import EXPECTED
 
 # Of the formats that `decoding` reads.
 EXTENSIONS = (".jpg", ".jpeg", ".jpe", ".png", ".webp", ".bmp", ".gif")
 _KINDS = ", ".join(EXTENSIONS)
-_EXPECTED = "Expected train/CLASS/*.jpg|png|webp|... and val/CLASS/*.jpg|png|webp|... below it."
+_EXPECTED = f"Expected train/CLASS/*.jpg|png|webp|... and val/CLASS/*.jpg|png|webp|... below it, {EXPECTED}."
 
 
-class Images(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Images:
     """The images of one split, class by class, in order of their names."""
 
     root: str
     paths: list[str]  # below `root`
     labels: np.ndarray  # [images], int32
 
+    def __len__(self) -> int:
+        return len(self.paths)
+
     def path(self, index: int) -> str:
+        """The file of an image."""
         return os.path.join(self.root, self.paths[index])
+
+    def name(self, index: int) -> str:
+        """Where an image is, below `root`."""
+        return self.paths[index]
+
+    def item(self, index: int) -> tuple[str, int]:
+        """The file of an image, and its label."""
+        return self.path(index), int(self.labels[index])
 
     def digest(self) -> str:
         """Changes where a file is added, removed, renamed or, in a sample, changed; not where the tree is moved."""
         names = [f"{path}\t{label}" for path, label in zip(self.paths, self.labels, strict=True)]
-        return fingerprint(names, [self.path(index) for index in range(len(self.paths))])
+        return fingerprint(names, len(self), lambda index: Path(self.path(index)).read_bytes())
 
 
 def list_tree(root: Path, splits: Sequence[str] = ("train", "val")) -> tuple[list[str], list[Images]]:
@@ -51,7 +65,7 @@ def list_tree(root: Path, splits: Sequence[str] = ("train", "val")) -> tuple[lis
     other = Counter[str]()
     found = [_list_images(root / split, classes, other) for split in splits]
     for split, images in zip(splits, found, strict=True):
-        if not images.paths:
+        if not len(images):
             raise UsageError(f"--data-dir {str(root)!r}: no images ({_KINDS}) in {split}/CLASS.")
         for label in sorted(set(range(len(classes))) - set(images.labels.tolist())):
             raise UsageError(
@@ -130,7 +144,9 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
         entry.stat()  # of what a link leads to: `is_dir` alone would take a broken one for a file
         return entry.is_dir()
     except OSError as error:
-        raise UsageError(f"--data-dir: {entry.path!r} leads nowhere ({error.strerror}); mend or remove it.") from error
+        raise UsageError(
+            f"--data-dir: {entry.path!r} leads nowhere ({error.strerror}); repair or remove it."
+        ) from error
 
 
 def _contents(folder: Path) -> str:

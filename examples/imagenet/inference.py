@@ -27,7 +27,7 @@ def load(config: Config) -> tuple[ImageTask, Variables]:
 
     def make(own: Config, described: dict[str, Any]) -> ImageTask:
         about = Description.from_json(described)
-        test_set = None if own.images else open_data(own, ["val"])[0]
+        test_set = None if own.images else open_data(own, ["val"], about.classes)[0]
         if test_set is not None:
             _check_same(about, test_set)
         return ImageTask(own, DataParallel(own.devices), test_set=test_set, description=about)

@@ -33,8 +33,10 @@ from examples.imagenet.synthetic import random_batch
 from examples.imagenet.training import Classifier, create_classifier
 
 
-def open_data(config: Config, splits: Sequence[str] = ("train", "val")) -> list[Dataset]:
-    """The images that the flags name: of training, then of the test."""
+def open_data(
+    config: Config, splits: Sequence[str] = ("train", "val"), classes: Sequence[str] | None = None
+) -> list[Dataset]:
+    """The images that the flags name: of training, then of the test; `classes` are those of a trained model."""
     if config.data_dir is None:
         return [Digits("train" if split == "train" else "test") for split in splits]
     return list(
@@ -47,6 +49,7 @@ def open_data(config: Config, splits: Sequence[str] = ("train", "val")) -> list[
             cache=config.cache,
             whole=config.whole,
             splits=splits,
+            classes=classes,
         )
     )
 

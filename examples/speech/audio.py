@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import math
 import re
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import soundfile
+
+from examples.common.records import DamagedRecordError, Entry
 
 SAMPLE_RATE = 16_000
 
@@ -30,7 +33,10 @@ class AudioInfo(NamedTuple):
     channels: int
 
 
-def probe(path: Path) -> AudioInfo:
+File = Path | Entry
+
+
+def probe(path: File) -> AudioInfo:
     """Reads the header of an audio file.
 
     Raises:
@@ -42,7 +48,7 @@ def probe(path: Path) -> AudioInfo:
         )
 
 
-def read_audio(path: Path) -> np.ndarray:
+def read_audio(path: File) -> np.ndarray:
     """The samples of a file, [samples], float32, -1..1: resampled to 16 kHz, channels averaged.
 
     Raises:
@@ -62,11 +68,14 @@ def read_audio(path: Path) -> np.ndarray:
     return resample(mono, *resampling_ratio(rate))
 
 
-def _open(path: Path) -> soundfile.SoundFile:
+def _open(path: File) -> soundfile.SoundFile:
     try:
-        if path.stat().st_size == 0:
+        content = None if isinstance(path, Path) else path.read_bytes()
+        if (path.stat().st_size if isinstance(path, Path) else len(content or b"")) == 0:
             raise AudioError("the file is empty (0 bytes)")
-        file = soundfile.SoundFile(path)
+        file = soundfile.SoundFile(path if content is None else io.BytesIO(content))
+    except DamagedRecordError as error:
+        raise AudioError(str(error)) from error
     except OSError as error:
         raise AudioError(f"it can not be opened: {error.strerror}") from error
     except soundfile.SoundFileError as error:

@@ -80,8 +80,9 @@ class Config(RunConfig):
 
     train_data: Path | None = DATA(
         None,
-        "training speech: a Mozilla CSV (wav_filename,wav_filesize,transcript) or a folder as LibriSpeech has it; "
-        "without it digit strings, dates and commands that espeak-ng speaks",
+        "training speech: a Mozilla CSV (wav_filename,wav_filesize,transcript), a folder as LibriSpeech has it, or "
+        "shards (TFRecord, ArrayRecord, WebDataset, a saved Hugging Face dataset); without it digit strings, dates and "
+        "commands that espeak-ng speaks",
         uses=SPOKEN,
     )
     dev_data: Path | None = DATA(

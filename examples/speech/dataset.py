@@ -17,13 +17,13 @@ from examples.common.cli import UsageError, listing
 from examples.common.fingerprint import fingerprint
 from examples.common.skipped import SkippedFiles
 from examples.speech.alphabet import Alphabet
-from examples.speech.audio import SAMPLE_RATE, AudioError, AudioInfo, probe, read_audio
+from examples.speech.audio import SAMPLE_RATE, AudioError, AudioInfo, File, probe, read_audio
 
 
 class Utterance(NamedTuple):
-    """A line of a manifest."""
+    """Audio with its transcript."""
 
-    path: Path
+    path: File
     transcript: str
 
 
@@ -76,10 +76,10 @@ class Speech:
         try:
             audio = read_audio(path)
         except AudioError as error:
-            self.skipped.add(path, str(error))
+            self.skipped.add(str(path), str(error))
             return None
         if len(audio) != self.samples[index]:
-            self.skipped.add(path, "it has another length than at the start of the run")
+            self.skipped.add(str(path), "it has another length than at the start of the run")
             return None
         return audio
 
@@ -87,8 +87,8 @@ class Speech:
     def fingerprint(self) -> str:
         """Changes where utterances, transcripts or, in a sample, the content of files change."""
         utterances = zip(self.paths, self.transcripts, self.samples, strict=True)
-        names = [f"{path.parent.name}/{path.name}\t{transcript}\t{samples}" for path, transcript, samples in utterances]
-        return fingerprint(names, self.paths)
+        names = [f"{_place(path)}\t{transcript}\t{samples}" for path, transcript, samples in utterances]
+        return fingerprint(names, len(self), lambda index: self.paths[index].read_bytes())
 
     def keep_shorter(self, seconds: float) -> None:
         """Leaves out utterances that are longer, which is a choice and no fault of theirs."""
@@ -112,7 +112,7 @@ class Speech:
         need = np.array([frames_needed(labels) for labels in self.labels], np.int64)
         for index in np.flatnonzero(need > have):
             self.skipped.add(
-                self.paths[index],
+                str(self.paths[index]),
                 f"its transcript is too long: it needs {need[index]} frames and the model puts out {have[index]} for "
                 f"{self.samples[index] / SAMPLE_RATE:.2f} s of audio: {self.transcripts[index]!r}",
             )
@@ -126,7 +126,7 @@ class Speech:
             for utterance, found in zip(utterances, executor.map(_probe, utterances), strict=True):
                 # Here and not in the threads: messages come in the order of the manifest.
                 if isinstance(found, AudioError):
-                    self.skipped.add(utterance.path, str(found))
+                    self.skipped.add(str(utterance.path), str(found))
                 else:
                     kept.append(utterance)
                     infos.append(found)
@@ -139,6 +139,11 @@ class Speech:
         self.transcripts = [utterance.transcript for utterance in utterances]
         self.labels = [self.alphabet.encode(transcript) for transcript in self.transcripts]
         self.samples = np.asarray(samples, np.int64)
+
+
+def _place(path: File) -> str:
+    """What stays where the data are moved."""
+    return f"{path.parent.name}/{path.name}" if isinstance(path, Path) else path.records.name(path.number)
 
 
 def _probe(utterance: Utterance) -> AudioInfo | AudioError:

@@ -1,4 +1,4 @@
-"""Speech on disk: Mozilla's CSV and LibriSpeech's tree."""
+"""Speech on disk: Mozilla's CSV, LibriSpeech's tree, and shards."""
 
 from __future__ import annotations
 
@@ -6,33 +6,49 @@ import csv
 from pathlib import Path
 
 from examples.common.cli import UsageError
+from examples.common.records import Entry, Records
+from examples.common.shards import open_records
 from examples.speech.alphabet import Alphabet
 from examples.speech.dataset import Speech, Utterance
 
 _COLUMNS = ("wav_filename", "transcript")
+# Fields of entries in shards, as WebDataset and the Hugging Face hub have them.
+_AUDIO = ("audio", "wav", "flac", "mp3", "ogg", "opus")
+_TEXT = ("transcript", "text", "txt", "sentence", "transcription", "normalized_text")
 
 
 def open_speech(path: Path, alphabet: Alphabet | None = None, max_skipped: float = 0.01) -> Speech:
-    """Opens a CSV file (Mozilla's) or a folder (LibriSpeech's).
+    """Opens a CSV file (Mozilla's), a folder (LibriSpeech's), or shards with audio files and transcripts.
 
     Args:
-        path: of either.
+        path: of one of them; shards may be one file, or all in a folder.
         alphabet: of the transcripts; English without it.
-        max_skipped: share of the utterances that may be skipped because they can not be used.
+        max_skipped: share of the utterances that may be skipped because they can't be used.
 
     Raises:
-        UsageError: what is there is neither, is empty, or can not be used.
+        UsageError: what is there is none of them, is empty, or can't be used.
     """
-    if path.is_dir():
+    if path.exists() and (records := open_records(path)) is not None:
+        utterances = read_records(records)
+    elif path.is_dir():
         utterances = read_librispeech(path)
     elif path.is_file():
         utterances = read_csv(path)
     else:
         raise UsageError(
-            f"there is no {str(path)!r}; give a CSV file with columns wav_filename,wav_filesize,transcript, or the "
-            "folder of a LibriSpeech tree."
+            f"there is no {str(path)!r}; give a CSV file with columns wav_filename,wav_filesize,transcript, the "
+            "folder of a LibriSpeech tree, or shards (*.tfrecord, *.array_record, *.tar, a saved Hugging Face dataset)."
         )
     return Speech(str(path), utterances, alphabet or Alphabet(), max_skipped)
+
+
+def read_records(records: Records) -> list[Utterance]:
+    """The utterances of shards whose entries hold an audio file and its transcript."""
+    audio, text = records.field(_AUDIO, "audio"), records.field(_TEXT, "transcript")
+    transcripts = (
+        value.decode(errors="replace") if isinstance(value, bytes) else value or "" for value in records.column(text)
+    )
+    return [Utterance(Entry(records, index, audio), text.strip()) for index, text in enumerate(transcripts)]
 
 
 def read_csv(path: Path) -> list[Utterance]:
@@ -66,7 +82,7 @@ def read_csv(path: Path) -> list[Utterance]:
 def _utterance(path: Path, line: int, row: dict[str, str | None]) -> Utterance:
     name, transcript = (row[column] for column in _COLUMNS)
     if not name or transcript is None:
-        raise UsageError(f"{str(path)!r}, line {line} lacks a {_COLUMNS[bool(name)]}; mend or remove the line.")
+        raise UsageError(f"{str(path)!r}, line {line} lacks a {_COLUMNS[bool(name)]}; repair or remove the line.")
     return Utterance(path.parent / name, transcript.strip())
 
 
@@ -82,7 +98,7 @@ def read_librispeech(folder: Path) -> list[Utterance]:
     if not utterances:
         raise UsageError(
             f"{str(folder)!r} has no transcripts: expected a LibriSpeech tree, SPEAKER/CHAPTER/*.trans.txt with the "
-            "FLAC files beside them, or give a CSV file."
+            "FLAC files beside them, or shards (*.tfrecord, *.array_record, *.tar), or give a CSV file."
         )
     return utterances
 

@@ -259,7 +259,7 @@ def test_unreadable_files_are_named_and_count_for_nothing(cached, own_photos, ca
     lines = [line for line in capsys.readouterr().err.splitlines() if "/val/" in line and line.startswith("skipped")]
     assert len(lines) == test.unreadable == len(reasons)
     for name, reason in reasons.items():
-        assert sum(f"skipped, not readable as an image: {own_photos}/val/china/{name} (" in line for line in lines) == 1
+        assert sum(f"skipped: {own_photos}/val/china/{name} (" in line for line in lines) == 1
         assert any(name in line and reason in line for line in lines)
     # In training the one after it takes its place: the batch is full, and the same at every look.
     batches = train_list(train, 6, 6)
@@ -272,12 +272,12 @@ def test_unreadable_files_are_named_and_count_for_nothing(cached, own_photos, ca
 def test_too_many_unreadable_files_end_the_run(workers, own_photos):
     spoil(own_photos / "train" / "china")
     with pytest.raises(
-        UsageError, match=r"4 images can not be read, the last one '.*'.*at most 3 .*--max-unreadable 0.2"
+        UsageError, match=r"4 of 18 files can't be used, the last one '.*'.*at most 3 .*--max-unreadable 0.2"
     ):
         train_list(opened(own_photos, 0.2)[0], workers=workers)
     for path in (own_photos / "val").rglob("*.*g"):
         path.write_bytes(b"")
-    with pytest.raises(UsageError, match="1 images can not be read"):
+    with pytest.raises(UsageError, match="1 of 6 files can't be used"):
         evaluation_list(opened(own_photos, 0.0)[1], 4)
 
 

@@ -52,7 +52,7 @@ def test_model_is_not_tested_on_other_classes(trained, monkeypatch, capsys):
 def test_testing_needs_no_training_data(trained, monkeypatch, capsys):
     opened = []
     real = image_task.open_data
-    monkeypatch.setattr("examples.imagenet.inference.open_data", lambda c, s: opened.append(s) or real(c, s))
+    monkeypatch.setattr("examples.imagenet.inference.open_data", lambda c, s, k: opened.append(s) or real(c, s, k))
     assert main(["--mode", "predict", "--output", str(trained), "--devices", "1"]) == 0
     assert opened == [["val"]]
     first = json.loads((trained / "predictions.json").read_text())["predictions"][0]

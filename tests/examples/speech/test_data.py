@@ -168,7 +168,7 @@ def test_unusable_files_are_skipped_named_and_counted(tmp_path, capsys):
         "damaged": 2,
         "it holds NaN or infinite samples": 1,
     }
-    with pytest.raises(UsageError, match=r"2 of 9 files can not be used.*--max-skipped 0.01"):
+    with pytest.raises(UsageError, match=r"2 of 9 files can't be used.*--max-skipped 0.01"):
         open_speech(path)
     strict = open_speech(write_csv(tmp_path, ("good.wav", "a"), ("cut.flac", "b")), max_skipped=0)
     with pytest.raises(UsageError, match=r"cut.flac' \(damaged"):  # from a thread that loads

@@ -1,0 +1,86 @@
+"""Recognises shards by what a folder holds, and opens those of one split."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from examples.common.cli import UsageError, listing
+from examples.common.records import Examples, HuggingFace, Records, TarFiles, TFRecordFiles, open_array_records
+
+# What a split may be called; of several that are there, the first.
+SPLITS = {"train": ("train", "training"), "val": ("val", "valid", "validation", "dev", "eval", "test")}
+
+EXPECTED = (
+    "shards whose names hold the word train or val (*.tfrecord, *.array_record, *.tar), or a folder that the datasets "
+    "library saved"
+)
+
+_Open = Callable[[Path, Sequence[Path]], Records]
+_NUMBERED = r"(-\d+-of-\d+)?"
+_KINDS: dict[str, tuple[str, _Open]] = {
+    "ArrayRecord": (rf"\.array_?record{_NUMBERED}$", open_array_records),
+    "WebDataset": (r"\.tar$", TarFiles),
+    # ImageNet's have no suffix: train-00000-of-01024.
+    "TFRecord": (
+        rf"\.tfrecords?{_NUMBERED}$|-\d+-of-\d+$",
+        lambda root, paths: Examples(root, paths, TFRecordFiles(paths)),
+    ),
+}
+
+
+def open_records(root: Path, split: str | None = None) -> Records | None:
+    """The entries of a split, or None where there are no shards.
+
+    Args:
+        root: a folder with shards in it or in its subfolders, a single shard, or a folder of the datasets library.
+        split: a key of `SPLITS`, by which shards are chosen; without it all of them are.
+
+    Raises:
+        UsageError: there are shards, but none of this split, or of several formats, or they can't be read.
+    """
+    if (root / "dataset_dict.json").is_file():
+        return _open_dictionary(root, split)
+    if (root / "dataset_info.json").is_file() and (root / "state.json").is_file():
+        if split not in (None, "train"):
+            raise UsageError(f"{str(root)!r} is one dataset without splits; save a DatasetDict with train and test.")
+        return HuggingFace(root, root)
+    files = [root] if root.is_file() else sorted([*root.glob("*"), *root.glob("*/*")])
+    found = {path: kind for path in files if (kind := _kind(path)) and path.is_file()}
+    if not found:
+        return None
+    chosen = [path for path in found if split is None] or _of_split(root, list(found), split or "")
+    kinds = sorted({found[path] for path in chosen})
+    if len(kinds) > 1:
+        raise UsageError(f"{str(root)!r} holds shards of several formats ({', '.join(kinds)}); leave one.")
+    records = _KINDS[kinds[0]][1](root, chosen)
+    if not len(records):
+        raise UsageError(f"{str(root)!r}: the {kinds[0]} files {listing([path.name for path in chosen])} are empty.")
+    return records
+
+
+def _kind(path: Path) -> str | None:
+    return next((kind for kind, (pattern, _) in _KINDS.items() if re.search(pattern, path.name)), None)
+
+
+def _of_split(root: Path, paths: Sequence[Path], split: str) -> list[Path]:
+    words = {path: re.split(r"[^a-z]+", str(path.relative_to(root)).lower()) for path in paths}
+    for word in SPLITS[split]:
+        if chosen := [path for path in paths if word in words[path]]:
+            return chosen
+    raise UsageError(
+        f"--data-dir {str(root)!r} has no shard of the split {split!r}: a name with one of the words "
+        f"{', '.join(SPLITS[split])}; it holds {listing([str(path.relative_to(root)) for path in paths])}."
+    )
+
+
+def _open_dictionary(root: Path, split: str | None) -> Records:
+    there = json.loads((root / "dataset_dict.json").read_text())["splits"]
+    wanted = there[:1] if split is None and len(there) == 1 else SPLITS.get(split or "", ())
+    name = next((word for word in wanted if word in there), None)
+    if name is None:
+        asked = f"split {split!r}" if split else "single split"
+        raise UsageError(f"{str(root)!r} is a DatasetDict without a {asked}; it holds {listing(there)}.")
+    return HuggingFace(root, root / name)

@@ -1,0 +1,96 @@
+"""Encoded images with labels from shards: TFRecord, ArrayRecord, WebDataset, Hugging Face datasets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from examples.common.records import DamagedRecordError, Records
+from examples.common.shards import open_records
+
+# Names of the fields, as TensorFlow Datasets, NVIDIA's scripts, WebDataset and the Hugging Face hub have them.
+_IMAGE = ("image/encoded", "image", "img", "jpg", "jpeg", "jpe", "png", "webp", "bmp", "gif")
+_LABEL = ("image/class/label", "label", "cls", "class", "fine_label")
+
+
+class ImageRecords:
+    """The images of one split in shards; of the same interface as `image_tree.Images`.
+
+    Args:
+        records: the entries.
+        fields: of image and label.
+        names: of the classes that integer labels stand for; their own digits without it.
+        classes: in the order of the model's outputs.
+    """
+
+    def __init__(
+        self, records: Records, fields: tuple[str, str], names: Sequence[str] | None, classes: Sequence[str]
+    ) -> None:
+        self.root = str(records.root)
+        self._records, self._fields, self._names = records, fields, names
+        self._index = {name: index for index, name in enumerate(classes)}
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def name(self, index: int) -> str:
+        """Where an image is, below `root`."""
+        return self._records.name(index)
+
+    def item(self, index: int) -> tuple[bytes, int]:
+        """The encoded image, and its label; raises a `DamagedRecordError` where the entry lacks either."""
+        record = self._records[index]
+        image, value = (record.get(field) for field in self._fields)
+        if not isinstance(image, bytes):
+            raise DamagedRecordError(f"its field {self._fields[0]!r} holds no encoded image")
+        name = _class_name(value, self._names)
+        if name not in self._index:
+            raise DamagedRecordError(f"its label {name!r} is none of the {len(self._index)} classes")
+        return image, self._index[name]
+
+    def digest(self) -> str:
+        """Changes where shards are added, removed or resized, or where a sampled entry changes."""
+        return self._records.digest()
+
+
+def open_image_records(
+    root: Path, splits: Sequence[str], classes: Sequence[str] | None = None
+) -> tuple[list[str], list[ImageRecords]] | None:
+    """The classes and the images of each split; None where there are no shards.
+
+    Classes have the names that the dataset gives (a Hugging Face ClassLabel, or labels.txt beside the shards, a name a
+    line), and else those that occur in the first split, which takes reading all its labels.
+
+    Args:
+        root: of the dataset.
+        splits: `train` and `val`, or one of them.
+        classes: of the model that is tested.
+    """
+    if not root.is_dir():
+        return None
+    opened = []
+    for split in splits:
+        records = open_records(root, split)
+        if records is None:
+            return None
+        fields = records.field(_IMAGE, "image"), records.field(_LABEL, "label")
+        names = records.class_names(fields[1])
+        if classes is None:
+            classes = names or _sorted({_class_name(value, names) for value in records.column(fields[1])} - {None})
+        opened.append((records, fields, names))
+    return list(classes or ()), [ImageRecords(*found, classes or ()) for found in opened]
+
+
+def _class_name(value: Any, names: Sequence[str] | None) -> str | None:
+    """The class of a label: an integer, its digits, or a name."""
+    text = value.decode(errors="replace").strip() if isinstance(value, bytes) else str(value).strip()
+    if not text or value is None:
+        return None
+    if names and text.isdecimal():
+        return names[int(text)] if int(text) < len(names) else text
+    return text
+
+
+def _sorted(names: set[Any]) -> list[str]:
+    return sorted(names, key=lambda name: (0, int(name), "") if name.isdecimal() else (1, 0, name))

@@ -1,0 +1,252 @@
+"""Shards of every format: images and speech come out of them as they went in."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import struct
+import tarfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import soundfile
+
+from examples.common.cli import UsageError
+from examples.common.records import example_type
+from examples.imagenet.image_folder import ImageFolder, open_image_folder
+from examples.speech.manifests import open_speech
+from tests.examples.imagenet.image_tree import CLASSES, make_photo_tree
+
+Rows = Sequence[dict[str, Any]]
+
+
+def serialised(row: dict[str, Any]) -> bytes:
+    example = example_type()()
+    for name, value in row.items():
+        feature = example.features.feature[name]
+        if isinstance(value, int):
+            feature.int64_list.value.append(value)
+        else:
+            feature.bytes_list.value.append(value if isinstance(value, bytes) else value.encode())
+    return example.SerializeToString()
+
+
+def write_tfrecord(path: Path, rows: Rows) -> None:
+    with path.open("wb") as file:
+        for content in map(serialised, rows):
+            file.write(struct.pack("<Q4x", len(content)) + content + bytes(4))
+
+
+def write_array_record(path: Path, rows: Rows) -> None:
+    from array_record.python.array_record_module import ArrayRecordWriter
+
+    writer = ArrayRecordWriter(str(path), "group_size:1")
+    for row in rows:
+        writer.write(serialised(row))
+    writer.close()
+
+
+def write_tar(path: Path, rows: Rows) -> None:
+    with tarfile.open(path, "w") as tar:
+        for number, row in enumerate(rows):
+            for field, value in row.items():
+                content = value if isinstance(value, bytes) else str(value).encode()
+                member = tarfile.TarInfo(f"some/{number:04d}.{field}")
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+
+
+def halves(rows: Rows) -> tuple[Rows, Rows]:
+    return rows[: len(rows) // 2], rows[len(rows) // 2 :]
+
+
+def sharded(write: Callable[[Path, Rows], None], name: str) -> Callable[..., None]:
+    """Writes two shards a split; `name` takes split and number."""
+
+    def write_all(root: Path, splits: dict[str, Rows], names: Sequence[str] = ()) -> None:
+        for split, rows in splits.items():
+            for number, part in enumerate(halves(rows)):
+                path = root / name.format(split=split, number=number)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write(path, part)
+        if names:
+            (root / "labels.txt").write_text("\n".join(names) + "\n")
+
+    return write_all
+
+
+def write_hugging_face(root: Path, splits: dict[str, Rows], names: Sequence[str] = ()) -> None:
+    datasets = pytest.importorskip("datasets")
+    made = {}
+    for split, rows in splits.items():
+        data = datasets.Dataset.from_list([dict(row) for row in rows])
+        for field in data.features:
+            if field == "label" and names:
+                data = data.cast_column(field, datasets.ClassLabel(names=list(names)))
+            elif field in ("image", "audio"):
+                kind = datasets.Image if field == "image" else datasets.Audio
+                media = [{"bytes": row[field], "path": None} for row in rows]
+                data = data.remove_columns(field).add_column(field, media).cast_column(field, kind(decode=False))
+        made["validation" if split == "val" else split] = data
+    datasets.DatasetDict(made).save_to_disk(str(root))
+
+
+FORMATS = {
+    "tfrecord": (sharded(write_tfrecord, "photos-{split}.tfrecord-0000{number}-of-00002"), "image", "label"),
+    "nvidia": (sharded(write_tfrecord, "{split}-0000{number}-of-00002"), "image/encoded", "image/class/label"),
+    "array_record": (
+        sharded(write_array_record, "photos-{split}.array_record-0000{number}-of-00002"),
+        "image",
+        "label",
+    ),
+    "webdataset": (sharded(write_tar, "{split}/photos-{number:04d}.tar"), "jpg", "cls"),
+    "hugging_face": (write_hugging_face, "image", "label"),
+}
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_photo_tree(tmp_path_factory.mktemp("photos"))
+
+
+def opened(root: Path, **options: Any) -> list[ImageFolder]:
+    return open_image_folder(root, 16, True, 2, 0.0, **options)
+
+
+def rows_of(folder: ImageFolder, image: str, label: str) -> Rows:
+    items = [folder.images.item(index) for index in range(len(folder))]
+    return [{image: Path(str(file)).read_bytes(), label: value} for file, value in items]
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_images_of_shards_are_those_of_folders(kind, photos, tmp_path):
+    write, image, label = FORMATS[kind]
+    expected = opened(photos)
+    splits = {split: rows_of(folder, image, label) for split, folder in zip(("train", "val"), expected, strict=True)}
+    write(tmp_path / "data", splits, CLASSES)
+    found = opened(tmp_path / "data")
+    for one, two in zip(found, expected, strict=True):
+        assert tuple(one.classes) == CLASSES
+        batches = [data.load(np.arange(len(two)), None).batch for data in (one, two)]
+        jax.tree.map(np.testing.assert_array_equal, *batches)
+    assert found[0].name_of(1)[1] == "china"
+    # A run goes on with the same entries wherever they are, and with no others.
+    state = json.loads(json.dumps(found[0].state()))
+    moved = opened((tmp_path / "data").rename(tmp_path / "moved"))
+    moved[0].restore(state)
+    splits["train"][0][image] = splits["train"][1][image]
+    write(tmp_path / "other", splits, CLASSES)
+    with pytest.raises(UsageError, match="not the same files or content"):
+        opened(tmp_path / "other")[0].restore(state)
+
+
+@pytest.mark.parametrize("kind", ["tfrecord", "array_record", "webdataset", "hugging_face"])
+def test_processes_and_cache_read_shards_too(kind, photos, tmp_path):
+    write, image, label = FORMATS[kind]
+    folder = opened(photos)[0]
+    # Without names of classes: they are the labels that occur, here two of many.
+    rows = [row | {label: 7 + 5 * row[label]} for row in rows_of(folder, image, label)]
+    write(tmp_path / "data", {"train": rows, "val": rows[:8]})
+    train, cached = opened(tmp_path / "data")[0], opened(tmp_path / "data", cache=True)[0]
+    assert tuple(train.classes) == ("7", "12")
+    np.testing.assert_array_equal(train.load(np.arange(12), None).batch.labels, [0] * 6 + [1] * 6)
+    np.testing.assert_array_equal(cached.load(np.arange(12), None).batch.labels, [0] * 6 + [1] * 6)
+    sent = pickle.loads(pickle.dumps(train))  # as to a worker process
+    batches = [data.load(np.arange(12), None).batch for data in (sent, train)]
+    jax.tree.map(np.testing.assert_array_equal, *batches)
+
+
+def test_a_test_set_without_some_classes_is_that_of_the_model(photos, tmp_path):
+    rows = rows_of(opened(photos)[1], "jpg", "cls")
+    names = [row | {"cls": CLASSES[row["cls"]]} for row in rows]
+    FORMATS["webdataset"][0](tmp_path, {"val": [row for row in names if row["cls"] == "flower"]})
+    (test,) = opened(tmp_path, splits=["val"], classes=CLASSES)
+    np.testing.assert_array_equal(test.load(np.arange(len(test)), None).batch.labels, 1)
+
+
+def test_labels_in_json_and_damaged_entries(photos, tmp_path):
+    rows = [
+        {"jpg": row["jpg"], "json": json.dumps({"label": row["label"]})}
+        for row in rows_of(opened(photos)[1], "jpg", "label")
+    ]
+    rows[1] = rows[1] | {"json": "{"}
+    rows[2] = rows[2] | {"jpg": b"no image"}
+    FORMATS["webdataset"][0](tmp_path, {"train": rows, "val": rows})
+    train, _ = open_image_folder(tmp_path, 16, True, 2, 0.5)
+    loaded = train.load(np.arange(6), None)
+    np.testing.assert_array_equal(loaded.batch.mask, [1, 0, 0, 1, 1, 1])
+    train.report(loaded.unreadable)
+    assert {name.rpartition("/")[2]: reason.split(":")[0] for name, reason in train.problems.reasons.items()} == {
+        "0001": "its json is none",
+        "0002": "not a whole JPEG, PNG, WEBP, GIF or BMP",
+    }
+
+
+def cut_short(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-200])
+
+
+def overwritten(path: str) -> Callable[[Path], Any]:
+    return lambda root: (root / path).write_bytes(b"x" * 70_000)
+
+
+REFUSED = [
+    ("tfrecord", lambda r: cut_short(r / "photos-train.tfrecord-00001-of-00002"), "no whole, uncompressed TFRecord"),
+    ("webdataset", overwritten("train/photos-0001.tar"), "no whole, uncompressed tar"),
+    ("array_record", overwritten("photos-train.array_record-00000-of-00002"), "ArrayRecord files can't be read"),
+    ("webdataset", lambda r: (r / "val").rename(r / "rest"), "no shard of the split 'val'.* 'rest/photos-0000.tar'"),
+    ("webdataset", lambda r: (r / "train/photos.tfrecord").touch(), "several formats .TFRecord, WebDataset."),
+    (
+        "hugging_face",
+        lambda r: (r / "dataset_dict.json").write_text('{"splits": ["train", "more"]}'),
+        "without a split 'val'; it holds 'train', 'more'",
+    ),
+    (
+        "webdataset",
+        lambda r: write_tar(r / "train/photos-0000.tar", [{"tiff": b"1", "cls": 1}]),
+        "have the fields 'tiff', 'cls', and none of image/encoded",
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "spoil", "message"), REFUSED)
+def test_shards_that_can_not_be_right_are_refused(kind, spoil, message, photos, tmp_path):
+    write, image, label = FORMATS[kind]
+    rows = rows_of(opened(photos)[1], image, label)
+    write(tmp_path / "data", {"train": rows, "val": rows}, CLASSES)
+    spoil(tmp_path / "data")
+    with pytest.raises(UsageError, match=message):
+        opened(tmp_path / "data")
+
+
+def test_a_folder_of_nothing_known_is_listed(tmp_path):
+    (tmp_path / "train.zip").touch()
+    with pytest.raises(UsageError, match=r"it holds 'train.zip'.*\*\.tfrecord, \*\.array_record, \*\.tar"):
+        opened(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["tfrecord", "array_record", "webdataset", "hugging_face"])
+def test_speech_of_shards_is_what_was_written(kind, tmp_path):
+    write = FORMATS[kind][0]
+    field, text = ("wav", "txt") if kind == "webdataset" else ("audio", "text")
+    samples = [np.linspace(-0.5, 0.5, 4000 + 100 * number, dtype=np.float32) for number in range(4)]
+    rows = []
+    for number, wave in enumerate(samples):
+        content = io.BytesIO()
+        soundfile.write(content, wave, 16_000, format="WAV", subtype="FLOAT")
+        rows.append({field: content.getvalue(), text: f"number {'abcd'[number]} "})
+    rows.append(rows[0] | {field: b"no audio"})
+    write(tmp_path / "data", {"train": rows})
+    speech = open_speech(tmp_path / "data", max_skipped=0.5)
+    assert speech.transcripts == ["number a", "number b", "number c", "number d"]
+    for index, wave in enumerate(samples):
+        np.testing.assert_array_equal(speech.load(index), wave)
+    assert speech.skipped.counts == {"not readable as audio": 1}
+    assert (
+        speech.fingerprint == open_speech((tmp_path / "data").rename(tmp_path / "moved"), max_skipped=0.5).fingerprint
+    )
