@@ -265,8 +265,7 @@ class Run:
             outs, new = special[place.site.name](place, ins, turn)
         else:
             if eqn.params.get("differentiated") and any(compat.barriers(eqn.params, len(ins))):
-                # A remat's backward pass: without the barrier, what it computes again would be kept instead.
-                ins = lax.optimization_barrier(list(ins))
+                ins = self._behind_barrier(ins)
             outs, new = self.block(place.blocks[0], ins, turn)
         return outs, {**notes, **new}
 
@@ -283,6 +282,10 @@ class Run:
     def _with(self, probe: Probe) -> Run:
         """The same evaluation with another probe."""
         return Run(probe, self.wide, self.replace)
+
+    def _behind_barrier(self, ins: Sequence[Any]) -> Sequence[Any]:
+        """The operands of a remat's backward pass: without a barrier, XLA would keep what is to be computed again."""
+        return lax.optimization_barrier(list(ins))
 
     def _bound(self, place: Place, ins: Sequence[Any]) -> list[Any]:
         """The results of an equation without an inside."""
@@ -400,8 +403,8 @@ class Eager(Run):
     Used for several calls with arrays of the same shapes, it compiles each of them once.
     """
 
-    def __init__(self, probe: Probe, wide: bool = False):
-        super().__init__(probe, wide)
+    def __init__(self, probe: Probe, wide: bool = False, replace: Callable[..., Sequence[Any]] | None = None):
+        super().__init__(probe, wide, replace)
         self._compiled: dict[int, Callable[..., Any]] = {}
 
     def _evaluate(self, place: Place, ins: Sequence[Any], turn: Sequence[Any]) -> tuple[Sequence[Any], dict[Key, Any]]:
@@ -411,6 +414,9 @@ class Eager(Run):
             run = functools.partial(self._with(self.probe)._evaluate, place)
             self._compiled[place.number] = jax.jit(run, compiler_options=COMPILER_OPTIONS)
         return self._compiled[place.number](list(ins), list(turn))
+
+    def _behind_barrier(self, ins: Sequence[Any]) -> Sequence[Any]:
+        return ins  # Each operation runs by itself: there is nothing that a compiler could keep.
 
 
 def _select(mask: Any, new: Any, old: Any) -> Any:

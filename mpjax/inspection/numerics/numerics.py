@@ -9,15 +9,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.extend
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from mpjax._jaxpr import compat
 from mpjax._jaxpr.instances import owners_of
 from mpjax._jaxpr.interpreter import (
-    COMPILER_OPTIONS,
     Block,
     Eager,
     Place,
@@ -29,13 +26,13 @@ from mpjax._jaxpr.interpreter import (
 )
 from mpjax._jaxpr.primitives import Op, primitive
 from mpjax._jaxpr.source import BACKWARD
-from mpjax.casting import autocast
 from mpjax.inspection.gradient import gradient_of, scale_state
 from mpjax.inspection.numerics.activations import Counted, counted
 from mpjax.inspection.numerics.host_statistics import HostRangeProbe, result
 from mpjax.inspection.numerics.range_statistics import BIAS, BINS, Limits, RangeProbe, Tally, tally_of
 from mpjax.inspection.numerics.report import NumericsReport as NumericsReport
 from mpjax.inspection.numerics.report import Range
+from mpjax.inspection.numerics.trial import Trial
 from mpjax.inspection.program import traced_call
 from mpjax.policy import HALF_DTYPES, Policy, get_policy
 
@@ -79,8 +76,7 @@ def numerics(
         has_aux: whether `fun` returns `(loss, aux)`.
         dtype: `"float16"` or `"bfloat16"`.
         verify: whether the recommendation is tried on the last batch of a float32 program: its gradients under
-            `autocast` as it is, and with the recommended scale and overrides, against those of float32. It compiles
-            both.
+            `autocast` as it is, and with the recommended scale and overrides, against those of float32.
 
     Returns:
         A `NumericsReport`.
@@ -196,7 +192,8 @@ class _Measuring:
                     self._put_exponents(("matters", site.path, phase, "", ""), histogram)
         for name, grad in zip(compiled.names, grads, strict=True):
             row = ("parameters", name, _BACKWARD, "", "")
-            found = result(compiled.probe.take([jnp.asarray(grad, jnp.float32) * self.scale], [], self.limits))
+            scaled = np.asarray(grad, np.float32) * np.float32(self.scale)
+            found = result(compiled.probe.take([scaled], [], self.limits))
             self._put(row, tally_of(found), ("float32",))
             self._put_exponents(row, found[2])
 
@@ -207,30 +204,19 @@ class _Measuring:
         args, true = self.last
         half = Policy(jnp.float32, self.limits.dtype, jnp.float32)
         overrides = tuple((pattern, get_policy(dtype)) for pattern, dtype in report.overrides)
-        kept = dataclasses.replace(half, overrides=overrides)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # about what the policy leaves in float32, which is what is tried
-                before = self._error(half, self.scale, args, true)
-                after = self._error(kept, report.init_scale, args, true)
+                trial = Trial(self.fun, half, self.argnums, self.has_aux, args)
+                before = trial.error(self.scale, true)
+                if overrides:
+                    kept = dataclasses.replace(half, overrides=overrides)
+                    trial = Trial(self.fun, kept, self.argnums, self.has_aux, args)
+                after = trial.error(report.init_scale, true)
         except Exception as error:  # The measurement stands without it.
             note = f"the recommendation was not tried: autocast fails with {type(error).__name__}: {error}"
             return dataclasses.replace(report, notes=(note,))
         return dataclasses.replace(report, errors=(before, after))
-
-    def _error(self, policy: Policy, scale: float, args: Sequence[Any], true: Sequence[Any]) -> float:
-        """The relative error of the gradients in half; inf if they are not finite."""
-        state = scale_state(scale)
-        gradient = gradient_of(autocast(self.fun, policy), state, self.argnums, self.has_aux, [])
-        program = traced_call("numerics", gradient, args, {})
-        run = jax.jit(jax.extend.core.jaxpr_as_fun(program.jaxpr), compiler_options=COMPILER_OPTIONS)
-        grads = run(*program.arrays)[: len(true)]
-        found, expected = (
-            optax.tree.norm([jnp.asarray(g, jnp.float32) for g in gs])
-            for gs in ([jnp.asarray(g, jnp.float32) - t for g, t in zip(grads, true, strict=True)], true)
-        )
-        error = float(found / expected)
-        return error if math.isfinite(error) else math.inf
 
     def _put(self, row: _Row, tally: Tally, dtypes: Iterable[str]) -> None:
         self.tallies[row] = self.tallies[row] + tally if row in self.tallies else tally

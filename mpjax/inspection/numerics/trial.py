@@ -1,0 +1,77 @@
+"""A trial of a policy and a loss scale: how far the gradients in half are from those in float32.
+
+The program that `autocast` makes is evaluated operation by operation in float32, and each result that it stores in half
+is rounded to half. Matmuls accumulate in float32, as Tensor Cores do, and most operations are compiled already: they
+are the same as those of the float32 program.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+
+from mpjax._jaxpr.interpreter import COMPILER_OPTIONS, Eager, Place, Probe, is_half, lay_out, widened
+from mpjax._jaxpr.primitives import primitive
+from mpjax.casting import autocast
+from mpjax.inspection.gradient import gradient_of, traced_scale_state
+from mpjax.inspection.program import traced_call
+from mpjax.policy import Policy
+
+
+class Trial:
+    """The gradient of a loss function under a policy, at any loss scale.
+
+    Args:
+        fun: the loss function.
+        policy: what `autocast` makes of it.
+        argnums, has_aux: as in `gradient_of`.
+        args: the arguments of the call.
+    """
+
+    def __init__(self, fun: Callable[..., Any], policy: Policy, argnums: Any, has_aux: bool, args: Sequence[Any]):
+        def gradient(*args: Any, mpjax_loss_scale: Any) -> Any:
+            state = traced_scale_state(mpjax_loss_scale)
+            return gradient_of(autocast(fun, policy), state, argnums, has_aux, self._names)(*args)
+
+        self._names: list[str] = []
+        self._program = traced_call("numerics", gradient, args, {"mpjax_loss_scale": np.float32(1)})
+        self._block = lay_out(self._program.jaxpr)
+        self._scale = next(i for i, name in enumerate(self._program.names) if name == "[1]['mpjax_loss_scale']")
+        self._evaluation = Eager(Probe(), wide=True, replace=_rounded)
+
+    def error(self, scale: float, exact: Sequence[Any]) -> float:
+        """The error of the gradients, relative to the exact ones; inf if they are not finite."""
+        arrays = [widened(x) for x in self._program.arrays]
+        arrays[self._scale] = np.float32(scale)
+        outs, _ = self._evaluation.block(self._block, arrays)
+        grads = (np.asarray(g, np.float64) for g in outs[: len(exact)])
+        pairs = [(g, np.asarray(e, np.float64)) for g, e in zip(grads, exact, strict=True)]
+        with np.errstate(invalid="ignore"):  # inf - inf
+            apart, size = sum(np.sum((g - e) ** 2) for g, e in pairs), sum(np.sum(e**2) for _, e in pairs)
+            error = float(np.sqrt(apart) / np.sqrt(size))
+        return error if math.isfinite(error) else math.inf
+
+
+def _rounded(place: Place, turn: Sequence[Any], outs: Sequence[Any]) -> Sequence[Any]:
+    """An equation's results, those in half rounded to it and back."""
+    row, eqn = primitive(place.site.name), place.site.eqn
+    if (row.moves or row.keeps_values) and all(map(is_half, eqn.invars[:1])):
+        return outs  # of values that are rounded already
+    return [_round(x, v.aval.dtype) if is_half(v) else x for x, v in zip(outs, eqn.outvars, strict=True)]
+
+
+def _round(x: Any, dtype: Any) -> Any:
+    return _to_half_and_back(x, dtype) if isinstance(x, jax.core.Tracer) else _compiled_rounding(x, dtype)
+
+
+def _to_half_and_back(x: Any, dtype: Any) -> Any:
+    return lax.convert_element_type(lax.convert_element_type(x, dtype), np.float32)
+
+
+_compiled_rounding = functools.partial(jax.jit, static_argnums=1, compiler_options=COMPILER_OPTIONS)(_to_half_and_back)

@@ -1,0 +1,71 @@
+"""`Trial`: the errors of gradients in half, from a float32 evaluation that rounds what half would round."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import mpjax
+from mpjax.inspection.numerics.trial import Trial
+from mpjax.policy import get_policy
+
+
+def exact_gradient(fun, *args):
+    return jax.tree.leaves(jax.jit(jax.grad(fun))(*args))
+
+
+def error_when_compiled(fun, policy, scale, *args):
+    """The relative error of the gradients of the program as XLA compiles it."""
+    state = mpjax.static_loss_scale(optax.identity(), scale).init({})
+    options = {"xla_allow_excess_precision": False}
+    run = jax.jit(lambda *args: mpjax.value_and_grad(fun, state, policy=policy)(*args)[1], compiler_options=options)
+    pairs = zip(jax.tree.leaves(run(*args)), exact_gradient(fun, *args), strict=True)
+    pairs = [(np.asarray(f, float), np.asarray(e, float)) for f, e in pairs]
+    return math.sqrt(sum(((f - e) ** 2).sum() for f, e in pairs) / sum((e**2).sum() for _, e in pairs))
+
+
+def layers(w, x):
+    """Unrolled layers, recomputed activations, a reduction in float32 and gradients that are subnormal in float16."""
+    for i in range(3):
+        x = jax.nn.gelu(x @ w["kernel"][i] + w["bias"])
+    return jnp.mean(jax.nn.log_softmax(x) ** 2) * 1e-3
+
+
+def scanned(w, x):
+    x, _ = jax.lax.scan(lambda x, kernel: (jnp.tanh(x @ kernel + w["bias"]), None), x, w["kernel"])
+    return jnp.mean(x**2)
+
+
+def arguments():
+    rng = np.random.default_rng(0)
+    w = {"kernel": rng.normal(size=(3, 16, 16)) / 4, "bias": rng.normal(size=16)}
+    return jax.tree.map(lambda x: np.asarray(x, np.float32), (w, rng.normal(size=(8, 16))))
+
+
+@pytest.mark.parametrize("fun", [layers, scanned])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_its_error_is_that_of_the_compiled_program(fun, dtype):
+    policy, args = get_policy(f"mixed_{dtype}"), arguments()
+    trial = Trial(fun, policy, 0, False, args)
+    for scale in (1.0, 1024.0) if dtype == "float16" else (1.0,):
+        expected = error_when_compiled(fun, policy, scale, *args)
+        assert expected > 0
+        assert trial.error(scale, exact_gradient(fun, *args)) == pytest.approx(expected, rel=0.2)
+
+
+def test_an_overflow_is_an_infinite_error_and_an_override_takes_it_away():
+    def hot(w, x):
+        with jax.named_scope("hot"):
+            x = (x @ w["kernel"][0]) * 1e6 * 1e-6
+        return jnp.mean((x @ w["kernel"][1]) ** 2)
+
+    args, policy = arguments(), get_policy("mixed_float16")
+    kept = mpjax.Policy("float32", "float16", "float32", overrides=(("*/hot", get_policy("float32")),))
+    exact = exact_gradient(hot, *args)
+    assert Trial(hot, policy, 0, False, args).error(1.0, exact) == math.inf
+    trial = Trial(hot, kept, 0, False, args)
+    assert trial.error(1.0, exact) < 0.01
+    assert trial.error(2.0**60, exact) == math.inf
