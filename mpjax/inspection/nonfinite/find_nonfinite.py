@@ -119,17 +119,18 @@ def _search(program: Program, block: Block, before: Sequence[Origin] = ()) -> Or
     def run(probe: Probe, leaves: Sequence[Any]) -> Any:
         replace = healed(probe, before, none, none) if before else None
         outs, notes = Run(probe, replace=replace).block(block, leaves[:count], consts=leaves[count:])
-        return _codes(leaves), _codes(outs), notes
+        return _codes(outs), notes
 
-    _, outs, notes = _run(functools.partial(run, WatchProbe()), leaves)
+    outs, notes = _run(functools.partial(run, WatchProbe()), leaves)
     failed, trips = watched(notes)
     if not failed and not any(outs):
         return None
     probe = CodeProbe(block, trips)
 
     def run_all(leaves: Sequence[Any]) -> Any:
-        given, outs, notes = run(probe, leaves)
-        return given, outs, probe.packed(block, {**{key: probe.empty(key) for key in probe.keys(block)}, **notes})
+        outs, notes = run(probe, leaves)
+        notes = {**{key: probe.empty(key) for key in probe.keys(block)}, **notes}
+        return _codes(leaves), outs, probe.packed(block, notes)
 
     return first_origin(block, *_run(run_all, leaves))
 

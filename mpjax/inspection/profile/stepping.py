@@ -20,6 +20,8 @@ from mpjax.inspection.profile.compilations import (
 )
 
 _MANY_SHAPES = 5  # Once so many steps in a row had a new shape, the next one has a new one too.
+# A step alone is timed so often, or until so many seconds are over: what is long varies little.
+_ALONE, _ENOUGH = 3, 1.0
 INPUT, DISPATCH, WAIT = "input", "dispatch", "wait"  # Names of the host's time in traces.
 
 
@@ -207,7 +209,10 @@ def seconds_per_step(
         run(n)
         return clock() - start
 
-    alone = statistics.median(timed(1) for _ in range(3))
+    alones = [timed(1)]
+    while len(alones) < _ALONE and sum(alones) < _ENOUGH:
+        alones.append(timed(1))
+    alone = statistics.median(alones)
     # Noise can make so short a loop look shorter than a step; what it took in whole bounds it from above.
     whole = timed(steps + 1)
     if not alike:
