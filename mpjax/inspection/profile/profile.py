@@ -6,7 +6,7 @@ import dataclasses
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, Protocol, cast
 
 import jax
 
@@ -17,7 +17,7 @@ from mpjax.inspection.audit.matmuls import DIMENSION, Finding, Matmul, findings_
 from mpjax.inspection.devices import device_of
 from mpjax.inspection.profile import hlo, kernels, profiler_trace
 from mpjax.inspection.profile.advice import advise
-from mpjax.inspection.profile.compare import Profiled, compare, read
+from mpjax.inspection.profile.compare import Comparison, Profiled, compare, read
 from mpjax.inspection.profile.compilations import Recompilation
 from mpjax.inspection.profile.hlo_text import HloModule
 from mpjax.inspection.profile.kernels import Kernel
@@ -31,6 +31,25 @@ _HIDDEN = 0.05
 _STEPS_OF_RECOMPILATION = 3
 
 
+_Arguments = ParamSpec("_Arguments")
+
+
+class _Profile(Protocol[_Arguments]):
+    """`profile` to type checkers: a function with a function of its own, `mpjax.profile.compare(before, after)`."""
+
+    def __call__(self, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> ProfileReport: ...
+
+    @staticmethod
+    def compare(before: Profiled, after: Profiled) -> Comparison: ...
+
+
+def _with_compare(function: Callable[_Arguments, ProfileReport]) -> _Profile[_Arguments]:
+    made = cast(_Profile[_Arguments], function)
+    made.compare = compare  # type: ignore[method-assign]  # Here it becomes what it is cast to.
+    return made
+
+
+@_with_compare
 def profile(
     step: Callable[..., Any],
     *args: Any,
@@ -139,10 +158,6 @@ def profile(
         memory=memory_of(stepper.executable, stepper.text, detailed.instructions),
     )
     return report if before is None else dataclasses.replace(report, comparison=compare(before, report))
-
-
-# A method of the function, as the tool's second verb: `mpjax.profile.compare(before, after)`.
-profile.compare = compare  # type: ignore[attr-defined]
 
 
 class Timing(NamedTuple):
