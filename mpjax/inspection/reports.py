@@ -12,7 +12,7 @@ import math
 import os
 import re
 import textwrap
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,7 @@ class Section:
         header: the table's columns; empty if there is no table.
         rows: its cells.
         right: the columns that are aligned to the right.
-        figure: HTML, an inline `<svg>` for instance, for the page alone.
+        figure: HTML, an inline `<svg>` for instance, for the page alone; or a function that makes it.
         shown: how many rows are printed unless all are asked for; the page and JSON have all.
     """
 
@@ -41,7 +41,7 @@ class Section:
     header: Sequence[str] = ()
     rows: Sequence[Sequence[str]] = ()
     right: Collection[int] = ()
-    figure: str = ""
+    figure: str | Callable[[], str] = ""
     shown: int = 20
 
     def lines(self, all: bool = False) -> list[str]:
@@ -59,7 +59,8 @@ class Section:
         """The section as a part of a page."""
         parts = [f"<h2>{html.escape(self.title)}</h2>"] if self.title else []
         parts += [f"<p>{html.escape(line)}</p>" for line in self.text.splitlines() if line]
-        parts += [f'<div class="figure">{self.figure}</div>'] if self.figure else []
+        figure = self.figure() if callable(self.figure) else self.figure
+        parts += [f'<div class="figure">{figure}</div>'] if figure else []
         if self.header and self.rows:
             rows = "".join(self._row(row, "td") for row in self.rows)
             parts.append(f'<div class="table"><table>{self._row(self.header, "th")}{rows}</table></div>')

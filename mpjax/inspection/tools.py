@@ -175,6 +175,7 @@ TOOLS = (
             ),
             Option("--seeds", "how many, or which: 0,3,4", type=numbers, default=5, metavar="N"),
             Option("--baseline", "the policy that the others are compared with", default="float32", metavar="P"),
+            Option("--fix", "try what the evidence says, for each policy that is worse", action="store_true"),
             Option("--output", "keep the runs and the report in this folder; it continues there", metavar="DIR"),
             Option("--metric-every", "steps between two measurements of the metric", type=int, metavar="N"),
         ),

@@ -1,13 +1,14 @@
 """The folder of a comparison: its settings, and a JSON file for each finished run, so that it can be continued.
 
 settings.json   what decides the results; a call with other settings is refused
-runs/           a file for each policy and seed
+runs/           a file for each policy and seed, and one for the evidence on a policy that is worse
 parity.json, parity.md, parity.png   the report
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import inspect
 import json
@@ -15,7 +16,7 @@ import os
 import pathlib
 import re
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,9 +26,14 @@ from mpjax.inspection.parity.running import Run
 
 def settings_of(make: Callable[..., Any], more: Mapping[str, Any]) -> dict[str, Any]:
     """What must be the same for runs to be compared: the function and its file, versions and the device."""
-    inner = inspect.unwrap(make)
+    inner, given = make, []
+    while isinstance(inner, functools.partial):
+        given += [*map(repr, inner.args), *(f"{name}={value!r}" for name, value in inner.keywords.items())]
+        inner = inner.func
+    inner = inspect.unwrap(inner)
+    name = getattr(inner, "__qualname__", type(inner).__name__)
     found = {
-        "make": f"{getattr(inner, '__module__', '')}:{getattr(inner, '__qualname__', type(make).__name__)}",
+        "make": f"{getattr(inner, '__module__', '')}:{name}" + (f"({', '.join(given)})" if given else ""),
         "source": _source(inner),
         "jax": jax.__version__,
         "device": jax.devices()[0].device_kind,
@@ -92,11 +98,30 @@ class Folder:
             # Python's JSON reads the NaN and Infinity that it writes.
             _replace(path, json.dumps(dataclasses.asdict(run)))
 
-    def _run_path(self, policy: str, seed: int) -> pathlib.Path | None:
-        if self.path is None:
+    def read_evidence(self, policy: str, seeds: Sequence[int]) -> dict[str, Any] | None:
+        """What was found of why a policy is worse, if it was of the same seeds."""
+        path = self._evidence_path(policy)
+        if path is None or not path.exists():
             return None
-        slug = re.sub(r"[^\w.+-]+", "_", policy)[:80]
-        return self.path / "runs" / f"{slug}-{zlib.crc32(policy.encode()):08x}-seed{seed}.json"
+        found = json.loads(path.read_text())
+        return found["evidence"] if found["seeds"] == [*seeds] else None
+
+    def write_evidence(self, policy: str, seeds: Sequence[int], evidence: Mapping[str, Any]) -> None:
+        """Keeps why a policy is worse."""
+        path = self._evidence_path(policy)
+        if path is not None:
+            _replace(path, json.dumps({"seeds": [*seeds], "evidence": evidence}))
+
+    def _run_path(self, policy: str, seed: int) -> pathlib.Path | None:
+        return None if self.path is None else self.path / "runs" / f"{_slug(policy)}-seed{seed}.json"
+
+    def _evidence_path(self, policy: str) -> pathlib.Path | None:
+        return None if self.path is None else self.path / "runs" / f"{_slug(policy)}-evidence.json"
+
+
+def _slug(policy: str) -> str:
+    """A name for files: readable, and different for different policies."""
+    return f"{re.sub(r'[^A-Za-z0-9_.+-]+', '_', policy)[:80]}-{zlib.crc32(policy.encode()):08x}"
 
 
 def _replace(path: pathlib.Path, text: str) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from mpjax.inspection.parity.evidence import Evidence, evidence_of
+from mpjax.inspection.parity.fix import Fix, given_to
 from mpjax.inspection.parity.folder import Folder, settings_of
 from mpjax.inspection.parity.progress import Progress
 from mpjax.inspection.parity.report import ParityReport as ParityReport
@@ -22,6 +25,7 @@ def parity(
     seeds: int | Iterable[int] = 5,
     *,
     baseline: str = "float32",
+    fix: bool = False,
     output: str | os.PathLike[str] | None = None,
     metric_every: int | None = None,
     settings: Mapping[str, Any] | None = None,
@@ -42,8 +46,9 @@ def parity(
         policies: names that `make` interprets; the baseline need not be among them.
         seeds: how many (0, 1, ...), or which.
         baseline: the policy that the others are compared with.
+        fix: whether what the evidence says to try is tried, for each policy that is worse, with the same seeds.
         output: a folder that keeps each finished run; a later call with it continues, with more policies or seeds if
-            it says so. The report is in it as `parity.json` and `parity.md`, and as `parity.png` with Matplotlib.
+            it says so. The report is in it as `parity.json`, `parity.md` and, with Matplotlib, `parity.png`.
         metric_every: steps between two measurements of the metric; None for one at the end.
         settings: what else decides the result (hyperparameters that `make` reads elsewhere). A call with `output` is
             refused if the runs there were made with others.
@@ -75,18 +80,27 @@ def parity(
     decides = settings_of(make, {"metric_every": metric_every, **(settings or {})})
     runs = _Runs(make, Folder(output, decides), metric_every)
     cells = [(policy, seed) for seed in numbers for policy in (baseline, *others)]
-    with Progress(len(cells), progress) as bar:
-        for policy, seed in cells:
+    with Progress(progress) as bar:
+        for policy, seed in bar.over(cells):
             runs.run(policy, seed, bar)
-    comparisons = [runs.compared(policy, baseline, numbers) for policy in others]
+        comparisons = [runs.compared(policy, baseline, numbers) for policy in others]
+        evidence = []
+        for found in comparisons:
+            if found.kind == "worse":
+                bar.looking(found.policy)
+                evidence.append(runs.explained(found.policy, baseline, numbers))
+        fixes = [runs.fixed(each, baseline, numbers, bar) for each in evidence] if fix else []
+    first = next(iter(runs.done.values()))
     report = ParityReport(
-        make=str(decides["make"]).rpartition(":")[2],
+        make=str(decides["make"]).partition(":")[2],
         baseline=baseline,
         seeds=numbers,
-        metric_name=runs.named.metric_name,
-        larger_is_better=runs.named.larger_is_better,
-        percent=runs.named.percent,
+        metric_name=first.metric_name,
+        larger_is_better=first.larger_is_better,
+        percent=first.percent,
         comparisons=tuple(comparisons),
+        evidence=tuple(evidence),
+        fixes=tuple(fixes),
         runs=tuple(runs.done.values()),
     )
     if runs.folder.path is not None:
@@ -116,33 +130,51 @@ class _Runs:
     def __init__(self, make: Callable[..., Any], folder: Folder, metric_every: int | None):
         self.make, self.folder, self.metric_every = make, folder, metric_every
         self.done: dict[tuple[str, int], Run] = {}
-        self._named: Training | None = None
 
-    @property
-    def named(self) -> Training:
-        """A training, for the metric's name and direction."""
-        if self._named is None:
-            policy, seed = next(iter(self.done))
-            self._named = self._made(policy, seed)
-        return self._named
+    def run(self, policy: str, seed: int, bar: Progress, name: str = "", **extras: Any) -> None:
+        """One cell, unless it was run before.
 
-    def _made(self, policy: str, seed: int) -> Training:
-        training = made(self.make, policy, seed)
-        self._named = training._replace(state=None)
-        return training
-
-    def run(self, policy: str, seed: int, bar: Progress) -> None:
-        """One cell, unless it was run before."""
-        run = self.folder.read(policy, seed)
+        Args:
+            policy, seed: what `make` is called with.
+            bar: that shows it.
+            name: of the policy with the extras, if there are any.
+            extras: other arguments of `make`.
+        """
+        name = name or policy
+        run = self.folder.read(name, seed)
         kept = run is not None
         if run is None:
-            bar.started(policy, seed)
-            training = self._made(policy, seed)
-            run = run_training(training, policy, seed, metric_every=self.metric_every, tick=bar.tick)
+            bar.started(name, seed)
+            training = made(self.make, policy, seed, **extras)
+            run = run_training(training, name, seed, metric_every=self.metric_every, tick=bar.tick)
             self._check_data(run)
             self.folder.write(run)
-        self.done[policy, seed] = run
+        self.done[name, seed] = run
         bar.done(run, kept)
+
+    def explained(self, policy: str, baseline: str, seeds: Sequence[int]) -> Evidence:
+        """Why a policy is worse, unless it was found before of the same runs."""
+        kept = self.folder.read_evidence(policy, seeds)
+        if kept is not None:
+            return Evidence.from_dict(kept)
+        ours, theirs = ([self.done[name, seed] for seed in seeds] for name in (policy, baseline))
+        found = evidence_of(self.make, policy, baseline, ours, theirs)
+        self.folder.write_evidence(policy, seeds, dataclasses.asdict(found))
+        return found
+
+    def fixed(self, evidence: Evidence, baseline: str, seeds: Sequence[int], bar: Progress) -> Fix:
+        """The policy with what the evidence says to try."""
+        remedy, policy = evidence.remedy, evidence.policy
+        if remedy is None:
+            return Fix(policy, None, "nothing points to a remedy")
+        try:
+            policy, extras = given_to(self.make, policy, remedy)
+        except ValueError as error:
+            return Fix(policy, None, str(error))
+        name = f"{evidence.policy} + {remedy}"
+        for seed in bar.over(seeds):
+            self.run(policy, seed, bar, name, **extras)
+        return Fix(evidence.policy, self.compared(name, baseline, seeds))
 
     def _check_data(self, run: Run) -> None:
         for other in self.done.values():
@@ -165,6 +197,6 @@ class _Runs:
             seeds,
             [run.metric for run, _ in pairs],
             [run.metric for _, run in pairs],
-            larger_is_better=self.named.larger_is_better,
+            larger_is_better=pairs[0][0].larger_is_better,
             identical=identical,
         )

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 from mpjax.inspection.parity.running import Run
 from mpjax.inspection.reports import duration
+
+Cell = TypeVar("Cell")
 
 
 class Progress:
     """Counts runs. A bar needs tqdm; without it there are lines.
 
     Args:
-        total: how many runs there are.
         shown: whether anything is written.
     """
 
-    def __init__(self, total: int, shown: bool):
-        self._total, self._shown, self._count, self._bar = total, shown, 0, _bar(total) if shown else None
+    def __init__(self, shown: bool):
+        self._total, self._count, self._shown, self._bar = 0, 0, shown, _bar() if shown else None
         self._name = ""
 
     def __enter__(self) -> Progress:
@@ -27,6 +29,21 @@ class Progress:
     def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.close()
+
+    def over(self, cells: Sequence[Cell]) -> Sequence[Cell]:
+        """Cells that are about to be run, counted."""
+        self._total += len(cells)
+        if self._bar is not None:
+            self._bar.total = self._total
+            self._bar.refresh()
+        return cells
+
+    def looking(self, policy: str) -> None:
+        """The evidence on a policy is looked for."""
+        if self._bar is not None:
+            self._bar.set_postfix_str(f"{policy} is worse: looking for why")
+        elif self._shown:
+            print(f"{policy} is worse: looking for why", file=sys.stderr, flush=True)
 
     def started(self, policy: str, seed: int) -> None:
         """A run starts."""
@@ -53,11 +70,11 @@ class Progress:
             )
 
 
-def _bar(total: int) -> Any:
+def _bar() -> Any:
     if not sys.stderr.isatty():
         return None
     try:
         from tqdm import tqdm
     except ImportError:
         return None
-    return tqdm(total=total, unit="run", dynamic_ncols=True)
+    return tqdm(total=0, unit="run", dynamic_ncols=True)

@@ -10,6 +10,9 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from mpjax.inspection.parity import plots
+from mpjax.inspection.parity.evidence import Evidence, explained
+from mpjax.inspection.parity.fix import Fix
 from mpjax.inspection.parity.running import Run
 from mpjax.inspection.parity.statistics import Comparison, rounded
 from mpjax.inspection.reports import Report, Section, duration, written
@@ -29,6 +32,8 @@ class ParityReport(Report):
         larger_is_better: of the metric.
         percent: whether it is shown in percent, its differences in points.
         comparisons: a verdict for each policy, in the order of the call.
+        evidence: what explains each policy that is worse.
+        fixes: these policies with what the evidence says to try; with `fix=True`.
         runs: all runs.
     """
 
@@ -40,10 +45,23 @@ class ParityReport(Report):
     percent: bool
     comparisons: tuple[Comparison, ...]
     runs: tuple[Run, ...]
+    evidence: tuple[Evidence, ...] = ()
+    fixes: tuple[Fix, ...] = ()
 
     def __getitem__(self, policy: str) -> Comparison:
-        """The comparison of a policy."""
-        return next(each for each in self.comparisons if each.policy == policy)
+        """The comparison of a policy, or of one with a remedy.
+
+        Raises:
+            KeyError: there is none.
+        """
+        found = {each.policy: each for each in self._compared}
+        if policy not in found:
+            raise KeyError(f"{policy!r} was not compared; these were: {', '.join(map(repr, found))}")
+        return found[policy]
+
+    @property
+    def _compared(self) -> list[Comparison]:
+        return [*self.comparisons, *(fix.comparison for fix in self.fixes if fix.comparison is not None)]
 
     def runs_of(self, policy: str) -> list[Run]:
         """The runs of a policy, by seed."""
@@ -67,13 +85,15 @@ class ParityReport(Report):
         """The report for programs."""
         names = "make baseline seeds metric_name larger_is_better percent".split()
         return {name: getattr(self, name) for name in names} | {
-            "comparisons": [self._row(each) for each in self.comparisons],
+            "comparisons": [self._row(each) for each in self._compared],
+            "evidence": [dataclasses.asdict(each) for each in self.evidence],
+            "not_fixed": {fix.policy: fix.why_not for fix in self.fixes if fix.why_not},
             "runs": [dataclasses.asdict(run) for run in self.runs],
         }
 
     def table(self) -> list[dict[str, Any]]:
         """A row for each policy; `differences` by seed, separated by spaces."""
-        rows = [self._row(each) for each in self.comparisons]
+        rows = [self._row(each) for each in self._compared]
         lists = ("seeds", "differences", "diverged")
         return [row | {name: " ".join(map(str, row[name])) for name in lists} for row in rows]
 
@@ -97,11 +117,22 @@ class ParityReport(Report):
 
     def sections(self) -> list[Section]:
         """The report for people."""
-        rows = [self._cells(policy) for policy in (self.baseline, *(each.policy for each in self.comparisons))]
-        return [Section("", "\n".join(self._finding())), Section("By policy", "", _HEADER, rows, {1, 2, 3, 4})]
+        rows = [self._cells(policy) for policy in (self.baseline, *(each.policy for each in self._compared))]
+        return [
+            Section("", "\n".join(self._finding()), figure=lambda: plots.html(self)),
+            Section("By policy", "", _HEADER, rows, {1, 2, 3, 4}),
+            *(section for each in self.evidence for section in explained(each, self.baseline)),
+        ]
 
     def _finding(self) -> list[str]:
-        lines = [f"{each.policy}: {self.verdict(each.policy)}" for each in self.comparisons]
+        lines = [f"{each.policy}: {self.verdict(each.policy)}" for each in self._compared]
+        for evidence in self.evidence:
+            if evidence.remedy is not None and not any(fix.policy == evidence.policy for fix in self.fixes):
+                lines.append(f"to try for {evidence.policy} (fix=True, --fix): {evidence.remedy}")
+        lines += [f"{fix.policy} was not fixed: {fix.why_not}" for fix in self.fixes if fix.comparison is None]
+        saturated = {run.metric for run in self.runs}
+        if len(saturated) == 1 and len(self.runs) > 1:
+            lines.append(f"{self.metric_name} is {saturated.pop():g} in every run: it can tell no policies apart")
         steps = max(len(run.losses) for run in self.runs)
         better = "larger" if self.larger_is_better else "smaller"
         count = len(self.seeds)
@@ -152,3 +183,13 @@ class ParityReport(Report):
         """Writes the report in all forms to a folder."""
         self.to_json(folder / "parity.json")
         self.to_markdown(folder / "parity.md")
+        if plots.available():
+            self.plot(folder / "parity.png")
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draws the loss curves with their intervals, the paired differences, and the loss scale; needs Matplotlib.
+
+        Args:
+            path: the file; its ending says the format, `.png` or `.svg`.
+        """
+        plots.draw(self).savefig(path, dpi=130)

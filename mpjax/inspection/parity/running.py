@@ -35,6 +35,7 @@ class Run:
         skipped: the numbers of the skipped steps, counted from 1.
         seconds: the run took, compilation included.
         data: a checksum of the first batches.
+        metric_name, larger_is_better, percent: what the training says of its metric.
     """
 
     policy: str
@@ -46,6 +47,9 @@ class Run:
     skipped: tuple[int, ...]
     seconds: float
     data: int
+    metric_name: str = "metric"
+    larger_is_better: bool = True
+    percent: bool = False
 
     @property
     def finite(self) -> bool:
@@ -97,6 +101,9 @@ def run_training(
         skipped=tuple(record.skipped),
         seconds=time.perf_counter() - started,
         data=checksum,
+        metric_name=training.metric_name,
+        larger_is_better=training.larger_is_better,
+        percent=training.percent,
     )
 
 

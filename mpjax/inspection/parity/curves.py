@@ -1,0 +1,79 @@
+"""Loss curves of several seeds: their means with intervals, and where two policies part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import scipy.stats
+
+from mpjax.inspection.parity.running import Run
+from mpjax.inspection.parity.statistics import CONFIDENCE
+
+_WINDOWS = 50  # at most, of as many steps each
+_APART = 0.9  # the share of the later windows in which curves that have parted are apart
+
+
+class Band(NamedTuple):
+    """The mean of a quantity over seeds along a run, with its 95 % interval (Student's t) at each point."""
+
+    steps: np.ndarray  # [points], the last step of each window
+    low: np.ndarray
+    mean: np.ndarray
+    high: np.ndarray
+
+
+def losses(runs: Sequence[Run]) -> tuple[np.ndarray, np.ndarray]:
+    """Mean losses in windows of steps.
+
+    Returns:
+        The last step of each window, and an array [runs, windows]; inf where no loss of a window is finite.
+    """
+    steps = min(len(run.losses) for run in runs)
+    ends = np.unique(np.linspace(0, steps, min(_WINDOWS, steps) + 1).round().astype(int))[1:]
+    found = np.empty((len(runs), len(ends)))
+    for row, run in zip(found, runs, strict=True):
+        for i, part in enumerate(np.split(np.asarray(run.losses[:steps]), ends[:-1])):
+            finite = part[np.isfinite(part)]
+            row[i] = finite.mean() if finite.size else np.inf
+    return ends, found
+
+
+def band(steps: np.ndarray, values: np.ndarray) -> Band:
+    """The interval of the mean over runs at each point; of one run the mean alone."""
+    n = len(values)
+    with np.errstate(invalid="ignore"):
+        mean = values.mean(axis=0)
+        half = np.zeros_like(mean)
+        if n > 1:
+            half = scipy.stats.t.ppf(0.5 + CONFIDENCE / 2, n - 1) * values.std(axis=0, ddof=1) / np.sqrt(n)
+    return Band(steps, mean - half, mean, mean + half)
+
+
+def differences(runs: Sequence[Run], baseline: Sequence[Run]) -> Band:
+    """Loss of a policy − loss of the baseline, paired by seed."""
+    steps, ours = losses(runs)
+    _, theirs = losses(baseline)
+    with np.errstate(invalid="ignore"):
+        found = ours - theirs
+    # Both infinite: no difference is known, and none is claimed.
+    return band(steps, np.where(np.isinf(ours) & np.isinf(theirs), 0.0, found))
+
+
+def parted_at(runs: Sequence[Run], baseline: Sequence[Run]) -> int | None:
+    """The first step of the first window from which on the losses differ beyond noise.
+
+    They do where the 95 % interval of the paired difference excludes zero, in that window and in nine of ten
+    later ones, on the same side. None if there is no such window.
+    """
+    found = differences(runs, baseline)
+    starts = [0, *found.steps[:-1]]
+    # inf − inf: a mean of infinite losses has no interval, but is apart.
+    above = (found.low > 0) | (found.mean == np.inf)
+    for apart in (above, found.high < 0):
+        shares = np.cumsum(apart[::-1])[::-1] / np.arange(len(apart), 0, -1)
+        for start, here, share in zip(starts, apart, shares, strict=True):
+            if here and share >= _APART:
+                return int(start) + 1
+    return None

@@ -1,0 +1,321 @@
+"""Why a policy is worse: skipped steps, the loss scale, lost gradients by module, and what to try."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpjax.inspection.layerwise.layerwise import LayerwiseReport, layerwise_error
+from mpjax.inspection.numerics.numerics import NumericsReport, numerics
+from mpjax.inspection.parity.curves import parted_at
+from mpjax.inspection.parity.running import Run
+from mpjax.inspection.parity.training import Training, made
+from mpjax.inspection.reports import Section
+from mpjax.policy import get_policy
+
+# A share of flushed gradients that is worth another loss scale, and of skipped steps that is more than the search for
+# a scale takes.
+_FLUSHED, _SKIPPED = 0.01, 0.05
+
+
+@dataclasses.dataclass(frozen=True)
+class Remedy:
+    """What the evidence says to try.
+
+    Args:
+        overrides: pairs for `Policy(overrides=...)`.
+        loss_scale: where `dynamic_loss_scale` is to start; None to leave it.
+        why: in words.
+    """
+
+    overrides: tuple[tuple[str, str], ...] = ()
+    loss_scale: float | None = None
+    why: str = ""
+
+    def __str__(self) -> str:
+        parts = [f"dynamic loss scale from {self.loss_scale:g}"] if self.loss_scale is not None else []
+        parts += [f"{', '.join(pattern for pattern, _ in self.overrides)} in float32"] if self.overrides else []
+        return ", ".join(parts)
+
+
+@dataclasses.dataclass(frozen=True)
+class ModuleEvidence:
+    """What half does to the gradients in a module.
+
+    Args:
+        name: the module path.
+        flushed: the share of nonzero activation gradients that the half dtype flushes to zero at the loss scale.
+        error: the module's own error, with exact operands: ‖half − float32‖ / ‖float32‖, forward or backward, the
+            larger.
+        total: the error of the gradients that the program has there.
+    """
+
+    name: str
+    flushed: float | None
+    error: float | None
+    total: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Evidence:
+    """What explains that a policy is worse.
+
+    Args:
+        policy: its name.
+        seed: of the pair that was looked at, the one that differs most.
+        parted_at: the first step from which on the loss curves differ beyond noise; None if they do not.
+        step: how many steps of the baseline's run lead to the parameters that gradients were measured at.
+        loss_scale: of the policy's run there; None without loss scaling.
+        scales: the loss scale's history in the run of `seed`.
+        skipped: skipped steps of all seeds.
+        steps: steps of all seeds.
+        flushed: the share of activation gradients that are flushed to zero at that scale.
+        flushed_after: the same at the recommended scale.
+        gradient_error: ‖half − float32‖ / ‖float32‖ of the gradients of all parameters.
+        modules: by module, the largest loss first.
+        parameters: `(tree path, relative error of its gradient)`, the largest error first.
+        remedy: what to try; None if nothing points to one.
+        notes: what could not be looked at.
+    """
+
+    policy: str
+    seed: int
+    parted_at: int | None
+    step: int
+    loss_scale: float | None
+    scales: tuple[tuple[int, float], ...]
+    skipped: int
+    steps: int
+    flushed: float | None = None
+    flushed_after: float | None = None
+    gradient_error: float | None = None
+    modules: tuple[ModuleEvidence, ...] = ()
+    parameters: tuple[tuple[str, float], ...] = ()
+    remedy: Remedy | None = None
+    notes: tuple[str, ...] = ()
+
+    @classmethod
+    def from_dict(cls, found: Mapping[str, Any]) -> Evidence:
+        """The evidence of `dataclasses.asdict`, as JSON has it."""
+        remedy = found["remedy"]
+        if remedy is not None:
+            remedy = Remedy(**remedy | {"overrides": _pairs(remedy["overrides"])})
+        kept = {name: _pairs(found[name]) for name in ("scales", "parameters")}
+        modules = tuple(ModuleEvidence(**row) for row in found["modules"])
+        return cls(**{**found, **kept, "modules": modules, "remedy": remedy, "notes": tuple(found["notes"])})
+
+
+def _pairs(rows: Iterable[Sequence[Any]]) -> tuple[tuple[Any, Any], ...]:
+    return tuple((a, b) for a, b in rows)
+
+
+def explained(found: Evidence, baseline: str) -> Iterator[Section]:
+    """Evidence for people: what happened, and the modules."""
+    yield Section(f"Why {found.policy} is worse", "\n".join(_told(found, baseline)))
+    header = ("module", "gradients flushed", "own error", "error of its gradients")
+    rows = [
+        (
+            row.name or "-",
+            *(_percent(share) if share is not None else "-" for share in (row.flushed, row.error, row.total)),
+        )
+        for row in found.modules
+    ]
+    if rows:
+        yield Section("By module", "", header, rows, {1, 2, 3}, shown=8)
+
+
+def _told(found: Evidence, baseline: str) -> Iterator[str]:
+    if found.parted_at is None:
+        yield f"the loss curves do not part from {baseline}'s beyond noise: look at what the metric does after training"
+    else:
+        yield f"the loss curves part from {baseline}'s at step {found.parted_at}, beyond noise from there on"
+    scales = [scale for _, scale in found.scales]
+    if not scales:
+        yield "no loss scaling"
+    elif len(scales) == 1:
+        yield f"loss scale {scales[0]:g} throughout; {found.skipped} of {found.steps} steps skipped"
+    else:
+        yield (
+            f"loss scale {min(scales):g} to {max(scales):g}, {len(scales) - 1} changes, at last {scales[-1]:g} (seed "
+            f"{found.seed}); {found.skipped} of {found.steps} steps skipped"
+        )
+    at = f"at {baseline}'s parameters after {found.step} steps of seed {found.seed}"
+    if found.flushed is not None:
+        scale = f"{found.loss_scale or 1.0:g}"
+        yield f"{_percent(found.flushed)} of the activation gradients are flushed to zero at loss scale {scale}, {at}"
+    if found.gradient_error is not None:
+        worst = ", ".join(f"{name} {_percent(error)}" for name, error in found.parameters[:3])
+        yield f"error of the gradients of all parameters {_percent(found.gradient_error)}; the largest: {worst}"
+    if found.remedy is not None:
+        yield f"to try: {found.remedy}, because {found.remedy.why}"
+    yield from found.notes
+
+
+def evidence_of(
+    make: Callable[..., Any],
+    policy: str,
+    baseline: str,
+    runs: Sequence[Run],
+    base_runs: Sequence[Run],
+) -> Evidence:
+    """Looks for what explains that a policy is worse; trains the baseline once more, up to the step in question.
+
+    Args:
+        make: a `MakeTraining`.
+        policy, baseline: names that it interprets.
+        runs, base_runs: their runs, by seed.
+    """
+    run, base = max(zip(runs, base_runs, strict=True), key=lambda pair: _apart(*pair))
+    parted = parted_at(runs, base_runs)
+    step = min(parted, len(base.losses)) if parted is not None else len(base.losses) // 2
+    found = Evidence(
+        policy=policy,
+        seed=run.seed,
+        parted_at=parted,
+        step=step,
+        loss_scale=next((scale for at, scale in reversed(run.scales) if at <= max(step, 1)), None),
+        scales=run.scales,
+        skipped=sum(len(each.skipped) for each in runs),
+        steps=sum(len(each.losses) for each in runs),
+    )
+    training = made(make, policy, run.seed)
+    if training.loss is None:
+        note = "gradients were not looked at: give mpjax.Training(loss=...), the loss in the precision of the policy"
+        return dataclasses.replace(found, notes=(note,))
+    try:
+        params, batch, found = _params_at(training, made(make, baseline, run.seed), found)
+        return _measured(training.loss, params, batch, found)
+    except Exception as error:  # The comparison stands without it.
+        note = f"gradients were not looked at, for {type(error).__name__}: {error}"
+        return dataclasses.replace(found, notes=(note,))
+
+
+def _apart(run: Run, base: Run) -> float:
+    difference = abs(run.metric - base.metric)
+    return difference if math.isfinite(difference) else math.inf
+
+
+def _params_at(training: Training, base: Training, found: Evidence) -> tuple[Any, Any, Evidence]:
+    """The baseline's parameters after some steps in the dtypes of the policy's, and the next batch."""
+    state, steps, batch = base.state, 0, None
+    for batch in base.each_batch():
+        if steps >= found.step:
+            break
+        state, loss = base.step(state, batch)
+        steps += int(np.size(loss))
+    params = base.params_of(state)
+    ours = training.params_of(training.state)
+    if _same_structure(ours, params):
+        params = jax.tree.map(_as, params, ours)
+    return params, batch, dataclasses.replace(found, step=steps)
+
+
+def _same_structure(a: Any, b: Any) -> bool:
+    """Whether two trees have the same leaves at the same places."""
+    return [path for path, _ in jax.tree.leaves_with_path(a)] == [path for path, _ in jax.tree.leaves_with_path(b)]
+
+
+def _as(x: Any, like: Any) -> Any:
+    dtype = getattr(like, "dtype", None)
+    return x if dtype is None or x.dtype == dtype else jnp.asarray(x).astype(dtype)
+
+
+def _measured(loss: Callable[[Any, Any], Any], params: Any, batch: Any, found: Evidence) -> Evidence:
+    scale = found.loss_scale or 1.0
+    errors, ranges, notes = None, None, []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about rules, which the training's own tracing has reported
+        try:
+            errors = layerwise_error(loss, params, batch, loss_scale=scale)
+        except ValueError:
+            notes.append("Training.loss computes nothing in half: give the one that the policy's step differentiates")
+        dtype = _half_dtype(found.policy, errors)
+        ranges = numerics(loss, params, batch, loss_scale=scale, dtype=dtype, verify=False)
+    after = None if ranges.init_scale is None else ranges.flushed_at(ranges.init_scale)
+    found = dataclasses.replace(
+        found,
+        flushed=ranges.flushed_at(scale),
+        flushed_after=after,
+        gradient_error=None if errors is None else errors.gradient_error,
+        modules=tuple(_modules(ranges, errors)),
+        parameters=tuple((row.name, row.error) for row in _by_error(errors)),
+        notes=tuple(notes),
+    )
+    return dataclasses.replace(found, remedy=_remedy(found, ranges, errors))
+
+
+def _by_error(errors: LayerwiseReport | None) -> list[Any]:
+    return [] if errors is None else sorted(errors.parameters, key=lambda row: -row.error)
+
+
+def _half_dtype(policy: str, errors: LayerwiseReport | None) -> str:
+    if errors is not None:
+        halves = [dtype for row in errors.modules for dtype in row.dtypes]
+        return max(("float16", "bfloat16"), key=halves.count)
+    try:
+        return "bfloat16" if get_policy(policy).compute_dtype == jnp.bfloat16 else "float16"
+    except ValueError:
+        return "float16"
+
+
+def _modules(ranges: NumericsReport, errors: LayerwiseReport | None) -> Iterator[ModuleEvidence]:
+    flushed: dict[str, tuple[float, float]] = {}
+    for row in ranges.gradients:
+        lost, count = flushed.get(row.name, (0.0, 0.0))
+        nonzero = row.count * (1 - row.zeros)
+        flushed[row.name] = lost + row.flushed * nonzero, count + nonzero
+    shares = {name: lost / count if count else 0.0 for name, (lost, count) in flushed.items()}
+    own = {row.name: row for row in reversed(errors.modules)} if errors is not None else {}
+    rows = [
+        ModuleEvidence(
+            name,
+            shares.get(name),
+            own[name].error if name in own else None,
+            own[name].total_backward if name in own else None,
+        )
+        for name in dict.fromkeys([*own, *shares])
+    ]
+    yield from sorted(rows, key=lambda row: (-(row.flushed or 0.0), -(row.error or 0.0)))
+
+
+def _remedy(found: Evidence, ranges: NumericsReport, errors: LayerwiseReport | None) -> Remedy | None:
+    """Another loss scale where this one flushes gradients or skips steps; float32 for what no scale saves."""
+    scale, best = found.loss_scale or 1.0, ranges.init_scale
+    flushed, after = found.flushed or 0.0, found.flushed_after or 0.0
+    reasons, loss_scale = [], None
+    if ranges.dtype == "float16" and best is not None:
+        if flushed > _FLUSHED and after < flushed / 2 and best > scale:
+            loss_scale = best
+            reasons.append(
+                f"{flushed:.1%} of the gradients are flushed to zero at scale {scale:g}, {after:.1%} at {best:g}"
+            )
+        elif found.skipped > _SKIPPED * found.steps and best < scale:
+            loss_scale = best
+            reasons.append(f"{found.skipped} of {found.steps} steps are skipped at scale {scale:g}")
+    kept = ranges.overrides
+    if kept:
+        reasons.append(f"{ranges.dtype} has no range for {', '.join(ranges.keep_float32)} at any scale")
+    elif not reasons and errors is not None:
+        worst = next((row for row in errors.modules if row.path and row.error > 0), None)
+        if worst is not None:
+            kept = ((f"*/{_below_root(worst.path, errors)}", "float32"),)
+            reasons.append(f"{worst.name} has the largest error of its own, {_percent(worst.error)}")
+    return Remedy(tuple(kept), loss_scale, "; ".join(reasons)) if reasons else None
+
+
+def _below_root(path: str, errors: LayerwiseReport) -> str:
+    """A module path below the whole model's."""
+    root, _, rest = path.partition("/")
+    paths = [row.path for row in errors.modules if row.path]
+    return rest if rest and all(f"{other}/".startswith(f"{root}/") for other in paths) else path
+
+
+def _percent(share: float) -> str:
+    return f"{share:.2%}" if math.isfinite(share) else "not finite"
