@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import mpjax
+from mpjax.inspection.parity import plots
 from mpjax.inspection.parity.curves import parted_at
 from mpjax.inspection.parity.running import run_training
 
@@ -66,7 +67,7 @@ def compared(*policies, seeds=4, **options):
 @pytest.fixture(autouse=True)
 def undrawn(monkeypatch):
     """Figures take a second each: one test undoes this."""
-    monkeypatch.setattr("mpjax.inspection.parity.plots.available", lambda: False)
+    monkeypatch.setattr(plots, "available", lambda: False)
 
 
 @pytest.fixture(scope="module")
