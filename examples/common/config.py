@@ -116,6 +116,9 @@ class RunConfig(abc.ABC):
     keep: int = RUNNING(2, "newest checkpoints that are kept")
     keep_best: bool = RUNNING(True, "keep the checkpoint of the best epoch too, in OUTPUT/best")
     log_every: int = RUNNING(50, "steps between two lines of steps.jsonl (and of a log file)")
+    log_to: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = RUNNING(
+        ("tensorboard",), "where the metrics go beside metrics.jsonl and steps.jsonl"
+    )
 
     warmup_steps: int = BENCHMARK(200, "steps before those that are measured", uses=BENCHMARKS)
     num_iter: int = BENCHMARK(500, "how much is measured", uses=(*BENCHMARKS, "compare"))

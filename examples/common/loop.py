@@ -22,8 +22,8 @@ from examples.common.interruption import Interruption
 from examples.common.plots import plot_curves
 from examples.common.progress import Progress
 from examples.common.run_folder import RunFolder
+from examples.common.sinks import Sinks
 from examples.common.task import Task
-from examples.common.tensorboard import EventFiles
 from examples.common.training import means
 from perf.environment import versions
 from perf.memory import is_out_of_memory, largest_batch, memory_limit
@@ -81,12 +81,12 @@ def train(task: Task, folder: RunFolder) -> dict[str, Any]:
     config = task.config
     with ExitStack() as stack:
         interruption = stack.enter_context(Interruption())
-        events = stack.enter_context(EventFiles(folder.path))
+        sinks = stack.enter_context(Sinks(config.log_to, folder, config.settings()))
         checkpoints = stack.enter_context(Checkpoints(folder.checkpoints, config.keep))
         best = stack.enter_context(Checkpoints(folder.best, 1)) if config.keep_best and task.best else None
         stack.callback(task.close)
         try:
-            return _Run(task, folder, checkpoints, best, interruption, events).finish()
+            return _Run(task, folder, checkpoints, best, interruption, sinks).finish()
         except UsageError:
             raise
         except Exception as error:
@@ -105,11 +105,11 @@ class _Run:
         checkpoints: Checkpoints,
         best: Checkpoints | None,
         interruption: Interruption,
-        events: EventFiles,
+        sinks: Sinks,
     ) -> None:
         self.task, self.config, self.folder = task, task.config, folder
         self.checkpoints, self.best = checkpoints, best
-        self.interruption, self.events = interruption, events
+        self.interruption, self.sinks = interruption, sinks
         self.state: Any = None
         self.epoch, self.batch = 0, 0
         self.items, self.seconds, self.input_share = 0, 0.0, 0.0
@@ -121,6 +121,7 @@ class _Run:
         task = self.task
         if not (self.config.resume and self._restore()):
             self.state = task.start_state()
+        self.sinks.open(int(self.state.step))
         if is_main():
             self.folder.write_description(task.description())
         self.lines = self.folder.metrics
@@ -136,7 +137,7 @@ class _Run:
                 self.lines.append(line)
                 if is_main():
                     self.folder.append_metrics(line)
-                self.events.write(line)
+                self.sinks.write(line)
                 progress.epoch_done(self._epoch_text(line))
                 self.epoch, self.batch = self.epoch + 1, 0
                 self.state = task.next_epoch(self.state)
@@ -152,7 +153,6 @@ class _Run:
         else:
             self.state, position = restored
             self.epoch, self.batch = position["epoch"], position["batch"]
-            self.events.resume_after(int(self.state.step))
             if self.best is not None:
                 self.best.set_aside_after(int(self.state.step))
         if is_main():
@@ -199,7 +199,7 @@ class _Run:
         line |= {name: found[name].item() for name in ("loss_scale", "skipped_steps")}
         if is_main():
             self.folder.append_step(line)
-        self.events.write({f"step/{name}" if name != "step" else name: value for name, value in line.items()})
+        self.sinks.write({f"step/{name}" if name != "step" else name: value for name, value in line.items()})
         if found["consecutive_skips"] > _SKIPS:
             self._check_progress()
 

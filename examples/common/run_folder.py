@@ -6,7 +6,8 @@ metrics.jsonl   a line per finished epoch
 steps.jsonl     a line every so many steps
 summary.json    the outcome; there only when the run has finished
 curves.png      the curves
-tensorboard/    the same metrics as event files
+tensorboard/    the same metrics as event files (--log-to)
+sinks.json      names of the run in other sinks
 checkpoints/    Orbax; best/ the one of the best epoch
 .lock           held by the process that trains
 

@@ -1,0 +1,163 @@
+"""Sends the numbers of a run to TensorBoard, Weights & Biases or MLflow, each by its own library.
+
+The interface is ours: libraries with one of theirs (clu.metric_writers, Lightning's loggers) need TensorFlow or torch.
+Files that the run itself reads (metrics.jsonl, steps.jsonl) are written by `run_folder`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any, Protocol
+
+from examples.common.cli import UsageError, one_line
+from examples.common.hosts import is_main
+from examples.common.run_folder import RunFolder, write_json
+
+
+class Sink(Protocol):
+    """Where numbers go."""
+
+    def write(self, values: Mapping[str, float], step: int) -> None:
+        """Takes the numbers of a step."""
+
+    def close(self) -> None:
+        """Writes what is left."""
+
+
+class Sinks:
+    """The sinks of --log-to. A context manager; only the main process writes.
+
+    Args:
+        names: of the sinks.
+        folder: of the run.
+        settings: its flags, for sinks that keep them.
+
+    Raises:
+        UsageError: the library of a sink isn't installed.
+    """
+
+    def __init__(self, names: Sequence[str], folder: RunFolder, settings: Mapping[str, Any]) -> None:
+        self._names = tuple(dict.fromkeys(names)) if is_main() else ()
+        self._folder, self._settings = folder, settings
+        self._sinks: list[Sink] = []
+        for name in self._names:
+            if name != "tensorboard":  # which takes a second to import, and is always there
+                _library(name)
+
+    def __enter__(self) -> Sinks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with ExitStack() as stack:  # closes the others where one fails
+            for sink in self._sinks:
+                stack.callback(sink.close)
+
+    def open(self, step: int) -> None:
+        """Opens the sinks for the steps after `step`. TensorBoard drops what an interrupted run wrote of them.
+
+        Raises:
+            UsageError: a sink can't be opened.
+        """
+        for name in self._names:
+            try:
+                self._sinks.append(_OPEN[name](self._folder, self._settings, step + 1 if step else None))
+            except Exception as error:  # each library has its own
+                raise UsageError(f"--log-to {name}: {one_line(error, 300)}") from error
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        """Sends every finite number of a line."""
+        numbers = {name: float(x) for name, x in line.items() if isinstance(x, int | float) and math.isfinite(x)}
+        values = {name: x for name, x in numbers.items() if name not in ("epoch", "step")}
+        for sink in self._sinks:
+            sink.write(values, line["step"])
+
+
+class _TensorBoard:
+    def __init__(self, folder: RunFolder, settings: Mapping[str, Any], purge_step: int | None) -> None:
+        from tensorboardX import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder.path / "tensorboard"), purge_step=purge_step)
+
+    def write(self, values: Mapping[str, float], step: int) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _WandB:
+    def __init__(self, folder: RunFolder, settings: Mapping[str, Any], purge_step: int | None) -> None:
+        self._run = _library("wandb").init(
+            project=f"mpjax-{settings['script']}",
+            name=folder.path.name,
+            dir=str(folder.path),
+            config=dict(settings),
+            id=_saved(folder, "wandb"),
+            resume="allow",
+        )
+        _save(folder, "wandb", self._run.id)
+
+    def write(self, values: Mapping[str, float], step: int) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class _MLflow:
+    def __init__(self, folder: RunFolder, settings: Mapping[str, Any], purge_step: int | None) -> None:
+        library, known = _library("mlflow"), _saved(folder, "mlflow")
+        # A client, not `start_run`: that is one for the whole process, and a comparison trains several.
+        self._client = library.MlflowClient()
+        if known is None:
+            name = f"mpjax-{settings['script']}"
+            experiment = self._client.get_experiment_by_name(name)
+            where = experiment.experiment_id if experiment else self._client.create_experiment(name)
+            known = self._client.create_run(where, run_name=folder.path.name).info.run_id
+            for key, value in settings.items():
+                self._client.log_param(known, key, value)
+            _save(folder, "mlflow", known)
+        self._run = known
+
+    def write(self, values: Mapping[str, float], step: int) -> None:
+        for name, value in values.items():
+            self._client.log_metric(self._run, name, value, step=step)
+
+    def close(self) -> None:
+        self._client.set_terminated(self._run)
+
+
+_OPEN: dict[str, Callable[[RunFolder, Mapping[str, Any], int | None], Sink]] = {
+    "tensorboard": _TensorBoard,
+    "wandb": _WandB,
+    "mlflow": _MLflow,
+}
+
+
+def _library(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise UsageError(
+            f'--log-to {name}: {one_line(error)}. Install it with pip install "mpjax[{name}]", or leave it out.'
+        ) from error
+
+
+def _saved(folder: RunFolder, sink: str) -> str | None:
+    """The sink's own name of this run, so that a resumed one goes on in it."""
+    try:
+        return json.loads((folder.path / "sinks.json").read_text()).get(sink)
+    except FileNotFoundError:
+        return None
+
+
+def _save(folder: RunFolder, sink: str, run: str) -> None:
+    path = folder.path / "sinks.json"
+    before = json.loads(path.read_text()) if path.exists() else {}
+    write_json(path, before | {sink: run})

@@ -1,0 +1,163 @@
+"""The loop of the training scripts: the best epoch, early stopping, retention, and where metrics go."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from examples.common.checkpoints import Checkpoints
+from examples.common.cli import UsageError
+from examples.common.devices import DataParallel
+from examples.common.run_folder import RunFolder
+from examples.common.sinks import Sinks
+from examples.common.use import run_variables
+from examples.custom.__main__ import Config, OwnTask, main
+from examples.imagenet.training import classification_sums
+
+# One step an epoch, of 426 training entries.
+FLAGS = ["--devices", "1", "--batch-size", "400", "--log-every", "1"]
+
+
+@pytest.fixture
+def rated(monkeypatch):
+    """Makes the test accuracy of each epoch known; returns the function that sets them."""
+
+    def rate(*accuracies: float) -> None:
+        left = iter(accuracies)
+        found = lambda *_, **__: {"test_loss": 1.0, "test_accuracy": next(left)}
+        monkeypatch.setattr(OwnTask, "test", found)
+
+    return rate
+
+
+def test_training_stops_early_and_keeps_the_best_epoch(rated, tmp_path, capsys):
+    rated(0.5, 0.9, 0.7, 0.9, 0.8)
+    output = tmp_path / "run"
+    flags = [*FLAGS, "--epochs", "5", "--patience", "2", "--keep", "1", "--save-every", "0", "--output", str(output)]
+    assert main(flags) == 0
+    assert "stopped early: test_accuracy 0.9 of epoch 2 was not bettered in 2 epochs" in capsys.readouterr().out
+    summary = json.loads((output / "summary.json").read_text())
+    # Equal is no better: the first of two equal epochs is the best.
+    assert (summary["epochs"], summary["best_epoch"]) == (4, 2)
+    for folder, step in (("checkpoints", 4), ("best", 2)):
+        with Checkpoints(output / folder) as checkpoints:
+            assert checkpoints.steps == [step]
+    # --best is the checkpoint of that epoch.
+    config = Config(devices=1, batch_size=400, output=output)
+    last, best = (
+        run_variables(OwnTask(dataclasses.replace(config, best=best), DataParallel(1)), RunFolder(output)).params
+        for best in (False, True)
+    )
+    assert not all(jax.tree.leaves(jax.tree.map(np.array_equal, last, best)))
+    # A longer run goes on from the last epoch, and does not forget the best one.
+    rated(0.6, 0.95, 0.1)
+    assert main([*flags[:-2], "--output", str(output), "--resume", "--epochs", "6", "--patience", "4"]) == 0
+    assert json.loads((output / "summary.json").read_text())["best_epoch"] == 6
+    with Checkpoints(output / "best") as checkpoints:
+        assert checkpoints.steps == [6]
+
+
+def test_top_5_counts_labels_among_the_five_largest_logits():
+    rng = np.random.default_rng(0)
+    logits, labels = rng.normal(size=(64, 9)).astype(np.float32), rng.integers(0, 9, 64)
+    mask = np.arange(64) % 3 > 0
+    ranked = np.argsort(-logits, axis=1)
+    sums = jax.jit(classification_sums)(jnp.zeros(64), logits, labels, mask.astype(np.float32))
+    assert sums["count"] == mask.sum()
+    assert sums["top5_accuracy"] == sum(labels[i] in ranked[i, :5] for i in np.flatnonzero(mask))
+    assert sums["accuracy"] == sum(labels[i] == ranked[i, 0] for i in np.flatnonzero(mask))
+    assert "top5_accuracy" not in classification_sums(jnp.zeros(64), logits[:, :5], labels % 5, mask.astype(np.float32))
+
+
+class FakeRun:
+    """What `wandb.init` returns, as far as it is used."""
+
+    def __init__(self, **arguments) -> None:
+        self.id, self.arguments, self.lines, self.finished = arguments["id"] or "abc", arguments, [], False
+
+    def log(self, values, step) -> None:
+        self.lines.append((step, values))
+
+    def finish(self) -> None:
+        self.finished = True
+
+
+class FakeClient:
+    """`mlflow.MlflowClient`, as far as it is used."""
+
+    params, metrics, ended = {}, [], []
+
+    def get_experiment_by_name(self, name):
+        return None
+
+    def create_experiment(self, name):
+        return f"experiment {name}"
+
+    def create_run(self, experiment, run_name):
+        return types.SimpleNamespace(info=types.SimpleNamespace(run_id=f"{experiment}/{run_name}"))
+
+    def log_param(self, run, key, value) -> None:
+        self.params[key] = value
+
+    def log_metric(self, run, key, value, step) -> None:
+        self.metrics.append((run, key, value, step))
+
+    def set_terminated(self, run) -> None:
+        self.ended.append(run)
+
+
+def test_metrics_go_to_every_sink_and_on_in_the_same_run(rated, monkeypatch, tmp_path):
+    runs = []
+    init = lambda **arguments: runs.append(FakeRun(**arguments)) or runs[-1]
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    monkeypatch.setitem(sys.modules, "mlflow", types.SimpleNamespace(MlflowClient=FakeClient))
+    output = tmp_path / "run"
+    flags = [*FLAGS, "--output", str(output), "--log-to", "wandb", "mlflow"]
+    rated(0.5, float("nan"))
+    assert main([*flags, "--epochs", "2"]) == 0
+    assert not (output / "tensorboard").exists()
+    (run,) = runs
+    assert run.finished
+    assert (run.arguments["project"], run.arguments["config"]["batch_size"]) == ("mpjax-custom", 400)
+    steps = [step for step, _ in run.lines]
+    assert steps == sorted(steps) == [1, 1, 2, 2]
+    epochs = [values for _, values in run.lines if "learning_rate" in values]
+    assert [values.get("test_accuracy") for values in epochs] == [0.5, None]  # NaN is no number to draw
+    assert FakeClient.params["policy"] == "mixed_float16"
+    name = "experiment mpjax-custom/run"
+    assert (name, "test_accuracy", 0.5, 1) in FakeClient.metrics
+    assert {(run, step) for run, key, _, step in FakeClient.metrics if key == "step/loss_scale"} == {
+        (name, step) for step in (1, 2)
+    }
+    rated(0.6)
+    assert main([*flags, "--epochs", "3", "--resume"]) == 0
+    assert runs[1].id == "abc"
+    assert FakeClient.ended == [name, name]
+
+
+def refuse(**_) -> None:
+    raise ConnectionError("no route to the server")
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (None, 'pip install "mpjax[wandb]"'),
+        (types.SimpleNamespace(init=refuse), "--log-to wandb: no route to the server"),
+    ],
+)
+def test_a_sink_that_can_not_be_opened_is_one_line(module, message, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    with (
+        pytest.raises(UsageError, match=re.escape(message)),
+        Sinks(["wandb"], RunFolder(tmp_path), {"script": "x"}) as s,
+    ):
+        s.open(0)
