@@ -1,7 +1,8 @@
-"""Which part of an image a model sees: at random in training, the middle otherwise.
+"""Chooses the part of an image that a model sees: at random in training, the middle otherwise.
 
-Our own, because a crop must be known before the file is decoded, which a JPEG is only as far as it is needed; libraries
-(augmax, dm-pix) crop what was decoded whole.
+Our own, because the crop must be known before a JPEG is decoded, which happens only as far as it is needed; libraries
+(augmax, dm-pix) crop whole decoded images. RandAugment and CutMix are missing: dm-pix and Albumentations have neither,
+and Keras's layers draw from generators of their own, so a resumed run would see other images.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ MIDDLE = 0.875
 
 
 class Crop(NamedTuple):
-    """A part of an image, and what becomes of it."""
+    """A part of an image, and its form afterwards."""
 
     box: Box
     size: tuple[int, int]  # width and height that it is resized to

@@ -1,7 +1,8 @@
 """CTC decoding on the device: greedy, and prefix beam search. Logits are read in float32; jit both.
 
-Our own, because the decoders on the package index (pyctcdecode, flashlight) run on the host, utterance by utterance,
-and optax has only the loss.
+Our own, because the decoders on the package index (pyctcdecode, flashlight-text) run on the host, utterance by
+utterance, and optax has only the loss. There is no language model: pyctcdecode requires NumPy 1, JAX NumPy 2, and
+flashlight-text has no wheel for Python 3.13.
 """
 
 from __future__ import annotations
