@@ -1,14 +1,14 @@
-"""What the flags choose, for every script: training, looking at a step, several policies side by side."""
+"""Runs the mode that the flags choose, for every script."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from examples.common.benchmarks import run_comparison
-from examples.common.config import RunConfig
+from examples.common.benchmarks import find_batch_sizes, run_benchmark, run_comparison
+from examples.common.config import INSPECT, RunConfig
 from examples.common.hosts import is_main, say
 from examples.common.inspect_step import audit_step, profile_step
 from examples.common.loop import Interrupted, open_folder, train
@@ -22,6 +22,43 @@ Finished = Callable[[Any, RunFolder], None]
 
 def _nothing_more(task: Any, folder: RunFolder) -> None:
     """What most scripts do after a training."""
+
+
+def run(
+    config: RunConfig,
+    make: Callable[[], MakeTask],
+    use: Mapping[str, Callable[[Any], dict[str, Any]]] | None = None,
+    finished: Finished = _nothing_more,
+    bench: Callable[[], MakeTask] | None = None,
+) -> dict[str, Any]:
+    """Does what the flags say, and returns what is in the file that it leaves: summary.json of a training.
+
+    Args:
+        config: the flags.
+        make: opens the data, and returns the maker of tasks on them.
+        use: by action, what a trained model is used for.
+        finished: is called with task and folder after a training.
+        bench: as `make`, for the timings of a comparison; the same without it.
+
+    Raises:
+        UsageError: data or flags do not fit.
+        Interrupted: a signal came in a training; all is saved.
+    """
+    if use and config.action in use:
+        return use[config.action](config)
+    tasks = make()
+    if config.action in INSPECT:
+        return inspect(config, tasks)
+    if config.action == "find_batch_size":
+        return find_batch_sizes(config, tasks)
+    if config.is_benchmark:
+        if not config.compare:
+            return run_benchmark(config, tasks)
+        with open_folder(config, "-benchmarks") as folder:
+            return run_comparison(config, tasks, folder)
+    if config.compare:
+        return train_and_compare(config, tasks, bench() if bench else tasks, finished)
+    return run_training(config, tasks, finished)
 
 
 def run_training(config: RunConfig, make: MakeTask, finished: Finished = _nothing_more) -> dict[str, Any]:

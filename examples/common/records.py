@@ -23,12 +23,9 @@ from tqdm import tqdm
 
 from examples.common.cli import UsageError, listing, one_line
 from examples.common.fingerprint import fingerprint
+from examples.common.skipped import UnusableFileError
 
 Record = dict[str, Any]
-
-
-class DamagedRecordError(Exception):
-    """An entry can't be read; the text is the reason, without the entry's name."""
 
 
 class Records(abc.ABC):
@@ -47,7 +44,7 @@ class Records(abc.ABC):
 
     @abc.abstractmethod
     def __getitem__(self, index: int) -> Record:
-        """An entry; raises a `DamagedRecordError` where it can't be read."""
+        """An entry; raises an `UnusableFileError` where it can't be read."""
 
     def name(self, index: int) -> str:
         """Where an entry is, for messages."""
@@ -59,7 +56,7 @@ class Records(abc.ABC):
         for index in tqdm(range(len(self)), f"reading {field} of {self.root}", leave=False):
             try:
                 values.append(self._value(index, field))
-            except DamagedRecordError:
+            except UnusableFileError:
                 values.append(None)
         return values
 
@@ -83,7 +80,7 @@ class Records(abc.ABC):
         for index in range(len(self)):
             try:
                 found = self[index]
-            except DamagedRecordError:
+            except UnusableFileError:
                 continue
             if name := next((name for name in candidates if found.get(name) is not None), None):
                 return name
@@ -99,7 +96,7 @@ class Records(abc.ABC):
         def content(index: int) -> bytes:
             try:
                 return repr(sorted(self[index].items())).encode()
-            except DamagedRecordError:
+            except UnusableFileError:
                 return b""
 
         names = [f"{path.name}\t{path.stat().st_size}" for path in self.paths]
@@ -117,10 +114,10 @@ class Entry(NamedTuple):
         return f"{self.records.root}: {self.records.name(self.number)}"
 
     def read_bytes(self) -> bytes:
-        """The content; raises a `DamagedRecordError` where it can't be read."""
+        """The content; raises an `UnusableFileError` where it can't be read."""
         found = self.records[self.number].get(self.field)
         if not isinstance(found, bytes):
-            raise DamagedRecordError(f"its field {self.field!r} holds no file")
+            raise UnusableFileError(f"its field {self.field!r} holds no file")
         return found
 
 
@@ -140,7 +137,7 @@ class Examples(Records):
         try:
             features = example_type().FromString(self._source[index]).features.feature
         except (DecodeError, OSError, RuntimeError, ValueError) as error:
-            raise DamagedRecordError(f"no tf.train.Example: {one_line(error, 100)}") from error
+            raise UnusableFileError(f"no tf.train.Example: {one_line(error, 100)}") from error
         return {name: _feature_value(feature) for name, feature in features.items()}
 
 
@@ -289,7 +286,7 @@ class TarFiles(Records):
             try:
                 record = {**json.loads(record["json"]), **record}
             except (ValueError, TypeError) as error:
-                raise DamagedRecordError(f"its json is none: {one_line(error, 100)}") from error
+                raise UnusableFileError(f"its json is none: {one_line(error, 100)}") from error
         return record
 
 
@@ -323,7 +320,7 @@ class HuggingFace(Records):
                 try:
                     value["bytes"] = Path(value["path"]).read_bytes()
                 except OSError as error:
-                    raise DamagedRecordError(f"{value['path']}: {error.strerror}") from error
+                    raise UnusableFileError(f"{value['path']}: {error.strerror}") from error
             row[name] = value and value["bytes"]
         return row
 

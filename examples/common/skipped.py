@@ -14,6 +14,10 @@ from tqdm import tqdm
 from examples.common.cli import UsageError
 
 
+class UnusableFileError(Exception):
+    """A file, or an entry of a shard, is damaged or something else; the text is the reason, without its name."""
+
+
 class SkippedFiles:
     """Names each skipped file once on stderr, and ends the run where there are too many; for any thread.
 

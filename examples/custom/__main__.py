@@ -16,10 +16,9 @@ import numpy as np
 import optax
 
 import mpjax
-from examples.common import script
-from examples.common.config import INSPECT, RunConfig
+from examples.common import modes, script
+from examples.common.config import RunConfig
 from examples.common.devices import DataParallel
-from examples.common.modes import inspect, run_training, train_and_compare
 from examples.common.optimizers import Recipe
 from examples.common.plots import Panel
 from examples.common.task import Task
@@ -129,13 +128,7 @@ class OwnTask(Task):
 def run(config: Config) -> dict[str, Any]:
     """Does what the flags say."""
     parallel = DataParallel(config.devices)
-
-    def make(own: Config) -> OwnTask:
-        return OwnTask(own, parallel)
-
-    if config.action in INSPECT:
-        return inspect(config, make)
-    return train_and_compare(config, make, make) if config.compare else run_training(config, make)
+    return modes.run(config, lambda: lambda own: OwnTask(own, parallel))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

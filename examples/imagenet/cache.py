@@ -14,15 +14,14 @@ from tqdm import tqdm
 
 from examples.common.cli import UsageError
 from examples.common.hosts import say
-from examples.common.records import DamagedRecordError
+from examples.common.skipped import UnusableFileError
 from examples.imagenet.augmentation import Crop, shorter_side
 from examples.imagenet.data import Unreadable
-from examples.imagenet.decoding import UnreadableImageError, image_size, read_crop, resized
+from examples.imagenet.decoding import image_size, read_crop, resized
 from examples.imagenet.image_records import ImageRecords
 from examples.imagenet.image_tree import Images
 
 _Images = Images | ImageRecords
-_UNUSABLE = (UnreadableImageError, DamagedRecordError)
 
 # Of the free memory, for images; the rest is for the program.
 _SHARE = 0.9
@@ -57,14 +56,14 @@ class CachedImages:
         try:
             file, self._labels[index] = self._images.item(index)
             self._view(index)[:] = read_crop(file, lambda full: Crop((0, 0, *full), (width, height)))
-        except _UNUSABLE as error:
+        except UnusableFileError as error:
             self._sizes[index] = 0
             self.unreadable.append(Unreadable(self._images.name(index), str(error)))
 
     def read(self, index: int, choose: Callable[[tuple[int, int]], Crop]) -> tuple[np.ndarray, int]:
         """What `decoding.read_crop` returns, from the smaller copy in memory, and the label."""
         if not self._sizes[index].any():
-            raise UnreadableImageError("it was unreadable when the cache was filled")
+            raise UnusableFileError("it was unreadable when the cache was filled")
         image = Image.fromarray(self._view(index))
         return resized(image, choose(image.size), image.size), int(self._labels[index])
 
@@ -106,7 +105,7 @@ def _measure(images: _Images, side: int, executor: ThreadPoolExecutor) -> tuple[
     def size_of(index: int) -> tuple[int, int]:
         try:
             return shorter_side(image_size(images.item(index)[0]), side)
-        except _UNUSABLE as error:
+        except UnusableFileError as error:
             unreadable.append(Unreadable(images.name(index), str(error)))
             return 0, 0
 

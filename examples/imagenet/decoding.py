@@ -11,6 +11,7 @@ from collections.abc import Callable
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
+from examples.common.skipped import UnusableFileError
 from examples.imagenet.augmentation import Crop
 
 # What files with a name like a JPEG's turn out to hold. Pillow knows more, some of which start other programs.
@@ -46,10 +47,6 @@ _UPRIGHT = {
 File = str | bytes  # a path, or the content of a file
 
 
-class UnreadableImageError(Exception):
-    """A file is no image, or not a whole one; the text says why, without the path."""
-
-
 def read_crop(file: File, choose: Callable[[tuple[int, int]], Crop]) -> np.ndarray:
     """Reads a part of an image.
 
@@ -64,7 +61,7 @@ def read_crop(file: File, choose: Callable[[tuple[int, int]], Crop]) -> np.ndarr
         The pixels, [height, width, 3], uint8.
 
     Raises:
-        UnreadableImageError: the file can not be read, for whatever reason.
+        UnusableFileError: the file can not be read, for whatever reason.
     """
     try:
         with _opened(file) as encoded:
@@ -74,7 +71,7 @@ def read_crop(file: File, choose: Callable[[tuple[int, int]], Crop]) -> np.ndarr
             _decode_smaller(encoded, full, crop, orientation)
             image = to_rgb(encoded)
     except _PILLOW_ERRORS as error:
-        raise UnreadableImageError(_reason(error)) from error
+        raise UnusableFileError(_reason(error)) from error
     if orientation in _UPRIGHT:
         image = image.transpose(_UPRIGHT[orientation])
     return resized(image, crop, full)
@@ -86,7 +83,7 @@ def image_size(file: File) -> tuple[int, int]:
         with _opened(file) as encoded:
             return _turned(encoded.size, _orientation(encoded))
     except _PILLOW_ERRORS as error:
-        raise UnreadableImageError(_reason(error)) from error
+        raise UnusableFileError(_reason(error)) from error
 
 
 def _opened(file: File) -> Image.Image:

@@ -11,12 +11,11 @@ from typing import Any
 import numpy as np
 
 from examples.common.cli import UsageError
-from examples.common.records import DamagedRecordError
-from examples.common.skipped import SkippedFiles
+from examples.common.skipped import SkippedFiles, UnusableFileError
 from examples.imagenet.augmentation import MIDDLE, Crop, middle_box, random_box
 from examples.imagenet.cache import CachedImages, cached
 from examples.imagenet.data import Augmentation, Batch, Dataset, Loaded, Unreadable
-from examples.imagenet.decoding import UnreadableImageError, read_crop
+from examples.imagenet.decoding import read_crop
 from examples.imagenet.image_records import ImageRecords, open_image_records
 from examples.imagenet.image_tree import Images, list_tree
 
@@ -102,7 +101,7 @@ class ImageFolder(Dataset):
             try:
                 batch.images[row], batch.labels[row] = self._read(candidate, augmentation)
                 return True
-            except (UnreadableImageError, DamagedRecordError) as error:
+            except UnusableFileError as error:
                 unreadable.append(Unreadable(self.images.name(candidate), str(error)))
         return False
 

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from examples.common.records import DamagedRecordError, Records
+from examples.common.records import Records
 from examples.common.shards import open_records
+from examples.common.skipped import UnusableFileError
 
 # Names of the fields, as TensorFlow Datasets, NVIDIA's scripts, WebDataset and the Hugging Face hub have them.
 _IMAGE = ("image/encoded", "image", "img", "jpg", "jpeg", "jpe", "png", "webp", "bmp", "gif")
@@ -39,14 +40,14 @@ class ImageRecords:
         return self._records.name(index)
 
     def item(self, index: int) -> tuple[bytes, int]:
-        """The encoded image, and its label; raises a `DamagedRecordError` where the entry lacks either."""
+        """The encoded image, and its label; raises an `UnusableFileError` where the entry lacks either."""
         record = self._records[index]
         image, value = (record.get(field) for field in self._fields)
         if not isinstance(image, bytes):
-            raise DamagedRecordError(f"its field {self._fields[0]!r} holds no encoded image")
+            raise UnusableFileError(f"its field {self._fields[0]!r} holds no encoded image")
         name = _class_name(value, self._names)
         if name not in self._index:
-            raise DamagedRecordError(f"its label {name!r} is none of the {len(self._index)} classes")
+            raise UnusableFileError(f"its label {name!r} is none of the {len(self._index)} classes")
         return image, self._index[name]
 
     def digest(self) -> str:

@@ -12,12 +12,13 @@ from examples.common.cli import UsageError, disk_problem, listing
 from examples.common.devices import DataParallel
 from examples.common.hosts import is_main, say
 from examples.common.run_folder import write_json
+from examples.common.skipped import UnusableFileError
 from examples.common.training import Variables
 from examples.common.use import export, in_policy, open_model
 from examples.imagenet.augmentation import Crop, middle_box
 from examples.imagenet.config import Config
 from examples.imagenet.data import Dataset, Description
-from examples.imagenet.decoding import UnreadableImageError, read_crop
+from examples.imagenet.decoding import read_crop
 from examples.imagenet.pipeline import evaluation_batches
 from examples.imagenet.task import ImageTask, open_data
 
@@ -125,6 +126,6 @@ def _read(task: ImageTask, path: Path) -> np.ndarray:
 
     try:
         pixels = read_crop(str(path), choose)
-    except UnreadableImageError as error:
+    except UnusableFileError as error:
         raise UsageError(f"--images: {str(path)!r} can not be read as an image ({error}).") from error
     return np.round(pixels.mean(axis=-1, keepdims=True)).astype(np.uint8) if grey else pixels

@@ -12,17 +12,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import soundfile
 
-from examples.common.records import DamagedRecordError, Entry
+from examples.common.records import Entry
+from examples.common.skipped import UnusableFileError
 
 SAMPLE_RATE = 16_000
 
 _CUT_SHORT = re.compile(r"^data : (\d+) \(should be (\d+)\)", re.MULTILINE)
 # Programs that write to a pipe promise as much as the header can hold, or nearly so, as they do not know better.
 _STREAMED = 0x7FFF_0000
-
-
-class AudioError(Exception):
-    """A file that is no usable audio; the text is the reason, without the file's name."""
 
 
 class AudioInfo(NamedTuple):
@@ -40,7 +37,7 @@ def probe(path: File) -> AudioInfo:
     """Reads the header of an audio file.
 
     Raises:
-        AudioError: it is missing, of no known format, or empty.
+        UnusableFileError: it is missing, of no known format, or empty.
     """
     with _open(path) as file:
         return AudioInfo(
@@ -52,18 +49,18 @@ def read_audio(path: File) -> np.ndarray:
     """The samples of a file, [samples], float32, -1..1: resampled to 16 kHz, channels averaged.
 
     Raises:
-        AudioError: as for `probe`, or it can not be decoded, or holds NaN or infinite samples.
+        UnusableFileError: as for `probe`, or it can not be decoded, or holds NaN or infinite samples.
     """
     with _open(path) as file:
         promised, rate = file.frames, file.samplerate
         try:
             channels = file.read(dtype="float32", always_2d=True)
         except soundfile.SoundFileError as error:
-            raise AudioError(f"damaged: {_reason(error)}") from error
+            raise UnusableFileError(f"damaged: {_reason(error)}") from error
     if len(channels) != promised:
-        raise AudioError(f"damaged: {len(channels)} samples where its header promises {promised}")
+        raise UnusableFileError(f"damaged: {len(channels)} samples where its header promises {promised}")
     if not np.isfinite(channels).all():
-        raise AudioError("it holds NaN or infinite samples")
+        raise UnusableFileError("it holds NaN or infinite samples")
     mono = channels[:, 0] if channels.shape[1] == 1 else channels.mean(axis=1)
     return resample(mono, *resampling_ratio(rate))
 
@@ -72,17 +69,15 @@ def _open(path: File) -> soundfile.SoundFile:
     try:
         content = None if isinstance(path, Path) else path.read_bytes()
         if (path.stat().st_size if isinstance(path, Path) else len(content or b"")) == 0:
-            raise AudioError("the file is empty (0 bytes)")
+            raise UnusableFileError("the file is empty (0 bytes)")
         file = soundfile.SoundFile(path if content is None else io.BytesIO(content))
-    except DamagedRecordError as error:
-        raise AudioError(str(error)) from error
     except OSError as error:
-        raise AudioError(f"it can not be opened: {error.strerror}") from error
+        raise UnusableFileError(f"it can not be opened: {error.strerror}") from error
     except soundfile.SoundFileError as error:
-        raise AudioError(f"not readable as audio: {_reason(error)}") from error
+        raise UnusableFileError(f"not readable as audio: {_reason(error)}") from error
     try:
         _check(file)
-    except AudioError:
+    except UnusableFileError:
         file.close()
         raise
     return file
@@ -92,9 +87,9 @@ def _check(file: soundfile.SoundFile) -> None:
     # libsndfile reads what there is of a WAV file that was cut short, and says so only in its log.
     cut = _CUT_SHORT.search(file.extra_info)
     if cut and int(cut[1]) < _STREAMED:
-        raise AudioError(f"damaged: cut short, {cut[2]} bytes of audio where its header promises {cut[1]}")
+        raise UnusableFileError(f"damaged: cut short, {cut[2]} bytes of audio where its header promises {cut[1]}")
     if file.frames <= 0:
-        raise AudioError("it holds no samples")
+        raise UnusableFileError("it holds no samples")
 
 
 def resample(samples: np.ndarray, up: int, down: int) -> np.ndarray:

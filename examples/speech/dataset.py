@@ -15,9 +15,9 @@ from tqdm import tqdm
 
 from examples.common.cli import UsageError, listing
 from examples.common.fingerprint import fingerprint
-from examples.common.skipped import SkippedFiles
+from examples.common.skipped import SkippedFiles, UnusableFileError
 from examples.speech.alphabet import Alphabet
-from examples.speech.audio import SAMPLE_RATE, AudioError, AudioInfo, File, probe, read_audio
+from examples.speech.audio import SAMPLE_RATE, AudioInfo, File, probe, read_audio
 
 
 class Utterance(NamedTuple):
@@ -75,7 +75,7 @@ class Speech:
         path = self.paths[index]
         try:
             audio = read_audio(path)
-        except AudioError as error:
+        except UnusableFileError as error:
             self.skipped.add(str(path), str(error))
             return None
         if len(audio) != self.samples[index]:
@@ -125,7 +125,7 @@ class Speech:
         with ThreadPoolExecutor() as executor:
             for utterance, found in zip(utterances, executor.map(_probe, utterances), strict=True):
                 # Here and not in the threads: messages come in the order of the manifest.
-                if isinstance(found, AudioError):
+                if isinstance(found, UnusableFileError):
                     self.skipped.add(str(utterance.path), str(found))
                 else:
                     kept.append(utterance)
@@ -146,12 +146,12 @@ def _place(path: File) -> str:
     return f"{path.parent.name}/{path.name}" if isinstance(path, Path) else path.records.name(path.number)
 
 
-def _probe(utterance: Utterance) -> AudioInfo | AudioError:
+def _probe(utterance: Utterance) -> AudioInfo | UnusableFileError:
     if not utterance.transcript:
-        return AudioError("its transcript is empty")
+        return UnusableFileError("its transcript is empty")
     try:
         return probe(utterance.path)
-    except AudioError as error:
+    except UnusableFileError as error:
         return error
 
 

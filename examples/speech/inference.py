@@ -13,10 +13,11 @@ from examples.common.benchmarking import compile_step
 from examples.common.cli import UsageError
 from examples.common.devices import DataParallel
 from examples.common.hosts import say
+from examples.common.skipped import UnusableFileError
 from examples.common.training import Variables
 from examples.common.use import export, in_policy, open_model
 from examples.speech.alphabet import Alphabet
-from examples.speech.audio import SAMPLE_RATE, AudioError, read_audio
+from examples.speech.audio import SAMPLE_RATE, read_audio
 from examples.speech.batching import Shape
 from examples.speech.config import Config
 from examples.speech.reports import transcript_report
@@ -99,7 +100,7 @@ def infer(config: Config) -> dict[str, Any]:
 def _read(config: Config, path: Any) -> np.ndarray:
     try:
         audio = read_audio(path)
-    except AudioError as error:
+    except UnusableFileError as error:
         raise UsageError(f"--infer {str(path)!r}: {error}.") from error
     if config.output_frames(len(audio)) < 1:
         raise UsageError(f"--infer {str(path)!r}: {len(audio) / SAMPLE_RATE:.3f} s are too short for a frame.")

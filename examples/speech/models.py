@@ -11,29 +11,8 @@ from examples.speech.deepspeech2 import DeepSpeech2
 
 def create_model(config: Config, labels: int, rngs: nnx.Rngs) -> DeepSpeech | DeepSpeech2:
     """The model of the flags, with `labels` outputs a frame."""
-    if config.model == "deepspeech":
-        return DeepSpeech(
-            config.front_end.size,
-            labels,
-            config.hidden,
-            context=config.context,
-            stride=config.stride,
-            cell=config.cell,
-            bidirectional=config.bidirectional,
-            layer_norm=config.layer_norm,
-            dropout=config.dropout,
-            rngs=rngs,
-        )
-    return DeepSpeech2(
-        config.front_end.size,
-        labels,
-        config.hidden,
-        layers=config.layers,
-        channels=config.channels,
-        stride=config.stride,
-        cell=config.cell,
-        bidirectional=config.bidirectional,
-        lookahead=config.lookahead,
-        dropout=config.dropout,
-        rngs=rngs,
-    )
+    sizes = (config.front_end.size, labels, config.hidden)
+    names = {"deepspeech": ("context", "layer_norm"), "deepspeech2": ("layers", "channels", "lookahead")}
+    names_of_both = ("stride", "cell", "bidirectional", "dropout")
+    chosen = {name: getattr(config, name) for name in (*names_of_both, *names[config.model])}
+    return (DeepSpeech if config.model == "deepspeech" else DeepSpeech2)(*sizes, **chosen, rngs=rngs)

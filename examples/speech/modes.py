@@ -1,17 +1,15 @@
-"""What the flags choose: each mode is a function from the flags to what it came to."""
+"""Runs the mode that the flags choose, on speech."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from examples.common.benchmarks import find_batch_sizes, run_benchmark, run_comparison
-from examples.common.config import INSPECT
+from examples.common import modes
 from examples.common.devices import DataParallel
 from examples.common.hosts import say
-from examples.common.loop import open_folder
-from examples.common.modes import inspect, run_training, train_and_compare
 from examples.common.run_folder import RunFolder
 from examples.speech.config import Config
 from examples.speech.dataset import Speech
@@ -21,27 +19,10 @@ from examples.speech.task import SpeechTask, open_alphabet, open_data
 
 
 def run(config: Config) -> dict[str, Any]:
-    """Does what the flags say and returns what it came to: of a training what is in summary.json.
-
-    Raises:
-        UsageError: data or flags do not fit.
-        Interrupted: a signal came in a training; all is saved.
-    """
-    if config.action in ("evaluate", "predict"):
-        return evaluate(config) if config.action == "evaluate" else infer(config)
-    make = TaskMaker(config)
-    if config.action in INSPECT:
-        return inspect(config, make)
-    if config.action == "find_batch_size":
-        return find_batch_sizes(config, make)
-    if config.is_benchmark:
-        if not config.compare:
-            return run_benchmark(config, make)
-        with open_folder(config, "-benchmarks") as folder:
-            return run_comparison(config, make, folder)
-    if config.compare:
-        return train_and_compare(config, make, TaskMaker(config, data=False), write_reports)
-    return run_training(config, make, write_reports)
+    """Does what the flags say; see `examples.common.modes.run`."""
+    use = {"evaluate": evaluate, "predict": infer}
+    on_made_up_audio = partial(TaskMaker, config, data=False)
+    return modes.run(config, partial(TaskMaker, config), use, write_reports, on_made_up_audio)
 
 
 class TaskMaker:
