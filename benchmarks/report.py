@@ -29,6 +29,7 @@ TITLES = {
     "loss_scaling_sharded_cpu": "Loss scaling of a sharded step",
     "compiled_bfloat16_cpu": "The compiled program",
     "communication_float16_cpu": "What a sharded training step sends between devices",
+    "residual_stream_cpu": "The residual stream in half or in float32",
     "reduction_error_cpu": "Error of a gradient's sum over replicas (simulated)",
     "launcher_cpu": "The launcher",
     "training_dry_run": "Training steps compiled for an H200 without a GPU",
