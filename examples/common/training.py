@@ -70,6 +70,7 @@ class Training(NamedTuple):
     learning_rate: optax.Schedule
     hyper: Hyperparameters
     zero: Callable[[], Sums]
+    model: Model
 
     def weights(self, state: TrainState) -> Variables:
         """What the model is tested and used with."""
@@ -152,6 +153,7 @@ def create_training(
         schedule,
         hyper,
         zero,
+        model,
     )
 
 

@@ -25,6 +25,16 @@ from mpjax.policy import get_policy
 _FLUSHED, _SKIPPED = 0.01, 0.05
 
 
+def power(scale: float) -> str:
+    """A loss scale for people: a power of two above what is read at a glance.
+
+    Example:
+        >>> power(1.0), power(2.0**15), power(2.0**24)
+        ('1', '32768', '2^24')
+    """
+    return f"2^{round(math.log2(scale))}" if scale > 2**16 else f"{scale:g}"
+
+
 @dataclasses.dataclass(frozen=True)
 class Remedy:
     """What the evidence says to try.
@@ -40,7 +50,7 @@ class Remedy:
     why: str = ""
 
     def __str__(self) -> str:
-        parts = [f"dynamic loss scale from {self.loss_scale:g}"] if self.loss_scale is not None else []
+        parts = [f"dynamic scale from {power(self.loss_scale)}"] if self.loss_scale is not None else []
         parts += [f"{', '.join(pattern for pattern, _ in self.overrides)} in float32"] if self.overrides else []
         return ", ".join(parts)
 
@@ -140,15 +150,16 @@ def _told(found: Evidence, baseline: str) -> Iterator[str]:
     if not scales:
         yield "no loss scaling"
     elif len(scales) == 1:
-        yield f"loss scale {scales[0]:g} throughout; {found.skipped} of {found.steps} steps skipped"
+        yield f"loss scale {power(scales[0])} throughout; {found.skipped} of {found.steps} steps skipped"
     else:
         yield (
-            f"loss scale {min(scales):g} to {max(scales):g}, {len(scales) - 1} changes, at last {scales[-1]:g} (seed "
+            f"loss scale {power(min(scales))} to {power(max(scales))}, {len(scales) - 1} changes, at last "
+            f"{power(scales[-1])} (seed "
             f"{found.seed}); {found.skipped} of {found.steps} steps skipped"
         )
     at = f"at {baseline}'s parameters after {found.step} steps of seed {found.seed}"
     if found.flushed is not None:
-        scale = f"{found.loss_scale or 1.0:g}"
+        scale = power(found.loss_scale or 1.0)
         yield f"{_percent(found.flushed)} of the activation gradients are flushed to zero at loss scale {scale}, {at}"
     if found.gradient_error is not None:
         worst = ", ".join(f"{name} {_percent(error)}" for name, error in found.parameters[:3])
@@ -293,12 +304,11 @@ def _remedy(found: Evidence, ranges: NumericsReport, errors: LayerwiseReport | N
     if ranges.dtype == "float16" and best is not None:
         if flushed > _FLUSHED and after < flushed / 2 and best > scale:
             loss_scale = best
-            reasons.append(
-                f"{flushed:.1%} of the gradients are flushed to zero at scale {scale:g}, {after:.1%} at {best:g}"
-            )
+            lost = f"{flushed:.1%} of the gradients are flushed to zero at scale {power(scale)}"
+            reasons.append(f"{lost}, {after:.1%} at {power(best)}")
         elif found.skipped > _SKIPPED * found.steps and best < scale:
             loss_scale = best
-            reasons.append(f"{found.skipped} of {found.steps} steps are skipped at scale {scale:g}")
+            reasons.append(f"{found.skipped} of {found.steps} steps are skipped at scale {power(scale)}")
     kept = ranges.overrides
     if kept:
         reasons.append(f"{ranges.dtype} has no range for {', '.join(ranges.keep_float32)} at any scale")

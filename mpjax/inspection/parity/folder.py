@@ -38,7 +38,7 @@ def settings_of(make: Callable[..., Any], more: Mapping[str, Any]) -> dict[str, 
         "jax": jax.__version__,
         "device": jax.devices()[0].device_kind,
     }
-    return json.loads(json.dumps(found | dict(more), default=str))
+    return json.loads(json.dumps(found | dict(getattr(make, "settings", {})) | dict(more), default=str))
 
 
 def _source(make: Any) -> str:

@@ -50,8 +50,8 @@ def parity(
         output: a folder that keeps each finished run; a later call with it continues, with more policies or seeds if
             it says so. The report is in it as `parity.json`, `parity.md` and, with Matplotlib, `parity.png`.
         metric_every: steps between two measurements of the metric; None for one at the end.
-        settings: what else decides the result (hyperparameters that `make` reads elsewhere). A call with `output` is
-            refused if the runs there were made with others.
+        settings: what else decides the result (hyperparameters that `make` reads elsewhere), beside an attribute
+            `settings` of `make`. A call with `output` is refused if the runs there were made with others.
         progress: whether a bar, or in a log a line for each run, is written to stderr.
 
     Returns:

@@ -1,0 +1,114 @@
+"""A training script as `python -m mpjax parity` takes it: whether half precision changes its result, over seeds.
+
+    python -m mpjax parity examples.speech.parity:make --policies mixed_float16 "mixed_float16 --loss-scale 1"
+
+A policy is what follows `--policy` on the script's command line, with further flags of precision. The flags that all
+runs share are in the environment variable FLAGS: `FLAGS="--epochs 14" python -m mpjax parity ...`
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import mpjax
+from examples.common.config import RunConfig
+from examples.common.flags import parse
+from examples.common.task import Task
+from examples.common.training import TrainState, Variables
+
+Weights = tuple[Any, Any, Any]  # params, statistics, `TrainState.extra`
+
+
+class Maker:
+    """A `mpjax.MakeTraining` of a script. A policy's step and test are compiled once for all seeds.
+
+    Args:
+        config: the flags of the script.
+        open_tasks: of the flags, makes a function from flags to a task, on data that it opens once.
+        flags: that all runs share; those in the environment variable FLAGS without it.
+    """
+
+    def __init__(
+        self,
+        config: type[RunConfig],
+        open_tasks: Callable[[Any], Callable[[Any], Task]],
+        flags: Sequence[str] | None = None,
+    ) -> None:
+        self._config, self._open = config, open_tasks
+        self._flags = shlex.split(os.environ.get("FLAGS", "")) if flags is None else [*flags]
+        self._make_task: Callable[[Any], Task] | None = None
+        self._tasks: dict[str, Task] = {}
+        self.__qualname__ = config.script
+        self.settings = {"flags": self._flags}
+
+    def __call__(self, policy: str, seed: int, *, loss_scale: float | None = None) -> mpjax.Training:
+        """The training of a policy and a seed.
+
+        Args:
+            policy: what follows `--policy`: `"mixed_float16"`, `"mixed_float16 --amp autocast --loss-scale 1"`.
+            seed: what follows `--seed`.
+            loss_scale: where the dynamic loss scale starts; None for what the flags say.
+        """
+        words = ["--policy", *shlex.split(policy)]
+        if loss_scale is not None:
+            words = [*_without(words, "--loss-scale"), "--loss-scale", "dynamic"]
+        task, seeded = self._task(words, 0, keep=True), self._task(words, seed)
+        state = task.training.init(seed)
+        if loss_scale is not None:
+            opt_state = optax.tree_utils.tree_set(state.opt_state, loss_scale=jnp.float32(loss_scale))
+            state = state._replace(opt_state=opt_state)
+        name, sign = task.metric
+
+        def step(state: TrainState, batch: Any) -> tuple[TrainState, jax.Array]:
+            # Sums from zero on: those of this step alone.
+            state, shown = task.training.train_step(task.next_epoch(state), task.put(batch))
+            return state, shown["totals"]["loss"] / shown["totals"]["count"]
+
+        def batches() -> Iterator[Any]:
+            try:
+                for epoch in range(task.epochs):
+                    yield from seeded.batches(epoch, 0)
+            finally:
+                seeded.close()
+
+        def metric(state: TrainState) -> float:
+            return task.test(task.training.weights(state), lambda: None)[name]
+
+        def loss(weights: Weights, batch: Any) -> jax.Array:
+            params, stats, extra = weights
+            return task.training.model.loss(Variables(params, stats), batch, jax.random.key(0), extra).mean
+
+        def weights(state: TrainState) -> Weights:
+            return state.params, state.stats, state.extra
+
+        return mpjax.Training(state, step, batches, metric, loss, weights, sign > 0, True, task.metric_name)
+
+    def _task(self, words: Sequence[str], seed: int, keep: bool = False) -> Task:
+        key = shlex.join(words)
+        if key in self._tasks and keep:
+            return self._tasks[key]
+        program = f"python -m examples.{self._config.script}"
+        config = parse(self._config, program, [*self._flags, *words, "--seed", str(seed)])
+        if self._make_task is None:
+            self._make_task = self._open(config)
+        task = self._make_task(config)
+        if keep:
+            self._tasks[key] = task
+        return task
+
+
+def _without(words: Sequence[str], flag: str) -> list[str]:
+    """The words without a flag and its value."""
+    kept, skipping = [], False
+    for word in words:
+        if not skipping and word.split("=")[0] != flag:
+            kept.append(word)
+        skipping = not skipping and word == flag
+    return kept

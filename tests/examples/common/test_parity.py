@@ -1,0 +1,92 @@
+"""The scripts' trainings under `mpjax.parity`, on a few steps of small data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+
+import mpjax
+from examples.common.cli import UsageError
+from examples.common.devices import DataParallel
+from examples.common.parity import Maker, _without
+from examples.custom.__main__ import Config, OwnTask
+
+FLAGS = ["--epochs", "2", "--devices", "1", "--batch-size", "128"]
+SCALED = "mixed_float16 --loss-scale 1"
+
+
+def open_tasks(config):
+    parallel = DataParallel(config.devices)
+    return lambda own: OwnTask(own, parallel)
+
+
+@pytest.fixture(scope="module")
+def make():
+    return Maker(Config, open_tasks, FLAGS)
+
+
+def test_a_script_is_compared_over_seeds_with_precision_flags(make, tmp_path):
+    report = mpjax.parity(make, [SCALED], 2, output=tmp_path, progress=False)
+    assert report.title == "Parity of custom"
+    assert (report.metric_name, report.percent, report.larger_is_better) == ("test accuracy", True, True)
+    runs = report.runs_of(SCALED)
+    assert all(run.metric > 0.8 and run.scales == ((1, 1.0),) for run in runs)
+    losses = np.asarray([run.losses for run in runs])
+    assert losses.shape == (2, 6)
+    assert np.all(losses[:, -1] < losses[:, 0]), "of each step, not sums over the epoch"
+    other = Maker(Config, open_tasks, [*FLAGS, "--optimizer", "sgd"])
+    with pytest.raises(ValueError, match="other settings"):
+        mpjax.parity(other, [SCALED], 2, output=tmp_path, progress=False)
+
+
+def test_a_remedy_starts_the_dynamic_scale_elsewhere(make):
+    training = make(SCALED, 0, loss_scale=2.0**17)
+    assert float(training.state.opt_state.loss_scale) == 2.0**17
+
+
+def test_a_flag_that_there_is_not_is_named(make):
+    with pytest.raises(UsageError, match="--los-scale"):
+        make("mixed_float16 --los-scale 1", 0)
+    assert _without(["--policy", "p", "--loss-scale", "1", "--amp", "x"], "--loss-scale") == [
+        "--policy",
+        "p",
+        "--amp",
+        "x",
+    ]
+
+
+def test_evidence_names_the_modules_of_a_script(make):
+    from mpjax.inspection.parity.evidence import evidence_of
+
+    report = mpjax.parity(make, [SCALED], 1, progress=False)
+    found = evidence_of(make, SCALED, "float32", report.runs_of(SCALED), report.runs_of("float32"))
+    assert found.notes == ()
+    assert 0 < found.gradient_error < 0.1
+    assert any("Dense_0" in name for name, _ in found.parameters)
+    assert any("Dense_1" in row.name for row in found.modules)
+
+
+@pytest.mark.slow
+def test_speech_plugs_in(tmp_path):
+    from examples.speech.config import Config
+    from examples.speech.modes import TaskMaker
+
+    rng = np.random.default_rng(0)
+    for split, count in (("train", 8), ("test", 4)):
+        lines = ["wav_filename,wav_filesize,transcript"]
+        for i in range(count):
+            path = Path(tmp_path / f"{split}{i}.wav")
+            soundfile.write(path, 0.1 * rng.normal(size=8000), 16000)
+            lines.append(f"{path},{path.stat().st_size},ab")
+        (tmp_path / f"{split}.csv").write_text("\n".join(lines) + "\n")
+    data = ["--train-data", str(tmp_path / "train.csv"), "--test-data", str(tmp_path / "test.csv")]
+    sizes = "--hidden 8 --context 1 --stride 2 --batch-size 4 --buckets 1 --epochs 1 --no-augment --devices 1".split()
+    training = Maker(Config, TaskMaker, [*data, *sizes])("mixed_float16", 0)
+    first, _ = training.batches()
+    state, loss = training.step(training.state, first)
+    assert np.isfinite(loss)
+    assert training.metric(state) >= 0
+    assert (training.metric_name, training.larger_is_better) == ("WER", False)
