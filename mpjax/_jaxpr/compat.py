@@ -55,6 +55,25 @@ def variable_of(tracer: Any) -> Any:
     return value if isinstance(value, Var) else None
 
 
+def same_trace(a: Any, b: Any) -> bool:
+    """Whether two tracers belong to the same trace."""
+    return a._trace is b._trace
+
+
+def flattens_matmul(dtype: Any) -> bool:
+    """Whether a matmul of this dtype with a float32 result must be one of matrices.
+
+    XLA's CPU compiler (0.12) rewrites others in bfloat16, such as one whose result is transposed, to a form that it
+    can't run.
+    """
+    return dtype == jax.numpy.bfloat16 and jax.default_backend() == "cpu"
+
+
+def shards_layout_constraints() -> bool:
+    """Whether a layout constraint leaves a sharded array where it is: before JAX 0.12, XLA gathered all of it."""
+    return jax.__version_info__ >= (0, 12) or jax.device_count() == 1
+
+
 def scan_split(params: dict[str, Any]) -> tuple[int, int]:
     """How many of a scan's operands are loop-invariant, and how many are carried."""
     if "num_consts" in params:

@@ -60,6 +60,7 @@ class Primitive(NamedTuple):
         foreign: runs code that JAX can't see.
         kernel: XLA starts a kernel for it; everything else is fused into what reads it.
         accumulates: a sum that goes through it is still that sum with something added.
+        replicates: gives devices a value that one of them holds, so its derivative is a sum over devices.
         some_versions: not every supported JAX has it.
     """
 
@@ -84,6 +85,7 @@ class Primitive(NamedTuple):
     foreign: bool = False
     kernel: bool = False
     accumulates: bool = False
+    replicates: bool = False
     some_versions: bool = False
 
     @property
@@ -210,10 +212,10 @@ approx_top_k                          wide     outputs  expensive elements=0 ker
 scatter                               wide     outputs  expensive elements=0,2 kernel
 scatter-max                           wide     outputs  expensive elements=0,2 kernel
 scatter-min                           wide     outputs  expensive elements=0,2 kernel
-all_gather                            wide     nothing  expensive elements=0 kernel
-all_gather_invariant                  wide     nothing  expensive elements=0
-all_gather_reduced                    wide     nothing  expensive elements=0
-pvary                                 wide     nothing  expensive float32_only whole
+all_gather                            wide     nothing  expensive elements=0 kernel replicates
+all_gather_invariant                  wide     nothing  expensive elements=0 replicates
+all_gather_reduced                    wide     nothing  expensive elements=0 replicates
+pvary                                 wide     nothing  expensive float32_only whole replicates
 pmax                                  wide     outputs  expensive elements=0
 pmin                                  wide     outputs  expensive elements=0
 div                                   wide     inputs   elementwise

@@ -325,10 +325,23 @@ def _wide(inference: Inference, eqn: Any, listing: Listing) -> Step:
     if level == Level.PINNED:
         level = Level.FLOAT
     operand = eqn.invars[0]
+    if primitive(eqn.primitive.name).replicates and level == Level.COMPUTED and inference.only_half(eqn):
+        return _replicate(inference, eqn, listing)
     exact = isinstance(operand, compat.Literal) and exact_in_half(operand, inference.setting.half)
     if exact and inference.only_half(eqn):
         return inference.in_half(eqn, listing, level, "a constant that half holds exactly")
     return inference.in_float32(eqn, listing, level, f"{listing.why}: its derivative is a sum")
+
+
+def _replicate(inference: Inference, eqn: Any, listing: Listing) -> Step:
+    """A parameter that only half operations read, on its way to other devices: half travels."""
+    if inference.setting.rules.weight_gradients == "half":
+        return inference.in_half(eqn, listing, Level.COMPUTED, "only half is read of it")
+    step = inference.in_float32(eqn, listing, Level.COMPUTED, f"{listing.why}: its derivative is a sum")
+    if not primitive(eqn.primitive.name).whole:
+        step.gathers, step.why = True, "half is gathered; its gradient is summed in float32"
+        inference.trivial = False
+    return step
 
 
 def _move(inference: Inference, eqn: Any, listing: Listing) -> Step:

@@ -37,6 +37,7 @@ class Step:
         parameters: the operands of a matmul that are parameters: the backward pass reads them in float32, so that no
             half copy is stored.
         wide_gradients: whether their gradients leave the matmul in float32.
+        gathers: a parameter is cast, then gathered; its gradient is scattered in float32.
         inner: for a higher-order primitive, what its own rule needs to issue it again; it has `plans`.
         touched: each value that it reads, and in which storage dtype.
     """
@@ -51,6 +52,7 @@ class Step:
     spread: tuple[int, ...] = ()
     parameters: tuple[int, ...] = ()
     wide_gradients: bool = True
+    gathers: bool = False
     inner: Any = None
     touched: tuple[tuple[Any, Storage], ...] = ()
 

@@ -197,6 +197,9 @@ def _bind(step: Step, env: Mapping[Any, Any], half: np.dtype) -> Sequence[Any]:
     eqn = step.eqn
     args = [_read(v, storage, env, half) for v, storage in zip(eqn.invars, step.reads, strict=True)]
     params = eqn.primitive.get_bind_params(eqn.params)
+    if step.gathers:
+        low, full = weight_gradients.gathered(eqn.primitive, params, args[0], half)
+        return [Value(half, full, low)]
     if step.spread:
         shape = eqn.outvars[0].aval.shape
         if eqn.primitive.name == "mul" and len(step.spread) == 1:

@@ -12,6 +12,9 @@ with respect to the float32 parameter `w` itself, so the backward pass also read
 made of three primitives, so that every transformation works on it: `detached` is the identity without a derivative,
 `result` the identity on `out` with the derivative above, `tangent` the matmul of that derivative.
 
+Where one trace holds both passes (a `jit` around `grad`), the backward pass reads the half copy of the forward pass.
+XLA partitions a program before it merges equal casts, and would gather a sharded parameter once for each.
+
 A convolution has no such kernel in cuDNN: with a float32 result XLA casts its operands to float32, off the half Tensor
 Cores. So unless `Rules(weight_gradients="everywhere")` asks for it, the gradient of a kernel leaves the convolution in
 half (`wide=False`) and is cast, except where the convolution is a matmul (1×1, without stride). The backward pass reads
@@ -23,6 +26,8 @@ Source: the float32 accumulation and output of Tensor Cores, Micikevicius et al.
 from __future__ import annotations
 
 import functools
+import math
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -65,9 +70,36 @@ def matmul(primitive: Any, params: dict[str, Any], halves: Sequence[Any], operan
     if compat.under_jet():
         return primitive.bind(*halves, **params)
     rest = halves[2:]
-    out = primitive.bind(*map(detached.bind, halves[:2]), *rest, **params)
+    known = [detached.bind(*((h,) if h is x else (h, x))) for h, x in zip(halves, operands, strict=False)]
+    out = primitive.bind(*known, *rest, **params)
     varied = compat.vary_alike(out, operands)
     return result.bind(out, *varied, *rest, matmul=primitive, half=np.dtype(out.dtype), wide=wide, **params)
+
+
+def gathered(primitive: Any, params: dict[str, Any], x: Any, half: np.dtype) -> tuple[Any, Any]:
+    """A parameter gathered from other devices in half, its gradient summed over them in float32.
+
+    Args:
+        primitive: `all_gather` or one like it.
+        params: its parameters.
+        x: the parameter, float32.
+        half: the half dtype.
+
+    Returns:
+        The result in half, and that half widened to float32.
+    """
+
+    def gather(x: Any) -> tuple[Any, Any]:
+        low = primitive.bind(lax.convert_element_type(x, half), **params)
+        return low, lax.convert_element_type(low, x.dtype)
+
+    def gather_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
+        full = primitive.bind(tangents[0], **params)
+        return gather(primals[0]), (lax.convert_element_type(full, half), full)
+
+    fun = jax.custom_jvp(gather)
+    fun.defjvp(gather_jvp)
+    return fun(x)
 
 
 def _apply(a: Any, b: Any, *rest: Any, matmul: Any, half: np.dtype, wide: bool, **params: Any) -> Any:
@@ -80,6 +112,27 @@ def _tangent_abstract_eval(*avals: Any, matmul: Any, half: np.dtype, wide: bool,
 
 def _cast(x: Any, half: np.dtype) -> Any:
     return x if x.dtype == half else lax.convert_element_type(x, half)
+
+
+# The half copies of parameters in the traces that are under way: by the id of a tracer, it and its copy.
+_copies: dict[int, tuple[weakref.ref[Any], weakref.ref[Any]]] = {}
+
+
+def _detached_jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+    if len(primals) == 2 and all(isinstance(x, jax.core.Tracer) for x in primals):
+        low, full = primals
+        key = id(full)
+        _copies[key] = weakref.ref(full, lambda _: _copies.pop(key, None)), weakref.ref(low)
+    return detached.bind(*primals), compat.zero_tangent(primals[0])
+
+
+def _half_copy(x: Any, half: np.dtype) -> Any:
+    """An operand in half: the copy that the forward pass made in the same trace, if there is one."""
+    if x.dtype != half and id(x) in _copies:
+        full, low = (reference() for reference in _copies[id(x)])
+        if full is x and low is not None and low.dtype == half and compat.same_trace(low, x):
+            return low
+    return _cast(x, half)
 
 
 def _result_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
@@ -109,11 +162,13 @@ def _tangent_transpose(
 ) -> Sequence[Any]:
     which = 0 if ad.is_undefined_primal(operands[0]) else 1
     aval = operands[which].aval
-    known = [x if ad.is_undefined_primal(x) else _cast(x, half) for x in operands[:2]]
+    known = [x if ad.is_undefined_primal(x) else _half_copy(x, half) for x in operands[:2]]
     if aval.dtype != half and wide:
         params["preferred_element_type"] = aval.dtype
         if which == 1 and matmul is lax.conv_general_dilated_p and is_pointwise(params, aval.shape):
             return [None, compat.with_weak_type(_matrix_gradient(known[0], ct, aval, params), aval)]
+        if which == 1 and matmul is lax.dot_general_p and params.get("out_sharding") is None:
+            return [None, compat.with_weak_type(_right_gradient(known[0], ct, aval, params), aval)]
     found = compat.bilinear_transpose(matmul, ct, (*known, *operands[2:]), which, params)
     if found.dtype != aval.dtype:
         found = lax.convert_element_type(found, aval.dtype)
@@ -127,6 +182,33 @@ def _matrix_gradient(images: Any, ct: Any, kernel: Any, params: dict[str, Any]) 
     pixels = ((lhs[0], *lhs[2:]), (out[0], *out[2:]))
     matrix = lax.dot_general(images, ct, (pixels, ((), ())), preferred_element_type=kernel.dtype)
     return (matrix.T if rhs[0] < rhs[1] else matrix).reshape(kernel.shape)
+
+
+def _right_gradient(a: Any, ct: Any, aval: Any, params: dict[str, Any]) -> Any:
+    """The gradient of a matmul's right operand, multiplied in the order that needs no transpose after it.
+
+    JAX's rule always puts the cotangent first. For a kernel (inputs, outputs) that makes a transposed gradient.
+    """
+    ((a_contract, b_contract), (a_batch, b_batch)) = params["dimension_numbers"]
+    free = tuple(d for d in range(a.ndim) if d not in (*a_contract, *a_batch))
+    n = len(a_batch)
+    of_a, of_ct = (free, tuple(a_batch)), (tuple(range(n, n + len(free))), tuple(range(n)))
+    kept = {name: params[name] for name in ("precision", "preferred_element_type")}
+    if n == 0 and compat.flattens_matmul(a.dtype):
+        rows = math.prod(a.shape[d] for d in free)
+        a, ct = lax.transpose(a, (*free, *sorted(a_contract))).reshape(rows, -1), ct.reshape(rows, -1)
+        of_a = of_ct = ((0,), ())
+    contracted = [b for _, b in sorted(zip(a_contract, b_contract, strict=True))]
+    others = [d for d in range(aval.ndim) if d not in (*b_contract, *b_batch)]
+    # The dimensions of the result, as those of the operand.
+    first, last = [*b_batch, *contracted, *others], [*b_batch, *others, *contracted]
+    order = last if last == sorted(last) else first
+    if order is last:
+        found = lax.dot_general(ct, a, ((of_ct[0], of_a[0]), (of_ct[1], of_a[1])), **kept)
+    else:
+        found = lax.dot_general(a, ct, ((of_a[0], of_ct[0]), (of_a[1], of_ct[1])), **kept)
+    found = found.reshape([aval.shape[d] for d in order])
+    return found if order == sorted(order) else lax.transpose(found, [order.index(d) for d in range(aval.ndim)])
 
 
 def _result_transpose(ct: Any, out: Any, *operands: Any, **params: Any) -> Sequence[Any]:
@@ -212,11 +294,12 @@ def _unfold(x: Any, dim: int, size: int) -> Any:
     return x.reshape(*x.shape[:dim], size, -1, *x.shape[dim + 1 :])
 
 
-detached.def_impl(lambda x: x)
-detached.def_abstract_eval(lambda x: x)
-mlir.register_lowering(detached, lambda ctx, x: [x])
-ad.primitive_jvps[detached] = lambda primals, tangents: (detached.bind(*primals), compat.zero_tangent(primals[0]))
-ad.primitive_transposes[detached] = lambda ct, x: [None]  # Unlike `lax.stop_gradient`, in a linear program too.
+# The identity on its first operand; the second is the parameter of which that is the half copy.
+detached.def_impl(lambda x, *_: x)
+detached.def_abstract_eval(lambda x, *_: x)
+mlir.register_lowering(detached, lambda ctx, x, *_: [x])
+ad.primitive_jvps[detached] = _detached_jvp
+ad.primitive_transposes[detached] = lambda ct, *xs: [None] * len(xs)  # Unlike `lax.stop_gradient`, if linear too.
 batching.primitive_batchers[detached] = lambda args, dims: (detached.bind(*args), dims[0])
 
 result.def_impl(lambda out, *_, **__: out)
