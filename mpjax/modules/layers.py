@@ -21,6 +21,7 @@ import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from mpjax.modules.matmuls import matmul_attribute
 from mpjax.policy import CASTABLE_DTYPES, HALF_DTYPES, Policy, _cast_leaf, is_castable, is_half, is_norm_class
 
 _LINEAR_NAMES = {
@@ -51,9 +52,24 @@ def kind_of(cls: type, method: str) -> Kind:
         return Kind.FLOAT32
     if method == "__call__" and not _CELL_NAMES.isdisjoint(ours):
         return Kind.CELL
-    if not _LINEAR_NAMES.isdisjoint(ours):
+    if not _LINEAR_NAMES.isdisjoint(ours) or is_flax_attend(cls, method):
         return Kind.LINEAR
     return Kind.PLAIN
+
+
+def is_flax_attend(cls: type, method: str) -> bool:
+    """Whether a method is Flax's `Embed.attend`, a matmul with the table."""
+    return method == "attend" and getattr(getattr(cls, method), "__module__", "") in (
+        nn.Embed.__module__,
+        nnx.Embed.__module__,
+    )
+
+
+def has_wide_gradients(policy: Policy, dtype: np.dtype, cls: type) -> bool:
+    """Whether the gradients of a layer's float32 kernel leave its matmul in `dtype` in float32: they are summed so."""
+    # A ConvLocal has the attributes of a convolution, and computes by other means.
+    has_matmul = all(base.__name__ != "ConvLocal" for base in cls.__mro__)
+    return has_matmul and dtype in HALF_DTYPES and policy.reduce_dtype != dtype
 
 
 def own_dtype(given: Any, policies: tuple[Policy, ...], *unset: Any) -> np.dtype | None:
@@ -80,12 +96,25 @@ def is_real_float(dtype: Any) -> bool:
         return False
 
 
-def attributes_inside(kind: Kind, dtype: np.dtype, given: dict[str, Any], in_cell: bool = False) -> dict[str, Any]:
-    """The attributes of a layer that change during a call, of the `given` ones; `in_cell` as in `call`."""
+def attributes_inside(
+    kind: Kind, dtype: np.dtype, given: dict[str, Any], in_cell: bool = False, wide: bool = False
+) -> dict[str, Any]:
+    """The attributes of a layer that change during a call.
+
+    Args:
+        kind: the layer's.
+        dtype: the dtype that it computes in.
+        given: its attributes.
+        in_cell: as in `call`.
+        wide: whether the gradient of its kernel is float32, where its matmul allows it.
+    """
     # None where it computes in float32: NNX's norms would cast their statistics to any other dtype.
     inside: dict[str, Any] = {"dtype": None if kind is Kind.FLOAT32 else dtype}
     if kind is Kind.LINEAR and "promote_dtype" in given:
-        inside["promote_dtype"] = functools.partial(_promote_all_but_bias, given["promote_dtype"], in_cell)
+        promote = given["promote_dtype"]
+        matmul = matmul_attribute(given) if wide and not in_cell and promote.__module__.startswith("flax.") else {}
+        inside |= matmul
+        inside["promote_dtype"] = functools.partial(_promote_all_but_bias, promote, in_cell, bool(matmul))
     if dtype in HALF_DTYPES and given.get("attention_fn") is nnx.dot_product_attention:
         inside["attention_fn"] = _attend_in_half
     if given.get("force_fp32_for_softmax") and given.get("attention_fn") is nn.dot_product_attention:
@@ -132,13 +161,19 @@ def casts_parameters(kind: Kind) -> bool:
     return kind in (Kind.PLAIN, Kind.CELL)
 
 
-def _promote_all_but_bias(promote: Callable[..., Any], in_cell: bool, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+def _promote_all_but_bias(
+    promote: Callable[..., Any], in_cell: bool, keep_kernel: bool, *args: Any, **kwargs: Any
+) -> tuple[Any, ...]:
     """Flax's `promote_dtype` of (inputs, kernel, bias), without the bias.
 
-    The gradient of a half bias would be a sum in half over all examples and positions.
+    The gradient of a half bias would be a sum in half over all examples and positions. With `keep_kernel` the kernel
+    stays too: the matmul casts it.
     """
     one_tuple = len(args) == 1  # as NNX passes them
     inputs, kernel, *bias = args[0] if one_tuple else args
+    if keep_kernel:
+        (inputs,) = promote((inputs,), **kwargs) if one_tuple else promote(inputs, **kwargs)
+        return inputs, kernel, *bias
     inputs, kernel = promote((inputs, kernel), **kwargs) if one_tuple else promote(inputs, kernel, **kwargs)
     return inputs, half_weight(kernel) if in_cell else kernel, *bias
 

@@ -22,6 +22,8 @@ from mpjax.modules.layers import (
     cast_parameter,
     casts_parameters,
     half_weight,
+    has_wide_gradients,
+    is_flax_attend,
     is_real_float,
     keeps_matmuls,
     kind_of,
@@ -29,6 +31,7 @@ from mpjax.modules.layers import (
     recomputes,
     stays_wide,
 )
+from mpjax.modules.matmuls import attend
 from mpjax.policy import Policy
 
 
@@ -85,7 +88,8 @@ def interceptor(run: Run) -> Callable[..., Any]:
             run.wide[path] = np.dtype(given)
         fields = {f.name: getattr(module, f.name) for f in dataclasses.fields(module) if f.name != "parent"}
         in_cell = _in_cell(module)
-        inside = {} if own else attributes_inside(kind, dtype, fields, in_cell)
+        wide = not own and has_wide_gradients(run.policy, dtype, type(module))
+        inside = {} if own else attributes_inside(kind, dtype, fields, in_cell, wide)
         seen_in = dtype if casts_parameters(kind) else None
         made: list[Any] = []
         inside["param"] = _param(module, run, path, seen_in, in_cell, made)
@@ -99,6 +103,8 @@ def interceptor(run: Run) -> Callable[..., Any]:
                 out = fun(*args, **kwargs)
             _share_parameters(module, made)
             return out
+        if wide and is_flax_attend(type(module), method):
+            fun = functools.partial(_attend, module, dtype)
         if recomputes(kind, getattr(type(module), method)):
             fun = _recomputed(module, fun)
         with _attributes(module, {**inside, _CALLED: True}), _reading(seen_in):
@@ -123,6 +129,11 @@ def _recomputed(module: Any, fun: Callable[..., Any]) -> Callable[..., Any]:
         return lift.checkpoint(body, prevent_cse=False, policy=keeps_matmuls)(module.scope, args, kwargs)
 
     return recomputed
+
+
+def _attend(module: Any, dtype: np.dtype, query: Any) -> Any:
+    # The table is read here, in `call`: before, it would be cast for the method that calls this one.
+    return attend(module.embedding, dtype, query)
 
 
 def _unset_dtype(run: Run, module: Any) -> tuple[np.dtype, ...]:

@@ -29,6 +29,8 @@ from mpjax.modules.layers import (
     cast_parameter,
     casts_parameters,
     default_arguments,
+    has_wide_gradients,
+    is_flax_attend,
     is_real_float,
     keeps_matmuls,
     kind_of,
@@ -36,6 +38,7 @@ from mpjax.modules.layers import (
     recomputes,
     stays_wide,
 )
+from mpjax.modules.matmuls import attend
 from mpjax.modules.scopes import is_container, method_names, module_scope
 from mpjax.policy import NORM_PATTERNS, Policy, path_string, warn_unused_overrides
 
@@ -241,6 +244,9 @@ def _on_view(base: type, name: str, placement: _Placement) -> Callable[..., Any]
         before = dict(vars(view))
         cast_params = _cast_params_of(self, view)
         fun: Callable[..., Any] = functools.partial(inherited, view)
+        wide = not placement.has_own_dtype and has_wide_gradients(placement.policy, placement.dtype, base)
+        if wide and is_flax_attend(base, name):
+            fun = functools.partial(attend, view.embedding[...], placement.dtype)
         if recomputes(kind, inherited):
             fun = jax.checkpoint(fun, prevent_cse=False, policy=keeps_matmuls)
         kwargs = default_arguments(base, name, placement.dtype, args, kwargs)
@@ -276,7 +282,8 @@ def _view(module: Any, base: type, method: str, kind: Kind, placement: _Placemen
         )
         attributes["to_nnx__module"] = inner
     if not placement.has_own_dtype:
-        attributes |= attributes_inside(kind, placement.dtype, attributes, placement.in_cell)
+        wide = has_wide_gradients(placement.policy, placement.dtype, base)
+        attributes |= attributes_inside(kind, placement.dtype, attributes, placement.in_cell, wide)
     view: Any = object.__new__(base)
     vars(view).update(attributes)
     return view

@@ -1,0 +1,111 @@
+"""The matmul of a layer whose float32 kernel gets its gradient in float32, as under `autocast`.
+
+Flax casts a kernel and then multiplies, so JAX's derivative makes the gradient of the half copy, in half, and data
+parallelism sums it in half. Here a layer hands its float32 kernel to the matmul itself (`casting.weight_gradients`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from mpjax._jaxpr import compat
+from mpjax._jaxpr.primitives import MATMULS, Op, primitive
+from mpjax.casting import weight_gradients
+from mpjax.policy import is_half
+
+# The attributes of Flax's layers that hold their matmul, and where it has operands: (inputs, kernel).
+_MATMULS: dict[str, tuple[Callable[..., Any], int]] = {
+    "dot_general": (lax.dot_general, 0),
+    "conv_general_dilated": (lax.conv_general_dilated, 0),
+    "einsum_op": (jnp.einsum, 1),
+}
+
+
+def matmul_attribute(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The attribute of a layer that holds its matmul, replaced; nothing where the matmul is not JAX's own.
+
+    Args:
+        given: the layer's attributes. None stands for JAX's function, as Linen has it.
+    """
+    for name, (default, first) in _MATMULS.items():
+        if name in given and given[name] in (None, default) and given.get(f"{name}_cls") is None:
+            return {name: functools.partial(wide_gradients, default, first)}
+    return {}
+
+
+def wide_gradients(matmul: Callable[..., Any], first: int, *args: Any, **kwargs: Any) -> Any:
+    """A matmul of half inputs with a float32 kernel, in half; the gradient of the kernel leaves it in float32.
+
+    Args:
+        matmul: a function of JAX's, such as `lax.dot_general`.
+        first: the place of the inputs among its arguments; the kernel comes next.
+        args, kwargs: its arguments.
+    """
+    inputs, kernel = args[first : first + 2]
+    if not is_half(inputs) or kernel.dtype != np.float32:
+        return matmul(*args, **kwargs)
+    low = lax.convert_element_type(kernel, inputs.dtype)
+    fun = functools.partial(_of_operands, matmul, args[:first], args[first + 2 :], kwargs)
+    (out,) = _run(compat.trace(fun, inputs, low), [inputs, _Kernel(low, kernel)])
+    return out
+
+
+def _of_operands(matmul: Callable[..., Any], before: Any, after: Any, kwargs: Any, x: Any, kernel: Any) -> Any:
+    return matmul(*before, x, kernel, *after, **kwargs)
+
+
+class _Kernel:
+    """A kernel in half and in float32, which are moved together (transposed, reshaped)."""
+
+    def __init__(self, low: Any, full: Any) -> None:
+        self.low, self.full = low, full
+
+
+def _run(jaxpr: Any, operands: Sequence[Any]) -> list[Any]:
+    """Evaluates the program of a matmul, with the matmul itself replaced."""
+    opened = compat.open_jaxpr(jaxpr)
+    env = dict(zip((*opened.jaxpr.constvars, *opened.jaxpr.invars), (*opened.consts, *operands), strict=True))
+    for eqn in opened.jaxpr.eqns:
+        values = [v.val if isinstance(v, compat.Literal) else env[v] for v in eqn.invars]
+        env.update(zip(eqn.outvars, _bind(eqn, values), strict=True))
+    return [_low(v.val if isinstance(v, compat.Literal) else env[v]) for v in opened.jaxpr.outvars]
+
+
+def _bind(eqn: Any, values: Sequence[Any]) -> Sequence[Any]:
+    params = eqn.primitive.get_bind_params(eqn.params)
+    holds_kernel = any(isinstance(x, _Kernel) for x in values)
+    if holds_kernel and eqn.primitive.name == "jit":
+        return _run(compat.call_jaxpr(eqn.params), values)
+    low = [_low(x) for x in values]
+    if not holds_kernel:
+        outs = eqn.primitive.bind(*low, **params)
+    elif eqn.primitive.name in MATMULS:
+        full = [x.full if isinstance(x, _Kernel) else x for x in values]
+        pointwise = eqn.primitive.name != "conv_general_dilated" or weight_gradients.is_pointwise(
+            eqn.params, jnp.shape(low[1])
+        )
+        outs = weight_gradients.matmul(eqn.primitive, params, low, full[:2], pointwise)
+    elif primitive(eqn.primitive.name).op is Op.MOVE and not eqn.primitive.multiple_results:
+        moved = [eqn.primitive.bind(*arrays, **params) for arrays in (low, [values[0].full, *low[1:]])]
+        return [_Kernel(*moved)]
+    else:
+        outs = eqn.primitive.bind(*low, **params)
+    return outs if eqn.primitive.multiple_results else (outs,)
+
+
+def _low(x: Any) -> Any:
+    return x.low if isinstance(x, _Kernel) else x
+
+
+def attend(table: jax.Array, dtype: np.dtype, query: jax.Array, **kwargs: Any) -> jax.Array:
+    """What Flax's `Embed.attend` computes of a float32 table: the logits of a query, in `dtype`."""
+    # Not `jnp.dot(query, table.T)`: XLA's CPU compiler can't run a bfloat16 matmul whose float32 result is transposed.
+    numbers = (((query.ndim - 1,), (1,)), ((), ()))
+    return wide_gradients(lax.dot_general, 0, query.astype(dtype), table, numbers, **kwargs)
