@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 
+from mpjax._jaxpr import compat
+
 T = TypeVar("T")
 
 
@@ -23,6 +25,8 @@ def row_major(tree: T) -> T:
     A gradient leaves its matmul transposed. In front of a `cond` XLA can't fuse the transpose into the update,
     and would hold a second copy of the gradients inside of it.
     """
+    if not compat.shards_layout_constraints():
+        return tree
 
     def leaf(x: Any) -> Any:
         if not isinstance(x, jax.core.Tracer) or jnp.ndim(x) < 2 or jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
