@@ -1,4 +1,4 @@
-"""How fast a step is and what it takes: one by one, or several policies interleaved in one process."""
+"""Measures time and memory of a step: one policy, or several interleaved in one process."""
 
 from __future__ import annotations
 

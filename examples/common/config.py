@@ -1,4 +1,4 @@
-"""The flags that all training scripts have, and what they mean together."""
+"""The flags of all training scripts, and their joint meaning."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ Export = Literal["float16", "bfloat16", "float32"]
 
 @dataclasses.dataclass(frozen=True)
 class RunConfig(abc.ABC):
-    """What a training script is asked to do."""
+    """The flags of a training script."""
 
     script: ClassVar[str]  # the name of its package
     unit: ClassVar[str]  # what a batch counts, in the plural
     foreign: ClassVar[dict[str, Foreign]] = {}  # flags of other scripts
-    # Flags that a resumed run may have otherwise than its first part: they change no step that was taken.
+    # Flags that a resumed run may change: they affect no step that was taken.
     may_change: ClassVar[tuple[str, ...]] = (*PRECISION_FLAGS, "epochs")
 
     audit: bool = WHAT(False, "print the precision of each part of a step (mpjax.audit); in --output, audit.html")
@@ -63,7 +63,7 @@ class RunConfig(abc.ABC):
     )
     amp: Literal["module", "autocast"] = PRECISION(
         "module",
-        "how the policy comes to the model: on its modules (mpjax.with_policy), or on the traced operations "
+        "how the policy is applied: on the modules (mpjax.with_policy), or on the traced operations "
         "(mpjax.autocast, for policies with float32 parameters)",
         decides=True,
     )
@@ -225,7 +225,7 @@ class RunConfig(abc.ABC):
         return dataclasses.replace(self, compare=None, batch_sizes=None, **from_json(type(self), settings))
 
     def with_precision(self, precision: dict[str, Any]) -> Any:
-        """The same flags but for those of the precision."""
+        """The same flags in another precision."""
         return dataclasses.replace(self, compare=None, batch_sizes=None, **precision)
 
     @property

@@ -36,10 +36,10 @@ class DataParallel:
         self.sharded = NamedSharding(mesh, PartitionSpec("data"))
 
     def check(self, batch_size: int) -> None:
-        """Raises a `UsageError` for a batch that can not be split evenly."""
+        """Raises a `UsageError` for a batch that cannot be split evenly."""
         if batch_size % self.count:
             raise UsageError(
-                f"--batch-size {batch_size} can not be divided among {self.count} devices; take a multiple of "
+                f"--batch-size {batch_size} cannot be divided among {self.count} devices; take a multiple of "
                 f"{self.count}, or fewer --devices."
             )
 

@@ -8,7 +8,7 @@ from jax.experimental import multihost_utils
 
 from examples.common.cli import UsageError
 
-# After so long without a sign of life from another process, those that are left end: they would wait for ever.
+# Without a sign of life from another process for so long, the others end; they would wait forever.
 _HEARTBEAT_SECONDS = 20
 
 
@@ -38,7 +38,7 @@ def connect(coordinator: str | None, processes: int | None, process_id: int | No
             )
         jax.distributed.initialize(coordinator, processes, process_id, heartbeat_timeout_seconds=_HEARTBEAT_SECONDS)
     except (RuntimeError, ValueError) as error:
-        raise UsageError(f"--coordinator {coordinator}: the processes can not be joined: {error}") from error
+        raise UsageError(f"--coordinator {coordinator}: the processes cannot be joined: {error}") from error
 
 
 def is_main() -> bool:

@@ -1,4 +1,4 @@
-"""How much of a step is the input pipeline."""
+"""Measures the share of the input pipeline in a step."""
 
 from __future__ import annotations
 

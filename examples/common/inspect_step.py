@@ -1,4 +1,4 @@
-"""What a training step does in which precision, and where its time goes: printed, and as pages in a folder."""
+"""Reports the precision and the time of each operation of a training step: printed, and as pages in a folder."""
 
 from __future__ import annotations
 

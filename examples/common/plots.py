@@ -94,5 +94,5 @@ def _gains(totals: Sequence[int]) -> list[int]:
 
 
 def _marker(epochs: Sequence[int]) -> str:
-    # A line through one or two points can not be seen.
+    # A line through one or two points cannot be seen.
     return "o" if len(epochs) < 3 else ""

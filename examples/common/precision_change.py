@@ -39,7 +39,7 @@ def change_precision(old: TrainState, new: TrainState, policy: mpjax.Policy) -> 
 
     Args:
         old: as restored.
-        new: as initialised in the new precision; its numbers do not matter but for the loss scale.
+        new: as initialised in the new precision; of its numbers only the loss scale is used.
         policy: the new one.
     """
     changed = with_params(new, float32_params(old), policy, inner_state(old))

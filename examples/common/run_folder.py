@@ -65,7 +65,7 @@ class RunFolder:
 
     @classmethod
     def reopen(cls, output: Path | None, config: Mapping[str, Any], may_change: Collection[str] = ()) -> RunFolder:
-        """The folder of an earlier run that was started with the same settings, but for those of `may_change`."""
+        """The folder of an earlier run that was started with the same settings, except those of `may_change`."""
         if output is None:
             raise UsageError("--resume needs the folder of the run to continue: add --output DIR.")
         folder = cls(output)

@@ -1,4 +1,4 @@
-"""What a training script does around its run: flags, mistakes, interruption, the final line."""
+"""Runs a training script: flags, mistakes, interruption, the final line."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def main(
         program: as people call it.
         config: the dataclass of the flags.
         run: does what they say and returns what is in summary.json.
-        final_line: says what that came to; empty for nothing.
+        final_line: the result in words; may be empty.
         arguments: of the command line; those of this process if None.
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)

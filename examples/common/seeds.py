@@ -71,7 +71,7 @@ def main(
     Args:
         config: the flags of the training script.
         run: trains as they say, and returns what is in summary.json.
-        final_line: says what a run came to.
+        final_line: the result of a run in words.
         columns: of the table, which goes to `results.md` in the output folder and is printed.
         arguments: of the command line; those of this process if None.
     """
@@ -110,7 +110,7 @@ def train_all(
         seeds: to train each way with.
         output: folder of a folder for each run; what is there already is continued or reused.
         run: trains as flags say and returns what is in summary.json.
-        final_line: says what a run came to.
+        final_line: the result of a run in words.
     """
     summaries = []
     # Seeds differ in numbers, not in the program: it is compiled once for each way.

@@ -1,4 +1,4 @@
-"""What a run trains: a script's `Task` says it, and has precision, devices and checkpoints from here."""
+"""`Task`: a script describes its model and data; precision, devices and checkpoints come from here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a trained model is used for, whichever script trained it: tests, and an export of its weights."""
+"""Tests a trained model of any script, and exports its weights."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ T = TypeVar("T", bound=Task)
 
 # How much of its metric an export may lose: an entry or two of a small test set may turn over by rounding.
 _TOLERANCE = 0.005
-# What a trained model may be used with otherwise than it was trained.
+# Flags that may differ between training a model and using it.
 _OWN = ("mode", *PRECISION_FLAGS)
 
 

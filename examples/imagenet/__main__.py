@@ -13,7 +13,7 @@ PROGRAM = "python -m examples.imagenet"
 
 
 def final_line(summary: dict[str, Any]) -> str:
-    """What it came to, in one line: of a training, a test, or a benchmark of one policy; empty for the rest."""
+    """The result of a training, a test, or a benchmark of one policy in one line; empty for the rest."""
     parts = []
     split = "test" if "test_accuracy" in summary else "train"
     if f"{split}_accuracy" in summary:

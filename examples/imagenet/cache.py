@@ -33,7 +33,7 @@ class CachedImages:
 
     Args:
         images: the files.
-        sizes: width and height to keep each of them at; (0, 0) where its file can not be read.
+        sizes: width and height to keep each of them at; (0, 0) where its file cannot be read.
         unreadable: those files so far.
     """
 

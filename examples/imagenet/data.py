@@ -1,4 +1,4 @@
-"""Labelled images: what a dataset is, what a batch is, and the digits inside scikit-learn.
+"""Labelled images: datasets, batches, and the digits inside scikit-learn.
 
 How a training loop uses it (see pipeline.py for the two functions):
 
@@ -38,7 +38,7 @@ class Batch(NamedTuple):
 
 
 class Description(NamedTuple):
-    """What a model must know of the images that it is for."""
+    """The properties of images that a model depends on."""
 
     classes: tuple[str, ...]
     image_shape: tuple[int, int, int]
@@ -70,7 +70,7 @@ def empty_batch(batch_size: int, image_shape: tuple[int, int, int]) -> Batch:
 
 
 class Augmentation(NamedTuple):
-    """What makes the random numbers of one epoch, for each image by itself."""
+    """The seed of the random numbers of one epoch; each image draws its own."""
 
     seed: int
     epoch: int

@@ -61,7 +61,7 @@ def read_crop(file: File, choose: Callable[[tuple[int, int]], Crop]) -> np.ndarr
         The pixels, [height, width, 3], uint8.
 
     Raises:
-        UnusableFileError: the file can not be read, for whatever reason.
+        UnusableFileError: the file cannot be read, for whatever reason.
     """
     try:
         with _opened(file) as encoded:

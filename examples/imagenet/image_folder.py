@@ -24,7 +24,7 @@ class ImageFolder(Dataset):
     """One split of a tree `SPLIT/CLASS/*.jpg|png|...`, or of shards.
 
     Training: a random crop and perhaps its mirror image; else the middle of the image. Every crop, or the `whole`
-    image, is resized to `size`. In training the image after it takes the place of one that can not be read: a blank
+    image, is resized to `size`. In training the image after it takes the place of one that cannot be read: a blank
     one would count in the batch's normalisation statistics, and a shorter batch would compile another program.
     Otherwise its mask is 0.
     """

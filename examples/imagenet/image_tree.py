@@ -136,7 +136,7 @@ def _entries(folder: str) -> list[os.DirEntry[str]]:
         with os.scandir(folder) as entries:
             return sorted((entry for entry in entries if not entry.name.startswith(".")), key=lambda entry: entry.name)
     except OSError as error:
-        raise UsageError(f"--data-dir: the folder {folder!r} can not be read: {error.strerror}.") from error
+        raise UsageError(f"--data-dir: the folder {folder!r} cannot be read: {error.strerror}.") from error
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:

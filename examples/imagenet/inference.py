@@ -1,4 +1,4 @@
-"""What a trained classifier is used for: testing, and naming the classes of images."""
+"""Tests a trained classifier, and names the classes of images."""
 
 from __future__ import annotations
 
@@ -127,5 +127,5 @@ def _read(task: ImageTask, path: Path) -> np.ndarray:
     try:
         pixels = read_crop(str(path), choose)
     except UnusableFileError as error:
-        raise UsageError(f"--images: {str(path)!r} can not be read as an image ({error}).") from error
+        raise UsageError(f"--images: {str(path)!r} cannot be read as an image ({error}).") from error
     return np.round(pixels.mean(axis=-1, keepdims=True)).astype(np.uint8) if grey else pixels

@@ -1,4 +1,4 @@
-"""Batches by Grain: planned from seed and step alone, loaded by workers, put on the device ahead of time."""
+"""Batches by Grain: planned from seed and step, loaded by workers, put on the device ahead of time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from absl import flags
 from examples.common.cli import UsageError
 from examples.imagenet.data import Augmentation, Batch, Dataset, Loaded, steps_per_epoch
 
-# On JAX 0.10 Grain warns, when imported, that it can not profile its workers.
+# On JAX 0.10 Grain warns, when imported, that it cannot profile its workers.
 _absl = logging.getLogger("absl")
 _level = _absl.level
 _absl.setLevel(logging.ERROR)
@@ -84,7 +84,7 @@ class Batches(Iterator[Batch]):
 
     def close(self) -> None:
         """Stops the workers; batches that they have made are dropped."""
-        # Not kept: it would close once more when the interpreter ends, and nothing of it works any more.
+        # Not kept: it would close again at interpreter exit, when it no longer can.
         iterator, self._iterator = self._iterator, iter(())
         if isinstance(iterator, grain.DatasetIterator):
             iterator.close()
@@ -122,7 +122,7 @@ def train_batches(
         put: brings a host's part of a batch to its devices, in a thread of its own; as it is: to the first device.
 
     Raises:
-        UsageError: `batch_size` can not be divided among the hosts, or is more than there are images.
+        UsageError: `batch_size` cannot be divided among the hosts, or is more than there are images.
     """
     steps = steps_per_epoch(dataset, batch_size)
     if not steps:
@@ -142,7 +142,7 @@ def evaluation_batches(
 ) -> Batches:
     """All images once, in order; the last batch is filled up with masked entries.
 
-    Arguments as in `train_batches`; the workers are threads, since processes would start anew each time.
+    Arguments as in `train_batches`; the workers are threads, since processes would have to start each time.
     """
     threads = dataclasses.replace(workers, kind="thread")
     return _open(dataset, _EvaluationPlan(len(dataset), batch_size, shard), threads, put)
@@ -159,7 +159,7 @@ class _Plan:
     def __post_init__(self) -> None:
         if self.batch_size % self.shard.count:
             raise UsageError(
-                f"--batch-size {self.batch_size} can not be divided among {self.shard.count} hosts; "
+                f"--batch-size {self.batch_size} cannot be divided among {self.shard.count} hosts; "
                 f"take a multiple of {self.shard.count}."
             )
 

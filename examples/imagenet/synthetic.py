@@ -1,4 +1,4 @@
-"""Made-up images: what a benchmark of the model alone runs on."""
+"""Made-up images, for benchmarks of the model alone."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ PROGRAM = "python -m examples.speech"
 
 
 def final_line(summary: dict[str, Any]) -> str:
-    """What it came to, in one line: of a training, a test, a file, or a benchmark of one policy; else empty."""
+    """The result of a training, a test, a file, or a benchmark of one policy in one line; else empty."""
     formats = {
         "wer": "WER {:.2%}",
         "cer": "CER {:.2%}",

@@ -32,13 +32,13 @@ class Alphabet:
         A line with nothing but a space is the space.
 
         Raises:
-            UsageError: the file can not be read, or a line is not one character, or is one for the second time.
+            UsageError: the file cannot be read, or a line is not one character, or is one for the second time.
         """
         try:
             lines = path.read_text(encoding="utf-8").split("\n")
         except (OSError, UnicodeDecodeError) as error:
             reason = "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else error.strerror
-            raise UsageError(f"alphabet {str(path)!r} can not be read: {reason}.") from error
+            raise UsageError(f"alphabet {str(path)!r} cannot be read: {reason}.") from error
         while lines and not lines[-1]:
             lines.pop()
         found: dict[str, int] = {}

@@ -49,7 +49,7 @@ def read_audio(path: File) -> np.ndarray:
     """The samples of a file, [samples], float32, -1..1: resampled to 16 kHz, channels averaged.
 
     Raises:
-        UnusableFileError: as for `probe`, or it can not be decoded, or holds NaN or infinite samples.
+        UnusableFileError: as for `probe`, or it cannot be decoded, or holds NaN or infinite samples.
     """
     with _open(path) as file:
         promised, rate = file.frames, file.samplerate
@@ -72,7 +72,7 @@ def _open(path: File) -> soundfile.SoundFile:
             raise UnusableFileError("the file is empty (0 bytes)")
         file = soundfile.SoundFile(path if content is None else io.BytesIO(content))
     except OSError as error:
-        raise UnusableFileError(f"it can not be opened: {error.strerror}") from error
+        raise UnusableFileError(f"it cannot be opened: {error.strerror}") from error
     except soundfile.SoundFileError as error:
         raise UnusableFileError(f"not readable as audio: {_reason(error)}") from error
     try:

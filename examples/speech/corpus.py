@@ -88,7 +88,7 @@ def make_corpus(cache: Path = DEFAULT_CACHE, size: CorpusSize | None = None) -> 
         size: of the corpus.
 
     Raises:
-        UsageError: espeak-ng can not be used, or the folder can not be written to.
+        UsageError: espeak-ng cannot be used, or the folder cannot be written to.
     """
     plan = _plan(size or CorpusSize())
     key = hashlib.sha256(json.dumps([plan, _library_version(), SAMPLE_RATE]).encode()).hexdigest()[:12]
@@ -99,7 +99,7 @@ def make_corpus(cache: Path = DEFAULT_CACHE, size: CorpusSize | None = None) -> 
             part = Path(tempfile.mkdtemp(prefix=f"{key}.part-", dir=cache))
         except OSError as error:
             raise UsageError(
-                f"the corpus can not be kept in {str(cache)!r}: {error.strerror}. Give another folder by --cache-dir."
+                f"the corpus cannot be kept in {str(cache)!r}: {error.strerror}. Give another folder by --cache-dir."
             ) from error
         try:
             _write(part, plan)
@@ -108,7 +108,7 @@ def make_corpus(cache: Path = DEFAULT_CACHE, size: CorpusSize | None = None) -> 
         except OSError as error:
             # Another process may have been first; its corpus is the same.
             if not folder.is_dir():
-                raise UsageError(f"the corpus can not be written to {str(cache)!r}: {error.strerror}.") from error
+                raise UsageError(f"the corpus cannot be written to {str(cache)!r}: {error.strerror}.") from error
         finally:
             shutil.rmtree(part, ignore_errors=True)
     return Corpus(folder / "train.csv", folder / "test.csv")
@@ -181,7 +181,7 @@ def _write(folder: Path, plan: dict[str, list[Spoken]]) -> None:
             _write_split(folder, split, part, voices)
     except SynthesisError as error:
         raise UsageError(
-            f"espeak-ng can not speak the corpus: {error}. Install it with pip install espeakng-loader, or give speech "
+            f"espeak-ng cannot speak the corpus: {error}. Install it with pip install espeakng-loader, or give speech "
             "of your own (--train-data, --test-data)."
         ) from error
 

@@ -30,7 +30,7 @@ class Utterance(NamedTuple):
 class Speech:
     """Utterances with their transcripts; `load` may be called from any thread.
 
-    Files that can not be used are skipped: named once on stderr and counted in `skipped`; more than `max_skipped` of
+    Files that cannot be used are skipped: named once on stderr and counted in `skipped`; more than `max_skipped` of
     them are an error.
 
     Args:
@@ -47,7 +47,7 @@ class Speech:
         skipped: the files that are left out, and why.
 
     Raises:
-        UsageError: transcripts have characters that are not in the alphabet, or too many files can not be used.
+        UsageError: transcripts have characters that are not in the alphabet, or too many files cannot be used.
     """
 
     def __init__(self, name: str, utterances: Sequence[Utterance], alphabet: Alphabet, max_skipped: float) -> None:
@@ -99,7 +99,7 @@ class Speech:
         self._keep([Utterance(self.paths[i], self.transcripts[i]) for i in kept], self.samples[kept])
 
     def keep_decodable(self, frames: Callable[[np.ndarray], np.ndarray], fastest: float = 1.0) -> None:
-        """Skips utterances whose transcripts CTC can not align: one frame a character, one between two equal ones.
+        """Skips utterances whose transcripts CTC cannot align: one frame a character, one between two equal ones.
 
         Args:
             frames: from lengths in samples to the number of frames that the model puts out.

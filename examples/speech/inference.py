@@ -1,4 +1,4 @@
-"""What a trained model is used for: testing, and writing down what is said in files."""
+"""Tests a trained recogniser, and transcribes audio files."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def read_csv(path: Path) -> list[Utterance]:
                 )
             rows = [(reader.line_num, row) for row in reader]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise UsageError(f"{str(path)!r} can not be read as a CSV file in UTF-8: {error}.") from error
+        raise UsageError(f"{str(path)!r} cannot be read as a CSV file in UTF-8: {error}.") from error
     if not rows:
         raise UsageError(
             f"{str(path)!r} is empty: expected a line wav_filename,wav_filesize,transcript and one for each audio file."
@@ -92,7 +92,7 @@ def read_librispeech(folder: Path) -> list[Utterance]:
     Source: V. Panayotov et al., "LibriSpeech: an ASR corpus based on public domain audio books", ICASSP 2015.
 
     Raises:
-        UsageError: there is none, or one can not be read.
+        UsageError: there is none, or one cannot be read.
     """
     utterances = [utterance for path in sorted(folder.rglob("*.trans.txt")) for utterance in _transcripts(path)]
     if not utterances:
@@ -107,6 +107,6 @@ def _transcripts(path: Path) -> list[Utterance]:
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{str(path)!r} can not be read as UTF-8: {error}.") from error
+        raise UsageError(f"{str(path)!r} cannot be read as UTF-8: {error}.") from error
     fields = [line.partition(" ") for line in lines if line]
     return [Utterance(path.parent / f"{name}.flac", transcript.strip().lower()) for name, _, transcript in fields]

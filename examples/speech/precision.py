@@ -1,4 +1,4 @@
-"""`python -m examples.speech.precision`: what float16 would lose of a trained model's numbers, and what runs in it."""
+"""`python -m examples.speech.precision`: what float16 would lose of a trained model's numbers."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def table(rows: Iterable[Sequence[str]]) -> str:
 
 
 def kept(config: Config, labels: int, variables: Any, batch: Batch) -> list[str]:
-    """What of the gradient's program runs in half by each way of applying the policy, and what of that is a risk."""
+    """The share of the gradient's FLOPs in half for each way of applying the policy, and the risks of it."""
     lines = []
     for amp in ("module", "autocast"):
         loss_fn = loss_from_audio(dataclasses.replace(config, amp=amp), labels, variables.stats)

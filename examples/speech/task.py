@@ -33,7 +33,7 @@ _CHARACTERS = 14
 def open_data(
     config: Config, splits: Sequence[str] = ("train", "test", "dev"), alphabet: Alphabet | None = None
 ) -> dict[str, Speech]:
-    """The speech that the flags name, without what the model can not align; `alphabet` stands for that of the flags."""
+    """The speech that the flags name, without what the model cannot align; `alphabet` stands for that of the flags."""
     paths = {"train": config.train_data, "test": config.test_data, "dev": config.dev_data}
     if paths["test"] is None:
         paths["train"], paths["test"] = make_corpus(config.cache_dir)
@@ -65,7 +65,7 @@ class SpeechTask(Task):
         dev: speech to test on after each epoch; without it that is `test`.
 
     Attributes:
-        transcribed: what the last test came to, by utterance.
+        transcribed: the result of the last test by utterance.
         not_finite: of each training utterance, how often its loss was inf or NaN by the end of the last epoch.
     """
 

@@ -86,7 +86,7 @@ def start(*flags: str) -> subprocess.Popen[str]:
 
 
 def as_bytes(tree: Any) -> list[bytes]:
-    """Every array, in a form that a comparison can not round."""
+    """Every array, in a form that a comparison cannot round."""
     return [np.asarray(x).tobytes() for x in jax.tree.leaves(tree)]
 
 

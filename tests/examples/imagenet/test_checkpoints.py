@@ -201,7 +201,7 @@ def test_prediction_of_files_is_that_of_the_test_images(trained, tmp_path, capsy
         assert one["class"] == two["class"]
         assert one["probability"] == pytest.approx(two["probability"], rel=1e-2)
     (tmp_path / "no.png").write_bytes(b"no image")
-    assert "no.png' can not be read as an image" in error_of([*flags, "--images", str(tmp_path / "no.png")], capsys)
+    assert "no.png' cannot be read as an image" in error_of([*flags, "--images", str(tmp_path / "no.png")], capsys)
 
 
 def test_other_files_are_no_weights(tmp_path, capsys):

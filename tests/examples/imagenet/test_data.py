@@ -126,7 +126,7 @@ def test_hosts_load_the_parts_of_one_batch(photos):
         whole = load(data, 4)
         parts = [load(data, 4, shard=Shard(index, 2)) for index in range(2)]
         assert_equal(whole, [Batch(*map(np.concatenate, zip(*both, strict=True))) for both in zip(*parts, strict=True)])
-    with pytest.raises(UsageError, match="--batch-size 4 can not be divided among 3 hosts; take a multiple of 3"):
+    with pytest.raises(UsageError, match="--batch-size 4 cannot be divided among 3 hosts; take a multiple of 3"):
         train_batches(data, 4, 0, shard=Shard(0, 3))
 
 

@@ -34,7 +34,7 @@ def test_four_devices_train_as_one_does():
 
 
 def test_batches_that_can_not_be_shared_are_refused():
-    with pytest.raises(UsageError, match="--batch-size 30 can not be divided among 4 devices"):
+    with pytest.raises(UsageError, match="--batch-size 30 cannot be divided among 4 devices"):
         DataParallel().check(30)
     with pytest.raises(UsageError, match="--devices 5"):
         DataParallel(5)

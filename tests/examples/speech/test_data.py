@@ -87,7 +87,7 @@ def test_corpus_that_can_not_be_is_refused(tmp_path, monkeypatch):
     with pytest.raises(UsageError, match="at least one of each and at most 20000"):
         CorpusSize(train=20_000, test=1)
     (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match=r"can not be kept in .*--cache-dir"):
+    with pytest.raises(UsageError, match=r"cannot be kept in .*--cache-dir"):
         make_corpus(tmp_path / "file", SIZE)
     monkeypatch.setattr("examples.speech.corpus._TEST_VARIANTS", ["nobody"])
     with pytest.raises(UsageError, match=r"espeak-ng has no voice 'en-us\+nobody'.*--train-data"):
@@ -163,7 +163,7 @@ def test_unusable_files_are_skipped_named_and_counted(tmp_path, capsys):
         "it holds no samples": 1,
         "the file is empty (0 bytes)": 1,
         "not readable as audio": 1,
-        "it can not be opened": 1,
+        "it cannot be opened": 1,
         "its transcript is empty": 1,
         "damaged": 2,
         "it holds NaN or infinite samples": 1,
@@ -202,7 +202,7 @@ def test_characters_outside_the_alphabet_are_named(tmp_path):
         (b"path,text\na.wav,a\n", "has no column wav_filename and no column transcript; its first line is 'path,text'"),
         (b"wav_filename,transcript\na.wav\n", "line 2 lacks a transcript"),
         (b"wav_filename,transcript\n,a\n", "line 2 lacks a wav_filename"),
-        (b"wav_filename,transcript\na.wav,caf\xe9\n", "can not be read as a CSV file in UTF-8"),
+        (b"wav_filename,transcript\na.wav,caf\xe9\n", "cannot be read as a CSV file in UTF-8"),
     ],
 )
 def test_bad_csv_files_are_refused(content, message, tmp_path):

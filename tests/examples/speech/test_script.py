@@ -62,7 +62,7 @@ def lines_of(output: Path) -> list[dict]:
 
 
 def checkpoint_of(output: Path, data_flags: list[str]) -> list[bytes]:
-    """Every array of the newest checkpoint, as bytes that a comparison can not round."""
+    """Every array of the newest checkpoint, as bytes that a comparison cannot round."""
     config = Config(**small(data_flags))
     task = SpeechTask(config, DataParallel(1), open_alphabet(config), **open_data(config))
     with loop.Checkpoints(output / "checkpoints") as checkpoints:
@@ -129,7 +129,7 @@ def test_text_of_a_file_comes_in_another_precision_than_the_training(finished, d
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith("policy mixed_bfloat16, latency ")
     assert "real-time factor" in last
-    assert "can not be opened" in error_of([*flags, "--infer", "no.wav"], capsys)
+    assert "cannot be opened" in error_of([*flags, "--infer", "no.wav"], capsys)
 
 
 def test_a_trained_model_tests_alike_in_float32(finished, capsys):
@@ -235,7 +235,7 @@ def test_precision_table_has_the_worst_operation_of_each_part():
             ["--weights", "x"],
             "--weights has no effect in --mode train_and_evaluate; it is for evaluate, predict",
         ),
-        (["--alphabet", "no.txt"], "'no.txt' can not be read"),
+        (["--alphabet", "no.txt"], "'no.txt' cannot be read"),
         (["--batch-size", "4", "--output", "taken"], "'taken' is a file"),
     ],
 )
