@@ -241,7 +241,7 @@ def test_too_many_unreadable_images_are_an_error(own_photos, tmp_path, capsys):
     for index in (0, 2):
         next((own_photos / "train" / "china").glob(f"{index}.*")).write_bytes(b"no image")
     error = error_of(folder_flags(own_photos, "--output", str(tmp_path / "run")), capsys)
-    assert "2 of 14 files can't be used" in error
+    assert "2 of 12 files can't be used" in error
     assert "--max-unreadable 0.01" in error
     assert str(own_photos / "train" / "china") in error
 
