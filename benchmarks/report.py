@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks import RESULTS, goals, headlines
+from benchmarks.parity import results as parity
 from benchmarks.training.tables import memory, speedup
 from perf.environment import versions
 
@@ -32,6 +33,7 @@ TITLES = {
     "residual_stream_cpu": "The residual stream in half or in float32",
     "reduction_error_cpu": "Error of a gradient's sum over replicas (simulated)",
     "launcher_cpu": "The launcher",
+    "parity_cpu": "Parity: half precision against float32, family by family",
     "training_dry_run": "Training steps compiled for an H200 without a GPU",
     "training_cpu_toy": "Training steps at toy size on a CPU",
 }
@@ -121,6 +123,9 @@ def plot_all(folder: pathlib.Path) -> list[str]:
         if any(value is not None for group in bars.values() for value in group.values()):
             _bars(folder / name, bars, label, content.get("environment", {}).get("device", ""))
             drawn.append(name)
+    if content := goals.read(folder / "parity_cpu.json"):
+        parity.plot(folder / "parity_cpu.png", content["results"])
+        drawn.append("parity_cpu.png")
     return drawn
 
 

@@ -11,7 +11,15 @@ import jax
 from .environment import environment, versions
 
 # Options that choose where results go, or which part of them a run adds: they change no result.
-_PARTS = {"--out": 1, "--programs": None, "--missing": 0, "--bound": None, "--dtypes": None}
+_PARTS = {
+    "--out": 1,
+    "--runs": 1,
+    "--programs": None,
+    "--families": 1,
+    "--missing": 0,
+    "--bound": None,
+    "--dtypes": None,
+}
 
 
 def save(name: str, results: Any, folder: pathlib.Path) -> pathlib.Path:

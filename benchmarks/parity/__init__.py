@@ -1,0 +1,1 @@
+"""Parity: the same accuracy in half precision, shown for each family of models."""

@@ -1,0 +1,54 @@
+"""MobileNet (Howard et al., 2017; depthwise separable convolutions, ReLU6) on handwritten digits."""
+
+from __future__ import annotations
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from benchmarks.parity.family import MODEL, Family, accuracy, adam, classes_of_images, classify_images, draw
+from benchmarks.parity.sources import digits
+
+STEPS, TRAIN = 150, 400
+
+
+class Separable(nn.Module):
+    features: int
+    strides: int = 1
+
+    @nn.compact
+    def __call__(self, x: jax.Array, train: bool) -> jax.Array:
+        norm = functools.partial(nn.BatchNorm, use_running_average=not train, momentum=0.9)
+        channels = x.shape[-1]
+        x = nn.Conv(channels, (3, 3), self.strides, feature_group_count=channels, use_bias=False)(x)
+        x = nn.relu6(norm()(x))
+        return nn.relu6(norm()(nn.Conv(self.features, (1, 1), use_bias=False)(x)))
+
+
+class MobileNet(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array, train: bool) -> jax.Array:
+        x = nn.Conv(16, (3, 3), use_bias=False)(x)
+        x = nn.relu6(nn.BatchNorm(use_running_average=not train, momentum=0.9)(x))
+        for features, strides in ((24, 1), (32, 2), (48, 2)):
+            x = Separable(features, strides)(x, train)
+        return nn.Dense(10)(jnp.mean(x, (1, 2)))
+
+
+FAMILY = Family(
+    name="MobileNet",
+    data="digits (scikit-learn), 400 to train",
+    metric="accuracy, %",
+    larger_is_better=True,
+    modules={MODEL: MobileNet()},
+    losses={MODEL: classify_images},
+    example=lambda batch: {MODEL: (batch["image"], True)},
+    batch=lambda rng: draw(rng, digits(TRAIN)[0], 32),
+    test=lambda: digits(TRAIN)[1],
+    predict=classes_of_images,
+    score=accuracy,
+    optimizer=adam(3e-3, STEPS),
+    steps=STEPS,
+)

@@ -1,0 +1,78 @@
+"""Transformer (Vaswani et al., 2017): dates as people write them to ISO 8601."""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from benchmarks.parity.corpora import PAD, START, SYMBOLS, dates, held_out, whole_sequences
+from benchmarks.parity.family import MODEL, Batch, Family, Models, adam
+
+STEPS, WIDTH = 300, 64
+
+
+class Block(nn.Module):
+    """Self-attention, attention to the source where there is one, feed-forward; normalised first."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array, mask: jax.Array, source: jax.Array | None, source_mask: jax.Array) -> jax.Array:
+        x += nn.MultiHeadDotProductAttention(4)(nn.LayerNorm()(x), mask=mask)
+        if source is not None:
+            x += nn.MultiHeadDotProductAttention(4)(nn.LayerNorm()(x), source, mask=source_mask)
+        return x + nn.Dense(WIDTH)(nn.relu(nn.Dense(2 * WIDTH)(nn.LayerNorm()(x))))
+
+
+class Transformer(nn.Module):
+    @nn.compact
+    def __call__(self, source: jax.Array, shifted: jax.Array) -> jax.Array:
+        embed = nn.Embed(SYMBOLS, WIDTH)
+        place = self.param("positions", nn.initializers.normal(0.1), (source.shape[1], WIDTH))
+        visible = nn.make_attention_mask(jnp.ones_like(source), source != PAD)
+        memory = nn.LayerNorm()(Block()(embed(source) + place, visible, None, visible))
+        across = nn.make_attention_mask(jnp.ones_like(shifted), source != PAD)
+        x = embed(shifted) + place[: shifted.shape[1]]
+        x = Block()(x, nn.make_causal_mask(shifted), memory, across)
+        return nn.Dense(SYMBOLS)(nn.LayerNorm()(x))
+
+
+def loss(models: Models, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
+    logits = models(batch["source"], batch["shifted"])
+    each = optax.softmax_cross_entropy_with_integer_labels(logits, batch["target"])
+    real = batch["target"] != PAD
+    return jnp.sum(jnp.where(real, each, 0.0)) / jnp.sum(real), {}
+
+
+def translate(models: Models, test: Batch) -> jax.Array:
+    """Greedy decoding."""
+    count, length = test["target"].shape
+
+    def add(i: jax.Array, text: jax.Array) -> jax.Array:
+        best = jnp.argmax(models(test["source"], text[:, :-1]), -1)
+        return text.at[:, i + 1].set(best[:, i].astype(text.dtype))
+
+    start = jnp.zeros((count, length + 1), jnp.int32).at[:, 0].set(START)
+    return jax.lax.fori_loop(0, length, add, start)[:, 1:]
+
+
+def batch(rng: np.random.Generator) -> Batch:
+    return dates(rng, 64)
+
+
+FAMILY = Family(
+    name="Transformer",
+    data="generated dates in six formats (standard library's calendar)",
+    metric="whole dates correct, %",
+    larger_is_better=True,
+    modules={MODEL: Transformer()},
+    losses={MODEL: loss},
+    example=lambda batch: {MODEL: (batch["source"], batch["shifted"])},
+    batch=batch,
+    test=lambda: held_out("dates"),
+    predict=translate,
+    score=whole_sequences,
+    optimizer=adam(3e-3, STEPS, clip=1.0),
+    steps=STEPS,
+)

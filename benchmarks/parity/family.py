@@ -1,0 +1,118 @@
+"""What a model family of the parity suite consists of: float32 models, data, loss, metric, hyperparameters."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+Batch = Any  # a pytree of arrays; for most families a dict
+MODEL = "model"  # the name of a family's only model
+STATISTICS = "batch_stats"
+
+
+@dataclasses.dataclass(frozen=True)
+class Models:
+    """The models of a family with their variables: `models["model"](x)` calls one."""
+
+    applies: Mapping[str, Callable[..., Any]]
+    variables: Mapping[str, Any]
+
+    def __getitem__(self, name: str) -> Callable[..., Any]:
+        return lambda *args, **kwargs: self.applies[name](self.variables[name], *args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the only model."""
+        return self[MODEL](*args, **kwargs)
+
+    def training(self, *args: Any, name: str = MODEL) -> tuple[Any, Any]:
+        """The outputs of a model that is told to train, and its new variables."""
+        return self[name](*args, train=True, mutable=[STATISTICS])
+
+
+Loss = Callable[[Models, Batch], tuple[jax.Array, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """One small training task. Nothing in it says anything about precision.
+
+    Attributes:
+        name: as it is shown.
+        data: what the data are, where they come from, under which licence.
+        metric: name of the held-out metric.
+        larger_is_better: about the metric.
+        modules: the models by name; most families have one, named "model".
+        losses: for each trained model, in order: from models and a batch to the loss and the model's new
+            variables that are no parameters (batch statistics).
+        example: from a batch to the arguments that initialise each model.
+        batch: draws a training batch.
+        test: the held-out data.
+        predict: from models and the held-out data to whatever `score` needs; runs under the policy.
+        score: from predictions and the held-out data to the metric; NumPy, no precision.
+        optimizer: of each model.
+        steps: of a training.
+        prepare: what a step does to its batch before the update (rollouts, generated samples); runs under the policy.
+        passes: updates on each prepared batch.
+    """
+
+    name: str
+    data: str
+    metric: str
+    larger_is_better: bool
+    modules: Mapping[str, nn.Module]
+    losses: Mapping[str, Loss]
+    example: Callable[[Batch], Mapping[str, tuple[Any, ...]]]
+    batch: Callable[[np.random.Generator], Batch]
+    test: Callable[[], Batch]
+    predict: Callable[[Models, Batch], Any]
+    score: Callable[[Any, Batch], float]
+    optimizer: optax.GradientTransformation
+    steps: int
+    prepare: Callable[[Models, Batch], Batch] | None = None
+    passes: int = 1
+
+
+def adam(peak: float, steps: int, clip: float | None = None) -> optax.GradientTransformation:
+    """Adam with a short warm-up and a cosine decay to zero."""
+    schedule = optax.warmup_cosine_decay_schedule(0.0, peak, max(steps // 20, 1), steps)
+    chain = [] if clip is None else [optax.clip_by_global_norm(clip)]
+    return optax.flatten(optax.chain(*chain, optax.adam(schedule)))
+
+
+def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    """Mean cross-entropy in nats."""
+    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, labels))
+
+
+def draw(rng: np.random.Generator, data: Mapping[str, np.ndarray], size: int) -> dict[str, np.ndarray]:
+    """Random rows of arrays of equal length."""
+    rows = rng.integers(len(next(iter(data.values()))), size=size)
+    return {name: values[rows] for name, values in data.items()}
+
+
+def accuracy(predicted: np.ndarray, test: Mapping[str, np.ndarray]) -> float:
+    """Percentage of predicted classes that are the labels."""
+    return 100 * float(np.mean(np.asarray(predicted) == test["label"]))
+
+
+def as_float(value: Any, test: Batch) -> float:
+    """A metric that `predict` has computed already."""
+    return float(value)
+
+
+def classify_images(models: Models, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, Any]:
+    """The loss of an image classifier with batch statistics."""
+    logits, updated = models.training(batch["image"])
+    return cross_entropy(logits, batch["label"]), updated
+
+
+def classes_of_images(models: Models, test: Mapping[str, jax.Array]) -> jax.Array:
+    """The classes that an image classifier predicts."""
+    return jnp.argmax(models(test["image"], train=False), -1)

@@ -1,0 +1,102 @@
+"""Spoken words by espeak-ng: log-mel spectrograms with their spelling, and the waves themselves."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import numpy as np
+
+from benchmarks.parity.sources import manual
+from examples.speech.audio import resample, resampling_ratio
+from examples.speech.features import mel_filters
+from examples.speech.synthesis import Spoken, synthesize
+
+NUMBERS = "zero one two three four five six seven eight nine ten eleven twelve twenty thirty hundred".split()
+TRAIN_VOICES, TEST_VOICES = "m1 m3 m4 m7 m8 f1 f4 aunty Andrea Annie adam belinda".split(), "m2 m5 anika Lee".split()
+MELS, FRAMES, HOP, WINDOW, LETTERS = 26, 48, 320, 512, 12
+BLANK, SYMBOLS = 0, 27
+Utterances = dict[str, np.ndarray]
+
+
+def spelled(word: str) -> list[int]:
+    """Letters as 1 to 26, padded with the blank."""
+    return [ord(letter) - 96 for letter in word] + [BLANK] * (LETTERS - len(word))
+
+
+def _spoken(words: list[str], voices: list[str]) -> list[np.ndarray]:
+    wanted = [Spoken(word, f"en-us+{voice}", 170, 50) for word, voice in zip(words, voices, strict=True)]
+    found = [resample(x.astype(np.float32) / 2**15, *resampling_ratio(rate)) for x, rate in synthesize(wanted)]
+    # espeak-ng ends a phrase with silence.
+    return [wave[: int(np.flatnonzero(np.abs(wave) > 0.01)[-1]) + 400] for wave in found]
+
+
+def spectrogram(wave: np.ndarray) -> np.ndarray:
+    """Log-mel energies every 20 ms: [frames, mels]."""
+    starts = np.arange(0, max(len(wave) - WINDOW, 1), HOP)[:FRAMES]
+    frames = np.pad(wave, (0, WINDOW))[starts[:, None] + np.arange(WINDOW)] * np.hanning(WINDOW)
+    energy = np.abs(np.fft.rfft(frames)) ** 2 @ mel_filters(MELS, WINDOW)
+    return np.log(energy + 1e-6).astype(np.float32)
+
+
+def _utterances(words: list[str], voices: list[str]) -> Utterances:
+    mels = [spectrogram(wave) for wave in _spoken(words, voices)]
+    padded = np.zeros((len(mels), FRAMES, MELS), np.float32)
+    for row, mel in zip(padded, mels, strict=True):
+        row[: len(mel)] = (mel + 6) / 4
+    lengths = np.array([len(mel) for mel in mels], np.int32)
+    return {"mel": padded, "frames": lengths, "text": np.array([spelled(word) for word in words], np.int32)}
+
+
+@functools.cache
+def speakers() -> tuple[Utterances, Utterances]:
+    """Number words: by twelve voices to train, by four others held out."""
+    parts = []
+    for voices in (TRAIN_VOICES, TEST_VOICES):
+        pairs = [(word, voice) for voice in voices for word in NUMBERS]
+        parts.append(_utterances([word for word, _ in pairs], [voice for _, voice in pairs]))
+    return parts[0], parts[1]
+
+
+@functools.cache
+def vocabulary() -> tuple[Utterances, Utterances]:
+    """The Python manual's most frequent words by one voice: 240 to train, 60 others held out."""
+    text = "".join(chr(code + 31) for code in manual()[0]).lower()
+    counts: dict[str, int] = {}
+    for word in re.findall(rf"\b[a-z]{{3,{LETTERS}}}\b", text):
+        counts[word] = counts.get(word, 0) + 1
+    frequent = sorted(sorted(counts), key=lambda word: -counts[word])[:300]
+    words = [frequent[i] for i in np.random.default_rng(0).permutation(300)]
+    return _utterances(words[:240], ["m3"] * 240), _utterances(words[240:], ["m3"] * 60)
+
+
+@functools.cache
+def waves() -> tuple[np.ndarray, np.ndarray]:
+    """Number words as one wave at 8 kHz of deviation 1: a voice to train, and another of its words held out."""
+    voices = [v for v in TRAIN_VOICES[:4] for _ in NUMBERS]
+    wave = [x[::2] for x in _spoken(NUMBERS * 4, voices)]
+    train = [x for i, x in enumerate(wave) if i % 5]
+    test = [x for i, x in enumerate(wave) if not i % 5]
+    scale = np.concatenate(wave).std()
+    return np.concatenate(train) / scale, np.concatenate(test) / scale
+
+
+def errors(logits: np.ndarray, test: Utterances) -> float:
+    """Character error rate of the best path, in percent."""
+    best = np.asarray(logits).argmax(-1)
+    wrong = 0
+    for path, frames, text in zip(best, test["frames"], test["text"], strict=True):
+        path = path[: -(-int(frames) // (FRAMES // best.shape[1]))]
+        collapsed = path[np.diff(path, prepend=-1) != 0]
+        wrong += _distance(collapsed[collapsed != BLANK].tolist(), text[text != BLANK].tolist())
+    return 100 * wrong / int((test["text"] != BLANK).sum())
+
+
+def _distance(a: list[int], b: list[int]) -> int:
+    """Levenshtein's."""
+    row = list(range(len(b) + 1))
+    for i, x in enumerate(a, 1):
+        before, row[0] = row[0], i
+        for j, y in enumerate(b, 1):
+            before, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, before + (x != y))
+    return row[-1]

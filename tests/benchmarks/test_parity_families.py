@@ -1,0 +1,107 @@
+"""One seed of each family: half precision starts where float32 starts, trains, and runs its matmuls in half."""
+
+import re
+
+import jax
+import numpy as np
+import pytest
+
+import mpjax
+from benchmarks.parity import training
+from benchmarks.parity.families import FAMILIES, get, module
+from benchmarks.parity.family import Models
+from mpjax._loss_scale_state import LossScaleState
+from testing import cheap_keys
+
+POLICY = "mixed_float16"
+STEPS = 8
+QUICK = ("ncf", "waveglow", "rossmann", "sentiment", "graph")
+OPERATION = re.compile(r"stablehlo\.(?:dot_general|convolution)[^\n]*: \((tensor<[^>]*>), (tensor<[^>]*>)\)")
+
+
+def float32_losses(family):
+    """The sum of a family's losses, compiled."""
+
+    def losses(variables, batch):
+        models = Models({name: each.apply for name, each in family.modules.items()}, variables)
+        batch = batch if family.prepare is None else family.prepare(models, batch)
+        return sum(loss(models, batch)[0] for loss in family.losses.values())
+
+    return jax.jit(losses)
+
+
+def scale_states(state):
+    found = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, LossScaleState))
+    return [x for x in found if isinstance(x, LossScaleState)]
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in FAMILIES])
+def test_family_trains_in_half(name):
+    family = get(name)
+    trained = training.Training(family, POLICY)
+    state = trained.init(0, cheap_keys.key)
+    batch = family.batch(np.random.default_rng(0))
+    lowered = trained.step.lower(state, batch)
+    operands = [part for pair in OPERATION.findall(lowered.as_text()) for part in pair]
+    assert operands
+    assert sum("f16" in part for part in operands) >= 0.9 * len(operands)
+
+    first = float(float32_losses(family)(state["variables"], batch))
+    step, losses = lowered.compile(), []
+    for _ in range(STEPS):
+        state, loss = step(state, batch)
+        losses.append(float(loss))
+    assert np.isfinite(losses).all()
+    # Losses of rival models need not fall, nor those of data that the model makes itself (a mean over several passes).
+    if len(family.losses) == 1 and family.prepare is None:
+        assert losses[0] == pytest.approx(first, rel=5e-3, abs=5e-3)
+        assert losses[-1] < losses[0]
+    assert {x.dtype for x in jax.tree.leaves(state["variables"])} == {np.dtype("float32")}
+    assert [int(s.skipped_steps) for s in scale_states(state)] == [0] * len(family.losses)
+
+
+def test_batches_are_those_of_the_seed():
+    one, other = (training.Batches(get("rossmann"), seed) for seed in (0, 1))
+    first, again, different = (next(iter(each))["target"] for each in (one, one, other))
+    np.testing.assert_array_equal(first, again)
+    assert (first != different).any()
+    assert len(one) == len(list(one))
+
+
+@pytest.mark.parametrize("policy", training.POLICIES[3:])
+@pytest.mark.standard_promotion
+def test_policies_train_a_family(policy):
+    family = get("rossmann")
+    trained = training.Training(family, policy)
+    state = trained.init(0)
+    batch = family.batch(np.random.default_rng(0))
+    losses = []
+    for _ in range(STEPS):
+        state, loss = trained.step(state, batch)
+        losses.append(float(loss))
+    assert losses[-1] < losses[0]
+    dtypes = {str(x.dtype) for x in jax.tree.leaves(state["variables"])}
+    assert dtypes == {"float16" if policy == "O2" else "float32"}
+    (scale,) = scale_states(state)
+    expected = 1.0 if "bfloat16" in policy or policy == "static 1" else 2.0**15
+    assert float(scale.loss_scale) == expected
+
+
+def test_models_are_plain_float32_modules_of_one_page():
+    for name in FAMILIES:
+        with open(module(name).__file__, encoding="utf-8") as file:
+            source = file.read()
+        assert len(source.splitlines()) <= 120, name
+        assert not re.search(r"float16|mpjax|param_dtype|policy=", source), name
+
+
+def test_unknown_names_are_refused():
+    with pytest.raises(ValueError, match="family 'vgg': there are resnet"):
+        get("vgg")
+    with pytest.raises(ValueError, match="policy 'half': the parity suite knows float32"):
+        training.Training(get("rossmann"), "half")
+
+
+def test_policy_is_read():
+    assert training.Training(get("rossmann"), "with_policy mixed_bfloat16").policy == mpjax.get_policy("mixed_bfloat16")
