@@ -26,6 +26,8 @@ class Op(enum.Enum):
     ENTER = "enter"  # Has sub-jaxprs, which autocast plans too.
     OPAQUE = "opaque"  # Called with the dtypes that it was traced for.
 
+    __hash__ = object.__hash__  # Enum's own is slow enough to show in trace times.
+
 
 class Saves(enum.Enum):
     """The floating values that a primitive's derivative saves for the backward pass."""

@@ -94,7 +94,8 @@ class Listing(NamedTuple):
 
 def tracked(v: Any) -> bool:
     """Whether autocast may choose this value's dtype: a float32 array. float64 is left as the user set it."""
-    return compat.is_shaped(v.aval) and v.aval.dtype == FLOAT32
+    aval = v.aval
+    return compat.is_shaped(aval) and aval.dtype == FLOAT32
 
 
 @functools.lru_cache(maxsize=4096)

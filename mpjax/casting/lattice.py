@@ -24,6 +24,8 @@ class Level(enum.IntEnum):
     FLOAT = 4  # An activation that was computed in float32 because it must be.
     PINNED = 5  # float32 by the user's word, or a state that must not lose bits: never cast to half.
 
+    __hash__ = int.__hash__  # Enum's own is slow enough to show in trace times.
+
 
 class Storage(enum.IntEnum):
     """The dtype in which a value is stored."""
@@ -32,6 +34,8 @@ class Storage(enum.IntEnum):
     TRACED = -1  # The dtype that it was traced with: integers, float64, float16 of the user's own.
     FULL = 0
     HALF = 1
+
+    __hash__ = int.__hash__
 
     @property
     def bit(self) -> int:

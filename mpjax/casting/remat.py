@@ -10,10 +10,9 @@ minimises the bytes that are stored: with a bias in it, the matmul's own result 
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -29,6 +28,7 @@ _REACH = 32
 # A value and the dtype in which it is read.
 Read = tuple[Any, Storage]
 _ITEMSIZE = {HALF: 2, Storage.MASK: 1}
+_STORAGES = (FULL, HALF, TRACED)
 
 
 @dataclasses.dataclass(slots=True)
@@ -53,6 +53,24 @@ class RematRegion:
     scopes: Any
     model: RematRegion | None = None
     body: Callable[..., Any] | None = None
+
+
+class _Division(NamedTuple):
+    """Where a region in a run of steps begins and ends; `ins`, `given` and `outs` as in `RematRegion`."""
+
+    first: int
+    last: int
+    ins: tuple[Read, ...] = ()
+    given: tuple[bool, ...] = ()
+    outs: tuple[Read, ...] = ()
+
+    def of(self, variables: Mapping[Any, Any]) -> _Division:
+        """The same division of another run, whose variables are those of this one."""
+        ins, outs = (tuple((variables[v], storage) for v, storage in reads) for reads in (self.ins, self.outs))
+        return self._replace(ins=ins, outs=outs)
+
+
+_NOT_DIVIDED = _Division(0, -1)
 
 
 def is_cheap(eqn: Any) -> bool:
@@ -162,6 +180,8 @@ class _Stretches:
     def __init__(self, steps: Sequence[Step], values: Mapping[Any, Inferred], results: Sequence[Read]):
         self.values = values
         self.models: dict[Any, RematRegion] = {}
+        self._divisions: dict[Any, tuple[_Division, list[Any]]] = {}
+        self._sizes: dict[Read, int] = {}
         self.readers: dict[Read, list[int]] = {}
         self.stored: set[Read] = set()  # by a matmul, whatever becomes of the rest
         for step in steps:
@@ -174,10 +194,36 @@ class _Stretches:
 
     def divided(self, run: Sequence[Step]) -> list[Any]:
         """A run of cheap steps with a region in it, if one saves memory."""
+        division = self._division_like(run)
+        if not division.outs:
+            return list(run)
+        inside = list(run[division.first : division.last + 1])
+        scopes = compat.common_scopes([step.eqn for step in inside])
+        region = RematRegion(inside, division.ins, division.given, division.outs, scopes)
+        try:
+            region.model = self.models.setdefault(_signature(region), region)
+        except TypeError:  # a parameter without a hash
+            region.model = region
+        return [*run[: division.first], region, *run[division.last + 1 :]]
+
+    def _division_like(self, run: Sequence[Step]) -> _Division:
+        """The division of a run, which is that of the first run that divides alike, as that of a layer before."""
+        key, variables = self._key(run)
+        try:
+            known = self._divisions.get(key)
+        except TypeError:  # a parameter without a hash
+            return self._division(run)
+        if known is None:
+            division = self._division(run)
+            self._divisions[key] = division, variables
+            return division
+        return known[0].of(dict(zip(known[1], variables, strict=True)))
+
+    def _division(self, run: Sequence[Step]) -> _Division:
         saved = [self._saved_by(step) for step in run]
         wide = [i for i, reads in enumerate(saved) if any(storage == FULL for _, storage in reads)]
         if not wide:
-            return list(run)
+            return _NOT_DIVIDED
         # Where it begins depends on where it ends: a step after it may need a step before it.
         first, last = wide[0], wide[-1]
         for _ in range(2):
@@ -187,15 +233,33 @@ class _Stretches:
             if last == before:
                 break
         window = _Window(self, run, saved, first, last)
-        inside = list(run[first : last + 1])
-        ins, outs = tuple(window.ins.items()), self._outs(inside)
+        ins, outs = tuple(window.ins.items()), self._outs(run[first : last + 1])
         without = sum(map(self.size, {read for reads in saved for read in reads}))
         if not outs or without <= window.bytes:
-            return list(run)
-        given = tuple(self.is_given(v) for v, _ in ins)
-        region = RematRegion(inside, ins, given, outs, compat.common_scopes([step.eqn for step in inside]))
-        region.model = self.models.setdefault(_signature(region), region)
-        return [*run[:first], region, *run[last + 1 :]]
+            return _NOT_DIVIDED
+        return _Division(first, last, ins, tuple(self.is_given(v) for v, _ in ins), outs)
+
+    def _key(self, run: Sequence[Step]) -> tuple[Any, list[Any]]:
+        """A key that runs have in common if they divide alike, and the run's variables."""
+        numbers: dict[Any, int] = {}
+        inside = {id(step) for step in run}
+        facts = []
+
+        def number(v: Any) -> Any:
+            if isinstance(v, compat.Literal):
+                return _literal(v)
+            if v not in numbers:
+                numbers[v] = len(numbers)
+                outside = [any(i not in inside for i in self.readers.get((v, s), ())) for s in _STORAGES]
+                stored = [(v, s) in self.stored for s in _STORAGES]
+                facts.append((v.aval, self.values.get(v), *outside, *stored))
+            return numbers[v]
+
+        rows = []
+        for step in run:
+            touched = tuple((number(v), storage) for v, storage in step.touched)
+            rows.append((_structure(step, number), step.half, touched))
+        return (tuple(rows), tuple(facts)), list(numbers)
 
     def _saved_by(self, step: Step) -> list[Read]:
         """What the derivative of a step saves, and the dtypes."""
@@ -237,7 +301,9 @@ class _Stretches:
 
     def size(self, read: Read) -> int:
         """The bytes that it takes to store a value, if nothing else stores it."""
-        return 0 if read in self.stored or self.is_given(read[0]) else _bytes(read)
+        if read not in self._sizes:
+            self._sizes[read] = 0 if read in self.stored or self.is_given(read[0]) else _bytes(read)
+        return self._sizes[read]
 
     def _outs(self, steps: Sequence[Step]) -> tuple[Read, ...]:
         inside = {id(step) for step in steps}
@@ -256,30 +322,32 @@ def _signature(region: RematRegion) -> Any:
     numbers: dict[Any, int] = {}
 
     def number(v: Any) -> Any:
-        if isinstance(v, compat.Literal):
-            value = np.asarray(v.val)
-            return v.aval, value.tobytes() if value.dtype != object else id(v)
-        return numbers.setdefault(v, len(numbers))
+        return _literal(v) if isinstance(v, compat.Literal) else numbers.setdefault(v, len(numbers))
 
     depth = len(region.scopes.stack)
     ins = tuple((number(v), v.aval, storage) for v, storage in region.ins)
     steps = []
     for step in region.steps:
-        eqn, info = step.eqn, step.eqn.source_info
-        inner = () if step.inner is None else (*map(id, step.inner.plans), step.inner.delivery)
         if getattr(step.inner, "closures", ()):
             return id(region)
-        steps.append((
-            eqn.primitive, tuple(eqn.params.items()), eqn.ctx, info.name_stack.stack[depth:], info.traceback,
-            tuple(map(number, eqn.invars)), tuple(map(number, eqn.outvars)), step.action, step.reads, step.outs,
-            step.spread, inner,
-        ))  # fmt: skip
-    key = ins, region.given, tuple((number(v), storage) for v, storage in region.outs), tuple(steps)
-    try:
-        hash(key)
-    except TypeError:  # a parameter without a hash
-        return id(region)
-    return key
+        info = step.eqn.source_info
+        steps.append((_structure(step, number), info.name_stack.stack[depth:], info.traceback))
+    return ins, region.given, tuple((number(v), storage) for v, storage in region.outs), tuple(steps)
+
+
+def _structure(step: Step, number: Callable[[Any], Any]) -> Any:
+    """What a step computes, from the numbers of its variables."""
+    eqn = step.eqn
+    inner = () if step.inner is None else (*map(id, step.inner.plans), step.inner.delivery)
+    return (
+        eqn.primitive, tuple(eqn.params.items()), eqn.ctx, tuple(map(number, eqn.invars)),
+        tuple(map(number, eqn.outvars)), step.action, step.reads, step.outs, step.spread, inner,
+    )  # fmt: skip
+
+
+def _literal(v: Any) -> Any:
+    value = np.asarray(v.val)
+    return v.aval, value.tobytes() if value.dtype != object else id(v)
 
 
 def _bytes(read: Read) -> int:
@@ -297,7 +365,7 @@ class _Window:
         self.ins: dict[Any, Storage] = {}
         self.bytes = 0
         self._made: set[Any] = set()
-        self._counts: collections.Counter[Read] = collections.Counter()
+        self._counts: dict[Read, int] = {}
         for reads in saved:
             self._add(reads)
         for i in range(first, last + 1):
@@ -322,12 +390,12 @@ class _Window:
 
     def _add(self, reads: Sequence[Read]) -> None:
         for read in reads:
-            self._counts[read] += 1
-            if self._counts[read] == 1:
+            count = self._counts[read] = self._counts.get(read, 0) + 1
+            if count == 1:
                 self.bytes += self.stretches.size(read)
 
     def _remove(self, reads: Sequence[Read]) -> None:
         for read in reads:
-            self._counts[read] -= 1
-            if self._counts[read] == 0:
+            count = self._counts[read] = self._counts.get(read, 0) - 1
+            if count == 0:
                 self.bytes -= self.stretches.size(read)

@@ -39,6 +39,8 @@ class Use(enum.IntFlag):
     def __bool__(self) -> bool:
         return int.__bool__(self)
 
+    __hash__ = int.__hash__
+
     def without(self, other: Use) -> Use:
         """These uses but those."""
         return _FLAGS[int.__and__(self, 31 - other)]
