@@ -296,6 +296,30 @@ def checkpoint(fun: Callable[..., Any], args: Sequence[Any], prevent_cse: Any, p
 _REMAT3 = getattr(config, "remat3", None)
 
 
+def set_linearization(primitive: Any, rule: Callable[..., Any]) -> None:
+    """Gives a primitive a rule of its own for `jax.linearize`, beside its JVP rule.
+
+    Without one JAX traces the JVP rule and evaluates it partially, at each equation of each gradient.
+
+    Args:
+        primitive: a primitive with one result.
+        rule: `rule(nonzeros, *primals, **params)` gives the result, whether it has a tangent, and a function of the
+            operands' tangents (`Zero` where `nonzeros` is False) that gives it.
+    """
+    names = ad.LinearizeTrace.process_primitive.__code__.co_varnames
+    if "linearized" not in names:
+        return  # JAX does it another way; the JVP rule does as well.
+    has_structured = "structured_res" in names  # since JAX 0.12
+
+    def linearization(_is_vjp: bool, nonzeros: Sequence[bool], *primals: Any, **params: Any) -> Any:
+        out, has_tangent, tangent_of = rule(nonzeros, *primals, **params)
+        if has_structured:
+            return out, has_tangent, None, None, lambda _, __, *tangents: tangent_of(*tangents)
+        return out, has_tangent, None, lambda _, *tangents: tangent_of(*tangents)
+
+    ad.primitive_linearizations[primitive] = linearization
+
+
 def bilinear_transpose(primitive: Any, ct: Any, operands: Sequence[Any], which: int, params: dict[str, Any]) -> Any:
     """The cotangent of one operand of a matmul or convolution, by JAX's own transpose rule.
 

@@ -126,6 +126,11 @@ def _detached_jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any,
     return detached.bind(*primals), compat.zero_tangent(primals[0])
 
 
+def _detached_linearization(nonzeros: Sequence[bool], *primals: Any) -> tuple[Any, bool, Any]:
+    out, zero = _detached_jvp(primals, ())
+    return out, False, lambda *tangents: zero
+
+
 def _half_copy(x: Any, half: np.dtype) -> Any:
     """An operand in half: the copy that the forward pass made in the same trace, if there is one."""
     if x.dtype != half and id(x) in _copies:
@@ -137,6 +142,15 @@ def _half_copy(x: Any, half: np.dtype) -> Any:
 
 def _result_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
     return result.bind(*primals, **params), _tangent_of(primals[1:], tangents[1:], primals[0], params)
+
+
+def _result_linearization(nonzeros: Sequence[bool], *primals: Any, **params: Any) -> tuple[Any, bool, Any]:
+    out, *operands = primals
+
+    def tangent_of(*tangents: Any) -> Any:
+        return _tangent_of(operands, tangents[1:], out, params)
+
+    return result.bind(*primals, **params), any(nonzeros[1:3]), tangent_of
 
 
 def _tangent_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
@@ -299,6 +313,7 @@ detached.def_impl(lambda x, *_: x)
 detached.def_abstract_eval(lambda x, *_: x)
 mlir.register_lowering(detached, lambda ctx, x, *_: [x])
 ad.primitive_jvps[detached] = _detached_jvp
+compat.set_linearization(detached, _detached_linearization)
 ad.primitive_transposes[detached] = lambda ct, *xs: [None] * len(xs)  # Unlike `lax.stop_gradient`, if linear too.
 batching.primitive_batchers[detached] = lambda args, dims: (detached.bind(*args), dims[0])
 
@@ -306,6 +321,7 @@ result.def_impl(lambda out, *_, **__: out)
 result.def_abstract_eval(lambda out, *_, **__: out)
 mlir.register_lowering(result, lambda ctx, out, *_, **__: [out])
 ad.primitive_jvps[result] = _result_jvp
+compat.set_linearization(result, _result_linearization)
 ad.primitive_transposes[result] = _result_transpose
 batching.primitive_batchers[result] = _result_batch
 
