@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mpjax._jaxpr import compat
-from mpjax._jaxpr.interpreter import Block, Place
+from mpjax._jaxpr.layout import Block, Place
 from mpjax._jaxpr.primitives import primitive
 from mpjax._jaxpr.source import telling_frame
 from mpjax.policy import HALF_DTYPES

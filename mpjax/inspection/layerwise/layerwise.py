@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from mpjax._jaxpr.instances import owners_of
-from mpjax._jaxpr.interpreter import Block, is_half, is_unseen, lay_out, widened
+from mpjax._jaxpr.interpreter import is_half, widened
+from mpjax._jaxpr.layout import Block, is_unseen, lay_out
 from mpjax._jaxpr.primitives import Op, primitive
 from mpjax._jaxpr.source import BACKWARD
 from mpjax.inspection.gradient import gradient_of, scale_state, with_named_modules

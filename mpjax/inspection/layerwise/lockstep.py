@@ -11,7 +11,8 @@ import numpy as np
 from jax import lax
 
 from mpjax._jaxpr import compat
-from mpjax._jaxpr.interpreter import Block, Eager, Key, Place, Probe, Run, bind, bind_wide, is_half, widened
+from mpjax._jaxpr.interpreter import Eager, Key, Probe, Run, bind, bind_wide, is_half, widened
+from mpjax._jaxpr.layout import Block, Place
 from mpjax.inspection.layerwise.groups import Group, Grouped, hands_through, is_transparent
 
 Note = tuple[Any, Any, Any]  # the largest size, sums of squares in units of it, how many are inf or NaN in half alone

@@ -11,7 +11,8 @@ import numpy as np
 from jax import lax
 
 from mpjax._jaxpr import compat
-from mpjax._jaxpr.interpreter import Block, Key, Place, Probe, is_inexact
+from mpjax._jaxpr.interpreter import Key, Probe, is_inexact
+from mpjax._jaxpr.layout import Block, Place
 
 INF, NAN = 1, 2
 _FOUND = ("found",)

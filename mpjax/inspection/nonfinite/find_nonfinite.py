@@ -14,17 +14,8 @@ import numpy as np
 
 from mpjax._jaxpr import compat
 from mpjax._jaxpr.instances import owners_of
-from mpjax._jaxpr.interpreter import (
-    COMPILER_OPTIONS,
-    Block,
-    Place,
-    Probe,
-    Run,
-    is_half,
-    is_inexact,
-    lay_out,
-    widened,
-)
+from mpjax._jaxpr.interpreter import COMPILER_OPTIONS, Probe, Run, is_half, is_inexact, widened
+from mpjax._jaxpr.layout import Block, Place, lay_out
 from mpjax._jaxpr.primitives import Op, primitive
 from mpjax._jaxpr.source import BACKWARD, FORWARD
 from mpjax._jaxpr.walk import walk

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._jaxpr.interpreter import Block, Key, Place, Probe, is_inexact, widened
+from mpjax._jaxpr.interpreter import Key, Probe, is_inexact, widened
+from mpjax._jaxpr.layout import Block, Place
 
 
 def at_turn(turn: Sequence[Any], target: Sequence[int]) -> Any:

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._jaxpr import compat
-from mpjax._jaxpr.interpreter import Block, Place, is_inexact
+from mpjax._jaxpr.interpreter import is_inexact
+from mpjax._jaxpr.layout import Block, Place
 from mpjax._jaxpr.primitives import primitive
 from mpjax.inspection.nonfinite.codes import NAN, slice_key, turns_key, unpacked
 

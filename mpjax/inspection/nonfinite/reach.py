@@ -8,7 +8,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._jaxpr.interpreter import Place, Probe, is_inexact
+from mpjax._jaxpr.interpreter import Probe, is_inexact
+from mpjax._jaxpr.layout import Place
 from mpjax.inspection.nonfinite.point import at_turn
 from mpjax.inspection.nonfinite.provenance import Origin
 

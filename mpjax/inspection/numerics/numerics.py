@@ -14,16 +14,8 @@ import numpy as np
 
 from mpjax._jaxpr import compat
 from mpjax._jaxpr.instances import owners_of
-from mpjax._jaxpr.interpreter import (
-    Block,
-    Eager,
-    Place,
-    is_half,
-    is_inexact,
-    is_unseen,
-    lay_out,
-    widened,
-)
+from mpjax._jaxpr.interpreter import Eager, is_half, is_inexact, widened
+from mpjax._jaxpr.layout import Block, Place, is_unseen, lay_out
 from mpjax._jaxpr.primitives import Op, primitive
 from mpjax._jaxpr.source import BACKWARD
 from mpjax.inspection.gradient import gradient_of, scale_state

@@ -13,7 +13,8 @@ import numpy as np
 from jax import lax
 
 from mpjax._jaxpr import compat
-from mpjax._jaxpr.interpreter import Block, Key, Place, Probe, is_inexact
+from mpjax._jaxpr.interpreter import Key, Probe, is_inexact
+from mpjax._jaxpr.layout import Block, Place
 from mpjax._jaxpr.primitives import Op, primitive
 from mpjax._jaxpr.source import RECOMPUTED
 from mpjax.inspection.numerics.activations import Counted

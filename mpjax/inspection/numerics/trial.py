@@ -16,7 +16,8 @@ import jax
 import numpy as np
 from jax import lax
 
-from mpjax._jaxpr.interpreter import COMPILER_OPTIONS, Eager, Place, Probe, is_half, lay_out, widened
+from mpjax._jaxpr.interpreter import COMPILER_OPTIONS, Eager, Probe, is_half, widened
+from mpjax._jaxpr.layout import Place, lay_out
 from mpjax._jaxpr.primitives import primitive
 from mpjax.casting import autocast
 from mpjax.inspection.gradient import gradient_of, traced_scale_state

@@ -1,0 +1,121 @@
+"""A jaxpr laid out: its equations and those inside them, numbered, with their places."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from mpjax._jaxpr import compat
+from mpjax._jaxpr.primitives import Op, primitive
+from mpjax._jaxpr.walk import Site, inner_jaxprs, site_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """One equation and where it stands.
+
+    Args:
+        number: its number in the program's order, unique.
+        site: the equation, its module, its source line.
+        loops: the numbers of the loops around it, outermost first.
+        blocks: the programs inside it, if they are entered.
+        end: the number of the next equation outside it.
+        axes: the mesh axes of the `shard_map` around it, with their sizes.
+    """
+
+    number: int
+    site: Site
+    loops: tuple[int, ...]
+    blocks: tuple[Block, ...]
+    end: int
+    axes: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def is_loop(self) -> bool:
+        """Whether what is inside runs again and again."""
+        return primitive(self.site.name).loop
+
+    def places(self) -> Iterator[Place]:
+        """This and every equation inside."""
+        yield self
+        for block in self.blocks:
+            yield from block.places()
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """A jaxpr, its constants, and the places of its equations."""
+
+    jaxpr: Any
+    consts: Sequence[Any]
+    rows: tuple[Place, ...]
+    start: int
+    end: int
+
+    @functools.cached_property
+    def last_uses(self) -> list[list[Any]]:
+        """For each equation the variables that no later one reads, nor the caller."""
+        seen = {v for v in self.jaxpr.outvars if not isinstance(v, compat.Literal)}
+        dead: list[list[Any]] = []
+        for place in reversed(self.rows):
+            eqn = place.site.eqn
+            used = {v for v in (*eqn.invars, *eqn.outvars) if not isinstance(v, compat.Literal)}
+            dead.append([v for v in used if v not in seen])
+            seen |= used
+        return dead[::-1]
+
+    def places(self) -> Iterator[Place]:
+        """Every equation, those inside others included, in the program's order."""
+        for place in self.rows:
+            yield from place.places()
+
+
+def lay_out(
+    jaxpr: Any,
+    start: int = 0,
+    outer: Site | None = None,
+    loops: tuple[int, ...] = (),
+    axes: tuple[tuple[str, int], ...] = (),
+    owners: Mapping[int, str] | None = None,
+) -> Block:
+    """Numbers the equations of a jaxpr and of those inside it; `owners` as in `instances.py`."""
+    opened = compat.open_jaxpr(jaxpr)
+    rows, number = [], start
+    for eqn in opened.jaxpr.eqns:
+        site = site_of(eqn, outer, owners or {})
+        around = (*loops, number) if primitive(site.name).loop else loops
+        blocks, end = [], number + 1
+        for inner in _entered(eqn):
+            devices = tuple(manual_axes(eqn.params).items()) if site.name == "shard_map" else axes
+            blocks.append(lay_out(inner, end, site, around, devices))
+            end = blocks[-1].end
+        rows.append(Place(number, site, loops, tuple(blocks), end, axes))
+        number = end
+    return Block(opened.jaxpr, opened.consts, tuple(rows), start, number)
+
+
+def manual_axes(params: dict[str, Any]) -> dict[str, int]:
+    """The mesh axes that a `shard_map` maps over, with their sizes."""
+    options = compat.shard_map_options(params)
+    return {axis: options["mesh"].shape[axis] for axis in options["mesh"].axis_names if axis in options["axis_names"]}
+
+
+def _entered(eqn: Any) -> Sequence[Any]:
+    """The programs inside an equation that are evaluated."""
+    name, params = eqn.primitive.name, eqn.params
+    if primitive(name).call or name == "shard_map":
+        return inner_jaxprs(eqn)[:1]
+    if name == "scan":
+        return (params["jaxpr"],)
+    if name == "while":
+        return (params["cond_jaxpr"], params["body_jaxpr"])
+    return params["branches"] if name == "cond" else ()
+
+
+def is_unseen(place: Place) -> bool:
+    """Whether code runs inside an equation that is not evaluated operation by operation: a kernel, a callback."""
+    row = primitive(place.site.name)
+    closed = row.op in (Op.OPAQUE, Op.ENTER) and bool(inner_jaxprs(place.site.eqn))
+    return not place.blocks and (row.foreign or closed)
