@@ -34,6 +34,7 @@ TITLES = {
     "reduction_error_cpu": "Error of a gradient's sum over replicas (simulated)",
     "launcher_cpu": "The launcher",
     "parity_cpu": "Parity: half precision against float32, family by family",
+    "inspection_cpu": "What the inspections cost",
     "training_dry_run": "Training steps compiled for an H200 without a GPU",
     "training_cpu_toy": "Training steps at toy size on a CPU",
 }

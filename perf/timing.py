@@ -10,7 +10,12 @@ from typing import Any
 import jax
 
 
-def interleaved(runs: Mapping[str, Callable[[], Any]], rounds: int, warmup: int = 3) -> dict[str, list[float]]:
+def interleaved(
+    runs: Mapping[str, Callable[[], Any]],
+    rounds: int,
+    warmup: int = 3,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, list[float]]:
     """Times every run once per round, so that drift of the machine hits all of them alike.
 
     The order changes from round to round, because each run inherits the caches that the run before it left.
@@ -19,6 +24,7 @@ def interleaved(runs: Mapping[str, Callable[[], Any]], rounds: int, warmup: int 
         runs: name to function; a function's result says when it is done.
         rounds: rounds that count.
         warmup: rounds before them that do not count.
+        clock: gives the time in seconds; `time.process_time` where other processes would disturb the wall time.
 
     Returns:
         Name to seconds, one for each round.
@@ -28,10 +34,10 @@ def interleaved(runs: Mapping[str, Callable[[], Any]], rounds: int, warmup: int 
     for i in range(warmup + rounds):
         names = names[1:] + names[:1] if i % 2 else names[::-1]
         for name in names:
-            start = time.perf_counter()
+            start = clock()
             jax.block_until_ready(runs[name]())
             if i >= warmup:
-                times[name].append(time.perf_counter() - start)
+                times[name].append(clock() - start)
     return times
 
 

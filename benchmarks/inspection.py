@@ -1,0 +1,188 @@
+"""What the inspections cost: `python -m benchmarks.inspection`.
+
+`times`: CPU seconds of each inspection of a loss function with nothing compiled before, as a ratio to compiling its
+gradient and running it once (`find_nonfinite` of the loss: to compiling and running the loss). `profile` runs the step
+several times, which on a CPU costs more than all else, so its row without these runs is given too.
+
+`watch`: the time of a training step with `mpjax.watch`, by that of the same step without it, interleaved in one
+process: steps between two records, steps that make a record, and what both come to where every 100th step makes one.
+
+CPU seconds, because other processes disturb them less than they do the wall time. A run merges its parts into the file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import gc
+import pathlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import mpjax
+from benchmarks import RESULTS
+from benchmarks.models import Workload
+from benchmarks.models.gpt import Gpt
+from benchmarks.models.resnet import ResNet50
+from perf.results import previous, save
+from perf.timing import interleaved, ratios
+
+PARTS = ("times", "watch")
+MODELS: dict[str, Workload] = {
+    "ResNet, 26 layers": ResNet50(batch_size=8, side=64, classes=100, stages=(2, 2, 2, 2)),
+    "GPT, 12 layers": Gpt(batch_size=2, length=64, features=128, layers=12, heads=4, vocabulary=512),
+}
+WATCHED = Gpt(batch_size=8, length=128, features=256, layers=2, heads=4, vocabulary=1024)
+PROFILED_STEPS = 2
+EVERY = 100
+Row = dict[str, Any]
+
+
+def loss_of(workload: Workload) -> tuple[Callable[..., Any], Any, Any]:
+    """The loss function of a model, its parameters and a batch."""
+    module = workload.module()
+    batch = jax.jit(workload.batch)(jax.random.key(0))
+    variables = jax.jit(module.init)(jax.random.key(1), *workload.inputs(batch))
+    state = {name: tree for name, tree in variables.items() if name != "params"}
+
+    def loss_fn(params: Any, batch: Any) -> Any:
+        outputs, _ = module.apply({**state, "params": params}, *workload.inputs(batch), mutable=["batch_stats"])
+        return workload.loss(outputs, batch)
+
+    return loss_fn, variables["params"], batch
+
+
+def cpu_seconds(call: Callable[[], Any]) -> float:
+    """The CPU seconds of a call for which nothing is compiled yet."""
+    jax.clear_caches()
+    gc.collect()
+    start = time.process_time()
+    out = call()
+    if isinstance(out, (tuple, jax.Array)):  # not a report
+        jax.block_until_ready(out)
+    return time.process_time() - start
+
+
+class CountedStep:
+    """A jitted step that counts how often it is run."""
+
+    def __init__(self, step: Any):
+        self.step, self.lower, self.runs = step, step.lower, 0
+
+    def __call__(self, *args: Any) -> Any:
+        self.runs += 1
+        return self.step(*args)
+
+
+def measure_times(workload: Workload) -> Row:
+    """CPU seconds of the inspections of one model, and their ratios."""
+    loss_fn, *args = loss_of(workload)
+    step = CountedStep(jax.jit(jax.value_and_grad(loss_fn)))
+
+    calls: dict[str, Callable[[], Any]] = {
+        "loss": lambda: jax.jit(loss_fn)(*args),
+        "gradient": lambda: jax.jit(jax.value_and_grad(loss_fn))(*args),
+        "find_nonfinite of the loss": lambda: mpjax.find_nonfinite(loss_fn, *args),
+        "find_nonfinite of the gradient": lambda: mpjax.find_nonfinite(jax.grad(loss_fn), *args),
+        "numerics": lambda: mpjax.numerics(loss_fn, *args),
+        "numerics, verify=False": lambda: mpjax.numerics(loss_fn, *args, verify=False),
+        "profile": lambda: mpjax.profile(step, *args, steps=PROFILED_STEPS),
+    }
+    seconds = {name: cpu_seconds(call) for name, call in calls.items()}
+    runs = step.runs
+    one_run = min(interleaved({"step": lambda: step(*args)}, 3, clock=time.process_time)["step"])
+    seconds[f"profile without {runs} runs of the step"] = seconds["profile"] - runs * one_run
+    bases = {name: "loss" if name.endswith("the loss") else "gradient" for name in seconds}
+    return {
+        name: {"seconds": round(found, 2), "ratio": round(found / seconds[bases[name]], 2), "to": bases[name]}
+        for name, found in seconds.items()
+    }
+
+
+def stepping(loss_fn: Callable[..., Any], params: Any, batch: Any, every: int | None, given: str = "") -> Any:
+    """A training step that carries its state, with `watch` unless `every` is None."""
+    tx = mpjax.dynamic_loss_scale(optax.adam(1e-3))
+    watched = None if every is None else mpjax.watch(loss_fn, every=every)
+    carried = jax.tree.map(jnp.copy, [params, tx.init(params)])
+    carried += [None if watched is None else watched.init(params, batch)]
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1, 2))
+    def step(params: Any, opt_state: Any, watch_state: Any, batch: Any) -> Any:
+        loss, grads = mpjax.value_and_grad(loss_fn, opt_state)(params, batch)
+        new_params, new_state = mpjax.apply_gradients(tx, grads, opt_state, params)
+        if watched is not None:
+            options = {"finite": new_state} if given == "finite" else {"grads": grads} if given == "grads" else {}
+            watch_state = watched.update(watch_state, params, batch, opt_state=opt_state, **options)
+        return new_params, new_state, watch_state, loss
+
+    def call() -> Any:
+        carried[:], loss = (out := step(*carried, batch))[:3], out[3]
+        return carried[:2], loss
+
+    return call
+
+
+def measure_watch(rounds: int) -> Row:
+    """Ratios of the CPU time of steps with and without `watch`."""
+    loss_fn, params, batch = loss_of(WATCHED)
+    never = 2**30
+    make = functools.partial(stepping, loss_fn, params, batch)
+    runs = {
+        "no watch": make(None),
+        "between records": make(never),
+        "between records, finite=": make(never, "finite"),
+        "between records, grads=": make(never, "grads"),
+        "a record": make(1),
+    }
+    found = ratios(interleaved(runs, rounds, clock=time.process_time), "no watch")
+    between, record = found["between records"]["ratio"], found["a record"]["ratio"]
+    cost = ((EVERY - 1) * between + record) / EVERY - 1
+    return {"steps": found, f"cost at every={EVERY}": round(cost, 4)}
+
+
+def table(results: Row) -> str:
+    """Markdown: the times by model, then the steps of `watch`."""
+    lines = ["| model | what runs | CPU seconds | ratio | to compiling and running once |", "|---|---|---|---|---|"]
+    for model, rows in results.get("times", {}).items():
+        lines += [
+            f"| {model} | {name} | {row['seconds']:.1f} | {row['ratio']:.2f} | the {row['to']} |"
+            for name, row in rows.items()
+        ]
+    if found := results.get("watch"):
+        lines += ["", "| steps with `mpjax.watch` | CPU ms | ratio to no watch | quartiles |", "|---|---|---|---|"]
+        for name, row in found["steps"].items():
+            low, high = row["ratio_quartiles"]
+            lines.append(f"| {name} | {row['milliseconds']:.0f} | {row['ratio']:.3f} | {low:.3f} to {high:.3f} |")
+        lines += ["", f"Cost of `watch` with every={EVERY}: {found[f'cost at every={EVERY}']:.1%} of a step."]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--rounds", type=int, default=60, help="timed rounds of the watched steps")
+    parser.add_argument("--out", type=pathlib.Path, default=RESULTS, help="folder for the results")
+    args = parser.parse_args()
+    results: Row = previous("inspection", args.out) or {}
+
+    def keep() -> None:
+        path = save("inspection", results, args.out)
+        path.with_suffix(".md").write_text(table(results))
+
+    for name in args.models if "times" in args.parts else ():
+        results.setdefault("times", {})[name] = measure_times(MODELS[name])
+        keep()
+    if "watch" in args.parts:
+        results["watch"] = measure_watch(args.rounds)
+        keep()
+    print(table(results))
+
+
+if __name__ == "__main__":
+    main()
