@@ -119,7 +119,7 @@ def run(name: str, dtype: str, rounds: int, compiled: bool) -> dict[str, Row]:
     works = {tool: caster for tool, caster in tools.items() if "error" not in rows[tool]}
     for tool, times in time_ratios(name, works, dtype, rounds, compiled).items():
         rows[tool] |= times
-    limit = harness.error_limit(name, dtype)
+    limit = harness.error_limit(harness.rounding_error(name, dtype), dtype)
     for row in rows.values():
         if "error" not in row:
             row["error_of_limit"] = round(row.pop("gradient_error") / limit, 3)

@@ -69,6 +69,16 @@ def evaluate(closed: Any, args: Sequence[Any], store: Store = exact) -> list[Arr
     return [out[0] for out in outs]
 
 
+def in_numpy(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """`fun`, traced and carried out by `evaluate` in the dtypes that it names; floats are returned as float64."""
+
+    def run(*args: Any) -> Any:
+        jaxpr, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
+        return jax.tree.unflatten(jax.tree.structure(shapes), evaluate(jaxpr, jax.tree.leaves(args), as_typed))
+
+    return run
+
+
 def _open(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
     return (jaxpr.jaxpr, jaxpr.consts) if hasattr(jaxpr, "consts") else (jaxpr, ())
 

@@ -142,6 +142,7 @@ class Structure:
     risky: list[str]
     casts: int
     outputs: Any
+    plan: int
 
 
 @functools.cache
@@ -156,7 +157,23 @@ def structure(name: str, transform: str, caster: Caster, dtype: str) -> Structur
     risky = [
         f"{'/'.join((*e.path, e.name))}{[v.aval.str_short() for v in e.eqn.invars]}" for e in measures.risky_of(jaxpr)
     ]
-    return Structure(measures.half_share_of(jaxpr), risky, measures.casts_of(jaxpr), outputs)
+    return Structure(
+        measures.half_share_of(jaxpr),
+        risky,
+        measures.casts_of(jaxpr),
+        outputs,
+        _plan(jaxpr, dtype),
+    )
+
+
+def _plan(jaxpr: Any, dtype: str) -> int:
+    """A hash of the operations with the shapes and dtypes of their results, with one name for both half dtypes."""
+    return hash(
+        tuple(
+            (e.name, *(v.aval.str_short().replace(dtype, "half") for v in e.eqn.outvars))
+            for e in measures.equations(jaxpr)
+        )
+    )
 
 
 def gradient_function(name: str, caster: Caster, dtype: str) -> tuple[Function, tuple[Any, Any]]:
@@ -180,17 +197,17 @@ def handwritten_residuals(name: str, dtype: str) -> int:
     return measures.residual_bytes(program.handwritten(jnp.dtype(dtype)), params, batch, has_aux=program.has_aux)
 
 
-def _gradients(program: Program, loss_fn: Function) -> Function:
+def gradients(program: Program, loss_fn: Function, options: Any = COMPILE_FAST) -> Any:
     """The gradients with a scaled loss, as in training; the value of a program without gradients."""
 
     def value(params: Any, batch: Any) -> jax.Array:
         return loss_fn(params, batch)[0] if program.has_aux else loss_fn(params, batch)
 
     if not program.differentiable:
-        return jax.jit(value, compiler_options=COMPILE_TRUE)
+        return jax.jit(value, compiler_options=options)
     scaled = jax.grad(lambda params, batch: value(params, batch) * LOSS_SCALE)
     unscaled = lambda *args: jax.tree.map(lambda g: g / LOSS_SCALE, scaled(*args))
-    return jax.jit(unscaled, compiler_options=COMPILE_TRUE)
+    return jax.jit(unscaled, compiler_options=options)
 
 
 @functools.cache
@@ -198,32 +215,33 @@ def reference(name: str) -> tuple[Function, Any]:
     """A program's compiled gradient function in float32, and its gradients."""
     program, (loss_fn, params, batch) = REGISTRY[name], concrete(name)
     with program.context():
-        gradients = _gradients(program, loss_fn)
-        return gradients, gradients(params, batch)
+        compiled = gradients(program, loss_fn)
+        return compiled, compiled(params, batch)
 
 
 def gradient_error(name: str, caster: Caster, dtype: str) -> float:
     """The relative error of a program's gradients to float32's; NaN if one is not finite."""
     program, (loss_fn, params, batch) = REGISTRY[name], concrete(name)
+    options = COMPILE_TRUE if dtype == "bfloat16" else COMPILE_FAST
     with program.context():
-        found = _gradients(program, caster(loss_fn, POLICIES[dtype]))(params, batch)
+        found = gradients(program, caster(loss_fn, POLICIES[dtype]), options)(params, batch)
     return measures.relative_error(found, reference(name)[1])
 
 
 def rounding_error(name: str, dtype: str) -> float:
     """The relative error that rounding only the params and the batch to half causes."""
     program, (_, params, batch) = REGISTRY[name], concrete(name)
-    gradients, exact = reference(name)
+    compiled, exact = reference(name)
     with program.context():
-        found = gradients(measures.rounded(params, dtype), measures.rounded(batch, dtype))
+        found = compiled(measures.rounded(params, dtype), measures.rounded(batch, dtype))
     return measures.relative_error(found, exact)
 
 
-def error_limit(name: str, dtype: str) -> float:
+def error_limit(rounding: float, dtype: str) -> float:
     """Three times the rounding error.
 
     Params and inputs can be nearly exact in half, but half arithmetic rounds its results too. So a rounding error
     below the unit roundoff (half the dtype's epsilon, the largest error of rounding one number) counts as the unit
     roundoff.
     """
-    return 3.0 * max(rounding_error(name, dtype), float(jnp.finfo(dtype).eps) / 2)
+    return 3.0 * max(rounding, float(jnp.finfo(dtype).eps) / 2)
