@@ -14,7 +14,6 @@ import warnings
 # Before JAX starts: a replica needs another one to disagree with.
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
 
-import jax
 
 from benchmarks import RESULTS
 from benchmarks.fault_probes import FAULTS, Fault, Probe
@@ -43,7 +42,6 @@ def run(faults: list[Fault] = FAULTS, libraries: tuple[str, ...] = LIBRARIES) ->
         unknown = set(fault.probes) - set(LIBRARIES)
         assert not unknown, f"{fault.name}: probes of {unknown}, which have no column"
         found[fault.name] = {library: outcome(fault.probes.get(library)) for library in libraries}
-        jax.clear_caches()
     return found
 
 
