@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from examples.common.cli import UsageError, command_line, disk_problem, fail
@@ -21,7 +21,7 @@ def main(
     program: str,
     config: type[C],
     run: Callable[[C], dict[str, Any]],
-    final_line: Callable[[dict[str, Any]], str],
+    formats: Mapping[str, str],
     arguments: Sequence[str] | None,
 ) -> int:
     """Runs a command line and returns its exit code; mistakes exit with code 2.
@@ -30,7 +30,7 @@ def main(
         program: as people call it.
         config: the dataclass of the flags.
         run: does what they say and returns what is in summary.json.
-        final_line: the result in words; may be empty.
+        formats: of the final line, by key of the summary.
         arguments: of the command line; those of this process if None.
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
@@ -51,9 +51,19 @@ def main(
         if told is None:
             raise
         fail(program, told)
-    if line := final_line(summary):
+    if line := final_line(summary, formats):
         say(line)
     return 0
+
+
+def final_line(summary: Mapping[str, Any], formats: Mapping[str, str]) -> str:
+    """The numbers of a summary in one line, with the policy; empty where there are none.
+
+    A training metric is shown where there is no test metric of that name.
+    """
+    tested = {name.replace("test_", "train_") for name in summary if name.startswith("test_")}
+    names = [name for name in formats if name not in tested and isinstance(summary.get(name), int | float | str)]
+    return ", ".join(formats[name].format(summary[name]) for name in names) if names != ["policy"] else ""
 
 
 def _told(error: Exception) -> Exception | None:

@@ -17,6 +17,7 @@ from examples.common.cli import UsageError, command_line, fail
 from examples.common.config import RunConfig
 from examples.common.flags import Group, parse, parse_known
 from examples.common.loop import Interrupted
+from examples.common.script import final_line
 
 Way = Mapping[str, str]  # flag without its dashes, to its value: {"policy": "mixed_float16", "amp": "module"}
 
@@ -62,7 +63,7 @@ class Seeds:
 def main(
     config: type[RunConfig],
     run: Callable[[Any], dict[str, Any]],
-    final_line: Callable[[dict[str, Any]], str],
+    formats: Mapping[str, str],
     columns: Sequence[Column],
     arguments: Sequence[str] | None,
 ) -> int:
@@ -71,7 +72,7 @@ def main(
     Args:
         config: the flags of the training script.
         run: trains as they say, and returns what is in summary.json.
-        final_line: the result of a run in words.
+        formats: of the line that is printed of a run, by key of its summary.
         columns: of the table, which goes to `results.md` in the output folder and is printed.
         arguments: of the command line; those of this process if None.
     """
@@ -84,7 +85,7 @@ def main(
         def train(own: list[str]) -> dict[str, Any]:
             return run(parse(config, program, [*flags, *own]))
 
-        summaries = train_all(seeds.ways(), seeds.seeds, output, train, final_line)
+        summaries = train_all(seeds.ways(), seeds.seeds, output, train, formats)
     except UsageError as error:
         fail(program, error)
     except Interrupted as interrupted:
@@ -101,7 +102,7 @@ def train_all(
     seeds: Sequence[int],
     output: Path,
     run: Callable[[list[str]], dict[str, Any]],
-    final_line: Callable[[dict[str, Any]], str],
+    formats: Mapping[str, str],
 ) -> list[tuple[Way, dict[str, Any]]]:
     """Trains what is not there yet; ways alternate, so that a slow minute of the machine hits all alike.
 
@@ -110,7 +111,7 @@ def train_all(
         seeds: to train each way with.
         output: folder of a folder for each run; what is there already is continued or reused.
         run: trains as flags say and returns what is in summary.json.
-        final_line: the result of a run in words.
+        formats: of the line that is printed of a run, by key of its summary.
     """
     summaries = []
     # Seeds differ in numbers, not in the program: it is compiled once for each way.
@@ -124,7 +125,7 @@ def train_all(
                 flags = [word for flag, value in way.items() for word in (f"--{flag}", value)]
                 resume = ["--resume"] if (folder / "config.json").exists() else []
                 summary = run([*flags, "--seed", str(seed), "--output", str(folder), *resume])
-                print(f"{name}: {final_line(summary)}\n", flush=True)
+                print(f"{name}: {final_line(summary, formats)}\n", flush=True)
                 summaries.append((way, summary))
     finally:
         jax.config.update("jax_compilation_cache_dir", before)

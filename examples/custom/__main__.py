@@ -134,10 +134,7 @@ def run(config: Config) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code."""
 
-    def final_line(summary: dict[str, Any]) -> str:
-        return f"test accuracy {summary['test_accuracy']:.2%}" if "test_accuracy" in summary else ""
-
-    return script.main("python -m examples.custom", Config, run, final_line, arguments)
+    return script.main("python -m examples.custom", Config, run, {"test_accuracy": "test accuracy {:.2%}"}, arguments)
 
 
 if __name__ == "__main__":

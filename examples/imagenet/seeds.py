@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from examples.common import seeds
 from examples.common.seeds import Column
-from examples.imagenet.__main__ import final_line
+from examples.imagenet.__main__ import FORMATS
 from examples.imagenet.config import Config
 from examples.imagenet.modes import run
 
@@ -15,7 +15,7 @@ _COLUMNS = [Column("test accuracy", "test_accuracy")]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code; mistakes exit with code 2."""
-    return seeds.main(Config, lambda config: run(config), final_line, _COLUMNS, arguments)
+    return seeds.main(Config, lambda config: run(config), FORMATS, _COLUMNS, arguments)
 
 
 if __name__ == "__main__":

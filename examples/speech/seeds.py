@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from examples.common import seeds
 from examples.common.seeds import Column
-from examples.speech.__main__ import final_line
+from examples.speech.__main__ import FORMATS
 from examples.speech.config import Config
 from examples.speech.modes import run
 
@@ -15,7 +15,7 @@ _COLUMNS = [Column("WER", "wer"), Column("CER", "cer")]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code; mistakes exit with code 2."""
-    return seeds.main(Config, lambda config: run(config), final_line, _COLUMNS, arguments)
+    return seeds.main(Config, lambda config: run(config), FORMATS, _COLUMNS, arguments)
 
 
 if __name__ == "__main__":

@@ -7,8 +7,11 @@ from typing import Any
 import pytest
 
 from examples.common import modes
+from examples.common.script import final_line
 from examples.custom.__main__ import Config as CustomConfig
+from examples.imagenet.__main__ import FORMATS as IMAGE_FORMATS
 from examples.imagenet.config import Config as ImageConfig
+from examples.speech.__main__ import FORMATS as SPEECH_FORMATS
 from examples.speech.config import Config as SpeechConfig
 
 
@@ -37,3 +40,15 @@ def test_flags_choose_one_mode(script, flags, done, monkeypatch):
         monkeypatch.setattr(modes, name, note(name))
     modes.run(script(**flags), note("data"), {"evaluate": note("evaluate")})
     assert called == ([done] if done == "evaluate" else ["data", done])
+
+
+def test_final_line_has_what_the_summary_has():
+    images = {"policy": "O2", "train_accuracy": 0.5, "loss_scale": 4.0}
+    assert final_line(images, IMAGE_FORMATS) == "train accuracy 50.00%, policy O2, loss scale 4"
+    assert (
+        final_line(images | {"test_accuracy": 0.25}, IMAGE_FORMATS) == "test accuracy 25.00%, policy O2, loss scale 4"
+    )
+    assert final_line({"policy": "O2", "predictions": []}, IMAGE_FORMATS) == ""
+    speech = {"policy": "O2", "latency_milliseconds": {"avg": 1.0}, "utterances_per_second": 1234.5}
+    assert final_line(speech, SPEECH_FORMATS) == "policy O2, 1,234 utterances/s"
+    assert final_line({"latency_milliseconds": 1.25, "policy": "O1"}, SPEECH_FORMATS) == "policy O1, latency 1.2 ms"
