@@ -147,7 +147,7 @@ def measure_step(rounds: int, width: int = 256, batch: int = 512) -> dict[str, A
     import mpjax
     from mpjax.launcher import hooks
     from mpjax.launcher.options import Options
-    from perf.timing import ratios
+    from perf.timing import interleaved, ratios
 
     keys = jax.random.split(jax.random.key(0), 5)
     params = [jax.random.normal(key, (width, width)) / width**0.5 for key in keys]
@@ -185,20 +185,8 @@ def measure_step(rounds: int, width: int = 256, batch: int = 512) -> dict[str, A
         runs["launcher"] = stepping(optax.adam(1e-3), lambda p, s: jax.value_and_grad(loss_fn)(p, x))
     finally:
         patches.undo()
-    return ratios(cpu_interleaved(runs, rounds), "mpjax's API")
-
-
-def cpu_interleaved(runs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
-    """The CPU seconds of this process for each run and round; other processes do not disturb them as they do time."""
-    import jax
-
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for i in range(rounds):
-        for name in runs if i % 2 else reversed(runs):
-            start = time.process_time()
-            jax.block_until_ready(runs[name]())
-            times[name].append(time.process_time() - start)
-    return times
+    # Other processes disturb CPU seconds less than they do the wall time.
+    return ratios(interleaved(runs, rounds, clock=time.process_time), "mpjax's API")
 
 
 def verdict(row: dict[str, Any]) -> str:

@@ -171,11 +171,6 @@ def tally_of(found: Note) -> Tally:
     return Tally(size, zeros, flushed, overflowed, nonfinite, addends, absorbed, float(largest), float(smallest))
 
 
-def exponents(self) -> tuple[int, int]:
-    """The smallest and the largest exponent of two that the dtype holds, subnormal numbers included."""
-    return round(np.log2(self.flushed)) + 1, round(np.log2(self.overflowed)) - 1
-
-
 def _exponents(x: Any) -> Any:
     """The histogram of the exponents of nonzero finite values."""
     bits = lax.bitcast_convert_type(jnp.abs(x.astype(jnp.float32)), jnp.uint32).ravel()
