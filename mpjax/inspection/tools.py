@@ -3,6 +3,7 @@
 A new inspection is a folder beside this file, a row in `TOOLS`, and its names for type checkers in `__init__.py`.
 """
 
+import argparse
 import dataclasses
 from typing import Any
 
@@ -178,6 +179,12 @@ TOOLS = (
             Option("--fix", "try what the evidence says, for each policy that is worse", action="store_true"),
             Option("--output", "keep the runs and the report in this folder; it continues there", metavar="DIR"),
             Option("--metric-every", "steps between two measurements of the metric", type=int, metavar="N"),
+            Option(
+                "--progress",
+                "a bar, or in a log a line for each run, on stderr",
+                action=argparse.BooleanOptionalAction,
+                default=True,
+            ),
         ),
         maker=True,
     ),

@@ -15,7 +15,7 @@ from mpjax.inspection.parity.evidence import Evidence, explained
 from mpjax.inspection.parity.fix import Fix
 from mpjax.inspection.parity.running import Run
 from mpjax.inspection.parity.statistics import Comparison, rounded
-from mpjax.inspection.reports import Report, Section, duration, written
+from mpjax.inspection.reports import Report, Section, written
 
 _HEADER = ("policy", "mean ± sd", "difference", "95 % interval", "skipped", "verdict")
 
@@ -138,7 +138,7 @@ class ParityReport(Report):
         count = len(self.seeds)
         lines.append(
             f"{self.metric_name}, {better} is better, against {self.baseline}; {count} "
-            f"seed{'s' if count > 1 else ''} of {steps} steps, {duration(sum(run.seconds for run in self.runs))} in all"
+            f"seed{'s' if count > 1 else ''} of {steps} steps"
         )
         return lines
 
