@@ -13,6 +13,7 @@ import mpjax
 from mpjax.inspection.cli import main
 from mpjax.inspection.parity.evidence import Evidence, Remedy
 from mpjax.inspection.parity.fix import given_to
+from mpjax.inspection.parity.running import run_training
 
 STEPS, SMALL = 30, 3e-8
 TRUE = np.random.default_rng(9).normal(size=(4, 2)).astype(np.float32)
@@ -172,3 +173,61 @@ def test_skips_and_the_history_of_the_scale_are_recorded():
     # Scaled cotangents pass through float16, which holds up to 65504.
     assert run.scales == ((1, 2.0**16), (2, 2.0**15), (4, 2.0**16), (5, 2.0**15))
     assert run.skipped == (1, 2, 5)
+
+
+def hot(params, x):
+    with jax.named_scope("hot"):
+        y = (300 * x) @ params["hot"] / 1e4  # the product leaves float16's range
+    with jax.named_scope("mild"):
+        return jnp.mean((y @ params["mild"] - 1) ** 2)
+
+
+def make_hot(policy, seed):
+    """Knows no remedies: overrides come in the text of the policy."""
+    loss = mpjax.autocast(hot, policy)
+    tx = mpjax.loss_scale_for(policy, optax.sgd(1e-3))
+
+    @jax.jit
+    def step(state, x):
+        params, opt_state = state
+        value, grads = mpjax.value_and_grad(loss, opt_state)(params, x)
+        return mpjax.apply_gradients(tx, grads, opt_state, params), value
+
+    params = {"hot": np.full((4, 4), 100.0 + seed, np.float32), "mild": np.full((4,), 0.1, np.float32)}
+    x = np.ones((2, 4), np.float32)
+    return mpjax.Training(
+        (params, tx.init(params)), step, [x] * 3, lambda state: loss(state[0], x), loss, larger_is_better=False
+    )
+
+
+def test_a_module_that_leaves_the_range_diverges_and_is_fixed_by_an_override():
+    report = mpjax.parity(make_hot, ["mixed_float16"], 1, fix=True, progress=False)
+    assert report.verdict("mixed_float16") == "worse: 1 of 1 runs diverged"
+    (found,) = report.evidence
+    assert found.remedy.overrides == (("*/hot", "float32"),)
+    (fix,) = report.fixes
+    assert fix.comparison.policy == "mixed_float16 + */hot in float32"
+    assert not fix.comparison.diverged
+    assert abs(fix.comparison.differences[0]) < 0.01
+
+
+def test_nnx_objects_are_a_state():
+    from flax import nnx
+
+    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, mpjax.static_loss_scale(optax.sgd(0.1), 8.0), wrt=nnx.Param)
+
+    @nnx.jit
+    def update(model, optimizer, x):
+        loss, grads = nnx.value_and_grad(lambda m: jnp.mean((m(x) - 1) ** 2))(model)
+        optimizer.update(model, grads)
+        return loss
+
+    def step(state, x):
+        return state, update(*state, x)
+
+    batches = [np.ones((4, 2), np.float32)] * 3
+    training = mpjax.Training((model, optimizer), step, batches, lambda state: float(jnp.sum(state[0].kernel[...])))
+    run = run_training(training, "p", 0)
+    assert run.scales == ((1, 8.0),)
+    assert run.losses[-1] < run.losses[0]
