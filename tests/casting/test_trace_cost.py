@@ -5,9 +5,11 @@ from __future__ import annotations
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.interpreters import ad
 
 import mpjax
 from mpjax._jaxpr.source import module_of, path_of
+from mpjax.casting import remat, weight_gradients
 from testing import measures
 
 
@@ -70,3 +72,30 @@ def test_layers_that_differ_do_not_share():
     cast = mpjax.autocast(loss)
     found, expected = jax.grad(cast, 1)((1.0, 2.0, 3.0), w, x), jax.grad(loss, 1)((1.0, 2.0, 3.0), w, x)
     assert measures.relative_error(found, expected) < 5e-3
+
+
+def test_where_regions_begin_and_end_is_searched_once_for_equal_layers(monkeypatch):
+    def loss(w, x, depth):
+        for _ in range(depth):
+            x = x + jax.nn.gelu(x @ w)
+        return jnp.mean(x**2)
+
+    def searches(depth):
+        found = []
+        search = remat._Stretches._division
+        with monkeypatch.context() as patch:
+            patch.setattr(remat._Stretches, "_division", lambda self, run: found.append(run) or search(self, run))
+            shapes = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((8, 8), (4, 8)))
+            jax.make_jaxpr(mpjax.autocast(loss), static_argnums=2)(*shapes, depth)
+        return len(found)
+
+    assert 0 < searches(6) == searches(12)
+
+
+def test_weight_gradients_are_linearized_without_their_jvp_rule(monkeypatch):
+    calls = []
+    for primitive in (weight_gradients.detached, weight_gradients.result):
+        rule = ad.primitive_jvps[primitive]
+        monkeypatch.setitem(ad.primitive_jvps, primitive, lambda *a, r=rule, **k: calls.append(a) or r(*a, **k))
+    gradient(1)
+    assert not calls
