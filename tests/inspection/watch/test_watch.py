@@ -177,6 +177,23 @@ def test_nnx_modules_and_argnums_and_aux():
     assert "forward/Model/up/amax" in record.scalars()
 
 
+def test_a_record_before_the_optimizer_copies_no_donated_parameter():
+    w, tx = jnp.eye(16), mpjax.dynamic_loss_scale(optax.adam(1e-3))
+    watched = mpjax.watch(lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2), every=100)
+
+    def step(w, opt_state, state, x):
+        grads = mpjax.grad(lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2), opt_state)(w, x)
+        state = watched.update(state, w, x, opt_state=opt_state, grads=grads)
+        w, grads, state = jax.lax.optimization_barrier((w, grads, state))
+        w, opt_state = mpjax.apply_gradients(tx, grads, opt_state, w)
+        return w, opt_state, state
+
+    arguments = w, tx.init(w), watched.init(w, X), X
+    text = jax.jit(step, donate_argnums=(0, 1, 2)).lower(*arguments).compile().as_text()
+    assert "conditional(" in text
+    assert not re.search(r"= f32\[16,16\]\S* copy\(", text)
+
+
 def test_wrong_calls_say_what_is_wrong():
     with pytest.raises(ValueError, match="watch: every=0"):
         mpjax.watch(loss_fn, every=0)
