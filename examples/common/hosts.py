@@ -41,6 +41,16 @@ def connect(coordinator: str | None, processes: int | None, process_id: int | No
         raise UsageError(f"--coordinator {coordinator}: the processes cannot be joined: {error}") from error
 
 
+class PeerLostError(UsageError):
+    """Another process of the run has ended."""
+
+
+def peer_lost(error: Exception) -> bool:
+    """Whether an error of JAX says that another process is gone: by Gloo (CPU), NCCL (GPU) or JAX's own service."""
+    signs = ("Gloo", "NCCL", "nccl", "CoordinationService", "UNAVAILABLE")
+    return jax.process_count() > 1 and any(sign in str(error) for sign in signs)
+
+
 def is_main() -> bool:
     """Whether this process is the one that prints and writes files."""
     return jax.process_index() == 0

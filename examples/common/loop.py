@@ -14,9 +14,9 @@ import numpy as np
 
 import mpjax
 from examples.common.checkpoints import Checkpoints
-from examples.common.cli import UsageError
+from examples.common.cli import UsageError, one_line
 from examples.common.config import RunConfig
-from examples.common.hosts import is_main, on_any, say, wait_for_all
+from examples.common.hosts import PeerLostError, is_main, on_any, peer_lost, say, wait_for_all
 from examples.common.input_clock import InputClock
 from examples.common.interruption import Interruption
 from examples.common.plots import plot_curves
@@ -92,6 +92,11 @@ def train(task: Task, folder: RunFolder) -> dict[str, Any]:
         except Exception as error:
             if is_out_of_memory(error):
                 raise UsageError(_what_fits(task)) from error
+            if peer_lost(error):
+                raise PeerLostError(
+                    f"another process of this run has ended ({one_line(error, 150)}). Start all of them again with "
+                    "--resume: it goes on from the last checkpoint."
+                ) from error
             raise
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -9,7 +11,7 @@ from typing import Any, TypeVar
 from examples.common.cli import UsageError, command_line, disk_problem, fail
 from examples.common.config import RunConfig
 from examples.common.flags import parse
-from examples.common.hosts import say
+from examples.common.hosts import PeerLostError, say
 from examples.common.loop import Interrupted
 
 C = TypeVar("C", bound=RunConfig)
@@ -50,6 +52,12 @@ def main(
         told = _told(error)
         if told is None:
             raise
+        if isinstance(told, PeerLostError):
+            with contextlib.suppress(SystemExit):
+                fail(program, told)
+            sys.stdout.flush()
+            # The usual exit waits for the process that is gone, until JAX aborts this one.
+            os._exit(2)
         fail(program, told)
     if line := final_line(summary, formats):
         say(line)

@@ -16,6 +16,7 @@ import pytest
 from examples.common.checkpoints import Checkpoints
 from examples.common.cli import UsageError
 from examples.common.devices import DataParallel
+from examples.common.hosts import peer_lost
 from examples.common.run_folder import RunFolder
 from examples.common.sinks import Sinks
 from examples.common.use import run_variables
@@ -161,3 +162,31 @@ def test_a_sink_that_can_not_be_opened_is_one_line(module, message, monkeypatch,
         Sinks(["wandb"], RunFolder(tmp_path), {"script": "x"}) as s,
     ):
         s.open(0)
+
+
+def test_the_end_of_another_process_is_one_line(monkeypatch, tmp_path, capsys):
+    lost = RuntimeError("UNKNOWN: Gloo all-reduce failed: Connection reset by peer")
+    assert not peer_lost(lost)  # in a run of one process
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "process_count", lambda: 2)
+        assert peer_lost(lost)
+        assert not peer_lost(RuntimeError("INVALID_ARGUMENT: shapes"))
+
+    def fail(_) -> None:
+        raise lost
+
+    def leave(code: int) -> None:
+        ended.append(code)
+        raise KeyboardInterrupt
+
+    ended: list[int] = []
+    monkeypatch.setattr(OwnTask, "initial_state", fail)
+    monkeypatch.setattr("examples.common.loop.peer_lost", lambda error: error is lost)
+    # The real one ends the process, as JAX's own exit would wait for the other.
+    monkeypatch.setattr("os._exit", leave)
+    with pytest.raises(KeyboardInterrupt):
+        main([*FLAGS, "--epochs", "1", "--output", str(tmp_path / "run")])
+    assert ended == [2]
+    error = capsys.readouterr().err
+    assert "another process of this run has ended (UNKNOWN: Gloo all-reduce failed" in error
+    assert "Start all of them again with --resume" in error
