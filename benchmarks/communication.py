@@ -4,6 +4,8 @@ Compiles one step of a residual network for 8 and for 64 CPU devices (XLA's own;
 collectives that the partitioner made: data parallel, FSDP (parameters and Adam's state sharded), FSDP with tensor
 parallelism, and FSDP with the layers in a `scan`; in float32, in half by hand, by `autocast` and by `with_policy`.
 
+`--h200` compiles for eight H200 with JAX's CUDA plugin, which needs no GPU, and leaves the gradient error out.
+
 The gradient error is that of all gradients against float32 on one device, the norm of the difference over the norm:
 of the same batch on one device, and spread over all of them, which adds the error of the reduction.
 """
@@ -24,34 +26,37 @@ DEVICES = (8, 64)
 WIDTH, HIDDEN, LAYERS, ROWS_EACH = 256, 1024, 3, 64
 
 
-def measure(devices: int, half: str, layouts: tuple[str, ...] = LAYOUTS, forms: tuple[str, ...] = FORMS) -> list[Any]:
-    """The rows of so many devices; this process must have that many."""
+def measure(
+    devices: int, half: str, layouts: tuple[str, ...] = LAYOUTS, forms: tuple[str, ...] = FORMS, among: Any = None
+) -> list[Any]:
+    """The rows of so many devices; this process must have that many, unless it is told `among` which."""
     import jax
 
-    if len(jax.devices()) != devices:
+    if among is None and len(jax.devices()) != devices:
         raise RuntimeError(f"this process has {len(jax.devices())} devices, not {devices}")
     rows = []
     for layout in layouts:
         for form in forms:
-            row = {"layout": layout, "devices": devices, "form": form} | _cell(layout, form, half, devices)
-            if layout == LAYOUTS[0] and form != FORMS[0]:
+            row = {"layout": layout, "devices": devices, "form": form} | _cell(layout, form, half, devices, among)
+            if among is None and layout == LAYOUTS[0] and form != FORMS[0]:
                 row["error"] = {str(n): gradient_error(form, half, n, devices) for n in (1, devices)}
             rows.append(row)
     return rows
 
 
-def _cell(layout: str, form: str, half: str, devices: int) -> dict[str, Any]:
+def _cell(layout: str, form: str, half: str, devices: int, among: Any = None) -> dict[str, Any]:
     import dataclasses
 
     import jax
 
     from mpjax.inspection.audit.communication import collectives
 
-    mesh, step, _, shapes = program(layout, form, half, devices)
+    mesh, step, _, shapes = program(layout, form, half, devices, among=among)
+    platforms = ("cuda",) if among else None
     carried = jax.tree.map(lambda x: x.sharding, shapes[:2])
     jitted = jax.jit(step, donate_argnums=(0, 1), out_shardings=(*carried, None))
     with jax.set_mesh(mesh):
-        found = collectives(jitted.lower(*shapes).compile().as_text() or "")
+        found = collectives(jitted.trace(*shapes).lower(lowering_platforms=platforms).compile().as_text() or "")
     return {"collectives": [dataclasses.asdict(row) | {"sum_in_half": row.is_sum_in_half} for row in found]}
 
 
@@ -220,10 +225,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--half", default="float16", choices=("float16", "bfloat16"))
     parser.add_argument("--devices", type=int, help="print the rows of this process, which has so many devices")
+    parser.add_argument("--h200", action="store_true", help="compile for eight H200, without a GPU")
     parser.add_argument("--out", type=pathlib.Path, default=RESULTS, help="folder of the results")
     args = parser.parse_args()
     if args.devices:
         print(json.dumps(measure(args.devices, args.half)))
+        return
+    if args.h200:
+        from benchmarks.training.target import NO_PLUGIN, h200s
+
+        found = h200s(8) or parser.error(f"--h200: {NO_PLUGIN}")
+        rows = measure(8, args.half, among=found)
+        print(table(rows))
+        save(f"communication_{args.half}_h200", {"steps": rows}, args.out)
         return
     rows = [row for devices in DEVICES for row in _in_process(devices, args.half)]
     print(table(rows))

@@ -47,11 +47,16 @@ gpu_device_info {{
 
 def h200() -> jax.sharding.Sharding | None:
     """A sharding for the shapes of arguments that makes XLA compile for an H200; None without the plugin."""
+    found = h200s(1)
+    return jax.sharding.SingleDeviceSharding(found[0]) if found else None
+
+
+def h200s(count: int) -> list[jax.Device] | None:
+    """So many H200 of one host, to compile for; None without the plugin."""
     try:
-        topology = topologies.get_topology_desc("h200", "cuda", target_config=_DESCRIPTION, topology="1x1x1")
+        return topologies.get_topology_desc("h200", "cuda", target_config=_DESCRIPTION, topology=f"1x1x{count}").devices
     except NotImplementedError:  # no CUDA plugin is registered
         return None
-    return jax.sharding.SingleDeviceSharding(topology.devices[0])
 
 
 def placed(shapes: Any, sharding: jax.sharding.Sharding) -> Any:
