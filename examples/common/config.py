@@ -138,6 +138,9 @@ class RunConfig(abc.ABC):
     )  # fmt: skip
 
     devices: int | None = DEVICES(None, "devices of each process that share a batch; all by default")
+    fsdp: bool = DEVICES(
+        False, "split parameters and optimizer state over all devices, not a copy on each", uses=(*BUILD, "compare")
+    )  # fmt: skip
     workers: int = DEVICES(os.cpu_count() or 1, "threads or processes that load data")
 
     def __post_init__(self) -> None:

@@ -239,7 +239,7 @@ class Task(abc.ABC):
             f"from policy {before} to {self.policy}: parameters, statistics and the optimizer's state carry over; the "
             f"loss scale starts at {float(state.opt_state.loss_scale):g}, skipped steps are counted on"
         )
-        return state, position
+        return self.parallel.place(state), position
 
     def start_state(self) -> TrainState:
         """The state of a new training: random, or from --init-from."""
@@ -270,7 +270,7 @@ class Task(abc.ABC):
         if state.ema:
             new = new._replace(ema=jax.tree.map(jnp.array, {"params": params, "stats": stats}))
         say(f"weights from {source}; optimizer state {'kept' if inner is not None else 'new'}")
-        return new
+        return self.parallel.place(new)
 
     def read_initial(self, path: Path, like: Variables) -> Variables:
         """The variables of a file of weights, float32."""

@@ -141,15 +141,21 @@ def create_training(
         }
         return TrainState(state.step + 1, state.seed, params, stats, opt_state, totals, ema, found.extra), shown
 
+    # A step returns the state where it got it, or the next step would not take it.
+    places = None if parallel is None else parallel.replicated
+    returned = None
+    if parallel is not None and parallel.fsdp:
+        places = jax.tree.map(parallel.of_state, jax.eval_shape(init, 0))
+        returned = (places, None)
     return Training(
         policy,
         # Runs once, and optimising its random numbers would take longer than all the rest of the start.
         jax.jit(
             init,
-            out_shardings=None if parallel is None else parallel.replicated,
+            out_shardings=places,
             compiler_options={"xla_backend_optimization_level": 0},
         ),
-        jax.jit(train_step, donate_argnums=0),
+        jax.jit(train_step, donate_argnums=0, out_shardings=returned),
         schedule,
         hyper,
         zero,

@@ -25,7 +25,7 @@ class TaskMaker:
     """Tasks of several flags on the same images, which are opened once."""
 
     def __init__(self, config: Config) -> None:
-        self._parallel = DataParallel(config.devices)
+        self._parallel = DataParallel(config.devices, config.fsdp)
         self._sets: list[Dataset]
         if config.data_dir is None and config.is_benchmark:
             self._sets = [Synthetic(config.model_name, config.side)] * 2

@@ -29,7 +29,7 @@ class TaskMaker:
     """Tasks of several flags on the same speech, which is opened once."""
 
     def __init__(self, config: Config, data: bool = True) -> None:
-        self._parallel, self._alphabet = DataParallel(config.devices), open_alphabet(config)
+        self._parallel, self._alphabet = DataParallel(config.devices, config.fsdp), open_alphabet(config)
         self._sets: dict[str, Speech] = {} if config.is_benchmark or not data else open_data(config)
 
     def __call__(self, config: Config) -> SpeechTask:

@@ -56,7 +56,7 @@ def digit_flags(output: Path, *flags: str) -> list[str]:
 def digits_task(devices: int = 1, **flags: Any) -> ImageTask:
     """What a run with these flags trains."""
     config = Config(**{"batch_size": 32, **flags})
-    return ImageTask(config, DataParallel(devices), *open_data(config))
+    return ImageTask(config, DataParallel(devices, config.fsdp), *open_data(config))
 
 
 def state_and_batch(made: ImageTask) -> tuple[TrainState, Batch]:

@@ -18,19 +18,22 @@ from tests.examples.imagenet.runs import digits_task, metrics_of, start
 pytestmark = pytest.mark.usefixtures("quick_runs")
 
 
-def test_four_devices_train_as_one_does():
+def test_four_devices_train_as_one_does_also_with_the_state_split():
     totals = {}
-    for devices in (1, 4):
-        task = digits_task(devices, policy="float32", epochs=1)
+    for devices, fsdp in ((1, False), (4, False), (4, True)):
+        task = digits_task(devices, policy="float32", epochs=1, fsdp=fsdp)
         state = task.initial_state()
         for batch in task.batches(0, 0):
             assert len(batch.images.sharding.device_set) == devices
             state, _ = task.training.train_step(state, batch)
         task.close()
         assert all(len(x.sharding.device_set) == devices for x in jax.tree.leaves(state))
-        totals[devices] = list(means(state.totals).values())
+        split = {x.shape for x in jax.tree.leaves(state) if not x.is_fully_replicated}
+        assert split == ({(3, 3, 1, 4), (3, 3, 4, 4), (4, 10), (4,)} if fsdp else set())
+        totals[devices, fsdp] = list(means(state.totals).values())
     # Sums in another order, and nothing else.
-    np.testing.assert_allclose(totals[4], totals[1], rtol=1e-5)
+    for key in ((4, False), (4, True)):
+        np.testing.assert_allclose(totals[key], totals[1, False], rtol=1e-5)
 
 
 def test_batches_that_can_not_be_shared_are_refused():
@@ -60,11 +63,11 @@ def together(folder, flags):
 
 
 @pytest.mark.slow
-def test_two_processes_train_as_one_does(tmp_path):
+def test_two_processes_with_the_state_split_train_as_one_does_and_one_goes_on(tmp_path):
     flags = ["--policy", "float32", "--epochs", "1", "--batch-size", "32"]
     for attempt in range(3):
         folder = tmp_path / f"two-{attempt}"
-        outputs = together(folder, flags)
+        outputs = together(folder, [*flags, "--fsdp"])
         if outputs:
             break
     # One of them speaks and writes.
@@ -75,3 +78,9 @@ def test_two_processes_train_as_one_does(tmp_path):
     assert two["test_accuracy"] == one["test_accuracy"]
     assert two["train_loss"] == pytest.approx(one["train_loss"], rel=1e-5)
     assert (folder / "checkpoints" / "3").is_dir()
+    # The one checkpoint of both is resumed by one process, which holds all of the state.
+    for name in (folder.name, "one"):
+        resumed = [*flags, "--epochs", "2", "--devices", "1", "--resume", "--output", str(tmp_path / name)]
+        assert main(resumed) == 0
+    two, one = (metrics_of(tmp_path / name)[1] for name in (folder.name, "one"))
+    assert two["train_loss"] == pytest.approx(one["train_loss"], rel=1e-4)
