@@ -147,14 +147,20 @@ def measure_watch(rounds: int) -> Row:
 
 def table(results: Row) -> str:
     """Markdown: the times by model, then the steps of `watch`."""
-    lines = ["| model | what runs | CPU seconds | ratio | to compiling and running once |", "|---|---|---|---|---|"]
+    lines = []
+    if results.get("times"):
+        lines += [
+            "| model | what runs | CPU seconds | ratio | to compiling and running once |",
+            "|---|---|---|---|---|",
+        ]
     for model, rows in results.get("times", {}).items():
         lines += [
             f"| {model} | {name} | {row['seconds']:.1f} | {row['ratio']:.2f} | the {row['to']} |"
             for name, row in rows.items()
         ]
     if found := results.get("watch"):
-        lines += ["", "| steps with `mpjax.watch` | CPU ms | ratio to no watch | quartiles |", "|---|---|---|---|"]
+        lines += [""] if lines else []
+        lines += ["| steps with `mpjax.watch` | CPU ms | ratio to no watch | quartiles |", "|---|---|---|---|"]
         for name, row in found["steps"].items():
             low, high = row["ratio_quartiles"]
             lines.append(f"| {name} | {row['milliseconds']:.0f} | {row['ratio']:.3f} | {low:.3f} to {high:.3f} |")
