@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import mpjax
-from benchmarks.parity import training
+from benchmarks.parity import gates, training
 from benchmarks.parity.families import FAMILIES, get, module
 from benchmarks.parity.family import Models
 from mpjax._loss_scale_state import LossScaleState
@@ -105,3 +105,11 @@ def test_unknown_names_are_refused():
 
 def test_policy_is_read():
     assert training.Training(get("rossmann"), "with_policy mixed_bfloat16").policy == mpjax.get_policy("mixed_bfloat16")
+
+
+@pytest.mark.slow
+@pytest.mark.standard_promotion
+def test_gradients_of_a_mobilenet_differ_at_its_gates():
+    published, smooth = (gates.gradient_error(gates.VARIANTS[n], POLICY) for n in ("as published", "smooth activation"))
+    assert published > 5 * smooth
+    assert smooth < 0.01
