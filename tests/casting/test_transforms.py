@@ -192,7 +192,7 @@ def test_vmapped_branch_and_reverse_scan():
         h, hs = lax.scan(turn, jnp.zeros((4, 8)), xs, reverse=True, unroll=2)
         return jnp.sum(h) + jnp.sum(hs**2)
 
-    args = np.array([True, False, True, True]), W, np.stack([X, X, X, X])
+    args = np.array([True, False, True, True]), W, np.stack([X, 2 * X, -X, X + 1])
     close(in_numpy(jax.grad(mpjax.autocast(fun), 1))(*args), in_numpy(jax.grad(fun, 1))(*args), 1e-2)
 
 
