@@ -1,6 +1,7 @@
 """Set-up of the tests: four CPU devices, quick compilation, strict dtype promotion, process groups, a GPU marker."""
 
 import functools
+import gc
 import os
 
 # Before JAX starts: shard_map and sharding tests need several devices on any machine; and these programs
@@ -49,6 +50,12 @@ def pytest_runtest_protocol(item):
     standard = item.get_closest_marker("standard_promotion") or item.nodeid.startswith(STANDARD_PROMOTION)
     with jax.numpy_dtype_promotion("standard" if standard else "strict"):
         return (yield)
+
+
+def pytest_collection_finish():
+    # Tracing allocates so much that the default thresholds spend an eighth of the tests' time on collections.
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
 
 
 def pytest_collection_modifyitems(items):
