@@ -19,7 +19,9 @@ from examples.common.training import means
 from examples.speech.__main__ import main
 from examples.speech.config import Config
 from examples.speech.task import SpeechTask, open_alphabet, open_data
-from tests.examples.speech.test_script import TINY, compilation_cache, data_flags, error_of, small  # noqa: F401
+from tests.examples.speech.test_script import TINY, data_flags, error_of, small  # noqa: F401
+
+pytestmark = pytest.mark.usefixtures("stored_programs")
 
 
 def task_of(data, devices=1, **flags):

@@ -20,18 +20,10 @@ from examples.speech.config import Config
 from examples.speech.precision import losses_by_part, table
 from examples.speech.task import SpeechTask, open_alphabet, open_data
 
+pytestmark = pytest.mark.usefixtures("stored_programs")
 RATE = 16_000
 WORDS = ("on", "off", "up", "no")
 TINY = "--hidden 8 --context 1 --stride 2 --batch-size 4 --buckets 1 --epochs 2 --no-augment --devices 1".split()
-
-
-@pytest.fixture(autouse=True, scope="module")
-def compilation_cache(tmp_path_factory):
-    """Runs of the same flags are the same program: compile it once."""
-    before = jax.config.jax_compilation_cache_dir
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("cache")))
-    yield
-    jax.config.update("jax_compilation_cache_dir", before)
 
 
 @pytest.fixture(scope="module")
