@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from examples.common import modes
+from examples.common.cli import UsageError
 from examples.common.devices import DataParallel
 from examples.common.hosts import say
 from examples.common.run_folder import RunFolder
@@ -29,7 +30,9 @@ class TaskMaker:
     """Tasks of several flags on the same speech, which is opened once."""
 
     def __init__(self, config: Config, data: bool = True) -> None:
-        self._parallel, self._alphabet = DataParallel(config.devices, config.fsdp), open_alphabet(config)
+        if config.fsdp:
+            raise UsageError("--fsdp: the losses of this script differ from those of one device with it; leave it out.")
+        self._parallel, self._alphabet = DataParallel(config.devices), open_alphabet(config)
         self._sets: dict[str, Speech] = {} if config.is_benchmark or not data else open_data(config)
 
     def __call__(self, config: Config) -> SpeechTask:
