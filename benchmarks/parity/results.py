@@ -7,6 +7,7 @@ import pathlib
 import statistics
 from typing import Any
 
+from benchmarks.parity.families import FAMILIES
 from benchmarks.parity.family import Family
 from mpjax.inspection.parity.report import ParityReport
 from mpjax.inspection.parity.statistics import rounded
@@ -86,6 +87,8 @@ def _counts(results: dict[str, Row], policies: list[str]) -> list[str]:
         kinds = [found["policies"][policy]["kind"] for found in results.values() if policy in found["policies"]]
         said = ", ".join(f"{kinds.count(kind)} {kind}" for kind in SIGNS if kind in kinds)
         lines.append(f"- `{policy}`: {said}, of {len(kinds)} families")
+    if missing := [name for name in FAMILIES if name not in results]:
+        lines += ["", f"Partial: {len(missing)} families have not been measured yet ({', '.join(missing)})."]
     lines += ["", "Data and length of the trainings:", ""]
     return lines + [f"- {found['name']}: {found['data']}; {found['steps']} steps" for found in results.values()]
 

@@ -15,7 +15,7 @@ import optax
 from benchmarks.parity.family import MODEL, Batch, Family, Models, adam
 from benchmarks.parity.sources import standard_library
 
-STEPS, ITEMS, NEGATIVES, CANDIDATES, HIDDEN = 500, 400, 4, 100, 3
+STEPS, ITEMS, NEGATIVES, CANDIDATES, HIDDEN = 600, 400, 4, 100, 3
 PACKAGES = (".", "asyncio", "concurrent/futures", "ctypes", "email", "http", "importlib", "unittest", "xml/dom")
 
 
@@ -27,8 +27,8 @@ class NeuMF(nn.Module):
     @nn.compact
     def __call__(self, user: jax.Array, item: jax.Array) -> jax.Array:
         product = nn.Embed(self.users, 16)(user) * nn.Embed(ITEMS, 16)(item)
-        x = jnp.concatenate([nn.Embed(self.users, 32)(user), nn.Embed(ITEMS, 32)(item)], -1)
-        for width in (64, 32):
+        x = jnp.concatenate([nn.Embed(self.users, 16)(user), nn.Embed(ITEMS, 16)(item)], -1)
+        for width in (32, 16):
             x = nn.relu(nn.Dense(width)(x))
         return nn.Dense(1)(jnp.concatenate([product, x], -1))[..., 0]
 
@@ -98,6 +98,6 @@ FAMILY = Family(
     test=held_out,
     predict=lambda models, test: models(test["user"], test["item"]),
     score=hits,
-    optimizer=adam(5e-3, STEPS),
+    optimizer=adam(3e-2, STEPS),
     steps=STEPS,
 )
