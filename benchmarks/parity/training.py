@@ -144,7 +144,14 @@ def _initializer(family: Family) -> Any:
     return _INITIALIZERS.setdefault(family.name, jax.jit(_init(family, family.modules)))
 
 
-def make(family_name: str, policy: str, seed: int) -> tuple[State, Any, Batches, Callable[[State], float]]:
-    """A training as `mpjax.parity` takes it: state, step, batches and metric."""
+def make(family_name: str, policy: str, seed: int) -> mpjax.Training:
+    """A training as `mpjax.parity` takes it."""
     training = _training(family_name, policy)
-    return training.init(seed), training.step, Batches(training.family, seed), training.metric
+    return mpjax.Training(
+        training.init(seed),
+        training.step,
+        Batches(training.family, seed),
+        training.metric,
+        larger_is_better=training.family.larger_is_better,
+        metric_name=training.family.metric,
+    )

@@ -61,6 +61,13 @@ def test_family_trains_in_half(name):
     assert [int(s.skipped_steps) for s in scale_states(state)] == [0] * len(family.losses)
 
 
+def test_trainings_know_which_metric_is_better():
+    for name in ("rossmann", "sentiment"):
+        training_made = training.make(name, "float32", 0)
+        assert training_made.larger_is_better == (name == "sentiment") == get(name).larger_is_better
+        assert training_made.metric_name == get(name).metric
+
+
 def test_batches_are_those_of_the_seed():
     one, other = (training.Batches(get("rossmann"), seed) for seed in (0, 1))
     first, again, different = (next(iter(each))["target"] for each in (one, one, other))
