@@ -13,6 +13,7 @@ from typing import Any
 
 from mpjax._jaxpr import compat
 from mpjax._jaxpr.primitives import MATMULS, Op, primitive
+from mpjax._weight_gradients import is_pointwise
 from mpjax.casting.classify import Listing, Region, Setting, tracked
 from mpjax.casting.derivative_rules import closed_over
 from mpjax.casting.lattice import (
@@ -32,7 +33,6 @@ from mpjax.casting.lattice import (
 from mpjax.casting.plan import NOTHING, Action, Plan, Step, Tally
 from mpjax.casting.remat import with_regions
 from mpjax.casting.uses import Use, uses
-from mpjax.casting.weight_gradients import is_pointwise
 from mpjax.policy import HALF_DTYPES
 
 _cache: weakref.WeakKeyDictionary[Any, dict[Any, Plan]] = weakref.WeakKeyDictionary()

@@ -16,6 +16,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from mpjax._jaxpr import compat
+from mpjax._weight_gradients import detached
 from mpjax.casting.classify import Listing, Setting, tracked
 from mpjax.casting.derivative_rules import (
     BackwardRule,
@@ -44,7 +45,6 @@ from mpjax.casting.lattice import FULL, HALF, PARAMETER, TRACED, Inferred, Level
 from mpjax.casting.plan import Plan, Step
 from mpjax.casting.rewrite import Environment, Value, array_of, arrays_of, run, values_of
 from mpjax.casting.uses import Use, uses
-from mpjax.casting.weight_gradients import detached
 
 _WANTED = {HALF: Use.READ | Use.HALF, FULL: Use.READ | Use.FLOAT, TRACED: Use.READ}
 

@@ -11,6 +11,7 @@ from jax import lax
 
 from mpjax._jaxpr import compat
 from mpjax._jaxpr.primitives import primitive
+from mpjax._weight_gradients import detached
 from mpjax.casting.classify import Listing, Setting
 from mpjax.casting.higher_order.sub_jaxpr import (
     Delivery,
@@ -28,7 +29,6 @@ from mpjax.casting.lattice import FULL, HALF, Inferred, Level, carried, join, st
 from mpjax.casting.plan import Plan, Step
 from mpjax.casting.rewrite import Environment, Value, arrays_of, run_closed, values_of
 from mpjax.casting.uses import RESULT, Use, Uses, uses
-from mpjax.casting.weight_gradients import detached
 
 
 @dataclasses.dataclass(slots=True)
