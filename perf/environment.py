@@ -53,4 +53,4 @@ def _arguments(without: dict[str, int | None]) -> list[str]:
 
 def _module_name() -> str:
     spec = getattr(sys.modules["__main__"], "__spec__", None)
-    return spec.name if spec else pathlib.Path(sys.argv[0]).stem
+    return spec.name.removesuffix(".__main__") if spec else pathlib.Path(sys.argv[0]).stem
