@@ -252,7 +252,7 @@ pin                                   move     nothing  whole
 unpin                                 move     nothing  whole
 reduce_window_max                     move     nothing  elements=0 kernel
 reduce_window_min                     move     nothing  elements=0 kernel
-# mpjax's own (`mpjax._weight_gradients`).
+# mpjax's own (`mpjax._jaxpr.weight_gradients`).
 detached                              move     nothing  some_versions whole
 matmul_result                         move     nothing  some_versions whole
 matmul_tangent                        opaque   -        expensive some_versions

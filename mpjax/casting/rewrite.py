@@ -16,8 +16,7 @@ import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from mpjax import _weight_gradients as weight_gradients
-from mpjax._jaxpr import compat
+from mpjax._jaxpr import compat, weight_gradients
 from mpjax._jaxpr.primitives import MATMULS, Op, primitive
 from mpjax.casting.classify import FLOAT32, tracked
 from mpjax.casting.lattice import FULL, HALF, TRACED, Inferred, Storage, storage_of

@@ -1,7 +1,7 @@
 """The matmul of a layer whose float32 kernel gets its gradient in float32, as under `autocast`.
 
 Flax casts a kernel and then multiplies, so JAX's derivative makes the gradient of the half copy, in half, and data
-parallelism sums it in half. Here a layer hands its float32 kernel to the matmul itself (`mpjax._weight_gradients`).
+parallelism sums it in half. Here a layer hands its float32 kernel to the matmul itself (`_jaxpr.weight_gradients`).
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mpjax import _weight_gradients as weight_gradients
-from mpjax._jaxpr import compat
+from mpjax._jaxpr import compat, weight_gradients
 from mpjax._jaxpr.primitives import MATMULS, Op, primitive
 from mpjax.policy import is_half
 

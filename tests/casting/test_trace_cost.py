@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.interpreters import ad
 
 import mpjax
-from mpjax import _weight_gradients as weight_gradients
+from mpjax._jaxpr import weight_gradients
 from mpjax._jaxpr.source import module_of, path_of
 from mpjax.casting import remat
 from testing import measures

@@ -16,7 +16,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from mpjax._jaxpr import compat
-from mpjax._weight_gradients import detached
+from mpjax._jaxpr.weight_gradients import detached
 from mpjax.casting.classify import Listing, Setting, tracked
 from mpjax.casting.derivative_rules import (
     BackwardRule,

@@ -11,7 +11,7 @@ from jax import lax
 
 from mpjax._jaxpr import compat
 from mpjax._jaxpr.primitives import primitive
-from mpjax._weight_gradients import detached
+from mpjax._jaxpr.weight_gradients import detached
 from mpjax.casting.classify import Listing, Setting
 from mpjax.casting.higher_order.sub_jaxpr import (
     Delivery,

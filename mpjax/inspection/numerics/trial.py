@@ -19,7 +19,7 @@ from jax import lax
 from mpjax._jaxpr.interpreter import COMPILER_OPTIONS, Eager, Probe, is_half, widened
 from mpjax._jaxpr.layout import Place, lay_out
 from mpjax._jaxpr.primitives import primitive
-from mpjax.casting import autocast
+from mpjax.casting.autocast import autocast
 from mpjax.inspection.gradient import gradient_of, traced_scale_state
 from mpjax.inspection.program import traced_call
 from mpjax.policy import Policy

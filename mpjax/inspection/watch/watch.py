@@ -19,8 +19,7 @@ from mpjax._jaxpr.layout import Block, Place, lay_out
 from mpjax._jaxpr.source import BACKWARD
 from mpjax._loss_scale_state import find_loss_scale_state, loss_scale_of
 from mpjax._replicas import all_finite
-from mpjax.casting import autocast
-from mpjax.casting.autocast import traced_call
+from mpjax.casting.autocast import autocast, traced_call
 from mpjax.inspection.gradient import gradient_of, traced_scale_state, with_named_modules
 from mpjax.inspection.layerwise.groups import grouped
 from mpjax.inspection.numerics.activations import Counted, counted
