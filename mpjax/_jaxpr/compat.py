@@ -210,9 +210,9 @@ def user_frames(eqn: Any) -> list[Any]:
 
 def with_weak_type(x: Any, aval: Any) -> Any:
     """The array as weakly typed as an abstract value is (a Python scalar's dtype gives way to others)."""
-    if not aval.weak_type or jax.typeof(x).weak_type:
+    if aval.weak_type == jax.typeof(x).weak_type:
         return x
-    return _convert_element_type(x, aval.dtype, weak_type=True)
+    return _convert_element_type(x, aval.dtype, weak_type=aval.weak_type)
 
 
 def vary(x: Any, axes: tuple[Any, ...]) -> Any:

@@ -72,8 +72,8 @@ class Traced:
 
     @property
     def leaks(self) -> bool:
-        """Whether a constant, here or in a jaxpr inside, is a tracer."""
-        inside = (inner for e in equations(self.jaxpr) for inner in inner_jaxprs(e.eqn))
+        """Whether a constant, here or in a jaxpr inside, is a tracer; also where nothing reads it."""
+        inside = (inner for e in equations(self.whole) for inner in inner_jaxprs(e.eqn))
         consts = (const for jaxpr in inside for const in getattr(jaxpr, "consts", ()))
         return any(isinstance(const, jax.core.Tracer) for const in (*self.consts, *consts))
 

@@ -168,6 +168,14 @@ def program(w, x, b, s, n):
 """,
         ("value", "outside_grad"),
     ),
+    "scan that returns a Python scalar": (
+        """
+def program(w, x, b, s, n):
+    _, y = lax.scan(lambda c, xs: (c, 0.5), w, x, length=2)
+    return y.sum(0),
+""",
+        ("value",),
+    ),
 }
 
 
