@@ -72,6 +72,7 @@ def uses(jaxpr: Any, wanted: tuple[Use, ...], setting: Setting) -> Uses:
 
 
 _STREAM = Listing(Op.DENY, "residual stream")
+_INNER_PRODUCT = Listing(Op.DENY, "an inner product that no matmul reads: a sum")
 
 
 def _uses(jaxpr: Any, wanted: tuple[Use, ...], setting: Setting) -> Uses:
@@ -88,10 +89,13 @@ def _uses(jaxpr: Any, wanted: tuple[Use, ...], setting: Setting) -> Uses:
     streams = residual_additions(jaxpr) if setting.rules.residual_stream == "float32" and not setting.folded else ()
     for eqn in reversed(jaxpr.eqns):
         listing = classify(eqn, setting)
-        if listing.op is Op.INFER and listing.entry is None and not listing.region and eqn.outvars[0] in streams:
-            listing = _STREAM
-        listings.append(listing)
         outs = [of.get(v, Use.NONE) for v in eqn.outvars]
+        if listing.entry is None and not listing.region:
+            if listing.op is Op.INFER and eqn.outvars[0] in streams:
+                listing = _STREAM
+            if listing.op is Op.ALLOW and _ends_in_a_product(eqn, outs[0]) and setting.rules.level != "half":
+                listing = _INNER_PRODUCT
+        listings.append(listing)
         if not any(outs) and not eqn.effects:
             continue  # Nothing reads it.
         for v in closed_over(jaxpr, eqn) if listing.op is Op.ENTER and not setting.in_rule else ():
@@ -99,6 +103,18 @@ def _uses(jaxpr: Any, wanted: tuple[Use, ...], setting: Setting) -> Uses:
         for v, use in zip(eqn.invars, _of_operands(eqn, outs, listing, setting), strict=True):
             add(v, use if tracked(v) else Use.READ)
     return Uses(of, tuple(reversed(listings)), tuple(of.get(v, Use.NONE) for v in jaxpr.invars))
+
+
+def _ends_in_a_product(eqn: Any, out: Use) -> bool:
+    """Whether a matmul is inner products alone, no work for Tensor Cores, on the way to no other: part of a loss.
+
+    Losses pick values by them (`einsum("bn,bn->b", logits, one_hot)`), some of them far out of float16's range.
+    """
+    if eqn.primitive.name != "dot_general" or out & Use.ANY_HALF:
+        return False
+    contracted, batch = eqn.params["dimension_numbers"]
+    ranks = (len(v.aval.shape) for v in eqn.invars)
+    return all(len(c) + len(b) == rank for c, b, rank in zip(contracted, batch, ranks, strict=True))
 
 
 def _of_operands(eqn: Any, outs: Sequence[Use], listing: Listing, setting: Setting) -> Sequence[Use]:

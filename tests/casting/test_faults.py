@@ -309,3 +309,17 @@ def test_equinox_modules_stay_the_pytrees_that_they_are():
     params, static = eqx.partition(eqx.nn.MLP(8, 2, 16, 1, key=jax.random.key(0)), eqx.is_array)
     fun = lambda params, x: jnp.sum(jax.vmap(eqx.combine(params, static))(x))
     np.testing.assert_allclose(mpjax.autocast(fun)(params, X), fun(params, X), rtol=2e-2)
+
+
+def test_a_loss_that_picks_values_by_an_inner_product_stays_in_range():
+    # optax.ctc_loss ends in einsum("bn,bn->b", log_alpha, one_hot), with -1e5 for what no path reaches.
+    def loss(w, x):
+        paths = jnp.concatenate([jax.nn.log_softmax(x @ w), jnp.full((4, 1), -1e5)], -1)
+        return -jnp.einsum("bn,bn->b", paths, jax.nn.one_hot(jnp.arange(4), 9)).mean()
+
+    w, x = W[:, :8], X[:4]
+    mixed = mpjax.autocast(loss)
+    np.testing.assert_allclose(jax.jit(mixed)(w, x), loss(w, x), rtol=2e-3)
+    dtypes = {row.dtypes_in[0]: row.why for row in mpjax.explain(mixed, w, x).rows if row.op == "dot_general"}
+    assert "float16" in dtypes
+    assert "inner product" in dtypes["float32"]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import importlib.metadata
 import inspect
 import json
 import os
@@ -35,7 +36,7 @@ def settings_of(make: Callable[..., Any], more: Mapping[str, Any]) -> dict[str, 
     found = {
         "make": f"{getattr(inner, '__module__', '')}:{name}" + (f"({', '.join(given)})" if given else ""),
         "source": _source(inner),
-        "jax": jax.__version__,
+        "jax": importlib.metadata.version("jax"),
         "device": jax.devices()[0].device_kind,
     }
     return json.loads(json.dumps(found | dict(getattr(make, "settings", {})) | dict(more), default=str))
