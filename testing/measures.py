@@ -95,8 +95,19 @@ def matmuls(fun: Any, *args: Any) -> list[Equation]:
 def matmuls_of(jaxpr: Any) -> list[Equation]:
     """`matmuls` of a jaxpr."""
     return [
-        e for e in equations(jaxpr) if e.name in MATMULS and all(jnp.issubdtype(d, jnp.floating) for d in e.in_dtypes)
+        e
+        for e in equations(jaxpr)
+        if e.name in MATMULS and all(jnp.issubdtype(d, jnp.floating) for d in e.in_dtypes) and not _is_a_sum(e.eqn)
     ]
+
+
+def _is_a_sum(eqn: Any) -> bool:
+    """Whether a matmul is inner products alone, or their derivative, products without a sum."""
+    if eqn.primitive.name != "dot_general":
+        return False
+    contracted, batch = eqn.params["dimension_numbers"]
+    inner = all(len(c) + len(b) == v.aval.ndim for c, b, v in zip(contracted, batch, eqn.invars, strict=True))
+    return inner or not contracted[0]
 
 
 def half_share(fun: Any, *args: Any) -> float:

@@ -122,6 +122,7 @@ def test_works_through_scan_vmap_and_sharded_params():
     np.testing.assert_array_equal(jax.jit(jax.vmap(train))(params), jnp.full((2, 4), 1 + 2.0**-10))
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="with several devices, XLA would gather what this saves")
 @pytest.mark.standard_promotion  # optax.apply_updates adds float32 updates to half params
 @pytest.mark.parametrize("donate", [True, False])
 def test_a_scaled_update_stores_no_updates_beside_the_masters(donate):

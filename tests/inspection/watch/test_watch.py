@@ -177,6 +177,7 @@ def test_nnx_modules_and_argnums_and_aux():
     assert "forward/Model/up/amax" in record.scalars()
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="the XLA of an older JAX copies them")
 def test_a_record_before_the_optimizer_copies_no_donated_parameter():
     w, tx = jnp.eye(16), mpjax.dynamic_loss_scale(optax.adam(1e-3))
     watched = mpjax.watch(lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2), every=100)
