@@ -97,11 +97,11 @@ def matmuls_of(jaxpr: Any) -> list[Equation]:
     return [
         e
         for e in equations(jaxpr)
-        if e.name in MATMULS and all(jnp.issubdtype(d, jnp.floating) for d in e.in_dtypes) and not _is_a_sum(e.eqn)
+        if e.name in MATMULS and all(jnp.issubdtype(d, jnp.floating) for d in e.in_dtypes) and not is_a_sum(e.eqn)
     ]
 
 
-def _is_a_sum(eqn: Any) -> bool:
+def is_a_sum(eqn: Any) -> bool:
     """Whether a matmul is inner products alone, or their derivative, products without a sum."""
     if eqn.primitive.name != "dot_general":
         return False

@@ -16,7 +16,7 @@ import numpy as np
 from jax.interpreters import partial_eval
 
 import mpjax
-from testing.measures import HALF, MATMULS, Equation, equations, inner_jaxprs, risky_of
+from testing.measures import HALF, MATMULS, Equation, equations, inner_jaxprs, is_a_sum, risky_of
 from testing.random_programs.cases import OUTSIDE, TRANSFORMS, Case, arguments
 from testing.random_programs.evaluate import Unsupported, as_typed, evaluate, is_float, rounded
 
@@ -141,7 +141,8 @@ def check_dtypes(case: Case, plain: Traced, found: Traced) -> None:
         operands, wide = _floats(e.eqn.invars[:2]), _wants_float32(e.eqn)
         if wide and set(operands) & {str(dtype) for dtype in HALF}:
             raise Failure("precision", f"{e.name} asked for float32 and runs on {operands}", "/".join(e.path))
-        if not wide and not fixed and operands == ("float32", "float32") and "custom_linear_solve" not in e.path:
+        free = wide or fixed or is_a_sum(e.eqn) or "custom_linear_solve" in e.path
+        if not free and operands == ("float32", "float32"):
             raise Failure("float32 matmul", f"{e.name} in {e.path[-1] if e.path else 'the program'}", "/".join(e.path))
     risky = _risky(found.jaxpr) - _risky(plain.jaxpr)
     if risky:
