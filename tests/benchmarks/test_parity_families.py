@@ -35,6 +35,10 @@ def scale_states(state):
     return [x for x in found if isinstance(x, LossScaleState)]
 
 
+# The first loss scale is too high for these by one step.
+OVERFLOWING = ("jasper",)
+
+
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in FAMILIES])
 def test_family_trains_in_half(name):
@@ -58,8 +62,8 @@ def test_family_trains_in_half(name):
         assert losses[0] == pytest.approx(first, rel=5e-3, abs=5e-3)
         assert losses[-1] < losses[0]
     assert {x.dtype for x in jax.tree.leaves(state["variables"])} == {np.dtype("float32")}
-    # Jasper's first scale overflows once.
-    assert [int(s.skipped_steps) <= 1 for s in scale_states(state)] == [True] * len(family.losses)
+    skipped = [int(s.skipped_steps) for s in scale_states(state)]
+    assert skipped == [1 if name in OVERFLOWING else 0] * len(family.losses)
 
 
 def test_trainings_know_which_metric_is_better():
