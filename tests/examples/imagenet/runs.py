@@ -16,10 +16,11 @@ import pytest
 from examples.common.checkpoints import Checkpoints
 from examples.common.devices import DataParallel
 from examples.common.training import TrainState
-from examples.imagenet import models, task
+from examples.imagenet import models
 from examples.imagenet.__main__ import main
 from examples.imagenet.config import Config
-from examples.imagenet.data import Batch, Digits
+from examples.imagenet.data import Batch
+from examples.imagenet.embedded import EMBEDDED, Digits
 from examples.imagenet.task import ImageTask, open_data
 
 REPOSITORY = Path(__file__).parents[3]
@@ -46,7 +47,7 @@ def make_quick(patch: pytest.MonkeyPatch) -> None:
         "resnet8",
         models.Kind(models.ResNet, {"block": models.BasicBlock, "stage_sizes": (1,), "width": 4}),
     )
-    patch.setattr(task, "Digits", FewDigits)
+    patch.setitem(EMBEDDED, "digits", FewDigits)
 
 
 def digit_flags(output: Path, *flags: str) -> list[str]:
