@@ -183,8 +183,9 @@ def program(w, x, b, s, n):
 def test_found_program(name):
     source, transforms = FOUND[name]
     for transform in transforms:
-        for dtype in ("float16", "bfloat16"):
-            check(Case(source, transform, dtype))
+        check(Case(source, transform, "float16"))
+    # Both dtypes have one plan: what differs (bfloat16's matmuls on the CPU) shows under any transformation.
+    check(Case(source, transforms[0], "bfloat16"))
 
 
 @pytest.mark.parametrize("level", ["half", "conservative"])
