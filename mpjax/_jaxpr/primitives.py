@@ -337,6 +337,7 @@ convert_element_type                  convert  nothing  elements=0
 jit                                   enter    -        call
 call                                  enter    -        some_versions call
 closed_call                           enter    -        some_versions call
+eval_jaxpr                            enter    -        some_versions call
 remat2                                enter    -        call expensive
 xla_metadata_call                     enter    -        some_versions call
 scan                                  enter    -        loop kernel
@@ -368,7 +369,6 @@ dot_product_attention_bwd_wrapper     opaque   -
 dot_product_attention_fp8_bwd_wrapper opaque   -
 dot_product_attention_fp8_fwd_wrapper opaque   -
 dot_product_attention_fwd_wrapper     opaque   -
-eval_jaxpr                            opaque   -        some_versions
 ffi_call                              opaque   -        foreign kernel
 get                                   opaque   -
 swap                                  opaque   -

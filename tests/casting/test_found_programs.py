@@ -104,7 +104,7 @@ def program(w, x, b, s, n):
     "linear solve": (
         """
 def program(w, x, b, s, n):
-    return lax.custom_linear_solve(lambda v: v + 0.1 * w @ v, b, solve_thrice, solve_thrice),
+    return lax.custom_linear_solve(lambda v: v + 0.1 * w @ v, b, solve_once, solve_once),
 """,
         ("value", "grad", "vmap"),
     ),
@@ -157,7 +157,7 @@ def program(w, x, b, s, n):
         """
 def program(w, x, b, s, n):
     solve = nearly_identity(lambda a: lax.cond(n > 0, lambda: a - a, lambda: a @ w), b)
-    return w @ lax.custom_linear_solve(solve, b, solve_thrice, solve_thrice),
+    return w @ lax.custom_linear_solve(solve, b, solve_once, solve_once),
 """,
         ("outside_grad_of_remat",),
     ),
@@ -175,6 +175,16 @@ def program(w, x, b, s, n):
     return y.sum(0),
 """,
         ("value",),
+    ),
+    "remat that saves everything, around a scan": (
+        """
+def program(w, x, b, s, n):
+    @partial(jax.checkpoint, policy=jax.checkpoint_policies.everything_saveable)
+    def f(w, x):
+        return lax.scan(lambda c, xs: (c @ w, jnp.tanh(c)), x, None, length=2)[1].sum(0)
+    return f(w, x),
+""",
+        ("outside_grad",),
     ),
 }
 

@@ -15,6 +15,7 @@ HIGHER_ORDER: Mapping[str, HigherOrder] = {
     "jit": JIT,
     "call": JIT,
     "closed_call": JIT,
+    "eval_jaxpr": JIT,  # its name since JAX 0.12
     "xla_metadata_call": METADATA,
     "remat2": REMAT,
     "cond": COND,
