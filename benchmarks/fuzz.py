@@ -2,8 +2,9 @@
 
     python -m benchmarks.fuzz --examples 20000 --dtype float16
 
-Examples run in batches, each with its own seed, and a report is written after each batch, so that an interrupted run
-goes on where it stopped. A failure of a new kind is shrunk at once; others of its kind are only counted.
+Each example has a number, from which alone it follows. They run in batches, and a report is written after each batch,
+so that an interrupted run goes on where it stopped. A failure of a new kind is shrunk at once; others of its kind are
+only counted.
 """
 
 from __future__ import annotations
@@ -16,45 +17,20 @@ import os
 import pathlib
 import time
 import traceback
-from collections.abc import Callable
 from typing import Any
 
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0")
 
 import jax
-from hypothesis import HealthCheck, Phase, given, seed, settings
 
-from testing.random_programs import Case, Failure, Rejected, cases, check
+from testing.random_programs import Case, Failure, Rejected, check, numbered_case
 from testing.random_programs.properties import cause_of
 from testing.random_programs.reduction import reduced
 
 REJECTED = "rejected by JAX"
 
-
-def run_batch(number: int, size: int, dtype: str, on_example: Callable[[Case], None]) -> None:
-    """Runs `on_example` on one batch of programs, the same for the same number.
-
-    Args:
-        number: of the batch; the seed follows from it and the dtype.
-        size: how many examples.
-        dtype: the half dtype's name.
-        on_example: called with each case.
-    """
-    options = settings(
-        max_examples=size,
-        database=None,
-        deadline=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
-
-    @seed(2 * number + (dtype == "bfloat16"))
-    @options
-    @given(cases(dtype))
-    def batch(case: Case) -> None:
-        on_example(case)
-
-    batch()
+# How many examples run between two times that JAX forgets what it traced and compiled: programs share most of it.
+FORGET_EVERY = 2000
 
 
 def examine(case: Case, compiled: bool = False) -> tuple[str, Failure | None]:
@@ -168,13 +144,15 @@ def run(report: Report, dtype: str, examples: int, size: int, shrink: bool, seco
     while report.examples < examples and time.perf_counter() - begin < seconds:
         number, start = report.data["batches"], time.perf_counter()
         batch = Batch(report.data["failures"], report.data["passed_in_a_row"], compile_every)
-        run_batch(number, size, dtype, batch.add)
+        for example in range(number * size, (number + 1) * size):
+            batch.add(numbered_case(example, dtype))
         for key, (count, case, failure) in batch.new.items():
             smallest, detail = shrunk(case, failure) if shrink else (case, str(failure))
             entry = {"count": count, "batch": number, "program": repr(smallest), "detail": detail[-4000:]}
             report.data["failures"][key] = entry
         report.count(batch.outcomes, batch.in_a_row, time.perf_counter() - start)
-        jax.clear_caches()
+        if (number + 1) * size % FORGET_EVERY < size:
+            jax.clear_caches()
         figures = f"{len(report.data['failures'])} kinds of failure, {batch.in_a_row['all']} passed in a row"
         print(f"{report.examples}: {dict(batch.outcomes)}, {figures}", flush=True)
 

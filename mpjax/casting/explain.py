@@ -264,7 +264,11 @@ def explain(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         >>> plan.half_share
         1.0
     """
-    from mpjax.casting.autocast import planned_call
+    from mpjax.casting.autocast import planned_program
 
-    plan = planned_call(fun, args, kwargs)
+    return explanation(planned_program(fun, args, kwargs)[1])
+
+
+def explanation(plan: Plan) -> Explanation:
+    """What `explain` says of a plan."""
     return Explanation(rows_of(plan), plan.setting.half.name)

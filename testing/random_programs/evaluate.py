@@ -260,9 +260,8 @@ def _linear_solve(machine: _Machine, eqn: Any, args: list[Replicas]) -> list[Rep
 
 
 _HIGHER: dict[str, Callable[[_Machine, Any, list[Replicas]], list[Replicas]]] = {
-    **dict.fromkeys(
-        ("jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "remat", "custom_vmap_call"), _call
-    ),
+    **dict.fromkeys(("jit", "pjit", "closed_call", "core_call", "eval_jaxpr", "custom_vmap_call"), _call),
+    **dict.fromkeys(("remat2", "checkpoint", "remat"), _call),
     **dict.fromkeys(("custom_jvp_call", "custom_vjp_call"), _custom),
     "scan": _scan,
     "while": _while,

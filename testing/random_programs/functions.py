@@ -266,7 +266,7 @@ def linear_solve(writer: Writer, scope: Scope) -> None:
     writer.forward, writer.reverse = forward, reverse
     right, argument = writer.variable(scope, V), writer.variable(scope, V)
     scope.add(f"{name} = nearly_identity({name}, {argument})")
-    writer.assign(scope, V, f"lax.custom_linear_solve({name}, {right}, solve_thrice, solve_thrice)")
+    writer.assign(scope, V, f"lax.custom_linear_solve({name}, {right}, solve_once, solve_once)")
 
 
 def region(writer: Writer, scope: Scope) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -141,12 +142,9 @@ def nearly_identity(fun: Callable[..., Any], at: Any) -> Callable[..., Any]:
     return lambda v: v + 0.1 * jnp.tanh(linear(at)).mean() * v
 
 
-def solve_thrice(matvec: Callable[..., Any], b: Any) -> Any:
-    """Solves with an operator near the identity."""
-    x = b
-    for _ in range(3):
-        x = x + b - matvec(x)
-    return x
+def solve_once(matvec: Callable[..., Any], b: Any) -> Any:
+    """Solves with an operator near the identity: one step of an iteration, since each costs a trace."""
+    return b + b - matvec(b)
 
 
 def without_autocast(fun: Callable[..., Any]) -> Callable[..., Any]:
@@ -174,8 +172,9 @@ def stacked(tree: Any) -> Any:
     return jax.tree.map(lambda x: jnp.asarray(x)[None], tree)
 
 
+@functools.cache
 def namespace() -> dict[str, Any]:
-    """A fresh namespace to execute a program's source in."""
+    """What a program's source can name; each program executes in a copy."""
     return {
         "ARRAY": jnp.asarray(CONSTANT),
         "CHANNELS_LAST": ("NWC", "WIO", "NWC"),
@@ -197,7 +196,7 @@ def namespace() -> dict[str, Any]:
         "optax": optax,
         "partial": partial,
         "scaled_by_vmap_rule": scaled_by_vmap_rule,
-        "solve_thrice": solve_thrice,
+        "solve_once": solve_once,
         "stacked": stacked,
         "strong": strong,
         "strong_like": strong_like,

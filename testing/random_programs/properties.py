@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import partial_eval
 
-import mpjax
+from mpjax.casting.autocast import planned_program, run_program
+from mpjax.casting.explain import Explanation, explanation
 from testing.measures import HALF, MATMULS, Equation, equations, inner_jaxprs, is_a_sum, risky_of
 from testing.random_programs.cases import OUTSIDE, TRANSFORMS, Case, arguments
 from testing.random_programs.evaluate import Unsupported, as_typed, evaluate, is_float, rounded
@@ -156,24 +157,30 @@ def _risky(jaxpr: Any) -> collections.Counter[tuple[str, str]]:
     return found
 
 
-def check_repeats(case: Case, found: Traced, args: Any) -> None:
+def check_repeats(found: Traced, again: Traced) -> None:
     """The same program gives the same jaxpr."""
-    again = trace(case.autocast(), *args)
     first, second = (re.sub(r"0x[0-9a-f]+", "", str(traced.jaxpr)) for traced in (found, again))
     if first != second:
         lines = [(a, b) for a, b in zip(first.splitlines(), second.splitlines(), strict=False) if a != b]
         raise Failure("repeats", "another jaxpr at the second trace", "\n".join(map(str, lines[:3])))
 
 
-def check_explain(case: Case, plain: Traced, found: Traced, args: Any) -> None:
-    """`explain` lists exactly the operations that run."""
+def check_plan(case: Case, plain: Traced, found: Traced, args: Any) -> None:
+    """The plan of the program, traced anew, is the one that runs: carried out, and as `explain` shows it."""
     fun = TRANSFORMS[case.transform](case.program(), lambda fun: fun)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            plan = mpjax.explain(case.cast(fun), *args)
+            program, plan = planned_program(case.cast(fun), args, {})
+            shown = explanation(plan)
         except Exception as error:
             raise Failure("explain", cause_of(error), traceback.format_exc()) from error
+    check_repeats(found, trace(lambda *args: run_program(dataclasses.replace(program, arrays=args), plan), *args))
+    check_explain(case, plain, found, shown)
+
+
+def check_explain(case: Case, plain: Traced, found: Traced, plan: Explanation) -> None:
+    """`explain` lists exactly the operations that run."""
     said: collections.Counter[Any] = collections.Counter()
     inside = {e.name for e in equations(found.whole) if inner_jaxprs(e.eqn)}
     if any(row.op in inside for row in plan.opaque):
@@ -327,8 +334,9 @@ def check(case: Case, args: Any = None, compiled: bool = False) -> str:
     check_structure(case, plain, found)
     check_dtypes(case, plain, found)
     if case.transform in OUTSIDE:
-        check_explain(case, plain, found, args)
-    check_repeats(case, found, args)
+        check_plan(case, plain, found, args)
+    else:
+        check_repeats(found, trace(case.autocast(), *args))
     if compiled:
         check_runs(case, args)
     return check_values(case, plain, found, args)

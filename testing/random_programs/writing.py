@@ -1,4 +1,4 @@
-"""Writes random programs as Python source, from the choices that Hypothesis draws.
+"""Writes random programs as Python source, from choices that Hypothesis or a random number generator makes.
 
 Source is what a person can read, paste into a test and change, and it shrinks as its choices do.
 """
@@ -6,11 +6,13 @@ Source is what a person can read, paste into a test and change, and it shrinks a
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
-
-from hypothesis import strategies as st
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from testing.random_programs.operations import BINARY, MATMULS, OTHERS, UNARY, Type
+
+Choice = TypeVar("Choice")
+Index = Callable[[int], int]
 
 _CONSTANTS = {
     Type.SCALAR: "0.5",
@@ -41,35 +43,34 @@ class Scope:
 
 
 class Writer:
-    """One random program: `draw` makes the choices.
+    """One random program.
 
     Args:
-        draw: of a Hypothesis composite strategy.
+        index: makes each choice: a number below its argument, of which 0 is the simplest.
         reverse: only what reverse-mode differentiation can do (no `while`).
         forward: only what forward-mode differentiation can do (no `custom_vjp`).
         budget: the largest number of statements.
         depth: how deep functions nest.
     """
 
-    def __init__(self, draw: Any, reverse: bool, forward: bool, budget: int = 12, depth: int = 3):
-        self.draw, self.reverse, self.forward, self.budget, self.depth = draw, reverse, forward, budget, depth
+    def __init__(self, index: Index, reverse: bool, forward: bool, budget: int = 12, depth: int = 3):
+        self.index, self.reverse, self.forward, self.budget, self.depth = index, reverse, forward, budget, depth
         self.count = 0
         self.used: list[str] = []
 
     # Choices.
 
-    def choose(self, options: Any) -> Any:
+    def choose(self, options: Sequence[Choice]) -> Choice:
         """One of several; the first is the simplest."""
-        options = tuple(options)
-        return options[self.draw(st.integers(0, len(options) - 1))] if len(options) > 1 else options[0]
+        return options[self.index(len(options))] if len(options) > 1 else options[0]
 
-    def recent(self, options: list[Any]) -> Any:
+    def recent(self, options: list[Choice]) -> Choice:
         """One of several, most often of the last: what is computed should be read."""
         latest = options[:-4:-1]
         return self.choose([*latest, *latest, *latest, *options[::-1]])
 
     def flag(self) -> bool:
-        return self.draw(st.booleans())
+        return bool(self.index(2))
 
     def name(self, stem: str) -> str:
         self.count += 1
@@ -146,7 +147,7 @@ class Writer:
             scope: the body, with its arguments as variables.
             results: the types to return; drawn if None.
         """
-        for _ in range(self.draw(st.integers(1, 4 if scope.depth == 0 else 3))):
+        for _ in range(1 + self.index(4 if scope.depth == 0 else 3)):
             if self.budget > 0 or not scope.lines:
                 self.statement(scope)
         if results is not None:

@@ -41,7 +41,7 @@ def _only(wrong):
 )
 def test_what_is_wrong_is_found(monkeypatch, wrong, property):
     monkeypatch.setattr(Case, "cast", _only(wrong))
-    monkeypatch.setattr(properties, "check_explain", lambda *args: None)
+    monkeypatch.setattr(properties, "check_plan", lambda *args: None)
     with pytest.raises(Failure) as found:
         check(Case(ROWS_BY_MATRIX, "value"))
     assert found.value.property == property
