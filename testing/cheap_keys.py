@@ -12,48 +12,76 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import random
 
 _STRIDE = 0x9E3779B9  # the golden ratio, so that neighbouring counters differ in many bits
 
 
-def _mixed(x: jax.Array) -> jax.Array:
+def _mixed(x: Any) -> Any:
     """Bits that depend on all bits of `x` (the finaliser of MurmurHash3, with better constants)."""
     for multiplier, shift in ((0x7FEB352D, 16), (0x846CA68B, 15)):
-        x = (x ^ (x >> jnp.uint32(shift))) * jnp.uint32(multiplier)
-    return x ^ (x >> jnp.uint32(16))
+        x = (x ^ (x >> np.uint32(shift))) * np.uint32(multiplier)
+    return x ^ (x >> np.uint32(16))
 
 
-def _counters(shape: tuple[int, ...]) -> jax.Array:
-    return jax.lax.iota(jnp.uint32, math.prod(shape)).reshape(shape) * jnp.uint32(_STRIDE)
+# Each takes a key as a uint32 array of shape (1,), NumPy's or JAX's, and returns the like.
 
 
-def _seed(seed: jax.Array) -> jax.Array:
-    return jnp.asarray(seed).astype(jnp.uint32).reshape(1)
+def split(key: Any, shape: tuple[int, ...], counters: Any = np.arange) -> Any:
+    """Numbers of new keys, in an array of this shape."""
+    return _mixed(key.reshape((1,) * len(shape)) + _counters(shape, counters) + np.uint32(1))
 
 
-def _split(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    return _mixed(key + _counters((*shape, 1)) + jnp.uint32(1))
+def fold_in(key: Any, data: Any) -> Any:
+    """Numbers of new keys; `data` is of dtype uint32."""
+    return _mixed(key ^ _mixed(data + np.uint32(_STRIDE)))
 
 
-def _fold_in(key: jax.Array, data: int) -> jax.Array:
-    return _mixed(key ^ _mixed(jnp.asarray(data).astype(jnp.uint32) + jnp.uint32(_STRIDE)))
-
-
-def _random_bits(key: jax.Array, bit_width: int, shape: tuple[int, ...]) -> jax.Array:
-    bits = _mixed(key.reshape((1,) * len(shape)) + _counters(shape))
+def random_bits(key: Any, bit_width: int, shape: tuple[int, ...], counters: Any = np.arange) -> Any:
+    """Random integers of so many bits."""
+    bits = _mixed(key.reshape((1,) * len(shape)) + _counters(shape, counters))
     if bit_width == 64:
-        return (bits.astype(jnp.uint64) << jnp.uint64(32)) | _mixed(bits).astype(jnp.uint64)
+        return (bits.astype(np.uint64) << np.uint64(32)) | _mixed(bits).astype(np.uint64)
     return bits.astype(f"uint{bit_width}")
+
+
+def _counters(shape: tuple[int, ...], counters: Any) -> Any:
+    return counters(math.prod(shape), dtype=np.uint32).reshape(shape) * np.uint32(_STRIDE)
+
+
+def _iota(size: int, dtype: Any) -> jax.Array:
+    return jax.lax.iota(dtype, size)
 
 
 @functools.cache
 def _implementation() -> Any:
     return random.define_prng_impl(
-        key_shape=(1,), seed=_seed, split=_split, random_bits=_random_bits, fold_in=_fold_in, name="hash"
+        key_shape=(1,),
+        seed=lambda seed: jnp.asarray(seed).astype(jnp.uint32).reshape(1),
+        split=lambda key, shape: split(key, shape, _iota)[..., None],
+        random_bits=lambda key, bit_width, shape: random_bits(key, bit_width, shape, _iota),
+        fold_in=lambda key, data: fold_in(key, jnp.asarray(data).astype(jnp.uint32)),
+        name="hash",
     )
 
 
 def key(seed: int) -> jax.Array:
     """A key like `jax.random.key(seed)`."""
     return jax.random.key(seed, impl=_implementation())
+
+
+@functools.cache
+def dtype() -> Any:
+    """The dtype of an array of keys."""
+    return key(0).dtype
+
+
+def numbers(keys: jax.Array) -> np.ndarray[Any, Any]:
+    """An array of keys as uint32."""
+    return np.asarray(jax.random.key_data(keys))[..., 0]
+
+
+def keys(numbers: np.ndarray[Any, Any]) -> jax.Array:
+    """The keys with these numbers."""
+    return jax.random.wrap_key_data(jnp.asarray(numbers[..., None], jnp.uint32), impl=_implementation())

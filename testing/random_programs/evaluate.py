@@ -16,6 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 import scipy.special
 
+from testing import cheap_keys
+from testing.random_programs import numpy_rules
+
 Array = np.ndarray[Any, Any]
 Store = Callable[[Array, Any], Array]
 Replicas = list[Array]
@@ -56,7 +59,7 @@ def rounded(half: Any, rng: np.random.Generator) -> Store:
 
 
 def evaluate(closed: Any, args: Sequence[Any], store: Store = exact) -> list[Array]:
-    """The results of a closed jaxpr; floats as float64, keys as JAX's own arrays.
+    """The results of a closed jaxpr; floats as float64, keys as JAX's own arrays but cheap ones as uint32.
 
     Raises:
         Unsupported: an equation is beyond this evaluator.
@@ -96,7 +99,7 @@ class _Machine:
     def load(self, v: Any, x: Any) -> Replicas:
         """A constant or an argument, on every device."""
         if _is_key(v.aval):
-            return [x] * self.devices
+            return [_numbers(x) if isinstance(x, jax.Array) else x] * self.devices
         array = np.asarray(x)
         if is_float(v.aval.dtype):
             array = self.store(array.astype(np.float64), v.aval.dtype)
@@ -308,9 +311,11 @@ def _apply(eqn: Any, args: list[Array]) -> list[Any]:
         return [np.asarray([jax.default_backend() in names for names in platforms].index(True), np.int32)]
     if name in ("pure_callback", "io_callback", "debug_callback"):
         raise Unsupported(name)
-    if name not in _RULES:
+    if name in _RANDOM:
+        return _by_jax(eqn, args) if isinstance(args[0], jax.Array) else [_RANDOM[name](eqn, *args)]
+    out = _RULES[name](eqn, *args) if name in _RULES else None
+    if out is None:
         return _by_jax(eqn, args)
-    out = _RULES[name](eqn, *args)
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
@@ -325,7 +330,8 @@ def _by_jax(eqn: Any, args: list[Array]) -> list[Any]:
     operands: list[Any] = []
     with jax.enable_x64(True):
         for v, x in zip(eqn.invars, args, strict=True):
-            operands.append(x if _is_key(v.aval) else jnp.asarray(x))
+            is_number = _is_key(v.aval) and not isinstance(x, jax.Array)
+            operands.append(cheap_keys.keys(x) if is_number else x if _is_key(v.aval) else jnp.asarray(x))
         params = eqn.primitive.get_bind_params(eqn.params)
         for key in ("preferred_element_type", "dtype"):
             if params.get(key) is not None and is_float(params[key]):
@@ -334,7 +340,13 @@ def _by_jax(eqn: Any, args: list[Array]) -> list[Any]:
             params = {**params, "precision": None}
         outs = eqn.primitive.bind(*operands, **params)
     outs = outs if eqn.primitive.multiple_results else [outs]
-    return [x if _is_key(v.aval) else np.asarray(x) for v, x in zip(eqn.outvars, outs, strict=True)]
+    return [_numbers(x) for x in outs]
+
+
+def _numbers(x: Any) -> Any:
+    if not _is_key(x):
+        return np.asarray(x)
+    return cheap_keys.numbers(x) if x.dtype == cheap_keys.dtype() else x
 
 
 def _ufunc(fun: Callable[..., Any]) -> Any:
@@ -511,6 +523,8 @@ _RULES: dict[str, Callable[..., Any]] = {
         "logistic": _logistic,
         "erf": scipy.special.erf,
         "erfc": scipy.special.erfc,
+        "erf_inv": scipy.special.erfinv,
+        "one_minus_square": lambda x: 1 - x * x,
         "sqrt": np.sqrt,
         "rsqrt": lambda x: 1 / np.sqrt(x),
         "cbrt": np.cbrt,
@@ -524,8 +538,11 @@ _RULES: dict[str, Callable[..., Any]] = {
         "le": np.less_equal,
         "gt": np.greater,
         "ge": np.greater_equal,
+        "shift_left": np.left_shift,
+        "shift_right_logical": lambda x, by: np.right_shift(x, by) if x.dtype.kind == "u" else None,
         "and": np.bitwise_and,
         "or": np.bitwise_or,
+        "xor": np.bitwise_xor,
         "not": _not,
         "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high),
     }.items()
@@ -533,6 +550,8 @@ _RULES: dict[str, Callable[..., Any]] = {
 _RULES.update(
     {
         "dot_general": _dot_general,
+        "conv_general_dilated": numpy_rules.convolution,
+        "bitcast_convert_type": numpy_rules.bits,
         "broadcast_in_dim": _broadcast_in_dim,
         "convert_element_type": _convert,
         "reshape": _reshape,
@@ -542,6 +561,7 @@ _RULES.update(
         "rev": lambda eqn, x: np.flip(x, tuple(eqn.params["dimensions"])),
         "concatenate": _concatenate,
         "split": _split,
+        "unstack": lambda eqn, x: [*np.moveaxis(x, eqn.params["axis"], 0)],
         "slice": _slice,
         "dynamic_slice": _dynamic_slice,
         "dynamic_update_slice": _dynamic_update_slice,
@@ -567,3 +587,11 @@ _RULES.update(
         **dict.fromkeys(("optimization_barrier", "device_put"), _identities),
     }
 )
+# Of keys that are numbers.
+_RANDOM: dict[str, Callable[..., Any]] = {
+    "random_bits": numpy_rules.random_bits,
+    "random_split": numpy_rules.random_split,
+    "random_fold_in": numpy_rules.random_fold_in,
+    "random_unwrap": lambda eqn, keys: keys[..., None],
+    "random_clone": _identity,
+}

@@ -12,9 +12,12 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.extend
 import jax.numpy as jnp
+from jax.interpreters import partial_eval
 
 from testing import cheap_keys, measures
+from testing.random_programs.evaluate import as_typed, evaluate
 
 from .program import COMPILE_FAST, REGISTRY, Program
 
@@ -56,30 +59,64 @@ def key() -> jax.Array:
 
 
 @functools.cache
+def _built(name: str) -> tuple[Function, Any, Any]:
+    """A program's loss function, and the trace and the shapes of what makes its params and batch from a key."""
+    program, losses = REGISTRY[name], []
+
+    def arrays(key: jax.Array) -> tuple[Any, Any]:
+        loss_fn, params, batch = program.build(key)
+        losses.append(loss_fn)
+        return params, batch
+
+    with program.context():
+        traced, shapes = jax.make_jaxpr(arrays, return_shape=True)(key())
+    return losses[0], traced, shapes
+
+
+@functools.cache
 def abstract(name: str) -> tuple[Function, Any, Any]:
     """A program's loss function, and the shapes and dtypes of its params and batch."""
-    program, losses = REGISTRY[name], []
-    with program.context():
-
-        def arrays() -> tuple[Any, Any]:
-            loss_fn, params, batch = program.build(key())
-            losses.append(loss_fn)
-            return params, batch
-
-        params, batch = jax.eval_shape(arrays)
-    return losses[0], params, batch
+    loss_fn, _, shapes = _built(name)
+    return loss_fn, *shapes
 
 
 @functools.cache
 def concrete(name: str) -> tuple[Function, Any, Any]:
-    """A program's loss function, params and batch."""
+    """A program's loss function, params and batch; NumPy makes them, since compiling what does takes longer."""
+    loss_fn, traced, shapes = _built(name)
+
+    def array(x: Any, shape: Any) -> jax.Array:
+        is_number = shape.dtype == cheap_keys.dtype()
+        return cheap_keys.keys(x) if is_number else x if isinstance(x, jax.Array) else jnp.asarray(x, shape.dtype)
+
     with REGISTRY[name].context():
-        return REGISTRY[name].make(key())
+        leaves, tree = jax.tree.flatten(shapes)
+        live, _ = partial_eval.dce_jaxpr(traced.jaxpr, [True] * len(leaves), instantiate=True)
+        made = evaluate(jax.extend.core.ClosedJaxpr(live, traced.consts), [key()], as_typed)
+        return loss_fn, *jax.tree.unflatten(tree, map(array, made, leaves))
 
 
 def _gradient(program: Program, loss_fn: Function) -> Function:
     """The value and gradient, as in a training step; only the value where there is no gradient."""
     return jax.value_and_grad(loss_fn, has_aux=program.has_aux) if program.differentiable else loss_fn
+
+
+def _scaled_gradient(program: Program, loss_fn: Function) -> Function:
+    """`_gradient` with a loss scale, which leaves no trace in the results."""
+    if not program.differentiable:
+        return loss_fn
+
+    def scaled(params: Any, batch: Any) -> Any:
+        out = loss_fn(params, batch)
+        loss, aux = out if program.has_aux else (out, None)
+        return loss * LOSS_SCALE, aux
+
+    def gradient(params: Any, batch: Any) -> Any:
+        (loss, aux), grads = jax.value_and_grad(scaled, has_aux=True)(params, batch)
+        loss, grads = jax.tree.map(lambda x: x / LOSS_SCALE, (loss, grads))
+        return ((loss, aux) if program.has_aux else loss), grads
+
+    return gradient
 
 
 def _steps(program: Program, gradient: Function) -> Function:
@@ -114,7 +151,7 @@ def _over_batches(fun: Function) -> Function:
 # Each maps the program, its loss function and a caster to a function of (params, batch). Transformations of a cast
 # function come first, then casts of a transformed one.
 TRANSFORMS: dict[str, Callable[[Program, Function, Function], Function]] = {
-    "plain": lambda p, f, cast: _gradient(p, cast(f)),
+    "plain": lambda p, f, cast: _scaled_gradient(p, cast(f)),
     "jit": lambda p, f, cast: jax.jit(_gradient(p, cast(f))),
     "grad_of_jit": lambda p, f, cast: _gradient(p, jax.jit(cast(f))),
     "vmap": lambda p, f, cast: _over_batches(_gradient(p, cast(f))),
@@ -146,14 +183,25 @@ class Structure:
 
 
 @functools.cache
-def structure(name: str, transform: str, caster: Caster, dtype: str) -> Structure:
-    """Traces a program, with its gradient, under a transformation and a caster."""
+def plain(name: str, caster: Caster, dtype: str) -> tuple[Any, Any]:
+    """The jaxpr of a program's loss and gradients, which several measurements read, and the tree of its results."""
+    return _traced(name, "plain", caster, dtype)
+
+
+def _traced(name: str, transform: str, caster: Caster, dtype: str) -> tuple[Any, Any]:
     program, (loss_fn, params, batch) = REGISTRY[name], abstract(name)
     if transform in _STACKED:
         batch = jax.tree.map(lambda x: x.update(shape=(STEPS, *x.shape)), batch)
     fun = TRANSFORMS[transform](program, loss_fn, lambda f: caster(f, POLICIES[dtype]))
     with program.context():
-        jaxpr, outputs = jax.make_jaxpr(fun, return_shape=True)(params, batch)
+        return jax.make_jaxpr(fun, return_shape=True)(params, batch)
+
+
+@functools.cache
+def structure(name: str, transform: str, caster: Caster, dtype: str) -> Structure:
+    """Traces a program, with its gradient, under a transformation and a caster."""
+    found = plain(name, caster, dtype) if transform == "plain" else _traced(name, transform, caster, dtype)
+    jaxpr, outputs = found
     risky = [
         f"{'/'.join((*e.path, e.name))}{[v.aval.str_short() for v in e.eqn.invars]}" for e in measures.risky_of(jaxpr)
     ]
