@@ -32,16 +32,17 @@ class Separable(nn.Module):
 
 
 class MobileNet(nn.Module):
-    """The fields are those of the paper by default; others are for `benchmarks.parity.gates`."""
+    """The fields are those of the paper by default; others are for `benchmarks.parity.gates` and its test."""
 
     activation: Callable[[jax.Array], jax.Array] = nn.relu6
     depthwise: bool = True
+    stages: tuple[tuple[int, int], ...] = ((24, 1), (32, 2), (48, 2))  # features and strides of each block
 
     @nn.compact
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:
         x = nn.Conv(16, (3, 3), use_bias=False)(x)
         x = self.activation(nn.BatchNorm(use_running_average=not train, momentum=0.9)(x))
-        for features, strides in ((24, 1), (32, 2), (48, 2)):
+        for features, strides in self.stages:
             x = Separable(features, strides, self.activation, self.depthwise)(x, train)
         return nn.Dense(10)(jnp.mean(x, (1, 2)))
 
