@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-import scipy.stats
+import scipy.special
 
 from mpjax.inspection.parity.running import Run
 from mpjax.inspection.parity.statistics import CONFIDENCE
@@ -47,7 +47,7 @@ def band(steps: np.ndarray, values: np.ndarray) -> Band:
         mean = values.mean(axis=0)
         half = np.zeros_like(mean)
         if n > 1:
-            half = scipy.stats.t.ppf(0.5 + CONFIDENCE / 2, n - 1) * values.std(axis=0, ddof=1) / np.sqrt(n)
+            half = scipy.special.stdtrit(n - 1, 0.5 + CONFIDENCE / 2) * values.std(axis=0, ddof=1) / np.sqrt(n)
     return Band(steps, mean - half, mean, mean + half)
 
 

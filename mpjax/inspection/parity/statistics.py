@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
-import scipy.stats
+import scipy.special
 
 Kind = Literal["equal", "worse", "better", "unclear"]
 
@@ -58,9 +58,9 @@ def paired_interval(differences: Sequence[float]) -> Interval:
         return Interval(-math.inf, mean, math.inf)
     if np.all(values == values[0]):
         return Interval(float(values[0]), float(values[0]), float(values[0]))
-    t = scipy.stats.t.ppf(0.5 + CONFIDENCE / 2, n - 1)
+    t = scipy.special.stdtrit(n - 1, 0.5 + CONFIDENCE / 2)
     half = t * values.std(ddof=1) / math.sqrt(n)
-    tail = scipy.stats.norm.cdf(-t * math.sqrt(n / (n - 1)))
+    tail = float(scipy.special.ndtr(-t * math.sqrt(n / (n - 1))))
     resampled = values[np.random.default_rng(0).integers(0, n, (_RESAMPLES, n))].mean(axis=1)
     low, high = np.quantile(resampled, [tail, 1 - tail])
     return Interval(float(min(mean - half, low)), mean, float(max(mean + half, high)))
@@ -164,7 +164,7 @@ def _seeds_needed(differences: Sequence[float], noise: float) -> int | None:
         return FEWEST_SEEDS
     mean, deviation = abs(float(np.mean(differences))), float(np.std(differences, ddof=1))
     for more in range(max(n + 1, FEWEST_SEEDS), _MOST_SEEDS + 1):
-        half = scipy.stats.t.ppf(0.5 + CONFIDENCE / 2, more - 1) * deviation / math.sqrt(more)
+        half = scipy.special.stdtrit(more - 1, 0.5 + CONFIDENCE / 2) * deviation / math.sqrt(more)
         if mean + half <= noise or mean - half > 0:
             return more
     return None
