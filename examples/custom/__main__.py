@@ -73,6 +73,7 @@ class OwnTask(Task):
         split = train_test_split(*data, test_size=0.25, random_state=0)
         self._train, self._test = Batch(*split[::2]), Batch(*split[1::2])
         self.steps, self.test_count = len(self._train.labels) // self.batch_size, len(self._test.labels)
+        self._test_loss = jax.jit(self.model_of(config).loss)  # once: each call of jax.jit would compile it again
 
     def model_of(self, config: RunConfig) -> Model:
         """The network of the flags, in their precision, with its loss."""
@@ -115,7 +116,7 @@ class OwnTask(Task):
 
     def test(self, weights: Variables, between_steps: Callable[[], None], *, last: bool = True) -> dict[str, Any]:
         between_steps()
-        found = jax.jit(self.model_of(self.config).loss)(weights, self._test, jax.random.key(0), ())
+        found = self._test_loss(weights, self._test, jax.random.key(0), ())
         return {f"test_{name}": value for name, value in means(found.sums).items()}
 
     def epoch_text(self, line: dict[str, Any]) -> str:
