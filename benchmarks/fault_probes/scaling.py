@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -198,7 +199,8 @@ def accumulation_is_poisoned(form: str) -> bool:
 
 def statistics_are_poisoned(configuration: str) -> bool:
     """An overflow in a model with BatchNorm, in the library's own training loop."""
-    made = training(WORKLOADS["resnet50"].toy(), CONFIGURATIONS[configuration])
+    one_block: Any = {"stages": (1,), "side": 16}
+    made = training(dataclasses.replace(WORKLOADS["resnet50"].toy(), **one_block), CONFIGURATIONS[configuration])
     carry, batch = jax.jit(made.init)(jax.random.key(0)), made.workload.batch(jax.random.key(1))
     batch["images"] = batch["images"].at[0, 0, 0, 0].set(jnp.inf)
     carry, _ = jax.jit(made.step)(carry, batch)
