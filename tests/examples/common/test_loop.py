@@ -23,6 +23,8 @@ from examples.common.use import run_variables
 from examples.custom.__main__ import Config, OwnTask, main
 from examples.imagenet.training import classification_sums
 
+pytestmark = pytest.mark.usefixtures("stored_programs")
+
 # One step an epoch, of 426 training entries.
 FLAGS = ["--devices", "1", "--batch-size", "400", "--log-every", "1"]
 

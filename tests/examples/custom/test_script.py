@@ -8,11 +8,13 @@ import pytest
 
 from examples.custom.__main__ import main
 
-FLAGS = ["--epochs", "2", "--devices", "2", "--batch-size", "64"]
+pytestmark = pytest.mark.usefixtures("stored_programs")
+
+FLAGS = ["--epochs", "1", "--devices", "2", "--batch-size", "64", "--learning-rate", "1e-2"]
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
+def trained(stored_programs, tmp_path_factory):
     output = tmp_path_factory.mktemp("runs") / "run"
     assert main([*FLAGS, "--output", str(output), "--export", "bfloat16"]) == 0
     return output
@@ -26,7 +28,7 @@ def test_own_task_learns_and_exports(trained):
 
 
 def test_own_task_goes_on_in_another_precision(trained, capsys):
-    flags = ["--epochs", "3", "--devices", "2", "--batch-size", "64", "--output", str(trained), "--resume"]
+    flags = [*FLAGS, "--epochs", "2", "--output", str(trained), "--resume"]
     assert main([*flags, "--policy", "O2"]) == 0
     assert "from policy mixed_float16 to O2" in capsys.readouterr().out
 
