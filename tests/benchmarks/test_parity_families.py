@@ -131,7 +131,9 @@ def test_policy_is_read():
 
 @pytest.mark.standard_promotion
 def test_gradients_of_a_mobilenet_differ_at_its_gates():
-    variants = (dataclasses.replace(gates.VARIANTS[n], stages=((24, 2),)) for n in ("as published", "smooth activation"))
+    variants = (
+        dataclasses.replace(gates.VARIANTS[n], stages=((24, 2),)) for n in ("as published", "smooth activation")
+    )
     published, smooth = (gates.gradient_error(each, POLICY) for each in variants)
     assert published > 5 * smooth
     assert smooth < 0.01
