@@ -12,9 +12,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import scipy.special
+from jax.interpreters import partial_eval
 
 from testing import cheap_keys
 from testing.random_programs import numpy_rules
@@ -80,6 +82,28 @@ def in_numpy(fun: Callable[..., Any]) -> Callable[..., Any]:
         return jax.tree.unflatten(jax.tree.structure(shapes), evaluate(jaxpr, jax.tree.leaves(args), as_typed))
 
     return run
+
+
+def arrays_in_numpy(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """`in_numpy`, whose results are JAX's arrays in the dtypes that `fun` returns: initialises without compiling."""
+
+    def run(*args: Any) -> Any:
+        return as_arrays(*jax.make_jaxpr(fun, return_shape=True)(*args), args)
+
+    return run
+
+
+def as_arrays(jaxpr: Any, shapes: Any, args: Any) -> Any:
+    """The results of a closed jaxpr as JAX's arrays, in the tree `shapes`."""
+    leaves, tree = jax.tree.flatten(shapes)
+    live, _ = partial_eval.dce_jaxpr(jaxpr.jaxpr, [True] * len(leaves), instantiate=True)
+    found = evaluate(jax.extend.core.ClosedJaxpr(live, jaxpr.consts), jax.tree.leaves(args), as_typed)
+
+    def array(x: Any, shape: Any) -> jax.Array:
+        is_number = shape.dtype == cheap_keys.dtype()
+        return cheap_keys.keys(x) if is_number else x if isinstance(x, jax.Array) else jnp.asarray(x, shape.dtype)
+
+    return jax.tree.unflatten(tree, map(array, found, leaves))
 
 
 def _open(jaxpr: Any) -> tuple[Any, Sequence[Any]]:

@@ -12,12 +12,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.extend
 import jax.numpy as jnp
-from jax.interpreters import partial_eval
 
 from testing import cheap_keys, measures
-from testing.random_programs.evaluate import as_typed, evaluate
+from testing.random_programs.evaluate import as_arrays
 
 from .program import COMPILE_FAST, REGISTRY, Program
 
@@ -85,15 +83,8 @@ def concrete(name: str) -> tuple[Function, Any, Any]:
     """A program's loss function, params and batch; NumPy makes them, since compiling what does takes longer."""
     loss_fn, traced, shapes = _built(name)
 
-    def array(x: Any, shape: Any) -> jax.Array:
-        is_number = shape.dtype == cheap_keys.dtype()
-        return cheap_keys.keys(x) if is_number else x if isinstance(x, jax.Array) else jnp.asarray(x, shape.dtype)
-
     with REGISTRY[name].context():
-        leaves, tree = jax.tree.flatten(shapes)
-        live, _ = partial_eval.dce_jaxpr(traced.jaxpr, [True] * len(leaves), instantiate=True)
-        made = evaluate(jax.extend.core.ClosedJaxpr(live, traced.consts), [key()], as_typed)
-        return loss_fn, *jax.tree.unflatten(tree, map(array, made, leaves))
+        return loss_fn, *as_arrays(traced, shapes, [key()])
 
 
 def _gradient(program: Program, loss_fn: Function) -> Function:

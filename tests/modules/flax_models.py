@@ -10,7 +10,12 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+
+from testing import cheap_keys
+from testing.measures import relative_error, rounded
+from testing.random_programs.evaluate import arrays_in_numpy, as_typed, evaluate, exact
 
 
 class MLP(nn.Module):
@@ -196,11 +201,11 @@ class HandsDtypeOn(nn.Module):
 
 
 def _normal(*shape):
-    return lambda: jax.random.normal(jax.random.key(7), shape)
+    return lambda: jnp.asarray(np.random.default_rng(7).normal(size=shape), jnp.float32)
 
 
 def _tokens():
-    return jax.random.randint(jax.random.key(7), (2, 8), 0, 11)
+    return jnp.asarray(np.random.default_rng(7).integers(11, size=(2, 8)), jnp.int32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -376,21 +381,60 @@ class NnxLayers(nnx.Module):
         return self.lora(self.einsum(self.general(self.up(self.norm(self.conv(x))))))
 
 
+def _rngs(seed):
+    return nnx.Rngs(cheap_keys.key(seed))
+
+
 def _nnx_recurrent(make_cell):
-    return lambda: NnxRecurrent(make_cell(6, 8, rngs=nnx.Rngs(0)), nnx.Rngs(1))
+    return lambda: NnxRecurrent(make_cell(6, 8, rngs=_rngs(0)), _rngs(1))
 
 
 NNX = {
-    "mlp": Case(lambda: NnxMLP(nnx.Rngs(0)), _normal(4, 8)),
-    "resnet": Case(lambda: NnxResNet(nnx.Rngs(0)), _normal(4, 8, 8, 3)),
-    "transformer": Case(lambda: NnxTransformer(nnx.Rngs(0)), _tokens),
+    "mlp": Case(lambda: NnxMLP(_rngs(0)), _normal(4, 8)),
+    "resnet": Case(lambda: NnxResNet(_rngs(0)), _normal(4, 8, 8, 3)),
+    "transformer": Case(lambda: NnxTransformer(_rngs(0)), _tokens),
     "lstm": Case(_nnx_recurrent(nnx.LSTMCell), _normal(3, 5, 6)),
     "optimized_lstm": Case(_nnx_recurrent(nnx.OptimizedLSTMCell), _normal(3, 5, 6)),
     "gru": Case(_nnx_recurrent(nnx.GRUCell), _normal(3, 5, 6)),
     "simple_cell": Case(_nnx_recurrent(nnx.SimpleCell), _normal(3, 5, 6)),
-    "raw_matmul": Case(lambda: NnxRawMatmul(nnx.Rngs(0)), _normal(4, 8)),
-    "scan_remat": Case(lambda: NnxScanRemat(nnx.Rngs(0)), _normal(4, 8)),
-    "vmap": Case(lambda: NnxVmapped(nnx.Rngs(0)), _normal(4, 8)),
-    "shared": Case(lambda: NnxShared(nnx.Rngs(0)), _normal(4, 16)),
-    "layers": Case(lambda: NnxLayers(nnx.Rngs(0)), _normal(2, 8, 8, 3)),
+    "raw_matmul": Case(lambda: NnxRawMatmul(_rngs(0)), _normal(4, 8)),
+    "scan_remat": Case(lambda: NnxScanRemat(_rngs(0)), _normal(4, 8)),
+    "vmap": Case(lambda: NnxVmapped(_rngs(0)), _normal(4, 8)),
+    "shared": Case(lambda: NnxShared(_rngs(0)), _normal(4, 16)),
+    "layers": Case(lambda: NnxLayers(_rngs(0)), _normal(2, 8, 8, 3)),
 }
+
+
+def of_nnx(build: Callable[[], Any]) -> Any:
+    """The NNX module that `build` makes, initialised in NumPy."""
+    graphdefs = []
+
+    def state() -> Any:
+        graphdef, state = nnx.split(build())
+        graphdefs.append(graphdef)
+        return state
+
+    made = arrays_in_numpy(state)()
+    return nnx.merge(graphdefs[-1], made)
+
+
+def check_gradients(plain: Callable[..., Any], mixed: Callable[..., Any], half: str, *args: Any) -> None:
+    """The gradients of a policy's loss are float32, and as near to float64's as rounding the arguments leaves them.
+
+    Args:
+        plain: the loss of the float32 model.
+        mixed: that of the model under the policy.
+        half: the policy's half dtype.
+        args: `(params, x, target)`; gradients are those of the params.
+    """
+    args = (*args[:-1], np.asarray(args[-1], np.float32))
+    full, cast = (jax.make_jaxpr(jax.grad(loss))(*args) for loss in (plain, mixed))
+    assert {aval.dtype for aval in cast.out_avals} == {jnp.dtype("float32")}
+
+    def gradients(jaxpr: Any, store: Any, *args: Any) -> Any:
+        return evaluate(jaxpr, jax.tree.leaves(args), store)
+
+    reference = gradients(full, exact, *args)
+    by_rounding = gradients(full, exact, *rounded(args[:-1], half), args[-1])
+    found = gradients(cast, as_typed, *args)
+    assert relative_error(found, reference) <= 3 * relative_error(by_rounding, reference)
