@@ -138,11 +138,20 @@ class Batch:
             self.new[key] = (count + 1, *self.new[key][1:])
 
 
-def run(report: Report, dtype: str, examples: int, size: int, shrink: bool, seconds: float, compile_every: int) -> None:
+def run(
+    report: Report,
+    dtype: str,
+    examples: int,
+    size: int,
+    shrink: bool,
+    seconds: float,
+    compile_every: int,
+    first: int = 0,
+) -> None:
     """Runs batches until so many examples were run, or so many seconds have passed."""
     begin = time.perf_counter()
     while report.examples < examples and time.perf_counter() - begin < seconds:
-        number, start = report.data["batches"], time.perf_counter()
+        number, start = first // size + report.data["batches"], time.perf_counter()
         batch = Batch(report.data["failures"], report.data["passed_in_a_row"], compile_every)
         for example in range(number * size, (number + 1) * size):
             batch.add(numbered_case(example, dtype))
@@ -162,6 +171,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--examples", type=int, default=1000)
     parser.add_argument("--dtype", choices=("float16", "bfloat16"), default="float16")
+    parser.add_argument("--first", type=int, default=0, help="the number of the first example, so that runs can share")
     parser.add_argument("--batch", type=int, default=100, help="examples between two reports")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stops after the batch that exceeds this")
     parser.add_argument("--no-shrink", action="store_true", help="reports failures as they were found")
@@ -178,6 +188,7 @@ def main() -> None:
         not options.no_shrink,
         options.seconds,
         options.compile_every,
+        options.first,
     )
     print(report)
 
