@@ -5,6 +5,10 @@ fails on a program counts as failing, with its error in the JSON. Times are inte
 program in the same process; compilation excludes LLVM's optimisation, which takes most of the time and does not depend
 on the tool. A run merges its results into the file program by program, so the benchmark can run in parts.
 
+`--regions` adds autocast without rematerialisation regions, which says what they cost the compiler:
+
+    python -m benchmarks.casting --regions --programs linen_transformer --compilations 8
+
 Flax's DynamicScale casts nothing, so it has no row. Keras 3 accepts only its own models, so it has one program.
 """
 
@@ -34,8 +38,7 @@ from testing.measures import trace_time_ratio
 from testing.zoo import REGISTRY, Program, harness
 
 Row = dict[str, Any]
-COMPILATIONS = 2
-
+WITHOUT_REGIONS = mpjax.Rules(residuals="full")
 
 keras_program.register()
 
@@ -53,14 +56,16 @@ def with_mpx(fun: Callable[..., Any], policy: str) -> Callable[..., Any]:
     return mpx.cast_function(fun, harness.half_of(policy), "float32")
 
 
-def casters(program: Program) -> dict[str, harness.Caster]:
-    """The tools that apply to a program."""
+def casters(program: Program, regions: bool = False) -> dict[str, harness.Caster]:
+    """The tools that apply to a program; `regions` adds autocast without them."""
     tools: dict[str, harness.Caster] = {
         "float32": harness.identity,
         "mpjax.autocast": mpjax.autocast,
         "jmp": with_jmp,
         "mixed-precision-for-JAX": with_mpx,
     }
+    if regions:
+        tools["mpjax.autocast, no regions"] = functools.partial(mpjax.autocast, rules=WITHOUT_REGIONS)
     if program.flax:
         tools["mpjax.with_policy"] = lambda fun, policy: program.adapted(
             functools.partial(mpjax.with_policy, policy=policy)
@@ -90,8 +95,10 @@ def measure(name: str, caster: harness.Caster, dtype: str) -> Row:
         return {"error": f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"}
 
 
-def time_ratios(name: str, tools: dict[str, harness.Caster], dtype: str, rounds: int, compiled: bool) -> dict[str, Row]:
-    """The time that each tool takes to trace (and compile) the gradient, relative to float32."""
+def time_ratios(
+    name: str, tools: dict[str, harness.Caster], dtype: str, rounds: int, compilations: int
+) -> dict[str, Row]:
+    """The time that each tool takes to trace (and compile so often) the gradient, relative to float32."""
     functions = {tool: harness.gradient_function(name, caster, dtype)[0] for tool, caster in tools.items()}
     args = harness.abstract(name)[1:]
 
@@ -103,21 +110,21 @@ def time_ratios(name: str, tools: dict[str, harness.Caster], dtype: str, rounds:
         rows: dict[str, Row] = {
             tool: {"trace": round(trace_time_ratio(fun, base, args, rounds), 3)} for tool, fun in functions.items()
         }
-        if compiled:
+        if compilations:
             runs: dict[str, Callable[[], Any]] = {
                 tool: functools.partial(compile_anew, fun) for tool, fun in functions.items()
             }
-            for tool, found in ratios(interleaved(runs, COMPILATIONS, warmup=0), "float32").items():
+            for tool, found in ratios(interleaved(runs, compilations, warmup=0), "float32").items():
                 rows[tool]["compile"] = found["ratio"]
     return rows
 
 
-def run(name: str, dtype: str, rounds: int, compiled: bool) -> dict[str, Row]:
+def run(name: str, dtype: str, rounds: int, compilations: int, regions: bool = False) -> dict[str, Row]:
     """The rows of a program, by tool."""
-    tools = casters(REGISTRY[name])
+    tools = casters(REGISTRY[name], regions)
     rows = {tool: measure(name, caster, dtype) for tool, caster in tools.items()}
     works = {tool: caster for tool, caster in tools.items() if "error" not in rows[tool]}
-    for tool, times in time_ratios(name, works, dtype, rounds, compiled).items():
+    for tool, times in time_ratios(name, works, dtype, rounds, compilations).items():
         rows[tool] |= times
     limit = harness.error_limit(harness.rounding_error(name, dtype), dtype)
     for row in rows.values():
@@ -166,20 +173,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dtype", default="float16", choices=list(harness.POLICIES))
     parser.add_argument("--rounds", type=int, default=5, help="rounds of timing the trace")
+    parser.add_argument("--compilations", type=int, default=2, help="rounds of timing the compilation")
     parser.add_argument("--no-compile", action="store_true", help="leave out the time of compiling")
+    parser.add_argument("--regions", action="store_true", help="autocast without rematerialisation regions too")
     parser.add_argument("--programs", nargs="*", default=list(REGISTRY), help="all of the zoo if not given")
     parser.add_argument("--missing", action="store_true", help="only programs that have no results yet")
     parser.add_argument("--out", type=pathlib.Path, default=RESULTS, help="folder of the results")
     args = parser.parse_args()
     # jax.numpy and the peers warn about truncation and deprecation; a warning is not a failure.
     warnings.simplefilter("ignore")
-    results = previous(f"casting_{args.dtype}", args.out)
+    title = f"casting_{args.dtype}" + "_regions" * args.regions
+    compilations = 0 if args.no_compile else args.compilations
+    results = previous(title, args.out)
     for name in args.programs:
         if args.missing and name in results:
             continue
-        results[name] = run(name, args.dtype, args.rounds, not args.no_compile)
+        results[name] = run(name, args.dtype, args.rounds, compilations, args.regions)
         print(name, results[name]["mpjax.autocast"], file=sys.stderr)
-        path = save(f"casting_{args.dtype}", results, args.out)
+        path = save(title, results, args.out)
         path.with_suffix(".md").write_text(summary(results))
     print(summary(results))
 

@@ -1,10 +1,13 @@
 """Random programs under autocast: which properties fail, on which smallest program.
 
-    python -m benchmarks.fuzz --examples 20000 --dtype float16
+    python -m benchmarks.fuzz --examples 20000
 
-Each example has a number, from which alone it follows. They run in batches, and a report is written after each batch,
-so that an interrupted run goes on where it stopped. A failure of a new kind is shrunk at once; others of its kind are
-only counted.
+Each example has a number, from which alone it follows. They run in batches, and a report for each dtype is written
+after each batch, so that an interrupted run goes on where it stopped. A failure of a new kind is shrunk at once; others
+of its kind are only counted.
+
+Both dtypes share what does not depend on the dtype: the trace without autocast, and the traces that show that the same
+program gives the same jaxpr, which are made for one of the two, by turns.
 """
 
 from __future__ import annotations
@@ -17,13 +20,15 @@ import os
 import pathlib
 import time
 import traceback
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0")
 
 import jax
 
-from testing.random_programs import Case, Failure, Rejected, check, numbered_case
+from benchmarks import RESULTS
+from testing.random_programs import Case, Failure, Rejected, Subject, check, numbered_case
 from testing.random_programs.properties import cause_of
 from testing.random_programs.reduction import reduced
 
@@ -33,16 +38,27 @@ REJECTED = "rejected by JAX"
 FORGET_EVERY = 2000
 
 
-def examine(case: Case, compiled: bool = False) -> tuple[str, Failure | None]:
+def examine(
+    case: Case, compiled: bool = False, subject: Subject | None = None, again: bool = True
+) -> tuple[str, Failure | None]:
     """What came of a case: an outcome, and the failure if it failed."""
     try:
-        return check(case, compiled=compiled), None
+        return check(case, compiled=compiled, subject=subject, again=again), None
     except Rejected:
         return REJECTED, None
     except Failure as failure:
         return "failed", failure
     except Exception as error:  # of the check itself: reported, and mended there
         return "failed", Failure("the check", cause_of(error), traceback.format_exc())
+
+
+def examine_all(cases: Sequence[Case], compiled: bool) -> list[tuple[str, Failure | None]]:
+    """What came of the cases of one program in several dtypes, of which the first is traced under autocast twice."""
+    try:
+        subject = Subject(cases[0])
+    except Rejected:
+        return [(REJECTED, None)] * len(cases)
+    return [examine(case, compiled, subject, again=case is cases[0]) for case in cases]
 
 
 def shrunk(case: Case, failure: Failure) -> tuple[Case, str]:
@@ -87,6 +103,18 @@ class Report:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text(json.dumps(self.data, indent=1))
 
+    def add(self, batch: Batch, number: int, shrink: bool) -> None:
+        """Adds the new failures of a batch."""
+        for key, (count, case, failure) in batch.new.items():
+            smallest, detail = shrunk(case, failure) if shrink else (case, str(failure))
+            entry = {"count": count, "batch": number, "program": repr(smallest), "detail": detail[-4000:]}
+            self.data["failures"][key] = entry
+
+    def headline(self, batch: Batch) -> str:
+        """What a batch came to, on one line."""
+        kinds = len(self.data["failures"])
+        return f"{dict(batch.outcomes)}, {kinds} kinds of failure, {batch.in_a_row['all']} passed in a row"
+
     @property
     def examples(self) -> int:
         """How many examples were run."""
@@ -107,21 +135,17 @@ class Batch:
     Args:
         known: the report's failures, by signature; their counts grow.
         in_a_row: how many examples passed since the last failure, of all and of those with the same rules.
-        compile_every: compiles and runs one example of so many; none if 0.
         outcomes: how many examples came to what.
         new: failures that were not known: how often, and the shortest program.
     """
 
     known: dict[str, Any]
     in_a_row: dict[str, int]
-    compile_every: int
     outcomes: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     new: dict[str, tuple[int, Case, Failure]] = dataclasses.field(default_factory=dict)
 
-    def add(self, case: Case) -> None:
-        """Checks an example."""
-        every = self.compile_every
-        outcome, failure = examine(case, compiled=bool(every) and self.outcomes.total() % every == 0)
+    def add(self, case: Case, outcome: str, failure: Failure | None) -> None:
+        """Counts what came of an example."""
         self.outcomes[outcome] += 1
         for name in ("all", case.rules):
             self.in_a_row[name] = 0 if failure else self.in_a_row.get(name, 0) + (outcome != REJECTED)
@@ -138,59 +162,65 @@ class Batch:
             self.new[key] = (count + 1, *self.new[key][1:])
 
 
-def run(
-    report: Report,
-    dtype: str,
-    examples: int,
-    size: int,
-    shrink: bool,
-    seconds: float,
-    compile_every: int,
-    first: int = 0,
-) -> None:
-    """Runs batches until so many examples were run, or so many seconds have passed."""
-    begin = time.perf_counter()
-    while report.examples < examples and time.perf_counter() - begin < seconds:
-        number, start = first // size + report.data["batches"], time.perf_counter()
-        batch = Batch(report.data["failures"], report.data["passed_in_a_row"], compile_every)
-        for example in range(number * size, (number + 1) * size):
-            batch.add(numbered_case(example, dtype))
-        for key, (count, case, failure) in batch.new.items():
-            smallest, detail = shrunk(case, failure) if shrink else (case, str(failure))
-            entry = {"count": count, "batch": number, "program": repr(smallest), "detail": detail[-4000:]}
-            report.data["failures"][key] = entry
-        report.count(batch.outcomes, batch.in_a_row, time.perf_counter() - start)
-        if (number + 1) * size % FORGET_EVERY < size:
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How a run goes.
+
+    Args:
+        examples: how many are run for each dtype.
+        first: the number of the first one, so that several processes can share a run.
+        batch: how many run between two reports.
+        seconds: the run stops after the batch that exceeds this.
+        shrink: whether failures are made smaller.
+        compile_every: compiles and runs one example of so many; none if 0.
+    """
+
+    examples: int = 1000
+    first: int = 0
+    batch: int = 100
+    seconds: float = float("inf")
+    shrink: bool = True
+    compile_every: int = 50
+
+
+def run(reports: Mapping[str, Report], options: Options) -> None:
+    """Runs batches for the dtypes of the reports until so many examples were run, or so many seconds have passed."""
+    end, size = time.perf_counter() + options.seconds, options.batch
+    while min(r.examples for r in reports.values()) < options.examples and time.perf_counter() < end:
+        start, done = time.perf_counter(), min(r.data["batches"] for r in reports.values())
+        batches = {dtype: Batch(r.data["failures"], r.data["passed_in_a_row"]) for dtype, r in reports.items()}
+        numbers = range(options.first + done * size, options.first + (done + 1) * size)
+        for number in numbers:
+            dtypes = sorted(batches, reverse=bool(number % 2))
+            cases = [numbered_case(number, dtype) for dtype in dtypes]
+            compiled = bool(options.compile_every) and number % options.compile_every == 0
+            for case, found in zip(cases, examine_all(cases, compiled), strict=True):
+                batches[case.dtype].add(case, *found)
+        for dtype, report in reports.items():
+            report.add(batches[dtype], done, options.shrink)
+            report.count(batches[dtype].outcomes, batches[dtype].in_a_row, time.perf_counter() - start)
+            print(f"{dtype}, {report.examples}: {report.headline(batches[dtype])}", flush=True)
+        if numbers.stop % FORGET_EVERY < size:
             jax.clear_caches()
-        figures = f"{len(report.data['failures'])} kinds of failure, {batch.in_a_row['all']} passed in a row"
-        print(f"{report.examples}: {dict(batch.outcomes)}, {figures}", flush=True)
 
 
 def main() -> None:
     """Runs from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--examples", type=int, default=1000)
-    parser.add_argument("--dtype", choices=("float16", "bfloat16"), default="float16")
+    parser.add_argument("--examples", type=int, default=1000, help="for each dtype")
+    parser.add_argument("--dtype", choices=("float16", "bfloat16"), action="append", help="both if not given")
     parser.add_argument("--first", type=int, default=0, help="the number of the first example, so that runs can share")
     parser.add_argument("--batch", type=int, default=100, help="examples between two reports")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stops after the batch that exceeds this")
     parser.add_argument("--no-shrink", action="store_true", help="reports failures as they were found")
-    parser.add_argument("--report", type=pathlib.Path, help="the JSON file of the run's state")
+    parser.add_argument("--reports", type=pathlib.Path, default=RESULTS, help="the folder of the run's state, in JSON")
     parser.add_argument("--compile-every", type=int, default=50, help="compiles and runs one example of so many")
-    options = parser.parse_args()
-    path = options.report or pathlib.Path(f"benchmarks/results/fuzz_{options.dtype}.json")
-    report = Report(path)
-    run(
-        report,
-        options.dtype,
-        options.examples,
-        options.batch,
-        not options.no_shrink,
-        options.seconds,
-        options.compile_every,
-        options.first,
-    )
-    print(report)
+    args = parser.parse_args()
+    reports = {dtype: Report(args.reports / f"fuzz_{dtype}.json") for dtype in args.dtype or ("float16", "bfloat16")}
+    options = Options(args.examples, args.first, args.batch, args.seconds, not args.no_shrink, args.compile_every)
+    run(reports, options)
+    for dtype, report in reports.items():
+        print(f"# {dtype}\n{report}\n")
 
 
 if __name__ == "__main__":

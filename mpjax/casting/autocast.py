@@ -232,15 +232,14 @@ def functional(fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, An
     return pure, args, {}, finish
 
 
-def planned_program(fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Program, Plan]:
-    """The program of a call, and the plan that an autocast function runs; of another function, that it would run."""
+def planned_call(fun: Callable[..., Any], args: Any, kwargs: Any) -> Plan:
+    """The plan that a call of an autocast function runs; of another function, that it would run."""
     inner, policy, rules = getattr(fun, "__mpjax_autocast__", (fun, get_policy("mixed_float16"), None))
     setting = setting_of(policy, rules)
     if setting is None:
         raise ValueError(f"explain: the policy {policy} computes in {policy.compute_dtype}, so autocast has no plan.")
     call, args, kwargs, _ = functional(inner, args, kwargs)
-    program = trace(call, args, kwargs)
-    return program, plan_program(program, setting)
+    return plan_program(trace(call, args, kwargs), setting)
 
 
 def traced_call(fun: Callable[..., Any], args: Any, kwargs: Any) -> Program:

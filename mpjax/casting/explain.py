@@ -264,9 +264,9 @@ def explain(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         >>> plan.half_share
         1.0
     """
-    from mpjax.casting.autocast import planned_program
+    from mpjax.casting.autocast import planned_call
 
-    return explanation(planned_program(fun, args, kwargs)[1])
+    return explanation(planned_call(fun, args, kwargs))
 
 
 def explanation(plan: Plan) -> Explanation:

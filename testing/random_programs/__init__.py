@@ -5,4 +5,5 @@ from testing.random_programs.cases import cases as cases
 from testing.random_programs.cases import numbered_case as numbered_case
 from testing.random_programs.properties import Failure as Failure
 from testing.random_programs.properties import Rejected as Rejected
+from testing.random_programs.properties import Subject as Subject
 from testing.random_programs.properties import check as check

@@ -156,5 +156,10 @@ def cases(draw: Any, dtype: str | None = None) -> Case:
 
 
 def numbered_case(number: int, dtype: str) -> Case:
-    """The random case of a number, independent of the others; Hypothesis derives most examples from earlier ones."""
-    return _case(random.Random(f"{dtype} {number}").randrange, dtype)
+    """The random case of a number, independent of the others; Hypothesis derives most examples from earlier ones.
+
+    Args:
+        number: of the program, its transformation and its rules.
+        dtype: the half dtype's name.
+    """
+    return _case(random.Random(number).randrange, dtype)

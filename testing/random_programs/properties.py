@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import re
 import traceback
 import warnings
@@ -15,8 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import partial_eval
 
-from mpjax.casting.autocast import planned_program, run_program
+from mpjax.casting.autocast import Program, plan_program, run_program, setting_of
+from mpjax.casting.autocast import trace as trace_to_plan
 from mpjax.casting.explain import Explanation, explanation
+from mpjax.casting.plan import Plan
 from testing.measures import HALF, MATMULS, Equation, equations, inner_jaxprs, is_a_sum, risky_of
 from testing.random_programs.cases import OUTSIDE, TRANSFORMS, Case, arguments
 from testing.random_programs.evaluate import Unsupported, as_typed, evaluate, is_float, rounded
@@ -165,18 +168,15 @@ def check_repeats(found: Traced, again: Traced) -> None:
         raise Failure("repeats", "another jaxpr at the second trace", "\n".join(map(str, lines[:3])))
 
 
-def check_plan(case: Case, plain: Traced, found: Traced, args: Any) -> None:
+def check_plan(case: Case, subject: Subject, found: Traced) -> None:
     """The plan of the program, traced anew, is the one that runs: carried out, and as `explain` shows it."""
-    fun = TRANSFORMS[case.transform](case.program(), lambda fun: fun)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            program, plan = planned_program(case.cast(fun), args, {})
-            shown = explanation(plan)
-        except Exception as error:
-            raise Failure("explain", cause_of(error), traceback.format_exc()) from error
-    check_repeats(found, trace(lambda *args: run_program(dataclasses.replace(program, arrays=args), plan), *args))
-    check_explain(case, plain, found, shown)
+    try:
+        plan = subject.plan(case)
+        shown = explanation(plan)
+    except Exception as error:
+        raise Failure("explain", cause_of(error), traceback.format_exc()) from error
+    check_repeats(found, subject.carried_out(plan))
+    check_explain(case, subject.plain, found, shown)
 
 
 def check_explain(case: Case, plain: Traced, found: Traced, plan: Explanation) -> None:
@@ -223,7 +223,7 @@ def _norm(x: Any) -> float:
 FACTOR = 3.0
 
 
-def check_values(case: Case, plain: Traced, found: Traced, args: Any) -> str:
+def check_values(case: Case, subject: Subject, found: Traced) -> str:
     """Values and gradients are as near to float64 as rounding every value of the program to half leaves them.
 
     Results whose rounding errors are a quarter of them, or do not shrink with the roundings' size, are not judged:
@@ -234,9 +234,9 @@ def check_values(case: Case, plain: Traced, found: Traced, args: Any) -> str:
     """
     if case.rules == "half":
         return "level half"
-    half = jnp.dtype(case.dtype)
+    half, plain, args = jnp.dtype(case.dtype), subject.plain, subject.args
     try:
-        reference = evaluate(plain, args)
+        reference = subject.reference
         draws = [evaluate(plain, args, rounded(half, np.random.default_rng(i))) for i in range(3)]
         results = evaluate(found, args, as_typed)
     except Unsupported as reason:
@@ -301,13 +301,62 @@ def check_runs(case: Case, args: Any) -> None:
         raise Failure("runs compiled", "compiled a second time for the same arguments")
 
 
-def check(case: Case, args: Any = None, compiled: bool = False) -> str:
+class Subject:
+    """A program under its transformation as JAX traces it: what autocast to any dtype starts from.
+
+    Args:
+        case: one of its cases.
+        args: of the program; `arguments()` by default.
+
+    Raises:
+        Rejected: JAX can't trace the program without autocast.
+    """
+
+    def __init__(self, case: Case, args: Any = None):
+        self.args = arguments() if args is None else args
+        self.fun = TRANSFORMS[case.transform](case.program(), lambda fun: fun)
+        try:
+            self.plain = trace(case.plain(), *self.args)
+        except Exception as error:
+            raise Rejected(f"{type(error).__name__}: {error}") from error
+        if any(e.name == "custom_lin" for e in equations(self.plain.jaxpr)):
+            raise Rejected("forward-mode differentiation of a custom_vjp")
+        if self.plain.leaks:
+            raise Rejected("a rule closes over what is differentiated; JAX leaves a tracer in the program")
+
+    @functools.cached_property
+    def program(self) -> Program:
+        """The program as autocast traces it, where it stands outside of the transformation."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return trace_to_plan(self.fun, self.args, {})
+
+    @functools.cached_property
+    def reference(self) -> Any:
+        """The results in float64."""
+        return evaluate(self.plain, self.args)
+
+    def plan(self, case: Case) -> Plan:
+        """The plan of the program for the dtype and the rules of a case."""
+        _, policy, rules = vars(case.cast(self.fun))["__mpjax_autocast__"]
+        setting = setting_of(policy, rules)
+        assert setting is not None
+        return plan_program(self.program, setting)
+
+    def carried_out(self, plan: Plan) -> Traced:
+        """What a plan of the program makes of it."""
+        return trace(lambda *args: run_program(dataclasses.replace(self.program, arrays=args), plan), *self.args)
+
+
+def check(case: Case, compiled: bool = False, subject: Subject | None = None, again: bool = True) -> str:
     """All properties of one case.
 
     Args:
         case: the case.
-        args: of the program; `arguments()` by default.
         compiled: whether to compile and run it too, which takes a hundred times as long.
+        subject: its program, if that was traced already.
+        again: whether to trace it under autocast a second time, to compare. If not, because another dtype's case of the
+            program was, and autocast stands outside of the transformation, the traced program is shared too.
 
     Returns:
         What came of the numerical check.
@@ -316,27 +365,25 @@ def check(case: Case, args: Any = None, compiled: bool = False) -> str:
         Failure: a property that does not hold.
         Rejected: JAX can't trace the program without autocast.
     """
-    args = arguments() if args is None else args
+    subject = subject or Subject(case)
+    outside = case.transform in OUTSIDE
     try:
-        plain = trace(case.plain(), *args)
-    except Exception as error:
-        raise Rejected(f"{type(error).__name__}: {error}") from error
-    if any(e.name == "custom_lin" for e in equations(plain.jaxpr)):
-        raise Rejected("forward-mode differentiation of a custom_vjp")
-    if plain.leaks:
-        raise Rejected("a rule closes over what is differentiated; JAX leaves a tracer in the program")
-    try:
-        found = trace(case.autocast(), *args)
+        if again or not outside:
+            found = trace(case.autocast(), *subject.args)
+        else:
+            found = subject.carried_out(subject.plan(case))
     except Exception as error:
         raise Failure("runs", cause_of(error), traceback.format_exc()) from error
     if found.leaks:
         raise Failure("runs", "leaves a tracer in the program")
-    check_structure(case, plain, found)
-    check_dtypes(case, plain, found)
-    if case.transform in OUTSIDE:
-        check_plan(case, plain, found, args)
-    else:
-        check_repeats(found, trace(case.autocast(), *args))
+    check_structure(case, subject.plain, found)
+    check_dtypes(case, subject.plain, found)
+    if outside and again:
+        check_plan(case, subject, found)
+    elif outside:
+        check_explain(case, subject.plain, found, explanation(subject.plan(case)))
+    elif again:
+        check_repeats(found, trace(case.autocast(), *subject.args))
     if compiled:
-        check_runs(case, args)
-    return check_values(case, plain, found, args)
+        check_runs(case, subject.args)
+    return check_values(case, subject, found)

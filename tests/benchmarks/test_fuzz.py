@@ -54,16 +54,28 @@ def test_reduction_keeps_what_fails():
     assert "sin" not in smallest.source
 
 
-def test_a_run_goes_on_from_its_report(tmp_path, monkeypatch):
-    monkeypatch.setattr(fuzz, "check", lambda case, compiled: "checked")
+def test_a_run_goes_on_from_its_reports(tmp_path, monkeypatch):
+    monkeypatch.setattr(fuzz, "examine_all", lambda cases, compiled: [("checked", None)] * len(cases))
     for examples in (4, 8):
-        fuzz.run(
-            fuzz.Report(tmp_path / "report.json"), "float16", examples, 4, shrink=False, seconds=60, compile_every=0
-        )
-    report = fuzz.Report(tmp_path / "report.json")
-    in_a_row = report.data["passed_in_a_row"]
-    assert (report.examples, report.data["batches"], in_a_row["all"]) == (8, 2, 8)
-    assert sum(in_a_row.values()) == 16, "each example counts for all and for its rules"
+        reports = {dtype: fuzz.Report(tmp_path / dtype) for dtype in ("float16", "bfloat16")}
+        fuzz.run(reports, fuzz.Options(examples, batch=4))
+    for report in reports.values():
+        in_a_row = report.data["passed_in_a_row"]
+        assert (report.examples, report.data["batches"], in_a_row["all"]) == (8, 2, 8)
+        assert sum(in_a_row.values()) == 16, "each example counts for all and for its rules"
+
+
+@pytest.mark.parametrize("transform", ["vmap", "outside_grad"])
+def test_both_dtypes_of_a_program_are_examined(monkeypatch, transform):
+    cases = [Case(ROWS_BY_MATRIX, transform, dtype) for dtype in ("bfloat16", "float16")]
+    assert fuzz.examine_all(cases, compiled=False) == [("checked", None)] * 2
+
+    def wrong_in_float16(case, fun):
+        rules = mpjax.Rules(deny=["dot_general"]) if case.dtype == "float16" else None
+        return mpjax.autocast(fun, f"mixed_{case.dtype}", rules=rules)
+
+    monkeypatch.setattr(Case, "cast", wrong_in_float16)
+    assert [outcome for outcome, _ in fuzz.examine_all(cases, compiled=False)] == ["checked", "failed"]
 
 
 def test_the_evaluator_agrees_with_jax():
