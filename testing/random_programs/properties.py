@@ -193,6 +193,8 @@ def check_explain(case: Case, plain: Traced, found: Traced, plan: Explanation) -
             said[_sum(row.op), tuple(sorted({dtype for dtype in row.dtypes_in if is_float(dtype)}))] += row.count
     # What is dead but for an effect may be listed or not.
     missing, extra = _runs(_live_equations(found.jaxpr), plain) - said, said - _runs(equations(found.whole), plain)
+    # JAX derives the transpose of a linear solve's operator again, and with it what the operator computes beforehand.
+    missing -= _runs((e for e in _live_equations(found.jaxpr) if "custom_linear_solve" in e.path), plain)
     if missing or extra:
         names = sorted({op for op, _ in (*missing, *extra)})
         raise Failure("explain", f"disagrees about {names[0]}", f"runs, not listed: {missing}\nlisted only: {extra}")

@@ -161,6 +161,16 @@ def program(w, x, b, s, n):
 """,
         ("outside_grad_of_remat",),
     ),
+    "linear solve in a scan, whose operator computes what its transpose needs too": (
+        """
+def program(w, x, b, s, n):
+    def f(carry, row):
+        operator = nearly_identity(lambda a: jnp.power(jnp.abs(a) + 1, a), row)
+        return carry, lax.custom_linear_solve(operator, b, solve_once, solve_once)
+    return lax.scan(f, s, x @ w)[1].sum(0), x
+""",
+        ("value",),
+    ),
     "arithmetic that its author put in half": (
         """
 def program(w, x, b, s, n):
