@@ -5,7 +5,7 @@ fails on a program counts as failing, with its error in the JSON. Times are inte
 program in the same process; compilation excludes LLVM's optimisation, which takes most of the time and does not depend
 on the tool. A run merges its results into the file program by program, so the benchmark can run in parts.
 
-`--regions` adds autocast without rematerialisation regions, which says what they cost the compiler:
+`--regions` compares autocast with and without rematerialisation regions, which says what they cost the compiler:
 
     python -m benchmarks.casting --regions --programs linen_transformer --compilations 8
 
@@ -57,16 +57,16 @@ def with_mpx(fun: Callable[..., Any], policy: str) -> Callable[..., Any]:
 
 
 def casters(program: Program, regions: bool = False) -> dict[str, harness.Caster]:
-    """The tools that apply to a program; `regions` adds autocast without them."""
+    """The tools that apply to a program; with `regions`, autocast with and without them in place of the peers."""
     tools: dict[str, harness.Caster] = {
         "float32": harness.identity,
         "mpjax.autocast": mpjax.autocast,
-        "jmp": with_jmp,
-        "mixed-precision-for-JAX": with_mpx,
     }
     if regions:
         tools["mpjax.autocast, no regions"] = functools.partial(mpjax.autocast, rules=WITHOUT_REGIONS)
-    if program.flax:
+    else:
+        tools |= {"jmp": with_jmp, "mixed-precision-for-JAX": with_mpx}
+    if program.flax and not regions:
         tools["mpjax.with_policy"] = lambda fun, policy: program.adapted(
             functools.partial(mpjax.with_policy, policy=policy)
         )
@@ -175,7 +175,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="rounds of timing the trace")
     parser.add_argument("--compilations", type=int, default=2, help="rounds of timing the compilation")
     parser.add_argument("--no-compile", action="store_true", help="leave out the time of compiling")
-    parser.add_argument("--regions", action="store_true", help="autocast without rematerialisation regions too")
+    parser.add_argument("--regions", action="store_true", help="with and without rematerialisation regions, no peers")
     parser.add_argument("--programs", nargs="*", default=list(REGISTRY), help="all of the zoo if not given")
     parser.add_argument("--missing", action="store_true", help="only programs that have no results yet")
     parser.add_argument("--out", type=pathlib.Path, default=RESULTS, help="folder of the results")
