@@ -45,23 +45,39 @@ def encode(x: jax.Array, dtype: Any, block_size: int, bits: jax.Array) -> Blockw
         block_size: the most numbers that share a scale.
         bits: uint32 array of `x`'s shape: random bits.
     """
+    return encode_with(block_scales(x, block_size), x, dtype, bits)
+
+
+@functools.partial(jax.jit, static_argnums=1, inline=True)
+def block_scales(x: jax.Array, block_size: int) -> jax.Array:
+    """The scale of each block: its largest magnitude, negative where all its numbers are >= 0; shape (*leading, blocks).
+
+    A scale is 0 where the block is as good as zero (a quotient by a denormal scale could be infinite), and infinite or
+    NaN where a number of the block is.
+    """
+    rows = _rows(x, *_layout(x.shape, block_size))
+    largest = jnp.max(jnp.abs(rows), -1)
+    scales = jnp.where(jnp.min(rows, -1) >= 0, -largest, largest)
+    scales = jnp.where(largest > _TINY, scales, np.float32(0))
+    # A NaN compares false everywhere above; its block must not come out finite.
+    return jnp.where(jnp.isfinite(largest), scales, largest + (largest - largest))
+
+
+@functools.partial(jax.jit, static_argnums=2, inline=True)
+def encode_with(scales: jax.Array, x: jax.Array, dtype: Any, bits: jax.Array) -> Blockwise:
+    """`encode` with the `block_scales` of `x`, which it need not read again."""
     form = _form(dtype)
-    layout = _layout(x.shape, block_size)
+    layout = scales.ndim - 1, scales.shape[-1]
     rows, draws = _rows(x, *layout), _rows(bits, *layout)
-    largest = jnp.max(jnp.abs(rows), -1, keepdims=True)
-    positive = jnp.min(rows, -1, keepdims=True) >= 0
-    # A quotient by a denormal scale could be infinite; such a block is as good as zero.
-    share = jnp.where(largest > _TINY, jnp.abs(rows) / jnp.maximum(largest, _TINY), np.float32(0))
+    largest, positive = jnp.abs(scales)[..., None], (scales < 0)[..., None]
+    inverse = jnp.where(largest > _TINY, np.float32(1) / jnp.maximum(largest, _TINY), np.float32(0))
+    share = jnp.abs(rows) * inverse
     lower, upper = form.neighbours(share, positive)
     low_value, high_value = form.share(lower, positive), form.share(upper, positive)
-    part = (share - low_value) / jnp.maximum(high_value - low_value, np.float32(1e-30))
     draw = (draws >> np.uint32(8)).astype(jnp.float32) * np.float32(2**-24)
-    units = jnp.where(draw < part, upper, lower)
+    units = jnp.where(draw * (high_value - low_value) < share - low_value, upper, lower)
     codes = form.store(jnp.where(rows < 0, -units, units), positive)
-    scales = jnp.where(largest > _TINY, jnp.where(positive, -largest, largest), np.float32(0))
-    # A NaN compares false everywhere above; its block must not come out finite.
-    scales = jnp.where(jnp.isfinite(largest), scales, largest + (largest - largest))
-    return Blockwise(_unblocked(codes, x.shape), scales[..., 0])
+    return Blockwise(_unblocked(codes, x.shape), scales)
 
 
 @functools.partial(jax.jit, inline=True)

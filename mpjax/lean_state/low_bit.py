@@ -101,7 +101,8 @@ def low_bit_state(
         _refuse_masters(state)
         _refuse_unused(keep, state)
         first, words = next_words(key_from(seed), len(jax.tree.leaves(state)))
-        return LowBitState(first, store(state, words, state))
+        # Most of it is zeros, which XLA would encode while it compiles an `init` under `jit`, taking minutes.
+        return LowBitState(first, store(jax.lax.optimization_barrier(state), words, state))
 
     def store(state: Any, words: jax.Array, like: Any) -> Any:
         """Low bits where `like`, the loaded state, has a large float32 array."""

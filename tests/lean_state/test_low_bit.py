@@ -1,6 +1,7 @@
 """Moments in low bits: what is kept, what it costs, and what it can be wrapped in."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -120,6 +121,14 @@ def test_bytes_a_parameter():
     assert bytes_each(half, mpjax.kahan(mpjax.low_bit_state(adam, "int8"))) < 6.2
     for dtype in BYTES:
         assert bytes_each(half, mpjax.stochastic_rounding(mpjax.low_bit_state(adam, dtype))) <= 4.2
+
+
+def test_a_jitted_init_encodes_no_zeros_while_it_compiles():
+    tx = mpjax.low_bit_state(optax.adam(1e-3), "int8")
+    text = jax.jit(tx.init).lower(jax.ShapeDtypeStruct((64, 64), jnp.float32)).compile().as_text()
+    # XLA's evaluator would take minutes for the moments of a real layer.
+    assert "s8[64,64]" in text
+    assert not re.search(r"s8\[64,\S* constant|s8\[64,64\]\S* broadcast", text)
 
 
 def test_small_arrays_counters_and_what_is_kept_stay_float32():
