@@ -31,6 +31,7 @@ TITLES = {
     "compiled_bfloat16_cpu": "The compiled program",
     "communication_float16_cpu": "What a sharded training step sends between devices",
     "residual_stream_cpu": "The residual stream in half or in float32",
+    "lean_state_cpu": "Lean optimizer state: bytes, time and final losses",
     "reduction_error_cpu": "Error of a gradient's sum over replicas (simulated)",
     "launcher_cpu": "The launcher",
     "parity_cpu": "Parity: half precision against float32, family by family",

@@ -18,6 +18,9 @@ _PARTS = {
     "--families": 1,
     "--missing": 0,
     "--bound": None,
+    "--parity": 0,
+    "--planned": 0,
+    "--tasks": None,
     "--dtypes": None,
 }
 

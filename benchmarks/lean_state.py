@@ -1,0 +1,261 @@
+"""What lean optimizer state costs and gives: `python -m benchmarks.lean_state`.
+
+Each form is AdamW on float32 gradients: float32 throughout, or with bfloat16 parameters and one of mpjax's
+transformations. The columns:
+
+- bytes a parameter that stay from step to step: parameters, moments, compensation, scales, keys;
+- CPU time of the update alone and of whole training steps, over that of float32, interleaved in one process. The
+  process's CPU time is counted, which other processes disturb less than the clock on the wall;
+- what the update moves to and from memory, and its temporary bytes, in the program that XLA compiles for an H200
+  (`--planned`, which needs JAX's CUDA plugin and no GPU);
+- `--parity`: the final loss of small real tasks against float32, over seeds.
+
+A run adds its part to the results of the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import pathlib
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import mpjax
+from benchmarks import RESULTS
+from benchmarks.parity.families import get
+from benchmarks.parity.family import Family
+from benchmarks.parity.training import FLOAT32, Batches, Training
+from perf.results import previous, save
+from perf.timing import interleaved, ratios
+
+Row = dict[str, Any]
+Wrap = Callable[[optax.GradientTransformation], optax.GradientTransformation]
+
+FILE = "lean_state"
+HALF = "bfloat16"
+TASKS = ("rossmann", "sentiment", "graph")
+# Rows of a batch; 0 is the update alone. A row is a token: each costs 6 operations a parameter.
+BATCHES = (0, 256, 4096)
+WIDTH, LAYERS = 512, 4
+
+
+def _rounded(dtype: str) -> Wrap:
+    # Some tasks have fewer parameters than what is stored in low bits by default.
+    return lambda tx: mpjax.stochastic_rounding(mpjax.low_bit_state(tx, dtype, min_size=256))
+
+
+# The dtype of the parameters, and what is put around the optimizer.
+FORMS: dict[str, tuple[str, Wrap]] = {
+    "float32": ("float32", lambda tx: tx),
+    "float32, again": ("float32", lambda tx: tx),
+    "master_weights": (HALF, lambda tx: mpjax.master_weights(tx, "p=bf16")),
+    "kahan": (HALF, mpjax.kahan),
+    "stochastic_rounding": (HALF, mpjax.stochastic_rounding),
+    "stochastic_rounding, low_bit_state bfloat16": (HALF, _rounded("bfloat16")),
+    "stochastic_rounding, low_bit_state float8": (HALF, _rounded("float8")),
+    "stochastic_rounding, low_bit_state int8": (HALF, _rounded("int8")),
+}
+BASE = "float32"
+
+
+def optimizer(form: str) -> tuple[Any, optax.GradientTransformation]:
+    """The dtype of the parameters of a form, and its AdamW."""
+    dtype, wrap = FORMS[form]
+    return jnp.dtype(dtype), wrap(optax.adamw(1e-3))
+
+
+def shapes(form: str, width: int = WIDTH) -> tuple[Any, Any, Any]:
+    """Parameters, state and gradients of some layers, as `ShapeDtypeStruct`s."""
+    dtype, tx = optimizer(form)
+    params = [jax.ShapeDtypeStruct((width, width), dtype)] * LAYERS
+    grads = [jax.ShapeDtypeStruct((width, width), jnp.float32)] * LAYERS
+    return params, jax.eval_shape(tx.init, params), grads
+
+
+def bytes_kept(form: str) -> float:
+    """Bytes a parameter of parameters and state."""
+    params, state, _ = shapes(form)
+    held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((params, state)))
+    return held / (LAYERS * WIDTH**2)
+
+
+def _loss(params: Iterable[jax.Array], x: jax.Array) -> jax.Array:
+    for w in params:
+        x = jnp.tanh(x @ w)
+    return jnp.mean(x**2)
+
+
+def _step(form: str, rows: int) -> tuple[Any, list[Any], Any]:
+    """The compiled step of a form with donated parameters and state, what it carries, and its other argument."""
+    dtype, tx = optimizer(form)
+    rng = np.random.default_rng(0)
+    draws = [rng.normal(size=(WIDTH, WIDTH)).astype(np.float32) for _ in range(LAYERS)]
+    params = [jnp.asarray(w / WIDTH**0.5, dtype) for w in draws]
+    given: Any = [jnp.asarray(1e-3 * w) for w in draws]
+    if rows:
+        given = jnp.asarray(rng.normal(size=(rows, WIDTH)), jnp.float32)
+
+    def step(params: Any, state: Any, given: Any) -> tuple[Any, Any]:
+        grads = mpjax.grad(_loss)(params, given) if rows else given
+        return mpjax.apply_gradients(tx, grads, state, params)
+
+    carried = [params, jax.jit(tx.init)(params)]
+    return jax.jit(step, donate_argnums=(0, 1)).lower(*carried, given).compile(), carried, given
+
+
+def times(rows: int, rounds: int) -> dict[str, Row]:
+    """CPU time of a step for each form, and its ratio to float32 within a round."""
+
+    def run(compiled: Any, carried: list[Any], given: Any) -> Any:
+        carried[:] = compiled(*carried, given)
+        return carried
+
+    runs = {form: functools.partial(run, *_step(form, rows)) for form in FORMS}
+    return ratios(interleaved(runs, rounds, clock=time.process_time), BASE)
+
+
+def planned(form: str, target: jax.sharding.Sharding, width: int = 2048) -> Row:
+    """Bytes a parameter that the update moves, and that it needs beside its arguments, when compiled for a device."""
+    from benchmarks.training.target import placed
+    from benchmarks.training.traffic import summary
+
+    tx = optimizer(form)[1]
+    params, state, grads = placed(shapes(form, width), target)
+
+    def update(params: Any, state: Any, grads: Any) -> tuple[Any, Any]:
+        return mpjax.apply_gradients(tx, grads, state, params)
+
+    traced = jax.jit(update, donate_argnums=(0, 1)).trace(params, state, grads)
+    compiled: Any = traced.lower(lowering_platforms=("cuda",)).compile()
+    count = LAYERS * width**2
+    moved, temporary = summary(compiled.as_text())["bytes_moved"], compiled.memory_analysis().temp_size_in_bytes
+    return {"moved": round(moved / count, 2), "temporary": round(temporary / count, 2)}
+
+
+class LeanTraining(Training):
+    """A family of the parity suite in float32, but for its parameters' dtype and its optimizer's state."""
+
+    def __init__(self, family: Family, form: str) -> None:
+        self._dtype, wrap = FORMS[form]
+        self._optimizer = wrap(family.optimizer)
+        super().__init__(family, FLOAT32)
+        self.tx = mpjax.loss_scale_for(self.policy, self._optimizer)
+
+    def init(self, seed: int, *args: Any) -> dict[str, Any]:
+        """The same parameters for every form, up to rounding."""
+        variables = super().init(seed, *args)["variables"]
+        cast = functools.partial(jnp.asarray, dtype=self._dtype)
+        variables = {name: {**own, "params": jax.tree.map(cast, own["params"])} for name, own in variables.items()}
+        return {"variables": variables, "optimizers": self._init_optimizers(variables)}
+
+
+def losses_of(made: LeanTraining, seed: int, steps: int | None = None) -> list[float]:
+    """The loss of each step of a training, or of its first `steps`."""
+    state, losses = made.init(seed), []
+    for batch in itertools.islice(Batches(made.family, seed), steps):
+        state, loss = made.step(state, batch)
+        losses.append(loss)
+    return [float(loss) for loss in losses]
+
+
+def final_losses(name: str, form: str, seeds: int) -> list[float]:
+    """The mean loss of the last twentieth of the steps, for each seed."""
+    made, found = LeanTraining(get(name), form), []
+    for seed in range(seeds):
+        losses = losses_of(made, seed)
+        found.append(statistics.fmean(losses[-max(len(losses) // 20, 1) :]))
+    return found
+
+
+def table(results: dict[str, Any]) -> str:
+    """Markdown: a row for each form, and one for each task."""
+    kept, timed, plans = (results.get(name, {}) for name in ("bytes", "times", "planned"))
+    heads = ["update alone" if rows == "0" else f"step, {rows} rows" for rows in timed]
+    lines = [
+        f"| parameters and state | bytes a parameter | {' | '.join(f'CPU time, {head}' for head in heads)} "
+        "| moved by the update, bytes a parameter | temporary |",
+        "|---" * (4 + len(heads)) + "|",
+    ]
+    for form, (dtype, _) in FORMS.items():
+        cells = [_ratio(rows.get(form)) for rows in timed.values()]
+        plan = plans.get(form, {})
+        name = form if dtype == BASE else f"{dtype}, {form}"
+        lines.append(
+            f"| {name} | {kept[form]:.2f} | {' | '.join(cells)} | {plan.get('moved', '-')} "
+            f"| {plan.get('temporary', '-')} |"
+        )
+    if tasks := results.get("parity", {}):
+        lines += [
+            "",
+            "Final training loss, mean over seeds, and its difference from float32 in standard deviations of float32 "
+            "over seeds:",
+            "",
+            f"| form | {' | '.join(tasks)} |",
+            "|---" * (1 + len(tasks)) + "|",
+        ]
+        for form in (form for form in FORMS if form in next(iter(tasks.values()))):
+            cells = [_difference(found[form], found[BASE]) for found in tasks.values()]
+            lines.append(f"| {form} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _ratio(row: Row | None) -> str:
+    if row is None:
+        return "-"
+    low, high = row["ratio_quartiles"]
+    return f"{row['ratio']:.2f} ({low:.2f} to {high:.2f})"
+
+
+def deviations(found: list[float], base: list[float]) -> float:
+    """The difference of two means, in standard deviations of the second over seeds."""
+    return (statistics.fmean(found) - statistics.fmean(base)) / statistics.stdev(base)
+
+
+def _difference(found: list[float], base: list[float]) -> str:
+    mean = f"{statistics.fmean(found):.4g}"
+    return f"{mean} ± {statistics.stdev(base):.2g}" if found is base else f"{mean} ({deviations(found, base):+.2f})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--planned", action="store_true", help="only compile the updates for an H200, without a GPU")
+    parser.add_argument("--parity", action="store_true", help="only train the tasks")
+    parser.add_argument("--tasks", nargs="+", default=list(TASKS), help="families of the parity suite")
+    parser.add_argument("--seeds", type=int, default=5, help="trainings of each task and form")
+    parser.add_argument("--rounds", type=int, default=15, help="timed rounds of each step")
+    parser.add_argument("--out", type=pathlib.Path, default=RESULTS, help="folder of the results")
+    args = parser.parse_args()
+    results = previous(FILE, args.out) | {"bytes": {form: bytes_kept(form) for form in FORMS}}
+
+    def keep(name: str, found: Any) -> None:
+        results[name] = found
+        path = save(FILE, results, args.out)
+        path.with_suffix(".md").write_text(table(results))
+
+    if args.planned:
+        from benchmarks.training.target import NO_PLUGIN, h200
+
+        target = h200() or parser.error(f"--planned: {NO_PLUGIN}")
+        keep("planned", {form: planned(form, target) for form in FORMS})
+    elif args.parity:
+        for task in args.tasks:
+            found = {form: final_losses(task, form, args.seeds) for form in FORMS if "again" not in form}
+            keep("parity", results.get("parity", {}) | {task: found})
+            print(task, {form: round(deviations(x, found[BASE]), 2) for form, x in found.items()}, file=sys.stderr)
+    else:
+        keep("times", {str(rows): times(rows, args.rounds) for rows in BATCHES})
+    print(table(results))
+
+
+if __name__ == "__main__":
+    main()
