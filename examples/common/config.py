@@ -141,6 +141,11 @@ class RunConfig(abc.ABC):
     fsdp: bool = DEVICES(
         False, "split parameters and optimizer state over all devices, not a copy on each", uses=(*BUILD, "compare")
     )  # fmt: skip
+    coordinator: str | None = DEVICES(
+        None, "several processes: HOST:PORT of process 0, or auto on a cluster that JAX knows", uses=BUILD
+    )  # fmt: skip
+    processes: int | None = DEVICES(None, "how many processes there are in all", uses=BUILD)
+    process_id: int | None = DEVICES(None, "which of them this is, from 0", uses=BUILD)
     workers: int = DEVICES(os.cpu_count() or 1, "threads or processes that load data")
 
     def __post_init__(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -18,8 +19,9 @@ class DataParallel:
 
     Args:
         per_process: so many devices of each process; all without it.
-        fsdp: whether the state is split too, each array along its longest dimension that divides evenly. XLA then
-            gathers the parameters where a layer needs them, in half, and each device keeps its part of the gradients.
+        fsdp: whether the state is split too, each array of floats along its longest dimension that divides evenly.
+            XLA then gathers the parameters where a layer needs them, in half, and each device keeps its part of the
+            gradients.
 
     Attributes:
         count: devices of all processes together.
@@ -51,7 +53,8 @@ class DataParallel:
 
     def of_state(self, x: Any) -> NamedSharding:
         """The sharding of an array of the state."""
-        even = [d for d, size in enumerate(x.shape) if size and size % self.count == 0] if self.fsdp else []
+        splits = self.fsdp and jnp.issubdtype(x.dtype, jnp.floating)
+        even = [d for d, size in enumerate(x.shape) if size and size % self.count == 0] if splits else []
         if not even:
             return self.replicated
         longest = max(even, key=lambda d: x.shape[d])

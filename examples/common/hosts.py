@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
@@ -67,6 +69,13 @@ def on_any(*flags: bool) -> tuple[bool, ...]:
     if jax.process_count() == 1:
         return flags
     return tuple(bool(x) for x in multihost_utils.process_allgather(np.array(flags)).any(axis=0))
+
+
+def on_host(tree: Any) -> Any:
+    """The arrays as NumPy's, whole, also where other processes hold parts. All of them must call this."""
+    if jax.process_count() == 1:
+        return jax.device_get(tree)
+    return jax.tree.map(lambda x: np.asarray(multihost_utils.process_allgather(x, tiled=True)), tree)
 
 
 def wait_for_all(name: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from examples.common.benchmarks import find_batch_sizes, run_benchmark, run_comparison
 from examples.common.config import INSPECT, RunConfig
-from examples.common.hosts import is_main, say
+from examples.common.hosts import connect, is_main, say
 from examples.common.inspect_step import audit_step, profile_step
 from examples.common.loop import Interrupted, open_folder, train
 from examples.common.run_folder import RunFolder
@@ -44,6 +44,7 @@ def run(
         UsageError: data or flags do not fit.
         Interrupted: a signal came in a training; all is saved.
     """
+    connect(config.coordinator, config.processes, config.process_id)
     if use and config.action in use:
         return use[config.action](config)
     tasks = make()

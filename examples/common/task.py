@@ -183,7 +183,8 @@ class Task(abc.ABC):
 
     def train_step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         """The next state, and numbers for the bar, all left on the device; donates the state."""
-        return self._executables[shape_of(batch)](state, self.put(batch))
+        batch = self.put(batch)
+        return self._executables[shape_of(batch)](state, batch)
 
     def bytes_needed(self, batch_size: int) -> int:
         """Memory of a training step on one device, by the compiled plan."""

@@ -106,13 +106,14 @@ class OwnTask(Task):
         return [Batch(np.zeros((batch_size, 30), np.float32), np.zeros(batch_size, np.int32))]
 
     def made_up_batch(self) -> Batch:
-        return self.example_batches(self.batch_size)[0]
+        return self.example_batches(self.batch_size // jax.process_count())[0]
 
     def batches(self, epoch: int, first: int) -> Iterator[Batch]:
         order = np.random.default_rng((self.config.seed, epoch)).permutation(len(self._train.labels))
         for batch in range(first, self.steps):
             chosen = order[batch * self.batch_size :][: self.batch_size]
-            yield Batch(*(x[chosen] for x in self._train))
+            # Of several processes each gives its part of a batch.
+            yield Batch(*(x[np.split(chosen, jax.process_count())[jax.process_index()]] for x in self._train))
 
     def test(self, weights: Variables, between_steps: Callable[[], None], *, last: bool = True) -> dict[str, Any]:
         between_steps()
@@ -128,8 +129,12 @@ class OwnTask(Task):
 
 def run(config: Config) -> dict[str, Any]:
     """Does what the flags say."""
-    parallel = DataParallel(config.devices)
-    return modes.run(config, lambda: lambda own: OwnTask(own, parallel))
+
+    def make() -> Callable[[Any], OwnTask]:
+        parallel = DataParallel(config.devices, config.fsdp)
+        return lambda own: OwnTask(own, parallel)
+
+    return modes.run(config, make)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

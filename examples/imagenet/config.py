@@ -88,11 +88,6 @@ class Config(RunConfig):
     worker_kind: Literal["thread", "process"] = DEVICES(
         "thread", "processes take seconds to start, and pay where many cores decode small images"
     )
-    coordinator: str | None = DEVICES(
-        None, "several processes: HOST:PORT of process 0, or auto on a cluster that JAX knows"
-    )
-    processes: int | None = DEVICES(None, "how many processes there are in all")
-    process_id: int | None = DEVICES(None, "which of them this is, from 0")
 
     def _check_numbers(self) -> None:
         super()._check_numbers()

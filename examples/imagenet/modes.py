@@ -7,7 +7,6 @@ from typing import Any
 
 from examples.common import modes
 from examples.common.devices import DataParallel
-from examples.common.hosts import connect
 from examples.imagenet.config import Config
 from examples.imagenet.data import Dataset
 from examples.imagenet.inference import evaluate, predict
@@ -17,7 +16,6 @@ from examples.imagenet.task import ImageTask, open_data
 
 def run(config: Config) -> dict[str, Any]:
     """Does what the flags say; see `examples.common.modes.run`."""
-    connect(config.coordinator, config.processes, config.process_id)
     return modes.run(config, partial(TaskMaker, config), {"evaluate": evaluate, "predict": predict})
 
 

@@ -86,8 +86,10 @@ class Buckets:
         perturbation: of the utterances in training.
         workers: threads that load batches.
 
+    Of several processes each loads its part of a batch, in the order of processes.
+
     Attributes:
-        shapes: all that batches will have, from short to long.
+        shapes: all that whole batches will have, from short to long.
         steps: batches in a training epoch, the same in each.
     """
 
@@ -153,8 +155,10 @@ class Buckets:
         return iter(batches.to_iter_dataset(options))
 
     def _load(self, plan: _Plan, perturbation: Perturbation) -> Batch:
-        batch = plan.shape.zeros()
-        for row, (index, speed, gain) in enumerate(zip(plan.indices, *plan.draw, strict=True)):
+        rows = plan.shape.batch // jax.process_count()
+        batch = plan.shape._replace(batch=rows).zeros()
+        own = slice(jax.process_index() * rows, (jax.process_index() + 1) * rows)
+        for row, (index, speed, gain) in enumerate(zip(plan.indices[own], *(x[own] for x in plan.draw), strict=True)):
             audio = self._speech.load(int(index))
             if audio is None:
                 continue

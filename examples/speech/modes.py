@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 
 from examples.common import modes
-from examples.common.cli import UsageError
 from examples.common.devices import DataParallel
-from examples.common.hosts import say
+from examples.common.hosts import is_main, say
 from examples.common.run_folder import RunFolder
 from examples.speech.config import Config
 from examples.speech.dataset import Speech
@@ -30,9 +29,7 @@ class TaskMaker:
     """Tasks of several flags on the same speech, which is opened once."""
 
     def __init__(self, config: Config, data: bool = True) -> None:
-        if config.fsdp:
-            raise UsageError("--fsdp: the losses of this script differ from those of one device with it; leave it out.")
-        self._parallel, self._alphabet = DataParallel(config.devices), open_alphabet(config)
+        self._parallel, self._alphabet = DataParallel(config.devices, config.fsdp), open_alphabet(config)
         self._sets: dict[str, Speech] = {} if config.is_benchmark or not data else open_data(config)
 
     def __call__(self, config: Config) -> SpeechTask:
@@ -41,6 +38,8 @@ class TaskMaker:
 
 def write_reports(task: Any, folder: RunFolder) -> None:
     """Leaves transcripts, and the names of files whose loss was not finite."""
+    if not is_main():
+        return
     if task.transcribed:
         report = transcript_report(task.transcribed, task.config.report)
         (folder.path / "transcripts.txt").write_text(report + "\n")

@@ -13,12 +13,13 @@ from examples.common.benchmarking import compile_step
 from examples.common.cli import UsageError
 from examples.common.config import RunConfig
 from examples.common.devices import DataParallel
+from examples.common.hosts import on_host
 from examples.common.plots import Panel
 from examples.common.task import Task, shape_of
 from examples.common.training import Training, TrainState, Variables, create_training
 from examples.speech.alphabet import Alphabet
 from examples.speech.audio import SAMPLE_RATE
-from examples.speech.batching import Batch, Buckets, Shape, check_batch_size
+from examples.speech.batching import Array, Batch, Buckets, Shape, check_batch_size
 from examples.speech.config import Config
 from examples.speech.corpus import make_corpus
 from examples.speech.dataset import Speech
@@ -191,7 +192,8 @@ class SpeechTask(Task):
         return test_metrics(self.transcribed)
 
     def items(self, batch: Batch) -> int:
-        return int(np.sum(batch.weights))
+        # Of the others' parts it is only known how many entries they have.
+        return int(np.sum(batch.weights)) + self.batch_size - len(batch.weights)
 
     def epoch_text(self, line: dict[str, Any]) -> str:
         prefix = "dev_" if self._dev else ""
@@ -242,7 +244,7 @@ class SpeechTask(Task):
     # Benchmarks.
 
     def made_up_batch(self) -> Batch:
-        return made_up_batch(self.config, self.batch_size, self.alphabet.labels)
+        return made_up_batch(self.config, self.batch_size // jax.process_count(), self.alphabet.labels)
 
     def use_step(self) -> jax.stages.Wrapped:
         return create_transcribe_step(self.config, self.alphabet.labels, self.config.last_beam)
@@ -280,14 +282,15 @@ class Tester:
         found: list[Transcribed] = []
         for batch in self._buckets.evaluation_batches():
             between_steps()
+            batch = self._parallel.put(batch)
             step = self._steps[beam][shape_of(batch)]
-            found += self._transcribed(batch, *jax.device_get(step(variables, self._parallel.put(batch))))
+            found += self._transcribed(*on_host((batch.weights, batch.indices, *step(variables, batch))))
         return found
 
-    def _transcribed(self, batch: Batch, losses: Any, decoded: Any) -> Iterator[Transcribed]:
+    def _transcribed(self, weights: Array, indices: Array, losses: Any, decoded: Any) -> Iterator[Transcribed]:
         speech = self._speech
-        for row in np.flatnonzero(batch.weights):
-            index = batch.indices[row]
+        for row in np.flatnonzero(weights):
+            index = indices[row]
             text = speech.alphabet.decode(decoded.labels[row, : decoded.lengths[row]])
             yield Transcribed(str(speech.paths[index]), speech.transcripts[index], text, float(losses[row]))
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +20,8 @@ from examples.imagenet.config import Config
 from examples.imagenet.data import Batch
 from examples.imagenet.embedded import EMBEDDED, Digits
 from examples.imagenet.task import ImageTask, open_data
+from tests.examples import processes
 
-REPOSITORY = Path(__file__).parents[3]
 # What another process runs as `python -m examples.imagenet` with the tiny model.
 PROGRAM = """
 import sys, pytest
@@ -77,13 +75,7 @@ def last_state(output: Path, **flags: Any) -> TrainState:
 
 def start(*flags: str) -> subprocess.Popen[str]:
     """The program in a process of its own, with one device."""
-    environment = os.environ | {
-        "XLA_FLAGS": "--xla_backend_optimization_level=0",
-        "PYTHONPATH": str(REPOSITORY),
-        "JAX_COMPILATION_CACHE_DIR": str(jax.config.values["jax_compilation_cache_dir"]),
-    }
-    command = [sys.executable, "-c", PROGRAM, *flags]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return processes.start(PROGRAM, *flags)
 
 
 def as_bytes(tree: Any) -> list[bytes]:

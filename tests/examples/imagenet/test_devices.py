@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import socket
-import subprocess
+import signal
 
 import jax
 import numpy as np
@@ -13,7 +12,8 @@ from examples.common.cli import UsageError
 from examples.common.devices import DataParallel
 from examples.common.training import means
 from examples.imagenet.__main__ import main
-from tests.examples.imagenet.runs import digits_task, metrics_of, start
+from tests.examples.imagenet.runs import PROGRAM, as_bytes, digits_task, last_state, metrics_of
+from tests.examples.processes import together
 
 pytestmark = pytest.mark.usefixtures("quick_runs")
 
@@ -43,44 +43,43 @@ def test_batches_that_can_not_be_shared_are_refused():
         DataParallel(5)
 
 
-def together(folder, flags):
-    """The outputs of two processes that train together; None if they did not meet, as another test took their port."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
-    shared = [*flags, "--coordinator", address, "--processes", "2", "--output", str(folder)]
-    processes = [start(*shared, "--process-id", str(index)) for index in range(2)]
-    try:
-        outputs = [process.communicate(timeout=200) for process in processes]
-    except subprocess.TimeoutExpired:
-        return None
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
-    assert [process.returncode for process in processes] == [0, 0], outputs
-    return outputs
+# The second of two processes dies in its eighth step, once the state after the sixth is on the disk.
+DYING = PROGRAM.replace(
+    "sys.exit",
+    """
+import os, pathlib, signal, time
+from examples.imagenet.task import ImageTask
+steps, real = [], ImageTask.train_step
+def train_step(self, state, batch):
+    steps.append(1)
+    while len(steps) == 8:
+        if (self.config.output / "checkpoints" / "6").is_dir():
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(0.05)
+    return real(self, state, batch)
+ImageTask.train_step = train_step
+sys.exit""",
+)
 
 
 @pytest.mark.slow
-def test_two_processes_with_the_state_split_train_as_one_does_and_one_goes_on(tmp_path):
-    flags = ["--policy", "float32", "--epochs", "1", "--batch-size", "32"]
+def test_after_one_of_two_processes_is_killed_the_run_goes_on_bitwise(tmp_path):
+    flags = ["--epochs", "3", "--batch-size", "32", "--fsdp"]
     for attempt in range(3):
         folder = tmp_path / f"two-{attempt}"
-        outputs = together(folder, [*flags, "--fsdp"])
-        if outputs:
+        ended = together([PROGRAM, DYING], [*flags, "--save-every", "0", "--output", str(folder)])
+        if ended:
             break
-    # One of them speaks and writes.
-    assert "test accuracy" in outputs[0][0]
-    assert "test accuracy" not in outputs[1][0]
-    assert main([*flags, "--devices", "1", "--output", str(tmp_path / "one")]) == 0
-    two, one = (metrics_of(tmp_path / name)[0] for name in (folder.name, "one"))
-    assert two["test_accuracy"] == one["test_accuracy"]
-    assert two["train_loss"] == pytest.approx(one["train_loss"], rel=1e-5)
-    assert (folder / "checkpoints" / "3").is_dir()
-    # The one checkpoint of both is resumed by one process, which holds all of the state.
-    for name in (folder.name, "one"):
-        resumed = [*flags, "--epochs", "2", "--devices", "1", "--resume", "--output", str(tmp_path / name)]
-        assert main(resumed) == 0
-    two, one = (metrics_of(tmp_path / name)[1] for name in (folder.name, "one"))
-    assert two["train_loss"] == pytest.approx(one["train_loss"], rel=1e-4)
+    (code, told, error), (killed, silent, _) = ended
+    assert killed == -signal.SIGKILL
+    # The other one of them speaks, and ends in one line.
+    assert "epoch   2/3" in told
+    assert "epoch   2/3" not in silent
+    assert code == 2
+    assert "error: another process of this run has ended" in error
+    assert "Traceback" not in error
+    # One process with two devices goes on from the checkpoint of both, and one that has never stopped ends alike.
+    assert main([*flags, "--devices", "2", "--output", str(folder), "--resume"]) == 0
+    assert main([*flags, "--devices", "2", "--output", str(tmp_path / "whole")]) == 0
+    assert as_bytes(last_state(folder, epochs=3)) == as_bytes(last_state(tmp_path / "whole", epochs=3))
+    assert metrics_of(folder) == metrics_of(tmp_path / "whole")
