@@ -50,7 +50,7 @@ def encode(x: jax.Array, dtype: Any, block_size: int, bits: jax.Array) -> Blockw
 
 @functools.partial(jax.jit, static_argnums=1, inline=True)
 def block_scales(x: jax.Array, block_size: int) -> jax.Array:
-    """The scale of each block: its largest magnitude, negative where all its numbers are >= 0; shape (*leading, blocks).
+    """The scale of each block, [*leading, blocks]: its largest magnitude, negative where all its numbers are >= 0.
 
     A scale is 0 where the block is as good as zero (a quotient by a denormal scale could be infinite), and infinite or
     NaN where a number of the block is.
