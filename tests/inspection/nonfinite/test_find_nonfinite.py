@@ -10,6 +10,8 @@ from jax.sharding import PartitionSpec as P
 
 import mpjax
 from mpjax import find_nonfinite
+from testing import cheap_keys
+from testing.random_programs.evaluate import arrays_in_numpy
 from testing.zoo import REGISTRY, harness
 
 HALF = jnp.float16
@@ -188,16 +190,17 @@ def test_models_of_every_library_give_the_module():
 
     x = jnp.full((2, 4), 100.0)
     model = mpjax.with_policy(nn.Sequential([nn.Dense(8, kernel_init=nn.initializers.ones)]), "mixed_float16")
-    params = model.init(jax.random.key(0), x)
+    key = cheap_keys.key(0)
+    params = arrays_in_numpy(model.init)(key, x)
     found = find_nonfinite(model.apply, params, 200 * x)
     assert (found.primitive, found.module) == ("dot_general", "Sequential/layers_0")
 
     net = hk.transform(lambda x: jnp.mean(hk.nets.MLP([8, 8])(x) ** 2))
-    params = jax.tree.map(lambda p: jnp.ones_like(p) * 100, net.init(jax.random.key(0), x))
+    params = jax.tree.map(lambda p: jnp.asarray(np.full(p.shape, 100, p.dtype)), jax.eval_shape(net.init, key, x))
     found = find_nonfinite(mpjax.autocast(lambda p, x: net.apply(p, None, x)), params, x)
     assert (found.primitive, found.module) == ("dot_general", "mlp/linear_1")
 
-    module = nnx.Linear(4, 8, kernel_init=nnx.initializers.ones, rngs=nnx.Rngs(0))
+    module = nnx.Linear(4, 8, kernel_init=nnx.initializers.ones, rngs=nnx.Rngs(key))
     found = find_nonfinite(mpjax.with_policy(module, "mixed_float16"), 200 * x)
     assert (found.primitive, found.float32_value) == ("dot_general", 80000.0)
     found = find_nonfinite(lambda m, x: m(x), module, x * jnp.nan)
@@ -205,7 +208,7 @@ def test_models_of_every_library_give_the_module():
     module.kernel[...] = module.kernel[...].at[0].set(jnp.nan)
     assert find_nonfinite(lambda m, x: m(x), module, x).argument == "args[0]['kernel']"
 
-    linear = eqx.nn.Linear(4, 8, key=jax.random.key(0))
+    linear = arrays_in_numpy(lambda key: eqx.nn.Linear(4, 8, key=key))(key)
     found = find_nonfinite(mpjax.autocast(lambda m, x: jnp.log(0 * jax.vmap(m)(x)).sum()), linear, x)
     assert (found.primitive, found.kind) == ("log", "inf")
 
