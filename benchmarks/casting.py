@@ -7,7 +7,7 @@ on the tool. A run merges its results into the file program by program, so the b
 
 `--regions` compares autocast with and without rematerialisation regions, which says what they cost the compiler:
 
-    python -m benchmarks.casting --regions --programs linen_transformer --compilations 8
+    python -m benchmarks.casting --regions --programs linen_transformer --compilations 5
 
 Flax's DynamicScale casts nothing, so it has no row. Keras 3 accepts only its own models, so it has one program.
 """
