@@ -14,8 +14,8 @@ import jax
 import optax
 import pytest
 
-# A script that tests run, not a module with doctests.
-collect_ignore = ["user_script.py"]
+# Scripts that tests run, not modules with doctests.
+collect_ignore = ["user_script.py", "launcher/scripts"]
 
 # Folders whose programs promote implicitly, as a user's may: the scripts and the benchmarks.
 STANDARD_PROMOTION = ("tests/examples/", "tests/benchmarks/")
@@ -67,6 +67,10 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="no GPU"))
 
 
+# Folders whose tests run in one process: their files train the same small models, each compiled once.
+SHARING = ("tests/examples/imagenet", "tests/examples/speech")
+
+
 def _share_processes(items):
     """Tests of one file run in one process, which its fixtures and caches are for; those of the zoo by program.
 
@@ -75,5 +79,6 @@ def _share_processes(items):
     of_zoo = {item: "casting/test_zoo" in item.nodeid for item in items}
     for item in items:
         program = item.callspec.params.get("name") if of_zoo[item] and hasattr(item, "callspec") else None
-        item.add_marker(pytest.mark.xdist_group(program or item.nodeid.split("::")[0]))
+        shared = next((folder for folder in SHARING if item.nodeid.startswith(folder)), item.nodeid.split("::")[0])
+        item.add_marker(pytest.mark.xdist_group(program or shared))
     items.sort(key=of_zoo.__getitem__)
