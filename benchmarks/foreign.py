@@ -232,8 +232,9 @@ def run_tests(path: pathlib.Path, tests: list[str], mode: str, options: argparse
         environment = os.environ | {MODE: mode, REPORT: str(report), DTYPE: options.dtype, "PYTHONPATH": str(root)}
         environment["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
         environment["JAX_PLATFORMS"] = "cpu"
+        environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # the plugins that happen to be installed take seconds
         command = [sys.executable, "-m", "pytest", "-q", "-p", "benchmarks.foreign", "-p", "no:cacheprovider"]
-        command += ["-p", "no:xdist", "-o", "addopts=", "-W", "ignore", "--rootdir", str(path.parent)]
+        command += ["-o", "addopts=", "-W", "ignore", "--rootdir", str(path.parent)]
         command += ["-k", options.k] if options.k and not tests else []
         command += [f"{path}::{test.partition('::')[2]}" for test in tests] or [str(path)]
         try:
