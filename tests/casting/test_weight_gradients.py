@@ -112,3 +112,17 @@ def test_sharded_sums_of_weight_gradients_are_float32():
 
 def loss_of_all(w, x):
     return mpjax.autocast(lambda w, x: jnp.mean(dense(w, x) ** 2))(w, x)
+
+
+def test_transposed_gradient_of_a_3d_bfloat16_matmul_runs_on_a_cpu():
+    # XLA's CPU compiler (0.12) turned a matmul with more than two dimensions whose float32 result is transposed into
+    # one that it can't run: "Unsupported element type for DotThunk::Execute: BF16 x BF16 = F32". Small ones did run.
+    rng = np.random.default_rng(0)
+    x, w = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((4, 16, 32), (64, 32)))
+
+    def loss(w, x):
+        return jnp.sum(jnp.sin(x @ w.T))
+
+    found = np.asarray(jax.jit(jax.grad(mpjax.autocast(loss, "mixed_bfloat16")))(w, x))
+    expected = np.asarray(jax.jit(jax.grad(loss))(w, x))
+    np.testing.assert_allclose(found, expected, atol=0.03 * np.abs(expected).max())
