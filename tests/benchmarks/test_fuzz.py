@@ -7,7 +7,7 @@ import pytest
 
 import mpjax
 from benchmarks import foreign, fuzz
-from testing.random_programs import Case, Failure, check, properties
+from testing.random_programs import Case, Failure, Rejected, check, properties
 from testing.random_programs.evaluate import evaluate
 from testing.random_programs.reduction import reduced
 
@@ -21,6 +21,18 @@ def program(w, x, b, s, n):
 
 def test_a_correct_program_passes():
     assert check(Case(ROWS_BY_MATRIX, "grad")) == "checked"
+
+
+def test_what_fails_in_jit_too_is_rejected():
+    rule_needs_an_axis = """
+def program(w, x, b, s, n):
+    def summed(a):
+        return lax.scan(lambda c, _: (lax.psum(jnp.sin(c), 'rows'), None), a, None, length=1)[0]
+    return jax.vmap(halved_jvp(summed), axis_name='rows')(x),
+"""
+    assert check(Case(rule_needs_an_axis, "value"))
+    with pytest.raises(Rejected):
+        check(Case(rule_needs_an_axis, "grad"))
 
 
 def _only(wrong):
