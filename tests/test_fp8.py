@@ -1,5 +1,7 @@
 """Flax's FP8 layers return new values as gradients: they are taken as they are. Float8 gradients never become NaN."""
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -11,33 +13,39 @@ from flax.linen import fp8_ops
 from flax.training.train_state import TrainState
 
 import mpjax
+from testing import cheap_keys
 
 KEY = "_overwrite_with_gradient"
-X = jax.random.normal(jax.random.key(1), (16, 16))
-Y = jnp.tanh(X[:, :1])
+X, BAD = (np.random.default_rng(1).normal(size=(16, 16)).astype(np.float32) for _ in range(2))
+BAD[0, 0] = np.inf
+Y = np.tanh(X[:, :1])
 MODEL = nn.Dense(16, dot_general_cls=fp8_ops.Fp8DotGeneralOp)
-BAD = X.at[0, 0].set(jnp.inf)
 
 
 @pytest.fixture(scope="module")
 def variables():
-    return MODEL.init(jax.random.key(0), X)
+    return jax.jit(MODEL.init)(cheap_keys.key(0), X)
+
+
+@pytest.fixture(scope="module")
+def grads(variables):
+    return jax.jit(jax.grad(loss_fn))(variables)
 
 
 def loss_fn(variables, x=X):
     return jnp.mean((MODEL.apply(variables, x) - Y) ** 2)
 
 
-def run(variables, form, xs):
-    """The variables after steps on `xs`, and whether the steps were taken."""
-    if form == "plain":
-        state = TrainState.create(apply_fn=MODEL.apply, params=variables, tx=optax.adam(1e-2))
-    else:
-        state = TrainState.create(
-            apply_fn=MODEL.apply, params=variables, tx=mpjax.dynamic_loss_scale(optax.adam(1e-2), growth_interval=3)
-        )
+@functools.cache
+def start_and_step(form):
+    """A function that makes a form's state of variables, and its step, which is compiled once."""
     tx = mpjax.dynamic_loss_scale(optax.adam(1e-2), growth_interval=3)
-    carry = (variables, tx.init(variables)) if form == "apply_gradients" else state
+
+    def start(variables):
+        if form == "apply_gradients":
+            return variables, tx.init(variables)
+        optimizer = optax.adam(1e-2) if form == "plain" else tx
+        return TrainState.create(apply_fn=MODEL.apply, params=variables, tx=optimizer)
 
     @jax.jit
     def step(carry, x):
@@ -49,6 +57,13 @@ def run(variables, form, xs):
         loss, grads = mpjax.value_and_grad(loss_fn, opt_state)(variables, x)
         return mpjax.apply_gradients(tx, grads, opt_state, variables, value=loss)
 
+    return start, step
+
+
+def run(variables, form, xs):
+    """The variables after steps on `xs`."""
+    start, step = start_and_step(form)
+    carry = start(variables)
     for x in xs:
         carry = step(carry, x)
     return carry[0] if form == "apply_gradients" else carry.params
@@ -73,11 +88,10 @@ def test_apply_gradients_keeps_the_collection_on_a_skipped_step(variables):
     jax.tree.map(np.testing.assert_array_equal, after, before)
 
 
-def test_an_overflow_that_only_the_collection_shows_is_skipped(variables):
+def test_an_overflow_that_only_the_collection_shows_is_skipped(variables, grads):
     # Quantizing clips to float8's range, so the gradients can stay finite where the amax is not.
     tx = mpjax.dynamic_loss_scale(optax.sgd(0.1))
     state = tx.init(variables)
-    grads = jax.grad(loss_fn)(variables)
     grads = {**grads, KEY: jax.tree.map(lambda g: jnp.full_like(g, jnp.inf), grads[KEY])}
     new, state = mpjax.apply_gradients(tx, grads, state, variables)
     assert not state.last_finite
@@ -86,20 +100,18 @@ def test_an_overflow_that_only_the_collection_shows_is_skipped(variables):
 
 @pytest.mark.parametrize("kind", [dict, freeze])
 @pytest.mark.parametrize("wrap", [lambda tx: tx, lambda tx: mpjax.master_weights(tx, "O2")])
-def test_plain_optimizers_and_master_weights_take_the_values_too(variables, kind, wrap):
+def test_plain_optimizers_and_master_weights_take_the_values_too(variables, grads, kind, wrap):
     tx = wrap(optax.sgd(0.1))
-    variables = kind(variables)
-    grads = jax.grad(loss_fn)(variables)
+    variables, grads = kind(variables), kind(grads)
     new, _ = mpjax.apply_gradients(tx, grads, tx.init(variables), variables)
     assert type(new) is type(variables)
     jax.tree.map(np.testing.assert_array_equal, new[KEY], grads[KEY])
     np.testing.assert_allclose(new["params"]["kernel"], variables["params"]["kernel"] - 0.1 * grads["params"]["kernel"])
 
 
-def test_unscale_leaves_the_collection_alone_and_update_refuses_it(variables):
+def test_unscale_leaves_the_collection_alone_and_update_refuses_it(variables, grads):
     tx = mpjax.dynamic_loss_scale(optax.sgd(0.1))
     state = tx.init(variables)
-    grads = jax.grad(loss_fn)(variables)
     unscaled = mpjax.unscale(grads, state)
     jax.tree.map(np.testing.assert_array_equal, unscaled[KEY], grads[KEY])
     np.testing.assert_array_equal(unscaled["params"]["bias"], grads["params"]["bias"] / 2.0**15)
