@@ -5,6 +5,8 @@ collectives that the partitioner made: data parallel, FSDP (parameters and Adam'
 parallelism, and FSDP with the layers in a `scan`; in float32, in half by hand, by `autocast` and by `with_policy`.
 
 `--h200` compiles for eight H200 with JAX's CUDA plugin, which needs no GPU, and leaves the gradient error out.
+`--overlap` adds to its results the schedules of a step with mpjax's skip and of one with a skip written by hand: how
+many kernels run while each collective is under way.
 
 The gradient error is that of all gradients against float32 on one device, the norm of the difference over the norm:
 of the same batch on one device, and spread over all of them, which adds the error of the reduction.
@@ -137,6 +139,64 @@ def program(
     return mesh, step, gradients, (params, place(jax.eval_shape(tx.init, params)), batch, batch)
 
 
+def hand_written_skip(gradients: Any) -> Any:
+    """A step that skips by itself: what mpjax's finite check is compared with."""
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    adam = optax.adam(1e-3)
+
+    def step(params: Any, state: Any, x: Any, y: Any) -> Any:
+        loss, grads = gradients(params, state, x, y)
+        finite = jnp.all(jnp.array([jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads)]))
+
+        def take(carried: Any) -> Any:
+            params, inner = carried
+            updates, inner = adam.update(grads, inner, params)
+            return optax.apply_updates(params, updates), inner
+
+        params, inner = jax.lax.cond(finite, take, lambda carried: carried, (params, state.inner_state))
+        scale = jnp.where(finite, state.loss_scale, state.loss_scale / 2)
+        return params, state._replace(loss_scale=scale, inner_state=inner), loss
+
+    return step
+
+
+def overlaps(half: str, among: Any, layout: str = "FSDP") -> dict[str, list[list[Any]]]:
+    """Each collective of the schedule, and how many kernels run while it is under way (None: nothing can)."""
+    import jax
+
+    found = {}
+    for form in ("mpjax", "by hand"):
+        mesh, step, gradients, shapes = program(layout, "by hand", half, len(among), among=among)
+        step = step if form == "mpjax" else hand_written_skip(gradients)
+        carried = jax.tree.map(lambda x: x.sharding, shapes[:2])
+        jitted = jax.jit(step, donate_argnums=(0, 1), out_shardings=(*carried, None))
+        with jax.set_mesh(mesh):
+            found[form] = schedule(jitted.trace(*shapes).lower(lowering_platforms=("cuda",)).compile().as_text() or "")
+    return found
+
+
+def schedule(text: str) -> list[list[Any]]:
+    """The collectives of a scheduled program in order, each with the number of kernels before it must be done."""
+    from mpjax.inspection.profile.hlo_text import HloModule
+
+    program = HloModule(text)
+    lines = list(program.computations[program.entry].values())
+    rows: list[list[Any]] = []
+    for i, line in enumerate(lines):
+        kind = line.opcode.removesuffix("-start")
+        if kind not in ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"):
+            continue
+        if kind == line.opcode:
+            rows.append([kind, None])
+            continue
+        done = next(j for j, later in enumerate(lines) if j > i and line.name in later.operands)
+        rows.append([kind, sum(x.opcode in ("fusion", "custom-call", "conditional") for x in lines[i:done])])
+    return rows
+
+
 def gradient_error(form: str, half: str, devices: int, rows_of: int) -> float:
     """Of data parallel training on so many devices, with the batch of `rows_of` devices."""
     import jax
@@ -220,24 +280,29 @@ def _in_process(devices: int, half: str) -> list[Any]:
 
 def main() -> None:
     from benchmarks import RESULTS
-    from perf.results import save
+    from perf.results import previous, save
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--half", default="float16", choices=("float16", "bfloat16"))
     parser.add_argument("--devices", type=int, help="print the rows of this process, which has so many devices")
     parser.add_argument("--h200", action="store_true", help="compile for eight H200, without a GPU")
+    parser.add_argument("--overlap", action="store_true", help="add the schedules of two skips to those results")
     parser.add_argument("--out", type=pathlib.Path, default=RESULTS, help="folder of the results")
     args = parser.parse_args()
     if args.devices:
         print(json.dumps(measure(args.devices, args.half)))
         return
-    if args.h200:
+    if args.h200 or args.overlap:
         from benchmarks.training.target import NO_PLUGIN, h200s
 
         found = h200s(8) or parser.error(f"--h200: {NO_PLUGIN}")
-        rows = measure(8, args.half, among=found)
-        print(table(rows))
-        save(f"communication_{args.half}_h200", {"steps": rows}, args.out)
+        name = f"communication_{args.half}_h200"
+        results = previous(name, args.out) | {"overlap": overlaps(args.half, found)}
+        print(results["overlap"])
+        if args.h200:
+            results["steps"] = measure(8, args.half, among=found)
+            print(table(results["steps"]))
+        save(name, results, args.out)
         return
     rows = [row for devices in DEVICES for row in _in_process(devices, args.half)]
     print(table(rows))

@@ -1,8 +1,10 @@
 """What sharded steps send, at toy size on four devices, and the simulated error of sums over replicas."""
 
+import json
+
 import pytest
 
-from benchmarks import communication, reduction_error
+from benchmarks import RESULTS, communication, reduction_error
 
 
 @pytest.fixture(autouse=True)
@@ -39,3 +41,25 @@ def test_rings_in_half_lose_what_trees_and_float32_keep():
     assert found["float32"]["ring"]["1024"] < 1e-5
     assert found["float16"]["tree"]["16"] < 1e-3
     assert "| float32 | tree |" in reduction_error.table(found)
+
+
+def test_the_finite_check_lets_as_much_overlap_as_one_by_hand():
+    results = json.loads((RESULTS / "communication_float16_h200_cpu.json").read_text())["results"]
+    ours, by_hand = (results["overlap"][form] for form in ("mpjax", "by hand"))
+    assert [kind for kind, _ in ours] == [kind for kind, _ in by_hand]
+    assert sum(kernels or 0 for _, kernels in ours) >= sum(kernels or 0 for _, kernels in by_hand)
+
+
+def test_kernels_between_start_and_done_are_counted():
+    text = """HloModule jit_step, is_scheduled=true
+
+ENTRY %main (p: f32[8]) -> f32[8] {
+  %p = f32[8]{0} parameter(0)
+  %start = f32[8]{0} all-reduce-start(%p), replica_groups={}
+  %a = f32[8]{0} custom-call(%p), custom_call_target="a"
+  %b = f32[8]{0} custom-call(%a), custom_call_target="a"
+  %done = f32[8]{0} all-reduce-done(%start)
+  ROOT %now = f32[8]{0} all-reduce(%done), replica_groups={}
+}
+"""
+    assert communication.schedule(text) == [["all-reduce", 2], ["all-reduce", None]]
