@@ -1,7 +1,4 @@
-"""Every family's step runs its matmuls in half; some, of each structure, train: half starts where float32 starts.
-
-`python -m benchmarks.parity` trains all of them in every policy.
-"""
+"""One seed of each family: half precision starts where float32 starts, trains, and runs its matmuls in half."""
 
 import dataclasses
 import re
@@ -18,10 +15,8 @@ from mpjax._loss_scale_state import LossScaleState
 
 POLICY = "mixed_float16"
 STEPS = 8
-# One family of each structure is trained: batch statistics and a first loss scale that overflows, embeddings, rival
-# losses, several updates on rollouts of the policy in training.
-OVERFLOWING = "jasper"
-TRAINED = (OVERFLOWING, "ncf", "gan", "ppo")
+# The first loss scale is too high for these by one step.
+OVERFLOWING = ("jasper",)
 OPERATION = re.compile(r"stablehlo\.(?:dot_general|convolution)[^\n]*: \((tensor<[^>]*>), (tensor<[^>]*>)\)")
 
 
@@ -43,28 +38,20 @@ def scale_states(state):
 
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize("name", FAMILIES)
-def test_matmuls_of_a_family_run_in_half(name):
-    family = get(name)
-    trained = training.Training(family, POLICY)
-    state = jax.eval_shape(lambda: trained.init(0))
-    lowered = trained.step.lower(state, family.batch(np.random.default_rng(0)))
-    operands = [part for pair in OPERATION.findall(lowered.as_text()) for part in pair]
-    assert operands
-    assert sum("f16" in part for part in operands) >= 0.9 * len(operands)
-    assert jax.eval_shape(trained.step, state, family.batch(np.random.default_rng(1)))[0] == state
-
-
-@pytest.mark.standard_promotion
-@pytest.mark.parametrize("name", TRAINED)
 def test_family_trains_in_half(name):
     family = get(name)
     trained = training.Training(family, POLICY)
     state = trained.init(0)
     batch = family.batch(np.random.default_rng(0))
+    lowered = trained.step.lower(state, batch)
+    operands = [part for pair in OPERATION.findall(lowered.as_text()) for part in pair]
+    assert operands
+    assert sum("f16" in part for part in operands) >= 0.9 * len(operands)
+
     first = float(float32_losses(family)(state["variables"], batch))
-    losses = []
+    step, losses = lowered.compile(), []
     for _ in range(STEPS):
-        state, loss = trained.step(state, batch)
+        state, loss = step(state, batch)
         losses.append(float(loss))
     assert np.isfinite(losses).all()
     # Losses of rival models need not fall, nor those of data that the model makes itself (a mean over several passes).
@@ -73,7 +60,7 @@ def test_family_trains_in_half(name):
         assert losses[-1] < losses[0]
     assert {x.dtype for x in jax.tree.leaves(state["variables"])} == {np.dtype("float32")}
     skipped = [int(s.skipped_steps) for s in scale_states(state)]
-    assert skipped == [int(name == OVERFLOWING)] * len(family.losses)
+    assert skipped == [int(name in OVERFLOWING)] * len(family.losses)
 
 
 def test_trainings_know_which_metric_is_better():

@@ -7,7 +7,7 @@ from testing.random_programs import Rejected, cases, check
 
 # One shrunk failure is reported at a time: each costs as much as many examples.
 _OPTIONS = settings(
-    max_examples=60,
+    max_examples=200,
     derandomize=True,
     database=None,
     deadline=None,
