@@ -60,10 +60,10 @@ def same_trace(a: Any, b: Any) -> bool:
     return a._trace is b._trace
 
 
-def flattens_matmul(dtype: Any) -> bool:
-    """Whether a matmul of this dtype with a float32 result must be one of matrices.
+def contracts_rows(dtype: Any) -> bool:
+    """Whether a matmul of this dtype with a float32 result must be one of matrices that sums over the rows of both.
 
-    XLA's CPU compiler (0.12) rewrites others in bfloat16, such as one whose result is transposed, to a form that it
+    XLA's CPU compiler (0.10 to 0.12) rewrites others in bfloat16, where their result is transposed, to a form that it
     can't run.
     """
     return dtype == jax.numpy.bfloat16 and jax.default_backend() == "cpu"

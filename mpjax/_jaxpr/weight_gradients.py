@@ -181,8 +181,11 @@ def _tangent_transpose(
         params["preferred_element_type"] = aval.dtype
         if which == 1 and matmul is lax.conv_general_dilated_p and is_pointwise(params, aval.shape):
             return [None, compat.with_weak_type(_matrix_gradient(known[0], ct, aval, params), aval)]
-        if which == 1 and matmul is lax.dot_general_p and params.get("out_sharding") is None:
-            return [None, compat.with_weak_type(_right_gradient(known[0], ct, aval, params), aval)]
+        if matmul is lax.dot_general_p and params.get("out_sharding") is None:
+            if which == 1:
+                return [None, compat.with_weak_type(_right_gradient(known[0], ct, aval, params), aval)]
+            if compat.contracts_rows(half):
+                return [compat.with_weak_type(_left_gradient(known[1], ct, aval, params), aval), None]
     found = compat.bilinear_transpose(matmul, ct, (*known, *operands[2:]), which, params)
     if found.dtype != aval.dtype:
         found = lax.convert_element_type(found, aval.dtype)
@@ -208,21 +211,41 @@ def _right_gradient(a: Any, ct: Any, aval: Any, params: dict[str, Any]) -> Any:
     n = len(a_batch)
     of_a, of_ct = (free, tuple(a_batch)), (tuple(range(n, n + len(free))), tuple(range(n)))
     kept = {name: params[name] for name in ("precision", "preferred_element_type")}
-    if n == 0 and compat.flattens_matmul(a.dtype):
-        rows = math.prod(a.shape[d] for d in free)
-        a, ct = lax.transpose(a, (*free, *sorted(a_contract))).reshape(rows, -1), ct.reshape(rows, -1)
-        of_a = of_ct = ((0,), ())
     contracted = [b for _, b in sorted(zip(a_contract, b_contract, strict=True))]
     others = [d for d in range(aval.ndim) if d not in (*b_contract, *b_batch)]
     # The dimensions of the result, as those of the operand.
     first, last = [*b_batch, *contracted, *others], [*b_batch, *others, *contracted]
     order = last if last == sorted(last) else first
     if order is last:
-        found = lax.dot_general(ct, a, ((of_ct[0], of_a[0]), (of_ct[1], of_a[1])), **kept)
+        found = _dot(ct, a, ((of_ct[0], of_a[0]), (of_ct[1], of_a[1])), **kept)
     else:
-        found = lax.dot_general(a, ct, ((of_a[0], of_ct[0]), (of_a[1], of_ct[1])), **kept)
+        found = _dot(a, ct, ((of_a[0], of_ct[0]), (of_a[1], of_ct[1])), **kept)
     found = found.reshape([aval.shape[d] for d in order])
     return found if order == sorted(order) else lax.transpose(found, [order.index(d) for d in range(aval.ndim)])
+
+
+def _left_gradient(b: Any, ct: Any, aval: Any, params: dict[str, Any]) -> Any:
+    """The gradient of a matmul's left operand: that of the right one of the matmul with its operands swapped."""
+    (contract, batch) = params["dimension_numbers"]
+    n, free = len(batch[0]), aval.ndim - len(contract[0]) - len(batch[0])
+    ct = lax.transpose(ct, (*range(n), *range(n + free, ct.ndim), *range(n, n + free)))
+    return _right_gradient(b, ct, aval, {**params, "dimension_numbers": (contract[::-1], batch[::-1])})
+
+
+def _dot(x: Any, y: Any, dimensions: Any, **kept: Any) -> Any:
+    """A `dot_general`, as one of matrices that sums over the rows of both where it must be."""
+    if not compat.contracts_rows(x.dtype):
+        return lax.dot_general(x, y, dimensions, **kept)
+    (contract, batch) = dimensions
+    n, shape, matrices = len(batch[0]), [x.shape[d] for d in batch[0]], []
+    for z, summed, along in zip((x, y), contract, batch, strict=True):
+        free = [d for d in range(z.ndim) if d not in (*summed, *along)]
+        rows = math.prod(z.shape[d] for d in summed)
+        sizes = [z.shape[d] for d in along]
+        matrices.append(lax.transpose(z, (*along, *summed, *free)).reshape(*sizes, rows, -1))
+        shape += [z.shape[d] for d in free]
+    every = tuple(range(n))
+    return lax.dot_general(*matrices, (((n,), (n,)), (every, every)), **kept).reshape(shape)
 
 
 def _result_transpose(ct: Any, out: Any, *operands: Any, **params: Any) -> Sequence[Any]:

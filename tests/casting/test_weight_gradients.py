@@ -114,15 +114,29 @@ def loss_of_all(w, x):
     return mpjax.autocast(lambda w, x: jnp.mean(dense(w, x) ** 2))(w, x)
 
 
-def test_transposed_gradient_of_a_3d_bfloat16_matmul_runs_on_a_cpu():
-    # XLA's CPU compiler (0.12) turned a matmul with more than two dimensions whose float32 result is transposed into
-    # one that it can't run: "Unsupported element type for DotThunk::Execute: BF16 x BF16 = F32". Small ones did run.
+@pytest.mark.parametrize(
+    ("matmul", "shape"),
+    [
+        (lambda w, x: x @ w, (32, 64)),
+        (lambda w, x: w @ jnp.swapaxes(x, 1, 2), (64, 32)),
+        (lambda w, x: jnp.einsum("oi,bsi->obs", w, x), (64, 32)),
+        (lambda w, x: w @ jnp.swapaxes(x, 1, 2), (4, 64, 32)),
+        (lambda w, x: x @ w, (4, 32, 64)),
+    ],
+    ids=["right", "left", "left, one dot", "left, batched", "right, batched"],
+)
+def test_transposed_gradient_of_a_3d_bfloat16_matmul_runs_on_a_cpu(matmul, shape):
+    # XLA's CPU compiler turned a matmul whose float32 result is transposed into one that it can't run: "Unsupported
+    # element type for DotThunk::Execute: BF16 x BF16 = F32". Small ones did run.
     rng = np.random.default_rng(0)
-    x, w = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((4, 16, 32), (64, 32)))
+    w, x = (jnp.asarray(rng.normal(size=each), jnp.float32) for each in (shape, (4, 16, 32)))
 
     def loss(w, x):
-        return jnp.sum(jnp.sin(x @ w.T))
+        return jnp.sum(jnp.sin(matmul(w, x)))
 
-    found = np.asarray(jax.jit(jax.grad(mpjax.autocast(loss, "mixed_bfloat16")))(w, x))
-    expected = np.asarray(jax.jit(jax.grad(loss))(w, x))
+    def transposed(loss):
+        return np.asarray(jax.jit(lambda: jnp.swapaxes(jax.grad(loss)(w, x), -1, -2))())
+
+    expected = transposed(loss)
+    found = transposed(mpjax.autocast(loss, "mixed_bfloat16"))
     np.testing.assert_allclose(found, expected, atol=0.03 * np.abs(expected).max())
