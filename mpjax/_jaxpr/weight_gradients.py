@@ -237,15 +237,17 @@ def _dot(x: Any, y: Any, dimensions: Any, **kept: Any) -> Any:
     if not compat.contracts_rows(x.dtype):
         return lax.dot_general(x, y, dimensions, **kept)
     (contract, batch) = dimensions
-    n, shape, matrices = len(batch[0]), [x.shape[d] for d in batch[0]], []
-    for z, summed, along in zip((x, y), contract, batch, strict=True):
-        free = [d for d in range(z.ndim) if d not in (*summed, *along)]
-        rows = math.prod(z.shape[d] for d in summed)
-        sizes = [z.shape[d] for d in along]
-        matrices.append(lax.transpose(z, (*along, *summed, *free)).reshape(*sizes, rows, -1))
-        shape += [z.shape[d] for d in free]
-    every = tuple(range(n))
-    return lax.dot_general(*matrices, (((n,), (n,)), (every, every)), **kept).reshape(shape)
+
+    def matrix(z: Any, rows: Sequence[int], along: Sequence[int]) -> tuple[Any, list[int]]:
+        columns = [d for d in range(z.ndim) if d not in (*rows, *along)]
+        sizes = [[z.shape[d] for d in group] for group in (along, rows, columns)]
+        shape = (*sizes[0], math.prod(sizes[1]), math.prod(sizes[2]))
+        return lax.transpose(z, (*along, *rows, *columns)).reshape(shape), sizes[2]
+
+    (left, of_left), (right, of_right) = (matrix(*each) for each in zip((x, y), contract, batch, strict=True))
+    n = len(batch[0])
+    found = lax.dot_general(left, right, (((n,), (n,)), (tuple(range(n)),) * 2), **kept)
+    return found.reshape(*left.shape[:n], *of_left, *of_right)
 
 
 def _result_transpose(ct: Any, out: Any, *operands: Any, **params: Any) -> Sequence[Any]:
