@@ -9,10 +9,10 @@ from typing import Any
 
 from mpjax._jaxpr import compat
 from mpjax._jaxpr.primitives import MATMULS, Op
-from mpjax._jaxpr.walk import Site, site_of
+from mpjax._jaxpr.walk import Site, inner_jaxprs, site_of, walk
 from mpjax._tables import table
 from mpjax.casting.classify import tracked
-from mpjax.casting.lattice import HALF, Storage, storage_of
+from mpjax.casting.lattice import FULL, HALF, Storage, storage_of
 from mpjax.casting.plan import Action, Plan, Step
 from mpjax.casting.remat import RematRegion
 
@@ -120,7 +120,10 @@ class Explanation:
         parts = ", ".join(f"{n / 1e6:.3g} MFLOP in {dtype}" for dtype, n in sorted(self.flops.items()))
         share = f" ({self.half_share:.1%} in half)" if total else ""
         lines = [f"matmuls and convolutions: {parts or 'none'}{share}"]
-        lines += [f"left as traced: {row.op} at {row.source or 'an unknown line'}: {row.why}" for row in self.opaque]
+        left: dict[tuple[str, str], dict[str, None]] = {}
+        for row in self.opaque:
+            left.setdefault((row.source or "an unknown line", row.why), {})[row.op] = None
+        lines += [f"left as traced: {', '.join(ops)} at {source}: {why}" for (source, why), ops in left.items()]
         if any(row.recomputed for row in self.rows) and not by_module:
             lines.append("↻: the backward pass recomputes it from half values instead of storing float32 ones")
         if any(row.rule for row in self.rows) and not by_module:
@@ -190,10 +193,21 @@ def _planned(
         for step in part.steps if isinstance(part, RematRegion) else (part,):
             site = site_of(step.eqn, around)
             yield _Planned(site, step, plan.setting.half.name, again, rule)
+            if step.listing.op is Op.OPAQUE:
+                yield from _left_alone(site, step, plan.setting.half.name, again, rule)
             for inner in step.plans:
                 yield from _planned(inner, site, again, rule)
             for inner in step.rules:
                 yield from _planned(inner, site, False, True)
+
+
+def _left_alone(site: Site, step: Step, *rest: Any) -> Iterator[_Planned]:
+    """The equations inside one that runs as it was traced."""
+    for inner in inner_jaxprs(step.eqn):
+        for found in walk(inner, site):
+            eqn = found.eqn
+            reads, outs = (FULL,) * len(eqn.invars), (None,) * len(eqn.outvars)
+            yield _Planned(found, Step(eqn, Action.BIND, reads, outs, step.why, step.listing), *rest)
 
 
 def rows_of(plan: Plan) -> tuple[Row, ...]:

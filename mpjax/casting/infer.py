@@ -13,6 +13,7 @@ from typing import Any
 
 from mpjax._jaxpr import compat
 from mpjax._jaxpr.primitives import MATMULS, Op, primitive
+from mpjax._jaxpr.walk import inner_jaxprs, walk
 from mpjax._jaxpr.weight_gradients import is_pointwise
 from mpjax.casting.classify import Listing, Region, Setting, tracked
 from mpjax.casting.derivative_rules import closed_over
@@ -241,9 +242,12 @@ def _only_half(use: Use) -> bool:
 
 def _tally(step: Step) -> Tally:
     is_matmul = step.eqn.primitive.name in MATMULS and step.action is not Action.SKIP
-    if not is_matmul and step.inner is None and step.listing.entry is None:
+    is_opaque = step.listing.op is Op.OPAQUE
+    if not is_matmul and not is_opaque and step.inner is None and step.listing.entry is None:
         return NOTHING
     found = Tally(entries=frozenset(() if step.listing.entry is None else (step.listing.entry,)))
+    if is_opaque:
+        found += Tally(left=sum(_is_float32_matmul(site.eqn) for j in inner_jaxprs(step.eqn) for site in walk(j)))
     for inner in (*step.plans, *step.rules):
         found += inner.tally
     if is_matmul:
@@ -251,9 +255,13 @@ def _tally(step: Step) -> Tally:
             found += Tally(cast=1)
         elif all(v.aval.dtype in HALF_DTYPES for v in step.eqn.invars[:2]):
             found += Tally(written=1)
-        elif any(map(tracked, step.eqn.invars)):
+        elif _is_float32_matmul(step.eqn):
             found += Tally(left=1)
     return found
+
+
+def _is_float32_matmul(eqn: Any) -> bool:
+    return eqn.primitive.name in MATMULS and any(map(tracked, eqn.invars))
 
 
 def _spread(eqn: Any) -> tuple[int, ...]:

@@ -68,6 +68,32 @@ def test_loops_count_their_turns():
     assert (row.count, row.flops) == (5, 5 * 2 * 8**3)
 
 
+def test_it_looks_into_what_autocast_leaves_alone():
+    def layers(w, x):
+        return jax.lax.scan(lambda h, _: (jnp.tanh(h @ w), None), x, None, length=3)[0]
+
+    def fun(w, x):
+        with mpjax.autocast_disabled():
+            h = layers(w, x)
+        return h @ w
+
+    plan = mpjax.explain(fun, jnp.eye(8), jnp.ones((8, 8)))
+    assert plan.flops == {"float32": 3 * 2 * 8**3, "float16": 2 * 8**3}
+    assert [(row.op, row.count) for row in plan.opaque] == [("scan", 1), ("dot_general", 3), ("tanh", 3)]
+    left = [line for line in str(plan).splitlines() if line.startswith("left as traced")]
+    assert len(left) == 1
+    assert "scan, dot_general, tanh" in left[0]
+
+
+def test_a_disabled_program_is_not_one_without_matmuls():
+    def fun(w, x):
+        with mpjax.autocast_disabled():
+            return jax.jit(jnp.dot)(x, w)
+
+    with pytest.warns(mpjax.AutocastWarning, match="1 are kept as they are"):
+        mpjax.autocast(fun)(jnp.eye(8), jnp.ones((8, 8)))
+
+
 def test_rows_are_json(plan):
     assert json.loads(json.dumps(plan.to_dicts()))[0]["op"]
 

@@ -196,6 +196,16 @@ def program(w, x, b, s, n):
 """,
         ("outside_grad",),
     ),
+    "softmax of attention under an autocast inside": (
+        """
+def program(w, x, b, s, n):
+    @mpjax.autocast
+    def f(a):
+        return a, jax.nn.dot_product_attention(*((x @ w)[None, :, None],) * 3)[0, :, 0]
+    return f(b)[1],
+""",
+        ("value",),
+    ),
 }
 
 
