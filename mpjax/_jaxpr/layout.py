@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from mpjax._jaxpr import compat
-from mpjax._jaxpr.primitives import Op, primitive
-from mpjax._jaxpr.walk import Site, inner_jaxprs, site_of
+from mpjax._jaxpr.primitives import primitive
+from mpjax._jaxpr.walk import Site, inner_jaxprs, runs_programs, site_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,5 +117,4 @@ def _entered(eqn: Any) -> Sequence[Any]:
 def is_unseen(place: Place) -> bool:
     """Whether code runs inside an equation that is not evaluated operation by operation: a kernel, a callback."""
     row = primitive(place.site.name)
-    closed = row.op in (Op.OPAQUE, Op.ENTER) and bool(inner_jaxprs(place.site.eqn))
-    return not place.blocks and (row.foreign or closed)
+    return not place.blocks and (row.foreign or runs_programs(place.site.eqn))

@@ -12,6 +12,7 @@ from typing import Any
 
 from mpjax._jaxpr import compat
 from mpjax._jaxpr.flops import matmul_flops
+from mpjax._jaxpr.primitives import Op, primitive
 from mpjax._jaxpr.source import join, module_of, path_of, phase_of, source_line
 
 _NOBODY: Mapping[int, str] = {}
@@ -94,6 +95,11 @@ def inner_jaxprs(eqn: Any) -> list[Any]:
             if compat.is_jaxpr(part):
                 found.append(part)
     return found
+
+
+def runs_programs(eqn: Any) -> bool:
+    """Whether programs run inside an equation, other than the scalar function of a scatter or a reduction."""
+    return primitive(eqn.primitive.name).op in (Op.ENTER, Op.OPAQUE) and bool(inner_jaxprs(eqn))
 
 
 def walk(jaxpr: Any, around: Site | None = None, owners: Mapping[int, str] = _NOBODY) -> Iterator[Site]:

@@ -13,7 +13,7 @@ from mpjax._jaxpr.walk import Site, inner_jaxprs, site_of, walk
 from mpjax._tables import table
 from mpjax.casting.classify import tracked
 from mpjax.casting.lattice import FULL, HALF, Storage, storage_of
-from mpjax.casting.plan import Action, Plan, Step
+from mpjax.casting.plan import Action, Plan, Step, is_left_alone
 from mpjax.casting.remat import RematRegion
 
 # Not worth a line: they move elements about, or have their own lines inside.
@@ -193,7 +193,7 @@ def _planned(
         for step in part.steps if isinstance(part, RematRegion) else (part,):
             site = site_of(step.eqn, around)
             yield _Planned(site, step, plan.setting.half.name, again, rule)
-            if step.listing.op is Op.OPAQUE:
+            if is_left_alone(step):
                 yield from _left_alone(site, step, plan.setting.half.name, again, rule)
             for inner in step.plans:
                 yield from _planned(inner, site, again, rule)

@@ -31,7 +31,7 @@ from mpjax.casting.lattice import (
     made_from,
     softened,
 )
-from mpjax.casting.plan import NOTHING, Action, Plan, Step, Tally
+from mpjax.casting.plan import NOTHING, Action, Plan, Step, Tally, is_left_alone
 from mpjax.casting.remat import with_regions
 from mpjax.casting.uses import Use, uses
 from mpjax.policy import HALF_DTYPES
@@ -242,11 +242,11 @@ def _only_half(use: Use) -> bool:
 
 def _tally(step: Step) -> Tally:
     is_matmul = step.eqn.primitive.name in MATMULS and step.action is not Action.SKIP
-    is_opaque = step.listing.op is Op.OPAQUE
-    if not is_matmul and not is_opaque and step.inner is None and step.listing.entry is None:
+    left_alone = is_left_alone(step)
+    if not is_matmul and not left_alone and step.inner is None and step.listing.entry is None:
         return NOTHING
     found = Tally(entries=frozenset(() if step.listing.entry is None else (step.listing.entry,)))
-    if is_opaque:
+    if left_alone:
         found += Tally(left=sum(_is_float32_matmul(site.eqn) for j in inner_jaxprs(step.eqn) for site in walk(j)))
     for inner in (*step.plans, *step.rules):
         found += inner.tally

@@ -7,6 +7,8 @@ import enum
 from collections.abc import Sequence
 from typing import Any
 
+from mpjax._jaxpr.primitives import Op
+from mpjax._jaxpr.walk import runs_programs
 from mpjax.casting.classify import Listing, Setting
 from mpjax.casting.lattice import Inferred, Storage
 
@@ -67,6 +69,11 @@ class Step:
     def rules(self) -> tuple[Plan, ...]:
         """The plans of its derivative rules, which run only when it is differentiated."""
         return getattr(self.inner, "rules", ())
+
+
+def is_left_alone(step: Step) -> bool:
+    """Whether programs run inside of it as they were traced, without a plan."""
+    return step.listing.op is Op.OPAQUE and step.action is not Action.SKIP and runs_programs(step.eqn)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

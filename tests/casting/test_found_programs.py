@@ -206,6 +206,16 @@ def program(w, x, b, s, n):
 """,
         ("value",),
     ),
+    "scatter under an autocast inside": (
+        """
+def program(w, x, b, s, n):
+    @mpjax.autocast
+    def f(a):
+        return a.at[jnp.array([0, 0, 1])].add(0.5), jax.jit(jnp.tanh)(a)
+    return f(x)[0],
+""",
+        ("value",),
+    ),
 }
 
 
