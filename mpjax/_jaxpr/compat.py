@@ -8,12 +8,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.extend.core as jex
 from jax._src import config, source_info_util
+from jax._src import linear_util as lu
 from jax._src.core import trace_ctx
 from jax._src.interpreters import ad, mlir
 from jax._src.lax.lax import _convert_element_type, canonicalize_precision
@@ -129,25 +131,96 @@ def jvp_jaxpr(params: dict[str, Any], zeros: Sequence[bool]) -> tuple[Any, Seque
     return params["jvp_jaxpr_fun"].call_wrapped(*zeros)
 
 
-def fwd_jaxpr(params: dict[str, Any], perturbed: Sequence[bool]) -> tuple[Any, Sequence[Any]]:
-    """The user's custom_vjp forward rule as a jaxpr, its constvars open, and their values."""
-    return params["fwd_jaxpr_thunk"].call_wrapped(*perturbed)
+class ForwardRule(NamedTuple):
+    """A custom_vjp's forward rule.
+
+    Args:
+        jaxpr: its jaxpr, its constvars open.
+        consts: their values.
+        forwards: for each residual the operand that it is, None if it is none.
+        trees: what its backward rule needs to know of this trace (`call_bwd`).
+    """
+
+    jaxpr: Any
+    consts: Sequence[Any]
+    forwards: Sequence[int | None]
+    trees: Sequence[Any]
 
 
-def fwd_trees(params: dict[str, Any]) -> tuple[int, Sequence[int | None]]:
-    """After `fwd_jaxpr`: the number of residuals, and which of them are operands that pass through."""
-    _, residual_tree, forwards = params["out_trees"]()
-    return residual_tree.num_leaves, forwards
+def fwd_rule(params: dict[str, Any], perturbed: Sequence[bool]) -> ForwardRule:
+    """Traces the user's custom_vjp forward rule, which may raise: one with symbolic zeros may refuse some operands."""
+    with _undisturbed(params["fwd_jaxpr_thunk"]) as stores:
+        jaxpr, consts = params["fwd_jaxpr_thunk"].call_wrapped(*perturbed)
+        _, _, forwards = params["out_trees"]()
+        return ForwardRule(jaxpr, consts, forwards, [_stored(store) for store in stores])
 
 
 def call_bwd(
-    params: dict[str, Any], residuals: Sequence[Any], cotangents: Sequence[Any]
+    params: dict[str, Any], trees: Sequence[Any], residuals: Sequence[Any], cotangents: Sequence[Any]
 ) -> tuple[list[Any], dict[str, Any] | None]:
     """The user's custom_vjp backward rule: cotangents, None where it says that one is zero, and what it logs."""
-    out, logs = params["bwd"].call_wrapped(*residuals, *cotangents), None
+    with _undisturbed(params["fwd_jaxpr_thunk"]) as stores:
+        _store(stores, trees)
+        out, logs = params["bwd"].call_wrapped(*residuals, *cotangents), None
     if isinstance(out, tuple) and len(out) == 2 and isinstance(out[0], (list, tuple)):
         out, logs = out  # since JAX 0.12
     return [None if type(ct).__name__ == "Zero" else ct for ct in out], logs
+
+
+@contextlib.contextmanager
+def _undisturbed(thunk: Any) -> Iterator[list[Any]]:
+    """A context for tracing a rule, which begins with the stores that it yields empty and leaves them as they were.
+
+    JAX remembers the jaxpr of a forward rule for each choice of perturbed operands, but the trees of its results for
+    the latest trace only, and none if that raised. So another trace would break the next gradient of the program.
+    """
+    stores, memos = _remembered(thunk)
+    before, traces = [_stored(store) for store in stores], [dict(memo) for memo in memos]
+    for memo in memos:
+        memo.clear()
+    try:
+        yield stores
+    finally:
+        _store(stores, before)
+        for memo, trace in zip(memos, traces, strict=True):
+            memo.clear()
+            memo.update(trace)
+
+
+def _stored(store: Any) -> Any:
+    try:
+        return store.val
+    except lu.StoreException:  # It is empty.
+        return None
+
+
+def _store(stores: Sequence[Any], values: Sequence[Any]) -> None:
+    for store, value in zip(stores, values, strict=True):
+        store.reset()
+        if value is not None:
+            store.store(value)
+
+
+def _remembered(thunk: Any) -> tuple[list[Any], list[dict[Any, Any]]]:
+    """The stores of a function of JAX's and of those that it closes over, and what `_memoize` remembers of them."""
+    stores: dict[int, Any] = {}
+    memos: list[dict[Any, Any]] = []
+    pending, seen = [thunk], set()
+    while pending:
+        fun = pending.pop()
+        if id(fun) in seen:
+            continue
+        seen.add(id(fun))
+        if isinstance(fun, lu.WrappedFun):
+            stores.update((id(store), store) for store in fun.stores if store is not None)
+            pending.append(fun.f)
+        elif isinstance(fun, types.FunctionType) and fun.__module__.startswith("jax."):
+            cells = (cell.cell_contents for cell in fun.__closure__ or ())
+            enclosed = dict(zip(fun.__code__.co_freevars, cells, strict=True))
+            if fun.__qualname__.startswith("_memoize."):
+                memos.append(enclosed["cells"])
+            pending += enclosed.values()
+    return list(stores.values()), memos
 
 
 def custom_vjp(

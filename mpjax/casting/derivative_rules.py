@@ -57,11 +57,13 @@ class VjpRule:
     Args:
         jaxpr, consts: the forward rule; its outputs are residuals, then results.
         residuals: what the backward rule takes before the cotangents.
+        trees: what JAX's own part of the backward rule needs to know of the forward rule.
     """
 
     jaxpr: Any
     consts: Sequence[Any]
     residuals: Sequence[Residual]
+    trees: Sequence[Any]
 
     @property
     def made(self) -> int:
@@ -194,8 +196,7 @@ def vjp_rule(params: dict[str, Any], ins: Sequence[Any], perturbed: Sequence[boo
         ins: the abstract values of its operands.
         perturbed: for each operand whether it is differentiated with respect to it.
     """
-    jaxpr, consts = compat.fwd_jaxpr(params, perturbed)
-    _, forwards = compat.fwd_trees(params)
+    jaxpr, consts, forwards, trees = compat.fwd_rule(params, perturbed)
     made = iter(jaxpr.outvars)
     residuals = []
     for operand in forwards:
@@ -205,7 +206,7 @@ def vjp_rule(params: dict[str, Any], ins: Sequence[Any], perturbed: Sequence[boo
         v = next(made)
         scalar = v.val if isinstance(v, compat.Literal) and isinstance(v.val, (bool, int, float, complex)) else None
         residuals.append(Residual(v.aval, scalar=scalar))
-    return VjpRule(jaxpr, consts, tuple(residuals))
+    return VjpRule(jaxpr, consts, tuple(residuals), trees)
 
 
 def backward_rule(params: dict[str, Any], rule: VjpRule, cotangents: Sequence[Any]) -> BackwardRule:
@@ -224,7 +225,7 @@ def backward_rule(params: dict[str, Any], rule: VjpRule, cotangents: Sequence[An
         rest = iter(arrays)
         args = [next(rest) if _is_abstract(x) else x for x in given]
         count = len(rule.residuals)
-        cts, logged = compat.call_bwd(params, args[:count], args[count:])
+        cts, logged = compat.call_bwd(params, rule.trees, args[:count], args[count:])
         leaves, tree = jax.tree.flatten(logged)
         logs.append(tree)
         zeros.extend(ct is None or type(ct) is SymbolicZero for ct in cts)

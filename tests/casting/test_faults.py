@@ -93,6 +93,39 @@ def test_rule_may_close_over_arrays_and_tracers():
     assert not any(isinstance(const, jax.core.Tracer) for const in jaxpr.consts)
 
 
+def _refusing_layer():
+    @jax.custom_vjp
+    def layer(w, x):
+        return jnp.tanh(x @ w)
+
+    def fwd(w, x):
+        # As equinox.filter_custom_vjp: what is kept depends on what is perturbed, and some of it may not be.
+        assert not x.perturbed, "x is no parameter"
+        return layer(w.value, x.value), ((w.value, x.value) if w.perturbed else None)
+
+    def bwd(kept, ct):
+        w, x = kept
+        return x.T @ (ct * (1 - layer(w, x) ** 2)), None
+
+    layer.defvjp(fwd, bwd, symbolic_zeros=True)
+    jitted = jax.jit(lambda w, x: jnp.sum(layer(w, x) ** 2))
+    return lambda w, x: jitted(w, x)
+
+
+@pytest.mark.parametrize("order", ["plain cast", "cast plain cast", "plain explain cast plain", "explain plain cast"])
+def test_forward_rule_may_refuse_perturbed_operands_in_any_order_of_traces(order):
+    fun = _refusing_layer()  # Under jax.jit, plain and autocast programs share the equation with the rule.
+    cast = mpjax.autocast(fun)
+    steps = {
+        "plain": lambda: jax.make_jaxpr(lambda *args: jax.grad(fun)(*args))(W, X),
+        "cast": lambda: jax.make_jaxpr(lambda *args: jax.grad(cast)(*args))(W, X),
+        "explain": lambda: mpjax.explain(cast, W, X),
+    }
+    for step in order.split():
+        steps[step]()
+    near(in_numpy(jax.grad(cast))(W, X), in_numpy(jax.grad(fun))(W, X))
+
+
 def test_backward_rule_gets_python_scalars_that_it_may_branch_on():
     @jax.custom_vjp
     def layer(x):
