@@ -193,7 +193,7 @@ def test_keep_if_finite_keeps_batch_statistics_and_keys_of_a_skipped_step():
         assert_bitwise({k: kept[k] for k in ("mean", "count")}, {k: expected[k] for k in ("mean", "count")})
 
 
-@pytest.mark.standard_promotion
+@pytest.mark.standard_promotion  # of optax.MultiSteps
 def test_accumulation_loses_only_the_bad_micro_batch():
     tx = mpjax.dynamic_loss_scale(optax.MultiSteps(optax.sgd(1.0), 3))
     state, params = tx.init(PARAMS), PARAMS
@@ -203,7 +203,7 @@ def test_accumulation_loses_only_the_bad_micro_batch():
     assert int(state.skipped_steps) == 2
 
 
-@pytest.mark.standard_promotion
+@pytest.mark.standard_promotion  # the same
 def test_the_other_order_of_accumulation_stays_poisoned():
     # Why the docstring names one order; if optax fixes this, the docstring may be relaxed.
     tx = optax.MultiSteps(mpjax.dynamic_loss_scale(optax.sgd(1.0)), 2)

@@ -11,9 +11,6 @@ import pytest
 
 import mpjax
 
-# Optax promotes implicitly: float32 updates are added to half params, and sam compares counts of steps.
-pytestmark = pytest.mark.standard_promotion
-
 PARAMS = {"w": jnp.ones(2)}
 GOOD = {"w": jnp.ones(2)}
 BAD = {"w": jnp.array([1.0, jnp.nan])}
@@ -96,6 +93,7 @@ def test_numpy_numbers_are_numbers():
         mpjax.dynamic_loss_scale(optax.sgd(0.1), growth_interval=True)
 
 
+@pytest.mark.standard_promotion  # optax.contrib.sam multiplies a comparison of counts
 def test_extra_arguments_go_only_to_inner_transformations_that_take_them():
     sam = optax.contrib.sam(optax.sgd(0.1), optax.chain(optax.contrib.normalize(), optax.sgd(0.05)), sync_period=2)
     tx = scaled(sam)
@@ -117,6 +115,7 @@ def test_extra_arguments_go_only_to_inner_transformations_that_take_them():
     assert seen == {"temperature": 2.0}
 
 
+@pytest.mark.standard_promotion  # optax.apply_updates adds float32 updates to half params
 @pytest.mark.parametrize("half", ["float16", "bfloat16"])
 @pytest.mark.parametrize("inner", [optax.adam(1e-2), optax.sgd(1e-2, momentum=0.9), optax.lamb(1e-2)])
 @pytest.mark.parametrize("form", ["update", "apply"])

@@ -20,7 +20,7 @@ def assert_params_are_rounded_masters(params, state):
         np.testing.assert_array_equal(np.asarray(p), np.asarray(m.astype(p.dtype)))
 
 
-@pytest.mark.standard_promotion
+@pytest.mark.standard_promotion  # optax.apply_updates adds float32 updates to half params
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("form", ["update", "apply"])
 @pytest.mark.parametrize("jit", [False, True])
@@ -82,7 +82,7 @@ def test_policy_without_half_params_leaves_the_optimizer_alone(policy):
     assert mpjax.master_weights(inner, policy) is inner
 
 
-@pytest.mark.standard_promotion
+@pytest.mark.standard_promotion  # the same
 @pytest.mark.parametrize("half", HALVES)
 def test_with_loss_scaling_a_skipped_step_changes_nothing(half):
     policy = policy_of(half)

@@ -262,7 +262,7 @@ def test_nnx_module_gets_true_gradients_and_keeps_its_state_changes(api):
     assert model.dropout.rngs.count[...] == plain.dropout.rngs.count[...]
 
 
-@pytest.mark.standard_promotion
+@pytest.mark.standard_promotion  # half weights and a float32 batch
 def test_half_nnx_params_get_float32_gradients_and_stay_half():
     model = Net(nnx.Rngs(0))
     nnx.update(model, jax.tree.map(lambda p: p.astype(jnp.float16), nnx.state(model, nnx.Param)))

@@ -13,9 +13,6 @@ from flax import nnx
 
 import mpjax
 
-# The models are as users write them: half weights and float32 inputs promote implicitly.
-pytestmark = pytest.mark.standard_promotion
-
 X = jnp.asarray(np.random.default_rng(1).normal(size=(8, 4)), jnp.float32)
 TX = mpjax.dynamic_loss_scale(optax.adam(1e-2))
 
@@ -41,6 +38,7 @@ def eqx_loss(model, x):
     return jnp.mean(jax.vmap(model)(x).astype(jnp.float32) ** 2)
 
 
+@pytest.mark.standard_promotion  # half weights and float32 inputs
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
 def test_equinox_models_with_static_leaves(dtype):
     cast = lambda model: jax.tree.map(lambda x: x.astype(dtype) if eqx.is_inexact_array(x) else x, model)
@@ -99,6 +97,7 @@ def plain(tree):
     return [np.asarray(x, np.float32) for x in jax.tree.leaves(tree)]
 
 
+@pytest.mark.standard_promotion  # half weights and float32 inputs
 @pytest.mark.parametrize(
     ("argnums", "dtype"),
     [
@@ -174,6 +173,7 @@ def test_threads_that_share_a_half_nnx_model_leave_it_half():
     assert seen == {jnp.dtype("float16")}
 
 
+@pytest.mark.standard_promotion  # half weights and float32 inputs
 def test_the_callers_half_module_is_not_touched_while_the_loss_is_traced():
     model, seen = net(jnp.float16), []
 

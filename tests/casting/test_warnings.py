@@ -18,7 +18,7 @@ def loss(params, x):
     return jnp.mean((x @ params["w"]) ** 2)
 
 
-@pytest.mark.standard_promotion
+@pytest.mark.standard_promotion  # half weights and a float32 batch
 def test_half_params_lack_master_weights():
     with pytest.warns(
         AutocastWarning,
@@ -27,7 +27,7 @@ def test_half_params_lack_master_weights():
         mpjax.autocast(loss)({"w": W.astype(jnp.float16)}, X)
 
 
-@pytest.mark.standard_promotion
+@pytest.mark.standard_promotion  # the other way round
 def test_half_batch_beside_float32_params_is_legitimate():
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -253,7 +253,7 @@ def test_keyword_arguments_are_refused_where_positions_count(capsys):
     assert "return a tuple" in err
 
 
-@pytest.mark.standard_promotion
+@pytest.mark.standard_promotion  # as the scripts are
 def test_the_image_training_script_audits_and_profiles_its_step_instead_of_training(capsys, script, monkeypatch):
     def profile(step, state, batches, steps):
         first, second = itertools.islice(batches, 2)

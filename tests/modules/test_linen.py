@@ -78,7 +78,6 @@ def test_gradients_are_float32_and_as_near_as_rounding_allows(name):
         check_gradients(plain, mixed, half, variables["params"], x, target)
 
 
-@pytest.mark.standard_promotion
 @pytest.mark.parametrize("name", ["mlp", "resnet", "transformer", "lstm", "scan_remat"])
 def test_parameters_are_those_of_the_float32_model_bitwise(name):
     model, variables, x = variables_of(name)
@@ -111,7 +110,6 @@ def test_evaluation_with_running_averages_is_half_too():
     assert half_share(model.apply, variables, x) == 1.0
 
 
-@pytest.mark.standard_promotion
 @pytest.mark.parametrize("method", ["encode", Transformer.encode, lambda m, t: m.encode(t)])
 def test_any_method_runs_under_the_policy(method):
     model, variables, tokens = shapes_of("transformer")
@@ -192,7 +190,7 @@ def test_a_recurrent_state_stays_float32_and_the_output_is_half():
     assert [v.aval.dtype for v in scan.eqn.outvars] == [jnp.float32, jnp.float32, F16]
 
 
-@pytest.mark.standard_promotion
+@pytest.mark.standard_promotion  # Flax's cells mix half and float32 gates
 @pytest.mark.parametrize("cell", [nn.GRUCell, nn.LSTMCell, nn.OptimizedLSTMCell, nn.MGUCell])
 def test_a_recurrent_layer_stores_less_than_the_hand_written_one(cell):
     """Its gates are float32 and computed again; Flax's `dtype=` has half gates, and float32 ones beside the state."""
@@ -206,7 +204,6 @@ def test_a_recurrent_layer_stores_less_than_the_hand_written_one(cell):
     assert policy_bytes < 0.8 * hand_bytes
 
 
-@pytest.mark.standard_promotion
 @pytest.mark.parametrize("cell", [nn.GRUCell, nn.OptimizedLSTMCell])
 def test_weights_of_a_recurrent_layer_are_cast_once_and_not_at_each_step(cell):
     model, x = mpjax.with_policy(nn.RNN(cell(16)), "mixed_float16"), jnp.ones((2, 3, 16))

@@ -259,7 +259,7 @@ FINE = {
 
 @pytest.mark.parametrize("name", [*FAULTS, *FINE])
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")  # numpy's, of the mask
-@pytest.mark.standard_promotion
+@pytest.mark.standard_promotion  # the faults are a user's
 def test_names_just_the_one_fault(name):
     fun, args, expected = (FAULTS | FINE)[name]
     report = mpjax.audit(fun, *args)

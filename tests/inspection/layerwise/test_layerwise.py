@@ -105,7 +105,6 @@ def equinox(plant):
 MODELS = {"linen": linen, "nnx": of_nnx, "haiku": haiku, "equinox": equinox}
 
 
-@pytest.mark.standard_promotion
 @pytest.mark.parametrize(
     ("library", "plant"), [*((library, "norm") for library in MODELS), ("linen", "loss"), ("nnx", "loss")]
 )
