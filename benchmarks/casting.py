@@ -98,9 +98,10 @@ def measure(name: str, caster: harness.Caster, dtype: str) -> Row:
 def time_ratios(
     name: str, tools: dict[str, harness.Caster], dtype: str, rounds: int, compilations: int
 ) -> dict[str, Row]:
-    """The time that each tool takes to trace (and compile so often) the gradient, relative to float32."""
+    """The time to trace (and compile so often) the gradient, and to trace the loss, relative to float32."""
     functions = {tool: harness.gradient_function(name, caster, dtype)[0] for tool, caster in tools.items()}
-    args = harness.abstract(name)[1:]
+    loss_fn, *args = harness.abstract(name)
+    losses = {tool: caster(loss_fn, harness.POLICIES[dtype]) for tool, caster in tools.items()}
 
     def compile_anew(fun: Callable[..., Any]) -> None:
         jax.jit(lambda *args: fun(*args), compiler_options=harness.COMPILE_TRUE).lower(*args).compile()
@@ -108,7 +109,11 @@ def time_ratios(
     with REGISTRY[name].context():
         base = functions["float32"]
         rows: dict[str, Row] = {
-            tool: {"trace": round(trace_time_ratio(fun, base, args, rounds), 3)} for tool, fun in functions.items()
+            tool: {
+                "trace": round(trace_time_ratio(fun, base, args, rounds), 3),
+                "forward_trace": round(trace_time_ratio(losses[tool], losses["float32"], args, rounds), 3),
+            }
+            for tool, fun in functions.items()
         }
         if compilations:
             runs: dict[str, Callable[[], Any]] = {
@@ -138,14 +143,15 @@ def summary(results: dict[str, dict[str, Row]]) -> str:
     """A Markdown table with a row for each tool, over the programs that it applies to."""
     lines = [
         "| tool | programs | fails | matmul FLOPs in half | all in half | risky in half | casts "
-        "| residuals / float32 | gradient error / limit (worst) | trace time | compile time (programs) |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "| residuals / float32 | gradient error / limit (worst) | trace time | of the loss alone "
+        "| compile time (programs) |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for tool in dict.fromkeys(tool for rows in results.values() for tool in rows):
         rows = [rows[tool] for rows in results.values() if tool in rows]
         fine = [row for row in rows if "error" not in row]
         if not fine:
-            lines.append(f"| {tool} | {len(rows)} | {len(rows)} |" + " - |" * 8)
+            lines.append(f"| {tool} | {len(rows)} | {len(rows)} |" + " - |" * 9)
             continue
 
         def median(key: str, fine: list[Row] = fine) -> str:
@@ -159,7 +165,7 @@ def summary(results: dict[str, dict[str, Row]]) -> str:
             f"| {tool} | {len(rows)} | {len(rows) - len(fine)} | {statistics.mean(shares):.0%} "
             f"| {sum(share == 1 for share in shares)} of {len(fine)} | in {risky} | {median('casts')} "
             f"| {median('residuals')} | {median('error_of_limit')} ({_worst(errors)}) | {median('trace')} "
-            f"| {median('compile')} ({sum('compile' in row for row in fine)}) |"
+            f"| {median('forward_trace')} | {median('compile')} ({sum('compile' in row for row in fine)}) |"
         )
     return "\n".join(lines) + "\n"
 

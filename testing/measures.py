@@ -216,14 +216,14 @@ def rounding_error(fun: Any, params: Any, inputs: Any, half: Any) -> float:
 
 
 def trace_time_ratio(fun: Any, reference: Any, args: tuple[Any, ...], rounds: int = 5) -> float:
-    """Seconds to trace `fun` over seconds to trace `reference`: medians of interleaved rounds."""
+    """CPU seconds to trace `fun` over those to trace `reference`: medians of interleaved rounds."""
 
     def seconds(function: Any) -> float:
         # A cached trace (of an inner jit too) would take no time.
         jax.clear_caches()
-        begin = time.perf_counter()
+        begin = time.process_time()
         jax.make_jaxpr(lambda *args: function(*args))(*args)
-        return time.perf_counter() - begin
+        return time.process_time() - begin
 
     times = [(seconds(fun), seconds(reference)) for _ in range(rounds)]
     return statistics.median(t for t, _ in times) / statistics.median(t for _, t in times)
