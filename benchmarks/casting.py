@@ -100,7 +100,7 @@ def time_ratios(
 ) -> dict[str, Row]:
     """The time to trace (and compile so often) the gradient, and to trace the loss, relative to float32."""
     functions = {tool: harness.gradient_function(name, caster, dtype)[0] for tool, caster in tools.items()}
-    loss_fn, *args = harness.abstract(name)
+    loss_fn, args = harness.abstract(name)[0], harness.abstract(name)[1:]
     losses = {tool: caster(loss_fn, harness.POLICIES[dtype]) for tool, caster in tools.items()}
 
     def compile_anew(fun: Callable[..., Any]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from mpjax._jaxpr import compat
 from mpjax._jaxpr.primitives import primitive
-from mpjax._jaxpr.walk import Site, inner_jaxprs, runs_programs, site_of
+from mpjax._jaxpr.walk import Site, inner_jaxprs, programs_in, site_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,4 +117,4 @@ def _entered(eqn: Any) -> Sequence[Any]:
 def is_unseen(place: Place) -> bool:
     """Whether code runs inside an equation that is not evaluated operation by operation: a kernel, a callback."""
     row = primitive(place.site.name)
-    return not place.blocks and (row.foreign or runs_programs(place.site.eqn))
+    return not place.blocks and (row.foreign or bool(programs_in(place.site.eqn)))

@@ -97,9 +97,9 @@ def inner_jaxprs(eqn: Any) -> list[Any]:
     return found
 
 
-def runs_programs(eqn: Any) -> bool:
-    """Whether programs run inside an equation, other than the scalar function of a scatter or a reduction."""
-    return primitive(eqn.primitive.name).op in (Op.ENTER, Op.OPAQUE) and bool(inner_jaxprs(eqn))
+def programs_in(eqn: Any) -> list[Any]:
+    """The programs that run inside an equation: not the scalar function that combines the updates of a scatter."""
+    return inner_jaxprs(eqn) if primitive(eqn.primitive.name).op in (Op.ENTER, Op.OPAQUE) else []
 
 
 def walk(jaxpr: Any, around: Site | None = None, owners: Mapping[int, str] = _NOBODY) -> Iterator[Site]:
@@ -107,7 +107,7 @@ def walk(jaxpr: Any, around: Site | None = None, owners: Mapping[int, str] = _NO
     for eqn in compat.open_jaxpr(jaxpr).jaxpr.eqns:
         site = site_of(eqn, around, owners)
         yield site
-        for inner in inner_jaxprs(eqn):
+        for inner in programs_in(eqn):
             yield from walk(inner, site)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from mpjax._jaxpr import compat
 from mpjax._jaxpr.primitives import MATMULS, Op
-from mpjax._jaxpr.walk import Site, inner_jaxprs, site_of, walk
+from mpjax._jaxpr.walk import Site, programs_in, site_of, walk
 from mpjax._tables import table
 from mpjax.casting.classify import tracked
 from mpjax.casting.lattice import FULL, HALF, Storage, storage_of
@@ -203,7 +203,7 @@ def _planned(
 
 def _left_alone(site: Site, step: Step, *rest: Any) -> Iterator[_Planned]:
     """The equations inside one that runs as it was traced."""
-    for inner in inner_jaxprs(step.eqn):
+    for inner in programs_in(step.eqn):
         for found in walk(inner, site):
             eqn = found.eqn
             reads, outs = (FULL,) * len(eqn.invars), (None,) * len(eqn.outvars)

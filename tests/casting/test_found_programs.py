@@ -211,6 +211,7 @@ def program(w, x, b, s, n):
 def program(w, x, b, s, n):
     @mpjax.autocast
     def f(a):
+        a = lax.scan(lambda c, _: (c.at[n % 2].add(s), None), a, None, length=2)[0]
         return a.at[jnp.array([0, 0, 1])].add(0.5), jax.jit(jnp.tanh)(a)
     return f(x)[0],
 """,
