@@ -8,6 +8,7 @@ gates makes an error of about the root of f, whatever the arithmetic of the conv
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -26,23 +27,22 @@ VARIANTS = {
 }
 
 
-def gradient_error(model: MobileNet, policy: str, seed: int = 0) -> float:
-    """The distance of all gradients from float32's, relative to these."""
+def gradient_error(model: MobileNet, policy: str, seed: int = 0, run: Callable[..., Any] = jax.jit) -> float:
+    """The distance of all gradients from float32's, relative to these; `run` carries out each traced function."""
     batch = FAMILY.batch(np.random.default_rng(seed))
-    variables = jax.jit(lambda key: model.init(key, batch["image"], True))(cheap_keys.key(seed))
+    variables = run(lambda key: model.init(key, batch["image"], True))(cheap_keys.key(seed))
 
     def loss(params: Any) -> jax.Array:
         models = Models({MODEL: model.apply}, {MODEL: {**variables, "params": params}})
         return FAMILY.losses[MODEL](models, batch)[0]
 
-    @jax.jit
     def gradients(params: Any) -> tuple[Any, Any]:
         # The same scale in both, where it changes nothing but what float16 can hold.
         half = mpjax.autocast(loss, policy)
         return jax.grad(loss)(params), jax.tree.map(lambda g: g / 2**10, jax.grad(lambda p: 2**10 * half(p))(params))
 
     exact, found = (
-        np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)]) for tree in gradients(variables["params"])
+        np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)]) for tree in run(gradients)(variables["params"])
     )
     return float(np.linalg.norm(found - exact) / np.linalg.norm(exact))
 

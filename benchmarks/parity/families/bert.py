@@ -19,11 +19,13 @@ PRETRAINING = 0.5  # of the batches
 
 
 class Encoder(nn.Module):
+    layers: int = 2
+
     @nn.compact
     def __call__(self, text: jax.Array) -> tuple[jax.Array, jax.Array]:
         x = nn.Embed(128, WIDTH)(text) + self.param("positions", nn.initializers.normal(0.02), (LENGTH, WIDTH))
         x = nn.LayerNorm()(x)
-        for _ in range(2):
+        for _ in range(self.layers):
             x = nn.LayerNorm()(x + nn.MultiHeadDotProductAttention(4)(x))
             x = nn.LayerNorm()(x + nn.Dense(WIDTH)(nn.gelu(nn.Dense(2 * WIDTH)(x))))
         return nn.Dense(128)(x), nn.Dense(len(PACKAGES))(jnp.tanh(nn.Dense(WIDTH)(jnp.mean(x, 1))))

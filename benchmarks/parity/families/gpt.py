@@ -10,16 +10,18 @@ from benchmarks.parity.families.mlstm import held_out, loss, nats
 from benchmarks.parity.family import MODEL, Family, adam, as_float
 from benchmarks.parity.sources import CHARACTERS, manual, windows
 
-STEPS, LENGTH, WIDTH, LAYERS = 250, 95, 64, 2
+STEPS, LENGTH, WIDTH = 250, 95, 64
 
 
 class GPT(nn.Module):
+    layers: int = 2
+
     @nn.compact
     def __call__(self, text: jax.Array) -> jax.Array:
         embed = nn.Embed(CHARACTERS, WIDTH)
         x = embed(text) + self.param("positions", nn.initializers.normal(0.02), (LENGTH, WIDTH))
         mask = nn.make_causal_mask(text)
-        for _ in range(LAYERS):
+        for _ in range(self.layers):
             x += nn.MultiHeadDotProductAttention(4)(nn.LayerNorm()(x), mask=mask)
             x += nn.Dense(WIDTH)(nn.gelu(nn.Dense(4 * WIDTH)(nn.LayerNorm()(x))))
         return embed.attend(nn.LayerNorm()(x))

@@ -31,11 +31,13 @@ class Bottleneck(nn.Module):
 
 
 class ResNet(nn.Module):
+    stages: tuple[tuple[int, int], ...] = ((8, 1), (16, 2), (32, 2))  # features and strides of each block
+
     @nn.compact
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:
         x = nn.Conv(32, (3, 3), use_bias=False)(x)
         x = nn.relu(nn.BatchNorm(use_running_average=not train, momentum=0.9)(x))
-        for features, strides in ((8, 1), (16, 2), (32, 2)):
+        for features, strides in self.stages:
             x = Bottleneck(features, strides)(x, train)
         return nn.Dense(10)(jnp.mean(x, (1, 2)))
 

@@ -16,10 +16,12 @@ STEPS, SIDE, TEXTURES = 150, 32, ("brick", "grass", "gravel")
 
 
 class UNet(nn.Module):
+    features: tuple[int, ...] = (8, 16)  # of each level above the lowest
+
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         skipped = []
-        for features in (8, 16):
+        for features in self.features:
             x = nn.relu(nn.GroupNorm(4)(nn.Conv(features, (3, 3))(x)))
             skipped.append(x)
             x = nn.max_pool(x, (2, 2), (2, 2))
