@@ -28,7 +28,11 @@ def trained(devices: int, data: dict, **flags) -> tuple[list[float], set[tuple[i
     for batch in task.batches(0, 0):
         state, shown = task.training.train_step(state, task.put(batch))
         losses.append(float(shown["totals"]["loss"]))
-    return losses, {x.shape for x in jax.tree.leaves(state) if not x.is_fully_replicated}
+    leaves = jax.tree.leaves(state)
+    assert all(len(x.sharding.device_set) == devices for x in leaves)
+    if devices > 1 and not config.fsdp:
+        assert np.isfinite(task.test(task.training.weights(state))["test_loss"])
+    return losses, {x.shape for x in leaves if not x.is_fully_replicated}
 
 
 @pytest.fixture(scope="module")
@@ -38,11 +42,12 @@ def one_device(data):
     return losses
 
 
-def test_four_devices_with_the_state_split_train_as_one_does(one_device, data):
-    losses, split = trained(4, data, fsdp=True)
+@pytest.mark.parametrize("fsdp", [False, True])
+def test_four_devices_train_as_one_does_also_with_the_state_split(one_device, data, fsdp):
+    losses, split = trained(4, data, fsdp=fsdp)
     # Sums in another order, and nothing else: the same audio, dropout and orthogonal kernels.
     np.testing.assert_allclose(losses, one_device, rtol=1e-5)
-    assert {(8, 8), (3, 40, 8), (8,), (8, 29)} <= split
+    assert ({(8, 8), (3, 40, 8), (8,), (8, 29)} <= split) if fsdp else not split
 
 
 @pytest.mark.slow
