@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -161,15 +162,31 @@ def _is_real(v: Any) -> bool:
     return compat.is_shaped(v.aval) and bool(jnp.issubdtype(v.aval.dtype, np.floating))
 
 
-@jax.jit
+# Elements that NumPy sums up before XLA has compiled a program for their shape.
+_SMALL = 2**20
+
+
 def error_note(exact: Any, half: Any, fresh: Any) -> Note:
     """The largest exact size; Σ of exact², (half − exact)², (fresh − exact)² in units of it; how many of half and fresh
     are inf or NaN where exact is finite."""
-    exact, *others = (x.astype(jnp.float32) for x in (exact, half, fresh))
-    known = jnp.isfinite(exact)
-    size = jnp.max(jnp.where(known, jnp.abs(exact), 0), initial=0)
-    unit = jnp.where(size > 0, size, 1)
-    finite = [known & jnp.isfinite(x) for x in others]
-    apart = [jnp.where(ok, x - exact, 0) / unit for ok, x in zip(finite, others, strict=True)]
-    sums = [jnp.sum(x**2) for x in (jnp.where(known, exact, 0) / unit, *apart)]
-    return size, jnp.stack(sums), jnp.stack([jnp.sum(known & ~ok, dtype=jnp.int32) for ok in finite])
+    arrays = exact, half, fresh
+    if any(isinstance(x, jax.core.Tracer) for x in arrays) or exact.size > _SMALL or not exact.is_fully_addressable:
+        size, sums, bad = _compiled_note(*arrays)
+        return size, sums, bad
+    with np.errstate(all="ignore"):
+        return _noted(np, *map(np.asarray, arrays))
+
+
+def _noted(numpy: Any, *arrays: Any) -> Note:
+    """`error_note` by NumPy or by `jax.numpy`."""
+    exact, *others = (x.astype(np.float32) for x in arrays)
+    known = numpy.isfinite(exact)
+    size = numpy.max(numpy.where(known, numpy.abs(exact), np.float32(0)), initial=0)
+    unit = numpy.where(size > 0, size, np.float32(1))
+    finite = [known & numpy.isfinite(x) for x in others]
+    apart = [numpy.where(ok, x - exact, np.float32(0)) / unit for ok, x in zip(finite, others, strict=True)]
+    sums = [numpy.sum(x**2) for x in (numpy.where(known, exact, np.float32(0)) / unit, *apart)]
+    return size, numpy.stack(sums), numpy.stack([numpy.sum(known & ~ok, dtype=np.int32) for ok in finite])
+
+
+_compiled_note = jax.jit(functools.partial(_noted, jnp))

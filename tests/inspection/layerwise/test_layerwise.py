@@ -20,8 +20,8 @@ from testing import cheap_keys
 from testing.random_programs.evaluate import arrays_in_numpy
 
 _rng = np.random.default_rng(0)
-X = jnp.asarray(_rng.normal(size=(8, 16)), jnp.float32)
-Y = jnp.asarray(np.arange(8) % 4)
+X = jax.device_put(_rng.normal(size=(8, 16)).astype(np.float32))
+Y = np.arange(8, dtype=np.int32) % 4
 KEY = cheap_keys.key(1)
 
 
@@ -105,9 +105,7 @@ def equinox(plant):
 MODELS = {"linen": linen, "nnx": of_nnx, "haiku": haiku, "equinox": equinox}
 
 
-@pytest.mark.parametrize(
-    ("library", "plant"), [*((library, "norm") for library in MODELS), ("linen", "loss"), ("nnx", "loss")]
-)
+@pytest.mark.parametrize(("library", "plant"), [*((library, "norm") for library in MODELS), ("linen", "loss")])
 def test_a_planted_bfloat16_norm_or_loss_is_the_first_row(library, plant):
     loss_fn, params = MODELS[library](plant)
     policy = "mixed_bfloat16" if library == "linen" else "mixed_float16"  # also where all others are bfloat16
@@ -134,7 +132,7 @@ def test_own_errors_are_those_of_exact_operands_and_totals_add_up():
             x = x @ w
         return jnp.sum(x * x)
 
-    w = jnp.asarray(_rng.normal(size=(16, 16)) / 4, jnp.float32)
+    w = (_rng.normal(size=(16, 16)) / 4).astype(np.float32)
     rows = {row.name: row for row in mpjax.layerwise_error(loss, w, X).modules}
     product = np.asarray(X) @ np.asarray(w)
     rounding = product.astype(jnp.bfloat16).astype(np.float32) - product
@@ -163,7 +161,7 @@ def test_loops_and_branches_are_entered(form):
             x = jax.checkpoint(layer)(w[0], x)
         return jnp.sum(x * x)
 
-    w = jnp.asarray(_rng.normal(size=(3, 16, 16)) / 4, jnp.float32)
+    w = (_rng.normal(size=(3, 16, 16)) / 4).astype(np.float32)
     report = mpjax.layerwise_error(loss, w, X)
     row = next(row for row in report.modules if row.name == "layer")
     assert 5e-4 < row.forward < 0.02
@@ -186,9 +184,11 @@ def test_an_overflow_in_half_is_an_infinite_error_of_the_module_that_makes_it():
 
 def test_errors_of_tiny_and_huge_values_do_not_leave_the_range():
     for size in (1e-30, 1e30):
-        size, sums, bad = error_note(jnp.full(4, size), jnp.full(4, size * 1.01), jnp.full(4, size))
-        assert np.sqrt(sums[1] / sums[0]) == pytest.approx(0.01, rel=1e-3)
-        assert not bad.any()
+        arrays = [jax.device_put(np.full(4, x, np.float32)) for x in (size, size * 1.01, size)]
+        for note in (error_note, jax.jit(error_note)):  # by NumPy, and compiled
+            _, sums, bad = note(*arrays)
+            assert np.sqrt(sums[1] / sums[0]) == pytest.approx(0.01, rel=1e-3)
+            assert not bad.any()
 
 
 def test_gradients_of_an_embedding_in_half_are_evaluated_in_float32_too():
