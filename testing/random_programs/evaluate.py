@@ -101,9 +101,15 @@ def as_arrays(jaxpr: Any, shapes: Any, args: Any) -> Any:
 
     def array(x: Any, shape: Any) -> jax.Array:
         is_number = shape.dtype == cheap_keys.dtype()
-        return cheap_keys.keys(x) if is_number else x if isinstance(x, jax.Array) else jnp.asarray(x, shape.dtype)
+        # `jnp.asarray` would compile a cast and a copy for each shape.
+        return cheap_keys.keys(x) if is_number else x if isinstance(x, jax.Array) else put(x, shape.dtype)
 
     return jax.tree.unflatten(tree, map(array, found, leaves))
+
+
+def put(x: Any, dtype: Any) -> jax.Array:
+    """A JAX array of this dtype, cast by NumPy."""
+    return jax.device_put(np.asarray(x).astype(dtype))
 
 
 def _open(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
@@ -349,13 +355,13 @@ def _by_jax(eqn: Any, args: list[Array]) -> list[Any]:
     These are scatters, whose sum has one, and casts of bits.
     """
     if eqn.primitive.name.startswith("scatter") or eqn.primitive.name == "bitcast_convert_type":
-        typed = [jnp.asarray(x, v.aval.dtype) for v, x in zip(eqn.invars, args, strict=True)]
+        typed = [put(x, v.aval.dtype) for v, x in zip(eqn.invars, args, strict=True)]
         return [np.asarray(eqn.primitive.bind(*typed, **eqn.params))]
     operands: list[Any] = []
     with jax.enable_x64(True):
         for v, x in zip(eqn.invars, args, strict=True):
             is_number = _is_key(v.aval) and not isinstance(x, jax.Array)
-            operands.append(cheap_keys.keys(x) if is_number else x if _is_key(v.aval) else jnp.asarray(x))
+            operands.append(cheap_keys.keys(x) if is_number else x if _is_key(v.aval) else jax.device_put(x))
         params = eqn.primitive.get_bind_params(eqn.params)
         for key in ("preferred_element_type", "dtype"):
             if params.get(key) is not None and is_float(params[key]):
