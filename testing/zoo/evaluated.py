@@ -26,7 +26,7 @@ def _gradients(name: str, caster: harness.Caster, dtype: str, arrays: Any, store
 
 
 @functools.cache
-def _reference(name: str) -> Any:
+def reference(name: str) -> Any:
     """A program's gradients in float64."""
     _, *arrays = harness.concrete(name)
     return _gradients(name, harness.identity, "float16", arrays, exact)
@@ -35,11 +35,11 @@ def _reference(name: str) -> Any:
 def gradient_error(name: str, caster: harness.Caster, dtype: str) -> float:
     """The relative error of a program's gradients to float64's; NaN if one is not finite."""
     _, *arrays = harness.concrete(name)
-    return measures.relative_error(_gradients(name, caster, dtype, arrays, as_typed), _reference(name))
+    return measures.relative_error(_gradients(name, caster, dtype, arrays, as_typed), reference(name))
 
 
 def rounding_error(name: str, dtype: str) -> float:
     """The relative error that rounding only the params and the batch to half causes."""
     _, *arrays = harness.concrete(name)
     found = _gradients(name, harness.identity, "float16", measures.rounded(arrays, dtype), exact)
-    return measures.relative_error(found, _reference(name))
+    return measures.relative_error(found, reference(name))

@@ -258,13 +258,13 @@ def reference(name: str) -> tuple[Function, Any]:
         return compiled, compiled(params, batch)
 
 
-def gradient_error(name: str, caster: Caster, dtype: str) -> float:
-    """The relative error of a program's gradients to float32's; NaN if one is not finite."""
+def gradient_error(name: str, caster: Caster, dtype: str, exact: Any = None) -> float:
+    """The relative error of a program's compiled gradients to `exact` (default: float32's); NaN if not finite."""
     program, (loss_fn, params, batch) = REGISTRY[name], concrete(name)
     options = COMPILE_TRUE if dtype == "bfloat16" else COMPILE_FAST
     with program.context():
         found = gradients(program, caster(loss_fn, POLICIES[dtype]), options)(params, batch)
-    return measures.relative_error(found, reference(name)[1])
+    return measures.relative_error(found, reference(name)[1] if exact is None else exact)
 
 
 def rounding_error(name: str, dtype: str) -> float:

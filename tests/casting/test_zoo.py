@@ -96,8 +96,10 @@ def test_gradients_are_as_close_as_rounding_allows(name):
     ],
 )
 def test_compiled_gradients_are_as_close_as_rounding_allows(name, dtype):
-    limit = harness.error_limit(harness.rounding_error(name, dtype), dtype)
-    assert harness.gradient_error(name, autocast, dtype) <= limit
+    # NumPy evaluates the float32 program where it can: only what autocast makes of it is compiled.
+    rounding = (harness if name in BEYOND_NUMPY else evaluated).rounding_error(name, dtype)
+    exact = None if name in BEYOND_NUMPY else evaluated.reference(name)
+    assert harness.gradient_error(name, autocast, dtype, exact) <= harness.error_limit(rounding, dtype)
 
 
 @pytest.mark.parametrize("name", [name for name, program in REGISTRY.items() if program.has_half])
