@@ -9,6 +9,7 @@ runs. The scripts that a page includes have tests of their own.
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import os
 import pathlib
@@ -89,6 +90,12 @@ def _run_console(text: str, apart: bool) -> str:
     command = text.splitlines()[0]
     if apart:
         return f"{command}\n{_trimmed(_output_apart(command.removeprefix('$ ')))}"
+    return f"{command}\n{_output_here(command)}"
+
+
+@functools.cache  # two pages show the same command
+def _output_here(command: str) -> str:
+    """What `python -m package ...` prints in this process."""
     prompt, module, *arguments = command.split(" -m ")[0], *shlex.split(command.partition(" -m ")[2])
     assert prompt == "$ python", f"not of the form '$ python -m package': {command!r}"
     before, sys.argv = sys.argv, [module, *arguments]
@@ -97,7 +104,7 @@ def _run_console(text: str, apart: bool) -> str:
             runpy.run_module(module, run_name="__main__")
     finally:
         sys.argv = before
-    return f"{command}\n{_trimmed(output.getvalue())}"
+    return _trimmed(output.getvalue())
 
 
 def _output_apart(command: str) -> str:
