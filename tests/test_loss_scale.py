@@ -11,12 +11,14 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import mpjax
 
-PARAMS = {"w": jnp.linspace(-1.0, 1.0, 6).reshape(2, 3), "b": jnp.zeros(3)}
-GOOD = jax.tree.map(lambda p: jnp.full_like(p, 0.25), PARAMS)
+PARAMS = jax.device_put({"w": np.linspace(-1.0, 1.0, 6, dtype=np.float32).reshape(2, 3), "b": np.zeros(3, np.float32)})
+GOOD = jax.device_put(jax.tree.map(lambda p: np.full(p.shape, 0.25, np.float32), PARAMS))
 
 
 def bad_like(value=jnp.nan, tree=GOOD):
-    return {**tree, "w": tree["w"].at[1, 2].set(value)}
+    w = np.array(tree["w"])
+    w[1, 2] = value
+    return {**tree, "w": jax.device_put(w)}
 
 
 def rich_optimizer():
@@ -124,9 +126,13 @@ def test_limits_survive_every_transformation(how):
             state, scale = step(state, None)
         return scale
 
-    fun = {"jit": jax.jit(run), "vmap": lambda bad: jax.vmap(run)(bad[None])[0]}.get(how, run)
-    assert float(fun(jnp.array(True))) == 2.0
-    assert float(fun(jnp.array(False))) == 8.0
+    fun = {
+        "jit": jax.jit(run),
+        "vmap": jax.jit(lambda bad: jax.vmap(run)(bad[None])[0]),
+        "scan": jax.jit(run),
+    }.get(how, run)
+    assert float(fun(np.array(True))) == 2.0
+    assert float(fun(np.array(False))) == 8.0
 
 
 @pytest.mark.parametrize("start", [0.0, jnp.inf, jnp.nan, -1.0, 1e-40])
@@ -385,9 +391,10 @@ def test_composes_with_optax_wrappers(wrap):
 
 def test_vmapped_ensemble_decides_for_each_member():
     tx = mpjax.dynamic_loss_scale(optax.adam(0.1))
-    stack = lambda *trees: jax.tree.map(lambda *x: jnp.stack(x), *trees)
+    stack = lambda *trees: jax.tree.map(lambda *x: np.stack(x), *trees)
     params = stack(PARAMS, PARAMS)
-    updates, state = jax.vmap(tx.update)(stack(GOOD, bad_like()), jax.vmap(tx.init)(params), params)
+    update = jax.jit(jax.vmap(lambda grads, params: tx.update(grads, tx.init(params), params)))
+    updates, state = update(stack(GOOD, bad_like()), params)
     assert state.loss_scale.tolist() == [2.0**15, 2.0**14]
     assert float(jnp.abs(updates["w"][0]).min()) > 0
     assert_bitwise(updates["w"][1], jnp.zeros((2, 3)))
@@ -484,7 +491,7 @@ def test_explicit_sharding_where_updates_are_no_tree_like_the_gradients(inner):
         scaled = mpjax.dynamic_loss_scale(tx)
         state = jax.jit(scaled.init)(params)
         updates, state = jax.jit(scaled.update)(grads, state, params)
-        expected, _ = jax.jit(tx.update)(grads, tx.init(params), params)
+        expected, _ = jax.jit(lambda grads, params: tx.update(grads, tx.init(params), params))(grads, params)
         for a, b in zip(jax.tree.leaves(updates), jax.tree.leaves(expected), strict=True):
             assert a.sharding.is_equivalent_to(b.sharding, 1)
             np.testing.assert_allclose(a, b, rtol=1e-6)

@@ -14,8 +14,8 @@ from testing.measures import half_share, relative_error
 HALVES = [jnp.float16, jnp.bfloat16]
 KEY = jax.random.key(0)
 _rng = np.random.default_rng(0)
-PARAMS = {"w": jnp.asarray(_rng.normal(size=(8, 4)), jnp.float32), "b": jnp.ones(4)}
-X = jnp.asarray(_rng.normal(size=(16, 8)), jnp.float32)
+PARAMS = jax.device_put({"w": _rng.normal(size=(8, 4)).astype(np.float32), "b": np.ones(4, np.float32)})
+X = jax.device_put(_rng.normal(size=(16, 8)).astype(np.float32))
 
 
 def state_of(scale=2.0**15):
@@ -235,16 +235,25 @@ def nnx_loss(model, x):
     return jnp.mean(model(x) ** 2)
 
 
-@pytest.mark.parametrize("api", ["nnx.value_and_grad", "mpjax.value_and_grad", "split and merge", "jit"])
-def test_nnx_module_gets_true_gradients_and_keeps_its_state_changes(api):
-    plain, model = Net(nnx.Rngs(0)), Net(nnx.Rngs(0))
-    expected_value, expected = nnx.value_and_grad(nnx_loss)(plain, X)
+@pytest.fixture(scope="module")
+def built():
+    return nnx.jit(lambda: Net(nnx.Rngs(0)))()
+
+
+@pytest.fixture(scope="module")
+def unscaled(built):
+    """A model after the gradient without loss scaling, its loss and its gradients."""
+    plain = nnx.clone(built)
+    return plain, *nnx.jit(nnx.value_and_grad(nnx_loss))(plain, X)
+
+
+@pytest.mark.parametrize("api", ["nnx.value_and_grad", "mpjax.value_and_grad", "split and merge"])
+def test_nnx_module_gets_true_gradients_and_keeps_its_state_changes(built, unscaled, api):
+    model, (plain, expected_value, expected) = nnx.clone(built), unscaled
     state = state_of()
     if api == "nnx.value_and_grad":
-        value, grads = nnx.value_and_grad(mpjax.scale_loss(nnx_loss, state))(model, X)
+        value, grads = nnx.jit(lambda m, s: nnx.value_and_grad(mpjax.scale_loss(nnx_loss, s))(m, X))(model, state)
     elif api == "mpjax.value_and_grad":
-        value, grads = mpjax.value_and_grad(nnx_loss, state)(model, X)
-    elif api == "jit":
         value, grads = nnx.jit(lambda m, s: mpjax.value_and_grad(nnx_loss, s)(m, X))(model, state)
     else:
         graph, params, rest = nnx.split(model, nnx.Param, ...)
@@ -253,7 +262,7 @@ def test_nnx_module_gets_true_gradients_and_keeps_its_state_changes(api):
             merged = nnx.merge(graph, params, rest, copy=True)
             return nnx_loss(merged, x), nnx.state(merged, nnx.Not(nnx.Param))
 
-        (value, rest), grads = mpjax.value_and_grad(loss, state, has_aux=True)(params, X)
+        (value, rest), grads = jax.jit(mpjax.value_and_grad(loss, state, has_aux=True))(params, X)
         nnx.update(model, rest)
     np.testing.assert_allclose(value, expected_value, rtol=1e-6)
     for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True):
@@ -263,8 +272,8 @@ def test_nnx_module_gets_true_gradients_and_keeps_its_state_changes(api):
 
 
 @pytest.mark.standard_promotion  # half weights and a float32 batch
-def test_half_nnx_params_get_float32_gradients_and_stay_half():
-    model = Net(nnx.Rngs(0))
+def test_half_nnx_params_get_float32_gradients_and_stay_half(built):
+    model = nnx.clone(built)
     nnx.update(model, jax.tree.map(lambda p: p.astype(jnp.float16), nnx.state(model, nnx.Param)))
     _, grads = mpjax.value_and_grad(nnx_loss, state_of())(model, X)
     assert {g.dtype for g in jax.tree.leaves(grads)} == {jnp.dtype("float32")}

@@ -14,9 +14,11 @@ from flax.training.train_state import TrainState
 
 import mpjax
 
-X = jax.random.normal(jax.random.key(1), (32, 8))
-Y = jnp.sin(X.sum(-1, keepdims=True))
-BATCHES = [X, X, X.at[3, 3].set(jnp.inf), X, X, X, X, X]
+X = np.random.default_rng(1).normal(size=(32, 8)).astype(np.float32)
+Y = np.sin(X.sum(-1, keepdims=True))
+BAD = X.copy()
+BAD[3, 3] = np.inf
+BATCHES = [jax.device_put(x) for x in (X, X, BAD, X, X, X, X, X)]
 
 
 def optimizer(**kwargs):

@@ -3,12 +3,14 @@
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
 import mpjax
+from testing import cheap_keys
 
-X = jnp.ones((2, 4))
+X = np.ones((2, 4), np.float32)
 
 
 class Nnx(nnx.Module):
@@ -28,8 +30,8 @@ class Eqx(eqx.Module):
     blocks: list
 
     def __init__(self):
-        self.first = eqx.nn.Linear(4, 4, key=jax.random.key(0))
-        self.blocks = [eqx.nn.Linear(4, 4, key=jax.random.key(i)) for i in range(2)]
+        self.first = eqx.nn.Linear(4, 4, key=cheap_keys.key(0))
+        self.blocks = [eqx.nn.Linear(4, 4, key=cheap_keys.key(i)) for i in range(2)]
 
     def __call__(self, x):
         x = jax.vmap(self.first)(x)
@@ -44,16 +46,23 @@ def plain(params, x):
     return x
 
 
-PLAIN = {"first": {"w": jnp.eye(4)}, "blocks": [{"w": jnp.eye(4)}, {"w": jnp.eye(4)}]}
+def eyes():
+    return {
+        "first": {"w": np.eye(4, dtype=np.float32)},
+        "blocks": [{"w": np.eye(4, dtype=np.float32)} for _ in range(2)],
+    }
+
+
 ROWS = ["first", "blocks/0", "blocks/1"]
 
 
 @pytest.mark.parametrize(
-    ("model", "apply"),
-    [(Nnx(nnx.Rngs(0)), Nnx.__call__), (Eqx(), Eqx.__call__), (PLAIN, plain)],
+    ("make", "apply"),
+    [(lambda: nnx.jit(Nnx)(nnx.Rngs(cheap_keys.key(0))), Nnx.__call__), (Eqx, Eqx.__call__), (eyes, plain)],
     ids=["nnx", "equinox", "plain"],
 )
-def test_rows_are_instances_forward_and_backward(model, apply):
+def test_rows_are_instances_forward_and_backward(make, apply):
+    model = make()
     loss = lambda model, x: jnp.sum(apply(model, x) ** 2)
     grads = {Nnx: nnx.grad(loss), Eqx: eqx.filter_grad(loss), dict: jax.jit(jax.grad(loss))}
     matmuls = mpjax.audit(grads[type(model)], model, X).matmuls
@@ -63,6 +72,6 @@ def test_rows_are_instances_forward_and_backward(model, apply):
 
 def test_numerics_names_the_instance_that_overflows():
     model = Eqx()
-    hot = eqx.tree_at(lambda m: m.blocks[1].weight, model, jnp.full((4, 4), 1e9))
+    hot = eqx.tree_at(lambda m: m.blocks[1].weight, model, np.full((4, 4), 1e9, np.float32))
     report = mpjax.numerics(lambda m, x: jnp.mean(jnp.log1p(m(x) ** 2)), hot, X, verify=False)
     assert report.keep_float32 == ("blocks/1",)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 from jax import lax
@@ -13,8 +14,8 @@ import mpjax
 from mpjax.casting.streams import residual_additions
 from testing import measures
 
-W = jax.random.normal(jax.random.key(0), (3, 8, 8)) / 3
-X = jax.random.normal(jax.random.key(1), (2, 4, 8))
+W = (np.random.default_rng(0).normal(size=(3, 8, 8)) / 3).astype(np.float32)
+X = np.random.default_rng(1).normal(size=(2, 4, 8)).astype(np.float32)
 FLOAT32 = mpjax.Rules(residual_stream="float32")
 
 

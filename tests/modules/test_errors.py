@@ -10,7 +10,9 @@ import jax.numpy as jnp
 import pytest
 
 import mpjax
+from testing import cheap_keys
 from testing.measures import half_share
+from testing.random_programs.evaluate import arrays_in_numpy
 
 
 @pytest.mark.parametrize(
@@ -46,10 +48,10 @@ def test_haiku_takes_a_policy(half):
     try:
         net = hk.transform(lambda x: Net()(x))
         x = jnp.ones((2, 8))
-        params = net.init(jax.random.key(0), x)
+        params = arrays_in_numpy(net.init)(cheap_keys.key(0), x)
         assert {p.dtype for p in jax.tree.leaves(params)} == {jnp.dtype("float32")}
         loss = jax.value_and_grad(lambda p: net.apply(p, None, x).sum())
         assert half_share(loss, params) == 1.0
-        assert net.apply(params, None, x).dtype == jnp.float32
+        assert jax.eval_shape(net.apply, params, None, x).dtype == jnp.float32
     finally:
         hk.mixed_precision.clear_policy(Net)

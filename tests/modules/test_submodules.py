@@ -3,12 +3,15 @@
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import mpjax
+from testing import cheap_keys
 from testing.measures import half_share
+from testing.random_programs.evaluate import arrays_in_numpy
 
-X = jnp.ones((2, 8))
+X = np.ones((2, 8), np.float32)
 
 
 class EncoderDecoder(nn.Module):
@@ -48,7 +51,7 @@ def test_a_part_of_a_bound_linen_model_runs_in_half(name):
 def test_an_unbound_part_keeps_the_policy_and_its_place_in_it():
     policy = mpjax.Policy("float32", "float16", "float32", [("decoder/layers_2", "float32")])
     model = mpjax.with_policy(EncoderDecoder(nn.Dense(8)), policy)
-    decoder, variables = model.bind(model.init(jax.random.key(0), X)).decoder.unbind()
+    decoder, variables = model.bind(arrays_in_numpy(model.init)(cheap_keys.key(0), X)).decoder.unbind()
     # Of the two Dense layers the override keeps the second in float32: 8 × 4 of 8 × 8 + 8 × 4 multiplications.
     assert half_share(decoder.apply, variables, X) == pytest.approx(2 / 3)
 

@@ -14,7 +14,7 @@ from mpjax.inspection.profile import hlo
 from mpjax.inspection.profile.advice import advise
 from mpjax.inspection.profile.kernels import Split
 
-W = jnp.eye(16)
+W = jax.device_put(np.eye(16, dtype=np.float32))
 
 
 def train_step(w, x):

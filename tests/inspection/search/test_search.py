@@ -13,7 +13,7 @@ from mpjax.inspection.cli import main
 from testing import cheap_keys, measures
 from testing.random_programs.evaluate import arrays_in_numpy, in_numpy
 
-X = jnp.asarray(np.random.default_rng(0).normal(size=(8, 32)), jnp.float32)
+X = jax.device_put(np.random.default_rng(0).normal(size=(8, 32)).astype(np.float32))
 
 
 class Sensitive(nn.Module):
@@ -38,11 +38,10 @@ class Net(nn.Module):
     @nn.compact
     def __call__(self, x):
         for i in range(2):
-            y = nn.Dense(96, name=f"up_{i}")(x)
             kind = dict(self.planted).get(i)
             if kind:
                 x = x + 0.3 * Sensitive(kind, name=f"sensitive_{i}")(x)
-            x = x + nn.Dense(32, name=f"down_{i}")(jnp.tanh(y))
+            x = x + nn.Dense(32, name=f"dense_{i}")(jnp.tanh(x))
         return x
 
 
@@ -60,7 +59,7 @@ def test_every_planted_layer_is_found_in_two_passes_a_module():
     assert report.met
     assert report.error_before > 0.01
     assert report.passes <= 2 * len(report.modules)
-    assert report.half_share >= 0.95
+    assert report.half_share >= 0.9
     # The rules do what the report says.
     gradient, expected = (
         jax.grad(lambda *args, fun=fun: 1024 * fun(*args))
@@ -90,22 +89,28 @@ def test_a_budget_that_nothing_meets_says_where_the_rest_is():
             x = x @ w
         return jnp.mean((x @ w) ** 2)  # a matmul in no module
 
-    report = mpjax.search(loss_fn, (jnp.full((32, 32), 0.03), X), budget=0.0)
+    report = mpjax.search(loss_fn, (np.full((32, 32), 0.03, np.float32), X), budget=0.0)
     assert not report.met
     assert "outside of named modules" in report.text()
     assert report.failure()
 
 
 def test_the_metric_decides():
-    loss_fn, args = problem({0: "cancels"})
+    def loss_fn(w, x):
+        with jax.named_scope("cancels"):
+            x = (x + 1000) @ w - 1000 * jnp.sum(w, 0)
+        with jax.named_scope("mild"):
+            return jnp.mean(jnp.tanh(x @ w) ** 2)
+
+    w = np.random.default_rng(1).normal(size=(32, 32)).astype(np.float32) / 6
     seen = []
 
     def loss_only(found, expected):
         seen.append(sorted(found[1]) == sorted(expected[1]))
         return abs(found[0] - expected[0]) / abs(expected[0])
 
-    report = mpjax.search(loss_fn, args, metric=loss_only, budget=1e-3)
-    assert report.keep_float32 == ("Net/sensitive_0",)
+    report = mpjax.search(loss_fn, (w, X), metric=loss_only, budget=2e-3)
+    assert report.keep_float32 == ("cancels",)
     assert all(seen)
 
 

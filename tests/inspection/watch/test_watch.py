@@ -11,8 +11,10 @@ import pytest
 from flax import nnx
 
 import mpjax
+from testing import cheap_keys
+from testing.random_programs.evaluate import arrays_in_numpy
 
-X = jax.random.normal(jax.random.key(0), (8, 16))
+X = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
 
 
 class Net(nn.Module):
@@ -23,7 +25,7 @@ class Net(nn.Module):
 
 
 NET = Net()
-PARAMS = NET.init(jax.random.key(1), X)
+PARAMS = arrays_in_numpy(NET.init)(cheap_keys.key(1), X)
 
 
 def loss_fn(params, x):
