@@ -110,9 +110,9 @@ def classify(eqn: Any, setting: Setting) -> Listing:
     if setting.plain and MARK not in path:
         return _default(eqn)
     region = (_region(path) if MARK in path else Region.NONE) or setting.region
-    if region == Region.OFF:
-        return Listing(Op.OPAQUE, "autocast is disabled here", region)
     listing = _default(eqn)
+    if region == Region.OFF:  # What has programs inside is entered: its rules may close over values around it.
+        return Listing(Op.ENTER if listing.op is Op.ENTER else Op.OPAQUE, "autocast is disabled here", region)
     if listing.op is Op.OPAQUE or listing.op is Op.CONVERT:
         return listing._replace(region=region)
     if region:

@@ -361,6 +361,16 @@ def _of_jax(case: Case, subject: Subject, error: Exception) -> bool:
     return False
 
 
+def _unless_of_jit(case: Case, subject: Subject, failure: Failure) -> None:
+    """Raises a failure, unless `jax.jit` in autocast's place leaves a tracer in the program.
+
+    It does where a derivative rule closes over what is differentiated: JAX gives another gradient then, or none.
+    """
+    if trace(TRANSFORMS[case.transform](case.program(), jax.jit), *subject.args).leaks:
+        raise Rejected("under jit, JAX leaves a tracer in the program") from failure
+    raise failure
+
+
 def check(case: Case, compiled: bool = False, subject: Subject | None = None, again: bool = True) -> str:
     """All properties of one case.
 
@@ -390,7 +400,7 @@ def check(case: Case, compiled: bool = False, subject: Subject | None = None, ag
             raise Rejected("JAX can't trace it either, before it is differentiated or batched") from error
         raise Failure("runs", cause_of(error), traceback.format_exc()) from error
     if found.leaks:
-        raise Failure("runs", "leaves a tracer in the program")
+        _unless_of_jit(case, subject, Failure("runs", "leaves a tracer in the program"))
     check_structure(case, subject.plain, found)
     check_dtypes(case, subject.plain, found)
     if outside and again:
@@ -401,4 +411,8 @@ def check(case: Case, compiled: bool = False, subject: Subject | None = None, ag
         check_repeats(found, trace(case.autocast(), *subject.args))
     if compiled:
         check_runs(case, subject.args)
-    return check_values(case, subject, found)
+    try:
+        return check_values(case, subject, found)
+    except Failure as failure:
+        _unless_of_jit(case, subject, failure)
+        raise

@@ -206,6 +206,18 @@ def program(w, x, b, s, n):
 """,
         ("value",),
     ),
+    "rule that closes over a value, under an autocast inside": (
+        """
+def program(w, x, b, s, n):
+    @mpjax.autocast
+    def f(a, c):
+        def g(d, e):
+            return lax.scan(lambda carry, _: ((carry[1], carry[0], carry[2] + 1), ()), (e, e, n), length=3)[0][0]
+        return halved_jvp(g, static=True)(0.5, s, a), c
+    return f(w, x)[0],
+""",
+        ("grad", "value"),
+    ),
     "scatter under an autocast inside": (
         """
 def program(w, x, b, s, n):
