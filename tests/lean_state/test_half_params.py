@@ -11,6 +11,7 @@ import pytest
 import mpjax
 
 HALVES = ["float16", "bfloat16"]
+FORMS = list(zip(["update", "apply"], HALVES, strict=True))
 WRAPPERS = {"stochastic_rounding": mpjax.stochastic_rounding, "kahan": mpjax.kahan}
 
 
@@ -25,7 +26,7 @@ def step_by(tx, form):
     return jax.jit(step)
 
 
-@pytest.mark.parametrize(("form", "half"), zip(["update", "apply"], HALVES, strict=True))
+@pytest.mark.parametrize(("form", "half"), FORMS)
 def test_a_million_stochastic_steps_have_the_right_mean(half, form):
     n, spacing = 10**6, float(jnp.finfo(half).eps)
     tx = mpjax.stochastic_rounding(optax.sgd(1.0))
@@ -36,7 +37,7 @@ def test_a_million_stochastic_steps_have_the_right_mean(half, form):
     assert abs(mean - (1 + spacing / 3)) < 4 * spacing * (2 / 9) ** 0.5 / n**0.5
 
 
-@pytest.mark.parametrize(("form", "half"), zip(["update", "apply"], HALVES, strict=True))
+@pytest.mark.parametrize(("form", "half"), FORMS)
 def test_small_updates_add_up_where_plain_rounding_loses_them(half, form):
     spacing = float(jnp.finfo(half).eps)
     grads = jnp.full(4096, -spacing / 16)
@@ -86,7 +87,7 @@ def _kahan_value(params, state, half):
     return np.asarray(params, np.float64) + np.asarray(state.compensation, np.float64) / scale
 
 
-@pytest.mark.parametrize(("form", "half"), zip(["update", "apply"], HALVES, strict=True))
+@pytest.mark.parametrize(("form", "half"), FORMS)
 def test_kahan_sum_of_representable_updates_is_exact(half, form):
     spacing = float(jnp.finfo(half).eps)
     tx, rng = mpjax.kahan(optax.sgd(1.0)), np.random.default_rng(1)

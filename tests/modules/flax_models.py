@@ -330,7 +330,7 @@ class NnxHandWrittenNorm(nnx.Module):
 
 class NnxScanRemat(nnx.Module):
     def __init__(self, rngs):
-        self.blocks = nnx.vmap(NnxBlock, in_axes=0)(rngs.fork(split=3))
+        self.blocks = nnx.vmap(NnxBlock, in_axes=0)(rngs.split(3))
         self.mlp = NnxMLP(rngs)
 
     def __call__(self, x):
@@ -352,7 +352,7 @@ class NnxBlock(nnx.Module):
 
 class NnxVmapped(nnx.Module):
     def __init__(self, rngs):
-        self.ensemble = nnx.vmap(NnxMLP, in_axes=0)(rngs.fork(split=2))
+        self.ensemble = nnx.vmap(NnxMLP, in_axes=0)(rngs.split(2))
 
     def __call__(self, x):
         return nnx.vmap(lambda model, x: model(x), in_axes=(0, None))(self.ensemble, x).mean(0)

@@ -35,7 +35,7 @@ class Net(nnx.Module):
 
 class ScannedNet(nnx.Module):
     def __init__(self, rngs):
-        self.blocks = nnx.vmap(Block, in_axes=0)(rngs.fork(split=3))
+        self.blocks = nnx.vmap(Block, in_axes=0)(rngs.split(3))
 
     def __call__(self, x):
         scan = nnx.scan(lambda block, x: block(x), in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
