@@ -132,9 +132,9 @@ def _apply_to_nnx(tx: Any, grads: Any, optimizer: Any, model: Any, extra_args: d
     from flax import nnx
 
     tx = optimizer.tx if _is_nnx_optimizer(tx) else tx
-    params, state = nnx.pure(nnx.state(model, optimizer.wrt)), nnx.pure(optimizer.opt_state)
-    grads = nnx.pure(nnx.state(grads, optimizer.wrt)) if isinstance(grads, nnx.State) else grads
-    params, state = apply_gradients(tx, grads, state, params, **nnx.pure(extra_args))
+    params, state = nnx.as_pure(nnx.state(model, optimizer.wrt)), nnx.as_pure(optimizer.opt_state)
+    grads = nnx.as_pure(nnx.state(grads, optimizer.wrt)) if isinstance(grads, nnx.State) else grads
+    params, state = apply_gradients(tx, grads, state, params, **nnx.as_pure(extra_args))
     nnx.update(model, params)
     nnx.update(optimizer.opt_state, nnx.state(state))
     optimizer.step[...] += 1

@@ -133,6 +133,6 @@ def _refuse_same_variables(new: Any, old: Any) -> None:
             raise ValueError(
                 f"keep_if_finite: new and old hold the same nnx.Variable at {path!r}: nnx.state(model) returns the "
                 "module's own variables, whose old values are gone after the step. Take a snapshot before the step, "
-                "old = nnx.pure(nnx.state(model, nnx.BatchStat)), and pass new=nnx.pure(nnx.state(...)); or run the "
-                "step inside `with mpjax.restore_if_skipped(model, optimizer):`, which does both."
+                "old = nnx.as_pure(nnx.state(model, nnx.BatchStat)), and pass new=nnx.as_pure(nnx.state(...)); or run "
+                "the step inside `with mpjax.restore_if_skipped(model, optimizer):`, which does both."
             )

@@ -93,7 +93,7 @@ def test_live_nnx_variables_are_refused(tree):
     live = (lambda: nnx.state(model, nnx.BatchStat)) if tree == "state" else (lambda: model)
     old = live()
     nnx.jit(lambda o, m: o.update(m, mpjax.grad(net_loss, o)(m, BAD)))(optimizer, model)
-    with pytest.raises(ValueError, match=r"same nnx.Variable at .*nnx\.pure.*restore_if_skipped"):
+    with pytest.raises(ValueError, match=r"same nnx.Variable at .*nnx\.as_pure.*restore_if_skipped"):
         mpjax.keep_if_finite(optimizer, live(), old)
 
 
@@ -115,10 +115,10 @@ def test_a_skipped_step_inside_the_context_leaves_the_module_as_it_was(jit, filt
 
     step = nnx.jit(step) if jit else step
     step(model, optimizer, jnp.arange(8.0).reshape(4, 2))
-    before = jax.tree.map(jnp.copy, nnx.pure(nnx.state(model)))
+    before = jax.tree.map(jnp.copy, nnx.as_pure(nnx.state(model)))
     assert float(jnp.abs(before["norm"]["mean"]).max()) > 0
     step(model, optimizer, BAD)
-    after = nnx.pure(nnx.state(model))
+    after = nnx.as_pure(nnx.state(model))
     np.testing.assert_array_equal(after["norm"]["mean"], before["norm"]["mean"])
     np.testing.assert_array_equal(after["norm"]["scale"], before["norm"]["scale"])
     # Without filters RNG state is restored too.

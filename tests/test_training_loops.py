@@ -95,7 +95,7 @@ def test_nnx_optimizer_with_batch_statistics_kept_on_a_skipped_step():
         return loss
 
     losses = [step(model, optimizer_, x) for x in BATCHES]
-    assert_learned(losses, nnx.pure(optimizer_.opt_state))
+    assert_learned(losses, nnx.as_pure(optimizer_.opt_state))
     assert np.isfinite(model.norm.mean[...]).all()
 
 

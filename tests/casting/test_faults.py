@@ -315,6 +315,7 @@ def test_sequential_vmap_is_entered():
     assert measures.half_share(mpjax.autocast(lambda x: jnp.sum(layer(x))), X) == 1.0
 
 
+@pytest.mark.filterwarnings("ignore:Using 'Module.sow\\(\\)' outside")
 def test_nnx_module_may_add_variables():
     class Layer(nnx.Module):
         def __init__(self, rngs):

@@ -58,7 +58,7 @@ def _transformed():
                 yield name, transform
 
 
-@pytest.mark.parametrize(("name", "transform"), _transformed())
+@pytest.mark.parametrize(("name", "transform"), list(_transformed()))
 def test_matmuls_run_in_half_and_nothing_risky_does(name, transform):
     found = harness.structure(name, transform, autocast, "float16")
     expected = harness.structure(name, SAME_RESULTS.get(transform, transform), harness.identity, "float16")
