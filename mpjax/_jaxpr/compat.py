@@ -19,6 +19,8 @@ from jax._src import linear_util as lu
 from jax._src.core import trace_ctx
 from jax._src.interpreters import ad, mlir
 from jax._src.lax.lax import _convert_element_type, canonicalize_precision
+from jax._src.mesh import use_abstract_mesh
+from jax._src.shard_map import _as_manual_mesh, _extend_axis_env
 from jax.experimental.xla_metadata import set_xla_metadata
 
 Literal, Var = jex.Literal, jex.Var
@@ -88,6 +90,15 @@ def shard_map_options(params: dict[str, Any]) -> dict[str, Any]:
     """What `jax.shard_map` takes besides the function and its specs."""
     axes = params["manual_axes"] if "manual_axes" in params else params["newly_manual_axes"]
     return {"mesh": params["mesh"], "axis_names": set(axes), "check_vma": params["check_vma"]}
+
+
+@contextlib.contextmanager
+def on_its_devices(params: dict[str, Any]) -> Iterator[None]:
+    """A context like that in which a shard_map's function was traced: it has the axes of the mesh."""
+    mesh, axes = params["mesh"], frozenset(shard_map_options(params)["axis_names"])
+    inside = use_abstract_mesh(_as_manual_mesh(mesh, axes))
+    with _extend_axis_env(mesh, axes), inside, config._check_vma(params["check_vma"]):
+        yield
 
 
 def jit_options(params: dict[str, Any]) -> dict[str, Any] | None:

@@ -9,6 +9,7 @@ import re
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import mpjax
@@ -122,3 +123,20 @@ def test_docs_page_shows_what_the_example_prints():
 def _columns(line: str) -> list[str]:
     """The cells of a line without the source line, which is Flax's where Flax made the operation."""
     return [cell for cell in re.split(r"\s{2,}", line.strip()) if not re.fullmatch(r"\w+\.py:\d+|[─ ]+", cell)]
+
+
+def test_rules_that_sum_over_the_axis_of_a_shard_map_are_listed():
+    """They can be traced within the axes of its mesh alone."""
+
+    @jax.custom_vjp
+    def dense(x, w):
+        return x @ w
+
+    dense.defvjp(lambda x, w: (x @ w, (x, w)), lambda kept, ct: (ct @ kept[1].T, jax.lax.psum(kept[0].T @ ct, "data")))
+    mesh = jax.sharding.Mesh(jax.devices()[:2], ("data",))
+    rows, whole = jax.P("data"), jax.P()
+    mapped = jax.shard_map(dense, mesh=mesh, in_specs=(rows, whole), out_specs=rows)
+    plan = mpjax.explain(mapped, np.ones((4, 8), np.float32), np.ones((8, 8), np.float32))
+    in_rules = {row.op: row.count for row in plan.rows if row.rule}
+    assert in_rules["dot_general"] == 3
+    assert any(op.startswith("psum") for op in in_rules)

@@ -27,11 +27,13 @@ from mpjax.casting.uses import Use, uses
 
 
 def _uses(eqn: Any, outs: tuple[Use, ...], setting: Setting) -> Sequence[Use]:
-    return uses(compat.call_jaxpr(eqn.params), outs, setting).inputs
+    with compat.on_its_devices(eqn.params):  # for the derivative rules in it, which are traced here
+        return uses(compat.call_jaxpr(eqn.params), outs, setting).inputs
 
 
 def _infer(inference: Inference, eqn: Any, listing: Listing) -> Step:
-    inner = plan_call(inference, eqn, listing, compat.call_jaxpr(eqn.params))
+    with compat.on_its_devices(eqn.params):
+        inner = plan_call(inference, eqn, listing, compat.call_jaxpr(eqn.params))
     if inner.trivial:
         return as_traced(inference, eqn, listing, inner.outs, inner)
     in_specs, _ = compat.shard_map_specs(eqn.params)
