@@ -342,6 +342,12 @@ def call_jaxpr(params: dict[str, Any]) -> Any:
     raise KeyError(f"no jaxpr among {sorted(params)}")
 
 
+def with_results(jaxpr: Any, which: Sequence[bool]) -> Any:
+    """An open jaxpr with some of its results alone; the same one where that is all."""
+    kept = [v for v, is_kept in zip(jaxpr.outvars, which, strict=True) if is_kept]
+    return jaxpr if len(kept) == len(jaxpr.outvars) else jaxpr.replace(outvars=kept)
+
+
 _SYMBOLIC = 256  # stands for a symbolic dimension, a batch most often, where sizes are compared
 
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import mpjax
-from testing.random_programs import Case, Failure, check
+from testing.random_programs import Case, check
 
 # What it shows, the program, and the transformations under which it failed.
 FOUND = {
@@ -229,6 +229,20 @@ def program(w, x, b, s, n):
 """,
         ("value",),
     ),
+    "rules in a shard_map that close over values around it": (
+        """
+def program(w, x, b, s, n):
+    def f(rows, x):
+        rule = halved_jvp(lambda a: (a, lax.switch(n, [lambda a: s * 1, lambda a: s], a)))
+        other = halved_vjp(lambda a: (a, s * 1))
+        return stacked((rule(b)[0], other(rows[0])[0]))
+    rows = jnp.stack([b, 0.5 * b])
+    along = dict(mesh=MESH, in_specs=(P('i'), P()), out_specs=P('i'))
+    first = jax.shard_map(f, check_vma=False, **along)(rows, x)
+    return *first, jax.shard_map(lambda rows, x: f(rows, x)[1], check_vma=True, **along)(rows, x)
+""",
+        ("grad", "vmap_of_grad"),
+    ),
 }
 
 
@@ -239,23 +253,6 @@ def test_found_program(name):
         check(Case(source, transform, "float16"))
     # Both dtypes have one plan: what differs (bfloat16's matmuls on the CPU) shows under any transformation.
     check(Case(source, transforms[0], "bfloat16"))
-
-
-# Not solved: a rule in a shard_map that closes over values of the program around it leaves a tracer behind under grad.
-CLOSING_OVER_A_SHARD_MAP = """
-def program(w, x, b, s, n):
-    def f(rows, x):
-        rule = halved_jvp(lambda a: (a, lax.switch(n, [lambda a: s * 1, lambda a: s], a)))
-        return stacked((rule(b)[0],))
-    rows = jnp.stack([b, 0.5 * b])
-    mapped = jax.shard_map(f, mesh=MESH, in_specs=(P('i'), P()), out_specs=P('i'), check_vma=False)
-    return mapped(rows, x)[0].sum(0),
-"""
-
-
-@pytest.mark.xfail(raises=Failure, strict=True, reason="leaves a tracer in the program")
-def test_rule_in_a_shard_map_that_closes_over_values_around_it():
-    check(Case(CLOSING_OVER_A_SHARD_MAP, "grad"))
 
 
 @pytest.mark.parametrize("level", ["half", "conservative"])

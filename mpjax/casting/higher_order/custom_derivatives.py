@@ -7,7 +7,7 @@ run in half too.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -57,6 +57,7 @@ class WithRules:
         plan: the plan of the function.
         delivery: the storage dtypes of its operands.
         closures: the variables of the program around it that its rules close over.
+        unread: for each result whether nothing reads it. A rule does not make it: what it closes over may be gone.
         jvp: its rule and that rule's plan.
         forward: the same for the forward rule of a custom_vjp.
         backward: the same for its backward rule.
@@ -65,6 +66,7 @@ class WithRules:
     plan: Plan
     delivery: Delivery
     closures: Sequence[Any] = ()
+    unread: Sequence[bool] = ()
     jvp: tuple[JvpRule, Plan] | None = None
     forward: tuple[VjpRule, Plan] | None = None
     backward: tuple[BackwardRule, Plan] | None = None
@@ -100,18 +102,20 @@ def _uses(eqn: Any, outs: tuple[Use, ...], setting: Setting) -> Sequence[Use]:
 def _infer(inference: Inference, eqn: Any, listing: Listing) -> Step:
     inner = plan_call(inference, eqn, listing, compat.call_jaxpr(eqn.params))
     # A custom_vjp's backward rule may hold matmuls where the function holds none, so it is entered whenever it takes
-    # a float; a rule that closes over values of this program needs to be given them.
+    # a float; a rule that closes over values of this program needs to be given them, and one that closes over values
+    # of a program around it, whose trace is over, must not make what nothing reads.
     bare = eqn.primitive.name == "custom_jvp_call" or not any(map(tracked, eqn.invars))
     in_rule = inference.setting.in_rule
+    rules = Rules() if in_rule else rules_of(inference.jaxpr, eqn)
     closures = () if in_rule else closed_over(inference.jaxpr, eqn)
-    if inner.trivial and bare and not closures:
+    if inner.trivial and bare and not any(compat.variable_of(const) is not None for const in rules.consts):
         return as_traced(inference, eqn, listing, inner.outs, inner)
     storages = []
     for v, mask in zip(eqn.invars, inner.in_reads, strict=True):
         value = inference.value(v)
         storages.append([HALF if value is not None and mask == HALF.bit else storage_of(value)])
-    entered = WithRules(inner, deliver(inference, eqn, storages), closures)
-    rules = Rules() if in_rule else rules_of(inference.jaxpr, eqn)
+    unread = tuple(not use for use in inference.wanted_of(eqn))
+    entered = WithRules(inner, deliver(inference, eqn, storages), closures, unread)
     if rules.jvp is not None:
         entered.jvp = rules.jvp, _plan_jvp(rules.jvp, entered, eqn.params)
     if rules.vjp is not None and rules.backward is not None:
@@ -129,11 +133,15 @@ def _infer(inference: Inference, eqn: Any, listing: Listing) -> Step:
 def _plan_rule(
     jaxpr: Any, consts: Sequence[Any], ins: Sequence[Inferred | None], wanted: Any, setting: Setting
 ) -> Plan:
-    """The plan of a rule's jaxpr, whose constants are constvars or leading inputs by the JAX version."""
-    jaxpr = compat.open_jaxpr(jaxpr).jaxpr
+    """The plan of a rule's jaxpr, whose constants are constvars or leading inputs by the JAX version.
+
+    Results for which None is wanted are left out.
+    """
+    jaxpr = compat.with_results(compat.open_jaxpr(jaxpr).jaxpr, [use is not None for use in wanted])
     leading = [PARAMETER if tracked(v) else None for v in jaxpr.invars[: len(jaxpr.invars) - len(ins)]]
     assert len(leading) in (0, len(consts)), "a rule's jaxpr takes its constants, then its operands"
-    return plan(jaxpr, (*leading, *ins), tuple(wanted), dataclasses.replace(setting, in_rule=True))
+    taken = tuple(use for use in wanted if use is not None)
+    return plan(jaxpr, (*leading, *ins), taken, dataclasses.replace(setting, in_rule=True))
 
 
 def _closed_over(entered: WithRules, env: Environment) -> list[Any]:
@@ -158,6 +166,12 @@ def _run_rule(planned: Plan, consts: Sequence[Any], arrays: Sequence[Any], close
     return run(planned, found[count:], values)
 
 
+def _wanted(entered: WithRules) -> list[Use | None]:
+    """The uses of the results that a rule makes; None for one that nothing reads."""
+    storages = map(storage_of, entered.plan.outs)
+    return [None if unread else _WANTED[s] for s, unread in zip(storages, entered.unread, strict=True)]
+
+
 def _array(value: Any, storage: Storage) -> Any:
     """A result of a rule in a storage dtype; the tangent of an integer has none."""
     return array_of(value, storage) if isinstance(value, Value) else value
@@ -171,10 +185,9 @@ def _plan_jvp(rule: JvpRule, entered: WithRules, params: dict[str, Any]) -> Plan
     ins, invars = entered.ins[first:], entered.plan.invars[first:]
     # The tangent of an integer is float0, which is no array to cast.
     tangents = [x if compat.is_inexact(v.aval) else None for x, v in zip(ins, invars, strict=True)]
-    outs = [storage_of(x) for x in entered.plan.outs]
+    outs = _wanted(entered)
     taken = [x for x, given in zip(tangents, rule.given, strict=True) if given]
-    moved = [storage for storage, zero in zip(outs, rule.zeros, strict=True) if not zero]
-    wanted = [_WANTED[storage] for storage in (*outs, *moved)]
+    wanted = [*outs, *(use for use, zero in zip(outs, rule.zeros, strict=True) if not zero)]
     return _plan_rule(rule.jaxpr, rule.consts, [*ins, *taken], wanted, entered.plan.setting)
 
 
@@ -187,7 +200,7 @@ def _issue_jvp(step: Step, operands: Sequence[Any], outer: Plan, env: Environmen
 
     def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
         closed = dict(zip(entered.closures, primals[count:], strict=True))
-        primals, tangents = primals[first:count], tangents[first:count]
+        constant, primals, tangents = primals[:first], primals[first:count], tangents[first:count]
         zeros = [type(t) is SymbolicZero for t in tangents]
         if entered.jvp is not None and not any(zeros):
             traced, planned = entered.jvp
@@ -196,17 +209,27 @@ def _issue_jvp(step: Step, operands: Sequence[Any], outer: Plan, env: Environmen
             planned = _plan_jvp(traced, entered, params)
         given = [t for t, zero in zip(tangents, zeros, strict=True) if not zero]
         results = _run_rule(planned, traced.consts, [*primals, *given], closed)
-        out = [_array(r, storage_of(x)) for r, x in zip(results, outs, strict=False)]
-        moved = iter(results[len(outs) :])
+        made = iter(results)
+        out = _with_unread(made, entered, lambda: body(*constant, *primals))
         dots = [
-            _zero(p) if zero else _array(next(moved), storage_of(x))
-            for p, x, zero in zip(out, outs, traced.zeros, strict=True)
+            _zero(p) if zero or unread else _array(next(made), storage_of(x))
+            for p, zero, unread, x in zip(out, traced.zeros, entered.unread, outs, strict=True)
         ]
         return tuple(out), tuple(dots)
 
     fun.defjvp(rule, symbolic_zeros=params["symbolic_zeros"])
     arrays = [*hand_in(entered.delivery, operands), *_closed_over(entered, env)]
     return values_of(fun(*arrays), outs, outer.setting.half)
+
+
+def _with_unread(made: Iterator[Any], entered: WithRules, fun: Callable[[], Sequence[Any]]) -> list[Any]:
+    """The results of a rule; those that it leaves out are the function's, for JAX wants all of them."""
+    outs, unread = entered.plan.outs, entered.unread
+    others = fun() if any(unread) else [None] * len(outs)
+    return [
+        other if skipped else _array(next(made), storage_of(x))
+        for other, skipped, x in zip(others, unread, outs, strict=True)
+    ]
 
 
 def _zero(primal: Any) -> Any:
@@ -219,10 +242,9 @@ def _zero(primal: Any) -> Any:
 
 
 def _plan_forward(rule: VjpRule, entered: WithRules, params: dict[str, Any]) -> Plan:
-    outs = [_WANTED[storage_of(x)] for x in entered.plan.outs]
     residuals = [Use.READ | Use.MAY_HALF] * rule.made
     ins = entered.ins[params["num_consts"] :]
-    return _plan_rule(rule.jaxpr, rule.consts, ins, [*residuals, *outs], entered.plan.setting)
+    return _plan_rule(rule.jaxpr, rule.consts, ins, [*residuals, *_wanted(entered)], entered.plan.setting)
 
 
 def _residuals(rule: VjpRule, entered: WithRules, forward: Plan) -> list[Inferred | None]:
@@ -282,7 +304,7 @@ def _issue_vjp(step: Step, operands: Sequence[Any], outer: Plan, env: Environmen
         everything = (*constant, *args)
         stored = [next(made) if r.operand is None else everything[r.operand] for r in rule.residuals]
         stored = [x for x, r in zip(stored, rule.residuals, strict=True) if r.scalar is None]
-        given = [_array(r, storage_of(x)) for r, x in zip(results[rule.made :], outs, strict=True)]
+        given = _with_unread(iter(results[rule.made :]), entered, lambda: fun(*args))
         return tuple(given), (stored, extra)
 
     def bwd(residuals: tuple[list[Any], Sequence[Any]], cotangents: Sequence[Any]) -> tuple[Any, Any]:
