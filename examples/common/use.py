@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,14 +31,15 @@ _OWN = ("mode", *PRECISION_FLAGS)
 
 
 def open_model(
-    config: RunConfig, make: Callable[[Any, dict[str, Any]], T], overrides: tuple[str, ...] = ("batch_size",)
+    config: RunConfig, make: Callable[[Any, dict[str, Any]], T], overrides: Sequence[Sequence[str]] = (("batch_size",),)
 ) -> tuple[T, Variables]:
     """The model of --weights, else of the run in --output, with its float32 variables.
 
     Args:
         config: the flags.
         make: of the flags with the settings of the training in place, and the description of its data.
-        overrides: further flags that, where given, stand against the settings of the training.
+        overrides: further flags that, where given, stand against the settings of the training; flags that say one thing
+            together, as where the data are.
 
     Raises:
         UsageError: there is no model, or it is another script's, or damaged.
@@ -50,8 +52,8 @@ def open_model(
         settings, description = about.get("settings", {}), about.get("data", {})
         if settings.get("script") != config.script:
             raise UsageError(f"--weights {str(config.weights)!r} is of examples.{settings.get('script')}.")
-    given = [name for name in overrides if getattr(config, name) is not None]
-    kept = {name: value for name, value in settings.items() if name not in (*_OWN, *given)}
+    given = [names for names in overrides if any(getattr(config, name) is not None for name in names)]
+    kept = {name: value for name, value in settings.items() if name not in {*_OWN, *itertools.chain(*given)}}
     try:
         own = dataclasses.replace(config, **from_json(type(config), kept))
     except TypeError as error:

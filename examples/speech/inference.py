@@ -25,7 +25,7 @@ from examples.speech.task import SpeechTask, open_data
 from examples.speech.training import create_transcribe_step
 
 # Of a trained model these may be others: what it is tested on, and how its outputs are read.
-_OWN = ("batch_size", "test_data")
+_OWN = (("batch_size",), ("test_data",))
 _RUNS = 5  # of which the latency is the median
 _STEP = SAMPLE_RATE  # lengths of audio are rounded up to whole seconds: few programs for many files
 

@@ -49,6 +49,19 @@ def test_model_is_not_tested_on_other_classes(trained, monkeypatch, capsys):
     assert "the model is for the classes '0', '1'" in error
 
 
+def test_model_is_tested_on_the_images_that_the_flags_name(trained, photos, tmp_path, capsys):
+    """Whatever it was trained on: `--dataset` or `--data-dir`."""
+    flags = ["--mode", "evaluate", "--devices", "1", "--output"]
+    error = error_of([*flags, str(trained), "--dataset", "mnist"], capsys)
+    assert "the model is for images of (8, 8, 1), mnist has (28, 28, 1)" in error
+    of_mnist = tmp_path / "run"
+    shutil.copytree(trained, of_mnist)
+    settings = json.loads((of_mnist / "config.json").read_text())
+    (of_mnist / "config.json").write_text(json.dumps(settings | {"dataset": "mnist"}))
+    error = error_of([*flags, str(of_mnist), "--data-dir", str(photos)], capsys)
+    assert "the model is for the classes '0', '1'" in error
+
+
 def test_testing_needs_no_training_data(trained, monkeypatch, capsys):
     opened = []
     real = image_task.open_data
