@@ -52,6 +52,9 @@ class RunConfig(abc.ABC):
     # Flags that a resumed run may change: they affect no step that was taken.
     may_change: ClassVar[tuple[str, ...]] = (*PRECISION_FLAGS, "epochs")
 
+    # The names of the flags in a command line.
+    given: frozenset[str] = dataclasses.field(default=frozenset(), compare=False)
+
     audit: bool = WHAT(False, "print the precision of each part of a step (mpjax.audit); in --output, audit.html")
     profile: bool = WHAT(False, "print where the time of some steps goes (mpjax.profile); in --output, profile.html")
 

@@ -54,7 +54,7 @@ def parse(config: type[C], program: str, arguments: Sequence[str], foreign: Mapp
     """
     parsed, rest = parse_known(config, program, translate(arguments, foreign or {}))
     if rest:
-        known = [name for field in dataclasses.fields(config) for name in _names(field)]  # type: ignore[arg-type]  # a dataclass
+        known = [name for field in _flags(config) for name in _names(field)]
         close = difflib.get_close_matches(rest[0].split("=")[0], known, 1)
         hint = f"did you mean {close[0]}?" if close else f"{program} --help lists all flags."
         raise UsageError(f"{rest[0]}: there is no such flag; {hint}")
@@ -62,18 +62,23 @@ def parse(config: type[C], program: str, arguments: Sequence[str], foreign: Mapp
 
 
 def parse_known(config: type[C], program: str, arguments: Sequence[str]) -> tuple[C, list[str]]:
-    """The config of a command line, and the arguments that are for another one."""
+    """The config of a command line, and the arguments that are for another one.
+
+    A config with a field `given` learns the names of the flags in the command line.
+    """
     parser = _parser(config, program)
     space, rest = parser.parse_known_args([_dashed(word) for word in arguments])
     given = {name: tuple(value) if isinstance(value, list) else value for name, value in vars(space).items()}
     made = config(**given)
     _check_used(made, given)
+    if hasattr(made, "given"):
+        made = config(**given, given=frozenset(given))  # type: ignore[call-arg]  # it has that field
     return made, rest
 
 
 def of_the_run(config: Any) -> dict[str, Any]:
     """The flags that decide the result of a training, as JSON."""
-    fields = [field for field in dataclasses.fields(config) if field.metadata["group"].decides]
+    fields = [field for field in _flags(config) if field.metadata["group"].decides]
     values = {field.name: getattr(config, field.name) for field in fields}
     return {name: str(value.absolute()) if isinstance(value, Path) else value for name, value in values.items()}
 
@@ -81,7 +86,7 @@ def of_the_run(config: Any) -> dict[str, Any]:
 def from_json(config: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """What `of_the_run` made, as arguments of the config; what it has no field for is left out."""
     hints = typing.get_type_hints(config)
-    names = {field.name for field in dataclasses.fields(config)}
+    names = {field.name for field in _flags(config)}
     kept = {name: value for name, value in values.items() if name in names}
     return {name: value if value is None else _read(hints[name], value) for name, value in kept.items()}
 
@@ -105,9 +110,13 @@ def translate(arguments: Sequence[str], foreign: Mapping[str, Foreign]) -> list[
     return words
 
 
+def _flags(config: Any) -> list[dataclasses.Field[Any]]:
+    return [field for field in dataclasses.fields(config) if "group" in field.metadata]
+
+
 def _check_used(config: Any, given: Collection[str]) -> None:
     action = getattr(config, "action", None)
-    for field in dataclasses.fields(config):
+    for field in _flags(config):
         uses = field.metadata["group"].uses
         if field.name in given and uses is not None and action not in uses and getattr(config, field.name) is not None:
             raise UsageError(
@@ -135,7 +144,7 @@ def _parser(config: type[Any], program: str) -> _Parser:
     )
     hints = typing.get_type_hints(config)
     groups: dict[str, Any] = {}
-    for field in dataclasses.fields(config):
+    for field in _flags(config):
         title = field.metadata["group"].title
         group = groups.get(title) or groups.setdefault(title, parser.add_argument_group(title))
         shown = "" if field.default in (None, ()) or isinstance(field.default, bool) else f" (default: {field.default})"

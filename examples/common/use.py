@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,15 +30,16 @@ _OWN = ("mode", *PRECISION_FLAGS)
 
 
 def open_model(
-    config: RunConfig, make: Callable[[Any, dict[str, Any]], T], overrides: Sequence[Sequence[str]] = (("batch_size",),)
+    config: RunConfig, make: Callable[[Any, dict[str, Any]], T], alternatives: Sequence[str] = ()
 ) -> tuple[T, Variables]:
     """The model of --weights, else of the run in --output, with its float32 variables.
+
+    Flags that are not given are as in the training.
 
     Args:
         config: the flags.
         make: of the flags with the settings of the training in place, and the description of its data.
-        overrides: further flags that, where given, stand against the settings of the training; flags that say one thing
-            together, as where the data are.
+        alternatives: flags of which one replaces the others, as those that say where the data are.
 
     Raises:
         UsageError: there is no model, or it is another script's, or damaged.
@@ -52,8 +52,9 @@ def open_model(
         settings, description = about.get("settings", {}), about.get("data", {})
         if settings.get("script") != config.script:
             raise UsageError(f"--weights {str(config.weights)!r} is of examples.{settings.get('script')}.")
-    given = [names for names in overrides if any(getattr(config, name) is not None for name in names)]
-    kept = {name: value for name, value in settings.items() if name not in {*_OWN, *itertools.chain(*given)}}
+    given = {name for name in config.given if getattr(config, name) is not None}
+    replaced = {*_OWN, *given, *(alternatives if given.intersection(alternatives) else ())}
+    kept = {name: value for name, value in settings.items() if name not in replaced}
     try:
         own = dataclasses.replace(config, **from_json(type(config), kept))
     except TypeError as error:

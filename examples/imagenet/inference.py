@@ -33,7 +33,7 @@ def load(config: Config) -> tuple[ImageTask, Variables]:
             _check_same(about, test_set)
         return ImageTask(own, DataParallel(own.devices), test_set=test_set, description=about)
 
-    return open_model(config, make, [("batch_size",), ("data_dir", "dataset")])
+    return open_model(config, make, ("data_dir", "dataset"))
 
 
 def _check_same(about: Description, images: Dataset) -> None:

@@ -24,8 +24,6 @@ from examples.speech.reports import transcript_report
 from examples.speech.task import SpeechTask, open_data
 from examples.speech.training import create_transcribe_step
 
-# Of a trained model these may be others: what it is tested on, and how its outputs are read.
-_OWN = (("batch_size",), ("test_data",))
 _RUNS = 5  # of which the latency is the median
 _STEP = SAMPLE_RATE  # lengths of audio are rounded up to whole seconds: few programs for many files
 
@@ -41,7 +39,7 @@ def load(config: Config) -> tuple[SpeechTask, Variables]:
         sets = {} if own.infer else open_data(own, ["test"], alphabet)
         return SpeechTask(own, DataParallel(1 if own.infer else own.devices), alphabet, **sets)
 
-    return open_model(config, make, _OWN)
+    return open_model(config, make)
 
 
 def evaluate(config: Config) -> dict[str, Any]:

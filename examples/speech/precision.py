@@ -102,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         flags = parse(Precision, PROGRAM, arguments)
         config = Config(mode="evaluate", output=flags.output, cache_dir=flags.cache_dir, devices=1)
-        task, variables = open_model(config, _with_training_data, ())
+        task, variables = open_model(config, _with_training_data)
     except UsageError as error:
         fail(PROGRAM, error)
     trained, train_set = task.config, task.train_set

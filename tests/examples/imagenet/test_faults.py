@@ -14,11 +14,14 @@ from safetensors.numpy import save_file
 
 from examples.common import loop
 from examples.common.cli import UsageError
+from examples.common.flags import parse
 from examples.common.run_folder import RunFolder, to_json
 from examples.common.training import Variables
 from examples.common.weights import file_variables, write_weights
+from examples.imagenet import inference
 from examples.imagenet import task as image_task
 from examples.imagenet.__main__ import main
+from examples.imagenet.config import Config
 from examples.imagenet.image_folder import open_image_folder
 from examples.imagenet.image_tree import list_tree
 from tests.examples.imagenet.image_tree import make_photo_tree
@@ -54,6 +57,8 @@ def test_model_is_tested_on_the_images_that_the_flags_name(trained, photos, tmp_
     flags = ["--mode", "evaluate", "--devices", "1", "--output"]
     error = error_of([*flags, str(trained), "--dataset", "mnist"], capsys)
     assert "the model is for images of (8, 8, 1), mnist has (28, 28, 1)" in error
+    lenient = parse(Config, "imagenet", [*flags, str(trained), "--max-unreadable", "0.5"])
+    assert inference.load(lenient)[0].config.max_unreadable == 0.5
     of_mnist = tmp_path / "run"
     shutil.copytree(trained, of_mnist)
     settings = json.loads((of_mnist / "config.json").read_text())
