@@ -24,7 +24,7 @@ class AutocastWarning(UserWarning):
         ...     warnings.simplefilter("always")
         ...     _ = mpjax.autocast(jnp.exp)(jnp.ones(3))
         >>> str(caught[0].message)
-        'autocast found no operation to run in float16: no matmul or convolution of float32 arrays...'
+        'autocast found no matmul or convolution of float32 arrays to run in float16. See mpjax.explain...'
     """
 
 
@@ -45,17 +45,13 @@ def check_inputs(program: Any, policy: Policy) -> None:
     of_params = [pair for pair in halves if pair[0].startswith("[0][0]")]
     if halves and (of_params or len(halves) == len(floats)) and policy.param_dtype not in HALF_DTYPES:
         _warn(
-            f"autocast: {_shown(of_params or halves)} of the inputs are half already. If they are "
-            f"parameters, their "
-            "float32 master weights are missing, and updates smaller than a rounding step are lost: keep "
-            "parameters in float32 (autocast casts them where it pays), or keep masters in the optimizer "
-            "with "
-            "mpjax.master_weights."
+            f"autocast: {_shown(of_params or halves)} of the inputs are half already. If they are parameters, their "
+            "float32 master weights are missing, and updates smaller than a rounding step are lost: keep parameters in "
+            "float32 (autocast casts them where it pays), or keep masters in the optimizer with mpjax.master_weights."
         )
     if doubles:
         _warn(
-            f"autocast: {_shown(doubles)} of the inputs are float64, which autocast leaves as it is, and "
-            f"all that is "
+            f"autocast: {_shown(doubles)} of the inputs are float64, which autocast leaves as it is, and all that is "
             "computed from them. Cast them to float32, or unset jax_enable_x64."
         )
 
@@ -83,8 +79,7 @@ def check_backend(setting: Setting) -> None:
             return
         if old:
             _warn(
-                f"autocast: {device.device_kind} (compute capability {capability}) has no bfloat16 Tensor "
-                f"Cores; "
+                f"autocast: {device.device_kind} (compute capability {capability}) has no bfloat16 Tensor Cores; "
                 "take policy='mixed_float16' with mpjax.dynamic_loss_scale."
             )
 
@@ -94,17 +89,15 @@ def check_plan(plan: Plan) -> None:
     tally, setting = plan.tally, plan.setting
     if not tally.cast and tally.written:
         _warn(
-            f"autocast: all {tally.written} matmuls and convolutions that it may cast are in half already "
-            f"(the model "
-            "has a dtype or a policy of its own, by mpjax.with_policy for one). Nothing is cast twice, "
-            "but autocast "
+            f"autocast: all {tally.written} matmuls and convolutions that it may cast are in half already (the model "
+            "has a dtype or a policy of its own, by mpjax.with_policy for one). Nothing is cast twice, but autocast "
             "adds nothing: take one way of the two."
         )
     elif not tally.cast:
         left = f" ({tally.left} are kept as they are by a rule or a region.)" if tally.left else ""
         _warn(
-            f"autocast found no operation to run in {setting.half}: no matmul or convolution of float32 "
-            f"arrays.{left} See mpjax.explain(fun, *args)."
+            f"autocast found no matmul or convolution of float32 arrays to run in {setting.half}.{left} "
+            "See mpjax.explain(fun, *args)."
         )
     for entry, op in setting.rules.entries:
         if entry not in tally.entries:

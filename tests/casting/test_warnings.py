@@ -45,7 +45,7 @@ def test_model_that_is_half_already_is_told_and_not_cast_twice():
 
 
 def test_nothing_to_cast_is_told():
-    with pytest.warns(AutocastWarning, match=r"no operation to run in float16.*mpjax.explain"):
+    with pytest.warns(AutocastWarning, match=r"no matmul or convolution .* to run in float16.*mpjax.explain"):
         mpjax.autocast(lambda x: jnp.sum(jnp.exp(x)))(X)
 
 
