@@ -7,6 +7,7 @@ devices are carried out in step, one environment for each.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -45,15 +46,24 @@ def as_typed(x: Array, dtype: Any) -> Array:
     return x.astype(dtype).astype(np.float64)
 
 
-def rounded(half: Any, rng: np.random.Generator) -> Store:
-    """Stores every result in half, rounded up or down at random; but without an upper limit to its size."""
+@functools.cache
+def _coarser(dtype: Any, half: Any) -> Any:
+    """The limits of a dtype, if it is a coarser float than half; else those of half."""
     limits = jnp.finfo(half)
-    bits, smallest = limits.nmant + 1, float(limits.smallest_subnormal)
+    return jnp.finfo(dtype) if is_float(dtype) and jnp.finfo(dtype).nmant < limits.nmant else limits
+
+
+def rounded(half: Any, rng: np.random.Generator) -> Store:
+    """Stores every result in half, rounded up or down at random; but without an upper limit to its size.
+
+    What the program itself stores in a coarser dtype is rounded to that.
+    """
 
     def store(x: Array, dtype: Any) -> Array:
+        limits = _coarser(dtype, half)
         with np.errstate(all="ignore"):
             _, exponent = np.frexp(x)
-            quantum = np.maximum(np.ldexp(1.0, exponent - bits), smallest)
+            quantum = np.maximum(np.ldexp(1.0, exponent - limits.nmant - 1), float(limits.smallest_subnormal))
             found = np.floor(x / quantum + rng.random(x.shape)) * quantum
             return np.where(np.isfinite(x), found, x)
 

@@ -243,6 +243,14 @@ def program(w, x, b, s, n):
 """,
         ("grad", "vmap_of_grad"),
     ),
+    "dtypes of its author below autocast's": (
+        """
+def program(w, x, b, s, n):
+    rows = jnp.broadcast_to(b, (2, 3))
+    return jnp.dot(rows.astype(jnp.bfloat16), w.astype(jnp.bfloat16), preferred_element_type=jnp.float32),
+""",
+        ("value",),
+    ),
 }
 
 
