@@ -166,6 +166,11 @@ def _matmul(eqn: Any) -> Listing | None:
     return None
 
 
+def _scatter(eqn: Any) -> Listing | None:
+    function = eqn.params["update_jaxpr"]  # of `x.at[i].apply(function)`
+    return None if function is None else Listing(Op.OPAQUE, "its function was traced for float32")
+
+
 def _jit(eqn: Any) -> Listing | None:
     return Listing(Op.OPAQUE, "a jit with layouts") if compat.jit_options(eqn.params) is None else None
 
@@ -174,6 +179,7 @@ _SPECIAL = {
     "integer_pow": _integer_pow,
     "div": _div,
     "gather": _gather,
+    "scatter": _scatter,
     "broadcast_in_dim": _broadcast,
     "dot_general": _matmul,
     "conv_general_dilated": _matmul,

@@ -207,8 +207,8 @@ def _bind(step: Step, env: Mapping[Any, Any], half: np.dtype) -> Sequence[Any]:
             return [value_of(_scaled(args[1 - i], args[i], weight_gradients.detached.bind(low)), HALF, half)]
         for i in step.spread:
             args[i] = _broadcast(args[i], shape, half)
-    if step.half and eqn.primitive.name in MATMULS:
-        params = _matmul_params(params, half)
+    if step.half:
+        params = _half_params(eqn.primitive.name, params, half)
     if step.parameters:
         full = [env[v][FULL] if i in step.parameters else args[i] for i, v in enumerate(eqn.invars[:2])]
         outs = weight_gradients.matmul(eqn.primitive, params, args, full, step.wide_gradients)
@@ -219,8 +219,12 @@ def _bind(step: Step, env: Mapping[Any, Any], half: np.dtype) -> Sequence[Any]:
     return values_of(outs, step.outs, half)
 
 
-def _matmul_params(params: dict[str, Any], half: np.dtype) -> dict[str, Any]:
-    """The parameters of a matmul that runs in half."""
+def _half_params(name: str, params: dict[str, Any], half: np.dtype) -> dict[str, Any]:
+    """The parameters of an operation that runs in half."""
+    if params.get("update_jaxpr") is not None:  # A scatter's: how it combines two elements.
+        return {**params, "update_jaxpr": compat.on_scalars(params["update_jaxpr"], half)}
+    if name not in MATMULS:
+        return params
     changed: dict[str, Any] = {}
     if params.get("preferred_element_type") is not None:
         changed["preferred_element_type"] = half

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -19,6 +20,13 @@ def model(w, x):
         x = jnp.abs(x @ w) @ w
     with jax.named_scope("head"):
         return jnp.mean(jnp.abs(x @ w) @ w)
+
+
+PLACES = np.array([0, 2, 2, 1])
+
+
+def autocast_half_function(fun):
+    return mpjax.autocast(mpjax.half_function(fun))
 
 
 def dtypes_of(op, rules, fun=model):
@@ -109,6 +117,24 @@ def test_level_half_runs_sums_in_half_too():
     assert dtypes_of("reduce_sum", Rules(level="half")) == ["float16"]
     explained = mpjax.explain(mpjax.autocast(model, "O3"), W, X)
     assert {row.dtypes_in[0] for row in explained.rows if row.dtypes_in} == {"float16"}
+
+
+@pytest.mark.parametrize("everything_in_half", [lambda fun: mpjax.autocast(fun, "O3"), autocast_half_function])
+def test_scatters_in_half_combine_halves(everything_in_half):
+    """A scatter holds a function of two scalars, which was traced for float32."""
+
+    def scatters(x):
+        x = x @ np.eye(8, dtype=np.float32)
+        places = x.at[0].add(x[1]), x.at[0].multiply(x[1]), x.at[0].max(x[1]), jax.ops.segment_sum(x, PLACES, 3)
+        return *places, x.at[0].apply(jnp.exp), jax.grad(lambda x: x[PLACES, PLACES].mean())(x)
+
+    x = np.arange(32, dtype=np.float32).reshape(4, 8) / 8
+    in_half = everything_in_half(scatters)
+    dtypes = {(row.op, row.dtypes_in[0]) for row in mpjax.explain(in_half, x).rows if row.op.startswith("scatter")}
+    expected = {(op, "float16") for op in ("scatter-add", "scatter-mul", "scatter-max")}
+    assert dtypes == {*expected, ("scatter", "float32")}
+    wanted, found = jax.jit(lambda x: (scatters(x), in_half(x)))(x)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-3), wanted, found)
 
 
 def test_override_of_a_policy_is_a_rule():
