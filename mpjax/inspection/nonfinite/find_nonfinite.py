@@ -14,7 +14,7 @@ import numpy as np
 
 from mpjax._jaxpr import compat
 from mpjax._jaxpr.instances import owners_of
-from mpjax._jaxpr.interpreter import COMPILER_OPTIONS, Probe, Run, is_half, is_inexact, widened
+from mpjax._jaxpr.interpreter import COMPILER_OPTIONS, Run, is_half, is_inexact, widened
 from mpjax._jaxpr.layout import Block, Place, lay_out
 from mpjax._jaxpr.primitives import Op, primitive
 from mpjax._jaxpr.source import BACKWARD, FORWARD
@@ -72,12 +72,13 @@ def find_nonfinite(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> NonFin
     """
     program = traced_call("find_nonfinite", fun, args, kwargs)
     block = lay_out(program.jaxpr, owners=owners_of(program.jaxpr, program.names))
-    origins = _faults(program, block)
+    watch = _watching(program, block)
+    origins = _faults(program, block, watch)
     if not origins:
         return None
     if origins[0].is_argument:
         return _in_argument(program, block, origins[0].number)
-    origin, position = _first_that_reaches(program, block, origins)
+    origin, position = _first_that_reaches(block, origins, watch)
     float32_is_fine = functools.partial(_float32_is_fine, fun, args, kwargs)
     return _examined(program, block, origin, position, _batch_of(args), float32_is_fine)
 
@@ -85,10 +86,32 @@ def find_nonfinite(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> NonFin
 _MOST_FAULTS = 4  # Each further one that is not what the result fails by costs a compilation.
 
 
-def _faults(program: Program, block: Block) -> list[Origin]:
+# Runs the program with the elements of some faults made finite, but for those from and up to some positions; gives the
+# notes of a `WatchProbe` and the codes of the results.
+_Watch = Callable[[Sequence[Origin], Any, Any], Any]
+
+
+def _watching(program: Program, block: Block) -> _Watch:
+    """Compiles the program once for the same faults."""
+    leaves, count = [*program.arrays, *block.consts], len(program.arrays)
+
+    @functools.cache
+    def watched_run(origins: tuple[Origin, ...]) -> Callable[..., Any]:
+        def run(leaves: Sequence[Any], lows: Any, highs: Any) -> Any:
+            probe = WatchProbe()
+            replace = healed(probe, origins, lows, highs) if origins else None
+            outs, notes = Run(probe, replace=replace).block(block, leaves[:count], consts=leaves[count:])
+            return notes, _codes(outs)
+
+        return jax.jit(run, compiler_options=COMPILER_OPTIONS)
+
+    return lambda origins, lows, highs: jax.device_get(watched_run(tuple(origins))(leaves, lows, highs))
+
+
+def _faults(program: Program, block: Block, watch: _Watch) -> list[Origin]:
     """The first fault, and after it those that are left when the ones before are made finite."""
     found: list[Origin] = []
-    while len(found) < _MOST_FAULTS and (origin := _search(program, block, found)) is not None:
+    while len(found) < _MOST_FAULTS and (origin := _search(program, block, watch, found)) is not None:
         if found and (origin.is_argument or origin.is_constant or origin in found):
             break
         found.append(origin)
@@ -97,50 +120,38 @@ def _faults(program: Program, block: Block) -> list[Origin]:
     return found
 
 
-def _search(program: Program, block: Block, before: Sequence[Origin] = ()) -> Origin | None:
+def _search(program: Program, block: Block, watch: _Watch, before: Sequence[Origin] = ()) -> Origin | None:
     """Where the first fault is; a program whose results and checks are all finite is run but once.
 
     Args:
-        program, block: the program.
+        program, block, watch: the program.
         before: faults whose elements are made finite.
     """
-    leaves = [*program.arrays, *block.consts]
-    count, none = len(program.arrays), [0] * len(before)
-
-    def run(probe: Probe, leaves: Sequence[Any]) -> Any:
-        replace = healed(probe, before, none, none) if before else None
-        outs, notes = Run(probe, replace=replace).block(block, leaves[:count], consts=leaves[count:])
-        return _codes(outs), notes
-
-    outs, notes = _run(functools.partial(run, WatchProbe()), leaves)
+    none: Any = np.zeros(len(before), np.int32)
+    notes, outs = watch(before, none, none)
     failed, trips = watched(notes)
     if not failed and not any(outs):
         return None
+    leaves, count = [*program.arrays, *block.consts], len(program.arrays)
     probe = CodeProbe(block, trips)
 
     def run_all(leaves: Sequence[Any]) -> Any:
-        outs, notes = run(probe, leaves)
+        replace = healed(probe, before, none, none) if before else None
+        outs, notes = Run(probe, replace=replace).block(block, leaves[:count], consts=leaves[count:])
         notes = {**{key: probe.empty(key) for key in probe.keys(block)}, **notes}
-        return _codes(leaves), outs, probe.packed(block, notes)
+        return _codes(leaves), _codes(outs), probe.packed(block, notes)
 
     return first_origin(block, *_run(run_all, leaves))
 
 
-def _first_that_reaches(program: Program, block: Block, origins: Sequence[Origin]) -> tuple[Origin, int | None]:
+def _first_that_reaches(block: Block, origins: Sequence[Origin], watch: _Watch) -> tuple[Origin, int | None]:
     """The first fault that reaches a result by itself, and its element's position; the first one if none does."""
     if origins[0].is_constant:
         return origins[0], None
-    places, count, probe = {place.number: place for place in block.places()}, len(program.arrays), WatchProbe()
-    leaves = [*program.arrays, *block.consts]
-
-    @functools.partial(jax.jit, compiler_options=COMPILER_OPTIONS)
-    def healing(leaves: Sequence[Any], lows: Any, highs: Any) -> Any:
-        replace = healed(probe, origins, lows, highs)
-        outs, notes = Run(probe, replace=replace).block(block, leaves[:count], consts=leaves[count:])
-        return notes, _codes(outs)
+    places = {place.number: place for place in block.places()}
 
     def run(lows: Any, highs: Any) -> tuple[bool, Sequence[int]]:
-        notes, codes = jax.device_get(healing(leaves, lows, highs))
+        notes, codes = watch(origins, lows, highs)
         return watched(notes)[0], codes
 
     sizes = [_positions(places[origin.number]) for origin in origins]
@@ -172,7 +183,7 @@ def _float32_is_fine(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[
         wide_args, wide_kwargs = jax.tree.map(lambda x: widened(x) if is_half(x) else x, (tuple(args), dict(kwargs)))
         program = traced_call("find_nonfinite", fun, wide_args, wide_kwargs)
         block = lay_out(program.jaxpr)
-        if _search(program, block) is None:
+        if _search(program, block, _watching(program, block)) is None:
             return True
     except Exception:  # A function may insist on half arguments.
         return None
