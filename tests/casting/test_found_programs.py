@@ -268,6 +268,15 @@ def test_linear_solve_at_other_levels(level):
     check(Case(FOUND["linear solve"][0], "grad", rules=level))
 
 
+def test_transpose_of_a_solve_is_listed_as_it_runs():
+    """JAX derives it from what autocast makes of the operator, whatever the traced program holds."""
+    program = """
+def program(w, x, b, s, n):
+    return lax.custom_linear_solve(nearly_identity(lambda a: b, b), b, solve_once, solve_once),
+"""
+    check(Case(program, "outside_grad", rules="half"))
+
+
 @pytest.mark.parametrize("everywhere", ["highest", "F32_F32_F32"])
 def test_a_global_precision_is_not_the_authors_word(everywhere):
     with jax.default_matmul_precision(everywhere):

@@ -23,7 +23,7 @@ _FUNCTIONS = ("matvec", "vecmat", "solve", "transpose_solve")
 
 @dataclasses.dataclass(slots=True)
 class Solve:
-    """The plans of the solve's functions by name; a solve without a transpose lacks two of them."""
+    """The plans of the solve's functions by name; a solve without a transpose lacks one of them."""
 
     functions: dict[str, Plan]
 
@@ -43,7 +43,9 @@ def _split(params: dict[str, Any], operands: Sequence[Any]) -> tuple[dict[str, S
 
 
 def _jaxprs(params: dict[str, Any]) -> dict[str, Any]:
-    return {name: jaxpr for name, jaxpr in zip(_FUNCTIONS, params["jaxprs"], strict=True) if jaxpr is not None}
+    """The functions that are planned: not `vecmat`, which JAX derives again, from `matvec` as it is issued."""
+    found = zip(_FUNCTIONS, params["jaxprs"], strict=True)
+    return {name: jaxpr for name, jaxpr in found if jaxpr is not None and name != "vecmat"}
 
 
 def _uses(eqn: Any, outs: tuple[Use, ...], setting: Setting) -> Sequence[Use]:
@@ -54,6 +56,8 @@ def _uses(eqn: Any, outs: tuple[Use, ...], setting: Setting) -> Sequence[Use]:
         if name in jaxprs:
             wanted = (RESULT,) * len(jaxprs[name].out_avals)
             found += uses(jaxprs[name], wanted, setting).inputs[: len(consts[name])]
+        else:
+            found += [Use.READ] * len(consts[name])
     return [*found, *([Use.READ | Use.FLOAT] * len(b))]
 
 
@@ -104,7 +108,7 @@ def _issue(step: Step, operands: Sequence[Any], plan: Plan, env: Environment) ->
         arrays_of(b, vectors),
         lambda _, x: solve(x),
         None if transposed is None else lambda _, x: transposed(x),
-        symmetric=jaxprs.get("vecmat") is jaxprs["matvec"],
+        symmetric=step.eqn.params["jaxprs"].vecmat is jaxprs["matvec"],
         has_aux=has_aux,
     )
     found = [*solution[0], *solution[1]] if has_aux else solution
