@@ -139,6 +139,11 @@ def closed_over(jaxpr: Any, eqn: Any) -> Sequence[Any]:
     return [v for v in found if v is not None and v in here]
 
 
+def closes_over_tracers(jaxpr: Any, eqn: Any) -> bool:
+    """Whether the rules of an equation of an open jaxpr close over values of a trace, which may be over."""
+    return any(compat.variable_of(const) is not None for const in rules_of(jaxpr, eqn).consts)
+
+
 _own: weakref.WeakKeyDictionary[Any, frozenset[Any]] = weakref.WeakKeyDictionary()
 
 

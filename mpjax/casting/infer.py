@@ -16,7 +16,7 @@ from mpjax._jaxpr.primitives import MATMULS, Op, primitive
 from mpjax._jaxpr.walk import programs_in, walk
 from mpjax._jaxpr.weight_gradients import is_pointwise
 from mpjax.casting.classify import Listing, Region, Setting, tracked
-from mpjax.casting.derivative_rules import closed_over
+from mpjax.casting.derivative_rules import closed_over, closes_over_tracers
 from mpjax.casting.lattice import (
     FULL,
     HALF,
@@ -173,6 +173,8 @@ class Inference:
 
     def _infer(self, eqn: Any, listing: Listing) -> Step:
         if not self.used(eqn) and not eqn.effects:
+            # As traced, it would be differentiated with what nothing reads.
+            self.trivial &= self.setting.in_rule or not closes_over_tracers(self.jaxpr, eqn)
             return Step(eqn, Action.SKIP, (), (), "nothing reads it", listing)
         if listing.op is Op.ENTER:
             step = self.setting.higher_order[eqn.primitive.name].infer(self, eqn, listing)

@@ -251,6 +251,17 @@ def program(w, x, b, s, n):
 """,
         ("value",),
     ),
+    "unread rule that closes over a value, in a jit with nothing to cast": (
+        """
+def program(w, x, b, s, n):
+    @jax.jit
+    def f(a):
+        halved_jvp(lambda _: (a, jnp.sin(a)))(a)
+        return b
+    return f(x @ w),
+""",
+        ("grad",),
+    ),
 }
 
 

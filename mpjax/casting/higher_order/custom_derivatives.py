@@ -25,6 +25,7 @@ from mpjax.casting.derivative_rules import (
     VjpRule,
     backward_rule,
     closed_over,
+    closes_over_tracers,
     jvp_rule,
     rules_of,
     vjp_rule,
@@ -106,9 +107,8 @@ def _infer(inference: Inference, eqn: Any, listing: Listing) -> Step:
     # of a program around it, whose trace is over, must not make what nothing reads.
     bare = eqn.primitive.name == "custom_jvp_call" or not any(map(tracked, eqn.invars))
     in_rule = inference.setting.in_rule
-    rules = Rules() if in_rule else rules_of(inference.jaxpr, eqn)
     closures = () if in_rule else closed_over(inference.jaxpr, eqn)
-    if inner.trivial and bare and not any(compat.variable_of(const) is not None for const in rules.consts):
+    if inner.trivial and bare and (in_rule or not closes_over_tracers(inference.jaxpr, eqn)):
         return as_traced(inference, eqn, listing, inner.outs, inner)
     storages = []
     for v, mask in zip(eqn.invars, inner.in_reads, strict=True):
@@ -116,6 +116,7 @@ def _infer(inference: Inference, eqn: Any, listing: Listing) -> Step:
         storages.append([HALF if value is not None and mask == HALF.bit else storage_of(value)])
     unread = tuple(not use for use in inference.wanted_of(eqn))
     entered = WithRules(inner, deliver(inference, eqn, storages), closures, unread)
+    rules = Rules() if in_rule else rules_of(inference.jaxpr, eqn)
     if rules.jvp is not None:
         entered.jvp = rules.jvp, _plan_jvp(rules.jvp, entered, eqn.params)
     if rules.vjp is not None and rules.backward is not None:
