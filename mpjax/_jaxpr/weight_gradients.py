@@ -250,9 +250,12 @@ def _dot(x: Any, y: Any, dimensions: Any, **kept: Any) -> Any:
     return found.reshape(*left.shape[:n], *of_left, *of_right)
 
 
-def _result_transpose(ct: Any, out: Any, *operands: Any, **params: Any) -> Sequence[Any]:
-    # Where the program itself is linear: the map goes through the operands, as its derivative does.
-    return [None, *_tangent_transpose(ct, *operands, **params)]
+def _result_transpose(ct: Any, out: Any, *operands: Any, matmul: Any, **params: Any) -> Sequence[Any]:
+    # Where the program itself is linear: the map goes through the operands, as its derivative does. JAX transposes the
+    # matmul that made `out` as well, and a ragged one not without a cotangent.
+    ragged = matmul.name == "ragged_dot_general"
+    nothing = ad.instantiate_zeros(ad.Zero(jax.typeof(ct))) if ragged else None
+    return [nothing, *_tangent_transpose(ct, *operands, matmul=matmul, **params)]
 
 
 # Batching. A matmul and a convolution stay one operation, whose weight gradient sums over the batch in float32; where

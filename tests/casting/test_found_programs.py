@@ -262,6 +262,13 @@ def program(w, x, b, s, n):
 """,
         ("grad",),
     ),
+    "ragged matmul of a tangent": (
+        """
+def program(w, x, b, s, n):
+    return halved_jvp(lambda a: lax.ragged_dot(a, jnp.ones((2, 3, 3)), jnp.array([1, 1])))(x),
+""",
+        ("grad",),
+    ),
 }
 
 
