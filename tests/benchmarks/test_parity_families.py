@@ -11,7 +11,7 @@ import mpjax
 from benchmarks.parity import gates, training
 from benchmarks.parity.families import FAMILIES, get, module
 from benchmarks.parity.family import MODEL, Models
-from mpjax._loss_scale_state import LossScaleState
+from mpjax import LossScaleState
 from testing.random_programs.evaluate import arrays_in_numpy, in_numpy
 
 POLICY = "mixed_float16"
