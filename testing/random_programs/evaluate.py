@@ -70,14 +70,20 @@ def rounded(half: Any, rng: np.random.Generator) -> Store:
     return store
 
 
-def evaluate(closed: Any, args: Sequence[Any], store: Store = exact) -> list[Array]:
+def evaluate(closed: Any, args: Sequence[Any], store: Store = exact, given: Store | None = None) -> list[Array]:
     """The results of a closed jaxpr; floats as float64, keys as JAX's own arrays but cheap ones as uint32.
+
+    Args:
+        closed: the jaxpr.
+        args: its arguments.
+        store: how each result is stored.
+        given: how arguments and constants are; without it like results.
 
     Raises:
         Unsupported: an equation is beyond this evaluator.
     """
     jaxpr, consts = closed.jaxpr, closed.consts
-    machine = _Machine(store, 1)
+    machine = _Machine(store, 1, given or store)
     ins = [machine.load(v, x) for v, x in zip(jaxpr.invars, args, strict=True)]
     with np.errstate(all="ignore"):
         outs = machine.run(jaxpr, [machine.load(v, c) for v, c in zip(jaxpr.constvars, consts, strict=True)], ins)
@@ -133,8 +139,8 @@ def _is_key(aval: Any) -> bool:
 class _Machine:
     """Carries out equations on a number of devices in step."""
 
-    def __init__(self, store: Store, devices: int):
-        self.store, self.devices = store, devices
+    def __init__(self, store: Store, devices: int, given: Store):
+        self.store, self.devices, self.given = store, devices, given
 
     def load(self, v: Any, x: Any) -> Replicas:
         """A constant or an argument, on every device."""
@@ -142,7 +148,7 @@ class _Machine:
             return [_numbers(x) if isinstance(x, jax.Array) else x] * self.devices
         array = np.asarray(x)
         if is_float(v.aval.dtype):
-            array = self.store(array.astype(np.float64), v.aval.dtype)
+            array = self.given(array.astype(np.float64), v.aval.dtype)
         return [array] * self.devices
 
     def run(self, jaxpr: Any, consts: Sequence[Replicas], args: Sequence[Replicas]) -> list[Replicas]:
@@ -211,6 +217,7 @@ def _scan(machine: _Machine, eqn: Any, args: list[Replicas]) -> list[Replicas]:
     params = eqn.params
     first, count = _scan_split(params)
     consts, carry, xs = args[:first], args[first : first + count], args[first + count :]
+    carry = [machine.stored(eqn, i, x) for i, x in enumerate(carry)]  # in the dtype of what replaces it
     steps: list[list[Replicas]] = []
     order = range(params["length"])
     for t in reversed(order) if params["reverse"] else order:
@@ -239,6 +246,7 @@ def _while(machine: _Machine, eqn: Any, args: list[Replicas]) -> list[Replicas]:
     split = params["cond_nconsts"]
     test, rest = args[:split], args[split:]
     consts, carry = rest[: params["body_nconsts"]], rest[params["body_nconsts"] :]
+    carry = [machine.stored(eqn, i, x) for i, x in enumerate(carry)]
     for _ in range(100):
         (going,) = machine.closed(params["cond_jaxpr"], [*test, *carry])
         going = [np.asarray(g) for g in going]
@@ -274,7 +282,7 @@ def _shard_map(machine: _Machine, eqn: Any, args: list[Replicas]) -> list[Replic
         raise Unsupported("shard_map in shard_map")
     params = eqn.params
     ((_, size),) = params["mesh"].shape.items()
-    inner = _Machine(machine.store, size)
+    inner = _Machine(machine.store, size, machine.given)
 
     def axis_of(spec: Any) -> int | None:
         found = [i for i, part in enumerate(spec) if part]

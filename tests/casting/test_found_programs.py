@@ -269,6 +269,32 @@ def program(w, x, b, s, n):
 """,
         ("grad",),
     ),
+    "second derivatives in a rule, whose tangents are broadcast": (
+        """
+def program(w, x, b, s, n):
+    def f(a):
+        return jax.hessian(lambda v: jnp.tanh(v @ a).sum())(jnp.array([0.3, 0.2, 0.1])), a
+    return halved_jvp(f)(w)[0],
+""",
+        ("grad", "vmap_of_grad"),
+    ),
+    "loop in a rule, which reads a tangent at every turn": (
+        """
+def program(w, x, b, s, n):
+    rows = jnp.array([[0.3, 0.2, 0.1]])
+    def f(a):
+        return lax.scan(lambda c, _: (jnp.tanh(rows @ a) @ a + c, None), rows, None, length=2)[0]
+    return halved_jvp(f)(w),
+""",
+        ("grad", "vmap_of_grad"),
+    ),
+    "tie that the rounding of a carry decides": (
+        """
+def program(w, x, b, s, n):
+    return lax.scan(lambda c, _: (jnp.where(c < b, 1.0, c) @ w, None), b, None, length=1)[0],
+""",
+        ("grad",),
+    ),
 }
 
 
