@@ -43,6 +43,7 @@ from mpjax._jaxpr import compat
 detached = Primitive("detached")
 result = Primitive("matmul_result")
 tangent = Primitive("matmul_tangent")
+lent = Primitive("lent")
 
 
 def is_pointwise(params: dict[str, Any], kernel: Sequence[int]) -> bool:
@@ -174,6 +175,8 @@ def _tangent_of(operands: Sequence[Any], tangents: Sequence[Any], out: Any, para
 def _tangent_transpose(
     ct: Any, *operands: Any, matmul: Any, half: np.dtype, wide: bool, **params: Any
 ) -> Sequence[Any]:
+    if type(ct) is ad.Zero:
+        return [None] * len(operands)
     which = 0 if ad.is_undefined_primal(operands[0]) else 1
     aval = operands[which].aval
     known = [x if ad.is_undefined_primal(x) else _half_copy(x, half) for x in operands[:2]]
@@ -254,8 +257,32 @@ def _result_transpose(ct: Any, out: Any, *operands: Any, matmul: Any, **params: 
     # Where the program itself is linear: the map goes through the operands, as its derivative does. JAX transposes the
     # matmul that made `out` as well, and a ragged one not without a cotangent.
     ragged = matmul.name == "ragged_dot_general"
-    nothing = ad.instantiate_zeros(ad.Zero(jax.typeof(ct))) if ragged else None
+    nothing = ad.instantiate_zeros(ad.Zero(ct.aval if type(ct) is ad.Zero else jax.typeof(ct))) if ragged else None
     return [nothing, *_tangent_transpose(ct, *operands, matmul=matmul, **params)]
+
+
+def _lent_jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+    copy = primals[0]
+    if type(tangents[1]) is ad.Zero:
+        return lent.bind(*primals), compat.zero_tangent(copy)
+    return lent.bind(*primals), _cast(tangents[1], copy.dtype)
+
+
+def _lent_linearization(nonzeros: Sequence[bool], *primals: Any) -> tuple[Any, bool, Any]:
+    return lent.bind(*primals), nonzeros[1], lambda *tangents: _lent_jvp(primals, tangents)[1]
+
+
+def _lent_transpose(ct: Any, copy: Any, master: Any) -> Sequence[Any]:
+    if type(ct) is ad.Zero:
+        return [None, None]
+    return [None, compat.with_weak_type(_cast(ct, master.aval.dtype), master.aval)]
+
+
+def _lent_batch(args: Sequence[Any], dims: Sequence[Any]) -> Any:
+    copy, master = args
+    if dims[0] == dims[1]:
+        return lent.bind(copy, master), dims[0]
+    return _cast(master, copy.dtype), dims[1]
 
 
 # Batching. A matmul and a convolution stay one operation, whose weight gradient sums over the batch in float32; where
@@ -344,6 +371,16 @@ ad.primitive_jvps[detached] = _detached_jvp
 compat.set_linearization(detached, _detached_linearization)
 ad.primitive_transposes[detached] = lambda ct, *xs: [None] * len(xs)  # Unlike `lax.stop_gradient`, if linear too.
 batching.primitive_batchers[detached] = lambda args, dims: (detached.bind(*args), dims[0])
+
+# The identity on a half copy; the second operand is the float32 value that its derivative belongs to. So a loop reads a
+# cast that is made once, before it, and yet the gradients of all iterations are summed in float32.
+lent.def_impl(lambda copy, _: copy)
+lent.def_abstract_eval(lambda copy, _: copy)
+mlir.register_lowering(lent, lambda ctx, copy, _: [copy])
+ad.primitive_jvps[lent] = _lent_jvp
+compat.set_linearization(lent, _lent_linearization)
+ad.primitive_transposes[lent] = _lent_transpose
+batching.primitive_batchers[lent] = _lent_batch
 
 result.def_impl(lambda out, *_, **__: out)
 result.def_abstract_eval(lambda out, *_, **__: out)

@@ -244,9 +244,10 @@ def _broadcast(x: Any, shape: tuple[int, ...], half: np.dtype) -> Any:
 def _scaled(x: Any, factor: Any, low: Any) -> Any:
     """`x * low`, where `low` is the half of a smaller `factor` whose gradient is summed in float32.
 
-    Broadcasting the factor before the product would do, but store it at full size for the backward pass.
+    Broadcasting the factor before the product would do, but store it at full size for the backward pass. Where the
+    program itself is linear, JAX transposes these lines, not the rule.
     """
-    return lax.mul(x, low)
+    return lax.mul(x, _broadcast(factor, x.shape, x.dtype))
 
 
 def _scaled_jvp(primals: Any, tangents: Any) -> Any:

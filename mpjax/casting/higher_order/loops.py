@@ -6,12 +6,11 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 from jax import lax
 
 from mpjax._jaxpr import compat
 from mpjax._jaxpr.primitives import primitive
-from mpjax._jaxpr.weight_gradients import detached
+from mpjax._jaxpr.weight_gradients import detached, lent
 from mpjax.casting.classify import Listing, Setting
 from mpjax.casting.higher_order.sub_jaxpr import (
     Delivery,
@@ -225,21 +224,6 @@ def _adds_to(jaxpr: Any, before: Any, after: Any) -> bool:
 # Issuing again.
 
 
-@jax.custom_jvp
-def _lend(master: Any, copy: Any) -> Any:
-    """The copy of a loop-invariant value in another dtype, whose gradient belongs to the master.
-
-    So the cast is made once, before the loop, and yet the gradients of all iterations are summed in float32.
-    """
-    return copy
-
-
-@_lend.defjvp
-def _lend_jvp(primals: Any, tangents: Any) -> Any:
-    copy = primals[1]
-    return copy, lax.convert_element_type(tangents[0], copy.dtype)
-
-
 def invariant(value: Any, mask: int, half: Any) -> Callable[[], Any]:
     """Makes the cast of a loop-invariant value before the loop; returns what makes its value inside."""
     if not isinstance(value, Value):
@@ -248,7 +232,7 @@ def invariant(value: Any, mask: int, half: Any) -> Callable[[], Any]:
     if not mask & HALF.bit:
         return lambda: Value(half, full=full)
     low = detached.bind(value[HALF])
-    return lambda: Value(half, full=full, low=_lend(full, low))
+    return lambda: Value(half, full=full, low=lent.bind(low, full))
 
 
 def _issue_scan(step: Step, operands: Sequence[Any], plan: Plan, env: Environment) -> Sequence[Any]:

@@ -14,7 +14,7 @@ from mpjax.inspection.devices import Device
 
 _REDUCTIONS = ("reduce_", "cum", "arg", "select_and")
 # Their result is their first operand, in the same memory.
-_SAME = ("reshape", "squeeze", "expand_dims", "copy", "detached", "matmul_result")
+_SAME = ("reshape", "squeeze", "expand_dims", "copy", "detached", "lent", "matmul_result")
 # These read or write a part of their first operand only.
 _PARTIAL = ("gather", "dynamic_slice", "scatter", "dynamic_update_slice")
 
