@@ -281,10 +281,10 @@ def program(w, x, b, s, n):
     "loop in a rule, which reads a tangent at every turn": (
         """
 def program(w, x, b, s, n):
-    rows = jnp.array([[0.3, 0.2, 0.1]])
+    m = jnp.array([[0.8, 0.1, 0.0], [0.2, 0.9, 0.1], [0.0, 0.3, 0.7]])
     def f(a):
-        return lax.scan(lambda c, _: (jnp.tanh(rows @ a) @ a + c, None), rows, None, length=2)[0]
-    return halved_jvp(f)(w),
+        return lax.scan(lambda c, _: (((c @ m) * a) @ m, None), jnp.ones((2, 3)), None, length=2)[0]
+    return halved_jvp(f)(x),
 """,
         ("grad", "vmap_of_grad"),
     ),
