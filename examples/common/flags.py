@@ -69,10 +69,9 @@ def parse_known(config: type[C], program: str, arguments: Sequence[str]) -> tupl
     parser = _parser(config, program)
     space, rest = parser.parse_known_args([_dashed(word) for word in arguments])
     given = {name: tuple(value) if isinstance(value, list) else value for name, value in vars(space).items()}
-    made = config(**given)
+    names = {"given": frozenset(given)} if hasattr(config, "given") else {}
+    made = config(**given, **names)
     _check_used(made, given)
-    if hasattr(made, "given"):
-        made = config(**given, given=frozenset(given))  # type: ignore[call-arg]  # it has that field
     return made, rest
 
 

@@ -9,7 +9,6 @@ import contextlib
 import functools
 import math
 import types
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -341,24 +340,6 @@ def call_jaxpr(params: dict[str, Any]) -> Any:
         if name in params:
             return params[name]
     raise KeyError(f"no jaxpr among {sorted(params)}")
-
-
-def with_results(jaxpr: Any, which: Sequence[bool]) -> Any:
-    """An open jaxpr with some of its results alone; the same one where that is all."""
-    kept = [v for v, is_kept in zip(jaxpr.outvars, which, strict=True) if is_kept]
-    return jaxpr if len(kept) == len(jaxpr.outvars) else jaxpr.replace(outvars=kept)
-
-
-_of_scalars: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
-
-
-def on_scalars(jaxpr: Any, dtype: Any) -> Any:
-    """The open jaxpr of a function of scalars for another dtype; always the same one, for JAX's caches."""
-    known = _of_scalars.setdefault(jaxpr, {})
-    if dtype not in known:
-        scalars = [jax.ShapeDtypeStruct((), dtype)] * len(jaxpr.invars)
-        known[dtype] = open_jaxpr(trace(lambda *args: jax.core.eval_jaxpr(jaxpr, (), *args), *scalars)).jaxpr
-    return known[dtype]
 
 
 _SYMBOLIC = 256  # stands for a symbolic dimension, a batch most often, where sizes are compared

@@ -8,6 +8,7 @@ higher-order primitives go through JAX's public functions (`higher_order`).
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -219,10 +220,23 @@ def _bind(step: Step, env: Mapping[Any, Any], half: np.dtype) -> Sequence[Any]:
     return values_of(outs, step.outs, half)
 
 
+_scalar_functions: weakref.WeakKeyDictionary[Any, dict[np.dtype, Any]] = weakref.WeakKeyDictionary()
+
+
+def _of_scalars(jaxpr: Any, dtype: np.dtype) -> Any:
+    """The open jaxpr of a function of scalars for another dtype; always the same one, for JAX's caches."""
+    known = _scalar_functions.setdefault(jaxpr, {})
+    if dtype not in known:
+        scalars = [jax.ShapeDtypeStruct((), dtype)] * len(jaxpr.invars)
+        traced = compat.trace(lambda *args: jax.core.eval_jaxpr(jaxpr, (), *args), *scalars)
+        known[dtype] = compat.open_jaxpr(traced).jaxpr
+    return known[dtype]
+
+
 def _half_params(name: str, params: dict[str, Any], half: np.dtype) -> dict[str, Any]:
     """The parameters of an operation that runs in half."""
     if params.get("update_jaxpr") is not None:  # A scatter's: how it combines two elements.
-        return {**params, "update_jaxpr": compat.on_scalars(params["update_jaxpr"], half)}
+        return {**params, "update_jaxpr": _of_scalars(params["update_jaxpr"], half)}
     if name not in MATMULS:
         return params
     changed: dict[str, Any] = {}

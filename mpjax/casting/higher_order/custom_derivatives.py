@@ -138,7 +138,9 @@ def _plan_rule(
 
     Results for which None is wanted are left out.
     """
-    jaxpr = compat.with_results(compat.open_jaxpr(jaxpr).jaxpr, [use is not None for use in wanted])
+    jaxpr = compat.open_jaxpr(jaxpr).jaxpr
+    if None in wanted:
+        jaxpr = jaxpr.replace(outvars=[v for v, use in zip(jaxpr.outvars, wanted, strict=True) if use is not None])
     leading = [PARAMETER if tracked(v) else None for v in jaxpr.invars[: len(jaxpr.invars) - len(ins)]]
     assert len(leading) in (0, len(consts)), "a rule's jaxpr takes its constants, then its operands"
     taken = tuple(use for use in wanted if use is not None)
