@@ -9,10 +9,13 @@ import pytest
 from flax import nnx
 
 import mpjax
+from testing import cheap_keys
 from testing.measures import half_share, relative_error
+from testing.random_programs.evaluate import arrays_in_numpy, in_numpy
 
+# Programs are evaluated in NumPy, a tenth of the time that XLA takes to compile them; those with NNX modules, in
+# several devices, and `jit` of the loss are run.
 HALVES = [jnp.float16, jnp.bfloat16]
-KEY = jax.random.key(0)
 _rng = np.random.default_rng(0)
 PARAMS = jax.device_put({"w": _rng.normal(size=(8, 4)).astype(np.float32), "b": np.ones(4, np.float32)})
 X = jax.device_put(_rng.normal(size=(16, 8)).astype(np.float32))
@@ -33,49 +36,58 @@ def tiny_loss_fn(params, x, half=jnp.float16):
     return loss_fn(params, x, half) * 2.0**-20
 
 
-def float32_grads(x=X, loss=tiny_loss_fn):
-    return jax.jit(jax.grad(loss), static_argnums=2)(PARAMS, x, jnp.float32)
+def rounded_to(dtype):
+    """The parameters in this dtype."""
+    return jax.tree.map(lambda p: np.asarray(p).astype(dtype), PARAMS)
+
+
+def float32_grads(x=X, loss=tiny_loss_fn, params=PARAMS):
+    wide = jax.tree.map(lambda p: np.asarray(p, np.float32), params)
+    return in_numpy(jax.grad(lambda p: loss(p, x, jnp.float32)))(wide)
 
 
 @pytest.mark.parametrize("scale", [2.0**-3, 1.0, 2.0**10, 2.0**15])
 def test_value_is_bitwise_that_of_the_function_and_gradients_are_exact_for_powers_of_two(scale):
-    value, grads = jax.value_and_grad(mpjax.scale_loss(loss_fn, state_of(scale)))(PARAMS, X, jnp.float32)
-    expected_value, expected = jax.value_and_grad(loss_fn)(PARAMS, X, jnp.float32)
-    assert value == expected_value
-    jax.tree.map(np.testing.assert_array_equal, grads, expected)
+    loss = lambda params: loss_fn(params, X, jnp.float32)
+    found = in_numpy(jax.value_and_grad(mpjax.scale_loss(loss, state_of(scale))))(PARAMS)
+    jax.tree.map(np.testing.assert_array_equal, found, in_numpy(jax.value_and_grad(loss))(PARAMS))
 
 
 def test_scaling_saves_gradients_that_float16_flushes_to_zero():
-    assert not np.any(jax.grad(tiny_loss_fn)(PARAMS, X)["w"])
+    assert not np.any(in_numpy(jax.grad(tiny_loss_fn))(PARAMS, X)["w"])
     scaled = mpjax.scale_loss(tiny_loss_fn, state_of(2.0**24))
     # The matmuls round to float16's 11 bits; a mean over 16 examples of such errors stays below 4 ulp.
-    assert relative_error(jax.grad(scaled)(PARAMS, X), float32_grads()) < 4 * np.finfo(np.float16).eps
+    assert relative_error(in_numpy(jax.grad(scaled))(PARAMS, X), float32_grads()) < 4 * np.finfo(np.float16).eps
 
 
 def test_float16_loss_above_65504_over_scale_does_not_overflow_forward():
     # Flax's DynamicScale multiplies the loss itself: 65536 times anything above 1 is inf in float16.
     loss = lambda w: (w * w).sum().astype(jnp.float16)
-    value, grads = jax.value_and_grad(mpjax.scale_loss(loss, state_of(2.0**15)))(jnp.ones(4))
-    assert float(value) == 4.0
-    np.testing.assert_array_equal(grads, 2 * jnp.ones(4))
+    value, grads = in_numpy(jax.value_and_grad(mpjax.scale_loss(loss, state_of(2.0**15))))(np.ones(4, np.float32))
+    assert value == 4.0
+    np.testing.assert_array_equal(grads, 2)
 
 
 def test_overflow_on_the_way_shows_as_nonfinite():
     loss = lambda p, x: loss_fn(p, x) * 1e4
-    grads = jax.grad(mpjax.scale_loss(loss, state_of(2.0**20)))(PARAMS, X)
+    grads = in_numpy(jax.grad(mpjax.scale_loss(loss, state_of(2.0**20))))(PARAMS, X)
     assert not np.isfinite(grads["w"]).all()
 
 
 def test_growth_and_backoff_steps_give_exact_gradients():
     # mixed_precision_for_JAX unscales by the scale after it changed: off by the growth factor at each growth.
     tx = mpjax.dynamic_loss_scale(optax.sgd(1.0), growth_interval=1, init_scale=1.0)
-    state, expected = tx.init(PARAMS), jax.grad(loss_fn)(PARAMS, X, jnp.float32)
+
+    @arrays_in_numpy
+    def step(state, x):
+        grads = jax.grad(mpjax.scale_loss(lambda p: loss_fn(p, x, jnp.float32), state))(PARAMS)
+        return tx.update(grads, state, PARAMS)
+
+    state, expected = tx.init(PARAMS), float32_grads(loss=loss_fn)
     for bad in (False, False, True, False):
-        grads = jax.grad(mpjax.scale_loss(loss_fn, state))(PARAMS, jnp.where(bad, jnp.nan, X), jnp.float32)
-        updates, state = tx.update(grads, state, PARAMS)
-        jax.tree.map(
-            np.testing.assert_array_equal, updates, jax.tree.map(jnp.zeros_like if bad else jnp.negative, expected)
-        )
+        updates, state = step(state, np.full_like(X, np.nan) if bad else X)
+        for update, gradient in zip(jax.tree.leaves(updates), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_array_equal(update, 0 if bad else -gradient)
     assert float(state.loss_scale) == 4.0
 
 
@@ -92,44 +104,46 @@ def test_gradients_under_transformations(how, half):
     elif how == "jit outside":
         grads = jax.jit(lambda s, p: jax.grad(mpjax.scale_loss(loss, s))(p, X))(state, PARAMS)
     elif how == "remat":
-        grads = jax.jit(jax.grad(jax.checkpoint(scaled)))(PARAMS, X)
+        grads = in_numpy(jax.grad(jax.checkpoint(scaled)))(PARAMS, X)
     elif how == "scan":
         body = lambda total, x: (total + scaled(PARAMS, x[None]), jax.grad(scaled)(PARAMS, x[None]))
-        grads = jax.tree.map(lambda g: g.mean(0), jax.lax.scan(body, 0.0, X)[1])
+        grads = jax.tree.map(lambda g: g.mean(0), in_numpy(lambda x: jax.lax.scan(body, 0.0, x)[1])(X))
     else:  # per-example gradients
-        per_example = jax.jit(jax.vmap(jax.grad(scaled), in_axes=(None, 0)))(PARAMS, X[:, None])
+        per_example = in_numpy(jax.vmap(jax.grad(scaled), in_axes=(None, 0)))(PARAMS, np.asarray(X)[:, None])
         grads = jax.tree.map(lambda g: g.mean(0), per_example)
     assert relative_error(grads, float32_grads()) < 4 * float(jnp.finfo(half).eps)
 
 
 def test_has_aux_argnums_and_keyword_arguments():
     loss = lambda x, params, *, shift: (loss_fn(params, x + shift, jnp.float32), {"shift": shift, "n": 3})
-    expected = jax.grad(lambda p: loss_fn(p, X + 1.0, jnp.float32))(PARAMS)
-    scaled = mpjax.scale_loss(loss, state_of(), has_aux=True)
-    (_, aux), (_, grads) = jax.value_and_grad(scaled, argnums=(0, 1), has_aux=True)(X, PARAMS, shift=1.0)
-    assert aux == {"shift": 1.0, "n": 3}
-    jax.tree.map(np.testing.assert_array_equal, grads, expected)
-    (_, aux), grads = mpjax.value_and_grad(loss, state_of(), argnums=1, has_aux=True)(X, PARAMS, shift=1.0)
-    jax.tree.map(np.testing.assert_array_equal, grads, expected)
-    grads, aux = mpjax.grad(loss, state_of(), argnums=(-1,), has_aux=True)(X, PARAMS, shift=1.0)
-    jax.tree.map(np.testing.assert_array_equal, grads[0], expected)
-    assert aux["n"] == 3
+    shift, state = np.float32(1), state_of()
+    expected = float32_grads(X + shift, loss_fn)
+    scaled = mpjax.scale_loss(loss, state, has_aux=True)
+    calls = [
+        lambda p: jax.value_and_grad(scaled, argnums=(0, 1), has_aux=True)(X, p, shift=shift),
+        lambda p: mpjax.value_and_grad(loss, state, argnums=1, has_aux=True)(X, p, shift=shift),
+        lambda p: mpjax.grad(loss, state, argnums=(-1,), has_aux=True)(X, p, shift=shift),
+    ]
+    ((_, aux), (_, first)), ((_, aux_too), second), ((third,), also_aux) = (in_numpy(call)(PARAMS) for call in calls)
+    assert aux == aux_too == also_aux == {"shift": 1.0, "n": 3}
+    for grads in (first, second, third):
+        jax.tree.map(np.testing.assert_array_equal, grads, expected)
 
 
 def test_missing_aux_and_bad_argnums_are_told():
     with pytest.raises(TypeError, match=r"\(loss, aux\)"):
-        jax.grad(mpjax.scale_loss(loss_fn, state_of(), has_aux=True), has_aux=True)(PARAMS, X)
+        jax.eval_shape(jax.grad(mpjax.scale_loss(loss_fn, state_of(), has_aux=True), has_aux=True), PARAMS, X)
     with pytest.raises(ValueError, match="argnums=5"):
         mpjax.grad(loss_fn, argnums=5)(PARAMS, X)
 
 
 def test_jacrev_and_hessian_are_true():
-    f = lambda w: jnp.tanh(X[:3] @ w)
-    w = PARAMS["w"][:, 0]
+    f = lambda w: jnp.tanh(np.asarray(X)[:3] @ w)
+    w = np.asarray(PARAMS["w"])[:, 0]
     scaled = mpjax.scale_loss(f, state_of())
-    np.testing.assert_array_equal(*(jax.jit(jax.jacrev(fun))(w) for fun in (scaled, f)))
+    np.testing.assert_array_equal(*(in_numpy(jax.jacrev(fun))(w) for fun in (scaled, f)))
     g = lambda w: f(w).sum()
-    found, expected = (jax.jit(jax.hessian(fun))(w) for fun in (mpjax.scale_loss(g, state_of()), g))
+    found, expected = (in_numpy(jax.hessian(fun))(w) for fun in (mpjax.scale_loss(g, state_of()), g))
     np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-7)
 
 
@@ -143,49 +157,49 @@ def test_gradient_penalty_is_true(inner_scaled):
         return critic(p, X[1]) + (jnp.linalg.norm(gradient) - 1.0) ** 2
 
     inner = (lambda f: jax.grad(mpjax.scale_loss(f, state))) if inner_scaled else jax.grad
-    grads = jax.grad(mpjax.scale_loss(lambda p: loss(p, inner), state))(PARAMS)
-    expected = jax.grad(lambda p: loss(p, jax.grad))(PARAMS)
+    grads = in_numpy(jax.grad(mpjax.scale_loss(lambda p: loss(p, inner), state)))(PARAMS)
+    expected = in_numpy(jax.grad(lambda p: loss(p, jax.grad)))(PARAMS)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), grads, expected)
 
 
 @pytest.mark.parametrize("half", HALVES)
 def test_half_params_get_float32_gradients_through_value_and_grad_alone(half):
-    params = jax.tree.map(lambda p: p.astype(half), PARAMS)
-    value, grads = mpjax.value_and_grad(lambda p, x: tiny_loss_fn(p, x, half), state_of(2.0**20))(params, X)
+    params = rounded_to(half)
+    loss = lambda p: tiny_loss_fn(p, X, half)
+    value, grads = arrays_in_numpy(mpjax.value_and_grad(loss, state_of(2.0**20)))(params)
     assert {g.dtype for g in jax.tree.leaves(grads)} == {jnp.dtype("float32")}
-    rounded = jax.tree.map(lambda p: p.astype(jnp.float32), params)
-    assert relative_error(grads, jax.grad(tiny_loss_fn)(rounded, X, jnp.float32)) < 4 * float(jnp.finfo(half).eps)
-    assert value == tiny_loss_fn(params, X, half)
+    assert relative_error(grads, float32_grads(params=params)) < 4 * float(jnp.finfo(half).eps)
+    assert value == in_numpy(loss)(params)
     with pytest.raises(TypeError, match=rf"0/[bw] is {jnp.dtype(half).name}.*mpjax\.value_and_grad"):
-        jax.grad(mpjax.scale_loss(tiny_loss_fn, state_of()))(params, X)
+        jax.eval_shape(jax.grad(mpjax.scale_loss(tiny_loss_fn, state_of())), params, X)
 
 
 def test_half_data_beside_float32_params_is_no_error():
-    grads = jax.grad(mpjax.scale_loss(loss_fn, state_of()))(PARAMS, X.astype(jnp.float16))
+    grads = jax.eval_shape(jax.grad(mpjax.scale_loss(loss_fn, state_of())), PARAMS, np.float16(X))
     assert grads["w"].dtype == jnp.float32
 
 
 def test_function_sees_half_params_as_half():
     seen = []
-    mpjax.grad(lambda p: (seen.append(p.dtype), p.sum())[1])(jnp.ones(3, jnp.bfloat16))
+    jax.eval_shape(mpjax.grad(lambda p: (seen.append(p.dtype), p.sum())[1]), np.ones(3, jnp.bfloat16))
     assert seen == [jnp.bfloat16]
 
 
 def test_float64_and_complex_arguments_keep_their_dtype():
     with jax.enable_x64(True):
-        grads = jax.grad(mpjax.scale_loss(lambda w: (w**3).sum(), state_of()))(jnp.ones(2, jnp.float64))
+        grads = jax.jit(jax.grad(mpjax.scale_loss(lambda w: (w**3).sum(), state_of())))(np.ones(2))
         assert grads.dtype == jnp.float64
         np.testing.assert_array_equal(grads, 3.0)
-    z = jnp.array([1.0 + 2.0j])
     f = lambda z: (jnp.abs(z) ** 2).sum()
-    np.testing.assert_array_equal(jax.grad(mpjax.scale_loss(f, state_of()))(z), jax.grad(f)(z))
+    both = jax.jit(lambda z: (jax.grad(mpjax.scale_loss(f, state_of()))(z), jax.grad(f)(z)))
+    np.testing.assert_array_equal(*both(np.array([1.0 + 2.0j], np.complex64)))
 
 
 def test_two_losses_with_two_scales():
     a, b = state_of(2.0**4), state_of(2.0**9)
     fa, fb = (lambda p: loss_fn(p, X, jnp.float32)), (lambda p: jnp.sum(p["w"] ** 2))
-    total = jax.grad(lambda p: mpjax.scale_loss(fa, a)(p) + mpjax.scale_loss(fb, b)(p))(PARAMS)
-    expected = jax.tree.map(lambda x, y: x + y, jax.grad(fa)(PARAMS), jax.grad(fb)(PARAMS))
+    total = in_numpy(jax.grad(lambda p: mpjax.scale_loss(fa, a)(p) + mpjax.scale_loss(fb, b)(p)))(PARAMS)
+    expected = in_numpy(jax.grad(lambda p: fa(p) + fb(p)))(PARAMS)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), total, expected)
 
 
@@ -205,18 +219,20 @@ def test_nonlinear_custom_derivative_is_true_inside_unscaled(half):
         y = X.astype(dtype) @ p["w"].astype(dtype)
         return jnp.sum(jnp.tanh(clip(y).astype(jnp.float32)) ** 2) * 1e-2
 
-    expected = jax.grad(loss)(PARAMS, clip_gradient, jnp.float32)
+    gradient = lambda loss: in_numpy(jax.grad(loss))(PARAMS)
+    expected = gradient(lambda p: loss(p, clip_gradient, jnp.float32))
     # Without it the clip sees cotangents 4096 times too large and cuts them all: the fault to avoid.
-    wrong = jax.grad(mpjax.scale_loss(lambda p: loss(p, clip_gradient), state))(PARAMS)
+    wrong = gradient(mpjax.scale_loss(lambda p: loss(p, clip_gradient), state))
     assert relative_error(wrong, expected) > 0.5
-    right = jax.grad(mpjax.scale_loss(lambda p: loss(p, mpjax.unscaled(clip_gradient, state)), state))(PARAMS)
+    right = gradient(mpjax.scale_loss(lambda p: loss(p, mpjax.unscaled(clip_gradient, state)), state))
     assert relative_error(right, expected) < 8 * float(jnp.finfo(half).eps)
 
 
 def test_unscaled_keeps_values_and_dtypes():
     fun = mpjax.unscaled(lambda t, n: {"y": t["x"] * 2, "n": n}, state_of())
-    out = fun({"x": jnp.ones(2, jnp.float16)}, 3)
+    out = arrays_in_numpy(fun)({"x": np.ones(2, np.float16)}, 3)
     assert out["y"].dtype == jnp.float16
+    np.testing.assert_array_equal(out["y"], 2)
     assert int(out["n"]) == 3
 
 
@@ -274,18 +290,18 @@ def test_nnx_module_gets_true_gradients_and_keeps_its_state_changes(built, unsca
 @pytest.mark.standard_promotion  # half weights and a float32 batch
 def test_half_nnx_params_get_float32_gradients_and_stay_half(built):
     model = nnx.clone(built)
-    nnx.update(model, jax.tree.map(lambda p: p.astype(jnp.float16), nnx.state(model, nnx.Param)))
-    _, grads = mpjax.value_and_grad(nnx_loss, state_of())(model, X)
+    nnx.update(model, jax.tree.map(lambda p: np.asarray(p).astype(jnp.float16), nnx.state(model, nnx.Param)))
+    _, grads = nnx.jit(mpjax.value_and_grad(nnx_loss, state_of()))(model, X)
     assert {g.dtype for g in jax.tree.leaves(grads)} == {jnp.dtype("float32")}
     assert {p.dtype for p in jax.tree.leaves(nnx.state(model, nnx.Param))} == {jnp.dtype("float16")}
-    assert float(jnp.abs(model.norm.mean[...]).max()) > 0
+    assert np.abs(model.norm.mean[...]).max() > 0
 
 
 def test_equinox_filter_grad():
-    model = eqx.nn.MLP(8, 4, 16, 1, key=KEY)
+    model = eqx.filter_jit(lambda: eqx.nn.MLP(8, 4, 16, 1, key=cheap_keys.key(0)))()
     loss = lambda m, x: jnp.mean(jax.vmap(m)(x) ** 2)
-    grads = eqx.filter_grad(mpjax.scale_loss(loss, state_of()))(model, X)
-    expected = eqx.filter_grad(loss)(model, X)
+    losses = (mpjax.scale_loss(loss, state_of()), loss)
+    grads, expected = eqx.filter_jit(lambda m: [eqx.filter_grad(fun)(m, X) for fun in losses])(model)
     for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-8)
 
@@ -305,7 +321,7 @@ def test_data_parallel_shard_map(check_vma):
 
     specs = {"in_specs": (PartitionSpec(), PartitionSpec("x")), "out_specs": PartitionSpec()}
     grads = jax.jit(jax.shard_map(mean_grads, mesh=mesh, check_vma=check_vma, **specs))(PARAMS, X)
-    expected = jax.grad(loss_fn)(PARAMS, X, jnp.float32)
+    expected = float32_grads(loss=loss_fn)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), grads, expected)
 
 
@@ -314,21 +330,19 @@ def test_data_parallel_shard_map(check_vma):
 def test_policy_runs_the_loss_under_autocast_also_with_half_params(half, params_dtype):
     policy = mpjax.Policy("float32", half, "float32")
     loss = lambda p, x: loss_fn(p, x, jnp.float32)
-    params = jax.tree.map(lambda p: p.astype(params_dtype), PARAMS)
+    params = rounded_to(params_dtype)
     step = lambda p: mpjax.value_and_grad(loss, state_of(2.0**10), policy=policy)(p, X)
     assert half_share(step, params) == 1.0
-    value, grads = step(params)
+    value, grads = arrays_in_numpy(step)(params)
     assert {value.dtype, *(g.dtype for g in jax.tree.leaves(grads))} == {jnp.dtype("float32")}
-    expected = jax.grad(loss)(jax.tree.map(lambda p: p.astype(jnp.float32), params), X)
-    assert relative_error(grads, expected) < 4 * float(jnp.finfo(half).eps)
-    only_grads = mpjax.grad(loss, state_of(2.0**10), policy=policy)(params, X)
+    assert relative_error(grads, float32_grads(loss=loss_fn, params=params)) < 4 * float(jnp.finfo(half).eps)
+    only_grads = in_numpy(lambda p: mpjax.grad(loss, state_of(2.0**10), policy=policy)(p, X))(params)
     jax.tree.map(np.testing.assert_array_equal, only_grads, grads)
 
 
-def test_policy_runs_an_nnx_loss_under_autocast_and_keeps_its_state_changes():
-    plain, model = Net(nnx.Rngs(0)), Net(nnx.Rngs(0))
-    _, expected = nnx.value_and_grad(nnx_loss)(plain, X)
-    _, grads = mpjax.value_and_grad(nnx_loss, state_of(), policy="mixed_float16")(model, X)
+def test_policy_runs_an_nnx_loss_under_autocast_and_keeps_its_state_changes(built, unscaled):
+    model, (plain, _, expected) = nnx.clone(built), unscaled
+    _, grads = nnx.jit(mpjax.value_and_grad(nnx_loss, state_of(), policy="mixed_float16"))(model, X)
     assert relative_error(jax.tree.leaves(grads), jax.tree.leaves(expected)) < 8 * np.finfo(np.float16).eps
     np.testing.assert_allclose(model.norm.mean[...], plain.norm.mean[...], rtol=4 * np.finfo(np.float16).eps, atol=1e-3)
 

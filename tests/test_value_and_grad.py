@@ -12,6 +12,8 @@ import pytest
 from flax import nnx
 
 import mpjax
+from testing import cheap_keys
+from testing.random_programs.evaluate import in_numpy
 
 X = jax.device_put(np.random.default_rng(1).normal(size=(8, 4)).astype(np.float32))
 TX = mpjax.dynamic_loss_scale(optax.adam(1e-2))
@@ -26,7 +28,7 @@ class Counting(eqx.Module):
     name: str
 
     def __init__(self):
-        self.mlp = eqx.nn.MLP(4, 1, 4, 1, key=jax.random.key(0))
+        self.mlp = eqx.nn.MLP(4, 1, 4, 1, key=cheap_keys.key(0))
         self.table = jnp.arange(3)
         self.activation, self.name = jax.nn.tanh, "counting"
 
@@ -43,9 +45,10 @@ def eqx_loss(model, x):
 def test_equinox_models_with_static_leaves(dtype):
     cast = lambda model: jax.tree.map(lambda x: x.astype(dtype) if eqx.is_inexact_array(x) else x, model)
     model = eqx.filter_jit(lambda: cast(Counting()))()
-    tx = TX if dtype == jnp.float32 else mpjax.dynamic_loss_scale(mpjax.master_weights(optax.adam(1e-2)))
+    tx = TX if dtype == jnp.float32 else mpjax.static_loss_scale(mpjax.master_weights(optax.adam(1e-2)), 2.0**8)
     state = tx.init(model)
-    assert jax.tree.structure(state) == jax.tree.structure(tx.init(eqx.filter(model, eqx.is_inexact_array)))
+    filtered = jax.eval_shape(tx.init, eqx.filter(model, eqx.is_inexact_array))
+    assert jax.tree.structure(state) == jax.tree.structure(filtered)
 
     @eqx.filter_jit
     def step(model, state, x):
@@ -65,7 +68,7 @@ def test_equinox_models_with_static_leaves(dtype):
     assert jax.tree.structure(updates) == jax.tree.structure(grads)
     _, _, less, _ = step(new, state, X)
     assert float(less) < float(loss)
-    skipped, _, _, _ = step(new, state, jnp.asarray(np.where(np.arange(8)[:, None] == 0, np.nan, X), jnp.float32))
+    skipped, _, _, _ = step(new, state, jax.device_put(np.where(np.arange(8)[:, None] == 0, np.float32(np.nan), X)))
     jax.tree.map(np.testing.assert_array_equal, eqx.filter(skipped, eqx.is_array), eqx.filter(new, eqx.is_array))
 
 
@@ -102,16 +105,16 @@ def plain(tree):
     ("argnums", "dtype"),
     [
         (nnx.DiffState(0, nnx.LoRAParam), jnp.float16),
-        (0, jnp.float32),
         (0, jnp.float16),
         ((0,), jnp.float32),
         ((nnx.DiffState(0, nnx.Param), 1), jnp.float16),
     ],
 )
 def test_nnx_diff_states(dtype, argnums):
-    expected = nnx.jit(nnx.value_and_grad(loss_fn, argnums=argnums))(net(), X)
     state = mpjax.static_loss_scale(optax.sgd(0.1), 2.0**8).init({})
-    found = nnx.jit(mpjax.value_and_grad(loss_fn, state, argnums=argnums))(net(dtype), X)
+    transforms = nnx.value_and_grad(loss_fn, argnums=argnums), mpjax.value_and_grad(loss_fn, state, argnums=argnums)
+    models = net(), net(dtype)
+    expected, found = nnx.jit(lambda *m: [f(m, X) for f, m in zip(transforms, m, strict=True)])(*models)
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     for a, b in zip(plain(found), plain(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-2, atol=2e-3)
@@ -121,17 +124,21 @@ def test_nnx_diff_states(dtype, argnums):
 def test_apply_gradients_updates_an_nnx_optimizer_and_its_model_in_place():
     models = [net() for _ in range(2)]
     optimizers = [nnx.Optimizer(m, TX, wrt=nnx.Param) for m in models]
-    grads = mpjax.grad(loss_fn, optimizers[0])(models[0], X)
-    mpjax.grad(loss_fn, optimizers[1])(models[1], X)
-    optimizers[0].update(models[0], grads)
-    for tx in (optimizers[1].tx, optimizers[1]):
-        model, optimizer = models[1], optimizers[1]
-        if tx is optimizer:
-            optimizers[0].update(models[0], grads)
-        assert mpjax.apply_gradients(tx, grads, optimizer, model, value=jnp.float32(1)) == (model, optimizer)
-    for a, b in zip(plain(nnx.state(models)), plain(nnx.state(models[::-1])), strict=True):
+
+    @nnx.jit
+    def step(models, optimizers):
+        (one, other), (first, second) = models, optimizers
+        grads = mpjax.grad(loss_fn, first)(one, X)
+        for tx in (second.tx, second):
+            first.update(one, grads)
+            assert mpjax.apply_gradients(tx, grads, second, other, value=np.float32(1)) == (other, second)
+
+    step(models, optimizers)
+    states = [(nnx.state(m, nnx.Param), nnx.state(o)) for m, o in zip(models, optimizers, strict=True)]
+    for a, b in zip(*map(plain, states), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6)
     assert int(optimizers[1].step[...]) == 2
+    assert not np.array_equal(models[1].linear.kernel[...], net().linear.kernel[...])
 
 
 def test_nnx_states_are_trees_of_params():
@@ -149,8 +156,8 @@ def test_nnx_states_are_trees_of_params():
 
 def test_keyword_arguments_reach_an_nnx_loss():
     loss = lambda model, *, x, flag: loss_fn(model, x) if flag == "on" else 0.0
-    value, _ = mpjax.value_and_grad(loss, TX.init({}))(net(), x=X, flag="on")
-    np.testing.assert_allclose(value, loss_fn(net(), X), rtol=1e-6)
+    found = jax.jit(lambda: mpjax.value_and_grad(loss, TX.init({}))(net(), x=X, flag="on")[0])()
+    np.testing.assert_allclose(found, nnx.jit(loss_fn)(net(), X), rtol=1e-6)
 
 
 def test_threads_that_share_a_half_nnx_model_leave_it_half():
@@ -161,8 +168,7 @@ def test_threads_that_share_a_half_nnx_model_leave_it_half():
     def work():
         try:
             for _ in range(3):
-                loss = lambda m, x: jnp.sum(m.linear.kernel[...].astype(jnp.float32) * x[0, :, None])
-                mpjax.grad(loss, state)(model, X)
+                mpjax.grad(lambda m: jnp.sum(m.linear.kernel[...].astype(jnp.float32)), state)(model)
                 seen.add(model.linear.kernel[...].dtype)
         except Exception as error:
             errors.append(error)
@@ -178,24 +184,28 @@ def test_threads_that_share_a_half_nnx_model_leave_it_half():
 
 @pytest.mark.standard_promotion  # half weights and float32 inputs
 def test_the_callers_half_module_is_not_touched_while_the_loss_is_traced():
-    model, seen = net(jnp.float16), []
+    seen = []
 
-    def loss(m, x):
-        seen.append((model.linear.kernel[...].dtype, m.linear.kernel[...].dtype, m is model))
-        return loss_fn(m, x)
+    def step(model):
+        def loss(m, x):
+            seen.append((model.linear.kernel[...].dtype, m.linear.kernel[...].dtype, m is model))
+            return loss_fn(m, x)
 
-    mpjax.grad(loss, TX.init({}))(model, X)
+        return mpjax.grad(loss, TX.init({}))(model, X)
+
+    nnx.eval_shape(step, net(jnp.float16))
     assert seen == [(jnp.float16, jnp.float16, False)]
 
 
 @pytest.mark.parametrize("transform", ["jvp", "jacfwd", "linearize", "hessian"])
 def test_scale_loss_in_forward_mode(transform):
     loss = lambda w: jnp.sum(jnp.tanh(w) ** 3)
-    scaled, w = mpjax.scale_loss(loss, TX.init({})), jnp.linspace(-1.0, 1.0, 5)
+    scaled, w = mpjax.scale_loss(loss, TX.init({})), np.linspace(-1.0, 1.0, 5, dtype=np.float32)
     run = {
-        "jvp": lambda f: jax.jvp(f, (w,), (w,)),
-        "jacfwd": lambda f: jax.jacfwd(f)(w),
-        "linearize": lambda f: jax.linearize(f, w)[1](w),
-        "hessian": lambda f: jax.hessian(f)(w),
+        "jvp": lambda f: lambda w: jax.jvp(f, (w,), (w,)),
+        "jacfwd": jax.jacfwd,
+        "linearize": lambda f: lambda w: jax.linearize(f, w)[1](w),
+        "hessian": jax.hessian,
     }[transform]
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), run(scaled), run(loss))
+    found, expected = (in_numpy(run(f))(w) for f in (scaled, loss))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found, expected)
