@@ -35,8 +35,8 @@ def test_the_rounding_error_survives_compilation(dtype):
 def test_a_million_stochastic_roundings_have_the_right_mean(dtype):
     n = 10**6
     values = np.array([1 + 1 / 3, -0.7, 1.1e-5, 6.3e-8, 65000.1, 2 - 2**-13], np.float32)
-    x = jnp.broadcast_to(jnp.asarray(values)[:, None], (len(values), n))
-    draw = jax.jit(lambda w: round_stochastically(x, dtype, random_bits(w, x.shape)))(WORDS)
+    x = np.broadcast_to(values[:, None], (len(values), n))  # an argument: XLA would fold a constant's operations
+    draw = jax.jit(lambda x, words: round_stochastically(x, dtype, random_bits(words, x.shape)))(x, WORDS)
     for value, rounded in zip(values, np.asarray(draw, np.float64), strict=True):
         assert set(np.unique(rounded)) <= set(_neighbours(value, dtype))
         four_sigma = 4 * (np.ptp(_neighbours(value, dtype)) / 2) / n**0.5
