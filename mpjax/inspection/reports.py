@@ -13,13 +13,14 @@ import os
 import re
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from mpjax._tables import table
 
 WIDTH = 100
+Key = TypeVar("Key")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,6 +169,33 @@ def _named(pattern: str, numbers: Sequence[tuple[int, ...]]) -> str:
             text = f"[{found[0]}-{found[-1]}]" if together else f"[{','.join(map(str, found))}]"
         first += text + part
     return first
+
+
+def totals(rows: Iterable[tuple[Key, Any]]) -> dict[Key, Any]:
+    """The sum of the numbers that come with each key, keys in the order in which they come first.
+
+    Example:
+        >>> totals([("float16", 4), ("float32", 1), ("float16", 2)])
+        {'float16': 6, 'float32': 1}
+    """
+    found: dict[Key, Any] = {}
+    for key, number in rows:
+        found[key] = found.get(key, 0) + number
+    return found
+
+
+def added_up(rows: Iterable[tuple[Key, Sequence[Any]]]) -> dict[Key, tuple[Any, ...]]:
+    """`totals` of several numbers at once.
+
+    Example:
+        >>> added_up([("Dense_0", (1, 40)), ("Dense_1", (1, 10)), ("Dense_0", (2, 80))])
+        {'Dense_0': (3, 120), 'Dense_1': (1, 10)}
+    """
+    found: dict[Key, tuple[Any, ...]] = {}
+    for key, numbers in rows:
+        before = found.get(key, (0,) * len(numbers))
+        found[key] = tuple(a + b for a, b in zip(before, numbers, strict=True))
+    return found
 
 
 def _for_json(value: Any) -> Any:

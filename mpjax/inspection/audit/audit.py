@@ -24,6 +24,7 @@ from mpjax.inspection.audit.residuals import residuals_of
 from mpjax.inspection.audit.risks import overflowing_casts, overflows_of, risks_of
 from mpjax.inspection.audit.variants import costs_of
 from mpjax.inspection.program import argument_names
+from mpjax.inspection.reports import totals
 
 
 def audit(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> PrecisionReport:
@@ -122,12 +123,7 @@ def _residuals(program: Program, flow: Flow, sites: list[Site]) -> tuple[dict[st
 
 
 def _by_dtype(flow: Flow) -> dict[str, int]:
-    sizes: dict[str, int] = {}
-    for value in residuals_of(flow):
-        if value.bytes:
-            name = value.aval.dtype.name
-            sizes[name] = sizes.get(name, 0) + value.bytes
-    return sizes
+    return totals((value.aval.dtype.name, value.bytes) for value in residuals_of(flow) if value.bytes)
 
 
 def _gradient(program: Program) -> Callable[..., Any] | None:

@@ -14,7 +14,7 @@ import numpy as np
 from mpjax.casting.autocast import functional
 from mpjax.inspection.profile.hlo import module_path
 from mpjax.inspection.profile.hlo_text import HloModule, Line, sizes
-from mpjax.inspection.reports import Section, amount
+from mpjax.inspection.reports import Section, added_up, amount
 
 OPS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
 # These add numbers up (or take their maximum), so their dtype is one of arithmetic.
@@ -93,15 +93,12 @@ def collectives(text: str) -> tuple[Collective, ...]:
         (Collective(op='all-reduce', dtype='float32', group=4, module='', arrays=1, bytes=32),)
     """
     program = HloModule(text)
-    merged: dict[tuple[str, str, int, str], list[int]] = {}
-    for line, lines, times in _lines(program, program.entry, 1):
-        op = line.opcode.removesuffix("-start")
-        if op not in OPS:
-            continue
-        for dtype, size in _sent(op, line, lines):
-            total = merged.setdefault((op, dtype, _group(line), _module(line)), [0, 0])
-            total[0] += times
-            total[1] += times * size
+    merged = added_up(
+        ((op, dtype, _group(line), _module(line)), (times, times * size))
+        for line, lines, times in _lines(program, program.entry, 1)
+        if (op := line.opcode.removesuffix("-start")) in OPS
+        for dtype, size in _sent(op, line, lines)
+    )
     found = [Collective(*key, *total) for key, total in merged.items()]
     return tuple(sorted(found, key=lambda row: -row.bytes))
 

@@ -13,7 +13,7 @@ from mpjax._jaxpr.flops import is_weight_gradient
 from mpjax._jaxpr.primitives import MATMULS, Op, primitive
 from mpjax._jaxpr.walk import Site
 from mpjax.inspection.audit.dataflow import Flow, Node, Value
-from mpjax.inspection.reports import amount
+from mpjax.inspection.reports import added_up, amount
 
 ALIGNMENT = 8
 # "If any GEMM dimension is 128 or smaller, speedup is closer to 2x than 8x" (NVIDIA, mixed precision tutorial).
@@ -107,17 +107,12 @@ def matmuls_of(sites: Iterable[Site], flow: Flow | None = None) -> tuple[Matmul,
         flow: its graph, in which operands are followed to the float8 arrays that they were scaled from. (Compilers put
             such a cast, scale and matmul together to one float8 matmul.)
     """
-    merged: dict[Matmul, list[int]] = {}
     float8 = {} if flow is None else float8_operands(flow)
-    for site in sites:
-        if not site.flops or not all(_is_multiplied(v.aval.dtype) for v in site.eqn.invars[:2]):
-            continue
-        row = _row(site)
-        if id(site.eqn) in float8:
-            row = dataclasses.replace(row, dtypes=float8[id(site.eqn)])
-        total = merged.setdefault(row, [0, 0])
-        total[0] += site.times * site.devices
-        total[1] += site.flops * site.devices
+    merged = added_up(
+        (_row(site, float8.get(id(site.eqn))), (site.times * site.devices, site.flops * site.devices))
+        for site in sites
+        if site.flops and all(_is_multiplied(v.aval.dtype) for v in site.eqn.invars[:2])
+    )
     return tuple(dataclasses.replace(row, count=n, flops=flops) for row, (n, flops) in merged.items())
 
 
@@ -163,7 +158,7 @@ def _is_real(dtype: Any) -> bool:
     return bool(jnp.issubdtype(dtype, jnp.floating))
 
 
-def _row(site: Site) -> Matmul:
+def _row(site: Site, dtypes: tuple[str, str] | None = None) -> Matmul:
     lhs, rhs = (v.aval for v in site.eqn.invars[:2])
     return Matmul(
         module=site.path,
@@ -172,7 +167,7 @@ def _row(site: Site) -> Matmul:
         phase=site.phase,
         lhs=lhs.shape,
         rhs=rhs.shape,
-        dtypes=(lhs.dtype.name, rhs.dtype.name),
+        dtypes=dtypes or (lhs.dtype.name, rhs.dtype.name),
         out_dtype=site.eqn.outvars[0].aval.dtype.name,
         count=0,
         flops=0,
@@ -284,16 +279,12 @@ def _padded(size: int) -> int:
 
 def casts_of(sites: Iterable[Site]) -> dict[str, tuple[int, int]]:
     """Casts between floating dtypes, as `float32→float16`: how many run, and the bytes that they read and write."""
-    found: dict[str, tuple[int, int]] = {}
-    for site in sites:
-        if site.name != "convert_element_type":
-            continue
-        source, target = (v.aval for v in (site.eqn.invars[0], site.eqn.outvars[0]))
-        if source.dtype == target.dtype or not (_is_real(source.dtype) and _is_real(target.dtype)):
-            continue
-        name = f"{source.dtype.name}→{target.dtype.name}"
-        size = source.size * (source.dtype.itemsize + target.dtype.itemsize)
-        count, moved = found.get(name, (0, 0))
+    return added_up(row for site in sites if site.name == "convert_element_type" for row in _cast(site))
+
+
+def _cast(site: Site) -> Iterator[tuple[str, tuple[int, int]]]:
+    source, target = site.eqn.invars[0].aval, site.eqn.outvars[0].aval
+    if source.dtype != target.dtype and _is_real(source.dtype) and _is_real(target.dtype):
         times = site.times * site.devices
-        found[name] = (count + times, moved + times * size)
-    return found
+        size = source.size * (source.dtype.itemsize + target.dtype.itemsize)
+        yield f"{source.dtype.name}→{target.dtype.name}", (times, times * size)

@@ -6,7 +6,7 @@ import html
 from collections.abc import Iterable
 
 from mpjax.inspection.audit.matmuls import Matmul
-from mpjax.inspection.reports import amount
+from mpjax.inspection.reports import amount, totals
 
 _COLOURS = {"float16": "#2a9d5c", "bfloat16": "#1b7fa8", "float32": "#d9742b", "float64": "#b03a48"}
 _OTHER = "#8a8a8a"
@@ -16,9 +16,10 @@ _ROW, _LABEL, _BAR, _CHARACTERS = 20, 360, 500, 46
 def precision_map(matmuls: Iterable[Matmul]) -> str:
     """The picture as inline SVG, modules in the program's order, with a legend of the dtypes."""
     modules: dict[str, dict[str, int]] = {}
-    for row in matmuls:
-        flops = modules.setdefault(row.module or row.source, {})
-        flops[row.dtype] = flops.get(row.dtype, 0) + row.flops
+    for (module, dtype), number in totals(
+        ((row.module or row.source, row.dtype), row.flops) for row in matmuls
+    ).items():
+        modules.setdefault(module, {})[dtype] = number
     largest = max(sum(flops.values()) for flops in modules.values())
     dtypes = list(dict.fromkeys(dtype for flops in modules.values() for dtype in flops))
     parts = [_legend(dtypes)]

@@ -16,7 +16,7 @@ from mpjax.inspection.audit.risks import MEANINGS as RISK_MEANINGS
 from mpjax.inspection.audit.risks import Risk
 from mpjax.inspection.audit.roofline import Costs, SpeedupBound, speedup_bound
 from mpjax.inspection.devices import DEVICES, device_of
-from mpjax.inspection.reports import WIDTH, Report, Section, amount, duration, folded
+from mpjax.inspection.reports import WIDTH, Report, Section, added_up, amount, duration, folded, totals
 
 _PHASES = (FORWARD, RECOMPUTED, BACKWARD)
 _USUAL_DEVICES = 7  # those of data centers; the rest of the table with --all
@@ -75,7 +75,7 @@ class PrecisionReport(Report):
     @property
     def flops(self) -> dict[str, int]:
         """FLOPs of matmuls and convolutions by the dtype of their operands, on all devices together."""
-        return _totals(self.matmuls)
+        return _flops_by_dtype(self.matmuls)
 
     @property
     def flops_per_device(self) -> dict[str, float]:
@@ -85,7 +85,7 @@ class PrecisionReport(Report):
     @property
     def flops_by_phase(self) -> dict[str, dict[str, int]]:
         """`flops` of the forward pass, of forward work that the backward pass does again, and of the backward pass."""
-        return {phase: _totals(row for row in self.matmuls if row.phase == phase) for phase in _PHASES}
+        return {phase: _flops_by_dtype(row for row in self.matmuls if row.phase == phase) for phase in _PHASES}
 
     @property
     def half_share(self) -> float:
@@ -226,11 +226,7 @@ class PrecisionReport(Report):
         """What to look at first: the matmuls that are not in half, the gravest risks."""
         lines = []
         total = sum(row.flops for row in self.matmuls)
-        shares: dict[str, float] = {}
-        for row in self.matmuls:
-            if not row.is_half:
-                place = row.module or row.source
-                shares[place] = shares.get(place, 0) + row.flops / total
+        shares = totals((row.module or row.source, row.flops / total) for row in self.matmuls if not row.is_half)
         if 0 < sum(shares.values()) < 1:
             most = sorted(shares.items(), key=lambda pair: -pair[1])[:3]
             lines.append("not in half: " + ", ".join(f"{place} ({share:.1%})" for place, share in most))
@@ -243,22 +239,14 @@ class PrecisionReport(Report):
         return lines
 
     def _places(self) -> Section:
-        merged: dict[tuple[str, ...], dict[str, int]] = {}
         names = folded(row.module for row in self.matmuls)
-        for row in sorted(self.matmuls, key=lambda row: -row.flops):
-            flops = merged.setdefault((names[row.module], row.source, row.op, row.dtype), dict.fromkeys(_PHASES, 0))
-            flops[row.phase] += row.flops
-        merged = dict(sorted(merged.items(), key=lambda pair: -sum(pair[1].values())))
+        places = added_up(
+            ((names[row.module], row.source, row.op, row.dtype), _by_pass(row))
+            for row in sorted(self.matmuls, key=lambda row: -row.flops)
+        )
         rows = [
-            (
-                module or "-",
-                source,
-                _OPS.get(op, op),
-                dtype,
-                _cell(flops[FORWARD]),
-                _cell(flops[RECOMPUTED] + flops[BACKWARD]),
-            )
-            for (module, source, op, dtype), flops in merged.items()
+            (module or "-", source, _OPS.get(op, op), dtype, *map(_cell, flops))
+            for (module, source, op, dtype), flops in sorted(places.items(), key=lambda pair: -sum(pair[1]))
         ]
         header = ("module", "line", "op", "operands", "forward", "backward")
         return Section("By module and line", "", header, rows, {4, 5}, precision_map(self.matmuls))
@@ -314,11 +302,13 @@ class PrecisionReport(Report):
         return {bound.device: bound for bound in found}
 
 
-def _totals(rows: Iterable[Matmul]) -> dict[str, int]:
-    totals: dict[str, int] = {}
-    for row in rows:
-        totals[row.dtype] = totals.get(row.dtype, 0) + row.flops
-    return totals
+def _flops_by_dtype(rows: Iterable[Matmul]) -> dict[str, int]:
+    return totals((row.dtype, row.flops) for row in rows)
+
+
+def _by_pass(row: Matmul) -> tuple[int, int]:
+    """FLOPs of the forward pass and, what it computes again among them, of the backward pass."""
+    return (row.flops, 0) if row.phase == FORWARD else (0, row.flops)
 
 
 def _interval(low: float, high: float) -> str:

@@ -17,7 +17,7 @@ from mpjax.inspection.numerics.numerics import NumericsReport, numerics
 from mpjax.inspection.parity.curves import parted_at
 from mpjax.inspection.parity.running import Run
 from mpjax.inspection.parity.training import Training, made
-from mpjax.inspection.reports import Section
+from mpjax.inspection.reports import Section, added_up
 from mpjax.policy import get_policy
 
 # A share of flushed gradients that is worth another loss scale, and of skipped steps that is more than the search for
@@ -277,11 +277,8 @@ def _half_dtype(policy: str, errors: LayerwiseReport | None) -> str:
 
 
 def _modules(ranges: NumericsReport, errors: LayerwiseReport | None) -> Iterator[ModuleEvidence]:
-    flushed: dict[str, tuple[float, float]] = {}
-    for row in ranges.gradients:
-        lost, count = flushed.get(row.name, (0.0, 0.0))
-        nonzero = row.count * (1 - row.zeros)
-        flushed[row.name] = lost + row.flushed * nonzero, count + nonzero
+    nonzero = [(row, row.count * (1 - row.zeros)) for row in ranges.gradients]
+    flushed = added_up((row.name, (row.flushed * count, count)) for row, count in nonzero)
     shares = {name: lost / count if count else 0.0 for name, (lost, count) in flushed.items()}
     own = {row.name: row for row in reversed(errors.modules)} if errors is not None else {}
     rows = [

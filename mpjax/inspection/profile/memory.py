@@ -8,6 +8,7 @@ from typing import Any
 
 from mpjax.inspection.profile.hlo import Instruction
 from mpjax.inspection.profile.hlo_text import HloModule, Line, sizes
+from mpjax.inspection.reports import added_up, totals
 
 # Their results are their operands; a loop updates what it carries in place.
 _ALIASES = frozenset("bitcast tuple get-tuple-element optimization-barrier while copy-done all-reduce-done".split())
@@ -71,12 +72,8 @@ def memory_of(executable: Any, text: str, instructions: Mapping[str, Instruction
 
 
 def _holders(program: HloModule, instructions: Mapping[str, Instruction]) -> tuple[Holder, ...]:
-    rows: dict[tuple[str, str, bool], list[int]] = {}
-    for line in _alive_at_peak(program, program.entry)[1]:
-        found = instructions[line.name]
-        row = rows.setdefault((found.module, found.source, found.backward), [0, 0])
-        row[0] += 1
-        row[1] += _bytes(line)
+    alive = [(instructions[line.name], _bytes(line)) for line in _alive_at_peak(program, program.entry)[1]]
+    rows = added_up(((found.module, found.source, found.backward), (1, size)) for found, size in alive)
     holders = (Holder(*place, *row) for place, row in rows.items())
     return tuple(sorted(holders, key=lambda holder: -holder.bytes))
 
@@ -94,9 +91,7 @@ def _alive_at_peak(program: HloModule, computation: str) -> tuple[int, list[Line
     if lines:
         last |= dict.fromkeys(bases[lines[-1].name], len(lines))  # What is returned stays.
     born: dict[str, int] = {line.name: i for i, line in enumerate(lines) if line.name in last}
-    dying: dict[int, int] = {}
-    for name, i in born.items():
-        dying[last[name]] = dying.get(last[name], 0) + _bytes(lines[i])
+    dying = totals((last[name], _bytes(lines[i])) for name, i in born.items())
     most, at, inside, total = 0, 0, list[Line](), 0
     for i, line in enumerate(lines):
         total += _bytes(line) if line.name in born else 0

@@ -24,6 +24,7 @@ from mpjax.inspection.profile.kernels import Kernel
 from mpjax.inspection.profile.memory import memory_of
 from mpjax.inspection.profile.report import ProfileReport as ProfileReport
 from mpjax.inspection.profile.stepping import Stepper
+from mpjax.inspection.reports import totals
 
 # From this share of the kernels' time in CUDA graphs on, a second trace without them is worth its compilation.
 _HIDDEN = 0.05
@@ -275,10 +276,7 @@ def _peak(device: str, matmuls: Sequence[Matmul]) -> float | None:
     """The device's FLOP/s at most, in the dtype of most of the FLOPs; None if it is not known."""
     if not matmuls:
         return None
-    flops: dict[tuple[str, str], int] = {}
-    for row in matmuls:
-        key = row.dtype, row.precision if row.precision == "HIGHEST" else ""
-        flops[key] = flops.get(key, 0) + row.flops
+    flops = totals(((row.dtype, row.precision if row.precision == "HIGHEST" else ""), row.flops) for row in matmuls)
     try:
         return device_of(device).peak(*max(flops, key=lambda key: flops[key]))
     except ValueError:

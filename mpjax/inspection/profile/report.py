@@ -10,7 +10,7 @@ from mpjax.inspection.profile.advice import Advice
 from mpjax.inspection.profile.compilations import Recompilation
 from mpjax.inspection.profile.kernels import Kernel, Split
 from mpjax.inspection.profile.memory import Memory
-from mpjax.inspection.reports import Report, Section, amount, duration, folded
+from mpjax.inspection.reports import Report, Section, added_up, amount, duration, folded
 
 if TYPE_CHECKING:
     from mpjax.inspection.profile.compare import Comparison
@@ -143,11 +143,12 @@ class ProfileReport(Report):
 
         Where no scope names any module (Flax NNX has none), the lines that call the layers take their place.
         """
-        times: dict[str, list[float]] = {}
         named = any(kernel.module for kernel in self.kernels)
-        for kernel in self.kernels:
-            times.setdefault(kernel.module if named else kernel.source, [0.0, 0.0])[kernel.backward] += kernel.seconds
-        return {name: (f, b) for name, (f, b) in sorted(times.items(), key=lambda item: -sum(item[1]))}
+        times = added_up(
+            (k.module if named else k.source, (0.0, k.seconds) if k.backward else (k.seconds, 0.0))
+            for k in self.kernels
+        )
+        return dict(sorted(times.items(), key=lambda item: -sum(item[1])))
 
     def _part(self, chosen: Iterable[Kernel]) -> float:
         total = self.kernel_seconds
@@ -233,12 +234,11 @@ class ProfileReport(Report):
     def _memory(self, memory: Memory) -> Section:
         names = ("arguments", "results", "temporaries")
         parts = ", ".join(f"{amount(getattr(memory, name), 'B')} {name}" for name in names)
-        merged: dict[tuple[str, str, bool], list[int]] = {}
         modules = folded(holder.module for holder in memory.holders)
-        for holder in memory.holders:
-            row = merged.setdefault((modules[holder.module], holder.source, holder.backward), [0, 0])
-            row[0] += holder.arrays
-            row[1] += holder.bytes
+        merged = added_up(
+            ((modules[holder.module], holder.source, holder.backward), (holder.arrays, holder.bytes))
+            for holder in memory.holders
+        )
         rows = [
             ((module or "-") + (" ←" if backward else ""), source, str(arrays), amount(size, "B"))
             for (module, source, backward), (arrays, size) in sorted(merged.items(), key=lambda item: -item[1][1])
@@ -247,13 +247,10 @@ class ProfileReport(Report):
         return Section("Peak memory", text, ("module", "line", "arrays", "bytes"), rows, {2, 3}, shown=10)
 
     def _by_module(self) -> Section:
-        merged: dict[str, list[float]] = {}
         what = "module" if any(kernel.module for kernel in self.kernels) else "line"
         modules = self.modules()
-        names = folded(modules) if what == "module" else dict.fromkeys(modules, "")
-        for name, (forward, backward) in modules.items():
-            row = merged.setdefault(names[name] or name, [0.0, 0.0])
-            row[0], row[1] = row[0] + forward, row[1] + backward
+        names = folded(modules) if what == "module" else {name: name for name in modules}
+        merged = added_up((names[name], times) for name, times in modules.items())
         rows = [
             (name or "-", duration(forward), duration(backward), f"{(forward + backward) / self.kernel_seconds:.1%}")
             for name, (forward, backward) in sorted(merged.items(), key=lambda item: -sum(item[1]))
