@@ -331,6 +331,12 @@ def is_inexact(x: Any) -> bool:
     return compat.is_inexact(aval)
 
 
+def is_float(x: Any) -> bool:
+    """Whether a value or a variable is an array of real floats."""
+    aval = getattr(x, "aval", None) or jax.typeof(x)
+    return compat.is_shaped(aval) and bool(jnp.issubdtype(aval.dtype, jnp.floating))
+
+
 def is_half(x: Any) -> bool:
     """Whether a value or a variable is a float16 or bfloat16 array."""
     aval = getattr(x, "aval", None) or jax.typeof(x)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from mpjax._jaxpr import compat
 from mpjax._jaxpr.instances import owners_of
+from mpjax._jaxpr.interpreter import is_float
 from mpjax._jaxpr.primitives import primitive
 from mpjax._jaxpr.source import FORWARD
 from mpjax._jaxpr.walk import Site, walk
@@ -133,9 +134,9 @@ def _gradient(program: Program) -> Callable[..., Any] | None:
     """
     opened = compat.open_jaxpr(program.jaxpr)
     first = [
-        i for i, name in enumerate(program.names) if name.startswith("[0][0]") and _is_float(opened.jaxpr.invars[i])
+        i for i, name in enumerate(program.names) if name.startswith("[0][0]") and is_float(opened.jaxpr.invars[i])
     ]
-    outs = [i for i, v in enumerate(opened.jaxpr.outvars) if _is_float(v)]
+    outs = [i for i, v in enumerate(opened.jaxpr.outvars) if is_float(v)]
     if not first or not outs:
         return None
     if outs[0] == 0 and not opened.jaxpr.outvars[0].aval.shape:
@@ -154,10 +155,6 @@ def _gradient(program: Program) -> Callable[..., Any] | None:
         return pullback([jnp.ones_like(value) for value in values])
 
     return gradient
-
-
-def _is_float(v: Any) -> bool:
-    return compat.is_shaped(v.aval) and bool(jnp.issubdtype(v.aval.dtype, jnp.floating))
 
 
 def _notes(sites: list[Site]) -> Iterator[str]:

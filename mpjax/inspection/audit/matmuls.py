@@ -10,6 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from mpjax._jaxpr.flops import is_weight_gradient
+from mpjax._jaxpr.interpreter import is_float
 from mpjax._jaxpr.primitives import MATMULS, Op, primitive
 from mpjax._jaxpr.walk import Site
 from mpjax.inspection.audit.dataflow import Flow, Node, Value
@@ -151,11 +152,9 @@ def _rescales(node: Node) -> bool:
 
 
 def _is_multiplied(dtype: Any) -> bool:
-    return _is_real(dtype) or (bool(jnp.issubdtype(dtype, jnp.integer)) and jnp.dtype(dtype).itemsize == 1)
-
-
-def _is_real(dtype: Any) -> bool:
-    return bool(jnp.issubdtype(dtype, jnp.floating))
+    return bool(
+        jnp.issubdtype(dtype, jnp.floating) or (jnp.issubdtype(dtype, jnp.integer) and jnp.dtype(dtype).itemsize == 1)
+    )
 
 
 def _row(site: Site, dtypes: tuple[str, str] | None = None) -> Matmul:
@@ -283,8 +282,9 @@ def casts_of(sites: Iterable[Site]) -> dict[str, tuple[int, int]]:
 
 
 def _cast(site: Site) -> Iterator[tuple[str, tuple[int, int]]]:
-    source, target = site.eqn.invars[0].aval, site.eqn.outvars[0].aval
-    if source.dtype != target.dtype and _is_real(source.dtype) and _is_real(target.dtype):
+    (given, *_), (made,) = site.eqn.invars, site.eqn.outvars
+    source, target = given.aval, made.aval
+    if source.dtype != target.dtype and is_float(given) and is_float(made):
         times = site.times * site.devices
         size = source.size * (source.dtype.itemsize + target.dtype.itemsize)
         yield f"{source.dtype.name}→{target.dtype.name}", (times, times * size)

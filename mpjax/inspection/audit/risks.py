@@ -12,16 +12,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from mpjax._jaxpr import compat
+from mpjax._jaxpr.interpreter import is_half
 from mpjax._jaxpr.primitives import primitive
 from mpjax._jaxpr.walk import Site
 from mpjax.inspection.audit.dataflow import INPUT, Flow, Node, Value
 from mpjax.inspection.audit.interval_analysis import Known, known_values
-
-HALF = (np.dtype(jnp.float16), np.dtype(jnp.bfloat16))
 
 # The gravest first: what makes an inf or a NaN, or wrong results, before what loses digits.
 MEANINGS = {
@@ -99,22 +97,18 @@ def _risky(node: Node) -> str:
     # JAX sums over axes of length 1 to drop them.
     if node.site.name == "reduce_sum" and node.reads[0].aval.size == node.writes[0].aval.size:
         return ""
-    return next((v.aval.dtype.name for v in node.reads if _is_half(v)), "")
+    return next((v.aval.dtype.name for v in node.reads if is_half(v)), "")
 
 
 def _place(site: Site) -> tuple[str, str]:
     return site.path, site.source
 
 
-def _is_half(value: Value) -> bool:
-    return compat.is_shaped(value.aval) and value.aval.dtype in HALF
-
-
 def _loss(flow: Flow, nodes: Sequence[Node]) -> Iterator[Found]:
     """A scalar result in half: a loss, or what is shown of it."""
     makers = {value: node.site for node in nodes for value in node.writes}
     for value in dict.fromkeys(flow.outputs):
-        if _is_half(value) and not value.aval.shape and value in makers:
+        if is_half(value) and not value.aval.shape and value in makers:
             yield "loss", makers[value], value.aval.dtype.name, MEANINGS["loss"]
 
 
@@ -125,17 +119,17 @@ def _constants(node: Node, known: dict[Value, Known]) -> Iterator[Found]:
     elif node.site.name in ("mul", "add", "sub", "div"):
         for value in node.reads:
             # JAX has rounded the constant to half already, when it met a half array.
-            if _is_half(value) and value.constant is not None and np.isinf(np.asarray(value.constant)).any():
+            if is_half(value) and value.constant is not None and np.isinf(np.asarray(value.constant)).any():
                 why = f"a constant is beyond {value.aval.dtype.name}'s range; jnp.finfo(dtype).min fits"
                 yield "overflow", node.site, value.aval.dtype.name, why
-    elif node.site.name == "iota" and _is_half(node.writes[0]):
+    elif node.site.name == "iota" and is_half(node.writes[0]):
         yield from _inexact(node.site, node.writes[0].aval.dtype, known[node.writes[0]])
 
 
 def _cast(node: Node, known: dict[Value, Known]) -> Iterator[Found]:
     source, target = node.reads[0], node.writes[0]
     value, back = known.get(target), known.get(source)
-    if _is_half(target) and value and source.aval.dtype not in HALF:
+    if is_half(target) and value and not is_half(source):
         limits, dtype = compat.finfo(target.aval.dtype), target.aval.dtype.name
         if math.isfinite(value.largest) and value.largest > float(limits.max):
             worst = value.low if abs(value.low) == value.largest else value.high
@@ -147,7 +141,7 @@ def _cast(node: Node, known: dict[Value, Known]) -> Iterator[Found]:
             yield "epsilon", node.site, dtype, why
         else:
             yield from _inexact(node.site, target.aval.dtype, value)
-    elif _is_half(source) and back is None and value and value.ids:
+    elif is_half(source) and back is None and value and value.ids:
         yield from _inexact(node.site, source.aval.dtype, value)
 
 
@@ -168,7 +162,7 @@ def _vanished(nodes: Sequence[Node]) -> Iterator[Found]:
     guarded: dict[Value, Site] = {}
     for node in nodes:
         name, reads = node.site.name, node.reads
-        if name in ("add", "max") and any(_is_half(v) and _is_zero(v) for v in reads):
+        if name in ("add", "max") and any(is_half(v) and _is_zero(v) for v in reads):
             guarded[node.writes[0]] = node.site
         elif name in ("reshape", "broadcast_in_dim", "convert_element_type", "sqrt") and reads[0] in guarded:
             guarded[node.writes[0]] = guarded[reads[0]]
@@ -185,7 +179,7 @@ def _compared(nodes: Sequence[Node], known: dict[Value, Known]) -> Iterator[Foun
     whole: set[Value] = set()
     for node in nodes:
         name, reads = node.site.name, node.reads
-        if name == "convert_element_type" and _is_half(node.writes[0]) and reads[0] not in known:
+        if name == "convert_element_type" and is_half(node.writes[0]) and reads[0] not in known:
             if (
                 compat.is_shaped(reads[0].aval)
                 and reads[0].aval.dtype.kind in "iu"
@@ -241,7 +235,7 @@ def _updates(flow: Flow, known: dict[Value, Known]) -> Iterator[Found]:
 
     for value in dict.fromkeys(map(source, flow.outputs)):
         node = makers.get(value)
-        if node is None or not primitive(node.site.name).adds or not _is_half(value) or len(node.reads) != 2:
+        if node is None or not primitive(node.site.name).adds or not is_half(value) or len(node.reads) != 2:
             continue
         for old, new in (node.reads, node.reads[::-1]):
             kept, argument = (1.0, source(old)) if source(old).kind == INPUT else factor(old)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator
 
-import jax.numpy as jnp
-
-from mpjax._jaxpr import compat
+from mpjax._jaxpr.interpreter import is_float
 from mpjax._jaxpr.primitives import primitive
 from mpjax.inspection.audit.dataflow import Flow, Node, Value
 from mpjax.inspection.devices import Device
@@ -40,14 +38,12 @@ class KernelCost:
 
     def seconds(self, device: Device) -> float:
         """The least time that it takes."""
-        return self.part * self.times * max(self._arithmetic(device), self.bytes / device.bandwidth)
+        return max(self.arithmetic_seconds(device), self.part * self.times * (self.bytes / device.bandwidth))
 
     def arithmetic_seconds(self, device: Device) -> float:
         """The least time of its arithmetic alone."""
-        return self.part * self.times * self._arithmetic(device)
-
-    def _arithmetic(self, device: Device) -> float:
-        return self.flops / device.peak(self.dtype, self.precision) if self.flops else 0.0
+        once = self.flops / device.peak(self.dtype, self.precision) if self.flops else 0.0
+        return self.part * self.times * once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,23 +172,18 @@ def program_cost(flow: Flow, widened: bool = False, devices: int = 1) -> Program
     read = [value for value in flow.inputs if touched.get(value, False)]
     written = [value for value in set(flow.outputs) if value in made_whole]
     outside = sum(_bytes(value, widened) for value in (*read, *written))
-    kernels = tuple(
-        dataclasses.replace(kernel, part=around / devices) for kernel, around in kernel_costs(flow, widened)
-    )
-    return ProgramCost(kernels, outside // devices)
+    return ProgramCost(tuple(_kernel_costs(flow, widened, devices)), outside // devices)
 
 
-def kernel_costs(flow: Flow, widened: bool = False) -> Iterator[tuple[KernelCost, int]]:
+def _kernel_costs(flow: Flow, widened: bool, devices: int) -> Iterator[KernelCost]:
     """The kernels of a program when a compiler fuses all elementwise work into what reads it.
-
-    Each comes with the number of devices that run it on their own part.
 
     A matmul, a reduction, a gather and the like is a kernel; so is an elementwise result that one of them needs in
     memory, that goes out, or that several read and that is smaller than what it is made of.
 
     Args:
         flow: the program, or the body of a loop or a branch in it.
-        widened: as in `program_cost`.
+        widened, devices: as in `program_cost`.
     """
     same = _aliases(flow, widened)
     nodes = [node for node in flow.nodes if not same.keys() & set(node.writes)]
@@ -214,12 +205,12 @@ def kernel_costs(flow: Flow, widened: bool = False) -> Iterator[tuple[KernelCost
             shared = readers.get(value, 0) > 1 and sum(v.bytes for v in read) > value.bytes
             sources[value] = frozenset([value]) if root or shared or value in needed else read
             if not root and value in sources[value] and value.bytes:
-                yield _kernel(node, read, (value,), widened)
+                yield _kernel(node, read, (value,), widened, devices)
         if node.inner:
             for inner in node.inner:
-                yield from kernel_costs(inner, widened)
+                yield from _kernel_costs(inner, widened, devices)
         elif _is_root(node):
-            yield _kernel(node, read, node.writes, widened)
+            yield _kernel(node, read, node.writes, widened, devices)
 
 
 def _aliases(flow: Flow, widened: bool) -> dict[Value, Value]:
@@ -246,7 +237,7 @@ def _fuses_operands(node: Node) -> bool:
     return node.site.name.startswith(_REDUCTIONS) or bool(node.inner)
 
 
-def _kernel(node: Node, reads: Iterable[Value], writes: Iterable[Value], widened: bool) -> tuple[KernelCost, int]:
+def _kernel(node: Node, reads: Iterable[Value], writes: Iterable[Value], widened: bool, devices: int) -> KernelCost:
     site = node.site
     dtype, precision = "", ""
     if site.flops:
@@ -256,14 +247,11 @@ def _kernel(node: Node, reads: Iterable[Value], writes: Iterable[Value], widened
         precision = "HIGHEST" if "HIGHEST" in str(site.eqn.params.get("precision")) else ""
     moved = sum(_bytes(value, widened) for value in (*reads, *writes))
     flops = site.flops // site.times if site.times else 0
-    return KernelCost(site.times, flops, dtype, precision, moved), site.devices
+    return KernelCost(site.times, flops, dtype, precision, moved, site.devices / devices)
 
 
 def _is_cast(node: Node) -> bool:
-    avals = [value.aval for value in (*node.reads, *node.writes)]
-    return node.site.name == "convert_element_type" and all(
-        compat.is_shaped(aval) and jnp.issubdtype(aval.dtype, jnp.floating) for aval in avals
-    )
+    return node.site.name == "convert_element_type" and all(map(is_float, (*node.reads, *node.writes)))
 
 
 def _bytes(value: Value, widened: bool) -> int:

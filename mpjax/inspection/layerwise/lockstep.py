@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from mpjax._jaxpr import compat
-from mpjax._jaxpr.interpreter import Eager, Key, Probe, Run, bind, bind_wide, is_half, widened
+from mpjax._jaxpr.interpreter import Eager, Key, Probe, Run, bind, bind_wide, is_float, is_half, widened
 from mpjax._jaxpr.layout import Block, Place
 from mpjax.inspection.layerwise.groups import Group, Grouped, hands_through, is_transparent
 
@@ -131,7 +131,7 @@ class ErrorProbe(Probe):
         self.places = {place.number: place for place in block.places()}
         self.measured: dict[int, list[int]] = {}
         for number, i in sorted(found.handed_on):
-            if _is_real(self.places[number].site.eqn.outvars[i]):
+            if is_float(self.places[number].site.eqn.outvars[i]):
                 self.measured.setdefault(number, []).append(i)
 
     def equation(
@@ -156,10 +156,6 @@ class ErrorProbe(Probe):
         unit = jnp.where(size > 0, size, 1)
         sums = a[1] * (a[0] / unit) ** 2 + b[1] * (b[0] / unit) ** 2
         return size, sums, a[2] + b[2]
-
-
-def _is_real(v: Any) -> bool:
-    return compat.is_shaped(v.aval) and bool(jnp.issubdtype(v.aval.dtype, np.floating))
 
 
 # Elements that NumPy sums up before XLA has compiled a program for their shape.

@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from mpjax._jaxpr import compat
-from mpjax._jaxpr.interpreter import Key, Probe, is_inexact
+from mpjax._jaxpr.interpreter import Key, Probe, is_float, is_inexact
 from mpjax._jaxpr.layout import Block, Place
 
 INF, NAN = 1, 2
@@ -175,4 +175,4 @@ def _sliced(place: Place) -> list[int]:
     if place.site.name != "scan":
         return []
     xs = place.site.eqn.invars[_first_slice(place) :]
-    return [i for i, v in enumerate(xs) if is_inexact(v) and not jnp.issubdtype(v.aval.dtype, jnp.complexfloating)]
+    return [i for i, v in enumerate(xs) if is_float(v)]

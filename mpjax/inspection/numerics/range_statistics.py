@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from mpjax._jaxpr import compat
-from mpjax._jaxpr.interpreter import Key, Probe, is_inexact
+from mpjax._jaxpr.interpreter import Key, Probe, is_float
 from mpjax._jaxpr.layout import Block, Place
 from mpjax._jaxpr.primitives import Op, primitive
 from mpjax._jaxpr.source import RECOMPUTED
@@ -182,18 +182,19 @@ def _exponents(x: Any) -> Any:
 def is_measured(place: Place, counts: Counted) -> bool:
     """Whether an equation's results are measured: what counts, and all arithmetic in floats besides."""
     eqn, name = place.site.eqn, place.site.name
-    if place.blocks or place.site.phase == RECOMPUTED or not _floats(eqn.outvars):
+    if place.blocks or place.site.phase == RECOMPUTED or not floats(eqn.outvars):
         return False
     if place.number in counts.activations | counts.gradients | counts.parameters:
         return True
     row = primitive(name)
     # What keeps values, or rounds them to integers, loses nothing in half that was not lost before.
     loses = not (row.keeps_values or row.exact or row.moves or row.op is Op.READ)
-    return loses and bool(_floats(eqn.invars))
+    return loses and bool(floats(eqn.invars))
 
 
-def _floats(variables: Iterable[Any]) -> list[int]:
-    return [i for i, v in enumerate(variables) if is_inexact(v) and not np.issubdtype(v.aval.dtype, np.complexfloating)]
+def floats(variables: Iterable[Any]) -> list[int]:
+    """Which of the variables are arrays of real floats."""
+    return [i for i, v in enumerate(variables) if is_float(v)]
 
 
 class RangeProbe(Probe):
@@ -215,8 +216,8 @@ class RangeProbe(Probe):
     ) -> dict[Key, Any]:
         if place.number not in self.places:
             return {}
-        floats = [outs[i] for i in _floats(place.site.eqn.outvars)]
-        given = floats, _addends(place, ins, outs), self.limits, _summed_axes(place), place.number in self.graded
+        measured = [outs[i] for i in floats(place.site.eqn.outvars)]
+        given = measured, _addends(place, ins, outs), self.limits, _summed_axes(place), place.number in self.graded
         return {("range", place.number): self.take(*given)}
 
     def take(self, *given: Any) -> Any:
@@ -238,7 +239,7 @@ class RangeProbe(Probe):
 
 @functools.partial(jax.jit, static_argnames=("limits", "axes", "graded"))
 def note(
-    floats: Sequence[Any],
+    arrays: Sequence[Any],
     pairs: Sequence[tuple[Any, Any]],
     limits: Limits,
     axes: tuple[int, ...] | None = None,
@@ -247,7 +248,7 @@ def note(
     """The note of some arrays; compiled once for all of these shapes.
 
     Args:
-        floats: the arrays.
+        arrays: of real floats.
         pairs: addends with their sums.
         limits: of the half dtype that is asked about.
         axes: the axes that a sum takes away; None if it keeps them.
@@ -256,7 +257,7 @@ def note(
     Returns:
         Counts (as the first fields of `Tally`), the largest and the smallest nonzero size, the histogram.
     """
-    x = floats[0] if len(floats) == 1 else jnp.concatenate([out.ravel() for out in floats])
+    x = arrays[0] if len(arrays) == 1 else jnp.concatenate([out.ravel() for out in arrays])
     if axes is not None:
         pairs = [(addend, jnp.broadcast_to(lax.expand_dims(total, axes), addend.shape)) for addend, total in pairs]
     zeros, small, held, finite, largest, smallest = _classified(x, limits)

@@ -23,7 +23,7 @@ from mpjax.casting.autocast import autocast, traced_call
 from mpjax.inspection.gradient import gradient_of, traced_scale_state, with_named_modules
 from mpjax.inspection.layerwise.groups import grouped
 from mpjax.inspection.numerics.activations import Counted, counted
-from mpjax.inspection.numerics.range_statistics import Limits, Note, RangeProbe, note
+from mpjax.inspection.numerics.range_statistics import Limits, Note, RangeProbe, floats, note
 from mpjax.inspection.program import argument_names
 from mpjax.inspection.watch.record import COLUMNS, records_of
 from mpjax.inspection.watch.record import WatchedModule as WatchedModule
@@ -233,19 +233,16 @@ class StatisticsProbe(RangeProbe):
 
     def __init__(self, block: Block, counts: Counted):
         wanted = counts.activations | counts.gradients | counts.parameters
-        self.places: Mapping[int, Place] = {p.number: p for p in block.places() if p.number in wanted and _floats(p)}
+        made = {p.number: p for p in block.places() if p.number in wanted}
+        self.places: Mapping[int, Place] = {n: p for n, p in made.items() if floats(p.site.eqn.outvars)}
         self.graded = frozenset()
 
     def equation(self, place: Place, turn: Any, ins: Any, outs: Sequence[Any], again: Any) -> dict[Any, Any]:
         if place.number not in self.places:
             return {}
-        dtype = max((outs[i].dtype for i in _floats(place)), key=lambda dtype: dtype.itemsize)
-        return {("range", place.number): note([outs[i] for i in _floats(place)], [], _normal(dtype), None, False)}
-
-
-def _floats(place: Place) -> list[int]:
-    outs = [v.aval for v in place.site.eqn.outvars]
-    return [i for i, aval in enumerate(outs) if compat.is_shaped(aval) and jnp.issubdtype(aval.dtype, jnp.floating)]
+        measured = [outs[i] for i in floats(place.site.eqn.outvars)]
+        dtype = max((x.dtype for x in measured), key=lambda dtype: dtype.itemsize)
+        return {("range", place.number): note(measured, [], _normal(dtype), None, False)}
 
 
 @functools.cache
