@@ -11,6 +11,8 @@ import numpy as np
 import optax
 
 from mpjax._loss_scale_state import LossScaleState, find_loss_scale_state
+from mpjax.casting.autocast import Program
+from mpjax.inspection.program import traced_call
 from mpjax.loss_scale import static_loss_scale, value_and_grad
 from mpjax.modules.boundary import contains_nnx_object, is_nnx_object
 from mpjax.modules.scopes import named_modules
@@ -22,11 +24,6 @@ def scale_state(loss_scale: Any) -> LossScaleState:
     if isinstance(loss_scale, (int, float, np.number)) or (hasattr(loss_scale, "shape") and loss_scale.shape == ()):
         return static_loss_scale(optax.identity(), float(loss_scale)).init({})
     return find_loss_scale_state(loss_scale)
-
-
-def traced_scale_state(loss_scale: Any) -> LossScaleState:
-    """The state that has a loss scale which is an argument of the program: shape (), float32."""
-    return static_loss_scale(optax.identity(), 1.0).init({})._replace(loss_scale=loss_scale)
 
 
 def gradient_of(
@@ -63,6 +60,26 @@ def gradient_of(
         return [grad for _, grad in with_paths], value[0] if has_aux else value
 
     return gradient
+
+
+def scaled_gradient(fun: Any, argnums: int | Sequence[int], has_aux: bool, names: list[str]) -> Any:
+    """`gradient_of` at the loss scale in the keyword argument `mpjax_loss_scale`: shape (), float32."""
+
+    def gradient(*args: Any, mpjax_loss_scale: Any) -> Any:
+        state = static_loss_scale(optax.identity(), 1.0).init({})._replace(loss_scale=mpjax_loss_scale)
+        return gradient_of(fun, state, argnums, has_aux, names)(*args)
+
+    return gradient
+
+
+def traced_at_any_scale(
+    caller: str, fun: Any, args: Sequence[Any], argnums: int | Sequence[int], has_aux: bool
+) -> tuple[Program, int, list[str]]:
+    """The program of `scaled_gradient`, which of its arguments is the loss scale, and the gradients' tree paths."""
+    names: list[str] = []
+    gradient = scaled_gradient(fun, argnums, has_aux, names)
+    program = traced_call(caller, gradient, args, {"mpjax_loss_scale": np.float32(1)})
+    return program, next(i for i, name in enumerate(program.names) if "mpjax_loss_scale" in name), names
 
 
 def with_named_modules(fun: Callable[..., Any]) -> Callable[..., Any]:

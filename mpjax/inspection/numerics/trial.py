@@ -20,8 +20,7 @@ from mpjax._jaxpr.interpreter import COMPILER_OPTIONS, Eager, Probe, is_half, wi
 from mpjax._jaxpr.layout import Place, lay_out
 from mpjax._jaxpr.primitives import primitive
 from mpjax.casting.autocast import autocast
-from mpjax.inspection.gradient import gradient_of, traced_scale_state
-from mpjax.inspection.program import traced_call
+from mpjax.inspection.gradient import traced_at_any_scale
 from mpjax.policy import Policy
 
 
@@ -36,14 +35,9 @@ class Trial:
     """
 
     def __init__(self, fun: Callable[..., Any], policy: Policy, argnums: Any, has_aux: bool, args: Sequence[Any]):
-        def gradient(*args: Any, mpjax_loss_scale: Any) -> Any:
-            state = traced_scale_state(mpjax_loss_scale)
-            return gradient_of(autocast(fun, policy), state, argnums, has_aux, self._names)(*args)
-
-        self._names: list[str] = []
-        self._program = traced_call("numerics", gradient, args, {"mpjax_loss_scale": np.float32(1)})
+        half = autocast(fun, policy)
+        self._program, self._scale, _ = traced_at_any_scale("numerics", half, args, argnums, has_aux)
         self._block = lay_out(self._program.jaxpr)
-        self._scale = next(i for i, name in enumerate(self._program.names) if name == "[1]['mpjax_loss_scale']")
         self._evaluation = Eager(Probe(), wide=True, replace=_rounded)
 
     def error(self, scale: float, exact: Sequence[Any]) -> float:

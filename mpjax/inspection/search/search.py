@@ -16,9 +16,8 @@ import optax
 from mpjax._jaxpr.interpreter import COMPILER_OPTIONS, is_half
 from mpjax._jaxpr.walk import Site, walk
 from mpjax.casting import Rules, autocast
-from mpjax.inspection.gradient import gradient_of, scale_state, traced_scale_state, with_named_modules
+from mpjax.inspection.gradient import scale_state, traced_at_any_scale, with_named_modules
 from mpjax.inspection.layerwise.layerwise import errors_by_module
-from mpjax.inspection.program import traced_call
 from mpjax.inspection.search.report import SearchedModule
 from mpjax.inspection.search.report import SearchReport as SearchReport
 from mpjax.policy import HALF_DTYPES, get_policy, path_matches
@@ -251,14 +250,8 @@ class _Passes:
     def _run(self, fun: Any) -> tuple[Found, list[Site]]:
         """Loss and gradients, at the first loss scale at which they are finite, and the program's equations."""
         self.count += 1
-        names: list[str] = []
-
-        def gradient(*args: Any, mpjax_loss_scale: Any) -> Any:
-            state = traced_scale_state(mpjax_loss_scale)
-            return gradient_of(with_named_modules(fun), state, self.argnums, self.has_aux, names)(*args)
-
-        program = traced_call("search", gradient, self.args, {"mpjax_loss_scale": np.float32(self._scales[0])})
-        (at,) = (i for i, name in enumerate(program.names) if "mpjax_loss_scale" in name)
+        named = with_named_modules(fun)
+        program, at, names = traced_at_any_scale("search", named, self.args, self.argnums, self.has_aux)
         run = jax.jit(jax.extend.core.jaxpr_as_fun(program.jaxpr), compiler_options=COMPILER_OPTIONS)
         arrays = list(program.arrays)
         for scale in self._scales:

@@ -20,7 +20,7 @@ from mpjax._jaxpr.source import BACKWARD
 from mpjax._loss_scale_state import find_loss_scale_state, loss_scale_of
 from mpjax._replicas import all_finite
 from mpjax.casting.autocast import autocast, traced_call
-from mpjax.inspection.gradient import gradient_of, traced_scale_state, with_named_modules
+from mpjax.inspection.gradient import scaled_gradient, with_named_modules
 from mpjax.inspection.layerwise.groups import grouped
 from mpjax.inspection.numerics.activations import Counted, counted
 from mpjax.inspection.numerics.range_statistics import Limits, Note, RangeProbe, floats, note
@@ -194,12 +194,9 @@ class _Program:
 
 
 def _measured(fun: Any, argnums: Any, has_aux: bool, scale: Any, args: Sequence[Any]) -> _Program:
-    def gradient(*args: Any, mpjax_loss_scale: Any) -> Any:
-        return gradient_of(fun, traced_scale_state(mpjax_loss_scale), argnums, has_aux, names)(*args)
-
     names: list[str] = []
     kwargs = {"mpjax_loss_scale": scale}
-    program = traced_call(gradient, args, kwargs)
+    program = traced_call(scaled_gradient(fun, argnums, has_aux, names), args, kwargs)
     block = lay_out(program.jaxpr, owners=owners_of(program.jaxpr, argument_names(program, args, kwargs)))
     counts, groups = counted(block, len(names)), grouped(block).groups
     probe = StatisticsProbe(block, counts)
