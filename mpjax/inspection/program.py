@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -33,6 +33,22 @@ def argument_names(program: Program, args: Sequence[Any], kwargs: dict[str, Any]
     from mpjax.casting import nnx
 
     return nnx.names(program.names, args, kwargs)
+
+
+def below_root(path: str, paths: Collection[str]) -> str:
+    """A module path below the whole model's; empty for the model itself.
+
+    Args:
+        path: one of `paths`.
+        paths: all module paths; where they have no root in common, the path is left as it is.
+
+    Example:
+        >>> below_root("Net/Dense_0", ["Net", "Net/Dense_0"]), below_root("up", ["up", "down"])
+        ('Dense_0', 'up')
+    """
+    root, _, rest = path.partition("/")
+    is_root = any("/" in other for other in paths) and all(f"{other}/".startswith(f"{root}/") for other in paths)
+    return rest if is_root else path
 
 
 def argument_name(name: str) -> str:

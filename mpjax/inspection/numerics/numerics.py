@@ -25,7 +25,7 @@ from mpjax.inspection.numerics.range_statistics import BIAS, BINS, Limits, Range
 from mpjax.inspection.numerics.report import NumericsReport as NumericsReport
 from mpjax.inspection.numerics.report import Range
 from mpjax.inspection.numerics.trial import Trial
-from mpjax.inspection.program import traced_call
+from mpjax.inspection.program import below_root, traced_call
 from mpjax.policy import HALF_DTYPES, Policy, get_policy
 
 # A module that loses more than this share of its nonzero values should be kept in float32.
@@ -220,7 +220,8 @@ class _Measuring:
     def report(self) -> NumericsReport:
         """All that was seen."""
         kept, safe, init = self._recommended()
-        names = [self._name(path) for path in kept]
+        paths = {row[1] for row in self.tallies if row[0] == "by_op" and row[1]}
+        names = [path and below_root(path, paths) for path in kept]
         return NumericsReport(
             dtype=self.limits.dtype.name,
             loss_scale=self.scale,
@@ -269,15 +270,6 @@ class _Measuring:
 
     def _mattering(self) -> list[tuple[str, str, Tally]]:
         return [(row[1], row[2], tally) for row, tally in self.tallies.items() if row[0] == "matters"]
-
-    def _name(self, path: str) -> str:
-        """A module path below the whole model's; empty for the model itself and for what stands in no module."""
-        paths = {row[1] for row in self.tallies if row[0] == "by_op" and row[1]}
-        root = next(iter(paths), "").partition("/")[0]
-        is_root = any("/" in path for path in paths) and all(f"{path}/".startswith(f"{root}/") for path in paths)
-        if not is_root:
-            return path
-        return path.partition("/")[2]
 
     def _lines(self, paths: Sequence[str]) -> tuple[str, ...]:
         """The operations that lose most in what has no module's name, by line."""

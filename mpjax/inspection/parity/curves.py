@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-import scipy.special
 
 from mpjax.inspection.parity.running import Run
-from mpjax.inspection.parity.statistics import CONFIDENCE
+from mpjax.inspection.parity.statistics import half_width
 
 _WINDOWS = 50  # at most, of as many steps each
 _APART = 0.9  # the share of the later windows in which curves that have parted are apart
@@ -47,7 +46,7 @@ def band(steps: np.ndarray, values: np.ndarray) -> Band:
         mean = values.mean(axis=0)
         half = np.zeros_like(mean)
         if n > 1:
-            half = scipy.special.stdtrit(n - 1, 0.5 + CONFIDENCE / 2) * values.std(axis=0, ddof=1) / np.sqrt(n)
+            half = half_width(n, values.std(axis=0, ddof=1))
     return Band(steps, mean - half, mean, mean + half)
 
 

@@ -17,6 +17,7 @@ from mpjax.inspection.numerics.numerics import NumericsReport, numerics
 from mpjax.inspection.parity.curves import parted_at
 from mpjax.inspection.parity.running import Run
 from mpjax.inspection.parity.training import Training, made
+from mpjax.inspection.program import below_root
 from mpjax.inspection.reports import Section, added_up
 from mpjax.policy import get_policy
 
@@ -130,13 +131,7 @@ def explained(found: Evidence, baseline: str) -> Iterator[Section]:
     """Evidence for people: what happened, and the modules."""
     yield Section(f"Why {found.policy} is worse", "\n".join(_told(found, baseline)))
     header = ("module", "gradients flushed", "own error", "error of its gradients")
-    rows = [
-        (
-            row.name or "-",
-            *(_percent(share) if share is not None else "-" for share in (row.flushed, row.error, row.total)),
-        )
-        for row in found.modules
-    ]
+    rows = [(row.name or "-", *map(_percent, (row.flushed, row.error, row.total))) for row in found.modules]
     if rows:
         yield Section("By module", "", header, rows, {1, 2, 3}, shown=8)
 
@@ -280,14 +275,9 @@ def _modules(ranges: NumericsReport, errors: LayerwiseReport | None) -> Iterator
     nonzero = [(row, row.count * (1 - row.zeros)) for row in ranges.gradients]
     flushed = added_up((row.name, (row.flushed * count, count)) for row, count in nonzero)
     shares = {name: lost / count if count else 0.0 for name, (lost, count) in flushed.items()}
-    own = {row.name: row for row in reversed(errors.modules)} if errors is not None else {}
+    own = {row.name: (row.error, row.total_backward) for row in reversed(errors.modules)} if errors is not None else {}
     rows = [
-        ModuleEvidence(
-            name,
-            shares.get(name),
-            own[name].error if name in own else None,
-            own[name].total_backward if name in own else None,
-        )
+        ModuleEvidence(name, shares.get(name), *own.get(name, (None, None)))
         for name in dict.fromkeys([*own, *shares])
     ]
     yield from sorted(rows, key=lambda row: (-(row.flushed or 0.0), -(row.error or 0.0)))
@@ -312,17 +302,13 @@ def _remedy(found: Evidence, ranges: NumericsReport, errors: LayerwiseReport | N
     elif not reasons and errors is not None:
         worst = next((row for row in errors.modules if row.path and row.error > 0), None)
         if worst is not None:
-            kept = ((f"*/{_below_root(worst.path, errors)}", "float32"),)
+            name = below_root(worst.path, [row.path for row in errors.modules if row.path]) or worst.path
+            kept = ((f"*/{name}", "float32"),)
             reasons.append(f"{worst.name} has the largest error of its own, {_percent(worst.error)}")
     return Remedy(tuple(kept), loss_scale, "; ".join(reasons)) if reasons else None
 
 
-def _below_root(path: str, errors: LayerwiseReport) -> str:
-    """A module path below the whole model's."""
-    root, _, rest = path.partition("/")
-    paths = [row.path for row in errors.modules if row.path]
-    return rest if rest and all(f"{other}/".startswith(f"{root}/") for other in paths) else path
-
-
-def _percent(share: float) -> str:
+def _percent(share: float | None) -> str:
+    if share is None:
+        return "-"
     return f"{share:.2%}" if math.isfinite(share) else "not finite"

@@ -83,10 +83,9 @@ class Folder:
 
     def read(self, policy: str, seed: int) -> Run | None:
         """A finished run; None if there is none."""
-        path = self._run_path(policy, seed)
-        if path is None or not path.exists():
+        found = self._read(f"{_slug(policy)}-seed{seed}.json")
+        if found is None:
             return None
-        found = json.loads(path.read_text())
         for name in ("metrics", "scales"):
             found[name] = tuple((int(step), float(value)) for step, value in found[name])
         found |= {"metric": float(found["metric"]), "losses": tuple(map(float, found["losses"]))}
@@ -94,30 +93,25 @@ class Folder:
 
     def write(self, run: Run) -> None:
         """Keeps a finished run."""
-        path = self._run_path(run.policy, run.seed)
-        if path is not None:
-            # Python's JSON reads the NaN and Infinity that it writes.
-            _replace(path, json.dumps(dataclasses.asdict(run)))
+        self._write(f"{_slug(run.policy)}-seed{run.seed}.json", dataclasses.asdict(run))
 
     def read_evidence(self, policy: str, seeds: Sequence[int]) -> dict[str, Any] | None:
         """What was found of why a policy is worse, if it was of the same seeds."""
-        path = self._evidence_path(policy)
-        if path is None or not path.exists():
-            return None
-        found = json.loads(path.read_text())
-        return found["evidence"] if found["seeds"] == [*seeds] else None
+        found = self._read(f"{_slug(policy)}-evidence.json")
+        return found["evidence"] if found and found["seeds"] == [*seeds] else None
 
     def write_evidence(self, policy: str, seeds: Sequence[int], evidence: Mapping[str, Any]) -> None:
         """Keeps why a policy is worse."""
-        path = self._evidence_path(policy)
-        if path is not None:
-            _replace(path, json.dumps({"seeds": [*seeds], "evidence": evidence}))
+        self._write(f"{_slug(policy)}-evidence.json", {"seeds": [*seeds], "evidence": evidence})
 
-    def _run_path(self, policy: str, seed: int) -> pathlib.Path | None:
-        return None if self.path is None else self.path / "runs" / f"{_slug(policy)}-seed{seed}.json"
+    def _read(self, name: str) -> Any:
+        path = self.path and self.path / "runs" / name
+        return json.loads(path.read_text()) if path and path.exists() else None
 
-    def _evidence_path(self, policy: str) -> pathlib.Path | None:
-        return None if self.path is None else self.path / "runs" / f"{_slug(policy)}-evidence.json"
+    def _write(self, name: str, found: Any) -> None:
+        if self.path is not None:
+            # Python's JSON reads the NaN and Infinity that it writes.
+            _replace(self.path / "runs" / name, json.dumps(found))
 
 
 def _slug(policy: str) -> str:

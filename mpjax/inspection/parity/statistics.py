@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import scipy.special
@@ -58,12 +58,20 @@ def paired_interval(differences: Sequence[float]) -> Interval:
         return Interval(-math.inf, mean, math.inf)
     if np.all(values == values[0]):
         return Interval(float(values[0]), float(values[0]), float(values[0]))
-    t = scipy.special.stdtrit(n - 1, 0.5 + CONFIDENCE / 2)
-    half = t * values.std(ddof=1) / math.sqrt(n)
-    tail = float(scipy.special.ndtr(-t * math.sqrt(n / (n - 1))))
+    half = half_width(n, values.std(ddof=1))
+    tail = float(scipy.special.ndtr(-_student(n) * math.sqrt(n / (n - 1))))
     resampled = values[np.random.default_rng(0).integers(0, n, (_RESAMPLES, n))].mean(axis=1)
     low, high = np.quantile(resampled, [tail, 1 - tail])
     return Interval(float(min(mean - half, low)), mean, float(max(mean + half, high)))
+
+
+def half_width(n: int, deviation: Any) -> Any:
+    """Half the width of Student's interval of a mean of n numbers with this standard deviation, or several such."""
+    return _student(n) * deviation / math.sqrt(n)
+
+
+def _student(n: int) -> float:
+    return float(scipy.special.stdtrit(n - 1, 0.5 + CONFIDENCE / 2))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,7 +172,7 @@ def _seeds_needed(differences: Sequence[float], noise: float) -> int | None:
         return FEWEST_SEEDS
     mean, deviation = abs(float(np.mean(differences))), float(np.std(differences, ddof=1))
     for more in range(max(n + 1, FEWEST_SEEDS), _MOST_SEEDS + 1):
-        half = scipy.special.stdtrit(more - 1, 0.5 + CONFIDENCE / 2) * deviation / math.sqrt(more)
+        half = half_width(more, deviation)
         if mean + half <= noise or mean - half > 0:
             return more
     return None
