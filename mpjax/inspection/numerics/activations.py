@@ -8,6 +8,7 @@ hand on the value of the equation before them, which stands for it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -53,23 +54,21 @@ class Counted:
 
 def counted(block: Block, num_gradients: int) -> Counted:
     """Which equations count in a program whose first outputs are gradients of parameters."""
-    analysis = _Analysis({place.number: place for place in block.places()})
-    outs = analysis.block(block, [_Made()] * len(block.jaxpr.invars))
-    parameters = frozenset[int]().union(*(made.far for made in outs[:num_gradients]))
-    by_phase: dict[str, set[int]] = {FORWARD: set(), BACKWARD: set()}
-    for number in analysis.found:
-        phase = analysis.places[number].site.phase
-        if phase in by_phase:
-            by_phase[phase].add(number)
-    backward = frozenset(by_phase[BACKWARD])
-    return Counted(frozenset(by_phase[FORWARD]), backward - parameters, backward & parameters, frozenset(analysis.half))
+    analysis, parameters = _analysed(block, num_gradients)
+    phases = {number: analysis.places[number].site.phase for number in analysis.found}
+    forward, backward = (frozenset(n for n in phases if phases[n] == phase) for phase in (FORWARD, BACKWARD))
+    return Counted(forward, backward - parameters, backward & parameters, frozenset(analysis.half))
 
 
 def makers_of_gradients(block: Block, num_gradients: int) -> frozenset[int]:
     """The equations that make the gradients of parameters, seen through moves, casts, scalings and sums."""
+    return _analysed(block, num_gradients)[1]
+
+
+def _analysed(block: Block, num_gradients: int) -> tuple[_Analysis, frozenset[int]]:
     analysis = _Analysis({place.number: place for place in block.places()})
     outs = analysis.block(block, [_Made()] * len(block.jaxpr.invars))
-    return frozenset[int]().union(*(made.far for made in outs[:num_gradients]))
+    return analysis, frozenset[int]().union(*(made.far for made in outs[:num_gradients]))
 
 
 class _Analysis:
@@ -120,7 +119,7 @@ class _Analysis:
         match place.site.name:
             case "cond":
                 branches = [self.block(block, given[1:]) for block in blocks]
-                return [_either(outs) for outs in zip(*branches, strict=True)]
+                return [functools.reduce(_Made.or_, outs) for outs in zip(*branches, strict=True)]
             case "scan":
                 first, count = compat.scan_split(params)
                 return self._loop(blocks[0], given[:first], given[first : first + count], given[first + count :])
@@ -135,10 +134,3 @@ class _Analysis:
             outs = self.block(body, [*consts, *carry, *xs])
             carry = [old.or_(new) for old, new in zip(carry, outs, strict=False)]
         return [*carry, *outs[len(carry) :]]
-
-
-def _either(outs: Iterable[_Made]) -> _Made:
-    made = _Made()
-    for out in outs:
-        made = made.or_(out)
-    return made

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +17,11 @@ from mpjax._jaxpr.instances import owners_of
 from mpjax._jaxpr.interpreter import Eager, is_half, is_inexact, widened
 from mpjax._jaxpr.layout import Block, Place, is_unseen, lay_out
 from mpjax._jaxpr.primitives import Op, primitive
-from mpjax._jaxpr.source import BACKWARD
+from mpjax._jaxpr.source import BACKWARD, FORWARD
 from mpjax.inspection.gradient import gradient_of, scale_state
 from mpjax.inspection.numerics.activations import Counted, counted
 from mpjax.inspection.numerics.host_statistics import HostRangeProbe, result
-from mpjax.inspection.numerics.range_statistics import BIAS, BINS, Limits, RangeProbe, Tally, tally_of
+from mpjax.inspection.numerics.range_statistics import BIAS, BINS, Limits, Note, RangeProbe, Tally, tally_of
 from mpjax.inspection.numerics.report import NumericsReport as NumericsReport
 from mpjax.inspection.numerics.report import Range
 from mpjax.inspection.numerics.trial import Trial
@@ -33,7 +33,6 @@ _MUCH = 0.05
 # From the largest gradient seen to half's largest number: so much may gradients grow later in training.
 _HEADROOM = 4.0
 _SMALLEST_SCALE, _LARGEST_SCALE = 2.0**-14, 2.0**24  # the limits of `dynamic_loss_scale`
-_FORWARD, _BACKWARD = "forward", "backward"
 
 
 def numerics(
@@ -115,8 +114,14 @@ class _Compiled:
     evaluation: Eager
 
 
-# What a tally is of: a table, and in it a name, a pass, an operation and its line.
-_Row = tuple[str, str, str, str, str]
+class _Row(NamedTuple):
+    """What a tally is of: a table, and in it a name, a pass, and in the table by operation an operation's line."""
+
+    table: str
+    name: str
+    phase: str
+    op: str = ""
+    source: str = ""
 
 
 class _Measuring:
@@ -165,29 +170,22 @@ class _Measuring:
         for number, place in compiled.probe.places.items():
             if ("range", number) not in notes:
                 continue  # in a part that is opaque here
-            found = result(notes["range", number])
-            site, tally, histogram = place.site, tally_of(found), found[2]
-            backward = site.phase == BACKWARD
-            phase = _BACKWARD if backward else _FORWARD
-            dtypes = _dtypes(place)
-            self._put(("by_op", site.path, phase, site.name, site.source), tally, dtypes)
-            table = "gradients" if backward else "activations"
+            site, dtypes, matters = place.site, _dtypes(place), counts.matters(number)
+            phase, table = (BACKWARD, "gradients") if site.phase == BACKWARD else (FORWARD, "activations")
+            rows = [_Row("by_op", site.path, phase, site.name, site.source)]
             if number in counts.gradients | counts.activations:
-                self._put((table, site.path, phase, "", ""), tally, dtypes)
-            if number in counts.gradients:
-                self._put_exponents(("gradients", site.path, phase, "", ""), histogram)
-            if number in counts.gradients and counts.matters(number):
-                self._put_exponents(("half gradients", site.path, phase, "", ""), histogram)
-            if number in counts.activations | counts.gradients | counts.parameters and counts.matters(number):
-                self._put(("matters", site.path, phase, "", ""), tally, dtypes)
-                if histogram.size:
-                    self._put_exponents(("matters", site.path, phase, "", ""), histogram)
+                rows.append(_Row(table, site.path, phase))
+            if number in counts.gradients and matters:
+                rows.append(_Row("half gradients", site.path, phase))
+            if number in counts.activations | counts.gradients | counts.parameters and matters:
+                rows.append(_Row("matters", site.path, phase))
+            found = result(notes["range", number])
+            for row in rows:
+                self._put(row, found, dtypes)
         for name, grad in zip(compiled.names, grads, strict=True):
-            row = ("parameters", name, _BACKWARD, "", "")
             scaled = np.asarray(grad, np.float32) * np.float32(self.scale)
             found = result(compiled.probe.take([scaled], [], self.limits))
-            self._put(row, tally_of(found), ("float32",))
-            self._put_exponents(row, found[2])
+            self._put(_Row("parameters", name, BACKWARD), found, ("float32",))
 
     def verified(self, report: NumericsReport) -> NumericsReport:
         """The report with the errors of the gradients before and after what it recommends."""
@@ -210,17 +208,17 @@ class _Measuring:
             return dataclasses.replace(report, notes=(note,))
         return dataclasses.replace(report, errors=(before, after))
 
-    def _put(self, row: _Row, tally: Tally, dtypes: Iterable[str]) -> None:
-        self.tallies[row] = self.tallies[row] + tally if row in self.tallies else tally
+    def _put(self, row: _Row, found: Note, dtypes: Iterable[str]) -> None:
+        self.tallies[row] = self.tallies.get(row, Tally()) + tally_of(found)
         self.dtypes.setdefault(row, {}).update(dict.fromkeys(dtypes))
-
-    def _put_exponents(self, row: _Row, histogram: Any) -> None:
-        self.exponents[row] = self.exponents.get(row, 0) + histogram.astype(np.int64)
+        histogram = found[2]
+        if histogram.size:
+            self.exponents[row] = self.exponents.get(row, 0) + histogram.astype(np.int64)
 
     def report(self) -> NumericsReport:
         """All that was seen."""
         kept, safe, init = self._recommended()
-        paths = {row[1] for row in self.tallies if row[0] == "by_op" and row[1]}
+        paths = {row.name for row in self.tallies if row.table == "by_op" and row.name}
         names = [path and below_root(path, paths) for path in kept]
         return NumericsReport(
             dtype=self.limits.dtype.name,
@@ -245,10 +243,10 @@ class _Measuring:
         largest = float(compat.finfo(self.limits.dtype).max)
         kept: dict[str, None] = {}
         for path, phase, tally in self._mattering():
-            if phase == _FORWARD and (tally.overflowed or tally.flushed_share > _MUCH):
+            if phase == FORWARD and (tally.overflowed or tally.flushed_share > _MUCH):
                 kept[path] = None
             # It overflows without any loss scale: a scale that saved it would flush everything else.
-            if phase == _BACKWARD and tally.max / self.scale > largest:
+            if phase == BACKWARD and tally.max / self.scale > largest:
                 kept[path] = None
         while True:
             safe = init = None
@@ -257,43 +255,48 @@ class _Measuring:
                 safe = 2.0 ** math.floor(math.log2(largest / gradient))
                 init = min(max(safe / _HEADROOM, _SMALLEST_SCALE), _LARGEST_SCALE)
                 init = init if self.limits.dtype == jnp.float16 else 1.0
+            if init is None:
+                return list(kept), safe, init
             lost = [
                 path
                 for path, phase, _ in self._mattering()
-                if phase == _BACKWARD
-                and path not in kept
-                and self._flushed_at(init, ("matters", path, phase, "", "")) > _MUCH
+                if phase == BACKWARD and path not in kept and self._flushed_share(path, init) > _MUCH
             ]
             if not lost:
                 return list(kept), safe, init
             kept |= dict.fromkeys(lost)
 
     def _mattering(self) -> list[tuple[str, str, Tally]]:
-        return [(row[1], row[2], tally) for row, tally in self.tallies.items() if row[0] == "matters"]
+        return [(row.name, row.phase, tally) for row, tally in self.tallies.items() if row.table == "matters"]
+
+    def _flushed_share(self, path: str, scale: float) -> float:
+        """The share of a module's nonzero gradients that half would flush at a scale."""
+        counts = _by_exponent(self.exponents[_Row("matters", path, BACKWARD)])
+        return self.limits.flushed_share(counts, scale / self.scale)
 
     def _lines(self, paths: Sequence[str]) -> tuple[str, ...]:
         """The operations that lose most in what has no module's name, by line."""
-        rows = [(row, tally) for row, tally in self.tallies.items() if row[0] == "by_op" and row[1] in paths]
         lost = [
-            f"{op} at {source or 'an unknown line'}"
-            for (_, _, phase, op, source), tally in rows
-            if tally.overflowed or (phase == _FORWARD and tally.flushed_share > _MUCH)
+            f"{row.op} at {row.source or 'an unknown line'}"
+            for row, tally in self.tallies.items()
+            if row.table == "by_op" and row.name in paths
+            if tally.overflowed or (row.phase == FORWARD and tally.flushed_share > _MUCH)
         ]
         return tuple(dict.fromkeys(lost))
 
     def _largest_gradient(self, kept: Iterable[str]) -> float | None:
         """The largest gradient at scale 1 outside of some modules; None if there is none, or one is not finite."""
         kept = set(kept)
-        seen = [tally for path, phase, tally in self._mattering() if phase == _BACKWARD and path not in kept]
-        seen = seen or [tally for row, tally in self.tallies.items() if row[0] == "parameters"]
+        seen = [tally for path, phase, tally in self._mattering() if phase == BACKWARD and path not in kept]
+        seen = seen or [tally for row, tally in self.tallies.items() if row.table == "parameters"]
         total = sum(seen, start=Tally())
         return total.max / self.scale if total.max and not total.nonfinite else None
 
     def _table(self, table: str) -> tuple[Range, ...]:
         return tuple(
             Range(
-                name=name,
-                phase=phase,
+                name=row.name,
+                phase=row.phase,
                 dtypes=tuple(self.dtypes[row]),
                 max=tally.max,
                 min_nonzero=tally.min_nonzero,
@@ -302,27 +305,23 @@ class _Measuring:
                 flushed=tally.flushed_share,
                 overflowed=tally.overflowed_share,
                 nonfinite=tally.nonfinite,
-                op=op,
-                source=source,
-                rule=_rule(op),
+                op=row.op,
+                source=row.source,
+                rule=_rule(row.op),
                 absorbed=tally.absorbed_share,
             )
             for row, tally in self.tallies.items()
-            for kind, name, phase, op, source in [row]
-            if kind == table
+            if row.table == table
         )
 
     def _histogram(self, table: str) -> dict[int, int]:
-        total = sum((counts for row, counts in self.exponents.items() if row[0] == table), start=np.zeros(BINS, int))
-        return {int(i) - BIAS: int(total[i]) for i in np.flatnonzero(total)}
+        found = (counts for row, counts in self.exponents.items() if row.table == table)
+        return _by_exponent(sum(found, start=np.zeros(BINS, int)))
 
-    def _flushed_at(self, scale: float | None, row: _Row) -> float:
-        """The share of a row's nonzero gradients that half would flush at a scale."""
-        if scale is None:
-            return 0.0
-        counts = self.exponents[row]
-        lowest = self.limits.flushed_below - round(math.log2(scale / self.scale)) + BIAS
-        return float(counts[: max(lowest, 0)].sum() / max(counts.sum(), 1))
+
+def _by_exponent(counts: np.ndarray) -> dict[int, int]:
+    """How many values have which exponent of two."""
+    return {int(i) - BIAS: int(counts[i]) for i in np.flatnonzero(counts)}
 
 
 def _dtypes(place: Place) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -61,6 +62,17 @@ class Limits:
     def flushed_below(self) -> int:
         """Numbers of smaller exponents of two become zero; of this one, all but the power of two itself round up."""
         return round(np.log2(self.flushed))
+
+    def flushed_share(self, exponents: Mapping[int, int], factor: float) -> float:
+        """The share of values that become zero when a power of two multiplies them.
+
+        Args:
+            exponents: how many values have which exponent of two.
+            factor: the power of two.
+        """
+        lowest = self.flushed_below - round(math.log2(factor))
+        lost = sum(count for exponent, count in exponents.items() if exponent < lowest)
+        return lost / max(sum(exponents.values()), 1)
 
     @property
     def exponents(self) -> tuple[int, int]:

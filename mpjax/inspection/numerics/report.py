@@ -127,11 +127,7 @@ class NumericsReport(Report):
         Args:
             scale: a power of two; the exponents seen at the present scale are shifted by it.
         """
-        shift = round(math.log2(scale / self.loss_scale))
-        lowest = Limits.of(jnp.dtype(self.dtype)).flushed_below
-        total = sum(self.half_gradient_exponents.values())
-        lost = sum(n for e, n in self.half_gradient_exponents.items() if e + shift < lowest)
-        return lost / max(total, 1)
+        return Limits.of(jnp.dtype(self.dtype)).flushed_share(self.half_gradient_exponents, scale / self.loss_scale)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draws the histogram of gradient exponents with half's window, and the ranges by module.
@@ -168,8 +164,13 @@ class NumericsReport(Report):
 
     def sections(self) -> list[Section]:
         """The report for people."""
-        header = ("", "in", "max", "min nonzero", "zeros", "flushed", "overflowed")
-        right = {2, 3, 4, 5, 6}
+        header = ("in", "max", "min nonzero", "zeros", "flushed", "overflowed")
+        at_scale = f"At loss scale {_scale(self.loss_scale)}."
+        tables = (
+            ("Activations by module", "", "module", self.activations),
+            ("Gradients of activations by module", at_scale, "module", self.gradients),
+            ("Gradients of parameters", at_scale, "parameter", self.parameters),
+        )
         ops = ("op", "line", "pass", "in", "max", "flushed", "overflowed", "absorbed", "module")
         losing = sorted(
             (row for row in self.by_op if row.loses), key=lambda r: (-r.overflowed, -max(r.flushed, r.absorbed))
@@ -177,22 +178,9 @@ class NumericsReport(Report):
         by_op = f"Of {len(self.by_op)} operations these would lose something if they ran in {self.dtype}."
         return [
             Section("", self._summary(), figure=self._figure()),
-            Section(
-                "Activations by module", "", ("module", *header[1:]), [*map(_cells, _folded(self.activations))], right
-            ),
-            Section(
-                "Gradients of activations by module",
-                f"At loss scale {_scale(self.loss_scale)}.",
-                ("module", *header[1:]),
-                [*map(_cells, _folded(self.gradients))],
-                right,
-            ),
-            Section(
-                "Gradients of parameters",
-                f"At loss scale {_scale(self.loss_scale)}.",
-                ("parameter", *header[1:]),
-                [*map(_cells, _folded(self.parameters))],
-                right,
+            *(
+                Section(title, text, (what, *header), [*map(_cells, _folded(rows))], {2, 3, 4, 5, 6})
+                for title, text, what, rows in tables
             ),
             Section("By operation", by_op, ops, [*map(_op_cells, losing)], {4, 5, 6, 7}),
         ]

@@ -277,8 +277,7 @@ def _modules(ranges: NumericsReport, errors: LayerwiseReport | None) -> Iterator
     shares = {name: lost / count if count else 0.0 for name, (lost, count) in flushed.items()}
     own = {row.name: (row.error, row.total_backward) for row in reversed(errors.modules)} if errors is not None else {}
     rows = [
-        ModuleEvidence(name, shares.get(name), *own.get(name, (None, None)))
-        for name in dict.fromkeys([*own, *shares])
+        ModuleEvidence(name, shares.get(name), *own.get(name, (None, None))) for name in dict.fromkeys([*own, *shares])
     ]
     yield from sorted(rows, key=lambda row: (-(row.flushed or 0.0), -(row.error or 0.0)))
 
