@@ -16,7 +16,7 @@ import jax
 import mpjax
 from mpjax.inspection.entry_point import Call, UsageError, check_call, load_call, load_function
 from mpjax.inspection.reports import Report, Section
-from mpjax.inspection.tools import TOOLS, Option, Tool
+from mpjax.inspection.tools import TOOLS, Tool
 
 PROGRAM = "python -m mpjax"
 
@@ -177,9 +177,5 @@ def _parser() -> argparse.ArgumentParser:
             formatter_class=plain,
         )
         for option in (*tool.options, *tool.views, *tool.checks):
-            _add(command, option)
+            command.add_argument(option.flag, help=option.help, **option.argparse)
     return parser
-
-
-def _add(parser: argparse.ArgumentParser, option: Option) -> None:
-    parser.add_argument(option.flag, help=option.help, **option.argparse)

@@ -31,8 +31,7 @@ class Tool:
     """An inspection.
 
     Args:
-        function: its public name, in `mpjax` and in `mpjax.inspection`.
-        names: all names that its module gives, those of its results included.
+        names: the public names that its module gives, in `mpjax` and in `mpjax.inspection`: the function, its results.
         module: the module that defines them.
         question: what it answers, for the documentation.
         summary: one line for the command line's help.
@@ -46,7 +45,6 @@ class Tool:
         maker: whether the function makes what is inspected: it is handed on as it is, without arguments or a policy.
     """
 
-    function: str
     names: tuple[str, ...]
     module: str
     question: str
@@ -60,16 +58,15 @@ class Tool:
     nothing: str = ""
     maker: bool = False
 
-
-def numbers(text: str) -> int | tuple[int, ...]:
-    """`5`, of an option that takes how many, or `0,3,4`, which."""
-    return int(text) if "," not in text else tuple(int(part) for part in text.split(",") if part)
+    @property
+    def function(self) -> str:
+        """The name of the function."""
+        return self.names[0]
 
 
 def integers(text: str) -> int | tuple[int, ...]:
-    """`0` or `0,1`, of an option that takes one position or several."""
-    numbers = tuple(int(part) for part in text.split(","))
-    return numbers[0] if len(numbers) == 1 else numbers
+    """`5` or `0,3,4`; `5,` is a tuple of one."""
+    return int(text) if "," not in text else tuple(int(part) for part in text.split(",") if part)
 
 
 _LOSS = (
@@ -82,7 +79,6 @@ _DEVICE = Option("--device", "its name, or GB/s of memory and TFLOP/s in half an
 
 TOOLS = (
     Tool(
-        "audit",
         ("audit", "PrecisionReport"),
         "mpjax.inspection.audit.audit",
         "Is half precision really on? Which layer is not in it? What may go wrong in it?",
@@ -92,7 +88,6 @@ TOOLS = (
         checks=(Option("--min-half", "exit with 1 if less of the FLOPs is half", type=float, metavar="SHARE"),),
     ),
     Tool(
-        "explain",
         ("explain", "Explanation"),
         "mpjax.casting",
         "Why does autocast run this in that dtype?",
@@ -100,7 +95,6 @@ TOOLS = (
         "explain",
     ),
     Tool(
-        "numerics",
         ("numerics", "NumericsReport"),
         "mpjax.inspection.numerics.numerics",
         "Does float16 lose my gradients? Which loss scale do I need?",
@@ -113,7 +107,6 @@ TOOLS = (
         ),
     ),
     Tool(
-        "layerwise_error",
         ("layerwise_error", "LayerwiseReport"),
         "mpjax.inspection.layerwise.layerwise",
         "Where does half depart from float32?",
@@ -122,7 +115,6 @@ TOOLS = (
         options=_LOSS,
     ),
     Tool(
-        "search",
         ("search", "SearchReport"),
         "mpjax.inspection.search.search",
         "Which modules must stay in float32?",
@@ -135,7 +127,6 @@ TOOLS = (
         ),
     ),
     Tool(
-        "find_nonfinite",
         ("find_nonfinite", "NonFinite"),
         "mpjax.inspection.nonfinite.find_nonfinite",
         "Which operation made the NaN?",
@@ -144,7 +135,6 @@ TOOLS = (
         nothing="all results are finite",
     ),
     Tool(
-        "profile",
         ("profile", "ProfileReport"),
         "mpjax.inspection.profile.profile",
         "Why is it not faster?",
@@ -160,7 +150,6 @@ TOOLS = (
         ),
     ),
     Tool(
-        "parity",
         ("parity", "ParityReport", "Training", "MakeTraining"),
         "mpjax.inspection.parity.parity",
         "Does half precision hurt my training?",
@@ -174,7 +163,7 @@ TOOLS = (
                 default=("mixed_float16", "mixed_bfloat16"),
                 metavar="P",
             ),
-            Option("--seeds", "how many, or which: 0,3,4", type=numbers, default=5, metavar="N"),
+            Option("--seeds", "how many, or which: 0,3,4", type=integers, default=5, metavar="N"),
             Option("--baseline", "the policy that the others are compared with", default="float32", metavar="P"),
             Option("--fix", "try what the evidence says, for each policy that is worse", action="store_true"),
             Option("--output", "keep the runs and the report in this folder; it continues there", metavar="DIR"),
