@@ -114,6 +114,7 @@ def measure_sharded(widths: tuple[int, ...], dtype: str, rounds: int) -> dict[st
     return sharded_steps.measure(init_params(widths), loss_in(dtype), x, y, timed)
 
 
+@functools.cache
 def total_units(form: str, donate: bool, layers: int = 16, width: int = 256) -> float:
     """Memory of a step of Adam, in units of its float32 parameters: arguments, results and temporary bytes."""
     found = forms(optax.adam(1e-3), loss_in("float16"))[form]

@@ -22,6 +22,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import mpjax
 from benchmarks.loss_scaling import total_units
 from benchmarks.loss_scaling_forms import forms
+from testing import cheap_keys
 
 from .fault import Fault, Probe, does_not_run
 from .scaling import SCALERS, Mpjax, Scaler, over_scalers
@@ -49,14 +50,18 @@ def fp8_values_are_divided(scaler: Scaler) -> bool:
     """The amax history of the inputs, which Flax returns as a gradient."""
     model: Any = nn.Dense(16, dot_general_cls=fp8_ops.Fp8DotGeneralOp)
     x = jnp.ones((16, 16))
-    variables = model.init(jax.random.key(0), x)
     state, loss = scaler.init(2.0**10), lambda v: jnp.mean(model.apply(v, x) ** 2)
-    if isinstance(scaler, Mpjax):
-        grads = mpjax.grad(loss, state)(variables)  # its update takes only what is optimized
-    else:
-        _, grads, _ = scaler.step(state, loss, variables)
-    history = grads["_overwrite_with_gradient"]["Fp8DotGeneralOp_0"]["input_amax_history"]
-    return float(jnp.max(history)) != 1.0
+
+    @jax.jit
+    def largest(key: jax.Array) -> jax.Array:
+        variables = model.init(key, x)
+        if isinstance(scaler, Mpjax):
+            grads = mpjax.grad(loss, state)(variables)  # its update takes only what is optimized
+        else:
+            _, grads, _ = scaler.step(state, loss, variables)
+        return jnp.max(grads["_overwrite_with_gradient"]["Fp8DotGeneralOp_0"]["input_amax_history"])
+
+    return float(largest(cheap_keys.key(0))) != 1.0
 
 
 class Normalised(nnx.Module):
@@ -66,24 +71,28 @@ class Normalised(nnx.Module):
 
 def live_state_is_no_snapshot(select: Callable[[Any, Any, Any], Any]) -> bool:
     """`old = nnx.state(model)`, a step that overflows, and the choice of the old state; told of it is as good."""
-    model, tx = Normalised(), mpjax_tx()
+    model, tx = nnx.jit(Normalised)(), mpjax_tx()
     old = nnx.state(model, nnx.BatchStat)
-    _, opt_state = tx.update(BAD, tx.init(X), X)
-    model.norm(BAD)
+    opt_state = jax.jit(lambda grads, params: tx.update(grads, tx.init(params), params)[1])(BAD, X)
+    nnx.jit(lambda norm: norm(BAD))(model.norm)
     try:
         nnx.update(model, select(opt_state, nnx.state(model, nnx.BatchStat), old))
     except ValueError:
         return False
-    return not bool(jnp.isfinite(model.norm.mean[...]).all())
+    return not np.isfinite(model.norm.mean[...]).all()
 
 
 def members_are_mixed_up(select: Callable[[Any, Any, Any], Any]) -> bool:
     """Two members of an ensemble, as many as features; the second one was skipped."""
     tx = mpjax_tx()
-    states = jax.vmap(tx.init)(jnp.ones((2, 2)))
-    _, states = jax.vmap(tx.update)(jnp.array([[1.0, 1.0], [jnp.inf, 1.0]]), states)
-    kept = select(states, jnp.full((2, 2), 2.0), jnp.ones((2, 2)))
-    return np.asarray(kept).tolist() != [[2.0, 2.0], [1.0, 1.0]]
+
+    @jax.jit
+    def kept(grads: jax.Array, new: jax.Array, old: jax.Array) -> Any:
+        _, states = jax.vmap(tx.update)(grads, jax.vmap(tx.init)(old))
+        return select(states, new, old)
+
+    grads, ones = np.array([[1.0, 1.0], [np.inf, 1.0]], np.float32), np.ones((2, 2), np.float32)
+    return np.asarray(kept(grads, 2 * ones, ones)).tolist() != [[2.0, 2.0], [1.0, 1.0]]
 
 
 def _where(opt_state: Any, new: Any, old: Any) -> Any:
@@ -166,7 +175,7 @@ def explicit_sharding_fails() -> bool:
 
 def threads_change_a_shared_model() -> bool:
     """An O3 NNX model that four threads differentiate."""
-    model = mpjax.with_policy(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), "O3")
+    model = mpjax.with_policy(nnx.jit(lambda: nnx.Linear(2, 2, rngs=nnx.Rngs(0)))(), "O3")
     state, errors = mpjax_tx().init(X), []
 
     def work() -> None:
@@ -176,6 +185,7 @@ def threads_change_a_shared_model() -> bool:
         except Exception as error:
             errors.append(error)
 
+    work()  # compiles the operations, which the threads then share
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:
         thread.start()
@@ -190,7 +200,7 @@ def transformations_are_fragile() -> bool:
     def work() -> None:
         tx = mpjax_tx(growth_interval=np.int64(5))
         tx = tx._replace(update=tx.update, init=tx.init)
-        mpjax.apply_gradients(tx, X, tx.init(X), X)
+        jax.jit(lambda x: mpjax.apply_gradients(tx, x, tx.init(x), x))(X)
 
     def swapped() -> list[Callable[[], Any]]:
         tx = mpjax_tx()
@@ -211,21 +221,23 @@ def equinox_fails(scaler: Scaler) -> bool:
     """An Equinox model with an activation among its leaves."""
     import equinox as eqx
 
-    model = eqx.nn.MLP(2, 1, 4, 1, key=jax.random.key(0))
-    return does_not_run(lambda: scaler.step(scaler.init(), lambda m: jnp.mean(jax.vmap(m)(X) ** 2), model))
+    model, state = eqx.filter_jit(eqx.nn.MLP)(2, 1, 4, 1, key=cheap_keys.key(0)), scaler.init()
+    step = eqx.filter_jit(lambda model: scaler.step(state, lambda m: jnp.mean(jax.vmap(m)(X) ** 2), model)[0])
+    return does_not_run(lambda: step(model))
 
 
 def forward_mode_fails() -> bool:
     loss = mpjax.scale_loss(lambda x: jnp.sum(x**2), mpjax_tx().init(X))
-    return does_not_run(lambda: (jax.jvp(loss, (X,), (X,)), jax.jacfwd(loss)(X), jax.linearize(loss, X)))
+    return does_not_run(jax.jit(lambda: (jax.jvp(loss, (X,), (X,)), jax.jacfwd(loss)(X), jax.linearize(loss, X)[0])))
 
 
 def diff_states_fail() -> bool:
     def loss(module: nnx.Linear) -> jax.Array:
         return jnp.sum(module(X))
 
-    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
-    return does_not_run(lambda: mpjax.grad(loss, mpjax_tx().init(X), argnums=nnx.DiffState(0, nnx.Param))(model))
+    model = nnx.jit(lambda: nnx.Linear(2, 1, rngs=nnx.Rngs(0)))()
+    grad = mpjax.grad(loss, mpjax_tx().init(X), argnums=nnx.DiffState(0, nnx.Param))
+    return does_not_run(lambda: nnx.jit(grad)(model))
 
 
 def sam_fails(form: str) -> bool:
@@ -233,7 +245,7 @@ def sam_fails(form: str) -> bool:
     sam = optax.contrib.sam(optax.sgd(0.1), optax.chain(optax.contrib.normalize(), optax.sgd(0.05)))
     found = forms(sam, lambda w, x, y: jnp.mean((x @ w - y) ** 2))[form]
     w = jnp.ones((2, 1))
-    return does_not_run(lambda: found.step(w, found.init(w), X, jnp.ones((4, 1))))
+    return does_not_run(jax.jit(lambda: found.step(w, found.init(w), X, jnp.ones((4, 1)))))
 
 
 def signature_is_lost(function: Callable[..., Any]) -> bool:

@@ -19,6 +19,8 @@ import mpjax
 from benchmarks.loss_scaling_forms import forms
 from benchmarks.models import WORKLOADS
 from benchmarks.training.configurations import CONFIGURATIONS, training
+from testing import cheap_keys
+from testing.random_programs.evaluate import arrays_in_numpy
 
 from .fault import Fault, Probe
 
@@ -143,17 +145,19 @@ def _probe_new(probe: Callable[[Scaler], bool], make: type[Scaler]) -> bool:
 
 
 def wrong_where_the_scale_grows(scaler: Scaler) -> bool:
+    step = jax.jit(lambda state, w: scaler.step(state, lambda w: w * w, w))
     state, found = scaler.init(8.0, interval=2), []
     for _ in range(4):
-        _, grads, state = scaler.step(state, lambda w: w * w, jnp.float32(2.0))
+        _, grads, state = step(state, np.float32(2.0))
         found.append(float(grads))
     return found != [4.0] * 4
 
 
 def grows_a_step_late(scaler: Scaler) -> bool:
+    step = jax.jit(lambda state, w: scaler.step(state, lambda w: w * w, w)[2])
     state = scaler.init(8.0, interval=3)
     for _ in range(3):
-        _, _, state = scaler.step(state, lambda w: w * w, jnp.float32(2.0))
+        state = step(state, np.float32(2.0))
     return scaler.scale(state) == 8.0
 
 
@@ -173,7 +177,8 @@ def traced_again(scaler: Scaler) -> bool:
 
 def half_loss_overflows(scaler: Scaler) -> bool:
     # The gradient is 1. float16 represents the loss, 4, and every initial scale except 65536.
-    loss, grads, _ = scaler.step(scaler.init(), lambda w: w + 3, jnp.float16(1.0))
+    step = jax.jit(lambda state, w: scaler.step(state, lambda w: w + 3, w)[:2])
+    loss, grads = step(scaler.init(), np.float16(1.0))
     return not (np.isfinite(float(loss)) and np.isfinite(float(grads)))
 
 
@@ -190,22 +195,24 @@ def accumulation_is_poisoned(form: str) -> bool:
     found = forms(optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation(), lambda w, x, y: jnp.sum(w * x * y))[
         form
     ]
-    params = jnp.ones(2)
-    state = found.init(params)
-    for x in (jnp.array([jnp.inf, 1.0]), jnp.ones(2), jnp.ones(2), jnp.ones(2), jnp.ones(2)):
-        params, state, _ = found.step(params, state, x, jnp.ones(2))
-    return not bool(jnp.isfinite(params).all())
+    ones, step = np.ones(2, np.float32), jax.jit(found.step)
+    params: Any = ones
+    state = jax.jit(found.init)(params)
+    for x in (np.array([np.inf, 1.0], np.float32), ones, ones, ones, ones):
+        params, state, _ = step(params, state, x, ones)
+    return not np.isfinite(params).all()
 
 
 def statistics_are_poisoned(configuration: str) -> bool:
     """An overflow in a model with BatchNorm, in the library's own training loop."""
-    one_block: Any = {"stages": (1,), "side": 16}
-    made = training(dataclasses.replace(WORKLOADS["resnet50"].toy(), **one_block), CONFIGURATIONS[configuration])
-    carry, batch = jax.jit(made.init)(jax.random.key(0)), made.workload.batch(jax.random.key(1))
-    batch["images"] = batch["images"].at[0, 0, 0, 0].set(jnp.inf)
+    stem: Any = {"stages": (), "side": 16}  # a convolution with its norm, and the head
+    made = training(dataclasses.replace(WORKLOADS["resnet50"].toy(), **stem), CONFIGURATIONS[configuration])
+    carry, batch = (arrays_in_numpy(make)(cheap_keys.key(0)) for make in (made.init, made.workload.batch))
+    batch["images"] = np.array(batch["images"])
+    batch["images"][0, 0, 0, 0] = np.inf
     carry, _ = jax.jit(made.step)(carry, batch)
-    assert all(bool(jnp.isfinite(p).all()) for p in jax.tree.leaves(carry["params"])), "the step was not skipped"
-    return not all(bool(jnp.isfinite(s).all()) for s in jax.tree.leaves(carry["state"]))
+    assert all(np.isfinite(p).all() for p in jax.tree.leaves(carry["params"])), "the step was not skipped"
+    return not all(np.isfinite(s).all() for s in jax.tree.leaves(carry["state"]))
 
 
 @functools.cache
