@@ -10,10 +10,11 @@ import optax
 import pytest
 
 import mpjax
+from testing.random_programs.evaluate import arrays_in_numpy
 
-PARAMS = {"w": jnp.ones(2)}
-GOOD = {"w": jnp.ones(2)}
-BAD = {"w": jnp.array([1.0, jnp.nan])}
+PARAMS = {"w": np.ones(2, np.float32)}
+GOOD = {"w": np.ones(2, np.float32)}
+BAD = {"w": np.array([1.0, np.nan], np.float32)}
 LOSS = lambda p: jnp.sum(p["w"])
 
 
@@ -49,7 +50,7 @@ def test_what_hides_overflows_from_the_scale_is_warned_of_before_the_first_step(
     ],
 )
 def test_the_same_transformations_elsewhere_are_legitimate(legitimate):
-    mpjax.value_and_grad(LOSS, legitimate().init(PARAMS))(PARAMS)
+    jax.eval_shape(mpjax.value_and_grad(LOSS, legitimate().init(PARAMS)), PARAMS)
 
 
 def test_replaced_functions_are_the_ones_that_run():
@@ -62,7 +63,8 @@ def test_replaced_functions_are_the_ones_that_run():
         return tx.update(*args, **kwargs)
 
     for replaced in (tx._replace(update=update), tx._replace(init=tx.init), optax.GradientTransformationExtraArgs(*tx)):
-        params, state = mpjax.apply_gradients(replaced, BAD, replaced.init(PARAMS), PARAMS)
+        step = arrays_in_numpy(lambda tx=replaced: mpjax.apply_gradients(tx, BAD, tx.init(PARAMS), PARAMS))
+        params, state = step()
         np.testing.assert_array_equal(params["w"], PARAMS["w"])
         assert int(state.skipped_steps) == 1
     assert seen == [1]
@@ -99,10 +101,14 @@ def test_extra_arguments_go_only_to_inner_transformations_that_take_them():
     tx = scaled(sam)
     state, params = tx.init(PARAMS), PARAMS
     plain_state, plain = sam.init(PARAMS), PARAMS
+
+    @arrays_in_numpy
+    def step(state, params, plain_state, plain):
+        scaled = mpjax.apply_gradients(tx, GOOD, state, params, value=np.float32(1), temperature=2.0)
+        return scaled, mpjax.apply_gradients(sam, GOOD, plain_state, plain)
+
     for _ in range(4):
-        params, state = mpjax.apply_gradients(tx, GOOD, state, params, value=jnp.float32(1.0), temperature=2.0)
-        updates, plain_state = sam.update(GOOD, plain_state, plain)
-        plain = optax.apply_updates(plain, updates)
+        (params, state), (plain, plain_state) = step(state, params, plain_state, plain)
     np.testing.assert_allclose(params["w"], plain["w"], rtol=1e-6)
     seen = {}
 
@@ -111,7 +117,8 @@ def test_extra_arguments_go_only_to_inner_transformations_that_take_them():
         return updates, state
 
     takes_one = optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
-    scaled(takes_one).update(GOOD, scaled(takes_one).init(PARAMS), PARAMS, value=1.0, temperature=2.0)
+    tx = scaled(takes_one)
+    jax.eval_shape(lambda: tx.update(GOOD, tx.init(PARAMS), PARAMS, value=1.0, temperature=2.0))
     assert seen == {"temperature": 2.0}
 
 
@@ -120,13 +127,13 @@ def test_extra_arguments_go_only_to_inner_transformations_that_take_them():
 @pytest.mark.parametrize("inner", [optax.adam(1e-2), optax.sgd(1e-2, momentum=0.9), optax.lamb(1e-2)])
 @pytest.mark.parametrize("form", ["update", "apply"])
 def test_half_params_without_masters_train_in_one_trace_and_are_warned_of(half, inner, form):
-    tx, params, traces = mpjax.dynamic_loss_scale(inner, init_scale=2.0**8), {"w": jnp.ones(3, half)}, []
+    tx, params, traces = mpjax.dynamic_loss_scale(inner, init_scale=2.0**8), {"w": np.ones(3, half)}, []
     with pytest.warns(mpjax.LossScaleWarning, match=rf"w\) are half \({half}\).*master_weights"):
         state = tx.init(params)
     floats = {x.dtype for x in jax.tree.leaves(state.inner_state) if jnp.issubdtype(x.dtype, jnp.floating)}
     assert floats == {jnp.dtype("float32")}
 
-    @jax.jit
+    @arrays_in_numpy
     def step(params, state, x):
         traces.append(1)
         grads = mpjax.grad(lambda p: jnp.sum(p["w"].astype(jnp.float32) ** 2) * x, state)(params)
@@ -137,14 +144,14 @@ def test_half_params_without_masters_train_in_one_trace_and_are_warned_of(half, 
 
     with warnings.catch_warnings():  # of each init, not of each step
         warnings.simplefilter("error")
-        for x in (1.0, jnp.inf, 1.0):
-            params, state = step(params, state, x)
+        for x in (1.0, np.inf, 1.0):
+            params, state = step(params, state, np.float32(x))
     assert (len(traces), int(state.skipped_steps)) == (1, 1)
     assert params["w"].dtype == half
     assert float(params["w"][0]) < 1
 
 
 def test_masters_and_float32_params_are_not_warned_of():
-    params = {"w": jnp.ones(3, jnp.float16)}
+    params = {"w": np.ones(3, np.float16)}
     for inner in (mpjax.master_weights(optax.adam(1e-2)), optax.chain(mpjax.master_weights(optax.adam(1e-2)))):
         assert scaled(inner).init(params).inner_state is not None
