@@ -14,6 +14,7 @@ from flax.training.train_state import TrainState
 
 import mpjax
 from testing import cheap_keys
+from testing.random_programs.evaluate import arrays_in_numpy, in_numpy
 
 KEY = "_overwrite_with_gradient"
 X, BAD = (np.random.default_rng(1).normal(size=(16, 16)).astype(np.float32) for _ in range(2))
@@ -24,12 +25,12 @@ MODEL = nn.Dense(16, dot_general_cls=fp8_ops.Fp8DotGeneralOp)
 
 @pytest.fixture(scope="module")
 def variables():
-    return jax.jit(MODEL.init)(cheap_keys.key(0), X)
+    return arrays_in_numpy(MODEL.init)(cheap_keys.key(0), X)
 
 
 @pytest.fixture(scope="module")
 def grads(variables):
-    return jax.jit(jax.grad(loss_fn))(variables)
+    return arrays_in_numpy(jax.grad(loss_fn))(variables)
 
 
 def loss_fn(variables, x=X):
@@ -38,7 +39,7 @@ def loss_fn(variables, x=X):
 
 @functools.cache
 def start_and_step(form):
-    """A function that makes a form's state of variables, and its step, which is compiled once."""
+    """A function that makes a form's state of variables, and its step, which is traced once."""
     tx = mpjax.dynamic_loss_scale(optax.adam(1e-2), growth_interval=3)
 
     def start(variables):
@@ -47,7 +48,7 @@ def start_and_step(form):
         optimizer = optax.adam(1e-2) if form == "plain" else tx
         return TrainState.create(apply_fn=MODEL.apply, params=variables, tx=optimizer)
 
-    @jax.jit
+    @arrays_in_numpy
     def step(carry, x):
         if form == "plain":
             return carry.apply_gradients(grads=jax.grad(loss_fn)(carry.params, x))
@@ -92,8 +93,8 @@ def test_an_overflow_that_only_the_collection_shows_is_skipped(variables, grads)
     # Quantizing clips to float8's range, so the gradients can stay finite where the amax is not.
     tx = mpjax.dynamic_loss_scale(optax.sgd(0.1))
     state = tx.init(variables)
-    grads = {**grads, KEY: jax.tree.map(lambda g: jnp.full_like(g, jnp.inf), grads[KEY])}
-    new, state = mpjax.apply_gradients(tx, grads, state, variables)
+    grads = {**grads, KEY: jax.tree.map(lambda g: np.full(g.shape, np.inf, g.dtype), grads[KEY])}
+    new, state = arrays_in_numpy(lambda *args: mpjax.apply_gradients(tx, *args))(grads, state, variables)
     assert not state.last_finite
     jax.tree.map(np.testing.assert_array_equal, new, variables)
 
@@ -103,35 +104,41 @@ def test_an_overflow_that_only_the_collection_shows_is_skipped(variables, grads)
 def test_plain_optimizers_and_master_weights_take_the_values_too(variables, grads, kind, wrap):
     tx = wrap(optax.sgd(0.1))
     variables, grads = kind(variables), kind(grads)
-    new, _ = mpjax.apply_gradients(tx, grads, tx.init(variables), variables)
+    step = arrays_in_numpy(lambda *args: mpjax.apply_gradients(tx, *args))
+    new, _ = step(grads, tx.init(variables), variables)
     assert type(new) is type(variables)
     jax.tree.map(np.testing.assert_array_equal, new[KEY], grads[KEY])
-    np.testing.assert_allclose(new["params"]["kernel"], variables["params"]["kernel"] - 0.1 * grads["params"]["kernel"])
+    kernel, gradient, found = (np.asarray(tree["params"]["kernel"], np.float64) for tree in (variables, grads, new))
+    np.testing.assert_allclose(found, kernel - 0.1 * gradient, rtol=1e-6)
 
 
 def test_unscale_leaves_the_collection_alone_and_update_refuses_it(variables, grads):
     tx = mpjax.dynamic_loss_scale(optax.sgd(0.1))
     state = tx.init(variables)
-    unscaled = mpjax.unscale(grads, state)
+    unscaled = in_numpy(lambda grads: mpjax.unscale(grads, state))(grads)
     jax.tree.map(np.testing.assert_array_equal, unscaled[KEY], grads[KEY])
-    np.testing.assert_array_equal(unscaled["params"]["bias"], grads["params"]["bias"] / 2.0**15)
+    np.testing.assert_array_equal(unscaled["params"]["bias"], np.asarray(grads["params"]["bias"]) / 2.0**15)
     with pytest.raises(ValueError, match=r"_overwrite_with_gradient.*mpjax\.apply_gradients"):
         tx.update(grads, state, variables)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2])
 def test_float8_gradients_are_unscaled_in_float32_and_stay_float8(dtype):
-    w = jnp.array([0.5, 1.0], dtype)
-    loss = lambda w: jnp.sum(w.astype(jnp.float32) * jnp.array([1.0, 3.0]))
-    for scale in (16.0, 2.0**-10):
-        state = mpjax.static_loss_scale(optax.sgd(0.1), scale).init({})
-        for transform in (jax.grad(mpjax.scale_loss(loss, state)), mpjax.grad(loss, state)):
-            grads = transform(w)
-            assert grads.dtype == dtype
-            # At 2**-10 e4m3 has lost the cotangent, but not made a NaN of it.
-            np.testing.assert_array_equal(grads.astype(jnp.float32), [1.0, 3.0] if scale > 1 else grads)
-            assert not np.isnan(grads.astype(jnp.float32)).any()
-    state = mpjax.static_loss_scale(optax.sgd(0.1), 2.0**-10).init({})
-    largest = mpjax.unscale(jnp.full(1, 3.0, dtype), state)
-    assert float(largest[0].astype(jnp.float32)) == min(3072.0, float(jnp.finfo(dtype).max))
-    assert not np.isfinite(mpjax.unscale(jnp.full(1, jnp.nan, dtype), state).astype(jnp.float32)).any()
+    loss = lambda w: jnp.sum(w.astype(jnp.float32) * np.array([1.0, 3.0], np.float32))
+    states = [mpjax.static_loss_scale(optax.sgd(0.1), scale).init({}) for scale in (16.0, 2.0**-10)]
+
+    @jax.jit
+    def run(w, large):
+        grads = [(jax.grad(mpjax.scale_loss(loss, state))(w), mpjax.grad(loss, state)(w)) for state in states]
+        return grads, mpjax.unscale(large, states[1])
+
+    large = np.array([3.0, np.nan], dtype)
+    by_scale, unscaled = run(np.array([0.5, 1.0], dtype), large)
+    assert {g.dtype for g in jax.tree.leaves((by_scale, unscaled))} == {jnp.dtype(dtype)}
+    for grads in by_scale[0]:
+        np.testing.assert_array_equal(np.asarray(grads, np.float32), [1.0, 3.0])
+    for grads in by_scale[1]:  # e4m3 has lost the cotangent, but not made a NaN of it
+        assert not np.isnan(np.asarray(grads, np.float32)).any()
+    largest, nonfinite = np.asarray(unscaled, np.float32)
+    assert largest == min(3072.0, float(jnp.finfo(dtype).max))
+    assert not np.isfinite(nonfinite)

@@ -13,7 +13,10 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 import mpjax
+from testing import cheap_keys
+from testing.random_programs.evaluate import arrays_in_numpy
 
+KEY = cheap_keys.key(0)
 X = np.random.default_rng(1).normal(size=(32, 8)).astype(np.float32)
 Y = np.sin(X.sum(-1, keepdims=True))
 BAD = X.copy()
@@ -45,18 +48,17 @@ def test_plain_jax_in_scan():
         loss, grads = mpjax.value_and_grad(loss_fn, state)(params, x)
         return mpjax.apply_gradients(tx, grads, state, params, value=loss), loss
 
-    params = [jax.random.normal(jax.random.key(i), s) * 0.3 for i, s in enumerate([(8, 16), (16, 1)])]
-    (params, state), losses = jax.jit(lambda c, xs: jax.lax.scan(step, c, xs))(
-        (params, tx.init(params)), jnp.stack(BATCHES)
-    )
+    rng = np.random.default_rng(0)
+    params = [0.3 * rng.normal(size=shape).astype(np.float32) for shape in ((8, 16), (16, 1))]
+    run = jax.jit(lambda carry, xs: jax.lax.scan(step, carry, xs))
+    (params, state), losses = run((params, tx.init(params)), np.stack(BATCHES))
     assert_learned(losses, state)
 
 
 def test_flax_train_state():
     model = nn.Sequential([nn.Dense(16, dtype=jnp.float16), nn.tanh, nn.Dense(1, dtype=jnp.float16)])
-    train_state = TrainState.create(
-        apply_fn=model.apply, params=model.init(jax.random.key(0), X)["params"], tx=optimizer()
-    )
+    params = arrays_in_numpy(model.init)(KEY, X)["params"]
+    train_state = TrainState.create(apply_fn=model.apply, params=params, tx=optimizer())
 
     @jax.jit
     def step(ts, x):
@@ -82,16 +84,15 @@ class Net(nnx.Module):
 
 
 def test_nnx_optimizer_with_batch_statistics_kept_on_a_skipped_step():
-    model = Net(nnx.Rngs(0))
+    model = nnx.jit(lambda: Net(nnx.Rngs(KEY)))()
     optimizer_ = nnx.Optimizer(model, optimizer(), wrt=nnx.Param)
 
     @nnx.jit
     def step(model, opt, x):
-        old = nnx.state(model, nnx.BatchStat)
-        old = jax.tree.map(jnp.copy, old)
+        old = nnx.as_pure(nnx.state(model, nnx.BatchStat))
         loss, grads = nnx.value_and_grad(mpjax.scale_loss(lambda m: jnp.mean((m(x) - Y) ** 2), opt))(model)
         opt.update(model, grads, value=loss)
-        nnx.update(model, mpjax.keep_if_finite(opt, nnx.state(model, nnx.BatchStat), old))
+        nnx.update(model, mpjax.keep_if_finite(opt, nnx.as_pure(nnx.state(model, nnx.BatchStat)), old))
         return loss
 
     losses = [step(model, optimizer_, x) for x in BATCHES]
@@ -101,7 +102,7 @@ def test_nnx_optimizer_with_batch_statistics_kept_on_a_skipped_step():
 
 def test_haiku():
     net = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([16, 1], activation=jnp.tanh)(x)))
-    params, tx = net.init(jax.random.key(0), X), optimizer()
+    params, tx = arrays_in_numpy(net.init)(KEY, X), optimizer()
     policy = mpjax.get_policy("mixed_float16")
     loss_fn = lambda p, x: jnp.mean(
         (net.apply(policy.cast_to_compute(p), policy.cast_to_compute(x)).astype(jnp.float32) - Y) ** 2
@@ -120,7 +121,7 @@ def test_haiku():
 
 
 def test_equinox():
-    model, tx = eqx.nn.MLP(8, 1, 16, 1, key=jax.random.key(0)), optimizer()
+    model, tx = eqx.filter_jit(lambda: eqx.nn.MLP(8, 1, 16, 1, key=KEY))(), optimizer()
     policy = mpjax.get_policy("mixed_float16")
     state = tx.init(eqx.filter(model, eqx.is_inexact_array))
 
@@ -142,7 +143,7 @@ def test_equinox():
 
 
 def test_gan_with_two_optimizers_and_two_scales():
-    generator, critic = {"w": jnp.eye(8) * 0.1}, {"w": jnp.ones((8, 1)) * 0.1}
+    generator, critic = {"w": np.eye(8, dtype=np.float32) / 10}, {"w": np.full((8, 1), 0.1, np.float32)}
     g_tx, d_tx = optimizer(init_scale=2.0**8), optimizer(init_scale=2.0**12)
     score = lambda d, x: x.astype(jnp.float16) @ d["w"].astype(jnp.float16)
     d_loss = lambda d, g, z: jnp.mean(
@@ -166,11 +167,13 @@ def test_gan_with_two_optimizers_and_two_scales():
     assert (float(g_state.loss_scale), float(d_state.loss_scale)) == (2.0**8, 2.0**14)
 
 
+WEIGHTS = {"w": np.ones((8, 1), np.float32)}
+
+
 def linear_step(tx, half):
     def loss_fn(params, x):
         return jnp.mean(((x.astype(half) @ params["w"].astype(half)).astype(jnp.float32) - Y) ** 2)
 
-    @jax.jit
     def step(params, state, x):
         loss, grads = mpjax.value_and_grad(loss_fn, state)(params, x)
         return mpjax.apply_gradients(tx, grads, state, params, value=loss)
@@ -180,16 +183,16 @@ def linear_step(tx, half):
 
 def test_orbax_restores_to_a_bitwise_equal_next_step(tmp_path):
     tx = optax.chain(optax.clip_by_global_norm(1.0), optimizer(min_scale=2.0**14, max_scale=2.0**16))
-    step = linear_step(tx, jnp.float16)
-    params = {"w": jnp.ones((8, 1))}
-    state = tx.init(params)
+    step = jax.jit(linear_step(tx, jnp.float16))
+    params, state = WEIGHTS, tx.init(WEIGHTS)
     for x in BATCHES:
         params, state = step(params, state, x)
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "checkpoint", (params, state))
         checkpointer.wait_until_finished()
-        template = jax.eval_shape(lambda: ({"w": jnp.ones((8, 1))}, tx.init({"w": jnp.ones((8, 1))})))
-        restored = checkpointer.restore(tmp_path / "checkpoint", template)
+        template = jax.eval_shape(lambda: (WEIGHTS, tx.init(WEIGHTS)))
+        # As NumPy's arrays, or the step would be compiled again for the device that Orbax has put them on.
+        restored = jax.tree.map(np.asarray, checkpointer.restore(tmp_path / "checkpoint", template))
     again = step(*restored, X)
     for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(step(params, state, X)), strict=True):
         np.testing.assert_array_equal(a, b)
@@ -202,14 +205,13 @@ def test_orbax_restores_to_a_bitwise_equal_next_step(tmp_path):
 @pytest.mark.parametrize("there", ["float32", "mixed_bfloat16"])
 def test_float16_run_goes_on_in_another_precision_and_back_with_its_moments(there):
     float16, other = (mpjax.loss_scale_for(p, optax.adam(1e-2), init_scale=2.0**8) for p in ("mixed_float16", there))
-    params = {"w": jnp.ones((8, 1))}
-    state = float16.init(params)
-    params, state = linear_step(float16, jnp.float16)(params, state, X)
+    step = arrays_in_numpy(linear_step(float16, jnp.float16))
+    params, state = step(WEIGHTS, float16.init(WEIGHTS), X)
     # The states have one structure; the inner state moves over, the scale is the new policy's own.
     moved = other.init(params)._replace(inner_state=state.inner_state)
     assert float(moved.loss_scale) == 1.0
-    params, moved = linear_step(other, mpjax.get_policy(there).compute_dtype)(params, moved, X)
+    params, moved = arrays_in_numpy(linear_step(other, mpjax.get_policy(there).compute_dtype))(params, moved, X)
     back = float16.init(params)._replace(inner_state=moved.inner_state)
-    params, back = linear_step(float16, jnp.float16)(params, back, X)
+    params, back = step(params, back, X)
     assert float(back.loss_scale) == 2.0**8
     assert int(back.inner_state[0].count) == 3
