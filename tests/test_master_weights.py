@@ -49,6 +49,20 @@ def test_params_equal_the_cast_master_after_updates_of_every_size(half, form):
         assert np.all(np.abs(state.master["w"] - expected) <= 2 * np.finfo(np.float32).eps * largest)
 
 
+@pytest.mark.standard_promotion  # the same
+@pytest.mark.parametrize("half", HALVES)
+def test_a_master_that_the_update_can_not_meet_takes_the_sum(half):
+    # The param is rounded up to 16 from the float32 number below it, whose spacing is half as large; the step ends at
+    # an odd multiple of that spacing on the other side of zero.
+    tx, spacing = mpjax.master_weights(optax.sgd(1.0), policy_of(half)), np.float32(2.0**-20)
+    params, master = {"w": np.full(1, 16, half)}, {"w": np.full(1, 16 - spacing, np.float32)}
+    state = tx.init(params)._replace(master=master)
+    updates, state = arrays_in_numpy(tx.update)({"w": master["w"] + 13 * spacing}, state, params)
+    assert np.abs(state.master["w"] + 13 * spacing) == spacing
+    params = arrays_in_numpy(optax.apply_updates)(params, updates)
+    assert_params_are_rounded_masters(params, state)
+
+
 @pytest.mark.parametrize("half", HALVES)
 def test_small_updates_add_up_as_in_float32(half):
     plain = optax.adam(1e-4)
