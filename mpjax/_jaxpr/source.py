@@ -81,7 +81,7 @@ def phase_of(module: str) -> str:
 def path_of(module: str) -> str:
     """A module path without the transformations' marks: `Net/Dense_0` for `transpose(jvp(Net))/Dense_0`."""
     parts: list[str] = []
-    for part in _scopes_of(module):
+    for part in split_scopes(module):
         name = _TRANSFORM.sub("", part).rstrip(")") if "(" in part else part
         if "jvp(" in part and (parts[:1] == [name] or (not name and module.startswith("transpose("))):
             parts = []  # The backward pass of a remat gives the whole path a second time.
@@ -90,7 +90,7 @@ def path_of(module: str) -> str:
     return "/".join(parts)
 
 
-def _scopes_of(module: str) -> list[str]:
+def split_scopes(module: str) -> list[str]:
     """Splits at slashes that are not inside parentheses: `jvp(a/b)/c` has two parts."""
     parts: list[str] = []
     for part in module.split("/"):

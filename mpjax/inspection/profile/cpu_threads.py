@@ -37,25 +37,12 @@ class Work:
     own: list[Span] = dataclasses.field(default_factory=list)
 
 
-@dataclasses.dataclass(frozen=True)
-class Thunk:
-    """A run of a thunk: when which of its threads worked on it, in ns.
+def thunks(plane: Any) -> Iterator[tuple[Work, list[Span], float | None]]:
+    """The thunks of a CPU's plane of a trace.
 
-    Args:
-        name: the instruction's.
-        stats: what the trace says of it.
-        spans: of all threads, not in order.
-        until: when it was over, if that is later and no task tells what was done until then.
+    Each comes with the times in which some thread worked on it, in ns and not in order, and when it was over, if that
+    is later and no task tells what was done until then.
     """
-
-    name: str
-    stats: dict[str, Any]
-    spans: tuple[Span, ...]
-    until: float | None
-
-
-def thunks(plane: Any) -> Iterator[Thunk]:
-    """The thunks of a CPU's plane of a trace."""
     enqueued: dict[int, Work | None] = {}
     ended: dict[int, float] = {}
     works: list[Work] = []
@@ -74,9 +61,9 @@ def thunks(plane: Any) -> Iterator[Thunk]:
     for work in works:
         if work.name:
             over = ended.get(work.stats.get("_p", -1), 0.0)
-            elsewhere = tasks.get(id(work), ())
+            elsewhere = tasks.get(id(work), [])
             until = over if over > work.end and not elsewhere else None
-            yield Thunk(work.name, work.stats, (*work.own, *elsewhere), until)
+            yield work, work.own + elsewhere, until
 
 
 def _of_line(events: Any, ended: dict[int, float]) -> tuple[list[Work], list[tuple[float, int]]]:

@@ -7,19 +7,12 @@ import re
 from collections.abc import Iterator, Mapping
 
 from mpjax._jaxpr.primitives import MATMULS
-from mpjax._jaxpr.source import MARK, telling_frame
+from mpjax._jaxpr.source import MARK, split_scopes, telling_frame
 from mpjax.inspection.profile.hlo_text import HloModule, Line
 
-MATMUL, CONVOLUTION, ATTENTION = "matmul", "convolution", "attention"
-CAST, COPY, REDUCTION, ELEMENTWISE, COLLECTIVE, OTHER = (
-    "cast",
-    "copy",
-    "reduction",
-    "elementwise",
-    "collective",
-    "other",
-)
-CONTROL, CALLBACK = "loop or branch", "host callback"
+MATMUL, CONVOLUTION, ATTENTION, COLLECTIVE = "matmul", "convolution", "attention", "collective"
+CAST, COPY, REDUCTION, ELEMENTWISE = "cast", "copy", "reduction", "elementwise"
+CONTROL, CALLBACK, OTHER = "loop or branch", "host callback", "other"
 
 # Work that Tensor Cores are made for, and work that waits for memory whatever the dtype of its arithmetic.
 ON_TENSOR_CORES = frozenset({MATMUL, CONVOLUTION, ATTENTION})
@@ -31,19 +24,23 @@ _TARGETS = (  # Parts of custom call targets of XLA's GPU and CPU backends; the 
     (MATMUL, ("cublas", "gemm", "matmul", "dot")),
 )
 _NOTHING = frozenset("parameter constant bitcast tuple get-tuple-element iota broadcast reshape".split())
-_COPIES = frozenset(
-    "copy copy-start copy-done transpose slice dynamic-slice dynamic-update-slice concatenate pad reverse".split()
-)
-_REDUCTIONS = frozenset("reduce reduce-window select-and-scatter".split())
 _COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-", "send", "recv")
-_CONTROL = frozenset("while conditional call".split())
+_OPCODES = {
+    MATMUL: "dot scaled-dot ragged-dot",
+    CONVOLUTION: "convolution",
+    CONTROL: "while conditional call",
+    REDUCTION: "reduce reduce-window select-and-scatter",
+    COPY: "copy copy-start copy-done transpose slice dynamic-slice dynamic-update-slice concatenate pad reverse",
+    CAST: "convert",
+    OTHER: "sort scatter gather fft cholesky triangular-solve rng rng-bit-generator",
+}
+_KINDS = {opcode: kind for kind, opcodes in _OPCODES.items() for opcode in opcodes.split()}  # elementwise: all others
 _NEAR = 5  # How far off a name is looked for, steps into a fusion included.
-_OTHERS = frozenset("custom-call sort scatter gather fft cholesky triangular-solve rng rng-bit-generator".split())
 
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One instruction of a compiled program that runs as a kernel of its own.
+    """One instruction of a compiled program that runs as a kernel of its own; the defaults are of an unknown one.
 
     Args:
         name: unique in the program, as `fusion.3`.
@@ -59,12 +56,12 @@ class Instruction:
         differentiated: whether it belongs to what a gradient is taken of, or to the gradient.
     """
 
-    name: str
-    kind: str
-    module: str
-    source: str
-    path: str
-    backward: bool
+    name: str = ""
+    kind: str = OTHER
+    module: str = ""
+    source: str = ""
+    path: str = ""
+    backward: bool = False
     dtypes: frozenset[str] = frozenset()
     shapes: tuple[str, ...] = ()
     exact: bool = False
@@ -89,24 +86,12 @@ def module_path(op_name: str) -> str:
         'ResNet/Block_0/Conv_0'
     """
     found: list[str] = []
-    for part in _parts(op_name)[:-1]:
+    for part in split_scopes(op_name)[:-1]:
         scopes = _scopes(part)
         if "jvp(" in part and scopes and found[:1] == scopes:
             found = []  # The backward pass of a remat gives the whole path a second time.
         found += scopes
     return "/".join(found)
-
-
-def _parts(op_name: str) -> list[str]:
-    """Splits at slashes that are not inside parentheses."""
-    parts, depth = [""], 0
-    for char in op_name:
-        depth += (char == "(") - (char == ")")
-        if char == "/" and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += char
-    return parts
 
 
 # What JAX writes into a name for its own structure: a named scope of the user's is anything else.
@@ -120,7 +105,7 @@ _TRANSFORMATION = re.compile(r"(\w+)\((.*)\)")
 def _scopes(part: str) -> list[str]:
     found = _TRANSFORMATION.fullmatch(part)
     if found:
-        return [] if found[1] in ("jit", "pjit") else [s for inner in _parts(found[2]) for s in _scopes(inner)]
+        return [] if found[1] in ("jit", "pjit") else [s for inner in split_scopes(found[2]) for s in _scopes(inner)]
     return [] if _STRUCTURE.fullmatch(part) or part.startswith(MARK) else [part]
 
 
@@ -137,17 +122,17 @@ def _instruction(program: HloModule, computation: str, line: Line) -> Instructio
     which = telling_frame([path for path, _ in places], in_layer=bool(module))
     shapes = tuple(_shapes(*heavy)) if heavy else ()
     return Instruction(
-        line.name,
-        _kind(kinds, [part for part, _ in parts]),
-        module,
-        "" if which is None else f"{places[which][0].rsplit('/', 1)[-1]}:{places[which][1]}",
-        places[0][0] if places else "",
-        "transpose(" in named.op_name,
-        frozenset(shape.split("[")[0] for shape in shapes),
-        shapes,
-        bool(heavy and re.search(r"highest|dot_f32_f32_f32\b", heavy[0].attributes.lower())),
-        "__triton" in line.attributes,
-        "jvp(" in named.op_name,
+        name=line.name,
+        kind=_kind(kinds, [part for part, _ in parts]),
+        module=module,
+        source="" if which is None else f"{places[which][0].rsplit('/', 1)[-1]}:{places[which][1]}",
+        path=places[0][0] if places else "",
+        backward="transpose(" in named.op_name,
+        dtypes=frozenset(shape.split("[")[0] for shape in shapes),
+        shapes=shapes,
+        exact=bool(heavy and re.search(r"highest|dot_f32_f32_f32\b", heavy[0].attributes.lower())),
+        triton="__triton" in line.attributes,
+        differentiated="jvp(" in named.op_name,
     )
 
 
@@ -165,10 +150,6 @@ def _shapes(line: Line, siblings: Mapping[str, Line]) -> Iterator[str]:
 
 
 def _own_kind(line: Line) -> str:
-    if line.opcode in ("dot", "scaled-dot", "ragged-dot"):
-        return MATMUL
-    if line.opcode == "convolution":
-        return CONVOLUTION
     if line.opcode == "custom-call":
         target = line.attribute(r'custom_call_target="([^"]*)"').lower()
         if "python" in target and "callback" in target:
@@ -176,15 +157,7 @@ def _own_kind(line: Line) -> str:
         return next((kind for kind, parts in _TARGETS if any(part in target for part in parts)), OTHER)
     if line.opcode.startswith(_COLLECTIVES):
         return COLLECTIVE
-    if line.opcode in _CONTROL:
-        return CONTROL
-    if line.opcode in _OTHERS:
-        return OTHER
-    if line.opcode in _REDUCTIONS:
-        return REDUCTION
-    if line.opcode in _COPIES:
-        return COPY
-    return CAST if line.opcode == "convert" else ELEMENTWISE
+    return _KINDS.get(line.opcode, ELEMENTWISE)
 
 
 def _kind(kinds: list[str], lines: list[Line]) -> str:

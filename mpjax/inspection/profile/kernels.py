@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from mpjax.inspection.profile import hlo, profiler_trace, stepping, tensor_cores
 from mpjax.inspection.profile.profiler_trace import Event, Trace
+from mpjax.inspection.reports import added_up
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,14 +185,16 @@ def summed(
     """
     by_kernel_name = {tensor_cores.kernel_name(name): i for name, i in instructions.items()}
     has_gradient = any(instruction.differentiated for instruction in instructions.values())
-    times: dict[tuple[str, str], list[float]] = {}
-    for event, seconds in zip(events, _own_seconds(events, instructions), strict=True):
-        instruction = instructions.get(event.op) or by_kernel_name.get(event.name)
-        times.setdefault((event.name, instruction.name if instruction else ""), []).append(seconds)
+    unknown = hlo.Instruction()
+    known = [instructions.get(event.op) or by_kernel_name.get(event.name, unknown) for event in events]
+    times = added_up(
+        ((event.name, instruction.name), (seconds, 1))
+        for event, instruction, seconds in zip(events, known, _own_seconds(events, instructions), strict=True)
+    )
     each = executions * len({event.device for event in events})
     kernels = [
-        _kernel(name, instructions.get(op), sum(s) / each, len(s) / each, gpu, capability, has_gradient)
-        for (name, op), s in times.items()
+        _kernel(name, instructions.get(op, unknown), seconds / each, calls / each, gpu, capability, has_gradient)
+        for (name, op), (seconds, calls) in times.items()
     ]
     return tuple(sorted(kernels, key=lambda kernel: -kernel.seconds))
 
@@ -213,32 +216,32 @@ def _own_seconds(events: Sequence[Event], instructions: Mapping[str, hlo.Instruc
 
 def _kernel(
     name: str,
-    instruction: hlo.Instruction | None,
+    instruction: hlo.Instruction,
     seconds: float,
     calls: float,
     gpu: bool,
     capability: float | None,
     has_gradient: bool,
 ) -> Kernel:
-    kind = instruction.kind if instruction else tensor_cores.work_of(name) or hlo.OTHER
-    if instruction and kind in hlo.ON_TENSOR_CORES and gpu:
+    kind, is_known = instruction.kind, bool(instruction.name)
+    if not is_known or (kind in hlo.ON_TENSOR_CORES and gpu):
         kind = tensor_cores.work_of(name) or kind  # A library call may be several kernels.
-    uses = tensor_cores.uses_tensor_cores(name, instruction, capability) if gpu else None
+    uses = tensor_cores.uses_tensor_cores(name, instruction if is_known else None, capability) if gpu else None
     why_not = ""
     if uses is False and kind in hlo.ON_TENSOR_CORES:
-        why_not = tensor_cores.why_not(instruction) if instruction else "the trace does not tell its operation"
+        why_not = tensor_cores.why_not(instruction) if is_known else "the trace does not tell its operation"
     return Kernel(
         name=name,
-        op=instruction.name if instruction else "",
+        op=instruction.name,
         kind=kind,
-        module=instruction.module if instruction else "",
-        source=instruction.source if instruction else "",
-        path=instruction.path if instruction else "",
-        backward=bool(instruction and instruction.backward),
-        dtype="/".join(sorted(instruction.dtypes)) if instruction else "",
+        module=instruction.module,
+        source=instruction.source,
+        path=instruction.path,
+        backward=instruction.backward,
+        dtype="/".join(sorted(instruction.dtypes)),
         seconds=seconds,
         calls=calls,
         tensor_cores=uses,
         why_not=why_not,
-        updates=bool(has_gradient and instruction and not instruction.differentiated),
+        updates=has_gradient and is_known and not instruction.differentiated,
     )

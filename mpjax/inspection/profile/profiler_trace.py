@@ -119,11 +119,14 @@ def read(data: ProfileData) -> Trace:
             thunks += _cpu_events(plane)
             for event in (event for line in plane.lines for event in line.events):
                 if event.name.startswith(MARK):
-                    span = (event.start_ns * 1e-9, (event.start_ns + event.duration_ns) * 1e-9)
-                    marks.setdefault(event.name[len(MARK) :], []).append(span)
+                    marks.setdefault(event.name[len(MARK) :], []).append(_span(event))
     gpu = bool(kernels)
     events = sorted(kernels if gpu else thunks, key=lambda event: event.start)
     return Trace(tuple(events), tuple(transfers), {name: sorted(spans) for name, spans in marks.items()}, gpu)
+
+
+def _span(event: Any) -> tuple[float, float]:
+    return event.start_ns * 1e-9, (event.start_ns + event.duration_ns) * 1e-9
 
 
 def _gpu_events(plane: Any, device: int) -> tuple[list[Event], list[tuple[float, float]]]:
@@ -132,32 +135,31 @@ def _gpu_events(plane: Any, device: int) -> tuple[list[Event], list[tuple[float,
     for line in (line for line in plane.lines if line.name.startswith("Stream")):
         for event in line.events:
             stats = dict(event.stats)
-            start, end = event.start_ns * 1e-9, (event.start_ns + event.duration_ns) * 1e-9
             moves = "memcpy_details" in stats or "memset_details" in stats
             if "kernel_details" in stats or (moves and "hlo_op" in stats):
                 op, program = str(stats.get("hlo_op", "")), str(stats.get("hlo_module", "")).partition("(")[0]
-                kernels.append(Event(event.name, op, program, start, end, device))
+                kernels.append(Event(event.name, op, program, *_span(event), device))
             elif event.name.startswith("MemcpyH2D"):
-                transfers.append((start, end))
+                transfers.append(_span(event))
     return kernels, transfers
 
 
 def _cpu_events(plane: Any) -> list[Event]:
     found = []
-    for thunk in cpu_threads.thunks(plane):
-        spans = tuple(union((start * 1e-9, end * 1e-9) for start, end in thunk.spans))
+    for thunk, worked, until in cpu_threads.thunks(plane):
+        spans = tuple(union((start * 1e-9, end * 1e-9) for start, end in worked))
         if spans:
             found.append(
                 Event(
-                    thunk.name,
-                    str(thunk.stats["hlo_op"]),
-                    str(thunk.stats.get("hlo_module", "")),
-                    spans[0][0],
-                    spans[-1][1],
-                    int(thunk.stats.get("device_ordinal", 0)),
-                    int(thunk.stats.get("run_id", 0)),
-                    spans,
-                    None if thunk.until is None else thunk.until * 1e-9,
+                    name=thunk.name,
+                    op=str(thunk.stats["hlo_op"]),
+                    program=str(thunk.stats.get("hlo_module", "")),
+                    start=spans[0][0],
+                    end=spans[-1][1],
+                    device=int(thunk.stats.get("device_ordinal", 0)),
+                    run=int(thunk.stats.get("run_id", 0)),
+                    spans=spans,
+                    until=None if until is None else until * 1e-9,
                 )
             )
     return found

@@ -167,21 +167,12 @@ class ProfileReport(Report):
 
     def to_dict(self) -> dict[str, Any]:
         """The report for programs."""
-        names = (
-            "input_share",
-            "dispatch_share",
-            "device_share",
-            "compilation_share",
-            "flops_per_second",
-            "mfu",
-            "limit",
-        )
+        names = "traced_seconds input_share dispatch_share device_share compilation_share flops_per_second mfu limit"
         skipped = ("kernels", "advice", "split", "notes", "memory", "recompilation", "comparison")
         parts = {name: getattr(self, name) for name in ("memory", "recompilation")}
         return {
             **{f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in skipped},
-            "traced_seconds": self.traced_seconds,
-            **{name: getattr(self, name) for name in names},
+            **{name: getattr(self, name) for name in names.split()},
             **{name: part and dataclasses.asdict(part) for name, part in parts.items()},
             "comparison": self.comparison and self.comparison.to_dict(),
             "tensor_core_share": self.tensor_core_share,

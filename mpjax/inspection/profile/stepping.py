@@ -11,13 +11,7 @@ import jax
 
 from mpjax.inspection.profile import profiler_trace
 from mpjax.inspection.profile.carry import carried, signature
-from mpjax.inspection.profile.compilations import (
-    Compilations,
-    Recompilation,
-    changes,
-    described,
-    differences,
-)
+from mpjax.inspection.profile.compilations import Compilations, Recompilation, changes, described, differences
 
 _MANY_SHAPES = 5  # Once so many steps in a row had a new shape, the next one has a new one too.
 # A step alone is timed so often, or until so many seconds are over: what is long varies little.
@@ -69,10 +63,10 @@ class Stepper:
         self.compiled: list[bool] = []
         self._seconds_again = 0.0
         self._calls = [described((*args, *self.last_batch))]
-        self._args = _copied(args) if _donates(self._lowered) else args
+        donates = _donates(self._lowered)
+        self._args = _copied(args) if donates else args
         self.out = self.step(*self._args, *self.last_batch)
-        given = (*args, *self.last_batch)
-        self.carry = carried(step, given, self.out, _donates(self._lowered)) if carry is None else carry
+        self.carry = carried(step, (*args, *self.last_batch), self.out, donates) if carry is None else carry
         # One output that is all that is carried on, and not a tuple of results.
         self._is_whole = not isinstance(self.out, (tuple, list)) or (
             bool(args) and signature(self.out) == signature(args[0])
