@@ -31,7 +31,7 @@ def table(
     last = len(header) - 1
     lines = [_line(header, widths, right), GAP.join("─" * w for w in widths)]
     for row in rows:
-        *cells, final = (_cut(c, w) for c, w in zip(row, widths, strict=True))
+        *cells, final = (cut(c, w) for c, w in zip(row, widths, strict=True))
         # Text is wrapped; of a path or a number the end tells most.
         wrapped = textwrap.wrap(row[last], widths[last]) if " " in row[last] and last not in right else [final]
         lines.append(_line([*cells, wrapped[0]], widths, right))
@@ -39,7 +39,8 @@ def table(
     return lines
 
 
-def _cut(cell: str, width: int) -> str:
+def cut(cell: str, width: int) -> str:
+    """The end of a text that is longer than that, with a mark where it is cut."""
     return cell if len(cell) <= width else "…" + cell[1 - width :]
 
 

@@ -114,7 +114,7 @@ def _entered(eqn: Any) -> Sequence[Any]:
     return params["branches"] if name == "cond" else ()
 
 
-def is_unseen(place: Place) -> bool:
-    """Whether code runs inside an equation that is not evaluated operation by operation: a kernel, a callback."""
-    row = primitive(place.site.name)
-    return not place.blocks and (row.foreign or bool(programs_in(place.site.eqn)))
+def unseen(block: Block) -> tuple[str, ...]:
+    """The places whose inside is code that is not evaluated operation by operation: kernels, callbacks."""
+    outer = (place.site for place in block.places() if not place.blocks)
+    return tuple(dict.fromkeys(s.place for s in outer if primitive(s.name).foreign or programs_in(s.eqn)))

@@ -56,6 +56,11 @@ class Site:
         return source_line(self.eqn, in_layer=bool(self.path)) or self.caller
 
     @property
+    def place(self) -> str:
+        """The primitive and its line, as `exp at file.py:12`."""
+        return f"{self.name} at {self.source or 'an unknown line'}"
+
+    @property
     def flops(self) -> int:
         """FLOPs of a matmul or convolution, all its turns together; 0 for anything else."""
         return self.times * matmul_flops(self.eqn)

@@ -212,6 +212,16 @@ def _for_json(value: Any) -> Any:
     return value
 
 
+def short_dtypes(dtypes: Iterable[str]) -> str:
+    """Floating dtypes for a narrow column, as `f16/bf16`."""
+    return "/".join(dtype.replace("bfloat", "bf").replace("float", "f") for dtype in dtypes)
+
+
+def reason(error: BaseException) -> str:
+    """The class of an error and the first line of what it says."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+
+
 def amount(number: float, unit: str) -> str:
     """A number of FLOPs or bytes with three digits and a prefix, as `4.09 GFLOP`."""
     for prefix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,7 +16,7 @@ from mpjax._jaxpr.primitives import primitive
 from mpjax._jaxpr.source import FORWARD
 from mpjax._jaxpr.walk import Site, walk
 from mpjax.casting.autocast import Program, traced_call
-from mpjax.inspection.audit.communication import Collective, collectives_of_call, is_spread
+from mpjax.inspection.audit.communication import Collective, collectives_of_call, device_count
 from mpjax.inspection.audit.dataflow import Flow, flow_of
 from mpjax.inspection.audit.matmuls import casts_of, findings_of, matmuls_of
 from mpjax.inspection.audit.report import PrecisionReport as PrecisionReport
@@ -25,7 +24,7 @@ from mpjax.inspection.audit.residuals import residuals_of
 from mpjax.inspection.audit.risks import overflowing_casts, overflows_of, risks_of
 from mpjax.inspection.audit.variants import costs_of
 from mpjax.inspection.program import argument_names
-from mpjax.inspection.reports import totals
+from mpjax.inspection.reports import reason, totals
 
 
 def audit(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> PrecisionReport:
@@ -70,7 +69,7 @@ def audit(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> PrecisionReport
     matmuls = matmuls_of(sites, flow)
     residuals, notes = _residuals(program, flow, sites)
     communication, unknown = _communication(fun, args, kwargs, sites)
-    devices = max([_devices((args, kwargs)), *(site.devices for site in sites)])
+    devices = max([device_count((args, kwargs)), *(site.devices for site in sites)])
     costs, unplanned = costs_of(fun, args, kwargs, flow, devices)
     return PrecisionReport(
         name=getattr(fun, "__name__", type(fun).__name__),
@@ -86,23 +85,16 @@ def audit(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> PrecisionReport
     )
 
 
-def _devices(args: Any) -> int:
-    """Over how many devices the arguments are spread."""
-    shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(args))
-    return max((len(s.device_set) for s in shardings if isinstance(s, jax.sharding.Sharding)), default=1)
-
-
 def _communication(
     fun: Callable[..., Any], args: Any, kwargs: Any, sites: list[Site]
 ) -> tuple[tuple[Collective, ...] | None, list[str]]:
     """What the call sends between devices, if it runs on several; or why that is not known."""
-    if not is_spread((args, kwargs), (site.name for site in sites)):
+    if device_count((args, kwargs)) == 1 and not any(site.name in ("shard_map", "xla_pmap") for site in sites):
         return None, []
     try:
         return collectives_of_call(fun, args, kwargs), []
     except Exception as error:  # such as a mesh of devices that this machine has not
-        reason = (str(error).strip().splitlines() or [""])[0]
-        return None, [f"communication is not known, as it can't be compiled here: {type(error).__name__}: {reason}"]
+        return None, [f"communication is not known, as it can't be compiled here: {reason(error)}"]
 
 
 def _residuals(program: Program, flow: Flow, sites: list[Site]) -> tuple[dict[str, int] | None, list[str]]:
@@ -118,8 +110,7 @@ def _residuals(program: Program, flow: Flow, sites: list[Site]) -> tuple[dict[st
     try:
         traced = compat.trace(gradient, *shapes)
     except Exception as error:  # any rule of the program's author may refuse, each in its own way
-        reason = (str(error).strip().splitlines() or [""])[0]
-        return None, [f"the function has no gradient: {type(error).__name__}: {reason}"]
+        return None, [f"the function has no gradient: {reason(error)}"]
     return _by_dtype(flow_of(traced)), ["kept for the backward pass: of the gradient by the first argument"]
 
 
@@ -159,15 +150,11 @@ def _gradient(program: Program) -> Callable[..., Any] | None:
 
 def _notes(sites: list[Site]) -> Iterator[str]:
     """What the figures can't say of this program."""
-    inside = functools.partial(_matmuls_inside, sites)
-    if inside("while"):
+    around = {name for site in sites if site.flops for name in site.inside}
+    if "while" in around:
         yield "a while loop with matmuls counts as one turn: its length is not known before it runs"
-    if inside("cond"):
+    if "cond" in around:
         yield "all branches of a cond count, though only one runs"
     for site in sites:
         if primitive(site.name).foreign:
-            yield f"not looked into: {site.name} at {site.source or 'an unknown line'}"
-
-
-def _matmuls_inside(sites: list[Site], primitive: str) -> bool:
-    return any(site.flops and primitive in site.inside for site in sites)
+            yield f"not looked into: {site.place}"

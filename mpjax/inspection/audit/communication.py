@@ -49,12 +49,10 @@ class Collective:
         return self.op in REDUCTIONS and floats and np.dtype(jax.numpy.dtype(self.dtype)).itemsize <= 2
 
 
-def is_spread(args: Any, primitives: Iterable[str]) -> bool:
-    """Whether a call runs on several devices: by its arguments' sharding, or because the program says so itself."""
-    if "shard_map" in set(primitives) or "xla_pmap" in set(primitives):
-        return True
+def device_count(args: Any) -> int:
+    """Over how many devices arguments are spread."""
     shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(args))
-    return any(isinstance(sharding, jax.sharding.Sharding) and len(sharding.device_set) > 1 for sharding in shardings)
+    return max((len(s.device_set) for s in shardings if isinstance(s, jax.sharding.Sharding)), default=1)
 
 
 def collectives_of_call(fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Collective, ...]:

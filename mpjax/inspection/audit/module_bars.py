@@ -5,11 +5,11 @@ from __future__ import annotations
 import html
 from collections.abc import Iterable
 
+from mpjax._tables import cut
 from mpjax.inspection.audit.matmuls import Matmul
 from mpjax.inspection.reports import amount, totals
 
 _COLOURS = {"float16": "#2a9d5c", "bfloat16": "#1b7fa8", "float32": "#d9742b", "float64": "#b03a48"}
-_OTHER = "#8a8a8a"
 _ROW, _LABEL, _BAR, _CHARACTERS = 20, 360, 500, 46
 
 
@@ -25,7 +25,9 @@ def precision_map(matmuls: Iterable[Matmul]) -> str:
     parts = [_legend(dtypes)]
     for i, (module, flops) in enumerate(modules.items(), 1):
         y, x = i * _ROW, float(_LABEL)
-        parts.append(f'<text x="{_LABEL - 8}" y="{y + 14}" text-anchor="end">{html.escape(_cut(module))}</text>')
+        parts.append(
+            f'<text x="{_LABEL - 8}" y="{y + 14}" text-anchor="end">{html.escape(cut(module, _CHARACTERS))}</text>'
+        )
         for dtype, number in flops.items():
             width = _BAR * number / largest
             title = f"<title>{html.escape(module)}: {amount(number, 'FLOP')} in {dtype}</title>"
@@ -42,11 +44,6 @@ def precision_map(matmuls: Iterable[Matmul]) -> str:
     return f'<svg viewBox="0 0 {_LABEL + _BAR + 100} {height}" {label}>{"".join(parts)}</svg>'
 
 
-def _cut(module: str) -> str:
-    """The end of a module path, with a mark where it is cut."""
-    return module if len(module) <= _CHARACTERS else "…" + module[1 - _CHARACTERS :]
-
-
 def _legend(dtypes: list[str]) -> str:
     return "".join(
         f'<rect x="{_LABEL + 130 * i}" y="3" width="12" height="12" fill="{_colour(dtype)}"/>'
@@ -56,4 +53,4 @@ def _legend(dtypes: list[str]) -> str:
 
 
 def _colour(dtype: str) -> str:
-    return _COLOURS.get(dtype, _OTHER)
+    return _COLOURS.get(dtype, "#8a8a8a")

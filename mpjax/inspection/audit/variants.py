@@ -12,6 +12,7 @@ from mpjax.casting.autocast import autocast, traced_call
 from mpjax.casting.regions import autocast_disabled
 from mpjax.inspection.audit.dataflow import Flow, flow_of
 from mpjax.inspection.audit.roofline import Costs, ProgramCost, program_cost
+from mpjax.inspection.reports import reason
 
 
 def costs_of(fun: Callable[..., Any], args: Any, kwargs: Any, flow: Flow, devices: int = 1) -> tuple[Costs, list[str]]:
@@ -45,7 +46,7 @@ def _float32_program(
         with compat.apart_from_other_traces(), autocast_disabled():
             flow = flow_of(traced_call(fun, args, kwargs).jaxpr)
     except Exception as error:  # whatever the author's function raises where it is not under autocast
-        notes.append(f"the float32 program is the one in half, widened: {_reason(error)}")
+        notes.append(f"the float32 program is the one in half, widened: {reason(error)}")
     return program_cost(flow, widened=True, devices=devices)
 
 
@@ -58,9 +59,5 @@ def _planned_program(
             program = traced_call(autocast(fun, f"mixed_{half}"), args, kwargs)
         return program_cost(flow_of(program.jaxpr), devices=devices)
     except Exception as error:  # autocast refuses some programs; the audit has all else to say
-        notes.append(f"autocast has no plan for it, so 'all in half' is the program as it is: {_reason(error)}")
+        notes.append(f"autocast has no plan for it, so 'all in half' is the program as it is: {reason(error)}")
         return None
-
-
-def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from mpjax._jaxpr.instances import owners_of
 from mpjax._jaxpr.interpreter import is_half, widened
-from mpjax._jaxpr.layout import Block, is_unseen, lay_out
+from mpjax._jaxpr.layout import Block, lay_out, unseen
 from mpjax._jaxpr.primitives import Op, primitive
 from mpjax._jaxpr.source import BACKWARD
 from mpjax.inspection.gradient import gradient_of, scale_state, with_named_modules
@@ -126,16 +126,13 @@ def _report(
         ParameterError(name, _error([note], 1), float(each[1]) / whole if whole else 0.0)
         for name, note, each in zip(names, grads, squares, strict=True)
     ]
-    unseen = [
-        f"{place.site.name} at {place.site.source or 'an unknown line'}" for place in block.places() if is_unseen(place)
-    ]
     return LayerwiseReport(
         function=getattr(fun, "__name__", type(fun).__name__),
         loss_error=_error([loss], 1),
         gradient_error=_error(grads, 1),
         modules=tuple(_modules(block, groups, jax.device_get(notes), makers_of_gradients(block, len(names)))),
         parameters=tuple(sorted(parameters, key=lambda row: -row.share)),
-        unseen=tuple(dict.fromkeys(unseen)),
+        unseen=unseen(block),
     )
 
 

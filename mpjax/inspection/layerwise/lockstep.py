@@ -167,8 +167,7 @@ def error_note(exact: Any, half: Any, fresh: Any) -> Note:
     are inf or NaN where exact is finite."""
     arrays = exact, half, fresh
     if any(isinstance(x, jax.core.Tracer) for x in arrays) or exact.size > _SMALL or not exact.is_fully_addressable:
-        size, sums, bad = _compiled_note(*arrays)
-        return size, sums, bad
+        return _compiled_note(*arrays)
     with np.errstate(all="ignore"):
         return _noted(np, *map(np.asarray, arrays))
 
@@ -185,4 +184,4 @@ def _noted(numpy: Any, *arrays: Any) -> Note:
     return size, numpy.stack(sums), numpy.stack([numpy.sum(known & ~ok, dtype=np.int32) for ok in finite])
 
 
-_compiled_note = jax.jit(functools.partial(_noted, jnp))
+_compiled_note: Callable[..., Note] = jax.jit(functools.partial(_noted, jnp))

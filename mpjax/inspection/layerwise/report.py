@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import Any
 
-from mpjax.inspection.reports import Report, Section, folded
+from mpjax.inspection.reports import Report, Section, folded, short_dtypes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +104,7 @@ class LayerwiseReport(Report):
         modules = [
             (
                 row.name or "-",
-                "/".join(dtype.replace("bfloat", "bf").replace("float", "f") for dtype in row.dtypes) or "f32",
+                short_dtypes(row.dtypes) or "f32",
                 *map(_percent, (row.forward, row.backward, row.total_forward, row.total_backward)),
                 f"{row.op} {row.source}".strip(),
             )

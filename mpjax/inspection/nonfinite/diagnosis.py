@@ -73,7 +73,7 @@ def verdict_of(found: Evidence) -> str:
         fails = "float32 fails too" if found.half else "the program is in float32 here"
         return "; ".join([*causes, f"{fails}: look at the data or model"])
     if found.half is None:  # the probe of float32 runs the same program
-        return "; ".join([*([cause] if cause else []), "look at the data or model"])
+        return "; ".join([*causes, "look at the data or model"])
     shown = f"(float32 value {number(value)})"
     if found.kind == "inf" and found.half_here and not _divides_by_zero(cause):
         text = f"overflow of {found.half} here {shown}"

@@ -162,7 +162,7 @@ def _first_that_reaches(block: Block, origins: Sequence[Origin], watch: _Watch) 
 def _positions(place: Place) -> int:
     """How many positions the elements of an equation's results have, over all devices."""
     size = max(v.aval.size for v in place.site.eqn.outvars if is_inexact(v))
-    return size * math.prod(axes_around(place).values())
+    return size * math.prod(dict(place.axes).values())
 
 
 def _run(fun: Callable[..., Any], leaves: Sequence[Any]) -> Any:
@@ -201,7 +201,7 @@ def _examined(
     """The ranges at one point, and the same point in float32."""
     places = {place.number: place for place in block.places()}
     place, count = places[origin.number], len(program.arrays)
-    axes, size = axes_around(place), max(v.aval.size for v in place.site.eqn.outvars if is_inexact(v))
+    axes, size = dict(place.axes), max(v.aval.size for v in place.site.eqn.outvars if is_inexact(v))
     at = (
         None if position is None else tuple(np.int32(i) for i in (0, position % max(size, 1), position // max(size, 1)))
     )
@@ -289,11 +289,6 @@ def _is_gradient(block: Block, v: Any) -> bool:
                 return _is_gradient(inner, inner.jaxpr.outvars[place.site.eqn.outvars.index(v)])
             return place.site.phase == BACKWARD
     return False
-
-
-def axes_around(place: Place) -> dict[str, int]:
-    """The mesh axes of the `shard_map` that an equation stands in, with their sizes."""
-    return dict(place.axes)
 
 
 def _half_name(block: Block, eqn: Any) -> str | None:

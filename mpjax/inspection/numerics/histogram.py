@@ -10,6 +10,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from mpjax._tables import cut
 from mpjax.inspection.numerics.range_statistics import Limits
 
 _COLOURS = ("#1f77b4", "#ff7f0e")
@@ -62,7 +63,7 @@ def svg(dtype: str, loss_scale: float, histograms: Mapping[str, Mapping[int, int
         parts += _bars(histograms, x, step, bottom)
     for i, span in enumerate(spans):
         y = bottom + 30 + _ROW * i
-        parts.append(_text(_LEFT - 8, y + 9, _cut(span.name), "end"))
+        parts.append(_text(_LEFT - 8, y + 9, cut(span.name, _CHARACTERS), "end"))
         colour = _COLOURS[0] if span.backward else _FORWARD
         parts.append(_box(x(span.low), y + 2, max(x(span.high) - x(span.low), 2), 7, colour, span.name))
     ticks = range(math.ceil(first / 8) * 8, last, 8)
@@ -112,8 +113,3 @@ def _text(x: float, y: float, text: str, anchor: str = "start") -> str:
     return (
         f'<text x="{x:.1f}" y="{y:.1f}" font-size="12" text-anchor="{anchor}" fill="{_INK}">{html.escape(text)}</text>'
     )
-
-
-def _cut(name: str) -> str:
-    """A module path of which the end is shown, with a mark where it is cut."""
-    return name if len(name) <= _CHARACTERS else "…" + name[1 - _CHARACTERS :]

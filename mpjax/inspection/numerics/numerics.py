@@ -15,7 +15,7 @@ import numpy as np
 from mpjax._jaxpr import compat
 from mpjax._jaxpr.instances import owners_of
 from mpjax._jaxpr.interpreter import Eager, is_half, is_inexact, widened
-from mpjax._jaxpr.layout import Block, Place, is_unseen, lay_out
+from mpjax._jaxpr.layout import Block, Place, lay_out, unseen
 from mpjax._jaxpr.primitives import Op, primitive
 from mpjax._jaxpr.source import BACKWARD, FORWARD
 from mpjax.inspection.gradient import gradient_of, scale_state
@@ -159,9 +159,7 @@ class _Measuring:
     def _compile(self, block: Block, names: Sequence[str]) -> _Compiled:
         counts = counted(block, len(names))
         probe = HostRangeProbe(block, counts, self.limits)
-        for place in block.places():
-            if is_unseen(place):
-                self.unseen[f"{place.site.name} at {place.site.source or 'an unknown line'}"] = None
+        self.unseen |= dict.fromkeys(unseen(block))
         self.has_half |= any(is_half(v) for place in block.places() for v in place.site.eqn.outvars)
         return _Compiled(block, counts, names, probe, Eager(probe, wide=True))
 

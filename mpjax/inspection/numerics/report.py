@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from mpjax.inspection.numerics import histogram
 from mpjax.inspection.numerics.range_statistics import Limits
-from mpjax.inspection.reports import Report, Section, folded, written
+from mpjax.inspection.reports import Report, Section, folded, short_dtypes, written
 
 
 @dataclasses.dataclass(frozen=True)
@@ -283,16 +283,12 @@ def _together(a: Range, b: Range) -> Range:
 def _cells(row: Range) -> tuple[str, ...]:
     low = f"{row.min_nonzero:.3g}" if math.isfinite(row.min_nonzero) else "-"
     shares = (f"{row.zeros:.1%}", _share(row.flushed), _share(row.overflowed))
-    return (row.name or "-", _short(row.dtypes), f"{row.max:.4g}", low, *shares)
+    return (row.name or "-", short_dtypes(row.dtypes), f"{row.max:.4g}", low, *shares)
 
 
 def _op_cells(row: Range) -> tuple[str, ...]:
     shares = (_share(row.flushed), _share(row.overflowed), _share(row.absorbed))
-    return (row.op, row.source, row.phase, _short(row.dtypes), f"{row.max:.4g}", *shares, row.name or "-")
-
-
-def _short(dtypes: Sequence[str]) -> str:
-    return "/".join(dtype.replace("bfloat", "bf").replace("float", "f") for dtype in dtypes)
+    return (row.op, row.source, row.phase, short_dtypes(row.dtypes), f"{row.max:.4g}", *shares, row.name or "-")
 
 
 def _scale(scale: float) -> str:
