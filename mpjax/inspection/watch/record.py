@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
 
 import jax
 
@@ -126,24 +124,20 @@ class WatchState:
     names: tuple[tuple[str, str], ...] = dataclasses.field(metadata={"static": True})
 
     def records(self) -> tuple[WatchRecord, ...]:
-        """The last records, the oldest first; on the host, of a state outside of `jit`."""
-        ring = jax.device_get((self.written, self.steps, self.scales, self.overflows, self.statistics))
-        return records_of(self.names, *ring)
+        """The last records, the oldest first, an overflow with those before it as its history.
 
-
-def records_of(
-    names: Sequence[tuple[str, str]], written: Any, steps: Any, scales: Any, overflows: Any, statistics: Any
-) -> tuple[WatchRecord, ...]:
-    """The records in a ring, the oldest first; each with an overflow has those before it as its history."""
-    keep, written = len(steps), int(written)
-    records: list[WatchRecord] = []
-    for i in range(max(written - keep, 0), written):
-        at = i % keep
-        modules = tuple(
-            WatchedModule(name, phase, float(amax), float(underflow), float(zeros), int(nonfinite))
-            for (name, phase), (amax, underflow, zeros, nonfinite) in zip(names, statistics[at], strict=True)
-        )
-        overflow = bool(overflows[at])
-        history = tuple(dataclasses.replace(record, history=()) for record in records) if overflow else ()
-        records.append(WatchRecord(int(steps[at]), float(scales[at]), overflow, modules, history))
-    return tuple(records)
+        On the host, of a state outside of `jit`.
+        """
+        state = jax.device_get(self)
+        keep, written = len(state.steps), int(state.written)
+        records: list[WatchRecord] = []
+        for i in range(max(written - keep, 0), written):
+            at = i % keep
+            modules = tuple(
+                WatchedModule(*place, float(amax), float(underflow), float(zeros), int(nonfinite))
+                for place, (amax, underflow, zeros, nonfinite) in zip(self.names, state.statistics[at], strict=True)
+            )
+            overflow = bool(state.overflows[at])
+            history = tuple(dataclasses.replace(record, history=()) for record in records) if overflow else ()
+            records.append(WatchRecord(int(state.steps[at]), float(state.scales[at]), overflow, modules, history))
+        return tuple(records)

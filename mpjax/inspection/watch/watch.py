@@ -25,7 +25,7 @@ from mpjax.inspection.layerwise.groups import grouped
 from mpjax.inspection.numerics.activations import Counted, counted
 from mpjax.inspection.numerics.range_statistics import Limits, Note, RangeProbe, floats, note
 from mpjax.inspection.program import argument_names
-from mpjax.inspection.watch.record import COLUMNS, records_of
+from mpjax.inspection.watch.record import COLUMNS
 from mpjax.inspection.watch.record import WatchedModule as WatchedModule
 from mpjax.inspection.watch.record import WatchRecord as WatchRecord
 from mpjax.inspection.watch.record import WatchState as WatchState
@@ -152,8 +152,7 @@ def watch(
                 statistics=state.statistics.at[at].set(program.run(scale)),
             )
             if callback is not None:
-                ring = new.written, new.steps, new.scales, new.overflows, new.statistics
-                jax.debug.callback(functools.partial(_call, callback, state.names), *ring)
+                jax.debug.callback(functools.partial(_call, callback), new)
             return new
 
         due = (state.step % every == 0) | (~finite & state.last_finite)
@@ -163,8 +162,8 @@ def watch(
     return Watch(init, update)
 
 
-def _call(callback: Callable[[WatchRecord], Any], names: Any, *ring: Any) -> None:
-    callback(records_of(names, *map(np.asarray, ring))[-1])
+def _call(callback: Callable[[WatchRecord], Any], state: WatchState) -> None:
+    callback(jax.tree.map(np.asarray, state).records()[-1])
 
 
 def _is_finite(grads: Any, finite: Any, state: WatchState) -> Any:
