@@ -160,6 +160,22 @@ def folded(names: Iterable[str]) -> dict[str, str]:
     return {name: _named(pattern, numbers[pattern]) for name, pattern in patterns.items()}
 
 
+def folded_rows(rows: Sequence[Any], together: Callable[[Any, Any], Any]) -> list[Any]:
+    """Rows with a `name` and `dtypes`, those of repeated modules as one.
+
+    Args:
+        rows: dataclasses.
+        together: makes one of two rows of the same name and dtypes.
+    """
+    names = folded(row.name for row in rows)
+    merged: dict[Any, Any] = {}
+    for row in rows:
+        named = dataclasses.replace(row, name=names[row.name])
+        key = named.name, named.dtypes
+        merged[key] = together(merged[key], named) if key in merged else named
+    return list(merged.values())
+
+
 def _named(pattern: str, numbers: Sequence[tuple[int, ...]]) -> str:
     first, *rest = pattern.split("#")
     for part, found in zip(rest, (sorted(set(column)) for column in zip(*numbers, strict=True)), strict=True):
@@ -210,6 +226,11 @@ def _for_json(value: Any) -> Any:
         case np.generic():
             return _for_json(value.item())
     return value
+
+
+def array_text(array: Any) -> str:
+    """The dtype and shape of an array, as `float32[8,64]`."""
+    return f"{array.dtype}[{','.join(map(str, array.shape))}]"
 
 
 def short_dtypes(dtypes: Iterable[str]) -> str:

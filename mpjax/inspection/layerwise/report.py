@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import Any
 
-from mpjax.inspection.reports import Report, Section, folded, short_dtypes
+from mpjax.inspection.reports import Report, Section, folded_rows, short_dtypes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +100,6 @@ class LayerwiseReport(Report):
     def sections(self) -> list[Section]:
         """The report for people."""
         header = ("module", "in", "own", "own ←", "total", "total ←", "largest at")
-        shown = _merged(self.modules)
         modules = [
             (
                 row.name or "-",
@@ -108,7 +107,7 @@ class LayerwiseReport(Report):
                 *map(_percent, (row.forward, row.backward, row.total_forward, row.total_backward)),
                 f"{row.op} {row.source}".strip(),
             )
-            for row in shown
+            for row in folded_rows(self.modules, _together)
         ]
         parameters = [(row.name, _percent(row.error), _percent(row.share)) for row in self.parameters]
         text = (
@@ -144,19 +143,10 @@ class LayerwiseReport(Report):
         return lines
 
 
-def _merged(rows: tuple[LayerError, ...]) -> list[LayerError]:
-    """Repeated modules as one row, with the largest of their errors."""
-    names = folded(row.name for row in rows)
-    merged: dict[Any, LayerError] = {}
-    for row in rows:
-        key = names[row.name], row.dtypes
-        first = merged.setdefault(key, dataclasses.replace(row, name=names[row.name]))
-        largest = {
-            name: max(getattr(first, name), getattr(row, name))
-            for name in ("forward", "backward", "total_forward", "total_backward")
-        }
-        merged[key] = dataclasses.replace(first, **largest)
-    return list(merged.values())
+def _together(a: LayerError, b: LayerError) -> LayerError:
+    """Two rows as one, with the larger of their errors."""
+    names = ("forward", "backward", "total_forward", "total_backward")
+    return dataclasses.replace(a, **{name: max(getattr(a, name), getattr(b, name)) for name in names})
 
 
 def _percent(share: float) -> str:

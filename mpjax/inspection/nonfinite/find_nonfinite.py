@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ import numpy as np
 
 from mpjax._jaxpr import compat
 from mpjax._jaxpr.instances import owners_of
-from mpjax._jaxpr.interpreter import COMPILER_OPTIONS, Run, is_half, is_inexact, widened
+from mpjax._jaxpr.interpreter import COMPILER_OPTIONS, Key, Probe, Run, is_half, is_inexact, widened
 from mpjax._jaxpr.layout import Block, Place, lay_out
 from mpjax._jaxpr.primitives import Op, primitive
 from mpjax._jaxpr.source import BACKWARD, FORWARD
@@ -28,6 +28,7 @@ from mpjax.inspection.nonfinite.reach import healed, reaching
 from mpjax.inspection.nonfinite.report import NonFinite as NonFinite
 from mpjax.inspection.nonfinite.report import OperandRange
 from mpjax.inspection.program import argument_name, traced_call
+from mpjax.inspection.reports import array_text
 from mpjax.policy import HALF_DTYPES
 
 
@@ -70,17 +71,31 @@ def find_nonfinite(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> NonFin
 
     Source: the checks by operation of `tf.debugging.enable_check_numerics` (TensorFlow) and `jax_debug_nans`.
     """
-    program = traced_call("find_nonfinite", fun, args, kwargs)
-    block = lay_out(program.jaxpr, owners=owners_of(program.jaxpr, program.names))
-    watch = _watching(program, block)
-    origins = _faults(program, block, watch)
+    traced = traced_call("find_nonfinite", fun, args, kwargs)
+    program = _Laid(traced, owners_of(traced.jaxpr, traced.names))
+    watch = _watching(program)
+    origins = _faults(program, watch)
     if not origins:
         return None
     if origins[0].is_argument:
-        return _in_argument(program, block, origins[0].number)
-    origin, position = _first_that_reaches(block, origins, watch)
+        return _in_argument(program, origins[0].number)
+    origin, position = _first_that_reaches(program, origins, watch)
     float32_is_fine = functools.partial(_float32_is_fine, fun, args, kwargs)
-    return _examined(program, block, origin, position, _batch_of(args), float32_is_fine)
+    return _examined(program, origin, position, _batch_of(args), float32_is_fine)
+
+
+class _Laid:
+    """A program laid out. Its leaves are its arguments and, after them, the arrays that it closes over."""
+
+    def __init__(self, traced: Program, owners: Mapping[int, str] | None = None):
+        self.block = lay_out(traced.jaxpr, owners=owners)
+        self.names, self.leaves = traced.names, [*traced.arrays, *self.block.consts]
+        self.places = {place.number: place for place in self.block.places()}
+
+    def run(self, probe: Probe, leaves: Sequence[Any], **options: Any) -> tuple[list[Any], dict[Key, Any]]:
+        """Evaluates it with a probe; the options are those of `Run`."""
+        count = len(self.names)
+        return Run(probe, **options).block(self.block, leaves[:count], consts=leaves[count:])
 
 
 _MOST_FAULTS = 4  # Each further one that is not what the result fails by costs a compilation.
@@ -91,27 +106,26 @@ _MOST_FAULTS = 4  # Each further one that is not what the result fails by costs 
 _Watch = Callable[[Sequence[Origin], Any, Any], Any]
 
 
-def _watching(program: Program, block: Block) -> _Watch:
+def _watching(program: _Laid) -> _Watch:
     """Compiles the program once for the same faults."""
-    leaves, count = [*program.arrays, *block.consts], len(program.arrays)
 
     @functools.cache
     def watched_run(origins: tuple[Origin, ...]) -> Callable[..., Any]:
         def run(leaves: Sequence[Any], lows: Any, highs: Any) -> Any:
             probe = WatchProbe()
             replace = healed(probe, origins, lows, highs) if origins else None
-            outs, notes = Run(probe, replace=replace).block(block, leaves[:count], consts=leaves[count:])
+            outs, notes = program.run(probe, leaves, replace=replace)
             return notes, _codes(outs)
 
         return jax.jit(run, compiler_options=COMPILER_OPTIONS)
 
-    return lambda origins, lows, highs: jax.device_get(watched_run(tuple(origins))(leaves, lows, highs))
+    return lambda origins, lows, highs: jax.device_get(watched_run(tuple(origins))(program.leaves, lows, highs))
 
 
-def _faults(program: Program, block: Block, watch: _Watch) -> list[Origin]:
+def _faults(program: _Laid, watch: _Watch) -> list[Origin]:
     """The first fault, and after it those that are left when the ones before are made finite."""
     found: list[Origin] = []
-    while len(found) < _MOST_FAULTS and (origin := _search(program, block, watch, found)) is not None:
+    while len(found) < _MOST_FAULTS and (origin := _search(program, watch, found)) is not None:
         if found and (origin.is_argument or origin.is_constant or origin in found):
             break
         found.append(origin)
@@ -120,41 +134,35 @@ def _faults(program: Program, block: Block, watch: _Watch) -> list[Origin]:
     return found
 
 
-def _search(program: Program, block: Block, watch: _Watch, before: Sequence[Origin] = ()) -> Origin | None:
-    """Where the first fault is; a program whose results and checks are all finite is run but once.
-
-    Args:
-        program, block, watch: the program.
-        before: faults whose elements are made finite.
-    """
+def _search(program: _Laid, watch: _Watch, before: Sequence[Origin] = ()) -> Origin | None:
+    """Where the first fault is once those `before` are made finite; a finite program is run but once."""
     none: Any = np.zeros(len(before), np.int32)
     notes, outs = watch(before, none, none)
     failed, trips = watched(notes)
     if not failed and not any(outs):
         return None
-    leaves, count = [*program.arrays, *block.consts], len(program.arrays)
+    block = program.block
     probe = CodeProbe(block, trips)
 
     def run_all(leaves: Sequence[Any]) -> Any:
         replace = healed(probe, before, none, none) if before else None
-        outs, notes = Run(probe, replace=replace).block(block, leaves[:count], consts=leaves[count:])
+        outs, notes = program.run(probe, leaves, replace=replace)
         notes = {**{key: probe.empty(key) for key in probe.keys(block)}, **notes}
         return _codes(leaves), _codes(outs), probe.packed(block, notes)
 
-    return first_origin(block, *_run(run_all, leaves))
+    return first_origin(block, *_run(run_all, program.leaves))
 
 
-def _first_that_reaches(block: Block, origins: Sequence[Origin], watch: _Watch) -> tuple[Origin, int | None]:
+def _first_that_reaches(program: _Laid, origins: Sequence[Origin], watch: _Watch) -> tuple[Origin, int | None]:
     """The first fault that reaches a result by itself, and its element's position; the first one if none does."""
     if origins[0].is_constant:
         return origins[0], None
-    places = {place.number: place for place in block.places()}
 
     def run(lows: Any, highs: Any) -> tuple[bool, Sequence[int]]:
         notes, codes = watch(origins, lows, highs)
         return watched(notes)[0], codes
 
-    sizes = [_positions(places[origin.number]) for origin in origins]
+    sizes = [_positions(program.places[origin.number]) for origin in origins]
     found = reaching(len(origins), sizes, run)
     return (origins[0], None) if found is None else (origins[found[0]], found[1])
 
@@ -181,41 +189,35 @@ def _float32_is_fine(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[
     """
     try:
         wide_args, wide_kwargs = jax.tree.map(lambda x: widened(x) if is_half(x) else x, (tuple(args), dict(kwargs)))
-        program = traced_call("find_nonfinite", fun, wide_args, wide_kwargs)
-        block = lay_out(program.jaxpr)
-        if _search(program, block, _watching(program, block)) is None:
+        traced = traced_call("find_nonfinite", fun, wide_args, wide_kwargs)
+        program = _Laid(traced)
+        if _search(program, _watching(program)) is None:
             return True
     except Exception:  # A function may insist on half arguments.
         return None
-    return None if any(is_half(v) for site in walk(program.jaxpr) for v in site.eqn.outvars) else False
+    return None if any(is_half(v) for site in walk(traced.jaxpr) for v in site.eqn.outvars) else False
 
 
 def _examined(
-    program: Program,
-    block: Block,
+    program: _Laid,
     origin: Origin,
     position: int | None,
     batch: _Batch | None,
     float32_is_fine: Callable[[], bool | None],
 ) -> NonFinite:
     """The ranges at one point, and the same point in float32."""
-    places = {place.number: place for place in block.places()}
-    place, count = places[origin.number], len(program.arrays)
+    place, block = program.places[origin.number], program.block
     axes, size = dict(place.axes), max(v.aval.size for v in place.site.eqn.outvars if is_inexact(v))
-    at = (
-        None if position is None else tuple(np.int32(i) for i in (0, position % max(size, 1), position // max(size, 1)))
-    )
+    at = None if position is None else tuple(map(np.int32, (0, position % max(size, 1), position // max(size, 1))))
 
     def run(leaves: Sequence[Any]) -> Any:
-        probe = PointProbe(place, origin.turn, at)
-        outs, notes = Run(probe).block(block, leaves[:count], consts=leaves[count:])
+        outs, notes = program.run(PointProbe(place, origin.turn, at), leaves)
         here = notes["point",][1]
-        wide = [widened(leaf) for leaf in leaves]
         probe = PointProbe(place, origin.turn, tuple(here["index"]), wide=True)
-        there = Run(probe, wide=True).block(block, wide[:count], consts=wide[count:])[1]["point",]
+        there = program.run(probe, [widened(leaf) for leaf in leaves], wide=True)[1]["point",]
         return _codes(outs), here, there
 
-    outs, here, (reached, there) = _run(run, [*program.arrays, *block.consts])
+    outs, here, (reached, there) = _run(run, program.leaves)
     eqn = place.site.eqn
     which, index, device = map(int, here["index"])
     out = [v.aval for v in eqn.outvars if is_inexact(v)][which]
@@ -238,7 +240,7 @@ def _examined(
         float32_is_fine=float32_is_fine,
     )
     floats = [v.aval for v in eqn.invars if is_inexact(v)]
-    iteration = origin.iteration(places)
+    iteration = origin.iteration(program.places)
     return NonFinite(
         primitive=place.site.name,
         module=place.site.path,
@@ -251,7 +253,7 @@ def _examined(
             OperandRange(str(aval.dtype), aval.shape, float(found[0]), float(found[1]), float(found[2]), int(found[3]))
             for aval, found in zip(floats, here["ranges"], strict=True)
         ),
-        output=f"{out.dtype}[{','.join(map(str, out.shape))}]",
+        output=array_text(out),
         count=int(here["count"]),
         element=element,
         batch_element=batch.element(out.shape, element, device, axes) if batch else None,
@@ -329,10 +331,10 @@ def _batch_of(args: Sequence[Any]) -> _Batch | None:
     return _Batch(sizes.pop()[0], others) if len(sizes) == 1 else None
 
 
-def _in_argument(program: Program, block: Block, index: int) -> NonFinite:
+def _in_argument(program: _Laid, index: int) -> NonFinite:
     """A fault that was given: which leaf, how many elements, where the first."""
-    array = jnp.asarray([*program.arrays, *block.consts][index])
-    if index < len(program.arrays):
+    array = jnp.asarray(program.leaves[index])
+    if index < len(program.names):
         name = argument_name(program.names[index])
     else:
         name = f"an array that the function closes over, {array.dtype}{list(array.shape)}"
@@ -348,7 +350,7 @@ def _in_argument(program: Program, block: Block, index: int) -> NonFinite:
         kind=kind,
         verdict=f"{count:,} of {array.size:,} elements were inf or NaN before the call, first at {element}{half}: "
         "look at what made it, a step before that was not skipped, or the data",
-        output=f"{array.dtype}[{','.join(map(str, array.shape))}]",
+        output=array_text(array),
         count=count,
         element=element,
         argument=name,

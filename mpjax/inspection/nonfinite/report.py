@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import Any
 
-from mpjax.inspection.reports import Report, Section
+from mpjax.inspection.reports import Report, Section, array_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +28,7 @@ class OperandRange:
     nonfinite: int
 
     def __str__(self) -> str:
-        shape = f"{self.dtype}[{','.join(map(str, self.shape))}]"
+        shape = array_text(self)
         text = f"{shape} in [{self.min:.4g}, {self.max:.4g}]"
         if self.min > self.max:
             text = f"{shape} with no finite element"
@@ -88,7 +88,9 @@ class NonFinite(Report):
 
     def table(self) -> list[dict[str, Any]]:
         """One row, without the operands."""
-        return [{name: value for name, value in dataclasses.asdict(self).items() if name != "inputs"}]
+        row = dataclasses.asdict(self)
+        del row["inputs"]
+        return [row]
 
     def failure(self, **checks: Any) -> str:
         """Finding one is what the command line exits with 1 for."""

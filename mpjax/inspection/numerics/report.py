@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from mpjax.inspection.numerics import histogram
 from mpjax.inspection.numerics.range_statistics import Limits
-from mpjax.inspection.reports import Report, Section, folded, short_dtypes, written
+from mpjax.inspection.reports import Report, Section, folded_rows, short_dtypes, written
 
 
 @dataclasses.dataclass(frozen=True)
@@ -254,13 +254,7 @@ class NumericsReport(Report):
 
 def _folded(rows: Sequence[Range]) -> list[Range]:
     """The rows, those of repeated modules together, those that lose most first."""
-    names = folded(row.name for row in rows)
-    merged: dict[tuple[str, tuple[str, ...]], Range] = {}
-    for row in rows:
-        key = names[row.name], row.dtypes
-        named = dataclasses.replace(row, name=key[0])
-        merged[key] = _together(merged[key], named) if key in merged else named
-    return sorted(merged.values(), key=lambda row: (-row.overflowed, -row.flushed))
+    return sorted(folded_rows(rows, _together), key=lambda row: (-row.overflowed, -row.flushed))
 
 
 def _together(a: Range, b: Range) -> Range:

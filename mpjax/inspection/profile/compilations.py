@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from mpjax.inspection.program import argument_name
+from mpjax.inspection.reports import array_text
 
 _EVENTS = "/jax/core/compile/"  # Tracing, lowering and XLA's compilation, as `jax.monitoring` reports them.
 _SHOWN = 4
@@ -98,7 +99,7 @@ def _kind(leaf: Any) -> str:
     if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
         return type(leaf).__name__
     weak = " (weakly typed)" if getattr(leaf, "weak_type", False) else ""
-    return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]{weak}"
+    return array_text(leaf) + weak
 
 
 def _first(texts: Sequence[str]) -> list[str]:
