@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,7 +12,8 @@ import numpy as np
 import optax
 
 from mpjax._loss_scale_state import LossScaleState, find_loss_scale_state
-from mpjax.casting.autocast import Program
+from mpjax.casting.autocast import Program, autocast
+from mpjax.casting.rules import Rules
 from mpjax.inspection.program import traced_call
 from mpjax.loss_scale import static_loss_scale, value_and_grad
 from mpjax.modules.boundary import contains_nnx_object, is_nnx_object
@@ -26,65 +28,78 @@ def scale_state(loss_scale: Any) -> LossScaleState:
     return find_loss_scale_state(loss_scale)
 
 
-def gradient_of(
-    fun: Any, state: LossScaleState | None, argnums: int | Sequence[int], has_aux: bool, names: list[str]
-) -> Any:
-    """A function that gives the gradients, then the loss; `names` becomes the gradients' tree paths."""
+@dataclasses.dataclass(frozen=True)
+class Loss:
+    """A loss function and how it is differentiated.
 
-    def gradient(*args: Any) -> Any:
-        positions = [i % len(args) for i in ([argnums] if isinstance(argnums, int) else argnums)]
-        if any(contains_nnx_object(args[i]) for i in positions):
-            value, grads = value_and_grad(fun, state, argnums=argnums, has_aux=has_aux)(*args)
-        else:
-            # An Equinox model is a tree of arrays and functions: its floating arrays are the parameters.
-            leaves, tree = jax.tree.flatten([args[i] for i in positions])
-            moving = [i for i, leaf in enumerate(leaves) if is_castable(leaf)]
+    Args:
+        fun: the function.
+        argnums: which arguments are differentiated, as in `jax.grad`.
+        has_aux: whether it returns `(loss, aux)`.
+    """
 
-            def of_leaves(params: Sequence[Any]) -> Any:
-                filled, given = list(leaves), list(args)
-                for i, leaf in zip(moving, params, strict=True):
-                    filled[i] = leaf
-                for i, arg in zip(positions, jax.tree.unflatten(tree, filled), strict=True):
-                    given[i] = arg
-                return fun(*given)
+    fun: Callable[..., Any]
+    argnums: int | Sequence[int] = 0
+    has_aux: bool = False
 
-            value, found = value_and_grad(of_leaves, state, has_aux=has_aux)([leaves[i] for i in moving])
-            filled = [None] * len(leaves)
-            for i, grad in zip(moving, found, strict=True):
-                filled[i] = grad
-            grads = jax.tree.unflatten(tree, filled)
-            grads = grads[0] if isinstance(argnums, int) else grads
-        with_paths = jax.tree_util.tree_flatten_with_path(grads)[0]
-        paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in with_paths]
-        names[:] = [path.removesuffix("/value") for path in paths]  # of an NNX variable
-        return [grad for _, grad in with_paths], value[0] if has_aux else value
+    def under(self, policy: Any, rules: Rules | None = None) -> Loss:
+        """The same under autocast."""
+        return dataclasses.replace(self, fun=autocast(self.fun, policy, rules=rules))
 
-    return gradient
+    def with_named_modules(self) -> Loss:
+        """The same with scopes around its NNX modules, also where nothing is planned."""
+        return dataclasses.replace(self, fun=_with_named_modules(self.fun))
+
+    def gradient(self, state: LossScaleState | None, names: list[str]) -> Any:
+        """A function that gives the gradients, then the loss; `names` becomes the gradients' tree paths."""
+
+        def gradient(*args: Any) -> Any:
+            positions = [i % len(args) for i in ([self.argnums] if isinstance(self.argnums, int) else self.argnums)]
+            if any(contains_nnx_object(args[i]) for i in positions):
+                value, grads = value_and_grad(self.fun, state, argnums=self.argnums, has_aux=self.has_aux)(*args)
+            else:
+                # An Equinox model is a tree of arrays and functions: its floating arrays are the parameters.
+                leaves, tree = jax.tree.flatten([args[i] for i in positions])
+                moving = [i for i, leaf in enumerate(leaves) if is_castable(leaf)]
+
+                def of_leaves(params: Sequence[Any]) -> Any:
+                    filled, given = list(leaves), list(args)
+                    for i, leaf in zip(moving, params, strict=True):
+                        filled[i] = leaf
+                    for i, arg in zip(positions, jax.tree.unflatten(tree, filled), strict=True):
+                        given[i] = arg
+                    return self.fun(*given)
+
+                value, found = value_and_grad(of_leaves, state, has_aux=self.has_aux)([leaves[i] for i in moving])
+                filled = [None] * len(leaves)
+                for i, grad in zip(moving, found, strict=True):
+                    filled[i] = grad
+                grads = jax.tree.unflatten(tree, filled)
+                grads = grads[0] if isinstance(self.argnums, int) else grads
+            with_paths = jax.tree_util.tree_flatten_with_path(grads)[0]
+            paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in with_paths]
+            names[:] = [path.removesuffix("/value") for path in paths]  # of an NNX variable
+            return [grad for _, grad in with_paths], value[0] if self.has_aux else value
+
+        return gradient
+
+    def gradient_at_any_scale(self, names: list[str]) -> Any:
+        """`gradient` at the loss scale in the keyword argument `mpjax_loss_scale`: shape (), float32."""
+
+        def gradient(*args: Any, mpjax_loss_scale: Any) -> Any:
+            state = static_loss_scale(optax.identity(), 1.0).init({})._replace(loss_scale=mpjax_loss_scale)
+            return self.gradient(state, names)(*args)
+
+        return gradient
+
+    def traced_at_any_scale(self, caller: str, args: Sequence[Any]) -> tuple[Program, int, list[str]]:
+        """The gradient's program, which of its arguments is the loss scale, and the gradients' tree paths."""
+        names: list[str] = []
+        program = traced_call(caller, self.gradient_at_any_scale(names), args, {"mpjax_loss_scale": np.float32(1)})
+        return program, next(i for i, name in enumerate(program.names) if "mpjax_loss_scale" in name), names
 
 
-def scaled_gradient(fun: Any, argnums: int | Sequence[int], has_aux: bool, names: list[str]) -> Any:
-    """`gradient_of` at the loss scale in the keyword argument `mpjax_loss_scale`: shape (), float32."""
-
-    def gradient(*args: Any, mpjax_loss_scale: Any) -> Any:
-        state = static_loss_scale(optax.identity(), 1.0).init({})._replace(loss_scale=mpjax_loss_scale)
-        return gradient_of(fun, state, argnums, has_aux, names)(*args)
-
-    return gradient
-
-
-def traced_at_any_scale(
-    caller: str, fun: Any, args: Sequence[Any], argnums: int | Sequence[int], has_aux: bool
-) -> tuple[Program, int, list[str]]:
-    """The program of `scaled_gradient`, which of its arguments is the loss scale, and the gradients' tree paths."""
-    names: list[str] = []
-    gradient = scaled_gradient(fun, argnums, has_aux, names)
-    program = traced_call(caller, gradient, args, {"mpjax_loss_scale": np.float32(1)})
-    return program, next(i for i, name in enumerate(program.names) if "mpjax_loss_scale" in name), names
-
-
-def with_named_modules(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with scopes around its NNX modules, also where nothing is planned."""
-
+def _with_named_modules(fun: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(fun)
     def named(*args: Any, **kwargs: Any) -> Any:
         if not contains_nnx_object((args, kwargs)):

@@ -14,7 +14,7 @@ from mpjax._jaxpr.interpreter import is_half, widened
 from mpjax._jaxpr.layout import Block, lay_out, unseen
 from mpjax._jaxpr.primitives import Op, primitive
 from mpjax._jaxpr.source import BACKWARD
-from mpjax.inspection.gradient import gradient_of, scale_state, with_named_modules
+from mpjax.inspection.gradient import Loss, scale_state
 from mpjax.inspection.layerwise.groups import Group, grouped
 from mpjax.inspection.layerwise.lockstep import EagerLockstep, ErrorProbe, Values, error_note
 from mpjax.inspection.layerwise.report import LayerError, ParameterError
@@ -75,7 +75,7 @@ def layerwise_error(
     Source: the per-layer comparison of accuracy debuggers, such as TensorRT's Polygraphy and PyTorch's numeric suite.
     """
     state = None if loss_scale is None else scale_state(loss_scale)
-    evaluated = _evaluate("layerwise_error", fun, args, state, argnums, has_aux, by_instance=True)
+    evaluated = _evaluate("layerwise_error", Loss(fun, argnums, has_aux), args, state, by_instance=True)
     if evaluated is None:
         raise ValueError(
             "layerwise_error: nothing in this program is half, so it has no error to show. Give it under "
@@ -85,11 +85,9 @@ def layerwise_error(
     return _report(fun, *evaluated)
 
 
-def errors_by_module(
-    caller: str, fun: Callable[..., Any], args: Sequence[Any], state: Any, argnums: Any, has_aux: bool
-) -> list[LayerError]:
+def errors_by_module(caller: str, loss: Loss, args: Sequence[Any], state: Any) -> list[LayerError]:
     """The rows by module; empty if nothing is half. Modules are named scopes alone, as autocast's rules see them."""
-    evaluated = _evaluate(caller, fun, args, state, argnums, has_aux, by_instance=False)
+    evaluated = _evaluate(caller, loss, args, state, by_instance=False)
     if evaluated is None:
         return []
     block, groups, notes, _, names = evaluated
@@ -99,12 +97,10 @@ def errors_by_module(
 _Evaluated = tuple[Block, Mapping[int, Group], Mapping[Any, Any], Sequence[Any], list[str]]
 
 
-def _evaluate(
-    caller: str, fun: Any, args: Sequence[Any], state: Any, argnums: Any, has_aux: bool, by_instance: bool
-) -> _Evaluated | None:
+def _evaluate(caller: str, loss: Loss, args: Sequence[Any], state: Any, by_instance: bool) -> _Evaluated | None:
     """The gradient's program with its groups, the errors noted in it, its results and the gradients' names."""
     names: list[str] = []
-    program = traced_call(caller, gradient_of(with_named_modules(fun), state, argnums, has_aux, names), args, {})
+    program = traced_call(caller, loss.with_named_modules().gradient(state, names), args, {})
     owners = owners_of(program.jaxpr, program.names) if by_instance else {}
     block = lay_out(program.jaxpr, owners=owners)
     if not any(is_half(v) for place in block.places() for v in (*place.site.eqn.invars, *place.site.eqn.outvars)):

@@ -18,7 +18,7 @@ from mpjax._jaxpr.interpreter import Eager, is_half, is_inexact, widened
 from mpjax._jaxpr.layout import Block, Place, lay_out, unseen
 from mpjax._jaxpr.primitives import Op, primitive
 from mpjax._jaxpr.source import BACKWARD, FORWARD
-from mpjax.inspection.gradient import gradient_of, scale_state
+from mpjax.inspection.gradient import Loss, scale_state
 from mpjax.inspection.numerics.activations import Counted, counted
 from mpjax.inspection.numerics.host_statistics import HostRangeProbe, result
 from mpjax.inspection.numerics.range_statistics import BIAS, BINS, Limits, Note, RangeProbe, Tally, tally_of
@@ -94,7 +94,7 @@ def numerics(
         raise ValueError(f"numerics: dtype={dtype!r} is no half dtype; give 'float16' or 'bfloat16'.")
     state = None if loss_scale is None else scale_state(loss_scale)
     scale = 1.0 if state is None else float(np.max(state.loss_scale))
-    measuring = _Measuring(fun, state, scale, argnums, has_aux, Limits.of(half))
+    measuring = _Measuring(Loss(fun, argnums, has_aux), state, scale, Limits.of(half))
     for call in [args] if batches is None else ((*args, batch) for batch in batches):
         measuring.add(call)
     if measuring.batches == 0:
@@ -127,8 +127,8 @@ class _Row(NamedTuple):
 class _Measuring:
     """Adds up what is measured, batch by batch. Batches of another shape are another program."""
 
-    def __init__(self, fun: Any, state: Any, scale: float, argnums: Any, has_aux: bool, limits: Limits):
-        self.fun, self.state, self.scale, self.argnums, self.has_aux = fun, state, scale, argnums, has_aux
+    def __init__(self, loss: Loss, state: Any, scale: float, limits: Limits):
+        self.loss, self.state, self.scale = loss, state, scale
         self.limits, self.batches, self.has_half = limits, 0, False
         self.compiled: dict[Any, _Compiled] = {}
         self.tallies: dict[_Row, Tally] = {}
@@ -140,8 +140,7 @@ class _Measuring:
     def add(self, args: Sequence[Any]) -> None:
         """Measures one call."""
         names: list[str] = []
-        gradient = gradient_of(self.fun, self.state, self.argnums, self.has_aux, names)
-        program = traced_call("numerics", gradient, args, {})
+        program = traced_call("numerics", self.loss.gradient(self.state, names), args, {})
         consts = compat.open_jaxpr(program.jaxpr).consts
         key = jax.tree.structure(args), *(jax.typeof(x) for x in (*program.arrays, *consts))
         if key not in self.compiled:
@@ -195,11 +194,11 @@ class _Measuring:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # about what the policy leaves in float32, which is what is tried
-                trial = Trial(self.fun, half, self.argnums, self.has_aux, args)
+                trial = Trial(self.loss, half, args)
                 before = trial.error(self.scale, true)
                 if overrides:
                     kept = dataclasses.replace(half, overrides=overrides)
-                    trial = Trial(self.fun, kept, self.argnums, self.has_aux, args)
+                    trial = Trial(self.loss, kept, args)
                 after = trial.error(report.init_scale, true)
         except Exception as error:  # The measurement stands without it.
             note = f"the recommendation was not tried: autocast fails with {type(error).__name__}: {error}"

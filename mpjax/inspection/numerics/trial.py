@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,8 +19,7 @@ from jax import lax
 from mpjax._jaxpr.interpreter import COMPILER_OPTIONS, Eager, Probe, is_half, widened
 from mpjax._jaxpr.layout import Place, lay_out
 from mpjax._jaxpr.primitives import primitive
-from mpjax.casting.autocast import autocast
-from mpjax.inspection.gradient import traced_at_any_scale
+from mpjax.inspection.gradient import Loss
 from mpjax.policy import Policy
 
 
@@ -28,15 +27,13 @@ class Trial:
     """The gradient of a loss function under a policy, at any loss scale.
 
     Args:
-        fun: the loss function.
-        policy: what `autocast` makes of it.
-        argnums, has_aux: as in `gradient_of`.
+        loss: the loss function.
+        policy: what it runs under.
         args: the arguments of the call.
     """
 
-    def __init__(self, fun: Callable[..., Any], policy: Policy, argnums: Any, has_aux: bool, args: Sequence[Any]):
-        half = autocast(fun, policy)
-        self._program, self._scale, _ = traced_at_any_scale("numerics", half, args, argnums, has_aux)
+    def __init__(self, loss: Loss, policy: Policy, args: Sequence[Any]):
+        self._program, self._scale, _ = loss.under(policy).traced_at_any_scale("numerics", args)
         self._block = lay_out(self._program.jaxpr)
         self._evaluation = Eager(Probe(), wide=True, replace=_rounded)
 

@@ -15,9 +15,10 @@ import optax
 
 from mpjax._jaxpr.interpreter import COMPILER_OPTIONS, is_half
 from mpjax._jaxpr.walk import Site, walk
-from mpjax.casting import Rules, autocast
-from mpjax.inspection.gradient import scale_state, traced_at_any_scale, with_named_modules
+from mpjax.casting import Rules
+from mpjax.inspection.gradient import Loss, scale_state
 from mpjax.inspection.layerwise.layerwise import errors_by_module
+from mpjax.inspection.reports import totals
 from mpjax.inspection.search.report import SearchedModule
 from mpjax.inspection.search.report import SearchReport as SearchReport
 from mpjax.policy import HALF_DTYPES, get_policy, path_matches
@@ -91,9 +92,8 @@ def search(
     half = get_policy(policy)
     if half.compute_dtype not in HALF_DTYPES:
         raise ValueError(f"search: the policy {policy!r} computes in {half.compute_dtype}; give one that is half.")
-    passes = _Passes(
-        inner, half, rules or Rules(), tuple(args), metric or _gradient_error, loss_scale, argnums, has_aux
-    )
+    loss = Loss(inner, argnums, has_aux)
+    passes = _Passes(loss, half, rules or Rules(), tuple(args), metric or _gradient_error, loss_scale)
     return _searched(passes, budget, str(policy), getattr(fun, "__name__", type(fun).__name__))
 
 
@@ -164,17 +164,14 @@ class _Passes:
 
     def __init__(
         self,
-        fun: Any,
+        loss: Loss,
         policy: Any,
         rules: Rules,
         args: tuple[Any, ...],
         metric: Metric,
         loss_scale: float | None,
-        argnums: Any,
-        has_aux: bool,
     ):
-        self.fun, self.policy, self.args, self.metric = fun, policy, args, metric
-        self.argnums, self.has_aux = argnums, has_aux
+        self.loss, self.policy, self.args, self.metric = loss, policy, args, metric
         self.count = 0
         self.half_shares: dict[frozenset[str], float] = {}
         self.paths: tuple[str, ...] = ()
@@ -184,7 +181,7 @@ class _Passes:
         self._scales = [loss_scale] if loss_scale is not None else _backing_off(start)
         self._scale = self._scales[0]
         with jax.default_matmul_precision("highest"):  # TF32 is no reference
-            self._expected = self._run(fun)[0]
+            self._expected = self._run(loss)[0]
 
     def rules(self, kept: Iterable[str]) -> Rules:
         """The rules that keep some modules in float32."""
@@ -211,7 +208,7 @@ class _Passes:
         """The error, measured again."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about what stays in float32, which is what is tried
-            found, sites = self._run(autocast(self.fun, self.policy, rules=self.rules(kept)))
+            found, sites = self._run(self.loss.under(self.policy, self.rules(kept)))
         self.half_shares[frozenset(kept)] = _half_share(sites)
         if not kept:
             self._sites = sites
@@ -223,14 +220,8 @@ class _Passes:
         """The modules with operations in half and their own errors, the largest first; a pass."""
         self.count += 1
         scale = self._scale if self._scale > _LAST_SCALE else self._scales[len(self._scales) // 2]
-        rows = errors_by_module(
-            "search",
-            autocast(self.fun, self.policy, rules=self._rules),
-            self.args,
-            scale_state(scale),
-            self.argnums,
-            self.has_aux,
-        )
+        half = self.loss.under(self.policy, self._rules)
+        rows = errors_by_module("search", half, self.args, scale_state(scale))
         errors: dict[str, float] = {}
         for row in rows:
             if row.path and row.dtypes:
@@ -241,17 +232,12 @@ class _Passes:
 
     def flops(self) -> dict[str, int]:
         """FLOPs by module, forward and backward."""
-        flops = dict.fromkeys(self.paths, 0)
-        for site in self._sites:
-            if site.path:
-                flops[site.path] += site.flops
-        return flops
+        return totals((site.path, site.flops) for site in self._sites if site.path)
 
-    def _run(self, fun: Any) -> tuple[Found, list[Site]]:
+    def _run(self, loss: Loss) -> tuple[Found, list[Site]]:
         """Loss and gradients, at the first loss scale at which they are finite, and the program's equations."""
         self.count += 1
-        named = with_named_modules(fun)
-        program, at, names = traced_at_any_scale("search", named, self.args, self.argnums, self.has_aux)
+        program, at, names = loss.with_named_modules().traced_at_any_scale("search", self.args)
         run = jax.jit(jax.extend.core.jaxpr_as_fun(program.jaxpr), compiler_options=COMPILER_OPTIONS)
         arrays = list(program.arrays)
         for scale in self._scales:

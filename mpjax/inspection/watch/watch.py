@@ -19,8 +19,8 @@ from mpjax._jaxpr.layout import Block, Place, lay_out
 from mpjax._jaxpr.source import BACKWARD
 from mpjax._loss_scale_state import find_loss_scale_state, loss_scale_of
 from mpjax._replicas import all_finite
-from mpjax.casting.autocast import autocast, traced_call
-from mpjax.inspection.gradient import scaled_gradient, with_named_modules
+from mpjax.casting.autocast import traced_call
+from mpjax.inspection.gradient import Loss
 from mpjax.inspection.layerwise.groups import grouped
 from mpjax.inspection.numerics.activations import Counted, counted
 from mpjax.inspection.numerics.range_statistics import Limits, Note, RangeProbe, floats, note
@@ -108,8 +108,8 @@ def watch(
     for name, value in (("every", every), ("keep", keep)):
         if not isinstance(value, (int, np.integer)) or value < 1:
             raise ValueError(f"watch: {name}={value!r}: give a whole number of 1 or more.")
-    target = with_named_modules(fun if policy is None else autocast(fun, policy))
-    measured = functools.partial(_measured, target, argnums, has_aux)
+    loss = Loss(fun, argnums, has_aux) if policy is None else Loss(fun, argnums, has_aux).under(policy)
+    measured = functools.partial(_measured, loss.with_named_modules())
 
     def init(*args: Any) -> WatchState:
         names = measured(jax.ShapeDtypeStruct((), jnp.float32), args).names
@@ -192,10 +192,10 @@ class _Program:
     run: Callable[[Any], jax.Array]
 
 
-def _measured(fun: Any, argnums: Any, has_aux: bool, scale: Any, args: Sequence[Any]) -> _Program:
+def _measured(loss: Loss, scale: Any, args: Sequence[Any]) -> _Program:
     names: list[str] = []
     kwargs = {"mpjax_loss_scale": scale}
-    program = traced_call(scaled_gradient(fun, argnums, has_aux, names), args, kwargs)
+    program = traced_call(loss.gradient_at_any_scale(names), args, kwargs)
     block = lay_out(program.jaxpr, owners=owners_of(program.jaxpr, argument_names(program, args, kwargs)))
     counts, groups = counted(block, len(names)), grouped(block).groups
     probe = StatisticsProbe(block, counts)
