@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -97,6 +98,16 @@ class Loss:
         names: list[str] = []
         program = traced_call(caller, self.gradient_at_any_scale(names), args, {"mpjax_loss_scale": np.float32(1)})
         return program, next(i for i, name in enumerate(program.names) if "mpjax_loss_scale" in name), names
+
+
+def relative_error(found: Iterable[Any], exact: Iterable[Any]) -> float:
+    """‖found − exact‖ / ‖exact‖ of some arrays together, ‖found‖ where these are all zero; inf if it is not finite."""
+    pairs = [(np.asarray(f, np.float64), np.asarray(e, np.float64)) for f, e in zip(found, exact, strict=True)]
+    with np.errstate(invalid="ignore"):  # inf - inf
+        apart = math.sqrt(sum(np.sum((f - e) ** 2) for f, e in pairs))
+        size = math.sqrt(sum(np.sum(e**2) for _, e in pairs))
+    error = apart / size if size else apart
+    return error if math.isfinite(error) else math.inf
 
 
 def _with_named_modules(fun: Callable[..., Any]) -> Callable[..., Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -82,23 +82,27 @@ def layerwise_error(
             "mpjax.autocast(fun, 'mixed_float16') (--policy mixed_float16 on the command line), or a model with a "
             "policy."
         )
-    return _report(fun, *evaluated)
+    return _report(fun, evaluated)
 
 
 def errors_by_module(caller: str, loss: Loss, args: Sequence[Any], state: Any) -> list[LayerError]:
     """The rows by module; empty if nothing is half. Modules are named scopes alone, as autocast's rules see them."""
     evaluated = _evaluate(caller, loss, args, state, by_instance=False)
-    if evaluated is None:
-        return []
-    block, groups, notes, _, names = evaluated
-    return _modules(block, groups, jax.device_get(notes), makers_of_gradients(block, len(names)))
+    return [] if evaluated is None else _modules(evaluated)
 
 
-_Evaluated = tuple[Block, Mapping[int, Group], Mapping[Any, Any], Sequence[Any], list[str]]
+class _Evaluated(NamedTuple):
+    """The gradient's program with its groups, the errors noted in it, its results and the gradients' names."""
+
+    block: Block
+    groups: Mapping[int, Group]
+    notes: Mapping[Any, Any]
+    outs: Sequence[Any]
+    names: list[str]
 
 
 def _evaluate(caller: str, loss: Loss, args: Sequence[Any], state: Any, by_instance: bool) -> _Evaluated | None:
-    """The gradient's program with its groups, the errors noted in it, its results and the gradients' names."""
+    """The evaluated gradient; None if nothing in it is half."""
     names: list[str] = []
     program = traced_call(caller, loss.with_named_modules().gradient(state, names), args, {})
     owners = owners_of(program.jaxpr, program.names) if by_instance else {}
@@ -108,12 +112,11 @@ def _evaluate(caller: str, loss: Loss, args: Sequence[Any], state: Any, by_insta
     found = grouped(block)
     arrays = [Values(widened(x), x, x) for x in map(jnp.asarray, program.arrays)]
     outs, notes = EagerLockstep(ErrorProbe(block, found), found.groups).block(block, arrays)
-    return block, found.groups, notes, outs, names
+    return _Evaluated(block, found.groups, jax.device_get(notes), outs, names)
 
 
-def _report(
-    fun: Any, block: Block, groups: Mapping[int, Group], notes: Mapping[Any, Any], outs: Sequence[Any], names: list[str]
-) -> LayerwiseReport:
+def _report(fun: Any, found: _Evaluated) -> LayerwiseReport:
+    names, outs = found.names, found.outs
     grads = [jax.device_get(error_note(*out)) for out in outs[: len(names)]]
     loss = jax.device_get(error_note(*outs[len(names)]))
     squares = [float(size) ** 2 * sums.astype(float) for size, sums, _ in grads]
@@ -126,16 +129,16 @@ def _report(
         function=getattr(fun, "__name__", type(fun).__name__),
         loss_error=_error([loss], 1),
         gradient_error=_error(grads, 1),
-        modules=tuple(_modules(block, groups, jax.device_get(notes), makers_of_gradients(block, len(names)))),
+        modules=tuple(_modules(found)),
         parameters=tuple(sorted(parameters, key=lambda row: -row.share)),
-        unseen=unseen(block),
+        unseen=unseen(found.block),
     )
 
 
-def _modules(
-    block: Block, groups: Mapping[int, Group], notes: Mapping[Any, Any], of_parameters: frozenset[int]
-) -> list[LayerError]:
+def _modules(evaluated: _Evaluated) -> list[LayerError]:
     """The rows: those with operations in half that want float32 first, then by their own error."""
+    block, groups = evaluated.block, evaluated.groups
+    of_parameters = makers_of_gradients(block, len(evaluated.names))
     places = {place.number: place for place in block.places()}
     dtypes: dict[Group, dict[str, None]] = {group: {} for group in groups.values()}
     denied: dict[Group, dict[str, None]] = {group: {} for group in groups.values()}
@@ -147,7 +150,7 @@ def _modules(
     # A module's arrays: the passes apart, the gradients of its parameters together, because one alone may be nothing
     # but rounding (of a bias before a normalisation: zero in exact arithmetic).
     arrays: dict[tuple[Group, bool], dict[Any, list[Any]]] = {}
-    for (_, number, i), note in notes.items():
+    for (_, number, i), note in evaluated.notes.items():
         backward = places[number].site.phase == BACKWARD
         together = "parameters" if backward and number in of_parameters else (number, i)
         arrays.setdefault((groups[number], backward), {}).setdefault(together, []).append((number, note))

@@ -8,7 +8,6 @@ are the same as those of the float32 program.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +18,7 @@ from jax import lax
 from mpjax._jaxpr.interpreter import COMPILER_OPTIONS, Eager, Probe, is_half, widened
 from mpjax._jaxpr.layout import Place, lay_out
 from mpjax._jaxpr.primitives import primitive
-from mpjax.inspection.gradient import Loss
+from mpjax.inspection.gradient import Loss, relative_error
 from mpjax.policy import Policy
 
 
@@ -42,12 +41,7 @@ class Trial:
         arrays = [widened(x) for x in self._program.arrays]
         arrays[self._scale] = np.float32(scale)
         outs, _ = self._evaluation.block(self._block, arrays)
-        grads = (np.asarray(g, np.float64) for g in outs[: len(exact)])
-        pairs = [(g, np.asarray(e, np.float64)) for g, e in zip(grads, exact, strict=True)]
-        with np.errstate(invalid="ignore"):  # inf - inf
-            apart, size = sum(np.sum((g - e) ** 2) for g, e in pairs), sum(np.sum(e**2) for _, e in pairs)
-            error = float(np.sqrt(apart) / np.sqrt(size))
-        return error if math.isfinite(error) else math.inf
+        return relative_error(outs[: len(exact)], exact)
 
 
 def _rounded(place: Place, turn: Sequence[Any], outs: Sequence[Any]) -> Sequence[Any]:

@@ -11,12 +11,11 @@ import jax
 import jax.extend
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from mpjax._jaxpr.interpreter import COMPILER_OPTIONS, is_half
 from mpjax._jaxpr.walk import Site, walk
 from mpjax.casting import Rules
-from mpjax.inspection.gradient import Loss, scale_state
+from mpjax.inspection.gradient import Loss, relative_error, scale_state
 from mpjax.inspection.layerwise.layerwise import errors_by_module
 from mpjax.inspection.reports import totals
 from mpjax.inspection.search.report import SearchedModule
@@ -266,6 +265,4 @@ def _half_share(sites: Iterable[Site]) -> float:
 
 def _gradient_error(found: Found, expected: Found) -> float:
     """‖half − float32‖ / ‖float32‖ of all gradients together."""
-    pairs = [(jnp.asarray(found[1][name], jnp.float32), jnp.asarray(x, jnp.float32)) for name, x in expected[1].items()]
-    apart, whole = (optax.tree.norm(tree) for tree in ([a - b for a, b in pairs], [b for _, b in pairs]))
-    return float(apart / whole) if whole else float(apart)
+    return relative_error((found[1][name] for name in expected[1]), expected[1].values())
