@@ -12,10 +12,11 @@ from benchmarks.parity import gates, training
 from benchmarks.parity.families import FAMILIES, get, module
 from benchmarks.parity.family import MODEL, Models
 from mpjax import LossScaleState
+from testing.measures import half_share
 from testing.random_programs.evaluate import arrays_in_numpy, in_numpy
 
 POLICY = "mixed_float16"
-STEPS = 8
+STEPS = 3  # the learning rate of the first one is 0
 # Repeated layers, each of which is tested once: compiling them takes most of the time.
 FEWEST = {
     "resnet": {"stages": ((16, 2),)},
@@ -26,7 +27,8 @@ FEWEST = {
 }
 # The first loss scale is too high for these by one step.
 OVERFLOWING = ("jasper",)
-OPERATION = re.compile(r"stablehlo\.(?:dot_general|convolution)[^\n]*: \((tensor<[^>]*>), (tensor<[^>]*>)\)")
+# NumPy carries out the training steps of the others: for these it takes longer than XLA does to compile them.
+COMPILED = ("bert", "gpt", "gnmt", "mlstm", "ppo")
 
 
 def smallest(name):
@@ -66,14 +68,11 @@ def test_family_trains_in_half(name):
     trained = training.Training(family, POLICY)
     state = initial_state(trained)
     batch = family.batch(np.random.default_rng(0))
-    lowered = trained.step.lower(state, batch)
-    operands = [part for pair in OPERATION.findall(lowered.as_text()) for part in pair]
-    assert operands
-    assert sum("f16" in part for part in operands) >= 0.9 * len(operands)
+    assert half_share(trained.step, state, batch) >= 0.99
 
     variables = state["variables"]
-    step, losses = lowered.compile(), []
-    for _ in range(STEPS):
+    step, losses = trained.step if name in COMPILED else arrays_in_numpy(trained.step), []
+    for _ in range(STEPS + (name in OVERFLOWING)):
         state, loss = step(state, batch)
         losses.append(float(loss))
     assert np.isfinite(losses).all()
@@ -110,8 +109,9 @@ def test_policies_train_a_family(policy):
     state = initial_state(trained)
     batch = family.batch(np.random.default_rng(0))
     losses = []
+    step = arrays_in_numpy(trained.step)
     for _ in range(STEPS):
-        state, loss = trained.step(state, batch)
+        state, loss = step(state, batch)
         losses.append(float(loss))
     assert losses[-1] < losses[0]
     dtypes = {str(x.dtype) for x in jax.tree.leaves(state["variables"])}
