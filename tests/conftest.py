@@ -3,6 +3,7 @@
 import functools
 import gc
 import os
+from collections.abc import Iterator
 
 # Before JAX starts: shard_map and sharding tests need several devices on any machine; and these programs
 # are compiled far longer than they run (LLVM's optimisation takes three quarters of the tests' time).
@@ -13,6 +14,7 @@ import flax.nnx
 import jax
 import optax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 # Scripts that tests run, not modules with doctests.
 collect_ignore = ["user_script.py", "launcher/scripts"]
@@ -82,3 +84,23 @@ def _share_processes(items):
         shared = next((folder for folder in SHARING if item.nodeid.startswith(folder)), item.nodeid.split("::")[0])
         item.add_marker(pytest.mark.xdist_group(program or shared))
     items.sort(key=of_zoo.__getitem__)
+
+
+@pytest.fixture(scope="module")
+def stored_programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Compiles each program once: runs of the same flags are the same program.
+
+    JAX stores only what compiles for a second unless it is told otherwise, and opens one folder for each process, so
+    the cache is reset for the tests of other modules.
+    """
+    options = {
+        "jax_compilation_cache_dir": str(tmp_path_factory.getbasetemp() / "compiled"),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+    }
+    before = {name: jax.config.values[name] for name in options}
+    for values in (options, before):
+        compilation_cache.reset_cache()
+        for name, value in values.items():
+            jax.config.update(name, value)
+        if values is options:
+            yield

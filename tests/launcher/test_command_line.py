@@ -17,16 +17,16 @@ ROOT = pathlib.Path(__file__).parent.parent.parent
 TRAIN = ROOT / "tests" / "launcher" / "scripts" / "train_state.py"
 
 LINEAR = """
-import sys, jax, jax.numpy as jnp, optax
+import sys, jax, jax.numpy as jnp, numpy as np, optax
 tx = optax.sgd(0.1)
 @jax.jit
 def step(w, s, x):
     loss, g = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(w)
     u, s = tx.update(g, s)
     return optax.apply_updates(w, u), s, loss
-w = jnp.eye(16); s = tx.init(w)
+w = np.eye(16, dtype=np.float32); s = tx.init(w)
 for _ in range(3):
-    w, s, loss = step(w, s, jnp.ones((8, 16)))
+    w, s, loss = step(w, s, np.ones((8, 16), np.float32))
 print(f"loss {loss:.3f}", *sys.argv[1:])
 """
 
@@ -70,7 +70,7 @@ def test_a_script_runs_in_half_and_says_what_happened(script, tmp_path):
 
 
 def test_a_module_runs_with_its_arguments_and_quietly(script, tmp_path):
-    optax_first = LINEAR.replace("import sys, jax, jax.numpy as jnp, optax", "import optax, sys, jax, jax.numpy as jnp")
+    optax_first = LINEAR.replace("import sys, ", "import optax, sys, ")
     script(optax_first + "print(__name__, __spec__.name, sys.argv[0])", "my_trainer.py")
     done = run("--policy", "mixed_bfloat16", "--quiet", "-m", "my_trainer", "--epochs", "2", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
@@ -254,8 +254,6 @@ def environment(tmp_path_factory):
 
 def test_the_variable_alone_does_it(environment, script):
     path = script(LINEAR)
-    plain = python(path, interpreter=environment, PYTHONPATH="")
-    assert (plain.stdout, plain.stderr) == ("loss 0.410\n", "")
     done = python(path, interpreter=environment, PYTHONPATH="", MPJAX_AUTOCAST_ALL="mixed_float16")
     assert done.stdout == "loss 0.410\n"
     assert "step: 100.0% of" in done.stderr

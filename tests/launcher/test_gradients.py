@@ -13,6 +13,9 @@ from mpjax.launcher import gradients
 from mpjax.launcher.options import LaunchError
 from mpjax.launcher.session import CALLS, LOSS, RETRIES, SCALE
 
+# Each test clears JAX's caches, which would have the same small programs compiled again.
+pytestmark = pytest.mark.usefixtures("stored_programs")
+
 WIDTH = 16
 X = np.random.default_rng(0).normal(size=(8, WIDTH)).astype(np.float32)
 # At the first scale, 2**15, the cotangents of this loss leave float16; they do not at the second.

@@ -13,11 +13,14 @@ from flax.training import train_state
 from mpjax.launcher.reruns import running_sites
 from mpjax.launcher.session import CALLS, NONFINITE, RERUNS
 
+# Each test clears JAX's caches, which would have the same small programs compiled again.
+pytestmark = pytest.mark.usefixtures("stored_programs")
+
 X = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
 
 
 def params():
-    return {"w": jnp.asarray(np.random.default_rng(1).normal(size=(16, 16)).astype(np.float32) / 4)}
+    return {"w": jax.device_put(np.random.default_rng(1).normal(size=(16, 16)).astype(np.float32) / 4)}
 
 
 def model(p, x):
@@ -231,7 +234,7 @@ def test_two_optimizers_have_a_scale_each(launched):
 
 # ---- Forward passes that overflow float16 ----
 
-LARGE = jnp.asarray(X * 1e5)  # leaves float16 in the forward pass; float32 is far from its limits
+LARGE = jax.device_put(X * np.float32(1e5))  # leaves float16 in the forward pass; float32 is far from its limits
 
 
 def with_batch_norm():

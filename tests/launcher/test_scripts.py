@@ -13,6 +13,9 @@ import pytest
 from mpjax.launcher.reruns import running_sites
 from mpjax.launcher.session import RERUNS, RETRIES
 
+# Each test clears JAX's caches, which would have the same small programs compiled again.
+pytestmark = pytest.mark.usefixtures("stored_programs")
+
 FOLDER = pathlib.Path(__file__).parent / "scripts"
 
 
