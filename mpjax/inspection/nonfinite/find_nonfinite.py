@@ -331,6 +331,15 @@ def _batch_of(args: Sequence[Any]) -> _Batch | None:
     return _Batch(sizes.pop()[0], others) if len(sizes) == 1 else None
 
 
+@jax.jit
+def _first_bad(array: Any) -> tuple[Any, Any, Any]:
+    """The flat index of the first element that is not finite, how many are not, and whether that one is NaN."""
+    flat = array.ravel()
+    bad = ~jnp.isfinite(flat)
+    first = jnp.argmax(bad)
+    return first, jnp.sum(bad), jnp.isnan(flat[first])
+
+
 def _in_argument(program: _Laid, index: int) -> NonFinite:
     """A fault that was given: which leaf, how many elements, where the first."""
     array = jnp.asarray(program.leaves[index])
@@ -338,9 +347,8 @@ def _in_argument(program: _Laid, index: int) -> NonFinite:
         name = argument_name(program.names[index])
     else:
         name = f"an array that the function closes over, {array.dtype}{list(array.shape)}"
-    bad = jnp.logical_not(jnp.isfinite(array)).ravel()
-    first, count = int(jnp.argmax(bad)), int(jnp.sum(bad))
-    kind = "nan" if bool(jnp.isnan(array.ravel()[first])) else "inf"
+    first, count, is_nan = map(int, jax.device_get(_first_bad(array)))
+    kind = "nan" if is_nan else "inf"
     element = tuple(int(i) for i in np.unravel_index(first, array.shape)) if array.shape else ()
     half = f" (it is {array.dtype}: it may have overflowed when it was cast)" if array.dtype in HALF_DTYPES else ""
     return NonFinite(

@@ -14,7 +14,15 @@ from testing import cheap_keys
 from testing.random_programs.evaluate import arrays_in_numpy
 from testing.zoo import REGISTRY, harness
 
-HALF = jnp.float16
+HALF = np.float16
+
+
+def full(shape, value, dtype=np.float32, **others):
+    """An array of one value but for some: `full((2, 3), 1, at={(0, 1): 2})`."""
+    array = np.full(shape, value, dtype)
+    for index, other in others.get("at", {}).items():
+        array[index] = other
+    return array
 
 
 def line_of(fun):
@@ -26,7 +34,7 @@ def test_an_overflow_of_half_is_found_with_its_float32_value_and_batch_element()
     def square(x):
         return jnp.sum(x * x, axis=1)
 
-    x = jnp.ones((4, 3), HALF).at[2, 1].set(302.0)
+    x = full((4, 3), 1, HALF, at={(2, 1): 302})
     found = find_nonfinite(jax.jit(square), x)
     assert (found.primitive, found.kind, found.direction, found.source) == ("mul", "inf", "forward", line_of(square))
     assert found.verdict == "overflow of float16 here (float32 value 91,204)"
@@ -35,7 +43,7 @@ def test_an_overflow_of_half_is_found_with_its_float32_value_and_batch_element()
     assert (found.inputs[0].min, found.inputs[0].max, found.inputs[0].dtype) == (1.0, 302.0, "float16")
     assert "batch element 2" in str(found)
     assert find_nonfinite(square, x.astype(jnp.bfloat16)) is None
-    huge = find_nonfinite(square, jnp.full((2, 2), 1e38, jnp.bfloat16))
+    huge = find_nonfinite(square, full((2, 2), 1e38, jnp.bfloat16))
     assert huge.verdict == "float32 fails too: look at the data or model"
 
 
@@ -46,7 +54,7 @@ def test_the_iteration_is_that_of_a_scan_and_of_a_nested_reverse_scan_with_a_bra
 
         return jax.lax.scan(body, HALF(1), x)
 
-    found = find_nonfinite(running, jnp.array([1, 10, 100, 1000, 2], HALF))
+    found = find_nonfinite(running, np.array([1, 10, 100, 1000, 2], HALF))
     assert (found.primitive, found.iteration, found.verdict) == (
         "mul",
         3,
@@ -59,7 +67,7 @@ def test_the_iteration_is_that_of_a_scan_and_of_a_nested_reverse_scan_with_a_bra
 
         return jax.lax.scan(lambda c, row: (c, jax.lax.scan(inner, c, row, reverse=True)[0]), HALF(1), x)[1]
 
-    found = find_nonfinite(nested, jnp.zeros((4, 5), HALF).at[2, 1].set(9).at[2, 3].set(10))
+    found = find_nonfinite(nested, full((4, 5), 0, HALF, at={(2, 1): 9, (2, 3): 10}))
     assert (found.primitive, found.iteration, found.float32_value) == ("mul", (2, 1), 180300.0)
 
 
@@ -73,7 +81,7 @@ def test_a_while_loop_counts_its_turns():
 
 
 def test_a_fault_in_the_backward_pass_alone_is_found_in_a_skipped_train_step():
-    params, x = {"w": jnp.ones((4, 3))}, jnp.ones((8, 4))
+    params, x = {"w": full((4, 3), 1)}, full((8, 4), 1)
     tx = mpjax.dynamic_loss_scale(optax.adam(1.0), init_scale=2.0**20)
 
     def loss(params, x):
@@ -86,15 +94,15 @@ def test_a_fault_in_the_backward_pass_alone_is_found_in_a_skipped_train_step():
         value, grads = mpjax.value_and_grad(jax.checkpoint(loss), opt_state)(params, x)
         return *mpjax.apply_gradients(tx, grads, opt_state, params, value=value), value
 
-    state = tx.init(params)
+    state = jax.jit(tx.init)(params)
     new, new_state, value = step(params, state, x)
-    assert (bool(new_state.last_finite), bool(jnp.isfinite(value))) == (False, True)
-    assert jnp.array_equal(new["w"], params["w"])
+    assert (bool(new_state.last_finite), bool(np.isfinite(value))) == (False, True)
+    assert np.array_equal(new["w"], params["w"])
     found = find_nonfinite(step, params, state, x)
     # 2·y times the scale, where the cotangent goes to float16.
     assert (found.primitive, found.direction, found.float32_value) == ("convert_element_type", "backward", 8 * 2.0**20)
     assert "a smaller loss scale" in found.verdict
-    small = state._replace(loss_scale=jnp.float32(2.0))
+    small = state._replace(loss_scale=np.float32(2.0))
     assert find_nonfinite(step, params, small, x) is None
 
 
@@ -102,7 +110,7 @@ def test_faults_that_float32_shares_are_called_by_their_cause():
     cases = {
         "0/0, a division of zero by zero": (lambda x: x / x, HALF(0)),
         "log of a negative number (-1)": (lambda x: jnp.log(x), HALF(-1)),
-        "inf - inf": (lambda x: jax.nn.softmax(jnp.where(x > 9, x, -jnp.inf)), jnp.ones(3, HALF)),
+        "inf - inf": (lambda x: jax.nn.softmax(jnp.where(x > 9, x, -jnp.inf)), full(3, 1, HALF)),
         "an index out of bounds, which jnp.take and x[i] in mode 'fill' answer with NaN": (
             lambda x: jnp.take(jnp.ones(3, HALF), 7 + x.astype(int)),
             HALF(0),
@@ -111,7 +119,7 @@ def test_faults_that_float32_shares_are_called_by_their_cause():
     for cause, (fun, x) in cases.items():
         assert find_nonfinite(fun, x).verdict == f"{cause}; float32 fails too: look at the data or model"
     # In float32 throughout, the loss's derivative is at fault, not a dtype.
-    found = find_nonfinite(jax.grad(lambda x: jnp.sqrt(jnp.sum(x**2))), jnp.zeros(3))
+    found = find_nonfinite(jax.grad(lambda x: jnp.sqrt(jnp.sum(x**2))), full(3, 0))
     assert found.verdict == "division by zero; the program is in float32 here: look at the data or model"
 
 
@@ -119,7 +127,7 @@ def test_what_half_flushed_to_zero_is_named_where_it_is_divided_by():
     def normalise(x):
         return jnp.ones_like(x) / (x * HALF(1e-4))
 
-    found = find_nonfinite(normalise, jnp.full(2, 2e-4, HALF))
+    found = find_nonfinite(normalise, full(2, 2e-4, HALF))
     assert (found.primitive, found.kind) == ("div", "inf")
     assert found.verdict == (
         "division by zero in float16 alone (float32 value 49,983,412), because float16 flushed 2.001e-08 to zero: "
@@ -133,21 +141,21 @@ def test_a_users_own_backward_rule_is_seen_through():
         return x
 
     f.defvjp(lambda x: (x, x), lambda x, ct: (ct / (x - x),))
-    found = find_nonfinite(jax.grad(lambda x: f(x).sum()), jnp.ones(2))
+    found = find_nonfinite(jax.grad(lambda x: f(x).sum()), full(2, 1))
     assert (found.primitive, found.kind, found.direction) == ("div", "inf", "backward")
-    assert find_nonfinite(lambda x: f(x).sum(), jnp.ones(2)) is None
+    assert find_nonfinite(lambda x: f(x).sum(), full(2, 1)) is None
 
 
 def test_an_argument_that_held_it_is_named_by_its_path():
     def loss(params, x):
         return jnp.mean((x @ params["w"]) ** 2)
 
-    x = jnp.ones((4, 3))
-    found = find_nonfinite(jax.grad(loss), {"w": jnp.ones((3, 2)).at[1, 0].set(jnp.nan)}, x)
+    x = full((4, 3), 1)
+    found = find_nonfinite(jax.grad(loss), {"w": full((3, 2), 1, at={(1, 0): np.nan})}, x)
     assert (found.argument, found.kind, found.element, found.count) == ("args[0]['w']", "nan", (1, 0), 1)
-    found = find_nonfinite(loss, {"w": jnp.ones((3, 2))}, x=x.at[2].set(jnp.inf))
+    found = find_nonfinite(loss, {"w": full((3, 2), 1)}, x=full((4, 3), 1, at={2: np.inf}))
     assert (found.argument, found.kind, found.count) == ("kwargs['x']", "inf", 3)
-    table = jnp.full(3, jnp.nan)
+    table = full(3, np.nan)
     assert "closes over" in find_nonfinite(lambda x: jnp.sum(x + table), x).argument
 
 
@@ -160,10 +168,11 @@ def test_infinities_that_a_program_means_are_no_fault():
         logs = jax.nn.logsumexp(masked, axis=0)
         return jnp.sum(first) + best.sum() + safe.sum() + logs[:2].sum(), masked
 
-    x = jnp.eye(4)
-    assert find_nonfinite(jax.value_and_grad(attention, has_aux=True), x, jnp.where(x > 0, -jnp.inf, 0.0)) is None
+    x = np.eye(4, dtype=np.float32)
+    bias = np.where(x > 0, -np.float32(np.inf), np.float32(0))
+    assert find_nonfinite(jax.value_and_grad(attention, has_aux=True), x, bias) is None
     # A state that starts at infinity and only goes through.
-    assert find_nonfinite(lambda best, x: (jnp.where(x.sum() < 0, x.sum(), best), x), jnp.inf * x[0, 0], x) is None
+    assert find_nonfinite(lambda best, x: (jnp.where(x.sum() < 0, x.sum(), best), x), np.inf * x[0, 0], x) is None
     # But a loss that is infinite by it is one.
     found = find_nonfinite(lambda x: -jnp.mean(jnp.where(x > 0, x, -jnp.inf)), x)
     assert found.verdict.startswith("an infinite constant of the program")
@@ -177,9 +186,9 @@ def test_the_fault_of_a_device_in_a_shard_map_is_found():
         return jax.lax.psum(scaled, "data")
 
     fun = jax.shard_map(local, mesh=mesh, in_specs=P("data"), out_specs=P())
-    found = find_nonfinite(fun, jnp.array([0, 1], HALF))
+    found = find_nonfinite(fun, np.array([0, 1], HALF))
     assert (found.primitive, found.iteration, found.float32_value) == ("mul", 1, 90000.0)
-    assert find_nonfinite(fun, jnp.zeros(2, HALF)) is None
+    assert find_nonfinite(fun, full(2, 0, HALF)) is None
 
 
 def test_models_of_every_library_give_the_module():
@@ -188,7 +197,7 @@ def test_models_of_every_library_give_the_module():
     import haiku as hk
     from flax import nnx
 
-    x = jnp.full((2, 4), 100.0)
+    x = full((2, 4), 100)
     model = mpjax.with_policy(nn.Sequential([nn.Dense(8, kernel_init=nn.initializers.ones)]), "mixed_float16")
     key = cheap_keys.key(0)
     params = arrays_in_numpy(model.init)(key, x)
@@ -196,16 +205,16 @@ def test_models_of_every_library_give_the_module():
     assert (found.primitive, found.module) == ("dot_general", "Sequential/layers_0")
 
     net = hk.transform(lambda x: jnp.mean(hk.nets.MLP([8, 8])(x) ** 2))
-    params = jax.tree.map(lambda p: jnp.asarray(np.full(p.shape, 100, p.dtype)), jax.eval_shape(net.init, key, x))
+    params = jax.tree.map(lambda p: full(p.shape, 100, p.dtype), jax.eval_shape(net.init, key, x))
     found = find_nonfinite(mpjax.autocast(lambda p, x: net.apply(p, None, x)), params, x)
     assert (found.primitive, found.module) == ("dot_general", "mlp/linear_1")
 
-    module = nnx.Linear(4, 8, kernel_init=nnx.initializers.ones, rngs=nnx.Rngs(key))
+    module = nnx.jit(lambda: nnx.Linear(4, 8, kernel_init=nnx.initializers.ones, rngs=nnx.Rngs(key)))()
     found = find_nonfinite(mpjax.with_policy(module, "mixed_float16"), 200 * x)
     assert (found.primitive, found.float32_value) == ("dot_general", 80000.0)
-    found = find_nonfinite(lambda m, x: m(x), module, x * jnp.nan)
+    found = find_nonfinite(lambda m, x: m(x), module, x * np.float32(np.nan))
     assert found.argument == "args[1]"
-    module.kernel[...] = module.kernel[...].at[0].set(jnp.nan)
+    module.kernel[...] = jax.device_put(full((4, 8), 1, at={0: np.nan}))
     assert find_nonfinite(lambda m, x: m(x), module, x).argument == "args[0]['kernel']"
 
     linear = arrays_in_numpy(lambda key: eqx.nn.Linear(4, 8, key=key))(key)
