@@ -7,16 +7,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from mpjax._jaxpr.instances import owners_of
-from mpjax._jaxpr.interpreter import is_half, widened
+from mpjax._jaxpr.interpreter import is_half
 from mpjax._jaxpr.layout import Block, lay_out, unseen
 from mpjax._jaxpr.primitives import Op, primitive
 from mpjax._jaxpr.source import BACKWARD
 from mpjax.inspection.gradient import Loss, scale_state
 from mpjax.inspection.layerwise.groups import Group, grouped
-from mpjax.inspection.layerwise.lockstep import EagerLockstep, ErrorProbe, Values, error_note
+from mpjax.inspection.layerwise.lockstep import error_note, evaluated
 from mpjax.inspection.layerwise.report import LayerError, ParameterError
 from mpjax.inspection.layerwise.report import LayerwiseReport as LayerwiseReport
 from mpjax.inspection.numerics.activations import makers_of_gradients
@@ -32,7 +31,7 @@ def layerwise_error(
 ) -> LayerwiseReport:
     """The relative errors of a loss function in half against float32, module by module, forward and gradient.
 
-    The gradient's program is evaluated three times in lockstep on the same batch, operation by operation:
+    The gradient's program is evaluated three times in lockstep on the same batch, each operation as it is written:
 
         exact    float32 in the place of half
         half     as the program is
@@ -110,8 +109,7 @@ def _evaluate(caller: str, loss: Loss, args: Sequence[Any], state: Any, by_insta
     if not any(is_half(v) for place in block.places() for v in (*place.site.eqn.invars, *place.site.eqn.outvars)):
         return None
     found = grouped(block)
-    arrays = [Values(widened(x), x, x) for x in map(jnp.asarray, program.arrays)]
-    outs, notes = EagerLockstep(ErrorProbe(block, found), found.groups).block(block, arrays)
+    outs, notes = evaluated(block, found, program.arrays)
     return _Evaluated(block, found.groups, jax.device_get(notes), outs, names)
 
 

@@ -12,8 +12,20 @@ import numpy as np
 from jax import lax
 
 from mpjax._jaxpr import compat
-from mpjax._jaxpr.interpreter import Eager, Key, Probe, Run, bind, bind_wide, is_float, is_half, widened
+from mpjax._jaxpr.interpreter import (
+    COMPILER_OPTIONS,
+    Eager,
+    Key,
+    Probe,
+    Run,
+    bind,
+    bind_wide,
+    is_float,
+    is_half,
+    widened,
+)
 from mpjax._jaxpr.layout import Block, Place
+from mpjax._jaxpr.primitives import primitive
 from mpjax.inspection.layerwise.groups import Group, Grouped, hands_through, is_transparent
 
 Note = tuple[Any, Any, Any]  # the largest size, sums of squares in units of it, how many are inf or NaN in half alone
@@ -99,6 +111,52 @@ class EagerLockstep(Eager, Lockstep):
         self._compiled: dict[int, Callable[..., Any]] = {}
 
 
+class _Handed(Probe):
+    """Notes the values that the groups hand on, outside of loops and branches; inside, what a probe notes."""
+
+    def __init__(self, probe: ErrorProbe):
+        self.probe = probe
+
+    def equation(
+        self, place: Place, turn: Sequence[Any], ins: Sequence[Any], outs: Sequence[Any], again: Callable[..., Any]
+    ) -> dict[Key, Any]:
+        return self.probe.apart(place, outs)
+
+
+class _Straight(Lockstep):
+    """Evaluates under `jit`, with the values that are measured among the results."""
+
+    def __init__(self, probe: ErrorProbe, groups: Mapping[int, Group]):
+        super().__init__(_Handed(probe), groups)
+        self.inside = probe
+
+    def _evaluate(self, place: Place, ins: Sequence[Any], turn: Sequence[Any]) -> tuple[Sequence[Any], dict[Key, Any]]:
+        if not place.blocks or primitive(place.site.name).call:
+            return super()._evaluate(place, ins, turn)
+        return Lockstep(self.inside, self.groups)._evaluate(place, ins, turn)
+
+
+# Equations and elements of a program that compiles sooner as a whole than operation by operation.
+_FEW, _SHORT = 300, 2**20
+
+
+def evaluated(block: Block, found: Grouped, arrays: Sequence[Any]) -> tuple[list[Values], dict[Key, Note]]:
+    """The results of a program and the errors noted in it, given its arguments."""
+    probe = ErrorProbe(block, found)
+    places = list(block.places())
+    elements = sum(v.aval.size for place in places for v in place.site.eqn.outvars if compat.is_shaped(v.aval))
+    if len(places) > _FEW or elements > _SHORT:
+        entering = [Values(widened(x), x, x) for x in map(jnp.asarray, arrays)]
+        return EagerLockstep(probe, found.groups).block(block, entering)
+
+    def run(arrays: Sequence[Any]) -> Any:
+        entering = [Values(widened(x), x, x) for x in map(jnp.asarray, arrays)]
+        return _Straight(probe, found.groups).block(block, entering)
+
+    outs, notes = jax.jit(run, compiler_options=COMPILER_OPTIONS)(list(arrays))
+    return outs, {key: error_note(*note) if isinstance(note, Values) else note for key, note in notes.items()}
+
+
 def _from_outside(x: Values) -> Values:
     """A value as a module gets it that others made without error: exact, and rounded to the dtype that it has."""
     if x.half is x.exact:
@@ -137,12 +195,12 @@ class ErrorProbe(Probe):
     def equation(
         self, place: Place, turn: Sequence[Any], ins: Sequence[Any], outs: Sequence[Any], again: Callable[..., Any]
     ) -> dict[Key, Any]:
+        return {key: error_note(*x) for key, x in self.apart(place, outs).items()}
+
+    def apart(self, place: Place, outs: Sequence[Values]) -> dict[Key, Values]:
+        """The results that are measured and may have an error."""
         measured = [(i, outs[i]) for i in self.measured.get(place.number, ())]
-        return {
-            ("error", place.number, i): error_note(*x)
-            for i, x in measured
-            if not (x.half is x.exact and x.fresh is x.exact)
-        }
+        return {("error", place.number, i): x for i, x in measured if not (x.half is x.exact and x.fresh is x.exact)}
 
     def keys(self, block: Block) -> Sequence[Key]:
         numbers = (n for n in self.measured if block.start <= n < block.end)

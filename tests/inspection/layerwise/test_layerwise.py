@@ -121,7 +121,7 @@ def test_a_planted_bfloat16_norm_or_loss_is_the_first_row(library, plant):
 
 def test_a_float32_program_is_refused_with_the_way_out():
     with pytest.raises(ValueError, match=r"nothing in this program is half.*autocast"):
-        mpjax.layerwise_error(lambda w: jnp.sum(w * w), jnp.ones(3))
+        mpjax.layerwise_error(lambda w: jnp.sum(w * w), np.ones(3, np.float32))
 
 
 def test_own_errors_are_those_of_exact_operands_and_totals_add_up():
@@ -169,13 +169,44 @@ def test_loops_and_branches_are_entered(form):
     assert report.gradient_error < 0.05
 
 
+def test_a_long_program_has_the_same_errors_as_a_short_one():
+    # A long one is evaluated operation by operation, a short one in one compiled program.
+    def errors(idle):
+        def loss(w, x):
+            with jax.named_scope("layer"):
+                x = jnp.tanh(x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16))
+            for _ in range(idle):
+                x = -x
+            with jax.named_scope("head"):
+                return jnp.mean((x.astype(jnp.float16) @ w.astype(jnp.float16)).astype(jnp.float32) ** 2)
+
+        rows = mpjax.layerwise_error(loss, w, X).modules
+        return {row.name: (row.forward, row.backward, row.total_forward) for row in rows if row.path}
+
+    w = (_rng.normal(size=(16, 16)) / 4).astype(np.float32)
+    short, long = errors(0), errors(200)
+    assert short.keys() == long.keys() == {"layer", "head"}
+    for name in short:
+        np.testing.assert_allclose(long[name], short[name], rtol=0.02)
+
+
+def test_an_overflow_between_two_constants_is_not_simplified_away():
+    def loss(w, x):
+        with jax.named_scope("hot"):
+            y = w.astype(jnp.float16) * 1e4 * 1e4 * 1e-4 * 1e-4
+        return jnp.mean(y.astype(jnp.float32) * x)
+
+    report = mpjax.layerwise_error(loss, np.ones(16, np.float32), X)
+    assert {row.name: row.forward for row in report.modules}["hot"] == np.inf
+
+
 def test_an_overflow_in_half_is_an_infinite_error_of_the_module_that_makes_it():
     def loss(w, x):
         with jax.named_scope("hot"):
             y = (x * 1e4).astype(jnp.float16) @ w.astype(jnp.float16)
         return jnp.mean(jnp.tanh(y.astype(jnp.float32)))
 
-    report = mpjax.layerwise_error(loss, jnp.ones((16, 4)), jnp.abs(X))
+    report = mpjax.layerwise_error(loss, np.ones((16, 4), np.float32), np.abs(X))
     assert report.modules[0].name == "hot"
     assert report.modules[0].forward == np.inf
     assert "not finite" in report.text()
@@ -196,8 +227,8 @@ def test_gradients_of_an_embedding_in_half_are_evaluated_in_float32_too():
     def loss(table):
         return jnp.sum(jnp.take(table.astype(jnp.bfloat16), Y, axis=0).astype(jnp.float32) ** 2)
 
-    assert 0 < mpjax.layerwise_error(loss, jnp.asarray(_rng.normal(size=(4, 8)), jnp.float32)).gradient_error < 0.02
-    assert not mpjax.numerics(loss, jnp.ones((4, 8)), verify=False).unseen
+    assert 0 < mpjax.layerwise_error(loss, _rng.normal(size=(4, 8)).astype(np.float32)).gradient_error < 0.02
+    assert not mpjax.numerics(loss, np.ones((4, 8), np.float32), verify=False).unseen
 
 
 def test_the_command_writes_its_report(tmp_path, monkeypatch, capsys):
