@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Sequence
 
@@ -167,12 +168,7 @@ def _arithmetic(operation: Callable[..., float], operands: Sequence[Known]) -> K
     """Interval arithmetic: these operations are greatest and least at corners."""
     if not all(math.isfinite(operand.largest) for operand in operands):
         return None
-    first, *rest = operands
-    corners = [operation(a, *b) for a in (first.low, first.high) for b in _corners(rest)]
+    corners = [operation(*corner) for corner in itertools.product(*((k.low, k.high) for k in operands))]
     # Half of a position is a fraction, not an id.
     whole = all(operand.ids or float(operand.low).is_integer() for operand in operands)
     return Known(min(corners), max(corners), whole and _ids(operands))
-
-
-def _corners(operands: Sequence[Known]) -> list[tuple[float, ...]]:
-    return [(b,) for operand in operands for b in (operand.low, operand.high)] or [()]

@@ -180,11 +180,8 @@ def _compared(nodes: Sequence[Node], known: dict[Value, Known]) -> Iterator[Foun
     for node in nodes:
         name, reads = node.site.name, node.reads
         if name == "convert_element_type" and is_half(node.writes[0]) and reads[0] not in known:
-            if (
-                compat.is_shaped(reads[0].aval)
-                and reads[0].aval.dtype.kind in "iu"
-                and reads[0].aval.dtype.itemsize > 1
-            ):
+            aval = reads[0].aval
+            if compat.is_shaped(aval) and aval.dtype.kind in "iu" and aval.dtype.itemsize > 1:
                 whole.add(node.writes[0])
         elif name in ("reshape", "broadcast_in_dim") and reads[0] in whole:
             whole.add(node.writes[0])
@@ -202,7 +199,7 @@ def _compared(nodes: Sequence[Node], known: dict[Value, Known]) -> Iterator[Foun
 
 def _exact(dtype: Any) -> int:
     """Up to which whole number a dtype holds all."""
-    return 2 ** (int(compat.finfo(dtype).nmant) + 1)
+    return 2 ** _digits(dtype)
 
 
 def _is_zero(value: Value) -> bool:

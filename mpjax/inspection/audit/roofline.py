@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Iterable, Iterator
 
@@ -13,7 +14,6 @@ from mpjax.inspection.devices import Device
 _REDUCTIONS = ("reduce_", "cum", "arg", "select_and")
 # Their result is their first operand, in the same memory.
 _SAME = ("reshape", "squeeze", "expand_dims", "copy", "detached", "lent", "matmul_result")
-# These read or write a part of their first operand only.
 _PARTIAL = ("gather", "dynamic_slice", "scatter", "dynamic_update_slice")
 
 
@@ -79,10 +79,7 @@ class Costs:
 
 @dataclasses.dataclass(frozen=True)
 class SpeedupBound:
-    """What half precision can gain on a device.
-
-        T = Σ over kernels of max(FLOPs / peak FLOP/s of the dtype, bytes / memory bandwidth)
-        L = max(Σ FLOPs / peak FLOP/s, bytes of arguments and results / memory bandwidth)
+    """What half precision can gain on a device; `PrecisionReport.speedup_bound` says what T and L are.
 
     Args:
         device: its name.
@@ -163,13 +160,9 @@ def program_cost(flow: Flow, widened: bool = False, devices: int = 1) -> Program
         widened: whether half arrays are float32 and casts between floating dtypes are nothing: the float32 program of
             one that was written in half.
     """
-    touched: dict[Value, bool] = {}
-    for node in flow.all_nodes():
-        partial = node.site.name.startswith(_PARTIAL)
-        for i, value in enumerate(node.reads):
-            touched[value] = touched.get(value, False) or not (partial and i == 0)
-    made_whole = {v for node in flow.nodes if not node.site.name.startswith(_PARTIAL) for v in node.writes}
-    read = [value for value in flow.inputs if touched.get(value, False)]
+    read_whole = {v for node in flow.all_nodes() for i, v in enumerate(node.reads) if i > 0 or not _is_partial(node)}
+    made_whole = {v for node in flow.nodes if not _is_partial(node) for v in node.writes}
+    read = [value for value in flow.inputs if value in read_whole]
     written = [value for value in set(flow.outputs) if value in made_whole]
     outside = sum(_bytes(value, widened) for value in (*read, *written))
     return ProgramCost(tuple(_kernel_costs(flow, widened, devices)), outside // devices)
@@ -189,11 +182,9 @@ def _kernel_costs(flow: Flow, widened: bool, devices: int) -> Iterator[KernelCos
     nodes = [node for node in flow.nodes if not same.keys() & set(node.writes)]
     reads = {id(node): [same.get(value, value) for value in node.reads] for node in nodes}
     made = {value for node in nodes for value in node.writes}
-    readers: dict[Value, int] = {}
+    readers = collections.Counter(value for node in nodes for value in set(reads[id(node)]))
     needed = made & {same.get(value, value) for value in flow.outputs}
     for node in nodes:
-        for value in set(reads[id(node)]):
-            readers[value] = readers.get(value, 0) + 1
         if _is_root(node) and not _fuses_operands(node):
             needed.update(made.intersection(reads[id(node)]))
 
@@ -202,7 +193,7 @@ def _kernel_costs(flow: Flow, widened: bool, devices: int) -> Iterator[KernelCos
         read = frozenset().union(*(_in_memory(value, sources) for value in reads[id(node)]))
         for value in node.writes:
             root = _is_root(node)
-            shared = readers.get(value, 0) > 1 and sum(v.bytes for v in read) > value.bytes
+            shared = readers[value] > 1 and sum(v.bytes for v in read) > value.bytes
             sources[value] = frozenset([value]) if root or shared or value in needed else read
             if not root and value in sources[value] and value.bytes:
                 yield _kernel(node, read, (value,), widened, devices)
@@ -231,6 +222,11 @@ def _in_memory(value: Value, sources: dict[Value, frozenset[Value]]) -> frozense
 
 def _is_root(node: Node) -> bool:
     return primitive(node.site.name).kernel
+
+
+def _is_partial(node: Node) -> bool:
+    """Whether a node reads or writes a part of its first operand only."""
+    return node.site.name.startswith(_PARTIAL)
 
 
 def _fuses_operands(node: Node) -> bool:

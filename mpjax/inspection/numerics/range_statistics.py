@@ -185,10 +185,9 @@ def tally_of(found: Note) -> Tally:
 
 def _exponents(x: Any) -> Any:
     """The histogram of the exponents of nonzero finite values."""
-    bits = lax.bitcast_convert_type(jnp.abs(x.astype(jnp.float32)), jnp.uint32).ravel()
-    exponent = (bits >> 23).astype(jnp.int32)
-    counts = (bits != 0) & (exponent < BINS - 1)
-    return jnp.zeros(BINS, jnp.uint32).at[exponent].add(counts.astype(jnp.uint32))
+    size = _size_bits(x).ravel()
+    counts = (size != 0) & (size < INFINITY)
+    return jnp.zeros(BINS, jnp.uint32).at[size >> 23].add(counts.astype(jnp.uint32))
 
 
 def is_measured(place: Place, counts: Counted) -> bool:
