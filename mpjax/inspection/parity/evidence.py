@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ import numpy as np
 from mpjax.inspection.layerwise.layerwise import LayerwiseReport, layerwise_error
 from mpjax.inspection.numerics.numerics import NumericsReport, numerics
 from mpjax.inspection.parity.curves import parted_at
-from mpjax.inspection.parity.running import Run
+from mpjax.inspection.parity.running import Run, with_tuples
 from mpjax.inspection.parity.training import Training, made
 from mpjax.inspection.program import below_root
 from mpjax.inspection.reports import Section, added_up
@@ -115,16 +115,9 @@ class Evidence:
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> Evidence:
         """The evidence of `dataclasses.asdict`, as JSON has it."""
-        remedy = found["remedy"]
-        if remedy is not None:
-            remedy = Remedy(**remedy | {"overrides": _pairs(remedy["overrides"])})
-        kept = {name: _pairs(found[name]) for name in ("scales", "parameters")}
-        modules = tuple(ModuleEvidence(**row) for row in found["modules"])
-        return cls(**{**found, **kept, "modules": modules, "remedy": remedy, "notes": tuple(found["notes"])})
-
-
-def _pairs(rows: Iterable[Sequence[Any]]) -> tuple[tuple[Any, Any], ...]:
-    return tuple((a, b) for a, b in rows)
+        kept = with_tuples(found)
+        modules = tuple(ModuleEvidence(**row) for row in kept["modules"])
+        return cls(**kept | {"modules": modules, "remedy": kept["remedy"] and Remedy(**kept["remedy"])})
 
 
 def explained(found: Evidence, baseline: str) -> Iterator[Section]:

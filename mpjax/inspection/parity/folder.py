@@ -22,7 +22,7 @@ from typing import Any
 
 import jax
 
-from mpjax.inspection.parity.running import Run
+from mpjax.inspection.parity.running import Run, with_tuples
 
 
 def settings_of(make: Callable[..., Any], more: Mapping[str, Any]) -> dict[str, Any]:
@@ -84,12 +84,7 @@ class Folder:
     def read(self, policy: str, seed: int) -> Run | None:
         """A finished run; None if there is none."""
         found = self._read(f"{_slug(policy)}-seed{seed}.json")
-        if found is None:
-            return None
-        for name in ("metrics", "scales"):
-            found[name] = tuple((int(step), float(value)) for step, value in found[name])
-        found |= {"metric": float(found["metric"]), "losses": tuple(map(float, found["losses"]))}
-        return Run(**found | {"skipped": tuple(found["skipped"])})
+        return None if found is None else Run(**with_tuples(found))
 
     def write(self, run: Run) -> None:
         """Keeps a finished run."""

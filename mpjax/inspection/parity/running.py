@@ -57,6 +57,18 @@ class Run:
         return math.isfinite(self.metric)
 
 
+def with_tuples(found: Any) -> Any:
+    """What JSON gives of a dataclass, its lists as the tuples that they were.
+
+    Example:
+        >>> with_tuples({"scales": [[1, 2.0]], "seed": 0})
+        {'scales': ((1, 2.0),), 'seed': 0}
+    """
+    if isinstance(found, dict):
+        return {name: with_tuples(value) for name, value in found.items()}
+    return tuple(map(with_tuples, found)) if isinstance(found, list) else found
+
+
 def run_training(
     training: Training,
     policy: str,
