@@ -251,6 +251,18 @@ def amount(number: float, unit: str) -> str:
     return f"{number:.3g} {unit}"
 
 
+def percent(share: float) -> str:
+    """A share with two decimals, or one digit if it is smaller.
+
+    Example:
+        >>> percent(0.1234), percent(0.00005), percent(0.0), percent(math.inf)
+        ('12.34%', '5e-03%', '0', 'not finite')
+    """
+    if not math.isfinite(share):
+        return "not finite"
+    return "0" if share == 0 else f"{share:.2%}" if share >= 0.0001 else f"{100 * share:.0e}%"
+
+
 def duration(seconds: float) -> str:
     """A time with three digits and a prefix.
 

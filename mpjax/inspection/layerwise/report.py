@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
-from mpjax.inspection.reports import Report, Section, folded_rows, short_dtypes
+from mpjax.inspection.reports import Report, Section, folded_rows, percent, short_dtypes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,12 +103,12 @@ class LayerwiseReport(Report):
             (
                 row.name or "-",
                 short_dtypes(row.dtypes) or "f32",
-                *map(_percent, (row.forward, row.backward, row.total_forward, row.total_backward)),
+                *map(percent, (row.forward, row.backward, row.total_forward, row.total_backward)),
                 f"{row.op} {row.source}".strip(),
             )
             for row in folded_rows(self.modules, _together)
         ]
-        parameters = [(row.name, _percent(row.error), _percent(row.share)) for row in self.parameters]
+        parameters = [(row.name, percent(row.error), percent(row.share)) for row in self.parameters]
         text = (
             "own: the error with exact operands, only this module in half\n"
             "total: the error that the program has there; ← is the backward pass"
@@ -124,8 +123,8 @@ class LayerwiseReport(Report):
 
     def _finding(self) -> list[str]:
         lines = [
-            f"{self.function} in half: relative error of the gradients {_percent(self.gradient_error)}, of the loss "
-            f"{_percent(self.loss_error)}"
+            f"{self.function} in half: relative error of the gradients {percent(self.gradient_error)}, of the loss "
+            f"{percent(self.loss_error)}"
         ]
         worst = [row for row in self.modules if row.error > 0][:1]
         for row in worst:
@@ -135,7 +134,7 @@ class LayerwiseReport(Report):
             )
             lines.append(
                 f"{found}: {row.name or 'outside of modules'}, in {'/'.join(row.dtypes) or 'float32'}, own error "
-                f"{_percent(row.error)}{where}"
+                f"{percent(row.error)}{where}"
             )
         if not worst:
             lines.append("no module has an error of its own")
@@ -147,9 +146,3 @@ def _together(a: LayerError, b: LayerError) -> LayerError:
     """Two rows as one, with the larger of their errors."""
     names = ("forward", "backward", "total_forward", "total_backward")
     return dataclasses.replace(a, **{name: max(getattr(a, name), getattr(b, name)) for name in names})
-
-
-def _percent(share: float) -> str:
-    if not math.isfinite(share):
-        return "not finite"
-    return "0" if share == 0 else f"{share:.2%}" if share >= 0.0001 else f"{100 * share:.0e}%"

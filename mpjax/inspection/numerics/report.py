@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from mpjax.inspection.numerics import histogram
 from mpjax.inspection.numerics.range_statistics import Limits
-from mpjax.inspection.reports import Report, Section, folded_rows, short_dtypes, written
+from mpjax.inspection.reports import Report, Section, folded_rows, percent, short_dtypes, written
 
 
 @dataclasses.dataclass(frozen=True)
@@ -276,21 +276,15 @@ def _together(a: Range, b: Range) -> Range:
 
 def _cells(row: Range) -> tuple[str, ...]:
     low = f"{row.min_nonzero:.3g}" if math.isfinite(row.min_nonzero) else "-"
-    shares = (f"{row.zeros:.1%}", _share(row.flushed), _share(row.overflowed))
+    shares = (f"{row.zeros:.1%}", percent(row.flushed), percent(row.overflowed))
     return (row.name or "-", short_dtypes(row.dtypes), f"{row.max:.4g}", low, *shares)
 
 
 def _op_cells(row: Range) -> tuple[str, ...]:
-    shares = (_share(row.flushed), _share(row.overflowed), _share(row.absorbed))
+    shares = (percent(row.flushed), percent(row.overflowed), percent(row.absorbed))
     return (row.op, row.source, row.phase, short_dtypes(row.dtypes), f"{row.max:.4g}", *shares, row.name or "-")
 
 
 def _scale(scale: float) -> str:
     """A loss scale for people: powers of two above what fits as such."""
     return f"{scale:g}" if scale < 2**20 else f"2^{round(math.log2(scale))}"
-
-
-def _share(share: float) -> str:
-    if share == 0:
-        return "0"
-    return f"{share:.2%}" if share >= 0.0001 else f"{share:.0e}"

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 from mpjax.casting import Rules
-from mpjax.inspection.reports import Report, Section
+from mpjax.inspection.reports import Report, Section, percent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,6 +117,4 @@ class SearchReport(Report):
 
 
 def _share(error: float) -> str:
-    if not math.isfinite(error):
-        return "not finite"
-    return f"{error:.2%}" if error >= 0.0001 or not error else f"{100 * error:.0e}%"
+    return percent(error) if error else "0.00%"

@@ -1,5 +1,6 @@
 """`numerics` against counts in numpy, and the scale and the modules that it recommends."""
 
+import dataclasses
 import json
 import math
 
@@ -199,6 +200,13 @@ def test_the_report_is_written_as_json_html_and_plot(linear, tmp_path):
     assert "range of a module" in drawing
     with pytest.raises(ValueError, match=r"ends in \.svg"):
         report.plot(tmp_path / "none.png")
+
+
+def test_a_share_below_a_hundredth_of_a_percent_is_in_percent_as_the_others(linear):
+    *_, report = linear
+    rows = [dataclasses.replace(report.activations[0], flushed=share) for share in (0.25, 0.00005, 0.0)]
+    shown = [dataclasses.replace(report, activations=(row,)).text() for row in rows]
+    assert ["25.00%" in shown[0], "5e-03%" in shown[1], "5e-05" in shown[1]] == [True, True, False]
 
 
 def test_what_can_not_be_measured_is_refused():
