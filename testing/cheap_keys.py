@@ -71,6 +71,16 @@ def key(seed: int) -> jax.Array:
     return jax.random.key(seed, impl=_implementation())
 
 
+def make_default(patch: Any) -> None:
+    """Makes `jax.random.key` return such keys, where no other implementation is named.
+
+    Args:
+        patch: a `pytest.MonkeyPatch`.
+    """
+    real = jax.random.key
+    patch.setattr(jax.random, "key", lambda seed, *, impl=None: real(seed, impl=impl or _implementation()))
+
+
 @functools.cache
 def dtype() -> Any:
     """The dtype of an array of keys."""

@@ -25,8 +25,11 @@ from tests.examples import processes
 # What another process runs as `python -m examples.imagenet` with the tiny model.
 PROGRAM = """
 import sys, pytest
+from testing import cheap_keys
 from tests.examples.imagenet import runs
-runs.make_quick(pytest.MonkeyPatch())
+patch = pytest.MonkeyPatch()
+cheap_keys.make_default(patch)
+runs.make_quick(patch)
 sys.exit(runs.main(sys.argv[1:]))
 """
 

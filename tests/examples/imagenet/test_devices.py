@@ -18,22 +18,20 @@ from tests.examples.processes import together
 pytestmark = pytest.mark.usefixtures("quick_runs")
 
 
-def test_four_devices_train_as_one_does_also_with_the_state_split():
-    totals = {}
-    for devices, fsdp in ((1, False), (4, False), (4, True)):
-        task = digits_task(devices, policy="float32", epochs=1, fsdp=fsdp)
+def test_four_devices_train_as_one_does():
+    """With a copy of the state on each; the test of the speech example splits the state."""
+    totals = []
+    for devices in (1, 4):
+        task = digits_task(devices, policy="float32", epochs=1)
         state = task.initial_state()
         for batch in task.batches(0, 0):
             assert len(batch.images.sharding.device_set) == devices
             state, _ = task.training.train_step(state, batch)
         task.close()
-        assert all(len(x.sharding.device_set) == devices for x in jax.tree.leaves(state))
-        split = {x.shape for x in jax.tree.leaves(state) if not x.is_fully_replicated}
-        assert split == ({(3, 3, 1, 4), (3, 3, 4, 4), (4, 10), (4,)} if fsdp else set())
-        totals[devices, fsdp] = list(means(state.totals).values())
+        assert all(len(x.sharding.device_set) == devices and x.is_fully_replicated for x in jax.tree.leaves(state))
+        totals.append(list(means(state.totals).values()))
     # Sums in another order, and nothing else.
-    for key in ((4, False), (4, True)):
-        np.testing.assert_allclose(totals[key], totals[1, False], rtol=1e-5)
+    np.testing.assert_allclose(totals[1], totals[0], rtol=1e-5)
 
 
 def test_batches_that_can_not_be_shared_are_refused():
@@ -64,7 +62,8 @@ sys.exit""",
 
 @pytest.mark.slow
 def test_after_one_of_two_processes_is_killed_the_run_goes_on_bitwise(tmp_path):
-    flags = ["--epochs", "3", "--batch-size", "32", "--fsdp"]
+    # A process that dies while all save together is another matter: JAX ends the others before Orbax can say so.
+    flags = ["--epochs", "3", "--batch-size", "32", "--fsdp", "--no-keep-best"]
     for attempt in range(3):
         folder = tmp_path / f"two-{attempt}"
         ended = together([PROGRAM, DYING], [*flags, "--save-every", "0", "--output", str(folder)])
@@ -75,7 +74,7 @@ def test_after_one_of_two_processes_is_killed_the_run_goes_on_bitwise(tmp_path):
     # The other one of them speaks, and ends in one line.
     assert "epoch   2/3" in told
     assert "epoch   2/3" not in silent
-    assert code == 2
+    assert code == 2, error
     assert "error: another process of this run has ended" in error
     assert "Traceback" not in error
     # One process with two devices goes on from the checkpoint of both, and one that has never stopped ends alike.
