@@ -39,9 +39,13 @@ def cast_weights(variables: Variables, dtype: str) -> Variables:
     Raises:
         UsageError: a parameter is out of the range of `dtype`; it is named.
     """
-    params = mpjax.get_policy(f"params={dtype},compute={dtype},output=float32").cast_to_param(variables.params)
-    for name, leaf in named(params).items():
-        if not bool(jnp.isfinite(leaf).all()):
+    cast = mpjax.get_policy(f"params={dtype},compute={dtype},output=float32").cast_to_param
+    # One program, where an operation on each array would compile one for each shape.
+    params, finite = jax.jit(
+        lambda params: (cast(params), jax.tree.map(lambda x: jnp.isfinite(x).all(), cast(params)))
+    )(variables.params)
+    for name, is_finite in named(jax.device_get(finite)).items():
+        if not is_finite:
             raise UsageError(f"--export {dtype}: the parameter {name} is out of its range; take bfloat16 or float32.")
     return Variables(params, variables.stats)
 
