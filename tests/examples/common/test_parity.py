@@ -13,7 +13,7 @@ from examples.common.cli import UsageError
 from examples.common.devices import DataParallel
 from examples.common.parity import Maker, _without
 from examples.custom.__main__ import Config, OwnTask
-from tests.examples.speech.test_script import TINY_MODEL
+from tests.examples.speech.runs import TINY_MODEL
 
 pytestmark = pytest.mark.usefixtures("stored_programs")
 

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import soundfile
 
+from tests.examples.speech.runs import as_flags
+
 RATE = 16_000
 WORDS = ("on", "off", "up", "no")
 
@@ -28,3 +30,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             lines.append(f"{path.name},0,{WORDS[index % 4]}")
         (folder / f"{name}.csv").write_text("\n".join(lines) + "\n")
     return {f"{name}_data": folder / f"{name}.csv" for name in ("train", "test")}
+
+
+@pytest.fixture(scope="session")
+def data_flags(data: dict[str, Path]) -> list[str]:
+    return as_flags(**data)

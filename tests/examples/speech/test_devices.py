@@ -1,66 +1,54 @@
-"""The speech example on several devices and in several processes: the losses of one device."""
+"""The speech example on several devices: the losses of one device; and what several processes load."""
 
 from __future__ import annotations
-
-import json
 
 import jax
 import numpy as np
 import pytest
 
-from examples.common.devices import DataParallel
-from examples.speech.config import Config
-from examples.speech.task import SpeechTask, open_alphabet, open_data
-from tests.examples.processes import together
+from examples.speech.batching import Buckets
+from tests.examples.speech.runs import task_of
 
 pytestmark = pytest.mark.usefixtures("stored_programs")
-# Of all layers one kind: most of a test's time is compilation.
-MODEL = {"hidden": 8, "context": 1, "stride": 2, "cell": "rnn", "bidirectional": False, "layer_norm": False}
-RUN = {"mode": "train", "policy": "float32", "batch_size": 4, "buckets": 1, "epochs": 1, "augment": False}
-PROGRAM = "import sys; from examples.speech.__main__ import main; sys.exit(main(sys.argv[1:]))"
 
 
-def trained(devices: int, data: dict, **flags) -> tuple[list[float], set[tuple[int, ...]]]:
-    """The sum of the losses after each step of an epoch, and the shapes of what is split over the devices."""
-    config = Config(**MODEL, **RUN, **data, **flags)
-    task = SpeechTask(config, DataParallel(devices, config.fsdp), open_alphabet(config), **open_data(config))
+def trained(devices, data, **flags):
+    """The sum of the losses after each step of an epoch, what is then tested with, and the state."""
+    task = task_of(data, devices, policy="float32", **flags)
     state, losses = task.initial_state(), []
     for batch in task.batches(0, 0):
         state, shown = task.training.train_step(state, task.put(batch))
         losses.append(float(shown["totals"]["loss"]))
-    leaves = jax.tree.leaves(state)
-    assert all(len(x.sharding.device_set) == devices for x in leaves)
-    if devices > 1 and not config.fsdp:
-        assert np.isfinite(task.test(task.training.weights(state))["test_loss"])
-    return losses, {x.shape for x in leaves if not x.is_fully_replicated}
+    assert all(len(x.sharding.device_set) == devices for x in jax.tree.leaves(state))
+    return losses, task.test(task.training.weights(state)), state
 
 
 @pytest.fixture(scope="module")
 def one_device(data):
-    losses, split = trained(1, data)
-    assert not split
-    return losses
+    return trained(1, data)
 
 
-@pytest.mark.parametrize("fsdp", [False, True])
-def test_four_devices_train_as_one_does_also_with_the_state_split(one_device, data, fsdp):
-    losses, split = trained(4, data, fsdp=fsdp)
+def test_four_devices_train_and_test_with_the_state_split_as_one_does(one_device, data):
+    losses, tested, state = trained(4, data, fsdp=True)
     # Sums in another order, and nothing else: the same audio, dropout and orthogonal kernels.
-    np.testing.assert_allclose(losses, one_device, rtol=1e-5)
-    assert ({(8, 8), (3, 40, 8), (8,), (8, 29)} <= split) if fsdp else not split
+    np.testing.assert_allclose(losses, one_device[0], rtol=1e-5)
+    assert tested["test_loss"] == pytest.approx(one_device[1]["test_loss"], rel=1e-5)
+    split = {x.shape for x in jax.tree.leaves(state) if not x.is_fully_replicated}
+    assert {(8, 8), (3, 40, 8), (8,), (8, 29)} <= split
 
 
-@pytest.mark.slow
-def test_two_processes_with_the_state_split_train_as_one_device_does(one_device, data, tmp_path):
-    flags = [
-        f"--{name.replace('_', '-')}={value}" for name, value in (MODEL | RUN | data).items() if value is not False
-    ]
-    flags += [f"--no-{name.replace('_', '-')}" for name, value in (MODEL | RUN).items() if value is False]
-    for attempt in range(3):
-        folder = tmp_path / str(attempt)
-        ended = together([PROGRAM] * 2, [*flags, "--fsdp", "--output", str(folder)])
-        if ended:
-            break
-    assert [code for code, *_ in ended] == [0, 0], ended
-    (line,) = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert line["train_loss"] == pytest.approx(one_device[-1] / 8, rel=1e-5)
+@pytest.mark.parametrize("split", ["train", "evaluation"])
+def test_processes_load_the_parts_of_one_batch(data, monkeypatch, split):
+    task = task_of(data, augment=True)
+    buckets = Buckets(task.train_set, 4, task.config.front_end, 1, task.config.perturbation)
+    batches = lambda: list(buckets.train_batches(0, 0) if split == "train" else buckets.evaluation_batches())
+    whole = batches()
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    parts = []
+    for index in range(2):
+        monkeypatch.setattr(jax, "process_index", lambda index=index: index)
+        parts.append(batches())
+    # In the order of the processes, as `DataParallel.put` puts them together.
+    joined = [jax.tree.map(lambda *x: np.concatenate(x), *both) for both in zip(*parts, strict=True)]
+    assert len(whole) == 2
+    jax.tree.map(np.testing.assert_array_equal, joined, whole)

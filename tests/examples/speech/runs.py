@@ -1,0 +1,57 @@
+"""Runs of the speech example that take a second: a tiny model on tones, programs compiled once for all tests."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from examples.common.devices import DataParallel
+from examples.speech.__main__ import main
+from examples.speech.config import Config
+from examples.speech.task import SpeechTask, open_alphabet, open_data
+
+# One kind of each layer: most of a test's time is compilation. As flags and as arguments of `Config`.
+MODEL = {"hidden": 8, "context": 1, "stride": 2, "cell": "rnn", "bidirectional": False, "layer_norm": False}
+RUN = {"batch_size": 4, "buckets": 1, "epochs": 2, "augment": False, "optimizer": "sgd"}
+
+
+def as_flags(**arguments: Any) -> list[str]:
+    """Arguments of `Config` as a command line."""
+    flags = []
+    for name, value in arguments.items():
+        dashed = name.replace("_", "-")
+        flags += [f"--{dashed}" if value else f"--no-{dashed}"] if isinstance(value, bool) else [f"--{dashed}={value}"]
+    return flags
+
+
+TINY_MODEL = [*as_flags(**MODEL), "--devices=1"]
+TINY = [*TINY_MODEL, *as_flags(**RUN)]
+
+
+def task_of(data: dict[str, Path], devices: int = 1, **flags: Any) -> SpeechTask:
+    """What a run with `TINY` and these flags trains."""
+    config = Config(**{**MODEL, **RUN, **data, **flags})
+    return SpeechTask(config, DataParallel(devices, config.fsdp), open_alphabet(config), **open_data(config))
+
+
+def lines_of(output: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def as_bytes(leaves: list[Any]) -> list[bytes]:
+    """Arrays in a form that a comparison cannot round."""
+    return [np.asarray(x).tobytes() for x in leaves]
+
+
+def error_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line that a mistake ends in, with exit code 2."""
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    assert end.value.code == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if ": error: " in line]
+    assert len(lines) == 1
+    return lines[0]
