@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -88,26 +88,6 @@ def test_changed_images_are_noticed_on_resume(photos):
         open_image_folder(photos, 16, True, 1, 0.0)[0].restore(state)
 
 
-def test_interrupted_comparison_is_continued_as_one(tmp_path, monkeypatch, capsys):
-    real = loop._Run._save_or_stop
-
-    def look(self):
-        if self.task.policy == "O3":
-            signal.raise_signal(signal.SIGTERM)
-        real(self)
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(loop._Run, "_save_or_stop", look)
-    flags = ["--compare", "float32,O3", "--epochs", "1", "--batch-size", "32", "--devices", "1", "--num-iter", "2"]
-    assert main(flags) == 128 + signal.SIGTERM
-    assert f"{' '.join(flags)} --output runs/imagenet/0001 --resume" in capsys.readouterr().out
-    monkeypatch.setattr(loop._Run, "_save_or_stop", real)
-    assert main([*flags, "--output", "runs/imagenet/0001", "--resume"]) == 0
-    assert "has already finished" in capsys.readouterr().out
-    rows = json.loads((tmp_path / "runs/imagenet/0001/comparison.json").read_text())["rows"]
-    assert all("test_accuracy" in row for row in rows)
-
-
 # Lost work.
 
 
@@ -135,7 +115,10 @@ def test_too_many_bad_images_are_survived_with_another_limit(photos, tmp_path, c
         "1",
     ]
     flags += ["--devices", "1", "--output", str(tmp_path / "run")]
-    assert "--max-unreadable" in error_of(flags, capsys)
+    error = error_of(flags, capsys)
+    assert "2 of 12 files can't be used" in error
+    assert "--max-unreadable 0.01" in error
+    assert str(photos / "train" / "china") in error
     assert main([*flags, "--resume", "--max-unreadable", "0.5"]) == 0
 
 
@@ -240,10 +223,26 @@ def test_class_without_test_images_is_refused(photos):
         list_tree(photos)
 
 
-def test_fixed_loss_scale_that_skips_everything_is_an_error(tmp_path, capsys):
-    error = error_of(digit_flags(tmp_path / "run", "--loss-scale", "1e37"), capsys)
+@pytest.fixture
+def diverging(monkeypatch):
+    """Every gradient is NaN, from the first step on."""
+    real = image_task.ImageTask.start_state
+    nan = lambda x: jax.device_put(np.full(x.shape, np.nan, x.dtype), x.sharding)
+    broken = lambda self: (state := real(self))._replace(params=jax.tree.map(nan, state.params))
+    monkeypatch.setattr(image_task.ImageTask, "start_state", broken)
+
+
+def test_fixed_loss_scale_that_skips_everything_is_an_error(diverging, tmp_path, capsys):
+    error = error_of(digit_flags(tmp_path / "run", "--policy", "float32", "--epochs", "1"), capsys)
     assert "all 3 steps of epoch 1 were skipped" in error
-    assert "--loss-scale" in error
+    assert "at the fixed loss scale 1. Give a smaller --loss-scale" in error
+
+
+def test_diverged_training_is_told_in_one_line(diverging, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(loop, "_SKIPS", 4)  # of the six steps
+    error = error_of(digit_flags(tmp_path / "run"), capsys)
+    assert "training diverged in epoch 2" in error
+    assert "--learning-rate" in error
 
 
 @pytest.mark.parametrize(

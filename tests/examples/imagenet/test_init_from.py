@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -15,13 +13,11 @@ from safetensors.numpy import save_file
 
 from examples.common.checkpoints import Checkpoints
 from examples.common.cli import UsageError
-from examples.common.flags import parse
 from examples.common.precision_change import float32_params
 from examples.common.run_folder import RunFolder, write_json
 from examples.common.training import Variables
 from examples.common.weights import named, write_weights
 from examples.imagenet.__main__ import main
-from examples.imagenet.config import Config
 from examples.imagenet.models import network
 from examples.imagenet.pretrained import read_pretrained
 from tests.examples.imagenet.runs import as_bytes, digit_flags, digits_task, error_of
@@ -73,11 +69,12 @@ def test_chain_of_precisions_keeps_masters_bitwise(tmp_path, keep):
 
 
 def test_run_of_another_optimizer_or_model_is_refused(tmp_path):
-    source = saved_run(tmp_path / "run", trained_state())
+    model = f"{__name__}:OwnLinen"
+    source = saved_run(tmp_path / "run", digits_task(model=model).initial_state(), model=model)
     with pytest.raises(UsageError, match="has another optimizer"):
-        digits_task(optimizer="adam", init_from=source, keep_optimizer=True).start_state()
+        digits_task(model=model, optimizer="adam", init_from=source, keep_optimizer=True).start_state()
     with pytest.raises(UsageError, match="give the same --model"):
-        digits_task(model=f"{__name__}:OwnLinen", init_from=source).start_state()
+        digits_task(init_from=source).start_state()
 
 
 def test_training_starts_from_a_run_and_from_files(tmp_path, capsys):
@@ -91,8 +88,7 @@ def test_training_starts_from_a_run_and_from_files(tmp_path, capsys):
         assert as_bytes(float32_params(started)) == as_bytes(state.params)
         assert as_bytes(started.stats) == as_bytes(state.stats)
         assert as_bytes(started.ema["params"]) == as_bytes(state.params)
-    flags = digit_flags(tmp_path / "new", "--epochs", "1", "--init-from", str(source), "--policy", "O2")
-    assert main(flags) == 0
+    assert main(digit_flags(tmp_path / "new", "--init-from", str(source))) == 0
     assert f"weights from {source}" in capsys.readouterr().out
     assert "lacks 'params" in error_of(
         digit_flags(tmp_path / "other", "--init-from", str(save(tmp_path / "no.safetensors", w=np.zeros(3)))), capsys
@@ -225,17 +221,3 @@ def test_every_optimizer_moves_half_parameters(optimizer, policy):
     state, shown = made.training.train_step(state, batch)
     assert int(shown["skipped_steps"]) == 0
     assert not np.array_equal(before, state.params["Dense_0"]["kernel"])
-
-
-def test_seeds_own_command_lines_run(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    small = "--model resnet8 --image_size 8 --devices 1".split()
-    nvidia = "--mode=training_benchmark --warmup_steps 1 --num_iter 2 --iter_unit batch --data_dir= --results_dir=out"
-    assert main([*nvidia.split(), "--batch_size", "4", "--use_tf_amp", "--use_xla", *small]) == 0
-    results = json.loads((tmp_path / "out" / "benchmark.json").read_text())
-    assert (results["policy"], results["batch_size"], results["iterations"]) == ("mixed_float16", 4, 2)
-    out = capsys.readouterr().out
-    assert "--use_tf_amp: is --policy mixed_float16" in out
-    assert "--use_xla: JAX compiles everything with XLA" in out
-    off = parse(Config, "imagenet", [*nvidia.split(), "--use_tf_amp=0", *small], Config.foreign)
-    assert (off.policy, off.mode) == ("float32", "training_benchmark")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import signal
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +13,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from examples.common import loop
 from examples.common import task as common_task
 from examples.common.benchmarking import Case, Compiled, DoesNotFit, compare, comparison_table, measure
+from examples.common.flags import parse
 from examples.common.input_clock import InputClock
 from examples.common.seeds import Seeds
 from examples.imagenet.__main__ import main
+from examples.imagenet.config import Config
 from perf.memory import memory_limit
 from tests.examples.imagenet.runs import error_of
 
@@ -25,9 +30,12 @@ TINY = ["--model", "resnet8", "--image-size", "8", "--batch-size", "4", "--devic
 
 
 def test_training_benchmark_leaves_its_figures(tmp_path, capsys):
-    flags = ["--mode", "training_benchmark", "--warmup-steps", "1", "--num-iter", "3", "--loss-scale", "1e37", *TINY]
-    assert main([*flags, "--results-dir", str(tmp_path / "run")]) == 0
-    results = json.loads((tmp_path / "run" / "benchmark.json").read_text())
+    # As NVIDIA's scripts spell their flags.
+    nvidia = "--mode=training_benchmark --warmup_steps 1 --num_iter 3 --iter_unit batch --data_dir= --batch_size 4"
+    tiny = "--use_xla --model resnet8 --image_size 8 --devices 1"
+    flags = [*nvidia.split(), *tiny.split(), f"--results_dir={tmp_path}"]
+    assert main([*flags, "--use_tf_amp", "--loss-scale", "1e37"]) == 0
+    results = json.loads((tmp_path / "benchmark.json").read_text())
     assert set(results["latency_milliseconds"]) == {"avg", "p50", "p90", "p95", "p99"}
     assert results["images_per_second"] == pytest.approx(4e3 / results["latency_milliseconds"]["avg"], rel=1e-3)
     assert results["loss_scale_history"] == [[1, pytest.approx(1e37)]]
@@ -35,7 +43,13 @@ def test_training_benchmark_leaves_its_figures(tmp_path, capsys):
     assert results["compile_seconds"] > 0
     assert results["program_bytes"] > 4 * results["parameters"]
     assert results["data"] == "synthetic images"
-    assert capsys.readouterr().out.splitlines()[-1].startswith("policy mixed_float16, ")
+    assert (results["policy"], results["batch_size"], results["iterations"]) == ("mixed_float16", 4, 3)
+    out = capsys.readouterr().out
+    assert out.splitlines()[-1].startswith("policy mixed_float16, ")
+    assert "--use_tf_amp: is --policy mixed_float16" in out
+    assert "--use_xla: JAX compiles everything with XLA" in out
+    off = parse(Config, "imagenet", [*flags, "--use_tf_amp=0"], Config.foreign)
+    assert (off.policy, off.mode) == ("float32", "training_benchmark")
 
 
 def test_inference_benchmark_waits_for_each_batch(tmp_path):
@@ -46,16 +60,34 @@ def test_inference_benchmark_waits_for_each_batch(tmp_path):
     assert "loss_scale_history" not in results
 
 
-def test_comparison_measures_and_trains_every_policy(tmp_path, capsys):
+def test_interrupted_comparison_goes_on_and_measures_and_trains_every_policy(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
     flags = ["--compare", "float32,mixed_float16", "--batch-sizes", "32", "--num-iter", "2", "--epochs", "1"]
-    assert main([*flags, "--batch-size", "32", "--devices", "1", "--output", str(tmp_path / "run")]) == 0
-    rows = json.loads((tmp_path / "run" / "comparison.json").read_text())["rows"]
+    flags += ["--batch-size", "32", "--devices", "1"]
+    real = loop._Run._save_or_stop
+
+    def look(self):
+        if self.task.policy == "mixed_float16":
+            signal.raise_signal(signal.SIGTERM)
+        real(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop._Run, "_save_or_stop", look)
+        assert main(flags) == 128 + signal.SIGTERM
+    assert f"{' '.join(flags)} --output runs/imagenet/0001 --resume" in capsys.readouterr().out
+    output = Path("runs/imagenet/0001")
+    assert main([*flags, "--output", str(output), "--resume"]) == 0
+    said = capsys.readouterr().out
+    assert said.count("has already finished") == 1
+    rows = json.loads((output / "comparison.json").read_text())["rows"]
     assert [(row["batch_size"], row["policy"]) for row in rows] == [(32, "float32"), (32, "mixed_float16")]
-    accuracy = json.loads((tmp_path / "run" / "mixed_float16-batch32" / "summary.json").read_text())["test_accuracy"]
-    assert [row["test_accuracy"] for row in rows if row["policy"] == "mixed_float16"] == [accuracy]
-    assert all(row["milliseconds"] > 0 and row["memory_bytes"] > 0 for row in rows)
-    assert (tmp_path / "run" / "comparison.md").read_text() in capsys.readouterr().out
-    with Image.open(tmp_path / "run" / "comparison.png") as plot:
+    for row in rows:
+        summary = json.loads((output / f"{row['policy']}-batch32" / "summary.json").read_text())
+        assert row["test_accuracy"] == summary["test_accuracy"]
+        assert row["milliseconds"] > 0
+        assert row["memory_bytes"] > 0
+    assert (output / "comparison.md").read_text() in said
+    with Image.open(output / "comparison.png") as plot:
         assert min(plot.size) > 300
 
 

@@ -24,7 +24,6 @@ from examples.imagenet.training import classification_sums
 from testing.measures import half_share
 from tests.examples.imagenet.image_tree import make_photo_tree
 from tests.examples.imagenet.runs import (
-    FewDigits,
     digit_flags,
     digits_task,
     error_of,
@@ -237,20 +236,3 @@ def test_bad_trees_end_in_one_line(own_photos, capsys):
     shutil.rmtree(own_photos / "val")
     (own_photos / "val").mkdir()
     assert "no class folders in 'val'" in error_of(folder_flags(own_photos), capsys)
-
-
-def test_too_many_unreadable_images_are_an_error(own_photos, tmp_path, capsys):
-    for index in (0, 2):
-        next((own_photos / "train" / "china").glob(f"{index}.*")).write_bytes(b"no image")
-    error = error_of(folder_flags(own_photos, "--output", str(tmp_path / "run")), capsys)
-    assert "2 of 12 files can't be used" in error
-    assert "--max-unreadable 0.01" in error
-    assert str(own_photos / "train" / "china") in error
-
-
-def test_diverged_training_is_told_in_one_line(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(FewDigits, "std", (0.0,))
-    flags = digit_flags(tmp_path / "run", "--epochs", "20")
-    error = error_of(flags, capsys)
-    assert "diverged" in error
-    assert "--learning-rate" in error
