@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import json
 import pathlib
 import subprocess
 import sys
@@ -13,54 +14,55 @@ import mpjax
 ROOT = pathlib.Path(mpjax.__file__).parent.parent
 
 
-def run(code):
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+# What a new process sees, step by step: each step imports more. (A process takes two seconds to import JAX.)
+STEPS = """
+import json, sys, types
+seen = {}
+import mpjax
+seen["imported"] = [m for m in sys.modules if m.startswith("mpjax.inspection.") or m in ("jax", "flax")]
+seen["offered"] = [name for name in ("autocast", "audit") if name in dir(mpjax)]
 
-
-def test_import_runs_no_jax_computation_and_loads_no_flax():
-    code = """
-import sys, mpjax
+import jax, jax.numpy as jnp, optax
 from jax._src import xla_bridge
-print(xla_bridge.backends_are_initialized(), any(m.split(".")[0] in ("flax", "haiku", "equinox") for m in sys.modules))
-"""
-    assert run(code) == "False False"
-
-
-def test_importing_mpjax_imports_no_jax():
-    # `python -m mpjax run` may not import it before the script sets its environment variables.
-    assert run("import sys, mpjax; print('jax' in sys.modules, 'autocast' in dir(mpjax))") == "False True"
-
-
-def test_inspection_is_imported_at_first_use_only():
-    code = """
-import sys, mpjax
-loaded = [m for m in sys.modules if m.startswith("mpjax.inspection.")]
-print(loaded, "audit" in dir(mpjax), callable(mpjax.audit))
-"""
-    assert run(code) == "['mpjax.inspection.tools'] True True"
-
-
-def test_no_module_of_inspection_takes_the_place_of_a_function():
-    for path in (ROOT / "mpjax" / "inspection").glob("*.py"):
-        assert path.stem == "__init__" or path.stem not in dir(mpjax), path
-    code = """
-import mpjax.inspection.audit.roofline, mpjax.inspection.numerics.report, mpjax.inspection.profile.hlo
-import mpjax, types
-names = [n for n in dir(mpjax.inspection) if n in dir(mpjax) and n[0] != "_"]
-print("audit" in names, [n for n in names if isinstance(getattr(mpjax.inspection, n), types.ModuleType)])
-"""
-    assert run(code) == "True []"
-
-
-def test_plain_jax_use_never_loads_flax():
-    code = """
-import sys, jax, jax.numpy as jnp, optax, mpjax
 tx = mpjax.master_weights(mpjax.dynamic_loss_scale(optax.sgd(0.1)), "O2")
+seen["computed"] = xla_bridge.backends_are_initialized()
 p = jnp.ones(2, jnp.float16); s = tx.init(p)
 mpjax.apply_gradients(tx, mpjax.grad(lambda p: p.sum(), s)(p), s, p)
-print("flax" in sys.modules)
+seen["libraries"] = [m for m in ("flax", "haiku", "equinox") if m in sys.modules]
+
+import mpjax.inspection.audit.roofline, mpjax.inspection.numerics.report, mpjax.inspection.profile.hlo
+names = [n for n in dir(mpjax.inspection) if n in dir(mpjax) and n[0] != "_"]
+seen["shadowed"] = [n for n in names if isinstance(getattr(mpjax.inspection, n), types.ModuleType)]
+seen["functions"] = "audit" in names and callable(mpjax.audit)
+print(json.dumps(seen))
 """
-    assert run(code) == "False"
+
+
+@pytest.fixture(scope="module")
+def seen():
+    done = subprocess.run([sys.executable, "-c", STEPS], capture_output=True, text=True, check=True)
+    return json.loads(done.stdout)
+
+
+def test_importing_mpjax_imports_neither_jax_nor_inspection(seen):
+    # `python -m mpjax run` may not import JAX before the script sets its environment variables.
+    assert seen["imported"] == ["mpjax.inspection.tools"]
+    assert seen["offered"] == ["autocast", "audit"]
+
+
+def test_making_an_optimizer_runs_no_jax_computation(seen):
+    assert seen["computed"] is False
+
+
+def test_plain_jax_use_never_loads_flax(seen):
+    assert seen["libraries"] == []
+
+
+def test_no_module_of_inspection_takes_the_place_of_a_function(seen):
+    for path in (ROOT / "mpjax" / "inspection").glob("*.py"):
+        assert path.stem == "__init__" or path.stem not in dir(mpjax), path
+    assert seen["shadowed"] == []
+    assert seen["functions"]
 
 
 def test_public_names_have_docstrings_with_examples():
