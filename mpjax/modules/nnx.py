@@ -259,6 +259,8 @@ def _on_view(base: type, name: str, placement: _Placement) -> Callable[..., Any]
         if placement.wide:
             again = functools.partial(_call_again, self, name, args, kwargs)
             warn_explicit_dtypes(base, placement.policy, dict(placement.wide), again, stacklevel=3)
+        if out is view:  # `return self`, as `ToNNX.lazy_init` does
+            return self
         return out if placement.output_dtype is None else cast(out, placement.output_dtype)
 
     return method

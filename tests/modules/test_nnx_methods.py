@@ -10,8 +10,9 @@ from flax import nnx
 import mpjax
 from testing import cheap_keys
 from testing.measures import half_share
+from tests.modules.flax_models import of_nnx
 
-X = jnp.ones((2, 8))
+X = np.ones((2, 8), np.float32)
 KEY = cheap_keys.key(0)
 
 
@@ -46,12 +47,21 @@ def test_methods_under_a_transformation_are_methods(of_call, of_helper):
         def helper(self, x):
             return x @ self.w
 
-    model = mpjax.with_policy(Model(nnx.Rngs(KEY)), "mixed_float16")
+    model = mpjax.with_policy(of_nnx(lambda: Model(nnx.Rngs(KEY))), "mixed_float16")
     assert run(model) == (jnp.float32, 1)
-    gradients = nnx.jit(nnx.grad(lambda m, x: m(x).sum()))(model, X)
+    gradients = nnx.eval_shape(nnx.grad(lambda m, x: m(x).sum()), model, X)
     assert {g.dtype for g in jax.tree.leaves(gradients)} == {jnp.dtype("float32")}
     assert model(X).dtype == jnp.float32
     assert model.w[...].dtype == jnp.float32
+
+
+def test_a_method_that_returns_the_module_returns_the_one_with_the_policy():
+    class Model(nnx.Module):
+        def warmed_up(self):
+            return self
+
+    model = mpjax.with_policy(Model(), "mixed_float16")
+    assert model.warmed_up() is model
 
 
 class Stack(nnx.Module):
@@ -66,7 +76,7 @@ class Stack(nnx.Module):
 
 
 def test_layers_that_come_after_with_policy_get_it_too():
-    model, rngs = mpjax.with_policy(Stack(nnx.Rngs(KEY)), "O3"), nnx.Rngs(KEY)
+    model, rngs = mpjax.with_policy(of_nnx(lambda: Stack(nnx.Rngs(KEY))), "O3"), nnx.Rngs(KEY)
     model.head = nnx.LoRA(8, 2, 8, base_module=model.head, rngs=rngs)
     model.layers.append(nnx.Sequential(nnx.Linear(8, 8, rngs=rngs), nnx.LayerNorm(8, rngs=rngs)))
     model.layers[0] = nnx.Linear(8, 8, rngs=rngs)
@@ -134,8 +144,8 @@ class LinenTied(nn.Module):
 
 
 def test_weights_tied_by_hand_are_read_in_the_compute_dtype():
-    tokens = jnp.zeros((2, 3), int)
-    model = mpjax.with_policy(Tied(nnx.Rngs(KEY)), "mixed_float16")
+    tokens = np.zeros((2, 3), np.int32)
+    model = mpjax.with_policy(of_nnx(lambda: Tied(nnx.Rngs(KEY))), "mixed_float16")
     assert run(model, tokens) == (jnp.float32, 1)
     assert model.embed.embedding[...].dtype == jnp.float32
     linen = mpjax.with_policy(LinenTied(), "mixed_float16")
@@ -153,7 +163,7 @@ def test_an_assignment_to_another_modules_parameter_is_no_lost_state():
 
     model = mpjax.with_policy(Renormalises(nnx.Rngs(KEY)), "mixed_float16")
     with pytest.raises(ValueError, match="a method assigns to Embed's parameter 'embedding'"):
-        model(jnp.zeros((2, 3), int))
+        model(np.zeros((2, 3), np.int32))
 
 
 def test_an_update_of_a_cast_parameter_is_no_lost_state():
@@ -177,17 +187,19 @@ class Decoder(nnx.Module):
         return self.attention(x)
 
 
-@pytest.mark.parametrize("cache_first", [False, True])
-def test_decoding_has_a_cache_in_the_compute_dtype(cache_first):
-    plain = Decoder(nnx.Rngs(KEY))
-    plain.attention.init_cache((2, 3, 8))
-    model = mpjax.with_policy(plain if cache_first else Decoder(nnx.Rngs(KEY)), "mixed_float16")
-    if not cache_first:
-        model.attention.init_cache((2, 3, 8))
-    step = nnx.jit(lambda model, token: model(token))
+def test_decoding_has_a_cache_in_the_compute_dtype():
+    plain, with_cache, later = (of_nnx(lambda: Decoder(nnx.Rngs(KEY))) for _ in range(3))
+    for decoder in (plain, with_cache):
+        decoder.attention.init_cache((2, 3, 8))
+    with_cache, later = (mpjax.with_policy(decoder, "mixed_float16") for decoder in (with_cache, later))
+    later.attention.init_cache((2, 3, 8))
+    step = nnx.jit(lambda models, token: [model(token) for model in models])
     for token in np.random.default_rng(0).normal(size=(3, 2, 1, 8)).astype(np.float32):
-        np.testing.assert_allclose(step(model, token), step(plain, token), atol=2e-3)
-    assert model.attention.cached_key[...].dtype == jnp.float16
+        expected, *found = step((plain, with_cache, later), token)
+        for y in found:
+            np.testing.assert_allclose(y, expected, atol=2e-3)
+    for model in (with_cache, later):
+        assert model.attention.cached_key[...].dtype == jnp.float16
 
 
 class Bridged(nnx.Module):
@@ -231,11 +243,14 @@ def test_overrides_know_the_paths_of_an_nnx_module_in_a_linen_model():
 @pytest.mark.parametrize("lazy", [False, True])
 def test_a_linen_module_in_an_nnx_model_has_the_policy(lazy):
     inner = nn.Sequential([nn.Dense(8), nn.LayerNorm(), nn.Dense(4)])
-    bridge = nnx.bridge.ToNNX(inner, rngs=nnx.Rngs(KEY))
-    plain = bridge if lazy else bridge.lazy_init(X)
-    model = mpjax.with_policy(plain, "O2")
-    if lazy:
-        model.lazy_init(X)
+
+    def build():
+        bridge = nnx.bridge.ToNNX(inner, rngs=nnx.Rngs(KEY))
+        if lazy:
+            return mpjax.with_policy(bridge, "O2").lazy_init(X)
+        return mpjax.with_policy(bridge.lazy_init(X), "O2")
+
+    model = of_nnx(build)
     assert run(model) == (jnp.float32, 1)
     if lazy:
         assert model.layers_1["scale"][...].dtype == jnp.float32
