@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 
 from testing import cheap_keys
-from testing.measures import relative_error, rounded
+from testing.measures import half_share_of, relative_error, rounded
 from testing.random_programs.evaluate import arrays_in_numpy, as_typed, evaluate, exact
 
 
@@ -419,7 +419,8 @@ def of_nnx(build: Callable[[], Any]) -> Any:
 
 
 def check_gradients(plain: Callable[..., Any], mixed: Callable[..., Any], half: str, *args: Any) -> None:
-    """The gradients of a policy's loss are float32, and as near to float64's as rounding the arguments leaves them.
+    """All matmuls of a policy's loss are half; its gradients are float32, and nearly as close to float64's as
+    gradients of rounded arguments.
 
     Args:
         plain: the loss of the float32 model.
@@ -428,11 +429,12 @@ def check_gradients(plain: Callable[..., Any], mixed: Callable[..., Any], half: 
         args: `(params, x, target)`; gradients are those of the params.
     """
     args = (*args[:-1], np.asarray(args[-1], np.float32))
-    full, cast = (jax.make_jaxpr(jax.grad(loss))(*args) for loss in (plain, mixed))
+    full, cast = (jax.make_jaxpr(jax.value_and_grad(loss))(*args) for loss in (plain, mixed))
+    assert half_share_of(cast) == 1
     assert {aval.dtype for aval in cast.out_avals} == {jnp.dtype("float32")}
 
     def gradients(jaxpr: Any, store: Any, *args: Any) -> Any:
-        return evaluate(jaxpr, jax.tree.leaves(args), store)
+        return evaluate(jaxpr, jax.tree.leaves(args), store)[1:]
 
     reference = gradients(full, exact, *args)
     by_rounding = gradients(full, exact, *rounded(args[:-1], half), args[-1])

@@ -6,13 +6,17 @@ import warnings
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
 import mpjax
+from testing import cheap_keys
 from testing.measures import half_share
+from testing.random_programs.evaluate import arrays_in_numpy
+from tests.modules.flax_models import of_nnx
 
-X = jnp.ones((2, 8))
+X = np.ones((2, 8), np.float32)
 TAKEN_OVER = dataclasses.replace(mpjax.get_policy("mixed_float16"), override_dtypes=True)
 
 
@@ -57,9 +61,9 @@ def test_the_warning_counts_flops_without_a_second_effect():
             return nn.Dropout(0.5, deterministic=False)(nn.Dense(4, dtype=jnp.float32)(x))
 
     model = mpjax.with_policy(Counts(), "mixed_float16")
-    rngs = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+    rngs = {"params": cheap_keys.key(0), "dropout": cheap_keys.key(1)}
     with pytest.warns(mpjax.ExplicitDtypeWarning, match="100% of the matmul FLOPs"):
-        variables = model.init(rngs, X)
+        variables = arrays_in_numpy(lambda: model.init(rngs, X))()
     assert variables["state"]["count"] == 1
     assert len(calls) == 2  # the trace for the figure is the second one
 
@@ -105,14 +109,18 @@ class NnxModel(nnx.Module):
         return self.head(self.block[0](x))
 
 
+def nnx_model(dtype):
+    return of_nnx(lambda: NnxModel(dtype, nnx.Rngs(cheap_keys.key(0))))
+
+
 def test_an_nnx_model_says_it_at_its_first_call():
-    model = mpjax.with_policy(NnxModel(jnp.float32, nnx.Rngs(0)), "mixed_float16")
+    model = mpjax.with_policy(nnx_model(jnp.float32), "mixed_float16")
     with pytest.warns(mpjax.ExplicitDtypeWarning, match=r"50% of the matmul FLOPs stay.*block/0 \(float32\)"):
-        model(X)
+        jax.eval_shape(model, X)
     assert half_share(model, X) == 0.5
 
 
 def test_a_policy_takes_explicit_dtypes_of_nnx_layers_over():
-    assert half_share(mpjax.with_policy(NnxModel(jnp.float32, nnx.Rngs(0)), TAKEN_OVER), X) == 1
-    half = mpjax.with_policy(NnxModel(jnp.bfloat16, nnx.Rngs(0)), "mixed_float16")  # half already: nothing to say
+    assert half_share(mpjax.with_policy(nnx_model(jnp.float32), TAKEN_OVER), X) == 1
+    half = mpjax.with_policy(nnx_model(jnp.bfloat16), "mixed_float16")  # half already: nothing to say
     assert half_share(half, X) == 1

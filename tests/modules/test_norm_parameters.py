@@ -4,13 +4,17 @@ import equinox as eqx
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
 import mpjax
+from testing import cheap_keys
+from testing.random_programs.evaluate import arrays_in_numpy
+from tests.modules.flax_models import of_nnx
 
 F16, F32 = jnp.dtype("float16"), jnp.dtype("float32")
-X = jnp.ones((2, 8))
+X = np.ones((2, 8), np.float32)
 
 
 def dtypes(tree):
@@ -43,18 +47,19 @@ class NnxBlock(nnx.Module):
 
 
 def nnx_model():
-    rngs = nnx.Rngs(0)
+    rngs = nnx.Rngs(cheap_keys.key(0))
     return nnx.Sequential(nnx.Linear(8, 8, rngs=rngs), nnx.RMSNorm(8, rngs=rngs), NnxBlock(rngs))
 
 
 @pytest.mark.parametrize("convert", [lambda m: mpjax.with_policy(m, "O2"), mpjax.get_policy("O2").cast_to_param])
 def test_nnx_norms_are_known_by_their_class(convert):
-    found = dtypes(nnx.to_pure_dict(nnx.state(convert(nnx_model()), nnx.Param)))
+    found = dtypes(nnx.to_pure_dict(nnx.state(convert(of_nnx(nnx_model)), nnx.Param)))
     assert found == {p: F32 if p.startswith(("layers/1/", "layers/2/ln_f/")) else F16 for p in found}
 
 
 def test_equinox_norms_are_known_by_their_class():
-    model = eqx.nn.Sequential([eqx.nn.Linear(4, 4, key=jax.random.key(0)), eqx.nn.LayerNorm(4)])
+    linear = arrays_in_numpy(lambda key: eqx.nn.Linear(4, 4, key=key))(cheap_keys.key(0))
+    model = eqx.nn.Sequential([linear, eqx.nn.LayerNorm(4)])
     found = dtypes(eqx.filter(mpjax.get_policy("O2").cast_to_param({"net": model}), eqx.is_array))
     assert set(found.values()) == {F16, F32}
     assert {p for p in found if found[p] == F32} == {"net/layers/1/weight", "net/layers/1/bias"}

@@ -2,7 +2,7 @@
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
@@ -10,8 +10,11 @@ import mpjax
 from mpjax._jaxpr import compat
 from mpjax._jaxpr.walk import walk
 from mpjax.modules.scopes import named_modules, original_class
+from testing import cheap_keys
+from tests.modules.flax_models import of_nnx
 
-X = jnp.ones((2, 8))
+X = np.ones((2, 8), np.float32)
+KEY = cheap_keys.key(0)
 
 
 class Block(nnx.Module):
@@ -33,6 +36,10 @@ class Net(nnx.Module):
         return self.head(x)
 
 
+def net():
+    return of_nnx(lambda: Net(nnx.Rngs(KEY)))
+
+
 class ScannedNet(nnx.Module):
     def __init__(self, rngs):
         self.blocks = nnx.vmap(Block, in_axes=0)(rngs.split(3))
@@ -50,7 +57,7 @@ NET = [*(f"Net/blocks/{i}/{layer}" for i in (0, 1) for layer in ("up", "down")),
 
 
 def test_a_model_with_a_policy_names_its_modules():
-    model = mpjax.with_policy(Net(nnx.Rngs(0)), "mixed_float16")
+    model = mpjax.with_policy(net(), "mixed_float16")
     assert paths(model, X) == NET
     graphdef, state = nnx.split(model)
     loss = lambda state, x: nnx.merge(graphdef, state, copy=True)(x).sum()
@@ -60,7 +67,7 @@ def test_a_model_with_a_policy_names_its_modules():
 
 
 def test_a_copy_inside_a_transformation_has_its_classs_name():
-    model = mpjax.with_policy(ScannedNet(nnx.Rngs(0)), "mixed_float16")
+    model = mpjax.with_policy(of_nnx(lambda: ScannedNet(nnx.Rngs(KEY))), "mixed_float16")
     graphdef, state = nnx.split(model)
     call = lambda state, x: nnx.merge(graphdef, state, copy=True)(x)
     assert paths(call, state, X) == ["ScannedNet/Block/up", "ScannedNet/Block/down"]
@@ -68,7 +75,7 @@ def test_a_copy_inside_a_transformation_has_its_classs_name():
 
 @pytest.mark.parametrize("transform", [nnx.jit, nnx.remat])
 def test_named_modules_keep_their_names_in_transformations(transform):
-    model = Net(nnx.Rngs(0))
+    model = net()
     state = nnx.state(model)
     with named_modules({"args": (model, X)}):
         assert paths(lambda x: transform(lambda model, x: model(x))(nnx.clone(model), x), X)[-1].endswith("Net/head")
@@ -79,7 +86,7 @@ def test_named_modules_keep_their_names_in_transformations(transform):
 
 
 def test_the_class_of_what_a_function_made_is_known():
-    model = Net(nnx.Rngs(0))
+    model = net()
     with named_modules((model,)):
         made = nnx.clone(model)
     assert original_class(type(made)) is Net
@@ -101,7 +108,7 @@ class EqxNet(eqx.Module):
 
 
 def test_equinox_modules_are_named():
-    model = EqxNet(jax.random.key(0))
+    model = eqx.filter_jit(EqxNet)(KEY)
     # Equinox's own layers add a scope with the name of their class.
     linear, mlp = "eqx.nn.Linear", "EqxNet/layers/1/eqx.nn.MLP"
     expected = [f"{path}/{linear}" for path in ("EqxNet/layers/0", f"{mlp}/layers/0", f"{mlp}/layers/1", "EqxNet/head")]

@@ -3,6 +3,7 @@
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import mpjax
@@ -15,4 +16,6 @@ def test_a_models_own_implicit_promotion_is_still_refused():
             return nn.Dense(4)(x) + jnp.ones(4)
 
     with pytest.raises(Exception, match="promotion"):
-        mpjax.with_policy(Promotes(), "mixed_float16").init(jax.random.key(0), jnp.ones((2, 4)))
+        jax.eval_shape(
+            mpjax.with_policy(Promotes(), "mixed_float16").init, jax.random.key(0), np.ones((2, 4), np.float32)
+        )
