@@ -17,6 +17,7 @@ def masked_attention(params, x, padding):
     return jnp.mean((jax.nn.softmax(scores) @ half).astype(jnp.float32) ** 2)
 
 
+@jax.jit
 def sequences():
     """Eight sequences, of which the fourth is all padding."""
     params = {"q": 0.1 * jax.random.normal(jax.random.key(0), (WIDTH, WIDTH))}
@@ -36,6 +37,7 @@ def unit_vectors_gradient(params, x):
     return jax.grad(mpjax.autocast(unit_vectors))(params, x)
 
 
+@jax.jit
 def padded_batch():
     """A batch whose last row is padding: zeros."""
     keys = jax.random.split(jax.random.key(0))
