@@ -70,7 +70,7 @@ def pytest_collection_modifyitems(items):
 
 
 # Folders whose tests run in one process: their files train the same small models, each compiled once.
-SHARING = ("tests/examples/imagenet", "tests/examples/speech")
+SHARING = ("tests/examples/imagenet", "tests/examples/speech", "tests/examples/c")  # c: common and custom
 
 
 def _share_processes(items):

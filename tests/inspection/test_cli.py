@@ -17,6 +17,8 @@ import pytest
 import mpjax
 from examples.imagenet.__main__ import main as train_images
 from mpjax.inspection.cli import main
+from testing import cheap_keys
+from tests.examples.imagenet.runs import make_quick
 
 SCRIPT = """
 import jax
@@ -261,7 +263,12 @@ def test_the_image_training_script_audits_and_profiles_its_step_instead_of_train
         return f"{steps} steps, loss scale {jax.eval_shape(step, state, first)[1]['loss_scale']}"
 
     monkeypatch.setattr(mpjax, "profile", profile)
-    assert train_images(["--audit", "--profile", "--amp", "autocast", "--policy", "mixed_bfloat16"]) == 0
+    make_quick(monkeypatch)
+    cheap_keys.make_default(monkeypatch)
+    assert (
+        train_images(["--audit", "--profile", "--batch-size", "32", "--amp", "autocast", "--policy", "mixed_bfloat16"])
+        == 0
+    )
     out = capsys.readouterr().out
     assert "Precision of train_step" in out
     assert re.search(r"ResNet/BasicBlock_\S+/Conv_", out)

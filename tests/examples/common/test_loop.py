@@ -25,8 +25,8 @@ from examples.imagenet.training import classification_sums
 
 pytestmark = pytest.mark.usefixtures("stored_programs")
 
-# One step an epoch, of 426 training entries.
-FLAGS = ["--devices", "1", "--batch-size", "400", "--log-every", "1"]
+# One step an epoch, of 426 training entries; without a schedule, so that any number of epochs is the same program.
+FLAGS = ["--devices", "1", "--batch-size", "400", "--log-every", "1", "--schedule", "constant", "--warmup-epochs", "0"]
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_training_stops_early_and_keeps_the_best_epoch(rated, tmp_path, capsys):
         with Checkpoints(output / folder) as checkpoints:
             assert checkpoints.steps == [step]
     # --best is the checkpoint of that epoch.
-    config = Config(devices=1, batch_size=400, output=output)
+    config = Config(devices=1, batch_size=400, schedule="constant", warmup_epochs=0, output=output)
     last, best = (
         run_variables(OwnTask(dataclasses.replace(config, best=best), DataParallel(1)), RunFolder(output)).params
         for best in (False, True)

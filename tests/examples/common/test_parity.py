@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
-import soundfile
 
 import mpjax
 from examples.common.cli import UsageError
 from examples.common.devices import DataParallel
 from examples.common.parity import Maker, _without
 from examples.custom.__main__ import Config, OwnTask
-from tests.examples.speech.runs import TINY_MODEL
 
 pytestmark = pytest.mark.usefixtures("stored_programs")
 
@@ -70,24 +66,3 @@ def test_evidence_names_the_modules_of_a_script(make):
     assert 0 < found.gradient_error < 0.1
     assert any("Dense_0" in name for name, _ in found.parameters)
     assert any("Dense_1" in row.name for row in found.modules)
-
-
-def test_speech_plugs_in(tmp_path):
-    from examples.speech.config import Config
-    from examples.speech.modes import TaskMaker
-
-    rng = np.random.default_rng(0)
-    for split, count in (("train", 4), ("test", 2)):
-        lines = ["wav_filename,wav_filesize,transcript"]
-        for i in range(count):
-            path = Path(tmp_path / f"{split}{i}.wav")
-            soundfile.write(path, 0.1 * rng.normal(size=8000), 16000)
-            lines.append(f"{path},{path.stat().st_size},ab")
-        (tmp_path / f"{split}.csv").write_text("\n".join(lines) + "\n")
-    data = ["--train-data", str(tmp_path / "train.csv"), "--test-data", str(tmp_path / "test.csv")]
-    training = Maker(Config, TaskMaker, [*TINY_MODEL, *data, *"--batch-size 4 --epochs 1".split()])("mixed_float16", 0)
-    (first,) = training.batches()
-    state, loss = training.step(training.state, first)
-    assert np.isfinite(loss)
-    assert training.metric(state) >= 0
-    assert (training.metric_name, training.larger_is_better) == ("WER", False)

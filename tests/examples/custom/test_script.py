@@ -10,7 +10,8 @@ from examples.custom.__main__ import main
 
 pytestmark = pytest.mark.usefixtures("stored_programs")
 
-FLAGS = ["--epochs", "1", "--devices", "2", "--batch-size", "64", "--learning-rate", "1e-2"]
+# As tests/examples/common/test_parity.py has them: both train the same programs.
+FLAGS = ["--epochs", "2", "--devices", "1", "--batch-size", "128"]
 
 
 @pytest.fixture(scope="module")
@@ -24,13 +25,6 @@ def test_own_task_learns_and_exports(trained):
     summary = json.loads((trained / "summary.json").read_text())
     assert summary["test_accuracy"] > 0.8
     assert summary["export_test_accuracy"] > 0.8
-    assert summary["devices"] == 2
-
-
-def test_own_task_goes_on_in_another_precision(trained, capsys):
-    flags = [*FLAGS, "--epochs", "2", "--output", str(trained), "--resume"]
-    assert main([*flags, "--policy", "O2"]) == 0
-    assert "from policy mixed_float16 to O2" in capsys.readouterr().out
 
 
 def test_own_task_is_compared_and_audited(trained, tmp_path, capsys):

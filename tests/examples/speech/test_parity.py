@@ -7,9 +7,12 @@ import numpy as np
 import pytest
 
 from examples.common.checkpoints import Checkpoints
+from examples.common.parity import Maker
 from examples.common.precision_change import float32_params
 from examples.common.run_folder import RunFolder, write_json
 from examples.speech.__main__ import main
+from examples.speech.config import Config
+from examples.speech.modes import TaskMaker
 from tests.examples.speech.runs import TINY, as_bytes, error_of, lines_of, task_of
 
 pytestmark = pytest.mark.usefixtures("stored_programs")
@@ -60,6 +63,16 @@ def test_dev_set_export_average_and_files(data, data_flags, tmp_path, capsys):
     assert last.startswith("policy mixed_bfloat16, latency ")
     assert "real-time factor" in last
     assert "cannot be opened" in error_of([*flags, "--infer", "no.wav"], capsys)
+
+
+def test_plugs_into_parity(data_flags):
+    """Under `mpjax.parity`, as the task of tests/examples/common/test_parity.py does."""
+    training = Maker(Config, TaskMaker, [*TINY, *data_flags])("mixed_float16", 0)
+    first = next(iter(training.batches()))
+    state, loss = training.step(training.state, first)
+    assert np.isfinite(loss)
+    assert training.metric(state) >= 0
+    assert (training.metric_name, training.larger_is_better) == ("WER", False)
 
 
 def test_step_is_audited(data_flags, capsys):
