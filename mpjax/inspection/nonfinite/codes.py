@@ -34,16 +34,6 @@ def _reduced(x: Any, axes: tuple[int, ...]) -> Any:
     )
 
 
-def turns_key(place: Place) -> Key:
-    """The key of what a loop's turns noted."""
-    return "turns", place.number
-
-
-def slice_key(place: Place, index: int) -> Key:
-    """The key of the codes of the parts of an array that a scan goes over."""
-    return "slices", place.number, index
-
-
 class WatchProbe(Probe):
     """Only notes whether a check for finite values saw one that is not, and how many turns each `while` took."""
 
@@ -77,7 +67,11 @@ def watched(notes: Mapping[Key, Any]) -> tuple[bool, dict[int, int]]:
 
 
 class CodeProbe(Probe):
-    """Notes the code of each floating result; of a branch its index, of a `while` the number of its turns.
+    """Notes codes by kind and by the number of the equation.
+
+        code      of each floating result; of a branch its index, of a `while` the number of its turns
+        turns     the notes of a loop's turns
+        slices    of the parts of each array that a scan goes over
 
     Args:
         block: the program.
@@ -102,7 +96,7 @@ class CodeProbe(Probe):
         for i in _sliced(place):
             x = ins[_first_slice(place) + i]
             codes = _reduced(x, tuple(range(1, x.ndim)))
-            notes[slice_key(place, i)] = codes[::-1] if place.site.eqn.params["reverse"] else codes
+            notes["slices", place.number, i] = codes[::-1] if place.site.eqn.params["reverse"] else codes
         return notes
 
     def ended(self, place: Place, turns: Any) -> dict[Key, Any]:
@@ -162,7 +156,7 @@ def _arrays(block: Block) -> list[Key]:
     keys: list[Key] = []
     for place in _level(block):
         if place.is_loop and place.blocks:
-            keys += [turns_key(place), *(slice_key(place, i) for i in _sliced(place))]
+            keys += [("turns", place.number), *(("slices", place.number, i) for i in _sliced(place))]
     return keys
 
 

@@ -18,7 +18,7 @@ from mpjax._jaxpr import compat
 from mpjax._jaxpr.interpreter import is_inexact
 from mpjax._jaxpr.layout import Block, Place
 from mpjax._jaxpr.primitives import primitive
-from mpjax.inspection.nonfinite.codes import NAN, slice_key, turns_key, unpacked
+from mpjax.inspection.nonfinite.codes import NAN, unpacked
 
 # Ranks, in the order in which they are reported. What is given or written as inf or NaN is idle as long as it is
 # only moved about, and used from the first arithmetic on; once it makes a NaN, it is a fault.
@@ -175,7 +175,7 @@ class _Replay:
         params = place.site.eqn.params
         first, count = compat.scan_split(params)
         split = first + count
-        xs = [(address, notes.get(slice_key(place, i))) for i, address in enumerate(ins[split:])]
+        xs = [(address, notes.get(("slices", place.number, i))) for i, address in enumerate(ins[split:])]
         return self._turns(place, params["length"], ins[:first], ins[first:split], xs, notes, when)
 
     def _turns(
@@ -188,7 +188,7 @@ class _Replay:
         notes: dict[Any, Any],
         when: tuple[int, ...],
     ) -> list[Address]:
-        body, stacked = place.blocks[-1], notes[turns_key(place)]
+        body, stacked = place.blocks[-1], notes["turns", place.number]
         ys: list[Address] = [None] * (len(body.jaxpr.outvars) - len(carry))
         for i in range(length):
             parts = [address if codes is None or codes[i] else None for address, codes in xs]

@@ -47,6 +47,11 @@ class Counted:
     parameters: frozenset[int]
     half: frozenset[int]
 
+    @functools.cached_property
+    def all(self) -> frozenset[int]:
+        """Activations and gradients of both kinds."""
+        return self.activations | self.gradients | self.parameters
+
     def matters(self, number: int) -> bool:
         """Whether half's limits bear on an equation's result: all may be half where nothing is yet."""
         return not self.half or number in self.half

@@ -170,11 +170,11 @@ class _Measuring:
             site, dtypes, matters = place.site, _dtypes(place), counts.matters(number)
             phase, table = (BACKWARD, "gradients") if site.phase == BACKWARD else (FORWARD, "activations")
             rows = [_Row("by_op", site.path, phase, site.name, site.source)]
-            if number in counts.gradients | counts.activations:
+            if number in counts.gradients or number in counts.activations:
                 rows.append(_Row(table, site.path, phase))
             if number in counts.gradients and matters:
                 rows.append(_Row("half gradients", site.path, phase))
-            if number in counts.activations | counts.gradients | counts.parameters and matters:
+            if number in counts.all and matters:
                 rows.append(_Row("matters", site.path, phase))
             found = result(notes["range", number])
             for row in rows:

@@ -195,7 +195,7 @@ def is_measured(place: Place, counts: Counted) -> bool:
     eqn, name = place.site.eqn, place.site.name
     if place.blocks or place.site.phase == RECOMPUTED or not floats(eqn.outvars):
         return False
-    if place.number in counts.activations | counts.gradients | counts.parameters:
+    if place.number in counts.all:
         return True
     row = primitive(name)
     # What keeps values, or rounds them to integers, loses nothing in half that was not lost before.

@@ -228,8 +228,7 @@ class StatisticsProbe(RangeProbe):
     """A `RangeProbe` of activations and gradients alone, each against the dtype that it is stored in."""
 
     def __init__(self, block: Block, counts: Counted):
-        wanted = counts.activations | counts.gradients | counts.parameters
-        made = {p.number: p for p in block.places() if p.number in wanted}
+        made = {p.number: p for p in block.places() if p.number in counts.all}
         self.places: Mapping[int, Place] = {n: p for n, p in made.items() if floats(p.site.eqn.outvars)}
         self.graded = frozenset()
 
