@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -84,13 +84,25 @@ def first_origin(block: Block, arguments: Sequence[int], outs: Sequence[int], no
     given = [Origin(IDLE_ARGUMENT, (i,)) if code else None for i, code in enumerate(arguments)]
     count = len(block.jaxpr.invars)
     replay = _Replay({place.number for place in block.places() if place.blocks})
-    results = replay.block(block, given[:count], unpacked(block, notes), (), given[count:])
+    results = replay.block(block, given[:count], _Turn((), unpacked(block, notes)), given[count:])
     found = list(replay.checked)
     for v, code, address in zip(block.jaxpr.outvars, outs, results, strict=True):
         last = USED_CONSTANT if not v.aval.shape else MADE
         if code and address is not None and address.rank <= last:
             found.append(address)
     return min(found, default=None)
+
+
+class _Turn(NamedTuple):
+    """One turn of the loops around; outside of loops, the program's one run.
+
+    Args:
+        when: the loops' numbers and turns, as `Origin.when` begins.
+        notes: what was noted in it.
+    """
+
+    when: tuple[int, ...]
+    notes: dict[Any, Any]
 
 
 class _Replay:
@@ -101,44 +113,38 @@ class _Replay:
         self.checked: set[Origin] = set()
 
     def block(
-        self,
-        block: Block,
-        addresses: Sequence[Address],
-        notes: dict[Any, Any],
-        when: tuple[int, ...],
-        consts: Sequence[Address] | None = None,
+        self, block: Block, addresses: Sequence[Address], turn: _Turn, consts: Sequence[Address] | None = None
     ) -> list[Address]:
         if consts is None:
-            consts = [_constant(c, (*when, _SOMEWHERE)) for c in block.consts]
+            consts = [_constant(c, (*turn.when, _SOMEWHERE)) for c in block.consts]
         env: dict[Any, Address] = dict(
             zip((*block.jaxpr.constvars, *block.jaxpr.invars), (*consts, *addresses), strict=True)
         )
 
         def read(v: Any, number: int) -> Address:
-            return _constant(v.val, (*when, number)) if isinstance(v, compat.Literal) else env[v]
+            return _constant(v.val, (*turn.when, number)) if isinstance(v, compat.Literal) else env[v]
 
         for place in block.rows:
             ins = [read(v, place.number) for v in place.site.eqn.invars]
-            outs = self._inside(place, ins, notes, when) if place.blocks else self._made(place, ins, notes, when)
+            outs = self._inside(place, ins, turn) if place.blocks else self._made(place, ins, turn)
             env.update(zip(place.site.eqn.outvars, outs, strict=True))
         return [read(v, _SOMEWHERE) for v in block.jaxpr.outvars]
 
-    def _made(
-        self, place: Place, ins: Sequence[Address], notes: dict[Any, Any], when: tuple[int, ...]
-    ) -> list[Address]:
+    def _made(self, place: Place, ins: Sequence[Address], turn: _Turn) -> list[Address]:
         name, outvars, row = place.site.name, place.site.eqn.outvars, primitive(place.site.name)
-        ins = [self._read_here(address, (*when, place.number)) for address in ins]
+        when = (*turn.when, place.number)
+        ins = [self._read_here(address, when) for address in ins]
         if row.whole:
             return list(ins[: len(outvars)])
         given = min((address for address in ins if address is not None), default=None)
         # The one truth of a check for finite values is the end of a reduction, or one comparison of a scalar.
         if given is not None and row.logic and (row.kernel or (name == "is_finite" and not outvars[0].aval.shape)):
             self.checked.add(given)
-        own = Origin(MADE, (*when, place.number))
+        own = Origin(MADE, when)
         outs: list[Address] = []
         for i, v in enumerate(outvars):
             if is_inexact(v):
-                outs.append(_address(int(notes["code", place.number, i]), given, own, row.keeps_values))
+                outs.append(_address(int(turn.notes["code", place.number, i]), given, own, row.keeps_values))
             else:
                 joins = row.keeps_values and not row.kernel
                 is_check = row.logic or joins or (name == "ne" and _compares_itself(place.site.eqn))
@@ -151,32 +157,22 @@ class _Replay:
             return address
         return Origin(IDLE_CONSTANT, when)
 
-    def _inside(
-        self, place: Place, ins: Sequence[Address], notes: dict[Any, Any], when: tuple[int, ...]
-    ) -> list[Address]:
+    def _inside(self, place: Place, ins: Sequence[Address], turn: _Turn) -> list[Address]:
+        params, notes = place.site.eqn.params, turn.notes
         match place.site.name:
             case "scan":
-                return self._scan(place, ins, notes, when)
-            case "while":
-                first, count = place.site.eqn.params["cond_nconsts"], place.site.eqn.params["body_nconsts"]
+                first, count = compat.scan_split(params)
                 split = first + count
-                return self._turns(
-                    place, int(notes["code", place.number, 0]), ins[first:split], ins[split:], [], notes, when
-                )
+                xs = [(address, notes.get(("slices", place.number, i))) for i, address in enumerate(ins[split:])]
+                return self._turns(place, params["length"], ins[:first], ins[first:split], xs, turn)
+            case "while":
+                first, split = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+                length = int(notes["code", place.number, 0])
+                return self._turns(place, length, ins[first:split], ins[split:], [], turn)
             case "cond":
-                branches = place.blocks
-                taken = min(max(int(notes["code", place.number, 0]), 0), len(branches) - 1)
-                return self.block(branches[taken], ins[1:], notes, when)
-        return self.block(place.blocks[0], ins, notes, when)
-
-    def _scan(
-        self, place: Place, ins: Sequence[Address], notes: dict[Any, Any], when: tuple[int, ...]
-    ) -> list[Address]:
-        params = place.site.eqn.params
-        first, count = compat.scan_split(params)
-        split = first + count
-        xs = [(address, notes.get(("slices", place.number, i))) for i, address in enumerate(ins[split:])]
-        return self._turns(place, params["length"], ins[:first], ins[first:split], xs, notes, when)
+                taken = min(max(int(notes["code", place.number, 0]), 0), len(place.blocks) - 1)
+                return self.block(place.blocks[taken], ins[1:], turn)
+        return self.block(place.blocks[0], ins, turn)
 
     def _turns(
         self,
@@ -185,15 +181,14 @@ class _Replay:
         consts: Sequence[Address],
         carry: Sequence[Address],
         xs: Sequence[tuple[Address, Any]],
-        notes: dict[Any, Any],
-        when: tuple[int, ...],
+        around: _Turn,
     ) -> list[Address]:
-        body, stacked = place.blocks[-1], notes["turns", place.number]
+        body, stacked = place.blocks[-1], around.notes["turns", place.number]
         ys: list[Address] = [None] * (len(body.jaxpr.outvars) - len(carry))
         for i in range(length):
             parts = [address if codes is None or codes[i] else None for address, codes in xs]
-            turn = unpacked(body, jax.tree.map(lambda x, i=i: x[i], stacked))
-            outs = self.block(body, [*consts, *carry, *parts], turn, (*when, place.number, i))
+            notes = unpacked(body, jax.tree.map(lambda x, i=i: x[i], stacked))
+            outs = self.block(body, [*consts, *carry, *parts], _Turn((*around.when, place.number, i), notes))
             carry, new = outs[: len(carry)], outs[len(carry) :]
             ys = [old if old is not None else address for old, address in zip(ys, new, strict=True)]
         return [*carry, *ys]
