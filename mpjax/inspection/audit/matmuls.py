@@ -262,11 +262,8 @@ def _faults(row: Matmul) -> Iterator[tuple[str, frozenset[int], str]]:
     ragged = {name: sizes[name] for name in aligned if sizes[name] % ALIGNMENT}
     if ragged:
         text = ", ".join(f"{aligned[n]} = {size}: pad to {_padded(size)}" for n, size in ragged.items())
-        yield (
-            DIMENSION,
-            frozenset(ragged.values()),
-            text + (f" ({sizes['groups']} groups)" if "groups" in sizes else ""),
-        )
+        text += f" ({sizes['groups']} groups)" if "groups" in sizes else ""
+        yield DIMENSION, frozenset(ragged.values()), text
     small = {name: sizes[name] for name in "MNK" if sizes[name] <= SMALL}
     if small:
         yield SMALL_DIMENSION, frozenset(small.values()), ", ".join(f"{name} = {size}" for name, size in small.items())

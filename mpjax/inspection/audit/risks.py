@@ -149,12 +149,8 @@ def _inexact(site: Site, dtype: Any, value: Known) -> Iterator[Found]:
     """Ids beyond the whole numbers that a half dtype holds one by one."""
     exact = _exact(dtype)
     if value.ids and not value.constant and value.largest > exact:
-        yield (
-            "ids",
-            site,
-            dtype.name,
-            f"whole numbers up to {value.largest:.0f}; {dtype.name} holds all up to {exact} only",
-        )
+        why = f"whole numbers up to {value.largest:.0f}; {dtype.name} holds all up to {exact} only"
+        yield "ids", site, dtype.name, why
 
 
 def _vanished(nodes: Sequence[Node]) -> Iterator[Found]:
@@ -186,15 +182,9 @@ def _compared(nodes: Sequence[Node], known: dict[Value, Known]) -> Iterator[Foun
         elif name in ("reshape", "broadcast_in_dim") and reads[0] in whole:
             whole.add(node.writes[0])
         elif name in ("eq", "ne") or (name == "convert_element_type" and node.writes[0].aval.dtype.kind in "iu"):
-            for value in reads:
-                if value in whole:
-                    dtype = value.aval.dtype
-                    yield (
-                        "ids",
-                        node.site,
-                        dtype.name,
-                        f"whole numbers; {dtype.name} holds all up to {_exact(dtype)} only",
-                    )
+            for dtype in (value.aval.dtype for value in reads if value in whole):
+                why = f"whole numbers; {dtype.name} holds all up to {_exact(dtype)} only"
+                yield "ids", node.site, dtype.name, why
 
 
 def _exact(dtype: Any) -> int:

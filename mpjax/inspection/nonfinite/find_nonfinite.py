@@ -72,7 +72,7 @@ def find_nonfinite(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> NonFin
     Source: the checks by operation of `tf.debugging.enable_check_numerics` (TensorFlow) and `jax_debug_nans`.
     """
     traced = traced_call("find_nonfinite", fun, args, kwargs)
-    program = _Laid(traced, owners_of(traced.jaxpr, traced.names))
+    program = _LaidOut(traced, owners_of(traced.jaxpr, traced.names))
     watch = _watching(program)
     origins = _faults(program, watch)
     if not origins:
@@ -84,7 +84,7 @@ def find_nonfinite(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> NonFin
     return _examined(program, origin, position, _batch_of(args), float32_is_fine)
 
 
-class _Laid:
+class _LaidOut:
     """A program laid out. Its leaves are its arguments and, after them, the arrays that it closes over."""
 
     def __init__(self, traced: Program, owners: Mapping[int, str] | None = None):
@@ -106,7 +106,7 @@ _MOST_FAULTS = 4  # Each further one that is not what the result fails by costs 
 _Watch = Callable[[Sequence[Origin], Any, Any], Any]
 
 
-def _watching(program: _Laid) -> _Watch:
+def _watching(program: _LaidOut) -> _Watch:
     """Compiles the program once for the same faults."""
 
     @functools.cache
@@ -122,7 +122,7 @@ def _watching(program: _Laid) -> _Watch:
     return lambda origins, lows, highs: jax.device_get(watched_run(tuple(origins))(program.leaves, lows, highs))
 
 
-def _faults(program: _Laid, watch: _Watch) -> list[Origin]:
+def _faults(program: _LaidOut, watch: _Watch) -> list[Origin]:
     """The first fault, and after it those that are left when the ones before are made finite."""
     found: list[Origin] = []
     while len(found) < _MOST_FAULTS and (origin := _search(program, watch, found)) is not None:
@@ -134,7 +134,7 @@ def _faults(program: _Laid, watch: _Watch) -> list[Origin]:
     return found
 
 
-def _search(program: _Laid, watch: _Watch, before: Sequence[Origin] = ()) -> Origin | None:
+def _search(program: _LaidOut, watch: _Watch, before: Sequence[Origin] = ()) -> Origin | None:
     """Where the first fault is once those `before` are made finite; a finite program is run but once."""
     none: Any = np.zeros(len(before), np.int32)
     notes, outs = watch(before, none, none)
@@ -153,7 +153,7 @@ def _search(program: _Laid, watch: _Watch, before: Sequence[Origin] = ()) -> Ori
     return first_origin(block, *_run(run_all, program.leaves))
 
 
-def _first_that_reaches(program: _Laid, origins: Sequence[Origin], watch: _Watch) -> tuple[Origin, int | None]:
+def _first_that_reaches(program: _LaidOut, origins: Sequence[Origin], watch: _Watch) -> tuple[Origin, int | None]:
     """The first fault that reaches a result by itself, and its element's position; the first one if none does."""
     if origins[0].is_constant:
         return origins[0], None
@@ -190,7 +190,7 @@ def _float32_is_fine(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[
     try:
         wide_args, wide_kwargs = jax.tree.map(lambda x: widened(x) if is_half(x) else x, (tuple(args), dict(kwargs)))
         traced = traced_call("find_nonfinite", fun, wide_args, wide_kwargs)
-        program = _Laid(traced)
+        program = _LaidOut(traced)
         if _search(program, _watching(program)) is None:
             return True
     except Exception:  # A function may insist on half arguments.
@@ -199,7 +199,7 @@ def _float32_is_fine(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[
 
 
 def _examined(
-    program: _Laid,
+    program: _LaidOut,
     origin: Origin,
     position: int | None,
     batch: _Batch | None,
@@ -340,7 +340,7 @@ def _first_bad(array: Any) -> tuple[Any, Any, Any]:
     return first, jnp.sum(bad), jnp.isnan(flat[first])
 
 
-def _in_argument(program: _Laid, index: int) -> NonFinite:
+def _in_argument(program: _LaidOut, index: int) -> NonFinite:
     """A fault that was given: which leaf, how many elements, where the first."""
     array = jnp.asarray(program.leaves[index])
     if index < len(program.names):

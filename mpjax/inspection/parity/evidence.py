@@ -142,8 +142,7 @@ def _told(found: Evidence, baseline: str) -> Iterator[str]:
     else:
         yield (
             f"loss scale {power(min(scales))} to {power(max(scales))}, {len(scales) - 1} changes, at last "
-            f"{power(scales[-1])} (seed "
-            f"{found.seed}); {found.skipped} of {found.steps} steps skipped"
+            f"{power(scales[-1])} (seed {found.seed}); {found.skipped} of {found.steps} steps skipped"
         )
     at = f"at {baseline}'s parameters after {found.step} steps of seed {found.seed}"
     if found.flushed is not None:

@@ -24,7 +24,7 @@ from mpjax.inspection.profile.kernels import Kernel
 from mpjax.inspection.profile.memory import memory_of
 from mpjax.inspection.profile.report import ProfileReport as ProfileReport
 from mpjax.inspection.profile.stepping import Stepper
-from mpjax.inspection.reports import totals
+from mpjax.inspection.reports import reason, totals
 
 # From this share of the kernels' time in CUDA graphs on, a second trace without them is worth its compilation.
 _HIDDEN = 0.05
@@ -141,7 +141,7 @@ def profile(
         matmuls = matmuls_of(walk(traced_call(step, (*args, *stepper.last_batch), {}).jaxpr))
     except Exception as error:  # The step may be of a library's own kind; all else is known without.
         matmuls = ()
-        notes.append(f"FLOPs are not known: {type(error).__name__}: {error}".splitlines()[0])
+        notes.append(f"FLOPs are not known: {reason(error)}")
     report = report_of(
         whole,
         detailed,
