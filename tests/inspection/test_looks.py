@@ -5,6 +5,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import mpjax
@@ -23,7 +24,7 @@ def loss(w, x):
 
 @pytest.fixture(scope="module")
 def reports():
-    w, x = jnp.eye(16), jnp.ones((8, 16))
+    w, x = np.eye(16, dtype=np.float32), np.ones((8, 16), np.float32)
     gradient = jax.grad(loss)
     found = {
         "audit": mpjax.audit(gradient, w, x),
@@ -46,7 +47,7 @@ def test_text_fits_100_columns_however_long_names_are(reports, name, all_rows):
 
 
 def test_a_plan_fits_100_columns_and_begins_with_its_finding():
-    text = str(mpjax.explain(jax.grad(loss), jnp.eye(16), jnp.ones((8, 16))))
+    text = str(mpjax.explain(jax.grad(loss), np.eye(16, dtype=np.float32), np.ones((8, 16), np.float32)))
     assert [line for line in text.splitlines() if len(line) > WIDTH] == []
     assert "in half" in text.splitlines()[0] or "in float16" in text.splitlines()[0], text
 

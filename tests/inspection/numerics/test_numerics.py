@@ -30,7 +30,7 @@ def linear():
     def loss(params, x):
         return jnp.sum(x @ params["w"]) * 1e-6
 
-    return loss, w, batches, mpjax.numerics(loss, {"w": jnp.asarray(w)}, batches=batches, loss_scale=SCALE)
+    return loss, w, batches, mpjax.numerics(loss, {"w": w}, batches=batches, loss_scale=SCALE)
 
 
 def in_half(x, half=np.float16):
@@ -64,9 +64,9 @@ def test_the_share_that_is_flushed_is_exact(linear):
 
 def test_the_limits_are_those_of_rounding_to_the_dtype():
     edges = [2.0**-25, 2.0**-25 * (1 + 2.0**-20), 65519.99, 65520.0, 3.3895e38, 3.3961775292304e38, 0.0, np.nan]
-    x = jnp.array(edges, jnp.float32)
+    x = np.array(edges, np.float32)
     for dtype, half in (("float16", np.float16), ("bfloat16", jnp.bfloat16)):
-        report = mpjax.numerics(lambda w, x: jnp.sum(x * w), jnp.ones(()), x, dtype=dtype)
+        report = mpjax.numerics(lambda w, x: jnp.sum(x * w), np.float32(1), x, dtype=dtype)
         row = next(row for row in report.by_op if row.op == "mul" and row.phase == "forward")
         rounded, finite = in_half(np.asarray(x), half), np.isfinite(np.asarray(x))
         assert (row.count, row.zeros, row.nonfinite) == (8, 1 / 8, 1)
@@ -80,9 +80,9 @@ def test_the_recommended_scale_keeps_the_largest_gradient_in_range(linear):
     assert largest * report.largest_safe_scale <= 65504 < largest * report.largest_safe_scale * 2
     assert report.init_scale == min(report.largest_safe_scale / 4, 2.0**24)
     state = mpjax.dynamic_loss_scale(optax.sgd(1.0), init_scale=SCALE).init({})
-    again = mpjax.numerics(loss, {"w": jnp.asarray(w)}, batches=batches, loss_scale=state)
+    again = mpjax.numerics(loss, {"w": w}, batches=batches, loss_scale=state)
     assert (again.loss_scale, again.largest_safe_scale) == (SCALE, report.largest_safe_scale)
-    brain = mpjax.numerics(loss, {"w": jnp.asarray(w)}, batches=batches[:1], dtype="bfloat16")
+    brain = mpjax.numerics(loss, {"w": w}, batches=batches[:1], dtype="bfloat16")
     assert brain.init_scale == 1.0
 
 
@@ -94,8 +94,8 @@ def test_gradients_of_activations_are_told_from_those_of_parameters():
             x = x @ params[1]
         return jnp.sum(x) * 2.0**-30
 
-    params = [jnp.full((4, 4), 2.0), jnp.full((4, 4), 2.0**-4)]
-    report = mpjax.numerics(loss, params, jnp.ones((2, 4)))
+    params = [np.full((4, 4), size, np.float32) for size in (2.0, 2.0**-4)]
+    report = mpjax.numerics(loss, params, np.ones((2, 4), np.float32))
     ranges = {row.name: (row.max, row.flushed) for row in report.gradients}
     # What the matmuls of the backward pass read: the loss's cotangent, and four times 2^-4 times that.
     assert ranges == {"": (2.0**-30, 1.0), "net/second": (2.0**-32, 1.0)}
@@ -113,7 +113,7 @@ def test_a_module_that_overflows_is_to_be_kept_in_float32_and_the_overrides_do_i
             x = nn.Dense(8, name="body")(x)
             return nn.Dense(8, name="head", kernel_init=nn.initializers.constant(1e4))(x**2)
 
-    model, x = Net(), jnp.full((2, 8), 3.0)
+    model, x = Net(), np.full((2, 8), 3, np.float32)
     params = arrays_in_numpy(model.init)(KEY, x)
 
     def loss_of(model):
@@ -144,7 +144,7 @@ def test_the_table_by_operation_shows_what_half_would_lose():
         total, _ = jax.lax.scan(turn, jnp.float32(0), x)
         return jnp.log(total) + jnp.exp(12 * w) + jnp.sum(jax.lax.stop_gradient(x))
 
-    report = mpjax.numerics(loss, jnp.ones(()), jnp.full(4096, 1.0))
+    report = mpjax.numerics(loss, np.float32(1), np.ones(4096, np.float32))
     ops = {row.op: row for row in sorted(report.by_op, key=lambda row: row.count) if row.phase == "forward"}
     assert (ops["exp"].overflowed, ops["exp"].rule) == (1.0, "float32")
     # From 2048 on, one more changes nothing in float16: for a running sum the second half of the turns.
@@ -160,15 +160,15 @@ def test_other_libraries_and_auxiliary_outputs():
     import haiku as hk
     from flax import nnx
 
-    x = jnp.ones((2, 4))
-    mlp = eqx.nn.MLP(4, 2, 8, 1, key=KEY)  # a tree of arrays and functions
+    x = np.ones((2, 4), np.float32)
+    mlp = eqx.filter_jit(eqx.nn.MLP)(4, 2, 8, 1, key=KEY)  # a tree of arrays and functions
     report = mpjax.numerics(lambda m, x: (jnp.mean(jax.vmap(m)(x) ** 2), x), mlp, x, has_aux=True)
     assert [row.name for row in report.parameters][:2] == ["layers/0/weight", "layers/0/bias"]
     net = hk.transform(lambda x: jnp.mean(hk.nets.MLP([8, 2])(x) ** 2))
     params = arrays_in_numpy(net.init)(KEY, x)
     report = mpjax.numerics(lambda x, p: net.apply(p, None, x), x, params, argnums=1)
     assert [row.name for row in report.activations] == ["mlp/linear_0", "mlp", "mlp/linear_1"]
-    module = nnx.Linear(4, 2, rngs=nnx.Rngs(KEY))
+    module = nnx.jit(lambda: nnx.Linear(4, 2, rngs=nnx.Rngs(KEY)))()
     report = mpjax.numerics(lambda m, x: jnp.mean(m(x) ** 2), mpjax.with_policy(module, "mixed_bfloat16"), x)
     assert sorted(row.name for row in report.parameters) == ["bias", "kernel"]
     assert "bfloat16" in report.activations[0].dtypes
@@ -210,7 +210,7 @@ def test_a_share_below_a_hundredth_of_a_percent_is_in_percent_as_the_others(line
 
 
 def test_what_can_not_be_measured_is_refused():
-    x = jnp.ones(2)
+    x = np.ones(2, np.float32)
     with pytest.raises(ValueError, match="dtype='float32' is no half dtype"):
         mpjax.numerics(jnp.sum, x, dtype="float32")
     with pytest.raises(ValueError, match="batches is empty"):

@@ -44,11 +44,11 @@ def compiled(policy, loss_scale):
         value, grads = mpjax.value_and_grad(loss, opt_state)(params, batch)
         return mpjax.apply_gradients(tx, grads, opt_state, params), value
 
-    return tx, loss, step
+    return jax.jit(tx.init), loss, step
 
 
 def make(policy, seed, *, loss_scale=None):
-    tx, loss, step = compiled(policy, loss_scale)
+    init, loss, step = compiled(policy, loss_scale)
     rng = np.random.default_rng(seed)
     params = {
         name: rng.normal(0, 0.5, shape).astype(np.float32) for name, shape in (("first", (4, 8)), ("second", (8, 2)))
@@ -61,7 +61,7 @@ def make(policy, seed, *, loss_scale=None):
         found = x @ np.asarray(state[0]["first"]) @ np.asarray(state[0]["second"])
         return 1 - np.mean((found - x @ TRUE) ** 2) / np.var(x @ TRUE)
 
-    return mpjax.Training((params, tx.init(params)), step, batches, metric, loss)
+    return mpjax.Training((params, init(params)), step, batches, metric, loss)
 
 
 @pytest.fixture(scope="module")
@@ -165,10 +165,10 @@ def test_skips_and_the_history_of_the_scale_are_recorded():
         return mpjax.apply_gradients(tx, grads, opt_state, params), value
 
     tx = mpjax.dynamic_loss_scale(optax.sgd(0.0), init_scale=2.0**17, growth_interval=2)
-    params = jnp.ones(())
+    params = np.ones((), np.float32)
     from mpjax.inspection.parity.running import run_training
 
-    training = mpjax.Training((params, tx.init(params)), step, [jnp.ones(())] * 6, lambda state: state[0])
+    training = mpjax.Training((params, tx.init(params)), step, [params] * 6, lambda state: state[0])
     run = run_training(training, "p", 0)
     # Scaled cotangents pass through float16, which holds up to 65504.
     assert run.scales == ((1, 2.0**16), (2, 2.0**15), (4, 2.0**16), (5, 2.0**15))
@@ -194,9 +194,14 @@ def make_hot(policy, seed):
         return mpjax.apply_gradients(tx, grads, opt_state, params), value
 
     params = {"hot": np.full((4, 4), 100.0 + seed, np.float32), "mild": np.full((4,), 0.1, np.float32)}
-    x = np.ones((2, 4), np.float32)
+    x, evaluate = np.ones((2, 4), np.float32), jax.jit(loss)
     return mpjax.Training(
-        (params, tx.init(params)), step, [x] * 3, lambda state: loss(state[0], x), loss, larger_is_better=False
+        (params, jax.jit(tx.init)(params)),
+        step,
+        [x] * 3,
+        lambda state: evaluate(state[0], x),
+        loss,
+        larger_is_better=False,
     )
 
 
@@ -214,7 +219,7 @@ def test_a_module_that_leaves_the_range_diverges_and_is_fixed_by_an_override():
 def test_nnx_objects_are_a_state():
     from flax import nnx
 
-    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    model = nnx.jit(lambda: nnx.Linear(2, 1, rngs=nnx.Rngs(0)))()
     optimizer = nnx.Optimizer(model, mpjax.static_loss_scale(optax.sgd(0.1), 8.0), wrt=nnx.Param)
 
     @nnx.jit
@@ -227,7 +232,7 @@ def test_nnx_objects_are_a_state():
         return state, update(*state, x)
 
     batches = [np.ones((4, 2), np.float32)] * 3
-    training = mpjax.Training((model, optimizer), step, batches, lambda state: float(jnp.sum(state[0].kernel[...])))
+    training = mpjax.Training((model, optimizer), step, batches, lambda state: float(np.sum(state[0].kernel[...])))
     run = run_training(training, "p", 0)
     assert run.scales == ((1, 8.0),)
     assert run.losses[-1] < run.losses[0]

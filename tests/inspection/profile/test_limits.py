@@ -46,7 +46,7 @@ def test_a_new_function_at_each_step_is_recompilation_without_a_shape():
         return jax.jit(lambda w, x: train_step(w, x))(w, x)
 
     step.lower = jax.jit(train_step).lower
-    report = mpjax.profile(step, W, jnp.ones((8, 16)), steps=2)
+    report = mpjax.profile(step, W, np.ones((8, 16), np.float32), steps=2)
     assert report.limit == "recompilation"
     assert report.recompilation.changed == {}
     assert "a function made anew at each call" in str(report)
@@ -85,7 +85,7 @@ def test_on_a_gpu_waiting_for_a_callback_is_said_where_the_device_waits():
 
 def test_a_step_that_mostly_updates_parameters_is_limited_by_the_optimizer():
     tx = optax.adam(1e-3)
-    params = {f"layer{i}": jnp.full((256, 256), 0.01) for i in range(8)}
+    params = {f"layer{i}": np.full((256, 256), 0.01, np.float32) for i in range(8)}
 
     def loss(params, x):
         for w in params.values():
@@ -98,7 +98,7 @@ def test_a_step_that_mostly_updates_parameters_is_limited_by_the_optimizer():
         updates, state = tx.update(gradients, state, params)
         return optax.apply_updates(params, updates), state, value
 
-    report = mpjax.profile(step, params, tx.init(params), jnp.ones((1, 256)), steps=5)
+    report = mpjax.profile(step, params, jax.jit(tx.init)(params), np.ones((1, 256), np.float32), steps=5)
     # The first of what is said of kernels; other work on the machine can make dispatch take longer.
     advice = next(advice for advice in report.advice if advice.limit != "dispatch")
     assert advice.limit == "optimizer"
