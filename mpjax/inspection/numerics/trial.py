@@ -52,8 +52,17 @@ def _rounded(place: Place, turn: Sequence[Any], outs: Sequence[Any]) -> Sequence
     return [_round(x, v.aval.dtype) if is_half(v) else x for x, v in zip(outs, eqn.outvars, strict=True)]
 
 
+# Elements that NumPy rounds before XLA has compiled a program for their shape.
+_SMALL = 2**20
+
+
 def _round(x: Any, dtype: Any) -> Any:
-    return _to_half_and_back(x, dtype) if isinstance(x, jax.core.Tracer) else _compiled_rounding(x, dtype)
+    if isinstance(x, jax.core.Tracer):
+        return _to_half_and_back(x, dtype)
+    if x.size > _SMALL or not x.is_fully_addressable:
+        return _compiled_rounding(x, dtype)
+    with np.errstate(all="ignore"):
+        return jax.device_put(np.asarray(x).astype(dtype).astype(np.float32), x.sharding)
 
 
 def _to_half_and_back(x: Any, dtype: Any) -> Any:

@@ -242,7 +242,7 @@ class _Passes:
         for scale in self._scales:
             arrays[at] = np.float32(scale)
             outs = run(*arrays)
-            if all(bool(jnp.all(jnp.isfinite(x))) for x in outs[: len(names)]):
+            if all(np.isfinite(x).all() for x in outs[: len(names)]):
                 break
         self._scale = float(scale)
         found = outs[len(names)], dict(zip(names, outs, strict=False))
