@@ -246,9 +246,17 @@ def reason(error: BaseException) -> str:
 def amount(number: float, unit: str) -> str:
     """A number of FLOPs or bytes with three digits and a prefix, as `4.09 GFLOP`."""
     for prefix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= size:
-            return f"{number / size:.3g} {prefix}{unit}"
+        if number >= _ROUNDED_UP * size:
+            return f"{_three_digits(number / size)} {prefix}{unit}"
     return f"{number:.3g} {unit}"
+
+
+_ROUNDED_UP = 0.9995  # Rounded to three digits, 0.9996 ms is 1 ms.
+
+
+def _three_digits(number: float) -> str:
+    """A number rounded to three digits, without an exponent."""
+    return f"{float(f'{number:.3g}'):g}"
 
 
 def percent(share: float) -> str:
@@ -271,8 +279,8 @@ def duration(seconds: float) -> str:
         ('13.3 s', '12.3 ms', '25.7 ns', '0 s')
     """
     for prefix, size in (("", 1.0), ("m", 1e-3), ("µ", 1e-6)):
-        if seconds >= 0.9995 * size:  # Rounded to three digits, 0.9996 ms is 1 ms.
-            return f"{float(f'{seconds / size:.3g}'):g} {prefix}s"
+        if seconds >= _ROUNDED_UP * size:
+            return f"{_three_digits(seconds / size)} {prefix}s"
     return f"{seconds * 1e9:.3g} ns" if seconds else "0 s"
 
 

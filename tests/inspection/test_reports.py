@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import mpjax
-from mpjax.inspection.reports import WIDTH, Report, Section
+from mpjax.inspection.reports import WIDTH, Report, Section, amount
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,3 +59,8 @@ def test_text_fits_and_shows_all_rows_where_asked():
 
 def test_csv_has_the_rows_of_the_table(tmp_path):
     assert Example(None).to_csv(tmp_path / "r.csv") == 'a,b\n1,"x,y"\n' == (tmp_path / "r.csv").read_text()
+
+
+def test_amounts_have_no_exponent():
+    found = [amount(number, "B") for number in (0, 512, 999.7, 4096, 999_960, 4.09e9, 2.5e15)]
+    assert found == ["0 B", "512 B", "1 kB", "4.1 kB", "1 MB", "4.09 GB", "2500 TB"]
