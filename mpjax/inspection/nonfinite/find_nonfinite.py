@@ -81,7 +81,9 @@ def find_nonfinite(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> NonFin
         return _in_argument(program, origins[0].number)
     origin, position = _first_that_reaches(program, origins, watch)
     float32_is_fine = functools.partial(_float32_is_fine, fun, args, kwargs)
-    return _examined(program, origin, position, _batch_of(args), float32_is_fine)
+    none = np.zeros(0, np.int32)
+    _, outs = watch((), none, none)  # compiled by now; asked of `_examined`, it would compile what follows the fault
+    return _examined(program, origin, position, outs, _batch_of(args), float32_is_fine)
 
 
 class _LaidOut:
@@ -202,22 +204,22 @@ def _examined(
     program: _LaidOut,
     origin: Origin,
     position: int | None,
+    outs: Sequence[int],
     batch: _Batch | None,
     float32_is_fine: Callable[[], bool | None],
 ) -> NonFinite:
-    """The ranges at one point, and the same point in float32."""
+    """The ranges at one point, and the same point in float32; `outs` are the codes of the program's results."""
     place, block = program.places[origin.number], program.block
     axes, size = dict(place.axes), max(v.aval.size for v in place.site.eqn.outvars if is_inexact(v))
     at = None if position is None else tuple(map(np.int32, (0, position % max(size, 1), position // max(size, 1))))
 
     def run(leaves: Sequence[Any]) -> Any:
-        outs, notes = program.run(PointProbe(place, origin.turn, at), leaves)
-        here = notes["point",][1]
+        here = program.run(PointProbe(place, origin.turn, at), leaves)[1]["point",][1]
         probe = PointProbe(place, origin.turn, tuple(here["index"]), wide=True)
         there = program.run(probe, [widened(leaf) for leaf in leaves], wide=True)[1]["point",]
-        return _codes(outs), here, there
+        return here, there
 
-    outs, here, (reached, there) = _run(run, program.leaves)
+    here, (reached, there) = _run(run, program.leaves)
     eqn = place.site.eqn
     which, index, device = map(int, here["index"])
     out = [v.aval for v in eqn.outvars if is_inexact(v)][which]
