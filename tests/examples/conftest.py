@@ -4,12 +4,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from testing import cheap_keys
+from tests.examples.quick import make_quick
 
 
 @pytest.fixture(scope="module")
 def stored_programs(stored_programs: None) -> Iterator[None]:
-    """Programs compiled once, whose random numbers are those of a hash: they compile in half the time."""
+    """Programs compiled once, of runs that are quick."""
     with pytest.MonkeyPatch.context() as patch:
-        cheap_keys.make_default(patch)
+        make_quick(patch)
         yield

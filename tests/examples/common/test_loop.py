@@ -12,11 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from PIL import Image
 
 from examples.common.checkpoints import Checkpoints
 from examples.common.cli import UsageError
 from examples.common.devices import DataParallel
 from examples.common.hosts import peer_lost
+from examples.common.plots import plot_curves
 from examples.common.run_folder import RunFolder
 from examples.common.sinks import Sinks
 from examples.common.use import run_variables
@@ -66,6 +68,13 @@ def test_training_stops_early_and_keeps_the_best_epoch(rated, tmp_path, capsys):
     assert json.loads((output / "summary.json").read_text())["best_epoch"] == 6
     with Checkpoints(output / "best") as checkpoints:
         assert checkpoints.steps == [6]
+
+
+def test_curves_of_a_run_without_an_epoch_are_drawn_too(tmp_path):
+    """As of a run that was stopped in its first epoch; the scripts' tests draw those of finished runs."""
+    plot_curves(tmp_path / "curves.png", [], "title", OwnTask.panels)
+    with Image.open(tmp_path / "curves.png") as plot:
+        assert min(plot.size) > 300
 
 
 def test_top_5_counts_labels_among_the_five_largest_logits():

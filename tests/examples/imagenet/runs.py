@@ -25,10 +25,10 @@ from tests.examples import processes
 # What another process runs as `python -m examples.imagenet` with the tiny model.
 PROGRAM = """
 import sys, pytest
-from testing import cheap_keys
+from tests.examples import quick
 from tests.examples.imagenet import runs
 patch = pytest.MonkeyPatch()
-cheap_keys.make_default(patch)
+quick.make_quick(patch)
 runs.make_quick(patch)
 sys.exit(runs.main(sys.argv[1:]))
 """

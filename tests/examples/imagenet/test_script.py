@@ -15,7 +15,9 @@ import pytest
 from PIL import Image
 from tensorboardX.proto.event_pb2 import Event
 
+from examples.common import loop
 from examples.common.interruption import Interruption
+from examples.common.plots import plot_curves
 from examples.common.run_folder import RunFolder
 from examples.common.training import means
 from examples.imagenet import seeds
@@ -64,7 +66,8 @@ def test_masked_entries_change_no_total():
     assert np.isnan(list(means({name: 0 * x for name, x in sums.items()}).values())).all()
 
 
-def test_run_leaves_all_its_outputs_and_is_never_overwritten(tmp_path, capsys):
+def test_run_leaves_all_its_outputs_and_is_never_overwritten(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(loop, "plot_curves", plot_curves)
     output = tmp_path / "run"
     flags = digit_flags(output, "--seed", "7")
     assert main(flags) == 0

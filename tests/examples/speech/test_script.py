@@ -14,6 +14,7 @@ import pytest
 import soundfile
 
 from examples.common import loop
+from examples.common.plots import plot_curves
 from examples.speech import seeds
 from examples.speech.__main__ import main
 from examples.speech.precision import losses_by_part, table
@@ -26,7 +27,9 @@ pytestmark = pytest.mark.usefixtures("stored_programs")
 def finished(data_flags, tmp_path_factory):
     """The folder of a finished run in mixed_float16."""
     output = tmp_path_factory.mktemp("runs") / "whole"
-    assert main([*TINY, *data_flags, "--output", str(output)]) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "plot_curves", plot_curves)
+        assert main([*TINY, *data_flags, "--output", str(output)]) == 0
     return output
 
 
