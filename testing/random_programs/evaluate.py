@@ -397,6 +397,13 @@ def _numbers(x: Any) -> Any:
     return cheap_keys.numbers(x) if x.dtype == cheap_keys.dtype() else x
 
 
+def _scatter_add(eqn: Any, *args: Array) -> Array | None:
+    """A sum in float32 or more; the roundings of one in half are the dtype's (`_by_jax`)."""
+    aval = eqn.outvars[0].aval
+    wide = is_float(aval.dtype) and aval.dtype.itemsize >= 4
+    return numpy_rules.scatter_add(eqn, *args) if wide else None
+
+
 def _ufunc(fun: Callable[..., Any]) -> Any:
     return lambda eqn, *args: fun(*args)
 
@@ -599,6 +606,8 @@ _RULES.update(
     {
         "dot_general": _dot_general,
         "conv_general_dilated": numpy_rules.convolution,
+        "gather": numpy_rules.gather,
+        **dict.fromkeys(("scatter-add", "scatter_add"), _scatter_add),
         "bitcast_convert_type": numpy_rules.bits,
         "broadcast_in_dim": _broadcast_in_dim,
         "convert_element_type": _convert,

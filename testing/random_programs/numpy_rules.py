@@ -1,4 +1,4 @@
-"""Operations of the evaluator that NumPy has no function for: convolutions, casts of bits, random numbers."""
+"""Operations of the evaluator that NumPy has no function for: convolutions, gathers, casts of bits, random numbers."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from testing import cheap_keys
@@ -50,6 +51,91 @@ def _padded(x: Array, padding: Sequence[tuple[int, int]]) -> Array:
     x = np.pad(x, [(0, 0), (0, 0), *((max(low, 0), max(high, 0)) for low, high in padding)])
     cropped = (slice(max(-low, 0), n - max(-high, 0)) for n, (low, high) in zip(x.shape[2:], padding, strict=True))
     return x[(slice(None), slice(None), *cropped)]
+
+
+def gather(eqn: Any, x: Array, indices: Array) -> Array:
+    """`gather`."""
+    params, numbers = eqn.params, eqn.params["dimension_numbers"]
+    places, inside = _places(
+        x.shape,
+        indices,
+        params["slice_sizes"],
+        numbers.start_index_map,
+        (numbers.collapsed_slice_dims, numbers.operand_batching_dims, numbers.start_indices_batching_dims),
+        numbers.offset_dims,
+    )
+    found = x[places]
+    if inside.all() or params["mode"] != jax.lax.GatherScatterMode.FILL_OR_DROP:
+        return found
+    fill = _missing(eqn.invars[0].aval.dtype) if params["fill_value"] is None else params["fill_value"]
+    return np.where(inside, found, fill)
+
+
+def _missing(dtype: Any) -> Any:
+    """What JAX fills with: NaN (True as a bool), the largest of unsigned integers, the least of signed ones."""
+    if dtype.kind not in "iu":
+        return np.nan
+    return np.iinfo(dtype).max if dtype.kind == "u" else np.iinfo(dtype).min
+
+
+def scatter_add(eqn: Any, x: Array, indices: Array, updates: Array) -> Array:
+    """`scatter_add` of float64 arrays."""
+    params, numbers = eqn.params, eqn.params["dimension_numbers"]
+    left_out = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
+    window = iter(updates.shape[d] for d in numbers.update_window_dims)
+    places, inside = _places(
+        x.shape,
+        indices,
+        [1 if d in left_out else next(window) for d in range(x.ndim)],
+        numbers.scatter_dims_to_operand_dims,
+        (numbers.inserted_window_dims, numbers.operand_batching_dims, numbers.scatter_indices_batching_dims),
+        numbers.update_window_dims,
+    )
+    out = np.array(x)
+    kept = inside | (params["mode"] == jax.lax.GatherScatterMode.CLIP)
+    np.add.at(out, places, np.where(kept, updates, 0))
+    return out
+
+
+def _places(
+    shape: Sequence[int],
+    indices: Array,
+    sizes: Sequence[int],
+    indexed: Sequence[int],
+    without_window: tuple[Sequence[int], Sequence[int], Sequence[int]],
+    window_dims: Sequence[int],
+) -> tuple[tuple[Array, ...], Array]:
+    """For each element of the windows, its index in each dimension of the operand, and whether its window is inside.
+
+    A window that reaches over the edge is moved inside. A gather takes it from there unless it fills, and a scatter
+    drops it unless it clips.
+    """
+    collapsed, batching, of_indices = without_window
+    batch = indices.shape[:-1]
+    rank = len(batch) + len(window_dims)
+    batch_dims = [d for d in range(rank) if d not in window_dims]
+
+    def along(values: Array, dims: Sequence[int]) -> Array:
+        wide = [1] * rank
+        for d, n in zip(dims, values.shape, strict=True):
+            wide[d] = n
+        return values.reshape(wide)
+
+    offsets = iter(window_dims)
+    places, inside = [], np.ones([1] * rank, bool)
+    for d, (length, size) in enumerate(zip(shape, sizes, strict=True)):
+        place = np.zeros([1] * rank, np.int64)
+        if d in indexed:
+            start = along(indices[..., indexed.index(d)].astype(np.int64), batch_dims)
+            place = np.clip(start, 0, length - size)
+            inside = inside & (place == start)
+        elif d in batching:
+            of = of_indices[batching.index(d)]
+            place = along(np.arange(length), [batch_dims[of]])
+        if d not in collapsed and d not in batching:
+            place = place + along(np.arange(size), [next(offsets)])
+        places.append(place)
+    return tuple(places), inside
 
 
 def bits(eqn: Any, x: Array) -> Array | None:

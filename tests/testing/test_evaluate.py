@@ -1,0 +1,36 @@
+"""The NumPy evaluator computes what XLA does."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from testing.random_programs.evaluate import in_numpy
+
+X = np.random.default_rng(0).normal(size=(5, 6, 7)).astype(np.float32)
+ROWS, BOTH = np.array([1, -7, 8]), np.array([[0, 4], [-1, 9], [3, 2]])  # some are outside
+
+
+def gathers(x):
+    yield from (x[BOTH], x[:, ROWS], x[BOTH[:, 0], :, ROWS], jnp.take(x, ROWS, axis=2))
+    yield x.at[BOTH].get(mode="clip")
+    for filled in (x, x.astype(int), jnp.abs(x).astype(np.uint8), x > 0):
+        yield filled.at[BOTH].get(mode="fill")
+    yield x.at[:, ROWS].get(mode="fill", fill_value=3.0)
+    yield jax.vmap(lambda a, i: a[i])(x, jnp.arange(5))
+    yield jax.vmap(lambda a, i: jax.lax.dynamic_slice(a, (i, i), (2, 3)))(x, jnp.arange(5))
+
+
+def sums(x):
+    yield from (x.at[BOTH].add(2.0), x.at[:, ROWS].add(x[:, :3]), x.at[1:3, ::2].add(1.0))
+    yield x.at[ROWS, :, ROWS].add(1.0, mode="clip")
+    yield jax.ops.segment_sum(x.reshape(-1, 7), jnp.arange(30) % 4, 4)
+    yield jax.vmap(lambda a, i: a.at[i].add(1.0))(x, jnp.arange(5))
+    yield jax.grad(lambda x: sum(jnp.sum(jnp.sin(y.astype(jnp.float32))) for y in gathers(x)))(x)
+
+
+def test_gathers_and_scattered_sums_are_those_of_xla():
+    def both(x):
+        return [*gathers(x), *sums(x)]
+
+    for found, expected in zip(in_numpy(both)(X), jax.jit(both)(X), strict=True):
+        np.testing.assert_allclose(found, np.asarray(expected, np.float64), rtol=1e-5, atol=1e-5)
