@@ -640,7 +640,9 @@ _RULES.update(
         "cummax": _cumulative(np.maximum.accumulate),
         "cummin": _cumulative(np.minimum.accumulate),
         "cumlogsumexp": _cumulative(np.logaddexp.accumulate),
-        **dict.fromkeys(("stop_gradient", "copy", "copy_p", "name", "sharding_constraint"), _identity),
+        **dict.fromkeys(
+            ("stop_gradient", "copy", "copy_p", "name", "sharding_constraint", "layout_constraint"), _identity
+        ),
         **dict.fromkeys(("optimization_barrier", "device_put"), _identities),
     }
 )
