@@ -204,13 +204,19 @@ def gradient_error(form: str, half: str, devices: int, rows_of: int) -> float:
 
     def gradients(form: str, devices: int) -> list[Any]:
         mesh, _, gradients, shapes = program(LAYOUTS[0], form, half, devices, rows_of)
-        keys = iter(jax.random.split(jax.random.key(0), 100))
 
-        def some(x: Any, scale: float) -> Any:
-            return jax.device_put(jax.random.normal(next(keys), x.shape) * scale, x.sharding)
+        @jax.jit
+        def arrays() -> Any:
+            keys = iter(jax.random.split(jax.random.key(0), 100))
 
-        params = jax.tree.map(lambda x: some(x, x.shape[0] ** -0.5 if x.ndim == 2 else 0.0), shapes[0])
-        x, y = some(shapes[2], 1.0), some(shapes[3], 1.0)
+            def some(x: Any, scale: float) -> Any:
+                return jax.random.normal(next(keys), x.shape) * scale
+
+            params = jax.tree.map(lambda x: some(x, x.shape[0] ** -0.5 if x.ndim == 2 else 0.0), shapes[0])
+            return params, some(shapes[2], 1.0), some(shapes[3], 1.0)
+
+        shardings = jax.tree.map(lambda x: x.sharding, (shapes[0], shapes[2], shapes[3]))
+        params, x, y = jax.device_put(arrays(), shardings)
         state = _start(form, shapes[0], mesh)
         with jax.set_mesh(mesh):
             _, grads = jax.jit(gradients)(params, state, x, y)

@@ -20,14 +20,16 @@ def rows(layout, forms):
 
 
 @pytest.mark.parametrize("layout", ["FSDP", "FSDP, scan"])
-def test_parameters_are_gathered_in_half_and_gradients_summed_in_float32(layout):
+def test_parameters_are_gathered_in_half_and_gradients_summed_in_float32(layout, monkeypatch):
+    if layout == "FSDP":  # Unrolled, layers compile one by one and are alike.
+        monkeypatch.setattr(communication, "LAYERS", 1)
     found = rows(layout, ("float32", "autocast", "with_policy"))
     whole = communication.summary(found["float32"])
     for form in ("autocast", "with_policy"):
         half = communication.summary(found[form])
         assert 0 < half["gathered"] <= 0.55 * whole["gathered"], form
         assert half["other"] == whole["other"] == half["summed in half"] == 0, form
-        assert 0 < half["predicates"] <= 9, form
+        assert 0 < half["predicates"] <= 3, form
     assert "| FSDP" in communication.table(list(found.values()))
 
 
