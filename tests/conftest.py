@@ -3,6 +3,7 @@
 import functools
 import gc
 import os
+import re
 from collections.abc import Iterator
 
 # Before JAX starts: shard_map and sharding tests need several devices on any machine; and these programs
@@ -15,6 +16,7 @@ import jax
 import optax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
+from xdist.scheduler import LoadScopeScheduling
 
 # Scripts that tests run, not modules with doctests.
 collect_ignore = ["user_script.py", "launcher/scripts"]
@@ -61,7 +63,6 @@ def pytest_collection_finish():
 
 
 def pytest_collection_modifyitems(items):
-    _share_processes(items)
     if any(device.platform == "gpu" for device in jax.devices()):
         return
     for item in items:
@@ -69,21 +70,27 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="no GPU"))
 
 
-# Folders whose tests run in one process: their files train the same small models, each compiled once.
-SHARING = ("tests/examples/imagenet", "tests/examples/speech", "tests/examples/c")  # c: common and custom
+# Folders whose tests run in one process: they train the same small models, or compile the same small programs.
+SHARING = ("tests/examples/imagenet/", "tests/examples/speech/", "tests/examples/c", "mpjax/")  # c: common and custom
 
 
-def _share_processes(items):
+class ByFile(LoadScopeScheduling):
     """Tests of one file run in one process, which its fixtures and caches are for; those of the zoo by program.
 
-    The zoo's come last: many small groups fill whichever process is free.
+    The largest groups start first, and the many small ones of the zoo fill whichever process is free. (Marks do not:
+    `--dist loadgroup` ignores them with pytest 9.2 and pytest-xdist 3.8.)
     """
-    of_zoo = {item: "casting/test_zoo" in item.nodeid for item in items}
-    for item in items:
-        program = item.callspec.params.get("name") if of_zoo[item] and hasattr(item, "callspec") else None
-        shared = next((folder for folder in SHARING if item.nodeid.startswith(folder)), item.nodeid.split("::")[0])
-        item.add_marker(pytest.mark.xdist_group(program or shared))
-    items.sort(key=of_zoo.__getitem__)
+
+    def _split_scope(self, nodeid):
+        file, _, test = nodeid.partition("::")
+        if file.endswith("casting/test_zoo.py") and "[" in test:
+            return re.search(r"\[(\w+)", test)[1]
+        return next((folder for folder in SHARING if file.startswith(folder)), file)
+
+
+@pytest.hookimpl(optionalhook=True)  # `-p no:xdist` has no such hook
+def pytest_xdist_make_scheduler(config, log):
+    return ByFile(config, log)
 
 
 @pytest.fixture(scope="module")

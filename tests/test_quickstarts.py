@@ -36,8 +36,6 @@ def compiles_faster(monkeypatch):
     jax.config.update("jax_disable_most_optimizations", before)
 
 
-# One process for all: they share compiled programs of optimizers and of JAX's small functions.
-@pytest.mark.xdist_group("quickstarts")
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_script_learns(name, monkeypatch, capsys):
