@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import pathlib
 import runpy
 
@@ -28,8 +27,7 @@ SCRIPTS = {
 @pytest.fixture(autouse=True)
 def compiles_faster(monkeypatch):
     """Compilation is most of the time of so few steps, and a quarter of it that of random numbers."""
-    hashed = functools.partial(jax.random.key, impl=jax.random.key_impl(cheap_keys.key(0)))
-    monkeypatch.setattr(jax.random, "key", hashed)
+    cheap_keys.make_default(monkeypatch)
     before = jax.config.values["jax_disable_most_optimizations"]
     jax.config.update("jax_disable_most_optimizations", True)
     yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 from pathlib import Path
@@ -21,6 +22,7 @@ from examples.imagenet.data import Batch
 from examples.imagenet.embedded import EMBEDDED, Digits
 from examples.imagenet.task import ImageTask, open_data
 from tests.examples import processes
+from tests.examples.errors import line_of_error
 
 # What another process runs as `python -m examples.imagenet` with the tiny model.
 PROGRAM = """
@@ -92,11 +94,4 @@ def metrics_of(output: Path) -> list[dict[str, Any]]:
     return [json.loads(line) | timing for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 
-def error_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line that a mistake ends in, with exit code 2."""
-    with pytest.raises(SystemExit) as end:
-        main(arguments)
-    assert end.value.code == 2
-    lines = [line for line in capsys.readouterr().err.splitlines() if ": error: " in line]
-    assert len(lines) == 1
-    return lines[0]
+error_of = functools.partial(line_of_error, main)

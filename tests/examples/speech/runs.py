@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 from examples.common.devices import DataParallel
 from examples.speech.__main__ import main
 from examples.speech.config import Config
 from examples.speech.task import SpeechTask, open_alphabet, open_data
+from tests.examples.errors import line_of_error
 
 # One kind of each layer: most of a test's time is compilation. As flags and as arguments of `Config`.
 MODEL = {"hidden": 8, "context": 1, "stride": 2, "cell": "rnn", "bidirectional": False, "layer_norm": False}
@@ -47,11 +48,4 @@ def as_bytes(leaves: list[Any]) -> list[bytes]:
     return [np.asarray(x).tobytes() for x in leaves]
 
 
-def error_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line that a mistake ends in, with exit code 2."""
-    with pytest.raises(SystemExit) as end:
-        main(arguments)
-    assert end.value.code == 2
-    lines = [line for line in capsys.readouterr().err.splitlines() if ": error: " in line]
-    assert len(lines) == 1
-    return lines[0]
+error_of = functools.partial(line_of_error, main)
