@@ -1,8 +1,8 @@
-"""Which values of a gradient's program count as activations, and which as gradients.
+"""The values of a gradient program that count as activations, and those that count as gradients.
 
-Not every intermediate: what Tensor Cores read and write (operands and results of matmuls and convolutions), and what a
-module hands on (values that an equation outside its named scope reads). Casts, transposes and the like only
-hand on the value of the equation before them, which stands for it.
+Only some intermediates count: operands and results of matmuls and convolutions (read and written by Tensor Cores), and
+module outputs (values read by an equation outside the module's named scope). Casts, transposes and similar operations
+only pass a value on. The equation that computed the value represents it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NOTHING: frozenset[int] = frozenset()
 
 
 class _Made(NamedTuple):
-    """By which equations a value was made: seen through moves and casts; seen through scalings and sums, too."""
+    """The equations that produced a value. `near` sees through moves and casts, `far` through scalings and sums too."""
 
     near: frozenset[int] = _NOTHING
     far: frozenset[int] = _NOTHING
@@ -36,10 +36,10 @@ class Counted:
     """The numbers of the equations whose results count.
 
     Args:
-        activations: of the forward pass.
-        gradients: of the backward pass, those of activations.
-        parameters: of the backward pass, gradients of parameters as the matmuls and sums give them.
-        half: those of all whose result the program stores in half; empty if it has no half.
+        activations: equations of the forward pass.
+        gradients: equations of the backward pass that compute gradients of activations.
+        parameters: equations of the backward pass, matmuls and sums, that compute gradients of parameters.
+        half: all equations whose results the program stores in half; empty for a program without half.
     """
 
     activations: frozenset[int]
@@ -53,12 +53,12 @@ class Counted:
         return self.activations | self.gradients | self.parameters
 
     def matters(self, number: int) -> bool:
-        """Whether half's limits bear on an equation's result: all may be half where nothing is yet."""
+        """Whether half's limits apply to an equation's result; in a program without half they apply to every result."""
         return not self.half or number in self.half
 
 
 def counted(block: Block, num_gradients: int) -> Counted:
-    """Which equations count in a program whose first outputs are gradients of parameters."""
+    """The equations that count in a program whose first outputs are gradients of parameters."""
     analysis, parameters = _analysed(block, num_gradients)
     phases = {number: analysis.places[number].site.phase for number in analysis.found}
     forward, backward = (frozenset(n for n in phases if phases[n] == phase) for phase in (FORWARD, BACKWARD))
@@ -66,7 +66,7 @@ def counted(block: Block, num_gradients: int) -> Counted:
 
 
 def makers_of_gradients(block: Block, num_gradients: int) -> frozenset[int]:
-    """The equations that make the gradients of parameters, seen through moves, casts, scalings and sums."""
+    """The equations that compute the gradients of parameters, looking through moves, casts, scalings and sums."""
     return _analysed(block, num_gradients)[1]
 
 
@@ -113,7 +113,7 @@ class _Analysis:
         return [_Made(own, far)] * len(eqn.outvars)
 
     def _left(self, reader: Place, given: Iterable[_Made]) -> None:
-        """Marks the operands that come out of a module that the reader does not stand in."""
+        """Marks the operands that leave their module: the reader lies outside of it."""
         for number in frozenset[int]().union(*(made.near for made in given)):
             path = self.places[number].site.path
             if path and reader.site.path != path and not reader.site.path.startswith(path + "/"):
@@ -135,7 +135,7 @@ class _Analysis:
 
     def _loop(self, body: Block, consts: Sequence[_Made], carry: Sequence[_Made], xs: Sequence[_Made]) -> list[_Made]:
         outs: list[_Made] = []
-        for _ in range(2):  # what the first turn makes is an operand of the second
+        for _ in range(2):  # results of the first iteration are operands of the second
             outs = self.block(body, [*consts, *carry, *xs])
             carry = [old.or_(new) for old, new in zip(carry, outs, strict=False)]
         return [*carry, *outs[len(carry) :]]

@@ -1,4 +1,4 @@
-"""The exponents of gradients, and the ranges of modules, against the window of a half dtype: one drawing, as SVG."""
+"""An SVG drawing of gradient exponents and module ranges against the range of a half dtype."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LEFT, _WIDTH, _HEIGHT, _TOP, _ROW, _CHARACTERS = 230, 640, 220, 76, 15, 30
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """The exponents between which the sizes of a module's values lie."""
+    """The range of exponents of a module's values."""
 
     name: str
     low: float
@@ -30,12 +30,12 @@ class Span:
 
 
 def svg(dtype: str, loss_scale: float, histograms: Mapping[str, Mapping[int, int]], spans: Sequence[Span] = ()) -> str:
-    """The drawing; empty if there is nothing to draw.
+    """The drawing; an empty string if there is nothing to draw.
 
     Args:
         dtype: the half dtype.
-        loss_scale: the scale that the gradients carry.
-        histograms: how many values have which exponent of two, by what they are of.
+        loss_scale: the loss scale of the gradients.
+        histograms: for each kind of value, the number of values per exponent of two.
         spans: the ranges of modules.
     """
     histograms = {name: counts for name, counts in histograms.items() if counts}
@@ -76,7 +76,7 @@ def svg(dtype: str, loss_scale: float, histograms: Mapping[str, Mapping[int, int
 
 
 def _bars(histograms: Mapping[str, Mapping[int, int]], x: Any, step: float, bottom: int) -> list[str]:
-    """Bars beside each other for each exponent, and the axis of their shares."""
+    """Bars side by side for each exponent, and the axis of their shares."""
     shares = {name: {e: n / sum(counts.values()) for e, n in counts.items()} for name, counts in histograms.items()}
     peak = max(share for counts in shares.values() for share in counts.values())
     tall, wide = _HEIGHT - 10, step / len(shares)

@@ -1,4 +1,4 @@
-"""Range statistics with NumPy, of arrays that the host can read in place: no new shape has to be compiled."""
+"""Range statistics with NumPy for arrays that the host can read in place. New shapes need no compilation."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from mpjax.inspection.numerics.range_statistics import BINS, INFINITY, SIZE_BITS
 
 _CHUNK = 1 << 16  # elements: intermediate results stay in the cache
 _WORKERS = 2
-_WAITING = 8  # Arrays that wait for a worker are memory that the program has freed.
+_WAITING = 8  # Arrays that wait for a worker keep memory alive that the program has freed.
 
 
 class Workers:
-    """Threads that take statistics while the program goes on; NumPy releases the interpreter's lock."""
+    """Threads that compute statistics while the program continues; NumPy releases the interpreter's lock."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(_WORKERS)
         self._free = threading.Semaphore(_WAITING)
 
     def submit(self, fun: Callable[..., Any], *args: Any) -> Future[Any]:
-        """Runs a function on a worker; waits where too many arrays are waiting already."""
+        """Runs a function on a worker; blocks while too many arrays are queued."""
         self._free.acquire()
         future = self._pool.submit(fun, *args)
         future.add_done_callback(lambda _: self._free.release())
@@ -46,12 +46,12 @@ class HostRangeProbe(RangeProbe):
 
 
 def result(found: Any) -> Note:
-    """A note, whoever took it, on the host."""
+    """A note on the host, from either a worker or the device."""
     return found.result() if isinstance(found, Future) else jax.device_get(found)
 
 
 def _readable(x: Any) -> bool:
-    """Whether an array has values in the host's memory, on one device."""
+    """Whether an array lies in host memory, on one device."""
     if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
         return isinstance(x, np.ndarray)
     return [device.platform for device in x.devices()] == ["cpu"]
@@ -64,7 +64,7 @@ def note(
     axes: tuple[int, ...] | None = None,
     graded: bool = True,
 ) -> Note:
-    """The same as `range_statistics.note` gives."""
+    """The same result as `range_statistics.note`, computed with NumPy."""
     counts, histogram = np.zeros(7, np.uint32), np.zeros(BINS, np.uint32)
     largest, smallest = 0, INFINITY
     for size in (size for x in floats for size in _chunks(_bits(x))):
@@ -100,13 +100,13 @@ def _chunks(bits: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def _absorbed(addend: np.ndarray, total: np.ndarray, limits: Limits, axes: tuple[int, ...] | None) -> np.ndarray:
-    """How many elements of an addend are nonzero and finite, and how many of them would not change the sum in half."""
+    """The counts of nonzero finite elements of an addend, and of those that leave the sum unchanged in half."""
     power = (np.ascontiguousarray(total, np.float32).view(np.uint32) & np.uint32(INFINITY)).view(np.float32)
     with np.errstate(invalid="ignore"):
         place = np.where(np.isfinite(power), power * np.float32(2.0 ** -(limits.bits + 1)), np.float32(0))
     place = place.reshape(total.shape) if axes is None else np.expand_dims(place.reshape(total.shape), axes)
     counted, lost = np.intp(0), np.intp(0)
-    # Along the first axis, so that intermediate results stay small.
+    # Steps along the first axis keep intermediate results small.
     steps = max(1, _CHUNK * addend.shape[0] // max(addend.size, 1)) if addend.ndim else 1
     for i in range(0, len(addend) if addend.ndim else 1, steps):
         part = np.abs(addend[i : i + steps] if addend.ndim else addend).astype(np.float32)

@@ -1,4 +1,4 @@
-"""`numerics`: the ranges of activations and gradients, what half would lose of them, and the loss scale they need."""
+"""`numerics`: the ranges of activations and gradients, their losses in half precision, and the loss scale they need."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from mpjax.policy import HALF_DTYPES, Policy, get_policy
 
 # A module that loses more than this share of its nonzero values should be kept in float32.
 _MUCH = 0.05
-# From the largest gradient seen to half's largest number: so much may gradients grow later in training.
+# The factor from the largest gradient seen to half's largest number: gradients may grow later in training.
 _HEADROOM = 4.0
 _SMALLEST_SCALE, _LARGEST_SCALE = 2.0**-14, 2.0**24  # the limits of `dynamic_loss_scale`
 
@@ -45,35 +45,35 @@ def numerics(
     dtype: Any = "float16",
     verify: bool = True,
 ) -> NumericsReport:
-    """The ranges of a loss function's activations and gradients, and what half precision would lose of them.
+    """Measures the ranges of a loss function's activations and gradients, and their losses in half precision.
 
-    The gradient's program is run with float32 in the place of half, so that the values are the true ones, with the
-    loss scale in the backward pass. Of each value x the question is what rounding to `dtype` would do:
+    `numerics` runs the gradient program with float32 in place of half, so that the values are exact. The backward pass
+    carries the loss scale. Each value x is classified by the effect of rounding it to `dtype`:
 
         flushed     x ≠ 0 but |x| ≤ half the smallest subnormal number (float16: 2⁻²⁵)
-        overflowed  |x| ≥ the largest number and half a unit in its last place (float16: 65520)
+        overflowed  |x| ≥ the largest number plus half a unit in its last place (float16: 65520)
 
-    Counted by module are the operands and results of matmuls and convolutions and what modules hand on, of the
-    backward pass too (gradients of parameters apart); all arithmetic is in the table by operation. Where the program
-    computes in half anywhere, the scale and the modules to keep in float32 are those of its half values; else half is
-    what all these values could be.
+    The tables by module count the operands and results of matmuls and convolutions, and the outputs of modules, in both
+    passes. Gradients of parameters have a table of their own. The table by operation holds all arithmetic. If the
+    program computes anything in half, the recommended scale and the modules to keep in float32 depend only on its half
+    values. Otherwise they depend on all counted values, since all of these could run in half.
 
     Args:
-        fun: a loss function: a float32 model's, an `autocast` one, one of a `with_policy` model. Any library's.
-        args: its arguments; arrays and trees of them.
-        batches: each is the last argument of one call, `fun(*args, batch)`; None for the one call `fun(*args)`.
+        fun: the loss function of a model from any library: in float32, under `autocast`, or with `with_policy`.
+        args: its arguments: arrays and trees of arrays.
+        batches: each batch is the last argument of one call, `fun(*args, batch)`. None for a single call `fun(*args)`.
         loss_scale: a number, or a state that holds a `LossScaleState`; None for 1.
-        argnums: positions of the parameters; only their floating arrays are differentiated.
+        argnums: positions of the parameters. Only their floating-point arrays are differentiated.
         has_aux: whether `fun` returns `(loss, aux)`.
         dtype: `"float16"` or `"bfloat16"`.
-        verify: whether the recommendation is tried on the last batch of a float32 program: its gradients under
-            `autocast` as it is, and with the recommended scale and overrides, against those of float32.
+        verify: whether to try the recommendation on the last batch, if the program is in float32. The trial compares
+            the gradients under plain `autocast`, and with the recommended scale and overrides, to those in float32.
 
     Returns:
         A `NumericsReport`.
 
     Raises:
-        ValueError: `dtype` is no half dtype, there is no batch, the loss scale is not positive, or there is no
+        ValueError: `dtype` is not a half dtype, there is no batch, the loss scale is not positive, or there is no
             `LossScaleState`.
         TypeError: an argument is a shape without values, or the call is inside `jit`.
 
@@ -105,7 +105,7 @@ def numerics(
 
 @dataclasses.dataclass
 class _Compiled:
-    """The program of one shape of batch and its evaluation."""
+    """The program for one batch shape, and its evaluation."""
 
     block: Block
     counts: Counted
@@ -115,7 +115,7 @@ class _Compiled:
 
 
 class _Row(NamedTuple):
-    """What a tally is of: a table, and in it a name, a pass, and in the table by operation an operation's line."""
+    """The key of a tally: a table, a name and a pass; in the table by operation, also an operation and its line."""
 
     table: str
     name: str
@@ -125,7 +125,7 @@ class _Row(NamedTuple):
 
 
 class _Measuring:
-    """Adds up what is measured, batch by batch. Batches of another shape are another program."""
+    """Accumulates statistics over batches. Each batch shape has its own program."""
 
     def __init__(self, loss: Loss, state: Any, scale: float, limits: Limits):
         self.loss, self.state, self.scale = loss, state, scale
@@ -166,7 +166,7 @@ class _Measuring:
         counts = compiled.counts
         for number, place in compiled.probe.places.items():
             if ("range", number) not in notes:
-                continue  # in a part that is opaque here
+                continue  # the equation lies in an opaque part
             site, dtypes, matters = place.site, _dtypes(place), counts.matters(number)
             phase, table = (BACKWARD, "gradients") if site.phase == BACKWARD else (FORWARD, "activations")
             rows = [_Row("by_op", site.path, phase, site.name, site.source)]
@@ -185,7 +185,7 @@ class _Measuring:
             self._put(_Row("parameters", name, BACKWARD), found, ("float32",))
 
     def verified(self, report: NumericsReport) -> NumericsReport:
-        """The report with the errors of the gradients before and after what it recommends."""
+        """The report with the errors of the gradients without and with its recommendation."""
         if self.has_half or report.init_scale is None:
             return report
         args, true = self.last
@@ -193,14 +193,14 @@ class _Measuring:
         overrides = tuple((pattern, get_policy(dtype)) for pattern, dtype in report.overrides)
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # about what the policy leaves in float32, which is what is tried
+                warnings.simplefilter("ignore")  # about operations left in float32, which the trial intends
                 trial = Trial(self.loss, half, args)
                 before = trial.error(self.scale, true)
                 if overrides:
                     kept = dataclasses.replace(half, overrides=overrides)
                     trial = Trial(self.loss, kept, args)
                 after = trial.error(report.init_scale, true)
-        except Exception as error:  # The measurement stands without it.
+        except Exception as error:  # The report is valid without the trial.
             note = f"the recommendation was not tried: autocast fails with {type(error).__name__}: {error}"
             return dataclasses.replace(report, notes=(note,))
         return dataclasses.replace(report, errors=(before, after))
@@ -213,7 +213,7 @@ class _Measuring:
             self.exponents[row] = self.exponents.get(row, 0) + histogram.astype(np.int64)
 
     def report(self) -> NumericsReport:
-        """All that was seen."""
+        """The report over all batches."""
         kept, safe, init = self._recommended()
         paths = {row.name for row in self.tallies if row.table == "by_op" and row.name}
         names = [path and below_root(path, paths) for path in kept]
@@ -236,13 +236,13 @@ class _Measuring:
         )
 
     def _recommended(self) -> tuple[list[str], float | None, float | None]:
-        """The module paths to keep in float32, and the largest safe and the recommended scale of all the others."""
+        """The module paths to keep in float32, and the largest safe and the recommended scale for all other modules."""
         largest = float(compat.finfo(self.limits.dtype).max)
         kept: dict[str, None] = {}
         for path, phase, tally in self._mattering():
             if phase == FORWARD and (tally.overflowed or tally.flushed_share > _MUCH):
                 kept[path] = None
-            # It overflows without any loss scale: a scale that saved it would flush everything else.
+            # It overflows even at scale 1. A scale small enough for it would flush everything else.
             if phase == BACKWARD and tally.max / self.scale > largest:
                 kept[path] = None
         while True:
@@ -267,12 +267,12 @@ class _Measuring:
         return [(row.name, row.phase, tally) for row, tally in self.tallies.items() if row.table == "matters"]
 
     def _flushed_share(self, path: str, scale: float) -> float:
-        """The share of a module's nonzero gradients that half would flush at a scale."""
+        """The share of a module's nonzero gradients that half would flush to zero at a scale."""
         counts = _by_exponent(self.exponents[_Row("matters", path, BACKWARD)])
         return self.limits.flushed_share(counts, scale / self.scale)
 
     def _lines(self, paths: Sequence[str]) -> tuple[str, ...]:
-        """The operations that lose most in what has no module's name, by line."""
+        """The operations outside of named modules that lose most, with their lines."""
         lost = [
             f"{row.op} at {row.source or 'an unknown line'}"
             for row, tally in self.tallies.items()
@@ -282,7 +282,7 @@ class _Measuring:
         return tuple(dict.fromkeys(lost))
 
     def _largest_gradient(self, kept: Iterable[str]) -> float | None:
-        """The largest gradient at scale 1 outside of some modules; None if there is none, or one is not finite."""
+        """The largest gradient at scale 1 outside of the kept modules; None if there is none or one is not finite."""
         kept = set(kept)
         seen = [tally for path, phase, tally in self._mattering() if phase == BACKWARD and path not in kept]
         seen = seen or [tally for row, tally in self.tallies.items() if row.table == "parameters"]
@@ -317,7 +317,7 @@ class _Measuring:
 
 
 def _by_exponent(counts: np.ndarray) -> dict[int, int]:
-    """How many values have which exponent of two."""
+    """The number of values per exponent of two."""
     return {int(i) - BIAS: int(counts[i]) for i in np.flatnonzero(counts)}
 
 
@@ -326,6 +326,6 @@ def _dtypes(place: Place) -> list[str]:
 
 
 def _rule(op: str) -> str:
-    """What autocast's default lists say of a primitive."""
+    """The rule for a primitive in autocast's default lists."""
     listed = primitive(op).op
     return {Op.ALLOW: "half", Op.DENY: "float32", Op.OPAQUE: "as traced"}.get(listed, "follows") if op else ""

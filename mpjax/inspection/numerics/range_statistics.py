@@ -1,4 +1,4 @@
-"""Ranges of values, measured inside a compiled program: small arrays by equation, added up over turns and batches."""
+"""Range statistics inside a compiled program: small arrays per equation, summed over iterations and batches."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from mpjax.inspection.numerics.activations import Counted
 
 BINS = 256  # float32's exponents
 BIAS = 127
-# The bits of float32's sizes are in the order of the sizes; those of infinity and NaN are the largest.
+# As integers, the bits of float32 magnitudes sort like the magnitudes; infinity and NaN are the largest.
 SIZE_BITS, INFINITY = 0x7FFFFFFF, 0x7F800000
 
 
-Note = tuple[Any, Any, Any]  # of some arrays: counts, extremes, exponents
+Note = tuple[Any, Any, Any]  # counts, extremes and exponents of some arrays
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Where a half dtype ends, exactly: rounding is to nearest, ties to even.
+    """The exact limits of a half dtype, with rounding to nearest, ties to even.
 
     Args:
         dtype: the half dtype.
-        flushed: sizes up to this one become zero.
-        overflowed: sizes from this one on become inf.
-        bits: of the mantissa, without the leading one.
+        flushed: magnitudes up to this one become zero.
+        overflowed: magnitudes from this one on become inf.
+        bits: the number of mantissa bits, without the leading one.
     """
 
     dtype: np.dtype
@@ -60,15 +60,15 @@ class Limits:
 
     @property
     def flushed_below(self) -> int:
-        """Numbers of smaller exponents of two become zero; of this one, all but the power of two itself round up."""
+        """Numbers with a smaller exponent of two become zero. With this exponent, only the power of two itself does."""
         return round(np.log2(self.flushed))
 
     def flushed_share(self, exponents: Mapping[int, int], factor: float) -> float:
         """The share of values that become zero when a power of two multiplies them.
 
         Args:
-            exponents: how many values have which exponent of two.
-            factor: the power of two.
+            exponents: The number of values per exponent of two.
+            factor: The power of two.
         """
         lowest = self.flushed_below - round(math.log2(factor))
         lost = sum(count for exponent, count in exponents.items() if exponent < lowest)
@@ -82,18 +82,18 @@ class Limits:
 
 @dataclasses.dataclass
 class Tally:
-    """What was seen of values; `+` adds two up.
+    """Statistics of values; `+` combines two tallies.
 
     Args:
-        size: how many values.
-        zeros: how many of them are zero.
-        flushed: how many nonzero ones half would flush to zero.
-        overflowed: how many finite ones half would make inf.
-        nonfinite: how many are inf or NaN already.
-        addends: how many nonzero numbers were added to others.
-        absorbed: how many of them are too small, against the sum, to change it in half.
-        max: the largest size of a finite value.
-        min_nonzero: the smallest size of a nonzero one; inf if there is none.
+        size: the number of values.
+        zeros: the number of zeros.
+        flushed: the number of nonzero values that half would flush to zero.
+        overflowed: the number of finite values that overflow to inf in half.
+        nonfinite: the number of values that are inf or NaN already.
+        addends: the number of nonzero addends.
+        absorbed: the number of addends that are too small, relative to the sum, to change it in half.
+        max: the largest magnitude of a finite value.
+        min_nonzero: the smallest nonzero magnitude; inf if there is none.
     """
 
     size: int = 0
@@ -118,20 +118,20 @@ class Tally:
 
     @property
     def overflowed_share(self) -> float:
-        """The share of all finite values that half would make inf."""
+        """The share of all finite values that overflow to inf in half."""
         return self.overflowed / max(self.size - self.nonfinite, 1)
 
     @property
     def absorbed_share(self) -> float:
-        """The share of nonzero addends that would change nothing in half."""
+        """The share of nonzero addends that leave their sum unchanged in half."""
         return self.absorbed / max(self.addends, 1)
 
 
 def _classified(x: Any, limits: Limits) -> Sequence[Any]:
-    """How many elements are zero, flushed or zero, in range, finite; the bits of the largest and smallest nonzero size.
+    """Counts of zero, flushed or zero, in-range and finite elements, and the bits of the extreme nonzero magnitudes.
 
-    One reduction with six results reads the array once, compiles as one kernel and takes a thirtieth of the time of six
-    reductions.
+    One reduction with six results reads the array once and compiles to one kernel. It takes a thirtieth of the time of
+    six reductions.
     """
     size = _size_bits(x)
     flushed, overflowed = limits.bits_of(limits.flushed), limits.bits_of(limits.overflowed)
@@ -156,15 +156,15 @@ def _classified(x: Any, limits: Limits) -> Sequence[Any]:
 
 
 def _size_bits(x: Any) -> Any:
-    """The bits of the sizes of an array's elements, as float32."""
+    """The bits of the float32 magnitudes of an array's elements."""
     return lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32) & SIZE_BITS
 
 
 def _absorbed(addend: Any, total: Any, limits: Limits) -> Sequence[Any]:
-    """How many elements of an addend are nonzero and finite, and how many of them would not change the sum in half."""
+    """The counts of nonzero finite elements of an addend, and of those that leave the sum unchanged in half."""
     size, of_total = _size_bits(addend), _size_bits(total)
     counts = (size != 0) & (size < INFINITY)
-    # What is no larger than half a unit in half's last place of the sum does not change it (ties to even).
+    # An addend of at most half a unit in the last place of the sum, in half, leaves it unchanged (ties to even).
     power = lax.bitcast_convert_type(of_total & INFINITY, jnp.float32) * 2.0 ** -(limits.bits + 1)
     lost = counts & (of_total < INFINITY) & (size <= lax.bitcast_convert_type(power, jnp.int32))
     zero = np.uint32(0)
@@ -177,7 +177,7 @@ def _absorbed(addend: Any, total: Any, limits: Limits) -> Sequence[Any]:
 
 
 def tally_of(found: Note) -> Tally:
-    """What a note says."""
+    """The tally of a note."""
     counts, (largest, smallest), _ = found
     size, zeros, flushed, overflowed, nonfinite, addends, absorbed = map(int, counts)
     return Tally(size, zeros, flushed, overflowed, nonfinite, addends, absorbed, float(largest), float(smallest))
@@ -191,30 +191,30 @@ def _exponents(x: Any) -> Any:
 
 
 def is_measured(place: Place, counts: Counted) -> bool:
-    """Whether an equation's results are measured: what counts, and all arithmetic in floats besides."""
+    """Whether an equation's results are measured: all results that count, and all other floating-point arithmetic."""
     eqn, name = place.site.eqn, place.site.name
     if place.blocks or place.site.phase == RECOMPUTED or not floats(eqn.outvars):
         return False
     if place.number in counts.all:
         return True
     row = primitive(name)
-    # What keeps values, or rounds them to integers, loses nothing in half that was not lost before.
+    # Operations that keep values, or round them to integers, lose nothing more in half.
     loses = not (row.keeps_values or row.exact or row.moves or row.op is Op.READ)
     return loses and bool(floats(eqn.invars))
 
 
 def floats(variables: Iterable[Any]) -> list[int]:
-    """Which of the variables are arrays of real floats."""
+    """The indices of the variables that are real floating-point arrays."""
     return [i for i, v in enumerate(variables) if is_float(v)]
 
 
 class RangeProbe(Probe):
-    """Takes a tally of each equation's results, and the exponents of gradients.
+    """Records range statistics of each equation's results, and the exponents of gradients.
 
     Args:
         block: the program.
-        counts: which equations' results count as what.
-        limits: of the half dtype that is asked about.
+        counts: the equations whose results count as activations or gradients.
+        limits: the limits of the half dtype.
     """
 
     def __init__(self, block: Block, counts: Counted, limits: Limits):
@@ -232,7 +232,7 @@ class RangeProbe(Probe):
         return {("range", place.number): self.take(*given)}
 
     def take(self, *given: Any) -> Any:
-        """The note of one equation: see `note`."""
+        """The note of one equation; see `note`."""
         return note(*given)
 
     def keys(self, block: Block) -> Sequence[Key]:
@@ -256,17 +256,18 @@ def note(
     axes: tuple[int, ...] | None = None,
     graded: bool = True,
 ) -> Note:
-    """The note of some arrays; compiled once for all of these shapes.
+    """The note of some arrays; compiled once per combination of shapes.
 
     Args:
-        arrays: of real floats.
+        arrays: real floating-point arrays.
         pairs: addends with their sums.
-        limits: of the half dtype that is asked about.
-        axes: the axes that a sum takes away; None if it keeps them.
-        graded: whether the histogram of exponents is taken.
+        limits: the limits of the half dtype.
+        axes: the axes that a sum reduces; None if it keeps them.
+        graded: whether to compute the histogram of exponents.
 
     Returns:
-        Counts (as the first fields of `Tally`), the largest and the smallest nonzero size, the histogram.
+        Counts (in the order of the first fields of `Tally`), the largest and the smallest nonzero magnitude, and the
+        histogram.
     """
     x = arrays[0] if len(arrays) == 1 else jnp.concatenate([out.ravel() for out in arrays])
     if axes is not None:
@@ -281,7 +282,7 @@ def note(
 
 
 def _addends(place: Place, ins: Sequence[Any], outs: Sequence[Any]) -> list[tuple[Any, Any]]:
-    """The numbers that an equation adds, with what they are added up to."""
+    """The addends of an equation, with their sums."""
     name = place.site.name
     if primitive(name).adds:
         return [(x, outs[0]) for x in ins if jnp.shape(x) == jnp.shape(outs[0])]
@@ -289,5 +290,5 @@ def _addends(place: Place, ins: Sequence[Any], outs: Sequence[Any]) -> list[tupl
 
 
 def _summed_axes(place: Place) -> tuple[int, ...] | None:
-    """The axes that a sum takes away; None for operations that keep them."""
+    """The axes that a sum reduces; None for operations that keep them."""
     return tuple(place.site.eqn.params["axes"]) if place.site.name == "reduce_sum" else None

@@ -1,4 +1,4 @@
-"""What `numerics` found: ranges by module, parameter and operation, the histogram of gradients, the loss scale."""
+"""The report of `numerics`: ranges by module, parameter and operation, the histogram of gradients, the loss scale."""
 
 from __future__ import annotations
 
@@ -17,23 +17,24 @@ from mpjax.inspection.reports import Report, Section, folded_rows, percent, shor
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """The values of one module, parameter or operation in one pass, over all batches.
+    """The range of one module, parameter or operation in one pass, over all batches.
 
     Args:
-        name: module path, or the parameter's tree path.
+        name: the module path, or the parameter's tree path.
         phase: `"forward"` or `"backward"`; backward values carry the loss scale.
-        dtypes: the dtypes that the program computes them in.
-        max: the largest size of a finite value.
-        min_nonzero: the smallest size of a nonzero one; inf if there is none.
-        count: how many values.
+        dtypes: the dtypes in which the program computes the values.
+        max: the largest magnitude of a finite value.
+        min_nonzero: the smallest nonzero magnitude; inf if there is none.
+        count: the number of values.
         zeros: the share of zeros.
         flushed: the share of the nonzero values that half would flush to zero.
-        overflowed: the share of the values that half would make inf.
-        nonfinite: how many are inf or NaN in float32 already.
+        overflowed: the share of the values that overflow to inf in half.
+        nonfinite: the number of values that are inf or NaN already in float32.
         op: the primitive, in the table by operation.
-        source: its line, `file.py:12`.
-        rule: what autocast's default lists say of it: `"half"`, `"float32"`, or `"follows"` its inputs.
-        absorbed: the share of the nonzero numbers it adds that are too small, against the sum, to count in half.
+        source: the source line of the operation, `file.py:12`.
+        rule: the rule for it in autocast's default lists: `"half"`, `"float32"`, `"follows"` for operations that follow
+            their inputs, or `"as traced"`.
+        absorbed: the share of its nonzero addends that are too small, relative to the sum, to change it in half.
     """
 
     name: str
@@ -53,7 +54,7 @@ class Range:
 
     @property
     def loses(self) -> bool:
-        """Whether half would lose something worth a line."""
+        """Whether half would lose enough to be listed in the report."""
         return self.overflowed > 0 or self.flushed > 0.001 or self.absorbed > 0.001
 
 
@@ -61,34 +62,35 @@ class Range:
 class NumericsReport(Report):
     """Ranges of a training program's values; `print` it.
 
-    All values are those of a float32 run of the program, at the loss scale: the shares say what half does to them.
+    All values come from a float32 run of the program, at the loss scale. The shares describe their losses in half.
 
     Args:
-        dtype: the half dtype that is asked about.
-        loss_scale: the present scale.
-        batches: how many batches were seen.
-        activations: forward, by module: what matmuls and convolutions read and write, and what modules hand on.
-        gradients: the same of the backward pass, gradients of parameters left out.
-        parameters: gradients of parameters, by tree path, times the loss scale.
-        by_op: all arithmetic by operation and source line, both passes, in the program's order.
-        activation_gradient_exponents: how many values of `gradients` have which exponent of two, at the loss scale.
-        parameter_gradient_exponents: the same of `parameters`.
-        largest_safe_scale: the largest power of two at which no gradient overflows; None if gradients are all
-            zero, or not finite in float32 either.
-        init_scale: what to give `dynamic_loss_scale`: `largest_safe_scale / 4`, because gradients grow later, within
-            that transformation's limits; 1 for bfloat16, which has float32's range.
-            Computed of the values outside of `keep_float32`.
-        keep_float32: modules where half overflows in the forward pass, or in the backward pass without any loss
-            scale, or flushes more than 5 % of the nonzero values of the forward pass, or of the backward pass at
-            `init_scale`.
-        overrides: a `Policy`'s overrides that keep these in float32.
-        keep_lines: operations of which the same holds that stand in no module with a name, as `exp at file.py:12`.
-        half_gradient_exponents: the same as `activation_gradient_exponents`, of those that the program computes in
-            half; of all if it has no half.
-        unseen: operations whose insides could not be looked at (Pallas kernels, callbacks).
-        errors: the relative error of the gradients in half against float32, without and with what is recommended;
-            None if the program is in half already or it was not tried.
-        notes: what else to know.
+        dtype: the half dtype that the values are compared to.
+        loss_scale: the current loss scale.
+        batches: the number of batches.
+        activations: forward ranges by module: operands and results of matmuls and convolutions, and module outputs.
+        gradients: the same ranges in the backward pass, without gradients of parameters.
+        parameters: ranges of the gradients of parameters, by tree path, times the loss scale.
+        by_op: ranges of all arithmetic in both passes, by operation and source line, in program order.
+        activation_gradient_exponents: the number of values of `gradients` per exponent of two, at the loss scale.
+        parameter_gradient_exponents: the number of values of `parameters` per exponent of two, at the loss scale.
+        largest_safe_scale: the largest power of two at which no gradient overflows. None if all gradients are
+            zero, or if they are not finite in float32 either.
+        init_scale: the recommended `init_scale` for `dynamic_loss_scale`: `largest_safe_scale / 4`, because gradients
+            may grow later, within that transformation's limits; 1 for bfloat16, which has float32's range.
+            Only values outside of `keep_float32` count.
+        keep_float32: modules to keep in float32. Half overflows in their forward pass, or in their backward pass even
+            without a loss scale, or flushes more than 5 % of their nonzero values in the forward pass, or in the
+            backward pass at `init_scale`.
+        overrides: overrides for a `Policy` that keep these modules in float32.
+        keep_lines: operations outside of named modules to keep in float32 for the same reasons, as
+            `exp at file.py:12`.
+        half_gradient_exponents: `activation_gradient_exponents` restricted to the values that the program computes in
+            half; all values if the program has no half.
+        unseen: operations that `numerics` could not look into (Pallas kernels, callbacks).
+        errors: the relative errors of the gradients in half against float32, without and with the recommendation.
+            None if the program is already in half, or if the recommendation was not tried.
+        notes: further remarks.
     """
 
     dtype: str
@@ -125,18 +127,18 @@ class NumericsReport(Report):
         Gradients that the program keeps in float32, under an override for instance, do not count.
 
         Args:
-            scale: a power of two; the exponents seen at the present scale are shifted by it.
+            scale: The loss scale, a power of two. The exponents measured at the current scale are shifted to it.
         """
         return Limits.of(jnp.dtype(self.dtype)).flushed_share(self.half_gradient_exponents, scale / self.loss_scale)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draws the histogram of gradient exponents with half's window, and the ranges by module.
+        """Draws the histogram of gradient exponents with half's range, and the ranges by module.
 
         Args:
-            path: the file, which ends in `.svg`.
+            path: The file to write; its name ends in `.svg`.
 
         Raises:
-            ValueError: it ends otherwise.
+            ValueError: The name does not end in `.svg`.
         """
         if not os.fspath(path).endswith(".svg"):
             raise ValueError(f"NumericsReport.plot({os.fspath(path)!r}): it writes SVG; give a file that ends in .svg.")
@@ -155,15 +157,15 @@ class NumericsReport(Report):
         return histogram.svg(self.dtype, self.loss_scale, histograms, spans)
 
     def to_dict(self) -> dict[str, Any]:
-        """The report for JSON."""
+        """The report as a dictionary for JSON."""
         return {**dataclasses.asdict(self), "overrides": self.overrides}
 
     def table(self) -> list[dict[str, Any]]:
-        """The ranges by operation, module and line."""
+        """The ranges by operation, module and line, one dictionary per row."""
         return [{**dataclasses.asdict(row), "dtypes": "/".join(row.dtypes)} for row in self.by_op]
 
     def sections(self) -> list[Section]:
-        """The report for people."""
+        """The sections of the printed report."""
         header = ("in", "max", "min nonzero", "zeros", "flushed", "overflowed")
         at_scale = f"At loss scale {_scale(self.loss_scale)}."
         tables = (
@@ -220,7 +222,7 @@ class NumericsReport(Report):
         return ["no module needs to be kept in float32 for its range"]
 
     def _suspects(self) -> list[Range]:
-        """Forward operations beside matmuls and module outputs that overflow in half, unless they run in float32."""
+        """Forward operations, other than matmuls and module outputs, that overflow in half and may run in half."""
         half = any(self.dtype in row.dtypes for row in self.by_op)
         return [
             row
@@ -253,12 +255,12 @@ class NumericsReport(Report):
 
 
 def _folded(rows: Sequence[Range]) -> list[Range]:
-    """The rows, those of repeated modules together, those that lose most first."""
+    """The rows with repeated modules merged, sorted by loss, largest first."""
     return sorted(folded_rows(rows, _together), key=lambda row: (-row.overflowed, -row.flushed))
 
 
 def _together(a: Range, b: Range) -> Range:
-    """Two rows as one; shares are those of all their values."""
+    """Merges two rows. Shares are over the values of both."""
     count = a.count + b.count
     shares = {
         name: (a.count * getattr(a, name) + b.count * getattr(b, name)) / max(count, 1)
@@ -286,5 +288,5 @@ def _op_cells(row: Range) -> tuple[str, ...]:
 
 
 def _scale(scale: float) -> str:
-    """A loss scale for people: powers of two above what fits as such."""
+    """A loss scale as text; large ones as powers of two."""
     return f"{scale:g}" if scale < 2**20 else f"2^{round(math.log2(scale))}"

@@ -1,8 +1,8 @@
-"""A trial of a policy and a loss scale: how far the gradients in half are from those in float32.
+"""A trial of a policy and a loss scale: the error of the gradients in half against those in float32.
 
-The program that `autocast` makes is evaluated operation by operation in float32, and each result that it stores in half
-is rounded to half. Matmuls accumulate in float32, as Tensor Cores do, and most operations are compiled already: they
-are the same as those of the float32 program.
+The trial evaluates the `autocast` program operation by operation in float32 and rounds each result that the program
+stores in half. Matmuls accumulate in float32, as on Tensor Cores. Most operations are compiled already, because the
+float32 program has the same ones.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Trial:
 
     Args:
         loss: the loss function.
-        policy: what it runs under.
+        policy: the policy of the loss function.
         args: the arguments of the call.
     """
 
@@ -37,7 +37,7 @@ class Trial:
         self._evaluation = Eager(Probe(), wide=True, replace=_rounded)
 
     def error(self, scale: float, exact: Sequence[Any]) -> float:
-        """The error of the gradients, relative to the exact ones; inf if they are not finite."""
+        """The relative error of the gradients against the exact ones; inf if they are not finite."""
         arrays = [widened(x) for x in self._program.arrays]
         arrays[self._scale] = np.float32(scale)
         outs, _ = self._evaluation.block(self._block, arrays)
@@ -45,14 +45,14 @@ class Trial:
 
 
 def _rounded(place: Place, turn: Sequence[Any], outs: Sequence[Any]) -> Sequence[Any]:
-    """An equation's results, those in half rounded to it and back."""
+    """An equation's results. Those in half are rounded to half and cast back to float32."""
     row, eqn = primitive(place.site.name), place.site.eqn
     if (row.moves or row.keeps_values) and all(map(is_half, eqn.invars[:1])):
-        return outs  # of values that are rounded already
+        return outs  # the operands are rounded already
     return [_round(x, v.aval.dtype) if is_half(v) else x for x, v in zip(outs, eqn.outvars, strict=True)]
 
 
-# Elements that NumPy rounds before XLA has compiled a program for their shape.
+# The largest number of elements that NumPy rounds faster than XLA compiles a program for their shape.
 _SMALL = 2**20
 
 
