@@ -1,8 +1,8 @@
-"""Chooses the part of an image that a model sees: at random in training, the middle otherwise.
+"""Chooses the crop of an image that a model sees: random in training, the centre otherwise.
 
-Our own, because the crop must be known before a JPEG is decoded, which happens only as far as it is needed; libraries
-(augmax, dm-pix) crop whole decoded images. RandAugment and CutMix are missing: dm-pix and Albumentations have neither,
-and Keras's layers draw from generators of their own, so a resumed run would see other images.
+Libraries (augmax, dm-pix) crop fully decoded images. This module chooses the crop before a JPEG is decoded, so that
+only the necessary resolution is decoded. RandAugment and CutMix are missing: dm-pix and Albumentations have neither,
+and Keras's layers use their own random generators, so a resumed run would see different images.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ import numpy as np
 # Left, top, right, bottom, in pixels from the upper left corner.
 Box = tuple[float, float, float, float]
 
-# Of the shorter side: 224 of 256, as ImageNet is tested.
+# Share of the shorter side: 224 of 256, the usual ImageNet evaluation.
 MIDDLE = 0.875
 
 
 class Crop(NamedTuple):
-    """A part of an image, and its form afterwards."""
+    """A crop of an image, and how to transform it."""
 
     box: Box
-    size: tuple[int, int]  # width and height that it is resized to
+    size: tuple[int, int]  # width and height after resizing
     mirrored: bool = False
 
 
 def middle_box(size: tuple[int, int]) -> Box:
-    """The square in the middle, 7/8 of the shorter side."""
+    """The central square with a side of 7/8 of the shorter side."""
     return _middle_square(size, MIDDLE)
 
 
 def random_box(size: tuple[int, int], rng: np.random.Generator) -> Box:
-    """A box of 8 % to 100 % of the area and a ratio of 3:4 to 4:3.
+    """A random box with 8 % to 100 % of the area and an aspect ratio of 3:4 to 4:3.
 
     Source: Szegedy et al., "Going Deeper with Convolutions" (2014), arXiv:1409.4842, section 6.
     """
@@ -49,7 +49,7 @@ def random_box(size: tuple[int, int], rng: np.random.Generator) -> Box:
 
 
 def shorter_side(size: tuple[int, int], side: int) -> tuple[int, int]:
-    """Width and height with the same ratio whose shorter one is `side`; an image that is smaller stays as it is."""
+    """Width and height that scale the shorter side to `side`; smaller images keep their size."""
     scale = min(1.0, side / min(size))
     width, height = (max(1, round(length * scale)) for length in size)
     return width, height

@@ -1,4 +1,4 @@
-"""Keeps images in memory, decoded once."""
+"""Decodes images once and keeps them in memory."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from examples.imagenet.image_tree import Images
 
 _Images = Images | ImageRecords
 
-# Of the free memory, for images; the rest is for the program.
+# Share of the free memory for images; the rest is left to the program.
 _SHARE = 0.9
 _MIB = 2**20
 
 
 class CachedImages:
-    """The images of one split, one after the other in a single array.
+    """The images of one split, concatenated in a single array.
 
     Args:
         images: the files.
-        sizes: width and height to keep each of them at; (0, 0) where its file cannot be read.
-        unreadable: those files so far.
+        sizes: width and height of each cached image; (0, 0) if its file cannot be read.
+        unreadable: the unreadable files so far.
     """
 
     def __init__(self, images: _Images, sizes: np.ndarray, unreadable: list[Unreadable]) -> None:
@@ -49,7 +49,7 @@ class CachedImages:
         return self._pixels.nbytes / _MIB
 
     def fill(self, index: int) -> None:
-        """Decodes one image; each may be done in another thread."""
+        """Decodes one image; safe to call from several threads for different images."""
         if not self._sizes[index].any():
             return
         width, height = (int(length) for length in self._sizes[index])
@@ -61,7 +61,7 @@ class CachedImages:
             self.unreadable.append(Unreadable(self._images.name(index), str(error)))
 
     def read(self, index: int, choose: Callable[[tuple[int, int]], Crop]) -> tuple[np.ndarray, int]:
-        """What `decoding.read_crop` returns, from the smaller copy in memory, and the label."""
+        """The crop as from `decoding.read_crop`, taken from the smaller copy in memory, and the label."""
         if not self._sizes[index].any():
             raise UnusableFileError("it was unreadable when the cache was filled")
         image = Image.fromarray(self._view(index))
@@ -74,15 +74,15 @@ class CachedImages:
 
 
 def cached(splits: Sequence[_Images], side: int, workers: int) -> list[CachedImages]:
-    """The images of each split in memory.
+    """Decodes the images of each split into memory.
 
     Args:
         splits: the files.
-        side: of the shorter sides, in pixels; what is smaller is kept as it is.
-        workers: threads that decode.
+        side: shorter side of the cached images in pixels; smaller images keep their size.
+        workers: number of decoding threads.
 
     Raises:
-        UsageError: they do not fit; known before any is decoded.
+        UsageError: the images do not fit in memory; raised before any image is decoded.
     """
     started = time.perf_counter()
     with ThreadPoolExecutor(workers, "cache") as executor:
@@ -125,7 +125,7 @@ def _check_fits(needed: int, splits: Sequence[_Images], side: int) -> None:
 
 
 def available_memory() -> int | None:
-    """Bytes that this process can still take, within its container's limit; None where the system does not tell."""
+    """Bytes that this process can still allocate within its container's limit; None if the system reports none."""
     found = [_meminfo(), _control_group()]
     known = [value for value in found if value is not None]
     return min(known) if known else None
@@ -136,20 +136,20 @@ def _meminfo() -> int | None:
         lines = Path("/proc/meminfo").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     except (OSError, StopIteration):
-        try:  # no Linux: all of the memory is the best that is known
+        try:  # not Linux: the total memory is the best estimate
             return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         except (AttributeError, ValueError, OSError):
             return None
 
 
 def _control_group(root: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """What is left of a container's memory (version 2 of control groups, then version 1)."""
+    """Bytes left of a container's memory (control groups version 2, then version 1)."""
     for limit, used, statistics in (
         ("memory.max", "memory.current", "memory.stat"),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
     ):
         try:
-            # Files that were read stay in memory until it is needed for something else.
+            # The page cache counts as used, but the kernel frees it on demand.
             lines = (root / statistics).read_text().splitlines()
             files = next(int(line.split()[1]) for line in lines if line.startswith("inactive_file "))
             return int((root / limit).read_text()) - int((root / used).read_text()) + files

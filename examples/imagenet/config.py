@@ -15,12 +15,12 @@ from examples.imagenet.models import KINDS, check_model
 
 RECIPES: dict[str, Recipe] = {
     "digits": Recipe(40, 64, 0.1, 2.0, "sgd", 5e-4, nesterov=True, label_smoothing=0.1),
-    # ResNet-50 v1.5 of NVIDIA's DeepLearningExamples: https://github.com/NVIDIA/DeepLearningExamples; the linear
-    # scaling of its learning rate: Goyal et al., 2017 (https://arxiv.org/abs/1706.02677).
+    # ResNet-50 v1.5 of NVIDIA's DeepLearningExamples: https://github.com/NVIDIA/DeepLearningExamples. Linear
+    # learning rate scaling: Goyal et al., 2017 (https://arxiv.org/abs/1706.02677).
     "imagenet": Recipe(90, 256, 0.256, 5.0, "sgd", 1 / 32768, 0.875, label_smoothing=0.1, per_256=True),
 }
 
-# NVIDIA's flags for ResNet-50 in TensorFlow. Underscores are as good as dashes.
+# NVIDIA's flags for ResNet-50 in TensorFlow. Underscores and dashes are interchangeable.
 _AMP = Foreign("--policy mixed_float16", "is --policy mixed_float16 (which is the default); =0 is --policy float32")
 _FOREIGN = {
     "--use_tf_amp": _AMP,
@@ -115,17 +115,17 @@ class Config(RunConfig):
 
     @property
     def embedded(self) -> str:
-        """The name of the images where no flag says where they are."""
+        """The name of the embedded dataset: `--dataset`, or its default."""
         return self.dataset or "digits"
 
     @property
     def on_embedded(self) -> bool:
-        """Whether the images come with a package."""
+        """Whether the images come from an installed package."""
         return self.data_dir is None and not self.is_benchmark
 
     @property
     def model_name(self) -> str:
-        """The model's name, chosen by the data where no flag says it."""
+        """The model's name: `--model`, or the default for the data."""
         return self.model or ("resnet8" if self.on_embedded else "resnet50")
 
     @property

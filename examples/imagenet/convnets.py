@@ -1,4 +1,4 @@
-"""The two plain convolutional networks that mixed precision was first measured on, in Linen; one in NNX too."""
+"""Two plain convolutional networks from published mixed precision benchmarks, in Linen; one also in NNX."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from flax import nnx
 
 # Filters and kernel sizes of the three layers; each halves the side.
 _LAYERS = ((32, 5), (64, 7), (128, 11))
-_MOMENTUM, _EPSILON = 0.99, 1e-3  # Keras's
+_MOMENTUM, _EPSILON = 0.99, 1e-3  # Keras's defaults
 
 
 class ConvNet(nn.Module):
@@ -56,8 +56,8 @@ class NNXConvNet(nnx.Module):
 class MnistCNN(nn.Module):
     """Two 3x3 convolutions of 420 and 1,000 channels, each with max-pooling, and one dense layer.
 
-    From images [batch, height, width, channels] to logits [batch, num_classes]; trained on MNIST at 28x28. It is this
-    wide to fill a GPU: with it the largest batch was 590 in float32 and 1,000 in float16.
+    From images [batch, height, width, channels] to logits [batch, num_classes]; trained on MNIST at 28x28. Its
+    width fills a GPU: the largest batch was 590 in float32 and 1,000 in float16.
 
     Source: D. Clinton, Benchmarking GPUs for Mixed Precision Training with Deep Learning, Paperspace Blog.
     """

@@ -1,18 +1,18 @@
 """Labelled images: datasets and batches.
 
-How a training loop uses it (see pipeline.py for the two functions):
+Usage in a training loop (see pipeline.py for the two functions):
 
-    train_set, test_set = open_image_folder(...)            # or those of embedded.py
+    train_set, test_set = open_image_folder(...)            # or the datasets of embedded.py
     steps = steps_per_epoch(train_set, batch_size)
     with train_batches(train_set, batch_size, seed, first=step, last=epochs * steps, ...) as batches:
-        for batch in itertools.islice(batches, steps):      # one epoch; the stream itself goes on over epochs
+        for batch in itertools.islice(batches, steps):      # one epoch; the stream continues over epochs
             state = train_step(state, batch)
     with evaluation_batches(test_set, batch_size, ...) as batches:
-        for batch in batches: ...                           # every image once; filled up with mask 0
+        for batch in batches: ...                           # every image once; padded with mask 0
 
-The order follows from `seed` and the number of a step since the start of training alone. So the number of steps done
-is all that a checkpoint must hold to go on at the next batch, with any number of workers; `Dataset.state()` beside it
-keeps the count of unreadable images and finds out that files were added or removed in between.
+The order depends only on `seed` and the step number since the start of training. A checkpoint therefore needs only the
+number of completed steps to continue at the next batch, with any number of workers. `Dataset.state()` also stores the
+unreadable images, and `Dataset.restore()` detects files that were added or removed in between.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Array = np.ndarray | jax.Array
 
 
 class Batch(NamedTuple):
-    """Images with labels; entries whose `mask` is 0 fill the batch up and count for nothing."""
+    """Images with labels; entries with `mask` 0 are padding and are ignored."""
 
     images: Array  # [batch, height, width, channels], uint8
     labels: Array  # [batch], int32
@@ -47,7 +47,7 @@ class Description(NamedTuple):
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Description:
-        """From `_asdict` after a way through JSON; a `UsageError` where that is something else."""
+        """Restores a description from its JSON form of `_asdict`; raises `UsageError` if the values are invalid."""
         try:
             read = cls(**{name: tuple(value) for name, value in values.items()})
             numbers = (*read.mean, *read.std)
@@ -70,48 +70,48 @@ def empty_batch(batch_size: int, image_shape: tuple[int, int, int]) -> Batch:
 
 
 class Augmentation(NamedTuple):
-    """The seed of the random numbers of one epoch; each image draws its own."""
+    """The random seed of one epoch; each image draws its own numbers from it."""
 
     seed: int
     epoch: int
 
 
 class Unreadable(NamedTuple):
-    """A file that is no image, or not a whole one."""
+    """A file that is not a complete image."""
 
-    name: str  # below the root of its dataset
+    name: str  # path relative to the root of its dataset
     reason: str
 
 
 class Loaded(NamedTuple):
-    """A batch, and the files that could not be read for it."""
+    """A batch, and the unreadable files met while loading it."""
 
     batch: Batch
     unreadable: tuple[Unreadable, ...] = ()
 
 
 class Dataset(abc.ABC):
-    """Labelled images; `load` is called in other threads, or in other processes where not `in_memory`."""
+    """Labelled images; `load` runs in other threads, or in other processes unless `in_memory`."""
 
     name: str
     classes: Sequence[str]
     mean: tuple[float, ...]
     std: tuple[float, ...]
     image_shape: tuple[int, int, int]
-    in_memory = False  # such data is not copied into worker processes: threads read it
+    in_memory = False  # if True, threads read the data, which is not copied to worker processes
 
     @property
     def description(self) -> Description:
-        """What a model must know of these images."""
+        """The properties of these images that a model depends on."""
         return Description(tuple(self.classes), self.image_shape, self.mean, self.std)
 
     def name_of(self, index: int) -> tuple[str, str]:
-        """Where an image is, and its class."""
+        """The location of an image, and its class."""
         raise NotImplementedError
 
     @property
     def unreadable(self) -> int:
-        """Images met so far that could not be read, and were skipped."""
+        """Number of unreadable images skipped so far."""
         return 0
 
     @abc.abstractmethod
@@ -119,24 +119,24 @@ class Dataset(abc.ABC):
 
     @abc.abstractmethod
     def load(self, indices: np.ndarray, augmentation: Augmentation | None) -> Loaded:
-        """The images at `indices`, changed at random where there is an `augmentation`."""
+        """Loads the images at `indices`, randomly augmented if `augmentation` is given."""
 
     def report(self, unreadable: Sequence[Unreadable]) -> None:  # noqa: B027 - data in memory have nothing to report
-        """Takes note, in the loop's own thread, of files that could not be read.
+        """Records unreadable files; called in the thread of the training loop.
 
         Raises:
-            UsageError: they are too many.
+            UsageError: there are too many.
         """
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint should hold beside the number of steps, as JSON."""
+        """The state that a checkpoint stores in addition to the number of steps, as JSON."""
         return {"images": len(self)}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Takes up a `state` again.
+        """Restores a `state`.
 
         Raises:
-            UsageError: the images are not the ones that the state is about.
+            UsageError: the state belongs to different images.
         """
         if state["images"] != len(self):
             raise UsageError(
@@ -146,12 +146,12 @@ class Dataset(abc.ABC):
 
 
 def steps_per_epoch(dataset: Dataset, batch_size: int) -> int:
-    """Full batches in an epoch: the last, smaller one is dropped."""
+    """Number of full batches in an epoch; the smaller last batch is dropped."""
     return len(dataset) // batch_size
 
 
 def check_batch_size(dataset: Dataset, batch_size: int) -> None:
-    """An epoch must hold one full batch."""
+    """Raises `UsageError` if an epoch is smaller than one batch."""
     if batch_size > len(dataset):
         raise UsageError(
             f"--batch-size {batch_size} is larger than the data: {dataset.name} has {len(dataset)} training "

@@ -1,4 +1,4 @@
-"""Reads one part of one image by Pillow: upright, in RGB, at the size asked for."""
+"""Reads a crop of an image with Pillow: upright, in RGB, at the requested size."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from PIL import Image, UnidentifiedImageError
 from examples.common.skipped import UnusableFileError
 from examples.imagenet.augmentation import Crop
 
-# What files with a name like a JPEG's turn out to hold. Pillow knows more, some of which start other programs.
+# Formats found in files named like JPEGs. Pillow knows more formats, but some of them start other programs.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 
-# What Pillow raises on files that are no images, are cut off, or claim absurd sizes.
+# Raised by Pillow for files that are not images, are truncated, or claim absurd sizes.
 _PILLOW_ERRORS = (
     OSError,
     ValueError,
@@ -28,8 +28,8 @@ _PILLOW_ERRORS = (
     Image.DecompressionBombWarning,
 )
 
-# A JPEG may be decoded at a half, a quarter or an eighth, and anything shrunk by whole numbers, as long as the crop
-# stays this many times as large as what the slower, exact filter then makes of it: Pillow's own advice for `thumbnail`.
+# Fast downscaling (JPEG decoding at 1/2, 1/4 or 1/8, then box reduction by integers) must leave the crop at least this
+# many times larger than the output of the slower, exact filter. The value is Pillow's recommendation for `thumbnail`.
 _GAP = 2.0
 
 _ORIENTATION = 0x0112  # the EXIF tag
@@ -44,24 +44,24 @@ _UPRIGHT = {
 }
 
 
-File = str | bytes  # a path, or the content of a file
+File = str | bytes  # a path, or the contents of a file
 
 
 def read_crop(file: File, choose: Callable[[tuple[int, int]], Crop]) -> np.ndarray:
-    """Reads a part of an image.
+    """Reads a crop of an image.
 
-    Greyscale, palette, CMYK and 16-bit images become RGB; what is transparent becomes white; a camera that was
-    turned, as EXIF says, is turned back.
+    Greyscale, palette, CMYK and 16-bit images become RGB. Transparent pixels become white. The EXIF orientation is
+    applied.
 
     Args:
-        file: in one of `FORMATS`, whatever its name.
-        choose: the part to read, given width and height of the upright image.
+        file: an image in one of `FORMATS`; its name does not matter.
+        choose: returns the crop to read, given the width and height of the upright image.
 
     Returns:
         The pixels, [height, width, 3], uint8.
 
     Raises:
-        UnusableFileError: the file cannot be read, for whatever reason.
+        UnusableFileError: the file cannot be read for any reason.
     """
     try:
         with _opened(file) as encoded:
@@ -78,7 +78,7 @@ def read_crop(file: File, choose: Callable[[tuple[int, int]], Crop]) -> np.ndarr
 
 
 def image_size(file: File) -> tuple[int, int]:
-    """Width and height of an image when it is upright, from the head of its file; raises as `read_crop` does."""
+    """Width and height of the upright image, read from the file header; raises like `read_crop`."""
     try:
         with _opened(file) as encoded:
             return _turned(encoded.size, _orientation(encoded))
@@ -91,26 +91,26 @@ def _opened(file: File) -> Image.Image:
 
 
 def resized(image: Image.Image, crop: Crop, full: tuple[int, int]) -> np.ndarray:
-    """The pixels of `crop`, whose box counts pixels of an image of size `full`, of which `image` is a smaller copy."""
+    """The pixels of `crop`, whose box is in pixels of the image of size `full`; `image` is a smaller copy of it."""
     across, down = image.width / full[0], image.height / full[1]
     left, top, right, bottom = crop.box
     box = (left * across, top * down, min(right * across, image.width), min(bottom * down, image.height))
     image = image.resize(crop.size, Image.Resampling.BILINEAR, box=box, reducing_gap=_GAP)
-    # Pillow mirrors whole pixels; NumPy would go through the bytes one by one, in a tenth of the time of all the rest.
+    # Pillow mirrors whole pixels; NumPy would copy byte by byte, which adds a tenth to the total time.
     return np.asarray(image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if crop.mirrored else image)
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """An image in RGB, over white where it is transparent."""
+    """Converts an image to RGB, with transparent pixels over white."""
     if image.mode.startswith(("I", "F")):
-        # 16-bit grey: Pillow's own conversion would clip everything above 255 to white.
+        # 16-bit grey: Pillow's conversion would clip everything above 255 to white.
         image = Image.fromarray(np.clip(np.asarray(image, np.float32) / 257, 0, 255).astype(np.uint8))
     if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
         image = image.convert("RGBA")
         return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
     if image.mode == "RGB":
         image.load()
-        return image  # what `convert` returns would be a copy
+        return image  # `convert` would copy
     return image.convert("RGB")
 
 
@@ -118,11 +118,11 @@ def _decode_smaller(file: Image.Image, full: tuple[int, int], crop: Crop, orient
     left, top, right, bottom = crop.box
     width = math.ceil(full[0] * crop.size[0] * _GAP / (right - left))
     height = math.ceil(full[1] * crop.size[1] * _GAP / (bottom - top))
-    file.draft(None, _turned((width, height), orientation))  # nothing but JPEG takes the hint
+    file.draft(None, _turned((width, height), orientation))  # only JPEG uses the hint
 
 
 def _orientation(file: Image.Image) -> int:
-    # Bytes that are no EXIF are no reason to lose the image.
+    # Invalid EXIF data should not make the image unusable.
     with contextlib.suppress(*_PILLOW_ERRORS, UserWarning):
         return int(file.getexif().get(_ORIENTATION, 1))
     return 1
@@ -134,7 +134,7 @@ def _turned(size: tuple[int, int], orientation: int) -> tuple[int, int]:
 
 def _reason(error: Exception) -> str:
     if isinstance(error, UnidentifiedImageError):
-        # Pillow's own words say no more than the path.
+        # Pillow's message only contains the path.
         return f"not a whole {', '.join(FORMATS[:-1])} or {FORMATS[-1]}"
     if isinstance(error, OSError) and error.strerror:
         return error.strerror

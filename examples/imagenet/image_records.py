@@ -10,19 +10,19 @@ from examples.common.records import Records
 from examples.common.shards import open_records
 from examples.common.skipped import UnusableFileError
 
-# Names of the fields, as TensorFlow Datasets, NVIDIA's scripts, WebDataset and the Hugging Face hub have them.
+# Field names in TensorFlow Datasets, NVIDIA's scripts, WebDataset and the Hugging Face hub.
 _IMAGE = ("image/encoded", "image", "img", "jpg", "jpeg", "jpe", "png", "webp", "bmp", "gif")
 _LABEL = ("image/class/label", "label", "cls", "class", "fine_label")
 
 
 class ImageRecords:
-    """The images of one split in shards; of the same interface as `image_tree.Images`.
+    """The images of one split in shards, with the interface of `image_tree.Images`.
 
     Args:
         records: the entries.
-        fields: of image and label.
-        names: of the classes that integer labels stand for; their own digits without it.
-        classes: in the order of the model's outputs.
+        fields: names of the image and label fields.
+        names: class names of integer labels; without it, the class name is the number itself.
+        classes: class names in the order of the model's outputs.
     """
 
     def __init__(
@@ -36,11 +36,11 @@ class ImageRecords:
         return len(self._records)
 
     def name(self, index: int) -> str:
-        """Where an image is, below `root`."""
+        """The location of an image relative to `root`."""
         return self._records.name(index)
 
     def item(self, index: int) -> tuple[bytes, int]:
-        """The encoded image, and its label; raises an `UnusableFileError` where the entry lacks either."""
+        """The encoded image and its label; raises `UnusableFileError` if either is missing or invalid."""
         record = self._records[index]
         image, value = (record.get(field) for field in self._fields)
         if not isinstance(image, bytes):
@@ -51,22 +51,22 @@ class ImageRecords:
         return image, self._index[name]
 
     def digest(self) -> str:
-        """Changes where shards are added, removed or resized, or where a sampled entry changes."""
+        """A digest that changes if shards are added, removed or resized, or if a sampled entry changes."""
         return self._records.digest()
 
 
 def open_image_records(
     root: Path, splits: Sequence[str], classes: Sequence[str] | None = None
 ) -> tuple[list[str], list[ImageRecords]] | None:
-    """The classes and the images of each split; None where there are no shards.
+    """The classes and the images of each split; None if there are no shards.
 
-    Classes have the names that the dataset gives (a Hugging Face ClassLabel, or labels.txt beside the shards, a name a
-    line), and else those that occur in the first split, which takes reading all its labels.
+    Class names come from the dataset: a Hugging Face ClassLabel, or labels.txt beside the shards with one name per
+    line. Otherwise all labels of the first split are read to collect the names.
 
     Args:
-        root: of the dataset.
+        root: root folder of the dataset.
         splits: `train` and `val`, or one of them.
-        classes: of the model that is tested.
+        classes: classes of the evaluated model.
     """
     if not root.is_dir():
         return None
@@ -84,7 +84,7 @@ def open_image_records(
 
 
 def _class_name(value: Any, names: Sequence[str] | None) -> str | None:
-    """The class of a label: an integer, its digits, or a name."""
+    """The class name of a label, which is an integer, its digits, or a name."""
     text = value.decode(errors="replace").strip() if isinstance(value, bytes) else str(value).strip()
     if not text or value is None:
         return None

@@ -1,4 +1,4 @@
-"""Lists the images of a tree `train/CLASS/*.jpg`, `val/CLASS/*.jpg`, and says what is wrong with it."""
+"""Lists the images of a tree `train/CLASS/*.jpg`, `val/CLASS/*.jpg`, and reports problems with its layout."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from examples.common.cli import UsageError, listing
 from examples.common.fingerprint import fingerprint
 from examples.common.shards import EXPECTED
 
-# Of the formats that `decoding` reads.
+# File extensions of the formats that `decoding` reads.
 EXTENSIONS = (".jpg", ".jpeg", ".jpe", ".png", ".webp", ".bmp", ".gif")
 _KINDS = ", ".join(EXTENSIONS)
 _EXPECTED = f"Expected train/CLASS/*.jpg|png|webp|... and val/CLASS/*.jpg|png|webp|... below it, {EXPECTED}."
@@ -23,29 +23,29 @@ _EXPECTED = f"Expected train/CLASS/*.jpg|png|webp|... and val/CLASS/*.jpg|png|we
 
 @dataclasses.dataclass(frozen=True)
 class Images:
-    """The images of one split, class by class, in order of their names."""
+    """The images of one split, sorted by class and name."""
 
     root: str
-    paths: list[str]  # below `root`
+    paths: list[str]  # relative to `root`
     labels: np.ndarray  # [images], int32
 
     def __len__(self) -> int:
         return len(self.paths)
 
     def path(self, index: int) -> str:
-        """The file of an image."""
+        """The path of an image."""
         return os.path.join(self.root, self.paths[index])
 
     def name(self, index: int) -> str:
-        """Where an image is, below `root`."""
+        """The path of an image relative to `root`."""
         return self.paths[index]
 
     def item(self, index: int) -> tuple[str, int]:
-        """The file of an image, and its label."""
+        """The path of an image, and its label."""
         return self.path(index), int(self.labels[index])
 
     def digest(self) -> str:
-        """Changes where a file is added, removed, renamed or, in a sample, changed; not where the tree is moved."""
+        """Changes if files are added, removed or renamed, or a sampled file changes; not if the tree is moved."""
         names = [f"{path}\t{label}" for path, label in zip(self.paths, self.labels, strict=True)]
         return fingerprint(names, len(self), lambda index: Path(self.path(index)).read_bytes())
 
@@ -54,7 +54,7 @@ def list_tree(root: Path, splits: Sequence[str] = ("train", "val")) -> tuple[lis
     """The classes, in alphabetical order, and the images of each split.
 
     Raises:
-        UsageError: something about the tree is not as it should be; it says what, and the ways out.
+        UsageError: the tree has the wrong layout; the message names the problem and possible fixes.
     """
     if not root.is_dir():
         raise UsageError(f"--data-dir {str(root)!r} is not a folder. {_EXPECTED} Without it: the digits, no download.")
@@ -112,9 +112,9 @@ def _images_below(folder: str, above: tuple[tuple[int, int], ...], other: Counte
     """Paths of the images in a folder and in its subfolders.
 
     Args:
-        folder: to look in.
-        above: the folders that it is in.
-        other: counts files that are no images, by the end of their names.
+        folder: the folder to search.
+        above: device and inode numbers of its parent folders, to detect cycles of links.
+        other: counts files that are not images by extension.
     """
     status = os.stat(folder)
     own = (status.st_dev, status.st_ino)
@@ -141,7 +141,7 @@ def _entries(folder: str) -> list[os.DirEntry[str]]:
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
     try:
-        entry.stat()  # of what a link leads to: `is_dir` alone would take a broken one for a file
+        entry.stat()  # follows links: `is_dir` alone would treat a broken link as a file
         return entry.is_dir()
     except OSError as error:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""Tests a trained classifier, and names the classes of images."""
+"""Evaluates a trained classifier, and predicts the classes of images."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from examples.imagenet.task import ImageTask, open_data
 
 
 def load(config: Config) -> tuple[ImageTask, Variables]:
-    """The model of the flags with its variables, and the test images unless --images stand for them."""
+    """Loads the model given by the flags with its variables; opens the test images unless --images is given."""
 
     def make(own: Config, described: dict[str, Any]) -> ImageTask:
         about = Description.from_json(described)
@@ -47,7 +47,7 @@ def _check_same(about: Description, images: Dataset) -> None:
 
 
 def evaluate(config: Config) -> dict[str, Any]:
-    """Tests a trained model in the precision of the flags, whatever it was trained in."""
+    """Evaluates a trained model in the precision of the flags, regardless of the precision in training."""
     task, variables = load(config)
     results = {
         "policy": config.policy,
@@ -64,7 +64,7 @@ def evaluate(config: Config) -> dict[str, Any]:
 
 
 def predict(config: Config) -> dict[str, Any]:
-    """Names the class of `--images`, else of all test images, into predictions.json."""
+    """Writes the predicted classes of `--images`, or else of all test images, to predictions.json."""
     task, variables = load(config)
     classes = task.about.classes
     predictions = []
@@ -89,11 +89,11 @@ def predict(config: Config) -> dict[str, Any]:
 def _probabilities(
     task: ImageTask, weights: Variables, paths: Sequence[Path]
 ) -> Iterator[tuple[dict[str, str], np.ndarray]]:
-    """Where each image is, what it truly is where that is known, and the probabilities of the classes."""
+    """The location of each image, its true class if known, and the class probabilities."""
     predict_step = task.classifier.predict_step
     if paths:
         images = np.stack([_read(task, path) for path in paths])
-        # Whole batches of one size: one program, whatever the number of images.
+        # Full batches of one size compile only one program for any number of images.
         size = -(-min(task.batch_size, len(paths)) // task.parallel.count) * task.parallel.count
         for start in range(0, len(paths), size):
             part = images[start : start + size]
@@ -115,12 +115,12 @@ def _probabilities(
 
 
 def _read(task: ImageTask, path: Path) -> np.ndarray:
-    """An image as the model is tested with: its middle, in the model's size and colours."""
+    """Reads an image as in evaluation: the centre, in the model's size and colours."""
     height, width, channels = task.about.image_shape
     grey = channels == 1
 
     def choose(full: tuple[int, int]) -> Crop:
-        # A digit fills its image; a photograph's subject is in the middle of it.
+        # A digit fills its image; the subject of a photograph is in the centre.
         everything = (0.0, 0.0, float(full[0]), float(full[1]))
         return Crop(everything if grey or task.config.whole else middle_box(full), (width, height))
 

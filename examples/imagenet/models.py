@@ -1,4 +1,4 @@
-"""The models by name, each as two pure functions, whether it is written in Linen or NNX."""
+"""The models by name; each becomes two pure functions, whether it is written in Linen or NNX."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from examples.common.training import Variables
 from examples.imagenet.convnets import ConvNet, MnistCNN, NNXConvNet
 from examples.imagenet.resnet import BasicBlock, Bottleneck, ResNet
 
-# Streams of random numbers that a module may draw from in training.
+# Random number streams available to a module in training.
 _STREAMS = ("dropout", "stochastic_depth")
 
 
 class Network(NamedTuple):
-    """A network without state of its own."""
+    """A stateless network as two pure functions."""
 
     init: Callable[[jax.Array, jax.Array], Variables]  # (key, images) -> variables, float32
-    # (variables, images, key) -> (logits, stats); a key means training.
+    # (variables, images, key) -> (logits, stats); training if a key is given.
     apply: Callable[[Variables, jax.Array, jax.Array | None], tuple[jax.Array, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """What a model is made of, and the data that its authors made it for."""
+    """A model's constructor and arguments, and the data for which its authors designed it."""
 
     make: Callable[..., Any]
     arguments: dict[str, Any]
@@ -46,7 +46,7 @@ def _resnet(block: type[Any], *stage_sizes: int, **arguments: Any) -> Kind:
 
 
 def _small_resnet(*stage_sizes: int) -> Kind:
-    # The narrow ones of the paper's CIFAR-10 section, for images of a few pixels.
+    # The narrow networks of the paper's CIFAR-10 section, for small images.
     kind = _resnet(BasicBlock, *stage_sizes, width=16)
     return dataclasses.replace(kind, image_shape=(32, 32, 3), classes=10)
 
@@ -65,7 +65,7 @@ KINDS: dict[str, Kind] = {
 
 
 def check_model(name: str) -> None:
-    """Raises a `UsageError` where a name is no model's."""
+    """Raises `UsageError` if `name` is not a model."""
     _kind(name)
 
 
@@ -82,7 +82,7 @@ def _kind(name: str) -> Kind:
 
 
 def create_model(name: str, num_classes: int, channels: int = 3) -> Any:
-    """The Flax module of that name; one in NNX is initialised and has to know the channels of its images."""
+    """The Flax module of that name; an NNX module is initialised, and needs the number of image channels."""
     kind = _kind(name)
     if _is_nnx(kind):
         return kind.make(num_classes, channels, rngs=nnx.Rngs(0), **kind.arguments)
@@ -90,7 +90,7 @@ def create_model(name: str, num_classes: int, channels: int = 3) -> Any:
 
 
 def network(name: str, num_classes: int, channels: int, policy: mpjax.Policy | None = None) -> Network:
-    """The model of that name as functions, with the policy set on its modules where there is one."""
+    """The model of that name as functions, with the policy, if any, set on its modules."""
     kind = _kind(name)
     if _is_nnx(kind):
         return _nnx_network(lambda rngs: kind.make(num_classes, channels, rngs=rngs, **kind.arguments), policy)
@@ -104,7 +104,7 @@ def _is_nnx(kind: Kind) -> bool:
 def _linen_network(module: nn.Module, policy: mpjax.Policy | None) -> Network:
     if policy is not None:
         module = mpjax.with_policy(module, policy)
-    # A module that is the same in training and in use need not say so.
+    # A module that behaves the same in training and evaluation may omit the argument.
     knows_train = "train" in inspect.signature(type(module).__call__).parameters
 
     def init(key: jax.Array, images: jax.Array) -> Variables:
@@ -133,11 +133,11 @@ def _nnx_network(make: Callable[[nnx.Rngs], nnx.Module], policy: mpjax.Policy | 
 
     def init(key: jax.Array, images: jax.Array) -> Variables:
         _, params, stats, _ = split(nnx.Rngs(key))
-        # Plain dictionaries: a checkpoint should not depend on a class of Flax.
+        # Plain dictionaries: a checkpoint should not depend on Flax classes.
         return Variables(nnx.to_pure_dict(params), nnx.to_pure_dict(stats))
 
     def apply(variables: Variables, images: jax.Array, key: jax.Array | None) -> tuple[jax.Array, Any]:
-        states = [jax.tree.map(lambda x: x, state) for state in like]  # copies: the next line fills them
+        states = [jax.tree.map(lambda x: x, state) for state in like]  # copies, since the next line fills them in place
         for state, numbers in zip(states, variables, strict=True):
             nnx.replace_by_pure_dict(state, numbers)
         module: Any = nnx.merge(graphdef, *states, _fresh(rest, jax.random.key(0) if key is None else key))
@@ -149,7 +149,7 @@ def _nnx_network(make: Callable[[nnx.Rngs], nnx.Module], policy: mpjax.Policy | 
 
 
 def _fresh(abstract: Any, key: jax.Array) -> Any:
-    """State that is neither learned nor statistics: streams of random numbers start from the key of the step."""
+    """Fresh state other than parameters and statistics: random streams seeded by the step's key, and zeros."""
 
     def make(index: int, leaf: Any) -> jax.Array:
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):

@@ -1,4 +1,4 @@
-"""Runs the mode that the flags choose, on images."""
+"""Runs the mode selected by the flags on images."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from examples.imagenet.task import ImageTask, open_data
 
 
 def run(config: Config) -> dict[str, Any]:
-    """Does what the flags say; see `examples.common.modes.run`."""
+    """Runs the mode selected by the flags; see `examples.common.modes.run`."""
     return modes.run(config, partial(TaskMaker, config), {"evaluate": evaluate, "predict": predict})
 
 
 class TaskMaker:
-    """Tasks of several flags on the same images, which are opened once."""
+    """Makes tasks for several configurations on the same images, which are opened once."""
 
     def __init__(self, config: Config) -> None:
         self._parallel = DataParallel(config.devices, config.fsdp)

@@ -1,4 +1,4 @@
-"""Batches by Grain: planned from seed and step, loaded by workers, put on the device ahead of time."""
+"""Grain batches: planned from seed and step, loaded by workers, and prefetched to the device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from absl import flags
 from examples.common.cli import UsageError
 from examples.imagenet.data import Augmentation, Batch, Dataset, Loaded, steps_per_epoch
 
-# On JAX 0.10 Grain warns, when imported, that it cannot profile its workers.
+# On JAX 0.10, importing Grain warns that it cannot profile its workers.
 _absl = logging.getLogger("absl")
 _level = _absl.level
 _absl.setLevel(logging.ERROR)
@@ -29,13 +29,13 @@ import grain  # noqa: E402 - see above
 
 _absl.setLevel(_level)
 
-# Batches on the device, or on their way there, while it works on an earlier one.
+# Batches prefetched to the device.
 _AHEAD = 2
 
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """The part of each batch that this host loads: the `index`-th of `count` equal ones."""
+    """The part of each batch that this host loads: the `index`-th of `count` equal parts."""
 
     index: int = 0
     count: int = 1
@@ -43,10 +43,10 @@ class Shard:
 
 @dataclasses.dataclass(frozen=True)
 class Workers:
-    """Who loads batches, each a whole one; it changes no batch.
+    """The number and kind of workers, which load one batch each; the batches do not depend on it.
 
-    Threads start at once and share memory; decoding and resizing leave Python's lock. Processes take seconds
-    to start, and go on scaling where that lock is what limits: many cores, small images.
+    Threads start at once and share memory; decoding and resizing release the GIL. Processes take seconds to start,
+    but scale further where the GIL is the bottleneck: many cores, small images.
     """
 
     count: int = 1
@@ -57,7 +57,7 @@ _ONE_HOST, _ONE_THREAD = Shard(), Workers()
 
 
 class Batches(Iterator[Batch]):
-    """Batches in order; a context manager, since whoever leaves early has workers to stop."""
+    """Batches in order; a context manager, which stops the workers on exit."""
 
     def __init__(self, dataset: Dataset, batches: Any, collect: bool) -> None:
         self._dataset, self._collect = dataset, collect
@@ -67,7 +67,7 @@ class Batches(Iterator[Batch]):
         try:
             loaded: Loaded = next(self._iterator)
         except RuntimeError as error:
-            if "Worker process was terminated" not in str(error):  # Grain has no exception of its own for it
+            if "Worker process was terminated" not in str(error):  # Grain has no exception type for this
                 raise
             raise UsageError(
                 f"a process that loads images has died ({error}). Was it out of memory? Take fewer --workers, or "
@@ -83,14 +83,14 @@ class Batches(Iterator[Batch]):
         self.close()
 
     def close(self) -> None:
-        """Stops the workers; batches that they have made are dropped."""
-        # Not kept: it would close again at interpreter exit, when it no longer can.
+        """Stops the workers and drops the batches already loaded."""
+        # Drop the reference: the iterator would close again at interpreter exit, and fail.
         iterator, self._iterator = self._iterator, iter(())
         if isinstance(iterator, grain.DatasetIterator):
             iterator.close()
         del iterator
         if self._collect:
-            gc.collect()  # Grain's iterators over processes hold each other, and the last batches' shared memory
+            gc.collect()  # Grain's iterators over processes form a cycle that holds the last batches' shared memory
 
 
 def train_batches(
@@ -105,24 +105,24 @@ def train_batches(
     workers: Workers = _ONE_THREAD,
     put: Callable[[Batch], Batch] = jax.device_put,
 ) -> Batches:
-    """The batches of training, epoch after epoch, each in an order of its own.
+    """The training batches of all epochs, shuffled again in each epoch.
 
-    A step's batch follows from `seed` and its number alone, whatever `first` and `workers` are; and the parts that
-    the hosts load are together the batch that one host would load.
+    The batch of a step depends only on `seed` and the step number, not on `first` or `workers`. The parts loaded by
+    all hosts together equal the batch that a single host would load.
 
     Args:
         dataset: the images.
-        batch_size: images in a step, of all hosts together; a multiple of `shard.count`.
-        seed: of order and augmentation.
-        first: steps that are already done.
-        last: steps in the whole run; without it the stream does not end.
-        augment: whether images are changed at random.
+        batch_size: images per step over all hosts; a multiple of `shard.count`.
+        seed: random seed of the order and the augmentation.
+        first: number of completed steps.
+        last: total number of steps of the run; by default the stream is endless.
+        augment: whether to augment images at random.
         shard: the part of each batch that this host loads.
-        workers: who loads.
-        put: brings a host's part of a batch to its devices, in a thread of its own; as it is: to the first device.
+        workers: number and kind of workers.
+        put: transfers a host's part of a batch to its devices, in a separate thread; by default to the first device.
 
     Raises:
-        UsageError: `batch_size` cannot be divided among the hosts, or is more than there are images.
+        UsageError: `batch_size` is not divisible by the number of hosts, or exceeds the number of images.
     """
     steps = steps_per_epoch(dataset, batch_size)
     if not steps:
@@ -140,9 +140,9 @@ def evaluation_batches(
     workers: Workers = _ONE_THREAD,
     put: Callable[[Batch], Batch] = jax.device_put,
 ) -> Batches:
-    """All images once, in order; the last batch is filled up with masked entries.
+    """All images once, in order; the last batch is padded with masked entries.
 
-    Arguments as in `train_batches`; the workers are threads, since processes would have to start each time.
+    Arguments as in `train_batches`. The workers are always threads, since processes would start again on each call.
     """
     threads = dataclasses.replace(workers, kind="thread")
     return _open(dataset, _EvaluationPlan(len(dataset), batch_size, shard), threads, put)
@@ -150,7 +150,7 @@ def evaluation_batches(
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """Indices of images, step by step: what Grain calls a data source."""
+    """Image indices of each step: a Grain data source."""
 
     images: int
     batch_size: int
@@ -169,8 +169,8 @@ class _Plan:
 
 
 class _Rows(NamedTuple):
-    indices: np.ndarray  # at most as many as this host's part of a batch: the rest is filled up
-    size: int  # of that part
+    indices: np.ndarray  # at most `size`; the rest is padding
+    size: int  # of this host's part of a batch
     augmentation: Augmentation | None
 
 
@@ -221,7 +221,7 @@ def _open(dataset: Dataset, plan: _Plan, workers: Workers, put: Callable[[Batch]
     in_processes = workers.kind == "process" and not dataset.in_memory
     if in_processes:
         if not flags.FLAGS.is_parsed():
-            flags.FLAGS.mark_as_parsed()  # Grain reads flags of its own, and these are all at their defaults
+            flags.FLAGS.mark_as_parsed()  # Grain reads absl flags, all at their defaults here
         alone = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
         options = grain.MultiprocessingOptions(num_workers=workers.count)
         stream = loaded.to_iter_dataset(alone).mp_prefetch(options, worker_init_fn=_start_worker)
@@ -235,12 +235,12 @@ def _open(dataset: Dataset, plan: _Plan, workers: Workers, put: Callable[[Batch]
 
 
 def _own_memory(loaded: Loaded) -> Loaded:
-    # On the CPU a JAX array may be the very memory that it was put from, which a worker here has lent.
+    # On the CPU a JAX array may alias its source, which here is shared memory owned by a worker.
     return loaded._replace(batch=Batch(*(np.array(x) for x in loaded.batch)))
 
 
 def _start_worker(_index: int, _count: int) -> None:
-    """Leaves Ctrl-C to the parent, and ends with it even where it was killed."""
+    """Ignores Ctrl-C, which the parent handles, and exits when the parent does, even if it was killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None  # this is a child

@@ -1,4 +1,4 @@
-"""Weights of torchvision's and timm's ResNets, which share their names, for the ResNets here."""
+"""Loads torchvision and timm weights, which share parameter names, into the ResNets of this example."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from examples.common.hosts import say
 from examples.common.training import Variables
 from examples.common.weights import file_shapes, file_variables, named
 
-# Layers of a block in the order in which Flax numbers them, as torch has them.
+# Names of Flax parameters and statistics in torch.
 _LEAVES = {
     "kernel": "weight",
     "scale": "weight",
@@ -24,17 +24,17 @@ _LEAVES = {
 
 
 def read_pretrained(path: Path, like: Variables, model: str) -> Variables:
-    """The variables of a file: as an export names them, or as torchvision and timm do.
+    """Reads variables from a file with the names of an export, or of torchvision and timm.
 
-    The head of a torch file that is for other classes is left out, and keeps its random weights.
+    If a torch file has a different number of classes, its head is skipped, and the model's keeps its random weights.
 
     Args:
         path: a .safetensors or .npz file.
-        like: the variables of this model; concrete where the head may have to be kept.
-        model: its name.
+        like: the model's variables; they must be concrete if the head may have to be kept.
+        model: the model's name.
 
     Raises:
-        UsageError: the file is for another model.
+        UsageError: the file belongs to another model.
     """
     shapes = file_shapes(path, "--init-from")
     if "fc.weight" not in shapes or "layer1.0.conv1.weight" not in shapes:
@@ -75,7 +75,7 @@ def _pair(name: str) -> tuple[int, int]:
 
 
 def _blocks(shapes: dict[str, Any]) -> list[tuple[int, int]]:
-    """Stage and index of each block of the file, in order; and then blocks that it hasn't, to be told missing."""
+    """Stage and index of each block in the file, in order, then nonexistent blocks, which are reported as missing."""
     found = {_pair(name[5:]) for name in shapes if name.startswith("layer")}
     missing = [(9, index) for index in range(99)]
     return [*sorted(found), *missing]

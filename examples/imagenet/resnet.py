@@ -1,4 +1,4 @@
-"""ResNet v1.5 in Flax Linen. Nothing here is about precision: `mpjax.with_policy` decides it from outside."""
+"""ResNet v1.5 in Flax Linen. The code does not mention precision: `mpjax.with_policy` sets it from outside."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-# Up to this side the stem keeps the resolution: an 8x8 digit halved twice has nothing left to convolve.
+# Up to this side length the stem keeps the resolution: an 8x8 digit is too small to halve twice.
 SMALL_IMAGE = 32
 
 _conv = partial(nn.Conv, use_bias=False, kernel_init=nn.initializers.he_normal())
@@ -29,13 +29,13 @@ class BasicBlock(nn.Module):
         y = _conv(self.features, (3, 3), self.stride, padding=1)(x)
         y = nn.relu(self.norm()(y))
         y = _conv(self.features, (3, 3), padding=1)(y)
-        # Each block starts as the identity, which is what lets deep ones train at once.
+        # Zero initialisation makes each block start as the identity, so that deep networks train from the start.
         y = self.norm(scale_init=nn.initializers.zeros)(y)
         return nn.relu(y + _shortcut(x, self.features, self.stride, self.norm))
 
 
 class Bottleneck(nn.Module):
-    """1x1, 3x3, 1x1 convolutions; the stride is in the 3x3 (the "v1.5" of ResNet-50)."""
+    """1x1, 3x3 and 1x1 convolutions; the 3x3 has the stride (the "v1.5" of ResNet-50)."""
 
     features: int
     stride: int
@@ -63,10 +63,10 @@ class ResNet(nn.Module):
     """A residual network from images [batch, height, width, channels] to logits [batch, num_classes].
 
     Args:
-        stage_sizes: blocks in each stage; each after the first halves the side and doubles the features.
+        stage_sizes: blocks in each stage; each stage after the first halves the side and doubles the features.
         block: `BasicBlock` or `Bottleneck`.
-        num_classes: how many logits.
-        width: features of the first stage.
+        num_classes: number of logits.
+        width: number of features of the first stage.
     """
 
     stage_sizes: tuple[int, ...]

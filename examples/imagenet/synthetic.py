@@ -1,4 +1,4 @@
-"""Made-up images, for benchmarks of the model alone."""
+"""Synthetic images for benchmarks of the model alone."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from examples.imagenet.models import KINDS
 
 
 class Synthetic(Dataset):
-    """As many random images as ImageNet has, of the shape and the classes that a model was made for."""
+    """As many random images as in ImageNet, with the shape and classes for which a model was designed."""
 
     name = "synthetic images"
     in_memory = True
 
     def __init__(self, model: str, side: int) -> None:
-        # A model of somebody's own is measured on what ImageNet is.
+        # A user's model is benchmarked with ImageNet's shape and classes.
         kind = KINDS.get(model, KINDS["resnet50"])
         channels = kind.image_shape[-1]
         self.image_shape = (side, side, channels)
@@ -30,7 +30,7 @@ class Synthetic(Dataset):
 
 
 def random_batch(like: Dataset | Description, size: int) -> Batch:
-    """Noise in the shape of these images."""
+    """A batch of random noise with the shape of these images."""
     rng = np.random.default_rng(0)
     return Batch(
         rng.integers(0, 256, (size, *like.image_shape), np.uint8),

@@ -1,4 +1,4 @@
-"""Image classification as what `examples.common.loop` trains."""
+"""Image classification as a task for `examples.common.loop`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from examples.imagenet.training import Classifier, create_classifier
 def open_data(
     config: Config, splits: Sequence[str] = ("train", "val"), classes: Sequence[str] | None = None
 ) -> list[Dataset]:
-    """The images that the flags name: of training, then of the test; `classes` are those of a trained model."""
+    """Opens the images given by the flags, one dataset per split; `classes` are those of a trained model."""
     if config.data_dir is None:
         return [EMBEDDED[config.embedded]("train" if split == "train" else "test") for split in splits]
     return list(
@@ -60,8 +60,8 @@ class ImageTask(Task):
     Args:
         config: the flags.
         parallel: the devices.
-        train_set, test_set: the images; one that is not needed may be left out, and both where `description` is given.
-        description: what the model must know of the images; that of `train_set` without it.
+        train_set, test_set: the images; one may be None if not needed, or both if `description` is given.
+        description: the properties of the images that the model depends on; by default those of `train_set`.
     """
 
     unit = "images"
@@ -89,7 +89,7 @@ class ImageTask(Task):
             self.steps = steps_per_epoch(train_set, self.batch_size)
         parallel.check(self.batch_size)
         if test_set is not None:
-            # A test set that is smaller than a batch is not filled up to one.
+            # A test set smaller than a batch is not padded to a full batch.
             self.test_batch_size = min(self.batch_size, -(-len(test_set) // parallel.count) * parallel.count)
         self.title = f"{config.model_name} on {known.name if known else 'images'}, policy {config.policy}"
         self.panels = _panels(config.preset.label_smoothing, tested=config.mode == "train_and_evaluate")
@@ -131,7 +131,7 @@ class ImageTask(Task):
 
     @property
     def classifier(self) -> Classifier:
-        """The model of the flags; built when it is first asked for."""
+        """The model given by the flags, built on first access."""
         if self._classifier is None:
             self._classifier = create_classifier(self.config, self.about)
         return self._classifier
@@ -189,11 +189,11 @@ class ImageTask(Task):
                 augment=self.config.augment,
                 **self.loading(),
             )
-        # One stream over all epochs: the next one's first batches are made while this one is tested.
+        # One stream over all epochs, so that the next epoch's first batches load during evaluation.
         return itertools.islice(self._stream, self.steps - first)
 
     def put(self, batch: Batch) -> Batch:
-        return batch  # the pipeline has done it
+        return batch  # the pipeline has already done it
 
     def test(
         self, weights: Variables, between_steps: Callable[[], None] = lambda: None, *, last: bool = True
@@ -243,7 +243,7 @@ class ImageTask(Task):
             self._stream.close()
 
     def loading(self) -> dict[str, Any]:
-        """How this process loads its part of each batch: arguments of the pipeline."""
+        """Pipeline arguments with which this process loads its part of each batch."""
         return {
             "shard": Shard(jax.process_index(), jax.process_count()),
             "workers": Workers(self.config.workers, self.config.worker_kind),

@@ -1,4 +1,4 @@
-"""The classifier's loss, and the steps that test and use it."""
+"""The classifier's loss, and its evaluation and prediction steps."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ _TOP = 5
 
 
 class Classifier(NamedTuple):
-    """A model in its precision: its training loss, and the jitted steps of a trained one."""
+    """A model in its precision: the training loss, and the jitted evaluation and prediction steps."""
 
     model: Model
-    test_step: jax.stages.Wrapped  # (Variables, Sums, Batch) -> Sums; donates the sums
+    test_step: jax.stages.Wrapped  # (Variables, Sums, Batch) -> Sums; donates Sums
     predict_step: jax.stages.Wrapped  # (Variables, images) -> probabilities
 
 
 def create_classifier(config: Config, data: Description) -> Classifier:
-    """The model of the flags for images as described."""
+    """Creates the model given by the flags for images with this description."""
     policy = mpjax.get_policy(config.policy)
     by_modules = config.amp == "module"
     net = network(config.model_name, len(data.classes), data.image_shape[-1], policy if by_modules else None)
     prepare = _normaliser(data.mean, data.std)
     smoothing, mixup = config.preset.label_smoothing, config.mixup
 
-    # One program for training and one for testing, so that autocast sees which as the constant it is.
+    # Separate functions for training and evaluation, so that autocast sees the mode as a constant.
     def train(variables: Variables, images: jax.Array, key: jax.Array) -> tuple[jax.Array, Any]:
         return net.apply(variables, images, key)
 
@@ -71,7 +71,7 @@ def create_classifier(config: Config, data: Description) -> Classifier:
 
 
 def classification_sums(losses: Array, logits: Array, labels: Array, mask: Array) -> Sums:
-    """Sums over the images of a batch that count; top-5 only where there are more classes than that."""
+    """Sums of the metrics over the unmasked images of a batch; top-5 accuracy only with more than five classes."""
     values = {"loss": jnp.asarray(losses), "accuracy": jnp.asarray(jnp.argmax(logits, axis=-1) == labels)}
     if logits.shape[-1] > _TOP:
         label_logits = jnp.take_along_axis(jnp.asarray(logits), jnp.asarray(labels)[:, None], axis=-1)
@@ -80,13 +80,13 @@ def classification_sums(losses: Array, logits: Array, labels: Array, mask: Array
 
 
 def _normaliser(mean: Sequence[float], std: Sequence[float]) -> Callable[[Array], jax.Array]:
-    # On the device: bytes are a quarter of what floats would take on the way there.
+    # Runs on the device: transferring bytes takes a quarter of the bandwidth of float32.
     means, stds = np.asarray(mean, np.float32), np.asarray(std, np.float32)
     return lambda images: (jnp.asarray(images, jnp.float32) / 255 - means) / stds
 
 
 def _losses(logits: Array, targets: Array) -> jax.Array:
-    # In float32 also where the policy's output is half: the log-sum-exp needs the mantissa.
+    # Float32 even if the policy's output is half precision: the log-sum-exp needs the mantissa.
     return optax.softmax_cross_entropy(logits.astype(jnp.float32), targets)
 
 
@@ -94,12 +94,12 @@ def mix_up(key: jax.Array, alpha: float, batch_size: int) -> Callable[[jax.Array
     """A function that blends each entry of a batch with another (Zhang et al., 2017, https://arxiv.org/abs/1710.09412).
 
     Args:
-        key: of the random numbers.
-        alpha: of the Beta distribution that the one weight of the batch is drawn from; 0 blends nothing.
-        batch_size: entries.
+        key: random key.
+        alpha: parameter of the Beta distribution from which the batch's one weight is drawn; 0 disables blending.
+        batch_size: number of entries.
 
     Returns:
-        A function of arrays [batch_size, ...], to be called for images and for targets.
+        A function of arrays [batch_size, ...], to apply to both images and targets.
     """
     if not alpha:
         return lambda x: x
