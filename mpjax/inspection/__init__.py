@@ -1,4 +1,4 @@
-"""The precision of each operation, where numbers leave the range, where the time goes. Imported at first use."""
+"""Inspection of the precision, the numeric range and the run time of a program. Tools are imported at first use."""
 
 import typing as _typing
 

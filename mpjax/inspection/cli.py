@@ -38,7 +38,7 @@ mistake in the call.
 
 @dataclasses.dataclass(frozen=True)
 class Printed(Report):
-    """A result that is no report: its text, and its rows."""
+    """Wraps a result that is not a report: its text and its rows."""
 
     heading: str
     result: Any
@@ -63,10 +63,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code.
 
     Args:
-        arguments: without the program's name; None for those of the process.
+        arguments: arguments without the program's name; None for `sys.argv`.
 
     Returns:
-        0; 1 if something was found that the command asks about; 2 after a mistake in the call, which one line names.
+        0; 1 if the command found what it looks for; 2 after a mistake in the call, which is reported in one line.
     """
     options = _parser().parse_args(arguments)
     tool = next(tool for tool in TOOLS if tool.command == options.command)
@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             getattr(report, f"to_{suffix}")(path)
     except UsageError as error:
         return _mistake(str(error), options, error)
-    except Exception as error:  # raised by the function, by its arguments' maker, or by the tool that they are given to
+    except Exception as error:  # raised by the function, by the function that makes its arguments, or by the tool
         return _mistake(_in_one_line(error), options, error)
     print(report.text(options.all))
     failure = report.failure(**{option.name: getattr(options, option.name) for option in tool.checks})
@@ -119,7 +119,7 @@ def _inspected(tool: Tool, inspect: Callable[..., Any], fun: Any, call: Call, ke
 
 
 def _check_writable(path: str, suffix: str) -> None:
-    """Before minutes of measuring, not after them."""
+    """Raises a UsageError before minutes of measuring rather than after them."""
     folder = os.path.dirname(os.path.abspath(path))
     if os.path.isdir(path):
         raise UsageError(f"--{suffix} {path!r}: can't write this file, it is a directory.")
@@ -141,7 +141,7 @@ _NEEDS_VALUES = (
 
 
 def _in_one_line(error: Exception) -> str:
-    """What went wrong, and the hint that helps, in one line."""
+    """An error and a hint for fixing it, in one line."""
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     text = f"{type(error).__name__}: {first}" if first else type(error).__name__
     if isinstance(error, (jax.errors.TracerArrayConversionError, jax.errors.ConcretizationTypeError)):
@@ -165,7 +165,7 @@ def _parser() -> argparse.ArgumentParser:
     plain = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(PROGRAM, description=__doc__, epilog=_EPILOG, formatter_class=plain)
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    # `mpjax.__main__` runs it; here it has its place in the list of commands.
+    # `mpjax.__main__` runs it. It is added here only to appear in the list of commands.
     commands.add_parser("run", add_help=False, help="run a training script in mixed precision, unchanged")
     for tool in TOOLS:
         command = commands.add_parser(

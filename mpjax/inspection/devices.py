@@ -9,17 +9,17 @@ import math
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """Peak rates of one device, dense (without structured sparsity), as its maker publishes them.
+    """Published peak rates of one device, dense (without structured sparsity).
 
     Args:
-        name: as in `DEVICES`.
-        bandwidth: of its memory, in bytes a second.
-        float16, bfloat16: FLOP/s on Tensor Cores (matrix cores, MXUs) with float32 accumulation, as XLA uses them;
-            without such (bfloat16 before Ampere) those of float32.
-        tfloat32: FLOP/s of float32 matmuls at JAX's default precision: TF32 where there is one, one bfloat16 pass on a
-            TPU.
-        float32, float64: FLOP/s at full precision (float64 on Tensor Cores where there are such).
-        source: the document that has these figures.
+        name: the key in `DEVICES`.
+        bandwidth: memory bandwidth in bytes per second.
+        float16, bfloat16: FLOP/s on Tensor Cores (matrix cores, MXUs) with float32 accumulation, as XLA uses them.
+            The float32 rate where the device has none for the dtype (bfloat16 before Ampere).
+        tfloat32: FLOP/s of float32 matmuls at JAX's default precision: TF32 on GPUs that have it, one bfloat16 pass on
+            TPUs.
+        float32, float64: FLOP/s at full precision (float64 on Tensor Cores that support it).
+        source: the document that states these figures.
     """
 
     name: str
@@ -32,15 +32,15 @@ class Device:
     source: str
 
     def peak(self, dtype: str, precision: str = "") -> float:
-        """FLOP/s of a matmul with operands of a dtype, at JAX's default precision or a higher one."""
+        """Peak FLOP/s of a matmul with operands of `dtype`, at JAX's default precision or a higher one."""
         if dtype == "float32" and not precision:
             return self.tfloat32
-        # float8 and others run at no less than half's rate.
+        # float8 and other dtypes are at least as fast as half precision.
         return getattr(self, dtype, self.float16)
 
 
 def _gpu(name: str, bandwidth: float, half: float, rates: tuple[float, float, float], source: str) -> Device:
-    """GB/s; TFLOP/s of half; TFLOP/s of TF32, float32 and float64."""
+    """A GPU from its GB/s, its TFLOP/s in half precision, and its TFLOP/s in TF32, float32 and float64."""
     tfloat32, float32, float64 = (1e12 * rate for rate in rates)
     return Device(name, 1e9 * bandwidth, 1e12 * half, 1e12 * half, tfloat32, float32, float64, source)
 
@@ -50,7 +50,7 @@ def _without_bfloat16(device: Device) -> Device:
 
 
 def _tpu(name: str, bandwidth: float, bfloat16: float, source: str) -> Device:
-    """One chip. Full float32 precision takes six bfloat16 passes; float64 is emulated, and no faster than that."""
+    """One TPU chip. Full float32 precision takes six bfloat16 passes. Emulated float64 is not faster than that."""
     half, full = 1e12 * bfloat16, 1e12 * bfloat16 / 6
     return Device(name, 1e9 * bandwidth, half, half, half, full, full, source)
 
@@ -81,19 +81,19 @@ DEVICES = {
         _tpu("TPU v6e", 1638, 918, "Google Cloud documentation, TPU v6e"),
     )
 }
-# What JAX's `device_kind` says in place of a name of the table.
+# JAX's `device_kind` where it differs from the table's name.
 _KINDS = {"TPU v5 lite": "TPU v5e", "TPU v5": "TPU v5p", "TPU v6 lite": "TPU v6e"}
 
 
 def device_of(name: str) -> Device:
-    """The device of a name, the one that a JAX `device_kind` names (`"NVIDIA H200"`), or one of three numbers.
+    """Looks up a device by name or JAX `device_kind` (`"NVIDIA H200"`), or makes one from three numbers.
 
     Args:
-        name: a name of `DEVICES`, a `device_kind`, or of any other device `"GB/s,TFLOP/s,TFLOP/s"`: the bandwidth of
-            its memory, its rate in half and its rate in float32.
+        name: a key of `DEVICES`, a `device_kind`, or `"GB/s,TFLOP/s,TFLOP/s"` for any other device: its memory
+            bandwidth, its rate in half precision and its rate in float32.
 
     Raises:
-        ValueError: it is none of these.
+        ValueError: `name` is none of these.
 
     Example:
         >>> device_of("NVIDIA A100-SXM4-80GB").name, device_of("TPU v5 lite").name

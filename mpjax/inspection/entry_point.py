@@ -1,4 +1,4 @@
-"""Functions and their arguments by name: what `module:function` means on the command line."""
+"""Resolves `module:function` references of the command line to functions and their arguments."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 
 class UsageError(Exception):
-    """Something that the person at the command line can mend."""
+    """A mistake that the user can fix on the command line."""
 
 
 class Call(NamedTuple):
-    """A function's arguments; `batches` go last, one after the other, if they were yielded."""
+    """A function's arguments. If batches were yielded, each in turn is the last positional argument."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -26,15 +26,15 @@ class Call(NamedTuple):
 
 
 def load(reference: str, flag: str = "", home: str = "") -> Any:
-    """What `module:name` or `path/to/script.py:name` names.
+    """Imports the object that `module:name` or `path/to/script.py:name` refers to.
 
     Args:
-        reference: the text; without a colon a name in the module `home`, if there is one.
-        flag: the option that it was given for, for errors.
-        home: the module of the function, as it was written.
+        reference: the text. Without a colon, it is a name in the module `home`, if one is given.
+        flag: the command-line option it is the value of, for error messages.
+        home: the module of the inspected function, as written on the command line.
 
     Raises:
-        UsageError: there is no such module or name, or importing it fails.
+        UsageError: the module or name does not exist, or the import fails.
     """
     source, colon, name = reference.rpartition(":")
     if not colon and home:
@@ -54,7 +54,7 @@ def load_function(reference: str) -> Callable[..., Any]:
     """The function that a reference names.
 
     Raises:
-        UsageError: it is no function, or there is none.
+        UsageError: the object does not exist or is not callable.
     """
     found = load(reference)
     if not callable(found):
@@ -63,10 +63,10 @@ def load_function(reference: str) -> Callable[..., Any]:
 
 
 def load_call(reference: str | None, home: str) -> Call:
-    """The arguments that the function of a reference makes: a tuple, a dict of keywords, or yielded batches.
+    """Calls the function that a reference names to make arguments: a tuple, a dict of keywords, or yielded batches.
 
     Raises:
-        UsageError: it is no function without arguments, or returns something else.
+        UsageError: the object is not a function without arguments, or it returns something else.
     """
     if reference is None:
         return Call((), {})
@@ -93,7 +93,7 @@ def load_call(reference: str | None, home: str) -> Call:
 
 
 def check_call(fun: Callable[..., Any], reference: str, call: Call) -> None:
-    """Raises a UsageError that says what was given and what the function takes, unless they agree."""
+    """Raises a UsageError if the arguments do not match the function's signature."""
     try:
         signature = inspect.signature(fun)
     except ValueError:  # a builtin
@@ -110,7 +110,7 @@ def check_call(fun: Callable[..., Any], reference: str, call: Call) -> None:
 
 
 class Batches:
-    """What a generator function yields, from the start whenever it is gone through."""
+    """The batches of a generator function. Each iteration starts from the first batch."""
 
     def __init__(self, make: Callable[[], Iterator[Any]]):
         self._make = make
@@ -120,7 +120,7 @@ class Batches:
 
 
 def _from_batches(make: Callable[[], Iterator[Any]], reference: str) -> Call:
-    """What is yielded is a batch, or a tuple of all arguments with the batch last; only the batch changes."""
+    """A call from yielded batches, or from yielded tuples of all arguments whose last element is the batch."""
     first = next(make(), None)
     if first is None:
         raise UsageError(f"--args {reference!r} yielded nothing; yield at least one batch.")
@@ -133,7 +133,7 @@ def _module(source: str, what: str) -> ModuleType:
         if not os.path.isfile(source):
             raise UsageError(f"{what}: there is no file {source!r} in {os.getcwd()}.")
         directory, name = os.path.split(os.path.abspath(source.removesuffix(".py")))
-    # As `python script.py` does: a script imports what stands beside it.
+    # As `python script.py` does, so that a script can import modules in its folder.
     sys.path.insert(0, directory or os.getcwd())
     try:
         return importlib.import_module(name)

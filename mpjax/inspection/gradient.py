@@ -1,4 +1,4 @@
-"""The gradient of a loss function as one program: what the inspections of a backward pass start from."""
+"""Traces the gradient of a loss function as one program, for the inspections that need a backward pass."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mpjax.policy import is_castable
 
 
 def scale_state(loss_scale: Any) -> LossScaleState:
-    """The state that has a loss scale: of a number, or as it is found in a tree."""
+    """A loss scale state, made from a number or found in a tree."""
     if isinstance(loss_scale, (int, float, np.number)) or (hasattr(loss_scale, "shape") and loss_scale.shape == ()):
         return static_loss_scale(optax.identity(), float(loss_scale)).init({})
     return find_loss_scale_state(loss_scale)
@@ -34,9 +34,9 @@ class Loss:
     """A loss function and how it is differentiated.
 
     Args:
-        fun: the function.
-        argnums: which arguments are differentiated, as in `jax.grad`.
-        has_aux: whether it returns `(loss, aux)`.
+        fun: the loss function.
+        argnums: positions of the differentiated arguments, as in `jax.grad`.
+        has_aux: whether `fun` returns `(loss, aux)`.
     """
 
     fun: Callable[..., Any]
@@ -44,22 +44,22 @@ class Loss:
     has_aux: bool = False
 
     def under(self, policy: Any, rules: Rules | None = None) -> Loss:
-        """The same under autocast."""
+        """Returns a copy whose function runs under autocast."""
         return dataclasses.replace(self, fun=autocast(self.fun, policy, rules=rules))
 
     def with_named_modules(self) -> Loss:
-        """The same with scopes around its NNX modules, also where nothing is planned."""
+        """Returns a copy with named scopes around its NNX modules, even if autocast plans nothing."""
         return dataclasses.replace(self, fun=_with_named_modules(self.fun))
 
     def gradient(self, state: LossScaleState | None, names: list[str]) -> Any:
-        """A function that gives the gradients, then the loss; `names` becomes the gradients' tree paths."""
+        """Makes a function that returns gradients and loss. Tracing it fills `names` with the gradients' tree paths."""
 
         def gradient(*args: Any) -> Any:
             positions = [i % len(args) for i in ([self.argnums] if isinstance(self.argnums, int) else self.argnums)]
             if any(contains_nnx_object(args[i]) for i in positions):
                 value, grads = value_and_grad(self.fun, state, argnums=self.argnums, has_aux=self.has_aux)(*args)
             else:
-                # An Equinox model is a tree of arrays and functions: its floating arrays are the parameters.
+                # An Equinox model is a tree of arrays and functions. Its floating arrays are the parameters.
                 leaves, tree = jax.tree.flatten([args[i] for i in positions])
                 moving = [i for i, leaf in enumerate(leaves) if is_castable(leaf)]
 
@@ -85,7 +85,7 @@ class Loss:
         return gradient
 
     def gradient_at_any_scale(self, names: list[str]) -> Any:
-        """`gradient` at the loss scale in the keyword argument `mpjax_loss_scale`: shape (), float32."""
+        """`gradient` with the loss scale as the keyword argument `mpjax_loss_scale`: shape (), float32."""
 
         def gradient(*args: Any, mpjax_loss_scale: Any) -> Any:
             state = static_loss_scale(optax.identity(), 1.0).init({})._replace(loss_scale=mpjax_loss_scale)
@@ -94,14 +94,14 @@ class Loss:
         return gradient
 
     def traced_at_any_scale(self, caller: str, args: Sequence[Any]) -> tuple[Program, int, list[str]]:
-        """The gradient's program, which of its arguments is the loss scale, and the gradients' tree paths."""
+        """The gradient's program, the position of the loss scale in its arguments, and the gradients' tree paths."""
         names: list[str] = []
         program = traced_call(caller, self.gradient_at_any_scale(names), args, {"mpjax_loss_scale": np.float32(1)})
         return program, next(i for i, name in enumerate(program.names) if "mpjax_loss_scale" in name), names
 
 
 def relative_error(found: Iterable[Any], exact: Iterable[Any]) -> float:
-    """‖found − exact‖ / ‖exact‖ of some arrays together, ‖found‖ where these are all zero; inf if it is not finite."""
+    """‖found − exact‖ / ‖exact‖ over all arrays; ‖found‖ if all of `exact` is zero; inf if the result is not finite."""
     pairs = [(np.asarray(f, np.float64), np.asarray(e, np.float64)) for f, e in zip(found, exact, strict=True)]
     with np.errstate(invalid="ignore"):  # inf - inf
         apart = math.sqrt(sum(np.sum((f - e) ** 2) for f, e in pairs))

@@ -1,4 +1,4 @@
-"""A call as a traced program, with its arguments' arrays: what the inspections that run a program start from."""
+"""Traces a call together with its arguments' arrays, for the inspections that run a program."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mpjax.modules.boundary import contains_nnx_object
 
 
 def traced_call(caller: str, fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Program:
-    """Traces a call that is to be run: its arguments must be arrays, not shapes."""
+    """Traces a call that will be run. Its arguments must be arrays, not shapes."""
     call, pure_args, pure_kwargs, _ = functional(fun, args, kwargs)
     program = trace(call, pure_args, pure_kwargs, planned=False)
     if call is not fun:
@@ -27,7 +27,7 @@ def traced_call(caller: str, fun: Callable[..., Any], args: Sequence[Any], kwarg
 
 
 def argument_names(program: Program, args: Sequence[Any], kwargs: dict[str, Any]) -> list[str]:
-    """The tree paths of a program's arguments in `(args, kwargs)`, also where NNX objects in these were split."""
+    """The tree paths of a program's arguments in `(args, kwargs)`, including those of NNX objects that were split."""
     if not contains_nnx_object((args, kwargs)):
         return list(program.names)
     from mpjax.casting import nnx
@@ -36,11 +36,11 @@ def argument_names(program: Program, args: Sequence[Any], kwargs: dict[str, Any]
 
 
 def below_root(path: str, paths: Collection[str]) -> str:
-    """A module path below the whole model's; empty for the model itself.
+    """A module path relative to the whole model; empty for the model itself.
 
     Args:
         path: one of `paths`.
-        paths: all module paths; where they have no root in common, the path is left as it is.
+        paths: all module paths. If they have no common root, `path` is returned unchanged.
 
     Example:
         >>> below_root("Net/Dense_0", ["Net", "Net/Dense_0"]), below_root("up", ["up", "down"])
@@ -52,5 +52,5 @@ def below_root(path: str, paths: Collection[str]) -> str:
 
 
 def argument_name(name: str) -> str:
-    """The tree path of an argument's leaf, `[0][1]['w']` of `(args, kwargs)`, as `args[1]['w']`."""
+    """Rewrites the tree path of a leaf of `(args, kwargs)` for users: `[0][1]['w']` as `args[1]['w']`."""
     return ("args" if name.startswith("[0]") else "kwargs") + name[3:]

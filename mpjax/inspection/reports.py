@@ -1,4 +1,4 @@
-"""What all reports have in common: sections as text and as one HTML page, rows as CSV, everything as JSON."""
+"""The base class of reports: sections as text and as one HTML page, rows as CSV, everything as JSON."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ Key = TypeVar("Key")
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """One part of a report: a heading, a paragraph, a table, and in HTML a figure.
+    """One part of a report: a heading, a paragraph, a table and, in HTML, a figure.
 
     Args:
         title: the heading; empty for none.
         text: lines above the table.
         header: the table's columns; empty if there is no table.
         rows: its cells.
-        right: the columns that are aligned to the right.
-        figure: HTML, an inline `<svg>` for instance, for the page alone; or a function that makes it.
-        shown: how many rows are printed unless all are asked for; the page and JSON have all.
+        right: indices of the right-aligned columns.
+        figure: HTML for the page only, such as an inline `<svg>`, or a function that makes it.
+        shown: number of rows printed by default. The page and JSON have all rows.
     """
 
     title: str
@@ -46,7 +46,7 @@ class Section:
     shown: int = 20
 
     def lines(self, all: bool = False) -> list[str]:
-        """The section as it is printed, lines of at most `WIDTH` columns."""
+        """The section as printed, in lines of at most `WIDTH` columns."""
         lines = [self.title] if self.title else []
         lines += [part for line in self.text.splitlines() for part in wrapped(line)]
         if self.header and self.rows:
@@ -57,7 +57,7 @@ class Section:
         return lines
 
     def html(self) -> str:
-        """The section as a part of a page."""
+        """The section as a fragment of the HTML page."""
         parts = [f"<h2>{html.escape(self.title)}</h2>"] if self.title else []
         parts += [f"<p>{html.escape(line)}</p>" for line in self.text.splitlines() if line]
         figure = self.figure() if callable(self.figure) else self.figure
@@ -73,9 +73,9 @@ class Section:
 
 
 class Report(abc.ABC):
-    """A result that prints as text and is written as JSON or as one HTML page without external resources.
+    """A result that prints as text and can be written as JSON, CSV or one HTML page without external resources.
 
-    A subclass gives its `title`, its `sections` (the finding first), its `rows` and `to_dict`.
+    Subclasses define `title`, `sections` (the finding first), `to_dict` and `table`.
     """
 
     @property
@@ -85,29 +85,29 @@ class Report(abc.ABC):
 
     @abc.abstractmethod
     def sections(self) -> list[Section]:
-        """The report for people."""
+        """The report for readers: the parts of the text and of the page."""
 
     @abc.abstractmethod
     def to_dict(self) -> dict[str, Any]:
-        """The report for programs."""
+        """The report for programs: a dictionary that JSON can hold."""
 
     @abc.abstractmethod
     def table(self) -> list[dict[str, Any]]:
         """The rows of the report's main table, for CSV or a data frame."""
 
     def viewed(self, **options: Any) -> Report:
-        """The report as the command line's options of its tool want it seen."""
+        """The report with the tool's view options of the command line applied."""
         return self
 
     def failure(self, **checks: Any) -> str:
-        """What makes the command line exit with 1; empty if nothing does."""
+        """The failure message, with which the command line exits with status 1; empty if there is none."""
         return ""
 
     def text(self, all: bool = False) -> str:
-        """The report as it is printed: the finding first, then the tables.
+        """The report as printed: the finding first, then the tables.
 
         Args:
-            all: whether tables are printed whole.
+            all: whether to print every row of the tables.
         """
         return "\n\n".join("\n".join(lines) for section in self.sections() if (lines := section.lines(all)))
 
@@ -139,13 +139,13 @@ class Report(abc.ABC):
 
 
 def wrapped(line: str) -> list[str]:
-    """A line of text as lines of at most `WIDTH` columns; those after the first are indented by two more."""
+    """Wraps a line of text to `WIDTH` columns. Continuation lines are indented by two more."""
     indent = line[: len(line) - len(line.lstrip())]
     return textwrap.wrap(line, WIDTH, subsequent_indent=indent + "  ", break_on_hyphens=False) or [""]
 
 
 def folded(names: Iterable[str]) -> dict[str, str]:
-    """Module paths that differ in numbers only, under one name: `Block_[0-11]/Dense_0`.
+    """Maps module paths that differ only in numbers to one name, such as `Block_[0-11]/Dense_0`.
 
     Example:
         >>> folded(["Net/Block_0/Dense_0", "Net/Block_1/Dense_0", "Net/Block_0/Dense_1", "Net/head"])["Net/head"]
@@ -161,11 +161,11 @@ def folded(names: Iterable[str]) -> dict[str, str]:
 
 
 def folded_rows(rows: Sequence[Any], together: Callable[[Any, Any], Any]) -> list[Any]:
-    """Rows with a `name` and `dtypes`, those of repeated modules as one.
+    """Merges the rows of repeated modules: those with equal folded names and dtypes.
 
     Args:
-        rows: dataclasses.
-        together: makes one of two rows of the same name and dtypes.
+        rows: dataclasses with the fields `name` and `dtypes`.
+        together: merges two rows of the same name and dtypes into one.
     """
     names = folded(row.name for row in rows)
     merged: dict[Any, Any] = {}
@@ -188,7 +188,7 @@ def _named(pattern: str, numbers: Sequence[tuple[int, ...]]) -> str:
 
 
 def totals(rows: Iterable[tuple[Key, Any]]) -> dict[Key, Any]:
-    """The sum of the numbers that come with each key, keys in the order in which they come first.
+    """Sums the numbers of each key. Keys keep the order of their first occurrence.
 
     Example:
         >>> totals([("float16", 4), ("float32", 1), ("float16", 2)])
@@ -201,7 +201,7 @@ def totals(rows: Iterable[tuple[Key, Any]]) -> dict[Key, Any]:
 
 
 def added_up(rows: Iterable[tuple[Key, Sequence[Any]]]) -> dict[Key, tuple[Any, ...]]:
-    """`totals` of several numbers at once.
+    """`totals` for several numbers per key.
 
     Example:
         >>> added_up([("Dense_0", (1, 40)), ("Dense_1", (1, 10)), ("Dense_0", (2, 80))])
@@ -215,7 +215,7 @@ def added_up(rows: Iterable[tuple[Key, Sequence[Any]]]) -> dict[Key, tuple[Any, 
 
 
 def _for_json(value: Any) -> Any:
-    """Dictionaries, lists and numbers as JSON has them."""
+    """Converts dictionaries, sequences and numbers to types that JSON can hold."""
     match value:
         case dict():
             return {str(key): _for_json(item) for key, item in value.items()}
@@ -239,28 +239,28 @@ def short_dtypes(dtypes: Iterable[str]) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """The class of an error and the first line of what it says."""
+    """The class of an error and the first line of its message."""
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
 
 
 def amount(number: float, unit: str) -> str:
-    """A number of FLOPs or bytes with three digits and a prefix, as `4.09 GFLOP`."""
+    """Formats a number of FLOPs or bytes with three digits and an SI prefix, as `4.09 GFLOP`."""
     for prefix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= _ROUNDED_UP * size:
             return f"{_three_digits(number / size)} {prefix}{unit}"
     return f"{number:.3g} {unit}"
 
 
-_ROUNDED_UP = 0.9995  # Rounded to three digits, 0.9996 ms is 1 ms.
+_ROUNDED_UP = 0.9995  # 0.9996 ms rounds to 1 ms with three digits.
 
 
 def _three_digits(number: float) -> str:
-    """A number rounded to three digits, without an exponent."""
+    """Formats a number with three significant digits and no exponent."""
     return f"{float(f'{number:.3g}'):g}"
 
 
 def percent(share: float) -> str:
-    """A share with two decimals, or one digit if it is smaller.
+    """Formats a share as a percentage with two decimals, or with one significant digit below 0.01%.
 
     Example:
         >>> percent(0.1234), percent(0.00005), percent(0.0), percent(math.inf)
@@ -272,7 +272,7 @@ def percent(share: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time with three digits and a prefix.
+    """Formats a time in seconds with three digits and an SI prefix.
 
     Example:
         >>> duration(13.345), duration(0.0123), duration(2.57e-8), duration(0.0)
@@ -285,7 +285,7 @@ def duration(seconds: float) -> str:
 
 
 def written(text: str, path: str | os.PathLike[str] | None) -> str:
-    """The text, once it is in the file at `path` if one is given."""
+    """Writes the text to `path`, if one is given, and returns it."""
     if path is not None:
         with open(path, "w", encoding="utf-8") as file:
             file.write(text)

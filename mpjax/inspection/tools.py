@@ -1,6 +1,6 @@
-"""The table of inspections: one row each. Lazy imports, the command line and the documentation are made from it.
+"""The table of inspections, one row each. Lazy imports, the command line and the documentation are built from it.
 
-A new inspection is a folder beside this file, a row in `TOOLS`, and its names for type checkers in `__init__.py`.
+To add an inspection, add a folder beside this file, a row in `TOOLS`, and its names for type checkers in `__init__.py`.
 """
 
 import argparse
@@ -12,8 +12,8 @@ class Option:
     """An option of a command.
 
     Args:
-        flag: as `--loss-scale`; its value is the keyword argument `loss_scale` of the function.
-        help: one line.
+        flag: the flag. The value of `--loss-scale` is the keyword argument `loss_scale` of the function.
+        help: help text, one line.
         argparse: other arguments of `ArgumentParser.add_argument`.
     """
 
@@ -22,7 +22,7 @@ class Option:
 
     @property
     def name(self) -> str:
-        """The keyword argument."""
+        """The name of the keyword argument."""
         return self.flag.removeprefix("--").replace("-", "_")
 
 
@@ -31,18 +31,19 @@ class Tool:
     """An inspection.
 
     Args:
-        names: the public names that its module gives, in `mpjax` and in `mpjax.inspection`: the function, its results.
+        names: the public names of its module, in `mpjax` and `mpjax.inspection`: the function, then its result classes.
         module: the module that defines them.
-        question: what it answers, for the documentation.
+        question: the question that it answers, for the documentation.
         summary: one line for the command line's help.
         command: its name on the command line.
-        batches: whether it takes `batches=` besides positional arguments; otherwise it takes one call's arguments.
+        batches: whether it takes `batches=` besides positional arguments. Otherwise it takes the arguments of one call.
         options: keyword arguments of the function that the command line offers.
-        views: options that choose what the report shows: see `Report.viewed`.
+        views: options that choose what the report shows. See `Report.viewed`.
         packed: whether the function takes the call's arguments as one tuple.
-        checks: options that the report is held against once it is made: see `Report.failure`.
-        nothing: what the command prints where the function returns None.
-        maker: whether the function makes what is inspected: it is handed on as it is, without arguments or a policy.
+        checks: options that the finished report is checked against. See `Report.failure`.
+        nothing: the text that the command prints if the function returns None.
+        maker: whether the tool takes a factory of the inspected object. The factory is passed on unchanged, without
+            arguments or a policy.
     """
 
     names: tuple[str, ...]
@@ -65,7 +66,7 @@ class Tool:
 
 
 def integers(text: str) -> int | tuple[int, ...]:
-    """`5` or `0,3,4`; `5,` is a tuple of one."""
+    """Parses `5` as an integer and `0,3,4` as a tuple. `5,` is a tuple of one."""
     return int(text) if "," not in text else tuple(int(part) for part in text.split(",") if part)
 
 
@@ -178,7 +179,7 @@ TOOLS = (
         maker=True,
     ),
 )
-# What runs inside of a training step, and so is no command.
+# Runs inside a training step, so it is not a command.
 _WATCH = "Watch WatchRecord WatchState watch".split()
 HOMES = {name: tool.module for tool in TOOLS for name in tool.names}
 HOMES |= dict.fromkeys(_WATCH, "mpjax.inspection.watch.watch")
