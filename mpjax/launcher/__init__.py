@@ -1,5 +1,5 @@
-"""`python -m mpjax run` and `MPJAX_AUTOCAST_ALL`: mixed precision for a script that is not changed.
+"""`python -m mpjax run` and `MPJAX_AUTOCAST_ALL`: mixed precision for an unchanged script.
 
-The only part of this project that patches other libraries. Nothing else imports it, and it imports JAX only after
-the script did. `docs/launcher.md` describes the design.
+This is the only part of mpjax that patches other libraries. The rest of mpjax does not import it. It imports JAX only
+after the script has. `docs/launcher.md` describes the design.
 """

@@ -1,4 +1,4 @@
-"""Whose code is calling: the script's, or a library's."""
+"""Tells whether the script or a library is calling."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ import sys
 import sysconfig
 from types import FrameType
 
-# Differentiation inside these happens on behalf of their caller (`nnx.grad`, `eqx.filter_grad`, `hk.grad`, ...).
+# Packages that differentiate on behalf of their caller (`nnx.grad`, `eqx.filter_grad`, `hk.grad`, ...).
 _CONDUITS = frozenset("jax flax equinox haiku jaxtyping beartype typeguard functools contextlib".split())
 _LAUNCHER = __name__.rpartition(".")[0]
 
 
 class Callers:
-    """Tells the script's code from that of libraries.
+    """Distinguishes the script's code from library code.
 
-    Code is a library's if its file lies in the standard library or in `site-packages`, and the script's otherwise.
+    Code in the standard library or in `site-packages` is library code. All other code belongs to the script.
 
     Args:
-        packages: top-level packages that are the script's wherever they lie.
+        packages: top-level packages that count as the script's code wherever they are installed.
     """
 
     def __init__(self, packages: tuple[str, ...] = ()):
         self.packages = frozenset(packages)
-        self.seen: set[str] = set()  # those of the packages that called
+        self.seen: set[str] = set()  # the packages that have called
         self._is_library_file = functools.lru_cache(maxsize=None)(_is_library_file)
 
     def script_calls(self) -> bool:
-        """Whether the nearest caller that is no conduit is the script."""
+        """Whether the nearest caller outside the conduits is the script."""
         return self._nearest() is not None
 
     def script_line(self) -> str:
-        """The script's line that is calling, `train.py:12`; empty if a library is."""
+        """The calling line of the script, as `train.py:12`; empty if a library is calling."""
         frame = self._nearest()
         return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}" if frame else ""
 
@@ -51,7 +51,7 @@ class Callers:
 
 
 def _is_library_file(filename: str) -> bool:
-    if filename.startswith("<frozen "):  # a library that differentiates while it is imported
+    if filename.startswith("<frozen "):  # a library that differentiates at import time
         return True
     path = os.path.abspath(filename)
     if f"{os.sep}site-packages{os.sep}" in path or f"{os.sep}dist-packages{os.sep}" in path:

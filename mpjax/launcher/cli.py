@@ -28,10 +28,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a script in mixed precision.
 
     Args:
-        arguments: those after `run`; None for those of the process.
+        arguments: the arguments after `run`; None for `sys.argv`.
 
     Returns:
-        2 after a mistake in the call. Otherwise the script ends the process as it ends without the launcher.
+        2 after a mistake in the call. Otherwise the process ends as it would without the launcher.
     """
     given = list(sys.argv[2:] if arguments is None else arguments)
     parsed = parser().parse_args(given)
@@ -54,10 +54,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def options_of(parsed: argparse.Namespace) -> Options:
-    """The options that a command line asks for; the rules file first, then what is given by hand.
+    """The options of a command line: those of the rules file, then the flags.
 
     Raises:
-        LaunchError: the rules file is at fault.
+        LaunchError: the rules file is invalid.
     """
     fields = read_rules(parsed.rules) if parsed.rules else {}
     fields["deny"] = (*fields.get("deny", ()), *parsed.deny)
@@ -98,7 +98,7 @@ def parser() -> argparse.ArgumentParser:
         "--compare", metavar="N", type=int, help="run N steps in float32 and in the policy, and compare"
     )
     result.add_argument("--quiet", action="store_true", help="print nothing but errors")
-    for name, kind in (("--steps", int), ("--record", str)):  # of the child processes of --compare
+    for name, kind in (("--steps", int), ("--record", str)):  # for the child processes of --compare
         result.add_argument(name, type=kind, default=kind(), help=argparse.SUPPRESS)
     result.add_argument("-m", dest="module", metavar="MODULE", nargs=argparse.REMAINDER, help="run a module")
     result.add_argument("script", nargs=argparse.REMAINDER, metavar="SCRIPT ...", help="a script and its arguments")

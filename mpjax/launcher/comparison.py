@@ -18,18 +18,18 @@ from mpjax.launcher.options import POLICY, LaunchError, Options
 
 
 def compare(options: Options, steps: int, command: Sequence[str]) -> int:
-    """Runs the script twice and prints the losses and the times of its first steps.
+    """Runs the script in float32 and in the policy, and prints the losses and times of its first steps.
 
     Args:
-        options: of the run in half.
-        steps: how many steps each of the two takes.
+        options: options of the run in half precision.
+        steps: number of steps of each run.
         command: the script and its arguments, as on the command line of `run`.
 
     Returns:
         0, or the exit code of a run that failed.
 
     Raises:
-        LaunchError: a run took no step that could be recorded.
+        LaunchError: a run ended before it recorded a step.
     """
     runs: dict[str, list[dict[str, float]]] = {}
     with tempfile.TemporaryDirectory() as folder:

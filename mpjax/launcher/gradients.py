@@ -1,4 +1,4 @@
-"""Gradients of the script's functions: under autocast, scaled, and repeated at a lower scale until they are finite."""
+"""Gradients of the script's functions under autocast and loss scaling, repeated at lower scales until finite."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from mpjax.launcher.session import (
 )
 
 GROWTH_INTERVAL = 500
-# For gradients inside a function that is linearized before its own scale is known.
+# For gradients inside a function that is linearized before its scale is known.
 INNER_SCALE = 2.0**7
 
 
@@ -85,7 +85,7 @@ def value_and_grad(
 def vjp(
     session: Session, original: Callable[..., Any], fun: Callable[..., Any], primals: Any, options: dict[str, Any]
 ) -> Any:
-    """`jax.vjp` or `jax.linearize` of a function: its linear map runs on scaled vectors until the result is finite."""
+    """`jax.vjp` or `jax.linearize` whose linear map scales its vectors, at lower scales until the result is finite."""
     fun = repeatable(fun)
     cast = session.autocast(fun)
     session.explain(cast, primals, {})
@@ -108,7 +108,7 @@ def vjp(
 
 
 def repeatable(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that can be called several times: those that `nnx.grad` differentiates use up a queue at each call."""
+    """Makes a function safe to call repeatedly: those that `nnx.grad` differentiates consume a queue in each call."""
     queues = [(queue, tuple(queue)) for queue in getattr(fun, "__dict__", {}).values() if isinstance(queue, deque)]
     if not queues:
         return fun
@@ -139,17 +139,18 @@ def gradients_of(
     leaves_of: Callable[[Any], list[Any]],
     finished: Callable[[Attempt], tuple[Attempt, Any]] = _as_it_is,
 ) -> Any:
-    """The result of an evaluation whose gradients are finite, if any scale makes them so.
+    """The result of the first evaluation with finite gradients, or of the last if no scale makes them finite.
 
     Args:
-        session: of this process.
-        evaluate: `evaluate(scale, args)`; unscales its gradients.
-        args: what it reads.
-        leaves_of: the gradients in a result.
-        finished: replaces values of the last attempt that are not finite, and says whether it did: bool of shape ().
+        session: the session of this process.
+        evaluate: called as `evaluate(scale, args)`. It returns unscaled gradients.
+        args: the arguments of `evaluate`.
+        leaves_of: returns the gradients in a result.
+        finished: replaces nonfinite values of the last attempt. It returns the attempt and whether it replaced any, a
+            bool of shape ().
     """
     outer, present = enclosing_scale(), frame()
-    if outer is not None:  # the outermost gradient is repeated with all inside
+    if outer is not None:  # Only the outermost gradient is repeated, with all that it contains.
         outer.read = True
         return evaluate(outer.value, args).result
     states = None if present is None else present.states
@@ -174,7 +175,8 @@ def gradients_of(
 
 
 def _next_state(session: Session, state: Any, found: Found, again: Any) -> Any:
-    """The row after a gradient: the scale that was finite is kept, and grows after many without a retry."""
+    """The state row after a gradient. It keeps the scale that gave finite gradients, and doubles it after many calls
+    without a retry."""
     finite = found.attempt.finite if session.scales else all_finite(found.attempt.result)
     retried = found.retries > 0
     good = jnp.where(retried, 0.0, jnp.where(finite, state[GOOD] + 1, state[GOOD]))
@@ -199,14 +201,14 @@ def _scalar(loss: Any, otherwise: Any) -> Any:
 
 
 def _read(states: Any, row: int) -> Any:
-    """A row of the step's states; None where a reference can not be read (`shard_map`, `pmap`)."""
+    """A row of the step's states; None where a reference cannot be read (`shard_map`, `pmap`)."""
     if states is None or jax.sharding.get_abstract_mesh().manual_axes:
         return None
     return states[row]
 
 
 def _write(states: Any, row: int, value: Any) -> None:
-    # A reference can not be written under vmap, where each element would have a state of its own.
+    # A reference cannot be written under vmap, where each batch element would need a separate state.
     if not jax.extend.core.unsafe_am_i_under_a_vmap_DO_NOT_USE():
         states[row] = value
 
@@ -216,7 +218,7 @@ def _is_scaled(x: Any) -> bool:
 
 
 def _times(x: Any, factor: Any) -> Any:
-    """A product in float32 at least, rounded once to the dtype of `x`; what is no real or complex array stays."""
+    """Multiplies in float32 or wider and rounds once to the dtype of `x`. Leaves other values unchanged."""
     if not _is_scaled(x):
         return x
     wide = jnp.promote_types(x.dtype, jnp.float32)

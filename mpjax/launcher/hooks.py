@@ -1,4 +1,4 @@
-"""Import hooks: JAX and optax are patched when the script imports JAX, and not before."""
+"""Import hooks that patch JAX and optax when the script imports them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ PROGRAM = "python -m mpjax run"
 
 
 class AfterImport(importlib.abc.MetaPathFinder):
-    """Calls a function once, right after a module was imported.
+    """Calls a function once, right after a module is imported.
 
     Args:
-        name: of the module.
-        call: without arguments.
+        name: name of the module.
+        call: the function, without arguments.
     """
 
     def __init__(self, name: str, call: Callable[[], None]):
@@ -60,28 +60,28 @@ class _Loader(importlib.abc.Loader):
 
 
 def install(options: Options, main: bool = False) -> None:
-    """Puts the script that this process runs in mixed precision, from the moment at which it imports JAX.
+    """Runs the script of this process in mixed precision, from its import of JAX on.
 
     Args:
         options: see `Options`.
-        main: whether this process was asked to train, rather than having inherited the environment.
+        main: whether this is the process of `mpjax run`, rather than one that inherited the environment.
 
     Raises:
-        LaunchError: JAX is imported already, so that the script may hold functions of it that can't be replaced.
+        LaunchError: JAX is already imported. The script may hold JAX functions that cannot be replaced.
     """
     if "jax" in sys.modules:
         raise LaunchError(
             "JAX is imported already (by sitecustomize, a .pth file, or the program that called this): functions that "
             "were taken from it can not be replaced any more. Let the script be the first to import it."
         )
-    # `python -m mpjax run` with MPJAX_AUTOCAST_ALL set: what was asked for last counts.
+    # With both `python -m mpjax run` and MPJAX_AUTOCAST_ALL, the later options apply.
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, AfterImport)]
     tracebacks.install()
     if main and not options.quiet:
         atexit.register(_say_that_jax_was_not_imported)
     sessions: list[Any] = []
     sys.meta_path.insert(0, AfterImport("jax", lambda: sessions.append(_patch_or_exit(options, main))))
-    # A script may import optax first, which imports JAX; or never, and then it costs nothing.
+    # The script may import optax first, which imports JAX. If it never does, the hook costs nothing.
     sys.meta_path.insert(0, AfterImport("optax", lambda: _patch_optax(sessions[0])))
 
 
@@ -115,7 +115,7 @@ def _patch_optax(session: Any) -> None:
 
 
 def patch(options: Options) -> Any:
-    """Patches JAX and optax in this process; the `Patches` that it returns can undo it."""
+    """Patches JAX and optax in this process. The returned `Patches` can undo it."""
     from mpjax.launcher.patches import Patches
     from mpjax.launcher.session import Session
 

@@ -1,4 +1,4 @@
-"""Optimizer steps of the script: a step whose gradients are not finite changes nothing."""
+"""Optimizer steps of the script. A step with nonfinite gradients is skipped."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import mpjax
 from mpjax.launcher.retrying import all_finite
 from mpjax.launcher.session import Session, frame, is_tracer
 
-# Transformations are made of others: only the outermost decides.
+# Set inside an update: transformations may contain others, and only the outermost decides.
 _DECIDED: contextvars.ContextVar[bool] = contextvars.ContextVar("decided", default=False)
 
 
 def guarded(session: Session, update: Callable[..., Any]) -> Callable[..., Any]:
-    """The `update` of an optax transformation that leaves the state as it is where gradients are not finite."""
+    """Wraps an optax `update` so that nonfinite gradients give zero updates and keep the state."""
     update = in_float32(update)
 
     def update_if_finite(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
@@ -46,7 +46,7 @@ def guarded(session: Session, update: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def in_float32(update: Callable[..., Any]) -> Callable[..., Any]:
-    """An optimizer's own matmuls (Shampoo, Muon) are no forward pass of the script's."""
+    """Disables autocast in an optimizer: its matmuls (Shampoo, Muon) are not the model's."""
 
     @functools.wraps(update)
     def called(*args: Any, **kwargs: Any) -> Any:
@@ -57,7 +57,7 @@ def in_float32(update: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _known(grads: Any) -> Any:
-    """Whether these gradients are finite, if they are what a differentiated function returned, unchanged."""
+    """The known finiteness of gradients that a differentiated function returned; None if they have changed since."""
     present = frame()
     leaves = jax.tree.leaves(grads)
     for handed_out, finite in reversed(present.finite if present else []):
@@ -74,7 +74,7 @@ def _choose(finite: Any, take: Callable[[], Any], state: Any) -> Any:
     arrays = all(isinstance(x, jax.Array) for x in kept)
     same = arrays and structure == kept_tree
     if not same or any(a.shape != b.shape or a.dtype != b.dtype for a, b in zip(leaves[count:], kept, strict=True)):
-        # A state that changes its structure in a step can't pass a branch; it stays that way as it is in float32.
+        # A state whose structure or types change in a step can't pass through `cond`, so the step is unguarded.
         return take()
     zeros = [jnp.zeros(x.shape, x.dtype) for x in leaves[:count]]
     outs = jax.lax.cond(finite, lambda: _strong(jax.tree.leaves(take())), lambda: _strong([*zeros, *kept]))
@@ -86,5 +86,5 @@ def _zeros(shapes: Any) -> Any:
 
 
 def _strong(leaves: list[Any]) -> list[Any]:
-    """The branches of a condition must agree on weak types too."""
+    """Removes weak types, on which both branches of a `cond` must agree."""
     return [jax.lax.convert_element_type(x, jnp.result_type(x)) for x in leaves]

@@ -18,24 +18,24 @@ _LISTS = ("allow", "deny", "infer")
 
 
 class LaunchError(Exception):
-    """A mistake in the call of the launcher, or a script that it can not run as asked."""
+    """A mistake in the call of the launcher, or a script that it cannot run as requested."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What `run` was asked for.
+    """The options of `run`.
 
     Args:
-        policy: what `mpjax.get_policy` reads.
+        policy: a policy name, as for `mpjax.get_policy`.
         allow, deny, infer: entries for the lists of `mpjax.Rules`.
         overrides: `(pattern, policy)` pairs over module paths.
         packages: installed packages whose gradients count as the script's own.
         init_scale: the first loss scale.
-        quiet: print nothing but errors.
-        explain: a file for the plan of each differentiated function, or "".
-        dry_run: print the audit at the first compiled step and leave.
-        steps: leave after so many steps; 0 for never. `--compare` uses it.
-        record: a file for the losses and the times of the steps, or "".
+        quiet: whether to print only errors.
+        explain: path of a file for the plan of each differentiated function, or "".
+        dry_run: whether to print the audit at the first compiled step and exit.
+        steps: number of steps after which to exit; 0 for no limit. `--compare` uses it.
+        record: path of a file for the losses and the times of the steps, or "".
     """
 
     policy: str = DEFAULT_POLICY
@@ -52,16 +52,16 @@ class Options:
     record: str = ""
 
     def environment(self) -> dict[str, str]:
-        """The variables that make a child process run with these options."""
+        """The environment variables that pass these options to a child process."""
         details = dataclasses.asdict(self)
         return {POLICY: details.pop("policy"), DETAILS: json.dumps(details)}
 
 
 def from_environment(environment: Mapping[str, str] = os.environ) -> Options | None:
-    """The options that the environment asks for; None without `MPJAX_AUTOCAST_ALL`.
+    """Reads the options from the environment; None without `MPJAX_AUTOCAST_ALL`.
 
     Raises:
-        LaunchError: `MPJAX_AUTOCAST_ALL_OPTIONS` can not be read.
+        LaunchError: `MPJAX_AUTOCAST_ALL_OPTIONS` is invalid.
     """
     policy = environment.get(POLICY, "").strip()
     if not policy:
@@ -76,7 +76,7 @@ def from_environment(environment: Mapping[str, str] = os.environ) -> Options | N
 
 
 def read_rules(path: str) -> dict[str, Any]:
-    """The fields of `Options` that a rules file sets.
+    """Reads the fields of `Options` that a rules file sets.
 
     The file is TOML::
 
@@ -89,7 +89,7 @@ def read_rules(path: str) -> dict[str, Any]:
         "*/LayerNorm_*" = "float32"
 
     Raises:
-        LaunchError: the file can not be read, or holds anything else.
+        LaunchError: the file cannot be read, or has other entries.
     """
     try:
         content = tomllib.loads(Path(path).read_text())

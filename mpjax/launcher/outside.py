@@ -1,7 +1,8 @@
-"""Forward passes of a training program outside of what it differentiates, in half too.
+"""Runs forward passes of a training program that lie outside its gradients in half precision too.
 
-A GAN samples its generator, a Q-learner asks its target network: what such a pass gives goes into a loss as data. Of
-the operations of a program that depend on no gradient, the matmuls and what follows from them run under autocast.
+A GAN samples its generator, and a Q-learner evaluates its target network. The loss uses the results of such a pass as
+data. Among the operations that do not depend on a gradient, the matmuls and everything computed from them run under
+autocast.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from mpjax.launcher.session import Session
 
 
 def in_half(session: Session, jaxpr: Any) -> Any:
-    """A program like a traced one, its forward passes outside of gradients in half; the same program if it has none.
+    """Puts the forward passes outside gradients in half. Returns `jaxpr` itself if there are none.
 
     Args:
-        session: of this process.
-        jaxpr: a closed jaxpr whose gradients are in half already.
+        session: the session of this process.
+        jaxpr: a closed jaxpr whose gradients are already in half.
     """
     opened = compat.open_jaxpr(jaxpr)
     before, passes, after = _parted(opened.jaxpr.eqns)
@@ -53,12 +54,12 @@ def in_half(session: Session, jaxpr: Any) -> Any:
 
 
 def is_differentiated(sites: Iterable[Site]) -> bool:
-    """Whether one of these operations comes from a differentiation: JAX names what it linearized."""
+    """Whether differentiation made one of these operations. JAX marks linearized operations in their name stack."""
     return any("jvp(" in site.module for site in sites)
 
 
 def _parted(eqns: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
-    """Operations before forward passes, the passes and what follows from them alone, all that a gradient reaches."""
+    """Splits operations into those before forward passes, the passes with what depends only on them, and the rest."""
     before, passes, after = [], [], []
     of_passes: set[Any] = set()
     late: set[Any] = set()

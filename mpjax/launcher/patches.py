@@ -1,4 +1,4 @@
-"""The functions of JAX and optax that the launcher replaces, for the script's own calls."""
+"""Replaces functions of JAX and optax for the calls that the script makes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from mpjax.launcher.session import Session
 
 
 class Patches:
-    """Replacements that can be taken back.
+    """Replacements that can be undone.
 
     Args:
-        session: of this process.
+        session: the session of this process.
     """
 
     def __init__(self, session: Session):
@@ -25,14 +25,14 @@ class Patches:
         self._undo: list[Callable[[], None]] = []
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
-        """Sets an attribute, and remembers the one before."""
+        """Sets an attribute and remembers its previous value."""
         missing = object()
         before = vars(owner).get(name, missing)
         setattr(owner, name, value)
         self._undo.append(lambda: delattr(owner, name) if before is missing else setattr(owner, name, before))
 
     def undo(self) -> None:
-        """Puts everything back."""
+        """Restores all replaced attributes."""
         while self._undo:
             self._undo.pop()()
 
@@ -48,7 +48,7 @@ class Patches:
         self.replace(jax, "pmap", _mapping(session, jax.pmap))
 
     def patch_optax(self) -> None:
-        """Makes every optax transformation keep its state where gradients are not finite."""
+        """Makes every optax transformation skip steps with nonfinite gradients."""
         import optax
 
         session = self.session

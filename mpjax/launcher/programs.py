@@ -1,4 +1,4 @@
-"""The script's compiled functions: those that train and their loss scales, and those that only evaluate."""
+"""The script's compiled functions: those that train, with their loss scales, and those that only evaluate."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ _STATES = "_mpjax_loss_scales"
 
 
 class Compiled:
-    """What the launcher's `jax.jit` returns: `jax.jit(fun, **options)` and the loss scales of the function.
+    """The result of the launcher's `jax.jit`: `jax.jit(fun, **options)` with the loss scales of the function.
 
-    The loss scales are one more argument and one more result of the compiled function, which the caller does not see.
+    The compiled function takes and returns the loss scales as an additional argument and result that the caller does
+    not see.
     """
 
     def __init__(self, session: Session, jit: Callable[..., Any], fun: Callable[..., Any], options: dict[str, Any]):
@@ -41,7 +42,7 @@ class Compiled:
 
     @property
     def counts(self) -> Any:
-        """The rows of its loss scales; None if it has not run."""
+        """The state rows of the function, loss scales and counters; None if it has not run."""
         return self._states
 
     def _with_states(self) -> Any:
@@ -52,7 +53,7 @@ class Compiled:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if frame() is not None or enclosing_scale() is not None:
-            # A function of its own for each trace: JAX would remember what this one reads of the trace around it.
+            # A new function for each trace: JAX would cache what this one reads from the enclosing trace.
             return self._jit(_fresh(self._fun), **self._options)(*args, **kwargs)
         if self._stateful is None or jax.extend.core.unsafe_am_i_under_a_jit_DO_NOT_USE():
             return self._plain(*args, **kwargs)
@@ -77,9 +78,9 @@ class Compiled:
 
 
 def policed(session: Session, fun: Callable[..., Any], compiled: Compiled | None = None) -> Callable[..., Any]:
-    """`fun` as the program of a `jit` or `pmap`: under autocast, unless it differentiates or takes an optimizer step.
+    """Wraps `fun` for `jit` or `pmap`: it runs under autocast unless it differentiates or takes an optimizer step.
 
-    With `compiled`, a function that takes the loss scales as one more keyword argument and returns them too.
+    With `compiled`, the wrapped function takes the loss scales as an additional keyword argument and returns them too.
     """
 
     @functools.wraps(fun)
@@ -97,7 +98,7 @@ def policed(session: Session, fun: Callable[..., Any], compiled: Compiled | None
 def trace(
     session: Session, fun: Callable[..., Any], args: Any, kwargs: Any, states: Any, compiled: Compiled | None
 ) -> Any:
-    """Traces a program once to see what it does, and returns its result in the policy."""
+    """Traces a program to see whether it trains or evaluates, and returns its result under the policy."""
     seen = Frame(getattr(fun, "__name__", type(fun).__name__))
     leaves, tree = jax.tree.flatten((args, kwargs))
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
@@ -141,7 +142,7 @@ def trace(
 
 
 def _signature(fun: Callable[..., Any]) -> inspect.Signature | None:
-    """The signature that JAX resolves argument names by, with room for the loss scales."""
+    """The signature by which JAX resolves argument names, with a parameter for the loss scales."""
     try:
         given = inspect.signature(fun)
     except (ValueError, TypeError):

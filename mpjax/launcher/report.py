@@ -1,4 +1,4 @@
-"""What the launcher prints: a block at the first compiled training step, and one when the process ends."""
+"""The reports that the launcher prints at the first compiled training step and when the process ends."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _SHOWN = 5
 
 
 class Report:
-    """Collects what a session sees, and prints it to stderr.
+    """Collects the programs and steps of a session and prints reports to stderr.
 
     Args:
-        session: of this process.
-        always: whether the last block is printed even if nothing was differentiated.
+        session: the session of this process.
+        always: whether to print the last block even if nothing was differentiated.
     """
 
     def __init__(self, session: Session, always: bool):
@@ -42,7 +42,7 @@ class Report:
         atexit.register(self.last_block)
 
     def saw(self, program: Frame, jaxpr: Any) -> None:
-        """Notes a program; describes the first that trains."""
+        """Records a program and describes the first one that trains."""
         if not program.differentiates:
             if program.evaluates:
                 self.evaluations.append(program.name)
@@ -53,12 +53,12 @@ class Report:
         self._print(first_block(self.session, program, jaxpr))
 
     def stepped(self, compiled: Any) -> None:
-        """Notes a training step."""
+        """Records a training step."""
         if compiled not in self.steps:
             self.steps.append(compiled)
 
     def last_block(self) -> None:
-        """Prints what came of the run."""
+        """Prints the summary of the run."""
         options = self.session.options
         if self.session.refused:
             return
@@ -101,14 +101,14 @@ def _of_unused(unused: list[str], what: str) -> str:
 
 
 class Clock:
-    """Times between the calls of a compiled step, which are those of the steps once the device is the slower one."""
+    """Times between the calls of a compiled step. They are step times once the device is slower than the host."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
         self._last: float | None = None
 
     def tick(self) -> None:
-        """Notes a call."""
+        """Records a call."""
         now = time.perf_counter()
         if self._last is not None:
             self.times.append(now - self._last)
@@ -116,12 +116,12 @@ class Clock:
 
     @property
     def calls(self) -> int:
-        """How many calls there were."""
+        """The number of calls."""
         return len(self.times) + (self._last is not None)
 
     @property
     def median(self) -> float | None:
-        """Seconds from call to call. None for few calls: they return before the device is done, and tell nothing."""
+        """Median seconds between calls; None for few calls, which return before the device is done."""
         warm = self.times[_WARM_UP:]
         return statistics.median(warm) if len(warm) >= _ENOUGH else None
 
@@ -180,24 +180,24 @@ def first_block(session: Session, program: Frame, jaxpr: Any) -> str:
 
 
 class DryRun:
-    """Prints the audit of the first program that trains, and ends the process before it runs."""
+    """Prints the audit of the first program that trains, then ends the process before that program runs."""
 
     def saw(self, program: Frame, jaxpr: Any) -> None:
-        """Looks at a program."""
+        """Audits a program if it trains."""
         if program.differentiates:
             print(audit(jaxpr), flush=True)
             raise SystemExit(0)
 
     def stepped(self, compiled: Any) -> None:
-        """Is never called."""
+        """Does nothing: the process ends before the first step."""
 
 
 class Recorder:
     """Writes the loss and the time of each of the first steps to a file, and ends the process after them.
 
     Args:
-        path: of the file, JSON.
-        steps: how many.
+        path: path of the JSON file.
+        steps: number of steps to record.
     """
 
     def __init__(self, path: str, steps: int):
@@ -207,11 +207,11 @@ class Recorder:
         self._step: Any = None
 
     def saw(self, program: Frame, jaxpr: Any) -> None:
-        """A program is traced: the time of this step is not that of a step."""
+        """Discards the time of the current step, which includes tracing."""
         self._start = 0.0
 
     def stepped(self, compiled: Any) -> None:
-        """Writes a step down. Only the function that trained first counts."""
+        """Records a step of the first function that trains. Other functions are ignored."""
         self._step = self._step or compiled
         if compiled is not self._step:
             return
@@ -227,7 +227,7 @@ class Recorder:
 
 
 def audit(jaxpr: Any) -> str:
-    """The audit of a traced program."""
+    """The audit of a traced program, as text."""
     shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in compat.open_jaxpr(jaxpr).jaxpr.invars]
     return str(mpjax.audit(jax.extend.core.jaxpr_as_fun(jaxpr), *shapes))
 

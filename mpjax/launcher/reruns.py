@@ -1,8 +1,8 @@
-"""Forward passes that overflow float16, run again in float32.
+"""Reruns forward passes that overflow float16 in float32.
 
-A half forward pass may give inf or NaN where that of float32 is finite: the loss that a script prints, the batch
-statistics that it keeps. No loss scale helps there, so the function runs again as the script wrote it, and its values
-take the place of those in half.
+A forward pass in half may give inf or NaN where float32 is finite, for example in a printed loss or in batch
+statistics. No loss scale helps there. The function then runs again as the script wrote it, and its results replace
+those in half.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from mpjax._jaxpr.walk import Site, inner_jaxprs, site_of
 from mpjax.launcher.retrying import all_finite, behind, is_key, varying_axes
 from mpjax.launcher.session import Session, differentiating, is_tracer
 
-# The named scope around a rerun: what stands in it runs only after an overflow.
+# The named scope of a rerun. Operations in it run only after an overflow.
 SCOPE = "mpjax_in_float32"
 
 
 def finite_results(session: Session, fun: Callable[..., Any], args: Any, kwargs: Any, out: Any) -> tuple[Any, Any]:
-    """What a function gave in half; where that is not all finite, what it gives in float32.
+    """The results of a function in half if all are finite, otherwise its results in float32.
 
     Args:
-        session: of this process.
+        session: the session of this process.
         fun, args, kwargs: the call, not under autocast.
-        out: what it gave in half: a tree.
+        out: the result of the call in half, a tree.
 
     Returns:
-        The tree, and whether the function ran again: bool of shape ().
+        The tree, and whether the function ran again, a bool of shape ().
     """
     leaves, tree = jax.tree.flatten(out)
     places = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array) and not is_key(x)]
@@ -44,7 +44,7 @@ def finite_results(session: Session, fun: Callable[..., Any], args: Any, kwargs:
     halves = [leaves[i] for i in places]
 
     def again(given: list[Any]) -> list[Any]:
-        # Rebuilt, so that a function that changes its arguments (NNX) changes copies.
+        # Rebuild the arguments, so that a function that mutates them (NNX) mutates copies.
         args, kwargs = jax.tree.unflatten(given_tree, given)
         with differentiating(jnp.ones((), jnp.float32)), mpjax.autocast_disabled():
             outs = jax.tree.leaves(fun(*args, **kwargs))
@@ -65,13 +65,13 @@ def finite_results(session: Session, fun: Callable[..., Any], args: Any, kwargs:
 
 
 def running_sites(jaxpr: Any, around: Site | None = None) -> Iterator[Site]:
-    """Every equation of a program and of its sub-jaxprs that runs while nothing overflows."""
+    """Yields the equations of a program and its sub-jaxprs, except those that run only after an overflow."""
     for eqn in compat.open_jaxpr(jaxpr).jaxpr.eqns:
         yield from running_sites_of(eqn, around)
 
 
 def running_sites_of(eqn: Any, around: Site | None = None) -> Iterator[Site]:
-    """An equation and those inside it, unless it runs after an overflow alone."""
+    """Yields an equation and those in its sub-jaxprs, unless they run only after an overflow."""
     if SCOPE in scopes(eqn):
         return
     site = site_of(eqn, around)
@@ -85,7 +85,7 @@ def _in_a_branch(finite: Any, again: Callable[..., Any], given: list[Any], kept:
 
 
 def _in_a_loop(finite: Any, again: Callable[..., Any], given: list[Any], kept: list[Any]) -> list[Any]:
-    """A loop of one turn at most. `vmap` makes a `select` of a branch, and would always take both."""
+    """Runs `again` in a loop of at most one iteration: `vmap` turns a branch into a `select`, which runs both sides."""
     places = [i for i, x in enumerate(given) if isinstance(x, jax.Array)]
 
     def body(carry: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A computation that depends on a loss scale, repeated at lower scales until its result is finite."""
+"""Repeats a computation at lower loss scales until its gradients are finite."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ import jax.numpy as jnp
 from mpjax._jaxpr import compat
 from mpjax.launcher.session import is_tracer
 
-# A retry lowers the scale by this factor: three retries come down from 2**15 to 2**3.
+# Each retry multiplies the scale by this factor. Three retries go from 2**15 to 2**3.
 BACKOFF = 2.0**-4
 MIN_SCALE, MAX_SCALE = 2.0**-13, 2.0**24
 
 
 @dataclasses.dataclass(frozen=True)
 class Attempt:
-    """What one evaluation gave.
+    """The result of one evaluation.
 
     Args:
-        result: any tree; what is no array must be the same at every scale.
-        finite: scalar bool; whether the gradients are finite.
+        result: any tree. Leaves that are not arrays must be the same at every scale.
+        finite: whether the gradients are finite, a bool of shape ().
         loss: the loss, or any tree.
-        loss_is_scaled: whether the scale enters the loss, as it does where a gradient is a part of it. Elsewhere a
-            retry is pointless if the loss is not finite.
+        loss_is_scaled: whether the loss depends on the scale, as it does if it contains a gradient. Otherwise a retry
+            cannot help if the loss is not finite.
     """
 
     result: Any
@@ -43,7 +43,7 @@ class Attempt:
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """The last attempt, the scale it ran at, and how many retries it took; arrays of shape ()."""
+    """The last attempt, its scale and the number of retries, both of shape ()."""
 
     attempt: Attempt
     scale: Any
@@ -53,16 +53,17 @@ class Found:
 def until_finite(evaluate: Callable[..., Attempt], args: Any, start: Any) -> Found:
     """The first finite attempt at the scales `start`, `start`/16, `start`/256, ...
 
-    A retry evaluates everything again, the forward pass too, so nothing is kept alive for it. Under a trace the program
-    is a `while` around a single copy of the computation. Replicas of a `shard_map` or `pmap` decide together.
+    A retry evaluates everything again, including the forward pass, so no residuals are kept for it. Under a trace, the
+    program is a `while` loop around a single copy of the computation. Replicas of a `shard_map` or `pmap` decide
+    together.
 
     Args:
-        evaluate: `evaluate(scale, args)`.
-        args: a tree that holds the arguments of the computation.
+        evaluate: called as `evaluate(scale, args)`.
+        args: a tree of arguments of the computation.
         start: the first scale, float32 of shape ().
 
     Returns:
-        The attempt that is finite, or whose loss is not, or the one at the lowest scale.
+        The first attempt whose gradients are finite or whose loss is not, or the attempt at the lowest scale.
     """
     traced = any(map(is_tracer, jax.tree.leaves((args, start)))) or jax.extend.core.unsafe_am_i_under_a_jit_DO_NOT_USE()
     return _loop(evaluate, args, start) if traced else _eager(evaluate, args, start)
@@ -107,7 +108,7 @@ def _loop(evaluate: Callable[..., Attempt], args: Any, start: Any) -> Found:
     def body(carry: tuple[Any, ...]) -> tuple[Any, ...]:
         scale, retries, *_ = carry
         scale = jnp.where(retries < 0, scale, lower(scale))
-        # Else XLA would move the forward pass, which no scale enters, out of the loop, and keep its residuals.
+        # Otherwise XLA would hoist the forward pass, which no scale enters, and keep its residuals.
         read = behind(scale, arrays)
         finite, go_on, *outs = run(scale, *read)
         return scale, retries + 1, finite, go_on & (scale > MIN_SCALE), tuple(outs)
@@ -125,11 +126,11 @@ def _loop(evaluate: Callable[..., Attempt], args: Any, start: Any) -> Found:
 
 
 def behind(scale: Any, arrays: Sequence[Any]) -> list[Any]:
-    """The arrays, as values that can not be computed before the scale is known."""
+    """Makes arrays depend on the scale, so that XLA cannot move their uses before it is known."""
     groups: dict[Any, list[int]] = {}
     for i, x in enumerate(arrays):
         if jnp.issubdtype(x.dtype, jnp.inexact):
-            # One barrier for each set of mesh axes: a barrier may spread the axes of one operand over all.
+            # One barrier per set of mesh axes: a barrier may spread the axes of one operand to all.
             groups.setdefault(tuple(sorted(map(str, varying_axes(x)))), []).append(i)
     held = list(arrays)
     for places in groups.values():
@@ -139,7 +140,7 @@ def behind(scale: Any, arrays: Sequence[Any]) -> list[Any]:
 
 
 def varying_axes(x: Any) -> tuple[Any, ...]:
-    """The axes of a mesh along which an array differs, in a `shard_map` that keeps account of it."""
+    """The mesh axes along which an array varies, in a `shard_map` that tracks them."""
     return tuple(jax.typeof(x).manual_axis_type.varying)
 
 
@@ -155,7 +156,7 @@ def is_key(x: Any) -> bool:
 
 
 def _raw(x: Any) -> Any:
-    """A random key as the integers that it is made of."""
+    """Converts a random key to its integers."""
     return jax.random.key_data(x) if is_key(x) else x
 
 
@@ -164,5 +165,5 @@ def _cooked(x: Any, like: Any) -> Any:
 
 
 def _zeros(aval: Any) -> Any:
-    """Zeros of an array type, with the axes of a mesh along which it varies."""
+    """Zeros of an array type, varying along the same mesh axes."""
     return compat.vary(jnp.zeros(aval.shape, aval.dtype), tuple(aval.manual_axis_type.varying))

@@ -1,4 +1,4 @@
-"""Runs a script or a module as Python itself would: its own `__main__`, `sys.argv`, exit code and tracebacks."""
+"""Runs a script or a module as Python does, with its `__main__`, `sys.argv`, exit code and tracebacks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mpjax.launcher.options import LaunchError
 
 
 def check(target: str, is_module: bool) -> None:
-    """Refuses what can not be run.
+    """Checks that a target can be run.
 
     Raises:
         LaunchError: there is no such script or module.
@@ -36,13 +36,14 @@ def check(target: str, is_module: bool) -> None:
 
 def run(target: str, arguments: Sequence[str], is_module: bool) -> None:
     """Runs the target in this process, as `python target` or `python -m target`.
-    An exception of the script is raised on; `tracebacks` shows it without the launcher's frames.
+
+    Exceptions of the script propagate. `tracebacks` shows them without the launcher's frames.
     """
     sys.argv = [target, *arguments]
     main = _main(target)
     if is_module:
         sys.path[0] = os.getcwd()
-        # The function behind `python -m`: `__main__` stays the script's, for pickles and child processes.
+        # The function behind `python -m`. It keeps `__main__` the script's, for pickles and child processes.
         runpy._run_module_as_main(target)  # type: ignore[attr-defined]
     elif os.path.isdir(target):
         sys.path[0] = os.path.abspath(target)
@@ -55,7 +56,7 @@ def run(target: str, arguments: Sequence[str], is_module: bool) -> None:
 
 
 def _main(path: str) -> types.ModuleType:
-    """An empty `__main__` in place of the launcher's."""
+    """Replaces the launcher's `__main__` by an empty one."""
     main = types.ModuleType("__main__")
     vars(main).update(__file__=path, __builtins__=__builtins__, __annotations__={}, __cached__=None)
     sys.modules["__main__"] = main

@@ -1,4 +1,4 @@
-"""What the launcher knows while the script runs: the options, the present trace, and what it saw so far."""
+"""The state of the launcher while the script runs: options, current trace, and what the script has done so far."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import mpjax
 from mpjax.launcher.callers import Callers
 from mpjax.launcher.options import LaunchError, Options
 
-# One row for each differentiated function of a compiled step; further ones share the last row.
+# One row per differentiated function of a compiled step. Further functions share the last row.
 ROWS = 8
 # The columns of a row. Counters are exact up to 2**24.
 SCALE, GOOD, CALLS, RETRIES, NONFINITE, RERUNS, LOSS = range(7)
@@ -30,16 +30,16 @@ _LISTS = ("MPJAX_ALLOWLIST_ADD", "MPJAX_DENYLIST_ADD", "MPJAX_INFERLIST_ADD")
 
 @dataclasses.dataclass
 class Frame:
-    """A program that is being traced: that of one `jit` or `pmap` of the script.
+    """A program that is being traced: one `jit` or `pmap` of the script.
 
     Args:
-        name: of the function.
-        states: a mutable array with a row for each site, inside the trace; None where there can be none.
+        name: name of the function.
+        states: a mutable array with a row for each site, inside the trace; None if the program has no states.
         differentiates: whether the script differentiated in it.
         optimizes: whether an optimizer took a step in it.
-        evaluates: whether it has matmuls, and is under autocast as a whole.
-        sites: how many functions were differentiated.
-        finite: gradients that were handed out, as `(leaves, whether all are finite)`.
+        evaluates: whether it has matmuls and runs under autocast as a whole.
+        sites: number of differentiated functions.
+        finite: returned gradients, as `(leaves, whether all are finite)`.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Scale:
 
     Args:
         value: float32 of shape ().
-        read: whether a gradient inside was scaled by it.
+        read: whether a nested gradient was scaled by it.
     """
 
     value: Any
@@ -65,12 +65,12 @@ class Scale:
 
 
 _FRAME: contextvars.ContextVar[Frame | None] = contextvars.ContextVar("frame", default=None)
-# The loss scale of the gradient that is being traced; inside it nothing is scaled or retried on its own.
+# The loss scale of the gradient that is being traced. Nested gradients use it and are not retried separately.
 _SCALE: contextvars.ContextVar[Scale | None] = contextvars.ContextVar("scale", default=None)
 
 
 def frame() -> Frame | None:
-    """The program that is being traced."""
+    """The program that is being traced; None outside."""
     return _FRAME.get()
 
 
@@ -101,23 +101,23 @@ def differentiating(value: Any) -> Iterator[Scale]:
 
 
 class Watcher(Protocol):
-    """Is told what a session sees."""
+    """Receives the events of a session."""
 
     def saw(self, program: Frame, jaxpr: Any) -> None:
-        """A program was traced."""
+        """Called when a program was traced."""
 
     def stepped(self, compiled: Any) -> None:
-        """A compiled function that differentiates was called."""
+        """Called after a call of a compiled function that differentiates."""
 
 
 class Session:
-    """The options of this process, ready for use, and what the script did so far.
+    """The parsed options of this process and what the script has done so far.
 
     Args:
         options: see `Options`.
 
     Raises:
-        LaunchError: the policy is none, or the rules name no primitive.
+        LaunchError: the policy or a rule is invalid.
     """
 
     def __init__(self, options: Options):
@@ -132,7 +132,7 @@ class Session:
             self._matched: set[Any] = set()
             self.rules: mpjax.Rules | None = None
             self._entries: tuple[Any, ...] = ()
-            # autocast is imported at the first gradient, unless there are lists to check: the script starts sooner.
+            # For a faster start, autocast is imported at the first gradient unless there are lists to check.
             if given or self.policy.overrides or any(os.environ.get(name) for name in _LISTS):
                 self._read_rules(given)
         except (ValueError, TypeError) as error:
@@ -140,7 +140,7 @@ class Session:
         dtypes = {self.policy.compute_dtype, *(other.compute_dtype for _, other in self.policy.overrides)}
         self.half = next((np.dtype(d).name for d in sorted(dtypes, key=str) if np.dtype(d).name in HALF), "float32")
         self.scales = "float16" in {np.dtype(d).name for d in dtypes}
-        # Whether forward passes that are not finite run again in float32. bfloat16 has the range of float32.
+        # Whether nonfinite forward passes run again in float32. bfloat16 has the range of float32 and needs no rerun.
         self.reruns = self.scales and not options.dry_run
         self.optimizers = 0
         self.refused = False
@@ -158,18 +158,18 @@ class Session:
 
     @property
     def active(self) -> bool:
-        """Whether the gradients of the script are the launcher's."""
+        """Whether the launcher replaces the gradients of the script."""
         return self.half != "float32" or bool(self.options.record)
 
     def active_for(self, positional: tuple[Any, ...], options: dict[str, Any]) -> bool:
-        """Whether a gradient is one that can be taken in half: not holomorphic, not at integers."""
+        """Whether a gradient can be taken in half: it has no further options, such as holomorphic or integer inputs."""
         return self.active and not any(positional) and not any(options.values())
 
     def check_differentiation(self, fun: Any, line: str) -> None:
-        """Refuses float16 where nothing could keep a non-finite gradient from the parameters.
+        """Refuses float16 if nothing would keep a nonfinite gradient from the parameters.
 
         Raises:
-            LaunchError: the script differentiates, and no optax transformation was built.
+            LaunchError: the policy uses float16 and the script has built no optax transformation.
         """
         self.sites.setdefault(line, getattr(fun, "__name__", type(fun).__name__))
         if self.scales and not self.optimizers:
@@ -181,17 +181,17 @@ class Session:
             )
 
     def saw(self, program: Frame, jaxpr: Any) -> None:
-        """Notes a program that was traced."""
+        """Reports a traced program to the watchers."""
         for watcher in self.watchers:
             watcher.saw(program, jaxpr)
 
     def stepped(self, compiled: Any) -> None:
-        """Notes a call of a compiled function that differentiates."""
+        """Reports a call of a compiled function that differentiates to the watchers."""
         for watcher in self.watchers:
             watcher.stepped(compiled)
 
     def autocast(self, fun: Any) -> Any:
-        """`fun` under the policy. A rule that matches nothing of it may match another function: see `unused`."""
+        """Applies the policy to `fun` without unused-rule warnings: a rule may match another function. See `unused`."""
         if self.half == "float32":
             return fun
         cast = mpjax.autocast(fun, self.policy, rules=self.rules)
@@ -206,12 +206,12 @@ class Session:
 
     @property
     def unused(self) -> list[str]:
-        """The rules that matched no operation so far, and the packages that took no gradient."""
+        """The rules that have matched no operation so far, and the packages that have taken no gradient."""
         found = [f"{op.value} {entry!r}" for entry, op in self._entries if entry not in self._matched]
         return found + [f"packages {name!r}" for name in sorted(self.callers.packages - self.callers.seen)]
 
     def explain(self, cast: Any, args: Any, kwargs: Any) -> None:
-        """Writes the plan of a differentiated function to the file of `--explain`, once for each line of the script."""
+        """Writes the plan of a differentiated function to the `--explain` file, once per line of the script."""
         line = self.callers.script_line()
         if not self.options.explain or self.half == "float32" or line in self._explained:
             return
@@ -221,14 +221,14 @@ class Session:
         self._explained.add(line)
 
     def initial_states(self) -> Any:
-        """The rows of a compiled step that has not run yet."""
+        """The initial state rows of a compiled step."""
         rows = np.zeros((ROWS, LOSS + 1), np.float32)
         rows[:, SCALE] = self.options.init_scale if self.scales else 1.0
         return jnp.asarray(rows)
 
 
 def _noting(matched: set[Any]) -> type[mpjax.Rules]:
-    """Rules that note which of their entries decided an operation."""
+    """Makes a `Rules` class that records which of its entries decided an operation."""
 
     class NotingRules(mpjax.Rules):
         def match(self, eqn: Any, path: str) -> Any:
@@ -241,5 +241,5 @@ def _noting(matched: set[Any]) -> type[mpjax.Rules]:
 
 
 def is_tracer(x: Any) -> bool:
-    """Whether a value is known only when a program runs."""
+    """Whether a value is traced, and so known only when the program runs."""
     return isinstance(x, jax.core.Tracer)

@@ -1,6 +1,6 @@
-"""What `MPJAX_AUTOCAST_ALL` starts: the wheel puts `startup.pth` into site-packages, whose line imports this module.
+"""The entry point for `MPJAX_AUTOCAST_ALL`. The wheel puts `startup.pth`, which imports it, into site-packages.
 
-Python runs that line whenever it starts; where the variable is not set, it looks the variable up and does no more.
+Python runs `startup.pth` at every start. If the variable is not set, nothing is imported.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from mpjax.launcher.options import LaunchError, from_environment
 
 
 def start() -> None:
-    """Installs the hooks that the environment asks for."""
+    """Installs the import hooks if the environment sets the variable."""
     try:
         options = from_environment()
         if options is not None:
             hooks.install(options)
     except LaunchError as error:
-        # An exception here would be Python's own failure to start, with a page of its internals.
+        # An exception here would make Python fail to start, with a long traceback of its internals.
         print(f"MPJAX_AUTOCAST_ALL: error: {error}", file=sys.stderr, flush=True)
         os._exit(2)
 

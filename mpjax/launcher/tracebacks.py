@@ -1,4 +1,4 @@
-"""Tracebacks of the script's own errors, without the launcher's frames."""
+"""Tracebacks of the script's errors without the launcher's frames."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _RUNNERS = ("<frozen runpy>", runpy.__file__)
 
 
 def install() -> None:
-    """Makes Python show an uncaught exception without frames of mpjax, unless it was raised there."""
+    """Makes Python print uncaught exceptions without mpjax's frames, unless mpjax raised them."""
     before = sys.excepthook
 
     def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> Any:
-        if isinstance(error, LaunchError):  # names the script's line itself
+        if isinstance(error, LaunchError):  # Its message names the script's line.
             print(f"mpjax run: error: {error}", file=sys.stderr)
             return None
         trace = stripped(trace)
@@ -29,7 +29,7 @@ def install() -> None:
 
 
 def stripped(trace: TracebackType | None) -> TracebackType | None:
-    """A traceback without the frames of mpjax; if the innermost is one of them, without those before the script's."""
+    """Removes mpjax's frames from a traceback, or only those before the script's if mpjax raised the error."""
     entries = []
     while trace is not None:
         entries.append(trace)
