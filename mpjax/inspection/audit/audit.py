@@ -1,4 +1,4 @@
-"""`audit`: what of any function runs in which precision, from its trace alone."""
+"""`audit`: the precision of each operation of a function, from its trace alone."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ from mpjax.inspection.reports import reason, totals
 
 
 def audit(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> PrecisionReport:
-    """What of a function runs in which precision, what keeps it from Tensor Cores, and what half may spoil.
+    """Reports the precision of each operation, what keeps matmuls off Tensor Cores, and where half is risky.
 
-    The call is traced and not run. Where its arguments are sharded over several devices, or it has a `shard_map`, it is
-    also compiled for them (which can take minutes), to see what they send each other. FLOPs are those of matmuls and
-    convolutions on real floating numbers, on all devices together, a multiply and an add counting two, by the dtype of
-    the operands; the turns
-    of a `scan` count, a `while` counts as one turn, and all branches of a `cond` count. Modules come from named scopes
-    (Flax Linen's, Haiku's, `jax.named_scope`).
+    The call is traced, not run. If its arguments are sharded over several devices, or it contains a `shard_map`, it is
+    also compiled for those devices to find their collectives, which can take minutes.
+
+    FLOPs are counted for matmuls and convolutions on real floating-point numbers, by the dtype of their operands, over
+    all devices. A multiply-add is two FLOPs. A `scan` counts all its iterations, a `while` one iteration, and a `cond`
+    all its branches. Modules come from named scopes (Flax Linen's, Haiku's, `jax.named_scope`).
 
     Args:
-        fun: any function of JAX: a loss, a gradient, a whole train step; autocast, in half by hand, or float32.
-        *args, **kwargs: what it is called with; `jax.ShapeDtypeStruct`s will do for arrays, and NNX and Equinox
-            modules are fine. What is no array is passed on as it is.
+        fun: any JAX function: a loss, a gradient, a whole train step. It may use autocast, explicit half or float32.
+        *args, **kwargs: the arguments of the call. `jax.ShapeDtypeStruct`s can replace arrays, and NNX and Equinox
+            modules are supported. Arguments that are not arrays are passed through unchanged.
 
     Returns:
-        A `PrecisionReport`: `print` it, ask its `flops`, `half_share`, `findings` and `risks`, write it with `to_html`,
-        `to_json` or `to_csv`, or put `assert_half()` in a test.
+        A `PrecisionReport`: `print` it, read its `flops`, `half_share`, `findings` and `risks`, write it with
+        `to_html`, `to_json` or `to_csv`, or call `assert_half()` in a test.
 
     Raises:
-        Whatever `fun` raises when it is traced.
+        Exception: any error that `fun` raises while it is traced.
 
     Example:
         >>> import jax, jax.numpy as jnp, mpjax
@@ -88,17 +88,17 @@ def audit(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> PrecisionReport
 def _communication(
     fun: Callable[..., Any], args: Any, kwargs: Any, sites: list[Site]
 ) -> tuple[tuple[Collective, ...] | None, list[str]]:
-    """What the call sends between devices, if it runs on several; or why that is not known."""
+    """The collectives of a call, or None for one device; and a note if they could not be determined."""
     if device_count((args, kwargs)) == 1 and not any(site.name in ("shard_map", "xla_pmap") for site in sites):
         return None, []
     try:
         return collectives_of_call(fun, args, kwargs), []
-    except Exception as error:  # such as a mesh of devices that this machine has not
+    except Exception as error:  # such as a mesh of devices that this machine does not have
         return None, [f"communication is not known, as it can't be compiled here: {reason(error)}"]
 
 
 def _residuals(program: Program, flow: Flow, sites: list[Site]) -> tuple[dict[str, int] | None, list[str]]:
-    """The bytes that are kept for the backward pass by dtype; of a function without one, for that of its gradient."""
+    """Bytes kept for the backward pass, by dtype. For a function without a backward pass, its gradient is traced."""
     if any(site.phase != FORWARD for site in sites):
         return _by_dtype(flow), []
     gradient = _gradient(program)
@@ -109,7 +109,7 @@ def _residuals(program: Program, flow: Flow, sites: list[Site]) -> tuple[dict[st
     shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in program.arrays]
     try:
         traced = compat.trace(gradient, *shapes)
-    except Exception as error:  # any rule of the program's author may refuse, each in its own way
+    except Exception as error:  # custom derivative rules may raise any error
         return None, [f"the function has no gradient: {reason(error)}"]
     return _by_dtype(flow_of(traced)), ["kept for the backward pass: of the gradient by the first argument"]
 
@@ -121,7 +121,7 @@ def _by_dtype(flow: Flow) -> dict[str, int]:
 def _gradient(program: Program) -> Callable[..., Any] | None:
     """The gradient of a traced function with respect to its first argument.
 
-    The first result, if it is a scalar, is the loss and all else is auxiliary; otherwise all results count.
+    If the first result is a scalar, it is the loss and the other results are auxiliary. Otherwise all results count.
     """
     opened = compat.open_jaxpr(program.jaxpr)
     first = [
@@ -149,7 +149,7 @@ def _gradient(program: Program) -> Callable[..., Any] | None:
 
 
 def _notes(sites: list[Site]) -> Iterator[str]:
-    """What the figures can't say of this program."""
+    """The limits of the figures for this program."""
     around = {name for site in sites if site.flops for name in site.inside}
     if "while" in around:
         yield "a while loop with matmuls counts as one turn: its length is not known before it runs"

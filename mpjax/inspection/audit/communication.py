@@ -1,4 +1,4 @@
-"""What a program sends between devices: each collective of the compiled program, with its dtype and bytes."""
+"""Communication between devices: the collectives of the compiled program, with their dtypes and bytes."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from mpjax.inspection.profile.hlo_text import HloModule, Line, sizes
 from mpjax.inspection.reports import Section, added_up, amount
 
 OPS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
-# These add numbers up (or take their maximum), so their dtype is one of arithmetic.
+# These compute sums or maxima, so their dtype is also that of the arithmetic.
 REDUCTIONS = ("all-reduce", "reduce-scatter")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """Arrays that are sent alike.
+    """Collectives of one kind, dtype, device group and module.
 
     Args:
         op: `"all-gather"`, `"all-reduce"`, `"reduce-scatter"`, `"all-to-all"`, `"collective-permute"`.
-        dtype: what is sent; of a reduction also what is added up.
-        group: how many devices take part; 0 for all.
-        module: the module path of the first of them, from named scopes.
-        arrays: how many, in one step; those in a loop as often as it turns.
-        bytes: of them all, as gathered or before they are reduced, on each device.
+        dtype: dtype of the arrays sent; for a reduction, also of the sum.
+        group: number of devices that take part; 0 for all.
+        module: module path of the first array, from named scopes.
+        arrays: number of arrays sent in one step. An array in a loop counts once for each iteration.
+        bytes: total size on each device, after a gather or before a reduction.
     """
 
     op: str
@@ -44,19 +44,19 @@ class Collective:
 
     @property
     def is_sum_in_half(self) -> bool:
-        """Whether numbers are added up in 16 bits or fewer."""
+        """Whether it is a sum in 16 bits or fewer."""
         floats = self.dtype.startswith(("float", "bfloat"))
         return self.op in REDUCTIONS and floats and np.dtype(jax.numpy.dtype(self.dtype)).itemsize <= 2
 
 
 def device_count(args: Any) -> int:
-    """Over how many devices arguments are spread."""
+    """The number of devices that the arguments are sharded over."""
     shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(args))
     return max((len(s.device_set) for s in shardings if isinstance(s, jax.sharding.Sharding)), default=1)
 
 
 def collectives_of_call(fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Collective, ...]:
-    """Compiles a call for the devices of its arguments, without running it."""
+    """The collectives of a call, compiled for the devices of its arguments but not run."""
     call, args, kwargs, _ = functional(fun, args, kwargs)
     leaves, tree = jax.tree.flatten((args, kwargs))
     places = [i for i, leaf in enumerate(leaves) if hasattr(leaf, "shape") and hasattr(leaf, "dtype")]
@@ -77,10 +77,11 @@ def collectives(text: str) -> tuple[Collective, ...]:
     """The collectives of a compiled program.
 
     Args:
-        text: as `jax.stages.Compiled.as_text` gives it.
+        text: the output of `jax.stages.Compiled.as_text`.
 
     Returns:
-        The most bytes first. All branches of a conditional count, a loop of unknown length as one turn.
+        The collectives, most bytes first. All branches of a conditional count. A loop with an unknown trip count
+        counts as one iteration.
 
     Example:
         >>> collectives('''HloModule jit_step
@@ -102,7 +103,7 @@ def collectives(text: str) -> tuple[Collective, ...]:
 
 
 def communication_section(rows: Iterable[Collective]) -> Section:
-    """The table for people: collectives that differ in their place only are one row."""
+    """The section of the printed report. Collectives that differ only in their module are one row."""
     merged: dict[tuple[str, str, int], list[Collective]] = {}
     for row in rows:
         merged.setdefault((row.op, row.dtype, row.group), []).append(row)
@@ -132,7 +133,7 @@ def _bytes(rows: Iterable[Collective]) -> int:
 
 
 def _lines(program: HloModule, computation: str, times: int) -> Iterator[tuple[Line, dict[str, Line], int]]:
-    """The lines of a computation and of those that it calls, each with those beside it and how often it runs."""
+    """The lines of a computation and its callees, each with its computation's lines and its execution count."""
     lines = program.computations.get(computation, {})
     for line in lines.values():
         yield line, lines, times
@@ -145,7 +146,7 @@ def _sent(op: str, line: Line, lines: dict[str, Line]) -> list[tuple[str, int]]:
     """The dtype and bytes of each array that a collective sends."""
     if op == "all-gather":
         arrays = sizes(line.type)
-        # What is started returns its operands too, before its results.
+        # An all-gather-start returns its operands before its results.
         return arrays[len(arrays) // 2 :] if line.opcode.endswith("-start") else arrays
     operands = (lines[name].type for name in line.operands if name in lines)
     return [array for type_ in operands for array in sizes(type_)]
@@ -157,7 +158,7 @@ def _group(line: Line) -> int:
     # Newer compilers name the mesh's axes: `mesh['data'=4,'model'=2] {'model'}`.
     if found := re.search(r"replica_groups=mesh\[([^\]]*)\] ?\{([^}]*)\}", line.attributes):
         axis_sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", found[1])}
-        axes = re.findall(r"'([^']*)'(?::\(\d+\)(\d+))?", found[2])  # of an axis, or of a part of it
+        axes = re.findall(r"'([^']*)'(?::\(\d+\)(\d+))?", found[2])  # a whole axis, or a part of it
         return math.prod(int(part) if part else axis_sizes[name] for name, part in axes)
     if found := re.search(r"replica_groups=\{\{([\d,]*)\}", line.attributes):
         return len(found[1].split(","))
@@ -165,7 +166,7 @@ def _group(line: Line) -> int:
 
 
 def _module(line: Line) -> str:
-    """Of the first array, where several are sent as one."""
+    """The module path of a collective; of its first array if several are combined."""
     name = line.op_name
     grouped = re.match(r"(.*?)\(([^()]*?):", name)  # `jit(step)/(up/dot_general:down/dot_general)`
     return module_path(grouped[1] + grouped[2] if grouped and grouped[1].endswith("/") else name)

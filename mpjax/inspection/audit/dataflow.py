@@ -1,4 +1,4 @@
-"""A program as a graph: which equation makes each value and which read it, across the functions called inside."""
+"""A program's dataflow graph: the equation that produces each value and its uses, with inner calls inlined."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ INPUT, CONSTANT, MADE = "input", "constant", "made"
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Value:
-    """One array of a program; two are the same if they are the same object.
+    """One array of a program, compared by identity.
 
     Args:
         aval: its shape and dtype.
         kind: `INPUT` of the whole program, `CONSTANT`, or `MADE` by an equation.
-        constant: the array or number, if it is a constant.
-        whole: the value over all devices, of which this is one device's part.
+        constant: the array or number of a constant.
+        whole: the global value over all devices, if this is one device's part of it.
     """
 
     aval: Any
@@ -31,13 +31,13 @@ class Value:
 
     @property
     def bytes(self) -> int:
-        """Its size in memory; 0 for what is no array."""
+        """Its size in memory; 0 if it is not an array."""
         return self.aval.size * self.aval.dtype.itemsize if compat.is_shaped(self.aval) else 0
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Node:
-    """An equation, the values it reads and writes, and the programs inside (bodies of loops, branches)."""
+    """An equation, the values it reads and writes, and its sub-jaxprs (loop bodies, branches)."""
 
     site: Site
     reads: tuple[Value, ...]
@@ -47,13 +47,13 @@ class Node:
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Flow:
-    """A program with what is called inside put in its place.
+    """A program with its inner calls inlined.
 
     Args:
-        inputs: what comes in; of a body, the values outside where every turn reads the same.
-        nodes: in the program's order.
-        outputs: what goes out.
-        operands: for each input of a body, the position of the operand outside that it comes from.
+        inputs: the inputs. In a loop body, loop-invariant inputs are the outer values themselves.
+        nodes: the equations, in the program's order.
+        outputs: the outputs.
+        operands: for each input of a body, the position of the outer operand that it comes from.
     """
 
     inputs: tuple[Value, ...]
@@ -80,7 +80,7 @@ def _flow(
 ) -> Flow:
     opened, consts = compat.open_jaxpr(jaxpr)
     values = dict(zip(opened.invars, inputs, strict=True))
-    # The constants of an open jaxpr are not known here; they are no one's result all the same.
+    # The constants of an open jaxpr are unknown here, but no equation produces them.
     known = list(consts) or [None] * len(opened.constvars)
     values |= {v: Value(v.aval, CONSTANT, c) for v, c in zip(opened.constvars, known, strict=True)}
 
@@ -104,7 +104,7 @@ def _flow(
 
 
 def _arguments(jaxpr: Any, reads: Sequence[Value]) -> list[Value]:
-    """The values as a function inside sees them: in a `shard_map`, the part of one device."""
+    """The values as inputs of an inner function: in a `shard_map`, one device's part of each."""
     shapes = [v.aval for v in compat.open_jaxpr(jaxpr).jaxpr.invars]
     return [
         read
@@ -115,7 +115,7 @@ def _arguments(jaxpr: Any, reads: Sequence[Value]) -> list[Value]:
 
 
 def _bodies(eqn: Any, reads: Sequence[Value], site: Site) -> Iterator[Flow]:
-    """The programs inside an equation that is no call. What changes from turn to turn is a new value there."""
+    """The sub-jaxprs of a loop or conditional. Inputs that change between iterations are new values."""
     for inner, operands, invariant in _programs(eqn):
         shapes = [v.aval for v in compat.open_jaxpr(inner).jaxpr.invars]
         inputs = [reads[i] if i in invariant else Value(aval) for i, aval in zip(operands, shapes, strict=True)]
@@ -123,7 +123,7 @@ def _bodies(eqn: Any, reads: Sequence[Value], site: Site) -> Iterator[Flow]:
 
 
 def _programs(eqn: Any) -> Iterator[tuple[Any, Sequence[int], range]]:
-    """Each inner program with the operand for each of its inputs, and which operands every turn reads alike."""
+    """Each sub-jaxpr with the operand of each of its inputs, and the loop-invariant operands."""
     name, params, operands = eqn.primitive.name, eqn.params, range(len(eqn.invars))
     if name == "scan":
         yield params["jaxpr"], operands, range(compat.scan_split(params)[0])

@@ -1,4 +1,4 @@
-"""What is known of a program's values before it runs: constants, positions, masks, and arithmetic on them."""
+"""Interval analysis: static bounds of constants, positions, masks, and arithmetic on them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from mpjax.inspection.audit.dataflow import Flow, Node, Value
 
 @dataclasses.dataclass(frozen=True)
 class Known:
-    """The least and the greatest that a value can be.
+    """Bounds of a value's elements.
 
     Args:
-        low, high: the bounds.
-        ids: whether its elements are different whole numbers that tell things apart: positions, ids, labels.
+        low, high: the lower and upper bound.
+        ids: whether the elements are integer identifiers: positions, ids, labels.
     """
 
     low: float
@@ -31,7 +31,7 @@ class Known:
 
     @property
     def constant(self) -> bool:
-        """Whether all elements are one number."""
+        """Whether all elements are the same number."""
         return self.low == self.high
 
     @property
@@ -45,7 +45,7 @@ _LARGEST = 2**22
 
 
 def known_values(flow: Flow) -> dict[Value, Known]:
-    """What is known of each value of a program, all levels deep."""
+    """The known bounds of each value of a program, including its sub-jaxprs."""
     known: dict[Value, Known] = {}
     for value, size in index_sizes(flow).items():
         known[value] = Known(0, size - 1, ids=True)
@@ -54,7 +54,7 @@ def known_values(flow: Flow) -> dict[Value, Known]:
 
 
 def index_sizes(flow: Flow) -> dict[Value, int]:
-    """The whole numbers that look something up, and in how long a table."""
+    """The integers that index a table, and the table's length."""
     sizes: dict[Value, int] = {}
     for node in reversed(list(flow.all_nodes())):
         if node.site.name == "gather":
@@ -62,7 +62,7 @@ def index_sizes(flow: Flow) -> dict[Value, int]:
             table = node.reads[0].aval.shape
             sizes[node.reads[1]] = max((table[d] for d in collapsed), default=0)
         elif _computes_index(node) and (size := max(sizes.get(w, 0) for w in node.writes)):
-            # A negative index is counted from the end: compared, added to, selected.
+            # JAX compiles a negative index to a comparison, an addition and a selection.
             for value in node.reads:
                 if value.constant is None and compat.is_shaped(value.aval) and value.aval.dtype.kind in "iu":
                     sizes[value] = max(size, sizes.get(value, 0))
@@ -90,7 +90,7 @@ def _forward(flow: Flow, known: dict[Value, Known]) -> None:
 
 
 def _slices(node: Node, body: Flow, of: Callable[[Value], Known | None], known: dict[Value, Known]) -> None:
-    """A turn of a scan sees a slice of what it goes over; of a carry nothing is known."""
+    """Bounds the slices that each iteration of a scan reads. The bounds of a carry are unknown."""
     scanned = sum(compat.scan_split(node.site.eqn.params))
     for value, operand in zip(body.inputs[scanned:], node.reads[scanned:], strict=True):
         if (found := of(operand)) is not None:
@@ -101,7 +101,7 @@ def _constant(value: Value) -> Known | None:
     array = value.constant
     if isinstance(array, jax.core.Tracer) or not getattr(array, "is_fully_addressable", True):
         return None
-    # Weights that a function closes over are too large to look through, and tell nothing.
+    # Closed-over weights are too large to scan, and their bounds are of no use.
     if not compat.is_shaped(value.aval) or not 0 < value.aval.size <= _LARGEST:
         return None
     if not (jnp.issubdtype(value.aval.dtype, jnp.number) or value.aval.dtype == bool):
@@ -114,7 +114,7 @@ def _constant(value: Value) -> Known | None:
 
 
 def _of_dtype(value: Value) -> Known | None:
-    """Bools and bytes are small whatever they hold."""
+    """The bounds of bools and 8-bit integers, which their dtype limits."""
     if not compat.is_shaped(value.aval) or value.aval.dtype.itemsize > 1 or value.aval.dtype.kind not in "biu":
         return None
     if value.aval.dtype == bool:
@@ -135,7 +135,7 @@ def _result(node: Node, operands: Sequence[Known | None], index: int) -> Known |
     if row.keeps_values and name not in _ARITHMETIC:
         if len(node.writes) == 1:
             return _union([operands[i] for i in row.sources(len(operands))])
-        if len(operands) == len(node.writes):  # each from its own
+        if len(operands) == len(node.writes):  # one result for each operand
             return operands[index]
         return operands[0] if row.moves else None
     if name in _ARITHMETIC and None not in operands:
@@ -165,10 +165,10 @@ _ARITHMETIC: dict[str, Callable[..., float]] = {
 
 
 def _arithmetic(operation: Callable[..., float], operands: Sequence[Known]) -> Known | None:
-    """Interval arithmetic: these operations are greatest and least at corners."""
+    """Interval arithmetic: these operations take their extremes at the corners."""
     if not all(math.isfinite(operand.largest) for operand in operands):
         return None
     corners = [operation(*corner) for corner in itertools.product(*((k.low, k.high) for k in operands))]
-    # Half of a position is a fraction, not an id.
+    # A position times 0.5 is a fraction, not an id.
     whole = all(operand.ids or float(operand.low).is_integer() for operand in operands)
     return Known(min(corners), max(corners), whole and _ids(operands))

@@ -1,4 +1,4 @@
-"""Matmuls and convolutions as rows, and what keeps each of them from Tensor Cores or from using them well."""
+"""Matmuls and convolutions as table rows, and what keeps each of them from using Tensor Cores well."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mpjax.inspection.reports import added_up, amount
 ALIGNMENT = 8
 # "If any GEMM dimension is 128 or smaller, speedup is closer to 2x than 8x" (NVIDIA, mixed precision tutorial).
 SMALL = 128
-# One tile of 128 x 128 x 128, the least that one multiprocessor is busy with.
+# One tile of 128 x 128 x 128, the least work that occupies one multiprocessor.
 TINY = 2 * 128**3
 DTYPE, DIMENSION, SMALL_DIMENSION, TINY_WORK = "dtype", "dimension", "small", "tiny"
 MEANINGS = {
@@ -32,22 +32,22 @@ MEANINGS = {
 
 @dataclasses.dataclass(frozen=True)
 class Matmul:
-    """The matmuls or convolutions of one line of the program that are alike.
+    """Matmuls or convolutions on one line of the program with the same shapes and dtypes.
 
     Args:
         module: module path, from the named scopes.
         source: the line, `file.py:12`.
         op: the primitive.
-        phase: `"forward"`, `"backward"`, or `"recomputed"` (forward work that the backward pass does again).
+        phase: `"forward"`, `"backward"`, or `"recomputed"` (forward operations repeated in the backward pass).
         lhs, rhs: shapes of the operands.
         dtypes: dtypes of the operands.
         out_dtype: dtype of the result.
-        count: how many times it runs, on all devices together.
-        flops: of all runs together, a multiply and an add counting two.
-        dimensions: of the matrix product that it is: M, N and K; of a convolution, the channels too.
-        precision: JAX's `precision` or the dot algorithm, if it is not the default; `jax_default_matmul_precision`
-            counts.
-        devices: how many devices run it, each on its own part; 1 outside of `shard_map`, where the shapes are whole.
+        count: number of executions, over all devices.
+        flops: FLOPs of all executions; a multiply-add is two.
+        dimensions: M, N and K of the matrix product; for a convolution, the channels too.
+        precision: JAX's `precision` or the dot algorithm, if it is not the default. Includes
+            `jax_default_matmul_precision`.
+        devices: number of devices that run it on their own parts; 1 outside `shard_map`, where the shapes are global.
     """
 
     module: str
@@ -66,13 +66,13 @@ class Matmul:
 
     @property
     def dtype(self) -> str:
-        """The operands' dtype; both, as `float16/float32`, if they differ; with the precision, if it is another."""
+        """The operands' dtype, or both as `float16/float32` if they differ. Includes the dot algorithm's dtype."""
         operands = "/".join(dict.fromkeys(self.dtypes))
         return f"{operands} as {_multiplied(self.precision)}" if _multiplied(self.precision) else operands
 
     @property
     def is_half(self) -> bool:
-        """Whether the multiplications are of 16 bits or fewer."""
+        """Whether the multiplications use 16 bits or fewer."""
         if _multiplied(self.precision):
             return self.precision.startswith(("F16_", "BF16_", "ANY_F8_")) and "_X" not in self.precision
         return all(jnp.dtype(dtype).itemsize <= 2 for dtype in self.dtypes)
@@ -89,7 +89,7 @@ _SHORT = {
 
 
 def _multiplied(precision: str) -> str:
-    """The dtype of the multiplications that a dot algorithm has; empty for a `Precision`.
+    """The dtype in which a dot algorithm multiplies; empty for a `Precision`.
 
     Example:
         >>> _multiplied("TF32_TF32_F32"), _multiplied("BF16_BF16_F32_X3"), _multiplied("HIGHEST")
@@ -101,12 +101,12 @@ def _multiplied(precision: str) -> str:
 
 
 def matmuls_of(sites: Iterable[Site], flow: Flow | None = None) -> tuple[Matmul, ...]:
-    """The rows of a program's matmuls and convolutions on real floating numbers and 8-bit integers.
+    """The rows of a program's matmuls and convolutions on real floating-point numbers and 8-bit integers.
 
     Args:
         sites: the program's equations.
-        flow: its graph, in which operands are followed to the float8 arrays that they were scaled from. (Compilers put
-            such a cast, scale and matmul together to one float8 matmul.)
+        flow: its graph, which traces operands back to the float8 arrays that they are scaled from. (Compilers fuse
+            such a cast, scale and matmul into one float8 matmul.)
     """
     float8 = {} if flow is None else float8_operands(flow)
     merged = added_up(
@@ -118,7 +118,7 @@ def matmuls_of(sites: Iterable[Site], flow: Flow | None = None) -> tuple[Matmul,
 
 
 def float8_operands(flow: Flow) -> dict[int, tuple[str, str]]:
-    """The operands' dtypes of each matmul that has operands scaled from float8, by its equation's `id`."""
+    """The operand dtypes of each matmul with operands scaled from float8, by the `id` of its equation."""
     nodes = list(flow.all_nodes())
     makers = {value: node for node in nodes for value in node.writes}
 
@@ -146,7 +146,7 @@ _FAR = 6
 
 
 def _rescales(node: Node) -> bool:
-    """Whether a value is another one, cast, moved or scaled."""
+    """Whether a node only casts, moves or scales a value."""
     row = primitive(node.site.name)
     return row.whole or row.op is Op.CONVERT or node.site.name in ("mul", "div")
 
@@ -183,7 +183,7 @@ def _precision(precision: Any) -> str:
 
 
 def _dimensions(site: Site) -> dict[str, int]:
-    """M, N and K of the matrix product; of a convolution, that of its im2col, and the channels."""
+    """M, N and K of the matrix product; for a convolution, those of its im2col product and the channels."""
     eqn = site.eqn
     lhs, rhs, out = (v.aval.shape for v in (*eqn.invars[:2], eqn.outvars[0]))
     if site.name == "dot_general":
@@ -197,7 +197,7 @@ def _dimensions(site: Site) -> dict[str, int]:
     inner = rhs[numbers.rhs_spec[1]]
     window = math.prod(rhs) // max(features * inner, 1)
     sizes = {"M": math.prod(out) // max(features, 1), "N": features // groups, "K": inner * window}
-    # The gradient of the weights slides the output's gradient over the input: there the batch is summed over.
+    # The gradient of the weights slides the output's gradient over the input, and sums over the batch.
     channels = (lhs[numbers.lhs_spec[0]] if is_weight_gradient(eqn) else inner, features // groups)
     groups *= eqn.params["batch_group_count"]
     return sizes | {"in": channels[0], "out": channels[1]} | ({"groups": groups} if groups > 1 else {})
@@ -205,16 +205,16 @@ def _dimensions(site: Site) -> dict[str, int]:
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """Why matmuls or convolutions do not run on Tensor Cores, or not at their speed.
+    """Why matmuls or convolutions do not run on Tensor Cores, or not at full speed.
 
     Args:
-        kind: `"dtype"`: the operands are not half; `"dimension"`: a dimension is no multiple of 8;
+        kind: `"dtype"`: the operands are not half; `"dimension"`: a dimension is not a multiple of 8;
             `"small"`: a dimension is 128 or less; `"tiny"`: too little work to fill a GPU.
-        module, source, op: where and what.
-        flops: FLOPs of the matmuls that it concerns.
-        share: their share of the program's.
-        shapes: of the operands, in the first of them.
-        why: the reason, and what would do.
+        module, source, op: the module path, the line and the primitive.
+        flops: FLOPs of the affected matmuls.
+        share: their share of the program's FLOPs.
+        shapes: operand shapes of the first affected matmul.
+        why: the reason and the fix.
     """
 
     kind: str
@@ -228,7 +228,7 @@ class Finding:
 
 
 def findings_of(matmuls: Iterable[Matmul]) -> tuple[Finding, ...]:
-    """The findings, those that concern most FLOPs first. Forward and backward of one matmul are one finding."""
+    """The findings by kind, most FLOPs first. Forward and backward of one matmul are one finding."""
     rows = tuple(matmuls)
     total = sum(row.flops for row in rows)
     merged: dict[Any, Finding] = {}
@@ -244,7 +244,7 @@ def findings_of(matmuls: Iterable[Matmul]) -> tuple[Finding, ...]:
 
 
 def _faults(row: Matmul) -> Iterator[tuple[str, frozenset[int], str]]:
-    """Each fault's kind, the sizes that are at fault, and the text."""
+    """The kind, the sizes concerned and the text of each fault."""
     if not row.is_half:
         dtypes = list(dict.fromkeys(row.dtypes))
         text = f"{' and '.join(dtypes)} operands"
@@ -274,7 +274,7 @@ def _padded(size: int) -> int:
 
 
 def casts_of(sites: Iterable[Site]) -> dict[str, tuple[int, int]]:
-    """Casts between floating dtypes, as `float32→float16`: how many run, and the bytes that they read and write."""
+    """The number of casts between floating dtypes, as `float32→float16`, and the bytes they read and write."""
     return added_up(row for site in sites if site.name == "convert_element_type" for row in _cast(site))
 
 

@@ -1,4 +1,4 @@
-"""A picture of a program: a bar for each module, as long as its FLOPs, in the colours of the dtypes."""
+"""A bar chart of a program: the FLOPs of each module, coloured by dtype."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ROW, _LABEL, _BAR, _CHARACTERS = 20, 360, 500, 46
 
 
 def precision_map(matmuls: Iterable[Matmul]) -> str:
-    """The picture as inline SVG, modules in the program's order, with a legend of the dtypes."""
+    """The chart as inline SVG, with the modules in program order and a legend of the dtypes."""
     modules: dict[str, dict[str, int]] = {}
     for (module, dtype), number in totals(
         ((row.module or row.source, row.dtype), row.flops) for row in matmuls

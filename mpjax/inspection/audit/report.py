@@ -1,4 +1,4 @@
-"""The report of an audit: what of a program runs in which precision."""
+"""The report of an audit: the precision of each operation of a program."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from mpjax.inspection.devices import DEVICES, device_of
 from mpjax.inspection.reports import WIDTH, Report, Section, added_up, amount, duration, folded, totals
 
 _PHASES = (FORWARD, RECOMPUTED, BACKWARD)
-_USUAL_DEVICES = 7  # those of data centers; the rest of the table with --all
-# The tables have little room.
+_USUAL_DEVICES = 7  # data center GPUs; --all prints the rest of the table
+# Short names for narrow table columns.
 _OPS = {
     "conv_general_dilated": "conv",
     "dot_general": "dot",
@@ -31,21 +31,21 @@ _OPS = {
 
 @dataclasses.dataclass(frozen=True)
 class PrecisionReport(Report):
-    """What of a program runs in which precision; `print` it, or ask its fields.
+    """The precision of each operation of a program. `print` it, or read its fields.
 
     Args:
         name: the function's name.
         matmuls: matmuls and convolutions by module, line, shapes and dtypes.
-        findings: why some of them are not on Tensor Cores, or not at their speed.
-        risks: what is computed in half that half can't do well.
-        residuals: bytes that the backward pass keeps, by dtype; of a function without a gradient in it, those that
-            its gradient with respect to the first argument would keep. None if it has none that `audit` can take.
-        casts: casts between floating dtypes, `"float32→float16"`: how many run, and the bytes they read and write.
-        costs: FLOPs and bytes of the program in float32, as it is and in half, for `speedup_bound`.
-        notes: what the figures leave out.
-        communication: what is sent between devices; None of a program for one device.
-        devices: how many devices run it.
-        device: the one that "Speed at most" is about, as `speedup_bound` takes it; empty for all that are known.
+        findings: why some of them do not use Tensor Cores, or not at full speed.
+        risks: half operations that need float32's range or digits.
+        residuals: bytes kept for the backward pass, by dtype. For a function that takes no gradient, the bytes that
+            its gradient with respect to the first argument would keep. None if `audit` can't take that gradient.
+        casts: casts between floating dtypes, `"float32→float16"`: their count, and the bytes they read and write.
+        costs: FLOPs and bytes of the program in float32, as written and in half, for `speedup_bound`.
+        notes: the limits of the figures.
+        communication: collectives between devices; None for a program on one device.
+        devices: number of devices that run the program.
+        device: the device in "Speed at most", as `speedup_bound` takes it; empty for all known devices.
 
     Example:
         >>> import jax, jax.numpy as jnp, mpjax
@@ -69,7 +69,7 @@ class PrecisionReport(Report):
 
     @property
     def title(self) -> str:
-        """The report's name."""
+        """The report's title."""
         return f"Precision of {self.name}"
 
     @property
@@ -79,52 +79,53 @@ class PrecisionReport(Report):
 
     @property
     def flops_per_device(self) -> dict[str, float]:
-        """`flops` on each device; what is outside of `shard_map` is taken as spread evenly."""
+        """`flops` on each device. Work outside `shard_map` is assumed to be spread evenly."""
         return {dtype: flops / self.devices for dtype, flops in self.flops.items()}
 
     @property
     def flops_by_phase(self) -> dict[str, dict[str, int]]:
-        """`flops` of the forward pass, of forward work that the backward pass does again, and of the backward pass."""
+        """`flops` of the forward pass, of recomputed forward operations, and of the backward pass."""
         return {phase: _flops_by_dtype(row for row in self.matmuls if row.phase == phase) for phase in _PHASES}
 
     @property
     def half_share(self) -> float:
-        """The share of these FLOPs whose operands are half (or float8); 0 if there are none."""
+        """The share of `flops` with half or float8 operands; 0 if there are no FLOPs."""
         total = sum(row.flops for row in self.matmuls)
         return sum(row.flops for row in self.matmuls if row.is_half) / total if total else 0.0
 
     def speedup_bound(self, device: str, float32_seconds: float | None = None) -> SpeedupBound:
-        """How much faster than in float32 half can make this program, by FLOPs and bytes.
+        """Bounds the speedup of half over float32, from FLOPs and bytes.
 
             T = Σ over kernels of max(FLOPs / peak FLOP/s of the dtype, bytes / memory bandwidth)
             L = max(Σ FLOPs / peak FLOP/s, bytes of arguments and results / memory bandwidth)
-            between T(float32 program) / T(as it is)   where the compiler fuses elementwise work, in both alike
-            and     L(float32 program) / L(as it is)   where it fuses all, as fused attention does, in both alike
+            between T(float32 program) / T(this program)   if the compiler fuses elementwise operations in both
+            and     L(float32 program) / L(this program)   if it fuses all operations in both, as fused attention does
 
-        The float32 program is the call traced without autocast; what was written in half is widened, without its casts.
-        Amdahl's law: what is bound by memory gets at most 2 times faster, what is not half not at all. No program beats
-        L. With the measured time of the float32 program, its ratio to L is a bound whatever either program reaches.
+        The float32 program is the call traced without autocast. Explicit half in it is widened to float32, without the
+        casts. By Amdahl's law, memory-bound operations get at most 2 times faster, and operations that are not in half
+        get no faster. No program runs in less time than L. The ratio of a measured float32 time to L therefore bounds
+        the speedup, however efficient either program is.
 
         Args:
             device: one of `mpjax.inspection.devices.DEVICES`, a `device_kind` of JAX that names one, or three numbers,
-                `"2000,300,40"`: the GB/s of its memory, its TFLOP/s in half and its TFLOP/s in float32.
-            float32_seconds: the measured time of the program in float32; None for T and L.
+                `"2000,300,40"`: memory bandwidth in GB/s, TFLOP/s in half and TFLOP/s in float32.
+            float32_seconds: measured time of the program in float32, in seconds; None to use T and L.
 
         Raises:
-            ValueError: the device's peak rates are not known; lists those that are.
+            ValueError: the device's peak rates are not known. The message lists the known devices.
 
         Source: Amdahl, 1967; Williams, Waterman, Patterson, "Roofline", 2009; peak rates from their makers.
         """
         return speedup_bound(self.costs, device_of(device), float32_seconds)
 
     def assert_half(self, min_share: float = 0.99) -> None:
-        """Fails unless matmuls and convolutions run in half: for a project's own tests.
+        """Fails unless matmuls and convolutions run in half. Meant for a project's tests.
 
         Args:
-            min_share: the least share of their FLOPs that must have half operands.
+            min_share: the minimum share of their FLOPs that must have half operands.
 
         Raises:
-            AssertionError: they do not; lists the matmuls that are not in half, with the largest share first.
+            AssertionError: the share is smaller. The message lists the matmuls not in half, largest share first.
         """
         if not self.matmuls:
             raise AssertionError(f"{self.name} has no matmul or convolution, so none is in half.")
@@ -150,7 +151,7 @@ class PrecisionReport(Report):
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The report for programs."""
+        """The report as plain values for JSON."""
         return {
             "name": self.name,
             "flops": self.flops,
@@ -183,14 +184,14 @@ class PrecisionReport(Report):
         ]
 
     def viewed(self, **options: Any) -> PrecisionReport:
-        """The report for one `device`, if that is given."""
+        """The report for one `device`, if it is given."""
         device = options.get("device") or ""
         if device:
-            device_of(device)  # an unknown one is an error here, not in the middle of the report
+            device_of(device)  # raises for an unknown device before the report is printed
         return dataclasses.replace(self, device=device)
 
     def failure(self, **checks: Any) -> str:
-        """The matmuls that are not in half, where `min_half` is given and fewer are in half than that."""
+        """The matmuls not in half if the half share is below `min_half`; empty otherwise."""
         try:
             if checks.get("min_half") is not None:
                 self.assert_half(checks["min_half"])
@@ -199,7 +200,7 @@ class PrecisionReport(Report):
         return ""
 
     def sections(self) -> list[Section]:
-        """The report for people."""
+        """The sections of the printed report."""
         memory = Section(
             "Memory and casts", "\n".join([*_residual_lines(self.residuals, self.devices), *_cast_lines(self.casts)])
         )
@@ -223,7 +224,7 @@ class PrecisionReport(Report):
         return Section(self.title, "\n".join(lines), ("operands", *_PHASES, "share"), rows, {1, 2, 3, 4})
 
     def _to_do(self) -> list[str]:
-        """What to look at first: the matmuls that are not in half, the gravest risks."""
+        """The most important results: the matmuls not in half and the most severe risks."""
         lines = []
         total = sum(row.flops for row in self.matmuls)
         shares = totals((row.module or row.source, row.flops / total) for row in self.matmuls if not row.is_half)
@@ -307,7 +308,7 @@ def _flops_by_dtype(rows: Iterable[Matmul]) -> dict[str, int]:
 
 
 def _by_pass(row: Matmul) -> tuple[int, int]:
-    """FLOPs of the forward pass and, what it computes again among them, of the backward pass."""
+    """FLOPs of the forward pass, and of the backward pass with its recomputation."""
     return (row.flops, 0) if row.phase == FORWARD else (0, row.flops)
 
 
@@ -323,7 +324,7 @@ Faults = TypeVar("Faults", Finding, Risk)
 
 
 def _alike(faults: Iterable[Faults], key: Callable[[Faults], Any]) -> Iterator[tuple[Faults, str, list[Faults]]]:
-    """Faults that differ in their place only: the first, where it is and how many more there are, and all."""
+    """Groups faults that differ only in location: the first, its location and the number of others, and all."""
     merged: dict[Any, list[Faults]] = {}
     for fault in faults:
         merged.setdefault(key(fault), []).append(fault)

@@ -1,4 +1,4 @@
-"""What the backward pass keeps in memory: values that forward equations make and backward ones read."""
+"""Residuals: values that forward equations compute and backward equations read."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from mpjax.inspection.audit.dataflow import Flow, Value
 
 
 def residuals_of(flow: Flow) -> Iterator[Value]:
-    """The values of a program with a gradient in it that are kept from its forward for its backward pass.
+    """The values that a program with a gradient keeps from its forward pass for its backward pass.
 
-    Each counts once, however often it is read. The program's own inputs and constants do not count, for they are kept
-    anyway, nor do arrays of one constant, which XLA makes where they are read; a half copy of a weight does. What is
-    made and read in the body of a loop counts once, as each turn frees it.
+    Each value counts once, however often it is read. The program's inputs and constants do not count: they are kept
+    anyway. Arrays filled with one constant do not count either: XLA creates them where they are read. A half copy of a
+    weight counts. Residuals within a loop's body count once, as each iteration frees them.
     """
     forward: set[Value] = set()
     filled: set[Value] = set()

@@ -1,4 +1,4 @@
-"""What a program does in half that half can't do well."""
+"""Half operations that need float32's range or digits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mpjax._jaxpr.walk import Site
 from mpjax.inspection.audit.dataflow import INPUT, Flow, Node, Value
 from mpjax.inspection.audit.interval_analysis import Known, known_values
 
-# The gravest first: what makes an inf or a NaN, or wrong results, before what loses digits.
+# Most severe first: inf, NaN or wrong results before lost digits.
 MEANINGS = {
     "overflow": "a finite constant becomes infinite",
     "epsilon": "a constant that guards against zero becomes zero",
@@ -38,19 +38,19 @@ MEANINGS = {
 
 @dataclasses.dataclass(frozen=True)
 class Risk:
-    """Operations of one line of the program that half precision may spoil.
+    """Operations of one line of the program that half precision may make inaccurate.
 
     Args:
         kind: `"exp"`, `"log"`, `"pow"`, `"sum"`, `"softmax"`, `"loss"`: computed in half;
             `"overflow"`: a finite constant (an additive mask) becomes infinite in half;
             `"epsilon"`: a constant becomes zero in half;
             `"update"`: a value is stored in half and changed by small amounts (weights, a moving average);
-            `"ids"`: whole numbers that tell things apart, in a half dtype that can't.
-        module, source, op: where and what.
+            `"ids"`: integer identifiers that become equal in half.
+        module, source, op: the module path, the line and the primitive.
         dtype: the half dtype.
-        phases: of `"forward"`, `"backward"`, `"recomputed"`.
-        count: how many times it runs.
-        why: what may go wrong.
+        phases: a subset of `"forward"`, `"backward"`, `"recomputed"`.
+        count: number of executions.
+        why: the possible failure.
     """
 
     kind: str
@@ -64,7 +64,7 @@ class Risk:
 
 
 def risks_of(flow: Flow) -> tuple[Risk, ...]:
-    """The risks of a program, each line's once, the gravest first."""
+    """The risks of a program, one for each line, the most severe first."""
     nodes = list(flow.all_nodes())
     known = known_values(flow)
     found = [*_operations(nodes), *_loss(flow, nodes)]
@@ -76,11 +76,11 @@ def risks_of(flow: Flow) -> tuple[Risk, ...]:
     return _merged(found)
 
 
-Found = tuple[str, Site, str, str]  # kind, where, dtype, why
+Found = tuple[str, Site, str, str]  # kind, site, dtype, why
 
 
 def _operations(nodes: Sequence[Node]) -> Iterator[Found]:
-    """Operations in half that want float32; those of a softmax go by its name."""
+    """Half operations that need float32. Those of a softmax are reported as one."""
     risky = [(node.site, dtype) for node in nodes if (dtype := _risky(node))]
     maxima = {_place(node.site) for node in nodes if node.site.name == "reduce_max"}
     softmaxes = {_place(site) for site, _ in risky if primitive(site.name).risk == "exp"} & maxima
@@ -91,7 +91,7 @@ def _operations(nodes: Sequence[Node]) -> Iterator[Found]:
 
 
 def _risky(node: Node) -> str:
-    """The half dtype that a risky operation reads; empty for any other."""
+    """The half dtype that a risky operation reads; empty for other operations."""
     if not primitive(node.site.name).risk:
         return ""
     # JAX sums over axes of length 1 to drop them.
@@ -105,7 +105,7 @@ def _place(site: Site) -> tuple[str, str]:
 
 
 def _loss(flow: Flow, nodes: Sequence[Node]) -> Iterator[Found]:
-    """A scalar result in half: a loss, or what is shown of it."""
+    """Scalar results in half: a loss or a metric."""
     makers = {value: node.site for node in nodes for value in node.writes}
     for value in dict.fromkeys(flow.outputs):
         if is_half(value) and not value.aval.shape and value in makers:
@@ -113,12 +113,12 @@ def _loss(flow: Flow, nodes: Sequence[Node]) -> Iterator[Found]:
 
 
 def _constants(node: Node, known: dict[Value, Known]) -> Iterator[Found]:
-    """Known numbers that a cast to half, or half arithmetic, spoils."""
+    """Constants that overflow, vanish or lose digits in half."""
     if node.site.name == "convert_element_type":
         yield from _cast(node, known)
     elif node.site.name in ("mul", "add", "sub", "div"):
         for value in node.reads:
-            # JAX has rounded the constant to half already, when it met a half array.
+            # JAX has already rounded the constant to the dtype of the half array.
             if is_half(value) and value.constant is not None and np.isinf(np.asarray(value.constant)).any():
                 why = f"a constant is beyond {value.aval.dtype.name}'s range; jnp.finfo(dtype).min fits"
                 yield "overflow", node.site, value.aval.dtype.name, why
@@ -146,7 +146,7 @@ def _cast(node: Node, known: dict[Value, Known]) -> Iterator[Found]:
 
 
 def _inexact(site: Site, dtype: Any, value: Known) -> Iterator[Found]:
-    """Ids beyond the whole numbers that a half dtype holds one by one."""
+    """Ids larger than the integers that a half dtype represents exactly."""
     exact = _exact(dtype)
     if value.ids and not value.constant and value.largest > exact:
         why = f"whole numbers up to {value.largest:.0f}; {dtype.name} holds all up to {exact} only"
@@ -154,7 +154,7 @@ def _inexact(site: Site, dtype: Any, value: Known) -> Iterator[Found]:
 
 
 def _vanished(nodes: Sequence[Node]) -> Iterator[Found]:
-    """Half denominators and logarithms that are guarded by adding zero: the epsilon was rounded away."""
+    """Half denominators and logarithms whose epsilon was rounded to zero."""
     guarded: dict[Value, Site] = {}
     for node in nodes:
         name, reads = node.site.name, node.reads
@@ -164,14 +164,14 @@ def _vanished(nodes: Sequence[Node]) -> Iterator[Found]:
             guarded[node.writes[0]] = guarded[reads[0]]
         at_risk = reads[1:2] if name == "div" else reads[:1] if name in ("log", "rsqrt", "sqrt", "pow") else ()
         for value in at_risk:
-            # The root of max(x, 0) is a guard against negative numbers, and meant so.
+            # max(x, 0) before a square root deliberately guards against negative numbers.
             if value in guarded and not (name == "sqrt" and guarded[value].name == "max"):
                 why = f"zero in {value.aval.dtype.name}: nothing guards this {name}"
                 yield "epsilon", guarded[value], value.aval.dtype.name, why
 
 
 def _compared(nodes: Sequence[Node], known: dict[Value, Known]) -> Iterator[Found]:
-    """Whole numbers of any size that went to half, and are compared there or made whole numbers again."""
+    """Integers of unknown size that are cast to half, then compared or cast back to integers."""
     whole: set[Value] = set()
     for node in nodes:
         name, reads = node.site.name, node.reads
@@ -188,7 +188,7 @@ def _compared(nodes: Sequence[Node], known: dict[Value, Known]) -> Iterator[Foun
 
 
 def _exact(dtype: Any) -> int:
-    """Up to which whole number a dtype holds all."""
+    """The largest n such that a dtype represents all integers up to n."""
     return 2 ** _digits(dtype)
 
 
@@ -196,12 +196,12 @@ def _is_zero(value: Value) -> bool:
     return value.constant is not None and not value.aval.shape and float(value.constant) == 0.0
 
 
-# Below these a factor makes an update (a learning rate), and above them it keeps what was there (a moving average).
+# A factor up to the first makes an update (a learning rate); one from the second on keeps the old value (an average).
 _SMALL_FACTOR, _KEEPING_FACTOR = 0.05, 0.9
 
 
 def _updates(flow: Flow, known: dict[Value, Known]) -> Iterator[Found]:
-    """Results that are a half argument and a small multiple of something: updates, which half may round away."""
+    """Results that add a small multiple of a value to a half argument: updates that half may round away."""
     makers = {value: node for node in flow.nodes for value in node.writes}
 
     def source(value: Value) -> Value:
@@ -210,7 +210,7 @@ def _updates(flow: Flow, known: dict[Value, Known]) -> Iterator[Found]:
         return value
 
     def factor(value: Value) -> tuple[float, Value | None]:
-        """The known size of the factor that makes a product, and what it multiplies."""
+        """The known magnitude of a product's constant factor, and its other factor."""
         node = makers.get(source(value))
         if node is None or node.site.name != "mul":
             return math.nan, None
@@ -235,16 +235,16 @@ def _updates(flow: Flow, known: dict[Value, Known]) -> Iterator[Found]:
 
 
 def _digits(dtype: Any) -> int:
-    """The bits of a dtype's mantissa, the leading one included."""
+    """The bits of a dtype's significand, including the leading bit."""
     return int(compat.finfo(dtype).nmant) + 1
 
 
 @contextlib.contextmanager
 def overflowing_casts() -> Iterator[list[str]]:
-    """Notes the lines on which a number overflows in half while a function is traced.
+    """Collects the lines on which a number overflows in half while a function is traced.
 
-    `jnp.full(shape, -1e9, jnp.float16)` is an infinite constant in the trace, as `-jnp.inf` is. NumPy only warns of the
-    first.
+    In the trace, `jnp.full(shape, -1e9, jnp.float16)` is an infinite constant like `-jnp.inf`. NumPy warns only about
+    the first.
     """
     lines: list[str] = []
     shown = warnings.showwarning
@@ -270,7 +270,7 @@ def _of_libraries(file: str) -> bool:
 
 
 def overflows_of(lines: Iterable[str]) -> tuple[Risk, ...]:
-    """The risks of what `overflowing_casts` noted."""
+    """The risks of the lines that `overflowing_casts` collected."""
     why = "a constant is beyond half's range; jnp.finfo(dtype).min fits"
     return tuple(Risk("overflow", "", line, "constant", "half", ("forward",), 1, why) for line in dict.fromkeys(lines))
 

@@ -1,4 +1,4 @@
-"""What half precision can gain at most: a program's FLOPs and bytes, in float32 and in half, against peak rates."""
+"""Bounds on the speedup of half: a roofline of a program's FLOPs and bytes in float32 and in half."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from mpjax.inspection.audit.dataflow import Flow, Node, Value
 from mpjax.inspection.devices import Device
 
 _REDUCTIONS = ("reduce_", "cum", "arg", "select_and")
-# Their result is their first operand, in the same memory.
+# Their result shares the memory of their first operand.
 _SAME = ("reshape", "squeeze", "expand_dims", "copy", "detached", "lent", "matmul_result")
 _PARTIAL = ("gather", "dynamic_slice", "scatter", "dynamic_update_slice")
 
 
 @dataclasses.dataclass(frozen=True)
 class KernelCost:
-    """One kernel of a program in which all elementwise work is fused.
+    """One kernel of a program with all elementwise operations fused.
 
     Args:
-        times: how often it runs.
-        flops: of a matmul or convolution, once; 0 for others.
-        dtype, precision: of the matmul.
-        bytes: what it reads and writes, once.
-        part: the share that is one device's, where several do it together.
+        times: number of executions.
+        flops: FLOPs of one execution of a matmul or convolution; 0 for other kernels.
+        dtype, precision: those of the matmul.
+        bytes: bytes that one execution reads and writes.
+        part: one device's share of the work.
     """
 
     times: int
@@ -37,40 +37,40 @@ class KernelCost:
     part: float = 1.0
 
     def seconds(self, device: Device) -> float:
-        """The least time that it takes."""
+        """The least time of all executions, in seconds."""
         return max(self.arithmetic_seconds(device), self.part * self.times * (self.bytes / device.bandwidth))
 
     def arithmetic_seconds(self, device: Device) -> float:
-        """The least time of its arithmetic alone."""
+        """The least time of the arithmetic alone, in seconds."""
         once = self.flops / device.peak(self.dtype, self.precision) if self.flops else 0.0
         return self.part * self.times * once
 
 
 @dataclasses.dataclass(frozen=True)
 class ProgramCost:
-    """A program's kernels, and what every way to run it has to read and write.
+    """A program's kernels, and the bytes that any execution must read and write.
 
     Args:
-        kernels: with all elementwise work fused into what reads it, and nothing else.
-        bytes: its arguments and results. All other arrays could be fused away, as fused attention does.
+        kernels: the kernels when only elementwise operations are fused into their consumers.
+        bytes: bytes of arguments and results. All other arrays could be fused away, as in fused attention.
     """
 
     kernels: tuple[KernelCost, ...]
     bytes: int
 
     def seconds(self, device: Device) -> float:
-        """The roofline: each kernel waits for its arithmetic or for memory."""
+        """The roofline time in seconds: each kernel is bound by arithmetic or by memory."""
         return sum(kernel.seconds(device) for kernel in self.kernels)
 
     def least(self, device: Device) -> float:
-        """The time that nothing can beat, however much is fused: all matmuls at peak rate, or arguments and results."""
+        """The lower bound in seconds for any fusion: all matmuls at peak rate, or arguments and results."""
         arithmetic = sum(kernel.arithmetic_seconds(device) for kernel in self.kernels)
         return max(arithmetic, self.bytes / device.bandwidth)
 
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """One call as three programs: in float32, as it is, and as autocast plans it in half."""
+    """The costs of one call as three programs: in float32, as written, and in half as autocast plans it."""
 
     float32: ProgramCost
     now: ProgramCost
@@ -79,16 +79,16 @@ class Costs:
 
 @dataclasses.dataclass(frozen=True)
 class SpeedupBound:
-    """What half precision can gain on a device; `PrecisionReport.speedup_bound` says what T and L are.
+    """Bounds on the speedup of half on a device. `PrecisionReport.speedup_bound` defines T and L.
 
     Args:
-        device: its name.
-        float32: T of the program in float32, or its measured time; in seconds.
-        now: T of the program as it is.
+        device: the device's name.
+        float32: T of the float32 program, or its measured time. All times are in seconds.
+        now: T of the program as written.
         half: T of the program as autocast plans it.
-        least_float32: L in float32, or the measured time.
-        least_now, least_half: L of the other two, which nothing can beat.
-        matmul_share: the share of T in float32 that matmuls and convolutions take; Amdahl's parallel fraction.
+        least_float32: L of the float32 program, or its measured time.
+        least_now, least_half: L, the lower bound, of the other two programs.
+        matmul_share: the share of matmuls and convolutions in T of the float32 program: Amdahl's parallel fraction.
     """
 
     device: str
@@ -102,22 +102,22 @@ class SpeedupBound:
 
     @property
     def speedup(self) -> float:
-        """How much faster than in float32 the program is as it is, with elementwise work fused in both."""
+        """The speedup of the program as written over float32, with elementwise operations fused in both."""
         return _ratio(self.float32, self.now)
 
     @property
     def limit(self) -> float:
-        """`speedup` with all in half, as autocast plans it."""
+        """`speedup` of the program in half, as autocast plans it."""
         return _ratio(self.float32, self.half)
 
     @property
     def interval(self) -> tuple[float, float]:
-        """The speedup as it is, between elementwise work fused and everything fused, in both programs alike."""
+        """`speedup` with elementwise operations fused and with everything fused, the lower first."""
         return _interval(self.speedup, _ratio(self.least_float32, self.least_now))
 
     @property
     def limit_interval(self) -> tuple[float, float]:
-        """`interval` with all in half."""
+        """`interval` of the program in half, as autocast plans it."""
         return _interval(self.limit, _ratio(self.least_float32, self.least_half))
 
 
@@ -130,12 +130,12 @@ def _interval(one: float, other: float) -> tuple[float, float]:
 
 
 def speedup_bound(costs: Costs, device: Device, float32_seconds: float | None = None) -> SpeedupBound:
-    """The bound of a program.
+    """The speedup bound of a program.
 
     Args:
-        costs: of it.
-        device: what it runs on.
-        float32_seconds: the measured time of the program in float32; None for its roofline.
+        costs: the program's costs.
+        device: the device.
+        float32_seconds: measured time of the float32 program, in seconds; None to use its roofline.
     """
     roofline, least = costs.float32.seconds(device), costs.float32.least(device)
     matmuls = sum(kernel.seconds(device) for kernel in costs.float32.kernels if kernel.flops)
@@ -156,9 +156,9 @@ def program_cost(flow: Flow, widened: bool = False, devices: int = 1) -> Program
 
     Args:
         flow: the program.
-        devices: how many run it. Outside of `shard_map` they are taken to share all work and all arrays evenly.
-        widened: whether half arrays are float32 and casts between floating dtypes are nothing: the float32 program of
-            one that was written in half.
+        devices: number of devices. Outside `shard_map`, work and arrays are assumed to be shared evenly.
+        widened: whether to count half arrays as float32 and drop casts between floating dtypes. This gives the float32
+            program of one that was written in half.
     """
     read_whole = {v for node in flow.all_nodes() for i, v in enumerate(node.reads) if i > 0 or not _is_partial(node)}
     made_whole = {v for node in flow.nodes if not _is_partial(node) for v in node.writes}
@@ -169,13 +169,13 @@ def program_cost(flow: Flow, widened: bool = False, devices: int = 1) -> Program
 
 
 def _kernel_costs(flow: Flow, widened: bool, devices: int) -> Iterator[KernelCost]:
-    """The kernels of a program when a compiler fuses all elementwise work into what reads it.
+    """The kernels of a program when a compiler fuses all elementwise operations into their consumers.
 
-    A matmul, a reduction, a gather and the like is a kernel; so is an elementwise result that one of them needs in
-    memory, that goes out, or that several read and that is smaller than what it is made of.
+    Matmuls, reductions, gathers and similar operations are kernels. So is an elementwise result that such a kernel
+    needs in memory, that is an output, or that has several consumers and is smaller than its operands.
 
     Args:
-        flow: the program, or the body of a loop or a branch in it.
+        flow: the program, or a loop body or branch in it.
         widened, devices: as in `program_cost`.
     """
     same = _aliases(flow, widened)
@@ -205,7 +205,7 @@ def _kernel_costs(flow: Flow, widened: bool, devices: int) -> Iterator[KernelCos
 
 
 def _aliases(flow: Flow, widened: bool) -> dict[Value, Value]:
-    """The values that are others in the same memory, or would be if floating dtypes were one."""
+    """The values that share memory with another value, or would if all floating dtypes were the same."""
     same: dict[Value, Value] = {}
     for node in flow.nodes:
         if node.site.name in _SAME or (widened and _is_cast(node)):
@@ -214,7 +214,7 @@ def _aliases(flow: Flow, widened: bool) -> dict[Value, Value]:
 
 
 def _in_memory(value: Value, sources: dict[Value, frozenset[Value]]) -> frozenset[Value]:
-    """The arrays that a value is computed from when it is read."""
+    """The arrays in memory that a value is computed from when it is read."""
     if value in sources:
         return sources[value]
     return frozenset([value]) if getattr(value.aval, "shape", ()) else frozenset()
@@ -225,7 +225,7 @@ def _is_root(node: Node) -> bool:
 
 
 def _is_partial(node: Node) -> bool:
-    """Whether a node reads or writes a part of its first operand only."""
+    """Whether a node reads or writes only a part of its first operand."""
     return node.site.name.startswith(_PARTIAL)
 
 
@@ -251,7 +251,7 @@ def _is_cast(node: Node) -> bool:
 
 
 def _bytes(value: Value, widened: bool) -> int:
-    """Its size in memory; of half arrays, if these are widened, in float32."""
+    """A value's size in memory; with `widened`, half arrays count as float32."""
     if widened and value.bytes and _is_half(value.aval.dtype.name):
         return 4 * value.bytes // value.aval.dtype.itemsize
     return value.bytes

@@ -1,4 +1,4 @@
-"""A call in other precisions than its own: the float32 program and the one that autocast plans in half."""
+"""Variants of a call: its float32 program, and its half program as autocast plans it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from mpjax.inspection.reports import reason
 
 
 def costs_of(fun: Callable[..., Any], args: Any, kwargs: Any, flow: Flow, devices: int = 1) -> tuple[Costs, list[str]]:
-    """The costs of a call in float32, as it is, and planned in half; and what could not be traced.
+    """The costs of a call in float32, as written and as planned in half, and notes on variants that did not trace.
 
     Args:
         fun, args, kwargs: the call.
-        flow: of the call as it is.
-        devices: how many run it; the costs are those of one.
+        flow: the graph of the call as written.
+        devices: number of devices; the costs are those of one device.
     """
     now, notes = program_cost(flow, devices=devices), list[str]()
     float32 = planned = now
@@ -31,14 +31,14 @@ def costs_of(fun: Callable[..., Any], args: Any, kwargs: Any, flow: Flow, device
     if half:
         try:
             flow = _without_autocast(fun, args, kwargs)
-        except Exception as error:  # whatever the author's function raises where it is not under autocast
+        except Exception as error:  # the user's function may raise any error without autocast
             notes.append(f"the float32 program is the one in half, widened: {reason(error)}")
-        # What was written in half is widened, and its casts left out.
+        # Explicit half is widened to float32, and its casts are dropped.
         float32 = program_cost(flow, widened=True, devices=devices)
     if {"float32", "float64"} & dtypes:
         try:
             planned = program_cost(_under_autocast(fun, args, kwargs, half or "float16"), devices=devices)
-        except Exception as error:  # autocast refuses some programs; the audit has all else to say
+        except Exception as error:  # autocast rejects some programs; the rest of the audit is still valid
             notes.append(f"autocast has no plan for it, so 'all in half' is the program as it is: {reason(error)}")
     return Costs(float32, now, planned), notes
 
@@ -50,5 +50,5 @@ def _without_autocast(fun: Callable[..., Any], args: Any, kwargs: Any) -> Flow:
 
 def _under_autocast(fun: Callable[..., Any], args: Any, kwargs: Any, half: str) -> Flow:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # They are about running it, and it is not run.
+        warnings.simplefilter("ignore")  # They concern execution, and the program is only traced.
         return flow_of(traced_call(autocast(fun, f"mixed_{half}"), args, kwargs).jaxpr)
