@@ -35,7 +35,7 @@ def _reduced(x: Any, axes: tuple[int, ...]) -> Any:
 
 
 class WatchProbe(Probe):
-    """Only notes whether a check for finite values saw one that is not, and how many turns each `while` took."""
+    """Notes only whether a check for finite values failed, and the trip count of each `while`."""
 
     def equation(
         self, place: Place, turn: Sequence[Any], ins: Sequence[Any], outs: Sequence[Any], again: Callable[..., Any]
@@ -61,7 +61,7 @@ class WatchProbe(Probe):
 
 
 def watched(notes: Mapping[Key, Any]) -> tuple[bool, dict[int, int]]:
-    """What `WatchProbe` noted: whether a check failed, and the trips of each `while` by its number."""
+    """The notes of a `WatchProbe`: whether a check failed, and the trip count of each `while` by its number."""
     trips = {key[1]: int(n) for key, n in notes.items() if key != _FOUND}
     return bool(notes.get(_FOUND, False)), trips
 
@@ -69,13 +69,13 @@ def watched(notes: Mapping[Key, Any]) -> tuple[bool, dict[int, int]]:
 class CodeProbe(Probe):
     """Notes codes by kind and by the number of the equation.
 
-        code      of each floating result; of a branch its index, of a `while` the number of its turns
-        turns     the notes of a loop's turns
-        slices    of the parts of each array that a scan goes over
+        code      the code of each floating result; the index of a branch; the trip count of a `while`
+        turns     the notes of a loop's iterations
+        slices    the codes of the slices of each array that a scan iterates over
 
     Args:
         block: the program.
-        trips: the most turns of each `while`, by its number.
+        trips: the largest trip count of each `while`, by its number.
     """
 
     stacks = True
@@ -128,13 +128,13 @@ class CodeProbe(Probe):
 
 
 def unpacked(block: Block, packed: Any) -> dict[Key, Any]:
-    """The notes of `packed` by their keys."""
+    """The notes that `CodeProbe.packed` packed, by their keys."""
     scalars, arrays = packed
     return {**dict(zip(_scalars(block), np.asarray(scalars).tolist(), strict=False)), **arrays}
 
 
 def _level(block: Block) -> Iterator[Place]:
-    """The equations of a block and of those inside, but for what is inside loops."""
+    """The equations of a block and of its sub-jaxprs, except inside loops."""
     for place in block.rows:
         yield place
         if not place.is_loop:
@@ -165,7 +165,7 @@ def _first_slice(place: Place) -> int:
 
 
 def _sliced(place: Place) -> list[int]:
-    """Which of the arrays that a scan goes over are real floats."""
+    """The indices of those arrays that a scan iterates over which are real floats."""
     if place.site.name != "scan":
         return []
     xs = place.site.eqn.invars[_first_slice(place) :]

@@ -1,4 +1,4 @@
-"""What follows from an inf or NaN and from the same point in float32: the cause in words, and whose fault it is."""
+"""The diagnosis of an inf or NaN from its operands and the same point in float32: the cause, and what to fix."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from collections.abc import Callable
 
 @dataclasses.dataclass(frozen=True)
 class Evidence:
-    """What was seen where an inf or NaN was made.
+    """The measurements at the operation that made an inf or NaN.
 
     Args:
         primitive: the operation.
         kind: `"inf"` or `"nan"`.
-        half: the half dtype of the operation or else of the program; None if it has none.
-        half_here: whether the operation itself reads or gives half.
-        operands: the elements that the element was made from, NaN where that can't be said (a matmul).
-        operands32: the same where the whole program runs in float32; empty if the point was not reached there.
-        local: the element, if this one operation runs in float32.
-        float32: the element, if the whole program runs in float32; None if the point was not reached there.
-        backward: whether it is in the backward pass.
+        half: the half dtype of the operation, or else of the program; None if there is none.
+        half_here: whether the operation itself reads or returns half.
+        operands: the operand elements that the element was computed from; NaN where there is no single one (a matmul).
+        operands32: the same when the whole program runs in float32; empty if the point was not reached there.
+        local: the element if only this operation runs in float32.
+        float32: the element if the whole program runs in float32; None if the point was not reached there.
+        backward: whether the operation is in the backward pass.
         constant: whether the operation only reads an infinite constant.
-        opaque: whether the operation can't be run in another dtype than it was traced for.
-        rounded: whether the program has half constants that may be another number that was rounded to zero or inf.
-        where_gradient: whether it only matters in the backward pass, which has a `where` that selects zeros.
-        float32_is_fine: asks whether the function is finite when traced in float32; None if it can't be told.
+        opaque: whether the operation can run only in the dtypes it was traced for.
+        rounded: whether the program has half constants that may have been rounded to zero or inf.
+        where_gradient: whether the fault only matters in the backward pass, which has a `where` that selects zeros.
+        float32_is_fine: returns whether the function is finite when traced in float32; None if unknown.
     """
 
     primitive: str
@@ -51,7 +51,7 @@ _WHERE_GRADIENT = (
 
 
 def verdict_of(found: Evidence) -> str:
-    """The cause and what to do, in one sentence."""
+    """The cause and the fix, in one sentence."""
     if found.constant:
         what = "an infinite constant" if found.kind == "inf" else "a constant NaN"
         return f"{what} of the program, read here, reaches the result: look at the mask or the initial value"
@@ -72,7 +72,7 @@ def verdict_of(found: Evidence) -> str:
             return "; ".join([*causes, f"cannot tell whether float32 fails too ({why}): trace the function in float32"])
         fails = "float32 fails too" if found.half else "the program is in float32 here"
         return "; ".join([*causes, f"{fails}: look at the data or model"])
-    if found.half is None:  # the probe of float32 runs the same program
+    if found.half is None:  # the float32 run is the same program
         return "; ".join([*causes, "look at the data or model"])
     shown = f"(float32 value {number(value)})"
     if found.kind == "inf" and found.half_here and not _divides_by_zero(cause):
@@ -85,7 +85,7 @@ def verdict_of(found: Evidence) -> str:
 
 
 def number(value: float) -> str:
-    """A number for people: `91,200`, `0.001234`, `1.2e+09`."""
+    """A number formatted for reading: `91,200`, `0.001234`, `1.2e+09`."""
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.4g}"
 
 
@@ -94,7 +94,7 @@ def _divides_by_zero(cause: str) -> bool:
 
 
 def _lost(found: Evidence, cause: str) -> str:
-    """Which operand float16 made zero, if that is what happened."""
+    """The operand that the half dtype flushed to zero, as a clause; empty if there is none."""
     for here, there in zip(found.operands, found.operands32, strict=False):
         if here == 0 and there != 0 and math.isfinite(there) and _divides_by_zero(cause):
             return f", because {found.half} flushed {number(there)} to zero"
@@ -102,7 +102,7 @@ def _lost(found: Evidence, cause: str) -> str:
 
 
 def _cause(primitive: str, operands: tuple[float, ...], kind: str) -> str:
-    """The cause in words where the operands say it; empty otherwise."""
+    """The cause in words if the operands show it; empty otherwise."""
     x = operands[0] if operands else math.nan
     y = operands[1] if len(operands) > 1 else math.nan
     match primitive:

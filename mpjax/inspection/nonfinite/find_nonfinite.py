@@ -1,4 +1,4 @@
-"""`find_nonfinite`: the first operation that made an inf or NaN which reached a result."""
+"""`find_nonfinite`: the first operation that makes an inf or NaN that reaches a result."""
 
 from __future__ import annotations
 
@@ -33,26 +33,26 @@ from mpjax.policy import HALF_DTYPES
 
 
 def find_nonfinite(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> NonFinite | None:
-    """The first operation that made an inf or NaN from finite inputs, in the forward or the backward pass.
+    """Finds the first operation that made an inf or NaN from finite inputs, in the forward or the backward pass.
 
-    The program that `fun` traces to is run under `jit`, operation by operation as it was written, with a code beside
-    each result: finite, inf, NaN. From the codes follows for each value that is not finite where that came from:
+    Traces `fun` and runs its program under `jit`, with each operation as written. Each result gets a code: finite, inf
+    or NaN. The codes give the source of each value that is not finite:
 
-        result finite                    nowhere (a masked -inf that softmax took away, a `where`)
-        an operand is not finite         where that came from
-        else                             this operation
+        result is finite                 none (softmax or a `where` removed a masked -inf)
+        an operand is not finite         the source of that operand
+        otherwise                        this operation
 
-    What counts is what reaches a result of `fun` or a check for finite values (`jnp.isfinite(x).all()`, so
-    also the check that lets mpjax skip a step). Infinities that the program itself writes, or that are in an
-    argument, are no fault as long as they are only moved, masked, compared and added; where they reach a scalar
-    result or a check, or make a NaN, they are named. Only if there is a fault, another run takes the ranges
-    there and runs the same point in float32. No tensor goes to the host.
+    A fault is reported only if it reaches a result of `fun` or a check for finite values (`jnp.isfinite(x).all()`,
+    including the check that lets mpjax skip a step). Infinities that the program itself writes, or that are in an
+    argument, are not faults while they are only moved, masked, compared and added. They are reported if they reach a
+    scalar result or a check, or make a NaN. If there is a fault, a second run measures the ranges there and evaluates
+    the same point in float32. No tensor is copied to the host.
 
     Args:
         fun: any function of arrays or pytrees: a loss function, `mpjax.value_and_grad(loss_fn, opt_state)`, a train
-            step, jitted or not. NNX objects in its arguments are left as they are.
-        args, kwargs: what it is called with: arrays, in whatever sharding. The last of `args` is taken for the batch
-            where all its arrays have the same leading size and no other argument has a leaf of the result's shape.
+            step, jitted or not. NNX objects in its arguments are left unchanged.
+        args, kwargs: its arguments: arrays with any sharding. The last of `args` is treated as the batch if all its
+            arrays have the same leading size and no other argument has a leaf of the result's shape.
 
     Returns:
         The fault, or None if there is none.
@@ -69,7 +69,7 @@ def find_nonfinite(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> NonFin
         >>> found.verdict
         'overflow of float16 here (float32 value 90,000)'
 
-    Source: the checks by operation of `tf.debugging.enable_check_numerics` (TensorFlow) and `jax_debug_nans`.
+    Source: the per-operation checks of `tf.debugging.enable_check_numerics` (TensorFlow) and `jax_debug_nans`.
     """
     traced = traced_call("find_nonfinite", fun, args, kwargs)
     program = _LaidOut(traced, owners_of(traced.jaxpr, traced.names))
@@ -82,12 +82,12 @@ def find_nonfinite(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> NonFin
     origin, position = _first_that_reaches(program, origins, watch)
     float32_is_fine = functools.partial(_float32_is_fine, fun, args, kwargs)
     none = np.zeros(0, np.int32)
-    _, outs = watch((), none, none)  # compiled by now; asked of `_examined`, it would compile what follows the fault
+    _, outs = watch((), none, none)  # already compiled; `_examined` would compile the program after the fault
     return _examined(program, origin, position, outs, _batch_of(args), float32_is_fine)
 
 
 class _LaidOut:
-    """A program laid out. Its leaves are its arguments and, after them, the arrays that it closes over."""
+    """A program laid out. Its leaves are its arguments, followed by the arrays that it closes over."""
 
     def __init__(self, traced: Program, owners: Mapping[int, str] | None = None):
         self.block = lay_out(traced.jaxpr, owners=owners)
@@ -95,21 +95,21 @@ class _LaidOut:
         self.places = {place.number: place for place in self.block.places()}
 
     def run(self, probe: Probe, leaves: Sequence[Any], **options: Any) -> tuple[list[Any], dict[Key, Any]]:
-        """Evaluates it with a probe; the options are those of `Run`."""
+        """Evaluates the program with a probe; the options are those of `Run`."""
         count = len(self.names)
         return Run(probe, **options).block(self.block, leaves[:count], consts=leaves[count:])
 
 
-_MOST_FAULTS = 4  # Each further one that is not what the result fails by costs a compilation.
+_MOST_FAULTS = 4  # Each further fault that does not reach the result costs a compilation.
 
 
-# Runs the program with the elements of some faults made finite, but for those from and up to some positions; gives the
-# notes of a `WatchProbe` and the codes of the results.
+# Runs the program with the elements of some faults made finite, except those in a range of positions. Returns the notes
+# of a `WatchProbe` and the codes of the results.
 _Watch = Callable[[Sequence[Origin], Any, Any], Any]
 
 
 def _watching(program: _LaidOut) -> _Watch:
-    """Compiles the program once for the same faults."""
+    """A `_Watch` that compiles the program once for each set of faults."""
 
     @functools.cache
     def watched_run(origins: tuple[Origin, ...]) -> Callable[..., Any]:
@@ -125,7 +125,7 @@ def _watching(program: _LaidOut) -> _Watch:
 
 
 def _faults(program: _LaidOut, watch: _Watch) -> list[Origin]:
-    """The first fault, and after it those that are left when the ones before are made finite."""
+    """The first fault, followed by those that remain when the earlier ones are made finite."""
     found: list[Origin] = []
     while len(found) < _MOST_FAULTS and (origin := _search(program, watch, found)) is not None:
         if found and (origin.is_argument or origin.is_constant or origin in found):
@@ -137,7 +137,7 @@ def _faults(program: _LaidOut, watch: _Watch) -> list[Origin]:
 
 
 def _search(program: _LaidOut, watch: _Watch, before: Sequence[Origin] = ()) -> Origin | None:
-    """Where the first fault is once those `before` are made finite; a finite program is run but once."""
+    """The first fault once those in `before` are made finite. A finite program runs only once."""
     none: Any = np.zeros(len(before), np.int32)
     notes, outs = watch(before, none, none)
     failed, trips = watched(notes)
@@ -156,7 +156,7 @@ def _search(program: _LaidOut, watch: _Watch, before: Sequence[Origin] = ()) -> 
 
 
 def _first_that_reaches(program: _LaidOut, origins: Sequence[Origin], watch: _Watch) -> tuple[Origin, int | None]:
-    """The first fault that reaches a result by itself, and its element's position; the first one if none does."""
+    """The first fault that reaches a result by itself, and its element's position; the first fault if none does."""
     if origins[0].is_constant:
         return origins[0], None
 
@@ -170,7 +170,7 @@ def _first_that_reaches(program: _LaidOut, origins: Sequence[Origin], watch: _Wa
 
 
 def _positions(place: Place) -> int:
-    """How many positions the elements of an equation's results have, over all devices."""
+    """The number of element positions in an equation's results, over all devices."""
     size = max(v.aval.size for v in place.site.eqn.outvars if is_inexact(v))
     return size * math.prod(dict(place.axes).values())
 
@@ -184,10 +184,10 @@ def _codes(arrays: Sequence[Any]) -> list[Any]:
 
 
 def _float32_is_fine(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bool | None:
-    """Whether the function itself is finite when it is traced with float32 in place of half arguments.
+    """Whether the function is finite when it is traced with float32 in place of half arguments.
 
-    Tracing rounds a constant that meets half arrays, and what is opaque stays in half whatever is done to the program
-    around it. None if it can't be told: there is half in the function all the same.
+    The function is traced again because tracing rounds a constant that meets half arrays, and because opaque operations
+    keep their half dtypes in a widened program. None if unknown: the function still computes in half.
     """
     try:
         wide_args, wide_kwargs = jax.tree.map(lambda x: widened(x) if is_half(x) else x, (tuple(args), dict(kwargs)))
@@ -208,7 +208,10 @@ def _examined(
     batch: _Batch | None,
     float32_is_fine: Callable[[], bool | None],
 ) -> NonFinite:
-    """The ranges at one point, and the same point in float32; `outs` are the codes of the program's results."""
+    """The report of a fault: the ranges at its point, and the same point in float32.
+
+    `outs` are the codes of the program's results.
+    """
     place, block = program.places[origin.number], program.block
     axes, size = dict(place.axes), max(v.aval.size for v in place.site.eqn.outvars if is_inexact(v))
     at = None if position is None else tuple(map(np.int32, (0, position % max(size, 1), position // max(size, 1))))
@@ -270,13 +273,13 @@ def _coordinates(device: int, axes: dict[str, int]) -> str:
 
 
 def _has_rounded_constant(block: Block) -> bool:
-    """Whether a half constant of the program is zero or infinite: it may have been another number before."""
+    """Whether a half constant of the program is zero or infinite, possibly because it was rounded."""
     literals = (v for p in block.places() for v in p.site.eqn.invars if isinstance(v, compat.Literal) and is_half(v))
     return any(v.val == 0 or not np.isfinite(np.float32(v.val)) for v in literals if not np.shape(v.val))
 
 
 def _is_where_gradient(block: Block, place: Place, outs: Sequence[int]) -> bool:
-    """Whether a fault of the differentiated forward pass only matters where a `where` passes its zero gradient back."""
+    """Whether a fault in the differentiated forward pass only matters because of the zero gradient of a `where`."""
     if place.site.phase == FORWARD and "jvp(" not in place.site.module:
         return False
     bad = [v for v, code in zip(block.jaxpr.outvars, outs, strict=True) if code]
@@ -285,7 +288,7 @@ def _is_where_gradient(block: Block, place: Place, outs: Sequence[int]) -> bool:
 
 
 def _is_gradient(block: Block, v: Any) -> bool:
-    """Whether the backward pass makes a variable."""
+    """Whether the backward pass computes a variable."""
     for place in block.rows:
         if v in place.site.eqn.outvars:
             if primitive(place.site.name).call:
@@ -296,7 +299,7 @@ def _is_gradient(block: Block, v: Any) -> bool:
 
 
 def _half_name(block: Block, eqn: Any) -> str | None:
-    """The half dtype of an equation, or, if it has none, of the program."""
+    """The half dtype of an equation, or else of the program."""
     near = [v.aval.dtype.name for v in (*eqn.outvars, *eqn.invars) if is_half(v)]
     far = (v.aval.dtype.name for p in block.places() for v in p.site.eqn.outvars if is_half(v))
     given = (v.aval.dtype.name for v in block.jaxpr.invars if is_half(v))
@@ -305,7 +308,7 @@ def _half_name(block: Block, eqn: Any) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class _Batch:
-    """What is taken for the batch: its size, and the shapes that other arguments have."""
+    """The argument that is treated as the batch: its size, and the shapes of the other arguments."""
 
     size: int
     others: frozenset[tuple[int, ...]]
@@ -316,7 +319,7 @@ class _Batch:
     def element(
         self, shape: tuple[int, ...], element: tuple[int, ...], device: int, axes: dict[str, int]
     ) -> int | None:
-        """The index in the batch of an element of an array, which may be one device's part."""
+        """The batch index of an element of an array, which may be one device's shard."""
         if self.leads(shape):
             return element[0]
         devices = math.prod(axes.values())
@@ -335,7 +338,7 @@ def _batch_of(args: Sequence[Any]) -> _Batch | None:
 
 @jax.jit
 def _first_bad(array: Any) -> tuple[Any, Any, Any]:
-    """The flat index of the first element that is not finite, how many are not, and whether that one is NaN."""
+    """The flat index of the first element that is not finite, the count of those, and whether the first is NaN."""
     flat = array.ravel()
     bad = ~jnp.isfinite(flat)
     first = jnp.argmax(bad)
@@ -343,7 +346,7 @@ def _first_bad(array: Any) -> tuple[Any, Any, Any]:
 
 
 def _in_argument(program: _LaidOut, index: int) -> NonFinite:
-    """A fault that was given: which leaf, how many elements, where the first."""
+    """The report of a fault in an argument: the leaf, the number of elements and the index of the first."""
     array = jnp.asarray(program.leaves[index])
     if index < len(program.names):
         name = argument_name(program.names[index])

@@ -1,4 +1,4 @@
-"""A look at one turn of one equation: the ranges of its operands, and an element of its result."""
+"""Measures one iteration of one equation: the ranges of its operands, and an element of its result."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mpjax._jaxpr.layout import Block, Place
 
 
 def at_turn(turn: Sequence[Any], target: Sequence[int]) -> Any:
-    """Whether the loops around an equation are at one turn."""
+    """Whether the loops around an equation are at the target iteration."""
     hit = jnp.asarray(True)
     for now, then in zip(turn, target, strict=True):
         hit &= now == then
@@ -22,13 +22,14 @@ def at_turn(turn: Sequence[Any], target: Sequence[int]) -> Any:
 
 
 class PointProbe(Probe):
-    """Takes the ranges at one turn of one equation.
+    """Measures the ranges at one iteration of one equation.
 
     Args:
         target: the equation.
-        turn: for each loop around it, how many turns came before.
-        element: the result, its flat index in it and the device to look at; None for the first that is not finite.
-        wide: whether the program runs in float32, so that its values are float32's.
+        turn: the iteration index of each loop around it, outermost first.
+        element: the element to read, as (index of the result, flat index, device); None for the first that is not
+            finite.
+        wide: whether the program runs in float32.
     """
 
     def __init__(self, target: Place, turn: Sequence[int], element: Any = None, wide: bool = False):
@@ -90,7 +91,7 @@ def _at(arrays: Sequence[Any], which: Any, index: Any) -> Any:
 
 
 def _operand_at(x: Any, shape: tuple[int, ...], index: Any) -> Any:
-    """The element of an operand of an elementwise operation that an element of the result was made from."""
+    """The element of an operand that an elementwise operation computes an element of its result from; else NaN."""
     if not hasattr(x, "shape") or not jnp.issubdtype(jnp.result_type(x), jnp.number):
         return jnp.float32(jnp.nan)
     if jnp.shape(x) == shape:
@@ -103,7 +104,7 @@ def _real(x: Any) -> Any:
 
 
 def _range(x: Any) -> Any:
-    """Smallest, largest, smallest nonzero size of the finite elements, and the number of others."""
+    """Minimum, maximum and smallest nonzero magnitude of the finite elements, and the number of other elements."""
     finite, x = jnp.isfinite(x), _real(x)
     size = jnp.where(finite & (x != 0), jnp.abs(x), jnp.inf)
     low = jnp.min(x, where=finite, initial=jnp.inf)

@@ -1,7 +1,7 @@
-"""Where an inf or NaN was made, told from a code for each result of each equation: finite, inf, NaN.
+"""The provenance of an inf or NaN, from a code for each result of each equation: finite, inf or NaN.
 
-The codes are noted while the program runs, those of loops turn by turn. Then the program is gone through once more on
-the host, with an address for each value that is not finite in the place of the value.
+The codes are noted while the program runs; in loops, for each iteration. The host then replays the program, with the
+source of each value that is not finite in place of the value.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from mpjax._jaxpr.layout import Block, Place
 from mpjax._jaxpr.primitives import primitive
 from mpjax.inspection.nonfinite.codes import NAN, unpacked
 
-# Ranks, in the order in which they are reported. What is given or written as inf or NaN is idle as long as it is
-# only moved about, and used from the first arithmetic on; once it makes a NaN, it is a fault.
+# Ranks, in the order in which they are reported. An inf or NaN in an argument or constant is idle while it is only
+# moved, and used after the first arithmetic on it. Once it makes a NaN, it is a fault.
 BAD_ARGUMENT, MADE, USED_ARGUMENT, USED_CONSTANT, IDLE_ARGUMENT, IDLE_CONSTANT = range(6)
-_SOMEWHERE = -1  # in the place of an equation's number: it is not known yet which one reads a constant
+_SOMEWHERE = -1  # in place of an equation's number while the reader of a constant is unknown
 _USED = {IDLE_ARGUMENT: USED_ARGUMENT, IDLE_CONSTANT: USED_CONSTANT}
 
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Origin:
-    """Where an inf or NaN came from; of two of one rank the smaller was made first.
+    """The source of an inf or NaN. Of two with the same rank, the smaller was made first.
 
     Args:
-        rank: what kind of place it is.
-        when: the number of the equation; inside loops, the loop's number, the turn, the number of what stands in it.
-            Of an argument, its index.
+        rank: the kind of source, one of the ranks above.
+        when: the number of the equation, or the index of the argument. Inside loops, each loop's number and iteration
+            come before it, outermost first.
     """
 
     rank: int
@@ -47,12 +47,12 @@ class Origin:
 
     @property
     def turn(self) -> tuple[int, ...]:
-        """For each loop around it, how many turns came before."""
+        """The iteration index of each loop around it, outermost first."""
         return self.when[1::2]
 
     @property
     def is_argument(self) -> bool:
-        """Whether it was given."""
+        """Whether the source is an argument."""
         return self.rank in (BAD_ARGUMENT, USED_ARGUMENT, IDLE_ARGUMENT)
 
     @property
@@ -61,7 +61,7 @@ class Origin:
         return self.rank in (USED_CONSTANT, IDLE_CONSTANT)
 
     def iteration(self, places: dict[int, Place]) -> tuple[int, ...]:
-        """The turns as indices of what the loops go over: a reverse scan begins at its end."""
+        """The iterations as indices into the arrays that the loops iterate over: a reverse scan begins at the end."""
         indices = []
         for loop, turn in zip(self.when[:-1:2], self.turn, strict=True):
             params = places[loop].site.eqn.params
@@ -79,7 +79,7 @@ def first_origin(block: Block, arguments: Sequence[int], outs: Sequence[int], no
         block: the program.
         arguments: the code of each argument, then of each array that the program closes over.
         outs: the code of each result.
-        notes: what `CodeProbe` noted.
+        notes: the notes of a `CodeProbe`.
     """
     given = [Origin(IDLE_ARGUMENT, (i,)) if code else None for i, code in enumerate(arguments)]
     count = len(block.jaxpr.invars)
@@ -94,11 +94,11 @@ def first_origin(block: Block, arguments: Sequence[int], outs: Sequence[int], no
 
 
 class _Turn(NamedTuple):
-    """One turn of the loops around; outside of loops, the program's one run.
+    """One iteration of the enclosing loops; outside of loops, the program's single run.
 
     Args:
-        when: the loops' numbers and turns, as `Origin.when` begins.
-        notes: what was noted in it.
+        when: the loops' numbers and iterations, a prefix of `Origin.when`.
+        notes: the notes of the iteration.
     """
 
     when: tuple[int, ...]
@@ -106,10 +106,10 @@ class _Turn(NamedTuple):
 
 
 class _Replay:
-    """Goes through a program with addresses in the place of values."""
+    """Replays a program with addresses in place of values."""
 
     def __init__(self, around: set[int]) -> None:
-        self.around = around  # the numbers of equations that have programs inside
+        self.around = around  # the numbers of the equations that have sub-jaxprs
         self.checked: set[Origin] = set()
 
     def block(
@@ -137,7 +137,7 @@ class _Replay:
         if row.whole:
             return list(ins[: len(outvars)])
         given = min((address for address in ins if address is not None), default=None)
-        # The one truth of a check for finite values is the end of a reduction, or one comparison of a scalar.
+        # A check for finite values ends in a reduction to one boolean, or in one comparison of a scalar.
         if given is not None and row.logic and (row.kernel or (name == "is_finite" and not outvars[0].aval.shape)):
             self.checked.add(given)
         own = Origin(MADE, when)
@@ -152,7 +152,7 @@ class _Replay:
         return outs
 
     def _read_here(self, address: Address, when: tuple[int, ...]) -> Address:
-        """A constant that was handed to a program inside is read by the equation in there."""
+        """Assigns a constant that was passed to a sub-jaxpr to the equation there that reads it."""
         if address is None or address.rank != IDLE_CONSTANT or address.number not in self.around | {_SOMEWHERE}:
             return address
         return Origin(IDLE_CONSTANT, when)
@@ -195,7 +195,7 @@ class _Replay:
 
 
 def _address(code: int, given: Address, own: Origin, moves: bool) -> Address:
-    """The address of a result, from that of the operands."""
+    """The address of a result, from that of its operands."""
     if not code:
         return None
     if given is None:
@@ -215,5 +215,5 @@ def _constant(value: Any, when: tuple[int, ...]) -> Address:
 
 
 def _compares_itself(eqn: Any) -> bool:
-    """Whether it is `jnp.isnan`, which asks whether a value differs from itself."""
+    """Whether an equation compares a value with itself, as `jnp.isnan` does."""
     return eqn.invars[0] is eqn.invars[1]

@@ -1,4 +1,4 @@
-"""Which fault, and which of its elements, reaches a result: the program is run again with the others made finite."""
+"""Finds the fault, and its element, that reaches a result: the program runs again with the others made finite."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from mpjax._jaxpr.layout import Place
 from mpjax.inspection.nonfinite.point import at_turn
 from mpjax.inspection.nonfinite.provenance import Origin
 
-# Runs the program with a probe and replaced results; gives whether a check failed, and the codes of the results.
+# Runs the program with a probe and replaced results. Returns whether a check failed, and the codes of the results.
 Runs = Callable[[Any, Any], tuple[bool, Sequence[int]]]
 
 
 def healed(probe: Probe, origins: Sequence[Origin], lows: Sequence[Any], highs: Sequence[Any]) -> Callable[..., Any]:
-    """A `Run`'s `replace`: the faults' elements become 1, except those with a position from `low` to `high`.
+    """The `replace` of a `Run`: sets the faults' elements to 1, except those at positions from `low` to `high`.
 
-    The position of an element is its flat index, after the elements of all devices before its own.
+    The position of an element is its flat index, counted after the elements of all earlier devices.
     """
 
     def replace(place: Place, turn: Sequence[Any], outs: Sequence[Any]) -> Sequence[Any]:
@@ -41,12 +41,12 @@ def _healed(probe: Probe, x: Any, hit: Any, low: Any, high: Any) -> Any:
 
 
 def reaching(count: int, sizes: Sequence[int], run: Runs) -> tuple[int, int] | None:
-    """The first of some faults that reaches a result by itself, and the position of its first element that does.
+    """The first fault that reaches a result by itself, and the position of its first element that does.
 
     Args:
-        count: how many faults.
-        sizes: how many positions each has.
-        run: given for each fault the positions from which and up to which its elements stay as they are.
+        count: the number of faults.
+        sizes: the number of positions of each fault.
+        run: Takes, for each fault, the start and end of the range of positions whose elements stay unchanged.
 
     Returns:
         The fault's index and the position; None if no fault reaches a result by itself.

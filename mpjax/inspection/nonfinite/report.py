@@ -1,4 +1,4 @@
-"""What `find_nonfinite` found: the operation, its operands, the element, and what follows."""
+"""The report of `find_nonfinite`: the operation, its operands, the element and the diagnosis."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class OperandRange:
     """The range of an array.
 
     Args:
-        dtype, shape: of the array.
-        min, max: over its finite elements; inf and -inf if there are none.
-        min_nonzero: the smallest size of a nonzero finite element; inf if there are none.
-        nonfinite: how many elements are inf or NaN.
+        dtype, shape: dtype and shape of the array.
+        min, max: minimum and maximum of its finite elements; inf and -inf if there are none.
+        min_nonzero: smallest magnitude of a nonzero finite element; inf if there are none.
+        nonfinite: number of elements that are inf or NaN.
     """
 
     dtype: str
@@ -39,26 +39,25 @@ class OperandRange:
 
 @dataclasses.dataclass(frozen=True)
 class NonFinite(Report):
-    """Where an inf or NaN came from; `print` it.
+    """The source of an inf or NaN. Print it to read the report.
 
     Args:
-        primitive: the operation, in JAX's name; `"argument"` if it was in what the function was given.
+        primitive: JAX's name of the operation; `"argument"` if the inf or NaN was in an argument of the function.
         module: module path, from named scopes.
-        source: the line, `file.py:12`.
-        kind: `"inf"` or `"nan"`, of the first such element.
-        verdict: what the same point gives in float32, and what follows from it.
-        direction: `"forward"` or `"backward"`; what a remat computes again is forward.
-        iteration: the index in the loop around it (in `scan`'s own order of its inputs), of nested loops all,
-            outermost first; None outside loops.
-        inputs: the ranges of its floating inputs.
+        source: the source line, as `file.py:12`.
+        kind: `"inf"` or `"nan"`, the kind of the first such element.
+        verdict: the diagnosis: the value of the same point in float32, the cause and the fix.
+        direction: `"forward"` or `"backward"`; operations that a remat recomputes count as forward.
+        iteration: index in the enclosing loop, in the order of `scan`'s inputs; a tuple for nested loops, outermost
+            first; None outside loops.
+        inputs: the ranges of the operation's floating inputs.
         output: dtype and shape of its result, as `float16[8,4]`.
-        count: how many elements of the result are inf or NaN.
-        element: the index of the first of them that reaches the result; inside `shard_map`, on its device.
-        batch_element: the index in the batch, if the result's leading axis is taken for the batch (see
-            `find_nonfinite`).
-        float32_value: that element in float32; None if it was not reached there.
-        argument: the tree path of the argument that held it, if one did.
-        device: inside `shard_map`, the coordinates of the device, as `data=2`.
+        count: number of elements of the result that are inf or NaN.
+        element: index of the first of them that reaches the result; inside `shard_map`, the index on its device.
+        batch_element: index in the batch, if the result's leading axis is the batch (see `find_nonfinite`).
+        float32_value: the value of that element in float32; None if it was not reached there.
+        argument: tree path of the argument that held the inf or NaN, if one did.
+        device: coordinates of the device inside `shard_map`, as `data=2`.
     """
 
     primitive: str
@@ -83,7 +82,7 @@ class NonFinite(Report):
         return f"{'inf' if self.kind == 'inf' else 'NaN'} found"
 
     def to_dict(self) -> dict[str, Any]:
-        """The report for programs."""
+        """The report as a dictionary."""
         return {"found": dataclasses.asdict(self)}
 
     def table(self) -> list[dict[str, Any]]:
@@ -93,11 +92,11 @@ class NonFinite(Report):
         return [row]
 
     def failure(self, **checks: Any) -> str:
-        """Finding one is what the command line exits with 1 for."""
+        """The failure message; the command line exits with status 1."""
         return self.title
 
     def sections(self) -> list[Section]:
-        """The report for people."""
+        """The sections of the printed report."""
         return [Section("", self._text())]
 
     def _text(self) -> str:
