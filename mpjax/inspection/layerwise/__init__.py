@@ -1,1 +1,1 @@
-"""`layerwise_error`: the float32 and the half program on the same batch, module by module."""
+"""`layerwise_error`: compares a half program with its float32 version on the same batch, module by module."""

@@ -1,4 +1,4 @@
-"""The modules of a program as groups of equations, and the values that they hand on."""
+"""The modules of a program as groups of equations, and the values that they pass to each other."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mpjax.policy import HALF_DTYPES
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """The equations of one module; where no module has a name, those of one function of the user's.
+    """The equations of one module, or of one user function where no module has a name.
 
     Args:
         name: the module path, or the function as `loss_fn (train.py)`.
@@ -33,7 +33,7 @@ class Grouped:
     """The groups of a program.
 
     Args:
-        groups: of each equation, by its number.
+        groups: the group of each equation, by its number.
         handed_on: the results, as (number, index), that an equation of another group reads or that the program returns.
     """
 
@@ -42,7 +42,7 @@ class Grouped:
 
 
 def grouped(block: Block) -> Grouped:
-    """The groups of a program and what they hand on."""
+    """The groups of a program, and their results that other groups read."""
     groups = dict(_groups(block, None))
     handed_on: set[tuple[int, int]] = set()
     outs = _Reading(groups, handed_on).block(block, [None] * len(block.jaxpr.invars))
@@ -51,12 +51,12 @@ def grouped(block: Block) -> Grouped:
 
 
 def is_transparent(place: Place) -> bool:
-    """Whether an equation's inside runs once, in its place: of a `jit`, a `remat`, a function with custom rules."""
+    """Whether an equation runs its sub-jaxpr once, in place: `jit`, `remat`, custom derivative rules."""
     return bool(place.blocks) and primitive(place.site.name).call
 
 
 def hands_through(place: Place) -> bool:
-    """Whether an equation moves elements, or casts them without rounding: its result is that of whoever made them."""
+    """Whether an equation only moves elements or casts without rounding, so their producer counts as the source."""
     eqn, row = place.site.eqn, primitive(place.site.name)
     if place.blocks or not (row.moves or row.whole) or len(eqn.outvars) != 1:
         return False
@@ -71,12 +71,12 @@ def _groups(block: Block, around: Group | None) -> Iterator[tuple[int, Group]]:
         group = around if inherited and around is not None else Group(path or _function(place), path)
         yield place.number, group
         for inner in place.blocks:
-            # JAX keeps the traces of its own jitted functions, with the lines of their first call.
+            # JAX caches the traces of its own jitted functions, with the source lines of their first call.
             yield from _groups(inner, group if place.site.name in ("jit", "pjit") else None)
 
 
 def _function(place: Place) -> str:
-    """The innermost function of a traceback that is no layer's, as `loss_fn (train.py)`."""
+    """The innermost function of a traceback that is not in a layer library, as `loss_fn (train.py)`."""
     frames = compat.user_frames(place.site.eqn)
     which = telling_frame([frame.file_name for frame in frames], in_layer=False)
     if which is None:
@@ -85,7 +85,7 @@ def _function(place: Place) -> str:
 
 
 class _Reading:
-    """Goes over the program once; a value is known by the equation that makes it and its place among the results."""
+    """Finds the values passed between groups. A value is identified by its equation's number and its result index."""
 
     def __init__(self, groups: dict[int, Group], handed_on: set[tuple[int, int]]):
         self.groups, self.handed_on = groups, handed_on

@@ -1,4 +1,4 @@
-"""`layerwise_error`: where a program in half departs from the same program in float32."""
+"""`layerwise_error`: the modules where a half program deviates from the same program in float32."""
 
 from __future__ import annotations
 
@@ -29,33 +29,34 @@ def layerwise_error(
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
 ) -> LayerwiseReport:
-    """The relative errors of a loss function in half against float32, module by module, forward and gradient.
+    """Measures the relative errors of a loss function in half against float32, by module, forward and gradient.
 
-    The gradient's program is evaluated three times in lockstep on the same batch, each operation as it is written:
+    Evaluates the gradient's program three times in lockstep on the same batch, with each operation as written:
 
-        exact    float32 in the place of half
-        half     as the program is
-        fresh    as it is, each module on exact operands
+        exact    with float32 in place of half
+        half     unchanged
+        fresh    unchanged, each module on exact operands
         total = ‖half − exact‖ / ‖exact‖,    own = ‖fresh − exact‖ / ‖exact‖
 
-    of each array that a module hands on, the largest of a module in each pass; gradients of a module's parameters count
-    together. In a loop a module starts from exact operands at each turn. A norm or a loss in bfloat16 stands out where
-    all ranges are harmless: modules with an operation of autocast's deny list in half come first, the others by their
-    own error.
+    Each array that a module passes on has these errors. A module's row shows the largest in each pass; the gradients of
+    its parameters count as one array. In a loop, a module starts from exact operands at each iteration. The report
+    exposes a norm or a loss in bfloat16 even when all ranges are harmless: modules with an operation of autocast's deny
+    list in half come first, then the others by their own error.
 
     Args:
-        fun: a loss function that computes in half: `autocast`, a `with_policy` model, or by hand. Any library's.
-        args: its arguments; arrays and trees of them.
+        fun: a loss function that computes in half: under `autocast`, with a `with_policy` model, or by hand. It may
+            use any library.
+        args: its arguments: arrays and trees of arrays.
         loss_scale: the scale in use: a number, a `LossScaleState` or an optimizer state that holds one; None for 1.
         argnums: which arguments are differentiated, as in `jax.grad`.
         has_aux: whether `fun` returns `(loss, aux)`.
 
     Returns:
-        A `LayerwiseReport`: `print` it, or read its `modules`.
+        A `LayerwiseReport`. Print it, or read its `modules`.
 
     Raises:
         ValueError: nothing in the program is half.
-        TypeError: an argument is a shape: the program is run.
+        TypeError: an argument is a shape without values, which the program can't run on.
 
     Example:
         >>> import jax, jax.numpy as jnp, mpjax
@@ -85,13 +86,13 @@ def layerwise_error(
 
 
 def errors_by_module(caller: str, loss: Loss, args: Sequence[Any], state: Any) -> list[LayerError]:
-    """The rows by module; empty if nothing is half. Modules are named scopes alone, as autocast's rules see them."""
+    """The rows by module; empty if nothing is half. Modules are named scopes only, as in autocast's rules."""
     evaluated = _evaluate(caller, loss, args, state, by_instance=False)
     return [] if evaluated is None else _modules(evaluated)
 
 
 class _Evaluated(NamedTuple):
-    """The gradient's program with its groups, the errors noted in it, its results and the gradients' names."""
+    """The gradient's program, its groups, its noted errors, its results and the names of the gradients."""
 
     block: Block
     groups: Mapping[int, Group]
@@ -134,7 +135,7 @@ def _report(fun: Any, found: _Evaluated) -> LayerwiseReport:
 
 
 def _modules(evaluated: _Evaluated) -> list[LayerError]:
-    """The rows: those with operations in half that want float32 first, then by their own error."""
+    """The rows: modules with half operations that need float32 first, then by their own error."""
     block, groups = evaluated.block, evaluated.groups
     of_parameters = makers_of_gradients(block, len(evaluated.names))
     places = {place.number: place for place in block.places()}
@@ -145,8 +146,8 @@ def _modules(evaluated: _Evaluated) -> list[LayerError]:
         dtypes[groups[number]].update(dict.fromkeys(half))
         if half and primitive(place.site.name).op is Op.DENY:
             denied[groups[number]][place.site.name] = None
-    # A module's arrays: the passes apart, the gradients of its parameters together, because one alone may be nothing
-    # but rounding (of a bias before a normalisation: zero in exact arithmetic).
+    # A module's arrays, by pass. The gradients of its parameters count as one array, because a single gradient may be
+    # pure rounding error: that of a bias before a normalisation is zero in exact arithmetic.
     arrays: dict[tuple[Group, bool], dict[Any, list[Any]]] = {}
     for (_, number, i), note in evaluated.notes.items():
         backward = places[number].site.phase == BACKWARD
@@ -165,13 +166,13 @@ def _modules(evaluated: _Evaluated) -> list[LayerError]:
 
 
 def _largest(arrays: Iterable[Sequence[tuple[int, Any]]], which: int) -> tuple[float, int]:
-    """The largest error, and the equation that makes it."""
+    """The largest error, and the equation that causes it."""
     errors = [(_error([note for _, note in found], which), found[0][0]) for found in arrays]
     return max(errors, default=(0.0, -1))
 
 
 def _error(notes: Iterable[Any], which: int) -> float:
-    """The relative error of arrays together: 1 for that of the program, 2 for the module's own."""
+    """The relative error of several arrays together: the program's if `which` is 1, the module's own if it is 2."""
     notes = list(notes)
     if any(bad[which - 1] for _, _, bad in notes):
         return math.inf

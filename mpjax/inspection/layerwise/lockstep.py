@@ -1,4 +1,4 @@
-"""A program evaluated in float32 and in half in lockstep, and how far the two are apart."""
+"""Evaluates a program in float32 and in half in lockstep, and measures the error."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from mpjax._jaxpr.layout import Block, Place
 from mpjax._jaxpr.primitives import primitive
 from mpjax.inspection.layerwise.groups import Group, Grouped, hands_through, is_transparent
 
-Note = tuple[Any, Any, Any]  # the largest size, sums of squares in units of it, how many are inf or NaN in half alone
+Note = tuple[Any, Any, Any]  # largest magnitude, sums of squares in units of it, counts of inf or NaN in half only
 
 
 class Values(NamedTuple):
-    """What one variable is in three evaluations of the program. (A pytree: loops carry it as it is.)
+    """The values of one variable in three evaluations of the program. A pytree, so loops can carry it.
 
     Args:
-        exact: with float32 in the place of half, throughout.
-        half: as the program is.
-        fresh: as the program is since it entered the module, from exact operands: its error is the module's own.
+        exact: the value with float32 in place of half throughout.
+        half: the value in the unchanged program.
+        fresh: the value if the module started from exact operands: its error is the module's own.
     """
 
     exact: Any
@@ -46,10 +46,10 @@ class Values(NamedTuple):
 
 
 class Lockstep(Run):
-    """Evaluates a program whose values are `Values`; loops and branches go by the exact ones.
+    """Evaluates a program whose values are `Values`. The exact values decide loops and branches.
 
     Args:
-        probe: its `equation` gets `Values` as operands and results.
+        probe: takes the notes; its `equation` gets `Values` as operands and results.
         groups: the group of each equation.
     """
 
@@ -112,7 +112,7 @@ class EagerLockstep(Eager, Lockstep):
 
 
 class _Handed(Probe):
-    """Notes the values that the groups hand on, outside of loops and branches; inside, what a probe notes."""
+    """Notes the measured values themselves, outside of loops and branches. Inside, an `ErrorProbe` notes errors."""
 
     def __init__(self, probe: ErrorProbe):
         self.probe = probe
@@ -124,7 +124,7 @@ class _Handed(Probe):
 
 
 class _Straight(Lockstep):
-    """Evaluates under `jit`, with the values that are measured among the results."""
+    """Evaluates under `jit`, and returns the measured values beside the results."""
 
     def __init__(self, probe: ErrorProbe, groups: Mapping[int, Group]):
         super().__init__(_Handed(probe), groups)
@@ -136,7 +136,7 @@ class _Straight(Lockstep):
         return Lockstep(self.inside, self.groups)._evaluate(place, ins, turn)
 
 
-# Equations and elements of a program that compiles sooner as a whole than operation by operation.
+# The largest numbers of equations and elements for which a program compiles faster as a whole than by operation.
 _FEW, _SHORT = 300, 2**20
 
 
@@ -158,7 +158,7 @@ def evaluated(block: Block, found: Grouped, arrays: Sequence[Any]) -> tuple[list
 
 
 def _from_outside(x: Values) -> Values:
-    """A value as a module gets it that others made without error: exact, and rounded to the dtype that it has."""
+    """A value from another module, with `fresh` reset to the exact value rounded to the dtype in the program."""
     if x.half is x.exact:
         return Values(x.exact, x.half, x.exact)
     same = jnp.result_type(x.exact) == jnp.result_type(x.half)
@@ -166,7 +166,7 @@ def _from_outside(x: Values) -> Values:
 
 
 class _Precise(NamedTuple):
-    """An equation with other parameters, as `bind_wide` reads one."""
+    """An equation with other parameters, with the attributes that `bind_wide` reads."""
 
     primitive: Any
     params: dict[str, Any]
@@ -175,7 +175,7 @@ class _Precise(NamedTuple):
 
 
 def _at_full_precision(eqn: Any) -> Any:
-    """A matmul without a precision of its own would be TF32 on a GPU, bfloat16 on a TPU: no measure of an error."""
+    """Sets the highest precision on a matmul without one, which would run in TF32 on a GPU and bfloat16 on a TPU."""
     if eqn.primitive.name not in ("dot_general", "conv_general_dilated") or eqn.params["precision"] is not None:
         return eqn
     params = {**eqn.params, "precision": (lax.Precision.HIGHEST,) * 2}
@@ -183,7 +183,7 @@ def _at_full_precision(eqn: Any) -> Any:
 
 
 class ErrorProbe(Probe):
-    """Notes how far what the groups hand on is from the exact values."""
+    """Notes the errors of the values that the groups pass on."""
 
     def __init__(self, block: Block, found: Grouped):
         self.places = {place.number: place for place in block.places()}
@@ -198,7 +198,7 @@ class ErrorProbe(Probe):
         return {key: error_note(*x) for key, x in self.apart(place, outs).items()}
 
     def apart(self, place: Place, outs: Sequence[Values]) -> dict[Key, Values]:
-        """The results that are measured and may have an error."""
+        """The measured results that may have an error."""
         measured = [(i, outs[i]) for i in self.measured.get(place.number, ())]
         return {("error", place.number, i): x for i, x in measured if not (x.half is x.exact and x.fresh is x.exact)}
 
@@ -216,13 +216,16 @@ class ErrorProbe(Probe):
         return size, sums, a[2] + b[2]
 
 
-# Elements that NumPy sums up before XLA has compiled a program for their shape.
+# Up to this many elements, NumPy is faster than compiling a program for the shape.
 _SMALL = 2**20
 
 
 def error_note(exact: Any, half: Any, fresh: Any) -> Note:
-    """The largest exact size; Σ of exact², (half − exact)², (fresh − exact)² in units of it; how many of half and fresh
-    are inf or NaN where exact is finite."""
+    """The error note of an array.
+
+    It holds the largest magnitude of `exact`; the sums of exact², (half − exact)² and (fresh − exact)² in units of its
+    square; and the counts of inf or NaN in `half` and `fresh` where `exact` is finite.
+    """
     arrays = exact, half, fresh
     if any(isinstance(x, jax.core.Tracer) for x in arrays) or exact.size > _SMALL or not exact.is_fully_addressable:
         return _compiled_note(*arrays)
@@ -231,7 +234,7 @@ def error_note(exact: Any, half: Any, fresh: Any) -> Note:
 
 
 def _noted(numpy: Any, *arrays: Any) -> Note:
-    """`error_note` by NumPy or by `jax.numpy`."""
+    """`error_note`, computed with NumPy or `jax.numpy`."""
     exact, *others = (x.astype(np.float32) for x in arrays)
     known = numpy.isfinite(exact)
     size = numpy.max(numpy.where(known, numpy.abs(exact), np.float32(0)), initial=0)

@@ -1,4 +1,4 @@
-"""What `layerwise_error` found: the errors of modules and of parameters' gradients."""
+"""The report of `layerwise_error`: the errors of modules and of parameters' gradients."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from mpjax.inspection.reports import Report, Section, folded_rows, percent, shor
 
 @dataclasses.dataclass(frozen=True)
 class LayerError:
-    """The relative errors of one module: ‖half − float32‖ / ‖float32‖ of what it hands on.
+    """The relative errors of one module: ‖half − float32‖ / ‖float32‖ of the arrays that it passes on.
 
     Args:
         name: the module path; where no module has a name, the user's function.
         path: the module path; empty for a function.
         dtypes: the half dtypes in it.
-        forward, backward: its own error in each pass: with exact operands, only it is in half.
-            inf if it makes an inf or NaN where float32 has none.
-        total_forward, total_backward: the error that the program has there, with that of all before it.
-        op, source: the operation whose result has the largest own error, and its line.
-        denied: its operations in half that want float32: those of autocast's deny list.
+        forward, backward: its own error in each pass: its operands are exact, and only this module is in half. inf if
+            it makes an inf or NaN where float32 has none.
+        total_forward, total_backward: the program's error at this module, including that of all modules before it.
+        op, source: the operation whose result has the largest own error, and its source line.
+        denied: its operations in half that need float32: those on autocast's deny list.
     """
 
     name: str
@@ -36,12 +36,12 @@ class LayerError:
 
     @property
     def total(self) -> float:
-        """The larger of the errors that the program has there."""
+        """The larger of the program's errors in the two passes."""
         return max(self.total_forward, self.total_backward)
 
     @property
     def error(self) -> float:
-        """The larger of its own errors."""
+        """The larger of its own errors in the two passes."""
         return max(self.forward, self.backward)
 
 
@@ -52,7 +52,7 @@ class ParameterError:
     Args:
         name: its tree path.
         error: ‖half − float32‖ / ‖float32‖.
-        share: its part of the squared error of all gradients.
+        share: its share of the squared error of all gradients.
     """
 
     name: str
@@ -62,15 +62,15 @@ class ParameterError:
 
 @dataclasses.dataclass(frozen=True)
 class LayerwiseReport(Report):
-    """The errors of a program in half, by module; `print` it.
+    """The errors of a program in half, by module. Print it to read the report.
 
     Args:
-        function: its name.
+        function: the function's name.
         loss_error: the relative error of the loss.
         gradient_error: ‖half − float32‖ / ‖float32‖ of the gradients of all parameters together.
-        modules: the errors by module: those with operations in half that want float32 first, then by own error.
+        modules: the errors by module: those with half operations that need float32 first, then by own error.
         parameters: the errors of the parameters' gradients, the largest share first.
-        unseen: operations whose insides could not be looked at (Pallas kernels, callbacks).
+        unseen: operations whose internals are not visible (Pallas kernels, callbacks).
     """
 
     function: str
@@ -86,7 +86,7 @@ class LayerwiseReport(Report):
         return f"Layerwise error of {self.function}"
 
     def to_dict(self) -> dict[str, Any]:
-        """The report for programs."""
+        """The report as a dictionary."""
         return dataclasses.asdict(self) | {"modules": self.table()}
 
     def table(self) -> list[dict[str, Any]]:
@@ -97,7 +97,7 @@ class LayerwiseReport(Report):
         ]
 
     def sections(self) -> list[Section]:
-        """The report for people."""
+        """The sections of the printed report."""
         header = ("module", "in", "own", "own ←", "total", "total ←", "largest at")
         modules = [
             (
@@ -143,6 +143,6 @@ class LayerwiseReport(Report):
 
 
 def _together(a: LayerError, b: LayerError) -> LayerError:
-    """Two rows as one, with the larger of their errors."""
+    """Merges two rows, with the larger of their errors."""
     names = ("forward", "backward", "total_forward", "total_backward")
     return dataclasses.replace(a, **{name: max(getattr(a, name), getattr(b, name)) for name in names})

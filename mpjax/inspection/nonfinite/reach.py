@@ -46,7 +46,7 @@ def reaching(count: int, sizes: Sequence[int], run: Runs) -> tuple[int, int] | N
     Args:
         count: the number of faults.
         sizes: the number of positions of each fault.
-        run: Takes, for each fault, the start and end of the range of positions whose elements stay unchanged.
+        run: takes, for each fault, the start and end of the range of positions whose elements stay unchanged.
 
     Returns:
         The fault's index and the position; None if no fault reaches a result by itself.
