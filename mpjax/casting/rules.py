@@ -33,44 +33,45 @@ class UnusedRuleWarning(UserWarning):
         ...     warnings.simplefilter("always")
         ...     _ = mpjax.autocast(jnp.dot, rules=Rules(deny=["*/head"]))(jnp.eye(2), jnp.eye(2))
         >>> str(caught[0].message)
-        "Rules(deny=...): '*/head' matched no operation of this program; mend or remove it..."
+        "Rules(deny=...): '*/head' matched no operation of this program; fix or remove it..."
     """
 
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """Which operations run in half (allow), in float32 (deny), or in what their inputs are (infer).
+    """The operations that run in half (allow), in float32 (deny), or in the dtype of their inputs (infer).
 
-    What is given here comes before the defaults (`mpjax._jaxpr.primitives`). An entry of a list is
+    Entries here take precedence over the defaults (`mpjax._jaxpr.primitives`). An entry is
 
     - the name of a primitive, `"reduce_max"`;
-    - a pattern over module paths and named scopes, which has a `/` or a `*` in it:
-      `"decoder/head"`, `"*/LayerNorm_*"`; everything below the path is meant too;
+    - a pattern over module paths and named scopes, which contains a `/` or a `*`:
+      `"decoder/head"`, `"*/LayerNorm_*"`; it also matches everything below the path;
     - a predicate `f(primitive, params, avals) -> bool`, called with the primitive, its parameters
       and the abstract values of its inputs.
 
-    A predicate goes before a pattern, a pattern before a name.
+    Predicates take precedence over patterns, and patterns over names.
 
     Args:
-        allow: runs in half.
-        deny: runs in float32.
-        infer: runs in the widest dtype among its activations.
-        level: `"default"`; `"conservative"`: whatever is not allow runs in float32; `"half"`: everything
-            runs in half (Apex's O3; sums included: for measuring, not for training).
-        residuals: `"half"` stores what goes into a stretch with float32 arithmetic between matmuls (a
-            normalisation, a softmax, a GELU, a loss), which is half, and computes the stretch again in the
-            backward pass; `"full"` stores what JAX would, float32 values among them.
+        allow: operations that run in half.
+        deny: operations that run in float32.
+        infer: operations that run in the widest dtype among their activations.
+        level: `"default"`; `"conservative"` runs all operations outside the allow list in float32; `"half"` runs
+            everything in half, sums included (Apex's O3). Use `"half"` for measurements, not for training.
+        residuals: `"half"` stores only the half inputs of the float32 arithmetic between matmuls (a normalisation, a
+            softmax, a GELU, a loss) and recomputes that arithmetic in the backward pass. `"full"` stores what JAX
+            would, float32 values included.
         weight_gradients: `"float32"` writes the gradient of a float32 parameter in float32, straight from the
-            accumulator of its matmul (a 1×1 convolution is one), and sums it over devices in float32. cuDNN has no such
-            kernel for other convolutions, whose gradients leave them in half; `"everywhere"` makes them float32 too,
-            which costs nothing on a TPU or a CPU. `"half"` is JAX's derivative: written in half, widened afterwards.
+            accumulator of its matmul (or 1×1 convolution), and sums it over devices in float32. Other convolutions
+            write their gradients in half, because cuDNN has no such kernel for them. `"everywhere"` makes these
+            float32 too, which costs nothing on a TPU or a CPU. `"half"` is JAX's derivative: written in half, then
+            widened.
         residual_stream: `"half"` stores the residual stream of a transformer or a pre-activation ResNet
-            (`h = h + f(h)`, layer after layer) in half, as every activation; `"float32"` computes and stores it in
-            float32: smaller errors for more memory, most where each layer is a `jax.checkpoint`, which stores little
-            else.
+            (`h = h + f(h)`, layer after layer) in half, like every activation. `"float32"` computes and stores it in
+            float32: smaller errors for more memory. The extra memory matters most where each layer is a
+            `jax.checkpoint`, which stores little else.
 
     Raises:
-        ValueError: a name that is no primitive, an entry in two lists, an unknown level.
+        ValueError: a name is not a primitive, an entry is in two lists, or an option has an unknown value.
 
     Example:
         >>> rules = Rules(deny=["*/head", "tanh"], infer=["reduce_max"])
@@ -81,8 +82,8 @@ class Rules:
         ...
         ValueError: Rules(deny=...): 'tanhh' is not a primitive of this JAX (did you mean 'tanh'?)...
 
-    Source: the lists and their editing by environment variables are those of TensorFlow's automatic
-    mixed precision; the operations' division follows it and `torch.autocast`.
+    Source: the lists and their environment variables are those of TensorFlow's automatic mixed precision.
+    The assignment of operations to lists follows it and `torch.autocast`.
     """
 
     allow: tuple[Entry, ...] = ()
@@ -103,7 +104,7 @@ class Rules:
         _check_overlap(self)
 
     def add(self, **lists: Iterable[Entry]) -> Rules:
-        """These rules with more entries, `rules.add(deny=["tanh"])`; one that is in another list moves."""
+        """These rules with more entries, `rules.add(deny=["tanh"])`. An entry of another list moves."""
         changed: dict[str, tuple[Entry, ...]] = {}
         moved = {entry for entries in lists.values() for entry in _entries("Rules.add", entries)}
         for name, _ in _LISTS:
@@ -132,11 +133,11 @@ class Rules:
 
     @property
     def reads_scopes(self) -> bool:
-        """Whether an entry asks for module paths."""
+        """Whether an entry matches module paths."""
         return any(isinstance(entry, str) and is_pattern(entry) for entry, _ in self.entries)
 
     def match(self, eqn: Any, path: str) -> tuple[Entry, Op] | None:
-        """The entry that decides an equation at a module path, if one was given for it."""
+        """The first entry that matches an equation at a module path, and its list; None if none does."""
         for entry, op in self.entries:
             if callable(entry):
                 matches = entry(eqn.primitive, eqn.params, tuple(v.aval for v in eqn.invars))
@@ -149,10 +150,10 @@ class Rules:
         return None
 
     def with_environment(self) -> Rules:
-        """These rules and the entries of `MPJAX_ALLOWLIST_ADD`, `MPJAX_DENYLIST_ADD`, `MPJAX_INFERLIST_ADD`.
+        """These rules with the entries of `MPJAX_ALLOWLIST_ADD`, `MPJAX_DENYLIST_ADD`, `MPJAX_INFERLIST_ADD`.
 
         Raises:
-            ValueError: a name there is neither a primitive nor a pattern of scopes; names the variable.
+            ValueError: an entry is neither a primitive nor a pattern of scopes. The message names the variable.
         """
         added = {
             name: _entries(variable, os.environ[variable].replace(",", " ").split())
@@ -163,7 +164,7 @@ class Rules:
 
 
 def is_pattern(entry: str) -> bool:
-    """Whether an entry means scopes rather than a primitive."""
+    """Whether an entry matches scopes rather than a primitive."""
     return "/" in entry or "*" in entry
 
 

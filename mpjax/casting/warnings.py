@@ -1,4 +1,4 @@
-"""What autocast tells its user when it can't do what was hoped for, and what to do about it."""
+"""Warnings about programs that autocast cannot speed up, and what to do about them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mpjax.policy import HALF_DTYPES, Policy
 
 
 class AutocastWarning(UserWarning):
-    """Autocast ran, but not to the use that was hoped for.
+    """Autocast ran, but the program or its inputs keep it from being useful.
 
     Example:
         >>> import warnings, jax.numpy as jnp, mpjax
@@ -33,7 +33,7 @@ def _warn(message: str, category: type[Warning] = AutocastWarning) -> None:
 
 
 def check_inputs(program: Any, policy: Policy) -> None:
-    """Warns of half and float64 inputs."""
+    """Warns about half and float64 inputs."""
     halves, doubles = [], []
     for name, x in zip(program.names, program.arrays, strict=True):
         if x.dtype in HALF_DTYPES:
@@ -41,7 +41,7 @@ def check_inputs(program: Any, policy: Policy) -> None:
         elif x.dtype == np.float64:
             doubles.append((name, x))
     floats = [x for x in program.arrays if jnp.issubdtype(x.dtype, jnp.floating)]
-    # A batch in half beside float32 parameters is nobody's mistake.
+    # A half batch with float32 parameters is legitimate.
     of_params = [pair for pair in halves if pair[0].startswith("[0][0]")]
     if halves and (of_params or len(halves) == len(floats)) and policy.param_dtype not in HALF_DTYPES:
         _warn(
@@ -67,7 +67,7 @@ def _argument(name: str) -> str:
 
 
 def check_backend(setting: Setting) -> None:
-    """Warns of a half dtype that the default backend has no fast units for."""
+    """Warns if the default backend has no fast units for the half dtype."""
     device = jax.devices()[0]
     if device.platform == "tpu" and setting.half == np.float16:
         _warn("autocast: a TPU computes float16 slowly; take policy='mixed_bfloat16'.")
@@ -85,7 +85,7 @@ def check_backend(setting: Setting) -> None:
 
 
 def check_plan(plan: Plan) -> None:
-    """Warns of a program with nothing to cast, of matmuls that are half already, and of rules without use."""
+    """Warns about a program with nothing to cast, matmuls that are half already, and rules that match nothing."""
     tally, setting = plan.tally, plan.setting
     if not tally.cast and tally.written:
         _warn(
@@ -103,7 +103,7 @@ def check_plan(plan: Plan) -> None:
         if entry not in tally.entries:
             shown = entry if isinstance(entry, str) else getattr(entry, "__name__", repr(entry))
             _warn(
-                f"Rules({op.value}=...): {shown!r} matched no operation of this program; mend or remove it. "
+                f"Rules({op.value}=...): {shown!r} matched no operation of this program; fix or remove it. "
                 "mpjax.explain(fun, *args) lists primitives and module paths.",
                 UnusedRuleWarning,
             )
