@@ -41,16 +41,16 @@ class Program:
 
 
 def is_array(x: Any) -> bool:
-    """Whether an argument is traced. Python scalars, strings and the like stay what they are."""
+    """Whether an argument is traced. Python scalars, strings and other objects are not."""
     return isinstance(x, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct))
 
 
 def trace(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], planned: bool = True) -> Program:
-    """Traces a call; whatever is no array is left out of the program, on the way in and on the way out.
+    """Traces a call. Arguments and results that are not arrays stay outside the program.
 
     Args:
         fun, args, kwargs: the call.
-        planned: whether the trace is going to be planned, so that an autocast inside must leave it to that plan.
+        planned: whether the trace will be planned. That plan then also covers autocast functions inside.
 
     Raises:
         TypeError: the function's control flow depends on the value of an array.
@@ -68,7 +68,7 @@ def trace(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], 
         results, out["tree"] = jax.tree.flatten(fun(*args, **kwargs))
         if planned:
             out["rules"] = derivative_rules.trace_live()
-        # No tracer is kept beyond the trace.
+        # Tracers must not outlive the trace.
         out["leaves"] = [_ARRAY if isinstance(leaf, jax.Array) else leaf for leaf in results]
         return [leaf for leaf in results if isinstance(leaf, jax.Array)]
 
@@ -104,7 +104,7 @@ def _needs_a_value(fun: Callable[..., Any], error: Exception) -> str:
 
 
 def plan_program(program: Program, setting: Setting) -> Plan:
-    """The plan of a traced function: inputs are castable, outputs are handed out in float32."""
+    """The plan of a traced function: inputs are castable, outputs are returned in float32."""
     jaxpr = compat.open_jaxpr(program.jaxpr).jaxpr
     ins = tuple(PARAMETER if tracked(v) else None for v in jaxpr.invars)
     wanted = tuple(RESULT if tracked(v) else Use.READ for v in jaxpr.outvars)
@@ -125,7 +125,7 @@ def run_program(program: Program, planned: Plan) -> Any:
 
 
 def is_enabled() -> bool:
-    """Whether `MPJAX_AUTOCAST` and `autocast_disabled` let autocast do anything."""
+    """Whether autocast is on: neither `MPJAX_AUTOCAST` nor `autocast_disabled` turns it off."""
     return not nesting.disabled and os.environ.get("MPJAX_AUTOCAST", "1").strip().lower() not in (
         "0",
         "false",
@@ -139,14 +139,14 @@ def setting_of(policy: Policy, rules: Rules | None) -> Setting | None:
         return None
     if rules is None:
         rules = Rules(level="half") if policy == get_policy("O3") else Rules()
-    if policy.reduce_dtype == policy.compute_dtype:  # a sum across devices has the dtype of what is summed
+    if policy.reduce_dtype == policy.compute_dtype:  # A sum across devices has the dtype of its operand.
         rules = dataclasses.replace(rules, weight_gradients="half")
     rules = _with_overrides(rules, policy).with_environment()
     return Setting(policy.compute_dtype, rules, HIGHER_ORDER, recompute=rules.residuals == "half")
 
 
 def _with_overrides(rules: Rules, policy: Policy) -> Rules:
-    """A policy's overrides by path are rules by path; those of level O2 mean what the lists say anyway."""
+    """The rules plus a policy's overrides by path. Level O2's are skipped: the lists already cover them."""
     added: dict[str, list[str]] = {"allow": [], "deny": []}
     for pattern, other in policy.overrides:
         if pattern not in NORM_PATTERNS and not any(entry == pattern for entry, _ in rules.entries):
@@ -159,28 +159,28 @@ def autocast(fun: F, policy: Any = "mixed_float16", *, rules: Rules | None = Non
     """A function like `fun` whose operations run in half precision where that is safe.
 
     Autocast traces the call, gives each value of the program a dtype, and runs the program with casts
-    inserted, under whatever transformation is at work (`grad`, `vmap`, `jit`, `scan`, `shard_map`, ...):
+    inserted. It works under any transformation (`grad`, `vmap`, `jit`, `scan`, `shard_map`, ...):
 
         for each operation
             allow (matmuls, convolutions):          inputs to half
             deny  (exp, log, sums, statistics):     inputs to float32
             infer (all others):                     the widest dtype of its activations; parameters follow
-            nothing reads it towards an allow op:   float32 (the loss)
+            no path to an allow op:                 float32 (the loss)
 
-    Parameters stay float32 outside: they are the master weights, and their gradients are float32.
+    Parameters stay float32 outside the function. They are the master weights, and their gradients are float32.
 
     Args:
         fun: any function of JAX arrays and pytrees of them, or of Flax NNX modules, whose state it may
-            change. What is no array (Python scalars, strings, `None`) is passed on as it is.
-        policy: `"mixed_float16"`, `"mixed_bfloat16"`, or anything that `get_policy` reads; its compute dtype
-            counts. float32 makes autocast the identity, `"O3"` runs everything in half.
-        rules: changes to the lists, a `Rules`.
+            change. Arguments that are not arrays (Python scalars, strings, `None`) are passed through unchanged.
+        policy: `"mixed_float16"`, `"mixed_bfloat16"`, or anything that `get_policy` accepts. Autocast uses
+            its compute dtype: float32 makes autocast the identity, and `"O3"` runs everything in half.
+        rules: a `Rules` with changes to the lists.
 
     Returns:
         A function of the same signature, whose results have the same structure and dtypes.
 
     Raises:
-        ValueError: the policy is none, or an environment variable names no primitive.
+        ValueError: the policy is invalid, or an environment variable names an unknown primitive.
 
     Environment: `MPJAX_AUTOCAST=0` makes every autocast the identity. `MPJAX_ALLOWLIST_ADD`,
     `MPJAX_DENYLIST_ADD` and `MPJAX_INFERLIST_ADD` hold entries for the lists, separated by commas.
@@ -211,7 +211,7 @@ def autocast(fun: F, policy: Any = "mixed_float16", *, rules: Rules | None = Non
         warnings.check_inputs(program, policy)
         warnings.check_backend(setting)
         warnings.check_plan(plan)
-        # An autocast outside leaves what was decided here alone.
+        # An outer autocast leaves this plan's decisions alone.
         with jax.named_scope(MARK + Region.OFF) if nesting.tracing else contextlib.nullcontext():
             return finish(run_program(program, plan))
 
@@ -220,7 +220,7 @@ def autocast(fun: F, policy: Any = "mixed_float16", *, rules: Rules | None = Non
 
 
 def functional(fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any, Any, Any]:
-    """The call as one of a pure function, if an argument is an NNX object; Flax is not imported for it."""
+    """The call as a call of a pure function, if an argument is an NNX object. Does not import Flax."""
     if "flax.nnx" not in sys.modules:
         return fun, args, kwargs, lambda out: out
     from mpjax.casting import nnx
@@ -233,7 +233,7 @@ def functional(fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, An
 
 
 def planned_call(fun: Callable[..., Any], args: Any, kwargs: Any) -> Plan:
-    """The plan that a call of an autocast function runs; of another function, that it would run."""
+    """The plan of a call of an autocast function; for any other function, the plan that autocast would make."""
     inner, policy, rules = getattr(fun, "__mpjax_autocast__", (fun, get_policy("mixed_float16"), None))
     setting = setting_of(policy, rules)
     if setting is None:
@@ -243,6 +243,6 @@ def planned_call(fun: Callable[..., Any], args: Any, kwargs: Any) -> Plan:
 
 
 def traced_call(fun: Callable[..., Any], args: Any, kwargs: Any) -> Program:
-    """The program of a call as it runs, with what autocast does in it."""
+    """The traced program of a call as it runs, with the casts of any autocast inside."""
     call, args, kwargs, _ = functional(fun, args, kwargs)
     return trace(call, args, kwargs, planned=False)

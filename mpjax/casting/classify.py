@@ -1,4 +1,4 @@
-"""The list that each equation is in under the rules, and the reason."""
+"""Assigns each equation to a list under the rules, with the reason."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mpjax.casting.rules import Entry, Rules
 
 FLOAT32 = np.dtype(np.float32)
 
-# Small whole powers are products of the input with itself and no wider than `mul`.
+# Small whole powers are products of the input with itself and need no more range than `mul`.
 _HARMLESS_POWERS = frozenset({2, 3})
 
 
@@ -34,19 +34,19 @@ class Region(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """Everything that a plan depends on besides the program; hashable, because it is part of the plan's key.
+    """Everything that a plan depends on besides the program. Hashable, because it is part of the plan's key.
 
     Args:
         half: the half dtype.
         rules: the lists.
         higher_order: the rules of the higher-order primitives, by name.
-        region: the region of the user's that the program stands in.
+        region: the user's region that contains the program.
         recompute: whether to form rematerialisation regions.
-        folded: whether the program is cheap as a whole, and may be part of a region around it.
+        folded: whether the whole program is cheap, so that it may be part of an outer rematerialisation region.
         looped: whether the program is in the body of a scan.
-        in_rule: whether the program is a derivative rule. The rules in it are planned when they are differentiated,
+        in_rule: whether the program is a derivative rule. Rules nested in it are planned only when differentiated,
             because a rule may call its own function (relu's does).
-        path: the module path; kept up only if a rule reads it, because plans are shared between paths otherwise.
+        path: the module path. Set only if a rule reads it, so that plans are otherwise shared between paths.
     """
 
     half: np.dtype
@@ -69,7 +69,7 @@ class Setting:
 
     @functools.cached_property
     def plain(self) -> bool:
-        """Whether the default lists alone decide."""
+        """Whether only the default lists apply."""
         return not self.rules.entries and self.rules.level == "default" and not self.region
 
     def inside(self, eqn: Any, region: Region) -> Setting:
@@ -84,7 +84,7 @@ class Setting:
 
 
 class Listing(NamedTuple):
-    """The list of an equation, the reason, the region it stands in, and the user's rule if one decided."""
+    """The list of an equation, the reason, its region, and the user's rule that matched, if any."""
 
     op: Op
     why: str
@@ -111,7 +111,7 @@ def classify(eqn: Any, setting: Setting) -> Listing:
         return _default(eqn)
     region = (_region(path) if MARK in path else Region.NONE) or setting.region
     listing = _default(eqn)
-    if region == Region.OFF:  # What has programs inside is entered: its rules may close over values around it.
+    if region == Region.OFF:  # Higher-order primitives are entered: their derivative rules may close over outer values.
         return Listing(Op.ENTER if listing.op is Op.ENTER else Op.OPAQUE, "autocast is disabled here", region)
     if listing.op is Op.OPAQUE or listing.op is Op.CONVERT:
         return listing._replace(region=region)
@@ -140,8 +140,8 @@ def _integer_pow(eqn: Any) -> Listing | None:
 
 
 def _div(eqn: Any) -> Listing | None:
-    # By a constant it is a multiplication. By a variable, the derivative has the square of its
-    # reciprocal, which leaves float16's range soon: float32, like an operation with a sum.
+    # Division by a constant is a multiplication. Division by a variable has the square of the reciprocal
+    # in its derivative, which easily leaves float16's range, so it runs in float32 like a sum.
     return _LISTINGS[Op.INFER] if isinstance(eqn.invars[1], compat.Literal) else None
 
 
@@ -156,7 +156,7 @@ def _broadcast(eqn: Any) -> Listing | None:
 
 def _matmul(eqn: Any) -> Listing | None:
     precision = eqn.params.get("precision")
-    # What JAX's global setting asks of every matmul is not the author's word.
+    # JAX's global precision setting is not the author's choice for this matmul.
     if precision is None or precision == compat.default_matmul_precision():
         return None
     if compat.is_algorithm(precision):

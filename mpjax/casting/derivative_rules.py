@@ -1,7 +1,7 @@
 """The derivative rules of `custom_jvp` and `custom_vjp` as jaxprs.
 
-JAX keeps a rule as a function, which may close over values of the program around it. So the rules of a program's own
-equations are traced while the program still is (`trace_live`); those of sub-jaxprs when they are planned.
+JAX keeps a rule as a function, which may close over values of the enclosing program. So the rules of a program's own
+equations are traced during the trace of the program (`trace_live`), and those of sub-jaxprs during planning.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from mpjax._jaxpr import compat
 
 @dataclasses.dataclass(frozen=True)
 class JvpRule:
-    """A custom_jvp rule: takes the primals, and the tangents that are not zero.
+    """A custom_jvp rule, which takes the primals and the nonzero tangents.
 
     Args:
         jaxpr: its jaxpr, which takes its constants as constvars or as leading inputs.
-        consts: their values: arrays, or tracers of the program around it.
-        given: which operands' tangents it takes; the others are zero.
-        zeros: which output tangents are zero.
+        consts: the constants: arrays, or tracers of the enclosing program.
+        given: for each operand, whether the rule takes its tangent; other tangents are zero.
+        zeros: for each output, whether its tangent is zero.
     """
 
     jaxpr: Any
@@ -41,8 +41,8 @@ class Residual:
 
     Args:
         aval: its abstract value.
-        operand: the operand that it is; None if the forward rule makes it.
-        scalar: the Python scalar that it is, which the backward rule may branch on.
+        operand: index of the operand that it is; None if the forward rule computes it.
+        scalar: its value if it is a Python scalar, which the backward rule may branch on.
     """
 
     aval: Any
@@ -52,12 +52,12 @@ class Residual:
 
 @dataclasses.dataclass(frozen=True)
 class VjpRule:
-    """A custom_vjp's forward and backward rule.
+    """A custom_vjp's forward rule, and the residuals that its backward rule takes.
 
     Args:
-        jaxpr, consts: the forward rule; its outputs are residuals, then results.
-        residuals: what the backward rule takes before the cotangents.
-        trees: what JAX's own part of the backward rule needs to know of the forward rule.
+        jaxpr, consts: the forward rule. Its outputs are the residuals, then the results.
+        residuals: the inputs of the backward rule before the cotangents.
+        trees: tree structures of the forward rule that JAX needs to call the backward rule.
     """
 
     jaxpr: Any
@@ -67,24 +67,24 @@ class VjpRule:
 
     @property
     def made(self) -> int:
-        """How many residuals the forward rule makes, Python scalars among them."""
+        """Number of residuals that the forward rule computes, Python scalars included."""
         return sum(r.operand is None for r in self.residuals)
 
     @property
     def arrays(self) -> list[Residual]:
-        """The residuals that are no Python scalars."""
+        """The residuals that are not Python scalars."""
         return [r for r in self.residuals if r.scalar is None]
 
 
 @dataclasses.dataclass(frozen=True)
 class BackwardRule:
-    """A custom_vjp's backward rule for cotangents of which some are zero.
+    """A custom_vjp's backward rule, for a given set of zero cotangents.
 
     Args:
-        jaxpr: closed; takes the residuals that are arrays, then the cotangents that are not zero; returns cotangents
-            that are not zero, then what the rule logs.
-        zeros: which of its cotangents are zero.
-        logs: the tree of what it logs.
+        jaxpr: a closed jaxpr. Takes the residuals that are arrays, then the nonzero cotangents of the outputs. Returns
+            the nonzero cotangents of the operands, then the values that the rule logs.
+        zeros: for each operand, whether its cotangent is zero.
+        logs: the tree structure of the logged values.
     """
 
     jaxpr: Any
@@ -94,7 +94,7 @@ class BackwardRule:
 
 @dataclasses.dataclass
 class Rules:
-    """The rules of one equation, for operands that are all perturbed; None where it has no such rule."""
+    """The rules of an equation all of whose operands are perturbed; None for a rule that it does not have."""
 
     jvp: JvpRule | None = None
     vjp: VjpRule | None = None
@@ -102,14 +102,14 @@ class Rules:
 
     @property
     def consts(self) -> Iterator[Any]:
-        """Everything that the rules close over."""
+        """All values that the rules close over."""
         for consts in (self.jvp and self.jvp.consts, self.vjp and self.vjp.consts):
             yield from consts or ()
         if self.backward is not None:
             yield from compat.open_jaxpr(self.backward.jaxpr).consts
 
 
-_JVP, _VJP = "jvp_jaxpr_fun", "fwd_jaxpr_thunk"  # the parameter by which an equation with rules is known
+_JVP, _VJP = "jvp_jaxpr_fun", "fwd_jaxpr_thunk"  # the parameters that hold a rule
 _cache: weakref.WeakKeyDictionary[Any, dict[int, Rules]] = weakref.WeakKeyDictionary()
 
 
@@ -120,7 +120,7 @@ def _key(params: dict[str, Any]) -> int | None:
 
 
 def rules_of(jaxpr: Any, eqn: Any) -> Rules:
-    """The rules of an equation of an open jaxpr. One that can't be traced yet (a mesh axis is missing) is left out."""
+    """The rules of an equation of an open jaxpr. A rule that can't be traced yet (a mesh axis is missing) is None."""
     known = _cache.setdefault(jaxpr, {})
     key = _key(eqn.params)
     if key is None:
@@ -140,7 +140,7 @@ def closed_over(jaxpr: Any, eqn: Any) -> Sequence[Any]:
 
 
 def closes_over_tracers(jaxpr: Any, eqn: Any) -> bool:
-    """Whether the rules of an equation of an open jaxpr close over values of a trace, which may be over."""
+    """Whether the rules of an equation of an open jaxpr close over tracers, whose trace may have ended."""
     return any(compat.variable_of(const) is not None for const in rules_of(jaxpr, eqn).consts)
 
 
@@ -155,7 +155,7 @@ def _variables(jaxpr: Any) -> frozenset[Any]:
 
 
 def trace_live() -> dict[int, Rules]:
-    """The rules of the equations that were traced so far, in the trace that is under way."""
+    """The rules of the equations traced so far in the current trace."""
     found: dict[int, Rules] = {}
     for params, invals, outvals in compat.live_equations((_JVP, _VJP)):
         key = _key(params)
@@ -165,7 +165,7 @@ def trace_live() -> dict[int, Rules]:
 
 
 def remember(jaxpr: Any, rules: dict[int, Rules]) -> None:
-    """Keeps the rules that `trace_live` found for the jaxpr that came out of the trace."""
+    """Caches the rules that `trace_live` found, for the jaxpr that the trace produced."""
     _cache[compat.open_jaxpr(jaxpr).jaxpr] = rules
 
 
@@ -177,7 +177,7 @@ def _trace(params: dict[str, Any], ins: Sequence[Any], outs: Sequence[Any]) -> R
         else:
             rules.vjp = vjp_rule(params, ins, [True] * (len(ins) - num_consts))
             rules.backward = backward_rule(params, rules.vjp, [_cotangent(aval) for aval in outs])
-    except Exception:  # Whatever is wrong with the rule, JAX will say when it is differentiated.
+    except Exception:  # JAX reports any error in the rule when it differentiates the equation.
         pass
     return rules
 
@@ -186,8 +186,8 @@ def jvp_rule(params: dict[str, Any], zeros: Sequence[bool]) -> JvpRule:
     """Traces a custom_jvp rule.
 
     Args:
-        params: of the equation.
-        zeros: for each operand whether its tangent is zero.
+        params: parameters of the equation.
+        zeros: for each operand, whether its tangent is zero.
     """
     jaxpr, consts, out_zeros = compat.jvp_jaxpr(params, zeros)
     return JvpRule(jaxpr, consts, tuple(not zero for zero in zeros), tuple(out_zeros))
@@ -197,9 +197,9 @@ def vjp_rule(params: dict[str, Any], ins: Sequence[Any], perturbed: Sequence[boo
     """Traces a custom_vjp's forward rule.
 
     Args:
-        params: of the equation.
-        ins: the abstract values of its operands.
-        perturbed: for each operand whether it is differentiated with respect to it.
+        params: parameters of the equation.
+        ins: abstract values of its operands.
+        perturbed: for each operand, whether the equation is differentiated with respect to it.
     """
     jaxpr, consts, forwards, trees = compat.fwd_rule(params, perturbed)
     made = iter(jaxpr.outvars)
@@ -215,12 +215,12 @@ def vjp_rule(params: dict[str, Any], ins: Sequence[Any], perturbed: Sequence[boo
 
 
 def backward_rule(params: dict[str, Any], rule: VjpRule, cotangents: Sequence[Any]) -> BackwardRule:
-    """Traces a custom_vjp's backward rule, at the dtypes that it was written for.
+    """Traces a custom_vjp's backward rule with the dtypes that it was written for.
 
     Args:
-        params: of the equation.
+        params: parameters of the equation.
         rule: its forward rule.
-        cotangents: abstract values, `SymbolicZero`s, or arrays of float0 for outputs that are no floats.
+        cotangents: abstract values, `SymbolicZero`s, or float0 arrays for outputs that are not floats.
     """
     given = [r.aval if r.scalar is None else r.scalar for r in rule.residuals] + list(cotangents)
     zeros: list[bool] = []
@@ -245,7 +245,7 @@ def _is_abstract(x: Any) -> bool:
 
 
 def _cotangent(aval: Any) -> Any:
-    """The cotangent of an output, as a backward rule is traced with it."""
+    """The cotangent of an output with which a backward rule is traced."""
     if compat.is_shaped(aval) and not compat.is_inexact(aval):
         return np.zeros(aval.shape, jax.dtypes.float0)
     return aval

@@ -1,4 +1,4 @@
-"""`explain`: the plan of an autocast function as a table, read from the plan that runs."""
+"""`explain`: the plan of an autocast function as a table, built from the same plan that runs."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from mpjax.casting.lattice import FULL, HALF, Storage, storage_of
 from mpjax.casting.plan import Action, Plan, Step, is_left_alone
 from mpjax.casting.remat import RematRegion
 
-# Not worth a line: they move elements about, or have their own lines inside.
+# These get no row: they only move, convert or inspect elements.
 _SILENT = (Op.MOVE, Op.CONVERT, Op.READ)
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """The equations of one line of the program that were decided alike.
+    """Equations of one source line that were planned the same way.
 
     Args:
         module: module path, from the named scopes.
-        source: the line, `file.py:12`.
-        op: the primitive.
-        count: how many times it runs.
-        flops: FLOPs of matmuls and convolutions, all runs together.
-        dtypes_in, dtypes_out: the floating dtypes that it reads and gives, as they run.
-        list: allow, deny, infer, wide or opaque; "kept" where autocast has no choice, because no operand is float32.
-        why: the reason for the dtype.
-        recomputed: whether the backward pass recomputes it instead of storing what it needs.
-        rule: whether it belongs to a derivative rule (`custom_jvp`, `custom_vjp`), which runs only where the function
-            is differentiated.
+        source: source line, `file.py:12`.
+        op: primitive name.
+        count: number of runs.
+        flops: total FLOPs over all runs, for matmuls and convolutions.
+        dtypes_in, dtypes_out: floating dtypes of the inputs and outputs, at run time.
+        list: allow, deny, infer, wide or opaque; "kept" if autocast has no choice because no operand is float32.
+        why: reason for the dtype.
+        recomputed: whether the backward pass recomputes it instead of storing its residuals.
+        rule: whether it belongs to a derivative rule (`custom_jvp`, `custom_vjp`), which runs only if the function is
+            differentiated.
     """
 
     module: str
@@ -53,11 +53,11 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """The plan of a function: `rows` for programs, `str()` for people (long plans by module), `table()` for every row.
+    """The plan of a function: `rows` for programs, `str()` for users (long plans by module), `table()` for all rows.
 
     Args:
-        rows: in the program's order.
-        policy_dtype: the half dtype.
+        rows: rows in program order.
+        policy_dtype: name of the half dtype.
 
     Example:
         >>> import jax.numpy as jnp, mpjax
@@ -73,7 +73,7 @@ class Explanation:
 
     @property
     def flops(self) -> dict[str, int]:
-        """FLOPs of matmuls and convolutions by the dtype of their operands, those of derivative rules apart."""
+        """FLOPs of matmuls and convolutions by the dtype of their operands, without derivative rules."""
         totals: dict[str, int] = {}
         for row in self.rows:
             if row.flops and not row.rule:
@@ -83,14 +83,14 @@ class Explanation:
 
     @property
     def half_share(self) -> float:
-        """The share of those FLOPs that runs in half; 0 if there are none."""
+        """The fraction of `flops` that runs in half; 0 if there are none."""
         flops = self.flops
         half = sum(n for dtype, n in flops.items() if dtype in ("float16", "bfloat16"))
         return half / sum(flops.values()) if flops else 0.0
 
     @property
     def opaque(self) -> tuple[Row, ...]:
-        """What autocast could not look into, or was told to leave alone."""
+        """Rows of operations that autocast cannot analyse or was told to leave alone."""
         return tuple(row for row in self.rows if row.list == Op.OPAQUE.value)
 
     def to_dicts(self) -> list[dict[str, Any]]:
@@ -103,12 +103,12 @@ class Explanation:
         return "\n".join([*self._summary(by_module), "", *found])
 
     def table(self, width: int | None = 100) -> list[str]:
-        """Every row, as lines of at most `width` characters."""
+        """All rows, as lines of at most `width` characters."""
         header = ("module", "line", "op", "runs", "MFLOP", "in", "out", "why")
         return table(header, [_cells(row) for row in self.rows], right={3, 4}, width=width)
 
     def _modules(self) -> list[str]:
-        """One line for each module, repeated ones folded."""
+        """One line per module, with repeated modules folded."""
         modules: dict[str, list[Row]] = {}
         for row in self.rows:
             modules.setdefault(_NUMBER.sub("#", row.module), []).append(row)
@@ -133,7 +133,7 @@ class Explanation:
         return lines
 
 
-# A longer plan is shown by module.
+# Plans with more rows than this are shown by module.
 _LONG = 60
 _NUMBER = re.compile(r"\d+")
 
@@ -187,7 +187,7 @@ class _Planned:
 def _planned(
     plan: Plan, around: Site | None = None, recomputed: bool = False, rule: bool = False
 ) -> Iterator[_Planned]:
-    """Each equation of a plan, those of sub-jaxprs and of derivative rules included."""
+    """Each equation of a plan, including those of sub-jaxprs and derivative rules."""
     for part in plan.steps:
         again = recomputed or isinstance(part, RematRegion)
         for step in part.steps if isinstance(part, RematRegion) else (part,):
@@ -202,7 +202,7 @@ def _planned(
 
 
 def _left_alone(site: Site, step: Step, *rest: Any) -> Iterator[_Planned]:
-    """The equations inside one that runs as it was traced."""
+    """The equations inside an equation that runs as traced."""
     for inner in programs_in(step.eqn):
         for found in walk(inner, site):
             eqn = found.eqn
@@ -211,7 +211,7 @@ def _left_alone(site: Site, step: Step, *rest: Any) -> Iterator[_Planned]:
 
 
 def rows_of(plan: Plan) -> tuple[Row, ...]:
-    """The rows of a plan: equations of one place that were decided alike are one row."""
+    """The rows of a plan. Equations of one source line that were planned the same way share a row."""
     merged: dict[Row, list[int]] = {}
     for found in _planned(plan):
         if _silent(found.step):
@@ -246,7 +246,7 @@ def _silent(step: Step) -> bool:
 
 
 def _kept(step: Step) -> bool:
-    """Whether it runs in its author's dtypes: none of its values is float32."""
+    """Whether a step keeps the dtypes of the program, because none of its values is float32."""
     return not any(map(tracked, (*step.eqn.invars, *step.eqn.outvars)))
 
 
@@ -262,12 +262,12 @@ def explain(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     """The plan that `mpjax.autocast` makes of a function, as a table.
 
     Args:
-        fun: an autocast function; any other function is shown as `mpjax.autocast(fun)` would run it.
-        *args, **kwargs: what it is called with; `jax.ShapeDtypeStruct`s will do for arrays.
+        fun: an autocast function. Any other function is shown as `mpjax.autocast(fun)` would run it.
+        *args, **kwargs: arguments of the call. Arrays may be given as `jax.ShapeDtypeStruct`s.
 
     Returns:
-        An `Explanation`: `print` it, or go through its `rows`. Each row has the module path, the source
-        line, the primitive, its FLOPs, the dtypes it reads and gives, and the reason.
+        An `Explanation`: `print` it, or iterate over its `rows`. Each row has the module path, the source
+        line, the primitive, its FLOPs, its input and output dtypes, and the reason.
 
     Example:
         >>> import jax.numpy as jnp, mpjax
@@ -284,5 +284,5 @@ def explain(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 
 
 def explanation(plan: Plan) -> Explanation:
-    """What `explain` says of a plan."""
+    """The `Explanation` of a plan."""
     return Explanation(rows_of(plan), plan.setting.half.name)

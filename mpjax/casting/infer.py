@@ -1,8 +1,8 @@
 """Forward inference: the dtype of each value of a program, and why.
 
-A plan depends on nothing but the program's text and the setting (no Python ids, no dict order), so the same program
-gives the same rewritten jaxpr and compilation caches hit. Plans of sub-jaxprs are kept by their jaxpr: a layer that is
-called often is planned once.
+A plan depends only on the jaxpr and the setting (no Python ids, no dict order), so the same program gives the same
+rewritten jaxpr and compilation caches hit. Plans of sub-jaxprs are cached by jaxpr: a layer that is called many times
+is planned once.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def plan(jaxpr: Any, ins: tuple[Inferred | None, ...], wanted: tuple[Use, ...], 
     """The plan of a jaxpr.
 
     Args:
-        jaxpr: open or closed.
-        ins: what is inferred of its inputs.
+        jaxpr: an open or closed jaxpr.
+        ins: the inferred dtypes of its inputs.
         wanted: the uses of its outputs.
         setting: half dtype, rules, region.
     """
@@ -57,7 +57,7 @@ def plan(jaxpr: Any, ins: tuple[Inferred | None, ...], wanted: tuple[Use, ...], 
 
 
 class Inference:
-    """Goes through a program once, forwards."""
+    """One forward pass over a program."""
 
     def __init__(self, jaxpr: Any, ins: Sequence[Inferred | None], wanted: tuple[Use, ...], setting: Setting):
         self.jaxpr, self.wanted, self.setting = jaxpr, wanted, setting
@@ -71,7 +71,7 @@ class Inference:
         self.tally = Tally()
 
     def plan(self) -> Plan:
-        """The plan."""
+        """Infers the dtypes of all equations and returns the plan."""
         jaxpr = self.jaxpr
         steps: list[Any] = [self._step(eqn, listed) for eqn, listed in zip(jaxpr.eqns, self.listings, strict=True)]
         self.log = []
@@ -84,10 +84,10 @@ class Inference:
             self.trivial, self.tally,
         )  # fmt: skip
 
-    # What is known of a value, and the note of how it is read.
+    # Values: what is inferred, and how they are read.
 
     def value(self, v: Any) -> Inferred | None:
-        """What is inferred of a value that an equation reads."""
+        """The inferred dtype of a value; None if autocast leaves it alone."""
         if not tracked(v):
             return None
         if isinstance(v, compat.Literal):
@@ -95,7 +95,7 @@ class Inference:
         return self.values[v]
 
     def seen(self, v: Any) -> Inferred | None:
-        """The same, as an infer reader sees it."""
+        """The inferred dtype of a value, for consumers on the infer list."""
         value = self.value(v)
         if value is None or isinstance(v, compat.Literal):
             return value
@@ -110,7 +110,7 @@ class Inference:
         return tuple(self.use(v) for v in eqn.outvars)
 
     def read(self, v: Any, storage: Storage) -> Storage:
-        """Notes that a value is read in a storage dtype."""
+        """Records that a value is read in a storage dtype."""
         if not tracked(v):
             if not isinstance(v, compat.Literal):
                 self.log.append((v, TRACED))
@@ -123,14 +123,14 @@ class Inference:
         return storage
 
     def used(self, eqn: Any) -> Use:
-        """All uses of an equation's outputs together."""
+        """The union of the uses of an equation's outputs."""
         found = Use.NONE
         for v in eqn.outvars:
             found = found | self.use(v)
         return found
 
     def only_half(self, eqn: Any) -> bool:
-        """Whether every reader of an equation's outputs reads them in half."""
+        """Whether every consumer of an equation's outputs reads them in half."""
         return _only_half(self.used(eqn))
 
     def _out(self, v: Any, use: Use) -> Inferred | None:
@@ -143,13 +143,13 @@ class Inference:
         return value
 
     def moved(self, v: Any, out: Any) -> Inferred:
-        """What is inferred of a value that is only moved: as it was, or half if every reader wants half."""
+        """The inferred dtype of a moved value: unchanged, or half if every consumer reads half."""
         value = self.value(v)
         assert value is not None
         if value.storage == HALF or isinstance(v, compat.Literal) or not _only_half(self.use(out)):
             return value
         if value.level == Level.PINNED or (self.setting.rules.weight_gradients != "half" and castable(value)):
-            return value  # A parameter is cast after the move, so that its gradient stays float32 through it.
+            return value  # Cast a parameter after the move, so that the move's gradient stays float32.
         return Inferred(Level.HALF if value.level == Level.FLOAT else value.level, HALF)
 
     # One equation.
@@ -173,7 +173,7 @@ class Inference:
 
     def _infer(self, eqn: Any, listing: Listing) -> Step:
         if not self.used(eqn) and not eqn.effects:
-            # As traced, it would be differentiated with what nothing reads.
+            # Issued as traced, its unused outputs would be differentiated too.
             self.trivial &= self.setting.in_rule or not closes_over_tracers(self.jaxpr, eqn)
             return Step(eqn, Action.SKIP, (), (), "nothing reads it", listing)
         if listing.op is Op.ENTER:
@@ -186,7 +186,7 @@ class Inference:
         return _BY_LIST[listing.op](self, eqn, listing)
 
     def level(self, eqn: Any) -> Level:
-        """The level of a result of an equation's inputs together."""
+        """The level of a result that depends on all inputs of an equation."""
         levels = [value.level for value in map(self.seen, eqn.invars) if value is not None]
         if not levels:
             return made_from(eqn)
@@ -216,7 +216,7 @@ class Inference:
         )  # fmt: skip
 
     def _parameters(self, eqn: Any) -> tuple[int, ...]:
-        """The operands of a matmul that are parameters, or made of parameters alone, and stored in float32."""
+        """The indices of a matmul's float32 operands that are parameters, or computed only from parameters."""
         if eqn.primitive.name not in MATMULS or self.setting.rules.weight_gradients == "half":
             return ()
         found = []
@@ -234,7 +234,7 @@ class Inference:
 
 
 def castable(value: Inferred) -> bool:
-    """Whether a value is a parameter or an input, or made of such alone."""
+    """Whether a value is a parameter or an input, or computed only from these."""
     return value.level <= Level.COMPUTED
 
 
@@ -277,11 +277,11 @@ def _spread(eqn: Any) -> tuple[int, ...]:
     )
 
 
-# What each list makes of an equation.
+# The inference rule of each list.
 
 
 def _activation(level: Level) -> Level:
-    """The level of a float32 result: it forces float32 on its readers only if it is an activation."""
+    """The level of a float32 result, which forces float32 on its consumers only if it is an activation."""
     return Level.FLOAT if level >= Level.HALF else Level.COMPUTED
 
 
@@ -344,7 +344,7 @@ def _wide(inference: Inference, eqn: Any, listing: Listing) -> Step:
 
 
 def _replicate(inference: Inference, eqn: Any, listing: Listing) -> Step:
-    """A parameter that only half operations read, on its way to other devices: half travels."""
+    """Replicates a parameter that only half operations read: half is sent to the other devices."""
     if inference.setting.rules.weight_gradients == "half":
         return inference.in_half(eqn, listing, Level.COMPUTED, "only half is read of it")
     step = inference.in_float32(eqn, listing, Level.COMPUTED, f"{listing.why}: its derivative is a sum")
@@ -374,11 +374,11 @@ def _move(inference: Inference, eqn: Any, listing: Listing) -> Step:
 def _convert(inference: Inference, eqn: Any, listing: Listing) -> Step:
     (v,), (out,) = eqn.invars, eqn.outvars
     value, why = inference.value(v), "the user's cast"
-    if value is None:  # into float32
+    if value is None:  # a cast to float32
         pinned = compat.is_inexact(v.aval) and v.aval.dtype.itemsize < 4 and listing.region != Region.OFF
         level = Level.PINNED if pinned else made_from(eqn)
         return Step(eqn, Action.BIND, (inference.read(v, TRACED),), (Inferred(level, FULL),), why, listing)
-    if tracked(out):  # only the weak type changes
+    if tracked(out):  # a cast that changes only the weak type
         if isinstance(v, compat.Literal):
             return inference.in_float32(eqn, listing, value.level, why)
         value = inference.moved(v, out)

@@ -1,4 +1,4 @@
-"""The dtype lattice: how strongly a value asks for float32, and in which dtype it is stored."""
+"""The dtype lattice: how strongly a value requires float32, and its storage dtype."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from mpjax.casting.uses import Use
 
 
 class Level(enum.IntEnum):
-    """Elements of the lattice: with several inputs, the highest wins.
+    """Elements of the lattice. With several inputs, the highest wins.
 
-    The first three are castable: they never force float32 on a half activation.
+    The first three levels are castable: they never force float32 on a half activation.
     """
 
-    ZERO = 0  # A constant zero: where an accumulator starts.
-    INPUT = 1  # An input of the function (a parameter, a batch) or a constant, as it is.
-    COMPUTED = 2  # Computed from such values alone, before any operation that runs in half.
-    HALF = 3  # An activation that counts as half, in whichever dtype it is stored.
+    ZERO = 0  # A constant zero, the initial value of an accumulator.
+    INPUT = 1  # An unchanged input of the function (a parameter, a batch) or a constant.
+    COMPUTED = 2  # Computed only from such values, before any operation that runs in half.
+    HALF = 3  # An activation that counts as half, whatever its storage dtype.
     FLOAT = 4  # An activation that was computed in float32 because it must be.
-    PINNED = 5  # float32 by the user's word, or a state that must not lose bits: never cast to half.
+    PINNED = 5  # float32 by the user's cast, or a state that must not lose bits. Never cast to half.
 
-    __hash__ = int.__hash__  # Enum's own is slow enough to show in trace times.
+    __hash__ = int.__hash__  # Enum's __hash__ is slow enough to show in trace times.
 
 
 class Storage(enum.IntEnum):
     """The dtype in which a value is stored."""
 
-    MASK = -2  # Only where memory is counted: a bit for each element, such as its sign.
-    TRACED = -1  # The dtype that it was traced with: integers, float64, float16 of the user's own.
+    MASK = -2  # One bit per element, such as its sign; used only to estimate memory.
+    TRACED = -1  # The traced dtype: integers, float64, the user's own float16.
     FULL = 0
     HALF = 1
 
@@ -39,7 +39,7 @@ class Storage(enum.IntEnum):
 
     @property
     def bit(self) -> int:
-        """Its place in a bit mask of storage dtypes."""
+        """Its bit in a bit mask of storage dtypes."""
         return 1 << self if self >= 0 else 0
 
 
@@ -57,22 +57,22 @@ PARAMETER = Inferred(Level.INPUT, FULL)
 
 
 def storage_of(inferred: Inferred | None) -> Storage:
-    """The dtype in which a value is handed over; None stands for a value that autocast leaves alone."""
+    """The storage dtype of a value; TRACED if autocast leaves the value alone (None)."""
     return TRACED if inferred is None else inferred.storage
 
 
 def join(a: Level, b: Level) -> Level:
-    """Least upper bound of two levels; values that meet are computed, not as they were."""
+    """Least upper bound of two levels. Two different levels join to at least COMPUTED."""
     return a if a == b else max(a, b, Level.COMPUTED)
 
 
 def softened(level: Level, use: Use) -> Level:
-    """The level that an infer reader sees: a value that a half operation reads is stored in half, for all readers."""
+    """The level for consumers on the infer list: if a half operation reads the value, they all read it in half."""
     return Level.HALF if level == Level.FLOAT and use & Use.HALF else level
 
 
 def at_boundary(value: Inferred, use: Use) -> Inferred:
-    """How a sub-jaxpr hands a value out: in half if it counts as half, or if every reader wants half."""
+    """How a sub-jaxpr returns a value: in half if it counts as half, or if every consumer reads half."""
     if value.storage == HALF:
         return value
     if value.level == Level.HALF and use & Use.ANY_HALF:
@@ -89,12 +89,12 @@ def carried(level: Level, use: Use) -> Inferred:
 
 
 def made_from(eqn: Any) -> Level:
-    """The level of a float32 value that is made from no float32: from integers castable, from other floats not."""
+    """The level of a float32 value without float32 inputs: castable if made from integers, not from other floats."""
     return Level.FLOAT if any(compat.is_inexact(v.aval) for v in eqn.invars) else Level.COMPUTED
 
 
 def literal_level(literal: Any, half: np.dtype) -> Level:
-    """The level of a scalar in the program's text: a number that half can't hold forces float32."""
+    """The level of a literal. A number outside half's range forces float32."""
     value = np.asarray(literal.val)
     if value.size != 1:
         return Level.INPUT
@@ -106,7 +106,7 @@ def literal_level(literal: Any, half: np.dtype) -> Level:
 
 
 def exact_in_half(literal: Any, half: np.dtype) -> bool:
-    """Whether half holds a scalar of the program's text without rounding."""
+    """Whether half represents a literal exactly."""
     value = np.asarray(literal.val)
-    with np.errstate(over="ignore"):  # A mask of -1e38 overflows, which is the answer.
+    with np.errstate(over="ignore"):  # A mask of -1e38 overflows, so it compares as not exact.
         return bool(np.all(value.astype(half).astype(value.dtype) == value))

@@ -17,30 +17,30 @@ from mpjax.casting.regions import scopes_of_modules
 
 
 def is_stateful(x: Any) -> bool:
-    """Whether an argument holds state that the function may change."""
+    """Whether an argument is an NNX object, whose state the function may change."""
     return isinstance(x, (nnx.Pytree, nnx.Variable))
 
 
 def names(names: Sequence[str], args: Sequence[Any], kwargs: dict[str, Any]) -> list[str]:
-    """The tree paths in `(args, kwargs)` of arrays, from those in the arguments that `functional` makes of them."""
+    """Converts tree paths of arrays in the arguments that `functional` returns to paths in `(args, kwargs)`."""
     leaves = jax.tree_util.tree_flatten_with_path((tuple(args), kwargs), is_leaf=is_leaf)[0]
     paths = [jax.tree_util.keystr(path) for path, _ in leaves]
     stateful = [jax.tree_util.keystr(path) for path, leaf in leaves if is_stateful(leaf)]
     found = []
     for name in names:
         found_in = re.fullmatch(r"\[0\]\[([01])\]\[(\d+)\](.*)", name)
-        assert found_in is not None, name  # `functional` makes no other
+        assert found_in is not None, name  # the only form that `functional` produces
         which, index, rest = found_in.groups()
         found.append((paths if which == "1" else stateful)[int(index)] + rest.removesuffix(".value"))
     return found
 
 
 def functional(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any, Any]:
-    """Makes a call with NNX objects a pure function of arrays.
+    """Converts a call with NNX objects to a call of a pure function of arrays.
 
     Returns:
         The pure function, its arguments, and a function that takes its result, writes the
-        new state into the objects of the caller and returns what `fun` returned.
+        new state into the caller's objects, and returns the result of `fun`.
     """
     leaves, tree = jax.tree.flatten((tuple(args), kwargs), is_leaf=is_leaf)
     where = [i for i, leaf in enumerate(leaves) if is_stateful(leaf)]
@@ -66,7 +66,7 @@ def functional(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
         made["paths"] = [path for path, _ in nnx.to_flat_state(state_after)]
         made["tree"], made["places"] = out_tree, places
         arrays = [None if is_stateful(out) else out for out in outs]
-        # What did not change is not written back: it may belong to a trace further out.
+        # Unchanged state is not written back: it may belong to an outer trace.
         return arrays, new_state, _changed(before, state_after)
 
     def finish(result: Any) -> Any:
@@ -89,7 +89,7 @@ _NEW = -1
 
 
 def is_leaf(x: Any) -> bool:
-    """Whether a call's arguments are taken apart no further; a State is a value, though there are Variables in it."""
+    """Whether to flatten an argument no further. A State is a leaf, although it contains Variables."""
     return is_stateful(x) or isinstance(x, nnx.State)
 
 
@@ -99,7 +99,7 @@ def _arrays(state: Any) -> dict[Any, list[Any]]:
 
 
 def _changed(before: dict[Any, list[Any]], after: Any) -> Any:
-    """The part of a state whose arrays are others than before."""
+    """The part of a state whose arrays were replaced."""
     flat = nnx.to_flat_state(after)
     return nnx.from_flat_state(
         [(path, leaf) for path, leaf in flat if not _same(jax.tree.leaves(leaf), before.get(path))]
@@ -111,7 +111,7 @@ def _same(arrays: list[Any], before: list[Any] | None) -> bool:
 
 
 def _grow(objects: tuple[Any, ...], graph: Any, paths: Sequence[Any], changed: Any) -> None:
-    """Updates objects of the caller to which the function added Variables (`sow`), or from which it took some."""
+    """Updates objects of the caller to which the function added Variables (`sow`), or from which it removed some."""
     before = dict(nnx.to_flat_state(nnx.state(objects)))
     arrays = before | dict(nnx.to_flat_state(changed))
     grown = nnx.merge(graph, nnx.from_flat_state([(path, arrays[path]) for path in paths]))
@@ -127,7 +127,7 @@ def _grow(objects: tuple[Any, ...], graph: Any, paths: Sequence[Any], changed: A
 
 
 def _parent(node: Any, path: Sequence[Any]) -> tuple[Any, Any]:
-    """The deepest object on a path that exists, and the name of the next part of the path in it."""
+    """The deepest existing object on a path, and the next key of the path."""
     for key in path[:-1]:
         inner = (
             node[key] if isinstance(node, (tuple, list, dict)) or not isinstance(key, str) else getattr(node, key, None)
@@ -139,7 +139,7 @@ def _parent(node: Any, path: Sequence[Any]) -> tuple[Any, Any]:
 
 
 def _place(out: Any, merged: Sequence[Any]) -> int | None:
-    """Which of the arguments an output is; `_NEW` for another NNX object, None for anything else."""
+    """The index of the argument that an output is; `_NEW` for a new NNX object, None for anything else."""
     if not is_stateful(out):
         return None
     return next((i for i, x in enumerate(merged) if x is out), _NEW)

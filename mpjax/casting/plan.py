@@ -1,4 +1,4 @@
-"""The plan of a program: what `rewrite` carries out and `explain` shows."""
+"""The plan of a program, which `rewrite` carries out and `explain` shows."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ from mpjax.casting.lattice import Inferred, Storage
 
 
 class Action(enum.Enum):
-    """How a step is carried out."""
+    """How `rewrite` carries out a step."""
 
-    BIND = "bind"  # The primitive is bound again.
-    ALIAS = "alias"  # The result is the input.
-    SKIP = "skip"  # Nothing reads it.
-    ENTER = "enter"  # The rule of a higher-order primitive issues it again.
+    BIND = "bind"  # Bind the primitive again.
+    ALIAS = "alias"  # Return the input.
+    SKIP = "skip"  # Do nothing: the outputs are unused.
+    ENTER = "enter"  # Issue it again through its higher-order rule.
 
-    __hash__ = object.__hash__  # Enum's own is slow enough to show in trace times.
+    __hash__ = object.__hash__  # Enum's __hash__ is slow enough to show in trace times.
 
 
-@dataclasses.dataclass(eq=False, slots=True)  # A frozen one takes four times as long to make.
+@dataclasses.dataclass(eq=False, slots=True)  # A frozen dataclass takes four times as long to create.
 class Step:
     """One equation of a program, and how it runs.
 
     Args:
-        eqn: the equation as it was traced.
-        action: how it is carried out.
-        reads: the storage dtype in which each input is read.
-        outs: for each output its inferred dtype; None where autocast leaves it alone (integers, float64).
-        why: the reason, for people.
+        eqn: the equation as traced.
+        action: how `rewrite` carries it out.
+        reads: the storage dtype of each input, as it reads it.
+        outs: the inferred level and storage dtype of each output; None if autocast leaves it alone (integers, float64).
+        why: the reason, shown to the user.
         listing: its list under the rules.
-        half: computes in half.
-        spread: the inputs that are smaller than the output, to be broadcast in float32 before the cast, because the
-            derivative with respect to them is a sum.
-        parameters: the operands of a matmul that are parameters: the backward pass reads them in float32, so that no
-            half copy is stored.
-        wide_gradients: whether their gradients leave the matmul in float32.
-        gathers: a parameter is cast, then gathered; its gradient is scattered in float32.
-        inner: for a higher-order primitive, what its own rule needs to issue it again; it has `plans`.
-        touched: each value that it reads, and in which storage dtype.
+        half: whether it computes in half.
+        spread: indices of the inputs that are smaller than the output. They are broadcast in float32 before the cast,
+            because the derivative with respect to them is a sum.
+        parameters: indices of the operands of a matmul that are parameters. The backward pass reads them in float32,
+            so that no half copy is stored.
+        wide_gradients: whether the matmul writes their gradients in float32.
+        gathers: whether a parameter is cast, then gathered, and its gradient scattered in float32.
+        inner: for a higher-order primitive, the data that its rule needs to issue it again; it has `plans`.
+        touched: the values that it reads, each with its storage dtype.
     """
 
     eqn: Any
@@ -67,23 +67,23 @@ class Step:
 
     @property
     def rules(self) -> tuple[Plan, ...]:
-        """The plans of its derivative rules, which run only when it is differentiated."""
+        """The plans of its derivative rules, which run only if it is differentiated."""
         return getattr(self.inner, "rules", ())
 
 
 def is_left_alone(step: Step) -> bool:
-    """Whether programs run inside of it as they were traced, without a plan."""
+    """Whether it has sub-jaxprs that run as traced, without a plan."""
     return step.listing.op is Op.OPAQUE and step.action is not Action.SKIP and bool(programs_in(step.eqn))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tally:
-    """The matmuls and convolutions of a plan with its sub-jaxprs, and the user's rules that matched.
+    """Counts of the matmuls and convolutions of a plan and its sub-jaxprs, and the user's rules that matched.
 
     Args:
-        cast: cast to half.
-        written: half already, by their author.
-        left: left in float32.
+        cast: those cast to half.
+        written: those that the program already runs in half.
+        left: those left in float32.
         entries: the user's rules that matched.
     """
 
@@ -108,13 +108,13 @@ class Plan:
 
     Args:
         setting: half dtype, rules, region.
-        steps: one for each equation, in order; some stand together in a rematerialisation region.
+        steps: a `Step` for each equation, in order; some are grouped into rematerialisation regions.
         invars, constvars, outvars: the program's variables.
-        ins, outs: what is inferred of its inputs and outputs; None where autocast leaves them alone.
-        in_reads: for each input the storage dtypes that are read, as a bit mask.
-        trivial: it runs as it was traced, so its equation can be issued as it stands.
+        ins, outs: the inferred dtypes of its inputs and outputs; None where autocast leaves them alone.
+        in_reads: a bit mask for each input, of the storage dtypes in which it is read.
+        trivial: whether it runs as traced, so that its equation can be issued unchanged.
         tally: counts for warnings.
-        runners: functions that `rewrite` made of it, kept so that JAX's own caches recognise them.
+        runners: functions that `rewrite` made from it, kept so that JAX's caches hit.
     """
 
     setting: Setting

@@ -1,7 +1,7 @@
-"""Regions that the user marks: functions of a fixed precision, and stretches without autocast.
+"""Regions that the user marks: functions with a fixed precision, and code without autocast.
 
-A region is a named scope, which stays with the equations through `jit`, `grad` and `vmap`; where
-nothing is autocast it changes nothing.
+A region is a named scope, which stays with the equations through `jit`, `grad` and `vmap`. Without
+autocast it has no effect.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class _Nesting(threading.local):
-    """How deep this thread is inside `autocast_disabled`, and inside functions that autocast is tracing."""
+    """This thread's nesting depth in `autocast_disabled`, and in functions that autocast is tracing."""
 
     disabled = 0
     tracing = 0
@@ -34,8 +34,8 @@ nesting = _Nesting()
 def scopes_of_modules(tree: Any) -> contextlib.AbstractContextManager[None]:
     """Named scopes by path for the NNX modules in a tree, while a program is traced to be planned.
 
-    Inspections tell the modules of a program that is not planned by the parameters that they read. Equinox modules keep
-    the scopes that Equinox gives them: a class with scopes would be another pytree, which `eqx.combine` refuses.
+    For a program that is not planned, inspections identify modules by the parameters that they read. Equinox modules
+    keep the scopes that Equinox gives them: a class with scopes would be another pytree, which `eqx.combine` rejects.
     """
     return named_modules(tree) if nesting.tracing else contextlib.nullcontext()
 
@@ -50,9 +50,9 @@ def _region(name: Region, fun: F) -> F:
 
 
 def half_function(fun: F) -> F:
-    """Makes a function run in half wherever it is called under `autocast`; elsewhere it is unchanged.
+    """Makes a function run in half under `autocast`; elsewhere it is unchanged.
 
-    All of its operations do, also those of the deny list.
+    All of its operations run in half, including those on the deny list.
 
     Example:
         >>> import jax.numpy as jnp, mpjax
@@ -68,7 +68,7 @@ def half_function(fun: F) -> F:
 
 
 def float_function(fun: F) -> F:
-    """Makes a function run in float32 under `autocast`, its matmuls too; elsewhere it is unchanged.
+    """Makes a function run in float32 under `autocast`, matmuls included; elsewhere it is unchanged.
 
     Example:
         >>> import jax, jax.numpy as jnp, mpjax
@@ -86,8 +86,7 @@ def float_function(fun: F) -> F:
 def promote_function(fun: F) -> F:
     """Makes a function run in the widest dtype among its inputs under `autocast`; elsewhere it is unchanged.
 
-    Parameters count as the float32 that they are, so a function of half activations and float32
-    parameters runs in float32.
+    Parameters count as float32, so a function of half activations and float32 parameters runs in float32.
 
     Example:
         >>> import jax.numpy as jnp, mpjax
@@ -104,9 +103,9 @@ def promote_function(fun: F) -> F:
 
 @contextlib.contextmanager
 def autocast_disabled() -> Iterator[None]:
-    """A region that autocast leaves as it is: what is traced inside keeps the dtypes of the program.
+    """A context in which autocast is off: operations traced inside keep the dtypes of the program.
 
-    Functions that are autocast themselves and are called inside run as if they were not.
+    Autocast functions called inside run without autocast.
 
     Example:
         >>> import jax, jax.numpy as jnp, mpjax

@@ -1,7 +1,7 @@
-"""Carrying out a plan: the program is issued again, equation by equation, with the casts that the plan asks for.
+"""Carries out a plan: issues the program again, equation by equation, with the casts of the plan.
 
-It runs under whatever transformation is at work outside (`grad`, `vmap`, `jit`, ...), so derivatives are JAX's own
-derivatives of the program that is written here. First-order primitives are bound with their traced parameters;
+It runs under any outer transformation (`grad`, `vmap`, `jit`, ...), so JAX differentiates the rewritten program.
+First-order primitives are bound with their traced parameters;
 higher-order primitives go through JAX's public functions (`higher_order`).
 """
 
@@ -25,11 +25,11 @@ from mpjax.casting.plan import Action, Plan, Step
 from mpjax.casting.remat import RematRegion
 
 Environment = dict[Any, Any]
-"""The value of each variable: a `Value` where it is float32, else the array itself."""
+"""The value of each variable: a `Value` if it is float32, else the array itself."""
 
 
 class Value:
-    """A float32 value of the traced program: the array in float32 and in half, each made at its first reading."""
+    """A float32 value of the traced program: the array in float32 and in half, each computed when first read."""
 
     __slots__ = ("_arrays", "_half")
 
@@ -45,7 +45,7 @@ class Value:
         return array
 
     def add(self, storage: Storage, array: Any) -> None:
-        """Sets the array in a dtype."""
+        """Sets the array of a storage dtype."""
         self._arrays[storage] = array
 
 
@@ -55,24 +55,24 @@ def array_of(value: Any, storage: Storage) -> Any:
 
 
 def value_of(array: Any, storage: Storage, half: np.dtype) -> Any:
-    """The value that has an array in a storage dtype."""
+    """The value of an array in a storage dtype."""
     if storage == TRACED:
         return array
     return Value(half, full=array) if storage == FULL else Value(half, low=array)
 
 
 def values_of(arrays: Sequence[Any], inferred: Sequence[Inferred | None], half: np.dtype) -> list[Any]:
-    """The values of arrays that come out of a sub-jaxpr."""
+    """The values of the arrays of a sub-jaxpr, given its inferred dtypes."""
     return [value_of(array, storage_of(x), half) for array, x in zip(arrays, inferred, strict=True)]
 
 
 def arrays_of(values: Sequence[Any], inferred: Sequence[Inferred | None]) -> list[Any]:
-    """The arrays of values that go into or out of a sub-jaxpr."""
+    """The arrays of the values that a sub-jaxpr takes or returns, given their inferred dtypes."""
     return [array_of(value, storage_of(x)) for value, x in zip(values, inferred, strict=True)]
 
 
 def run_closed(plan: Plan, jaxpr: Any, values: Sequence[Any]) -> list[Any]:
-    """Carries out the plan of a closed jaxpr, with the constants that it holds."""
+    """Carries out the plan of a closed jaxpr, with the jaxpr's constants."""
     return run(plan, compat.open_jaxpr(jaxpr).consts, values)
 
 
@@ -81,8 +81,8 @@ def run(plan: Plan, consts: Sequence[Any], values: Sequence[Any]) -> list[Any]:
 
     Args:
         plan: the plan.
-        consts: arrays, one for each constvar.
-        values: one for each input.
+        consts: an array for each constvar.
+        values: a value for each input.
 
     Returns:
         The values of the outputs.
@@ -97,7 +97,7 @@ def run(plan: Plan, consts: Sequence[Any], values: Sequence[Any]) -> list[Any]:
 
 
 def _run_steps(steps: Sequence[Step | RematRegion], env: Environment, plan: Plan, scopes: int = 0) -> None:
-    """Carries out steps; `scopes` of their outermost named scopes are open already."""
+    """Carries out steps. Their `scopes` outermost named scopes are already open."""
     half, higher_order = plan.setting.half, plan.setting.higher_order
     for step in steps:
         if isinstance(step, RematRegion):
@@ -120,7 +120,7 @@ def _run_steps(steps: Sequence[Step | RematRegion], env: Environment, plan: Plan
 
 
 def _run_region(region: RematRegion, env: Environment, plan: Plan) -> None:
-    """Issues a rematerialisation region: the backward pass stores its inputs, and nothing that is made in it."""
+    """Issues a rematerialisation region. Only its inputs are stored for the backward pass."""
     half, model = plan.setting.half, region.model or region
     if model.body is None:
         model.body = _body(model, plan)
@@ -135,7 +135,7 @@ def _run_region(region: RematRegion, env: Environment, plan: Plan) -> None:
 
 
 def _body(region: RematRegion, plan: Plan) -> Callable[..., tuple[Any, ...]]:
-    """A region as a function of the arrays that it takes."""
+    """A region as a function of its input arrays."""
     half = plan.setting.half
 
     def body(*arrays: Any) -> tuple[Any, ...]:
@@ -147,24 +147,24 @@ def _body(region: RematRegion, plan: Plan) -> Callable[..., tuple[Any, ...]]:
 
 
 def _barriers(region: RematRegion, plan: Plan) -> bool | tuple[bool, ...]:
-    """For each input whether the backward pass may not share values with the forward pass.
+    """Whether each input gets a barrier, which keeps the backward pass from sharing values with the forward pass.
 
-    The barrier is for what is made there. In a scan, whose two passes are two loops, it is only in the way of fusion,
-    and of parameters that are updated in place it makes copies.
+    Only computed inputs need one: a barrier copies parameters that are updated in place. In a scan, the two passes are
+    two loops, so a barrier would only prevent fusion.
     """
     if plan.setting.looped:
         return False
     if any(primitive(step.eqn.primitive.name).op is Op.ENTER for step in region.steps):
-        # A derivative rule that closes over an array adds inputs, for which JAX's remat then lacks flags.
+        # A derivative rule that closes over an array adds inputs, and JAX's remat has no flags for these.
         return True
     return tuple(not given for given in region.given)
 
 
 def _large_reductions(prim: Any, *avals: Any, axes: tuple[int, ...] = (), **_: Any) -> bool:
-    """Large reductions, whose outputs are negligible, are stored all the same.
+    """A checkpoint policy that stores the outputs of large reductions, which are negligible in size.
 
-    To recompute the statistics of a batch would read all of it once more. Those of a row or a feature vector come with
-    the rest, in the kernel that reads the row anyway.
+    Recomputing the statistics of a batch would read the whole batch again. The statistics of a row or a feature vector
+    are recomputed in the kernel that reads the row anyway.
     """
     if not prim.name.startswith("reduce_"):
         return False
@@ -173,7 +173,7 @@ def _large_reductions(prim: Any, *avals: Any, axes: tuple[int, ...] = (), **_: A
 
 
 def _without_weak_type(x: Any) -> Any:
-    """The array without its weak type: a remat's input loses it in its cotangent, a cast's keeps it."""
+    """The array without its weak type, which the cotangent of a remat's input loses and that of a cast's keeps."""
     weak = getattr(jax.typeof(x), "weak_type", False)
     return lax.convert_element_type(x, x.dtype) if weak and jax.numpy.issubdtype(x.dtype, np.floating) else x
 
@@ -224,7 +224,7 @@ _scalar_functions: weakref.WeakKeyDictionary[Any, dict[np.dtype, Any]] = weakref
 
 
 def _of_scalars(jaxpr: Any, dtype: np.dtype) -> Any:
-    """The open jaxpr of a function of scalars for another dtype; always the same one, for JAX's caches."""
+    """The open jaxpr of a function of scalars for another dtype. Cached, so that JAX's caches hit."""
     known = _scalar_functions.setdefault(jaxpr, {})
     if dtype not in known:
         scalars = [jax.ShapeDtypeStruct((), dtype)] * len(jaxpr.invars)
@@ -235,7 +235,7 @@ def _of_scalars(jaxpr: Any, dtype: np.dtype) -> Any:
 
 def _half_params(name: str, params: dict[str, Any], half: np.dtype) -> dict[str, Any]:
     """The parameters of an operation that runs in half."""
-    if params.get("update_jaxpr") is not None:  # A scatter's: how it combines two elements.
+    if params.get("update_jaxpr") is not None:  # The function with which a scatter combines two elements.
         return {**params, "update_jaxpr": _of_scalars(params["update_jaxpr"], half)}
     if name not in MATMULS:
         return params
@@ -243,12 +243,12 @@ def _half_params(name: str, params: dict[str, Any], half: np.dtype) -> dict[str,
     if params.get("preferred_element_type") is not None:
         changed["preferred_element_type"] = half
     if compat.is_algorithm(params.get("precision")):
-        changed["precision"] = None  # An algorithm for float32, which a rule of the user's overrides.
+        changed["precision"] = None  # An algorithm for float32, which the user's rule overrides.
     return {**params, **changed} if changed else params
 
 
 def _broadcast(x: Any, shape: tuple[int, ...], half: np.dtype) -> Any:
-    """Broadcasts in float32 and then casts, so that the derivative sums in float32."""
+    """Broadcasts in float32, then casts, so that the derivative sums in float32."""
     offset = len(shape) - x.ndim
     wide = lax.broadcast_in_dim(x, shape, tuple(range(offset, len(shape))))
     return lax.convert_element_type(wide, half)
@@ -256,10 +256,10 @@ def _broadcast(x: Any, shape: tuple[int, ...], half: np.dtype) -> Any:
 
 @jax.custom_jvp
 def _scaled(x: Any, factor: Any, low: Any) -> Any:
-    """`x * low`, where `low` is the half of a smaller `factor` whose gradient is summed in float32.
+    """`x * low`, where `low` is `factor` in half, is smaller than `x`, and has a gradient that is summed in float32.
 
-    Broadcasting the factor before the product would do, but store it at full size for the backward pass. Where the
-    program itself is linear, JAX transposes these lines, not the rule.
+    Broadcasting the factor before the product would also work, but would store it at full size for the backward pass.
+    If the program itself is linear, JAX transposes this function, not its JVP rule.
     """
     return lax.mul(x, _broadcast(factor, x.shape, x.dtype))
 

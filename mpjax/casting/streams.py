@@ -14,9 +14,9 @@ from mpjax.casting.classify import tracked
 def residual_additions(jaxpr: Any) -> frozenset[Any]:
     """The results of the additions of a jaxpr that make a residual stream.
 
-    Such an addition takes a value that something else reads too, the layer whose result is added to it; and its result
-    is added to again, or returned, as the body of a scan over layers does. A GELU's `x + 0.044715 x³` is multiplied
-    next, a bias is read by nothing else.
+    One operand of such an addition has another consumer: the layer whose result is added to it. The result is added to
+    again, or returned, as in the body of a scan over layers. Other additions lack one of these: a GELU's
+    `x + 0.044715 x³` is multiplied next, and a bias has no other consumer.
     """
     jaxpr = compat.open_jaxpr(jaxpr).jaxpr
     moved = _moved(jaxpr)
@@ -42,7 +42,7 @@ def _adds_arrays(eqn: Any) -> bool:
     if eqn.primitive.name not in ("add", "add_any"):
         return False
     out = eqn.outvars[0]
-    # Of numbers and vectors nothing is saved by storing them in half.
+    # Storing scalars and vectors in half saves nothing.
     return (
         tracked(out)
         and len(out.aval.shape) > 1
@@ -51,7 +51,7 @@ def _adds_arrays(eqn: Any) -> bool:
 
 
 def _moved(jaxpr: Any) -> dict[Any, Any]:
-    """The operand of each equation that hands it on whole: a reshape, a sharding constraint, a name."""
+    """The operand of each equation that passes it on whole: a reshape, a sharding constraint, a name."""
     return {
         eqn.outvars[0]: eqn.invars[0]
         for eqn in jaxpr.eqns

@@ -1,7 +1,7 @@
 """Backward analysis: the consumers of each value.
 
-Each value gets a set of uses, from its consumers back to it. They say whether anything gains from having the value in
-half; where nothing does (the loss, the final softmax), it stays in float32.
+Uses propagate from the consumers of a value back to it. They tell whether any consumer gains from half. If none does
+(the loss, the final softmax), the value stays in float32.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ class Use(enum.IntFlag):
     """How the consumers of a value read it."""
 
     NONE = 0
-    READ = 1  # Something reads it.
-    FLOAT = 2  # Something reads it in float32.
-    MAY_HALF = 4  # An operation of any dtype reads it, on the way to one that runs in half.
-    HALF = 8  # An operation that runs in half reads it, as it is or after moves.
-    RETURNED = 16  # The function returns it as it is.
+    READ = 1  # Some operation reads it.
+    FLOAT = 2  # Some operation reads it in float32.
+    MAY_HALF = 4  # An operation of any dtype reads it, on a path to one that runs in half.
+    HALF = 8  # An operation that runs in half reads it, directly or after moves.
+    RETURNED = 16  # The function returns it.
     ANY_HALF = MAY_HALF | HALF
 
-    # Python's own flag arithmetic is slow enough to show in trace times.
+    # Python's flag arithmetic is slow enough to show in trace times.
     def __or__(self, other: int) -> Use:
         return _FLAGS[int.__or__(self, other)]
 
@@ -42,7 +42,7 @@ class Use(enum.IntFlag):
     __hash__ = int.__hash__
 
     def without(self, other: Use) -> Use:
-        """These uses but those."""
+        """These uses without those of `other`."""
         return _FLAGS[int.__and__(self, 31 - other)]
 
 
@@ -62,7 +62,7 @@ _cache: weakref.WeakKeyDictionary[Any, dict[Any, Uses]] = weakref.WeakKeyDiction
 
 
 def uses(jaxpr: Any, wanted: tuple[Use, ...], setting: Setting) -> Uses:
-    """The uses of each value of a jaxpr, given those of its outputs."""
+    """The uses of each value of a jaxpr, given the uses of its outputs."""
     jaxpr = compat.open_jaxpr(jaxpr).jaxpr
     known = _cache.setdefault(jaxpr, {})
     key = (wanted, setting)
@@ -83,7 +83,7 @@ def _uses(jaxpr: Any, wanted: tuple[Use, ...], setting: Setting) -> Uses:
             of[v] = of.get(v, Use.NONE) | use
 
     for v, use in zip(jaxpr.outvars, wanted, strict=True):
-        # A sub-jaxpr returns what nothing reads, too, so it must be computed.
+        # A sub-jaxpr returns unused outputs too, so they must be computed.
         add(v, use | Use.READ)
     listings = []
     streams = residual_additions(jaxpr) if setting.rules.residual_stream == "float32" and not setting.folded else ()
@@ -106,9 +106,9 @@ def _uses(jaxpr: Any, wanted: tuple[Use, ...], setting: Setting) -> Uses:
 
 
 def _ends_in_a_product(eqn: Any, out: Use) -> bool:
-    """Whether a matmul is inner products alone, no work for Tensor Cores, on the way to no other: part of a loss.
+    """Whether a matmul only computes inner products, which Tensor Cores don't speed up, and no matmul follows.
 
-    Losses pick values by them (`einsum("bn,bn->b", logits, one_hot)`), some of them far out of float16's range.
+    Losses pick values this way (`einsum("bn,bn->b", logits, one_hot)`), some of them far outside float16's range.
     """
     if eqn.primitive.name != "dot_general" or out & Use.ANY_HALF:
         return False
@@ -121,20 +121,20 @@ def _of_operands(eqn: Any, outs: Sequence[Use], listing: Listing, setting: Setti
     if listing.op is Op.ENTER:
         inside = setting.inside(eqn, listing.region)
         found = setting.higher_order[eqn.primitive.name].uses(eqn, tuple(outs), inside)
-        # An operand that the sub-jaxpr does not read is handed to it all the same.
+        # A sub-jaxpr receives all operands, including those that it does not read.
         return [Use.READ | use for use in found]
     use = _of_operand(listing, outs)
     if listing.op is Op.INFER:
         if primitive(eqn.primitive.name).join:
             use = Use.READ | outs[0]
         if follows_one_value(eqn):
-            # A norm's output that an activation takes to a matmul is half before the activation.
+            # A norm's output that reaches a matmul through an activation is half before the activation.
             use = use | outs[0] & Use.HALF
     return [use] * len(eqn.invars)
 
 
 def _of_operand(listing: Listing, outs: Sequence[Use]) -> Use:
-    """The use that a first-order equation makes of its operands."""
+    """The use of the operands of a first-order equation."""
     out = Use.NONE
     for use in outs:
         out = out | use
@@ -150,5 +150,5 @@ def _of_operand(listing: Listing, outs: Sequence[Use]) -> Use:
 
 
 def follows_one_value(eqn: Any) -> bool:
-    """Whether an equation follows one float value: relu, but not the difference from a mean."""
+    """Whether an equation reads only one float32 value, as relu does. The difference from a mean reads two."""
     return len({v for v in eqn.invars if not isinstance(v, compat.Literal) and tracked(v)}) == 1
