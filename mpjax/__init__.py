@@ -43,8 +43,8 @@ if _typing.TYPE_CHECKING:
     from mpjax.policy import UnusedOverrideWarning as UnusedOverrideWarning
     from mpjax.policy import get_policy as get_policy
 else:
-    # A name is imported at its first use: `python -m mpjax run` must not import JAX before the script does, and a
-    # training run that inspects nothing pays for no inspection.
+    # Names are imported at first use: `python -m mpjax run` must not import JAX before the script does, and a
+    # training run that inspects nothing should not import the inspection tools.
     from mpjax.inspection.tools import HOMES as _INSPECTION
 
     _MODULES = {
@@ -63,7 +63,7 @@ else:
     _HOMES = {name: f"mpjax.{module}" for module, names in _MODULES.items() for name in names.split()}
     __all__ = [*_HOMES]
     _HOMES = {name: f"mpjax.{name}" for name in (*_MODULES, "inspection")} | _HOMES
-    _HOMES["master_weights"] += ":master_weights"  # the function, not the module of its name
+    _HOMES["master_weights"] += ":master_weights"  # the function, not the module of the same name
     __getattr__, __dir__ = _lazy(__name__, _HOMES | _INSPECTION)
 
 __version__ = "0.1.0"

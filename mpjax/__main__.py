@@ -1,4 +1,4 @@
-"""`python -m mpjax`: runs a script in mixed precision, or inspects a function of one, without a change to it."""
+"""`python -m mpjax`: runs an unmodified script in mixed precision, or inspects one of its functions."""
 
 import sys
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the launcher or an inspection, and returns the exit code.
 
     Args:
-        arguments: without the program's name; None for those of the process.
+        arguments: Arguments without the program's name. Defaults to those of the process.
     """
     if (sys.argv[1:] if arguments is None else list(arguments))[:1] == ["run"]:
         from mpjax.launcher.cli import main as run

@@ -1,4 +1,4 @@
-"""`apply_gradients`, and what lets a transformation of this library write the new params itself."""
+"""`apply_gradients`, and the protocol by which a transformation of this library writes the new params itself."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ _FUSED = "_mpjax_fused"
 
 @dataclasses.dataclass(frozen=True)
 class Fused:
-    """What a transformation of this library can do beside `init` and `update`."""
+    """The functions of a transformation of this library besides `init` and `update`."""
 
     update: Callable[..., Any]
     # `apply(grads, state, params, **extra)`, in place of `update` and `optax.apply_updates`.
     apply: Callable[..., tuple[Any, Any]]
-    # Whether it skips steps; its `apply` then takes more values to check, as `also_check`.
+    # Whether it skips steps. If so, its `apply` takes further values to check, as `also_check`.
     decides: bool
-    # `update` in two parts: `finish(*advance(grads, state, params, **extra), params, taken)`. What `finish` computes
-    # from the new state needs not be stored by the branch that takes the step.
+    # `update` in two parts: `finish(*advance(grads, state, params, **extra), params, taken)`. The branch that
+    # takes the step need not store what `finish` can compute from the new state.
     parts: tuple[Callable[..., tuple[Any, Any]], Callable[..., tuple[Any, Any]]] | None = None
 
 
@@ -44,13 +44,13 @@ def transformation(
     decides: bool,
     parts: tuple[Callable[..., tuple[Any, Any]], Callable[..., tuple[Any, Any]]] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """A transformation that `apply_gradients` runs by `apply`."""
+    """A transformation that `apply_gradients` runs by calling `apply`."""
     setattr(update, _FUSED, Fused(update, apply, decides, parts))
     return optax.GradientTransformationExtraArgs(init, update)
 
 
 def update_in_parts(tx: optax.GradientTransformationExtraArgs) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """`advance` and `finish` of a transformation; of most, its `update` and nothing more."""
+    """`advance` and `finish` of a transformation. By default `advance` is its `update` and `finish` does nothing."""
     found = fused(tx)
     if found is not None and found.parts is not None:
         return found.parts
@@ -59,29 +59,29 @@ def update_in_parts(tx: optax.GradientTransformationExtraArgs) -> tuple[Callable
 
 def fused(tx: Any) -> Fused | None:
     found = getattr(tx.update, _FUSED, None)
-    # `functools.wraps` copies attributes: an update that wraps ours must not be bypassed.
+    # `functools.wraps` copies attributes, and an update that wraps ours must not be bypassed.
     return found if isinstance(found, Fused) and found.update is tx.update else None
 
 
 def apply_gradients(tx: Any, grads: Any, opt_state: State, params: Params, **extra_args: Any) -> tuple[Params, State]:
-    """Updates and applies in one: the new params and the new optimizer state.
+    """Computes the updates and applies them: returns the new params and the new optimizer state.
 
-    The same as `tx.update` followed by `optax.apply_updates`, but with a loss-scaled `tx` both happen
-    inside the one `lax.cond` that skips, so no array of updates is written and read again.
+    Equivalent to `tx.update` followed by `optax.apply_updates`. With a loss-scaled `tx` both happen inside
+    the `lax.cond` that skips steps, so the updates are never written to memory.
 
     Args:
-        tx: an optax transformation, an `optax.MultiSteps`, or an `nnx.Optimizer`.
-        grads: tree of the params; an Equinox model's gradients have None where it is static.
-        opt_state: state of `tx`; or an `nnx.Optimizer`, which is then updated in place.
-        params: tree of arrays, an Equinox model, an `nnx.State`; with an `nnx.Optimizer` the NNX model, which
-            is then updated in place. Values of Flax's FP8 collection are replaced by their "gradients".
-        **extra_args: passed to `tx.update`, such as `value=loss`.
+        tx: An optax transformation, an `optax.MultiSteps`, or an `nnx.Optimizer`.
+        grads: Gradients, with the tree structure of `params`. Those of an Equinox model have None at its static leaves.
+        opt_state: State of `tx`, or an `nnx.Optimizer`, which is updated in place.
+        params: A tree of arrays, an Equinox model or an `nnx.State`. With an `nnx.Optimizer`, the NNX model, which
+            is updated in place. Values of Flax's FP8 collection are replaced by their "gradients".
+        **extra_args: Passed to `tx.update`, such as `value=loss`.
 
     Returns:
-        `(params, opt_state)`; on a skipped step the params and the inner state are bitwise the old.
+        `(params, opt_state)`. A skipped step leaves the params and the inner state bitwise unchanged.
 
     Raises:
-        TypeError: the arguments are in another order.
+        TypeError: the arguments are in the wrong order.
         ValueError: `grads` and `params` differ in structure.
 
     Example:
@@ -128,7 +128,7 @@ def _is_nnx_optimizer(x: Any) -> bool:
 
 
 def _apply_to_nnx(tx: Any, grads: Any, optimizer: Any, model: Any, extra_args: dict[str, Any]) -> None:
-    """What `nnx.Optimizer.update` does, by `apply_gradients`."""
+    """`nnx.Optimizer.update`, implemented with `apply_gradients`."""
     from flax import nnx
 
     tx = optimizer.tx if _is_nnx_optimizer(tx) else tx
@@ -140,31 +140,31 @@ def _apply_to_nnx(tx: Any, grads: Any, optimizer: Any, model: Any, extra_args: d
     optimizer.step[...] += 1
 
 
-# Flax's FP8 collection: beside the parameters, at the top of the tree.
+# Flax's FP8 collection, which is next to the parameters at the top level of the tree.
 
 
 def overwritten(tree: Any) -> Any:
-    """The values that replace the old ones, or None."""
+    """The values of the FP8 collection, which replace the old ones, or None."""
     return tree.get(OVERWRITE_WITH_GRADIENT) if isinstance(tree, Mapping) else None
 
 
 def without_overwritten(tree: Any) -> Any:
-    """The tree without them."""
+    """The tree without the FP8 collection."""
     if overwritten(tree) is None:
         return tree
     return {key: value for key, value in tree.items() if key != OVERWRITE_WITH_GRADIENT}
 
 
 def overwrite(tree: Any, values: Any) -> Any:
-    """The tree with them replaced."""
+    """The tree with the values of its FP8 collection replaced."""
     return tree if values is None else type(tree)({**tree, OVERWRITE_WITH_GRADIENT: values})
 
 
-# Models with static leaves (Equinox): their gradients have None there.
+# Models with static leaves (Equinox), where their gradients have None.
 
 
 def trainable(tree: Any) -> Any:
-    """An Equinox model with None in place of what `eqx.filter_grad` does not differentiate; else the tree itself."""
+    """An Equinox model with None for leaves that `eqx.filter_grad` does not differentiate; other trees unchanged."""
     if not _is_equinox(tree):
         return tree
     return jax.tree.map(lambda x: x if isinstance(x, jax.Array) and is_differentiable(x) else None, tree)
@@ -177,11 +177,11 @@ def trained(params: Any, grads: Any) -> Any:
     try:
         return jax.tree.map(lambda g, p: None if g is None else p, grads, params, is_leaf=lambda x: x is None)
     except ValueError:
-        return params  # `check_arguments` has let it pass: the transformation knows what it is about
+        return params  # `check_arguments` accepted it: the transformation handles such params
 
 
 def merge(new: Any, params: Any) -> Any:
-    """The params with `new` where that is not None."""
+    """The leaves of `new`, or those of `params` where `new` has None."""
     if same_structure(new, params):
         return new
     return jax.tree.map(lambda n, p: p if n is None else n, new, params, is_leaf=lambda x: x is None)
@@ -196,7 +196,7 @@ def _is_equinox(tree: Any) -> bool:
 
 
 def as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
-    """The transformation, taking any extra arguments: those that it does not know are dropped."""
+    """The transformation with an `update` that accepts any extra arguments and drops unknown ones."""
     if isinstance(inner, optax.MultiSteps):
         inner = inner.gradient_transformation()
     if not (callable(getattr(inner, "init", None)) and callable(getattr(inner, "update", None))):
@@ -209,7 +209,7 @@ def as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
     parameters = inspect.signature(inner.update).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return inner
-    # Such as optax.contrib.sam, whose update takes `grad_fn` and nothing else.
+    # Such as optax.contrib.sam, whose update takes only `grad_fn`.
     names = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
 
     def update(grads: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
@@ -219,11 +219,11 @@ def as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
 
 
 def check_arguments(call: str, grads: Any, opt_state: Any, params: Any) -> None:
-    """Raises where the arguments of an update are in another order, or of different structure."""
+    """Raises if the arguments of an update are in the wrong order, or differ in structure."""
     for name, tree in (("grads", grads), ("params", params)):
         if contains_state(tree):
             raise TypeError(f"{call}: got the optimizer state as {name}; are the arguments in another order?")
-    # Params of another kind than the gradients (optax.LookaheadParams) are the transformation's own affair.
+    # Some transformations define params of another type than the gradients (optax.LookaheadParams).
     if type(grads) is not type(params) or same_structure(grads, params):
         return
     paths = [{path_string(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)} for tree in (grads, params)]

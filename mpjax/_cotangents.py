@@ -1,4 +1,4 @@
-"""Identities whose cotangents are multiplied by a factor: where the loss scale enters and leaves a backward pass."""
+"""Identities that multiply their cotangents by a factor: they scale and unscale a backward pass."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
 
 
 def is_differentiable(x: Any) -> bool:
-    """Whether `x` is an array of a float or complex dtype, float8 included; to JAX a Python scalar is a constant."""
+    """Whether `x` is an array of a float or complex dtype, including float8. JAX treats Python scalars as constants."""
     return hasattr(x, "shape") and hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact)
 
 
@@ -37,7 +37,7 @@ def multiply(x: jax.Array, factor: jax.Array, dtype: Any = None) -> jax.Array:
     product = x.astype(wide) * factor.astype(wide)
     if dtype.itemsize > 1:
         return product.astype(dtype)
-    # A cast to float8 gives NaN above its largest number. What was finite saturates instead.
+    # A cast to float8 gives NaN above its largest number. Finite values saturate instead.
     largest = float(jnp.finfo(dtype).max)
     return jnp.where(jnp.isfinite(product), jnp.clip(product, -largest, largest), product).astype(dtype)
 
@@ -45,8 +45,8 @@ def multiply(x: jax.Array, factor: jax.Array, dtype: Any = None) -> jax.Array:
 def unscale_by(grads: T, scale: jax.Array) -> T:
     """Divides the differentiable leaves of a tree by `scale`, in float32; half leaves become float32.
 
-    Float8 leaves keep their dtype, as do float64 and complex ones. Values of Flax's FP8 collection
-    are no gradients and stay as they are. A scale with leading (mapped) axes divides member by member.
+    Float8, float64 and complex leaves keep their dtype. Values of Flax's FP8 collection are not gradients and
+    are returned unchanged. A scale with leading (mapped) axes divides each member by its own scale.
     """
 
     def leaf(path: Any, g: Any) -> Any:
@@ -58,8 +58,8 @@ def unscale_by(grads: T, scale: jax.Array) -> T:
     return jax.tree_util.tree_map_with_path(leaf, grads)
 
 
-# A primitive, because neither of JAX's custom rules will do: `custom_vjp` has no forward mode, and a `custom_jvp` can
-# not choose the transpose of its tangent. Only tangents pass through it, and transposing replaces it with a product.
+# A primitive, because neither of JAX's custom derivative rules suffices: `custom_vjp` has no forward mode, and a
+# `custom_jvp` can't choose the transpose of its tangent. It is applied only to tangents. Its transpose is a product.
 _scale_transpose_p = Primitive("mpjax_scale_transpose")
 _scale_transpose_p.def_impl(lambda t, factor, *, path: t)
 _scale_transpose_p.def_abstract_eval(lambda t, factor, *, path: t)
@@ -87,7 +87,7 @@ def _transpose(ct: Any, t: Any, factor: jax.Array, *, path: str) -> tuple[Any, N
 
 
 def _batch(args: tuple[Any, Any], dims: tuple[Any, Any], *, path: str) -> tuple[Any, Any]:
-    """A mapped factor is broadcast to the rank of the tangent; so both have the mapped axis in front."""
+    """Moves the mapped axes to the front, and broadcasts a mapped factor to the rank of the tangent."""
     (t, factor), (t_dim, factor_dim) = args, dims
     size = t.shape[t_dim] if t_dim is not None else factor.shape[factor_dim]
     t = jnp.broadcast_to(t, (size, *t.shape)) if t_dim is None else jnp.moveaxis(t, t_dim, 0)
@@ -106,13 +106,13 @@ batching.primitive_batchers[_scale_transpose_p] = _batch
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def scale_cotangent(x: jax.Array, factor: jax.Array, refuse_half: str = "") -> jax.Array:
-    """The identity; its tangent is true, its cotangent is multiplied by `factor`.
+    """The identity. Its tangent is unscaled, and its cotangent is multiplied by `factor`.
 
     Args:
-        x: a differentiable array.
-        factor: shape (), float32.
-        refuse_half: name of an argument. If it is given, a half cotangent, which would be the
-            gradient of that argument, is refused.
+        x: A differentiable array.
+        factor: Array of shape () and dtype float32.
+        refuse_half: Name of an argument whose gradient is the cotangent. If given, a half-precision cotangent
+            raises an error.
     """
     return x
 

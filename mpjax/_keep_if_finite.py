@@ -1,4 +1,4 @@
-"""What a skipped step leaves as it was, beside the optimizer's own: batch statistics, EMAs, RNG state, caches."""
+"""Restores state outside the optimizer after a skipped step: batch statistics, EMAs, RNG state, caches."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ T = TypeVar("T")
 
 
 def keep_if_finite(opt_state: Any, new: T, old: T) -> T:
-    """Chooses `new` if the last step was taken, `old` if it was skipped.
+    """Selects `new` if the last step was taken, `old` if it was skipped.
 
-    For state that the optimizer does not own (batch statistics, an EMA of the weights, RNG state):
-    one skipped step with overflown activations would otherwise poison a running mean for good.
+    Use it for state that the optimizer does not own, such as batch statistics, an EMA of the weights or RNG
+    state. Otherwise a single skipped step with overflowed activations corrupts a running mean permanently.
     For NNX modules use `restore_if_skipped`, which takes the snapshot of the old values itself.
 
     Args:
-        opt_state: state *after* `tx.update` or `apply_gradients`. Its `last_finite` has shape (), or, outside of
-            the `vmap` or `pmap` that made it, one value for each member: then axis 0 of all leaves is mapped.
-        new, old: trees of arrays, same structure, shapes and dtypes.
+        opt_state: State *after* `tx.update` or `apply_gradients`. Its `last_finite` has shape (). Outside the `vmap`
+            or `pmap` that made it, it has one value for each member, and axis 0 of all leaves is mapped.
+        new, old: Trees of arrays of the same structure, shapes and dtypes.
 
     Returns:
         A tree like `new`.
 
     Raises:
         ValueError: no (or more than one) `LossScaleState` in `opt_state`; the trees differ; a leaf lacks
-            the mapped axis; `new` and `old` hold the same `nnx.Variable`, which has only one value.
+            the mapped axis; `new` and `old` hold the same `nnx.Variable`.
 
     Example:
         >>> import optax, mpjax
@@ -52,16 +52,16 @@ def keep_if_finite(opt_state: Any, new: T, old: T) -> T:
 
 @contextlib.contextmanager
 def restore_if_skipped(module: Any, optimizer: Any, *filters: Any) -> Iterator[None]:
-    """Context in which an NNX training step runs; if the step is skipped, the module's state is as before.
+    """Context manager for an NNX training step that restores the module's state if the step is skipped.
 
-    On entry the values of the variables are noted; on exit each variable keeps its new value if the
-    optimizer took the step, and gets its old one back if it skipped. Works inside `nnx.jit`.
+    It records the values of the variables on entry. On exit each variable keeps its new value if the
+    optimizer took the step, and is restored if it skipped. Works inside `nnx.jit`.
 
     Args:
-        module: an NNX module, or a tree of them.
-        optimizer: the `nnx.Optimizer` whose `update` is called inside the context.
-        *filters: NNX filters of the variables, such as `nnx.BatchStat`. By default all but those that
-            the optimizer updates: batch statistics, RNG state, caches.
+        module: An NNX module, or a tree of them.
+        optimizer: The `nnx.Optimizer` whose `update` is called inside the context.
+        *filters: NNX filters of the variables, such as `nnx.BatchStat`. By default all variables except
+            those that the optimizer updates: batch statistics, RNG state, caches.
 
     Raises:
         TypeError: `optimizer` is not an `nnx.Optimizer`.
@@ -105,7 +105,7 @@ def _last_finite(optimizer: Any) -> Any:
 
 
 def _select(finite: jax.Array, new: Any, old: Any, *, path: str) -> jax.Array:
-    """`new` where `finite`, else `old`; for one leaf."""
+    """One leaf: `new` where `finite`, else `old`."""
     shapes, dtypes = (jnp.shape(new), jnp.shape(old)), (jnp.result_type(new), jnp.result_type(old))
     both_arrays = hasattr(new, "dtype") and hasattr(old, "dtype")
     if shapes[0] != shapes[1] or (both_arrays and dtypes[0] != dtypes[1]):
@@ -118,7 +118,7 @@ def _select(finite: jax.Array, new: Any, old: Any, *, path: str) -> jax.Array:
 
 
 def _refuse_same_variables(new: Any, old: Any) -> None:
-    """Raises where both trees hold one and the same mutable variable: there is no old value to keep."""
+    """Raises if both trees hold the same mutable variable, whose old value is lost."""
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
         return

@@ -1,4 +1,4 @@
-"""Names of a package that are imported at their first use."""
+"""Lazy imports: names of a package that are imported at first use."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 
 
 def lazy(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], Iterable[str]]]:
-    """A package's `__getattr__` and `__dir__`, for names that it does not import with itself (PEP 562).
+    """Makes a package's `__getattr__` and `__dir__` for lazily imported names (PEP 562).
 
-    A name stands for its value even where a subpackage has the same name: `mpjax.inspection.audit` is the function,
-    whichever of `mpjax/inspection/audit/`'s modules is imported first.
+    A name takes precedence over a subpackage of the same name: `mpjax.inspection.audit` is the function, even
+    if a module of `mpjax/inspection/audit/` is imported first.
 
     Args:
-        package: the package's `__name__`.
-        homes: the module that defines each name; a module that defines its own name is the value itself, unless
-            the home is written `module:name`.
+        package: The package's `__name__`.
+        homes: Maps each name to the module that defines it. If the module has that name itself, the module is the
+            value, unless the entry is written `module:name`.
     """
 
     class Package(types.ModuleType):

@@ -1,4 +1,4 @@
-"""The state of loss scaling: what it holds, how to find it, and whether training makes progress by it."""
+"""The state of loss scaling: its fields, how to find it in an optimizer state, and the progress check."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ _WHERE = (
 
 
 class LossScaleState(NamedTuple):
-    """State of `dynamic_loss_scale` and `static_loss_scale`: arrays of fixed dtype from `init` on.
+    """State of `dynamic_loss_scale` and `static_loss_scale`. The dtypes are fixed from `init` on.
 
     Source: Mixed Precision Training, Micikevicius et al. 2018 (https://arxiv.org/abs/1710.03740).
     """
 
-    loss_scale: chex.Array  # shape=(), dtype=jnp.float32; positive and finite, always.
-    good_steps: chex.Array  # shape=(), dtype=jnp.int32; finite steps in a row since the last change.
-    skipped_steps: chex.Array  # shape=(), dtype=jnp.int32; all skipped steps, saturating.
-    consecutive_skips: chex.Array  # shape=(), dtype=jnp.int32; skipped steps in a row up to now.
+    loss_scale: chex.Array  # shape=(), dtype=jnp.float32; always positive and finite.
+    good_steps: chex.Array  # shape=(), dtype=jnp.int32; consecutive finite steps since the last change.
+    skipped_steps: chex.Array  # shape=(), dtype=jnp.int32; total skipped steps, saturating.
+    consecutive_skips: chex.Array  # shape=(), dtype=jnp.int32; current number of consecutive skipped steps.
     last_finite: chex.Array  # shape=(), dtype=jnp.bool_; whether the last step was taken.
     inner_state: Any  # the wrapped transformation's state.
-    # Steps skipped because the loss itself was not finite (told by `update(..., value=loss)`).
-    nonfinite_losses: chex.Array  # shape=(), dtype=jnp.int32; all of them, saturating.
-    consecutive_nonfinite_losses: chex.Array  # shape=(), dtype=jnp.int32; in a row up to now.
+    # Steps skipped because the loss itself was not finite (reported by `update(..., value=loss)`).
+    nonfinite_losses: chex.Array  # shape=(), dtype=jnp.int32; total, saturating.
+    consecutive_nonfinite_losses: chex.Array  # shape=(), dtype=jnp.int32; current consecutive number.
 
 
 class LossScaleError(RuntimeError):
-    """Training makes no progress: too many steps in a row were skipped.
+    """Training makes no progress: too many consecutive steps were skipped.
 
     Attributes:
-        cause: `"loss"`, the loss itself was not finite (forward overflow, divergence, bad data);
-            `"gradients"`, gradients are not finite although the scale no longer enlarges them;
-            `"scale"`, the loss scale is still too high: unlucky, not diverged.
+        cause: `"loss"`: the loss itself was not finite (forward overflow, divergence, bad data).
+            `"gradients"`: the gradients are not finite although the scale no longer enlarges them.
+            `"scale"`: the loss scale is still too high; training has not diverged.
     """
 
     def __init__(self, message: str, cause: Literal["loss", "gradients", "scale"]):
@@ -50,17 +50,17 @@ class LossScaleError(RuntimeError):
 
 
 class LossScaleWarning(UserWarning):
-    """An optimizer is wrapped in a way that loss scaling can't work with, or that loses small updates."""
+    """An optimizer is wrapped in a way that breaks loss scaling or loses small updates."""
 
 
 def find_loss_scale_state(opt_state: Any) -> LossScaleState:
-    """The one `LossScaleState` in an optimizer state, a `TrainState` or an `nnx.Optimizer`.
+    """Finds the `LossScaleState` in an optimizer state, a `TrainState` or an `nnx.Optimizer`.
 
     Raises:
-        ValueError: there is none, or there are several.
+        ValueError: it holds none, or more than one.
 
     Warns:
-        LossScaleWarning: a transformation around it hides overflows from it.
+        LossScaleWarning: a transformation wrapped around loss scaling hides overflows from it.
     """
     tree = getattr(opt_state, "opt_state", opt_state)
     leaves = jax.tree.leaves(tree, is_leaf=_is_state)
@@ -89,7 +89,7 @@ def contains_state(tree: Any) -> bool:
     return any(map(_is_state, jax.tree.leaves(tree, is_leaf=_is_state)))
 
 
-# What to write instead of a wrapper around loss scaling, by the type of the wrapper's state.
+# The warning about a wrapper around loss scaling, by the type of the wrapper's state.
 _HIDING = {
     optax.ApplyIfFiniteState: (
         "optax.apply_if_finite skips non-finite steps before the loss scale learns of them, so the scale never backs "
@@ -108,7 +108,7 @@ _HIDING = {
 
 
 def warn_if_overflows_are_hidden(opt_state: Any) -> None:
-    """Warns of transformations around loss scaling after which it can't see an overflow."""
+    """Warns about transformations around loss scaling that hide overflows from it."""
     for kind in _hiding(opt_state):
         warnings.warn(f"loss scaling: {_HIDING[kind]}", LossScaleWarning, stacklevel=5)
 
@@ -134,21 +134,21 @@ def _children(node: Any) -> list[Any]:
 
 
 def loss_scale_of(opt_state: Any) -> jax.Array:
-    """The present loss scale, float32."""
+    """The current loss scale, float32."""
     return jnp.asarray(find_loss_scale_state(opt_state).loss_scale)
 
 
 def check_progress(opt_state: Any, max_consecutive_skips: int = 50) -> None:
-    """Raises if too many of the last steps in a row were skipped. Call it on the host, say once an epoch.
+    """Raises if too many consecutive steps were skipped. Call it on the host, for example once per epoch.
 
-    The default allows a dynamic scale to fall from its maximum to its minimum (38 halvings).
+    The default leaves a dynamic scale time to fall from its maximum to its minimum (38 halvings).
 
     Args:
-        opt_state: optimizer state with concrete arrays. With several replicas the worst one counts.
-        max_consecutive_skips: skipped steps in a row that are tolerated before raising.
+        opt_state: Optimizer state with concrete arrays. With several replicas the worst one counts.
+        max_consecutive_skips: Number of consecutive skipped steps that are tolerated.
 
     Raises:
-        LossScaleError: more were skipped. Its text and `cause` distinguish divergence from a scale that is too high.
+        LossScaleError: more steps were skipped. Its text and `cause` tell divergence from a scale that is too high.
         ValueError: no (or more than one) `LossScaleState` in `opt_state`.
     """
     state = find_loss_scale_state(opt_state)

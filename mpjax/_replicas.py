@@ -1,4 +1,4 @@
-"""One decision for all replicas: over which mapped axes "all gradients are finite" is reduced."""
+"""One decision for all replicas: reduces "all gradients are finite" over the mapped axes."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import jax.numpy as jnp
 
 
 def all_finite(tree: Any, state: Any, axis_name: Any) -> jax.Array:
-    """Whether every inexact leaf is finite, on every replica: one read of the tree.
+    """Whether every inexact leaf is finite on every replica. Reads the tree once.
 
     Args:
-        tree: gradients, or a loss.
-        state: an array of the optimizer state that all replicas of one model share, or each replica has of its own.
-        axis_name: what the user gave; see `dynamic_loss_scale`.
+        tree: Gradients, or a loss.
+        state: An array of the optimizer state. It varies over an axis if each replica there has its own state.
+        axis_name: The user's argument; see `dynamic_loss_scale`.
 
     Returns:
-        Shape (), bool; it varies over no more manual axes than `state` does.
+        Array of shape () and dtype bool. It varies over no more manual axes than `state` does.
     """
     leaves = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
     finite = jnp.stack([jnp.all(jnp.isfinite(x)) for x in leaves]).all() if leaves else jnp.ones((), jnp.bool_)
@@ -34,25 +34,25 @@ def _axes(finite: jax.Array, state: Any, axis_name: Any) -> tuple[Any, ...]:
         if axis_name is None:
             raise ValueError(_refusal(manual))
         return named
-    # A replica with a state of its own (an ensemble) decides for itself; replicas of one state decide together.
+    # A replica with its own state (in an ensemble) decides for itself. Replicas that share a state decide together.
     # Under these checks JAX refuses to reduce over an axis that the value does not vary over.
     disagreeing = _varying(finite) - _varying(state)
     return tuple(n for n in named if n not in manual) + tuple(a for a in manual if a in disagreeing)
 
 
 def _varying(x: Any) -> frozenset[str]:
-    """The manual mesh axes along which the replicas of a value differ, as `shard_map`'s checks know it."""
+    """The manual mesh axes along which the replicas of a value differ, according to `shard_map`'s checks."""
     return jax.typeof(x).manual_axis_type.varying
 
 
 def _varying_axes_are_known(manual: tuple[str, ...]) -> bool:
-    """Whether `shard_map` keeps track of varying axes: not with `check_vma=False`, nor in `pmap`."""
+    """Whether `shard_map` tracks varying axes. With `check_vma=False` and in `pmap` it does not."""
     index = jax.eval_shape(lambda: jax.lax.axis_index(manual[0]))
     return index.manual_axis_type is not None and manual[0] in index.manual_axis_type.varying
 
 
 def _refusal(manual: tuple[str, ...]) -> str:
-    if any(str(axis).startswith(("_internal", "<")) for axis in manual):  # the names that pmap makes up
+    if any(str(axis).startswith(("_internal", "<")) for axis in manual):  # names that pmap generates
         axes, give = "an unnamed axis", "the axis a name, pmap(..., axis_name='batch'), and axis_name='batch' here"
     else:
         axes = ", ".join(map(repr, manual))

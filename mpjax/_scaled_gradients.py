@@ -1,7 +1,7 @@
 """Loss scaling of cotangents: scaled inside the backward pass, true gradients outside of it.
 
-Only cotangents are scaled: multiplied where the backward pass starts, at the loss, and divided in
-float32 where it ends, at the arguments. The forward pass is not scaled, so scaling can't make the
+Only cotangents are scaled. They are multiplied at the loss, where the backward pass starts, and divided in
+float32 at the arguments, where it ends. The forward pass is not scaled, so scaling can't make the
 loss overflow, and the loss needs no unscaling. Tangents (forward mode) are not scaled either.
 """
 
@@ -24,29 +24,29 @@ T = TypeVar("T")
 
 
 def scale_loss(fun: Callable[P, T], opt_state: Any, has_aux: bool = False) -> Callable[P, T]:
-    """A function with the same value as `fun`, whose backward pass runs on scaled cotangents.
+    """Wraps a function so that its backward pass runs on scaled cotangents. Its value is unchanged.
 
     With S the loss scale of `opt_state` and f = `fun`:
 
         forward    value = f(args)                       S does not appear
         backward   cotangent of the value × S  →  backward pass of f  →  ÷ S in float32 at the arguments
 
-    So `jax.grad`, `jax.value_and_grad`, `nnx.value_and_grad`, `eqx.filter_grad`, `jax.jacrev`, per-example
-    gradients (`vmap` of `grad`) and gradient penalties return true gradients, and an overflow on
-    the way shows as inf or NaN in them. `fun` may take NNX modules and change their state.
+    Therefore `jax.grad`, `jax.value_and_grad`, `nnx.value_and_grad`, `eqx.filter_grad`, `jax.jacrev`, per-example
+    gradients (`vmap` of `grad`) and gradient penalties return true gradients. An overflow in
+    the backward pass shows as inf or NaN in them. `fun` may take NNX modules and change their state.
 
     Args:
-        fun: any differentiable function; all its real or complex outputs are losses to it.
-        opt_state: a state that holds one `LossScaleState` (also a `TrainState` or an `nnx.Optimizer`).
-        has_aux: `fun` returns `(loss, aux)`. `aux` is treated like any other result.
+        fun: Any differentiable function. All of its real or complex outputs are treated as losses.
+        opt_state: A state that holds one `LossScaleState` (also a `TrainState` or an `nnx.Optimizer`).
+        has_aux: Whether `fun` returns `(loss, aux)`. `aux` is treated like any other result.
 
     Returns:
         A function with `fun`'s signature.
 
     Raises:
         ValueError: no (or more than one) `LossScaleState` in `opt_state`.
-        TypeError: when differentiated at a half-precision argument (use `value_and_grad`), or when
-            `has_aux` is set and `fun` returns no pair.
+        TypeError: the function is differentiated at a half-precision argument (use `value_and_grad`), or
+            `has_aux` is set and `fun` does not return a pair.
 
     A custom derivative in `fun` that is not linear in its cotangent (a gradient clip written as a
     `custom_vjp`) sees scaled cotangents; wrap that part with `unscaled`.
@@ -88,16 +88,16 @@ def scale_loss(fun: Callable[P, T], opt_state: Any, has_aux: bool = False) -> Ca
 
 
 def unscaled(fun: Callable[P, T], opt_state: Any) -> Callable[P, T]:
-    """Runs a part of a scaled loss function so that its backward pass sees true cotangents.
+    """Wraps a part of a scaled loss function so that its backward pass sees true cotangents.
 
-    For a derivative rule that is not linear in its cotangent, such as a gradient clip or
-    gradient noise inside the model: the cotangents are unscaled before it and scaled again after it.
-    float16 can not represent true cotangents, so `fun` runs in float32: half arguments are widened,
+    Use it for a derivative rule that is not linear in its cotangent, such as a gradient clip or gradient noise
+    inside the model. In the backward pass the cotangents are unscaled before the rule and rescaled after it.
+    float16 can't represent true cotangents, so `fun` runs in float32: half arguments are widened,
     and results are rounded to the dtypes that `fun` returns for the original arguments.
 
     Args:
-        fun: the part, a function of arrays or trees of arrays.
-        opt_state: the state given to the surrounding `scale_loss` or `value_and_grad`.
+        fun: A function of arrays or trees of arrays.
+        opt_state: The state given to the surrounding `scale_loss` or `value_and_grad`.
 
     Example:
         >>> import optax, mpjax
@@ -113,7 +113,7 @@ def unscaled(fun: Callable[P, T], opt_state: Any) -> Callable[P, T]:
     scale = one_scale("unscaled", opt_state)
     inverse = 1.0 / scale
 
-    # On the way back: unscaled where the cotangents enter the part, at its results; scaled again where they leave it.
+    # In the backward pass cotangents are unscaled at the results of `fun`, and rescaled at its arguments.
     def enter(path: str, x: Any) -> Any:
         wide = x.astype(jnp.float32) if is_half(x) else x
         return scale_cotangent(wide, scale) if is_differentiable(wide) else x
@@ -131,15 +131,15 @@ def unscaled(fun: Callable[P, T], opt_state: Any) -> Callable[P, T]:
 
 
 def unscale(grads: T, opt_state: Any) -> T:
-    """Divides gradients of a loss that the caller multiplied by the loss scale, in float32.
+    """Divides gradients by the loss scale, in float32.
 
-    For loops that scale the loss themselves (together with `grads_are_scaled=True`, which expects
-    gradients that were *not* yet unscaled) and want true gradients for logging or clipping.
+    Use it in loops that multiply the loss by the scale themselves and need true gradients for logging or
+    clipping. Pass the *scaled* gradients to a `tx` with `grads_are_scaled=True`.
 
     Args:
-        grads: tree of gradients; float16 and bfloat16 leaves become float32, others keep their dtype.
-        opt_state: the state whose loss scale was used, *before* `tx.update` changed it. If its scale has mapped
-            axes (a state outside of its `vmap` or `pmap`), each member of `grads` is divided by its own.
+        grads: Tree of gradients. float16 and bfloat16 leaves become float32, others keep their dtype.
+        opt_state: The state whose loss scale was used, *before* `tx.update` changed it. If its scale has mapped
+            axes (a state outside its `vmap` or `pmap`), each member of `grads` is divided by its own scale.
 
     Example:
         >>> import optax, mpjax
@@ -151,7 +151,7 @@ def unscale(grads: T, opt_state: Any) -> T:
 
 
 def one_scale(name: str, opt_state: Any) -> jax.Array:
-    """The loss scale in a state, shape (); raises where it has one for each member of a `vmap`."""
+    """The loss scale of a state, shape (). Raises if the state has one for each member of a `vmap`."""
     scale = loss_scale_of(opt_state)
     if scale.ndim:
         raise ValueError(

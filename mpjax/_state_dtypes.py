@@ -1,4 +1,4 @@
-"""Dtypes of an optimizer's state where params are half: fixed from `init` on, whatever dtype the gradients have."""
+"""Dtypes of an optimizer's state for half params: fixed from `init` on, whatever the gradients' dtype."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from mpjax.policy import is_half, path_string
 
 
 def settled(inner: optax.GradientTransformationExtraArgs, state: Any, params: Any) -> Any:
-    """The initial state of `inner` in the dtypes that it has for float32 params, and keeps under float32 gradients.
+    """The initial state of `inner`, in the dtypes that float32 params and gradients give it.
 
-    Adam's moments, made like half params, would be half: the second one flushes to zero, and the first one turns
-    into float32, the gradients' dtype, at the first update. A state that changes dtype costs a retrace and
-    can't be carried by `scan`. What the transformation sets itself (`mu_dtype`, float32 masters) stays as it is.
+    Adam's moments would otherwise have the dtype of half params. The second one would flush to zero, and the first
+    one would become float32, the gradients' dtype, at the first update. A state that changes dtype costs a retrace
+    and can't be carried by `scan`. Dtypes that the transformation sets (`mu_dtype`, float32 masters) are kept.
     """
     if not any(map(is_half, jax.tree.leaves(params))):
         return state
@@ -35,20 +35,20 @@ def settled(inner: optax.GradientTransformationExtraArgs, state: Any, params: An
         try:
             return cast_like(state, jax.eval_shape(update, state, params))
         except Exception:
-            # An update that can't be called yet, say one that needs further arguments: the first step settles dtypes.
+            # The update can't be called yet, for example because it needs further arguments. The first step sets dtypes.
             return state
 
 
 def cast_like(state: Any, like: Any) -> Any:
-    """The state in the dtypes of another one, where the structures agree."""
+    """Casts a state to the dtypes of another one. States of different structure are returned unchanged."""
     if not same_structure(state, like):
         return state
     return jax.tree.map(lambda x, to: x if jnp.result_type(x) == to.dtype else jnp.asarray(x, to.dtype), state, like)
 
 
 def warn_without_masters(state: Any, params: Any) -> None:
-    """Warns if params are half and nothing in the state keeps what rounding to half loses."""
-    # Here, as these are built on loss_scale.
+    """Warns if params are half and nothing in the state keeps their rounding errors."""
+    # Imported here, because these modules import loss_scale.
     from mpjax.lean_state.half_params import KahanState, StochasticRoundingState
     from mpjax.master_weights import MasterWeightsState
 

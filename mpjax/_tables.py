@@ -1,4 +1,4 @@
-"""Tables in plain text: aligned columns that fit a terminal."""
+"""Plain-text tables with aligned columns that fit a terminal."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ def table(
     """The lines of a table: the header, a rule, and the rows.
 
     Args:
-        header: the columns' names.
-        rows: cells, as many in each row as the header has.
-        right: which columns are aligned to the right.
-        width: the most characters in a line. Where it is exceeded, the widest of the left-aligned columns get
-            narrower: of a cell its end is shown (a module path's own name), text in the last column is wrapped.
+        header: Column names.
+        rows: Cells of each row, one for each column.
+        right: Indices of the right-aligned columns.
+        width: Maximum number of characters in a line. If it is exceeded, the widest left-aligned columns are
+            narrowed. Their cells show only the end (a module's own name), and text in the last column is wrapped.
 
     Example:
         >>> print("\\n".join(table(("op", "runs"), [("dot_general", "12")], right={1})))
@@ -32,7 +32,7 @@ def table(
     lines = [_line(header, widths, right), GAP.join("─" * w for w in widths)]
     for row in rows:
         *cells, final = (cut(c, w) for c, w in zip(row, widths, strict=True))
-        # Text is wrapped; of a path or a number the end tells most.
+        # Text is wrapped. The end of a path or number is the most informative part.
         wrapped = textwrap.wrap(row[last], widths[last]) if " " in row[last] and last not in right else [final]
         lines.append(_line([*cells, wrapped[0]], widths, right))
         lines += [_line([*("" for _ in cells), more], widths, right) for more in wrapped[1:]]
@@ -40,7 +40,7 @@ def table(
 
 
 def cut(cell: str, width: int) -> str:
-    """The end of a text that is longer than that, with a mark where it is cut."""
+    """Truncates a text to `width` characters: keeps its end, and marks the cut."""
     return cell if len(cell) <= width else "…" + cell[1 - width :]
 
 

@@ -1,4 +1,4 @@
-"""Questions about pytrees and mapped axes that the files of loss scaling share."""
+"""Helpers for pytrees and mapped axes, shared by the modules of loss scaling."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ T = TypeVar("T")
 
 
 def same_structure(a: Any, b: Any) -> bool:
-    """Whether two trees have one structure."""
+    """Whether two trees have the same structure."""
     structure: Any = jax.tree.structure(a)
     return structure == jax.tree.structure(b)
 
 
 def row_major(tree: T) -> T:
-    """The tree in the layout that its arguments have, inside of `jit`; outside, as it is.
+    """Constrains a tree to row-major layout, that of arguments, inside `jit`. Outside it is unchanged.
 
-    A gradient leaves its matmul transposed. In front of a `cond` XLA can't fuse the transpose into the update,
-    and would hold a second copy of the gradients inside of it.
+    A matmul may produce a transposed gradient. XLA can't fuse the transpose into an update inside a `cond`, and
+    would hold a second copy of the gradients there.
     """
     if not compat.shards_layout_constraints():
         return tree
@@ -37,7 +37,7 @@ def row_major(tree: T) -> T:
 
 
 def along_leading_axes(x: jax.Array, leaf: Any, name: str, path: str) -> jax.Array:
-    """`x`, one value for each member of mapped axes, reshaped to broadcast against a leaf that has them in front."""
+    """Reshapes `x`, one value for each member of mapped axes, to broadcast against a leaf with these leading axes."""
     shape = jnp.shape(leaf)
     if shape[: x.ndim] != x.shape:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""`value_and_grad` and `grad`: true float32 gradients, whatever library the parameters come from."""
+"""`value_and_grad` and `grad`: true float32 gradients for the parameters of any library."""
 
 from __future__ import annotations
 
@@ -63,21 +63,21 @@ def value_and_grad(
     argnums: Argnums = 0,
     has_aux: bool = False,
 ) -> Callable[..., Any]:
-    """The true value and the true float32 gradients of a loss that is differentiated with scaling.
+    """Returns a function that computes the true value and true float32 gradients of a loss, using loss scaling.
 
-    `jax.value_and_grad(scale_loss(fun, opt_state))`, and one thing more: a half-precision leaf of
-    a differentiated argument (policies O2, O3) is differentiated at a float32 copy that `fun` gets
-    rounded back, so its gradient is unscaled in float32 and returned in float32.
+    Like `jax.value_and_grad(scale_loss(fun, opt_state))`, except that a half-precision leaf of a differentiated
+    argument (policies O2, O3) is differentiated at a float32 copy, which is rounded back for `fun`. Its gradient
+    is therefore unscaled and returned in float32.
 
     Args:
-        fun: scalar-valued function, or `(scalar, aux)` with `has_aux`. Of an NNX module the `nnx.Param`s
-            are differentiated, as by `nnx.value_and_grad`; of an Equinox model the float arrays, as by
-            `eqx.filter_value_and_grad`.
-        opt_state: where the loss scale is found; `None` for no scaling.
-        policy: what `get_policy` accepts: `fun` runs under `mpjax.autocast(fun, policy)`, on float32
-            copies of half params. `None` runs it as it is (a model may have its policy by `with_policy`).
-        argnums: positions to differentiate, as in `jax.value_and_grad`; or `nnx.DiffState`s.
-        has_aux: whether `fun` returns `(loss, aux)`.
+        fun: A function that returns a scalar, or `(scalar, aux)` with `has_aux`. The differentiated leaves are the
+            `nnx.Param`s of an NNX module, as in `nnx.value_and_grad`, or the float arrays of an Equinox model,
+            as in `eqx.filter_value_and_grad`.
+        opt_state: A state that holds the loss scale, or `None` for no scaling.
+        policy: Anything that `get_policy` accepts. `fun` then runs under `mpjax.autocast(fun, policy)`, on float32
+            copies of half params. With `None` it runs unchanged (a model may get its policy from `with_policy`).
+        argnums: Positions to differentiate, as in `jax.value_and_grad`, or `nnx.DiffState`s.
+        has_aux: Whether `fun` returns `(loss, aux)`.
 
     Returns:
         A function with `fun`'s signature that returns `(value, gradients)`.
@@ -96,13 +96,13 @@ def value_and_grad(
     """
     cast_fun = fun if policy is None else _autocast(fun, policy)
     if opt_state is not None:
-        one_scale("value_and_grad", opt_state)  # a state without a scale is told here, not at the first step
+        one_scale("value_and_grad", opt_state)  # reports a state without a scale here, not at the first step
 
     @functools.wraps(fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> Any:
         chosen = _chosen(argnums, len(args))
         with_nnx = {i for i in chosen if contains_nnx_object(args[i])}
-        # NNX modules with half params; what is differentiated in their place is a list of the params' values.
+        # For NNX modules with half params, a list of the params' values is differentiated in their place.
         params = {i: [v.get_raw_value() for v in _variables(args[i], chosen[i])] for i in with_nnx}
         half = [i for i in sorted(with_nnx) if any(map(is_half, jax.tree.leaves(params[i])))]
         inputs = list(args)
@@ -119,7 +119,7 @@ def value_and_grad(
             with contextlib.ExitStack() as values:
                 for i in chosen:
                     if i in half:
-                        # The module is the trace's own copy: the caller's, which other threads may use, stays half.
+                        # The module is the trace's own copy. Other threads may use the caller's, which stays half.
                         variables = _variables(own[i], chosen[i])
                         values.enter_context(_holding(variables, given[i], narrow=policy is None))
                     elif i not in with_nnx:
@@ -193,14 +193,16 @@ def grad(
     argnums: Argnums = 0,
     has_aux: bool = False,
 ) -> Callable[..., Any]:
-    """The true float32 gradients alone; `(gradients, aux)` with `has_aux`. See `value_and_grad`.
+    """Returns a function that computes the true float32 gradients, or `(gradients, aux)` with `has_aux`.
+
+    See `value_and_grad`.
 
     Example:
         >>> import mpjax
         >>> mpjax.grad(lambda w: w**2)(jnp.float16(3.0)).dtype
         dtype('float32')
     """
-    which: Any = argnums  # the overloads of value_and_grad tell 0 from the rest
+    which: Any = argnums  # the overloads of value_and_grad distinguish 0
     both: Any = value_and_grad(fun, opt_state, policy=policy, argnums=which, has_aux=has_aux)
 
     @functools.wraps(fun)
@@ -212,7 +214,7 @@ def grad(
 
 
 def _chosen(argnums: Argnums, count: int) -> dict[int, int | nnx.DiffState]:
-    """What is differentiated, by position: the position, or the `nnx.DiffState` that was given for it."""
+    """Maps each differentiated position to itself, or to the `nnx.DiffState` given for it."""
     chosen: dict[int, int | nnx.DiffState] = {}
     for given in argnums if isinstance(argnums, Sequence) else (argnums,):
         position = given if isinstance(given, int) else given.argnum
@@ -225,7 +227,7 @@ def _chosen(argnums: Argnums, count: int) -> dict[int, int | nnx.DiffState]:
 
 
 def _autocast(fun: Callable[..., Any], policy: Any) -> Callable[..., Any]:
-    from mpjax.casting import autocast  # here, so that loss scaling stands without it
+    from mpjax.casting import autocast  # imported here, so that loss scaling does not depend on it
 
     return autocast(fun, policy)
 
@@ -238,11 +240,11 @@ def _narrow(wide: Any, original: Any) -> Any:
     return jax.tree.map(lambda w, x: w.astype(x.dtype) if is_half(x) else w, wide, original)
 
 
-# Of NNX modules.
+# Helpers for NNX modules.
 
 
 def _params(module: Any, given: int | nnx.DiffState) -> Any:
-    """The state of an NNX module (or a tree of them) that is differentiated."""
+    """The differentiated state of an NNX module, or of a tree of them."""
     from flax import nnx
 
     return nnx.state(module, nnx.Param if isinstance(given, int) else given.filter)
@@ -255,13 +257,13 @@ def _variables(module: Any, given: int | nnx.DiffState) -> list[Any]:
 
 
 def _like_state(grads: list[Any], module: Any, given: int | nnx.DiffState) -> Any:
-    """The gradients as the state that `nnx.grad` returns."""
+    """The gradients in the structure that `nnx.grad` returns."""
     return jax.tree.unflatten(jax.tree.structure(_params(module, given)), jax.tree.leaves(grads))
 
 
 @contextlib.contextmanager
 def _holding(variables: list[Any], wide: list[Any], narrow: bool) -> Iterator[None]:
-    """Gives variables other values; what the call leaves as it was gets its old value back."""
+    """Sets the values of variables, and restores those that the call did not change."""
     changes = []
     for variable, value in zip(variables, wide, strict=True):
         old = variable.get_raw_value()

@@ -1,7 +1,7 @@
 """Loss scaling as an optax transformation: skips steps that are not finite, and adapts the scale.
 
-The gradient side of it (`scale_loss`, `value_and_grad`, ...), the state (`LossScaleState`,
-`check_progress`, ...) and what goes with a step have files of their own and are named here too.
+The gradient functions (`scale_loss`, `value_and_grad`, ...), the state (`LossScaleState`, `check_progress`, ...)
+and the functions of a training step are defined in other modules and re-exported here.
 """
 
 from __future__ import annotations
@@ -55,45 +55,45 @@ def dynamic_loss_scale(
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps an optimizer so that it skips non-finite steps and adapts the loss scale.
 
-    With S the scale, and a step that is finite if all gradients (and the loss, if given) are:
+    S is the scale. A step is finite if all gradients, and the loss if given, are finite.
 
         finite       update by `inner`;          after growth_interval finite steps in a row: S ← min(S·growth, max)
         overflow     zero updates, inner state untouched;                                     S ← max(S·backoff, min)
-        loss not finite   zero updates, inner state untouched; S is kept: it is not the scale's fault
+        loss not finite   zero updates, inner state untouched; S unchanged: the scale is not the cause
 
     Args:
-        inner: the optimizer; also an `optax.MultiSteps`. To accumulate gradients wrap in this order:
-            `dynamic_loss_scale(optax.MultiSteps(tx, k))`. The other order can not work: `MultiSteps`
+        inner: The optimizer, or an `optax.MultiSteps`. To accumulate gradients, wrap in this order:
+            `dynamic_loss_scale(optax.MultiSteps(tx, k))`. The other order doesn't work: `MultiSteps`
             masks by multiplying, so one NaN stays in its accumulator, and with
-            `should_skip_update_fn` the scale never learns of the overflow.
-        init_scale: first scale. Powers of two (with such factors) keep unscaling exact.
-        growth_interval: finite steps in a row before the scale grows.
-        growth_factor: at least 1.
-        backoff_factor: above 0, at most 1.
-        min_scale, max_scale: bounds of the scale, whatever the state holds.
-        hysteresis: the number of steps in a row that must be skipped before an overflow lowers the scale.
-        axis_name: mapped axis name(s) (`pmap`, `shard_map`, `vmap`) over which all replicas take one
-            decision. `shard_map` with `check_vma=True` needs none: the axes along which the gradients vary, and the
-            state does not, are found. Inside `pmap` and without such checks it must be given, or `()` where
-            the gradients are the same on every replica, or each replica trains a model of its own.
-        grads_are_scaled: the loop multiplies the loss by the scale itself and gives gradients of
-            that product; they are unscaled here, in float32. Leave it off with `scale_loss`,
+            `should_skip_update_fn` the scale never sees the overflow.
+        init_scale: Initial scale. If it and the factors are powers of two, unscaling is exact.
+        growth_interval: Number of consecutive finite steps before the scale grows.
+        growth_factor: Factor by which the scale grows, at least 1.
+        backoff_factor: Factor by which an overflow lowers the scale, above 0 and at most 1.
+        min_scale, max_scale: Bounds of the scale. They also apply to a restored state.
+        hysteresis: Number of consecutive steps that must be skipped before an overflow lowers the scale.
+        axis_name: Name(s) of the mapped axes (`pmap`, `shard_map`, `vmap`) over which all replicas make one
+            decision. Not needed in `shard_map` with `check_vma=True`, which knows the axes along which the gradients
+            vary and the state does not. Required in `pmap` and in `shard_map` without that check. Give `()` if the
+            gradients are the same on every replica, or if each replica trains its own model.
+        grads_are_scaled: Whether the training loop multiplies the loss by the scale itself. The scaled gradients
+            are then unscaled here, in float32. Leave it off with `scale_loss`,
             `value_and_grad` and `grad`, which return true gradients.
 
     Returns:
-        An `optax.GradientTransformationExtraArgs` with a `LossScaleState`. Its
-        `update(grads, state, params, value=loss, **extra)` also tells a non-finite loss apart;
-        extra arguments go on to `inner`.
+        An `optax.GradientTransformationExtraArgs` with a `LossScaleState`. Call
+        `update(grads, state, params, value=loss, **extra)` to also detect a non-finite loss.
+        Extra arguments are passed to `inner`.
 
     Raises:
-        ValueError: an argument out of its range (quoted, when the transformation is built); in `update`, a
-            pmap or a shard_map without `check_vma`, and no `axis_name`.
+        ValueError: an argument is out of range, or `update` runs in a pmap, or a shard_map without `check_vma`, and
+            `axis_name` is not given.
         TypeError: `inner` is not an optax transformation.
 
     Warns:
-        LossScaleWarning: in `init`, params are half and `inner` keeps no `master_weights` of them; where the
-            state is used, a transformation around this one (`optax.apply_if_finite`, `optax.zero_nans` in front,
-            `optax.MultiSteps`) hides overflows from it.
+        LossScaleWarning: in `init`, params are half and `inner` keeps no `master_weights` of them. When the
+            state is used, a transformation around this one (`optax.apply_if_finite`, a preceding
+            `optax.zero_nans`, `optax.MultiSteps`) hides overflows from it.
 
     Example:
         >>> import optax, mpjax
@@ -104,8 +104,8 @@ def dynamic_loss_scale(
         >>> float(state.loss_scale), int(state.skipped_steps), float(updates["w"][0])
         (16384.0, 1, 0.0)
 
-    Source: Micikevicius et al. 2018 (https://arxiv.org/abs/1710.03740); the names are those of
-    `torch.amp.GradScaler`, the hysteresis that of Megatron-LM.
+    Source: Micikevicius et al. 2018 (https://arxiv.org/abs/1710.03740); the names follow
+    `torch.amp.GradScaler`, and the hysteresis follows Megatron-LM.
     """
     _check(
         _SMALLEST <= min_scale <= max_scale <= _LARGEST,
@@ -125,7 +125,7 @@ def dynamic_loss_scale(
 
     def next_scale(scale: jax.Array, grow: jax.Array, back_off: jax.Array) -> jax.Array:
         changed = jnp.where(grow, scale * growth_factor, jnp.where(back_off, scale * backoff_factor, scale))
-        # A NaN, which may come in with a foreign checkpoint, compares false and becomes the minimum.
+        # A NaN, for example from a foreign checkpoint, compares false and becomes the minimum.
         return jnp.minimum(jnp.where(changed >= min_scale, changed, min_scale), max_scale).astype(jnp.float32)
 
     return _loss_scaled(inner, init_scale, next_scale, growth_interval, hysteresis, axis_name, grads_are_scaled)
@@ -141,8 +141,8 @@ def static_loss_scale(
     """Wraps an optimizer so that it skips non-finite steps, with a fixed loss scale.
 
     Args:
-        inner, axis_name, grads_are_scaled: see `dynamic_loss_scale`.
-        scale: the loss scale, positive and finite; 1 for bfloat16 or float32.
+        inner, axis_name, grads_are_scaled: See `dynamic_loss_scale`.
+        scale: The loss scale, positive and finite. Use 1 for bfloat16 or float32.
 
     Raises:
         ValueError: `scale` is not within [2**-126, 2**126].
@@ -167,16 +167,16 @@ def static_loss_scale(
 def loss_scale_for(
     policy: Any, inner: optax.GradientTransformation | optax.MultiSteps, **kwargs: Any
 ) -> optax.GradientTransformationExtraArgs:
-    """The loss scaling that a policy needs, so that a script with a `--policy` flag has no branch.
+    """Wraps an optimizer in the loss scaling that a policy needs. A script with a `--policy` flag needs no branch.
 
     Args:
-        policy: what `get_policy` accepts. If it or one of its overrides computes in float16, the scale
-            is dynamic. bfloat16 has float32's range, so the scale is 1 for both.
-        inner: the optimizer.
-        **kwargs: arguments of `dynamic_loss_scale`. With scale 1 those about the scale have no effect.
+        policy: Anything that `get_policy` accepts. If it or one of its overrides computes in float16, the scale
+            is dynamic. Otherwise it is 1, since bfloat16 has float32's range.
+        inner: The optimizer.
+        **kwargs: Arguments of `dynamic_loss_scale`. Those about the scale have no effect if it is 1.
 
     Raises:
-        ValueError: unknown policy, or an argument out of its range.
+        ValueError: the policy is unknown, or an argument is out of range.
         TypeError: an argument that `dynamic_loss_scale` does not have.
 
     Example:
@@ -186,7 +186,7 @@ def loss_scale_for(
         [32768.0, 1.0, 1.0]
     """
     policy = get_policy(policy)
-    dynamic = dynamic_loss_scale(inner, **kwargs)  # built in any case: it checks the arguments.
+    dynamic = dynamic_loss_scale(inner, **kwargs)  # always built, to check the arguments.
     dtypes = (policy.compute_dtype, *(override.compute_dtype for _, override in policy.overrides))
     if jnp.float16 in dtypes:
         return dynamic
@@ -203,7 +203,7 @@ def _loss_scaled(
     axis_name: Any,
     grads_are_scaled: bool,
 ) -> optax.GradientTransformationExtraArgs:
-    """The transformation behind the public ones, which differ only in `next_scale`."""
+    """The implementation of the public transformations, which differ only in `next_scale`."""
     inner = as_transformation(inner)
     advance, finish = _applying.update_in_parts(inner)
 
@@ -211,7 +211,7 @@ def _loss_scaled(
         params = _applying.without_overwritten(_applying.trainable(params))
         inner_state = settled(inner, inner.init(params), params)
         warn_without_masters(inner_state, params)
-        # Arrays of their own each: two leaves in one buffer could not be donated.
+        # Separate arrays: two leaves that share a buffer can't be donated.
         return LossScaleState(
             loss_scale=jnp.asarray(init_scale, jnp.float32),
             good_steps=jnp.zeros((), jnp.int32),
@@ -224,7 +224,7 @@ def _loss_scaled(
         )
 
     def next_state(state: LossScaleState, finite: jax.Array, loss_finite: jax.Array) -> LossScaleState:
-        """The counters and the scale after a step; the inner state is still the old one."""
+        """The state with its counters and scale after a step, and still the old inner state."""
         skips = jnp.where(finite, 0, optax.safe_increment(state.consecutive_skips))
         good = jnp.where(finite, optax.safe_increment(state.good_steps), 0)
         grow = good >= growth_interval
@@ -244,14 +244,14 @@ def _loss_scaled(
         )
 
     def decide(values: Any, state: LossScaleState, extra_args: dict[str, Any]) -> LossScaleState:
-        """The next state, with the decision in it."""
+        """The next state, whose `last_finite` is the decision."""
         loss_finite = all_finite(extra_args.get("value"), state.loss_scale, axis_name)
         finite = all_finite(values, state.loss_scale, axis_name) & loss_finite
         return next_state(state, finite, loss_finite)
 
     def true(grads: Any, state: LossScaleState) -> Any:
-        # By the scale that the gradients carry: it changes only after this step. Called again inside the
-        # branch that takes the step, where it is part of the update's own pass over the gradients.
+        # Divides by the scale before this step, which the gradients carry. The branch that takes the step calls this
+        # again, where it is fused into the update's own pass over the gradients.
         return unscale_by(grads, state.loss_scale) if grads_are_scaled else grads
 
     def update(grads: Any, state: LossScaleState, params: Any = None, **extra_args: Any) -> tuple[Any, LossScaleState]:
@@ -268,7 +268,7 @@ def _loss_scaled(
             return advance(true(grads, state), state.inner_state, params, **extra_args)
 
         def skip() -> tuple[Any, Any]:
-            # `zeros_like` of a shape keeps the sharding and the varying axes that are part of its type.
+            # `zeros_like` keeps the sharding and the varying axes, which are part of the shape's type.
             return jax.tree.map(jnp.zeros_like, updates), cast_like(state.inner_state, inner_state)
 
         grads = row_major(grads)
@@ -316,7 +316,7 @@ def _check(ok: bool, name: str, value: Any, rule: str) -> None:
 
 
 def _count(name: str, value: Any) -> int:
-    """A positive integer of any kind, NumPy's included."""
+    """Checks a positive integer of any type, including NumPy's."""
     try:
         count = 0 if isinstance(value, bool) else operator.index(value)
     except TypeError:

@@ -17,16 +17,17 @@ from mpjax.policy import HALF_DTYPES, get_policy, is_half
 class MasterWeightsState(NamedTuple):
     """State of `master_weights`."""
 
-    # Tree of the params; float32 where a param is half, `optax.MaskedNode()` where it is its own master.
+    # Same structure as the params: float32 for a half param, `optax.MaskedNode()` for one that is its own master.
     master: Any
-    inner_state: Any  # the wrapped transformation's state, made for the float32 tree.
+    inner_state: Any  # the wrapped transformation's state, initialised for the float32 tree.
 
 
 def master_weights(inner: optax.GradientTransformation, policy: Any = "O2") -> optax.GradientTransformationExtraArgs:
     """Wraps an optimizer so that half-precision params are updated through a float32 master copy.
 
     A small update vanishes when it is added to a half-precision number (1 + 2⁻¹² = 1 in float16).
-    The state therefore keeps a float32 copy of each half leaf; `inner` updates the copy, and the params follow:
+    The state therefore keeps a float32 copy of each half leaf. `inner` updates the copy, and the params are its
+    rounded value:
 
         master ← master + inner(grads in float32, master)
         params ← round(master)            exactly, after optax.apply_updates or mpjax.apply_gradients
@@ -34,9 +35,9 @@ def master_weights(inner: optax.GradientTransformation, policy: Any = "O2") -> o
     Leaves that are float32 already (norm parameters under O2) are their own masters and take no extra memory.
 
     Args:
-        inner: the optimizer; its state (moments) is float32 throughout.
-        policy: what `get_policy` accepts. Where its params are not half (nor those of an override),
-            `inner` is returned as it is, so a script needs no branch.
+        inner: The optimizer. Its state (moments) is float32 throughout.
+        policy: Anything that `get_policy` accepts. If neither it nor any override has half params,
+            `inner` is returned unchanged, so a script needs no branch.
 
     Returns:
         An `optax.GradientTransformationExtraArgs`. Wrap loss scaling around it:
@@ -71,7 +72,7 @@ def master_weights(inner: optax.GradientTransformation, policy: Any = "O2") -> o
         return MasterWeightsState(master, inner.init(_full(master, params)))
 
     def advance(grads: Any, state: MasterWeightsState, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        """The new masters, which say what the half params become, and the updates of the other params."""
+        """The updates of the params that are not half, and a state with the new masters."""
         if params is None:
             raise ValueError("master_weights: update needs the params: tx.update(grads, state, params).")
         full = _full(state.master, params)
@@ -81,10 +82,10 @@ def master_weights(inner: optax.GradientTransformation, policy: Any = "O2") -> o
         return others, MasterWeightsState(_masters(params, target), inner_state)
 
     def finish(others: Any, state: MasterWeightsState, params: Any, taken: Any = True) -> tuple[Any, Any]:
-        """The updates that take the params to the rounded masters, if the step was taken, else zeros."""
+        """The updates that turn the params into the rounded masters, or zeros if the step was skipped."""
         deltas = jax.tree.map(functools.partial(_delta, taken), params, _full(state.master, params), others)
-        # What params + delta is in float32: within float32's rounding of the step itself, and the
-        # number that makes "params are the rounded master" hold in every bit.
+        # The masters are params + delta in float32: this is within float32's rounding of the step, and makes
+        # "params are the rounded master" hold exactly.
         masters = jax.tree.map(functools.partial(_reached, taken), params, deltas, state.master)
         return deltas, MasterWeightsState(masters, state.inner_state)
 
@@ -105,7 +106,7 @@ def _widen(tree: Any) -> Any:
 
 
 def _delta(taken: Any, p: jax.Array, target: jax.Array, update: Any) -> Any:
-    """The float32 update that takes a half param to the rounded target."""
+    """The float32 update that turns a half param into the rounded target."""
     if not is_half(p):
         return update
     delta = target.astype(p.dtype).astype(jnp.float32) - p.astype(jnp.float32)
@@ -116,8 +117,8 @@ def _reached(taken: Any, p: jax.Array, delta: jax.Array, master: Any) -> Any:
     if not is_half(p):
         return master
     arrived = p.astype(jnp.float32) + delta
-    # A param that shrinks by more than 2¹² in one step is the only case where the float32 sum can not
-    # meet the half target; the master then takes the sum.
+    # A param that shrinks by more than 2¹² in one step is the only case where the float32 sum can miss
+    # the half target. The master is then the sum.
     met = arrived.astype(p.dtype) == master.astype(p.dtype)
     return jnp.where(met if taken is True else met | ~taken, master, arrived)
 
@@ -127,7 +128,7 @@ def _masters(params: Any, full: Any) -> Any:
 
 
 def _full(master: Any, params: Any) -> Any:
-    """The float32 tree: the master where there is one, else the param itself."""
+    """The float32 tree: the master of each half param, and the other params themselves."""
 
     def leaf(path: Any, p: Any, m: Any) -> Any:
         if isinstance(m, optax.MaskedNode) == is_half(p):

@@ -1,7 +1,7 @@
-"""Precision policies: which dtype parameters, computation and outputs have.
+"""Precision policies: the dtypes of parameters, computation and outputs.
 
 A [`Policy`][mpjax.Policy] is a `jmp.Policy` with normalised dtypes and optional overrides by
-path. It is a value: frozen, hashable, and read back from its own string.
+path. It is frozen and hashable, and `get_policy` parses it from its own string.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 T = TypeVar("T")
 
 # The real floating dtypes that a cast may change. float8 and int4 arrays are left alone: they
-# are storage formats whose scale lives elsewhere, so a plain cast would change their meaning.
+# are storage formats whose scale is stored elsewhere, so a plain cast would change their meaning.
 CASTABLE_DTYPES = frozenset(np.dtype(d) for d in (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64))
 HALF_DTYPES = frozenset({np.dtype(jnp.float16), np.dtype(jnp.bfloat16)})
 
@@ -38,15 +38,15 @@ _DTYPE_NAMES = {
 }
 _KEYS = {"p": "params", "c": "compute", "o": "output", "r": "reduce"}
 _FLAGS = {"true": True, "false": False}
-# Separate the overrides in a policy's string; a pattern can hold neither.
+# Separators of the overrides in a policy's string. A pattern can't contain them.
 _OVERRIDE_SEPARATOR, _OVERRIDE_ARROW = ";", "=>"
-# The override pattern that stands for every normalisation layer.
+# The override pattern that matches every normalisation layer.
 NORM = "<norm>"
-# Patterns that a model need not match: `<norm>` means "any normalisation layer there may be".
+# Patterns that need not match: a model may have no normalisation layers.
 NORM_PATTERNS = (NORM,)
-# BatchNorm, LayerNorm, InstanceNorm2d, ...: the classes of Flax, Equinox, Haiku, and of users.
+# BatchNorm, LayerNorm, InstanceNorm2d, ...: class names in Flax, Equinox, Haiku and user code.
 _NORM_CLASS = re.compile(r"Norm(\dd)?$")
-# norm, layer_norm_1, GroupNorm_0, bn, bn1, ln_f, ln_1, rms: the names that people give them.
+# norm, layer_norm_1, GroupNorm_0, bn, bn1, ln_f, ln_1, rms: common module names.
 _NORM_NAME = re.compile(r"norm|^(bn|gn|ln|rms)(_?\d+|_[a-z]+\d*)?$", re.IGNORECASE)
 
 
@@ -55,16 +55,16 @@ class UnusedOverrideWarning(UserWarning):
 
 
 class ExplicitDtypeWarning(UserWarning):
-    """Layers keep a dtype of their own, wider than the policy's compute dtype."""
+    """Layers keep an explicit dtype that is wider than the policy's compute dtype."""
 
 
 def is_norm_class(cls: type) -> bool:
-    """Whether a module class is a normalisation layer: it, or one of its bases, is named `...Norm`."""
+    """Whether a module class is a normalisation layer: it or one of its bases is named `...Norm`."""
     return any(_NORM_CLASS.search(base.__name__) for base in cls.__mro__)
 
 
 def _is_module(x: Any) -> bool:
-    """Whether `x` is a module of NNX or Equinox: a pytree whose class says what its parameters are for."""
+    """Whether `x` is an NNX or Equinox module, whose class tells whether it is a normalisation layer."""
     return any(base.__name__ == "Module" for base in type(x).__mro__)
 
 
@@ -86,22 +86,22 @@ def _cast_leaf(x: Any, dtype: np.dtype) -> Any:
         return x.update(dtype=dtype)
     if isinstance(x, np.generic):
         return dtype.type(x)
-    # `astype` keeps an array's kind (numpy stays numpy) and, in eager mode, its sharding.
+    # `astype` keeps an array's type (numpy stays numpy) and, in eager mode, its sharding.
     return x.astype(dtype)
 
 
 def path_string(path: tuple[Any, ...]) -> str:
-    """A tree path as `a/b/0`, the form that override patterns are matched against."""
+    """Formats a tree path as `a/b/0`. Override patterns are matched against this form."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def path_matches(path: str, pattern: str, owner: type | None = None) -> bool:
-    """Whether a shell-style `pattern` covers `path`, one of its parents, or the end of either.
+    """Whether a shell-style `pattern` matches `path` or one of its parents.
 
-    `*` crosses `/`, so `*/BatchNorm_*` covers `BatchNorm_0`, `Block_1/BatchNorm_0` and everything
-    below them; so does a pattern without the leading `*/` if it names the path from its start.
-    `<norm>` covers what belongs to a normalisation layer: by the class of the `owner`, the module at the
-    path or the one that holds the parameter; by the names along the path where no class is known.
+    `*` also matches `/`, so `*/BatchNorm_*` covers `BatchNorm_0`, `Block_1/BatchNorm_0` and everything below
+    them. A pattern without a leading `*` must match from the start of the path.
+    `<norm>` covers normalisation layers and their parameters. The class of the `owner` decides, which is the module
+    at the path or the one that holds the parameter. Without an owner, the names along the path decide.
     """
     if pattern == NORM:
         return is_norm_class(owner) if owner else any(map(_NORM_NAME.search, path.split("/")))
@@ -151,27 +151,27 @@ def _normalise_overrides(overrides: Iterable[Any]) -> tuple[tuple[str, Policy], 
 
 @dataclasses.dataclass(frozen=True)
 class Policy(jmp.Policy):
-    """The dtypes of parameters, computation, outputs and reductions; a `jmp.Policy`.
+    """The dtypes of parameters, computation, outputs and reductions. A subclass of `jmp.Policy`.
 
     Args:
-        param_dtype: dtype in which parameters are stored.
-        compute_dtype: dtype in which matmuls and convolutions run.
-        output_dtype: dtype of what the model returns.
-        overrides: `(pattern, policy)` pairs; a shell-style pattern over the module or tree path
-            (`"*/BatchNorm_*"`), the first match wins, and covers everything below the path. The pattern
+        param_dtype: Dtype in which parameters are stored.
+        compute_dtype: Dtype in which matmuls and convolutions run.
+        output_dtype: Dtype of the model's outputs.
+        overrides: `(pattern, policy)` pairs. A pattern is matched shell-style against the module or tree path
+            (`"*/BatchNorm_*"`) and covers everything below it. The first match wins. The pattern
             `"<norm>"` covers every normalisation layer: by its class in a Flax or Equinox model (`...Norm`),
             by its name in a plain tree (`norm`, `LayerNorm_0`, `bn1`, `ln_f`, `rms`).
-        reduce_dtype: dtype in which gradients are summed across devices. `None` is float32, or float64 where
-            `param_dtype` is: a sum in half over many replicas loses small gradients, and float16 overflows.
-            `autocast` sums in float32, or in the compute dtype where that is the one asked for.
-        override_dtypes: whether `with_policy` takes over layers that have an explicit `dtype` of their own.
-            By default such a layer keeps it.
+        reduce_dtype: Dtype in which gradients are summed across devices. `None` means float32, or float64 if
+            `param_dtype` is float64. A half sum over many replicas loses small gradients, and float16 overflows.
+            `autocast` sums in float32, or in the compute dtype if that is the `reduce_dtype`.
+        override_dtypes: Whether `with_policy` overrides the explicit `dtype` of layers.
+            By default such layers keep it.
 
-    Dtypes are normalised to `numpy.dtype`, so policies compare and hash by value however the dtype
-    was spelt, and `get_policy(str(policy)) == policy`.
+    Dtypes are normalised to `numpy.dtype`, so policies compare and hash by value for any spelling of the
+    dtypes, and `get_policy(str(policy)) == policy`.
 
     Raises:
-        ValueError: a dtype is not a real floating one, or an override is not such a pair.
+        ValueError: a dtype is not a real floating dtype, or an override is not a `(pattern, policy)` pair.
 
     Example:
         >>> policy = Policy("float32", "float16", "float32")
@@ -184,7 +184,7 @@ class Policy(jmp.Policy):
     """
 
     overrides: tuple[tuple[str, Policy], ...] = ()
-    # Any as given; a dtype from then on.
+    # Any when passed, a dtype after `__post_init__`.
     reduce_dtype: Any = None
     override_dtypes: bool = dataclasses.field(default=False, kw_only=True)
 
@@ -200,13 +200,13 @@ class Policy(jmp.Policy):
     def cast_to_param(self, x: T) -> T:
         """Casts the real floating leaves of a tree to the parameter dtype.
 
-        Everything else passes through untouched: integers, bools, complex, PRNG keys, float8 and
-        int4 arrays, Python scalars, `None`, non-arrays. A leaf that has the dtype already is
-        returned as it is; numpy stays numpy and a sharded array keeps its sharding.
+        Everything else passes through unchanged: integers, bools, complex, PRNG keys, float8 and
+        int4 arrays, Python scalars, `None`, non-arrays. A leaf that already has the dtype is
+        returned unchanged. NumPy arrays stay NumPy arrays, and a sharded array keeps its sharding.
 
         Args:
-            x: any pytree; overrides are matched against its paths (`params/Dense_0/kernel`). An
-                override pattern that matches none of them is reported with an `UnusedOverrideWarning`.
+            x: Any pytree. Overrides are matched against its paths (`params/Dense_0/kernel`). An
+                override pattern that matches none of them causes an `UnusedOverrideWarning`.
 
         Example:
             >>> half = get_policy("O3").cast_to_param({"w": np.ones(2, np.float32), "step": 3})
@@ -218,8 +218,8 @@ class Policy(jmp.Policy):
     def cast_to_compute(self, x: T) -> T:
         """Casts the real floating leaves of a tree to the compute dtype (see `cast_to_param`).
 
-        The tree may be a batch, which has none of the model's paths: an unused override pattern is reported only
-        if another one matches.
+        The tree may be a batch, which has none of the model's paths. An unused override pattern therefore causes a
+        warning only if another one matches.
         """
         return self._cast(x, "compute_dtype")
 
@@ -228,11 +228,11 @@ class Policy(jmp.Policy):
         return self._cast(x, "output_dtype")
 
     def for_path(self, path: str, owner: type | None = None) -> Policy:
-        """The policy that holds at a module or tree path: the first matching override, else this.
+        """Returns the policy at a module or tree path: that of the first matching override, else this one.
 
         Args:
-            path: `Block_0/Dense_1`, or the path of a parameter.
-            owner: the class of the module at the path, or of the one that holds the parameter, if known.
+            path: Path of a module, such as `Block_0/Dense_1`, or of a parameter.
+            owner: Class of the module at the path, or of the one that holds the parameter, if known.
 
         Example:
             >>> get_policy("O2").for_path("Block_0/BatchNorm_1").param_dtype
@@ -282,7 +282,7 @@ class Policy(jmp.Policy):
 
 
 def warn_unused_overrides(policy: Policy, paths: Iterable[str]) -> None:
-    """Warns of each override pattern that covers none of `paths`: a typo must not be silent."""
+    """Warns about each override pattern that matches none of `paths`, to catch typos."""
     paths = list(paths)
     for pattern, _ in policy.overrides:
         if pattern not in NORM_PATTERNS and not any(path_matches(path, pattern) for path in paths):
@@ -300,12 +300,12 @@ def _uniform(dtype: str) -> Policy:
 
 
 def get_policy(policy: str | jmp.Policy) -> Policy:
-    """Reads a policy from its name or string.
+    """Parses a policy from its name or string.
 
     Args:
-        policy: one of
+        policy: One of
 
-            - a `Policy` (returned as it is) or a `jmp.Policy`;
+            - a `Policy` (returned unchanged) or a `jmp.Policy`;
             - jmp's grammar: `"params=float32,compute=float16,output=float32"`, short
               `"p=f32,c=bf16"` (params default to float32, compute to params, output to compute), with
               `reduce=` or `r=` for gradients summed across devices (by default float32), or one dtype
@@ -314,10 +314,10 @@ def get_policy(policy: str | jmp.Policy) -> Policy:
             - Keras's names: `"mixed_float16"`, `"mixed_bfloat16"` (params and output float32);
             - Apex's levels: `"O0"` float32; `"O1"` = mixed_float16; `"O2"` half params and compute
               with float32 norm parameters (the override `<norm>`) and output; `"O3"` all float16;
-            - what `str(policy)` gives, overrides included: `"p=f32,c=f16;*/head=>float32"`.
+            - the result of `str(policy)`, including overrides: `"p=f32,c=f16;*/head=>float32"`.
 
     Raises:
-        ValueError: anything else; quotes it and lists what is accepted.
+        ValueError: the policy is anything else. The message lists the accepted forms.
 
     Example:
         >>> get_policy("mixed_bfloat16").compute_dtype
@@ -341,12 +341,12 @@ def get_policy(policy: str | jmp.Policy) -> Policy:
             raise _unknown_policy(policy, f"{part!r} is not of the form pattern{_OVERRIDE_ARROW}policy")
         overrides.append((pattern.strip(), get_policy(name.strip())))
     parsed = NAMED_POLICIES.get(own.strip()) or _parse_dtypes(own, policy)
-    # The string's own overrides come first: they are more particular than those of a named level.
+    # The string's own overrides come first: they are more specific than those of a named level.
     return dataclasses.replace(parsed, overrides=(*overrides, *parsed.overrides)) if overrides else parsed
 
 
 def _parse_dtypes(text: str, policy: str) -> Policy:
-    """jmp's grammar: `key=dtype` pairs, or one dtype for everything."""
+    """Parses jmp's grammar: `key=dtype` pairs, or one dtype for everything."""
     if "=" not in text:
         return _uniform(_parse_dtype(text.strip(), policy))
     given: dict[str, str] = {}
