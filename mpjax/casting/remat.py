@@ -1,11 +1,11 @@
 """Rematerialisation regions: cheap arithmetic that the backward pass recomputes instead of storing.
 
-A normalisation, a softmax, a GELU or a loss starts from half activations and stores float32 values for its derivative,
-several for each element. A region is issued under `jax.checkpoint`, so only its inputs are stored, which are half. Only
-cheap work is recomputed: elementwise operations and reductions, no matmul, loop, sort, random number or collective.
+A normalisation, a softmax, a GELU or a loss reads half activations and stores several float32 values per element for
+its derivative. A region is issued under `jax.checkpoint`, so only its half inputs are stored. Only cheap work is
+recomputed: elementwise operations and reductions, but no matmul, loop, sort, random number or collective.
 
-A region holds the float32 arithmetic of a stretch between matmuls, and as much of the half arithmetic around it as
-minimises the bytes that are stored: with a bias in it, the matmul's own result is what is stored.
+A region contains the float32 arithmetic between two matmuls, and as much of the half arithmetic around it as minimises
+the stored bytes. For example, a region that includes a bias addition stores the matmul's result.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mpjax.casting.classify import tracked
 from mpjax.casting.lattice import FULL, HALF, TRACED, Inferred, Level, Storage
 from mpjax.casting.plan import Action, Step
 
-# How many steps a region may begin before its float32 arithmetic, and end after it: bounds the time of planning.
+# The most steps by which a region may extend before and after its float32 arithmetic. Bounds the planning time.
 _REACH = 32
 
 # A value and the dtype in which it is read.
@@ -37,13 +37,13 @@ class RematRegion:
 
     Args:
         steps: the steps.
-        ins: what they read from outside, and the dtype of each.
-        given: for each of these whether it is an input of the program as it is, a parameter for instance.
-        outs: what is read of theirs outside, and the dtypes.
-        scopes: the named scopes around all of its steps.
-        model: the first region of the plan that computes the same, as in a layer before; it may be this one. Issuing
-            its function again makes JAX derive and transpose it once.
-        body: the function that a model issues.
+        ins: the values that they read from outside the region, with storage dtypes.
+        given: for each of `ins`, whether it is an unchanged input of the program, such as a parameter.
+        outs: their results that are read outside the region, with storage dtypes.
+        scopes: the named scopes that all steps share.
+        model: the first region of the plan with the same computation, for example in an earlier layer; possibly this
+            region. Regions share the function of their model, so that JAX differentiates and transposes it once.
+        body: the function of a model.
     """
 
     steps: list[Step]
@@ -56,7 +56,7 @@ class RematRegion:
 
 
 class _Division(NamedTuple):
-    """Where a region in a run of steps begins and ends; `ins`, `given` and `outs` as in `RematRegion`."""
+    """The first and last step of a region in a run of steps. `ins`, `given` and `outs` are as in `RematRegion`."""
 
     first: int
     last: int
@@ -65,7 +65,7 @@ class _Division(NamedTuple):
     outs: tuple[Read, ...] = ()
 
     def of(self, variables: Mapping[Any, Any]) -> _Division:
-        """The same division of another run, whose variables are those of this one."""
+        """The same division of another run, given the mapping from this run's variables to that run's."""
         ins, outs = (tuple((variables[v], storage) for v, storage in reads) for reads in (self.ins, self.outs))
         return self._replace(ins=ins, outs=outs)
 
@@ -78,7 +78,7 @@ def is_cheap(eqn: Any) -> bool:
     row = primitive(eqn.primitive.name)
     if eqn.effects or row.expensive:
         return False
-    if row.name == "gather":  # One that picks, as a loss does with its labels, and does not spread.
+    if row.name == "gather":  # Cheap if it selects elements, as a loss does by its labels, rather than repeating them.
         return compat.numel(eqn.outvars[0].aval) <= compat.numel(eqn.invars[0].aval)
     if row.call:
         return not any(eqn.params.get("donated_invars", ())) and all(map(is_cheap, _inside(eqn)))
@@ -90,7 +90,7 @@ def _inside(eqn: Any) -> Sequence[Any]:
 
 
 def _saved(eqn: Any) -> Iterator[Any]:
-    """About what the derivative of an equation saves."""
+    """The values that the derivative of an equation saves, approximately."""
     row = primitive(eqn.primitive.name)
     if row.call:
         for inner in _inside(eqn):
@@ -102,12 +102,12 @@ def _saved(eqn: Any) -> Iterator[Any]:
 
 
 def with_regions(steps: Sequence[Step], values: Mapping[Any, Inferred], results: Sequence[Read]) -> list[Any]:
-    """Divides steps into regions and the rest, in their order.
+    """Groups steps into regions and keeps the others, in order.
 
     Args:
         steps: the steps of a plan.
-        values: what is inferred of its values.
-        results: the outputs of the plan, and the dtypes in which they are read.
+        values: the inferred dtypes of its values.
+        results: the outputs of the plan, with the storage dtypes in which they are read.
     """
     stretches = _Stretches(steps, values, results)
     formed: list[Any] = []
@@ -115,7 +115,7 @@ def with_regions(steps: Sequence[Step], values: Mapping[Any, Inferred], results:
     made: set[Any] = set()
 
     def close() -> None:
-        """Ends the run of steps."""
+        """Ends the current run of steps."""
         for part in _connected(run):
             formed.extend(stretches.divided(part))
         run.clear()
@@ -126,9 +126,8 @@ def with_regions(steps: Sequence[Step], values: Mapping[Any, Inferred], results:
             run.append(step)
             made.update(step.eqn.outvars)
         elif run and not step.eqn.effects and made.isdisjoint(v for v, _ in step.touched):
-            formed.append(
-                step
-            )  # A mask, or the matmul of another branch: it reads nothing of the run and may go first.
+            # It reads no result of the run, so it may go first. It is a mask, or the matmul of another branch.
+            formed.append(step)
         else:
             close()
             formed.append(step)
@@ -137,8 +136,8 @@ def with_regions(steps: Sequence[Step], values: Mapping[Any, Inferred], results:
 
 
 def _connected(run: Sequence[Step]) -> Iterable[list[Step]]:
-    """Parts of a run that have nothing to do with each other, as of two branches; each in its order."""
-    joined = list(range(len(run)))  # each step to an earlier one of its part, or to itself
+    """The independent parts of a run, such as two branches. Each keeps its order."""
+    joined = list(range(len(run)))  # maps each step to an earlier one of its part, or to itself
     maker: dict[Any, int] = {}
 
     def first(i: int) -> int:
@@ -175,7 +174,7 @@ def _belongs(step: Step) -> bool:
 
 
 class _Stretches:
-    """What is known of a plan's values while its stretches of cheap steps are divided."""
+    """Finds the regions in a plan's runs of cheap steps. Holds the readers and sizes of the plan's values."""
 
     def __init__(self, steps: Sequence[Step], values: Mapping[Any, Inferred], results: Sequence[Read]):
         self.values = values
@@ -183,7 +182,7 @@ class _Stretches:
         self._divisions: dict[Any, tuple[_Division, list[Any]]] = {}
         self._sizes: dict[Read, int] = {}
         self.readers: dict[Read, list[int]] = {}
-        self.stored: set[Read] = set()  # by a matmul, whatever becomes of the rest
+        self.stored: set[Read] = set()  # by a matmul, whatever the regions
         for step in steps:
             for read in step.touched:
                 self.readers.setdefault(read, []).append(id(step))
@@ -193,7 +192,7 @@ class _Stretches:
             self.readers.setdefault(read, []).append(0)
 
     def divided(self, run: Sequence[Step]) -> list[Any]:
-        """A run of cheap steps with a region in it, if one saves memory."""
+        """A run of cheap steps, with a region in it if one saves memory."""
         division = self._division_like(run)
         if not division.outs:
             return list(run)
@@ -207,7 +206,7 @@ class _Stretches:
         return [*run[: division.first], region, *run[division.last + 1 :]]
 
     def _division_like(self, run: Sequence[Step]) -> _Division:
-        """The division of a run, which is that of the first run that divides alike, as that of a layer before."""
+        """The division of a run, reused from the first equivalent run, for example of an earlier layer."""
         key, variables = self._key(run)
         try:
             known = self._divisions.get(key)
@@ -224,7 +223,7 @@ class _Stretches:
         wide = [i for i, reads in enumerate(saved) if any(storage == FULL for _, storage in reads)]
         if not wide:
             return _NOT_DIVIDED
-        # Where it begins depends on where it ends: a step after it may need a step before it.
+        # The best start depends on the end, because a step after the region may need a step before it.
         first, last = wide[0], wide[-1]
         for _ in range(2):
             before = last
@@ -240,7 +239,7 @@ class _Stretches:
         return _Division(first, last, ins, tuple(self.is_given(v) for v, _ in ins), outs)
 
     def _key(self, run: Sequence[Step]) -> tuple[Any, list[Any]]:
-        """A key that runs have in common if they divide alike, and the run's variables."""
+        """A key that equivalent runs share, and the run's variables. Equivalent runs have the same division."""
         numbers: dict[Any, int] = {}
         inside = {id(step) for step in run}
         facts = []
@@ -262,9 +261,9 @@ class _Stretches:
         return (tuple(rows), tuple(facts)), list(numbers)
 
     def _saved_by(self, step: Step) -> list[Read]:
-        """What the derivative of a step saves, and the dtypes."""
+        """The values that the derivative of a step saves, with storage dtypes."""
         if step.action is Action.ENTER:
-            if step.eqn.primitive.name == "custom_jvp_call":  # a mask, as that of a relu
+            if step.eqn.primitive.name == "custom_jvp_call":  # a mask, as for relu
                 return [(v, Storage.MASK) for v in step.eqn.outvars]
             return [read for plan in step.plans for inner in plan.steps for read in self._saved_by(inner)]
         if step.action is not Action.BIND:
@@ -272,7 +271,7 @@ class _Stretches:
         return [(v, HALF if step.half else FULL) for v in _saved(step.eqn) if tracked(v)]
 
     def _best_start(self, run: Sequence[Step], saved: Sequence[list[Read]], first: int, last: int) -> int:
-        """Where a region up to `last` begins so that the least is stored; the earliest of equals."""
+        """The start that minimises the stored bytes of a region that ends at `last`; the earliest of equals."""
         window = _Window(self, run, saved, first, last)
         costs = {first: window.bytes}
         for i in range(first - 1, max(first - _REACH, 0) - 1, -1):
@@ -281,9 +280,9 @@ class _Stretches:
         return min(costs, key=lambda i: (costs[i], i))
 
     def _best_end(self, run: Sequence[Step], saved: Sequence[list[Read]], first: int, last: int) -> int:
-        """Where a region from `first` ends so that the least is stored; of equals, where the least comes out of it.
+        """The end that minimises the stored bytes of a region that starts at `first`; of equals, the smallest outputs.
 
-        What comes out has a cotangent, which the backward pass holds as it enters the region: better half than float32.
+        Outputs have cotangents, which the backward pass holds when it enters the region, so half outputs are better.
         """
         window = _Window(self, run, saved, first, last)
         costs = {last: window.bytes}
@@ -296,11 +295,11 @@ class _Stretches:
         return min(least, key=lambda i: (sum(map(_bytes, self._outs(run[first : i + 1]))), i))
 
     def is_given(self, v: Any) -> bool:
-        """Whether a value is an input of the program as it is, which is there anyway."""
+        """Whether a value is an unchanged input of the program, which is in memory anyway."""
         return v in self.values and self.values[v].level == Level.INPUT
 
     def size(self, read: Read) -> int:
-        """The bytes that it takes to store a value, if nothing else stores it."""
+        """The bytes that storing a value adds; 0 if it is stored anyway."""
         if read not in self._sizes:
             self._sizes[read] = 0 if read in self.stored or self.is_given(read[0]) else _bytes(read)
         return self._sizes[read]
@@ -318,7 +317,7 @@ class _Stretches:
 
 
 def _signature(region: RematRegion) -> Any:
-    """A key that regions have in common if they compute the same from other inputs; a region's own if in doubt."""
+    """A key that regions with the same computation share. A region that closes over values gets its own key."""
     numbers: dict[Any, int] = {}
 
     def number(v: Any) -> Any:
@@ -336,7 +335,7 @@ def _signature(region: RematRegion) -> Any:
 
 
 def _structure(step: Step, number: Callable[[Any], Any]) -> Any:
-    """What a step computes, from the numbers of its variables."""
+    """The computation of a step, with numbers for variables."""
     eqn = step.eqn
     inner = () if step.inner is None else (*map(id, step.inner.plans), step.inner.delivery)
     return (
@@ -358,7 +357,7 @@ def _bytes(read: Read) -> int:
 
 
 class _Window:
-    """A region that grows step by step, with the bytes that are stored with it."""
+    """A region that grows step by step, and the bytes that the run then stores."""
 
     def __init__(self, stretches: _Stretches, run: Sequence[Step], saved: Sequence[list[Read]], first: int, last: int):
         self.stretches = stretches
@@ -372,14 +371,14 @@ class _Window:
             self.extend_after(run[i], saved[i])
 
     def extend_before(self, step: Step, saved: Sequence[Read]) -> None:
-        """Takes in the step before the region."""
+        """Adds the step before the region."""
         for v in step.eqn.outvars:
             if v in self.ins:
                 self._remove([(v, self.ins.pop(v))])
         self.extend_after(step, saved)
 
     def extend_after(self, step: Step, saved: Sequence[Read]) -> None:
-        """Takes in the step after the region."""
+        """Adds the step after the region."""
         if step.action is not Action.SKIP:
             self._made.update(step.eqn.outvars)
         for v, storage in step.touched:

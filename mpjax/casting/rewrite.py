@@ -25,7 +25,7 @@ from mpjax.casting.plan import Action, Plan, Step
 from mpjax.casting.remat import RematRegion
 
 Environment = dict[Any, Any]
-"""The value of each variable: a `Value` if it is float32, else the array itself."""
+"""The value of each variable: a `Value` where it is float32, else the array itself."""
 
 
 class Value:

@@ -1,4 +1,4 @@
-"""The rules of the higher-order primitives: backward analysis, forward inference and re-issue, one file a family."""
+"""The rules of the higher-order primitives: backward analysis, forward inference and issuing, one file per family."""
 
 from collections.abc import Mapping
 
@@ -15,7 +15,7 @@ HIGHER_ORDER: Mapping[str, HigherOrder] = {
     "jit": JIT,
     "call": JIT,
     "closed_call": JIT,
-    "eval_jaxpr": JIT,  # its name since JAX 0.12
+    "eval_jaxpr": JIT,  # the name of `closed_call` since JAX 0.12
     "xla_metadata_call": METADATA,
     "remat2": REMAT,
     "cond": COND,

@@ -51,7 +51,7 @@ def _infer(inference: Inference, eqn: Any, listing: Listing) -> Step:
 
 
 def _agreed(found: Sequence[Inferred | None], use: Use) -> Inferred | None:
-    """The one inference of an output that each branch has its own of."""
+    """The inferred dtype of an output that all branches share, given that of each branch."""
     known = [x for x in found if x is not None]
     if not known:
         return None

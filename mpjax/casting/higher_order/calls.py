@@ -35,7 +35,7 @@ def uses_of_call(eqn: Any, outs: tuple[Use, ...], setting: Setting) -> Sequence[
     """The uses of a call's operands."""
     found = uses(compat.call_jaxpr(eqn.params), outs, setting).inputs
     if len(outs) == 1 and outs[0] & Use.HALF and follows_one_value(eqn):
-        # An activation as a function, silu: its operand is half too, if nothing in it needs float32.
+        # A function of one activation, such as silu: its operand is half too, if nothing inside needs float32.
         return [use | Use.HALF if use & Use.MAY_HALF and not use & Use.FLOAT else use for use in found]
     return found
 
@@ -63,7 +63,7 @@ def _issue_jit(step: Step, operands: Sequence[Any], plan: Plan, env: Environment
     call: Call = step.inner
     params, jaxpr, half = step.eqn.params, compat.call_jaxpr(step.eqn.params), plan.setting.half
     arrays = hand_in(call.delivery, operands)
-    if "in_shardings" not in params:  # a call primitive
+    if "in_shardings" not in params:  # a call primitive other than jit
         return values_of(function_of(call.plan, call.delivery, jaxpr)(*arrays), call.plan.outs, half)
     options = compat.jit_options(params) or {}
     shardings = tuple(params["in_shardings"]), tuple(params["out_shardings"])
@@ -84,7 +84,7 @@ def _issue_jit(step: Step, operands: Sequence[Any], plan: Plan, env: Environment
 
 
 def _issue_metadata(step: Step, operands: Sequence[Any], plan: Plan, env: Environment) -> Sequence[Any]:
-    """The call with what the user tells XLA about it."""
+    """Issues the call with the user's metadata for XLA."""
     call: Call = step.inner
     body = function_of(call.plan, call.delivery, compat.call_jaxpr(step.eqn.params))
     arrays = hand_in(call.delivery, operands)
@@ -98,8 +98,8 @@ def _infer_remat(inference: Inference, eqn: Any, listing: Listing) -> Step:
     storages = []
     for v, mask in zip(eqn.invars, inner.in_reads, strict=True):
         value = inference.value(v)
-        # Inputs are stored until the backward pass. A parameter is stored anyway: its cast stays inside. Of an
-        # activation only the half that is read is worth storing.
+        # Inputs are stored until the backward pass. A parameter is stored anyway, so its cast stays inside. An
+        # activation that is only read in half is cast before, so that half is stored.
         only_half = value is not None and value.storage == FULL and mask == HALF.bit
         activation = value is not None and value.level not in (Level.INPUT, Level.PINNED)
         storages.append([HALF if only_half and activation else storage_of(value)])
@@ -113,7 +113,7 @@ def _issue_remat(step: Step, operands: Sequence[Any], plan: Plan, env: Environme
     of_operands = compat.barriers(params, len(operands))
     barriers = tuple(of_operands[i] for i, _ in call.delivery)
     if params["differentiated"]:
-        # It is the backward pass of a remat already. What is left of it is the barrier that keeps the compiler from
+        # This is already the backward pass of a remat. Only the barrier remains, which keeps the compiler from
         # sharing the recomputed values with the forward pass.
         behind = iter(lax.optimization_barrier([x for x, barrier in zip(arrays, barriers, strict=True) if barrier]))
         arrays = [next(behind) if barrier else x for x, barrier in zip(arrays, barriers, strict=True)]

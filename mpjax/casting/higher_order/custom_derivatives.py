@@ -1,7 +1,7 @@
-"""`custom_jvp` and `custom_vjp`: the author's derivative rule is kept, and planned like any other program.
+"""`custom_jvp` and `custom_vjp`: keeps the author's derivative rule, and plans it like any other program.
 
-A rule was traced for float32 and is handed what it was traced for: values are cast at its border. The matmuls inside
-run in half too.
+A rule is traced for float32, so values are cast to the traced dtypes at its boundary. The matmuls inside run in half
+too.
 """
 
 from __future__ import annotations
@@ -57,11 +57,12 @@ class WithRules:
     Args:
         plan: the plan of the function.
         delivery: the storage dtypes of its operands.
-        closures: the variables of the program around it that its rules close over.
-        unread: for each result whether nothing reads it. A rule does not make it: what it closes over may be gone.
-        jvp: its rule and that rule's plan.
-        forward: the same for the forward rule of a custom_vjp.
-        backward: the same for its backward rule.
+        closures: the variables of the enclosing program that its rules close over.
+        unread: for each result, whether it is unused. Rules don't compute unused results, because the values that
+            they close over may be gone.
+        jvp: the custom_jvp rule and its plan.
+        forward: the forward rule of a custom_vjp and its plan.
+        backward: the backward rule of a custom_vjp and its plan.
     """
 
     plan: Plan
@@ -84,7 +85,7 @@ class WithRules:
 
     @property
     def ins(self) -> list[Inferred | None]:
-        """What is inferred of the operands as they are handed in."""
+        """The inferred dtypes of the operands as delivered."""
         return [
             x if x is None else Inferred(Level.HALF if storage == HALF else x.level, storage)
             for x, (_, storage) in zip(self.plan.ins, self.delivery, strict=True)
@@ -92,8 +93,8 @@ class WithRules:
 
 
 def _uses(eqn: Any, outs: tuple[Use, ...], setting: Setting) -> Sequence[Use]:
-    # Cotangents have the dtypes of the operands, which are read as activations: a rule may read an operand in another
-    # way than the function.
+    # Cotangents have the dtypes of the operands. Operands count as activations, because a rule may read them
+    # differently than the function.
     outs = tuple(use.without(Use.RETURNED) for use in outs)
     if eqn.primitive.name == "custom_jvp_call":
         return uses_of_call(eqn, outs, setting)
@@ -102,9 +103,9 @@ def _uses(eqn: Any, outs: tuple[Use, ...], setting: Setting) -> Sequence[Use]:
 
 def _infer(inference: Inference, eqn: Any, listing: Listing) -> Step:
     inner = plan_call(inference, eqn, listing, compat.call_jaxpr(eqn.params))
-    # A custom_vjp's backward rule may hold matmuls where the function holds none, so it is entered whenever it takes
-    # a float; a rule that closes over values of this program needs to be given them, and one that closes over values
-    # of a program around it, whose trace is over, must not make what nothing reads.
+    # A custom_vjp's backward rule may contain matmuls that the function lacks, so it is entered if it takes a float32
+    # operand. A rule that closes over values of this program must receive them as operands. A rule that closes over
+    # values of an enclosing program, whose trace has ended, must not compute unused results.
     bare = eqn.primitive.name == "custom_jvp_call" or not any(map(tracked, eqn.invars))
     in_rule = inference.setting.in_rule
     closures = () if in_rule else closed_over(inference.jaxpr, eqn)
@@ -134,9 +135,9 @@ def _infer(inference: Inference, eqn: Any, listing: Listing) -> Step:
 def _plan_rule(
     jaxpr: Any, consts: Sequence[Any], ins: Sequence[Inferred | None], wanted: Any, setting: Setting
 ) -> Plan:
-    """The plan of a rule's jaxpr, whose constants are constvars or leading inputs by the JAX version.
+    """The plan of a rule's jaxpr, whose constants are constvars or leading inputs, depending on the JAX version.
 
-    Results for which None is wanted are left out.
+    Results whose entry in `wanted` is None are dropped.
     """
     jaxpr = compat.open_jaxpr(jaxpr).jaxpr
     if None in wanted:
@@ -148,17 +149,17 @@ def _plan_rule(
 
 
 def _closed_over(entered: WithRules, env: Environment) -> list[Any]:
-    """The arrays that the rules close over. JAX gets them as operands, because a rule runs after this trace is over."""
+    """The arrays that the rules close over. They become operands, because a rule runs after this trace has ended."""
     arrays = [env[v][FULL] if isinstance(env[v], Value) else env[v] for v in entered.closures]
     return [detached.bind(x) if jnp.issubdtype(x.dtype, jnp.inexact) else x for x in arrays]
 
 
 def _run_rule(planned: Plan, consts: Sequence[Any], arrays: Sequence[Any], closed: Mapping[Any, Any]) -> list[Any]:
-    """Runs a rule on arrays; returns its values.
+    """Runs a rule on arrays and returns the values of its results.
 
     Args:
         planned: its plan.
-        consts: its constants, some of them variables of the program around it.
+        consts: its constants, some of which are variables of the enclosing program.
         arrays: its operands.
         closed: the arrays of those variables.
     """
@@ -170,13 +171,13 @@ def _run_rule(planned: Plan, consts: Sequence[Any], arrays: Sequence[Any], close
 
 
 def _wanted(entered: WithRules) -> list[Use | None]:
-    """The uses of the results that a rule makes; None for one that nothing reads."""
+    """The uses of the results of a rule; None for an unused result."""
     storages = map(storage_of, entered.plan.outs)
     return [None if unread else _WANTED[s] for s, unread in zip(storages, entered.unread, strict=True)]
 
 
 def _array(value: Any, storage: Storage) -> Any:
-    """A result of a rule in a storage dtype; the tangent of an integer has none."""
+    """A result of a rule in a storage dtype. The tangent of an integer is returned unchanged."""
     return array_of(value, storage) if isinstance(value, Value) else value
 
 
@@ -186,7 +187,7 @@ def _array(value: Any, storage: Storage) -> Any:
 def _plan_jvp(rule: JvpRule, entered: WithRules, params: dict[str, Any]) -> Plan:
     first = params["num_consts"]
     ins, invars = entered.ins[first:], entered.plan.invars[first:]
-    # The tangent of an integer is float0, which is no array to cast.
+    # The tangent of an integer is float0, which cannot be cast.
     tangents = [x if compat.is_inexact(v.aval) else None for x, v in zip(ins, invars, strict=True)]
     outs = _wanted(entered)
     taken = [x for x, given in zip(tangents, rule.given, strict=True) if given]
@@ -226,7 +227,7 @@ def _issue_jvp(step: Step, operands: Sequence[Any], outer: Plan, env: Environmen
 
 
 def _with_unread(made: Iterator[Any], entered: WithRules, fun: Callable[[], Sequence[Any]]) -> list[Any]:
-    """The results of a rule; those that it leaves out are the function's, for JAX wants all of them."""
+    """The results of a rule. JAX requires all of them, so the function computes those that the rule drops."""
     outs, unread = entered.plan.outs, entered.unread
     others = fun() if any(unread) else [None] * len(outs)
     return [
@@ -251,7 +252,7 @@ def _plan_forward(rule: VjpRule, entered: WithRules, params: dict[str, Any]) -> 
 
 
 def _residuals(rule: VjpRule, entered: WithRules, forward: Plan) -> list[Inferred | None]:
-    """What is inferred of the residuals that are arrays, as they are stored."""
+    """The inferred dtypes of the residuals that are arrays, as stored."""
     made, found = iter(forward.outs), []
     for residual in rule.residuals:
         x = next(made) if residual.operand is None else entered.ins[residual.operand]
@@ -263,7 +264,7 @@ def _residuals(rule: VjpRule, entered: WithRules, forward: Plan) -> list[Inferre
 def _plan_backward(
     backward: BackwardRule, residuals: Sequence[Inferred | None], entered: WithRules, given: Sequence[bool], first: int
 ) -> Plan:
-    """The plan of a backward rule for the cotangents that are given, none of them float0."""
+    """The plan of a backward rule for the given cotangents, none of which is float0."""
     levels = {HALF: Level.HALF, FULL: Level.FLOAT}
     cotangents = [
         None if x is None else Inferred(levels[x.storage], x.storage)
@@ -282,12 +283,12 @@ def _issue_vjp(step: Step, operands: Sequence[Any], outer: Plan, env: Environmen
     params, half, outs = step.eqn.params, outer.setting.half, entered.plan.outs
     num_consts, symbolic = params["num_consts"], params["symbolic_zeros"]
     arrays = hand_in(entered.delivery, operands)
-    # JAX refuses to differentiate what a custom_vjp closes over; so it stays closed over here.
+    # JAX refuses to differentiate values that a custom_vjp closes over, so these stay closed over here.
     constant, arguments = arrays[:num_consts], arrays[num_consts:]
     count = len(arguments)
     body = function_of(entered.plan, entered.delivery, params["call_jaxpr"])
     in_avals = [v.aval for v in step.eqn.invars]
-    latest: dict[str, Any] = {}  # The backward rule belongs to the forward rule that ran before it.
+    latest: dict[str, Any] = {}  # The backward rule uses the forward rule that ran last.
 
     def fun(*args: Any) -> tuple[Any, ...]:
         return body(*constant, *args[:count])
@@ -337,7 +338,7 @@ def _issue_vjp(step: Step, operands: Sequence[Any], outer: Plan, env: Environmen
 
 
 def _traced_as(ct: Any, aval: Any) -> Any:
-    """A cotangent as its rule is traced with it: in the dtype of the traced output."""
+    """A cotangent in the dtype of the traced output, for tracing its rule."""
     if type(ct) is SymbolicZero:
         return SymbolicZero(compat.example(ct.aval, aval.dtype)) if compat.is_inexact(aval) else ct
     return compat.example(jax.typeof(ct), aval.dtype) if compat.is_inexact(aval) else ct

@@ -1,4 +1,4 @@
-"""`custom_linear_solve`: the matmuls of an implicit solve run in half, its vectors and tolerances stay float32."""
+"""`custom_linear_solve`: runs the matmuls of an implicit solve in half. Its vectors and tolerances stay float32."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FUNCTIONS = ("matvec", "vecmat", "solve", "transpose_solve")
 
 @dataclasses.dataclass(slots=True)
 class Solve:
-    """The plans of the solve's functions by name; a solve without a transpose lacks one of them."""
+    """The plans of the solve's functions by name. A solve without a transpose has no `transpose_solve`."""
 
     functions: dict[str, Plan]
 
@@ -43,7 +43,7 @@ def _split(params: dict[str, Any], operands: Sequence[Any]) -> tuple[dict[str, S
 
 
 def _jaxprs(params: dict[str, Any]) -> dict[str, Any]:
-    """The functions that are planned: not `vecmat`, which JAX derives again, from `matvec` as it is issued."""
+    """The functions to plan. `vecmat` is not planned, because JAX derives it again from the issued `matvec`."""
     found = zip(_FUNCTIONS, params["jaxprs"], strict=True)
     return {name: jaxpr for name, jaxpr in found if jaxpr is not None and name != "vecmat"}
 
@@ -93,7 +93,7 @@ def _issue(step: Step, operands: Sequence[Any], plan: Plan, env: Environment) ->
 
         def call(arrays: Sequence[Any]) -> Any:
             values = [make() for make in invariants] + values_of(arrays, vectors, half)
-            # Vectors are handed out in float32, in whichever dtype the plan stores them.
+            # Vectors are returned in float32, whatever their storage dtype in the plan.
             results = run_closed(planned, jaxprs[name], values)
             found = [x[FULL] if isinstance(x, Value) else x for x in results]
             return (found[: len(b)], found[len(b) :]) if has_aux and "solve" in name else found

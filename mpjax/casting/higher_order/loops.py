@@ -32,14 +32,14 @@ from mpjax.casting.uses import RESULT, Use, Uses, uses
 
 @dataclasses.dataclass(slots=True)
 class Loop:
-    """A loop's body, what is inferred of its carry, and for a `while` the condition.
+    """The plan of a loop's body, the inferred dtypes of its carry, and the plan of a `while`'s condition.
 
     Args:
         body: the plan of the body.
-        num_consts: how many of the body's operands are loop-invariant.
-        carry: what is inferred of the carry.
-        delivery: of the scanned operands.
-        condition: the plan of the condition.
+        num_consts: number of loop-invariant operands of the body.
+        carry: the inferred dtypes of the carry.
+        delivery: the storage dtypes of the scanned operands.
+        condition: the plan of the condition of a `while`.
     """
 
     body: Plan
@@ -58,7 +58,7 @@ class Loop:
 
 
 def _scan_body(params: dict[str, Any], outs: tuple[Use, ...], setting: Setting) -> tuple[tuple[Use, ...], Uses]:
-    """The uses of a scan body's outputs, at the fixed point of its carry, and those of its values."""
+    """The uses of a scan body's outputs at the fixed point of its carry, and the uses of the body's values."""
     num_consts, num_carry = compat.scan_split(params)
     return _uses_fixed_point(params["jaxpr"], outs, num_consts, num_carry, setting)
 
@@ -152,7 +152,7 @@ def _read_invariants(
     init: Sequence[Any],
     carry: Sequence[Inferred | None],
 ) -> None:
-    """Notes the reading of loop-invariant operands and of the first carry."""
+    """Records the reads of the loop-invariant operands and of the initial carry."""
     for v, mask in zip(consts, masks, strict=True):
         for storage in storages_in(mask) or [storage_of(inference.value(v))]:
             inference.read(v, storage)
@@ -170,7 +170,7 @@ def _carry_fixed_point(
     wanted: tuple[Use, ...],
     setting: Setting,
 ) -> tuple[Plan, tuple[Inferred | None, ...]]:
-    """The plan of a loop's body with a carry that it keeps, and what is inferred of that carry."""
+    """The plan of a loop's body at the fixed point of its carry, and the inferred dtypes of that carry."""
     jaxpr = compat.open_jaxpr(body).jaxpr
     ins = jaxpr.invars[len(consts) : len(consts) + len(init)]
     outs = jaxpr.outvars[: len(init)]
@@ -188,7 +188,7 @@ def _carry_fixed_point(
             None if x is None or after is None else join(x.level, after.level)
             for x, after in zip(carry, planned.outs, strict=False)
         ]
-        # Levels only rise, except that `carried` takes FLOAT down where half is read: compare after it.
+        # Levels only rise, except that `carried` lowers FLOAT if half is read. So compare its results.
         settled = all(
             level is None or carried(level, use) == x for level, x, use in zip(grown, carry, wanted, strict=False)
         )
@@ -198,7 +198,7 @@ def _carry_fixed_point(
 
 
 def _first_level(level: Level, use: Use, jaxpr: Any, before: Any, after: Any) -> Level:
-    """The level that a carry starts from; a sum and a state of the caller's must keep float32."""
+    """The initial level of a carry. A sum and a state of the caller must keep float32."""
     if level == Level.ZERO and _adds_to(jaxpr, before, after):
         return Level.PINNED
     if level == Level.INPUT and use & Use.RETURNED and before is not after:
@@ -225,7 +225,7 @@ def _adds_to(jaxpr: Any, before: Any, after: Any) -> bool:
 
 
 def invariant(value: Any, mask: int, half: Any) -> Callable[[], Any]:
-    """Makes the cast of a loop-invariant value before the loop; returns what makes its value inside."""
+    """Casts a loop-invariant value before the loop. Returns a function that makes the value inside the loop."""
     if not isinstance(value, Value):
         return lambda: value
     full = value[FULL]
@@ -277,8 +277,8 @@ def _issue_while(step: Step, operands: Sequence[Any], plan: Plan, env: Environme
     if not condition.outvars[0].aval.shape:
         return values_of(lax.while_loop(unfinished, iteration, init), step.outs, half)
 
-    # Under vmap each element has a condition of its own: the loop runs while any is unfinished, and those that are
-    # finished keep their carry.
+    # Under vmap each element has its own condition. The loop runs until all elements are finished, and a finished
+    # element keeps its carry.
     def masked_iteration(carry: Sequence[Any]) -> Sequence[Any]:
         going = unfinished(carry)
         return [

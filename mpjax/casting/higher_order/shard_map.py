@@ -1,4 +1,4 @@
-"""`shard_map`: one sub-jaxpr that runs on every device, on its part of the operands."""
+"""`shard_map`: one sub-jaxpr that runs on every device, on that device's shards of the operands."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from mpjax.casting.uses import Use, uses
 
 
 def _uses(eqn: Any, outs: tuple[Use, ...], setting: Setting) -> Sequence[Use]:
-    with compat.on_its_devices(eqn.params):  # for the derivative rules in it, which are traced here
+    with compat.on_its_devices(eqn.params):  # The derivative rules inside are traced here.
         return uses(compat.call_jaxpr(eqn.params), outs, setting).inputs
 
 

@@ -1,4 +1,4 @@
-"""What the families of higher-order primitives share: their rules, and how values go into and out of a sub-jaxpr."""
+"""Shared by all higher-order primitives: the form of their rules, and passing values to and from a sub-jaxpr."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class HigherOrder(NamedTuple):
         uses: backward analysis, `(eqn, uses of the outputs, setting inside) → uses of the operands`.
         infer: forward inference, `(inference, eqn, listing) → step`.
         issue: issues the equation again, `(step, operands, plan, environment) → values`.
-        regions_inside: whether to form rematerialisation regions in its sub-jaxprs. In a remat everything is recomputed
-            already; a derivative rule stores what its author says.
+        regions_inside: whether to form rematerialisation regions in its sub-jaxprs. A remat already recomputes
+            everything, and the author of a derivative rule chooses what it stores.
         is_scan: whether its sub-jaxpr is the body of a scan.
     """
 
@@ -40,7 +40,7 @@ class HigherOrder(NamedTuple):
 
 @dataclasses.dataclass(slots=True)
 class Call:
-    """One sub-jaxpr, and the storage dtypes in which its operands are handed in."""
+    """One sub-jaxpr, and the storage dtypes of its operands."""
 
     plan: Plan
     delivery: Delivery
@@ -63,23 +63,23 @@ class Several:
 
 
 def seen(inference: Inference, variables: Sequence[Any]) -> tuple[Inferred | None, ...]:
-    """What is inferred of operands that are handed to a sub-jaxpr."""
+    """The inferred dtypes of operands that are passed to a sub-jaxpr."""
     return tuple(inference.seen(v) for v in variables)
 
 
 def outs_of(eqn: Any, inferred: Sequence[Inferred | None]) -> tuple[Inferred | None, ...]:
-    """What is inferred of an equation's outputs, from that of its sub-jaxpr's."""
+    """The inferred dtypes of an equation's outputs, given those of its sub-jaxpr."""
     return tuple(x if tracked(v) else None for v, x in zip(eqn.outvars, inferred, strict=True))
 
 
 def plan_call(inference: Inference, eqn: Any, listing: Listing, jaxpr: Any, setting: Setting | None = None) -> Plan:
-    """The plan of a sub-jaxpr that gets the operands and gives the results of an equation."""
+    """The plan of a sub-jaxpr with the operands and results of its equation."""
     setting = setting or inference.setting.inside(eqn, listing.region)
     return plan(jaxpr, seen(inference, eqn.invars), inference.wanted_of(eqn), setting)
 
 
 def enter(eqn: Any, listing: Listing, outs: Sequence[Inferred | None], inner: Any, why: str = "entered") -> Step:
-    """The step of a higher-order equation that its own rule issues again."""
+    """The step of a higher-order equation that is issued again by its rule."""
     return Step(eqn, Action.ENTER, (), outs_of(eqn, outs), why, listing, inner=inner)
 
 
@@ -96,7 +96,7 @@ def all_full(inferred: Sequence[Inferred | None]) -> bool:
 
 
 def deliver(inference: Inference, eqn: Any, storages: Sequence[Sequence[Storage]]) -> Delivery:
-    """Notes the reading of operands, each in some storage dtypes."""
+    """Records that operands are read, each in the given storage dtypes."""
     return tuple((i, inference.read(eqn.invars[i], storage)) for i, wanted in enumerate(storages) for storage in wanted)
 
 
@@ -109,12 +109,12 @@ def storages_in(mask: int) -> list[Storage]:
 
 
 def hand_in(delivery: Delivery, operands: Sequence[Any]) -> list[Any]:
-    """The arrays that go into a sub-jaxpr."""
+    """The arrays that are passed to a sub-jaxpr."""
     return [array_of(operands[i], storage) for i, storage in delivery]
 
 
 def receive(delivery: Delivery, arrays: Sequence[Any], first: int, count: int, half: np.dtype) -> list[Any]:
-    """The values that the sub-jaxpr makes of them; an operand may have come in both dtypes."""
+    """The values of the arrays inside the sub-jaxpr. An operand may arrive in both dtypes."""
     values: list[Any] = [None] * count
     for (i, storage), array in zip(delivery, arrays, strict=True):
         if storage == TRACED:
@@ -127,7 +127,7 @@ def receive(delivery: Delivery, arrays: Sequence[Any], first: int, count: int, h
 
 
 def function_of(planned: Plan, delivery: Delivery, jaxpr: Any) -> Callable[..., tuple[Any, ...]]:
-    """A sub-jaxpr as a function of the arrays that are handed in."""
+    """A sub-jaxpr as a function of the arrays that are passed to it."""
 
     def body(*arrays: Any) -> tuple[Any, ...]:
         values = receive(delivery, arrays, 0, len(planned.invars), planned.setting.half)
@@ -137,7 +137,7 @@ def function_of(planned: Plan, delivery: Delivery, jaxpr: Any) -> Callable[..., 
 
 
 def kept(planned: Plan, key: Any, make: Callable[[], Any]) -> Any:
-    """A function that is made once per plan, so that JAX's caches, which go by identity, hit."""
+    """A function that is created once per plan, because JAX's caches compare functions by identity."""
     try:
         if key not in planned.runners:
             planned.runners[key] = make()

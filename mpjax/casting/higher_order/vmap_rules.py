@@ -1,4 +1,4 @@
-"""`custom_vmap` and `sequential_vmap`: a function with a batching rule of its author's."""
+"""`custom_vmap` and `sequential_vmap`: a function with its author's batching rule."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _infer(inference: Inference, eqn: Any, listing: Listing) -> Step:
     inner = plan_call(inference, eqn, listing, compat.call_jaxpr(eqn.params))
     if inner.trivial:
         return as_traced(inference, eqn, listing, inner.outs, inner)
-    storages = [[FULL if tracked(v) else TRACED] for v in eqn.invars]  # as the rule was written for
+    storages = [[FULL if tracked(v) else TRACED] for v in eqn.invars]  # the dtypes that the rule was written for
     return enter(eqn, listing, inner.outs, Call(inner, deliver(inference, eqn, storages)))
 
 
@@ -57,7 +57,7 @@ def _issue(step: Step, operands: Sequence[Any], outer: Plan, env: Environment) -
         wanted = tuple(RESULT if tracked(v) else Use.READ for v in opened.outvars)
         planned = plan(jaxpr, ins, wanted, setting)
         results = run_closed(planned, jaxpr, values_of(arrays, ins, setting.half))
-        # The function hands its results out in the dtypes that its plan gives them, and so must the rule.
+        # The rule must return its results in the same dtypes as the function, which its plan gives.
         stored = [storage_of(x) for x in call.plan.outs]
         return tuple(array_of(r, storage) for r, storage in zip(results, stored, strict=True)), found["batched"]
 
