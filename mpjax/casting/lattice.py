@@ -67,7 +67,7 @@ def join(a: Level, b: Level) -> Level:
 
 
 def softened(level: Level, use: Use) -> Level:
-    """The level for consumers on the infer list: if a half operation reads the value, they all read it in half."""
+    """The level for consumers on the infer list: if a half operation reads the value, it counts as half for all."""
     return Level.HALF if level == Level.FLOAT and use & Use.HALF else level
 
 

@@ -1,4 +1,4 @@
-"""Warnings about programs that autocast cannot speed up, and what to do about them."""
+"""Autocast's warnings: programs, inputs and devices for which it is of little use, and what to do about them."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def _infer_jit(inference: Inference, eqn: Any, listing: Listing) -> Step:
     for v, mask, is_donated in zip(eqn.invars, inner.in_reads, donated, strict=True):
         value = inference.value(v)
         stored = storage_of(value)
-        # A parameter that is read in both dtypes is cast inside, where a function that is called often is traced once.
+        # A parameter that is read in both dtypes is cast inside, because the function is traced once for all calls.
         is_parameter = value is not None and value.level == Level.INPUT and mask & FULL.bit
         given = is_donated or stored != FULL or not mask or is_parameter
         storages.append([stored] if given else storages_in(mask))
