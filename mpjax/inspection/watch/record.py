@@ -1,4 +1,4 @@
-"""What `watch` tells of a step: the statistics of each module, and of the steps that led to an overflow."""
+"""The records of `watch`: statistics of each module in a step, and of the steps before an overflow."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ import jax
 from mpjax._tables import table
 from mpjax.inspection.reports import WIDTH
 
-# Of a record's array.
+# The columns of a record's statistics.
 COLUMNS = ("amax", "underflow", "zeros", "nonfinite")
 _SHOWN = 20  # rows of a printed record
 
 
 @dataclasses.dataclass(frozen=True)
 class WatchedModule:
-    """One module in one pass of one step.
+    """The statistics of one module in one pass of one step.
 
     Args:
-        name: the module path; where no module has a name, the user's function.
+        name: the module path; outside of named modules, the user's function.
         phase: `"forward"` or `"backward"`.
-        amax: the largest size of a finite value; of a gradient without the loss scale.
-        underflow: the share of the nonzero values that are smaller than the smallest normal number of the dtype that
-            they are stored in, with the loss scale: these lose bits, and what is smaller yet is zero.
+        amax: the largest magnitude of a finite value. Gradients do not include the loss scale.
+        underflow: the share of the nonzero values below the smallest normal number of their storage dtype. Gradients
+            include the loss scale. Such values lose bits, and even smaller ones become zero.
         zeros: the share of zeros.
-        nonfinite: how many values are inf or NaN.
+        nonfinite: the number of values that are inf or NaN.
     """
 
     name: str
@@ -41,11 +41,11 @@ class WatchRecord:
     """The statistics of one step; `print` it.
 
     Args:
-        step: its number, the first being 0.
-        loss_scale: the scale that its gradients carried.
-        overflow: whether its gradients were not finite.
-        modules: the statistics by module, in the program's order.
-        history: of a step with an overflow, the records before it, the oldest first.
+        step: the step number, counted from 0.
+        loss_scale: the loss scale of the step's gradients.
+        overflow: whether the gradients were not finite.
+        modules: the statistics by module, in program order.
+        history: for a step with an overflow, the records before it, oldest first.
     """
 
     step: int
@@ -55,7 +55,7 @@ class WatchRecord:
     history: tuple[WatchRecord, ...] = ()
 
     def scalars(self) -> dict[str, float]:
-        """Numbers by tag, as `backward/Net/Dense_0/amax`, for TensorBoard and the like."""
+        """The statistics by tag, such as `backward/Net/Dense_0/amax`, for TensorBoard and similar tools."""
         numbers = {
             f"{row.phase}/{row.name or '-'}/{name}": float(getattr(row, name))
             for row in self.modules
@@ -101,17 +101,17 @@ def _place(row: WatchedModule) -> tuple[str, str]:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class WatchState:
-    """State of `watch`: arrays of fixed shapes and dtypes, carried from step to step beside the optimizer's.
+    """State of `watch`: arrays of fixed shapes and dtypes, passed from step to step like the optimizer state.
 
     Args:
-        step: shape (), int32; how many steps were taken.
+        step: shape (), int32; the number of steps taken.
         last_finite: shape (), bool; whether the last step's gradients were finite.
-        written: shape (), int32; how many records were made.
-        steps: shape (keep,), int32; the steps of the last records, in a ring.
+        written: shape (), int32; the number of records written.
+        steps: shape (keep,), int32; the steps of the last records, in a ring buffer.
         scales: shape (keep,), float32; their loss scales.
         overflows: shape (keep,), bool; whether their gradients were not finite.
         statistics: shape (keep, modules, 4), float32; the columns are `COLUMNS`.
-        names: name and pass of each module; no array.
+        names: name and pass of each module; static, not an array.
     """
 
     step: jax.Array
@@ -124,9 +124,9 @@ class WatchState:
     names: tuple[tuple[str, str], ...] = dataclasses.field(metadata={"static": True})
 
     def records(self) -> tuple[WatchRecord, ...]:
-        """The last records, the oldest first, an overflow with those before it as its history.
+        """Returns the last records, oldest first. The record of an overflow has the earlier ones as its history.
 
-        On the host, of a state outside of `jit`.
+        Call it on the host, outside of `jit`.
         """
         state = jax.device_get(self)
         keep, written = len(state.steps), int(state.written)

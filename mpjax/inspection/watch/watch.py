@@ -1,4 +1,4 @@
-"""`watch`: amax, underflow and non-finite values by module inside of a compiled training step."""
+"""`watch`: amax, underflow and non-finite values by module inside a compiled training step."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from mpjax.policy import HALF_DTYPES
 
 
 class Watch(NamedTuple):
-    """What `watch` returns: two pure functions, as an optax transformation is.
+    """The result of `watch`: a pair of pure functions, like an optax transformation.
 
     Args:
-        init: `init(*args) -> WatchState`, for the arguments of the loss function (arrays or shapes).
-        update: `update(state, *args, grads=None, opt_state=None, finite=None) -> WatchState`, in each step, with the
-            arguments that the step's gradients are of.
+        init: `init(*args) -> WatchState`, with the arguments of the loss function (arrays or shapes).
+        update: `update(state, *args, grads=None, opt_state=None, finite=None) -> WatchState`, called in each step with
+            the same arguments as the loss function.
     """
 
     init: Callable[..., WatchState]
@@ -55,37 +55,38 @@ def watch(
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
 ) -> Watch:
-    """Statistics of a loss function's activations and gradients by module, every so many steps, inside of `jit`.
+    """Records statistics of a loss function's activations and gradients by module, at regular steps, inside `jit`.
 
     On each step:
 
         due = step % every == 0, or the gradients are not finite and those of the step before were
         lax.cond(due, run the gradient once more with statistics; store them; call back, nothing)
 
-    The training program itself stays as it is, so watching changes no result and costs nothing on the other steps
-    (with `grads=`, one read of the gradients); a step that is watched takes two to three times as long. All state is in
-    `WatchState`, an argument and a result of the training step: the step counter can't come apart from the run that it
-    counts, nothing is compiled again, and no step waits for the host.
+    The training program itself is unchanged, so watching changes no result. Steps without a record cost nothing (with
+    `grads=`, one read of the gradients). A step with a record takes two to three times as long. All state is in
+    `WatchState`, an argument and a result of the training step. The step counter therefore always matches the run,
+    nothing is recompiled, and no step waits for the host.
 
     Args:
-        fun: the loss function that is trained, the same that is differentiated.
-        every: how many steps from one record to the next.
-        callback: a Python function that gets a `WatchRecord` of each step that is watched (see its `scalars`); called
-            asynchronously by the runtime, on the host. None to read `WatchState.records` instead.
-        keep: how many of the last records the state holds. The record of an overflow has them as its `history`.
-        policy: what `get_policy` accepts: `fun` runs under autocast, as in `value_and_grad(policy=...)`.
-        argnums: which arguments are differentiated.
+        fun: the loss function that the training step differentiates.
+        every: the number of steps between two records.
+        callback: a Python function that receives the `WatchRecord` of each recorded step (see its `scalars`). The
+            runtime calls it asynchronously on the host. None to read `WatchState.records` instead.
+        keep: the number of most recent records in the state. They are the `history` of an overflow's record.
+        policy: any argument of `get_policy`; `fun` runs under autocast, as in `value_and_grad(policy=...)`.
+        argnums: positions of the arguments to differentiate.
         has_aux: whether `fun` returns `(loss, aux)`.
 
     Returns:
         A `Watch`, two pure functions `init(*args)` and `update(state, *args, grads=None, opt_state=None, finite=None)`.
-        `opt_state` holds the `LossScaleState` that the gradients were made with, before it is updated; gradients in
-        records do not carry its scale. To see an overflow at once give `finite`, the optimizer state after the update
-        (its `LossScaleState` knows) or a bool of shape (); or `grads`, the step's gradients, which are read once more.
+        `opt_state` holds the `LossScaleState` of the step's gradients, before its update; the amax of gradients in
+        records does not include its scale. To record an overflow at once, pass `finite` or `grads`. `finite` is a bool
+        of shape (), or the optimizer state after the update, whose `LossScaleState` holds it. `grads` are the step's
+        gradients, which are read once more.
 
     Raises:
-        ValueError: `every` or `keep` is less than 1; `update` gets arguments of another program than `init` got, or
-            is called inside of a `shard_map` or `pmap`.
+        ValueError: `every` or `keep` is less than 1, the arguments of `update` result in another program than those of
+            `init`, or `update` is called inside a `shard_map` or `pmap`.
 
     Example:
         >>> import jax, jax.numpy as jnp, mpjax
@@ -181,11 +182,11 @@ def _difference(found: Sequence[tuple[str, str]], expected: Sequence[tuple[str, 
 
 @dataclasses.dataclass(frozen=True)
 class _Program:
-    """The gradient's program of some arguments, whose statistics can be taken.
+    """The gradient program for given arguments, with range statistics.
 
     Args:
         names: name and pass of each module.
-        run: gives the statistics at a loss scale, shape (modules, 4).
+        run: returns the statistics at a loss scale, shape (modules, 4).
     """
 
     names: tuple[tuple[str, str], ...]
@@ -214,18 +215,18 @@ def _measured(loss: Loss, scale: Any, args: Sequence[Any]) -> _Program:
 
 
 def _row(notes: Mapping[Any, Note], numbers: Sequence[int], scale: Any) -> Any:
-    """The `COLUMNS` of the equations of one module."""
+    """The values of `COLUMNS` over the equations of one module."""
     found = [notes["range", number] for number in numbers if ("range", number) in notes]
     counts = sum((counts.astype(jnp.float32) for counts, _, _ in found), jnp.zeros(7, jnp.float32))
     amax = functools.reduce(jnp.maximum, (extremes[0] for _, extremes, _ in found), jnp.float32(0))
     size, zeros, tiny, overflowed, nonfinite = (counts[i] for i in range(5))
     nonzero = jnp.maximum(size - zeros - nonfinite, 1)
-    # XLA may hand a value on before it is rounded to half: what would be inf then is beyond half's range.
+    # XLA may pass a value on before it rounds it to half. Values beyond half's range then count as inf.
     return jnp.stack([amax / scale, tiny / nonzero, zeros / jnp.maximum(size, 1), nonfinite + overflowed])
 
 
 class StatisticsProbe(RangeProbe):
-    """A `RangeProbe` of activations and gradients alone, each against the dtype that it is stored in."""
+    """A `RangeProbe` of activations and gradients only, each against its storage dtype."""
 
     def __init__(self, block: Block, counts: Counted):
         made = {p.number: p for p in block.places() if p.number in counts.all}
@@ -242,7 +243,7 @@ class StatisticsProbe(RangeProbe):
 
 @functools.cache
 def _normal(dtype: Any) -> Limits:
-    """The limits of a dtype's normal numbers, as those to which `note` counts."""
+    """Limits at which `note` counts values below a dtype's normal numbers as flushed."""
     if dtype not in HALF_DTYPES:
         dtype = np.dtype(np.float32)
     info = compat.finfo(dtype)
