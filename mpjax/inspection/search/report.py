@@ -1,4 +1,4 @@
-"""What `search` found: the modules that stay in float32, and the rules that say so."""
+"""The report of `search`: the modules that stay in float32, and the rules that keep them there."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class SearchedModule:
     Args:
         name: the module path.
         float32: whether it stays in float32.
-        error: its own error in half, as `layerwise_error` has it; 0 where the search was over before that.
-        flops_share: its part of the FLOPs of matmuls and convolutions, forward and backward.
+        error: its own error in half, as in `layerwise_error`; 0 if all modules in half already meet the budget.
+        flops_share: its share of the FLOPs of matmuls and convolutions, forward and backward.
     """
 
     name: str
@@ -31,17 +31,17 @@ class SearchReport(Report):
     """The result of a precision search; `print` it, and paste its `rules`.
 
     Args:
-        function: its name.
-        policy: the policy that was searched under.
-        budget: the largest error that is allowed.
-        error_before: the error with every module in half, as the policy has it.
-        error: the error with `keep_float32`, of a rerun with `rules`.
-        keep_float32: the module paths that stay in float32, the most sensitive first.
-        patterns: the same as patterns for `Rules` and `Policy(overrides=...)`.
-        rules: the rules to give to `autocast`.
-        half_share: the share of the FLOPs of matmuls and convolutions that are in half with these.
+        function: the name of the loss function.
+        policy: the policy of the search.
+        budget: the largest allowed error.
+        error_before: the error under the policy, with every module in half.
+        error: the error with `keep_float32`, measured in a rerun with `rules`.
+        keep_float32: the paths of the modules that stay in float32, most sensitive first.
+        patterns: the same modules as patterns for `Rules` and `Policy(overrides=...)`.
+        rules: the rules to pass to `autocast`.
+        half_share: the share of the FLOPs of matmuls and convolutions that run in half with these rules.
         modules: all modules, those in float32 first, then by their own error.
-        passes: how many times the gradient was compiled and run.
+        passes: the number of times the gradient was compiled and run.
     """
 
     function: str
@@ -63,7 +63,7 @@ class SearchReport(Report):
 
     @property
     def overrides(self) -> tuple[tuple[str, str], ...]:
-        """Pairs for `Policy(overrides=...)`, which say the same."""
+        """The same modules as pairs for `Policy(overrides=...)`."""
         return tuple((pattern, "float32") for pattern in self.patterns)
 
     @property
@@ -72,21 +72,21 @@ class SearchReport(Report):
         return f"Precision search of {self.function}"
 
     def failure(self, **checks: Any) -> str:
-        """What is missing, where the budget is not met."""
+        """The failure message if the error is above the budget, else an empty string."""
         return "" if self.met else f"the error {_share(self.error)} is above the budget {_share(self.budget)}"
 
     def to_dict(self) -> dict[str, Any]:
-        """The report for programs."""
+        """The report as a dictionary."""
         names = "function policy budget error_before error half_share passes met".split()
         found = {name: getattr(self, name) for name in names}
         return found | {"keep_float32": [*self.keep_float32], "deny": [*self.patterns], "modules": self.table()}
 
     def table(self) -> list[dict[str, Any]]:
-        """The rows by module."""
+        """The modules, one dictionary per row."""
         return [dataclasses.asdict(row) for row in self.modules]
 
     def sections(self) -> list[Section]:
-        """The report for people."""
+        """The sections of the printed report."""
         rows = [
             (row.name, "float32" if row.float32 else "half", _share(row.error), f"{row.flops_share:.1%}")
             for row in self.modules

@@ -24,9 +24,9 @@ from mpjax.policy import HALF_DTYPES, get_policy, path_matches
 
 Found = tuple[Any, Mapping[str, Any]]  # the loss, and the gradients by tree path
 Metric = Callable[[Found, Found], Any]
-# As `dynamic_loss_scale` starts, and as far as it may back off here.
+# The start of `dynamic_loss_scale`, and the limits of its backoff here.
 _FIRST_SCALE, _BACKOFF, _LAST_SCALE = 2.0**15, 2.0**5, 1.0
-_FEWEST_PASSES = 10  # of a small program: the first three, and some to search with
+_FEWEST_PASSES = 10  # for a small program: the first three, and some for the search
 
 
 def search(
@@ -40,35 +40,35 @@ def search(
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
 ) -> SearchReport:
-    """The modules that must stay in float32 for the error of half precision to meet a budget.
+    """Finds the modules that must stay in float32 for the error of half precision to meet a budget.
 
         rank the modules by their own error in half           (`layerwise_error`, one pass)
-        the fewest of the first that meet the budget          (bisection)
-        return to half whatever the budget does not need      (groups, then single modules)
-        run once more with the rules that are handed out
+        keep the fewest top-ranked modules to meet the budget (bisection)
+        return modules to half while the budget is met        (groups, then single modules)
+        run once more with the resulting rules
 
-    A pass compiles and runs the gradient on the given batch; a search takes at most two for each module,
+    A pass compiles and runs the gradient on the given batch. A search takes at most two passes per module,
     or ten in a small program.
 
     Args:
-        fun: the loss function in float32; of an `autocast` one, its own policy and rules are where the search starts.
+        fun: the loss function in float32. If it is an `autocast` function, the search starts from its policy and rules.
         args: its arguments, a tuple.
-        metric: `metric(found, expected)`, the error of a run in half against float32; each is `(loss, gradients)` with
-            the gradients in a dictionary by tree path. None for the relative error of all gradients together,
-            ‖half − float32‖ / ‖float32‖.
-        budget: the largest error that is allowed.
-        policy: what autocast runs it under.
-        loss_scale: the loss scale; None for one that starts at 2¹⁵ and backs off until the gradients are finite, as
+        metric: `metric(found, expected)`, the error of a run in half against float32. Both arguments are
+            `(loss, gradients)`, with the gradients in a dictionary by tree path. None for the relative error of all
+            gradients together, ‖half − float32‖ / ‖float32‖.
+        budget: the largest allowed error.
+        policy: the autocast policy of `fun`.
+        loss_scale: the loss scale. None for one that starts at 2¹⁵ and backs off until the gradients are finite, as
             `dynamic_loss_scale` does (bfloat16: 1).
-        argnums: which arguments are differentiated.
+        argnums: positions of the arguments to differentiate.
         has_aux: whether `fun` returns `(loss, aux)`.
 
     Returns:
-        A `SearchReport`: `print` it for the `Rules` to paste; its `rules` and `overrides` hold them.
+        A `SearchReport`. `print` it for the `Rules` to paste, or read its `rules` and `overrides`.
 
     Raises:
         ValueError: the policy computes in float32, or the budget is negative.
-        TypeError: `args` is no tuple.
+        TypeError: `args` is not a tuple.
 
     Example:
         >>> import jax, jax.numpy as jnp, mpjax
@@ -127,7 +127,7 @@ def _searched(passes: _Passes, budget: float, policy: str, name: str) -> SearchR
 
 
 def _smallest(passes: _Passes, ranked: Sequence[str], budget: float) -> tuple[str, ...]:
-    """The fewest modules, in the order of the ranking, whose float32 meets the budget; all if none do."""
+    """The fewest modules, in ranking order, that meet the budget in float32; all modules if none do."""
     most = max(2 * len(ranked), _FEWEST_PASSES) - 1  # one is left for the rerun
     low, high = 0, len(ranked)
     while high - low > 1 and passes.count < most:
@@ -138,7 +138,7 @@ def _smallest(passes: _Passes, ranked: Sequence[str], budget: float) -> tuple[st
         return tuple(kept)
 
     def thin_out(candidates: Sequence[str], needed: bool) -> None:
-        """Returns candidates to half; `needed`: it is known that not all of them can go."""
+        """Returns candidates to half; `needed` means that not all of them can return."""
         if not candidates or passes.count >= most:
             return
         rest = [module for module in kept if module not in candidates]
@@ -146,7 +146,7 @@ def _smallest(passes: _Passes, ranked: Sequence[str], budget: float) -> tuple[st
             kept[:] = rest
         elif len(candidates) > 1:
             first, second = candidates[: len(candidates) // 2], candidates[len(candidates) // 2 :]
-            # The ranking puts sensitive modules first, so the second half goes more often.
+            # The ranking puts sensitive modules first, so the second half can return more often.
             thin_out(second, False)
             thin_out(first, all(module not in kept for module in second))
 
@@ -159,7 +159,7 @@ def _is_covered(module: str, kept: Iterable[str]) -> bool:
 
 
 class _Passes:
-    """Runs the gradient with some modules in float32, and counts how often."""
+    """Runs the gradient with some modules in float32, and counts the runs."""
 
     def __init__(
         self,
@@ -179,7 +179,7 @@ class _Passes:
         start = 1.0 if policy.compute_dtype == jnp.bfloat16 else _FIRST_SCALE
         self._scales = [loss_scale] if loss_scale is not None else _backing_off(start)
         self._scale = self._scales[0]
-        with jax.default_matmul_precision("highest"):  # TF32 is no reference
+        with jax.default_matmul_precision("highest"):  # TF32 is too coarse for a reference
             self._expected = self._run(loss)[0]
 
     def rules(self, kept: Iterable[str]) -> Rules:
@@ -204,9 +204,9 @@ class _Passes:
         return self._errors[key]
 
     def rerun(self, kept: Sequence[str]) -> float:
-        """The error, measured again."""
+        """The error with some modules in float32, always measured again."""
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about what stays in float32, which is what is tried
+            warnings.simplefilter("ignore")  # about operations left in float32, which the search intends
             found, sites = self._run(self.loss.under(self.policy, self.rules(kept)))
         self.half_shares[frozenset(kept)] = _half_share(sites)
         if not kept:
@@ -216,7 +216,7 @@ class _Passes:
         return math.inf if math.isnan(error) else error
 
     def ranked(self) -> dict[str, float]:
-        """The modules with operations in half and their own errors, the largest first; a pass."""
+        """The modules with operations in half and their own errors, largest first; takes one pass."""
         self.count += 1
         scale = self._scale if self._scale > _LAST_SCALE else self._scales[len(self._scales) // 2]
         half = self.loss.under(self.policy, self._rules)
@@ -225,7 +225,7 @@ class _Passes:
         for row in rows:
             if row.path and row.dtypes:
                 errors[row.path] = max(row.error, errors.get(row.path, 0.0))
-        # A rule on a module that holds others is a rule on all of these: it comes last, the outermost at the very end.
+        # A rule on a module also applies to its submodules: parents come after their children, the outermost last.
         held = {path: sum(other != path for other in errors if _is_covered(other, [path])) for path in errors}
         return dict(sorted(errors.items(), key=lambda pair: (held[pair[0]], -pair[1])))
 
@@ -234,7 +234,7 @@ class _Passes:
         return totals((site.path, site.flops) for site in self._sites if site.path)
 
     def _run(self, loss: Loss) -> tuple[Found, list[Site]]:
-        """Loss and gradients, at the first loss scale at which they are finite, and the program's equations."""
+        """Loss and gradients at the first loss scale with finite gradients, and the program's equations."""
         self.count += 1
         program, at, names = loss.with_named_modules().traced_at_any_scale("search", self.args)
         run = jax.jit(jax.extend.core.jaxpr_as_fun(program.jaxpr), compiler_options=COMPILER_OPTIONS)
