@@ -1,1 +1,1 @@
-"""The floor that casting and inspection stand on: JAX's versions, primitives, sources, FLOPs, walks over jaxprs."""
+"""Shared code for casting and inspection: JAX versions, primitives, source lines, FLOPs, traversals of jaxprs."""

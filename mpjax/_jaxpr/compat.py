@@ -1,6 +1,6 @@
 """The differences between the JAX versions that mpjax supports (0.10 to 0.12), and the private parts of JAX.
 
-No other file of mpjax imports `jax._src` or asks for a version.
+No other file of mpjax imports `jax._src` or checks the version.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ Literal, Var = jex.Literal, jex.Var
 
 
 class Opened(NamedTuple):
-    """A jaxpr and the values of its constvars, whichever classes this JAX has for them."""
+    """A jaxpr and the values of its constvars, independent of the JAX version."""
 
     jaxpr: Any
     consts: Sequence[Any]
 
 
 def open_jaxpr(jaxpr: Any) -> Opened:
-    """Takes a `ClosedJaxpr` apart; a `Jaxpr` has no constants. (Since JAX 0.12 they are one class.)"""
+    """Splits a `ClosedJaxpr`. A `Jaxpr` has no constants. (Since JAX 0.12 they are one class.)"""
     return Opened(jaxpr.jaxpr, jaxpr.consts) if hasattr(jaxpr, "consts") else Opened(jaxpr, ())
 
 
@@ -44,17 +44,17 @@ def is_jaxpr(value: Any) -> bool:
 
 
 def trace(fun: Callable[..., Any], *args: Any) -> Any:
-    """The closed jaxpr of `fun(*args)`, traced anew: `make_jaxpr` itself would remember `fun`."""
+    """The closed jaxpr of `fun(*args)`, always traced again: `make_jaxpr` itself caches by `fun`."""
     return jax.make_jaxpr(lambda *args: fun(*args))(*args)
 
 
 def apart_from_other_traces() -> contextlib.AbstractContextManager[Any]:
-    """A context in which functions under `jax.jit` are traced again, whatever was remembered of them outside of it."""
-    return set_xla_metadata(mpjax_trace="apart")  # It is a part of the key of each cache.
+    """A context in which functions under `jax.jit` are traced again, even if a trace was cached outside of it."""
+    return set_xla_metadata(mpjax_trace="apart")  # The metadata is part of every cache key.
 
 
 def variable_of(tracer: Any) -> Any:
-    """The variable that a tracer of a jaxpr stands for; None for any other value."""
+    """The jaxpr variable of a tracer; None for any other value."""
     value = getattr(tracer, "val", None) if isinstance(tracer, jax.core.Tracer) else None
     return value if isinstance(value, Var) else None
 
@@ -65,21 +65,21 @@ def same_trace(a: Any, b: Any) -> bool:
 
 
 def contracts_rows(dtype: Any) -> bool:
-    """Whether a matmul of this dtype with a float32 result must be one of matrices that sums over the rows of both.
+    """Whether a matmul of this dtype with a float32 result must multiply matrices and contract the rows of both.
 
-    XLA's CPU compiler (0.10 to 0.12) rewrites others in bfloat16, where their result is transposed, to a form that it
+    XLA's CPU compiler (0.10 to 0.12) rewrites any other bfloat16 matmul whose result is transposed to a form that it
     can't run.
     """
     return dtype == jax.numpy.bfloat16 and jax.default_backend() == "cpu"
 
 
 def shards_layout_constraints() -> bool:
-    """Whether a layout constraint leaves a sharded array where it is: before JAX 0.12, XLA gathered all of it."""
+    """Whether a layout constraint keeps an array sharded: before JAX 0.12, XLA gathered all of it."""
     return jax.__version_info__ >= (0, 12) or jax.device_count() == 1
 
 
 def scan_split(params: dict[str, Any]) -> tuple[int, int]:
-    """How many of a scan's operands are loop-invariant, and how many are carried."""
+    """The numbers of loop-invariant and of carried operands of a scan."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()
@@ -87,14 +87,14 @@ def scan_split(params: dict[str, Any]) -> tuple[int, int]:
 
 
 def shard_map_options(params: dict[str, Any]) -> dict[str, Any]:
-    """What `jax.shard_map` takes besides the function and its specs."""
+    """The options of `jax.shard_map`, besides the function and its specs."""
     axes = params["manual_axes"] if "manual_axes" in params else params["newly_manual_axes"]
     return {"mesh": params["mesh"], "axis_names": set(axes), "check_vma": params["check_vma"]}
 
 
 @contextlib.contextmanager
 def on_its_devices(params: dict[str, Any]) -> Iterator[None]:
-    """A context like that in which a shard_map's function was traced: it has the axes of the mesh."""
+    """A context with the mesh axes that a shard_map's function was traced under."""
     mesh, axes = params["mesh"], frozenset(shard_map_options(params)["axis_names"])
     inside = use_abstract_mesh(_as_manual_mesh(mesh, axes))
     with _extend_axis_env(mesh, axes), inside, config._check_vma(params["check_vma"]):
@@ -102,7 +102,7 @@ def on_its_devices(params: dict[str, Any]) -> Iterator[None]:
 
 
 def jit_options(params: dict[str, Any]) -> dict[str, Any] | None:
-    """What `jax.jit` takes besides shardings and donation; None where its public form can't say it."""
+    """The options of `jax.jit`, besides shardings and donation; None if its public API can't express them."""
     layouts = (*params["in_layouts"], *params["out_layouts"])
     if any(layout is not None for layout in layouts):
         return None
@@ -113,7 +113,7 @@ def jit_options(params: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def with_metadata(fun: Callable[..., Any], params: dict[str, Any]) -> Callable[..., Any]:
-    """`fun` under the `xla_metadata_call` that has these parameters (since JAX 0.12)."""
+    """`fun` under an `xla_metadata_call` with these parameters (since JAX 0.12)."""
     from jax.experimental.xla_metadata import xla_metadata_call2
 
     of_derivatives = params["ad_metadata"]
@@ -125,7 +125,7 @@ def with_metadata(fun: Callable[..., Any], params: dict[str, Any]) -> Callable[.
 
 
 def is_unspecified(sharding: Any) -> bool:
-    """Whether a sharding in a jit's params says that none was given."""
+    """Whether a sharding in a jit's params is unspecified."""
     return type(sharding).__name__ == "UnspecifiedValue"
 
 
@@ -135,9 +135,9 @@ def shard_map_specs(params: dict[str, Any]) -> tuple[tuple[Any, ...], tuple[Any,
 
 
 def jvp_jaxpr(params: dict[str, Any], zeros: Sequence[bool]) -> tuple[Any, Sequence[Any], Sequence[bool]]:
-    """The user's custom_jvp rule as a jaxpr: it takes the primals and those tangents that are not zero.
+    """The user's custom_jvp rule as a jaxpr, which takes the primals and the nonzero tangents.
 
-    Returns the jaxpr (its constvars still open), their values, and which output tangents are zero.
+    Returns the jaxpr with open constvars, their values, and which output tangents are zero.
     """
     return params["jvp_jaxpr_fun"].call_wrapped(*zeros)
 
@@ -146,10 +146,10 @@ class ForwardRule(NamedTuple):
     """A custom_vjp's forward rule.
 
     Args:
-        jaxpr: its jaxpr, its constvars open.
-        consts: their values.
-        forwards: for each residual the operand that it is, None if it is none.
-        trees: what its backward rule needs to know of this trace (`call_bwd`).
+        jaxpr: its jaxpr, with open constvars.
+        consts: the values of the constvars.
+        forwards: for each residual, the index of the operand that it equals, or None.
+        trees: the trees of this trace that its backward rule needs (`call_bwd`).
     """
 
     jaxpr: Any
@@ -159,7 +159,7 @@ class ForwardRule(NamedTuple):
 
 
 def fwd_rule(params: dict[str, Any], perturbed: Sequence[bool]) -> ForwardRule:
-    """Traces the user's custom_vjp forward rule, which may raise: one with symbolic zeros may refuse some operands."""
+    """Traces the user's custom_vjp forward rule. A rule with symbolic zeros may raise for some operands."""
     with _undisturbed(params["fwd_jaxpr_thunk"]) as stores:
         jaxpr, consts = params["fwd_jaxpr_thunk"].call_wrapped(*perturbed)
         _, _, forwards = params["out_trees"]()
@@ -169,7 +169,7 @@ def fwd_rule(params: dict[str, Any], perturbed: Sequence[bool]) -> ForwardRule:
 def call_bwd(
     params: dict[str, Any], trees: Sequence[Any], residuals: Sequence[Any], cotangents: Sequence[Any]
 ) -> tuple[list[Any], dict[str, Any] | None]:
-    """The user's custom_vjp backward rule: cotangents, None where it says that one is zero, and what it logs."""
+    """Calls the user's custom_vjp backward rule. Returns the cotangents, None for symbolic zeros, and the logs."""
     with _undisturbed(params["fwd_jaxpr_thunk"]) as stores:
         _store(stores, trees)
         out, logs = params["bwd"].call_wrapped(*residuals, *cotangents), None
@@ -180,10 +180,10 @@ def call_bwd(
 
 @contextlib.contextmanager
 def _undisturbed(thunk: Any) -> Iterator[list[Any]]:
-    """A context for tracing a rule, which begins with the stores that it yields empty and leaves them as they were.
+    """A context for tracing a rule that yields its empty stores, and restores their contents afterwards.
 
-    JAX remembers the jaxpr of a forward rule for each choice of perturbed operands, but the trees of its results for
-    the latest trace only, and none if that raised. So another trace would break the next gradient of the program.
+    JAX caches the jaxpr of a forward rule for each choice of perturbed operands, but the trees of its results only for
+    the latest trace, and none if that raised. Another trace would break the next gradient of the program.
     """
     stores, memos = _remembered(thunk)
     before, traces = [_stored(store) for store in stores], [dict(memo) for memo in memos]
@@ -201,7 +201,7 @@ def _undisturbed(thunk: Any) -> Iterator[list[Any]]:
 def _stored(store: Any) -> Any:
     try:
         return store.val
-    except lu.StoreException:  # It is empty.
+    except lu.StoreException:  # The store is empty.
         return None
 
 
@@ -213,7 +213,7 @@ def _store(stores: Sequence[Any], values: Sequence[Any]) -> None:
 
 
 def _remembered(thunk: Any) -> tuple[list[Any], list[dict[Any, Any]]]:
-    """The stores of a function of JAX's and of those that it closes over, and what `_memoize` remembers of them."""
+    """The stores of a JAX function and of the functions that it closes over, and the caches of `_memoize`."""
     stores: dict[int, Any] = {}
     memos: list[dict[Any, Any]] = []
     pending, seen = [thunk], set()
@@ -240,7 +240,7 @@ def custom_vjp(
     bwd: Callable[..., tuple[tuple[Any, ...], dict[str, Any] | None]],
     symbolic_zeros: bool,
 ) -> Callable[..., Any]:
-    """`fun` with a derivative rule whose backward rule returns cotangents and logs, which JAX takes since 0.12."""
+    """`fun` with a derivative rule whose backward rule returns cotangents and logs. JAX supports logs since 0.12."""
     rewritten = jax.custom_vjp(fun)
     if hasattr(rewritten, "defvjp_with_logs"):
         rewritten.defvjp_with_logs(fwd, bwd, symbolic_zeros=symbolic_zeros)
@@ -250,12 +250,12 @@ def custom_vjp(
 
 
 class EquationContext:
-    """The named scopes, the source line and JAX's settings that an equation was traced under."""
+    """A context with the named scopes, the source line and the JAX settings that an equation was traced under."""
 
     __slots__ = ("_settings", "_source")
 
     def __init__(self, eqn: Any, skipped: int = 0):
-        """Args: eqn: the equation; skipped: how many of its outermost scopes are open already."""
+        """Args: eqn: the equation; skipped: the number of its outermost scopes that are already open."""
         info = eqn.source_info
         own = info.name_stack[skipped:] if skipped else info.name_stack
         stack = source_info_util.current_name_stack() + own
@@ -272,7 +272,7 @@ class EquationContext:
 
 
 def common_scopes(eqns: Sequence[Any]) -> Any:
-    """The named scopes that stand around all of some equations."""
+    """The named scopes that enclose all of these equations."""
     first, *rest = (eqn.source_info.name_stack for eqn in eqns)
     count = len(first.stack)
     for other in rest:
@@ -288,19 +288,19 @@ def in_scopes(scopes: Any) -> Any:
 
 
 def user_frames(eqn: Any) -> list[Any]:
-    """The frames of the traceback of an equation that are not of JAX, innermost first."""
+    """The frames of an equation's traceback outside of JAX, innermost first."""
     return list(source_info_util.user_frames(eqn.source_info.traceback))
 
 
 def with_weak_type(x: Any, aval: Any) -> Any:
-    """The array as weakly typed as an abstract value is (a Python scalar's dtype gives way to others)."""
+    """The array with the weak type of an abstract value (a weak dtype, as of a Python scalar, yields to others)."""
     if aval.weak_type == jax.typeof(x).weak_type:
         return x
     return _convert_element_type(x, aval.dtype, weak_type=aval.weak_type)
 
 
 def vary(x: Any, axes: tuple[Any, ...]) -> Any:
-    """Lets an array differ along axes of a mesh, in a `shard_map` that keeps account of it."""
+    """Marks an array as varying along mesh axes, in a `shard_map` that checks this."""
     missing = tuple(axis for axis in axes if axis not in jax.typeof(x).manual_axis_type.varying)
     return jax.lax.pcast(x, missing, to="varying") if missing else x
 
@@ -324,12 +324,12 @@ def known_primitives() -> frozenset[str]:
 
 @functools.cache
 def finfo(dtype: Any) -> Any:
-    """The limits of a floating dtype, bfloat16 among them."""
+    """The limits of a floating dtype, including bfloat16."""
     return jax.numpy.finfo(dtype)
 
 
 def barriers(params: dict[str, Any], size: int) -> tuple[bool, ...]:
-    """For each operand of a remat whether its backward pass has a barrier before it. JAX may write one flag for all."""
+    """For each operand of a remat, whether the backward pass puts a barrier on it. JAX may use one flag for all."""
     flags = params["prevent_cse"]
     return flags if isinstance(flags, tuple) else (flags,) * size
 
@@ -342,7 +342,7 @@ def call_jaxpr(params: dict[str, Any]) -> Any:
     raise KeyError(f"no jaxpr among {sorted(params)}")
 
 
-_SYMBOLIC = 256  # stands for a symbolic dimension, a batch most often, where sizes are compared
+_SYMBOLIC = 256  # estimate of a symbolic dimension, usually the batch, for comparing sizes
 
 
 def numel(aval: Any) -> int:
@@ -353,46 +353,46 @@ def numel(aval: Any) -> int:
 def is_algorithm(precision: Any) -> bool:
     """Whether the `precision` of a dot names an algorithm (`lax.DotAlgorithm`, `lax.DotAlgorithmPreset`).
 
-    The preset `DEFAULT` names none: it leaves the choice to the backend.
+    The preset `DEFAULT` does not: it leaves the choice to the backend.
     """
     return type(precision).__name__.startswith("DotAlgorithm") and precision is not jax.lax.DotAlgorithmPreset.DEFAULT
 
 
 def default_matmul_precision() -> Any:
-    """The precision that `jax_default_matmul_precision` gives each matmul without one of its own."""
+    """The precision that `jax_default_matmul_precision` gives a matmul without a `precision`."""
     return canonicalize_precision(None)
 
 
 def under_jet() -> bool:
-    """Whether `jax.experimental.jet` is at work, which has rules for few primitives."""
+    """Whether the current trace is one of `jax.experimental.jet`, which has rules for few primitives."""
     return type(trace_ctx.trace).__name__ == "JetTrace"
 
 
 def checkpoint(fun: Callable[..., Any], args: Sequence[Any], prevent_cse: Any, policy: Any) -> Sequence[Any]:
-    """Calls `jax.checkpoint(fun)`; plainly under jet, which has no rule for it."""
+    """Calls `jax.checkpoint(fun)`, or `fun` under jet, which has no rule for it."""
     if under_jet():
         return fun(*args)
     with _REMAT3(False) if _REMAT3 is not None else contextlib.nullcontext():
         return jax.checkpoint(fun, prevent_cse=prevent_cse, policy=policy)(*args)
 
 
-# Under `jax_remat3`, JAX's coming implementation, what a JVP rule recomputes can't be transposed.
+# Under `jax_remat3`, JAX's upcoming implementation, operations that a JVP rule recomputes can't be transposed.
 _REMAT3 = getattr(config, "remat3", None)
 
 
 def set_linearization(primitive: Any, rule: Callable[..., Any]) -> None:
-    """Gives a primitive a rule of its own for `jax.linearize`, beside its JVP rule.
+    """Gives a primitive a rule for `jax.linearize`, in addition to its JVP rule.
 
-    Without one JAX traces the JVP rule and evaluates it partially, at each equation of each gradient.
+    Without this rule, JAX traces and partially evaluates the JVP rule at each equation of each gradient.
 
     Args:
         primitive: a primitive with one result.
-        rule: `rule(nonzeros, *primals, **params)` gives the result, whether it has a tangent, and a function of the
-            operands' tangents (`Zero` where `nonzeros` is False) that gives it.
+        rule: `rule(nonzeros, *primals, **params)` returns the result, whether it has a tangent, and a function that
+            computes this tangent from the operands' tangents (`Zero` where `nonzeros` is False).
     """
     names = ad.LinearizeTrace.process_primitive.__code__.co_varnames
     if "linearized" not in names:
-        return  # JAX does it another way; the JVP rule does as well.
+        return  # This JAX linearizes in another way; the JVP rule suffices.
     has_structured = "structured_res" in names  # since JAX 0.12
 
     def linearization(_is_vjp: bool, nonzeros: Sequence[bool], *primals: Any, **params: Any) -> Any:
@@ -410,8 +410,8 @@ def bilinear_transpose(primitive: Any, ct: Any, operands: Sequence[Any], which: 
     Args:
         primitive: `dot_general`, `conv_general_dilated` or `ragged_dot_general`.
         ct: the cotangent of its result.
-        operands: its operands, that of which the cotangent is wanted undefined.
-        which: the place of that one.
+        operands: its operands; the one to differentiate is an undefined primal.
+        which: the index of that operand.
         params: the primitive's parameters.
     """
     return ad.primitive_transposes[primitive](ct, *operands, **params)[which]
@@ -430,13 +430,13 @@ def abstract_eval_in(primitive: Any, dtype: Any, avals: Sequence[Any], params: d
 
 
 def vary_alike(out: Any, arrays: Sequence[Any]) -> list[Any]:
-    """Lets arrays differ along the axes of a mesh along which a result does, in a `shard_map` that keeps account."""
+    """Marks arrays as varying along the mesh axes that a result varies along, in a `shard_map` that checks this."""
     kind = getattr(jax.typeof(out), "manual_axis_type", None)
     return [vary(x, tuple(kind.varying)) for x in arrays] if kind is not None and kind.varying else list(arrays)
 
 
 def axes_of_spec(spec: Any) -> set[str]:
-    """The mesh axes that a partition spec shards over; not those over which it is unreduced or reduced."""
+    """The mesh axes that a partition spec shards over, excluding its unreduced and reduced axes."""
     names: set[str] = set()
     for entry in getattr(spec, "_partitions", spec):
         names |= set(entry) if isinstance(entry, (tuple, list)) else {entry} if entry is not None else set()
@@ -444,9 +444,9 @@ def axes_of_spec(spec: Any) -> set[str]:
 
 
 def live_equations(names: Sequence[str]) -> list[tuple[dict[str, Any], list[Any], list[Any]]]:
-    """Equations with one of these parameters in the trace that is under way: parameters, types of inputs and outputs.
+    """The equations in the current trace that have one of these parameters: parameters, input and output avals.
 
-    Inner traces are over: only the program's own equations are still being traced.
+    Inner traces have ended: only the program's own equations are still being traced.
     """
     found = []
     for reference in getattr(getattr(trace_ctx.trace, "frame", None), "tracing_eqns", ()):
@@ -459,5 +459,5 @@ def live_equations(names: Sequence[str]) -> list[tuple[dict[str, Any], list[Any]
 
 
 def example(aval: Any, dtype: Any = None) -> Any:
-    """Something to trace with that has an abstract value, or the same of another dtype."""
+    """An argument to trace with, given its abstract value and, optionally, another dtype."""
     return aval if dtype is None or dtype == aval.dtype else aval.update(dtype=dtype, weak_type=False)

@@ -9,7 +9,7 @@ from mpjax._jaxpr.primitives import MATMULS
 
 
 def matmul_flops(eqn: Any) -> int:
-    """FLOPs of one matmul or convolution, a multiply and an add counting two; 0 for anything else."""
+    """FLOPs of one matmul or convolution, where a multiply-add counts as two; 0 for any other operation."""
     name = eqn.primitive.name
     if name not in MATMULS:
         return 0
@@ -25,15 +25,16 @@ def matmul_flops(eqn: Any) -> int:
 
 
 def is_weight_gradient(eqn: Any) -> bool:
-    """Whether a convolution is JAX's gradient by the weights: the inputs' channels take the place of the batch."""
+    """Whether a convolution is JAX's weight gradient, which has the inputs' channels in place of the batch."""
     return eqn.params["dimension_numbers"].lhs_spec[0] != 0
 
 
 def _conv_multiplications(eqn: Any) -> int:
-    """Multiplications of a convolution: those of each output, or of each input where these are fewer.
+    """Multiplications of a convolution, counted by output, or by input where that gives fewer.
 
-    They are fewer in a transposed convolution, which the gradient by the input is too: the rest are by the zeros
-    that its stride puts between the inputs, and by its padding. So a gradient counts as its convolution does.
+    The count by input is smaller for a transposed convolution, including the gradient by the input. The other
+    multiplications are by padding and by the zeros that the stride inserts between the inputs. So a gradient has the
+    same count as its convolution.
     """
     lhs, rhs = (v.aval.shape for v in eqn.invars[:2])
     out, numbers = eqn.outvars[0].aval.shape, eqn.params["dimension_numbers"]

@@ -1,4 +1,4 @@
-"""Which module an equation belongs to where no named scope says it (Flax NNX, plain JAX), or only the class (Equinox).
+"""The module of an equation without a named scope (Flax NNX, plain JAX), or with one of only the class (Equinox).
 
 An equation that reads a parameter belongs to the module that holds it, by the parameter's path in the first argument:
 `layers/0` for `model.layers[0].weight`.
@@ -31,14 +31,14 @@ def owners_of(jaxpr: Any, names: Sequence[str]) -> dict[int, str]:
     owners: dict[int, str] = {}
     for eqn, path in _readers(opened, modules):
         known = owners.setdefault(id(eqn), path)
-        if known != path:  # one sub-jaxpr that several modules call
+        if known != path:  # Several modules call the same sub-jaxpr.
             owners[id(eqn)] = _common(known, path)
     _add_transposes(opened, owners)
     return {key: path for key, path in owners.items() if path}
 
 
 def _add_transposes(jaxpr: Any, owners: dict[int, str]) -> None:
-    """The gradient by a parameter reads no parameter: it has the input of the equation that it is the transpose of."""
+    """Adds the owners of parameter gradients, found by the input that they share with the matmul they transpose."""
     roots: dict[Any, Any] = {}
     readers: dict[tuple[Any, str], dict[str, None]] = {}
     for eqn in jaxpr.eqns:
@@ -81,7 +81,7 @@ def _common(a: str, b: str) -> str:
 
 
 def _readers(jaxpr: Any, modules: Mapping[Any, str]) -> Iterator[tuple[Any, str]]:
-    """The equations that read parameters, seen through casts and moves, with the modules of these."""
+    """The equations that read parameters, directly or through casts and moves, with the parameters' modules."""
     held = dict(modules)
     for eqn in jaxpr.eqns:
         paths = [held.get(v, "") if isinstance(v, compat.Var) else "" for v in eqn.invars]
@@ -100,7 +100,7 @@ def _readers(jaxpr: Any, modules: Mapping[Any, str]) -> Iterator[tuple[Any, str]
 
 
 def _operands(eqn: Any, inner: Any, paths: list[str]) -> list[str]:
-    """What the operands of an equation are to the inputs of a sub-jaxpr."""
+    """The module paths of a sub-jaxpr's inputs, given those of the equation's operands."""
     params, name = eqn.params, eqn.primitive.name
     if name == "cond":
         return paths[1:]

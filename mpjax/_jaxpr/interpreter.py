@@ -1,12 +1,12 @@
 """The instrumented interpreter: evaluates a jaxpr with a hook (a probe) at each equation.
 
-What a probe notes is returned beside the program's own results. `Run` is used under `jit`, which compiles the
+The probe's notes are returned in addition to the program's results. `Run` is used under `jit`, which compiles the
 instrumented program as a whole. `Eager` is used outside of it: operations run one by one, and repeated layers share
-their compiled operations, which takes a fraction of the time of compiling a deep model.
+their compiled operations. That takes a fraction of the time of compiling a deep model.
 
-`jit`, `remat` and functions with custom derivative rules are entered by evaluating their sub-jaxprs; `scan`, `while`,
+`jit`, `remat` and functions with custom derivative rules are entered by evaluating their sub-jaxprs. `scan`, `while`,
 `cond` and `shard_map` are re-issued through their public functions, with the probe's notes in the carry. Any other
-higher-order primitive (a Pallas kernel, a callback) is called as it is and seen from outside only.
+higher-order primitive (a Pallas kernel, a callback) is called unchanged; the probe gets only its operands and results.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from mpjax._jaxpr.layout import Block, Place, lay_out, manual_axes
 from mpjax._jaxpr.primitives import Op, primitive
 from mpjax.policy import HALF_DTYPES
 
-# Excess precision would leave out the rounding between two operations in half, and with it the overflow.
+# Excess precision would skip the rounding between two half operations, and so hide an overflow.
 COMPILER_OPTIONS: dict[str, bool | int | str] = {"xla_allow_excess_precision": False}
 
-Key = tuple[Any, ...]  # comparable, for notes are trees; its first part says what is noted
+Key = tuple[Any, ...]  # Comparable, because notes are pytrees. The first part is the kind of note.
 
 
 class Probe:
-    """What is noted while a program runs; this one notes nothing.
+    """A hook that takes notes while a program runs; the base class takes none.
 
-    Notes are trees of small arrays by key. What the turns of a loop note is either merged into one note or, if the
-    probe `stacks`, kept for each turn.
+    Notes are pytrees of small arrays, by key. The notes of a loop's iterations are merged into one or, if the probe
+    `stacks`, kept for each iteration.
     """
 
     stacks = False
-    axes: Mapping[str, int] = {}  # the mesh axes of the `shard_map` around the equation that is evaluated
+    axes: Mapping[str, int] = {}  # the mesh axes of the `shard_map` around the current equation
 
     @contextlib.contextmanager
     def on_devices(self, axes: Mapping[str, int]) -> Iterator[None]:
@@ -54,7 +54,7 @@ class Probe:
             self.axes = around
 
     def device(self) -> Any:
-        """The index of the device, int32: its coordinates along `axes`, the last one fastest."""
+        """The index of the device, int32: its coordinates along `axes` in row-major order."""
         index: Any = np.int32(0)
         for axis, size in self.axes.items():
             index = index * size + lax.axis_index(axis)
@@ -67,39 +67,39 @@ class Probe:
 
         Args:
             place: the equation.
-            turn: for each loop around it, how many turns came before.
-            ins: operands.
-            outs: results.
-            again: computes the results of a list of other operands, in float32 wherever the program has half.
+            turn: the iteration index of each loop around it, outermost first.
+            ins: its operands.
+            outs: its results.
+            again: evaluates the equation on a list of other operands, with float32 in place of half.
         """
         return {}
 
     def entering(self, place: Place, ins: Sequence[Any]) -> dict[Key, Any]:
-        """Notes of an equation whose inside is evaluated, before that."""
+        """Notes of an equation with sub-jaxprs, before these are evaluated."""
         return {}
 
     def keys(self, block: Block) -> Sequence[Key]:
-        """The keys of the notes that are made in a block."""
+        """The keys of the notes that are taken in a block."""
         return ()
 
     def empty(self, key: Key) -> Any:
-        """The note of nothing."""
+        """The initial value of a note."""
         raise KeyError(key)
 
     def merge(self, key: Key, a: Any, b: Any) -> Any:
-        """The note of two, the first of which was made first."""
+        """Merges two notes, of which `a` is the earlier."""
         raise KeyError(key)
 
     def packed(self, block: Block, notes: dict[Key, Any]) -> Any:
-        """The notes of one turn of a loop's body as they are stacked."""
+        """The notes of one iteration of a loop's body, in the form in which they are stacked."""
         return notes
 
     def ended(self, place: Place, turns: Any) -> dict[Key, Any]:
-        """Notes of a `while` that took so many turns."""
+        """Notes of a `while`, given its trip count."""
         return {}
 
     def trips(self, place: Place) -> int:
-        """The most turns that a `while` takes, for a probe that stacks."""
+        """The largest trip count of a `while`, for a probe that stacks."""
         raise NotImplementedError
 
 
@@ -108,9 +108,9 @@ class Run:
 
     Args:
         probe: takes the notes.
-        wide: whether to compute in float32 wherever the program has half: its values are then what the
-            program would have without rounding to half.
-        replace: given an equation, its turn and its results, what takes the place of these.
+        wide: whether to compute in float32 wherever the program has half, which gives its values without rounding to
+            half.
+        replace: takes an equation, its iteration and its results, and returns the results to use instead.
     """
 
     def __init__(self, probe: Probe, wide: bool = False, replace: Callable[..., Sequence[Any]] | None = None):
@@ -159,14 +159,14 @@ class Run:
             outs, new = self.block(place.blocks[0], ins, turn)
         return outs, {**notes, **new}
 
-    # A subclass may have several arrays in the place of one: a tree of them. These four are then its own.
+    # A subclass may use a tree of arrays in place of each array. It then overrides these methods.
 
     def _constant(self, array: Any) -> Any:
-        """A constant of the program as it is evaluated."""
+        """The value to use for a constant of the program."""
         return widened(array) if self.wide else array
 
     def _decides(self, value: Any) -> Any:
-        """The array that a branch or a loop goes by."""
+        """The array that decides a branch or a loop."""
         return value
 
     def _with(self, probe: Probe) -> Run:
@@ -174,22 +174,22 @@ class Run:
         return Run(probe, self.wide, self.replace)
 
     def _behind_barrier(self, ins: Sequence[Any]) -> Sequence[Any]:
-        """The operands of a remat's backward pass: without a barrier, XLA would keep what is to be computed again."""
+        """The operands of a remat's backward pass: without a barrier, XLA would not recompute its operations."""
         return lax.optimization_barrier(list(ins))
 
     def _bound(self, place: Place, ins: Sequence[Any]) -> list[Any]:
-        """The results of an equation without an inside."""
+        """The results of an equation without sub-jaxprs."""
         return (bind_wide if self.wide else bind)(place.site.eqn, ins)
 
     def _empty(self, block: Block) -> dict[Key, Any]:
         return {key: self._varying(self.probe.empty(key)) for key in self.probe.keys(block)}
 
     def _varying(self, tree: Any) -> Any:
-        """Notes inside a `shard_map` differ from device to device."""
+        """Marks notes inside a `shard_map` as varying over its devices."""
         return jax.tree.map(lambda x: compat.vary(jnp.asarray(x), self._manual), tree) if self._manual else tree
 
     def _turn(self, body: Block, notes: Any, new: dict[Key, Any]) -> tuple[Any, Any]:
-        """The merged notes after a turn, and what is stacked of it."""
+        """The merged notes after an iteration, and the notes of it to stack."""
         if self.probe.stacks:
             return notes, self.probe.packed(body, self._varying({**self._empty(body), **new}))
         self._add(notes := dict(notes), self._varying(new))
@@ -211,7 +211,7 @@ class Run:
         options = {name: params[name] for name in ("length", "reverse", "unroll")}
         (_, carried, notes), (ys, stacked) = lax.scan(step, start, list(ins[split:]), **options)
         if self.probe.stacks and params["reverse"]:
-            stacked = jax.tree.map(lambda x: x[::-1], stacked)  # in the order in which they were made
+            stacked = jax.tree.map(lambda x: x[::-1], stacked)  # in the order of execution
         return [*carried, *ys], {("turns", place.number): stacked} if self.probe.stacks else notes
 
     def _while(self, place: Place, ins: Sequence[Any], turn: Sequence[Any]) -> tuple[list[Any], dict[Key, Any]]:
@@ -231,7 +231,7 @@ class Run:
             if stacks:
                 notes = jax.tree.map(lambda all, one: all.at[i].set(one), notes, stacked)
             if condition.jaxpr.outvars[0].aval.shape:
-                # Under vmap each element has a condition of its own; those that are finished keep their carry.
+                # Under vmap each element has its own condition. Finished elements keep their carry.
                 going = unfinished(carried)
                 outs = [_select(going, new, old) for new, old in zip(outs, carried, strict=True)]
             return i + 1, _strong(outs), notes
@@ -288,9 +288,9 @@ class Run:
 
 
 class Eager(Run):
-    """Evaluates a program outside of `jit`, operation by operation; loops, branches and `shard_map` are compiled.
+    """Evaluates a program outside of `jit`, operation by operation, and compiles loops, branches and `shard_map`.
 
-    Used for several calls with arrays of the same shapes, it compiles each of them once.
+    An instance compiles each of them once, for all calls with arrays of the same shapes.
     """
 
     def __init__(self, probe: Probe, wide: bool = False, replace: Callable[..., Sequence[Any]] | None = None):
@@ -306,7 +306,7 @@ class Eager(Run):
         return self._compiled[place.number](list(ins), list(turn))
 
     def _behind_barrier(self, ins: Sequence[Any]) -> Sequence[Any]:
-        return ins  # Each operation runs by itself: there is nothing that a compiler could keep.
+        return ins  # Operations run one by one, so the compiler can't eliminate recomputation.
 
 
 def _select(mask: Any, new: Any, old: Any) -> Any:
@@ -317,7 +317,7 @@ def _select(mask: Any, new: Any, old: Any) -> Any:
 
 
 def _strong(arrays: Sequence[Any]) -> list[Any]:
-    """The arrays without weak types: a carry has one type."""
+    """The arrays without weak types, because the type of a carry must not change."""
 
     def strong(x: Any) -> Any:
         return lax.convert_element_type(x, jnp.result_type(x)) if getattr(jax.typeof(x), "weak_type", False) else x
@@ -344,18 +344,18 @@ def is_half(x: Any) -> bool:
 
 
 def widened(x: Any) -> Any:
-    """A half array in float32; anything else as it is."""
+    """A half array cast to float32; any other value unchanged."""
     return lax.convert_element_type(x, np.float32) if is_half(x) else x
 
 
 def bind(eqn: Any, arrays: Sequence[Any]) -> list[Any]:
-    """The results of an equation."""
+    """Evaluates an equation."""
     outs = eqn.primitive.bind(*arrays, **eqn.primitive.get_bind_params(eqn.params))
     return list(outs) if eqn.primitive.multiple_results else [outs]
 
 
 def bind_wide(eqn: Any, arrays: Sequence[Any]) -> list[Any]:
-    """The results of an equation with float32 in the place of half; arrays may be of either."""
+    """Evaluates an equation with float32 in place of half. The arrays may have either dtype."""
     name = eqn.primitive.name
     if not any(map(is_half, (*eqn.invars, *eqn.outvars))):
         return bind(eqn, arrays)
@@ -373,7 +373,7 @@ def bind_wide(eqn: Any, arrays: Sequence[Any]) -> list[Any]:
 
 
 def _wide_parameter(value: Any) -> Any:
-    """A parameter of a primitive with float32 in the place of half: a dtype, or how two elements are combined."""
+    """A parameter of a primitive with float32 in place of half: a dtype, or the jaxpr of a combining function."""
     if compat.is_jaxpr(value):
         return _wide_jaxpr(value)
     return np.dtype(np.float32) if isinstance(value, np.dtype) and value in HALF_DTYPES else value

@@ -1,4 +1,4 @@
-"""A jaxpr laid out: its equations and those inside them, numbered, with their places."""
+"""Lays out a jaxpr: numbers its equations and those of its sub-jaxprs, with their context."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from mpjax._jaxpr.walk import Site, inner_jaxprs, programs_in, site_of
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """One equation and where it stands.
+    """One equation and its position in the program.
 
     Args:
-        number: its number in the program's order, unique.
-        site: the equation, its module, its source line.
-        loops: the numbers of the loops around it, outermost first.
-        blocks: the programs inside it, if they are entered.
+        number: its unique number, in program order.
+        site: the equation, its module and its source line.
+        loops: the numbers of the enclosing loops, outermost first.
+        blocks: its sub-jaxprs, if they are entered.
         end: the number of the next equation outside it.
-        axes: the mesh axes of the `shard_map` around it, with their sizes.
+        axes: the mesh axes of the enclosing `shard_map`, with their sizes.
     """
 
     number: int
@@ -34,11 +34,11 @@ class Place:
 
     @property
     def is_loop(self) -> bool:
-        """Whether what is inside runs again and again."""
+        """Whether it is a loop, which runs its sub-jaxprs repeatedly."""
         return primitive(self.site.name).loop
 
     def places(self) -> Iterator[Place]:
-        """This and every equation inside."""
+        """Yields this equation and every equation inside it."""
         yield self
         for block in self.blocks:
             yield from block.places()
@@ -56,7 +56,7 @@ class Block:
 
     @functools.cached_property
     def last_uses(self) -> list[list[Any]]:
-        """For each equation the variables that no later one reads, nor the caller."""
+        """For each equation, the variables that no later equation reads and the block does not return."""
         seen = {v for v in self.jaxpr.outvars if not isinstance(v, compat.Literal)}
         dead: list[list[Any]] = []
         for place in reversed(self.rows):
@@ -67,7 +67,7 @@ class Block:
         return dead[::-1]
 
     def places(self) -> Iterator[Place]:
-        """Every equation, those inside others included, in the program's order."""
+        """Yields every equation, including nested ones, in program order."""
         for place in self.rows:
             yield from place.places()
 
@@ -80,7 +80,7 @@ def lay_out(
     axes: tuple[tuple[str, int], ...] = (),
     owners: Mapping[int, str] | None = None,
 ) -> Block:
-    """Numbers the equations of a jaxpr and of those inside it; `owners` as in `instances.py`."""
+    """Numbers the equations of a jaxpr and of its sub-jaxprs; `owners` as in `instances.py`."""
     opened = compat.open_jaxpr(jaxpr)
     rows, number = [], start
     for eqn in opened.jaxpr.eqns:
@@ -103,7 +103,7 @@ def manual_axes(params: dict[str, Any]) -> dict[str, int]:
 
 
 def _entered(eqn: Any) -> Sequence[Any]:
-    """The programs inside an equation that are evaluated."""
+    """The sub-jaxprs of an equation that the interpreter evaluates."""
     name, params = eqn.primitive.name, eqn.params
     if primitive(name).call or name == "shard_map":
         return inner_jaxprs(eqn)[:1]
@@ -115,6 +115,6 @@ def _entered(eqn: Any) -> Sequence[Any]:
 
 
 def unseen(block: Block) -> tuple[str, ...]:
-    """The places whose inside is code that is not evaluated operation by operation: kernels, callbacks."""
+    """The operations, with their lines, whose code is not evaluated by operation: kernels, callbacks."""
     outer = (place.site for place in block.places() if not place.blocks)
     return tuple(dict.fromkeys(s.place for s in outer if primitive(s.name).foreign or programs_in(s.eqn)))

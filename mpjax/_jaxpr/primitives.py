@@ -1,10 +1,10 @@
-"""One row per JAX primitive: everything that mpjax knows about it.
+"""The table of JAX primitives: one row each, with everything that mpjax knows about it.
 
 The lists (allow, deny, infer) follow TensorFlow's automatic mixed precision (`auto_mixed_precision_lists.h`) and
-`torch.autocast`'s operator reference. They are finer in one respect: JAX derives the backward pass from the program
-that autocast writes, so an operation whose *derivative* is a sum (the list `wide`) must run in float32 too.
+`torch.autocast`'s operator reference. They are finer in one respect. JAX derives the backward pass from the program
+that autocast rewrites, so an operation whose *derivative* is a sum (the list `wide`) must run in float32 too.
 
-No other file keeps a set of primitive names. To add a primitive, add a row.
+No other file contains a set of primitive names. To add a primitive, add a row.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ class Op(enum.Enum):
     ALLOW = "allow"  # Tensor Core work: half.
     DENY = "deny"  # Needs the range or the mantissa of float32.
     INFER = "infer"  # Computes in the dtype of its activations.
-    WIDE = "wide"  # float32 only because its derivative is a sum; the result counts as its input did.
-    MOVE = "move"  # Moves elements, and its derivative has no sum: any dtype will do.
-    READ = "read"  # The result is no float (a comparison): reads the widest dtype that is stored.
+    WIDE = "wide"  # float32 only because its derivative is a sum; the result is treated as its input was.
+    MOVE = "move"  # Moves elements, and its derivative has no sum: any dtype works.
+    READ = "read"  # The result is not a float (a comparison): reads the widest stored dtype.
     CONVERT = "convert"  # A cast that the user or jax.numpy wrote.
     ENTER = "enter"  # Has sub-jaxprs, which autocast plans too.
-    OPAQUE = "opaque"  # Called with the dtypes that it was traced for.
+    OPAQUE = "opaque"  # Called with the dtypes it was traced with.
 
-    __hash__ = object.__hash__  # Enum's own is slow enough to show in trace times.
+    __hash__ = object.__hash__  # Enum's own hash measurably slows tracing.
 
 
 class Saves(enum.Enum):
@@ -41,29 +41,29 @@ class Primitive(NamedTuple):
     """What mpjax knows about a primitive.
 
     Args:
-        name: the name that JAX gives it.
+        name: its name in JAX.
         op: its list.
-        saves: what its derivative saves; None where it is not differentiated as one operation.
+        saves: the values that its derivative saves; None if it is not differentiated as one operation.
         expensive: too expensive, or unsafe, to recompute in the backward pass.
-        float32_only: never half, not even in a `half_function`: XLA has no half kernel, or the bits have a meaning.
+        float32_only: never half, not even in a `half_function`: XLA has no half kernel, or the bits matter.
         elementwise: mixes arrays with scalars, so its derivative with respect to the scalar is a sum.
         join: joins arrays without arithmetic, so a cast before it equals a cast after it.
         saturating: its derivative (1 - y², y - y²) cancels near saturation; float32 where that costs no memory.
-        mask: makes integers and masks cheaply enough to be recomputed.
-        whole: its result has the elements of its operand, all of them and no others.
-        elements: the operands whose elements its result has, as in a subscript; empty if it computes new ones.
-        exact: its results are no nearer to zero and no further from it than its operands, up to an integer.
+        mask: computes integers or masks cheaply enough to be recomputed.
+        whole: its result has exactly the elements of its operand.
+        elements: the operands whose elements its result has, as a subscript; empty if it computes new elements.
+        exact: its results are no smaller and no larger in magnitude than its operands, unless they are integers.
         adds: adds or subtracts.
-        logic: combines comparisons to one truth.
-        risk: why half precision may spoil it: `exp`, `log`, `pow` (range, poles) or `sum` (rounding).
-        bits: about the bits or the dtype itself, so it is not computed in another one.
+        logic: combines booleans, or tests for finite values.
+        risk: why half precision may be inaccurate: `exp`, `log`, `pow` (range, poles) or `sum` (rounding).
+        bits: depends on the bits or the dtype itself, so it is not computed in another dtype.
         call: runs its one sub-jaxpr once, on its operands.
-        loop: runs its sub-jaxpr again and again.
-        foreign: runs code that JAX can't see.
-        kernel: XLA starts a kernel for it; everything else is fused into what reads it.
-        accumulates: a sum that goes through it is still that sum with something added.
-        replicates: gives devices a value that one of them holds, so its derivative is a sum over devices.
-        some_versions: not every supported JAX has it.
+        loop: runs its sub-jaxpr repeatedly.
+        foreign: runs code that is not visible to JAX.
+        kernel: XLA launches a kernel for it; other operations are fused into their consumers.
+        accumulates: a sum passed through it is still that sum, possibly with another term added.
+        replicates: copies a value of one device to others, so its derivative is a sum over devices.
+        some_versions: not in every supported JAX version.
     """
 
     name: str
@@ -101,7 +101,7 @@ class Primitive(NamedTuple):
         return self.whole or bool(self.elements)
 
     def sources(self, operands: int) -> range | list[int]:
-        """The operands, of so many, whose elements the result has.
+        """The indices of the operands whose elements the result has, given the number of operands.
 
         Example:
             >>> primitive("select_n").sources(3), primitive("scatter").sources(3)
@@ -113,7 +113,7 @@ class Primitive(NamedTuple):
         return range(int(start), operands) if colon else [int(i) for i in self.elements.split(",") if i]
 
 
-# Name, list, what its derivative saves, and the traits of `Primitive` that hold.
+# Name, list, the values that its derivative saves, and its traits from `Primitive`.
 _TABLE = """
 # Tensor Core work: half.
 dot_general                           allow    inputs   expensive kernel
@@ -423,7 +423,7 @@ TABLE = _rows()
 
 
 def primitive(name: str) -> Primitive:
-    """The row of a primitive; one that the table lacks is opaque.
+    """The row of a primitive; a primitive without a row is opaque.
 
     Example:
         >>> primitive("exp").op, primitive("exp").saves

@@ -1,4 +1,4 @@
-"""Where an equation comes from: its module path, the pass it belongs to, and the user's line."""
+"""The source of an equation: its module path, its pass and the user's line."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ import jax
 
 from mpjax._jaxpr import compat
 
-# Named scopes that mpjax puts around regions. Scopes stay with the equations through `jit`, `grad` and `vmap`, which a
-# Python flag would not.
+# The prefix of the named scopes that mpjax opens around regions. Unlike a Python flag, scopes stay with the equations
+# through `jit`, `grad` and `vmap`.
 MARK = "mpjax."
 FORWARD, BACKWARD, RECOMPUTED = "forward", "backward", "recomputed"
-_REMATTED = "rematted_computation"  # JAX's own scope around what a remat recomputes
+_REMATTED = "rematted_computation"  # JAX's scope around the operations that a remat recomputes
 _TRANSFORM = re.compile(r"\b\w+\(")
-_MARKED = re.compile(re.escape(MARK) + r"\w+")  # a mark in `transpose(jvp(mpjax.off))` goes, the transformations stay
+_MARKED = re.compile(
+    re.escape(MARK) + r"\w+"
+)  # removes the mark in `transpose(jvp(mpjax.off))` and keeps the transformations
 _JAX = os.path.dirname(os.path.abspath(jax.__file__)) + os.sep
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _LAYERS = tuple(f"{os.sep}{library}{os.sep}" for library in ("flax", "haiku", "equinox"))
@@ -36,16 +38,16 @@ def scopes(eqn: Any) -> str:
 
 
 def join(*paths: str) -> str:
-    """Module paths, one below the other."""
+    """Joins nested module paths, outermost first."""
     return "/".join(path for path in paths if path)
 
 
 def source_line(eqn: Any, in_layer: bool = True) -> str:
-    """The user's line that an equation comes from, not one of mpjax, as `file.py:12`; empty if unknown.
+    """The user's line that an equation comes from, outside of mpjax, as `file.py:12`; empty if unknown.
 
     Args:
         eqn: the equation.
-        in_layer: whether it may be a line of a library of layers; if not, the line that called the layer.
+        in_layer: whether the line may be in a layer library; if not, it is the line that called the layer.
     """
     frames = compat.user_frames(eqn)
     which = telling_frame([frame.file_name for frame in frames], in_layer)
@@ -55,14 +57,14 @@ def source_line(eqn: Any, in_layer: bool = True) -> str:
 
 
 def telling_frame(files: Sequence[str], in_layer: bool = True) -> int | None:
-    """Which of a traceback's frames to name, by their files, innermost first: none of mpjax, as in `source_line`."""
+    """The index of the frame to report, given the frames' files, innermost first; `in_layer` as in `source_line`."""
     users = [i for i, file in enumerate(files) if not file.startswith(_PACKAGE)]
     outside = [] if in_layer else [i for i in users if not any(layer in files[i] for layer in _LAYERS)]
     return next(iter(outside or users), None)
 
 
 def module_of(eqn: Any) -> str:
-    """The module path of an equation, without mpjax's own marks."""
+    """The module path of an equation, without mpjax's marks."""
     path = scopes(eqn)
     if MARK not in path:
         return path
@@ -71,7 +73,7 @@ def module_of(eqn: Any) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def phase_of(module: str) -> str:
-    """Which pass a module path with the transformations' marks belongs to (`transpose` is JAX's word for backward)."""
+    """The pass of a module path with the marks of transformations (JAX marks the backward pass `transpose`)."""
     if _REMATTED in module:
         return RECOMPUTED
     return BACKWARD if "transpose(" in module else FORWARD
@@ -79,12 +81,12 @@ def phase_of(module: str) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def path_of(module: str) -> str:
-    """A module path without the transformations' marks: `Net/Dense_0` for `transpose(jvp(Net))/Dense_0`."""
+    """A module path without the marks of transformations: `Net/Dense_0` for `transpose(jvp(Net))/Dense_0`."""
     parts: list[str] = []
     for part in split_scopes(module):
         name = _TRANSFORM.sub("", part).rstrip(")") if "(" in part else part
         if "jvp(" in part and (parts[:1] == [name] or (not name and module.startswith("transpose("))):
-            parts = []  # The backward pass of a remat gives the whole path a second time.
+            parts = []  # The backward pass of a remat repeats the whole path.
         if name and name != _REMATTED:
             parts.append(name)
     return "/".join(parts)

@@ -1,6 +1,6 @@
-"""A walk over all equations of a jaxpr and of its sub-jaxprs.
+"""Traverses all equations of a jaxpr and of its sub-jaxprs.
 
-`explain` and the audits share it, so that both count the same FLOPs and name the same places.
+`explain` and the audits share it, so that both count the same FLOPs and name the same source lines.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ _NOBODY: Mapping[int, str] = {}
 
 @dataclasses.dataclass(frozen=True)
 class Site:
-    """One equation and where it stands.
+    """One equation and its context.
 
     Args:
         eqn: the equation.
-        times: how often it runs (lengths of scans, grids of Pallas kernels; a `while` counts as one turn).
-        module: the named scopes around it, through all levels; Flax names modules this way.
-        inside: the names of the primitives that it is inside of, outermost first.
-        caller: the line of the equation around it.
-        devices: how many devices run it on their own part; 1 outside of `shard_map` and `pmap`, where an equation is
-            about whole arrays.
-        owners: module paths of equations whose scopes don't name an instance: see `instances.py`.
+        times: how often it runs (lengths of scans, grids of Pallas kernels; a `while` counts as one iteration).
+        module: the named scopes around it, at all levels; Flax names modules this way.
+        inside: the names of the enclosing primitives, outermost first.
+        caller: the source line of the enclosing equation.
+        devices: the number of devices that run it on their own shard; 1 outside of `shard_map` and `pmap`, where an
+            equation operates on whole arrays.
+        owners: module paths of equations whose scopes don't name an instance (see `instances.py`).
     """
 
     eqn: Any
@@ -48,26 +48,26 @@ class Site:
 
     @property
     def source(self) -> str:
-        """The user's line, as `file.py:12`; of what a library made, the line that called it.
+        """The user's line, as `file.py:12`; for code in a library, the line that called it.
 
-        Under a module's name that is the line in the layer; where no scope names the module (Flax NNX), the line
-        that called the layer tells more.
+        If a scope names the module, this may be a line inside the layer. Otherwise (Flax NNX), it is the line that
+        called the layer, which is more informative.
         """
         return source_line(self.eqn, in_layer=bool(self.path)) or self.caller
 
     @property
     def place(self) -> str:
-        """The primitive and its line, as `exp at file.py:12`."""
+        """The primitive and its source line, as `exp at file.py:12`."""
         return f"{self.name} at {self.source or 'an unknown line'}"
 
     @property
     def flops(self) -> int:
-        """FLOPs of a matmul or convolution, all its turns together; 0 for anything else."""
+        """FLOPs of a matmul or convolution, summed over all iterations; 0 for any other operation."""
         return self.times * matmul_flops(self.eqn)
 
     @property
     def path(self) -> str:
-        """The module path without the transformations' marks: the same forward and backward."""
+        """The module path without the marks of transformations: the same in the forward and backward pass."""
         path = path_of(self.module)
         if self.owners and (not path or path.startswith(_CLASSES)):
             return self.owners.get(id(self.eqn), path)
@@ -75,7 +75,7 @@ class Site:
 
     @property
     def phase(self) -> str:
-        """`FORWARD`, `BACKWARD`, or `RECOMPUTED`: forward, but computed again in the backward pass."""
+        """`FORWARD`, `BACKWARD`, or `RECOMPUTED` for a forward operation recomputed in the backward pass."""
         return phase_of(self.module)
 
 
@@ -84,7 +84,7 @@ _CLASSES = "eqx.nn."
 
 
 def site_of(eqn: Any, around: Site | None = None, owners: Mapping[int, str] = _NOBODY) -> Site:
-    """The site of an equation that stands in the program inside another one, or at the top."""
+    """The site of an equation, at the top level or in a sub-jaxpr of the equation at `around`."""
     if around is None:
         return Site(eqn, 1, module_of(eqn), (), owners=owners)
     module, inside = join(around.module, module_of(eqn)), (*around.inside, around.name)
@@ -93,7 +93,7 @@ def site_of(eqn: Any, around: Site | None = None, owners: Mapping[int, str] = _N
 
 
 def inner_jaxprs(eqn: Any) -> list[Any]:
-    """The programs inside an equation."""
+    """The sub-jaxprs of an equation."""
     found = []
     for value in eqn.params.values():
         for part in value if isinstance(value, (tuple, list)) else (value,):
@@ -103,12 +103,12 @@ def inner_jaxprs(eqn: Any) -> list[Any]:
 
 
 def programs_in(eqn: Any) -> list[Any]:
-    """The programs that run inside an equation: not the scalar function that combines the updates of a scatter."""
+    """The sub-jaxprs that an equation runs, excluding the scalar function that combines the updates of a scatter."""
     return inner_jaxprs(eqn) if primitive(eqn.primitive.name).op in (Op.ENTER, Op.OPAQUE) else []
 
 
 def walk(jaxpr: Any, around: Site | None = None, owners: Mapping[int, str] = _NOBODY) -> Iterator[Site]:
-    """Every equation of a jaxpr, open or closed, and of those inside it, in the program's order."""
+    """Yields every equation of an open or closed jaxpr and of its sub-jaxprs, in program order."""
     for eqn in compat.open_jaxpr(jaxpr).jaxpr.eqns:
         site = site_of(eqn, around, owners)
         yield site
@@ -117,7 +117,7 @@ def walk(jaxpr: Any, around: Site | None = None, owners: Mapping[int, str] = _NO
 
 
 def replicas(eqn: Any) -> int:
-    """How many devices run the sub-jaxpr of an equation, each on its own part."""
+    """The number of devices that run the sub-jaxpr of an equation, each on its own shard."""
     if eqn.primitive.name == "shard_map":
         options = compat.shard_map_options(eqn.params)
         return math.prod(options["mesh"].shape[name] for name in options["axis_names"])

@@ -1,24 +1,24 @@
-"""Matmuls whose weight gradients leave them in float32, straight from the Tensor Core's accumulator.
+"""Matmuls that output their weight gradients in float32, straight from the Tensor Core's accumulator.
 
-JAX's derivative of `dot(x, half(w))` makes the gradient of `half(w)`, in half, and widens it afterwards: it can
-underflow or overflow there, and data parallelism sums it in half. Here a matmul of half operands gets a derivative of
-its own
+JAX's derivative of `dot(x, half(w))` computes the gradient of `half(w)` in half and widens it afterwards. That gradient
+can underflow or overflow, and data parallelism sums it in half. This module gives a matmul of half operands its own
+derivative
 
     out     = dot(half(x), half(w))
     d out   = dot(half(dx), half(w)) + dot(half(x), half(dw))
     grad w  = dot(half(x), d out) → float32      grad x = dot(d out, half(w)) → half
 
-with respect to the float32 parameter `w` itself, so the backward pass also reads `w` and not a stored half copy. It is
-made of three primitives, so that every transformation works on it: `detached` is the identity without a derivative,
-`result` the identity on `out` with the derivative above, `tangent` the matmul of that derivative.
+with respect to the float32 parameter `w` itself, so the backward pass also reads `w` and not a stored half copy. The
+derivative consists of three primitives, so that every transformation works on it: `detached` is the identity without a
+derivative, `result` is the identity on `out` with the derivative above, and `tangent` is the matmul of that derivative.
 
-Where one trace holds both passes (a `jit` around `grad`), the backward pass reads the half copy of the forward pass.
-XLA partitions a program before it merges equal casts, and would gather a sharded parameter once for each.
+If one trace contains both passes (a `jit` around `grad`), the backward pass reads the half copy of the forward pass.
+XLA partitions a program before it merges equal casts, and would gather a sharded parameter once for each cast.
 
-A convolution has no such kernel in cuDNN: with a float32 result XLA casts its operands to float32, off the half Tensor
-Cores. So unless `Rules(weight_gradients="everywhere")` asks for it, the gradient of a kernel leaves the convolution in
-half (`wide=False`) and is cast, except where the convolution is a matmul (1×1, without stride). The backward pass reads
-the float32 kernel all the same.
+cuDNN has no such kernel for a convolution: with a float32 result, XLA casts its operands to float32, which keeps it off
+the half Tensor Cores. So unless `Rules(weight_gradients="everywhere")` is set, the convolution outputs the gradient of
+its kernel in half (`wide=False`), and it is cast afterwards. A convolution that is a matmul (1×1, without stride) is an
+exception. The backward pass reads the float32 kernel in either case.
 
 Source: the float32 accumulation and output of Tensor Cores, Micikevicius et al., "Mixed Precision Training", ICLR 2018.
 """
@@ -47,7 +47,7 @@ lent = Primitive("lent")
 
 
 def is_pointwise(params: dict[str, Any], kernel: Sequence[int]) -> bool:
-    """Whether a convolution with a kernel of this shape multiplies every pixel with one matrix."""
+    """Whether a convolution with a kernel of this shape multiplies every pixel by one matrix."""
     spatial = params["dimension_numbers"].rhs_spec[2:]
     ones = (*params["window_strides"], *params["lhs_dilation"], *params["rhs_dilation"])
     groups = params["feature_group_count"] * params["batch_group_count"]
@@ -63,7 +63,7 @@ def matmul(primitive: Any, params: dict[str, Any], halves: Sequence[Any], operan
         params: its parameters.
         halves: its arrays, in half.
         operands: its two operands as they are stored: a parameter in float32, an activation in half.
-        wide: whether the gradient of a parameter leaves it in float32.
+        wide: whether it outputs the gradient of a parameter in float32.
 
     Returns:
         Its result, in half.
@@ -78,16 +78,16 @@ def matmul(primitive: Any, params: dict[str, Any], halves: Sequence[Any], operan
 
 
 def gathered(primitive: Any, params: dict[str, Any], x: Any, half: np.dtype) -> tuple[Any, Any]:
-    """A parameter gathered from other devices in half, its gradient summed over them in float32.
+    """Gathers a parameter from other devices in half, and sums its gradient over them in float32.
 
     Args:
-        primitive: `all_gather` or one like it.
+        primitive: `all_gather` or a variant of it.
         params: its parameters.
         x: the parameter, float32.
         half: the half dtype.
 
     Returns:
-        The result in half, and that half widened to float32.
+        The result in half, and the same widened to float32.
     """
 
     def gather(x: Any) -> tuple[Any, Any]:
@@ -115,7 +115,7 @@ def _cast(x: Any, half: np.dtype) -> Any:
     return x if x.dtype == half else lax.convert_element_type(x, half)
 
 
-# The half copies of parameters in the traces that are under way: by the id of a tracer, it and its copy.
+# The half copies of parameters in the current traces: each tracer and its copy, by the id of the tracer.
 _copies: dict[int, tuple[weakref.ref[Any], weakref.ref[Any]]] = {}
 
 
@@ -133,7 +133,7 @@ def _detached_linearization(nonzeros: Sequence[bool], *primals: Any) -> tuple[An
 
 
 def _half_copy(x: Any, half: np.dtype) -> Any:
-    """An operand in half: the copy that the forward pass made in the same trace, if there is one."""
+    """An operand in half: the copy from the forward pass in the same trace if there is one, else a cast."""
     if x.dtype != half and id(x) in _copies:
         full, low = (reference() for reference in _copies[id(x)])
         if full is x and low is not None and low.dtype == half and compat.same_trace(low, x):
@@ -205,9 +205,9 @@ def _matrix_gradient(images: Any, ct: Any, kernel: Any, params: dict[str, Any]) 
 
 
 def _right_gradient(a: Any, ct: Any, aval: Any, params: dict[str, Any]) -> Any:
-    """The gradient of a matmul's right operand, multiplied in the order that needs no transpose after it.
+    """The gradient of a matmul's right operand, with its factors in the order that needs no transpose afterwards.
 
-    JAX's rule always puts the cotangent first. For a kernel (inputs, outputs) that makes a transposed gradient.
+    JAX's rule always puts the cotangent first, which gives a transposed gradient for a kernel (inputs, outputs).
     """
     ((a_contract, b_contract), (a_batch, b_batch)) = params["dimension_numbers"]
     free = tuple(d for d in range(a.ndim) if d not in (*a_contract, *a_batch))
@@ -216,7 +216,7 @@ def _right_gradient(a: Any, ct: Any, aval: Any, params: dict[str, Any]) -> Any:
     kept = {name: params[name] for name in ("precision", "preferred_element_type")}
     contracted = [b for _, b in sorted(zip(a_contract, b_contract, strict=True))]
     others = [d for d in range(aval.ndim) if d not in (*b_contract, *b_batch)]
-    # The dimensions of the result, as those of the operand.
+    # The order of the result's dimensions, in terms of the operand's.
     first, last = [*b_batch, *contracted, *others], [*b_batch, *others, *contracted]
     order = last if last == sorted(last) else first
     if order is last:
@@ -228,7 +228,7 @@ def _right_gradient(a: Any, ct: Any, aval: Any, params: dict[str, Any]) -> Any:
 
 
 def _left_gradient(b: Any, ct: Any, aval: Any, params: dict[str, Any]) -> Any:
-    """The gradient of a matmul's left operand: that of the right one of the matmul with its operands swapped."""
+    """The gradient of a matmul's left operand: that of the right operand after swapping the two."""
     (contract, batch) = params["dimension_numbers"]
     n, free = len(batch[0]), aval.ndim - len(contract[0]) - len(batch[0])
     ct = lax.transpose(ct, (*range(n), *range(n + free, ct.ndim), *range(n, n + free)))
@@ -236,7 +236,7 @@ def _left_gradient(b: Any, ct: Any, aval: Any, params: dict[str, Any]) -> Any:
 
 
 def _dot(x: Any, y: Any, dimensions: Any, **kept: Any) -> Any:
-    """A `dot_general`, as one of matrices that sums over the rows of both where it must be."""
+    """A `dot_general`, rewritten where required to multiply matrices and contract the rows of both."""
     if not compat.contracts_rows(x.dtype):
         return lax.dot_general(x, y, dimensions, **kept)
     (contract, batch) = dimensions
@@ -254,8 +254,8 @@ def _dot(x: Any, y: Any, dimensions: Any, **kept: Any) -> Any:
 
 
 def _result_transpose(ct: Any, out: Any, *operands: Any, matmul: Any, **params: Any) -> Sequence[Any]:
-    # Where the program itself is linear: the map goes through the operands, as its derivative does. JAX transposes the
-    # matmul that made `out` as well, and a ragged one not without a cotangent.
+    # Transposes a linear program. The linear map goes through the operands, as the derivative does. JAX also transposes
+    # the matmul that made `out`, and a ragged matmul needs a cotangent for that.
     ragged = matmul.name == "ragged_dot_general"
     nothing = ad.instantiate_zeros(ad.Zero(ct.aval if type(ct) is ad.Zero else jax.typeof(ct))) if ragged else None
     return [nothing, *_tangent_transpose(ct, *operands, matmul=matmul, **params)]
@@ -285,8 +285,8 @@ def _lent_batch(args: Sequence[Any], dims: Sequence[Any]) -> Any:
     return _cast(master, copy.dtype), dims[1]
 
 
-# Batching. A matmul and a convolution stay one operation, whose weight gradient sums over the batch in float32; where
-# that can't be, the derivative is JAX's own, in half.
+# Batching. A matmul or convolution stays one operation, whose weight gradient sums over the batch in float32. Where
+# that is not possible, JAX's derivative is used, in half.
 
 
 def _result_batch(args: Sequence[Any], dims: Sequence[Any], *, matmul: Any, half: Any, **params: Any) -> Any:
@@ -355,7 +355,7 @@ def _batched_conv(operands: Sequence[Any], dim: int, params: dict[str, Any]) -> 
 
 
 def _fold(x: Any, dim: int, size: int) -> Any:
-    """Merges a dimension with the next (`size` 0: does nothing)."""
+    """Merges a dimension with the next one; does nothing if `size` is 0."""
     return x.reshape(*x.shape[:dim], -1, *x.shape[dim + 2 :]) if size else x
 
 
@@ -363,17 +363,19 @@ def _unfold(x: Any, dim: int, size: int) -> Any:
     return x.reshape(*x.shape[:dim], size, -1, *x.shape[dim + 1 :])
 
 
-# The identity on its first operand; the second is the parameter of which that is the half copy.
+# The identity on its first operand, the half copy of a parameter. The second operand is that parameter.
 detached.def_impl(lambda x, *_: x)
 detached.def_abstract_eval(lambda x, *_: x)
 mlir.register_lowering(detached, lambda ctx, x, *_: [x])
 ad.primitive_jvps[detached] = _detached_jvp
 compat.set_linearization(detached, _detached_linearization)
-ad.primitive_transposes[detached] = lambda ct, *xs: [None] * len(xs)  # Unlike `lax.stop_gradient`, if linear too.
+ad.primitive_transposes[detached] = lambda ct, *xs: (
+    [None] * len(xs)
+)  # Unlike `lax.stop_gradient`, has no gradient in a linear program either.
 batching.primitive_batchers[detached] = lambda args, dims: (detached.bind(*args), dims[0])
 
-# The identity on a half copy; the second operand is the float32 value that its derivative belongs to. So a loop reads a
-# cast that is made once, before it, and yet the gradients of all iterations are summed in float32.
+# The identity on a half copy. The second operand is the float32 value that receives its derivative. A loop can then
+# read a cast made once before it, while the gradients of all iterations are summed in float32.
 lent.def_impl(lambda copy, _: copy)
 lent.def_abstract_eval(lambda copy, _: copy)
 mlir.register_lowering(lent, lambda ctx, copy, _: [copy])
