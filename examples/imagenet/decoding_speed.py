@@ -41,7 +41,7 @@ LANDSCAPE = (500, 375)  # the most common size in ImageNet
 
 
 def make_tree(root: pathlib.Path, images: int) -> None:
-    """Writes crops of two photographs, one class each, as JPEGs of ImageNet's size and quality; one in four is portrait."""
+    """Writes crops of two photographs, one class each, as JPEGs of ImageNet's size and quality; one in four upright."""
     from sklearn.datasets import load_sample_images
 
     rng = np.random.default_rng(0)
