@@ -1,1 +1,1 @@
-"""`parity`: whether half precision changes the result of a training."""
+"""`parity`: whether half precision changes the result of a training run."""

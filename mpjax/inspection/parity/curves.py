@@ -1,4 +1,4 @@
-"""Loss curves of several seeds: their means with intervals, and where two policies part."""
+"""Loss curves of several seeds: their means with intervals, and the step at which two policies diverge."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import numpy as np
 from mpjax.inspection.parity.running import Run
 from mpjax.inspection.parity.statistics import half_width
 
-_WINDOWS = 50  # at most, of as many steps each
-_APART = 0.9  # the share of the later windows in which curves that have parted are apart
+_WINDOWS = 50  # at most; all of about the same number of steps
+_APART = 0.9  # curves that have diverged differ in at least this share of the later windows
 
 
 class Band(NamedTuple):
     """The mean of a quantity over seeds along a run, with its 95 % interval (Student's t) at each point."""
 
-    steps: np.ndarray  # [points], the last step of each window
+    steps: np.ndarray  # shape (points,), the last step of each window
     low: np.ndarray
     mean: np.ndarray
     high: np.ndarray
@@ -27,7 +27,8 @@ def losses(runs: Sequence[Run]) -> tuple[np.ndarray, np.ndarray]:
     """Mean losses in windows of steps.
 
     Returns:
-        The last step of each window, and an array [runs, windows]; inf where no loss of a window is finite.
+        The last step of each window, and an array of shape (runs, windows), with inf for windows without a finite
+        loss.
     """
     steps = min(len(run.losses) for run in runs)
     ends = np.unique(np.linspace(0, steps, min(_WINDOWS, steps) + 1).round().astype(int))[1:]
@@ -40,7 +41,7 @@ def losses(runs: Sequence[Run]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def band(steps: np.ndarray, values: np.ndarray) -> Band:
-    """The interval of the mean over runs at each point; of one run the mean alone."""
+    """The interval of the mean over runs at each point; for a single run the mean only."""
     n = len(values)
     with np.errstate(invalid="ignore"):
         mean = values.mean(axis=0)
@@ -51,24 +52,24 @@ def band(steps: np.ndarray, values: np.ndarray) -> Band:
 
 
 def differences(runs: Sequence[Run], baseline: Sequence[Run]) -> Band:
-    """Loss of a policy − loss of the baseline, paired by seed."""
+    """The loss of a policy minus the loss of the baseline, paired by seed."""
     steps, ours = losses(runs)
     _, theirs = losses(baseline)
     with np.errstate(invalid="ignore"):
         found = ours - theirs
-    # Both infinite: no difference is known, and none is claimed.
+    # If both are infinite, the difference is unknown; report none.
     return band(steps, np.where(np.isinf(ours) & np.isinf(theirs), 0.0, found))
 
 
 def parted_at(runs: Sequence[Run], baseline: Sequence[Run]) -> int | None:
     """The first step of the first window from which on the losses differ beyond noise.
 
-    They do where the 95 % interval of the paired difference excludes zero, in that window and in nine of ten
-    later ones, on the same side. None if there is no such window.
+    The 95 % interval of the paired difference excludes zero in that window, and on the same side in at least nine of
+    ten windows from there on. None if there is no such window.
     """
     found = differences(runs, baseline)
     starts = [0, *found.steps[:-1]]
-    # inf − inf: a mean of infinite losses has no interval, but is apart.
+    # A mean of infinite losses has no interval (inf − inf is NaN), but does differ.
     above = (found.low > 0) | (found.mean == np.inf)
     for apart in (above, found.high < 0):
         shares = np.cumsum(apart[::-1])[::-1] / np.arange(len(apart), 0, -1)

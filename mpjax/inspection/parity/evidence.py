@@ -1,4 +1,4 @@
-"""Why a policy is worse: skipped steps, the loss scale, lost gradients by module, and what to try."""
+"""Evidence on why a policy is worse: skipped steps, loss scale, lost gradients by module, and a remedy to try."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from mpjax.inspection.program import below_root
 from mpjax.inspection.reports import Section, added_up
 from mpjax.policy import get_policy
 
-# A share of flushed gradients that is worth another loss scale, and of skipped steps that is more than the search for
-# a scale takes.
+# Flushed gradients above this share justify another loss scale. Skipped steps above this share are more than dynamic
+# loss scaling needs to find its scale.
 _FLUSHED, _SKIPPED = 0.01, 0.05
 
 
 def power(scale: float) -> str:
-    """A loss scale for people: a power of two above what is read at a glance.
+    """A loss scale as text; large ones as powers of two.
 
     Example:
         >>> power(1.0), power(2.0**15), power(2.0**24)
@@ -38,12 +38,12 @@ def power(scale: float) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Remedy:
-    """What the evidence says to try.
+    """The changes that the evidence recommends.
 
     Args:
         overrides: pairs for `Policy(overrides=...)`.
-        loss_scale: where `dynamic_loss_scale` is to start; None to leave it.
-        why: in words.
+        loss_scale: the initial scale for `dynamic_loss_scale`; None to leave it unchanged.
+        why: the reason in words.
     """
 
     overrides: tuple[tuple[str, str], ...] = ()
@@ -58,14 +58,14 @@ class Remedy:
 
 @dataclasses.dataclass(frozen=True)
 class ModuleEvidence:
-    """What half does to the gradients in a module.
+    """The effect of half precision on the gradients in a module.
 
     Args:
         name: the module path.
         flushed: the share of nonzero activation gradients that the half dtype flushes to zero at the loss scale.
-        error: the module's own error, with exact operands: ‖half − float32‖ / ‖float32‖, forward or backward, the
-            larger.
-        total: the error of the gradients that the program has there.
+        error: the module's own error, with exact operands: ‖half − float32‖ / ‖float32‖, the larger of forward and
+            backward.
+        total: the total error of the program's gradients in the module.
     """
 
     name: str
@@ -76,24 +76,24 @@ class ModuleEvidence:
 
 @dataclasses.dataclass(frozen=True)
 class Evidence:
-    """What explains that a policy is worse.
+    """Evidence on why a policy is worse.
 
     Args:
-        policy: its name.
-        seed: of the pair that was looked at, the one that differs most.
+        policy: the name of the policy.
+        seed: the seed of the examined pair of runs, the one with the largest difference.
         parted_at: the first step from which on the loss curves differ beyond noise; None if they do not.
-        step: how many steps of the baseline's run lead to the parameters that gradients were measured at.
-        loss_scale: of the policy's run there; None without loss scaling.
-        scales: the loss scale's history in the run of `seed`.
-        skipped: skipped steps of all seeds.
-        steps: steps of all seeds.
-        flushed: the share of activation gradients that are flushed to zero at that scale.
-        flushed_after: the same at the recommended scale.
+        step: the number of steps of the baseline's run before the gradients were measured.
+        loss_scale: the loss scale of the policy's run at that step; None without loss scaling.
+        scales: the history of the loss scale in the run of `seed`.
+        skipped: the number of skipped steps over all seeds.
+        steps: the number of steps over all seeds.
+        flushed: the share of activation gradients that are flushed to zero at `loss_scale`.
+        flushed_after: the same share at the recommended scale.
         gradient_error: ‖half − float32‖ / ‖float32‖ of the gradients of all parameters.
-        modules: by module, the largest loss first.
+        modules: the evidence by module, the largest flushed share first.
         parameters: `(tree path, relative error of its gradient)`, the largest error first.
-        remedy: what to try; None if nothing points to one.
-        notes: what could not be looked at.
+        remedy: the changes to try; None if the evidence points to none.
+        notes: measurements that were not possible, and why.
     """
 
     policy: str
@@ -114,14 +114,14 @@ class Evidence:
 
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> Evidence:
-        """The evidence of `dataclasses.asdict`, as JSON has it."""
+        """Restores evidence from `dataclasses.asdict`, with or without a round trip through JSON."""
         kept = with_tuples(found)
         modules = tuple(ModuleEvidence(**row) for row in kept["modules"])
         return cls(**kept | {"modules": modules, "remedy": kept["remedy"] and Remedy(**kept["remedy"])})
 
 
 def explained(found: Evidence, baseline: str) -> Iterator[Section]:
-    """Evidence for people: what happened, and the modules."""
+    """The sections of a printed report: what happened, and the modules."""
     yield Section(f"Why {found.policy} is worse", "\n".join(_told(found, baseline)))
     header = ("module", "gradients flushed", "own error", "error of its gradients")
     rows = [(row.name or "-", *map(_percent, (row.flushed, row.error, row.total))) for row in found.modules]
@@ -163,12 +163,12 @@ def evidence_of(
     runs: Sequence[Run],
     base_runs: Sequence[Run],
 ) -> Evidence:
-    """Looks for what explains that a policy is worse; trains the baseline once more, up to the step in question.
+    """Collects evidence on why a policy is worse. It retrains the baseline up to the step of the measurement.
 
     Args:
         make: a `MakeTraining`.
-        policy, baseline: names that it interprets.
-        runs, base_runs: their runs, by seed.
+        policy, baseline: names that `make` interprets.
+        runs, base_runs: the runs of both, by seed.
     """
     run, base = max(zip(runs, base_runs, strict=True), key=lambda pair: _apart(*pair))
     parted = parted_at(runs, base_runs)
@@ -190,7 +190,7 @@ def evidence_of(
     try:
         params, batch, found = _params_at(training, made(make, baseline, run.seed), found)
         return _measured(training.loss, params, batch, found)
-    except Exception as error:  # The comparison stands without it.
+    except Exception as error:  # The comparison is valid without gradients.
         note = f"gradients were not looked at, for {type(error).__name__}: {error}"
         return dataclasses.replace(found, notes=(note,))
 
@@ -201,7 +201,7 @@ def _apart(run: Run, base: Run) -> float:
 
 
 def _params_at(training: Training, base: Training, found: Evidence) -> tuple[Any, Any, Evidence]:
-    """The baseline's parameters after some steps in the dtypes of the policy's, and the next batch."""
+    """The baseline's parameters after `found.step` steps, in the dtypes of the policy's, and the next batch."""
     state, steps, batch = base.state, 0, None
     for batch in base.each_batch():
         if steps >= found.step:
@@ -229,7 +229,7 @@ def _measured(loss: Callable[[Any, Any], Any], params: Any, batch: Any, found: E
     scale = found.loss_scale or 1.0
     errors, ranges, notes = None, None, []
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about rules, which the training's own tracing has reported
+        warnings.simplefilter("ignore")  # about rules; the training run has already warned
         try:
             errors = layerwise_error(loss, params, batch, loss_scale=scale)
         except ValueError:
@@ -275,7 +275,7 @@ def _modules(ranges: NumericsReport, errors: LayerwiseReport | None) -> Iterator
 
 
 def _remedy(found: Evidence, ranges: NumericsReport, errors: LayerwiseReport | None) -> Remedy | None:
-    """Another loss scale where this one flushes gradients or skips steps; float32 for what no scale saves."""
+    """Another loss scale if this one flushes gradients or skips steps; float32 for modules that no scale fits."""
     scale, best = found.loss_scale or 1.0, ranges.init_scale
     flushed, after = found.flushed or 0.0, found.flushed_after or 0.0
     reasons, loss_scale = [], None

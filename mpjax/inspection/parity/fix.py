@@ -1,4 +1,4 @@
-"""What the evidence says to try, tried."""
+"""A run of the remedy that the evidence recommends."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from mpjax.policy import get_policy
 
 @dataclasses.dataclass(frozen=True)
 class Fix:
-    """A policy with what the evidence says to try.
+    """The result of trying a remedy for a policy.
 
     Args:
         policy: the policy that was worse.
-        comparison: of the policy with the remedy; None if it was not tried.
-        why_not: why it was not.
+        comparison: the comparison of the policy with the remedy; None if the remedy was not tried.
+        why_not: the reason why it was not tried.
     """
 
     policy: str
@@ -28,12 +28,12 @@ class Fix:
 
 
 def given_to(make: Callable[..., Any], policy: str, remedy: Remedy) -> tuple[str, dict[str, Any]]:
-    """The policy and the keyword arguments to call `make` with.
+    """The policy and the keyword arguments for `make` that apply a remedy.
 
-    Overrides become part of the policy's text where `make` has no argument for them and the policy is one of mpjax's.
+    If `make` takes no `overrides` and the policy is an mpjax policy, the overrides become part of the policy string.
 
     Raises:
-        ValueError: `make` can't be told.
+        ValueError: `make` has no argument for the remedy.
     """
     extras: dict[str, Any] = {}
     if remedy.loss_scale is not None:

@@ -1,7 +1,7 @@
-"""The folder of a comparison: its settings, and a JSON file for each finished run, so that it can be continued.
+"""The folder of a comparison: its settings, and a JSON file for each finished run, so that a later call can continue.
 
-settings.json   what decides the results; a call with other settings is refused
-runs/           a file for each policy and seed, and one for the evidence on a policy that is worse
+settings.json   the settings that determine the results; a call with other settings raises an error
+runs/           a file for each policy and seed, and one for the evidence on each policy that is worse
 parity.json, parity.md, parity.png   the report
 """
 
@@ -26,7 +26,7 @@ from mpjax.inspection.parity.running import Run, with_tuples
 
 
 def settings_of(make: Callable[..., Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    """What must be the same for runs to be compared: the function and its file, versions and the device."""
+    """The settings that comparable runs share: the function and its file, versions and the device."""
     inner, given = make, []
     while isinstance(inner, functools.partial):
         given += [*map(repr, inner.args), *(f"{name}={value!r}" for name, value in inner.keywords.items())]
@@ -51,10 +51,10 @@ def _source(make: Any) -> str:
 
 
 class Folder:
-    """Reads and writes the runs of a comparison. Without a path nothing is kept.
+    """Reads and writes the runs of a comparison. Without a path nothing is saved.
 
     Raises:
-        ValueError: the folder holds runs that were made with other settings, or other files.
+        ValueError: the folder holds runs with other settings, or other files.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None, settings: Mapping[str, Any]):
@@ -87,16 +87,16 @@ class Folder:
         return None if found is None else Run(**with_tuples(found))
 
     def write(self, run: Run) -> None:
-        """Keeps a finished run."""
+        """Saves a finished run."""
         self._write(f"{_slug(run.policy)}-seed{run.seed}.json", dataclasses.asdict(run))
 
     def read_evidence(self, policy: str, seeds: Sequence[int]) -> dict[str, Any] | None:
-        """What was found of why a policy is worse, if it was of the same seeds."""
+        """Saved evidence on why a policy is worse; None if there is none for these seeds."""
         found = self._read(f"{_slug(policy)}-evidence.json")
         return found["evidence"] if found and found["seeds"] == [*seeds] else None
 
     def write_evidence(self, policy: str, seeds: Sequence[int], evidence: Mapping[str, Any]) -> None:
-        """Keeps why a policy is worse."""
+        """Saves the evidence on why a policy is worse."""
         self._write(f"{_slug(policy)}-evidence.json", {"seeds": [*seeds], "evidence": evidence})
 
     def _read(self, name: str) -> Any:
@@ -105,17 +105,17 @@ class Folder:
 
     def _write(self, name: str, found: Any) -> None:
         if self.path is not None:
-            # Python's JSON reads the NaN and Infinity that it writes.
+            # NaN and Infinity are not standard JSON, but Python's json module reads and writes them.
             _replace(self.path / "runs" / name, json.dumps(found))
 
 
 def _slug(policy: str) -> str:
-    """A name for files: readable, and different for different policies."""
+    """A readable file name, unique to the policy."""
     return f"{re.sub(r'[^A-Za-z0-9_.+-]+', '_', policy)[:80]}-{zlib.crc32(policy.encode()):08x}"
 
 
 def _replace(path: pathlib.Path, text: str) -> None:
-    """Writes a file whole or not at all."""
+    """Writes a file atomically."""
     part = path.with_name(path.name + ".part")
     part.write_text(text)
     os.replace(part, path)

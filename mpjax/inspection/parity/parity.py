@@ -1,4 +1,4 @@
-"""`parity`: policies compared over seeds, with an interval and a verdict in words."""
+"""`parity`: a comparison of policies over seeds, with an interval and a verdict in words."""
 
 from __future__ import annotations
 
@@ -31,35 +31,37 @@ def parity(
     settings: Mapping[str, Any] | None = None,
     progress: bool = True,
 ) -> ParityReport:
-    """Whether half precision changes the result of a training: policies compared with float32 over seeds.
+    """Tests whether half precision changes the result of a training run, by comparing policies with float32 over seeds.
 
-    Every policy trains with every seed, on the same batches; seed by seed, so that an interrupted comparison is whole
-    pairs. The difference of the metric, policy − baseline, is taken within each seed:
+    Every policy trains with every seed, on the same batches. All policies of a seed run before the next seed, so that
+    an interrupted comparison leaves complete pairs. The difference of the metric, policy − baseline, is taken within
+    each seed:
 
         interval = the 95 % interval of the mean difference (Student's t and an expanded bootstrap, the outer ends)
-        equal    if the interval is inside of ± the standard deviation of the baseline over seeds
-        worse    if the interval excludes zero, or a run diverged that did not in the baseline
-        unclear  otherwise, with the number of seeds that would about tell
+        equal    if the interval lies within ± the standard deviation of the baseline over seeds
+        worse    if the interval excludes zero, or a run diverged and the baseline's did not
+        unclear  otherwise, with the approximate number of seeds needed for a verdict
 
     Args:
         make: a `MakeTraining`: `(policy, seed) -> (state, step, batches, metric)`.
         policies: names that `make` interprets; the baseline need not be among them.
-        seeds: how many (0, 1, ...), or which.
-        baseline: the policy that the others are compared with.
-        fix: whether what the evidence says to try is tried, for each policy that is worse, with the same seeds.
-        output: a folder that keeps each finished run; a later call with it continues, with more policies or seeds if
-            it says so. The report is in it as `parity.json`, `parity.md` and, with Matplotlib, `parity.png`.
-        metric_every: steps between two measurements of the metric; None for one at the end.
-        settings: what else decides the result (hyperparameters that `make` reads elsewhere), beside an attribute
-            `settings` of `make`. A call with `output` is refused if the runs there were made with others.
-        progress: whether a bar, or in a log a line for each run, is written to stderr.
+        seeds: the number of seeds (0, 1, ...), or the seeds themselves.
+        baseline: the reference policy.
+        fix: whether to try the recommended remedy for each policy that is worse, with the same seeds.
+        output: a folder to save each finished run to. A later call with it continues the comparison, also with more
+            policies or seeds. It receives the report as `parity.json`, `parity.md` and, with Matplotlib, `parity.png`.
+        metric_every: the number of steps between two measurements of the metric; None for one at the end.
+        settings: other settings that determine the result (hyperparameters that `make` reads elsewhere), in addition
+            to an attribute `settings` of `make`. A call raises an error if the runs in `output` have other settings.
+        progress: whether to write progress to stderr, as a bar on a terminal or one line per run in a log.
 
     Returns:
-        A `ParityReport`: `print` it, read its `comparisons`.
+        A `ParityReport`. `print` it, or read its `comparisons`.
 
     Raises:
-        ValueError: no seeds or policies; `output` holds other runs; batches differ between the policies of a seed.
-        TypeError: `make` returns no training.
+        ValueError: there are no seeds or policies, `output` holds other runs, or the batches of a seed differ between
+            policies.
+        TypeError: `make` does not return a training.
 
     Example:
         >>> import mpjax
@@ -125,20 +127,20 @@ def _policies(policies: Sequence[str], baseline: str) -> tuple[str, ...]:
 
 
 class _Runs:
-    """The runs of a comparison, made or read."""
+    """The runs of a comparison, either run now or read from its folder."""
 
     def __init__(self, make: Callable[..., Any], folder: Folder, metric_every: int | None):
         self.make, self.folder, self.metric_every = make, folder, metric_every
         self.done: dict[tuple[str, int], Run] = {}
 
     def run(self, policy: str, seed: int, bar: Progress, name: str = "", **extras: Any) -> None:
-        """One cell, unless it was run before.
+        """Runs one policy with one seed, unless the folder holds that run.
 
         Args:
-            policy, seed: what `make` is called with.
-            bar: that shows it.
-            name: of the policy with the extras, if there are any.
-            extras: other arguments of `make`.
+            policy, seed: the arguments of `make`.
+            bar: the progress display.
+            name: the name of the policy with the extras, if there are any.
+            extras: further arguments of `make`.
         """
         name = name or policy
         run = self.folder.read(name, seed)
@@ -153,7 +155,7 @@ class _Runs:
         bar.done(run, kept)
 
     def explained(self, policy: str, baseline: str, seeds: Sequence[int]) -> Evidence:
-        """Why a policy is worse, unless it was found before of the same runs."""
+        """The evidence on why a policy is worse, read from the folder if it is there."""
         kept = self.folder.read_evidence(policy, seeds)
         if kept is not None:
             return Evidence.from_dict(kept)
@@ -163,7 +165,7 @@ class _Runs:
         return found
 
     def fixed(self, evidence: Evidence, baseline: str, seeds: Sequence[int], bar: Progress) -> Fix:
-        """The policy with what the evidence says to try."""
+        """The result of trying the remedy for a policy."""
         remedy, policy = evidence.remedy, evidence.policy
         if remedy is None:
             return Fix(policy, None, "nothing points to a remedy")

@@ -25,7 +25,7 @@ def available() -> bool:
 
 
 def html(report: ParityReport) -> str:
-    """The figure as an element of a page; empty without Matplotlib."""
+    """The figure as an HTML element; an empty string without Matplotlib."""
     if not available():
         return ""
     with io.BytesIO() as file:
@@ -44,7 +44,7 @@ def draw(report: ParityReport) -> Any:
     panels = [_losses, _loss_differences, _metric_differences]
     panels += [_metrics] if any(len(run.metrics) > 1 for run in report.runs) else []
     panels += [_scales] if any(len(run.scales) > 1 for run in report.runs) else []
-    # A figure of our own: pyplot's global state and backend are the caller's to choose.
+    # Not through pyplot: its global state and backend belong to the caller.
     figure = Figure(figsize=(4.6 * len(panels), 3.8), layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(report.title, fontsize=12)

@@ -1,4 +1,4 @@
-"""The progress of a comparison on stderr: a bar on a terminal, else a line for each run."""
+"""The progress of a comparison on stderr: a bar on a terminal, otherwise one line per run."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Cell = TypeVar("Cell")
 
 
 class Progress:
-    """Counts runs. A bar needs tqdm; without it there are lines.
+    """Counts and displays runs. The bar needs tqdm; without it each run prints a line.
 
     Args:
-        shown: whether anything is written.
+        shown: whether to write anything.
     """
 
     def __init__(self, shown: bool):
@@ -31,7 +31,7 @@ class Progress:
             self._bar.close()
 
     def over(self, cells: Sequence[Cell]) -> Sequence[Cell]:
-        """Cells that are about to be run, counted."""
+        """Adds cells to the total number of runs and returns them."""
         self._total += len(cells)
         if self._bar is not None:
             self._bar.total = self._total
@@ -39,25 +39,25 @@ class Progress:
         return cells
 
     def looking(self, policy: str) -> None:
-        """The evidence on a policy is looked for."""
+        """Shows that the search for evidence on a policy starts."""
         if self._bar is not None:
             self._bar.set_postfix_str(f"{policy} is worse: looking for why")
         elif self._shown:
             print(f"{policy} is worse: looking for why", file=sys.stderr, flush=True)
 
     def started(self, policy: str, seed: int) -> None:
-        """A run starts."""
+        """Shows that a run starts."""
         self._name = f"{policy}, seed {seed}"
         if self._bar is not None:
             self._bar.set_postfix_str(self._name)
 
     def tick(self, step: int, loss: float) -> None:
-        """The run has taken so many steps."""
+        """Shows the number of steps taken and the last loss."""
         if self._bar is not None:
             self._bar.set_postfix_str(f"{self._name}: step {step}, loss {loss:.4g}")
 
     def done(self, run: Run, kept: bool) -> None:
-        """A run has ended, or was there already."""
+        """Counts a run that has finished, or that was read from the folder."""
         self._count += 1
         if self._bar is not None:
             self._bar.update()

@@ -1,4 +1,4 @@
-"""What `parity` found: a verdict for each policy, the curves, and why a policy is worse."""
+"""The report of `parity`: a verdict for each policy, the curves, and why a policy is worse."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _HEADER = ("policy", "mean ± sd", "difference", "95 % interval", "skipped", "ve
 
 @dataclasses.dataclass(frozen=True)
 class ParityReport(Report):
-    """Policies compared with a baseline over seeds; `print` it.
+    """A comparison of policies with a baseline over seeds; `print` it.
 
     Args:
-        make: the name of the function that made the trainings.
-        baseline: the policy that the others are compared with.
-        seeds: of the runs.
-        metric_name: of the trainings' metric.
-        larger_is_better: of the metric.
-        percent: whether it is shown in percent, its differences in points.
-        comparisons: a verdict for each policy, in the order of the call.
-        evidence: what explains each policy that is worse.
-        fixes: these policies with what the evidence says to try; with `fix=True`.
+        make: the name of the `MakeTraining`.
+        baseline: the reference policy.
+        seeds: the seeds of the runs.
+        metric_name: the name of the metric.
+        larger_is_better: whether larger values of the metric are better.
+        percent: whether the metric is shown in percent, and its differences in points.
+        comparisons: the comparison of each policy with the baseline, in the order of the call.
+        evidence: the evidence on each policy that is worse.
+        fixes: the results of trying a remedy for each of these policies; with `fix=True`.
         runs: all runs.
     """
 
@@ -52,7 +52,7 @@ class ParityReport(Report):
         """The comparison of a policy, or of one with a remedy.
 
         Raises:
-            KeyError: there is none.
+            KeyError: there is no such comparison.
         """
         found = {each.policy: each for each in self._compared}
         if policy not in found:
@@ -77,12 +77,12 @@ class ParityReport(Report):
         return self[policy].verdict(self.percent, f"of {self.metric_name}")
 
     def failure(self, **checks: Any) -> str:
-        """The policies that are worse."""
+        """The failure message, which names the policies that are worse; empty if there are none."""
         worse = [each.policy for each in self.comparisons if each.kind == "worse"]
         return f"worse than {self.baseline}: {', '.join(worse)}" if worse else ""
 
     def to_dict(self) -> dict[str, Any]:
-        """The report for programs."""
+        """The report as a dictionary."""
         names = "make baseline seeds metric_name larger_is_better percent".split()
         return {name: getattr(self, name) for name in names} | {
             "comparisons": [self._row(each) for each in self._compared],
@@ -92,7 +92,7 @@ class ParityReport(Report):
         }
 
     def table(self) -> list[dict[str, Any]]:
-        """A row for each policy; `differences` by seed, separated by spaces."""
+        """One dictionary per policy; `differences` holds one number per seed, separated by spaces."""
         rows = [self._row(each) for each in self._compared]
         lists = ("seeds", "differences", "diverged")
         return [row | {name: " ".join(map(str, row[name])) for name in lists} for row in rows]
@@ -116,7 +116,7 @@ class ParityReport(Report):
         }
 
     def sections(self) -> list[Section]:
-        """The report for people."""
+        """The sections of the printed report."""
         rows = [self._cells(policy) for policy in (self.baseline, *(each.policy for each in self._compared))]
         return [
             Section("", "\n".join(self._finding()), figure=lambda: plots.html(self)),
@@ -180,7 +180,7 @@ class ParityReport(Report):
         return written("\n\n".join(parts) + "\n", path)
 
     def write(self, folder: pathlib.Path) -> None:
-        """Writes the report in all forms to a folder."""
+        """Writes the report to a folder in all formats."""
         self.to_json(folder / "parity.json")
         self.to_markdown(folder / "parity.md")
         if plots.available():
@@ -190,6 +190,6 @@ class ParityReport(Report):
         """Draws the loss curves with their intervals, the paired differences, and the loss scale; needs Matplotlib.
 
         Args:
-            path: the file; its ending says the format, `.png` or `.svg`.
+            path: the file; its extension, `.png` or `.svg`, selects the format.
         """
         plots.draw(self).savefig(path, dpi=130)

@@ -1,4 +1,4 @@
-"""One run of a training, and what is kept of it."""
+"""One training run and its record."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ import numpy as np
 from mpjax._loss_scale_state import LossScaleState
 from mpjax.inspection.parity.training import Training
 
-_HASHED_BATCHES = 2  # enough to tell another seed, order or augmentation
-_PENDING = 64  # steps whose losses may still be on the device, so that it never waits for the host
+_HASHED_BATCHES = 2  # enough to detect another seed, order or augmentation
+_PENDING = 64  # calls whose losses may stay on the device, so that it never waits for the host
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What is kept of one run.
+    """The record of one run.
 
     Args:
-        policy: as `make` was given it, with what was changed to fix it.
-        seed: of the run.
-        metric: at the end.
-        losses: of each step.
-        metrics: `(steps taken, metric)` along the way, the last one included.
-        scales: `(step, loss scale)` at the start and after each change; empty without loss scaling. The smallest of
-            several.
+        policy: the policy passed to `make`, followed by the remedy if there is one.
+        seed: the seed of the run.
+        metric: the final metric.
+        losses: the loss of each step.
+        metrics: `(steps taken, metric)` for each measurement, the final one included.
+        scales: `(step, loss scale)` at the start and after each change; empty without loss scaling. The smallest if
+            there are several loss scales.
         skipped: the numbers of the skipped steps, counted from 1.
-        seconds: the run took, compilation included.
+        seconds: the duration of the run, compilation included.
         data: a checksum of the first batches.
-        metric_name, larger_is_better, percent: what the training says of its metric.
+        metric_name, larger_is_better, percent: the properties of the metric, from `Training`.
     """
 
     policy: str
@@ -53,12 +53,12 @@ class Run:
 
     @property
     def finite(self) -> bool:
-        """Whether its metric is a number."""
+        """Whether the final metric is finite."""
         return math.isfinite(self.metric)
 
 
 def with_tuples(found: Any) -> Any:
-    """What JSON gives of a dataclass, its lists as the tuples that they were.
+    """Converts lists to tuples in a dataclass read from JSON.
 
     Example:
         >>> with_tuples({"scales": [[1, 2.0]], "seed": 0})
@@ -80,15 +80,15 @@ def run_training(
     """Runs a training through all its batches.
 
     Args:
-        training: in its initial state.
-        policy, seed: what the run is called.
-        metric_every: steps between two measurements of the metric; None for one, at the end.
-        tick: called now and then with the steps taken and the last loss.
+        training: the training in its initial state.
+        policy, seed: the policy and the seed for the record.
+        metric_every: the number of steps between two measurements of the metric; None for one at the end.
+        tick: called from time to time with the number of steps taken and the last loss.
     """
     started = time.perf_counter()
     record = _Record(tick)
     state, metrics, checksum = training.state, [], 0
-    # The run that it belongs to keeps no second state alive.
+    # Drop the initial state, so that the run keeps only one state alive.
     training = training._replace(state=None)
     for number, batch in enumerate(training.each_batch()):
         if number < _HASHED_BATCHES:
@@ -131,7 +131,7 @@ def _described(found: Any) -> str:
 
 
 class _Record:
-    """Losses and loss scales of a run. What a step returns stays on the device for a while."""
+    """Losses and loss scales of a run, fetched from the device in batches of steps."""
 
     def __init__(self, tick: Callable[[int, float], None]):
         self.steps = 0
@@ -141,7 +141,7 @@ class _Record:
         self._tick, self._pending, self._skips = tick, list[tuple[int, Any, Any]](), 0
 
     def add(self, state: Any, loss: Any) -> None:
-        """Takes up a step, or several whose losses are an array."""
+        """Records one step, or several steps with an array of losses."""
         if np.ndim(loss) > 1:
             raise TypeError(
                 f"parity: step returned a loss of shape {np.shape(loss)}; return a scalar, or the losses of several "
@@ -156,7 +156,7 @@ class _Record:
             self.fetch()
 
     def fetch(self) -> None:
-        """Brings what is on the device to the host."""
+        """Fetches the pending losses and loss scales from the device."""
         for step, loss, scaling in jax.device_get(self._pending):
             first = len(self.losses)
             self.losses += [float(x) for x in np.ravel(np.asarray(loss, np.float64))]
@@ -166,7 +166,7 @@ class _Record:
             skips = sum(int(np.max(n)) for _, n in scaling)
             if not self.scales or self.scales[-1][1] != scale:
                 self.scales.append((step, scale))
-            # Of several steps in one call it is only known how many were skipped: the last ones are named.
+            # For several steps in one call only the number of skipped steps is known; record the last ones.
             self.skipped += range(step - min(skips - self._skips, step - first) + 1, step + 1)
             self._skips = skips
         if self._pending:

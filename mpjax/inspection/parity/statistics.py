@@ -1,4 +1,4 @@
-"""Paired differences over few seeds: their interval, and what it says in words."""
+"""Paired differences over few seeds: their interval, and the verdict in words."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import scipy.special
 Kind = Literal["equal", "worse", "better", "unclear"]
 
 CONFIDENCE = 0.95
-# Below this a 95 % interval is an artefact: of two differences Student's factor is 12.7, and of equal ones it is zero.
+# With fewer seeds a 95 % interval means little: Student's factor for two differences is 12.7, and for equal ones the
+# interval has no width.
 FEWEST_SEEDS = 3
 _MOST_SEEDS = 1000
 _RESAMPLES = 10_000
@@ -38,9 +39,10 @@ def paired_interval(differences: Sequence[float]) -> Interval:
         Student's t             mean ± t(n−1) sd / √n
         expanded bootstrap      percentiles α', 1 − α' of resampled means, α' = Φ(−t(n−1) √(n/(n−1)))
 
-    Of few seeds the plain percentile bootstrap is much too narrow (n = 3: it covers the mean in 3 of 4 cases at best,
-    because no resampled mean is outside of the differences), and Student's interval alone assumes symmetry. For n
-    below 6 Student's ends are nearly always the outer ones; of more seeds with skewed differences the bootstrap's.
+    With few seeds the plain percentile bootstrap is much too narrow. For n = 3 it covers the mean in 3 of 4 cases at
+    best, because no resampled mean lies outside of the differences. Student's interval alone assumes symmetry. For n
+    below 6 Student's ends are nearly always the outer ones. With more seeds and skewed differences the outer ends are
+    the bootstrap's.
 
     Args:
         differences: one for each seed; with fewer than two the interval is infinite.
@@ -66,7 +68,7 @@ def paired_interval(differences: Sequence[float]) -> Interval:
 
 
 def half_width(n: int, deviation: Any) -> Any:
-    """Half the width of Student's interval of a mean of n numbers with this standard deviation, or several such."""
+    """Half the width of Student's interval for the mean of n numbers with one or several standard deviations."""
     return _student(n) * deviation / math.sqrt(n)
 
 
@@ -76,18 +78,19 @@ def _student(n: int) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """A policy against the baseline.
+    """The comparison of a policy with the baseline.
 
     Args:
-        policy: its name.
-        seeds: of the pairs.
-        differences: metric of the policy − metric of the baseline, by seed.
-        interval: of their mean.
+        policy: the name of the policy.
+        seeds: the seeds of the pairs.
+        differences: the metric of the policy minus that of the baseline, by seed.
+        interval: the confidence interval of the mean difference.
         noise: the standard deviation of the baseline's metric over seeds.
         kind: the verdict.
         diverged: seeds in which the policy's metric is not finite and the baseline's is.
         identical: whether metric and losses equal the baseline's to the last bit in every seed.
-        seeds_needed: how many seeds would about tell; None if the verdict stands or no number up to 1000 would.
+        seeds_needed: the approximate number of seeds needed for a verdict. None if there is a verdict, or if 1000 seeds
+            do not suffice.
     """
 
     policy: str
@@ -125,19 +128,19 @@ def compare(
     larger_is_better: bool = True,
     identical: bool = False,
 ) -> Comparison:
-    """The verdict on a policy; the first of these that holds:
+    """Compares a policy with the baseline. The verdict is the first of these that holds:
 
         worse     a run diverged (its metric is not finite) where the baseline's did not
         equal     identical to the baseline in every seed; or at least three seeds, and the 95 % interval of the mean
-                  paired difference is inside of ± the standard deviation of the baseline's metric over seeds
+                  paired difference lies within ± the standard deviation of the baseline's metric over seeds
         worse, better   at least three seeds, and the interval excludes zero
         unclear   otherwise
 
     Args:
-        policy: its name.
-        seeds: one for each pair.
-        metrics, baseline: of each seed; pairs whose baseline is not finite do not count.
-        larger_is_better: of the metric.
+        policy: the name of the policy.
+        seeds: the seed of each pair.
+        metrics, baseline: the metric for each seed; pairs whose baseline is not finite do not count.
+        larger_is_better: whether larger values of the metric are better.
         identical: whether all runs equal the baseline's to the last bit.
 
     Example:
@@ -166,7 +169,7 @@ def compare(
 
 
 def _seeds_needed(differences: Sequence[float], noise: float) -> int | None:
-    """The fewest seeds, more than there are, with which the same mean and deviation would give a verdict."""
+    """The smallest larger number of seeds that would give a verdict with the same mean and deviation."""
     n = len(differences)
     if n < 2:
         return FEWEST_SEEDS
@@ -179,7 +182,7 @@ def _seeds_needed(differences: Sequence[float], noise: float) -> int | None:
 
 
 def rounded(value: float, margin: float) -> str:
-    """A number with as many digits as its margin allows: two of the margin's own.
+    """A number with the digits that its margin permits: two significant digits of the margin.
 
     Example:
         >>> rounded(0.41273, 0.12), rounded(41.273, 3.0), rounded(5.0, 0.0)

@@ -1,4 +1,4 @@
-"""What a comparison runs: a training as a state, a step, batches and a metric."""
+"""The training that a comparison runs: a state, a step, batches and a metric."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from typing import Any, NamedTuple, Protocol
 
 
 class Training(NamedTuple):
-    """One training of one policy and seed, ready to run; what a `MakeTraining` returns.
+    """The training of one policy with one seed, ready to run; the result of a `MakeTraining`.
 
-    Only the first four are needed, and a plain tuple of them will do. `loss` is for evidence: with it, a report that
-    finds a policy worse says which modules lose gradients.
+    Only the first four fields are required. A plain tuple of these is accepted, too. `loss` is for evidence: with it, a
+    report that finds a policy worse lists the modules that lose gradients.
 
     Args:
         state: everything that a step changes: parameters, optimizer state, statistics.
-        step: `(state, batch) -> (state, loss)`, compiled; it may donate the state. The loss is a scalar, or the array
-            of losses of several steps (a `scan`).
+        step: `(state, batch) -> (state, loss)`, compiled; it may donate the state. The loss is a scalar, or an array
+            with the losses of several steps (a `scan`).
         batches: the batches of the whole run, the same for all policies of a seed: an iterable, or a function without
             arguments that returns one.
-        metric: `state -> float`, of what the training is for: accuracy, word error rate, reward.
-        loss: `(params, batch) -> scalar`, in the precision of the policy: what the step differentiates.
+        metric: `state -> float`, the quality of the result: accuracy, word error rate, reward.
+        loss: `(params, batch) -> scalar`, in the precision of the policy: the function that the step differentiates.
         params: `state -> params`, for `loss`; by default `state.params`, `state["params"]` or a tuple's first entry.
-        larger_is_better: of the metric; False for an error rate or a loss.
-        percent: whether the metric is a share, to be shown in percent, its differences in points.
-        metric_name: for people.
+        larger_is_better: whether larger values of the metric are better; False for an error rate or a loss.
+        percent: whether the metric is a share, shown in percent, with its differences in points.
+        metric_name: the name of the metric in reports.
 
     Example:
         >>> import mpjax
@@ -44,10 +44,10 @@ class Training(NamedTuple):
     metric_name: str = "metric"
 
     def params_of(self, state: Any) -> Any:
-        """The parameters in a state, as `loss` takes them.
+        """Returns the parameters in a state, in the form that `loss` takes.
 
         Raises:
-            TypeError: there is no telling which they are.
+            TypeError: the state has no recognizable parameters.
         """
         if self.params is not None:
             return self.params(state)
@@ -63,22 +63,21 @@ class Training(NamedTuple):
         )
 
     def each_batch(self) -> Iterable[Any]:
-        """The batches from the first one on."""
+        """Returns all batches, starting from the first."""
         return self.batches() if callable(self.batches) else self.batches
 
 
 class MakeTraining(Protocol):
-    """A function that makes the training of a policy and a seed: what `parity` is given.
+    """A function that creates the training of a policy and a seed; the argument `make` of `parity`.
 
-    The policy is a string that the function interprets: `"float32"` is the baseline; any other may be a policy of
-    mpjax's or a name of your own ("static scale 1"). The seed decides initialization, order of the data and dropout;
-    hyperparameters are the same for every policy. Everything that `make` compiles for a policy may be shared by its
-    seeds (`functools.cache`).
+    The function interprets the policy, a string. `"float32"` is the baseline. Any other may be an mpjax policy or a
+    name of your own ("static scale 1"). The seed determines initialization, data order and dropout. Hyperparameters are the
+    same for every policy. The seeds of a policy may share compiled functions (`functools.cache`).
 
-    Two optional keyword arguments are for `fix=True`, which tries what the evidence recommends:
+    `fix=True` tries the recommended remedy through two optional keyword arguments:
 
         overrides    pairs `(pattern, dtype)` for `Policy(overrides=...)`, by default ()
-        loss_scale   where `dynamic_loss_scale` is to start, by default None: what the policy has
+        loss_scale   the initial scale for `dynamic_loss_scale`, by default None for the policy's own
 
     Example:
         >>> import jax, jax.numpy as jnp, mpjax, optax
@@ -98,7 +97,7 @@ class MakeTraining(Protocol):
     """
 
     def __call__(self, policy: str, seed: int, /) -> Training | tuple[Any, Any, Any, Any]:
-        """The training, in its initial state."""
+        """Returns the training in its initial state."""
         ...
 
 
@@ -106,7 +105,7 @@ def made(make: Callable[..., Any], policy: str, seed: int, **extras: Any) -> Tra
     """The training that a `MakeTraining` returns.
 
     Raises:
-        TypeError: it returned something else.
+        TypeError: it returned anything else.
     """
     found = make(policy, seed, **extras)
     if isinstance(found, Training):
@@ -126,7 +125,7 @@ def made(make: Callable[..., Any], policy: str, seed: int, **extras: Any) -> Tra
 
 
 def takes(make: Callable[..., Any], name: str) -> bool:
-    """Whether a `make` has the optional keyword argument."""
+    """Whether a `make` function accepts an optional keyword argument."""
     try:
         parameters = inspect.signature(make).parameters.values()
     except (TypeError, ValueError):
