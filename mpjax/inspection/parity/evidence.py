@@ -114,7 +114,7 @@ class Evidence:
 
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> Evidence:
-        """Restores evidence from `dataclasses.asdict`, with or without a round trip through JSON."""
+        """Restores evidence from the JSON form of `dataclasses.asdict`."""
         kept = with_tuples(found)
         modules = tuple(ModuleEvidence(**row) for row in kept["modules"])
         return cls(**kept | {"modules": modules, "remedy": kept["remedy"] and Remedy(**kept["remedy"])})

@@ -71,8 +71,8 @@ class MakeTraining(Protocol):
     """A function that creates the training of a policy and a seed; the argument `make` of `parity`.
 
     The function interprets the policy, a string. `"float32"` is the baseline. Any other may be an mpjax policy or a
-    name of your own ("static scale 1"). The seed determines initialization, data order and dropout. Hyperparameters are the
-    same for every policy. The seeds of a policy may share compiled functions (`functools.cache`).
+    name of your own ("static scale 1"). The seed determines initialization, data order and dropout. Hyperparameters are
+    the same for every policy. The seeds of a policy may share compiled functions (`functools.cache`).
 
     `fix=True` tries the recommended remedy through two optional keyword arguments:
 
