@@ -30,7 +30,7 @@ from mpjax.policy import HALF_DTYPES, Policy, get_policy
 
 # A module that loses more than this share of its nonzero values should be kept in float32.
 _MUCH = 0.05
-# The factor from the largest gradient seen to half's largest number: gradients may grow later in training.
+# Half's largest number over the largest gradient seen, because gradients may grow later in training.
 _HEADROOM = 4.0
 _SMALLEST_SCALE, _LARGEST_SCALE = 2.0**-14, 2.0**24  # the limits of `dynamic_loss_scale`
 
@@ -193,7 +193,7 @@ class _Measuring:
         overrides = tuple((pattern, get_policy(dtype)) for pattern, dtype in report.overrides)
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # about operations left in float32, which the trial intends
+                warnings.simplefilter("ignore")  # about operations that the policy leaves in float32, as intended here
                 trial = Trial(self.loss, half, args)
                 before = trial.error(self.scale, true)
                 if overrides:

@@ -190,7 +190,7 @@ def evidence_of(
     try:
         params, batch, found = _params_at(training, made(make, baseline, run.seed), found)
         return _measured(training.loss, params, batch, found)
-    except Exception as error:  # The comparison is valid without gradients.
+    except Exception as error:  # The comparison is valid without this evidence.
         note = f"gradients were not looked at, for {type(error).__name__}: {error}"
         return dataclasses.replace(found, notes=(note,))
 

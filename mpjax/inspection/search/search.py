@@ -204,9 +204,9 @@ class _Passes:
         return self._errors[key]
 
     def rerun(self, kept: Sequence[str]) -> float:
-        """The error with some modules in float32, always measured again."""
+        """The error with some modules in float32, measured again even if it is known."""
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about operations left in float32, which the search intends
+            warnings.simplefilter("ignore")  # about operations left in float32, as intended here
             found, sites = self._run(self.loss.under(self.policy, self.rules(kept)))
         self.half_shares[frozenset(kept)] = _half_share(sites)
         if not kept:
