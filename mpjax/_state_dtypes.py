@@ -35,7 +35,7 @@ def settled(inner: optax.GradientTransformationExtraArgs, state: Any, params: An
         try:
             return cast_like(state, jax.eval_shape(update, state, params))
         except Exception:
-            # The update can't be called yet, for example because it needs further arguments. The first step sets dtypes.
+            # The update can't be called yet, for example because it needs further arguments. The first step casts.
             return state
 
 
