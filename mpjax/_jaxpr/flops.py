@@ -20,7 +20,7 @@ def matmul_flops(eqn: Any) -> int:
         return 2 * out * math.prod(lhs.shape[d] for d in contracted)
     if name == "conv_general_dilated":
         return 2 * _conv_multiplications(eqn)
-    # A ragged dot multiplies each row with the matrix of its group.
+    # A ragged dot multiplies each row by the matrix of its group.
     return 2 * math.prod(lhs.shape) * rhs.shape[-1]
 
 

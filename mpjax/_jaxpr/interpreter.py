@@ -67,7 +67,7 @@ class Probe:
 
         Args:
             place: the equation.
-            turn: the iteration index of each loop around it, outermost first.
+            turn: the number of completed iterations of each enclosing loop, outermost first.
             ins: its operands.
             outs: its results.
             again: evaluates the equation on a list of other operands, with float32 in place of half.

@@ -57,7 +57,7 @@ def source_line(eqn: Any, in_layer: bool = True) -> str:
 
 
 def telling_frame(files: Sequence[str], in_layer: bool = True) -> int | None:
-    """The index of the frame to report, given the frames' files, innermost first; `in_layer` as in `source_line`."""
+    """The index of the frame to report, outside of mpjax, given the files innermost first (see `source_line`)."""
     users = [i for i, file in enumerate(files) if not file.startswith(_PACKAGE)]
     outside = [] if in_layer else [i for i in users if not any(layer in files[i] for layer in _LAYERS)]
     return next(iter(outside or users), None)

@@ -84,7 +84,7 @@ _CLASSES = "eqx.nn."
 
 
 def site_of(eqn: Any, around: Site | None = None, owners: Mapping[int, str] = _NOBODY) -> Site:
-    """The site of an equation, at the top level or in a sub-jaxpr of the equation at `around`."""
+    """The site of an equation, at the top level or in a sub-jaxpr of the equation of `around`."""
     if around is None:
         return Site(eqn, 1, module_of(eqn), (), owners=owners)
     module, inside = join(around.module, module_of(eqn)), (*around.inside, around.name)

@@ -56,7 +56,7 @@ def is_transparent(place: Place) -> bool:
 
 
 def hands_through(place: Place) -> bool:
-    """Whether an equation only moves elements or casts without rounding, so their producer counts as the source."""
+    """Whether an equation only moves elements or casts without rounding, so the operand's producer is the source."""
     eqn, row = place.site.eqn, primitive(place.site.name)
     if place.blocks or not (row.moves or row.whole) or len(eqn.outvars) != 1:
         return False

@@ -82,7 +82,7 @@ def find_nonfinite(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> NonFin
     origin, position = _first_that_reaches(program, origins, watch)
     float32_is_fine = functools.partial(_float32_is_fine, fun, args, kwargs)
     none = np.zeros(0, np.int32)
-    _, outs = watch((), none, none)  # already compiled; `_examined` would compile the program after the fault
+    _, outs = watch((), none, none)  # already compiled; in `_examined`, the rest of the program would be compiled
     return _examined(program, origin, position, outs, _batch_of(args), float32_is_fine)
 
 
@@ -195,7 +195,7 @@ def _float32_is_fine(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[
         program = _LaidOut(traced)
         if _search(program, _watching(program)) is None:
             return True
-    except Exception:  # A function may insist on half arguments.
+    except Exception:  # The function may require half arguments.
         return None
     return None if any(is_half(v) for site in walk(traced.jaxpr) for v in site.eqn.outvars) else False
 

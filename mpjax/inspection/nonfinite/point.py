@@ -26,7 +26,7 @@ class PointProbe(Probe):
 
     Args:
         target: the equation.
-        turn: the iteration index of each loop around it, outermost first.
+        turn: the number of completed iterations of each enclosing loop, outermost first.
         element: the element to read, as (index of the result, flat index, device); None for the first that is not
             finite.
         wide: whether the program runs in float32.

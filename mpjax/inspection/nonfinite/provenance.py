@@ -47,7 +47,7 @@ class Origin:
 
     @property
     def turn(self) -> tuple[int, ...]:
-        """The iteration index of each loop around it, outermost first."""
+        """The number of completed iterations of each enclosing loop, outermost first."""
         return self.when[1::2]
 
     @property
