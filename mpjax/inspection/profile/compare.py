@@ -1,4 +1,4 @@
-"""Two profiles side by side: which modules got faster, which did not."""
+"""Comparison of two profiles by module."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from mpjax.inspection.profile.report import ProfileReport
 from mpjax.inspection.reports import Report, Section, duration
 
-# What changes by less than this share of its time, or of the step, counts as unchanged: measured times vary.
+# Changes below these shares of a module's time and of the step count as unchanged: measured times vary.
 _NOISE = 0.05
 _SMALL = 0.01
 
@@ -21,8 +21,8 @@ class Change:
     """The device time of a module in two profiles, forward and backward together.
 
     Args:
-        module: its path; empty outside of modules.
-        before, after: seconds of a step; 0 where a profile has no such module.
+        module: module path; empty outside all modules.
+        before, after: seconds of a step; 0 if the profile has no such module.
     """
 
     module: str
@@ -31,18 +31,18 @@ class Change:
 
     @property
     def saved(self) -> float:
-        """Seconds of a step that it takes less."""
+        """Seconds saved in a step."""
         return self.before - self.after
 
 
 @dataclasses.dataclass(frozen=True)
 class Comparison(Report):
-    """What changed from one profile to another; `print` it.
+    """The changes from one profile to another. `print` it, or read its fields.
 
     Args:
         before, after: seconds of a step.
-        devices: the devices' names.
-        changes: by module, what saves the most time first.
+        devices: names of the two devices.
+        changes: changes by module, most time saved first.
     """
 
     before: float
@@ -54,22 +54,22 @@ class Comparison(Report):
 
     @property
     def speedup(self) -> float:
-        """How many times faster a step is."""
+        """The time of a step before over that after."""
         return self.before / self.after
 
     @property
     def faster(self) -> tuple[Change, ...]:
-        """Modules that got faster, the most saved first."""
+        """Modules that got faster, most time saved first."""
         return tuple(change for change in self.changes if self._counts(change) and change.saved > 0)
 
     @property
     def slower(self) -> tuple[Change, ...]:
-        """Modules that got slower, the most lost first."""
+        """Modules that got slower, most time lost first."""
         return tuple(change for change in reversed(self.changes) if self._counts(change) and change.saved < 0)
 
     @property
     def unchanged(self) -> tuple[Change, ...]:
-        """Modules that did not change by more than measured times vary, the longest first."""
+        """Modules whose change is within measurement noise, longest first."""
         rest = (change for change in self.changes if not self._counts(change))
         return tuple(sorted(rest, key=lambda change: -change.after))
 
@@ -78,7 +78,7 @@ class Comparison(Report):
         return abs(change.saved) > _NOISE * longest and abs(change.saved) > _SMALL * max(self.before, self.after)
 
     def sections(self) -> list[Section]:
-        """The comparison for people."""
+        """The sections of the printed comparison."""
         lines = [f"{duration(self.before)} a step before, {duration(self.after)} now: {_times(self.speedup)}"]
         if self.devices[0] != self.devices[1]:
             lines.append(f"on different devices: {self.devices[0]} before, {self.devices[1]} now")
@@ -103,7 +103,7 @@ class Comparison(Report):
         return [Section(self.title, "\n".join(lines), header, rows, {1, 2, 3, 4})]
 
     def to_dict(self) -> dict[str, Any]:
-        """The comparison for programs."""
+        """The comparison as plain values for JSON."""
         return {
             "before": self.before,
             "after": self.after,
@@ -121,16 +121,16 @@ Profiled = ProfileReport | str | os.PathLike[str] | Mapping[str, Any]
 
 
 def compare(before: Profiled, after: Profiled) -> Comparison:
-    """Compares two profiles by module: what got faster, what did not.
+    """Compares two profiles by module.
 
     Args:
-        before, after: reports of `mpjax.profile`, or the files that `to_json` wrote of such.
+        before, after: reports of `mpjax.profile`, or files that their `to_json` wrote.
 
     Returns:
-        A `Comparison`: `print` it, or ask its `speedup`, `faster`, `slower` and `unchanged`.
+        A `Comparison`: `print` it, or read its `speedup`, `faster`, `slower` and `unchanged`.
 
     Raises:
-        ValueError: a file is not a profile's JSON.
+        ValueError: a file is not the JSON of a profile.
 
     Example:
         >>> import jax.numpy as jnp, mpjax
@@ -152,7 +152,7 @@ def compare(before: Profiled, after: Profiled) -> Comparison:
 
 
 def read(profile: Profiled) -> Mapping[str, Any]:
-    """A profile as `ProfileReport.to_dict` gives it."""
+    """A profile in the form of `ProfileReport.to_dict`."""
     if isinstance(profile, ProfileReport):
         return profile.to_dict()
     if isinstance(profile, Mapping):

@@ -1,4 +1,4 @@
-"""Compilations while a step runs: how often, how long, and the shapes that changed."""
+"""Compilations while a step runs: their count, their time, and the shapes that changed."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _SHOWN = 4
 
 @dataclasses.dataclass(frozen=True)
 class Recompilation:
-    """A step that is compiled again while it is measured.
+    """Recompilation of a step during its measurement.
 
     Args:
-        steps: in how many of the measured steps.
-        measured: how many these are.
-        seconds: tracing and compiling in one of these, on average.
-        changed: for each argument that changed, by tree path, what it was in turn, as `float32[8,64]`. Empty if none
-            did: then a static argument or the function itself is a new one at each call.
+        steps: number of measured steps that were recompiled.
+        measured: number of measured steps.
+        seconds: mean time of tracing and compiling in a recompiled step.
+        changed: for each argument that changed, by tree path, its successive types, as `float32[8,64]`. If it is empty,
+            a static argument or the function itself is a new object at each call.
     """
 
     steps: int
@@ -35,18 +35,18 @@ class Recompilation:
     def __str__(self) -> str:
         if not self.changed:
             return (
-                "no shape, dtype or structure changed: a static argument, or a function made anew at each call "
+                "no shape, dtype or structure changed: a static argument, or a function created at each call "
                 "(a lambda, functools.partial)"
             )
         return differences(self.changed)
 
 
 class Compilations:
-    """Counts compilations inside of `with`.
+    """A context manager that counts compilations.
 
     Attributes:
-        seconds: what tracing and compiling took, together.
-        count: how many programs were compiled.
+        seconds: total time of tracing and compiling.
+        count: number of compiled programs.
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class Compilations:
 
 
 def described(args: Sequence[Any]) -> dict[str, str]:
-    """The arguments as the compilation cache sees them: `args[1]['x']` is `float32[8,64]`.
+    """The types of the arguments by tree path, as in the compilation cache: `args[1]['x']` is `float32[8,64]`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -78,7 +78,7 @@ def described(args: Sequence[Any]) -> dict[str, str]:
 
 
 def changes(calls: Sequence[dict[str, str]]) -> dict[str, tuple[str, ...]]:
-    """What differs between calls, by argument.
+    """The arguments whose types differ between calls.
 
     Example:
         >>> changes([{"args[0]": "float32[2]", "args[1]": "int"}, {"args[0]": "float32[3]", "args[1]": "int"}])
@@ -90,7 +90,7 @@ def changes(calls: Sequence[dict[str, str]]) -> dict[str, tuple[str, ...]]:
 
 
 def differences(changed: Mapping[str, Sequence[str]]) -> str:
-    """The first of what `changes` found, in words."""
+    """The first results of `changes`, as text."""
     rows = [f"{name}: {', '.join(_first(kinds))}" for name, kinds in changed.items()]
     return "; ".join(_first(rows))
 

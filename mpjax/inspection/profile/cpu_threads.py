@@ -1,11 +1,12 @@
-"""Which kernel each thread of a CPU works on, from the nesting of the events in a trace.
+"""The kernel that each CPU thread works on, from the nesting of the events in a trace.
 
-XLA's CPU runtime records a thunk on the thread that starts it, and `end: thunk` where its last task calls back. That
-may be long after its work: the callback runs whatever comes next first, and a task that finds nothing left to do
-waits in the pool's queue like any other. So the time between the two is no duration. The pool's own events tell
-which thread worked for whom: `ThreadpoolListener::Record` on the thread that enqueues a task, inside the thunk that
-it is for, and `StartRegion` with the same number to `StopRegion` on the one that runs it. What is recorded inside of
-a thunk or task on the same thread is nested in it, and counts for itself.
+XLA's CPU runtime records a thunk on the thread that starts it, and `end: thunk` at the callback of its last task. The
+callback may be long after the thunk's work: it first runs whatever comes next, and a task with nothing left to do still
+waits in the pool's queue. So the time between the two events is not the thunk's duration.
+
+The pool's events assign threads to thunks. `ThreadpoolListener::Record` is on the thread that enqueues a task, inside
+the task's thunk. `StartRegion` with the same number, up to `StopRegion`, is on the thread that runs it. Events inside a
+thunk or task on the same thread are nested in it, and their time is theirs alone.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ Span = tuple[float, float]
 
 @dataclasses.dataclass(eq=False)
 class Work:
-    """A stretch of a thread's time: a thunk, a task of the pool, or the executor between thunks.
+    """A span of a thread's time: a thunk, a task of the pool, or the executor between thunks.
 
     Args:
-        start, end: in ns.
-        stats: of a thunk.
-        name: of a thunk; empty for tasks and the executor.
-        task: the number of a task.
-        own: what is not nested in it.
+        start, end: the span, in ns.
+        name: name of a thunk; empty for tasks and the executor.
+        stats: stats of a thunk.
+        task: number of a task.
+        own: the parts of the span without nested events.
     """
 
     start: float
@@ -40,8 +41,8 @@ class Work:
 def thunks(plane: Any) -> Iterator[tuple[Work, list[Span], float | None]]:
     """The thunks of a CPU's plane of a trace.
 
-    Each comes with the times in which some thread worked on it, in ns and not in order, and when it was over, if that
-    is later and no task tells what was done until then.
+    Yields each thunk, the unsorted times in which threads worked on it, and its completion time, all in ns. The
+    completion time is None unless it is after the thunk's end and no task accounts for the time between.
     """
     enqueued: dict[int, Work | None] = {}
     ended: dict[int, float] = {}
@@ -67,7 +68,7 @@ def thunks(plane: Any) -> Iterator[tuple[Work, list[Span], float | None]]:
 
 
 def _of_line(events: Any, ended: dict[int, float]) -> tuple[list[Work], list[tuple[float, int]]]:
-    """A thread's works, and when it enqueued tasks; notes in `ended` which thunks it saw end."""
+    """A thread's works, and the times at which it enqueued tasks. Adds the ends of thunks to `ended`."""
     works: list[Work] = []
     records: list[tuple[float, int]] = []
     open_tasks: list[Work] = []
@@ -90,12 +91,12 @@ def _of_line(events: Any, ended: dict[int, float]) -> tuple[list[Work], list[tup
 
 
 def _nested(works: list[Work], records: list[tuple[float, int]], enqueued: dict[int, Work | None]) -> list[Work]:
-    """Gives each work of a thread the time that is its own, and each task the work that enqueued it."""
+    """Sets the own time of each work of a thread, and records the work that enqueued each task."""
     stack: list[Work] = []
     known = 0.0
 
     def advance(time: float) -> None:
-        """Counts the time until then for the innermost work, whichever that is at each moment."""
+        """Assigns the time up to `time` to the innermost work at each instant."""
         nonlocal known
         while stack and stack[-1].end <= time:
             work = stack.pop()

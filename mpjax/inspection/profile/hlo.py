@@ -1,4 +1,4 @@
-"""What a compiled program says of its instructions: module path, source line, kind of work."""
+"""The instructions of a compiled program: module path, source line, kind of work."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ MATMUL, CONVOLUTION, ATTENTION, COLLECTIVE = "matmul", "convolution", "attention
 CAST, COPY, REDUCTION, ELEMENTWISE = "cast", "copy", "reduction", "elementwise"
 CONTROL, CALLBACK, OTHER = "loop or branch", "host callback", "other"
 
-# Work that Tensor Cores are made for, and work that waits for memory whatever the dtype of its arithmetic.
+# Work that can use Tensor Cores, and work that is memory-bound in every dtype.
 ON_TENSOR_CORES = frozenset({MATMUL, CONVOLUTION, ATTENTION})
 MEMORY_BOUND = frozenset({COPY, REDUCTION, ELEMENTWISE})
 
-_TARGETS = (  # Parts of custom call targets of XLA's GPU and CPU backends; the first that is found decides.
+_TARGETS = (  # Parts of custom call targets of XLA's GPU and CPU backends; the first match decides.
     (ATTENTION, ("fmha", "attention", "sdpa")),
     (CONVOLUTION, ("conv",)),
     (MATMUL, ("cublas", "gemm", "matmul", "dot")),
@@ -35,25 +35,25 @@ _OPCODES = {
     OTHER: "sort scatter gather fft cholesky triangular-solve rng rng-bit-generator",
 }
 _KINDS = {opcode: kind for kind, opcodes in _OPCODES.items() for opcode in opcodes.split()}  # elementwise: all others
-_NEAR = 5  # How far off a name is looked for, steps into a fusion included.
+_NEAR = 5  # The maximum distance to a named consumer; a step into a fusion counts.
 
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One instruction of a compiled program that runs as a kernel of its own; the defaults are of an unknown one.
+    """One instruction of a compiled program that runs as its own kernel. The defaults describe an unknown one.
 
     Args:
-        name: unique in the program, as `fusion.3`.
-        kind: the kind of work, from the opcodes of all that was fused into it.
+        name: unique name in the program, as `fusion.3`.
+        kind: the kind of work, from the opcodes of all operations fused into it.
         module: module path, from named scopes.
         source: the user's line, `file.py:12`.
         path: the file of the innermost frame, mpjax's own files included.
         backward: whether it belongs to the transposed part of a gradient.
         dtypes: the floating dtypes that its matmuls and convolutions read, in HLO's names (`f16`, `bf16`, `f32`).
         shapes: operands of the matmul or convolution, as `f32[8,16]`; empty for other kinds.
-        exact: whether full float32 precision was asked for (`precision="highest"`), which rules out TF32.
-        triton: whether XLA's Triton backend makes it.
-        differentiated: whether it belongs to what a gradient is taken of, or to the gradient.
+        exact: whether full float32 precision was requested (`precision="highest"`), which rules out TF32.
+        triton: whether XLA's Triton backend generates it.
+        differentiated: whether it belongs to a differentiated function or to its gradient.
     """
 
     name: str = ""
@@ -89,12 +89,12 @@ def module_path(op_name: str) -> str:
     for part in split_scopes(op_name)[:-1]:
         scopes = _scopes(part)
         if "jvp(" in part and scopes and found[:1] == scopes:
-            found = []  # The backward pass of a remat gives the whole path a second time.
+            found = []  # The backward pass of a remat repeats the whole path.
         found += scopes
     return "/".join(found)
 
 
-# What JAX writes into a name for its own structure: a named scope of the user's is anything else.
+# Parts of a name that JAX adds for its own structure. All other parts are the user's named scopes.
 _STRUCTURE = re.compile(
     r"while|body|cond|scan|closed_call|core_call|eval_jaxpr|remat\d?|checkpoint|rematted_computation|branch_\d+_fun"
     r"|custom_[jv][vj]p_call(_jaxpr)?|pjit|shard_map|shmap_body|pmap|xla_pmap|"
@@ -112,7 +112,7 @@ def _scopes(part: str) -> list[str]:
 def _instruction(program: HloModule, computation: str, line: Line) -> Instruction:
     parts = [(line, program.computations[computation]), *program.inside(line)]
     kinds = [_own_kind(part) for part, _ in parts]
-    # The matmul tells more of a fusion than its last operation, which gives the fusion its metadata.
+    # A fusion has the metadata of its last operation, but its matmul is more informative.
     heavy = next((part for part, kind in zip(parts, kinds, strict=True) if kind in ON_TENSOR_CORES), None)
     named = next((part for part, _ in ([heavy] if heavy else []) + parts if part.op_name), None)
     if named is None:
@@ -137,7 +137,7 @@ def _instruction(program: HloModule, computation: str, line: Line) -> Instructio
 
 
 def _named_by_readers(program: HloModule, computation: str, line: Line, heavy: bool) -> Line | None:
-    """The nearest reader with a name: XLA's rewrites lose some, as those of convolutions in a backward pass."""
+    """The nearest named consumer. XLA's rewrites lose some names, such as those of convolutions' gradients."""
     named = [reader for reader in program.readers(computation, line, _NEAR) if reader.op_name]
     alike = [reader for reader in named if heavy and reader.op_name.rpartition("/")[2] in MATMULS]
     return next(iter(alike or named), None)
@@ -161,7 +161,7 @@ def _own_kind(line: Line) -> str:
 
 
 def _kind(kinds: list[str], lines: list[Line]) -> str:
-    """The kind of a kernel from the kinds of its parts: the heaviest; what does no work has no say."""
+    """The kind of a kernel: the heaviest kind of its parts, except parts that do no work."""
     parts = {k for k, line in zip(kinds, lines, strict=True) if line.opcode not in _NOTHING and not line.is_fusion}
     order = (CALLBACK, CONVOLUTION, MATMUL, ATTENTION, COLLECTIVE, CONTROL, OTHER, REDUCTION, ELEMENTWISE, CAST, COPY)
     return next((kind for kind in order if kind in parts), COPY)

@@ -1,4 +1,4 @@
-"""The text of a compiled program (optimized HLO) as lines: computations, operands, tracebacks."""
+"""Parses the text of a compiled program (optimized HLO): computations, operands, tracebacks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Place = tuple[str, str]  # file and line
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """An instruction as it stands in the text."""
+    """An instruction of the text."""
 
     name: str
     type: str
@@ -22,7 +22,7 @@ class Line:
     operands: tuple[str, ...]
     attributes: str
     called: tuple[str, ...]
-    number: int = 0  # Of a parameter.
+    number: int = 0  # The number of a parameter.
 
     def attribute(self, pattern: str) -> str:
         found = re.search(pattern, self.attributes)
@@ -30,17 +30,17 @@ class Line:
 
     @property
     def is_fusion(self) -> bool:
-        """Whether it is a fusion; XLA's GPU backend starts some beside others and waits for them further on."""
+        """Whether it is a fusion. XLA's GPU backend starts some asynchronously."""
         return self.opcode in ("fusion", "fusion-start")
 
     @property
     def op_name(self) -> str:
-        """JAX's name for it: scopes and the primitive. Merged instructions have several, of which this is the first."""
+        """JAX's name of the instruction: scopes and primitive. For merged instructions, the first name."""
         return self.attribute(r'op_name="([^";]*)')
 
 
 def sizes(type: str) -> list[tuple[str, int]]:
-    """The arrays of a type: each one's dtype, in JAX's names, and its bytes.
+    """The dtype, in JAX's names, and the bytes of each array of a type.
 
     Example:
         >>> sizes("(bf16[8,4]{1,0}, pred[3]{0})")
@@ -68,12 +68,12 @@ class HloModule:
     """A compiled program.
 
     Args:
-        text: as `jax.stages.Compiled.as_text` gives it.
+        text: the output of `jax.stages.Compiled.as_text`.
 
     Attributes:
-        name: as traces give it: `jit_step`.
-        computations: the lines by name, for each computation by name; a fusion calls one, a loop two.
-        entry: the name of the computation that the program begins with.
+        name: the program's name in traces, as `jit_step`.
+        computations: for each computation by name, its lines by name. A fusion calls one computation, a loop two.
+        entry: name of the entry computation.
     """
 
     def __init__(self, text: str):
@@ -85,7 +85,7 @@ class HloModule:
         self._frames = _frames(text)
 
     def inside(self, line: Line) -> Iterator[tuple[Line, Mapping[str, Line]]]:
-        """The lines of what a fusion calls, the root first, each with those beside it."""
+        """The lines of a fusion's computation, root first, each with all lines of its computation."""
         for name in line.called if line.is_fusion else ():
             lines = self.computations.get(name, {})
             for inner in reversed(list(lines.values())):
@@ -100,7 +100,7 @@ class HloModule:
         return [(line.attribute(r'source_file="([^"]*)"'), line.attribute(r"source_line=(\d+)"))]
 
     def readers(self, computation: str, line: Line, distance: int) -> Iterator[Line]:
-        """What reads a line, and what reads that, over so many steps and into fusions; the nearest first."""
+        """The direct and indirect consumers of a line, up to a distance and into fusions, nearest first."""
         near, seen = [(computation, line)], {(computation, line.name)}
         for _ in range(distance):
             found = [x for at in near for x in self._direct_readers(*at) if x[1].opcode not in _ENDS]
@@ -123,7 +123,7 @@ class HloModule:
         return {name: _readers(lines) for name, lines in self.computations.items()}
 
 
-# Through these everything is near to everything.
+# The search stops here: these connect almost everything.
 _ENDS = frozenset("tuple while conditional".split())
 
 
@@ -160,7 +160,7 @@ def _computations(text: str) -> Iterator[tuple[str, dict[str, Line]]]:
 
 
 def _arguments(rest: str) -> tuple[tuple[str, ...], str]:
-    """The operands' names and what stands behind the closing parenthesis."""
+    """The operands' names, and the text after the closing parenthesis."""
     depth = 1
     for end, char in enumerate(rest):
         depth += (char == "(") - (char == ")")
@@ -170,7 +170,7 @@ def _arguments(rest: str) -> tuple[tuple[str, ...], str]:
 
 
 def _frames(text: str) -> dict[str, list[Place]]:
-    """The tracebacks, innermost frame first, by the number that instructions give. (They head the program's text.)"""
+    """The tracebacks, innermost frame first, by frame number. They are at the head of the program's text."""
     tables: dict[str, dict[str, str]] = {}
     table: dict[str, str] = {}
     for row in text.splitlines():
@@ -187,10 +187,10 @@ def _frames(text: str) -> dict[str, list[Place]]:
         location = locations.get(_field(fields, "file_location_id"), "")
         places[frame] = files.get(_field(location, "file_name_id"), "").strip('"'), _field(location, "line")
         parents[frame] = _field(fields, "parent_frame_id")
-    # XLA prints the outermost frame as its own parent: it counts parents from one further on.
+    # XLA prints the outermost frame as its own parent if its parent numbers are one too high.
     shift = any(frame == parent for frame, parent in parents.items())
     chains: dict[str, list[Place]] = {}
-    for frame in sorted(places, key=int):  # A frame stands behind its parents.
+    for frame in sorted(places, key=int):  # A frame follows its parents.
         parent = str(int(parents[frame] or 0) - shift)
         chains[frame] = [places[frame], *chains.get(parent, ())]
     return chains

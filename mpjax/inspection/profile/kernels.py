@@ -1,4 +1,4 @@
-"""Kernels of a trace, summed by instruction and tied to modules; and what the step's wall time went into."""
+"""Kernels of a trace, summed by instruction and assigned to modules, and the split of the step's wall time."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from mpjax.inspection.reports import added_up
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """All runs of a kernel for one instruction of the step.
+    """All executions of a kernel for one instruction of the step.
 
     Args:
-        name: the kernel's name; on a CPU the instruction's.
-        op: the HLO instruction; empty if neither trace nor name tells it.
+        name: the kernel's name; on a CPU the instruction's name.
+        op: the HLO instruction; empty if neither the trace nor the name identifies it.
         kind: matmul, convolution, attention, elementwise, reduction, copy, cast, collective, host callback, loop or
             branch, other.
-        module: module path from named scopes (Flax names modules this way); empty outside of any.
-        source: the line that it comes from, `file.py:12`.
-        path: the file that it comes from, mpjax's own included.
+        module: module path from named scopes (Flax names modules this way); empty outside all modules.
+        source: the source line, `file.py:12`.
+        path: the source file, including mpjax's own files.
         backward: whether it belongs to the backward pass.
-        dtype: of a matmul's or convolution's operands, in HLO's names (`f16`, `bf16`, `f32`).
-        seconds: device time of a step.
-        calls: runs in a step.
-        tensor_cores: whether it uses Tensor Cores; None on a CPU or where its name doesn't tell.
-        why_not: for a matmul or convolution that does not, the reason.
-        updates: whether it runs outside of a gradient, in a step that takes one: the optimizer's, mostly.
+        dtype: operand dtypes of a matmul or convolution, in HLO's names (`f16`, `bf16`, `f32`).
+        seconds: device time in a step.
+        calls: executions in a step.
+        tensor_cores: whether it uses Tensor Cores; None on a CPU or if its name doesn't show it.
+        why_not: the reason if a matmul or convolution does not use them.
+        updates: whether it runs outside the gradient of a step that takes one. Most such kernels are the optimizer's.
     """
 
     name: str
@@ -48,19 +48,19 @@ class Kernel:
 
     @property
     def eligible(self) -> bool:
-        """Whether Tensor Cores are made for this kind of work."""
+        """Whether this kind of work can use Tensor Cores."""
         return self.kind in hlo.ON_TENSOR_CORES
 
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """Where the wall time of a step went, in seconds; each instant is counted once.
+    """The wall time of a step, split into parts, in seconds. Each instant is counted once.
 
     Args:
-        device: a kernel of the step is running, whatever the host does meanwhile.
-        input: none is running, and the host is fetching the next batch, or a batch is on its way to the device.
-        dispatch: none is running for any other reason: the host is enqueuing, or launches come too slowly.
-        compilation: none is running, and the step is compiled again.
+        device: a kernel of the step is running.
+        input: no kernel is running, and the host is fetching the next batch, or a batch is being copied to the device.
+        dispatch: no kernel is running for any other reason: the host is enqueuing, or launches are too slow.
+        compilation: no kernel is running, and the step is being recompiled.
     """
 
     device: float
@@ -75,10 +75,10 @@ class Split:
 
 
 def of_program(trace: Trace, program: str, instructions: Mapping[str, hlo.Instruction]) -> list[Event]:
-    """The events of one program; those whose program the trace doesn't say are taken for its own."""
+    """The events of one program. Events without a recorded program are included."""
     mine = [event for event in trace.kernels if event.program in ("", program)]
     return [
-        # A loop or branch that was left to other threads only waits for them, and their work is in events of its own.
+        # A loop or branch whose work runs on other threads only waits for them. That work has its own events.
         event
         if event.until is None or _is_control(event, instructions)
         else dataclasses.replace(event, end=event.until, spans=(*event.spans, (event.end, event.until)))
@@ -91,16 +91,16 @@ def _is_control(event: Event, instructions: Mapping[str, hlo.Instruction]) -> bo
 
 
 def after_first(events: Sequence[Event], executions: int) -> tuple[list[Event], float]:
-    """The events of all executions but the first, and when that one ended.
+    """The events of all executions except the first, and the end of the first.
 
     Args:
-        events: of one program, ordered by their start.
-        executions: how often it ran, on each device. Executions follow one another.
+        events: the events of one program, ordered by their start.
+        executions: number of executions on each device. They do not overlap.
     """
     if all(event.run for event in events):
         first = {event.device: event.run for event in reversed(events)}
         begun = [event for event in events if event.run == first[event.device]]
-    else:  # A GPU's trace doesn't number them, but they have the same kernels.
+    else:  # A GPU's trace doesn't number executions, but all have the same kernels.
         begun = list(events[: len(events) // executions])
     ids = set(map(id, begun))
     start = max((event.end for event in begun), default=events[0].start if events else 0.0)
@@ -108,14 +108,14 @@ def after_first(events: Sequence[Event], executions: int) -> tuple[list[Event], 
 
 
 def split(trace: Trace, events: Sequence[Event], start: float, executions: int, compiled: Sequence[bool] = ()) -> Split:
-    """Splits the time from `start` to the last kernel's end, for each of the executions in it.
+    """Splits the time from `start` to the end of the last kernel, per execution.
 
     Args:
-        trace: with the host's marks.
-        events: the kernels of those executions.
-        start: the end of the kernels before them, in seconds.
-        executions: how many there are.
-        compiled: whether each call of the step, the first one included, compiled.
+        trace: the trace, with the host's marks.
+        events: the kernels of the executions.
+        start: the end of the previous kernels, in seconds.
+        executions: number of executions.
+        compiled: whether each call of the step compiled, including the first call.
     """
     dispatches = trace.marks.get(stepping.DISPATCH, [])
     compiling = profiler_trace.union(span for span, new in zip(dispatches, compiled, strict=False) if new)
@@ -136,13 +136,13 @@ def split(trace: Trace, events: Sequence[Event], start: float, executions: int, 
 
 
 def comparable(trace: Trace, events: Sequence[Event]) -> bool:
-    """Whether the kernels lie within the host's marks, as those that were waited for must: the clocks are the same."""
+    """Whether kernels and host share a clock: the kernels that the host waited for lie within its marks."""
     ends = [end for spans in trace.marks.values() for _, end in spans]
     return bool(ends) and events[len(events) // 2].start <= max(ends)
 
 
 def _by_host(trace: Trace, executions: int, compiling: profiler_trace.Spans) -> Split:
-    """The split where the trace has no kernels: the host's own times, in which overlap can't be seen."""
+    """The split by the host's times, which do not show overlap, for traces without comparable kernels."""
     spent = {name: profiler_trace.length(profiler_trace.union(spans)) for name, spans in trace.marks.items()}
     compilation = profiler_trace.length(compiling) / (executions + 1)
     names = stepping.WAIT, stepping.INPUT, stepping.DISPATCH
@@ -159,9 +159,9 @@ def _clipped(spans: profiler_trace.Spans, start: float) -> list[tuple[float, flo
 
 
 def hidden_share(events: Sequence[Event], instructions: Mapping[str, hlo.Instruction]) -> float:
-    """The share of the events' time for which the trace names no instruction of the program.
+    """The share of the events' time without a known instruction of the program.
 
-    XLA launches most of a program as CUDA graphs (command buffers), and their kernels carry the graph's name.
+    XLA launches most of a program as CUDA graphs (command buffers), whose kernels are recorded under the graph's name.
     """
     total = sum(map(_seconds, events))
     return sum(_seconds(event) for event in events if event.op not in instructions) / total if total else 0.0
@@ -174,13 +174,13 @@ def summed(
     gpu: bool,
     capability: float | None = None,
 ) -> tuple[Kernel, ...]:
-    """The events summed by kernel and instruction, for one execution on one device, the longest first.
+    """The kernels of one execution on one device, summed by kernel and instruction, longest first.
 
     Args:
-        events: of the program.
-        instructions: the program's, by name.
-        executions: how many executions the events are of.
-        gpu: whether they are a GPU's.
+        events: the program's events.
+        instructions: the program's instructions, by name.
+        executions: number of executions in the events.
+        gpu: whether the events are from a GPU.
         capability: the GPU's compute capability.
     """
     by_kernel_name = {tensor_cores.kernel_name(name): i for name, i in instructions.items()}
@@ -200,7 +200,7 @@ def summed(
 
 
 def _own_seconds(events: Sequence[Event], instructions: Mapping[str, hlo.Instruction]) -> list[float]:
-    """The time of each event; of a loop or branch, which a CPU's trace has as well, what none inside it took."""
+    """The time of each event. For loops and branches, which a CPU's trace includes, without the events inside."""
     ordered = sorted(events, key=lambda event: event.start)
     starts = [event.start for event in ordered]
 

@@ -1,4 +1,4 @@
-"""Peak memory of a compiled program, and the arrays that hold it, from XLA's statistics and its schedule."""
+"""Peak memory of a compiled program and its live arrays, from XLA's statistics and schedule."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from mpjax.inspection.profile.hlo import Instruction
 from mpjax.inspection.profile.hlo_text import HloModule, Line, sizes
 from mpjax.inspection.reports import added_up, totals
 
-# Their results are their operands; a loop updates what it carries in place.
+# Their results alias their operands. A loop updates its carry in place.
 _ALIASES = frozenset("bitcast tuple get-tuple-element optimization-barrier while copy-done all-reduce-done".split())
 
 
 @dataclasses.dataclass(frozen=True)
 class Holder:
-    """Arrays that are alive when a program needs the most memory.
+    """Arrays of one line that are alive at a program's peak memory.
 
     Args:
-        module: module path; empty outside of any.
-        source: the line that makes them.
-        backward: whether the backward pass makes them.
-        arrays: how many.
-        bytes: of them all.
+        module: module path; empty outside all modules.
+        source: the line that creates them.
+        backward: whether the backward pass creates them.
+        arrays: number of arrays.
+        bytes: their total size.
     """
 
     module: str
@@ -35,13 +35,13 @@ class Holder:
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """The memory that a step needs on one device, in bytes.
+    """The memory of a step on one device, in bytes.
 
     Args:
-        peak: arguments, results and temporary buffers together, as XLA allocates them; what is donated counts once.
-        arguments, results, temporaries: the parts; results without those that take the place of donated arguments.
-        holders: what is alive when the temporary arrays take the most, by the schedule, the largest first. XLA may
-            put some of these into one buffer.
+        peak: total of arguments, results and temporary buffers, as XLA allocates them. Donated arrays count once.
+        arguments, results, temporaries: the parts. Results exclude those that reuse donated arguments.
+        holders: the live arrays when temporary arrays are at their peak in the schedule, largest first. XLA may put
+            several of them into one buffer.
     """
 
     peak: int
@@ -52,16 +52,16 @@ class Memory:
 
 
 def memory_of(executable: Any, text: str, instructions: Mapping[str, Instruction]) -> Memory | None:
-    """The memory of a compiled step; None where the backend gives no statistics.
+    """The memory of a compiled step; None if the backend has no statistics.
 
     Args:
-        executable: as `jax.stages.Compiled`.
+        executable: the compiled step, such as a `jax.stages.Compiled`.
         text: its optimized HLO.
-        instructions: those of the program, by name.
+        instructions: the program's instructions, by name.
     """
     try:
         stats = getattr(executable, "compiled", executable).memory_analysis()
-    except Exception:  # each backend refuses in its own way
+    except Exception:  # backends raise different errors
         return None
     if stats is None:
         return None
@@ -79,9 +79,9 @@ def _holders(program: HloModule, instructions: Mapping[str, Instruction]) -> tup
 
 
 def _alive_at_peak(program: HloModule, computation: str) -> tuple[int, list[Line]]:
-    """The most bytes of temporary arrays in a computation, and the instructions whose results these are."""
+    """The peak bytes of temporary arrays in a computation, and the instructions that produce them."""
     lines = list(program.computations.get(computation, {}).values())
-    bases: dict[str, frozenset[str]] = {}  # The arrays that a result is made of.
+    bases: dict[str, frozenset[str]] = {}  # The arrays that a result aliases.
     last: dict[str, int] = {}
     for i, line in enumerate(lines):
         operands = frozenset().union(*(bases.get(name, frozenset()) for name in line.operands))
@@ -89,7 +89,7 @@ def _alive_at_peak(program: HloModule, computation: str) -> tuple[int, list[Line
         bases[line.name] = operands if line.opcode in _ALIASES else own
         last |= dict.fromkeys(operands | bases[line.name], i)
     if lines:
-        last |= dict.fromkeys(bases[lines[-1].name], len(lines))  # What is returned stays.
+        last |= dict.fromkeys(bases[lines[-1].name], len(lines))  # Results stay alive.
     born: dict[str, int] = {line.name: i for i, line in enumerate(lines) if line.name in last}
     dying = totals((last[name], _bytes(lines[i])) for name, i in born.items())
     most, at, inside, total = 0, 0, list[Line](), 0

@@ -1,4 +1,4 @@
-"""`profile`: where a step's time goes: input pipeline, dispatch, device; on the device, by kernel and module."""
+"""`profile`: the time of a step in the input pipeline, dispatch and device, and by kernel and module."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from mpjax.inspection.profile.report import ProfileReport as ProfileReport
 from mpjax.inspection.profile.stepping import Stepper
 from mpjax.inspection.reports import reason, totals
 
-# From this share of the kernels' time in CUDA graphs on, a second trace without them is worth its compilation.
+# The share of kernel time in CUDA graphs above which a second trace without them is worth its compilation.
 _HIDDEN = 0.05
-# A step that is compiled each time is slow enough to show it in so many.
+# Steps measured if each one is compiled: recompilation is slow enough to show in this many.
 _STEPS_OF_RECOMPILATION = 3
 
 
@@ -36,7 +36,7 @@ _Arguments = ParamSpec("_Arguments")
 
 
 class _Profile(Protocol[_Arguments]):
-    """`profile` to type checkers: a function with a function of its own, `mpjax.profile.compare(before, after)`."""
+    """The type of `profile`: a function with the attribute `compare`, as in `mpjax.profile.compare(before, after)`."""
 
     def __call__(self, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> ProfileReport: ...
 
@@ -46,7 +46,7 @@ class _Profile(Protocol[_Arguments]):
 
 def _with_compare(function: Callable[_Arguments, ProfileReport]) -> _Profile[_Arguments]:
     made = cast(_Profile[_Arguments], function)
-    made.compare = compare  # type: ignore[method-assign]  # Here it becomes what it is cast to.
+    made.compare = compare  # type: ignore[method-assign]  # The cast is only true after this line.
     return made
 
 
@@ -63,42 +63,42 @@ def profile(
 ) -> ProfileReport:
     """Measures where the time of a training step, or of any function, goes.
 
-    The step is run in a loop like a training loop's: batches are fetched, steps enqueued, and nothing is waited
-    for but the end. Once without the profiler, for `step_seconds`, and once with it, for all the rest. Each instant of
-    the traced loop is counted once:
+    The step runs in a loop like a training loop: it fetches batches, enqueues steps, and waits only at the end. The
+    loop runs once without the profiler, for `step_seconds`, and once with it, for the rest of the report. Each instant
+    of the traced loop is counted once, so the shares add up to one:
 
-        device     a kernel of the step is running (whatever the host does meanwhile is hidden, and costs nothing)
-        input      none is running, and the host is in next(batches), or data is on its way to the device
-        compile    none is running, and the step is compiled again
-        dispatch   none is running for any other reason: the host is enqueuing, or launches come too slowly
+        device     a kernel of the step is running (host work at the same time is hidden and costs nothing)
+        input      no kernel is running, and the host is in next(batches), or data is being copied to the device
+        compile    no kernel is running, and the step is being recompiled
+        dispatch   no kernel is running for any other reason: the host is enqueuing, or launches are too slow
 
-    so the shares add up to one. The loop begins one step early, so that a pipeline which loads ahead is seen
-    at work. Compiling and warming up are not in it.
+    The loop starts one step early, so that a prefetching pipeline is already running. Compilation and warm-up are
+    excluded.
 
     Args:
-        step: a jitted function (`jax.jit`, `nnx.jit`, `eqx.filter_jit`). A plain one is put under `jax.jit`, and the
-            report says so.
-        args: its arguments, arrays. They stay valid where the step donates them: copies are passed.
-        steps: how many steps are measured, once with and once without the profiler.
-        batches: any iterable; `next(batches)` is then the last argument of each call, and its time is the input
-            pipeline's. A collection is read again from its start when it has ended.
-        carry: how many leading outputs replace the leading arguments in the next step, as `params, opt_state, loss =
-            step(params, opt_state, batch)` does for two. None: as many as have the same structure, shapes and dtypes,
-            if the step updates them (gradients look like parameters, and are not carried).
-        trace: a folder that keeps the profiler's trace, for XProf (`tensorboard --logdir`) and Perfetto
+        step: a jitted function (`jax.jit`, `nnx.jit`, `eqx.filter_jit`). A plain function is wrapped in `jax.jit`, and
+            the report notes it.
+        args: its arguments, as arrays. A step that donates its arguments gets copies, so the originals stay valid.
+        steps: number of steps to measure, once with and once without the profiler.
+        batches: any iterable. `next(batches)` is the last argument of each call, and its time counts as input
+            pipeline. A collection that ends is read again from its start.
+        carry: number of leading outputs that replace the leading arguments in the next step. It is 2 for `params,
+            opt_state, loss = step(params, opt_state, batch)`. None: the outputs with the structure, shapes and dtypes
+            of their arguments, if the step updates them. (Gradients look like parameters, but are not carried.)
+        trace: a folder to keep the profiler's trace in, for XProf (`tensorboard --logdir`) and Perfetto
             (`perfetto_trace.json.gz`, at https://ui.perfetto.dev).
-        against: an earlier profile, or the JSON file of one: the report begins with what got faster, by module.
-        device: whose peak rates MFU is measured by: a name of the device table, "GB/s,TFLOP/s in half,TFLOP/s in
-            float32". None: the device that runs the step, if the table has it.
+        against: an earlier profile, or its JSON file. The report then starts with a comparison by module.
+        device: the device whose peak rates define MFU: a name of the device table, or "GB/s,TFLOP/s in half,TFLOP/s in
+            float32". None: the device that runs the step, if it is in the table.
 
     Returns:
-        The report: `limit` and `advice`, `step_seconds`, the shares, `kernels`, `tensor_core_share`, `mfu`, `memory`.
-        `mpjax.profile.compare` compares two.
+        A `ProfileReport`: `limit` and `advice`, `step_seconds`, the shares, `kernels`, `tensor_core_share`, `mfu`,
+        `memory`. `mpjax.profile.compare` compares two reports.
 
     Raises:
-        ValueError: `steps` is not positive, `trace`, `against` or `device` can't be used, batches ended early, or a
-            donated argument is not carried on.
-        TypeError: an argument is a `ShapeDtypeStruct`: the step has to run.
+        ValueError: `steps` is not positive, `trace`, `against` or `device` is invalid, the batches ended early, or a
+            donated argument is not carried.
+        TypeError: an argument is a `ShapeDtypeStruct`. The step needs arrays to run.
 
     Example:
         >>> import jax.numpy as jnp, mpjax
@@ -107,8 +107,8 @@ def profile(
         >>> abs(report.input_share + report.dispatch_share + report.device_share - 1) < 1e-6
         True
 
-    The kernels are read from the trace of `jax.profiler`; what ties them to modules and lines is the metadata of the
-    compiled program. Which of them use Tensor Cores, their names tell (`mpjax/inspection/profile/tensor_cores.py`).
+    The kernels come from the trace of `jax.profiler`, and their modules and lines from the metadata of the compiled
+    program. The kernels' names show which use Tensor Cores (`mpjax/inspection/profile/tensor_cores.py`).
     """
     if steps < 1:
         raise ValueError(f"steps={steps}: must be 1 or more")
@@ -118,7 +118,7 @@ def profile(
         except OSError as error:
             raise ValueError(f"trace={os.fspath(trace)!r}: can't keep a trace in this folder: {error}") from error
     if device is not None:
-        device_of(device)  # What is wrong with it is said before minutes of measuring.
+        device_of(device)  # Raises before minutes of measuring.
     before = None if against is None else read(against)
     stepper = Stepper(step, args, batches, carry)
     if not stepper.warm_up():
@@ -131,7 +131,7 @@ def profile(
             stepper.leave_cuda_graphs()
             detailed = _record(stepper, steps)
             notes.append("kernels are from a second trace, without CUDA graphs, which hide what a kernel belongs to")
-        except Exception as error:  # Whatever it is, the first trace is there; the report says what is missing.
+        except Exception as error:  # The first trace is still valid; a note says what is missing.
             notes.append(
                 f"CUDA graphs hide what {whole.hidden:.0%} of the kernels' time belongs to, and without them the step "
                 f"failed ({type(error).__name__}: {error}). XLA_FLAGS=--xla_gpu_enable_command_buffer= turns them off"
@@ -139,7 +139,7 @@ def profile(
     runs_on = jax.devices()[0]
     try:
         matmuls = matmuls_of(walk(traced_call(step, (*args, *stepper.last_batch), {}).jaxpr))
-    except Exception as error:  # The step may be of a library's own kind; all else is known without.
+    except Exception as error:  # The step may be a library's own type; the rest of the report needs no FLOPs.
         matmuls = ()
         notes.append(f"FLOPs are not known: {reason(error)}")
     report = report_of(
@@ -170,19 +170,19 @@ class Timing(NamedTuple):
 
 
 class Recording:
-    """A trace of a step and the program that ran.
+    """A trace of a step and its program.
 
     Args:
-        trace: of one execution of the step more than `steps`.
+        trace: the trace of `steps` + 1 executions of the step.
         text: the step's optimized HLO.
-        steps: how many executions count; the first one only fills the pipeline.
-        recompilation: what was compiled in these, if anything was.
-        compiled: for each execution, whether it was compiled again.
+        steps: number of executions that count. The first execution only fills the pipeline.
+        recompilation: the compilations in the executions that count, if any.
+        compiled: for each execution, whether it was recompiled.
 
     Attributes:
         events: the kernels of the executions that count.
-        start: when they began, in seconds.
-        instructions: those of the program, by name.
+        start: their start, in seconds.
+        instructions: the program's instructions, by name.
     """
 
     def __init__(
@@ -222,17 +222,17 @@ def report_of(
     findings: Iterable[Finding] = (),
     notes: Iterable[str] = (),
 ) -> ProfileReport:
-    """The report from what was measured.
+    """The report of a measurement.
 
     Args:
-        whole: of the step as it is: the split is of this one.
-        detailed: the kernels are of this one; the same, or one without CUDA graphs.
+        whole: the recording of the step as written, used for the split.
+        detailed: the recording used for the kernels: `whole`, or one without CUDA graphs.
         timing: wall times without the profiler.
-        device: its name.
+        device: the device's name.
         capability: an NVIDIA GPU's compute capability; None for other devices.
-        cores: of a CPU.
-        findings: the audit's, of the step; those about dimensions count.
-        notes: what else to say.
+        cores: number of cores of a CPU.
+        findings: the audit's findings for the step; only those about dimensions are used.
+        notes: further notes.
     """
     gpu = detailed.trace.gpu and capability is not None
     split = kernels.split(whole.trace, whole.events, whole.start, whole.steps, whole.compiled)
@@ -273,7 +273,7 @@ def _cores() -> int:
 
 
 def _peak(device: str, matmuls: Sequence[Matmul]) -> float | None:
-    """The device's FLOP/s at most, in the dtype of most of the FLOPs; None if it is not known."""
+    """The device's peak FLOP/s in the dtype of most of the FLOPs; None if unknown."""
     if not matmuls:
         return None
     flops = totals(((row.dtype, row.precision if row.precision == "HIGHEST" else ""), row.flops) for row in matmuls)
@@ -284,7 +284,7 @@ def _peak(device: str, matmuls: Sequence[Matmul]) -> float | None:
 
 
 def _with_reason(kernel: Kernel, findings: Iterable[Finding]) -> Kernel:
-    """The kernel with the dimensions that keep it from Tensor Cores, if it is these."""
+    """The kernel, with the dimensions that keep it off Tensor Cores as its reason, if there is such a finding."""
     if not kernel.why_not or kernel.dtype in ("f32", "f64"):
         return kernel
     why = next((finding.why for finding in findings if finding.module == kernel.module), kernel.why_not)
@@ -292,7 +292,7 @@ def _with_reason(kernel: Kernel, findings: Iterable[Finding]) -> Kernel:
 
 
 def _capability(device: Any) -> float | None:
-    """The compute capability of an NVIDIA GPU; AMD's have names such as `gfx942` instead."""
+    """The compute capability of an NVIDIA GPU; None for others. (AMD GPUs have names such as `gfx942` instead.)"""
     found = re.fullmatch(r"\d+\.\d+", str(getattr(device, "compute_capability", "")))
     return float(found[0]) if found else None
 

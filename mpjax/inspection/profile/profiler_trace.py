@@ -1,13 +1,13 @@
-"""JAX's profiler trace as kernels: what ran on the device when, and for which instruction of which program.
+"""Reads JAX's profiler trace: the kernels, their times, and the instruction and program of each.
 
-`jax.profiler` writes an XSpace (`*.xplane.pb`), and `jax.profiler.ProfileData` reads it without TensorFlow. On a GPU
-CUPTI records each kernel on its stream's line (`xla/backends/profiler/gpu/cupti_collector.cc`: a kernel has the stat
-`kernel_details`, a copy `memcpy_details`), with the HLO instruction that launched it in `hlo_op`. On a CPU
-the runtime records thunks with the same stat; `cpu_threads.py` says which threads worked on them when.
+`jax.profiler` writes an XSpace (`*.xplane.pb`), and `jax.profiler.ProfileData` reads it without TensorFlow. On a GPU,
+CUPTI records each kernel on its stream's line, with the HLO instruction that launched it in `hlo_op`. A kernel has the
+stat `kernel_details`, and a copy `memcpy_details` (`xla/backends/profiler/gpu/cupti_collector.cc`). On a CPU, the
+runtime records thunks with the stat `hlo_op`, and `cpu_threads.py` finds when threads worked on them.
 
-XProf's own library (`xprof` 2.24, formerly `tensorboard-plugin-profile`) can't take this file's place: it reads the
-same XSpace through the same `ProfileData` interface, and has tables of operations and kernels as JSON for its page, but
-nothing of host marks against device time; the wheel is 32 MB and needs google-cloud-storage, duckdb and a web server.
+XProf's library (`xprof` 2.24, formerly `tensorboard-plugin-profile`) can't replace this file. It reads the same XSpace
+through the same `ProfileData` interface, and produces JSON tables of operations and kernels for its page. But it does
+not relate host marks to device time, and its 32 MB wheel needs google-cloud-storage, duckdb and a web server.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from jax.profiler import ProfileData
 from mpjax.inspection.profile import cpu_threads
 
 _FILES = "**/*.xplane.pb"
-MARK = "mpjax."  # Begins the names of our own annotations of the host's time.
+MARK = "mpjax."  # Prefix of mpjax's own host annotations.
 
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """One run of a kernel.
+    """One execution of a kernel.
 
     Args:
-        name: the kernel's name; on a CPU the instruction's.
-        op: the HLO instruction that launched it, as the trace says; empty if it does not.
-        program: the HLO module of that instruction; empty if the trace does not say.
+        name: the kernel's name; on a CPU the instruction's name.
+        op: the HLO instruction that launched it; empty if the trace does not record it.
+        program: the HLO module of that instruction; empty if the trace does not record it.
         start, end: seconds since tracing began.
         device: the device's number.
-        run: tells the executions of programs apart; 0 where the trace does not.
-        spans: on a CPU, when some thread worked on it; empty on a GPU, where it runs from start to end.
-        until: on a CPU, when it was over, if the trace does not tell what was done for it after `end`.
+        run: identifies the execution of the program; 0 if the trace does not record it.
+        spans: on a CPU, the times in which a thread worked on it; empty on a GPU, where it runs from start to end.
+        until: on a CPU, the time at which it completed, if the trace does not record its work after `end`.
     """
 
     name: str
@@ -56,19 +56,19 @@ class Event:
 
     @property
     def running(self) -> tuple[tuple[float, float], ...]:
-        """When it runs."""
+        """The times in which it runs."""
         return self.spans or ((self.start, self.end),)
 
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """What a trace says of devices and of our marks on the host.
+    """The kernels, transfers and host marks of a trace.
 
     Args:
-        kernels: by start time.
-        transfers: when data came from the host, outside of any program: start and end in seconds.
-        marks: the host's annotated times by name, start and end in seconds.
-        gpu: whether the kernels are a GPU's.
+        kernels: the kernels, by start time.
+        transfers: copies from the host outside all programs, as start and end in seconds.
+        marks: the marked times of the host by name, as start and end in seconds.
+        gpu: whether the kernels ran on a GPU.
     """
 
     kernels: tuple[Event, ...]
@@ -78,19 +78,19 @@ class Trace:
 
 
 def mark(name: str) -> jax.profiler.TraceAnnotation:
-    """Marks the host's time inside `with` in a trace; costs nothing where none is taken."""
+    """A context manager that marks the host's time in a trace. It costs nothing if no trace is running."""
     return jax.profiler.TraceAnnotation(MARK + name)
 
 
 @contextlib.contextmanager
 def tracing(keep: str | os.PathLike[str] | None = None) -> Iterator[list[Trace]]:
-    """Traces what runs inside `with`: the list that it gives has the trace afterwards.
+    """A context manager that records a trace, and appends it to the yielded list on exit.
 
     Args:
-        keep: a folder where the trace stays, also in Perfetto's format.
+        keep: a folder to keep the trace in, also in Perfetto's format.
     """
     options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = 0  # Python's calls are of no interest here and slow the host down.
+    options.python_tracer_level = 0  # Python's calls are not needed, and tracing them slows the host.
     options.host_tracer_level = 1
     traces: list[Trace] = []
     with contextlib.ExitStack() as stack:
@@ -131,7 +131,7 @@ def _span(event: Any) -> tuple[float, float]:
 
 def _gpu_events(plane: Any, device: int) -> tuple[list[Event], list[tuple[float, float]]]:
     kernels, transfers = [], []
-    # Other lines of the plane sum up what is on the streams' lines.
+    # The plane's other lines are sums over the streams' lines.
     for line in (line for line in plane.lines if line.name.startswith("Stream")):
         for event in line.events:
             stats = dict(event.stats)
@@ -169,7 +169,7 @@ Spans = Sequence[tuple[float, float]]
 
 
 def union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Spans of time, merged where they touch, in order.
+    """Sorted spans of time, merged where they touch.
 
     Example:
         >>> union([(3, 4), (0, 2), (1, 2.5)])
@@ -185,7 +185,7 @@ def union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def overlap(spans: Spans, others: Spans) -> float:
-    """How much of the merged `spans` is inside the merged `others`, in seconds.
+    """The overlap of the merged `spans` with the merged `others`, in seconds.
 
     Example:
         >>> overlap([(0, 2), (3, 5)], [(1, 4)])

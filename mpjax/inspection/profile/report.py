@@ -1,4 +1,4 @@
-"""The result of `profile`: what limits the step, shares of its time, kernels, modules, memory; text, JSON and HTML."""
+"""The report of `profile`: the step's limit, shares of its time, kernels, modules and memory."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ if TYPE_CHECKING:
     from mpjax.inspection.profile.compare import Comparison
 
 _LEAST_WORK = 0.25
-_FIRST = 3  # So many pieces of advice stand at the top.
-_SLACK = 1.05  # Clocks are read a little late.
+_FIRST = 3  # Pieces of advice at the top of the report.
+_SLACK = 1.05  # Tolerance for imprecise clocks.
 
 
 @dataclasses.dataclass(frozen=True)
 class ProfileReport(Report):
-    """Where the time of a step goes: attributes for programs, `print` for people, `to_json` and `to_html`.
+    """Where the time of a step goes. `print` it, read its fields, or write it with `to_json` or `to_html`.
 
     Args:
-        device: what it ran on, as `NVIDIA H100 80GB HBM3` or `cpu`.
-        steps: how many steps were measured.
-        step_seconds: wall time of a step in a running loop, measured without the profiler.
-        alone_seconds: wall time of a step that is waited for, from fetching its batch to its results.
-        compile_seconds: tracing and compiling, once.
-        traced_seconds: wall time of a step while the profiler ran; shares and kernels are of these steps.
-        split: the seconds of a traced step on the device, in the input pipeline, in dispatch and in compilation.
-        kernels: device time by kernel and instruction, the longest first.
-        gpu: whether the kernels are an NVIDIA GPU's, whose names tell the use of Tensor Cores.
-        advice: what to do, the greatest gain first.
-        notes: what to know when reading the figures.
-        cores: of a CPU, how many there are; None on other devices.
-        flops: of the step's matmuls and convolutions, on each device; what the backward pass computes again does not
-            count. None if not known.
-        peak_flops: FLOP/s of the device at most, in the dtype of most of these; None if not known.
-        memory: what the step needs on one device; None if not known.
-        recompilation: compilations while it was measured; None if there were none.
-        comparison: with an earlier profile, if one was given.
+        device: name of the device, as `NVIDIA H100 80GB HBM3` or `cpu`.
+        steps: number of measured steps.
+        step_seconds: wall time of a step in a running loop, without the profiler.
+        alone_seconds: wall time of a single step, from fetching its batch to its results.
+        compile_seconds: time of tracing and compiling once.
+        traced_seconds: wall time of a step under the profiler. Shares and kernels refer to these steps.
+        split: seconds of a traced step on the device, in the input pipeline, in dispatch and in compilation.
+        kernels: device time by kernel and instruction, longest first.
+        gpu: whether the device is an NVIDIA GPU, whose kernel names show the use of Tensor Cores.
+        advice: the recommended changes, greatest gain first.
+        notes: the limits of the figures.
+        cores: number of cores of a CPU; None on other devices.
+        flops: FLOPs of the step's matmuls and convolutions on each device, without recomputation in the backward pass.
+            None if unknown.
+        peak_flops: the device's peak FLOP/s in the dtype of most of the FLOPs; None if unknown.
+        memory: memory of the step on one device; None if unknown.
+        recompilation: compilations during the measurement; None if there were none.
+        comparison: comparison with an earlier profile, if one was given.
     """
 
     device: str
@@ -66,7 +66,7 @@ class ProfileReport(Report):
 
     @property
     def traced_seconds(self) -> float:
-        """Wall time of a step while the profiler ran."""
+        """Wall time of a step under the profiler."""
         return self.split.wall
 
     @property
@@ -81,19 +81,19 @@ class ProfileReport(Report):
 
     @property
     def device_share(self) -> float:
-        """The share of the step in which the device works."""
+        """The share of the step in which the device is busy."""
         return self.split.device / self.split.wall
 
     @property
     def compilation_share(self) -> float:
-        """The share of the step in which it is compiled again."""
+        """The share of the step spent recompiling it."""
         return self.split.compilation / self.split.wall
 
     @property
     def limit(self) -> str:
-        """What limits the step the most, as `input pipeline` or `recompilation`; empty if nothing stands out.
+        """The main limit of the step, as `input pipeline` or `recompilation`; empty if nothing stands out.
 
-        `matmuls and convolutions` is what a step should be limited by; there may be advice on the rest of it.
+        A step should be limited by `matmuls and convolutions`. There may still be advice on the rest of the step.
         """
         if self._work_share > max(_LEAST_WORK, self.advice[0].share if self.advice else 0.0):
             return "matmuls and convolutions"
@@ -101,18 +101,18 @@ class ProfileReport(Report):
 
     @property
     def _work_share(self) -> float:
-        """The share of the step in matmuls, convolutions and attention, on a GPU those on its Tensor Cores."""
+        """The share of the step in matmuls, convolutions and attention; on a GPU, only those on Tensor Cores."""
         work = (k for k in self.kernels if k.eligible and k.tensor_cores is not False)
         return self.device_share * self._part(work) if self.fits else 0.0
 
     @property
     def fits(self) -> bool:
-        """Whether the kernels' times add up to no more than the device's, on each core of a CPU."""
+        """Whether the kernels' times are plausible: on a CPU, at most the device time on all cores together."""
         return self.cores is None or self.kernel_seconds <= _SLACK * self.split.device * self.cores
 
     @property
     def flops_per_second(self) -> float | None:
-        """FLOPs of matmuls and convolutions over the time of a step, on each device."""
+        """FLOPs of matmuls and convolutions per second of a step, on each device."""
         return None if self.flops is None else self.flops / self.step_seconds
 
     @property
@@ -123,12 +123,12 @@ class ProfileReport(Report):
 
     @property
     def kernel_seconds(self) -> float:
-        """The times of all kernels of a step together; more than the device's where they overlap."""
+        """The total time of a step's kernels. It exceeds the device time where kernels overlap."""
         return sum(kernel.seconds for kernel in self.kernels)
 
     @property
     def tensor_core_share(self) -> float | None:
-        """The share of the kernels' time in kernels that use Tensor Cores; None without an NVIDIA GPU."""
+        """The share of kernel time in kernels that use Tensor Cores; None without an NVIDIA GPU."""
         if not self.gpu:
             return None
         return self._part(kernel for kernel in self.kernels if kernel.tensor_cores)
@@ -139,9 +139,9 @@ class ProfileReport(Report):
         return tuple(kernel for kernel in self.kernels if kernel.eligible and kernel.tensor_cores is False)
 
     def modules(self) -> dict[str, tuple[float, float]]:
-        """Seconds of a step by module path, forward and backward; the longest first. `""` is outside of modules.
+        """Forward and backward seconds of a step by module path, longest first. `""` is outside all modules.
 
-        Where no scope names any module (Flax NNX has none), the lines that call the layers take their place.
+        If no named scope exists (Flax NNX has none), the lines that call the layers replace the module paths.
         """
         named = any(kernel.module for kernel in self.kernels)
         times = added_up(
@@ -155,7 +155,7 @@ class ProfileReport(Report):
         return sum(kernel.seconds for kernel in chosen) / total if total else 0.0
 
     def sections(self) -> list[Section]:
-        """The report for people."""
+        """The sections of the printed report."""
         compared = self.comparison.sections() if self.comparison else []
         found = [self._verdict(), *compared, self._times()]
         found += [self._by_module(), self._by_kernel()] if self.fits else [self._unranked()]
@@ -166,7 +166,7 @@ class ProfileReport(Report):
         return [*found, *([Section("more advice", rest)] if rest else [])]
 
     def to_dict(self) -> dict[str, Any]:
-        """The report for programs."""
+        """The report as plain values for JSON."""
         names = "traced_seconds input_share dispatch_share device_share compilation_share flops_per_second mfu limit"
         skipped = ("kernels", "advice", "split", "notes", "memory", "recompilation", "comparison")
         parts = {name: getattr(self, name) for name in ("memory", "recompilation")}
@@ -183,7 +183,7 @@ class ProfileReport(Report):
         }
 
     def table(self) -> list[dict[str, Any]]:
-        """The kernels, the longest first."""
+        """The kernels, longest first."""
         return [dataclasses.asdict(kernel) for kernel in self.kernels]
 
     def _verdict(self) -> Section:
@@ -249,7 +249,7 @@ class ProfileReport(Report):
         return Section(f"Device time by {what}", "", (what, "forward", "backward", "share"), rows, right={1, 2, 3})
 
     def _by_kernel(self) -> Section:
-        # A CPU's kernels have no names of their own, so there is room for the line.
+        # A CPU's kernels have no names, so the column shows the line.
         header = ("module", "kind", "kernel" if self.gpu else "line", "calls", "time", "share", "Tensor Cores")
         marks = {True: "yes", False: "no", None: "?"}
         rows: list[tuple[str, ...]] = [
@@ -280,7 +280,7 @@ class ProfileReport(Report):
 
 
 def bar(shares: Sequence[tuple[str, float]]) -> str:
-    """A horizontal bar of shares that add up to one, as an inline SVG with its legend."""
+    """A horizontal bar of shares that add up to one, as inline SVG with a legend."""
     parts, legend, at = [], [], 0.0
     for (name, share), color in zip(shares, ("#4878a8", "#c8673c", "#9a9a9a", "#7b5ea7"), strict=False):
         label = f"{name} {share:.1%}"

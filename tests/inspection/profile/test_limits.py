@@ -49,7 +49,7 @@ def test_a_new_function_at_each_step_is_recompilation_without_a_shape():
     report = mpjax.profile(step, W, np.ones((8, 16), np.float32), steps=2)
     assert report.limit == "recompilation"
     assert report.recompilation.changed == {}
-    assert "a function made anew at each call" in str(report)
+    assert "a function created at each call" in str(report)
 
 
 def slow(x):

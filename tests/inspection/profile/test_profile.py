@@ -300,7 +300,7 @@ def test_a_step_runs_the_same_when_compiled_without_cuda_graphs():
     stepper = Stepper(jax.jit(lambda x: x + 1, donate_argnums=0), (jnp.zeros(3),), None, None)
     stepper.leave_cuda_graphs()
     stepper.run(2)
-    assert stepper.out.tolist() == [4, 4, 4]  # One by itself, one after compiling anew, and these two.
+    assert stepper.out.tolist() == [4, 4, 4]  # One alone, one after recompiling, and these two.
 
 
 def test_a_gpu_of_another_maker_has_no_tensor_core_column():
