@@ -1,1 +1,1 @@
-"""`profile`: where the time of a step goes."""
+"""`profile`: measures where the time of a step goes."""

@@ -1,4 +1,4 @@
-"""What limits a step and what to do about it, each with the number behind it, the greatest gain first."""
+"""Advice on the limits of a step, with the numbers behind it, greatest gain first."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mpjax.inspection.profile.compilations import Recompilation
 from mpjax.inspection.profile.kernels import Kernel, Split
 from mpjax.inspection.reports import duration
 
-# Below these shares of the step nothing is worth a line.
+# The shares of the step above which advice is given.
 _WORTH = {"input": 0.05, "dispatch": 0.1, "kernels": 0.05, "one kernel": 0.03, "optimizer": 0.25}
 _SCALING = "loss_scale _loss_scale_state _scaled_gradients _value_and_grad _cotangents _applying _replicas".split()
 _SCALING_FILES = tuple(f"mpjax/{name}.py" for name in _SCALING)
@@ -20,12 +20,12 @@ _SCALING_FILES = tuple(f"mpjax/{name}.py" for name in _SCALING)
 
 @dataclasses.dataclass(frozen=True)
 class Advice:
-    """One thing to do.
+    """One recommended change.
 
     Args:
-        text: what, and why.
-        share: the share of the step's time that it is about.
-        limit: what limits the step, in a word or two, as `input pipeline`.
+        text: the change and its reason.
+        share: the share of the step's time that it concerns.
+        limit: a short name of the limit, as `input pipeline`.
     """
 
     text: str
@@ -34,7 +34,7 @@ class Advice:
 
     @property
     def bound(self) -> float:
-        """How many times faster the step would be if that time were nothing (Amdahl)."""
+        """The speedup of the step if that time were zero (Amdahl)."""
         return float("inf") if self.share >= 1 else 1 / (1 - self.share)
 
     def __str__(self) -> str:
@@ -54,13 +54,13 @@ def advise(
     """Advice on a step, ranked by the share of its time.
 
     Args:
-        split: where the step's time went.
-        kernels: the step's.
-        gpu: whether it ran on one: what is said of half precision holds there.
-        findings: the audit's on dimensions of the step's matmuls and convolutions.
-        recompilation: of the step while it was measured.
-        callbacks: the step's calls of Python.
-        ranked: whether the kernels' times can be relied on.
+        split: the split of the step's time.
+        kernels: the step's kernels.
+        gpu: whether it ran on a GPU. Advice on half precision applies only there.
+        findings: the audit's findings on dimensions of the step's matmuls and convolutions.
+        recompilation: the step's recompilation during the measurement.
+        callbacks: the step's host callbacks.
+        ranked: whether the kernels' times are reliable.
     """
     found = [_input(split), _dispatch(split, kernels, callbacks if gpu else ())]
     found += [_recompilation(split, recompilation)] if recompilation else []
@@ -128,13 +128,13 @@ def _called(callbacks: Iterable[hlo.Instruction | Kernel]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class _Kernels:
-    """Advice on the device's time. Kernels may overlap, so their times are taken as parts of the device's."""
+    """Advice on the device time. Kernels may overlap, so their times are scaled to add up to the device time."""
 
     split: Split
     kernels: Sequence[Kernel]
 
     def share(self, chosen: Iterable[Kernel]) -> float:
-        """The share of the step that these kernels take."""
+        """The share of the step in these kernels."""
         total = sum(kernel.seconds for kernel in self.kernels)
         on_device = self.split.device / self.split.wall
         return on_device * sum(kernel.seconds for kernel in chosen) / total if total else 0.0
@@ -157,7 +157,7 @@ class _Kernels:
         )
 
     def off_tensor_cores(self) -> list[Advice]:
-        """Half work that is not on Tensor Cores, the three longest."""
+        """The three longest half operations that are not on Tensor Cores."""
         return self._most(
             (f"{k.module or k.name} ({k.kind} of {k.dtype}) is not on Tensor Cores: {k.why_not}", [k])
             for k in self.kernels
@@ -165,7 +165,7 @@ class _Kernels:
         )
 
     def dimensions(self, findings: Iterable[Finding]) -> list[Advice]:
-        """Work on Tensor Cores, or that could be, whose dimensions make them wait; the three longest."""
+        """The three longest operations eligible for Tensor Cores whose dimensions slow them down."""
         return self._most(
             (
                 f"{finding.module or finding.source} ({finding.op}): {finding.why}",

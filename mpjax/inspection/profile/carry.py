@@ -1,7 +1,8 @@
-"""Which outputs of a step are the next step's arguments: those that have an argument's structure and update its values.
+"""Infers the outputs of a step that become arguments of the next: they have an argument's structure and update it.
 
-Gradients have the structure of the parameters too. But a step returns `parameters + update`, a counter plus one, a
-`where` or a `cond` of old and new; so some output is connected with its argument by additions and selections alone.
+Gradients also have the structure of the parameters. But an update is `parameters + update`, a counter plus one, or a
+`where` or `cond` of old and new values. So some carried output depends on its argument through additions and
+selections alone.
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ from mpjax.inspection.audit.dataflow import Flow, Value, flow_of
 
 
 def signature(tree: Any) -> tuple[Any, ...]:
-    """What makes two trees alike: structure, shapes, dtypes."""
+    """The structure, shapes and dtypes of a tree, for comparison."""
     leaves, structure = jax.tree.flatten(tree)
     return structure, *((np.shape(x), getattr(x, "dtype", type(x))) for x in leaves)
 
 
 def carried(step: Callable[..., Any], args: Sequence[Any], out: Any, donates: bool) -> int:
-    """How many leading outputs replace the leading arguments in the next step.
+    """The number of leading outputs that replace the leading arguments in the next step.
 
     Args:
         step: the function.
-        args: its arguments; those that are donated may be deleted by now.
-        out: what it returned.
-        donates: whether it donates arguments, which then have to be replaced.
+        args: its arguments. Donated ones may already be deleted.
+        out: its outputs.
+        donates: whether it donates arguments, which must then be replaced.
     """
     before = [signature(arg) for arg in args]
     if before and signature(out) == before[0]:
@@ -43,17 +44,17 @@ def carried(step: Callable[..., Any], args: Sequence[Any], out: Any, donates: bo
 
 
 def _updates(step: Callable[..., Any], args: Sequence[Any], count: int) -> bool:
-    """Whether one of the leading outputs is connected with its own argument by additions and selections."""
+    """Whether a leading output depends on its own argument through additions and selections."""
     flow = flow_of(traced_call(step, tuple(args), {}).jaxpr)
     leaves = len(jax.tree.leaves(args[:count]))
     inputs = {value: frozenset([i]) for i, value in enumerate(flow.inputs[:leaves])}
     reached = _reached(flow, inputs)
-    # What is returned as it came in is carried or not without a difference.
+    # For an argument returned unchanged, carrying makes no difference.
     return any(i in reached[i] and flow.outputs[i] is not flow.inputs[i] for i in range(min(leaves, len(reached))))
 
 
 def _reached(flow: Flow, inputs: dict[Value, frozenset[int]]) -> list[frozenset[int]]:
-    """For each output the inputs that it is connected with."""
+    """For each output, the inputs that it depends on through additions and selections."""
     found = dict(inputs)
 
     def of(values: Sequence[Value]) -> frozenset[int]:

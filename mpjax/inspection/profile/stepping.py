@@ -1,4 +1,4 @@
-"""Runs a step again and again as a training loop does: batches, state that is carried on, donated buffers."""
+"""Runs a step repeatedly like a training loop, with batches, carried state and donated buffers."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from mpjax.inspection.profile import profiler_trace
 from mpjax.inspection.profile.carry import carried, signature
 from mpjax.inspection.profile.compilations import Compilations, Recompilation, changes, described, differences
 
-_MANY_SHAPES = 5  # Once so many steps in a row had a new shape, the next one has a new one too.
-# A step alone is timed so often, or until so many seconds are over: what is long varies little.
+_MANY_SHAPES = 5  # After this many recompiled steps in a row, every step is assumed to recompile.
+# Runs and seconds after which the timing of a single step stops: long steps vary little.
 _ALONE, _ENOUGH = 3, 1.0
-INPUT, DISPATCH, WAIT = "input", "dispatch", "wait"  # Names of the host's time in traces.
+INPUT, DISPATCH, WAIT = "input", "dispatch", "wait"  # Names of the host's marks in traces.
 
 
 class Stepper:
-    """A step with its arguments, ready to be run any number of times.
+    """A step with its arguments, compiled and ready to run.
 
     Args:
         step: a jitted function, or a plain one, which is then jitted.
-        args: its first arguments.
-        batches: gives the last argument of each call; None if there is none.
-        carry: how many leading outputs replace the leading arguments; None to find it.
+        args: its initial arguments.
+        batches: an iterable of the last argument of each call; None if there is no such argument.
+        carry: number of leading outputs that replace the leading arguments; None to infer it.
 
     Attributes:
-        compile_seconds: what tracing and compiling took.
-        text: the optimized HLO; empty where the step doesn't give it.
-        carry: as given or found.
+        compile_seconds: time of tracing and compiling.
+        text: the optimized HLO; empty if it is not available.
+        carry: as given or inferred.
         step: the jitted step.
-        compiled: for each step of the last `run`, whether it was compiled again.
-        out: what it returned last.
-        last_batch: what it was called with last, besides `args`; a tuple of one, or empty.
+        compiled: for each step of the last `run`, whether it was recompiled.
+        out: the last outputs.
+        last_batch: a tuple of the last batch; empty without batches.
     """
 
     def __init__(self, step: Any, args: tuple[Any, ...], batches: Iterable[Any] | None, carry: int | None):
@@ -67,7 +67,7 @@ class Stepper:
         self._args = _copied(args) if donates else args
         self.out = self.step(*self._args, *self.last_batch)
         self.carry = carried(step, (*args, *self.last_batch), self.out, donates) if carry is None else carry
-        # One output that is all that is carried on, and not a tuple of results.
+        # The output is a single carried value, not a tuple of results.
         self._is_whole = not isinstance(self.out, (tuple, list)) or (
             bool(args) and signature(self.out) == signature(args[0])
         )
@@ -78,7 +78,7 @@ class Stepper:
         self._check_alive()
 
     def run(self, steps: int) -> None:
-        """Runs steps one after the other, without waiting in between, and waits for the last."""
+        """Enqueues steps without waiting between them, and waits for the last one."""
         self.compiled, self._seconds_again = [], 0.0
         with Compilations() as compilations:
             for _ in range(steps):
@@ -95,7 +95,7 @@ class Stepper:
                 jax.block_until_ready((self.out, self._args))
 
     def warm_up(self) -> bool:
-        """Runs steps until one finds its program compiled, or many have not; whether one did."""
+        """Runs steps until one is not recompiled, up to a limit. Returns whether there was one."""
         for _ in range(_MANY_SHAPES):
             self.run(1)
             if not self.compiled[0]:
@@ -103,7 +103,7 @@ class Stepper:
         return False
 
     def timed(self, steps: int) -> tuple[float, float]:
-        """The wall time of a step in a running loop, and alone, as `seconds_per_step`."""
+        """The wall time of a step in a running loop, and of a single step; see `seconds_per_step`."""
         programs = len(self._calls)
         times = seconds_per_step(self.run, steps, alike=not self.changed)
         if len(self._calls) > programs and not all(self.compiled):
@@ -112,18 +112,18 @@ class Stepper:
 
     @property
     def changed(self) -> dict[str, tuple[str, ...]]:
-        """The shapes and dtypes of arguments for which it was compiled, where they differ."""
+        """The arguments whose shapes or dtypes differ between compilations."""
         return changes(self._calls)
 
     @property
     def recompilation(self) -> Recompilation | None:
-        """The compilations in all steps of the last `run` but its first, if there were any."""
+        """The compilations in the last `run`, except in its first step; None if there were none."""
         times, measured = sum(self.compiled[1:]), len(self.compiled) - 1
         return Recompilation(times, measured, self._seconds_again / sum(self.compiled), self.changed) if times else None
 
     def leave_cuda_graphs(self) -> None:
-        """Compiles the step again so that each kernel is launched by itself, and runs that from now on."""
-        # As JAX does it for the profiles that its own compilation is guided by (AutoPGLE).
+        """Recompiles the step without CUDA graphs and uses that from now on: each kernel is launched separately."""
+        # JAX uses the same option for its profile-guided compilation (AutoPGLE).
         compiled = self._lowered.compile(compiler_options={"xla_gpu_enable_command_buffer": ""})
         self.step, self.text = compiled, _hlo(compiled)
         self.run(1)
@@ -137,7 +137,7 @@ class Stepper:
                 )
 
     def notes(self) -> Iterator[str]:
-        """What was done to the step that its author may not expect."""
+        """Notes on how the step was run that the user may not expect."""
         if not self._jitted:
             yield "the step was not jitted: it was profiled under jax.jit"
         if self.changed and not any(self.compiled):
@@ -161,7 +161,7 @@ class Stepper:
 
 
 class _Batches(Iterator[Any]):
-    """An iterator over batches that starts a collection again when it has ended."""
+    """An iterator over batches that restarts a collection when it ends."""
 
     def __init__(self, batches: Iterable[Any]):
         self._source = batches
@@ -187,15 +187,16 @@ class _Batches(Iterator[Any]):
 def seconds_per_step(
     run: Callable[[int], None], steps: int, clock: Callable[[], float] = time.perf_counter, alike: bool = True
 ) -> tuple[float, float]:
-    """The wall time of a step in a running loop, and of a step alone.
+    """The wall time of a step in a running loop, and of a single step.
 
-    A loop of n + 1 steps less one step alone: filling the pipeline and waiting for the last step are in both.
+    The first is the time of a loop of n + 1 steps minus that of a single step, over n. Both include filling the
+    pipeline and waiting for the last step, so the difference cancels them.
 
     Args:
-        run: runs so many steps and waits for them.
-        steps: how many to time.
-        clock: gives the time in seconds.
-        alike: whether all steps do the same; otherwise the pipeline's filling can't be told from a step.
+        run: runs the given number of steps and waits for them.
+        steps: number of steps to time.
+        clock: returns the time in seconds.
+        alike: whether all steps run the same program. Otherwise the time to fill the pipeline can't be separated.
     """
 
     def timed(n: int) -> float:
@@ -207,7 +208,7 @@ def seconds_per_step(
     while len(alones) < _ALONE and sum(alones) < _ENOUGH:
         alones.append(timed(1))
     alone = statistics.median(alones)
-    # Noise can make so short a loop look shorter than a step; what it took in whole bounds it from above.
+    # With noise, a short loop may seem shorter than a single step. The second term is then the lower limit.
     whole = timed(steps + 1)
     if not alike:
         return whole / (steps + 1), alone
@@ -232,5 +233,5 @@ def _donates(lowered: Any) -> bool:
 
 
 def _copied(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Copies of the arguments, so that the caller's own outlive a step that donates them."""
+    """Copies of the arguments, so that the caller's arrays survive a step that donates them."""
     return jax.tree.map(lambda x: x.copy() if isinstance(x, jax.Array) else x, args)

@@ -1,25 +1,26 @@
-"""Which GPU kernels use Tensor Cores, told by their names.
+"""Detects the GPU kernels that use Tensor Cores by their names.
 
-A trace has no counter for it (that takes Nsight Compute and its privileges), but the libraries write the instruction
-into a kernel's name. Where the names are from:
+A trace has no counter for their use, which would need Nsight Compute and its privileges. But libraries include the
+instruction in a kernel's name. The names and their sources:
 
 - `884`, `1688`, `16816` and so on are the shapes m·n·k of the `mma` instruction (PTX ISA, "Matrix multiply-accumulate
   operation using mma instruction") behind the accumulator's type: `volta_h884gemm`, `turing_fp16_s1688cudnn_fp16`,
-  `ampere_bf16_s16816gemm_bf16_128x64`. XProf looks for the same ones (`xprof/utils/kernel_stats_utils.cc`).
+  `ampere_bf16_s16816gemm_bf16_128x64`. XProf matches the same ones (`xprof/utils/kernel_stats_utils.cc`).
 - `hmma`, `imma`, `wmma`, `wgmma`, `gmma`: the instructions themselves (SASS and PTX), as in
   `cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16`.
-- `cutlass_80_tensorop_*`, `cutlass3x_sm90_tensorop_*`: CUTLASS's operator class, against `simt`.
-- `sm80_xmma_*_tensor16x8x16_*`, `sm90_xmma_*`: the generator of cuBLAS and cuDNN. It makes float32 kernels for ordinary
-  cores as well, with `ffma` in their names: `sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize128x128x8_*_ffma_*`.
+- `cutlass_80_tensorop_*`, `cutlass3x_sm90_tensorop_*`: CUTLASS's operator class for Tensor Cores. `simt` is the
+  class for ordinary cores.
+- `sm80_xmma_*_tensor16x8x16_*`, `sm90_xmma_*`: the generator of cuBLAS and cuDNN. It also generates float32 kernels for
+  ordinary cores, with `ffma` in their names: `sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize128x128x8_*_ffma_*`.
 - `nvjet_*`: cuBLAS on Hopper and newer, for Tensor Cores only.
 - `flash_fwd_kernel`, `fmha_*`: FlashAttention's; its helpers `flash_bwd_dot_do_o` and `flash_bwd_convert_dq` are
   elementwise.
 - `volta_sgemm_*`, `ampere_scudnn_*`, `gemv*`, `winograd`, `implicit_convolve_sgemm` and others are for ordinary cores.
 - `first_layer_wgrad_kernel`, `conv2d_c1_k1`: cuDNN's on Volta, from XProf's list.
 
-The names of XLA's own Triton matmuls (`gemm_fusion_dot_3`) say nothing. `tl.dot` becomes an `mma` for half and 8-bit
-operands, and where TF32 is allowed for float32 ones, from the compute capability on that has it (CUDA C++ programming
-guide, "Compute capabilities").
+The names of XLA's Triton matmuls (`gemm_fusion_dot_3`) do not show the instruction. `tl.dot` compiles to an `mma` for
+half and 8-bit operands, and for float32 operands if TF32 is allowed, on GPUs whose compute capability supports it
+(CUDA C++ programming guide, "Compute capabilities").
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ _TENSOR_CORES = re.compile(
     r"|first_layer_wgrad_kernel|conv2d_c1_k1"
 )
 _TRITON = re.compile(r"(nested_)?gemm_fusion|triton_gemm")
-_WORK = (  # Helpers first: the library's matmul may be several kernels, of which one is the matmul.
+_WORK = (  # Helpers first: a library's matmul may consist of several kernels.
     (REDUCTION, re.compile(r"splitk_?reduce")),
     (COPY, re.compile(r"nchwtonhwc|nhwctonchw|tensortransform|tensor_transform")),
     (ELEMENTWISE, re.compile(r"flash_bwd_(dot_do_o|convert_dq)")),
@@ -56,13 +57,13 @@ _WORK = (  # Helpers first: the library's matmul may be several kernels, of whic
     (CONVOLUTION, re.compile(r"conv(?!ert)|fprop|dgrad|wgrad|cudnn")),
     (MATMUL, re.compile(r"gemm|gemv|nvjet|matmul|_dot")),
 )
-# The first compute capability whose Tensor Cores take operands of this dtype (CUDA programming guide).
+# The first compute capability whose Tensor Cores support operands of this dtype (CUDA programming guide).
 _SINCE = {"f16": 7.0, "s8": 7.2, "u8": 7.2, "bf16": 8.0, "f64": 8.0, "f8e4m3fn": 8.9, "f8e5m2": 8.9}
 _TF32_SINCE = 8.0
 
 
 def work_of(name: str) -> str:
-    """The kind of work that a library kernel's name tells, as `Instruction.kind`; empty if it tells none.
+    """The kind of work in a library kernel's name, as `Instruction.kind`; empty if unknown.
 
     Example:
         >>> work_of("sm80_xmma_fprop_implicit_gemm_f16f16_f16f32_f32_nhwckrsc_nhwc_tensor16x8x16_g1__5x_cudnn")
@@ -79,10 +80,10 @@ def uses_tensor_cores(
     Args:
         name: the kernel's name in the trace.
         instruction: the HLO instruction that launched it, if known.
-        capability: the GPU's compute capability, as 9.0; None if unknown, then taken as new enough.
+        capability: the GPU's compute capability, as 9.0; None if unknown, which assumes 9.0.
 
     Returns:
-        True or False; None for matmuls, convolutions and attention whose name doesn't tell.
+        True or False; None for matmuls, convolutions and attention whose name does not show it.
 
     Example:
         >>> uses_tensor_cores("ampere_fp16_s16816gemm_fp16_128x64_nn"), uses_tensor_cores("ampere_sgemm_128x64_nn")
@@ -104,18 +105,18 @@ def uses_tensor_cores(
 
 
 def kernel_name(instruction: str) -> str:
-    """The name of the kernel that XLA writes for an instruction: `gemm_fusion_dot.3` becomes `gemm_fusion_dot_3`."""
+    """The name of the kernel that XLA generates for an instruction: `gemm_fusion_dot_3` for `gemm_fusion_dot.3`."""
     return re.sub(r"\W", "_", instruction)
 
 
 def takes(dtype: str, exact: bool = False, capability: float | None = None) -> bool:
-    """Whether Tensor Cores take operands of a dtype (in HLO's names); float32 ones as TF32 unless `exact`."""
+    """Whether Tensor Cores support operands of a dtype (in HLO's names). Float32 runs as TF32 unless `exact`."""
     since = _TF32_SINCE if dtype == "f32" and not exact else _SINCE.get(dtype, float("inf"))
     return since <= (9.0 if capability is None else capability)
 
 
 def why_not(instruction: Instruction) -> str:
-    """Why a matmul or convolution is not on Tensor Cores, as far as its instruction tells."""
+    """Why a matmul or convolution is not on Tensor Cores, as far as its instruction shows."""
     if "f32" in instruction.dtypes:
         return "float32 at precision=highest" if instruction.exact else "float32"
     if "f64" in instruction.dtypes:
