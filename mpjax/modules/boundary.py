@@ -1,8 +1,8 @@
-"""Maps over the arrays that enter and leave a function, whatever library its arguments come from.
+"""Maps over the array arguments and results of a function, for arguments from any library.
 
-Pytrees are mapped functionally. An NNX module has identity: the changes that the function makes inside it
-(batch statistics, RNG counts) must reach the caller. So its variables are changed in place for the time of
-the call, and put back afterwards.
+Pytrees are mapped functionally. An NNX module has identity: changes that the function makes to it
+(batch statistics, RNG counts) must reach the caller. Its variables are therefore changed in place during
+the call, and restored afterwards.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LeafMap = Callable[[str, Any], Any]  # (path, leaf) -> leaf
 
 
 def is_nnx_object(x: Any) -> bool:
-    """Whether `x` is an NNX module (or other NNX graph object); never imports Flax for it."""
+    """Whether `x` is an NNX module (or other NNX graph object). Never imports Flax."""
     nnx = sys.modules.get("flax.nnx")
     return nnx is not None and isinstance(x, nnx.Pytree)
 
@@ -31,13 +31,13 @@ def contains_nnx_object(tree: Any) -> bool:
 
 
 class InPlaceChanges:
-    """The NNX variables changed for the time of a call, and their values before."""
+    """The NNX variables changed during a call, and their previous values."""
 
     def __init__(self) -> None:
         self._changes: list[tuple[Any, Any, Any]] = []
 
     def apply(self, fn: LeafMap, module: Any, path: str) -> None:
-        """Applies `fn` to every variable of an NNX module, in place; a shared one once."""
+        """Applies `fn` in place to every variable of an NNX module, once to a shared one."""
         from flax import nnx
 
         variables = jax.tree_util.tree_leaves_with_path(module, is_leaf=lambda x: isinstance(x, nnx.Variable))
@@ -53,14 +53,14 @@ class InPlaceChanges:
                 self._changes.append((variable, new, old))
 
     def undo(self) -> None:
-        """Puts back what the function left as it was; what it changed itself stays changed."""
+        """Restores the variables that the function did not change itself."""
         for variable, new, old in reversed(self._changes):
             if variable.get_raw_value() is new:
                 variable.set_raw_value(old)
 
 
 def map_arrays(fn: LeafMap, tree: Any, changes: InPlaceChanges, prefix: str) -> Any:
-    """Applies `fn` to every leaf of a tree; NNX modules in it are changed in place."""
+    """Applies `fn` to every leaf of a tree. NNX modules in it are changed in place."""
 
     def visit(path: tuple[Any, ...], x: Any) -> Any:
         name = "/".join(part for part in (prefix, path_string(path)) if part)
@@ -73,7 +73,7 @@ def map_arrays(fn: LeafMap, tree: Any, changes: InPlaceChanges, prefix: str) -> 
 
 
 def with_boundary(fun: Callable[..., Any], enter: LeafMap, leave: LeafMap) -> Callable[..., Any]:
-    """`fun` with `enter` applied to every leaf of its arguments and `leave` to its results'."""
+    """Wraps `fun`: applies `enter` to every leaf of its arguments, and `leave` to every leaf of its results."""
 
     @functools.wraps(fun)
     def bounded(*args: Any, **kwargs: Any) -> Any:
@@ -93,7 +93,7 @@ def with_boundary(fun: Callable[..., Any], enter: LeafMap, leave: LeafMap) -> Ca
 def map_arguments(
     fn: LeafMap, args: tuple[Any, ...], kwargs: dict[str, Any], changes: InPlaceChanges
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Maps over arguments; paths start with the argument's position or keyword."""
+    """Maps over arguments. Paths start with the argument's position or keyword."""
     return (
         tuple(map_arrays(fn, arg, changes, str(i)) for i, arg in enumerate(args)),
         {key: map_arrays(fn, arg, changes, key) for key, arg in kwargs.items()},

@@ -1,4 +1,4 @@
-"""`with_policy`: a precision policy set on a Flax model, Linen or NNX."""
+"""`with_policy`: sets a precision policy on a Flax model, Linen or NNX."""
 
 from __future__ import annotations
 
@@ -13,50 +13,49 @@ M = TypeVar("M")
 
 
 def with_policy(model: M, policy: str | jmp.Policy | Policy) -> M:
-    """A Flax model of the same kind, with the same parameters, that runs under a precision policy.
+    """Sets a precision policy on a Flax model. Returns a model of the same kind with the same parameters.
 
-    The rules, for every layer at its path `Block_0/Dense_1`:
+    These rules apply to every layer, at its path such as `Block_0/Dense_1`:
 
-    1. It computes in the compute dtype of `policy.for_path(path)`, unless its author gave it an explicit `dtype`.
-       An explicit dtype wins, and an `ExplicitDtypeWarning` names once the layers that stay wider than the policy says,
-       with their share of the matmul FLOPs. `Policy(..., override_dtypes=True)` takes them over.
-    2. Its inputs and parameters are cast to that dtype; matmuls and convolutions run in it, also those that a module's
-       own code does with its own parameters, or with another module's (tied weights).
+    1. It computes in the compute dtype of `policy.for_path(path)`, unless it has an explicit `dtype`.
+       An explicit dtype wins. A single `ExplicitDtypeWarning` then lists the layers that stay wider than the compute
+       dtype, with their share of the matmul FLOPs. `Policy(..., override_dtypes=True)` overrides explicit dtypes.
+    2. Its inputs and parameters are cast to that dtype, and its matmuls and convolutions run in it. This includes
+       matmuls in a module's own code with its own parameters, or with those of another module (tied weights).
     3. Normalisation layers (every class whose name ends in `Norm`) and embedding lookups compute in float32, with
        float32 parameters and statistics, and their output is cast.
-    4. The state of a recurrent cell keeps the dtype in which it came: float32, as Flax makes it. Its gates are float32;
+    4. The state of a recurrent cell keeps its dtype, which is float32 by Flax's default. Its gates are float32.
        Flax's own cells recompute them in the backward pass from the half matmuls, so that they are not stored.
     5. The output of an overridden module is cast to its override's output dtype, and the output of the model to the
        policy's.
 
-    Parameters are stored as the float32 model stores them: names, shapes, values and dtype. So checkpoints are
-    interchangeable. Where the policy's param dtype is half (O2, O3), float32 parameters are cast to it when they are
-    made; under O2 those of normalisation layers stay float32. Statistics (`batch_stats`) stay float32.
+    Parameters have the names, shapes, values and dtype of the float32 model, so checkpoints are
+    interchangeable. If the policy's param dtype is half (O2, O3), float32 parameters are cast to it when they are
+    created. Under O2 those of normalisation layers stay float32. Statistics (`batch_stats`) stay float32.
 
-    A float32 array that a module's own code makes (`jnp.zeros(...)` as the first carry of a `lax.scan`) promotes what
-    it meets, as in any JAX program. Give it the input's dtype, `jnp.zeros(shape, x.dtype)`, or use `mpjax.autocast`.
+    A float32 array made by a module's own code (`jnp.zeros(...)` as the initial carry of a `lax.scan`) promotes its
+    other operands, as in any JAX program. Use the input's dtype, `jnp.zeros(shape, x.dtype)`, or `mpjax.autocast`.
 
     Args:
-        model: a Linen or NNX module. A Linen model is configuration and is left as it is, except one
-            made inside another module's method, which is part of that module already and is changed
+        model: A Linen or NNX module. A Linen model is configuration and is not changed, except one
+            made inside another module's method, which is already part of that module and is changed
             in place. An NNX model is cloned: same arrays, new variables. The `dtype` of the model itself
-            (a field or constructor argument that it hands on to its layers, often float32 by default)
-            counts as explicit only if it differs from that default. An NNX method must not assign to
-            parameters (it sees cast copies); other variables it may.
-        policy: anything that `get_policy` reads. A pattern of its overrides that no module or parameter path
-            matches is reported with an `UnusedOverrideWarning`: by Linen when the model is
-            initialised or called, by NNX here.
+            (a field or constructor argument that it passes on to its layers, often float32 by default)
+            counts as explicit only if it differs from that default. An NNX method may assign to variables,
+            but not to parameters, of which it sees cast copies.
+        policy: Anything that `get_policy` accepts. An override pattern that matches no module or parameter path
+            causes an `UnusedOverrideWarning`: for Linen when the model is initialised or called, for NNX here.
 
     Returns:
-        An instance of a subclass of the model's class, of the same name. The policy goes with
-        `init`, `apply`, `bind` and every method of the model, and with its submodules: those of a bound
+        An instance of a subclass of the model's class, with the same name. The policy applies in
+        `init`, `apply`, `bind` and every method of the model, and in its submodules: those of a bound
         Linen model (`model.bind(variables).encoder(x)`, `unbind`, `nn.apply`), and those that are added to an
-        NNX model later. A model that has a policy gets the new one in its place; a submodule that was given a
-        policy of its own keeps it. NNX modules open named scopes, so that audits and profiles show their paths.
+        NNX model later. The new policy replaces an existing one of the model. Submodules keep a policy that
+        was set on them. NNX modules open named scopes, so that audits and profiles show their paths.
 
     Raises:
-        TypeError: `model` is no Flax module, or it is a class.
-        ValueError: `policy` is no policy; when called, an NNX method assigned to a parameter of which
+        TypeError: `model` is not a Flax module, or it is a class.
+        ValueError: `policy` is not a policy. When called: an NNX method assigned to a parameter of which
             it sees a cast copy.
 
     Example:
@@ -71,7 +70,7 @@ def with_policy(model: M, policy: str | jmp.Policy | Policy) -> M:
     Source: Keras's `Layer.dtype_policy` and Haiku's `hk.mixed_precision.set_policy`, for Flax.
     """
     policy = get_policy(policy)
-    # A Flax module can only come from a Flax that is loaded, so nobody else pays for importing it.
+    # A Flax module exists only if Flax is loaded, so other users don't pay for the import.
     if "flax" in sys.modules:
         import flax.linen
         import flax.nnx

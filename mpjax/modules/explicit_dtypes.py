@@ -1,4 +1,4 @@
-"""The warning about layers whose explicit dtype keeps them from the policy's compute dtype."""
+"""The warning about layers whose explicit dtype is wider than the policy's compute dtype."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mpjax._jaxpr import compat
 from mpjax._jaxpr.walk import walk
 from mpjax.policy import ExplicitDtypeWarning, Policy
 
-# What has been said of each model class: the policy and the layers.
+# The warnings already issued for each model class: policies and layers.
 _said: weakref.WeakKeyDictionary[type, set[Any]] = weakref.WeakKeyDictionary()
 
 
@@ -23,18 +23,18 @@ def warn_explicit_dtypes(
     """Warns once for a model class, a policy and a set of layers.
 
     Args:
-        model: the author's class of the model.
-        policy: the model's.
-        wide: the dtypes, by module path, of the layers that are wider than the policy's compute dtype.
-        call: repeats the model's call without effects on its state. It is traced, to count FLOPs.
-        stacklevel: as in `warnings.warn`.
+        model: The model's original class.
+        policy: The model's policy.
+        wide: Dtypes, by module path, of the layers that are wider than the policy's compute dtype.
+        call: Repeats the model's call without side effects on its state. It is traced to count FLOPs.
+        stacklevel: As in `warnings.warn`.
     """
     said = _said.setdefault(model, set())
     layers = {path: dtype for path, dtype in wide.items() if not any(p.startswith(f"{path}/") for p in wide)}
     key = (policy, *sorted(layers))
     if not layers or key in said:
         return
-    said.add(key)  # before the call, which meets the same layers
+    said.add(key)  # before the call, which runs the same layers
     share = _wide_share(call, policy.compute_dtype)
     if share == 0:
         return
@@ -56,7 +56,7 @@ def _wide_share(call: Callable[[], Any], compute_dtype: np.dtype) -> float | Non
     """The share of matmul FLOPs on operands wider than the compute dtype; None if the call can't be repeated."""
     try:
         program = compat.trace(call)
-    except Exception:  # the user's code may refuse a second call in any way; the warning matters more than its figure
+    except Exception:  # the user's code may fail in any way on a second call; then warn without the share
         return None
     matmuls = [(site.flops, _operand_dtype(site.eqn)) for site in walk(program) if site.flops]
     total = sum(flops for flops, _ in matmuls)

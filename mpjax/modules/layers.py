@@ -1,9 +1,9 @@
-"""How one call of a layer is cast: the rules that Linen and NNX share.
+"""The casting rules for a call of a layer, shared by Linen and NNX.
 
-The class of a layer decides which of four kinds it is. Normalisation and lookups compute in float32 and
+The class of a layer determines its kind, one of four. Normalisation and lookups compute in float32 and
 return the compute dtype. Flax's linear layers multiply in the compute dtype and add their bias in
-float32. A recurrent cell keeps the dtype of its carry and has float32 gates. Everything else computes
-in the compute dtype: its inputs are cast, and its code decides the dtype of its outputs.
+float32. A recurrent cell keeps the dtype of its carry and has float32 gates. All other layers compute
+in the compute dtype: their inputs are cast, and their code determines the dtype of their outputs.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def kind_of(cls: type, method: str) -> Kind:
     ours = [base.__name__ for base in cls.__mro__ if base.__module__.startswith("flax.")]
     if is_norm_class(cls):
         return Kind.FLOAT32
-    # A lookup in float32 converts the rows it takes and not the whole table, and the gradients of
-    # repeated tokens add up in float32. `attend` is a matmul with the table.
+    # A lookup in float32 converts only the gathered rows, not the whole table, and the gradients of
+    # repeated tokens are summed in float32. `attend` is a matmul with the table.
     if "Embed" in ours and method != "attend":
         return Kind.FLOAT32
     if method == "__call__" and not _CELL_NAMES.isdisjoint(ours):
@@ -66,17 +66,17 @@ def is_flax_attend(cls: type, method: str) -> bool:
 
 
 def has_wide_gradients(policy: Policy, dtype: np.dtype, cls: type) -> bool:
-    """Whether the gradients of a layer's float32 kernel leave its matmul in `dtype` in float32: they are summed so."""
-    # A ConvLocal has the attributes of a convolution, and computes by other means.
+    """Whether a layer's matmul in `dtype` returns the gradient of its float32 kernel in float32, to be summed so."""
+    # A ConvLocal has the attributes of a convolution, but is computed differently.
     has_matmul = all(base.__name__ != "ConvLocal" for base in cls.__mro__)
     return has_matmul and dtype in HALF_DTYPES and policy.reduce_dtype != dtype
 
 
 def own_dtype(given: Any, policies: tuple[Policy, ...], *unset: Any) -> np.dtype | None:
-    """The explicit dtype that a layer keeps.
+    """The explicit dtype that a layer keeps, or None.
 
-    None if it has none, if the dtype is one of the `unset` values, which nobody chose for it, or if one of the
-    `policies` (the model's, the layer's) overrides explicit dtypes.
+    It is None if the layer has no dtype, if its dtype is one of the `unset` values (defaults), or if one of the
+    `policies` (the model's and the layer's) overrides explicit dtypes.
     """
     if given is None or any(np.dtype(given) == other for other in unset) or any(p.override_dtypes for p in policies):
         return None
@@ -84,12 +84,12 @@ def own_dtype(given: Any, policies: tuple[Policy, ...], *unset: Any) -> np.dtype
 
 
 def stays_wide(kind: Kind, own: np.dtype | None, placed: Policy) -> bool:
-    """Whether a layer's explicit dtype keeps its matmuls wider than the policy says for its place."""
+    """Whether a layer's explicit dtype keeps its matmuls wider than its policy's compute dtype."""
     return own is not None and kind is not Kind.FLOAT32 and own.itemsize > placed.compute_dtype.itemsize
 
 
 def is_real_float(dtype: Any) -> bool:
-    """Whether a layer's `dtype` is one that a policy speaks about (or None): not complex, not float8."""
+    """Whether a layer's `dtype` is None or one that policies cover: not complex or float8."""
     try:
         return dtype is None or np.dtype(dtype) in CASTABLE_DTYPES
     except TypeError:
@@ -99,16 +99,16 @@ def is_real_float(dtype: Any) -> bool:
 def attributes_inside(
     kind: Kind, dtype: np.dtype, given: dict[str, Any], in_cell: bool = False, wide: bool = False
 ) -> dict[str, Any]:
-    """The attributes of a layer that change during a call.
+    """The attributes of a layer that change during a call, with their new values.
 
     Args:
-        kind: the layer's.
-        dtype: the dtype that it computes in.
-        given: its attributes.
-        in_cell: as in `call`.
-        wide: whether the gradient of its kernel is float32, where its matmul allows it.
+        kind: The layer's kind.
+        dtype: The dtype that it computes in.
+        given: Its attributes.
+        in_cell: As in `call`.
+        wide: Whether its kernel's gradient should be float32, if its matmul supports it.
     """
-    # None where it computes in float32: NNX's norms would cast their statistics to any other dtype.
+    # None for float32 computation: NNX's norms would cast their statistics to any other dtype.
     inside: dict[str, Any] = {"dtype": None if kind is Kind.FLOAT32 else dtype}
     if kind is Kind.LINEAR and "promote_dtype" in given:
         promote = given["promote_dtype"]
@@ -125,9 +125,9 @@ def attributes_inside(
 def default_arguments(
     cls: type, method: str, dtype: np.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-    """The keywords of a call, with the policy's dtype where Flax's own default would be float32.
+    """The keyword arguments of a call, with the policy's dtype instead of Flax's default of float32.
 
-    That is the decoding cache of NNX's attention, whose keys and values arrive in the compute dtype.
+    This concerns the decoding cache of NNX's attention, whose keys and values have the compute dtype.
     """
     if method == "init_cache" and issubclass(cls, nnx.MultiHeadAttention) and len(args) < 2:
         return {"dtype": dtype, **kwargs}
@@ -135,39 +135,39 @@ def default_arguments(
 
 
 def recomputes(kind: Kind, method: Callable[..., Any]) -> bool:
-    """Whether the backward pass recomputes a method's elementwise work: that of Flax's own recurrent cells.
+    """Whether the backward pass recomputes a method's elementwise operations. True for Flax's own recurrent cells.
 
-    Their gates are float32, several for each feature and time step. Stored, they would be most of a model's
-    residuals, and they follow from half matmuls. A user's own cell may have effects that must not happen twice.
+    They have several float32 gates for each feature and time step, which would be most of a model's residuals.
+    They can be recomputed from half matmuls. A user's own cell may have side effects that must not happen twice.
     """
     return kind is Kind.CELL and method.__module__.startswith("flax.")
 
 
 def keeps_matmuls(primitive: Any, *_: Any, name: str = "", **__: Any) -> bool:
-    """The policy of that recomputation, for `jax.checkpoint`.
+    """The rematerialisation policy of recurrent cells, for `jax.checkpoint`.
 
-    It stores the matmuls, and the half copies of the weights, which are made once before a loop and not at each step.
+    It saves matmuls, and the half copies of the weights, so that they are made once before a loop, not at each step.
     """
     return primitive.name in ("dot_general", "conv_general_dilated") or name == _HALF_WEIGHT
 
 
 def half_weight(x: Any) -> Any:
-    """Marks a weight that a recurrent cell multiplies with, for `keeps_matmuls`."""
+    """Marks a weight of a matmul in a recurrent cell, for `keeps_matmuls`."""
     return checkpoint_name(x, _HALF_WEIGHT)
 
 
 def casts_parameters(kind: Kind) -> bool:
-    """Whether a layer's code sees its parameters in the compute dtype, because it casts none itself."""
+    """Whether a layer's code gets its parameters in the compute dtype, because it does not cast them itself."""
     return kind in (Kind.PLAIN, Kind.CELL)
 
 
 def _promote_all_but_bias(
     promote: Callable[..., Any], in_cell: bool, keep_kernel: bool, *args: Any, **kwargs: Any
 ) -> tuple[Any, ...]:
-    """Flax's `promote_dtype` of (inputs, kernel, bias), without the bias.
+    """Flax's `promote_dtype` of (inputs, kernel, bias), except for the bias.
 
-    The gradient of a half bias would be a sum in half over all examples and positions. With `keep_kernel` the kernel
-    stays too: the matmul casts it.
+    The gradient of a half bias would be a half-precision sum over all examples and positions. With `keep_kernel`
+    the kernel is not cast either: the matmul casts it.
     """
     one_tuple = len(args) == 1  # as NNX passes them
     inputs, kernel, *bias = args[0] if one_tuple else args
@@ -179,9 +179,9 @@ def _promote_all_but_bias(
 
 
 def _attend_in_half(*args: Any, module: Any = None, **kwargs: Any) -> Any:
-    """NNX's attention, by the path that records its weights.
+    """NNX's attention, by its code path that records the attention weights.
 
-    The other path is `jax.nn.dot_product_attention`, whose logits are float32: in the backward pass its matmuls
+    The other path, `jax.nn.dot_product_attention`, has float32 logits. In the backward pass its matmuls
     mix float32 with half, and float16 does not compile on a CPU.
     """
     recorder: Any = module or _Unrecorded()
@@ -189,13 +189,13 @@ def _attend_in_half(*args: Any, module: Any = None, **kwargs: Any) -> Any:
     return attend(*args, module=recorder, **kwargs)
 
 
-@functools.wraps(nn.dot_product_attention)  # its signature: Flax passes on what it finds in it
+@functools.wraps(nn.dot_product_attention)  # keeps its signature, by which Flax chooses the arguments to pass
 def _attend_after_float32_softmax(
     *args: Any, precision: Any = None, einsum_dot_general: Any = None, **kwargs: Any
 ) -> Any:
-    """Linen's attention with `force_fp32_for_softmax`, with its float32 weights cast to half before the values.
+    """Linen's attention with `force_fp32_for_softmax`, its weights cast to half before they multiply the values.
 
-    Flax leaves them in float32, which takes that matmul, and two of the backward pass, off the Tensor Cores.
+    Flax leaves them in float32, which keeps that matmul, and two of the backward pass, off the Tensor Cores.
     """
     einsum = functools.partial(jnp.einsum, precision=precision, _dot_general=einsum_dot_general or jax.lax.dot_general)
     scores = kwargs.pop("qk_attn_weights_einsum", None) or einsum
@@ -210,14 +210,14 @@ def _attend_after_float32_softmax(
 
 
 class _Unrecorded:
-    """Stands in for the module that attention weights are sown into."""
+    """A dummy for the module that attention weights are sown into."""
 
     def sow(self, *args: Any, **kwargs: Any) -> None:
         pass
 
 
 def cast(tree: Any, dtype: np.dtype) -> Any:
-    """Casts the real floating arrays of a tree; NNX objects in it (an Rngs, a module) stay as they are."""
+    """Casts the real floating arrays of a tree. NNX objects in it (an Rngs, a module) are unchanged."""
     return jax.tree.map(lambda x: _cast_leaf(x, dtype), tree, is_leaf=_is_object)
 
 
@@ -235,7 +235,7 @@ def call(fun: Callable[..., Any], kind: Kind, dtype: np.dtype, args: Any, kwargs
         with _implicit_promotion():
             out = fun(*args, **kwargs)
         return cast(out, np.dtype(np.float32) if in_cell else dtype)
-    # An RNN hands its initial carry on to the cell, which keeps it as it is.
+    # An RNN passes its initial carry on to the cell, which keeps its dtype.
     held = {k: v for k, v in kwargs.items() if k == "initial_carry"}
     out = fun(*cast(args, dtype), **{**cast(kwargs, dtype), **held})
     if args and _is_carry_pair(args[0], out):
@@ -244,9 +244,9 @@ def call(fun: Callable[..., Any], kind: Kind, dtype: np.dtype, args: Any, kwargs
 
 
 def _implicit_promotion() -> contextlib.AbstractContextManager[Any]:
-    """Lets a layer of Flax add its float32 bias or state to half, also where the user asks for strict promotion.
+    """Lets a Flax layer add its float32 bias or state to half even under strict promotion.
 
-    That sum is the policy's decision and not an oversight: the bias's gradient adds up in float32.
+    The policy mixes these dtypes on purpose: the bias's gradient is summed in float32.
     """
     if jax.config.jax_numpy_dtype_promotion == "strict":
         return jax.numpy_dtype_promotion("standard")
@@ -254,9 +254,9 @@ def _implicit_promotion() -> contextlib.AbstractContextManager[Any]:
 
 
 def _call_cell(fun: Callable[..., Any], dtype: np.dtype, args: Any, kwargs: Any) -> Any:
-    """(carry, x) → (carry, y): the state keeps the dtype it came in (float32, as Flax makes it).
+    """(carry, x) → (carry, y). The state keeps its dtype (float32 by Flax's default).
 
-    The matmuls are still half, because the cell's layers cast the state where they read it.
+    The matmuls are still half, because the cell's layers cast the state when they read it.
     """
     carry = args[0] if args else kwargs["carry"]
     rest = {k: v if k == "carry" else cast(v, dtype) for k, v in kwargs.items()}
@@ -276,7 +276,7 @@ def _is_object(x: Any) -> bool:
 def _is_carry_pair(carry: Any, out: Any) -> bool:
     """Whether a call maps (carry, ...) to (carry, y), the form of a scan's body.
 
-    A scan requires that a carry keeps its dtype, so the cast of the input must be undone in the output.
+    A scan requires a carry of constant dtype, so the cast of the input must be undone in the output.
     """
     if not (type(out) is tuple and len(out) == 2):
         return False
@@ -294,5 +294,5 @@ def _cast_like(tree: Any, reference: Any) -> Any:
 
 
 def cast_parameter(value: Any, dtype: np.dtype) -> Any:
-    """A parameter as a policy stores it: float32 becomes `dtype`, a dtype of its author's stays."""
+    """Casts a parameter to a policy's param dtype. Only float32 is cast: other dtypes were chosen by the author."""
     return jax.tree.map(lambda x: _cast_leaf(x, dtype) if is_castable(x) and x.dtype == np.float32 else x, value)

@@ -1,8 +1,8 @@
 """`with_policy` for Flax Linen: an interceptor around each method call of each layer.
 
-The model becomes an instance of a subclass whose methods install the interceptor. So the policy holds however the
-model is reached (`apply`, `init`, `bind`, as a submodule), and only there. The submodules that a bound model sets up
-become instances of such subclasses too, so that they can be called on their own.
+The model becomes an instance of a subclass whose methods install the interceptor. The policy therefore applies to
+every call of the model (by `apply`, `init`, `bind`, as a submodule), and nowhere else. The submodules that a bound
+model sets up become instances of such subclasses too, so that they can be called on their own.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from mpjax.policy import Policy, path_string, warn_unused_overrides
 
 @dataclasses.dataclass(frozen=True)
 class _Setting:
-    """A policy as a generated class holds it.
+    """The policy of a generated class.
 
     Args:
-        policy: the model's.
-        part_of: of a part of a bound model, the path of the model in the tree of bound modules.
-        prefix: as in `Run`.
+        policy: The model's policy.
+        part_of: Path of the model in the tree of bound modules, for a part of a bound model.
+        prefix: As in `Run`.
     """
 
     policy: Policy
@@ -43,10 +43,10 @@ _classes: weakref.WeakValueDictionary[tuple[type, _Setting], type] = weakref.Wea
 
 
 def with_policy(model: Any, policy: Policy, path: tuple[Any, ...] = ()) -> Any:
-    """`mpjax.with_policy` for Linen; `path` is the model's place in another one, if it is a part of that."""
+    """`mpjax.with_policy` for Linen; `path` is the model's path in the model that contains it, if any."""
     cls = _class_with(_base(model), _Setting(policy, prefix=tuple(map(str, path))))
     if model.parent is not None:
-        # Its parent has it registered: a second instance would be a second submodule.
+        # It is registered in its parent: a second instance would be a second submodule.
         object.__setattr__(model, "__class__", cls)
         return model
     fields = {f.name: getattr(model, f.name) for f in dataclasses.fields(model) if f.init}
@@ -74,7 +74,7 @@ def _class_with(base: Any, setting: _Setting) -> type:
 
 
 def _register(inherited: Callable[..., None]) -> Callable[..., None]:
-    """Linen's registration of a submodule, which then gets the policy too: a user may call it on its own."""
+    """Linen's registration of a submodule, which also gets the policy: a user may call it on its own."""
 
     @nn.nowrap
     @functools.wraps(inherited)
@@ -87,7 +87,7 @@ def _register(inherited: Callable[..., None]) -> Callable[..., None]:
 
 
 def _adopt(parent: Any, value: Any, setting: _Setting) -> None:
-    """Sets a policy on the submodules in a parent's attribute, and on those that they have registered already."""
+    """Sets a policy on the submodules in a parent's attribute, and on the submodules already registered in those."""
     for module in jax.tree.leaves(value, is_leaf=lambda x: isinstance(x, nn.Module)):
         if isinstance(module, nn.Module) and module.parent is parent and _setting(module) is None:
             object.__setattr__(module, "__class__", _class_with(type(module), setting))
@@ -97,7 +97,7 @@ def _adopt(parent: Any, value: Any, setting: _Setting) -> None:
 
 
 def _unbind(inherited: Callable[..., Any]) -> Callable[..., Any]:
-    """Linen's `unbind`; the module keeps the policy, whose overrides still know its path in the model."""
+    """Linen's `unbind`. The module keeps the policy, whose overrides still match its path in the model."""
 
     @nn.nowrap
     @functools.wraps(inherited)
@@ -113,13 +113,13 @@ def _unbind(inherited: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _run_of(module: Any) -> Run:
-    """A run of the model that a bound module is, or is a part of."""
+    """A run of the model of a bound module, which is the model or a part of it."""
     setting = module._mpjax_setting
     return Run(setting.policy, module.path if setting.part_of is None else setting.part_of, setting.prefix)
 
 
 def _methods(base: type) -> Iterator[str]:
-    """The names of the methods that Flax binds to a scope: those that the author's classes define."""
+    """The names of the methods that Flax binds to a scope: those defined by the author's classes."""
     own_classes = base.__mro__[: base.__mro__.index(nn.Module)]
     fields = {f.name for f in dataclasses.fields(base)}
     for name in sorted({name for cls in own_classes for name in vars(cls)} - fields):
@@ -139,7 +139,7 @@ def _with_run(name: str, inherited: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_run_in_method(inherited: Callable[..., Any]) -> Callable[..., Any]:
-    """`apply` or `init_with_output`, for which a `method` may be any function of the module."""
+    """`apply` or `init_with_output`, whose `method` may be any function of the module."""
 
     @nn.nowrap
     @functools.wraps(inherited)
@@ -167,17 +167,17 @@ def _in_run(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _run(module: Any, method: Any, fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Calls a method of a model with a policy, as the entry to the model or from within it."""
-    if module.scope is None:  # Flax has an error of its own for a module that is not bound
+    if module.scope is None:  # Flax raises its own error for an unbound module
         return fun(*args, **kwargs)
     run, outer, setting = _run_of(module), running.value, module._mpjax_setting
     is_part = setting.part_of is not None
-    # A lifted transformation may put the part, or the model, at another path than it was set up at.
+    # A lifted transformation may move the part, or the model, to another path than at setup.
     if run == outer or (is_part and outer is not None and outer.policy == run.policy):
         return fun(*args, **kwargs)
     policy, whole = run.policy, method == "__call__" and not (is_part or setting.prefix)
     with running(run), nn.intercept_methods(interceptor(run)):
         out = fun(*args, **kwargs)
-    # A method that is a part of the model meets only a part of its paths.
+    # A method other than `__call__` may run only some of the model's layers.
     if policy.overrides and (whole or module.is_initializing()):
         params = jax.tree_util.tree_leaves_with_path(module.variables.get("params", {}))
         warn_unused_overrides(policy, sorted(run.paths | {path_string(path) for path, _ in params}))
@@ -195,7 +195,7 @@ def _call_again(module: Any, method: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _reduce(self: Any) -> Any:
-    """Pickles by the author's class and the setting, because the class with both is generated."""
+    """Pickles the author's class and the setting, because the class itself is generated."""
     return _blank, (self._mpjax_base, self._mpjax_setting), dict(vars(self))
 
 

@@ -1,4 +1,4 @@
-"""One call of a layer in a Linen model with a policy: the interceptor that casts what goes in and out of it."""
+"""One call of a layer in a Linen model with a policy: the interceptor that casts its inputs and outputs."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ class Run:
     """One call of a model with a policy.
 
     Args:
-        policy: the model's.
-        root: the path of the model in the tree of bound modules.
-        prefix: the path of the model in the one that it was taken from, by `unbind`.
-        paths: the module and parameter paths met in the call.
-        wide: the dtypes of the layers, by path, that an explicit dtype keeps from the compute dtype.
+        policy: The model's policy.
+        root: Path of the model in the tree of bound modules.
+        prefix: Path of the model in the one from which `unbind` took it.
+        paths: Module and parameter paths used in the call.
+        wide: Dtypes, by path, of the layers whose explicit dtype is wider than the compute dtype.
     """
 
     policy: Policy
@@ -58,20 +58,20 @@ class Run:
         return "/".join((*self.prefix, *path[len(self.root) :]) if inside else path)
 
 
-# The innermost model with a policy that runs in this thread. It is part of jit's cache key: the
+# The innermost running model with a policy in this thread. It is part of jit's cache key: the
 # trace of an `nn.jit` layer under one policy must not be reused for another.
 running = jax.make_user_context(None)
-# The dtype in which the method that runs reads the parameters of other modules.
+# The dtype in which the running method reads the parameters of other modules.
 _reader: contextvars.ContextVar[np.dtype | None] = contextvars.ContextVar("mpjax_reader", default=None)
-# Marks a module whose method runs: its calls of its own methods are its own code.
+# Marks a module whose method is running: calls of its own methods are part of its code.
 _CALLED = "_mpjax_called"
 
 
 def interceptor(run: Run) -> Callable[..., Any]:
     def intercept(fun: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
         module, method = context.module, context.method_name
-        # Leave alone what another policy runs, and the module's calls of its own methods. Flax treats a `__getattr__`
-        # of the author's as a method.
+        # Skip calls under another policy, and the module's calls of its own methods. Flax treats an author's
+        # `__getattr__` as a method.
         is_dunder = method.startswith("__") and method != "__call__"
         if running.value != run or module.scope is None or _CALLED in vars(module) or is_dunder:
             return fun(*args, **kwargs)
@@ -81,7 +81,7 @@ def interceptor(run: Run) -> Callable[..., Any]:
         given = getattr(module, "dtype", None)
         if not is_real_float(given):
             return fun(*args, **kwargs)
-        # The compute dtype is what a module got from this policy and handed on to its layers.
+        # A dtype equal to the compute dtype was set by this policy and passed on by the parent module.
         own = own_dtype(given, (run.policy, placed), run.policy.compute_dtype, *_unset_dtype(run, module))
         kind, dtype = kind_of(type(module), method), own or placed.compute_dtype
         if stays_wide(kind, own, placed):
@@ -97,7 +97,7 @@ def interceptor(run: Run) -> Callable[..., Any]:
             inside["nnx_class"] = functools.partial(_made_by_nnx, module.nnx_class, run, path)
             kwargs = _with_method_by_name(module.nnx_class, kwargs)
         # A function that is lifted over the module (the body of a scan) also arrives here as if it
-        # were a method: its code sees the module as configured, but it is not a call of the module.
+        # were a method. Its code sees the module as configured, but it is not a call of the module.
         if method == "setup" or not hasattr(type(module), method):
             with _attributes(module, inside):
                 out = fun(*args, **kwargs)
@@ -125,19 +125,19 @@ def _recomputed(module: Any, fun: Callable[..., Any]) -> Callable[..., Any]:
             with _attributes(module, {"scope": scope}):
                 return fun(*args, **kwargs)
 
-        # Where the cell runs in a loop, the loop keeps the compiler from sharing values with the forward pass.
+        # In a loop, XLA can't share values with the forward pass anyway.
         return lift.checkpoint(body, prevent_cse=False, policy=keeps_matmuls)(module.scope, args, kwargs)
 
     return recomputed
 
 
 def _attend(module: Any, dtype: np.dtype, query: Any) -> Any:
-    # The table is read here, in `call`: before, it would be cast for the method that calls this one.
+    # The table is read here, inside `call`: earlier, it would be cast for the calling method.
     return attend(module.embedding, dtype, query)
 
 
 def _unset_dtype(run: Run, module: Any) -> tuple[np.dtype, ...]:
-    """The default of the model's own `dtype` field: a value that nobody chose for this model."""
+    """The default of the model's own `dtype` field: not a value chosen for this model."""
     if module.path != run.root:
         return ()
     defaults: list[Any] = [f.default for f in dataclasses.fields(module) if f.name == "dtype"]
@@ -160,7 +160,7 @@ def _reading(dtype: np.dtype | None) -> Iterator[None]:
 def _share_parameters(module: Any, made: list[Any]) -> None:
     """Lets other modules read, in their compute dtype, the float32 parameters that a module keeps as attributes.
 
-    So weights tied by hand, `h @ embed.embedding.T`, are half, while the lookup is in float32.
+    Manually tied weights, `h @ embed.embedding.T`, are therefore half, while the lookup is in float32.
     """
     names = [name for name, value in vars(module).items() if any(value is parameter for parameter in made)]
     if names:
@@ -174,7 +174,7 @@ def _class_that_shares(base: Any, names: tuple[str, ...]) -> type:
 
 
 class _SharedParameter:
-    """An attribute with a float32 parameter, cast for the method that reads it."""
+    """An attribute that holds a float32 parameter and casts it for the method that reads it."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -199,7 +199,7 @@ def _made_by_nnx(nnx_class: Callable[..., Any], run: Run, path: str, *args: Any,
 
 
 def _with_method_by_name(nnx_class: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The keywords of a `to_linen` module's call, whose method is looked up on the class with the policy."""
+    """The keywords of a `to_linen` module's call, whose method is looked up by name on the class with the policy."""
     method = kwargs.get("nnx_method")
     name = getattr(method, "__name__", "")
     return {**kwargs, "nnx_method": name} if name and getattr(nnx_class, name, None) is method else kwargs
@@ -208,9 +208,9 @@ def _with_method_by_name(nnx_class: Any, kwargs: dict[str, Any]) -> dict[str, An
 def _param(
     module: Any, run: Run, path: str, dtype: np.dtype | None, in_cell: bool, made: list[Any]
 ) -> Callable[..., Any]:
-    """`module.param`, which stores what the policy says and returns it cast to `dtype`.
+    """`module.param`, which stores the parameter in the policy's param dtype and returns it cast to `dtype`.
 
-    Without a dtype it is returned as stored, and added to `made`.
+    Without a `dtype` it returns the stored parameter, and adds it to `made`.
     """
     make_parameter = module.param
 
@@ -229,9 +229,9 @@ def _param(
 
 @contextlib.contextmanager
 def _attributes(module: Any, values: dict[str, Any]) -> Iterator[None]:
-    """Sets attributes for the time of a call.
+    """Sets attributes during a call.
 
-    Not for longer, and past Flax's guard: modules are frozen, and this one may be somebody else's.
+    It bypasses Flax's check, because modules are frozen, and restores them, because the module may be shared.
     """
     given = {name: vars(module)[name] for name in values if name in vars(module)}
     for name, value in values.items():
@@ -247,13 +247,13 @@ def _attributes(module: Any, values: dict[str, Any]) -> Iterator[None]:
 
 
 def _stored_in(init_fn: Any, param_dtype: np.dtype) -> Any:
-    """An initialiser whose float32 values are cast: drawn as for the float32 model, then rounded."""
+    """An initialiser whose float32 values, those of the float32 model, are cast to the param dtype."""
     if not callable(init_fn) or param_dtype == np.float32:
         return init_fn
     return lambda *args, **kwargs: cast_parameter(init_fn(*args, **kwargs), param_dtype)
 
 
 def subclass(base: Any, namespace: dict[str, Any]) -> type:
-    # The dataclass methods of the base apply, also where its author wrote them.
+    # Keep the base's dataclass methods, including hand-written ones.
     kept = ("__module__", "__qualname__", "__doc__", "__init__", "__eq__", "__hash__")
     return type(base)(base.__name__, (base,), {name: getattr(base, name) for name in kept} | namespace)

@@ -1,7 +1,7 @@
-"""The matmul of a layer whose float32 kernel gets its gradient in float32, as under `autocast`.
+"""Half matmuls of layers that return the gradient of a float32 kernel in float32, as under `autocast`.
 
-Flax casts a kernel and then multiplies, so JAX's derivative makes the gradient of the half copy, in half, and data
-parallelism sums it in half. Here a layer hands its float32 kernel to the matmul itself (`_jaxpr.weight_gradients`).
+Flax casts a kernel and then multiplies. The gradient is then that of the half copy, in half, and data
+parallelism sums it in half. Here a layer passes its float32 kernel to the matmul (`_jaxpr.weight_gradients`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mpjax._jaxpr import compat, weight_gradients
 from mpjax._jaxpr.primitives import MATMULS, Op, primitive
 from mpjax.policy import is_half
 
-# The attributes of Flax's layers that hold their matmul, and where it has operands: (inputs, kernel).
+# The attributes of Flax's layers that hold their matmul: its default, and the position of its (inputs, kernel).
 _MATMULS: dict[str, tuple[Callable[..., Any], int]] = {
     "dot_general": (lax.dot_general, 0),
     "conv_general_dilated": (lax.conv_general_dilated, 0),
@@ -28,10 +28,10 @@ _MATMULS: dict[str, tuple[Callable[..., Any], int]] = {
 
 
 def matmul_attribute(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The attribute of a layer that holds its matmul, replaced; nothing where the matmul is not JAX's own.
+    """The attribute of a layer that holds its matmul, with a replacement. Empty if the matmul is not JAX's own.
 
     Args:
-        given: the layer's attributes. None stands for JAX's function, as Linen has it.
+        given: The layer's attributes. A matmul of None means JAX's function, as in Linen.
     """
     for name, (default, first) in _MATMULS.items():
         if name in given and given[name] in (None, default) and given.get(f"{name}_cls") is None:
@@ -40,12 +40,12 @@ def matmul_attribute(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def wide_gradients(matmul: Callable[..., Any], first: int, *args: Any, **kwargs: Any) -> Any:
-    """A matmul of half inputs with a float32 kernel, in half; the gradient of the kernel leaves it in float32.
+    """Multiplies half inputs with a float32 kernel, in half. The gradient of the kernel is float32.
 
     Args:
-        matmul: a function of JAX's, such as `lax.dot_general`.
-        first: the place of the inputs among its arguments; the kernel comes next.
-        args, kwargs: its arguments.
+        matmul: A JAX function such as `lax.dot_general`.
+        first: Position of the inputs among its arguments. The kernel comes next.
+        args, kwargs: Arguments of `matmul`.
     """
     inputs, kernel = args[first : first + 2]
     if not is_half(inputs) or kernel.dtype != np.float32:
@@ -61,14 +61,14 @@ def _of_operands(matmul: Callable[..., Any], before: Any, after: Any, kwargs: An
 
 
 class _Kernel:
-    """A kernel in half and in float32, which are moved together (transposed, reshaped)."""
+    """A kernel in half and in float32, which are transposed and reshaped together."""
 
     def __init__(self, low: Any, full: Any) -> None:
         self.low, self.full = low, full
 
 
 def _run(jaxpr: Any, operands: Sequence[Any]) -> list[Any]:
-    """Evaluates the program of a matmul, with the matmul itself replaced."""
+    """Evaluates the jaxpr of a matmul function, with the matmul itself replaced."""
     opened = compat.open_jaxpr(jaxpr)
     env = dict(zip((*opened.jaxpr.constvars, *opened.jaxpr.invars), (*opened.consts, *operands), strict=True))
     for eqn in opened.jaxpr.eqns:
@@ -104,7 +104,7 @@ def _low(x: Any) -> Any:
 
 
 def attend(table: jax.Array, dtype: np.dtype, query: jax.Array, **kwargs: Any) -> jax.Array:
-    """What Flax's `Embed.attend` computes of a float32 table: the logits of a query, in `dtype`."""
+    """Flax's `Embed.attend` for a float32 table: the logits of a query, in `dtype`."""
     # Not `jnp.dot(query, table.T)`: XLA's CPU compiler can't run a bfloat16 matmul whose float32 result is transposed.
     numbers = (((query.ndim - 1,), (1,)), ((), ()))
     return wide_gradients(lax.dot_general, 0, query.astype(dtype), table, numbers, **kwargs)

@@ -1,9 +1,9 @@
 """`with_policy` for Flax NNX: each module's methods run on a view of it that has cast parameters.
 
 The modules of a cloned model become instances of subclasses. A call makes a view: an instance of the
-author's own class with the same submodules and variables, except that its parameters are cast. The
-author's method runs on the view. The model itself keeps its parameters, so `nnx.state`, gradients,
-optimizers and checkpoints see nothing of the policy.
+author's own class with the same submodules and variables, but with cast parameters. The
+author's method runs on the view. The model itself keeps its parameters, so the policy does not affect
+`nnx.state`, gradients, optimizers and checkpoints.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ from mpjax.policy import NORM_PATTERNS, Policy, path_string, warn_unused_overrid
 
 @dataclasses.dataclass(frozen=True)
 class _Placement:
-    """What a policy asks of a module at its place in a model.
+    """The settings of a policy for a module at its path in a model.
 
     Args:
-        policy: the model's.
-        path: the module's path in the model if the policy has overrides by path; else empty, so that modules at
-            different places have the same class and can be stacked.
-        dtype: the dtype that the module computes in.
-        has_own_dtype: whether that is an explicit dtype of the module's.
-        output_dtype: None if the layer's kind decides.
-        is_model: whether it is the model that `with_policy` was given.
-        in_cell: whether it is a part of a recurrent cell.
-        wide: of a model, the paths and dtypes of the layers that an explicit dtype keeps from the compute dtype.
+        policy: The model's policy.
+        path: The module's path in the model if the policy has overrides by path. Otherwise empty, so that modules at
+            different paths have the same class and can be stacked.
+        dtype: The dtype that the module computes in.
+        has_own_dtype: Whether that is an explicit dtype of the module.
+        output_dtype: None if the layer's kind determines it.
+        is_model: Whether the module is the model passed to `with_policy`.
+        in_cell: Whether it is a part of a recurrent cell.
+        wide: For a model, paths and dtypes of the layers whose explicit dtype is wider than the compute dtype.
     """
 
     policy: Policy
@@ -69,9 +69,9 @@ class _Placement:
     wide: tuple[tuple[str, np.dtype], ...] = ()
 
 
-# Attributes that are neither parameters nor modules, nor hold any; `isinstance` of a Variable takes longer.
+# Types of attributes that are not and don't contain parameters or modules. `isinstance` of a Variable is slower.
 _PLAIN = (bool, int, float, str, np.dtype, type, types.FunctionType)
-# The dtype in which the method that runs reads the parameters of other modules. It is part of jit's cache key.
+# The dtype in which the running method reads the parameters of other modules. It is part of jit's cache key.
 _reader = jax.make_user_context(None)
 
 
@@ -83,19 +83,19 @@ def with_policy(model: Any, policy: Policy) -> Any:
 
 
 def set_policy(root: Any, policy: Policy, at: tuple[Any, ...] = (), cell: bool = False) -> list[str]:
-    """Sets a policy on a module and all below it, in place; returns the paths of modules and parameters.
+    """Sets a policy on a module and its submodules, in place. Returns the paths of modules and parameters.
 
     Args:
-        root: a model, or a part of one that is added to it.
-        policy: the model's.
-        at: the path of the part in the model.
-        cell: whether the part is added to a recurrent cell.
+        root: A model, or a part that is added to one.
+        policy: The model's policy.
+        at: Path of the part in the model.
+        cell: Whether the part is added to a recurrent cell.
     """
     modules = {(*at, *path): module for path, module in nnx.iter_modules(root)}
     kept = [path for path, module in modules.items() if path != () and _has_policy_of_its_own(module)]
     ours = {p: m for p, m in modules.items() if not any(p[: len(inner)] == inner for inner in kept)}
     paths = [_join(path) for path in modules]
-    # All placements first: they are read off the author's classes and attributes.
+    # Compute all placements first: they depend on the author's classes and attributes.
     for module in ours.values():
         object.__setattr__(module, "__class__", _base(type(module)))
     placements = {path: _place(path, ours, policy, cell) for path in ours}
@@ -136,9 +136,9 @@ def _is_wide(placement: _Placement, module: Any, path: tuple[Any, ...]) -> bool:
 
 
 def _store_parameters(module: Any, path: tuple[Any, ...], policy: Policy) -> list[str]:
-    """Casts the module's own float32 parameters to the policy's param dtype; returns their paths."""
+    """Casts the module's own float32 parameters to the policy's param dtype. Returns their paths."""
     paths = []
-    # The parameters of a Linen model belong to its layers, of which only the names are known here.
+    # The parameters of a Linen model belong to its layers, whose classes are unknown here.
     owner = None if isinstance(module, nnx.bridge.ToNNX) else type(module)
     for name, value in vars(module).items():
         for below, param in jax.tree_util.tree_leaves_with_path(value, is_leaf=_is_variable_or_module):
@@ -146,13 +146,13 @@ def _store_parameters(module: Any, path: tuple[Any, ...], policy: Policy) -> lis
                 paths.append(_join((*path, name, *filter(None, [path_string(below)]))))
                 dtype = policy.for_path(paths[-1], owner).param_dtype
                 if dtype != np.float32:
-                    # The raw value: what `get_value` returns may be computed from it, each time that it is read.
+                    # The raw value: `get_value` may compute another value from it on each read.
                     param.set_raw_value(cast_parameter(param.get_raw_value(), dtype))
     return paths
 
 
 def _cast_caches(module: Any, dtype: np.dtype) -> None:
-    """Casts the decoding caches that a module has already: its keys and values come in the compute dtype."""
+    """Casts the existing decoding caches of a module, whose keys and values have the compute dtype."""
     if isinstance(module, nnx.MultiHeadAttention):
         for cache in vars(module).values():
             if isinstance(cache, nnx.Cache):
@@ -160,7 +160,7 @@ def _cast_caches(module: Any, dtype: np.dtype) -> None:
 
 
 def _place(path: tuple[Any, ...], modules: dict[Any, Any], policy: Policy, cell: bool = False) -> _Placement | None:
-    """The placement of a module; None for a container, and where the dtype is not one of a policy's."""
+    """The placement of a module. None for a container, and for a dtype that policies do not cover."""
     module = modules[path]
     given = getattr(module, "dtype", None)
     if not is_real_float(given) or is_container(module):
@@ -184,10 +184,10 @@ def _place(path: tuple[Any, ...], modules: dict[Any, Any], policy: Policy, cell:
 
 
 def _unset_dtypes(line: list[Any]) -> Iterator[np.dtype]:
-    """The values of `dtype` that nobody chose, for the last module of a line of descent.
+    """The default values of `dtype` for the last module in a chain of parents and children.
 
-    They are the defaults of the model's and of Flax's constructors, which hand them on, and what
-    nnx.Embed notes of its table where it is given none.
+    They are the defaults of the model's and of Flax's constructors, which pass them on, and the table's dtype, which
+    nnx.Embed uses if it is given none.
     """
     for module in line:
         if module is line[0] or type(module).__module__.startswith("flax."):
@@ -210,7 +210,7 @@ def _class_with_policy(base: Any, placement: _Placement) -> type:
 
 
 def _set_attribute(base: Any) -> Callable[[Any, str, Any], None]:
-    """Assignment of an attribute; modules in it that have no policy get that of the module."""
+    """Makes a `__setattr__` that sets the module's policy on assigned modules that have none."""
 
     def set_attribute(self: Any, name: str, value: Any) -> None:
         base.__setattr__(self, name, value)
@@ -224,7 +224,7 @@ def _set_attribute(base: Any) -> Callable[[Any, str, Any], None]:
 
 
 def _get_attribute(base: Any) -> Callable[[Any, str], Any]:
-    """Reading of an attribute: another module's method (tied weights) sees a parameter in its own compute dtype."""
+    """Makes a `__getattribute__` that casts parameters for methods of other modules (tied weights)."""
 
     def get_attribute(self: Any, name: str) -> Any:
         value = base.__getattribute__(self, name)
@@ -253,7 +253,7 @@ def _on_view(base: type, name: str, placement: _Placement) -> Callable[..., Any]
         with module_scope(self, view), _reader(placement.dtype if casts_parameters(kind) else None):
             out = call(fun, kind, placement.dtype, args, kwargs, placement.in_cell)
         for refusal, param, dtype in cast_params:
-            if _dtype(param) != dtype:  # by nnx.update: NNX's transformations write back what they read
+            if _dtype(param) != dtype:  # set by nnx.update: NNX's transformations write back the state that they read
                 raise refusal.error()
         _write_back(self, view, before)
         if placement.wide:
@@ -278,7 +278,7 @@ def _view(module: Any, base: type, method: str, kind: Kind, placement: _Placemen
         refusal = _Refusal(base.__name__, name, method)
         attributes[name] = _as_seen(value, placement, name, refusal, casts_parameters(kind) and not bridges)
     if bridges:
-        # The Linen model casts what its layers read, as it does on its own.
+        # The Linen model casts the parameters of its layers itself.
         inner = linen.with_policy(
             module.to_nnx__module, placement.policy.with_output_dtype(placement.dtype), placement.path
         )
@@ -292,9 +292,9 @@ def _view(module: Any, base: type, method: str, kind: Kind, placement: _Placemen
 
 
 def _as_seen(value: Any, placement: _Placement, name: str, refusal: _Refusal, casts: bool) -> Any:
-    """An attribute with the parameters that it is or contains cast, and a policy on the modules that have none.
+    """An attribute as the view holds it: its parameters are cast, and its modules without a policy get one.
 
-    The parameters of a module in it are that module's own affair.
+    The parameters of modules in it are not cast: those modules cast them.
     """
     if value is None or isinstance(value, _PLAIN):
         return value
@@ -319,13 +319,13 @@ def _with_placement(module: Any, above: _Placement, name: str) -> Any:
         return module
     base: Any = type(module)
     shadow: Any = object.__new__(_class_with_policy(base, placement))
-    object.__setattr__(shadow, "__dict__", vars(module))  # shared: what is set on one is set on both
+    object.__setattr__(shadow, "__dict__", vars(module))  # shared: both have the same attributes
     return shadow
 
 
 @dataclasses.dataclass(frozen=True)
 class _Refusal:
-    """Refuses assignments to a cast copy, which would be lost, or round the float32 parameter to half."""
+    """Raises on assignment to a cast copy, which would be lost or would round the float32 parameter to half."""
 
     cls: str
     name: str
@@ -344,7 +344,7 @@ class _Refusal:
 
 
 def _cast_param(param: Any, dtype: np.dtype, refusal: _Refusal) -> Any:
-    """A parameter with its raw value cast: what its `get_value` or its hooks do is done once, when it is read."""
+    """A parameter with its raw value cast, so that its `get_value` and hooks run only once, when it is read."""
     value = param.get_raw_value()
     if getattr(param, "ref", False):  # a variable that holds a mutable array
         value = value[...]
@@ -357,7 +357,7 @@ def _dtype(param: Any) -> Any:
 
 
 def _cast_params_of(module: Any, view: Any) -> list[tuple[_Refusal, Any, np.dtype]]:
-    """(refusal, parameter, dtype) of each parameter that the view holds a cast copy of."""
+    """(refusal, parameter, dtype) of each cast copy of a parameter in the view."""
     return [
         (param.get_metadata("on_set_value"), param, _dtype(param))
         for name, value in vars(view).items()
@@ -372,7 +372,7 @@ def _is_variable_or_module(x: Any) -> bool:
 
 
 def _write_back(module: Any, view: Any, before: dict[str, Any]) -> None:
-    """Copies the attributes that the method set (a cache, what it sowed) to the module."""
+    """Copies the attributes that the method set (a cache, sown values) to the module."""
     after = vars(view)
     for name in before.keys() - after.keys():
         delattr(module, name)
@@ -382,7 +382,7 @@ def _write_back(module: Any, view: Any, before: dict[str, Any]) -> None:
 
 
 def _reduce(self: Any) -> Any:
-    """Pickles by the author's class and the placement, because the class with both is generated."""
+    """Pickles the author's class and the placement, because the class itself is generated."""
     return _blank, (self._mpjax_base, self._mpjax_placement), self.__getstate__()
 
 

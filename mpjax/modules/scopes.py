@@ -1,7 +1,7 @@
 """Named scopes for modules of NNX and Equinox, which have none of their own: `Net/encoder/layers/0`.
 
-Audits and profiles group operations by named scope. Linen and Haiku open one around each module. Here NNX and Equinox
-get the same, from the names of the attributes along the path to a module.
+Audits and profiles group operations by named scope. Linen and Haiku open one around each module. This module does
+the same for NNX and Equinox, with the names of the attributes on the path to a module.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-# The module whose method runs: the modules that it calls are named by their place in it.
+# The module whose method is running. The modules that it calls are named by their path in it.
 _caller: contextvars.ContextVar[Any] = contextvars.ContextVar("mpjax_caller", default=None)
 # Marks the generated classes of `named_modules`.
 _NAMED = "_mpjax_named"
@@ -25,14 +25,14 @@ _NAMED = "_mpjax_named"
 
 @contextlib.contextmanager
 def module_scope(module: Any, seen_as: Any = None) -> Iterator[None]:
-    """The named scope of one call of a module.
+    """Opens the named scope of one call of a module.
 
-    The scope is the path of the module in the one that calls it, or its class's name where that path is unknown: at the
-    model itself, and at a copy that a transformation such as `nnx.scan` made.
+    The scope is the path of the module in its caller. If that path is unknown, as for the model itself and for a copy
+    made by a transformation such as `nnx.scan`, it is the name of the module's class.
 
     Args:
-        module: the module that is called.
-        seen_as: the object that its own code runs on, if that is another one.
+        module: The called module.
+        seen_as: The object on which its code runs, if it is another one.
     """
     caller = _caller.get()
     name = None if caller is None else _path_in(caller, module)
@@ -48,11 +48,11 @@ def module_scope(module: Any, seen_as: Any = None) -> Iterator[None]:
 def named_modules(tree: Any) -> Iterator[None]:
     """Opens a named scope around each method call of the NNX and Equinox modules in a tree.
 
-    The modules become instances of subclasses for the time of the context, in place: give it copies that no user sees,
-    such as those that were merged or unflattened for a trace. Modules with a policy open their scopes themselves.
+    Inside the context the modules become instances of subclasses, in place. Pass copies that users don't see,
+    such as those merged or unflattened for a trace. Modules with a policy open their scopes themselves.
 
     Args:
-        tree: a pytree with modules in it, such as a function's `(args, kwargs)`.
+        tree: A pytree that contains modules, such as a function's `(args, kwargs)`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -75,7 +75,7 @@ def named_modules(tree: Any) -> Iterator[None]:
 
 
 def original_class(cls: type) -> type:
-    """The user's class of a module that `named_modules` changed; any other class is returned as it is."""
+    """The user's class of a module that `named_modules` changed; any other class is returned unchanged."""
     return cls.__mro__[1] if _NAMED in vars(cls) else cls
 
 
@@ -85,11 +85,11 @@ def is_container(module: Any) -> bool:
 
 
 def method_names(cls: type, library: type) -> list[str]:
-    """The names of the methods that users call, of those that the classes below a library's base class define.
+    """The names of the methods that users call, among those defined by subclasses of a library's base class.
 
-    Those are `__call__` and other functions, but no other dunder, no property, and no override of the library's own
-    private methods, such as NNX's `_setattr`. Functions under `jax.jit` and `nnx.jit` are objects of other types, which
-    bind like functions.
+    They include `__call__` and other functions, but not other dunders, properties, or overrides of the library's own
+    private methods, such as NNX's `_setattr`. Functions under `jax.jit` and `nnx.jit` are included: they are objects of
+    other types, which bind like functions.
     """
     own = cls.__mro__[: cls.__mro__.index(library)]
     return sorted(name for name in {name for base in own for name in vars(base)} if _is_method(cls, name, library))
@@ -107,13 +107,13 @@ def _is_method(cls: type, name: str, library: type) -> bool:
 
 
 def _libraries() -> tuple[type, ...]:
-    """The base classes of modules, of the libraries that are loaded: importing mpjax imports none."""
+    """The module base classes of the loaded libraries. Importing mpjax imports none of them."""
     places = (("flax.nnx", "Module"), ("equinox", "Module"))
     return tuple(getattr(sys.modules[library], name) for library, name in places if library in sys.modules)
 
 
 def _modules(tree: Any) -> Iterator[Any]:
-    """The modules in a tree, at any depth, that name no scopes yet."""
+    """The modules in a tree, at any depth, that do not open named scopes yet."""
     bases = _libraries()
     if not bases:
         return
@@ -134,7 +134,7 @@ def _modules(tree: Any) -> Iterator[Any]:
 
 
 def _path_in(caller: Any, module: Any) -> str | None:
-    """The attribute path of a module below another one, nearest first; None if it is not there."""
+    """The shortest attribute path from a module to one below it, or None if there is none."""
     bases = _libraries()
     queue: list[tuple[str, Any]] = [("", caller)]
     seen = {id(caller)}
@@ -150,12 +150,12 @@ def _path_in(caller: Any, module: Any) -> str | None:
 
 
 def _children(module: Any, bases: tuple[type, ...]) -> Iterator[tuple[str, Any]]:
-    """The modules in a module's attributes, by their paths from it."""
+    """The modules in a module's attributes, with their paths."""
     for name, value in vars(module).items():
         if isinstance(value, bases) and not is_container(value):
             yield name, value
         elif is_container(value) or isinstance(value, (list, tuple, dict)):
-            # An NNX container is a module itself.
+            # An NNX container is itself a module.
             inner = functools.partial(_is_other_module, value, bases)
             found = jax.tree_util.tree_leaves_with_path(value, is_leaf=inner)
             for path, child in found:
