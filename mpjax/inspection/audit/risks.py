@@ -196,7 +196,7 @@ def _is_zero(value: Value) -> bool:
     return value.constant is not None and not value.aval.shape and float(value.constant) == 0.0
 
 
-# A factor up to the first makes an update (a learning rate); one from the second on keeps the old value (an average).
+# Largest factor of an update (a learning rate), and smallest factor that keeps the old value (a moving average).
 _SMALL_FACTOR, _KEEPING_FACTOR = 0.05, 0.9
 
 

@@ -34,7 +34,9 @@ _OPCODES = {
     CAST: "convert",
     OTHER: "sort scatter gather fft cholesky triangular-solve rng rng-bit-generator",
 }
-_KINDS = {opcode: kind for kind, opcodes in _OPCODES.items() for opcode in opcodes.split()}  # elementwise: all others
+_KINDS = {
+    opcode: kind for kind, opcodes in _OPCODES.items() for opcode in opcodes.split()
+}  # all others are elementwise
 _NEAR = 5  # The maximum distance to a named consumer; a step into a fusion counts.
 
 

@@ -100,7 +100,7 @@ def uses_tensor_cores(
         return None
     if instruction.triton or _TRITON.match(lower):
         return all(takes(dtype, instruction.exact, capability) for dtype in instruction.dtypes or {"f32"})
-    # What XLA emits by itself, without Triton, are loops.
+    # Without Triton, XLA itself generates plain loops.
     return False if lower.startswith(kernel_name(instruction.name).lower()) else None
 
 
