@@ -23,7 +23,7 @@ FORMATS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns its exit code; mistakes exit with code 2."""
+    """Runs the command line and returns its exit code; usage errors exit with code 2."""
     return script.main(PROGRAM, Config, run, FORMATS, arguments)
 
 

@@ -1,4 +1,4 @@
-"""The characters that a model writes, as labels; a file of them in DeepSpeech's format."""
+"""The output characters of a model as labels, and DeepSpeech's alphabet file format."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ ENGLISH = " abcdefghijklmnopqrstuvwxyz'"
 
 
 class Alphabet:
-    """Labels 1, 2, ... for characters, in their order; label 0 is CTC's blank.
+    """Maps characters, in order, to labels 1, 2, ...; label 0 is CTC's blank.
 
     Attributes:
-        characters: those of label 1, 2, ...
-        labels: how many labels there are, with the blank: the outputs of a model.
+        characters: the characters of labels 1, 2, ...
+        labels: number of labels including the blank, which is the number of model outputs.
     """
 
     def __init__(self, characters: str = ENGLISH) -> None:
@@ -27,12 +27,12 @@ class Alphabet:
 
     @classmethod
     def read(cls, path: Path) -> Alphabet:
-        r"""Reads DeepSpeech's `alphabet.txt`: UTF-8, a character a line, `#` starts a comment, `\#` is the character.
+        r"""Reads DeepSpeech's `alphabet.txt`: UTF-8, one character a line, `#` starts a comment, `\#` is `#`.
 
-        A line with nothing but a space is the space.
+        A line that contains only a space is the space.
 
         Raises:
-            UsageError: the file cannot be read, or a line is not one character, or is one for the second time.
+            UsageError: the file cannot be read, or a line is not a single character or repeats one.
         """
         try:
             lines = path.read_text(encoding="utf-8").split("\n")
@@ -61,13 +61,13 @@ class Alphabet:
         return cls("".join(found))
 
     def unknown(self, text: str) -> str:
-        """The characters of `text` that have no label, each once, in order."""
+        """The distinct characters of `text` without a label, in order."""
         return "".join(dict.fromkeys(character for character in text if character not in self._label_of))
 
     def encode(self, text: str) -> np.ndarray:
-        """Labels of a text, [characters], int32; a KeyError names a character that has none."""
+        """The labels of a text, [characters], int32; raises KeyError with a character that has no label."""
         return np.array([self._label_of[character] for character in text], np.int32)
 
     def decode(self, labels: Iterable[int]) -> str:
-        """The text of labels; blanks write nothing."""
+        """The text of labels; blanks are skipped."""
         return "".join(self.characters[label - 1] for label in labels if label)

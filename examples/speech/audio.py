@@ -1,4 +1,4 @@
-"""Audio files as float32 samples at 16 kHz, one channel, by soundfile and polyphase resampling."""
+"""Reads audio files as mono float32 samples at 16 kHz, with soundfile and polyphase resampling."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from examples.common.skipped import UnusableFileError
 SAMPLE_RATE = 16_000
 
 _CUT_SHORT = re.compile(r"^data : (\d+) \(should be (\d+)\)", re.MULTILINE)
-# Programs that write to a pipe promise as much as the header can hold, or nearly so, as they do not know better.
+# Programs that write to a pipe do not know the length, and declare about the largest that the header can hold.
 _STREAMED = 0x7FFF_0000
 
 
 class AudioInfo(NamedTuple):
-    """What the header of a file says."""
+    """The header of an audio file."""
 
     samples: int  # at 16 kHz
     sample_rate: int  # of the file
@@ -37,7 +37,7 @@ def probe(path: File) -> AudioInfo:
     """Reads the header of an audio file.
 
     Raises:
-        UnusableFileError: it is missing, of no known format, or empty.
+        UnusableFileError: the file is missing, empty, or has an unknown format.
     """
     with _open(path) as file:
         return AudioInfo(
@@ -46,10 +46,10 @@ def probe(path: File) -> AudioInfo:
 
 
 def read_audio(path: File) -> np.ndarray:
-    """The samples of a file, [samples], float32, -1..1: resampled to 16 kHz, channels averaged.
+    """Reads the samples of a file, [samples], float32, -1..1, resampled to 16 kHz with channels averaged.
 
     Raises:
-        UnusableFileError: as for `probe`, or it cannot be decoded, or holds NaN or infinite samples.
+        UnusableFileError: as for `probe`, or the file cannot be decoded, or contains NaN or infinite samples.
     """
     with _open(path) as file:
         promised, rate = file.frames, file.samplerate
@@ -84,7 +84,7 @@ def _open(path: File) -> soundfile.SoundFile:
 
 
 def _check(file: soundfile.SoundFile) -> None:
-    # libsndfile reads what there is of a WAV file that was cut short, and says so only in its log.
+    # libsndfile reads truncated WAV files, and reports the truncation only in its log.
     cut = _CUT_SHORT.search(file.extra_info)
     if cut and int(cut[1]) < _STREAMED:
         raise UnusableFileError(f"damaged: cut short, {cut[2]} bytes of audio where its header promises {cut[1]}")
@@ -96,7 +96,7 @@ def resample(samples: np.ndarray, up: int, down: int) -> np.ndarray:
     """Resamples float32 samples by the ratio up/down with a polyphase filter (Kaiser window)."""
     if up == down:
         return samples
-    # Only here: importing it takes longer than reading thousands of files.
+    # Imported lazily: the import takes longer than reading thousands of files.
     from scipy.signal import resample_poly
 
     return resample_poly(samples, up, down, window=_filter(up, down)).astype(np.float32)
@@ -104,7 +104,7 @@ def resample(samples: np.ndarray, up: int, down: int) -> np.ndarray:
 
 @functools.lru_cache(maxsize=32)
 def _filter(up: int, down: int) -> np.ndarray:
-    """The low-pass filter that resample_poly would design again for each file (Kaiser, 10 zero crossings)."""
+    """The low-pass filter of `resample_poly` (Kaiser, 10 zero crossings), cached because it designs one per call."""
     from scipy.signal import firwin
 
     widest = max(up, down)
@@ -112,16 +112,16 @@ def _filter(up: int, down: int) -> np.ndarray:
 
 
 def resampled_length(samples: Any, up: Any, down: Any) -> Any:
-    """How many samples `resample` makes of so many, integers or arrays of them: rounded up."""
+    """Number of samples after `resample`, rounded up; accepts integers or arrays."""
     return -(-samples * up // down)
 
 
 def resampling_ratio(rate: int) -> tuple[int, int]:
-    """What to resample by (up, down) to come from `rate` to 16 kHz, in lowest terms."""
+    """The ratio (up, down), in lowest terms, that resamples `rate` to 16 kHz."""
     common = math.gcd(rate, SAMPLE_RATE)
     return SAMPLE_RATE // common, rate // common
 
 
 def _reason(error: Exception) -> str:
-    # soundfile's own text repeats the path before the reason.
+    # soundfile's message repeats the path before the reason.
     return str(getattr(error, "error_string", error)).strip().rstrip(".")

@@ -1,7 +1,7 @@
 """SpecAugment on the device; speed and volume perturbation on the host.
 
-Our own, because the libraries for audio augmentation (torchaudio, audiomentations) bring torch or work on the host;
-resampling, the hard part, is SciPy's.
+Audio augmentation libraries (torchaudio, audiomentations) depend on torch or run on the host, so the code is here.
+SciPy does the resampling.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ def spec_augment(
     max_frequency: int = 8,
     max_share: float = 0.2,
 ) -> jax.Array:
-    """Sets random bands of time and of frequency to 0, which is the mean of normalised features.
+    """Sets random time and frequency bands to 0, the mean of normalised features.
 
-    Bands of time lie within each utterance's own length, so short ones lose no more than they should.
+    Time bands lie within the length of each utterance, so that short utterances do not lose too much.
 
     Args:
-        key: of the random numbers.
+        key: random key.
         features: [batch, frames, size].
         lengths: [batch], in frames.
-        time_masks: bands of time for each utterance.
-        max_time: their largest width, in frames.
-        frequency_masks: bands of frequency for each utterance.
-        max_frequency: their largest width, in coefficients.
-        max_share: a band of time is no longer than this share of the utterance.
+        time_masks: number of time bands per utterance.
+        max_time: maximum width of a time band in frames.
+        frequency_masks: number of frequency bands per utterance.
+        max_frequency: maximum width of a frequency band in coefficients.
+        max_share: maximum width of a time band as a share of the utterance.
 
-    Source: D. S. Park et al., "SpecAugment", Interspeech 2019 (without its time warping, which gained little there).
+    Source: D. S. Park et al., "SpecAugment", Interspeech 2019 (without time warping, which brought little gain there).
     """
     batch, frames, size = features.shape
     time_key, frequency_key = jax.random.split(key)
@@ -57,7 +57,7 @@ def spec_augment(
 
 
 def _bands(key: jax.Array, size: int, widest: jax.Array, extent: jax.Array, shape: tuple[int, int]) -> jax.Array:
-    """[batch, size], bool: true in bands of 0 to `widest` places that lie within the first `extent`."""
+    """Random bands of width 0 to `widest` within the first `extent` positions: [batch, size], bool, true inside."""
     draws = jax.random.uniform(key, (2, *shape))
     width = jnp.floor(draws[0] * (widest[:, None] + 1))
     start = jnp.floor(draws[1] * (extent[:, None] - width + 1))
@@ -66,19 +66,19 @@ def _bands(key: jax.Array, size: int, widest: jax.Array, extent: jax.Array, shap
 
 
 class Draw(NamedTuple):
-    """How utterances are changed: the numbers of one epoch, or those of one batch."""
+    """Random speeds and gains for the utterances of an epoch or a batch."""
 
-    speeds: np.ndarray  # [utterances], int: which of the speeds
+    speeds: np.ndarray  # [utterances], int: indices into `Perturbation.speeds`
     gains: np.ndarray  # [utterances], float32: factors
 
 
 @dataclasses.dataclass(frozen=True)
 class Perturbation:
-    """Other speeds, by resampling (pitch changes with it), and other volumes.
+    """Random changes of speed, by resampling (which also changes the pitch), and of volume.
 
     Attributes:
-        speeds: one of them is drawn for each utterance; 1.1 is a tenth faster.
-        volume: utterances become up to so many dB louder or softer.
+        speeds: factors from which one is drawn per utterance; 1.1 is a tenth faster.
+        volume: maximum change of volume, up or down, in dB.
 
     Source: T. Ko et al., "Audio augmentation for speech recognition", Interspeech 2015.
     """
@@ -94,21 +94,21 @@ class Perturbation:
 
     @property
     def fastest(self) -> float:
-        """The highest speed, at which there are the fewest frames for a transcript."""
+        """The highest speed, which leaves the fewest frames for a transcript."""
         return max(self.speeds)
 
     def draw(self, rng: np.random.Generator, count: int) -> Draw:
-        """Draws for so many utterances."""
+        """Draws speeds and gains for `count` utterances."""
         decibels = rng.uniform(-self.volume, self.volume, count)
         return Draw(rng.integers(len(self.speeds), size=count), (10 ** (decibels / 20)).astype(np.float32))
 
     def lengths(self, samples: np.ndarray, speeds: np.ndarray) -> np.ndarray:
-        """Lengths of utterances at the speeds drawn."""
+        """Lengths of utterances at the drawn speeds."""
         ratios = np.array([_ratio(speed) for speed in self.speeds])[speeds]
         return resampled_length(samples, ratios[..., 0], ratios[..., 1])
 
     def apply(self, audio: np.ndarray, speed: int, gain: float) -> np.ndarray:
-        """The samples of an utterance at a speed drawn and with a gain."""
+        """The samples of an utterance at the drawn speed and gain."""
         return resample(audio, *_ratio(self.speeds[speed])) * np.float32(gain)
 
 
@@ -116,6 +116,6 @@ NO_PERTURBATION = Perturbation(speeds=(1.0,), volume=0.0)
 
 
 def _ratio(speed: float) -> tuple[int, int]:
-    """What to resample by. Small numbers: the filter of a long ratio would be longer than the audio."""
+    """The resampling ratio in small integers: a filter for large ones would be longer than the audio."""
     fraction = Fraction(speed).limit_denominator(40)
     return fraction.denominator, fraction.numerator

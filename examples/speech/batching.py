@@ -1,4 +1,4 @@
-"""Batches of utterances of like length, in an order that follows from seed and epoch alone."""
+"""Batches of utterances of similar length, in an order that depends only on seed and epoch."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from examples.speech.features import Features
 
 Array = np.ndarray | jax.Array
 
-# Lengths of batches, in frames, are multiples of this: some stay multiples of 8 after the model's strides.
+# Batch lengths in frames are multiples of this, so that some are still multiples of 8 after the model's strides.
 _FRAMES = 16
-# Batches that each thread prepares while the device works on earlier ones.
+# Batches that each thread prefetches.
 _AHEAD = 2
 
 
 class Batch(NamedTuple):
-    """Utterances of one bucket; entries whose weight is 0 fill the batch up and count for nothing.
+    """Utterances of one bucket; entries with weight 0 are padding and are ignored.
 
-    Filling entries have length 0 in audio and in labels. Behind an utterance's length are zeros.
+    Padding entries have audio and label length 0. Values past an utterance's length are zeros.
     """
 
     audio: Array  # [batch, samples], float32 in -1..1, 16 kHz
     audio_lengths: Array  # [batch], int32, in samples
-    labels: Array  # [batch, characters], int32; 0 is CTC's blank and fills up
+    labels: Array  # [batch, characters], int32; 0 is CTC's blank, and padding
     label_lengths: Array  # [batch], int32
-    weights: Array  # [batch], float32: 1 for an utterance, 0 for filling
-    indices: Array  # [batch], int32: of the utterances in their dataset (the filling's are -1)
+    weights: Array  # [batch], float32: 1 for an utterance, 0 for padding
+    indices: Array  # [batch], int32: indices of the utterances in their dataset; -1 for padding
 
 
 class Shape(NamedTuple):
-    """The shape that the batches of a bucket have: what a step is compiled for."""
+    """The shape of the batches of a bucket; a step is compiled for each shape."""
 
     batch: int
     samples: int
     characters: int
 
     def zeros(self) -> Batch:
-        """A batch of this shape with nothing but filling."""
+        """A batch of this shape that contains only padding."""
         size = self.batch
         return Batch(
             np.zeros((size, self.samples), np.float32),
@@ -57,7 +57,7 @@ class Shape(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """A batch that is not loaded yet."""
+    """A batch that has not been loaded yet."""
 
     shape: Shape
     indices: np.ndarray  # [batch or fewer]
@@ -65,7 +65,7 @@ class _Plan(NamedTuple):
 
 
 def check_batch_size(speech: Speech, batch_size: int) -> None:
-    """An epoch must hold one full batch: the utterances that are left over in an epoch are dropped."""
+    """Raises `UsageError` if an epoch is smaller than one batch, since incomplete batches are dropped."""
     if batch_size > len(speech):
         raise UsageError(
             f"--batch-size {batch_size} is larger than the data: {speech.name} has {len(speech)} training utterances. "
@@ -74,23 +74,22 @@ def check_batch_size(speech: Speech, batch_size: int) -> None:
 
 
 class Buckets:
-    """A few lengths that the batches of a dataset are padded to, each compiled for once.
+    """Pads the batches of a dataset to a few lengths, each of which is compiled once.
 
-    What is left over in a bucket goes to the next longer one, so every training batch is full.
+    Utterances left over in a bucket move to the next longer one, so every training batch is full. With several
+    processes, each loads its part of a batch, in process order.
 
     Args:
-        speech: the utterances; later changes of it are not seen.
-        batch_size: utterances in a batch.
-        features: give the frames, which come in multiples of 16.
-        count: of buckets, at most.
-        perturbation: of the utterances in training.
-        workers: threads that load batches.
-
-    Of several processes each loads its part of a batch, in the order of processes.
+        speech: the utterances; later changes to it are ignored.
+        batch_size: number of utterances in a batch.
+        features: determines the number of frames; bucket lengths are multiples of 16 frames.
+        count: maximum number of buckets.
+        perturbation: perturbation of the training utterances.
+        workers: number of threads that load batches.
 
     Attributes:
-        shapes: all that whole batches will have, from short to long.
-        steps: batches in a training epoch, the same in each.
+        shapes: all shapes of full batches, from short to long.
+        steps: number of batches in each training epoch.
     """
 
     def __init__(
@@ -108,9 +107,9 @@ class Buckets:
         self.shapes = tuple(Shape(batch_size, samples, characters) for samples in self._edges(features, count))
 
     def train_batches(self, seed: int, epoch: int, first: int = 0) -> Iterator[Batch]:
-        """The batches of one epoch from number `first` on: shuffled, perturbed, all of them full.
+        """The batches of one epoch from number `first` on: shuffled, perturbed and full.
 
-        A file that turns out to be no good leaves an entry of weight 0.
+        An unusable file leaves an entry of weight 0.
         """
         rng = np.random.default_rng((seed, epoch))
         order = rng.permutation(len(self._speech))[: self.steps * self._batch_size]
@@ -119,7 +118,7 @@ class Buckets:
         return self._load_all([plans[i] for i in rng.permutation(len(plans))[first:]], self._perturbation)
 
     def evaluation_batches(self) -> Iterator[Batch]:
-        """All utterances once as they are, from short to long; the last batch is filled up."""
+        """All utterances once, unperturbed, from short to long; the last batch is padded."""
         order = np.argsort(self._speech.samples, kind="stable")
         unchanged = NO_PERTURBATION.draw(np.random.default_rng(0), len(order))
         return self._load_all(self._plans(order, NO_PERTURBATION, unchanged), NO_PERTURBATION)
@@ -132,7 +131,7 @@ class Buckets:
         )
         quantiles = np.quantile(samples, np.arange(1, count) / count)
         frames = features.frames(np.array([*quantiles.astype(np.int64), int(longest)]))
-        # One more than the frames of a length holds any remainder of a hop.
+        # One extra frame has space for any remainder of a hop.
         rounded = -(-(frames + 1) // _FRAMES) * _FRAMES
         return [features.samples(int(size)) for size in np.unique(rounded)]
 

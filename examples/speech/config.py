@@ -27,7 +27,7 @@ from examples.speech.augmentation import NO_PERTURBATION, Perturbation
 from examples.speech.corpus import DEFAULT_CACHE
 from examples.speech.features import Features
 
-# A benchmark of speed is on made-up audio.
+# Speed benchmarks use synthetic audio.
 SPOKEN = (*TRAIN, "find_batch_size")
 DECODING = Group("decoding", ("train", "compare", "evaluate", "predict", *BENCHMARKS))
 
@@ -156,7 +156,7 @@ class Config(RunConfig):
             )
         if self.mode == "predict" and not self.infer:
             raise UsageError("--mode predict: add --infer FILE, the audio to write down.")
-        # The shortest utterance of a benchmark is a quarter of the longest, and must make a frame.
+        # The shortest utterance of a benchmark is a quarter of the longest, and must yield at least one frame.
         if self.is_benchmark and self.output_frames(int(self.longest / 4 * 16_000)) < self.stride:
             raise UsageError(f"--longest {self.longest}: a quarter of it is too short for the model; give 0.2 or more.")
 
@@ -174,19 +174,19 @@ class Config(RunConfig):
 
     @property
     def perturbation(self) -> Perturbation:
-        """How training audio is changed."""
+        """The perturbation of training audio."""
         return Perturbation() if self.augment else NO_PERTURBATION
 
     @property
     def last_beam(self) -> int:
-        """Prefixes that the last test keeps; 0 where it is greedy."""
+        """Number of prefixes that the final test keeps; 0 for greedy decoding."""
         return self.beam if self.decoder == "beam" else 0
 
     @property
     def front_end(self) -> Features:
-        """What computes the features."""
+        """The feature extractor."""
         return Features(self.features, self.mels)
 
     def output_frames(self, samples: Any) -> Any:
-        """Frames that the model puts out for so many samples."""
+        """Number of output frames of the model for a number of samples."""
         return -(-self.front_end.frames(samples) // self.stride)

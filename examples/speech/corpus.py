@@ -1,6 +1,6 @@
-"""The example's own corpus: digits, dates and commands spoken by espeak-ng, on disk in Mozilla's format.
+"""The example's synthetic corpus: digits, dates and commands spoken by espeak-ng, stored in Mozilla's format.
 
-No speaker and no text of the test set is in the training set.
+The training and test sets share no speakers and no texts.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from examples.speech.synthesis import Spoken, SynthesisError, synthesize
 
 DEFAULT_CACHE = Path("runs/speech-corpus")
 
-# Voice variants of espeak-ng that speak clearly; a speaker is one of them with an accent, a tempo and a pitch.
-# None with `breath` in its definition (f2, f3, f5, Alicia, ...): those never speak the same samples twice.
+# espeak-ng voice variants that speak clearly; a speaker is a variant with an accent, a tempo and a pitch. Variants with
+# `breath` in their definition (f2, f3, f5, Alicia, ...) are excluded, since their samples are not reproducible.
 _TRAIN_VARIANTS = (
     "m1 m3 m4 m7 m8 f1 f4 aunty klatt klatt4 Alex Andrea Annie Denis Gene Jacky Mario Michael adam belinda edward "
     "gustave john linda max pablo quincy rob steph zac"
@@ -53,7 +53,7 @@ _DEVICES = "light fan heater radio".split()
 _CARDINALS = [*_DIGITS, *_TEENS, *(f"{ten} {unit}".rstrip() for ten in _TENS for unit in ["", *_DIGITS[1:]])]
 _DAYS_OF_MONTH = [*_ORDINALS, "twentieth", *(f"twenty {unit}" for unit in _ORDINALS[:9]), "thirtieth", "thirty first"]
 
-# More than this many different short texts would be searched for in vain.
+# The templates do not generate many more distinct short texts than this.
 _MAX_UTTERANCES = 20_000
 
 
@@ -66,7 +66,7 @@ class Corpus(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class CorpusSize:
-    """How many utterances there are, and the seed of their texts and speakers."""
+    """The number of utterances, and the seed of their texts and speakers."""
 
     train: int = 2400
     test: int = 240
@@ -81,14 +81,14 @@ class CorpusSize:
 
 
 def make_corpus(cache: Path = DEFAULT_CACHE, size: CorpusSize | None = None) -> Corpus:
-    """The corpus of that size, spoken now if it is not in the cache yet: the same bit for bit each time.
+    """Returns the corpus of this size; synthesises it if it is not cached. The result is reproducible bit for bit.
 
     Args:
-        cache: folder of corpora, one folder each, named by a hash of all that is spoken and of espeak-ng's version.
-        size: of the corpus.
+        cache: folder with one subfolder per corpus, named by a hash of its utterances and espeak-ng's version.
+        size: size of the corpus.
 
     Raises:
-        UsageError: espeak-ng cannot be used, or the folder cannot be written to.
+        UsageError: espeak-ng is not usable, or the folder is not writable.
     """
     plan = _plan(size or CorpusSize())
     key = hashlib.sha256(json.dumps([plan, _library_version(), SAMPLE_RATE]).encode()).hexdigest()[:12]
@@ -106,7 +106,7 @@ def make_corpus(cache: Path = DEFAULT_CACHE, size: CorpusSize | None = None) -> 
             part.chmod(0o755)
             os.rename(part, folder)
         except OSError as error:
-            # Another process may have been first; its corpus is the same.
+            # Another process may have written the same corpus first.
             if not folder.is_dir():
                 raise UsageError(f"the corpus cannot be written to {str(cache)!r}: {error.strerror}.") from error
         finally:
@@ -115,7 +115,7 @@ def make_corpus(cache: Path = DEFAULT_CACHE, size: CorpusSize | None = None) -> 
 
 
 def _plan(size: CorpusSize) -> dict[str, list[Spoken]]:
-    """Who says what, by split."""
+    """The texts and their speakers by split."""
     rng = np.random.default_rng(size.seed)
     texts = _texts(rng, size.train + size.test)
     return {
@@ -125,7 +125,7 @@ def _plan(size: CorpusSize) -> dict[str, list[Spoken]]:
 
 
 def _texts(rng: np.random.Generator, count: int) -> list[str]:
-    """Different texts: half of them digits, a quarter dates, a quarter commands (fewer where those run out)."""
+    """Distinct texts: half digits, a quarter dates, a quarter commands (fewer if a kind runs out)."""
     kinds = (_digits, _digits, _date, _command)
     texts: dict[str, None] = {}
     while len(texts) < count:
@@ -163,7 +163,7 @@ def _pick(rng: np.random.Generator, words: Sequence[str]) -> str:
 
 
 def _spoken(rng: np.random.Generator, text: str, variants: Sequence[str]) -> Spoken:
-    """A text in the mouth of a random speaker, whose tempo and pitch vary a little from time to time."""
+    """Assigns a text to a random speaker, with small random changes of tempo and pitch."""
     number = int(rng.integers(len(variants)))
     voice = f"{_ACCENTS[number % len(_ACCENTS)]}+{variants[number]}"
     tempo, pitch = 145 + 10 * (number * 3 % 5), 35 + 6 * (number * 2 % 6)
@@ -173,7 +173,7 @@ def _spoken(rng: np.random.Generator, text: str, variants: Sequence[str]) -> Spo
 def _write(folder: Path, plan: dict[str, list[Spoken]]) -> None:
     everything = [spoken for part in plan.values() for spoken in part]
     try:
-        # Redrawing means a new line in a log file: there now and then is enough.
+        # In a log file each update is a new line, so update less often.
         pace = 0.2 if sys.stderr.isatty() else 10.0
         bar = tqdm(synthesize(everything), "speaking", len(everything), unit="utterance", leave=False, mininterval=pace)
         voices = iter(bar)
@@ -197,7 +197,7 @@ def _write_split(folder: Path, split: str, part: Sequence[Spoken], voices: Itera
             path = folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
             wave = resample(samples.astype(np.float32) / 2**15, *resampling_ratio(rate))
-            # By way of memory: soundfile waits for the disk at the end of each file.
+            # Encoded in memory, because soundfile waits for the disk after each file.
             content = io.BytesIO()
             soundfile.write(content, wave, SAMPLE_RATE, format="WAV", subtype="PCM_16")
             rows.writerow([name.as_posix(), path.write_bytes(content.getvalue()), spoken.text])

@@ -1,4 +1,4 @@
-"""Utterances with their transcripts, and the audio of one of them at a time."""
+"""Utterances with transcripts; audio is loaded one utterance at a time."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ class Utterance(NamedTuple):
 class Speech:
     """Utterances with their transcripts; `load` may be called from any thread.
 
-    Files that cannot be used are skipped: named once on stderr and counted in `skipped`; more than `max_skipped` of
+    Unusable files are skipped: they are reported once on stderr and recorded in `skipped`. More than `max_skipped` of
     them are an error.
 
     Args:
-        name: for titles and messages.
-        utterances: what the manifest says.
-        alphabet: of the transcripts.
+        name: name in titles and messages.
+        utterances: the entries of the manifest.
+        alphabet: alphabet of the transcripts.
         max_skipped: share of the utterances that may be skipped.
 
     Attributes:
-        paths: of the audio files.
-        transcripts: what is spoken in them.
+        paths: paths of the audio files.
+        transcripts: transcripts of the audio files.
         labels: the transcripts as labels, each [characters], int32.
         samples: [utterances], int64: lengths at 16 kHz.
-        skipped: the files that are left out, and why.
+        skipped: the skipped files and the reasons.
 
     Raises:
-        UsageError: transcripts have characters that are not in the alphabet, or too many files cannot be used.
+        UsageError: transcripts have characters that are not in the alphabet, or too many files are unusable.
     """
 
     def __init__(self, name: str, utterances: Sequence[Utterance], alphabet: Alphabet, max_skipped: float) -> None:
@@ -67,10 +67,10 @@ class Speech:
         return float(self.samples.sum()) / SAMPLE_RATE / 3600
 
     def load(self, index: int) -> np.ndarray | None:
-        """The samples of an utterance, [samples], float32; None where the file turns out to be no good.
+        """Loads the samples of an utterance, [samples], float32; returns None if the file is unusable.
 
         Raises:
-            UsageError: it is one too many that is skipped.
+            UsageError: too many files have been skipped.
         """
         path = self.paths[index]
         try:
@@ -85,13 +85,13 @@ class Speech:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Changes where utterances, transcripts or, in a sample, the content of files change."""
+        """Changes if utterances or transcripts change, or the contents of a sampled file."""
         utterances = zip(self.paths, self.transcripts, self.samples, strict=True)
         names = [f"{_place(path)}\t{transcript}\t{samples}" for path, transcript, samples in utterances]
         return fingerprint(names, len(self), lambda index: self.paths[index].read_bytes())
 
     def keep_shorter(self, seconds: float) -> None:
-        """Leaves out utterances that are longer, which is a choice and no fault of theirs."""
+        """Leaves out longer utterances, without counting them as skipped."""
         kept = np.flatnonzero(self.samples <= seconds * SAMPLE_RATE)
         left = len(self) - len(kept)
         if left:
@@ -99,14 +99,14 @@ class Speech:
         self._keep([Utterance(self.paths[i], self.transcripts[i]) for i in kept], self.samples[kept])
 
     def keep_decodable(self, frames: Callable[[np.ndarray], np.ndarray], fastest: float = 1.0) -> None:
-        """Skips utterances whose transcripts CTC cannot align: one frame a character, one between two equal ones.
+        """Skips utterances whose transcripts are too long for CTC (see `frames_needed`).
 
         Args:
-            frames: from lengths in samples to the number of frames that the model puts out.
-            fastest: the highest speed at which they will be played.
+            frames: maps lengths in samples to numbers of output frames of the model.
+            fastest: highest speed factor of the perturbation.
 
         Raises:
-            UsageError: those are too many.
+            UsageError: too many utterances are skipped.
         """
         have = np.asarray(frames(np.floor(self.samples / fastest).astype(np.int64)))
         need = np.array([frames_needed(labels) for labels in self.labels], np.int64)
@@ -120,11 +120,11 @@ class Speech:
         self._keep([Utterance(self.paths[i], self.transcripts[i]) for i in kept], self.samples[kept])
 
     def _probe(self, utterances: Sequence[Utterance]) -> tuple[list[Utterance], list[AudioInfo]]:
-        """Those that can be used as far as their headers tell, and what these say."""
+        """The utterances whose headers are valid, and their headers."""
         kept, infos = [], []
         with ThreadPoolExecutor() as executor:
             for utterance, found in zip(utterances, executor.map(_probe, utterances), strict=True):
-                # Here and not in the threads: messages come in the order of the manifest.
+                # Not in the threads, so that messages are in the order of the manifest.
                 if isinstance(found, UnusableFileError):
                     self.skipped.add(str(utterance.path), str(found))
                 else:
@@ -142,7 +142,7 @@ class Speech:
 
 
 def _place(path: File) -> str:
-    """What stays where the data are moved."""
+    """The part of a path that does not change if the data is moved."""
     return f"{path.parent.name}/{path.name}" if isinstance(path, Path) else path.records.name(path.number)
 
 
@@ -156,7 +156,7 @@ def _probe(utterance: Utterance) -> AudioInfo | UnusableFileError:
 
 
 def frames_needed(labels: np.ndarray) -> int:
-    """Frames that CTC needs for these labels: one each, and a blank between two equal ones."""
+    """Number of frames that CTC needs for labels: one each, and a blank between two equal ones."""
     return len(labels) + int(np.count_nonzero(labels[1:] == labels[:-1]))
 
 

@@ -1,8 +1,8 @@
-"""CTC decoding on the device: greedy, and prefix beam search. Logits are read in float32; jit both.
+"""CTC decoding on the device: greedy, and prefix beam search. Both read logits in float32 and should be jitted.
 
-Our own, because the decoders on the package index (pyctcdecode, flashlight-text) run on the host, utterance by
-utterance, and optax has only the loss. There is no language model: pyctcdecode requires NumPy 1, JAX NumPy 2, and
-flashlight-text has no wheel for Python 3.13.
+The published decoders (pyctcdecode, flashlight-text) run on the host, one utterance at a time, and optax only has the
+loss. There is no language model: pyctcdecode requires NumPy 1 and JAX NumPy 2, and flashlight-text has no wheel for
+Python 3.13.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ _BLANK = 0
 
 
 class Decoded(NamedTuple):
-    """The labels found; `Alphabet.decode(labels[i, :lengths[i]])` is their text."""
+    """Decoded labels; `Alphabet.decode(labels[i, :lengths[i]])` is the text of utterance i."""
 
-    labels: jax.Array  # [batch, frames], int32, 0 behind the length
+    labels: jax.Array  # [batch, frames], int32, 0 past the length
     lengths: jax.Array  # [batch], int32
-    scores: jax.Array  # [batch], float32: log probability (of the best alignment where it is greedy)
+    scores: jax.Array  # [batch], float32: log probability (of the best alignment if greedy)
 
 
 @mpjax.float_function
 def greedy(logits: ArrayLike, lengths: ArrayLike) -> Decoded:
-    """The text of the most probable alignment: the best label of each frame, repeats and blanks taken out.
+    """The text of the most probable alignment: the best label of each frame, without repeats and blanks.
 
     Args:
         logits: [batch, frames, labels], of any float dtype; label 0 is the blank.
-        lengths: [batch], in frames; what is behind them is not looked at.
+        lengths: [batch], in frames; later frames are ignored.
     """
     log_probs = _log_softmax(logits)
     best = jnp.argmax(log_probs, axis=-1).astype(jnp.int32)
     inside = jnp.arange(best.shape[1]) < jnp.asarray(lengths)[:, None]
     before = jnp.pad(best, ((0, 0), (1, 0)), constant_values=_BLANK)[:, :-1]
     written = inside & (best != _BLANK) & (best != before)
-    # A stable sort by "not written" moves what is written to the front, in order.
+    # A stable sort by "not written" moves the written labels to the front, in order.
     order = jnp.argsort(~written, axis=1, stable=True)
     labels = jnp.take_along_axis(jnp.where(written, best, 0), order, axis=1)
     scores = jnp.sum(jnp.max(log_probs, axis=-1), axis=1, where=inside)
@@ -47,12 +47,12 @@ def greedy(logits: ArrayLike, lengths: ArrayLike) -> Decoded:
 
 
 class _Beam(NamedTuple):
-    """The most probable prefixes of one utterance; all of them different."""
+    """The most probable prefixes of one utterance, all distinct."""
 
-    prefixes: jax.Array  # [beam, frames], int32, 0 behind the length
+    prefixes: jax.Array  # [beam, frames], int32, 0 past the length
     lengths: jax.Array  # [beam], int32
-    blank: jax.Array  # [beam], float32: log probability of the alignments that end in a blank
-    label: jax.Array  # [beam], float32: of those that end in the prefix's last label
+    blank: jax.Array  # [beam], float32: log probability of alignments that end in a blank
+    label: jax.Array  # [beam], float32: log probability of alignments that end in the prefix's last label
 
     @property
     def total(self) -> jax.Array:
@@ -65,15 +65,15 @@ class _Beam(NamedTuple):
 
 @mpjax.float_function
 def beam_search(logits: ArrayLike, lengths: ArrayLike, beam: int = 16) -> Decoded:
-    """The most probable text: prefix beam search, which adds up the alignments of a text.
+    """The most probable text, by prefix beam search, which sums over all alignments of a text.
 
-    p_blank(prefix) and p_label(prefix) are followed frame by frame for the `beam` best prefixes. With a beam that holds
-    all prefixes the result is exact; work and memory grow with beam × (beam + labels).
+    The search updates p_blank(prefix) and p_label(prefix) frame by frame for the `beam` best prefixes. The result is
+    exact if the beam holds all prefixes. Work and memory grow with beam × (beam + labels).
 
     Args:
         logits: [batch, frames, labels], of any float dtype; label 0 is the blank.
-        lengths: [batch], in frames; what is behind them is not looked at.
-        beam: prefixes that are kept, 1 or more (static).
+        lengths: [batch], in frames; later frames are ignored.
+        beam: number of prefixes kept, 1 or more (static).
 
     Source: A. Hannun et al., "First-Pass Large Vocabulary Continuous Speech Recognition using Bi-Directional Recurrent
     DNNs" (2014), without a language model.
@@ -84,7 +84,7 @@ def beam_search(logits: ArrayLike, lengths: ArrayLike, beam: int = 16) -> Decode
     def search(log_probs: jax.Array, length: jax.Array) -> Decoded:
         frames = log_probs.shape[0]
         minus_inf = jnp.full(beam, -jnp.inf)
-        # One empty prefix; the other places are taken by prefixes of probability 0.
+        # One empty prefix; the other entries have probability 0.
         start = _Beam(
             jnp.zeros((beam, frames), jnp.int32), jnp.zeros(beam, jnp.int32), minus_inf.at[0].set(0), minus_inf
         )
@@ -106,11 +106,11 @@ def _advance(state: _Beam, scores: jax.Array) -> _Beam:
     beam, labels = len(state.lengths), scores.shape[0]
     stay = _stay(state, scores)
     extended = state.total[:, None] + scores[None, :]  # [beam, labels]
-    # The last label once more makes the prefix longer only after a blank.
+    # Repeating the last label extends the prefix only after a blank.
     repeats = jnp.arange(labels)[None, :] == state.last[:, None]
     extended = jnp.where(repeats, state.blank[:, None] + scores[None, :], extended)
     extended = extended.at[:, _BLANK].set(-jnp.inf)
-    # Where prefix i with one more label is prefix j, which is in the beam itself, j takes what comes from i.
+    # If prefix i extended by one label is prefix j of the beam, j gains the probability of that extension.
     parents = _parents(state)
     gained = jnp.where(parents, extended[:, state.last], -jnp.inf)  # [beam, beam]
     stay = stay._replace(label=jnp.logaddexp(stay.label, jax.nn.logsumexp(gained, axis=0)))
@@ -132,7 +132,7 @@ def _advance(state: _Beam, scores: jax.Array) -> _Beam:
 
 
 def _stay(state: _Beam, scores: jax.Array) -> _Beam:
-    """The same prefixes after a blank, or after their last label once more."""
+    """The unchanged prefixes after a blank, or after a repeat of their last label."""
     again = jnp.where(state.lengths > 0, state.label + scores[state.last], -jnp.inf)
     return state._replace(blank=state.total + scores[_BLANK], label=again)
 
@@ -142,7 +142,7 @@ def _parents(state: _Beam) -> jax.Array:
     length = state.lengths
     shortened = jnp.where(jnp.arange(state.prefixes.shape[1]) == length[:, None] - 1, 0, state.prefixes)
     same = jnp.all(state.prefixes[:, None, :] == shortened[None, :, :], axis=-1)
-    # Places of probability 0 hold copies of the empty prefix, which are nobody's parents.
+    # Entries of probability 0 are copies of the empty prefix, and must not count as parents.
     return same & (length[None, :] == length[:, None] + 1) & jnp.isfinite(state.total)[:, None]
 
 

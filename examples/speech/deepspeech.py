@@ -10,17 +10,19 @@ from examples.speech.recurrence import Recurrent
 
 
 class DeepSpeech(nnx.Module):
-    """Three dense layers with clipped ReLU, one recurrent layer, one more dense layer, and the characters.
+    """Three dense layers with clipped ReLU, one recurrent layer, one more dense layer, and the output layer.
 
     Args:
-        features: of a frame.
-        characters: logits of a frame, the CTC blank among them.
-        hidden: units of each dense layer, and of each direction of the recurrent one.
-        context: frames on either side that the first layer sees; seeing a window of frames is a convolution.
+        features: number of features per frame.
+        characters: number of logits per frame, including the CTC blank.
+        hidden: units of each dense layer and of each direction of the recurrent layer.
+        context: frames on either side in the window of the first layer, which is a convolution.
         stride: frames from one window to the next.
         cell: `rnn`, `gru` or `lstm`.
-        layer_norm: layer normalisation before each of the clipped ReLUs, as Mozilla's DeepSpeech has it.
-        dropout: share of units dropped after each of the dense layers in training.
+        bidirectional: whether the recurrent layer also runs backward in time.
+        layer_norm: whether to apply layer normalisation before each clipped ReLU, as in Mozilla's DeepSpeech.
+        dropout: dropout rate after each dense layer in training.
+        rngs: random streams of the initialisation.
     """
 
     def __init__(

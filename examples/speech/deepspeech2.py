@@ -8,24 +8,26 @@ from flax import nnx
 from examples.speech.layers import Lookahead, MaskedBatchNorm, MaskedConv, clipped_relu, time_mask
 from examples.speech.recurrence import Recurrent
 
-# Over time and frequency, as in the paper.
+# Kernel sizes over time and frequency, as in the paper.
 _KERNELS = ((11, 41), (11, 21))
 _FREQUENCY_STRIDE = 2
 
 
 class DeepSpeech2(nnx.Module):
-    """Two 2-D convolutions and recurrent layers, all with batch normalisation, and the characters.
+    """Two 2-D convolutions and recurrent layers, all with batch normalisation, and the output layer.
 
     Args:
-        features: of a frame, in the order of their frequency.
-        characters: logits of a frame, the CTC blank among them.
+        features: number of features per frame, ordered by frequency.
+        characters: number of logits per frame, including the CTC blank.
         hidden: units of each direction of a recurrent layer.
-        layers: recurrent layers.
-        channels: of the convolutions.
-        stride: frames in to one frame out; the first convolution skips the others.
+        layers: number of recurrent layers.
+        channels: channels of the convolutions.
+        stride: input frames per output frame; the time stride of the first convolution.
         cell: `rnn`, `gru` or `lstm`.
-        lookahead: frames that a row convolution sees ahead, after the recurrent layers; 0 for none.
-        dropout: share of units dropped after each recurrent layer in training.
+        bidirectional: whether the recurrent layers also run backward in time.
+        lookahead: future frames seen by a row convolution after the recurrent layers; 0 for no such layer.
+        dropout: dropout rate after each recurrent layer in training.
+        rngs: random streams of the initialisation.
     """
 
     def __init__(
@@ -45,7 +47,7 @@ class DeepSpeech2(nnx.Module):
     ) -> None:
         strides = ((stride, _FREQUENCY_STRIDE), (1, _FREQUENCY_STRIDE))
         sizes = zip((1, channels), _KERNELS, strides, strict=True)
-        # A bias would be taken off again by the normalisation.
+        # No bias: the normalisation would subtract it.
         self.convs = nnx.List(MaskedConv(n, channels, *size, bias=False, rngs=rngs) for n, *size in sizes)
         self.norms = nnx.List(MaskedBatchNorm(channels, rngs=rngs) for _ in self.convs)
         for _ in self.convs:

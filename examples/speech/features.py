@@ -13,25 +13,25 @@ from jax.typing import ArrayLike
 import mpjax
 from examples.speech.audio import SAMPLE_RATE
 
-# Energy of a band below which its logarithm says nothing but rounding.
+# Band energies below this are rounding noise.
 _FLOOR = 1e-10
-# Where Slaney's mel scale turns from linear to logarithmic, in Hz, and its steps.
+# Slaney's mel scale: linear step in Hz, frequency in Hz where it becomes logarithmic, and logarithmic step.
 _LINEAR_STEP, _BREAK, _LOG_STEP = 200 / 3, 1000.0, np.log(6.4) / 27
 
 
 @dataclasses.dataclass(frozen=True)
 class Features:
-    """What is computed of audio, 25 ms of it at every 10 ms unless told otherwise; hashable.
+    """Audio features, by default of 25 ms windows every 10 ms; hashable.
 
     features, lengths = Features()(audio, lengths)
 
-    Only whole windows make frames, so padding changes none of them. All is float32, under any autocast.
+    Only full windows yield frames, so padding does not change them. The computation is in float32 under any autocast.
 
     Attributes:
-        kind: log_mel, the logarithm of mel bands' energy; mfcc, the first coefficients of its cosine transform.
-        mels: mel bands (Slaney's scale and area normalisation, as librosa's), from 0 Hz to 8 kHz.
-        coefficients: of mfcc.
-        window: length of the Hann window, in samples.
+        kind: log_mel, the log energy of mel bands, or mfcc, the first coefficients of its cosine transform.
+        mels: number of mel bands from 0 Hz to 8 kHz (Slaney's scale and area normalisation, as in librosa).
+        coefficients: number of mfcc coefficients.
+        window: length of the Hann window in samples.
         hop: samples from one frame to the next.
     """
 
@@ -43,34 +43,34 @@ class Features:
 
     @property
     def size(self) -> int:
-        """Numbers in a frame."""
+        """Number of features per frame."""
         return self.mels if self.kind == "log_mel" else self.coefficients
 
     def __call__(self, audio: ArrayLike, lengths: ArrayLike) -> tuple[jax.Array, jax.Array]:
-        """Features of a batch, with mean 0 and deviation 1 of each coefficient over an utterance's own frames.
+        """Features of a batch; each coefficient has mean 0 and deviation 1 over the frames of an utterance.
 
         Args:
             audio: [batch, samples], float32.
             lengths: [batch], integers, in samples.
 
         Returns:
-            [batch, frames, size], float32, 0 behind the utterance's frames; and their lengths, [batch], int32.
+            [batch, frames, size], float32, 0 past each utterance's frames; and the numbers of frames, [batch], int32.
         """
         frames = self.frames(jnp.asarray(lengths)).astype(jnp.int32)
         return normalize(self.compute(audio), frames), frames
 
     def compute(self, audio: ArrayLike) -> jax.Array:
-        """Features as they are, [..., frames, size] of audio [..., samples]."""
+        """Features without normalisation, [..., frames, size], of audio [..., samples]."""
         log_mel = _log_mel(jnp.asarray(audio, jnp.float32), self)
         return log_mel if self.kind == "log_mel" else _cosine_transform(log_mel)[..., : self.coefficients]
 
     def frames(self, samples: Any) -> Any:
-        """Frames of so many samples: integers, NumPy or JAX arrays."""
+        """Number of frames for a number of samples: integers, NumPy or JAX arrays."""
         counts = 1 + (samples - self.window) // self.hop
         return counts * (counts > 0)
 
     def samples(self, frames: int) -> int:
-        """The fewest samples that make so many frames, 1 or more."""
+        """The smallest number of samples that yields `frames` frames (1 or more)."""
         return self.window + (frames - 1) * self.hop
 
 
@@ -78,12 +78,12 @@ class Features:
 def _log_mel(audio: jax.Array, features: Features) -> jax.Array:
     count = features.frames(audio.shape[-1])
     places = jnp.arange(count)[:, None] * features.hop + jnp.arange(features.window)
-    # The FFT's length is a power of two; a periodic window, as spectra have it.
+    # The FFT's length is a power of two. The window is periodic, as is usual for spectra.
     size = 1 << (features.window - 1).bit_length()
     window = np.hanning(features.window + 1)[:-1].astype(np.float32)
     spectrum = jnp.fft.rfft(audio[..., places] * window, size)
     power = jnp.square(spectrum.real) + jnp.square(spectrum.imag)
-    # "highest": a GPU would else multiply in TF32, with ten bits.
+    # "highest": a GPU would otherwise multiply in TF32, with ten mantissa bits.
     bands = jnp.matmul(power, mel_filters(features.mels, size), precision="highest")
     return jnp.log(jnp.maximum(bands, _FLOOR))
 
@@ -95,7 +95,7 @@ def _cosine_transform(log_mel: jax.Array) -> jax.Array:
 
 @mpjax.float_function
 def normalize(features: jax.Array, lengths: jax.Array) -> jax.Array:
-    """Mean 0 and deviation 1 of each coefficient over the first `lengths` frames; 0 behind them."""
+    """Normalises each coefficient to mean 0 and deviation 1 over the first `lengths` frames; later frames are 0."""
     inside = (jnp.arange(features.shape[1]) < lengths[:, None])[:, :, None]
     count = jnp.maximum(lengths, 1)[:, None, None]
     mean = jnp.sum(features, axis=1, keepdims=True, where=inside) / count
@@ -105,7 +105,7 @@ def normalize(features: jax.Array, lengths: jax.Array) -> jax.Array:
 
 
 def mel_filters(mels: int, fft_size: int) -> np.ndarray:
-    """Triangles of equal area over the bins of a spectrum, [bins, mels], float32.
+    """Triangular filters of equal area over the bins of a spectrum, [bins, mels], float32.
 
     Source: M. Slaney, "Auditory Toolbox", Interval Research 1998.
     """

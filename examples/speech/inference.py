@@ -1,4 +1,4 @@
-"""Tests a trained recogniser, and transcribes audio files."""
+"""Evaluates a trained recogniser, and transcribes audio files."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from examples.speech.reports import transcript_report
 from examples.speech.task import SpeechTask, open_data
 from examples.speech.training import create_transcribe_step
 
-_RUNS = 5  # of which the latency is the median
-_STEP = SAMPLE_RATE  # lengths of audio are rounded up to whole seconds: few programs for many files
+_RUNS = 5  # the latency is their median
+_STEP = SAMPLE_RATE  # audio lengths are rounded up to whole seconds, to compile few programs for many files
 
 
 def load(config: Config) -> tuple[SpeechTask, Variables]:
-    """The model of the flags with its variables, and the test speech unless --infer stands for it."""
+    """Loads the model given by the flags with its variables; opens the test speech unless --infer is given."""
 
     def make(own: Config, described: dict[str, Any]) -> SpeechTask:
         characters = described.get("characters")
@@ -43,7 +43,7 @@ def load(config: Config) -> tuple[SpeechTask, Variables]:
 
 
 def evaluate(config: Config) -> dict[str, Any]:
-    """Tests a trained model in the precision of the flags, whatever it was trained in."""
+    """Evaluates a trained model in the precision of the flags, regardless of the precision in training."""
     task, variables = load(config)
     metrics = task.test(in_policy(task, variables))
     say(transcript_report(task.transcribed, config.report))
@@ -61,7 +61,7 @@ def evaluate(config: Config) -> dict[str, Any]:
 
 
 def infer(config: Config) -> dict[str, Any]:
-    """Writes down what is said in files; the latency is that of features, model and decoder, from samples to text."""
+    """Transcribes the files of --infer; the latency covers features, model and decoder, from samples to text."""
     task, variables = load(config)
     audio = [_read(task.config, path) for path in config.infer]
     weights = in_policy(task, variables)
@@ -69,7 +69,7 @@ def infer(config: Config) -> dict[str, Any]:
     programs: dict[int, Any] = {}
     texts, latencies = [], []
     for path, samples in zip(config.infer, audio, strict=True):
-        # One file as it is, several in a few lengths: what is behind a file's end changes nothing.
+        # One file keeps its length; several are padded to a few lengths, which does not change the results.
         length = len(samples) if len(audio) == 1 else -(-len(samples) // _STEP) * _STEP
         batch = Shape(1, length, 1).zeros()
         batch.audio[0, : len(samples)], batch.audio_lengths[0] = samples, len(samples)
@@ -82,7 +82,7 @@ def infer(config: Config) -> dict[str, Any]:
             decoded = jax.device_get(programs[length](*inputs))
             text = task.alphabet.decode(decoded.labels[0, : decoded.lengths[0]])
             seconds.append(time.perf_counter() - started)
-        latencies.append(statistics.median(seconds[1:]))  # the first one warms up
+        latencies.append(statistics.median(seconds[1:]))  # the first run is a warm-up
         texts.append(text)
         say(text if len(audio) == 1 else f"{path}: {text}")
     total = sum(map(len, audio)) / SAMPLE_RATE

@@ -1,4 +1,4 @@
-"""Layers over sequences of different lengths: what is past a sequence's end changes no result before it."""
+"""Layers for sequences of different lengths: padding past a sequence's end does not affect its results."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 
 
 def time_mask(lengths: ArrayLike, frames: int) -> jax.Array:
-    """Which of `frames` are there: lengths [batch] → bool [batch, frames]."""
+    """Whether each frame is within its sequence: lengths [batch] → bool [batch, frames]."""
     return jnp.arange(frames) < jnp.asarray(lengths)[:, None]
 
 
@@ -21,21 +21,23 @@ def masked(x: jax.Array, mask: jax.Array) -> jax.Array:
 
 
 def clipped_relu(x: jax.Array) -> jax.Array:
-    """min(max(x, 0), 20), which keeps the recurrence that follows from exploding (Hannun et al., 2014, section 2)."""
+    """min(max(x, 0), 20), which keeps a subsequent recurrence from exploding (Hannun et al., 2014, section 2)."""
     return jnp.clip(x, 0, 20)
 
 
 class MaskedConv(nnx.Module):
-    """A convolution over time, or time and frequency, of which the padding is as good as absent.
+    """A convolution over time, or time and frequency, whose results do not depend on the batch's padding.
 
-    The time axis is padded by the same number of zeros whatever the batch's length: XLA's "SAME" would shift a strided
+    The number of zeros that pad the time axis does not depend on the batch's length. XLA's "SAME" would shift a strided
     convolution by a frame as the batch grows.
 
     Args:
-        inputs: channels in.
-        outputs: channels out.
-        kernel: sizes over time (odd) and, in two dimensions, frequency.
-        strides: as many.
+        inputs: number of input channels.
+        outputs: number of output channels.
+        kernel: kernel sizes over time (odd) and, in two dimensions, frequency.
+        strides: strides over the same dimensions.
+        bias: whether to add a bias.
+        rngs: random streams of the initialisation.
     """
 
     def __init__(
@@ -46,16 +48,16 @@ class MaskedConv(nnx.Module):
         self.conv = nnx.Conv(inputs, outputs, kernel, strides, padding=padding, use_bias=bias, rngs=rngs)
 
     def __call__(self, x: jax.Array, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """x [batch, time, (frequency,) channels] and its lengths → the same of the output."""
+        """x [batch, time, (frequency,) channels] and its lengths → output and its lengths."""
         y = self.conv(masked(x, time_mask(lengths, x.shape[1])))
         return y, -(-lengths // self.stride)
 
 
 class MaskedBatchNorm(nnx.Module):
-    """Batch normalisation with the statistics of the frames that are there, over batch, time and frequency."""
+    """Batch normalisation over batch, time and frequency, with statistics of the unmasked frames."""
 
     def __init__(self, features: int, *, rngs: nnx.Rngs) -> None:
-        # Squares less squares of the mean cancel: the fast variance of few frames is noise.
+        # The fast variance, E[x²] - E[x]², suffers from cancellation: with few frames it is noise.
         self.norm = nnx.BatchNorm(features, momentum=0.95, use_fast_variance=False, rngs=rngs)
 
     def __call__(self, x: jax.Array, mask: jax.Array, *, train: bool) -> jax.Array:
@@ -64,7 +66,7 @@ class MaskedBatchNorm(nnx.Module):
 
 
 class Lookahead(nnx.Module):
-    """Row convolution: each feature of a frame and of those ahead, mixed (Deep Speech 2, section 3.7).
+    """Row convolution: mixes each feature over a frame and the `frames` after it (Deep Speech 2, section 3.7).
 
     It gives a forward-only model a bounded view of the future.
     """

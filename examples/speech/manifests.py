@@ -12,7 +12,7 @@ from examples.speech.alphabet import Alphabet
 from examples.speech.dataset import Speech, Utterance
 
 _COLUMNS = ("wav_filename", "transcript")
-# Fields of entries in shards, as WebDataset and the Hugging Face hub have them.
+# Field names in WebDataset and the Hugging Face hub.
 _AUDIO = ("audio", "wav", "flac", "mp3", "ogg", "opus")
 _TEXT = ("transcript", "text", "txt", "sentence", "transcription", "normalized_text")
 
@@ -21,12 +21,12 @@ def open_speech(path: Path, alphabet: Alphabet | None = None, max_skipped: float
     """Opens a CSV file (Mozilla's), a folder (LibriSpeech's), or shards with audio files and transcripts.
 
     Args:
-        path: of one of them; shards may be one file, or all in a folder.
-        alphabet: of the transcripts; English without it.
-        max_skipped: share of the utterances that may be skipped because they can't be used.
+        path: path of the CSV file, the folder or the shards; shards may be one file, or all files in a folder.
+        alphabet: alphabet of the transcripts; by default English.
+        max_skipped: share of the utterances that may be skipped as unusable.
 
     Raises:
-        UsageError: what is there is none of them, is empty, or can't be used.
+        UsageError: the path is none of these, is empty, or is unusable.
     """
     if path.exists() and (records := open_records(path)) is not None:
         utterances = read_records(records)
@@ -43,7 +43,7 @@ def open_speech(path: Path, alphabet: Alphabet | None = None, max_skipped: float
 
 
 def read_records(records: Records) -> list[Utterance]:
-    """The utterances of shards whose entries hold an audio file and its transcript."""
+    """Reads the utterances of shards whose entries contain an audio file and its transcript."""
     audio, text = records.field(_AUDIO, "audio"), records.field(_TEXT, "transcript")
     transcripts = (
         value.decode(errors="replace") if isinstance(value, bytes) else value or "" for value in records.column(text)
@@ -54,10 +54,10 @@ def read_records(records: Records) -> list[Utterance]:
 def read_csv(path: Path) -> list[Utterance]:
     """Reads Mozilla's `wav_filename,wav_filesize,transcript`; paths are relative to the file's folder.
 
-    Further columns, and the file size, are not read.
+    The file size and further columns are ignored.
 
     Raises:
-        UsageError: it is no such CSV file, or has no line.
+        UsageError: the file is not such a CSV file, or has no rows.
     """
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
@@ -87,12 +87,12 @@ def _utterance(path: Path, line: int, row: dict[str, str | None]) -> Utterance:
 
 
 def read_librispeech(folder: Path) -> list[Utterance]:
-    """Reads a LibriSpeech tree: `*.trans.txt` below `folder`, the FLAC files beside each; transcripts in lower case.
+    """Reads a LibriSpeech tree: `*.trans.txt` below `folder` with FLAC files beside each; transcripts are lower-cased.
 
     Source: V. Panayotov et al., "LibriSpeech: an ASR corpus based on public domain audio books", ICASSP 2015.
 
     Raises:
-        UsageError: there is none, or one cannot be read.
+        UsageError: there are no transcripts, or a file cannot be read.
     """
     utterances = [utterance for path in sorted(folder.rglob("*.trans.txt")) for utterance in _transcripts(path)]
     if not utterances:

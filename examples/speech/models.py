@@ -1,4 +1,4 @@
-"""The model that the flags ask for. Nothing in it is about precision: `mpjax.with_policy` decides that from outside."""
+"""The model given by the flags. Its code does not mention precision: `mpjax.with_policy` sets it from outside."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from examples.speech.deepspeech2 import DeepSpeech2
 
 
 def create_model(config: Config, labels: int, rngs: nnx.Rngs) -> DeepSpeech | DeepSpeech2:
-    """The model of the flags, with `labels` outputs a frame."""
+    """Creates the model given by the flags, with `labels` outputs per frame."""
     sizes = (config.front_end.size, labels, config.hidden)
     names = {"deepspeech": ("context", "layer_norm"), "deepspeech2": ("layers", "channels", "lookahead")}
     names_of_both = ("stride", "cell", "bidirectional", "dropout")

@@ -1,4 +1,4 @@
-"""Runs the mode that the flags choose, on speech."""
+"""Runs the mode selected by the flags on speech."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from examples.speech.task import SpeechTask, open_alphabet, open_data
 
 
 def run(config: Config) -> dict[str, Any]:
-    """Does what the flags say; see `examples.common.modes.run`."""
+    """Runs the mode selected by the flags; see `examples.common.modes.run`."""
     use = {"evaluate": evaluate, "predict": infer}
     on_made_up_audio = partial(TaskMaker, config, data=False)
     return modes.run(config, partial(TaskMaker, config), use, write_reports, on_made_up_audio)
 
 
 class TaskMaker:
-    """Tasks of several flags on the same speech, which is opened once."""
+    """Makes tasks for several configurations on the same speech, which is opened once."""
 
     def __init__(self, config: Config, data: bool = True) -> None:
         self._parallel, self._alphabet = DataParallel(config.devices, config.fsdp), open_alphabet(config)
@@ -37,7 +37,7 @@ class TaskMaker:
 
 
 def write_reports(task: Any, folder: RunFolder) -> None:
-    """Leaves transcripts, and the names of files whose loss was not finite."""
+    """Writes the transcripts, and the names of files whose loss was not finite, to the run folder."""
     if not is_main():
         return
     if task.transcribed:

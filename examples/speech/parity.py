@@ -1,4 +1,4 @@
-"""`python -m mpjax parity examples.speech.parity:make`: half precision against float32, over seeds."""
+"""`python -m mpjax parity examples.speech.parity:make`: compares half precision with float32 over several seeds."""
 
 from examples.common.parity import Maker
 from examples.speech.config import Config

@@ -1,4 +1,4 @@
-"""`python -m examples.speech.precision`: what float16 would lose of a trained model's numbers."""
+"""`python -m examples.speech.precision`: reports where a trained model's values would not fit float16."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from examples.speech.training import create_network, ctc_losses
 
 PROGRAM = "python -m examples.speech.precision"
 
-# The arithmetic of a speech model by the file that it stands in.
+# Parts of a speech model by source file.
 _PARTS = {
     "features.py": "features: spectrum, its logarithm, mean and deviation",
     "layers.py": "convolution, batch normalisation: sums over frames",
@@ -53,7 +53,7 @@ def _with_training_data(config: Config, described: dict[str, Any]) -> SpeechTask
 
 
 def loss_from_audio(config: Config, labels: int, stats: Any) -> Callable[[Any, Batch], jax.Array]:
-    """The training loss as a function of parameters and audio: features, model and CTC."""
+    """The training loss as a function of parameters and audio, through features, model and CTC."""
     network = create_network(config, labels)
 
     def loss_fn(params: Any, batch: Batch) -> jax.Array:
@@ -64,7 +64,7 @@ def loss_from_audio(config: Config, labels: int, stats: Any) -> Callable[[Any, B
 
 
 def losses_by_part(report: mpjax.NumericsReport) -> list[list[str]]:
-    """The operations that would lose most in each part of the program: a row for each kind of loss."""
+    """The worst operations of each part of the program in float16: one row for each kind of error."""
     rows = []
     for part, what in _PARTS.items():
         here = [row for row in report.by_op if row.source.startswith(part)]
@@ -77,13 +77,13 @@ def losses_by_part(report: mpjax.NumericsReport) -> list[list[str]]:
 
 
 def table(rows: Iterable[Sequence[str]]) -> str:
-    """The Markdown table of `losses_by_part`."""
+    """Formats the rows of `losses_by_part` as a Markdown table."""
     heads = ("where", "operation", "pass", "in float16", "share", "largest value")
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (heads, ("---",) * len(heads), *rows))
 
 
 def kept(config: Config, labels: int, variables: Any, batch: Batch) -> list[str]:
-    """The share of the gradient's FLOPs in half for each way of applying the policy, and the risks of it."""
+    """The share of the gradient's FLOPs in half for each way of applying the policy, and the risky operations."""
     lines = []
     for amp in ("module", "autocast"):
         loss_fn = loss_from_audio(dataclasses.replace(config, amp=amp), labels, variables.stats)
@@ -97,7 +97,7 @@ def kept(config: Config, labels: int, variables: Any, batch: Batch) -> list[str]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns its exit code; mistakes exit with code 2."""
+    """Runs the command line and returns its exit code; usage errors exit with code 2."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     try:
         flags = parse(Precision, PROGRAM, arguments)

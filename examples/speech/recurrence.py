@@ -1,8 +1,8 @@
-"""Recurrent layers: the inputs of all time steps in one matmul, then one small matmul a step.
+"""Recurrent layers: one matmul for the inputs of all time steps, then one small matmul per step.
 
-What adds up over time does so in float32: the state, which a policy leaves in the dtype it starts in, and the
-gradient of the recurrent kernel. Differentiating a scan would add that up step by step in the kernel's dtype, which is
-half under a policy; here it is one matmul over all steps.
+Accumulation over time is in float32. This holds for the state, which a policy leaves in its initial dtype, and for the
+gradient of the recurrent kernel. Differentiating a scan would accumulate that gradient step by step in the kernel's
+dtype, which is half under a policy. Here it is one matmul over all steps.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ Carry = tuple[jax.Array, ...]  # the output first, each shape=(batch, hidden), d
 
 
 class Cell(NamedTuple):
-    """A recurrent cell: what its gates come to.
+    """A recurrent cell, defined by the update of its state.
 
     Args:
-        gates: matmul outputs per hidden unit.
-        states: arrays in its carry.
-        update: (carry, gates from the input, gates from the last output) to the next carry.
+        gates: number of matmul outputs per hidden unit.
+        states: number of arrays in the carry.
+        update: maps (carry, gates from the input, gates from the previous output) to the next carry.
     """
 
     gates: int
@@ -42,14 +42,14 @@ def _gru(carry: Carry, inputs: jax.Array, recurrent: jax.Array) -> Carry:
     reset_in, update_in, new_in = jnp.split(inputs, 3, axis=-1)
     reset_h, update_h, new_h = jnp.split(recurrent, 3, axis=-1)
     update = nnx.sigmoid(update_in + update_h)
-    # The reset gate after the matmul, as in cuDNN: so there is one matmul a step and not two.
+    # The reset gate applies after the matmul, as in cuDNN, so that a step needs one matmul instead of two.
     new = jnp.tanh(new_in + nnx.sigmoid(reset_in + reset_h) * new_h)
     return ((1 - update) * new + update * carry[0],)
 
 
 def _lstm(carry: Carry, inputs: jax.Array, recurrent: jax.Array) -> Carry:
     enter, forget, new, leave = jnp.split(inputs + recurrent, 4, axis=-1)
-    # The one keeps what is in the state until the gate has learned when to drop it.
+    # The forget bias of 1 preserves the state until the gate has learned when to drop it.
     state = nnx.sigmoid(forget + 1) * carry[1] + nnx.sigmoid(enter) * jnp.tanh(new)
     return nnx.sigmoid(leave) * jnp.tanh(state), state
 
@@ -62,10 +62,12 @@ class Recurrent(nnx.Module):
 
     Args:
         cell: a name in `CELLS`.
-        features: of the input.
-        hidden: units of each direction; the output has them side by side.
-        bidirectional: whether there is a second direction, from each sequence's own last frame.
-        norm: sequence-wise batch normalisation of the input's part of the gates (Deep Speech 2, section 3.2).
+        features: number of input features.
+        hidden: units of each direction; the output concatenates the directions.
+        bidirectional: whether to add a backward direction, which starts at the last frame of each sequence.
+        norm: whether to apply sequence-wise batch normalisation to the input's part of the gates (Deep Speech 2,
+            section 3.2).
+        rngs: random streams of the initialisation.
     """
 
     def __init__(
@@ -73,7 +75,7 @@ class Recurrent(nnx.Module):
     ) -> None:
         self.cell, self.directions = CELLS[cell], 2 if bidirectional else 1
         gates = self.cell.gates
-        # A bias would be taken off again by the normalisation.
+        # No bias: the normalisation would subtract it.
         self.inputs = nnx.Linear(features, self.directions * gates * hidden, use_bias=not norm, rngs=rngs)
         self.norm = MaskedBatchNorm(self.directions * gates * hidden, rngs=rngs) if norm else None
         orthogonal = nnx.initializers.orthogonal()
@@ -104,10 +106,10 @@ def recur(cell: Cell, reverse: bool, inputs: jax.Array, kernel: jax.Array, mask:
 def recur_by_scan(
     cell: Cell, reverse: bool, kernel: jax.Array, mask: jax.Array, inputs: jax.Array, offset: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The outputs, and those of the step before each, both in the kernel's dtype.
+    """The outputs, and the previous output of each step, both in the kernel's dtype.
 
-    `offset` [time, batch, gates · hidden] is added to what the kernel gives: zeros, whose cotangent is that of all
-    these products.
+    `offset` [time, batch, gates · hidden] is added to the products with the kernel. It is zero; its cotangent is that
+    of the products.
     """
 
     def step(carry: Carry, now: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[Carry, tuple[jax.Array, jax.Array]]:
@@ -115,7 +117,7 @@ def recur_by_scan(
         last = carry[0].astype(kernel.dtype)
         recurrent = last @ kernel + extra
         new = cell.update(carry, given.astype(jnp.float32), recurrent.astype(jnp.float32))
-        # A padded frame changes nothing: the backward direction passes those of a short sequence first.
+        # Padding frames keep the carry: the backward direction meets those of a short sequence first.
         carry = tuple(jnp.where(present, b, a) for a, b in zip(carry, new, strict=True))
         return carry, (carry[0].astype(kernel.dtype), last)
 

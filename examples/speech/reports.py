@@ -10,7 +10,7 @@ import jiwer
 
 
 class Transcribed(NamedTuple):
-    """What was spoken in a file, and what the model wrote."""
+    """The reference transcript of a file, and the model's transcript."""
 
     name: str
     reference: str
@@ -19,18 +19,18 @@ class Transcribed(NamedTuple):
 
 
 class ErrorRates(NamedTuple):
-    """Errors per word, and per character, of the references; they can exceed 1."""
+    """Errors per word and per character of the references; they can exceed 1."""
 
     wer: float
     cer: float
 
 
 def error_rates(references: Sequence[str], hypotheses: Sequence[str]) -> ErrorRates:
-    """Error rates over all utterances together: long ones count for more.
+    """Error rates over all utterances together, so that long utterances have more weight.
 
     Args:
-        references: what was spoken.
-        hypotheses: what the model wrote, in the same order.
+        references: the reference transcripts.
+        hypotheses: the model's transcripts, in the same order.
     """
     return ErrorRates(jiwer.wer(list(references), list(hypotheses)), jiwer.cer(list(references), list(hypotheses)))
 
@@ -41,7 +41,7 @@ def transcript_report(transcribed: Sequence[Transcribed], count: int = 5) -> str
     No utterance is shown twice, so a small set shows fewer.
     """
     rated = [(error_rates([item.reference], [item.hypothesis]), item) for item in transcribed]
-    # NaN compares with nothing, and would leave the order to chance: a loss that is none is the worst.
+    # NaN would make the order arbitrary, so a NaN loss counts as the worst.
     rated.sort(key=lambda pair: (-pair[0].wer, -math.inf if math.isnan(pair[1].loss) else -pair[1].loss))
     middle = max(0, (len(rated) - count) // 2)
     parts = {

@@ -1,4 +1,4 @@
-"""`python -m examples.speech.seeds`: the same training in several precisions with several seeds, as one table."""
+"""`python -m examples.speech.seeds`: trains in several precisions with several seeds, and prints one table."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _COLUMNS = [Column("WER", "wer"), Column("CER", "cer")]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns its exit code; mistakes exit with code 2."""
+    """Runs the command line and returns its exit code; usage errors exit with code 2."""
     return seeds.main(Config, lambda config: run(config), FORMATS, _COLUMNS, arguments)
 
 

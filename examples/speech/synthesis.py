@@ -1,7 +1,7 @@
-"""Speech by espeak-ng, in a process of its own: utterances in as JSON on stdin, samples out on stdout.
+"""Speech synthesis with espeak-ng in a separate process: JSON utterances on stdin, samples on stdout.
 
-The library keeps state from one utterance to the next (its noise, its flutter), so only a fresh process that is given
-the same utterances in the same order speaks the same samples, bit for bit.
+The library keeps state between utterances (noise, flutter). Samples are reproducible bit for bit only in a new process
+that speaks the same utterances in the same order.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ _AUDIO_OUTPUT_SYNCHRONOUS, _CHARS_UTF8, _RATE, _PITCH = 2, 1, 1, 3
 
 
 class Spoken(NamedTuple):
-    """What is spoken, and how."""
+    """A text, and the voice that speaks it."""
 
     text: str
     voice: str  # espeak-ng's name: language+variant
     rate: int  # words per minute
-    pitch: int  # 0..99, 50 is the voice's own
+    pitch: int  # 0..99, 50 is the voice's default
 
 
 class SynthesisError(Exception):
-    """espeak-ng did not do it; the text is what it said."""
+    """espeak-ng failed; the text is its message."""
 
 
 def synthesize(utterances: Sequence[Spoken]) -> Iterator[tuple[np.ndarray, int]]:
-    """Speaks utterances in order: for each its samples ([samples], int16) and their rate in Hz.
+    """Speaks utterances in order; yields the samples ([samples], int16) and sample rate in Hz of each.
 
     Raises:
         SynthesisError: the library is missing, or does not know a voice.
     """
-    # -P: this folder's modules must not stand in for others of the same names.
+    # -P: this folder's modules must not shadow others of the same name.
     command = [sys.executable, "-P", __file__]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdin
         assert process.stdout
         assert process.stderr
         try:
-            # It reads all before it speaks, so neither side waits for the other with a full pipe.
-            with contextlib.suppress(BrokenPipeError):  # it says on stderr why it ended
+            # The child reads all input before it speaks, so full pipes cannot deadlock.
+            with contextlib.suppress(BrokenPipeError):  # stderr has the reason
                 process.stdin.write(json.dumps(utterances).encode())
                 process.stdin.close()
             for _ in utterances:
@@ -64,7 +64,7 @@ def synthesize(utterances: Sequence[Spoken]) -> Iterator[tuple[np.ndarray, int]]
 
 
 class _Espeak:
-    """The library, started."""
+    """The initialised espeak-ng library."""
 
     def __init__(self) -> None:
         import espeakng_loader
@@ -75,11 +75,11 @@ class _Espeak:
         self.rate = self._library.espeak_Initialize(_AUDIO_OUTPUT_SYNCHRONOUS, 0, str(data).encode(), 0)
         self._pieces: list[bytes] = []
         kind = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_short), ctypes.c_int, ctypes.c_void_p)
-        self._callback = kind(self._take)  # kept: C holds no reference to it
+        self._callback = kind(self._take)  # C holds no reference, so Python must
         self._library.espeak_SetSynthCallback(self._callback)
 
     def speak(self, spoken: Spoken) -> bytes:
-        # The library passes over a variant that it does not know, and speaks without.
+        # The library silently ignores an unknown variant.
         variant = self._variants / spoken.voice.partition("+")[2]
         if self._library.espeak_SetVoiceByName(spoken.voice.encode()) != 0 or not variant.exists():
             raise SystemExit(f"espeak-ng has no voice {spoken.voice!r}")

@@ -1,4 +1,4 @@
-"""Speech recognition as what `examples.common.loop` trains."""
+"""Speech recognition as a task for `examples.common.loop`."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from examples.speech.manifests import open_speech
 from examples.speech.reports import ErrorRates, Transcribed, error_rates
 from examples.speech.training import create_speech_model, create_test_step, create_transcribe_step
 
-# About as many characters as are read aloud in a second.
+# Approximate number of characters spoken per second.
 _CHARACTERS = 14
 
 
 def open_data(
     config: Config, splits: Sequence[str] = ("train", "test", "dev"), alphabet: Alphabet | None = None
 ) -> dict[str, Speech]:
-    """The speech that the flags name, without what the model cannot align; `alphabet` stands for that of the flags."""
+    """Opens the speech given by the flags, without utterances that CTC cannot align; `alphabet` overrides the flag."""
     paths = {"train": config.train_data, "test": config.test_data, "dev": config.dev_data}
     if paths["test"] is None:
         paths["train"], paths["test"] = make_corpus(config.cache_dir)
@@ -61,13 +61,13 @@ class SpeechTask(Task):
     Args:
         config: the flags.
         parallel: the devices.
-        alphabet: of the transcripts.
-        train, test: the speech; what is not needed may be left out.
-        dev: speech to test on after each epoch; without it that is `test`.
+        alphabet: alphabet of the transcripts.
+        train, test: the speech; sets that are not needed may be None.
+        dev: speech for the test after each epoch; by default `test`.
 
     Attributes:
-        transcribed: the result of the last test by utterance.
-        not_finite: of each training utterance, how often its loss was inf or NaN by the end of the last epoch.
+        transcribed: the results of the last test, one per utterance.
+        not_finite: how often the loss of each training utterance was inf or NaN, as of the last epoch.
     """
 
     unit = "utterances"
@@ -159,7 +159,7 @@ class SpeechTask(Task):
 
     @property
     def _between(self) -> Tester:
-        """What tests after each epoch."""
+        """The tester that runs after each epoch."""
         tester = self._dev or self._test
         assert tester is not None
         return tester
@@ -192,7 +192,7 @@ class SpeechTask(Task):
         return test_metrics(self.transcribed)
 
     def items(self, batch: Batch) -> int:
-        # Of the others' parts it is only known how many entries they have.
+        # Only the number of entries of the other processes' parts is known.
         return int(np.sum(batch.weights)) + self.batch_size - len(batch.weights)
 
     def epoch_text(self, line: dict[str, Any]) -> str:
@@ -262,13 +262,13 @@ class Tester:
 
     def __init__(self, config: Config, speech: Speech, parallel: DataParallel) -> None:
         self._config, self._speech, self._parallel = config, speech, parallel
-        # A small set is not filled up to a whole batch.
+        # A small set is not padded to a full batch.
         batch_size = -(-min(config.preset.batch_size, len(speech)) // parallel.count) * parallel.count
         self._buckets = Buckets(speech, batch_size, config.front_end, config.buckets, workers=config.workers)
         self._steps: dict[int, dict[Any, Any]] = {}
 
     def compile(self, variables: Any, beam: int = 0) -> None:
-        """Makes the steps of a decoder, for variables or their `ShapeDtypeStruct`s."""
+        """Compiles the steps of a decoder for variables or their `ShapeDtypeStruct`s."""
         step = create_test_step(self._config, self._speech.alphabet.labels, beam)
         batches = [self._parallel.like_batch(shape.zeros()) for shape in self._buckets.shapes]
         self._steps[beam] = {shape_of(batch): compile_step(step, variables, batch).call for batch in batches}
@@ -276,7 +276,7 @@ class Tester:
     def run(
         self, variables: Variables, beam: int = 0, between_steps: Callable[[], None] = lambda: None
     ) -> list[Transcribed]:
-        """What the model writes for each utterance, with `beam` prefixes, or greedily for 0."""
+        """Transcribes each utterance by beam search with `beam` prefixes, or greedily if 0."""
         if beam not in self._steps:
             self.compile(variables, beam)
         found: list[Transcribed] = []
@@ -296,7 +296,7 @@ class Tester:
 
 
 def test_metrics(transcribed: Iterable[Transcribed]) -> dict[str, Any]:
-    """Mean loss (over those that have one), and error rates."""
+    """The mean of the finite losses, and the error rates."""
     items = list(transcribed)
     losses = [item.loss for item in items if np.isfinite(item.loss)]
     rates: ErrorRates = error_rates([item.reference for item in items], [item.hypothesis for item in items])
@@ -304,7 +304,7 @@ def test_metrics(transcribed: Iterable[Transcribed]) -> dict[str, Any]:
 
 
 def made_up_batch(config: Config, size: int, labels: int) -> Batch:
-    """Noise with random transcripts; lengths are spread evenly from a quarter of --longest to all of it."""
+    """A batch of noise with random transcripts; lengths are spread evenly from a quarter of --longest to --longest."""
     rng = np.random.default_rng(config.seed)
     seconds = np.linspace(config.longest / 4, config.longest, size) if size > 1 else np.array([config.longest])
     lengths, spoken = (seconds * SAMPLE_RATE).astype(np.int32), (seconds * _CHARACTERS).astype(np.int32)

@@ -1,4 +1,4 @@
-"""The recogniser's loss, and the steps that test and use it; what is about precision is in `mpjax.` calls."""
+"""The recogniser's loss, and its evaluation and transcription steps; `mpjax.` calls set the precision."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from examples.speech.models import create_model
 
 
 class Applied(NamedTuple):
-    """What a call of the model gives."""
+    """The results of a model call."""
 
     logits: jax.Array  # [batch, frames, labels]
     lengths: Array  # [batch], in frames
@@ -29,16 +29,16 @@ class Applied(NamedTuple):
 
 
 class Network(NamedTuple):
-    """The model of the flags as pure functions, in their precision."""
+    """The model given by the flags as pure functions, in the precision of the flags."""
 
-    init: Callable[[jax.Array], Variables]  # of a key
-    # (params, stats, features, lengths, key=None); a key means training: dropout draws from it, and the statistics
-    # are those of the batch.
+    init: Callable[[jax.Array], Variables]  # (key) -> variables
+    # (params, stats, features, lengths, key=None) -> Applied. If a key is given, the call is in training mode: dropout
+    # uses the key, and normalisation uses batch statistics.
     apply: Callable[..., Applied]
 
 
 def create_network(config: Config, labels: int) -> Network:
-    """The model with its policy; `labels` are its outputs, characters and the blank."""
+    """Creates the model with its policy; `labels` is the number of outputs, the characters and the blank."""
     policy = mpjax.get_policy(config.policy)
 
     def create(key: jax.Array) -> nnx.Module:
@@ -48,7 +48,7 @@ def create_network(config: Config, labels: int) -> Network:
     graph = nnx.graphdef(nnx.eval_shape(lambda: create(jax.random.key(0))))
 
     def apply(params: Any, stats: Any, features: Array, lengths: Array, key: jax.Array | None = None) -> Applied:
-        # A copy: the state came in from outside this trace, where it may not be changed.
+        # A copy, because the state belongs to an outer trace and must not be changed here.
         model = nnx.merge(graph, params, stats, copy=True)
         rngs = None if key is None else nnx.Rngs(dropout=key)
         logits, lengths = model(features, lengths, train=key is not None, rngs=rngs)
@@ -65,8 +65,8 @@ def create_speech_model(config: Config, labels: int, utterances: int) -> Model:
 
     Args:
         config: the flags.
-        labels: outputs of the network: characters and the blank.
-        utterances: in the training set; `TrainState.extra` counts how often the loss of each was inf or NaN.
+        labels: number of network outputs, the characters and the blank.
+        utterances: number of training utterances; `TrainState.extra` counts how often each loss was inf or NaN.
     """
     network = create_network(config, labels)
 
@@ -80,7 +80,7 @@ def create_speech_model(config: Config, labels: int, utterances: int) -> Model:
         losses = ctc_losses(applied, batch)
         mean = jnp.sum(jnp.where(counted, losses, 0)) / jnp.maximum(jnp.sum(counted), 1)
         losses = jnp.where(readable, losses, jnp.nan)
-        # Filling has index -1, which would count for the last utterance.
+        # Padding has index -1, which would index the last utterance.
         where = jnp.where((batch.weights > 0) & ~jnp.isfinite(losses), batch.indices, len(not_finite))
         not_finite = not_finite.at[where].add(1, mode="drop")
         return Loss(mean, masked_sums(counted, loss=losses), applied.stats, not_finite)
@@ -89,7 +89,7 @@ def create_speech_model(config: Config, labels: int, utterances: int) -> Model:
 
 
 def create_test_step(config: Config, labels: int, beam: int = 0) -> Any:
-    """Jitted (variables, batch) → (losses, Decoded): by the greedy decoder, or with a beam of so many prefixes."""
+    """Jitted (variables, batch) → (losses, Decoded), with beam search over `beam` prefixes, or greedy if 0."""
     network = create_network(config, labels)
 
     def test_step(variables: Variables, batch: Batch) -> tuple[jax.Array, Decoded]:
@@ -101,7 +101,7 @@ def create_test_step(config: Config, labels: int, beam: int = 0) -> Any:
 
 
 def create_transcribe_step(config: Config, labels: int, beam: int = 0) -> Any:
-    """Jitted (variables, batch) → Decoded, as of `create_test_step`; of the batch only the audio is used."""
+    """Jitted (variables, batch) → Decoded, decoded as in `create_test_step`; uses only the audio of the batch."""
     network = create_network(config, labels)
 
     def transcribe_step(variables: Variables, batch: Batch) -> Decoded:
@@ -115,7 +115,7 @@ def _decode(applied: Applied, beam: int) -> Decoded:
 
 
 def ctc_losses(applied: Applied, batch: Batch) -> jax.Array:
-    """CTC loss of each utterance; in float32 also where the policy's output is half: it adds exps over all frames."""
+    """CTC loss of each utterance, in float32 even if the policy's output is half: it sums exps over all frames."""
     logits = applied.logits.astype(jnp.float32)
     frame_padding = 1.0 - time_mask(applied.lengths, logits.shape[1])
     label_padding = 1.0 - time_mask(batch.label_lengths, batch.labels.shape[1])
@@ -123,9 +123,9 @@ def ctc_losses(applied: Applied, batch: Batch) -> jax.Array:
 
 
 def _finite_features(config: Config, audio: Array, audio_lengths: Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Features and lengths, and of which utterances they are finite.
+    """The features, their lengths, and whether each utterance's features are finite.
 
-    A file with a NaN in it has no loss; zeros in its place keep it from taking the batch's statistics with it.
+    Features with NaN are replaced by zeros, so that they do not corrupt the batch's statistics.
     """
     features, lengths = config.front_end(audio, audio_lengths)
     finite = jnp.all(jnp.isfinite(features), axis=(1, 2))
