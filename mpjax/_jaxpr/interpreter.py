@@ -61,13 +61,13 @@ class Probe:
         return index
 
     def equation(
-        self, place: Place, turn: Sequence[Any], ins: Sequence[Any], outs: Sequence[Any], again: Callable[..., Any]
+        self, place: Place, iteration: Sequence[Any], ins: Sequence[Any], outs: Sequence[Any], again: Callable[..., Any]
     ) -> dict[Key, Any]:
         """Notes of an equation.
 
         Args:
             place: the equation.
-            turn: the number of completed iterations of each enclosing loop, outermost first.
+            iteration: the number of completed iterations of each enclosing loop, outermost first.
             ins: its operands.
             outs: its results.
             again: evaluates the equation on a list of other operands, with float32 in place of half.
@@ -94,7 +94,7 @@ class Probe:
         """The notes of one iteration of a loop's body, in the form in which they are stacked."""
         return notes
 
-    def ended(self, place: Place, turns: Any) -> dict[Key, Any]:
+    def ended(self, place: Place, trips: Any) -> dict[Key, Any]:
         """Notes of a `while`, given its trip count."""
         return {}
 
@@ -118,7 +118,7 @@ class Run:
         self._manual: tuple[Any, ...] = ()
 
     def block(
-        self, block: Block, arrays: Sequence[Any], turn: Sequence[Any] = (), consts: Sequence[Any] | None = None
+        self, block: Block, arrays: Sequence[Any], iteration: Sequence[Any] = (), consts: Sequence[Any] | None = None
     ) -> tuple[list[Any], dict[Key, Any]]:
         """Evaluates a jaxpr; returns its outputs and the notes."""
         consts = [self._constant(c) for c in (block.consts if consts is None else consts)]
@@ -131,7 +131,7 @@ class Run:
         for place, dead in zip(block.rows, block.last_uses, strict=True):
             ins = [read(v) for v in place.site.eqn.invars]
             with compat.EquationContext(place.site.eqn):
-                outs, new = self._evaluate(place, ins, turn)
+                outs, new = self._evaluate(place, ins, iteration)
             env.update(zip(place.site.eqn.outvars, outs, strict=True))
             self._add(notes, new)
             for v in dead:
@@ -142,21 +142,23 @@ class Run:
         for key, note in new.items():
             notes[key] = self.probe.merge(key, notes[key], note) if key in notes else note
 
-    def _evaluate(self, place: Place, ins: Sequence[Any], turn: Sequence[Any]) -> tuple[Sequence[Any], dict[Key, Any]]:
+    def _evaluate(
+        self, place: Place, ins: Sequence[Any], iteration: Sequence[Any]
+    ) -> tuple[Sequence[Any], dict[Key, Any]]:
         eqn = place.site.eqn
         if not place.blocks:
             outs = self._bound(place, ins)
             if self.replace is not None:
-                outs = list(self.replace(place, turn, outs))
-            return outs, self.probe.equation(place, turn, ins, outs, functools.partial(bind_wide, eqn))
+                outs = list(self.replace(place, iteration, outs))
+            return outs, self.probe.equation(place, iteration, ins, outs, functools.partial(bind_wide, eqn))
         notes = self.probe.entering(place, ins)
         special = {"scan": self._scan, "while": self._while, "cond": self._cond, "shard_map": self._shard_map}
         if place.site.name in special:
-            outs, new = special[place.site.name](place, ins, turn)
+            outs, new = special[place.site.name](place, ins, iteration)
         else:
             if eqn.params.get("differentiated") and any(compat.barriers(eqn.params, len(ins))):
                 ins = self._behind_barrier(ins)
-            outs, new = self.block(place.blocks[0], ins, turn)
+            outs, new = self.block(place.blocks[0], ins, iteration)
         return outs, {**notes, **new}
 
     # A subclass may use a tree of arrays in place of each array. It then overrides these methods.
@@ -188,22 +190,22 @@ class Run:
         """Marks notes inside a `shard_map` as varying over its devices."""
         return jax.tree.map(lambda x: compat.vary(jnp.asarray(x), self._manual), tree) if self._manual else tree
 
-    def _turn(self, body: Block, notes: Any, new: dict[Key, Any]) -> tuple[Any, Any]:
+    def _after_iteration(self, body: Block, notes: Any, new: dict[Key, Any]) -> tuple[Any, Any]:
         """The merged notes after an iteration, and the notes of it to stack."""
         if self.probe.stacks:
             return notes, self.probe.packed(body, self._varying({**self._empty(body), **new}))
         self._add(notes := dict(notes), self._varying(new))
         return notes, None
 
-    def _scan(self, place: Place, ins: Sequence[Any], turn: Sequence[Any]) -> tuple[list[Any], dict[Key, Any]]:
+    def _scan(self, place: Place, ins: Sequence[Any], iteration: Sequence[Any]) -> tuple[list[Any], dict[Key, Any]]:
         params, (body,) = place.site.eqn.params, place.blocks
         num_consts, num_carry = compat.scan_split(params)
         split = num_consts + num_carry
 
         def step(carry: Any, xs: Sequence[Any]) -> Any:
             i, carried, notes = carry
-            outs, new = self.block(body, [*ins[:num_consts], *carried, *xs], (*turn, i))
-            notes, stacked = self._turn(body, notes, new)
+            outs, new = self.block(body, [*ins[:num_consts], *carried, *xs], (*iteration, i))
+            notes, stacked = self._after_iteration(body, notes, new)
             return (i + 1, outs[:num_carry], notes), (outs[num_carry:], stacked)
 
         notes = {} if self.probe.stacks else self._empty(body)
@@ -212,9 +214,9 @@ class Run:
         (_, carried, notes), (ys, stacked) = lax.scan(step, start, list(ins[split:]), **options)
         if self.probe.stacks and params["reverse"]:
             stacked = jax.tree.map(lambda x: x[::-1], stacked)  # in the order of execution
-        return [*carried, *ys], {("turns", place.number): stacked} if self.probe.stacks else notes
+        return [*carried, *ys], {("iterations", place.number): stacked} if self.probe.stacks else notes
 
-    def _while(self, place: Place, ins: Sequence[Any], turn: Sequence[Any]) -> tuple[list[Any], dict[Key, Any]]:
+    def _while(self, place: Place, ins: Sequence[Any], iteration: Sequence[Any]) -> tuple[list[Any], dict[Key, Any]]:
         params, (condition, body) = place.site.eqn.params, place.blocks
         first = params["cond_nconsts"]
         split = first + params["body_nconsts"]
@@ -226,8 +228,8 @@ class Run:
 
         def step(state: Any) -> Any:
             i, carried, notes = state
-            outs, new = self.block(body, [*ins[first:split], *carried], (*turn, i))
-            notes, stacked = self._turn(body, notes, new)
+            outs, new = self.block(body, [*ins[first:split], *carried], (*iteration, i))
+            notes, stacked = self._after_iteration(body, notes, new)
             if stacks:
                 notes = jax.tree.map(lambda all, one: all.at[i].set(one), notes, stacked)
             if condition.jaxpr.outvars[0].aval.shape:
@@ -241,26 +243,28 @@ class Run:
             length = self.probe.trips(place)
             notes = jax.tree.map(lambda x: jnp.stack([x] * length), self.probe.packed(body, notes))
         start = (np.int32(0), _strong(ins[split:]), notes)
-        turns, carried, notes = lax.while_loop(lambda state: jnp.any(unfinished(state[1])), step, start)
+        trips, carried, notes = lax.while_loop(lambda state: jnp.any(unfinished(state[1])), step, start)
         if stacks:
-            notes = {("turns", place.number): notes}
-        return list(carried), {**notes, **self.probe.ended(place, turns)}
+            notes = {("iterations", place.number): notes}
+        return list(carried), {**notes, **self.probe.ended(place, trips)}
 
-    def _cond(self, place: Place, ins: Sequence[Any], turn: Sequence[Any]) -> tuple[list[Any], dict[Key, Any]]:
+    def _cond(self, place: Place, ins: Sequence[Any], iteration: Sequence[Any]) -> tuple[list[Any], dict[Key, Any]]:
         empty: dict[Key, Any] = {}
         for block in place.blocks:
             empty.update(self._empty(block))
 
         def branch(block: Block) -> Any:
             def run(*arrays: Any) -> Any:
-                outs, new = self.block(block, arrays, turn)
+                outs, new = self.block(block, arrays, iteration)
                 return _strong(outs), self._varying({**empty, **new})
 
             return run
 
         return lax.switch(self._decides(ins[0]), [branch(block) for block in place.blocks], *ins[1:])
 
-    def _shard_map(self, place: Place, ins: Sequence[Any], turn: Sequence[Any]) -> tuple[list[Any], dict[Key, Any]]:
+    def _shard_map(
+        self, place: Place, ins: Sequence[Any], iteration: Sequence[Any]
+    ) -> tuple[list[Any], dict[Key, Any]]:
         params, (body,) = place.site.eqn.params, place.blocks
         in_specs, out_specs = compat.shard_map_specs(params)
         options = compat.shard_map_options(params)
@@ -269,15 +273,15 @@ class Run:
         inside = self._with(self.probe)
         inside._manual = axes if options["check_vma"] else ()
 
-        def run(arrays: Sequence[Any], turn: Sequence[Any]) -> Any:
+        def run(arrays: Sequence[Any], iteration: Sequence[Any]) -> Any:
             with self.probe.on_devices(sizes):
-                outs, new = inside.block(body, arrays, turn)
+                outs, new = inside.block(body, arrays, iteration)
             return tuple(outs), jax.tree.map(lambda x: jnp.asarray(x)[None], inside._varying(new))
 
         mapped = jax.shard_map(
             run, in_specs=(list(in_specs), PartitionSpec()), out_specs=(out_specs, PartitionSpec(axes)), **options
         )
-        arrays, notes = mapped(list(ins), tuple(turn))
+        arrays, notes = mapped(list(ins), tuple(iteration))
         devices = range(math.prod(sizes.values()))
         parts = [jax.tree.map(lambda x, i=i: x[i], notes) for i in devices]
         merged = {
@@ -297,13 +301,15 @@ class Eager(Run):
         super().__init__(probe, wide, replace)
         self._compiled: dict[int, Callable[..., Any]] = {}
 
-    def _evaluate(self, place: Place, ins: Sequence[Any], turn: Sequence[Any]) -> tuple[Sequence[Any], dict[Key, Any]]:
+    def _evaluate(
+        self, place: Place, ins: Sequence[Any], iteration: Sequence[Any]
+    ) -> tuple[Sequence[Any], dict[Key, Any]]:
         if not place.blocks or primitive(place.site.name).call:
-            return super()._evaluate(place, ins, turn)
+            return super()._evaluate(place, ins, iteration)
         if place.number not in self._compiled:
             run = functools.partial(self._with(self.probe)._evaluate, place)
             self._compiled[place.number] = jax.jit(run, compiler_options=COMPILER_OPTIONS)
-        return self._compiled[place.number](list(ins), list(turn))
+        return self._compiled[place.number](list(ins), list(iteration))
 
     def _behind_barrier(self, ins: Sequence[Any]) -> Sequence[Any]:
         return ins  # Operations run one by one, so the compiler can't eliminate recomputation.

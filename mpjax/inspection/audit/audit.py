@@ -152,7 +152,7 @@ def _notes(sites: list[Site]) -> Iterator[str]:
     """The limits of the figures for this program."""
     around = {name for site in sites if site.flops for name in site.inside}
     if "while" in around:
-        yield "a while loop with matmuls counts as one turn: its length is not known before it runs"
+        yield "a while loop with matmuls counts as one iteration: its length is not known before it runs"
     if "cond" in around:
         yield "all branches of a cond count, though only one runs"
     for site in sites:

@@ -137,9 +137,9 @@ def _lines(program: HloModule, computation: str, times: int) -> Iterator[tuple[L
     lines = program.computations.get(computation, {})
     for line in lines.values():
         yield line, lines, times
-        turns = _TRIPS.search(line.attributes) if line.opcode == "while" else None
+        trips = _TRIPS.search(line.attributes) if line.opcode == "while" else None
         for called in line.called:
-            yield from _lines(program, called, times * (int(turns[1]) if turns else 1))
+            yield from _lines(program, called, times * (int(trips[1]) if trips else 1))
 
 
 def _sent(op: str, line: Line, lines: dict[str, Line]) -> list[tuple[str, int]]:

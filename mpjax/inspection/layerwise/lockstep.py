@@ -67,24 +67,26 @@ class Lockstep(Run):
     def _with(self, probe: Probe) -> Run:
         return Lockstep(probe, self.groups)
 
-    def _evaluate(self, place: Place, ins: Sequence[Any], turn: Sequence[Any]) -> tuple[Sequence[Any], dict[Key, Any]]:
+    def _evaluate(
+        self, place: Place, ins: Sequence[Any], iteration: Sequence[Any]
+    ) -> tuple[Sequence[Any], dict[Key, Any]]:
         eqn = place.site.eqn
         if is_transparent(place):
             body = place.blocks[0].jaxpr
             self._makers.update({v: self._maker(given) for v, given in zip(body.invars, eqn.invars, strict=True)})
-            outs, notes = super()._evaluate(place, ins, turn)
+            outs, notes = super()._evaluate(place, ins, iteration)
             self._makers.update({v: self._maker(inner) for v, inner in zip(eqn.outvars, body.outvars, strict=True)})
             return outs, notes
         group = self.groups[place.number]
         if place.blocks:
-            outs, notes = super()._evaluate(place, [_from_outside(x) for x in ins], turn)
+            outs, notes = super()._evaluate(place, [_from_outside(x) for x in ins], iteration)
             return [_from_outside(x) for x in outs], notes
         if hands_through(place):
             self._makers[eqn.outvars[0]] = self._maker(eqn.invars[0])
-            return super()._evaluate(place, ins, turn)
+            return super()._evaluate(place, ins, iteration)
         ins = [x if self._maker(v) == group else _from_outside(x) for v, x in zip(eqn.invars, ins, strict=True)]
         self._makers.update(dict.fromkeys(eqn.outvars, group))
-        return super()._evaluate(place, ins, turn)
+        return super()._evaluate(place, ins, iteration)
 
     def _maker(self, v: Any) -> Group | None:
         return None if isinstance(v, compat.Literal) else self._makers.get(v)
@@ -118,7 +120,7 @@ class _Handed(Probe):
         self.probe = probe
 
     def equation(
-        self, place: Place, turn: Sequence[Any], ins: Sequence[Any], outs: Sequence[Any], again: Callable[..., Any]
+        self, place: Place, iteration: Sequence[Any], ins: Sequence[Any], outs: Sequence[Any], again: Callable[..., Any]
     ) -> dict[Key, Any]:
         return self.probe.apart(place, outs)
 
@@ -130,10 +132,12 @@ class _Straight(Lockstep):
         super().__init__(_Handed(probe), groups)
         self.inside = probe
 
-    def _evaluate(self, place: Place, ins: Sequence[Any], turn: Sequence[Any]) -> tuple[Sequence[Any], dict[Key, Any]]:
+    def _evaluate(
+        self, place: Place, ins: Sequence[Any], iteration: Sequence[Any]
+    ) -> tuple[Sequence[Any], dict[Key, Any]]:
         if not place.blocks or primitive(place.site.name).call:
-            return super()._evaluate(place, ins, turn)
-        return Lockstep(self.inside, self.groups)._evaluate(place, ins, turn)
+            return super()._evaluate(place, ins, iteration)
+        return Lockstep(self.inside, self.groups)._evaluate(place, ins, iteration)
 
 
 # The largest numbers of equations and elements for which a program compiles faster as a whole than by operation.
@@ -193,7 +197,7 @@ class ErrorProbe(Probe):
                 self.measured.setdefault(number, []).append(i)
 
     def equation(
-        self, place: Place, turn: Sequence[Any], ins: Sequence[Any], outs: Sequence[Any], again: Callable[..., Any]
+        self, place: Place, iteration: Sequence[Any], ins: Sequence[Any], outs: Sequence[Any], again: Callable[..., Any]
     ) -> dict[Key, Any]:
         return {key: error_note(*x) for key, x in self.apart(place, outs).items()}
 

@@ -38,7 +38,7 @@ class WatchProbe(Probe):
     """Notes only whether a check for finite values failed, and the trip count of each `while`."""
 
     def equation(
-        self, place: Place, turn: Sequence[Any], ins: Sequence[Any], outs: Sequence[Any], again: Callable[..., Any]
+        self, place: Place, iteration: Sequence[Any], ins: Sequence[Any], outs: Sequence[Any], again: Callable[..., Any]
     ) -> dict[Key, Any]:
         name = place.site.name
         if name == "is_finite":
@@ -47,8 +47,8 @@ class WatchProbe(Probe):
             return {_FOUND: jnp.any(outs[0])}
         return {}
 
-    def ended(self, place: Place, turns: Any) -> dict[Key, Any]:
-        return {("trips", place.number): turns}
+    def ended(self, place: Place, trips: Any) -> dict[Key, Any]:
+        return {("trips", place.number): trips}
 
     def keys(self, block: Block) -> Sequence[Key]:
         return [_FOUND, *(("trips", p.number) for p in block.places() if p.site.name == "while" and p.blocks)]
@@ -69,9 +69,9 @@ def watched(notes: Mapping[Key, Any]) -> tuple[bool, dict[int, int]]:
 class CodeProbe(Probe):
     """Notes codes by kind and by the number of the equation.
 
-        code      the code of each floating result; the index of a branch; the trip count of a `while`
-        turns     the notes of a loop's iterations
-        slices    the codes of the slices of each array that a scan iterates over
+        code        the code of each floating result; the index of a branch; the trip count of a `while`
+        iterations  the notes of a loop's iterations
+        slices      the codes of the slices of each array that a scan iterates over
 
     Args:
         block: the program.
@@ -85,7 +85,7 @@ class CodeProbe(Probe):
         self._trips = trips
 
     def equation(
-        self, place: Place, turn: Sequence[Any], ins: Sequence[Any], outs: Sequence[Any], again: Callable[..., Any]
+        self, place: Place, iteration: Sequence[Any], ins: Sequence[Any], outs: Sequence[Any], again: Callable[..., Any]
     ) -> dict[Key, Any]:
         return {("code", place.number, i): code_of(out) for i, out in enumerate(outs) if is_inexact(out)}
 
@@ -99,8 +99,8 @@ class CodeProbe(Probe):
             notes["slices", place.number, i] = codes[::-1] if place.site.eqn.params["reverse"] else codes
         return notes
 
-    def ended(self, place: Place, turns: Any) -> dict[Key, Any]:
-        return {("code", place.number, 0): turns}
+    def ended(self, place: Place, trips: Any) -> dict[Key, Any]:
+        return {("code", place.number, 0): trips}
 
     def keys(self, block: Block) -> Sequence[Key]:
         return [*_scalars(block), *_arrays(block)]
@@ -113,8 +113,8 @@ class CodeProbe(Probe):
             return jnp.zeros(place.site.eqn.params["length"], jnp.int32)
         body = place.blocks[-1]
         length = place.site.eqn.params["length"] if place.site.name == "scan" else self.trips(place)
-        turn = self.packed(body, {key: self.empty(key) for key in self.keys(body)})
-        return jax.tree.map(lambda x: jnp.zeros((length, *x.shape), x.dtype), turn)
+        iteration = self.packed(body, {key: self.empty(key) for key in self.keys(body)})
+        return jax.tree.map(lambda x: jnp.zeros((length, *x.shape), x.dtype), iteration)
 
     def merge(self, key: Key, a: Any, b: Any) -> Any:
         return jax.tree.map(jnp.maximum, a, b)
@@ -156,7 +156,7 @@ def _arrays(block: Block) -> list[Key]:
     keys: list[Key] = []
     for place in _level(block):
         if place.is_loop and place.blocks:
-            keys += [("turns", place.number), *(("slices", place.number, i) for i in _sliced(place))]
+            keys += [("iterations", place.number), *(("slices", place.number, i) for i in _sliced(place))]
     return keys
 
 

@@ -50,7 +50,7 @@ _WHERE_GRADIENT = (
 )
 
 
-def verdict_of(found: Evidence) -> str:
+def diagnosis_of(found: Evidence) -> str:
     """The cause and the fix, in one sentence."""
     if found.constant:
         what = "an infinite constant" if found.kind == "inf" else "a constant NaN"

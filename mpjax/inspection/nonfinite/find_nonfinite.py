@@ -21,9 +21,9 @@ from mpjax._jaxpr.source import BACKWARD, FORWARD
 from mpjax._jaxpr.walk import walk
 from mpjax.casting.autocast import Program
 from mpjax.inspection.nonfinite.codes import CodeProbe, WatchProbe, code_of, watched
-from mpjax.inspection.nonfinite.diagnosis import Evidence, verdict_of
+from mpjax.inspection.nonfinite.diagnosis import Evidence, diagnosis_of
 from mpjax.inspection.nonfinite.point import PointProbe
-from mpjax.inspection.nonfinite.provenance import Origin, first_origin
+from mpjax.inspection.nonfinite.provenance import Provenance, first_fault
 from mpjax.inspection.nonfinite.reach import healed, reaching
 from mpjax.inspection.nonfinite.report import NonFinite as NonFinite
 from mpjax.inspection.nonfinite.report import OperandRange
@@ -66,7 +66,7 @@ def find_nonfinite(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> NonFin
         >>> found = mpjax.find_nonfinite(lambda x: jnp.sum(x * x, axis=1), x)
         >>> found.primitive, found.kind, found.element
         ('mul', 'inf', (1, 0))
-        >>> found.verdict
+        >>> found.diagnosis
         'overflow of float16 here (float32 value 90,000)'
 
     Source: the per-operation checks of `tf.debugging.enable_check_numerics` (TensorFlow) and `jax_debug_nans`.
@@ -74,16 +74,16 @@ def find_nonfinite(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> NonFin
     traced = traced_call("find_nonfinite", fun, args, kwargs)
     program = _LaidOut(traced, owners_of(traced.jaxpr, traced.names))
     watch = _watching(program)
-    origins = _faults(program, watch)
-    if not origins:
+    faults = _faults(program, watch)
+    if not faults:
         return None
-    if origins[0].is_argument:
-        return _in_argument(program, origins[0].number)
-    origin, position = _first_that_reaches(program, origins, watch)
+    if faults[0].is_argument:
+        return _in_argument(program, faults[0].number)
+    fault, position = _first_that_reaches(program, faults, watch)
     float32_is_fine = functools.partial(_float32_is_fine, fun, args, kwargs)
     none = np.zeros(0, np.int32)
     _, outs = watch((), none, none)  # already compiled; in `_examined`, the rest of the program would be compiled
-    return _examined(program, origin, position, outs, _batch_of(args), float32_is_fine)
+    return _examined(program, fault, position, outs, _batch_of(args), float32_is_fine)
 
 
 class _LaidOut:
@@ -105,38 +105,38 @@ _MOST_FAULTS = 4  # Each further fault that does not reach the result costs a co
 
 # Runs the program with the elements of some faults made finite, except those in a range of positions. Returns the notes
 # of a `WatchProbe` and the codes of the results.
-_Watch = Callable[[Sequence[Origin], Any, Any], Any]
+_Watch = Callable[[Sequence[Provenance], Any, Any], Any]
 
 
 def _watching(program: _LaidOut) -> _Watch:
     """A `_Watch` that compiles the program once for each set of faults."""
 
     @functools.cache
-    def watched_run(origins: tuple[Origin, ...]) -> Callable[..., Any]:
+    def watched_run(faults: tuple[Provenance, ...]) -> Callable[..., Any]:
         def run(leaves: Sequence[Any], lows: Any, highs: Any) -> Any:
             probe = WatchProbe()
-            replace = healed(probe, origins, lows, highs) if origins else None
+            replace = healed(probe, faults, lows, highs) if faults else None
             outs, notes = program.run(probe, leaves, replace=replace)
             return notes, _codes(outs)
 
         return jax.jit(run, compiler_options=COMPILER_OPTIONS)
 
-    return lambda origins, lows, highs: jax.device_get(watched_run(tuple(origins))(program.leaves, lows, highs))
+    return lambda faults, lows, highs: jax.device_get(watched_run(tuple(faults))(program.leaves, lows, highs))
 
 
-def _faults(program: _LaidOut, watch: _Watch) -> list[Origin]:
+def _faults(program: _LaidOut, watch: _Watch) -> list[Provenance]:
     """The first fault, followed by those that remain when the earlier ones are made finite."""
-    found: list[Origin] = []
-    while len(found) < _MOST_FAULTS and (origin := _search(program, watch, found)) is not None:
-        if found and (origin.is_argument or origin.is_constant or origin in found):
+    found: list[Provenance] = []
+    while len(found) < _MOST_FAULTS and (fault := _search(program, watch, found)) is not None:
+        if found and (fault.is_argument or fault.is_constant or fault in found):
             break
-        found.append(origin)
-        if origin.is_argument or origin.is_constant:
+        found.append(fault)
+        if fault.is_argument or fault.is_constant:
             break
     return found
 
 
-def _search(program: _LaidOut, watch: _Watch, before: Sequence[Origin] = ()) -> Origin | None:
+def _search(program: _LaidOut, watch: _Watch, before: Sequence[Provenance] = ()) -> Provenance | None:
     """The first fault once those in `before` are made finite. A finite program runs only once."""
     none: Any = np.zeros(len(before), np.int32)
     notes, outs = watch(before, none, none)
@@ -152,21 +152,23 @@ def _search(program: _LaidOut, watch: _Watch, before: Sequence[Origin] = ()) -> 
         notes = {**{key: probe.empty(key) for key in probe.keys(block)}, **notes}
         return _codes(leaves), _codes(outs), probe.packed(block, notes)
 
-    return first_origin(block, *_run(run_all, program.leaves))
+    return first_fault(block, *_run(run_all, program.leaves))
 
 
-def _first_that_reaches(program: _LaidOut, origins: Sequence[Origin], watch: _Watch) -> tuple[Origin, int | None]:
+def _first_that_reaches(
+    program: _LaidOut, faults: Sequence[Provenance], watch: _Watch
+) -> tuple[Provenance, int | None]:
     """The first fault that reaches a result by itself, and its element's position; the first fault if none does."""
-    if origins[0].is_constant:
-        return origins[0], None
+    if faults[0].is_constant:
+        return faults[0], None
 
     def run(lows: Any, highs: Any) -> tuple[bool, Sequence[int]]:
-        notes, codes = watch(origins, lows, highs)
+        notes, codes = watch(faults, lows, highs)
         return watched(notes)[0], codes
 
-    sizes = [_positions(program.places[origin.number]) for origin in origins]
-    found = reaching(len(origins), sizes, run)
-    return (origins[0], None) if found is None else (origins[found[0]], found[1])
+    sizes = [_positions(program.places[fault.number]) for fault in faults]
+    found = reaching(len(faults), sizes, run)
+    return (faults[0], None) if found is None else (faults[found[0]], found[1])
 
 
 def _positions(place: Place) -> int:
@@ -202,7 +204,7 @@ def _float32_is_fine(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[
 
 def _examined(
     program: _LaidOut,
-    origin: Origin,
+    fault: Provenance,
     position: int | None,
     outs: Sequence[int],
     batch: _Batch | None,
@@ -212,13 +214,13 @@ def _examined(
 
     `outs` are the codes of the program's results.
     """
-    place, block = program.places[origin.number], program.block
+    place, block = program.places[fault.number], program.block
     axes, size = dict(place.axes), max(v.aval.size for v in place.site.eqn.outvars if is_inexact(v))
     at = None if position is None else tuple(map(np.int32, (0, position % max(size, 1), position // max(size, 1))))
 
     def run(leaves: Sequence[Any]) -> Any:
-        here = program.run(PointProbe(place, origin.turn, at), leaves)[1]["point",][1]
-        probe = PointProbe(place, origin.turn, tuple(here["index"]), wide=True)
+        here = program.run(PointProbe(place, fault.iteration, at), leaves)[1]["point",][1]
+        probe = PointProbe(place, fault.iteration, tuple(here["index"]), wide=True)
         there = program.run(probe, [widened(leaf) for leaf in leaves], wide=True)[1]["point",]
         return here, there
 
@@ -238,20 +240,20 @@ def _examined(
         local=float(here["float32"]),
         float32=value,
         backward=place.site.phase == BACKWARD,
-        constant=origin.is_constant,
+        constant=fault.is_constant,
         opaque=primitive(place.site.name).op is Op.OPAQUE,
         rounded=_has_rounded_constant(block),
         where_gradient=_is_where_gradient(block, place, outs),
         float32_is_fine=float32_is_fine,
     )
     floats = [v.aval for v in eqn.invars if is_inexact(v)]
-    iteration = origin.iteration(program.places)
+    iteration = fault.indices(program.places)
     return NonFinite(
         primitive=place.site.name,
         module=place.site.path,
         source=place.site.source,
         kind=evidence.kind,
-        verdict=verdict_of(evidence),
+        diagnosis=diagnosis_of(evidence),
         direction="backward" if evidence.backward or evidence.where_gradient else "forward",
         iteration=iteration[0] if len(iteration) == 1 else iteration or None,
         inputs=tuple(
@@ -361,7 +363,7 @@ def _in_argument(program: _LaidOut, index: int) -> NonFinite:
         module="",
         source="",
         kind=kind,
-        verdict=f"{count:,} of {array.size:,} elements were inf or NaN before the call, first at {element}{half}: "
+        diagnosis=f"{count:,} of {array.size:,} elements were inf or NaN before the call, first at {element}{half}: "
         "look at what made it, a step before that was not skipped, or the data",
         output=array_text(array),
         count=count,

@@ -13,10 +13,10 @@ from mpjax._jaxpr.interpreter import Key, Probe, is_inexact, widened
 from mpjax._jaxpr.layout import Block, Place
 
 
-def at_turn(turn: Sequence[Any], target: Sequence[int]) -> Any:
+def at_iteration(iteration: Sequence[Any], target: Sequence[int]) -> Any:
     """Whether the loops around an equation are at the target iteration."""
     hit = jnp.asarray(True)
-    for now, then in zip(turn, target, strict=True):
+    for now, then in zip(iteration, target, strict=True):
         hit &= now == then
     return hit
 
@@ -26,21 +26,21 @@ class PointProbe(Probe):
 
     Args:
         target: the equation.
-        turn: the number of completed iterations of each enclosing loop, outermost first.
+        iteration: the number of completed iterations of each enclosing loop, outermost first.
         element: the element to read, as (index of the result, flat index, device); None for the first that is not
             finite.
         wide: whether the program runs in float32.
     """
 
-    def __init__(self, target: Place, turn: Sequence[int], element: Any = None, wide: bool = False):
-        self.target, self.turn, self.element, self.wide = target, turn, element, wide
+    def __init__(self, target: Place, iteration: Sequence[int], element: Any = None, wide: bool = False):
+        self.target, self.iteration, self.element, self.wide = target, iteration, element, wide
 
     def equation(
-        self, place: Place, turn: Sequence[Any], ins: Sequence[Any], outs: Sequence[Any], again: Callable[..., Any]
+        self, place: Place, iteration: Sequence[Any], ins: Sequence[Any], outs: Sequence[Any], again: Callable[..., Any]
     ) -> dict[Key, Any]:
         if place.number != self.target.number:
             return {}
-        return {("point",): (at_turn(turn, self.turn), self._note(ins, outs, again))}
+        return {("point",): (at_iteration(iteration, self.iteration), self._note(ins, outs, again))}
 
     def _note(self, ins: Sequence[Any], outs: Sequence[Any], again: Callable[..., Any]) -> Any:
         floats = [out for out in outs if is_inexact(out)]

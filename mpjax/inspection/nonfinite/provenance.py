@@ -28,7 +28,7 @@ _USED = {IDLE_ARGUMENT: USED_ARGUMENT, IDLE_CONSTANT: USED_CONSTANT}
 
 
 @dataclasses.dataclass(frozen=True, order=True)
-class Origin:
+class Provenance:
     """The source of an inf or NaN. Of two with the same rank, the smaller was made first.
 
     Args:
@@ -46,7 +46,7 @@ class Origin:
         return self.when[-1]
 
     @property
-    def turn(self) -> tuple[int, ...]:
+    def iteration(self) -> tuple[int, ...]:
         """The number of completed iterations of each enclosing loop, outermost first."""
         return self.when[1::2]
 
@@ -60,19 +60,19 @@ class Origin:
         """Whether the equation only reads an infinite constant of the program."""
         return self.rank in (USED_CONSTANT, IDLE_CONSTANT)
 
-    def iteration(self, places: dict[int, Place]) -> tuple[int, ...]:
+    def indices(self, places: dict[int, Place]) -> tuple[int, ...]:
         """The iterations as indices into the arrays that the loops iterate over: a reverse scan begins at the end."""
         indices = []
-        for loop, turn in zip(self.when[:-1:2], self.turn, strict=True):
+        for loop, iteration in zip(self.when[:-1:2], self.iteration, strict=True):
             params = places[loop].site.eqn.params
-            indices.append(params["length"] - 1 - turn if params.get("reverse") else turn)
+            indices.append(params["length"] - 1 - iteration if params.get("reverse") else iteration)
         return tuple(indices)
 
 
-Address = Origin | None
+Address = Provenance | None
 
 
-def first_origin(block: Block, arguments: Sequence[int], outs: Sequence[int], notes: Any) -> Origin | None:
+def first_fault(block: Block, arguments: Sequence[int], outs: Sequence[int], notes: Any) -> Provenance | None:
     """The first fault that reached a result of the program or a check for finite values.
 
     Args:
@@ -81,10 +81,10 @@ def first_origin(block: Block, arguments: Sequence[int], outs: Sequence[int], no
         outs: the code of each result.
         notes: the notes of a `CodeProbe`.
     """
-    given = [Origin(IDLE_ARGUMENT, (i,)) if code else None for i, code in enumerate(arguments)]
+    given = [Provenance(IDLE_ARGUMENT, (i,)) if code else None for i, code in enumerate(arguments)]
     count = len(block.jaxpr.invars)
     replay = _Replay({place.number for place in block.places() if place.blocks})
-    results = replay.block(block, given[:count], _Turn((), unpacked(block, notes)), given[count:])
+    results = replay.block(block, given[:count], _Iteration((), unpacked(block, notes)), given[count:])
     found = list(replay.checked)
     for v, code, address in zip(block.jaxpr.outvars, outs, results, strict=True):
         last = USED_CONSTANT if not v.aval.shape else MADE
@@ -93,11 +93,11 @@ def first_origin(block: Block, arguments: Sequence[int], outs: Sequence[int], no
     return min(found, default=None)
 
 
-class _Turn(NamedTuple):
+class _Iteration(NamedTuple):
     """One iteration of the enclosing loops; outside of loops, the program's single run.
 
     Args:
-        when: the loops' numbers and iterations, a prefix of `Origin.when`.
+        when: the loops' numbers and iterations, a prefix of `Provenance.when`.
         notes: the notes of the iteration.
     """
 
@@ -110,29 +110,29 @@ class _Replay:
 
     def __init__(self, around: set[int]) -> None:
         self.around = around  # the numbers of the equations that have sub-jaxprs
-        self.checked: set[Origin] = set()
+        self.checked: set[Provenance] = set()
 
     def block(
-        self, block: Block, addresses: Sequence[Address], turn: _Turn, consts: Sequence[Address] | None = None
+        self, block: Block, addresses: Sequence[Address], iteration: _Iteration, consts: Sequence[Address] | None = None
     ) -> list[Address]:
         if consts is None:
-            consts = [_constant(c, (*turn.when, _SOMEWHERE)) for c in block.consts]
+            consts = [_constant(c, (*iteration.when, _SOMEWHERE)) for c in block.consts]
         env: dict[Any, Address] = dict(
             zip((*block.jaxpr.constvars, *block.jaxpr.invars), (*consts, *addresses), strict=True)
         )
 
         def read(v: Any, number: int) -> Address:
-            return _constant(v.val, (*turn.when, number)) if isinstance(v, compat.Literal) else env[v]
+            return _constant(v.val, (*iteration.when, number)) if isinstance(v, compat.Literal) else env[v]
 
         for place in block.rows:
             ins = [read(v, place.number) for v in place.site.eqn.invars]
-            outs = self._inside(place, ins, turn) if place.blocks else self._made(place, ins, turn)
+            outs = self._inside(place, ins, iteration) if place.blocks else self._made(place, ins, iteration)
             env.update(zip(place.site.eqn.outvars, outs, strict=True))
         return [read(v, _SOMEWHERE) for v in block.jaxpr.outvars]
 
-    def _made(self, place: Place, ins: Sequence[Address], turn: _Turn) -> list[Address]:
+    def _made(self, place: Place, ins: Sequence[Address], iteration: _Iteration) -> list[Address]:
         name, outvars, row = place.site.name, place.site.eqn.outvars, primitive(place.site.name)
-        when = (*turn.when, place.number)
+        when = (*iteration.when, place.number)
         ins = [self._read_here(address, when) for address in ins]
         if row.whole:
             return list(ins[: len(outvars)])
@@ -140,11 +140,11 @@ class _Replay:
         # A check for finite values ends in a reduction to one boolean, or in one comparison of a scalar.
         if given is not None and row.logic and (row.kernel or (name == "is_finite" and not outvars[0].aval.shape)):
             self.checked.add(given)
-        own = Origin(MADE, when)
+        own = Provenance(MADE, when)
         outs: list[Address] = []
         for i, v in enumerate(outvars):
             if is_inexact(v):
-                outs.append(_address(int(turn.notes["code", place.number, i]), given, own, row.keeps_values))
+                outs.append(_address(int(iteration.notes["code", place.number, i]), given, own, row.keeps_values))
             else:
                 joins = row.keeps_values and not row.kernel
                 is_check = row.logic or joins or (name == "ne" and _compares_itself(place.site.eqn))
@@ -155,46 +155,46 @@ class _Replay:
         """Assigns a constant that was passed to a sub-jaxpr to the equation there that reads it."""
         if address is None or address.rank != IDLE_CONSTANT or address.number not in self.around | {_SOMEWHERE}:
             return address
-        return Origin(IDLE_CONSTANT, when)
+        return Provenance(IDLE_CONSTANT, when)
 
-    def _inside(self, place: Place, ins: Sequence[Address], turn: _Turn) -> list[Address]:
-        params, notes = place.site.eqn.params, turn.notes
+    def _inside(self, place: Place, ins: Sequence[Address], iteration: _Iteration) -> list[Address]:
+        params, notes = place.site.eqn.params, iteration.notes
         match place.site.name:
             case "scan":
                 first, count = compat.scan_split(params)
                 split = first + count
                 xs = [(address, notes.get(("slices", place.number, i))) for i, address in enumerate(ins[split:])]
-                return self._turns(place, params["length"], ins[:first], ins[first:split], xs, turn)
+                return self._iterations(place, params["length"], ins[:first], ins[first:split], xs, iteration)
             case "while":
                 first, split = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
                 length = int(notes["code", place.number, 0])
-                return self._turns(place, length, ins[first:split], ins[split:], [], turn)
+                return self._iterations(place, length, ins[first:split], ins[split:], [], iteration)
             case "cond":
                 taken = min(max(int(notes["code", place.number, 0]), 0), len(place.blocks) - 1)
-                return self.block(place.blocks[taken], ins[1:], turn)
-        return self.block(place.blocks[0], ins, turn)
+                return self.block(place.blocks[taken], ins[1:], iteration)
+        return self.block(place.blocks[0], ins, iteration)
 
-    def _turns(
+    def _iterations(
         self,
         place: Place,
         length: int,
         consts: Sequence[Address],
         carry: Sequence[Address],
         xs: Sequence[tuple[Address, Any]],
-        around: _Turn,
+        around: _Iteration,
     ) -> list[Address]:
-        body, stacked = place.blocks[-1], around.notes["turns", place.number]
+        body, stacked = place.blocks[-1], around.notes["iterations", place.number]
         ys: list[Address] = [None] * (len(body.jaxpr.outvars) - len(carry))
         for i in range(length):
             parts = [address if codes is None or codes[i] else None for address, codes in xs]
             notes = unpacked(body, jax.tree.map(lambda x, i=i: x[i], stacked))
-            outs = self.block(body, [*consts, *carry, *parts], _Turn((*around.when, place.number, i), notes))
+            outs = self.block(body, [*consts, *carry, *parts], _Iteration((*around.when, place.number, i), notes))
             carry, new = outs[: len(carry)], outs[len(carry) :]
             ys = [old if old is not None else address for old, address in zip(ys, new, strict=True)]
         return [*carry, *ys]
 
 
-def _address(code: int, given: Address, own: Origin, moves: bool) -> Address:
+def _address(code: int, given: Address, own: Provenance, moves: bool) -> Address:
     """The address of a result, from that of its operands."""
     if not code:
         return None
@@ -203,15 +203,15 @@ def _address(code: int, given: Address, own: Origin, moves: bool) -> Address:
     if moves or given.rank in (BAD_ARGUMENT, MADE):
         return given
     if code == NAN:
-        return Origin(BAD_ARGUMENT, given.when) if given.is_argument else own
-    return Origin(_USED.get(given.rank, given.rank), given.when)
+        return Provenance(BAD_ARGUMENT, given.when) if given.is_argument else own
+    return Provenance(_USED.get(given.rank, given.rank), given.when)
 
 
 def _constant(value: Any, when: tuple[int, ...]) -> Address:
     """The address of a constant in the program, read by the equation at `when`."""
     if not jnp.issubdtype(jnp.result_type(value), jnp.inexact) or np.all(np.isfinite(np.asarray(value, np.complex64))):
         return None
-    return Origin(IDLE_CONSTANT, when)
+    return Provenance(IDLE_CONSTANT, when)
 
 
 def _compares_itself(eqn: Any) -> bool:

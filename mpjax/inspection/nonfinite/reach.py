@@ -10,23 +10,23 @@ import numpy as np
 
 from mpjax._jaxpr.interpreter import Probe, is_inexact
 from mpjax._jaxpr.layout import Place
-from mpjax.inspection.nonfinite.point import at_turn
-from mpjax.inspection.nonfinite.provenance import Origin
+from mpjax.inspection.nonfinite.point import at_iteration
+from mpjax.inspection.nonfinite.provenance import Provenance
 
 # Runs the program with a probe and replaced results. Returns whether a check failed, and the codes of the results.
 Runs = Callable[[Any, Any], tuple[bool, Sequence[int]]]
 
 
-def healed(probe: Probe, origins: Sequence[Origin], lows: Sequence[Any], highs: Sequence[Any]) -> Callable[..., Any]:
+def healed(probe: Probe, faults: Sequence[Provenance], lows: Sequence[Any], highs: Sequence[Any]) -> Callable[..., Any]:
     """The `replace` of a `Run`: sets the faults' elements to 1, except those at positions from `low` to `high`.
 
     The position of an element is its flat index, counted after the elements of all earlier devices.
     """
 
-    def replace(place: Place, turn: Sequence[Any], outs: Sequence[Any]) -> Sequence[Any]:
-        for i, origin in enumerate(origins):
-            if origin.number == place.number:
-                outs = [_healed(probe, x, at_turn(turn, origin.turn), lows[i], highs[i]) for x in outs]
+    def replace(place: Place, iteration: Sequence[Any], outs: Sequence[Any]) -> Sequence[Any]:
+        for i, fault in enumerate(faults):
+            if fault.number == place.number:
+                outs = [_healed(probe, x, at_iteration(iteration, fault.iteration), lows[i], highs[i]) for x in outs]
         return outs
 
     return replace

@@ -46,7 +46,7 @@ class NonFinite(Report):
         module: module path, from named scopes.
         source: the source line, as `file.py:12`.
         kind: `"inf"` or `"nan"`, the kind of the first such element.
-        verdict: the diagnosis: the value of the same point in float32, the cause and the fix.
+        diagnosis: the diagnosis: the value of the same point in float32, the cause and the fix.
         direction: `"forward"` or `"backward"`; operations that a remat recomputes count as forward.
         iteration: index in the enclosing loop, in the order of `scan`'s inputs; a tuple for nested loops, outermost
             first; None outside loops.
@@ -64,7 +64,7 @@ class NonFinite(Report):
     module: str
     source: str
     kind: str
-    verdict: str
+    diagnosis: str
     direction: str = "forward"
     iteration: int | tuple[int, ...] | None = None
     inputs: tuple[OperandRange, ...] = ()
@@ -102,12 +102,12 @@ class NonFinite(Report):
     def _text(self) -> str:
         what = "inf" if self.kind == "inf" else "NaN"
         if self.argument is not None:
-            return f"{what} in {self.argument}: {self.verdict}"
+            return f"{what} in {self.argument}: {self.diagnosis}"
         where = f"{self.primitive} at {self.source or 'an unknown line'}"
         lines = [
             f"{what} made by {where}, module {self.module or '-'}, {self.direction} pass"
             + (f", iteration {self.iteration}" if self.iteration is not None else ""),
-            f"  {self.verdict}",
+            f"  {self.diagnosis}",
             f"  output {self.output}: {self.count} inf or NaN, the first that reaches the result is {self.element}"
             + (f" of device {self.device}" if self.device else "")
             + (f", batch element {self.batch_element}" if self.batch_element is not None else ""),

@@ -223,7 +223,7 @@ class RangeProbe(Probe):
         self.graded = (counts.gradients | counts.parameters) & self.places.keys()
 
     def equation(
-        self, place: Place, turn: Sequence[Any], ins: Sequence[Any], outs: Sequence[Any], again: Callable[..., Any]
+        self, place: Place, iteration: Sequence[Any], ins: Sequence[Any], outs: Sequence[Any], again: Callable[..., Any]
     ) -> dict[Key, Any]:
         if place.number not in self.places:
             return {}

@@ -44,7 +44,7 @@ class Trial:
         return relative_error(outs[: len(exact)], exact)
 
 
-def _rounded(place: Place, turn: Sequence[Any], outs: Sequence[Any]) -> Sequence[Any]:
+def _rounded(place: Place, iteration: Sequence[Any], outs: Sequence[Any]) -> Sequence[Any]:
     """An equation's results. Those in half are rounded to half and cast back to float32."""
     row, eqn = primitive(place.site.name), place.site.eqn
     if (row.moves or row.keeps_values) and all(map(is_half, eqn.invars[:1])):

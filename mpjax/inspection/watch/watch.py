@@ -233,7 +233,7 @@ class StatisticsProbe(RangeProbe):
         self.places: Mapping[int, Place] = {n: p for n, p in made.items() if floats(p.site.eqn.outvars)}
         self.graded = frozenset()
 
-    def equation(self, place: Place, turn: Any, ins: Any, outs: Sequence[Any], again: Any) -> dict[Any, Any]:
+    def equation(self, place: Place, iteration: Any, ins: Any, outs: Sequence[Any], again: Any) -> dict[Any, Any]:
         if place.number not in self.places:
             return {}
         measured = [outs[i] for i in floats(place.site.eqn.outvars)]

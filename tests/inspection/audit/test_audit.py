@@ -199,7 +199,7 @@ def test_a_function_without_a_gradient_says_so():
     report = mpjax.audit(lambda x: jax.lax.while_loop(lambda c: c.sum() < 3, lambda c: c @ x, x), shape(256, 256))
     assert report.residuals is None
     assert any("has no gradient" in note for note in report.notes)
-    assert any("while" in note and "one turn" in note for note in report.notes)
+    assert any("while" in note and "one iteration" in note for note in report.notes)
 
 
 # One known fault each

@@ -18,13 +18,13 @@ def test_a_constant_that_half_rounds_to_zero_is_not_the_datas_fault():
 
     found = find_nonfinite(normalised, np.array([1, 0, 2], HALF))
     assert found.primitive == "div"
-    assert "float32 fails too" not in found.verdict
-    assert "traced with float32 arguments, all results are finite" in found.verdict
+    assert "float32 fails too" not in found.diagnosis
+    assert "traced with float32 arguments, all results are finite" in found.diagnosis
     # In float32 the argument itself is at fault.
-    assert "float32 fails too" in find_nonfinite(lambda x: jnp.sum(1 / x), np.zeros(3, HALF)).verdict
+    assert "float32 fails too" in find_nonfinite(lambda x: jnp.sum(1 / x), np.zeros(3, HALF)).diagnosis
     # A constant that stays in half: it can't be told.
     closed = jax.device_put(np.zeros(3, HALF))
-    assert "cannot tell" in find_nonfinite(lambda w: jnp.sum(w / (closed + 1e-8)), np.ones(3, HALF)).verdict
+    assert "cannot tell" in find_nonfinite(lambda w: jnp.sum(w / (closed + 1e-8)), np.ones(3, HALF)).diagnosis
 
 
 def test_the_inside_of_a_kernel_is_no_proof_against_float32():
@@ -36,9 +36,9 @@ def test_the_inside_of_a_kernel_is_no_proof_against_float32():
         return jnp.sum(pl.pallas_call(kernel, out_shape=out, interpret=True)(x))
 
     found = find_nonfinite(square, np.full(8, 300, HALF))
-    assert "all results are finite" in found.verdict
+    assert "all results are finite" in found.diagnosis
     found = find_nonfinite(lambda x: square(x.astype(HALF)), np.full(8, 300, np.float32))
-    assert "cannot tell whether float32 fails too" in found.verdict
+    assert "cannot tell whether float32 fails too" in found.diagnosis
 
 
 def test_the_element_is_one_that_reaches_the_result():
@@ -83,7 +83,7 @@ def test_the_gradient_of_a_where_is_recognised():
     for gradient in (jax.value_and_grad(loss), jax.jit(jax.grad(loss))):
         found = find_nonfinite(gradient, x)
         assert found.direction == "backward"
-        assert "gradient of a where" in found.verdict
-        assert "jnp.where(ok, f(jnp.where(ok, x, 1)), 0)" in found.verdict
+        assert "gradient of a where" in found.diagnosis
+        assert "jnp.where(ok, f(jnp.where(ok, x, 1)), 0)" in found.diagnosis
     # Without a where, sqrt's own gradient is infinite.
-    assert "where" not in find_nonfinite(jax.grad(lambda x: jnp.sum(jnp.sqrt(x))), x).verdict
+    assert "where" not in find_nonfinite(jax.grad(lambda x: jnp.sum(jnp.sqrt(x))), x).diagnosis

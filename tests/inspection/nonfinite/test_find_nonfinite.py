@@ -37,14 +37,14 @@ def test_an_overflow_of_half_is_found_with_its_float32_value_and_batch_element()
     x = full((4, 3), 1, HALF, at={(2, 1): 302})
     found = find_nonfinite(jax.jit(square), x)
     assert (found.primitive, found.kind, found.direction, found.source) == ("mul", "inf", "forward", line_of(square))
-    assert found.verdict == "overflow of float16 here (float32 value 91,204)"
+    assert found.diagnosis == "overflow of float16 here (float32 value 91,204)"
     assert (found.element, found.batch_element, found.count, found.iteration) == ((2, 1), 2, 1, None)
     assert found.float32_value == 91204.0
     assert (found.inputs[0].min, found.inputs[0].max, found.inputs[0].dtype) == (1.0, 302.0, "float16")
     assert "batch element 2" in str(found)
     assert find_nonfinite(square, x.astype(jnp.bfloat16)) is None
     huge = find_nonfinite(square, full((2, 2), 1e38, jnp.bfloat16))
-    assert huge.verdict == "float32 fails too: look at the data or model"
+    assert huge.diagnosis == "float32 fails too: look at the data or model"
 
 
 def test_the_iteration_is_that_of_a_scan_and_of_a_nested_reverse_scan_with_a_branch():
@@ -55,7 +55,7 @@ def test_the_iteration_is_that_of_a_scan_and_of_a_nested_reverse_scan_with_a_bra
         return jax.lax.scan(body, HALF(1), x)
 
     found = find_nonfinite(running, np.array([1, 10, 100, 1000, 2], HALF))
-    assert (found.primitive, found.iteration, found.verdict) == (
+    assert (found.primitive, found.iteration, found.diagnosis) == (
         "mul",
         3,
         "overflow of float16 here (float32 value 1,000,000)",
@@ -101,7 +101,7 @@ def test_a_fault_in_the_backward_pass_alone_is_found_in_a_skipped_train_step():
     found = find_nonfinite(step, params, state, x)
     # 2·y times the scale, where the cotangent goes to float16.
     assert (found.primitive, found.direction, found.float32_value) == ("convert_element_type", "backward", 8 * 2.0**20)
-    assert "a smaller loss scale" in found.verdict
+    assert "a smaller loss scale" in found.diagnosis
     small = state._replace(loss_scale=np.float32(2.0))
     assert find_nonfinite(step, params, small, x) is None
 
@@ -117,10 +117,10 @@ def test_faults_that_float32_shares_are_called_by_their_cause():
         ),
     }
     for cause, (fun, x) in cases.items():
-        assert find_nonfinite(fun, x).verdict == f"{cause}; float32 fails too: look at the data or model"
+        assert find_nonfinite(fun, x).diagnosis == f"{cause}; float32 fails too: look at the data or model"
     # In float32 throughout, the loss's derivative is at fault, not a dtype.
     found = find_nonfinite(jax.grad(lambda x: jnp.sqrt(jnp.sum(x**2))), full(3, 0))
-    assert found.verdict == "division by zero; the program is in float32 here: look at the data or model"
+    assert found.diagnosis == "division by zero; the program is in float32 here: look at the data or model"
 
 
 def test_what_half_flushed_to_zero_is_named_where_it_is_divided_by():
@@ -129,7 +129,7 @@ def test_what_half_flushed_to_zero_is_named_where_it_is_divided_by():
 
     found = find_nonfinite(normalise, full(2, 2e-4, HALF))
     assert (found.primitive, found.kind) == ("div", "inf")
-    assert found.verdict == (
+    assert found.diagnosis == (
         "division by zero in float16 alone (float32 value 49,983,412), because float16 flushed 2.001e-08 to zero: "
         "keep this part in float32"
     )
@@ -175,7 +175,7 @@ def test_infinities_that_a_program_means_are_no_fault():
     assert find_nonfinite(lambda best, x: (jnp.where(x.sum() < 0, x.sum(), best), x), np.inf * x[0, 0], x) is None
     # But a loss that is infinite by it is one.
     found = find_nonfinite(lambda x: -jnp.mean(jnp.where(x > 0, x, -jnp.inf)), x)
-    assert found.verdict.startswith("an infinite constant of the program")
+    assert found.diagnosis.startswith("an infinite constant of the program")
 
 
 def test_the_fault_of_a_device_in_a_shard_map_is_found():
