@@ -1,1 +1,1 @@
-"""What the example scripts share: command line, run folder, metrics, plots, checkpoints, signals."""
+"""Shared code of the example scripts: command line, run folder, metrics, plots, checkpoints, signals."""

@@ -1,4 +1,4 @@
-"""Measures time and memory of a step: one policy, or several interleaved in one process."""
+"""Measures the time and memory of a step, for one policy or for several interleaved in one process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from perf.timing import interleaved
 
 
 class Compiled(NamedTuple):
-    """An executable, how long it took to make, and what it needs."""
+    """An executable, its compile time and the memory that it needs."""
 
     call: jax.stages.Compiled
     seconds: float
@@ -27,7 +27,7 @@ class Compiled(NamedTuple):
 
 
 def compile_step(step: jax.stages.Wrapped, *args: Any) -> Compiled:
-    """Compiles a jitted function for arguments or their `ShapeDtypeStruct`s, on the clock."""
+    """Compiles a jitted function for arguments or their `ShapeDtypeStruct`s, and times the compilation."""
     started = time.perf_counter()
     call = step.lower(*args).compile()
     return Compiled(call, time.perf_counter() - started, program_bytes(call))
@@ -44,20 +44,21 @@ def measure(
     unit: str,
     one_by_one: bool = False,
 ) -> tuple[Any, dict[str, Any]]:
-    """Runs a step `warmup + iterations` times and measures the latter.
+    """Runs a step `warmup + iterations` times and measures the last `iterations`.
 
     Args:
-        step: `(state, batch) -> (state, shown)`; it may donate the state.
-        state: to start from.
-        batches: at least `warmup + iterations` of them.
-        items: of `unit` in a batch.
-        one_by_one: wait for each step before the next is given to the device, as a server does that answers
-            one request after the other. Otherwise one step is always queued, as in training, and the
-            latency is the time between the ends of two steps.
+        step: `(state, batch) -> (state, shown)`. It may donate the state.
+        state: the initial state.
+        batches: at least `warmup + iterations` batches.
+        items: number of items in a batch.
+        unit: what an item is, in the plural.
+        one_by_one: whether to wait for each step before dispatching the next, as a server does that answers
+            requests one by one. Otherwise one step is always queued, as in training, and the latency is the
+            time between the ends of two steps.
 
     Returns:
-        The last state, and a JSON object: speed, latencies in milliseconds, memory, the share of the input pipeline;
-        where `shown` is a mapping with `loss_scale` and `skipped_steps`, these too.
+        The last state, and a JSON object with the speed, latencies in milliseconds, memory, and the share of the input
+        pipeline. If `shown` is a mapping with `loss_scale` and `skipped_steps`, it also has their history.
     """
     clock = InputClock()
     before: Any = None
@@ -68,12 +69,12 @@ def measure(
         state, shown = step(state, batch)
         clock.dispatched(shown)
         if isinstance(shown, Mapping) and "loss_scale" in shown:
-            # Nothing else of a step is kept: predictions would fill the device.
+            # Keep nothing else of a step: predictions would fill the device.
             scaling.append((shown["loss_scale"], shown["skipped_steps"]))
         if index == warmup:
             idle = clock.seconds
         if one_by_one or index:
-            # The step before, so that the device always has another one in its queue.
+            # Wait for the previous step, so that the device always has another one queued.
             jax.block_until_ready(shown if one_by_one else before)
             ends.append(time.perf_counter())
         before = shown
@@ -92,13 +93,13 @@ def measure(
 
 
 def latencies(seconds: Any) -> dict[str, float]:
-    """Mean and percentiles, in milliseconds, of latencies in seconds."""
+    """Mean and percentiles of latencies in seconds, as milliseconds."""
     values = np.asarray(seconds) * 1e3
     return {"avg": float(values.mean()), **{f"p{q}": float(np.percentile(values, q)) for q in (50, 90, 95, 99)}}
 
 
 def _history(scaling: Sequence[tuple[Any, Any]]) -> dict[str, Any]:
-    """How the loss scale went: `[step, scale]` at the start and at each change."""
+    """The history of the loss scale: `[step, scale]` at the start and at each change."""
     if not scaling:
         return {}
     scales = [float(scale) for scale, _ in scaling]
@@ -114,28 +115,29 @@ class Case(NamedTuple):
 
     policy: str
     batch_size: int
-    run: Callable[[], Any]  # one step; its result says when it is done
+    run: Callable[[], Any]  # runs one step; its result is ready when the step is done
     compile_seconds: float
     memory_bytes: int
 
 
 class DoesNotFit(NamedTuple):
-    """A case that the device has no memory for."""
+    """A case that does not fit in the device's memory."""
 
     policy: str
     batch_size: int
 
 
 def compare(cases: Iterable[Case | DoesNotFit], rounds: int, warmup: int) -> list[dict[str, Any]]:
-    """Times all policies of a batch size in turns, so that a slow moment of the machine hits all alike.
+    """Times the policies of a batch size interleaved, so that a slow moment of the machine affects all of them.
 
     Args:
-        cases: may be a generator: each batch size is timed, and can be freed, before the next one is made.
-        rounds, warmup: steps of each case that count, and before them.
+        cases: the cases, grouped by batch size. With a generator, each batch size is timed and can be freed before the
+            next one is made.
+        rounds, warmup: numbers of measured steps and of warm-up steps of each case.
 
     Returns:
-        A row for each case, in order: milliseconds are medians, the speedup (over the first policy of the batch
-        size) is the median of the ratios in each round.
+        A row for each case, in order. Milliseconds are medians. The speedup over the first policy of the batch size is
+        the median of the ratios in each round.
     """
     rows: list[dict[str, Any]] = []
     for _, group in itertools.groupby(cases, key=lambda case: case.batch_size):
@@ -162,9 +164,9 @@ def comparison_table(rows: Sequence[Mapping[str, Any]], unit: str, metrics: Mapp
     """The Markdown table of `compare`'s rows.
 
     Args:
-        rows: with the metrics of a policy in each of its rows, where there are any.
-        unit: what a batch counts, in the plural.
-        metrics: head of a further column to its key in the rows; shown in percent.
+        rows: the rows, which may also hold metrics of their policies.
+        unit: what an item of a batch is, in the plural.
+        metrics: heads of further columns to their keys in the rows. Values are shown in percent.
     """
     heads = ["batch size", "policy", "ms/step", "speedup", f"{unit}/s", "memory, MiB", *(metrics or {})]
     lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
@@ -182,7 +184,7 @@ def comparison_table(rows: Sequence[Mapping[str, Any]], unit: str, metrics: Mapp
 
 
 def plot_comparison(path: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:
-    """Draws time per step, speedup and memory over the batch size, a curve for each policy."""
+    """Plots time per step, speedup and memory against the batch size, with a curve per policy."""
     panels = {"milliseconds": "ms/step", "speedup": "speedup", "memory_bytes": "memory, bytes"}
     figure, axes = new_figure(len(panels), title)
     for axis, (key, label) in zip(axes, panels.items(), strict=True):

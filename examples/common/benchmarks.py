@@ -1,4 +1,4 @@
-"""The benchmark modes of every script: one policy in detail, several as a table, and the largest batch that fits."""
+"""The benchmark modes of all scripts: one policy in detail, several as a table, and the largest batch that fits."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from perf.memory import is_out_of_memory, largest_batch, memory_limit
 
 MakeTask = Callable[[Any], Task]
 
-_WARMUP_ROUNDS = 3  # of the comparison, whose steps have been compiled and run once by then
+_WARMUP_ROUNDS = 3  # of a comparison, whose steps are already compiled and have run once
 
 
 class Bench:
-    """A task with a state and a batch on the devices, and the step that the mode measures."""
+    """A task with its state and a batch on the devices, and the step that the mode measures."""
 
     def __init__(self, task: Task) -> None:
         self.task, self.training = task, task.config.mode != "inference_benchmark"
@@ -45,18 +45,18 @@ class Bench:
         self.compiled = compile_step(step, self.state, self.batch)
 
     def step(self, state: Any, batch: Any) -> tuple[Any, Any]:
-        """The next state, and what says that the step is done."""
+        """The next state, and an output that is ready when the step is done."""
         result = self.compiled.call(state, batch)
         return result if self.training else (state, result)
 
     def run(self) -> Any:
-        """A step on the same batch again."""
+        """Runs a step on the same batch."""
         self.state, shown = self.step(self.state, self.batch)
         return shown
 
 
 def run_benchmark(config: RunConfig, make: MakeTask) -> dict[str, Any]:
-    """Measures one policy, on files where there are any or on made-up data, and writes benchmark.json."""
+    """Measures one policy on files, if given, or on synthetic data, and writes benchmark.json."""
     task = make(config)
     with open_folder(config, "-benchmarks") as folder:
         bench = Bench(task)
@@ -73,14 +73,14 @@ def run_benchmark(config: RunConfig, make: MakeTask) -> dict[str, Any]:
         )
         bench.state, results = measured(bench.state, itertools.repeat(bench.batch))
         if task.from_files:
-            # What the same steps take longer from files is the input pipeline.
+            # The extra time of the same steps from files is that of the input pipeline.
             alone = results["latency_milliseconds"]["avg"]
             try:
                 bench.state, results = measured(bench.state, map(task.put, task.endless()))
             finally:
                 task.close()
             share = 1 - alone / results["latency_milliseconds"]["avg"]
-            # Of two measurements, neither of which is exact.
+            # Both measurements have noise, so the difference may be negative.
             results |= {"model_milliseconds": alone, "input_share": max(0.0, share)}
         results = {
             "mode": config.mode,
@@ -110,16 +110,16 @@ def run_comparison(
     folder: RunFolder,
     metrics: Mapping[tuple[str, int], Mapping[str, float]] | None = None,
 ) -> dict[str, Any]:
-    """Measures every policy of --compare at every batch size, in turns, and leaves the table in three forms.
+    """Measures the policies of --compare interleaved at each batch size. Writes the table as JSON, Markdown and PNG.
 
     Args:
         config: the flags.
-        make: the task of each of them.
-        folder: to write to.
-        metrics: of policies and batch sizes that were trained before, for the table.
+        make: makes a task from flags.
+        folder: the output folder.
+        metrics: metrics by policy and batch size, from earlier trainings, for the table.
     """
     limit, _ = memory_limit(config.memory_limit)
-    # What all tasks have alike is said by the first.
+    # Settings that all tasks share are taken from the first.
     first = make(_one(config, config.policies[0], config.sizes[0]))
     heads = {head: key for key, head in first.table_metrics.items()} if metrics else {}
     figures: dict[int, Task] = {}
@@ -155,7 +155,7 @@ def run_comparison(
 
 
 def find_batch_sizes(config: RunConfig, make: MakeTask) -> dict[str, Any]:
-    """The largest batch that fits, for each policy: by the compiled program, and by a try where there is a device."""
+    """Finds the largest batch that fits for each policy by compiling the step and, except on CPUs, running it."""
     with open_folder(config, "-benchmarks") as folder:
         limit, source = memory_limit(config.memory_limit)
         say(f"memory: {limit / 2**30:.1f} GiB ({source})")
@@ -165,7 +165,7 @@ def find_batch_sizes(config: RunConfig, make: MakeTask) -> dict[str, Any]:
             count = task.parallel.count
             size = largest_batch(range(count, task.most_entries + 1, count), task.bytes_needed, limit)
             while size and jax.default_backend() != "cpu":
-                # A program that the compiler says fits may still find the memory in pieces.
+                # A program that fits according to the compiler may still fail because of fragmented memory.
                 if isinstance(_case(make(_one(config, policy, size)), limit), Case):
                     break
                 size = size * 63 // 64 // count * count
@@ -183,7 +183,7 @@ def _one(config: RunConfig, policy: str, size: int) -> Any:
 
 
 def _case(task: Task, limit: int) -> Case | DoesNotFit:
-    """The policy and batch size of a task, its step run once; or that it does not fit."""
+    """Compiles a task's step and runs it once. Returns `DoesNotFit` if memory is exhausted."""
     try:
         bench = Bench(task)
         if bench.compiled.bytes > limit:

@@ -1,4 +1,4 @@
-"""Checkpoints of a training state with its place in the data, by Orbax."""
+"""Orbax checkpoints of a training state and its position in the data."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ Restored = tuple[Any, dict[str, Any]]  # a state and its position
 
 
 class Checkpoints:
-    """The newest states of a run, in a folder. A context manager: leaving it waits for the disk.
+    """The newest checkpoints of a run. As a context manager, it waits for pending writes on exit.
 
     Args:
-        folder: that holds a folder for each step.
-        keep: the newest checkpoints that are kept.
+        folder: the folder, which holds a subfolder for each step.
+        keep: number of checkpoints to keep.
     """
 
     def __init__(self, folder: Path, keep: int = 2) -> None:
         self._folder, self._keep = folder.absolute(), keep
-        # Orbax logs a traceback for each file that it can't write; the error that it raises says the same.
+        # Orbax logs a traceback for each file that it can't write. The error that it raises is enough.
         logging.getLogger("absl").setLevel(logging.CRITICAL)
         self._manager = self._open()
 
@@ -47,21 +47,21 @@ class Checkpoints:
             self._manager.wait_until_finished()
             self._manager.close()
         except Exception as error:
-            if kind is None:  # else the error on its way out is the one that matters
+            if kind is None:  # Otherwise, the error that is propagating matters more.
                 raise _unwritable(self._folder, error) from error
 
     @property
     def steps(self) -> list[int]:
-        """Steps of which there is a checkpoint, whole or damaged, oldest first."""
+        """Steps with a checkpoint, intact or damaged, oldest first."""
         return sorted(self._manager.all_steps())
 
     def save(self, step: int, state: Any, position: dict[str, Any]) -> None:
-        """Saves in the background; `state` may be donated as soon as this returns.
+        """Saves in the background. `state` may be donated as soon as this returns.
 
         Args:
             step: the number of steps taken, which names the checkpoint.
             state: a pytree of arrays.
-            position: JSON: where in the data the next step starts.
+            position: position in the data of the next step, as JSON.
 
         Raises:
             UsageError: the disk is full, or the folder can't be written to.
@@ -77,17 +77,17 @@ class Checkpoints:
     def restore(
         self, like: Callable[[dict[str, Any]], Any], step: int | None = None, *, resume: bool = False
     ) -> Restored | None:
-        """The newest state that can be read and its position, or None where nothing was saved yet.
+        """Restores the newest readable state and its position. Returns None if nothing was saved yet.
 
         Args:
-            like: of the position, gives a state of the structure that was saved; the restored arrays have its
+            like: called with the position, returns a state with the saved structure. The restored arrays have its
                 shapes, dtypes and shardings.
-            step: take this checkpoint, not the newest.
-            resume: training goes on from here. Newer checkpoints, damaged or not wanted, are moved to a folder beside
-                this one, since the steps that they are named for are about to run again.
+            step: the step to restore instead of the newest.
+            resume: whether training continues from here. Newer checkpoints are then moved to a folder beside this one,
+                since their steps will run again.
 
         Raises:
-            UsageError: there is no such step, or no checkpoint can be read as this model.
+            UsageError: the step does not exist, or no checkpoint can be read as this model.
         """
         steps = self.steps
         if step is not None and step not in steps:
@@ -121,7 +121,7 @@ class Checkpoints:
         return found["state"], position
 
     def set_aside_after(self, step: int) -> None:
-        """Moves checkpoints of later steps to a folder beside this one: those steps are about to run again."""
+        """Moves checkpoints of later steps, which will run again, to a folder beside this one."""
         steps = [other for other in self.steps if other > step]
         if not steps:
             return
@@ -148,6 +148,6 @@ def _unwritable(folder: Path, error: Exception) -> UsageError:
 
 
 def _abstract(x: Any) -> jax.ShapeDtypeStruct:
-    """Shape, dtype and sharding; the first device where nothing is said: not the ones that the file names."""
+    """The shape, dtype and sharding; without a sharding, the first device rather than those that the file names."""
     sharding = getattr(x, "sharding", None) or SingleDeviceSharding(jax.local_devices()[0])
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)

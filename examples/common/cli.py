@@ -1,4 +1,4 @@
-"""Command lines: mistakes of the caller end in one line and exit code 2, never in a traceback."""
+"""Command-line errors: mistakes of the user are reported in one line with exit code 2, without a traceback."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
-# What the operating system says where TensorStore wraps it in an error of its own.
+# Messages of the operating system, which TensorStore wraps in its own errors.
 _DISK_PROBLEMS = ("No space left on device", "Disk quota exceeded", "Read-only file system", "Permission denied")
 
 
 class UsageError(Exception):
-    """Something that the person at the command line can correct; its text is one line."""
+    """A mistake that the user can correct on the command line. Its text is one line."""
 
 
 def fail(program: str, error: Exception) -> NoReturn:
@@ -28,7 +28,7 @@ def one_line(error: BaseException, limit: int | None = None) -> str:
 
 
 def disk_problem(error: BaseException) -> str | None:
-    """What is wrong with the disk, where that is what caused an error."""
+    """The disk problem that caused an error; None if another problem did."""
     for cause in _causes(error):
         for known in _DISK_PROBLEMS:
             if known in str(cause):
@@ -45,12 +45,12 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def command_line(program: str, arguments: Sequence[str], *extra: str) -> str:
-    """The shell command that runs `program` with `arguments` and those words of `extra` that aren't there yet."""
+    """The shell command for `program` with `arguments` and the words of `extra` that `arguments` lacks."""
     missing = [word for word in extra if word not in arguments]
     return f"{program} {shlex.join([*arguments, *missing])}".rstrip()
 
 
 def listing(names: Sequence[str], limit: int = 5) -> str:
-    """`a, b, c` with at most `limit` names, then how many more there are."""
+    """Lists at most `limit` names as `a, b, c`, then the number of further names."""
     shown = ", ".join(repr(name) for name in names[:limit])
     return shown + (f" and {len(names) - limit} more" if len(names) > limit else "")

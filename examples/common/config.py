@@ -1,4 +1,4 @@
-"""The flags of all training scripts, and their joint meaning."""
+"""The flags that all training scripts share, and the settings that follow from them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from examples.common.cli import UsageError
 from examples.common.flags import Foreign, Group, from_json, of_the_run
 from examples.common.optimizers import Hyperparameters, Recipe
 
-# What a config can ask for; `Config.action` says which. An inspection takes the flags of the training that it looks at.
+# The actions of a config (`RunConfig.action`). An inspection takes the flags of the training that it inspects.
 INSPECT = ("audit", "profile")
-TRAIN_ONLY = ("train", "compare")  # one policy, or several one after the other
+TRAIN_ONLY = ("train", "compare")  # one policy, or several in sequence
 TRAIN = (*TRAIN_ONLY, *INSPECT)
 BENCHMARKS = ("training_benchmark", "inference_benchmark")
 MEASURE = (*BENCHMARKS, "find_batch_size")
 USE = ("evaluate", "predict")
-BUILD = (*TRAIN, *MEASURE)  # whatever builds an optimizer
+BUILD = (*TRAIN, *MEASURE)  # actions that build an optimizer
 
 WHAT = Group("what to do")
 PRECISION = Group("precision")
@@ -47,9 +47,9 @@ class RunConfig(abc.ABC):
     """The flags of a training script."""
 
     script: ClassVar[str]  # the name of its package
-    unit: ClassVar[str]  # what a batch counts, in the plural
+    unit: ClassVar[str]  # what an item of a batch is, in the plural
     foreign: ClassVar[dict[str, Foreign]] = {}  # flags of other scripts
-    # Flags that a resumed run may change: they affect no step that was taken.
+    # Flags that a resumed run may change, since they do not affect earlier steps.
     may_change: ClassVar[tuple[str, ...]] = (*PRECISION_FLAGS, "epochs")
 
     # The names of the flags in a command line.
@@ -156,20 +156,20 @@ class RunConfig(abc.ABC):
         self._check_precision()
         self._check_together()
 
-    # What a script adds.
+    # Defined by each script.
 
     mode: ClassVar[str]
 
     @property
     @abc.abstractmethod
     def recipe_defaults(self) -> Recipe:
-        """What the flags of `Recipe`'s names are where they are not given."""
+        """Defaults of the flags that have the names of `Recipe`'s fields."""
 
-    # What follows from the flags.
+    # Derived from the flags.
 
     @property
     def action(self) -> str:
-        """The one thing that is asked for, by which flags are known to be of use."""
+        """The requested action. It decides which flags have an effect."""
         for name in (*INSPECT, "find_batch_size"):
             if getattr(self, name):
                 return name
@@ -179,14 +179,14 @@ class RunConfig(abc.ABC):
 
     @property
     def action_flag(self) -> str:
-        """How `action` was asked for."""
+        """The flag that requests `action`."""
         return (
             f"--mode {self.mode}" if self.action in ("train", *BENCHMARKS, *USE) else f"--{self._dashed(self.action)}"
         )
 
     @property
     def policies(self) -> tuple[str, ...]:
-        """All that are asked for."""
+        """The requested policies: those of --compare, else --policy."""
         return (self.policy,) if self.compare is None else tuple(self.compare.split(","))
 
     @property
@@ -196,12 +196,12 @@ class RunConfig(abc.ABC):
 
     @property
     def is_benchmark(self) -> bool:
-        """Whether only speed counts, not what is learned."""
+        """Whether the mode measures speed rather than trains."""
         return self.mode in BENCHMARKS
 
     @property
     def preset(self) -> Recipe:
-        """The recipe, with the flags of its fields in place."""
+        """The default recipe with the given flags applied."""
         recipe = self.recipe_defaults
         given = {name: getattr(self, name) for name in recipe._fields if getattr(self, name, None) is not None}
         if "learning_rate" in given:
@@ -209,7 +209,7 @@ class RunConfig(abc.ABC):
         return recipe._replace(**given)
 
     def hyperparameters(self, steps_per_epoch: int) -> Hyperparameters:
-        """What the optimizer is made of, for epochs of so many steps."""
+        """The optimizer's hyperparameters for epochs of `steps_per_epoch` steps."""
         preset = self.preset
         entries = preset.batch_size * self.accumulate
         return Hyperparameters(
@@ -227,16 +227,16 @@ class RunConfig(abc.ABC):
         )
 
     def settings(self) -> dict[str, Any]:
-        """What decides the result, as JSON: what a resumed run must have in common with its first part."""
+        """The flags that decide the result, as JSON. A resumed run must have the same."""
         preset = {name: value for name, value in self.preset._asdict().items() if hasattr(self, name)}
         return {"script": self.script, **of_the_run(self), **preset}
 
     def trained(self, settings: dict[str, Any]) -> Any:
-        """These flags, with the settings that a run was trained with in place of their own."""
+        """Returns a copy with the settings that a run was trained with."""
         return dataclasses.replace(self, compare=None, batch_sizes=None, **from_json(type(self), settings))
 
     def with_precision(self, precision: dict[str, Any]) -> Any:
-        """The same flags in another precision."""
+        """Returns a copy with another precision."""
         return dataclasses.replace(self, compare=None, batch_sizes=None, **precision)
 
     @property

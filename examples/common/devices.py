@@ -1,4 +1,4 @@
-"""Data parallelism by `jax.sharding`: batches in equal parts over all devices, the state on each or split as well."""
+"""Data parallelism with `jax.sharding`: batches are split over all devices, the state is replicated or split."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ T = TypeVar("T")
 
 
 class DataParallel:
-    """Where arrays live. The program stays that of one device: XLA splits it, sums gradients, and shares statistics.
+    """Placement of arrays. The program is written for one device. XLA splits it, sums gradients and shares statistics.
 
     Args:
-        per_process: so many devices of each process; all without it.
-        fsdp: whether the state is split too, each array of floats along its longest dimension that divides evenly.
-            XLA then gathers the parameters where a layer needs them, in half, and each device keeps its part of the
-            gradients.
+        per_process: number of devices of each process; None for all.
+        fsdp: whether to split the state too, each floating array along its longest evenly divisible dimension. XLA then
+            gathers the parameters in half where a layer needs them, and each device keeps its part of the gradients.
 
     Attributes:
-        count: devices of all processes together.
+        count: number of devices of all processes.
         replicated, sharded: the shardings of a state and of a batch.
     """
 
@@ -40,7 +39,7 @@ class DataParallel:
         self.sharded = NamedSharding(mesh, PartitionSpec("data"))
 
     def check(self, batch_size: int) -> None:
-        """Raises a `UsageError` for a batch that cannot be split evenly."""
+        """Raises a `UsageError` if a batch cannot be split evenly."""
         if batch_size % self.count:
             raise UsageError(
                 f"--batch-size {batch_size} cannot be divided among {self.count} devices; take a multiple of "
@@ -48,7 +47,7 @@ class DataParallel:
             )
 
     def put(self, batch: T) -> T:
-        """A batch on its devices; each process gives the part that it has loaded, in the order of processes."""
+        """Puts a batch on its devices. Each process passes the part that it loaded, in the order of processes."""
         return jax.tree.map(lambda x: jax.make_array_from_process_local_data(self.sharded, np.asarray(x)), batch)
 
     def of_state(self, x: Any) -> NamedSharding:
@@ -63,7 +62,7 @@ class DataParallel:
         )
 
     def replicate(self, tree: T) -> T:
-        """A part of the state from host arrays, the same in every process."""
+        """Places a part of the state from host arrays, which must be equal in all processes."""
 
         def place(x: Any) -> jax.Array:
             x = np.asarray(x)
@@ -72,11 +71,11 @@ class DataParallel:
         return jax.tree.map(place, tree)
 
     def place(self, state: T) -> T:
-        """A state that was computed from another one, where `like_state` says."""
+        """Moves a computed state to the shardings of `like_state`."""
         return jax.device_put(state, jax.tree.map(self.of_state, state)) if self.fsdp else state
 
     def like_batch(self, batch: Any) -> Any:
-        """The abstract form of a batch that all processes together have in these shapes."""
+        """The abstract form of a batch whose shapes are those of all processes together."""
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.sharded), batch)
 
     def like_state(self, tree: Any) -> Any:

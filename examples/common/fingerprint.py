@@ -1,21 +1,21 @@
-"""Tells whether files are still those of before: their names, and the content of some of them."""
+"""Detects changes in a set of files from their names and the content of a sample."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
 
-# Entries whose content is read: enough to notice another version of the data, few enough to take no time.
+# Number of entries to read: enough to notice another version of the data, few enough to be fast.
 _SAMPLE = 64
 
 
 def fingerprint(names: Sequence[str], count: int, read: Callable[[int], bytes]) -> str:
-    """A hash that changes where a name changes, or the content of a sampled entry.
+    """A hash that changes if a name or the content of a sampled entry changes.
 
     Args:
-        names: what identifies the data, wherever they lie: names with labels or sizes.
-        count: entries there are.
-        read: the content of an entry by number; an entry that raises an `OSError` counts as empty.
+        names: names with labels or sizes, which identify the data independently of its folder.
+        count: number of entries.
+        read: returns the content of an entry by number. An entry that raises an `OSError` counts as empty.
     """
     digest = hashlib.sha256("\n".join(names).encode("utf-8", "surrogateescape"))
     for index in range(0, count, max(1, count // _SAMPLE)):

@@ -1,7 +1,7 @@
 """Flags as the fields of a frozen dataclass, read by argparse.
 
-argparse and not a package on top of it: a mistake is one line, choices keep their order, help is grouped, and the flags
-that were given are known apart from those that have their default, which is how a flag without effect is found.
+Plain argparse reports a mistake in one line, keeps the order of choices, and groups the help. It also distinguishes
+given flags from defaults, so that a flag without effect is an error.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ class Group:
     Args:
         title: the heading.
         uses: the actions (`config.action`) that use them; None for all.
-        decides: whether they decide the result of a training, so that a resumed run must have the same.
+        decides: whether they decide the result of a training. A resumed run must then have the same values.
     """
 
     def __init__(self, title: str, uses: Collection[str] | None = None, decides: bool = False) -> None:
         self.title, self.uses, self.decides = title, uses, decides
 
     def __call__(self, default: Any, help: str, *aliases: str, **changed: Any) -> Any:
-        """A flag: its default, its help, other names for it, and where it differs from its group."""
+        """Defines a flag: its default, help, aliases, and differences from its group."""
         own = Group(self.title, changed.get("uses", self.uses), changed.get("decides", self.decides))
         return dataclasses.field(default=default, metadata={"group": own, "help": help, "aliases": aliases})
 
 
 class Foreign(NamedTuple):
-    """A flag of another training script: what stands for it here, and a line about it."""
+    """A flag of another training script: its replacement here, and a note about it."""
 
-    ours: str = ""  # a flag that takes its value, or a whole `--flag value` where it is a switch
+    ours: str = ""  # a flag that takes the value, or `--flag value` in place of a switch
     says: str = ""
 
 
 def parse(config: type[C], program: str, arguments: Sequence[str], foreign: Mapping[str, Foreign] | None = None) -> C:
-    """The config of a command line.
+    """Parses a command line into a config.
 
     Raises:
-        UsageError: a flag that there is not, that does not fit, or that the chosen action does not use.
+        UsageError: a flag is unknown, has an invalid value, or is not used by the chosen action.
     """
     parsed, rest = parse_known(config, program, translate(arguments, foreign or {}))
     if rest:
@@ -62,9 +62,9 @@ def parse(config: type[C], program: str, arguments: Sequence[str], foreign: Mapp
 
 
 def parse_known(config: type[C], program: str, arguments: Sequence[str]) -> tuple[C, list[str]]:
-    """The config of a command line, and the arguments that are for another one.
+    """Parses a command line into a config and the arguments that it does not know.
 
-    A config with a field `given` learns the names of the flags in the command line.
+    The field `given`, if the config has one, holds the names of the given flags.
     """
     parser = _parser(config, program)
     space, rest = parser.parse_known_args([_dashed(word) for word in arguments])
@@ -83,7 +83,7 @@ def of_the_run(config: Any) -> dict[str, Any]:
 
 
 def from_json(config: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """What `of_the_run` made, as arguments of the config; what it has no field for is left out."""
+    """Converts the result of `of_the_run` to arguments of the config. Unknown names are dropped."""
     hints = typing.get_type_hints(config)
     names = {field.name for field in _flags(config)}
     kept = {name: value for name, value in values.items() if name in names}
@@ -91,7 +91,7 @@ def from_json(config: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def translate(arguments: Sequence[str], foreign: Mapping[str, Foreign]) -> list[str]:
-    """Replaces flags of other training scripts, and prints what there is to say about them."""
+    """Replaces flags of other training scripts and prints the notes about them."""
     words: list[str] = []
     for word in arguments:
         name, equals, value = word.partition("=")
@@ -153,7 +153,7 @@ def _parser(config: type[Any], program: str) -> _Parser:
 
 
 def _how(hint: Any, default: Any = None) -> dict[str, Any]:
-    """How argparse reads a flag of this type."""
+    """Arguments of `add_argument` for a flag of this type."""
     hint = _without_none(hint)
     if hint is bool and default is False:
         return {"action": "store_true"}
@@ -164,7 +164,7 @@ def _how(hint: Any, default: Any = None) -> dict[str, Any]:
     if typing.get_origin(hint) is tuple:
         return {"nargs": "+", **_how(typing.get_args(hint)[0])}
     if hint is Path:
-        # A flag with nothing after its `=`, as in `--data_dir=`, is as good as not given.
+        # A flag with an empty value, as in `--data_dir=`, counts as not given.
         return {"type": lambda text: Path(text).expanduser() if text else None, "metavar": "PATH"}
     return {"type": hint, "metavar": {int: "N", float: "X"}.get(hint, "TEXT")}
 
@@ -187,7 +187,7 @@ def _names(field: dataclasses.Field[Any]) -> list[str]:
 
 
 def _dashed(word: str) -> str:
-    """`--num_iter=5` as `--num-iter=5`: other scripts write underscores."""
+    """Rewrites `--num_iter=5` as `--num-iter=5`, since other scripts use underscores."""
     if not word.startswith("--"):
         return word
     name, equals, value = word.partition("=")

@@ -1,4 +1,4 @@
-"""Several processes of one run: `jax.distributed`, who writes, and what all of them agree on."""
+"""Runs with several processes: `jax.distributed`, output from the main process, and joint decisions."""
 
 from __future__ import annotations
 
@@ -10,20 +10,19 @@ from jax.experimental import multihost_utils
 
 from examples.common.cli import UsageError
 
-# Without a sign of life from another process for so long, the others end; they would wait forever.
+# If a process sends no heartbeat for this long, the others end. Otherwise they would wait forever.
 _HEARTBEAT_SECONDS = 20
 
 
 def connect(coordinator: str | None, processes: int | None, process_id: int | None) -> None:
-    """Joins the processes of a run, before anything else of JAX is used; without a flag there is one process.
+    """Joins the processes of a run. Call it before any other use of JAX. Without flags there is one process.
 
     Args:
-        coordinator: `HOST:PORT` of process 0; a cluster that JAX knows (Slurm, TPU pods) needs no more than
-            `"auto"`.
-        processes, process_id: how many there are, and which of them this is.
+        coordinator: `HOST:PORT` of process 0, or `"auto"` on a cluster that JAX knows (Slurm, TPU pods).
+        processes, process_id: number of processes, and the index of this one.
 
     Raises:
-        UsageError: flags that do not go together, or no connection.
+        UsageError: the flags are inconsistent, or the connection fails.
     """
     if coordinator is None:
         if processes is not None or process_id is not None:
@@ -48,7 +47,7 @@ class PeerLostError(UsageError):
 
 
 def peer_lost(error: Exception) -> bool:
-    """Whether an error of JAX says that another process is gone: by Gloo (CPU), NCCL (GPU) or JAX's own service."""
+    """Whether an error of Gloo (CPU), NCCL (GPU) or JAX's coordination service means that another process has ended."""
     signs = ("Gloo", "NCCL", "nccl", "CoordinationService", "UNAVAILABLE")
     return jax.process_count() > 1 and any(sign in str(error) for sign in signs)
 
@@ -59,26 +58,26 @@ def is_main() -> bool:
 
 
 def say(text: str) -> None:
-    """Prints, on one of the processes."""
+    """Prints on the main process only."""
     if is_main():
         print(text, flush=True)
 
 
 def on_any(*flags: bool) -> tuple[bool, ...]:
-    """For each flag whether it is set in any process. All of them must call this at the same place."""
+    """For each flag, whether it is set in any process. All processes must call this at the same point."""
     if jax.process_count() == 1:
         return flags
     return tuple(bool(x) for x in multihost_utils.process_allgather(np.array(flags)).any(axis=0))
 
 
 def on_host(tree: Any) -> Any:
-    """The arrays as NumPy's, whole, also where other processes hold parts. All of them must call this."""
+    """Gathers whole arrays as NumPy arrays, including parts that other processes hold. All processes must call this."""
     if jax.process_count() == 1:
         return jax.device_get(tree)
     return jax.tree.map(lambda x: np.asarray(multihost_utils.process_allgather(x, tiled=True)), tree)
 
 
 def wait_for_all(name: str) -> None:
-    """Returns when every process has come to the place of that name."""
+    """Waits until every process has called this with the same name."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(name)

@@ -12,14 +12,13 @@ T = TypeVar("T")
 
 
 class InputClock:
-    """Counts the time in which the device had nothing to do because the next batch was not there.
+    """Measures the time for which the device was idle because the next batch was not ready.
 
-    Waiting for a batch costs nothing while the device still works on the step before, so only such waits count
-    at whose end all steps were computed. Part of them may have been computed during the wait: the figure is
-    an upper bound.
+    A wait costs nothing while the device still computes the previous step. So a wait counts only if all steps are
+    computed at its end. Some may have been computed during the wait, so the result is an upper bound.
 
     Attributes:
-        seconds: so far.
+        seconds: idle time so far.
     """
 
     def __init__(self) -> None:
@@ -27,7 +26,7 @@ class InputClock:
         self._last: Any = None
 
     def batches(self, batches: Iterator[T]) -> Iterator[T]:
-        """The same batches, with the clock running whenever the device waits for one."""
+        """Yields the batches and counts the time for which the device waits for one."""
         while True:
             started = time.perf_counter()
             batch = next(batches, None)
@@ -38,5 +37,5 @@ class InputClock:
             yield batch
 
     def dispatched(self, outputs: Any) -> None:
-        """Tells the arrays that the step just given to the device will make, and that no later one donates."""
+        """Records the outputs of the last dispatched step. No later step may donate them."""
         self._last = outputs

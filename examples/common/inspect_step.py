@@ -1,4 +1,4 @@
-"""Reports the precision and the time of each operation of a training step: printed, and as pages in a folder."""
+"""Reports the precision and the time of each operation of a training step, as text and HTML pages."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import jax
 import mpjax
 from examples.common.hosts import is_main, say
 
-_STEPS = 10  # that are profiled
+_STEPS = 10  # to profile
 
 
 def audit_step(step: jax.stages.Wrapped, state: Any, batch: Any, folder: Path | None) -> None:
-    """Prints `mpjax.audit` of a step and writes audit.html; state and batch may be abstract."""
+    """Prints `mpjax.audit` of a step and writes audit.html. State and batch may be abstract."""
     _report(mpjax.audit(step, state, batch), folder, "audit.html")
 
 
 def profile_step(step: jax.stages.Wrapped, state: Any, batches: Iterable[Any], folder: Path | None) -> None:
-    """Prints `mpjax.profile` of a step, fed from the input pipeline, and writes profile.html."""
+    """Prints `mpjax.profile` of a step with batches of the input pipeline, and writes profile.html."""
     _report(mpjax.profile(step, state, steps=_STEPS, batches=batches), folder, "profile.html")
 
 

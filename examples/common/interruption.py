@@ -1,6 +1,6 @@
-"""Ctrl-C and SIGTERM as a flag that a training loop reads between two steps.
+"""Turns Ctrl-C and SIGTERM into a flag that a training loop reads between steps.
 
-Our own, because Orbax's `reached_preemption` knows only SIGTERM, and only under `jax.distributed`.
+Orbax's `reached_preemption` handles only SIGTERM, and only under `jax.distributed`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 class Interruption:
     """A context in which the first SIGINT or SIGTERM asks the loop to stop at the next step.
 
-    A second one acts as it would have without us, so that a hanging run can still be ended.
+    A second signal has its normal effect, so that a hanging run can still be ended.
 
     Attributes:
-        signal: the signal that came, or None.
+        signal: the received signal, or None.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class Interruption:
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Interruption:
-        # Python lets only the main thread set handlers; elsewhere signals are not ours to take.
+        # Python allows only the main thread to set signal handlers.
         if threading.current_thread() is threading.main_thread():
             self._previous = {number: signal.signal(number, self._handle) for number in _SIGNALS}
         return self
@@ -37,7 +37,7 @@ class Interruption:
 
     @property
     def exit_code(self) -> int:
-        """The code by which shells report an end by this signal."""
+        """The exit code that shells report for this signal; 0 without a signal."""
         return 128 + self.signal if self.signal else 0
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
