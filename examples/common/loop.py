@@ -1,4 +1,4 @@
-"""The run of a training script: epochs of steps, tests, checkpoints, resuming, and what is left in its folder."""
+"""The training loop of the scripts: epochs, tests, checkpoints, resuming, and the files of the run folder."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from examples.common.training import means
 from perf.environment import versions
 from perf.memory import is_out_of_memory, largest_batch, memory_limit
 
-# Steps between two times that several processes ask each other whether to save or stop: it makes them wait.
+# Steps between two agreements of several processes on saving or stopping, since each makes them wait.
 _AGREE_EVERY = 10
-# Skipped steps in a row after which a loss scale is given up: what `mpjax.check_progress` tolerates.
+# Largest number of consecutive skipped steps that `mpjax.check_progress` accepts.
 _SKIPS = 50
 
 
 class Interrupted(Exception):
-    """A signal ended the run; its state is saved.
+    """A signal ended the run. Its state is saved.
 
     Attributes:
         output: the folder of the run, to resume from.
-        exit_code: what the process should exit with.
+        exit_code: the exit code for the process.
     """
 
     def __init__(self, interruption: Interruption, output: Path, step: int) -> None:
@@ -49,14 +49,14 @@ class Interrupted(Exception):
 
 
 def open_folder(config: RunConfig, kind: str = "") -> RunFolder:
-    """The locked folder of a new or an interrupted run, on every process of it.
+    """Opens and locks the folder of a new or resumed run. Every process of the run must call this.
 
     Args:
-        config: the flags; without --output the folder is the next number in runs/SCRIPT...
-        kind: ...KIND.
+        config: the flags. Without --output, the folder is the next number in runs/SCRIPT, with `kind` appended.
+        kind: the suffix.
 
     Raises:
-        UsageError: the folder holds a run, or none, or another one, or another process works in it.
+        UsageError: the folder is not empty or, with --resume, holds no run or another run, or another process uses it.
     """
     parent = Path(f"runs/{config.script}{kind}")
     if jax.process_count() > 1 and config.output is None:
@@ -72,11 +72,11 @@ def open_folder(config: RunConfig, kind: str = "") -> RunFolder:
 
 
 def train(task: Task, folder: RunFolder) -> dict[str, Any]:
-    """Trains to the last epoch and returns what is in summary.json.
+    """Trains to the last epoch and returns the content of summary.json.
 
     Raises:
-        UsageError: training diverged, memory or the disk is full, or the checkpoint is not of this model.
-        Interrupted: a signal came; all is saved.
+        UsageError: training diverged, memory or the disk is full, or the checkpoint is of another model.
+        Interrupted: a signal ended the training. The state is saved.
     """
     config = task.config
     with ExitStack() as stack:
@@ -101,7 +101,7 @@ def train(task: Task, folder: RunFolder) -> dict[str, Any]:
 
 
 class _Run:
-    """One run and everything that it holds open; `finish` does it."""
+    """One run and its open resources. `finish` trains."""
 
     def __init__(
         self,
@@ -119,10 +119,10 @@ class _Run:
         self.epoch, self.batch = 0, 0
         self.items, self.seconds, self.input_share = 0, 0.0, 0.0
         self.saved, self.looks = time.monotonic(), 0
-        self.shown: tuple[int, Any] | None = None  # of the last step that is to be logged
+        self.shown: tuple[int, Any] | None = None  # step and outputs to log next
 
     def finish(self) -> dict[str, Any]:
-        """Trains to the last epoch: a line for each, and a checkpoint with the curves now and then."""
+        """Trains to the last epoch. Logs each epoch, and saves checkpoints and curves at intervals."""
         task = self.task
         if not (self.config.resume and self._restore()):
             self.state = task.start_state()
@@ -188,14 +188,14 @@ class _Run:
         try:
             yield from self.task.batches(self.epoch, self.batch)
         except UsageError:
-            # Of the data, not of the training: what was trained so far is good. Several processes would have to save
-            # together, and only this one knows.
+            # The data are at fault, not the training, so the state is worth saving. Several processes would have to
+            # save together, but only this one has the error.
             if jax.process_count() == 1:
                 self._save()
             raise
 
     def _log_step(self, shown: tuple[int, Any] | None) -> None:
-        """Writes the numbers of the step before, which has long been computed; the device doesn't wait."""
+        """Logs the previous step, whose results are already computed, so that the device does not wait."""
         before, self.shown = self.shown, shown
         if before is None:
             return
@@ -235,11 +235,11 @@ class _Run:
             return None
         name, sign = self.task.best
         lines = [line for line in self.lines if math.isfinite(line.get(name, math.nan))]
-        # Of equal ones the first: what came later is no better.
+        # The first of equal epochs: `max` keeps it.
         return max(lines, key=lambda line: sign * line[name], default=None)
 
     def _is_late(self) -> bool:
-        """Whether --patience is at its end."""
+        """Whether --patience is exhausted."""
         best, patience = self._best_line(), self.config.patience
         if patience is None or best is None or self.epoch - best["epoch"] < patience:
             return False
@@ -249,7 +249,7 @@ class _Run:
         return True
 
     def _save_or_stop(self) -> None:
-        """Between two steps: a checkpoint where it is time for one, and the end where a signal came."""
+        """Called between steps. Saves a checkpoint if one is due, and raises `Interrupted` after a signal."""
         self.looks += 1
         if jax.process_count() > 1 and self.looks % _AGREE_EVERY:
             return
@@ -311,7 +311,7 @@ class _Run:
 
 
 def _what_fits(task: Task) -> str:
-    """What to do about memory that is exhausted: by the compiled plan, the largest batch that fits."""
+    """The error text for exhausted memory, with the largest batch that fits according to the compiled program."""
     size = task.config.preset.batch_size
     try:
         limit, source = memory_limit(None)
@@ -319,7 +319,7 @@ def _what_fits(task: Task) -> str:
         fits = largest_batch(range(count, size, count), task.bytes_needed, limit)
         room = f"of {limit / 2**30:.1f} GiB ({source})"
         advice = f"by the compiled plan --batch-size {fits} fits" if fits else "by the plan not even one entry fits"
-    except Exception:  # it must not hide the error that it explains
+    except Exception:  # A failure here must not hide the original error.
         room, advice = "of the device", "take a smaller --batch-size"
     return (
         f"out of memory {room} at --batch-size {size}, --policy {task.policy}: {advice}. --accumulate keeps the size "
@@ -328,5 +328,5 @@ def _what_fits(task: Task) -> str:
 
 
 def parameter_count(params: Any) -> int:
-    """Numbers in a tree of arrays."""
+    """The total number of elements in a tree of arrays."""
     return sum(x.size for x in jax.tree.leaves(params))

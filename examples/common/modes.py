@@ -1,4 +1,4 @@
-"""Runs the mode that the flags choose, for every script."""
+"""Runs the mode that the flags of a script choose."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Finished = Callable[[Any, RunFolder], None]
 
 
 def _nothing_more(task: Any, folder: RunFolder) -> None:
-    """What most scripts do after a training."""
+    """The default of `finished`: does nothing."""
 
 
 def run(
@@ -31,18 +31,18 @@ def run(
     finished: Finished = _nothing_more,
     bench: Callable[[], MakeTask] | None = None,
 ) -> dict[str, Any]:
-    """Does what the flags say, and returns what is in the file that it leaves: summary.json of a training.
+    """Runs the action of the flags and returns the content of its result file, such as summary.json.
 
     Args:
         config: the flags.
-        make: opens the data, and returns the maker of tasks on them.
-        use: by action, what a trained model is used for.
-        finished: is called with task and folder after a training.
-        bench: as `make`, for the timings of a comparison; the same without it.
+        make: opens the data and returns a function from flags to a task.
+        use: functions that use a trained model, by action.
+        finished: called with the task and the folder after a training.
+        bench: like `make`, for the timings of a comparison; `make` by default.
 
     Raises:
-        UsageError: data or flags do not fit.
-        Interrupted: a signal came in a training; all is saved.
+        UsageError: the data or the flags are invalid.
+        Interrupted: a signal ended the training. The state is saved.
     """
     connect(config.coordinator, config.processes, config.process_id)
     if use and config.action in use:
@@ -63,12 +63,12 @@ def run(
 
 
 def run_training(config: RunConfig, make: MakeTask, finished: Finished = _nothing_more) -> dict[str, Any]:
-    """Trains, in a folder of its own or on from where an earlier run was ended.
+    """Trains in a new folder, or resumes an earlier run.
 
     Args:
         config: the flags.
-        make: the task that they name.
-        finished: is called with task and folder after the training.
+        make: makes a task from the flags.
+        finished: called with the task and the folder after the training.
     """
     task = make(config)
     with open_folder(config) as folder:
@@ -86,7 +86,7 @@ def run_training(config: RunConfig, make: MakeTask, finished: Finished = _nothin
 
 
 def inspect(config: RunConfig, make: MakeTask) -> dict[str, Any]:
-    """Looks at the training step, and does not train with it."""
+    """Inspects the training step without training."""
     task = make(config)
     step, batch = task.training.train_step, task.example_batches(task.batch_size)[-1]
     if config.audit:
@@ -103,7 +103,7 @@ def inspect(config: RunConfig, make: MakeTask) -> dict[str, Any]:
 def train_and_compare(
     config: RunConfig, make: MakeTask, bench: MakeTask, finished: Finished = _nothing_more
 ) -> dict[str, Any]:
-    """Trains every policy of --compare at every batch size, each in a folder below --output, and measures them."""
+    """Trains each policy of --compare at each batch size in a subfolder of --output, then measures them."""
     with open_folder(config) as folder:
         metrics: dict[tuple[str, int], dict[str, Any]] = {}
         for size, policy in itertools.product(config.sizes, config.policies):
@@ -115,7 +115,7 @@ def train_and_compare(
             try:
                 summary = run_training(own, make, finished)
             except Interrupted as interrupted:
-                # What is to go on is the comparison, not this one training.
+                # The comparison is resumed, not this one training.
                 interrupted.output = folder.path
                 raise
             metrics[policy, size] = {name: value for name, value in summary.items() if isinstance(value, float)}

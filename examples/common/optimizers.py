@@ -1,4 +1,4 @@
-"""Optimizers and their schedule, in the order that precision needs: clip, decay, accumulate, masters, loss scale."""
+"""Optimizers and schedules, composed as precision requires: clip, decay, accumulate, masters, loss scale."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import mpjax
 
 
 class Recipe(NamedTuple):
-    """Hyperparameters; a flag of the same name replaces each."""
+    """Default hyperparameters. A flag of the same name overrides each."""
 
     epochs: int
     batch_size: int
-    learning_rate: float  # the peak, of 256 entries of a batch where `per_256`
+    learning_rate: float  # the peak; per 256 entries of a batch if `per_256`
     warmup_epochs: float
     optimizer: str
     weight_decay: float
@@ -29,7 +29,7 @@ class Recipe(NamedTuple):
 
 
 class Hyperparameters(NamedTuple):
-    """A recipe with all flags applied: what the optimizer is made of."""
+    """The hyperparameters of the optimizer: a recipe with all flags applied."""
 
     optimizer: str
     learning_rate: float  # peak
@@ -45,7 +45,7 @@ class Hyperparameters(NamedTuple):
 
 
 def learning_rate_schedule(hyper: Hyperparameters) -> optax.Schedule:
-    """Linear warm-up, and from there a cosine down to zero or the peak for good."""
+    """Linear warm-up, followed by a cosine decay to zero or by a constant rate."""
     warmup = min(hyper.warmup_updates, hyper.updates // 2)
     if hyper.schedule == "constant":
         return optax.warmup_constant_schedule(0.0 if warmup else hyper.learning_rate, hyper.learning_rate, warmup)
@@ -55,25 +55,25 @@ def learning_rate_schedule(hyper: Hyperparameters) -> optax.Schedule:
 def create_optimizer(
     hyper: Hyperparameters, schedule: optax.Schedule, policy: mpjax.Policy, loss_scale: str | None
 ) -> optax.GradientTransformationExtraArgs:
-    """The optimizer of the flags in a precision.
+    """Builds an optimizer for a precision policy.
 
     Args:
         hyper: the hyperparameters.
-        schedule: of the learning rate, over updates.
+        schedule: learning rate as a function of the number of updates.
         policy: the precision.
-        loss_scale: "dynamic", a number, or None for what the policy needs.
+        loss_scale: "dynamic", a number, or None for the default of the policy.
     """
     optimizer: Any = optax.chain(
-        # True gradients come in, whatever the loss scale: see mpjax.value_and_grad.
+        # The gradients are unscaled at any loss scale. See mpjax.value_and_grad.
         optax.clip_by_global_norm(hyper.clip_norm) if hyper.clip_norm else optax.identity(),
         _rule(hyper, schedule),
     )
     if hyper.accumulate > 1:
-        # Inside the loss scale: a step that is skipped adds nothing to the sum.
+        # Inside the loss scale, so that a skipped step adds nothing to the sum.
         optimizer = optax.MultiSteps(optimizer, hyper.accumulate)
     if policy.param_dtype != policy.output_dtype:
-        # Half params under a float32 model (O2) need a float32 copy that small updates can add up in;
-        # a policy that is half throughout (O3) asks to do without.
+        # Half parameters of a model with float32 outputs (O2) need a float32 copy to accumulate small updates.
+        # A policy in half throughout (O3) has none.
         optimizer = mpjax.master_weights(optimizer, policy)
     else:
         optimizer = _in_float32(optimizer)
@@ -91,14 +91,14 @@ def _rule(hyper: Hyperparameters, schedule: optax.Schedule) -> optax.GradientTra
     if hyper.optimizer == "lamb":
         return optax.lamb(schedule, weight_decay=decay, mask=_kernels)
     if hyper.optimizer == "lars":
-        # Biases and normalisation have no trust ratio either: You et al., 2017 (https://arxiv.org/abs/1708.03888).
+        # Biases and normalisation have no trust ratio either. You et al., 2017 (https://arxiv.org/abs/1708.03888).
         return optax.lars(schedule, decay, _kernels, trust_ratio_mask=_kernels, momentum=momentum, nesterov=nesterov)
     rule = optax.adam(schedule) if hyper.optimizer == "adam" else optax.sgd(schedule, momentum, nesterov)
     return optax.chain(optax.add_decayed_weights(decay, mask=_kernels), rule)
 
 
 def _in_float32(tx: optax.GradientTransformation) -> optax.GradientTransformation:
-    """`tx` as it is for float32 params: gradients are float32, and Adam's squares of them would be zero in float16."""
+    """Keeps the state of `tx` in float32: Adam's squares of gradients would underflow in float16."""
 
     def float32(tree: Any) -> Any:
         return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
@@ -110,12 +110,12 @@ def _in_float32(tx: optax.GradientTransformation) -> optax.GradientTransformatio
 
 
 def _kernels(params: Any) -> Any:
-    """Weight decay is for kernels: on biases and normalisation it would only fight the data."""
+    """The mask for weight decay: kernels, but not biases and normalisation."""
     return jax.tree.map(lambda x: x.ndim > 1, params)
 
 
 def is_update(opt_state: Any, accumulate: int) -> jax.Array:
-    """Whether the last step changed the parameters: neither skipped nor one that only accumulated."""
+    """Whether the last step changed the parameters. Skipped and accumulating steps do not."""
     finite = jnp.asarray(opt_state.last_finite)
     if accumulate == 1:
         return finite
@@ -123,11 +123,11 @@ def is_update(opt_state: Any, accumulate: int) -> jax.Array:
 
 
 def update_ema(ema: Any, weights: Any, step: jax.Array, decay: float, changed: jax.Array) -> Any:
-    """The exponential moving average of the weights, in float32; kept as it is where they have not changed.
+    """Updates the exponential moving average of the weights, in float32, if the weights have changed.
 
-    The decay starts low, `(1 + step) / (10 + step)`, so that the random weights of the start are forgotten soon.
+    The decay starts low, at `(1 + step) / (10 + step)`, to forget the random initial weights soon.
     """
     count = step.astype(jnp.float32)
     keep = jnp.minimum(decay, (1 + count) / (10 + count))
-    # `where`, never a multiplication by 0: what was skipped may hold NaN.
+    # `where` rather than a multiplication by 0, because skipped values may be NaN.
     return jax.tree.map(lambda e, w: jnp.where(changed, keep * e + (1 - keep) * w.astype(jnp.float32), e), ema, weights)

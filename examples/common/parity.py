@@ -1,9 +1,9 @@
-"""A training script as `python -m mpjax parity` takes it: whether half precision changes its result, over seeds.
+"""Adapts a training script to `python -m mpjax parity`, which tests whether half precision changes its result.
 
     python -m mpjax parity examples.speech.parity:make --policies mixed_float16 "mixed_float16 --loss-scale 1"
 
-A policy is what follows `--policy` on the script's command line, with further flags of precision. The flags that all
-runs share are in the environment variable FLAGS: `FLAGS="--epochs 14" python -m mpjax parity ...`
+A policy is the value of the script's `--policy`, which may be followed by further precision flags. The environment
+variable FLAGS holds flags for all runs: `FLAGS="--epochs 14" python -m mpjax parity ...`
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Maker:
 
     Args:
         config: the flags of the script.
-        open_tasks: of the flags, makes a function from flags to a task, on data that it opens once.
-        flags: that all runs share; those in the environment variable FLAGS without it.
+        open_tasks: opens the data once and returns a function from flags to a task.
+        flags: flags for all runs; by default those of the environment variable FLAGS.
     """
 
     def __init__(
@@ -49,12 +49,12 @@ class Maker:
         self.settings = {"flags": self._flags}
 
     def __call__(self, policy: str, seed: int, *, loss_scale: float | None = None) -> mpjax.Training:
-        """The training of a policy and a seed.
+        """Makes the training for a policy and a seed.
 
         Args:
-            policy: what follows `--policy`: `"mixed_float16"`, `"mixed_float16 --amp autocast --loss-scale 1"`.
-            seed: what follows `--seed`.
-            loss_scale: where the dynamic loss scale starts; None for what the flags say.
+            policy: the value of `--policy` with further flags, as `"mixed_float16 --amp autocast --loss-scale 1"`.
+            seed: the value of `--seed`.
+            loss_scale: initial dynamic loss scale; None for the loss scale of the flags.
         """
         words = ["--policy", *shlex.split(policy)]
         if loss_scale is not None:
@@ -67,7 +67,7 @@ class Maker:
         name, sign = task.metric
 
         def step(state: TrainState, batch: Any) -> tuple[TrainState, jax.Array]:
-            # Sums from zero on: those of this step alone.
+            # Reset the sums, so that they are those of this step alone.
             state, shown = task.training.train_step(task.next_epoch(state), task.put(batch))
             return state, shown["totals"]["loss"] / shown["totals"]["count"]
 

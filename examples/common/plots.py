@@ -1,4 +1,4 @@
-"""Training curves as a PNG, drawn without a display."""
+"""Plots training curves as PNG files, without a display."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _TRAIN, _TEST, _SCALE, _SKIP = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
 
 
 class Panel(NamedTuple):
-    """One quantity: the label of its vertical axis, and its curves as legend to key in the metrics."""
+    """A plot of one quantity: the label of its vertical axis, and the curves as legend to key in the metrics."""
 
     label: str
     curves: Mapping[str, str]
@@ -28,10 +28,10 @@ def plot_curves(
     """Draws one panel per quantity and one of the loss scale with the steps skipped in each epoch.
 
     Args:
-        path: of the PNG.
-        metrics: a line per epoch, each with `epoch`, `loss_scale` and `skipped_steps` (so far).
-        title: over all panels.
-        panels: from left to right, before that of the loss scale.
+        path: path of the PNG file.
+        metrics: one entry per epoch, with `epoch`, `loss_scale` and the total of `skipped_steps` so far.
+        title: title over all panels.
+        panels: panels from left to right, before that of the loss scale.
     """
     from matplotlib.ticker import PercentFormatter
 
@@ -53,8 +53,8 @@ def plot_curves(
 
 
 def new_figure(panels: int, title: str) -> tuple[Any, Any]:
-    """A figure with that many axes in a row, drawn without a display."""
-    # On a figure of our own: pyplot's global state and backend are the caller's to choose.
+    """A figure with `panels` axes in a row, drawn without a display."""
+    # Do not use pyplot: its global state and backend belong to the caller.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -69,7 +69,7 @@ def new_figure(panels: int, title: str) -> tuple[Any, Any]:
 
 
 def save_figure(figure: Any, path: Path) -> None:
-    """Writes a PNG whole or not at all."""
+    """Writes a PNG file atomically."""
     part = path.with_name(path.name + ".part")
     figure.savefig(part, format="png", dpi=130)
     os.replace(part, path)
@@ -79,7 +79,7 @@ def _plot_loss_scale(axis: Any, metrics: Sequence[Mapping[str, Any]], epochs: Se
     scales = [line["loss_scale"] for line in metrics]
     axis.plot(epochs, scales, color=_SCALE, linewidth=1.8, marker=_marker(epochs), drawstyle="steps-post")
     axis.set_yscale("log", base=2)
-    # A scale that never moves would get an axis without a single tick.
+    # A constant scale would get an axis without ticks.
     axis.set_ylim(min(scales, default=1) / 4, max(scales, default=1) * 4)
     axis.set_ylabel("loss scale")
     totals = [line["skipped_steps"] for line in metrics]
@@ -94,5 +94,5 @@ def _gains(totals: Sequence[int]) -> list[int]:
 
 
 def _marker(epochs: Sequence[int]) -> str:
-    # A line through one or two points cannot be seen.
+    # A line through one or two points is hard to see.
     return "o" if len(epochs) < 3 else ""

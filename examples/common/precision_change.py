@@ -1,4 +1,4 @@
-"""A training state of one precision as that of another, so that a run can go on in it."""
+"""Converts a training state to another precision, so that a run can continue in it."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from examples.common.training import TrainState
 
 
 def float32_params(state: TrainState) -> Any:
-    """The parameters as exactly as the state has them: the masters where there are any."""
+    """The parameters in float32: the master weights where the state has them."""
     inner = state.opt_state.inner_state
     master = inner.master if isinstance(inner, mpjax.MasterWeightsState) else None
     if master is None:
         return jax.tree.map(lambda p: p.astype(jnp.float32), state.params)
-    # A leaf without a master is float32 already, and in its place is a node without leaves.
+    # A leaf without a master is already float32. Its place holds a node without leaves.
     leaves = jax.tree.leaves(master, is_leaf=_is_masked)
     params, treedef = jax.tree.flatten(state.params)
     return jax.tree.unflatten(treedef, [p if _is_masked(m) else m for p, m in zip(params, leaves, strict=True)])
 
 
 def inner_state(state: TrainState) -> Any:
-    """The optimizer's own state, under the loss scale and the masters."""
+    """The optimizer's state inside those of the loss scale and the masters."""
     inner = state.opt_state.inner_state
     return inner.inner_state if isinstance(inner, mpjax.MasterWeightsState) else inner
 
 
 def change_precision(old: TrainState, new: TrainState, policy: mpjax.Policy) -> TrainState:
-    """The state `old` in the form of `new`.
+    """Converts the state `old` to the precision of `new`.
 
     Parameters (through their float32 masters), statistics, EMA, the optimizer's momentum and counts, and the count of
-    skipped steps carry over. The loss scale and its count of good steps are those that the new precision starts with:
-    a scale that was found for float16 says nothing about bfloat16.
+    skipped steps carry over. The loss scale and its count of good steps start as in the new precision, since a
+    scale found for float16 does not apply to bfloat16.
 
     Args:
-        old: as restored.
-        new: as initialised in the new precision; of its numbers only the loss scale is used.
-        policy: the new one.
+        old: the restored state.
+        new: an initial state in the new precision. Of its values, only the loss scale is used.
+        policy: the new policy.
     """
     changed = with_params(new, float32_params(old), policy, inner_state(old))
     scaling = new.opt_state
@@ -56,18 +56,18 @@ def change_precision(old: TrainState, new: TrainState, policy: mpjax.Policy) -> 
 
 
 def with_params(new: TrainState, params: Any, policy: mpjax.Policy, inner: Any = None) -> TrainState:
-    """A state with other parameters, in its own precision: the masters, where it has any, bitwise.
+    """Replaces the parameters of a state and keeps its precision. Masters, if any, are bitwise equal to `params`.
 
     Args:
         new: the state.
-        params: float32.
-        policy: of the state.
-        inner: the optimizer's state under the loss scale and the masters; that of `new` without it.
+        params: float32 parameters.
+        policy: policy of the state.
+        inner: the optimizer's state inside those of the loss scale and the masters; by default that of `new`.
     """
     target = new.opt_state.inner_state
     if isinstance(target, mpjax.MasterWeightsState):
         leaves = zip(jax.tree.leaves(params), jax.tree.leaves(new.params), strict=True)
-        # A copy: the step donates its state, and a buffer can't be donated in two places.
+        # A copy, because the step donates its state and a buffer can't be donated twice.
         masters = jax.tree.unflatten(
             jax.tree.structure(target.master), [jnp.array(p) for p, like in leaves if is_half(like)]
         )
@@ -87,5 +87,5 @@ def _is_masked(x: Any) -> bool:
 
 
 def _like(target: Any, tree: Any) -> Any:
-    """The numbers of a tree in the dtypes of another."""
+    """Casts a tree to the dtypes of another."""
     return jax.tree.map(lambda t, x: x.astype(t.dtype), target, tree)

@@ -1,4 +1,4 @@
-"""The progress of a run, and the training speed; nothing here makes the device wait."""
+"""Shows the progress and speed of a run without making the device wait."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from tqdm import tqdm
 
 from examples.common.hosts import is_main
 
-# Steps between two looks at the device. What is shown is one look old: by then it has long been computed.
+# Steps between two reads from the device. Each shows the values of the previous read, which are already computed.
 _EVERY = 10
-_LOG_SECONDS = 10.0  # between two lines in a log file
-# Of a fixed width: what is left of a line would be a bar of one character.
+_LOG_SECONDS = 10.0  # between two lines of a log file
+# A fixed width: the rest of the line could be a bar of one character.
 _FORMAT = "{desc} {percentage:3.0f}% |{bar:12}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}]{postfix}"
 
 
 class Progress:
-    """A bar over the steps of the whole run, or in a log file a line now and then; and a line per epoch.
+    """A progress bar over the steps of the run, or regular lines in a log file, and a line per epoch.
 
     Args:
-        epochs: of the run.
-        steps: in an epoch.
-        done: steps taken before, in an interrupted run.
-        unit: what the speed counts, in the plural: "images".
-        text: makes the bar's text of what a step shows, on the host.
+        epochs: number of epochs of the run.
+        steps: number of steps of an epoch.
+        done: number of steps taken before a resumed run was interrupted.
+        unit: what an item is, in the plural, such as "images".
+        text: makes the bar's text from the outputs of a step, on the host.
     """
 
     def __init__(self, epochs: int, steps: int, done: int, unit: str, text: Callable[[Any], str]) -> None:
@@ -60,25 +60,25 @@ class Progress:
         self._started = time.perf_counter()
 
     def step(self, shown: Any, items: int) -> None:
-        """Counts a step of that many items; `shown` are its numbers, still on the device."""
+        """Counts a step of `items` items. `shown` are its outputs, on the device."""
         self._steps += 1
         self._done += 1
         self._items += items
         self._bar.update()
         if self._steps % _EVERY == 0:
             if self._before is not None:
-                # Only the steps up to these numbers are known to be done; the later ones are merely queued.
+                # Only the steps up to these outputs are known to be done. Later ones may only be queued.
                 numbers, done = self._before
                 self._show(jax.device_get(numbers), done)
             self._before = shown, self._items
 
     def epoch_trained(self) -> tuple[int, float]:
-        """Items and seconds of the epoch, all of whose steps must have been computed."""
+        """Items and seconds of the epoch. All of its steps must have been computed."""
         self.items_per_second = self._speed(self._items)
         return self._items, time.perf_counter() - self._started
 
     def epoch_done(self, text: str) -> None:
-        """Prints the line of an epoch, above the bar."""
+        """Prints the line of an epoch above the bar."""
         if not is_main():
             return
         if self._on_terminal:

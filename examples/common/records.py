@@ -1,8 +1,8 @@
-"""Entries of shards by number: TFRecord, ArrayRecord, WebDataset tars, and Hugging Face datasets on disk.
+"""Random access to the entries of shards: TFRecord, ArrayRecord, WebDataset tars, and Hugging Face datasets on disk.
 
-A batch follows from the seed and the number of its step, so every entry must be readable at any time. ArrayRecord (read
-by Grain) and Arrow files (read by `datasets`) allow that. Readers of the other two start at the beginning of a file
-(Grain's TFRecordIterDataset, the webdataset package); here an index of offsets is made when the data are opened.
+The seed and the step number determine a batch, so entries must be readable in any order. ArrayRecord (read by Grain)
+and Arrow files (read by `datasets`) allow that. Readers of the other two (Grain's TFRecordIterDataset, the webdataset
+package) read a file from its beginning, so this module builds an index of offsets when it opens the data.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Records(abc.ABC):
 
     Attributes:
         root: folder or file of the dataset.
-        paths: files that hold the entries.
+        paths: the files with the entries.
     """
 
     def __init__(self, root: Path, paths: Sequence[Path]) -> None:
@@ -44,14 +44,14 @@ class Records(abc.ABC):
 
     @abc.abstractmethod
     def __getitem__(self, index: int) -> Record:
-        """An entry; raises an `UnusableFileError` where it can't be read."""
+        """An entry. Raises an `UnusableFileError` if it can't be read."""
 
     def name(self, index: int) -> str:
-        """Where an entry is, for messages."""
+        """The name of an entry for messages."""
         return f"entry {index}"
 
     def column(self, field: str) -> list[Any]:
-        """A field of all entries, None where an entry lacks it or is damaged."""
+        """The values of a field in all entries; None for entries that lack it or are damaged."""
         values = []
         for index in tqdm(range(len(self)), f"reading {field} of {self.root}", leave=False):
             try:
@@ -64,7 +64,7 @@ class Records(abc.ABC):
         return self[index].get(field)
 
     def class_names(self, field: str) -> tuple[str, ...] | None:
-        """Names of the classes that the integers of a field stand for, where the dataset has them."""
+        """The class names for the integers of a field; None if the dataset has none."""
         for name in ("labels.txt", "classes.txt", f"{field}.labels.txt"):
             path = (self.root if self.root.is_dir() else self.root.parent) / name
             if path.is_file():
@@ -75,7 +75,7 @@ class Records(abc.ABC):
         """The first of `candidates` that the first readable entry has.
 
         Raises:
-            UsageError: it has none of them.
+            UsageError: the entry has none of them, or no entry is readable.
         """
         for index in range(len(self)):
             try:
@@ -91,7 +91,7 @@ class Records(abc.ABC):
         raise UsageError(f"{str(self.root)!r} has no entry that can be read.")
 
     def digest(self) -> str:
-        """A hash that changes where shards are added, removed or resized, or where a sampled entry changes."""
+        """A hash that changes if shards are added, removed or resized, or if a sampled entry changes."""
 
         def content(index: int) -> bytes:
             try:
@@ -104,7 +104,7 @@ class Records(abc.ABC):
 
 
 class Entry(NamedTuple):
-    """The content of a file as a field of an entry, in place of a path."""
+    """A file whose content is a field of an entry, used in place of a path."""
 
     records: Records
     number: int
@@ -114,7 +114,7 @@ class Entry(NamedTuple):
         return f"{self.records.root}: {self.records.name(self.number)}"
 
     def read_bytes(self) -> bytes:
-        """The content; raises an `UnusableFileError` where it can't be read."""
+        """The content. Raises an `UnusableFileError` if it can't be read."""
         found = self.records[self.number].get(self.field)
         if not isinstance(found, bytes):
             raise UnusableFileError(f"its field {self.field!r} holds no file")
@@ -149,7 +149,7 @@ def _feature_value(feature: Any) -> Any:
 
 @functools.cache
 def example_type() -> Any:
-    """The class of `tf.train.Example`, described here so that TensorFlow isn't needed."""
+    """Builds the class of `tf.train.Example` without TensorFlow."""
     from google.protobuf import descriptor_pool, json_format, message_factory
     from google.protobuf.descriptor_pb2 import FileDescriptorProto
 
@@ -179,10 +179,10 @@ def example_type() -> Any:
 
 
 class TFRecordFiles(Sequence[bytes]):
-    """The records of uncompressed TFRecord files by number.
+    """Random access to the records of uncompressed TFRecord files.
 
-    A record is its length (8 bytes), a checksum of it (4), the content, and a checksum of that (4). As in Grain, the
-    checksums aren't compared: wrong lengths don't end where the file does, and wrong content is left to the decoder.
+    A record is its length (8 bytes), a checksum of the length (4), the content, and a checksum of the content (4). As
+    in Grain, checksums aren't verified. Wrong lengths are detected at the end of the file, wrong content by the decoder.
     """
 
     def __init__(self, paths: Sequence[Path]) -> None:
@@ -195,7 +195,7 @@ class TFRecordFiles(Sequence[bytes]):
         return len(self._offsets)
 
     def __getitem__(self, index: Any) -> Any:
-        # Opened for each record: that takes microseconds, is right in every thread, and can be sent to a process.
+        # Opening the file for each record takes microseconds, is thread-safe, and keeps this object picklable.
         with self._paths[int(np.searchsorted(self._ends, index, side="right"))].open("rb", buffering=0) as file:
             file.seek(int(self._offsets[index]))
             (length,) = struct.unpack("<Q4x", file.read(12))
@@ -225,14 +225,14 @@ def open_array_records(root: Path, paths: Sequence[Path]) -> Examples:
 
     try:
         return Examples(root, paths, grain.sources.ArrayRecordDataSource([str(path) for path in paths]))
-    except Exception as error:  # the C++ library has no class of its own for it
+    except Exception as error:  # The C++ library has no error class for this.
         raise UsageError(f"{str(root)!r}: the ArrayRecord files can't be read: {one_line(error, 200)}") from error
 
 
 class TarFiles(Records):
-    """WebDataset's shards: files that differ only behind the first dot of their name are the fields of an entry.
+    """WebDataset shards. Files that differ only after the first dot of their name are the fields of one entry.
 
-    The values of a `json` file are fields too.
+    The values of a `json` file are also fields.
     """
 
     def __init__(self, root: Path, paths: Sequence[Path]) -> None:
@@ -272,7 +272,7 @@ class TarFiles(Records):
         return f"{self.paths[shard].name}/{name}"
 
     def _value(self, index: int, field: str) -> Any:
-        return self._read(index, (field, "json")).get(field)  # not the image beside it
+        return self._read(index, (field, "json")).get(field)  # Skip other fields, such as the image.
 
     def _read(self, index: int, only: Sequence[str] | None = None) -> Record:
         _, shard, places = self._entries[index]
@@ -291,7 +291,7 @@ class TarFiles(Records):
 
 
 class HuggingFace(Records):
-    """A dataset that `datasets.Dataset.save_to_disk` wrote; images and audio stay encoded."""
+    """A dataset written by `datasets.Dataset.save_to_disk`. Images and audio stay encoded."""
 
     def __init__(self, root: Path, folder: Path) -> None:
         try:

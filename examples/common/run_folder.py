@@ -1,18 +1,18 @@
-"""The folder that a run writes into: its settings, a line per epoch, and its summary.
+"""The folder of a run: its settings, a line per epoch, and its summary.
 
-config.json     the flags that decide the result, so that --resume can tell another run from this one
-data.json       what the model must know of the data, so that it can be used without them
+config.json     the flags that decide the result, with which --resume checks that the run is the same
+data.json       the facts about the data that the model needs, so that it can be used without the data
 metrics.jsonl   a line per finished epoch
-steps.jsonl     a line every so many steps
-summary.json    the outcome; there only when the run has finished
+steps.jsonl     a line every --log-every steps
+summary.json    the result; written when the run finishes
 curves.png      the curves
 tensorboard/    the same metrics as event files (--log-to)
-sinks.json      names of the run in other sinks
-checkpoints/    Orbax; best/ the one of the best epoch
-.lock           held by the process that trains
+sinks.json      IDs of the run in other sinks
+checkpoints/    Orbax checkpoints; best/ has that of the best epoch
+.lock           locked by the process that trains
 
-Each file but steps.jsonl is replaced whole: a process that is killed at any moment leaves the one before or the one
-after.
+Each file except steps.jsonl is replaced atomically. A process that is killed at any moment leaves the old or the new
+version.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from typing import Any
 
 from examples.common.cli import UsageError
 
-# What an inspection leaves in a folder, which may become a run's all the same.
+# Files of an inspection. A folder with only these can still become that of a run.
 _HARMLESS = (".lock", "audit.html", "profile.html")
 
 
 class RunFolder:
-    """Paths and files of one run. Made by `create` or `reopen`, which lock it; a context manager, which unlocks it."""
+    """The paths and files of a run. `create` and `reopen` lock it. As a context manager, it unlocks on exit."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -41,9 +41,9 @@ class RunFolder:
 
     @classmethod
     def create(cls, output: Path | None, parent: Path, config: Mapping[str, Any]) -> RunFolder:
-        """A fresh folder: `output`, which must be empty or new, else the next number in `parent`.
+        """Makes a new folder: `output`, which must be empty or new, or the next number in `parent`.
 
-        An earlier run is never written over: what is in `output` may be days of training.
+        Never overwrites an earlier run, which may be days of training.
         """
         path = _next_number(parent) if output is None else output
         if path.exists() and not path.is_dir():
@@ -65,7 +65,7 @@ class RunFolder:
 
     @classmethod
     def reopen(cls, output: Path | None, config: Mapping[str, Any], may_change: Collection[str] = ()) -> RunFolder:
-        """The folder of an earlier run that was started with the same settings, except those of `may_change`."""
+        """Opens the folder of an earlier run, which must have the same settings except those in `may_change`."""
         if output is None:
             raise UsageError("--resume needs the folder of the run to continue: add --output DIR.")
         folder = cls(output)
@@ -75,7 +75,7 @@ class RunFolder:
             except OSError as error:
                 raise UsageError(f"--output {str(output)!r} cannot be written to: {error.strerror}.") from error
             if all(path.name in (*_HARMLESS, "config.json.part") for path in output.iterdir()):
-                # Killed before its first file was whole: there is nothing to continue, and nothing to lose.
+                # The run was killed before it wrote its first file: nothing to continue, nothing to lose.
                 write_json(output / "config.json", config)
         try:
             folder._take_up(json.loads(json.dumps(config)), may_change)
@@ -97,14 +97,14 @@ class RunFolder:
             write_json(self.path / "config.json", now)
 
     def lock(self) -> None:
-        """Keeps other processes out until this one leaves or ends, however it ends.
+        """Locks the folder until `unlock` or the end of this process.
 
         Raises:
-            UsageError: another process is in.
+            UsageError: another process has locked it.
         """
         try:
             import fcntl
-        except ImportError:  # Windows: there two runs in one folder are the user's to avoid
+        except ImportError:  # On Windows, the user must avoid two runs in one folder.
             return
         self._lock = (self.path / ".lock").open("a")
         try:
@@ -117,7 +117,7 @@ class RunFolder:
             ) from error
 
     def unlock(self) -> None:
-        """Lets others in."""
+        """Releases the lock."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None
@@ -132,7 +132,7 @@ class RunFolder:
         """The flags that the run was started with.
 
         Raises:
-            UsageError: there is no run, or it is another script's.
+            UsageError: the folder holds no run, or that of another script.
         """
         try:
             found = json.loads((self.path / "config.json").read_text())
@@ -147,32 +147,32 @@ class RunFolder:
         return found
 
     def description(self) -> dict[str, Any]:
-        """What the model must know of the data."""
+        """The facts about the data that the model needs."""
         try:
             return json.loads((self.path / "data.json").read_text())
         except (OSError, ValueError) as error:
             raise UsageError(f"--output {str(self.path)!r} holds no readable data.json: {error}") from error
 
     def write_description(self, description: Mapping[str, Any]) -> None:
-        """Writes what the model must know of the data."""
+        """Writes the facts about the data that the model needs."""
         write_json(self.path / "data.json", description)
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """The finished epochs, oldest first."""
+        """The lines of the finished epochs, oldest first."""
         lines = _lines(self._metrics_path)
         return [{name: math.nan if value is None else value for name, value in line.items()} for line in lines]
 
     @property
     def summary(self) -> dict[str, Any] | None:
-        """The outcome, or None where the run has not finished."""
+        """The result; None if the run has not finished."""
         try:
             return json.loads((self.path / "summary.json").read_text())
         except FileNotFoundError:
             return None
 
     def keep_metrics(self, epochs: int, steps: int) -> None:
-        """Drops what was logged after the checkpoint: those epochs and steps are about to run again."""
+        """Drops the lines logged after the checkpoint, since those epochs and steps will run again."""
         self._write_metrics(self.metrics[:epochs])
         kept = [line for line in _lines(self._steps_path) if line["step"] <= steps]
         _replace(self._steps_path, "".join(to_json(line) + "\n" for line in kept))
@@ -188,7 +188,7 @@ class RunFolder:
             file.write(to_json(line) + "\n")
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Writes the outcome; from here on the run counts as finished."""
+        """Writes the result. The run then counts as finished."""
         write_json(self.path / "summary.json", summary)
 
     def _write_metrics(self, lines: Sequence[Mapping[str, Any]]) -> None:
@@ -204,7 +204,7 @@ class RunFolder:
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
-    """JSON as everybody reads it: null where Python would write NaN or Infinity."""
+    """Standard JSON: null where Python would write NaN or Infinity."""
 
     def finite(x: Any) -> Any:
         if isinstance(x, Mapping):
@@ -217,12 +217,12 @@ def to_json(value: Any, indent: int | None = None) -> str:
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Writes a JSON file whole or not at all."""
+    """Writes a JSON file atomically."""
     _replace(path, to_json(value, indent=2) + "\n")
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a file of JSON lines; the last may be cut off, where the process was killed."""
+    """The objects of a JSON Lines file. The last line may be truncated if the process was killed."""
     try:
         lines = path.read_text().splitlines()
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Runs a training script: flags, mistakes, interruption, the final line."""
+"""Runs the command line of a training script: flags, errors, interruption, the final line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from examples.common.loop import Interrupted
 
 C = TypeVar("C", bound=RunConfig)
 
-_BY_CTRL_C = 130  # the exit code by which shells report it
+_BY_CTRL_C = 130  # the exit code that shells report for it
 
 
 def main(
@@ -26,26 +26,26 @@ def main(
     formats: Mapping[str, str],
     arguments: Sequence[str] | None,
 ) -> int:
-    """Runs a command line and returns its exit code; mistakes exit with code 2.
+    """Runs a command line and returns its exit code. Mistakes exit with code 2.
 
     Args:
-        program: as people call it.
+        program: the command that users type.
         config: the dataclass of the flags.
-        run: does what they say and returns what is in summary.json.
-        formats: of the final line, by key of the summary.
-        arguments: of the command line; those of this process if None.
+        run: runs the action of the flags and returns the content of summary.json.
+        formats: format strings of the final line, by key of the summary.
+        arguments: the arguments; None for `sys.argv`.
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     try:
         summary = run(parse(config, program, arguments, config.foreign))
     except Interrupted as interrupted:
-        # In full, as the folder may have been chosen by us.
+        # Print the whole command, with the folder if it was chosen automatically.
         given = any(word.replace("_", "-").startswith(("--output", "--results-dir")) for word in arguments)
         output = () if given else ("--output", str(interrupted.output))
         say(f"{interrupted}; continue with:\n  {command_line(program, arguments, *output, '--resume')}")
         return interrupted.exit_code
     except KeyboardInterrupt:
-        # In a test or a benchmark, or for the second time in a training.
+        # During a test or a benchmark, or the second Ctrl-C of a training.
         say("\nstopped by Ctrl-C; what was saved before is kept")
         return _BY_CTRL_C
     except Exception as error:
@@ -56,7 +56,7 @@ def main(
             with contextlib.suppress(SystemExit):
                 fail(program, told)
             sys.stdout.flush()
-            # The usual exit waits for the process that is gone, until JAX aborts this one.
+            # A normal exit would wait for the lost process until JAX aborts this one.
             os._exit(2)
         fail(program, told)
     if line := final_line(summary, formats):
@@ -65,9 +65,9 @@ def main(
 
 
 def final_line(summary: Mapping[str, Any], formats: Mapping[str, str]) -> str:
-    """The numbers of a summary in one line, with the policy; empty where there are none.
+    """The numbers of a summary in one line, with the policy; empty if there are none.
 
-    A training metric is shown where there is no test metric of that name.
+    A training metric is shown only if there is no test metric of that name.
     """
     tested = {name.replace("test_", "train_") for name in summary if name.startswith("test_")}
     names = [name for name in formats if name not in tested and isinstance(summary.get(name), int | float | str)]
@@ -75,7 +75,7 @@ def final_line(summary: Mapping[str, Any], formats: Mapping[str, str]) -> str:
 
 
 def _told(error: Exception) -> Exception | None:
-    """The error in words for the person at the command line; None for one that is ours to repair."""
+    """The error in words for the user; None for a bug of the program."""
     if isinstance(error, UsageError):
         return error
     if isinstance(error, OSError) and (why := disk_problem(error)):

@@ -1,4 +1,4 @@
-"""The same training in several ways, with several seeds each, as one table with mean and standard deviation."""
+"""Trains several configurations with several seeds each and tabulates the means and standard deviations."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from examples.common.flags import Group, parse, parse_known
 from examples.common.loop import Interrupted
 from examples.common.script import final_line
 
-Way = Mapping[str, str]  # flag without its dashes, to its value: {"policy": "mixed_float16", "amp": "module"}
+Way = Mapping[str, str]  # flags without dashes, to their values: {"policy": "mixed_float16", "amp": "module"}
 
 _TABLE = Group("the table")
 
 
 class Column(NamedTuple):
-    """A metric of the table: its head, and its key in summary.json; shown in percent."""
+    """A metric of the table, shown in percent: its head and its key in summary.json."""
 
     head: str
     key: str
@@ -67,14 +67,14 @@ def main(
     columns: Sequence[Column],
     arguments: Sequence[str] | None,
 ) -> int:
-    """Runs a command line and returns its exit code; mistakes exit with code 2.
+    """Runs a command line and returns its exit code. Mistakes exit with code 2.
 
     Args:
         config: the flags of the training script.
-        run: trains as they say, and returns what is in summary.json.
-        formats: of the line that is printed of a run, by key of its summary.
-        columns: of the table, which goes to `results.md` in the output folder and is printed.
-        arguments: of the command line; those of this process if None.
+        run: trains with flags and returns the content of summary.json.
+        formats: format strings of the line printed for each run, by key of its summary.
+        columns: columns of the table, which is printed and written to `results.md` in the output folder.
+        arguments: the arguments; None for `sys.argv`.
     """
     program = f"python -m examples.{config.script}.seeds"
     arguments = sys.argv[1:] if arguments is None else list(arguments)
@@ -108,13 +108,13 @@ def train_all(
 
     Args:
         ways: the flags of each.
-        seeds: to train each way with.
-        output: folder of a folder for each run; what is there already is continued or reused.
-        run: trains as flags say and returns what is in summary.json.
-        formats: of the line that is printed of a run, by key of its summary.
+        seeds: seeds to train each way with.
+        output: folder with a subfolder for each run. Existing runs are continued or reused.
+        run: trains with flags and returns the content of summary.json.
+        formats: format strings of the line printed for each run, by key of its summary.
     """
     summaries = []
-    # Seeds differ in numbers, not in the program: it is compiled once for each way.
+    # All seeds of a way share one program, which the cache compiles once.
     before = jax.config.values["jax_compilation_cache_dir"]
     jax.config.update("jax_compilation_cache_dir", before or str((output / "compiled").absolute()))
     try:
@@ -133,7 +133,7 @@ def train_all(
 
 
 def table(summaries: Sequence[tuple[Way, Mapping[str, Any]]], columns: Sequence[Column]) -> str:
-    """The Markdown table of runs: a row for each way, in the order in which they first appear."""
+    """The Markdown table of runs, with a row for each way in order of first appearance."""
     ways = list(dict.fromkeys(tuple(way.items()) for way, _ in summaries))
     flags = list(dict.fromkeys(flag for way in ways for flag, _ in way))
     heads = ["policy" if flag == "policy" else f"`--{flag}`" for flag in flags]

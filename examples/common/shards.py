@@ -1,4 +1,4 @@
-"""Recognises shards by what a folder holds, and opens those of one split."""
+"""Detects the format of the shards in a folder and opens those of one split."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from examples.common.cli import UsageError, listing
 from examples.common.records import Examples, HuggingFace, Records, TarFiles, TFRecordFiles, open_array_records
 
-# What a split may be called; of several that are there, the first.
+# Names of each split. The first one that exists is used.
 SPLITS = {"train": ("train", "training"), "val": ("val", "valid", "validation", "dev", "eval", "test")}
 
 EXPECTED = (
@@ -23,7 +23,7 @@ _NUMBERED = r"(-\d+-of-\d+)?"
 _KINDS: dict[str, tuple[str, _Open]] = {
     "ArrayRecord": (rf"\.array_?record{_NUMBERED}$", open_array_records),
     "WebDataset": (r"\.tar$", TarFiles),
-    # ImageNet's have no suffix: train-00000-of-01024.
+    # ImageNet's shards have no suffix: train-00000-of-01024.
     "TFRecord": (
         rf"\.tfrecords?{_NUMBERED}$|-\d+-of-\d+$",
         lambda root, paths: Examples(root, paths, TFRecordFiles(paths)),
@@ -32,14 +32,14 @@ _KINDS: dict[str, tuple[str, _Open]] = {
 
 
 def open_records(root: Path, split: str | None = None) -> Records | None:
-    """The entries of a split, or None where there are no shards.
+    """Opens the entries of a split. Returns None if there are no shards.
 
     Args:
         root: a folder with shards in it or in its subfolders, a single shard, or a folder of the datasets library.
-        split: a key of `SPLITS`, by which shards are chosen; without it all of them are.
+        split: a key of `SPLITS`, which selects shards; None for all shards.
 
     Raises:
-        UsageError: there are shards, but none of this split, or of several formats, or they can't be read.
+        UsageError: the shards have none of this split, have several formats, or can't be read.
     """
     if (root / "dataset_dict.json").is_file():
         return _open_dictionary(root, split)

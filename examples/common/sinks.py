@@ -1,7 +1,7 @@
-"""Sends the numbers of a run to TensorBoard, Weights & Biases or MLflow, each by its own library.
+"""Sends the metrics of a run to TensorBoard, Weights & Biases or MLflow through their libraries.
 
-The interface is ours: libraries with one of theirs (clu.metric_writers, Lightning's loggers) need TensorFlow or torch.
-Files that the run itself reads (metrics.jsonl, steps.jsonl) are written by `run_folder`.
+Libraries with a common interface (clu.metric_writers, Lightning's loggers) need TensorFlow or PyTorch. Files that the
+run reads (metrics.jsonl, steps.jsonl) are written by `run_folder`.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from examples.common.run_folder import RunFolder, write_json
 
 
 class Sink(Protocol):
-    """Where numbers go."""
+    """A destination of metrics."""
 
     def write(self, values: Mapping[str, float], step: int) -> None:
-        """Takes the numbers of a step."""
+        """Writes the metrics of a step."""
 
     def close(self) -> None:
-        """Writes what is left."""
+        """Writes pending metrics and closes the sink."""
 
 
 class Sinks:
-    """The sinks of --log-to. A context manager; only the main process writes.
+    """The sinks of --log-to, as a context manager. Only the main process writes.
 
     Args:
-        names: of the sinks.
-        folder: of the run.
-        settings: its flags, for sinks that keep them.
+        names: names of the sinks.
+        folder: folder of the run.
+        settings: flags of the run, for sinks that store them.
 
     Raises:
         UsageError: the library of a sink isn't installed.
@@ -45,19 +45,19 @@ class Sinks:
         self._folder, self._settings = folder, settings
         self._sinks: list[Sink] = []
         for name in self._names:
-            if name != "tensorboard":  # which takes a second to import, and is always there
+            if name != "tensorboard":  # always installed, and takes a second to import
                 _library(name)
 
     def __enter__(self) -> Sinks:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with ExitStack() as stack:  # closes the others where one fails
+        with ExitStack() as stack:  # closes all sinks even if one fails
             for sink in self._sinks:
                 stack.callback(sink.close)
 
     def open(self, step: int) -> None:
-        """Opens the sinks for the steps after `step`. TensorBoard drops what an interrupted run wrote of them.
+        """Opens the sinks for the steps after `step`. TensorBoard drops those that an interrupted run has written.
 
         Raises:
             UsageError: a sink can't be opened.
@@ -65,7 +65,7 @@ class Sinks:
         for name in self._names:
             try:
                 self._sinks.append(_OPEN[name](self._folder, self._settings, step + 1 if step else None))
-            except Exception as error:  # each library has its own
+            except Exception as error:  # Each library has its own errors.
                 raise UsageError(f"--log-to {name}: {one_line(error, 300)}") from error
 
     def write(self, line: Mapping[str, Any]) -> None:
@@ -113,7 +113,7 @@ class _WandB:
 class _MLflow:
     def __init__(self, folder: RunFolder, settings: Mapping[str, Any], purge_step: int | None) -> None:
         library, known = _library("mlflow"), _saved(folder, "mlflow")
-        # A client, not `start_run`: that is one for the whole process, and a comparison trains several.
+        # A client instead of `start_run`, which allows one run per process: a comparison trains several.
         self._client = library.MlflowClient()
         if known is None:
             name = f"mpjax-{settings['script']}"
@@ -150,7 +150,7 @@ def _library(name: str) -> Any:
 
 
 def _saved(folder: RunFolder, sink: str) -> str | None:
-    """The sink's own name of this run, so that a resumed one goes on in it."""
+    """The sink's ID of this run, with which a resumed run continues it; None for a new run."""
     try:
         return json.loads((folder.path / "sinks.json").read_text()).get(sink)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Unusable files, which a run skips: each is named once, and too many of them are an error."""
+"""Skips unusable files: each is reported once, and too many are an error."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from examples.common.cli import UsageError
 
 
 class UnusableFileError(Exception):
-    """A file, or an entry of a shard, is damaged or something else; the text is the reason, without its name."""
+    """A file or an entry of a shard is damaged or of another type. The text is the reason without the file name."""
 
 
 class SkippedFiles:
-    """Names each skipped file once on stderr, and ends the run where there are too many; for any thread.
+    """Reports each skipped file once on stderr and ends the run if there are too many. Thread-safe.
 
     Args:
-        total: files there are.
-        share: of `total` that may be skipped; one file always may, unless `share` is 0.
-        flag: that sets `share`, for the message.
+        total: total number of files.
+        share: share of `total` that may be skipped. At least one file may be, unless `share` is 0.
+        flag: the flag that sets `share`, for the message.
 
     Attributes:
-        limit: files that may be skipped.
-        reasons: of the skipped files, by name.
+        limit: number of files that may be skipped.
+        reasons: reasons of the skipped files, by name.
     """
 
     def __init__(self, total: int, share: float, flag: str) -> None:
@@ -42,19 +42,19 @@ class SkippedFiles:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Counts of skipped files by the reason without its details (the part before `:`)."""
+        """Counts of skipped files by reason without details (the part before `:`)."""
         return dict(Counter(reason.split(":")[0] for reason in self.reasons.values()))
 
     def add(self, name: str, reason: str, root: str = "") -> None:
-        """Names a file, the first time that it is skipped.
+        """Reports a file the first time that it is skipped.
 
         Args:
-            name: by which the file is known.
-            reason: in a few words.
-            root: folder that the name is below, for the message.
+            name: name of the file.
+            reason: the reason in a few words.
+            root: folder that the name is relative to, for the message.
 
         Raises:
-            UsageError: it is one too many.
+            UsageError: too many files were skipped.
         """
         with self._lock:
             if name in self.reasons:
