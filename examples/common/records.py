@@ -182,7 +182,7 @@ class TFRecordFiles(Sequence[bytes]):
     """Random access to the records of uncompressed TFRecord files.
 
     A record is its length (8 bytes), a checksum of the length (4), the content, and a checksum of the content (4). As
-    in Grain, checksums aren't verified. Wrong lengths are detected at the end of the file, wrong content by the decoder.
+    in Grain, checksums aren't verified. Wrong lengths show at the end of the file, wrong content in the decoder.
     """
 
     def __init__(self, paths: Sequence[Path]) -> None:

@@ -1,4 +1,4 @@
-"""`Task`: a script describes its model and data; precision, devices and checkpoints come from here."""
+"""The class `Task`. A script describes its model and data; `Task` handles precision, devices and checkpoints."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from examples.common.weights import check_alike, file_variables
 class Task(abc.ABC):
     """A model with its data, on all devices.
 
-    A script says the abstract methods; `examples.custom` is a short one.
+    A script implements the abstract methods. `examples.custom` is a short example.
 
     Attributes:
-        title: of the curves.
-        unit: what a batch counts, in the plural: "images".
-        metric: by which epochs are compared, and 1 or -1 where more or less of it is better.
-        metric_name: for people.
-        panels: of the curves, beside that of the loss scale.
-        steps: of an epoch.
-        test_count: entries of the test set.
-        from_files: whether a benchmark reads files.
-        most_entries: the largest batch that there is any use for.
+        title: title of the curves.
+        unit: what an item of a batch is, in the plural, such as "images".
+        metric: the metric that compares epochs, with 1 if higher is better and -1 if lower is better.
+        metric_name: name of the metric for users.
+        panels: panels of the curves, in addition to that of the loss scale.
+        steps: number of steps of an epoch.
+        test_count: number of entries of the test set.
+        from_files: whether benchmarks read files.
+        most_entries: the largest useful batch size.
     """
 
     title: str
@@ -58,92 +58,92 @@ class Task(abc.ABC):
         self.policy, self.epochs, self.batch_size = config.policy, config.preset.epochs, config.preset.batch_size
         self._executables: dict[Any, Callable[..., Any]] = {}
 
-    # What a script says.
+    # Defined by each script.
 
     @abc.abstractmethod
     def training_of(self, config: RunConfig, data: dict[str, Any]) -> Training:
-        """The set-up that the flags give, for a state saved with `data_state()` data."""
+        """The training set-up for the flags and for a `data_state()`."""
 
     @abc.abstractmethod
     def example_batches(self, batch_size: int) -> Sequence[Any]:
-        """A batch of each shape that a step is compiled for, the largest last; of all devices together."""
+        """A global batch of each shape that a step is compiled for, the largest last."""
 
     @abc.abstractmethod
     def batches(self, epoch: int, first: int) -> Iterator[Any]:
-        """The training batches of an epoch from number `first` on, the same in every run."""
+        """The training batches of an epoch from index `first`, the same in every run."""
 
     @abc.abstractmethod
     def test(self, weights: Variables, between_steps: Callable[[], None], *, last: bool = True) -> dict[str, Any]:
-        """Test metrics; `between_steps` is to be called before each step, `last` says that training has ended."""
+        """Test metrics. Call `between_steps` before each step. `last` is whether training has ended."""
 
     @abc.abstractmethod
     def epoch_text(self, line: dict[str, Any]) -> str:
-        """The metrics of an epoch in a few words; the loop adds speed, loss scale and skipped steps."""
+        """The metrics of an epoch in a few words. The loop adds speed, loss scale and skipped steps."""
 
     def with_config(self, config: RunConfig) -> Task:
-        """The same data under other flags."""
+        """Returns a task with the same data and other flags."""
         raise NotImplementedError
 
     def made_up_batch(self) -> Any:
-        """A batch for benchmarks, of the shape of the largest `example_batches`; this process's part."""
+        """This process's part of a synthetic batch for benchmarks, shaped as the largest of `example_batches`."""
         raise NotImplementedError
 
     def use_step(self) -> jax.stages.Wrapped:
-        """Jitted (Variables, batch) -> what the model is for: what --mode inference_benchmark measures."""
+        """A jitted function (Variables, batch) -> predictions, which --mode inference_benchmark measures."""
         raise NotImplementedError
 
     def bench_settings(self) -> dict[str, Any]:
-        """What benchmark.json says of the model and the data."""
+        """Settings of the model and the data for benchmark.json."""
         return {}
 
     def bench_figures(self, items_per_second: float) -> dict[str, Any]:
-        """What else there is to say about a speed."""
+        """Further figures derived from a speed."""
         return {}
 
     def description(self) -> dict[str, Any]:
-        """What the model must know of the data, as JSON: with the flags it is all that using the model takes."""
+        """The facts about the data that the model needs, as JSON. With the flags, they suffice to use the model."""
         return {}
 
     def data_state(self) -> dict[str, Any]:
-        """What a checkpoint holds of the data, as JSON."""
+        """The state of the data in a checkpoint, as JSON."""
         return {}
 
     def restore_data(self, state: dict[str, Any]) -> None:  # noqa: B027 - most have nothing to compare
-        """Takes up a `data_state` again; a `UsageError` where the data are others."""
+        """Restores a `data_state`. Raises a `UsageError` if the data differ."""
 
     def final_metrics(self, state: TrainState, between_steps: Callable[[], None]) -> dict[str, Any]:
-        """Metrics of the summary that are only measured when training has ended."""
+        """Metrics of the summary that are measured only when training has ended."""
         return {}
 
     def headline(self) -> str:
-        """What is trained, on what, in a line."""
+        """One line with the model and the devices."""
         return f"{self.title}, on {self.parallel.count} x {jax.devices()[0].device_kind}"
 
     def items(self, batch: Any) -> int:
-        """How many of `unit` a batch of all processes has."""
+        """Number of items in a global batch."""
         return self.batch_size
 
     def put(self, batch: Any) -> Any:
-        """A batch on its devices."""
+        """Puts a batch on its devices."""
         return self.parallel.put(batch)
 
     def summary(self, last: dict[str, Any]) -> dict[str, Any]:
-        """What summary.json says beyond what the loop knows; `last` is the last epoch's line."""
+        """Further entries of summary.json. `last` is the line of the last epoch."""
         return {}
 
     def close(self) -> None:  # noqa: B027 - most have nothing to close
-        """Lets go of what the run held open."""
+        """Releases the resources of the run."""
 
-    # What every script has.
+    # Shared by all scripts.
 
     @property
     def best(self) -> tuple[str, int] | None:
-        """`metric`, where there are tests."""
+        """`metric`; None if the mode has no tests."""
         return None if self.config.mode == "train" else self.metric
 
     @property
     def table_metrics(self) -> dict[str, str]:
-        """Columns of the table of a comparison: metric to head."""
+        """Columns of the comparison table, from metric to head."""
         return {self.metric[0]: self.metric_name}
 
     def endless(self) -> Iterator[Any]:
@@ -153,14 +153,14 @@ class Task(abc.ABC):
 
     @property
     def training(self) -> Training:
-        """The set-up of these flags; built when it is first asked for."""
+        """The set-up for the flags, built at first use."""
         if not hasattr(self, "_training"):
             self._training = self.training_of(self.config, self.data_state())
         return self._training
 
     @property
     def scale_is_fixed(self) -> bool:
-        """Whether the loss scale can't come down."""
+        """Whether the loss scale can't decrease."""
         if self.config.loss_scale is None:
             return mpjax.get_policy(self.policy).compute_dtype != jnp.float16
         return self.config.loss_scale != "dynamic"
@@ -173,7 +173,7 @@ class Task(abc.ABC):
         return self.parallel.like_state(jax.eval_shape((training or self.training).init, 0))
 
     def compile(self) -> None:
-        """Executables, before the clock runs; they refuse any other shape or dtype."""
+        """Compiles the step for each batch shape, before timing starts. Executables refuse other shapes and dtypes."""
         state = self.abstract_state()
         batches = [self.parallel.like_batch(batch) for batch in self.example_batches(self.batch_size)]
         with ThreadPoolExecutor() as executor:
@@ -182,12 +182,12 @@ class Task(abc.ABC):
             self._executables[shape_of(batch)] = step.call
 
     def train_step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
-        """The next state, and numbers for the bar, all left on the device; donates the state."""
+        """Returns the next state and outputs for the progress bar, all on the device. Donates the state."""
         batch = self.put(batch)
         return self._executables[shape_of(batch)](state, batch)
 
     def bytes_needed(self, batch_size: int) -> int:
-        """Memory of a training step on one device, by the compiled plan."""
+        """Memory in bytes of a training step on one device, according to the compiled program."""
         batch = self.parallel.like_batch(self.example_batches(batch_size)[-1])
         return compile_step(self.training.train_step, self.abstract_state(), batch).bytes
 
@@ -201,23 +201,23 @@ class Task(abc.ABC):
         return line | {"learning_rate": float(self.training.learning_rate(updates))}
 
     def next_epoch(self, state: TrainState) -> TrainState:
-        """The state that an epoch starts from."""
+        """The initial state of an epoch, with sums of zero."""
         totals: Sums = self.parallel.replicate(self.training.zero())
         return state._replace(totals=totals)
 
     def bar_text(self, shown: Any) -> str:
-        """What the bar says of a step's numbers, which are on the host."""
+        """The text of the progress bar from the outputs of a step, which are on the host."""
         parts = [f"{name} {value:.4g}" for name, value in means(shown["totals"]).items()]
         return ", ".join([*parts, f"scale {shown['loss_scale']:g}", f"skipped {shown['skipped_steps']}"])
 
     def position(self) -> dict[str, Any]:
-        """What a checkpoint holds beside the state and the number of the batch, as JSON."""
+        """Further entries of a checkpoint's position, as JSON: the precision and the state of the data."""
         return {"precision": self.config.precision, "data": self.data_state()}
 
     def restore_as_saved(
         self, checkpoints: Checkpoints, step: int | None = None, *, resume: bool = False
     ) -> Restored | None:
-        """The newest state in the precision that it was trained in."""
+        """Restores the newest state in the precision that it was trained in."""
 
         def like(position: dict[str, Any]) -> Any:
             config = self.config.with_precision(position["precision"])
@@ -226,7 +226,7 @@ class Task(abc.ABC):
         return checkpoints.restore(like, step, resume=resume)
 
     def restore(self, checkpoints: Checkpoints, step: int | None = None) -> Restored | None:
-        """The newest state, in the precision of the flags, to go on from."""
+        """Restores the newest state in the precision of the flags, to continue training."""
         restored = self.restore_as_saved(checkpoints, step, resume=True)
         if restored is None:
             return None
@@ -243,7 +243,7 @@ class Task(abc.ABC):
         return self.parallel.place(state), position
 
     def start_state(self) -> TrainState:
-        """The state of a new training: random, or from --init-from."""
+        """The initial state of a training: random, or from --init-from."""
         state, source = self.initial_state(), self.config.init_from
         if source is None:
             return state
@@ -274,11 +274,11 @@ class Task(abc.ABC):
         return self.parallel.place(new)
 
     def read_initial(self, path: Path, like: Variables) -> Variables:
-        """The variables of a file of weights, float32."""
+        """Reads float32 variables from a file of weights."""
         return file_variables(path, like, "--init-from")
 
     def _state_of(self, source: Path) -> TrainState:
-        """The newest state of another run."""
+        """Reads the newest state of another run."""
         other = RunFolder(source)
         config = self.config.trained(other.settings(self.config.script))
         with Checkpoints(other.checkpoints) as checkpoints:
@@ -295,5 +295,5 @@ class Task(abc.ABC):
 
 
 def shape_of(batch: Any) -> tuple[int, ...]:
-    """The shape that tells the batches of one executable from those of another."""
+    """The shape that identifies the executable for a batch."""
     return tuple(jax.tree.leaves(batch)[0].shape)

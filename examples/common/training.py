@@ -1,4 +1,4 @@
-"""The training state and the training step; everything about precision is in the `mpjax.` calls."""
+"""The training state and the training step. The `mpjax.` calls contain everything about precision."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from examples.common.optimizers import (
     update_ema,
 )
 
-Sums = dict[str, jax.Array]  # each shape=(), dtype=float32; "count" is what the others are divided by
+Sums = dict[str, jax.Array]  # each shape=(), dtype=float32; "count" is the divisor of the others
 
 
 class Variables(NamedTuple):
-    """A model's numbers."""
+    """The parameters and statistics of a model."""
 
     params: Any
     stats: Any  # of normalisation, float32
 
 
 class TrainState(NamedTuple):
-    """Everything that a step changes, and so everything that a checkpoint holds."""
+    """Everything that a step changes and a checkpoint stores."""
 
     step: jax.Array  # shape=(), dtype=int32
-    seed: jax.Array  # shape=(), dtype=uint32; here and not in the program, which is the same for every seed
+    seed: jax.Array  # shape=(), dtype=uint32; in the state so that one program serves all seeds
     params: Any
     stats: Any
     opt_state: Any
@@ -44,7 +44,7 @@ class TrainState(NamedTuple):
 
 
 class Loss(NamedTuple):
-    """What a model makes of a batch."""
+    """The loss of a batch, with sums for metrics and updated statistics."""
 
     mean: jax.Array  # shape=(), dtype=float32: differentiated
     sums: Sums
@@ -53,16 +53,16 @@ class Loss(NamedTuple):
 
 
 class Model(NamedTuple):
-    """A network and its loss as pure functions, in their precision."""
+    """A network and its loss as pure functions, in the precision of the policy."""
 
-    init: Callable[[jax.Array], Variables]  # of a key; params float32, or as a module's policy has them
-    loss: Callable[[Variables, Any, jax.Array, Any], Loss]  # of variables, batch, key and `TrainState.extra`
-    extra: Callable[[], Any] = tuple  # what `TrainState.extra` starts from
+    init: Callable[[jax.Array], Variables]  # (key) -> Variables; params in float32 or in the dtype of a module's policy
+    loss: Callable[[Variables, Any, jax.Array, Any], Loss]  # (variables, batch, key, `TrainState.extra`) -> Loss
+    extra: Callable[[], Any] = tuple  # makes the initial `TrainState.extra`
     sums: tuple[str, ...] = ("loss", "count")
 
 
 class Training(NamedTuple):
-    """A training set-up: pure functions, jitted."""
+    """A training set-up of jitted pure functions."""
 
     policy: mpjax.Policy
     init: jax.stages.Wrapped  # (seed) -> TrainState
@@ -73,7 +73,7 @@ class Training(NamedTuple):
     model: Model
 
     def weights(self, state: TrainState) -> Variables:
-        """What the model is tested and used with."""
+        """The variables for testing and inference: the moving average if there is one."""
         if not state.ema:
             return Variables(state.params, state.stats)
         return Variables(self.policy.cast_to_param(state.ema["params"]), state.ema["stats"])
@@ -86,30 +86,30 @@ def create_training(
     loss_scale: str | None = None,
     parallel: DataParallel | None = None,
 ) -> Training:
-    """Builds optimizer and step around a model.
+    """Builds the optimizer and the training step for a model.
 
     Args:
         model: already in its precision.
         hyper: the recipe with all flags applied.
         policy: the precision.
-        loss_scale: "dynamic", a number, or None for what the policy needs.
-        parallel: where the state is to live; by default where JAX puts it.
+        loss_scale: "dynamic", a number, or None for the default of the policy.
+        parallel: placement of the state; by default that of JAX.
     """
     schedule = learning_rate_schedule(hyper)
     tx = create_optimizer(hyper, schedule, policy, loss_scale)
 
     def zero() -> Sums:
-        # An array each: one zero in all places would be one buffer, which can't be donated twice.
+        # Separate arrays: a shared zero would be one buffer, which can't be donated twice.
         return {name: jnp.zeros(()) for name in model.sums}
 
     def init(seed: Any) -> TrainState:
         variables = model.init(jax.random.key(seed))
-        # Float32 whatever the parameters are, for it moves by less than half precision can hold.
+        # Always float32: its updates are too small for half precision.
         ema = jax.tree.map(lambda x: x.astype(jnp.float32), variables._asdict()) if hyper.ema else {}
         params = policy.cast_to_param(variables.params)
         with warnings.catch_warnings():
             if policy.param_dtype == policy.output_dtype:
-                # A policy that is half throughout asks for no masters: that they are missing is no news.
+                # A policy in half throughout has no masters, so the warning about them does not apply.
                 warnings.simplefilter("ignore", mpjax.LossScaleWarning)
             opt_state = tx.init(params)
         step = jnp.zeros((), jnp.int32)
@@ -141,7 +141,7 @@ def create_training(
         }
         return TrainState(state.step + 1, state.seed, params, stats, opt_state, totals, ema, found.extra), shown
 
-    # A step returns the state where it got it, or the next step would not take it.
+    # A step must return the state with its input shardings, or the next step would not accept it.
     places = None if parallel is None else parallel.replicated
     returned = None
     if parallel is not None and parallel.fsdp:
@@ -149,7 +149,7 @@ def create_training(
         returned = (places, None)
     return Training(
         policy,
-        # Runs once, and optimising its random numbers would take longer than all the rest of the start.
+        # Runs once. Optimizing its random numbers would take longer than the rest of the start.
         jax.jit(
             init,
             out_shardings=places,
@@ -164,11 +164,11 @@ def create_training(
 
 
 def masked_sums(counted: jax.Array, **values: jax.Array) -> Sums:
-    """Sums over the entries of a batch that count and whose `loss` is finite: one overflow must not hide an epoch.
+    """Sums over the counted entries of a batch with a finite `loss`, so that one overflow does not spoil an epoch.
 
     Args:
-        counted: [batch], bool or float: which entries count.
-        values: [batch] each; one of them is `loss`.
+        counted: [batch], bool or float, nonzero for the entries that count.
+        values: [batch] each. One of them is `loss`.
     """
     counted = jnp.where(jnp.isfinite(values["loss"]), counted, 0).astype(jnp.float32)
     sums = {name: jnp.sum(jnp.where(counted > 0, value, 0)) for name, value in values.items()}
@@ -176,7 +176,7 @@ def masked_sums(counted: jax.Array, **values: jax.Array) -> Sums:
 
 
 def means(sums: Mapping[str, Any]) -> dict[str, float]:
-    """Means of sums, on the host; NaN where nothing counted."""
+    """Divides sums by their count, on the host; NaN if the count is zero."""
     found = {name: float(x) for name, x in jax.device_get(dict(sums)).items()}
     count = found.pop("count")
     return {name: value / count if count else float("nan") for name, value in found.items()}

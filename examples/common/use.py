@@ -23,7 +23,7 @@ from examples.common.weights import cast_weights, file_variables, read_about, wr
 
 T = TypeVar("T", bound=Task)
 
-# How much of its metric an export may lose: an entry or two of a small test set may turn over by rounding.
+# The largest loss of the metric by an export: rounding may flip an entry or two of a small test set.
 _TOLERANCE = 0.005
 # Flags that may differ between training a model and using it.
 _OWN = ("mode", *PRECISION_FLAGS)
@@ -32,17 +32,17 @@ _OWN = ("mode", *PRECISION_FLAGS)
 def open_model(
     config: RunConfig, make: Callable[[Any, dict[str, Any]], T], alternatives: Sequence[str] = ()
 ) -> tuple[T, Variables]:
-    """The model of --weights, else of the run in --output, with its float32 variables.
+    """Opens the model of --weights or of the run in --output, with its float32 variables.
 
-    Flags that are not given are as in the training.
+    Flags that are not given have their values of the training.
 
     Args:
         config: the flags.
-        make: of the flags with the settings of the training in place, and the description of its data.
-        alternatives: flags of which one replaces the others, as those that say where the data are.
+        make: makes a task from the flags with the settings of the training, and the description of its data.
+        alternatives: mutually exclusive flags, such as those for the location of the data. Giving one drops the others.
 
     Raises:
-        UsageError: there is no model, or it is another script's, or damaged.
+        UsageError: there is no model, it belongs to another script, or it is damaged.
     """
     folder = RunFolder(config.output or Path())
     if config.weights is None:
@@ -70,7 +70,7 @@ def open_model(
 
 
 def run_variables(task: Task, folder: RunFolder) -> Variables:
-    """The float32 variables of a run's checkpoint: the moving average where there is one."""
+    """The float32 variables of a run's checkpoint: the moving average if there is one."""
     config = task.config
     path = folder.best if config.best else folder.checkpoints
     if not path.is_dir():
@@ -84,21 +84,21 @@ def run_variables(task: Task, folder: RunFolder) -> Variables:
 
 
 def in_policy(task: Task, variables: Variables) -> Variables:
-    """Variables as the policy of the flags stores them."""
+    """Casts variables to the dtypes in which the policy of the flags stores them."""
     return Variables(task.training.policy.cast_to_param(variables.params), variables.stats)
 
 
 def export(task: Task, variables: Variables, folder: Path, dtype: str) -> dict[str, Any]:
-    """Writes weights for inference into a run's folder, and tests what was written against what it was made of.
+    """Writes weights for inference into a run's folder and tests the file against the float32 weights.
 
     Args:
-        task: of the run, with its test data.
-        variables: float32.
-        folder: of the run.
-        dtype: of the parameters in the file.
+        task: task of the run, with its test data.
+        variables: float32 variables.
+        folder: folder of the run.
+        dtype: dtype of the parameters in the file.
 
     Raises:
-        UsageError: a parameter is out of range, or the file tests worse than it may; then no file is left.
+        UsageError: a parameter is out of range, or the metric of the file is too low. The file is then removed.
     """
     name, sign = task.metric
     source = _tested(task, "float32", variables)[name]

@@ -1,7 +1,7 @@
-"""Weights in files: an export for inference, and arrays by name to start a training from.
+"""Weight files: exports for inference, and named arrays to initialize a training.
 
-A file's header says how large everything in it is. Names and shapes are checked there, before anything is read: a file
-that was made to, could otherwise claim any amount of memory.
+Names and shapes are checked in a file's header before any array is read. Otherwise a malicious file could claim any
+amount of memory.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ _ABOUT = "mpjax_example"  # the key of the metadata
 
 
 def named(tree: Any) -> dict[str, Any]:
-    """The leaves of a tree by their path: `params/stem/kernel`."""
+    """The leaves of a tree by path, such as `params/stem/kernel`."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value"): x for path, x in leaves}
 
 
 def cast_weights(variables: Variables, dtype: str) -> Variables:
-    """Variables for inference: parameters in `dtype`, statistics in float32.
+    """Casts variables for inference: parameters to `dtype`, statistics stay float32.
 
     Raises:
-        UsageError: a parameter is out of the range of `dtype`; it is named.
+        UsageError: a parameter is out of the range of `dtype`. The text names it.
     """
     cast = mpjax.get_policy(f"params={dtype},compute={dtype},output=float32").cast_to_param
-    # One program, where an operation on each array would compile one for each shape.
+    # One jitted program: separate operations would compile once per shape.
     params, finite = jax.jit(
         lambda params: (cast(params), jax.tree.map(lambda x: jnp.isfinite(x).all(), cast(params)))
     )(variables.params)
@@ -51,7 +51,7 @@ def cast_weights(variables: Variables, dtype: str) -> Variables:
 
 
 def write_weights(path: Path, variables: Variables, about: Mapping[str, Any]) -> None:
-    """Writes one .safetensors file, whole or not at all, with what is needed to use the weights."""
+    """Writes a .safetensors file atomically, with the metadata needed to use the weights."""
     from safetensors.flax import save_file
 
     part = path.with_name(path.name + ".part")
@@ -63,10 +63,10 @@ def write_weights(path: Path, variables: Variables, about: Mapping[str, Any]) ->
 
 
 def read_about(path: Path) -> dict[str, Any]:
-    """What `write_weights` wrote about the weights; only the head of the file is read.
+    """Reads the metadata that `write_weights` wrote, from the header alone.
 
     Raises:
-        UsageError: the file can't be read, or is something else.
+        UsageError: the file can't be read or was not written by --export.
     """
     from safetensors import safe_open
 
@@ -97,15 +97,15 @@ def file_variables(
     convert: Callable[[Any], Any] = lambda array: array,
     keep: Collection[str] = (),
 ) -> Variables:
-    """The arrays of a .safetensors or .npz file as variables, on the host.
+    """Reads the arrays of a .safetensors or .npz file as variables, on the host.
 
     Args:
-        path: the file; its arrays are named as `named` does, with or without `params/` or `stats/` in front.
-        like: gives names, shapes and dtypes.
-        flag: that the file is from.
-        names: from names of `like` to those of the file, where they differ.
-        convert: what is done to an array of the file.
-        keep: names of `like` whose own numbers are taken.
+        path: the file. Its arrays have the names of `named`, with or without the prefix `params/` or `stats/`.
+        like: variables with the expected names, shapes and dtypes.
+        flag: the flag that names the file, for error messages.
+        names: maps names of `like` to those of the file, if they differ.
+        convert: applied to each array of the file.
+        keep: names whose values are taken from `like`.
 
     Raises:
         UsageError: the file can't be read, lacks an array, or has one of another shape.
@@ -126,7 +126,7 @@ def file_variables(
         if name in keep:
             leaves.append(wanted[name])
             continue
-        # A view of nothing has its shape, and takes no memory, whatever the file claims.
+        # A broadcast scalar has the shape but takes no memory, whatever the file claims.
         shape = convert(np.broadcast_to(np.float32(0), shapes[own])).shape
         if shape != wanted[name].shape:
             raise UsageError(
@@ -138,7 +138,7 @@ def file_variables(
 
 
 def _open(path: Path) -> tuple[Shapes, Reader]:
-    """Shapes by name, and what reads one array."""
+    """The shapes by name, and a function that reads one array."""
     if zipfile.is_zipfile(path):
         return _open_npz(path)
     from safetensors import safe_open
@@ -162,7 +162,7 @@ def _open_npz(path: Path) -> tuple[Shapes, Reader]:
 
 
 def check_alike(params: Any, like: Any, source: str) -> None:
-    """Raises a `UsageError` where two trees of arrays differ in names or shapes."""
+    """Raises a `UsageError` if two trees of arrays differ in names or shapes."""
     own, others = named(like), named(params)
     for name in own:
         if name not in others or others[name].shape != own[name].shape:
