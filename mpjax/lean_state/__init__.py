@@ -1,4 +1,4 @@
-"""Optimizer state and parameters in fewer bytes, as optax transformations."""
+"""Optax transformations that store optimizer state and parameters in fewer bytes."""
 
 from mpjax.lean_state.half_params import KahanState as KahanState
 from mpjax.lean_state.half_params import StochasticRoundingState as StochasticRoundingState

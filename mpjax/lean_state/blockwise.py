@@ -1,15 +1,15 @@
-"""Arrays in 8 bits a number: one scale for each block, and codes that are dense where small numbers need it.
+"""Arrays with 8 bits per number: one scale for each block, and codes that are denser for small numbers.
 
-A block is some 256 neighbours. Its scale is its largest magnitude, and each number's share of that, r in [0, 1], is
-stored as the nearest codes u below or above, at random so that the mean is right:
+A block is about 256 adjacent numbers. Its scale is its largest magnitude. The ratio r of each number to the scale,
+in [0, 1], is rounded stochastically to the code u below or above, so that the mean is preserved:
 
               a block with signs             a block of numbers >= 0
     int8      r = (u/127)², u = 0..127       r = (u/256)⁴, u = 1..256
     float8    r = u/448                      r = (u/448)², u > 0
 
-Codes that are even on a line would flush most of Adam's second moment to zero, and an update divides by its root. So
-a block of numbers >= 0, which that always is, is stored as its root and has no code for zero. The sign of the scale
-tells the two kinds apart. A block of zeros has the scale 0 and stays zero.
+Linearly spaced codes would flush most of Adam's second moment to zero, and an update divides by its root. A block of
+numbers >= 0, as in every second moment, is therefore stored as its root and has no code for zero. The sign of the
+scale distinguishes the two kinds of blocks. A block of zeros has the scale 0 and stays zero.
 """
 
 from __future__ import annotations
@@ -29,43 +29,43 @@ _TINY = np.float32(2.0**-120)
 
 
 class Blockwise(NamedTuple):
-    """An array in 8 bits a number."""
+    """An array stored with 8 bits per number."""
 
     codes: chex.Array  # shape of the array, dtype=int8 or float8_e4m3fn
-    scales: chex.Array  # shape=(*leading, blocks), dtype=float32; negative where a block's numbers are all >= 0
+    scales: chex.Array  # shape=(*leading, blocks), dtype=float32; negative if a block's numbers are all >= 0
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2), inline=True)
 def encode(x: jax.Array, dtype: Any, block_size: int, bits: jax.Array) -> Blockwise:
-    """Stores an array in 8 bits a number, rounded stochastically.
+    """Encodes an array with 8 bits per number, rounded stochastically.
 
     Args:
         x: float32 array of at least one dimension.
         dtype: int8 or float8_e4m3fn.
-        block_size: the most numbers that share a scale.
-        bits: uint32 array of `x`'s shape: random bits.
+        block_size: Maximum number of elements that share a scale.
+        bits: Random bits, a uint32 array of `x`'s shape.
     """
     return encode_with(block_scales(x, block_size), x, dtype, bits)
 
 
 @functools.partial(jax.jit, static_argnums=1, inline=True)
 def block_scales(x: jax.Array, block_size: int) -> jax.Array:
-    """The scale of each block, [*leading, blocks]: its largest magnitude, negative where all its numbers are >= 0.
+    """The scale of each block, [*leading, blocks]: its largest magnitude, negative if all its numbers are >= 0.
 
-    A scale is 0 where the block is as good as zero (a quotient by a denormal scale could be infinite), and infinite or
-    NaN where a number of the block is.
+    The scale of a nearly zero block is 0, because a quotient by a denormal scale could be infinite. The scale of a
+    block with an infinity or NaN is infinite or NaN.
     """
     rows = _rows(x, *_layout(x.shape, block_size))
     largest = jnp.max(jnp.abs(rows), -1)
     scales = jnp.where(jnp.min(rows, -1) >= 0, -largest, largest)
     scales = jnp.where(largest > _TINY, scales, np.float32(0))
-    # A NaN compares false everywhere above; its block must not come out finite.
+    # A NaN compares false everywhere above, but its block must not become finite.
     return jnp.where(jnp.isfinite(largest), scales, largest + (largest - largest))
 
 
 @functools.partial(jax.jit, static_argnums=2, inline=True)
 def encode_with(scales: jax.Array, x: jax.Array, dtype: Any, bits: jax.Array) -> Blockwise:
-    """`encode` with the `block_scales` of `x`, which it need not read again."""
+    """`encode` with given `block_scales` of `x`, so that `x` is not read again to compute them."""
     form = _form(dtype)
     layout = scales.ndim - 1, scales.shape[-1]
     rows, draws = _rows(x, *layout), _rows(bits, *layout)
@@ -82,7 +82,7 @@ def encode_with(scales: jax.Array, x: jax.Array, dtype: Any, bits: jax.Array) ->
 
 @functools.partial(jax.jit, inline=True)
 def decode(stored: Blockwise) -> jax.Array:
-    """The float32 array that was stored."""
+    """Decodes to a float32 array."""
     shape = stored.codes.shape
     form = _form(stored.codes.dtype)
     scales = stored.scales[..., None]
@@ -139,11 +139,11 @@ def _form(dtype: Any) -> _Int8 | _Float8:
 
 
 def _layout(shape: tuple[int, ...], block_size: int) -> tuple[int, int]:
-    """How many leading dimensions stay, and how many blocks each row of what is behind them has.
+    """The number of leading dimensions that are kept, and of blocks in each row of the remaining dimensions.
 
-    Blocks lie along the last dimension, so that an array sharded by an earlier one keeps its blocks on their devices;
-    a short last dimension is joined with those before it. Blocks divide a row evenly, unless they would be
-    much shorter than `block_size` for it.
+    Blocks lie along the last dimension, so that each block of an array sharded along an earlier one is on one device.
+    A short last dimension is merged with those before it. Blocks divide a row evenly, unless that would make them
+    much shorter than `block_size`.
     """
     leading = len(shape) - 1
     while leading and math.prod(shape[leading:]) < block_size // 2:
@@ -154,7 +154,7 @@ def _layout(shape: tuple[int, ...], block_size: int) -> tuple[int, int]:
 
 
 def _rows(x: jax.Array, leading: int, blocks: int) -> jax.Array:
-    """Of shape (*leading, blocks, block): padded by repeating the last number, which changes no block's range."""
+    """Reshapes to (*leading, blocks, block). Pads by repeating the last number, which changes no block's range."""
     x = x.reshape(*x.shape[:leading], -1)
     missing = -x.shape[-1] % blocks
     if missing:

@@ -19,37 +19,37 @@ from mpjax.policy import is_half, path_string
 class StochasticRoundingState(NamedTuple):
     """State of `stochastic_rounding`."""
 
-    key: chex.Array  # shape=(2,), dtype=jnp.uint32; a threefry key, another one after each step.
-    inner_state: Any  # the wrapped transformation's state, made for the float32 tree.
+    key: chex.Array  # shape=(2,), dtype=jnp.uint32; a threefry key, replaced at each step.
+    inner_state: Any  # the wrapped transformation's state, initialised for the float32 tree.
 
 
 class KahanState(NamedTuple):
     """State of `kahan`."""
 
-    # Tree of the params: what each half param lacks, times 2¹¹ (float16) or 2⁸ (bfloat16), in the param's dtype;
-    # `optax.MaskedNode()` for a param that is not half.
+    # Same structure as the params: the rounding error of each half param times 2¹¹ (float16) or 2⁸ (bfloat16), in the
+    # param's dtype, and `optax.MaskedNode()` for a param that is not half.
     compensation: Any
-    inner_state: Any  # the wrapped transformation's state, made for the float32 tree.
+    inner_state: Any  # the wrapped transformation's state, initialised for the float32 tree.
 
 
 def stochastic_rounding(
     inner: optax.GradientTransformation, *, seed: int | jax.Array = 0
 ) -> optax.GradientTransformationExtraArgs:
-    """Wraps an optimizer so that half-precision params need no master weights: updates are rounded at random.
+    """Wraps an optimizer so that half-precision params need no master weights: updates are rounded stochastically.
 
-    Added to a half-precision number an update below half its spacing vanishes, if the sum is rounded to
-    nearest. Rounded up with probability (sum - below) / (above - below), it has the right mean:
+    With rounding to nearest, an update smaller than half the spacing of a half-precision param vanishes.
+    Rounding the sum up with probability (sum - below) / (above - below) preserves the mean:
 
         params ← stochastic_round(float32(params) + inner(grads in float32, params in float32))
 
-    So the params take 2 bytes each and no more. They do a random walk around the float32 path, of some half a
-    spacing a step: bfloat16 needs small learning rates less than `kahan` or `master_weights` do. A zero update changes
-    nothing, whatever the draw.
+    The params take 2 bytes each. They follow a random walk around the float32 path, by about half a spacing
+    a step. For bfloat16 with small learning rates, `kahan` or `master_weights` are therefore better suited. A
+    zero update never changes a param.
 
     Args:
-        inner: the optimizer. It sees float32 gradients and params, so its state is float32 (see `low_bit_state`).
-        seed: an integer or a `jax.random.key`, from which each step and each array has random numbers of its own.
-            Replicas that hold the same params need the same seed: then they round alike.
+        inner: The optimizer. It sees float32 gradients and params, so its state is float32 (see `low_bit_state`).
+        seed: An integer or a `jax.random.key`. Each step and each array has its own random numbers.
+            Replicas that hold the same params need the same seed, so that they round in the same way.
 
     Returns:
         An `optax.GradientTransformationExtraArgs` with a `StochasticRoundingState`. Wrap loss scaling around it. Its
@@ -102,19 +102,19 @@ def stochastic_rounding(
 
 
 def kahan(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Wraps an optimizer so that half-precision params are summed with a half-precision compensation.
+    """Wraps an optimizer so that half-precision params are updated by compensated (Kahan) summation.
 
-    What a param loses when its update is rounded is kept, in the param's own dtype, and added to the next one:
+    The rounding error of a param's update is stored in the param's own dtype, and added to the next update:
 
         sum ← float32(params) + float32(compensation) + inner(grads in float32, the same sum)
         params ← round(sum);   compensation ← round(sum - params)
 
-    The two together hold 22 bits of significand in float16, 16 in bfloat16, for 4 bytes a param; master weights beside
-    half params take 6. (The compensation is stored multiplied by a power of two, or that of a small float16 param
-    would underflow.)
+    Together they hold 22 bits of significand in float16, and 16 in bfloat16, in 4 bytes a param. Half params with
+    master weights take 6. (The compensation is stored multiplied by a power of two. Otherwise that of a small float16
+    param would underflow.)
 
     Args:
-        inner: the optimizer. It sees float32 gradients and the compensated params, so its state is float32 (see
+        inner: The optimizer. It sees float32 gradients and the compensated params, so its state is float32 (see
             `low_bit_state`).
 
     Returns:
@@ -149,7 +149,7 @@ def kahan(inner: optax.GradientTransformation) -> optax.GradientTransformationEx
         updates, inner_state = inner.update(_widen(grads), state.inner_state, full, **extra)
         targets = optax.apply_updates(full, updates)
         deltas = jax.tree.map(lambda p, t, u: _delta(p, _nearest(p, t), u), params, targets, updates)
-        # What the params will be: a param that shrinks by more than 2¹² in one step may miss its target by a little.
+        # The new params. A param that shrinks by more than 2¹² in one step may miss its target slightly.
         reached = jax.tree.map(lambda p, d: _nearest(p, _widen(p) + d), params, deltas)
         return deltas, KahanState(_compensation(params, targets, reached), inner_state)
 
@@ -173,7 +173,7 @@ def _widen(tree: Any) -> Any:
 
 
 def _delta(p: jax.Array, target: jax.Array, update: jax.Array) -> jax.Array:
-    """The float32 update that takes a half param to its half target."""
+    """The float32 update that turns a half param into its half target."""
     return target.astype(jnp.float32) - p.astype(jnp.float32) if is_half(p) else update
 
 
@@ -182,12 +182,12 @@ def _nearest(p: jax.Array, target: jax.Array) -> jax.Array:
 
 
 def _magnification(p: jax.Array) -> np.float32:
-    """What brings the largest compensation, half the param's spacing, to the param's own size."""
+    """The factor that scales the largest compensation, half the param's spacing, to the param's magnitude."""
     return np.float32(2.0 ** (int(jnp.finfo(p.dtype).nmant) + 1))
 
 
 def _compensated(params: Any, compensation: Any) -> Any:
-    """The float32 tree that the params and their compensation stand for."""
+    """The float32 sum of the params and their compensation."""
 
     def leaf(path: Any, p: Any, c: Any) -> Any:
         if isinstance(c, optax.MaskedNode) == is_half(p):
@@ -206,7 +206,7 @@ def _compensation(params: Any, targets: Any, reached: Any) -> Any:
         if not is_half(p):
             return optax.MaskedNode()
         missing = (target - reached.astype(jnp.float32)) * _magnification(p)
-        # An overflowed param misses infinitely much; the next sum must not be NaN for it.
+        # The error of an overflowed param is infinite, and would make the next sum NaN.
         return jnp.where(jnp.isfinite(reached), missing, np.float32(0)).astype(p.dtype)
 
     return jax.tree.map(leaf, params, targets, reached)

@@ -1,4 +1,4 @@
-"""Optimizer state in one or two bytes a number: moments in bfloat16, float8 or blockwise int8."""
+"""Optimizer state in one or two bytes per number: moments in bfloat16, float8 or blockwise int8."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _DTYPES = {
 class LowBitState(NamedTuple):
     """State of `low_bit_state`."""
 
-    key: chex.Array  # shape=(2,), dtype=jnp.uint32; a threefry key, another one after each step.
-    # The wrapped transformation's state; `Rounded` or `Blockwise` where a large float32 array was.
+    key: chex.Array  # shape=(2,), dtype=jnp.uint32; a threefry key, replaced at each step.
+    # The wrapped transformation's state, with `Rounded` or `Blockwise` in place of large float32 arrays.
     inner_state: Any
 
 
@@ -49,34 +49,35 @@ def low_bit_state(
     min_size: int = 4096,
     keep: tuple[str, ...] = (),
 ) -> optax.GradientTransformationExtraArgs:
-    """Wraps an optimizer so that its moments are stored in one or two bytes a number.
+    """Wraps an optimizer so that its moments are stored in one or two bytes per number.
 
-        state ← store(inner(grads, load(state)))      inner computes in float32 as ever
+        state ← store(inner(grads, load(state)))      inner computes in float32
 
     - `"bfloat16"`: 2 bytes.
-    - `"int8"`, `"float8"`: 1 byte, and a float32 scale for each block of 256. Codes are spaced by a power law that
-      keeps small numbers, and a second moment is never flushed to zero: see `mpjax.lean_state.blockwise`.
+    - `"int8"`, `"float8"`: 1 byte, and a float32 scale for each block of 256. Codes follow a power law that
+      preserves small numbers, and a second moment is never flushed to zero: see `mpjax.lean_state.blockwise`.
 
-    All are rounded stochastically. To nearest, a second moment that decays by 0.1 % a step would stand still for ever,
-    as that is less than half the spacing of any of these formats.
+    All formats are rounded stochastically. With rounding to nearest, a second moment that decays by 0.1 % a step would
+    never change, because that is less than half the spacing of each format.
 
-    Only float32 arrays of at least `min_size` numbers are stored so; counters, schedules and small arrays stay.
+    Only float32 arrays of at least `min_size` elements are stored in `dtype`. Counters, schedules and small arrays are
+    unchanged.
 
     Args:
-        inner: the optimizer, such as `optax.adamw(1e-3)`.
+        inner: The optimizer, such as `optax.adamw(1e-3)`.
         dtype: `"bfloat16"`, `"float8"` (e4m3fn) or `"int8"`, or the dtype itself.
-        seed: an integer or a `jax.random.key`, from which each step and each array has random numbers of its own.
-        block_size: the most numbers that share a scale.
-        min_size: smaller arrays stay as they are.
-        keep: patterns of paths in the inner state that stay float32, such as `"*/nu"`, as in a policy's overrides.
+        seed: An integer or a `jax.random.key`. Each step and each array has its own random numbers.
+        block_size: Maximum number of elements that share a scale.
+        min_size: Minimum number of elements of an array to be stored in `dtype`.
+        keep: Patterns of paths in the inner state that stay float32, such as `"*/nu"`, as in a policy's overrides.
 
     Returns:
-        An `optax.GradientTransformationExtraArgs` with a `LowBitState`. Wrap what holds state of another kind
-        around it, not inside: `dynamic_loss_scale(optax.MultiSteps(stochastic_rounding(low_bit_state(tx)), k))`.
+        An `optax.GradientTransformationExtraArgs` with a `LowBitState`. Wrap transformations with other kinds of
+        state around it, not inside: `dynamic_loss_scale(optax.MultiSteps(stochastic_rounding(low_bit_state(tx)), k))`.
 
     Raises:
         ValueError: an unknown dtype, sizes below 1, a pattern in `keep` that no array's path matches, or
-            master weights inside (which low bits would destroy).
+            `inner` holds master weights, whose precision low bits would destroy.
         TypeError: `inner` is not an optax transformation.
 
     Example:
@@ -101,11 +102,11 @@ def low_bit_state(
         _refuse_masters(state)
         _refuse_unused(keep, state)
         first, words = next_words(key_from(seed), len(jax.tree.leaves(state)))
-        # Most of it is zeros, which XLA would encode while it compiles an `init` under `jit`, taking minutes.
+        # The barrier prevents constant folding: under `jit` XLA would encode the zeros at compile time, for minutes.
         return LowBitState(first, store(jax.lax.optimization_barrier(state), words, state))
 
     def store(state: Any, words: jax.Array, like: Any) -> Any:
-        """Low bits where `like`, the loaded state, has a large float32 array."""
+        """Encodes the leaves for which `like`, the loaded state, has a large float32 array."""
         each = iter(words)
 
         def leaf(path: Any, x: Any, old: Any) -> Any:

@@ -1,7 +1,7 @@
 """Rounding of float32 to narrower floats, to nearest or stochastically, by integer operations that XLA fuses.
 
-A plain cast rounds too, but XLA may drop a cast to half and back (its "excess precision"), and then the rounding
-error, which Kahan summation lives on, would be computed as zero. These operations can not be dropped.
+A plain cast also rounds, but XLA may remove a cast to half and back ("excess precision"). The rounding error, which
+Kahan summation needs, would then be computed as zero. XLA can't remove these operations.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-_MANTISSA_BITS = 23  # of float32, as are these two
+_MANTISSA_BITS = 23  # of float32, like the next two constants
 _MIN_EXPONENT = -126
 _SIGN = np.uint32(1 << 31)
 
 
 def key_from(seed: int | jax.Array) -> jax.Array:
-    """A threefry key, as raw data that any checkpointer saves: shape (2,), uint32."""
+    """A threefry key as raw data, which any checkpointer can save: shape (2,), uint32."""
     is_key = jnp.issubdtype(getattr(seed, "dtype", None) or np.dtype(int), jax.dtypes.prng_key)
     key = seed if is_key else jax.random.key(seed, impl="threefry2x32")
     return jax.random.bits(key, (2,), jnp.uint32)
@@ -28,22 +28,22 @@ def key_from(seed: int | jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=1, inline=True)
 def next_words(key: jax.Array, arrays: int) -> tuple[jax.Array, jax.Array]:
-    """The key of the next step, and two random words for each of so many arrays: shape (arrays, 2), uint32."""
+    """The key of the next step, and two random words for each array: shape (arrays, 2), uint32."""
     later, now = jax.random.split(jax.random.wrap_key_data(key, impl="threefry2x32"))
     return jax.random.key_data(later), jax.random.bits(now, (arrays, 2), jnp.uint32)
 
 
-# Inlined where a step is traced; one program where an optimizer is initialised outside `jit`.
+# Inlined when a step is traced, and a single program when an optimizer is initialised outside `jit`.
 @functools.partial(jax.jit, static_argnums=1, inline=True)
 def random_bits(words: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """32 random bits for each element, from two random words for the array.
 
-    A hash of the element's index, keyed by the words, so XLA fuses it into what reads it and each device computes its
-    own shard's. `jax.random.bits` costs 70 times as much on a CPU, several times an Adam update.
+    The bits are a hash of the element's index, keyed by the words. XLA fuses it into its consumers, and each device
+    computes the bits of its own shard. `jax.random.bits` costs 70 times as much on a CPU, several times an Adam update.
 
     Args:
-        words: shape (2,), uint32; fresh ones for each array and each step.
-        shape: of the result; only elements 2³² apart share their bits.
+        words: Array of shape (2,), uint32, new for each array and each step.
+        shape: Shape of the result. Only elements 2³² apart share their bits.
 
     Returns:
         uint32 array.
@@ -67,13 +67,13 @@ def round_stochastically(x: jax.Array, dtype: Any, bits: jax.Array) -> jax.Array
     """Rounds up or down at random so that the mean of the result is `x`.
 
     A value between two neighbours of `dtype`, `f` of the way up, becomes the upper one with probability `f` (exact for
-    normal numbers, to 2⁻²⁴ for subnormal ones). Numbers of `dtype`, infinities and NaN stay as they are; a number
-    that nearest rounding keeps finite stays finite.
+    normal numbers, to 2⁻²⁴ for subnormal ones). Numbers representable in `dtype`, infinities and NaN are unchanged. A
+    number that rounding to nearest keeps finite stays finite.
 
     Args:
         x: float32 array.
         dtype: float16, bfloat16 or a float8 with infinities or NaN.
-        bits: uint32 array of `x`'s shape: random bits.
+        bits: Random bits, a uint32 array of `x`'s shape.
 
     Returns:
         Array of `dtype`.
@@ -89,7 +89,7 @@ def round_stochastically(x: jax.Array, dtype: Any, bits: jax.Array) -> jax.Array
 
 @functools.partial(jax.jit, static_argnums=1, inline=True)
 def round_to_nearest(x: jax.Array, dtype: Any) -> jax.Array:
-    """Rounds float32 to the nearest number of `dtype`, ties to even: a cast that XLA can not drop.
+    """Rounds float32 to the nearest number of `dtype`, ties to even: a cast that XLA can't remove.
 
     Args:
         x: float32 array.
@@ -108,7 +108,7 @@ def round_to_nearest(x: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _dropped(dtype: Any) -> int:
-    """How many bits of float32's mantissa `dtype` lacks."""
+    """The number of bits of float32's mantissa that `dtype` lacks."""
     return _MANTISSA_BITS - int(jnp.finfo(dtype).nmant)
 
 
@@ -116,7 +116,7 @@ def _rounded(x: jax.Array, dtype: Any, noise: Any, round_subnormal: Any) -> jax.
     info, dropped = jnp.finfo(dtype), _dropped(dtype)
     word = jax.lax.bitcast_convert_type(x, jnp.uint32)
     magnitude = word & ~_SIGN
-    # Adding to the bits below the last kept one and cutting them off; a carry goes on into the exponent, rightly.
+    # Add noise to the bits that are dropped, then truncate. A carry correctly propagates into the exponent.
     kept = magnitude + noise(magnitude) & ~np.uint32((1 << dropped) - 1)
     rounded = jax.lax.bitcast_convert_type(kept, jnp.float32)
     if info.minexp > _MIN_EXPONENT:  # Its subnormal numbers are normal in float32, and evenly spaced.
