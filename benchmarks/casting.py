@@ -1,11 +1,11 @@
 """How well each tool casts float32 programs to half precision: `python -m benchmarks.casting`.
 
 Each tool runs on every program of `testing/zoo`. Tracing gives all columns except the gradient error. A tool that
-fails on a program counts as failing, with its error in the JSON. Times are interleaved, and are ratios to the float32
-program in the same process; compilation excludes LLVM's optimisation, which takes most of the time and does not depend
-on the tool. A run merges its results into the file program by program, so the benchmark can run in parts.
+fails on a program counts as failing, and the JSON records the error. Times are interleaved, and are ratios to the
+float32 program in the same process. Compilation excludes LLVM's optimisation, which takes most of the time and does not
+depend on the tool. A run merges its results into the file program by program, so the benchmark can run in parts.
 
-`--regions` compares autocast with and without rematerialisation regions, which says what they cost the compiler:
+`--regions` compares autocast with and without rematerialisation regions, which shows their cost to the compiler:
 
     python -m benchmarks.casting --regions --programs linen_transformer --compilations 5
 
@@ -50,14 +50,14 @@ def with_jmp(fun: Callable[..., Any], policy: str) -> Callable[..., Any]:
 
 
 def with_mpx(fun: Callable[..., Any], policy: str) -> Callable[..., Any]:
-    """mixed-precision-for-JAX's cast of a function, which its gradient transformation applies too."""
+    """mixed-precision-for-JAX's function cast, which its gradient transformation also applies."""
     import mpx
 
     return mpx.cast_function(fun, harness.half_of(policy), "float32")
 
 
 def casters(program: Program, regions: bool = False) -> dict[str, harness.Caster]:
-    """The tools that apply to a program; with `regions`, autocast with and without them in place of the peers."""
+    """The tools that apply to a program; with `regions`, only autocast, with and without rematerialisation regions."""
     tools: dict[str, harness.Caster] = {
         "float32": harness.identity,
         "mpjax.autocast": mpjax.autocast,
@@ -78,7 +78,7 @@ def casters(program: Program, regions: bool = False) -> dict[str, harness.Caster
 
 
 def measure(name: str, caster: harness.Caster, dtype: str) -> Row:
-    """Every column of one tool on one program, or the error that the tool fails with."""
+    """Every column of one tool on one program, or the error if the tool fails."""
     try:
         found = harness.structure(name, "plain", caster, dtype)
         row: Row = {
@@ -98,7 +98,7 @@ def measure(name: str, caster: harness.Caster, dtype: str) -> Row:
 def time_ratios(
     name: str, tools: dict[str, harness.Caster], dtype: str, rounds: int, compilations: int
 ) -> dict[str, Row]:
-    """The time to trace (and compile so often) the gradient, and to trace the loss, relative to float32."""
+    """Times relative to float32: tracing the loss, and tracing the gradient (and compiling it `compilations` times)."""
     functions = {tool: harness.gradient_function(name, caster, dtype)[0] for tool, caster in tools.items()}
     loss_fn, args = harness.abstract(name)[0], harness.abstract(name)[1:]
     losses = {tool: caster(loss_fn, harness.POLICIES[dtype]) for tool, caster in tools.items()}
@@ -125,7 +125,7 @@ def time_ratios(
 
 
 def run(name: str, dtype: str, rounds: int, compilations: int, regions: bool = False) -> dict[str, Row]:
-    """The rows of a program, by tool."""
+    """The rows of a program by tool."""
     tools = casters(REGISTRY[name], regions)
     rows = {tool: measure(name, caster, dtype) for tool, caster in tools.items()}
     works = {tool: caster for tool, caster in tools.items() if "error" not in rows[tool]}

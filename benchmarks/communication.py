@@ -1,15 +1,15 @@
-"""What a sharded training step sends between devices: `python -m benchmarks.communication`.
+"""The data that a sharded training step sends between devices: `python -m benchmarks.communication`.
 
 Compiles one step of a residual network for 8 and for 64 CPU devices (XLA's own; none needs to exist) and lists the
-collectives that the partitioner made: data parallel, FSDP (parameters and Adam's state sharded), FSDP with tensor
+collectives that the partitioner inserted: data parallel, FSDP (parameters and Adam's state sharded), FSDP with tensor
 parallelism, and FSDP with the layers in a `scan`; in float32, in half by hand, by `autocast` and by `with_policy`.
 
-`--h200` compiles for eight H200 with JAX's CUDA plugin, which needs no GPU, and leaves the gradient error out.
-`--overlap` adds to its results the schedules of a step with mpjax's skip and of one with a skip written by hand: how
-many kernels run while each collective is under way.
+`--h200` compiles for eight H200 with JAX's CUDA plugin, which needs no GPU, and omits the gradient error.
+`--overlap` adds schedules to its results: the number of kernels that run during each collective, for a step with
+mpjax's skip and for a step with a hand-written skip.
 
-The gradient error is that of all gradients against float32 on one device, the norm of the difference over the norm:
-of the same batch on one device, and spread over all of them, which adds the error of the reduction.
+The gradient error compares all gradients with float32 on one device: the norm of the difference over the norm. It is
+given for the batch on one device, and for the same batch spread over all devices, which adds the reduction's error.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WIDTH, HIDDEN, LAYERS, ROWS_EACH = 256, 1024, 3, 64
 def measure(
     devices: int, half: str, layouts: tuple[str, ...] = LAYOUTS, forms: tuple[str, ...] = FORMS, among: Any = None
 ) -> list[Any]:
-    """The rows of so many devices; this process must have that many, unless it is told `among` which."""
+    """The rows for a number of devices. Without `among`, this process must have exactly that many."""
     import jax
 
     if among is None and len(jax.devices()) != devices:
@@ -140,7 +140,7 @@ def program(
 
 
 def hand_written_skip(gradients: Any) -> Any:
-    """A step that skips by itself: what mpjax's finite check is compared with."""
+    """A step with a hand-written skip, the baseline for mpjax's finite check."""
     import jax
     import jax.numpy as jnp
     import optax
@@ -164,7 +164,7 @@ def hand_written_skip(gradients: Any) -> Any:
 
 
 def overlaps(half: str, among: Any, layout: str = "FSDP") -> dict[str, list[list[Any]]]:
-    """Each collective of the schedule, and how many kernels run while it is under way (None: nothing can)."""
+    """Each collective of the schedule, and the number of kernels that run during it (None if it is synchronous)."""
     import jax
 
     found = {}
@@ -179,7 +179,7 @@ def overlaps(half: str, among: Any, layout: str = "FSDP") -> dict[str, list[list
 
 
 def schedule(text: str) -> list[list[Any]]:
-    """The collectives of a scheduled program in order, each with the number of kernels before it must be done."""
+    """The collectives of a scheduled program in order, each with the number of kernels from start to end."""
     from mpjax.inspection.profile.hlo_text import HloModule
 
     program = HloModule(text)
@@ -198,7 +198,7 @@ def schedule(text: str) -> list[list[Any]]:
 
 
 def gradient_error(form: str, half: str, devices: int, rows_of: int) -> float:
-    """Of data parallel training on so many devices, with the batch of `rows_of` devices."""
+    """The gradient error of data parallel training, with the batch of `rows_of` devices."""
     import jax
     import numpy as np
 
@@ -234,13 +234,13 @@ def _start(form: str, params: Any, mesh: Any) -> Any:
 
     import mpjax
 
-    # Small enough that nothing overflows: the error is that of rounding.
+    # Small enough that nothing overflows, so that the error is only rounding.
     tx = mpjax.dynamic_loss_scale(optax.sgd(0.1), init_scale=2.0**8)
     return jax.device_put(tx.init({}), NamedSharding(mesh, PartitionSpec()))
 
 
 def summary(row: dict[str, Any]) -> dict[str, int]:
-    """Bytes of a row by what they are for."""
+    """Bytes of a row by purpose."""
     found: dict[str, int] = dict.fromkeys(("gathered", "summed in half", "summed in float32", "predicates", "other"), 0)
     for sent in row["collectives"]:
         if sent["op"] == "all-gather":

@@ -1,8 +1,8 @@
 """The compiled program of autocast against half precision written by hand: `python -m benchmarks.compiled`.
 
 For each program of the zoo that has a form written by hand with Flax's `dtype=`, this compiles the gradient and counts
-matmuls, convolutions, converts and bytes in the optimised HLO. On a CPU XLA adds converts of its own around half
-arithmetic, in all forms alike: only the ratios to the hand-written form mean something.
+matmuls, convolutions, converts and bytes in the optimised HLO. On a CPU XLA adds its own converts around half
+arithmetic in every form, so only the ratios to the hand-written form are meaningful.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def main() -> None:
 
 
 def summary(results: dict[str, dict[str, Row]]) -> str:
-    """A Markdown table: for each form the median over the programs of its ratio to the hand-written form."""
+    """A Markdown table: for each form, the median over programs of its ratio to the hand-written form."""
     kinds = ["matmuls", "converts", "bytes", "flops", "temporary_bytes", "residual_bytes"]
     header = " | ".join(kind.replace("_", " ") for kind in kinds)
     lines = [

@@ -1,7 +1,7 @@
 """Which known faults of mixed precision libraries each library has: `python -m benchmarks.faults`.
 
 Each cell is the result of running the library: "has it", "not", or "fails" with the error. "n.a." means that the
-library lacks the feature that the fault is in. `benchmarks/fault_probes/` holds the programs.
+library lacks the feature concerned. `benchmarks/fault_probes/` holds the programs.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import pathlib
 import warnings
 
-# Before JAX starts: a replica needs another one to disagree with.
+# Before JAX starts: faults between replicas need at least two devices.
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
 
 
@@ -31,7 +31,7 @@ def outcome(probe: Probe | None) -> str:
         return HAS_IT if probe() else NOT
     except ModuleNotFoundError as error:
         return f"not run: no module {error.name!r} here"
-    except Exception as error:  # that a peer does not run is a result
+    except Exception as error:  # a peer's failure is a result
         return f"fails: {type(error).__name__}: {str(error).strip().splitlines()[0][:100]}"
 
 

@@ -1,13 +1,13 @@
-"""Other people's tests under autocast: which pass plainly and fail when JAX's entry points are wrapped.
+"""JAX's and Flax's own tests under autocast: which pass without it and fail when JAX's entry points are wrapped.
 
     python -m benchmarks.foreign --tests FOLDER
 
 FOLDER holds test files of JAX and Flax (`custom_api_test.py`, `lax_control_flow_test.py`, `shard_map_test.py`,
-`nn_test.py`, `linen_transforms_test.py`, `tests/nnx/nn`), of the versions that are installed; they are not part of this
-repository. Every file runs in a process of its own with the functions given to `jax.jit`, `jax.grad`,
+`nn_test.py`, `linen_transforms_test.py`, `tests/nnx/nn`), of the installed versions; they are not part of this
+repository. Every file runs in its own process with the functions given to `jax.jit`, `jax.grad`,
 `jax.value_and_grad` and `jax.vmap`, `nn.Module.apply` and calls of NNX layers in `mpjax.autocast`, and with comparisons
-as loose as half precision needs. What fails there runs again plainly, and what passes then runs a third time with the
-same functions in `jax.jit` instead. Tests that fail there too are listed apart: they look at values with Python's
+as loose as half precision needs. Failing tests run again without autocast. Those that then pass run a third time with
+the same functions in `jax.jit` instead. Tests that also fail there are listed separately: they use values in Python's
 control flow, or JAX can't trace them for another reason.
 """
 
@@ -51,7 +51,7 @@ def pytest_configure(config: Any) -> None:
 
 
 def pytest_runtest_logreport(report: Any) -> None:
-    """Writes down the outcome of each test."""
+    """Records the outcome of each test."""
     path = os.environ.get(REPORT)
     if path is None or (report.when != "call" and not report.failed):
         return
@@ -80,7 +80,7 @@ def _autocast(fun: Any) -> Any:
 
 
 def _jitted(fun: Any) -> Any:
-    """The function in `jax.jit`, called as autocast is: what is no array stays what it is."""
+    """The function in `jax.jit`, called like autocast: arguments that are not arrays are passed through unchanged."""
     import jax
 
     from mpjax.casting.autocast import functional, is_array
@@ -116,7 +116,7 @@ def _wrap_jax() -> None:
 
     import mpjax.casting
 
-    del flax, mpjax, optax  # imported first: what libraries jit for themselves is not under test
+    del flax, mpjax, optax  # imported first: functions that libraries jit themselves are not under test
 
     def wrapped(transform: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(transform)
@@ -143,7 +143,7 @@ def _wrap_flax() -> None:
     def half_apply(self: Any, variables: Any, *args: Any, **kwargs: Any) -> Any:
         return _caster(lambda variables, *args: apply(self, variables, *args, **kwargs))(variables, *args)
 
-    linen.Module.apply = half_apply  # type: ignore[method-assign]  # wrapping it is this runner's job
+    linen.Module.apply = half_apply  # type: ignore[method-assign]  # wrapped on purpose
     for layer in _layers(nnx):
         layer.__call__ = _half_call(layer.__call__)
 
@@ -162,7 +162,7 @@ def _half_call(call: Any) -> Any:
 
 
 def _loosen() -> None:
-    """Comparisons to half's precision, numbers that are equal among them; finite differences are not compared."""
+    """Loosens comparisons, exact ones included, to half's precision; finite differences are not compared."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -173,7 +173,7 @@ def _loosen() -> None:
     def inexact(*arrays: Any) -> bool:
         try:
             return any(jnp.issubdtype(np.asarray(x).dtype, jnp.inexact) for x in arrays)
-        except Exception:  # what is compared is no array
+        except Exception:  # the operands are not arrays
             return False
 
     def loose(actual: Any, desired: Any, *args: Any, **kwargs: Any) -> None:
@@ -225,14 +225,14 @@ def _loose_trees(loose: Any) -> Any:
 
 
 def run_tests(path: pathlib.Path, tests: list[str], mode: str, options: argparse.Namespace) -> dict[str, Any]:
-    """The outcome and the cause of each of these tests of a file; of all, if none is named."""
+    """The outcome and the cause of each named test of a file, or of all tests if none is named."""
     root = pathlib.Path(__file__).parents[1]
     with tempfile.TemporaryDirectory() as folder:
         report = pathlib.Path(folder) / "report"
         environment = os.environ | {MODE: mode, REPORT: str(report), DTYPE: options.dtype, "PYTHONPATH": str(root)}
         environment["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
         environment["JAX_PLATFORMS"] = "cpu"
-        environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # the plugins that happen to be installed take seconds
+        environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # loading other installed plugins takes seconds
         command = [sys.executable, "-m", "pytest", "-q", "-p", "benchmarks.foreign", "-p", "no:cacheprovider"]
         command += ["-o", "addopts=", "-W", "ignore", "--rootdir", str(path.parent)]
         command += ["-k", options.k] if options.k and not tests else []
@@ -256,7 +256,7 @@ def limit_of(cause: str) -> str:
 
 
 def kind_of(cause: str) -> str:
-    """The causes that are one fault, by the exception and the line of mpjax."""
+    """A key that groups the causes of one fault: the exception and the line of mpjax."""
     where = cause.rpartition(" at ")[2] if " at casting" in cause or " at _jaxpr" in cause else ""
     return f"{re.sub(r'[0-9]+|0x[0-9a-f]+', '_', cause)[:80]} {where}".strip()
 
@@ -303,7 +303,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _outcome_in(mode: str, path: pathlib.Path, tests: list[str], options: argparse.Namespace, wanted: str) -> Any:
-    """Those of the tests that have this outcome in another mode, with the cause."""
+    """The tests that have this outcome in another mode, with the cause."""
     found = run_tests(path, tests, mode, options) if tests else {}
     return {test: found[test][1] for test in tests if found.get(test, ("",))[0] == wanted}
 

@@ -1,13 +1,13 @@
-"""Random programs under autocast: which properties fail, on which smallest program.
+"""Random programs under autocast: the properties that fail, each with the smallest failing program.
 
     python -m benchmarks.fuzz --examples 20000
 
-Each example has a number, from which alone it follows. They run in batches, and a report for each dtype is written
-after each batch, so that an interrupted run goes on where it stopped. A failure of a new kind is shrunk at once; others
-of its kind are only counted.
+An example's number alone determines it. Examples run in batches, and a report for each dtype is written after each
+batch, so an interrupted run continues where it stopped. A failure of a new kind is shrunk at once. Further failures of
+the same kind are only counted.
 
-Both dtypes share what does not depend on the dtype: the trace without autocast, and the traces that show that the same
-program gives the same jaxpr, which are made for one of the two, by turns.
+Both dtypes share the trace without autocast, which does not depend on the dtype. The traces that show that the same
+program gives the same jaxpr are made for one of the two, alternately.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ from testing.random_programs.reduction import reduced
 
 REJECTED = "rejected by JAX"
 
-# How many examples run between two times that JAX forgets what it traced and compiled: programs share most of it.
+# Examples between two clearings of JAX's caches: programs share most of the entries.
 FORGET_EVERY = 2000
 
 
 def examine(
     case: Case, compiled: bool = False, subject: Subject | None = None, again: bool = True
 ) -> tuple[str, Failure | None]:
-    """What came of a case: an outcome, and the failure if it failed."""
+    """The outcome of a case, and the failure if it failed."""
     try:
         return check(case, compiled=compiled, subject=subject, again=again), None
     except Rejected:
         return REJECTED, None
     except Failure as failure:
         return "failed", failure
-    except Exception as error:  # of the check itself: reported, and mended there
+    except Exception as error:  # an error of the check itself: reported, to be fixed there
         return "failed", Failure("the check", cause_of(error), traceback.format_exc())
 
 
 def examine_all(cases: Sequence[Case], compiled: bool) -> list[tuple[str, Failure | None]]:
-    """What came of the cases of one program in several dtypes, of which the first is traced under autocast twice."""
+    """The outcomes of one program's cases in several dtypes; the first is traced twice under autocast."""
     try:
         subject = Subject(cases[0])
     except Rejected:
@@ -62,7 +62,7 @@ def examine_all(cases: Sequence[Case], compiled: bool) -> list[tuple[str, Failur
 
 
 def shrunk(case: Case, failure: Failure) -> tuple[Case, str]:
-    """The smallest program found with this failure, and what it says."""
+    """The smallest program found with this failure, and its message."""
     found = [str(failure)]
 
     def fails(smaller: Case) -> bool:
@@ -79,7 +79,7 @@ class Report:
     """The state of a run, in a JSON file.
 
     Args:
-        path: the file; if it is there, the run goes on from it.
+        path: The file. If it exists, the run continues from it.
     """
 
     def __init__(self, path: pathlib.Path):
@@ -111,13 +111,13 @@ class Report:
             self.data["failures"][key] = entry
 
     def headline(self, batch: Batch) -> str:
-        """What a batch came to, on one line."""
+        """The results of a batch on one line."""
         kinds = len(self.data["failures"])
         return f"{dict(batch.outcomes)}, {kinds} kinds of failure, {batch.in_a_row['all']} passed in a row"
 
     @property
     def examples(self) -> int:
-        """How many examples were run."""
+        """The number of examples run."""
         return sum(self.data["outcomes"].values())
 
     def __str__(self) -> str:
@@ -130,13 +130,13 @@ class Report:
 
 @dataclasses.dataclass
 class Batch:
-    """What came of the examples of a batch.
+    """The results of a batch.
 
     Args:
-        known: the report's failures, by signature; their counts grow.
-        in_a_row: how many examples passed since the last failure, of all and of those with the same rules.
-        outcomes: how many examples came to what.
-        new: failures that were not known: how often, and the shortest program.
+        known: The report's failures by signature; their counts are updated.
+        in_a_row: Number of examples that passed since the last failure, of all and of those with the same rules.
+        outcomes: Number of examples by outcome.
+        new: Failures that were not known: their count and the shortest program.
     """
 
     known: dict[str, Any]
@@ -145,7 +145,7 @@ class Batch:
     new: dict[str, tuple[int, Case, Failure]] = dataclasses.field(default_factory=dict)
 
     def add(self, case: Case, outcome: str, failure: Failure | None) -> None:
-        """Counts what came of an example."""
+        """Counts the outcome of an example."""
         self.outcomes[outcome] += 1
         for name in ("all", case.rules):
             self.in_a_row[name] = 0 if failure else self.in_a_row.get(name, 0) + (outcome != REJECTED)
@@ -164,15 +164,15 @@ class Batch:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """How a run goes.
+    """Options of a run.
 
     Args:
-        examples: how many are run for each dtype.
-        first: the number of the first one, so that several processes can share a run.
-        batch: how many run between two reports.
-        seconds: the run stops after the batch that exceeds this.
-        shrink: whether failures are made smaller.
-        compile_every: compiles and runs one example of so many; none if 0.
+        examples: Number of examples for each dtype.
+        first: Number of the first example, so that several processes can share a run.
+        batch: Number of examples between two reports.
+        seconds: The run stops after the batch that exceeds this.
+        shrink: Whether failures are shrunk.
+        compile_every: Compiles and runs one in this many examples; none if 0.
     """
 
     examples: int = 1000
@@ -184,7 +184,7 @@ class Options:
 
 
 def run(reports: Mapping[str, Report], options: Options) -> None:
-    """Runs batches for the dtypes of the reports until so many examples were run, or so many seconds have passed."""
+    """Runs batches for the dtypes of the reports until the number of examples or the time limit is reached."""
     end, size = time.perf_counter() + options.seconds, options.batch
     while min(r.examples for r in reports.values()) < options.examples and time.perf_counter() < end:
         start, done = time.perf_counter(), min(r.data["batches"] for r in reports.values())

@@ -1,4 +1,4 @@
-"""The goals for an H200, and the measurements of them: `python -m benchmarks.goals`."""
+"""The goals for an H200 and their measurements: `python -m benchmarks.goals`."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def _bound(goal: Goal, target: str) -> str:
 
 
 def read(path: pathlib.Path) -> Content:
-    """A results file; empty where there is none."""
+    """A results file's content; empty if there is no file."""
     return json.loads(path.read_text()) if path.exists() else {}
 
 

@@ -1,4 +1,4 @@
-"""Everything that needs a GPU, the most informative first: repeat `python -m benchmarks.gpu` until all is done.
+"""All benchmarks that need a GPU, the most informative first: repeat `python -m benchmarks.gpu` until it is done.
 
 A call takes at most `--budget` seconds. A file in the folder of the results records the finished steps, and the next
 call continues after them.

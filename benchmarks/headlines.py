@@ -22,12 +22,12 @@ MODELS = ("resnet50", "bert_base_128", "gpt2_medium")
 
 
 class Headline(NamedTuple):
-    """One result: what was measured, mpjax's value, the others', and the section with the whole table."""
+    """One result: the quantity, mpjax's value, the others' values, and the section with the whole table."""
 
     what: str
     mpjax: str
     others: str
-    title: str  # of the section of the results page
+    title: str  # the section of the results page
 
     def row(self, link: str = "") -> str:
         """The row of a Markdown table."""

@@ -1,13 +1,14 @@
-"""What the inspections cost: `python -m benchmarks.inspection`.
+"""The cost of the inspections: `python -m benchmarks.inspection`.
 
 `times`: CPU seconds of each inspection of a loss function with nothing compiled before, as a ratio to compiling its
 gradient and running it once (`find_nonfinite` of the loss: to compiling and running the loss). `profile` runs the step
-several times, which on a CPU costs more than all else, so its row without these runs is given too.
+several times, which dominates its cost on a CPU, so its row is also given without these runs.
 
-`watch`: the time of a training step with `mpjax.watch`, by that of the same step without it, interleaved in one
-process: steps between two records, steps that make a record, and what both come to where every 100th step makes one.
+`watch`: the time of a training step with `mpjax.watch`, over that of the same step without it, interleaved in one
+process: steps between two records, steps that make a record, and the mean if every 100th step makes one.
 
-CPU seconds, because other processes disturb them less than they do the wall time. A run merges its parts into the file.
+Times are CPU seconds, because other processes disturb them less than the wall time.
+A run merges its parts into the file.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def loss_of(workload: Workload) -> tuple[Callable[..., Any], Any, Any]:
 
 
 def cpu_seconds(call: Callable[[], Any]) -> float:
-    """The CPU seconds of a call for which nothing is compiled yet."""
+    """The CPU seconds of a call with empty compilation caches."""
     jax.clear_caches()
     gc.collect()
     start = time.process_time()
@@ -69,7 +70,7 @@ def cpu_seconds(call: Callable[[], Any]) -> float:
 
 
 class CountedStep:
-    """A jitted step that counts how often it is run."""
+    """A jitted step that counts its calls."""
 
     def __init__(self, step: Any):
         self.step, self.lower, self.runs = step, step.lower, 0

@@ -1,7 +1,7 @@
 """A program for Keras 3, which accepts only its own models: a residual MLP in float32 and under `mixed_float16`.
 
-(Not attention: XLA's CPU backend lacks its float16 matmul.) Where Keras is installed, the program joins the zoo, and
-the other tools run on it too.
+(Not attention: XLA's CPU backend lacks its float16 matmul.) If Keras is installed, the program joins the zoo, and
+the other tools also run on it.
 """
 
 from __future__ import annotations

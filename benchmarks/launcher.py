@@ -1,11 +1,11 @@
-"""What `python -m mpjax run` does to scripts, and what it costs: `python -m benchmarks.launcher`.
+"""The effect of `python -m mpjax run` on scripts, and its cost: `python -m benchmarks.launcher`.
 
-- Scripts: each one of `tests/launcher/scripts` in float32 with three seeds, in float16 with the first of them, and once
-  more with a first loss scale of 2**32, which overflows. Reported are the share of matmul FLOPs in half and the final
-  losses. Each script has a process of its own, with two CPU devices and quick compilation.
-- Start-up: the CPU time of processes that import JAX, Flax and optax, with and without the launcher, in turn.
-- Step: the CPU time of a step of an unmodified script, by that of the same step written with mpjax's API, in one
-  process, in turn.
+- Scripts: each of `tests/launcher/scripts` in float32 with three seeds, in float16 with the first seed, and again with
+  an initial loss scale of 2**32, which overflows. The results are the share of matmul FLOPs in half and the final
+  losses. Each script has its own process, with two CPU devices and quick compilation.
+- Start-up: the CPU time of processes that import JAX, Flax and optax, with and without the launcher, alternately.
+- Step: the CPU time of a step of an unmodified script, over that of the same step written with mpjax's API,
+  alternately in one process.
 
 A run merges its results into the file, so the benchmark can run in parts: `--parts step`, `--scripts gan vae`.
 """
@@ -104,7 +104,7 @@ def run_script(name: str) -> dict[str, Any]:
 
 
 def in_a_process(name: str) -> dict[str, Any]:
-    """`run_script` in a process of its own; the error of a script that fails."""
+    """Runs `run_script` in its own process; returns the error if the script fails."""
     command = [sys.executable, "-m", "benchmarks.launcher", "--one", name]
     inherited = {**os.environ, "XLA_FLAGS": FLAGS, "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(command, cwd=ROOT, env=inherited, capture_output=True, text=True)
@@ -139,7 +139,7 @@ def cpu_seconds(command: list[str]) -> float:
 
 
 def measure_step(rounds: int, width: int = 256, batch: int = 512) -> dict[str, Any]:
-    """The time of a step under the launcher, by that of the same step with mpjax's API."""
+    """The time of a step under the launcher, over that of the same step with mpjax's API."""
     import jax
     import jax.numpy as jnp
     import optax
@@ -185,19 +185,19 @@ def measure_step(rounds: int, width: int = 256, batch: int = 512) -> dict[str, A
         runs["launcher"] = stepping(optax.adam(1e-3), lambda p, s: jax.value_and_grad(loss_fn)(p, x))
     finally:
         patches.undo()
-    # Other processes disturb CPU seconds less than they do the wall time.
+    # Other processes disturb CPU seconds less than the wall time.
     return ratios(interleaved(runs, rounds, clock=time.process_time), "mpjax's API")
 
 
 def verdict(row: dict[str, Any]) -> str:
-    """Whether the loss in half is as far from the same seed in float32 as seeds are from each other, at most."""
+    """Whether the loss in half is no further from the same seed in float32 than seeds are from each other."""
     spread = max(row["float32"]) - min(row["float32"])
     far = [abs(row[name] - row["float32"][0]) for name in ("float16", "planted")]
     return "yes" if all(math.isfinite(f) and f <= spread for f in far) else "**no**"
 
 
 def table(results: dict[str, Any]) -> str:
-    """Markdown: all parts that were measured."""
+    """Markdown: all measured parts."""
     lines = []
     if results.get("scripts"):
         header = (

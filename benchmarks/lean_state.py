@@ -1,12 +1,12 @@
-"""What lean optimizer state costs and gives: `python -m benchmarks.lean_state`.
+"""Costs and savings of lean optimizer state: `python -m benchmarks.lean_state`.
 
 Each form is AdamW on float32 gradients: float32 throughout, or with bfloat16 parameters and one of mpjax's
 transformations. The columns:
 
-- bytes a parameter that stay from step to step: parameters, moments, compensation, scales, keys;
-- CPU time of the update alone and of whole training steps, over that of float32, interleaved in one process. The
-  process's CPU time is counted, which other processes disturb less than the clock on the wall;
-- what the update moves to and from memory, and its temporary bytes, in the program that XLA compiles for an H200
+- bytes per parameter that persist between steps: parameters, moments, compensation, scales, keys;
+- CPU time of the update alone and of whole training steps, over that of float32, interleaved in one process. It is the
+  process's CPU time, which other processes disturb less than the wall time;
+- the update's memory traffic and its temporary bytes, in the program that XLA compiles for an H200
   (`--planned`, which needs JAX's CUDA plugin and no GPU);
 - `--parity`: the final loss of small real tasks against float32, over seeds.
 
@@ -50,11 +50,11 @@ WIDTH, LAYERS = 512, 4
 
 
 def _rounded(dtype: str) -> Wrap:
-    # Some tasks have fewer parameters than what is stored in low bits by default.
+    # Some tasks have fewer parameters than the default minimum for low-bit storage.
     return lambda tx: mpjax.stochastic_rounding(mpjax.low_bit_state(tx, dtype, min_size=256))
 
 
-# The dtype of the parameters, and what is put around the optimizer.
+# The dtype of the parameters, and the wrapper of the optimizer.
 FORMS: dict[str, tuple[str, Wrap]] = {
     "float32": ("float32", lambda tx: tx),
     "float32, again": ("float32", lambda tx: tx),
@@ -69,7 +69,7 @@ BASE = "float32"
 
 
 def optimizer(form: str) -> tuple[Any, optax.GradientTransformation]:
-    """The dtype of the parameters of a form, and its AdamW."""
+    """A form's parameter dtype and its AdamW."""
     dtype, wrap = FORMS[form]
     return jnp.dtype(dtype), wrap(optax.adamw(1e-3))
 
@@ -83,7 +83,7 @@ def shapes(form: str, width: int = WIDTH) -> tuple[Any, Any, Any]:
 
 
 def bytes_kept(form: str) -> float:
-    """Bytes a parameter of parameters and state."""
+    """Bytes of parameters and state per parameter."""
     params, state, _ = shapes(form)
     held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((params, state)))
     return held / (LAYERS * WIDTH**2)
@@ -125,7 +125,7 @@ def times(rows: int, rounds: int) -> dict[str, Row]:
 
 
 def planned(form: str, target: jax.sharding.Sharding, width: int = 2048) -> Row:
-    """Bytes a parameter that the update moves, and that it needs beside its arguments, when compiled for a device."""
+    """Bytes per parameter that the update moves, and its temporary bytes, when compiled for a device."""
     from benchmarks.training.target import placed
     from benchmarks.training.traffic import summary
 
@@ -143,7 +143,7 @@ def planned(form: str, target: jax.sharding.Sharding, width: int = 2048) -> Row:
 
 
 class LeanTraining(Training):
-    """A family of the parity suite in float32, but for its parameters' dtype and its optimizer's state."""
+    """A family of the parity suite in float32, except for its parameters' dtype and its optimizer's state."""
 
     def __init__(self, family: Family, form: str) -> None:
         self._dtype, wrap = FORMS[form]

@@ -7,10 +7,10 @@ optimizer takes most of it. `python -m benchmarks.faults` shows which of these l
 A step that can skip holds all gradients before its first update, so it needs more temporary memory. On a CPU XLA
 allocates that memory with malloc at each step, and glibc returns blocks of this size to the system at once: the page
 faults then cost more than loss scaling itself. Accelerators use a pool, so by default this benchmark runs with a malloc
-that keeps its memory; `--system-malloc` shows the other.
+that keeps its memory; `--system-malloc` uses the system's default.
 
 With half matmuls, the purpose of loss scaling, unscaling is fused into the cast of the gradients to float32; with
-float32 matmuls it is a pass of its own. A run merges its results into the file, so the benchmark can run in parts.
+float32 matmuls it is a separate pass. A run merges its results into the file, so the benchmark can run in parts.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """How the error of a gradient's sum grows with the number of replicas: `python -m benchmarks.reduction_error`.
 
-Simulates, in numpy, how an all-reduce adds up one number of each replica: in a ring, one after the other; in a tree,
-pairs and pairs of pairs. Each addition is rounded to the dtype of the reduction, as each hop of a reduction is. The
+Simulates in NumPy how an all-reduce adds one number per replica: in a ring, one after the other; in a tree, pairs and
+pairs of pairs. Each addition is rounded to the dtype of the reduction, like each hop of an all-reduce. The
 replicas' gradients are drawn from a normal distribution with mean 1 and standard deviation 1, divided by the number of
 replicas (the loss is a mean) and scaled by 2¹⁰, so that nothing overflows or underflows. The error is the root mean
 square over elements of the sum's relative error, against float64.
@@ -36,7 +36,7 @@ def reduced(values: np.ndarray, order: str) -> np.ndarray:
 
 
 def error(dtype: np.dtype, order: str, replicas: int, elements: int = 64) -> float:
-    """The relative error of a sum over so many replicas."""
+    """The relative error of a sum over a number of replicas."""
     draws = np.random.default_rng(0).normal(1.0, 1.0, (replicas, elements)) * (SCALE / replicas)
     exact = draws.sum(0)
     found = reduced(draws.astype(dtype), order).astype(np.float64)

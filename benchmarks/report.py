@@ -1,8 +1,8 @@
 """All results on one page, with plots: `python -m benchmarks.report` writes `benchmarks/results/README.md`.
 
-A suite is a JSON file with its environment and a Markdown table beside it. Results of other versions of mpjax or JAX
-than the installed ones are marked as stale. The page leads with measurements; plans without a device, toy runs and
-goals that await a GPU follow.
+A suite is a JSON file with its environment and a Markdown table beside it. Results of versions of mpjax or JAX
+other than the installed ones are marked as stale. The page leads with measurements; plans without a device, toy runs
+and goals that await a GPU follow.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def staleness(content: Content) -> str:
     """A sentence that names the stale results; empty if all are current."""
     now = versions()
     rows = content.get("results", {})
-    # Each cell of the training results has versions of its own.
+    # Each cell of the training results has its own versions.
     cells = [
         (f"{model} {name}", row["versions"])
         for model, of_model in rows.items()
@@ -108,7 +108,7 @@ def _section(name: str, path: pathlib.Path) -> list[str]:
 
 
 def plot_all(folder: pathlib.Path) -> list[str]:
-    """Draws the plots that there are results for and returns the names of the files."""
+    """Draws the plots for which there are results, and returns their file names."""
     drawn = []
     measured = (folder / "training_gpu.json").exists()
     plans = () if measured else (("planned_memory.png", "training_dry_run.json", _planned_memory),)
@@ -178,7 +178,7 @@ def _loss_scaling(content: Content) -> tuple[Bars, str]:
 
 
 def _bars(path: pathlib.Path, bars: Bars, label: str, device: str) -> None:
-    """Groups of bars, one colour for each kind, without those that were not measured."""
+    """Groups of bars, one colour for each kind; bars without a measurement are omitted."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,8 +1,8 @@
 """The residual stream in half or in float32: `python -m benchmarks.residual_stream`.
 
-A transformer encoder of 24 layers, scanned, without and with a `jax.checkpoint` around each layer. The bytes are what
-JAX keeps for the backward pass. The error is that of the gradient against float32's over all parameters, the median of
-three seeds. By hand, Flax's `dtype=` puts the layers in half, and the stream has the dtype of the embedding.
+A transformer encoder of 24 layers, scanned, without and with a `jax.checkpoint` around each layer. The bytes are those
+that JAX keeps for the backward pass. The error is that of the gradient against float32's over all parameters, the
+median of three seeds. By hand, Flax's `dtype=` puts the layers in half, and the stream has the dtype of the embedding.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class Encoder(nn.Module):
     """The transformer.
 
     Args:
-        dtype: of the layers.
-        stream: of the values between them.
-        checkpoint: whether each layer is recomputed in the backward pass.
+        dtype: Dtype of the layers.
+        stream: Dtype of the values between layers.
+        checkpoint: Whether each layer is recomputed in the backward pass.
     """
 
     dtype: Any = None
@@ -74,7 +74,7 @@ def loss_of(model: Encoder) -> Callable[..., jax.Array]:
 
 
 def forms(half: str, checkpoint: bool) -> dict[str, Callable[..., jax.Array]]:
-    """The losses that are compared."""
+    """The compared losses."""
     plain = loss_of(Encoder(checkpoint=checkpoint))
     stream = mpjax.Rules(residual_stream="float32")
     return {

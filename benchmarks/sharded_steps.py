@@ -1,4 +1,4 @@
-"""What loss scaling adds to a sharded step: collectives, memory and time, on devices that one CPU plays.
+"""What loss scaling adds to a sharded step: collectives, memory and time, on simulated CPU devices.
 
 Parameters and moments are sharded along their first axis, and the batch along its own (FSDP). `python -m
 benchmarks.loss_scaling --sharded` times the steps; the collectives are counted in the compiled programs.
@@ -21,7 +21,7 @@ from benchmarks.loss_scaling_forms import Form, Loss, forms
 
 DEVICES = 4
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
-# Of the forms those that shard: the step without loss scaling, twice, and with mpjax's.
+# The forms that shard: the step without loss scaling, twice, and the step with mpjax's.
 FORMS = ("no loss scaling", "no loss scaling, again", "mpjax: apply_gradients", "mpjax: tx.update, apply_updates")
 
 
@@ -36,7 +36,7 @@ def place(tree: Any) -> Any:
 
 
 def compiled_steps(params: Any, loss_fn: Loss, x: jax.Array, y: jax.Array) -> dict[str, tuple[Any, Any]]:
-    """For each form its compiled step, with donated params and state, and the arguments."""
+    """For each form, its compiled step, with donated params and state, and the arguments."""
     steps = {}
     found = forms(optax.adam(1e-3), loss_fn)
     for name in FORMS:
