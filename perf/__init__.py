@@ -1,1 +1,1 @@
-"""Timing, memory and the environment, as the example scripts and the benchmarks measure and record them."""
+"""Timing, memory and environment measurements for the example scripts and the benchmarks."""

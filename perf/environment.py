@@ -1,4 +1,4 @@
-"""What a result depends on beside the code, and whether a result is still current."""
+"""The environment of a result, and whether a result is still current."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import mpjax
 
 
 def versions() -> dict[str, str]:
-    """The versions that a result belongs to; with others it is stale."""
+    """The software versions recorded with a result; it is stale under other versions."""
     return {"jax": jax.__version__, "mpjax": mpjax.__version__}
 
 
@@ -22,7 +22,7 @@ def environment(without: dict[str, int | None] | None = None) -> dict[str, Any]:
     """Device, versions and command of this process.
 
     Args:
-        without: options that change no result, and are left out of the command: name to the number of its
+        without: options that do not affect results, which are left out of the command. Maps each name to its number of
             values (None: all up to the next option).
     """
     device = jax.devices()[0]

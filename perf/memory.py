@@ -1,4 +1,4 @@
-"""Device memory: what a program needs, what a device has, and the largest batch that fits."""
+"""Device memory: the requirements of a program, the capacity of a device, and the largest batch that fits."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ import jax
 
 
 def program_bytes(compiled: jax.stages.Compiled) -> int:
-    """Device memory of a program by XLA's plan: arguments, results and temporaries; a donated argument counts once."""
+    """Device memory of a program in XLA's plan: arguments, results and temporaries; donated arguments count once."""
     plan: Any = compiled.memory_analysis()
     total = plan.argument_size_in_bytes + plan.output_size_in_bytes + plan.temp_size_in_bytes
     return total - plan.alias_size_in_bytes
 
 
 def peak_bytes() -> int | None:
-    """The most that the first device's allocator held in this process; None where it does not count (a CPU)."""
+    """Peak bytes allocated on the first device by this process; None if its allocator does not count them (a CPU)."""
     return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
 
 
 def device_bytes() -> int | None:
-    """The memory of the first device; None where its allocator has no limit (a CPU)."""
+    """Memory of the first device; None if its allocator has no limit (a CPU)."""
     return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
 
 
 def memory_limit(gibibytes: float | None) -> tuple[int, str]:
-    """Bytes that a program may take, and the source of the limit: the flag, the device, or, on a CPU, the machine."""
+    """The memory limit in bytes, and its source: the flag, the device, or, on a CPU, the machine."""
     if gibibytes is not None:
         return int(gibibytes * 2**30), "--memory-limit"
     limit = device_bytes()
@@ -39,14 +39,14 @@ def memory_limit(gibibytes: float | None) -> tuple[int, str]:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether an error of JAX says that the device's memory is exhausted."""
+    """Whether a JAX error reports that the device is out of memory."""
     return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error) or "Out of memory" in str(error)
 
 
 def batch_sizes(start: int, growth: float, most: int) -> list[int]:
-    """Batch sizes to choose from: `start`, then each at least `growth` times the one before, up to `most`.
+    """Candidate batch sizes: `start`, then each at least `growth` times the previous one, up to `most`.
 
-    From 8 on they are multiples of 8: a batch is a dimension of matmuls too.
+    Sizes of 8 or more are multiples of 8, because the batch is also a dimension of matmuls.
     """
     sizes = [start]
     while True:
@@ -58,16 +58,16 @@ def batch_sizes(start: int, growth: float, most: int) -> list[int]:
 
 
 def largest_batch(sizes: Sequence[int], bytes_needed: Callable[[int], int], limit: int) -> int | None:
-    """The largest batch size whose step fits, found with a handful of compilations.
+    """The largest batch size whose step fits, found with a few compilations.
 
-    Memory is nearly linear in the batch size: a line through two known sizes says which one to try next. Where
-    the plan bends, bisection takes turns with the line.
+    Memory is nearly linear in the batch size, so a line through two known sizes predicts the next one to try. The
+    search alternates with bisection, for plans that are not linear.
 
     Args:
-        sizes: to choose from, in ascending order.
-        bytes_needed: bytes of a step at a size. It may raise an error that `is_out_of_memory` recognises, while it
-            compiles or runs the step: that size does not fit. Called at most once for each size.
-        limit: in bytes.
+        sizes: candidate batch sizes in ascending order.
+        bytes_needed: returns the bytes of a step at a size. If it raises an error that `is_out_of_memory` recognises,
+            that size does not fit. Called at most once per size.
+        limit: memory limit in bytes.
 
     Returns:
         One of `sizes`; None if not even the smallest fits.
@@ -102,7 +102,7 @@ def largest_batch(sizes: Sequence[int], bytes_needed: Callable[[int], int], limi
 
 
 def _where_line_reaches(sizes: Sequence[int], known: dict[int, int], limit: int) -> int:
-    """The last index at which the line through the two largest known sizes stays within the limit."""
+    """The last index at which the line through the two largest known sizes is within the limit."""
     left, right = sorted(known)[-2:]
     slope = max(1.0, (known[right] - known[left]) / (sizes[right] - sizes[left]))
     return bisect.bisect_right(sizes, sizes[left] + (limit - known[left]) / slope) - 1

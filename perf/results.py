@@ -1,4 +1,4 @@
-"""JSON files of results, each with the environment that it was measured in."""
+"""JSON files of results, each with the environment of the measurement."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax
 
 from .environment import environment, versions
 
-# Options that choose where results go, or which part of them a run adds: they change no result.
+# Options that select the output folder or the parts to run; they do not affect results.
 _PARTS = {
     "--out": 1,
     "--runs": 1,
@@ -26,7 +26,7 @@ _PARTS = {
 
 
 def save(name: str, results: Any, folder: pathlib.Path) -> pathlib.Path:
-    """Writes `NAME_PLATFORM.json` in the folder, with the environment beside the results."""
+    """Writes the results and the environment to `NAME_PLATFORM.json` in the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     path = _path(name, folder)
     content = {"environment": environment(without=_PARTS), "results": results}
@@ -35,7 +35,7 @@ def save(name: str, results: Any, folder: pathlib.Path) -> pathlib.Path:
 
 
 def previous(name: str, folder: pathlib.Path) -> Any:
-    """The results that `save` would replace, for a run that adds to them; empty if of another device or version."""
+    """The results that `save` would replace, to extend them; empty if they are from another device or version."""
     path = _path(name, folder)
     found = json.loads(path.read_text()) if path.exists() else {}
     now = {"device": environment()["device"], **versions()}

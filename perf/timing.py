@@ -1,4 +1,4 @@
-"""Interleaved rounds in one process, and ratios within a round."""
+"""Timing in interleaved rounds in one process, and ratios within a round."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ def interleaved(
     warmup: int = 3,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
-    """Times every run once per round, so that drift of the machine hits all of them alike.
+    """Times every run once per round, so that drift of the machine affects all runs equally.
 
-    The order changes from round to round, because each run inherits the caches that the run before it left.
+    The order changes from round to round, because the previous run affects the caches.
 
     Args:
-        runs: name to function; a function's result says when it is done.
-        rounds: rounds that count.
-        warmup: rounds before them that do not count.
-        clock: gives the time in seconds; `time.process_time` where other processes would disturb the wall time.
+        runs: functions by name; each is finished when its result is ready.
+        rounds: number of timed rounds.
+        warmup: number of untimed rounds before them.
+        clock: returns the time in seconds; use `time.process_time` if other processes disturb the wall time.
 
     Returns:
-        Name to seconds, one for each round.
+        For each name the seconds of each round.
     """
     times: dict[str, list[float]] = {name: [] for name in runs}
     names = list(runs)
@@ -42,7 +42,7 @@ def interleaved(
 
 
 def ratios(times: Mapping[str, list[float]], base: str) -> dict[str, dict[str, Any]]:
-    """For each run its median milliseconds, and the median and quartiles of its ratio to `base` within a round."""
+    """The median milliseconds of each run, and the median and quartiles of its ratio to `base` within a round."""
     out: dict[str, dict[str, Any]] = {}
     for name, values in times.items():
         per_round = [a / b for a, b in zip(values, times[base], strict=True)]

@@ -1,1 +1,1 @@
-"""What tests and benchmarks share: the zoo of programs, and counters that are independent of mpjax's own."""
+"""Code shared by tests and benchmarks: the zoo of programs, and counters independent of mpjax's own."""

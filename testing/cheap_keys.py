@@ -1,7 +1,7 @@
-"""Random keys whose numbers compile quickly: a hash of a counter instead of a cipher.
+"""Random keys that compile quickly: a hash of a counter instead of a cipher.
 
-Initialisation with `threefry` or `rbg` compiles longer than the gradient of the model. These numbers are good enough
-for weights and inputs of tests, and for nothing else.
+Initialisation with `threefry` or `rbg` takes longer to compile than the gradient of the model. These random numbers are
+only good enough for weights and inputs of tests.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ def _mixed(x: Any) -> Any:
     return x ^ (x >> np.uint32(16))
 
 
-# Each takes a key as a uint32 array of shape (1,), NumPy's or JAX's, and returns the like.
+# Each function takes a key as a NumPy or JAX uint32 array of shape (1,), and returns an array of the same library.
 
 
 def split(key: Any, shape: tuple[int, ...], counters: Any = np.arange) -> Any:
-    """Numbers of new keys, in an array of this shape."""
+    """New keys as numbers, in an array of this shape."""
     return _mixed(key.reshape((1,) * len(shape)) + _counters(shape, counters) + np.uint32(1))
 
 
 def fold_in(key: Any, data: Any) -> Any:
-    """Numbers of new keys; `data` is of dtype uint32."""
+    """New keys as numbers; `data` has dtype uint32."""
     return _mixed(key ^ _mixed(data + np.uint32(_STRIDE)))
 
 
 def random_bits(key: Any, bit_width: int, shape: tuple[int, ...], counters: Any = np.arange) -> Any:
-    """Random integers of so many bits."""
+    """Random integers of `bit_width` bits."""
     bits = _mixed(key.reshape((1,) * len(shape)) + _counters(shape, counters))
     if bit_width == 64:
         return (bits.astype(np.uint64) << np.uint64(32)) | _mixed(bits).astype(np.uint64)
@@ -72,7 +72,7 @@ def key(seed: int) -> jax.Array:
 
 
 def make_default(patch: Any) -> None:
-    """Makes `jax.random.key` return such keys, where no other implementation is named.
+    """Makes `jax.random.key` return such keys unless an implementation is given.
 
     Args:
         patch: a `pytest.MonkeyPatch`.

@@ -15,12 +15,12 @@ import numpy as np
 
 MATMULS = {"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"}
 HALF = {np.dtype(jnp.float16), np.dtype(jnp.bfloat16)}
-# Operations that must not run in half, and why. Absent are tanh, logistic and erf, which are bounded activations;
+# Operations that must not run in half, and why. The table omits tanh, logistic and erf, which are bounded activations;
 # integer_pow, which is repeated multiplication; reduce_max and argmax, which are exact; and select_and_scatter_add, the
-# gradient of max-pooling, which adds only the few windows that overlap.
+# gradient of max-pooling, which adds only a few overlapping windows.
 RISKY = {
     *("exp", "exp2", "expm1", "sinh", "cosh"),  # overflow float16 from 11 on
-    *("log", "log1p", "atanh", "acosh", "lgamma", "digamma"),  # lose what is near a zero or a pole
+    *("log", "log1p", "atanh", "acosh", "lgamma", "digamma"),  # lose accuracy near a zero or a pole
     *("pow", "tan", "erf_inv", "cbrt"),  # exp of log; poles
     *("reduce_sum", "reduce_prod", "add_reduce", "reduce_window_sum"),  # rounding grows with the length
     *("cumsum", "cumprod", "cumlogsumexp"),  # the same, and each prefix is kept
@@ -31,7 +31,7 @@ RISKY = {
 
 @dataclasses.dataclass(frozen=True)
 class Equation:
-    """One equation of a program, how often it runs, and the higher-order primitives around it."""
+    """An equation of a program, how often it runs, and its enclosing higher-order primitives."""
 
     eqn: Any
     times: int
@@ -51,14 +51,14 @@ class Equation:
 
 
 def inner_jaxprs(eqn: Any) -> list[Any]:
-    """The jaxprs that an equation runs; not the one that says how a scatter combines two elements."""
+    """The sub-jaxprs that an equation runs, except the one with which a scatter combines two elements."""
     values = (value for name, value in eqn.params.items() if name != "update_jaxpr")
     parts = (part for value in values for part in (value if isinstance(value, (tuple, list)) else (value,)))
     return [part for part in parts if hasattr(part, "eqns") or hasattr(getattr(part, "jaxpr", None), "eqns")]
 
 
 def equations(jaxpr: Any, times: int = 1, path: tuple[str, ...] = ()) -> Iterator[Equation]:
-    """Every equation of a jaxpr and of all jaxprs inside it; a scan's body counts `length` times."""
+    """Every equation of a jaxpr and of all its sub-jaxprs; a scan's body counts `length` times."""
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         yield Equation(eqn, times, path)
         inner = times * eqn.params.get("length", 1) if eqn.primitive.name == "scan" else times
@@ -67,7 +67,7 @@ def equations(jaxpr: Any, times: int = 1, path: tuple[str, ...] = ()) -> Iterato
 
 
 def matmul_flops(eqn: Any) -> int:
-    """FLOPs of one matmul or convolution (a multiply and an add count two); 0 for anything else."""
+    """FLOPs of one matmul or convolution (a multiply-add counts two); 0 for anything else."""
     if eqn.primitive.name not in MATMULS:
         return 0
     lhs, rhs = (v.aval for v in eqn.invars[:2])
@@ -80,15 +80,15 @@ def matmul_flops(eqn: Any) -> int:
         window = math.prod(rhs.shape[d] for d in numbers.rhs_spec[2:])
         outputs, inputs = (rhs.shape[d] for d in numbers.rhs_spec[:2])
         outputs //= eqn.params["feature_group_count"] * eqn.params["batch_group_count"]
-        # A transposed convolution multiplies by inserted zeros: count from its input where that is less. (Where the
-        # batch is not the leading dimension, this is JAX's gradient with respect to the weights.)
+        # A transposed convolution multiplies by inserted zeros, so count from its input if that is less. (If the batch
+        # is not the leading dimension, this is JAX's gradient with respect to the weights.)
         of_inputs = math.prod(lhs.shape) * outputs if numbers.lhs_spec[0] == 0 else math.inf
         return 2 * window * int(min(out * inputs, of_inputs))
     return 2 * math.prod(lhs.shape) * rhs.shape[-1]
 
 
 def matmuls(fun: Any, *args: Any) -> list[Equation]:
-    """The matmuls and convolutions on real floats of a function's jaxpr, all levels deep."""
+    """The matmuls and convolutions on real floats in a function's jaxpr, at all levels."""
     return matmuls_of(jax.make_jaxpr(fun)(*args))
 
 
@@ -102,7 +102,7 @@ def matmuls_of(jaxpr: Any) -> list[Equation]:
 
 
 def is_a_sum(eqn: Any) -> bool:
-    """Whether a matmul is inner products alone, or their derivative, products without a sum."""
+    """Whether a matmul only consists of inner products, or is their derivative (products without a sum)."""
     if eqn.primitive.name != "dot_general":
         return False
     contracted, batch = eqn.params["dimension_numbers"]
@@ -124,7 +124,7 @@ def half_share_of(jaxpr: Any) -> float:
 
 
 def risky_in_half(fun: Any, *args: Any) -> list[Equation]:
-    """The equations of a function's jaxpr that are `RISKY` and take a half operand, all levels deep."""
+    """The `RISKY` equations of a function's jaxpr that take a half operand, at all levels."""
     return risky_of(jax.make_jaxpr(fun)(*args))
 
 
@@ -134,13 +134,13 @@ def risky_of(jaxpr: Any) -> list[Equation]:
 
 
 def _of_one(equation: Equation) -> bool:
-    """Whether a reduction reduces one element: JAX drops axes of length 1 by a sum."""
+    """Whether a reduction has one element: JAX drops axes of length 1 with a sum."""
     operand, result = equation.eqn.invars[0].aval, equation.eqn.outvars[0].aval
     return equation.name == "reduce_sum" and operand.size == result.size
 
 
 def casts(fun: Any, *args: Any) -> int:
-    """The number of casts between floating dtypes that run; a cast in a scan counts once per step."""
+    """The number of executed casts between floating dtypes; a cast in a scan counts once per step."""
     return casts_of(jax.make_jaxpr(fun)(*args))
 
 
@@ -162,7 +162,7 @@ def residual_bytes(fun: Any, *args: Any, has_aux: bool = False) -> int:
     of a scalar constant (the zeros of relu's rule), which XLA rematerialises. A half copy of a weight counts.
     """
 
-    vjp: Any = jax.vjp  # its type says `has_aux` by overloads
+    vjp: Any = jax.vjp  # its type has overloads for `has_aux`
 
     def forward(*args: Any) -> Any:
         return vjp(lambda first: fun(first, *args[1:]), args[0], has_aux=has_aux)
@@ -177,7 +177,7 @@ def residual_bytes(fun: Any, *args: Any, has_aux: bool = False) -> int:
 
 
 def _is_literal(v: Any) -> bool:
-    """Whether the jaxpr holds its value, so that it takes no memory."""
+    """Whether a variable is a literal of the jaxpr, which takes no memory."""
     return hasattr(v, "val")
 
 
@@ -193,7 +193,7 @@ def _filled(jaxpr: Any) -> set[Any]:
 
 
 def relative_error(tree: Any, reference: Any) -> float:
-    """The norm of the difference of two trees over the norm of the reference, in float64."""
+    """The norm of the difference of two trees divided by the norm of the reference, in float64."""
     leaves = zip(jax.tree.leaves(tree), jax.tree.leaves(reference), strict=True)
     pairs = [(np.asarray(a, np.float64), np.asarray(b, np.float64)) for a, b in leaves]
     difference = sum(float(np.sum((a - b) ** 2)) for a, b in pairs)
@@ -216,10 +216,10 @@ def rounding_error(fun: Any, params: Any, inputs: Any, half: Any) -> float:
 
 
 def trace_time_ratio(fun: Any, reference: Any, args: tuple[Any, ...], rounds: int = 5) -> float:
-    """CPU seconds to trace `fun` over those to trace `reference`: medians of interleaved rounds."""
+    """CPU seconds to trace `fun` divided by those to trace `reference`: medians of interleaved rounds."""
 
     def seconds(function: Any) -> float:
-        # A cached trace (of an inner jit too) would take no time.
+        # A cached trace, even of an inner jit, would take no time.
         jax.clear_caches()
         begin = time.process_time()
         jax.make_jaxpr(lambda *args: function(*args))(*args)

@@ -1,4 +1,4 @@
-"""A random program with what is done to it: the transformation, the dtype, the rules."""
+"""Test cases: a random program with a transformation, a dtype and rules."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PARAMETERS = (("w", Type.MATRIX), ("x", Type.ROWS), ("b", Type.VECTOR), ("s", Ty
 
 
 def arguments() -> tuple[Any, ...]:
-    """The arrays that programs are called with; the last is an integer."""
+    """The arguments of programs; the last is an integer."""
     rng = np.random.default_rng(0)
     floats = (rng.normal(size=of.value).astype(np.float32) * 0.8 for _, of in PARAMETERS)
     return (*(jnp.asarray(x) for x in floats), jnp.int32(1))
@@ -36,7 +36,7 @@ def arguments() -> tuple[Any, ...]:
 
 @functools.lru_cache(16)
 def _compiled(source: str) -> types.CodeType:
-    """A program's code; tracebacks show its lines."""
+    """Compiles a program's source; tracebacks show its lines."""
     name = f"<program {hash(source) & 0xFFFFFF:x}>"
     linecache.cache[name] = (len(source), None, source.splitlines(True), name)
     return compile(source, name, "exec")
@@ -54,7 +54,7 @@ def _gradient(fun: Function) -> Function:
 
 
 def _batched(fun: Function) -> Function:
-    """Maps a function over its second argument, as gradients of each example are taken."""
+    """Maps a function over its second argument, as for per-example gradients."""
 
     def call(w: Any, x: Any, *rest: Any) -> Any:
         return jax.vmap(lambda row: fun(w, row, *rest))(jnp.stack([x, 0.5 * x]))
@@ -69,8 +69,8 @@ def _pushed(fun: Function) -> Function:
     return call
 
 
-# Each takes a program and a caster. With the caster inside, JAX transforms what autocast wrote; with the
-# caster outside, autocast rewrites what JAX's transformations made.
+# Each takes a program and a caster. With the caster inside, JAX transforms the rewritten program. With the caster
+# outside, autocast rewrites the transformed program.
 TRANSFORMS: dict[str, Callable[[Function, Function], Function]] = {
     "value": lambda f, cast: cast(f),
     "grad": lambda f, cast: _gradient(cast(_loss(f))),
@@ -98,14 +98,14 @@ RULES = {
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One example.
+    """One test case.
 
     Args:
         source: the program, a definition of `program(w, x, b, s, n)`.
         transform: one of `TRANSFORMS`.
         dtype: the half dtype's name.
         rules: one of `RULES`.
-        features: the higher-order statements in it.
+        features: the program's higher-order statements.
     """
 
     source: str
@@ -118,7 +118,7 @@ class Case:
         return f"# {self.transform}, {self.dtype}, rules={self.rules}\n{self.source}"
 
     def program(self) -> Function:
-        """The program, defined anew: JAX remembers nothing of it."""
+        """A new definition of the program, for which JAX has no caches."""
         space = dict(namespace())
         exec(_compiled(self.source), space)
         return space["program"]
@@ -128,16 +128,16 @@ class Case:
         return mpjax.autocast(fun, f"mixed_{self.dtype}", rules=RULES[self.rules])
 
     def plain(self) -> Function:
-        """The transformed program, as JAX runs it."""
+        """The transformed program without autocast."""
         return TRANSFORMS[self.transform](self.program(), lambda fun: fun)
 
     def autocast(self) -> Function:
-        """The same with autocast at its place."""
+        """The transformed program with autocast."""
         return TRANSFORMS[self.transform](self.program(), self.cast)
 
 
 def _case(index: Index, dtype: str | None) -> Case:
-    """The case that a sequence of choices makes."""
+    """Builds a case from a sequence of choices."""
     transform = tuple(TRANSFORMS)[index(len(TRANSFORMS))]
     rules = ("default", "default", "default", "full", "conservative", "half")[index(6)]
     dtype = dtype or ("float16", "bfloat16")[index(2)]
@@ -151,15 +151,15 @@ def _case(index: Index, dtype: str | None) -> Case:
 
 @st.composite
 def cases(draw: Any, dtype: str | None = None) -> Case:
-    """Random cases, as a strategy of Hypothesis, which makes those that fail smaller."""
+    """A Hypothesis strategy of random cases; Hypothesis shrinks failures."""
     return _case(lambda count: draw(st.integers(0, count - 1)), dtype)
 
 
 def numbered_case(number: int, dtype: str) -> Case:
-    """The random case of a number, independent of the others; Hypothesis derives most examples from earlier ones.
+    """The random case of a number, independent of other numbers; Hypothesis derives most examples from earlier ones.
 
     Args:
-        number: of the program, its transformation and its rules.
+        number: number that determines the program, its transformation and its rules.
         dtype: the half dtype's name.
     """
     return _case(random.Random(number).randrange, dtype)

@@ -1,8 +1,8 @@
-"""Evaluates a jaxpr in NumPy: in float64, in the dtypes that it names, or with every value rounded to half.
+"""Evaluates a jaxpr in NumPy: in float64, in the dtypes of the jaxpr, or with every value rounded to half.
 
-Nothing is compiled, so a program costs milliseconds, and the arithmetic is another than the one under test.
-Each operation computes in float64; what differs is how its result is stored. Programs that run on several
-devices are carried out in step, one environment for each.
+Nothing is compiled, so a program takes milliseconds, and the arithmetic is independent of the one under test. Each
+operation computes in float64; the modes differ in how results are stored. Programs for several devices are evaluated
+in lockstep, with one environment per device.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ Replicas = list[Array]
 
 
 class Unsupported(Exception):
-    """An equation that this evaluator does not carry out."""
+    """An equation that this evaluator does not support."""
 
 
 def is_float(dtype: Any) -> bool:
-    """Whether a dtype is a real floating one, bfloat16 among them."""
+    """Whether a dtype is real floating-point, including bfloat16."""
     return jnp.issubdtype(dtype, jnp.floating)
 
 
@@ -42,21 +42,21 @@ def exact(x: Array, dtype: Any) -> Array:
 
 
 def as_typed(x: Array, dtype: Any) -> Array:
-    """Stores a result in the dtype that the program names."""
+    """Stores a result in its dtype in the program."""
     return x.astype(dtype).astype(np.float64)
 
 
 @functools.cache
 def _coarser(dtype: Any, half: Any) -> Any:
-    """The limits of a dtype, if it is a coarser float than half; else those of half."""
+    """The limits of a dtype if it is a coarser float than half, otherwise those of half."""
     limits = jnp.finfo(half)
     return jnp.finfo(dtype) if is_float(dtype) and jnp.finfo(dtype).nmant < limits.nmant else limits
 
 
 def rounded(half: Any, rng: np.random.Generator) -> Store:
-    """Stores every result in half, rounded up or down at random; but without an upper limit to its size.
+    """Stores every result in half, rounded up or down at random, without an upper limit.
 
-    What the program itself stores in a coarser dtype is rounded to that.
+    Results that the program stores in a coarser dtype are rounded to that dtype.
     """
 
     def store(x: Array, dtype: Any) -> Array:
@@ -71,16 +71,16 @@ def rounded(half: Any, rng: np.random.Generator) -> Store:
 
 
 def evaluate(closed: Any, args: Sequence[Any], store: Store = exact, given: Store | None = None) -> list[Array]:
-    """The results of a closed jaxpr; floats as float64, keys as JAX's own arrays but cheap ones as uint32.
+    """The results of a closed jaxpr: floats as float64, cheap keys as uint32, other keys as JAX arrays.
 
     Args:
         closed: the jaxpr.
         args: its arguments.
         store: how each result is stored.
-        given: how arguments and constants are; without it like results.
+        given: how arguments and constants are stored; by default like results.
 
     Raises:
-        Unsupported: an equation is beyond this evaluator.
+        Unsupported: the evaluator does not support an equation.
     """
     jaxpr, consts = closed.jaxpr, closed.consts
     machine = _Machine(store, 1, given or store)
@@ -91,7 +91,7 @@ def evaluate(closed: Any, args: Sequence[Any], store: Store = exact, given: Stor
 
 
 def in_numpy(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """`fun`, traced and carried out by `evaluate` in the dtypes that it names; floats are returned as float64."""
+    """`fun`, traced and evaluated by `evaluate` in the program's dtypes; floats are returned as float64."""
 
     def run(*args: Any) -> Any:
         jaxpr, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
@@ -101,7 +101,7 @@ def in_numpy(fun: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def arrays_in_numpy(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """`in_numpy`, whose results are JAX's arrays in the dtypes that `fun` returns: initialises without compiling."""
+    """Like `in_numpy`, but returns JAX arrays in the dtypes of `fun`'s results; initialises without compiling."""
 
     def run(*args: Any) -> Any:
         return as_arrays(*jax.make_jaxpr(fun, return_shape=True)(*args), args)
@@ -110,7 +110,7 @@ def arrays_in_numpy(fun: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def as_arrays(jaxpr: Any, shapes: Any, args: Any) -> Any:
-    """The results of a closed jaxpr as JAX's arrays, in the tree `shapes`."""
+    """The results of a closed jaxpr as JAX arrays, with the tree structure of `shapes`."""
     leaves, tree = jax.tree.flatten(shapes)
     live, _ = partial_eval.dce_jaxpr(jaxpr.jaxpr, [True] * len(leaves), instantiate=True)
     found = evaluate(jax.extend.core.ClosedJaxpr(live, jaxpr.consts), jax.tree.leaves(args), as_typed)
@@ -137,7 +137,7 @@ def _is_key(aval: Any) -> bool:
 
 
 class _Machine:
-    """Carries out equations on a number of devices in step."""
+    """Evaluates equations on several devices in lockstep."""
 
     def __init__(self, store: Store, devices: int, given: Store):
         self.store, self.devices, self.given = store, devices, given
@@ -186,7 +186,7 @@ class _Machine:
         return [np.asarray(out).astype(aval.dtype) for out in outs]
 
     def same(self, x: Replicas) -> Array:
-        """A value that must be the same on all devices, as a loop's end is."""
+        """A value that must be equal on all devices, such as a loop's condition."""
         if any(not np.array_equal(x[0], other) for other in x[1:]):
             raise Unsupported("devices disagree about a branch")
         return x[0]
@@ -217,7 +217,7 @@ def _scan(machine: _Machine, eqn: Any, args: list[Replicas]) -> list[Replicas]:
     params = eqn.params
     first, count = _scan_split(params)
     consts, carry, xs = args[:first], args[first : first + count], args[first + count :]
-    carry = [machine.stored(eqn, i, x) for i, x in enumerate(carry)]  # in the dtype of what replaces it
+    carry = [machine.stored(eqn, i, x) for i, x in enumerate(carry)]  # in the dtype of the body's result
     steps: list[list[Replicas]] = []
     order = range(params["length"])
     for t in reversed(order) if params["reverse"] else order:
@@ -253,7 +253,7 @@ def _while(machine: _Machine, eqn: Any, args: list[Replicas]) -> list[Replicas]:
         if not any(g.any() for g in going):
             return carry
         new = machine.closed(params["body_jaxpr"], [*consts, *carry])
-        if going[0].ndim:  # batched: what is finished keeps its carry
+        if going[0].ndim:  # batched: finished elements keep their carry
             new = [
                 [
                     np.where(g.reshape(g.shape + (1,) * (n.ndim - g.ndim)), n, o)
@@ -325,7 +325,7 @@ _HIGHER: dict[str, Callable[[_Machine, Any, list[Replicas]], list[Replicas]]] = 
 def _reduced(combine: Any) -> Any:
     def collective(machine: _Machine, eqn: Any, args: list[Replicas]) -> list[Replicas]:
         axes = tuple(axis for axis in eqn.params["axes"] if isinstance(axis, int))
-        if axes:  # vmap turned the name of an axis into its number
+        if axes:  # vmap replaced the axis name by its number
             return [[combine(x, axis=axes) for x in arg] for arg in args]
         return [[combine(np.stack(arg), axis=0)] * machine.devices for arg in args]
 
@@ -368,9 +368,9 @@ def _apply(eqn: Any, args: list[Array]) -> list[Any]:
 
 
 def _by_jax(eqn: Any, args: list[Array]) -> list[Any]:
-    """Carries out an operation through JAX, in float64; those that have a dtype in them, in the program's.
+    """Evaluates an operation with JAX in float64, or in the program's dtype if the operation fixes one.
 
-    These are scatters, whose sum has one, and casts of bits.
+    Scatters fix the dtype of their sum, and bit casts their operand's.
     """
     if eqn.primitive.name.startswith("scatter") or eqn.primitive.name == "bitcast_convert_type":
         typed = [put(x, v.aval.dtype) for v, x in zip(eqn.invars, args, strict=True)]
@@ -398,7 +398,7 @@ def _numbers(x: Any) -> Any:
 
 
 def _scatter_add(eqn: Any, *args: Array) -> Array | None:
-    """A sum in float32 or more; the roundings of one in half are the dtype's (`_by_jax`)."""
+    """A scatter-add in float32 or wider; in half its rounding depends on the dtype, so `_by_jax` evaluates it."""
     aval = eqn.outvars[0].aval
     wide = is_float(aval.dtype) and aval.dtype.itemsize >= 4
     return numpy_rules.scatter_add(eqn, *args) if wide else None
@@ -646,7 +646,7 @@ _RULES.update(
         **dict.fromkeys(("optimization_barrier", "device_put"), _identities),
     }
 )
-# Of keys that are numbers.
+# Operations on cheap keys, which are numbers.
 _RANDOM: dict[str, Callable[..., Any]] = {
     "random_bits": numpy_rules.random_bits,
     "random_split": numpy_rules.random_split,

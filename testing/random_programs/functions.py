@@ -11,7 +11,7 @@ S, V, R, M = Type.SCALAR, Type.VECTOR, Type.ROWS, Type.MATRIX
 
 
 def _arguments(writer: Writer, scope: Scope, most: int = 3) -> tuple[list[tuple[str, Type]], list[str]]:
-    """Parameters of a nested function, and the variables that it is called with."""
+    """Parameters of a nested function, and the variables passed as arguments."""
     taken = [writer.any_variable(scope) for _ in range(writer.choose(range(1, most + 1)))]
     return [(writer.name("a"), of) for _, of in taken], [name for name, _ in taken]
 
@@ -34,7 +34,7 @@ def jit(writer: Writer, scope: Scope) -> None:
 
 
 def remat(writer: Writer, scope: Scope) -> None:
-    """A recomputed function, with a policy or without."""
+    """A rematerialised function, with or without a policy."""
     policy = writer.choose(
         (
             "@jax.checkpoint",
@@ -50,7 +50,7 @@ def remat(writer: Writer, scope: Scope) -> None:
 
 def _carries(writer: Writer, scope: Scope, most: int = 3) -> tuple[list[tuple[str, Type]], list[str]]:
     arguments, operands = _arguments(writer, scope, most)
-    # A weakly typed scalar could not be carried: the body's result is not.
+    # A weakly typed scalar cannot be carried, because the body's result is not weakly typed.
     return arguments, [f"jnp.float32({o})" if of is S else o for o, (_, of) in zip(operands, arguments, strict=True)]
 
 
@@ -147,7 +147,7 @@ def _branches(writer: Writer, scope: Scope, count: int) -> tuple[list[str], list
         names.append(name)
         types = types or found
     assert types is not None
-    # One branch's literal would be weakly typed and the other's array not.
+    # A literal in one branch would be weakly typed, but an array in the other not.
     wrapped = [f"strong({name})" for name in names]
     return wrapped, types, operands
 
@@ -166,7 +166,7 @@ def switch(writer: Writer, scope: Scope) -> None:
 
 
 def custom_jvp(writer: Writer, scope: Scope) -> None:
-    """A function with a derivative rule: half of its derivative, so that a lost rule shows."""
+    """A function with a derivative rule that halves the derivative, to detect a lost rule."""
     arguments, operands = _arguments(writer, scope)
     forward, writer.forward = writer.forward, True
     name, types = writer.function(scope, arguments, closed=writer.choose((True, True, False)))
@@ -196,7 +196,7 @@ def custom_vjp(writer: Writer, scope: Scope) -> None:
 
 
 def vmap(writer: Writer, scope: Scope) -> None:
-    """A mapped function of rows or of a matrix, along either axis, perhaps with a name."""
+    """A mapped function of rows or of a matrix, along either axis, with or without an axis name."""
     whole = writer.choose((R, M))
     in_axis = writer.choose((0, 1)) if whole is M else 0
     mapped, operand = (writer.name("a"), V), writer.variable(scope, whole)
@@ -270,7 +270,7 @@ def linear_solve(writer: Writer, scope: Scope) -> None:
 
 
 def region(writer: Writer, scope: Scope) -> None:
-    """A function whose dtypes the user fixes, or an autocast inside."""
+    """A function whose dtypes the user fixes, or a nested autocast."""
     decorator = writer.choose(
         (
             "@mpjax.autocast",

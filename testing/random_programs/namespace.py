@@ -1,4 +1,4 @@
-"""What the source of a random program may name besides its own variables."""
+"""The names that a random program may use in addition to its own variables."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ CONSTANT = np.array([[0.4, -0.7, 0.2], [0.9, 0.3, -0.5], [-0.1, 0.6, 0.8]], np.f
 
 
 def dense(tangent: Any) -> Any:
-    """A tangent or cotangent as an array, where a rule gets symbolic zeros."""
+    """Converts a tangent or cotangent, which may be a symbolic zero, to an array."""
     return jnp.zeros(tangent.shape, tangent.dtype) if type(tangent) is SymbolicZero else tangent
 
 
 def halved(tree: Any, factor: Any = 0.5) -> Any:
-    """Derivatives times a factor: a rule that is wrong on purpose, so that a lost rule shows."""
+    """Derivatives times a factor: a deliberately wrong rule, to detect a lost rule."""
     return jax.tree.map(lambda t: t * factor, tree)
 
 
@@ -73,8 +73,8 @@ def halved_vjp(
         fun: the function.
         symbolic_zeros: the rule gets zeros that are no arrays.
         static: the result takes the factor as a first argument, which is not differentiated.
-        keep_vjp: the residual is what `jax.vjp` returns; else it is the arguments.
-        keep_shape: residuals that are no arrays, which the backward rule computes with.
+        keep_vjp: the residual is the function that `jax.vjp` returns; otherwise it is the arguments.
+        keep_shape: some residuals are not arrays, and the backward rule uses them.
     """
     if static:
         with_factor = jax.custom_vjp(lambda factor, *args: fun(*args), nondiff_argnums=(0,))
@@ -131,19 +131,19 @@ def _scaled_rule(size: int, mapped: Any, x: Any) -> Any:
 
 
 def flax_norm(x: Any) -> Any:
-    """A layer of Flax, as a function."""
+    """A Flax layer as a function."""
     layer = flax.linen.LayerNorm(epsilon=0.1)
     return layer.apply({"params": {"scale": jnp.full(3, 0.5), "bias": jnp.ones(3)}}, x)
 
 
 def nearly_identity(fun: Callable[..., Any], at: Any) -> Callable[..., Any]:
-    """A linear operator near the identity: a small part of a function's derivative is added."""
+    """A linear operator near the identity: the identity plus a small multiple of a function's derivative."""
     linear = jax.linearize(fun, at)[1]
     return lambda v: v + 0.1 * jnp.tanh(linear(at)).mean() * v
 
 
 def solve_once(matvec: Callable[..., Any], b: Any) -> Any:
-    """Solves with an operator near the identity: one step of an iteration, since each costs a trace."""
+    """Solves for an operator near the identity with one iteration, since each iteration costs a trace."""
     return b + b - matvec(b)
 
 
@@ -158,7 +158,7 @@ def without_autocast(fun: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def strong(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """A function whose results are not weakly typed, as two branches must agree."""
+    """A function whose results are not weakly typed, since branches must agree."""
     return lambda *args: jax.tree.map(strong_like, fun(*args))
 
 
@@ -168,13 +168,13 @@ def strong_like(x: Any) -> Any:
 
 
 def stacked(tree: Any) -> Any:
-    """Results of one device, as a part of the results of all."""
+    """The results of one device with a leading device axis."""
     return jax.tree.map(lambda x: jnp.asarray(x)[None], tree)
 
 
 @functools.cache
 def namespace() -> dict[str, Any]:
-    """What a program's source can name; each program executes in a copy."""
+    """The namespace of a program's source; each program executes in a copy."""
     return {
         "ARRAY": jnp.asarray(CONSTANT),
         "CHANNELS_LAST": ("NWC", "WIO", "NWC"),

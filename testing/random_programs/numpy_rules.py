@@ -1,4 +1,4 @@
-"""Operations of the evaluator that NumPy has no function for: convolutions, gathers, casts of bits, random numbers."""
+"""Evaluator operations without a NumPy function: convolutions, gathers, bit casts, random numbers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _correlated(x: Array, kernel: Array, strides: Sequence[int]) -> Array:
 
 
 def _dilated(x: Array, steps: Sequence[int]) -> Array:
-    """Zeros between the elements of the axes after the first two."""
+    """Inserts zeros between the elements of the axes after the first two."""
     if all(step == 1 for step in steps):
         return x
     sizes = [(n - 1) * step + 1 for n, step in zip(x.shape[2:], steps, strict=True)]
@@ -47,7 +47,7 @@ def _dilated(x: Array, steps: Sequence[int]) -> Array:
 
 
 def _padded(x: Array, padding: Sequence[tuple[int, int]]) -> Array:
-    """Zeros around the axes after the first two; a negative number crops."""
+    """Pads the axes after the first two with zeros; negative padding crops."""
     x = np.pad(x, [(0, 0), (0, 0), *((max(low, 0), max(high, 0)) for low, high in padding)])
     cropped = (slice(max(-low, 0), n - max(-high, 0)) for n, (low, high) in zip(x.shape[2:], padding, strict=True))
     return x[(slice(None), slice(None), *cropped)]
@@ -72,7 +72,7 @@ def gather(eqn: Any, x: Array, indices: Array) -> Array:
 
 
 def _missing(dtype: Any) -> Any:
-    """What JAX fills with: NaN (True as a bool), the largest of unsigned integers, the least of signed ones."""
+    """JAX's fill value: NaN (True for bool), the largest unsigned or the smallest signed integer."""
     if dtype.kind not in "iu":
         return np.nan
     return np.iinfo(dtype).max if dtype.kind == "u" else np.iinfo(dtype).min
@@ -107,8 +107,8 @@ def _places(
 ) -> tuple[tuple[Array, ...], Array]:
     """For each element of the windows, its index in each dimension of the operand, and whether its window is inside.
 
-    A window that reaches over the edge is moved inside. A gather takes it from there unless it fills, and a scatter
-    drops it unless it clips.
+    A window that crosses the edge is moved inside. A gather reads it there unless its mode is fill, and a scatter drops
+    it unless its mode is clip.
     """
     collapsed, batching, of_indices = without_window
     batch = indices.shape[:-1]
@@ -139,12 +139,12 @@ def _places(
 
 
 def bits(eqn: Any, x: Array) -> Array | None:
-    """`bitcast_convert_type` between dtypes of one size; None for others."""
+    """`bitcast_convert_type` between dtypes of the same size; None for others."""
     old, new = eqn.invars[0].aval.dtype, np.dtype(eqn.params["new_dtype"])
     return np.ascontiguousarray(x.astype(old)).view(new) if old.itemsize == new.itemsize else None
 
 
-# Numbers of cheap keys: a key is one uint32, so an array of keys has their shape.
+# Cheap keys as numbers: a key is one uint32, so an array of keys keeps its shape.
 
 
 def random_split(eqn: Any, keys: Array) -> Array:

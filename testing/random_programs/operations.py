@@ -1,7 +1,7 @@
 """First-order expressions of random programs: templates by the types of their operands.
 
-Every array has one of four shapes, so that any program type-checks and a jaxpr evaluator meets few shapes:
-a scalar, a vector (3,), rows (2, 3) and a matrix (3, 3), all float32.
+Every array is float32 with one of four shapes: a scalar, a vector (3,), rows (2, 3) or a matrix (3, 3). So any program
+type-checks, and a jaxpr evaluator meets few shapes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Type(enum.Enum):
 
 S, V, R, M = Type.SCALAR, Type.VECTOR, Type.ROWS, Type.MATRIX
 
-# Of any type, which they keep. Most are bounded, so that a long program stays in the range of float16.
+# Unary operations on any type, which they preserve. Most are bounded, to keep long programs in float16's range.
 UNARY = (
     "jnp.tanh({0})",
     "jnp.sin({0})",
@@ -93,7 +93,7 @@ UNARY = (
     "jax.vjp(jnp.tanh, {0})[1](lax.convert_element_type({0}, jnp.float32))[0]",
 )
 
-# Of a type and one that broadcasts to it.
+# Binary operations on a type and one that broadcasts to it.
 BINARY = (
     "{0} + {1}",
     "{0} * {1}",
@@ -112,7 +112,7 @@ BINARY = (
     "jnp.mod({0}, jnp.abs({1}) + 1.0)",
 )
 
-# Rows (or a matrix) by a matrix, and the result; these are what autocast is for.
+# Products of rows (or a matrix) with a matrix: the operations that autocast must run in half.
 MATMULS = (
     (R, (R, M), "{0} @ {1}"),
     (M, (M, M), "{0} @ {1}"),
@@ -150,7 +150,7 @@ MATMULS = (
     (M, (M, M), "lax.dot({0}, {1}, precision=lax.Precision.HIGH)"),
 )
 
-# Results and operands of fixed types: sums, statistics, moving of elements, indices.
+# Operations with fixed operand and result types: sums, statistics, data movement, indexing.
 OTHERS = (
     (S, (R,), "{0}.mean()"),
     (S, (V,), "{0}.sum()"),

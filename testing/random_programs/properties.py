@@ -1,4 +1,4 @@
-"""What must hold of autocast on any program that JAX can trace."""
+"""Properties of autocast that must hold on any program that JAX can trace."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from testing.measures import HALF, MATMULS, Equation, equations, inner_jaxprs, i
 from testing.random_programs.cases import OUTSIDE, TRANSFORMS, Case, arguments
 from testing.random_programs.evaluate import Unsupported, as_typed, evaluate, exact, is_float, rounded
 
-# What autocast may add: casts, broadcasts before casts, barriers, moves of elements, wider weight gradients.
+# Operations that autocast may add: casts, broadcasts before casts, barriers, data movement, wider weight gradients.
 _OWN = frozenset(
     """convert_element_type broadcast_in_dim reshape squeeze slice dynamic_slice transpose rev copy copy_p name
     stop_gradient optimization_barrier device_put expand_dims split unstack iota argmax argmin eq ne lt le gt ge
@@ -38,8 +38,8 @@ class Failure(AssertionError):
 
     Args:
         property: its name.
-        cause: what tells failures apart, without names of variables.
-        detail: for people.
+        cause: identifies the failure, without names of variables.
+        detail: details for the user.
     """
 
     def __init__(self, property: str, cause: str, detail: str = ""):
@@ -48,7 +48,7 @@ class Failure(AssertionError):
 
     @property
     def signature(self) -> str:
-        """Failures of one signature are taken for one fault."""
+        """Failures with the same signature are treated as one fault."""
         return f"{self.property}: {self.cause}"
 
 
@@ -58,11 +58,11 @@ class Rejected(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Traced:
-    """A traced function, without what nothing reads: the compiler removes that before any dtype matters.
+    """A traced function without dead code, which the compiler removes before any dtype matters.
 
     Args:
         jaxpr: its open jaxpr.
-        whole: the same with what nothing reads.
+        whole: the jaxpr with dead code.
         consts: one for each constvar.
         out_avals: the types of its results.
         shapes: the tree of its results.
@@ -76,14 +76,14 @@ class Traced:
 
     @property
     def leaks(self) -> bool:
-        """Whether a constant, here or in a jaxpr inside, is a tracer; also where nothing reads it."""
+        """Whether a constant, here or in a sub-jaxpr, is a tracer, even an unused one."""
         inside = (inner for e in equations(self.whole) for inner in inner_jaxprs(e.eqn))
         consts = (const for jaxpr in inside for const in getattr(jaxpr, "consts", ()))
         return any(isinstance(const, jax.core.Tracer) for const in (*self.consts, *consts))
 
 
 def trace(fun: Any, *args: Any) -> Traced:
-    """Traces a function, without what JAX remembers of it."""
+    """Traces a function, bypassing JAX's caches."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         closed, shapes = jax.make_jaxpr(lambda *args: fun(*args), return_shape=True)(*args)
@@ -92,7 +92,7 @@ def trace(fun: Any, *args: Any) -> Traced:
 
 
 def cause_of(error: BaseException) -> str:
-    """An error's type, the beginning of its message, and the last line of mpjax that it came through."""
+    """An error's type, the beginning of its message, and the last line of mpjax in its traceback."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "/mpjax/" in f.filename]
     where = f" at {frames[-1].filename.rsplit('/mpjax/', 1)[-1]}:{frames[-1].name}" if frames else ""
     message = (str(error).strip().splitlines() or [""])[0]
@@ -113,7 +113,7 @@ def _wants_float32(eqn: Any) -> bool:
 
 
 def _live_equations(jaxpr: Any, times: int = 1, path: tuple[str, ...] = ()) -> Iterator[Equation]:
-    """Equations that something reads at their level: before JAX 0.12 a loop's body keeps those that nothing reads."""
+    """Equations that are live at their level; before JAX 0.12 a loop's body keeps dead ones."""
     opened = getattr(jaxpr, "jaxpr", jaxpr)
     live, _ = partial_eval.dce_jaxpr(opened, [True] * len(opened.outvars), instantiate=True)
     for eqn in live.eqns:
@@ -124,7 +124,7 @@ def _live_equations(jaxpr: Any, times: int = 1, path: tuple[str, ...] = ()) -> I
 
 
 def check_structure(case: Case, plain: Traced, found: Traced) -> None:
-    """The same tree of results, with the same shapes, dtypes and weak types."""
+    """Results have the same tree, shapes, dtypes and weak types."""
     was, now = (str(jax.tree.structure(traced.shapes)) for traced in (plain, found))
     if was != now:
         raise Failure("structure", "another tree", f"{was}\n{now}")
@@ -135,7 +135,7 @@ def check_structure(case: Case, plain: Traced, found: Traced) -> None:
 
 
 def check_dtypes(case: Case, plain: Traced, found: Traced) -> None:
-    """Matmuls in half where nobody asked for float32; no risky operation in half that was not before."""
+    """Matmuls run in half unless the user requested float32; no additional risky operation runs in half."""
     if case.rules == "half" or "@mpjax.half_function" in case.features:
         return
     fixed = {"@mpjax.float_function", "@without_autocast", "@mpjax.promote_function"} & {*case.features}
@@ -169,7 +169,7 @@ def check_repeats(found: Traced, again: Traced) -> None:
 
 
 def check_plan(case: Case, subject: Subject, found: Traced) -> None:
-    """The plan of the program, traced anew, is the one that runs: carried out, and as `explain` shows it."""
+    """The plan of a new trace of the program is the one that runs, both applied and as shown by `explain`."""
     try:
         plan = subject.plan(case)
         shown = explanation(plan)
@@ -184,12 +184,12 @@ def check_explain(case: Case, plain: Traced, found: Traced, plan: Explanation) -
     said: collections.Counter[Any] = collections.Counter()
     inside = {e.name for e in equations(found.whole) if inner_jaxprs(e.eqn)}
     for row in plan.rows:
-        of_floats = any(map(is_float, (*row.dtypes_in, *row.dtypes_out)))  # not of complex numbers alone
+        of_floats = any(map(is_float, (*row.dtypes_in, *row.dtypes_out)))  # not only of complex numbers
         if of_floats and row.op not in _OWN and row.op not in inside and row.count and not row.rule:
             said[_sum(row.op), tuple(sorted({dtype for dtype in row.dtypes_in if is_float(dtype)}))] += row.count
-    # What is dead but for an effect may be listed or not.
+    # Operations that are dead except for an effect may be listed or not.
     missing, extra = _runs(_live_equations(found.jaxpr), plain) - said, said - _runs(equations(found.whole), plain)
-    # JAX derives the transpose of a linear solve's operator again, and with it what the operator computes beforehand.
+    # JAX derives the transpose of a linear solve's operator again, with the operator's preliminary computations.
     missing -= _runs((e for e in _live_equations(found.jaxpr) if "custom_linear_solve" in e.path), plain)
     if missing or extra:
         names = sorted({op for op, _ in (*missing, *extra)})
@@ -197,7 +197,7 @@ def check_explain(case: Case, plain: Traced, found: Traced, plan: Explanation) -
 
 
 def _runs(found: Iterator[Equation], plain: Traced) -> collections.Counter[Any]:
-    """How often each of the program's primitives runs on operands of which floating dtypes."""
+    """How often each of the program's primitives runs, by the floating dtypes of its operands."""
     known = {e.name for e in equations(plain.whole)} - _OWN
     known |= {"add", "add_any"} if known & {"add", "add_any"} else set()
     runs: collections.Counter[Any] = collections.Counter()
@@ -209,7 +209,7 @@ def _runs(found: Iterator[Equation], plain: Traced) -> collections.Counter[Any]:
 
 
 def _sum(name: str) -> str:
-    """JAX writes the sum of two cotangents in two ways; it transposes a linear solve anew, with the other one."""
+    """Unifies JAX's two primitives for sums of cotangents; retransposing a linear solve uses the other one."""
     return "add" if name == "add_any" else name
 
 
@@ -217,18 +217,18 @@ def _norm(x: Any) -> float:
     return float(np.sqrt(np.sum(np.square(np.asarray(x, np.float64)))))
 
 
-# How far a result may be from float64, as a multiple of how far rounding every value at random takes it.
+# The allowed error against float64, as a multiple of the error from rounding every value at random.
 FACTOR = 3.0
 
 
 def check_values(case: Case, subject: Subject, found: Traced) -> str:
-    """Values and gradients are as near to float64 as rounding every value of the program to half leaves them.
+    """Values and gradients are as close to float64 as those of the program with every value rounded to half.
 
-    Results whose rounding errors are a quarter of them, or do not shrink with the roundings' size, are not judged:
-    the program is ill-conditioned there, or has a jump.
+    A result is not judged if its rounding error is a quarter of it, or does not shrink with the rounding unit: the
+    program is ill-conditioned there, or discontinuous.
 
     Returns:
-        What came of it: "checked", or why nothing could be.
+        The outcome: "checked", or why nothing could be checked.
     """
     half, plain, args = jnp.dtype(case.dtype), subject.plain, subject.args
     try:
@@ -256,7 +256,7 @@ def check_values(case: Case, subject: Subject, found: Traced) -> str:
             continue
         if not np.isfinite(error) and _out_of_range(plain, args, half):
             return "beyond the range of half"
-        # With the inputs as they are, too: a comparison may tie that rounding one of its sides decides.
+        # Also with exact inputs: rounding one side of a comparison may break a tie.
         givens = [exact if i % 2 else None for i in range(30)]
         more = [evaluate(plain, args, rounded(half, np.random.default_rng(10 + i)), g) for i, g in enumerate(givens)]
         errors += [_norm(draw[i] - reference[i]) for draw in more]
@@ -271,7 +271,7 @@ def check_values(case: Case, subject: Subject, found: Traced) -> str:
 
 
 def _out_of_range(plain: Traced, args: Any, half: Any) -> bool:
-    """Whether a value of the program is larger than half can hold."""
+    """Whether a value of the program exceeds the range of half."""
     largest = 0.0
 
     def store(x: Any, dtype: Any) -> Any:
@@ -285,7 +285,7 @@ def _out_of_range(plain: Traced, args: Any, half: Any) -> bool:
 
 
 def check_runs(case: Case, args: Any) -> None:
-    """It compiles and runs wherever the plain program does, and is compiled once."""
+    """The program compiles and runs if the plain program does, and is compiled once."""
     fun: Any = jax.jit(case.autocast())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -303,11 +303,11 @@ def check_runs(case: Case, args: Any) -> None:
 
 
 class Subject:
-    """A program under its transformation as JAX traces it: what autocast to any dtype starts from.
+    """A program under its transformation as JAX traces it, the input of autocast to any dtype.
 
     Args:
         case: one of its cases.
-        args: of the program; `arguments()` by default.
+        args: arguments of the program; by default `arguments()`.
 
     Raises:
         Rejected: JAX can't trace the program without autocast.
@@ -327,7 +327,7 @@ class Subject:
 
     @functools.cached_property
     def program(self) -> Program:
-        """The program as autocast traces it, where it stands outside of the transformation."""
+        """The program as autocast traces it, if autocast is outside the transformation."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return trace_to_plan(self.fun, self.args, {})
@@ -345,15 +345,15 @@ class Subject:
         return plan_program(self.program, setting)
 
     def carried_out(self, plan: Plan) -> Traced:
-        """What a plan of the program makes of it."""
+        """The program rewritten by a plan."""
         return trace(lambda *args: run_program(dataclasses.replace(self.program, arrays=args), plan), *self.args)
 
 
 def _of_jax(case: Case, subject: Subject, error: Exception) -> bool:
     """Whether the program fails in the same way with `jax.jit` in autocast's place.
 
-    Autocast traces a function before JAX differentiates it, as `jax.jit` does, and JAX forgets some of it then: the
-    named axis of a `vmap` around a custom_jvp whose rule needs it in a loop.
+    Autocast traces a function before JAX differentiates it, as `jax.jit` does. JAX then loses some information, such as
+    the named axis of a `vmap` around a custom_jvp whose rule needs it in a loop.
     """
     try:
         trace(TRANSFORMS[case.transform](case.program(), jax.jit), *subject.args)
@@ -365,7 +365,7 @@ def _of_jax(case: Case, subject: Subject, error: Exception) -> bool:
 def _unless_of_jit(case: Case, subject: Subject, failure: Failure) -> None:
     """Raises a failure, unless `jax.jit` in autocast's place leaves a tracer in the program.
 
-    It does where a derivative rule closes over what is differentiated: JAX gives another gradient then, or none.
+    This happens if a derivative rule closes over a differentiated value: JAX then returns another gradient, or none.
     """
     if trace(TRANSFORMS[case.transform](case.program(), jax.jit), *subject.args).leaks:
         raise Rejected("under jit, JAX leaves a tracer in the program") from failure
@@ -373,17 +373,17 @@ def _unless_of_jit(case: Case, subject: Subject, failure: Failure) -> None:
 
 
 def check(case: Case, compiled: bool = False, subject: Subject | None = None, again: bool = True) -> str:
-    """All properties of one case.
+    """Checks all properties of one case.
 
     Args:
         case: the case.
-        compiled: whether to compile and run it too, which takes a hundred times as long.
-        subject: its program, if that was traced already.
-        again: whether to trace it under autocast a second time, to compare. If not, because another dtype's case of the
-            program was, and autocast stands outside of the transformation, the traced program is shared too.
+        compiled: whether to also compile and run it, which takes a hundred times as long.
+        subject: its program, if already traced.
+        again: whether to trace it under autocast a second time, to compare. It is unnecessary if a case of the program
+            with another dtype was. If autocast is outside the transformation, the traced program is then shared too.
 
     Returns:
-        What came of the numerical check.
+        The outcome of the numerical check.
 
     Raises:
         Failure: a property that does not hold.

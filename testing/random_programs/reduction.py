@@ -1,4 +1,4 @@
-"""Makes a failing random program small: removes and simplifies statements of its source while it still fails so."""
+"""Shrinks a failing random program: removes and simplifies statements while it still fails in the same way."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def reduced(case: Case, fails: Callable[[Case], bool], seconds: float = 30.0) ->
     """The smallest case found that still fails.
 
     Args:
-        case: one that fails.
-        fails: whether another fails in the same way.
-        seconds: the time after which the search ends.
+        case: a failing case.
+        fails: whether another case fails in the same way.
+        seconds: time limit of the search.
     """
     end = time.perf_counter() + seconds
     changed = True
@@ -35,7 +35,7 @@ def reduced(case: Case, fails: Callable[[Case], bool], seconds: float = 30.0) ->
 
 
 def _simpler(case: Case) -> Iterator[Case]:
-    """Cases one change simpler: largest changes first."""
+    """Cases simplified by one change, largest changes first."""
     if case.rules != "default":
         yield dataclasses.replace(case, rules="default")
     for transform in SIMPLEST:

@@ -1,6 +1,6 @@
-"""Writes random programs as Python source, from choices that Hypothesis or a random number generator makes.
+"""Writes random programs as Python source, from choices of Hypothesis or a random number generator.
 
-Source is what a person can read, paste into a test and change, and it shrinks as its choices do.
+Source is easy to read, to edit and to paste into a test, and shrinks with its choices.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Scope:
     """The body of a function that is being written.
 
     Args:
-        variables: what it can read, in the order of definition, with types; outer functions' included.
-        depth: how many functions it stands in.
+        variables: the readable variables with their types, in order of definition, including those of outer functions.
+        depth: number of enclosing functions.
         lines: its statements.
         axis: the name of a mapped axis that collectives may use; empty if there is none.
     """
@@ -47,10 +47,10 @@ class Writer:
 
     Args:
         index: makes each choice: a number below its argument, of which 0 is the simplest.
-        reverse: only what reverse-mode differentiation can do (no `while`).
-        forward: only what forward-mode differentiation can do (no `custom_vjp`).
+        reverse: use only operations that support reverse-mode differentiation (no `while`).
+        forward: use only operations that support forward-mode differentiation (no `custom_vjp`).
         budget: the largest number of statements.
-        depth: how deep functions nest.
+        depth: maximum nesting depth of functions.
     """
 
     def __init__(self, index: Index, reverse: bool, forward: bool, budget: int = 12, depth: int = 3):
@@ -61,11 +61,11 @@ class Writer:
     # Choices.
 
     def choose(self, options: Sequence[Choice]) -> Choice:
-        """One of several; the first is the simplest."""
+        """Chooses an option; the first is the simplest."""
         return options[self.index(len(options))] if len(options) > 1 else options[0]
 
     def recent(self, options: list[Choice]) -> Choice:
-        """One of several, most often of the last: what is computed should be read."""
+        """Chooses an option, most often a late one, so that computed values are read."""
         latest = options[:-4:-1]
         return self.choose([*latest, *latest, *latest, *options[::-1]])
 
@@ -77,7 +77,7 @@ class Writer:
         return f"{stem}{self.count}"
 
     def variable(self, scope: Scope, type_: Type) -> str:
-        """A variable of a type, latest first; or a small expression where there is none."""
+        """A variable of a type, preferably a recent one, or a small expression if there is none."""
         found = [name for name, of in scope.variables if of is type_]
         if found:
             return self.recent(found)
@@ -141,7 +141,7 @@ class Writer:
     # Functions.
 
     def body(self, scope: Scope, results: tuple[Type, ...] | None = None) -> list[tuple[str, Type]]:
-        """Fills a body with statements; what it returns.
+        """Fills a body with statements and returns its results.
 
         Args:
             scope: the body, with its arguments as variables.
@@ -167,17 +167,17 @@ class Writer:
         returned: str = "{}",
         axis: str | None = None,
     ) -> tuple[str, list[Type]]:
-        """Writes a nested function; its name and the types of its results.
+        """Writes a nested function; returns its name and the types of its results.
 
         Args:
-            scope: where it is defined.
-            arguments: names and types of what the body reads, after `unpack`.
+            scope: scope of the definition.
+            arguments: names and types of the body's arguments, after `unpack`.
             results: the types that it must return; drawn if None.
-            closed: it reads nothing of the functions around it.
+            closed: whether it must not read variables of enclosing functions.
             decorators, unpack: lines above it and at its beginning.
-            signature: its parameters, if not the arguments' names.
-            returned: the form of what it returns, around the results as `a, b`.
-            axis: the mapped axis inside.
+            signature: its parameters, if they differ from the arguments' names.
+            returned: format of the return value around the results `a, b`.
+            axis: name of the mapped axis inside.
         """
         name = self.name("f")
         for decorator in decorators:

@@ -1,7 +1,7 @@
-"""Gradients of the zoo's programs in NumPy, which costs a tenth of compiling them for the CPU.
+"""Gradients of the zoo's programs in NumPy, which takes a tenth of the time to compile them for the CPU.
 
-The traced program is what a caster changes. `testing.random_programs.evaluate` carries it out operation by operation
-and stores each result in the dtype that the program names, so no compiler hides a wrong dtype by keeping more bits.
+`testing.random_programs.evaluate` evaluates the traced program, after the caster, operation by operation. It stores
+each result in the program's dtype, so no compiler hides a wrong dtype by keeping more bits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .program import REGISTRY
 
 
 def _gradients(name: str, caster: harness.Caster, dtype: str, arrays: Any, store: Store) -> Any:
-    """A program's gradients under a caster, or its results where it has none."""
+    """A program's gradients under a caster, or its results if it has no gradients."""
     jaxpr, shapes = harness.plain(name, caster, dtype)
     found = jax.tree.unflatten(jax.tree.structure(shapes), evaluate(jaxpr, jax.tree.leaves(arrays), store))
     return found[1] if REGISTRY[name].differentiable else found
@@ -33,13 +33,13 @@ def reference(name: str) -> Any:
 
 
 def gradient_error(name: str, caster: harness.Caster, dtype: str) -> float:
-    """The relative error of a program's gradients to float64's; NaN if one is not finite."""
+    """The relative error of a program's gradients against float64; NaN if one is not finite."""
     _, *arrays = harness.concrete(name)
     return measures.relative_error(_gradients(name, caster, dtype, arrays, as_typed), reference(name))
 
 
 def rounding_error(name: str, dtype: str) -> float:
-    """The relative error that rounding only the params and the batch to half causes."""
+    """The relative error caused by rounding only the params and the batch to half."""
     _, *arrays = harness.concrete(name)
     found = _gradients(name, harness.identity, "float16", measures.rounded(arrays, dtype), exact)
     return measures.relative_error(found, reference(name))

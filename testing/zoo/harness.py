@@ -26,7 +26,7 @@ POLICIES = {"float16": "mixed_float16", "bfloat16": "mixed_bfloat16"}
 # On the CPU, XLA's simplifier rewrites some batched bfloat16 matmuls to a form that the CPU backend accumulates in
 # bfloat16. No accelerator does that, nor does the same program run eagerly.
 COMPILE_TRUE = COMPILE_FAST | {"xla_disable_hlo_passes": "algsimp"}
-# As loss scaling does for float16 in training; a power of two changes no float32 mantissa.
+# Loss scale, as in float16 training; a power of two does not change float32 mantissas.
 LOSS_SCALE = 2.0**10
 STEPS = 2
 
@@ -42,7 +42,7 @@ def identity(fun: Function, policy: str) -> Function:
 
 
 def all_half(fun: Function, policy: str) -> Function:
-    """The naive caster: arguments to half, results to float32, everything between in half."""
+    """The naive caster: arguments to half, results to float32, everything in between in half."""
     half = half_of(policy)
 
     def cast(tree: Any, source: Any, target: Any) -> Any:
@@ -52,13 +52,13 @@ def all_half(fun: Function, policy: str) -> Function:
 
 
 def key() -> jax.Array:
-    """The key that programs are built from."""
+    """The random key for building programs."""
     return cheap_keys.key(0)
 
 
 @functools.cache
 def _built(name: str) -> tuple[Function, Any, Any]:
-    """A program's loss function, and the trace and the shapes of what makes its params and batch from a key."""
+    """A program's loss function, and the trace and result shapes of the function that makes params and batch."""
     program, losses = REGISTRY[name], []
 
     def arrays(key: jax.Array) -> tuple[Any, Any]:
@@ -80,7 +80,7 @@ def abstract(name: str) -> tuple[Function, Any, Any]:
 
 @functools.cache
 def concrete(name: str) -> tuple[Function, Any, Any]:
-    """A program's loss function, params and batch; NumPy makes them, since compiling what does takes longer."""
+    """A program's loss function, params and batch, created in NumPy, which is faster than compiling."""
     loss_fn, traced, shapes = _built(name)
 
     with REGISTRY[name].context():
@@ -88,12 +88,12 @@ def concrete(name: str) -> tuple[Function, Any, Any]:
 
 
 def _gradient(program: Program, loss_fn: Function) -> Function:
-    """The value and gradient, as in a training step; only the value where there is no gradient."""
+    """The value and gradient, as in a training step; only the value if there is no gradient."""
     return jax.value_and_grad(loss_fn, has_aux=program.has_aux) if program.differentiable else loss_fn
 
 
 def _scaled_gradient(program: Program, loss_fn: Function) -> Function:
-    """`_gradient` with a loss scale, which leaves no trace in the results."""
+    """`_gradient` with a loss scale; the results are unscaled."""
     if not program.differentiable:
         return loss_fn
 
@@ -140,7 +140,7 @@ def _over_batches(fun: Function) -> Function:
 
 
 # Each maps the program, its loss function and a caster to a function of (params, batch). Transformations of a cast
-# function come first, then casts of a transformed one.
+# function come first, then casts of a transformed function.
 TRANSFORMS: dict[str, Callable[[Program, Function, Function], Function]] = {
     "plain": lambda p, f, cast: _scaled_gradient(p, cast(f)),
     "jit": lambda p, f, cast: jax.jit(_gradient(p, cast(f))),
@@ -175,7 +175,7 @@ class Structure:
 
 @functools.cache
 def plain(name: str, caster: Caster, dtype: str) -> tuple[Any, Any]:
-    """The jaxpr of a program's loss and gradients, which several measurements read, and the tree of its results."""
+    """The jaxpr of a program's loss and gradients, shared by several measurements, and the tree of its results."""
     return _traced(name, "plain", caster, dtype)
 
 
@@ -231,7 +231,7 @@ def residuals(name: str, caster: Caster, dtype: str, remat: bool = False) -> int
 
 
 def handwritten_residuals(name: str, dtype: str) -> int:
-    """`residuals` of the form written by hand for this dtype."""
+    """`residuals` of the hand-written form for this dtype."""
     program, (_, params, batch) = REGISTRY[name], abstract(name)
     return measures.residual_bytes(program.handwritten(jnp.dtype(dtype)), params, batch, has_aux=program.has_aux)
 
@@ -259,7 +259,7 @@ def reference(name: str) -> tuple[Function, Any]:
 
 
 def gradient_error(name: str, caster: Caster, dtype: str, exact: Any = None) -> float:
-    """The relative error of a program's compiled gradients to `exact` (default: float32's); NaN if not finite."""
+    """The relative error of a program's compiled gradients against `exact` (default: float32); NaN if not finite."""
     program, (loss_fn, params, batch) = REGISTRY[name], concrete(name)
     options = COMPILE_TRUE if dtype == "bfloat16" else COMPILE_FAST
     with program.context():
@@ -268,7 +268,7 @@ def gradient_error(name: str, caster: Caster, dtype: str, exact: Any = None) -> 
 
 
 def rounding_error(name: str, dtype: str) -> float:
-    """The relative error that rounding only the params and the batch to half causes."""
+    """The relative error caused by rounding only the params and the batch to half."""
     program, (_, params, batch) = REGISTRY[name], concrete(name)
     compiled, exact = reference(name)
     with program.context():

@@ -55,7 +55,7 @@ def haiku_attention(key):
 
 @program()
 def equinox_mlp(key):
-    """An Equinox module as params, its static parts apart, vmapped over the batch."""
+    """An Equinox module as params, without its static parts, vmapped over the batch."""
     model = eqx.nn.MLP(32, 16, 64, 2, jax.nn.silu, key=key)
     params, static = eqx.partition(model, eqx.is_inexact_array)
 

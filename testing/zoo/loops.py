@@ -12,7 +12,7 @@ from .program import dense_params, labelled, program
 
 @program(has_half=True)
 def scan_lstm(key, dtype=None):
-    """An LSTM by hand: one fused weight, a carry that starts as zeros."""
+    """A hand-written LSTM: one fused weight, a carry of zeros at the start."""
     weights, head = dense_params(key, 64, 128)[0], dense_params(key, 32, 16)[0]
 
     def loss_fn(params, batch):
@@ -89,7 +89,7 @@ def while_power(key):
 
 @program()
 def cond_branches(key):
-    """Branches that agree in float32 but would not in half: a matmul in one, none in the other."""
+    """Branches whose result dtypes match in float32 but would differ in half: a matmul in one, none in the other."""
     params = dense_params(key, 64, 64, 64, 16)
 
     def loss_fn(params, batch):

@@ -15,13 +15,13 @@ from .program import dense_params, labelled, program
 
 
 def mesh() -> Mesh:
-    """Two devices in a row."""
+    """A mesh of two devices."""
     return Mesh(np.array(jax.devices()[:2]), ("data",))
 
 
 @program()
 def jit_shardings(key):
-    """A jit with input and output shardings, a constraint inside, in a jit without."""
+    """A jit with input and output shardings and a constraint inside, within a jit without shardings."""
     rows, whole = NamedSharding(mesh(), P("data")), NamedSharding(mesh(), P())
     params = dense_params(key, 64, 64, 16)
 

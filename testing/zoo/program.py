@@ -29,7 +29,7 @@ class Program:
         has_half: whether `build` takes a dtype.
         flax: whether `build` also takes a function that adapts the Flax model.
         refuses: transformations that JAX does not support for this program, even in float32.
-        differentiable: False where JAX has no reverse rule (a `while` of unknown length).
+        differentiable: False if JAX has no reverse rule (a `while` of unknown length).
         context: a context in which the program is built and run (x64).
     """
 
@@ -56,7 +56,7 @@ class Program:
         return losses[0], params, batch
 
     def handwritten(self, dtype: Any) -> Loss:
-        """The loss function of the form written by hand for `dtype`, with the same params."""
+        """The loss function of the hand-written form for `dtype`, with the same params."""
         assert self.has_half, f"{self.name} has no hand-written half-precision form"
         with standard_promotion():  # Flax's own `dtype=` code promotes implicitly.
             loss_fn = self._loss(dtype)
@@ -84,7 +84,7 @@ def standard_promotion() -> Any:
 
 
 def as_is(model: Any) -> Any:
-    """The adaptation that leaves a model alone."""
+    """The adaptation that returns a model unchanged."""
     return model
 
 

@@ -26,7 +26,7 @@ def mlp_with(activation: Any, key: jax.Array) -> tuple[Any, Any, Any]:
 
 
 def layer_with(layer: Any, key: jax.Array) -> tuple[Any, Any, Any]:
-    """A network whose layers `layer(x, w)` have a rule of their own."""
+    """A network whose layers `layer(x, w)` have a custom derivative rule."""
 
     def loss_fn(params, batch):
         x, labels = batch

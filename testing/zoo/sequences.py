@@ -27,7 +27,7 @@ class Block(nn.Module):
     @nn.compact
     def __call__(self, x, mask):
         y = nn.LayerNorm(dtype=self.dtype)(x)
-        # The hand-written form keeps exp out of half too, by a switch of Flax.
+        # The hand-written form also keeps exp out of half, with a Flax option.
         x = x + nn.MultiHeadDotProductAttention(num_heads=HEADS, dtype=self.dtype, force_fp32_for_softmax=True)(
             y, mask=mask
         )
@@ -99,7 +99,7 @@ def linen_lstm(key, dtype=None, adapt=as_is):
 
 
 class SpeechModel(nn.Module):
-    """DeepSpeech in small: a convolution over time, a GRU, a layer of characters."""
+    """A small DeepSpeech: a convolution over time, a GRU, an output layer of characters."""
 
     dtype: Any = None
 

@@ -1,4 +1,4 @@
-"""Networks with other work beside them: complex numbers, integers, randomness, host callbacks, x64."""
+"""Networks combined with other computation: complex numbers, integers, randomness, host callbacks, x64."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def fourier_mixing(key):
 
 @program(has_aux=True)
 def integers_beside(key):
-    """Integer and boolean work beside the network: ranks, bit masks, integer matmuls, counts as aux."""
+    """Integer and boolean computation beside the network: ranks, bit masks, integer matmuls, counts as aux."""
     params = dense_params(key, 32, 64, 16)
 
     def loss_fn(params, batch):
@@ -107,7 +107,7 @@ def _host_gelu(x):
 
 @jax.custom_vjp
 def host_activation(x):
-    """An activation that the host computes; it insists on float32."""
+    """An activation computed on the host, which requires float32."""
     assert x.dtype == jnp.float32, "the callback was traced for float32"
     return jax.pure_callback(_host_gelu, jax.ShapeDtypeStruct(x.shape, x.dtype), x, vmap_method="expand_dims")
 
@@ -120,7 +120,7 @@ host_activation.defvjp(
 
 @program()
 def pure_callback(key):
-    """A host function between two matmuls: called with the dtypes that it was traced for."""
+    """A host function between two matmuls, called with the traced dtypes."""
     params = dense_params(key, 32, 64, 16)
 
     def loss_fn(params, batch):
@@ -146,10 +146,10 @@ def debug_effects(key):
     return loss_fn, params, labelled(key, (256, 32))
 
 
-# JAX has no batching rule for an ordered effect and lets none into `jax.checkpoint`.
+# JAX has no batching rule for ordered effects, and `jax.checkpoint` does not allow them.
 @program(refuses={"vmap", "remat"})
 def io_effects(key):
-    """An ordered `io_callback` that logs a statistic of an activation and gives back an integer."""
+    """An ordered `io_callback` that logs a statistic of an activation and returns an integer."""
     params = dense_params(key, 32, 64, 16)
 
     def loss_fn(params, batch):
