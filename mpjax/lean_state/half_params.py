@@ -43,8 +43,8 @@ def stochastic_rounding(
         params ← stochastic_round(float32(params) + inner(grads in float32, params in float32))
 
     The params take 2 bytes each. They follow a random walk around the float32 path, by about half a spacing
-    a step. For bfloat16 with small learning rates, `kahan` or `master_weights` are therefore better suited. A
-    zero update never changes a param.
+    a step. This noise matters most for bfloat16 at small learning rates, where `kahan` and `master_weights` avoid
+    it. A zero update never changes a param.
 
     Args:
         inner: The optimizer. It sees float32 gradients and params, so its state is float32 (see `low_bit_state`).
@@ -53,7 +53,7 @@ def stochastic_rounding(
 
     Returns:
         An `optax.GradientTransformationExtraArgs` with a `StochasticRoundingState`. Wrap loss scaling around it. Its
-        updates are float32, for `optax.apply_updates` or `mpjax.apply_gradients`. Float32 params are updated as ever.
+        updates are float32, for `optax.apply_updates` or `mpjax.apply_gradients`. Float32 params are updated as usual.
 
     Raises:
         ValueError: in `update`, no `params`.
@@ -119,7 +119,7 @@ def kahan(inner: optax.GradientTransformation) -> optax.GradientTransformationEx
 
     Returns:
         An `optax.GradientTransformationExtraArgs` with a `KahanState`. Wrap loss scaling around it. Its updates are
-        float32, for `optax.apply_updates` or `mpjax.apply_gradients`. Float32 params are updated as ever.
+        float32, for `optax.apply_updates` or `mpjax.apply_gradients`. Float32 params are updated as usual.
 
     Raises:
         ValueError: in `update`, no `params`, or params of another dtype than at `init`.
