@@ -104,10 +104,10 @@ def train_all(
     run: Callable[[list[str]], dict[str, Any]],
     formats: Mapping[str, str],
 ) -> list[tuple[Way, dict[str, Any]]]:
-    """Trains what is not there yet; ways alternate, so that a slow minute of the machine hits all alike.
+    """Trains the missing runs. Ways alternate, so that a slow moment of the machine affects all of them.
 
     Args:
-        ways: the flags of each.
+        ways: the flags of each way.
         seeds: seeds to train each way with.
         output: folder with a subfolder for each run. Existing runs are continued or reused.
         run: trains with flags and returns the content of summary.json.
