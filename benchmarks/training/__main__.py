@@ -1,9 +1,9 @@
 """Speed and memory of training steps, model by model and precision by precision: `python -m benchmarks.training`.
 
-Each cell is measured by a process of its own, so that its peak memory on a GPU is its own. Results are written at once:
+Each cell is measured in its own process, so that its peak memory on a GPU is separate. Results are written at once, so
 the same command continues an interrupted run. `--toy` runs tiny models on a CPU, one process for each model, to show
 that everything works; its times mean nothing. `--dry-run` compiles every cell at full size for an H200, without arrays
-and without a GPU, by JAX's CUDA plugin; without the plugin it only lowers them.
+and without a GPU, with JAX's CUDA plugin; without the plugin it only lowers them.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ def distinct_toys(models: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def environment_of(cells: list[Cell], toy: bool) -> dict[str, str]:
-    """Environment of a worker: JAX on the device (on the host for Torch's batches), a cache of compiled programs."""
+    """A worker's environment: JAX on the device (on the host for Torch's batches), a cache of compiled programs."""
     env = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "JAX_COMPILATION_CACHE_DIR": str(CACHE)}
     if toy:
-        # Compiles in a third of the time. A toy's speed means nothing; its compilation is measured, so it has no cache.
+        # Compiles in a third of the time. A toy's speed means nothing. Its compilation is measured, so it has no cache.
         del env["JAX_COMPILATION_CACHE_DIR"]
         env = {"XLA_FLAGS": "--xla_backend_optimization_level=0", "OMP_NUM_THREADS": "1", **env}
     return {**env, "JAX_PLATFORMS": "cpu"} if toy or any(cell.torch for cell in cells) else env
@@ -152,7 +152,7 @@ def measure_all(cells: list[Cell], results: Results, args: argparse.Namespace, l
 
 
 def groups(cells: list[Cell], together: bool) -> list[list[Cell]]:
-    """The cells of each process: one; or, where memory is not measured, all of a model and framework."""
+    """The cells of each process: one, or all of a model and framework if memory is not measured."""
     if not together:
         return [[cell] for cell in cells]
     by_model: dict[tuple[str, bool], list[Cell]] = {}
@@ -162,7 +162,7 @@ def groups(cells: list[Cell], together: bool) -> list[list[Cell]]:
 
 
 def dry(cells: list[Cell], args: argparse.Namespace) -> None:
-    """Compiles the missing cells for an H200, or lowers them where they cannot be compiled."""
+    """Compiles the missing cells for an H200, or lowers them if they cannot be compiled."""
     target = h200()
     # A program from the cache would have no compile time.
     jax.config.update("jax_enable_compilation_cache", False)

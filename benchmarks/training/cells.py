@@ -24,7 +24,7 @@ TORCH = (
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """One measurement; as text `MODEL CONFIGURATION` or `MODEL CONFIGURATION+VARIANT`."""
+    """One measurement; its text form is `MODEL CONFIGURATION` or `MODEL CONFIGURATION+VARIANT`."""
 
     model: str
     configuration: str
@@ -66,7 +66,7 @@ class Cell:
         return workload if self.torch else self.options().change(workload, self.how())
 
     def applies(self, flags: bool) -> bool:
-        """Whether there is such a cell; without `flags`, cells that differ only in compiler options are excluded."""
+        """Whether the cell exists; without `flags`, cells that differ only in compiler options are excluded."""
         if self.torch:
             return True
         options = self.options()

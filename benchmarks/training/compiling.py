@@ -17,8 +17,8 @@ def jitted(cell: Cell, made: Training, like: Any = None, **compiler_options: boo
     The carry is donated, so its layouts are the same in the arguments and in the results.
 
     Args:
-        cell, made: the cell, and its model under its configuration.
-        like: a compiled step whose layouts to reuse; None lets XLA choose, before any array exists.
+        cell, made: The cell, and its model under its configuration.
+        like: A compiled step whose layouts are reused; None lets XLA choose, before any array exists.
         compiler_options: XLA flags in addition to the cell's own.
     """
     options = cell.options()

@@ -1,4 +1,4 @@
-"""The compared ways to train, and the training step of a model under each."""
+"""The compared training configurations, and a model's training step under each."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Configuration:
     """One way to train.
 
     Args:
-        way: what decides the dtypes: "plain" (nothing: float32), "flax" (the model's author, with `dtype=`),
+        way: The source of the dtypes: "plain" (float32 throughout), "flax" (the model's author, with `dtype=`),
             "autocast" or "with_policy".
-        policy: an mpjax policy by name; its compute dtype is also the hand-written form's.
+        policy: An mpjax policy by name; its compute dtype is also the hand-written form's.
         scaling: "none", "mpjax" or "flax" (its `DynamicScale`).
-        matmul_precision: `jax_default_matmul_precision`; None is JAX's default, on a GPU TF32.
+        matmul_precision: `jax_default_matmul_precision`; None is JAX's default, TF32 on a GPU.
     """
 
     way: str

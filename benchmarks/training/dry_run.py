@@ -1,4 +1,4 @@
-"""Compiles cells at full size for an H200 where there is no GPU: shapes only, no arrays.
+"""Compiles cells at full size for an H200 without a GPU: shapes only, no arrays.
 
 With JAX's CUDA plugin, XLA's GPU compiler returns the program that would run and its memory plan. Without the plugin,
 each step is only lowered to StableHLO, the compiler's input.
@@ -26,7 +26,7 @@ Target = jax.sharding.Sharding | None
 
 
 def is_known(row: dict[str, Any], target: Target) -> bool:
-    """Whether a cell was compiled with these versions, or lowered where it cannot be compiled."""
+    """Whether a cell was compiled with these versions, or lowered if it cannot be compiled."""
     return row.get("versions") == versions() and (target is None or "planned_bytes" in row)
 
 
@@ -34,8 +34,8 @@ def dry_run(cell: Cell, toy: bool, target: Target) -> dict[str, Any]:
     """The results for a cell's step without running it.
 
     Args:
-        cell, toy: the model and its configuration.
-        target: from `target.h200`; None lowers the step without compiling it.
+        cell, toy: The model and its configuration.
+        target: The result of `target.h200`; None lowers the step without compiling it.
     """
     start = time.perf_counter()
     made = training(cell.workload(toy), cell.how())

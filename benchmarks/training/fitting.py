@@ -10,17 +10,17 @@ from perf.memory import batch_sizes, largest_batch
 from .cells import Cell
 from .configurations import Training, training
 
-GROWTH = 1.06  # between two batch sizes to choose from
+GROWTH = 1.06  # ratio of neighbouring candidate batch sizes
 
 
 def largest_batch_of(cell: Cell, toy: bool, limit: int, bytes_needed: Callable[[Training], int]) -> int:
-    """The largest batch, within some six percent, with which a step fits.
+    """The largest batch, within about six percent, with which a step fits.
 
     Args:
-        cell, toy: the model and its configuration.
-        limit: bytes of the device.
-        bytes_needed: compiles a step, runs it where there is a device, and returns the bytes of its plan; it may raise
-            where memory does not suffice.
+        cell, toy: The model and its configuration.
+        limit: Memory of the device in bytes.
+        bytes_needed: Compiles a step, runs it if there is a device, and returns the bytes of its plan. It may raise if
+            memory does not suffice.
 
     Raises:
         MemoryError: not even an eighth of the model's batch fits.

@@ -11,7 +11,7 @@ from .configurations import CONFIGURATIONS, training
 
 
 def flops_per_example(workload: Workload) -> float:
-    """FLOPs of a step per example, without recomputation and dead code; a multiply and an add count two."""
+    """FLOPs of a step per example, without recomputation and dead code; a multiply-add counts as two."""
     made = training(workload, CONFIGURATIONS["tf32"])
     flops = sum(found.flops for found in matmuls(made.step, *made.abstract()))
     jax.clear_caches()

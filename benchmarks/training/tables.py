@@ -20,7 +20,7 @@ def speedup(rows: dict[str, Row], name: str, base: str) -> float | None:
 
 
 def memory(row: Row, base: Row) -> float | None:
-    """Peak bytes over those of another cell: the allocator's, or XLA's plan where no allocator counts."""
+    """Peak bytes over those of another cell: the allocator's, or XLA's plan if there are no allocator statistics."""
     return ratio(row, base, "peak_bytes") or ratio(row, base, "planned_bytes")
 
 

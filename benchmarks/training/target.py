@@ -1,6 +1,6 @@
-"""Describes an H200 to XLA's compiler: JAX's CUDA plugin compiles for a device that is not there.
+"""Describes an H200 to XLA's compiler: JAX's CUDA plugin compiles for a device that is not present.
 
-Autotuning, which tries matmul tiles and cuDNN's algorithms, needs the device itself, so the programs are not autotuned.
+Autotuning tries matmul tiles and cuDNN's algorithms on the device itself, so these programs are not autotuned.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ NO_PLUGIN = """JAX's CUDA plugin is not installed (pip install "jax[cuda12]"; it
 MEMORY_BYTES = 141_000_000_000
 BANDWIDTH = 4_800_000_000_000
 # XLA's `GpuTargetConfigProto`. The multiprocessors, their cores and the L2 cache are those of NVIDIA's H100 white paper
-# (SXM; an H200 has the same chip), and at this clock 132 of them make the data sheet's 989.4 TFLOP/s of half. The
+# (SXM; an H200 has the same chip), and at this clock 132 of them give the data sheet's 989.4 TFLOP/s in half. The
 # limits are those of compute capability 9.0 in the CUDA C++ programming guide.
 _DESCRIPTION = f"""
 platform_name: "CUDA"
@@ -46,13 +46,13 @@ gpu_device_info {{
 
 
 def h200() -> jax.sharding.Sharding | None:
-    """A sharding for the shapes of arguments that makes XLA compile for an H200; None without the plugin."""
+    """A sharding for argument shapes that makes XLA compile for an H200; None without the plugin."""
     found = h200s(1)
     return jax.sharding.SingleDeviceSharding(found[0]) if found else None
 
 
 def h200s(count: int) -> list[jax.Device] | None:
-    """So many H200 of one host, to compile for; None without the plugin."""
+    """A number of H200 in one host, as compilation targets; None without the plugin."""
     try:
         return topologies.get_topology_desc("h200", "cuda", target_config=_DESCRIPTION, topology=f"1x1x{count}").devices
     except NotImplementedError:  # no CUDA plugin is registered

@@ -1,6 +1,6 @@
 """Measures cells of PyTorch: `python -m benchmarks.training.torch_worker MODEL CELL...`, a line of JSON for each.
 
-JAX makes the batches on the host: the same as those of the JAX cells.
+JAX makes the batches on the host, so they equal those of the JAX cells.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Kernels and bytes moved of a compiled step, estimated from its optimised HLO; nothing runs.
 
 Each instruction of the entry computation that does work is a kernel; an instruction of a loop's body is one kernel per
-iteration. A kernel reads the part of each operand that it needs once and writes its results once: repeated reads and
+iteration. A kernel reads the needed part of each operand once and writes its results once. Repeated reads and
 cache hits are not modelled.
 """
 
@@ -27,7 +27,7 @@ HALF = frozenset({"f16", "bf16"})
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """A launched instruction: how often it runs in a step, and the bytes that one run reads and writes."""
+    """A launched instruction: its runs per step, and the bytes that one run reads and writes."""
 
     name: str
     times: int
@@ -56,7 +56,7 @@ def bytes_of(launched: Iterable[Kernel]) -> int:
 def kernels(program: HloModule, computation: str) -> list[Kernel]:
     """The kernels of a computation.
 
-    A loop of unknown trip count counts as one iteration; of a conditional, the branch that moves most counts.
+    A loop with an unknown trip count counts as one iteration. A conditional counts as its branch that moves most bytes.
     """
     found: list[Kernel] = []
     lines = program.computations[computation]
@@ -117,7 +117,7 @@ def _needed(lines: Mapping[str, Line], results: list[Line], in_place: set[str]) 
             if position == 0 and line.opcode in _SLICES:
                 share *= size(line.type) / max(size(lines[name].type), 1)
             elif position == 0 and line.name in in_place:
-                # A scatter reads what it adds to; a dynamic update of a slice only writes.
+                # A scatter reads the elements that it adds to; a dynamic update of a slice only writes.
                 read = size(lines[line.operands[2]].type) if line.opcode == "scatter" else 0
                 share = read / max(size(lines[name].type), 1)
             needed[name] = min(1.0, needed[name] + share)

@@ -1,4 +1,4 @@
-"""Changes beside the precision, by name: sizes, layouts, compiler options; and the models that each applies to."""
+"""Named changes other than the precision (sizes, layouts, compiler options), and the models that each applies to."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class Variant:
     """A change, compared with the same configuration without it.
 
     Args:
-        why: what it may gain.
-        change: the changed workload, given the workload and the configuration.
-        fields: fields that the workload must have.
+        why: The possible gain.
+        change: Maps the workload and the configuration to the changed workload.
+        fields: Fields that the workload must have.
         compiler_options: XLA's flags.
-        auto_layout: whether XLA chooses the layouts of the carry.
-        needs_half: whether it has no float32 form.
+        auto_layout: Whether XLA chooses the layouts of the carry.
+        needs_half: Whether it has no float32 form.
     """
 
     why: str

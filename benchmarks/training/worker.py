@@ -1,6 +1,6 @@
 """Measures cells of JAX: `python -m benchmarks.training.worker MODEL CELL...`, a line of JSON for each.
 
-On a GPU a process measures one cell, because the allocator's peak belongs to the process, and so does running out.
+On a GPU a process measures one cell, because peak memory and out-of-memory errors concern the whole process.
 """
 
 from __future__ import annotations
@@ -92,10 +92,10 @@ def measure(cell: Cell, toy: bool, seconds: float, profile: bool) -> dict[str, A
         "peak_bytes": peak_bytes(),
         "planned_bytes": program_bytes(compiled),
         "finite_loss": bool(jnp.isfinite(losses[0])),
-        # A cache hit does not measure compilation; the row keeps an earlier measurement.
+        # A cache hit does not measure compilation, so the row keeps an earlier measurement.
         **({} if hits else {"compile_seconds": round(done - traced, 2)}),
     }
-    # The profiler copies what a step donates, for which memory may not suffice.
+    # The profiler copies donated arguments, for which memory may not suffice.
     if profile:
         profiled = jitted(cell, made, like=compiled) if cell.options().auto_layout else step
         try:
@@ -117,7 +117,7 @@ def fitting_batch(cell: Cell, toy: bool) -> dict[str, Any]:
         with cell.how().context():
             compiled = jitted(cell, made, xla_gpu_autotune_level=0).lower(*made.abstract()).compile()
         needed = program_bytes(compiled)
-        if needed <= limit:  # by the plan; a device can run out of memory all the same
+        if needed <= limit:  # according to the plan; the device can still run out of memory
             jax.block_until_ready(compiled(*initial(compiled, made)))
         return needed
 
@@ -169,7 +169,7 @@ def main() -> None:
 
 
 def shortened(error: Exception) -> str:
-    """The kind of an error and the first line of what it says."""
+    """An error's type and the first line of its message."""
     return f"{type(error).__name__}: {''.join(str(error).strip().splitlines()[:1])[:300]}"
 
 
