@@ -1,1 +1,1 @@
-"""Parity: the same accuracy in half precision, shown for each family of models."""
+"""Parity: shows that half precision reaches the same accuracy, for each family of models."""

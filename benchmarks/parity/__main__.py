@@ -1,7 +1,7 @@
 """Half precision against float32 for each family of models: `python -m benchmarks.parity`.
 
 Each family is a small real task, trained under every policy with the same seeds, batches and hyperparameters;
-`mpjax.parity` runs and compares. A run that was finished is kept below --runs and not repeated, so the command can be
+`mpjax.parity` runs and compares. Finished runs are kept below --runs and not repeated, so the command can be
 interrupted, and called again with more seeds, policies or families. `benchmarks.parity.training` lists the policies.
 """
 
@@ -26,7 +26,7 @@ DEFAULT_RUNS = pathlib.Path.home() / ".cache" / "mpjax" / "parity"
 
 
 def fingerprint(name: str) -> str:
-    """A hash of the code that decides a family's results: its module and those of the suite that it uses."""
+    """A hash of the code that determines a family's results: its module and the suite's modules that it uses."""
     package = __package__ or ""
     found: dict[str, ModuleType] = {}
 
@@ -46,7 +46,7 @@ def fingerprint(name: str) -> str:
 
 
 def _without_docstrings(source: str) -> str:
-    """The program alone: comments and docstrings change no result."""
+    """The code alone: comments and docstrings change no result."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:
@@ -55,7 +55,7 @@ def _without_docstrings(source: str) -> str:
 
 
 def compare(name: str, policies: list[str], seeds: int, runs: pathlib.Path) -> results.Row:
-    """Trains a family under each policy, as far as that was not done, and compares."""
+    """Trains a family under each policy, except for finished runs, and compares."""
     family = get(name)
     report = mpjax.parity(
         functools.partial(training.make, name), policies, seeds, output=runs / f"{name}-{fingerprint(name)}"
@@ -81,7 +81,7 @@ def main() -> None:
     found: dict[str, results.Row] = previous(results.FILE, args.out)
     for name in names:
         found[name] = results.merged(found.get(name), compare(name, policies, args.seeds, args.runs))
-        # In the table's order. An interrupted run keeps what it has.
+        # In the table's order. An interrupted run keeps its results so far.
         found = {each: found[each] for each in FAMILIES if each in found}
         path = save(results.FILE, found, args.out)
         path.with_suffix(".md").write_text(results.table(found))

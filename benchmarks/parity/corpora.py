@@ -19,7 +19,7 @@ _TENS = "_ _ twenty thirty forty fifty sixty seventy eighty ninety".split()
 
 
 def codes(text: str, length: int, end: bool = False) -> list[int]:
-    """A text as numbers, padded; `end` marks its end."""
+    """A text as an array of codes, padded; `end` marks its end."""
     found = [_CODES[character] for character in text.lower()] + [END] * end
     return found + [PAD] * (length - len(found))
 
@@ -70,11 +70,11 @@ def _pairs(sources: list[list[int]], targets: list[list[int]]) -> dict[str, np.n
 
 @functools.cache
 def held_out(corpus: str) -> dict[str, np.ndarray]:
-    """Pairs of one of the corpora by a seed that no training uses."""
+    """Pairs of one of the corpora, drawn with a seed that no training uses."""
     return {"dates": dates, "numerals": numerals}[corpus](np.random.default_rng(10**6), 512)
 
 
 def whole_sequences(predicted: np.ndarray, test: dict[str, np.ndarray]) -> float:
-    """Percentage of targets that are predicted without one error (up to their end)."""
+    """Percentage of targets that are predicted without any error (up to their end)."""
     same = (np.asarray(predicted) == test["target"]) | (test["target"] == PAD)
     return 100 * float(np.mean(same.all(1)))

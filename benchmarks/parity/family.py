@@ -1,4 +1,4 @@
-"""What a model family of the parity suite consists of: float32 models, data, loss, metric, hyperparameters."""
+"""The parts of a model family of the parity suite: float32 models, data, loss, metric, hyperparameters."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Models:
         return self[MODEL](*args, **kwargs)
 
     def training(self, *args: Any, name: str = MODEL) -> tuple[Any, Any]:
-        """The outputs of a model that is told to train, and its new variables."""
+        """The outputs of a model in training mode, and its new variables."""
         return self[name](*args, train=True, mutable=[STATISTICS])
 
 
@@ -41,25 +41,25 @@ Loss = Callable[[Models, Batch], tuple[jax.Array, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """One small training task. Nothing in it says anything about precision.
+    """One small training task, independent of precision.
 
     Attributes:
-        name: as it is shown.
-        data: what the data are, where they come from, under which licence.
-        metric: name of the held-out metric.
-        larger_is_better: about the metric.
-        modules: the models by name; most families have one, named "model".
-        losses: for each trained model, in order: from models and a batch to the loss and the model's new
-            variables that are no parameters (batch statistics).
-        example: from a batch to the arguments that initialise each model.
-        batch: draws a training batch.
-        test: the held-out data.
-        predict: from models and the held-out data to whatever `score` needs; runs under the policy.
-        score: from predictions and the held-out data to the metric; NumPy, no precision.
-        optimizer: of each model.
-        steps: of a training.
-        prepare: what a step does to its batch before the update (rollouts, generated samples); runs under the policy.
-        passes: updates on each prepared batch.
+        name: The displayed name.
+        data: A description of the data, their source and their licence.
+        metric: Name of the held-out metric.
+        larger_is_better: Whether larger values of the metric are better.
+        modules: The models by name; most families have one, named "model".
+        losses: For each trained model, in order: maps models and a batch to the loss and the model's new
+            variables that are not parameters (batch statistics).
+        example: Maps a batch to the arguments that initialise each model.
+        batch: Draws a training batch.
+        test: The held-out data.
+        predict: Maps models and the held-out data to the inputs of `score`; runs under the policy.
+        score: Maps predictions and the held-out data to the metric; in NumPy, outside the policy.
+        optimizer: The optimizer of each model.
+        steps: Number of steps of a training.
+        prepare: Processes a step's batch before the update (rollouts, generated samples); runs under the policy.
+        passes: Number of updates on each prepared batch.
     """
 
     name: str
@@ -98,12 +98,12 @@ def draw(rng: np.random.Generator, data: Mapping[str, np.ndarray], size: int) ->
 
 
 def accuracy(predicted: np.ndarray, test: Mapping[str, np.ndarray]) -> float:
-    """Percentage of predicted classes that are the labels."""
+    """Percentage of predicted classes that equal the labels."""
     return 100 * float(np.mean(np.asarray(predicted) == test["label"]))
 
 
 def as_float(value: Any, test: Batch) -> float:
-    """A metric that `predict` has computed already."""
+    """A metric that `predict` has already computed."""
     return float(value)
 
 

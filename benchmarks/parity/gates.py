@@ -1,9 +1,9 @@
 """Why MobileNet's gradients differ most from float32's: `python -m benchmarks.parity.gates`.
 
-The relative error of the gradients at initialisation, float16 by autocast against float32, of MobileNet as it is and
-with one thing changed at a time: dense convolutions in the place of depthwise ones, a smooth activation in the place of
-ReLU6. A gate that rounding closes or opens changes its element of the gradient by all of it, so a share f of flipped
-gates makes an error of about the root of f, whatever the arithmetic of the convolutions.
+The relative error of the gradients at initialisation, float16 by autocast against float32, of MobileNet unchanged and
+with one change at a time: dense convolutions instead of depthwise ones, or a smooth activation instead of ReLU6. A gate
+that rounding closes or opens changes its whole element of the gradient. A share f of flipped gates therefore causes an
+error of about the square root of f, whatever the arithmetic of the convolutions.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ VARIANTS = {
 
 
 def gradient_error(model: MobileNet, policy: str, seed: int = 0, run: Callable[..., Any] = jax.jit) -> float:
-    """The distance of all gradients from float32's, relative to these; `run` carries out each traced function."""
+    """The relative distance of all gradients from float32's; `run` executes each traced function."""
     batch = FAMILY.batch(np.random.default_rng(seed))
     variables = run(lambda key: model.init(key, batch["image"], True))(cheap_keys.key(seed))
 
@@ -37,7 +37,7 @@ def gradient_error(model: MobileNet, policy: str, seed: int = 0, run: Callable[.
         return FAMILY.losses[MODEL](models, batch)[0]
 
     def gradients(params: Any) -> tuple[Any, Any]:
-        # The same scale in both, where it changes nothing but what float16 can hold.
+        # A scale of 2**10, divided out again, keeps the gradients in float16's range.
         half = mpjax.autocast(loss, policy)
         return jax.grad(loss)(params), jax.tree.map(lambda g: g / 2**10, jax.grad(lambda p: 2**10 * half(p))(params))
 

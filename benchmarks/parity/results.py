@@ -18,7 +18,7 @@ SIGNS = {"equal": "=", "better": "better", "worse": "**worse**", "unclear": "?"}
 
 
 def row(family: Family, report: ParityReport) -> Row:
-    """What is kept of a family."""
+    """The stored results of a family."""
     baseline = [run.metric for run in report.runs_of(report.baseline)]
     return {
         "name": family.name,
@@ -81,7 +81,7 @@ def table(results: dict[str, Row]) -> str:
 
 
 def _counts(results: dict[str, Row], policies: list[str]) -> list[str]:
-    """How often each verdict was given, and what the data are."""
+    """The count of each verdict, and a description of the data."""
     lines = []
     for policy in policies:
         kinds = [found["policies"][policy]["kind"] for found in results.values() if policy in found["policies"]]
@@ -126,7 +126,7 @@ def plot(path: pathlib.Path, results: dict[str, Row]) -> None:
             given = found["policies"].get(policy)
             if given is None or not math.isfinite(given["mean"]) or not given["noise"]:
                 continue
-            # To the right is better, whatever the metric.
+            # Further right is better for every metric.
             sign = (1 if found["larger_is_better"] else -1) / given["noise"]
             ends = sorted((given["low"] * sign, given["high"] * sign))
             panel.plot([max(min(end, 4), -4) for end in ends], [height] * 2, color=colours[given["kind"]])

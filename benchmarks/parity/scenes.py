@@ -47,7 +47,7 @@ def scenes(rng: np.random.Generator, count: int, train: bool = True) -> Scene:
 
 
 def overlaps(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Intersection over union of every box of `a` with every one of `b`."""
+    """Intersection over union of every box of `a` with every box of `b`."""
     low, high = np.maximum(a[:, None, :2], b[None, :, :2]), np.minimum(a[:, None, 2:], b[None, :, 2:])
     shared = np.clip(high - low, 0, None).prod(-1)
     area = (a[:, 2:] - a[:, :2]).prod(-1)[:, None] + (b[:, 2:] - b[:, :2]).prod(-1)[None]
@@ -56,7 +56,7 @@ def overlaps(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 @functools.cache
 def anchors() -> np.ndarray:
-    """One anchor a cell of the 8×8 and the 4×4 feature map: [80, 4]."""
+    """One anchor per cell of the 8×8 and the 4×4 feature map: [80, 4]."""
     found = []
     for stride, size in zip((4, 8), SIZES, strict=True):
         centre = np.arange(SIDE // stride) * stride + stride / 2
@@ -66,7 +66,7 @@ def anchors() -> np.ndarray:
 
 
 def with_targets(scene: Scene) -> Scene:
-    """What the anchors should say: a class (10: background) and offsets, by overlap of 0.5 or the best one."""
+    """The images and the anchors' targets: a class (10: background) and offsets, by overlap of 0.5 or the best one."""
     sizes = (anchors()[:, 2:] - anchors()[:, :2]).astype(np.float32)
     classes = np.full((len(scene["image"]), len(sizes)), CLASSES, np.int32)
     offsets = np.zeros((*classes.shape, 4), np.float32)
@@ -90,8 +90,8 @@ def average_precision(predicted: tuple[np.ndarray, np.ndarray], test: Scene) -> 
     """Mean average precision over the classes at an overlap of 0.5, in percent.
 
     Args:
-        predicted: scores [n, 80, 10] and offsets [n, 80, 4].
-        test: the scenes.
+        predicted: Scores [n, 80, 10] and offsets [n, 80, 4].
+        test: The scenes.
     """
     scores, offsets = (np.asarray(x, np.float32) for x in predicted)
     boxes = anchors() + offsets * np.tile(anchors()[:, 2:] - anchors()[:, :2], 2)

@@ -5,7 +5,7 @@ scikit-image        photographs of brick, grass and gravel (CC0)
 Python              the source of its standard library and its manual's topics (PSF licence 2.0)
 vega_datasets       monthly employment by US industry, 2006 to 2015 (Bureau of Labor Statistics, public domain)
 vaderSentiment      7,500 words, each rated by ten people (MIT licence)
-espeakng-loader     a speech synthesiser (GPL 3; what it speaks is free)
+espeakng-loader     a speech synthesiser (GPL 3; its output is free)
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Split = tuple[np.ndarray, np.ndarray]
 
 
 def package_file(package: str, *parts: str) -> pathlib.Path:
-    """A file of an installed package, which is not imported."""
+    """A file of an installed package, without importing the package."""
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         raise ModuleNotFoundError(
@@ -33,7 +33,7 @@ def package_file(package: str, *parts: str) -> pathlib.Path:
 
 @functools.cache
 def digits(train: int = 600) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Images [n, 8, 8, 1] of mean 0 and deviation 1 with their labels: training and held-out."""
+    """Images [n, 8, 8, 1] with mean 0 and standard deviation 1, and their labels: training and held-out."""
     from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)
@@ -67,7 +67,7 @@ def windows(rng: np.random.Generator, codes: np.ndarray, count: int, length: int
 
 @functools.cache
 def standard_library(packages: tuple[str, ...] = ()) -> dict[str, str]:
-    """Source of the standard library by file name, of these packages or of all top-level modules."""
+    """Source of the standard library by file name: of the given packages, or of all top-level modules."""
     root = pathlib.Path(sysconfig.get_path("stdlib"))
     files = [f for p in packages for f in sorted((root / p).glob("*.py"))] if packages else sorted(root.glob("*.py"))
     texts = {str(f.relative_to(root)): f.read_text(errors="replace") for f in files}

@@ -1,4 +1,4 @@
-"""Spoken words by espeak-ng: log-mel spectrograms with their spelling, and the waves themselves."""
+"""Spoken words by espeak-ng: log-mel spectrograms with their spelling, and waveforms."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _utterances(words: list[str], voices: list[str]) -> Utterances:
 
 @functools.cache
 def speakers() -> tuple[Utterances, Utterances]:
-    """Number words: by twelve voices to train, by four others held out."""
+    """Number words: twelve voices for training, four others held out."""
     parts = []
     for voices in (TRAIN_VOICES, TEST_VOICES):
         pairs = [(word, voice) for voice in voices for word in NUMBERS]
@@ -88,7 +88,7 @@ def speakers() -> tuple[Utterances, Utterances]:
 
 @functools.cache
 def vocabulary() -> tuple[Utterances, Utterances]:
-    """The Python manual's most frequent words by one voice: 240 to train, 60 others held out."""
+    """The Python manual's most frequent words by one voice: 240 for training, 60 others held out."""
     text = "".join(chr(code + 31) for code in manual()[0]).lower()
     counts: dict[str, int] = {}
     for word in re.findall(rf"\b[a-z]{{3,{LETTERS}}}\b", text):
@@ -100,7 +100,7 @@ def vocabulary() -> tuple[Utterances, Utterances]:
 
 @functools.cache
 def waves() -> tuple[np.ndarray, np.ndarray]:
-    """Number words as one wave at 8 kHz of deviation 1: a voice to train, and another of its words held out."""
+    """Number words of four voices as waveforms at 8 kHz with standard deviation 1; every fifth word is held out."""
     voices = [v for v in TRAIN_VOICES[:4] for _ in NUMBERS]
     wave = [x[::2] for x in _spoken(NUMBERS * 4, voices)]
     train = [x for i, x in enumerate(wave) if i % 5]
@@ -121,7 +121,7 @@ def errors(logits: np.ndarray, test: Utterances) -> float:
 
 
 def _distance(a: list[int], b: list[int]) -> int:
-    """Levenshtein's."""
+    """Levenshtein distance."""
     row = list(range(len(b) + 1))
     for i, x in enumerate(a, 1):
         before, row[0] = row[0], i

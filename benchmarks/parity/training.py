@@ -1,4 +1,4 @@
-"""Puts a policy on a family: the only place of the parity suite that knows about precision.
+"""Applies a policy to a family: the only module of the parity suite that concerns precision.
 
 float32                     nothing
 mixed_float16, ...          `mpjax.autocast` on each loss
@@ -68,7 +68,7 @@ class Training:
         self.tx: Any = (
             mpjax.static_loss_scale(inner, 1.0) if policy == "static 1" else mpjax.loss_scale_for(self.policy, inner)
         )
-        # with_policy keeps the float32 model's parameters, so only half parameters need an initialisation of their own.
+        # with_policy keeps the float32 model's parameters, so only half parameters need their own initialisation.
         made_by = self.modules if policy == "O2" else family.modules
         self._init_variables = _initializer(family) if made_by is family.modules else jax.jit(_init(family, made_by))
         self._init_optimizers = jax.jit(
@@ -89,7 +89,7 @@ class Training:
         return self.family.score(jax.tree.map(np.asarray, self._predict(state["variables"], test)), test)
 
     def _for_use(self, variables: Any) -> Models:
-        """The models outside of a loss, where each is cast on its own."""
+        """The models outside of a loss, where each is cast separately."""
         return Models({name: self.cast(apply) for name, apply in self.applies.items()}, variables)
 
     def _step(self, state: State, batch: Batch) -> tuple[State, jax.Array]:
@@ -145,7 +145,7 @@ def _initializer(family: Family) -> Any:
 
 
 def make(family_name: str, policy: str, seed: int) -> mpjax.Training:
-    """A training as `mpjax.parity` takes it."""
+    """A training function for `mpjax.parity`."""
     training = _training(family_name, policy)
     return mpjax.Training(
         training.init(seed),
