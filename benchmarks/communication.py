@@ -255,7 +255,7 @@ def summary(row: dict[str, Any]) -> dict[str, int]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Markdown: a row for each layout, number of devices and form."""
+    """A Markdown table with a row for each layout, number of devices and form."""
     lines = [
         "| layout | devices | form | gathered, MB | of float32's | summed in float32, MB | summed in half, MB "
         "| predicates | other, MB | gradient error, one device | all devices |",

@@ -1,4 +1,4 @@
-"""Which known faults of mixed precision libraries each library has: `python -m benchmarks.faults`.
+"""Known faults of mixed precision libraries, tested on each library: `python -m benchmarks.faults`.
 
 Each cell is the result of running the library: "has it", "not", or "fails" with the error. "n.a." means that the
 library lacks the feature concerned. `benchmarks/fault_probes/` holds the programs.
@@ -46,7 +46,7 @@ def run(faults: list[Fault] = FAULTS, libraries: tuple[str, ...] = LIBRARIES) ->
 
 
 def table(results: dict[str, dict[str, str]]) -> str:
-    """Markdown: a row for each fault, a column for each library."""
+    """A Markdown table with a row for each fault and a column for each library."""
     libraries = list(next(iter(results.values())))
     lines = [f"| fault | {' | '.join(libraries)} |", "|---" * (len(libraries) + 1) + "|"]
     for name, cells in results.items():

@@ -29,7 +29,7 @@ from typing import Any
 MODE, REPORT, DTYPE = "MPJAX_FOREIGN_MODE", "MPJAX_FOREIGN_REPORT", "MPJAX_FOREIGN_DTYPE"
 TOLERANCE = 0.05
 CONTROL_FLOW = "control flow on values"
-# What a traced function can't do: `if x > 0`, `float(x)`, `np.asarray(x)`.
+# Operations that a traced function does not support: `if x > 0`, `float(x)`, `np.asarray(x)`.
 _CONCRETE = (
     "TracerBoolConversionError",
     "ConcretizationTypeError",
@@ -251,7 +251,7 @@ def run_tests(path: pathlib.Path, tests: list[str], mode: str, options: argparse
 
 
 def limit_of(cause: str) -> str:
-    """Why a test that fails when its functions are put in `jax.jit` can't pass under autocast."""
+    """Why a test that fails with its functions in `jax.jit` can't pass under autocast."""
     return CONTROL_FLOW if any(name in cause for name in _CONCRETE) else "JAX's own limit"
 
 

@@ -24,8 +24,8 @@ HALVES = ("float16", "bfloat16")
 class Goal:
     """A bound and the worst measurement under it.
 
-    `measured` is None until there is a measurement. `planned` is the worst of XLA's plans, made without a GPU; a plan
-    is not a measurement, and is left out once there is one.
+    `measured` is None until there is a measurement. `planned` is the worst of XLA's plans, which need no GPU. A plan is
+    not a measurement, and is omitted once there is one.
     """
 
     what: str

@@ -1,6 +1,6 @@
-"""The most telling results of the benchmarks, in six rows: `python -m benchmarks.headlines`.
+"""The main results of the benchmarks in six rows: `python -m benchmarks.headlines`.
 
-The README and the results page lead with them.
+The README and the results page begin with them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def headlines(folder: pathlib.Path) -> list[Headline]:
 
 
 def table(rows: list[Headline], link: str = "") -> str:
-    """The rows as Markdown; `link` is the page that their sources are sections of."""
+    """The rows as Markdown; `link` is the page that contains their source sections."""
     return "\n".join(["| what | mpjax | others | source |", "|---|---|---|---|", *(row.row(link) for row in rows)])
 
 

@@ -147,7 +147,7 @@ def measure_watch(rounds: int) -> Row:
 
 
 def table(results: Row) -> str:
-    """Markdown: the times by model, then the steps of `watch`."""
+    """Markdown tables of the times by model, then of the steps of `watch`."""
     lines = []
     if results.get("times"):
         lines += [

@@ -55,7 +55,7 @@ def under_keras_policy(fun: Callable[..., Any], policy: str) -> Callable[..., An
 
 
 def register() -> Program | None:
-    """Adds the program to the zoo; None where Keras is not installed."""
+    """Adds the program to the zoo; returns None if Keras is not installed."""
     if importlib.util.find_spec("keras") is None:
         return None
 

@@ -41,14 +41,14 @@ IMPORTS = "import jax, flax.linen, flax.nnx, optax\n"
 
 
 class Counts:
-    """FLOPs of matmuls by dtype in programs that differentiate, and repetitions."""
+    """Counts matmul FLOPs by dtype in programs with gradients, and repeated gradients."""
 
     def __init__(self) -> None:
         self.half = self.all = 0
         self.steps: dict[int, Any] = {}
 
     def saw(self, program: Any, jaxpr: Any) -> None:
-        """Counts a program."""
+        """Counts the matmul FLOPs of a program."""
         from mpjax.launcher.reruns import running_sites
 
         if program.differentiates:
@@ -57,11 +57,11 @@ class Counts:
                 self.half += site.flops * all(v.aval.dtype.itemsize == 2 for v in site.eqn.invars[:2])
 
     def stepped(self, compiled: Any) -> None:
-        """Keeps a step."""
+        """Records a compiled step."""
         self.steps[id(compiled)] = compiled
 
     def repeated(self) -> int | None:
-        """Gradients that were repeated at a lower scale; None where the step could not count them."""
+        """Number of gradients repeated at a lower scale; None if the step could not count them."""
         from mpjax.launcher.session import CALLS, RETRIES
 
         rows = [step.counts for step in self.steps.values() if step.counts is not None]
@@ -119,7 +119,7 @@ def measure_startup(rounds: int) -> dict[str, Any]:
         script = pathlib.Path(folder) / "script.py"
         script.write_text(IMPORTS)
         plain, launched = [sys.executable, str(script)], [sys.executable, "-m", "mpjax", "run", "--quiet", str(script)]
-        cpu_seconds(plain), cpu_seconds(launched)  # byte code
+        cpu_seconds(plain), cpu_seconds(launched)  # compiles the bytecode
         pairs = [(cpu_seconds(plain), cpu_seconds(launched)) for _ in range(rounds)]
     more = [b - a for a, b in pairs]
     return {

@@ -44,7 +44,7 @@ Wrap = Callable[[optax.GradientTransformation], optax.GradientTransformation]
 FILE = "lean_state"
 HALF = "bfloat16"
 TASKS = ("rossmann", "sentiment", "graph")
-# Rows of a batch; 0 is the update alone. A row is a token: each costs 6 operations a parameter.
+# Rows of a batch; 0 is the update alone. A row is a token: each costs 6 operations per parameter.
 BATCHES = (0, 256, 4096)
 WIDTH, LAYERS = 512, 4
 
@@ -96,7 +96,7 @@ def _loss(params: Iterable[jax.Array], x: jax.Array) -> jax.Array:
 
 
 def _step(form: str, rows: int) -> tuple[Any, list[Any], Any]:
-    """The compiled step of a form with donated parameters and state, what it carries, and its other argument."""
+    """The compiled step of a form with donated parameters and state, its carried state, and its other argument."""
     dtype, tx = optimizer(form)
     rng = np.random.default_rng(0)
     draws = [rng.normal(size=(WIDTH, WIDTH)).astype(np.float32) for _ in range(LAYERS)]

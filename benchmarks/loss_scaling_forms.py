@@ -97,8 +97,8 @@ def _scaled_by_hand(tx: optax.GradientTransformation, loss_fn: Loss) -> Step:
 
 
 def _where(dynamic: optax.GradientTransformation, tx: optax.GradientTransformation, loss_fn: Loss) -> Step:
-    """Always computes the update and keeps or drops it by `where`: mpjax without `lax.cond`."""
-    # Updates only the loss scale state, through an optimizer without work.
+    """Always computes the update, and selects or discards it with `where`: mpjax without `lax.cond`."""
+    # Updates only the loss scale state, with a trivial optimizer.
     bookkeeping = mpjax.dynamic_loss_scale(optax.identity())
 
     def step(params: Any, state: Any, x: jax.Array, y: jax.Array) -> tuple[Any, Any, jax.Array]:

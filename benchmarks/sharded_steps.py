@@ -62,7 +62,7 @@ def collectives(compiled: Any) -> dict[str, list[str]]:
 
 
 def added(of: dict[str, list[str]], to: dict[str, list[str]]) -> dict[str, list[str]]:
-    """The collectives of a program that another one lacks."""
+    """The collectives of a program that are missing in another."""
     result = {}
     for kind, types in of.items():
         rest = list(types)
@@ -77,7 +77,7 @@ def added(of: dict[str, list[str]], to: dict[str, list[str]]) -> dict[str, list[
 def measure(
     params: Any, loss_fn: Loss, x: jax.Array, y: jax.Array, timed: Callable[[dict[str, Any]], dict[str, Any]]
 ) -> dict[str, dict[str, Any]]:
-    """Rows of times, temporary bytes for each device, and collectives added, by form."""
+    """Times, temporary bytes per device, and added collectives, by form."""
     steps = compiled_steps(params, loss_fn, x, y)
     carried = {name: args[:2] for name, (_, args) in steps.items()}
 
