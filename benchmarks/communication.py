@@ -1,6 +1,6 @@
 """The data that a sharded training step sends between devices: `python -m benchmarks.communication`.
 
-Compiles one step of a residual network for 8 and for 64 CPU devices (XLA's own; none needs to exist) and lists the
+Compiles one step of a residual network for 8 and for 64 simulated CPU devices and lists the
 collectives that the partitioner inserted: data parallel, FSDP (parameters and Adam's state sharded), FSDP with tensor
 parallelism, and FSDP with the layers in a `scan`; in float32, in half by hand, by `autocast` and by `with_policy`.
 

@@ -119,7 +119,7 @@ def _flax_scale() -> DynamicScale:
 
 
 def _flax(tx: optax.GradientTransformation, loss_fn: Loss) -> Step:
-    """As Flax's examples do."""
+    """As in Flax's examples."""
 
     def step(params: Any, state: Any, x: jax.Array, y: jax.Array) -> tuple[Any, Any, jax.Array]:
         opt_state, scale = state
@@ -138,7 +138,7 @@ def _jmp_scale() -> tuple[jax.Array, jax.Array]:
 
 
 def _jmp(tx: optax.GradientTransformation, loss_fn: Loss) -> Step:
-    """As jmp's README does."""
+    """As in jmp's README."""
 
     def step(params: Any, state: Any, x: jax.Array, y: jax.Array) -> tuple[Any, Any, jax.Array]:
         opt_state, arrays = state
@@ -167,7 +167,7 @@ def _mpx_scale() -> Any:
 
 
 def _mpx(tx: optax.GradientTransformation, loss_fn: Loss) -> Step:
-    """As its README does; it casts params and batch to float16 itself and supports no other half dtype."""
+    """As in its README. It casts params and batch to float16 itself and supports no other half dtype."""
 
     def step(params: Any, state: Any, x: jax.Array, y: jax.Array) -> tuple[Any, Any, jax.Array]:
         import mpx
