@@ -69,7 +69,7 @@ def rules() -> str:
         Op.INFER: "Runs in the widest dtype among its activations.",
         Op.WIDE: "Runs in float32 because its derivative is a sum; its result counts as its input does.",
         Op.MOVE: "Moves elements without arithmetic: any dtype will do.",
-        Op.READ: "The result is no float (a comparison, an index): reads the widest dtype that is stored.",
+        Op.READ: "The result is not a float (a comparison, an index): reads the widest dtype that is stored.",
         Op.CONVERT: "A cast that the user or `jax.numpy` wrote: kept.",
         Op.ENTER: "Has sub-jaxprs: autocast plans what is in them.",
         Op.OPAQUE: "Called with the dtypes that it was traced for.",

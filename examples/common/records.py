@@ -211,7 +211,7 @@ def _tfrecord_offsets(path: Path) -> np.ndarray:
             after = place + 16 + (struct.unpack("<Q", header[:8])[0] if len(header) == 12 else size)
             if after > size:
                 raise UsageError(
-                    f"{str(path)!r} is no whole, uncompressed TFRecord file: the record at byte {place} goes beyond "
+                    f"{str(path)!r} is not a whole, uncompressed TFRecord file: the record at byte {place} goes beyond "
                     f"its end, {size}. Unpack it, or copy it again."
                 )
             offsets.append(place)
@@ -243,7 +243,7 @@ class TarFiles(Records):
                 self._index(shard, path)
             except (tarfile.TarError, OSError) as error:
                 raise UsageError(
-                    f"{str(path)!r} is no whole, uncompressed tar file: {one_line(error)}. Unpack it, or copy it again."
+                    f"{str(path)!r} is not a whole, uncompressed tar file: {one_line(error)}. Unpack or copy it again."
                 ) from error
 
     def _index(self, shard: int, path: Path) -> None:

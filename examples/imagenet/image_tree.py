@@ -74,7 +74,7 @@ def list_tree(root: Path, splits: Sequence[str] = ("train", "val")) -> tuple[lis
             )
     if other:
         kinds = ", ".join(f"{count} {ending}" for ending, count in other.most_common(5))
-        print(f"{root}: {other.total()} files that are no images by their names are left out: {kinds}", file=sys.stderr)
+        print(f"{root}: {other.total()} files without an image's name are left out: {kinds}", file=sys.stderr)
     return classes, found
 
 

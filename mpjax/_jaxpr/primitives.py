@@ -285,7 +285,7 @@ tie                                   infer    outputs
 iota                                  infer    nothing  mask exact
 empty                                 infer    nothing  exact
 empty2                                infer    nothing  exact
-# The result is no float.
+# The result is not a float.
 eq                                    read     -        mask
 ne                                    read     -        mask
 lt                                    read     -        mask

@@ -304,7 +304,7 @@ def _opaque(inference: Inference, eqn: Any, listing: Listing) -> Step:
 
 
 def _read(inference: Inference, eqn: Any, listing: Listing) -> Step:
-    return inference.in_float32(eqn, listing, Level.COMPUTED, "its result is no float")
+    return inference.in_float32(eqn, listing, Level.COMPUTED, "its result is not a float")
 
 
 def _infer(inference: Inference, eqn: Any, listing: Listing) -> Step:

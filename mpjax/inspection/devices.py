@@ -111,7 +111,7 @@ def device_of(name: str) -> Device:
     close = difflib.get_close_matches(name.upper(), DEVICES, 1)
     hint = f" (did you mean {close[0]!r}?)" if close else ""
     raise ValueError(
-        f"{name!r} is no device whose peak rates are known{hint}; there are {', '.join(DEVICES)}. Give any other by "
+        f"{name!r} is not a device whose peak rates are known{hint}; there are {', '.join(DEVICES)}. Give any other by "
         "three numbers, 'GB/s,TFLOP/s,TFLOP/s': the bandwidth of its memory, its rate in half and its rate in float32."
     )
 

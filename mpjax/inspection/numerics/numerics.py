@@ -91,7 +91,7 @@ def numerics(
     """
     half = np.dtype(jnp.dtype(dtype))
     if half not in HALF_DTYPES:
-        raise ValueError(f"numerics: dtype={dtype!r} is no half dtype; give 'float16' or 'bfloat16'.")
+        raise ValueError(f"numerics: dtype={dtype!r} is not a half dtype; give 'float16' or 'bfloat16'.")
     state = None if loss_scale is None else scale_state(loss_scale)
     scale = 1.0 if state is None else float(np.max(state.loss_scale))
     measuring = _Measuring(Loss(fun, argnums, has_aux), state, scale, Limits.of(half))

@@ -49,7 +49,7 @@ def given_to(make: Callable[..., Any], policy: str, remedy: Remedy) -> tuple[str
             get_policy(policy)
         except ValueError as error:
             raise ValueError(
-                f"{policy!r} is no policy of mpjax's to add overrides to, and make takes no keyword argument "
+                f"{policy!r} is not an mpjax policy to add overrides to, and make takes no keyword argument "
                 "overrides=()"
             ) from error
         policy = ";".join([policy, *(f"{pattern}=>{dtype}" for pattern, dtype in remedy.overrides)])

@@ -186,8 +186,8 @@ class _Runs:
             if not same:
                 raise ValueError(
                     f"parity: seed {run.seed} has other batches under {run.policy!r} ({len(run.losses)} steps) than "
-                    f"under {other.policy!r} ({len(other.losses)} steps), so the runs are no pair. make's batches may "
-                    "depend on the seed alone: not on the policy, nor on what an earlier run has used up."
+                    f"under {other.policy!r} ({len(other.losses)} steps), so the runs are not a pair. make's batches "
+                    "may depend on the seed alone: not on the policy, nor on what an earlier run has used up."
                 )
 
     def compared(self, policy: str, baseline: str, seeds: Sequence[int]) -> Comparison:

@@ -120,7 +120,7 @@ def made(make: Callable[..., Any], policy: str, seed: int, **extras: Any) -> Tra
         )
     for name in ("step", "metric"):
         if not callable(getattr(training, name)):
-            raise TypeError(f"parity: make({policy!r}, {seed}) returned a {name} that is no function.")
+            raise TypeError(f"parity: make({policy!r}, {seed}) returned a {name} that is not a function.")
     return training
 
 

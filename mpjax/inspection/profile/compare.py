@@ -161,9 +161,9 @@ def read(profile: Profiled) -> Mapping[str, Any]:
         try:
             found = json.load(file)
         except ValueError as error:
-            raise ValueError(f"{os.fspath(profile)!r} is no JSON: {error}") from error
+            raise ValueError(f"{os.fspath(profile)!r} is not JSON: {error}") from error
     if not isinstance(found, dict) or not {"step_seconds", "modules", "device"} <= set(found):
-        raise ValueError(f"{os.fspath(profile)!r} is no profile: write one with to_json, or --json")
+        raise ValueError(f"{os.fspath(profile)!r} is not a profile: write one with to_json, or --json")
     return found
 
 

@@ -196,8 +196,8 @@ def overwritten(path: str) -> Callable[[Path], Any]:
 
 
 REFUSED = [
-    ("tfrecord", lambda r: cut_short(r / "photos-train.tfrecord-00001-of-00002"), "no whole, uncompressed TFRecord"),
-    ("webdataset", overwritten("train/photos-0001.tar"), "no whole, uncompressed tar"),
+    ("tfrecord", lambda r: cut_short(r / "photos-train.tfrecord-00001-of-00002"), "not a whole, uncompressed TFRecord"),
+    ("webdataset", overwritten("train/photos-0001.tar"), "not a whole, uncompressed tar"),
     ("array_record", overwritten("photos-train.array_record-00000-of-00002"), "ArrayRecord files can't be read"),
     ("webdataset", lambda r: (r / "val").rename(r / "rest"), "no shard of the split 'val'.* 'rest/photos-0000.tar'"),
     ("webdataset", lambda r: (r / "train/photos.tfrecord").touch(), "several formats .TFRecord, WebDataset."),

@@ -211,7 +211,7 @@ def test_a_share_below_a_hundredth_of_a_percent_is_in_percent_as_the_others(line
 
 def test_what_can_not_be_measured_is_refused():
     x = np.ones(2, np.float32)
-    with pytest.raises(ValueError, match="dtype='float32' is no half dtype"):
+    with pytest.raises(ValueError, match="dtype='float32' is not a half dtype"):
         mpjax.numerics(jnp.sum, x, dtype="float32")
     with pytest.raises(ValueError, match="batches is empty"):
         mpjax.numerics(jnp.sum, batches=[])

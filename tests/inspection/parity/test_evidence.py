@@ -148,7 +148,7 @@ def test_overrides_reach_make_as_an_argument_or_in_the_text_of_the_policy():
 
     assert given_to(full, "mine", remedy) == ("mine", {"overrides": remedy.overrides})
     assert given_to(plain, "mixed_bfloat16", remedy) == ("mixed_bfloat16;*/head=>float32", {})
-    with pytest.raises(ValueError, match=r"'mine' is no policy of mpjax's.*overrides=\(\)"):
+    with pytest.raises(ValueError, match=r"'mine' is not an mpjax policy.*overrides=\(\)"):
         given_to(plain, "mine", remedy)
     with pytest.raises(ValueError, match="loss_scale=None"):
         given_to(plain, "mixed_float16", Remedy(loss_scale=8.0))

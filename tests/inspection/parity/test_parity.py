@@ -220,7 +220,7 @@ def test_a_step_may_return_the_losses_of_several_steps():
     [
         (3, "returned a int"),
         ((0, 1), r"returned a tuple of 2; return an mpjax.Training, or a tuple \(state, step, batches, metric\)"),
-        ((0, 1, [0], float), "returned a step that is no function"),
+        ((0, 1, [0], float), "returned a step that is not a function"),
         ((0, lambda s, b: s, [0], float), r"step returned a int; return \(state, loss\)"),
         ((0, lambda s, b: (s, s, s), [0], float), "step returned 3 values"),
         ((0, lambda s, b: (s, np.ones((2, 2))), [0], float), r"loss of shape \(2, 2\)"),

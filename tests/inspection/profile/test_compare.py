@@ -108,7 +108,7 @@ def test_a_report_against_an_earlier_one_begins_with_what_changed(profiles):
 
 
 def test_what_is_no_profile_is_refused_before_the_step_runs(tmp_path):
-    for text, words in (("{}", "is no profile"), ("nothing", "is no JSON")):
+    for text, words in (("{}", "is not a profile"), ("nothing", "is not JSON")):
         (tmp_path / "r.json").write_text(text)
         with pytest.raises(ValueError, match=words):
             mpjax.profile(lambda x: 1 / 0, 1.0, against=tmp_path / "r.json")
