@@ -57,7 +57,7 @@ def with_mpx(fun: Callable[..., Any], policy: str) -> Callable[..., Any]:
 
 
 def casters(program: Program, regions: bool = False) -> dict[str, harness.Caster]:
-    """The tools that apply to a program; with `regions`, only autocast, with and without rematerialisation regions."""
+    """The tools that apply to a program; with `regions`, autocast without them replaces jmp, mpx and with_policy."""
     tools: dict[str, harness.Caster] = {
         "float32": harness.identity,
         "mpjax.autocast": mpjax.autocast,

@@ -31,7 +31,7 @@ WIDTH, HIDDEN, LAYERS, ROWS_EACH = 256, 1024, 3, 64
 def measure(
     devices: int, half: str, layouts: tuple[str, ...] = LAYOUTS, forms: tuple[str, ...] = FORMS, among: Any = None
 ) -> list[Any]:
-    """The rows for a number of devices. Without `among`, this process must have exactly that many."""
+    """The rows for `devices` devices: those in `among`, or those of this process, which must then have that many."""
     import jax
 
     if among is None and len(jax.devices()) != devices:

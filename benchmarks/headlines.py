@@ -27,7 +27,7 @@ class Headline(NamedTuple):
     what: str
     mpjax: str
     others: str
-    title: str  # the section of the results page
+    title: str  # the title of a section of the results page
 
     def row(self, link: str = "") -> str:
         """The row of a Markdown table."""

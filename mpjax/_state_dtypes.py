@@ -47,7 +47,7 @@ def cast_like(state: Any, like: Any) -> Any:
 
 
 def warn_without_masters(state: Any, params: Any) -> None:
-    """Warns if params are half and nothing in the state keeps their rounding errors."""
+    """Warns if params are half and nothing in the state makes up for their rounding errors."""
     # Imported here, because these modules import loss_scale.
     from mpjax.lean_state.half_params import KahanState, StochasticRoundingState
     from mpjax.master_weights import MasterWeightsState

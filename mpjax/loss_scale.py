@@ -86,8 +86,8 @@ def dynamic_loss_scale(
         Extra arguments are passed to `inner`.
 
     Raises:
-        ValueError: an argument is out of range, or `update` runs in a pmap, or a shard_map without `check_vma`, and
-            `axis_name` is not given.
+        ValueError: an argument is out of range (checked when the transformation is built; the message quotes it), or
+            `update` runs in a pmap, or a shard_map without `check_vma`, and `axis_name` is not given.
         TypeError: `inner` is not an optax transformation.
 
     Warns:
@@ -316,7 +316,7 @@ def _check(ok: bool, name: str, value: Any, rule: str) -> None:
 
 
 def _count(name: str, value: Any) -> int:
-    """Checks a positive integer of any type, including NumPy's."""
+    """Converts a positive integer of any type, including NumPy's, to `int`. Raises for other values."""
     try:
         count = 0 if isinstance(value, bool) else operator.index(value)
     except TypeError:

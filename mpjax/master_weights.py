@@ -84,8 +84,8 @@ def master_weights(inner: optax.GradientTransformation, policy: Any = "O2") -> o
     def finish(others: Any, state: MasterWeightsState, params: Any, taken: Any = True) -> tuple[Any, Any]:
         """The updates that turn the params into the rounded masters, or zeros if the step was skipped."""
         deltas = jax.tree.map(functools.partial(_delta, taken), params, _full(state.master, params), others)
-        # The masters are params + delta in float32: this is within float32's rounding of the step, and makes
-        # "params are the rounded master" hold exactly.
+        # A master becomes params + delta, summed in float32, only where that sum misses the rounded master. It is then
+        # within float32's rounding of the step, and "params are the rounded master" holds exactly.
         masters = jax.tree.map(functools.partial(_reached, taken), params, deltas, state.master)
         return deltas, MasterWeightsState(masters, state.inner_state)
 

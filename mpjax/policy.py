@@ -317,7 +317,7 @@ def get_policy(policy: str | jmp.Policy) -> Policy:
             - the result of `str(policy)`, including overrides: `"p=f32,c=f16;*/head=>float32"`.
 
     Raises:
-        ValueError: the policy is anything else. The message lists the accepted forms.
+        ValueError: the policy is anything else. The message quotes it and lists the accepted forms.
 
     Example:
         >>> get_policy("mixed_bfloat16").compute_dtype

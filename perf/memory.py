@@ -60,8 +60,8 @@ def batch_sizes(start: int, growth: float, most: int) -> list[int]:
 def largest_batch(sizes: Sequence[int], bytes_needed: Callable[[int], int], limit: int) -> int | None:
     """The largest batch size whose step fits, found with a few compilations.
 
-    Memory is nearly linear in the batch size, so a line through two known sizes predicts the next one to try. The
-    search alternates with bisection, for plans that are not linear.
+    Memory is nearly linear in the batch size, so a line through two known sizes predicts the next one to try. Every
+    fourth attempt bisects instead, for plans that are not linear.
 
     Args:
         sizes: candidate batch sizes in ascending order.

@@ -1,7 +1,7 @@
 """Random keys that compile quickly: a hash of a counter instead of a cipher.
 
 Initialisation with `threefry` or `rbg` takes longer to compile than the gradient of the model. These random numbers are
-only good enough for weights and inputs of tests.
+good enough only for weights and inputs of tests.
 """
 
 from __future__ import annotations

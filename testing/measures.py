@@ -134,7 +134,7 @@ def risky_of(jaxpr: Any) -> list[Equation]:
 
 
 def _of_one(equation: Equation) -> bool:
-    """Whether a reduction has one element: JAX drops axes of length 1 with a sum."""
+    """Whether each sum of a reduction has one element: JAX drops axes of length 1 with a sum."""
     operand, result = equation.eqn.invars[0].aval, equation.eqn.outvars[0].aval
     return equation.name == "reduce_sum" and operand.size == result.size
 

@@ -19,7 +19,7 @@ _TENS = "_ _ twenty thirty forty fifty sixty seventy eighty ninety".split()
 
 
 def codes(text: str, length: int, end: bool = False) -> list[int]:
-    """A text as an array of codes, padded; `end` marks its end."""
+    """A text as a list of codes, padded; `end` marks its end."""
     found = [_CODES[character] for character in text.lower()] + [END] * end
     return found + [PAD] * (length - len(found))
 

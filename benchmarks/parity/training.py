@@ -145,7 +145,7 @@ def _initializer(family: Family) -> Any:
 
 
 def make(family_name: str, policy: str, seed: int) -> mpjax.Training:
-    """A training function for `mpjax.parity`."""
+    """The training of one run, for `mpjax.parity`."""
     training = _training(family_name, policy)
     return mpjax.Training(
         training.init(seed),

@@ -52,7 +52,7 @@ def h200() -> jax.sharding.Sharding | None:
 
 
 def h200s(count: int) -> list[jax.Device] | None:
-    """A number of H200 in one host, as compilation targets; None without the plugin."""
+    """`count` H200s in one host, as compilation targets; None without the plugin."""
     try:
         return topologies.get_topology_desc("h200", "cuda", target_config=_DESCRIPTION, topology=f"1x1x{count}").devices
     except NotImplementedError:  # no CUDA plugin is registered

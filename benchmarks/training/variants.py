@@ -1,4 +1,4 @@
-"""Named changes other than the precision (sizes, layouts, compiler options), and the models that each applies to."""
+"""Named changes to settings other than the precision (sizes, layouts, compiler options), and the models of each."""
 
 from __future__ import annotations
 

@@ -58,7 +58,8 @@ def measure(
 
     Returns:
         The last state, and a JSON object with the speed, latencies in milliseconds, memory, and the share of the input
-        pipeline. If `shown` is a mapping with `loss_scale` and `skipped_steps`, it also has their history.
+        pipeline. If `shown` is a mapping with `loss_scale` and `skipped_steps`, it also has the history of
+        the loss scale and the number of skipped steps.
     """
     clock = InputClock()
     before: Any = None

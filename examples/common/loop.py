@@ -52,8 +52,8 @@ def open_folder(config: RunConfig, kind: str = "") -> RunFolder:
     """Opens and locks the folder of a new or resumed run. Every process of the run must call this.
 
     Args:
-        config: the flags. Without --output, the folder is the next number in runs/SCRIPT, with `kind` appended.
-        kind: the suffix.
+        config: the flags. Without --output, the folder is the next number in the folder `runs/SCRIPT` + `kind`.
+        kind: the suffix of the parent folder, such as "-benchmarks".
 
     Raises:
         UsageError: the folder is not empty or, with --resume, holds no run or another run, or another process uses it.

@@ -98,7 +98,7 @@ def _rule(hyper: Hyperparameters, schedule: optax.Schedule) -> optax.GradientTra
 
 
 def _in_float32(tx: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Keeps the state of `tx` in float32: Adam's squares of gradients would underflow in float16."""
+    """Gives `tx` float32 params, so its state is float32: Adam's squared gradients would underflow in float16."""
 
     def float32(tree: Any) -> Any:
         return jax.tree.map(lambda x: x.astype(jnp.float32), tree)

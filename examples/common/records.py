@@ -243,7 +243,8 @@ class TarFiles(Records):
                 self._index(shard, path)
             except (tarfile.TarError, OSError) as error:
                 raise UsageError(
-                    f"{str(path)!r} is not a whole, uncompressed tar file: {one_line(error)}. Unpack or copy it again."
+                    f"{str(path)!r} is not a whole, uncompressed tar file: {one_line(error)}. "
+                    "Unpack it, or copy it again."
                 ) from error
 
     def _index(self, shard: int, path: Path) -> None:

@@ -114,7 +114,7 @@ def train_all(
         formats: format strings of the line printed for each run, by key of its summary.
     """
     summaries = []
-    # All seeds of a way share one program, which the cache compiles once.
+    # All seeds of a way share one program. With the cache, it is compiled only once.
     before = jax.config.values["jax_compilation_cache_dir"]
     jax.config.update("jax_compilation_cache_dir", before or str((output / "compiled").absolute()))
     try:

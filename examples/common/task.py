@@ -116,7 +116,7 @@ class Task(abc.ABC):
         return {}
 
     def headline(self) -> str:
-        """One line with the model and the devices."""
+        """One line with the title (such as model, data and policy) and the devices."""
         return f"{self.title}, on {self.parallel.count} x {jax.devices()[0].device_kind}"
 
     def items(self, batch: Any) -> int:

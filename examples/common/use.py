@@ -98,7 +98,7 @@ def export(task: Task, variables: Variables, folder: Path, dtype: str) -> dict[s
         dtype: dtype of the parameters in the file.
 
     Raises:
-        UsageError: a parameter is out of range, or the metric of the file is too low. The file is then removed.
+        UsageError: a parameter is out of range, or the file tests too much worse. No file is then left.
     """
     name, sign = task.metric
     source = _tested(task, "float32", variables)[name]

@@ -2,7 +2,7 @@
 
 All loaders read the same files: ImageNet-sized crops of scikit-learn's sample photographs. Each image is randomly
 cropped, resized and randomly mirrored. torch's Dataset reproduces torchvision's transforms with Pillow; if torch is not
-installed, its rows say so. Each loader is timed once its prefetch buffers have drained, and rounds are interleaved.
+installed, its rows say so. Each loader is timed after its prefetch buffers have drained; rounds are interleaved.
 Other load on the machine reduces images/s, but affects images per CPU second much less.
 """
 

@@ -74,7 +74,7 @@ def list_tree(root: Path, splits: Sequence[str] = ("train", "val")) -> tuple[lis
             )
     if other:
         kinds = ", ".join(f"{count} {ending}" for ending, count in other.most_common(5))
-        print(f"{root}: {other.total()} files without an image's name are left out: {kinds}", file=sys.stderr)
+        print(f"{root}: {other.total()} files without an image extension are left out: {kinds}", file=sys.stderr)
     return classes, found
 
 
@@ -113,8 +113,8 @@ def _images_below(folder: str, above: tuple[tuple[int, int], ...], other: Counte
 
     Args:
         folder: the folder to search.
-        above: device and inode numbers of its parent folders, to detect cycles of links.
-        other: counts files that are not images by extension.
+        above: device and inode numbers of all folders that enclose it, to detect cycles of links.
+        other: counts the files that are not images, keyed by extension.
     """
     status = os.stat(folder)
     own = (status.st_dev, status.st_ino)

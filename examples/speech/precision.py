@@ -1,4 +1,4 @@
-"""`python -m examples.speech.precision`: reports where a trained model's values would not fit float16."""
+"""`python -m examples.speech.precision`: reports which of a trained model's values float16 would lose."""
 
 from __future__ import annotations
 

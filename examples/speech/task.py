@@ -67,7 +67,7 @@ class SpeechTask(Task):
 
     Attributes:
         transcribed: the results of the last test, one per utterance.
-        not_finite: how often the loss of each training utterance was inf or NaN, as of the last epoch.
+        not_finite: how often the loss of each training utterance was inf or NaN, by the end of the last epoch.
     """
 
     unit = "utterances"

@@ -125,7 +125,8 @@ def ctc_losses(applied: Applied, batch: Batch) -> jax.Array:
 def _finite_features(config: Config, audio: Array, audio_lengths: Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The features, their lengths, and whether each utterance's features are finite.
 
-    Features with NaN are replaced by zeros, so that they do not corrupt the batch's statistics.
+    An utterance with NaN or inf has no loss. Its features are replaced by zeros, so that they do not corrupt the
+    batch's statistics.
     """
     features, lengths = config.front_end(audio, audio_lengths)
     finite = jnp.all(jnp.isfinite(features), axis=(1, 2))

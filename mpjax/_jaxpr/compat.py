@@ -67,7 +67,7 @@ def same_trace(a: Any, b: Any) -> bool:
 def contracts_rows(dtype: Any) -> bool:
     """Whether a matmul of this dtype with a float32 result must multiply matrices and contract the rows of both.
 
-    XLA's CPU compiler (0.10 to 0.12) rewrites any other bfloat16 matmul whose result is transposed to a form that it
+    XLA's CPU compiler (0.10 to 0.12) rewrites any other bfloat16 matmul with a transposed result into a form that it
     can't run.
     """
     return dtype == jax.numpy.bfloat16 and jax.default_backend() == "cpu"
@@ -169,7 +169,7 @@ def fwd_rule(params: dict[str, Any], perturbed: Sequence[bool]) -> ForwardRule:
 def call_bwd(
     params: dict[str, Any], trees: Sequence[Any], residuals: Sequence[Any], cotangents: Sequence[Any]
 ) -> tuple[list[Any], dict[str, Any] | None]:
-    """Calls the user's custom_vjp backward rule. Returns the cotangents, None for symbolic zeros, and the logs."""
+    """Calls the user's custom_vjp backward rule. Returns the cotangents (None for symbolic zeros) and the logs."""
     with _undisturbed(params["fwd_jaxpr_thunk"]) as stores:
         _store(stores, trees)
         out, logs = params["bwd"].call_wrapped(*residuals, *cotangents), None
@@ -180,7 +180,7 @@ def call_bwd(
 
 @contextlib.contextmanager
 def _undisturbed(thunk: Any) -> Iterator[list[Any]]:
-    """A context for tracing a rule that yields its empty stores, and restores their contents afterwards.
+    """A context for tracing a rule: yields the rule's stores, clears the caches, and restores both afterwards.
 
     JAX caches the jaxpr of a forward rule for each choice of perturbed operands, but the trees of its results only for
     the latest trace, and none if that raised. Another trace would break the next gradient of the program.

@@ -115,6 +115,6 @@ def _entered(eqn: Any) -> Sequence[Any]:
 
 
 def unseen(block: Block) -> tuple[str, ...]:
-    """The operations, with their lines, whose code is not evaluated by operation: kernels, callbacks."""
+    """The operations, with their lines, whose code is not evaluated operation by operation: kernels, callbacks."""
     outer = (place.site for place in block.places() if not place.blocks)
     return tuple(dict.fromkeys(s.place for s in outer if primitive(s.name).foreign or programs_in(s.eqn)))

@@ -2,7 +2,7 @@
 
 The lists (allow, deny, infer) follow TensorFlow's automatic mixed precision (`auto_mixed_precision_lists.h`) and
 `torch.autocast`'s operator reference. They are finer in one respect. JAX derives the backward pass from the program
-that autocast rewrites, so an operation whose *derivative* is a sum (the list `wide`) must run in float32 too.
+that autocast writes, so an operation whose *derivative* is a sum (the list `wide`) must run in float32 too.
 
 No other file contains a set of primitive names. To add a primitive, add a row.
 """
@@ -52,7 +52,7 @@ class Primitive(NamedTuple):
         mask: computes integers or masks cheaply enough to be recomputed.
         whole: its result has exactly the elements of its operand.
         elements: the operands whose elements its result has, as a subscript; empty if it computes new elements.
-        exact: its results are no smaller and no larger in magnitude than its operands, unless they are integers.
+        exact: its results have the magnitude of its operands, up to rounding to an integer (`floor`, `sign`, `rem`).
         adds: adds or subtracts.
         logic: combines booleans, or tests for finite values.
         risk: why half precision may be inaccurate: `exp`, `log`, `pow` (range, poles) or `sum` (rounding).

@@ -19,9 +19,8 @@ MARK = "mpjax."
 FORWARD, BACKWARD, RECOMPUTED = "forward", "backward", "recomputed"
 _REMATTED = "rematted_computation"  # JAX's scope around the operations that a remat recomputes
 _TRANSFORM = re.compile(r"\b\w+\(")
-_MARKED = re.compile(
-    re.escape(MARK) + r"\w+"
-)  # removes the mark in `transpose(jvp(mpjax.off))` and keeps the transformations
+# Matches the mark in `transpose(jvp(mpjax.off))`, which is removed, and not the transformations, which stay.
+_MARKED = re.compile(re.escape(MARK) + r"\w+")
 _JAX = os.path.dirname(os.path.abspath(jax.__file__)) + os.sep
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _LAYERS = tuple(f"{os.sep}{library}{os.sep}" for library in ("flax", "haiku", "equinox"))

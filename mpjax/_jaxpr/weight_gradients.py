@@ -369,9 +369,8 @@ detached.def_abstract_eval(lambda x, *_: x)
 mlir.register_lowering(detached, lambda ctx, x, *_: [x])
 ad.primitive_jvps[detached] = _detached_jvp
 compat.set_linearization(detached, _detached_linearization)
-ad.primitive_transposes[detached] = lambda ct, *xs: (
-    [None] * len(xs)
-)  # Unlike `lax.stop_gradient`, has no gradient in a linear program either.
+# Unlike `lax.stop_gradient`, `detached` has no gradient in a linear program either.
+ad.primitive_transposes[detached] = lambda ct, *xs: [None] * len(xs)
 batching.primitive_batchers[detached] = lambda args, dims: (detached.bind(*args), dims[0])
 
 # The identity on a half copy. The second operand is the float32 value that receives its derivative. A loop can then

@@ -50,7 +50,7 @@ def trace(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], 
 
     Args:
         fun, args, kwargs: the call.
-        planned: whether the trace will be planned. That plan then also covers autocast functions inside.
+        planned: whether the trace will be planned. That plan leaves the operations of autocast functions inside alone.
 
     Raises:
         TypeError: the function's control flow depends on the value of an array.

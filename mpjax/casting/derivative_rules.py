@@ -55,7 +55,7 @@ class VjpRule:
     """A custom_vjp's forward rule, and the residuals that its backward rule takes.
 
     Args:
-        jaxpr, consts: the forward rule. Its outputs are the residuals, then the results.
+        jaxpr, consts: the forward rule. Its outputs are the residuals that it computes, then the results.
         residuals: the inputs of the backward rule before the cotangents.
         trees: tree structures of the forward rule that JAX needs to call the backward rule.
     """

@@ -99,7 +99,7 @@ def _arrays(state: Any) -> dict[Any, list[Any]]:
 
 
 def _changed(before: dict[Any, list[Any]], after: Any) -> Any:
-    """The part of a state whose arrays were replaced."""
+    """The part of a state whose arrays were replaced or added."""
     flat = nnx.to_flat_state(after)
     return nnx.from_flat_state(
         [(path, leaf) for path, leaf in flat if not _same(jax.tree.leaves(leaf), before.get(path))]
@@ -139,7 +139,7 @@ def _parent(node: Any, path: Sequence[Any]) -> tuple[Any, Any]:
 
 
 def _place(out: Any, merged: Sequence[Any]) -> int | None:
-    """The index of the argument that an output is; `_NEW` for a new NNX object, None for anything else."""
+    """The index of the NNX argument that an output is; `_NEW` for another NNX object, None for anything else."""
     if not is_stateful(out):
         return None
     return next((i for i, x in enumerate(merged) if x is out), _NEW)

@@ -149,8 +149,8 @@ def _body(region: RematRegion, plan: Plan) -> Callable[..., tuple[Any, ...]]:
 def _barriers(region: RematRegion, plan: Plan) -> bool | tuple[bool, ...]:
     """Whether each input gets a barrier, which keeps the backward pass from sharing values with the forward pass.
 
-    Only computed inputs need one: a barrier copies parameters that are updated in place. In a scan, the two passes are
-    two loops, so a barrier would only prevent fusion.
+    Only computed inputs need one. For parameters that are updated in place it would make copies. In a scan, the two
+    passes are two loops, so a barrier would only prevent fusion.
     """
     if plan.setting.looped:
         return False
@@ -173,7 +173,7 @@ def _large_reductions(prim: Any, *avals: Any, axes: tuple[int, ...] = (), **_: A
 
 
 def _without_weak_type(x: Any) -> Any:
-    """The array without its weak type, which the cotangent of a remat's input loses and that of a cast's keeps."""
+    """The array without its weak type, which a remat's input loses in its cotangent, and a cast's input keeps."""
     weak = getattr(jax.typeof(x), "weak_type", False)
     return lax.convert_element_type(x, x.dtype) if weak and jax.numpy.issubdtype(x.dtype, np.floating) else x
 
@@ -256,7 +256,7 @@ def _broadcast(x: Any, shape: tuple[int, ...], half: np.dtype) -> Any:
 
 @jax.custom_jvp
 def _scaled(x: Any, factor: Any, low: Any) -> Any:
-    """`x * low`, where `low` is `factor` in half, is smaller than `x`, and has a gradient that is summed in float32.
+    """`x * low`, where `low` is `factor` in half. `factor` is smaller than `x`; its gradient is summed in float32.
 
     Broadcasting the factor before the product would also work, but would store it at full size for the backward pass.
     If the program itself is linear, JAX transposes this function, not its JVP rule.

@@ -82,7 +82,7 @@ class Rules:
         ...
         ValueError: Rules(deny=...): 'tanhh' is not a primitive of this JAX (did you mean 'tanh'?)...
 
-    Source: the lists and their environment variables are those of TensorFlow's automatic mixed precision.
+    Source: the lists, and editing them by environment variables, are from TensorFlow's automatic mixed precision.
     The assignment of operations to lists follows it and `torch.autocast`.
     """
 
@@ -104,7 +104,7 @@ class Rules:
         _check_overlap(self)
 
     def add(self, **lists: Iterable[Entry]) -> Rules:
-        """These rules with more entries, `rules.add(deny=["tanh"])`. An entry of another list moves."""
+        """These rules with more entries, `rules.add(deny=["tanh"])`. An entry that is in another list moves."""
         changed: dict[str, tuple[Entry, ...]] = {}
         moved = {entry for entries in lists.values() for entry in _entries("Rules.add", entries)}
         for name, _ in _LISTS:

@@ -16,7 +16,7 @@ from mpjax.policy import HALF_DTYPES, Policy
 
 
 class AutocastWarning(UserWarning):
-    """Autocast ran, but the program or its inputs keep it from being useful.
+    """Autocast ran, but the program, its inputs or the device keep it from being useful.
 
     Example:
         >>> import warnings, jax.numpy as jnp, mpjax

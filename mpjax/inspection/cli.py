@@ -63,10 +63,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code.
 
     Args:
-        arguments: arguments without the program's name; None for `sys.argv`.
+        arguments: arguments without the program's name; None for `sys.argv[1:]`.
 
     Returns:
-        0; 1 if the command found what it looks for; 2 after a mistake in the call, which is reported in one line.
+        0; 1 if the report is a failure (see `Report.failure`); 2 after a mistake in the call, reported in one line.
     """
     options = _parser().parse_args(arguments)
     tool = next(tool for tool in TOOLS if tool.command == options.command)
@@ -119,7 +119,7 @@ def _inspected(tool: Tool, inspect: Callable[..., Any], fun: Any, call: Call, ke
 
 
 def _check_writable(path: str, suffix: str) -> None:
-    """Raises a UsageError before minutes of measuring rather than after them."""
+    """Raises a UsageError if a file can't be written: before minutes of measuring rather than after them."""
     folder = os.path.dirname(os.path.abspath(path))
     if os.path.isdir(path):
         raise UsageError(f"--{suffix} {path!r}: can't write this file, it is a directory.")

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 
 class UsageError(Exception):
-    """A mistake that the user can fix on the command line."""
+    """A mistake that the user of the command line can fix, in the call or in the script."""
 
 
 class Call(NamedTuple):

@@ -89,7 +89,7 @@ class Report(abc.ABC):
 
     @abc.abstractmethod
     def to_dict(self) -> dict[str, Any]:
-        """The report for programs: a dictionary that JSON can hold."""
+        """The report for programs: the dictionary that `to_json` writes."""
 
     @abc.abstractmethod
     def table(self) -> list[dict[str, Any]]:

@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a script in mixed precision.
 
     Args:
-        arguments: the arguments after `run`; None for `sys.argv`.
+        arguments: the arguments after `run`; None for those in `sys.argv`.
 
     Returns:
         2 after a mistake in the call. Otherwise the process ends as it would without the launcher.

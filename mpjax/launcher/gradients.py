@@ -85,7 +85,7 @@ def value_and_grad(
 def vjp(
     session: Session, original: Callable[..., Any], fun: Callable[..., Any], primals: Any, options: dict[str, Any]
 ) -> Any:
-    """`jax.vjp` or `jax.linearize` whose linear map scales its vectors, at lower scales until the result is finite."""
+    """`jax.vjp` or `jax.linearize` with a linear map that scales vectors, at lower scales until it is finite."""
     fun = repeatable(fun)
     cast = session.autocast(fun)
     session.explain(cast, primals, {})
@@ -218,7 +218,7 @@ def _is_scaled(x: Any) -> bool:
 
 
 def _times(x: Any, factor: Any) -> Any:
-    """Multiplies in float32 or wider and rounds once to the dtype of `x`. Leaves other values unchanged."""
+    """Multiplies in float32 or wider, rounding once to the dtype of `x`. Changes only real and complex arrays."""
     if not _is_scaled(x):
         return x
     wide = jnp.promote_types(x.dtype, jnp.float32)

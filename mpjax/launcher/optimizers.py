@@ -57,7 +57,7 @@ def in_float32(update: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _known(grads: Any) -> Any:
-    """The known finiteness of gradients that a differentiated function returned; None if they have changed since."""
+    """Whether gradients are finite, if a differentiated function returned exactly these; None for all others."""
     present = frame()
     leaves = jax.tree.leaves(grads)
     for handed_out, finite in reversed(present.finite if present else []):

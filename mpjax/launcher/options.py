@@ -26,7 +26,7 @@ class Options:
     """The options of `run`.
 
     Args:
-        policy: a policy name, as for `mpjax.get_policy`.
+        policy: a policy's name or string, as for `mpjax.get_policy`.
         allow, deny, infer: entries for the lists of `mpjax.Rules`.
         overrides: `(pattern, policy)` pairs over module paths.
         packages: installed packages whose gradients count as the script's own.

@@ -162,7 +162,7 @@ class Session:
         return self.half != "float32" or bool(self.options.record)
 
     def active_for(self, positional: tuple[Any, ...], options: dict[str, Any]) -> bool:
-        """Whether a gradient can be taken in half: it has no further options, such as holomorphic or integer inputs."""
+        """Whether a gradient can be taken in half: no further option is set, such as `holomorphic` or `allow_int`."""
         return self.active and not any(positional) and not any(options.values())
 
     def check_differentiation(self, fun: Any, line: str) -> None:

@@ -1,6 +1,6 @@
 """The entry point for `MPJAX_AUTOCAST_ALL`. The wheel puts `startup.pth`, which imports it, into site-packages.
 
-Python runs `startup.pth` at every start. If the variable is not set, nothing is imported.
+Python runs `startup.pth` at every start. If the variable is not set, nothing of mpjax is imported.
 """
 
 from __future__ import annotations

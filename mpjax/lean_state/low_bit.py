@@ -77,7 +77,7 @@ def low_bit_state(
 
     Raises:
         ValueError: an unknown dtype, sizes below 1, a pattern in `keep` that no array's path matches, or
-            `inner` holds master weights, whose precision low bits would destroy.
+            master weights in `inner`, whose precision low bits would destroy.
         TypeError: `inner` is not an optax transformation.
 
     Example:

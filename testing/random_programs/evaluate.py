@@ -54,7 +54,7 @@ def _coarser(dtype: Any, half: Any) -> Any:
 
 
 def rounded(half: Any, rng: np.random.Generator) -> Store:
-    """Stores every result in half, rounded up or down at random, without an upper limit.
+    """Stores every result in half, rounded up or down at random, but large values do not overflow.
 
     Results that the program stores in a coarser dtype are rounded to that dtype.
     """

@@ -143,7 +143,7 @@ def nearly_identity(fun: Callable[..., Any], at: Any) -> Callable[..., Any]:
 
 
 def solve_once(matvec: Callable[..., Any], b: Any) -> Any:
-    """Solves for an operator near the identity with one iteration, since each iteration costs a trace."""
+    """Solves a system with an operator near the identity in one iteration, since each iteration costs a trace."""
     return b + b - matvec(b)
 
 

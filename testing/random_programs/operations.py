@@ -112,7 +112,8 @@ BINARY = (
     "jnp.mod({0}, jnp.abs({1}) + 1.0)",
 )
 
-# Products of rows (or a matrix) with a matrix: the operations that autocast must run in half.
+# Products, mostly of rows or a matrix with a matrix: the operations that autocast runs in half, with exceptions
+# (inner products, an explicit precision, int8, complex numbers).
 MATMULS = (
     (R, (R, M), "{0} @ {1}"),
     (M, (M, M), "{0} @ {1}"),

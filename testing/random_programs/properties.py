@@ -379,8 +379,8 @@ def check(case: Case, compiled: bool = False, subject: Subject | None = None, ag
         case: the case.
         compiled: whether to also compile and run it, which takes a hundred times as long.
         subject: its program, if already traced.
-        again: whether to trace it under autocast a second time, to compare. It is unnecessary if a case of the program
-            with another dtype was. If autocast is outside the transformation, the traced program is then shared too.
+        again: whether to trace it under autocast a second time, to compare. False if another dtype's case of the
+            program was traced twice; if autocast is outside the transformation, the traced program is then shared too.
 
     Returns:
         The outcome of the numerical check.

@@ -120,7 +120,7 @@ host_activation.defvjp(
 
 @program()
 def pure_callback(key):
-    """A host function between two matmuls, called with the traced dtypes."""
+    """A host function between two matmuls, called with the dtypes that it was traced for."""
     params = dense_params(key, 32, 64, 16)
 
     def loss_fn(params, batch):

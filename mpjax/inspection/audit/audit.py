@@ -28,7 +28,7 @@ from mpjax.inspection.reports import reason, totals
 
 
 def audit(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> PrecisionReport:
-    """Reports the precision of each operation, what keeps matmuls off Tensor Cores, and where half is risky.
+    """Reports the precision of matmuls and convolutions, what keeps them off Tensor Cores, and where half is risky.
 
     The call is traced, not run. If its arguments are sharded over several devices, or it contains a `shard_map`, it is
     also compiled for those devices to find their collectives, which can take minutes.

@@ -32,7 +32,7 @@ MEANINGS = {
 
 @dataclasses.dataclass(frozen=True)
 class Matmul:
-    """Matmuls or convolutions on one line of the program with the same shapes and dtypes.
+    """Matmuls or convolutions on one line of the program that differ in nothing but `count` and `flops`.
 
     Args:
         module: module path, from the named scopes.

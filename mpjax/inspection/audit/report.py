@@ -31,7 +31,7 @@ _OPS = {
 
 @dataclasses.dataclass(frozen=True)
 class PrecisionReport(Report):
-    """The precision of each operation of a program. `print` it, or read its fields.
+    """The precision of a program's matmuls, convolutions and casts. `print` it, or read its fields.
 
     Args:
         name: the function's name.

@@ -64,7 +64,7 @@ class Risk:
 
 
 def risks_of(flow: Flow) -> tuple[Risk, ...]:
-    """The risks of a program, one for each line, the most severe first."""
+    """The risks of a program, merged by kind, module, line, operation and dtype, the most severe first."""
     nodes = list(flow.all_nodes())
     known = known_values(flow)
     found = [*_operations(nodes), *_loss(flow, nodes)]
@@ -171,7 +171,7 @@ def _vanished(nodes: Sequence[Node]) -> Iterator[Found]:
 
 
 def _compared(nodes: Sequence[Node], known: dict[Value, Known]) -> Iterator[Found]:
-    """Integers of unknown size that are cast to half, then compared or cast back to integers."""
+    """Integers with unknown bounds that are cast to half, then compared or cast back to integers."""
     whole: set[Value] = set()
     for node in nodes:
         name, reads = node.site.name, node.reads

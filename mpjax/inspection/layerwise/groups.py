@@ -42,7 +42,7 @@ class Grouped:
 
 
 def grouped(block: Block) -> Grouped:
-    """The groups of a program, and their results that other groups read."""
+    """The groups of a program, and their results that other groups read or that the program returns."""
     groups = dict(_groups(block, None))
     handed_on: set[tuple[int, int]] = set()
     outs = _Reading(groups, handed_on).block(block, [None] * len(block.jaxpr.invars))

@@ -36,7 +36,7 @@ class LayerError:
 
     @property
     def total(self) -> float:
-        """The larger of the program's errors in the two passes."""
+        """The larger of the program's errors at this module in the two passes."""
         return max(self.total_forward, self.total_backward)
 
     @property

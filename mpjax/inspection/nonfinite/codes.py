@@ -113,8 +113,8 @@ class CodeProbe(Probe):
             return jnp.zeros(place.site.eqn.params["length"], jnp.int32)
         body = place.blocks[-1]
         length = place.site.eqn.params["length"] if place.site.name == "scan" else self.trips(place)
-        iteration = self.packed(body, {key: self.empty(key) for key in self.keys(body)})
-        return jax.tree.map(lambda x: jnp.zeros((length, *x.shape), x.dtype), iteration)
+        notes = self.packed(body, {key: self.empty(key) for key in self.keys(body)})
+        return jax.tree.map(lambda x: jnp.zeros((length, *x.shape), x.dtype), notes)
 
     def merge(self, key: Key, a: Any, b: Any) -> Any:
         return jax.tree.map(jnp.maximum, a, b)

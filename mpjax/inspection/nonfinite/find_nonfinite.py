@@ -45,8 +45,8 @@ def find_nonfinite(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> NonFin
     A fault is reported only if it reaches a result of `fun` or a check for finite values (`jnp.isfinite(x).all()`,
     including the check that lets mpjax skip a step). Infinities that the program itself writes, or that are in an
     argument, are not faults while they are only moved, masked, compared and added. They are reported if they reach a
-    scalar result or a check, or make a NaN. If there is a fault, a second run measures the ranges there and evaluates
-    the same point in float32. No tensor is copied to the host.
+    scalar result or a check, or make a NaN. Only if there is a fault, another run measures the ranges there and
+    evaluates the same point in float32. No tensor is copied to the host.
 
     Args:
         fun: any function of arrays or pytrees: a loss function, `mpjax.value_and_grad(loss_fn, opt_state)`, a train
@@ -82,7 +82,7 @@ def find_nonfinite(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> NonFin
     fault, position = _first_that_reaches(program, faults, watch)
     float32_is_fine = functools.partial(_float32_is_fine, fun, args, kwargs)
     none = np.zeros(0, np.int32)
-    _, outs = watch((), none, none)  # already compiled; in `_examined`, the rest of the program would be compiled
+    _, outs = watch((), none, none)  # already compiled; as results of `_examined`, they would compile the whole program
     return _examined(program, fault, position, outs, _batch_of(args), float32_is_fine)
 
 

@@ -46,7 +46,7 @@ class NonFinite(Report):
         module: module path, from named scopes.
         source: the source line, as `file.py:12`.
         kind: `"inf"` or `"nan"`, the kind of the first such element.
-        diagnosis: the diagnosis: the value of the same point in float32, the cause and the fix.
+        diagnosis: the value of the same point in float32, the cause and the fix, in words.
         direction: `"forward"` or `"backward"`; operations that a remat recomputes count as forward.
         iteration: index in the enclosing loop, in the order of `scan`'s inputs; a tuple for nested loops, outermost
             first; None outside loops.

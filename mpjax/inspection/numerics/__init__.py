@@ -1,1 +1,1 @@
-"""`numerics`: the ranges of activations and gradients, and their losses in half precision."""
+"""`numerics`: the ranges of activations and gradients, and what half precision would lose of them."""

@@ -1,4 +1,4 @@
-"""`numerics`: the ranges of activations and gradients, their losses in half precision, and the loss scale they need."""
+"""`numerics`: the ranges of activations and gradients, what half would lose of them, and the loss scale they need."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def numerics(
     dtype: Any = "float16",
     verify: bool = True,
 ) -> NumericsReport:
-    """Measures the ranges of a loss function's activations and gradients, and their losses in half precision.
+    """Measures the ranges of a loss function's activations and gradients, and what half precision would lose of them.
 
     `numerics` runs the gradient program with float32 in place of half, so that the values are exact. The backward pass
     carries the loss scale. Each value x is classified by the effect of rounding it to `dtype`:

@@ -67,8 +67,8 @@ class Limits:
         """The share of values that become zero when a power of two multiplies them.
 
         Args:
-            exponents: The number of values per exponent of two.
-            factor: The power of two.
+            exponents: the number of values per exponent of two.
+            factor: the power of two.
         """
         lowest = self.flushed_below - round(math.log2(factor))
         lost = sum(count for exponent, count in exponents.items() if exponent < lowest)

@@ -62,7 +62,7 @@ class Range:
 class NumericsReport(Report):
     """Ranges of a training program's values; `print` it.
 
-    All values come from a float32 run of the program, at the loss scale. The shares describe their losses in half.
+    All values come from a float32 run of the program, at the loss scale. The shares say what half does to them.
 
     Args:
         dtype: the half dtype that the values are compared to.
@@ -127,7 +127,7 @@ class NumericsReport(Report):
         Gradients that the program keeps in float32, under an override for instance, do not count.
 
         Args:
-            scale: The loss scale, a power of two. The exponents measured at the current scale are shifted to it.
+            scale: the loss scale, a power of two. The exponents measured at the current scale are shifted to it.
         """
         return Limits.of(jnp.dtype(self.dtype)).flushed_share(self.half_gradient_exponents, scale / self.loss_scale)
 
@@ -135,10 +135,10 @@ class NumericsReport(Report):
         """Draws the histogram of gradient exponents with half's range, and the ranges by module.
 
         Args:
-            path: The file to write; its name ends in `.svg`.
+            path: the file to write; its name ends in `.svg`.
 
         Raises:
-            ValueError: The name does not end in `.svg`.
+            ValueError: the name does not end in `.svg`.
         """
         if not os.fspath(path).endswith(".svg"):
             raise ValueError(f"NumericsReport.plot({os.fspath(path)!r}): it writes SVG; give a file that ends in .svg.")
@@ -255,7 +255,7 @@ class NumericsReport(Report):
 
 
 def _folded(rows: Sequence[Range]) -> list[Range]:
-    """The rows with repeated modules merged, sorted by loss, largest first."""
+    """The rows with repeated modules merged; those that overflow most come first, then those that flush most."""
     return sorted(folded_rows(rows, _together), key=lambda row: (-row.overflowed, -row.flushed))
 
 

@@ -27,7 +27,7 @@ class Trial:
 
     Args:
         loss: the loss function.
-        policy: the policy of the loss function.
+        policy: the policy under which autocast runs the loss function.
         args: the arguments of the call.
     """
 

@@ -1,4 +1,4 @@
-"""Loss curves of several seeds: their means with intervals, and the step at which two policies diverge."""
+"""Loss curves of several seeds: their means with intervals, and the step at which two policies part."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mpjax.inspection.parity.running import Run
 from mpjax.inspection.parity.statistics import half_width
 
 _WINDOWS = 50  # at most; all of about the same number of steps
-_APART = 0.9  # curves that have diverged differ in at least this share of the later windows
+_APART = 0.9  # curves that have parted differ in at least this share of the windows from there on
 
 
 class Band(NamedTuple):

@@ -68,7 +68,7 @@ def paired_interval(differences: Sequence[float]) -> Interval:
 
 
 def half_width(n: int, deviation: Any) -> Any:
-    """Half the width of Student's interval for the mean of n numbers with one or several standard deviations."""
+    """Half the width of Student's interval for the mean of n numbers; `deviation` is a number or an array."""
     return _student(n) * deviation / math.sqrt(n)
 
 
@@ -169,7 +169,7 @@ def compare(
 
 
 def _seeds_needed(differences: Sequence[float], noise: float) -> int | None:
-    """The smallest larger number of seeds that would give a verdict with the same mean and deviation."""
+    """The fewest seeds, more than there are, that would give a verdict with the same mean and deviation."""
     n = len(differences)
     if n < 2:
         return FEWEST_SEEDS

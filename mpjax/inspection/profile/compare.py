@@ -11,7 +11,7 @@ from typing import Any
 from mpjax.inspection.profile.report import ProfileReport
 from mpjax.inspection.reports import Report, Section, duration
 
-# Changes below these shares of a module's time and of the step count as unchanged: measured times vary.
+# A change below either share, of the module's time or of the step, counts as unchanged: measured times vary.
 _NOISE = 0.05
 _SMALL = 0.01
 

@@ -34,9 +34,7 @@ _OPCODES = {
     CAST: "convert",
     OTHER: "sort scatter gather fft cholesky triangular-solve rng rng-bit-generator",
 }
-_KINDS = {
-    opcode: kind for kind, opcodes in _OPCODES.items() for opcode in opcodes.split()
-}  # all others are elementwise
+_KINDS = {opcode: kind for kind, opcodes in _OPCODES.items() for opcode in opcodes.split()}  # elementwise: all others
 _NEAR = 5  # The maximum distance to a named consumer; a step into a fusion counts.
 
 

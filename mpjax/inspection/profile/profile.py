@@ -83,8 +83,9 @@ def profile(
         batches: any iterable. `next(batches)` is the last argument of each call, and its time counts as input
             pipeline. A collection that ends is read again from its start.
         carry: number of leading outputs that replace the leading arguments in the next step. It is 2 for `params,
-            opt_state, loss = step(params, opt_state, batch)`. None: the outputs with the structure, shapes and dtypes
-            of their arguments, if the step updates them. (Gradients look like parameters, but are not carried.)
+            opt_state, loss = step(params, opt_state, batch)`. None: as many leading outputs as have the structure,
+            shapes and dtypes of the arguments, if the step updates them. (Gradients look like parameters, but are not
+            carried.)
         trace: a folder to keep the profiler's trace in, for XProf (`tensorboard --logdir`) and Perfetto
             (`perfetto_trace.json.gz`, at https://ui.perfetto.dev).
         against: an earlier profile, or its JSON file. The report then starts with a comparison by module.

@@ -131,7 +131,7 @@ def _span(event: Any) -> tuple[float, float]:
 
 def _gpu_events(plane: Any, device: int) -> tuple[list[Event], list[tuple[float, float]]]:
     kernels, transfers = [], []
-    # The plane's other lines are sums over the streams' lines.
+    # The plane's other lines summarize the events of the streams' lines.
     for line in (line for line in plane.lines if line.name.startswith("Stream")):
         for event in line.events:
             stats = dict(event.stats)

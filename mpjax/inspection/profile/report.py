@@ -1,4 +1,4 @@
-"""The report of `profile`: the step's limit, shares of its time, kernels, modules and memory."""
+"""The report of `profile`: the step's limit, shares of its time, kernels, modules, memory; as text, JSON and HTML."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ProfileReport(Report):
         kernels: device time by kernel and instruction, longest first.
         gpu: whether the device is an NVIDIA GPU, whose kernel names show the use of Tensor Cores.
         advice: the recommended changes, greatest gain first.
-        notes: the limits of the figures.
+        notes: remarks on the measurement and the limits of the figures.
         cores: number of cores of a CPU; None on other devices.
         flops: FLOPs of the step's matmuls and convolutions on each device, without recomputation in the backward pass.
             None if unknown.
@@ -249,7 +249,7 @@ class ProfileReport(Report):
         return Section(f"Device time by {what}", "", (what, "forward", "backward", "share"), rows, right={1, 2, 3})
 
     def _by_kernel(self) -> Section:
-        # A CPU's kernels have no names, so the column shows the line.
+        # A CPU's kernels have no names of their own, so there is room for the line.
         header = ("module", "kind", "kernel" if self.gpu else "line", "calls", "time", "share", "Tensor Cores")
         marks = {True: "yes", False: "no", None: "?"}
         rows: list[tuple[str, ...]] = [

@@ -208,7 +208,7 @@ def seconds_per_step(
     while len(alones) < _ALONE and sum(alones) < _ENOUGH:
         alones.append(timed(1))
     alone = statistics.median(alones)
-    # With noise, a short loop may seem shorter than a single step. The second term is then the lower limit.
+    # With noise, a short loop may seem shorter than a single step. The second term of `max` is then the lower limit.
     whole = timed(steps + 1)
     if not alike:
         return whole / (steps + 1), alone

@@ -49,7 +49,7 @@ _TENSOR_CORES = re.compile(
     r"|first_layer_wgrad_kernel|conv2d_c1_k1"
 )
 _TRITON = re.compile(r"(nested_)?gemm_fusion|triton_gemm")
-_WORK = (  # Helpers first: a library's matmul may consist of several kernels.
+_WORK = (  # Helpers first: a library's matmul may consist of several kernels, only one of which is the matmul.
     (REDUCTION, re.compile(r"splitk_?reduce")),
     (COPY, re.compile(r"nchwtonhwc|nhwctonchw|tensortransform|tensor_transform")),
     (ELEMENTWISE, re.compile(r"flash_bwd_(dot_do_o|convert_dq)")),

@@ -24,7 +24,7 @@ from mpjax.policy import HALF_DTYPES, get_policy, path_matches
 
 Found = tuple[Any, Mapping[str, Any]]  # the loss, and the gradients by tree path
 Metric = Callable[[Found, Found], Any]
-# The start of `dynamic_loss_scale`, and the limits of its backoff here.
+# The start of `dynamic_loss_scale`, and here the factor of each backoff and the smallest scale.
 _FIRST_SCALE, _BACKOFF, _LAST_SCALE = 2.0**15, 2.0**5, 1.0
 _FEWEST_PASSES = 10  # for a small program: the first three, and some for the search
 
@@ -57,7 +57,7 @@ def search(
             `(loss, gradients)`, with the gradients in a dictionary by tree path. None for the relative error of all
             gradients together, ‖half − float32‖ / ‖float32‖.
         budget: the largest allowed error.
-        policy: the autocast policy of `fun`.
+        policy: the policy under which autocast runs `fun`, unless `fun` is an `autocast` function.
         loss_scale: the loss scale. None for one that starts at 2¹⁵ and backs off until the gradients are finite, as
             `dynamic_loss_scale` does (bfloat16: 1).
         argnums: positions of the arguments to differentiate.

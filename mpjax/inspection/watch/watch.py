@@ -38,7 +38,7 @@ class Watch(NamedTuple):
     Args:
         init: `init(*args) -> WatchState`, with the arguments of the loss function (arrays or shapes).
         update: `update(state, *args, grads=None, opt_state=None, finite=None) -> WatchState`, called in each step with
-            the same arguments as the loss function.
+            the arguments at which the step's gradients are taken (the parameters before their update).
     """
 
     init: Callable[..., WatchState]
@@ -73,7 +73,7 @@ def watch(
         callback: a Python function that receives the `WatchRecord` of each recorded step (see its `scalars`). The
             runtime calls it asynchronously on the host. None to read `WatchState.records` instead.
         keep: the number of most recent records in the state. They are the `history` of an overflow's record.
-        policy: any argument of `get_policy`; `fun` runs under autocast, as in `value_and_grad(policy=...)`.
+        policy: anything that `get_policy` accepts; `fun` runs under autocast, as in `value_and_grad(policy=...)`.
         argnums: positions of the arguments to differentiate.
         has_aux: whether `fun` returns `(loss, aux)`.
 
