@@ -82,15 +82,15 @@ class Task(abc.ABC):
 
     def with_config(self, config: RunConfig) -> Task:
         """Returns a task with the same data and other flags."""
-        raise NotImplementedError
+        raise NotImplementedError  # only --export in another dtype needs it
 
     def made_up_batch(self) -> Any:
         """This process's part of a synthetic batch for benchmarks, shaped as the largest of `example_batches`."""
-        raise NotImplementedError
+        raise NotImplementedError  # only the benchmark modes need it
 
     def use_step(self) -> jax.stages.Wrapped:
         """A jitted function (Variables, batch) -> predictions, which --mode inference_benchmark measures."""
-        raise NotImplementedError
+        raise NotImplementedError  # only --mode inference_benchmark needs it
 
     def bench_settings(self) -> dict[str, Any]:
         """Settings of the model and the data for benchmark.json."""

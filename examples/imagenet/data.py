@@ -107,7 +107,7 @@ class Dataset(abc.ABC):
 
     def name_of(self, index: int) -> tuple[str, str]:
         """The location of an image, and its class."""
-        raise NotImplementedError
+        raise NotImplementedError  # synthetic images have no names, and are only loaded for benchmarks
 
     @property
     def unreadable(self) -> int:
