@@ -43,8 +43,8 @@ def stochastic_rounding(
         params ← stochastic_round(float32(params) + inner(grads in float32, params in float32))
 
     The params take 2 bytes each. They follow a random walk around the float32 path, by about half a spacing
-    a step. This noise matters most for bfloat16 at small learning rates, where `kahan` and `master_weights` avoid
-    it. A zero update never changes a param.
+    a step, which is largest in bfloat16. `kahan` and `master_weights` do not have this noise. A zero update never
+    changes a param.
 
     Args:
         inner: The optimizer. It sees float32 gradients and params, so its state is float32 (see `low_bit_state`).
