@@ -10,7 +10,13 @@ faults then cost more than loss scaling itself. Accelerators use a pool, so by d
 that keeps its memory; `--system-malloc` uses the system's default.
 
 With half matmuls, the purpose of loss scaling, unscaling is fused into the cast of the gradients to float32; with
-float32 matmuls it is a separate pass. A run merges its results into the file, so the benchmark can run in parts.
+float32 matmuls it is a separate pass.
+
+A ratio below 1 is an effect of XLA's CPU compiler. It leaves the gradient of a weight transposed in memory, which slows
+both loops of Adam that read it. The operands of `lax.cond`, in which mpjax skips steps, are stored in row-major order
+instead. "gradients in row-major layout" is the step without loss scaling in that layout, a fairer baseline.
+
+A run merges its results into the file, so the benchmark can run in parts.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import jmp
 import optax
 from flax.training.dynamic_scale import DynamicScale
+from jax.experimental.layout import Layout, with_layout_constraint
 
 import mpjax
 
@@ -37,6 +38,7 @@ def forms(tx: optax.GradientTransformation, loss_fn: Loss) -> dict[str, Form]:
         "no loss scaling": Form(tx.init, _plain(tx, loss_fn)),
         "no loss scaling, again": Form(tx.init, _plain(tx, loss_fn)),
         "no loss scaling, gradients materialised": Form(tx.init, _materialised(tx, loss_fn)),
+        "no loss scaling, gradients in row-major layout": Form(tx.init, _row_major(tx, loss_fn)),
         "mpjax: apply_gradients": Form(dynamic.init, _apply(dynamic, loss_fn)),
         "mpjax: apply_gradients, grads_are_scaled": Form(by_hand.init, _scaled_by_hand(by_hand, loss_fn)),
         "mpjax: tx.update, apply_updates": Form(dynamic.init, _update(dynamic, loss_fn)),
@@ -61,6 +63,21 @@ def _materialised(tx: optax.GradientTransformation, loss_fn: Loss) -> Step:
 
     def step(params: Any, state: Any, x: jax.Array, y: jax.Array) -> tuple[Any, Any, jax.Array]:
         loss, grads = jax.lax.optimization_barrier(jax.value_and_grad(loss_fn)(params, x, y))
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    return step
+
+
+def _row_major(tx: optax.GradientTransformation, loss_fn: Loss) -> Step:
+    """Chooses the layout that operands of a `lax.cond` have, in which Adam reads the gradients in order of memory."""
+
+    def in_order(gradient: jax.Array) -> jax.Array:
+        return with_layout_constraint(gradient, Layout(tuple(range(gradient.ndim))))
+
+    def step(params: Any, state: Any, x: jax.Array, y: jax.Array) -> tuple[Any, Any, jax.Array]:
+        loss, grads = jax.value_and_grad(loss_fn)(params, x, y)
+        grads = jax.lax.optimization_barrier(jax.tree.map(in_order, grads))
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state, loss
 
