@@ -74,23 +74,38 @@ def pytest_collection_modifyitems(items):
 SHARING = ("tests/examples/imagenet/", "tests/examples/speech/", "tests/examples/c", "mpjax/")  # c: common and custom
 
 
-class ByFile(LoadScopeScheduling):
-    """Tests of one file run in one process, which its fixtures and caches are for; those of the zoo by program.
+def process_group(nodeid: str) -> str:
+    """A file, whose tests share fixtures and compiled programs, or a program of the zoo."""
+    file, _, test = nodeid.partition("::")
+    if file.endswith("casting/test_zoo.py") and "[" in test:
+        return re.search(r"\[(\w+)", test)[1]
+    return next((folder for folder in SHARING if file.startswith(folder)), file)
 
-    The largest groups start first, and the many small ones of the zoo fill whichever process is free. (Marks do not:
-    `--dist loadgroup` ignores them with pytest 9.2 and pytest-xdist 3.8.)
+
+class ByGroup(LoadScopeScheduling):
+    """The largest groups start first, and the many small ones of the zoo fill whichever process is free.
+
+    Marks do not group tests: `--dist loadgroup` ignores them with pytest 9.2 and pytest-xdist 3.8.
     """
 
     def _split_scope(self, nodeid):
-        file, _, test = nodeid.partition("::")
-        if file.endswith("casting/test_zoo.py") and "[" in test:
-            return re.search(r"\[(\w+)", test)[1]
-        return next((folder for folder in SHARING if file.startswith(folder)), file)
+        return process_group(nodeid)
 
 
 @pytest.hookimpl(optionalhook=True)  # `-p no:xdist` has no such hook
 def pytest_xdist_make_scheduler(config, log):
-    return ByFile(config, log)
+    return ByGroup(config, log)
+
+
+PROCESSES: dict[str, str] = {}  # of each group of tests
+
+
+def pytest_runtest_logreport(report):
+    """Fails the run if a group of tests is split over processes, which only costs time and so goes unnoticed."""
+    if node := getattr(report, "node", None):  # only in the process that starts the others
+        group = process_group(report.nodeid)
+        process = PROCESSES.setdefault(group, node.gateway.id)
+        assert process == node.gateway.id, f"tests of {group} ran in processes {process} and {node.gateway.id}"
 
 
 @pytest.fixture(scope="module")
