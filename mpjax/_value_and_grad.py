@@ -83,7 +83,7 @@ def value_and_grad(
         A function with `fun`'s signature that returns `(value, gradients)`.
 
     Raises:
-        ValueError: no (or more than one) `LossScaleState` in `opt_state`; `argnums` out of range;
+        ValueError: No (or more than one) `LossScaleState` in `opt_state`; `argnums` out of range;
             unknown policy.
 
     Example:

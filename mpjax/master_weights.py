@@ -46,7 +46,7 @@ def master_weights(inner: optax.GradientTransformation, policy: Any = "O2") -> o
         use optax's or `mpjax.apply_gradients`).
 
     Raises:
-        ValueError: unknown policy; in `update`, no `params`, or params of another dtype than at `init`.
+        ValueError: Unknown policy; in `update`, no `params`, or params of another dtype than at `init`.
         TypeError: `inner` is not an optax transformation.
 
     Example:

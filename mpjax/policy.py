@@ -171,7 +171,7 @@ class Policy(jmp.Policy):
     dtypes, and `get_policy(str(policy)) == policy`.
 
     Raises:
-        ValueError: a dtype is not a real floating dtype, or an override is not a `(pattern, policy)` pair.
+        ValueError: A dtype is not a real floating dtype, or an override is not a `(pattern, policy)` pair.
 
     Example:
         >>> policy = Policy("float32", "float16", "float32")
@@ -317,7 +317,7 @@ def get_policy(policy: str | jmp.Policy) -> Policy:
             - the result of `str(policy)`, including overrides: `"p=f32,c=f16;*/head=>float32"`.
 
     Raises:
-        ValueError: the policy is anything else. The message quotes it and lists the accepted forms.
+        ValueError: The policy is anything else. The message quotes it and lists the accepted forms.
 
     Example:
         >>> get_policy("mixed_bfloat16").compute_dtype

@@ -22,7 +22,7 @@ def environment(without: dict[str, int | None] | None = None) -> dict[str, Any]:
     """Device, versions and command of this process.
 
     Args:
-        without: options that do not affect results, which are left out of the command. Maps each name to its number of
+        without: Options that do not affect results, which are left out of the command. Maps each name to its number of
             values (None: all up to the next option).
     """
     device = jax.devices()[0]

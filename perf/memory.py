@@ -64,10 +64,10 @@ def largest_batch(sizes: Sequence[int], bytes_needed: Callable[[int], int], limi
     fourth attempt bisects instead, for plans that are not linear.
 
     Args:
-        sizes: candidate batch sizes in ascending order.
-        bytes_needed: returns the bytes of a step at a size. If it raises an error that `is_out_of_memory` recognises,
+        sizes: Candidate batch sizes in ascending order.
+        bytes_needed: Returns the bytes of a step at a size. If it raises an error that `is_out_of_memory` recognises,
             that size does not fit. Called at most once per size.
-        limit: memory limit in bytes.
+        limit: Memory limit in bytes.
 
     Returns:
         One of `sizes`; None if not even the smallest fits.

@@ -21,10 +21,10 @@ def interleaved(
     The order changes from round to round, because the previous run affects the caches.
 
     Args:
-        runs: functions by name; each is finished when its result is ready.
-        rounds: number of timed rounds.
-        warmup: number of untimed rounds before them.
-        clock: returns the time in seconds; use `time.process_time` if other processes disturb the wall time.
+        runs: Functions by name; each is finished when its result is ready.
+        rounds: Number of timed rounds.
+        warmup: Number of untimed rounds before them.
+        clock: Returns the time in seconds; use `time.process_time` if other processes disturb the wall time.
 
     Returns:
         For each name the seconds of each round.

@@ -75,7 +75,7 @@ def make_default(patch: Any) -> None:
     """Makes `jax.random.key` return such keys unless an implementation is given.
 
     Args:
-        patch: a `pytest.MonkeyPatch`.
+        patch: A `pytest.MonkeyPatch`.
     """
     real = jax.random.key
     patch.setattr(jax.random, "key", lambda seed, *, impl=None: real(seed, impl=impl or _implementation()))

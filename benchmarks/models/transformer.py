@@ -13,10 +13,10 @@ class SelfAttention(nn.Module):
     """Multi-head attention over x [batch, length, features].
 
     Args:
-        heads: number of heads.
-        causal: whether a position sees only those before it.
-        fused: run cuDNN's fused attention, in this dtype (it has no float32); None: `nn.dot_product_attention`.
-        dtype: as of `nn.Dense`.
+        heads: Number of heads.
+        causal: Whether a position sees only those before it.
+        fused: Run cuDNN's fused attention, in this dtype (it has no float32); None: `nn.dot_product_attention`.
+        dtype: As of `nn.Dense`.
     """
 
     heads: int

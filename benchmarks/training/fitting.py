@@ -23,7 +23,7 @@ def largest_batch_of(cell: Cell, toy: bool, limit: int, bytes_needed: Callable[[
             memory does not suffice.
 
     Raises:
-        MemoryError: not even an eighth of the model's batch fits.
+        MemoryError: Not even an eighth of the model's batch fits.
     """
     workload = cell.workload(toy)
     sizes = batch_sizes(max(1, workload.batch_size // 8), GROWTH, most=workload.batch_size * 2**12)

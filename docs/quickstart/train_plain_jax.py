@@ -1,4 +1,4 @@
-"""Handwritten digits with plain JAX and optax: a residual network in float16, an epoch a scan."""
+"""Handwritten digits with plain JAX and optax: a residual network in float16, one scan for each epoch."""
 
 import jax
 import jax.numpy as jnp

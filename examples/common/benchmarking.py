@@ -48,11 +48,11 @@ def measure(
 
     Args:
         step: `(state, batch) -> (state, shown)`. It may donate the state.
-        state: the initial state.
-        batches: at least `warmup + iterations` batches.
-        items: number of items in a batch.
-        unit: what an item is, in the plural.
-        one_by_one: whether to wait for each step before dispatching the next, as a server does that answers
+        state: The initial state.
+        batches: At least `warmup + iterations` batches.
+        items: Number of items in a batch.
+        unit: What an item is, in the plural.
+        one_by_one: Whether to wait for each step before dispatching the next, as a server does that answers
             requests one by one. Otherwise one step is always queued, as in training, and the latency is the
             time between the ends of two steps.
 
@@ -132,9 +132,9 @@ def compare(cases: Iterable[Case | DoesNotFit], rounds: int, warmup: int) -> lis
     """Times the policies of a batch size interleaved, so that a slow moment of the machine affects all of them.
 
     Args:
-        cases: the cases, grouped by batch size. With a generator, each batch size is timed and can be freed before the
+        cases: The cases, grouped by batch size. With a generator, each batch size is timed and can be freed before the
             next one is made.
-        rounds, warmup: numbers of measured steps and of warm-up steps of each case.
+        rounds, warmup: Numbers of measured steps and of warm-up steps of each case.
 
     Returns:
         A row for each case, in order. Milliseconds are medians. The speedup over the first policy of the batch size is
@@ -165,9 +165,9 @@ def comparison_table(rows: Sequence[Mapping[str, Any]], unit: str, metrics: Mapp
     """The Markdown table of `compare`'s rows.
 
     Args:
-        rows: the rows, which may also hold metrics of their policies.
-        unit: what an item of a batch is, in the plural.
-        metrics: heads of further columns to their keys in the rows. Values are shown in percent.
+        rows: The rows, which may also hold metrics of their policies.
+        unit: What an item of a batch is, in the plural.
+        metrics: Heads of further columns to their keys in the rows. Values are shown in percent.
     """
     heads = ["batch size", "policy", "ms/step", "speedup", f"{unit}/s", "memory, MiB", *(metrics or {})]
     lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]

@@ -113,10 +113,10 @@ def run_comparison(
     """Measures the policies of --compare interleaved at each batch size. Writes the table as JSON, Markdown and PNG.
 
     Args:
-        config: the flags.
-        make: makes a task from flags.
-        folder: the output folder.
-        metrics: metrics by policy and batch size, from earlier trainings, for the table.
+        config: The flags.
+        make: Makes a task from flags.
+        folder: The output folder.
+        metrics: Metrics by policy and batch size, from earlier trainings, for the table.
     """
     limit, _ = memory_limit(config.memory_limit)
     # Settings that all tasks share are taken from the first.

@@ -22,8 +22,8 @@ class Checkpoints:
     """The newest checkpoints of a run. As a context manager, it waits for pending writes on exit.
 
     Args:
-        folder: the folder, which holds a subfolder for each step.
-        keep: number of checkpoints to keep.
+        folder: The folder, which holds a subfolder for each step.
+        keep: Number of checkpoints to keep.
     """
 
     def __init__(self, folder: Path, keep: int = 2) -> None:
@@ -59,12 +59,12 @@ class Checkpoints:
         """Saves in the background. `state` may be donated as soon as this returns.
 
         Args:
-            step: the number of steps taken, which names the checkpoint.
-            state: a pytree of arrays.
-            position: position in the data of the next step, as JSON.
+            step: The number of steps taken, which names the checkpoint.
+            state: A pytree of arrays.
+            position: Position in the data of the next step, as JSON.
 
         Raises:
-            UsageError: the disk is full, or the folder can't be written to.
+            UsageError: The disk is full, or the folder can't be written to.
         """
         if step in self._manager.all_steps():
             return
@@ -80,14 +80,14 @@ class Checkpoints:
         """Restores the newest readable state and its position. Returns None if nothing was saved yet.
 
         Args:
-            like: called with the position, returns a state with the saved structure. The restored arrays have its
+            like: Called with the position, returns a state with the saved structure. The restored arrays have its
                 shapes, dtypes and shardings.
-            step: the step to restore instead of the newest.
-            resume: whether training continues from here. Newer checkpoints are then moved to a folder beside this one,
+            step: The step to restore instead of the newest.
+            resume: Whether training continues from here. Newer checkpoints are then moved to a folder beside this one,
                 since their steps will run again.
 
         Raises:
-            UsageError: the step does not exist, or no checkpoint can be read as this model.
+            UsageError: The step does not exist, or no checkpoint can be read as this model.
         """
         steps = self.steps
         if step is not None and step not in steps:

@@ -18,13 +18,13 @@ class DataParallel:
     """Placement of arrays. The program is written for one device. XLA splits it, sums gradients and shares statistics.
 
     Args:
-        per_process: number of devices of each process; None for all.
-        fsdp: whether to split the state too, each floating array along its longest evenly divisible dimension. XLA then
+        per_process: Number of devices of each process; None for all.
+        fsdp: Whether to split the state too, each floating array along its longest evenly divisible dimension. XLA then
             gathers the parameters in half where a layer needs them, and each device keeps its part of the gradients.
 
     Attributes:
-        count: number of devices of all processes.
-        replicated, sharded: the shardings of a state and of a batch.
+        count: Number of devices of all processes.
+        replicated, sharded: The shardings of a state and of a batch.
     """
 
     def __init__(self, per_process: int | None = None, fsdp: bool = False) -> None:

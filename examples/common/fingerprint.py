@@ -13,9 +13,9 @@ def fingerprint(names: Sequence[str], count: int, read: Callable[[int], bytes]) 
     """A hash that changes if a name or the content of a sampled entry changes.
 
     Args:
-        names: names with labels or sizes, which identify the data independently of its folder.
-        count: number of entries.
-        read: returns the content of an entry by number. An entry that raises an `OSError` counts as empty.
+        names: Names with labels or sizes, which identify the data independently of its folder.
+        count: Number of entries.
+        read: Returns the content of an entry by number. An entry that raises an `OSError` counts as empty.
     """
     digest = hashlib.sha256("\n".join(names).encode("utf-8", "surrogateescape"))
     for index in range(0, count, max(1, count // _SAMPLE)):

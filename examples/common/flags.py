@@ -25,9 +25,9 @@ class Group:
     """Flags under one heading of the help.
 
     Args:
-        title: the heading.
-        uses: the actions (`config.action`) that use them; None for all.
-        decides: whether they decide the result of a training. A resumed run must then have the same values.
+        title: The heading.
+        uses: The actions (`config.action`) that use them; None for all.
+        decides: Whether they decide the result of a training. A resumed run must then have the same values.
     """
 
     def __init__(self, title: str, uses: Collection[str] | None = None, decides: bool = False) -> None:
@@ -50,7 +50,7 @@ def parse(config: type[C], program: str, arguments: Sequence[str], foreign: Mapp
     """Parses a command line into a config.
 
     Raises:
-        UsageError: a flag is unknown, has an invalid value, or is not used by the chosen action.
+        UsageError: A flag is unknown, has an invalid value, or is not used by the chosen action.
     """
     parsed, rest = parse_known(config, program, translate(arguments, foreign or {}))
     if rest:

@@ -19,10 +19,10 @@ def connect(coordinator: str | None, processes: int | None, process_id: int | No
 
     Args:
         coordinator: `HOST:PORT` of process 0, or `"auto"` on a cluster that JAX knows (Slurm, TPU pods).
-        processes, process_id: number of processes, and the index of this one.
+        processes, process_id: Number of processes, and the index of this one.
 
     Raises:
-        UsageError: the flags are inconsistent, or the connection fails.
+        UsageError: The flags are inconsistent, or the connection fails.
     """
     if coordinator is None:
         if processes is not None or process_id is not None:

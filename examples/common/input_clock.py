@@ -18,7 +18,7 @@ class InputClock:
     computed at its end. Some may have been computed during the wait, so the result is an upper bound.
 
     Attributes:
-        seconds: idle time so far.
+        seconds: Idle time so far.
     """
 
     def __init__(self) -> None:

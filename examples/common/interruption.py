@@ -19,7 +19,7 @@ class Interruption:
     A second signal has its normal effect, so that a hanging run can still be ended.
 
     Attributes:
-        signal: the received signal, or None.
+        signal: The received signal, or None.
     """
 
     def __init__(self) -> None:

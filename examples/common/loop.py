@@ -38,8 +38,8 @@ class Interrupted(Exception):
     """A signal ended the run. Its state is saved.
 
     Attributes:
-        output: the folder of the run, to resume from.
-        exit_code: the exit code for the process.
+        output: The folder of the run, to resume from.
+        exit_code: The exit code for the process.
     """
 
     def __init__(self, interruption: Interruption, output: Path, step: int) -> None:
@@ -52,11 +52,11 @@ def open_folder(config: RunConfig, kind: str = "") -> RunFolder:
     """Opens and locks the folder of a new or resumed run. Every process of the run must call this.
 
     Args:
-        config: the flags. Without --output, the folder is the next number in the folder `runs/SCRIPT` + `kind`.
-        kind: the suffix of the parent folder, such as "-benchmarks".
+        config: The flags. Without --output, the folder is the next number in the folder `runs/SCRIPT` + `kind`.
+        kind: The suffix of the parent folder, such as "-benchmarks".
 
     Raises:
-        UsageError: the folder is not empty or, with --resume, holds no run or another run, or another process uses it.
+        UsageError: The folder is not empty or, with --resume, holds no run or another run, or another process uses it.
     """
     parent = Path(f"runs/{config.script}{kind}")
     if jax.process_count() > 1 and config.output is None:
@@ -75,8 +75,8 @@ def train(task: Task, folder: RunFolder) -> dict[str, Any]:
     """Trains to the last epoch and returns the content of summary.json.
 
     Raises:
-        UsageError: training diverged, memory or the disk is full, or the checkpoint is of another model.
-        Interrupted: a signal ended the training. The state is saved.
+        UsageError: Training diverged, memory or the disk is full, or the checkpoint is of another model.
+        Interrupted: A signal ended the training. The state is saved.
     """
     config = task.config
     with ExitStack() as stack:

@@ -34,15 +34,15 @@ def run(
     """Runs the action of the flags and returns the content of its result file, such as summary.json.
 
     Args:
-        config: the flags.
-        make: opens the data and returns a function from flags to a task.
-        use: functions that use a trained model, by action.
-        finished: called with the task and the folder after a training.
-        bench: like `make`, for the timings of a comparison; `make` by default.
+        config: The flags.
+        make: Opens the data and returns a function from flags to a task.
+        use: Functions that use a trained model, by action.
+        finished: Called with the task and the folder after a training.
+        bench: Like `make`, for the timings of a comparison; `make` by default.
 
     Raises:
-        UsageError: the data or the flags are invalid.
-        Interrupted: a signal ended the training. The state is saved.
+        UsageError: The data or the flags are invalid.
+        Interrupted: A signal ended the training. The state is saved.
     """
     connect(config.coordinator, config.processes, config.process_id)
     if use and config.action in use:
@@ -66,9 +66,9 @@ def run_training(config: RunConfig, make: MakeTask, finished: Finished = _nothin
     """Trains in a new folder, or resumes an earlier run.
 
     Args:
-        config: the flags.
-        make: makes a task from the flags.
-        finished: called with the task and the folder after the training.
+        config: The flags.
+        make: Makes a task from the flags.
+        finished: Called with the task and the folder after the training.
     """
     task = make(config)
     with open_folder(config) as folder:

@@ -58,9 +58,9 @@ def create_optimizer(
     """Builds an optimizer for a precision policy.
 
     Args:
-        hyper: the hyperparameters.
-        schedule: learning rate as a function of the number of updates.
-        policy: the precision.
+        hyper: The hyperparameters.
+        schedule: Learning rate as a function of the number of updates.
+        policy: The precision.
         loss_scale: "dynamic", a number, or None for the default of the policy.
     """
     optimizer: Any = optax.chain(

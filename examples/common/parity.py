@@ -30,9 +30,9 @@ class Maker:
     """A `mpjax.MakeTraining` of a script. A policy's step and test are compiled once for all seeds.
 
     Args:
-        config: the flags of the script.
-        open_tasks: opens the data once and returns a function from flags to a task.
-        flags: flags for all runs; by default those of the environment variable FLAGS.
+        config: The flags of the script.
+        open_tasks: Opens the data once and returns a function from flags to a task.
+        flags: Flags for all runs; by default those of the environment variable FLAGS.
     """
 
     def __init__(
@@ -52,9 +52,9 @@ class Maker:
         """Makes the training for a policy and a seed.
 
         Args:
-            policy: the value of `--policy` with further flags, as `"mixed_float16 --amp autocast --loss-scale 1"`.
-            seed: the value of `--seed`.
-            loss_scale: initial dynamic loss scale; None for the loss scale of the flags.
+            policy: The value of `--policy` with further flags, as `"mixed_float16 --amp autocast --loss-scale 1"`.
+            seed: The value of `--seed`.
+            loss_scale: Initial dynamic loss scale; None for the loss scale of the flags.
         """
         words = ["--policy", *shlex.split(policy)]
         if loss_scale is not None:

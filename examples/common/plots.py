@@ -28,10 +28,10 @@ def plot_curves(
     """Draws one panel per quantity and one of the loss scale with the steps skipped in each epoch.
 
     Args:
-        path: path of the PNG file.
-        metrics: one entry per epoch, with `epoch`, `loss_scale` and the total of `skipped_steps` so far.
-        title: title over all panels.
-        panels: panels from left to right, before that of the loss scale.
+        path: Path of the PNG file.
+        metrics: One entry per epoch, with `epoch`, `loss_scale` and the total of `skipped_steps` so far.
+        title: Title over all panels.
+        panels: Panels from left to right, before that of the loss scale.
     """
     from matplotlib.ticker import PercentFormatter
 

@@ -38,9 +38,9 @@ def change_precision(old: TrainState, new: TrainState, policy: mpjax.Policy) -> 
     scale found for float16 does not apply to bfloat16.
 
     Args:
-        old: the restored state.
-        new: an initial state in the new precision. Of its values, only the loss scale is used.
-        policy: the new policy.
+        old: The restored state.
+        new: An initial state in the new precision. Of its values, only the loss scale is used.
+        policy: The new policy.
     """
     changed = with_params(new, float32_params(old), policy, inner_state(old))
     scaling = new.opt_state
@@ -59,10 +59,10 @@ def with_params(new: TrainState, params: Any, policy: mpjax.Policy, inner: Any =
     """Replaces the parameters of a state and keeps its precision. Masters, if any, are bitwise equal to `params`.
 
     Args:
-        new: the state.
+        new: The state.
         params: float32 parameters.
-        policy: policy of the state.
-        inner: the optimizer's state inside those of the loss scale and the masters; by default that of `new`.
+        policy: Policy of the state.
+        inner: The optimizer's state inside those of the loss scale and the masters; by default that of `new`.
     """
     target = new.opt_state.inner_state
     if isinstance(target, mpjax.MasterWeightsState):

@@ -23,11 +23,11 @@ class Progress:
     """A progress bar over the steps of the run, or regular lines in a log file, and a line per epoch.
 
     Args:
-        epochs: number of epochs of the run.
-        steps: number of steps of an epoch.
-        done: number of steps taken before a resumed run was interrupted.
-        unit: what an item is, in the plural, such as "images".
-        text: makes the bar's text from the outputs of a step, on the host.
+        epochs: Number of epochs of the run.
+        steps: Number of steps of an epoch.
+        done: Number of steps taken before a resumed run was interrupted.
+        unit: What an item is, in the plural, such as "images".
+        text: Makes the bar's text from the outputs of a step, on the host.
     """
 
     def __init__(self, epochs: int, steps: int, done: int, unit: str, text: Callable[[Any], str]) -> None:

@@ -32,8 +32,8 @@ class Records(abc.ABC):
     """The entries of one split, each a dictionary of values by field.
 
     Attributes:
-        root: folder or file of the dataset.
-        paths: the files with the entries.
+        root: Folder or file of the dataset.
+        paths: The files with the entries.
     """
 
     def __init__(self, root: Path, paths: Sequence[Path]) -> None:
@@ -75,7 +75,7 @@ class Records(abc.ABC):
         """The first of `candidates` that the first readable entry has.
 
         Raises:
-            UsageError: the entry has none of them, or no entry is readable.
+            UsageError: The entry has none of them, or no entry is readable.
         """
         for index in range(len(self)):
             try:

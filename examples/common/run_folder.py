@@ -100,7 +100,7 @@ class RunFolder:
         """Locks the folder until `unlock` or the end of this process.
 
         Raises:
-            UsageError: another process has locked it.
+            UsageError: Another process has locked it.
         """
         try:
             import fcntl
@@ -132,7 +132,7 @@ class RunFolder:
         """The flags that the run was started with.
 
         Raises:
-            UsageError: the folder holds no run, or that of another script.
+            UsageError: The folder holds no run, or that of another script.
         """
         try:
             found = json.loads((self.path / "config.json").read_text())

@@ -29,11 +29,11 @@ def main(
     """Runs a command line and returns its exit code. Mistakes exit with code 2.
 
     Args:
-        program: the command that users type.
-        config: the dataclass of the flags.
-        run: runs the action of the flags and returns the content of summary.json.
-        formats: format strings of the final line, by key of the summary.
-        arguments: the arguments; None for `sys.argv`.
+        program: The command that users type.
+        config: The dataclass of the flags.
+        run: Runs the action of the flags and returns the content of summary.json.
+        formats: Format strings of the final line, by key of the summary.
+        arguments: The arguments; None for `sys.argv`.
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     try:

@@ -70,11 +70,11 @@ def main(
     """Runs a command line and returns its exit code. Mistakes exit with code 2.
 
     Args:
-        config: the flags of the training script.
-        run: trains with flags and returns the content of summary.json.
-        formats: format strings of the line printed for each run, by key of its summary.
-        columns: columns of the table, which is printed and written to `results.md` in the output folder.
-        arguments: the arguments; None for `sys.argv`.
+        config: The flags of the training script.
+        run: Trains with flags and returns the content of summary.json.
+        formats: Format strings of the line printed for each run, by key of its summary.
+        columns: Columns of the table, which is printed and written to `results.md` in the output folder.
+        arguments: The arguments; None for `sys.argv`.
     """
     program = f"python -m examples.{config.script}.seeds"
     arguments = sys.argv[1:] if arguments is None else list(arguments)
@@ -107,11 +107,11 @@ def train_all(
     """Trains the missing runs. Ways alternate, so that a slow moment of the machine affects all of them.
 
     Args:
-        ways: the flags of each way.
-        seeds: seeds to train each way with.
-        output: folder with a subfolder for each run. Existing runs are continued or reused.
-        run: trains with flags and returns the content of summary.json.
-        formats: format strings of the line printed for each run, by key of its summary.
+        ways: The flags of each way.
+        seeds: Seeds to train each way with.
+        output: Folder with a subfolder for each run. Existing runs are continued or reused.
+        run: Trains with flags and returns the content of summary.json.
+        formats: Format strings of the line printed for each run, by key of its summary.
     """
     summaries = []
     # All seeds of a way share one program. With the cache, it is compiled only once.

@@ -35,11 +35,11 @@ def open_records(root: Path, split: str | None = None) -> Records | None:
     """Opens the entries of a split. Returns None if there are no shards.
 
     Args:
-        root: a folder with shards in it or in its subfolders, a single shard, or a folder of the datasets library.
-        split: a key of `SPLITS`, which selects shards; None for all shards.
+        root: A folder with shards in it or in its subfolders, a single shard, or a folder of the datasets library.
+        split: A key of `SPLITS`, which selects shards; None for all shards.
 
     Raises:
-        UsageError: the shards have none of this split, have several formats, or can't be read.
+        UsageError: The shards have none of this split, have several formats, or can't be read.
     """
     if (root / "dataset_dict.json").is_file():
         return _open_dictionary(root, split)

@@ -32,12 +32,12 @@ class Sinks:
     """The sinks of --log-to, as a context manager. Only the main process writes.
 
     Args:
-        names: names of the sinks.
-        folder: folder of the run.
-        settings: flags of the run, for sinks that store them.
+        names: Names of the sinks.
+        folder: Folder of the run.
+        settings: Flags of the run, for sinks that store them.
 
     Raises:
-        UsageError: the library of a sink isn't installed.
+        UsageError: The library of a sink isn't installed.
     """
 
     def __init__(self, names: Sequence[str], folder: RunFolder, settings: Mapping[str, Any]) -> None:
@@ -60,7 +60,7 @@ class Sinks:
         """Opens the sinks for the steps after `step`. TensorBoard drops those that an interrupted run has written.
 
         Raises:
-            UsageError: a sink can't be opened.
+            UsageError: A sink can't be opened.
         """
         for name in self._names:
             try:

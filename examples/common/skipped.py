@@ -22,13 +22,13 @@ class SkippedFiles:
     """Reports each skipped file once on stderr and ends the run if there are too many. Thread-safe.
 
     Args:
-        total: total number of files.
-        share: share of `total` that may be skipped. At least one file may be, unless `share` is 0.
-        flag: the flag that sets `share`, for the message.
+        total: Total number of files.
+        share: Share of `total` that may be skipped. At least one file may be, unless `share` is 0.
+        flag: The flag that sets `share`, for the message.
 
     Attributes:
-        limit: number of files that may be skipped.
-        reasons: reasons of the skipped files, by name.
+        limit: Number of files that may be skipped.
+        reasons: Reasons of the skipped files, by name.
     """
 
     def __init__(self, total: int, share: float, flag: str) -> None:
@@ -49,12 +49,12 @@ class SkippedFiles:
         """Reports a file the first time that it is skipped.
 
         Args:
-            name: name of the file.
-            reason: the reason in a few words.
-            root: folder that the name is relative to, for the message.
+            name: Name of the file.
+            reason: The reason in a few words.
+            root: Folder that the name is relative to, for the message.
 
         Raises:
-            UsageError: too many files were skipped.
+            UsageError: Too many files were skipped.
         """
         with self._lock:
             if name in self.reasons:

@@ -32,15 +32,15 @@ class Task(abc.ABC):
     A script implements the abstract methods. `examples.custom` is a short example.
 
     Attributes:
-        title: title of the curves.
-        unit: what an item of a batch is, in the plural, such as "images".
-        metric: the metric that compares epochs, with 1 if higher is better and -1 if lower is better.
-        metric_name: name of the metric for users.
-        panels: panels of the curves, in addition to that of the loss scale.
-        steps: number of steps of an epoch.
-        test_count: number of entries of the test set.
-        from_files: whether benchmarks read files.
-        most_entries: the largest useful batch size.
+        title: Title of the curves.
+        unit: What an item of a batch is, in the plural, such as "images".
+        metric: The metric that compares epochs, with 1 if higher is better and -1 if lower is better.
+        metric_name: Name of the metric for users.
+        panels: Panels of the curves, in addition to that of the loss scale.
+        steps: Number of steps of an epoch.
+        test_count: Number of entries of the test set.
+        from_files: Whether benchmarks read files.
+        most_entries: The largest useful batch size.
     """
 
     title: str

@@ -89,11 +89,11 @@ def create_training(
     """Builds the optimizer and the training step for a model.
 
     Args:
-        model: already in its precision.
-        hyper: the recipe with all flags applied.
-        policy: the precision.
+        model: Already in its precision.
+        hyper: The recipe with all flags applied.
+        policy: The precision.
         loss_scale: "dynamic", a number, or None for the default of the policy.
-        parallel: placement of the state; by default that of JAX.
+        parallel: Placement of the state; by default that of JAX.
     """
     schedule = learning_rate_schedule(hyper)
     tx = create_optimizer(hyper, schedule, policy, loss_scale)

@@ -37,12 +37,12 @@ def open_model(
     Flags that are not given have their values of the training.
 
     Args:
-        config: the flags.
-        make: makes a task from the flags with the settings of the training, and the description of its data.
-        alternatives: mutually exclusive flags, such as those for the location of the data. Giving one drops the others.
+        config: The flags.
+        make: Makes a task from the flags with the settings of the training, and the description of its data.
+        alternatives: Mutually exclusive flags, such as those for the location of the data. Giving one drops the others.
 
     Raises:
-        UsageError: there is no model, it belongs to another script, or it is damaged.
+        UsageError: There is no model, it belongs to another script, or it is damaged.
     """
     folder = RunFolder(config.output or Path())
     if config.weights is None:
@@ -92,13 +92,13 @@ def export(task: Task, variables: Variables, folder: Path, dtype: str) -> dict[s
     """Writes weights for inference into a run's folder and tests the file against the float32 weights.
 
     Args:
-        task: task of the run, with its test data.
+        task: Task of the run, with its test data.
         variables: float32 variables.
-        folder: folder of the run.
-        dtype: dtype of the parameters in the file.
+        folder: Folder of the run.
+        dtype: Dtype of the parameters in the file.
 
     Raises:
-        UsageError: a parameter is out of range, or the file tests too much worse. No file is then left.
+        UsageError: A parameter is out of range, or the file tests too much worse. No file is then left.
     """
     name, sign = task.metric
     source = _tested(task, "float32", variables)[name]

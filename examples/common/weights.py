@@ -37,7 +37,7 @@ def cast_weights(variables: Variables, dtype: str) -> Variables:
     """Casts variables for inference: parameters to `dtype`, statistics stay float32.
 
     Raises:
-        UsageError: a parameter is out of the range of `dtype`. The text names it.
+        UsageError: A parameter is out of the range of `dtype`. The text names it.
     """
     cast = mpjax.get_policy(f"params={dtype},compute={dtype},output=float32").cast_to_param
     # One jitted program: separate operations would compile once per shape.
@@ -66,7 +66,7 @@ def read_about(path: Path) -> dict[str, Any]:
     """Reads the metadata that `write_weights` wrote, from the header alone.
 
     Raises:
-        UsageError: the file can't be read or was not written by --export.
+        UsageError: The file can't be read or was not written by --export.
     """
     from safetensors import safe_open
 
@@ -100,15 +100,15 @@ def file_variables(
     """Reads the arrays of a .safetensors or .npz file as variables, on the host.
 
     Args:
-        path: the file. Its arrays have the names of `named`, with or without the prefix `params/` or `stats/`.
-        like: variables with the expected names, shapes and dtypes.
-        flag: the flag that names the file, for error messages.
-        names: maps names of `like` to those of the file, if they differ.
-        convert: applied to each array of the file.
-        keep: names whose values are taken from `like`.
+        path: The file. Its arrays have the names of `named`, with or without the prefix `params/` or `stats/`.
+        like: Variables with the expected names, shapes and dtypes.
+        flag: The flag that names the file, for error messages.
+        names: Maps names of `like` to those of the file, if they differ.
+        convert: Applied to each array of the file.
+        keep: Names whose values are taken from `like`.
 
     Raises:
-        UsageError: the file can't be read, lacks an array, or has one of another shape.
+        UsageError: The file can't be read, lacks an array, or has one of another shape.
     """
     shapes = file_shapes(path, flag)
     wanted = named(like._asdict())

@@ -32,9 +32,9 @@ class CachedImages:
     """The images of one split, concatenated in a single array.
 
     Args:
-        images: the files.
-        sizes: width and height of each cached image; (0, 0) if its file cannot be read.
-        unreadable: the unreadable files so far.
+        images: The files.
+        sizes: Width and height of each cached image; (0, 0) if its file cannot be read.
+        unreadable: The unreadable files so far.
     """
 
     def __init__(self, images: _Images, sizes: np.ndarray, unreadable: list[Unreadable]) -> None:
@@ -77,12 +77,12 @@ def cached(splits: Sequence[_Images], side: int, workers: int) -> list[CachedIma
     """Decodes the images of each split into memory.
 
     Args:
-        splits: the files.
-        side: shorter side of the cached images in pixels; smaller images keep their size.
-        workers: number of decoding threads.
+        splits: The files.
+        side: Shorter side of the cached images in pixels; smaller images keep their size.
+        workers: Number of decoding threads.
 
     Raises:
-        UsageError: the images do not fit in memory; raised before any image is decoded.
+        UsageError: The images do not fit in memory; raised before any image is decoded.
     """
     started = time.perf_counter()
     with ThreadPoolExecutor(workers, "cache") as executor:

@@ -125,7 +125,7 @@ class Dataset(abc.ABC):
         """Records unreadable files; called in the thread of the training loop.
 
         Raises:
-            UsageError: there are too many.
+            UsageError: There are too many.
         """
 
     def state(self) -> dict[str, Any]:
@@ -136,7 +136,7 @@ class Dataset(abc.ABC):
         """Restores a `state`.
 
         Raises:
-            UsageError: the state belongs to different images.
+            UsageError: The state belongs to different images.
         """
         if state["images"] != len(self):
             raise UsageError(

@@ -54,14 +54,14 @@ def read_crop(file: File, choose: Callable[[tuple[int, int]], Crop]) -> np.ndarr
     applied.
 
     Args:
-        file: an image in one of `FORMATS`; its name does not matter.
-        choose: returns the crop to read, given the width and height of the upright image.
+        file: An image in one of `FORMATS`; its name does not matter.
+        choose: Returns the crop to read, given the width and height of the upright image.
 
     Returns:
         The pixels, [height, width, 3], uint8.
 
     Raises:
-        UnusableFileError: the file cannot be read for any reason.
+        UnusableFileError: The file cannot be read for any reason.
     """
     try:
         with _opened(file) as encoded:

@@ -137,19 +137,19 @@ def open_image_folder(
     """Opens the images of each split below `root`: shards if there are any, else a tree of folders.
 
     Args:
-        root: root folder of the data.
-        size: side length in pixels of the resized crops.
-        flip: whether to mirror training images at random.
-        workers: number of threads that fill the cache.
-        max_unreadable: share of the images of a split that may be unreadable.
-        cache: whether to decode all images now and keep them in memory. Their shorter side is `size` * 8/7 (256 for
+        root: Root folder of the data.
+        size: Side length in pixels of the resized crops.
+        flip: Whether to mirror training images at random.
+        workers: Number of threads that fill the cache.
+        max_unreadable: Share of the images of a split that may be unreadable.
+        cache: Whether to decode all images now and keep them in memory. Their shorter side is `size` * 8/7 (256 for
             224), and evaluation uses the central `size` pixels.
-        whole: whether to resize whole images instead of crops.
-        splits: the splits to open.
-        classes: classes of the evaluated model, since shards may not contain all of them.
+        whole: Whether to resize whole images instead of crops.
+        splits: The splits to open.
+        classes: Classes of the evaluated model, since shards may not contain all of them.
 
     Raises:
-        UsageError: the data has the wrong layout, too many images are unreadable, or the cache does not fit in memory.
+        UsageError: The data has the wrong layout, too many images are unreadable, or the cache does not fit in memory.
     """
     classes, found = open_image_records(root, splits, classes) or list_tree(root, splits)
     folders = [ImageFolder(images, classes, size, flip, max_unreadable, whole) for images in found]

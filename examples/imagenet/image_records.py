@@ -19,10 +19,10 @@ class ImageRecords:
     """The images of one split in shards, with the interface of `image_tree.Images`.
 
     Args:
-        records: the entries.
-        fields: names of the image and label fields.
-        names: class names of integer labels; without it, the class name is the number itself.
-        classes: class names in the order of the model's outputs.
+        records: The entries.
+        fields: Names of the image and label fields.
+        names: Class names of integer labels; without it, the class name is the number itself.
+        classes: Class names in the order of the model's outputs.
     """
 
     def __init__(
@@ -64,9 +64,9 @@ def open_image_records(
     line. Otherwise all labels of the first split are read to collect the names.
 
     Args:
-        root: root folder of the dataset.
+        root: Root folder of the dataset.
         splits: `train` and `val`, or one of them.
-        classes: classes of the evaluated model.
+        classes: Classes of the evaluated model.
     """
     if not root.is_dir():
         return None

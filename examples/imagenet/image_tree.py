@@ -54,7 +54,7 @@ def list_tree(root: Path, splits: Sequence[str] = ("train", "val")) -> tuple[lis
     """The classes, in alphabetical order, and the images of each split.
 
     Raises:
-        UsageError: the tree has the wrong layout; the message names the problem and possible fixes.
+        UsageError: The tree has the wrong layout; the message names the problem and possible fixes.
     """
     if not root.is_dir():
         raise UsageError(f"--data-dir {str(root)!r} is not a folder. {_EXPECTED} Without it: the digits, no download.")
@@ -112,9 +112,9 @@ def _images_below(folder: str, above: tuple[tuple[int, int], ...], other: Counte
     """Paths of the images in a folder and in its subfolders.
 
     Args:
-        folder: the folder to search.
-        above: device and inode numbers of all folders that enclose it, to detect cycles of links.
-        other: counts the files that are not images, keyed by extension.
+        folder: The folder to search.
+        above: Device and inode numbers of all folders that enclose it, to detect cycles of links.
+        other: Counts the files that are not images, keyed by extension.
     """
     status = os.stat(folder)
     own = (status.st_dev, status.st_ino)

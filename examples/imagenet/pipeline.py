@@ -111,15 +111,15 @@ def train_batches(
     all hosts together equal the batch that a single host would load.
 
     Args:
-        dataset: the images.
-        batch_size: images per step over all hosts; a multiple of `shard.count`.
-        seed: random seed of the order and the augmentation.
-        first: number of completed steps.
-        last: total number of steps of the run; by default the stream is endless.
-        augment: whether to augment images at random.
-        shard: the part of each batch that this host loads.
-        workers: number and kind of workers.
-        put: transfers a host's part of a batch to its devices, in a separate thread; by default to the first device.
+        dataset: The images.
+        batch_size: Images per step over all hosts; a multiple of `shard.count`.
+        seed: Random seed of the order and the augmentation.
+        first: Number of completed steps.
+        last: Total number of steps of the run; by default the stream is endless.
+        augment: Whether to augment images at random.
+        shard: The part of each batch that this host loads.
+        workers: Number and kind of workers.
+        put: Transfers a host's part of a batch to its devices, in a separate thread; by default to the first device.
 
     Raises:
         UsageError: `batch_size` is not divisible by the number of hosts, or exceeds the number of images.

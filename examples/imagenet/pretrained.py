@@ -29,12 +29,12 @@ def read_pretrained(path: Path, like: Variables, model: str) -> Variables:
     If a torch file has a different number of classes, its head is skipped, and the model's keeps its random weights.
 
     Args:
-        path: a .safetensors or .npz file.
-        like: the model's variables; they must be concrete if the head may have to be kept.
-        model: the model's name.
+        path: A .safetensors or .npz file.
+        like: The model's variables; they must be concrete if the head may have to be kept.
+        model: The model's name.
 
     Raises:
-        UsageError: the file belongs to another model.
+        UsageError: The file belongs to another model.
     """
     shapes = file_shapes(path, "--init-from")
     if "fc.weight" not in shapes or "layer1.0.conv1.weight" not in shapes:

@@ -63,10 +63,10 @@ class ResNet(nn.Module):
     """A residual network from images [batch, height, width, channels] to logits [batch, num_classes].
 
     Args:
-        stage_sizes: blocks in each stage; each stage after the first halves the side and doubles the features.
+        stage_sizes: Blocks in each stage; each stage after the first halves the side and doubles the features.
         block: `BasicBlock` or `Bottleneck`.
-        num_classes: number of logits.
-        width: number of features of the first stage.
+        num_classes: Number of logits.
+        width: Number of features of the first stage.
     """
 
     stage_sizes: tuple[int, ...]

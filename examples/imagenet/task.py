@@ -58,10 +58,10 @@ class ImageTask(Task):
     """A model with its data, on all devices.
 
     Args:
-        config: the flags.
-        parallel: the devices.
-        train_set, test_set: the images; one may be None if not needed, or both if `description` is given.
-        description: the properties of the images that the model depends on; by default those of `train_set`.
+        config: The flags.
+        parallel: The devices.
+        train_set, test_set: The images; one may be None if not needed, or both if `description` is given.
+        description: The properties of the images that the model depends on; by default those of `train_set`.
     """
 
     unit = "images"

@@ -94,9 +94,9 @@ def mix_up(key: jax.Array, alpha: float, batch_size: int) -> Callable[[jax.Array
     """A function that blends each entry of a batch with another (Zhang et al., 2017, https://arxiv.org/abs/1710.09412).
 
     Args:
-        key: random key.
-        alpha: parameter of the Beta distribution from which the batch's one weight is drawn; 0 disables blending.
-        batch_size: number of entries.
+        key: Random key.
+        alpha: Parameter of the Beta distribution from which the batch's one weight is drawn; 0 disables blending.
+        batch_size: Number of entries.
 
     Returns:
         A function of arrays [batch_size, ...], to apply to both images and targets.

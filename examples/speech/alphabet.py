@@ -16,8 +16,8 @@ class Alphabet:
     """Maps characters, in order, to labels 1, 2, ...; label 0 is CTC's blank.
 
     Attributes:
-        characters: the characters of labels 1, 2, ...
-        labels: number of labels including the blank, which is the number of model outputs.
+        characters: The characters of labels 1, 2, ...
+        labels: Number of labels including the blank, which is the number of model outputs.
     """
 
     def __init__(self, characters: str = ENGLISH) -> None:
@@ -32,7 +32,7 @@ class Alphabet:
         A line that contains only a space is the space.
 
         Raises:
-            UsageError: the file cannot be read, or a line is not a single character or repeats one.
+            UsageError: The file cannot be read, or a line is not a single character or repeats one.
         """
         try:
             lines = path.read_text(encoding="utf-8").split("\n")

@@ -37,7 +37,7 @@ def probe(path: File) -> AudioInfo:
     """Reads the header of an audio file.
 
     Raises:
-        UnusableFileError: the file is missing, empty, or has an unknown format.
+        UnusableFileError: The file is missing, empty, or has an unknown format.
     """
     with _open(path) as file:
         return AudioInfo(
@@ -49,7 +49,7 @@ def read_audio(path: File) -> np.ndarray:
     """Reads the samples of a file, [samples], float32, -1..1, resampled to 16 kHz with channels averaged.
 
     Raises:
-        UnusableFileError: as for `probe`, or the file cannot be decoded, or contains NaN or infinite samples.
+        UnusableFileError: As for `probe`, or the file cannot be decoded, or contains NaN or infinite samples.
     """
     with _open(path) as file:
         promised, rate = file.frames, file.samplerate

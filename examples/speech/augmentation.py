@@ -35,14 +35,14 @@ def spec_augment(
     Time bands lie within the length of each utterance, so that short utterances do not lose too much.
 
     Args:
-        key: random key.
+        key: Random key.
         features: [batch, frames, size].
         lengths: [batch], in frames.
-        time_masks: number of time bands per utterance.
-        max_time: maximum width of a time band in frames.
-        frequency_masks: number of frequency bands per utterance.
-        max_frequency: maximum width of a frequency band in coefficients.
-        max_share: maximum width of a time band as a share of the utterance.
+        time_masks: Number of time bands per utterance.
+        max_time: Maximum width of a time band in frames.
+        frequency_masks: Number of frequency bands per utterance.
+        max_frequency: Maximum width of a frequency band in coefficients.
+        max_share: Maximum width of a time band as a share of the utterance.
 
     Source: D. S. Park et al., "SpecAugment", Interspeech 2019 (without time warping, which brought little gain there).
     """
@@ -77,8 +77,8 @@ class Perturbation:
     """Random changes of speed, by resampling (which also changes the pitch), and of volume.
 
     Attributes:
-        speeds: factors from which one is drawn per utterance; 1.1 is a tenth faster.
-        volume: maximum change of volume, up or down, in dB.
+        speeds: Factors from which one is drawn per utterance; 1.1 is a tenth faster.
+        volume: Maximum change of volume, up or down, in dB.
 
     Source: T. Ko et al., "Audio augmentation for speech recognition", Interspeech 2015.
     """

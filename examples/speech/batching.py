@@ -80,16 +80,16 @@ class Buckets:
     processes, each loads its part of a batch, in process order.
 
     Args:
-        speech: the utterances; later changes to it are ignored.
-        batch_size: number of utterances in a batch.
-        features: determines the number of frames; bucket lengths are multiples of 16 frames.
-        count: maximum number of buckets.
-        perturbation: perturbation of the training utterances.
-        workers: number of threads that load batches.
+        speech: The utterances; later changes to it are ignored.
+        batch_size: Number of utterances in a batch.
+        features: Determines the number of frames; bucket lengths are multiples of 16 frames.
+        count: Maximum number of buckets.
+        perturbation: Perturbation of the training utterances.
+        workers: Number of threads that load batches.
 
     Attributes:
-        shapes: all shapes of full batches, from short to long.
-        steps: number of batches in each training epoch.
+        shapes: All shapes of full batches, from short to long.
+        steps: Number of batches in each training epoch.
     """
 
     def __init__(

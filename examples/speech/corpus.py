@@ -84,11 +84,11 @@ def make_corpus(cache: Path = DEFAULT_CACHE, size: CorpusSize | None = None) -> 
     """Returns the corpus of this size; synthesises it if it is not cached. The result is reproducible bit for bit.
 
     Args:
-        cache: folder with one subfolder per corpus, named by a hash of its utterances and espeak-ng's version.
-        size: size of the corpus.
+        cache: Folder with one subfolder per corpus, named by a hash of its utterances and espeak-ng's version.
+        size: Size of the corpus.
 
     Raises:
-        UsageError: espeak-ng is not usable, or the folder is not writable.
+        UsageError: Espeak-ng is not usable, or the folder is not writable.
     """
     plan = _plan(size or CorpusSize())
     key = hashlib.sha256(json.dumps([plan, _library_version(), SAMPLE_RATE]).encode()).hexdigest()[:12]

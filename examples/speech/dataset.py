@@ -34,20 +34,20 @@ class Speech:
     them are an error.
 
     Args:
-        name: name in titles and messages.
-        utterances: the entries of the manifest.
-        alphabet: alphabet of the transcripts.
-        max_skipped: share of the utterances that may be skipped.
+        name: Name in titles and messages.
+        utterances: The entries of the manifest.
+        alphabet: Alphabet of the transcripts.
+        max_skipped: Share of the utterances that may be skipped.
 
     Attributes:
-        paths: paths of the audio files.
-        transcripts: transcripts of the audio files.
-        labels: the transcripts as labels, each [characters], int32.
+        paths: Paths of the audio files.
+        transcripts: Transcripts of the audio files.
+        labels: The transcripts as labels, each [characters], int32.
         samples: [utterances], int64: lengths at 16 kHz.
-        skipped: the skipped files and the reasons.
+        skipped: The skipped files and the reasons.
 
     Raises:
-        UsageError: transcripts have characters that are not in the alphabet, or too many files are unusable.
+        UsageError: Transcripts have characters that are not in the alphabet, or too many files are unusable.
     """
 
     def __init__(self, name: str, utterances: Sequence[Utterance], alphabet: Alphabet, max_skipped: float) -> None:
@@ -70,7 +70,7 @@ class Speech:
         """Loads the samples of an utterance, [samples], float32; returns None if the file is unusable.
 
         Raises:
-            UsageError: too many files have been skipped.
+            UsageError: Too many files have been skipped.
         """
         path = self.paths[index]
         try:
@@ -102,11 +102,11 @@ class Speech:
         """Skips utterances whose transcripts are too long for CTC (see `frames_needed`).
 
         Args:
-            frames: maps lengths in samples to numbers of output frames of the model.
-            fastest: highest speed factor of the perturbation.
+            frames: Maps lengths in samples to numbers of output frames of the model.
+            fastest: Highest speed factor of the perturbation.
 
         Raises:
-            UsageError: too many utterances are skipped.
+            UsageError: Too many utterances are skipped.
         """
         have = np.asarray(frames(np.floor(self.samples / fastest).astype(np.int64)))
         need = np.array([frames_needed(labels) for labels in self.labels], np.int64)

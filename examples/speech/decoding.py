@@ -73,7 +73,7 @@ def beam_search(logits: ArrayLike, lengths: ArrayLike, beam: int = 16) -> Decode
     Args:
         logits: [batch, frames, labels], of any float dtype; label 0 is the blank.
         lengths: [batch], in frames; later frames are ignored.
-        beam: number of prefixes kept, 1 or more (static).
+        beam: Number of prefixes kept, 1 or more (static).
 
     Source: A. Hannun et al., "First-Pass Large Vocabulary Continuous Speech Recognition using Bi-Directional Recurrent
     DNNs" (2014), without a language model.

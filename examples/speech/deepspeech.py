@@ -13,16 +13,16 @@ class DeepSpeech(nnx.Module):
     """Three dense layers with clipped ReLU, one recurrent layer, one more dense layer, and the output layer.
 
     Args:
-        features: number of features per frame.
-        characters: number of logits per frame, including the CTC blank.
-        hidden: units of each dense layer and of each direction of the recurrent layer.
-        context: frames on either side in the window of the first layer, which is a convolution.
-        stride: frames from one window to the next.
+        features: Number of features per frame.
+        characters: Number of logits per frame, including the CTC blank.
+        hidden: Units of each dense layer and of each direction of the recurrent layer.
+        context: Frames on either side in the window of the first layer, which is a convolution.
+        stride: Frames from one window to the next.
         cell: `rnn`, `gru` or `lstm`.
-        bidirectional: whether the recurrent layer also runs backward in time.
-        layer_norm: whether to apply layer normalisation before each clipped ReLU, as in Mozilla's DeepSpeech.
-        dropout: dropout rate after each dense layer in training.
-        rngs: random streams of the initialisation.
+        bidirectional: Whether the recurrent layer also runs backward in time.
+        layer_norm: Whether to apply layer normalisation before each clipped ReLU, as in Mozilla's DeepSpeech.
+        dropout: Dropout rate after each dense layer in training.
+        rngs: Random streams of the initialisation.
     """
 
     def __init__(

@@ -17,17 +17,17 @@ class DeepSpeech2(nnx.Module):
     """Two 2-D convolutions and recurrent layers, all with batch normalisation, and the output layer.
 
     Args:
-        features: number of features per frame, ordered by frequency.
-        characters: number of logits per frame, including the CTC blank.
-        hidden: units of each direction of a recurrent layer.
-        layers: number of recurrent layers.
-        channels: channels of the convolutions.
-        stride: input frames per output frame; the time stride of the first convolution.
+        features: Number of features per frame, ordered by frequency.
+        characters: Number of logits per frame, including the CTC blank.
+        hidden: Units of each direction of a recurrent layer.
+        layers: Number of recurrent layers.
+        channels: Channels of the convolutions.
+        stride: Input frames per output frame; the time stride of the first convolution.
         cell: `rnn`, `gru` or `lstm`.
-        bidirectional: whether the recurrent layers also run backward in time.
-        lookahead: future frames seen by a row convolution after the recurrent layers; 0 for no such layer.
-        dropout: dropout rate after each recurrent layer in training.
-        rngs: random streams of the initialisation.
+        bidirectional: Whether the recurrent layers also run backward in time.
+        lookahead: Future frames seen by a row convolution after the recurrent layers; 0 for no such layer.
+        dropout: Dropout rate after each recurrent layer in training.
+        rngs: Random streams of the initialisation.
     """
 
     def __init__(

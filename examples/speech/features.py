@@ -29,10 +29,10 @@ class Features:
 
     Attributes:
         kind: log_mel, the log energy of mel bands, or mfcc, the first coefficients of its cosine transform.
-        mels: number of mel bands from 0 Hz to 8 kHz (Slaney's scale and area normalisation, as in librosa).
-        coefficients: number of mfcc coefficients.
-        window: length of the Hann window in samples.
-        hop: samples from one frame to the next.
+        mels: Number of mel bands from 0 Hz to 8 kHz (Slaney's scale and area normalisation, as in librosa).
+        coefficients: Number of mfcc coefficients.
+        window: Length of the Hann window in samples.
+        hop: Samples from one frame to the next.
     """
 
     kind: Literal["log_mel", "mfcc"] = "log_mel"

@@ -32,12 +32,12 @@ class MaskedConv(nnx.Module):
     convolution by a frame as the batch grows.
 
     Args:
-        inputs: number of input channels.
-        outputs: number of output channels.
-        kernel: kernel sizes over time (odd) and, in two dimensions, frequency.
-        strides: strides over the same dimensions.
-        bias: whether to add a bias.
-        rngs: random streams of the initialisation.
+        inputs: Number of input channels.
+        outputs: Number of output channels.
+        kernel: Kernel sizes over time (odd) and, in two dimensions, frequency.
+        strides: Strides over the same dimensions.
+        bias: Whether to add a bias.
+        rngs: Random streams of the initialisation.
     """
 
     def __init__(

@@ -21,12 +21,12 @@ def open_speech(path: Path, alphabet: Alphabet | None = None, max_skipped: float
     """Opens a CSV file (Mozilla's), a folder (LibriSpeech's), or shards with audio files and transcripts.
 
     Args:
-        path: path of the CSV file, the folder or the shards; shards may be one file, or all files in a folder.
-        alphabet: alphabet of the transcripts; by default English.
-        max_skipped: share of the utterances that may be skipped as unusable.
+        path: Path of the CSV file, the folder or the shards; shards may be one file, or all files in a folder.
+        alphabet: Alphabet of the transcripts; by default English.
+        max_skipped: Share of the utterances that may be skipped as unusable.
 
     Raises:
-        UsageError: the path is none of these, is empty, or is unusable.
+        UsageError: The path is none of these, is empty, or is unusable.
     """
     if path.exists() and (records := open_records(path)) is not None:
         utterances = read_records(records)
@@ -57,7 +57,7 @@ def read_csv(path: Path) -> list[Utterance]:
     The file size and further columns are ignored.
 
     Raises:
-        UsageError: the file is not such a CSV file, or has no rows.
+        UsageError: The file is not such a CSV file, or has no rows.
     """
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
@@ -92,7 +92,7 @@ def read_librispeech(folder: Path) -> list[Utterance]:
     Source: V. Panayotov et al., "LibriSpeech: an ASR corpus based on public domain audio books", ICASSP 2015.
 
     Raises:
-        UsageError: there are no transcripts, or a file cannot be read.
+        UsageError: There are no transcripts, or a file cannot be read.
     """
     utterances = [utterance for path in sorted(folder.rglob("*.trans.txt")) for utterance in _transcripts(path)]
     if not utterances:

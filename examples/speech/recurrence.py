@@ -24,9 +24,9 @@ class Cell(NamedTuple):
     """A recurrent cell, defined by the update of its state.
 
     Args:
-        gates: number of matmul outputs per hidden unit.
-        states: number of arrays in the carry.
-        update: maps (carry, gates from the input, gates from the previous output) to the next carry.
+        gates: Number of matmul outputs per hidden unit.
+        states: Number of arrays in the carry.
+        update: Maps (carry, gates from the input, gates from the previous output) to the next carry.
     """
 
     gates: int
@@ -61,13 +61,13 @@ class Recurrent(nnx.Module):
     """A recurrent layer, forward or in both directions, over sequences of different lengths.
 
     Args:
-        cell: a name in `CELLS`.
-        features: number of input features.
-        hidden: units of each direction; the output concatenates the directions.
-        bidirectional: whether to add a backward direction, which starts at the last frame of each sequence.
-        norm: whether to apply sequence-wise batch normalisation to the input's part of the gates (Deep Speech 2,
+        cell: A name in `CELLS`.
+        features: Number of input features.
+        hidden: Units of each direction; the output concatenates the directions.
+        bidirectional: Whether to add a backward direction, which starts at the last frame of each sequence.
+        norm: Whether to apply sequence-wise batch normalisation to the input's part of the gates (Deep Speech 2,
             section 3.2).
-        rngs: random streams of the initialisation.
+        rngs: Random streams of the initialisation.
     """
 
     def __init__(

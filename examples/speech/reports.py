@@ -29,8 +29,8 @@ def error_rates(references: Sequence[str], hypotheses: Sequence[str]) -> ErrorRa
     """Error rates over all utterances together, so that long utterances have more weight.
 
     Args:
-        references: the reference transcripts.
-        hypotheses: the model's transcripts, in the same order.
+        references: The reference transcripts.
+        hypotheses: The model's transcripts, in the same order.
     """
     return ErrorRates(jiwer.wer(list(references), list(hypotheses)), jiwer.cer(list(references), list(hypotheses)))
 

@@ -39,7 +39,7 @@ def synthesize(utterances: Sequence[Spoken]) -> Iterator[tuple[np.ndarray, int]]
     """Speaks utterances in order; yields the samples ([samples], int16) and sample rate in Hz of each.
 
     Raises:
-        SynthesisError: the library is missing, or does not know a voice.
+        SynthesisError: The library is missing, or does not know a voice.
     """
     # -P: this folder's modules must not shadow others of the same name.
     command = [sys.executable, "-P", __file__]

@@ -59,15 +59,15 @@ class SpeechTask(Task):
     """A model with its data, on all devices.
 
     Args:
-        config: the flags.
-        parallel: the devices.
-        alphabet: alphabet of the transcripts.
-        train, test: the speech; sets that are not needed may be None.
-        dev: speech for the test after each epoch; by default `test`.
+        config: The flags.
+        parallel: The devices.
+        alphabet: Alphabet of the transcripts.
+        train, test: The speech; sets that are not needed may be None.
+        dev: Speech for the test after each epoch; by default `test`.
 
     Attributes:
-        transcribed: the results of the last test, one per utterance.
-        not_finite: how often the loss of each training utterance was inf or NaN, by the end of the last epoch.
+        transcribed: The results of the last test, one per utterance.
+        not_finite: How often the loss of each training utterance was inf or NaN, by the end of the last epoch.
     """
 
     unit = "utterances"

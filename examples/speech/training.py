@@ -64,9 +64,9 @@ def create_speech_model(config: Config, labels: int, utterances: int) -> Model:
     """The network with its training loss.
 
     Args:
-        config: the flags.
-        labels: number of network outputs, the characters and the blank.
-        utterances: number of training utterances; `TrainState.extra` counts how often each loss was inf or NaN.
+        config: The flags.
+        labels: Number of network outputs, the characters and the blank.
+        utterances: Number of training utterances; `TrainState.extra` counts how often each loss was inf or NaN.
     """
     network = create_network(config, labels)
 

@@ -23,8 +23,8 @@ def owners_of(jaxpr: Any, names: Sequence[str]) -> dict[int, str]:
     """The module paths of equations, by their `id`.
 
     Args:
-        jaxpr: the program.
-        names: the tree paths of its arguments in `(args, kwargs)`, as `[0][0].layers[0].weight`.
+        jaxpr: The program.
+        names: The tree paths of its arguments in `(args, kwargs)`, as `[0][0].layers[0].weight`.
     """
     opened = compat.open_jaxpr(jaxpr).jaxpr
     modules = {v: path for v, name in zip(opened.invars, names, strict=True) if (path := _module(name))}

@@ -17,12 +17,12 @@ class Place:
     """One equation and its position in the program.
 
     Args:
-        number: its unique number, in program order.
-        site: the equation, its module and its source line.
-        loops: the numbers of the enclosing loops, outermost first.
-        blocks: its sub-jaxprs, if they are entered.
-        end: the number of the next equation outside it.
-        axes: the mesh axes of the enclosing `shard_map`, with their sizes.
+        number: Its unique number, in program order.
+        site: The equation, its module and its source line.
+        loops: The numbers of the enclosing loops, outermost first.
+        blocks: Its sub-jaxprs, if they are entered.
+        end: The number of the next equation outside it.
+        axes: The mesh axes of the enclosing `shard_map`, with their sizes.
     """
 
     number: int

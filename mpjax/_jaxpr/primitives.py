@@ -41,29 +41,29 @@ class Primitive(NamedTuple):
     """What mpjax knows about a primitive.
 
     Args:
-        name: its name in JAX.
-        op: its list.
-        saves: the values that its derivative saves; None if it is not differentiated as one operation.
-        expensive: too expensive, or unsafe, to recompute in the backward pass.
-        float32_only: never half, not even in a `half_function`: XLA has no half kernel, or the bits matter.
-        elementwise: mixes arrays with scalars, so its derivative with respect to the scalar is a sum.
-        join: joins arrays without arithmetic, so a cast before it equals a cast after it.
-        saturating: its derivative (1 - y², y - y²) cancels near saturation; float32 where that costs no memory.
-        mask: computes integers or masks cheaply enough to be recomputed.
-        whole: its result has exactly the elements of its operand.
-        elements: the operands whose elements its result has, as a subscript; empty if it computes new elements.
-        exact: its results have the magnitude of its operands, up to rounding to an integer (`floor`, `sign`, `rem`).
-        adds: adds or subtracts.
-        logic: combines booleans, or tests for finite values.
-        risk: why half precision may be inaccurate: `exp`, `log`, `pow` (range, poles) or `sum` (rounding).
-        bits: depends on the bits or the dtype itself, so it is not computed in another dtype.
-        call: runs its one sub-jaxpr once, on its operands.
-        loop: runs its sub-jaxpr repeatedly.
-        foreign: runs code that is not visible to JAX.
+        name: Its name in JAX.
+        op: Its list.
+        saves: The values that its derivative saves; None if it is not differentiated as one operation.
+        expensive: Too expensive, or unsafe, to recompute in the backward pass.
+        float32_only: Never half, not even in a `half_function`: XLA has no half kernel, or the bits matter.
+        elementwise: Mixes arrays with scalars, so its derivative with respect to the scalar is a sum.
+        join: Joins arrays without arithmetic, so a cast before it equals a cast after it.
+        saturating: Its derivative (1 - y², y - y²) cancels near saturation; float32 where that costs no memory.
+        mask: Computes integers or masks cheaply enough to be recomputed.
+        whole: Its result has exactly the elements of its operand.
+        elements: The operands whose elements its result has, as a subscript; empty if it computes new elements.
+        exact: Its results have the magnitude of its operands, up to rounding to an integer (`floor`, `sign`, `rem`).
+        adds: Adds or subtracts.
+        logic: Combines booleans, or tests for finite values.
+        risk: Why half precision may be inaccurate: `exp`, `log`, `pow` (range, poles) or `sum` (rounding).
+        bits: Depends on the bits or the dtype itself, so it is not computed in another dtype.
+        call: Runs its one sub-jaxpr once, on its operands.
+        loop: Runs its sub-jaxpr repeatedly.
+        foreign: Runs code that is not visible to JAX.
         kernel: XLA launches a kernel for it; other operations are fused into their consumers.
-        accumulates: a sum passed through it is still that sum, possibly with another term added.
-        replicates: copies a value of one device to others, so its derivative is a sum over devices.
-        some_versions: not in every supported JAX version.
+        accumulates: A sum passed through it is still that sum, possibly with another term added.
+        replicates: Copies a value of one device to others, so its derivative is a sum over devices.
+        some_versions: Not in every supported JAX version.
     """
 
     name: str

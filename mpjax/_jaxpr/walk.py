@@ -23,14 +23,14 @@ class Site:
     """One equation and its context.
 
     Args:
-        eqn: the equation.
-        times: how often it runs (lengths of scans, grids of Pallas kernels; a `while` counts as one iteration).
-        module: the named scopes around it, at all levels; Flax names modules this way.
-        inside: the names of the enclosing primitives, outermost first.
-        caller: the source line of the enclosing equation.
-        devices: the number of devices that run it on their own shard; 1 outside of `shard_map` and `pmap`, where an
+        eqn: The equation.
+        times: How often it runs (lengths of scans, grids of Pallas kernels; a `while` counts as one iteration).
+        module: The named scopes around it, at all levels; Flax names modules this way.
+        inside: The names of the enclosing primitives, outermost first.
+        caller: The source line of the enclosing equation.
+        devices: The number of devices that run it on their own shard; 1 outside of `shard_map` and `pmap`, where an
             equation operates on whole arrays.
-        owners: module paths of equations whose scopes don't name an instance (see `instances.py`).
+        owners: Module paths of equations whose scopes don't name an instance (see `instances.py`).
     """
 
     eqn: Any

@@ -23,10 +23,10 @@ class JvpRule:
     """A custom_jvp rule, which takes the primals and the nonzero tangents.
 
     Args:
-        jaxpr: its jaxpr, which takes its constants as constvars or as leading inputs.
-        consts: the constants: arrays, or tracers of the enclosing program.
-        given: for each operand, whether the rule takes its tangent; other tangents are zero.
-        zeros: for each output, whether its tangent is zero.
+        jaxpr: Its jaxpr, which takes its constants as constvars or as leading inputs.
+        consts: The constants: arrays, or tracers of the enclosing program.
+        given: For each operand, whether the rule takes its tangent; other tangents are zero.
+        zeros: For each output, whether its tangent is zero.
     """
 
     jaxpr: Any
@@ -40,9 +40,9 @@ class Residual:
     """A residual of a custom_vjp: an output of its forward rule, an operand, or a Python scalar.
 
     Args:
-        aval: its abstract value.
-        operand: index of the operand that it is; None if the forward rule computes it.
-        scalar: its value if it is a Python scalar, which the backward rule may branch on.
+        aval: Its abstract value.
+        operand: Index of the operand that it is; None if the forward rule computes it.
+        scalar: Its value if it is a Python scalar, which the backward rule may branch on.
     """
 
     aval: Any
@@ -55,9 +55,9 @@ class VjpRule:
     """A custom_vjp's forward rule, and the residuals that its backward rule takes.
 
     Args:
-        jaxpr, consts: the forward rule. Its outputs are the residuals that it computes, then the results.
-        residuals: the inputs of the backward rule before the cotangents.
-        trees: tree structures of the forward rule that JAX needs to call the backward rule.
+        jaxpr, consts: The forward rule. Its outputs are the residuals that it computes, then the results.
+        residuals: The inputs of the backward rule before the cotangents.
+        trees: Tree structures of the forward rule that JAX needs to call the backward rule.
     """
 
     jaxpr: Any
@@ -81,10 +81,10 @@ class BackwardRule:
     """A custom_vjp's backward rule, for a given set of zero cotangents.
 
     Args:
-        jaxpr: a closed jaxpr. Takes the residuals that are arrays, then the nonzero cotangents of the outputs. Returns
+        jaxpr: A closed jaxpr. Takes the residuals that are arrays, then the nonzero cotangents of the outputs. Returns
             the nonzero cotangents of the operands, then the values that the rule logs.
-        zeros: for each operand, whether its cotangent is zero.
-        logs: the tree structure of the logged values.
+        zeros: For each operand, whether its cotangent is zero.
+        logs: The tree structure of the logged values.
     """
 
     jaxpr: Any
@@ -186,8 +186,8 @@ def jvp_rule(params: dict[str, Any], zeros: Sequence[bool]) -> JvpRule:
     """Traces a custom_jvp rule.
 
     Args:
-        params: parameters of the equation.
-        zeros: for each operand, whether its tangent is zero.
+        params: Parameters of the equation.
+        zeros: For each operand, whether its tangent is zero.
     """
     jaxpr, consts, out_zeros = compat.jvp_jaxpr(params, zeros)
     return JvpRule(jaxpr, consts, tuple(not zero for zero in zeros), tuple(out_zeros))
@@ -197,9 +197,9 @@ def vjp_rule(params: dict[str, Any], ins: Sequence[Any], perturbed: Sequence[boo
     """Traces a custom_vjp's forward rule.
 
     Args:
-        params: parameters of the equation.
-        ins: abstract values of its operands.
-        perturbed: for each operand, whether the equation is differentiated with respect to it.
+        params: Parameters of the equation.
+        ins: Abstract values of its operands.
+        perturbed: For each operand, whether the equation is differentiated with respect to it.
     """
     jaxpr, consts, forwards, trees = compat.fwd_rule(params, perturbed)
     made = iter(jaxpr.outvars)
@@ -218,9 +218,9 @@ def backward_rule(params: dict[str, Any], rule: VjpRule, cotangents: Sequence[An
     """Traces a custom_vjp's backward rule with the dtypes that it was written for.
 
     Args:
-        params: parameters of the equation.
-        rule: its forward rule.
-        cotangents: abstract values, `SymbolicZero`s, or float0 arrays for outputs that are not floats.
+        params: Parameters of the equation.
+        rule: Its forward rule.
+        cotangents: Abstract values, `SymbolicZero`s, or float0 arrays for outputs that are not floats.
     """
     given = [r.aval if r.scalar is None else r.scalar for r in rule.residuals] + list(cotangents)
     zeros: list[bool] = []

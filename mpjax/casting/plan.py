@@ -29,21 +29,21 @@ class Step:
     """One equation of a program, and how it runs.
 
     Args:
-        eqn: the equation as traced.
-        action: how `rewrite` carries it out.
-        reads: the storage dtype of each input, as it reads it.
-        outs: the inferred level and storage dtype of each output; None if autocast leaves it alone (integers, float64).
-        why: the reason, shown to the user.
-        listing: its list under the rules.
-        half: whether it computes in half.
-        spread: indices of the inputs that are smaller than the output. They are broadcast in float32 before the cast,
+        eqn: The equation as traced.
+        action: How `rewrite` carries it out.
+        reads: The storage dtype of each input, as it reads it.
+        outs: The inferred level and storage dtype of each output; None if autocast leaves it alone (integers, float64).
+        why: The reason, shown to the user.
+        listing: Its list under the rules.
+        half: Whether it computes in half.
+        spread: Indices of the inputs that are smaller than the output. They are broadcast in float32 before the cast,
             because the derivative with respect to them is a sum.
-        parameters: indices of the operands of a matmul that are parameters. The backward pass reads them in float32,
+        parameters: Indices of the operands of a matmul that are parameters. The backward pass reads them in float32,
             so that no half copy is stored.
-        wide_gradients: whether the matmul writes their gradients in float32.
-        gathers: whether a parameter is cast, then gathered, and its gradient scattered in float32.
-        inner: for a higher-order primitive, the data that its rule needs to issue it again; it has `plans`.
-        touched: the values that it reads, each with its storage dtype.
+        wide_gradients: Whether the matmul writes their gradients in float32.
+        gathers: Whether a parameter is cast, then gathered, and its gradient scattered in float32.
+        inner: For a higher-order primitive, the data that its rule needs to issue it again; it has `plans`.
+        touched: The values that it reads, each with its storage dtype.
     """
 
     eqn: Any
@@ -81,10 +81,10 @@ class Tally:
     """Counts of the matmuls and convolutions of a plan and its sub-jaxprs, and the user's rules that matched.
 
     Args:
-        cast: those cast to half.
-        written: those that the program already runs in half.
-        left: those left in float32.
-        entries: the user's rules that matched.
+        cast: Those cast to half.
+        written: Those that the program already runs in half.
+        left: Those left in float32.
+        entries: The user's rules that matched.
     """
 
     cast: int = 0
@@ -107,14 +107,14 @@ class Plan:
     """The plan of a program.
 
     Args:
-        setting: half dtype, rules, region.
-        steps: a `Step` for each equation, in order; some are grouped into rematerialisation regions.
-        invars, constvars, outvars: the program's variables.
-        ins, outs: the inferred dtypes of its inputs and outputs; None where autocast leaves them alone.
-        in_reads: a bit mask for each input, of the storage dtypes in which it is read.
-        trivial: whether it runs as traced, so that its equation can be issued unchanged.
-        tally: counts for warnings.
-        runners: functions that `rewrite` made from it, kept so that JAX's caches hit.
+        setting: Half dtype, rules, region.
+        steps: A `Step` for each equation, in order; some are grouped into rematerialisation regions.
+        invars, constvars, outvars: The program's variables.
+        ins, outs: The inferred dtypes of its inputs and outputs; None where autocast leaves them alone.
+        in_reads: A bit mask for each input, of the storage dtypes in which it is read.
+        trivial: Whether it runs as traced, so that its equation can be issued unchanged.
+        tally: Counts for warnings.
+        runners: Functions that `rewrite` made from it, kept so that JAX's caches hit.
     """
 
     setting: Setting

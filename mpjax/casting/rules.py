@@ -52,9 +52,9 @@ class Rules:
     Predicates take precedence over patterns, and patterns over names.
 
     Args:
-        allow: operations that run in half.
-        deny: operations that run in float32.
-        infer: operations that run in the widest dtype among their activations.
+        allow: Operations that run in half.
+        deny: Operations that run in float32.
+        infer: Operations that run in the widest dtype among their activations.
         level: `"default"`; `"conservative"` runs all operations outside the allow list in float32; `"half"` runs
             everything in half, sums included (Apex's O3). Use `"half"` for measurements, not for training.
         residuals: `"half"` stores only the half inputs of the float32 arithmetic between matmuls (a normalisation, a
@@ -71,7 +71,7 @@ class Rules:
             `jax.checkpoint`, which stores little else.
 
     Raises:
-        ValueError: a name is not a primitive, an entry is in two lists, or an option has an unknown value.
+        ValueError: A name is not a primitive, an entry is in two lists, or an option has an unknown value.
 
     Example:
         >>> rules = Rules(deny=["*/head", "tanh"], infer=["reduce_max"])
@@ -153,7 +153,7 @@ class Rules:
         """These rules with the entries of `MPJAX_ALLOWLIST_ADD`, `MPJAX_DENYLIST_ADD`, `MPJAX_INFERLIST_ADD`.
 
         Raises:
-            ValueError: an entry is neither a primitive nor a pattern of scopes. The message names the variable.
+            ValueError: An entry is neither a primitive nor a pattern of scopes. The message names the variable.
         """
         added = {
             name: _entries(variable, os.environ[variable].replace(",", " ").split())

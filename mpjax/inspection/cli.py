@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code.
 
     Args:
-        arguments: arguments without the program's name; None for `sys.argv[1:]`.
+        arguments: Arguments without the program's name; None for `sys.argv[1:]`.
 
     Returns:
         0; 1 if the report is a failure (see `Report.failure`); 2 after a mistake in the call, reported in one line.

@@ -12,14 +12,14 @@ class Device:
     """Published peak rates of one device, dense (without structured sparsity).
 
     Args:
-        name: the key in `DEVICES`.
-        bandwidth: memory bandwidth in bytes per second.
+        name: The key in `DEVICES`.
+        bandwidth: Memory bandwidth in bytes per second.
         float16, bfloat16: FLOP/s on Tensor Cores (matrix cores, MXUs) with float32 accumulation, as XLA uses them.
             The float32 rate where the device has none for the dtype (bfloat16 before Ampere).
         tfloat32: FLOP/s of float32 matmuls at JAX's default precision: TF32 on GPUs that have it, one bfloat16 pass on
             TPUs.
         float32, float64: FLOP/s at full precision (float64 on Tensor Cores that support it).
-        source: the document that states these figures.
+        source: The document that states these figures.
     """
 
     name: str
@@ -89,7 +89,7 @@ def device_of(name: str) -> Device:
     """Looks up a device by name or JAX `device_kind` (`"NVIDIA H200"`), or makes one from three numbers.
 
     Args:
-        name: a key of `DEVICES`, a `device_kind`, or `"GB/s,TFLOP/s,TFLOP/s"` for any other device: its memory
+        name: A key of `DEVICES`, a `device_kind`, or `"GB/s,TFLOP/s,TFLOP/s"` for any other device: its memory
             bandwidth, its rate in half precision and its rate in float32.
 
     Raises:

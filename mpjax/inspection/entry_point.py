@@ -29,12 +29,12 @@ def load(reference: str, flag: str = "", home: str = "") -> Any:
     """Imports the object that `module:name` or `path/to/script.py:name` refers to.
 
     Args:
-        reference: the text. Without a colon, it is a name in the module `home`, if one is given.
-        flag: the command-line option it is the value of, for error messages.
-        home: the module of the inspected function, as written on the command line.
+        reference: The text. Without a colon, it is a name in the module `home`, if one is given.
+        flag: The command-line option it is the value of, for error messages.
+        home: The module of the inspected function, as written on the command line.
 
     Raises:
-        UsageError: the module or name does not exist, or the import fails.
+        UsageError: The module or name does not exist, or the import fails.
     """
     source, colon, name = reference.rpartition(":")
     if not colon and home:
@@ -54,7 +54,7 @@ def load_function(reference: str) -> Callable[..., Any]:
     """The function that a reference names.
 
     Raises:
-        UsageError: the object does not exist or is not callable.
+        UsageError: The object does not exist or is not callable.
     """
     found = load(reference)
     if not callable(found):
@@ -66,7 +66,7 @@ def load_call(reference: str | None, home: str) -> Call:
     """Calls the function that a reference names to make arguments: a tuple, a dict of keywords, or yielded batches.
 
     Raises:
-        UsageError: the object is not a function without arguments, or it returns something else.
+        UsageError: The object is not a function without arguments, or it returns something else.
     """
     if reference is None:
         return Call((), {})

@@ -34,9 +34,9 @@ class Loss:
     """A loss function and how it is differentiated.
 
     Args:
-        fun: the loss function.
-        argnums: positions of the differentiated arguments, as in `jax.grad`.
-        has_aux: whether `fun` returns `(loss, aux)`.
+        fun: The loss function.
+        argnums: Positions of the differentiated arguments, as in `jax.grad`.
+        has_aux: Whether `fun` returns `(loss, aux)`.
     """
 
     fun: Callable[..., Any]

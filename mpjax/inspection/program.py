@@ -39,8 +39,8 @@ def below_root(path: str, paths: Collection[str]) -> str:
     """A module path relative to the whole model; empty for the model itself.
 
     Args:
-        path: one of `paths`.
-        paths: all module paths. If they have no common root, `path` is returned unchanged.
+        path: One of `paths`.
+        paths: All module paths. If they have no common root, `path` is returned unchanged.
 
     Example:
         >>> below_root("Net/Dense_0", ["Net", "Net/Dense_0"]), below_root("up", ["up", "down"])

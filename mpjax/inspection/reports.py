@@ -28,13 +28,13 @@ class Section:
     """One part of a report: a heading, a paragraph, a table and, in HTML, a figure.
 
     Args:
-        title: the heading; empty for none.
-        text: lines above the table.
-        header: the table's columns; empty if there is no table.
-        rows: its cells.
-        right: indices of the right-aligned columns.
+        title: The heading; empty for none.
+        text: Lines above the table.
+        header: The table's columns; empty if there is no table.
+        rows: Its cells.
+        right: Indices of the right-aligned columns.
         figure: HTML for the page only, such as an inline `<svg>`, or a function that makes it.
-        shown: number of rows printed by default. The page and JSON have all rows.
+        shown: Number of rows printed by default. The page and JSON have all rows.
     """
 
     title: str
@@ -107,7 +107,7 @@ class Report(abc.ABC):
         """The report as printed: the finding first, then the tables.
 
         Args:
-            all: whether to print every row of the tables.
+            all: Whether to print every row of the tables.
         """
         return "\n\n".join("\n".join(lines) for section in self.sections() if (lines := section.lines(all)))
 
@@ -164,8 +164,8 @@ def folded_rows(rows: Sequence[Any], together: Callable[[Any, Any], Any]) -> lis
     """Merges the rows of repeated modules: those with equal folded names and dtypes.
 
     Args:
-        rows: dataclasses with the fields `name` and `dtypes`.
-        together: merges two rows of the same name and dtypes into one.
+        rows: Dataclasses with the fields `name` and `dtypes`.
+        together: Merges two rows of the same name and dtypes into one.
     """
     names = folded(row.name for row in rows)
     merged: dict[Any, Any] = {}

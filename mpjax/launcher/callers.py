@@ -19,7 +19,7 @@ class Callers:
     Code in the standard library or in `site-packages` is library code. All other code belongs to the script.
 
     Args:
-        packages: top-level packages that count as the script's code wherever they are installed.
+        packages: Top-level packages that count as the script's code wherever they are installed.
     """
 
     def __init__(self, packages: tuple[str, ...] = ()):

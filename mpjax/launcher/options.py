@@ -26,16 +26,16 @@ class Options:
     """The options of `run`.
 
     Args:
-        policy: a policy's name or string, as for `mpjax.get_policy`.
-        allow, deny, infer: entries for the lists of `mpjax.Rules`.
+        policy: A policy's name or string, as for `mpjax.get_policy`.
+        allow, deny, infer: Entries for the lists of `mpjax.Rules`.
         overrides: `(pattern, policy)` pairs over module paths.
-        packages: installed packages whose gradients count as the script's own.
-        init_scale: the first loss scale.
-        quiet: whether to print only errors.
-        explain: path of a file for the plan of each differentiated function, or "".
-        dry_run: whether to print the audit at the first compiled step and exit.
-        steps: number of steps after which to exit; 0 for no limit. `--compare` uses it.
-        record: path of a file for the losses and the times of the steps, or "".
+        packages: Installed packages whose gradients count as the script's own.
+        init_scale: The first loss scale.
+        quiet: Whether to print only errors.
+        explain: Path of a file for the plan of each differentiated function, or "".
+        dry_run: Whether to print the audit at the first compiled step and exit.
+        steps: Number of steps after which to exit; 0 for no limit. `--compare` uses it.
+        record: Path of a file for the losses and the times of the steps, or "".
     """
 
     policy: str = DEFAULT_POLICY
@@ -89,7 +89,7 @@ def read_rules(path: str) -> dict[str, Any]:
         "*/LayerNorm_*" = "float32"
 
     Raises:
-        LaunchError: the file cannot be read, or has other entries.
+        LaunchError: The file cannot be read, or has other entries.
     """
     try:
         content = tomllib.loads(Path(path).read_text())

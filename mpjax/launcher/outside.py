@@ -23,8 +23,8 @@ def in_half(session: Session, jaxpr: Any) -> Any:
     """Puts the forward passes outside gradients in half. Returns `jaxpr` itself if there are none.
 
     Args:
-        session: the session of this process.
-        jaxpr: a closed jaxpr whose gradients are already in half.
+        session: The session of this process.
+        jaxpr: A closed jaxpr whose gradients are already in half.
     """
     opened = compat.open_jaxpr(jaxpr)
     before, passes, after = _parted(opened.jaxpr.eqns)

@@ -16,7 +16,7 @@ def check(target: str, is_module: bool) -> None:
     """Checks that a target can be run.
 
     Raises:
-        LaunchError: the script or module does not exist.
+        LaunchError: The script or module does not exist.
     """
     if not is_module:
         if not os.path.exists(target):

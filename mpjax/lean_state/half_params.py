@@ -56,7 +56,7 @@ def stochastic_rounding(
         updates are float32, for `optax.apply_updates` or `mpjax.apply_gradients`. Float32 params are updated as usual.
 
     Raises:
-        ValueError: in `update`, no `params`.
+        ValueError: In `update`, no `params`.
         TypeError: `inner` is not an optax transformation.
 
     Example:
@@ -122,7 +122,7 @@ def kahan(inner: optax.GradientTransformation) -> optax.GradientTransformationEx
         float32, for `optax.apply_updates` or `mpjax.apply_gradients`. Float32 params are updated as usual.
 
     Raises:
-        ValueError: in `update`, no `params`, or params of another dtype than at `init`.
+        ValueError: In `update`, no `params`, or params of another dtype than at `init`.
         TypeError: `inner` is not an optax transformation.
 
     Example:

@@ -76,7 +76,7 @@ def low_bit_state(
         state around it, not inside: `dynamic_loss_scale(optax.MultiSteps(stochastic_rounding(low_bit_state(tx)), k))`.
 
     Raises:
-        ValueError: an unknown dtype, sizes below 1, a pattern in `keep` that no array's path matches, or
+        ValueError: An unknown dtype, sizes below 1, a pattern in `keep` that no array's path matches, or
             master weights in `inner`, whose precision low bits would destroy.
         TypeError: `inner` is not an optax transformation.
 

@@ -101,11 +101,11 @@ class Case:
     """One test case.
 
     Args:
-        source: the program, a definition of `program(w, x, b, s, n)`.
-        transform: one of `TRANSFORMS`.
-        dtype: the half dtype's name.
-        rules: one of `RULES`.
-        features: the program's higher-order statements.
+        source: The program, a definition of `program(w, x, b, s, n)`.
+        transform: One of `TRANSFORMS`.
+        dtype: The half dtype's name.
+        rules: One of `RULES`.
+        features: The program's higher-order statements.
     """
 
     source: str
@@ -159,7 +159,7 @@ def numbered_case(number: int, dtype: str) -> Case:
     """The random case of a number, independent of other numbers; Hypothesis derives most examples from earlier ones.
 
     Args:
-        number: number that determines the program, its transformation and its rules.
-        dtype: the half dtype's name.
+        number: Number that determines the program, its transformation and its rules.
+        dtype: The half dtype's name.
     """
     return _case(random.Random(number).randrange, dtype)

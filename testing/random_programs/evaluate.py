@@ -74,13 +74,13 @@ def evaluate(closed: Any, args: Sequence[Any], store: Store = exact, given: Stor
     """The results of a closed jaxpr: floats as float64, cheap keys as uint32, other keys as JAX arrays.
 
     Args:
-        closed: the jaxpr.
-        args: its arguments.
-        store: how each result is stored.
-        given: how arguments and constants are stored; by default like results.
+        closed: The jaxpr.
+        args: Its arguments.
+        store: How each result is stored.
+        given: How arguments and constants are stored; by default like results.
 
     Raises:
-        Unsupported: the evaluator does not support an equation.
+        Unsupported: The evaluator does not support an equation.
     """
     jaxpr, consts = closed.jaxpr, closed.consts
     machine = _Machine(store, 1, given or store)

@@ -37,9 +37,9 @@ def halved_jvp(fun: Callable[..., Any], symbolic_zeros: bool = False, static: bo
     """A function with a `custom_jvp` rule: half of its derivative.
 
     Args:
-        fun: the function.
-        symbolic_zeros: the rule gets zeros that are no arrays.
-        static: the result takes the factor as a first argument, which is not differentiated.
+        fun: The function.
+        symbolic_zeros: The rule gets zeros that are no arrays.
+        static: The result takes the factor as a first argument, which is not differentiated.
     """
     if static:
         with_factor = jax.custom_jvp(lambda factor, *args: fun(*args), nondiff_argnums=(0,))
@@ -70,11 +70,11 @@ def halved_vjp(
     """A function with a `custom_vjp` rule: half of its derivative.
 
     Args:
-        fun: the function.
-        symbolic_zeros: the rule gets zeros that are no arrays.
-        static: the result takes the factor as a first argument, which is not differentiated.
-        keep_vjp: the residual is the function that `jax.vjp` returns; otherwise it is the arguments.
-        keep_shape: some residuals are not arrays, and the backward rule uses them.
+        fun: The function.
+        symbolic_zeros: The rule gets zeros that are no arrays.
+        static: The result takes the factor as a first argument, which is not differentiated.
+        keep_vjp: The residual is the function that `jax.vjp` returns; otherwise it is the arguments.
+        keep_shape: Some residuals are not arrays, and the backward rule uses them.
     """
     if static:
         with_factor = jax.custom_vjp(lambda factor, *args: fun(*args), nondiff_argnums=(0,))

@@ -37,9 +37,9 @@ class Failure(AssertionError):
     """A property that does not hold.
 
     Args:
-        property: its name.
-        cause: identifies the failure, without names of variables.
-        detail: details for the user.
+        property: Its name.
+        cause: Identifies the failure, without names of variables.
+        detail: Details for the user.
     """
 
     def __init__(self, property: str, cause: str, detail: str = ""):
@@ -61,11 +61,11 @@ class Traced:
     """A traced function without dead code, which the compiler removes before any dtype matters.
 
     Args:
-        jaxpr: its open jaxpr.
-        whole: the jaxpr with dead code.
-        consts: one for each constvar.
-        out_avals: the types of its results.
-        shapes: the tree of its results.
+        jaxpr: Its open jaxpr.
+        whole: The jaxpr with dead code.
+        consts: One for each constvar.
+        out_avals: The types of its results.
+        shapes: The tree of its results.
     """
 
     jaxpr: Any
@@ -306,8 +306,8 @@ class Subject:
     """A program under its transformation as JAX traces it, the input of autocast to any dtype.
 
     Args:
-        case: one of its cases.
-        args: arguments of the program; by default `arguments()`.
+        case: One of its cases.
+        args: Arguments of the program; by default `arguments()`.
 
     Raises:
         Rejected: JAX can't trace the program without autocast.
@@ -376,17 +376,17 @@ def check(case: Case, compiled: bool = False, subject: Subject | None = None, ag
     """Checks all properties of one case.
 
     Args:
-        case: the case.
-        compiled: whether to also compile and run it, which takes a hundred times as long.
-        subject: its program, if already traced.
-        again: whether to trace it under autocast a second time, to compare. False if another dtype's case of the
+        case: The case.
+        compiled: Whether to also compile and run it, which takes a hundred times as long.
+        subject: Its program, if already traced.
+        again: Whether to trace it under autocast a second time, to compare. False if another dtype's case of the
             program was traced twice; if autocast is outside the transformation, the traced program is then shared too.
 
     Returns:
         The outcome of the numerical check.
 
     Raises:
-        Failure: a property that does not hold.
+        Failure: A property that does not hold.
         Rejected: JAX can't trace the program without autocast.
     """
     subject = subject or Subject(case)

@@ -17,9 +17,9 @@ def reduced(case: Case, fails: Callable[[Case], bool], seconds: float = 30.0) ->
     """The smallest case found that still fails.
 
     Args:
-        case: a failing case.
-        fails: whether another case fails in the same way.
-        seconds: time limit of the search.
+        case: A failing case.
+        fails: Whether another case fails in the same way.
+        seconds: Time limit of the search.
     """
     end = time.perf_counter() + seconds
     changed = True

@@ -27,10 +27,10 @@ class Scope:
     """The body of a function that is being written.
 
     Args:
-        variables: the readable variables with their types, in order of definition, including those of outer functions.
-        depth: number of enclosing functions.
-        lines: its statements.
-        axis: the name of a mapped axis that collectives may use; empty if there is none.
+        variables: The readable variables with their types, in order of definition, including those of outer functions.
+        depth: Number of enclosing functions.
+        lines: Its statements.
+        axis: The name of a mapped axis that collectives may use; empty if there is none.
     """
 
     variables: list[tuple[str, Type]]
@@ -46,11 +46,11 @@ class Writer:
     """One random program.
 
     Args:
-        index: makes each choice: a number below its argument, of which 0 is the simplest.
-        reverse: use only operations that support reverse-mode differentiation (no `while`).
-        forward: use only operations that support forward-mode differentiation (no `custom_vjp`).
-        budget: the largest number of statements.
-        depth: maximum nesting depth of functions.
+        index: Makes each choice: a number below its argument, of which 0 is the simplest.
+        reverse: Use only operations that support reverse-mode differentiation (no `while`).
+        forward: Use only operations that support forward-mode differentiation (no `custom_vjp`).
+        budget: The largest number of statements.
+        depth: Maximum nesting depth of functions.
     """
 
     def __init__(self, index: Index, reverse: bool, forward: bool, budget: int = 12, depth: int = 3):
@@ -144,8 +144,8 @@ class Writer:
         """Fills a body with statements and returns its results.
 
         Args:
-            scope: the body, with its arguments as variables.
-            results: the types to return; drawn if None.
+            scope: The body, with its arguments as variables.
+            results: The types to return; drawn if None.
         """
         for _ in range(1 + self.index(4 if scope.depth == 0 else 3)):
             if self.budget > 0 or not scope.lines:
@@ -170,14 +170,14 @@ class Writer:
         """Writes a nested function; returns its name and the types of its results.
 
         Args:
-            scope: scope of the definition.
-            arguments: names and types of the body's arguments, after `unpack`.
-            results: the types that it must return; drawn if None.
-            closed: whether it must not read variables of enclosing functions.
-            decorators, unpack: lines above it and at its beginning.
-            signature: its parameters, if they differ from the arguments' names.
-            returned: format of the return value around the results `a, b`.
-            axis: name of the mapped axis inside.
+            scope: Scope of the definition.
+            arguments: Names and types of the body's arguments, after `unpack`.
+            results: The types that it must return; drawn if None.
+            closed: Whether it must not read variables of enclosing functions.
+            decorators, unpack: Lines above it and at its beginning.
+            signature: Its parameters, if they differ from the arguments' names.
+            returned: Format of the return value around the results `a, b`.
+            axis: Name of the mapped axis inside.
         """
         name = self.name("f")
         for decorator in decorators:

@@ -21,16 +21,16 @@ class Program:
     """A float32 training program without any mixed precision.
 
     Args:
-        name: its name, unique in the registry.
+        name: Its name, unique in the registry.
         build: `build(key)` returns `(loss_fn, params, batch)`, where `loss_fn(params, batch)` is a
             float32 scalar, or `(scalar, aux)`. If `has_half`, a dtype as second argument selects the
             hand-written form for that dtype: the same model with the same params.
-        has_aux: whether the loss function returns an auxiliary output.
-        has_half: whether `build` takes a dtype.
-        flax: whether `build` also takes a function that adapts the Flax model.
-        refuses: transformations that JAX does not support for this program, even in float32.
+        has_aux: Whether the loss function returns an auxiliary output.
+        has_half: Whether `build` takes a dtype.
+        flax: Whether `build` also takes a function that adapts the Flax model.
+        refuses: Transformations that JAX does not support for this program, even in float32.
         differentiable: False if JAX has no reverse rule (a `while` of unknown length).
-        context: a context in which the program is built and run (x64).
+        context: A context in which the program is built and run (x64).
     """
 
     name: str

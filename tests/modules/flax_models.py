@@ -423,9 +423,9 @@ def check_gradients(plain: Callable[..., Any], mixed: Callable[..., Any], half: 
     gradients of rounded arguments.
 
     Args:
-        plain: the loss of the float32 model.
-        mixed: that of the model under the policy.
-        half: the policy's half dtype.
+        plain: The loss of the float32 model.
+        mixed: That of the model under the policy.
+        half: The policy's half dtype.
         args: `(params, x, target)`; gradients are those of the params.
     """
     args = (*args[:-1], np.asarray(args[-1], np.float32))

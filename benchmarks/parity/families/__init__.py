@@ -18,7 +18,7 @@ def module(name: str) -> ModuleType:
     """The module of a family.
 
     Raises:
-        ValueError: there is none of that name.
+        ValueError: There is none of that name.
     """
     if name not in FAMILIES:
         raise ValueError(f"family {name!r}: there are {', '.join(FAMILIES)}.")
@@ -29,7 +29,7 @@ def get(name: str) -> Family:
     """A family by the name of its module.
 
     Raises:
-        ValueError: there is none of that name.
+        ValueError: There is none of that name.
     """
     family: Family = module(name).FAMILY
     return family

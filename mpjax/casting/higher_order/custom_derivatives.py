@@ -55,14 +55,14 @@ class WithRules:
     """A function with derivative rules.
 
     Args:
-        plan: the plan of the function.
-        delivery: the storage dtypes of its operands.
-        closures: the variables of the enclosing program that its rules close over.
-        unread: for each result, whether it is unused. Rules don't compute unused results, because the values that
+        plan: The plan of the function.
+        delivery: The storage dtypes of its operands.
+        closures: The variables of the enclosing program that its rules close over.
+        unread: For each result, whether it is unused. Rules don't compute unused results, because the values that
             they close over may be gone.
-        jvp: the custom_jvp rule and its plan.
-        forward: the forward rule of a custom_vjp and its plan.
-        backward: the backward rule of a custom_vjp and its plan.
+        jvp: The custom_jvp rule and its plan.
+        forward: The forward rule of a custom_vjp and its plan.
+        backward: The backward rule of a custom_vjp and its plan.
     """
 
     plan: Plan
@@ -158,10 +158,10 @@ def _run_rule(planned: Plan, consts: Sequence[Any], arrays: Sequence[Any], close
     """Runs a rule on arrays and returns the values of its results.
 
     Args:
-        planned: its plan.
-        consts: its constants, some of which are variables of the enclosing program.
-        arrays: its operands.
-        closed: the arrays of those variables.
+        planned: Its plan.
+        consts: Its constants, some of which are variables of the enclosing program.
+        arrays: Its operands.
+        closed: The arrays of those variables.
     """
     half = planned.setting.half
     found = [closed.get(compat.variable_of(const), const) for const in consts]

@@ -35,11 +35,11 @@ class Loop:
     """The plan of a loop's body, the inferred dtypes of its carry, and the plan of a `while`'s condition.
 
     Args:
-        body: the plan of the body.
-        num_consts: number of loop-invariant operands of the body.
-        carry: the inferred dtypes of the carry.
-        delivery: the storage dtypes of the scanned operands.
-        condition: the plan of the condition of a `while`.
+        body: The plan of the body.
+        num_consts: Number of loop-invariant operands of the body.
+        carry: The inferred dtypes of the carry.
+        delivery: The storage dtypes of the scanned operands.
+        condition: The plan of the condition of a `while`.
     """
 
     body: Plan

@@ -23,12 +23,12 @@ class HigherOrder(NamedTuple):
     """The rules of a higher-order primitive.
 
     Args:
-        uses: backward analysis, `(eqn, uses of the outputs, setting inside) → uses of the operands`.
-        infer: forward inference, `(inference, eqn, listing) → step`.
-        issue: issues the equation again, `(step, operands, plan, environment) → values`.
-        regions_inside: whether to form rematerialisation regions in its sub-jaxprs. A remat already recomputes
+        uses: Backward analysis, `(eqn, uses of the outputs, setting inside) → uses of the operands`.
+        infer: Forward inference, `(inference, eqn, listing) → step`.
+        issue: Issues the equation again, `(step, operands, plan, environment) → values`.
+        regions_inside: Whether to form rematerialisation regions in its sub-jaxprs. A remat already recomputes
             everything, and the author of a derivative rule chooses what it stores.
-        is_scan: whether its sub-jaxpr is the body of a scan.
+        is_scan: Whether its sub-jaxpr is the body of a scan.
     """
 
     uses: Callable[[Any, tuple[Use, ...], Setting], Sequence[Use]]

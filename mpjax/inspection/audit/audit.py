@@ -38,8 +38,8 @@ def audit(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> PrecisionReport
     all its branches. Modules come from named scopes (Flax Linen's, Haiku's, `jax.named_scope`).
 
     Args:
-        fun: any JAX function: a loss, a gradient, a whole train step. It may use autocast, explicit half or float32.
-        *args, **kwargs: the arguments of the call. `jax.ShapeDtypeStruct`s can replace arrays, and NNX and Equinox
+        fun: Any JAX function: a loss, a gradient, a whole train step. It may use autocast, explicit half or float32.
+        *args, **kwargs: The arguments of the call. `jax.ShapeDtypeStruct`s can replace arrays, and NNX and Equinox
             modules are supported. Arguments that are not arrays are passed through unchanged.
 
     Returns:
@@ -47,7 +47,7 @@ def audit(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> PrecisionReport
         `to_html`, `to_json` or `to_csv`, or call `assert_half()` in a test.
 
     Raises:
-        Exception: any error that `fun` raises while it is traced.
+        Exception: Any error that `fun` raises while it is traced.
 
     Example:
         >>> import jax, jax.numpy as jnp, mpjax

@@ -28,11 +28,11 @@ class Collective:
 
     Args:
         op: `"all-gather"`, `"all-reduce"`, `"reduce-scatter"`, `"all-to-all"`, `"collective-permute"`.
-        dtype: dtype of the arrays sent; for a reduction, also of the sum.
-        group: number of devices that take part; 0 for all.
-        module: module path of the first array, from named scopes.
-        arrays: number of arrays sent in one step. An array in a loop counts once for each iteration.
-        bytes: total size on each device, after a gather or before a reduction.
+        dtype: Dtype of the arrays sent; for a reduction, also of the sum.
+        group: Number of devices that take part; 0 for all.
+        module: Module path of the first array, from named scopes.
+        arrays: Number of arrays sent in one step. An array in a loop counts once for each iteration.
+        bytes: Total size on each device, after a gather or before a reduction.
     """
 
     op: str
@@ -77,7 +77,7 @@ def collectives(text: str) -> tuple[Collective, ...]:
     """The collectives of a compiled program.
 
     Args:
-        text: the output of `jax.stages.Compiled.as_text`.
+        text: The output of `jax.stages.Compiled.as_text`.
 
     Returns:
         The collectives, most bytes first. All branches of a conditional count. A loop with an unknown trip count

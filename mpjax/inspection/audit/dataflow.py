@@ -18,10 +18,10 @@ class Value:
     """One array of a program, compared by identity.
 
     Args:
-        aval: its shape and dtype.
+        aval: Its shape and dtype.
         kind: `INPUT` of the whole program, `CONSTANT`, or `MADE` by an equation.
-        constant: the array or number of a constant.
-        whole: the global value over all devices, if this is one device's part of it.
+        constant: The array or number of a constant.
+        whole: The global value over all devices, if this is one device's part of it.
     """
 
     aval: Any
@@ -50,10 +50,10 @@ class Flow:
     """A program with its inner calls inlined.
 
     Args:
-        inputs: the inputs. In a loop body, loop-invariant inputs are the outer values themselves.
-        nodes: the equations, in the program's order.
-        outputs: the outputs.
-        operands: for each input of a body, the position of the outer operand that it comes from.
+        inputs: The inputs. In a loop body, loop-invariant inputs are the outer values themselves.
+        nodes: The equations, in the program's order.
+        outputs: The outputs.
+        operands: For each input of a body, the position of the outer operand that it comes from.
     """
 
     inputs: tuple[Value, ...]

@@ -21,8 +21,8 @@ class Known:
     """Bounds of a value's elements.
 
     Args:
-        low, high: the lower and upper bound.
-        ids: whether the elements are integer identifiers: positions, ids, labels.
+        low, high: The lower and upper bound.
+        ids: Whether the elements are integer identifiers: positions, ids, labels.
     """
 
     low: float

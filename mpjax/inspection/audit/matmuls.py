@@ -35,19 +35,19 @@ class Matmul:
     """Matmuls or convolutions on one line of the program that differ in nothing but `count` and `flops`.
 
     Args:
-        module: module path, from the named scopes.
-        source: the line, `file.py:12`.
-        op: the primitive.
+        module: Module path, from the named scopes.
+        source: The line, `file.py:12`.
+        op: The primitive.
         phase: `"forward"`, `"backward"`, or `"recomputed"` (forward operations repeated in the backward pass).
-        lhs, rhs: shapes of the operands.
-        dtypes: dtypes of the operands.
-        out_dtype: dtype of the result.
-        count: number of executions, over all devices.
+        lhs, rhs: Shapes of the operands.
+        dtypes: Dtypes of the operands.
+        out_dtype: Dtype of the result.
+        count: Number of executions, over all devices.
         flops: FLOPs of all executions; a multiply-add is two.
         dimensions: M, N and K of the matrix product; for a convolution, the channels too.
         precision: JAX's `precision` or the dot algorithm, if it is not the default. Includes
             `jax_default_matmul_precision`.
-        devices: number of devices that run it on their own parts; 1 outside `shard_map`, where the shapes are global.
+        devices: Number of devices that run it on their own parts; 1 outside `shard_map`, where the shapes are global.
     """
 
     module: str
@@ -104,8 +104,8 @@ def matmuls_of(sites: Iterable[Site], flow: Flow | None = None) -> tuple[Matmul,
     """The rows of a program's matmuls and convolutions on real floating-point numbers and 8-bit integers.
 
     Args:
-        sites: the program's equations.
-        flow: its graph, which traces operands back to the float8 arrays that they are scaled from. (Compilers fuse
+        sites: The program's equations.
+        flow: Its graph, which traces operands back to the float8 arrays that they are scaled from. (Compilers fuse
             such a cast, scale and matmul into one float8 matmul.)
     """
     float8 = {} if flow is None else float8_operands(flow)
@@ -210,11 +210,11 @@ class Finding:
     Args:
         kind: `"dtype"`: the operands are not half; `"dimension"`: a dimension is not a multiple of 8;
             `"small"`: a dimension is 128 or less; `"tiny"`: too little work to fill a GPU.
-        module, source, op: the module path, the line and the primitive.
+        module, source, op: The module path, the line and the primitive.
         flops: FLOPs of the affected matmuls.
-        share: their share of the program's FLOPs.
-        shapes: operand shapes of the first affected matmul.
-        why: the reason and the fix.
+        share: Their share of the program's FLOPs.
+        shapes: Operand shapes of the first affected matmul.
+        why: The reason and the fix.
     """
 
     kind: str

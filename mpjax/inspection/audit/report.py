@@ -34,18 +34,18 @@ class PrecisionReport(Report):
     """The precision of a program's matmuls, convolutions and casts. `print` it, or read its fields.
 
     Args:
-        name: the function's name.
-        matmuls: matmuls and convolutions by module, line, shapes and dtypes.
-        findings: why some of them do not use Tensor Cores, or not at full speed.
-        risks: half operations that need float32's range or digits.
-        residuals: bytes kept for the backward pass, by dtype. For a function that takes no gradient, the bytes that
+        name: The function's name.
+        matmuls: Matmuls and convolutions by module, line, shapes and dtypes.
+        findings: Why some of them do not use Tensor Cores, or not at full speed.
+        risks: Half operations that need float32's range or digits.
+        residuals: Bytes kept for the backward pass, by dtype. For a function that takes no gradient, the bytes that
             its gradient with respect to the first argument would keep. None if `audit` can't take that gradient.
-        casts: casts between floating dtypes, `"float32→float16"`: their count, and the bytes they read and write.
+        casts: Casts between floating dtypes, `"float32→float16"`: their count, and the bytes they read and write.
         costs: FLOPs and bytes of the program in float32, as written and in half, for `speedup_bound`.
-        notes: the limits of the figures.
-        communication: collectives between devices; None for a program on one device.
-        devices: number of devices that run the program.
-        device: the device in "Speed at most", as `speedup_bound` takes it; empty for all known devices.
+        notes: The limits of the figures.
+        communication: Collectives between devices; None for a program on one device.
+        devices: Number of devices that run the program.
+        device: The device in "Speed at most", as `speedup_bound` takes it; empty for all known devices.
 
     Example:
         >>> import jax, jax.numpy as jnp, mpjax
@@ -107,12 +107,12 @@ class PrecisionReport(Report):
         the speedup, however efficient either program is.
 
         Args:
-            device: one of `mpjax.inspection.devices.DEVICES`, a `device_kind` of JAX that names one, or three numbers,
+            device: One of `mpjax.inspection.devices.DEVICES`, a `device_kind` of JAX that names one, or three numbers,
                 `"2000,300,40"`: memory bandwidth in GB/s, TFLOP/s in half and TFLOP/s in float32.
-            float32_seconds: measured time of the program in float32, in seconds; None to use T and L.
+            float32_seconds: Measured time of the program in float32, in seconds; None to use T and L.
 
         Raises:
-            ValueError: the device's peak rates are not known. The message lists the known devices.
+            ValueError: The device's peak rates are not known. The message lists the known devices.
 
         Source: Amdahl, 1967; Williams, Waterman, Patterson, "Roofline", 2009; peak rates from their makers.
         """
@@ -122,10 +122,10 @@ class PrecisionReport(Report):
         """Fails unless matmuls and convolutions run in half. Meant for a project's tests.
 
         Args:
-            min_share: the minimum share of their FLOPs that must have half operands.
+            min_share: The minimum share of their FLOPs that must have half operands.
 
         Raises:
-            AssertionError: the share is smaller. The message lists the matmuls not in half, largest share first.
+            AssertionError: The share is smaller. The message lists the matmuls not in half, largest share first.
         """
         if not self.matmuls:
             raise AssertionError(f"{self.name} has no matmul or convolution, so none is in half.")

@@ -46,11 +46,11 @@ class Risk:
             `"epsilon"`: a constant becomes zero in half;
             `"update"`: a value is stored in half and changed by small amounts (weights, a moving average);
             `"ids"`: integer identifiers that become equal in half.
-        module, source, op: the module path, the line and the primitive.
-        dtype: the half dtype.
-        phases: a subset of `"forward"`, `"backward"`, `"recomputed"`.
-        count: number of executions.
-        why: the possible failure.
+        module, source, op: The module path, the line and the primitive.
+        dtype: The half dtype.
+        phases: A subset of `"forward"`, `"backward"`, `"recomputed"`.
+        count: Number of executions.
+        why: The possible failure.
     """
 
     kind: str

@@ -22,11 +22,11 @@ class KernelCost:
     """One kernel of a program with all elementwise operations fused.
 
     Args:
-        times: number of executions.
+        times: Number of executions.
         flops: FLOPs of one execution of a matmul or convolution; 0 for other kernels.
-        dtype, precision: those of the matmul.
-        bytes: bytes that one execution reads and writes.
-        part: one device's share of the work.
+        dtype, precision: Those of the matmul.
+        bytes: Bytes that one execution reads and writes.
+        part: One device's share of the work.
     """
 
     times: int
@@ -51,8 +51,8 @@ class ProgramCost:
     """A program's kernels, and the bytes that any execution must read and write.
 
     Args:
-        kernels: the kernels when only elementwise operations are fused into their consumers.
-        bytes: bytes of arguments and results. All other arrays could be fused away, as in fused attention.
+        kernels: The kernels when only elementwise operations are fused into their consumers.
+        bytes: Bytes of arguments and results. All other arrays could be fused away, as in fused attention.
     """
 
     kernels: tuple[KernelCost, ...]
@@ -82,13 +82,13 @@ class SpeedupBound:
     """Bounds on the speedup of half on a device. `PrecisionReport.speedup_bound` defines T and L.
 
     Args:
-        device: the device's name.
+        device: The device's name.
         float32: T of the float32 program, or its measured time. All times are in seconds.
         now: T of the program as written.
         half: T of the program as autocast plans it.
         least_float32: L of the float32 program, or its measured time.
         least_now, least_half: L, the lower bound, of the other two programs.
-        matmul_share: the share of matmuls and convolutions in T of the float32 program: Amdahl's parallel fraction.
+        matmul_share: The share of matmuls and convolutions in T of the float32 program: Amdahl's parallel fraction.
     """
 
     device: str
@@ -133,9 +133,9 @@ def speedup_bound(costs: Costs, device: Device, float32_seconds: float | None = 
     """The speedup bound of a program.
 
     Args:
-        costs: the program's costs.
-        device: the device.
-        float32_seconds: measured time of the float32 program, in seconds; None to use its roofline.
+        costs: The program's costs.
+        device: The device.
+        float32_seconds: Measured time of the float32 program, in seconds; None to use its roofline.
     """
     roofline, least = costs.float32.seconds(device), costs.float32.least(device)
     matmuls = sum(kernel.seconds(device) for kernel in costs.float32.kernels if kernel.flops)
@@ -155,9 +155,9 @@ def program_cost(flow: Flow, widened: bool = False, devices: int = 1) -> Program
     """The cost of a program on each device.
 
     Args:
-        flow: the program.
-        devices: number of devices. Outside `shard_map`, work and arrays are assumed to be shared evenly.
-        widened: whether to count half arrays as float32 and drop casts between floating dtypes. This gives the float32
+        flow: The program.
+        devices: Number of devices. Outside `shard_map`, work and arrays are assumed to be shared evenly.
+        widened: Whether to count half arrays as float32 and drop casts between floating dtypes. This gives the float32
             program of one that was written in half.
     """
     read_whole = {v for node in flow.all_nodes() for i, v in enumerate(node.reads) if i > 0 or not _is_partial(node)}
@@ -175,8 +175,8 @@ def _kernel_costs(flow: Flow, widened: bool, devices: int) -> Iterator[KernelCos
     needs in memory, that is an output, or that has several consumers and is smaller than its operands.
 
     Args:
-        flow: the program, or a loop body or branch in it.
-        widened, devices: as in `program_cost`.
+        flow: The program, or a loop body or branch in it.
+        widened, devices: As in `program_cost`.
     """
     same = _aliases(flow, widened)
     nodes = [node for node in flow.nodes if not same.keys() & set(node.writes)]

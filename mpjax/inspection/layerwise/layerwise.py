@@ -44,19 +44,19 @@ def layerwise_error(
     list in half come first, then the others by their own error.
 
     Args:
-        fun: a loss function that computes in half: under `autocast`, with a `with_policy` model, or by hand. It may
+        fun: A loss function that computes in half: under `autocast`, with a `with_policy` model, or by hand. It may
             use any library.
-        args: its arguments: arrays and trees of arrays.
-        loss_scale: the scale in use: a number, a `LossScaleState` or an optimizer state that holds one; None for 1.
-        argnums: which arguments are differentiated, as in `jax.grad`.
-        has_aux: whether `fun` returns `(loss, aux)`.
+        args: Its arguments: arrays and trees of arrays.
+        loss_scale: The scale in use: a number, a `LossScaleState` or an optimizer state that holds one; None for 1.
+        argnums: Which arguments are differentiated, as in `jax.grad`.
+        has_aux: Whether `fun` returns `(loss, aux)`.
 
     Returns:
         A `LayerwiseReport`. Print it, or read its `modules`.
 
     Raises:
-        ValueError: nothing in the program is half.
-        TypeError: an argument is a shape without values, which the program can't run on.
+        ValueError: Nothing in the program is half.
+        TypeError: An argument is a shape without values, which the program can't run on.
 
     Example:
         >>> import jax, jax.numpy as jnp, mpjax

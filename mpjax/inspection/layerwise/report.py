@@ -13,14 +13,14 @@ class LayerError:
     """The relative errors of one module: ‖half − float32‖ / ‖float32‖ of the arrays that it passes on.
 
     Args:
-        name: the module path; where no module has a name, the user's function.
-        path: the module path; empty for a function.
-        dtypes: the half dtypes in it.
-        forward, backward: its own error in each pass: its operands are exact, and only this module is in half. inf if
+        name: The module path; where no module has a name, the user's function.
+        path: The module path; empty for a function.
+        dtypes: The half dtypes in it.
+        forward, backward: Its own error in each pass: its operands are exact, and only this module is in half. inf if
             it makes an inf or NaN where float32 has none.
-        total_forward, total_backward: the program's error at this module, including that of all modules before it.
-        op, source: the operation whose result has the largest own error, and its source line.
-        denied: its operations in half that need float32: those on autocast's deny list.
+        total_forward, total_backward: The program's error at this module, including that of all modules before it.
+        op, source: The operation whose result has the largest own error, and its source line.
+        denied: Its operations in half that need float32: those on autocast's deny list.
     """
 
     name: str
@@ -50,9 +50,9 @@ class ParameterError:
     """The error of the gradient of one parameter.
 
     Args:
-        name: its tree path.
+        name: Its tree path.
         error: ‖half − float32‖ / ‖float32‖.
-        share: its share of the squared error of all gradients.
+        share: Its share of the squared error of all gradients.
     """
 
     name: str
@@ -65,12 +65,12 @@ class LayerwiseReport(Report):
     """The errors of a program in half, by module. Print it to read the report.
 
     Args:
-        function: the function's name.
-        loss_error: the relative error of the loss.
+        function: The function's name.
+        loss_error: The relative error of the loss.
         gradient_error: ‖half − float32‖ / ‖float32‖ of the gradients of all parameters together.
-        modules: the errors by module: those with half operations that need float32 first, then by own error.
-        parameters: the errors of the parameters' gradients, the largest share first.
-        unseen: operations whose internals are not visible (Pallas kernels, callbacks).
+        modules: The errors by module: those with half operations that need float32 first, then by own error.
+        parameters: The errors of the parameters' gradients, the largest share first.
+        unseen: Operations whose internals are not visible (Pallas kernels, callbacks).
     """
 
     function: str

@@ -12,20 +12,20 @@ class Evidence:
     """The measurements at the operation that made an inf or NaN.
 
     Args:
-        primitive: the operation.
+        primitive: The operation.
         kind: `"inf"` or `"nan"`.
-        half: the half dtype of the operation, or else of the program; None if there is none.
-        half_here: whether the operation itself reads or returns half.
-        operands: the operand elements that the element was computed from; NaN where there is no single one (a matmul).
-        operands32: the same when the whole program runs in float32; empty if the point was not reached there.
-        local: the element if only this operation runs in float32.
-        float32: the element if the whole program runs in float32; None if the point was not reached there.
-        backward: whether the operation is in the backward pass.
-        constant: whether the operation only reads an infinite constant.
-        opaque: whether the operation can run only in the dtypes it was traced for.
-        rounded: whether the program has half constants that may have been rounded to zero or inf.
-        where_gradient: whether the fault only matters in the backward pass, which has a `where` that selects zeros.
-        float32_is_fine: returns whether the function is finite when traced in float32; None if unknown.
+        half: The half dtype of the operation, or else of the program; None if there is none.
+        half_here: Whether the operation itself reads or returns half.
+        operands: The operand elements that the element was computed from; NaN where there is no single one (a matmul).
+        operands32: The same when the whole program runs in float32; empty if the point was not reached there.
+        local: The element if only this operation runs in float32.
+        float32: The element if the whole program runs in float32; None if the point was not reached there.
+        backward: Whether the operation is in the backward pass.
+        constant: Whether the operation only reads an infinite constant.
+        opaque: Whether the operation can run only in the dtypes it was traced for.
+        rounded: Whether the program has half constants that may have been rounded to zero or inf.
+        where_gradient: Whether the fault only matters in the backward pass, which has a `where` that selects zeros.
+        float32_is_fine: Returns whether the function is finite when traced in float32; None if unknown.
     """
 
     primitive: str

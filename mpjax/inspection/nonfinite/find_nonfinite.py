@@ -49,16 +49,16 @@ def find_nonfinite(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> NonFin
     evaluates the same point in float32. No tensor is copied to the host.
 
     Args:
-        fun: any function of arrays or pytrees: a loss function, `mpjax.value_and_grad(loss_fn, opt_state)`, a train
+        fun: Any function of arrays or pytrees: a loss function, `mpjax.value_and_grad(loss_fn, opt_state)`, a train
             step, jitted or not. NNX objects in its arguments are left unchanged.
-        args, kwargs: its arguments: arrays with any sharding. The last of `args` is treated as the batch if all its
+        args, kwargs: Its arguments: arrays with any sharding. The last of `args` is treated as the batch if all its
             arrays have the same leading size and no other argument has a leaf of the result's shape.
 
     Returns:
         The fault, or None if there is none.
 
     Raises:
-        TypeError: an argument is a shape without values, or the call is inside `jit`.
+        TypeError: An argument is a shape without values, or the call is inside `jit`.
 
     Example:
         >>> import jax.numpy as jnp, mpjax

@@ -32,8 +32,8 @@ class Provenance:
     """The source of an inf or NaN. Of two with the same rank, the smaller was made first.
 
     Args:
-        rank: the kind of source, one of the ranks above.
-        when: the number of the equation, or the index of the argument. Inside loops, each loop's number and iteration
+        rank: The kind of source, one of the ranks above.
+        when: The number of the equation, or the index of the argument. Inside loops, each loop's number and iteration
             come before it, outermost first.
     """
 
@@ -76,10 +76,10 @@ def first_fault(block: Block, arguments: Sequence[int], outs: Sequence[int], not
     """The first fault that reached a result of the program or a check for finite values.
 
     Args:
-        block: the program.
-        arguments: the code of each argument, then of each array that the program closes over.
-        outs: the code of each result.
-        notes: the notes of a `CodeProbe`.
+        block: The program.
+        arguments: The code of each argument, then of each array that the program closes over.
+        outs: The code of each result.
+        notes: The notes of a `CodeProbe`.
     """
     given = [Provenance(IDLE_ARGUMENT, (i,)) if code else None for i, code in enumerate(arguments)]
     count = len(block.jaxpr.invars)
@@ -97,8 +97,8 @@ class _Iteration(NamedTuple):
     """One iteration of the enclosing loops; outside of loops, the program's single run.
 
     Args:
-        when: the loops' numbers and iterations, a prefix of `Provenance.when`.
-        notes: the notes of the iteration.
+        when: The loops' numbers and iterations, a prefix of `Provenance.when`.
+        notes: The notes of the iteration.
     """
 
     when: tuple[int, ...]

@@ -44,9 +44,9 @@ def reaching(count: int, sizes: Sequence[int], run: Runs) -> tuple[int, int] | N
     """The first fault that reaches a result by itself, and the position of its first element that does.
 
     Args:
-        count: the number of faults.
-        sizes: the number of positions of each fault.
-        run: takes, for each fault, the start and end of the range of positions whose elements stay unchanged.
+        count: The number of faults.
+        sizes: The number of positions of each fault.
+        run: Takes, for each fault, the start and end of the range of positions whose elements stay unchanged.
 
     Returns:
         The fault's index and the position; None if no fault reaches a result by itself.

@@ -14,10 +14,10 @@ class OperandRange:
     """The range of an array.
 
     Args:
-        dtype, shape: dtype and shape of the array.
-        min, max: minimum and maximum of its finite elements; inf and -inf if there are none.
-        min_nonzero: smallest magnitude of a nonzero finite element; inf if there are none.
-        nonfinite: number of elements that are inf or NaN.
+        dtype, shape: Dtype and shape of the array.
+        min, max: Minimum and maximum of its finite elements; inf and -inf if there are none.
+        min_nonzero: Smallest magnitude of a nonzero finite element; inf if there are none.
+        nonfinite: Number of elements that are inf or NaN.
     """
 
     dtype: str
@@ -43,21 +43,21 @@ class NonFinite(Report):
 
     Args:
         primitive: JAX's name of the operation; `"argument"` if the inf or NaN was in an argument of the function.
-        module: module path, from named scopes.
-        source: the source line, as `file.py:12`.
+        module: Module path, from named scopes.
+        source: The source line, as `file.py:12`.
         kind: `"inf"` or `"nan"`, the kind of the first such element.
-        diagnosis: the value of the same point in float32, the cause and the fix, in words.
+        diagnosis: The value of the same point in float32, the cause and the fix, in words.
         direction: `"forward"` or `"backward"`; operations that a remat recomputes count as forward.
-        iteration: index in the enclosing loop, in the order of `scan`'s inputs; a tuple for nested loops, outermost
+        iteration: Index in the enclosing loop, in the order of `scan`'s inputs; a tuple for nested loops, outermost
             first; None outside loops.
-        inputs: the ranges of the operation's floating inputs.
-        output: dtype and shape of its result, as `float16[8,4]`.
-        count: number of elements of the result that are inf or NaN.
-        element: index of the first of them that reaches the result; inside `shard_map`, the index on its device.
-        batch_element: index in the batch, if the result's leading axis is the batch (see `find_nonfinite`).
-        float32_value: the value of that element in float32; None if it was not reached there.
-        argument: tree path of the argument that held the inf or NaN, if one did.
-        device: coordinates of the device inside `shard_map`, as `data=2`.
+        inputs: The ranges of the operation's floating inputs.
+        output: Dtype and shape of its result, as `float16[8,4]`.
+        count: Number of elements of the result that are inf or NaN.
+        element: Index of the first of them that reaches the result; inside `shard_map`, the index on its device.
+        batch_element: Index in the batch, if the result's leading axis is the batch (see `find_nonfinite`).
+        float32_value: The value of that element in float32; None if it was not reached there.
+        argument: Tree path of the argument that held the inf or NaN, if one did.
+        device: Coordinates of the device inside `shard_map`, as `data=2`.
     """
 
     primitive: str

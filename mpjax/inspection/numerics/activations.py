@@ -36,10 +36,10 @@ class Counted:
     """The numbers of the equations whose results count.
 
     Args:
-        activations: equations of the forward pass.
-        gradients: equations of the backward pass that compute gradients of activations.
-        parameters: equations of the backward pass, matmuls and sums, that compute gradients of parameters.
-        half: all equations whose results the program stores in half; empty for a program without half.
+        activations: Equations of the forward pass.
+        gradients: Equations of the backward pass that compute gradients of activations.
+        parameters: Equations of the backward pass, matmuls and sums, that compute gradients of parameters.
+        half: All equations whose results the program stores in half; empty for a program without half.
     """
 
     activations: frozenset[int]

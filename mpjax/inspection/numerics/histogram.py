@@ -33,10 +33,10 @@ def svg(dtype: str, loss_scale: float, histograms: Mapping[str, Mapping[int, int
     """The drawing; an empty string if there is nothing to draw.
 
     Args:
-        dtype: the half dtype.
-        loss_scale: the loss scale of the gradients.
-        histograms: for each kind of value, the number of values per exponent of two.
-        spans: the ranges of modules.
+        dtype: The half dtype.
+        loss_scale: The loss scale of the gradients.
+        histograms: For each kind of value, the number of values per exponent of two.
+        spans: The ranges of modules.
     """
     histograms = {name: counts for name, counts in histograms.items() if counts}
     spans = spans[:_MOST_MODULES]

@@ -59,14 +59,14 @@ def numerics(
     values. Otherwise they depend on all counted values, since all of these could run in half.
 
     Args:
-        fun: the loss function of a model from any library: in float32, under `autocast`, or with `with_policy`.
-        args: its arguments: arrays and trees of arrays.
-        batches: each batch is the last argument of one call, `fun(*args, batch)`. None for a single call `fun(*args)`.
-        loss_scale: a number, or a state that holds a `LossScaleState`; None for 1.
-        argnums: positions of the parameters. Only their floating-point arrays are differentiated.
-        has_aux: whether `fun` returns `(loss, aux)`.
+        fun: The loss function of a model from any library: in float32, under `autocast`, or with `with_policy`.
+        args: Its arguments: arrays and trees of arrays.
+        batches: Each batch is the last argument of one call, `fun(*args, batch)`. None for a single call `fun(*args)`.
+        loss_scale: A number, or a state that holds a `LossScaleState`; None for 1.
+        argnums: Positions of the parameters. Only their floating-point arrays are differentiated.
+        has_aux: Whether `fun` returns `(loss, aux)`.
         dtype: `"float16"` or `"bfloat16"`.
-        verify: whether to try the recommendation on the last batch, if the program is in float32. The trial compares
+        verify: Whether to try the recommendation on the last batch, if the program is in float32. The trial compares
             the gradients under plain `autocast`, and with the recommended scale and overrides, to those in float32.
 
     Returns:
@@ -75,7 +75,7 @@ def numerics(
     Raises:
         ValueError: `dtype` is not a half dtype, there is no batch, the loss scale is not positive, or there is no
             `LossScaleState`.
-        TypeError: an argument is a shape without values, or the call is inside `jit`.
+        TypeError: An argument is a shape without values, or the call is inside `jit`.
 
     Example:
         >>> import jax.numpy as jnp, mpjax

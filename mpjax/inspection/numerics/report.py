@@ -20,21 +20,21 @@ class Range:
     """The range of one module, parameter or operation in one pass, over all batches.
 
     Args:
-        name: the module path, or the parameter's tree path.
+        name: The module path, or the parameter's tree path.
         phase: `"forward"` or `"backward"`; backward values carry the loss scale.
-        dtypes: the dtypes in which the program computes the values.
-        max: the largest magnitude of a finite value.
-        min_nonzero: the smallest nonzero magnitude; inf if there is none.
-        count: the number of values.
-        zeros: the share of zeros.
-        flushed: the share of the nonzero values that half would flush to zero.
-        overflowed: the share of the values that overflow to inf in half.
-        nonfinite: the number of values that are inf or NaN already in float32.
-        op: the primitive, in the table by operation.
-        source: the source line of the operation, `file.py:12`.
-        rule: the rule for it in autocast's default lists: `"half"`, `"float32"`, `"follows"` for operations that follow
+        dtypes: The dtypes in which the program computes the values.
+        max: The largest magnitude of a finite value.
+        min_nonzero: The smallest nonzero magnitude; inf if there is none.
+        count: The number of values.
+        zeros: The share of zeros.
+        flushed: The share of the nonzero values that half would flush to zero.
+        overflowed: The share of the values that overflow to inf in half.
+        nonfinite: The number of values that are inf or NaN already in float32.
+        op: The primitive, in the table by operation.
+        source: The source line of the operation, `file.py:12`.
+        rule: The rule for it in autocast's default lists: `"half"`, `"float32"`, `"follows"` for operations that follow
             their inputs, or `"as traced"`.
-        absorbed: the share of its nonzero addends that are too small, relative to the sum, to change it in half.
+        absorbed: The share of its nonzero addends that are too small, relative to the sum, to change it in half.
     """
 
     name: str
@@ -65,32 +65,32 @@ class NumericsReport(Report):
     All values come from a float32 run of the program, at the loss scale. The shares say what half does to them.
 
     Args:
-        dtype: the half dtype that the values are compared to.
-        loss_scale: the current loss scale.
-        batches: the number of batches.
-        activations: forward ranges by module: operands and results of matmuls and convolutions, and module outputs.
-        gradients: the same ranges in the backward pass, without gradients of parameters.
-        parameters: ranges of the gradients of parameters, by tree path, times the loss scale.
-        by_op: ranges of all arithmetic in both passes, by operation and source line, in program order.
-        activation_gradient_exponents: the number of values of `gradients` per exponent of two, at the loss scale.
-        parameter_gradient_exponents: the number of values of `parameters` per exponent of two, at the loss scale.
-        largest_safe_scale: the largest power of two at which no gradient overflows. None if all gradients are
+        dtype: The half dtype that the values are compared to.
+        loss_scale: The current loss scale.
+        batches: The number of batches.
+        activations: Forward ranges by module: operands and results of matmuls and convolutions, and module outputs.
+        gradients: The same ranges in the backward pass, without gradients of parameters.
+        parameters: Ranges of the gradients of parameters, by tree path, times the loss scale.
+        by_op: Ranges of all arithmetic in both passes, by operation and source line, in program order.
+        activation_gradient_exponents: The number of values of `gradients` per exponent of two, at the loss scale.
+        parameter_gradient_exponents: The number of values of `parameters` per exponent of two, at the loss scale.
+        largest_safe_scale: The largest power of two at which no gradient overflows. None if all gradients are
             zero, or if they are not finite in float32 either.
-        init_scale: the recommended `init_scale` for `dynamic_loss_scale`: `largest_safe_scale / 4`, because gradients
+        init_scale: The recommended `init_scale` for `dynamic_loss_scale`: `largest_safe_scale / 4`, because gradients
             may grow later, within that transformation's limits; 1 for bfloat16, which has float32's range.
             Only values outside of `keep_float32` count.
-        keep_float32: modules to keep in float32. Half overflows in their forward pass, or in their backward pass even
+        keep_float32: Modules to keep in float32. Half overflows in their forward pass, or in their backward pass even
             without a loss scale, or flushes more than 5 % of their nonzero values in the forward pass, or in the
             backward pass at `init_scale`.
-        overrides: overrides for a `Policy` that keep these modules in float32.
-        keep_lines: operations outside of named modules to keep in float32 for the same reasons, as
+        overrides: Overrides for a `Policy` that keep these modules in float32.
+        keep_lines: Operations outside of named modules to keep in float32 for the same reasons, as
             `exp at file.py:12`.
         half_gradient_exponents: `activation_gradient_exponents` restricted to the values that the program computes in
             half; all values if the program has no half.
-        unseen: operations that `numerics` could not look into (Pallas kernels, callbacks).
-        errors: the relative errors of the gradients in half against float32, without and with the recommendation.
+        unseen: Operations that `numerics` could not look into (Pallas kernels, callbacks).
+        errors: The relative errors of the gradients in half against float32, without and with the recommendation.
             None if the program is already in half, or if the recommendation was not tried.
-        notes: further remarks.
+        notes: Further remarks.
     """
 
     dtype: str
@@ -127,7 +127,7 @@ class NumericsReport(Report):
         Gradients that the program keeps in float32, under an override for instance, do not count.
 
         Args:
-            scale: the loss scale, a power of two. The exponents measured at the current scale are shifted to it.
+            scale: The loss scale, a power of two. The exponents measured at the current scale are shifted to it.
         """
         return Limits.of(jnp.dtype(self.dtype)).flushed_share(self.half_gradient_exponents, scale / self.loss_scale)
 
@@ -135,10 +135,10 @@ class NumericsReport(Report):
         """Draws the histogram of gradient exponents with half's range, and the ranges by module.
 
         Args:
-            path: the file to write; its name ends in `.svg`.
+            path: The file to write; its name ends in `.svg`.
 
         Raises:
-            ValueError: the name does not end in `.svg`.
+            ValueError: The name does not end in `.svg`.
         """
         if not os.fspath(path).endswith(".svg"):
             raise ValueError(f"NumericsReport.plot({os.fspath(path)!r}): it writes SVG; give a file that ends in .svg.")

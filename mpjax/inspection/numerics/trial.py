@@ -26,9 +26,9 @@ class Trial:
     """The gradient of a loss function under a policy, at any loss scale.
 
     Args:
-        loss: the loss function.
-        policy: the policy under which autocast runs the loss function.
-        args: the arguments of the call.
+        loss: The loss function.
+        policy: The policy under which autocast runs the loss function.
+        args: The arguments of the call.
     """
 
     def __init__(self, loss: Loss, policy: Policy, args: Sequence[Any]):

@@ -41,9 +41,9 @@ class Remedy:
     """The changes that the evidence recommends.
 
     Args:
-        overrides: pairs for `Policy(overrides=...)`.
-        loss_scale: the initial scale for `dynamic_loss_scale`; None to leave it unchanged.
-        why: the reason in words.
+        overrides: Pairs for `Policy(overrides=...)`.
+        loss_scale: The initial scale for `dynamic_loss_scale`; None to leave it unchanged.
+        why: The reason in words.
     """
 
     overrides: tuple[tuple[str, str], ...] = ()
@@ -61,11 +61,11 @@ class ModuleEvidence:
     """The effect of half precision on the gradients in a module.
 
     Args:
-        name: the module path.
-        flushed: the share of nonzero activation gradients that the half dtype flushes to zero at the loss scale.
-        error: the module's own error, with exact operands: ‖half − float32‖ / ‖float32‖, the larger of forward and
+        name: The module path.
+        flushed: The share of nonzero activation gradients that the half dtype flushes to zero at the loss scale.
+        error: The module's own error, with exact operands: ‖half − float32‖ / ‖float32‖, the larger of forward and
             backward.
-        total: the total error of the program's gradients in the module.
+        total: The total error of the program's gradients in the module.
     """
 
     name: str
@@ -79,21 +79,21 @@ class Evidence:
     """Evidence on why a policy is worse.
 
     Args:
-        policy: the name of the policy.
-        seed: the seed of the examined pair of runs, the one with the largest difference.
-        parted_at: the first step from which on the loss curves differ beyond noise; None if they do not.
-        step: the number of steps of the baseline's run before the gradients were measured.
-        loss_scale: the loss scale of the policy's run at that step; None without loss scaling.
-        scales: the history of the loss scale in the run of `seed`.
-        skipped: the number of skipped steps over all seeds.
-        steps: the number of steps over all seeds.
-        flushed: the share of activation gradients that are flushed to zero at `loss_scale`.
-        flushed_after: the same share at the recommended scale.
+        policy: The name of the policy.
+        seed: The seed of the examined pair of runs, the one with the largest difference.
+        parted_at: The first step from which on the loss curves differ beyond noise; None if they do not.
+        step: The number of steps of the baseline's run before the gradients were measured.
+        loss_scale: The loss scale of the policy's run at that step; None without loss scaling.
+        scales: The history of the loss scale in the run of `seed`.
+        skipped: The number of skipped steps over all seeds.
+        steps: The number of steps over all seeds.
+        flushed: The share of activation gradients that are flushed to zero at `loss_scale`.
+        flushed_after: The same share at the recommended scale.
         gradient_error: ‖half − float32‖ / ‖float32‖ of the gradients of all parameters.
-        modules: the evidence by module, the largest flushed share first.
+        modules: The evidence by module, the largest flushed share first.
         parameters: `(tree path, relative error of its gradient)`, the largest error first.
-        remedy: the changes to try; None if the evidence points to none.
-        notes: measurements that were not possible, and why.
+        remedy: The changes to try; None if the evidence points to none.
+        notes: Measurements that were not possible, and why.
     """
 
     policy: str
@@ -166,9 +166,9 @@ def evidence_of(
     """Collects evidence on why a policy is worse. It retrains the baseline up to the step of the measurement.
 
     Args:
-        make: a `MakeTraining`.
-        policy, baseline: names that `make` interprets.
-        runs, base_runs: the runs of both, by seed.
+        make: A `MakeTraining`.
+        policy, baseline: Names that `make` interprets.
+        runs, base_runs: The runs of both, by seed.
     """
     run, base = max(zip(runs, base_runs, strict=True), key=lambda pair: _apart(*pair))
     parted = parted_at(runs, base_runs)

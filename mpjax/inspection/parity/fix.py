@@ -17,9 +17,9 @@ class Fix:
     """The result of trying a remedy for a policy.
 
     Args:
-        policy: the policy that was worse.
-        comparison: the comparison of the policy with the remedy; None if the remedy was not tried.
-        why_not: the reason why it was not tried.
+        policy: The policy that was worse.
+        comparison: The comparison of the policy with the remedy; None if the remedy was not tried.
+        why_not: The reason why it was not tried.
     """
 
     policy: str

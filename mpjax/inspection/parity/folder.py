@@ -54,7 +54,7 @@ class Folder:
     """Reads and writes the runs of a comparison. Without a path nothing is saved.
 
     Raises:
-        ValueError: the folder holds runs with other settings, or other files.
+        ValueError: The folder holds runs with other settings, or other files.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None, settings: Mapping[str, Any]):

@@ -43,23 +43,23 @@ def parity(
         unclear  otherwise, with the approximate number of seeds needed for a verdict
 
     Args:
-        make: a `MakeTraining`: `(policy, seed) -> (state, step, batches, metric)`.
-        policies: names that `make` interprets; the baseline need not be among them.
-        seeds: the number of seeds (0, 1, ...), or the seeds themselves.
-        baseline: the reference policy.
-        fix: whether to try the recommended remedy for each policy that is worse, with the same seeds.
-        output: a folder to save each finished run to. A later call with it continues the comparison, also with more
+        make: A `MakeTraining`: `(policy, seed) -> (state, step, batches, metric)`.
+        policies: Names that `make` interprets; the baseline need not be among them.
+        seeds: The number of seeds (0, 1, ...), or the seeds themselves.
+        baseline: The reference policy.
+        fix: Whether to try the recommended remedy for each policy that is worse, with the same seeds.
+        output: A folder to save each finished run to. A later call with it continues the comparison, also with more
             policies or seeds. The report goes there as `parity.json`, `parity.md` and, with Matplotlib, `parity.png`.
-        metric_every: the number of steps between two measurements of the metric; None for one at the end.
-        settings: other settings that determine the result (hyperparameters that `make` reads elsewhere), in addition
+        metric_every: The number of steps between two measurements of the metric; None for one at the end.
+        settings: Other settings that determine the result (hyperparameters that `make` reads elsewhere), in addition
             to an attribute `settings` of `make`. A call raises an error if the runs in `output` have other settings.
-        progress: whether to write progress to stderr, as a bar on a terminal or one line per run in a log.
+        progress: Whether to write progress to stderr, as a bar on a terminal or one line per run in a log.
 
     Returns:
         A `ParityReport`. `print` it, or read its `comparisons`.
 
     Raises:
-        ValueError: there are no seeds or policies, `output` holds other runs, or the batches of a seed differ between
+        ValueError: There are no seeds or policies, `output` holds other runs, or the batches of a seed differ between
             policies.
         TypeError: `make` does not return a training.
 
@@ -137,10 +137,10 @@ class _Runs:
         """Runs one policy with one seed, unless the folder holds that run.
 
         Args:
-            policy, seed: the arguments of `make`.
-            bar: the progress display.
-            name: the name of the policy with the extras, if there are any.
-            extras: further arguments of `make`.
+            policy, seed: The arguments of `make`.
+            bar: The progress display.
+            name: The name of the policy with the extras, if there are any.
+            extras: Further arguments of `make`.
         """
         name = name or policy
         run = self.folder.read(name, seed)

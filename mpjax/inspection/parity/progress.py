@@ -16,7 +16,7 @@ class Progress:
     """Counts and displays runs. The bar needs tqdm; without it each run prints a line.
 
     Args:
-        shown: whether to write anything.
+        shown: Whether to write anything.
     """
 
     def __init__(self, shown: bool):

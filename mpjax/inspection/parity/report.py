@@ -25,16 +25,16 @@ class ParityReport(Report):
     """A comparison of policies with a baseline over seeds; `print` it.
 
     Args:
-        make: the name of the `MakeTraining`.
-        baseline: the reference policy.
-        seeds: the seeds of the runs.
-        metric_name: the name of the metric.
-        larger_is_better: whether larger values of the metric are better.
-        percent: whether the metric is shown in percent, and its differences in points.
-        comparisons: the comparison of each policy with the baseline, in the order of the call.
-        evidence: the evidence on each policy that is worse.
-        fixes: the results of trying a remedy for each of these policies; with `fix=True`.
-        runs: all runs.
+        make: The name of the `MakeTraining`.
+        baseline: The reference policy.
+        seeds: The seeds of the runs.
+        metric_name: The name of the metric.
+        larger_is_better: Whether larger values of the metric are better.
+        percent: Whether the metric is shown in percent, and its differences in points.
+        comparisons: The comparison of each policy with the baseline, in the order of the call.
+        evidence: The evidence on each policy that is worse.
+        fixes: The results of trying a remedy for each of these policies; with `fix=True`.
+        runs: All runs.
     """
 
     make: str
@@ -52,7 +52,7 @@ class ParityReport(Report):
         """The comparison of a policy, or of one with a remedy.
 
         Raises:
-            KeyError: there is no such comparison.
+            KeyError: There is no such comparison.
         """
         found = {each.policy: each for each in self._compared}
         if policy not in found:
@@ -190,6 +190,6 @@ class ParityReport(Report):
         """Draws the loss curves with their intervals, the paired differences, and the loss scale; needs Matplotlib.
 
         Args:
-            path: the file; its extension, `.png` or `.svg`, selects the format.
+            path: The file; its extension, `.png` or `.svg`, selects the format.
         """
         plots.draw(self).savefig(path, dpi=130)

@@ -25,17 +25,17 @@ class Run:
     """The record of one run.
 
     Args:
-        policy: the policy passed to `make`, followed by the remedy if there is one.
-        seed: the seed of the run.
-        metric: the final metric.
-        losses: the loss of each step.
+        policy: The policy passed to `make`, followed by the remedy if there is one.
+        seed: The seed of the run.
+        metric: The final metric.
+        losses: The loss of each step.
         metrics: `(steps taken, metric)` for each measurement, the final one included.
         scales: `(step, loss scale)` at the start and after each change; empty without loss scaling. The smallest if
             there are several loss scales.
-        skipped: the numbers of the skipped steps, counted from 1.
-        seconds: the duration of the run, compilation included.
-        data: a checksum of the first batches.
-        metric_name, larger_is_better, percent: the properties of the metric, from `Training`.
+        skipped: The numbers of the skipped steps, counted from 1.
+        seconds: The duration of the run, compilation included.
+        data: A checksum of the first batches.
+        metric_name, larger_is_better, percent: The properties of the metric, from `Training`.
     """
 
     policy: str
@@ -80,10 +80,10 @@ def run_training(
     """Runs a training through all its batches.
 
     Args:
-        training: the training in its initial state.
-        policy, seed: the policy and the seed for the record.
-        metric_every: the number of steps between two measurements of the metric; None for one at the end.
-        tick: called from time to time with the number of steps taken and the last loss.
+        training: The training in its initial state.
+        policy, seed: The policy and the seed for the record.
+        metric_every: The number of steps between two measurements of the metric; None for one at the end.
+        tick: Called from time to time with the number of steps taken and the last loss.
     """
     started = time.perf_counter()
     record = _Record(tick)

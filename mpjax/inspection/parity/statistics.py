@@ -45,7 +45,7 @@ def paired_interval(differences: Sequence[float]) -> Interval:
     the bootstrap's.
 
     Args:
-        differences: one for each seed; with fewer than two the interval is infinite.
+        differences: One for each seed; with fewer than two the interval is infinite.
 
     Source: the expanded percentile interval of Hesterberg, "What Teachers Should Know About the Bootstrap",
         The American Statistician 69 (2015).
@@ -81,15 +81,15 @@ class Comparison:
     """The comparison of a policy with the baseline.
 
     Args:
-        policy: the name of the policy.
-        seeds: the seeds of the pairs.
-        differences: the metric of the policy minus that of the baseline, by seed.
-        interval: the confidence interval of the mean difference.
-        noise: the standard deviation of the baseline's metric over seeds.
-        kind: the verdict.
-        diverged: seeds in which the policy's metric is not finite and the baseline's is.
-        identical: whether metric and losses equal the baseline's to the last bit in every seed.
-        seeds_needed: the approximate number of seeds needed for a verdict. None if there is a verdict, or if 1000 seeds
+        policy: The name of the policy.
+        seeds: The seeds of the pairs.
+        differences: The metric of the policy minus that of the baseline, by seed.
+        interval: The confidence interval of the mean difference.
+        noise: The standard deviation of the baseline's metric over seeds.
+        kind: The verdict.
+        diverged: Seeds in which the policy's metric is not finite and the baseline's is.
+        identical: Whether metric and losses equal the baseline's to the last bit in every seed.
+        seeds_needed: The approximate number of seeds needed for a verdict. None if there is a verdict, or if 1000 seeds
             do not suffice.
     """
 
@@ -137,11 +137,11 @@ def compare(
         unclear   otherwise
 
     Args:
-        policy: the name of the policy.
-        seeds: the seed of each pair.
-        metrics, baseline: the metric for each seed; pairs whose baseline is not finite do not count.
-        larger_is_better: whether larger values of the metric are better.
-        identical: whether all runs equal the baseline's to the last bit.
+        policy: The name of the policy.
+        seeds: The seed of each pair.
+        metrics, baseline: The metric for each seed; pairs whose baseline is not finite do not count.
+        larger_is_better: Whether larger values of the metric are better.
+        identical: Whether all runs equal the baseline's to the last bit.
 
     Example:
         >>> found = compare("mixed_float16", range(4), [0.90, 0.91, 0.89, 0.90], [0.95, 0.96, 0.94, 0.95])

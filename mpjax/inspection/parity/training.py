@@ -14,17 +14,17 @@ class Training(NamedTuple):
     report that finds a policy worse lists the modules that lose gradients.
 
     Args:
-        state: everything that a step changes: parameters, optimizer state, statistics.
+        state: Everything that a step changes: parameters, optimizer state, statistics.
         step: `(state, batch) -> (state, loss)`, compiled; it may donate the state. The loss is a scalar, or an array
             with the losses of several steps (a `scan`).
-        batches: the batches of the whole run, the same for all policies of a seed: an iterable, or a function without
+        batches: The batches of the whole run, the same for all policies of a seed: an iterable, or a function without
             arguments that returns one.
         metric: `state -> float`, the quality of the result: accuracy, word error rate, reward.
         loss: `(params, batch) -> scalar`, in the precision of the policy: the function that the step differentiates.
         params: `state -> params`, for `loss`; by default `state.params`, `state["params"]` or a tuple's first entry.
-        larger_is_better: whether larger values of the metric are better; False for an error rate or a loss.
-        percent: whether the metric is a share, shown in percent, with its differences in points.
-        metric_name: the name of the metric in reports.
+        larger_is_better: Whether larger values of the metric are better; False for an error rate or a loss.
+        percent: Whether the metric is a share, shown in percent, with its differences in points.
+        metric_name: The name of the metric in reports.
 
     Example:
         >>> import mpjax
@@ -47,7 +47,7 @@ class Training(NamedTuple):
         """Returns the parameters in a state, in the form that `loss` takes.
 
         Raises:
-            TypeError: the state has no recognizable parameters.
+            TypeError: The state has no recognizable parameters.
         """
         if self.params is not None:
             return self.params(state)
@@ -105,7 +105,7 @@ def made(make: Callable[..., Any], policy: str, seed: int, **extras: Any) -> Tra
     """The training that a `MakeTraining` returns.
 
     Raises:
-        TypeError: it returned anything else.
+        TypeError: It returned anything else.
     """
     found = make(policy, seed, **extras)
     if isinstance(found, Training):

@@ -23,9 +23,9 @@ class Advice:
     """One recommended change.
 
     Args:
-        text: the change and its reason.
-        share: the share of the step's time that it concerns.
-        limit: a short name of the limit, as `input pipeline`.
+        text: The change and its reason.
+        share: The share of the step's time that it concerns.
+        limit: A short name of the limit, as `input pipeline`.
     """
 
     text: str
@@ -54,13 +54,13 @@ def advise(
     """Advice on a step, ranked by the share of its time.
 
     Args:
-        split: the split of the step's time.
-        kernels: the step's kernels.
-        gpu: whether it ran on a GPU. Advice on half precision applies only there.
-        findings: the audit's findings on dimensions of the step's matmuls and convolutions.
-        recompilation: the step's recompilation during the measurement.
-        callbacks: the step's host callbacks.
-        ranked: whether the kernels' times are reliable.
+        split: The split of the step's time.
+        kernels: The step's kernels.
+        gpu: Whether it ran on a GPU. Advice on half precision applies only there.
+        findings: The audit's findings on dimensions of the step's matmuls and convolutions.
+        recompilation: The step's recompilation during the measurement.
+        callbacks: The step's host callbacks.
+        ranked: Whether the kernels' times are reliable.
     """
     found = [_input(split), _dispatch(split, kernels, callbacks if gpu else ())]
     found += [_recompilation(split, recompilation)] if recompilation else []

@@ -28,10 +28,10 @@ def carried(step: Callable[..., Any], args: Sequence[Any], out: Any, donates: bo
     """The number of leading outputs that replace the leading arguments in the next step.
 
     Args:
-        step: the function.
-        args: its arguments. Donated ones may already be deleted.
-        out: its outputs.
-        donates: whether it donates arguments, which must then be replaced.
+        step: The function.
+        args: Its arguments. Donated ones may already be deleted.
+        out: Its outputs.
+        donates: Whether it donates arguments, which must then be replaced.
     """
     before = [signature(arg) for arg in args]
     if before and signature(out) == before[0]:

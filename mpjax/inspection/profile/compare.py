@@ -21,8 +21,8 @@ class Change:
     """The device time of a module in two profiles, forward and backward together.
 
     Args:
-        module: module path; empty outside all modules.
-        before, after: seconds of a step; 0 if the profile has no such module.
+        module: Module path; empty outside all modules.
+        before, after: Seconds of a step; 0 if the profile has no such module.
     """
 
     module: str
@@ -40,9 +40,9 @@ class Comparison(Report):
     """The changes from one profile to another. `print` it, or read its fields.
 
     Args:
-        before, after: seconds of a step.
-        devices: names of the two devices.
-        changes: changes by module, most time saved first.
+        before, after: Seconds of a step.
+        devices: Names of the two devices.
+        changes: Changes by module, most time saved first.
     """
 
     before: float
@@ -124,13 +124,13 @@ def compare(before: Profiled, after: Profiled) -> Comparison:
     """Compares two profiles by module.
 
     Args:
-        before, after: reports of `mpjax.profile`, or files that their `to_json` wrote.
+        before, after: Reports of `mpjax.profile`, or files that their `to_json` wrote.
 
     Returns:
         A `Comparison`: `print` it, or read its `speedup`, `faster`, `slower` and `unchanged`.
 
     Raises:
-        ValueError: a file is not the JSON of a profile.
+        ValueError: A file is not the JSON of a profile.
 
     Example:
         >>> import jax.numpy as jnp, mpjax

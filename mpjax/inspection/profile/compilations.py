@@ -20,10 +20,10 @@ class Recompilation:
     """Recompilation of a step during its measurement.
 
     Args:
-        steps: number of measured steps that were recompiled.
-        measured: number of measured steps.
-        seconds: mean time of tracing and compiling in a recompiled step.
-        changed: for each argument that changed, by tree path, its successive types, as `float32[8,64]`. If it is empty,
+        steps: Number of measured steps that were recompiled.
+        measured: Number of measured steps.
+        seconds: Mean time of tracing and compiling in a recompiled step.
+        changed: For each argument that changed, by tree path, its successive types, as `float32[8,64]`. If it is empty,
             a static argument or the function itself is a new object at each call.
     """
 
@@ -45,8 +45,8 @@ class Compilations:
     """A context manager that counts compilations.
 
     Attributes:
-        seconds: total time of tracing and compiling.
-        count: number of compiled programs.
+        seconds: Total time of tracing and compiling.
+        count: Number of compiled programs.
     """
 
     def __init__(self) -> None:

@@ -23,11 +23,11 @@ class Work:
     """A span of a thread's time: a thunk, a task of the pool, or the executor between thunks.
 
     Args:
-        start, end: the span, in ns.
-        name: name of a thunk; empty for tasks and the executor.
-        stats: stats of a thunk.
-        task: number of a task.
-        own: the parts of the span without nested events.
+        start, end: The span, in ns.
+        name: Name of a thunk; empty for tasks and the executor.
+        stats: Stats of a thunk.
+        task: Number of a task.
+        own: The parts of the span without nested events.
     """
 
     start: float

@@ -68,12 +68,12 @@ class HloModule:
     """A compiled program.
 
     Args:
-        text: the output of `jax.stages.Compiled.as_text`.
+        text: The output of `jax.stages.Compiled.as_text`.
 
     Attributes:
-        name: the program's name in traces, as `jit_step`.
-        computations: for each computation by name, its lines by name. A fusion calls one computation, a loop two.
-        entry: name of the entry computation.
+        name: The program's name in traces, as `jit_step`.
+        computations: For each computation by name, its lines by name. A fusion calls one computation, a loop two.
+        entry: Name of the entry computation.
     """
 
     def __init__(self, text: str):

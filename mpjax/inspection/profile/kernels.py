@@ -16,20 +16,20 @@ class Kernel:
     """All executions of a kernel for one instruction of the step.
 
     Args:
-        name: the kernel's name; on a CPU the instruction's name.
-        op: the HLO instruction; empty if neither the trace nor the name identifies it.
-        kind: matmul, convolution, attention, elementwise, reduction, copy, cast, collective, host callback, loop or
+        name: The kernel's name; on a CPU the instruction's name.
+        op: The HLO instruction; empty if neither the trace nor the name identifies it.
+        kind: Matmul, convolution, attention, elementwise, reduction, copy, cast, collective, host callback, loop or
             branch, other.
-        module: module path from named scopes (Flax names modules this way); empty outside all modules.
-        source: the source line, `file.py:12`.
-        path: the source file, including mpjax's own files.
-        backward: whether it belongs to the backward pass.
-        dtype: operand dtypes of a matmul or convolution, in HLO's names (`f16`, `bf16`, `f32`).
-        seconds: device time in a step.
-        calls: executions in a step.
-        tensor_cores: whether it uses Tensor Cores; None on a CPU or if its name doesn't show it.
-        why_not: the reason if a matmul or convolution does not use them.
-        updates: whether it runs outside the gradient of a step that takes one. Most such kernels are the optimizer's.
+        module: Module path from named scopes (Flax names modules this way); empty outside all modules.
+        source: The source line, `file.py:12`.
+        path: The source file, including mpjax's own files.
+        backward: Whether it belongs to the backward pass.
+        dtype: Operand dtypes of a matmul or convolution, in HLO's names (`f16`, `bf16`, `f32`).
+        seconds: Device time in a step.
+        calls: Executions in a step.
+        tensor_cores: Whether it uses Tensor Cores; None on a CPU or if its name doesn't show it.
+        why_not: The reason if a matmul or convolution does not use them.
+        updates: Whether it runs outside the gradient of a step that takes one. Most such kernels are the optimizer's.
     """
 
     name: str
@@ -57,10 +57,10 @@ class Split:
     """The wall time of a step, split into parts, in seconds. Each instant is counted once.
 
     Args:
-        device: a kernel of the step is running.
-        input: no kernel is running, and the host is fetching the next batch, or a batch is being copied to the device.
-        dispatch: no kernel is running for any other reason: the host is enqueuing, or launches are too slow.
-        compilation: no kernel is running, and the step is being recompiled.
+        device: A kernel of the step is running.
+        input: No kernel is running, and the host is fetching the next batch, or a batch is being copied to the device.
+        dispatch: No kernel is running for any other reason: the host is enqueuing, or launches are too slow.
+        compilation: No kernel is running, and the step is being recompiled.
     """
 
     device: float
@@ -94,8 +94,8 @@ def after_first(events: Sequence[Event], executions: int) -> tuple[list[Event], 
     """The events of all executions except the first, and the end of the first.
 
     Args:
-        events: the events of one program, ordered by their start.
-        executions: number of executions on each device. They do not overlap.
+        events: The events of one program, ordered by their start.
+        executions: Number of executions on each device. They do not overlap.
     """
     if all(event.run for event in events):
         first = {event.device: event.run for event in reversed(events)}
@@ -111,11 +111,11 @@ def split(trace: Trace, events: Sequence[Event], start: float, executions: int, 
     """Splits the time from `start` to the end of the last kernel, per execution.
 
     Args:
-        trace: the trace, with the host's marks.
-        events: the kernels of the executions.
-        start: the end of the previous kernels, in seconds.
-        executions: number of executions.
-        compiled: whether each call of the step compiled, including the first call.
+        trace: The trace, with the host's marks.
+        events: The kernels of the executions.
+        start: The end of the previous kernels, in seconds.
+        executions: Number of executions.
+        compiled: Whether each call of the step compiled, including the first call.
     """
     dispatches = trace.marks.get(stepping.DISPATCH, [])
     compiling = profiler_trace.union(span for span, new in zip(dispatches, compiled, strict=False) if new)
@@ -177,11 +177,11 @@ def summed(
     """The kernels of one execution on one device, summed by kernel and instruction, longest first.
 
     Args:
-        events: the program's events.
-        instructions: the program's instructions, by name.
-        executions: number of executions in the events.
-        gpu: whether the events are from a GPU.
-        capability: the GPU's compute capability.
+        events: The program's events.
+        instructions: The program's instructions, by name.
+        executions: Number of executions in the events.
+        gpu: Whether the events are from a GPU.
+        capability: The GPU's compute capability.
     """
     by_kernel_name = {tensor_cores.kernel_name(name): i for name, i in instructions.items()}
     has_gradient = any(instruction.differentiated for instruction in instructions.values())

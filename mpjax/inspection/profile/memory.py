@@ -19,11 +19,11 @@ class Holder:
     """Arrays of one line that are alive at a program's peak memory.
 
     Args:
-        module: module path; empty outside all modules.
-        source: the line that creates them.
-        backward: whether the backward pass creates them.
-        arrays: number of arrays.
-        bytes: their total size.
+        module: Module path; empty outside all modules.
+        source: The line that creates them.
+        backward: Whether the backward pass creates them.
+        arrays: Number of arrays.
+        bytes: Their total size.
     """
 
     module: str
@@ -38,9 +38,9 @@ class Memory:
     """The memory of a step on one device, in bytes.
 
     Args:
-        peak: total of arguments, results and temporary buffers, as XLA allocates them. Donated arrays count once.
-        arguments, results, temporaries: the parts. Results exclude those that reuse donated arguments.
-        holders: the live arrays when temporary arrays are at their peak in the schedule, largest first. XLA may put
+        peak: Total of arguments, results and temporary buffers, as XLA allocates them. Donated arrays count once.
+        arguments, results, temporaries: The parts. Results exclude those that reuse donated arguments.
+        holders: The live arrays when temporary arrays are at their peak in the schedule, largest first. XLA may put
             several of them into one buffer.
     """
 
@@ -55,9 +55,9 @@ def memory_of(executable: Any, text: str, instructions: Mapping[str, Instruction
     """The memory of a compiled step; None if the backend has no statistics.
 
     Args:
-        executable: the compiled step, such as a `jax.stages.Compiled`.
-        text: its optimized HLO.
-        instructions: the program's instructions, by name.
+        executable: The compiled step, such as a `jax.stages.Compiled`.
+        text: Its optimized HLO.
+        instructions: The program's instructions, by name.
     """
     try:
         stats = getattr(executable, "compiled", executable).memory_analysis()

@@ -76,20 +76,20 @@ def profile(
     excluded.
 
     Args:
-        step: a jitted function (`jax.jit`, `nnx.jit`, `eqx.filter_jit`). A plain function is wrapped in `jax.jit`, and
+        step: A jitted function (`jax.jit`, `nnx.jit`, `eqx.filter_jit`). A plain function is wrapped in `jax.jit`, and
             the report notes it.
-        args: its arguments, as arrays. A step that donates its arguments gets copies, so the originals stay valid.
-        steps: number of steps to measure, once with and once without the profiler.
-        batches: any iterable. `next(batches)` is the last argument of each call, and its time counts as input
+        args: Its arguments, as arrays. A step that donates its arguments gets copies, so the originals stay valid.
+        steps: Number of steps to measure, once with and once without the profiler.
+        batches: Any iterable. `next(batches)` is the last argument of each call, and its time counts as input
             pipeline. A collection that ends is read again from its start.
-        carry: number of leading outputs that replace the leading arguments in the next step. It is 2 for `params,
+        carry: Number of leading outputs that replace the leading arguments in the next step. It is 2 for `params,
             opt_state, loss = step(params, opt_state, batch)`. None: as many leading outputs as have the structure,
             shapes and dtypes of the arguments, if the step updates them. (Gradients look like parameters, but are not
             carried.)
-        trace: a folder to keep the profiler's trace in, for XProf (`tensorboard --logdir`) and Perfetto
+        trace: A folder to keep the profiler's trace in, for XProf (`tensorboard --logdir`) and Perfetto
             (`perfetto_trace.json.gz`, at https://ui.perfetto.dev).
-        against: an earlier profile, or its JSON file. The report then starts with a comparison by module.
-        device: the device whose peak rates define MFU: a name of the device table, or "GB/s,TFLOP/s in half,TFLOP/s in
+        against: An earlier profile, or its JSON file. The report then starts with a comparison by module.
+        device: The device whose peak rates define MFU: a name of the device table, or "GB/s,TFLOP/s in half,TFLOP/s in
             float32". None: the device that runs the step, if it is in the table.
 
     Returns:
@@ -99,7 +99,7 @@ def profile(
     Raises:
         ValueError: `steps` is not positive, `trace`, `against` or `device` is invalid, the batches ended early, or a
             donated argument is not carried.
-        TypeError: an argument is a `ShapeDtypeStruct`. The step needs arrays to run.
+        TypeError: An argument is a `ShapeDtypeStruct`. The step needs arrays to run.
 
     Example:
         >>> import jax.numpy as jnp, mpjax
@@ -174,16 +174,16 @@ class Recording:
     """A trace of a step and its program.
 
     Args:
-        trace: the trace of `steps` + 1 executions of the step.
-        text: the step's optimized HLO.
-        steps: number of executions that count. The first execution only fills the pipeline.
-        recompilation: the compilations in the executions that count, if any.
-        compiled: for each execution, whether it was recompiled.
+        trace: The trace of `steps` + 1 executions of the step.
+        text: The step's optimized HLO.
+        steps: Number of executions that count. The first execution only fills the pipeline.
+        recompilation: The compilations in the executions that count, if any.
+        compiled: For each execution, whether it was recompiled.
 
     Attributes:
-        events: the kernels of the executions that count.
-        start: their start, in seconds.
-        instructions: the program's instructions, by name.
+        events: The kernels of the executions that count.
+        start: Their start, in seconds.
+        instructions: The program's instructions, by name.
     """
 
     def __init__(
@@ -226,14 +226,14 @@ def report_of(
     """The report of a measurement.
 
     Args:
-        whole: the recording of the step as written, used for the split.
-        detailed: the recording used for the kernels: `whole`, or one without CUDA graphs.
-        timing: wall times without the profiler.
-        device: the device's name.
-        capability: an NVIDIA GPU's compute capability; None for other devices.
-        cores: number of cores of a CPU.
-        findings: the audit's findings for the step; only those about dimensions are used.
-        notes: further notes.
+        whole: The recording of the step as written, used for the split.
+        detailed: The recording used for the kernels: `whole`, or one without CUDA graphs.
+        timing: Wall times without the profiler.
+        device: The device's name.
+        capability: An NVIDIA GPU's compute capability; None for other devices.
+        cores: Number of cores of a CPU.
+        findings: The audit's findings for the step; only those about dimensions are used.
+        notes: Further notes.
     """
     gpu = detailed.trace.gpu and capability is not None
     split = kernels.split(whole.trace, whole.events, whole.start, whole.steps, whole.compiled)

@@ -34,14 +34,14 @@ class Event:
     """One execution of a kernel.
 
     Args:
-        name: the kernel's name; on a CPU the instruction's name.
-        op: the HLO instruction that launched it; empty if the trace does not record it.
-        program: the HLO module of that instruction; empty if the trace does not record it.
-        start, end: seconds since tracing began.
-        device: the device's number.
-        run: identifies the execution of the program; 0 if the trace does not record it.
-        spans: on a CPU, the times in which a thread worked on it; empty on a GPU, where it runs from start to end.
-        until: on a CPU, the time at which it completed, if the trace does not record its work after `end`.
+        name: The kernel's name; on a CPU the instruction's name.
+        op: The HLO instruction that launched it; empty if the trace does not record it.
+        program: The HLO module of that instruction; empty if the trace does not record it.
+        start, end: Seconds since tracing began.
+        device: The device's number.
+        run: Identifies the execution of the program; 0 if the trace does not record it.
+        spans: On a CPU, the times in which a thread worked on it; empty on a GPU, where it runs from start to end.
+        until: On a CPU, the time at which it completed, if the trace does not record its work after `end`.
     """
 
     name: str
@@ -65,10 +65,10 @@ class Trace:
     """The kernels, transfers and host marks of a trace.
 
     Args:
-        kernels: the kernels, by start time.
-        transfers: copies from the host outside all programs, as start and end in seconds.
-        marks: the marked times of the host by name, as start and end in seconds.
-        gpu: whether the kernels ran on a GPU.
+        kernels: The kernels, by start time.
+        transfers: Copies from the host outside all programs, as start and end in seconds.
+        marks: The marked times of the host by name, as start and end in seconds.
+        gpu: Whether the kernels ran on a GPU.
     """
 
     kernels: tuple[Event, ...]
@@ -87,7 +87,7 @@ def tracing(keep: str | os.PathLike[str] | None = None) -> Iterator[list[Trace]]
     """A context manager that records a trace, and appends it to the yielded list on exit.
 
     Args:
-        keep: a folder to keep the trace in, also in Perfetto's format.
+        keep: A folder to keep the trace in, also in Perfetto's format.
     """
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # Python's calls are not needed, and tracing them slows the host.

@@ -25,24 +25,24 @@ class ProfileReport(Report):
     """Where the time of a step goes. `print` it, read its fields, or write it with `to_json` or `to_html`.
 
     Args:
-        device: name of the device, as `NVIDIA H100 80GB HBM3` or `cpu`.
-        steps: number of measured steps.
-        step_seconds: wall time of a step in a running loop, without the profiler.
-        alone_seconds: wall time of a single step, from fetching its batch to its results.
-        compile_seconds: time of tracing and compiling once.
-        traced_seconds: wall time of a step under the profiler. Shares and kernels refer to these steps.
-        split: seconds of a traced step on the device, in the input pipeline, in dispatch and in compilation.
-        kernels: device time by kernel and instruction, longest first.
-        gpu: whether the device is an NVIDIA GPU, whose kernel names show the use of Tensor Cores.
-        advice: the recommended changes, greatest gain first.
-        notes: remarks on the measurement and the limits of the figures.
-        cores: number of cores of a CPU; None on other devices.
+        device: Name of the device, as `NVIDIA H100 80GB HBM3` or `cpu`.
+        steps: Number of measured steps.
+        step_seconds: Wall time of a step in a running loop, without the profiler.
+        alone_seconds: Wall time of a single step, from fetching its batch to its results.
+        compile_seconds: Time of tracing and compiling once.
+        traced_seconds: Wall time of a step under the profiler. Shares and kernels refer to these steps.
+        split: Seconds of a traced step on the device, in the input pipeline, in dispatch and in compilation.
+        kernels: Device time by kernel and instruction, longest first.
+        gpu: Whether the device is an NVIDIA GPU, whose kernel names show the use of Tensor Cores.
+        advice: The recommended changes, greatest gain first.
+        notes: Remarks on the measurement and the limits of the figures.
+        cores: Number of cores of a CPU; None on other devices.
         flops: FLOPs of the step's matmuls and convolutions on each device, without recomputation in the backward pass.
             None if unknown.
-        peak_flops: the device's peak FLOP/s in the dtype of most of the FLOPs; None if unknown.
-        memory: memory of the step on one device; None if unknown.
-        recompilation: compilations during the measurement; None if there were none.
-        comparison: comparison with an earlier profile, if one was given.
+        peak_flops: The device's peak FLOP/s in the dtype of most of the FLOPs; None if unknown.
+        memory: Memory of the step on one device; None if unknown.
+        recompilation: Compilations during the measurement; None if there were none.
+        comparison: Comparison with an earlier profile, if one was given.
     """
 
     device: str

@@ -23,19 +23,19 @@ class Stepper:
     """A step with its arguments, compiled and ready to run.
 
     Args:
-        step: a jitted function, or a plain one, which is then jitted.
-        args: its initial arguments.
-        batches: an iterable of the last argument of each call; None if there is no such argument.
-        carry: number of leading outputs that replace the leading arguments; None to infer it.
+        step: A jitted function, or a plain one, which is then jitted.
+        args: Its initial arguments.
+        batches: An iterable of the last argument of each call; None if there is no such argument.
+        carry: Number of leading outputs that replace the leading arguments; None to infer it.
 
     Attributes:
-        compile_seconds: time of tracing and compiling.
-        text: the optimized HLO; empty if it is not available.
-        carry: as given or inferred.
-        step: the jitted step.
-        compiled: for each step of the last `run`, whether it was recompiled.
-        out: the last outputs.
-        last_batch: a tuple of the last batch; empty without batches.
+        compile_seconds: Time of tracing and compiling.
+        text: The optimized HLO; empty if it is not available.
+        carry: As given or inferred.
+        step: The jitted step.
+        compiled: For each step of the last `run`, whether it was recompiled.
+        out: The last outputs.
+        last_batch: A tuple of the last batch; empty without batches.
     """
 
     def __init__(self, step: Any, args: tuple[Any, ...], batches: Iterable[Any] | None, carry: int | None):
@@ -193,10 +193,10 @@ def seconds_per_step(
     pipeline and waiting for the last step, so the difference cancels them.
 
     Args:
-        run: runs the given number of steps and waits for them.
-        steps: number of steps to time.
-        clock: returns the time in seconds.
-        alike: whether all steps run the same program. Otherwise the time to fill the pipeline can't be separated.
+        run: Runs the given number of steps and waits for them.
+        steps: Number of steps to time.
+        clock: Returns the time in seconds.
+        alike: Whether all steps run the same program. Otherwise the time to fill the pipeline can't be separated.
     """
 
     def timed(n: int) -> float:

@@ -78,9 +78,9 @@ def uses_tensor_cores(
     """Whether a GPU kernel runs on Tensor Cores.
 
     Args:
-        name: the kernel's name in the trace.
-        instruction: the HLO instruction that launched it, if known.
-        capability: the GPU's compute capability, as 9.0; None if unknown, which assumes 9.0.
+        name: The kernel's name in the trace.
+        instruction: The HLO instruction that launched it, if known.
+        capability: The GPU's compute capability, as 9.0; None if unknown, which assumes 9.0.
 
     Returns:
         True or False; None for matmuls, convolutions and attention whose name does not show it.

@@ -14,10 +14,10 @@ class SearchedModule:
     """One module of the search.
 
     Args:
-        name: the module path.
-        float32: whether it stays in float32.
-        error: its own error in half, as in `layerwise_error`; 0 if all modules in half already meet the budget.
-        flops_share: its share of the FLOPs of matmuls and convolutions, forward and backward.
+        name: The module path.
+        float32: Whether it stays in float32.
+        error: Its own error in half, as in `layerwise_error`; 0 if all modules in half already meet the budget.
+        flops_share: Its share of the FLOPs of matmuls and convolutions, forward and backward.
     """
 
     name: str
@@ -31,17 +31,17 @@ class SearchReport(Report):
     """The result of a precision search; `print` it, and paste its `rules`.
 
     Args:
-        function: the name of the loss function.
-        policy: the policy of the search.
-        budget: the largest allowed error.
-        error_before: the error under the policy, with every module in half.
-        error: the error with `keep_float32`, measured in a rerun with `rules`.
-        keep_float32: the paths of the modules that stay in float32, most sensitive first.
-        patterns: the same modules as patterns for `Rules` and `Policy(overrides=...)`.
-        rules: the rules to pass to `autocast`.
-        half_share: the share of the FLOPs of matmuls and convolutions that run in half with these rules.
-        modules: all modules, those in float32 first, then by their own error.
-        passes: the number of times the gradient was compiled and run.
+        function: The name of the loss function.
+        policy: The policy of the search.
+        budget: The largest allowed error.
+        error_before: The error under the policy, with every module in half.
+        error: The error with `keep_float32`, measured in a rerun with `rules`.
+        keep_float32: The paths of the modules that stay in float32, most sensitive first.
+        patterns: The same modules as patterns for `Rules` and `Policy(overrides=...)`.
+        rules: The rules to pass to `autocast`.
+        half_share: The share of the FLOPs of matmuls and convolutions that run in half with these rules.
+        modules: All modules, those in float32 first, then by their own error.
+        passes: The number of times the gradient was compiled and run.
     """
 
     function: str

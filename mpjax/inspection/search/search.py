@@ -51,23 +51,23 @@ def search(
     or ten in a small program.
 
     Args:
-        fun: the loss function in float32. If it is an `autocast` function, the search starts from its policy and rules.
-        args: its arguments, a tuple.
+        fun: The loss function in float32. If it is an `autocast` function, the search starts from its policy and rules.
+        args: Its arguments, a tuple.
         metric: `metric(found, expected)`, the error of a run in half against float32. Both arguments are
             `(loss, gradients)`, with the gradients in a dictionary by tree path. None for the relative error of all
             gradients together, ‖half − float32‖ / ‖float32‖.
-        budget: the largest allowed error.
-        policy: the policy under which autocast runs `fun`, unless `fun` is an `autocast` function.
-        loss_scale: the loss scale. None for one that starts at 2¹⁵ and backs off until the gradients are finite, as
+        budget: The largest allowed error.
+        policy: The policy under which autocast runs `fun`, unless `fun` is an `autocast` function.
+        loss_scale: The loss scale. None for one that starts at 2¹⁵ and backs off until the gradients are finite, as
             `dynamic_loss_scale` does (bfloat16: 1).
-        argnums: positions of the arguments to differentiate.
-        has_aux: whether `fun` returns `(loss, aux)`.
+        argnums: Positions of the arguments to differentiate.
+        has_aux: Whether `fun` returns `(loss, aux)`.
 
     Returns:
         A `SearchReport`. `print` it for the `Rules` to paste, or read its `rules` and `overrides`.
 
     Raises:
-        ValueError: the policy computes in float32, or the budget is negative.
+        ValueError: The policy computes in float32, or the budget is negative.
         TypeError: `args` is not a tuple.
 
     Example:

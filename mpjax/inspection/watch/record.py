@@ -19,13 +19,13 @@ class WatchedModule:
     """The statistics of one module in one pass of one step.
 
     Args:
-        name: the module path; outside of named modules, the user's function.
+        name: The module path; outside of named modules, the user's function.
         phase: `"forward"` or `"backward"`.
-        amax: the largest magnitude of a finite value. Gradients do not include the loss scale.
-        underflow: the share of the nonzero values below the smallest normal number of their storage dtype. Gradients
+        amax: The largest magnitude of a finite value. Gradients do not include the loss scale.
+        underflow: The share of the nonzero values below the smallest normal number of their storage dtype. Gradients
             include the loss scale. Such values lose bits, and even smaller ones become zero.
-        zeros: the share of zeros.
-        nonfinite: the number of values that are inf or NaN.
+        zeros: The share of zeros.
+        nonfinite: The number of values that are inf or NaN.
     """
 
     name: str
@@ -41,11 +41,11 @@ class WatchRecord:
     """The statistics of one step; `print` it.
 
     Args:
-        step: the step number, counted from 0.
-        loss_scale: the loss scale of the step's gradients.
-        overflow: whether the gradients were not finite.
-        modules: the statistics by module, in program order.
-        history: for a step with an overflow, the records before it, oldest first.
+        step: The step number, counted from 0.
+        loss_scale: The loss scale of the step's gradients.
+        overflow: Whether the gradients were not finite.
+        modules: The statistics by module, in program order.
+        history: For a step with an overflow, the records before it, oldest first.
     """
 
     step: int
@@ -104,14 +104,14 @@ class WatchState:
     """State of `watch`: arrays of fixed shapes and dtypes, passed from step to step like the optimizer state.
 
     Args:
-        step: shape (), int32; the number of steps taken.
-        last_finite: shape (), bool; whether the last step's gradients were finite.
-        written: shape (), int32; the number of records written.
-        steps: shape (keep,), int32; the steps of the last records, in a ring buffer.
-        scales: shape (keep,), float32; their loss scales.
-        overflows: shape (keep,), bool; whether their gradients were not finite.
-        statistics: shape (keep, modules, 4), float32; the columns are `COLUMNS`.
-        names: name and pass of each module; static, not an array.
+        step: Shape (), int32; the number of steps taken.
+        last_finite: Shape (), bool; whether the last step's gradients were finite.
+        written: Shape (), int32; the number of records written.
+        steps: Shape (keep,), int32; the steps of the last records, in a ring buffer.
+        scales: Shape (keep,), float32; their loss scales.
+        overflows: Shape (keep,), bool; whether their gradients were not finite.
+        statistics: Shape (keep, modules, 4), float32; the columns are `COLUMNS`.
+        names: Name and pass of each module; static, not an array.
     """
 
     step: jax.Array
