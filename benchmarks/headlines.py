@@ -68,7 +68,7 @@ def _faults(results: Results) -> Iterator[Headline]:
         for library in ("mpjax", "Flax", "jmp", "mixed-precision-for-JAX", "Keras 3")
     }
     yield Headline(
-        f"Known faults of mixed precision libraries, of {len(results)}",
+        f"Known faults of mixed precision libraries (of {len(results)})",
         str(counts.pop("mpjax")),
         ", ".join(f"{library} {count}" for library, count in counts.items()),
         "Known faults, library by library",
@@ -98,7 +98,7 @@ def _casting(results: Results) -> Iterator[Headline]:
     for what, value in {
         "Programs with all matmul FLOPs in half": _counted("half_share", lambda share: share == 1),
         "Programs with a risky operation in half": _counted("risky", lambda count: count > 0),
-        "Residual bytes over float32's, median": _median("residuals"),
+        "Residual bytes relative to float32, median": _median("residuals"),
     }.items():
         yield Headline(f"{what} ({programs})", *compared(value), "Casting")
 
@@ -108,7 +108,7 @@ def _loss_scaling(results: Results) -> Iterator[Headline]:
     ratios = {name: row["ratio"] for name, row in rows.items() if "ratio" in row}
     if "mpjax: apply_gradients" in ratios:
         yield Headline(
-            "Step time with dynamic loss scaling over without (float16 matmuls, compute-bound, 2 CPU cores)",
+            "Step time with dynamic loss scaling, relative to no scaling (float16 matmuls, compute-bound, 2 CPU cores)",
             f"{ratios['mpjax: apply_gradients']:.2f}",
             ", ".join(f"{name} {ratios[name]:.2f}" for name in PEERS if name in ratios),
             "Loss scaling on a CPU",
@@ -124,7 +124,7 @@ def _planned(results: Results) -> Iterator[Headline]:
 
     if shares("autocast"):
         yield Headline(
-            "Memory of a bfloat16 training step over float32's (XLA's plan for an H200, not a measurement)",
+            "Memory of a bfloat16 training step relative to float32 (XLA's plan for an H200, not a measurement)",
             shares("autocast"),
             f"hand-written {shares('flax')}",
             "Training steps compiled for an H200 without a GPU",

@@ -1,6 +1,6 @@
-"""MkDocs' hooks: the parts of the site that are made from the program when it is built.
+"""MkDocs hooks: the parts of the site that are generated from the program when the site is built.
 
-A page asks for such a part by a comment on a line of its own: `<!-- made: NAME -->` or `<!-- made: NAME ARGUMENTS -->`.
+A page requests a part with a comment on its own line: `<!-- made: NAME -->` or `<!-- made: NAME ARGUMENTS -->`.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from typing import Any
 ROOT = pathlib.Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-import mpjax  # noqa: E402 - of this folder's repository, installed or not
+import mpjax  # noqa: E402 - from this repository, whether installed or not
 
 _MADE = re.compile(r"^<!-- made: ([\w ./]+?) -->$", re.MULTILINE)
 _NAMES = re.compile(r"<!-- made: names ([\w ]+?) -->")
 
 
 def on_page_markdown(markdown: str, **kwargs: Any) -> str:
-    """Fills in the parts that a page asks for."""
+    """Fills in the parts that a page requests."""
     return filled(markdown)
 
 
 def filled(page: str) -> str:
-    """A page with the parts that it asks for."""
+    """The page with the parts that it requests."""
 
     def make(match: re.Match[str]) -> str:
         name, *arguments = match[1].split()
@@ -36,25 +36,25 @@ def filled(page: str) -> str:
 
 
 def names(*modules: str) -> str:
-    """The API reference of the public names of modules of mpjax; of `others`, those that no page asks for."""
-    return "\n\n".join(f"::: mpjax.{name}" for name in public_names() if home(name, asked_for()) in modules)
+    """The reference entries for the public names of these modules; `others` means all modules that no page requests."""
+    return "\n\n".join(f"::: mpjax.{name}" for name in public_names() if home(name, requested_modules()) in modules)
 
 
 def public_names() -> list[str]:
-    """The public names of mpjax that are no modules."""
+    """The public names of mpjax that are not modules."""
     modules = {path.stem for path in (ROOT / "mpjax").iterdir()} - set(mpjax.__all__)
     return [name for name in dir(mpjax) if not name.startswith("_") and name not in modules]
 
 
-def home(name: str, asked: set[str]) -> str:
-    """The part of mpjax that a page of the reference asks for to show a name; `others` if there is none."""
-    of_names = vars(mpjax)["_HOMES"] | vars(mpjax)["_INSPECTION"]
-    module = of_names[name].partition(":")[0].split(".")[1]
-    return module if module in asked else "others"
+def home(name: str, requested: set[str]) -> str:
+    """The module under which a reference page shows a name; `others` if no page requests its module."""
+    locations = vars(mpjax)["_HOMES"] | vars(mpjax)["_INSPECTION"]
+    module = locations[name].partition(":")[0].split(".")[1]
+    return module if module in requested else "others"
 
 
-def asked_for() -> set[str]:
-    """The modules that the pages of the reference ask for."""
+def requested_modules() -> set[str]:
+    """The modules that the reference pages request."""
     pages = (ROOT / "docs" / "reference").glob("*.md")
     return {module for page in pages for found in _NAMES.findall(page.read_text()) for module in found.split()}
 
@@ -67,12 +67,12 @@ def rules() -> str:
         Op.ALLOW: "Tensor Core work: runs in half.",
         Op.DENY: "Needs the range or the mantissa of float32: runs in float32.",
         Op.INFER: "Runs in the widest dtype among its activations.",
-        Op.WIDE: "Runs in float32 because its derivative is a sum; its result counts as its input does.",
-        Op.MOVE: "Moves elements without arithmetic: any dtype will do.",
-        Op.READ: "The result is not a float (a comparison, an index): reads the widest dtype that is stored.",
+        Op.WIDE: "Runs in float32 because its derivative is a sum; its result is classified like its input.",
+        Op.MOVE: "Moves elements without arithmetic: any dtype works.",
+        Op.READ: "The result is not a float (a comparison, an index): reads the widest stored dtype.",
         Op.CONVERT: "A cast that the user or `jax.numpy` wrote: kept.",
-        Op.ENTER: "Has sub-jaxprs: autocast plans what is in them.",
-        Op.OPAQUE: "Called with the dtypes that it was traced for.",
+        Op.ENTER: "Has sub-jaxprs, which autocast plans too.",
+        Op.OPAQUE: "Called with the dtypes of the traced program.",
     }
     lines = ["| list | meaning | primitives |", "|---|---|---|"]
     for op, meaning in meanings.items():
@@ -105,7 +105,7 @@ def _help_texts() -> Iterator[tuple[str, str]]:
         (choices,) = (a.choices for a in inspections._actions if isinstance(a, argparse._SubParsersAction))
         for name, parser in choices.items():
             if name != "run":
-                # The examples at the end are those of the first text.
+                # Its epilog repeats the examples of the first help text.
                 parser.epilog = None
                 yield f"{inspections.prog} {name}", parser.format_help()
     finally:
@@ -138,7 +138,7 @@ def included(path: str) -> str:
 
 
 def script(path: str) -> str:
-    """A script of the repository as a block of code."""
+    """A script of the repository as a code block."""
     return f"```python\n{(ROOT / path).read_text()}```"
 
 
@@ -148,10 +148,12 @@ def changelog() -> str:
 
 
 def results() -> str:
-    """The tables of the benchmarks, with their plots as the figures of the site."""
+    """The tables of the benchmarks, after their plots."""
     text = (ROOT / "benchmarks" / "results" / "README.md").read_text().split("\n", 1)[1]
     plots = re.findall(r"^!\[.*\]\(.*\)$", text, re.MULTILINE)
-    text = "\n\n".join([*plots, re.sub(r"^!\[.*\]\(.*\)\n", "", text, flags=re.MULTILINE)])  # what people look at first
+    text = "\n\n".join(
+        [*plots, re.sub(r"^!\[.*\]\(.*\)\n", "", text, flags=re.MULTILINE)]
+    )  # readers look at plots first
     return re.sub(r"\]\((?!https?:|#)([\w./-]+\.(?:png|svg))\)", r"](figures/results/\1)", text)
 
 
@@ -167,7 +169,7 @@ PARTS: dict[str, Callable[..., str]] = {
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Adds the plots of the benchmarks, which live beside their figures."""
+    """Adds the plots of the benchmarks, which are in `benchmarks/results`."""
     from mkdocs.structure.files import File
 
     for plot in (ROOT / "benchmarks" / "results").glob("*.[ps][nv]g"):

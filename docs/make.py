@@ -2,8 +2,8 @@
 
 The `python` blocks of a page run in one namespace; the `text` block after each holds what it prints. The output of a
 `console` block, `$ python -m mpjax ...` or `$ python docs/...`, follows the command in the same block. A block after
-`<!-- measured -->` holds times or takes long, so the tests do not regenerate it. A block after `<!-- not run -->` never
-runs. The scripts that a page includes have tests of their own.
+`<!-- measured -->` contains times or takes long, so the tests do not regenerate it. A block after `<!-- not run -->`
+never runs. The scripts that a page includes have their own tests.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def made(page: str, measured: bool = True) -> str:
     """The page with regenerated outputs.
 
     Args:
-        page: the page's text.
-        measured: whether to regenerate measured blocks too.
+        page: The page's text.
+        measured: Whether to regenerate measured blocks too.
     """
     parts, position, printed = [], 0, ""
     namespace: dict[str, Any] = {"__name__": "example"}
@@ -66,7 +66,7 @@ def made(page: str, measured: bool = True) -> str:
         if block.language == "python":
             printed = _run_python(block.text, namespace)
         elif block.language == "console":
-            text = _run_console(block.text, apart=block.mark == MEASURED)
+            text = _run_console(block.text, in_subprocess=block.mark == MEASURED)
         elif printed:
             text, printed = printed, ""
         parts += [page[position : block.begin], text]
@@ -80,22 +80,22 @@ def _run_python(code: str, namespace: dict[str, Any]) -> str:
     return _trimmed(output.getvalue())
 
 
-def _run_console(text: str, apart: bool) -> str:
-    """The line of the command and its output.
+def _run_console(text: str, in_subprocess: bool) -> str:
+    """Runs the command of a block, and returns the command's line and its output.
 
     Args:
-        text: the block; `$ python -m package ...`, or any command if it runs apart.
-        apart: whether to run it in a process of its own.
+        text: The block; `$ python -m package ...`, or any command if it runs in a subprocess.
+        in_subprocess: Whether to run it in a subprocess.
     """
     command = text.splitlines()[0]
-    if apart:
-        return f"{command}\n{_trimmed(_output_apart(command.removeprefix('$ ')))}"
-    return f"{command}\n{_output_here(command)}"
+    if in_subprocess:
+        return f"{command}\n{_trimmed(_subprocess_output(command.removeprefix('$ ')))}"
+    return f"{command}\n{_output(command)}"
 
 
 @functools.cache  # two pages show the same command
-def _output_here(command: str) -> str:
-    """What `python -m package ...` prints in this process."""
+def _output(command: str) -> str:
+    """Runs `python -m package ...` in this process, and returns its output."""
     prompt, module, *arguments = command.split(" -m ")[0], *shlex.split(command.partition(" -m ")[2])
     assert prompt == "$ python", f"not of the form '$ python -m package': {command!r}"
     before, sys.argv = sys.argv, [module, *arguments]
@@ -107,11 +107,14 @@ def _output_here(command: str) -> str:
     return _trimmed(output.getvalue())
 
 
-def _output_apart(command: str) -> str:
-    """What a command prints in a shell, at the root of the repository; the launcher writes to stderr."""
-    scripts = pathlib.Path(sys.executable).parent  # so that `python` is this one
+def _subprocess_output(command: str) -> str:
+    """Runs a shell command at the root of the repository, and returns its output.
+
+    The output of `-m mpjax` includes stderr, where the launcher writes.
+    """
+    scripts = pathlib.Path(sys.executable).parent  # so that `python` is this interpreter
     environment = {**os.environ, "PYTHONPATH": str(FOLDER.parent), "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}"}
-    # The devices of this process are not those of a reader.
+    # Readers do not have the simulated devices of this process.
     environment.pop("XLA_FLAGS", None)
     errors = subprocess.STDOUT if " -m mpjax " in command else None
     run = subprocess.run(
@@ -125,7 +128,7 @@ def _trimmed(text: str) -> str:
 
 
 if __name__ == "__main__":
-    # Before JAX starts: a page on several devices needs four, as the tests have.
+    # Set before JAX starts: a page on several devices needs four, as in the tests.
     os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
     for name in sys.argv[1:] or PAGES:
         path = FOLDER / name

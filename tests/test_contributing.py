@@ -1,4 +1,4 @@
-"""CONTRIBUTING.md: its five walks lead where they say, and edit only the files that they name."""
+"""CONTRIBUTING.md: its five walkthroughs lead where they say, and edit only the files that they name."""
 
 import ast
 import os
@@ -12,10 +12,12 @@ import mpjax
 
 ROOT = pathlib.Path(mpjax.__file__).parent.parent
 TEXT = (ROOT / "CONTRIBUTING.md").read_text()
-WALKS = {title: re.findall("`([^`]+)`", files) for title, files in re.findall(r"^### ([^:\n]+): (.+)$", TEXT, re.M)}
+WALKTHROUGHS = {
+    title: re.findall("`([^`]+)`", files) for title, files in re.findall(r"^### ([^:\n]+): (.+)$", TEXT, re.M)
+}
 
 NEW_FILE, LAST_LINE = "", "$"
-# For each walk, the text to add to a file, after the line that begins with the first string.
+# For each walkthrough, the text to add to a file, after the line that begins with the first string.
 EDITS = {
     "Add a primitive": {"mpjax/_jaxpr/primitives.py": ("exp2   ", "exp3   deny   outputs   risk=exp")},
     "Add an inspection": {
@@ -42,7 +44,7 @@ EDITS = {
     },
 }
 
-# What a user sees after the walks.
+# What a user sees after the walkthroughs.
 OUTCOME = """
 import jax, jax.numpy as jnp, optax, mpjax
 from jax.extend.core import Primitive
@@ -68,15 +70,15 @@ print("done")
 """
 
 
-def test_every_walk_of_the_page_is_taken():
-    assert set(WALKS) == {*EDITS, "Support a JAX version"}
-    for walk, edits in EDITS.items():
+def test_every_walkthrough_of_the_page_is_followed():
+    assert set(WALKTHROUGHS) == {*EDITS, "Support a JAX version"}
+    for walkthrough, edits in EDITS.items():
         edited = {re.sub("inspection/counting/.*", "inspection/<tool>/", path) for path in edits}
-        assert edited == set(WALKS[walk]), walk
-    assert all(len(files) <= 2 for files in WALKS.values())
+        assert edited == set(WALKTHROUGHS[walkthrough]), walkthrough
+    assert all(len(files) <= 2 for files in WALKTHROUGHS.values())
 
 
-def test_the_walks_lead_where_they_say(tmp_path):
+def test_the_walkthroughs_lead_where_they_say(tmp_path):
     for folder in ("mpjax", "examples", "perf"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     for edits in EDITS.values():
@@ -94,7 +96,7 @@ def test_the_walks_lead_where_they_say(tmp_path):
     assert done.stdout == "done\n", done.stderr
 
 
-def knows_versions(node):
+def depends_on_versions(node):
     """Whether a piece of code imports the private part of JAX, or reads its version."""
     if isinstance(node, ast.Import):
         return any(alias.name.startswith("jax._src") for alias in node.names)
@@ -105,13 +107,13 @@ def knows_versions(node):
     )
 
 
-def test_only_compat_knows_of_jax_versions():
+def test_only_compat_depends_on_jax_versions():
     found = {
         path.relative_to(ROOT).as_posix()
         for path in (ROOT / "mpjax").rglob("*.py")
-        if any(map(knows_versions, ast.walk(ast.parse(path.read_text()))))
+        if any(map(depends_on_versions, ast.walk(ast.parse(path.read_text()))))
     }
-    assert found == set(WALKS["Support a JAX version"])
+    assert found == set(WALKTHROUGHS["Support a JAX version"])
 
 
 def test_the_layout_is_the_one_that_imports_are_checked_against():
