@@ -47,7 +47,7 @@ class Counts:
         self.half = self.all = 0
         self.steps: dict[int, Any] = {}
 
-    def saw(self, program: Any, jaxpr: Any) -> None:
+    def traced(self, program: Any, jaxpr: Any) -> None:
         """Counts the matmul FLOPs of a program."""
         from mpjax.launcher.reruns import running_sites
 
@@ -56,7 +56,7 @@ class Counts:
                 self.all += site.flops
                 self.half += site.flops * all(v.aval.dtype.itemsize == 2 for v in site.eqn.invars[:2])
 
-    def stepped(self, compiled: Any) -> None:
+    def step_finished(self, compiled: Any) -> None:
         """Records a compiled step."""
         self.steps[id(compiled)] = compiled
 

@@ -13,14 +13,14 @@ from mpjax.launcher.hooks import PROGRAM
 from mpjax.launcher.options import DEFAULT_POLICY, LaunchError, Options, read_rules
 
 _EPILOG = """
-Everything after the script or the module goes to it:
+Arguments after the script or the module are passed to it:
 
   python -m mpjax run train.py --epochs 10                    # mixed_float16 with dynamic loss scaling
   python -m mpjax run --policy mixed_bfloat16 -m my.trainer
-  MPJAX_AUTOCAST_ALL=mixed_float16 python train.py            # the same by the environment alone
+  MPJAX_AUTOCAST_ALL=mixed_float16 python train.py            # the same, set by the environment
 
 MPJAX_AUTOCAST=0 and MPJAX_ALLOWLIST_ADD, MPJAX_DENYLIST_ADD, MPJAX_INFERLIST_ADD work as they do with mpjax.autocast.
-docs/launcher.md says what happens to the script.
+docs/launcher.md describes what happens to the script.
 """
 
 
@@ -28,13 +28,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a script in mixed precision.
 
     Args:
-        arguments: the arguments after `run`; None for those in `sys.argv`.
+        arguments: The arguments after `run`; None for those in `sys.argv`.
 
     Returns:
         2 after a mistake in the call. Otherwise the process ends as it would without the launcher.
     """
-    given = list(sys.argv[2:] if arguments is None else arguments)
-    parsed = parser().parse_args(given)
+    command_line = list(sys.argv[2:] if arguments is None else arguments)
+    parsed = parser().parse_args(command_line)
     try:
         is_module, target, rest = _target(parsed)
         script.check(target, is_module)
@@ -57,7 +57,7 @@ def options_of(parsed: argparse.Namespace) -> Options:
     """The options of a command line: those of the rules file, then the flags.
 
     Raises:
-        LaunchError: the rules file is invalid.
+        LaunchError: The rules file is invalid.
     """
     fields = read_rules(parsed.rules) if parsed.rules else {}
     fields["deny"] = (*fields.get("deny", ()), *parsed.deny)
@@ -93,11 +93,11 @@ def parser() -> argparse.ArgumentParser:
     )
     result.add_argument("--init-scale", type=float, default=2.0**15, help="the first loss scale (default: %(default)g)")
     result.add_argument("--explain", metavar="FILE", help="write the plan of each program to a file")
-    result.add_argument("--dry-run", action="store_true", help="print the audit of the first training step and leave")
+    result.add_argument("--dry-run", action="store_true", help="print the audit of the first training step and exit")
     result.add_argument(
         "--compare", metavar="N", type=int, help="run N steps in float32 and in the policy, and compare"
     )
-    result.add_argument("--quiet", action="store_true", help="print nothing but errors")
+    result.add_argument("--quiet", action="store_true", help="print only errors")
     for name, kind in (("--steps", int), ("--record", str)):  # for the child processes of --compare
         result.add_argument(name, type=kind, default=kind(), help=argparse.SUPPRESS)
     result.add_argument("-m", dest="module", metavar="MODULE", nargs=argparse.REMAINDER, help="run a module")

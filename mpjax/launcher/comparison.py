@@ -21,25 +21,25 @@ def compare(options: Options, steps: int, command: Sequence[str]) -> int:
     """Runs the script in float32 and in the policy, and prints the losses and times of its first steps.
 
     Args:
-        options: options of the run in half precision.
-        steps: number of steps of each run.
-        command: the script and its arguments, as on the command line of `run`.
+        options: Options of the run in half precision.
+        steps: Number of steps of each run.
+        command: The script and its arguments, as on the command line of `run`.
 
     Returns:
         0, or the exit code of a run that failed.
 
     Raises:
-        LaunchError: a run ended before it recorded a step.
+        LaunchError: A run ended before it recorded a step.
     """
     runs: dict[str, list[dict[str, float]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for policy in ("float32", options.policy):
             path = Path(folder) / "steps.json"
             path.unlink(missing_ok=True)
-            given = [sys.executable, "-m", "mpjax", "run", "--quiet", "--policy", policy]
-            given += ["--init-scale", str(options.init_scale), "--steps", str(steps), "--record", str(path)]
-            given += [f"--deny={pattern}" for pattern in options.deny]
-            code = subprocess.call([*given, *command], env={k: v for k, v in os.environ.items() if k != POLICY})
+            command_line = [sys.executable, "-m", "mpjax", "run", "--quiet", "--policy", policy]
+            command_line += ["--init-scale", str(options.init_scale), "--steps", str(steps), "--record", str(path)]
+            command_line += [f"--deny={pattern}" for pattern in options.deny]
+            code = subprocess.call([*command_line, *command], env={k: v for k, v in os.environ.items() if k != POLICY})
             if not path.exists():
                 if code:
                     return code

@@ -49,8 +49,8 @@ def value_and_grad(
     """`jax.value_and_grad(fun, argnums, has_aux)`, in the policy of the session."""
 
     def both(*args: Any, **kwargs: Any) -> Any:
-        again = repeatable(fun)
-        cast = session.autocast(again)
+        repeated = repeatable(fun)
+        cast = session.autocast(repeated)
         session.explain(cast, args, kwargs)
 
         def scaled(scale: Any) -> Callable[..., Any]:
@@ -73,9 +73,9 @@ def value_and_grad(
             return Attempt((out, grads), all_finite(grads), out[0] if has_aux else out, entered.read)
 
         def finished(attempt: Attempt) -> tuple[Attempt, Any]:
-            out, ran_again = finite_results(session, again, args, kwargs, attempt.result[0])
+            out, reran = finite_results(session, repeated, args, kwargs, attempt.result[0])
             result, loss = (out, attempt.result[1]), out[0] if has_aux else out
-            return dataclasses.replace(attempt, result=result, loss=loss), ran_again
+            return dataclasses.replace(attempt, result=result, loss=loss), reran
 
         return gradients_of(session, evaluate, (args, kwargs), lambda result: jax.tree.leaves(result[1]), finished)
 
@@ -128,7 +128,7 @@ def _inner_scale() -> Any:
     return jnp.asarray(INNER_SCALE, jnp.float32) if outer is None else outer.value
 
 
-def _as_it_is(attempt: Attempt) -> tuple[Attempt, Any]:
+def _unchanged(attempt: Attempt) -> tuple[Attempt, Any]:
     return attempt, jnp.zeros((), jnp.bool_)
 
 
@@ -137,16 +137,16 @@ def gradients_of(
     evaluate: Callable[..., Attempt],
     args: Any,
     leaves_of: Callable[[Any], list[Any]],
-    finished: Callable[[Attempt], tuple[Attempt, Any]] = _as_it_is,
+    finished: Callable[[Attempt], tuple[Attempt, Any]] = _unchanged,
 ) -> Any:
     """The result of the first evaluation with finite gradients, or of the last if no scale makes them finite.
 
     Args:
-        session: the session of this process.
-        evaluate: called as `evaluate(scale, args)`. It returns unscaled gradients.
-        args: the arguments of `evaluate`.
-        leaves_of: returns the gradients in a result.
-        finished: replaces nonfinite values of the last attempt. It returns the attempt and whether it replaced any, a
+        session: The session of this process.
+        evaluate: Called as `evaluate(scale, args)`. It returns unscaled gradients.
+        args: The arguments of `evaluate`.
+        leaves_of: Returns the gradients in a result.
+        finished: Replaces nonfinite values of the last attempt. It returns the attempt and whether it replaced any, a
             bool of shape ().
     """
     outer, present = enclosing_scale(), frame()
@@ -167,14 +167,14 @@ def gradients_of(
         found = until_finite(evaluate, args, start)
         if present is not None:
             present.finite.append((leaves_of(found.attempt.result), found.attempt.finite))
-    attempt, again = finished(found.attempt)
+    attempt, reran = finished(found.attempt)
     found = dataclasses.replace(found, attempt=attempt)
     if state is not None:
-        _write(states, row, _next_state(session, state, found, again))
+        _write(states, row, _next_state(session, state, found, reran))
     return found.attempt.result
 
 
-def _next_state(session: Session, state: Any, found: Found, again: Any) -> Any:
+def _next_state(session: Session, state: Any, found: Found, reran: Any) -> Any:
     """The state row after a gradient. It keeps the scale that gave finite gradients, and doubles it after many calls
     without a retry."""
     finite = found.attempt.finite if session.scales else all_finite(found.attempt.result)
@@ -188,7 +188,7 @@ def _next_state(session: Session, state: Any, found: Found, again: Any) -> Any:
         CALLS: state[CALLS] + 1,
         RETRIES: state[RETRIES] + found.retries.astype(jnp.float32),
         NONFINITE: state[NONFINITE] + jnp.where(finite, 0.0, 1.0),
-        RERUNS: state[RERUNS] + again.astype(jnp.float32),
+        RERUNS: state[RERUNS] + reran.astype(jnp.float32),
         LOSS: _scalar(found.attempt.loss, state[LOSS]),
     }
     return jnp.stack([row[i] for i in range(len(row))])

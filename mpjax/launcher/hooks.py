@@ -21,8 +21,8 @@ class AfterImport(importlib.abc.MetaPathFinder):
     """Calls a function once, right after a module is imported.
 
     Args:
-        name: name of the module.
-        call: the function, without arguments.
+        name: Name of the module.
+        call: The function, without arguments.
     """
 
     def __init__(self, name: str, call: Callable[[], None]):
@@ -63,8 +63,8 @@ def install(options: Options, main: bool = False) -> None:
     """Runs the script of this process in mixed precision, from its import of JAX on.
 
     Args:
-        options: see `Options`.
-        main: whether this is the process of `mpjax run`, rather than one that inherited the environment.
+        options: See `Options`.
+        main: Whether this is the process of `mpjax run`, rather than one that inherited the environment.
 
     Raises:
         LaunchError: JAX is already imported. The script may hold JAX functions that cannot be replaced.
@@ -72,22 +72,22 @@ def install(options: Options, main: bool = False) -> None:
     if "jax" in sys.modules:
         raise LaunchError(
             "JAX is imported already (by sitecustomize, a .pth file, or the program that called this): functions that "
-            "were taken from it can not be replaced any more. Let the script be the first to import it."
+            "other modules took from it can no longer be replaced. Make the script the first to import JAX."
         )
     # With both `python -m mpjax run` and MPJAX_AUTOCAST_ALL, the later options apply.
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, AfterImport)]
     tracebacks.install()
     if main and not options.quiet:
-        atexit.register(_say_that_jax_was_not_imported)
+        atexit.register(_report_missing_jax)
     sessions: list[Any] = []
     sys.meta_path.insert(0, AfterImport("jax", lambda: sessions.append(_patch_or_exit(options, main))))
     # The script may import optax first, which imports JAX. If it never does, the hook costs nothing.
     sys.meta_path.insert(0, AfterImport("optax", lambda: _patch_optax(sessions[0])))
 
 
-def _say_that_jax_was_not_imported() -> None:
+def _report_missing_jax() -> None:
     if "jax" not in sys.modules:
-        print("mpjax run: nothing was put in half: the script did not import JAX", file=sys.stderr, flush=True)
+        print("mpjax run: nothing was cast to half: the script did not import JAX", file=sys.stderr, flush=True)
 
 
 def _patch_or_exit(options: Options, main: bool) -> Any:

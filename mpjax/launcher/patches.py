@@ -17,7 +17,7 @@ class Patches:
     """Replacements that can be undone.
 
     Args:
-        session: the session of this process.
+        session: The session of this process.
     """
 
     def __init__(self, session: Session):
@@ -128,7 +128,7 @@ def _mapping(session: Session, original: Any) -> Any:
     @functools.wraps(original)
     def pmap(fun: Any, *args: Any, **options: Any) -> Any:
         if session.callers.script_calls():
-            fun = programs.policed(session, fun)
+            fun = programs.under_policy(session, fun)
         return original(fun, *args, **options)
 
     return pmap

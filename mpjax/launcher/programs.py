@@ -32,7 +32,7 @@ class Compiled:
     def __init__(self, session: Session, jit: Callable[..., Any], fun: Callable[..., Any], options: dict[str, Any]):
         functools.update_wrapper(self, fun, updated=())
         self._session, self._jit, self._fun, self._options = session, jit, fun, options
-        self._plain = jit(policed(session, fun), **options)
+        self._plain = jit(under_policy(session, fun), **options)
         # JAX takes no keyword arguments beside in_shardings.
         self._stateful = None if options.get("in_shardings") is not None else self._with_states()
         self._states: Any = None
@@ -49,7 +49,7 @@ class Compiled:
         options = dict(self._options)
         if "out_shardings" in options:
             options["out_shardings"] = (options["out_shardings"], None)
-        return self._jit(policed(self._session, self._fun, self), **options)
+        return self._jit(under_policy(self._session, self._fun, self), **options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if frame() is not None or enclosing_scale() is not None:
@@ -62,7 +62,7 @@ class Compiled:
         out, self._states = self._stateful(*args, **kwargs, **{_STATES: self._states})
         if self.trains:
             self.clock.tick()
-            self._session.stepped(self)
+            self._session.step_finished(self)
         return out
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
@@ -77,7 +77,7 @@ class Compiled:
         return repr(self._plain)
 
 
-def policed(session: Session, fun: Callable[..., Any], compiled: Compiled | None = None) -> Callable[..., Any]:
+def under_policy(session: Session, fun: Callable[..., Any], compiled: Compiled | None = None) -> Callable[..., Any]:
     """Wraps `fun` for `jit` or `pmap`: it runs under autocast unless it differentiates or takes an optimizer step.
 
     With `compiled`, the wrapped function takes the loss scales as an additional keyword argument and returns them too.
@@ -124,7 +124,7 @@ def trace(
         seen.differentiates or seen.optimizes or is_differentiated(site for site in running_sites(jaxpr) if site.flops)
     )
     seen.evaluates = session.half != "float32" and not trains and any(site.flops for site in running_sites(jaxpr))
-    session.saw(seen, jaxpr)
+    session.traced(seen, jaxpr)
     stateful = compiled is not None
     if compiled is not None:
         compiled.trains = compiled.trains or seen.differentiates

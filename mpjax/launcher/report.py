@@ -30,8 +30,8 @@ class Report:
     """Collects the programs and steps of a session and prints reports to stderr.
 
     Args:
-        session: the session of this process.
-        always: whether to print the last block even if nothing was differentiated.
+        session: The session of this process.
+        always: Whether to print the last block even if nothing was differentiated.
     """
 
     def __init__(self, session: Session, always: bool):
@@ -41,7 +41,7 @@ class Report:
         self._described = False
         atexit.register(self.last_block)
 
-    def saw(self, program: Frame, jaxpr: Any) -> None:
+    def traced(self, program: Frame, jaxpr: Any) -> None:
         """Records a program and describes the first one that trains."""
         if not program.differentiates:
             if program.evaluates:
@@ -52,7 +52,7 @@ class Report:
         self._described = True
         self._print(first_block(self.session, program, jaxpr))
 
-    def stepped(self, compiled: Any) -> None:
+    def step_finished(self, compiled: Any) -> None:
         """Records a training step."""
         if compiled not in self.steps:
             self.steps.append(compiled)
@@ -73,20 +73,21 @@ class Report:
             self._print(self._summary())
         elif self.always:
             self._print(
-                "mpjax run: nothing was put in half: the script differentiated nothing (jax.grad, jax.value_and_grad, "
+                "mpjax run: nothing was cast to half: the script differentiated nothing (jax.grad, jax.value_and_grad, "
                 "jax.vjp, jax.linearize, and the forms of Flax, Haiku and Equinox)"
                 + (f"; evaluated in half: {', '.join(dict.fromkeys(self.evaluations))}" if self.evaluations else "")
-                + ". Gradients that an installed package takes are left alone: name it in `packages` of a --rules file."
+                + ". Gradients that an installed package computes are left unchanged: name the package in `packages` "
+                "of a --rules file."
             )
 
     def _summary(self) -> str:
         counted = [step for step in self.steps if step.counts is not None]
-        lines = ["mpjax run: the end"]
+        lines = ["mpjax run: summary"]
         for step in counted:
             lines += _of_step(self.session, step)
         if not counted:
             lines.append(
-                "  the steps were not counted: gradients ran outside jax.jit, in a pmap, or in a jit with in_shardings"
+                "  steps were not counted: gradients ran outside jax.jit, in a pmap, or in a jit with in_shardings"
             )
         if self.evaluations:
             lines.append(f"  evaluated in half: {', '.join(dict.fromkeys(self.evaluations))}")
@@ -156,7 +157,7 @@ def first_block(session: Session, program: Frame, jaxpr: Any) -> str:
     sites = [site for site in running_sites(jaxpr) if site.flops]
     total = sum(site.flops for site in sites)
     if not total:
-        return f"mpjax run: {program.name} has no matmul or convolution: nothing to put in half"
+        return f"mpjax run: {program.name} has no matmul or convolution: nothing to cast to half"
     full = [site for site in sites if not _is_half(site)]
     share = 1 - sum(site.flops for site in full) / total
     scaling = f"loss scale {session.options.init_scale:g} at first, dynamic" if session.scales else "no loss scale"
@@ -172,7 +173,7 @@ def first_block(session: Session, program: Frame, jaxpr: Any) -> str:
     for (source, path, why), flops in ranked[:_SHOWN]:
         lines.append(f"  {flops / total:.1%} not: {source}{f' ({path})' if path else ''}: {why}")
     if len(ranked) > _SHOWN:
-        lines.append(f"  and {len(ranked) - _SHOWN} lines more; --explain FILE has all")
+        lines.append(f"  and {len(ranked) - _SHOWN} more lines; --explain FILE lists all")
     if session.unused:
         lines.append("  " + _of_unused(session.unused, "matched nothing so far"))
     lines.append("  differentiates: " + ", ".join(f"{name} at {line}" for line, name in session.sites.items()))
@@ -182,13 +183,13 @@ def first_block(session: Session, program: Frame, jaxpr: Any) -> str:
 class DryRun:
     """Prints the audit of the first program that trains, then ends the process before that program runs."""
 
-    def saw(self, program: Frame, jaxpr: Any) -> None:
+    def traced(self, program: Frame, jaxpr: Any) -> None:
         """Audits a program if it trains."""
         if program.differentiates:
             print(audit(jaxpr), flush=True)
             raise SystemExit(0)
 
-    def stepped(self, compiled: Any) -> None:
+    def step_finished(self, compiled: Any) -> None:
         """Does nothing: the process ends before the first step."""
 
 
@@ -196,8 +197,8 @@ class Recorder:
     """Writes the loss and the time of each of the first steps to a file, and ends the process after them.
 
     Args:
-        path: path of the JSON file.
-        steps: number of steps to record.
+        path: Path of the JSON file.
+        steps: Number of steps to record.
     """
 
     def __init__(self, path: str, steps: int):
@@ -206,11 +207,11 @@ class Recorder:
         self._calls = self._start = 0.0
         self._step: Any = None
 
-    def saw(self, program: Frame, jaxpr: Any) -> None:
+    def traced(self, program: Frame, jaxpr: Any) -> None:
         """Discards the time of the current step, which includes tracing."""
         self._start = 0.0
 
-    def stepped(self, compiled: Any) -> None:
+    def step_finished(self, compiled: Any) -> None:
         """Records a step of the first function that trains. Other functions are ignored."""
         self._step = self._step or compiled
         if compiled is not self._step:
@@ -241,5 +242,5 @@ def _why(site: Site) -> str:
     if names not in ("float32", *HALF):
         return f"{names} operands"
     if not site.module or "jvp" not in site.module:
-        return "outside of what is differentiated, or a rule keeps it"
-    return "a rule, a region or the script's own dtypes keep it (--explain FILE)"
+        return "outside the differentiated functions, or kept by a rule"
+    return "kept by a rule, a region or the script's own dtypes (--explain FILE)"

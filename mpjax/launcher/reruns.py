@@ -29,9 +29,9 @@ def finite_results(session: Session, fun: Callable[..., Any], args: Any, kwargs:
     """The results of a function in half if all are finite, otherwise its results in float32.
 
     Args:
-        session: the session of this process.
-        fun, args, kwargs: the call, not under autocast.
-        out: the result of the call in half, a tree.
+        session: The session of this process.
+        fun, args, kwargs: The call, not under autocast.
+        out: The result of the call in half, a tree.
 
     Returns:
         The tree, and whether the function ran again, a bool of shape ().
@@ -40,25 +40,25 @@ def finite_results(session: Session, fun: Callable[..., Any], args: Any, kwargs:
     places = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array) and not is_key(x)]
     if not session.reruns or not any(jnp.issubdtype(leaves[i].dtype, jnp.inexact) for i in places):
         return out, jnp.zeros((), jnp.bool_)
-    given, given_tree = jax.tree.flatten((args, kwargs))
+    inputs, inputs_tree = jax.tree.flatten((args, kwargs))
     halves = [leaves[i] for i in places]
 
-    def again(given: list[Any]) -> list[Any]:
+    def rerun(inputs: list[Any]) -> list[Any]:
         # Rebuild the arguments, so that a function that mutates them (NNX) mutates copies.
-        args, kwargs = jax.tree.unflatten(given_tree, given)
+        args, kwargs = jax.tree.unflatten(inputs_tree, inputs)
         with differentiating(jnp.ones((), jnp.float32)), mpjax.autocast_disabled():
             outs = jax.tree.leaves(fun(*args, **kwargs))
         return [_like(outs[i], half) for i, half in zip(places, halves, strict=True)]
 
     finite = all_finite(halves)
     if not is_tracer(finite):
-        values = halves if bool(finite) else again(given)
+        values = halves if bool(finite) else rerun(inputs)
     else:
         axes = {axis for x in halves for axis in varying_axes(x)}
         kept = [compat.vary(_strong(x), tuple(axes)) for x in halves]
         run = _in_a_loop if jax.extend.core.unsafe_am_i_under_a_vmap_DO_NOT_USE() else _in_a_branch
         with jax.named_scope(SCOPE):
-            values = run(finite, lambda given: [compat.vary(x, tuple(axes)) for x in again(given)], given, kept)
+            values = run(finite, lambda inputs: [compat.vary(x, tuple(axes)) for x in rerun(inputs)], inputs, kept)
     for i, value in zip(places, values, strict=True):
         leaves[i] = compat.with_weak_type(value, jax.typeof(leaves[i]))
     return jax.tree.unflatten(tree, leaves), ~finite
@@ -80,19 +80,19 @@ def running_sites_of(eqn: Any, around: Site | None = None) -> Iterator[Site]:
         yield from running_sites(inner, site)
 
 
-def _in_a_branch(finite: Any, again: Callable[..., Any], given: list[Any], kept: list[Any]) -> list[Any]:
-    return jax.lax.cond(finite, lambda: kept, lambda: again(given))
+def _in_a_branch(finite: Any, rerun: Callable[..., Any], inputs: list[Any], kept: list[Any]) -> list[Any]:
+    return jax.lax.cond(finite, lambda: kept, lambda: rerun(inputs))
 
 
-def _in_a_loop(finite: Any, again: Callable[..., Any], given: list[Any], kept: list[Any]) -> list[Any]:
+def _in_a_loop(finite: Any, rerun: Callable[..., Any], inputs: list[Any], kept: list[Any]) -> list[Any]:
     """Runs `again` in a loop of at most one iteration: `vmap` turns a branch into a `select`, which runs both sides."""
-    places = [i for i, x in enumerate(given) if isinstance(x, jax.Array)]
+    places = [i for i, x in enumerate(inputs) if isinstance(x, jax.Array)]
 
     def body(carry: Any) -> Any:
-        held = list(given)
-        for i, x in zip(places, behind(carry[0].astype(jnp.float32), [given[i] for i in places]), strict=True):
+        held = list(inputs)
+        for i, x in zip(places, behind(carry[0].astype(jnp.float32), [inputs[i] for i in places]), strict=True):
             held[i] = x
-        return jnp.ones((), jnp.bool_), again(held)
+        return jnp.ones((), jnp.bool_), rerun(held)
 
     return jax.lax.while_loop(lambda carry: ~carry[0], body, (finite, kept))[1]
 

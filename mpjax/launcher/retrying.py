@@ -23,10 +23,10 @@ class Attempt:
     """The result of one evaluation.
 
     Args:
-        result: any tree. Leaves that are not arrays must be the same at every scale.
-        finite: whether the gradients are finite, a bool of shape ().
-        loss: the loss, or any tree.
-        loss_is_scaled: whether the loss depends on the scale, as it does if it contains a gradient. Otherwise a retry
+        result: Any tree. Leaves that are not arrays must be the same at every scale.
+        finite: Whether the gradients are finite, a bool of shape ().
+        loss: The loss, or any tree.
+        loss_is_scaled: Whether the loss depends on the scale, as it does if it contains a gradient. Otherwise a retry
             cannot help if the loss is not finite.
     """
 
@@ -58,9 +58,9 @@ def until_finite(evaluate: Callable[..., Attempt], args: Any, start: Any) -> Fou
     together.
 
     Args:
-        evaluate: called as `evaluate(scale, args)`.
-        args: a tree of arguments of the computation.
-        start: the first scale, float32 of shape ().
+        evaluate: Called as `evaluate(scale, args)`.
+        args: A tree of arguments of the computation.
+        start: The first scale, float32 of shape ().
 
     Returns:
         The first attempt whose gradients are finite or whose loss is not, or the attempt at the lowest scale.
@@ -99,7 +99,7 @@ def _loop(evaluate: Callable[..., Attempt], args: Any, start: Any) -> Found:
     def flat(scale: Any, *arrays: Any) -> tuple[Any, Any, list[Any]]:
         attempt = evaluate(scale, jax.tree.unflatten(tree, _filled(leaves, places, arrays)))
         made["leaves"], made["tree"] = jax.tree.flatten((attempt.result, attempt.loss))
-        return attempt.finite, attempt.may_retry, [_raw(x) for x in made["leaves"] if isinstance(x, jax.Array)]
+        return attempt.finite, attempt.may_retry, [_key_data(x) for x in made["leaves"] if isinstance(x, jax.Array)]
 
     arrays = [leaves[i] for i in places]
     jaxpr = compat.trace(flat, start, *arrays)
@@ -120,7 +120,7 @@ def _loop(evaluate: Callable[..., Attempt], args: Any, start: Any) -> Found:
     scale, retries, finite, _, outs = jax.lax.while_loop(lambda carry: carry[3], body, first)
     rest = (compat.with_weak_type(x, v.aval) for x, v in zip(outs, shapes, strict=True))
     result, loss = jax.tree.unflatten(
-        made["tree"], [_cooked(next(rest), x) if isinstance(x, jax.Array) else x for x in made["leaves"]]
+        made["tree"], [_wrap_key(next(rest), x) if isinstance(x, jax.Array) else x for x in made["leaves"]]
     )
     return Found(Attempt(result, finite, loss), scale, retries)
 
@@ -155,12 +155,12 @@ def is_key(x: Any) -> bool:
     return bool(jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key))
 
 
-def _raw(x: Any) -> Any:
+def _key_data(x: Any) -> Any:
     """Converts a random key to its integers."""
     return jax.random.key_data(x) if is_key(x) else x
 
 
-def _cooked(x: Any, like: Any) -> Any:
+def _wrap_key(x: Any, like: Any) -> Any:
     return jax.random.wrap_key_data(x, impl=jax.random.key_impl(like)) if is_key(like) else x
 
 

@@ -33,13 +33,13 @@ class Frame:
     """A program that is being traced: one `jit` or `pmap` of the script.
 
     Args:
-        name: name of the function.
-        states: a mutable array with a row for each site, inside the trace; None if the program has no states.
-        differentiates: whether the script differentiated in it.
-        optimizes: whether an optimizer took a step in it.
-        evaluates: whether it has matmuls and runs under autocast as a whole.
-        sites: number of differentiated functions.
-        finite: returned gradients, as `(leaves, whether all are finite)`.
+        name: Name of the function.
+        states: A mutable array with a row for each site, inside the trace; None if the program has no states.
+        differentiates: Whether the script differentiated in it.
+        optimizes: Whether an optimizer took a step in it.
+        evaluates: Whether it has matmuls and runs under autocast as a whole.
+        sites: Number of differentiated functions.
+        finite: Returned gradients, as `(leaves, whether all are finite)`.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Scale:
 
     Args:
         value: float32 of shape ().
-        read: whether a nested gradient was scaled by it.
+        read: Whether a nested gradient was scaled by it.
     """
 
     value: Any
@@ -103,10 +103,10 @@ def differentiating(value: Any) -> Iterator[Scale]:
 class Watcher(Protocol):
     """Receives the events of a session."""
 
-    def saw(self, program: Frame, jaxpr: Any) -> None:
+    def traced(self, program: Frame, jaxpr: Any) -> None:
         """Called when a program was traced."""
 
-    def stepped(self, compiled: Any) -> None:
+    def step_finished(self, compiled: Any) -> None:
         """Called after a call of a compiled function that differentiates."""
 
 
@@ -114,10 +114,10 @@ class Session:
     """The parsed options of this process and what the script has done so far.
 
     Args:
-        options: see `Options`.
+        options: See `Options`.
 
     Raises:
-        LaunchError: the policy or a rule is invalid.
+        LaunchError: The policy or a rule is invalid.
     """
 
     def __init__(self, options: Options):
@@ -128,13 +128,13 @@ class Session:
             overrides = tuple((pattern, mpjax.get_policy(other)) for pattern, other in options.overrides)
             self.policy = dataclasses.replace(self.policy, overrides=(*self.policy.overrides, *overrides))
             lists = {"allow": options.allow, "deny": options.deny, "infer": options.infer}
-            given: dict[str, Any] = {name: entries for name, entries in lists.items() if entries}
+            filled_lists: dict[str, Any] = {name: entries for name, entries in lists.items() if entries}
             self._matched: set[Any] = set()
             self.rules: mpjax.Rules | None = None
             self._entries: tuple[Any, ...] = ()
             # For a faster start, autocast is imported at the first gradient unless there are lists to check.
-            if given or self.policy.overrides or any(os.environ.get(name) for name in _LISTS):
-                self._read_rules(given)
+            if filled_lists or self.policy.overrides or any(os.environ.get(name) for name in _LISTS):
+                self._read_rules(filled_lists)
         except (ValueError, TypeError) as error:
             raise LaunchError(str(error)) from error
         dtypes = {self.policy.compute_dtype, *(other.compute_dtype for _, other in self.policy.overrides)}
@@ -148,11 +148,11 @@ class Session:
         self._explained: set[str] = set()
         self.watchers: list[Watcher] = []
 
-    def _read_rules(self, given: dict[str, Any]) -> None:
+    def _read_rules(self, filled_lists: dict[str, Any]) -> None:
         from mpjax.casting.autocast import setting_of
 
         level = "half" if self.policy == mpjax.get_policy("O3") else "default"
-        self.rules = _noting(self._matched)(**given, level=level)
+        self.rules = _noting(self._matched)(**filled_lists, level=level)
         setting = setting_of(self.policy, self.rules)
         self._entries = setting.rules.entries if setting else ()
 
@@ -169,26 +169,26 @@ class Session:
         """Refuses float16 if nothing would keep a nonfinite gradient from the parameters.
 
         Raises:
-            LaunchError: the policy uses float16 and the script has built no optax transformation.
+            LaunchError: The policy uses float16 and the script has built no optax transformation.
         """
         self.sites.setdefault(line, getattr(fun, "__name__", type(fun).__name__))
         if self.scales and not self.optimizers:
             self.refused = True
             raise LaunchError(
-                f"{line} differentiates, and the script has built no optax transformation: nothing would keep a "
-                "non-finite float16 gradient from the parameters, so float16 is refused. Ways out: "
-                "--policy mixed_bfloat16, which needs no loss scale; or an optax optimizer, built before the gradient."
+                f"{line} computes gradients, but the script has built no optax transformation: nothing would keep a "
+                "non-finite float16 gradient out of the parameters, so float16 is refused. Use --policy "
+                "mixed_bfloat16, which needs no loss scale, or build an optax optimizer before the gradient."
             )
 
-    def saw(self, program: Frame, jaxpr: Any) -> None:
+    def traced(self, program: Frame, jaxpr: Any) -> None:
         """Reports a traced program to the watchers."""
         for watcher in self.watchers:
-            watcher.saw(program, jaxpr)
+            watcher.traced(program, jaxpr)
 
-    def stepped(self, compiled: Any) -> None:
+    def step_finished(self, compiled: Any) -> None:
         """Reports a call of a compiled function that differentiates to the watchers."""
         for watcher in self.watchers:
-            watcher.stepped(compiled)
+            watcher.step_finished(compiled)
 
     def autocast(self, fun: Any) -> Any:
         """Applies the policy to `fun` without unused-rule warnings: a rule may match another function. See `unused`."""

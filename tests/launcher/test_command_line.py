@@ -63,7 +63,7 @@ def test_a_script_runs_in_half_and_says_what_happened(script, tmp_path):
     done = run("--explain", tmp_path / "plan.txt", script(LINEAR), "--lr", "-m")
     assert done.returncode == 0, done.stderr
     assert done.stdout == "loss 0.410 --lr -m\n"
-    first, last = done.stderr.split("mpjax run: the end")
+    first, last = done.stderr.split("mpjax run: summary")
     assert "mpjax run: mixed_float16, loss scale 32768 at first, dynamic" in first
     assert "step: 100.0% of" in first
     assert "differentiates: <lambda> at script.py:6" in first
@@ -139,9 +139,9 @@ def test_a_mistake_in_the_call_is_one_line_and_code_2(case):
 def test_a_script_that_differentiates_nothing_is_told_so(script):
     done = run(script("import jax, jax.numpy as jnp\nprint(jax.jit(lambda x: x @ x)(jnp.eye(4))[0, 0])"))
     assert (done.returncode, done.stdout) == (0, "1.0\n")
-    assert "nothing was put in half: the script differentiated nothing" in done.stderr
+    assert "nothing was cast to half: the script differentiated nothing" in done.stderr
     assert "evaluated in half: <lambda>" in done.stderr
-    assert "nothing was put in half" in run(script("print('no JAX at all')")).stderr
+    assert "nothing was cast to half" in run(script("print('no JAX at all')")).stderr
 
 
 def test_float16_without_an_optax_optimizer_is_refused_and_bfloat16_is_offered(script):
@@ -149,7 +149,7 @@ def test_float16_without_an_optax_optimizer_is_refused_and_bfloat16_is_offered(s
     done = run(script(by_hand))
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
-    assert line.startswith("mpjax run: error: script.py:2 differentiates")
+    assert line.startswith("mpjax run: error: script.py:2 computes gradients")
     assert "float16 is refused" in line
     assert "--policy mixed_bfloat16" in line
 
@@ -177,7 +177,7 @@ def test_the_script_is_as_it_is_without_the_launcher(script, tmp_path):
         with_it, without = run(path, "a", cwd=tmp_path), python(path, "a", cwd=tmp_path)
         assert with_it.stdout == without.stdout
         assert with_it.returncode == without.returncode
-        ours = "mpjax run: nothing was put in half"
+        ours = "mpjax run: nothing was cast to half"
         stderr = [line for line in with_it.stderr.splitlines() if not line.startswith(ours)]
         assert stderr == without.stderr.splitlines()
 

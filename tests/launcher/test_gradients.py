@@ -237,7 +237,7 @@ def test_bfloat16_is_neither_scaled_nor_repeated(launched):
 
 def test_float16_is_refused_without_an_optimizer_that_can_skip(launched):
     launched()
-    with pytest.raises(LaunchError, match=r"test_gradients.py:\d+ differentiates.*--policy mixed_bfloat16"):
+    with pytest.raises(LaunchError, match=r"test_gradients.py:\d+ computes gradients.*--policy mixed_bfloat16"):
         jax.grad(loss_fn)(params(), X)
 
 

@@ -26,13 +26,13 @@ class Watcher:
         self.half = self.all = 0
         self.steps = []
 
-    def saw(self, program, jaxpr):
+    def traced(self, program, jaxpr):
         if program.differentiates:
             for site in running_sites(jaxpr):
                 self.all += site.flops
                 self.half += site.flops * all(v.aval.dtype.itemsize == 2 for v in site.eqn.invars[:2])
 
-    def stepped(self, compiled):
+    def step_finished(self, compiled):
         self.steps.append(compiled)
 
     def count(self, column):
