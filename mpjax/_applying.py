@@ -81,7 +81,7 @@ def apply_gradients(tx: Any, grads: Any, opt_state: State, params: Params, **ext
         `(params, opt_state)`. A skipped step leaves the params and the inner state bitwise unchanged.
 
     Raises:
-        TypeError: the arguments are in the wrong order.
+        TypeError: The arguments are in the wrong order.
         ValueError: `grads` and `params` differ in structure.
 
     Example:
@@ -222,7 +222,7 @@ def check_arguments(call: str, grads: Any, opt_state: Any, params: Any) -> None:
     """Raises if the arguments of an update are in the wrong order, or differ in structure."""
     for name, tree in (("grads", grads), ("params", params)):
         if contains_state(tree):
-            raise TypeError(f"{call}: got the optimizer state as {name}; are the arguments in another order?")
+            raise TypeError(f"{call}: got the optimizer state as {name}; check the order of the arguments.")
     # Some transformations define params of another type than the gradients (optax.LookaheadParams).
     if type(grads) is not type(params) or same_structure(grads, params):
         return

@@ -34,7 +34,7 @@ def keep_if_finite(opt_state: Any, new: T, old: T) -> T:
         A tree like `new`.
 
     Raises:
-        ValueError: no (or more than one) `LossScaleState` in `opt_state`; the trees differ; a leaf lacks
+        ValueError: No (or more than one) `LossScaleState` in `opt_state`; the trees differ; a leaf lacks
             the mapped axis; `new` and `old` hold the same `nnx.Variable`.
 
     Example:
@@ -91,7 +91,9 @@ def restore_if_skipped(module: Any, optimizer: Any, *filters: Any) -> Iterator[N
     yield
     finite = _last_finite(optimizer)
     if finite is before:
-        raise ValueError("restore_if_skipped: optimizer.update was not called inside the context, so no step to judge.")
+        raise ValueError(
+            "restore_if_skipped: optimizer.update was not called inside the context, so there is no step to check."
+        )
     for variable, old in snapshot:
         new = variable.get_raw_value()
         if new is not old:

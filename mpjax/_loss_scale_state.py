@@ -13,8 +13,8 @@ import numpy as np
 import optax
 
 _WHERE = (
-    "Which operation it is: print(mpjax.find_nonfinite(train_step, params, opt_state, batch)) with the step's own "
-    "arguments, those of a step that was skipped."
+    "To find the operation, print(mpjax.find_nonfinite(train_step, params, opt_state, batch)) with the arguments of a "
+    "skipped step."
 )
 
 
@@ -57,7 +57,7 @@ def find_loss_scale_state(opt_state: Any) -> LossScaleState:
     """Finds the `LossScaleState` in an optimizer state, a `TrainState` or an `nnx.Optimizer`.
 
     Raises:
-        ValueError: it holds none, or more than one.
+        ValueError: It holds none, or more than one.
 
     Warns:
         LossScaleWarning: a transformation wrapped around loss scaling hides overflows from it.
@@ -75,8 +75,8 @@ def find_loss_scale_state(opt_state: Any) -> LossScaleState:
             "pass the state that its init or last update returned."
         )
     raise ValueError(
-        f"found {len(found)} LossScaleStates in the given {type(tree).__name__}: which one scales this loss? "
-        "Pass the one itself, or wrap the whole optimizer once."
+        f"found {len(found)} LossScaleStates in the given {type(tree).__name__}, so it is unclear which one scales "
+        "this loss. Pass that one itself, or wrap the whole optimizer once."
     )
 
 
@@ -92,7 +92,7 @@ def contains_state(tree: Any) -> bool:
 # The warning about a wrapper around loss scaling, by the type of the wrapper's state.
 _HIDING = {
     optax.ApplyIfFiniteState: (
-        "optax.apply_if_finite skips non-finite steps before the loss scale learns of them, so the scale never backs "
+        "optax.apply_if_finite skips non-finite steps before the loss scale sees them, so the scale never backs "
         "off. Drop apply_if_finite: dynamic_loss_scale skips such steps itself."
     ),
     optax.MultiStepsState: (
@@ -101,7 +101,7 @@ _HIDING = {
     ),
     optax.ZeroNansState: (
         "optax.zero_nans in front of loss scaling replaces the NaNs that show an overflow, so the scale never backs "
-        "off and zeros are taken for gradients. Drop zero_nans, or put it inside: "
+        "off and zeros are used as gradients. Drop zero_nans, or put it inside: "
         "dynamic_loss_scale(optax.chain(optax.zero_nans(), tx))."
     ),
 }
@@ -148,8 +148,8 @@ def check_progress(opt_state: Any, max_consecutive_skips: int = 50) -> None:
         max_consecutive_skips: Number of consecutive skipped steps that are tolerated.
 
     Raises:
-        LossScaleError: more steps were skipped. Its text and `cause` tell divergence from a scale that is too high.
-        ValueError: no (or more than one) `LossScaleState` in `opt_state`.
+        LossScaleError: More steps were skipped. Its text and `cause` tell divergence from a scale that is too high.
+        ValueError: No (or more than one) `LossScaleState` in `opt_state`.
     """
     state = find_loss_scale_state(opt_state)
     skips = int(np.max(state.consecutive_skips))
@@ -172,11 +172,12 @@ def check_progress(opt_state: Any, max_consecutive_skips: int = 50) -> None:
             f"{head}the gradients are inf or NaN although a scale of {scale:g} does not enlarge them: the backward "
             "pass itself makes them. Training has diverged, or a derivative is infinite (sqrt or norm at 0, "
             "log of 0, 0/0). Run the step in float32; if that fails too, look at the model and the data. "
-            f"(If the loop passes value=loss to update, a non-finite loss is told apart here.) {_WHERE}",
+            f"(If the loop passes value=loss to update, a non-finite loss is reported separately.) {_WHERE}",
             "gradients",
         )
     raise LossScaleError(
-        f"{head}the gradients overflow at this scale, which still enlarges them: unlucky rather than diverged. "
+        f"{head}the gradients overflow at this scale, which still enlarges them: the scale is too high, "
+        "which does not mean that training has diverged. "
         "Lower init_scale (or the static scale), use dynamic_loss_scale, lower hysteresis or min_scale, or allow more "
         f"with max_consecutive_skips. {_WHERE}",
         "scale",

@@ -60,7 +60,7 @@ def _refusal(manual: tuple[str, ...]) -> str:
         give = f"axis_name={name!r}"
     return (
         f"loss scaling: this step runs inside a pmap or shard_map over {axes}, where each replica would decide by "
-        f"itself whether to skip, and replicas would drift apart. Give {give}: all replicas take one decision. "
-        "Or axis_name=(): the gradients are the same on every replica (averaged before), or each replica trains "
-        "a model of its own. (shard_map with check_vma=True needs no axis_name: it knows the axes.)"
+        f"itself whether to skip, and replicas would drift apart. Give {give}, and all replicas take one decision. "
+        "Or give axis_name=() if the gradients are the same on every replica (averaged before), or if each replica "
+        "trains its own model. (shard_map with check_vma=True needs no axis_name: it tracks the axes.)"
     )

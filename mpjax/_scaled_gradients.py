@@ -44,8 +44,8 @@ def scale_loss(fun: Callable[P, T], opt_state: Any, has_aux: bool = False) -> Ca
         A function with `fun`'s signature.
 
     Raises:
-        ValueError: no (or more than one) `LossScaleState` in `opt_state`.
-        TypeError: the function is differentiated at a half-precision argument (use `value_and_grad`), or
+        ValueError: No (or more than one) `LossScaleState` in `opt_state`.
+        TypeError: The function is differentiated at a half-precision argument (use `value_and_grad`), or
             `has_aux` is set and `fun` does not return a pair.
 
     A custom derivative in `fun` that is not linear in its cotangent (a gradient clip written as a
@@ -155,7 +155,7 @@ def one_scale(name: str, opt_state: Any) -> jax.Array:
     scale = loss_scale_of(opt_state)
     if scale.ndim:
         raise ValueError(
-            f"{name}: the loss scale has shape {scale.shape}, one for each member of a vmap or pmap: which one scales "
-            f"this loss? Call mpjax.{name} inside of the vmap or pmap, with the member's own state."
+            f"{name}: the loss scale has shape {scale.shape}, one for each member of a vmap or pmap, so it is "
+            f"unclear which one scales this loss. Call mpjax.{name} inside the vmap or pmap, with the member's state."
         )
     return scale

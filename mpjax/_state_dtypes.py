@@ -59,7 +59,7 @@ def warn_without_masters(state: Any, params: Any) -> None:
         path, dtype = half[0]
         warnings.warn(
             f"loss scaling: {len(half)} of the params (such as {path}) are half ({dtype}), and the optimizer keeps no "
-            "float32 copy of them: updates below half their spacing vanish. Wrap it, "
+            "float32 copy of them: updates below half a unit in the last place are lost. Use "
             "dynamic_loss_scale(mpjax.master_weights(tx, policy)) (or mpjax.kahan, mpjax.stochastic_rounding), or keep "
             "the params in float32.",
             LossScaleWarning,

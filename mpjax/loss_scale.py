@@ -86,7 +86,7 @@ def dynamic_loss_scale(
         Extra arguments are passed to `inner`.
 
     Raises:
-        ValueError: an argument is out of range (checked when the transformation is built; the message quotes it), or
+        ValueError: An argument is out of range (checked when the transformation is built; the message quotes it), or
             `update` runs in a pmap, or a shard_map without `check_vma`, and `axis_name` is not given.
         TypeError: `inner` is not an optax transformation.
 
@@ -176,8 +176,8 @@ def loss_scale_for(
         **kwargs: Arguments of `dynamic_loss_scale`. Those about the scale have no effect if it is 1.
 
     Raises:
-        ValueError: the policy is unknown, or an argument is out of range.
-        TypeError: an argument that `dynamic_loss_scale` does not have.
+        ValueError: The policy is unknown, or an argument is out of range.
+        TypeError: An argument that `dynamic_loss_scale` does not have.
 
     Example:
         >>> import optax, mpjax
@@ -258,9 +258,9 @@ def _loss_scaled(
         _check_state("tx.update(grads, state, params)", grads, state, params)
         if _applying.overwritten(grads) is not None:
             raise ValueError(
-                "loss scaling: the gradients have Flax's FP8 collection '_overwrite_with_gradient': new values, which "
-                "no update can be added up to exactly. Use mpjax.apply_gradients(tx, grads, opt_state, params), "
-                "flax.training.TrainState, or call tx with the parameters' gradients alone."
+                "loss scaling: the gradients have Flax's FP8 collection '_overwrite_with_gradient', which holds "
+                "new values; adding an update can't reproduce them exactly. Use mpjax.apply_gradients(tx, grads, "
+                "opt_state, params), flax.training.TrainState, or call tx with the parameters' gradients alone."
             )
         params = params if params is None else _applying.trained(params, grads)
 

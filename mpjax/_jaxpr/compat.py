@@ -48,7 +48,7 @@ def trace(fun: Callable[..., Any], *args: Any) -> Any:
     return jax.make_jaxpr(lambda *args: fun(*args))(*args)
 
 
-def apart_from_other_traces() -> contextlib.AbstractContextManager[Any]:
+def outside_other_traces() -> contextlib.AbstractContextManager[Any]:
     """A context in which functions under `jax.jit` are traced again, even if a trace was cached outside of it."""
     return set_xla_metadata(mpjax_trace="apart")  # The metadata is part of every cache key.
 
@@ -146,10 +146,10 @@ class ForwardRule(NamedTuple):
     """A custom_vjp's forward rule.
 
     Args:
-        jaxpr: its jaxpr, with open constvars.
-        consts: the values of the constvars.
-        forwards: for each residual, the index of the operand that it equals, or None.
-        trees: the trees of this trace that its backward rule needs (`call_bwd`).
+        jaxpr: Its jaxpr, with open constvars.
+        consts: The values of the constvars.
+        forwards: For each residual, the index of the operand that it equals, or None.
+        trees: The trees of this trace that its backward rule needs (`call_bwd`).
     """
 
     jaxpr: Any
@@ -386,7 +386,7 @@ def set_linearization(primitive: Any, rule: Callable[..., Any]) -> None:
     Without this rule, JAX traces and partially evaluates the JVP rule at each equation of each gradient.
 
     Args:
-        primitive: a primitive with one result.
+        primitive: A primitive with one result.
         rule: `rule(nonzeros, *primals, **params)` returns the result, whether it has a tangent, and a function that
             computes this tangent from the operands' tangents (`Zero` where `nonzeros` is False).
     """
@@ -409,10 +409,10 @@ def bilinear_transpose(primitive: Any, ct: Any, operands: Sequence[Any], which: 
 
     Args:
         primitive: `dot_general`, `conv_general_dilated` or `ragged_dot_general`.
-        ct: the cotangent of its result.
-        operands: its operands; the one to differentiate is an undefined primal.
-        which: the index of that operand.
-        params: the primitive's parameters.
+        ct: The cotangent of its result.
+        operands: Its operands; the one to differentiate is an undefined primal.
+        which: The index of that operand.
+        params: The primitive's parameters.
     """
     return ad.primitive_transposes[primitive](ct, *operands, **params)[which]
 
@@ -429,7 +429,7 @@ def abstract_eval_in(primitive: Any, dtype: Any, avals: Sequence[Any], params: d
     return out
 
 
-def vary_alike(out: Any, arrays: Sequence[Any]) -> list[Any]:
+def vary_like(out: Any, arrays: Sequence[Any]) -> list[Any]:
     """Marks arrays as varying along the mesh axes that a result varies along, in a `shard_map` that checks this."""
     kind = getattr(jax.typeof(out), "manual_axis_type", None)
     return [vary(x, tuple(kind.varying)) for x in arrays] if kind is not None and kind.varying else list(arrays)

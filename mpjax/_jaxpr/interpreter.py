@@ -61,16 +61,16 @@ class Probe:
         return index
 
     def equation(
-        self, place: Place, iteration: Sequence[Any], ins: Sequence[Any], outs: Sequence[Any], again: Callable[..., Any]
+        self, place: Place, iteration: Sequence[Any], ins: Sequence[Any], outs: Sequence[Any], rerun: Callable[..., Any]
     ) -> dict[Key, Any]:
         """Notes of an equation.
 
         Args:
-            place: the equation.
-            iteration: the number of completed iterations of each enclosing loop, outermost first.
-            ins: its operands.
-            outs: its results.
-            again: evaluates the equation on a list of other operands, with float32 in place of half.
+            place: The equation.
+            iteration: The number of completed iterations of each enclosing loop, outermost first.
+            ins: Its operands.
+            outs: Its results.
+            again: Evaluates the equation on a list of other operands, with float32 in place of half.
         """
         return {}
 
@@ -107,10 +107,10 @@ class Run:
     """Evaluates blocks with a probe.
 
     Args:
-        probe: takes the notes.
-        wide: whether to compute in float32 wherever the program has half, which gives its values without rounding to
+        probe: Takes the notes.
+        wide: Whether to compute in float32 wherever the program has half, which gives its values without rounding to
             half.
-        replace: takes an equation, its iteration and its results, and returns the results to use instead.
+        replace: Takes an equation, its iteration and its results, and returns the results to use instead.
     """
 
     def __init__(self, probe: Probe, wide: bool = False, replace: Callable[..., Sequence[Any]] | None = None):

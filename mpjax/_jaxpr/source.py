@@ -45,17 +45,17 @@ def source_line(eqn: Any, in_layer: bool = True) -> str:
     """The user's line that an equation comes from, outside of mpjax, as `file.py:12`; empty if unknown.
 
     Args:
-        eqn: the equation.
-        in_layer: whether the line may be in a layer library; if not, it is the line that called the layer.
+        eqn: The equation.
+        in_layer: Whether the line may be in a layer library; if not, it is the line that called the layer.
     """
     frames = compat.user_frames(eqn)
-    which = telling_frame([frame.file_name for frame in frames], in_layer)
+    which = informative_frame([frame.file_name for frame in frames], in_layer)
     if which is None:
         return ""
     return f"{frames[which].file_name.rsplit('/', 1)[-1]}:{frames[which].start_line}"
 
 
-def telling_frame(files: Sequence[str], in_layer: bool = True) -> int | None:
+def informative_frame(files: Sequence[str], in_layer: bool = True) -> int | None:
     """The index of the frame to report, outside of mpjax, given the files innermost first (see `source_line`)."""
     users = [i for i, file in enumerate(files) if not file.startswith(_PACKAGE)]
     outside = [] if in_layer else [i for i in users if not any(layer in files[i] for layer in _LAYERS)]

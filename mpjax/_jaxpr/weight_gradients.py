@@ -60,10 +60,10 @@ def matmul(primitive: Any, params: dict[str, Any], halves: Sequence[Any], operan
 
     Args:
         primitive: `dot_general`, `conv_general_dilated` or `ragged_dot_general`.
-        params: its parameters.
-        halves: its arrays, in half.
-        operands: its two operands as they are stored: a parameter in float32, an activation in half.
-        wide: whether it outputs the gradient of a parameter in float32.
+        params: Its parameters.
+        halves: Its arrays, in half.
+        operands: Its two operands as they are stored: a parameter in float32, an activation in half.
+        wide: Whether it outputs the gradient of a parameter in float32.
 
     Returns:
         Its result, in half.
@@ -73,7 +73,7 @@ def matmul(primitive: Any, params: dict[str, Any], halves: Sequence[Any], operan
     rest = halves[2:]
     known = [detached.bind(*((h,) if h is x else (h, x))) for h, x in zip(halves, operands, strict=False)]
     out = primitive.bind(*known, *rest, **params)
-    varied = compat.vary_alike(out, operands)
+    varied = compat.vary_like(out, operands)
     return result.bind(out, *varied, *rest, matmul=primitive, half=np.dtype(out.dtype), wide=wide, **params)
 
 
@@ -82,9 +82,9 @@ def gathered(primitive: Any, params: dict[str, Any], x: Any, half: np.dtype) -> 
 
     Args:
         primitive: `all_gather` or a variant of it.
-        params: its parameters.
-        x: the parameter, float32.
-        half: the half dtype.
+        params: Its parameters.
+        x: The parameter, float32.
+        half: The half dtype.
 
     Returns:
         The result in half, and the same widened to float32.

@@ -49,11 +49,11 @@ def trace(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], 
     """Traces a call. Arguments and results that are not arrays stay outside the program.
 
     Args:
-        fun, args, kwargs: the call.
-        planned: whether the trace will be planned. That plan leaves the operations of autocast functions inside alone.
+        fun, args, kwargs: The call.
+        planned: Whether the trace will be planned. That plan leaves the operations of autocast functions inside alone.
 
     Raises:
-        TypeError: the function's control flow depends on the value of an array.
+        TypeError: The function's control flow depends on the value of an array.
     """
     leaves, tree = jax.tree_util.tree_flatten_with_path((args, kwargs))
     where = [i for i, (_, leaf) in enumerate(leaves) if is_array(leaf)]
@@ -98,8 +98,8 @@ def _needs_a_value(fun: Callable[..., Any], error: Exception) -> str:
     name = getattr(fun, "__name__", "the function")
     return (
         f"autocast traces {name}, as jax.jit does, but {traceback_line(error) or 'a line of it'} needs the value of an "
-        "array. Put jax.jit's control flow there (jax.lax.cond, jax.lax.while_loop, jnp.where), or autocast the part "
-        f"without it. JAX says: {str(error).splitlines()[0]}"
+        "array. Put jax.jit's control flow there (jax.lax.cond, jax.lax.while_loop, jnp.where), or apply autocast to "
+        f"the part without it. JAX says: {str(error).splitlines()[0]}"
     )
 
 
@@ -170,17 +170,17 @@ def autocast(fun: F, policy: Any = "mixed_float16", *, rules: Rules | None = Non
     Parameters stay float32 outside the function. They are the master weights, and their gradients are float32.
 
     Args:
-        fun: any function of JAX arrays and pytrees of them, or of Flax NNX modules, whose state it may
+        fun: Any function of JAX arrays and pytrees of them, or of Flax NNX modules, whose state it may
             change. Arguments that are not arrays (Python scalars, strings, `None`) are passed through unchanged.
         policy: `"mixed_float16"`, `"mixed_bfloat16"`, or anything that `get_policy` accepts. Autocast uses
             its compute dtype: float32 makes autocast the identity, and `"O3"` runs everything in half.
-        rules: a `Rules` with changes to the lists.
+        rules: A `Rules` with changes to the lists.
 
     Returns:
         A function of the same signature, whose results have the same structure and dtypes.
 
     Raises:
-        ValueError: the policy is invalid, or an environment variable names an unknown primitive.
+        ValueError: The policy is invalid, or an environment variable names an unknown primitive.
 
     Environment: `MPJAX_AUTOCAST=0` makes every autocast the identity. `MPJAX_ALLOWLIST_ADD`,
     `MPJAX_DENYLIST_ADD` and `MPJAX_INFERLIST_ADD` hold entries for the lists, separated by commas.

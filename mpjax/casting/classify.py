@@ -37,16 +37,16 @@ class Setting:
     """Everything that a plan depends on besides the program. Hashable, because it is part of the plan's key.
 
     Args:
-        half: the half dtype.
-        rules: the lists.
-        higher_order: the rules of the higher-order primitives, by name.
-        region: the user's region that contains the program.
-        recompute: whether to form rematerialisation regions.
-        folded: whether the whole program is cheap, so that it may be part of an outer rematerialisation region.
-        looped: whether the program is in the body of a scan.
-        in_rule: whether the program is a derivative rule. Rules nested in it are planned only when differentiated,
+        half: The half dtype.
+        rules: The lists.
+        higher_order: The rules of the higher-order primitives, by name.
+        region: The user's region that contains the program.
+        recompute: Whether to form rematerialisation regions.
+        folded: Whether the whole program is cheap, so that it may be part of an outer rematerialisation region.
+        looped: Whether the program is in the body of a scan.
+        in_rule: Whether the program is a derivative rule. Rules nested in it are planned only when differentiated,
             because a rule may call its own function (relu's does).
-        path: the module path. Set only if a rule reads it, so that plans are otherwise shared between paths.
+        path: The module path. Set only if a rule reads it, so that plans are otherwise shared between paths.
     """
 
     half: np.dtype
@@ -160,15 +160,15 @@ def _matmul(eqn: Any) -> Listing | None:
     if precision is None or precision == compat.default_matmul_precision():
         return None
     if compat.is_algorithm(precision):
-        return Listing(Op.DENY, f"its author fixed the algorithm {precision}")
+        return Listing(Op.DENY, f"the program fixes the algorithm {precision}")
     if lax.Precision.HIGHEST in (precision if isinstance(precision, tuple) else (precision,)):
-        return Listing(Op.DENY, "its author asked for precision HIGHEST")
+        return Listing(Op.DENY, "the program requests precision HIGHEST")
     return None
 
 
 def _scatter(eqn: Any) -> Listing | None:
     function = eqn.params["update_jaxpr"]  # of `x.at[i].apply(function)`
-    return None if function is None else Listing(Op.OPAQUE, "its function was traced for float32")
+    return None if function is None else Listing(Op.OPAQUE, "the function that it applies was traced for float32")
 
 
 def _jit(eqn: Any) -> Listing | None:
@@ -193,7 +193,7 @@ def _in_region(listing: Listing, region: Region, name: str) -> Listing:
         return listing._replace(region=region)
     if region == Region.PROMOTE:
         widest = Op.INFER if listing.op in (Op.ALLOW, Op.DENY, Op.WIDE) else listing.op
-        return Listing(widest, "promote_function: the widest of its inputs", region)
+        return Listing(widest, "promote_function: the widest dtype of its inputs", region)
     op: Op
     if region == Region.FLOAT:
         op = Op.DENY if listing.op in (Op.ALLOW, Op.INFER, Op.WIDE) else listing.op

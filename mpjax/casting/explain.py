@@ -25,16 +25,16 @@ class Row:
     """Equations of one source line that were planned the same way.
 
     Args:
-        module: module path, from the named scopes.
-        source: source line, `file.py:12`.
-        op: primitive name.
-        count: number of runs.
-        flops: total FLOPs over all runs, for matmuls and convolutions.
-        dtypes_in, dtypes_out: floating dtypes of the inputs and outputs, at run time.
-        list: allow, deny, infer, wide or opaque; "kept" if autocast has no choice because no operand is float32.
-        why: reason for the dtype.
-        recomputed: whether the backward pass recomputes it instead of storing its residuals.
-        rule: whether it belongs to a derivative rule (`custom_jvp`, `custom_vjp`), which runs only if the function is
+        module: Module path, from the named scopes.
+        source: Source line, `file.py:12`.
+        op: Primitive name.
+        count: Number of runs.
+        flops: Total FLOPs over all runs, for matmuls and convolutions.
+        dtypes_in, dtypes_out: Floating dtypes of the inputs and outputs, at run time.
+        list: Allow, deny, infer, wide or opaque; "kept" if autocast has no choice because no operand is float32.
+        why: Reason for the dtype.
+        recomputed: Whether the backward pass recomputes it instead of storing its residuals.
+        rule: Whether it belongs to a derivative rule (`custom_jvp`, `custom_vjp`), which runs only if the function is
             differentiated.
     """
 
@@ -56,8 +56,8 @@ class Explanation:
     """The plan of a function: `rows` for programs, `str()` for users (long plans by module), `table()` for all rows.
 
     Args:
-        rows: rows in program order.
-        policy_dtype: name of the half dtype.
+        rows: Rows in program order.
+        policy_dtype: Name of the half dtype.
 
     Example:
         >>> import jax.numpy as jnp, mpjax
@@ -127,7 +127,7 @@ class Explanation:
         if any(row.recomputed for row in self.rows) and not by_module:
             lines.append("↻: the backward pass recomputes it from half values instead of storing float32 ones")
         if any(row.rule for row in self.rows) and not by_module:
-            lines.append("∂: belongs to a derivative rule of its author's")
+            lines.append("∂: belongs to a custom derivative rule")
         if by_module:
             lines.append(f"{len(self.rows)} rows, by module; each of them: print(*explanation.table(), sep='\\n')")
         return lines
@@ -189,14 +189,14 @@ def _planned(
 ) -> Iterator[_Planned]:
     """Each equation of a plan, including those of sub-jaxprs and derivative rules."""
     for part in plan.steps:
-        again = recomputed or isinstance(part, RematRegion)
+        is_recomputed = recomputed or isinstance(part, RematRegion)
         for step in part.steps if isinstance(part, RematRegion) else (part,):
             site = site_of(step.eqn, around)
-            yield _Planned(site, step, plan.setting.half.name, again, rule)
+            yield _Planned(site, step, plan.setting.half.name, is_recomputed, rule)
             if is_left_alone(step):
-                yield from _left_alone(site, step, plan.setting.half.name, again, rule)
+                yield from _left_alone(site, step, plan.setting.half.name, is_recomputed, rule)
             for inner in step.plans:
-                yield from _planned(inner, site, again, rule)
+                yield from _planned(inner, site, is_recomputed, rule)
             for inner in step.rules:
                 yield from _planned(inner, site, False, True)
 
@@ -262,8 +262,8 @@ def explain(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     """The plan that `mpjax.autocast` makes of a function, as a table.
 
     Args:
-        fun: an autocast function. Any other function is shown as `mpjax.autocast(fun)` would run it.
-        *args, **kwargs: arguments of the call. Arrays may be given as `jax.ShapeDtypeStruct`s.
+        fun: An autocast function. Any other function is shown as `mpjax.autocast(fun)` would run it.
+        *args, **kwargs: Arguments of the call. Arrays may be given as `jax.ShapeDtypeStruct`s.
 
     Returns:
         An `Explanation`: `print` it, or iterate over its `rows`. Each row has the module path, the source

@@ -43,10 +43,10 @@ def plan(jaxpr: Any, ins: tuple[Inferred | None, ...], wanted: tuple[Use, ...], 
     """The plan of a jaxpr.
 
     Args:
-        jaxpr: an open or closed jaxpr.
-        ins: the inferred dtypes of its inputs.
-        wanted: the uses of its outputs.
-        setting: half dtype, rules, region.
+        jaxpr: An open or closed jaxpr.
+        ins: The inferred dtypes of its inputs.
+        wanted: The uses of its outputs.
+        setting: Half dtype, rules, region.
     """
     jaxpr = compat.open_jaxpr(jaxpr).jaxpr
     known = _cache.setdefault(jaxpr, {})
@@ -290,7 +290,7 @@ def _allow(inference: Inference, eqn: Any, listing: Listing) -> Step:
         not tracked(v) and compat.is_inexact(v.aval) and v.aval.dtype != inference.setting.half for v in eqn.invars
     )
     if mixed or not any(map(tracked, eqn.invars)):
-        return inference.in_float32(eqn, listing, Level.FLOAT, "its operands are of other dtypes")
+        return inference.in_float32(eqn, listing, Level.FLOAT, "its operands have other dtypes")
     return inference.in_half(eqn, listing, Level.HALF, listing.why)
 
 
@@ -313,7 +313,7 @@ def _infer(inference: Inference, eqn: Any, listing: Listing) -> Step:
         values = map(inference.value, eqn.invars)
         level = Level.FLOAT if any(x and x.level != Level.HALF for x in values) else level
     if row.join and inference.only_half(eqn) and level != Level.PINNED:
-        return inference.in_half(eqn, listing, min(level, Level.HALF), f"{why}: only half is read of it")
+        return inference.in_half(eqn, listing, min(level, Level.HALF), f"{why}: only its half value is read")
     if eqn.params.get("out_dtype") is not None:
         return inference.in_float32(eqn, listing, _activation(level), "the user fixed its output dtype")
     if level == Level.HALF and inference.setting.recompute and row.saturating and not listing.entry:
@@ -339,17 +339,17 @@ def _wide(inference: Inference, eqn: Any, listing: Listing) -> Step:
         return _replicate(inference, eqn, listing)
     exact = isinstance(operand, compat.Literal) and exact_in_half(operand, inference.setting.half)
     if exact and inference.only_half(eqn):
-        return inference.in_half(eqn, listing, level, "a constant that half holds exactly")
+        return inference.in_half(eqn, listing, level, "a constant that half represents exactly")
     return inference.in_float32(eqn, listing, level, f"{listing.why}: its derivative is a sum")
 
 
 def _replicate(inference: Inference, eqn: Any, listing: Listing) -> Step:
     """Replicates a parameter that only half operations read: half is sent to the other devices."""
     if inference.setting.rules.weight_gradients == "half":
-        return inference.in_half(eqn, listing, Level.COMPUTED, "only half is read of it")
+        return inference.in_half(eqn, listing, Level.COMPUTED, "only its half value is read")
     step = inference.in_float32(eqn, listing, Level.COMPUTED, f"{listing.why}: its derivative is a sum")
     if not primitive(eqn.primitive.name).whole:
-        step.gathers, step.why = True, "half is gathered; its gradient is summed in float32"
+        step.gathers, step.why = True, "gathers half values; sums the gradient in float32"
         inference.trivial = False
     return step
 

@@ -36,19 +36,19 @@ class RematRegion:
     """Steps that are issued together under `jax.checkpoint`.
 
     Args:
-        steps: the steps.
-        ins: the values that they read from outside the region, with storage dtypes.
-        given: for each of `ins`, whether it is an unchanged input of the program, such as a parameter.
-        outs: their results that are read outside the region, with storage dtypes.
-        scopes: the named scopes that all steps share.
-        model: the first region of the plan with the same computation, for example in an earlier layer; possibly this
+        steps: The steps.
+        ins: The values that they read from outside the region, with storage dtypes.
+        is_input: For each of `ins`, whether it is an unchanged input of the program, such as a parameter.
+        outs: Their results that are read outside the region, with storage dtypes.
+        scopes: The named scopes that all steps share.
+        model: The first region of the plan with the same computation, for example in an earlier layer; possibly this
             region. Regions share the function of their model, so that JAX differentiates and transposes it once.
-        body: the function of a model.
+        body: The function of a model.
     """
 
     steps: list[Step]
     ins: tuple[Read, ...]
-    given: tuple[bool, ...]
+    is_input: tuple[bool, ...]
     outs: tuple[Read, ...]
     scopes: Any
     model: RematRegion | None = None
@@ -61,7 +61,7 @@ class _Division(NamedTuple):
     first: int
     last: int
     ins: tuple[Read, ...] = ()
-    given: tuple[bool, ...] = ()
+    is_input: tuple[bool, ...] = ()
     outs: tuple[Read, ...] = ()
 
     def of(self, variables: Mapping[Any, Any]) -> _Division:
@@ -105,9 +105,9 @@ def with_regions(steps: Sequence[Step], values: Mapping[Any, Inferred], results:
     """Groups steps into regions and keeps the others, in order.
 
     Args:
-        steps: the steps of a plan.
-        values: the inferred dtypes of its values.
-        results: the outputs of the plan, with the storage dtypes in which they are read.
+        steps: The steps of a plan.
+        values: The inferred dtypes of its values.
+        results: The outputs of the plan, with the storage dtypes in which they are read.
     """
     stretches = _Stretches(steps, values, results)
     formed: list[Any] = []
@@ -198,7 +198,7 @@ class _Stretches:
             return list(run)
         inside = list(run[division.first : division.last + 1])
         scopes = compat.common_scopes([step.eqn for step in inside])
-        region = RematRegion(inside, division.ins, division.given, division.outs, scopes)
+        region = RematRegion(inside, division.ins, division.is_input, division.outs, scopes)
         try:
             region.model = self.models.setdefault(_signature(region), region)
         except TypeError:  # a parameter without a hash
@@ -331,7 +331,7 @@ def _signature(region: RematRegion) -> Any:
             return id(region)
         info = step.eqn.source_info
         steps.append((_structure(step, number), info.name_stack.stack[depth:], info.traceback))
-    return ins, region.given, tuple((number(v), storage) for v, storage in region.outs), tuple(steps)
+    return ins, region.is_input, tuple((number(v), storage) for v, storage in region.outs), tuple(steps)
 
 
 def _structure(step: Step, number: Callable[[Any], Any]) -> Any:

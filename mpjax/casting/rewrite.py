@@ -80,9 +80,9 @@ def run(plan: Plan, consts: Sequence[Any], values: Sequence[Any]) -> list[Any]:
     """Carries out a plan.
 
     Args:
-        plan: the plan.
-        consts: an array for each constvar.
-        values: a value for each input.
+        plan: The plan.
+        consts: An array for each constvar.
+        values: A value for each input.
 
     Returns:
         The values of the outputs.
@@ -157,7 +157,7 @@ def _barriers(region: RematRegion, plan: Plan) -> bool | tuple[bool, ...]:
     if any(primitive(step.eqn.primitive.name).op is Op.ENTER for step in region.steps):
         # A derivative rule that closes over an array adds inputs, and JAX's remat has no flags for these.
         return True
-    return tuple(not given for given in region.given)
+    return tuple(not is_input for is_input in region.is_input)
 
 
 def _large_reductions(prim: Any, *avals: Any, axes: tuple[int, ...] = (), **_: Any) -> bool:

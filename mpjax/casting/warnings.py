@@ -51,8 +51,8 @@ def check_inputs(program: Any, policy: Policy) -> None:
         )
     if doubles:
         _warn(
-            f"autocast: {_shown(doubles)} of the inputs are float64, which autocast leaves as it is, and all that is "
-            "computed from them. Cast them to float32, or unset jax_enable_x64."
+            f"autocast: {_shown(doubles)} of the inputs are float64. Autocast leaves them, and all values "
+            "computed from them, in float64. Cast them to float32, or unset jax_enable_x64."
         )
 
 
@@ -70,7 +70,7 @@ def check_backend(setting: Setting) -> None:
     """Warns if the default backend has no fast units for the half dtype."""
     device = jax.devices()[0]
     if device.platform == "tpu" and setting.half == np.float16:
-        _warn("autocast: a TPU computes float16 slowly; take policy='mixed_bfloat16'.")
+        _warn("autocast: a TPU computes float16 slowly; use policy='mixed_bfloat16'.")
     capability = getattr(device, "compute_capability", None)
     if device.platform in ("gpu", "cuda") and capability and setting.half == jnp.bfloat16:
         try:
@@ -80,7 +80,7 @@ def check_backend(setting: Setting) -> None:
         if old:
             _warn(
                 f"autocast: {device.device_kind} (compute capability {capability}) has no bfloat16 Tensor Cores; "
-                "take policy='mixed_float16' with mpjax.dynamic_loss_scale."
+                "use policy='mixed_float16' with mpjax.dynamic_loss_scale."
             )
 
 
@@ -90,11 +90,11 @@ def check_plan(plan: Plan) -> None:
     if not tally.cast and tally.written:
         _warn(
             f"autocast: all {tally.written} matmuls and convolutions that it may cast are in half already (the model "
-            "has a dtype or a policy of its own, by mpjax.with_policy for one). Nothing is cast twice, but autocast "
-            "adds nothing: take one way of the two."
+            "sets a dtype or a policy itself, for example by mpjax.with_policy). Nothing is cast twice, but autocast "
+            "adds nothing: use only one of the two."
         )
     elif not tally.cast:
-        left = f" ({tally.left} are kept as they are by a rule or a region.)" if tally.left else ""
+        left = f" (A rule or a region keeps {tally.left} as traced.)" if tally.left else ""
         _warn(
             f"autocast found no matmul or convolution of float32 arrays to run in {setting.half}.{left} "
             "See mpjax.explain(fun, *args)."

@@ -12,9 +12,9 @@ class Option:
     """An option of a command.
 
     Args:
-        flag: the flag. The value of `--loss-scale` is the keyword argument `loss_scale` of the function.
-        help: help text, one line.
-        argparse: other arguments of `ArgumentParser.add_argument`.
+        flag: The flag. The value of `--loss-scale` is the keyword argument `loss_scale` of the function.
+        help: Help text, one line.
+        argparse: Other arguments of `ArgumentParser.add_argument`.
     """
 
     def __init__(self, flag: str, help: str, **argparse: Any):
@@ -31,18 +31,18 @@ class Tool:
     """An inspection.
 
     Args:
-        names: the public names of its module, in `mpjax` and `mpjax.inspection`: the function, then its result classes.
-        module: the module that defines them.
-        question: the question that it answers, for the documentation.
-        summary: one line for the command line's help.
-        command: its name on the command line.
-        batches: whether it takes `batches=` besides positional arguments. Otherwise it takes the arguments of one call.
-        options: keyword arguments of the function that the command line offers.
-        views: options that choose what the report shows. See `Report.viewed`.
-        packed: whether the function takes the call's arguments as one tuple.
-        checks: options that the finished report is checked against. See `Report.failure`.
-        nothing: the text that the command prints if the function returns None.
-        maker: whether the tool takes a factory of the inspected object. The factory is passed on unchanged, without
+        names: The public names of its module, in `mpjax` and `mpjax.inspection`: the function, then its result classes.
+        module: The module that defines them.
+        question: The question that it answers, for the documentation.
+        summary: One line for the command line's help.
+        command: Its name on the command line.
+        batches: Whether it takes `batches=` besides positional arguments. Otherwise it takes the arguments of one call.
+        options: Keyword arguments of the function that the command line offers.
+        views: Options that choose what the report shows. See `Report.viewed`.
+        packed: Whether the function takes the call's arguments as one tuple.
+        checks: Options that the finished report is checked against. See `Report.failure`.
+        nothing: The text that the command prints if the function returns None.
+        maker: Whether the tool takes a factory of the inspected object. The factory is passed on unchanged, without
             arguments or a policy.
     """
 
@@ -110,7 +110,7 @@ TOOLS = (
     Tool(
         ("layerwise_error", "LayerwiseReport"),
         "mpjax.inspection.layerwise.layerwise",
-        "Where does half depart from float32?",
+        "Where does half differ from float32?",
         "the errors of a loss function in half against float32, by module",
         "layerwise",
         options=_LOSS,

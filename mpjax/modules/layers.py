@@ -35,7 +35,7 @@ _HALF_WEIGHT = "mpjax_half_weight"
 
 
 class Kind(enum.Enum):
-    FLOAT32 = "computes in float32, gives the compute dtype"
+    FLOAT32 = "computes in float32, returns the compute dtype"
     LINEAR = "multiplies in the compute dtype, adds its bias in float32"
     CELL = "keeps its carry's dtype"
     PLAIN = "computes in the compute dtype"

@@ -182,8 +182,8 @@ def _run(module: Any, method: Any, fun: Callable[..., Any], args: Any, kwargs: A
         params = jax.tree_util.tree_leaves_with_path(module.variables.get("params", {}))
         warn_unused_overrides(policy, sorted(run.paths | {path_string(path) for path, _ in params}))
     if run.wide and method != "setup":
-        again = functools.partial(_call_again, module, method, args, kwargs)
-        warn_explicit_dtypes(_base(module), policy, run.wide, again)
+        repeat = functools.partial(_call_again, module, method, args, kwargs)
+        warn_explicit_dtypes(_base(module), policy, run.wide, repeat)
     return cast(out, policy.output_dtype)
 
 

@@ -78,14 +78,14 @@ def interceptor(run: Run) -> Callable[..., Any]:
         path = run.relative(module.path)
         run.paths.add(path)
         placed = run.policy.for_path(path, type(module))
-        given = getattr(module, "dtype", None)
-        if not is_real_float(given):
+        layer_dtype = getattr(module, "dtype", None)
+        if not is_real_float(layer_dtype):
             return fun(*args, **kwargs)
         # A dtype equal to the compute dtype was set by this policy and passed on by the parent module.
-        own = own_dtype(given, (run.policy, placed), run.policy.compute_dtype, *_unset_dtype(run, module))
+        own = own_dtype(layer_dtype, (run.policy, placed), run.policy.compute_dtype, *_unset_dtype(run, module))
         kind, dtype = kind_of(type(module), method), own or placed.compute_dtype
         if stays_wide(kind, own, placed):
-            run.wide[path] = np.dtype(given)
+            run.wide[path] = np.dtype(layer_dtype)
         fields = {f.name: getattr(module, f.name) for f in dataclasses.fields(module) if f.name != "parent"}
         in_cell = _in_cell(module)
         wide = not own and has_wide_gradients(run.policy, dtype, type(module))
@@ -233,15 +233,15 @@ def _attributes(module: Any, values: dict[str, Any]) -> Iterator[None]:
 
     It bypasses Flax's check, because modules are frozen, and restores them, because the module may be shared.
     """
-    given = {name: vars(module)[name] for name in values if name in vars(module)}
+    previous = {name: vars(module)[name] for name in values if name in vars(module)}
     for name, value in values.items():
         object.__setattr__(module, name, value)
     try:
         yield
     finally:
         for name in values:
-            if name in given:
-                object.__setattr__(module, name, given[name])
+            if name in previous:
+                object.__setattr__(module, name, previous[name])
             else:
                 object.__delattr__(module, name)
 

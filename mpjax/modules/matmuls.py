@@ -27,14 +27,14 @@ _MATMULS: dict[str, tuple[Callable[..., Any], int]] = {
 }
 
 
-def matmul_attribute(given: Mapping[str, Any]) -> dict[str, Any]:
+def matmul_attribute(attributes: Mapping[str, Any]) -> dict[str, Any]:
     """The attribute of a layer that holds its matmul, with a replacement. Empty if the matmul is not JAX's own.
 
     Args:
-        given: The layer's attributes. A matmul of None means JAX's function, as in Linen.
+        attributes: The layer's attributes. A matmul of None means JAX's function, as in Linen.
     """
     for name, (default, first) in _MATMULS.items():
-        if name in given and given[name] in (None, default) and given.get(f"{name}_cls") is None:
+        if name in attributes and attributes[name] in (None, default) and attributes.get(f"{name}_cls") is None:
             return {name: functools.partial(wide_gradients, default, first)}
     return {}
 

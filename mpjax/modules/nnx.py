@@ -92,7 +92,7 @@ def set_policy(root: Any, policy: Policy, at: tuple[Any, ...] = (), cell: bool =
         cell: Whether the part is added to a recurrent cell.
     """
     modules = {(*at, *path): module for path, module in nnx.iter_modules(root)}
-    kept = [path for path, module in modules.items() if path != () and _has_policy_of_its_own(module)]
+    kept = [path for path, module in modules.items() if path != () and _sets_own_policy(module)]
     ours = {p: m for p, m in modules.items() if not any(p[: len(inner)] == inner for inner in kept)}
     paths = [_join(path) for path in modules]
     # Compute all placements first: they depend on the author's classes and attributes.
@@ -124,7 +124,7 @@ def _placement_of(module: Any) -> _Placement | None:
     return getattr(type(module), "_mpjax_placement", None)
 
 
-def _has_policy_of_its_own(module: Any) -> bool:
+def _sets_own_policy(module: Any) -> bool:
     placement = _placement_of(module)
     return placement is not None and placement.is_model
 
@@ -162,8 +162,8 @@ def _cast_caches(module: Any, dtype: np.dtype) -> None:
 def _place(path: tuple[Any, ...], modules: dict[Any, Any], policy: Policy, cell: bool = False) -> _Placement | None:
     """The placement of a module. None for a container, and for a dtype that policies do not cover."""
     module = modules[path]
-    given = getattr(module, "dtype", None)
-    if not is_real_float(given) or is_container(module):
+    layer_dtype = getattr(module, "dtype", None)
+    if not is_real_float(layer_dtype) or is_container(module):
         return None
     placed = policy.for_path(_join(path), type(module))
     parents = [modules[path[:n]] for n in range(len(path)) if path[:n] in modules]
@@ -171,7 +171,7 @@ def _place(path: tuple[Any, ...], modules: dict[Any, Any], policy: Policy, cell:
     if path:
         above = policy.for_path(_join(path[:-1]), type(parents[-1]) if parents else None)
         output_dtype = placed.output_dtype if placed is not above else None
-    own = own_dtype(given, (policy, placed), policy.compute_dtype, *_unset_dtypes([*parents, module]))
+    own = own_dtype(layer_dtype, (policy, placed), policy.compute_dtype, *_unset_dtypes([*parents, module]))
     return _Placement(
         policy=policy,
         path=path if any(pattern not in NORM_PATTERNS for pattern, _ in policy.overrides) else (),
@@ -257,8 +257,8 @@ def _on_view(base: type, name: str, placement: _Placement) -> Callable[..., Any]
                 raise refusal.error()
         _write_back(self, view, before)
         if placement.wide:
-            again = functools.partial(_call_again, self, name, args, kwargs)
-            warn_explicit_dtypes(base, placement.policy, dict(placement.wide), again, stacklevel=3)
+            repeat = functools.partial(_call_again, self, name, args, kwargs)
+            warn_explicit_dtypes(base, placement.policy, dict(placement.wide), repeat, stacklevel=3)
         if out is view:  # `return self`, as `ToNNX.lazy_init` does
             return self
         return out if placement.output_dtype is None else cast(out, placement.output_dtype)
@@ -337,8 +337,8 @@ class _Refusal:
     def error(self) -> ValueError:
         where = f"{self.cls}.{self.method} assigns to its own" if self.method else f"a method assigns to {self.cls}'s"
         return ValueError(
-            f"with_policy: {where} parameter {self.name!r}, of which it sees a copy in the compute dtype. Make it an "
-            "nnx.Variable of another type (as nnx.BatchStat is), assign to it outside of the module's methods, or "
+            f"with_policy: {where} parameter {self.name!r}, but methods see only a copy in the compute dtype. Make it "
+            "an nnx.Variable of another type (as nnx.BatchStat is), assign to it outside the module's methods, or "
             "keep this module in float32 by an override of the policy."
         )
 

@@ -91,7 +91,7 @@ def test_a_disabled_program_is_not_one_without_matmuls():
         with mpjax.autocast_disabled():
             return jax.jit(jnp.dot)(x, w)
 
-    with pytest.warns(mpjax.AutocastWarning, match="1 are kept as they are"):
+    with pytest.warns(mpjax.AutocastWarning, match="keeps 1 as traced"):
         mpjax.autocast(fun)(jnp.eye(8), jnp.ones((8, 8)))
 
 

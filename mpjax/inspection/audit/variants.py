@@ -19,9 +19,9 @@ def costs_of(fun: Callable[..., Any], args: Any, kwargs: Any, flow: Flow, device
     """The costs of a call in float32, as written and as planned in half, and notes on variants that did not trace.
 
     Args:
-        fun, args, kwargs: the call.
-        flow: the graph of the call as written.
-        devices: number of devices; the costs are those of one device.
+        fun, args, kwargs: The call.
+        flow: The graph of the call as written.
+        devices: Number of devices; the costs are those of one device.
     """
     now, notes = program_cost(flow, devices=devices), list[str]()
     float32 = planned = now
@@ -44,7 +44,7 @@ def costs_of(fun: Callable[..., Any], args: Any, kwargs: Any, flow: Flow, device
 
 
 def _without_autocast(fun: Callable[..., Any], args: Any, kwargs: Any) -> Flow:
-    with compat.apart_from_other_traces(), autocast_disabled():
+    with compat.outside_other_traces(), autocast_disabled():
         return flow_of(traced_call(fun, args, kwargs).jaxpr)
 
 

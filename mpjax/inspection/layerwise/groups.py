@@ -11,7 +11,7 @@ import numpy as np
 from mpjax._jaxpr import compat
 from mpjax._jaxpr.layout import Block, Place
 from mpjax._jaxpr.primitives import primitive
-from mpjax._jaxpr.source import telling_frame
+from mpjax._jaxpr.source import informative_frame
 from mpjax.policy import HALF_DTYPES
 
 
@@ -20,8 +20,8 @@ class Group:
     """The equations of one module, or of one user function where no module has a name.
 
     Args:
-        name: the module path, or the function as `loss_fn (train.py)`.
-        path: the module path; empty for a function.
+        name: The module path, or the function as `loss_fn (train.py)`.
+        path: The module path; empty for a function.
     """
 
     name: str
@@ -33,8 +33,8 @@ class Grouped:
     """The groups of a program.
 
     Args:
-        groups: the group of each equation, by its number.
-        handed_on: the results, as (number, index), that an equation of another group reads or that the program returns.
+        groups: The group of each equation, by its number.
+        handed_on: The results, as (number, index), that an equation of another group reads or that the program returns.
     """
 
     groups: dict[int, Group]
@@ -78,7 +78,7 @@ def _groups(block: Block, around: Group | None) -> Iterator[tuple[int, Group]]:
 def _function(place: Place) -> str:
     """The innermost function of a traceback that is not in a layer library, as `loss_fn (train.py)`."""
     frames = compat.user_frames(place.site.eqn)
-    which = telling_frame([frame.file_name for frame in frames], in_layer=False)
+    which = informative_frame([frame.file_name for frame in frames], in_layer=False)
     if which is None:
         return ""
     return f"{frames[which].function_name.rpartition('.')[2]} ({frames[which].file_name.rsplit('/', 1)[-1]})"

@@ -35,9 +35,9 @@ class Values(NamedTuple):
     """The values of one variable in three evaluations of the program. A pytree, so loops can carry it.
 
     Args:
-        exact: the value with float32 in place of half throughout.
-        half: the value in the unchanged program.
-        fresh: the value if the module started from exact operands: its error is the module's own.
+        exact: The value with float32 in place of half throughout.
+        half: The value in the unchanged program.
+        fresh: The value if the module started from exact operands: its error is the module's own.
     """
 
     exact: Any
@@ -49,8 +49,8 @@ class Lockstep(Run):
     """Evaluates a program whose values are `Values`. The exact values decide loops and branches.
 
     Args:
-        probe: takes the notes; its `equation` gets `Values` as operands and results.
-        groups: the group of each equation.
+        probe: Takes the notes; its `equation` gets `Values` as operands and results.
+        groups: The group of each equation.
     """
 
     def __init__(self, probe: Probe, groups: Mapping[int, Group]):
@@ -120,7 +120,7 @@ class _Handed(Probe):
         self.probe = probe
 
     def equation(
-        self, place: Place, iteration: Sequence[Any], ins: Sequence[Any], outs: Sequence[Any], again: Callable[..., Any]
+        self, place: Place, iteration: Sequence[Any], ins: Sequence[Any], outs: Sequence[Any], rerun: Callable[..., Any]
     ) -> dict[Key, Any]:
         return self.probe.apart(place, outs)
 
@@ -197,7 +197,7 @@ class ErrorProbe(Probe):
                 self.measured.setdefault(number, []).append(i)
 
     def equation(
-        self, place: Place, iteration: Sequence[Any], ins: Sequence[Any], outs: Sequence[Any], again: Callable[..., Any]
+        self, place: Place, iteration: Sequence[Any], ins: Sequence[Any], outs: Sequence[Any], rerun: Callable[..., Any]
     ) -> dict[Key, Any]:
         return {key: error_note(*x) for key, x in self.apart(place, outs).items()}
 

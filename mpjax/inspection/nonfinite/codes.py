@@ -38,7 +38,7 @@ class WatchProbe(Probe):
     """Notes only whether a check for finite values failed, and the trip count of each `while`."""
 
     def equation(
-        self, place: Place, iteration: Sequence[Any], ins: Sequence[Any], outs: Sequence[Any], again: Callable[..., Any]
+        self, place: Place, iteration: Sequence[Any], ins: Sequence[Any], outs: Sequence[Any], rerun: Callable[..., Any]
     ) -> dict[Key, Any]:
         name = place.site.name
         if name == "is_finite":
@@ -74,8 +74,8 @@ class CodeProbe(Probe):
         slices      the codes of the slices of each array that a scan iterates over
 
     Args:
-        block: the program.
-        trips: the largest trip count of each `while`, by its number.
+        block: The program.
+        trips: The largest trip count of each `while`, by its number.
     """
 
     stacks = True
@@ -85,7 +85,7 @@ class CodeProbe(Probe):
         self._trips = trips
 
     def equation(
-        self, place: Place, iteration: Sequence[Any], ins: Sequence[Any], outs: Sequence[Any], again: Callable[..., Any]
+        self, place: Place, iteration: Sequence[Any], ins: Sequence[Any], outs: Sequence[Any], rerun: Callable[..., Any]
     ) -> dict[Key, Any]:
         return {("code", place.number, i): code_of(out) for i, out in enumerate(outs) if is_inexact(out)}
 

@@ -25,24 +25,24 @@ class PointProbe(Probe):
     """Measures the ranges at one iteration of one equation.
 
     Args:
-        target: the equation.
-        iteration: the number of completed iterations of each enclosing loop, outermost first.
-        element: the element to read, as (index of the result, flat index, device); None for the first that is not
+        target: The equation.
+        iteration: The number of completed iterations of each enclosing loop, outermost first.
+        element: The element to read, as (index of the result, flat index, device); None for the first that is not
             finite.
-        wide: whether the program runs in float32.
+        wide: Whether the program runs in float32.
     """
 
     def __init__(self, target: Place, iteration: Sequence[int], element: Any = None, wide: bool = False):
         self.target, self.iteration, self.element, self.wide = target, iteration, element, wide
 
     def equation(
-        self, place: Place, iteration: Sequence[Any], ins: Sequence[Any], outs: Sequence[Any], again: Callable[..., Any]
+        self, place: Place, iteration: Sequence[Any], ins: Sequence[Any], outs: Sequence[Any], rerun: Callable[..., Any]
     ) -> dict[Key, Any]:
         if place.number != self.target.number:
             return {}
-        return {("point",): (at_iteration(iteration, self.iteration), self._note(ins, outs, again))}
+        return {("point",): (at_iteration(iteration, self.iteration), self._note(ins, outs, rerun))}
 
-    def _note(self, ins: Sequence[Any], outs: Sequence[Any], again: Callable[..., Any]) -> Any:
+    def _note(self, ins: Sequence[Any], outs: Sequence[Any], rerun: Callable[..., Any]) -> Any:
         floats = [out for out in outs if is_inexact(out)]
         counts = jnp.stack([jnp.sum(~jnp.isfinite(out), dtype=jnp.int32) for out in floats])
         firsts = jnp.stack([jnp.argmax(~jnp.isfinite(out).ravel()).astype(jnp.int32) for out in floats])
@@ -52,7 +52,7 @@ class PointProbe(Probe):
         if self.element is not None:
             which, index, where = self.element
             chosen = device == where
-        wide = floats if self.wide else [x for x in again([widened(x) for x in ins]) if is_inexact(x)]
+        wide = floats if self.wide else [x for x in rerun([widened(x) for x in ins]) if is_inexact(x)]
         return {
             "chosen": chosen,
             "index": jnp.stack([which, index, device]),

@@ -34,10 +34,10 @@ class Limits:
     """The exact limits of a half dtype, with rounding to nearest, ties to even.
 
     Args:
-        dtype: the half dtype.
-        flushed: magnitudes up to this one become zero.
-        overflowed: magnitudes from this one on become inf.
-        bits: the number of mantissa bits, without the leading one.
+        dtype: The half dtype.
+        flushed: Magnitudes up to this one become zero.
+        overflowed: Magnitudes from this one on become inf.
+        bits: The number of mantissa bits, without the leading one.
     """
 
     dtype: np.dtype
@@ -67,8 +67,8 @@ class Limits:
         """The share of values that become zero when a power of two multiplies them.
 
         Args:
-            exponents: the number of values per exponent of two.
-            factor: the power of two.
+            exponents: The number of values per exponent of two.
+            factor: The power of two.
         """
         lowest = self.flushed_below - round(math.log2(factor))
         lost = sum(count for exponent, count in exponents.items() if exponent < lowest)
@@ -85,15 +85,15 @@ class Tally:
     """Statistics of values; `+` combines two tallies.
 
     Args:
-        size: the number of values.
-        zeros: the number of zeros.
-        flushed: the number of nonzero values that half would flush to zero.
-        overflowed: the number of finite values that overflow to inf in half.
-        nonfinite: the number of values that are inf or NaN already.
-        addends: the number of nonzero addends.
-        absorbed: the number of addends that are too small, relative to the sum, to change it in half.
-        max: the largest magnitude of a finite value.
-        min_nonzero: the smallest nonzero magnitude; inf if there is none.
+        size: The number of values.
+        zeros: The number of zeros.
+        flushed: The number of nonzero values that half would flush to zero.
+        overflowed: The number of finite values that overflow to inf in half.
+        nonfinite: The number of values that are inf or NaN already.
+        addends: The number of nonzero addends.
+        absorbed: The number of addends that are too small, relative to the sum, to change it in half.
+        max: The largest magnitude of a finite value.
+        min_nonzero: The smallest nonzero magnitude; inf if there is none.
     """
 
     size: int = 0
@@ -212,9 +212,9 @@ class RangeProbe(Probe):
     """Records range statistics of each equation's results, and the exponents of gradients.
 
     Args:
-        block: the program.
-        counts: the equations whose results count as activations or gradients.
-        limits: the limits of the half dtype.
+        block: The program.
+        counts: The equations whose results count as activations or gradients.
+        limits: The limits of the half dtype.
     """
 
     def __init__(self, block: Block, counts: Counted, limits: Limits):
@@ -223,7 +223,7 @@ class RangeProbe(Probe):
         self.graded = (counts.gradients | counts.parameters) & self.places.keys()
 
     def equation(
-        self, place: Place, iteration: Sequence[Any], ins: Sequence[Any], outs: Sequence[Any], again: Callable[..., Any]
+        self, place: Place, iteration: Sequence[Any], ins: Sequence[Any], outs: Sequence[Any], rerun: Callable[..., Any]
     ) -> dict[Key, Any]:
         if place.number not in self.places:
             return {}
@@ -259,11 +259,11 @@ def note(
     """The note of some arrays; compiled once per combination of shapes.
 
     Args:
-        arrays: real floating-point arrays.
-        pairs: addends with their sums.
-        limits: the limits of the half dtype.
-        axes: the axes that a sum reduces; None if it keeps them.
-        graded: whether to compute the histogram of exponents.
+        arrays: Real floating-point arrays.
+        pairs: Addends with their sums.
+        limits: The limits of the half dtype.
+        axes: The axes that a sum reduces; None if it keeps them.
+        graded: Whether to compute the histogram of exponents.
 
     Returns:
         Counts (in the order of the first fields of `Tally`), the largest and the smallest nonzero magnitude, and the

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from mpjax._jaxpr.primitives import MATMULS
-from mpjax._jaxpr.source import MARK, split_scopes, telling_frame
+from mpjax._jaxpr.source import MARK, informative_frame, split_scopes
 from mpjax.inspection.profile.hlo_text import HloModule, Line
 
 MATMUL, CONVOLUTION, ATTENTION, COLLECTIVE = "matmul", "convolution", "attention", "collective"
@@ -43,17 +43,17 @@ class Instruction:
     """One instruction of a compiled program that runs as its own kernel. The defaults describe an unknown one.
 
     Args:
-        name: unique name in the program, as `fusion.3`.
-        kind: the kind of work, from the opcodes of all operations fused into it.
-        module: module path, from named scopes.
-        source: the user's line, `file.py:12`.
-        path: the file of the innermost frame, mpjax's own files included.
-        backward: whether it belongs to the transposed part of a gradient.
-        dtypes: the floating dtypes that its matmuls and convolutions read, in HLO's names (`f16`, `bf16`, `f32`).
-        shapes: operands of the matmul or convolution, as `f32[8,16]`; empty for other kinds.
-        exact: whether full float32 precision was requested (`precision="highest"`), which rules out TF32.
-        triton: whether XLA's Triton backend generates it.
-        differentiated: whether it belongs to a differentiated function or to its gradient.
+        name: Unique name in the program, as `fusion.3`.
+        kind: The kind of work, from the opcodes of all operations fused into it.
+        module: Module path, from named scopes.
+        source: The user's line, `file.py:12`.
+        path: The file of the innermost frame, mpjax's own files included.
+        backward: Whether it belongs to the transposed part of a gradient.
+        dtypes: The floating dtypes that its matmuls and convolutions read, in HLO's names (`f16`, `bf16`, `f32`).
+        shapes: Operands of the matmul or convolution, as `f32[8,16]`; empty for other kinds.
+        exact: Whether full float32 precision was requested (`precision="highest"`), which rules out TF32.
+        triton: Whether XLA's Triton backend generates it.
+        differentiated: Whether it belongs to a differentiated function or to its gradient.
     """
 
     name: str = ""
@@ -119,7 +119,7 @@ def _instruction(program: HloModule, computation: str, line: Line) -> Instructio
         named = _named_by_readers(program, computation, line, bool(heavy)) or line
     module = module_path(named.op_name)
     places = program.places(named)
-    which = telling_frame([path for path, _ in places], in_layer=bool(module))
+    which = informative_frame([path for path, _ in places], in_layer=bool(module))
     shapes = tuple(_shapes(*heavy)) if heavy else ()
     return Instruction(
         name=line.name,

@@ -68,14 +68,14 @@ def watch(
     nothing is recompiled, and no step waits for the host.
 
     Args:
-        fun: the loss function that the training step differentiates.
-        every: the number of steps between two records.
-        callback: a Python function that receives the `WatchRecord` of each recorded step (see its `scalars`). The
+        fun: The loss function that the training step differentiates.
+        every: The number of steps between two records.
+        callback: A Python function that receives the `WatchRecord` of each recorded step (see its `scalars`). The
             runtime calls it asynchronously on the host. None to read `WatchState.records` instead.
-        keep: the number of most recent records in the state. They are the `history` of an overflow's record.
-        policy: anything that `get_policy` accepts; `fun` runs under autocast, as in `value_and_grad(policy=...)`.
-        argnums: positions of the arguments to differentiate.
-        has_aux: whether `fun` returns `(loss, aux)`.
+        keep: The number of most recent records in the state. They are the `history` of an overflow's record.
+        policy: Anything that `get_policy` accepts; `fun` runs under autocast, as in `value_and_grad(policy=...)`.
+        argnums: Positions of the arguments to differentiate.
+        has_aux: Whether `fun` returns `(loss, aux)`.
 
     Returns:
         A `Watch`, two pure functions `init(*args)` and `update(state, *args, grads=None, opt_state=None, finite=None)`.
@@ -185,8 +185,8 @@ class _Program:
     """The gradient program for given arguments, with range statistics.
 
     Args:
-        names: name and pass of each module.
-        run: returns the statistics at a loss scale, shape (modules, 4).
+        names: Name and pass of each module.
+        run: Returns the statistics at a loss scale, shape (modules, 4).
     """
 
     names: tuple[tuple[str, str], ...]
@@ -233,7 +233,7 @@ class StatisticsProbe(RangeProbe):
         self.places: Mapping[int, Place] = {n: p for n, p in made.items() if floats(p.site.eqn.outvars)}
         self.graded = frozenset()
 
-    def equation(self, place: Place, iteration: Any, ins: Any, outs: Sequence[Any], again: Any) -> dict[Any, Any]:
+    def equation(self, place: Place, iteration: Any, ins: Any, outs: Sequence[Any], rerun: Any) -> dict[Any, Any]:
         if place.number not in self.places:
             return {}
         measured = [outs[i] for i in floats(place.site.eqn.outvars)]
