@@ -22,6 +22,7 @@ from jax._src.lax.lax import _convert_element_type, canonicalize_precision
 from jax._src.mesh import use_abstract_mesh
 from jax._src.shard_map import _as_manual_mesh, _extend_axis_env
 from jax.experimental.xla_metadata import set_xla_metadata
+from jax.sharding import NamedSharding
 
 Literal, Var = jex.Literal, jex.Var
 
@@ -415,6 +416,30 @@ def bilinear_transpose(primitive: Any, ct: Any, operands: Sequence[Any], which: 
         params: The primitive's parameters.
     """
     return ad.primitive_transposes[primitive](ct, *operands, **params)[which]
+
+
+def explicit_cotangent_sharding(
+    primitive: Any, ct: Any, operands: Sequence[Any], which: int, params: dict[str, Any]
+) -> NamedSharding | None:
+    """The sharding of that cotangent on a mesh with explicit axes; None on any other mesh, where XLA chooses it."""
+    if not operands[which].aval.sharding.mesh._any_axis_explicit:
+        return None
+
+    def cotangent(ct: Any, *known: Any) -> Any:
+        every = (*known[:which], operands[which], *known[which:])
+        return bilinear_transpose(primitive, ct, every, which, params)
+
+    known = (*operands[:which], *operands[which + 1 :])
+    sharding: NamedSharding = trace(cotangent, ct, *known).out_avals[0].sharding
+    return sharding
+
+
+def transposed(sharding: NamedSharding | None, order: Sequence[int]) -> NamedSharding | None:
+    """The sharding of an array after `lax.transpose(array, order)`; a dimension that `order` lacks has size 1."""
+    if sharding is None:
+        return None
+    partitions = getattr(sharding.spec, "partitions", sharding.spec)  # a property since JAX 0.11
+    return sharding.update(spec=sharding.spec.update(partitions=tuple(partitions[d] for d in order)))
 
 
 def zero_tangent(primal: Any) -> Any:

@@ -28,7 +28,7 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -180,64 +180,91 @@ def _tangent_transpose(
     which = 0 if ad.is_undefined_primal(operands[0]) else 1
     aval = operands[which].aval
     known = [x if ad.is_undefined_primal(x) else _half_copy(x, half) for x in operands[:2]]
+    known += operands[2:]
+    gradient = None
     if aval.dtype != half and wide:
         params["preferred_element_type"] = aval.dtype
-        if which == 1 and matmul is lax.conv_general_dilated_p and is_pointwise(params, aval.shape):
-            return [None, compat.with_weak_type(_matrix_gradient(known[0], ct, aval, params), aval)]
-        if matmul is lax.dot_general_p and params.get("out_sharding") is None:
-            if which == 1:
-                return [None, compat.with_weak_type(_right_gradient(known[0], ct, aval, params), aval)]
-            if compat.contracts_rows(half):
-                return [compat.with_weak_type(_left_gradient(known[1], ct, aval, params), aval), None]
-    found = compat.bilinear_transpose(matmul, ct, (*known, *operands[2:]), which, params)
+        gradient = _gradient_of(matmul, which, half, aval, params)
+    if gradient is None:
+        found = compat.bilinear_transpose(matmul, ct, known, which, params)
+    else:
+        sharding = compat.explicit_cotangent_sharding(matmul, ct, known, which, params)
+        found = gradient(known[1 - which], ct, aval, params, sharding)
     if found.dtype != aval.dtype:
         found = lax.convert_element_type(found, aval.dtype)
     found = compat.with_weak_type(found, aval)
     return [found if i == which else None for i in range(len(operands))]
 
 
-def _matrix_gradient(images: Any, ct: Any, kernel: Any, params: dict[str, Any]) -> Any:
+def _gradient_of(matmul: Any, which: int, half: Any, aval: Any, params: dict[str, Any]) -> Callable[..., Any] | None:
+    """The function that computes the gradient of operand `which` in float32; None if JAX's rule serves."""
+    if matmul is lax.conv_general_dilated_p and which == 1 and is_pointwise(params, aval.shape):
+        return _matrix_gradient
+    if matmul is lax.dot_general_p and which == 1:
+        return _right_gradient
+    if matmul is lax.dot_general_p and compat.contracts_rows(half):
+        return _left_gradient
+    return None
+
+
+def _matrix_gradient(images: Any, ct: Any, kernel: Any, params: dict[str, Any], sharding: Any) -> Any:
     """The gradient of the kernel of a pointwise convolution, as a matmul over all pixels."""
     lhs, rhs, out = params["dimension_numbers"]
     pixels = ((lhs[0], *lhs[2:]), (out[0], *out[2:]))
-    matrix = lax.dot_general(images, ct, (pixels, ((), ())), preferred_element_type=kernel.dtype)
-    return (matrix.T if rhs[0] < rhs[1] else matrix).reshape(kernel.shape)
+    matrix = lax.dot_general(
+        images,
+        ct,
+        (pixels, ((), ())),
+        preferred_element_type=kernel.dtype,
+        out_sharding=compat.transposed(sharding, (rhs[1], rhs[0])),
+    )
+    return lax.expand_dims(matrix.T if rhs[0] < rhs[1] else matrix, rhs[2:])
 
 
-def _right_gradient(a: Any, ct: Any, aval: Any, params: dict[str, Any]) -> Any:
+def _right_gradient(a: Any, ct: Any, aval: Any, params: dict[str, Any], sharding: Any) -> Any:
     """The gradient of a matmul's right operand, with its factors in the order that needs no transpose afterwards.
 
     JAX's rule always puts the cotangent first, which gives a transposed gradient for a kernel (inputs, outputs).
+
+    Args:
+        a: The left operand.
+        ct: The cotangent of the result.
+        aval: The type of the gradient.
+        params: The parameters of the matmul.
+        sharding: The gradient's sharding on a mesh with explicit axes; None on any other mesh.
     """
     ((a_contract, b_contract), (a_batch, b_batch)) = params["dimension_numbers"]
     free = tuple(d for d in range(a.ndim) if d not in (*a_contract, *a_batch))
     n = len(a_batch)
     of_a, of_ct = (free, tuple(a_batch)), (tuple(range(n, n + len(free))), tuple(range(n)))
-    kept = {name: params[name] for name in ("precision", "preferred_element_type")}
     contracted = [b for _, b in sorted(zip(a_contract, b_contract, strict=True))]
     others = [d for d in range(aval.ndim) if d not in (*b_contract, *b_batch)]
     # The order of the result's dimensions, in terms of the operand's.
     first, last = [*b_batch, *contracted, *others], [*b_batch, *others, *contracted]
     order = last if last == sorted(last) else first
+    kept = {name: params[name] for name in ("precision", "preferred_element_type")}
+    kept["out_sharding"] = compat.transposed(sharding, order)
     if order is last:
         found = _dot(ct, a, ((of_ct[0], of_a[0]), (of_ct[1], of_a[1])), **kept)
     else:
         found = _dot(a, ct, ((of_a[0], of_ct[0]), (of_a[1], of_ct[1])), **kept)
-    found = found.reshape([aval.shape[d] for d in order])
     return found if order == sorted(order) else lax.transpose(found, [order.index(d) for d in range(aval.ndim)])
 
 
-def _left_gradient(b: Any, ct: Any, aval: Any, params: dict[str, Any]) -> Any:
+def _left_gradient(b: Any, ct: Any, aval: Any, params: dict[str, Any], sharding: Any) -> Any:
     """The gradient of a matmul's left operand: that of the right operand after swapping the two."""
     (contract, batch) = params["dimension_numbers"]
     n, free = len(batch[0]), aval.ndim - len(contract[0]) - len(batch[0])
     ct = lax.transpose(ct, (*range(n), *range(n + free, ct.ndim), *range(n, n + free)))
-    return _right_gradient(b, ct, aval, {**params, "dimension_numbers": (contract[::-1], batch[::-1])})
+    return _right_gradient(b, ct, aval, {**params, "dimension_numbers": (contract[::-1], batch[::-1])}, sharding)
 
 
 def _dot(x: Any, y: Any, dimensions: Any, **kept: Any) -> Any:
     """A `dot_general`, rewritten where required to multiply matrices and contract the rows of both."""
     if not compat.contracts_rows(x.dtype):
+        return lax.dot_general(x, y, dimensions, **kept)
+    if kept["out_sharding"] is not None:  # Explicit axes restrict the reshapes below.
+        x, y = (lax.convert_element_type(z, kept["preferred_element_type"]) for z in (x, y))
         return lax.dot_general(x, y, dimensions, **kept)
     (contract, batch) = dimensions
 
