@@ -312,7 +312,9 @@ def _infer(inference: Inference, eqn: Any, listing: Listing) -> Step:
     if listing.region == Region.PROMOTE:
         values = map(inference.value, eqn.invars)
         level = Level.FLOAT if any(x and x.level != Level.HALF for x in values) else level
-    if row.join and inference.only_half(eqn) and level != Level.PINNED:
+    # Joined parameters are cast afterwards, so that their gradient stays float32.
+    joins_parameters = level <= Level.COMPUTED and inference.setting.rules.weight_gradients != "half"
+    if row.join and inference.only_half(eqn) and level != Level.PINNED and not joins_parameters:
         return inference.in_half(eqn, listing, min(level, Level.HALF), f"{why}: only its half value is read")
     if eqn.params.get("out_dtype") is not None:
         return inference.in_float32(eqn, listing, _activation(level), "the user fixed its output dtype")

@@ -38,6 +38,10 @@ PROGRAMS = {
     "scan": (scanned, W, X),
     "remat": (jax.checkpoint(dense), W, X),
     "jit": (jax.jit(dense), W, X),
+    "concatenate": (lambda w, x: x @ jnp.concatenate([w[:4], w[4:] * 2]), W, X),
+    "pad": (lambda w, x: x @ jnp.pad(w[:5], ((0, 3), (0, 0))), W, X),
+    "stack": (lambda w, x: jnp.einsum("...i,kij->...kj", x, jnp.stack([w[:, :4], w[:, 4:]])), W, X),
+    "update of a slice": (lambda w, x: x @ lax.dynamic_update_slice(w, w[:2, :2], (3, 3)), W, X),
     "heads": (lambda w, x: jnp.einsum("...i,hij->...hj", x, w.reshape(2, 8, 4)), W.reshape(8, 8), X),
 }
 
