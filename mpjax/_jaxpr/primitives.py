@@ -63,6 +63,7 @@ class Primitive(NamedTuple):
         kernel: XLA launches a kernel for it; other operations are fused into their consumers.
         accumulates: A sum passed through it is still that sum, possibly with another term added.
         replicates: Copies a value of one device to others, so its derivative is a sum over devices.
+        sends: May send elements to other devices, which takes half the time in half.
         some_versions: Not in every supported JAX version.
     """
 
@@ -88,6 +89,7 @@ class Primitive(NamedTuple):
     kernel: bool = False
     accumulates: bool = False
     replicates: bool = False
+    sends: bool = False
     some_versions: bool = False
 
     @property
@@ -237,9 +239,9 @@ stop_gradient                         move     nothing  whole
 sharding_constraint                   move     nothing  whole
 xla_metadata_value                    move     nothing  some_versions whole
 device_put                            move     nothing  expensive whole
-ppermute                              move     nothing  expensive elements=0 kernel
-all_to_all                            move     nothing  expensive elements=0 kernel
-reshard                               move     nothing  whole
+ppermute                              move     nothing  expensive elements=0 kernel sends
+all_to_all                            move     nothing  expensive elements=0 kernel sends
+reshard                               move     nothing  whole sends
 relayout                              move     nothing  some_versions whole
 layout_constraint                     move     nothing  whole
 optimization_barrier                  move     nothing  expensive whole

@@ -77,11 +77,11 @@ def matmul(primitive: Any, params: dict[str, Any], halves: Sequence[Any], operan
     return result.bind(out, *varied, *rest, matmul=primitive, half=np.dtype(out.dtype), wide=wide, **params)
 
 
-def gathered(primitive: Any, params: dict[str, Any], x: Any, half: np.dtype) -> tuple[Any, Any]:
-    """Gathers a parameter from other devices in half, and sums its gradient over them in float32.
+def sent(primitive: Any, params: dict[str, Any], x: Any, half: np.dtype) -> tuple[Any, Any]:
+    """Sends a parameter to other devices in half, and its gradient back in float32.
 
     Args:
-        primitive: `all_gather` or a variant of it.
+        primitive: `all_gather` or another primitive that sends elements.
         params: Its parameters.
         x: The parameter, float32.
         half: The half dtype.
@@ -90,16 +90,16 @@ def gathered(primitive: Any, params: dict[str, Any], x: Any, half: np.dtype) -> 
         The result in half, and the same widened to float32.
     """
 
-    def gather(x: Any) -> tuple[Any, Any]:
+    def send(x: Any) -> tuple[Any, Any]:
         low = primitive.bind(lax.convert_element_type(x, half), **params)
         return low, lax.convert_element_type(low, x.dtype)
 
-    def gather_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
+    def send_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
         full = primitive.bind(tangents[0], **params)
-        return gather(primals[0]), (lax.convert_element_type(full, half), full)
+        return send(primals[0]), (lax.convert_element_type(full, half), full)
 
-    fun = jax.custom_jvp(gather)
-    fun.defjvp(gather_jvp)
+    fun = jax.custom_jvp(send)
+    fun.defjvp(send_jvp)
     return fun(x)
 
 

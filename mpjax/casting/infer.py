@@ -349,10 +349,15 @@ def _replicate(inference: Inference, eqn: Any, listing: Listing) -> Step:
     """Replicates a parameter that only half operations read: half is sent to the other devices."""
     if inference.setting.rules.weight_gradients == "half":
         return inference.in_half(eqn, listing, Level.COMPUTED, "only its half value is read")
-    step = inference.in_float32(eqn, listing, Level.COMPUTED, f"{listing.why}: its derivative is a sum")
-    if not primitive(eqn.primitive.name).whole:
-        step.gathers, step.why = True, "gathers half values; sums the gradient in float32"
-        inference.trivial = False
+    if primitive(eqn.primitive.name).whole:
+        return inference.in_float32(eqn, listing, Level.COMPUTED, f"{listing.why}: its derivative is a sum")
+    return _send(inference, eqn, listing, "gathers half values; sums the gradient in float32")
+
+
+def _send(inference: Inference, eqn: Any, listing: Listing, why: str) -> Step:
+    """Sends a parameter that only half operations read to other devices, in half; its gradient stays float32."""
+    step = inference.in_float32(eqn, listing, Level.COMPUTED, why)
+    step.sends, inference.trivial = True, False
     return step
 
 
@@ -361,6 +366,11 @@ def _move(inference: Inference, eqn: Any, listing: Listing) -> Step:
     outs = [v for v in eqn.outvars if tracked(v)]
     if len(moved) != 1 and len(moved) != len(outs):
         return _deny(inference, eqn, listing)
+    if primitive(eqn.primitive.name).sends and inference.only_half(eqn):
+        value = inference.value(moved[0])
+        assert value is not None
+        if value.storage == FULL and castable(value) and inference.setting.rules.weight_gradients != "half":
+            return _send(inference, eqn, listing, "sends half values; the gradient stays float32")
     sources = moved * len(outs) if len(moved) == 1 else moved
     values = [inference.moved(v, out) for v, out in zip(sources, outs, strict=True)]
     if len(moved) == 1 and len({x.storage for x in values}) > 1:

@@ -41,7 +41,7 @@ class Step:
         parameters: Indices of the operands of a matmul that are parameters. The backward pass reads them in float32,
             so that no half copy is stored.
         wide_gradients: Whether the matmul writes their gradients in float32.
-        gathers: Whether a parameter is cast, then gathered, and its gradient scattered in float32.
+        sends: Whether a parameter is cast, then sent to other devices, and its gradient sent back in float32.
         inner: For a higher-order primitive, the data that its rule needs to issue it again; it has `plans`.
         touched: The values that it reads, each with its storage dtype.
     """
@@ -56,7 +56,7 @@ class Step:
     spread: tuple[int, ...] = ()
     parameters: tuple[int, ...] = ()
     wide_gradients: bool = True
-    gathers: bool = False
+    sends: bool = False
     inner: Any = None
     touched: tuple[tuple[Any, Storage], ...] = ()
 

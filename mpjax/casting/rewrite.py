@@ -197,8 +197,8 @@ def _bind(step: Step, env: Mapping[Any, Any], half: np.dtype) -> Sequence[Any]:
     eqn = step.eqn
     args = [_read(v, storage, env, half) for v, storage in zip(eqn.invars, step.reads, strict=True)]
     params = eqn.primitive.get_bind_params(eqn.params)
-    if step.gathers:
-        low, full = weight_gradients.gathered(eqn.primitive, params, args[0], half)
+    if step.sends:
+        low, full = weight_gradients.sent(eqn.primitive, params, args[0], half)
         return [Value(half, full, low)]
     if step.spread:
         shape = eqn.outvars[0].aval.shape

@@ -65,6 +65,7 @@ def sent(fun, *shapes):
     """The collectives of matrices in a program's jaxpr, with their dtypes."""
     found = measures.equations(jax.make_jaxpr(fun)(*(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes)).jaxpr)
     names = {"psum": "sum", "psum_invariant": "sum", "reduce_scatter": "scatter", "all_gather": "gather"}
+    names |= {name: name for name in MOVES}
     rows = [(names.get(e.eqn.primitive.name), e.eqn.outvars[0].aval) for e in found]
     return {(name, aval.dtype.name) for name, aval in rows if name and aval.ndim == 2}
 
@@ -115,6 +116,52 @@ def test_gradients_through_a_half_gather_are_right(half):
     rng = np.random.default_rng(0)
     w, x = (rng.normal(size=s).astype(np.float32) / 4 for s in (W, X))
     found, exact = (gradient(f)(w, x) for f in (mpjax.autocast(gathering_loss, f"mixed_{half}"), gathering_loss))
+    assert measures.relative_error(found, exact) < 4 * float(jnp.finfo(half).eps)
+
+
+MOVES = {
+    "ppermute": lambda w: jax.lax.ppermute(w, "data", [(i, (i + 1) % 4) for i in range(4)]),
+    "all_to_all": lambda w: jax.lax.all_to_all(w, "data", 0, 0, tiled=True),
+}
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_a_parameter_is_sent_in_half_and_its_gradient_in_float32(name):
+    def moving_loss(w, x):
+        return jnp.mean(jnp.tanh(x @ MOVES[name](w)) ** 2)
+
+    step = jax.shard_map(
+        jax.grad(mpjax.autocast(moving_loss)),
+        mesh=MESH,
+        in_specs=(P(), P("data")),
+        out_specs=P("data"),
+        check_vma=False,
+    )
+    assert sent(step, W, X) == {(name, "float16"), (name, "float32")}
+
+
+@pytest.mark.parametrize("half", ["float16", "bfloat16"])
+def test_a_parameter_is_resharded_in_half_and_its_gradient_in_float32(half):
+    mesh = jax.make_mesh((4,), ("data",))  # explicit axes
+
+    def resharding_loss(w, x):
+        return jnp.mean(jnp.tanh(x @ jax.sharding.reshard(w, P())) ** 2)
+
+    rng = np.random.default_rng(0)
+    with jax.set_mesh(mesh):
+        w, x = (
+            jax.device_put(jnp.asarray(rng.normal(size=s) / 4, jnp.float32), NamedSharding(mesh, spec))
+            for s, spec in ((W, P(None, "data")), (X, P("data")))
+        )
+        gradient = jax.jit(jax.grad(mpjax.autocast(resharding_loss, f"mixed_{half}")))
+        found, exact = gradient(w, x), jax.jit(jax.grad(resharding_loss))(w, x)
+        moved = {
+            e.eqn.outvars[0].aval.dtype.name
+            for e in measures.equations(jax.make_jaxpr(gradient)(w, x).jaxpr)
+            if e.eqn.primitive.name == "reshard"
+        }
+    assert moved == {half, "float32"}
+    assert found.sharding == exact.sharding
     assert measures.relative_error(found, exact) < 4 * float(jnp.finfo(half).eps)
 
 
