@@ -21,7 +21,7 @@ from mpjax.inspection.tools import TOOLS, Tool
 PROGRAM = "python -m mpjax"
 
 _EPILOG = """
-The function and its arguments are named, and the script that holds them is left as it is:
+The function and its arguments are named, and the script that contains them is not changed:
 
   python -m mpjax audit train:train_step --args train:example_args
   python -m mpjax explain train.py:loss_fn --args example_args --policy mixed_bfloat16
@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             getattr(report, f"to_{suffix}")(path)
     except UsageError as error:
         return _mistake(str(error), options, error)
-    except Exception as error:  # raised by the function, by the function that makes its arguments, or by the tool
+    except Exception as error:  # raised by the function, by a function that returns its arguments, or by the tool
         return _mistake(_in_one_line(error), options, error)
     print(report.text(options.all))
     failure = report.failure(**{option.name: getattr(options, option.name) for option in tool.checks})
@@ -136,7 +136,7 @@ def _mistake(text: str, options: argparse.Namespace, error: Exception) -> int:
 
 _NEEDS_VALUES = (
     "the function needs the values of its arguments (numpy code, float(x), an if): inspections trace it as jax.jit "
-    "does, so use jax.numpy, and take out what prints or logs"
+    "does, so use jax.numpy, and remove code that prints or logs"
 )
 
 
@@ -153,15 +153,15 @@ def _in_one_line(error: Exception) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     shared = argparse.ArgumentParser(add_help=False)
-    shared.add_argument("function", metavar="module:function", help="the function; script.py:function will do")
+    shared.add_argument("function", metavar="module:function", help="the function; or script.py:function")
     shared.add_argument("--all", action="store_true", help="print every row of the tables")
     shared.add_argument("--html", metavar="FILE", help="write the report as one page")
     shared.add_argument("--json", metavar="FILE", help="write the report as JSON")
     shared.add_argument("--csv", metavar="FILE", help="write the rows of the main table")
     shared.add_argument("--traceback", action="store_true", help="show the whole traceback of an error")
     called = argparse.ArgumentParser(add_help=False)
-    called.add_argument("--args", metavar="module:make_args", help="the function that makes its arguments")
-    called.add_argument("--policy", help="run it under mpjax.autocast with this policy, as mixed_float16")
+    called.add_argument("--args", metavar="module:make_args", help="a function that returns its arguments")
+    called.add_argument("--policy", help="run it under mpjax.autocast with this policy, such as mixed_float16")
     plain = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(PROGRAM, description=__doc__, epilog=_EPILOG, formatter_class=plain)
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")

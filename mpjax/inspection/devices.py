@@ -111,8 +111,8 @@ def device_of(name: str) -> Device:
     close = difflib.get_close_matches(name.upper(), DEVICES, 1)
     hint = f" (did you mean {close[0]!r}?)" if close else ""
     raise ValueError(
-        f"{name!r} is not a device whose peak rates are known{hint}; there are {', '.join(DEVICES)}. Give any other by "
-        "three numbers, 'GB/s,TFLOP/s,TFLOP/s': the bandwidth of its memory, its rate in half and its rate in float32."
+        f"{name!r} is not a device with known peak rates{hint}; there are {', '.join(DEVICES)}. Describe any other "
+        "device by three numbers, 'GB/s,TFLOP/s,TFLOP/s': its memory bandwidth, and its rates in half and float32."
     )
 
 
@@ -127,7 +127,7 @@ def _of_numbers(text: str) -> Device:
         bandwidth = half = full = math.nan
     if not all(math.isfinite(x) and x > 0 for x in (bandwidth, half, full)):
         raise ValueError(
-            f"{text!r}: a device is given by three positive numbers, as '2000,300,40': the GB/s of its memory, its "
-            "TFLOP/s in half and its TFLOP/s in float32."
+            f"{text!r}: describe a device by three positive numbers, such as '2000,300,40': memory bandwidth in GB/s, "
+            "TFLOP/s in half and TFLOP/s in float32."
         )
     return _gpu(f"{bandwidth:g} GB/s, {half:g} and {full:g} TFLOP/s", bandwidth, half, (full, full, full), "its user")

@@ -104,9 +104,9 @@ def relative_error(found: Iterable[Any], exact: Iterable[Any]) -> float:
     """‖found − exact‖ / ‖exact‖ over all arrays; ‖found‖ if all of `exact` is zero; inf if the result is not finite."""
     pairs = [(np.asarray(f, np.float64), np.asarray(e, np.float64)) for f, e in zip(found, exact, strict=True)]
     with np.errstate(invalid="ignore"):  # inf - inf
-        apart = math.sqrt(sum(np.sum((f - e) ** 2) for f, e in pairs))
+        difference = math.sqrt(sum(np.sum((f - e) ** 2) for f, e in pairs))
         size = math.sqrt(sum(np.sum(e**2) for _, e in pairs))
-    error = apart / size if size else apart
+    error = difference / size if size else difference
     return error if math.isfinite(error) else math.inf
 
 

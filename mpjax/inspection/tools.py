@@ -73,7 +73,7 @@ def integers(text: str) -> int | tuple[int, ...]:
 _LOSS = (
     Option("--loss-scale", "the loss scale in use", type=float),
     Option("--has-aux", "the function returns (loss, aux)", action="store_true"),
-    Option("--argnums", "positions of the parameters, as 0 or 0,1", type=integers, default=0, metavar="N,..."),
+    Option("--argnums", "positions of the parameters, such as 0 or 0,1", type=integers, default=0, metavar="N,..."),
 )
 
 _DEVICE = Option("--device", "its name, or GB/s of memory and TFLOP/s in half and float32: 2000,300,40", metavar="D")
@@ -82,16 +82,20 @@ TOOLS = (
     Tool(
         ("audit", "PrecisionReport"),
         "mpjax.inspection.audit.audit",
-        "Is half precision really on? Which layer is not in it? What may go wrong in it?",
-        "the precision of each operation, what keeps matmuls off Tensor Cores, what half may spoil",
+        "Is half precision really on? Which layer is not in half? What may go wrong there?",
+        "the precision of each operation, what keeps matmuls off Tensor Cores, and the operations that half may harm",
         "audit",
         views=(_DEVICE,),
-        checks=(Option("--min-half", "exit with 1 if less of the FLOPs is half", type=float, metavar="SHARE"),),
+        checks=(
+            Option(
+                "--min-half", "exit with 1 if less than this share of the FLOPs is half", type=float, metavar="SHARE"
+            ),
+        ),
     ),
     Tool(
         ("explain", "Explanation"),
         "mpjax.casting",
-        "Why does autocast run this in that dtype?",
+        "Why does autocast run this operation in this dtype?",
         "the plan that autocast makes, and why",
         "explain",
     ),
@@ -110,7 +114,7 @@ TOOLS = (
     Tool(
         ("layerwise_error", "LayerwiseReport"),
         "mpjax.inspection.layerwise.layerwise",
-        "Where does half differ from float32?",
+        "Where do half results differ from float32?",
         "the errors of a loss function in half against float32, by module",
         "layerwise",
         options=_LOSS,
@@ -130,8 +134,8 @@ TOOLS = (
     Tool(
         ("find_nonfinite", "NonFinite"),
         "mpjax.inspection.nonfinite.find_nonfinite",
-        "Which operation made the NaN?",
-        "the operation that makes the first inf or NaN; exits with 1 if there is one",
+        "Which operation produced the NaN?",
+        "the operation that produces the first inf or NaN; exits with 1 if there is one",
         "nonfinite",
         nothing="all results are finite",
     ),
@@ -143,8 +147,8 @@ TOOLS = (
         "profile",
         batches=True,
         options=(
-            Option("--steps", "how many steps are measured", type=int, default=10),
-            Option("--carry", "how many leading outputs replace the leading arguments of the next step", type=int),
+            Option("--steps", "number of steps to measure", type=int, default=10),
+            Option("--carry", "number of leading outputs that replace the next step's leading arguments", type=int),
             Option("--trace", "keep the profiler's trace in this folder, for XProf and Perfetto", metavar="DIR"),
             Option("--against", "compare with an earlier profile, written with --json", metavar="FILE"),
             _DEVICE,
@@ -154,24 +158,24 @@ TOOLS = (
         ("parity", "ParityReport", "Training", "MakeTraining"),
         "mpjax.inspection.parity.parity",
         "Does half precision hurt my training?",
-        "the result of a training in half against float32, over seeds; exits with 1 if a policy is worse",
+        "the results of training in half and in float32, over several seeds; exits with 1 if a policy is worse",
         "parity",
         options=(
             Option(
                 "--policies",
-                "what module:function is called with, beside the baseline",
+                "the policies to compare with the baseline; module:function is called with each",
                 nargs="+",
                 default=("mixed_float16", "mixed_bfloat16"),
                 metavar="P",
             ),
-            Option("--seeds", "how many, or which: 0,3,4", type=integers, default=5, metavar="N"),
+            Option("--seeds", "number of seeds, or the seeds: 0,3,4", type=integers, default=5, metavar="N"),
             Option("--baseline", "the policy that the others are compared with", default="float32", metavar="P"),
-            Option("--fix", "try what the evidence says, for each policy that is worse", action="store_true"),
-            Option("--output", "keep the runs and the report in this folder; it continues there", metavar="DIR"),
+            Option("--fix", "try the remedy that the evidence suggests for each worse policy", action="store_true"),
+            Option("--output", "keep runs and report in this folder; a later call continues there", metavar="DIR"),
             Option("--metric-every", "steps between two measurements of the metric", type=int, metavar="N"),
             Option(
                 "--progress",
-                "a bar, or in a log a line for each run, on stderr",
+                "show progress on stderr: a bar, or in a log one line for each run",
                 action=argparse.BooleanOptionalAction,
                 default=True,
             ),

@@ -94,7 +94,7 @@ def _communication(
     try:
         return collectives_of_call(fun, args, kwargs), []
     except Exception as error:  # such as a mesh of devices that this machine does not have
-        return None, [f"communication is not known, as it can't be compiled here: {reason(error)}"]
+        return None, [f"communication is not known, because the program can't be compiled here: {reason(error)}"]
 
 
 def _residuals(program: Program, flow: Flow, sites: list[Site]) -> tuple[dict[str, int] | None, list[str]]:
@@ -104,14 +104,14 @@ def _residuals(program: Program, flow: Flow, sites: list[Site]) -> tuple[dict[st
     gradient = _gradient(program)
     if gradient is None:
         return None, [
-            "its gradient is not looked at: the first positional argument or the results have no real numbers"
+            "its gradient was not inspected: the first positional argument or the results have no real numbers"
         ]
     shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in program.arrays]
     try:
         traced = compat.trace(gradient, *shapes)
     except Exception as error:  # custom derivative rules may raise any error
         return None, [f"the function has no gradient: {reason(error)}"]
-    return _by_dtype(flow_of(traced)), ["kept for the backward pass: of the gradient by the first argument"]
+    return _by_dtype(flow_of(traced)), ["kept for the backward pass: for the gradient of the first argument"]
 
 
 def _by_dtype(flow: Flow) -> dict[str, int]:
@@ -157,4 +157,4 @@ def _notes(sites: list[Site]) -> Iterator[str]:
         yield "all branches of a cond count, though only one runs"
     for site in sites:
         if primitive(site.name).foreign:
-            yield f"not looked into: {site.place}"
+            yield f"not inspected: {site.place}"

@@ -10,7 +10,7 @@ from mpjax._jaxpr import compat
 from mpjax._jaxpr.primitives import primitive
 from mpjax._jaxpr.walk import Site, inner_jaxprs, site_of
 
-INPUT, CONSTANT, MADE = "input", "constant", "made"
+INPUT, CONSTANT, COMPUTED = "input", "constant", "computed"
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -19,13 +19,13 @@ class Value:
 
     Args:
         aval: Its shape and dtype.
-        kind: `INPUT` of the whole program, `CONSTANT`, or `MADE` by an equation.
+        kind: `INPUT` of the whole program, `CONSTANT`, or `COMPUTED` by an equation.
         constant: The array or number of a constant.
         whole: The global value over all devices, if this is one device's part of it.
     """
 
     aval: Any
-    kind: str = MADE
+    kind: str = COMPUTED
     constant: Any = None
     whole: Value | None = None
 

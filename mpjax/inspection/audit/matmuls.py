@@ -24,7 +24,7 @@ TINY = 2 * 128**3
 DTYPE, DIMENSION, SMALL_DIMENSION, TINY_WORK = "dtype", "dimension", "small", "tiny"
 MEANINGS = {
     DTYPE: "only half runs on Tensor Cores at full speed",
-    DIMENSION: f"no multiple of {ALIGNMENT}, which Tensor Cores want",
+    DIMENSION: f"not a multiple of {ALIGNMENT}, as Tensor Cores require for full speed",
     SMALL_DIMENSION: f"a dimension of {SMALL} or less: the speedup is nearer 2× than 8×",
     TINY_WORK: f"less work than one tile of {SMALL}×{SMALL}×{SMALL}: the launch takes longer",
 }
@@ -124,7 +124,7 @@ def float8_operands(flow: Flow) -> dict[int, tuple[str, str]]:
 
     def origin(value: Value) -> str:
         name = value.aval.dtype.name
-        for _ in range(_FAR):
+        for _ in range(_MOST_STEPS):
             if value.aval.dtype.name.startswith("float8"):
                 return value.aval.dtype.name
             node = makers.get(value)
@@ -142,7 +142,7 @@ def float8_operands(flow: Flow) -> dict[int, tuple[str, str]]:
     return found
 
 
-_FAR = 6
+_MOST_STEPS = 6
 
 
 def _rescales(node: Node) -> bool:
@@ -252,7 +252,7 @@ def _faults(row: Matmul) -> Iterator[tuple[str, frozenset[int], str]]:
             text += f" at precision {row.precision}"
         wide = [dtype for dtype in dtypes if jnp.dtype(dtype).itemsize > 2]
         if len(wide) < len(dtypes):
-            text += f": cast the {wide[0]} one (made in the model's code? jnp.zeros(shape, x.dtype))"
+            text += f": cast the {wide[0]} one (created in the model? Use jnp.zeros(shape, x.dtype))"
         yield DTYPE, frozenset(), text
     if row.flops / row.count < TINY:
         yield TINY_WORK, frozenset(), f"{amount(row.flops / row.count, 'FLOP')} a run"

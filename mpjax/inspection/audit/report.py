@@ -236,7 +236,7 @@ class PrecisionReport(Report):
         if self.risks:
             kinds = ", ".join(dict.fromkeys(risk.kind for risk in self.risks))
             several = "risks" if len(self.risks) > 1 else "risk"
-            lines.append(f"{len(self.risks)} {several} in half, the gravest first: {kinds}")
+            lines.append(f"{len(self.risks)} {several} in half, the most serious first: {kinds}")
         return lines
 
     def _places(self) -> Section:
@@ -292,10 +292,10 @@ class PrecisionReport(Report):
             for name, bound in self._bounds().items()
         ]
         text = (
-            "against the program in float32 (TF32 where there is one), by FLOPs and bytes, with elementwise work fused "
-            "or all of it; nothing beats the least time"
+            "estimated from FLOPs and bytes, relative to the float32 program (TF32 where available); from elementwise "
+            "fusion only to full fusion. No execution is faster than the least time."
         )
-        header = ("device", "least time", "with its kernels", "as it is", "all in half", "matmuls in float32")
+        header = ("device", "least time", "with its kernels", "current", "all in half", "matmuls in float32")
         return Section("Speed at most", text, header, rows, {1, 2, 3, 4, 5}, shown=_USUAL_DEVICES)
 
     def _bounds(self) -> dict[str, SpeedupBound]:

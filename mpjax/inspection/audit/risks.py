@@ -25,12 +25,12 @@ from mpjax.inspection.audit.interval_analysis import Known, known_values
 MEANINGS = {
     "overflow": "a finite constant becomes infinite",
     "epsilon": "a constant that guards against zero becomes zero",
-    "ids": "whole numbers that tell things apart become equal",
+    "ids": "distinct whole numbers become equal",
     "update": "an update that is smaller than half's last place of the value is lost: keep float32 master weights",
-    "loss": "a scalar result, whose small changes and range want float32",
-    "softmax": "its exp and its sum want float32",
+    "loss": "a scalar result, whose small changes and range need float32",
+    "softmax": "its exp and its sum need float32",
     "exp": "overflows float16 from 11.1 on, and has 3 digits (bfloat16: 2)",
-    "log": "loses what is near its zero and its pole",
+    "log": "loses accuracy near its zero and its pole",
     "pow": "is an exp of a log, or has poles",
     "sum": "rounding grows with the number of terms; float16 overflows at 65504",
 }
@@ -137,7 +137,7 @@ def _cast(node: Node, known: dict[Value, Known]) -> Iterator[Found]:
             yield "overflow", node.site, dtype, why
         elif value.constant and value.low and not target.aval.dtype.type(value.low):
             least = float(limits.smallest_subnormal)
-            why = f"{value.low:.4g} is zero in {dtype} (its least number is {least:.2g})"
+            why = f"{value.low:.4g} is zero in {dtype} (its smallest positive number is {least:.2g})"
             yield "epsilon", node.site, dtype, why
         else:
             yield from _inexact(node.site, target.aval.dtype, value)

@@ -32,14 +32,14 @@ def costs_of(fun: Callable[..., Any], args: Any, kwargs: Any, flow: Flow, device
         try:
             flow = _without_autocast(fun, args, kwargs)
         except Exception as error:  # the user's function may raise any error without autocast
-            notes.append(f"the float32 program is the one in half, widened: {reason(error)}")
+            notes.append(f"the float32 program is the half program, widened: {reason(error)}")
         # Explicit half is widened to float32, and its casts are dropped.
         float32 = program_cost(flow, widened=True, devices=devices)
     if {"float32", "float64"} & dtypes:
         try:
             planned = program_cost(_under_autocast(fun, args, kwargs, half or "float16"), devices=devices)
         except Exception as error:  # autocast rejects some programs; the rest of the audit is still valid
-            notes.append(f"autocast has no plan for it, so 'all in half' is the program as it is: {reason(error)}")
+            notes.append(f"autocast has no plan for it, so 'all in half' is the unchanged program: {reason(error)}")
     return Costs(float32, now, planned), notes
 
 

@@ -34,20 +34,20 @@ class Grouped:
 
     Args:
         groups: The group of each equation, by its number.
-        handed_on: The results, as (number, index), that an equation of another group reads or that the program returns.
+        passed_on: The results, as (number, index), that an equation of another group reads or that the program returns.
     """
 
     groups: dict[int, Group]
-    handed_on: frozenset[tuple[int, int]]
+    passed_on: frozenset[tuple[int, int]]
 
 
 def grouped(block: Block) -> Grouped:
     """The groups of a program, and their results that other groups read or that the program returns."""
     groups = dict(_groups(block, None))
-    handed_on: set[tuple[int, int]] = set()
-    outs = _Reading(groups, handed_on).block(block, [None] * len(block.jaxpr.invars))
-    handed_on.update(made for made in outs if made is not None)
-    return Grouped(groups, frozenset(handed_on))
+    passed_on: set[tuple[int, int]] = set()
+    outs = _Readers(groups, passed_on).block(block, [None] * len(block.jaxpr.invars))
+    passed_on.update(producers for producers in outs if producers is not None)
+    return Grouped(groups, frozenset(passed_on))
 
 
 def is_transparent(place: Place) -> bool:
@@ -55,7 +55,7 @@ def is_transparent(place: Place) -> bool:
     return bool(place.blocks) and primitive(place.site.name).call
 
 
-def hands_through(place: Place) -> bool:
+def passes_through(place: Place) -> bool:
     """Whether an equation only moves elements or casts without rounding, so the operand's producer is the source."""
     eqn, row = place.site.eqn, primitive(place.site.name)
     if place.blocks or not (row.moves or row.whole) or len(eqn.outvars) != 1:
@@ -64,11 +64,11 @@ def hands_through(place: Place) -> bool:
     return given == result or (given in HALF_DTYPES and result == np.float32)
 
 
-def _groups(block: Block, around: Group | None) -> Iterator[tuple[int, Group]]:
+def _groups(block: Block, outer: Group | None) -> Iterator[tuple[int, Group]]:
     for place in block.rows:
         path = place.site.path
-        inherited = around is not None and (not path or path == around.path)
-        group = around if inherited and around is not None else Group(path or _function(place), path)
+        inherited = outer is not None and (not path or path == outer.path)
+        group = outer if inherited and outer is not None else Group(path or _function(place), path)
         yield place.number, group
         for inner in place.blocks:
             # JAX caches the traces of its own jitted functions, with the source lines of their first call.
@@ -84,35 +84,35 @@ def _function(place: Place) -> str:
     return f"{frames[which].function_name.rpartition('.')[2]} ({frames[which].file_name.rsplit('/', 1)[-1]})"
 
 
-class _Reading:
+class _Readers:
     """Finds the values passed between groups. A value is identified by its equation's number and its result index."""
 
-    def __init__(self, groups: dict[int, Group], handed_on: set[tuple[int, int]]):
-        self.groups, self.handed_on = groups, handed_on
+    def __init__(self, groups: dict[int, Group], passed_on: set[tuple[int, int]]):
+        self.groups, self.passed_on = groups, passed_on
 
     def block(self, block: Block, ins: Sequence[Any]) -> list[Any]:
-        made = dict(zip(block.jaxpr.invars, ins, strict=True))
+        producers = dict(zip(block.jaxpr.invars, ins, strict=True))
 
-        def maker(v: Any) -> Any:
-            return None if isinstance(v, compat.Literal) else made.get(v)
+        def producer(v: Any) -> Any:
+            return None if isinstance(v, compat.Literal) else producers.get(v)
 
         for place in block.rows:
             eqn = place.site.eqn
-            given = [maker(v) for v in eqn.invars]
+            given = [producer(v) for v in eqn.invars]
             if is_transparent(place):
                 outs = self.block(place.blocks[0], given)
-                made.update(zip(eqn.outvars, outs, strict=True))
+                producers.update(zip(eqn.outvars, outs, strict=True))
                 continue
-            if hands_through(place) and given[0] is not None:
-                made[eqn.outvars[0]] = given[0]
+            if passes_through(place) and given[0] is not None:
+                producers[eqn.outvars[0]] = given[0]
                 continue
             inside = bool(place.blocks)
             for found in given:
                 if found is not None and (inside or self.groups[found[0]] != self.groups[place.number]):
-                    self.handed_on.add(found)
+                    self.passed_on.add(found)
             for body in place.blocks:
                 outs = self.block(body, [None] * len(body.jaxpr.invars))
-                self.handed_on.update(found for found in outs if found is not None)
+                self.passed_on.update(found for found in outs if found is not None)
             if not inside:
-                made.update({v: (place.number, i) for i, v in enumerate(eqn.outvars)})
-        return [maker(v) for v in block.jaxpr.outvars]
+                producers.update({v: (place.number, i) for i, v in enumerate(eqn.outvars)})
+        return [producer(v) for v in block.jaxpr.outvars]

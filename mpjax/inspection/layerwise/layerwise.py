@@ -18,7 +18,7 @@ from mpjax.inspection.layerwise.groups import Group, grouped
 from mpjax.inspection.layerwise.lockstep import error_note, evaluated
 from mpjax.inspection.layerwise.report import LayerError, ParameterError
 from mpjax.inspection.layerwise.report import LayerwiseReport as LayerwiseReport
-from mpjax.inspection.numerics.activations import makers_of_gradients
+from mpjax.inspection.numerics.activations import equations_of_gradients
 from mpjax.inspection.program import traced_call
 
 
@@ -137,7 +137,7 @@ def _report(fun: Any, found: _Evaluated) -> LayerwiseReport:
 def _modules(evaluated: _Evaluated) -> list[LayerError]:
     """The rows: modules with half operations that need float32 first, then by their own error."""
     block, groups = evaluated.block, evaluated.groups
-    of_parameters = makers_of_gradients(block, len(evaluated.names))
+    of_parameters = equations_of_gradients(block, len(evaluated.names))
     places = {place.number: place for place in block.places()}
     dtypes: dict[Group, dict[str, None]] = {group: {} for group in groups.values()}
     denied: dict[Group, dict[str, None]] = {group: {} for group in groups.values()}
@@ -178,5 +178,5 @@ def _error(notes: Iterable[Any], which: int) -> float:
         return math.inf
     unit = max((float(size) for size, _, _ in notes), default=0.0) or 1.0
     squares = [(float(size) / unit) ** 2 * sums.astype(float) for size, sums, _ in notes]
-    exact, apart = (sum(float(each[i]) for each in squares) for i in (0, which))
-    return math.sqrt(apart / exact) if exact else 0.0
+    exact, difference = (sum(float(each[i]) for each in squares) for i in (0, which))
+    return math.sqrt(difference / exact) if exact else 0.0

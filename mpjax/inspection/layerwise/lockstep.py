@@ -26,7 +26,7 @@ from mpjax._jaxpr.interpreter import (
 )
 from mpjax._jaxpr.layout import Block, Place
 from mpjax._jaxpr.primitives import primitive
-from mpjax.inspection.layerwise.groups import Group, Grouped, hands_through, is_transparent
+from mpjax.inspection.layerwise.groups import Group, Grouped, is_transparent, passes_through
 
 Note = tuple[Any, Any, Any]  # largest magnitude, sums of squares in units of it, counts of inf or NaN in half only
 
@@ -56,7 +56,7 @@ class Lockstep(Run):
     def __init__(self, probe: Probe, groups: Mapping[int, Group]):
         super().__init__(probe)
         self.groups = groups
-        self._makers: dict[Any, Group | None] = {}
+        self._producers: dict[Any, Group | None] = {}
 
     def _constant(self, array: Any) -> Values:
         return Values(widened(array), array, array)
@@ -73,23 +73,25 @@ class Lockstep(Run):
         eqn = place.site.eqn
         if is_transparent(place):
             body = place.blocks[0].jaxpr
-            self._makers.update({v: self._maker(given) for v, given in zip(body.invars, eqn.invars, strict=True)})
+            self._producers.update({v: self._producer(given) for v, given in zip(body.invars, eqn.invars, strict=True)})
             outs, notes = super()._evaluate(place, ins, iteration)
-            self._makers.update({v: self._maker(inner) for v, inner in zip(eqn.outvars, body.outvars, strict=True)})
+            self._producers.update(
+                {v: self._producer(inner) for v, inner in zip(eqn.outvars, body.outvars, strict=True)}
+            )
             return outs, notes
         group = self.groups[place.number]
         if place.blocks:
             outs, notes = super()._evaluate(place, [_from_outside(x) for x in ins], iteration)
             return [_from_outside(x) for x in outs], notes
-        if hands_through(place):
-            self._makers[eqn.outvars[0]] = self._maker(eqn.invars[0])
+        if passes_through(place):
+            self._producers[eqn.outvars[0]] = self._producer(eqn.invars[0])
             return super()._evaluate(place, ins, iteration)
-        ins = [x if self._maker(v) == group else _from_outside(x) for v, x in zip(eqn.invars, ins, strict=True)]
-        self._makers.update(dict.fromkeys(eqn.outvars, group))
+        ins = [x if self._producer(v) == group else _from_outside(x) for v, x in zip(eqn.invars, ins, strict=True)]
+        self._producers.update(dict.fromkeys(eqn.outvars, group))
         return super()._evaluate(place, ins, iteration)
 
-    def _maker(self, v: Any) -> Group | None:
-        return None if isinstance(v, compat.Literal) else self._makers.get(v)
+    def _producer(self, v: Any) -> Group | None:
+        return None if isinstance(v, compat.Literal) else self._producers.get(v)
 
     def _bound(self, place: Place, ins: Sequence[Any]) -> list[Any]:
         eqn = place.site.eqn
@@ -113,7 +115,7 @@ class EagerLockstep(Eager, Lockstep):
         self._compiled: dict[int, Callable[..., Any]] = {}
 
 
-class _Handed(Probe):
+class _ValueProbe(Probe):
     """Notes the measured values themselves, outside of loops and branches. Inside, an `ErrorProbe` notes errors."""
 
     def __init__(self, probe: ErrorProbe):
@@ -122,14 +124,14 @@ class _Handed(Probe):
     def equation(
         self, place: Place, iteration: Sequence[Any], ins: Sequence[Any], outs: Sequence[Any], rerun: Callable[..., Any]
     ) -> dict[Key, Any]:
-        return self.probe.apart(place, outs)
+        return self.probe.deviations(place, outs)
 
 
-class _Straight(Lockstep):
+class _CompiledLockstep(Lockstep):
     """Evaluates under `jit`, and returns the measured values beside the results."""
 
     def __init__(self, probe: ErrorProbe, groups: Mapping[int, Group]):
-        super().__init__(_Handed(probe), groups)
+        super().__init__(_ValueProbe(probe), groups)
         self.inside = probe
 
     def _evaluate(
@@ -150,12 +152,12 @@ def evaluated(block: Block, found: Grouped, arrays: Sequence[Any]) -> tuple[list
     places = list(block.places())
     elements = sum(v.aval.size for place in places for v in place.site.eqn.outvars if compat.is_shaped(v.aval))
     if len(places) > _FEW or elements > _SHORT:
-        entering = [Values(widened(x), x, x) for x in map(jnp.asarray, arrays)]
-        return EagerLockstep(probe, found.groups).block(block, entering)
+        arguments = [Values(widened(x), x, x) for x in map(jnp.asarray, arrays)]
+        return EagerLockstep(probe, found.groups).block(block, arguments)
 
     def run(arrays: Sequence[Any]) -> Any:
-        entering = [Values(widened(x), x, x) for x in map(jnp.asarray, arrays)]
-        return _Straight(probe, found.groups).block(block, entering)
+        arguments = [Values(widened(x), x, x) for x in map(jnp.asarray, arrays)]
+        return _CompiledLockstep(probe, found.groups).block(block, arguments)
 
     outs, notes = jax.jit(run, compiler_options=COMPILER_OPTIONS)(list(arrays))
     return outs, {key: error_note(*note) if isinstance(note, Values) else note for key, note in notes.items()}
@@ -169,7 +171,7 @@ def _from_outside(x: Values) -> Values:
     return Values(x.exact, x.half, x.exact if same else lax.convert_element_type(x.exact, jnp.result_type(x.half)))
 
 
-class _Precise(NamedTuple):
+class _Equation(NamedTuple):
     """An equation with other parameters, with the attributes that `bind_wide` reads."""
 
     primitive: Any
@@ -183,7 +185,7 @@ def _at_full_precision(eqn: Any) -> Any:
     if eqn.primitive.name not in ("dot_general", "conv_general_dilated") or eqn.params["precision"] is not None:
         return eqn
     params = {**eqn.params, "precision": (lax.Precision.HIGHEST,) * 2}
-    return _Precise(eqn.primitive, params, eqn.invars, eqn.outvars)
+    return _Equation(eqn.primitive, params, eqn.invars, eqn.outvars)
 
 
 class ErrorProbe(Probe):
@@ -192,16 +194,16 @@ class ErrorProbe(Probe):
     def __init__(self, block: Block, found: Grouped):
         self.places = {place.number: place for place in block.places()}
         self.measured: dict[int, list[int]] = {}
-        for number, i in sorted(found.handed_on):
+        for number, i in sorted(found.passed_on):
             if is_float(self.places[number].site.eqn.outvars[i]):
                 self.measured.setdefault(number, []).append(i)
 
     def equation(
         self, place: Place, iteration: Sequence[Any], ins: Sequence[Any], outs: Sequence[Any], rerun: Callable[..., Any]
     ) -> dict[Key, Any]:
-        return {key: error_note(*x) for key, x in self.apart(place, outs).items()}
+        return {key: error_note(*x) for key, x in self.deviations(place, outs).items()}
 
-    def apart(self, place: Place, outs: Sequence[Values]) -> dict[Key, Values]:
+    def deviations(self, place: Place, outs: Sequence[Values]) -> dict[Key, Values]:
         """The measured results that may have an error."""
         measured = [(i, outs[i]) for i in self.measured.get(place.number, ())]
         return {("error", place.number, i): x for i, x in measured if not (x.half is x.exact and x.fresh is x.exact)}
@@ -244,8 +246,8 @@ def _noted(numpy: Any, *arrays: Any) -> Note:
     size = numpy.max(numpy.where(known, numpy.abs(exact), np.float32(0)), initial=0)
     unit = numpy.where(size > 0, size, np.float32(1))
     finite = [known & numpy.isfinite(x) for x in others]
-    apart = [numpy.where(ok, x - exact, np.float32(0)) / unit for ok, x in zip(finite, others, strict=True)]
-    sums = [numpy.sum(x**2) for x in (numpy.where(known, exact, np.float32(0)) / unit, *apart)]
+    deviations = [numpy.where(ok, x - exact, np.float32(0)) / unit for ok, x in zip(finite, others, strict=True)]
+    sums = [numpy.sum(x**2) for x in (numpy.where(known, exact, np.float32(0)) / unit, *deviations)]
     return size, numpy.stack(sums), numpy.stack([numpy.sum(known & ~ok, dtype=np.int32) for ok in finite])
 
 

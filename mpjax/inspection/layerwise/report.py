@@ -129,16 +129,14 @@ class LayerwiseReport(Report):
         worst = [row for row in self.modules if row.error > 0][:1]
         for row in worst:
             where = f" ({row.op} at {row.source})" if row.source else ""
-            found = (
-                f"in half what wants float32 ({', '.join(row.denied)})" if row.denied else "largest error of its own"
-            )
+            found = f"runs in half, but needs float32 ({', '.join(row.denied)})" if row.denied else "largest own error"
             lines.append(
                 f"{found}: {row.name or 'outside of modules'}, in {'/'.join(row.dtypes) or 'float32'}, own error "
                 f"{percent(row.error)}{where}"
             )
         if not worst:
-            lines.append("no module has an error of its own")
-        lines += [f"not looked into: {place}" for place in self.unseen]
+            lines.append("no module has an own error")
+        lines += [f"not inspected: {place}" for place in self.unseen]
         return lines
 
 

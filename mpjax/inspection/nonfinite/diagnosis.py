@@ -46,7 +46,7 @@ class Evidence:
 
 _WHERE_GRADIENT = (
     "the gradient of a where: the branch that is not selected is not finite here, and 0 × inf is NaN in the backward "
-    "pass; give it an argument that it can take: jnp.where(ok, f(jnp.where(ok, x, 1)), 0)"
+    "pass; give it a valid argument: jnp.where(ok, f(jnp.where(ok, x, 1)), 0)"
 )
 
 
@@ -54,7 +54,7 @@ def diagnosis_of(found: Evidence) -> str:
     """The cause and the fix, in one sentence."""
     if found.constant:
         what = "an infinite constant" if found.kind == "inf" else "a constant NaN"
-        return f"{what} of the program, read here, reaches the result: look at the mask or the initial value"
+        return f"{what} of the program, read here, reaches the result: check the mask or the initial value"
     cause = _cause(found.primitive, found.operands, found.kind)
     value = found.local if found.float32 is None else found.float32
     causes = [cause] if cause else []
@@ -71,9 +71,9 @@ def diagnosis_of(found: Evidence) -> str:
             why = f"{found.primitive} can't be run in another dtype" if found.opaque else "a constant may be rounded"
             return "; ".join([*causes, f"cannot tell whether float32 fails too ({why}): trace the function in float32"])
         fails = "float32 fails too" if found.half else "the program is in float32 here"
-        return "; ".join([*causes, f"{fails}: look at the data or model"])
+        return "; ".join([*causes, f"{fails}: check the data or the model"])
     if found.half is None:  # the float32 run is the same program
-        return "; ".join([*causes, "look at the data or model"])
+        return "; ".join([*causes, "check the data or the model"])
     shown = f"(float32 value {number(value)})"
     if found.kind == "inf" and found.half_here and not _divides_by_zero(cause):
         text = f"overflow of {found.half} here {shown}"
@@ -131,5 +131,5 @@ def _cause(primitive: str, operands: tuple[float, ...], kind: str) -> str:
         case "mul" if kind == "nan":
             return "0 * inf"
         case "gather" if kind == "nan":
-            return "an index out of bounds, which jnp.take and x[i] in mode 'fill' answer with NaN"
+            return "an index out of bounds, for which jnp.take and x[i] in mode 'fill' return NaN"
     return ""

@@ -24,7 +24,7 @@ from mpjax.inspection.nonfinite.codes import CodeProbe, WatchProbe, code_of, wat
 from mpjax.inspection.nonfinite.diagnosis import Evidence, diagnosis_of
 from mpjax.inspection.nonfinite.point import PointProbe
 from mpjax.inspection.nonfinite.provenance import Provenance, first_fault
-from mpjax.inspection.nonfinite.reach import healed, reaching
+from mpjax.inspection.nonfinite.reach import made_finite, reaching
 from mpjax.inspection.nonfinite.report import NonFinite as NonFinite
 from mpjax.inspection.nonfinite.report import OperandRange
 from mpjax.inspection.program import argument_name, traced_call
@@ -72,7 +72,7 @@ def find_nonfinite(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> NonFin
     Source: the per-operation checks of `tf.debugging.enable_check_numerics` (TensorFlow) and `jax_debug_nans`.
     """
     traced = traced_call("find_nonfinite", fun, args, kwargs)
-    program = _LaidOut(traced, owners_of(traced.jaxpr, traced.names))
+    program = _Program(traced, owners_of(traced.jaxpr, traced.names))
     watch = _watching(program)
     faults = _faults(program, watch)
     if not faults:
@@ -86,7 +86,7 @@ def find_nonfinite(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> NonFin
     return _examined(program, fault, position, outs, _batch_of(args), float32_is_fine)
 
 
-class _LaidOut:
+class _Program:
     """A program laid out. Its leaves are its arguments, followed by the arrays that it closes over."""
 
     def __init__(self, traced: Program, owners: Mapping[int, str] | None = None):
@@ -108,14 +108,14 @@ _MOST_FAULTS = 4  # Each further fault that does not reach the result costs a co
 _Watch = Callable[[Sequence[Provenance], Any, Any], Any]
 
 
-def _watching(program: _LaidOut) -> _Watch:
+def _watching(program: _Program) -> _Watch:
     """A `_Watch` that compiles the program once for each set of faults."""
 
     @functools.cache
     def watched_run(faults: tuple[Provenance, ...]) -> Callable[..., Any]:
         def run(leaves: Sequence[Any], lows: Any, highs: Any) -> Any:
             probe = WatchProbe()
-            replace = healed(probe, faults, lows, highs) if faults else None
+            replace = made_finite(probe, faults, lows, highs) if faults else None
             outs, notes = program.run(probe, leaves, replace=replace)
             return notes, _codes(outs)
 
@@ -124,7 +124,7 @@ def _watching(program: _LaidOut) -> _Watch:
     return lambda faults, lows, highs: jax.device_get(watched_run(tuple(faults))(program.leaves, lows, highs))
 
 
-def _faults(program: _LaidOut, watch: _Watch) -> list[Provenance]:
+def _faults(program: _Program, watch: _Watch) -> list[Provenance]:
     """The first fault, followed by those that remain when the earlier ones are made finite."""
     found: list[Provenance] = []
     while len(found) < _MOST_FAULTS and (fault := _search(program, watch, found)) is not None:
@@ -136,7 +136,7 @@ def _faults(program: _LaidOut, watch: _Watch) -> list[Provenance]:
     return found
 
 
-def _search(program: _LaidOut, watch: _Watch, before: Sequence[Provenance] = ()) -> Provenance | None:
+def _search(program: _Program, watch: _Watch, before: Sequence[Provenance] = ()) -> Provenance | None:
     """The first fault once those in `before` are made finite. A finite program runs only once."""
     none: Any = np.zeros(len(before), np.int32)
     notes, outs = watch(before, none, none)
@@ -147,7 +147,7 @@ def _search(program: _LaidOut, watch: _Watch, before: Sequence[Provenance] = ())
     probe = CodeProbe(block, trips)
 
     def run_all(leaves: Sequence[Any]) -> Any:
-        replace = healed(probe, before, none, none) if before else None
+        replace = made_finite(probe, before, none, none) if before else None
         outs, notes = program.run(probe, leaves, replace=replace)
         notes = {**{key: probe.empty(key) for key in probe.keys(block)}, **notes}
         return _codes(leaves), _codes(outs), probe.packed(block, notes)
@@ -156,7 +156,7 @@ def _search(program: _LaidOut, watch: _Watch, before: Sequence[Provenance] = ())
 
 
 def _first_that_reaches(
-    program: _LaidOut, faults: Sequence[Provenance], watch: _Watch
+    program: _Program, faults: Sequence[Provenance], watch: _Watch
 ) -> tuple[Provenance, int | None]:
     """The first fault that reaches a result by itself, and its element's position; the first fault if none does."""
     if faults[0].is_constant:
@@ -194,7 +194,7 @@ def _float32_is_fine(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[
     try:
         wide_args, wide_kwargs = jax.tree.map(lambda x: widened(x) if is_half(x) else x, (tuple(args), dict(kwargs)))
         traced = traced_call("find_nonfinite", fun, wide_args, wide_kwargs)
-        program = _LaidOut(traced)
+        program = _Program(traced)
         if _search(program, _watching(program)) is None:
             return True
     except Exception:  # The function may require half arguments.
@@ -203,7 +203,7 @@ def _float32_is_fine(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[
 
 
 def _examined(
-    program: _LaidOut,
+    program: _Program,
     fault: Provenance,
     position: int | None,
     outs: Sequence[int],
@@ -347,7 +347,7 @@ def _first_bad(array: Any) -> tuple[Any, Any, Any]:
     return first, jnp.sum(bad), jnp.isnan(flat[first])
 
 
-def _in_argument(program: _LaidOut, index: int) -> NonFinite:
+def _in_argument(program: _Program, index: int) -> NonFinite:
     """The report of a fault in an argument: the leaf, the number of elements and the index of the first."""
     array = jnp.asarray(program.leaves[index])
     if index < len(program.names):
@@ -364,7 +364,7 @@ def _in_argument(program: _LaidOut, index: int) -> NonFinite:
         source="",
         kind=kind,
         diagnosis=f"{count:,} of {array.size:,} elements were inf or NaN before the call, first at {element}{half}: "
-        "look at what made it, a step before that was not skipped, or the data",
+        "check what computed it (an earlier step that was not skipped), or the data",
         output=array_text(array),
         count=count,
         element=element,

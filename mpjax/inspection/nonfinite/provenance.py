@@ -108,8 +108,8 @@ class _Iteration(NamedTuple):
 class _Replay:
     """Replays a program with addresses in place of values."""
 
-    def __init__(self, around: set[int]) -> None:
-        self.around = around  # the numbers of the equations that have sub-jaxprs
+    def __init__(self, with_blocks: set[int]) -> None:
+        self.with_blocks = with_blocks  # the numbers of the equations that have sub-jaxprs
         self.checked: set[Provenance] = set()
 
     def block(
@@ -126,11 +126,11 @@ class _Replay:
 
         for place in block.rows:
             ins = [read(v, place.number) for v in place.site.eqn.invars]
-            outs = self._inside(place, ins, iteration) if place.blocks else self._made(place, ins, iteration)
+            outs = self._sub_jaxprs(place, ins, iteration) if place.blocks else self._computed(place, ins, iteration)
             env.update(zip(place.site.eqn.outvars, outs, strict=True))
         return [read(v, _SOMEWHERE) for v in block.jaxpr.outvars]
 
-    def _made(self, place: Place, ins: Sequence[Address], iteration: _Iteration) -> list[Address]:
+    def _computed(self, place: Place, ins: Sequence[Address], iteration: _Iteration) -> list[Address]:
         name, outvars, row = place.site.name, place.site.eqn.outvars, primitive(place.site.name)
         when = (*iteration.when, place.number)
         ins = [self._read_here(address, when) for address in ins]
@@ -153,11 +153,11 @@ class _Replay:
 
     def _read_here(self, address: Address, when: tuple[int, ...]) -> Address:
         """Assigns a constant that was passed to a sub-jaxpr to the equation there that reads it."""
-        if address is None or address.rank != IDLE_CONSTANT or address.number not in self.around | {_SOMEWHERE}:
+        if address is None or address.rank != IDLE_CONSTANT or address.number not in self.with_blocks | {_SOMEWHERE}:
             return address
         return Provenance(IDLE_CONSTANT, when)
 
-    def _inside(self, place: Place, ins: Sequence[Address], iteration: _Iteration) -> list[Address]:
+    def _sub_jaxprs(self, place: Place, ins: Sequence[Address], iteration: _Iteration) -> list[Address]:
         params, notes = place.site.eqn.params, iteration.notes
         match place.site.name:
             case "scan":
@@ -181,14 +181,14 @@ class _Replay:
         consts: Sequence[Address],
         carry: Sequence[Address],
         xs: Sequence[tuple[Address, Any]],
-        around: _Iteration,
+        with_blocks: _Iteration,
     ) -> list[Address]:
-        body, stacked = place.blocks[-1], around.notes["iterations", place.number]
+        body, stacked = place.blocks[-1], with_blocks.notes["iterations", place.number]
         ys: list[Address] = [None] * (len(body.jaxpr.outvars) - len(carry))
         for i in range(length):
             parts = [address if codes is None or codes[i] else None for address, codes in xs]
             notes = unpacked(body, jax.tree.map(lambda x, i=i: x[i], stacked))
-            outs = self.block(body, [*consts, *carry, *parts], _Iteration((*around.when, place.number, i), notes))
+            outs = self.block(body, [*consts, *carry, *parts], _Iteration((*with_blocks.when, place.number, i), notes))
             carry, new = outs[: len(carry)], outs[len(carry) :]
             ys = [old if old is not None else address for old, address in zip(ys, new, strict=True)]
         return [*carry, *ys]

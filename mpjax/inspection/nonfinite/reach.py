@@ -17,7 +17,9 @@ from mpjax.inspection.nonfinite.provenance import Provenance
 Runs = Callable[[Any, Any], tuple[bool, Sequence[int]]]
 
 
-def healed(probe: Probe, faults: Sequence[Provenance], lows: Sequence[Any], highs: Sequence[Any]) -> Callable[..., Any]:
+def made_finite(
+    probe: Probe, faults: Sequence[Provenance], lows: Sequence[Any], highs: Sequence[Any]
+) -> Callable[..., Any]:
     """The `replace` of a `Run`: sets the faults' elements to 1, except those at positions from `low` to `high`.
 
     The position of an element is its flat index, counted after the elements of all earlier devices.
@@ -26,13 +28,16 @@ def healed(probe: Probe, faults: Sequence[Provenance], lows: Sequence[Any], high
     def replace(place: Place, iteration: Sequence[Any], outs: Sequence[Any]) -> Sequence[Any]:
         for i, fault in enumerate(faults):
             if fault.number == place.number:
-                outs = [_healed(probe, x, at_iteration(iteration, fault.iteration), lows[i], highs[i]) for x in outs]
+                outs = [
+                    _with_finite_elements(probe, x, at_iteration(iteration, fault.iteration), lows[i], highs[i])
+                    for x in outs
+                ]
         return outs
 
     return replace
 
 
-def _healed(probe: Probe, x: Any, hit: Any, low: Any, high: Any) -> Any:
+def _with_finite_elements(probe: Probe, x: Any, hit: Any, low: Any, high: Any) -> Any:
     if not is_inexact(x):
         return x
     position = jnp.arange(x.size, dtype=jnp.int32).reshape(x.shape) + probe.device() * x.size

@@ -21,14 +21,14 @@ from mpjax._jaxpr.source import BACKWARD, FORWARD
 _NOTHING: frozenset[int] = frozenset()
 
 
-class _Made(NamedTuple):
+class _Producers(NamedTuple):
     """The equations that produced a value. `near` sees through moves and casts, `far` through scalings and sums too."""
 
     near: frozenset[int] = _NOTHING
     far: frozenset[int] = _NOTHING
 
-    def or_(self, other: _Made) -> _Made:
-        return _Made(self.near | other.near, self.far | other.far)
+    def or_(self, other: _Producers) -> _Producers:
+        return _Producers(self.near | other.near, self.far | other.far)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,15 +65,15 @@ def counted(block: Block, num_gradients: int) -> Counted:
     return Counted(forward, backward - parameters, backward & parameters, frozenset(analysis.half))
 
 
-def makers_of_gradients(block: Block, num_gradients: int) -> frozenset[int]:
+def equations_of_gradients(block: Block, num_gradients: int) -> frozenset[int]:
     """The equations that compute the gradients of parameters, looking through moves, casts, scalings and sums."""
     return _analysed(block, num_gradients)[1]
 
 
 def _analysed(block: Block, num_gradients: int) -> tuple[_Analysis, frozenset[int]]:
     analysis = _Analysis({place.number: place for place in block.places()})
-    outs = analysis.block(block, [_Made()] * len(block.jaxpr.invars))
-    return analysis, frozenset[int]().union(*(made.far for made in outs[:num_gradients]))
+    outs = analysis.block(block, [_Producers()] * len(block.jaxpr.invars))
+    return analysis, frozenset[int]().union(*(producers.far for producers in outs[:num_gradients]))
 
 
 class _Analysis:
@@ -82,49 +82,49 @@ class _Analysis:
         self.found: set[int] = set()
         self.half: set[int] = set()
 
-    def block(self, block: Block, ins: Sequence[_Made]) -> list[_Made]:
+    def block(self, block: Block, ins: Sequence[_Producers]) -> list[_Producers]:
         env = dict(zip(block.jaxpr.invars, ins, strict=True))
 
-        def read(v: Any) -> _Made:
-            return _Made() if isinstance(v, compat.Literal) else env.get(v, _Made())
+        def read(v: Any) -> _Producers:
+            return _Producers() if isinstance(v, compat.Literal) else env.get(v, _Producers())
 
         for place in block.rows:
             eqn = place.site.eqn
             given = [read(v) for v in eqn.invars]
-            outs = self._inside(place, given) if place.blocks else self._made(place, given)
+            outs = self._sub_jaxprs(place, given) if place.blocks else self._computed(place, given)
             env.update(zip(eqn.outvars, outs, strict=True))
         return [read(v) for v in block.jaxpr.outvars]
 
-    def _made(self, place: Place, given: Sequence[_Made]) -> list[_Made]:
+    def _computed(self, place: Place, given: Sequence[_Producers]) -> list[_Producers]:
         eqn, name = place.site.eqn, place.site.name
         if primitive(name).moves or primitive(name).whole:
             if any(map(is_half, eqn.outvars)):
-                self.half.update(*(made.near for made in given))
-            return [given[min(i, len(given) - 1)] if given else _Made() for i in range(len(eqn.outvars))]
+                self.half.update(*(producers.near for producers in given))
+            return [given[min(i, len(given) - 1)] if given else _Producers() for i in range(len(eqn.outvars))]
         if name in MATMULS:
             self.found.add(place.number)
-            self.found.update(*(made.near for made in given))
-        self._left(place, given)
+            self.found.update(*(producers.near for producers in given))
+        self._mark_module_outputs(place, given)
         own = frozenset({place.number})
         self.half.update(own if any(map(is_half, eqn.outvars)) else ())
         far = own
         if name == "add_any" or (name in ("mul", "div") and any(not v.aval.shape for v in eqn.invars)):
-            far = own.union(*(made.far for made in given))
-        return [_Made(own, far)] * len(eqn.outvars)
+            far = own.union(*(producers.far for producers in given))
+        return [_Producers(own, far)] * len(eqn.outvars)
 
-    def _left(self, reader: Place, given: Iterable[_Made]) -> None:
+    def _mark_module_outputs(self, reader: Place, given: Iterable[_Producers]) -> None:
         """Marks the operands that leave their module: the reader lies outside of it."""
-        for number in frozenset[int]().union(*(made.near for made in given)):
+        for number in frozenset[int]().union(*(producers.near for producers in given)):
             path = self.places[number].site.path
             if path and reader.site.path != path and not reader.site.path.startswith(path + "/"):
                 self.found.add(number)
 
-    def _inside(self, place: Place, given: Sequence[_Made]) -> list[_Made]:
+    def _sub_jaxprs(self, place: Place, given: Sequence[_Producers]) -> list[_Producers]:
         params, blocks = place.site.eqn.params, place.blocks
         match place.site.name:
             case "cond":
                 branches = [self.block(block, given[1:]) for block in blocks]
-                return [functools.reduce(_Made.or_, outs) for outs in zip(*branches, strict=True)]
+                return [functools.reduce(_Producers.or_, outs) for outs in zip(*branches, strict=True)]
             case "scan":
                 first, count = compat.scan_split(params)
                 return self._loop(blocks[0], given[:first], given[first : first + count], given[first + count :])
@@ -133,8 +133,10 @@ class _Analysis:
                 return self._loop(blocks[1], given[first : first + count], given[first + count :], ())
         return self.block(blocks[0], given)
 
-    def _loop(self, body: Block, consts: Sequence[_Made], carry: Sequence[_Made], xs: Sequence[_Made]) -> list[_Made]:
-        outs: list[_Made] = []
+    def _loop(
+        self, body: Block, consts: Sequence[_Producers], carry: Sequence[_Producers], xs: Sequence[_Producers]
+    ) -> list[_Producers]:
+        outs: list[_Producers] = []
         for _ in range(2):  # results of the first iteration are operands of the second
             outs = self.block(body, [*consts, *carry, *xs])
             carry = [old.or_(new) for old, new in zip(carry, outs, strict=False)]

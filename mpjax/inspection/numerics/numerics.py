@@ -239,7 +239,7 @@ class _Measuring:
         """The module paths to keep in float32, and the largest safe and the recommended scale for all other modules."""
         largest = float(compat.finfo(self.limits.dtype).max)
         kept: dict[str, None] = {}
-        for path, phase, tally in self._mattering():
+        for path, phase, tally in self._rows_that_matter():
             if phase == FORWARD and (tally.overflowed or tally.flushed_share > _MUCH):
                 kept[path] = None
             # It overflows even at scale 1. A scale small enough for it would flush everything else.
@@ -256,14 +256,14 @@ class _Measuring:
                 return list(kept), safe, init
             lost = [
                 path
-                for path, phase, _ in self._mattering()
+                for path, phase, _ in self._rows_that_matter()
                 if phase == BACKWARD and path not in kept and self._flushed_share(path, init) > _MUCH
             ]
             if not lost:
                 return list(kept), safe, init
             kept |= dict.fromkeys(lost)
 
-    def _mattering(self) -> list[tuple[str, str, Tally]]:
+    def _rows_that_matter(self) -> list[tuple[str, str, Tally]]:
         return [(row.name, row.phase, tally) for row, tally in self.tallies.items() if row.table == "matters"]
 
     def _flushed_share(self, path: str, scale: float) -> float:
@@ -284,7 +284,7 @@ class _Measuring:
     def _largest_gradient(self, kept: Iterable[str]) -> float | None:
         """The largest gradient at scale 1 outside of the kept modules; None if there is none or one is not finite."""
         kept = set(kept)
-        seen = [tally for path, phase, tally in self._mattering() if phase == BACKWARD and path not in kept]
+        seen = [tally for path, phase, tally in self._rows_that_matter() if phase == BACKWARD and path not in kept]
         seen = seen or [tally for row, tally in self.tallies.items() if row.table == "parameters"]
         total = sum(seen, start=Tally())
         return total.max / self.scale if total.max and not total.nonfinite else None

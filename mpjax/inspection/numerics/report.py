@@ -198,8 +198,8 @@ class NumericsReport(Report):
             )
         if self.errors:
             before, after = (f"{error:.2%}" if math.isfinite(error) else "not finite" for error in self.errors)
-            lines.append(f"tried under autocast: error of the gradients {before} as it is, {after} with this")
-        lines += [f"not looked into: {place}" for place in self.unseen]
+            lines.append(f"tried under autocast: error of the gradients {before} without this, {after} with it")
+        lines += [f"not inspected: {place}" for place in self.unseen]
         lines += self.notes
         lines.append(
             f"Ranges of {self.batches} batch{'es' if self.batches != 1 else ''}, run in float32, against {self.dtype}; "
@@ -212,7 +212,7 @@ class NumericsReport(Report):
         if lost:
             return [f"{self.dtype} loses values in {lost} place{'s' if lost > 1 else ''} that should stay in float32"]
         if self.unseen:
-            return [f"nothing seen that has to stay in float32, but {len(self.unseen)} operations were not looked into"]
+            return [f"found nothing that must stay in float32, but {len(self.unseen)} operations were not inspected"]
         if suspects := self._suspects():
             first = f"{suspects[0].op} at {suspects[0].source or 'an unknown line'}"
             return [
@@ -235,15 +235,13 @@ class NumericsReport(Report):
 
     def _scale_advice(self) -> list[str]:
         if self.largest_safe_scale is None or self.init_scale is None:
-            return ["Gradients are all zero, or not finite in float32 either: mpjax.find_nonfinite says where."]
+            return ["Gradients are all zero, or not finite in float32 either: mpjax.find_nonfinite shows where."]
         if self.init_scale == 1 and self.dtype == "bfloat16":
             why = "(float32's range: none is needed)"
         elif self.init_scale == self.largest_safe_scale / 4:
             why = "(a quarter of that)"
         else:
-            why = (
-                f"(the nearest that is allowed to a quarter of the largest safe one, {_scale(self.largest_safe_scale)})"
-            )
+            why = f"(the allowed scale nearest to a quarter of the largest safe one, {_scale(self.largest_safe_scale)})"
         scales = dict.fromkeys((1.0, self.loss_scale, self.init_scale))
         shares = ", ".join(f"{self.flushed_at(s):.2%} at scale {_scale(s)}" for s in scales)
         rest = " of all the others" if self.keep_float32 or self.keep_lines else ""

@@ -11,7 +11,7 @@ from mpjax.inspection.parity.running import Run
 from mpjax.inspection.parity.statistics import half_width
 
 _WINDOWS = 50  # at most; all of about the same number of steps
-_APART = 0.9  # curves that have parted differ in at least this share of the windows from there on
+_DIFFERING_SHARE = 0.9  # curves that have parted differ in at least this share of the windows from there on
 
 
 class Band(NamedTuple):
@@ -71,9 +71,9 @@ def parted_at(runs: Sequence[Run], baseline: Sequence[Run]) -> int | None:
     starts = [0, *found.steps[:-1]]
     # A mean of infinite losses has no interval (inf − inf is NaN), but does differ.
     above = (found.low > 0) | (found.mean == np.inf)
-    for apart in (above, found.high < 0):
-        shares = np.cumsum(apart[::-1])[::-1] / np.arange(len(apart), 0, -1)
-        for start, here, share in zip(starts, apart, shares, strict=True):
-            if here and share >= _APART:
+    for differs in (above, found.high < 0):
+        shares = np.cumsum(differs[::-1])[::-1] / np.arange(len(differs), 0, -1)
+        for start, here, share in zip(starts, differs, shares, strict=True):
+            if here and share >= _DIFFERING_SHARE:
                 return int(start) + 1
     return None

@@ -16,7 +16,7 @@ from mpjax.inspection.layerwise.layerwise import LayerwiseReport, layerwise_erro
 from mpjax.inspection.numerics.numerics import NumericsReport, numerics
 from mpjax.inspection.parity.curves import parted_at
 from mpjax.inspection.parity.running import Run, with_tuples
-from mpjax.inspection.parity.training import Training, made
+from mpjax.inspection.parity.training import Training, make_training
 from mpjax.inspection.program import below_root
 from mpjax.inspection.reports import Section, added_up
 from mpjax.policy import get_policy
@@ -122,16 +122,16 @@ class Evidence:
 
 def explained(found: Evidence, baseline: str) -> Iterator[Section]:
     """The sections of a printed report: what happened, and the modules."""
-    yield Section(f"Why {found.policy} is worse", "\n".join(_told(found, baseline)))
+    yield Section(f"Why {found.policy} is worse", "\n".join(_evidence_lines(found, baseline)))
     header = ("module", "gradients flushed", "own error", "error of its gradients")
     rows = [(row.name or "-", *map(_percent, (row.flushed, row.error, row.total))) for row in found.modules]
     if rows:
         yield Section("By module", "", header, rows, {1, 2, 3}, shown=8)
 
 
-def _told(found: Evidence, baseline: str) -> Iterator[str]:
+def _evidence_lines(found: Evidence, baseline: str) -> Iterator[str]:
     if found.parted_at is None:
-        yield f"the loss curves do not part from {baseline}'s beyond noise: look at what the metric does after training"
+        yield f"the loss curves do not part from {baseline}'s beyond noise: check what the metric does after training"
     else:
         yield f"the loss curves part from {baseline}'s at step {found.parted_at}, beyond noise from there on"
     scales = [scale for _, scale in found.scales]
@@ -141,7 +141,7 @@ def _told(found: Evidence, baseline: str) -> Iterator[str]:
         yield f"loss scale {power(scales[0])} throughout; {found.skipped} of {found.steps} steps skipped"
     else:
         yield (
-            f"loss scale {power(min(scales))} to {power(max(scales))}, {len(scales) - 1} changes, at last "
+            f"loss scale {power(min(scales))} to {power(max(scales))}, {len(scales) - 1} changes, finally "
             f"{power(scales[-1])} (seed {found.seed}); {found.skipped} of {found.steps} steps skipped"
         )
     at = f"at {baseline}'s parameters after {found.step} steps of seed {found.seed}"
@@ -170,7 +170,7 @@ def evidence_of(
         policy, baseline: Names that `make` interprets.
         runs, base_runs: The runs of both, by seed.
     """
-    run, base = max(zip(runs, base_runs, strict=True), key=lambda pair: _apart(*pair))
+    run, base = max(zip(runs, base_runs, strict=True), key=lambda pair: _loss_difference(*pair))
     parted = parted_at(runs, base_runs)
     step = min(parted, len(base.losses)) if parted is not None else len(base.losses) // 2
     found = Evidence(
@@ -183,19 +183,19 @@ def evidence_of(
         skipped=sum(len(each.skipped) for each in runs),
         steps=sum(len(each.losses) for each in runs),
     )
-    training = made(make, policy, run.seed)
+    training = make_training(make, policy, run.seed)
     if training.loss is None:
-        note = "gradients were not looked at: give mpjax.Training(loss=...), the loss in the precision of the policy"
+        note = "gradients were not inspected: give mpjax.Training(loss=...), the loss in the precision of the policy"
         return dataclasses.replace(found, notes=(note,))
     try:
-        params, batch, found = _params_at(training, made(make, baseline, run.seed), found)
+        params, batch, found = _params_at(training, make_training(make, baseline, run.seed), found)
         return _measured(training.loss, params, batch, found)
     except Exception as error:  # The comparison is valid without this evidence.
-        note = f"gradients were not looked at, for {type(error).__name__}: {error}"
+        note = f"gradients were not inspected: {type(error).__name__}: {error}"
         return dataclasses.replace(found, notes=(note,))
 
 
-def _apart(run: Run, base: Run) -> float:
+def _loss_difference(run: Run, base: Run) -> float:
     difference = abs(run.metric - base.metric)
     return difference if math.isfinite(difference) else math.inf
 
@@ -295,7 +295,7 @@ def _remedy(found: Evidence, ranges: NumericsReport, errors: LayerwiseReport | N
         if worst is not None:
             name = below_root(worst.path, [row.path for row in errors.modules if row.path]) or worst.path
             kept = ((f"*/{name}", "float32"),)
-            reasons.append(f"{worst.name} has the largest error of its own, {_percent(worst.error)}")
+            reasons.append(f"{worst.name} has the largest own error, {_percent(worst.error)}")
     return Remedy(tuple(kept), loss_scale, "; ".join(reasons)) if reasons else None
 
 

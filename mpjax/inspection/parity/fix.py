@@ -39,7 +39,7 @@ def given_to(make: Callable[..., Any], policy: str, remedy: Remedy) -> tuple[str
     if remedy.loss_scale is not None:
         if not takes(make, "loss_scale"):
             raise ValueError(
-                "make takes no keyword argument loss_scale=None: give it one, where dynamic_loss_scale is to start"
+                "make takes no keyword argument loss_scale=None: add one, the initial scale of dynamic_loss_scale"
             )
         extras["loss_scale"] = remedy.loss_scale
     if remedy.overrides and takes(make, "overrides"):

@@ -16,7 +16,7 @@ from mpjax.inspection.parity.running import Run, run_training
 from mpjax.inspection.parity.statistics import Comparison, compare
 from mpjax.inspection.parity.training import MakeTraining as MakeTraining
 from mpjax.inspection.parity.training import Training as Training
-from mpjax.inspection.parity.training import made
+from mpjax.inspection.parity.training import make_training
 
 
 def parity(
@@ -113,7 +113,7 @@ def parity(
 def _seeds(seeds: int | Iterable[int]) -> tuple[int, ...]:
     found = tuple(range(seeds)) if isinstance(seeds, int) else tuple(int(seed) for seed in seeds)
     if not found or len(set(found)) < len(found):
-        raise ValueError(f"parity: seeds={seeds!r}: give how many, 1 at least, or different numbers.")
+        raise ValueError(f"parity: seeds={seeds!r}: give a number of seeds, at least 1, or distinct seeds.")
     return found
 
 
@@ -122,7 +122,7 @@ def _policies(policies: Sequence[str], baseline: str) -> tuple[str, ...]:
         raise ValueError(f"parity: policies={policies!r} is one string; give a sequence, as [{policies!r}].")
     others = tuple(dict.fromkeys(policy for policy in policies if policy != baseline))
     if not others:
-        raise ValueError(f"parity: policies={policies!r}: give one at least that is not the baseline {baseline!r}.")
+        raise ValueError(f"parity: policies={policies!r}: give at least one that is not the baseline {baseline!r}.")
     return others
 
 
@@ -147,7 +147,7 @@ class _Runs:
         kept = run is not None
         if run is None:
             bar.started(name, seed)
-            training = made(self.make, policy, seed, **extras)
+            training = make_training(self.make, policy, seed, **extras)
             run = run_training(training, name, seed, metric_every=self.metric_every, tick=bar.tick)
             self._check_data(run)
             self.folder.write(run)
@@ -168,7 +168,7 @@ class _Runs:
         """The result of trying the remedy for a policy."""
         remedy, policy = evidence.remedy, evidence.policy
         if remedy is None:
-            return Fix(policy, None, "nothing points to a remedy")
+            return Fix(policy, None, "nothing suggests a remedy")
         try:
             policy, extras = given_to(self.make, policy, remedy)
         except ValueError as error:
@@ -187,7 +187,7 @@ class _Runs:
                 raise ValueError(
                     f"parity: seed {run.seed} has other batches under {run.policy!r} ({len(run.losses)} steps) than "
                     f"under {other.policy!r} ({len(other.losses)} steps), so the runs are not a pair. make's batches "
-                    "may depend on the seed alone: not on the policy, nor on what an earlier run has used up."
+                    "may depend on the seed alone: not on the policy, nor on the batches that an earlier run consumed."
                 )
 
     def compared(self, policy: str, baseline: str, seeds: Sequence[int]) -> Comparison:

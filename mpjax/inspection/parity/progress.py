@@ -41,9 +41,9 @@ class Progress:
     def looking(self, policy: str) -> None:
         """Shows that the search for evidence on a policy starts."""
         if self._bar is not None:
-            self._bar.set_postfix_str(f"{policy} is worse: looking for why")
+            self._bar.set_postfix_str(f"{policy} is worse: finding the cause")
         elif self._shown:
-            print(f"{policy} is worse: looking for why", file=sys.stderr, flush=True)
+            print(f"{policy} is worse: finding the cause", file=sys.stderr, flush=True)
 
     def started(self, policy: str, seed: int) -> None:
         """Shows that a run starts."""

@@ -132,7 +132,7 @@ class ParityReport(Report):
         lines += [f"{fix.policy} was not fixed: {fix.why_not}" for fix in self.fixes if fix.comparison is None]
         saturated = {run.metric for run in self.runs}
         if len(saturated) == 1 and len(self.runs) > 1:
-            lines.append(f"{self.metric_name} is {saturated.pop():g} in every run: it can tell no policies apart")
+            lines.append(f"{self.metric_name} is {saturated.pop():g} in every run: it cannot distinguish the policies")
         steps = max(len(run.losses) for run in self.runs)
         better = "larger" if self.larger_is_better else "smaller"
         count = len(self.seeds)

@@ -101,7 +101,7 @@ class MakeTraining(Protocol):
         ...
 
 
-def made(make: Callable[..., Any], policy: str, seed: int, **extras: Any) -> Training:
+def make_training(make: Callable[..., Any], policy: str, seed: int, **extras: Any) -> Training:
     """The training that a `MakeTraining` returns.
 
     Raises:

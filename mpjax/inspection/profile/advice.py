@@ -79,7 +79,7 @@ def _input(split: Split) -> Advice | None:
         return None
     return Advice(
         f"input pipeline is {share:.0%} of the step, while the device waits: load ahead (more workers, a prefetch "
-        "queue, jax.device_put of the next batch). As it is, no change to the model can make the step more than "
+        "queue, jax.device_put of the next batch). Until then, no change to the model can make the step more than "
         f"{1 / share:.1f}x faster",
         share,
         "input pipeline",
@@ -153,7 +153,7 @@ class _Kernels:
             lambda kernel: kernel.eligible and kernel.dtype == "f32",
             "float32 matmuls",
             "float32 matmuls and convolutions are {share} of the step{most}: run them in half (mpjax.autocast or "
-            "mpjax.with_policy; mpjax.explain says why where they are in float32 nevertheless)",
+            "mpjax.with_policy; mpjax.explain shows why any remain in float32)",
         )
 
     def off_tensor_cores(self) -> list[Advice]:
@@ -182,7 +182,7 @@ class _Kernels:
         return self._about(
             lambda kernel: kernel.kind == hlo.CAST,
             "casts",
-            "casts are {share} of the step{most}: kernels that only convert. Cast once, where the value is made",
+            "casts are {share} of the step{most}: kernels that only convert. Cast once, where the value is computed",
         )
 
     def callbacks(self) -> Advice | None:

@@ -113,14 +113,14 @@ def _instruction(program: HloModule, computation: str, line: Line) -> Instructio
     parts = [(line, program.computations[computation]), *program.inside(line)]
     kinds = [_own_kind(part) for part, _ in parts]
     # A fusion has the metadata of its last operation, but its matmul is more informative.
-    heavy = next((part for part, kind in zip(parts, kinds, strict=True) if kind in ON_TENSOR_CORES), None)
-    named = next((part for part, _ in ([heavy] if heavy else []) + parts if part.op_name), None)
+    matmul = next((part for part, kind in zip(parts, kinds, strict=True) if kind in ON_TENSOR_CORES), None)
+    named = next((part for part, _ in ([matmul] if matmul else []) + parts if part.op_name), None)
     if named is None:
-        named = _named_by_readers(program, computation, line, bool(heavy)) or line
+        named = _named_by_readers(program, computation, line, bool(matmul)) or line
     module = module_path(named.op_name)
     places = program.places(named)
     which = informative_frame([path for path, _ in places], in_layer=bool(module))
-    shapes = tuple(_shapes(*heavy)) if heavy else ()
+    shapes = tuple(_shapes(*matmul)) if matmul else ()
     return Instruction(
         name=line.name,
         kind=_kind(kinds, [part for part, _ in parts]),
@@ -130,16 +130,16 @@ def _instruction(program: HloModule, computation: str, line: Line) -> Instructio
         backward="transpose(" in named.op_name,
         dtypes=frozenset(shape.split("[")[0] for shape in shapes),
         shapes=shapes,
-        exact=bool(heavy and re.search(r"highest|dot_f32_f32_f32\b", heavy[0].attributes.lower())),
+        exact=bool(matmul and re.search(r"highest|dot_f32_f32_f32\b", matmul[0].attributes.lower())),
         triton="__triton" in line.attributes,
         differentiated="jvp(" in named.op_name,
     )
 
 
-def _named_by_readers(program: HloModule, computation: str, line: Line, heavy: bool) -> Line | None:
+def _named_by_readers(program: HloModule, computation: str, line: Line, matmul: bool) -> Line | None:
     """The nearest named consumer. XLA's rewrites lose some names, such as those of convolutions' gradients."""
     named = [reader for reader in program.readers(computation, line, _NEAR) if reader.op_name]
-    alike = [reader for reader in named if heavy and reader.op_name.rpartition("/")[2] in MATMULS]
+    alike = [reader for reader in named if matmul and reader.op_name.rpartition("/")[2] in MATMULS]
     return next(iter(alike or named), None)
 
 

@@ -76,13 +76,13 @@ class Split:
 
 def of_program(trace: Trace, program: str, instructions: Mapping[str, hlo.Instruction]) -> list[Event]:
     """The events of one program. Events without a recorded program are included."""
-    mine = [event for event in trace.kernels if event.program in ("", program)]
+    own = [event for event in trace.kernels if event.program in ("", program)]
     return [
         # A loop or branch whose work runs on other threads only waits for them. That work has its own events.
         event
         if event.until is None or _is_control(event, instructions)
         else dataclasses.replace(event, end=event.until, spans=(*event.spans, (event.end, event.until)))
-        for event in (mine if program and mine else trace.kernels)
+        for event in (own if program and own else trace.kernels)
     ]
 
 
@@ -229,7 +229,7 @@ def _kernel(
     uses = tensor_cores.uses_tensor_cores(name, instruction if is_known else None, capability) if gpu else None
     why_not = ""
     if uses is False and kind in hlo.ON_TENSOR_CORES:
-        why_not = tensor_cores.why_not(instruction) if is_known else "the trace does not tell its operation"
+        why_not = tensor_cores.why_not(instruction) if is_known else "the trace does not name its operation"
     return Kernel(
         name=name,
         op=instruction.name,

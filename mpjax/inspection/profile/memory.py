@@ -90,16 +90,16 @@ def _alive_at_peak(program: HloModule, computation: str) -> tuple[int, list[Line
         last |= dict.fromkeys(operands | bases[line.name], i)
     if lines:
         last |= dict.fromkeys(bases[lines[-1].name], len(lines))  # Results stay alive.
-    born: dict[str, int] = {line.name: i for i, line in enumerate(lines) if line.name in last}
-    dying = totals((last[name], _bytes(lines[i])) for name, i in born.items())
+    created: dict[str, int] = {line.name: i for i, line in enumerate(lines) if line.name in last}
+    freed = totals((last[name], _bytes(lines[i])) for name, i in created.items())
     most, at, inside, total = 0, 0, list[Line](), 0
     for i, line in enumerate(lines):
-        total += _bytes(line) if line.name in born else 0
+        total += _bytes(line) if line.name in created else 0
         inner = max((_alive_at_peak(program, called) for called in _bodies(line)), key=lambda x: x[0], default=(0, []))
         if total + inner[0] > most:
             most, at, inside = total + inner[0], i, inner[1]
-        total -= dying.get(i, 0)
-    return most, [*(lines[i] for name, i in born.items() if i <= at <= last[name]), *inside]
+        total -= freed.get(i, 0)
+    return most, [*(lines[i] for name, i in created.items() if i <= at <= last[name]), *inside]
 
 
 def _bodies(line: Line) -> tuple[str, ...]:

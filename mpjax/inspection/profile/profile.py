@@ -300,10 +300,10 @@ def _capability(device: Any) -> float | None:
 
 def _notes(recording: Recording, gpu: bool) -> Iterable[str]:
     if not recording.events:
-        yield "the trace has no kernels: the split is by the host's time, in which what overlaps can't be seen"
+        yield "the trace has no kernels: the split is by the host's time, which hides overlap"
     elif not kernels.comparable(recording.trace, recording.events):
-        yield "kernels and host have no common clock: the split is by the host's time, in which no overlap can be seen"
+        yield "kernels and host have no common clock: the split is by the host's time, which hides overlap"
     if recording.events and not recording.trace.gpu:
         yield "no GPU: kernels are those of the CPU, which has no Tensor Cores"
     elif recording.events and not gpu:
-        yield "not an NVIDIA GPU: what its kernels' names say of matrix cores is not known"
+        yield "not an NVIDIA GPU: mpjax can't tell from its kernels' names whether they use matrix cores"

@@ -204,7 +204,7 @@ class ProfileReport(Report):
         text = [
             f"{duration(self.step_seconds)} a step in a loop, {duration(self.alone_seconds)} alone; compiled in "
             f"{duration(self.compile_seconds)}",
-            f"{duration(self.traced_seconds)} a step while traced: what follows is of these",
+            f"{duration(self.traced_seconds)} a step while traced, which the shares below refer to",
         ]
         if self.flops and self.flops_per_second:
             used = "" if self.mfu is None else f": MFU {self.mfu:.1%} of {amount(self.peak_flops or 0, 'FLOP/s')}"
@@ -219,7 +219,7 @@ class ProfileReport(Report):
         return Section(
             "Device time by kernel",
             f"the trace gives {duration(self.kernel_seconds)} of kernels in {duration(self.split.device)} on "
-            f"{self.cores} cores, which can't be: these are not the times that kernels took, so they are not ranked",
+            f"{self.cores} cores, which is impossible: these are not kernel times, so they are not ranked",
         )
 
     def _memory(self, memory: Memory) -> Section:

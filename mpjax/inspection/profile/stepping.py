@@ -53,8 +53,8 @@ class Stepper:
         except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as error:
             if not self._jitted:
                 error.add_note(
-                    "mpjax.profile jits a step that isn't: take out of it what needs values (float(loss), printing), "
-                    "or pass the jitted function inside it"
+                    "mpjax.profile compiles a step that is not jitted: remove code that needs values (float(loss), "
+                    "printing), or pass the jitted function inside it"
                 )
             raise
         self.compile_seconds = time.perf_counter() - start

@@ -121,4 +121,4 @@ def why_not(instruction: Instruction) -> str:
         return "float32 at precision=highest" if instruction.exact else "float32"
     if "f64" in instruction.dtypes:
         return "float64"
-    return "the library chose a kernel without: small, or dimensions that are not multiples of 8"
+    return "the library chose a kernel without them: a small matmul, or dimensions that are not multiples of 8"

@@ -100,7 +100,7 @@ class SearchReport(Report):
             return [
                 f"{self.function} does not meet the budget {_share(self.budget)}: error {before} in half, {after} with "
                 "every module that has a name in float32",
-                "the rest of the error is made outside of named modules: put it in mpjax.float_function, or name it "
+                "the remaining error arises outside named modules: put that code in mpjax.float_function, or name it "
                 "with jax.named_scope; mpjax.layerwise_error shows the lines",
             ]
         if not self.keep_float32:

@@ -131,15 +131,15 @@ def watch(
         scale = jnp.ones((), jnp.float32) if opt_state is None else loss_scale_of(opt_state)
         if jax.sharding.get_abstract_mesh().manual_axes:
             raise ValueError(
-                "watch: update is called inside of a shard_map or pmap, where each device has statistics of its own. "
-                "Call it in the jit around that, with the loss function that holds the shard_map; or shard the arrays."
+                "watch: update is called inside of a shard_map or pmap, where each device has its own statistics. "
+                "Call it in the jit around that, with a loss function that contains the shard_map; or shard the arrays."
             )
         finite = _is_finite(grads, finite, state)
         program = measured(scale, args)
         if program.names != state.names:
             raise ValueError(
-                f"watch: the program of update has {_difference(program.names, state.names)} that the program of init "
-                "has not: call init with arguments of the same structure, shapes and dtypes."
+                f"watch: the program of update has {_difference(program.names, state.names)} the program of init: "
+                "call init with arguments of the same structure, shapes and dtypes."
             )
 
         def record(state: WatchState) -> WatchState:
@@ -177,7 +177,8 @@ def _is_finite(grads: Any, finite: Any, state: WatchState) -> Any:
 
 def _difference(found: Sequence[tuple[str, str]], expected: Sequence[tuple[str, str]]) -> str:
     more = [f"{name or '-'} ({phase})" for name, phase in found if (name, phase) not in expected]
-    return f"modules ({', '.join(more[:3])})" if more else "fewer modules, or others in order,"
+    missing = f"modules ({', '.join(more[:3])}) that are not in"
+    return missing if more else "fewer modules, or modules in another order, than"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -406,12 +406,12 @@ def test_an_unknown_device_is_given_by_three_numbers():
     assert "100 GB/s, 1 and 0.5 TFLOP/s" in text
     assert "V100" not in text
     for wrong in ("100,1", "100,1,-1", "100,1,x", "1,2,3,4"):
-        with pytest.raises(ValueError, match=f"'{wrong}': a device is given by three positive numbers"):
+        with pytest.raises(ValueError, match=f"'{wrong}': describe a device by three positive numbers"):
             device_of(wrong)
 
 
 def test_mixed_operands_come_with_the_way_out():
     findings = mpjax.audit(lambda x, y: jax.lax.dot(x, y), X, shape(256, 256, dtype=F32)).findings
     assert [f.why for f in findings] == [
-        "float16 and float32 operands: cast the float32 one (made in the model's code? jnp.zeros(shape, x.dtype))"
+        "float16 and float32 operands: cast the float32 one (created in the model? Use jnp.zeros(shape, x.dtype))"
     ]

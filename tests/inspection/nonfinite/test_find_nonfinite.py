@@ -44,7 +44,7 @@ def test_an_overflow_of_half_is_found_with_its_float32_value_and_batch_element()
     assert "batch element 2" in str(found)
     assert find_nonfinite(square, x.astype(jnp.bfloat16)) is None
     huge = find_nonfinite(square, full((2, 2), 1e38, jnp.bfloat16))
-    assert huge.diagnosis == "float32 fails too: look at the data or model"
+    assert huge.diagnosis == "float32 fails too: check the data or the model"
 
 
 def test_the_iteration_is_that_of_a_scan_and_of_a_nested_reverse_scan_with_a_branch():
@@ -111,16 +111,16 @@ def test_faults_that_float32_shares_are_called_by_their_cause():
         "0/0, a division of zero by zero": (lambda x: x / x, HALF(0)),
         "log of a negative number (-1)": (lambda x: jnp.log(x), HALF(-1)),
         "inf - inf": (lambda x: jax.nn.softmax(jnp.where(x > 9, x, -jnp.inf)), full(3, 1, HALF)),
-        "an index out of bounds, which jnp.take and x[i] in mode 'fill' answer with NaN": (
+        "an index out of bounds, for which jnp.take and x[i] in mode 'fill' return NaN": (
             lambda x: jnp.take(jnp.ones(3, HALF), 7 + x.astype(int)),
             HALF(0),
         ),
     }
     for cause, (fun, x) in cases.items():
-        assert find_nonfinite(fun, x).diagnosis == f"{cause}; float32 fails too: look at the data or model"
+        assert find_nonfinite(fun, x).diagnosis == f"{cause}; float32 fails too: check the data or the model"
     # In float32 throughout, the loss's derivative is at fault, not a dtype.
     found = find_nonfinite(jax.grad(lambda x: jnp.sqrt(jnp.sum(x**2))), full(3, 0))
-    assert found.diagnosis == "division by zero; the program is in float32 here: look at the data or model"
+    assert found.diagnosis == "division by zero; the program is in float32 here: check the data or the model"
 
 
 def test_what_half_flushed_to_zero_is_named_where_it_is_divided_by():

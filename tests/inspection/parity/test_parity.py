@@ -216,7 +216,7 @@ def test_a_step_may_return_the_losses_of_several_steps():
 
 
 @pytest.mark.parametrize(
-    ("made", "message"),
+    ("returned", "message"),
     [
         (3, "returned a int"),
         ((0, 1), r"returned a tuple of 2; return an mpjax.Training, or a tuple \(state, step, batches, metric\)"),
@@ -227,16 +227,16 @@ def test_a_step_may_return_the_losses_of_several_steps():
         ((0, lambda s, b: (s, 0.0), [], float), "are empty; give at least one"),
     ],
 )
-def test_what_is_no_training_is_refused_with_what_it_should_be(made, message):
+def test_a_wrong_return_value_of_make_is_refused(returned, message):
     with pytest.raises((TypeError, ValueError), match=message):
-        mpjax.parity(lambda policy, seed: made, seeds=1, progress=False)
+        mpjax.parity(lambda policy, seed: returned, seeds=1, progress=False)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"seeds": 0}, "seeds=0"),
-        ({"seeds": (1, 1)}, "different numbers"),
+        ({"seeds": (1, 1)}, "distinct seeds"),
         ({"policies": "mixed_float16"}, "is one string"),
         ({"policies": ["float32"]}, "not the baseline"),
     ],

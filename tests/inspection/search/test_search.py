@@ -91,7 +91,7 @@ def test_a_budget_that_nothing_meets_says_where_the_rest_is():
 
     report = mpjax.search(loss_fn, (np.full((32, 32), 0.03, np.float32), X), budget=0.0)
     assert not report.met
-    assert "outside of named modules" in report.text()
+    assert "outside named modules" in report.text()
     assert report.failure()
 
 
