@@ -146,7 +146,7 @@ class Stepper:
                 "are named by the program of the first"
             )
         if self.carry:
-            yield f"carried on from step to step: the first {self.carry} of the step's arguments"
+            yield f"carry={self.carry}: the number of leading outputs that replace the next step's leading arguments"
 
     def _next(self) -> tuple[Any, ...]:
         if self._batches is None:
