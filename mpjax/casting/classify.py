@@ -127,7 +127,7 @@ def _default(eqn: Any) -> Listing:
     name = eqn.primitive.name
     op = primitive(name).op
     if op is Op.OPAQUE:
-        return Listing(Op.OPAQUE, f"{name} is not known")
+        return Listing(Op.OPAQUE, f"{name} runs as traced")
     special = _SPECIAL.get(name)
     return (special and special(eqn)) or _LISTINGS[op]
 
