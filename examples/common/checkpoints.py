@@ -142,8 +142,8 @@ def _unwritable(folder: Path, error: Exception) -> UsageError:
     if why is None:
         raise error
     return UsageError(
-        f"a checkpoint can't be written to {str(folder)!r}: {why}. Make room or take another folder; --resume goes on "
-        "from the last whole checkpoint."
+        f"a checkpoint can't be written to {str(folder)!r}: {why}. Free disk space or use another folder; --resume "
+        "continues from the last complete checkpoint."
     )
 
 

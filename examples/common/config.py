@@ -25,7 +25,7 @@ MEASURE = (*BENCHMARKS, "find_batch_size")
 USE = ("evaluate", "predict")
 BUILD = (*TRAIN, *MEASURE)  # actions that build an optimizer
 
-WHAT = Group("what to do")
+ACTION = Group("action")
 PRECISION = Group("precision")
 FILES = Group("files")
 DATA = Group("data", decides=True)
@@ -55,8 +55,12 @@ class RunConfig(abc.ABC):
     # The names of the flags in a command line.
     given: frozenset[str] = dataclasses.field(default=frozenset(), compare=False)
 
-    audit: bool = WHAT(False, "print the precision of each part of a step (mpjax.audit); in --output, audit.html")
-    profile: bool = WHAT(False, "print where the time of some steps goes (mpjax.profile); in --output, profile.html")
+    audit: bool = ACTION(
+        False, "print the precision of each part of a training step (mpjax.audit); with --output, also write audit.html"
+    )
+    profile: bool = ACTION(
+        False, "print where the time of a training step goes (mpjax.profile); with --output, also write profile.html"
+    )
 
     policy: str = PRECISION(
         "mixed_float16",
@@ -66,90 +70,99 @@ class RunConfig(abc.ABC):
     )
     amp: Literal["module", "autocast"] = PRECISION(
         "module",
-        "how the policy is applied: on the modules (mpjax.with_policy), or on the traced operations "
+        "how to apply the policy: to the modules (mpjax.with_policy), or to the traced operations "
         "(mpjax.autocast, for policies with float32 parameters)",
         decides=True,
     )
     loss_scale: str | None = PRECISION(
-        None, "dynamic, or a fixed number; by default dynamic in float16, else 1", uses=BUILD, decides=True
+        None, "dynamic, or a fixed number (default: dynamic in float16, else 1)", uses=BUILD, decides=True
     )
 
     output: Path | None = FILES(
         None,
-        "folder of the run: new or empty for a training (by default the next number in runs/SCRIPT), else the run "
-        "that the model is from",
+        "folder of the run: new or empty to train in (default: the next number in runs/SCRIPT), or that of the model "
+        "to use",
         "--results-dir",
     )
     resume: bool = FILES(
-        False, "continue the run in --output from its newest checkpoint, in any precision, to any --epochs", uses=TRAIN
+        False, "continue the run in --output from its newest checkpoint; precision and --epochs may change", uses=TRAIN
     )
-    resume_step: int | None = FILES(None, "take the checkpoint of this step, not the newest", uses=(*TRAIN_ONLY, *USE))
+    resume_step: int | None = FILES(
+        None, "use the checkpoint of this step instead of the newest", uses=(*TRAIN_ONLY, *USE)
+    )
     init_from: Path | None = FILES(
         None,
-        "start from the weights of a run, an export, or a .safetensors or .npz file, in whatever precision they are",
+        "start from the weights of a run, an export, or a .safetensors or .npz file, in any precision",
         uses=TRAIN_ONLY,
     )
     keep_optimizer: bool = FILES(
-        False, "with --init-from RUN: go on with its optimizer state too (momentum, moments, counts)", uses=TRAIN_ONLY
+        False, "with --init-from RUN: also load its optimizer state (momentum, moments, counts)", uses=TRAIN_ONLY
     )
-    weights: Path | None = FILES(None, "a file that --export wrote, instead of a checkpoint in --output", uses=USE)
+    weights: Path | None = FILES(None, "use a file written by --export instead of a checkpoint in --output", uses=USE)
     export: Export | None = FILES(
         None,
-        "write the trained weights in this dtype, and test them against the float32 ones",
+        "write the trained weights in this dtype and test them against the float32 weights",
         uses=(*TRAIN_ONLY, "evaluate"),
     )
-    best: bool = FILES(False, "take the best checkpoint of the run, not the newest (--keep-best)", uses=USE)
+    best: bool = FILES(False, "use the best checkpoint of the run instead of the newest (see --keep-best)", uses=USE)
 
     epochs: int | None = TRAINING(None, "passes over the training data")
-    batch_size: int | None = RECIPE(None, "entries of a step, on all devices together", uses=(*BUILD, *USE))
-    learning_rate: float | None = RECIPE(None, "peak of the schedule")
-    schedule: Literal["cosine", "constant"] | None = RECIPE(None, "what follows the warm-up; by default cosine")
+    batch_size: int | None = RECIPE(None, "examples per step, over all devices together", uses=(*BUILD, *USE))
+    learning_rate: float | None = RECIPE(None, "peak learning rate of the schedule")
+    schedule: Literal["cosine", "constant"] | None = RECIPE(None, "schedule after the warm-up (default: cosine)")
     warmup_epochs: float | None = RECIPE(None, "epochs over which the learning rate rises from zero to its peak")
-    optimizer: Literal["sgd", "adam", "adamw", "lars", "lamb"] | None = RECIPE(None, "lars and lamb: large batches")
-    momentum: float | None = RECIPE(None, "of sgd and lars")
-    nesterov: bool | None = RECIPE(None, "Nesterov's momentum, of sgd and lars")
-    weight_decay: float | None = RECIPE(None, "on kernels (not on biases and normalisation)")
-    clip_norm: float | None = RECIPE(None, "largest norm of all gradients together", "--max-gradient-norm")
-    ema: float = RECIPE(0.0, "decay of a moving average of the weights, which is then tested; such as 0.9999")
-    accumulate: int = RECIPE(1, "steps whose gradients are averaged to one update")
-    seed: int = RECIPE(0, "of the initial weights, the order of the data and its augmentation")
-    patience: int | None = RUNNING(None, "stop after so many epochs without a better test")
+    optimizer: Literal["sgd", "adam", "adamw", "lars", "lamb"] | None = RECIPE(
+        None, "lars and lamb are for large batches"
+    )
+    momentum: float | None = RECIPE(None, "momentum of sgd and lars")
+    nesterov: bool | None = RECIPE(None, "Nesterov momentum for sgd and lars")
+    weight_decay: float | None = RECIPE(None, "weight decay of kernels (not of biases and normalisation)")
+    clip_norm: float | None = RECIPE(None, "clip the global norm of the gradients to this value", "--max-gradient-norm")
+    ema: float = RECIPE(0.0, "decay of an exponential moving average of the weights to use for tests, such as 0.9999")
+    accumulate: int = RECIPE(1, "number of steps whose gradients are averaged into one update")
+    seed: int = RECIPE(0, "seed of the initial weights, the data order and the augmentation")
+    patience: int | None = RUNNING(None, "stop after this many epochs without a better test result")
 
-    save_every: float = RUNNING(60.0, "seconds between two checkpoints (one at the end and on interruption anyway)")
-    keep: int = RUNNING(2, "newest checkpoints that are kept")
-    keep_best: bool = RUNNING(True, "keep the checkpoint of the best epoch too, in OUTPUT/best")
-    log_every: int = RUNNING(50, "steps between two lines of steps.jsonl (and of a log file)")
+    save_every: float = RUNNING(
+        60.0, "seconds between checkpoints (one is also written at the end and on interruption)"
+    )
+    keep: int = RUNNING(2, "number of newest checkpoints to keep")
+    keep_best: bool = RUNNING(True, "also keep the checkpoint of the best epoch, in OUTPUT/best")
+    log_every: int = RUNNING(50, "steps between lines of steps.jsonl (and of step metrics in --log-to)")
     log_to: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = RUNNING(
-        ("tensorboard",), "where the metrics go beside metrics.jsonl and steps.jsonl"
+        ("tensorboard",), "where to write metrics, besides metrics.jsonl and steps.jsonl"
     )
 
-    warmup_steps: int = BENCHMARK(200, "steps before those that are measured", uses=BENCHMARKS)
-    num_iter: int = BENCHMARK(500, "how much is measured", uses=(*BENCHMARKS, "compare"))
+    warmup_steps: int = BENCHMARK(200, "steps to run before measuring", uses=BENCHMARKS)
+    num_iter: int = BENCHMARK(500, "number of steps to measure", uses=(*BENCHMARKS, "compare"))
     compare: str | None = BENCHMARK(
         None,
-        "policies, with commas between: measure them in turns in one process, as a table and a plot; a training trains "
-        "each of them first",
+        "policies separated by commas: measure them interleaved in one process, with a table and a plot; when "
+        "training, train each of them first",
         uses=(*MEASURE, "compare"),
     )
     batch_sizes: str | None = BENCHMARK(
-        None, "batch sizes of --compare, with commas between", uses=(*MEASURE, "compare")
+        None, "batch sizes for --compare, separated by commas", uses=(*MEASURE, "compare")
     )
-    find_batch_size: bool = BENCHMARK(False, "print the largest batch that a training step has memory for", uses=None)
+    find_batch_size: bool = BENCHMARK(
+        False, "print the largest batch size whose training step fits in memory", uses=None
+    )
     memory_limit: float | None = BENCHMARK(
-        None, "GiB that --find-batch-size and --compare may take; by default the device's, on a CPU the machine's",
+        None,
+        "memory in GiB for --find-batch-size and --compare (default: that of the device; on CPU, of the machine)",
         uses=(*MEASURE, "compare"),
-    )  # fmt: skip
+    )
 
-    devices: int | None = DEVICES(None, "devices of each process that share a batch; all by default")
+    devices: int | None = DEVICES(None, "number of devices of each process that share a batch (default: all)")
     fsdp: bool = DEVICES(
-        False, "split parameters and optimizer state over all devices, not a copy on each", uses=(*BUILD, "compare")
+        False, "shard parameters and optimizer state over all devices instead of copying them", uses=(*BUILD, "compare")
     )  # fmt: skip
     coordinator: str | None = DEVICES(
-        None, "several processes: HOST:PORT of process 0, or auto on a cluster that JAX knows", uses=BUILD
+        None, "for several processes: HOST:PORT of process 0, or auto on a cluster that JAX detects", uses=BUILD
     )  # fmt: skip
-    processes: int | None = DEVICES(None, "how many processes there are in all", uses=BUILD)
-    process_id: int | None = DEVICES(None, "which of them this is, from 0", uses=BUILD)
-    workers: int = DEVICES(os.cpu_count() or 1, "threads or processes that load data")
+    processes: int | None = DEVICES(None, "total number of processes", uses=BUILD)
+    process_id: int | None = DEVICES(None, "index of this process, from 0", uses=BUILD)
+    workers: int = DEVICES(os.cpu_count() or 1, "number of threads or processes that load data")
 
     def __post_init__(self) -> None:
         self._check_numbers()
@@ -257,7 +270,7 @@ class RunConfig(abc.ABC):
             self._require(name, lambda x: 0 <= x < 1, "must be at least 0 and below 1")
         if self.batch_sizes is not None and not all(x.isdecimal() and int(x) for x in self.batch_sizes.split(",")):
             raise UsageError(
-                f"--batch-sizes {self.batch_sizes!r}: give numbers with commas between, such as 32,64,128."
+                f"--batch-sizes {self.batch_sizes!r}: give numbers separated by commas, such as 32,64,128."
             )
 
     def _check_precision(self) -> None:
@@ -269,8 +282,8 @@ class RunConfig(abc.ABC):
                 raise UsageError(f"{flag} {name!r}: {error}") from error
             if self.amp == "autocast" and policy.param_dtype != "float32":
                 raise UsageError(
-                    f"--amp autocast keeps the parameters in float32, and {flag} {name!r} asks for "
-                    f"{policy.param_dtype} ones; take --amp module, or a policy such as mixed_float16."
+                    f"--amp autocast keeps the parameters in float32, but {flag} {name!r} requires "
+                    f"{policy.param_dtype} parameters; use --amp module, or a policy such as mixed_float16."
                 )
         if self.loss_scale not in (None, "dynamic"):
             try:
@@ -284,15 +297,15 @@ class RunConfig(abc.ABC):
         if self.output is None and self.resume:
             raise UsageError("--resume needs the folder of the run to continue: add --output DIR.")
         if self.resume_step is not None and self.action in TRAIN_ONLY and not self.resume:
-            raise UsageError(f"--resume-step {self.resume_step} says where --resume goes on: add --resume.")
+            raise UsageError(f"--resume-step {self.resume_step} chooses the checkpoint for --resume: add --resume.")
         if self.output is None and self.weights is None and self.action in USE:
             raise UsageError(f"{self.action_flag} needs a trained model: add --output DIR or --weights FILE.")
         if self.weights is not None and (self.export or self.best):
-            raise UsageError(f"--weights {str(self.weights)!r}: --export and --best are for the checkpoints of a run.")
+            raise UsageError(f"--weights {str(self.weights)!r}: --export and --best need the checkpoint of a run.")
         if self.keep_optimizer and self.init_from is None:
-            raise UsageError("--keep-optimizer takes the optimizer state of a run: add --init-from RUN.")
+            raise UsageError("--keep-optimizer loads the optimizer state of a run: add --init-from RUN.")
         if self.batch_sizes is not None and self.compare is None:
-            raise UsageError(f"--batch-sizes {self.batch_sizes} are those of --compare: add it, or give --batch-size.")
+            raise UsageError(f"--batch-sizes {self.batch_sizes} is only for --compare: add it, or give --batch-size.")
 
     def _require(self, name: str, holds: Any, what: str) -> None:
         value = getattr(self, name)

@@ -42,7 +42,7 @@ class DataParallel:
         """Raises a `UsageError` if a batch cannot be split evenly."""
         if batch_size % self.count:
             raise UsageError(
-                f"--batch-size {batch_size} cannot be divided among {self.count} devices; take a multiple of "
+                f"--batch-size {batch_size} cannot be divided among {self.count} devices; use a multiple of "
                 f"{self.count}, or fewer --devices."
             )
 

@@ -57,7 +57,7 @@ def parse(config: type[C], program: str, arguments: Sequence[str], foreign: Mapp
         known = [name for field in _flags(config) for name in _names(field)]
         close = difflib.get_close_matches(rest[0].split("=")[0], known, 1)
         hint = f"did you mean {close[0]}?" if close else f"{program} --help lists all flags."
-        raise UsageError(f"{rest[0]}: there is no such flag; {hint}")
+        raise UsageError(f"{rest[0]}: unknown flag; {hint}")
     return parsed
 
 
@@ -146,10 +146,15 @@ def _parser(config: type[Any], program: str) -> _Parser:
     for field in _flags(config):
         title = field.metadata["group"].title
         group = groups.get(title) or groups.setdefault(title, parser.add_argument_group(title))
-        shown = "" if field.default in (None, ()) or isinstance(field.default, bool) else f" (default: {field.default})"
-        text = (field.metadata["help"] + shown).replace("%", "%%")
+        text = (field.metadata["help"] + _default_text(field.default)).replace("%", "%%")
         group.add_argument(*_names(field), dest=field.name, help=text, **_how(hints[field.name], field.default))
     return parser
+
+
+def _default_text(default: Any) -> str:
+    if default in (None, ()) or isinstance(default, bool):
+        return ""
+    return f" (default: {' '.join(map(str, default)) if isinstance(default, tuple) else default})"
 
 
 def _how(hint: Any, default: Any = None) -> dict[str, Any]:

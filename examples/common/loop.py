@@ -94,8 +94,8 @@ def train(task: Task, folder: RunFolder) -> dict[str, Any]:
                 raise UsageError(_what_fits(task)) from error
             if peer_lost(error):
                 raise PeerLostError(
-                    f"another process of this run has ended ({one_line(error, 150)}). Start all of them again with "
-                    "--resume: it goes on from the last checkpoint."
+                    f"another process of this run has ended ({one_line(error, 150)}). Restart all of them with "
+                    "--resume to continue from the last checkpoint."
                 ) from error
             raise
 
@@ -154,7 +154,7 @@ class _Run:
     def _restore(self) -> bool:
         restored = self.task.restore(self.checkpoints, self.config.resume_step)
         if restored is None:
-            say("nothing was saved yet: the run starts again")
+            say("no checkpoint was saved yet: the run starts from the beginning")
         else:
             self.state, position = restored
             self.epoch, self.batch = position["epoch"], position["batch"]
@@ -245,7 +245,7 @@ class _Run:
             return False
         assert self.task.best is not None
         name = self.task.best[0]
-        say(f"stopped early: {name} {best[name]:.4g} of epoch {best['epoch']} was not bettered in {patience} epochs")
+        say(f"stopped early: no improvement on {name} {best[name]:.4g} of epoch {best['epoch']} in {patience} epochs")
         return True
 
     def _save_or_stop(self) -> None:
@@ -289,7 +289,7 @@ class _Run:
     def _summarise(self, final: dict[str, Any]) -> dict[str, Any]:
         last, speed, best = self.lines[-1], f"{self.task.unit}_per_second", self._best_line()
         if last["skipped_steps"] == last["step"]:
-            say("no step was taken: all were skipped while the loss scale came down; give more --epochs")
+            say("every step was skipped while the loss scale decreased: nothing was trained; give more --epochs")
         summary = {
             "policy": self.task.policy,
             **self.task.summary(last),
@@ -318,12 +318,13 @@ def _what_fits(task: Task) -> str:
         count = task.parallel.count
         fits = largest_batch(range(count, size, count), task.bytes_needed, limit)
         room = f"of {limit / 2**30:.1f} GiB ({source})"
-        advice = f"by the compiled plan --batch-size {fits} fits" if fits else "by the plan not even one entry fits"
+        advice = f"--batch-size {fits} fits" if fits else "not even the smallest batch fits"
+        advice = f"according to the compiled program, {advice}"
     except Exception:  # A failure here must not hide the original error.
-        room, advice = "of the device", "take a smaller --batch-size"
+        room, advice = "of the device", "use a smaller --batch-size"
     return (
-        f"out of memory {room} at --batch-size {size}, --policy {task.policy}: {advice}. --accumulate keeps the size "
-        "of an update; --resume goes on from the last checkpoint."
+        f"out of memory {room} at --batch-size {size}, --policy {task.policy}: {advice}. --accumulate keeps the "
+        "effective batch size; --resume continues from the last checkpoint."
     )
 
 

@@ -90,7 +90,7 @@ class RunFolder:
             if before.get(name) != now.get(name) and name not in may_change:
                 flag = "--" + name.replace("_", "-")
                 raise UsageError(
-                    f"--resume: the run in {str(self.path)!r} has {flag} {before.get(name)}, this command has "
+                    f"--resume: the run in {str(self.path)!r} has {flag} {before.get(name)}, but this command has "
                     f"{now.get(name)}. Give the same flags, or start a new run in another folder."
                 )
         if before != now:

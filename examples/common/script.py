@@ -46,7 +46,7 @@ def main(
         return interrupted.exit_code
     except KeyboardInterrupt:
         # During a test or a benchmark, or the second Ctrl-C of a training.
-        say("\nstopped by Ctrl-C; what was saved before is kept")
+        say("\nstopped by Ctrl-C; files already saved are kept")
         return _BY_CTRL_C
     except Exception as error:
         told = _told(error)
@@ -80,5 +80,5 @@ def _told(error: Exception) -> Exception | None:
         return error
     if isinstance(error, OSError) and (why := disk_problem(error)):
         where = f"{error.filename}: " if error.filename else ""
-        return UsageError(f"{where}{why}. Make room, or give a folder that can be written to.")
+        return UsageError(f"{where}{why}. Free disk space, or give a writable folder.")
     return None

@@ -21,7 +21,7 @@ from examples.common.script import final_line
 
 Way = Mapping[str, str]  # flags without dashes, to their values: {"policy": "mixed_float16", "amp": "module"}
 
-_TABLE = Group("the table")
+_TABLE = Group("table")
 
 
 class Column(NamedTuple):
@@ -38,13 +38,13 @@ class Seeds:
     policies: tuple[str, ...] = _TABLE(("float32", "mixed_float16", "mixed_bfloat16"), "policies to compare")
     amps: tuple[Literal["module", "autocast"], ...] = _TABLE(
         ("module", "autocast"),
-        "ways to apply them; autocast only where it is one: it keeps parameters float32, and float32 as it is",
+        "how to apply them; autocast is left out for float32 and for policies with half parameters",
     )
     loss_scales: tuple[str, ...] = _TABLE(("dynamic",), "loss scales of the policies that compute in float16")
-    seeds: tuple[int, ...] = _TABLE((0, 1, 2, 3, 4), "seeds to train each of them with")
+    seeds: tuple[int, ...] = _TABLE((0, 1, 2, 3, 4), "seeds to train each policy with")
     output: Path | None = _TABLE(
         None,
-        "folder of the runs and the table (by default runs/SCRIPT-seeds); runs that are there are continued or reused",
+        "folder of the runs and the table (default: runs/SCRIPT-seeds); existing runs are continued or reused",
     )
 
     def ways(self) -> list[Way]:

@@ -14,8 +14,8 @@ from examples.common.records import Examples, HuggingFace, Records, TarFiles, TF
 SPLITS = {"train": ("train", "training"), "val": ("val", "valid", "validation", "dev", "eval", "test")}
 
 EXPECTED = (
-    "shards whose names hold the word train or val (*.tfrecord, *.array_record, *.tar), or a folder that the datasets "
-    "library saved"
+    "shards whose names contain the word train or val (*.tfrecord, *.array_record, *.tar), or a folder that the "
+    "datasets library saved"
 )
 
 _Open = Callable[[Path, Sequence[Path]], Records]
@@ -54,7 +54,7 @@ def open_records(root: Path, split: str | None = None) -> Records | None:
     chosen = [path for path in found if split is None] or _of_split(root, list(found), split or "")
     kinds = sorted({found[path] for path in chosen})
     if len(kinds) > 1:
-        raise UsageError(f"{str(root)!r} holds shards of several formats ({', '.join(kinds)}); leave one.")
+        raise UsageError(f"{str(root)!r} holds shards of several formats ({', '.join(kinds)}); keep only one.")
     records = _KINDS[kinds[0]][1](root, chosen)
     if not len(records):
         raise UsageError(f"{str(root)!r}: the {kinds[0]} files {listing([path.name for path in chosen])} are empty.")
@@ -71,8 +71,8 @@ def _of_split(root: Path, paths: Sequence[Path], split: str) -> list[Path]:
         if chosen := [path for path in paths if word in words[path]]:
             return chosen
     raise UsageError(
-        f"--data-dir {str(root)!r} has no shard of the split {split!r}: a name with one of the words "
-        f"{', '.join(SPLITS[split])}; it holds {listing([str(path.relative_to(root)) for path in paths])}."
+        f"--data-dir {str(root)!r} has no shard of the split {split!r}: the name must contain one of the words "
+        f"{', '.join(SPLITS[split])}. The folder holds {listing([str(path.relative_to(root)) for path in paths])}."
     )
 
 

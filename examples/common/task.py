@@ -238,7 +238,7 @@ class Task(abc.ABC):
         before = position["precision"]["policy"]
         say(
             f"from policy {before} to {self.policy}: parameters, statistics and the optimizer's state carry over; the "
-            f"loss scale starts at {float(state.opt_state.loss_scale):g}, skipped steps are counted on"
+            f"loss scale starts at {float(state.opt_state.loss_scale):g}, the count of skipped steps continues"
         )
         return self.parallel.place(state), position
 

@@ -51,7 +51,7 @@ def open_model(
         about = read_about(config.weights)
         settings, description = about.get("settings", {}), about.get("data", {})
         if settings.get("script") != config.script:
-            raise UsageError(f"--weights {str(config.weights)!r} is of examples.{settings.get('script')}.")
+            raise UsageError(f"--weights {str(config.weights)!r} is a model of examples.{settings.get('script')}.")
     given = {name for name in config.given if getattr(config, name) is not None}
     replaced = {*_OWN, *given, *(alternatives if given.intersection(alternatives) else ())}
     kept = {name: value for name, value in settings.items() if name not in replaced}
@@ -78,7 +78,7 @@ def run_variables(task: Task, folder: RunFolder) -> Variables:
     with Checkpoints(path) as checkpoints:
         restored = task.restore_as_saved(checkpoints, config.resume_step)
     if restored is None:
-        raise UsageError(f"--output {str(folder.path)!r} holds no checkpoint yet: the run was ended before its first.")
+        raise UsageError(f"--output {str(folder.path)!r} holds no checkpoint yet: the run ended before its first.")
     state, _ = restored
     return Variables(**state.ema) if state.ema else Variables(float32_params(state), state.stats)
 
@@ -112,8 +112,8 @@ def export(task: Task, variables: Variables, folder: Path, dtype: str) -> dict[s
     if not sign * found >= sign * source - _TOLERANCE - 1 / task.test_count:
         path.unlink(missing_ok=True)
         raise UsageError(
-            f"--export {dtype}: {task.metric_name} {found:.2%}, that of the float32 weights is {source:.2%}; the file "
-            "was removed. Take another dtype."
+            f"--export {dtype}: {task.metric_name} {found:.2%}, but {source:.2%} for the float32 weights; the file "
+            "was removed. Use another dtype."
         )
     size = path.stat().st_size
     say(f"{path}: {size / 2**20:.2f} MiB, {task.metric_name} {found:.2%} (float32 weights: {source:.2%})")

@@ -46,7 +46,7 @@ def cast_weights(variables: Variables, dtype: str) -> Variables:
     )(variables.params)
     for name, is_finite in named(jax.device_get(finite)).items():
         if not is_finite:
-            raise UsageError(f"--export {dtype}: the parameter {name} is out of its range; take bfloat16 or float32.")
+            raise UsageError(f"--export {dtype}: the parameter {name} is out of range; use bfloat16 or float32.")
     return Variables(params, variables.stats)
 
 
@@ -74,9 +74,7 @@ def read_about(path: Path) -> dict[str, Any]:
         with safe_open(str(path), "flax") as file:
             return json.loads((file.metadata() or {})[_ABOUT])
     except Exception as error:
-        raise UsageError(
-            f"--weights {str(path)!r} is not a file that --export wrote: {one_line(error, 200)}"
-        ) from error
+        raise UsageError(f"--weights {str(path)!r} was not written by --export: {one_line(error, 200)}") from error
 
 
 def file_shapes(path: Path, flag: str) -> Shapes:
@@ -167,4 +165,6 @@ def check_alike(params: Any, like: Any, source: str) -> None:
     for name in own:
         if name not in others or others[name].shape != own[name].shape:
             got = f"has shape {others[name].shape}" if name in others else "is missing"
-            raise UsageError(f"{source}: {name!r} {got}, this model's has {own[name].shape}; give the same --model.")
+            raise UsageError(
+                f"{source}: {name!r} {got}, but this model's has shape {own[name].shape}; give the same --model."
+            )

@@ -118,9 +118,9 @@ def _check_fits(needed: int, splits: Sequence[_Images], side: int) -> None:
         return
     count = sum(len(images) for images in splits)
     raise UsageError(
-        f"--cache: {count:,} images with a shorter side of {side} pixels take {needed / _MIB:,.1f} MiB, and of memory "
-        f"{available / _MIB:,.1f} MiB are free, {_SHARE:.0%} of it for images. Leave out --cache, or give a smaller "
-        f"--image-size."
+        f"--cache: {count:,} images with a shorter side of {side} pixels need {needed / _MIB:,.1f} MiB, but only "
+        f"{_SHARE:.0%} of the {available / _MIB:,.1f} MiB of free memory may hold images. Leave out "
+        "--cache, or give a smaller --image-size."
     )
 
 

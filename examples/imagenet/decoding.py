@@ -135,7 +135,7 @@ def _turned(size: tuple[int, int], orientation: int) -> tuple[int, int]:
 def _reason(error: Exception) -> str:
     if isinstance(error, UnidentifiedImageError):
         # Pillow's message only contains the path.
-        return f"not a whole {', '.join(FORMATS[:-1])} or {FORMATS[-1]}"
+        return f"not a complete {', '.join(FORMATS[:-1])} or {FORMATS[-1]}"
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return str(error) or type(error).__name__

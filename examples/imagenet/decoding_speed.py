@@ -181,11 +181,13 @@ def table(rows: dict[str, Row]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--images", type=int, default=512, help="JPEGs to make")
-    parser.add_argument("--cores", type=int, default=os.cpu_count() or 1, help="workers of the larger runs")
+    parser.add_argument("--images", type=int, default=512, help="number of JPEGs to generate")
+    parser.add_argument("--cores", type=int, default=os.cpu_count() or 1, help="number of workers of the larger runs")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--batches", type=int, default=8, help=f"of {BATCH_SIZE} images, timed in a round")
-    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path(__file__).parent, help="folder of the results")
+    parser.add_argument("--batches", type=int, default=8, help=f"batches of {BATCH_SIZE} images timed per round")
+    parser.add_argument(
+        "--out", type=pathlib.Path, default=pathlib.Path(__file__).parent, help="folder for the results"
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         root = pathlib.Path(folder)

@@ -76,7 +76,7 @@ class ImageFolder(Dataset):
         super().restore(state)
         if state["digest"] != self._digest:
             raise UsageError(
-                f"{self.name}: as many images as when the run began, but not the same files or content; a run can only "
+                f"{self.name}: the files or their content differ from those of the run; a run can only "
                 f"be resumed with the same images. Put them back, or start a new run."
             )
         self.problems.reasons.update(dict.fromkeys(state["unreadable"], "before"))

@@ -47,7 +47,7 @@ class ImageRecords:
             raise UnusableFileError(f"its field {self._fields[0]!r} holds no encoded image")
         name = _class_name(value, self._names)
         if name not in self._index:
-            raise UnusableFileError(f"its label {name!r} is none of the {len(self._index)} classes")
+            raise UnusableFileError(f"its label {name!r} is not one of the {len(self._index)} classes")
         return image, self._index[name]
 
     def digest(self) -> str:

@@ -57,7 +57,9 @@ def list_tree(root: Path, splits: Sequence[str] = ("train", "val")) -> tuple[lis
         UsageError: The tree has the wrong layout; the message names the problem and possible fixes.
     """
     if not root.is_dir():
-        raise UsageError(f"--data-dir {str(root)!r} is not a folder. {_EXPECTED} Without it: the digits, no download.")
+        raise UsageError(
+            f"--data-dir {str(root)!r} is not a folder. {_EXPECTED} The default, digits, needs no download."
+        )
     named = {split: _class_names(root, split) for split in splits}
     classes = named[splits[0]]
     if len(splits) > 1:
@@ -74,7 +76,7 @@ def list_tree(root: Path, splits: Sequence[str] = ("train", "val")) -> tuple[lis
             )
     if other:
         kinds = ", ".join(f"{count} {ending}" for ending, count in other.most_common(5))
-        print(f"{root}: {other.total()} files without an image extension are left out: {kinds}", file=sys.stderr)
+        print(f"{root}: {other.total()} files without an image extension are ignored: {kinds}", file=sys.stderr)
     return classes, found
 
 
@@ -119,16 +121,14 @@ def _images_below(folder: str, above: tuple[tuple[int, int], ...], other: Counte
     status = os.stat(folder)
     own = (status.st_dev, status.st_ino)
     if own in above:
-        raise UsageError(
-            f"--data-dir: {folder!r} is a folder that it is in itself, by a symbolic link; remove the link."
-        )
+        raise UsageError(f"--data-dir: the folder {folder!r} contains itself through a symbolic link; remove the link.")
     for entry in _entries(folder):
         if entry.name.lower().endswith(EXTENSIONS):
             yield entry.path
         elif _is_folder(entry):
             yield from _images_below(entry.path, (*above, own), other)
         else:
-            other[os.path.splitext(entry.name)[1].lower() or "without an ending"] += 1
+            other[os.path.splitext(entry.name)[1].lower() or "without an extension"] += 1
 
 
 def _entries(folder: str) -> list[os.DirEntry[str]]:
@@ -145,7 +145,7 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
         return entry.is_dir()
     except OSError as error:
         raise UsageError(
-            f"--data-dir: {entry.path!r} leads nowhere ({error.strerror}); repair or remove it."
+            f"--data-dir: {entry.path!r} is a broken link ({error.strerror}); repair or remove it."
         ) from error
 
 

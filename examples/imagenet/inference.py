@@ -39,11 +39,11 @@ def load(config: Config) -> tuple[ImageTask, Variables]:
 def _check_same(about: Description, images: Dataset) -> None:
     if tuple(images.classes) != about.classes:
         raise UsageError(
-            f"the model is for the classes {listing(about.classes)}, {images.name} has {listing(images.classes)}. Give "
-            "the --data-dir that it was trained on, or one with the same class folders."
+            f"the model has the classes {listing(about.classes)}, but {images.name} has {listing(images.classes)}. "
+            "Give the --data-dir that it was trained on, or one with the same class folders."
         )
     if images.image_shape != about.image_shape:
-        raise UsageError(f"the model is for images of {about.image_shape}, {images.name} has {images.image_shape}.")
+        raise UsageError(f"the model takes images of {about.image_shape}, but {images.name} has {images.image_shape}.")
 
 
 def evaluate(config: Config) -> dict[str, Any]:

@@ -74,11 +74,11 @@ def _kind(name: str) -> Kind:
         return KINDS[name]
     module, colon, attribute = name.partition(":")
     if not colon:
-        raise UsageError(f"--model {name!r}: take {', '.join(KINDS)}, or MODULE:CLASS for a module of yours.")
+        raise UsageError(f"--model {name!r}: give {', '.join(KINDS)}, or MODULE:CLASS for your own module.")
     try:
         return Kind(getattr(importlib.import_module(module), attribute), {})
     except (ImportError, AttributeError) as error:
-        raise UsageError(f"--model {name!r} can't be imported: {error}. It is found by PYTHONPATH.") from error
+        raise UsageError(f"--model {name!r} can't be imported: {error}. Its folder must be on PYTHONPATH.") from error
 
 
 def create_model(name: str, num_classes: int, channels: int = 3) -> Any:

@@ -70,8 +70,8 @@ class Batches(Iterator[Batch]):
             if "Worker process was terminated" not in str(error):  # Grain has no exception type for this
                 raise
             raise UsageError(
-                f"a process that loads images has died ({error}). Was it out of memory? Take fewer --workers, or "
-                f"--worker-kind thread; --resume goes on from the last checkpoint."
+                f"a process that loads images has died ({error}), perhaps out of memory. Use fewer --workers, or "
+                "--worker-kind thread; --resume continues from the last checkpoint."
             ) from error
         self._dataset.report(loaded.unreadable)
         return loaded.batch
@@ -126,7 +126,9 @@ def train_batches(
     """
     steps = steps_per_epoch(dataset, batch_size)
     if not steps:
-        raise UsageError(f"--batch-size {batch_size}: {dataset.name} has {len(dataset)} images. Give at most that.")
+        raise UsageError(
+            f"--batch-size {batch_size}: {dataset.name} has {len(dataset)} images. Give at most this number."
+        )
     last = 2**31 if last is None else last
     plan = _TrainPlan(len(dataset), batch_size, shard, first, max(0, last - first), seed, augment)
     return _open(dataset, plan, workers, put)
@@ -160,7 +162,7 @@ class _Plan:
         if self.batch_size % self.shard.count:
             raise UsageError(
                 f"--batch-size {self.batch_size} cannot be divided among {self.shard.count} hosts; "
-                f"take a multiple of {self.shard.count}."
+                f"use a multiple of {self.shard.count}."
             )
 
     def _own(self, indices: np.ndarray) -> np.ndarray:

@@ -40,12 +40,12 @@ def read_pretrained(path: Path, like: Variables, model: str) -> Variables:
     if "fc.weight" not in shapes or "layer1.0.conv1.weight" not in shapes:
         return file_variables(path, like, "--init-from")
     if not model.startswith("resnet"):
-        raise UsageError(f"--init-from {str(path)!r} is a ResNet of torch; --model {model} is none.")
+        raise UsageError(f"--init-from {str(path)!r} is a torchvision ResNet, but --model {model} is not a ResNet.")
     names = {name: _torch_name(name, shapes) for name in named(like._asdict())}
     leave: tuple[str, ...] = ()
     classes = shapes["fc.weight"][0]
     if classes != like.params["Dense_0"]["bias"].shape[0]:
-        say(f"{path} is for {classes} classes: the last layer starts from random weights")
+        say(f"{path} has {classes} classes: the last layer starts from random weights")
         leave = ("params/Dense_0/kernel", "params/Dense_0/bias")
     return file_variables(path, like, "--init-from", names, _to_flax, leave)
 

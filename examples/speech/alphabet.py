@@ -49,7 +49,7 @@ class Alphabet:
             character = line.removeprefix("\\") if line == "\\#" else line
             if len(character) != 1:
                 what = "is empty; the space is a line with one space in it" if not character else f"has {character!r}"
-                raise UsageError(f"alphabet {str(path)!r}, line {number} {what}: give one character a line.")
+                raise UsageError(f"alphabet {str(path)!r}, line {number} {what}: give one character per line.")
             if character in found:
                 raise UsageError(
                     f"alphabet {str(path)!r}: {character!r} is in line {found[character]} and again in line {number}; "
@@ -57,7 +57,7 @@ class Alphabet:
                 )
             found[character] = number
         if not found:
-            raise UsageError(f"alphabet {str(path)!r} has no characters: give one a line (# starts a comment).")
+            raise UsageError(f"alphabet {str(path)!r} has no characters: give one per line (# starts a comment).")
         return cls("".join(found))
 
     def unknown(self, text: str) -> str:

@@ -58,7 +58,7 @@ def read_audio(path: File) -> np.ndarray:
         except soundfile.SoundFileError as error:
             raise UnusableFileError(f"damaged: {_reason(error)}") from error
     if len(channels) != promised:
-        raise UnusableFileError(f"damaged: {len(channels)} samples where its header promises {promised}")
+        raise UnusableFileError(f"damaged: {len(channels)} samples but its header says {promised}")
     if not np.isfinite(channels).all():
         raise UnusableFileError("it holds NaN or infinite samples")
     mono = channels[:, 0] if channels.shape[1] == 1 else channels.mean(axis=1)
@@ -87,7 +87,7 @@ def _check(file: soundfile.SoundFile) -> None:
     # libsndfile reads truncated WAV files, and reports the truncation only in its log.
     cut = _CUT_SHORT.search(file.extra_info)
     if cut and int(cut[1]) < _STREAMED:
-        raise UnusableFileError(f"damaged: cut short, {cut[2]} bytes of audio where its header promises {cut[1]}")
+        raise UnusableFileError(f"damaged: cut short, {cut[2]} bytes of audio but its header says {cut[1]}")
     if file.frames <= 0:
         raise UnusableFileError("it holds no samples")
 

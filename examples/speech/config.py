@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from examples.common.cli import UsageError
 from examples.common.config import (
+    ACTION,
     BENCHMARK,
     BENCHMARKS,
     BUILD,
@@ -17,7 +18,6 @@ from examples.common.config import (
     MODEL,
     TRAIN,
     TRAINING,
-    WHAT,
     Group,
     RunConfig,
 )
@@ -34,11 +34,9 @@ DECODING = Group("decoding", ("train", "compare", "evaluate", "predict", *BENCHM
 _RECIPE = Recipe(20, 16, 3e-3, 1.0, "adamw", 1e-2, clip_norm=10.0)
 
 # Mozilla's flags for DeepSpeech.
-_CUDNN = Foreign(says="there is one recurrent layer for all devices, and its checkpoints fit everywhere")
+_CUDNN = Foreign(says="ignored: one recurrent layer runs on all devices, with the same checkpoints")
 _FOREIGN = {
-    "--automatic_mixed_precision": Foreign(
-        "--policy mixed_float16", "is --policy mixed_float16 (which is the default)"
-    ),
+    "--automatic_mixed_precision": Foreign("--policy mixed_float16", "means --policy mixed_float16 (the default)"),
     "--train_files": Foreign("--train-data"),
     "--dev_files": Foreign("--dev-data"),
     "--test_files": Foreign("--test-data"),
@@ -52,7 +50,7 @@ _FOREIGN = {
     "--load_cudnn": _CUDNN,
     "--train_cudnn": _CUDNN,
     "--use_cudnn_rnn": _CUDNN,
-    "--early_stop": Foreign(says="say after how many epochs: --patience N"),
+    "--early_stop": Foreign(says="ignored: give the number of epochs with --patience N"),
 }
 
 
@@ -67,69 +65,72 @@ class Config(RunConfig):
 
     mode: Literal[  # type: ignore[misc]  # a field with a default, though its base has it without
         "train_and_evaluate", "train", "evaluate", "predict", "training_benchmark", "inference_benchmark"
-    ] = WHAT(
+    ] = ACTION(
         "train_and_evaluate",
-        "train with a test after each epoch or without, test or use the model in --output (predict is "
-        "--infer), or "
-        "measure speed (of made-up audio)",
+        "train with or without a test after each epoch, test or use the model in --output (predict needs --infer), or "
+        "measure speed (on synthetic audio)",
         decides=True,
     )
     infer: tuple[Path, ...] = FILES(
-        (), "print what is said in these audio files, by the model in --output or --weights", uses=("predict",)
+        (), "transcribe these audio files with the model in --output or --weights", uses=("predict",)
     )
 
     train_data: Path | None = DATA(
         None,
-        "training speech: a Mozilla CSV (wav_filename,wav_filesize,transcript), a folder as LibriSpeech has it, or "
-        "shards (TFRecord, ArrayRecord, WebDataset, a saved Hugging Face dataset); without it digit strings, dates and "
-        "commands that espeak-ng speaks",
+        "training speech: a Mozilla CSV (wav_filename,wav_filesize,transcript), a LibriSpeech folder, or shards "
+        "(TFRecord, ArrayRecord, WebDataset, a saved Hugging Face dataset) (default: digit strings, dates and commands "
+        "synthesised by espeak-ng)",
         uses=SPOKEN,
     )
     dev_data: Path | None = DATA(
-        None, "speech to test on after each epoch, as --train-data; by default that of --test-data", uses=SPOKEN
+        None, "speech to test on after each epoch, in a format of --train-data (default: --test-data)", uses=SPOKEN
     )
-    test_data: Path | None = DATA(None, "test speech, as --train-data")
+    test_data: Path | None = DATA(None, "test speech, in a format of --train-data")
     alphabet: Path | None = DATA(
         None,
-        "file with a character a line, as DeepSpeech has it; by default space, a to z and the apostrophe",
+        "file with one character per line, as in DeepSpeech (default: space, a to z and the apostrophe)",
         uses=BUILD,
     )
-    cache_dir: Path = DATA(DEFAULT_CACHE, "folder that the corpus of espeak-ng is kept in", decides=False)
-    longest_seconds: float | None = DATA(None, "training utterances that are longer are left out", uses=SPOKEN)
-    max_skipped: float = DATA(0.01, "share of the utterances that may be skipped as unusable; more is an error")
+    cache_dir: Path = DATA(DEFAULT_CACHE, "folder for the corpus synthesised by espeak-ng", decides=False)
+    longest_seconds: float | None = DATA(None, "leave out training utterances that are longer", uses=SPOKEN)
+    max_skipped: float = DATA(0.01, "largest share of the utterances that may be skipped as unusable")
 
     model: Literal["deepspeech", "deepspeech2"] = MODEL(
-        "deepspeech", "dense layers around a recurrent one, or convolutions and then recurrent layers"
+        "deepspeech", "dense layers around a recurrent layer, or convolutions followed by recurrent layers"
     )
-    hidden: int = MODEL(128, "units of dense layers and of each direction of recurrent ones (DeepSpeech: 2048)")
-    cell: Literal["rnn", "gru", "lstm"] = MODEL("gru", "of the recurrent layers; rnn is DeepSpeech's clipped ReLU")
-    bidirectional: bool = MODEL(True, "whether the recurrent layers also run backward in time")
-    stride: int = MODEL(3, "frames (of 10 ms) from one output of the model to the next")
+    hidden: int = MODEL(128, "units of dense layers and of each direction of recurrent layers (DeepSpeech: 2048)")
+    cell: Literal["rnn", "gru", "lstm"] = MODEL(
+        "gru", "cell of the recurrent layers; rnn is DeepSpeech's, with a clipped ReLU"
+    )
+    bidirectional: bool = MODEL(True, "also run the recurrent layers backward in time")
+    stride: int = MODEL(3, "number of 10 ms frames per output of the model")
     context: int = MODEL(5, "deepspeech: frames on either side that the first layer sees")
     layer_norm: bool = MODEL(True, "deepspeech: layer normalisation before each clipped ReLU")
     layers: int = MODEL(2, "deepspeech2: recurrent layers (paper: 7)")
-    channels: int = MODEL(8, "deepspeech2: of its convolutions (paper: 32)")
-    lookahead: int = MODEL(0, "deepspeech2: frames that a row convolution sees ahead, for --no-bidirectional")
-    dropout: float = MODEL(0.05, "share of units dropped in training")
-    features: Literal["log_mel", "mfcc"] = MODEL("log_mel", "what the model sees of the audio")
-    mels: int = MODEL(40, "mel bands, of log_mel and of the mfcc (whose first 26 coefficients are taken)")
+    channels: int = MODEL(8, "deepspeech2: channels of the convolutions (paper: 32)")
+    lookahead: int = MODEL(0, "deepspeech2 with --no-bidirectional: future frames that a row convolution sees")
+    dropout: float = MODEL(0.05, "dropout rate")
+    features: Literal["log_mel", "mfcc"] = MODEL("log_mel", "audio features that the model reads")
+    mels: int = MODEL(40, "number of mel bands of log_mel, and of mfcc (which keeps the first 26 coefficients)")
 
-    augment: bool = TRAINING(True, "SpecAugment, and random speed and volume")
-    buckets: int = TRAINING(2, "lengths that utterances are padded to; each is compiled for", uses=(*BUILD, "evaluate"))
+    augment: bool = TRAINING(True, "apply SpecAugment and random changes of speed and volume")
+    buckets: int = TRAINING(
+        2, "number of lengths to pad utterances to; each is compiled separately", uses=(*BUILD, "evaluate")
+    )
 
     decoder: Literal["greedy", "beam"] = DECODING(
-        "greedy", "how the last test and --infer find the text; the tests before it are greedy"
+        "greedy", "decoder of the final test and --infer; earlier tests are greedy"
     )
-    beam: int = DECODING(16, "prefixes that the beam decoder keeps")
-    report: int = DECODING(5, "how many of the worst, median and best transcripts are printed")
+    beam: int = DECODING(16, "number of prefixes that the beam decoder keeps")
+    report: int = DECODING(5, "how many of the worst, median and best transcripts to print")
 
     longest: float = BENCHMARK(
         4.0,
-        "seconds of the longest utterance of a batch; the others are spread evenly from a quarter of it",
+        "seconds of the longest utterance in a batch; lengths are spread evenly from a quarter of it",
         uses=(*MEASURE, "compare"),
     )
-    warmup_steps: int = BENCHMARK(10, "steps before those that are measured", uses=BENCHMARKS)
-    num_iter: int = BENCHMARK(50, "steps that are measured", uses=(*BENCHMARKS, "compare"))
+    warmup_steps: int = BENCHMARK(10, "steps to run before measuring", uses=BENCHMARKS)
+    num_iter: int = BENCHMARK(50, "number of steps to measure", uses=(*BENCHMARKS, "compare"))
 
     def _check_numbers(self) -> None:
         super()._check_numbers()
@@ -151,11 +152,9 @@ class Config(RunConfig):
         if self.dev_data is not None and self.train_data is None:
             raise UsageError("--dev-data comes with --train-data and --test-data.")
         if self.lookahead and (self.model != "deepspeech2" or self.bidirectional):
-            raise UsageError(
-                f"--lookahead {self.lookahead}: only a --model deepspeech2 with --no-bidirectional looks ahead by it."
-            )
+            raise UsageError(f"--lookahead {self.lookahead} is only for --model deepspeech2 with --no-bidirectional.")
         if self.mode == "predict" and not self.infer:
-            raise UsageError("--mode predict: add --infer FILE, the audio to write down.")
+            raise UsageError("--mode predict: add --infer FILE, the audio to transcribe.")
         # The shortest utterance of a benchmark is a quarter of the longest, and must yield at least one frame.
         if self.is_benchmark and self.output_frames(int(self.longest / 4 * 16_000)) < self.stride:
             raise UsageError(f"--longest {self.longest}: a quarter of it is too short for the model; give 0.2 or more.")

@@ -75,8 +75,8 @@ class CorpusSize:
     def __post_init__(self) -> None:
         if self.train < 1 or self.test < 1 or self.train + self.test > _MAX_UTTERANCES:
             raise UsageError(
-                f"a corpus of {self.train} training and {self.test} test utterances: there can be at least one of each "
-                f"and at most {_MAX_UTTERANCES} together (there are no more short texts)."
+                f"a corpus of {self.train} training and {self.test} test utterances: there must be at least one of "
+                f"each and at most {_MAX_UTTERANCES} together, since there are no more short texts."
             )
 
 
@@ -99,7 +99,7 @@ def make_corpus(cache: Path = DEFAULT_CACHE, size: CorpusSize | None = None) -> 
             part = Path(tempfile.mkdtemp(prefix=f"{key}.part-", dir=cache))
         except OSError as error:
             raise UsageError(
-                f"the corpus cannot be kept in {str(cache)!r}: {error.strerror}. Give another folder by --cache-dir."
+                f"the corpus cannot be kept in {str(cache)!r}: {error.strerror}. Give another folder with --cache-dir."
             ) from error
         try:
             _write(part, plan)
@@ -181,8 +181,8 @@ def _write(folder: Path, plan: dict[str, list[Spoken]]) -> None:
             _write_split(folder, split, part, voices)
     except SynthesisError as error:
         raise UsageError(
-            f"espeak-ng cannot speak the corpus: {error}. Install it with pip install espeakng-loader, or give speech "
-            "of your own (--train-data, --test-data)."
+            f"espeak-ng cannot speak the corpus: {error}. Install it with pip install espeakng-loader, or give your "
+            "own speech (--train-data, --test-data)."
         ) from error
 
 

@@ -79,7 +79,7 @@ class Speech:
             self.skipped.add(str(path), str(error))
             return None
         if len(audio) != self.samples[index]:
-            self.skipped.add(str(path), "it has another length than at the start of the run")
+            self.skipped.add(str(path), "its length has changed since the start of the run")
             return None
         return audio
 
@@ -95,7 +95,7 @@ class Speech:
         kept = np.flatnonzero(self.samples <= seconds * SAMPLE_RATE)
         left = len(self) - len(kept)
         if left:
-            tqdm.write(f"{self.name}: {left} utterances of more than {seconds:g} s are left out", file=sys.stderr)
+            tqdm.write(f"{self.name}: {left} utterances longer than {seconds:g} s are left out", file=sys.stderr)
         self._keep([Utterance(self.paths[i], self.transcripts[i]) for i in kept], self.samples[kept])
 
     def keep_decodable(self, frames: Callable[[np.ndarray], np.ndarray], fastest: float = 1.0) -> None:
@@ -113,7 +113,7 @@ class Speech:
         for index in np.flatnonzero(need > have):
             self.skipped.add(
                 str(self.paths[index]),
-                f"its transcript is too long: it needs {need[index]} frames and the model puts out {have[index]} for "
+                f"its transcript is too long: it needs {need[index]} frames but the model outputs {have[index]} for "
                 f"{self.samples[index] / SAMPLE_RATE:.2f} s of audio: {self.transcripts[index]!r}",
             )
         kept = np.flatnonzero(need <= have)
@@ -167,15 +167,15 @@ def _check_characters(name: str, utterances: Sequence[Utterance], alphabet: Alph
     first = next(utterance for utterance in utterances if alphabet.unknown(utterance.transcript))
     raise UsageError(
         f"{name!r}: transcripts have characters that are not in the alphabet: {listing(sorted(unknown), 20)}, first in "
-        f"{first.transcript!r} of {str(first.path)!r}. Give an alphabet that has them (--alphabet FILE, a character a "
-        f"line), or change the transcripts (lower case, numbers as words) to {alphabet.characters!r}."
+        f"{first.transcript!r} of {str(first.path)!r}. Give an alphabet that has them (--alphabet FILE, one character "
+        f"per line), or change the transcripts (lower case, numbers as words) to {alphabet.characters!r}."
     )
 
 
 def _say_what_is_converted(name: str, found: Sequence[AudioInfo]) -> None:
     rates = Counter(info.sample_rate for info in found if info.sample_rate != SAMPLE_RATE)
     mixed = sum(info.channels > 1 for info in found)
-    said = [f"{count} of {rate} Hz resampled to {SAMPLE_RATE}" for rate, count in sorted(rates.items())]
-    said += [f"{mixed} of several channels mixed down to one"] if mixed else []
+    said = [f"{count} at {rate} Hz resampled to {SAMPLE_RATE}" for rate, count in sorted(rates.items())]
+    said += [f"{mixed} with several channels mixed down to one"] if mixed else []
     if said:
         tqdm.write(f"{name}: of {len(found)} files, {', '.join(said)}", file=sys.stderr)

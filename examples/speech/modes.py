@@ -48,4 +48,4 @@ def write_reports(task: Any, folder: RunFolder) -> None:
     if len(bad):
         lines = [f"{task.train_set.paths[i]}: {task.not_finite[i]} times" for i in bad]
         (folder.path / "not_finite.txt").write_text("\n".join(lines) + "\n")
-        say(f"{len(bad)} training files had a loss that was not finite; they are in {folder.path / 'not_finite.txt'}")
+        say(f"{len(bad)} training files had a non-finite loss; they are listed in {folder.path / 'not_finite.txt'}")

@@ -39,12 +39,12 @@ _RISKS = ("exp", "log", "pow", "sum", "softmax", "loss")
 
 @dataclasses.dataclass(frozen=True)
 class Precision:
-    """Runs a trained model from audio to loss and back, and says where float16 would have lost numbers."""
+    """Runs a trained model from audio to loss and back, and reports where float16 would lose values."""
 
-    output: Path = _FLAGS(Path("runs/speech/0001"), "folder of a training by examples.speech")
-    policy: str = _FLAGS("mixed_float16", "the precision of which it is said what runs in half")
-    batches: int = _FLAGS(2, "training batches to look at")
-    cache_dir: Path = _FLAGS(DEFAULT_CACHE, "folder that the corpus of espeak-ng is kept in")
+    output: Path = _FLAGS(Path("runs/speech/0001"), "run folder of examples.speech")
+    policy: str = _FLAGS("mixed_float16", "policy whose half-precision operations are listed")
+    batches: int = _FLAGS(2, "number of training batches to use")
+    cache_dir: Path = _FLAGS(DEFAULT_CACHE, "folder for the corpus synthesised by espeak-ng")
 
 
 def _with_training_data(config: Config, described: dict[str, Any]) -> SpeechTask:

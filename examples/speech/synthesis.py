@@ -57,7 +57,9 @@ def synthesize(utterances: Sequence[Spoken]) -> Iterator[tuple[np.ndarray, int]]
                 samples = process.stdout.read(size)
                 if not size or len(samples) < size:
                     message = process.stderr.read().decode(errors="replace").strip()
-                    raise SynthesisError(message.splitlines()[-1] if message else "espeak-ng ended without a word")
+                    raise SynthesisError(
+                        message.splitlines()[-1] if message else "espeak-ng exited without an error message"
+                    )
                 yield np.frombuffer(samples, "<i2"), rate
         finally:
             process.kill()

@@ -104,7 +104,7 @@ class SpeechTask(Task):
         if tested:
             rates = {"words": f"{prefix}wer", "characters": f"{prefix}cer"}
             self.panels.append(Panel("error rate, test", rates, percent=True))
-        self.title = f"{config.model} on {train.name if train else 'made-up audio'}, policy {config.policy}"
+        self.title = f"{config.model} on {train.name if train else 'synthetic audio'}, policy {config.policy}"
         self.transcribed: list[Transcribed] = []
         self.not_finite = np.zeros(0, np.int32)
 
@@ -237,8 +237,8 @@ class SpeechTask(Task):
         ):
             if before != now and speech is not None:
                 raise UsageError(
-                    f"--{name}-data {speech.name}: not the utterances and files that the run began with; it can only "
-                    "be resumed with the same data. Put them back, or start a new run (--init-from takes its weights)."
+                    f"--{name}-data {speech.name}: the utterances or files differ from those of the run; a run can only "
+                    "be resumed with the same data. Put them back, or start a new run (--init-from loads its weights)."
                 )
 
     # Benchmarks.

@@ -103,5 +103,5 @@ def test_a_full_disk_is_one_line(tmp_path, monkeypatch):
             raise ValueError("RESOURCE_EXHAUSTED: Failed writing: No space left on device")
 
         monkeypatch.setattr(checkpoints._manager, "save", save)
-        with pytest.raises(UsageError, match=r"No space left on device\. Make room"):
+        with pytest.raises(UsageError, match=r"No space left on device\. Free disk space"):
             checkpoints.save(1, jax.device_get(state(1)), {})

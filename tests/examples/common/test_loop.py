@@ -48,7 +48,7 @@ def test_training_stops_early_and_keeps_the_best_epoch(rated, tmp_path, capsys):
     output = tmp_path / "run"
     flags = [*FLAGS, "--epochs", "5", "--patience", "2", "--keep", "1", "--save-every", "0", "--output", str(output)]
     assert main(flags) == 0
-    assert "stopped early: test_accuracy 0.9 of epoch 2 was not bettered in 2 epochs" in capsys.readouterr().out
+    assert "stopped early: no improvement on test_accuracy 0.9 of epoch 2 in 2 epochs" in capsys.readouterr().out
     summary = json.loads((output / "summary.json").read_text())
     # Equal is no better: the first of two equal epochs is the best.
     assert (summary["epochs"], summary["best_epoch"]) == (4, 2)
@@ -200,4 +200,4 @@ def test_the_end_of_another_process_is_one_line(monkeypatch, tmp_path, capsys):
     assert ended == [2]
     error = capsys.readouterr().err
     assert "another process of this run has ended (UNKNOWN: Gloo all-reduce failed" in error
-    assert "Start all of them again with --resume" in error
+    assert "Restart all of them with --resume" in error

@@ -141,7 +141,7 @@ def test_images_of_shards_are_those_of_folders(kind, photos, tmp_path):
     moved[0].restore(state)
     splits["train"][0][image] = splits["train"][1][image]
     write(tmp_path / "other", splits, CLASSES)
-    with pytest.raises(UsageError, match="not the same files or content"):
+    with pytest.raises(UsageError, match="the files or their content differ"):
         opened(tmp_path / "other")[0].restore(state)
 
 
@@ -183,7 +183,7 @@ def test_labels_in_json_and_damaged_entries(photos, tmp_path):
     train.report(loaded.unreadable)
     assert {name.rpartition("/")[2]: reason.split(":")[0] for name, reason in train.problems.reasons.items()} == {
         "0001": "its json is none",
-        "0002": "not a whole JPEG, PNG, WEBP, GIF or BMP",
+        "0002": "not a complete JPEG, PNG, WEBP, GIF or BMP",
     }
 
 

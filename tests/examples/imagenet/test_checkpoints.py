@@ -90,7 +90,7 @@ def test_killed_run_goes_on_from_its_last_checkpoint(tmp_path, capsys):
     assert int(last_state(output).step) == saved
     assert main([*flags, "--resume"]) == 0
     assert [line["step"] for line in metrics_of(output)] == [3, 6]
-    assert "starts again" not in capsys.readouterr().out
+    assert "starts from the beginning" not in capsys.readouterr().out
 
 
 def newest(output):
@@ -182,7 +182,7 @@ def test_export_that_loses_accuracy_is_not_left_behind(trained, monkeypatch, cap
 
 def test_weights_out_of_range_are_named():
     variables = Variables({"head": {"kernel": jnp.full((2, 2), 1e5)}}, {})
-    with pytest.raises(UsageError, match="head/kernel is out of its range; take bfloat16"):
+    with pytest.raises(UsageError, match="head/kernel is out of range; use bfloat16"):
         cast_weights(variables, "float16")
 
 
@@ -208,4 +208,4 @@ def test_other_files_are_no_weights(tmp_path, capsys):
     file = tmp_path / "weights"
     file.write_bytes(b"no weights")
     error = error_of(["--mode", "evaluate", "--weights", str(file)], capsys)
-    assert f"--weights '{file}' is not a file that --export wrote" in error
+    assert f"--weights '{file}' was not written by --export" in error

@@ -139,7 +139,7 @@ def test_hosts_load_the_parts_of_one_batch(photos):
         whole = load(data, 4)
         parts = [load(data, 4, shard=Shard(index, 2)) for index in range(2)]
         assert_equal(whole, [Batch(*map(np.concatenate, zip(*both, strict=True))) for both in zip(*parts, strict=True)])
-    with pytest.raises(UsageError, match="--batch-size 4 cannot be divided among 3 hosts; take a multiple of 3"):
+    with pytest.raises(UsageError, match="--batch-size 4 cannot be divided among 3 hosts; use a multiple of 3"):
         train_batches(data, 4, 0, shard=Shard(0, 3))
 
 
@@ -254,8 +254,8 @@ def spoil(folder: Path) -> dict[str, str]:
     (folder / "loop.jpg").symlink_to(folder / "loop.jpg")
     return {
         "cut.jpg": "truncated",
-        "empty.png": "not a whole JPEG",
-        "text.jpeg": "not a whole JPEG",
+        "empty.png": "not a complete JPEG",
+        "text.jpeg": "not a complete JPEG",
         "huge.png": "decompression bomb",
         "gone.jpg": "No such file",
         "loop.jpg": "symbolic links",
@@ -312,10 +312,10 @@ def test_trees_may_have_subfolders_and_links(own_photos):
         (lambda root: (root / "val").rename(root / "test"), r"no folder 'val' \(it holds 'test', 'train'\)"),
         (
             lambda root: (root / "val" / "china" / "up").symlink_to(root / "val"),
-            "val/china/up/china' is a folder that it is in itself",
+            "val/china/up/china' contains itself through a symbolic link",
         ),
-        (lambda root: (root / "train" / "gone").symlink_to(root / "nowhere"), "train/gone' leads nowhere"),
-        (lambda root: (root / "train" / "me").symlink_to(root / "train" / "me"), "train/me' leads nowhere"),
+        (lambda root: (root / "train" / "gone").symlink_to(root / "nowhere"), "train/gone' is a broken link"),
+        (lambda root: (root / "train" / "me").symlink_to(root / "train" / "me"), "train/me' is a broken link"),
         (
             lambda root: (root / "train" / "flower").rename(root / "train" / "Flower"),
             "only in train: 'Flower'; only in",
@@ -342,10 +342,10 @@ def test_state_of_other_images_is_refused(own_photos):
     again.restore(state)
     assert again.unreadable == train.unreadable == 1
     (moved / "train" / "china" / "broken.jpg").rename(moved / "train" / "flower" / "broken.jpg")
-    with pytest.raises(UsageError, match="not the same files"):
+    with pytest.raises(UsageError, match="the files or their content differ"):
         opened(moved)[0].restore(state)
     (moved / "train" / "flower" / "broken.jpg").unlink()
-    with pytest.raises(UsageError, match="12 images, and 13 when the run began"):
+    with pytest.raises(UsageError, match="12 images, but 13 when the run began"):
         opened(moved)[0].restore(state)
 
 
@@ -367,7 +367,7 @@ def test_cached_images_are_those_on_disk(photos, capsys):
 def test_cache_that_does_not_fit_is_refused_with_its_size(photos, monkeypatch):
     monkeypatch.setattr(cache, "available_memory", lambda: 20_000)
     with pytest.raises(
-        UsageError, match=r"18 images .* take 0\.0 MiB, and of memory 0\.0 MiB are free.*Leave out --cache"
+        UsageError, match=r"18 images .* need 0\.0 MiB, but only .* of the 0\.0 MiB of free memory.*Leave out --cache"
     ):
         opened(photos, cache=True)
 

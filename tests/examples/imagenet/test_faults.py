@@ -49,14 +49,14 @@ def photos(tmp_path):
 def test_model_is_not_tested_on_other_classes(trained, monkeypatch, capsys):
     monkeypatch.setattr(FewDigits, "classes", tuple("abcdefghij"))
     error = error_of(["--mode", "evaluate", "--output", str(trained), "--devices", "1"], capsys)
-    assert "the model is for the classes '0', '1'" in error
+    assert "the model has the classes '0', '1'" in error
 
 
 def test_model_is_tested_on_the_images_that_the_flags_name(trained, photos, tmp_path, capsys):
     """Whatever it was trained on: `--dataset` or `--data-dir`."""
     flags = ["--mode", "evaluate", "--devices", "1", "--output"]
     error = error_of([*flags, str(trained), "--dataset", "mnist"], capsys)
-    assert "the model is for images of (8, 8, 1), mnist has (28, 28, 1)" in error
+    assert "the model takes images of (8, 8, 1), but mnist has (28, 28, 1)" in error
     lenient = parse(Config, "imagenet", [*flags, str(trained), "--max-unreadable", "0.5"])
     assert inference.load(lenient)[0].config.max_unreadable == 0.5
     of_mnist = tmp_path / "run"
@@ -64,7 +64,7 @@ def test_model_is_tested_on_the_images_that_the_flags_name(trained, photos, tmp_
     settings = json.loads((of_mnist / "config.json").read_text())
     (of_mnist / "config.json").write_text(json.dumps(settings | {"dataset": "mnist"}))
     error = error_of([*flags, str(of_mnist), "--data-dir", str(photos)], capsys)
-    assert "the model is for the classes '0', '1'" in error
+    assert "the model has the classes '0', '1'" in error
 
 
 def test_testing_needs_no_training_data(trained, monkeypatch, capsys):
@@ -185,7 +185,7 @@ def test_file_of_weights_is_checked_before_it_is_read(trained, tmp_path, capsys)
     assert "lacks 'params/" in written()
     assert "of examples.speech" in written(settings={"script": "speech"})
     file.write_bytes(file.read_bytes()[:40])
-    assert "is not a file that --export wrote" in error_of(flags, capsys)
+    assert "was not written by --export" in error_of(flags, capsys)
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "npz"])

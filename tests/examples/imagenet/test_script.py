@@ -212,7 +212,7 @@ def test_seeds_prints_a_table_and_reuses_finished_runs(tmp_path, capsys):
         (["--seed", "-3"], "--seed -3"),
         (["--image-size", "16"], "--image-size 16"),
         (["--dataset", "mnist", "--image-size", "8"], "--image-size 8: the images of mnist are 28x28"),
-        (["--dataset", "mnist", "--data-dir", "photos"], "--dataset mnist: --data-dir photos would be taken"),
+        (["--dataset", "mnist", "--data-dir", "photos"], "--dataset mnist: --data-dir photos would replace it"),
         (["--data-dir", "no/such/folder"], "'no/such/folder' is not a folder"),
         (["--resume"], "--output DIR"),
         (["--resume", "--output", "no/such/run"], "'no/such/run' holds no run"),

@@ -114,7 +114,7 @@ def test_files_of_any_rate_and_channels_become_16_khz_mono(tmp_path, capsys):
         np.testing.assert_allclose(audio[middle], factor * tone(16_000)[middle], atol=2e-3)
     said = capsys.readouterr().err
     assert (
-        "of 3 files, 1 of 8000 Hz resampled to 16000, 1 of 44100 Hz resampled to 16000, 1 of several channels" in said
+        "of 3 files, 1 at 8000 Hz resampled to 16000, 1 at 44100 Hz resampled to 16000, 1 with several channels" in said
     )
 
 
@@ -182,7 +182,7 @@ def test_transcripts_that_ctc_can_not_align_are_skipped(tmp_path, capsys):
     speech = open_speech(write_csv(tmp_path, ("a.wav", "aab"), ("b.wav", "aab")), max_skipped=0.5)
     speech.keep_decodable(Features().frames)
     assert [path.name for path in speech.paths] == ["b.wav"]
-    assert "it needs 4 frames and the model puts out 3 for 0.04 s of audio: 'aab'" in capsys.readouterr().err
+    assert "it needs 4 frames but the model outputs 3 for 0.04 s of audio: 'aab'" in capsys.readouterr().err
     with pytest.raises(UsageError, match="--max-skipped"):
         speech.keep_decodable(Features().frames, fastest=1.1)
 
