@@ -40,8 +40,8 @@ class Bench:
         state = task.initial_state()
         self.parameters = parameter_count(state.params)
         self.state: Any = state if self.training else task.training.weights(state)
-        self.batch = task.parallel.put(task.made_up_batch())
-        step = task.training.train_step if self.training else task.use_step()
+        self.batch = task.parallel.put(task.synthetic_batch())
+        step = task.training.train_step if self.training else task.inference_step()
         self.compiled = compile_step(step, self.state, self.batch)
 
     def step(self, state: Any, batch: Any) -> tuple[Any, Any]:
@@ -51,8 +51,8 @@ class Bench:
 
     def run(self) -> Any:
         """Runs a step on the same batch."""
-        self.state, shown = self.step(self.state, self.batch)
-        return shown
+        self.state, outputs = self.step(self.state, self.batch)
+        return outputs
 
 
 def run_benchmark(config: RunConfig, make: MakeTask) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def run_benchmark(config: RunConfig, make: MakeTask) -> dict[str, Any]:
             # The extra time of the same steps from files is that of the input pipeline.
             alone = results["latency_milliseconds"]["avg"]
             try:
-                bench.state, results = measured(bench.state, map(task.put, task.endless()))
+                bench.state, results = measured(bench.state, map(task.put, task.endless_batches()))
             finally:
                 task.close()
             share = 1 - alone / results["latency_milliseconds"]["avg"]
@@ -87,7 +87,7 @@ def run_benchmark(config: RunConfig, make: MakeTask) -> dict[str, Any]:
             "policy": config.policy,
             "amp": config.amp,
             "parameters": bench.parameters,
-            **task.bench_settings(),
+            **task.benchmark_settings(),
             "batch_size": task.batch_size,
             "devices": task.parallel.count,
             "warmup_steps": config.warmup_steps,
@@ -95,7 +95,7 @@ def run_benchmark(config: RunConfig, make: MakeTask) -> dict[str, Any]:
             "compile_seconds": bench.compiled.seconds,
             "program_bytes": bench.compiled.bytes,
             **results,
-            **task.bench_figures(results[f"{task.unit}_per_second"]),
+            **task.benchmark_metrics(results[f"{task.unit}_per_second"]),
             "environment": environment(),
         }
         _write(folder, "benchmark.json", results)
@@ -120,24 +120,24 @@ def run_comparison(
     """
     limit, _ = memory_limit(config.memory_limit)
     # Settings that all tasks share are taken from the first.
-    first = make(_one(config, config.policies[0], config.sizes[0]))
+    first = make(_config_of(config, config.policies[0], config.sizes[0]))
     heads = {head: key for key, head in first.table_metrics.items()} if metrics else {}
-    figures: dict[int, Task] = {}
+    tasks: dict[int, Task] = {}
 
     def cases() -> Iterator[Case | DoesNotFit]:
         for size, policy in itertools.product(config.sizes, config.policies):
-            task = make(_one(config, policy, size))
-            figures[size] = task
-            yield _case(task, limit)
+            task = make(_config_of(config, policy, size))
+            tasks[size] = task
+            yield _try_case(task, limit)
 
     rows = compare(cases(), config.num_iter, _WARMUP_ROUNDS)
     for row in rows:
         found = (metrics or {}).get((row["policy"], row["batch_size"]), {})
         row |= {key: found[key] for key in heads.values() if key in found}
         if "items_per_second" in row:
-            row |= figures[row["batch_size"]].bench_figures(row["items_per_second"])
+            row |= tasks[row["batch_size"]].benchmark_metrics(row["items_per_second"])
     text = comparison_table(rows, first.unit, heads)
-    settings = first.bench_settings()
+    settings = first.benchmark_settings()
     results = {
         "mode": config.mode,
         **settings,
@@ -161,12 +161,12 @@ def find_batch_sizes(config: RunConfig, make: MakeTask) -> dict[str, Any]:
         say(f"memory: {limit / 2**30:.1f} GiB ({source})")
         found: dict[str, int | None] = {}
         for policy in config.policies:
-            task = make(_one(config, policy, config.preset.batch_size))
+            task = make(_config_of(config, policy, config.preset.batch_size))
             count = task.parallel.count
-            size = largest_batch(range(count, task.most_entries + 1, count), task.bytes_needed, limit)
+            size = largest_batch(range(count, task.max_batch_size + 1, count), task.bytes_needed, limit)
             while size and jax.default_backend() != "cpu":
                 # A program that fits according to the compiler may still fail because of fragmented memory.
-                if isinstance(_case(make(_one(config, policy, size)), limit), Case):
+                if isinstance(_try_case(make(_config_of(config, policy, size)), limit), Case):
                     break
                 size = size * 63 // 64 // count * count
             found[policy] = size or None
@@ -174,15 +174,15 @@ def find_batch_sizes(config: RunConfig, make: MakeTask) -> dict[str, Any]:
         checked = "compiled" if jax.default_backend() == "cpu" else "compiled and run"
         results = {"largest_batch_size": found, "memory_bytes": limit, "memory": source, "checked": checked}
         say(f"the programs were {checked}; output in {folder.path}")
-        _write(folder, "batch_sizes.json", results | task.bench_settings() | {"environment": environment()})
+        _write(folder, "batch_sizes.json", results | task.benchmark_settings() | {"environment": environment()})
     return results
 
 
-def _one(config: RunConfig, policy: str, size: int) -> Any:
+def _config_of(config: RunConfig, policy: str, size: int) -> Any:
     return dataclasses.replace(config, policy=policy, batch_size=size, compare=None, batch_sizes=None)
 
 
-def _case(task: Task, limit: int) -> Case | DoesNotFit:
+def _try_case(task: Task, limit: int) -> Case | DoesNotFit:
     """Compiles a task's step and runs it once. Returns `DoesNotFit` if memory is exhausted."""
     try:
         bench = Bench(task)

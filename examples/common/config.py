@@ -13,7 +13,7 @@ import optax
 
 import mpjax
 from examples.common.cli import UsageError
-from examples.common.flags import Foreign, Group, from_json, of_the_run
+from examples.common.flags import ForeignFlag, Group, deciding_flags, from_json
 from examples.common.optimizers import Hyperparameters, Recipe
 
 # The actions of a config (`RunConfig.action`). An inspection takes the flags of the training that it inspects.
@@ -48,7 +48,7 @@ class RunConfig(abc.ABC):
 
     script: ClassVar[str]  # the name of its package
     unit: ClassVar[str]  # what an item of a batch is, in the plural
-    foreign: ClassVar[dict[str, Foreign]] = {}  # flags of other scripts
+    foreign: ClassVar[dict[str, ForeignFlag]] = {}  # flags of other scripts
     # Flags that a resumed run may change, since they do not affect earlier steps.
     may_change: ClassVar[tuple[str, ...]] = (*PRECISION_FLAGS, "epochs")
 
@@ -242,7 +242,7 @@ class RunConfig(abc.ABC):
     def settings(self) -> dict[str, Any]:
         """The flags that decide the result, as JSON. A resumed run must have the same."""
         preset = {name: value for name, value in self.preset._asdict().items() if hasattr(self, name)}
-        return {"script": self.script, **of_the_run(self), **preset}
+        return {"script": self.script, **deciding_flags(self), **preset}
 
     def trained(self, settings: dict[str, Any]) -> Any:
         """Returns a copy with the settings that a run was trained with."""

@@ -39,14 +39,16 @@ class Group:
         return dataclasses.field(default=default, metadata={"group": own, "help": help, "aliases": aliases})
 
 
-class Foreign(NamedTuple):
+class ForeignFlag(NamedTuple):
     """A flag of another training script: its replacement here, and a note about it."""
 
-    ours: str = ""  # a flag that takes the value, or `--flag value` in place of a switch
-    says: str = ""
+    replacement: str = ""  # a flag that takes the value, or `--flag value` in place of a switch
+    note: str = ""
 
 
-def parse(config: type[C], program: str, arguments: Sequence[str], foreign: Mapping[str, Foreign] | None = None) -> C:
+def parse(
+    config: type[C], program: str, arguments: Sequence[str], foreign: Mapping[str, ForeignFlag] | None = None
+) -> C:
     """Parses a command line into a config.
 
     Raises:
@@ -70,12 +72,12 @@ def parse_known(config: type[C], program: str, arguments: Sequence[str]) -> tupl
     space, rest = parser.parse_known_args([_dashed(word) for word in arguments])
     given = {name: tuple(value) if isinstance(value, list) else value for name, value in vars(space).items()}
     names = {"given": frozenset(given)} if hasattr(config, "given") else {}
-    made = config(**given, **names)
-    _check_used(made, given)
-    return made, rest
+    parsed = config(**given, **names)
+    _check_used(parsed, given)
+    return parsed, rest
 
 
-def of_the_run(config: Any) -> dict[str, Any]:
+def deciding_flags(config: Any) -> dict[str, Any]:
     """The flags that decide the result of a training, as JSON."""
     fields = [field for field in _flags(config) if field.metadata["group"].decides]
     values = {field.name: getattr(config, field.name) for field in fields}
@@ -83,14 +85,14 @@ def of_the_run(config: Any) -> dict[str, Any]:
 
 
 def from_json(config: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Converts the result of `of_the_run` to arguments of the config. Unknown names are dropped."""
+    """Converts the result of `deciding_flags` to arguments of the config. Unknown names are dropped."""
     hints = typing.get_type_hints(config)
     names = {field.name for field in _flags(config)}
     kept = {name: value for name, value in values.items() if name in names}
     return {name: value if value is None else _read(hints[name], value) for name, value in kept.items()}
 
 
-def translate(arguments: Sequence[str], foreign: Mapping[str, Foreign]) -> list[str]:
+def translate(arguments: Sequence[str], foreign: Mapping[str, ForeignFlag]) -> list[str]:
     """Replaces flags of other training scripts and prints the notes about them."""
     words: list[str] = []
     for word in arguments:
@@ -99,13 +101,13 @@ def translate(arguments: Sequence[str], foreign: Mapping[str, Foreign]) -> list[
         if known is None:
             words.append(word)
             continue
-        if known.says:
-            print(f"{name}: {known.says}", flush=True)
+        if known.note:
+            print(f"{name}: {known.note}", flush=True)
         off = value.lower() in ("0", "false")
-        if " " in known.ours:
-            words += known.ours.split() if not off else ["--policy", "float32"]
-        elif known.ours:
-            words.append(known.ours + equals + value)
+        if " " in known.replacement:
+            words += known.replacement.split() if not off else ["--policy", "float32"]
+        elif known.replacement:
+            words.append(known.replacement + equals + value)
     return words
 
 
@@ -147,7 +149,9 @@ def _parser(config: type[Any], program: str) -> _Parser:
         title = field.metadata["group"].title
         group = groups.get(title) or groups.setdefault(title, parser.add_argument_group(title))
         text = (field.metadata["help"] + _default_text(field.default)).replace("%", "%%")
-        group.add_argument(*_names(field), dest=field.name, help=text, **_how(hints[field.name], field.default))
+        group.add_argument(
+            *_names(field), dest=field.name, help=text, **_argument_options(hints[field.name], field.default)
+        )
     return parser
 
 
@@ -157,7 +161,7 @@ def _default_text(default: Any) -> str:
     return f" (default: {' '.join(map(str, default)) if isinstance(default, tuple) else default})"
 
 
-def _how(hint: Any, default: Any = None) -> dict[str, Any]:
+def _argument_options(hint: Any, default: Any = None) -> dict[str, Any]:
     """Arguments of `add_argument` for a flag of this type."""
     hint = _without_none(hint)
     if hint is bool and default is False:
@@ -167,7 +171,7 @@ def _how(hint: Any, default: Any = None) -> dict[str, Any]:
     if typing.get_origin(hint) is Literal:
         return {"choices": typing.get_args(hint)}
     if typing.get_origin(hint) is tuple:
-        return {"nargs": "+", **_how(typing.get_args(hint)[0])}
+        return {"nargs": "+", **_argument_options(typing.get_args(hint)[0])}
     if hint is Path:
         # A flag with an empty value, as in `--data_dir=`, counts as not given.
         return {"type": lambda text: Path(text).expanduser() if text else None, "metavar": "PATH"}

@@ -63,14 +63,14 @@ def say(text: str) -> None:
         print(text, flush=True)
 
 
-def on_any(*flags: bool) -> tuple[bool, ...]:
+def on_any_process(*flags: bool) -> tuple[bool, ...]:
     """For each flag, whether it is set in any process. All processes must call this at the same point."""
     if jax.process_count() == 1:
         return flags
     return tuple(bool(x) for x in multihost_utils.process_allgather(np.array(flags)).any(axis=0))
 
 
-def on_host(tree: Any) -> Any:
+def gather_to_host(tree: Any) -> Any:
     """Gathers whole arrays as NumPy arrays, including parts that other processes hold. All processes must call this."""
     if jax.process_count() == 1:
         return jax.device_get(tree)

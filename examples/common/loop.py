@@ -16,7 +16,7 @@ import mpjax
 from examples.common.checkpoints import Checkpoints
 from examples.common.cli import UsageError, one_line
 from examples.common.config import RunConfig
-from examples.common.hosts import PeerLostError, is_main, on_any, peer_lost, say, wait_for_all
+from examples.common.hosts import PeerLostError, is_main, on_any_process, peer_lost, say, wait_for_all
 from examples.common.input_clock import InputClock
 from examples.common.interruption import Interruption
 from examples.common.plots import plot_curves
@@ -31,7 +31,7 @@ from perf.memory import is_out_of_memory, largest_batch, memory_limit
 # Steps between two agreements of several processes on saving or stopping, since each makes them wait.
 _AGREE_EVERY = 10
 # Largest number of consecutive skipped steps that `mpjax.check_progress` accepts.
-_SKIPS = 50
+_MAX_SKIPS = 50
 
 
 class Interrupted(Exception):
@@ -91,7 +91,7 @@ def train(task: Task, folder: RunFolder) -> dict[str, Any]:
             raise
         except Exception as error:
             if is_out_of_memory(error):
-                raise UsageError(_what_fits(task)) from error
+                raise UsageError(_out_of_memory_text(task)) from error
             if peer_lost(error):
                 raise PeerLostError(
                     f"another process of this run has ended ({one_line(error, 150)}). Restart all of them with "
@@ -118,8 +118,8 @@ class _Run:
         self.state: Any = None
         self.epoch, self.batch = 0, 0
         self.items, self.seconds, self.input_share = 0, 0.0, 0.0
-        self.saved, self.looks = time.monotonic(), 0
-        self.shown: tuple[int, Any] | None = None  # step and outputs to log next
+        self.saved, self.checks = time.monotonic(), 0
+        self.outputs: tuple[int, Any] | None = None  # step and outputs to log next
 
     def finish(self) -> dict[str, Any]:
         """Trains to the last epoch. Logs each epoch, and saves checkpoints and curves at intervals."""
@@ -135,8 +135,8 @@ class _Run:
         task.compile()
         say(f"compiled in {time.perf_counter() - started:.1f} s; output in {self.folder.path}")
         done = self.epoch * task.steps + self.batch
-        with Progress(task.epochs, task.steps, done, task.unit, task.bar_text) as progress:
-            while self.epoch < task.epochs and not self._is_late():
+        with Progress(task.epochs, task.steps, done, task.unit, task.progress_text) as progress:
+            while self.epoch < task.epochs and not self._patience_exhausted():
                 self._train_epoch(progress)
                 line = self._epoch_line(progress)
                 self.lines.append(line)
@@ -171,12 +171,12 @@ class _Run:
         for batch in clock.batches(self._batches()):
             self._save_or_stop()
             items = self.task.items(batch)
-            self.state, shown = self.task.train_step(self.state, batch)
-            clock.dispatched(shown)
+            self.state, outputs = self.task.train_step(self.state, batch)
+            clock.dispatched(outputs)
             self.batch += 1
-            progress.step(shown, items)
+            progress.step(outputs, items)
             if (self.epoch * self.task.steps + self.batch) % self.config.log_every == 0:
-                self._log_step((self.epoch * self.task.steps + self.batch, shown))
+                self._log_step((self.epoch * self.task.steps + self.batch, outputs))
         jax.block_until_ready(self.state)
         items, seconds = progress.epoch_trained()
         self.items, self.seconds = self.items + items, self.seconds + seconds
@@ -194,9 +194,9 @@ class _Run:
                 self._save()
             raise
 
-    def _log_step(self, shown: tuple[int, Any] | None) -> None:
+    def _log_step(self, outputs: tuple[int, Any] | None) -> None:
         """Logs the previous step, whose results are already computed, so that the device does not wait."""
-        before, self.shown = self.shown, shown
+        before, self.outputs = self.outputs, outputs
         if before is None:
             return
         step, found = before[0], jax.device_get(before[1])
@@ -205,7 +205,7 @@ class _Run:
         if is_main():
             self.folder.append_step(line)
         self.sinks.write({f"step/{name}" if name != "step" else name: value for name, value in line.items()})
-        if found["consecutive_skips"] > _SKIPS:
+        if found["consecutive_skips"] > _MAX_SKIPS:
             self._check_progress()
 
     def _epoch_line(self, progress: Progress) -> dict[str, Any]:
@@ -238,7 +238,7 @@ class _Run:
         # The first of equal epochs: `max` keeps it.
         return max(lines, key=lambda line: sign * line[name], default=None)
 
-    def _is_late(self) -> bool:
+    def _patience_exhausted(self) -> bool:
         """Whether --patience is exhausted."""
         best, patience = self._best_line(), self.config.patience
         if patience is None or best is None or self.epoch - best["epoch"] < patience:
@@ -250,11 +250,11 @@ class _Run:
 
     def _save_or_stop(self) -> None:
         """Called between steps. Saves a checkpoint if one is due, and raises `Interrupted` after a signal."""
-        self.looks += 1
-        if jax.process_count() > 1 and self.looks % _AGREE_EVERY:
+        self.checks += 1
+        if jax.process_count() > 1 and self.checks % _AGREE_EVERY:
             return
         due = time.monotonic() - self.saved > self.config.save_every
-        interrupted, due = on_any(self.interruption.signal is not None, due)
+        interrupted, due = on_any_process(self.interruption.signal is not None, due)
         if interrupted or due:
             self._save()
         if interrupted:
@@ -269,7 +269,7 @@ class _Run:
                 f"fixed loss scale {float(scaling.loss_scale):g}. Give a smaller --loss-scale, or dynamic."
             )
         try:
-            mpjax.check_progress(scaling, _SKIPS)
+            mpjax.check_progress(scaling, _MAX_SKIPS)
         except mpjax.LossScaleError as error:
             raise UsageError(
                 f"training diverged in epoch {self.epoch + 1}: {error} A lower --learning-rate or "
@@ -310,7 +310,7 @@ class _Run:
         return summary
 
 
-def _what_fits(task: Task) -> str:
+def _out_of_memory_text(task: Task) -> str:
     """The error text for exhausted memory, with the largest batch that fits according to the compiled program."""
     size = task.config.preset.batch_size
     try:

@@ -20,7 +20,7 @@ MakeTask = Callable[[Any], Task]
 Finished = Callable[[Any, RunFolder], None]
 
 
-def _nothing_more(task: Any, folder: RunFolder) -> None:
+def _do_nothing(task: Any, folder: RunFolder) -> None:
     """The default of `finished`: does nothing."""
 
 
@@ -28,7 +28,7 @@ def run(
     config: RunConfig,
     make: Callable[[], MakeTask],
     use: Mapping[str, Callable[[Any], dict[str, Any]]] | None = None,
-    finished: Finished = _nothing_more,
+    finished: Finished = _do_nothing,
     bench: Callable[[], MakeTask] | None = None,
 ) -> dict[str, Any]:
     """Runs the action of the flags and returns the content of its result file, such as summary.json.
@@ -62,7 +62,7 @@ def run(
     return run_training(config, tasks, finished)
 
 
-def run_training(config: RunConfig, make: MakeTask, finished: Finished = _nothing_more) -> dict[str, Any]:
+def run_training(config: RunConfig, make: MakeTask, finished: Finished = _do_nothing) -> dict[str, Any]:
     """Trains in a new folder, or resumes an earlier run.
 
     Args:
@@ -93,15 +93,15 @@ def inspect(config: RunConfig, make: MakeTask) -> dict[str, Any]:
         audit_step(step, task.abstract_state(), task.parallel.like_batch(batch), config.output)
     if config.profile:
         try:
-            alike = (own for own in task.endless() if shape_of(own) == shape_of(batch))
-            profile_step(step, task.initial_state(), map(task.put, alike), config.output)
+            same_shape = (other for other in task.endless_batches() if shape_of(other) == shape_of(batch))
+            profile_step(step, task.initial_state(), map(task.put, same_shape), config.output)
         finally:
             task.close()
     return {}
 
 
 def train_and_compare(
-    config: RunConfig, make: MakeTask, bench: MakeTask, finished: Finished = _nothing_more
+    config: RunConfig, make: MakeTask, bench: MakeTask, finished: Finished = _do_nothing
 ) -> dict[str, Any]:
     """Trains each policy of --compare at each batch size in a subfolder of --output, then measures them."""
     with open_folder(config) as folder:
@@ -111,9 +111,9 @@ def train_and_compare(
             output = folder.path / name
             resume = config.resume and (output / "config.json").exists()
             changed: Any = {"policy": policy, "batch_size": size, "output": output, "resume": resume}
-            own = dataclasses.replace(config, compare=None, batch_sizes=None, **changed)
+            single = dataclasses.replace(config, compare=None, batch_sizes=None, **changed)
             try:
-                summary = run_training(own, make, finished)
+                summary = run_training(single, make, finished)
             except Interrupted as interrupted:
                 # The comparison is resumed, not this one training.
                 interrupted.output = folder.path

@@ -68,8 +68,8 @@ class Maker:
 
         def step(state: TrainState, batch: Any) -> tuple[TrainState, jax.Array]:
             # Reset the sums, so that they are those of this step alone.
-            state, shown = task.training.train_step(task.next_epoch(state), task.put(batch))
-            return state, shown["totals"]["loss"] / shown["totals"]["count"]
+            state, outputs = task.training.train_step(task.next_epoch(state), task.put(batch))
+            return state, outputs["totals"]["loss"] / outputs["totals"]["count"]
 
         def batches() -> Iterator[Any]:
             try:

@@ -71,8 +71,8 @@ def with_params(new: TrainState, params: Any, policy: mpjax.Policy, inner: Any =
         masters = jax.tree.unflatten(
             jax.tree.structure(target.master), [jnp.array(p) for p, like in leaves if is_half(like)]
         )
-        own = target.inner_state if inner is None else _like(target.inner_state, inner)
-        inner = target._replace(master=masters, inner_state=own)
+        optimizer_state = target.inner_state if inner is None else _like(target.inner_state, inner)
+        inner = target._replace(master=masters, inner_state=optimizer_state)
     else:
         inner = target if inner is None else _like(target, inner)
     return new._replace(params=policy.cast_to_param(params), opt_state=new.opt_state._replace(inner_state=inner))

@@ -59,8 +59,8 @@ class Progress:
         self._before, self._steps, self._items, self.items_per_second = None, 0, 0, 0.0
         self._started = time.perf_counter()
 
-    def step(self, shown: Any, items: int) -> None:
-        """Counts a step of `items` items. `shown` are its outputs, on the device."""
+    def step(self, outputs: Any, items: int) -> None:
+        """Counts a step of `items` items. `outputs` are its outputs on the device."""
         self._steps += 1
         self._done += 1
         self._items += items
@@ -70,7 +70,7 @@ class Progress:
                 # Only the steps up to these outputs are known to be done. Later ones may only be queued.
                 numbers, done = self._before
                 self._show(jax.device_get(numbers), done)
-            self._before = shown, self._items
+            self._before = outputs, self._items
 
     def epoch_trained(self) -> tuple[int, float]:
         """Items and seconds of the epoch. All of its steps must have been computed."""
@@ -86,9 +86,9 @@ class Progress:
         else:
             print(text, flush=True)
 
-    def _show(self, shown: Any, done: int) -> None:
+    def _show(self, outputs: Any, done: int) -> None:
         self.items_per_second = self._speed(done)
-        text = f"{self._text(shown)}, {self.items_per_second:,.0f} {self._unit}/s"
+        text = f"{self._text(outputs)}, {self.items_per_second:,.0f} {self._unit}/s"
         self._bar.set_postfix_str(text, refresh=False)
         now = time.perf_counter()
         if not self._on_terminal and is_main() and now - self._logged > _LOG_SECONDS:

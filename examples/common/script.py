@@ -49,16 +49,16 @@ def main(
         say("\nstopped by Ctrl-C; files already saved are kept")
         return _BY_CTRL_C
     except Exception as error:
-        told = _told(error)
-        if told is None:
+        usage_error = _as_usage_error(error)
+        if usage_error is None:
             raise
-        if isinstance(told, PeerLostError):
+        if isinstance(usage_error, PeerLostError):
             with contextlib.suppress(SystemExit):
-                fail(program, told)
+                fail(program, usage_error)
             sys.stdout.flush()
             # A normal exit would wait for the lost process until JAX aborts this one.
             os._exit(2)
-        fail(program, told)
+        fail(program, usage_error)
     if line := final_line(summary, formats):
         say(line)
     return 0
@@ -74,7 +74,7 @@ def final_line(summary: Mapping[str, Any], formats: Mapping[str, str]) -> str:
     return ", ".join(formats[name].format(summary[name]) for name in names) if names != ["policy"] else ""
 
 
-def _told(error: Exception) -> Exception | None:
+def _as_usage_error(error: Exception) -> Exception | None:
     """The error in words for the user; None for a bug of the program."""
     if isinstance(error, UsageError):
         return error

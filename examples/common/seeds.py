@@ -19,7 +19,7 @@ from examples.common.flags import Group, parse, parse_known
 from examples.common.loop import Interrupted
 from examples.common.script import final_line
 
-Way = Mapping[str, str]  # flags without dashes, to their values: {"policy": "mixed_float16", "amp": "module"}
+Variant = Mapping[str, str]  # flags without dashes, to their values: {"policy": "mixed_float16", "amp": "module"}
 
 _TABLE = Group("table")
 
@@ -47,17 +47,17 @@ class Seeds:
         "folder of the runs and the table (default: runs/SCRIPT-seeds); existing runs are continued or reused",
     )
 
-    def ways(self) -> list[Way]:
+    def variants(self) -> list[Variant]:
         """The flags of each row of the table."""
-        ways: list[Way] = []
+        variants: list[Variant] = []
         for name, amp, scale in itertools.product(self.policies, self.amps, self.loss_scales):
             policy = mpjax.get_policy(name)
             if amp == "autocast" and (policy.param_dtype != "float32" or policy.compute_dtype == "float32"):
                 continue
-            way = {"policy": name, "amp": amp, "loss-scale": scale if policy.compute_dtype == "float16" else "1"}
-            if way not in ways:
-                ways.append(way)
-        return ways
+            variant = {"policy": name, "amp": amp, "loss-scale": scale if policy.compute_dtype == "float16" else "1"}
+            if variant not in variants:
+                variants.append(variant)
+        return variants
 
 
 def main(
@@ -82,10 +82,10 @@ def main(
         seeds, flags = parse_known(Seeds, program, arguments)
         output = seeds.output or Path(f"runs/{config.script}-seeds")
 
-        def train(own: list[str]) -> dict[str, Any]:
-            return run(parse(config, program, [*flags, *own]))
+        def train(extra: list[str]) -> dict[str, Any]:
+            return run(parse(config, program, [*flags, *extra]))
 
-        summaries = train_all(seeds.ways(), seeds.seeds, output, train, formats)
+        summaries = train_all(seeds.variants(), seeds.seeds, output, train, formats)
     except UsageError as error:
         fail(program, error)
     except Interrupted as interrupted:
@@ -98,51 +98,51 @@ def main(
 
 
 def train_all(
-    ways: Sequence[Way],
+    variants: Sequence[Variant],
     seeds: Sequence[int],
     output: Path,
     run: Callable[[list[str]], dict[str, Any]],
     formats: Mapping[str, str],
-) -> list[tuple[Way, dict[str, Any]]]:
-    """Trains the missing runs. Ways alternate, so that a slow moment of the machine affects all of them.
+) -> list[tuple[Variant, dict[str, Any]]]:
+    """Trains the missing runs. Variants alternate, so that a slow moment of the machine affects all of them.
 
     Args:
-        ways: The flags of each way.
-        seeds: Seeds to train each way with.
+        variants: The flags of each variant.
+        seeds: Seeds to train each variant with.
         output: Folder with a subfolder for each run. Existing runs are continued or reused.
         run: Trains with flags and returns the content of summary.json.
         formats: Format strings of the line printed for each run, by key of its summary.
     """
     summaries = []
-    # All seeds of a way share one program. With the cache, it is compiled only once.
+    # All seeds of a variant share one program. With the cache, it is compiled only once.
     before = jax.config.values["jax_compilation_cache_dir"]
     jax.config.update("jax_compilation_cache_dir", before or str((output / "compiled").absolute()))
     try:
         for seed in seeds:
-            for way in ways:
-                name = "-".join([*way.values(), f"seed{seed}"]).replace("/", "_")
+            for variant in variants:
+                name = "-".join([*variant.values(), f"seed{seed}"]).replace("/", "_")
                 folder = output / name
-                flags = [word for flag, value in way.items() for word in (f"--{flag}", value)]
+                flags = [word for flag, value in variant.items() for word in (f"--{flag}", value)]
                 resume = ["--resume"] if (folder / "config.json").exists() else []
                 summary = run([*flags, "--seed", str(seed), "--output", str(folder), *resume])
                 print(f"{name}: {final_line(summary, formats)}\n", flush=True)
-                summaries.append((way, summary))
+                summaries.append((variant, summary))
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
     return summaries
 
 
-def table(summaries: Sequence[tuple[Way, Mapping[str, Any]]], columns: Sequence[Column]) -> str:
-    """The Markdown table of runs, with a row for each way in order of first appearance."""
-    ways = list(dict.fromkeys(tuple(way.items()) for way, _ in summaries))
-    flags = list(dict.fromkeys(flag for way in ways for flag, _ in way))
+def table(summaries: Sequence[tuple[Variant, Mapping[str, Any]]], columns: Sequence[Column]) -> str:
+    """The Markdown table of runs, with a row for each variant in order of first appearance."""
+    variants = list(dict.fromkeys(tuple(variant.items()) for variant, _ in summaries))
+    flags = list(dict.fromkeys(flag for variant in variants for flag, _ in variant))
     heads = ["policy" if flag == "policy" else f"`--{flag}`" for flag in flags]
     for column in columns:
         heads += [f"{column.head}, mean ± sd", "min", "max"]
     lines = ["| " + " | ".join([*heads, "skipped steps"]) + " |", "|" + "---|" * (len(heads) + 1)]
-    for way in ways:
-        runs = [summary for other, summary in summaries if tuple(other.items()) == way]
-        cells = [dict(way).get(flag, "-") for flag in flags]
+    for variant in variants:
+        runs = [summary for other, summary in summaries if tuple(other.items()) == variant]
+        cells = [dict(variant).get(flag, "-") for flag in flags]
         for column in columns:
             values = [run[column.key] for run in runs]
             deviation = f"{statistics.stdev(values):.2%}" if len(values) > 1 else "-"

@@ -40,7 +40,7 @@ class Task(abc.ABC):
         steps: Number of steps of an epoch.
         test_count: Number of entries of the test set.
         from_files: Whether benchmarks read files.
-        most_entries: The largest useful batch size.
+        max_batch_size: The largest useful batch size.
     """
 
     title: str
@@ -51,7 +51,7 @@ class Task(abc.ABC):
     steps: int
     test_count: int
     from_files = False
-    most_entries = 2**20
+    max_batch_size = 2**20
 
     def __init__(self, config: RunConfig, parallel: DataParallel) -> None:
         self.config, self.parallel = config, parallel
@@ -84,19 +84,19 @@ class Task(abc.ABC):
         """Returns a task with the same data and other flags."""
         raise NotImplementedError  # only --export in another dtype needs it
 
-    def made_up_batch(self) -> Any:
+    def synthetic_batch(self) -> Any:
         """This process's part of a synthetic batch for benchmarks, shaped as the largest of `example_batches`."""
         raise NotImplementedError  # only the benchmark modes need it
 
-    def use_step(self) -> jax.stages.Wrapped:
+    def inference_step(self) -> jax.stages.Wrapped:
         """A jitted function (Variables, batch) -> predictions, which --mode inference_benchmark measures."""
         raise NotImplementedError  # only --mode inference_benchmark needs it
 
-    def bench_settings(self) -> dict[str, Any]:
+    def benchmark_settings(self) -> dict[str, Any]:
         """Settings of the model and the data for benchmark.json."""
         return {}
 
-    def bench_figures(self, items_per_second: float) -> dict[str, Any]:
+    def benchmark_metrics(self, items_per_second: float) -> dict[str, Any]:
         """Further figures derived from a speed."""
         return {}
 
@@ -146,7 +146,7 @@ class Task(abc.ABC):
         """Columns of the comparison table, from metric to head."""
         return {self.metric[0]: self.metric_name}
 
-    def endless(self) -> Iterator[Any]:
+    def endless_batches(self) -> Iterator[Any]:
         """Training batches, epoch after epoch."""
         for epoch in itertools.count():
             yield from self.batches(epoch, 0)
@@ -177,8 +177,8 @@ class Task(abc.ABC):
         state = self.abstract_state()
         batches = [self.parallel.like_batch(batch) for batch in self.example_batches(self.batch_size)]
         with ThreadPoolExecutor() as executor:
-            made = list(executor.map(lambda batch: compile_step(self.training.train_step, state, batch), batches))
-        for batch, step in zip(batches, made, strict=True):
+            compiled = list(executor.map(lambda batch: compile_step(self.training.train_step, state, batch), batches))
+        for batch, step in zip(batches, compiled, strict=True):
             self._executables[shape_of(batch)] = step.call
 
     def train_step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
@@ -205,10 +205,10 @@ class Task(abc.ABC):
         totals: Sums = self.parallel.replicate(self.training.zero())
         return state._replace(totals=totals)
 
-    def bar_text(self, shown: Any) -> str:
+    def progress_text(self, outputs: Any) -> str:
         """The text of the progress bar from the outputs of a step, which are on the host."""
-        parts = [f"{name} {value:.4g}" for name, value in means(shown["totals"]).items()]
-        return ", ".join([*parts, f"scale {shown['loss_scale']:g}", f"skipped {shown['skipped_steps']}"])
+        parts = [f"{name} {value:.4g}" for name, value in means(outputs["totals"]).items()]
+        return ", ".join([*parts, f"scale {outputs['loss_scale']:g}", f"skipped {outputs['skipped_steps']}"])
 
     def position(self) -> dict[str, Any]:
         """Further entries of a checkpoint's position, as JSON: the precision and the state of the data."""

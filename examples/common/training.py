@@ -66,7 +66,7 @@ class Training(NamedTuple):
 
     policy: mpjax.Policy
     init: jax.stages.Wrapped  # (seed) -> TrainState
-    train_step: jax.stages.Wrapped  # (TrainState, batch) -> (TrainState, shown); donates the state
+    train_step: jax.stages.Wrapped  # (TrainState, batch) -> (TrainState, outputs); donates the state
     learning_rate: optax.Schedule
     hyper: Hyperparameters
     zero: Callable[[], Sums]
@@ -133,13 +133,13 @@ def create_training(
             changed = is_update(opt_state, hyper.accumulate)
             ema = update_ema(ema, {"params": params, "stats": stats}, state.step, hyper.ema, changed)
         totals = jax.tree.map(jnp.add, state.totals, found.sums)
-        shown = {
+        outputs = {
             "totals": totals,
             "loss_scale": opt_state.loss_scale,
             "skipped_steps": opt_state.skipped_steps,
             "consecutive_skips": opt_state.consecutive_skips,
         }
-        return TrainState(state.step + 1, state.seed, params, stats, opt_state, totals, ema, found.extra), shown
+        return TrainState(state.step + 1, state.seed, params, stats, opt_state, totals, ema, found.extra), outputs
 
     # A step must return the state with its input shardings, or the next step would not accept it.
     places = None if parallel is None else parallel.replicated

@@ -26,7 +26,7 @@ T = TypeVar("T", bound=Task)
 # The largest loss of the metric by an export: rounding may flip an entry or two of a small test set.
 _TOLERANCE = 0.005
 # Flags that may differ between training a model and using it.
-_OWN = ("mode", *PRECISION_FLAGS)
+_MAY_DIFFER = ("mode", *PRECISION_FLAGS)
 
 
 def open_model(
@@ -53,13 +53,13 @@ def open_model(
         if settings.get("script") != config.script:
             raise UsageError(f"--weights {str(config.weights)!r} is a model of examples.{settings.get('script')}.")
     given = {name for name in config.given if getattr(config, name) is not None}
-    replaced = {*_OWN, *given, *(alternatives if given.intersection(alternatives) else ())}
+    replaced = {*_MAY_DIFFER, *given, *(alternatives if given.intersection(alternatives) else ())}
     kept = {name: value for name, value in settings.items() if name not in replaced}
     try:
-        own = dataclasses.replace(config, **from_json(type(config), kept))
+        trained = dataclasses.replace(config, **from_json(type(config), kept))
     except TypeError as error:
         raise UsageError(f"the settings that the model was trained with are damaged: {error}") from error
-    task = make(own, description)
+    task = make(trained, description)
     if config.weights is None:
         return task, run_variables(task, folder)
     like = jax.eval_shape(task.training.init, 0)
@@ -83,7 +83,7 @@ def run_variables(task: Task, folder: RunFolder) -> Variables:
     return Variables(**state.ema) if state.ema else Variables(float32_params(state), state.stats)
 
 
-def in_policy(task: Task, variables: Variables) -> Variables:
+def cast_to_policy(task: Task, variables: Variables) -> Variables:
     """Casts variables to the dtypes in which the policy of the flags stores them."""
     return Variables(task.training.policy.cast_to_param(variables.params), variables.stats)
 
@@ -122,5 +122,5 @@ def export(task: Task, variables: Variables, folder: Path, dtype: str) -> dict[s
 
 def _tested(task: Task, dtype: str, variables: Variables) -> dict[str, Any]:
     policy = f"params={dtype},compute={dtype},output=float32"
-    own = task.with_config(task.config.with_precision({"policy": policy, "amp": "module", "loss_scale": None}))
-    return own.test(in_policy(own, variables), lambda: None)
+    other = task.with_config(task.config.with_precision({"policy": policy, "amp": "module", "loss_scale": None}))
+    return other.test(cast_to_policy(other, variables), lambda: None)

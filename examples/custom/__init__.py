@@ -1,1 +1,1 @@
-"""A training of one's own in one file: `python -m examples.custom`."""
+"""A custom training in one file: `python -m examples.custom`."""

@@ -1,6 +1,6 @@
-"""`python -m examples.custom`: a model and a dataset of one's own under the loop of the other scripts; copy this file.
+"""`python -m examples.custom`: a custom model and dataset in the training loop of the other scripts; copy this file.
 
-Its flags are those of every script: `--policy`, `--resume`, `--init-from`, `--export`, `--audit`, `--compare`, ...
+It has the flags that all scripts share: `--policy`, `--resume`, `--init-from`, `--export`, `--audit`, `--compare`, ...
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Batch(NamedTuple):
 
 
 class Net(nn.Module):
-    """The model; nothing in it is about precision."""
+    """The model. It contains nothing about precision."""
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -55,8 +55,8 @@ class Config(RunConfig):
         return Recipe(20, 32, learning_rate=3e-3, warmup_epochs=1, optimizer="adamw", weight_decay=1e-2)
 
 
-class OwnTask(Task):
-    """The model with its data: what the loop asks of a script."""
+class CustomTask(Task):
+    """The model and its data, as the training loop requires them."""
 
     title, unit = "tumours", "tumours"
     metric, metric_name = ("test_accuracy", 1), "test accuracy"
@@ -73,10 +73,10 @@ class OwnTask(Task):
         split = train_test_split(*data, test_size=0.25, random_state=0)
         self._train, self._test = Batch(*split[::2]), Batch(*split[1::2])
         self.steps, self.test_count = len(self._train.labels) // self.batch_size, len(self._test.labels)
-        self._test_loss = jax.jit(self.model_of(config).loss)  # once: each call of jax.jit would compile it again
+        self._test_loss = jax.jit(self.model_of(config).loss)  # once: every call of jax.jit would recompile
 
     def model_of(self, config: RunConfig) -> Model:
-        """The network of the flags, in their precision, with its loss."""
+        """The network and its loss, in the precision of the flags."""
         policy = mpjax.get_policy(config.policy)
         net = mpjax.with_policy(Net(), policy) if config.amp == "module" else Net()
         apply: Callable[..., Any] = net.apply if config.amp == "module" else mpjax.autocast(net.apply, policy)
@@ -84,8 +84,8 @@ class OwnTask(Task):
         def loss(variables: Variables, batch: Batch, key: jax.Array, extra: Any) -> Loss:
             logits = apply({"params": variables.params}, batch.inputs).astype(jnp.float32)
             losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels)
-            right = (jnp.argmax(logits, axis=-1) == batch.labels).astype(jnp.float32)
-            sums = masked_sums(jnp.ones(len(losses)), loss=losses, accuracy=right)
+            correct = (jnp.argmax(logits, axis=-1) == batch.labels).astype(jnp.float32)
+            sums = masked_sums(jnp.ones(len(losses)), loss=losses, accuracy=correct)
             return Loss(jnp.mean(losses), sums, variables.stats)
 
         def init(key: jax.Array) -> Variables:
@@ -98,27 +98,27 @@ class OwnTask(Task):
         hyper = config.hyperparameters(self.steps)
         return create_training(self.model_of(config), hyper, policy, config.loss_scale, self.parallel)
 
-    def with_config(self, config: RunConfig) -> OwnTask:
+    def with_config(self, config: RunConfig) -> CustomTask:
         assert isinstance(config, Config)
-        return OwnTask(config, self.parallel)
+        return CustomTask(config, self.parallel)
 
     def example_batches(self, batch_size: int) -> Sequence[Batch]:
         return [Batch(np.zeros((batch_size, 30), np.float32), np.zeros(batch_size, np.int32))]
 
-    def made_up_batch(self) -> Batch:
+    def synthetic_batch(self) -> Batch:
         return self.example_batches(self.batch_size // jax.process_count())[0]
 
     def batches(self, epoch: int, first: int) -> Iterator[Batch]:
         order = np.random.default_rng((self.config.seed, epoch)).permutation(len(self._train.labels))
         for batch in range(first, self.steps):
             chosen = order[batch * self.batch_size :][: self.batch_size]
-            # Of several processes each gives its part of a batch.
+            # With several processes, each yields its part of the batch.
             yield Batch(*(x[np.split(chosen, jax.process_count())[jax.process_index()]] for x in self._train))
 
     def test(self, weights: Variables, between_steps: Callable[[], None], *, last: bool = True) -> dict[str, Any]:
         between_steps()
-        found = self._test_loss(weights, self._test, jax.random.key(0), ())
-        return {f"test_{name}": value for name, value in means(found.sums).items()}
+        result = self._test_loss(weights, self._test, jax.random.key(0), ())
+        return {f"test_{name}": value for name, value in means(result.sums).items()}
 
     def epoch_text(self, line: dict[str, Any]) -> str:
         return f"train {line['train_loss']:.4f}  test {line['test_loss']:.4f} {line['test_accuracy']:.2%}"
@@ -128,18 +128,17 @@ class OwnTask(Task):
 
 
 def run(config: Config) -> dict[str, Any]:
-    """Does what the flags say."""
+    """Runs the action that the flags select."""
 
-    def make() -> Callable[[Any], OwnTask]:
+    def make() -> Callable[[Any], CustomTask]:
         parallel = DataParallel(config.devices, config.fsdp)
-        return lambda own: OwnTask(own, parallel)
+        return lambda task_config: CustomTask(task_config, parallel)
 
     return modes.run(config, make)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code."""
-
     return script.main("python -m examples.custom", Config, run, {"test_accuracy": "test accuracy {:.2%}"}, arguments)
 
 

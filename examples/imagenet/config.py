@@ -19,7 +19,7 @@ from examples.common.config import (
     TRAINING,
     RunConfig,
 )
-from examples.common.flags import Foreign
+from examples.common.flags import ForeignFlag
 from examples.common.optimizers import Recipe
 from examples.imagenet.embedded import EMBEDDED
 from examples.imagenet.models import KINDS, check_model
@@ -32,15 +32,15 @@ RECIPES: dict[str, Recipe] = {
 }
 
 # NVIDIA's flags for ResNet-50 in TensorFlow. Underscores and dashes are interchangeable.
-_AMP = Foreign("--policy mixed_float16", "means --policy mixed_float16 (the default); =0 means --policy float32")
+_AMP = ForeignFlag("--policy mixed_float16", "means --policy mixed_float16 (the default); =0 means --policy float32")
 _FOREIGN = {
     "--use_tf_amp": _AMP,
     "--amp_enabled": _AMP,
-    "--use_xla": Foreign(says="ignored: JAX always compiles with XLA"),
-    "--use_dali": Foreign(says="ignored: Grain and Pillow load the images (see --workers, --cache)"),
-    "--lr_init": Foreign("--learning-rate"),
-    "--label_smoothing_factor": Foreign("--label-smoothing"),
-    "--use_cosine_lr": Foreign(says="ignored: the default schedule is a cosine"),
+    "--use_xla": ForeignFlag(note="ignored: JAX always compiles with XLA"),
+    "--use_dali": ForeignFlag(note="ignored: Grain and Pillow load the images (see --workers, --cache)"),
+    "--lr_init": ForeignFlag("--learning-rate"),
+    "--label_smoothing_factor": ForeignFlag("--label-smoothing"),
+    "--use_cosine_lr": ForeignFlag(note="ignored: the default schedule is a cosine"),
 }
 
 

@@ -30,7 +30,7 @@ _PILLOW_ERRORS = (
 
 # Fast downscaling (JPEG decoding at 1/2, 1/4 or 1/8, then box reduction by integers) must leave the crop at least this
 # many times larger than the output of the slower, exact filter. The value is Pillow's recommendation for `thumbnail`.
-_GAP = 2.0
+_REDUCING_GAP = 2.0
 
 _ORIENTATION = 0x0112  # the EXIF tag
 _UPRIGHT = {
@@ -66,7 +66,7 @@ def read_crop(file: File, choose: Callable[[tuple[int, int]], Crop]) -> np.ndarr
     try:
         with _opened(file) as encoded:
             orientation = _orientation(encoded)
-            full = _turned(encoded.size, orientation)
+            full = _oriented_size(encoded.size, orientation)
             crop = choose(full)
             _decode_smaller(encoded, full, crop, orientation)
             image = to_rgb(encoded)
@@ -81,7 +81,7 @@ def image_size(file: File) -> tuple[int, int]:
     """Width and height of the upright image, read from the file header; raises like `read_crop`."""
     try:
         with _opened(file) as encoded:
-            return _turned(encoded.size, _orientation(encoded))
+            return _oriented_size(encoded.size, _orientation(encoded))
     except _PILLOW_ERRORS as error:
         raise UnusableFileError(_reason(error)) from error
 
@@ -95,7 +95,7 @@ def resized(image: Image.Image, crop: Crop, full: tuple[int, int]) -> np.ndarray
     across, down = image.width / full[0], image.height / full[1]
     left, top, right, bottom = crop.box
     box = (left * across, top * down, min(right * across, image.width), min(bottom * down, image.height))
-    image = image.resize(crop.size, Image.Resampling.BILINEAR, box=box, reducing_gap=_GAP)
+    image = image.resize(crop.size, Image.Resampling.BILINEAR, box=box, reducing_gap=_REDUCING_GAP)
     # Pillow mirrors whole pixels; NumPy would copy byte by byte, which adds a tenth to the total time.
     return np.asarray(image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if crop.mirrored else image)
 
@@ -116,9 +116,9 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 def _decode_smaller(file: Image.Image, full: tuple[int, int], crop: Crop, orientation: int) -> None:
     left, top, right, bottom = crop.box
-    width = math.ceil(full[0] * crop.size[0] * _GAP / (right - left))
-    height = math.ceil(full[1] * crop.size[1] * _GAP / (bottom - top))
-    file.draft(None, _turned((width, height), orientation))  # only JPEG uses the hint
+    width = math.ceil(full[0] * crop.size[0] * _REDUCING_GAP / (right - left))
+    height = math.ceil(full[1] * crop.size[1] * _REDUCING_GAP / (bottom - top))
+    file.draft(None, _oriented_size((width, height), orientation))  # only JPEG uses the hint
 
 
 def _orientation(file: Image.Image) -> int:
@@ -128,7 +128,7 @@ def _orientation(file: Image.Image) -> int:
     return 1
 
 
-def _turned(size: tuple[int, int], orientation: int) -> tuple[int, int]:
+def _oriented_size(size: tuple[int, int], orientation: int) -> tuple[int, int]:
     return (size[1], size[0]) if orientation >= 5 else size
 
 

@@ -56,7 +56,7 @@ def make_tree(root: pathlib.Path, images: int) -> None:
 
 
 @contextlib.contextmanager
-def ours(dataset: ImageFolder, workers: Workers) -> Iterator[Iterator[Any]]:
+def imagenet_batches(dataset: ImageFolder, workers: Workers) -> Iterator[Iterator[Any]]:
     with train_batches(dataset, BATCH_SIZE, 0, workers=workers, put=lambda batch: batch) as batches:
         yield batches
 
@@ -91,7 +91,7 @@ class TorchImages:
 
 
 @contextlib.contextmanager
-def torchs(dataset: ImageFolder, workers: int, normalise: bool) -> Iterator[Iterator[Any]]:
+def torch_batches(dataset: ImageFolder, workers: int, normalise: bool) -> Iterator[Iterator[Any]]:
     import torch
 
     images = TorchImages(dataset, normalise)
@@ -106,7 +106,7 @@ def torchs(dataset: ImageFolder, workers: int, normalise: bool) -> Iterator[Iter
         del iterator, loader  # stops the workers
 
 
-def measured(loader: Loader, workers: int, batches: int) -> tuple[float, float]:
+def seconds_per_image(loader: Loader, workers: int, batches: int) -> tuple[float, float]:
     """Seconds and CPU seconds per image."""
     with loader() as stream:
         for _ in itertools.islice(stream, 2 * workers + 3):
@@ -134,11 +134,14 @@ def loaders(root: pathlib.Path, cores: int) -> dict[str, tuple[int, Loader]]:
     for count in sorted({1, cores}):
         for kind in ("thread", "process"):
             workers = Workers(count, "thread" if kind == "thread" else "process")
-            found[f"examples.imagenet, {count} x {kind}"] = (count, functools.partial(ours, files, workers))
+            found[f"examples.imagenet, {count} x {kind}"] = (count, functools.partial(imagenet_batches, files, workers))
         for normalise, what in ((False, "uint8"), (True, "normalised float32")):
             name = f"torch DataLoader, {count} x process, {what}"
-            found[name] = (count, functools.partial(torchs, files, count, normalise))
-    found[f"examples.imagenet --cache, {cores} x thread"] = (cores, functools.partial(ours, cached, Workers(cores)))
+            found[name] = (count, functools.partial(torch_batches, files, count, normalise))
+    found[f"examples.imagenet --cache, {cores} x thread"] = (
+        cores,
+        functools.partial(imagenet_batches, cached, Workers(cores)),
+    )
     return found
 
 
@@ -153,7 +156,7 @@ def compare(root: pathlib.Path, cores: int, rounds: int, batches: int) -> dict[s
         names = names[1:] + names[:1] if number % 2 else names[::-1]
         for name in names:
             workers, loader = found[name]
-            times[name].append(measured(loader, workers, batches))
+            times[name].append(seconds_per_image(loader, workers, batches))
     for name, values in times.items():
         speeds = [1 / seconds for seconds, _ in values]
         rows[name] = {

@@ -119,14 +119,14 @@ def _images_below(folder: str, above: tuple[tuple[int, int], ...], other: Counte
         other: Counts the files that are not images, keyed by extension.
     """
     status = os.stat(folder)
-    own = (status.st_dev, status.st_ino)
-    if own in above:
+    identity = (status.st_dev, status.st_ino)
+    if identity in above:
         raise UsageError(f"--data-dir: the folder {folder!r} contains itself through a symbolic link; remove the link.")
     for entry in _entries(folder):
         if entry.name.lower().endswith(EXTENSIONS):
             yield entry.path
         elif _is_folder(entry):
-            yield from _images_below(entry.path, (*above, own), other)
+            yield from _images_below(entry.path, (*above, identity), other)
         else:
             other[os.path.splitext(entry.name)[1].lower() or "without an extension"] += 1
 

@@ -14,7 +14,7 @@ from examples.common.hosts import is_main, say
 from examples.common.run_folder import write_json
 from examples.common.skipped import UnusableFileError
 from examples.common.training import Variables
-from examples.common.use import export, in_policy, open_model
+from examples.common.use import cast_to_policy, export, open_model
 from examples.imagenet.augmentation import Crop, middle_box
 from examples.imagenet.config import Config
 from examples.imagenet.data import Dataset, Description
@@ -26,12 +26,12 @@ from examples.imagenet.task import ImageTask, open_data
 def load(config: Config) -> tuple[ImageTask, Variables]:
     """Loads the model given by the flags with its variables; opens the test images unless --images is given."""
 
-    def make(own: Config, described: dict[str, Any]) -> ImageTask:
-        about = Description.from_json(described)
-        test_set = None if own.images else open_data(own, ["val"], about.classes)[0]
+    def make(trained: Config, description: dict[str, Any]) -> ImageTask:
+        about = Description.from_json(description)
+        test_set = None if trained.images else open_data(trained, ["val"], about.classes)[0]
         if test_set is not None:
             _check_same(about, test_set)
-        return ImageTask(own, DataParallel(own.devices), test_set=test_set, description=about)
+        return ImageTask(trained, DataParallel(trained.devices), test_set=test_set, description=about)
 
     return open_model(config, make, ("data_dir", "dataset"))
 
@@ -53,7 +53,7 @@ def evaluate(config: Config) -> dict[str, Any]:
         "policy": config.policy,
         "amp": config.amp,
         "model": task.config.model_name,
-        **task.test(in_policy(task, variables)),
+        **task.test(cast_to_policy(task, variables)),
         "test_images": len(task.test_set),
         "unreadable_images": task.test_set.unreadable,
     }
@@ -68,7 +68,7 @@ def predict(config: Config) -> dict[str, Any]:
     task, variables = load(config)
     classes = task.about.classes
     predictions = []
-    for place, probabilities in _probabilities(task, in_policy(task, variables), config.images):
+    for place, probabilities in _probabilities(task, cast_to_policy(task, variables), config.images):
         best = int(np.argmax(probabilities))
         predictions.append({**place, "class": classes[best], "probability": float(probabilities[best])})
     if config.images:

@@ -165,7 +165,7 @@ class _Plan:
                 f"use a multiple of {self.shard.count}."
             )
 
-    def _own(self, indices: np.ndarray) -> np.ndarray:
+    def _host_part(self, indices: np.ndarray) -> np.ndarray:
         part = self.batch_size // self.shard.count
         return indices[self.shard.index * part :][:part]
 
@@ -190,7 +190,7 @@ class _TrainPlan(_Plan):
         epoch, batch = divmod(self.first + number, self.images // self.batch_size)
         augmentation = Augmentation(self.seed, epoch)
         order = _permutation(self.images, augmentation)
-        rows = self._own(order[batch * self.batch_size :][: self.batch_size])
+        rows = self._host_part(order[batch * self.batch_size :][: self.batch_size])
         return _Rows(rows, len(rows), augmentation if self.augment else None)
 
 
@@ -201,7 +201,7 @@ class _EvaluationPlan(_Plan):
 
     def __getitem__(self, number: int) -> _Rows:
         start = number * self.batch_size
-        rows = self._own(np.arange(start, min(start + self.batch_size, self.images)))
+        rows = self._host_part(np.arange(start, min(start + self.batch_size, self.images)))
         return _Rows(rows, self.batch_size // self.shard.count, None)
 
 
@@ -227,7 +227,7 @@ def _open(dataset: Dataset, plan: _Plan, workers: Workers, put: Callable[[Batch]
         alone = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
         options = grain.MultiprocessingOptions(num_workers=workers.count)
         stream = loaded.to_iter_dataset(alone).mp_prefetch(options, worker_init_fn=_start_worker)
-        stream = stream.map(_own_memory)
+        stream = stream.map(_copied)
     else:
         threads = grain.ReadOptions(num_threads=workers.count, prefetch_buffer_size=workers.count + 1)
         stream = loaded.to_iter_dataset(threads)
@@ -236,7 +236,7 @@ def _open(dataset: Dataset, plan: _Plan, workers: Workers, put: Callable[[Batch]
     return Batches(dataset, ahead, in_processes)
 
 
-def _own_memory(loaded: Loaded) -> Loaded:
+def _copied(loaded: Loaded) -> Loaded:
     # On the CPU a JAX array may alias its source, which here is shared memory owned by a worker.
     return loaded._replace(batch=Batch(*(np.array(x) for x in loaded.batch)))
 

@@ -42,12 +42,12 @@ def read_pretrained(path: Path, like: Variables, model: str) -> Variables:
     if not model.startswith("resnet"):
         raise UsageError(f"--init-from {str(path)!r} is a torchvision ResNet, but --model {model} is not a ResNet.")
     names = {name: _torch_name(name, shapes) for name in named(like._asdict())}
-    leave: tuple[str, ...] = ()
+    keep: tuple[str, ...] = ()
     classes = shapes["fc.weight"][0]
     if classes != like.params["Dense_0"]["bias"].shape[0]:
         say(f"{path} has {classes} classes: the last layer starts from random weights")
-        leave = ("params/Dense_0/kernel", "params/Dense_0/bias")
-    return file_variables(path, like, "--init-from", names, _to_flax, leave)
+        keep = ("params/Dense_0/kernel", "params/Dense_0/bias")
+    return file_variables(path, like, "--init-from", names, _to_flax, keep)
 
 
 def _torch_name(name: str, shapes: dict[str, Any]) -> str:
@@ -62,11 +62,11 @@ def _torch_name(name: str, shapes: dict[str, Any]) -> str:
         return f"fc.{leaf}"
     block, layer = path
     stage, index = _blocks(shapes)[int(block.split("_")[1])]
-    own = {"shortcut": "downsample.0", "shortcut_norm": "downsample.1"}.get(layer)
-    if own is None:
+    torch_layer = {"shortcut": "downsample.0", "shortcut_norm": "downsample.1"}.get(layer)
+    if torch_layer is None:
         kind, number = layer.split("_")
-        own = f"{'conv' if kind == 'Conv' else 'bn'}{int(number) + 1}"
-    return f"layer{stage}.{index}.{own}.{leaf}"
+        torch_layer = f"{'conv' if kind == 'Conv' else 'bn'}{int(number) + 1}"
+    return f"layer{stage}.{index}.{torch_layer}.{leaf}"
 
 
 def _pair(name: str) -> tuple[int, int]:

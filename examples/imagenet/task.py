@@ -120,7 +120,7 @@ class ImageTask(Task):
         return self.config.data_dir is not None
 
     @property
-    def most_entries(self) -> int:  # type: ignore[override]  # Task has it as an attribute
+    def max_batch_size(self) -> int:  # type: ignore[override]  # Task has it as an attribute
         return len(self.train_set)
 
     @property
@@ -154,14 +154,14 @@ class ImageTask(Task):
     def example_batches(self, batch_size: int) -> Sequence[Batch]:
         return [empty_batch(batch_size, self.about.image_shape)]
 
-    def made_up_batch(self) -> Batch:
+    def synthetic_batch(self) -> Batch:
         return random_batch(self.about, self.batch_size // jax.process_count())
 
-    def use_step(self) -> jax.stages.Wrapped:
+    def inference_step(self) -> jax.stages.Wrapped:
         predict = self.classifier.predict_step
         return jax.jit(lambda variables, batch: predict(variables, batch.images))
 
-    def bench_settings(self) -> dict[str, Any]:
+    def benchmark_settings(self) -> dict[str, Any]:
         data = {"data": self.train_set.name, "image_shape": self.about.image_shape}
         return {"model": self.config.model_name, **data}
 

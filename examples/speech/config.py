@@ -21,36 +21,36 @@ from examples.common.config import (
     Group,
     RunConfig,
 )
-from examples.common.flags import Foreign
+from examples.common.flags import ForeignFlag
 from examples.common.optimizers import Recipe
 from examples.speech.augmentation import NO_PERTURBATION, Perturbation
 from examples.speech.corpus import DEFAULT_CACHE
 from examples.speech.features import Features
 
 # Speed benchmarks use synthetic audio.
-SPOKEN = (*TRAIN, "find_batch_size")
+SPEECH_ACTIONS = (*TRAIN, "find_batch_size")
 DECODING = Group("decoding", ("train", "compare", "evaluate", "predict", *BENCHMARKS))
 
 _RECIPE = Recipe(20, 16, 3e-3, 1.0, "adamw", 1e-2, clip_norm=10.0)
 
 # Mozilla's flags for DeepSpeech.
-_CUDNN = Foreign(says="ignored: one recurrent layer runs on all devices, with the same checkpoints")
+_CUDNN = ForeignFlag(note="ignored: one recurrent layer runs on all devices, with the same checkpoints")
 _FOREIGN = {
-    "--automatic_mixed_precision": Foreign("--policy mixed_float16", "means --policy mixed_float16 (the default)"),
-    "--train_files": Foreign("--train-data"),
-    "--dev_files": Foreign("--dev-data"),
-    "--test_files": Foreign("--test-data"),
-    "--alphabet_config_path": Foreign("--alphabet"),
-    "--n_hidden": Foreign("--hidden"),
-    "--dropout_rate": Foreign("--dropout"),
-    "--train_batch_size": Foreign("--batch-size"),
-    "--checkpoint_dir": Foreign("--output"),
-    "--one_shot_infer": Foreign("--infer"),
-    "--es_epochs": Foreign("--patience"),
+    "--automatic_mixed_precision": ForeignFlag("--policy mixed_float16", "means --policy mixed_float16 (the default)"),
+    "--train_files": ForeignFlag("--train-data"),
+    "--dev_files": ForeignFlag("--dev-data"),
+    "--test_files": ForeignFlag("--test-data"),
+    "--alphabet_config_path": ForeignFlag("--alphabet"),
+    "--n_hidden": ForeignFlag("--hidden"),
+    "--dropout_rate": ForeignFlag("--dropout"),
+    "--train_batch_size": ForeignFlag("--batch-size"),
+    "--checkpoint_dir": ForeignFlag("--output"),
+    "--one_shot_infer": ForeignFlag("--infer"),
+    "--es_epochs": ForeignFlag("--patience"),
     "--load_cudnn": _CUDNN,
     "--train_cudnn": _CUDNN,
     "--use_cudnn_rnn": _CUDNN,
-    "--early_stop": Foreign(says="ignored: give the number of epochs with --patience N"),
+    "--early_stop": ForeignFlag(note="ignored: give the number of epochs with --patience N"),
 }
 
 
@@ -80,10 +80,12 @@ class Config(RunConfig):
         "training speech: a Mozilla CSV (wav_filename,wav_filesize,transcript), a LibriSpeech folder, or shards "
         "(TFRecord, ArrayRecord, WebDataset, a saved Hugging Face dataset) (default: digit strings, dates and commands "
         "synthesised by espeak-ng)",
-        uses=SPOKEN,
+        uses=SPEECH_ACTIONS,
     )
     dev_data: Path | None = DATA(
-        None, "speech to test on after each epoch, in a format of --train-data (default: --test-data)", uses=SPOKEN
+        None,
+        "speech to test on after each epoch, in a format of --train-data (default: --test-data)",
+        uses=SPEECH_ACTIONS,
     )
     test_data: Path | None = DATA(None, "test speech, in a format of --train-data")
     alphabet: Path | None = DATA(
@@ -92,7 +94,7 @@ class Config(RunConfig):
         uses=BUILD,
     )
     cache_dir: Path = DATA(DEFAULT_CACHE, "folder for the corpus synthesised by espeak-ng", decides=False)
-    longest_seconds: float | None = DATA(None, "leave out training utterances that are longer", uses=SPOKEN)
+    longest_seconds: float | None = DATA(None, "leave out training utterances that are longer", uses=SPEECH_ACTIONS)
     max_skipped: float = DATA(0.01, "largest share of the utterances that may be skipped as unusable")
 
     model: Literal["deepspeech", "deepspeech2"] = MODEL(
@@ -177,7 +179,7 @@ class Config(RunConfig):
         return Perturbation() if self.augment else NO_PERTURBATION
 
     @property
-    def last_beam(self) -> int:
+    def final_beam(self) -> int:
         """Number of prefixes that the final test keeps; 0 for greedy decoding."""
         return self.beam if self.decoder == "beam" else 0
 

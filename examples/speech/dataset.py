@@ -55,7 +55,7 @@ class Speech:
         self.skipped = SkippedFiles(len(utterances), max_skipped, "--max-skipped")
         _check_characters(name, utterances, alphabet)
         kept, infos = self._probe(utterances)
-        _say_what_is_converted(name, infos)
+        _report_conversions(name, infos)
         self._keep(kept, [info.samples for info in infos])
 
     def __len__(self) -> int:
@@ -172,7 +172,7 @@ def _check_characters(name: str, utterances: Sequence[Utterance], alphabet: Alph
     )
 
 
-def _say_what_is_converted(name: str, found: Sequence[AudioInfo]) -> None:
+def _report_conversions(name: str, found: Sequence[AudioInfo]) -> None:
     rates = Counter(info.sample_rate for info in found if info.sample_rate != SAMPLE_RATE)
     mixed = sum(info.channels > 1 for info in found)
     said = [f"{count} at {rate} Hz resampled to {SAMPLE_RATE}" for rate, count in sorted(rates.items())]

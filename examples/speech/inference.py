@@ -15,7 +15,7 @@ from examples.common.devices import DataParallel
 from examples.common.hosts import say
 from examples.common.skipped import UnusableFileError
 from examples.common.training import Variables
-from examples.common.use import export, in_policy, open_model
+from examples.common.use import cast_to_policy, export, open_model
 from examples.speech.alphabet import Alphabet
 from examples.speech.audio import SAMPLE_RATE, read_audio
 from examples.speech.batching import Shape
@@ -31,13 +31,13 @@ _STEP = SAMPLE_RATE  # audio lengths are rounded up to whole seconds, to compile
 def load(config: Config) -> tuple[SpeechTask, Variables]:
     """Loads the model given by the flags with its variables; opens the test speech unless --infer is given."""
 
-    def make(own: Config, described: dict[str, Any]) -> SpeechTask:
-        characters = described.get("characters")
+    def make(trained: Config, description: dict[str, Any]) -> SpeechTask:
+        characters = description.get("characters")
         if not isinstance(characters, str) or not characters:
             raise UsageError("the model's description of its alphabet is damaged.")
         alphabet = Alphabet(characters)
-        sets = {} if own.infer else open_data(own, ["test"], alphabet)
-        return SpeechTask(own, DataParallel(1 if own.infer else own.devices), alphabet, **sets)
+        sets = {} if trained.infer else open_data(trained, ["test"], alphabet)
+        return SpeechTask(trained, DataParallel(1 if trained.infer else trained.devices), alphabet, **sets)
 
     return open_model(config, make)
 
@@ -45,7 +45,7 @@ def load(config: Config) -> tuple[SpeechTask, Variables]:
 def evaluate(config: Config) -> dict[str, Any]:
     """Evaluates a trained model in the precision of the flags, regardless of the precision in training."""
     task, variables = load(config)
-    metrics = task.test(in_policy(task, variables))
+    metrics = task.test(cast_to_policy(task, variables))
     say(transcript_report(task.transcribed, config.report))
     results = {
         "policy": config.policy,
@@ -64,8 +64,8 @@ def infer(config: Config) -> dict[str, Any]:
     """Transcribes the files of --infer; the latency covers features, model and decoder, from samples to text."""
     task, variables = load(config)
     audio = [_read(task.config, path) for path in config.infer]
-    weights = in_policy(task, variables)
-    transcribe = create_transcribe_step(task.config, task.alphabet.labels, config.last_beam)
+    weights = cast_to_policy(task, variables)
+    transcribe = create_transcribe_step(task.config, task.alphabet.labels, config.final_beam)
     programs: dict[int, Any] = {}
     texts, latencies = [], []
     for path, samples in zip(config.infer, audio, strict=True):

@@ -21,8 +21,8 @@ from examples.speech.task import SpeechTask, open_alphabet, open_data
 def run(config: Config) -> dict[str, Any]:
     """Runs the mode selected by the flags; see `examples.common.modes.run`."""
     use = {"evaluate": evaluate, "predict": infer}
-    on_made_up_audio = partial(TaskMaker, config, data=False)
-    return modes.run(config, partial(TaskMaker, config), use, write_reports, on_made_up_audio)
+    on_synthetic_audio = partial(TaskMaker, config, data=False)
+    return modes.run(config, partial(TaskMaker, config), use, write_reports, on_synthetic_audio)
 
 
 class TaskMaker:

@@ -47,8 +47,8 @@ class Precision:
     cache_dir: Path = _FLAGS(DEFAULT_CACHE, "folder for the corpus synthesised by espeak-ng")
 
 
-def _with_training_data(config: Config, described: dict[str, Any]) -> SpeechTask:
-    alphabet = Alphabet(described["characters"])
+def _open_task(config: Config, description: dict[str, Any]) -> SpeechTask:
+    alphabet = Alphabet(description["characters"])
     return SpeechTask(config, DataParallel(1), alphabet, **open_data(config, ["train"], alphabet))
 
 
@@ -82,7 +82,7 @@ def table(rows: Iterable[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (heads, ("---",) * len(heads), *rows))
 
 
-def kept(config: Config, labels: int, variables: Any, batch: Batch) -> list[str]:
+def half_precision_lines(config: Config, labels: int, variables: Any, batch: Batch) -> list[str]:
     """The share of the gradient's FLOPs in half for each way of applying the policy, and the risky operations."""
     lines = []
     for amp in ("module", "autocast"):
@@ -102,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         flags = parse(Precision, PROGRAM, arguments)
         config = Config(mode="evaluate", output=flags.output, cache_dir=flags.cache_dir, devices=1)
-        task, variables = open_model(config, _with_training_data)
+        task, variables = open_model(config, _open_task)
     except UsageError as error:
         fail(PROGRAM, error)
     trained, train_set = task.config, task.train_set
@@ -112,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     float32 = dataclasses.replace(trained, policy="float32", amp="module")
     report = mpjax.numerics(loss_from_audio(float32, labels, variables.stats), variables.params, batches=batches)
     print(table(losses_by_part(report)))
-    for line in kept(dataclasses.replace(trained, policy=flags.policy), labels, variables, batches[0]):
+    for line in half_precision_lines(dataclasses.replace(trained, policy=flags.policy), labels, variables, batches[0]):
         print(line)
     return 0
 

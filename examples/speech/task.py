@@ -13,7 +13,7 @@ from examples.common.benchmarking import compile_step
 from examples.common.cli import UsageError
 from examples.common.config import RunConfig
 from examples.common.devices import DataParallel
-from examples.common.hosts import on_host
+from examples.common.hosts import gather_to_host
 from examples.common.plots import Panel
 from examples.common.task import Task, shape_of
 from examples.common.training import Training, TrainState, Variables, create_training
@@ -149,16 +149,16 @@ class SpeechTask(Task):
 
     def example_batches(self, batch_size: int) -> Sequence[Batch]:
         if self._buckets is None:
-            return [made_up_batch(self.config, batch_size, self.alphabet.labels)]
+            return [synthetic_batch(self.config, batch_size, self.alphabet.labels)]
         return [shape._replace(batch=batch_size).zeros() for shape in self._buckets.shapes]
 
     def compile(self) -> None:
         super().compile()
         if self.config.mode != "train":
-            self._between.compile(self._abstract_weights())
+            self._epoch_tester.compile(self._abstract_weights())
 
     @property
-    def _between(self) -> Tester:
+    def _epoch_tester(self) -> Tester:
         """The tester that runs after each epoch."""
         tester = self._dev or self._test
         assert tester is not None
@@ -179,8 +179,8 @@ class SpeechTask(Task):
     def test(
         self, weights: Variables, between_steps: Callable[[], None] = lambda: None, *, last: bool = True
     ) -> dict[str, Any]:
-        beam = self.config.last_beam if last and self._dev is None else 0
-        self.transcribed = self._between.run(weights, beam, between_steps)
+        beam = self.config.final_beam if last and self._dev is None else 0
+        self.transcribed = self._epoch_tester.run(weights, beam, between_steps)
         prefix = "dev_" if self._dev else ""
         return {f"{prefix}{name}": value for name, value in test_metrics(self.transcribed).items()}
 
@@ -188,7 +188,7 @@ class SpeechTask(Task):
         if self._dev is None or self.config.mode == "train":
             return {}
         assert self._test is not None
-        self.transcribed = self._test.run(self.training.weights(state), self.config.last_beam, between_steps)
+        self.transcribed = self._test.run(self.training.weights(state), self.config.final_beam, between_steps)
         return test_metrics(self.transcribed)
 
     def items(self, batch: Batch) -> int:
@@ -227,33 +227,33 @@ class SpeechTask(Task):
         train, test, _ = self._sets
         if train is None:
             return {"utterances": self.batch_size}
-        prints = [None if speech is None else speech.fingerprint for speech in (train, test)]
-        return {"utterances": len(train), "fingerprints": prints}
+        fingerprints = [None if speech is None else speech.fingerprint for speech in (train, test)]
+        return {"utterances": len(train), "fingerprints": fingerprints}
 
     def restore_data(self, state: dict[str, Any]) -> None:
-        own = self.data_state()
+        current = self.data_state()
         for name, speech, before, now in zip(
-            ("train", "test"), self._sets, state["fingerprints"], own["fingerprints"], strict=False
+            ("train", "test"), self._sets, state["fingerprints"], current["fingerprints"], strict=False
         ):
             if before != now and speech is not None:
                 raise UsageError(
-                    f"--{name}-data {speech.name}: the utterances or files differ from those of the run; a run can only "
-                    "be resumed with the same data. Put them back, or start a new run (--init-from loads its weights)."
+                    f"--{name}-data {speech.name}: the utterances or files differ from those of the run; a run can "
+                    "only be resumed with the same data. Put them back, or start a new run with --init-from."
                 )
 
     # Benchmarks.
 
-    def made_up_batch(self) -> Batch:
-        return made_up_batch(self.config, self.batch_size // jax.process_count(), self.alphabet.labels)
+    def synthetic_batch(self) -> Batch:
+        return synthetic_batch(self.config, self.batch_size // jax.process_count(), self.alphabet.labels)
 
-    def use_step(self) -> jax.stages.Wrapped:
-        return create_transcribe_step(self.config, self.alphabet.labels, self.config.last_beam)
+    def inference_step(self) -> jax.stages.Wrapped:
+        return create_transcribe_step(self.config, self.alphabet.labels, self.config.final_beam)
 
-    def bench_settings(self) -> dict[str, Any]:
+    def benchmark_settings(self) -> dict[str, Any]:
         return {"model": self.config.model, "longest_seconds": self.config.longest}
 
-    def bench_figures(self, items_per_second: float) -> dict[str, Any]:
-        seconds = float(np.mean(self.made_up_batch().audio_lengths)) / SAMPLE_RATE
+    def benchmark_metrics(self, items_per_second: float) -> dict[str, Any]:
+        seconds = float(np.mean(self.synthetic_batch().audio_lengths)) / SAMPLE_RATE
         return {"audio_hours_per_hour": seconds * items_per_second}
 
 
@@ -284,7 +284,7 @@ class Tester:
             between_steps()
             batch = self._parallel.put(batch)
             step = self._steps[beam][shape_of(batch)]
-            found += self._transcribed(*on_host((batch.weights, batch.indices, *step(variables, batch))))
+            found += self._transcribed(*gather_to_host((batch.weights, batch.indices, *step(variables, batch))))
         return found
 
     def _transcribed(self, weights: Array, indices: Array, losses: Any, decoded: Any) -> Iterator[Transcribed]:
@@ -303,7 +303,7 @@ def test_metrics(transcribed: Iterable[Transcribed]) -> dict[str, Any]:
     return {"test_loss": float(np.mean(losses)) if losses else float("nan"), **rates._asdict()}
 
 
-def made_up_batch(config: Config, size: int, labels: int) -> Batch:
+def synthetic_batch(config: Config, size: int, labels: int) -> Batch:
     """A batch of noise with random transcripts; lengths are spread evenly from a quarter of --longest to --longest."""
     rng = np.random.default_rng(config.seed)
     seconds = np.linspace(config.longest / 4, config.longest, size) if size > 1 else np.array([config.longest])

@@ -22,7 +22,7 @@ from examples.common.plots import plot_curves
 from examples.common.run_folder import RunFolder
 from examples.common.sinks import Sinks
 from examples.common.use import run_variables
-from examples.custom.__main__ import Config, OwnTask, main
+from examples.custom.__main__ import Config, CustomTask, main
 from examples.imagenet.training import classification_sums
 
 pytestmark = pytest.mark.usefixtures("stored_programs")
@@ -38,7 +38,7 @@ def rated(monkeypatch):
     def rate(*accuracies: float) -> None:
         left = iter(accuracies)
         found = lambda *_, **__: {"test_loss": 1.0, "test_accuracy": next(left)}
-        monkeypatch.setattr(OwnTask, "test", found)
+        monkeypatch.setattr(CustomTask, "test", found)
 
     return rate
 
@@ -58,7 +58,7 @@ def test_training_stops_early_and_keeps_the_best_epoch(rated, tmp_path, capsys):
     # --best is the checkpoint of that epoch.
     config = Config(devices=1, batch_size=400, schedule="constant", warmup_epochs=0, output=output)
     last, best = (
-        run_variables(OwnTask(dataclasses.replace(config, best=best), DataParallel(1)), RunFolder(output)).params
+        run_variables(CustomTask(dataclasses.replace(config, best=best), DataParallel(1)), RunFolder(output)).params
         for best in (False, True)
     )
     assert not all(jax.tree.leaves(jax.tree.map(np.array_equal, last, best)))
@@ -72,7 +72,7 @@ def test_training_stops_early_and_keeps_the_best_epoch(rated, tmp_path, capsys):
 
 def test_curves_of_a_run_without_an_epoch_are_drawn_too(tmp_path):
     """As of a run that was stopped in its first epoch; the scripts' tests draw those of finished runs."""
-    plot_curves(tmp_path / "curves.png", [], "title", OwnTask.panels)
+    plot_curves(tmp_path / "curves.png", [], "title", CustomTask.panels)
     with Image.open(tmp_path / "curves.png") as plot:
         assert min(plot.size) > 300
 
@@ -191,7 +191,7 @@ def test_the_end_of_another_process_is_one_line(monkeypatch, tmp_path, capsys):
         raise KeyboardInterrupt
 
     ended: list[int] = []
-    monkeypatch.setattr(OwnTask, "initial_state", fail)
+    monkeypatch.setattr(CustomTask, "initial_state", fail)
     monkeypatch.setattr("examples.common.loop.peer_lost", lambda error: error is lost)
     # The real one ends the process, as JAX's own exit would wait for the other.
     monkeypatch.setattr("os._exit", leave)

@@ -9,7 +9,7 @@ import mpjax
 from examples.common.cli import UsageError
 from examples.common.devices import DataParallel
 from examples.common.parity import Maker, _without
-from examples.custom.__main__ import Config, OwnTask
+from examples.custom.__main__ import Config, CustomTask
 
 pytestmark = pytest.mark.usefixtures("stored_programs")
 
@@ -19,7 +19,7 @@ SCALED = "mixed_float16 --loss-scale 1"
 
 def open_tasks(config):
     parallel = DataParallel(config.devices)
-    return lambda own: OwnTask(own, parallel)
+    return lambda task_config: CustomTask(task_config, parallel)
 
 
 @pytest.fixture(scope="module")

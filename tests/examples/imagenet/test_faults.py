@@ -239,7 +239,7 @@ def test_fixed_loss_scale_that_skips_everything_is_an_error(diverging, tmp_path,
 
 
 def test_diverged_training_is_told_in_one_line(diverging, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(loop, "_SKIPS", 4)  # of the six steps
+    monkeypatch.setattr(loop, "_MAX_SKIPS", 4)  # of the six steps
     error = error_of(digit_flags(tmp_path / "run"), capsys)
     assert "training diverged in epoch 2" in error
     assert "--learning-rate" in error

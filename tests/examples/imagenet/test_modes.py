@@ -150,8 +150,8 @@ def test_input_clock_counts_only_what_the_device_waits_for():
 
 
 def test_seeds_table_has_a_row_for_each_precision():
-    ways = [tuple(way.values()) for way in Seeds(loss_scales=("dynamic", "1024")).ways()]
-    assert ways == [
+    variants = [tuple(variant.values()) for variant in Seeds(loss_scales=("dynamic", "1024")).variants()]
+    assert variants == [
         ("float32", "module", "1"),
         *itertools.product(["mixed_float16"], ["module", "autocast"], ["dynamic", "1024"]),
         ("mixed_bfloat16", "module", "1"),
