@@ -137,7 +137,7 @@ class Examples(Records):
         try:
             features = example_type().FromString(self._source[index]).features.feature
         except (DecodeError, OSError, RuntimeError, ValueError) as error:
-            raise UnusableFileError(f"no tf.train.Example: {one_line(error, 100)}") from error
+            raise UnusableFileError(f"not a tf.train.Example: {one_line(error, 100)}") from error
         return {name: _feature_value(feature) for name, feature in features.items()}
 
 
@@ -211,8 +211,8 @@ def _tfrecord_offsets(path: Path) -> np.ndarray:
             after = place + 16 + (struct.unpack("<Q", header[:8])[0] if len(header) == 12 else size)
             if after > size:
                 raise UsageError(
-                    f"{str(path)!r} is not a whole, uncompressed TFRecord file: the record at byte {place} goes beyond "
-                    f"its end, {size}. Unpack it, or copy it again."
+                    f"{str(path)!r} is not a complete, uncompressed TFRecord file: the record at byte {place} "
+                    f"extends beyond its end at {size}. Unpack it, or copy it again."
                 )
             offsets.append(place)
             place = after
@@ -243,7 +243,7 @@ class TarFiles(Records):
                 self._index(shard, path)
             except (tarfile.TarError, OSError) as error:
                 raise UsageError(
-                    f"{str(path)!r} is not a whole, uncompressed tar file: {one_line(error)}. "
+                    f"{str(path)!r} is not a complete, uncompressed tar file: {one_line(error)}. "
                     "Unpack it, or copy it again."
                 ) from error
 
@@ -287,7 +287,7 @@ class TarFiles(Records):
             try:
                 record = {**json.loads(record["json"]), **record}
             except (ValueError, TypeError) as error:
-                raise UnusableFileError(f"its json is none: {one_line(error, 100)}") from error
+                raise UnusableFileError(f"its json is invalid: {one_line(error, 100)}") from error
         return record
 
 

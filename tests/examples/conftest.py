@@ -9,7 +9,7 @@ from tests.examples.quick import make_quick
 
 @pytest.fixture(scope="module")
 def stored_programs(stored_programs: None) -> Iterator[None]:
-    """Programs compiled once, of runs that are quick."""
+    """Compiles each program once, for quick runs."""
     with pytest.MonkeyPatch.context() as patch:
         make_quick(patch)
         yield

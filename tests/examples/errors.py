@@ -1,4 +1,4 @@
-"""How a script's mistakes end."""
+"""The error line of a script."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 
 def line_of_error(main: Callable[[list[str]], int], arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line that a mistake in a script's call ends in, with exit code 2."""
+    """Runs a script with a mistake in its arguments; checks exit code 2 and returns the only error line."""
     with pytest.raises(SystemExit) as end:
         main(arguments)
     assert end.value.code == 2

@@ -1,4 +1,4 @@
-"""Scripts in processes of their own, alone and several that train together."""
+"""Runs scripts in separate processes, alone or several that train together."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 def start(program: str, *flags: str) -> subprocess.Popen[str]:
-    """A Python program in a process with one device; it shares the compiled programs of this one."""
+    """Starts a Python program in a process with one device and the compilation cache of this process."""
     environment = os.environ | {
         "XLA_FLAGS": "--xla_backend_optimization_level=0",
         "PYTHONPATH": str(REPOSITORY),
@@ -26,9 +26,9 @@ def start(program: str, *flags: str) -> subprocess.Popen[str]:
 
 
 def together(programs: Sequence[str], flags: Sequence[str]) -> list[tuple[int, str, str]] | None:
-    """Exit code, output and errors of programs that train together, a process each.
+    """Runs programs that train together, one process each; returns exit code, output and errors of each.
 
-    None if they did not meet, as another test took their port.
+    Returns None if they did not connect, because another test took their port.
     """
     with socket.socket() as free:
         free.bind(("localhost", 0))

@@ -1,4 +1,4 @@
-"""Checkpoints that are damaged, not wanted, or can't be written."""
+"""Checkpoints that are damaged, not requested, or can't be written."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_training_goes_on_from_the_newest_whole_checkpoint(folder, damage, capfd):
+def test_training_resumes_from_the_newest_intact_checkpoint(folder, damage, capfd):
     DAMAGES[damage](folder / "3")
     with Checkpoints(folder, keep=3) as checkpoints:
         restored, position = checkpoints.restore(lambda position: state(0), resume=True)
         assert (int(restored["step"]), position) == (2, {"epoch": 2})
-        # Step 3 comes again, and must be saved again.
+        # Step 3 runs again, and must be saved again.
         checkpoints.save(3, state(3), {"epoch": 30})
     out, err = capfd.readouterr()
     assert out.count("damaged checkpoint (step 3: ") == 1
@@ -73,7 +73,7 @@ def test_training_goes_on_from_the_newest_whole_checkpoint(folder, damage, capfd
     assert (folder.parent / "checkpoints_set_aside" / "3-0").is_dir()
 
 
-def test_looking_at_a_checkpoint_moves_nothing(folder):
+def test_reading_a_checkpoint_moves_nothing(folder):
     truncate(folder / "3")
     with Checkpoints(folder, keep=3) as checkpoints:
         assert checkpoints.restore(lambda position: state(0))[1] == {"epoch": 2}
@@ -89,14 +89,14 @@ def test_an_older_step_can_be_chosen(folder):
             checkpoints.restore(lambda position: state(0), 3)
 
 
-def test_another_model_is_told_from_a_run_without_checkpoints(folder, tmp_path):
+def test_another_model_is_an_error_but_a_missing_checkpoint_is_not(folder, tmp_path):
     with Checkpoints(folder, keep=3) as checkpoints, pytest.raises(UsageError, match="can be read as this model"):
         checkpoints.restore(lambda position: {"other": jnp.zeros(3)})
     with Checkpoints(tmp_path / "none") as checkpoints:
         assert checkpoints.restore(lambda position: state(0)) is None
 
 
-def test_a_full_disk_is_one_line(tmp_path, monkeypatch):
+def test_full_disk_is_reported_in_one_line(tmp_path, monkeypatch):
     with Checkpoints(tmp_path / "checkpoints") as checkpoints:
 
         def save(*_, **__):

@@ -1,4 +1,4 @@
-"""The loop of the training scripts: the best epoch, early stopping, retention, and where metrics go."""
+"""The training loop of the scripts: the best epoch, early stopping, checkpoint retention and metric sinks."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from examples.imagenet.training import classification_sums
 
 pytestmark = pytest.mark.usefixtures("stored_programs")
 
-# One step an epoch, of 426 training entries; without a schedule, so that any number of epochs is the same program.
+# One step per epoch of 426 training entries. Without a schedule, any number of epochs compiles to the same program.
 FLAGS = ["--devices", "1", "--batch-size", "400", "--log-every", "1", "--schedule", "constant", "--warmup-epochs", "0"]
 
 
 @pytest.fixture
 def rated(monkeypatch):
-    """Makes the test accuracy of each epoch known; returns the function that sets them."""
+    """Returns a function that sets the test accuracies of the next epochs."""
 
     def rate(*accuracies: float) -> None:
         left = iter(accuracies)
@@ -50,19 +50,19 @@ def test_training_stops_early_and_keeps_the_best_epoch(rated, tmp_path, capsys):
     assert main(flags) == 0
     assert "stopped early: no improvement on test_accuracy 0.9 of epoch 2 in 2 epochs" in capsys.readouterr().out
     summary = json.loads((output / "summary.json").read_text())
-    # Equal is no better: the first of two equal epochs is the best.
+    # A tie does not count as better: the first of two equal epochs is the best.
     assert (summary["epochs"], summary["best_epoch"]) == (4, 2)
     for folder, step in (("checkpoints", 4), ("best", 2)):
         with Checkpoints(output / folder) as checkpoints:
             assert checkpoints.steps == [step]
-    # --best is the checkpoint of that epoch.
+    # --best uses the checkpoint of that epoch.
     config = Config(devices=1, batch_size=400, schedule="constant", warmup_epochs=0, output=output)
     last, best = (
         run_variables(CustomTask(dataclasses.replace(config, best=best), DataParallel(1)), RunFolder(output)).params
         for best in (False, True)
     )
     assert not all(jax.tree.leaves(jax.tree.map(np.array_equal, last, best)))
-    # A longer run goes on from the last epoch, and does not forget the best one.
+    # A longer run continues from the last epoch and remembers the best one.
     rated(0.6, 0.95, 0.1)
     assert main([*flags[:-2], "--output", str(output), "--resume", "--epochs", "6", "--patience", "4"]) == 0
     assert json.loads((output / "summary.json").read_text())["best_epoch"] == 6
@@ -70,8 +70,8 @@ def test_training_stops_early_and_keeps_the_best_epoch(rated, tmp_path, capsys):
         assert checkpoints.steps == [6]
 
 
-def test_curves_of_a_run_without_an_epoch_are_drawn_too(tmp_path):
-    """As of a run that was stopped in its first epoch; the scripts' tests draw those of finished runs."""
+def test_curves_are_drawn_without_a_finished_epoch(tmp_path):
+    """For example, a run stopped in its first epoch; the tests of the scripts cover finished runs."""
     plot_curves(tmp_path / "curves.png", [], "title", CustomTask.panels)
     with Image.open(tmp_path / "curves.png") as plot:
         assert min(plot.size) > 300
@@ -90,7 +90,7 @@ def test_top_5_counts_labels_among_the_five_largest_logits():
 
 
 class FakeRun:
-    """What `wandb.init` returns, as far as it is used."""
+    """The parts of a `wandb.init` result that are used."""
 
     def __init__(self, **arguments) -> None:
         self.id, self.arguments, self.lines, self.finished = arguments["id"] or "abc", arguments, [], False
@@ -103,7 +103,7 @@ class FakeRun:
 
 
 class FakeClient:
-    """`mlflow.MlflowClient`, as far as it is used."""
+    """The parts of `mlflow.MlflowClient` that are used."""
 
     params, metrics, ended = {}, [], []
 
@@ -126,7 +126,7 @@ class FakeClient:
         self.ended.append(run)
 
 
-def test_metrics_go_to_every_sink_and_on_in_the_same_run(rated, monkeypatch, tmp_path):
+def test_metrics_go_to_every_sink_and_resume_the_same_run(rated, monkeypatch, tmp_path):
     runs = []
     init = lambda **arguments: runs.append(FakeRun(**arguments)) or runs[-1]
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
@@ -142,7 +142,7 @@ def test_metrics_go_to_every_sink_and_on_in_the_same_run(rated, monkeypatch, tmp
     steps = [step for step, _ in run.lines]
     assert steps == sorted(steps) == [1, 1, 2, 2]
     epochs = [values for _, values in run.lines if "learning_rate" in values]
-    assert [values.get("test_accuracy") for values in epochs] == [0.5, None]  # NaN is no number to draw
+    assert [values.get("test_accuracy") for values in epochs] == [0.5, None]  # NaN is not logged
     assert FakeClient.params["policy"] == "mixed_float16"
     name = "experiment mpjax-custom/run"
     assert (name, "test_accuracy", 0.5, 1) in FakeClient.metrics
@@ -166,7 +166,7 @@ def refuse(**_) -> None:
         (types.SimpleNamespace(init=refuse), "--log-to wandb: no route to the server"),
     ],
 )
-def test_a_sink_that_can_not_be_opened_is_one_line(module, message, monkeypatch, tmp_path):
+def test_sink_that_cannot_be_opened_is_reported_in_one_line(module, message, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "wandb", module)
     with (
         pytest.raises(UsageError, match=re.escape(message)),
@@ -175,7 +175,7 @@ def test_a_sink_that_can_not_be_opened_is_one_line(module, message, monkeypatch,
         s.open(0)
 
 
-def test_the_end_of_another_process_is_one_line(monkeypatch, tmp_path, capsys):
+def test_lost_process_is_reported_in_one_line(monkeypatch, tmp_path, capsys):
     lost = RuntimeError("UNKNOWN: Gloo all-reduce failed: Connection reset by peer")
     assert not peer_lost(lost)  # in a run of one process
     with monkeypatch.context() as patch:
@@ -193,7 +193,7 @@ def test_the_end_of_another_process_is_one_line(monkeypatch, tmp_path, capsys):
     ended: list[int] = []
     monkeypatch.setattr(CustomTask, "initial_state", fail)
     monkeypatch.setattr("examples.common.loop.peer_lost", lambda error: error is lost)
-    # The real one ends the process, as JAX's own exit would wait for the other.
+    # The real function ends the process, because JAX's own exit would wait for the lost one.
     monkeypatch.setattr("os._exit", leave)
     with pytest.raises(KeyboardInterrupt):
         main([*FLAGS, "--epochs", "1", "--output", str(tmp_path / "run")])

@@ -1,4 +1,4 @@
-"""Each script does what its flags say, and nothing else."""
+"""Flags select exactly one action of each script."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_flags_choose_one_mode(script, flags, done, monkeypatch):
     assert called == ([done] if done == "evaluate" else ["data", done])
 
 
-def test_final_line_has_what_the_summary_has():
+def test_final_line_shows_the_metrics_of_the_summary():
     images = {"policy": "O2", "train_accuracy": 0.5, "loss_scale": 4.0}
     assert final_line(images, IMAGE_FORMATS) == "train accuracy 50.00%, policy O2, loss scale 4"
     assert (

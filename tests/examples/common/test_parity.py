@@ -1,4 +1,4 @@
-"""The scripts' trainings under `mpjax.parity`, on a few steps of small data."""
+"""Trainings of the scripts under `mpjax.parity`, with a few steps on small data."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def test_a_script_is_compared_over_seeds_with_precision_flags(make, tmp_path):
         mpjax.parity(other, [SCALED], 2, output=tmp_path, progress=False)
 
 
-def test_a_remedy_starts_the_dynamic_scale_elsewhere(make):
+def test_initial_dynamic_loss_scale_can_be_set(make):
     training = make(SCALED, 0, loss_scale=2.0**17)
     assert float(training.state.opt_state.loss_scale) == 2.0**17
 
 
-def test_a_flag_that_there_is_not_is_named(make):
+def test_unknown_flag_is_named(make):
     with pytest.raises(UsageError, match="--los-scale"):
         make("mixed_float16 --los-scale 1", 0)
     assert _without(["--policy", "p", "--loss-scale", "1", "--amp", "x"], "--loss-scale") == [

@@ -1,4 +1,4 @@
-"""Shards of every format: images and speech come out of them as they went in."""
+"""Shards of every format return the images and speech that were written."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def halves(rows: Rows) -> tuple[Rows, Rows]:
 
 
 def sharded(write: Callable[[Path, Rows], None], name: str) -> Callable[..., None]:
-    """Writes two shards a split; `name` takes split and number."""
+    """Writes two shards per split; `name` is a format string of `split` and `number`."""
 
     def write_all(root: Path, splits: dict[str, Rows], names: Sequence[str] = ()) -> None:
         for split, rows in splits.items():
@@ -124,7 +124,7 @@ def rows_of(folder: ImageFolder, image: str, label: str) -> Rows:
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_images_of_shards_are_those_of_folders(kind, photos, tmp_path):
+def test_images_in_shards_equal_those_in_folders(kind, photos, tmp_path):
     write, image, label = FORMATS[kind]
     expected = opened(photos)
     splits = {split: rows_of(folder, image, label) for split, folder in zip(("train", "val"), expected, strict=True)}
@@ -135,7 +135,7 @@ def test_images_of_shards_are_those_of_folders(kind, photos, tmp_path):
         batches = [data.load(np.arange(len(two)), None).batch for data in (one, two)]
         jax.tree.map(np.testing.assert_array_equal, *batches)
     assert found[0].name_of(1)[1] == "china"
-    # A run goes on with the same entries wherever they are, and with no others.
+    # A run resumes with the same entries at any path, but not with other entries.
     state = json.loads(json.dumps(found[0].state()))
     moved = opened((tmp_path / "data").rename(tmp_path / "moved"))
     moved[0].restore(state)
@@ -149,7 +149,7 @@ def test_images_of_shards_are_those_of_folders(kind, photos, tmp_path):
 def test_processes_and_cache_read_shards_too(kind, photos, tmp_path):
     write, image, label = FORMATS[kind]
     folder = opened(photos)[0]
-    # Without names of classes: they are the labels that occur, here two of many.
+    # Without class names, the classes are the labels that occur: here 7 and 12.
     rows = [row | {label: 7 + 5 * row[label]} for row in rows_of(folder, image, label)]
     write(tmp_path / "data", {"train": rows, "val": rows[:8]})
     train, cached = opened(tmp_path / "data")[0], opened(tmp_path / "data", cache=True)[0]
@@ -161,7 +161,7 @@ def test_processes_and_cache_read_shards_too(kind, photos, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, *batches)
 
 
-def test_a_test_set_without_some_classes_is_that_of_the_model(photos, tmp_path):
+def test_test_set_without_some_classes_uses_those_of_the_model(photos, tmp_path):
     rows = rows_of(opened(photos)[1], "jpg", "cls")
     names = [row | {"cls": CLASSES[row["cls"]]} for row in rows]
     FORMATS["webdataset"][0](tmp_path, {"val": [row for row in names if row["cls"] == "flower"]})
@@ -182,7 +182,7 @@ def test_labels_in_json_and_damaged_entries(photos, tmp_path):
     np.testing.assert_array_equal(loaded.batch.mask, [1, 0, 0, 1, 1, 1])
     train.report(loaded.unreadable)
     assert {name.rpartition("/")[2]: reason.split(":")[0] for name, reason in train.problems.reasons.items()} == {
-        "0001": "its json is none",
+        "0001": "its json is invalid",
         "0002": "not a complete JPEG, PNG, WEBP, GIF or BMP",
     }
 
@@ -196,8 +196,12 @@ def overwritten(path: str) -> Callable[[Path], Any]:
 
 
 REFUSED = [
-    ("tfrecord", lambda r: cut_short(r / "photos-train.tfrecord-00001-of-00002"), "not a whole, uncompressed TFRecord"),
-    ("webdataset", overwritten("train/photos-0001.tar"), "not a whole, uncompressed tar"),
+    (
+        "tfrecord",
+        lambda r: cut_short(r / "photos-train.tfrecord-00001-of-00002"),
+        "not a complete, uncompressed TFRecord",
+    ),
+    ("webdataset", overwritten("train/photos-0001.tar"), "not a complete, uncompressed tar"),
     ("array_record", overwritten("photos-train.array_record-00000-of-00002"), "ArrayRecord files can't be read"),
     ("webdataset", lambda r: (r / "val").rename(r / "rest"), "no shard of the split 'val'.* 'rest/photos-0000.tar'"),
     ("webdataset", lambda r: (r / "train/photos.tfrecord").touch(), "several formats .TFRecord, WebDataset."),
@@ -215,7 +219,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("kind", "spoil", "message"), REFUSED)
-def test_shards_that_can_not_be_right_are_refused(kind, spoil, message, photos, tmp_path):
+def test_invalid_shards_are_refused(kind, spoil, message, photos, tmp_path):
     write, image, label = FORMATS[kind]
     rows = rows_of(opened(photos)[1], image, label)
     write(tmp_path / "data", {"train": rows, "val": rows}, CLASSES)
@@ -224,14 +228,14 @@ def test_shards_that_can_not_be_right_are_refused(kind, spoil, message, photos, 
         opened(tmp_path / "data")
 
 
-def test_a_folder_of_nothing_known_is_listed(tmp_path):
+def test_folder_without_known_files_is_listed(tmp_path):
     (tmp_path / "train.zip").touch()
     with pytest.raises(UsageError, match=r"it holds 'train.zip'.*\*\.tfrecord, \*\.array_record, \*\.tar"):
         opened(tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["tfrecord", "array_record", "webdataset", "hugging_face"])
-def test_speech_of_shards_is_what_was_written(kind, tmp_path):
+def test_speech_in_shards_equals_what_was_written(kind, tmp_path):
     write = FORMATS[kind][0]
     field, text = ("wav", "txt") if kind == "webdataset" else ("audio", "text")
     samples = [np.linspace(-0.5, 0.5, 4000 + 100 * number, dtype=np.float32) for number in range(4)]

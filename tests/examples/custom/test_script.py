@@ -1,4 +1,4 @@
-"""The script that is there to be copied: it has what the others have."""
+"""The custom script, a template for users, has the features of the other scripts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from examples.custom.__main__ import main
 
 pytestmark = pytest.mark.usefixtures("stored_programs")
 
-# As tests/examples/common/test_parity.py has them: both train the same programs.
+# The same as in tests/examples/common/test_parity.py, so that both use the same compiled programs.
 FLAGS = ["--epochs", "2", "--devices", "1", "--batch-size", "128"]
 
 
@@ -21,13 +21,13 @@ def trained(stored_programs, tmp_path_factory):
     return output
 
 
-def test_own_task_learns_and_exports(trained):
+def test_custom_task_learns_and_exports(trained):
     summary = json.loads((trained / "summary.json").read_text())
     assert summary["test_accuracy"] > 0.8
     assert summary["export_test_accuracy"] > 0.8
 
 
-def test_own_task_is_compared_and_audited(trained, tmp_path, capsys):
+def test_custom_task_is_compared_and_audited(trained, tmp_path, capsys):
     compare = ["--compare", "float32,mixed_float16", "--num-iter", "2", "--output", str(tmp_path / "both")]
     assert main([*FLAGS, *compare, "--init-from", str(trained)]) == 0
     assert "test accuracy |" in (tmp_path / "both" / "comparison.md").read_text()

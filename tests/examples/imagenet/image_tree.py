@@ -11,7 +11,7 @@ CLASSES = ("china", "flower")
 
 
 def make_photo_tree(root: Path) -> Path:
-    """Crops of scikit-learn's two photographs below `root`, in every extension that counts, some grey."""
+    """Writes crops of scikit-learn's two photographs below `root`, with several extensions, some in greyscale."""
     from sklearn.datasets import load_sample_images
 
     rng = np.random.default_rng(0)

@@ -24,7 +24,7 @@ from examples.imagenet.task import ImageTask, open_data
 from tests.examples import processes
 from tests.examples.errors import line_of_error
 
-# What another process runs as `python -m examples.imagenet` with the tiny model.
+# The program that another process runs for `python -m examples.imagenet` with the tiny model.
 PROGRAM = """
 import sys, pytest
 from tests.examples import quick
@@ -37,7 +37,7 @@ sys.exit(runs.main(sys.argv[1:]))
 
 
 class FewDigits(Digits):
-    """The first 96 digits: an epoch of three steps takes no time."""
+    """The first 96 digits: an epoch has three steps."""
 
     def __len__(self) -> int:
         return min(96, super().__len__())
@@ -58,20 +58,20 @@ def digit_flags(output: Path, *flags: str) -> list[str]:
 
 
 def digits_task(devices: int = 1, **flags: Any) -> ImageTask:
-    """What a run with these flags trains."""
+    """The task of a run with these flags."""
     config = Config(**{"batch_size": 32, **flags})
     return ImageTask(config, DataParallel(devices, config.fsdp), *open_data(config))
 
 
 def state_and_batch(made: ImageTask) -> tuple[TrainState, Batch]:
-    """The first of a run."""
+    """The initial state and the first batch of a run."""
     batch = next(made.batches(0, 0))
     made.close()
     return made.initial_state(), batch
 
 
 def last_state(output: Path, **flags: Any) -> TrainState:
-    """The newest checkpoint of a run with these flags."""
+    """The state in the newest checkpoint of a run with these flags."""
     with Checkpoints(output / "checkpoints") as checkpoints:
         restored = digits_task(**flags).restore_as_saved(checkpoints)
     assert restored is not None
@@ -79,17 +79,17 @@ def last_state(output: Path, **flags: Any) -> TrainState:
 
 
 def start(*flags: str) -> subprocess.Popen[str]:
-    """The program in a process of its own, with one device."""
+    """Starts the script in a separate process with one device."""
     return processes.start(PROGRAM, *flags)
 
 
 def as_bytes(tree: Any) -> list[bytes]:
-    """Every array, in a form that a comparison cannot round."""
+    """The bytes of each array, for bitwise comparison."""
     return [np.asarray(x).tobytes() for x in jax.tree.leaves(tree)]
 
 
 def metrics_of(output: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl without what depends on the clock."""
+    """The lines of metrics.jsonl without values that depend on time."""
     timing = {"images_per_second": 0, "input_share": 0}
     return [json.loads(line) | timing for line in (output / "metrics.jsonl").read_text().splitlines()]
 

@@ -1,4 +1,4 @@
-"""What the image example leaves on disk: runs go on after any end, in any precision, and weights can be taken out."""
+"""Checkpoints of the image example: runs resume after any end and in any precision, and weights can be exported."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ def trained(quick_runs, tmp_path_factory):
 
 
 def interrupt_at(patch, call):
-    """Sends a signal at one of the looks for it: three before steps, three in the evaluation, three before steps."""
+    """Sends a signal at a check for signals: three are before steps, three in the evaluation, three before steps."""
     calls, real = iter(range(100)), loop._Run._save_or_stop
 
-    def look(self):
+    def check(self):
         if next(calls) == call:
             signal.raise_signal(signal.SIGTERM)
         real(self)
 
-    patch.setattr(loop._Run, "_save_or_stop", look)
+    patch.setattr(loop._Run, "_save_or_stop", check)
 
 
 @pytest.mark.slow
@@ -72,7 +72,7 @@ def test_interrupted_and_resumed_run_ends_bitwise_equal(trained, tmp_path, capsy
 
 
 @pytest.mark.slow
-def test_killed_run_goes_on_from_its_last_checkpoint(tmp_path, capsys):
+def test_killed_run_resumes_from_its_last_checkpoint(tmp_path, capsys):
     output = tmp_path / "run"
     flags = digit_flags(output)
     process = start(*flags, "--save-every", "0")
@@ -82,7 +82,7 @@ def test_killed_run_goes_on_from_its_last_checkpoint(tmp_path, capsys):
     process.kill()
     _, err = process.communicate(timeout=60)
     assert process.returncode == -signal.SIGKILL, err
-    # Every file is whole, whatever it was killed in.
+    # Every file is complete, whenever the process was killed.
     assert json.loads((output / "config.json").read_text())["epochs"] == 2
     if (output / "metrics.jsonl").exists():
         metrics_of(output)
@@ -94,11 +94,11 @@ def test_killed_run_goes_on_from_its_last_checkpoint(tmp_path, capsys):
 
 
 def newest(output):
-    """The last finished checkpoint's step; Orbax gives one its name when it is whole."""
+    """The step of the last finished checkpoint; Orbax renames a checkpoint when it is complete."""
     return max((int(path.name) for path in (output / "checkpoints").glob("*") if path.name.isdecimal()), default=0)
 
 
-def test_what_was_killed_before_its_first_checkpoint_starts_anew(tmp_path):
+def test_run_killed_before_its_first_checkpoint_starts_from_the_beginning(tmp_path):
     (tmp_path / "config.json.part").write_text("{")
     with RunFolder.reopen(tmp_path, {"seed": 0, "script": "imagenet"}) as folder:
         assert json.loads((tmp_path / "config.json").read_text()) == {"seed": 0, "script": "imagenet"}
@@ -107,7 +107,7 @@ def test_what_was_killed_before_its_first_checkpoint_starts_anew(tmp_path):
 
 
 @pytest.mark.slow
-def test_run_goes_on_in_another_precision(tmp_path, capsys):
+def test_run_resumes_in_another_precision(tmp_path, capsys):
     output = tmp_path / "run"
     with pytest.MonkeyPatch.context() as patch:
         interrupt_at(patch, 3)  # in the evaluation of the first epoch
@@ -120,8 +120,8 @@ def test_run_goes_on_in_another_precision(tmp_path, capsys):
     assert [line["policy"] for line in metrics_of(output)] == ["mixed_bfloat16"] * 2
     summary = json.loads((output / "summary.json").read_text())
     assert (summary["policy"], summary["loss_scale"]) == ("mixed_bfloat16", 1.0)
-    # Any other flag is still held on to.
-    assert "--seed 0, this command has 1" in error_of(digit_flags(output, "--resume", "--seed", "1"), capsys)
+    # All other flags must stay the same.
+    assert "--seed 0, but this command has 1" in error_of(digit_flags(output, "--resume", "--seed", "1"), capsys)
 
 
 @pytest.mark.parametrize("chain", [("O2", "float32", "O2"), ("mixed_float16", "O3", "mixed_float16")])
@@ -130,7 +130,7 @@ def test_change_of_precision_keeps_parameters_and_momentum(chain):
     tasks = [made[policy] for policy in chain]
     fresh = [task.initial_state() for task in tasks]
     rng = np.random.default_rng(0)
-    # Numbers that half precision has, so that O3 can hold them too.
+    # Values that half precision represents exactly, so that O3 can hold them too.
     start = jax.tree.map(lambda x: jnp.asarray(rng.integers(1, 100, x.shape) / 64, x.dtype), fresh[0])
     state = start
     for task, new in zip(tasks[1:], fresh[1:], strict=True):
@@ -154,7 +154,7 @@ def test_checkpoint_of_another_model_is_refused(trained):
 # Inference.
 
 
-def test_export_is_in_half_and_tests_the_same(trained, capsys):
+def test_export_in_half_has_a_similar_test_result(trained, capsys):
     dtype = "bfloat16"
     flags = ["--devices", "1", "--mode", "evaluate"]
     assert main([*flags, "--output", str(trained), "--export", dtype, "--policy", "float32"]) == 0
@@ -172,7 +172,7 @@ def test_export_is_in_half_and_tests_the_same(trained, capsys):
     assert exported == pytest.approx(accuracy, abs=2 / 96)
 
 
-def test_export_that_loses_accuracy_is_not_left_behind(trained, monkeypatch, capsys):
+def test_export_that_loses_accuracy_is_removed(trained, monkeypatch, capsys):
     real = use.cast_weights
     monkeypatch.setattr(use, "cast_weights", lambda v, d: jax.tree.map(jnp.zeros_like, real(v, d)))
     error = error_of(["--mode", "evaluate", "--devices", "1", "--output", str(trained), "--export", "float32"], capsys)
@@ -186,7 +186,7 @@ def test_weights_out_of_range_are_named():
         cast_weights(variables, "float16")
 
 
-def test_prediction_of_files_is_that_of_the_test_images(trained, tmp_path, capsys):
+def test_predictions_for_files_equal_those_for_test_images(trained, tmp_path, capsys):
     flags = ["--mode", "predict", "--output", str(trained), "--devices", "1"]
     assert main(flags) == 0
     of_test_set = json.loads((trained / "predictions.json").read_text())["predictions"]
@@ -204,7 +204,7 @@ def test_prediction_of_files_is_that_of_the_test_images(trained, tmp_path, capsy
     assert "no.png' cannot be read as an image" in error_of([*flags, "--images", str(tmp_path / "no.png")], capsys)
 
 
-def test_other_files_are_no_weights(tmp_path, capsys):
+def test_other_files_are_refused_as_weights(tmp_path, capsys):
     file = tmp_path / "weights"
     file.write_bytes(b"no weights")
     error = error_of(["--mode", "evaluate", "--weights", str(file)], capsys)

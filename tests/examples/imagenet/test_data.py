@@ -22,18 +22,18 @@ from examples.imagenet.image_folder import ImageFolder, open_image_folder
 from examples.imagenet.pipeline import Shard, Workers, evaluation_batches, train_batches
 from tests.examples.imagenet.image_tree import CLASSES, cat, make_photo_tree
 
-# Batches: what they are a function of.
+# Batches.
 
 
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tree of photographs that tests leave as it is."""
+    """A tree of photographs that tests do not modify."""
     return make_photo_tree(tmp_path_factory.mktemp("photos"))
 
 
 @pytest.fixture
 def own_photos(tmp_path: Path) -> Path:
-    """A tree of photographs for a test to spoil."""
+    """A tree of photographs that a test may modify."""
     return make_photo_tree(tmp_path / "photos")
 
 
@@ -96,7 +96,7 @@ def test_training_batches_are_a_function_of_seed_and_step():
     order = np.random.default_rng((3, 1)).permutation(1437)
     second = np.concatenate([batch.labels for batch in whole[steps:]])
     np.testing.assert_array_equal(second, data.load(order[: 64 * steps], None).batch.labels)
-    with train_batches(data, 64, 4) as batches:  # another seed; and no end
+    with train_batches(data, 64, 4) as batches:  # another seed, and endless
         assert not np.array_equal(next(batches).labels, whole[0].labels)
         assert len(list(itertools.islice(batches, 2 * steps))) == 2 * steps
 
@@ -116,7 +116,7 @@ def test_photos_come_in_the_same_batches_from_any_workers(photos):
     assert alone[0].images.shape == (4, 16, 16, 3)
     assert alone[0].images.dtype == np.uint8
     assert_equal(alone, train_list(train, workers=Workers(5)))
-    # Three batches are an epoch: each image is in it once, and each epoch sees other crops of it.
+    # Three batches are an epoch: each image occurs once, with other crops in each epoch.
     assert sorted(np.concatenate([batch.labels for batch in alone[:3]])) == [0] * 6 + [1] * 6
     assert not np.array_equal(
         np.sort(np.stack([batch.images for batch in alone[:3]]), axis=None),
@@ -124,7 +124,7 @@ def test_photos_come_in_the_same_batches_from_any_workers(photos):
     )
 
 
-def test_processes_load_what_threads_do_and_are_missed_when_they_die(photos):
+def test_processes_load_what_threads_do_and_their_death_is_reported(photos):
     train, _ = opened(photos)
     with train_batches(train, 4, 3, first=4, workers=Workers(2, "process")) as batches:
         assert_equal(train_list(train, first=4), [jax.device_get(next(batches)) for _ in range(5)])
@@ -134,7 +134,7 @@ def test_processes_load_what_threads_do_and_are_missed_when_they_die(photos):
             list(batches)
 
 
-def test_hosts_load_the_parts_of_one_batch(photos):
+def test_hosts_load_parts_of_one_batch(photos):
     for load, data in ((train_list, opened(photos)[0]), (evaluation_list, opened(photos)[1])):
         whole = load(data, 4)
         parts = [load(data, 4, shard=Shard(index, 2)) for index in range(2)]
@@ -143,14 +143,14 @@ def test_hosts_load_the_parts_of_one_batch(photos):
         train_batches(data, 4, 0, shard=Shard(0, 3))
 
 
-def test_leaving_early_ends_the_workers(photos):
+def test_leaving_early_stops_the_workers(photos):
     with train_batches(opened(photos)[0], 4, 0, workers=Workers(2)) as batches:
         next(batches)
     with pytest.raises(StopIteration):
         next(batches)
 
 
-# Pixels, against what Pillow makes of the whole image.
+# Pixels, compared with those of Pillow for the whole image.
 
 
 def plain(path: Path, box: tuple[float, ...], side: int) -> np.ndarray:
@@ -162,7 +162,7 @@ def distance(pixels: np.ndarray, reference: np.ndarray) -> float:
     return float(np.abs(np.asarray(pixels, int) - reference).mean())
 
 
-def test_crops_have_the_pixels_that_pillow_gives_them(photos):
+def test_crops_match_those_of_pillow(photos):
     train, test = opened(photos)
     paths = [photos / split / path for split, data in (("train", train), ("val", test)) for path in data.images.paths]
     batches = train.load(np.arange(12), Augmentation(3, 1)).batch, test.load(np.arange(6), None).batch
@@ -181,7 +181,7 @@ def test_crops_have_the_pixels_that_pillow_gives_them(photos):
     assert train.classes == CLASSES
 
 
-def test_large_jpegs_are_decoded_at_a_part_of_their_size(tmp_path):
+def test_large_jpegs_are_decoded_at_reduced_size(tmp_path):
     path = tmp_path / "cat.jpg"
     cat().resize((1804, 1200)).save(path, quality=90)
     crop = Crop((100, 40, 1300, 1140), (64, 64))
@@ -207,7 +207,7 @@ def test_images_of_every_mode_become_rgb(mode, tmp_path):
     assert distance(rgb, wanted[..., None]) < 3
 
 
-def test_what_is_transparent_becomes_white(tmp_path):
+def test_transparent_pixels_become_white(tmp_path):
     clear = Image.new("RGBA", (4, 4), (10, 20, 30, 0))
     palette = cat().convert("P")
     palette.info["transparency"] = bytes(256)
@@ -217,14 +217,14 @@ def test_what_is_transparent_becomes_white(tmp_path):
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_turned_cameras_are_turned_back(orientation, tmp_path):
-    upright, path = cat().resize((96, 64)), tmp_path / "turned.jpg"
+def test_exif_orientation_is_applied(orientation, tmp_path):
+    upright, path = cat().resize((96, 64)), tmp_path / "rotated.jpg"
     exif = Image.Exif()
     exif[0x0112] = orientation
-    # How the sensor saw it: what EXIF says to do undoes it.
-    turns = {6: Image.Transpose.ROTATE_90, 8: Image.Transpose.ROTATE_270}
-    turn = turns.get(orientation, decoding._UPRIGHT.get(orientation))
-    seen = upright if turn is None else upright.transpose(turn)
+    # The image as the sensor saw it. Applying the EXIF orientation restores it.
+    rotations = {6: Image.Transpose.ROTATE_90, 8: Image.Transpose.ROTATE_270}
+    stored = rotations.get(orientation, decoding._UPRIGHT.get(orientation))
+    seen = upright if stored is None else upright.transpose(stored)
     seen.save(path, exif=exif, quality=95, subsampling=0)
     assert decoding.image_size(str(path)) == (96, 64)
     assert distance(whole(path), np.asarray(upright, int)) < 4
@@ -233,18 +233,18 @@ def test_turned_cameras_are_turned_back(orientation, tmp_path):
     assert distance(part, np.asarray(upright.resize((8, 6), Image.Resampling.BILINEAR, box=box), int)) < 4
 
 
-# Files and trees that are not as they should be.
+# Invalid files and trees.
 
 
 def bomb() -> bytes:
-    """A PNG that says it is 60,000 pixels square."""
+    """A PNG whose header claims 60,000 by 60,000 pixels."""
     chunks = ((b"IHDR", struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0)), (b"IDAT", b""))
     parts = (struct.pack(">I", len(x)) + kind + x + struct.pack(">I", zlib.crc32(kind + x)) for kind, x in chunks)
     return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
 
 
-def spoil(folder: Path) -> dict[str, str]:
-    """Puts unreadable files into a folder; their names, with words that say why they are."""
+def add_unreadable(folder: Path) -> dict[str, str]:
+    """Writes unreadable files into a folder; returns their names with a part of the expected reason."""
     photo = sorted(folder.glob("0.*"))[0].read_bytes()
     (folder / "cut.jpg").write_bytes(photo[: len(photo) // 2])
     (folder / "empty.png").write_bytes(b"")
@@ -263,9 +263,9 @@ def spoil(folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("cached", [False, True])
-def test_unreadable_files_are_named_and_count_for_nothing(cached, own_photos, capsys):
-    reasons = spoil(own_photos / "val" / "china")
-    spoil(own_photos / "train" / "china")
+def test_unreadable_files_are_named_and_not_counted(cached, own_photos, capsys):
+    reasons = add_unreadable(own_photos / "val" / "china")
+    add_unreadable(own_photos / "train" / "china")
     train, test = opened(own_photos, 0.9, cached)
     batches = evaluation_list(test, 5)
     assert sum(batch.mask.sum() for batch in batches) == 6
@@ -274,7 +274,7 @@ def test_unreadable_files_are_named_and_count_for_nothing(cached, own_photos, ca
     for name, reason in reasons.items():
         assert sum(f"skipped: {own_photos}/val/china/{name} (" in line for line in lines) == 1
         assert any(name in line and reason in line for line in lines)
-    # In training the one after it takes its place: the batch is full, and the same at every look.
+    # In training, the next image replaces it: the batch is full, and the same each time.
     batches = train_list(train, 6, 6)
     assert all(batch.mask.all() for batch in batches)
     assert all(batch.images.reshape(6, -1).any(axis=1).all() for batch in batches)
@@ -283,7 +283,7 @@ def test_unreadable_files_are_named_and_count_for_nothing(cached, own_photos, ca
 
 @pytest.mark.parametrize("workers", [Workers(3), Workers(1)])
 def test_too_many_unreadable_files_end_the_run(workers, own_photos):
-    spoil(own_photos / "train" / "china")
+    add_unreadable(own_photos / "train" / "china")
     with pytest.raises(
         UsageError, match=r"4 of 18 files can't be used, the last one '.*'.*at most 3 .*--max-unreadable 0.2"
     ):
@@ -326,7 +326,7 @@ def test_trees_may_have_subfolders_and_links(own_photos):
         ),
     ],
 )
-def test_trees_that_can_not_be_right_are_refused(spoiled, message, own_photos):
+def test_invalid_trees_are_refused(spoiled, message, own_photos):
     spoiled(own_photos)
     with pytest.raises(UsageError, match=message):
         opened(own_photos)
@@ -352,7 +352,7 @@ def test_state_of_other_images_is_refused(own_photos):
 # The cache.
 
 
-def test_cached_images_are_those_on_disk(photos, capsys):
+def test_cached_images_equal_those_on_disk(photos, capsys):
     kept, files = opened(photos, cache=True), opened(photos)
     # 18 images of 120x100, with a shorter side of 18 = 16 / 0.875.
     assert f"cache: 18 images in {18 * 18 * 22 * 3 / 2**20:.1f} MiB" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""The image example on several devices and in several processes: the losses of one device."""
+"""The image example on several devices and in several processes has the losses of one device."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tests.examples.processes import together
 pytestmark = pytest.mark.usefixtures("quick_runs")
 
 
-def test_four_devices_train_as_one_does():
-    """With a copy of the state on each; the test of the speech example splits the state."""
+def test_four_devices_train_like_one():
+    """With replicated state; the test of the speech example shards it."""
     totals = []
     for devices in (1, 4):
         task = digits_task(devices, policy="float32", epochs=1)
@@ -30,18 +30,18 @@ def test_four_devices_train_as_one_does():
         task.close()
         assert all(len(x.sharding.device_set) == devices and x.is_fully_replicated for x in jax.tree.leaves(state))
         totals.append(list(means(state.totals).values()))
-    # Sums in another order, and nothing else.
+    # Only the order of sums differs.
     np.testing.assert_allclose(totals[1], totals[0], rtol=1e-5)
 
 
-def test_batches_that_can_not_be_shared_are_refused():
+def test_indivisible_batches_are_refused():
     with pytest.raises(UsageError, match="--batch-size 30 cannot be divided among 4 devices"):
         DataParallel().check(30)
     with pytest.raises(UsageError, match="--devices 5"):
         DataParallel(5)
 
 
-# The second of two processes dies in its eighth step, once the state after the sixth is on the disk.
+# The second of two processes dies in its eighth step, when the state after the sixth is on disk.
 DYING = PROGRAM.replace(
     "sys.exit",
     """
@@ -61,23 +61,23 @@ sys.exit""",
 
 
 @pytest.mark.slow
-def test_after_one_of_two_processes_is_killed_the_run_goes_on_bitwise(tmp_path):
-    # A process that dies while all save together is another matter: JAX ends the others before Orbax can say so.
+def test_run_resumes_bitwise_after_one_of_two_processes_is_killed(tmp_path):
+    # Not covered: a process that dies while all save together. JAX then ends the others before Orbax can report it.
     flags = ["--epochs", "3", "--batch-size", "32", "--fsdp", "--no-keep-best"]
     for attempt in range(3):
         folder = tmp_path / f"two-{attempt}"
         ended = together([PROGRAM, DYING], [*flags, "--save-every", "0", "--output", str(folder)])
         if ended:
             break
-    (code, told, error), (killed, silent, _) = ended
+    (code, output, error), (killed, silent, _) = ended
     assert killed == -signal.SIGKILL
-    # The other one of them speaks, and ends in one line.
-    assert "epoch   2/3" in told
+    # The surviving process prints, and ends with a one-line error.
+    assert "epoch   2/3" in output
     assert "epoch   2/3" not in silent
     assert code == 2, error
     assert "error: another process of this run has ended" in error
     assert "Traceback" not in error
-    # One process with two devices goes on from the checkpoint of both, and one that has never stopped ends alike.
+    # One process with two devices resumes from their checkpoint and ends bitwise equal to an uninterrupted run.
     assert main([*flags, "--devices", "2", "--output", str(folder), "--resume"]) == 0
     assert main([*flags, "--devices", "2", "--output", str(tmp_path / "whole")]) == 0
     assert as_bytes(last_state(folder, epochs=3)) == as_bytes(last_state(tmp_path / "whole", epochs=3))

@@ -1,4 +1,4 @@
-"""What goes wrong around a training: other data, damaged files, lack of memory, signals, flags without effect."""
+"""Faults around a training: other data, damaged files, lack of memory, signals, flags without effect."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_model_is_not_tested_on_other_classes(trained, monkeypatch, capsys):
 
 
 def test_model_is_tested_on_the_images_that_the_flags_name(trained, photos, tmp_path, capsys):
-    """Whatever it was trained on: `--dataset` or `--data-dir`."""
+    """Regardless of the training data: `--dataset` or `--data-dir`."""
     flags = ["--mode", "evaluate", "--devices", "1", "--output"]
     error = error_of([*flags, str(trained), "--dataset", "mnist"], capsys)
     assert "the model takes images of (8, 8, 1), but mnist has (28, 28, 1)" in error
@@ -84,7 +84,7 @@ def test_changed_images_are_noticed_on_resume(photos):
     path = train.images.path(0)
     with Image.open(path) as image:
         image.transpose(Image.Transpose.FLIP_LEFT_RIGHT).save(path)
-    with pytest.raises(UsageError, match="not the same files or content"):
+    with pytest.raises(UsageError, match="the files or their content differ"):
         open_image_folder(photos, 16, True, 1, 0.0)[0].restore(state)
 
 
@@ -99,7 +99,7 @@ def test_only_one_process_trains_in_a_folder(tmp_path):
     RunFolder.reopen(tmp_path / "run", config).unlock()
 
 
-def test_too_many_bad_images_are_survived_with_another_limit(photos, tmp_path, capsys):
+def test_run_with_too_many_bad_images_resumes_with_another_limit(photos, tmp_path, capsys):
     for path in sorted((photos / "train" / "china").iterdir())[:2]:
         path.write_bytes(b"no image")
     flags = [
@@ -122,7 +122,7 @@ def test_too_many_bad_images_are_survived_with_another_limit(photos, tmp_path, c
     assert main([*flags, "--resume", "--max-unreadable", "0.5"]) == 0
 
 
-def test_a_finished_run_goes_on_to_more_epochs(trained, tmp_path, capsys):
+def test_finished_run_continues_to_more_epochs(trained, tmp_path, capsys):
     output = shutil.copytree(trained, tmp_path / "run")
     assert main(digit_flags(output, "--resume", "--epochs", "2")) == 0
     assert json.loads((output / "summary.json").read_text())["epochs"] == 2
@@ -133,7 +133,7 @@ def test_a_finished_run_goes_on_to_more_epochs(trained, tmp_path, capsys):
 # One line instead of a traceback.
 
 
-def test_lack_of_memory_names_the_batch_that_fits(tmp_path, monkeypatch, capsys):
+def test_out_of_memory_error_names_the_batch_that_fits(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(loop, "memory_limit", lambda _: (2**20, "a small device"))
     monkeypatch.setattr(image_task.ImageTask, "bytes_needed", lambda self, size: size * 2**17)
 
@@ -146,7 +146,7 @@ def test_lack_of_memory_names_the_batch_that_fits(tmp_path, monkeypatch, capsys)
     assert "--batch-size 8 fits" in error
 
 
-def test_folders_of_another_script_or_version_are_told(tmp_path, capsys):
+def test_folders_of_another_script_or_version_are_refused(tmp_path, capsys):
     (tmp_path / "config.json").write_text('{"script": "speech"}')
     flags = ["--output", str(tmp_path)]
     assert "holds a run of examples.speech" in error_of([*flags, "--resume"], capsys)
@@ -169,14 +169,14 @@ def test_full_disk_and_interruption_end_in_one_line(tmp_path, monkeypatch, capsy
     assert "stopped by Ctrl-C" in capsys.readouterr().out
 
 
-def test_file_of_weights_is_checked_before_it_is_read(trained, tmp_path, capsys):
+def test_weights_file_is_checked_before_it_is_read(trained, tmp_path, capsys):
     settings = json.loads((trained / "config.json").read_text())
-    described = json.loads((trained / "data.json").read_text())
+    description = json.loads((trained / "data.json").read_text())
     file = tmp_path / "weights.safetensors"
     flags = ["--mode", "predict", "--weights", str(file), "--output", str(tmp_path / "new"), "--devices", "1"]
 
     def written(**changed):
-        about = {"settings": {**settings, **changed.pop("settings", {})}, "data": {**described, **changed}}
+        about = {"settings": {**settings, **changed.pop("settings", {})}, "data": {**description, **changed}}
         write_weights(file, Variables({"w": jnp.zeros(3)}, {}), about)
         return error_of(flags, capsys)
 
@@ -200,10 +200,10 @@ def test_arrays_of_another_shape_are_not_read(tmp_path, kind):
     np.testing.assert_array_equal(read.params["w"], 0)
 
 
-# Silence.
+# Nothing is ignored silently.
 
 
-def test_images_of_all_formats_count_and_others_are_told(photos, capsys):
+def test_images_of_all_formats_count_and_other_files_are_reported(photos, capsys):
     folder = photos / "train" / "china"
     with Image.open(next(folder.iterdir())) as image:
         for ending in ("webp", "bmp", "jpe"):
@@ -225,7 +225,7 @@ def test_class_without_test_images_is_refused(photos):
 
 @pytest.fixture
 def diverging(monkeypatch):
-    """Every gradient is NaN, from the first step on."""
+    """Makes every gradient NaN from the first step."""
     real = image_task.ImageTask.start_state
     nan = lambda x: jax.device_put(np.full(x.shape, np.nan, x.dtype), x.sharding)
     broken = lambda self: (state := real(self))._replace(params=jax.tree.map(nan, state.params))
@@ -238,7 +238,7 @@ def test_fixed_loss_scale_that_skips_everything_is_an_error(diverging, tmp_path,
     assert "at the fixed loss scale 1. Give a smaller --loss-scale" in error
 
 
-def test_diverged_training_is_told_in_one_line(diverging, tmp_path, monkeypatch, capsys):
+def test_diverged_training_is_reported_in_one_line(diverging, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(loop, "_MAX_SKIPS", 4)  # of the six steps
     error = error_of(digit_flags(tmp_path / "run"), capsys)
     assert "training diverged in epoch 2" in error
@@ -264,7 +264,7 @@ def test_flags_without_effect_are_refused(flags, flag, capsys):
     assert len(error) < 200
 
 
-def test_audit_leaves_a_folder_that_can_be_trained_in(tmp_path):
+def test_training_can_use_the_folder_of_an_audit(tmp_path):
     (tmp_path / "audit.html").touch()
     RunFolder.create(tmp_path, tmp_path, {"script": "imagenet"}).unlock()
 
@@ -276,7 +276,7 @@ def test_steps_are_logged_and_json_is_valid(trained):
     assert to_json({"loss": float("nan"), "list": [float("inf"), 1]}) == '{"loss": null, "list": [null, 1]}'
 
 
-def test_every_loss_that_is_not_finite_leaves_readable_metrics(tmp_path):
+def test_metrics_are_readable_if_every_loss_is_non_finite(tmp_path):
     with RunFolder.create(tmp_path / "run", tmp_path, {}) as folder:
         folder.append_metrics({"epoch": 1, "train_loss": float("nan")})
         assert "NaN" not in (tmp_path / "run" / "metrics.jsonl").read_text()

@@ -1,4 +1,4 @@
-"""Training that starts from weights: of a run in any precision, of an export, of files by name, of torch."""
+"""Training that starts from weights: of a run in any precision, an export, files with array names, or torchvision."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("quick_runs")
 
 
 def saved_run(folder, state, **flags):
-    """A run's folder with one checkpoint of a state."""
+    """Makes a run folder with one checkpoint of a state."""
     made = digits_task(**flags)
     with RunFolder.create(folder, folder, made.config.settings()), Checkpoints(folder / "checkpoints") as checkpoints:
         checkpoints.save(1, state, {"epoch": 0, "batch": 0, **made.position()})
@@ -35,7 +35,7 @@ def saved_run(folder, state, **flags):
 
 
 def trained_state(**flags):
-    """A state whose numbers are no initial ones."""
+    """A state whose values differ from the initial ones."""
     state = digits_task(**flags).initial_state()
     rng = np.random.default_rng(1)
 
@@ -155,18 +155,18 @@ def test_weights_of_torch_are_found_by_name(tmp_path, name, blocks, bottleneck):
     last = stats[f"{block}_{sum(blocks) - 1}"]["BatchNorm_1"]["var"]
     np.testing.assert_array_equal(last, arrays[f"layer4.{blocks[3] - 1}.bn2.running_var"])
     np.testing.assert_array_equal(params["Dense_0"]["kernel"], arrays["fc.weight"].T)
-    # Every array of the file is somewhere.
+    # Every array of the file is used.
     used = sum(x.size for x in jax.tree.leaves(read))
     assert used == sum(x.size for key, x in arrays.items() if "num_batches" not in key)
 
 
-def test_head_for_other_classes_starts_anew(tmp_path, capsys):
+def test_head_for_other_classes_is_reinitialised(tmp_path, capsys):
     save_file(torch_resnet((2, 2, 2, 2), False, 7, width=64), tmp_path / "torch.safetensors")
     net = network("resnet18", 10, 3)
     like = jax.tree.map(jnp.ones_like, jax.eval_shape(net.init, jax.random.key(0), jnp.zeros((1, 64, 64, 3))))
     read = read_pretrained(tmp_path / "torch.safetensors", like, "resnet18")
     np.testing.assert_array_equal(read.params["Dense_0"]["kernel"], 1)
-    assert "is for 7 classes" in capsys.readouterr().out
+    assert "has 7 classes" in capsys.readouterr().out
     with pytest.raises(UsageError, match=r"lacks|does not fit"):
         read_pretrained(
             tmp_path / "torch.safetensors",
@@ -175,7 +175,7 @@ def test_head_for_other_classes_starts_anew(tmp_path, capsys):
         )
 
 
-# Models of one's own, and other optimizers.
+# Custom models and other optimizers.
 
 
 class OwnLinen(nn.Module):
@@ -196,7 +196,7 @@ class OwnNNX(nnx.Module):
 
 
 @pytest.mark.parametrize("model", ["OwnLinen", "OwnNNX"])
-def test_models_of_ones_own_draw_dropout_in_training_only(model):
+def test_custom_models_draw_dropout_in_training_only(model):
     made = digits_task(model=f"{__name__}:{model}")
     net = network(made.config.model_name, 10, 1)
     images = jnp.ones((2, 8, 8, 1))
@@ -210,7 +210,7 @@ def test_models_of_ones_own_draw_dropout_in_training_only(model):
 
 
 @pytest.mark.parametrize(("optimizer", "policy"), [("adam", "O3"), ("adamw", "O2"), ("lars", "O3"), ("lamb", "O2")])
-def test_every_optimizer_moves_half_parameters(optimizer, policy):
+def test_every_optimizer_updates_half_parameters(optimizer, policy):
     made = digits_task(model=f"{__name__}:OwnLinen", optimizer=optimizer, policy=policy, warmup_epochs=0.0)
     state = made.initial_state()
     floating = [x for x in jax.tree.leaves(state.opt_state.inner_state) if jnp.issubdtype(x.dtype, jnp.floating)]

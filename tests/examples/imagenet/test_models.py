@@ -44,7 +44,7 @@ def test_parameters_and_multiply_adds_are_as_published(name):
         assert sum(e.flops for e in found) / 2 == pytest.approx(multiply_adds, rel=1e-3)
 
 
-def test_nnx_convnet_is_the_linen_one():
+def test_nnx_convnet_equals_the_linen_one():
     shape = (16, 16, 3)
     linen, nnx = (network(name, 10, 3) for name in ("convnet", "convnet_nnx"))
     images = jax.random.normal(jax.random.key(0), (2, *shape))

@@ -1,4 +1,4 @@
-"""The benchmark modes of the image example: what they measure and what they leave."""
+"""The benchmark modes of the image example: what they measure and write."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ pytestmark = pytest.mark.usefixtures("quick_runs")
 TINY = ["--model", "resnet8", "--image-size", "8", "--batch-size", "4", "--devices", "1"]
 
 
-def test_training_benchmark_leaves_its_figures(tmp_path, capsys):
-    # As NVIDIA's scripts spell their flags.
+def test_training_benchmark_writes_its_results(tmp_path, capsys):
+    # Flags as in NVIDIA's scripts.
     nvidia = "--mode=training_benchmark --warmup_steps 1 --num_iter 3 --iter_unit batch --data_dir= --batch_size 4"
     tiny = "--use_xla --model resnet8 --image_size 8 --devices 1"
     flags = [*nvidia.split(), *tiny.split(), f"--results_dir={tmp_path}"]
@@ -46,7 +46,7 @@ def test_training_benchmark_leaves_its_figures(tmp_path, capsys):
     assert (results["policy"], results["batch_size"], results["iterations"]) == ("mixed_float16", 4, 3)
     out = capsys.readouterr().out
     assert out.splitlines()[-1].startswith("policy mixed_float16, ")
-    assert "--use_tf_amp: is --policy mixed_float16" in out
+    assert "--use_tf_amp: means --policy mixed_float16" in out
     assert "--use_xla: JAX compiles everything with XLA" in out
     off = parse(Config, "imagenet", [*flags, "--use_tf_amp=0"], Config.foreign)
     assert (off.policy, off.mode) == ("float32", "training_benchmark")
@@ -60,19 +60,19 @@ def test_inference_benchmark_waits_for_each_batch(tmp_path):
     assert "loss_scale_history" not in results
 
 
-def test_interrupted_comparison_goes_on_and_measures_and_trains_every_policy(tmp_path, monkeypatch, capsys):
+def test_interrupted_comparison_resumes_and_covers_every_policy(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     flags = ["--compare", "float32,mixed_float16", "--batch-sizes", "32", "--num-iter", "2", "--epochs", "1"]
     flags += ["--batch-size", "32", "--devices", "1"]
     real = loop._Run._save_or_stop
 
-    def look(self):
+    def check(self):
         if self.task.policy == "mixed_float16":
             signal.raise_signal(signal.SIGTERM)
         real(self)
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop._Run, "_save_or_stop", look)
+        patch.setattr(loop._Run, "_save_or_stop", check)
         assert main(flags) == 128 + signal.SIGTERM
     assert f"{' '.join(flags)} --output runs/imagenet/0001 --resume" in capsys.readouterr().out
     output = Path("runs/imagenet/0001")
@@ -91,16 +91,16 @@ def test_interrupted_comparison_goes_on_and_measures_and_trains_every_policy(tmp
         assert min(plot.size) > 300
 
 
-def test_what_does_not_fit_is_in_the_table():
+def test_cases_that_do_not_fit_are_in_the_table():
     rows = compare([Case("float32", 8, lambda: jnp.zeros(()), 1.0, 2**20), DoesNotFit("float32", 16)], 2, 0)
     lines = comparison_table(rows, "images").splitlines()
     assert lines[2].startswith("| 8 | float32 | ")
     assert lines[3] == "| 16 | float32 | out of memory | - | - | - |"
 
 
-def test_batch_size_search_says_what_it_did(tmp_path, monkeypatch, capsys):
+def test_batch_size_search_reports_what_it_did(tmp_path, monkeypatch, capsys):
     def compiled(step, state, batch):
-        """A program that needs 100 MiB for each image, and does not fit at all from 64 on."""
+        """A program that needs 100 MiB for each image, and fails to compile from 64 images."""
         if len(batch.images) >= 64:
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
         return Compiled(step, 1.0, len(batch.images) * 100 * 2**20)
@@ -116,7 +116,7 @@ def test_batch_size_search_says_what_it_did(tmp_path, monkeypatch, capsys):
         assert f"memory: {float(limit):.1f} GiB (--memory-limit)" in capsys.readouterr().out
 
 
-def test_measurement_leaves_the_warm_up_out():
+def test_measurement_excludes_the_warm_up():
     scales = iter([8.0, 8.0, 4.0, 4.0, 2.0])
 
     def step(state, batch):
@@ -128,7 +128,7 @@ def test_measurement_leaves_the_warm_up_out():
     assert results["skipped_steps"] == 4
 
 
-def test_input_clock_counts_only_what_the_device_waits_for():
+def test_input_clock_counts_only_time_that_the_device_waits():
     class Running:
         """An array that is never computed."""
 
@@ -187,7 +187,7 @@ def test_bad_flags_end_in_one_line(flags, quoted, tmp_path, monkeypatch, capsys)
 
 
 @pytest.mark.gpu
-def test_gpu_tells_its_memory(tmp_path):
+def test_gpu_reports_its_memory(tmp_path):
     limit, source = memory_limit(None)
     assert source == jax.devices()[0].device_kind
     flags = ["--mode", "training_benchmark", "--warmup-steps", "1", "--num-iter", "3", *TINY]

@@ -1,4 +1,4 @@
-"""The recipe of the image example: what its flags do to loss, gradients and weights."""
+"""The recipe of the image example: effects of its flags on loss, gradients and weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def hyperparameters(**flags):
 
 
 def apply(hyper, policy, grads, loss_scale=None, params=PARAMS):
-    """The params after a step for each tree of gradients, and the optimizer's state."""
+    """The params after one step per tree of gradients, and the optimizer state."""
     tx = create_optimizer(hyper, optax.constant_schedule(1.0), policy, loss_scale)
     params = policy.cast_to_param(params)
     state = tx.init(params)
@@ -46,11 +46,11 @@ def test_published_recipe():
     assert schedule(125) == pytest.approx(0.512)
     assert schedule(250) == pytest.approx(1.024)
     assert schedule(4500) == pytest.approx(0.0, abs=1e-6)
-    # A rate that is given is the peak itself.
+    # A given rate is the peak itself.
     assert Config(learning_rate=0.5, batch_size=512).hyperparameters(100).learning_rate == 0.5
 
 
-def test_digits_keep_their_recipe_unless_told():
+def test_digits_use_their_recipe_by_default():
     assert Config().preset.epochs == 40
     assert Config().preset.learning_rate == 0.1
     assert Config(recipe="imagenet").preset.momentum == 0.875
@@ -63,17 +63,17 @@ def test_only_kernels_decay():
     np.testing.assert_array_equal(params["bias"], 0.5)
 
 
-def test_long_gradients_are_clipped_to_the_norm():
+def test_large_gradients_are_clipped_to_the_norm():
     params, _ = apply(hyperparameters(clip_norm=1.0, weight_decay=0), FLOAT32, [full(100.0)])
     change = jnp.concatenate([(p - 0.5).ravel() for p in params.values()])
     assert jnp.linalg.norm(change) == pytest.approx(1.0, rel=1e-5)
 
 
 @pytest.mark.parametrize("policy", [FLOAT32, O2])
-def test_accumulated_steps_are_one_of_their_mean(policy):
+def test_accumulated_steps_equal_one_step_with_their_mean(policy):
     hyper = hyperparameters(accumulate=2)
     overflow = full(jnp.inf)
-    # Whatever is skipped in between.
+    # With a skipped step in between.
     params, state = apply(hyper, policy, [full(0.1), overflow, full(0.3)], "128")
     expected, _ = apply(hyper._replace(accumulate=1), policy, [full(0.2)])
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), params, expected)
@@ -84,7 +84,7 @@ def test_accumulated_steps_are_one_of_their_mean(policy):
 
 
 @pytest.mark.parametrize(("flag", "expected"), [(None, 2.0**15), ("dynamic", 2.0**15), ("256", 256.0)])
-def test_loss_scale_is_as_the_flag_says(flag, expected):
+def test_loss_scale_follows_the_flag(flag, expected):
     _, state = apply(hyperparameters(), mpjax.get_policy("mixed_float16"), [], flag)
     assert float(state.loss_scale) == expected
     tx = create_optimizer(hyperparameters(), optax.constant_schedule(1.0), FLOAT32, flag)
@@ -114,5 +114,5 @@ def test_average_of_weights_follows_only_updates():
     moved = update_ema(ema, {"w": jnp.ones(2, jnp.float16)}, jnp.int32(10**6), 0.75, jnp.bool_(True))
     np.testing.assert_array_equal(moved["w"], 0.25)
     assert moved["w"].dtype == jnp.float32
-    # Early on the random start is forgotten faster.
+    # The random initial weights are forgotten faster at the start.
     assert float(update_ema(ema, {"w": jnp.ones(2)}, jnp.int32(0), 0.75, jnp.bool_(True))["w"][0]) == pytest.approx(0.9)

@@ -37,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("quick_runs")
 
 @pytest.fixture
 def own_photos(tmp_path: Path) -> Path:
-    """A tree of photographs for a test to spoil."""
+    """A tree of photographs that a test may modify."""
     return make_photo_tree(tmp_path / "photos")
 
 
@@ -47,7 +47,7 @@ def folder_flags(root: Path, *flags: str) -> list[str]:
 
 
 def events(folder: Path) -> Iterator[Event]:
-    """What TensorBoard reads: records of a length, its checksum, an event, its checksum."""
+    """The events in TensorBoard files: each record is a length, its checksum, an event and its checksum."""
     data = next(folder.iterdir()).read_bytes()
     while data:
         (length,) = struct.unpack("<Q", data[:8])
@@ -58,7 +58,7 @@ def events(folder: Path) -> Iterator[Event]:
 # Runs.
 
 
-def test_masked_entries_change_no_total():
+def test_masked_entries_do_not_change_totals():
     logits = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
     losses, labels = np.array([1, 2, np.inf, np.nan], np.float32), np.argmax(logits, axis=1)
     sums = classification_sums(losses, logits, labels, np.array([1, 0, 1, 1], np.float32))
@@ -66,7 +66,7 @@ def test_masked_entries_change_no_total():
     assert np.isnan(list(means({name: 0 * x for name, x in sums.items()}).values())).all()
 
 
-def test_run_leaves_all_its_outputs_and_is_never_overwritten(tmp_path, monkeypatch, capsys):
+def test_run_writes_all_outputs_and_is_never_overwritten(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(loop, "plot_curves", plot_curves)
     output = tmp_path / "run"
     flags = digit_flags(output, "--seed", "7")
@@ -88,13 +88,13 @@ def test_run_leaves_all_its_outputs_and_is_never_overwritten(tmp_path, monkeypat
     written = [v for event in events(output / "tensorboard") for v in event.summary.value]
     accuracies = [v.simple_value for v in written if v.tag == "test_accuracy"]
     assert accuracies == pytest.approx([line["test_accuracy"] for line in lines])
-    # Again: refused. Resumed: there is nothing to do. With other flags: it is another run.
+    # A second run is refused, --resume has nothing to do, and --resume with other flags is refused.
     error = error_of(flags, capsys)
     assert f"'{output}' is not empty" in error
     assert "--resume" in error
     assert main([*flags, "--resume"]) == 0
     assert "already finished" in capsys.readouterr().out
-    assert "--batch-size 32, this command has 16" in error_of([*flags, "--resume", "--batch-size", "16"], capsys)
+    assert "--batch-size 32, but this command has 16" in error_of([*flags, "--resume", "--batch-size", "16"], capsys)
 
 
 def test_runs_without_a_folder_are_numbered(tmp_path):
@@ -106,7 +106,7 @@ def test_runs_without_a_folder_are_numbered(tmp_path):
     assert json.loads((paths[1] / "config.json").read_text()) == {"seed": 0}
 
 
-def test_half_throughout_trains_without_nan_and_without_tests_where_none_are_asked_for(tmp_path, capsys):
+def test_half_throughout_trains_without_nan_and_train_mode_does_not_test(tmp_path, capsys):
     assert main(digit_flags(tmp_path / "run", "--policy", "O3", "--epochs", "1", "--mode", "train")) == 0
     line = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
     assert np.isfinite(line["train_loss"])
@@ -115,7 +115,7 @@ def test_half_throughout_trains_without_nan_and_without_tests_where_none_are_ask
     assert capsys.readouterr().out.splitlines()[-1].startswith(f"train accuracy {line['train_accuracy']:.2%}, ")
 
 
-def test_train_step_is_traced_once_donates_its_state_and_skips_whole():
+def test_train_step_is_traced_once_donates_its_state_and_skips_completely():
     made = digits_task(policy="O2", ema=0.9, accumulate=2, mixup=0.2)
     state, batch = state_and_batch(made)
     first = jax.tree.leaves(state.params)[0]
@@ -124,7 +124,7 @@ def test_train_step_is_traced_once_donates_its_state_and_skips_whole():
     assert first.is_deleted()
     assert int(state.step) == 3
     assert np.isfinite(means(shown["totals"])["loss"])
-    # A scale that overflows: nothing but the counts changes.
+    # If the loss scale overflows, only the counts change.
     before = jax.device_get(state)
     huge = jax.device_put(np.float32(2.0**120), state.step.sharding)
     state = state._replace(opt_state=state.opt_state._replace(loss_scale=huge))
@@ -152,8 +152,8 @@ def test_all_convolutions_of_a_training_step_run_in_half(policy, amp, share):
     assert half_share(made.training.train_step, *state_and_batch(made)) == share
 
 
-def test_second_signal_is_not_held_back():
-    # Python's own handler: a process that was started in the background ignores the signal.
+def test_second_signal_is_not_intercepted():
+    # Set Python's handler, because a process started in the background ignores the signal.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with Interruption() as interruption:
         signal.raise_signal(signal.SIGINT)
@@ -197,7 +197,7 @@ def test_seeds_prints_a_table_and_reuses_finished_runs(tmp_path, capsys):
     assert (tmp_path / "results.md").read_text() == table
 
 
-# Bad input: one line, exit code 2, the value quoted, a way out.
+# Bad input: one line with the value and a remedy, and exit code 2.
 
 
 @pytest.mark.parametrize(

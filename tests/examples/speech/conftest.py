@@ -16,9 +16,9 @@ WORDS = ("on", "off", "up", "no")
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Rising tones, each with its word, as arguments of `Config`: eight to train on and four to test on.
+    """Rising tones with one word each, as arguments of `Config`: eight for training and four for testing.
 
-    The frames of a steady tone are equal up to rounding, which the features' normalisation would blow up.
+    The frames of a steady tone are equal up to rounding, which the normalisation of the features would amplify.
     """
     folder = tmp_path_factory.mktemp("data")
     for name, count in {"train": 8, "test": 4}.items():

@@ -15,7 +15,7 @@ from examples.speech.config import Config
 from examples.speech.task import SpeechTask, open_alphabet, open_data
 from tests.examples.errors import line_of_error
 
-# One kind of each layer: most of a test's time is compilation. As flags and as arguments of `Config`.
+# One layer of each kind, since most of a test's time is compilation. Used as flags and as arguments of `Config`.
 MODEL = {"hidden": 8, "context": 1, "stride": 2, "cell": "rnn", "bidirectional": False, "layer_norm": False}
 RUN = {"batch_size": 4, "buckets": 1, "epochs": 2, "augment": False, "optimizer": "sgd"}
 
@@ -34,7 +34,7 @@ TINY = [*TINY_MODEL, *as_flags(**RUN)]
 
 
 def task_of(data: dict[str, Path], devices: int = 1, **flags: Any) -> SpeechTask:
-    """What a run with `TINY` and these flags trains."""
+    """The task of a run with `TINY` and these flags."""
     config = Config(**{**MODEL, **RUN, **data, **flags})
     return SpeechTask(config, DataParallel(devices, config.fsdp), open_alphabet(config), **open_data(config))
 
@@ -44,7 +44,7 @@ def lines_of(output: Path) -> list[dict[str, Any]]:
 
 
 def as_bytes(leaves: list[Any]) -> list[bytes]:
-    """Arrays in a form that a comparison cannot round."""
+    """The bytes of each array, for bitwise comparison."""
     return [np.asarray(x).tobytes() for x in leaves]
 
 

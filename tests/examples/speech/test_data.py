@@ -57,14 +57,14 @@ def test_corpus_is_the_same_bit_for_bit_each_time(corpus, tmp_path):
     first = digests(corpus.train.parent)
     assert len(first) == 25 + 2
     assert digests(again.train.parent) == first
-    # Nothing is left of the making, and what is in the cache is not made again.
+    # No temporary files remain, and a cached corpus is not synthesised again.
     assert len(list((tmp_path / "new" / "cache").iterdir())) == 1
     again.train.write_text("mark")
     assert make_corpus(tmp_path / "new" / "cache", SIZE) == again
     assert again.train.read_text() == "mark"
 
 
-def test_corpus_shares_no_speaker_and_no_text_between_its_parts(corpus):
+def test_corpus_splits_share_no_speaker_and_no_text(corpus):
     train, test = read_csv(corpus.train), read_csv(corpus.test)
     assert (len(train), len(test)) == (20, 5)
     assert not {item.transcript for item in train} & {item.transcript for item in test}
@@ -78,12 +78,12 @@ def test_corpus_is_speech_of_a_second_or_two(speech):
     for index in range(len(speech)):
         audio = speech.load(index)
         assert 0.1 < np.abs(audio).max() <= 1
-        # Speech has most of its energy where telephones carry it.
+        # Speech has most of its energy in the telephone band.
         hertz, power = scipy.signal.welch(audio, 16_000)
         assert power[(hertz > 80) & (hertz < 4000)].sum() > 0.8 * power.sum()
 
 
-def test_corpus_that_can_not_be_is_refused(tmp_path, monkeypatch):
+def test_impossible_corpus_is_refused(tmp_path, monkeypatch):
     with pytest.raises(UsageError, match="at least one of each and at most 20000"):
         CorpusSize(train=20_000, test=1)
     (tmp_path / "file").write_text("")
@@ -143,7 +143,7 @@ def test_unusable_files_are_skipped_named_and_counted(tmp_path, capsys):
     soundfile.write(tmp_path / "no-samples.wav", noise[:0], 16_000)
     whole = (tmp_path / "good.wav").read_bytes()
     (tmp_path / "cut.wav").write_bytes(whole[: len(whole) // 2])
-    # A header written to a pipe, before it was known how much would follow.
+    # A header written to a pipe, before the length was known.
     (tmp_path / "piped.wav").write_bytes(whole.replace(b"data" + whole[40:44], b"data" + b"\xff" * 4))
     (tmp_path / "empty.wav").write_bytes(b"")
     (tmp_path / "text.wav").write_text("this is no audio at all")
@@ -151,7 +151,7 @@ def test_unusable_files_are_skipped_named_and_counted(tmp_path, capsys):
     path = write_csv(tmp_path, *((name, "a") for name in names), ("silent.wav", ""))
     speech = open_speech(path, max_skipped=0.9)
     assert [path.name for path in speech.paths] == list(names[:3])
-    # What only decoding shows leaves a hole in its batch.
+    # Files that fail only in decoding leave an empty row in the batch.
     (batch,) = Buckets(speech, 3, Features()).evaluation_batches()
     assert sorted(zip(batch.indices.tolist(), batch.weights.tolist(), strict=True)) == [(-1, 0), (-1, 0), (0, 1)]
     assert not batch.audio[batch.weights == 0].any()
@@ -171,12 +171,12 @@ def test_unusable_files_are_skipped_named_and_counted(tmp_path, capsys):
     with pytest.raises(UsageError, match=r"2 of 9 files can't be used.*--max-skipped 0.01"):
         open_speech(path)
     strict = open_speech(write_csv(tmp_path, ("good.wav", "a"), ("cut.flac", "b")), max_skipped=0)
-    with pytest.raises(UsageError, match=r"cut.flac' \(damaged"):  # from a thread that loads
+    with pytest.raises(UsageError, match=r"cut.flac' \(damaged"):  # from a loader thread
         list(Buckets(strict, 2, Features()).evaluation_batches())
 
 
-def test_transcripts_that_ctc_can_not_align_are_skipped(tmp_path, capsys):
-    # 3 frames: "aab" needs 4, as a blank must stand between the two a's.
+def test_transcripts_that_ctc_cannot_align_are_skipped(tmp_path, capsys):
+    # 3 frames: "aab" needs 4, because CTC needs a blank between the two a's.
     soundfile.write(tmp_path / "a.wav", tone(Features().samples(3)), 16_000)
     soundfile.write(tmp_path / "b.wav", tone(Features().samples(4)), 16_000)
     speech = open_speech(write_csv(tmp_path, ("a.wav", "aab"), ("b.wav", "aab")), max_skipped=0.5)
@@ -214,7 +214,7 @@ def test_bad_csv_files_are_refused(content, message, tmp_path):
         open_speech(tmp_path / "other.csv")
 
 
-def test_alphabet_file_is_deepspeechs(tmp_path):
+def test_alphabet_file_has_the_format_of_deepspeech(tmp_path):
     path = tmp_path / "alphabet.txt"
     path.write_text("# comment\n \na\n\\#\né\r\n# the last line\n", encoding="utf-8")
     alphabet = Alphabet.read(path)
@@ -282,7 +282,7 @@ def test_padding_changes_no_frame():
     values, frames = (np.asarray(x) for x in features(batch, lengths))
     assert frames.tolist() == [48, 48, 17, 2, 1, 1, 0, 0]
     assert [Features().samples(count) for count in (1, 2, 17)] == [400, 560, 2960]
-    # What is behind an utterance may be anything: no frame of it is seen.
+    # Samples after the end of an utterance are arbitrary and must not affect any frame.
     dirty, _ = features(np.where(np.arange(8000) < lengths[:, None], audio, 0.7).astype(np.float32), lengths)
     np.testing.assert_array_equal(dirty, values)
     for item in (0, 2, 4):
@@ -313,7 +313,7 @@ def test_spec_augment_masks_within_each_length():
     np.testing.assert_array_equal(masked, augment(jax.random.key(0)))
     assert not np.array_equal(masked, augment(jax.random.key(1)))
     whole_frames, whole_bands = (masked == 0).all(axis=2), (masked == 0).all(axis=1)
-    # What is 0 is so in a whole frame or a whole band.
+    # Zeros fill whole frames or whole bands.
     np.testing.assert_array_equal(masked == 0, whole_frames[:, :, None] | whole_bands[:, None, :])
     widths = whole_frames.sum(axis=1)
     assert (widths <= np.minimum(8, 0.2 * np.asarray(lengths))).all()
@@ -329,7 +329,7 @@ def test_speed_and_volume_change_length_and_level():
     for speed, factor in enumerate(perturbation.speeds):
         audio = perturbation.apply(tone(9_900), speed, 0.5)
         assert audio.dtype == np.float32
-        # A tone that is played faster is a higher tone.
+        # A tone played faster has a higher pitch.
         np.testing.assert_allclose(audio[500:-500], 0.5 * tone(len(audio), hertz=440 * factor)[500:-500], atol=2e-3)
     gains = perturbation.draw(np.random.default_rng(0), 1000).gains
     assert 20 * np.log10([gains.min(), gains.max()]) == pytest.approx([-6, 6], abs=0.1)
@@ -383,7 +383,7 @@ def test_every_utterance_is_evaluated_once(speech, batch_size):
     batches = list(buckets.evaluation_batches())
     counted = np.concatenate([batch.indices[batch.weights > 0] for batch in batches])
     assert sorted(counted.tolist()) == list(range(20))
-    # No more are padded to the longest length than must be.
+    # As few as possible are padded to the longest length.
     short = np.count_nonzero(speech.samples <= buckets.shapes[0].samples)
     assert sum(batch.audio.shape[1] == buckets.shapes[0].samples for batch in batches) == short // batch_size
     lengths = np.concatenate([batch.audio_lengths[batch.weights > 0] for batch in batches])

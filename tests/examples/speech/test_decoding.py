@@ -22,7 +22,7 @@ def random_logits(shape, spread):
 
 
 def collapsed(path):
-    """The labels that an alignment stands for."""
+    """The labels of an alignment."""
     return tuple(label for label, _ in itertools.groupby(path) if label)
 
 
@@ -49,7 +49,7 @@ def texts_of(decoded):
 def test_beam_search_finds_the_most_probable_of_all_texts():
     logits = random_logits((30, 5, 3), 2)
     lengths = np.arange(30, dtype=np.int32) % 6
-    # What is behind a length may be anything at all.
+    # Values after the end of a sequence are arbitrary.
     logits[np.arange(5) >= lengths[:, None]] = np.nan
     decoded = jit_beam_search(logits, lengths, 64)
     for item, (text, length) in enumerate(zip(texts_of(decoded), lengths, strict=True)):
@@ -62,7 +62,7 @@ def test_beam_search_finds_the_most_probable_of_all_texts():
 
 def test_greedy_collapses_the_best_alignment():
     logits = random_logits((30, 12, 3), 2)
-    lengths = np.arange(30, dtype=np.int32) % 13  # behind them are labels like any others
+    lengths = np.arange(30, dtype=np.int32) % 13  # after them are valid labels
     decoded = jit_greedy(logits, lengths)
     for item, (text, length) in enumerate(zip(texts_of(decoded), lengths, strict=True)):
         log_probs = log_softmax(logits[item, :length])
@@ -85,7 +85,7 @@ def test_beam_search_is_never_less_probable_than_greedy_on_confident_logits():
     greedy_likelihood = np.asarray(log_likelihood(best_alignment))
     assert (beam_likelihood >= greedy_likelihood - 1e-4).all()
     assert (beam_likelihood > greedy_likelihood + 1e-4).any()
-    # A beam drops alignments and so never claims more than there is.
+    # A beam drops alignments, so its score never exceeds the exact one.
     assert (found.scores <= beam_likelihood + 1e-3).all()
 
 
@@ -98,12 +98,12 @@ def test_half_logits_are_decoded_in_float32():
     np.testing.assert_array_equal(found.scores, wanted.scores)
 
 
-def test_a_beam_of_nothing_is_refused():
+def test_empty_beam_is_refused():
     with pytest.raises(ValueError, match="a beam of 0"):
         beam_search(np.zeros((1, 2, 3), np.float32), np.array([2]), 0)
 
 
-def test_error_rates_are_of_all_utterances_together():
+def test_error_rates_pool_all_utterances():
     rates = error_rates(["one two three", "four"], ["one too three", "four five"])
     assert rates.wer == pytest.approx(2 / 4)  # a substitution and an insertion
     assert rates.cer == pytest.approx(6 / 17)
@@ -120,7 +120,7 @@ def test_report_shows_worst_median_and_best_once_each():
     assert [line.split()[-1] for line in report.splitlines() if "loss" in line] == ["4.wav", "2.wav", "0.wav"]
     assert "WER 100.0%" in report
     assert "'x x three four'" in report
-    # Three utterances fill the worst alone; one without a loss is the worst of its kind.
+    # Three utterances fill the section of the worst. At equal WER, a NaN loss ranks worst.
     few = [*transcribed[:2], Transcribed("nan.wav", "one two", "one x", float("nan"))]
     report = transcript_report(few, count=3)
     assert report.startswith("worst:\n  WER  50.0%  CER")

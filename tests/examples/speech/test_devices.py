@@ -1,4 +1,4 @@
-"""The speech example on several devices: the losses of one device; and what several processes load."""
+"""The speech example on several devices has the losses of one device; several processes load parts of a batch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.usefixtures("stored_programs")
 
 
 def trained(devices, data, **flags):
-    """The sum of the losses after each step of an epoch, what is then tested with, and the state."""
+    """The sum of the losses after each step of an epoch, the test metrics after it, and the state."""
     task = task_of(data, devices, policy="float32", **flags)
     state, losses = task.initial_state(), []
     for batch in task.batches(0, 0):
@@ -28,9 +28,9 @@ def one_device(data):
     return trained(1, data)
 
 
-def test_four_devices_train_and_test_with_the_state_split_as_one_does(one_device, data):
+def test_four_devices_with_sharded_state_train_and_test_like_one(one_device, data):
     losses, tested, state = trained(4, data, fsdp=True)
-    # Sums in another order, and nothing else: the same audio, dropout and orthogonal kernels.
+    # Only the order of sums differs: audio, dropout and orthogonal kernels are the same.
     np.testing.assert_allclose(losses, one_device[0], rtol=1e-5)
     assert tested["test_loss"] == pytest.approx(one_device[1]["test_loss"], rel=1e-5)
     split = {x.shape for x in jax.tree.leaves(state) if not x.is_fully_replicated}
@@ -38,7 +38,7 @@ def test_four_devices_train_and_test_with_the_state_split_as_one_does(one_device
 
 
 @pytest.mark.parametrize("split", ["train", "evaluation"])
-def test_processes_load_the_parts_of_one_batch(data, monkeypatch, split):
+def test_processes_load_parts_of_one_batch(data, monkeypatch, split):
     task = task_of(data, augment=True)
     buckets = Buckets(task.train_set, 4, task.config.front_end, 1, task.config.perturbation)
     batches = lambda: list(buckets.train_batches(0, 0) if split == "train" else buckets.evaluation_batches())
@@ -48,7 +48,7 @@ def test_processes_load_the_parts_of_one_batch(data, monkeypatch, split):
     for index in range(2):
         monkeypatch.setattr(jax, "process_index", lambda index=index: index)
         parts.append(batches())
-    # In the order of the processes, as `DataParallel.put` puts them together.
+    # In the order of the processes, as `DataParallel.put` joins them.
     joined = [jax.tree.map(lambda *x: np.concatenate(x), *both) for both in zip(*parts, strict=True)]
     assert len(whole) == 2
     jax.tree.map(np.testing.assert_array_equal, joined, whole)

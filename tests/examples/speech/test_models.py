@@ -57,7 +57,7 @@ def test_padding_changes_no_result(config, inputs):
         test = loss_and_stats(network, *variables, batch, labels, train=False)
         return train(*variables, batch, labels), test
 
-    # Not zeros: what is behind a sequence's end must not be looked at.
+    # Not zeros: values after the end of a sequence must not be read.
     padded = np.full((3, 37, 40), 7.0, np.float32)
     for row, length in enumerate(lengths):
         padded[row, :length] = features[row, :length]
@@ -75,7 +75,7 @@ def test_padding_changes_no_lookahead():
 
 
 @pytest.mark.parametrize("name", ["gru", "lstm"])
-def test_each_sequence_of_a_batch_is_as_if_alone(name):
+def test_each_sequence_of_a_batch_is_independent(name):
     create = lambda key: nnx.split(Recurrent(name, 5, 4, bidirectional=True, rngs=nnx.Rngs(key)))
     graph = nnx.graphdef(nnx.eval_shape(lambda: Recurrent(name, 5, 4, bidirectional=True, rngs=nnx.Rngs(0))))
     layer = nnx.merge(graph, arrays_in_numpy(lambda key: create(key)[1])(cheap_keys.key(0)))
@@ -108,16 +108,16 @@ def of_plain_scan(kernel, mask, gates):
     return recur_by_scan(CELLS["gru"], False, kernel, mask, gates, jnp.zeros_like(gates))[0]
 
 
-def test_recurrent_kernels_gradient_is_that_of_the_scan():
+def test_gradient_of_the_recurrent_kernel_equals_that_of_the_scan():
     ours, plain = (kernel_gradient(run, 9, jnp.float32) for run in (of_layer, of_plain_scan))
     np.testing.assert_allclose(ours, plain, rtol=1e-5, atol=1e-6)
 
 
-def test_recurrent_kernels_gradient_adds_up_in_float32():
+def test_gradient_of_the_recurrent_kernel_accumulates_in_float32():
     exact = kernel_gradient(of_layer, 400, jnp.float32)
     error = lambda run: np.linalg.norm(kernel_gradient(run, 400, jnp.bfloat16) - exact) / np.linalg.norm(exact)
     assert error(of_layer) < 0.02
-    # What the layer is written to avoid: the gradient of a scan, added up in the kernel's dtype.
+    # What the layer avoids: the gradient of a scan, accumulated in the kernel's dtype.
     assert error(of_plain_scan) > 5 * error(of_layer)
 
 
@@ -146,7 +146,7 @@ def test_inputs_of_all_time_steps_are_one_matmul():
     found = matmuls(call, jnp.ones((2, 7, 5)), jnp.ones((2, 7), bool))
     inside = [e for e in found if "scan" in e.path]
     outside = [e for e in found if "scan" not in e.path]
-    # One a step and direction, of the state; one outside, of both directions' inputs.
+    # One per step and direction for the state, and one outside for the inputs of both directions.
     assert [e.times for e in inside] == [7, 7]
     assert [e.eqn.outvars[0].aval.shape for e in outside] == [(2, 7, 24)]
 

@@ -1,4 +1,4 @@
-"""What the speech script shares with the image script: precision changes, export, inspection, a dev set."""
+"""Features that the speech script shares with the image script: precision changes, export, inspection, a dev set."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_masters_carry_over_to_a_resumed_and_to_a_new_run(data, tmp_path):
     old = task_of(data, policy="O2")
     state = old.initial_state()
     assert {x.dtype.name for x in jax.tree.leaves(state.params)} == {"float16"}
-    # A third of them: numbers that float16 doesn't have.
+    # Thirds, which float16 does not represent exactly.
     inner = state.opt_state.inner_state
     third = jax.tree.map(lambda x: jax.device_put(np.asarray(x) / np.float32(3), x.sharding), inner.master)
     state = state._replace(opt_state=state.opt_state._replace(inner_state=inner._replace(master=third)))
@@ -53,7 +53,7 @@ def test_dev_set_export_average_and_files(data, data_flags, tmp_path, capsys):
     assert summary["loss_scale"] == 0.25
     assert (output / "best").is_dir()
     capsys.readouterr()
-    # Written down by an export, in another precision than that of the training.
+    # Transcribed by an export, in another precision than in training.
     flags = ["--weights", str(output / "weights_bfloat16.safetensors"), "--policy", "mixed_bfloat16"]
     flags += ["--decoder", "beam", "--beam", "2"]
     audio = [str(data["test_data"].with_name(f"test{index}.wav")) for index in range(3)]
@@ -65,8 +65,8 @@ def test_dev_set_export_average_and_files(data, data_flags, tmp_path, capsys):
     assert "cannot be opened" in error_of([*flags, "--infer", "no.wav"], capsys)
 
 
-def test_plugs_into_parity(data_flags):
-    """Under `mpjax.parity`, as the task of tests/examples/common/test_parity.py does."""
+def test_speech_script_runs_under_parity(data_flags):
+    """As in tests/examples/common/test_parity.py."""
     training = Maker(Config, TaskMaker, [*TINY, *data_flags])("mixed_float16", 0)
     first = next(iter(training.batches()))
     state, loss = training.step(training.state, first)
@@ -80,7 +80,7 @@ def test_step_is_audited(data_flags, capsys):
     assert "float16" in capsys.readouterr().out
 
 
-def test_longer_utterances_are_left_out_by_choice(data):
+def test_longer_utterances_can_be_left_out(data):
     every = task_of(data).train_set
     limit = float(np.sort(every.samples)[4]) / 16_000
     kept = task_of(data, longest_seconds=limit).train_set
