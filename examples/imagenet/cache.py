@@ -73,7 +73,7 @@ class CachedImages:
         return self._pixels[start : self._ends[index]].reshape(height, width, 3)
 
 
-def cached(splits: Sequence[_Images], side: int, workers: int) -> list[CachedImages]:
+def cache_images(splits: Sequence[_Images], side: int, workers: int) -> list[CachedImages]:
     """Decodes the images of each split into memory.
 
     Args:

@@ -64,7 +64,7 @@ def read_crop(file: File, choose: Callable[[tuple[int, int]], Crop]) -> np.ndarr
         UnusableFileError: The file cannot be read for any reason.
     """
     try:
-        with _opened(file) as encoded:
+        with _open_image(file) as encoded:
             orientation = _orientation(encoded)
             full = _oriented_size(encoded.size, orientation)
             crop = choose(full)
@@ -80,13 +80,13 @@ def read_crop(file: File, choose: Callable[[tuple[int, int]], Crop]) -> np.ndarr
 def image_size(file: File) -> tuple[int, int]:
     """Width and height of the upright image, read from the file header; raises like `read_crop`."""
     try:
-        with _opened(file) as encoded:
+        with _open_image(file) as encoded:
             return _oriented_size(encoded.size, _orientation(encoded))
     except _PILLOW_ERRORS as error:
         raise UnusableFileError(_reason(error)) from error
 
 
-def _opened(file: File) -> Image.Image:
+def _open_image(file: File) -> Image.Image:
     return Image.open(file if isinstance(file, str) else io.BytesIO(file), formats=FORMATS)
 
 

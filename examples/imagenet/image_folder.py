@@ -13,7 +13,7 @@ import numpy as np
 from examples.common.cli import UsageError
 from examples.common.skipped import SkippedFiles, UnusableFileError
 from examples.imagenet.augmentation import MIDDLE, Crop, middle_box, random_box
-from examples.imagenet.cache import CachedImages, cached
+from examples.imagenet.cache import CachedImages, cache_images
 from examples.imagenet.data import Augmentation, Batch, Dataset, Loaded, Unreadable
 from examples.imagenet.decoding import read_crop
 from examples.imagenet.image_records import ImageRecords, open_image_records
@@ -154,7 +154,7 @@ def open_image_folder(
     classes, found = open_image_records(root, splits, classes) or list_tree(root, splits)
     folders = [ImageFolder(images, classes, size, flip, max_unreadable, whole) for images in found]
     if cache:
-        caches = cached(found, round(size / MIDDLE), workers)
+        caches = cache_images(found, round(size / MIDDLE), workers)
         for folder, memory in zip(folders, caches, strict=True):
             folder.report(memory.unreadable)
             folder.use(memory)

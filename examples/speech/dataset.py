@@ -87,7 +87,7 @@ class Speech:
     def fingerprint(self) -> str:
         """Changes if utterances or transcripts change, or the contents of a sampled file."""
         utterances = zip(self.paths, self.transcripts, self.samples, strict=True)
-        names = [f"{_place(path)}\t{transcript}\t{samples}" for path, transcript, samples in utterances]
+        names = [f"{_portable_name(path)}\t{transcript}\t{samples}" for path, transcript, samples in utterances]
         return fingerprint(names, len(self), lambda index: self.paths[index].read_bytes())
 
     def keep_shorter(self, seconds: float) -> None:
@@ -141,7 +141,7 @@ class Speech:
         self.samples = np.asarray(samples, np.int64)
 
 
-def _place(path: File) -> str:
+def _portable_name(path: File) -> str:
     """The part of a path that does not change if the data is moved."""
     return f"{path.parent.name}/{path.name}" if isinstance(path, Path) else path.records.name(path.number)
 

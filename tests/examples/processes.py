@@ -25,7 +25,7 @@ def start(program: str, *flags: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def together(programs: Sequence[str], flags: Sequence[str]) -> list[tuple[int, str, str]] | None:
+def run_together(programs: Sequence[str], flags: Sequence[str]) -> list[tuple[int, str, str]] | None:
     """Runs programs that train together, one process each; returns exit code, output and errors of each.
 
     Returns None if they did not connect, because another test took their port.

@@ -32,19 +32,19 @@ FLAGS = ["--devices", "1", "--batch-size", "400", "--log-every", "1", "--schedul
 
 
 @pytest.fixture
-def rated(monkeypatch):
+def set_accuracies(monkeypatch):
     """Returns a function that sets the test accuracies of the next epochs."""
 
-    def rate(*accuracies: float) -> None:
+    def set_next(*accuracies: float) -> None:
         left = iter(accuracies)
         found = lambda *_, **__: {"test_loss": 1.0, "test_accuracy": next(left)}
         monkeypatch.setattr(CustomTask, "test", found)
 
-    return rate
+    return set_next
 
 
-def test_training_stops_early_and_keeps_the_best_epoch(rated, tmp_path, capsys):
-    rated(0.5, 0.9, 0.7, 0.9, 0.8)
+def test_training_stops_early_and_keeps_the_best_epoch(set_accuracies, tmp_path, capsys):
+    set_accuracies(0.5, 0.9, 0.7, 0.9, 0.8)
     output = tmp_path / "run"
     flags = [*FLAGS, "--epochs", "5", "--patience", "2", "--keep", "1", "--save-every", "0", "--output", str(output)]
     assert main(flags) == 0
@@ -63,7 +63,7 @@ def test_training_stops_early_and_keeps_the_best_epoch(rated, tmp_path, capsys):
     )
     assert not all(jax.tree.leaves(jax.tree.map(np.array_equal, last, best)))
     # A longer run continues from the last epoch and remembers the best one.
-    rated(0.6, 0.95, 0.1)
+    set_accuracies(0.6, 0.95, 0.1)
     assert main([*flags[:-2], "--output", str(output), "--resume", "--epochs", "6", "--patience", "4"]) == 0
     assert json.loads((output / "summary.json").read_text())["best_epoch"] == 6
     with Checkpoints(output / "best") as checkpoints:
@@ -126,14 +126,14 @@ class FakeClient:
         self.ended.append(run)
 
 
-def test_metrics_go_to_every_sink_and_resume_the_same_run(rated, monkeypatch, tmp_path):
+def test_metrics_go_to_every_sink_and_resume_the_same_run(set_accuracies, monkeypatch, tmp_path):
     runs = []
     init = lambda **arguments: runs.append(FakeRun(**arguments)) or runs[-1]
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
     monkeypatch.setitem(sys.modules, "mlflow", types.SimpleNamespace(MlflowClient=FakeClient))
     output = tmp_path / "run"
     flags = [*FLAGS, "--output", str(output), "--log-to", "wandb", "mlflow"]
-    rated(0.5, float("nan"))
+    set_accuracies(0.5, float("nan"))
     assert main([*flags, "--epochs", "2"]) == 0
     assert not (output / "tensorboard").exists()
     (run,) = runs
@@ -149,7 +149,7 @@ def test_metrics_go_to_every_sink_and_resume_the_same_run(rated, monkeypatch, tm
     assert {(run, step) for run, key, _, step in FakeClient.metrics if key == "step/loss_scale"} == {
         (name, step) for step in (1, 2)
     }
-    rated(0.6)
+    set_accuracies(0.6)
     assert main([*flags, "--epochs", "3", "--resume"]) == 0
     assert runs[1].id == "abc"
     assert FakeClient.ended == [name, name]

@@ -218,12 +218,12 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "spoil", "message"), REFUSED)
-def test_invalid_shards_are_refused(kind, spoil, message, photos, tmp_path):
+@pytest.mark.parametrize(("kind", "corrupt", "message"), REFUSED)
+def test_invalid_shards_are_refused(kind, corrupt, message, photos, tmp_path):
     write, image, label = FORMATS[kind]
     rows = rows_of(opened(photos)[1], image, label)
     write(tmp_path / "data", {"train": rows, "val": rows}, CLASSES)
-    spoil(tmp_path / "data")
+    corrupt(tmp_path / "data")
     with pytest.raises(UsageError, match=message):
         opened(tmp_path / "data")
 

@@ -63,11 +63,11 @@ def digits_task(devices: int = 1, **flags: Any) -> ImageTask:
     return ImageTask(config, DataParallel(devices, config.fsdp), *open_data(config))
 
 
-def state_and_batch(made: ImageTask) -> tuple[TrainState, Batch]:
+def state_and_batch(task: ImageTask) -> tuple[TrainState, Batch]:
     """The initial state and the first batch of a run."""
-    batch = next(made.batches(0, 0))
-    made.close()
-    return made.initial_state(), batch
+    batch = next(task.batches(0, 0))
+    task.close()
+    return task.initial_state(), batch
 
 
 def last_state(output: Path, **flags: Any) -> TrainState:

@@ -143,7 +143,7 @@ def test_change_of_precision_keeps_parameters_and_momentum(chain):
 
 
 def test_checkpoint_of_another_model_is_refused(trained):
-    other = digits_task(model="tests.examples.imagenet.test_init_from:OwnLinen")
+    other = digits_task(model="tests.examples.imagenet.test_init_from:CustomLinen")
     with (
         Checkpoints(trained / "checkpoints") as checkpoints,
         pytest.raises(UsageError, match="can be read as this model"),

@@ -13,7 +13,7 @@ from examples.common.devices import DataParallel
 from examples.common.training import means
 from examples.imagenet.__main__ import main
 from tests.examples.imagenet.runs import PROGRAM, as_bytes, digits_task, last_state, metrics_of
-from tests.examples.processes import together
+from tests.examples.processes import run_together
 
 pytestmark = pytest.mark.usefixtures("quick_runs")
 
@@ -66,7 +66,7 @@ def test_run_resumes_bitwise_after_one_of_two_processes_is_killed(tmp_path):
     flags = ["--epochs", "3", "--batch-size", "32", "--fsdp", "--no-keep-best"]
     for attempt in range(3):
         folder = tmp_path / f"two-{attempt}"
-        ended = together([PROGRAM, DYING], [*flags, "--save-every", "0", "--output", str(folder)])
+        ended = run_together([PROGRAM, DYING], [*flags, "--save-every", "0", "--output", str(folder)])
         if ended:
             break
     (code, output, error), (killed, silent, _) = ended

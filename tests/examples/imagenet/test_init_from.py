@@ -27,10 +27,10 @@ pytestmark = pytest.mark.usefixtures("quick_runs")
 
 def saved_run(folder, state, **flags):
     """Makes a run folder with one checkpoint of a state."""
-    made = digits_task(**flags)
-    with RunFolder.create(folder, folder, made.config.settings()), Checkpoints(folder / "checkpoints") as checkpoints:
-        checkpoints.save(1, state, {"epoch": 0, "batch": 0, **made.position()})
-    write_json(folder / "data.json", made.description())
+    task = digits_task(**flags)
+    with RunFolder.create(folder, folder, task.config.settings()), Checkpoints(folder / "checkpoints") as checkpoints:
+        checkpoints.save(1, state, {"epoch": 0, "batch": 0, **task.position()})
+    write_json(folder / "data.json", task.description())
     return folder
 
 
@@ -57,19 +57,19 @@ def test_chain_of_precisions_keeps_masters_bitwise(tmp_path, keep):
     saved_run(source, state, policy="O2")
     masters = as_bytes(float32_params(state))
     for number, policy in enumerate(("float32", "O2", "mixed_bfloat16")):
-        made = digits_task(policy=policy, init_from=source, keep_optimizer=keep)
-        state = made.start_state()
+        task = digits_task(policy=policy, init_from=source, keep_optimizer=keep)
+        state = task.start_state()
         assert int(state.step) == 0
         assert as_bytes(float32_params(state)) == masters
-        fresh = made.initial_state()
+        fresh = task.initial_state()
         assert jax.tree.map(lambda x: (x.shape, x.dtype), state) == jax.tree.map(lambda x: (x.shape, x.dtype), fresh)
-        momentum, zero = (as_bytes(optax.tree.get(own, "trace")) for own in (state, fresh))
+        momentum, zero = (as_bytes(optax.tree.get(other, "trace")) for other in (state, fresh))
         assert keep == (momentum != zero)
         source = saved_run(tmp_path / str(number), state, policy=policy)
 
 
 def test_run_of_another_optimizer_or_model_is_refused(tmp_path):
-    model = f"{__name__}:OwnLinen"
+    model = f"{__name__}:CustomLinen"
     source = saved_run(tmp_path / "run", digits_task(model=model).initial_state(), model=model)
     with pytest.raises(UsageError, match="has another optimizer"):
         digits_task(model=model, optimizer="adam", init_from=source, keep_optimizer=True).start_state()
@@ -178,7 +178,7 @@ def test_head_for_other_classes_is_reinitialised(tmp_path, capsys):
 # Custom models and other optimizers.
 
 
-class OwnLinen(nn.Module):
+class CustomLinen(nn.Module):
     num_classes: int
 
     @nn.compact
@@ -187,7 +187,7 @@ class OwnLinen(nn.Module):
         return nn.Dense(self.num_classes)(x)
 
 
-class OwnNNX(nnx.Module):
+class CustomNNX(nnx.Module):
     def __init__(self, num_classes, channels, *, rngs):
         self.dropout, self.head = nnx.Dropout(0.5, rngs=rngs), nnx.Linear(64 * channels, num_classes, rngs=rngs)
 
@@ -195,10 +195,10 @@ class OwnNNX(nnx.Module):
         return self.head(self.dropout(x.reshape(len(x), -1)))
 
 
-@pytest.mark.parametrize("model", ["OwnLinen", "OwnNNX"])
+@pytest.mark.parametrize("model", ["CustomLinen", "CustomNNX"])
 def test_custom_models_draw_dropout_in_training_only(model):
-    made = digits_task(model=f"{__name__}:{model}")
-    net = network(made.config.model_name, 10, 1)
+    task = digits_task(model=f"{__name__}:{model}")
+    net = network(task.config.model_name, 10, 1)
     images = jnp.ones((2, 8, 8, 1))
     variables = jax.jit(net.init)(jax.random.key(0), images)
     use = jax.jit(net.apply)
@@ -211,13 +211,13 @@ def test_custom_models_draw_dropout_in_training_only(model):
 
 @pytest.mark.parametrize(("optimizer", "policy"), [("adam", "O3"), ("adamw", "O2"), ("lars", "O3"), ("lamb", "O2")])
 def test_every_optimizer_updates_half_parameters(optimizer, policy):
-    made = digits_task(model=f"{__name__}:OwnLinen", optimizer=optimizer, policy=policy, warmup_epochs=0.0)
-    state = made.initial_state()
+    task = digits_task(model=f"{__name__}:CustomLinen", optimizer=optimizer, policy=policy, warmup_epochs=0.0)
+    state = task.initial_state()
     floating = [x for x in jax.tree.leaves(state.opt_state.inner_state) if jnp.issubdtype(x.dtype, jnp.floating)]
     assert {x.dtype for x in floating} == {jnp.dtype("float32")}
     before = np.asarray(state.params["Dense_0"]["kernel"])
-    batch = next(made.batches(0, 0))
-    made.close()
-    state, shown = made.training.train_step(state, batch)
-    assert int(shown["skipped_steps"]) == 0
+    batch = next(task.batches(0, 0))
+    task.close()
+    state, outputs = task.training.train_step(state, batch)
+    assert int(outputs["skipped_steps"]) == 0
     assert not np.array_equal(before, state.params["Dense_0"]["kernel"])

@@ -116,25 +116,25 @@ def test_half_throughout_trains_without_nan_and_train_mode_does_not_test(tmp_pat
 
 
 def test_train_step_is_traced_once_donates_its_state_and_skips_completely():
-    made = digits_task(policy="O2", ema=0.9, accumulate=2, mixup=0.2)
-    state, batch = state_and_batch(made)
+    task = digits_task(policy="O2", ema=0.9, accumulate=2, mixup=0.2)
+    state, batch = state_and_batch(task)
     first = jax.tree.leaves(state.params)[0]
     for _ in range(3):
-        state, shown = made.training.train_step(state, batch)
+        state, outputs = task.training.train_step(state, batch)
     assert first.is_deleted()
     assert int(state.step) == 3
-    assert np.isfinite(means(shown["totals"])["loss"])
+    assert np.isfinite(means(outputs["totals"])["loss"])
     # If the loss scale overflows, only the counts change.
     before = jax.device_get(state)
     huge = jax.device_put(np.float32(2.0**120), state.step.sharding)
     state = state._replace(opt_state=state.opt_state._replace(loss_scale=huge))
-    state, shown = made.training.train_step(state, batch)
+    state, outputs = task.training.train_step(state, batch)
     after = jax.device_get(state)
     for name in ("params", "stats", "ema"):
         jax.tree.map(np.testing.assert_array_equal, getattr(after, name), getattr(before, name))
     jax.tree.map(np.testing.assert_array_equal, after.opt_state.inner_state, before.opt_state.inner_state)
-    assert int(shown["skipped_steps"]) == 1
-    assert made.training.train_step._cache_size() == 1
+    assert int(outputs["skipped_steps"]) == 1
+    assert task.training.train_step._cache_size() == 1
 
 
 @pytest.mark.parametrize(
@@ -148,8 +148,8 @@ def test_train_step_is_traced_once_donates_its_state_and_skips_completely():
     ],
 )
 def test_all_convolutions_of_a_training_step_run_in_half(policy, amp, share):
-    made = digits_task(policy=policy, amp=amp)
-    assert half_share(made.training.train_step, *state_and_batch(made)) == share
+    task = digits_task(policy=policy, amp=amp)
+    assert half_share(task.training.train_step, *state_and_batch(task)) == share
 
 
 def test_second_signal_is_not_intercepted():
