@@ -80,11 +80,11 @@ def casters(program: Program, regions: bool = False) -> dict[str, harness.Caster
 def measure(name: str, caster: harness.Caster, dtype: str) -> Row:
     """Every column of one tool on one program, or the error if the tool fails."""
     try:
-        found = harness.structure(name, "plain", caster, dtype)
+        traced = harness.structure(name, "plain", caster, dtype)
         row: Row = {
-            "half_share": round(found.half_share, 4),
-            "risky": len(found.risky),
-            "casts": found.casts,
+            "half_share": round(traced.half_share, 4),
+            "risky": len(traced.risky),
+            "casts": traced.casts,
             "gradient_error": harness.gradient_error(name, caster, dtype),
         }
         if REGISTRY[name].differentiable:
@@ -103,7 +103,7 @@ def time_ratios(
     loss_fn, args = harness.abstract(name)[0], harness.abstract(name)[1:]
     losses = {tool: caster(loss_fn, harness.POLICIES[dtype]) for tool, caster in tools.items()}
 
-    def compile_anew(fun: Callable[..., Any]) -> None:
+    def recompile(fun: Callable[..., Any]) -> None:
         jax.jit(lambda *args: fun(*args), compiler_options=harness.COMPILE_TRUE).lower(*args).compile()
 
     with REGISTRY[name].context():
@@ -117,7 +117,7 @@ def time_ratios(
         }
         if compilations:
             runs: dict[str, Callable[[], Any]] = {
-                tool: functools.partial(compile_anew, fun) for tool, fun in functions.items()
+                tool: functools.partial(recompile, fun) for tool, fun in functions.items()
             }
             for tool, found in ratios(interleaved(runs, compilations, warmup=0), "float32").items():
                 rows[tool]["compile"] = found["ratio"]
@@ -128,8 +128,8 @@ def run(name: str, dtype: str, rounds: int, compilations: int, regions: bool = F
     """The rows of a program by tool."""
     tools = casters(REGISTRY[name], regions)
     rows = {tool: measure(name, caster, dtype) for tool, caster in tools.items()}
-    works = {tool: caster for tool, caster in tools.items() if "error" not in rows[tool]}
-    for tool, times in time_ratios(name, works, dtype, rounds, compilations).items():
+    working = {tool: caster for tool, caster in tools.items() if "error" not in rows[tool]}
+    for tool, times in time_ratios(name, working, dtype, rounds, compilations).items():
         rows[tool] |= times
     limit = harness.error_limit(harness.rounding_error(name, dtype), dtype)
     for row in rows.values():
@@ -149,23 +149,23 @@ def summary(results: dict[str, dict[str, Row]]) -> str:
     ]
     for tool in dict.fromkeys(tool for rows in results.values() for tool in rows):
         rows = [rows[tool] for rows in results.values() if tool in rows]
-        fine = [row for row in rows if "error" not in row]
-        if not fine:
+        passed = [row for row in rows if "error" not in row]
+        if not passed:
             lines.append(f"| {tool} | {len(rows)} | {len(rows)} |" + " - |" * 9)
             continue
 
-        def median(key: str, fine: list[Row] = fine) -> str:
-            values = [row[key] for row in fine if key in row]
+        def median(key: str, passed: list[Row] = passed) -> str:
+            values = [row[key] for row in passed if key in row]
             return f"{statistics.median(values):.2f}" if values else "-"
 
-        shares = [row["half_share"] for row in fine]
-        errors = [row["error_of_limit"] for row in fine]
-        risky = sum(row["risky"] > 0 for row in fine)
+        shares = [row["half_share"] for row in passed]
+        errors = [row["error_of_limit"] for row in passed]
+        risky = sum(row["risky"] > 0 for row in passed)
         lines.append(
-            f"| {tool} | {len(rows)} | {len(rows) - len(fine)} | {statistics.mean(shares):.0%} "
-            f"| {sum(share == 1 for share in shares)} of {len(fine)} | in {risky} | {median('casts')} "
+            f"| {tool} | {len(rows)} | {len(rows) - len(passed)} | {statistics.mean(shares):.0%} "
+            f"| {sum(share == 1 for share in shares)} of {len(passed)} | in {risky} | {median('casts')} "
             f"| {median('residuals')} | {median('error_of_limit')} ({_worst(errors)}) | {median('trace')} "
-            f"| {median('forward_trace')} | {median('compile')} ({sum('compile' in row for row in fine)}) |"
+            f"| {median('forward_trace')} | {median('compile')} ({sum('compile' in row for row in passed)}) |"
         )
     return "\n".join(lines) + "\n"
 
@@ -178,12 +178,12 @@ def _worst(errors: list[float]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dtype", default="float16", choices=list(harness.POLICIES))
-    parser.add_argument("--rounds", type=int, default=5, help="rounds of timing the trace")
-    parser.add_argument("--compilations", type=int, default=2, help="rounds of timing the compilation")
-    parser.add_argument("--no-compile", action="store_true", help="leave out the time of compiling")
-    parser.add_argument("--regions", action="store_true", help="with and without rematerialisation regions, no peers")
-    parser.add_argument("--programs", nargs="*", default=list(REGISTRY), help="all of the zoo if not given")
-    parser.add_argument("--missing", action="store_true", help="only programs that have no results yet")
+    parser.add_argument("--rounds", type=int, default=5, help="timed rounds of tracing")
+    parser.add_argument("--compilations", type=int, default=2, help="timed rounds of compilation")
+    parser.add_argument("--no-compile", action="store_true", help="do not time compilation")
+    parser.add_argument("--regions", action="store_true", help="compare rematerialisation regions, not libraries")
+    parser.add_argument("--programs", nargs="*", default=list(REGISTRY), help="programs of the zoo (default: all)")
+    parser.add_argument("--missing", action="store_true", help="run only programs without results")
     parser.add_argument("--out", type=pathlib.Path, default=RESULTS, help="folder of the results")
     args = parser.parse_args()
     # jax.numpy and the peers warn about truncation and deprecation; a warning is not a failure.

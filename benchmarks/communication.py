@@ -4,7 +4,7 @@ Compiles one step of a residual network for 8 and for 64 simulated CPU devices a
 collectives that the partitioner inserted: data parallel, FSDP (parameters and Adam's state sharded), FSDP with tensor
 parallelism, and FSDP with the layers in a `scan`; in float32, in half by hand, by `autocast` and by `with_policy`.
 
-`--h200` compiles for eight H200 with JAX's CUDA plugin, which needs no GPU, and omits the gradient error.
+`--h200` compiles for eight H200s with JAX's CUDA plugin, which needs no GPU, and omits the gradient error.
 `--overlap` adds schedules to its results: the number of kernels that run during each collective, for a step with
 mpjax's skip and for a step with a hand-written skip.
 
@@ -25,36 +25,37 @@ from typing import Any
 LAYOUTS = ("data parallel", "FSDP", "FSDP × TP", "FSDP, scan")
 FORMS = ("float32", "by hand", "autocast", "with_policy")
 DEVICES = (8, 64)
-WIDTH, HIDDEN, LAYERS, ROWS_EACH = 256, 1024, 3, 64
+WIDTH, HIDDEN, LAYERS, ROWS_PER_DEVICE = 256, 1024, 3, 64
 
 
 def measure(
-    devices: int, half: str, layouts: tuple[str, ...] = LAYOUTS, forms: tuple[str, ...] = FORMS, among: Any = None
+    devices: int, half: str, layouts: tuple[str, ...] = LAYOUTS, forms: tuple[str, ...] = FORMS, targets: Any = None
 ) -> list[Any]:
-    """The rows for `devices` devices: those in `among`, or those of this process, which must then have that many."""
+    """The rows for `devices` devices: those in `targets`, or those of this process, which must then have that many."""
     import jax
 
-    if among is None and len(jax.devices()) != devices:
+    if targets is None and len(jax.devices()) != devices:
         raise RuntimeError(f"this process has {len(jax.devices())} devices, not {devices}")
     rows = []
     for layout in layouts:
         for form in forms:
-            row = {"layout": layout, "devices": devices, "form": form} | _cell(layout, form, half, devices, among)
-            if among is None and layout == LAYOUTS[0] and form != FORMS[0]:
+            row = {"layout": layout, "devices": devices, "form": form}
+            row |= _communication(layout, form, half, devices, targets)
+            if targets is None and layout == LAYOUTS[0] and form != FORMS[0]:
                 row["error"] = {str(n): gradient_error(form, half, n, devices) for n in (1, devices)}
             rows.append(row)
     return rows
 
 
-def _cell(layout: str, form: str, half: str, devices: int, among: Any = None) -> dict[str, Any]:
+def _communication(layout: str, form: str, half: str, devices: int, targets: Any = None) -> dict[str, Any]:
     import dataclasses
 
     import jax
 
     from mpjax.inspection.audit.communication import collectives
 
-    mesh, step, _, shapes = program(layout, form, half, devices, among=among)
-    platforms = ("cuda",) if among else None
+    mesh, step, _, shapes = program(layout, form, half, devices, targets=targets)
+    platforms = ("cuda",) if targets else None
     carried = jax.tree.map(lambda x: x.sharding, shapes[:2])
     jitted = jax.jit(step, donate_argnums=(0, 1), out_shardings=(*carried, None))
     with jax.set_mesh(mesh):
@@ -63,7 +64,7 @@ def _cell(layout: str, form: str, half: str, devices: int, among: Any = None) ->
 
 
 def program(
-    layout: str, form: str, half: str, devices: int, rows_of: int = 0, among: Any = None
+    layout: str, form: str, half: str, devices: int, batch_devices: int = 0, targets: Any = None
 ) -> tuple[Any, Any, Any, Any]:
     """The mesh, the training step, its gradients alone, and the shapes of the step's arguments with their shardings."""
     import jax
@@ -76,9 +77,9 @@ def program(
     import mpjax
 
     tensor = 2 if "TP" in layout else 1
-    auto = (jax.sharding.AxisType.Auto,) * 2
+    axis_types = (jax.sharding.AxisType.Auto,) * 2
     grid = (devices // tensor, tensor)
-    mesh = jax.make_mesh(grid, ("data", "model"), axis_types=auto, devices=(among or jax.devices())[:devices])
+    mesh = jax.make_mesh(grid, ("data", "model"), axis_types=axis_types, devices=(targets or jax.devices())[:devices])
     dtype = half if form == "by hand" else None
 
     def rows(x: Any, *axes: Any) -> Any:
@@ -124,8 +125,8 @@ def program(
             return P()
         name = jax.tree_util.keystr(path)
         matrix = ("data", "model") if "up" in name else ("model", "data")
-        own = matrix if "kernel" in name else matrix[1:]
-        return P(*(None,) * (x.ndim - len(own)), *own)
+        axes = matrix if "kernel" in name else matrix[1:]
+        return P(*(None,) * (x.ndim - len(axes)), *axes)
 
     def place(tree: Any) -> Any:
         def leaf(path: Any, x: Any) -> Any:
@@ -133,7 +134,7 @@ def program(
 
         return jax.tree_util.tree_map_with_path(leaf, tree)
 
-    count = ROWS_EACH * (rows_of or devices)
+    count = ROWS_PER_DEVICE * (batch_devices or devices)
     batch = jax.ShapeDtypeStruct((count, WIDTH), jnp.float32, sharding=NamedSharding(mesh, P("data")))
     params = place(jax.eval_shape(net.init, jax.random.key(0), jax.ShapeDtypeStruct((count, WIDTH), jnp.float32)))
     return mesh, step, gradients, (params, place(jax.eval_shape(tx.init, params)), batch, batch)
@@ -151,25 +152,25 @@ def hand_written_skip(gradients: Any) -> Any:
         loss, grads = gradients(params, state, x, y)
         finite = jnp.all(jnp.array([jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads)]))
 
-        def take(carried: Any) -> Any:
+        def apply_update(carried: Any) -> Any:
             params, inner = carried
             updates, inner = adam.update(grads, inner, params)
             return optax.apply_updates(params, updates), inner
 
-        params, inner = jax.lax.cond(finite, take, lambda carried: carried, (params, state.inner_state))
+        params, inner = jax.lax.cond(finite, apply_update, lambda carried: carried, (params, state.inner_state))
         scale = jnp.where(finite, state.loss_scale, state.loss_scale / 2)
         return params, state._replace(loss_scale=scale, inner_state=inner), loss
 
     return step
 
 
-def overlaps(half: str, among: Any, layout: str = "FSDP") -> dict[str, list[list[Any]]]:
+def overlaps(half: str, targets: Any, layout: str = "FSDP") -> dict[str, list[list[Any]]]:
     """Each collective of the schedule, and the number of kernels that run during it (None if it is synchronous)."""
     import jax
 
     found = {}
     for form in ("mpjax", "by hand"):
-        mesh, step, gradients, shapes = program(layout, "by hand", half, len(among), among=among)
+        mesh, step, gradients, shapes = program(layout, "by hand", half, len(targets), targets=targets)
         step = step if form == "mpjax" else hand_written_skip(gradients)
         carried = jax.tree.map(lambda x: x.sharding, shapes[:2])
         jitted = jax.jit(step, donate_argnums=(0, 1), out_shardings=(*carried, None))
@@ -197,27 +198,27 @@ def schedule(text: str) -> list[list[Any]]:
     return rows
 
 
-def gradient_error(form: str, half: str, devices: int, rows_of: int) -> float:
-    """The gradient error of data parallel training, with the batch of `rows_of` devices."""
+def gradient_error(form: str, half: str, devices: int, batch_devices: int) -> float:
+    """The gradient error of data parallel training, with the batch of `batch_devices` devices."""
     import jax
     import numpy as np
 
     def gradients(form: str, devices: int) -> list[Any]:
-        mesh, _, gradients, shapes = program(LAYOUTS[0], form, half, devices, rows_of)
+        mesh, _, gradients, shapes = program(LAYOUTS[0], form, half, devices, batch_devices)
 
         @jax.jit
         def arrays() -> Any:
             keys = iter(jax.random.split(jax.random.key(0), 100))
 
-            def some(x: Any, scale: float) -> Any:
+            def normal(x: Any, scale: float) -> Any:
                 return jax.random.normal(next(keys), x.shape) * scale
 
-            params = jax.tree.map(lambda x: some(x, x.shape[0] ** -0.5 if x.ndim == 2 else 0.0), shapes[0])
-            return params, some(shapes[2], 1.0), some(shapes[3], 1.0)
+            params = jax.tree.map(lambda x: normal(x, x.shape[0] ** -0.5 if x.ndim == 2 else 0.0), shapes[0])
+            return params, normal(shapes[2], 1.0), normal(shapes[3], 1.0)
 
         shardings = jax.tree.map(lambda x: x.sharding, (shapes[0], shapes[2], shapes[3]))
         params, x, y = jax.device_put(arrays(), shardings)
-        state = _start(form, shapes[0], mesh)
+        state = _initial_state(form, shapes[0], mesh)
         with jax.set_mesh(mesh):
             _, grads = jax.jit(gradients)(params, state, x, y)
         return [np.asarray(g, np.float64) for g in jax.tree.leaves(grads)]
@@ -227,7 +228,7 @@ def gradient_error(form: str, half: str, devices: int, rows_of: int) -> float:
     return float(np.sqrt(difference / sum(np.sum(b**2) for b in exact)))
 
 
-def _start(form: str, params: Any, mesh: Any) -> Any:
+def _initial_state(form: str, params: Any, mesh: Any) -> Any:
     import jax
     import optax
     from jax.sharding import NamedSharding, PartitionSpec
@@ -242,15 +243,15 @@ def _start(form: str, params: Any, mesh: Any) -> Any:
 def summary(row: dict[str, Any]) -> dict[str, int]:
     """Bytes of a row by purpose."""
     found: dict[str, int] = dict.fromkeys(("gathered", "summed in half", "summed in float32", "predicates", "other"), 0)
-    for sent in row["collectives"]:
-        if sent["op"] == "all-gather":
-            found["gathered"] += sent["bytes"]
-        elif sent["dtype"] == "bool":
-            found["predicates"] += sent["arrays"]
-        elif sent["op"] in ("all-reduce", "reduce-scatter"):
-            found["summed in half" if sent["sum_in_half"] else "summed in float32"] += sent["bytes"]
+    for collective in row["collectives"]:
+        if collective["op"] == "all-gather":
+            found["gathered"] += collective["bytes"]
+        elif collective["dtype"] == "bool":
+            found["predicates"] += collective["arrays"]
+        elif collective["op"] in ("all-reduce", "reduce-scatter"):
+            found["summed in half" if collective["sum_in_half"] else "summed in float32"] += collective["bytes"]
         else:
-            found["other"] += sent["bytes"]
+            found["other"] += collective["bytes"]
     return found
 
 
@@ -263,9 +264,10 @@ def table(rows: list[dict[str, Any]]) -> str:
     ]
     for row in rows:
         found = summary(row)
-        same = [r for r in rows if (r["layout"], r["devices"], r["form"]) == (row["layout"], row["devices"], FORMS[0])]
-        whole = summary(same[0])["gathered"] if same else 0
-        share = f"{found['gathered'] / whole:.2f}" if whole else ""
+        key = row["layout"], row["devices"], FORMS[0]
+        baselines = [r for r in rows if (r["layout"], r["devices"], r["form"]) == key]
+        baseline = summary(baselines[0])["gathered"] if baselines else 0
+        share = f"{found['gathered'] / baseline:.2f}" if baseline else ""
         cells = [f"{found[name] / 1e6:.2f}" for name in ("summed in float32", "summed in half")]
         errors = [f"{error:.1e}" for error in row.get("error", {}).values()] or ["", ""]
         lines.append(
@@ -276,7 +278,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _in_process(devices: int, half: str) -> list[Any]:
+def _in_subprocess(devices: int, half: str) -> list[Any]:
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
     environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-m", "benchmarks.communication", "--devices", str(devices), "--half", half]
@@ -290,9 +292,9 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--half", default="float16", choices=("float16", "bfloat16"))
-    parser.add_argument("--devices", type=int, help="print the rows of this process, which has so many devices")
-    parser.add_argument("--h200", action="store_true", help="compile for eight H200, without a GPU")
-    parser.add_argument("--overlap", action="store_true", help="add the schedules of two skips to those results")
+    parser.add_argument("--devices", type=int, help="print the rows of this process, which must have this many devices")
+    parser.add_argument("--h200", action="store_true", help="compile for eight H200s, without a GPU")
+    parser.add_argument("--overlap", action="store_true", help="add the schedules of both skips to its results")
     parser.add_argument("--out", type=pathlib.Path, default=RESULTS, help="folder of the results")
     args = parser.parse_args()
     if args.devices:
@@ -306,11 +308,11 @@ def main() -> None:
         results = previous(name, args.out) | {"overlap": overlaps(args.half, found)}
         print(results["overlap"])
         if args.h200:
-            results["steps"] = measure(8, args.half, among=found)
+            results["steps"] = measure(8, args.half, targets=found)
             print(table(results["steps"]))
         save(name, results, args.out)
         return
-    rows = [row for devices in DEVICES for row in _in_process(devices, args.half)]
+    rows = [row for devices in DEVICES for row in _in_subprocess(devices, args.half)]
     print(table(rows))
     save(f"communication_{args.half}", {"steps": rows}, args.out)
     (args.out / f"communication_{args.half}_cpu.md").write_text(table(rows))

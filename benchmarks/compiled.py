@@ -65,7 +65,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", default="bfloat16", choices=list(harness.POLICIES))
     comparable = [name for name, program in REGISTRY.items() if program.has_half and program.differentiable]
-    parser.add_argument("--programs", nargs="*", default=comparable, help="all with a hand-written form if not given")
+    parser.add_argument("--programs", nargs="*", default=comparable, help="default: all with a hand-written form")
     parser.add_argument("--out", type=pathlib.Path, default=RESULTS, help="folder of the results")
     args = parser.parse_args()
 
@@ -74,7 +74,7 @@ def main() -> None:
         try:
             results[name] = {form: counts(name, caster, args.dtype) for form, caster in casters(name).items()}
         except Exception as error:  # XLA cannot compile one of the forms here, so there is no comparison
-            print(f"{name}: left out, {str(error).splitlines()[0][:120]}")
+            print(f"{name}: skipped, {str(error).splitlines()[0][:120]}")
     path = save(f"compiled_{args.dtype}", results, args.out)
     table = summary(results)
     path.with_suffix(".md").write_text(table)

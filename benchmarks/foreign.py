@@ -47,7 +47,7 @@ def pytest_configure(config: Any) -> None:
     if os.environ.get(MODE) in CASTERS:
         _wrap_jax()
         _wrap_flax()
-        _loosen()
+        _loosen_comparisons()
 
 
 def pytest_runtest_logreport(report: Any) -> None:
@@ -64,8 +64,8 @@ def _cause(report: Any) -> str:
         return ""
     crash = getattr(report.longrepr, "reprcrash", None)
     message = crash.message if crash is not None else str(report.longrepr)[-300:]
-    ours = re.findall(r"mpjax/((?:casting|_jaxpr)[\w/]*\.py):(\d+)", str(report.longrepr))
-    where = f" at {ours[-1][0]}:{ours[-1][1]}" if ours else ""
+    lines = re.findall(r"mpjax/((?:casting|_jaxpr)[\w/]*\.py):(\d+)", str(report.longrepr))
+    where = f" at {lines[-1][0]}:{lines[-1][1]}" if lines else ""
     return re.sub(r"\s+", " ", message.partition("\n-----")[0])[:200] + where
 
 
@@ -89,17 +89,17 @@ def _jitted(fun: Any) -> Any:
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         call, args, kwargs, finish = functional(fun, args, kwargs)
         leaves, tree = jax.tree.flatten((args, kwargs))
-        made: dict[str, Any] = {}
+        output: dict[str, Any] = {}
 
         def flat(*arrays: Any) -> list[Any]:
-            given = iter(arrays)
-            args, kwargs = jax.tree.unflatten(tree, [next(given) if is_array(x) else x for x in leaves])
-            results, made["tree"] = jax.tree.flatten(call(*args, **kwargs))
-            made["rest"] = [None if isinstance(x, jax.Array) else x for x in results]
+            values = iter(arrays)
+            args, kwargs = jax.tree.unflatten(tree, [next(values) if is_array(x) else x for x in leaves])
+            results, output["tree"] = jax.tree.flatten(call(*args, **kwargs))
+            output["rest"] = [None if isinstance(x, jax.Array) else x for x in results]
             return [x for x in results if isinstance(x, jax.Array)]
 
         outs = iter(_ORIGINAL["jit"](flat)(*filter(is_array, leaves)))
-        return finish(jax.tree.unflatten(made["tree"], [next(outs) if x is None else x for x in made["rest"]]))
+        return finish(jax.tree.unflatten(output["tree"], [next(outs) if x is None else x for x in output["rest"]]))
 
     return wrapped
 
@@ -161,7 +161,7 @@ def _half_call(call: Any) -> Any:
     return half
 
 
-def _loosen() -> None:
+def _loosen_comparisons() -> None:
     """Loosens comparisons, exact ones included, to half's precision; finite differences are not compared."""
     import jax
     import jax.numpy as jnp
@@ -182,8 +182,8 @@ def _loosen() -> None:
             return None
         if not inexact(actual, desired):
             return close(actual, desired, **{k: v for k, v in kwargs.items() if k in ("err_msg", "verbose")})
-        held = complex if np.iscomplexobj(actual) or np.iscomplexobj(desired) else float
-        actual, desired = (np.asarray(x, held) for x in (actual, desired))
+        dtype = complex if np.iscomplexobj(actual) or np.iscomplexobj(desired) else float
+        actual, desired = (np.asarray(x, dtype) for x in (actual, desired))
         scale = np.nanmax(np.abs(desired), initial=1.0, where=np.isfinite(desired))
         return close(actual, desired, rtol=TOLERANCE, atol=TOLERANCE * scale)
 
@@ -202,14 +202,14 @@ def _loosen() -> None:
     case: Any = test_util.JaxTestCase
     case.assertArraysEqual = lambda self, a, b, **kwargs: loose_equal(a, b)
     case.assertArraysAllClose = lambda self, a, b, **kwargs: loose(a, b)
-    case.assertAllClose = _loose_trees(loose)
+    case.assertAllClose = _loose_comparison_of_trees(loose)
 
 
 def _is_close(is_close: Callable[..., Any], a: Any, b: Any, **_: Any) -> Any:
     return is_close(a, b, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-def _loose_trees(loose: Any) -> Any:
+def _loose_comparison_of_trees(loose: Any) -> Any:
     import jax
 
     def compare(self: Any, a: Any, b: Any, **kwargs: Any) -> None:
@@ -242,7 +242,7 @@ def run_tests(path: pathlib.Path, tests: list[str], mode: str, options: argparse
                 command, env=environment, cwd=folder, timeout=options.seconds, capture_output=True, text=True
             )
             if not report.exists():
-                raise SystemExit(f"{path}: pytest ran no test:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+                raise SystemExit(f"{path}: pytest ran no tests:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
         except subprocess.TimeoutExpired:
             print(f"{path.name}, {mode}: stopped after {options.seconds:.0f} s", flush=True)
         lines = report.read_text().splitlines() if report.exists() else []
@@ -250,9 +250,9 @@ def run_tests(path: pathlib.Path, tests: list[str], mode: str, options: argparse
     return {entry["test"]: (entry["outcome"], entry["cause"]) for entry in found}
 
 
-def limit_of(cause: str) -> str:
+def limitation_of(cause: str) -> str:
     """Why a test that fails with its functions in `jax.jit` can't pass under autocast."""
-    return CONTROL_FLOW if any(name in cause for name in _CONCRETE) else "JAX's own limit"
+    return CONTROL_FLOW if any(name in cause for name in _CONCRETE) else "another limitation of JAX"
 
 
 def kind_of(cause: str) -> str:
@@ -269,46 +269,46 @@ def files_in(folder: pathlib.Path) -> list[pathlib.Path]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tests", type=pathlib.Path, required=True, help="the folder of other people's tests")
-    parser.add_argument("--only", default="", help="files whose path contains this")
-    parser.add_argument("-k", default="", help="tests that match this, as pytest reads it")
+    parser.add_argument("--tests", type=pathlib.Path, required=True, help="folder of JAX's and Flax's test files")
+    parser.add_argument("--only", default="", help="run only files whose path contains this")
+    parser.add_argument("-k", default="", help="run only tests that match this pytest expression")
     parser.add_argument("--dtype", choices=("float16", "bfloat16"), default="float16")
-    parser.add_argument("--seconds", type=float, default=3600, help="the most that a file may take")
+    parser.add_argument("--seconds", type=float, default=3600, help="time limit of a file in seconds")
     options = parser.parse_args(arguments)
     kinds: dict[str, list[str]] = collections.defaultdict(list)
-    limits: dict[str, list[str]] = collections.defaultdict(list)
+    limitations: dict[str, list[str]] = collections.defaultdict(list)
     passed = 0
     for path in files_in(options.tests):
         if options.only not in str(path):
             continue
         wrapped = run_tests(path, [], "wrapped", options)
         failed = {test: cause for test, (outcome, cause) in wrapped.items() if outcome == "failed"}
-        only_wrapped = _outcome_in("plain", path, list(failed), options, "passed")
-        limited = _outcome_in("jitted", path, list(only_wrapped), options, "failed")
-        ours = [test for test in only_wrapped if test not in limited]
+        plain_passes = _with_outcome("plain", path, list(failed), options, "passed")
+        jit_failures = _with_outcome("jitted", path, list(plain_passes), options, "failed")
+        faults = [test for test in plain_passes if test not in jit_failures]
         passed += sum(outcome == "passed" for outcome, _ in wrapped.values())
         print(
-            f"{path.name}: {len(wrapped)} ran wrapped, {len(failed)} failed, {len(only_wrapped)} not plainly, "
-            f"{len(limited)} of them in jax.jit too",
+            f"{path.name}: {len(wrapped)} ran under autocast, {len(failed)} failed; of these {len(plain_passes)} pass "
+            f"without autocast, and {len(jit_failures)} of those fail in jax.jit",
             flush=True,
         )
-        for test in ours:
+        for test in faults:
             kinds[kind_of(failed[test])].append(f"{test}: {failed[test]}")
-        for test, cause in limited.items():
-            limits[limit_of(cause)].append(f"{test}: {cause}")
-    print(f"\n{passed} tests pass wrapped; {sum(map(len, kinds.values()))} fail only under autocast")
-    _list(kinds)
-    print("\nFail in jax.jit too:")
-    _list(limits)
+        for test, cause in jit_failures.items():
+            limitations[limitation_of(cause)].append(f"{test}: {cause}")
+    print(f"\n{passed} tests pass under autocast; {sum(map(len, kinds.values()))} fail only under autocast")
+    _print_groups(kinds)
+    print("\nAlso fail in jax.jit:")
+    _print_groups(limitations)
 
 
-def _outcome_in(mode: str, path: pathlib.Path, tests: list[str], options: argparse.Namespace, wanted: str) -> Any:
+def _with_outcome(mode: str, path: pathlib.Path, tests: list[str], options: argparse.Namespace, outcome: str) -> Any:
     """The tests that have this outcome in another mode, with the cause."""
     found = run_tests(path, tests, mode, options) if tests else {}
-    return {test: found[test][1] for test in tests if found.get(test, ("",))[0] == wanted}
+    return {test: found[test][1] for test in tests if found.get(test, ("",))[0] == outcome}
 
 
-def _list(kinds: dict[str, list[str]]) -> None:
+def _print_groups(kinds: dict[str, list[str]]) -> None:
     for kind, tests in sorted(kinds.items(), key=lambda item: -len(item[1])):
         print(f"\n## {len(tests)} × {kind}")
         print("\n".join(f"  {test}" for test in tests))

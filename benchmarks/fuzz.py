@@ -30,20 +30,20 @@ import jax
 from benchmarks import RESULTS
 from testing.random_programs import Case, Failure, Rejected, Subject, check, numbered_case
 from testing.random_programs.properties import cause_of
-from testing.random_programs.reduction import reduced
+from testing.random_programs.reduction import shrink
 
 REJECTED = "rejected by JAX"
 
 # Examples between two clearings of JAX's caches: programs share most of the entries.
-FORGET_EVERY = 2000
+CLEAR_CACHES_EVERY = 2000
 
 
 def examine(
-    case: Case, compiled: bool = False, subject: Subject | None = None, again: bool = True
+    case: Case, compiled: bool = False, subject: Subject | None = None, retrace: bool = True
 ) -> tuple[str, Failure | None]:
     """The outcome of a case, and the failure if it failed."""
     try:
-        return check(case, compiled=compiled, subject=subject, again=again), None
+        return check(case, compiled=compiled, subject=subject, retrace=retrace), None
     except Rejected:
         return REJECTED, None
     except Failure as failure:
@@ -58,7 +58,7 @@ def examine_all(cases: Sequence[Case], compiled: bool) -> list[tuple[str, Failur
         subject = Subject(cases[0])
     except Rejected:
         return [(REJECTED, None)] * len(cases)
-    return [examine(case, compiled, subject, again=case is cases[0]) for case in cases]
+    return [examine(case, compiled, subject, retrace=case is cases[0]) for case in cases]
 
 
 def shrunk(case: Case, failure: Failure) -> tuple[Case, str]:
@@ -72,7 +72,7 @@ def shrunk(case: Case, failure: Failure) -> tuple[Case, str]:
             found[:] = [str(other)]
         return same
 
-    return reduced(case, fails), found[0]
+    return shrink(case, fails), found[0]
 
 
 class Report:
@@ -200,21 +200,21 @@ def run(reports: Mapping[str, Report], options: Options) -> None:
             report.add(batches[dtype], done, options.shrink)
             report.count(batches[dtype].outcomes, batches[dtype].in_a_row, time.perf_counter() - start)
             print(f"{dtype}, {report.examples}: {report.headline(batches[dtype])}", flush=True)
-        if numbers.stop % FORGET_EVERY < size:
+        if numbers.stop % CLEAR_CACHES_EVERY < size:
             jax.clear_caches()
 
 
 def main() -> None:
     """Runs from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--examples", type=int, default=1000, help="for each dtype")
-    parser.add_argument("--dtype", choices=("float16", "bfloat16"), action="append", help="both if not given")
-    parser.add_argument("--first", type=int, default=0, help="the number of the first example, so that runs can share")
+    parser.add_argument("--examples", type=int, default=1000, help="examples for each dtype")
+    parser.add_argument("--dtype", choices=("float16", "bfloat16"), action="append", help="half dtype (default: both)")
+    parser.add_argument("--first", type=int, default=0, help="number of the first example, to share a run")
     parser.add_argument("--batch", type=int, default=100, help="examples between two reports")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="stops after the batch that exceeds this")
-    parser.add_argument("--no-shrink", action="store_true", help="reports failures as they were found")
-    parser.add_argument("--reports", type=pathlib.Path, default=RESULTS, help="the folder of the run's state, in JSON")
-    parser.add_argument("--compile-every", type=int, default=50, help="compiles and runs one example of so many")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after the batch that exceeds this")
+    parser.add_argument("--no-shrink", action="store_true", help="do not shrink failures")
+    parser.add_argument("--reports", type=pathlib.Path, default=RESULTS, help="folder of the JSON reports")
+    parser.add_argument("--compile-every", type=int, default=50, help="compile and run one in this many examples")
     args = parser.parse_args()
     reports = {dtype: Report(args.reports / f"fuzz_{dtype}.json") for dtype in args.dtype or ("float16", "bfloat16")}
     options = Options(args.examples, args.first, args.batch, args.seconds, not args.no_shrink, args.compile_every)

@@ -15,7 +15,7 @@ from benchmarks.training.tables import memory, peak_share, speedup
 
 Content = dict[str, Any]
 Rows = dict[str, dict[str, Any]]
-NO_FIGURE = "pending"
+PENDING = "pending"
 WAYS = ("autocast", "with_policy")
 HALVES = ("float16", "bfloat16")
 
@@ -66,15 +66,15 @@ def _of_model(training: Content, model: str, plan: Rows) -> Iterator[Goal]:
     yield Goal("speed of compiled PyTorch AMP", model, 1.0, worst(lambda half: f"torch_compiled_amp_{half}"))
     cost = speedup(rows, "flax_float16", "flax_float16_mpjax_scale")
     yield Goal("loss scaling's share of a step", model, 0.01, None if cost is None else cost - 1, at_most=True)
-    used = _most_memory(rows)
-    planned = _most_memory(plan) if used is None else None
+    used = _largest_memory_share(rows)
+    planned = _largest_memory_share(plan) if used is None else None
     yield Goal("peak memory of float32's", model, 0.6, used, at_most=True, planned=planned)
     if model == "gpt2_medium":
         shares = [peak_share(training, model, name) for name in rows if name.startswith(WAYS)]
         yield Goal("of the measured matmul peak", model, 0.5, max((s for s in shares if s), default=None))
 
 
-def _most_memory(rows: Rows) -> float | None:
+def _largest_memory_share(rows: Rows) -> float | None:
     used = (memory(rows.get(f"{way}_{half}", {}), rows.get("float32", {})) for way in WAYS for half in HALVES)
     return max((share for share in used if share), default=None)
 
@@ -97,17 +97,17 @@ def table(found: list[Goal]) -> str:
     ]
     for goal in sorted(found, key=lambda goal: goal.measured is None):
         if goal.measured is not None or goal.planned is not None:
-            measured = NO_FIGURE if goal.measured is None else f"{goal.measured:.3f}"
+            measured = PENDING if goal.measured is None else f"{goal.measured:.3f}"
             holds = {None: "", True: "yes", False: "**no**"}[goal.holds]
             planned = "" if goal.planned is None else f"{goal.planned:.3f}"
             bound = _bound(goal, f"{goal.target:g}")
             lines.append(f"| {goal.what} | {goal.model} | {bound} | {measured} | {holds} | {planned} |")
     for what in dict.fromkeys(goal.what for goal in found):
-        owed = [goal for goal in found if goal.what == what and goal.measured is None and goal.planned is None]
-        if owed:
-            targets = " / ".join(dict.fromkeys(f"{goal.target:g}" for goal in owed))
-            models = ", ".join(goal.model for goal in owed)
-            lines.append(f"| {what} | {models} | {_bound(owed[0], targets)} | {NO_FIGURE} | | |")
+        pending = [goal for goal in found if goal.what == what and goal.measured is None and goal.planned is None]
+        if pending:
+            targets = " / ".join(dict.fromkeys(f"{goal.target:g}" for goal in pending))
+            models = ", ".join(goal.model for goal in pending)
+            lines.append(f"| {what} | {models} | {_bound(pending[0], targets)} | {PENDING} | | |")
     return "\n".join(lines) + "\n"
 
 

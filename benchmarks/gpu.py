@@ -17,19 +17,19 @@ import time
 
 from benchmarks import CACHE, RESULTS
 
-NOTES = "gpu_run.json"
-# Exit status of a command that has more to do: sysexits.h's EX_TEMPFAIL.
-MORE_TO_DO = 75
+STATE_FILE = "gpu_run.json"
+# Exit status of a command that is incomplete: sysexits.h's EX_TEMPFAIL.
+INCOMPLETE = 75
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A `python -m` command. It starts only with `least` seconds left and is stopped after `most`."""
+    """A `python -m` command. It starts only with `min_seconds` seconds left and is stopped after `max_seconds`."""
 
     name: str
     arguments: tuple[str, ...]
-    least: int
-    most: int
+    min_seconds: int
+    max_seconds: int
     takes_limit: bool = False
     writes: bool = True
 
@@ -44,8 +44,8 @@ STEPS = (
 
 
 def run(step: Step, out: pathlib.Path, left: float) -> str:
-    """Runs a step within the remaining seconds; returns "done", "more to do" or the failure."""
-    limit = min(step.most, left)
+    """Runs a step within the remaining seconds; returns "done", "incomplete" or the failure."""
+    limit = min(step.max_seconds, left)
     command = [sys.executable, "-m", *step.arguments]
     command += ["--out", str(out)] if step.writes else []
     command += ["--time-limit", str(max(int(limit) - 30, 1))] if step.takes_limit else []
@@ -55,42 +55,42 @@ def run(step: Step, out: pathlib.Path, left: float) -> str:
         status = subprocess.run(command, timeout=limit, env=environment).returncode
     except subprocess.TimeoutExpired:
         # A command that keeps its finished cells continues next time; any other would time out again.
-        return "more to do" if step.takes_limit else f"took more than {limit:.0f} s"
-    if status == MORE_TO_DO:
-        return "more to do"
+        return "incomplete" if step.takes_limit else f"took more than {limit:.0f} s"
+    if status == INCOMPLETE:
+        return "incomplete"
     return "done" if status == 0 else f"failed with exit status {status}"
 
 
-def go_on(steps: tuple[Step, ...], out: pathlib.Path, budget: float) -> dict[str, str]:
+def run_steps(steps: tuple[Step, ...], out: pathlib.Path, budget: float) -> dict[str, str]:
     """Runs the unfinished steps within the budget; returns the state of every step."""
     out.mkdir(parents=True, exist_ok=True)
-    notes = out / NOTES
-    found: dict[str, str] = json.loads(notes.read_text()) if notes.exists() else {}
-    begun = time.monotonic()
+    state_file = out / STATE_FILE
+    states: dict[str, str] = json.loads(state_file.read_text()) if state_file.exists() else {}
+    start = time.monotonic()
     for step in steps:
-        left = budget - (time.monotonic() - begun)
-        if found.get(step.name) == "done" or left < step.least:
+        left = budget - (time.monotonic() - start)
+        if states.get(step.name) == "done" or left < step.min_seconds:
             continue
-        found[step.name] = run(step, out, left)
-        notes.write_text(json.dumps(found, indent=2) + "\n")
-    return {step.name: found.get(step.name, "not begun") for step in steps}
+        states[step.name] = run(step, out, left)
+        state_file.write_text(json.dumps(states, indent=2) + "\n")
+    return {step.name: states.get(step.name, "not started") for step in steps}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     default = pathlib.Path(os.environ.get("OUT", RESULTS))
     parser.add_argument("--out", type=pathlib.Path, default=default, help="folder of the results ($OUT if set)")
-    parser.add_argument("--budget", type=float, default=560, help="seconds of this call")
+    parser.add_argument("--budget", type=float, default=560, help="time limit of this call in seconds")
     args = parser.parse_args()
     # In another process, because a process with JAX on the GPU holds most of its memory.
     platform = subprocess.check_output([sys.executable, "-c", "import jax; print(jax.default_backend())"], text=True)
     if platform.strip() != "gpu":
-        raise SystemExit(f"no GPU here, JAX has a {platform.strip()}: see python -m benchmarks.training --dry-run")
-    found = go_on(STEPS, args.out, args.budget)
+        raise SystemExit(f"no GPU: JAX runs on {platform.strip()}; see python -m benchmarks.training --dry-run")
+    states = run_steps(STEPS, args.out, args.budget)
     subprocess.run([sys.executable, "-m", "benchmarks.report", "--out", str(args.out)], check=True)
-    for name, state in found.items():
+    for name, state in states.items():
         print(f"{name}: {state}")
-    print("all is done" if set(found.values()) == {"done"} else "give the command again for the rest")
+    print("all steps are done" if set(states.values()) == {"done"} else "run the command again to continue")
 
 
 if __name__ == "__main__":

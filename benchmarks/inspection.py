@@ -105,25 +105,25 @@ def measure_times(workload: Workload) -> Row:
     }
 
 
-def stepping(loss_fn: Callable[..., Any], params: Any, batch: Any, every: int | None, given: str = "") -> Any:
+def step_runner(loss_fn: Callable[..., Any], params: Any, batch: Any, every: int | None, argument: str = "") -> Any:
     """A training step that carries its state, with `watch` unless `every` is None."""
     tx = mpjax.dynamic_loss_scale(optax.adam(1e-3))
     watched = None if every is None else mpjax.watch(loss_fn, every=every)
-    carried = jax.tree.map(jnp.copy, [params, tx.init(params)])
-    carried += [None if watched is None else watched.init(params, batch)]
+    carry = jax.tree.map(jnp.copy, [params, tx.init(params)])
+    carry += [None if watched is None else watched.init(params, batch)]
 
     @functools.partial(jax.jit, donate_argnums=(0, 1, 2))
     def step(params: Any, opt_state: Any, watch_state: Any, batch: Any) -> Any:
         loss, grads = mpjax.value_and_grad(loss_fn, opt_state)(params, batch)
         new_params, new_state = mpjax.apply_gradients(tx, grads, opt_state, params)
         if watched is not None:
-            options = {"finite": new_state} if given == "finite" else {"grads": grads} if given == "grads" else {}
+            options = {"finite": new_state} if argument == "finite" else {"grads": grads} if argument == "grads" else {}
             watch_state = watched.update(watch_state, params, batch, opt_state=opt_state, **options)
         return new_params, new_state, watch_state, loss
 
     def call() -> Any:
-        carried[:], loss = (out := step(*carried, batch))[:3], out[3]
-        return carried[:2], loss
+        carry[:], loss = (out := step(*carry, batch))[:3], out[3]
+        return carry[:2], loss
 
     return call
 
@@ -132,7 +132,7 @@ def measure_watch(rounds: int) -> Row:
     """Ratios of the CPU time of steps with and without `watch`."""
     loss_fn, params, batch = loss_of(WATCHED)
     never = 2**30
-    make = functools.partial(stepping, loss_fn, params, batch)
+    make = functools.partial(step_runner, loss_fn, params, batch)
     runs = {
         "no watch": make(None),
         "between records": make(never),
@@ -174,20 +174,20 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--rounds", type=int, default=60, help="timed rounds of the watched steps")
-    parser.add_argument("--out", type=pathlib.Path, default=RESULTS, help="folder for the results")
+    parser.add_argument("--out", type=pathlib.Path, default=RESULTS, help="folder of the results")
     args = parser.parse_args()
     results: Row = previous("inspection", args.out) or {}
 
-    def keep() -> None:
+    def write() -> None:
         path = save("inspection", results, args.out)
         path.with_suffix(".md").write_text(table(results))
 
     for name in args.models if "times" in args.parts else ():
         results.setdefault("times", {})[name] = measure_times(MODELS[name])
-        keep()
+        write()
     if "watch" in args.parts:
         results["watch"] = measure_watch(args.rounds)
-        keep()
+        write()
     print(table(results))
 
 

@@ -34,7 +34,7 @@ from benchmarks import RESULTS
 ROOT = pathlib.Path(__file__).parent.parent
 SCRIPTS = ROOT / "tests" / "launcher" / "scripts"
 SEEDS = (0, 1, 2)
-PLANTED = 2.0**32
+OVERFLOWING_SCALE = 2.0**32
 PARTS = ("scripts", "startup", "step")
 FLAGS = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
 IMPORTS = "import jax, flax.linen, flax.nnx, optax\n"
@@ -90,24 +90,24 @@ def run_script(name: str) -> dict[str, Any]:
         finally:
             patches.undo()
 
-    full = [loss(seed) for seed in SEEDS]
-    half, counts = launched(2.0**15)
-    planted, of_planted = launched(PLANTED)
+    losses = [loss(seed) for seed in SEEDS]
+    half_loss, counts = launched(2.0**15)
+    planted_loss, planted_counts = launched(OVERFLOWING_SCALE)
     return {
         "share": round(counts.half / counts.all, 4),
-        "float32": full,
-        "float16": half,
+        "float32": losses,
+        "float16": half_loss,
         "repeated": counts.repeated(),
-        "planted": planted,
-        "planted_repeated": of_planted.repeated(),
+        "planted": planted_loss,
+        "planted_repeated": planted_counts.repeated(),
     }
 
 
-def in_a_process(name: str) -> dict[str, Any]:
+def run_in_subprocess(name: str) -> dict[str, Any]:
     """Runs `run_script` in its own process; returns the error if the script fails."""
     command = [sys.executable, "-m", "benchmarks.launcher", "--one", name]
-    inherited = {**os.environ, "XLA_FLAGS": FLAGS, "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(command, cwd=ROOT, env=inherited, capture_output=True, text=True)
+    environment = {**os.environ, "XLA_FLAGS": FLAGS, "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     if done.returncode:
         return {"error": done.stderr.strip().splitlines()[-1][:300]}
     return json.loads(done.stdout.splitlines()[-1])
@@ -121,12 +121,12 @@ def measure_startup(rounds: int) -> dict[str, Any]:
         plain, launched = [sys.executable, str(script)], [sys.executable, "-m", "mpjax", "run", "--quiet", str(script)]
         cpu_seconds(plain), cpu_seconds(launched)  # compiles the bytecode
         pairs = [(cpu_seconds(plain), cpu_seconds(launched)) for _ in range(rounds)]
-    more = [b - a for a, b in pairs]
+    overhead = [b - a for a, b in pairs]
     return {
         "plain": round(statistics.median(a for a, _ in pairs), 3),
         "launched": round(statistics.median(b for _, b in pairs), 3),
-        "more": round(statistics.median(more), 3),
-        "more_quartiles": [round(q, 3) for q in statistics.quantiles(more, n=4)[::2]],
+        "more": round(statistics.median(overhead), 3),
+        "more_quartiles": [round(q, 3) for q in statistics.quantiles(overhead, n=4)[::2]],
     }
 
 
@@ -158,7 +158,7 @@ def measure_step(rounds: int, width: int = 256, batch: int = 512) -> dict[str, A
             x = jax.nn.relu(x @ w)
         return jnp.mean((x @ params[-1]) ** 2)
 
-    def stepping(tx: Any, grads_of: Callable[..., Any]) -> Callable[[], Any]:
+    def step_runner(tx: Any, grads_of: Callable[..., Any]) -> Callable[[], Any]:
         carried = [params, tx.init(params)]
 
         @jax.jit
@@ -176,13 +176,13 @@ def measure_step(rounds: int, width: int = 256, batch: int = 512) -> dict[str, A
 
     cast = mpjax.autocast(loss_fn)
     runs = {
-        "mpjax's API": stepping(
+        "mpjax's API": step_runner(
             mpjax.dynamic_loss_scale(optax.adam(1e-3)), lambda p, s: mpjax.value_and_grad(cast, s)(p, x)
         )
     }
     patches = hooks.patch(Options(quiet=True))
     try:
-        runs["launcher"] = stepping(optax.adam(1e-3), lambda p, s: jax.value_and_grad(loss_fn)(p, x))
+        runs["launcher"] = step_runner(optax.adam(1e-3), lambda p, s: jax.value_and_grad(loss_fn)(p, x))
     finally:
         patches.undo()
     # Other processes disturb CPU seconds less than the wall time.
@@ -192,8 +192,8 @@ def measure_step(rounds: int, width: int = 256, batch: int = 512) -> dict[str, A
 def verdict(row: dict[str, Any]) -> str:
     """Whether the loss in half is no further from the same seed in float32 than seeds are from each other."""
     spread = max(row["float32"]) - min(row["float32"])
-    far = [abs(row[name] - row["float32"][0]) for name in ("float16", "planted")]
-    return "yes" if all(math.isfinite(f) and f <= spread for f in far) else "**no**"
+    differences = [abs(row[name] - row["float32"][0]) for name in ("float16", "planted")]
+    return "yes" if all(math.isfinite(difference) and difference <= spread for difference in differences) else "**no**"
 
 
 def table(results: dict[str, Any]) -> str:
@@ -244,7 +244,7 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
     parser.add_argument("--scripts", nargs="+", default=sorted(path.stem for path in SCRIPTS.glob("*.py")))
     parser.add_argument("--rounds", type=int, default=200, help="timed rounds of the steps")
-    parser.add_argument("--out", type=pathlib.Path, default=RESULTS, help="folder for the results")
+    parser.add_argument("--out", type=pathlib.Path, default=RESULTS, help="folder of the results")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
@@ -254,19 +254,19 @@ def main() -> None:
 
     results: dict[str, Any] = previous("launcher", args.out) or {}
 
-    def keep() -> None:
+    def write() -> None:
         path = save("launcher", results, args.out)
         path.with_suffix(".md").write_text(table(results))
 
     if "startup" in args.parts:
         results["startup"] = measure_startup(7)
-        keep()
+        write()
     if "step" in args.parts:
         results["step"] = measure_step(args.rounds)
-        keep()
+        write()
     for name in args.scripts if "scripts" in args.parts else ():
-        results.setdefault("scripts", {})[name] = in_a_process(name)
-        keep()
+        results.setdefault("scripts", {})[name] = run_in_subprocess(name)
+        write()
     print(table(results))
 
 

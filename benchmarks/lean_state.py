@@ -85,8 +85,8 @@ def shapes(form: str, width: int = WIDTH) -> tuple[Any, Any, Any]:
 def bytes_kept(form: str) -> float:
     """Bytes of parameters and state per parameter."""
     params, state, _ = shapes(form)
-    held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((params, state)))
-    return held / (LAYERS * WIDTH**2)
+    total = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((params, state)))
+    return total / (LAYERS * WIDTH**2)
 
 
 def _loss(params: Iterable[jax.Array], x: jax.Array) -> jax.Array:
@@ -101,23 +101,23 @@ def _step(form: str, rows: int) -> tuple[Any, list[Any], Any]:
     rng = np.random.default_rng(0)
     draws = [rng.normal(size=(WIDTH, WIDTH)).astype(np.float32) for _ in range(LAYERS)]
     params = [jnp.asarray(w / WIDTH**0.5, dtype) for w in draws]
-    given: Any = [jnp.asarray(1e-3 * w) for w in draws]
+    argument: Any = [jnp.asarray(1e-3 * w) for w in draws]
     if rows:
-        given = jnp.asarray(rng.normal(size=(rows, WIDTH)), jnp.float32)
+        argument = jnp.asarray(rng.normal(size=(rows, WIDTH)), jnp.float32)
 
-    def step(params: Any, state: Any, given: Any) -> tuple[Any, Any]:
-        grads = mpjax.grad(_loss)(params, given) if rows else given
+    def step(params: Any, state: Any, argument: Any) -> tuple[Any, Any]:
+        grads = mpjax.grad(_loss)(params, argument) if rows else argument
         return mpjax.apply_gradients(tx, grads, state, params)
 
     carried = [params, jax.jit(tx.init)(params)]
-    return jax.jit(step, donate_argnums=(0, 1)).lower(*carried, given).compile(), carried, given
+    return jax.jit(step, donate_argnums=(0, 1)).lower(*carried, argument).compile(), carried, argument
 
 
 def times(rows: int, rounds: int) -> dict[str, Row]:
     """CPU time of a step for each form, and its ratio to float32 within a round."""
 
-    def run(compiled: Any, carried: list[Any], given: Any) -> Any:
-        carried[:] = compiled(*carried, given)
+    def run(compiled: Any, carried: list[Any], argument: Any) -> Any:
+        carried[:] = compiled(*carried, argument)
         return carried
 
     runs = {form: functools.partial(run, *_step(form, rows)) for form in FORMS}
@@ -155,24 +155,24 @@ class LeanTraining(Training):
         """The same parameters for every form, up to rounding."""
         variables = super().init(seed, *args)["variables"]
         cast = functools.partial(jnp.asarray, dtype=self._dtype)
-        variables = {name: {**own, "params": jax.tree.map(cast, own["params"])} for name, own in variables.items()}
+        variables = {name: {**tree, "params": jax.tree.map(cast, tree["params"])} for name, tree in variables.items()}
         return {"variables": variables, "optimizers": self._init_optimizers(variables)}
 
 
-def losses_of(made: LeanTraining, seed: int, steps: int | None = None) -> list[float]:
+def losses_of(training: LeanTraining, seed: int, steps: int | None = None) -> list[float]:
     """The loss of each step of a training, or of its first `steps`."""
-    state, losses = made.init(seed), []
-    for batch in itertools.islice(Batches(made.family, seed), steps):
-        state, loss = made.step(state, batch)
+    state, losses = training.init(seed), []
+    for batch in itertools.islice(Batches(training.family, seed), steps):
+        state, loss = training.step(state, batch)
         losses.append(loss)
     return [float(loss) for loss in losses]
 
 
 def final_losses(name: str, form: str, seeds: int) -> list[float]:
     """The mean loss of the last twentieth of the steps, for each seed."""
-    made, found = LeanTraining(get(name), form), []
+    training, found = LeanTraining(get(name), form), []
     for seed in range(seeds):
-        losses = losses_of(made, seed)
+        losses = losses_of(training, seed)
         found.append(statistics.fmean(losses[-max(len(losses) // 20, 1) :]))
     return found
 
@@ -180,11 +180,11 @@ def final_losses(name: str, form: str, seeds: int) -> list[float]:
 def table(results: dict[str, Any]) -> str:
     """Markdown: a row for each form, and one for each task."""
     kept, timed, plans = (results.get(name, {}) for name in ("bytes", "times", "planned"))
-    heads = ["update alone" if rows == "0" else f"step, {rows} rows" for rows in timed]
+    columns = ["update alone" if rows == "0" else f"step, {rows} rows" for rows in timed]
     lines = [
-        f"| parameters and state | bytes a parameter | {' | '.join(f'CPU time, {head}' for head in heads)} "
+        f"| parameters and state | bytes a parameter | {' | '.join(f'CPU time, {column}' for column in columns)} "
         "| moved by the update, bytes a parameter | temporary |",
-        "|---" * (4 + len(heads)) + "|",
+        "|---" * (4 + len(columns)) + "|",
     ]
     for form, (dtype, _) in FORMS.items():
         cells = [_ratio(rows.get(form)) for rows in timed.values()]
@@ -204,7 +204,7 @@ def table(results: dict[str, Any]) -> str:
             "|---" * (1 + len(tasks)) + "|",
         ]
         for form in (form for form in FORMS if form in next(iter(tasks.values()))):
-            cells = [_difference(found[form], found[BASE]) for found in tasks.values()]
+            cells = [_loss_cell(found[form], found[BASE]) for found in tasks.values()]
             lines.append(f"| {form} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
@@ -221,7 +221,7 @@ def deviations(found: list[float], base: list[float]) -> float:
     return (statistics.fmean(found) - statistics.fmean(base)) / statistics.stdev(base)
 
 
-def _difference(found: list[float], base: list[float]) -> str:
+def _loss_cell(found: list[float], base: list[float]) -> str:
     mean = f"{statistics.fmean(found):.4g}"
     return f"{mean} ± {statistics.stdev(base):.2g}" if found is base else f"{mean} ({deviations(found, base):+.2f})"
 
@@ -231,13 +231,13 @@ def main() -> None:
     parser.add_argument("--planned", action="store_true", help="only compile the updates for an H200, without a GPU")
     parser.add_argument("--parity", action="store_true", help="only train the tasks")
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), help="families of the parity suite")
-    parser.add_argument("--seeds", type=int, default=5, help="trainings of each task and form")
+    parser.add_argument("--seeds", type=int, default=5, help="number of trainings of each task and form")
     parser.add_argument("--rounds", type=int, default=15, help="timed rounds of each step")
     parser.add_argument("--out", type=pathlib.Path, default=RESULTS, help="folder of the results")
     args = parser.parse_args()
     results = previous(FILE, args.out) | {"bytes": {form: bytes_kept(form) for form in FORMS}}
 
-    def keep(name: str, found: Any) -> None:
+    def write(name: str, found: Any) -> None:
         results[name] = found
         path = save(FILE, results, args.out)
         path.with_suffix(".md").write_text(table(results))
@@ -246,14 +246,14 @@ def main() -> None:
         from benchmarks.training.target import NO_PLUGIN, h200
 
         target = h200() or parser.error(f"--planned: {NO_PLUGIN}")
-        keep("planned", {form: planned(form, target) for form in FORMS})
+        write("planned", {form: planned(form, target) for form in FORMS})
     elif args.parity:
         for task in args.tasks:
             found = {form: final_losses(task, form, args.seeds) for form in FORMS if "again" not in form}
-            keep("parity", results.get("parity", {}) | {task: found})
+            write("parity", results.get("parity", {}) | {task: found})
             print(task, {form: round(deviations(x, found[BASE]), 2) for form, x in found.items()}, file=sys.stderr)
     else:
-        keep("times", {str(rows): times(rows, args.rounds) for rows in BATCHES})
+        write("times", {str(rows): times(rows, args.rounds) for rows in BATCHES})
     print(table(results))
 
 

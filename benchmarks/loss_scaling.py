@@ -129,8 +129,8 @@ def total_units(form: str, donate: bool, layers: int = 16, width: int = 256) -> 
     args: Any = (params, jax.eval_shape(found.init, params), batch, batch)
     compiled: Any = jax.jit(found.step, donate_argnums=(0, 1) if donate else ()).lower(*args).compile()
     memory = compiled.memory_analysis()
-    taken = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
-    return (taken - memory.alias_size_in_bytes) / (4 * layers * width**2)
+    total = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
+    return (total - memory.alias_size_in_bytes) / (4 * layers * width**2)
 
 
 def table(results: dict[str, dict[str, Row]]) -> str:
@@ -153,18 +153,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=30, help="timed rounds for each step")
     parser.add_argument("--bound", nargs="+", default=list(BOUND), choices=BOUND, help="what bounds the step's time")
-    parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES, help="of the matmuls")
-    parser.add_argument("--system-malloc", action="store_true", help="leave glibc's malloc as it is")
+    parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES, help="dtypes of the matmuls")
+    parser.add_argument("--system-malloc", action="store_true", help="use glibc's default malloc settings")
     parser.add_argument("--out", type=pathlib.Path, default=RESULTS, help="folder of the results")
     parser.add_argument("--sharded", action="store_true", help="time sharded steps instead, on four devices")
     args = parser.parse_args()
-    wanted = {} if args.system_malloc else dict(KEEP_MEMORY)
+    environment = {} if args.system_malloc else dict(KEEP_MEMORY)
     if args.sharded and jax.default_backend() == "cpu":
-        wanted["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={sharded_steps.DEVICES}"
-    if not wanted.items() <= os.environ.items():
+        environment["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={sharded_steps.DEVICES}"
+    if not environment.items() <= os.environ.items():
         command = [sys.executable, "-m", "benchmarks.loss_scaling", *sys.argv[1:]]
-        os.execve(sys.executable, command, {**os.environ, **wanted})
-    widths, large = SIZES[jax.default_backend()]
+        os.execve(sys.executable, command, {**os.environ, **environment})
+    widths, large_batch = SIZES[jax.default_backend()]
     file = "loss_scaling" + "_sharded" * args.sharded + "_system_malloc" * args.system_malloc
     results: dict[str, dict[str, Row]] = previous(file, args.out)
     if args.sharded:
@@ -177,7 +177,7 @@ def main() -> None:
         print(table(results))
         return
     for bound, dtype, donated in itertools.product(args.bound, args.dtypes, DONATED):
-        batch = large if bound == BOUND[0] else 4
+        batch = large_batch if bound == BOUND[0] else 4
         name = f"{bound}, {dtype}, {donated}"
         # Long steps vary less from round to round.
         rounds = args.rounds if batch == 4 else max(args.rounds // 3, 2)

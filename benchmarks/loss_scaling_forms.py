@@ -72,12 +72,12 @@ def _materialised(tx: optax.GradientTransformation, loss_fn: Loss) -> Step:
 def _row_major(tx: optax.GradientTransformation, loss_fn: Loss) -> Step:
     """Chooses the layout that operands of a `lax.cond` have, in which Adam reads the gradients in order of memory."""
 
-    def in_order(gradient: jax.Array) -> jax.Array:
+    def row_major(gradient: jax.Array) -> jax.Array:
         return with_layout_constraint(gradient, Layout(tuple(range(gradient.ndim))))
 
     def step(params: Any, state: Any, x: jax.Array, y: jax.Array) -> tuple[Any, Any, jax.Array]:
         loss, grads = jax.value_and_grad(loss_fn)(params, x, y)
-        grads = jax.lax.optimization_barrier(jax.tree.map(in_order, grads))
+        grads = jax.lax.optimization_barrier(jax.tree.map(row_major, grads))
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state, loss
 

@@ -39,7 +39,7 @@ TITLES = {
     "training_dry_run": "Training steps compiled for an H200 without a GPU",
     "training_cpu_toy": "Training steps at toy size on a CPU",
 }
-SHOWN = ("tf32", "flax_float16", "autocast_float16", "with_policy_float16", "torch_compiled_amp_float16")
+PLOTTED = ("tf32", "flax_float16", "autocast_float16", "with_policy_float16", "torch_compiled_amp_float16")
 
 
 def staleness(content: Content) -> str:
@@ -62,7 +62,7 @@ def staleness(content: Content) -> str:
     ]
     if not old:
         return ""
-    made = dict.fromkeys(", ".join(f"{key} {value}" for key, value in was.items()) for _, was in old)
+    made = dict.fromkeys(", ".join(f"{key} {value}" for key, value in made_with.items()) for _, made_with in old)
     which = "all" if len(old) == len(found) else ", ".join(name for name, _ in old)
     return f"**Stale** ({which}): made with {'; '.join(made)}; installed are jax {now['jax']}, mpjax {now['mpjax']}."
 
@@ -71,9 +71,9 @@ def page(folder: pathlib.Path, plots: list[str]) -> str:
     """The page of a folder of results."""
     files = {path.stem: path for path in sorted(folder.glob("*.json"))}
     ordered = [*(name for name in TITLES if name in files), *(name for name in files if name not in TITLES)]
-    found = goals.from_folder(folder)
-    about_goals = ["## Goals on an H200", "", goals.table(found)]
-    if any(goal.measured is None for goal in found):
+    all_goals = goals.from_folder(folder)
+    about_goals = ["## Goals on an H200", "", goals.table(all_goals)]
+    if any(goal.measured is None for goal in all_goals):
         about_goals[2:2] = ["GPU results are pending for some goals; `python -m benchmarks.gpu` measures them.", ""]
     lines = [
         "# Results of the benchmarks",
@@ -93,23 +93,23 @@ def page(folder: pathlib.Path, plots: list[str]) -> str:
 
 
 def _section(name: str, path: pathlib.Path) -> list[str]:
-    beside = path.with_suffix(".md")
+    table = path.with_suffix(".md")
     content = json.loads(path.read_text())
-    if not beside.exists():
+    if not table.exists():
         return []
     environment = content.get("environment", {})
-    made = ", ".join(f"{key} {environment[key]}" for key in ("device", "jax", "mpjax") if environment.get(key))
+    origin = ", ".join(f"{key} {environment[key]}" for key in ("device", "jax", "mpjax") if environment.get(key))
     command = f"`{environment['command']}`: " if environment.get("command") else ""
     title = TITLES.get(name, name.replace("_", " ").capitalize())
-    lines = [f"## {title}", "", f"{command}{made}.", ""]
+    lines = [f"## {title}", "", f"{command}{origin}.", ""]
     if stale := staleness(content):
         lines += [stale, ""]
-    return [*lines, beside.read_text().rstrip(), ""]
+    return [*lines, table.read_text().rstrip(), ""]
 
 
 def plot_all(folder: pathlib.Path) -> list[str]:
     """Draws the plots for which there are results, and returns their file names."""
-    drawn = []
+    names = []
     measured = (folder / "training_gpu.json").exists()
     plans = () if measured else (("planned_memory.png", "training_dry_run.json", _planned_memory),)
     for name, source, draw in (
@@ -124,11 +124,11 @@ def plot_all(folder: pathlib.Path) -> list[str]:
         bars, label = draw(content) if content else ({}, "")
         if any(value is not None for group in bars.values() for value in group.values()):
             _bars(folder / name, bars, label, content.get("environment", {}).get("device", ""))
-            drawn.append(name)
+            names.append(name)
     if content := goals.read(folder / "parity_cpu.json"):
         parity.plot(folder / "parity_cpu.png", content["results"])
-        drawn.append("parity_cpu.png")
-    return drawn
+        names.append("parity_cpu.png")
+    return names
 
 
 Bars = dict[str, dict[str, float | None]]
@@ -136,14 +136,14 @@ Bars = dict[str, dict[str, float | None]]
 
 def _speedups(content: Content) -> tuple[Bars, str]:
     bars = {
-        model: {name: speedup(rows, name, "float32") for name in SHOWN} for model, rows in content["results"].items()
+        model: {name: speedup(rows, name, "float32") for name in PLOTTED} for model, rows in content["results"].items()
     }
     return bars, "speed / float32"
 
 
 def _memory(content: Content) -> tuple[Bars, str]:
     bars = {
-        model: {name: memory(rows.get(name, {}), rows.get("float32", {})) for name in SHOWN}
+        model: {name: memory(rows.get(name, {}), rows.get("float32", {})) for name in PLOTTED}
         for model, rows in content["results"].items()
     }
     return bars, "peak memory / float32"

@@ -61,16 +61,16 @@ def collectives(compiled: Any) -> dict[str, list[str]]:
     return {kind: sorted(types) for kind, types in found.items()}
 
 
-def added(of: dict[str, list[str]], to: dict[str, list[str]]) -> dict[str, list[str]]:
+def added(program: dict[str, list[str]], baseline: dict[str, list[str]]) -> dict[str, list[str]]:
     """The collectives of a program that are missing in another."""
     result = {}
-    for kind, types in of.items():
-        rest = list(types)
-        for known in to.get(kind, []):
-            if known in rest:
-                rest.remove(known)
-        if rest:
-            result[kind] = rest
+    for kind, types in program.items():
+        remaining = list(types)
+        for known in baseline.get(kind, []):
+            if known in remaining:
+                remaining.remove(known)
+        if remaining:
+            result[kind] = remaining
     return result
 
 

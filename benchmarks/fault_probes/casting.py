@@ -58,7 +58,7 @@ def _custom_rule(primals: Any, tangents: Any) -> Any:
 
 
 # Each is a matmul inside a higher-order primitive.
-INSIDE: dict[str, Function] = {
+NESTED_MATMULS: dict[str, Function] = {
     "jit": lambda w, x: jax.jit(jnp.matmul)(x, w),
     "scan": lambda w, x: jax.lax.scan(lambda y, _: (y @ w, None), x, None, length=2)[0],
     "cond": lambda w, x: jax.lax.cond(x.sum() > 0, lambda: x @ w, lambda: w @ x),
@@ -73,10 +73,10 @@ def over_casters(probe: Callable[[Callable[[Function], Function]], bool]) -> dic
 
 
 def left_in_float32(kind: str, caster: Callable[[Function], Function]) -> bool:
-    return half_share(caster(INSIDE[kind]), W, W) < 1
+    return half_share(caster(NESTED_MATMULS[kind]), W, W) < 1
 
 
-def products_go_to_float32(caster: Callable[[Function], Function]) -> bool:
+def products_run_in_float32(caster: Callable[[Function], Function]) -> bool:
     """Between two matmuls: a product of their results, and a sum with a quotient."""
 
     def fun(w: jax.Array, x: jax.Array) -> jax.Array:
@@ -103,14 +103,14 @@ def _model(dtype: Any = None) -> nn.Module:
     return nn.Sequential([nn.Dense(8, dtype=dtype), nn.LayerNorm(), nn.Dense(8, dtype=dtype)])
 
 
-def _half_but_norms(params: Any) -> Any:
+def _half_except_norms(params: Any) -> Any:
     return jax.tree.map(lambda p: p.astype(jnp.float16) if p.ndim == 2 else p, params)
 
 
 def flax_promotes() -> bool:
     """`dtype=None` throughout: kernels and inputs in half, the norm's parameters in float32, as advised."""
     model = _model()
-    params = jax.eval_shape(lambda key: _half_but_norms(model.init(key, W)), jax.random.key(0))
+    params = jax.eval_shape(lambda key: _half_except_norms(model.init(key, W)), jax.random.key(0))
     return half_share(model.apply, params, jax.ShapeDtypeStruct(W.shape, jnp.float16)) < 1
 
 
@@ -142,9 +142,9 @@ FAULTS = [
     Fault("does not run on this JAX", over_casters(does_not_run)),
     *(
         Fault(f"a matmul inside {kind} stays in float32", over_casters(functools.partial(left_in_float32, kind)))
-        for kind in INSIDE
+        for kind in NESTED_MATMULS
     ),
-    Fault("products run in float32, or quotients put what follows into it", over_casters(products_go_to_float32)),
+    Fault("products run in float32, or quotients put what follows into it", over_casters(products_run_in_float32)),
     Fault(
         "a norm with float32 parameters puts what follows back into float32",
         {

@@ -1,4 +1,4 @@
-"""Faults of loss scaling that show in other people's training loops: their models, optimizers and meshes."""
+"""Faults of loss scaling that appear in users' training loops, with their models, optimizers and meshes."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Normalised(nnx.Module):
 
 
 def live_state_is_no_snapshot(select: Callable[[Any, Any, Any], Any]) -> bool:
-    """`old = nnx.state(model)`, a step that overflows, and the choice of the old state; told of it is as good."""
+    """`old = nnx.state(model)`, a step that overflows, and restoring the old state; an error is as good."""
     model, tx = nnx.jit(Normalised)(), mpjax_tx()
     old = nnx.state(model, nnx.BatchStat)
     opt_state = jax.jit(lambda grads, params: tx.update(grads, tx.init(params), params)[1])(BAD, X)
@@ -107,12 +107,12 @@ SELECTORS = {"mpjax": mpjax.keep_if_finite, "Flax": _where, "jmp": _jmp_select}
 
 
 def over_selectors(probe: Callable[[Callable[[Any, Any, Any], Any]], bool]) -> dict[str, Probe]:
-    """The probe for what each library's documentation chooses the old state with."""
+    """The probe for each library's documented way to restore the old state."""
     return {name: functools.partial(probe, select) for name, select in SELECTORS.items()}
 
 
 def replicas_drift_apart(scaler: Scaler) -> bool:
-    """A shard_map in which one of two devices overflows, without a word about axes; refused is as good."""
+    """A shard_map in which one of two devices overflows, without axis names given; an error is as good."""
     if jax.device_count() < 2:
         raise RuntimeError("needs two devices: XLA_FLAGS=--xla_force_host_platform_device_count=2")
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
@@ -132,7 +132,7 @@ def replicas_drift_apart(scaler: Scaler) -> bool:
 
 
 def overflows_are_hidden() -> bool:
-    """Around loss scaling: `zero_nans`, `apply_if_finite`, `MultiSteps`. Warned of is as good."""
+    """Around loss scaling: `zero_nans`, `apply_if_finite`, `MultiSteps`. A warning is as good."""
     wrapped = (
         optax.chain(optax.zero_nans(), mpjax_tx()),
         optax.apply_if_finite(mpjax_tx(), 5),
@@ -152,7 +152,7 @@ def half_params_fail(form: str) -> bool:
     found = forms(optax.adam(1e-3), lambda w, x, y: jnp.mean((x @ w - y).astype(jnp.float32) ** 2))[form]
     w = jnp.ones((2, 1), jnp.float16)
 
-    def body(carry: Any, none: None) -> Any:
+    def body(carry: Any, x: None) -> Any:
         params, state, _ = found.step(carry[0], carry[1], X.astype(jnp.float16), jnp.ones((4, 1), jnp.float16))
         return (params, state), None
 
@@ -160,7 +160,7 @@ def half_params_fail(form: str) -> bool:
 
 
 def explicit_sharding_fails() -> bool:
-    """Updates that are no tree like the gradients: lookahead."""
+    """Updates whose tree differs from the gradients': lookahead."""
     mesh = jax.make_mesh((jax.device_count(),), ("x",), axis_types=(AxisType.Explicit,))
     tx = mpjax_tx(optax.lookahead(optax.sgd(0.1), 2, 0.5))
 
@@ -178,15 +178,15 @@ def threads_change_a_shared_model() -> bool:
     model = mpjax.with_policy(nnx.jit(lambda: nnx.Linear(2, 2, rngs=nnx.Rngs(0)))(), "O3")
     state, errors = mpjax_tx().init(X), []
 
-    def work() -> None:
+    def differentiate() -> None:
         try:
             for _ in range(5):
                 mpjax.grad(lambda m: jnp.sum(m(X)), state)(model)
         except Exception as error:
             errors.append(error)
 
-    work()  # compiles the operations, which the threads then share
-    threads = [threading.Thread(target=work) for _ in range(4)]
+    differentiate()  # compiles the operations, which the threads then share
+    threads = [threading.Thread(target=differentiate) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -195,9 +195,9 @@ def threads_change_a_shared_model() -> bool:
 
 
 def transformations_are_fragile() -> bool:
-    """`_replace`, NumPy integers, arguments in another order: all work, or are told in one line."""
+    """`_replace`, NumPy integers, arguments in another order: all work, or raise an error that explains the mistake."""
 
-    def work() -> None:
+    def update() -> None:
         tx = mpjax_tx(growth_interval=np.int64(5))
         tx = tx._replace(update=tx.update, init=tx.init)
         jax.jit(lambda x: mpjax.apply_gradients(tx, x, tx.init(x), x))(X)
@@ -207,14 +207,14 @@ def transformations_are_fragile() -> bool:
         wrong: Any = mpjax.static_loss_scale
         return [lambda: mpjax.apply_gradients(tx, tx.init(X), X, X), lambda: wrong(128.0, optax.sgd(0.1))]
 
-    def told(call: Callable[[], Any]) -> bool:
+    def explains_the_mistake(call: Callable[[], Any]) -> bool:
         try:
             call()
         except (TypeError, ValueError) as error:
             return "order" in str(error) or "first" in str(error)
         return False
 
-    return does_not_run(work) or not all(map(told, swapped()))
+    return does_not_run(update) or not all(map(explains_the_mistake, swapped()))
 
 
 def equinox_fails(scaler: Scaler) -> bool:
@@ -254,9 +254,9 @@ def signature_is_lost(function: Callable[..., Any]) -> bool:
     return all("Callable[..., " in str(s.__annotations__.get("return", "Callable[..., ")) for s in signatures)
 
 
-def memory_is_wasted(form: str, most: float, donate: bool) -> bool:
-    """Units of the float32 parameters that a step of Adam with small matmuls takes in all."""
-    return total_units(form, donate=donate) > most
+def memory_is_wasted(form: str, limit: float, donate: bool) -> bool:
+    """Whether a step of Adam with small matmuls takes more than `limit` units of its float32 parameters."""
+    return total_units(form, donate=donate) > limit
 
 
 FAULTS = [
@@ -288,7 +288,7 @@ FAULTS = [
     ),
     Fault(
         "a step that is not donated needs more than the gradients beside Adam's 6 units of memory",
-        over_forms(functools.partial(memory_is_wasted, most=7.4, donate=False)),
+        over_forms(functools.partial(memory_is_wasted, limit=7.4, donate=False)),
     ),
 ]
 

@@ -1,4 +1,4 @@
-"""Faults of policies on modules: a layer that loses its policy, or keeps another one, without a word."""
+"""Faults of policies on modules: a layer that silently loses its policy or keeps another one."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class _EncoderDecoder(nn.Module):
         return self.decoder(self.encoder(x))
 
 
-def _part_is_float32(model: nn.Module) -> bool:
+def _submodule_is_float32(model: nn.Module) -> bool:
     variables = jax.eval_shape(model.init, KEY, X)
     return half_share(nn.apply(lambda m, x: m.decoder(x), model), variables, X) == 0
 
@@ -110,7 +110,7 @@ class _Doubled(nnx.Param):
         return super().get_value(**kwargs) * 2
 
 
-class _Reads(nnx.Module):
+class _UsesDoubled(nnx.Module):
     def __init__(self) -> None:
         self.w = _Doubled(jnp.ones((8, 8)))
 
@@ -119,7 +119,7 @@ class _Reads(nnx.Module):
 
 
 def _transforms_twice(cast: Callable[[Any], Any]) -> bool:
-    return bool((nnx.jit(lambda: cast(_Reads())(X) != _Reads()(X))()).any())
+    return bool((nnx.jit(lambda: cast(_UsesDoubled())(X) != _UsesDoubled()(X))()).any())
 
 
 def _fails_under_strict_promotion(model: nn.Module) -> bool:
@@ -137,8 +137,8 @@ FAULTS = [
     Fault(
         "a submodule called on its own loses the half dtype",
         {
-            "mpjax": lambda: _part_is_float32(mpjax.with_policy(_EncoderDecoder(), "mixed_float16")),
-            "Flax": lambda: _part_is_float32(_EncoderDecoder(dtype=jnp.float16)),
+            "mpjax": lambda: _submodule_is_float32(mpjax.with_policy(_EncoderDecoder(), "mixed_float16")),
+            "Flax": lambda: _submodule_is_float32(_EncoderDecoder(dtype=jnp.float16)),
         },
     ),
     Fault(

@@ -1,4 +1,4 @@
-"""Faults of policies on NNX modules: what is left in float32, warned of too often, or can not be run."""
+"""Faults of policies on NNX modules: modules that stay in float32, warn too often or cannot run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ X = jnp.ones((8, 8))
 MIXED = "mixed_float16"
 
 
-def nnx_share(model: Any, x: jax.Array = X) -> float:
+def nnx_half_share(model: Any, x: jax.Array = X) -> float:
     """The share of an NNX model's matmul FLOPs in half."""
     graph, state = nnx.split(model)
     return half_share(lambda state, x: nnx.merge(graph, state, copy=True)(x), state, x)
@@ -34,7 +34,7 @@ def jitted_methods_lose_the_policy() -> bool:
             return self.linear(x)
 
     jitted = mpjax.with_policy(Jitted(), MIXED)
-    return jitted(X).dtype != jnp.float32 or nnx_share(jitted) < 1
+    return jitted(X).dtype != jnp.float32 or nnx_half_share(jitted) < 1
 
 
 def rematerialised_method_fails() -> bool:
@@ -73,10 +73,10 @@ class Tied(nnx.Module):
 
 
 def tied_weights_stay_in_float32() -> bool:
-    return nnx_share(mpjax.with_policy(Tied(), MIXED), jnp.zeros((2, 3), int)) < 1
+    return nnx_half_share(mpjax.with_policy(Tied(), MIXED), jnp.zeros((2, 3), int)) < 1
 
 
-def batches_are_warned_of() -> bool:
+def batch_casts_warn_repeatedly() -> bool:
     """Casting a batch by a policy with overrides: a pattern for the model's paths matches nothing in it."""
     policy = mpjax.Policy("float32", "float16", "float32", [("*/head", "float32")])
     with warnings.catch_warnings(record=True) as found:
@@ -105,6 +105,6 @@ FAULTS = [
     Fault("decoding with an NNX attention's cache fails", {"mpjax": decoding_fails}),
     Fault("an NNX module in a Linen model fails", {"mpjax": bridged_module_fails}),
     Fault("weights tied by hand are read in float32", {"mpjax": tied_weights_stay_in_float32}),
-    Fault("casting a batch warns at every call", {"mpjax": batches_are_warned_of}),
+    Fault("casting a batch warns at every call", {"mpjax": batch_casts_warn_repeatedly}),
     Fault("NNX modules have no names in reports", {"mpjax": nnx_modules_have_no_names}),
 ]

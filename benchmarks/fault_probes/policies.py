@@ -43,7 +43,7 @@ def mpx_ignores_bfloat16() -> bool:
 
 
 def mpjax_float_function_gives_float16() -> bool:
-    """In a bfloat16 run; between two matmuls, so that what comes out is cast again."""
+    """In a bfloat16 run; between two matmuls, so that the result is cast again."""
     exact = mpjax.float_function(jnp.exp)
     fun = mpjax.autocast(lambda x: exact(x @ x) @ x, "mixed_bfloat16")
     return "f16" in str(jax.make_jaxpr(fun)(X)).replace("bf16", "")

@@ -51,8 +51,8 @@ class Mpjax(Scaler):
         self.tx = mpjax.dynamic_loss_scale(optax.identity(), min_scale=MIN_SCALE)
 
     def init(self, scale: float | None = None, interval: int = 2000) -> Any:
-        start: dict[str, Any] = {} if scale is None else {"init_scale": scale}
-        self.tx = mpjax.dynamic_loss_scale(optax.identity(), growth_interval=interval, min_scale=MIN_SCALE, **start)
+        options: dict[str, Any] = {} if scale is None else {"init_scale": scale}
+        self.tx = mpjax.dynamic_loss_scale(optax.identity(), growth_interval=interval, min_scale=MIN_SCALE, **options)
         return self.tx.init(jnp.float32(0))
 
     def step(self, state: Any, loss_fn: Loss, params: Any) -> tuple[jax.Array, Any, Any]:
@@ -65,8 +65,8 @@ class Mpjax(Scaler):
 
 class Flax(Scaler):
     def init(self, scale: float | None = None, interval: int = 2000) -> Any:
-        start: dict[str, Any] = {} if scale is None else {"scale": scale}
-        return DynamicScale(growth_interval=interval, minimum_scale=MIN_SCALE, **start)
+        options: dict[str, Any] = {} if scale is None else {"scale": scale}
+        return DynamicScale(growth_interval=interval, minimum_scale=MIN_SCALE, **options)
 
     def step(self, state: Any, loss_fn: Loss, params: Any) -> tuple[jax.Array, Any, Any]:
         state, _, loss, grads = state.value_and_grad(loss_fn)(params)
@@ -113,8 +113,8 @@ class Jaxamp(Scaler):
     def init(self, scale: float | None = None, interval: int = 2000) -> Any:
         import jaxamp
 
-        start = {} if scale is None else {"scaler": jnp.float32(scale)}
-        return jaxamp.DynamicScalerState(patience=jnp.int32(interval), **start)
+        options = {} if scale is None else {"scaler": jnp.float32(scale)}
+        return jaxamp.DynamicScalerState(patience=jnp.int32(interval), **options)
 
     def step(self, state: Any, loss_fn: Loss, params: Any) -> tuple[jax.Array, Any, Any]:
         import jaxamp
@@ -137,14 +137,14 @@ SCALERS: dict[str, type[Scaler]] = {
 
 def over_scalers(probe: Callable[[Scaler], bool]) -> dict[str, Probe]:
     """The probe for every library's scaler."""
-    return {name: functools.partial(_probe_new, probe, make) for name, make in SCALERS.items()}
+    return {name: functools.partial(_probe_instance, probe, make) for name, make in SCALERS.items()}
 
 
-def _probe_new(probe: Callable[[Scaler], bool], make: type[Scaler]) -> bool:
+def _probe_instance(probe: Callable[[Scaler], bool], make: type[Scaler]) -> bool:
     return probe(make())
 
 
-def wrong_where_the_scale_grows(scaler: Scaler) -> bool:
+def wrong_when_the_scale_grows(scaler: Scaler) -> bool:
     step = jax.jit(lambda state, w: scaler.step(state, lambda w: w * w, w))
     state, found = scaler.init(8.0, interval=2), []
     for _ in range(4):
@@ -161,7 +161,7 @@ def grows_a_step_late(scaler: Scaler) -> bool:
     return scaler.scale(state) == 8.0
 
 
-def traced_again(scaler: Scaler) -> bool:
+def retraces(scaler: Scaler) -> bool:
     traces = []
 
     @jax.jit
@@ -205,12 +205,12 @@ def accumulation_is_poisoned(form: str) -> bool:
 
 def statistics_are_poisoned(configuration: str) -> bool:
     """An overflow in a model with BatchNorm, in the library's own training loop."""
-    stem: Any = {"stages": (), "side": 16}  # a convolution with its norm, and the head
-    made = training(dataclasses.replace(WORKLOADS["resnet50"].toy(), **stem), CONFIGURATIONS[configuration])
-    carry, batch = (arrays_in_numpy(make)(cheap_keys.key(0)) for make in (made.init, made.workload.batch))
+    small: Any = {"stages": (), "side": 16}  # a convolution with its norm, and the head
+    model = training(dataclasses.replace(WORKLOADS["resnet50"].toy(), **small), CONFIGURATIONS[configuration])
+    carry, batch = (arrays_in_numpy(make)(cheap_keys.key(0)) for make in (model.init, model.workload.batch))
     batch["images"] = np.array(batch["images"])
     batch["images"][0, 0, 0, 0] = np.inf
-    carry, _ = jax.jit(made.step)(carry, batch)
+    carry, _ = jax.jit(model.step)(carry, batch)
     assert all(np.isfinite(p).all() for p in jax.tree.leaves(carry["params"])), "the step was not skipped"
     return not all(np.isfinite(s).all() for s in jax.tree.leaves(carry["state"]))
 
@@ -240,12 +240,12 @@ def _keras_after_overflow() -> tuple[float, bool]:
 
 
 FAULTS = [
-    Fault("the gradients are wrong at a step where the scale grows", over_scalers(wrong_where_the_scale_grows)),
+    Fault("the gradients are wrong at a step where the scale grows", over_scalers(wrong_when_the_scale_grows)),
     Fault(
         "the scale grows only after N + 1 finite steps",
         over_scalers(grows_a_step_late) | {"Keras 3": lambda: _keras_after_overflow()[0] == 8.0},
     ),
-    Fault("the second step is traced again", over_scalers(traced_again)),
+    Fault("the second step is traced again", over_scalers(retraces)),
     Fault("a float16 loss overflows by its scale", over_scalers(half_loss_overflows)),
     Fault(
         "the smallest scale is forgotten under jit",

@@ -55,7 +55,7 @@ class Workload(abc.ABC):
 def register(name: str, workload: Workload) -> None:
     """Adds a model to the benchmark."""
     if name in WORKLOADS:
-        raise ValueError(f"two models of the benchmark are called {name!r}")
+        raise ValueError(f"two models of the benchmark are named {name!r}")
     WORKLOADS[name] = workload
 
 

@@ -30,18 +30,18 @@ def fingerprint(name: str) -> str:
     package = __package__ or ""
     found: dict[str, ModuleType] = {}
 
-    def visit(each: ModuleType) -> None:
-        if not each.__name__.startswith(package) or each.__name__ in found:
+    def visit(used: ModuleType) -> None:
+        if not used.__name__.startswith(package) or used.__name__ in found:
             return
-        found[each.__name__] = each
-        for value in vars(each).values():
-            home = value if isinstance(value, ModuleType) else inspect.getmodule(value) if callable(value) else None
-            if home is not None:
-                visit(home)
+        found[used.__name__] = used
+        for value in vars(used).values():
+            owner = value if isinstance(value, ModuleType) else inspect.getmodule(value) if callable(value) else None
+            if owner is not None:
+                visit(owner)
 
     visit(module(name))
     visit(training)
-    code = [_without_docstrings(inspect.getsource(found[each])) for each in sorted(found)]
+    code = [_without_docstrings(inspect.getsource(found[name])) for name in sorted(found)]
     return hashlib.sha256("\n".join(code).encode()).hexdigest()[:12]
 
 
@@ -82,11 +82,11 @@ def main() -> None:
     for name in names:
         found[name] = results.merged(found.get(name), compare(name, policies, args.seeds, args.runs))
         # In the table's order. An interrupted run keeps its results so far.
-        found = {each: found[each] for each in FAMILIES if each in found}
+        found = {family: found[family] for family in FAMILIES if family in found}
         path = save(results.FILE, found, args.out)
         path.with_suffix(".md").write_text(results.table(found))
-        for policy, given in found[name]["policies"].items():
-            print(f"{name}, {policy}: {given['verdict']}", file=sys.stderr, flush=True)
+        for policy, comparison in found[name]["policies"].items():
+            print(f"{name}, {policy}: {comparison['verdict']}", file=sys.stderr, flush=True)
     results.plot(path.with_suffix(".png"), found)
     print(results.table(found))
 

@@ -18,15 +18,15 @@ _UNITS += "seventeen eighteen nineteen".split()
 _TENS = "_ _ twenty thirty forty fifty sixty seventy eighty ninety".split()
 
 
-def codes(text: str, length: int, end: bool = False) -> list[int]:
+def encode(text: str, length: int, end: bool = False) -> list[int]:
     """A text as a list of codes, padded; `end` marks its end."""
-    found = [_CODES[character] for character in text.lower()] + [END] * end
-    return found + [PAD] * (length - len(found))
+    codes = [_CODES[character] for character in text.lower()] + [END] * end
+    return codes + [PAD] * (length - len(codes))
 
 
-def _written(day: datetime.date, form: int) -> str:
+def _format_date(day: datetime.date, index: int) -> str:
     month = calendar.month_name[day.month]
-    forms = (
+    formats = (
         f"{month} {day.day}, {day.year}",
         f"{day.day} {month} {day.year}",
         f"{day.day} {month[:3]} {day.year}",
@@ -34,10 +34,10 @@ def _written(day: datetime.date, form: int) -> str:
         f"{day.day}.{day.month}.{day.year}",
         f"{calendar.day_name[day.weekday()]}, {month} {day.day} {day.year}",
     )
-    return forms[form]
+    return formats[index]
 
 
-def in_words(number: int) -> str:
+def spell_out(number: int) -> str:
     """An English numeral below one million."""
     if number < 20:
         return _UNITS[number]
@@ -45,21 +45,21 @@ def in_words(number: int) -> str:
         return _TENS[number // 10] + (f" {_UNITS[number % 10]}" if number % 10 else "")
     size, name = (100, "hundred") if number < 1000 else (1000, "thousand")
     rest = number % size
-    return f"{in_words(number // size)} {name}" + (f" {in_words(rest)}" if rest else "")
+    return f"{spell_out(number // size)} {name}" + (f" {spell_out(rest)}" if rest else "")
 
 
 def dates(rng: np.random.Generator, count: int) -> dict[str, np.ndarray]:
     """Dates as people write them, and the same in ISO 8601."""
     days = [datetime.date.fromordinal(int(n)) for n in rng.integers(_FIRST, _LAST, count)]
-    forms = rng.integers(6, size=count)
-    sources = [codes(_written(day, int(form)), 28) for day, form in zip(days, forms, strict=True)]
-    return _pairs(sources, [codes(day.isoformat(), 11, end=True) for day in days])
+    formats = rng.integers(6, size=count)
+    sources = [encode(_format_date(day, int(index)), 28) for day, index in zip(days, formats, strict=True)]
+    return _pairs(sources, [encode(day.isoformat(), 11, end=True) for day in days])
 
 
 def numerals(rng: np.random.Generator, count: int) -> dict[str, np.ndarray]:
     """Numbers below 10,000 in words, and the same in digits."""
     numbers = [int(10 ** rng.uniform(0, 4)) for _ in range(count)]
-    return _pairs([codes(in_words(n), 44) for n in numbers], [codes(str(n), 5, end=True) for n in numbers])
+    return _pairs([encode(spell_out(n), 44) for n in numbers], [encode(str(n), 5, end=True) for n in numbers])
 
 
 def _pairs(sources: list[list[int]], targets: list[list[int]]) -> dict[str, np.ndarray]:
@@ -74,7 +74,7 @@ def held_out(corpus: str) -> dict[str, np.ndarray]:
     return {"dates": dates, "numerals": numerals}[corpus](np.random.default_rng(10**6), 512)
 
 
-def whole_sequences(predicted: np.ndarray, test: dict[str, np.ndarray]) -> float:
+def sequence_accuracy(predicted: np.ndarray, test: dict[str, np.ndarray]) -> float:
     """Percentage of targets that are predicted without any error (up to their end)."""
     same = (np.asarray(predicted) == test["target"]) | (test["target"] == PAD)
     return 100 * float(np.mean(same.all(1)))

@@ -85,8 +85,8 @@ def _counts(results: dict[str, Row], policies: list[str]) -> list[str]:
     lines = []
     for policy in policies:
         kinds = [found["policies"][policy]["kind"] for found in results.values() if policy in found["policies"]]
-        said = ", ".join(f"{kinds.count(kind)} {kind}" for kind in SIGNS if kind in kinds)
-        lines.append(f"- `{policy}`: {said}, of {len(kinds)} families")
+        counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in SIGNS if kind in kinds)
+        lines.append(f"- `{policy}`: {counts}, of {len(kinds)} families")
     if missing := [name for name in FAMILIES if name not in results]:
         lines += ["", f"Partial: {len(missing)} families have not been measured yet ({', '.join(missing)})."]
     lines += ["", "Data and length of the trainings:", ""]
@@ -123,14 +123,14 @@ def plot(path: pathlib.Path, results: dict[str, Row]) -> None:
         panel.axvspan(-1, 1, color="0.92")
         panel.axvline(0, color="0.6", linewidth=0.8)
         for height, policy in enumerate(policies):
-            given = found["policies"].get(policy)
-            if given is None or not math.isfinite(given["mean"]) or not given["noise"]:
+            result = found["policies"].get(policy)
+            if result is None or not math.isfinite(result["mean"]) or not result["noise"]:
                 continue
             # Further right is better for every metric.
-            sign = (1 if found["larger_is_better"] else -1) / given["noise"]
-            ends = sorted((given["low"] * sign, given["high"] * sign))
-            panel.plot([max(min(end, 4), -4) for end in ends], [height] * 2, color=colours[given["kind"]])
-            panel.plot(max(min(given["mean"] * sign, 4), -4), height, "o", markersize=3, color=colours[given["kind"]])
+            sign = (1 if found["larger_is_better"] else -1) / result["noise"]
+            ends = sorted((result["low"] * sign, result["high"] * sign))
+            panel.plot([max(min(end, 4), -4) for end in ends], [height] * 2, color=colours[result["kind"]])
+            panel.plot(max(min(result["mean"] * sign, 4), -4), height, "o", markersize=3, color=colours[result["kind"]])
         panel.set_title(found["name"], fontsize=8)
         panel.set_xlim(-4.2, 4.2)
         panel.tick_params(labelsize=6)

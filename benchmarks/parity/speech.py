@@ -27,25 +27,25 @@ BLANK, SYMBOLS = 0, 27
 Utterances = dict[str, np.ndarray]
 
 
-def spelled(word: str) -> list[int]:
+def letter_codes(word: str) -> list[int]:
     """Letters as 1 to 26, padded with the blank."""
     return [ord(letter) - 96 for letter in word] + [BLANK] * (LETTERS - len(word))
 
 
-def _spoken(words: list[str], voices: list[str]) -> list[np.ndarray]:
-    wanted = [(word, f"en-us+{voice}", 170, 50) for word, voice in zip(words, voices, strict=True)]
+def _synthesized(words: list[str], voices: list[str]) -> list[np.ndarray]:
+    inputs = [(word, f"en-us+{voice}", 170, 50) for word, voice in zip(words, voices, strict=True)]
     done = subprocess.run(
-        [sys.executable, "-P", str(SYNTHESIZER)], input=json.dumps(wanted).encode(), stdout=subprocess.PIPE, check=True
+        [sys.executable, "-P", str(SYNTHESIZER)], input=json.dumps(inputs).encode(), stdout=subprocess.PIPE, check=True
     )
-    waves, place = [], 0
-    for _ in wanted:
-        rate, size = struct.unpack_from("<II", done.stdout, place)
-        samples = np.frombuffer(done.stdout, "<i2", size // 2, place + 8).astype(np.float32) / 2**15
+    waves, offset = [], 0
+    for _ in inputs:
+        rate, size = struct.unpack_from("<II", done.stdout, offset)
+        samples = np.frombuffer(done.stdout, "<i2", size // 2, offset + 8).astype(np.float32) / 2**15
         common = math.gcd(RATE, rate)
         wave = resample_poly(samples, RATE // common, rate // common)
         # espeak-ng ends a phrase with silence.
         waves.append(wave[: int(np.flatnonzero(np.abs(wave) > 0.01)[-1]) + 400])
-        place += 8 + size
+        offset += 8 + size
     return waves
 
 
@@ -68,12 +68,12 @@ def spectrogram(wave: np.ndarray) -> np.ndarray:
 
 
 def _utterances(words: list[str], voices: list[str]) -> Utterances:
-    mels = [spectrogram(wave) for wave in _spoken(words, voices)]
+    mels = [spectrogram(wave) for wave in _synthesized(words, voices)]
     padded = np.zeros((len(mels), FRAMES, MELS), np.float32)
     for row, mel in zip(padded, mels, strict=True):
         row[: len(mel)] = (mel + 2) / 4
     lengths = np.array([len(mel) for mel in mels], np.int32)
-    return {"mel": padded, "frames": lengths, "text": np.array([spelled(word) for word in words], np.int32)}
+    return {"mel": padded, "frames": lengths, "text": np.array([letter_codes(word) for word in words], np.int32)}
 
 
 @functools.cache
@@ -102,14 +102,14 @@ def vocabulary() -> tuple[Utterances, Utterances]:
 def waves() -> tuple[np.ndarray, np.ndarray]:
     """Number words of four voices as waveforms at 8 kHz with standard deviation 1; every fifth word is held out."""
     voices = [v for v in TRAIN_VOICES[:4] for _ in NUMBERS]
-    wave = [x[::2] for x in _spoken(NUMBERS * 4, voices)]
+    wave = [x[::2] for x in _synthesized(NUMBERS * 4, voices)]
     train = [x for i, x in enumerate(wave) if i % 5]
     test = [x for i, x in enumerate(wave) if not i % 5]
     scale = np.concatenate(wave).std()
     return np.concatenate(train) / scale, np.concatenate(test) / scale
 
 
-def errors(logits: np.ndarray, test: Utterances) -> float:
+def character_error_rate(logits: np.ndarray, test: Utterances) -> float:
     """Character error rate of the best path, in percent."""
     best = np.asarray(logits).argmax(-1)
     wrong = 0

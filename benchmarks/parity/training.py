@@ -69,8 +69,7 @@ class Training:
             mpjax.static_loss_scale(inner, 1.0) if policy == "static 1" else mpjax.loss_scale_for(self.policy, inner)
         )
         # with_policy keeps the float32 model's parameters, so only half parameters need their own initialisation.
-        made_by = self.modules if policy == "O2" else family.modules
-        self._init_variables = _initializer(family) if made_by is family.modules else jax.jit(_init(family, made_by))
+        self._init_variables = jax.jit(_init(family, self.modules)) if policy == "O2" else _initializer(family)
         self._init_optimizers = jax.jit(
             lambda variables: {name: self.tx.init(variables[name]["params"]) for name in family.losses}
         )
@@ -104,19 +103,19 @@ class Training:
         variables, optimizers = dict(state["variables"]), dict(state["optimizers"])
         losses = []
         for name in self.family.losses:
-            opt_state, own = optimizers[name], dict(variables[name])
-            params = own.pop("params")
+            opt_state, rest = optimizers[name], dict(variables[name])
+            params = rest.pop("params")
             loss_fn = self.cast(functools.partial(self._loss, name))
             differentiated = mpjax.value_and_grad(loss_fn, opt_state, has_aux=True)
-            (loss, updated), grads = differentiated(params, own, variables, batch)
+            (loss, updated), grads = differentiated(params, rest, variables, batch)
             params, opt_state = mpjax.apply_gradients(self.tx, grads, opt_state, params)
-            own = {**own, **mpjax.keep_if_finite(opt_state, updated, {kind: own[kind] for kind in updated})}
-            variables[name], optimizers[name] = {"params": params, **own}, opt_state
+            rest |= mpjax.keep_if_finite(opt_state, updated, {kind: rest[kind] for kind in updated})
+            variables[name], optimizers[name] = {"params": params, **rest}, opt_state
             losses.append(loss)
         return {"variables": variables, "optimizers": optimizers}, sum(losses[1:], losses[0])
 
-    def _loss(self, name: str, params: Any, own: Any, variables: Any, batch: Batch) -> tuple[jax.Array, Any]:
-        models = Models(self.applies, {**variables, name: {"params": params, **own}})
+    def _loss(self, name: str, params: Any, rest: Any, variables: Any, batch: Batch) -> tuple[jax.Array, Any]:
+        models = Models(self.applies, {**variables, name: {"params": params, **rest}})
         return self.family.losses[name](models, batch)
 
 

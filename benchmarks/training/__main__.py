@@ -21,7 +21,7 @@ from typing import Any
 import jax
 
 from benchmarks import CACHE, RESULTS
-from benchmarks.gpu import MORE_TO_DO
+from benchmarks.gpu import INCOMPLETE
 from benchmarks.models import WORKLOADS
 from perf.environment import versions
 
@@ -40,7 +40,7 @@ VARIED = ("flax_bfloat16", "autocast_bfloat16")
 FITTED = ("float32", "flax_float16", "autocast_float16", "with_policy_float16")
 
 
-def chosen(args: argparse.Namespace) -> list[Cell]:
+def selected_cells(args: argparse.Namespace) -> list[Cell]:
     """The cells that the arguments select; the baselines come first."""
     models = args.only or (QUICK_MODELS if args.quick else tuple(WORKLOADS))
     if args.toy and not args.only:
@@ -73,7 +73,7 @@ def environment_of(cells: list[Cell], toy: bool) -> dict[str, str]:
     return {**env, "JAX_PLATFORMS": "cpu"} if toy or any(cell.torch for cell in cells) else env
 
 
-def work(model: str, cells: list[Cell], args: argparse.Namespace, *options: str) -> Iterator[tuple[str, Any]]:
+def run_worker(model: str, cells: list[Cell], args: argparse.Namespace, *options: str) -> Iterator[tuple[str, Any]]:
     """Runs a worker and yields its rows as they arrive. A cell without a row gets the last line of its error output."""
     torch = any(cell.torch for cell in cells)
     python = args.torch_python if torch else sys.executable
@@ -108,19 +108,19 @@ def is_done(row: dict[str, Any], cell: Cell, largest_batch: bool) -> bool:
     return cell.torch or row["versions"] == versions()
 
 
-def start(args: argparse.Namespace) -> Results:
+def open_results(args: argparse.Namespace) -> Results:
     """The results to add to; measures the matmul peak first, which identifies the machine."""
-    ((_, peak),) = work("matmul_peak", [], args)
+    ((_, peak),) = run_worker("matmul_peak", [], args)
     if "error" in peak:
-        raise SystemExit(f"the matmul peak can not be measured: {peak['error']}")
+        raise SystemExit(f"the matmul peak cannot be measured: {peak['error']}")
     environment = peak.pop("environment")
     on_gpu = environment["platform"] == "gpu"
     if not on_gpu and not args.toy:
-        raise SystemExit("no GPU here: give --toy for tiny models on a CPU, or --dry-run")
+        raise SystemExit("no GPU: use --toy for tiny models on a CPU, or --dry-run")
     results = Results(args.out / ("training_gpu.json" if on_gpu and not args.toy else "training_cpu_toy.json"))
     before = results.content["environment"].get("device", environment["device"])
     if before != environment["device"]:
-        raise SystemExit(f"{results.path} is of {before}, and this is {environment['device']}: give another --out")
+        raise SystemExit(f"{results.path} has results of {before}, not of {environment['device']}: use another --out")
     environment["command"] = "python -m benchmarks.training --full" + " --toy" * args.toy
     results.content |= {"environment": environment, "matmul_peak": peak, "toy": args.toy}
     results.write()
@@ -128,12 +128,15 @@ def start(args: argparse.Namespace) -> Results:
 
 
 def measure_all(cells: list[Cell], results: Results, args: argparse.Namespace, largest_batch: bool = False) -> bool:
-    """Measures the missing cells until the time is up; returns whether all are measured."""
+    """Measures the missing cells until the time limit; returns whether all are measured."""
     todo = [cell for cell in cells if args.again or not is_done(results.row(cell), cell, largest_batch)]
-    longest, begun = 0.0, time.monotonic()
+    longest, start = 0.0, time.monotonic()
     for group in groups(todo, together=args.toy):
-        if args.time_limit and time.monotonic() - args.begun + longest > args.time_limit:
-            print(f"time is up: {len(group)} cells of {group[0].model} and those after it are left", file=sys.stderr)
+        if args.time_limit and time.monotonic() - args.started + longest > args.time_limit:
+            print(
+                f"time limit reached at {group[0].model} {group[0].name}; it and later cells remain",
+                file=sys.stderr,
+            )
             return False
         model = group[0].model
         flops = results.content.setdefault("flops_per_example", {})
@@ -142,12 +145,12 @@ def measure_all(cells: list[Cell], results: Results, args: argparse.Namespace, l
         options = ["--seconds", str(args.seconds)]
         if not group[0].torch:
             options += ["--profile"] * (not args.toy) + ["--largest-batch"] * largest_batch
-        begun = time.monotonic()
-        for name, row in work(model, group, args, *options):
+        start = time.monotonic()
+        for name, row in run_worker(model, group, args, *options):
             results.add(Cell.parse(model, name), row)
             shown = row.get("error") or f"{row.get('milliseconds', row.get('largest_batch'))}"
-            print(f"{time.monotonic() - args.begun:6.0f} s  {model} {name}: {shown}", file=sys.stderr)
-        longest = max(longest, time.monotonic() - begun)
+            print(f"{time.monotonic() - args.started:6.0f} s  {model} {name}: {shown}", file=sys.stderr)
+        longest = max(longest, time.monotonic() - start)
     return True
 
 
@@ -161,7 +164,7 @@ def groups(cells: list[Cell], together: bool) -> list[list[Cell]]:
     return list(by_model.values())
 
 
-def dry(cells: list[Cell], args: argparse.Namespace) -> None:
+def dry_run_cells(cells: list[Cell], args: argparse.Namespace) -> None:
     """Compiles the missing cells for an H200, or lowers them if they cannot be compiled."""
     target = h200()
     # A program from the cache would have no compile time.
@@ -173,65 +176,65 @@ def dry(cells: list[Cell], args: argparse.Namespace) -> None:
         **versions(),
     }
 
-    def each(todo: list[Cell], find: Callable[..., Any], add: Callable[..., None]) -> None:
+    def fill(todo: list[Cell], find: Callable[..., Any], add: Callable[..., None]) -> None:
         for cell in todo:
-            if args.time_limit and time.monotonic() - args.begun > args.time_limit:
-                print(f"time is up before {cell.model} {cell.name}", file=sys.stderr)
+            if args.time_limit and time.monotonic() - args.started > args.time_limit:
+                print(f"time limit reached before {cell.model} {cell.name}", file=sys.stderr)
                 return
             try:
                 row = find(cell, args.toy, target)
             except Exception as error:  # a cell's error is its result
                 row = {"error": shortened(error)}
             add(cell, row)
-            print(f"{time.monotonic() - args.begun:6.0f} s  {cell.model} {cell.name}: {row}", file=sys.stderr)
+            print(f"{time.monotonic() - args.started:6.0f} s  {cell.model} {cell.name}: {row}", file=sys.stderr)
             jax.clear_caches()
 
-    mine = [cell for cell in cells if not cell.torch]
-    todo = [cell for cell in mine if args.again or not is_known(results.row(cell), target)]
-    each(todo, dry_run, results.replace)
+    jax_cells = [cell for cell in cells if not cell.torch]
+    todo = [cell for cell in jax_cells if args.again or not is_known(results.row(cell), target)]
+    fill(todo, dry_run, results.replace)
     if target is None:
-        print(f"The cells were lowered and not compiled: {NO_PLUGIN}.", file=sys.stderr)
+        print(f"The cells were lowered but not compiled: {NO_PLUGIN}.", file=sys.stderr)
     elif args.largest_batch:
-        rows = [(cell, results.row(cell)) for cell in mine if cell.name in FITTED]
+        rows = [(cell, results.row(cell)) for cell in jax_cells if cell.name in FITTED]
         todo = [cell for cell, row in rows if "planned_bytes" in row and (args.again or not row.get("largest_batch"))]
-        each(todo, fitting_batch, results.add)
+        fill(todo, fitting_batch, results.add)
     text = dry_run_table(results.content)
     results.path.with_suffix(".md").write_text(text)
     print(text)
 
 
 def parser() -> argparse.ArgumentParser:
-    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = found.add_argument
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
     add("--quick", action="store_true", help=f"{', '.join(QUICK_MODELS)}: {', '.join(QUICK)}")
     add("--full", action="store_true", help="all models, configurations, PyTorch and variants; the default")
-    add("--only", nargs="+", metavar="MODEL", choices=list(WORKLOADS), help="these models")
-    add("--cells", nargs="+", metavar="CELL", help="CONFIGURATION or CONFIGURATION+VARIANT; all if not given")
-    add("--variants", action="store_true", help=f"variants too: {', '.join(VARIANTS)}")
-    add("--largest-batch", action="store_true", help="find the largest batch that fits, too (some minutes a model)")
-    add("--no-torch", action="store_true", help="leave PyTorch out")
+    add("--only", nargs="+", metavar="MODEL", choices=list(WORKLOADS), help="run only these models")
+    add("--cells", nargs="+", metavar="CELL", help="run only these: CONFIGURATION or CONFIGURATION+VARIANT")
+    add("--variants", action="store_true", help=f"also run the variants: {', '.join(VARIANTS)}")
+    add("--largest-batch", action="store_true", help="also find the largest batch that fits (minutes per model)")
+    add("--no-torch", action="store_true", help="omit PyTorch")
     add("--torch-python", default=sys.executable, help="a Python that has PyTorch, and JAX for the batches")
-    add("--toy", action="store_true", help="tiny models on a CPU; their times say nothing")
+    add("--toy", action="store_true", help="tiny models on a CPU; their times mean nothing")
     add("--dry-run", action="store_true", help="compile for an H200 at full size, without a GPU")
-    add("--again", action="store_true", help="measure what has been measured, too")
-    add("--seconds", type=float, help="of measuring a cell (default: 3; a toy 0.1)")
-    add("--cell-limit", type=int, default=240, help="seconds after which a cell is given up")
-    add("--time-limit", type=float, help="seconds after which no cell is started")
+    add("--again", action="store_true", help="repeat finished measurements")
+    add("--seconds", type=float, help="measuring time of a cell (default: 3; 0.1 with --toy)")
+    add("--cell-limit", type=int, default=240, help="time limit of a cell in seconds")
+    add("--time-limit", type=float, help="start no cell after this many seconds")
     add("--out", type=pathlib.Path, default=RESULTS, help="folder of the results")
-    return found
+    return parser
 
 
 def main() -> None:
     args = parser().parse_args()
     # This process only starts the workers and counts FLOPs from shapes; it leaves the GPU's memory to them.
     jax.config.update("jax_platforms", "cpu")
-    args.begun = time.monotonic()
+    args.started = time.monotonic()
     args.seconds = args.seconds or (0.1 if args.toy else 3.0)
-    cells = chosen(args)
+    cells = selected_cells(args)
     if args.dry_run:
-        dry(cells, args)
+        dry_run_cells(cells, args)
         return
-    results = start(args)
+    results = open_results(args)
     complete = measure_all(cells, results, args)
     if args.largest_batch:
         fitted = [cell for cell in cells if cell.name in FITTED]
@@ -240,7 +243,7 @@ def main() -> None:
     results.path.with_suffix(".md").write_text(text)
     print(text)
     if not complete:
-        raise SystemExit(MORE_TO_DO)
+        raise SystemExit(INCOMPLETE)
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ class Cell:
     def torch(self) -> bool:
         return self.configuration in TORCH
 
-    def how(self) -> Configuration:
+    def settings(self) -> Configuration:
         return CONFIGURATIONS[self.configuration]
 
     def options(self) -> Variant:
@@ -63,14 +63,14 @@ class Cell:
         """The model at the sizes of the cell."""
         workload = WORKLOADS[self.model]
         workload = workload.toy() if toy else workload
-        return workload if self.torch else self.options().change(workload, self.how())
+        return workload if self.torch else self.options().change(workload, self.settings())
 
     def applies(self, flags: bool) -> bool:
         """Whether the cell exists; without `flags`, cells that differ only in compiler options are excluded."""
         if self.torch:
             return True
         options = self.options()
-        return options.applies(WORKLOADS[self.model], self.how()) and (flags or not options.compiler_options)
+        return options.applies(WORKLOADS[self.model], self.settings()) and (flags or not options.compiler_options)
 
 
 class Results:

@@ -38,7 +38,7 @@ def dry_run(cell: Cell, toy: bool, target: Target) -> dict[str, Any]:
         target: The result of `target.h200`; None lowers the step without compiling it.
     """
     start = time.perf_counter()
-    made = training(cell.workload(toy), cell.how())
+    made = training(cell.workload(toy), cell.settings())
     lowered = _lowered(cell, made, target)
     text = lowered.as_text()
     row = {
@@ -78,7 +78,7 @@ def fitting_batch(cell: Cell, toy: bool, target: Target) -> dict[str, Any]:
 
 def _lowered(cell: Cell, made: Training, target: Target) -> Any:
     shapes = made.abstract() if target is None else placed(made.abstract(), target)
-    with cell.how().context():
+    with cell.settings().context():
         return jitted(cell, made).trace(*shapes).lower(lowering_platforms=("cuda",))
 
 

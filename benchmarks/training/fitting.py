@@ -29,7 +29,7 @@ def largest_batch_of(cell: Cell, toy: bool, limit: int, bytes_needed: Callable[[
     sizes = batch_sizes(max(1, workload.batch_size // 8), GROWTH, most=workload.batch_size * 2**12)
     found = largest_batch(
         sizes,
-        lambda size: bytes_needed(training(dataclasses.replace(workload, batch_size=size), cell.how())),
+        lambda size: bytes_needed(training(dataclasses.replace(workload, batch_size=size), cell.settings())),
         limit,
     )
     if found is None:

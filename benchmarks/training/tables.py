@@ -56,7 +56,7 @@ def _line(content: dict[str, Any], model: str, name: str) -> str:
     rows = content["results"][model]
     row, float32 = rows[name], rows.get("float32", {})
     if "error" in row:
-        return f"| {name} | fails: {_plain(row['error'])} |" + " |" * 10
+        return f"| {name} | fails: {_escaped(row['error'])} |" + " |" * 10
     bytes_used = row.get("peak_bytes") or row.get("planned_bytes")
     cells = [
         name,
@@ -79,7 +79,7 @@ def _number(value: float | None, form: str) -> str:
     return "-" if value is None else form.format(value)
 
 
-def _plain(text: str) -> str:
+def _escaped(text: str) -> str:
     return text.replace("|", "/").replace("\n", " ")[:120]
 
 
@@ -124,7 +124,7 @@ def _not_compiled(results: dict[str, dict[str, Row]]) -> list[str]:
         lowered += [f"- {model}: {', '.join(names)}"] if names else []
         for name, row in rows.items():
             if "error" in row:
-                failed.setdefault(_plain(row["error"]), []).append(f"{model} {name}")
+                failed.setdefault(_escaped(row["error"]), []).append(f"{model} {name}")
     lines = ["### Not compiled", ""] if lowered or failed else []
     lines += [_LOWERED, "", *lowered, ""] if lowered else []
     lines += ["Failed:", "", *(f"- {error}: {', '.join(cells)}" for error, cells in failed.items())] if failed else []

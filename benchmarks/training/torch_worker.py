@@ -45,23 +45,23 @@ CONFIGURATIONS = {
 }
 
 
-def make_step(workload: Workload, how: TorchConfiguration) -> Callable[[dict[str, Any]], torch.Tensor]:
+def make_step(workload: Workload, config: TorchConfiguration) -> Callable[[dict[str, Any]], torch.Tensor]:
     """A training step as in PyTorch's AMP examples."""
     model = MODELS[type(workload)]
     module = model.build(workload).to(DEVICE)
-    if model.channels_last and how.half is not None:
+    if model.channels_last and config.half is not None:
         module = module.to(memory_format=torch.channels_last)
     parameters = list(module.parameters())
     fused = {"fused": True} if DEVICE == "cuda" else {}
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(parameters, lr=1e-4, **fused)
     if workload.examples == "images":
         optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9, **fused)
-    scaler = torch.amp.GradScaler(DEVICE, enabled=how.half is torch.float16)
-    compiled = torch.compile(module) if how.compiled else module
+    scaler = torch.amp.GradScaler(DEVICE, enabled=config.half is torch.float16)
+    compiled = torch.compile(module) if config.compiled else module
 
     def step(batch: dict[str, Any]) -> torch.Tensor:
         optimizer.zero_grad(set_to_none=True)
-        casting = torch.autocast(DEVICE, how.half) if how.half is not None else contextlib.nullcontext()
+        casting = torch.autocast(DEVICE, config.half) if config.half is not None else contextlib.nullcontext()
         with casting:
             loss = model.loss(compiled, batch)
         scaler.scale(loss).backward()
@@ -86,12 +86,12 @@ def wait() -> None:
 
 def measure(cell: Cell, toy: bool, seconds: float) -> dict[str, Any]:
     """Runs a cell and returns its results."""
-    how = CONFIGURATIONS[cell.configuration]
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = how.tf32
+    config = CONFIGURATIONS[cell.configuration]
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = config.tf32
     torch.backends.cudnn.benchmark = True
     workload = cell.workload(toy)
     batch = tensors(workload)
-    step = make_step(workload, how)
+    step = make_step(workload, config)
     losses: list[float] = []
 
     def run(steps: int) -> None:
@@ -114,7 +114,7 @@ def measure(cell: Cell, toy: bool, seconds: float) -> dict[str, Any]:
         "milliseconds_spread": [round(min(times) * 1e3, 4), round(max(times) * 1e3, 4)],
         "peak_bytes": torch.cuda.max_memory_allocated() if DEVICE == "cuda" else None,
         "finite_loss": bool(np.isfinite(losses[0])),
-        **({"compile_seconds": round(first - median, 2)} if how.compiled else {}),
+        **({"compile_seconds": round(first - median, 2)} if config.compiled else {}),
     }
 
 

@@ -62,9 +62,9 @@ def kernels(program: HloModule, computation: str) -> list[Kernel]:
     lines = program.computations[computation]
     for line in lines.values():
         if line.opcode == "while":
-            turns = int(line.attribute(r'"known_trip_count":\{"n":"(\d+)"') or 1)
+            iterations = int(line.attribute(r'"known_trip_count":\{"n":"(\d+)"') or 1)
             body = kernels(program, line.attribute(r"\bbody=%?([\w.\-]+)"))
-            found += [dataclasses.replace(kernel, times=turns * kernel.times) for kernel in body]
+            found += [dataclasses.replace(kernel, times=iterations * kernel.times) for kernel in body]
         elif line.opcode in ("conditional", "call"):
             found += max((kernels(program, name) for name in line.called), key=bytes_of)
         elif line.opcode not in _NO_KERNEL and not line.opcode.endswith("-done"):
@@ -92,13 +92,13 @@ def _bytes(program: HloModule, siblings: Mapping[str, Line], line: Line) -> int:
 
 def _in_place(lines: Mapping[str, Line], result: Line, sources: list[Line]) -> Line | None:
     """The operand that updates part of a source in the source's own buffer."""
-    update = _behind_bitcasts(lines, result)
-    if update.opcode in _UPDATES and _behind_bitcasts(lines, lines[update.operands[0]]) in sources:
+    update = _through_bitcasts(lines, result)
+    if update.opcode in _UPDATES and _through_bitcasts(lines, lines[update.operands[0]]) in sources:
         return update
     return None
 
 
-def _behind_bitcasts(lines: Mapping[str, Line], line: Line) -> Line:
+def _through_bitcasts(lines: Mapping[str, Line], line: Line) -> Line:
     while line.opcode == "bitcast" and line.operands[0] in lines:
         line = lines[line.operands[0]]
     return line

@@ -49,19 +49,19 @@ VARIANTS = {
         needs_half=True,
     ),
     "remat": Variant(
-        "blocks computed again in the backward pass: less memory for more FLOPs", _set(remat=True), frozenset({"remat"})
+        "blocks recomputed in the backward pass: less memory for more FLOPs", _set(remat=True), frozenset({"remat"})
     ),
-    "unroll": Variant("eight steps of a recurrence in one turn of the loop", _set(unroll=8), frozenset({"unroll"})),
+    "unroll": Variant("eight steps of a recurrence in one loop iteration", _set(unroll=8), frozenset({"unroll"})),
     "double_batch": Variant(
         "the memory that half precision saves, spent on a batch twice the size",
         lambda workload, configuration: dataclasses.replace(workload, batch_size=2 * workload.batch_size),
         needs_half=True,
     ),
     "auto_layout": Variant(
-        "parameters and state as matmuls and convolutions want them: no transposes", auto_layout=True
+        "parameters and state in the layouts of matmuls and convolutions: no transposes", auto_layout=True
     ),
     "triton_gemm_any": Variant(
-        "matmuls of any shape as Triton kernels, fused with what surrounds them",
+        "matmuls of any shape as Triton kernels, fused with the operations around them",
         compiler_options={"xla_gpu_triton_gemm_any": True},
     ),
     "latency_hiding": Variant(

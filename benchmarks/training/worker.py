@@ -62,9 +62,9 @@ def cache_hits() -> Iterator[list[str]]:
 
 def measure(cell: Cell, toy: bool, seconds: float, profile: bool) -> dict[str, Any]:
     """Runs a cell and returns its results."""
-    made = training(cell.workload(toy), cell.how())
+    made = training(cell.workload(toy), cell.settings())
     step = jitted(cell, made)
-    with cell.how().context():
+    with cell.settings().context():
         start = time.perf_counter()
         lowered = step.lower(*made.abstract())
         traced = time.perf_counter()
@@ -99,7 +99,7 @@ def measure(cell: Cell, toy: bool, seconds: float, profile: bool) -> dict[str, A
     if profile:
         profiled = jitted(cell, made, like=compiled) if cell.options().auto_layout else step
         try:
-            with cell.how().context():
+            with cell.settings().context():
                 row["tensor_core_share"] = mpjax.profile(profiled, carry, batch, steps=3, carry=1).tensor_core_share
         except Exception as error:
             row["profile_error"] = shortened(error)
@@ -114,7 +114,7 @@ def fitting_batch(cell: Cell, toy: bool) -> dict[str, Any]:
 
     def bytes_needed(made: Training) -> int:
         # Autotuning takes long and changes a step's speed, not its memory.
-        with cell.how().context():
+        with cell.settings().context():
             compiled = jitted(cell, made, xla_gpu_autotune_level=0).lower(*made.abstract()).compile()
         needed = program_bytes(compiled)
         if needed <= limit:  # according to the plan; the device can still run out of memory

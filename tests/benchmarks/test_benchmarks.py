@@ -181,11 +181,11 @@ def test_gpu_run_goes_on_with_what_is_not_done(tmp_path, monkeypatch):
         short = gpu.Step("short", ("ends_with", "0"), 0, 60, writes=False)
         return short, dataclasses.replace(short, name="long", arguments=("ends_with", str(status)))
 
-    assert gpu.go_on(steps(gpu.MORE_TO_DO), tmp_path, budget=60) == {"short": "done", "long": "more to do"}
-    assert gpu.go_on(steps(2), tmp_path, budget=60) == {"short": "done", "long": "failed with exit status 2"}
-    assert gpu.go_on(steps(0), tmp_path, budget=60) == {"short": "done", "long": "done"}
-    last = dataclasses.replace(steps(0)[0], name="last", least=100)
-    assert gpu.go_on((last,), tmp_path, budget=60) == {"last": "not begun"}
+    assert gpu.run_steps(steps(gpu.INCOMPLETE), tmp_path, budget=60) == {"short": "done", "long": "incomplete"}
+    assert gpu.run_steps(steps(2), tmp_path, budget=60) == {"short": "done", "long": "failed with exit status 2"}
+    assert gpu.run_steps(steps(0), tmp_path, budget=60) == {"short": "done", "long": "done"}
+    last = dataclasses.replace(steps(0)[0], name="last", min_seconds=100)
+    assert gpu.run_steps((last,), tmp_path, budget=60) == {"last": "not started"}
 
 
 @pytest.fixture
@@ -237,7 +237,7 @@ def test_goals_take_the_worst_that_was_measured_and_say_what_is_owed(folder):
     peak = found["of the measured matmul peak", "gpt2_medium"]
     assert (peak.measured, peak.holds) == (0.4, False)
     assert found["times the speed of float32", "resnet50"].holds is None
-    assert goals.NO_FIGURE in goals.table(list(found.values()))
+    assert goals.PENDING in goals.table(list(found.values()))
 
 
 def test_a_plan_is_no_measurement(folder):
@@ -248,7 +248,7 @@ def test_a_plan_is_no_measurement(folder):
     measured, planned = found["gpt2_medium"], found["resnet50"]
     assert (measured.measured, measured.planned) == (0.5, None)
     assert (planned.measured, planned.planned, planned.holds) == (None, 0.58, None)
-    row = f"| peak memory of float32's | resnet50 | at most 0.6 | {goals.NO_FIGURE} |  | 0.580 |"
+    row = f"| peak memory of float32's | resnet50 | at most 0.6 | {goals.PENDING} |  | 0.580 |"
     assert row in goals.table(list(found.values()))
     assert "planned_memory.png" not in report.plot_all(folder)
     (folder / "training_gpu.json").unlink()

@@ -9,7 +9,7 @@ import mpjax
 from benchmarks import foreign, fuzz
 from testing.random_programs import Case, Failure, Rejected, check, properties
 from testing.random_programs.evaluate import evaluate
-from testing.random_programs.reduction import reduced
+from testing.random_programs.reduction import shrink
 
 ROWS_BY_MATRIX = """
 def program(w, x, b, s, n):
@@ -60,7 +60,7 @@ def test_what_is_wrong_is_found(monkeypatch, wrong, property):
 
 
 def test_reduction_keeps_what_fails():
-    smallest = reduced(Case(ROWS_BY_MATRIX, "outside_grad", rules="full"), lambda case: "x @ w" in case.source)
+    smallest = shrink(Case(ROWS_BY_MATRIX, "outside_grad", rules="full"), lambda case: "x @ w" in case.source)
     assert (smallest.transform, smallest.rules) == ("value", "default")
     assert "x @ w" in smallest.source
     assert "sin" not in smallest.source
@@ -116,9 +116,9 @@ def test_looks_at_values(): jax.grad(lambda x: x if x > 0 else -x)(jnp.float32(1
 def test_fails(): assert False
 """)
     foreign.main(["--tests", str(tmp_path)])
-    found, limits = capsys.readouterr().out.split("Fail in jax.jit too:")
-    assert "4 ran wrapped, 3 failed, 2 not plainly, 1 of them in jax.jit too" in found
-    assert "1 tests pass wrapped; 1 fail only under autocast" in found
+    found, limits = capsys.readouterr().out.split("Also fail in jax.jit:")
+    assert "4 ran under autocast, 3 failed; of these 2 pass without autocast, and 1 of those fail in jax.jit" in found
+    assert "1 tests pass under autocast; 1 fail only under autocast" in found
     assert "test_only_plainly" in found
     assert foreign.CONTROL_FLOW in limits
     assert "test_looks_at_values" in limits

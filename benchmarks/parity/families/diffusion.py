@@ -1,4 +1,4 @@
-"""Denoising diffusion (Ho et al., 2020; a U-Net that is told the noise level) of handwritten digits."""
+"""Denoising diffusion (Ho et al., 2020; a U-Net conditioned on the noise level) of handwritten digits."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from benchmarks.parity.corpora import PAD, SYMBOLS, held_out, numerals, whole_sequences
+from benchmarks.parity.corpora import PAD, SYMBOLS, held_out, numerals, sequence_accuracy
 from benchmarks.parity.families.transformer import loss, translate
 from benchmarks.parity.family import MODEL, Family, adam
 
@@ -42,7 +42,7 @@ FAMILY = Family(
     batch=lambda rng: numerals(rng, 64),
     test=lambda: held_out("numerals"),
     predict=translate,
-    score=whole_sequences,
+    score=sequence_accuracy,
     optimizer=adam(1e-2, STEPS, clip=1.0),
     steps=STEPS,
 )

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from benchmarks.parity.family import MODEL, Batch, Family, Models, adam, draw
-from benchmarks.parity.speech import SYMBOLS, errors, speakers
+from benchmarks.parity.speech import SYMBOLS, character_error_rate, speakers
 
 STEPS, WIDTH = 200, 48
 
@@ -54,7 +54,7 @@ FAMILY = Family(
     batch=lambda rng: draw(rng, speakers()[0], 24),
     test=lambda: speakers()[1],
     predict=lambda models, test: models(test["mel"], train=False),
-    score=errors,
+    score=character_error_rate,
     optimizer=adam(3e-3, STEPS, clip=5.0),
     steps=STEPS,
 )

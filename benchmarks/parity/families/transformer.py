@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from benchmarks.parity.corpora import PAD, START, SYMBOLS, dates, held_out, whole_sequences
+from benchmarks.parity.corpora import PAD, START, SYMBOLS, dates, held_out, sequence_accuracy
 from benchmarks.parity.family import MODEL, Batch, Family, Models, adam
 
 STEPS, WIDTH = 300, 64
@@ -72,7 +72,7 @@ FAMILY = Family(
     batch=batch,
     test=lambda: held_out("dates"),
     predict=translate,
-    score=whole_sequences,
+    score=sequence_accuracy,
     optimizer=adam(3e-3, STEPS, clip=1.0),
     steps=STEPS,
 )
