@@ -35,7 +35,7 @@ def memory_limit(gibibytes: float | None) -> tuple[int, str]:
     limit = device_bytes()
     if limit is not None:
         return limit, jax.local_devices()[0].device_kind
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "all of this machine's"
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "the machine's total"
 
 
 def is_out_of_memory(error: Exception) -> bool:
@@ -96,12 +96,12 @@ def largest_batch(sizes: Sequence[int], bytes_needed: Callable[[int], int], limi
             largest = guess
         else:
             too_large = guess
-        by_line = attempts % 4 and len(known) > 1
-        guess = _where_line_reaches(sizes, known, limit) if by_line else (largest + too_large) // 2
+        extrapolate = attempts % 4 and len(known) > 1
+        guess = _extrapolated_index(sizes, known, limit) if extrapolate else (largest + too_large) // 2
     return sizes[largest]
 
 
-def _where_line_reaches(sizes: Sequence[int], known: dict[int, int], limit: int) -> int:
+def _extrapolated_index(sizes: Sequence[int], known: dict[int, int], limit: int) -> int:
     """The last index at which the line through the two largest known sizes is within the limit."""
     left, right = sorted(known)[-2:]
     slope = max(1.0, (known[right] - known[left]) / (sizes[right] - sizes[left]))

@@ -11,7 +11,7 @@ import jax
 from .environment import environment, versions
 
 # Options that select the output folder or the parts to run; they do not affect results.
-_PARTS = {
+_UNRECORDED_OPTIONS = {
     "--out": 1,
     "--runs": 1,
     "--programs": None,
@@ -29,7 +29,7 @@ def save(name: str, results: Any, folder: pathlib.Path) -> pathlib.Path:
     """Writes the results and the environment to `NAME_PLATFORM.json` in the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     path = _path(name, folder)
-    content = {"environment": environment(without=_PARTS), "results": results}
+    content = {"environment": environment(without=_UNRECORDED_OPTIONS), "results": results}
     path.write_text(json.dumps(content, indent=2) + "\n")
     return path
 

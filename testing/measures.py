@@ -94,14 +94,11 @@ def matmuls(fun: Any, *args: Any) -> list[Equation]:
 
 def matmuls_of(jaxpr: Any) -> list[Equation]:
     """`matmuls` of a jaxpr."""
-    return [
-        e
-        for e in equations(jaxpr)
-        if e.name in MATMULS and all(jnp.issubdtype(d, jnp.floating) for d in e.in_dtypes) and not is_a_sum(e.eqn)
-    ]
+    found = (e for e in equations(jaxpr) if e.name in MATMULS and not is_inner_product(e.eqn))
+    return [e for e in found if all(jnp.issubdtype(d, jnp.floating) for d in e.in_dtypes)]
 
 
-def is_a_sum(eqn: Any) -> bool:
+def is_inner_product(eqn: Any) -> bool:
     """Whether a matmul only consists of inner products, or is their derivative (products without a sum)."""
     if eqn.primitive.name != "dot_general":
         return False
@@ -118,7 +115,7 @@ def half_share(fun: Any, *args: Any) -> float:
 def half_share_of(jaxpr: Any) -> float:
     """`half_share` of a jaxpr."""
     found = matmuls_of(jaxpr)
-    assert found, "the program has no matmul or convolution: the share would say nothing"
+    assert found, "the program has no matmul or convolution, so the share is undefined"
     total = sum(e.flops for e in found)
     return sum(e.flops for e in found if set(e.in_dtypes) <= HALF) / total
 
@@ -130,10 +127,10 @@ def risky_in_half(fun: Any, *args: Any) -> list[Equation]:
 
 def risky_of(jaxpr: Any) -> list[Equation]:
     """`risky_in_half` of a jaxpr."""
-    return [e for e in equations(jaxpr) if e.name in RISKY and HALF & set(e.in_dtypes) and not _of_one(e)]
+    return [e for e in equations(jaxpr) if e.name in RISKY and HALF & set(e.in_dtypes) and not _sums_single_elements(e)]
 
 
-def _of_one(equation: Equation) -> bool:
+def _sums_single_elements(equation: Equation) -> bool:
     """Whether each sum of a reduction has one element: JAX drops axes of length 1 with a sum."""
     operand, result = equation.eqn.invars[0].aval, equation.eqn.outvars[0].aval
     return equation.name == "reduce_sum" and operand.size == result.size
@@ -148,8 +145,8 @@ def casts_of(jaxpr: Any) -> int:
     """`casts` of a jaxpr."""
 
     def is_cast(eqn: Any) -> bool:
-        pair = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
-        return pair[0] != pair[1] and all(jnp.issubdtype(d, jnp.floating) for d in pair)
+        dtypes = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
+        return dtypes[0] != dtypes[1] and all(jnp.issubdtype(d, jnp.floating) for d in dtypes)
 
     return sum(e.times for e in equations(jaxpr) if e.name == "convert_element_type" and is_cast(e.eqn))
 

@@ -30,7 +30,7 @@ PARAMETERS = (("w", Type.MATRIX), ("x", Type.ROWS), ("b", Type.VECTOR), ("s", Ty
 def arguments() -> tuple[Any, ...]:
     """The arguments of programs; the last is an integer."""
     rng = np.random.default_rng(0)
-    floats = (rng.normal(size=of.value).astype(np.float32) * 0.8 for _, of in PARAMETERS)
+    floats = (rng.normal(size=type_.value).astype(np.float32) * 0.8 for _, type_ in PARAMETERS)
     return (*(jnp.asarray(x) for x in floats), jnp.int32(1))
 
 
@@ -62,7 +62,7 @@ def _batched(fun: Function) -> Function:
     return call
 
 
-def _pushed(fun: Function) -> Function:
+def _directional(fun: Function) -> Function:
     def call(w: Any, x: Any, b: Any, s: Any, n: Any) -> Any:
         return jax.jvp(lambda w, x: fun(w, x, b, s, n), (w, x), (jnp.ones_like(w), 0.5 * x))
 
@@ -77,8 +77,8 @@ TRANSFORMS: dict[str, Callable[[Function, Function], Function]] = {
     "outside_grad": lambda f, cast: cast(_gradient(_loss(f))),
     "grad_of_jit": lambda f, cast: _gradient(jax.jit(cast(_loss(f)))),
     "jit_inside": lambda f, cast: cast(jax.jit(f)),
-    "jvp": lambda f, cast: _pushed(cast(f)),
-    "outside_jvp": lambda f, cast: cast(_pushed(f)),
+    "jvp": lambda f, cast: _directional(cast(f)),
+    "outside_jvp": lambda f, cast: cast(_directional(f)),
     "vmap": lambda f, cast: _batched(cast(f)),
     "vmap_of_grad": lambda f, cast: _batched(_gradient(cast(_loss(f)))),
     "outside_vmap_of_grad": lambda f, cast: cast(_batched(_gradient(_loss(f)))),
@@ -142,7 +142,7 @@ def _case(index: Index, dtype: str | None) -> Case:
     rules = ("default", "default", "default", "full", "conservative", "half")[index(6)]
     dtype = dtype or ("float16", "bfloat16")[index(2)]
     writer = Writer(index, transform in REVERSE, transform in FORWARD, budget=(4, 6, 8, 12)[index(4)])
-    scope = Scope([(name, of) for name, of in reversed(PARAMETERS)], 0, [])
+    scope = Scope([(name, type_) for name, type_ in reversed(PARAMETERS)], 0, [])
     outs = writer.body(scope)
     lines = ["def program(w, x, b, s, n):", *scope.lines]
     lines.append(f"    return {', '.join(name for name, _ in outs)}{',' if len(outs) == 1 else ''}")

@@ -47,7 +47,7 @@ def as_typed(x: Array, dtype: Any) -> Array:
 
 
 @functools.cache
-def _coarser(dtype: Any, half: Any) -> Any:
+def _coarser_limits(dtype: Any, half: Any) -> Any:
     """The limits of a dtype if it is a coarser float than half, otherwise those of half."""
     limits = jnp.finfo(half)
     return jnp.finfo(dtype) if is_float(dtype) and jnp.finfo(dtype).nmant < limits.nmant else limits
@@ -60,7 +60,7 @@ def rounded(half: Any, rng: np.random.Generator) -> Store:
     """
 
     def store(x: Array, dtype: Any) -> Array:
-        limits = _coarser(dtype, half)
+        limits = _coarser_limits(dtype, half)
         with np.errstate(all="ignore"):
             _, exponent = np.frexp(x)
             quantum = np.maximum(np.ldexp(1.0, exponent - limits.nmant - 1), float(limits.smallest_subnormal))
@@ -70,20 +70,20 @@ def rounded(half: Any, rng: np.random.Generator) -> Store:
     return store
 
 
-def evaluate(closed: Any, args: Sequence[Any], store: Store = exact, given: Store | None = None) -> list[Array]:
+def evaluate(closed: Any, args: Sequence[Any], store: Store = exact, store_inputs: Store | None = None) -> list[Array]:
     """The results of a closed jaxpr: floats as float64, cheap keys as uint32, other keys as JAX arrays.
 
     Args:
         closed: The jaxpr.
         args: Its arguments.
         store: How each result is stored.
-        given: How arguments and constants are stored; by default like results.
+        store_inputs: How arguments and constants are stored; by default like results.
 
     Raises:
         Unsupported: The evaluator does not support an equation.
     """
     jaxpr, consts = closed.jaxpr, closed.consts
-    machine = _Machine(store, 1, given or store)
+    machine = _Machine(store, 1, store_inputs or store)
     ins = [machine.load(v, x) for v, x in zip(jaxpr.invars, args, strict=True)]
     with np.errstate(all="ignore"):
         outs = machine.run(jaxpr, [machine.load(v, c) for v, c in zip(jaxpr.constvars, consts, strict=True)], ins)
@@ -139,8 +139,8 @@ def _is_key(aval: Any) -> bool:
 class _Machine:
     """Evaluates equations on several devices in lockstep."""
 
-    def __init__(self, store: Store, devices: int, given: Store):
-        self.store, self.devices, self.given = store, devices, given
+    def __init__(self, store: Store, devices: int, store_inputs: Store):
+        self.store, self.devices, self.store_inputs = store, devices, store_inputs
 
     def load(self, v: Any, x: Any) -> Replicas:
         """A constant or an argument, on every device."""
@@ -148,7 +148,7 @@ class _Machine:
             return [_numbers(x) if isinstance(x, jax.Array) else x] * self.devices
         array = np.asarray(x)
         if is_float(v.aval.dtype):
-            array = self.given(array.astype(np.float64), v.aval.dtype)
+            array = self.store_inputs(array.astype(np.float64), v.aval.dtype)
         return [array] * self.devices
 
     def run(self, jaxpr: Any, consts: Sequence[Replicas], args: Sequence[Replicas]) -> list[Replicas]:
@@ -164,7 +164,7 @@ class _Machine:
             env.update(zip(eqn.outvars, outs, strict=True))
         return [read(v) for v in jaxpr.outvars]
 
-    def closed(self, jaxpr: Any, args: Sequence[Replicas]) -> list[Replicas]:
+    def run_closed(self, jaxpr: Any, args: Sequence[Replicas]) -> list[Replicas]:
         inner, consts = _open(jaxpr)
         return self.run(inner, [self.load(v, c) for v, c in zip(inner.constvars, consts, strict=True)], args)
 
@@ -173,11 +173,11 @@ class _Machine:
         if name in _HIGHER:
             return _HIGHER[name](self, eqn, args)
         if name in _COLLECTIVES:
-            return [self.stored(eqn, 0, out) for out in _COLLECTIVES[name](self, eqn, args)]
+            return [self.store_output(eqn, 0, out) for out in _COLLECTIVES[name](self, eqn, args)]
         rows = [_apply(eqn, [arg[d] for arg in args]) for d in range(self.devices)]
-        return [self.stored(eqn, i, [row[i] for row in rows]) for i in range(len(eqn.outvars))]
+        return [self.store_output(eqn, i, [row[i] for row in rows]) for i in range(len(eqn.outvars))]
 
-    def stored(self, eqn: Any, i: int, outs: Replicas) -> Replicas:
+    def store_output(self, eqn: Any, i: int, outs: Replicas) -> Replicas:
         aval = eqn.outvars[i].aval
         if _is_key(aval):
             return outs
@@ -185,7 +185,7 @@ class _Machine:
             return [self.store(np.asarray(out, np.float64), aval.dtype) for out in outs]
         return [np.asarray(out).astype(aval.dtype) for out in outs]
 
-    def same(self, x: Replicas) -> Array:
+    def same_on_all_devices(self, x: Replicas) -> Array:
         """A value that must be equal on all devices, such as a loop's condition."""
         if any(not np.array_equal(x[0], other) for other in x[1:]):
             raise Unsupported("devices disagree about a branch")
@@ -198,12 +198,12 @@ class _Machine:
 def _call(machine: _Machine, eqn: Any, args: list[Replicas]) -> list[Replicas]:
     for key in ("jaxpr", "call_jaxpr", "fun_jaxpr", "call"):
         if key in eqn.params:
-            return machine.closed(eqn.params[key], args)
+            return machine.run_closed(eqn.params[key], args)
     raise Unsupported(eqn.primitive.name)
 
 
 def _custom(machine: _Machine, eqn: Any, args: list[Replicas]) -> list[Replicas]:
-    return machine.closed(eqn.params.get("call_jaxpr") or eqn.params["fun_jaxpr"], args)
+    return machine.run_closed(eqn.params.get("call_jaxpr") or eqn.params["fun_jaxpr"], args)
 
 
 def _scan_split(params: dict[str, Any]) -> tuple[int, int]:
@@ -217,11 +217,11 @@ def _scan(machine: _Machine, eqn: Any, args: list[Replicas]) -> list[Replicas]:
     params = eqn.params
     first, count = _scan_split(params)
     consts, carry, xs = args[:first], args[first : first + count], args[first + count :]
-    carry = [machine.stored(eqn, i, x) for i, x in enumerate(carry)]  # in the dtype of the body's result
+    carry = [machine.store_output(eqn, i, x) for i, x in enumerate(carry)]  # in the dtype of the body's result
     steps: list[list[Replicas]] = []
     order = range(params["length"])
     for t in reversed(order) if params["reverse"] else order:
-        outs = machine.closed(params["jaxpr"], [*consts, *carry, *([x[t] for x in each] for each in xs)])
+        outs = machine.run_closed(params["jaxpr"], [*consts, *carry, *([x[t] for x in each] for each in xs)])
         carry = outs[:count]
         steps.append(outs[count:])
     if params["reverse"]:
@@ -229,7 +229,7 @@ def _scan(machine: _Machine, eqn: Any, args: list[Replicas]) -> list[Replicas]:
     avals = [v.aval for v in eqn.outvars[count:]]
     ys = [
         [
-            np.stack([step[i][d] for step in steps]) if steps else np.zeros(aval.shape, _held(aval.dtype))
+            np.stack([step[i][d] for step in steps]) if steps else np.zeros(aval.shape, _evaluation_dtype(aval.dtype))
             for d in range(machine.devices)
         ]
         for i, aval in enumerate(avals)
@@ -237,7 +237,7 @@ def _scan(machine: _Machine, eqn: Any, args: list[Replicas]) -> list[Replicas]:
     return [*carry, *ys]
 
 
-def _held(dtype: Any) -> Any:
+def _evaluation_dtype(dtype: Any) -> Any:
     return np.float64 if is_float(dtype) else dtype
 
 
@@ -246,35 +246,31 @@ def _while(machine: _Machine, eqn: Any, args: list[Replicas]) -> list[Replicas]:
     split = params["cond_nconsts"]
     test, rest = args[:split], args[split:]
     consts, carry = rest[: params["body_nconsts"]], rest[params["body_nconsts"] :]
-    carry = [machine.stored(eqn, i, x) for i, x in enumerate(carry)]
+    carry = [machine.store_output(eqn, i, x) for i, x in enumerate(carry)]
     for _ in range(100):
-        (going,) = machine.closed(params["cond_jaxpr"], [*test, *carry])
-        going = [np.asarray(g) for g in going]
-        if not any(g.any() for g in going):
+        (active,) = machine.run_closed(params["cond_jaxpr"], [*test, *carry])
+        active = [np.asarray(g) for g in active]
+        if not any(g.any() for g in active):
             return carry
-        new = machine.closed(params["body_jaxpr"], [*consts, *carry])
-        if going[0].ndim:  # batched: finished elements keep their carry
+        new = machine.run_closed(params["body_jaxpr"], [*consts, *carry])
+        if active[0].ndim:  # batched: finished elements keep their carry
             new = [
-                [
-                    np.where(g.reshape(g.shape + (1,) * (n.ndim - g.ndim)), n, o)
-                    for g, n, o in zip(going, a, b, strict=True)
-                ]
-                for a, b in zip(new, carry, strict=True)
+                [_masked(*values) for values in zip(active, a, b, strict=True)] for a, b in zip(new, carry, strict=True)
             ]
         else:
-            machine.same(going)
+            machine.same_on_all_devices(active)
         carry = new
-    raise Unsupported("a loop without an end")
+    raise Unsupported("a loop with more than 100 iterations")
 
 
-def _masked(going: Array, new: Array, old: Array) -> Array:
-    return np.where(going.reshape(going.shape + (1,) * (new.ndim - going.ndim)), new, old)
+def _masked(active: Array, new: Array, old: Array) -> Array:
+    return np.where(active.reshape(active.shape + (1,) * (new.ndim - active.ndim)), new, old)
 
 
 def _cond(machine: _Machine, eqn: Any, args: list[Replicas]) -> list[Replicas]:
     branches = eqn.params["branches"]
-    index = int(np.clip(machine.same(args[0]), 0, len(branches) - 1))
-    return machine.closed(branches[index], args[1:])
+    index = int(np.clip(machine.same_on_all_devices(args[0]), 0, len(branches) - 1))
+    return machine.run_closed(branches[index], args[1:])
 
 
 def _shard_map(machine: _Machine, eqn: Any, args: list[Replicas]) -> list[Replicas]:
@@ -282,7 +278,7 @@ def _shard_map(machine: _Machine, eqn: Any, args: list[Replicas]) -> list[Replic
         raise Unsupported("shard_map in shard_map")
     params = eqn.params
     ((_, size),) = params["mesh"].shape.items()
-    inner = _Machine(machine.store, size, machine.given)
+    inner = _Machine(machine.store, size, machine.store_inputs)
 
     def axis_of(spec: Any) -> int | None:
         found = [i for i, part in enumerate(spec) if part]
@@ -292,7 +288,7 @@ def _shard_map(machine: _Machine, eqn: Any, args: list[Replicas]) -> list[Replic
     for spec, (x,) in zip(params["in_specs"], args, strict=True):
         axis = axis_of(spec)
         parts.append([x] * size if axis is None else np.split(x, size, axis))
-    outs = inner.closed(params["jaxpr"], parts)
+    outs = inner.run_closed(params["jaxpr"], parts)
     whole = []
     for spec, out in zip(params["out_specs"], outs, strict=True):
         axis = axis_of(spec)
@@ -306,7 +302,7 @@ def _linear_solve(machine: _Machine, eqn: Any, args: list[Replicas]) -> list[Rep
         sizes = list(lengths)
         start = sum(sizes[:2])
         consts, operands = args[start : start + sizes[2]], args[sum(sizes) :]
-        return machine.closed(eqn.params["jaxprs"].solve, [*consts, *operands])
+        return machine.run_closed(eqn.params["jaxprs"].solve, [*consts, *operands])
     raise Unsupported("custom_linear_solve")
 
 
@@ -322,7 +318,7 @@ _HIGHER: dict[str, Callable[[_Machine, Any, list[Replicas]], list[Replicas]]] = 
 }
 
 
-def _reduced(combine: Any) -> Any:
+def _reduction(combine: Any) -> Any:
     def collective(machine: _Machine, eqn: Any, args: list[Replicas]) -> list[Replicas]:
         axes = tuple(axis for axis in eqn.params["axes"] if isinstance(axis, int))
         if axes:  # vmap replaced the axis name by its number
@@ -332,7 +328,7 @@ def _reduced(combine: Any) -> Any:
     return collective
 
 
-def _same(machine: _Machine, eqn: Any, args: list[Replicas]) -> list[Replicas]:
+def _unchanged(machine: _Machine, eqn: Any, args: list[Replicas]) -> list[Replicas]:
     return args
 
 
@@ -341,10 +337,10 @@ def _index(machine: _Machine, eqn: Any, args: list[Replicas]) -> list[Replicas]:
 
 
 _COLLECTIVES = {
-    **dict.fromkeys(("psum", "psum2", "psum_invariant"), _reduced(np.sum)),
-    "pmax": _reduced(np.max),
-    "pmin": _reduced(np.min),
-    **dict.fromkeys(("pvary", "pbroadcast", "pcast"), _same),
+    **dict.fromkeys(("psum", "psum2", "psum_invariant"), _reduction(np.sum)),
+    "pmax": _reduction(np.max),
+    "pmin": _reduction(np.min),
+    **dict.fromkeys(("pvary", "pbroadcast", "pcast"), _unchanged),
     "axis_index": _index,
 }
 
@@ -360,14 +356,14 @@ def _apply(eqn: Any, args: list[Array]) -> list[Any]:
     if name in ("pure_callback", "io_callback", "debug_callback"):
         raise Unsupported(name)
     if name in _RANDOM:
-        return _by_jax(eqn, args) if isinstance(args[0], jax.Array) else [_RANDOM[name](eqn, *args)]
+        return _evaluated_with_jax(eqn, args) if isinstance(args[0], jax.Array) else [_RANDOM[name](eqn, *args)]
     out = _RULES[name](eqn, *args) if name in _RULES else None
     if out is None:
-        return _by_jax(eqn, args)
+        return _evaluated_with_jax(eqn, args)
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
-def _by_jax(eqn: Any, args: list[Array]) -> list[Any]:
+def _evaluated_with_jax(eqn: Any, args: list[Array]) -> list[Any]:
     """Evaluates an operation with JAX in float64, or in the program's dtype if the operation fixes one.
 
     Scatters fix the dtype of their sum, and bit casts their operand's.
@@ -398,7 +394,7 @@ def _numbers(x: Any) -> Any:
 
 
 def _scatter_add(eqn: Any, *args: Array) -> Array | None:
-    """A scatter-add in float32 or wider; in half its rounding depends on the dtype, so `_by_jax` evaluates it."""
+    """A scatter-add in float32 or wider; in half its rounding depends on the dtype, so JAX evaluates it."""
     aval = eqn.outvars[0].aval
     wide = is_float(aval.dtype) and aval.dtype.itemsize >= 4
     return numpy_rules.scatter_add(eqn, *args) if wide else None
@@ -429,7 +425,7 @@ def _broadcast_in_dim(eqn: Any, x: Array, *_: Any) -> Array:
 
 def _convert(eqn: Any, x: Array) -> Array:
     new = eqn.params["new_dtype"]
-    return x if is_float(new) and is_float(eqn.invars[0].aval.dtype) else x.astype(_held(new))
+    return x if is_float(new) and is_float(eqn.invars[0].aval.dtype) else x.astype(_evaluation_dtype(new))
 
 
 def _cumulative(fun: Any) -> Any:
@@ -453,7 +449,7 @@ def _slice(eqn: Any, x: Array) -> Array:
     return x[tuple(slice(a, b, c) for a, b, c in zip(p["start_indices"], p["limit_indices"], steps, strict=True))]
 
 
-def _starts(x: Array, sizes: Sequence[int], starts: Sequence[Any]) -> tuple[slice, ...]:
+def _window(x: Array, sizes: Sequence[int], starts: Sequence[Any]) -> tuple[slice, ...]:
     found = []
     for length, size, start in zip(x.shape, sizes, starts, strict=True):
         begin = int(np.clip(int(start), 0, length - size))
@@ -462,19 +458,19 @@ def _starts(x: Array, sizes: Sequence[int], starts: Sequence[Any]) -> tuple[slic
 
 
 def _dynamic_slice(eqn: Any, x: Array, *starts: Any) -> Array:
-    return x[_starts(x, eqn.params["slice_sizes"], starts)]
+    return x[_window(x, eqn.params["slice_sizes"], starts)]
 
 
 def _dynamic_update_slice(eqn: Any, x: Array, update: Array, *starts: Any) -> Array:
     out = np.array(x)
-    out[_starts(x, update.shape, starts)] = update
+    out[_window(x, update.shape, starts)] = update
     return out
 
 
 def _pad(eqn: Any, x: Array, value: Array) -> Array:
     config = eqn.params["padding_config"]
     if any(low < 0 or high < 0 for low, high, _ in config):
-        return np.asarray(_by_jax(eqn, [x, value])[0])
+        return np.asarray(_evaluated_with_jax(eqn, [x, value])[0])
     sizes = [n + max(n - 1, 0) * inner for n, (_, _, inner) in zip(x.shape, config, strict=True)]
     out = np.full([low + n + high for n, (low, high, _) in zip(sizes, config, strict=True)], value, x.dtype)
     where = (slice(low, low + n, inner + 1) for n, (low, _, inner) in zip(sizes, config, strict=True))
@@ -522,7 +518,7 @@ def _iota(eqn: Any, *_: Any) -> Array:
     p = eqn.params
     shape = [1] * len(p["shape"])
     shape[p["dimension"]] = -1
-    out = np.arange(p["shape"][p["dimension"]], dtype=_held(p["dtype"])).reshape(shape)
+    out = np.arange(p["shape"][p["dimension"]], dtype=_evaluation_dtype(p["dtype"])).reshape(shape)
     return np.broadcast_to(out, p["shape"])
 
 

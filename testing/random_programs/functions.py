@@ -10,10 +10,10 @@ from testing.random_programs.writing import Scope, Writer
 S, V, R, M = Type.SCALAR, Type.VECTOR, Type.ROWS, Type.MATRIX
 
 
-def _arguments(writer: Writer, scope: Scope, most: int = 3) -> tuple[list[tuple[str, Type]], list[str]]:
+def _arguments(writer: Writer, scope: Scope, max_count: int = 3) -> tuple[list[tuple[str, Type]], list[str]]:
     """Parameters of a nested function, and the variables passed as arguments."""
-    taken = [writer.any_variable(scope) for _ in range(writer.choose(range(1, most + 1)))]
-    return [(writer.name("a"), of) for _, of in taken], [name for name, _ in taken]
+    taken = [writer.any_variable(scope) for _ in range(writer.choose(range(1, max_count + 1)))]
+    return [(writer.name("a"), type_) for _, type_ in taken], [name for name, _ in taken]
 
 
 def _call(writer: Writer, scope: Scope, decorator: str, closed: bool = False) -> None:
@@ -29,7 +29,7 @@ def jit(writer: Writer, scope: Scope) -> None:
     name, types = writer.function(scope, arguments, decorators=(option,))
     writer.bind(scope, types, f"{name}({', '.join(operands)})")
     if writer.flag():
-        again = [writer.variable(scope, of) for _, of in arguments]
+        again = [writer.variable(scope, type_) for _, type_ in arguments]
         writer.bind(scope, types, f"{name}({', '.join(again)})")
 
 
@@ -48,10 +48,12 @@ def remat(writer: Writer, scope: Scope) -> None:
     _call(writer, scope, policy)
 
 
-def _carries(writer: Writer, scope: Scope, most: int = 3) -> tuple[list[tuple[str, Type]], list[str]]:
-    arguments, operands = _arguments(writer, scope, most)
+def _carries(writer: Writer, scope: Scope, max_count: int = 3) -> tuple[list[tuple[str, Type]], list[str]]:
+    arguments, operands = _arguments(writer, scope, max_count)
     # A weakly typed scalar cannot be carried, because the body's result is not weakly typed.
-    return arguments, [f"jnp.float32({o})" if of is S else o for o, (_, of) in zip(operands, arguments, strict=True)]
+    return arguments, [
+        f"jnp.float32({o})" if type_ is S else o for o, (_, type_) in zip(operands, arguments, strict=True)
+    ]
 
 
 _STACKED = {(V, 2): R, (V, 3): M, (S, 3): V}
@@ -76,7 +78,7 @@ def scan(writer: Writer, scope: Scope) -> None:
     unpack = [f"{', '.join(n for n, _ in carry)}, n = carry" if count else f"{', '.join(n for n, _ in carry)}, = carry"]
     if names:
         unpack.append(f"{', '.join(names)} = xs")
-    results = tuple(of for _, of in carry)
+    results = tuple(type_ for _, type_ in carry)
     ys = tuple(writer.choose((V, S, M)) for _ in range(writer.choose((1, 0, 2))))
     body_name = writer.name("f")
     scope.add(f"def {body_name}(carry, xs):")
@@ -84,7 +86,7 @@ def scan(writer: Writer, scope: Scope) -> None:
     for line in unpack:
         inner.add(line)
     outs = [name for name, _ in writer.body(inner, (*results, *ys))]
-    state = [f"jnp.float32({n})" if of is S else n for n, of in zip(outs, results, strict=False)]
+    state = [f"jnp.float32({n})" if type_ is S else n for n, type_ in zip(outs, results, strict=False)]
     inner.add(
         f"return ({', '.join(state)}, {'n + 1' if count else ''}), ({', '.join(outs[len(state) :])}{',' if ys else ''})"
     )
@@ -93,14 +95,14 @@ def scan(writer: Writer, scope: Scope) -> None:
     options += writer.choose(("", ", unroll=2"))
     kept, stacked = writer.name("c"), writer.name("y")
     scope.add(f"{kept}, {stacked} = lax.scan({body_name}, ({', '.join(init)},), {xs}{options})")
-    for i, of in enumerate(results):
-        writer.assign(scope, of, f"{kept}[{i}]")
-    for i, of in enumerate(ys):
-        whole = _STACKED.get((of, length))
+    for i, type_ in enumerate(results):
+        writer.assign(scope, type_, f"{kept}[{i}]")
+    for i, type_ in enumerate(ys):
+        whole = _STACKED.get((type_, length))
         if whole is not None and writer.flag():
             writer.assign(scope, whole, f"{stacked}[{i}]")
         else:
-            writer.assign(scope, of, f"{stacked}[{i}].sum(0)")
+            writer.assign(scope, type_, f"{stacked}[{i}].sum(0)")
 
 
 def fori_loop(writer: Writer, scope: Scope) -> None:
@@ -111,11 +113,11 @@ def fori_loop(writer: Writer, scope: Scope) -> None:
     scope.add(f"def {body}(n, carry):")
     inner = Scope([*scope.variables, *carry], scope.depth + 1, scope.lines, scope.axis)
     inner.add(f"{', '.join(names)}, = carry")
-    outs = [name for name, _ in writer.body(inner, tuple(of for _, of in carry))]
-    outs = [f"jnp.float32({o})" if of is S else o for o, (_, of) in zip(outs, carry, strict=True)]
+    outs = [name for name, _ in writer.body(inner, tuple(type_ for _, type_ in carry))]
+    outs = [f"jnp.float32({o})" if type_ is S else o for o, (_, type_) in zip(outs, carry, strict=True)]
     inner.add(f"return {', '.join(outs)},")
     bound = writer.choose(("2", "1", "0") if writer.reverse else ("2", "n % 3", "1", "0"))
-    writer.bind(scope, [of for _, of in carry], f"lax.fori_loop(0, {bound}, {body}, ({', '.join(init)},))")
+    writer.bind(scope, [type_ for _, type_ in carry], f"lax.fori_loop(0, {bound}, {body}, ({', '.join(init)},))")
 
 
 def while_loop(writer: Writer, scope: Scope) -> None:
@@ -131,10 +133,10 @@ def while_loop(writer: Writer, scope: Scope) -> None:
     scope.add(f"def {body}(carry):")
     inner = Scope([*scope.variables, *carry], scope.depth + 1, scope.lines, scope.axis)
     inner.add(f"{counter}, {', '.join(names)}, = carry")
-    outs = [name for name, _ in writer.body(inner, tuple(of for _, of in carry))]
-    outs = [f"jnp.float32({o})" if of is S else o for o, (_, of) in zip(outs, carry, strict=True)]
+    outs = [name for name, _ in writer.body(inner, tuple(type_ for _, type_ in carry))]
+    outs = [f"jnp.float32({o})" if type_ is S else o for o, (_, type_) in zip(outs, carry, strict=True)]
     inner.add(f"return {counter} + 1, {', '.join(outs)}")
-    types = [of for _, of in carry]
+    types = [type_ for _, type_ in carry]
     writer.bind(scope, types, f"lax.while_loop({test}, {body}, (0, {', '.join(init)}))[1:]")
 
 
@@ -142,7 +144,7 @@ def _branches(writer: Writer, scope: Scope, count: int) -> tuple[list[str], list
     arguments, operands = _arguments(writer, scope)
     names, types = [], None
     for _ in range(count):
-        fresh = [(writer.name("a"), of) for _, of in arguments]
+        fresh = [(writer.name("a"), type_) for _, type_ in arguments]
         name, found = writer.function(scope, fresh, None if types is None else tuple(types))
         names.append(name)
         types = types or found
@@ -209,12 +211,12 @@ def vmap(writer: Writer, scope: Scope) -> None:
     result = writer.name("r")
     call = f"jax.vmap({name}, {in_axes}{named})"
     scope.add(f"{result} = {call}({', '.join([operand, *operands])})")
-    for i, of in enumerate(types):
-        stacked = _STACKED.get((of, size))
+    for i, type_ in enumerate(types):
+        stacked = _STACKED.get((type_, size))
         if stacked is not None and writer.flag():
             writer.assign(scope, stacked, f"{result}[{i}]")
         else:
-            writer.assign(scope, of, f"{result}[{i}]{writer.choose(('.sum(0)', '[0]'))}")
+            writer.assign(scope, type_, f"{result}[{i}]{writer.choose(('.sum(0)', '[0]'))}")
 
 
 def grad(writer: Writer, scope: Scope) -> None:
@@ -232,7 +234,7 @@ def jvp(writer: Writer, scope: Scope) -> None:
     forward, writer.forward = writer.forward, True
     name, types = writer.function(scope, arguments)
     writer.forward = forward
-    tangents = [f"strong_like({writer.variable(scope, of)})" for _, of in arguments]
+    tangents = [f"strong_like({writer.variable(scope, type_)})" for _, type_ in arguments]
     out = f"jax.jvp({name}, ({', '.join(operands)},), ({', '.join(tangents)},))[{writer.choose((1, 0))}]"
     writer.bind(scope, types, out)
 
@@ -254,8 +256,8 @@ def shard_map(writer: Writer, scope: Scope) -> None:
     call = f"jax.shard_map({name}, mesh=MESH, in_specs=(P('i'), {specs}), out_specs=P('i'){checked})"
     result = writer.name("r")
     scope.add(f"{result} = {call}(jnp.stack([{split[0]}, 0.5 * {split[0]}]), {', '.join(operands)})")
-    for i, of in enumerate(types):
-        writer.assign(scope, of, f"{result}[{i}]{writer.choose(('.sum(0)', '[1]'))}")
+    for i, type_ in enumerate(types):
+        writer.assign(scope, type_, f"{result}[{i}]{writer.choose(('.sum(0)', '[1]'))}")
 
 
 def linear_solve(writer: Writer, scope: Scope) -> None:
@@ -291,7 +293,7 @@ def linearize(writer: Writer, scope: Scope) -> None:
     reverse, writer.reverse = writer.reverse, True
     name, types = writer.function(scope, arguments)
     writer.forward, writer.reverse = forward, reverse
-    tangents = ", ".join(f"strong_like({writer.variable(scope, of)})" for _, of in arguments)
+    tangents = ", ".join(f"strong_like({writer.variable(scope, type_)})" for _, type_ in arguments)
     linear = writer.name("linear")
     scope.add(f"{linear} = jax.linearize({name}, {', '.join(operands)})[1]")
     writer.bind(scope, types, f"{linear}({tangents})")

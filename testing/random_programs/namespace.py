@@ -38,7 +38,7 @@ def halved_jvp(fun: Callable[..., Any], symbolic_zeros: bool = False, static: bo
 
     Args:
         fun: The function.
-        symbolic_zeros: The rule gets zeros that are no arrays.
+        symbolic_zeros: The rule gets symbolic zeros instead of arrays.
         static: The result takes the factor as a first argument, which is not differentiated.
     """
     if static:
@@ -71,7 +71,7 @@ def halved_vjp(
 
     Args:
         fun: The function.
-        symbolic_zeros: The rule gets zeros that are no arrays.
+        symbolic_zeros: The rule gets symbolic zeros instead of arrays.
         static: The result takes the factor as a first argument, which is not differentiated.
         keep_vjp: The residual is the function that `jax.vjp` returns; otherwise it is the arguments.
         keep_shape: Some residuals are not arrays, and the backward rule uses them.

@@ -21,12 +21,12 @@ from mpjax.casting.autocast import Program, plan_program, run_program, setting_o
 from mpjax.casting.autocast import trace as trace_to_plan
 from mpjax.casting.explain import Explanation, explanation
 from mpjax.casting.plan import Plan
-from testing.measures import HALF, MATMULS, Equation, equations, inner_jaxprs, is_a_sum, risky_of
+from testing.measures import HALF, MATMULS, Equation, equations, inner_jaxprs, is_inner_product, risky_of
 from testing.random_programs.cases import OUTSIDE, TRANSFORMS, Case, arguments
 from testing.random_programs.evaluate import Unsupported, as_typed, evaluate, exact, is_float, rounded
 
 # Operations that autocast may add: casts, broadcasts before casts, barriers, data movement, wider weight gradients.
-_OWN = frozenset(
+_ADDED_BY_AUTOCAST = frozenset(
     """convert_element_type broadcast_in_dim reshape squeeze slice dynamic_slice transpose rev copy copy_p name
     stop_gradient optimization_barrier device_put expand_dims split unstack iota argmax argmin eq ne lt le gt ge
     eq_to lt_to le_to is_finite pvary pcast reduce_or custom_lin select_n mul sharding_constraint concatenate
@@ -119,16 +119,16 @@ def _live_equations(jaxpr: Any, times: int = 1, path: tuple[str, ...] = ()) -> I
     live, _ = partial_eval.dce_jaxpr(opened, [True] * len(opened.outvars), instantiate=True)
     for eqn in live.eqns:
         yield Equation(eqn, times, path)
-        turns = times * eqn.params["length"] if eqn.primitive.name == "scan" else times
+        iterations = times * eqn.params["length"] if eqn.primitive.name == "scan" else times
         for inner in inner_jaxprs(eqn):
-            yield from _live_equations(inner, turns, (*path, eqn.primitive.name))
+            yield from _live_equations(inner, iterations, (*path, eqn.primitive.name))
 
 
 def check_structure(case: Case, plain: Traced, found: Traced) -> None:
     """Results have the same tree, shapes, dtypes and weak types."""
-    was, now = (str(jax.tree.structure(traced.shapes)) for traced in (plain, found))
-    if was != now:
-        raise Failure("structure", "another tree", f"{was}\n{now}")
+    expected, actual = (str(jax.tree.structure(traced.shapes)) for traced in (plain, found))
+    if expected != actual:
+        raise Failure("structure", "different tree", f"{expected}\n{actual}")
     for a, b in zip(plain.out_avals, found.out_avals, strict=True):
         for field in ("shape", "dtype", "weak_type"):
             if getattr(a, field) != getattr(b, field):
@@ -145,8 +145,8 @@ def check_dtypes(case: Case, plain: Traced, found: Traced) -> None:
             continue
         operands, wide = _floats(e.eqn.invars[:2]), _wants_float32(e.eqn)
         if wide and set(operands) & {str(dtype) for dtype in HALF}:
-            raise Failure("precision", f"{e.name} asked for float32 and runs on {operands}", "/".join(e.path))
-        free = wide or fixed or is_a_sum(e.eqn) or "custom_linear_solve" in e.path
+            raise Failure("precision", f"{e.name} requests float32 but runs on {operands}", "/".join(e.path))
+        free = wide or fixed or is_inner_product(e.eqn) or "custom_linear_solve" in e.path
         if not free and operands == ("float32", "float32"):
             raise Failure("float32 matmul", f"{e.name} in {e.path[-1] if e.path else 'the program'}", "/".join(e.path))
     risky = _risky(found.jaxpr) - _risky(plain.jaxpr)
@@ -166,7 +166,7 @@ def check_repeats(found: Traced, again: Traced) -> None:
     first, second = (re.sub(r"0x[0-9a-f]+", "", str(traced.jaxpr)) for traced in (found, again))
     if first != second:
         lines = [(a, b) for a, b in zip(first.splitlines(), second.splitlines(), strict=False) if a != b]
-        raise Failure("repeats", "another jaxpr at the second trace", "\n".join(map(str, lines[:3])))
+        raise Failure("repeats", "different jaxpr at the second trace", "\n".join(map(str, lines[:3])))
 
 
 def check_plan(case: Case, subject: Subject, found: Traced) -> None:
@@ -176,20 +176,20 @@ def check_plan(case: Case, subject: Subject, found: Traced) -> None:
         shown = explanation(plan)
     except Exception as error:
         raise Failure("explain", cause_of(error), traceback.format_exc()) from error
-    check_repeats(found, subject.carried_out(plan))
+    check_repeats(found, subject.rewritten(plan))
     check_explain(case, subject.plain, found, shown)
 
 
 def check_explain(case: Case, plain: Traced, found: Traced, plan: Explanation) -> None:
     """`explain` lists exactly the operations that run."""
-    said: collections.Counter[Any] = collections.Counter()
+    listed: collections.Counter[Any] = collections.Counter()
     inside = {e.name for e in equations(found.whole) if inner_jaxprs(e.eqn)}
     for row in plan.rows:
         of_floats = any(map(is_float, (*row.dtypes_in, *row.dtypes_out)))  # not only of complex numbers
-        if of_floats and row.op not in _OWN and row.op not in inside and row.count and not row.rule:
-            said[_sum(row.op), tuple(sorted({dtype for dtype in row.dtypes_in if is_float(dtype)}))] += row.count
+        if of_floats and row.op not in _ADDED_BY_AUTOCAST and row.op not in inside and row.count and not row.rule:
+            listed[_sum_name(row.op), tuple(sorted({dtype for dtype in row.dtypes_in if is_float(dtype)}))] += row.count
     # Operations that are dead except for an effect may be listed or not.
-    missing, extra = _runs(_live_equations(found.jaxpr), plain) - said, said - _runs(equations(found.whole), plain)
+    missing, extra = _runs(_live_equations(found.jaxpr), plain) - listed, listed - _runs(equations(found.whole), plain)
     # JAX derives the transpose of a linear solve's operator again, with the operator's preliminary computations.
     missing -= _runs((e for e in _live_equations(found.jaxpr) if "custom_linear_solve" in e.path), plain)
     if missing or extra:
@@ -199,17 +199,17 @@ def check_explain(case: Case, plain: Traced, found: Traced, plan: Explanation) -
 
 def _runs(found: Iterator[Equation], plain: Traced) -> collections.Counter[Any]:
     """How often each of the program's primitives runs, by the floating dtypes of its operands."""
-    known = {e.name for e in equations(plain.whole)} - _OWN
+    known = {e.name for e in equations(plain.whole)} - _ADDED_BY_AUTOCAST
     known |= {"add", "add_any"} if known & {"add", "add_any"} else set()
     runs: collections.Counter[Any] = collections.Counter()
     for e in found:
         floats = _floats(e.eqn.invars)
         if e.times and (floats or _floats(e.eqn.outvars)) and e.name in known and not inner_jaxprs(e.eqn):
-            runs[_sum(e.name), tuple(sorted(set(floats)))] += e.times
+            runs[_sum_name(e.name), tuple(sorted(set(floats)))] += e.times
     return runs
 
 
-def _sum(name: str) -> str:
+def _sum_name(name: str) -> str:
     """Unifies JAX's two primitives for sums of cotangents; retransposing a linear solve uses the other one."""
     return "add" if name == "add_any" else name
 
@@ -258,8 +258,8 @@ def check_values(case: Case, subject: Subject, found: Traced) -> str:
         if not np.isfinite(error) and _out_of_range(plain, args, half):
             return "beyond the range of half"
         # Also with exact inputs: rounding one side of a comparison may break a tie.
-        givens = [exact if i % 2 else None for i in range(30)]
-        more = [evaluate(plain, args, rounded(half, np.random.default_rng(10 + i)), g) for i, g in enumerate(givens)]
+        stores = [exact if i % 2 else None for i in range(30)]
+        more = [evaluate(plain, args, rounded(half, np.random.default_rng(10 + i)), g) for i, g in enumerate(stores)]
         errors += [_norm(draw[i] - reference[i]) for draw in more]
         if error <= FACTOR * max(errors) + eps * size or max(errors) > 0.25 * size:
             continue
@@ -324,7 +324,7 @@ class Subject:
         if any(e.name == "custom_lin" for e in equations(self.plain.jaxpr)):
             raise Rejected("forward-mode differentiation of a custom_vjp")
         if self.plain.leaks:
-            raise Rejected("a rule closes over what is differentiated; JAX leaves a tracer in the program")
+            raise Rejected("a rule closes over a differentiated value; JAX leaves a tracer in the program")
 
     @functools.cached_property
     def program(self) -> Program:
@@ -345,12 +345,12 @@ class Subject:
         assert setting is not None
         return plan_program(self.program, setting)
 
-    def carried_out(self, plan: Plan) -> Traced:
+    def rewritten(self, plan: Plan) -> Traced:
         """The program rewritten by a plan."""
         return trace(lambda *args: run_program(dataclasses.replace(self.program, arrays=args), plan), *self.args)
 
 
-def _of_jax(case: Case, subject: Subject, error: Exception) -> bool:
+def _fails_in_jit(case: Case, subject: Subject, error: Exception) -> bool:
     """Whether the program fails in the same way with `jax.jit` in autocast's place.
 
     Autocast traces a function before JAX differentiates it, as `jax.jit` does. JAX then loses some information, such as
@@ -363,7 +363,7 @@ def _of_jax(case: Case, subject: Subject, error: Exception) -> bool:
     return False
 
 
-def _unless_of_jit(case: Case, subject: Subject, failure: Failure) -> None:
+def _raise_unless_jit_leaks(case: Case, subject: Subject, failure: Failure) -> None:
     """Raises a failure, unless `jax.jit` in autocast's place leaves a tracer in the program.
 
     This happens if a derivative rule closes over a differentiated value: JAX then returns another gradient, or none.
@@ -373,7 +373,7 @@ def _unless_of_jit(case: Case, subject: Subject, failure: Failure) -> None:
     raise failure
 
 
-def _unless_in_a_rule_of_a_rule(case: Case, subject: Subject, failure: Failure) -> None:
+def _raise_unless_in_nested_rules(case: Case, subject: Subject, failure: Failure) -> None:
     """Raises a failure, unless it may be due to the backward rule of a custom_vjp inside a custom_jvp rule.
 
     Autocast runs that as traced, as `explain` says.
@@ -383,14 +383,14 @@ def _unless_in_a_rule_of_a_rule(case: Case, subject: Subject, failure: Failure) 
     raise failure
 
 
-def check(case: Case, compiled: bool = False, subject: Subject | None = None, again: bool = True) -> str:
+def check(case: Case, compiled: bool = False, subject: Subject | None = None, retrace: bool = True) -> str:
     """Checks all properties of one case.
 
     Args:
         case: The case.
         compiled: Whether to also compile and run it, which takes a hundred times as long.
         subject: Its program, if already traced.
-        again: Whether to trace it under autocast a second time, to compare. False if another dtype's case of the
+        retrace: Whether to trace it under autocast a second time, to compare. False if another dtype's case of the
             program was traced twice; if autocast is outside the transformation, the traced program is then shared too.
 
     Returns:
@@ -403,31 +403,31 @@ def check(case: Case, compiled: bool = False, subject: Subject | None = None, ag
     subject = subject or Subject(case)
     outside = case.transform in OUTSIDE
     try:
-        if again or not outside:
+        if retrace or not outside:
             found = trace(case.autocast(), *subject.args)
         else:
-            found = subject.carried_out(subject.plan(case))
+            found = subject.rewritten(subject.plan(case))
     except Exception as error:
-        if _of_jax(case, subject, error):
-            raise Rejected("JAX can't trace it either, before it is differentiated or batched") from error
+        if _fails_in_jit(case, subject, error):
+            raise Rejected("jax.jit fails with the same error") from error
         raise Failure("runs", cause_of(error), traceback.format_exc()) from error
     if found.leaks:
-        _unless_of_jit(case, subject, Failure("runs", "leaves a tracer in the program"))
+        _raise_unless_jit_leaks(case, subject, Failure("runs", "leaves a tracer in the program"))
     check_structure(case, subject.plain, found)
     try:
         check_dtypes(case, subject.plain, found)
     except Failure as failure:
-        _unless_in_a_rule_of_a_rule(case, subject, failure)
-    if outside and again:
+        _raise_unless_in_nested_rules(case, subject, failure)
+    if outside and retrace:
         check_plan(case, subject, found)
     elif outside:
         check_explain(case, subject.plain, found, explanation(subject.plan(case)))
-    elif again:
+    elif retrace:
         check_repeats(found, trace(case.autocast(), *subject.args))
     if compiled:
         check_runs(case, subject.args)
     try:
         return check_values(case, subject, found)
     except Failure as failure:
-        _unless_of_jit(case, subject, failure)
+        _raise_unless_jit_leaks(case, subject, failure)
         raise

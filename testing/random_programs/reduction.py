@@ -13,7 +13,7 @@ from testing.random_programs.cases import Case
 SIMPLEST = ("value", "grad", "vmap", "jvp", "outside_grad", "vmap_of_grad")
 
 
-def reduced(case: Case, fails: Callable[[Case], bool], seconds: float = 30.0) -> Case:
+def shrink(case: Case, fails: Callable[[Case], bool], seconds: float = 30.0) -> Case:
     """The smallest case found that still fails.
 
     Args:

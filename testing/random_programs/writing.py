@@ -78,7 +78,7 @@ class Writer:
 
     def variable(self, scope: Scope, type_: Type) -> str:
         """A variable of a type, preferably a recent one, or a small expression if there is none."""
-        found = [name for name, of in scope.variables if of is type_]
+        found = [name for name, of_type in scope.variables if of_type is type_]
         if found:
             return self.recent(found)
         return _CONSTANTS[type_]

@@ -69,7 +69,7 @@ class Program:
 
     def adapted(self, adapt: Callable[[Any], Any]) -> Loss:
         """The loss function with the Flax model replaced by `adapt(model)`; the same params."""
-        assert self.flax, f"{self.name} is no Flax model"
+        assert self.flax, f"{self.name} is not a Flax model"
         return self._loss(None, adapt)
 
     def _loss(self, *options: Any) -> Loss:
@@ -93,7 +93,7 @@ def program(**options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]
 
     def register(build: Callable[..., Any]) -> Callable[..., Any]:
         name = build.__name__
-        assert name not in REGISTRY, f"two programs of the zoo are called {name}"
+        assert name not in REGISTRY, f"two programs of the zoo are named {name}"
         if "refuses" in options:
             options["refuses"] = frozenset(options["refuses"])
         REGISTRY[name] = Program(name, build, **options)
