@@ -1,7 +1,7 @@
-"""A deep autoencoder of handwritten digits, whose first layers have gradients that float16 does not hold.
+"""A deep autoencoder of handwritten digits, whose first layers' gradients underflow float16.
 
 Sigmoid layers shrink the gradient on its way back, as in Hinton and Salakhutdinov, "Reducing the Dimensionality of Data
-with Neural Networks", Science 2006. Adam makes up for small gradients, not for zeros.
+with Neural Networks", Science 2006. Adam compensates for small gradients, but not for zeros.
 
     python -m mpjax parity docs/autoencoder.py:make --policies mixed_float16 "static 1" --seeds 5 --fix
 """
@@ -37,7 +37,7 @@ def mean_squared_error(params, x):
 
 @functools.cache
 def compiled(policy, overrides, loss_scale):
-    """What all seeds of a policy share: the optimizer, the loss and the step."""
+    """The parts that all seeds of a policy share: the optimizer, the loss and the step."""
     precision = mpjax.get_policy("mixed_float16" if policy == "static 1" else policy)
     inner = optax.adam(1e-2)
     if loss_scale is not None:

@@ -26,7 +26,7 @@ def sequences():
 
 
 def unit_vectors(params, x):
-    """The length of a vector by sqrt: its derivative at a vector of zeros is infinite, in every precision."""
+    """A norm by sqrt, whose derivative at a vector of zeros is infinite in every precision."""
     h = x @ params["up"]
     with jax.named_scope("normalise"):
         h = h / (jnp.sqrt(jnp.sum(h**2, -1, keepdims=True)) + 1e-3)
@@ -65,7 +65,7 @@ def small_shapes():
 
 
 class Deep(nn.Module):
-    """A stack of layers that keeps much for its backward pass."""
+    """A stack of layers that stores much for its backward pass."""
 
     @nn.compact
     def __call__(self, x):

@@ -24,7 +24,7 @@ HALF, FULL, ALERT = "#2b8cbe", "#e08214", "#c51b7d"
 
 
 class Block(nn.Module):
-    """The smallest network that has every rule of autocast in it: attention, a norm, a residual sum."""
+    """The smallest network to which every rule of autocast applies: attention, a norm, a residual sum."""
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -61,7 +61,7 @@ def dtypes(plot: Any, ink: str) -> None:
 
 
 def loss_scale(plot: Any, ink: str) -> None:
-    """The loss scale over a run of 200 steps in float16 that begins at the highest one and meets two outliers."""
+    """The loss scale over a run of 200 steps in float16 that starts at the highest scale and has two outliers."""
     steps, scales, skipped = 200, [], []
     tx = mpjax.dynamic_loss_scale(optax.adam(1e-3), init_scale=2.0**24, growth_interval=25)
     params, x, labels = program()
@@ -87,7 +87,7 @@ def loss_scale(plot: Any, ink: str) -> None:
 
 
 def memory(plot: Any, ink: str) -> None:
-    """The bytes that the network of the memory guide keeps for the backward pass, from the guide's own code."""
+    """The bytes that the network of the memory guide stores for the backward pass, from the guide's own code."""
     page = (FOLDER.parent / "guides" / "memory.md").read_text()
     names: dict[str, Any] = {}
     exec(page.partition("```python\n")[2].partition("```")[0], names)

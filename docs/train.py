@@ -43,7 +43,7 @@ def loss_fn(params, ids):
 
 
 def shapes():
-    """What audit and explain need: no array is made."""
+    """The arguments of audit and explain, as shapes."""
     ids = jax.ShapeDtypeStruct((16, 257), jnp.int32)
     return jax.eval_shape(Model().init, jax.random.key(0), ids), ids
 
