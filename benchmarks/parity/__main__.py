@@ -77,7 +77,7 @@ def main() -> None:
     for name in names:
         get(name)
     if unknown := set(policies) - set(training.POLICIES):
-        parser.error(f"no policy {', '.join(sorted(unknown))}: there are {', '.join(training.POLICIES)}")
+        parser.error(f"unknown policy {', '.join(sorted(unknown))}; choose from {', '.join(training.POLICIES)}")
     found: dict[str, results.Row] = previous(results.FILE, args.out)
     for name in names:
         found[name] = results.merged(found.get(name), compare(name, policies, args.seeds, args.runs))

@@ -63,8 +63,8 @@ def table(results: dict[str, Row]) -> str:
     """Markdown: a row for each family, a column for each policy."""
     policies = list(dict.fromkeys(policy for found in results.values() for policy in found["policies"]))
     lines = [
-        "Difference of the metric from float32 with its 95 % interval, paired by seed. `=`: the interval is inside of",
-        "± the standard deviation of float32 over seeds; `?`: too few seeds to tell, and how many would about do;",
+        "Difference of the metric from float32 with its 95 % interval, paired by seed. `=`: the interval is within",
+        "± the standard deviation of float32 over seeds; `?`: too few seeds, and about how many are needed;",
         "`better` and `worse`: the interval excludes zero. All precisions share seeds, batches and hyperparameters.",
         "",
         f"| family | metric | seeds | float32 | {' | '.join(policies)} |",

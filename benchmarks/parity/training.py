@@ -52,7 +52,7 @@ class Training:
 
     def __init__(self, family: Family, policy: str) -> None:
         if policy not in POLICIES:
-            raise ValueError(f"policy {policy!r}: the parity suite knows {', '.join(POLICIES)}.")
+            raise ValueError(f"unknown policy {policy!r}; choose from {', '.join(POLICIES)}.")
         self.family = family
         self.policy = mpjax.get_policy({"static 1": "mixed_float16"}.get(policy, policy.removeprefix(BY_MODULE)))
         by_module = policy.startswith(BY_MODULE) or policy == "O2"

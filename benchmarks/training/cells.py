@@ -39,7 +39,7 @@ class Cell:
             ("variant", variant, ("", *VARIANTS)),
         ):
             if value not in known:
-                raise ValueError(f"unknown {kind} {value!r}; there are {', '.join(filter(None, known))}")
+                raise ValueError(f"unknown {kind} {value!r}; choose from {', '.join(filter(None, known))}")
         if variant and configuration in TORCH:
             raise ValueError(f"{name!r}: variants are JAX's; {configuration!r} has none")
         return cls(model, configuration, variant)

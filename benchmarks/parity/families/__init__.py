@@ -21,7 +21,7 @@ def module(name: str) -> ModuleType:
         ValueError: There is none of that name.
     """
     if name not in FAMILIES:
-        raise ValueError(f"family {name!r}: there are {', '.join(FAMILIES)}.")
+        raise ValueError(f"unknown family {name!r}; choose from {', '.join(FAMILIES)}.")
     return importlib.import_module(f"{__name__}.{name}")
 
 

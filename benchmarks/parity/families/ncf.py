@@ -34,11 +34,11 @@ class NeuMF(nn.Module):
 
 
 @functools.cache
-def uses() -> np.ndarray:
-    """Whether a file [users] uses an identifier [items]: files are the users, identifiers what is recommended."""
+def usage() -> np.ndarray:
+    """Whether a file [users] uses an identifier [items]: files are the users, and identifiers the items."""
     words = [set(re.findall(r"[A-Za-z_]{4,}", text)) for text in standard_library(PACKAGES).values()]
     counts = collections.Counter(word for found in words for word in found)
-    # Words that nearly every file uses say nothing about it.
+    # Words that nearly every file uses are not informative.
     items = sorted(sorted(counts), key=lambda word: -counts[word])[ITEMS : 2 * ITEMS]
     table = np.array([[item in found for item in items] for found in words])
     used = table.sum(1)
@@ -50,23 +50,23 @@ def held_out() -> Batch:
     """For each file three identifiers that it uses, hidden from training, each with 99 that it does not use."""
     rng = np.random.default_rng(0)
     items = []
-    for row in uses():
+    for row in usage():
         for positive in rng.choice(np.flatnonzero(row), HIDDEN, replace=False):
             items.append([positive, *rng.choice(np.flatnonzero(~row), CANDIDATES - 1, replace=False)])
     item = np.array(items, np.int32)
-    users = np.repeat(np.arange(len(uses()), dtype=np.int32), HIDDEN)
+    users = np.repeat(np.arange(len(usage()), dtype=np.int32), HIDDEN)
     return {"item": item, "user": np.repeat(users[:, None], CANDIDATES, 1)}
 
 
 @functools.cache
-def known() -> np.ndarray:
-    table = uses().copy()
+def training_pairs() -> np.ndarray:
+    table = usage().copy()
     table[held_out()["user"][:, 0], held_out()["item"][:, 0]] = False
     return np.argwhere(table).astype(np.int32)
 
 
 def batch(rng: np.random.Generator) -> Batch:
-    positive = known()[rng.integers(len(known()), size=128)]
+    positive = training_pairs()[rng.integers(len(training_pairs()), size=128)]
     user = np.repeat(positive[:, 0], 1 + NEGATIVES)
     item = rng.integers(ITEMS, size=(128, 1 + NEGATIVES)).astype(np.int32)
     item[:, 0] = positive[:, 1]
@@ -91,7 +91,7 @@ FAMILY = Family(
     data="identifiers of Python's standard library by file",
     metric="hit rate at 10, %",
     larger_is_better=True,
-    modules={MODEL: NeuMF(len(uses()))},
+    modules={MODEL: NeuMF(len(usage()))},
     losses={MODEL: loss},
     example=lambda batch: {MODEL: (batch["user"], batch["item"])},
     batch=batch,

@@ -25,52 +25,52 @@ class ActorCritic(nn.Module):
 
 def advance(state: jax.Array, push: jax.Array) -> jax.Array:
     """One step of 20 ms: position, velocity, angle, angular velocity; Euler's method."""
-    x, v, angle, turn = jnp.moveaxis(state, -1, 0)
+    x, v, angle, spin = jnp.moveaxis(state, -1, 0)
     sine, cosine = jnp.sin(angle), jnp.cos(angle)
-    inner = (jnp.where(push == 1, 10.0, -10.0) + 0.05 * turn**2 * sine) / 1.1
+    inner = (jnp.where(push == 1, 10.0, -10.0) + 0.05 * spin**2 * sine) / 1.1
     angular = (9.8 * sine - cosine * inner) / (0.5 * (4 / 3 - 0.1 * cosine**2 / 1.1))
     linear = inner - 0.05 * angular * cosine / 1.1
-    return jnp.stack([x + 0.02 * v, v + 0.02 * linear, angle + 0.02 * turn, turn + 0.02 * angular], -1)
+    return jnp.stack([x + 0.02 * v, v + 0.02 * linear, angle + 0.02 * spin, spin + 0.02 * angular], -1)
 
 
-def fallen(state: jax.Array) -> jax.Array:
+def has_fallen(state: jax.Array) -> jax.Array:
     return (jnp.abs(state[..., 0]) > 2.4) | (jnp.abs(state[..., 2]) > 0.2095)
 
 
 def rollouts(models: Models, batch: Batch) -> Batch:
     """Plays, and estimates advantages; a fallen pole starts again. `batch` holds all randomness."""
 
-    def play(state: jax.Array, drawn: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, Batch]:
-        noise, start = drawn
+    def play(state: jax.Array, inputs: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, Batch]:
+        noise, start = inputs
         logits, value = models(state)
         action = jnp.argmax(logits + noise, -1)
-        chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), action[:, None], -1)[:, 0]
-        after = advance(state, action)
-        done = fallen(after)
-        played = {"observed": state, "action": action, "chosen": chosen, "value": value, "done": done}
-        return jnp.where(done[:, None], start, after), played
+        log_prob = jnp.take_along_axis(jax.nn.log_softmax(logits), action[:, None], -1)[:, 0]
+        new_state = advance(state, action)
+        done = has_fallen(new_state)
+        trajectory = {"observed": state, "action": action, "log_prob": log_prob, "value": value, "done": done}
+        return jnp.where(done[:, None], start, new_state), trajectory
 
-    last, played = jax.lax.scan(play, batch["start"][0], (batch["noise"], batch["start"]))
-    following = jnp.concatenate([played["value"][1:], models(last)[1][None]])
-    going_on = 1.0 - played["done"]
-    surprise = going_on + DISCOUNT * going_on * following - played["value"]
+    last, trajectory = jax.lax.scan(play, batch["start"][0], (batch["noise"], batch["start"]))
+    next_values = jnp.concatenate([trajectory["value"][1:], models(last)[1][None]])
+    alive = 1.0 - trajectory["done"]
+    td_error = alive + DISCOUNT * alive * next_values - trajectory["value"]
 
-    def back(total: jax.Array, step: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def accumulate(total: jax.Array, step: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         total = step[0] + DISCOUNT * SMOOTHING * step[1] * total
         return total, total
 
-    advantage = jax.lax.scan(back, jnp.zeros(ENVIRONMENTS), (surprise, going_on), reverse=True)[1]
+    advantage = jax.lax.scan(accumulate, jnp.zeros(ENVIRONMENTS), (td_error, alive), reverse=True)[1]
     scaled = (advantage - jnp.mean(advantage)) / (jnp.std(advantage) + 1e-6)
-    return {**played, "advantage": scaled, "returns": advantage + played["value"]}
+    return {**trajectory, "advantage": scaled, "returns": advantage + trajectory["value"]}
 
 
 def loss(models: Models, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
     logits, value = models(batch["observed"])
-    chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), batch["action"][..., None], -1)[..., 0]
-    ratio = jnp.exp(chosen - batch["chosen"])
+    log_prob = jnp.take_along_axis(jax.nn.log_softmax(logits), batch["action"][..., None], -1)[..., 0]
+    ratio = jnp.exp(log_prob - batch["log_prob"])
     clipped = jnp.clip(ratio, 1 - CLIP, 1 + CLIP)
-    gain = jnp.minimum(ratio * batch["advantage"], clipped * batch["advantage"])
-    return jnp.mean(0.01 * (value - batch["returns"]) ** 2 - gain), {}
+    objective = jnp.minimum(ratio * batch["advantage"], clipped * batch["advantage"])
+    return jnp.mean(0.01 * (value - batch["returns"]) ** 2 - objective), {}
 
 
 def batch(rng: np.random.Generator) -> Batch:
@@ -90,9 +90,9 @@ def lifetimes(models: Models, start: jax.Array) -> jax.Array:
 
     def play(carry: tuple[jax.Array, jax.Array], _: None) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
         state, alive = carry
-        after = advance(state, jnp.argmax(models(state)[0], -1))
-        alive &= ~fallen(after)
-        return (after, alive), alive
+        new_state = advance(state, jnp.argmax(models(state)[0], -1))
+        alive &= ~has_fallen(new_state)
+        return (new_state, alive), alive
 
     alive = jax.lax.scan(play, (start, jnp.ones(len(start), bool)), length=LIMIT)[1]
     return jnp.mean(jnp.sum(alive, 0).astype(jnp.float32))
