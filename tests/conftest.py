@@ -101,7 +101,7 @@ PROCESSES: dict[str, str] = {}  # of each group of tests
 
 
 def pytest_runtest_logreport(report):
-    """Fails the run if a group of tests is split over processes, which only costs time and so goes unnoticed."""
+    """Fails the run if a group of tests is split over processes, which only costs time and is easy to miss."""
     if node := getattr(report, "node", None):  # only in the process that starts the others
         group = process_group(report.nodeid)
         process = PROCESSES.setdefault(group, node.gateway.id)
@@ -110,10 +110,10 @@ def pytest_runtest_logreport(report):
 
 @pytest.fixture(scope="module")
 def stored_programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Compiles each program once: runs of the same flags are the same program.
+    """Compiles each program once: runs with the same flags use the same program.
 
-    JAX stores only what compiles for a second unless it is told otherwise, and opens one folder for each process, so
-    the cache is reset for the tests of other modules.
+    By default JAX stores only programs that take a second to compile. It opens one folder per process, so the cache is
+    reset for the tests of other modules.
     """
     options = {
         "jax_compilation_cache_dir": str(tmp_path_factory.getbasetemp() / "compiled"),

@@ -1,4 +1,4 @@
-"""CONTRIBUTING.md: its five walkthroughs lead where they say, and edit only the files that they name."""
+"""CONTRIBUTING.md: its five walkthroughs give their stated results, and edit only the files that they name."""
 
 import ast
 import os
@@ -70,7 +70,7 @@ print("done")
 """
 
 
-def test_every_walkthrough_of_the_page_is_followed():
+def test_every_walkthrough_of_the_page_is_tested():
     assert set(WALKTHROUGHS) == {*EDITS, "Support a JAX version"}
     for walkthrough, edits in EDITS.items():
         edited = {re.sub("inspection/counting/.*", "inspection/<tool>/", path) for path in edits}
@@ -78,7 +78,7 @@ def test_every_walkthrough_of_the_page_is_followed():
     assert all(len(files) <= 2 for files in WALKTHROUGHS.values())
 
 
-def test_the_walkthroughs_lead_where_they_say(tmp_path):
+def test_the_walkthroughs_give_their_stated_results(tmp_path):
     for folder in ("mpjax", "examples", "perf"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     for edits in EDITS.values():

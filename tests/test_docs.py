@@ -1,4 +1,4 @@
-"""The outputs in the pages of docs are those of the program as it is."""
+"""The outputs in the documentation are those of the current program."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def text_of(page):
 
 @pytest.mark.standard_promotion  # as readers have it
 @pytest.mark.parametrize("name", PAGES)
-def test_outputs_are_in_step_with_the_program(name, monkeypatch):
+def test_outputs_match_the_program(name, monkeypatch):
     if name in OF_NEWEST and jax.__version_info__ < (0, 12):
         pytest.skip("an older JAX orders the rows of this page otherwise")
     monkeypatch.chdir(FOLDER.parent)
@@ -29,13 +29,13 @@ def test_outputs_are_in_step_with_the_program(name, monkeypatch):
     assert text_of(made(page, measured=False)) == text_of(page), f"run: python -m docs.make {name}"
 
 
-def test_what_is_measured_is_left_as_it_is_unless_asked_for():
+def test_measured_outputs_are_kept_unless_requested():
     page = f"{MEASURED}\n```python\nprint(1)\n```\n\n{MEASURED}\n```text\n2\n```\n"
     assert made(page, measured=False) == page
     assert made(page).endswith("```text\n1\n```\n")
 
 
-def test_a_measured_command_runs_in_a_process_of_its_own():
+def test_a_measured_command_runs_in_its_own_process():
     page = f"{MEASURED}\n```console\n$ python -c 'print(1 + 1)'\n```\n"
     assert made(page).endswith("```console\n$ python -c 'print(1 + 1)'\n2\n```\n")
 
@@ -47,7 +47,7 @@ def test_every_output_block_of_a_page_is_filled():
             assert len(block.text.splitlines()) > 1 or block.language != "console", (name, block)
 
 
-def test_no_code_of_a_page_escapes_these_tests():
+def test_all_code_of_a_page_is_tested():
     for path in FOLDER.rglob("*.md"):
         fences = re.findall(r"^([ \t]*)```(\w*)\n.*?^[ \t]*```$", path.read_text(), re.DOTALL | re.MULTILINE)
         assert {language for _, language in fences} <= {"python", "console", "text", "sh", "toml"}, path
@@ -55,7 +55,7 @@ def test_no_code_of_a_page_escapes_these_tests():
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_imports_of_what_is_measured_exist(name):
+def test_imports_of_measured_blocks_exist(name):
     for block in blocks((FOLDER / name).read_text()):
         if block.language == "python" and block.mark == MEASURED:
             imports = [node for node in ast.parse(block.text).body if isinstance(node, (ast.Import, ast.ImportFrom))]

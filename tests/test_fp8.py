@@ -1,4 +1,4 @@
-"""Flax's FP8 layers return new values as gradients: they are taken as they are. Float8 gradients never become NaN."""
+"""Flax's FP8 layers return new values as gradients: they are used unchanged. Float8 gradients never become NaN."""
 
 import functools
 
@@ -112,7 +112,7 @@ def test_plain_optimizers_and_master_weights_take_the_values_too(variables, grad
     np.testing.assert_allclose(found, kernel - 0.1 * gradient, rtol=1e-6)
 
 
-def test_unscale_leaves_the_collection_alone_and_update_refuses_it(variables, grads):
+def test_unscale_keeps_the_collection_and_update_refuses_it(variables, grads):
     tx = mpjax.dynamic_loss_scale(optax.sgd(0.1))
     state = tx.init(variables)
     unscaled = in_numpy(lambda grads: mpjax.unscale(grads, state))(grads)
@@ -137,7 +137,7 @@ def test_float8_gradients_are_unscaled_in_float32_and_stay_float8(dtype):
     assert {g.dtype for g in jax.tree.leaves((by_scale, unscaled))} == {jnp.dtype(dtype)}
     for grads in by_scale[0]:
         np.testing.assert_array_equal(np.asarray(grads, np.float32), [1.0, 3.0])
-    for grads in by_scale[1]:  # e4m3 has lost the cotangent, but not made a NaN of it
+    for grads in by_scale[1]:  # e4m3 loses the cotangent, but does not make it NaN
         assert not np.isnan(np.asarray(grads, np.float32)).any()
     largest, nonfinite = np.asarray(unscaled, np.float32)
     assert largest == min(3072.0, float(jnp.finfo(dtype).max))

@@ -1,4 +1,4 @@
-"""What only a GPU can show: half arithmetic of Tensor Cores, memory of the compiled step, the skip on the device."""
+"""For a GPU only: half arithmetic of Tensor Cores, memory of the compiled step, the skip on the device."""
 
 import flax.linen as nn
 import jax

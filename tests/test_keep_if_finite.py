@@ -1,4 +1,4 @@
-"""State beside the optimizer's on a skipped step: chosen by member, never a variable compared with itself."""
+"""State other than the optimizer's on a skipped step: chosen per member; no variable is compared with itself."""
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ def members():
 
 
 @pytest.mark.parametrize("outside", [True, False])
-def test_each_member_of_a_vmap_keeps_its_own(outside, members):
+def test_each_member_of_a_vmap_keeps_its_own_state(outside, members):
     mean, data = np.ones((3, 3), np.float32), np.arange(6, dtype=np.uint32).reshape(3, 2)
     new = {"mean": 2 * mean, "key": jax.random.wrap_key_data(data + 10)}
     old = {"mean": mean, "key": jax.random.wrap_key_data(data)}
@@ -106,7 +106,7 @@ def test_an_unchanged_array_in_both_trees_is_legitimate():
 
 
 @pytest.mark.parametrize("filters", [(), (nnx.BatchStat,)])
-def test_a_skipped_step_inside_the_context_leaves_the_module_as_it_was(filters):
+def test_a_skipped_step_inside_the_context_leaves_the_module_unchanged(filters):
     model = Net()
     optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
 
@@ -129,7 +129,7 @@ def test_a_skipped_step_inside_the_context_leaves_the_module_as_it_was(filters):
     assert (after["dropout", "rngs", "count"] == before["dropout", "rngs", "count"]) == (not filters)
 
 
-def test_the_context_tells_a_missing_update_and_a_plain_state():
+def test_the_context_reports_a_missing_update_and_a_plain_state():
     model = Net()
     optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
     with (

@@ -1,4 +1,4 @@
-"""The loss-scaling transformation: decisions, limits, what a skipped step leaves alone."""
+"""The loss-scaling transformation: decisions, limits, and what a skipped step leaves unchanged."""
 
 import functools
 
@@ -64,7 +64,7 @@ def test_a_skip_restarts_the_growth_interval():
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_skipped_step_leaves_params_and_inner_state_bitwise_alone(value):
+def test_skipped_step_leaves_params_and_inner_state_bitwise_unchanged(value):
     _, state = rich_update(GOOD, RICH.init(PARAMS), PARAMS)
     updates, skipped = rich_update(bad_like(value), state, PARAMS)
     assert_bitwise(arrays_in_numpy(optax.apply_updates)(PARAMS, updates), PARAMS)
@@ -137,7 +137,7 @@ def test_limits_survive_every_transformation(how):
         np.testing.assert_array_equal(fun(np.array([bad, bad] if how == "vmap" else bad)), limit)
 
 
-def test_scale_is_never_zero_inf_or_nan_whatever_comes_in():
+def test_scale_is_never_zero_inf_or_nan():
     tx = mpjax.dynamic_loss_scale(optax.sgd(0.1), growth_interval=1)
     update = jax.jit(tx.update)  # XLA may flush a subnormal scale
     for start in (0.0, np.inf, np.nan, -1.0, 1e-40):
@@ -147,7 +147,7 @@ def test_scale_is_never_zero_inf_or_nan_whatever_comes_in():
             assert 2.0**-14 <= float(state.loss_scale) <= 2.0**24
 
 
-def test_hysteresis_waits_for_so_many_skips_in_a_row():
+def test_hysteresis_waits_for_consecutive_skips():
     tx = mpjax.dynamic_loss_scale(optax.sgd(0.1), init_scale=8.0, hysteresis=3)
     state, scales, update = tx.init(PARAMS), [], arrays_in_numpy(tx.update)
     for grads in (bad_like(), bad_like(), GOOD, bad_like(), bad_like(), bad_like(), bad_like()):
@@ -156,7 +156,7 @@ def test_hysteresis_waits_for_so_many_skips_in_a_row():
     assert scales == [8.0, 8.0, 8.0, 8.0, 8.0, 4.0, 2.0]
 
 
-def test_nonfinite_loss_skips_keeps_the_scale_and_is_counted_apart():
+def test_nonfinite_loss_skips_keeps_the_scale_and_is_counted_separately():
     state = RICH.init(PARAMS)
     update = arrays_in_numpy(lambda grads, loss: RICH.update(grads, state, PARAMS, value=loss))
     for grads, loss in ((bad_like(), np.inf), (GOOD, np.nan)):
@@ -237,12 +237,12 @@ def test_params_by_position_or_name_and_extra_arguments_reach_the_inner_transfor
     assert (seen["temperature"], seen["value"]) == (2.0, 1.0)
     jax.eval_shape(lambda: tx.update(GOOD, state, params=PARAMS, temperature=3.0, value=1.0))
     assert seen["params"] is PARAMS
-    # An inner transformation that takes none just does not get them.
+    # An inner transformation that accepts none gets none.
     tx = mpjax.dynamic_loss_scale(optax.adamw(1e-3))
     jax.eval_shape(lambda: tx.update(GOOD, tx.init(PARAMS), params=PARAMS, value=1.0, temperature=1.0))
 
 
-def test_weight_decay_and_clipping_act_on_true_gradients():
+def test_weight_decay_and_clipping_act_on_unscaled_gradients():
     inner = optax.chain(optax.clip_by_global_norm(0.5), optax.add_decayed_weights(0.1), optax.sgd(0.1))
     tx = mpjax.dynamic_loss_scale(inner)
     loss = lambda p: jnp.sum((p["w"] @ jnp.ones(3) + p["b"].sum()) ** 2)
@@ -279,7 +279,7 @@ def test_unscaling_to_infinity_counts_as_overflow():
     assert not bool(state.last_finite)
 
 
-def test_static_scale_stays_and_still_skips():
+def test_static_scale_is_constant_and_still_skips():
     tx = mpjax.static_loss_scale(optax.adam(0.1), 128.0)
     state, update = tx.init(PARAMS), arrays_in_numpy(tx.update)
     for grads in (GOOD, bad_like(), GOOD, bad_like()):
@@ -474,7 +474,7 @@ def test_sharded_params_under_jit_keep_their_sharding(axis_type):
         "adam of a list",
     ],
 )
-def test_explicit_sharding_where_updates_are_no_tree_like_the_gradients(inner):
+def test_explicit_sharding_where_the_tree_of_updates_differs_from_the_gradients(inner):
     mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Explicit,))
     sharding = NamedSharding(mesh, PartitionSpec("x"))
     params, grads = jax.device_put((np.arange(8, dtype=np.float32), np.ones(8, np.float32)), sharding)
@@ -504,7 +504,7 @@ def test_explicit_sharding_where_updates_are_no_tree_like_the_gradients(inner):
 
 
 def test_update_is_differentiable_through_the_decision():
-    # Meta-learning differentiates through the optimizer; the skip must not stand in the way.
+    # Meta-learning differentiates through the optimizer; the skip must not prevent that.
     tx = mpjax.dynamic_loss_scale(optax.sgd(0.1))
 
     def after_step(params):

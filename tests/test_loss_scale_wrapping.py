@@ -1,4 +1,4 @@
-"""What is wrapped around loss scaling, what is wrapped in it, and arguments in the wrong place."""
+"""Transformations around and inside loss scaling, and arguments in the wrong place."""
 
 import functools
 import warnings
@@ -32,7 +32,7 @@ def scaled(inner=None):
         (lambda: optax.MultiSteps(scaled(), 2).gradient_transformation(), "MultiSteps"),
     ],
 )
-def test_what_hides_overflows_from_the_scale_is_warned_of_before_the_first_step(wrapped, says):
+def test_transformations_that_hide_overflows_warn_before_the_first_step(wrapped, says):
     state = wrapped().init(PARAMS)
     with pytest.warns(mpjax.LossScaleWarning, match=says):
         mpjax.value_and_grad(LOSS, state)
@@ -70,7 +70,7 @@ def test_replaced_functions_are_the_ones_that_run():
     assert seen == [1]
 
 
-def test_arguments_in_another_order_are_told_in_one_line():
+def test_arguments_in_another_order_raise_a_one_line_error():
     tx = scaled()
     state = tx.init(PARAMS)
     wrong = {
@@ -87,7 +87,7 @@ def test_arguments_in_another_order_are_told_in_one_line():
         assert "\n" not in str(error.value)
 
 
-def test_numpy_numbers_are_numbers():
+def test_numpy_numbers_are_accepted():
     kinds = {"growth_interval": np.int64(5), "hysteresis": np.int32(2), "init_scale": np.float32(8.0)}
     assert float(mpjax.dynamic_loss_scale(optax.sgd(0.1), **kinds).init(PARAMS).loss_scale) == 8.0
     assert float(mpjax.static_loss_scale(optax.sgd(0.1), np.int64(8)).init(PARAMS).loss_scale) == 8.0
@@ -126,7 +126,7 @@ def test_extra_arguments_go_only_to_inner_transformations_that_take_them():
 @pytest.mark.parametrize("half", ["float16", "bfloat16"])
 @pytest.mark.parametrize("inner", [optax.adam(1e-2), optax.sgd(1e-2, momentum=0.9), optax.lamb(1e-2)])
 @pytest.mark.parametrize("form", ["update", "apply"])
-def test_half_params_without_masters_train_in_one_trace_and_are_warned_of(half, inner, form):
+def test_half_params_without_masters_train_in_one_trace_and_warn(half, inner, form):
     tx, params, traces = mpjax.dynamic_loss_scale(inner, init_scale=2.0**8), {"w": np.ones(3, half)}, []
     with pytest.warns(mpjax.LossScaleWarning, match=rf"w\) are half \({half}\).*master_weights"):
         state = tx.init(params)
@@ -151,7 +151,7 @@ def test_half_params_without_masters_train_in_one_trace_and_are_warned_of(half, 
     assert float(params["w"][0]) < 1
 
 
-def test_masters_and_float32_params_are_not_warned_of():
+def test_masters_and_float32_params_do_not_warn():
     params = {"w": np.ones(3, np.float16)}
     for inner in (mpjax.master_weights(optax.adam(1e-2)), optax.chain(mpjax.master_weights(optax.adam(1e-2)))):
         assert scaled(inner).init(params).inner_state is not None

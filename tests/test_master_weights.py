@@ -51,7 +51,7 @@ def test_params_equal_the_cast_master_after_updates_of_every_size(half, form):
 
 @pytest.mark.standard_promotion  # the same
 @pytest.mark.parametrize("half", HALVES)
-def test_a_master_that_the_update_can_not_meet_takes_the_sum(half):
+def test_a_master_that_no_update_reaches_takes_the_sum(half):
     # The param is rounded up to 16 from the float32 number below it, whose spacing is half as large; the step ends at
     # an odd multiple of that spacing on the other side of zero.
     tx, spacing = mpjax.master_weights(optax.sgd(1.0), policy_of(half)), np.float32(2.0**-20)
@@ -92,7 +92,7 @@ def test_float32_leaves_are_their_own_masters():
 
 
 @pytest.mark.parametrize("policy", ["float32", "mixed_float16", "O1"])
-def test_policy_without_half_params_leaves_the_optimizer_alone(policy):
+def test_policy_without_half_params_returns_the_optimizer_unchanged(policy):
     inner = optax.adam(1e-3)
     assert mpjax.master_weights(inner, policy) is inner
 
@@ -119,7 +119,7 @@ def test_with_loss_scaling_a_skipped_step_changes_nothing(half):
     jax.tree.map(np.testing.assert_array_equal, skipped.inner_state, state.inner_state)
 
 
-def test_params_cast_after_init_and_missing_params_are_told():
+def test_params_cast_after_init_and_missing_params_are_reported():
     tx = mpjax.master_weights(optax.sgd(0.1), "O3")
     state = tx.init({"w": np.ones(3, np.float32)})
     half = {"w": np.ones(3, np.float16)}
@@ -167,7 +167,7 @@ def test_a_scaled_update_stores_no_updates_beside_the_masters(donate):
     assert compiled.memory_analysis().temp_size_in_bytes < 2.05 * unit
 
 
-def test_a_skipped_update_is_zero_though_the_params_were_changed_by_hand():
+def test_a_skipped_update_is_zero_even_if_the_params_were_changed():
     tx = mpjax.dynamic_loss_scale(mpjax.master_weights(optax.sgd(0.1), "O3"))
     state = tx.init({"w": np.ones(3, np.float16)})
     changed = {"w": np.full(3, 2.0, np.float16)}

@@ -58,7 +58,7 @@ def test_plain_jax_use_never_loads_flax(seen):
     assert seen["libraries"] == []
 
 
-def test_no_module_of_inspection_takes_the_place_of_a_function(seen):
+def test_no_module_of_inspection_shadows_a_function(seen):
     for path in (ROOT / "mpjax" / "inspection").glob("*.py"):
         assert path.stem == "__init__" or path.stem not in dir(mpjax), path
     assert seen["shadowed"] == []
@@ -90,7 +90,7 @@ def test_public_names_have_docstrings_with_examples():
 
 
 def test_layers_import_downwards_only():
-    # policy and loss scaling stand without autocast and inspection; Flax only where a module is handled.
+    # policy and loss scaling do not depend on autocast and inspection; only code for modules imports Flax.
     of_flax_models = {"layers.py", "linen.py", "linen_calls.py", "nnx.py"}
     package = ROOT / "mpjax"
     for path in (*package.glob("*.py"), *(package / "modules").glob("*.py")):

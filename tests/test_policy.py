@@ -37,15 +37,15 @@ def test_grammar_follows_jmp():
             assert np.dtype(getattr(theirs, field)) == getattr(ours, field), (text, field)
 
 
-def test_sums_across_devices_are_float32_unless_said_otherwise():
+def test_sums_across_devices_are_float32_by_default():
     for name in NAMES:
         assert mpjax.get_policy(name).reduce_dtype == jnp.float32
     assert mpjax.get_policy("float64").reduce_dtype == jnp.float64
-    asked = mpjax.get_policy("p=f32,c=f16,o=f32,r=f16")
-    assert asked.reduce_dtype == jnp.float16
-    assert str(asked) == "params=float32,compute=float16,output=float32,reduce=float16"
-    assert mpjax.Policy("f32", "f16", "f32", reduce_dtype=np.float16) == asked != mpjax.get_policy("mixed_float16")
-    assert asked.with_output_dtype("float16").reduce_dtype == jnp.float16
+    requested = mpjax.get_policy("p=f32,c=f16,o=f32,r=f16")
+    assert requested.reduce_dtype == jnp.float16
+    assert str(requested) == "params=float32,compute=float16,output=float32,reduce=float16"
+    assert mpjax.Policy("f32", "f16", "f32", reduce_dtype=np.float16) == requested != mpjax.get_policy("mixed_float16")
+    assert requested.with_output_dtype("float16").reduce_dtype == jnp.float16
     assert mpjax.get_policy("c=f16,reduce=f32;*/head=>float32") == mpjax.get_policy("c=f16;*/head=>float32")
     with pytest.raises(ValueError, match="reduce_dtype='int8'"):
         mpjax.Policy("f32", "f16", "f32", reduce_dtype="int8")
@@ -99,7 +99,7 @@ UNTOUCHED = {
 
 
 @pytest.mark.parametrize("name", UNTOUCHED)
-def test_cast_leaves_everything_but_real_floats_alone(name):
+def test_cast_changes_only_real_floats(name):
     leaf = UNTOUCHED[name]
     assert mpjax.get_policy("O3").cast_to_param({"x": leaf})["x"] is leaf
 
@@ -151,7 +151,7 @@ def test_cast_goes_through_flax_boxes_and_nnx_state():
     assert {x.dtype for x in jax.tree.leaves(policy.cast_to_param(state))} == {jnp.dtype("float16")}
 
 
-def test_override_covers_what_is_below_it_and_first_match_wins():
+def test_override_covers_nested_paths_and_the_first_match_wins():
     policy = mpjax.Policy(
         "float16", "float16", "float16", [("*/head", "float32"), ("*/head/bias", "bfloat16"), ("*Norm_*", "bfloat16")]
     )
@@ -182,7 +182,7 @@ def test_haiku_style_use_of_optax_state_is_castable():
     assert cast[0].count is state[0].count
 
 
-def test_a_batch_has_none_of_the_models_paths_and_that_is_no_typo():
+def test_an_override_without_a_match_in_a_batch_does_not_warn():
     policy = mpjax.Policy("float32", "float16", "float32", [("*/head", "float32"), ("*/haed", "float32")])
     assert policy.cast_to_compute({"x": jnp.ones(1)})["x"].dtype == jnp.float16
     policy.cast_to_output(jnp.ones(1, jnp.float16))

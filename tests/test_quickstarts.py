@@ -26,7 +26,7 @@ SCRIPTS = {
 
 @pytest.fixture(autouse=True)
 def compiles_faster(monkeypatch):
-    """Compilation is most of the time of so few steps, and a quarter of it that of random numbers."""
+    """With so few steps, compilation takes most of the time, a quarter of it for random numbers."""
     cheap_keys.make_default(monkeypatch)
     before = jax.config.values["jax_disable_most_optimizations"]
     jax.config.update("jax_disable_most_optimizations", True)
@@ -40,8 +40,8 @@ def test_script_learns(name, monkeypatch, capsys):
     if name == "keras":
         monkeypatch.setenv("KERAS_BACKEND", "jax")
         pytest.importorskip("keras")
-    length, least = SCRIPTS[name]
-    assert runpy.run_path(str(FOLDER / f"train_{name}.py"))["main"](length) > least
+    length, minimum = SCRIPTS[name]
+    assert runpy.run_path(str(FOLDER / f"train_{name}.py"))["main"](length) > minimum
     assert "skipped steps 0" in capsys.readouterr().out
 
 

@@ -1,4 +1,4 @@
-"""Replicas take one decision about a step, or the program is refused when it is traced."""
+"""All replicas take the same decision about a step, or tracing raises an error."""
 
 import jax
 import numpy as np
@@ -50,7 +50,7 @@ def test_gradients_that_are_equal_already_need_no_reduction():
     assert not run(BAD, tx.init(ONE))
 
 
-def test_an_ensemble_with_states_of_its_own_decides_member_by_member():
+def test_an_ensemble_with_separate_states_decides_for_each_member():
     tx = mpjax.dynamic_loss_scale(optax.sgd(0.1))
     states = jax.tree.map(lambda x: np.stack([x] * 4), tx.init(ONE))
 
@@ -74,7 +74,7 @@ def pmap(step, grads, state):
 @pytest.mark.parametrize(
     ("run", "axes"), [(shard_map_without_checks, r"axis_name=\('x', 'y'\)"), (pmap, r"axis_name='i'")]
 )
-def test_what_can_not_be_known_is_refused_at_trace_time_with_the_axes_to_give(run, axes):
+def test_unknown_axes_are_refused_at_trace_time_with_the_axes_to_give(run, axes):
     state = mpjax.dynamic_loss_scale(optax.sgd(0.1)).init(ONE)
     with pytest.raises(ValueError, match=axes):
         run(mpjax.dynamic_loss_scale(optax.sgd(0.1)).update, BAD, state)
@@ -84,13 +84,13 @@ def test_what_can_not_be_known_is_refused_at_trace_time_with_the_axes_to_give(ru
         assert bool(updates.ravel()[0] == 0) == bool(skipped)
 
 
-def test_an_unnamed_pmap_is_told_to_name_its_axis():
+def test_an_unnamed_pmap_raises_an_error_that_requests_a_name():
     tx = mpjax.static_loss_scale(optax.sgd(0.1), 8.0)
     with pytest.raises(ValueError, match="pmap\\(\\.\\.\\., axis_name='batch'\\)"):
         jax.pmap(tx.update, in_axes=(0, None))(BAD.reshape(4, 1), tx.init(ONE))
 
 
-def test_a_named_vmap_is_no_replica():
+def test_a_named_vmap_is_not_a_replica():
     tx = mpjax.dynamic_loss_scale(optax.sgd(0.1))
     update = in_numpy(jax.vmap(tx.update, in_axes=(0, None), axis_name="member"))
     assert update(BAD, tx.init(ONE[0]))[1].last_finite.tolist() == [True, False, True, True]

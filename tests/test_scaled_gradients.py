@@ -1,4 +1,4 @@
-"""True gradients from a scaled backward pass, under every transformation that people use."""
+"""Correct gradients from a scaled backward pass, under every common transformation."""
 
 import equinox as eqx
 import jax
@@ -68,7 +68,7 @@ def test_float16_loss_above_65504_over_scale_does_not_overflow_forward():
     np.testing.assert_array_equal(grads, 2)
 
 
-def test_overflow_on_the_way_shows_as_nonfinite():
+def test_overflow_in_the_backward_pass_shows_as_nonfinite():
     loss = lambda p, x: loss_fn(p, x) * 1e4
     grads = in_numpy(jax.grad(mpjax.scale_loss(loss, state_of(2.0**20))))(PARAMS, X)
     assert not np.isfinite(grads["w"]).all()
@@ -130,14 +130,14 @@ def test_has_aux_argnums_and_keyword_arguments():
         jax.tree.map(np.testing.assert_array_equal, grads, expected)
 
 
-def test_missing_aux_and_bad_argnums_are_told():
+def test_missing_aux_and_bad_argnums_are_reported():
     with pytest.raises(TypeError, match=r"\(loss, aux\)"):
         jax.eval_shape(jax.grad(mpjax.scale_loss(loss_fn, state_of(), has_aux=True), has_aux=True), PARAMS, X)
     with pytest.raises(ValueError, match="argnums=5"):
         mpjax.grad(loss_fn, argnums=5)(PARAMS, X)
 
 
-def test_jacrev_and_hessian_are_true():
+def test_jacrev_and_hessian_are_correct():
     f = lambda w: jnp.tanh(np.asarray(X)[:3] @ w)
     w = np.asarray(PARAMS["w"])[:, 0]
     scaled = mpjax.scale_loss(f, state_of())
@@ -148,7 +148,7 @@ def test_jacrev_and_hessian_are_true():
 
 
 @pytest.mark.parametrize("inner_scaled", [False, True])
-def test_gradient_penalty_is_true(inner_scaled):
+def test_gradient_penalty_is_correct(inner_scaled):
     state = state_of(2.0**10)
     critic = lambda p, x: jnp.tanh(x @ p["w"]).sum()
 
@@ -212,7 +212,7 @@ clip_gradient.defvjp(lambda x: (x, None), lambda _, ct: (jnp.clip(ct, -1e-3, 1e-
 
 
 @pytest.mark.parametrize("half", [*HALVES, jnp.float32])
-def test_nonlinear_custom_derivative_is_true_inside_unscaled(half):
+def test_nonlinear_custom_derivative_is_correct_inside_unscaled(half):
     state = state_of(2.0**12)
 
     def loss(p, clip, dtype=half):
@@ -264,7 +264,7 @@ def unscaled(built):
 
 
 @pytest.mark.parametrize("api", ["nnx.value_and_grad", "mpjax.value_and_grad", "split and merge"])
-def test_nnx_module_gets_true_gradients_and_keeps_its_state_changes(built, unscaled, api):
+def test_nnx_module_gets_unscaled_gradients_and_keeps_its_state_changes(built, unscaled, api):
     model, (plain, expected_value, expected) = nnx.clone(built), unscaled
     state = state_of()
     if api == "nnx.value_and_grad":
@@ -347,6 +347,6 @@ def test_policy_runs_an_nnx_loss_under_autocast_and_keeps_its_state_changes(buil
     np.testing.assert_allclose(model.norm.mean[...], plain.norm.mean[...], rtol=4 * np.finfo(np.float16).eps, atol=1e-3)
 
 
-def test_unknown_policy_is_told_where_it_is_given():
+def test_unknown_policy_is_reported_where_it_is_given():
     with pytest.raises(ValueError, match="mixed_float17"):
         mpjax.value_and_grad(loss_fn, policy="mixed_float17")

@@ -1,4 +1,4 @@
-"""The parts of the documentation that are made from the program, and the site as a whole."""
+"""The parts of the documentation that are generated from the program, and the site as a whole."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DOCS = ROOT / "docs"
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML with the tags of MkDocs left out."""
+    """YAML without the tags of MkDocs."""
 
 
 def nav():
@@ -64,7 +64,7 @@ def test_every_page_is_in_the_navigation():
 
 
 @pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=lambda path: str(path.relative_to(DOCS)))
-def test_links_lead_somewhere(page):
+def test_links_have_targets(page):
     text = re.sub(r"^```.*?^```$", "", hooks.filled(page.read_text()), flags=re.DOTALL | re.MULTILINE)
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         path = target.partition("#")[0]
@@ -92,7 +92,7 @@ COMING_FROM = sorted((DOCS / "coming_from").glob("*.md"))
 
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize("path", COMING_FROM, ids=lambda path: path.stem)
-def test_every_line_of_ours_beside_theirs_runs(path):
+def test_every_mpjax_line_beside_another_librarys_runs(path):
     page = path.read_text()
     namespace = {}
     exec(re.search(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)[1], namespace)

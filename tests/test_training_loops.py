@@ -1,4 +1,4 @@
-"""Training loops of every library, a few lines each, with one bad batch on the way."""
+"""Training loops of every library, a few lines each, with one bad batch each."""
 
 import equinox as eqx
 import flax.linen as nn
@@ -191,23 +191,23 @@ def test_orbax_restores_to_a_bitwise_equal_next_step(tmp_path):
         checkpointer.save(tmp_path / "checkpoint", (params, state))
         checkpointer.wait_until_finished()
         template = jax.eval_shape(lambda: (WEIGHTS, tx.init(WEIGHTS)))
-        # As NumPy's arrays, or the step would be compiled again for the device that Orbax has put them on.
+        # NumPy arrays, because the step would be compiled again for the devices that Orbax chose.
         restored = jax.tree.map(np.asarray, checkpointer.restore(tmp_path / "checkpoint", template))
     again = step(*restored, X)
     for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(step(params, state, X)), strict=True):
         np.testing.assert_array_equal(a, b)
-    for _ in range(9):  # the limits came back with the transformation
+    for _ in range(9):  # the transformation still has its limits
         params, state = step(*restored, BATCHES[2])
         restored = (params, state)
     assert float(optax.tree_utils.tree_get(state, "loss_scale")) == 2.0**14
 
 
 @pytest.mark.parametrize("there", ["float32", "mixed_bfloat16"])
-def test_float16_run_goes_on_in_another_precision_and_back_with_its_moments(there):
+def test_float16_run_continues_in_another_precision_and_back_with_its_moments(there):
     float16, other = (mpjax.loss_scale_for(p, optax.adam(1e-2), init_scale=2.0**8) for p in ("mixed_float16", there))
     step = arrays_in_numpy(linear_step(float16, jnp.float16))
     params, state = step(WEIGHTS, float16.init(WEIGHTS), X)
-    # The states have one structure; the inner state moves over, the scale is the new policy's own.
+    # The states have one structure; the inner state moves over, and the new policy has its own scale.
     moved = other.init(params)._replace(inner_state=state.inner_state)
     assert float(moved.loss_scale) == 1.0
     params, moved = arrays_in_numpy(linear_step(other, mpjax.get_policy(there).compute_dtype))(params, moved, X)

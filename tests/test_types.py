@@ -12,7 +12,7 @@ import pytest
 
 SCRIPT = pathlib.Path(__file__).parent / "user_script.py"
 ROOT = SCRIPT.parents[1]
-# What JAX and optax lack in their own types, which no user can do anything about.
+# Types that JAX and optax lack, which a user cannot change.
 OF_OTHERS = {"reportMissingTypeStubs": False, "reportUnknownMemberType": False}
 # The planted errors are ignored for mypy.
 SEEN = {"enableTypeIgnoreComments": False}

@@ -160,7 +160,7 @@ def test_keyword_arguments_reach_an_nnx_loss():
     np.testing.assert_allclose(found, nnx.jit(loss_fn)(net(), X), rtol=1e-6)
 
 
-def test_threads_that_share_a_half_nnx_model_leave_it_half():
+def test_threads_that_share_a_half_nnx_model_keep_it_half():
     model = net(jnp.float16)
     state = mpjax.dynamic_loss_scale(optax.sgd(0.1)).init({})
     seen, errors = set(), []
@@ -183,7 +183,7 @@ def test_threads_that_share_a_half_nnx_model_leave_it_half():
 
 
 @pytest.mark.standard_promotion  # half weights and float32 inputs
-def test_the_callers_half_module_is_not_touched_while_the_loss_is_traced():
+def test_the_callers_half_module_is_unchanged_while_the_loss_is_traced():
     seen = []
 
     def step(model):

@@ -1,6 +1,6 @@
 """A user's script under the strict rules of pyright and mypy: the lines of the README keep their types.
 
-The last lines are wrong. mypy, which runs with the linter, complains of an ignored error that is none.
+The last lines are wrong on purpose. mypy, which runs with the linter, reports ignored errors that do not occur.
 """
 
 from typing import assert_type

@@ -1,4 +1,4 @@
-"""Equations belong to instances of modules: by the parameters that they read, in every library."""
+"""Equations belong to the module instances whose parameters they read, in every library."""
 
 import equinox as eqx
 import jax
@@ -46,7 +46,7 @@ def plain(params, x):
     return x
 
 
-def eyes():
+def plain_params():
     return {
         "first": {"w": np.eye(4, dtype=np.float32)},
         "blocks": [{"w": np.eye(4, dtype=np.float32)} for _ in range(2)],
@@ -58,7 +58,7 @@ ROWS = ["first", "blocks/0", "blocks/1"]
 
 @pytest.mark.parametrize(
     ("make", "apply"),
-    [(lambda: nnx.jit(Nnx)(nnx.Rngs(cheap_keys.key(0))), Nnx.__call__), (Eqx, Eqx.__call__), (eyes, plain)],
+    [(lambda: nnx.jit(Nnx)(nnx.Rngs(cheap_keys.key(0))), Nnx.__call__), (Eqx, Eqx.__call__), (plain_params, plain)],
     ids=["nnx", "equinox", "plain"],
 )
 def test_rows_are_instances_forward_and_backward(make, apply):
@@ -72,6 +72,6 @@ def test_rows_are_instances_forward_and_backward(make, apply):
 
 def test_numerics_names_the_instance_that_overflows():
     model = Eqx()
-    hot = eqx.tree_at(lambda m: m.blocks[1].weight, model, np.full((4, 4), 1e9, np.float32))
-    report = mpjax.numerics(lambda m, x: jnp.mean(jnp.log1p(m(x) ** 2)), hot, X, verify=False)
+    overflowing = eqx.tree_at(lambda m: m.blocks[1].weight, model, np.full((4, 4), 1e9, np.float32))
+    report = mpjax.numerics(lambda m, x: jnp.mean(jnp.log1p(m(x) ** 2)), overflowing, X, verify=False)
     assert report.keep_float32 == ("blocks/1",)

@@ -1,4 +1,4 @@
-"""The table of primitives against what this JAX registers, at whichever end of the supported versions."""
+"""The table of primitives against the primitives that the installed version of JAX registers."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def test_every_primitive_of_this_jax_has_a_row():
 def test_every_row_is_a_primitive_of_this_jax():
     # Pallas registers its primitive when it is imported.
     rows = {name for name, row in TABLE.items() if not row.some_versions} - {"pallas_call"}
-    gone = sorted(rows - compat.known_primitives())
-    assert not gone, f"rows of primitives that this JAX lacks: {', '.join(gone)}"
+    removed = sorted(rows - compat.known_primitives())
+    assert not removed, f"rows of primitives that this JAX lacks: {', '.join(removed)}"
 
 
-def test_every_primitive_that_is_entered_has_its_rules():
+def test_every_entered_primitive_has_its_rules():
     assert {name for name, row in TABLE.items() if row.op is Op.ENTER} == set(HIGHER_ORDER)
 
 
@@ -45,7 +45,7 @@ def test_unknown_primitive_is_opaque_and_named():
         mpjax.Rules(deny=["tanhh"])
 
 
-def test_no_other_file_keeps_a_set_of_primitive_names():
+def test_no_other_file_has_a_set_of_primitive_names():
     names = "|".join(sorted(map(re.escape, TABLE), key=len, reverse=True))
     word = re.compile(rf"[\"' ](?:{names})(?=[\"' ])")
     for path in Path(mpjax.__file__).parent.rglob("*.py"):

@@ -1,4 +1,4 @@
-"""The walk over a program that plans and audits share, against the measures' own."""
+"""The traversal of programs that plans and audits share, against the one in `testing.measures`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmarks run, go on where they were, and their page says what is stale and what is owed."""
+"""The benchmarks run, interrupted runs continue, and their page names stale and pending results."""
 
 import dataclasses
 import json
@@ -71,7 +71,7 @@ def test_dry_run_lowers_the_full_size_for_cuda():
     assert found["arguments_bytes"] > 3 * 4 * 31e6  # parameters and Adam's two moments in float32
 
 
-def test_a_step_is_compiled_for_a_gpu_that_is_not_there():
+def test_a_step_is_compiled_for_an_absent_gpu():
     target = h200()
     if target is None:
         pytest.skip(NO_PLUGIN)
@@ -80,7 +80,7 @@ def test_a_step_is_compiled_for_a_gpu_that_is_not_there():
     assert found["planned_bytes"] >= found["arguments_bytes"]
 
 
-def test_what_was_only_lowered_is_compiled_where_that_can_be():
+def test_only_lowered_cells_are_unknown_if_they_can_be_compiled():
     lowered = {"versions": versions(), "matmuls": 12}
     compiled = lowered | {"planned_bytes": 100}
     target = jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -90,7 +90,7 @@ def test_what_was_only_lowered_is_compiled_where_that_can_be():
     assert not is_known(compiled | {"versions": {**versions(), "jax": "0.4.1"}}, target)
 
 
-def test_kernels_of_a_compiled_program_move_what_they_need():
+def test_kernels_move_only_the_bytes_they_need():
     program = HloModule(GPU_PROGRAM)
     found = {kernel.name: kernel for kernel in traffic.kernels(program, program.entry)}
     half, full = 2, 4
@@ -101,16 +101,16 @@ def test_kernels_of_a_compiled_program_move_what_they_need():
     assert moved("loop_subtract_fusion") == (1, 3 * full * 1000 * 128)  # in the branch of a finite loss
     assert moved("wrapped_convert") == (1, (full + half) * 256 * 128)
     assert moved("cudnn-conv.1") == (1, half * (2 * 8 * 32 * 32 * 64 + 64 * 3 * 3 * 64))
-    # The embedding of 128 tokens: their rows are read and not the table; its gradient adds to those rows.
+    # The embedding of 128 tokens reads their rows, not the table; its gradient adds to those rows.
     assert moved("loop_gather_fusion") == (1, (full + half) * 128 * 128 + 4 * 128)
     assert moved("input_scatter_fusion") == (1, 3 * half * 128 * 128 + 4 * 128)
-    # In the loop: a matmul of Triton's; a slice is read; a slice is written in place, by a kernel beside others.
+    # In the loop: a Triton matmul; reading a slice; writing a slice in place, in an asynchronous kernel.
     assert moved("gemm_fusion_dot_general.1") == (16, half * (8 * 256 + 256 * 128 + 8 * 128))
     assert moved("input_concatenate_fusion") == (16, half * (8 * 128 + 8 * 128 + 8 * 256) + 4)
     assert moved("fusion-start.1") == (16, half * 2 * 8 * 128 + 4)
 
 
-def test_a_compiled_program_is_summed_up():
+def test_a_compiled_program_is_summarised():
     found = traffic.summary(GPU_PROGRAM)
     assert found["kernels"] == 27 + 16 * 13 + 12
     assert (found["compiled_matmuls"], found["half_matmuls"], found["float32_matmuls"]) == (5, 5, 0)
@@ -119,7 +119,7 @@ def test_a_compiled_program_is_summed_up():
     assert found["bytes_moved"] < in_full["bytes_moved"] < 2 * found["bytes_moved"]
 
 
-def test_table_of_what_was_compiled_without_a_gpu_says_what_it_is():
+def test_dry_run_table_states_that_nothing_ran():
     row = {"planned_bytes": 2e9, "bytes_moved": 4e9, "kernels": 10, "half_matmuls": 0, "compiled_matmuls": 3}
     row |= {"compile_seconds": 1.0, "batch_size": 8, "largest_batch": 100}
     half = row | {"planned_bytes": 1e9, "bytes_moved": 2e9, "half_matmuls": 3, "largest_batch": 150}
@@ -168,12 +168,12 @@ def test_largest_batch_of_a_cell_is_within_six_percent():
     assert 470 < found <= 500
 
 
-def test_a_cell_that_fits_no_batch_says_so():
+def test_a_cell_that_fits_no_batch_raises():
     with pytest.raises(MemoryError, match="ncf float32: not even a batch of"):
         largest_batch_of(Cell.parse("ncf", "float32"), True, 1000, lambda made: 1001)
 
 
-def test_gpu_run_goes_on_with_what_is_not_done(tmp_path, monkeypatch):
+def test_gpu_run_continues_with_unfinished_steps(tmp_path, monkeypatch):
     (tmp_path / "ends_with.py").write_text("import sys; sys.exit(int(sys.argv[1]))")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
@@ -190,7 +190,7 @@ def test_gpu_run_goes_on_with_what_is_not_done(tmp_path, monkeypatch):
 
 @pytest.fixture
 def folder(tmp_path):
-    """Results as a GPU would give them: of today, and of a version that was."""
+    """Results like those of a GPU, of the current and of an old version."""
     now = versions()
     fast = {"examples_per_second": 400.0, "milliseconds": 2.5, "peak_bytes": 50, "batch_size": 1, "versions": now}
     slow = {**fast, "examples_per_second": 100.0, "peak_bytes": 100, "versions": {**now, "mpjax": "0.0.1"}}
@@ -200,8 +200,8 @@ def folder(tmp_path):
         "flops_per_example": {"gpt2_medium": 1e3},
         "results": {"gpt2_medium": {"float32": slow, "autocast_float16": fast}},
     }
-    of_before = {"environment": {"device": "CPU", "jax": "0.4.1", "mpjax": now["mpjax"]}, "results": {}}
-    for name, content in {"training_gpu": training, "faults_cpu": of_before}.items():
+    old = {"environment": {"device": "CPU", "jax": "0.4.1", "mpjax": now["mpjax"]}, "results": {}}
+    for name, content in {"training_gpu": training, "faults_cpu": old}.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(content))
         (tmp_path / f"{name}.md").write_text(f"the table of {name}\n")
     return tmp_path
@@ -218,7 +218,7 @@ def test_the_readme_leads_with_the_headlines_of_the_results():
         assert f"\n## {row.title}\n" in page
 
 
-def test_report_shows_all_results_and_marks_what_is_stale(folder):
+def test_report_shows_all_results_and_marks_stale_ones(folder):
     text = report.write(folder).read_text()
     assert "the table of training_gpu" in text
     assert text.index("| Speed of a float16 training step over float32 | gpt2_medium 4.00× |") < text.index("## ")
@@ -229,7 +229,7 @@ def test_report_shows_all_results_and_marks_what_is_stale(folder):
     assert (folder / "speedup.png").stat().st_size > 1000
 
 
-def test_goals_take_the_worst_that_was_measured_and_say_what_is_owed(folder):
+def test_goals_take_the_worst_measurement_and_list_pending_ones(folder):
     found = {(goal.what, goal.model): goal for goal in goals.from_folder(folder)}
     speed = found["times the speed of float32", "gpt2_medium"]
     assert (speed.measured, speed.holds) == (4.0, True)
@@ -240,7 +240,7 @@ def test_goals_take_the_worst_that_was_measured_and_say_what_is_owed(folder):
     assert goals.PENDING in goals.table(list(found.values()))
 
 
-def test_a_plan_is_no_measurement(folder):
+def test_a_plan_is_not_a_measurement(folder):
     rows = {"float32": {"planned_bytes": 100}, "autocast_bfloat16": {"planned_bytes": 58}}
     content = {"environment": {"device": "a GPU"}, "results": {"gpt2_medium": rows, "resnet50": rows}}
     (folder / "training_dry_run.json").write_text(json.dumps(content))
@@ -255,13 +255,13 @@ def test_a_plan_is_no_measurement(folder):
     assert report.plot_all(folder) == ["planned_memory.png"]
 
 
-def test_goals_take_no_figure_from_a_cpu(folder):
+def test_goals_ignore_results_from_a_cpu(folder):
     content = json.loads((folder / "training_gpu.json").read_text())
     content["environment"]["platform"] = "cpu"
     assert all(goal.measured is None for goal in goals.goals(content, {}))
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # mpjax warns of what some probes do on purpose
+@pytest.mark.filterwarnings("ignore::UserWarning")  # some probes do on purpose what mpjax warns about
 def test_mpjax_has_none_of_the_faults():
     found = faults.run(libraries=("mpjax",))
     has = {fault for fault, cells in found.items() if cells["mpjax"] not in (faults.NOT, faults.NOT_APPLICABLE)}
@@ -286,14 +286,14 @@ def test_a_sharded_step_adds_one_reduction_of_predicates_and_gathers_nothing():
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="with several devices, XLA would gather what this saves")
 @pytest.mark.parametrize(("donate", "most"), [(False, 7.25), (True, 5.1)])
-def test_memory_of_a_step_beside_adams(donate, most):
+def test_memory_of_a_step_in_addition_to_adams(donate, most):
     adam = loss_scaling.total_units("no loss scaling", donate=donate)
     assert adam < most - 0.9
     for form in ("mpjax: apply_gradients", "mpjax: tx.update, apply_updates"):
         assert loss_scaling.total_units(form, donate=donate) < most
 
 
-def test_a_fault_is_found_where_it_is():
+def test_outcomes_of_a_fault_by_library():
     poisoned = next(fault for fault in faults.FAULTS if "accumulated" in fault.name)
     cells = faults.run([poisoned], libraries=("mpjax", "optax alone", "jaxamp"))[poisoned.name]
     assert cells == {"mpjax": faults.NOT, "optax alone": faults.HAS_IT, "jaxamp": faults.NOT_APPLICABLE}

@@ -1,4 +1,4 @@
-"""What sharded steps send, at toy size on four devices, and the simulated error of sums over replicas."""
+"""Communication of sharded steps, at toy size on four devices, and the simulated error of sums over replicas."""
 
 import json
 
@@ -21,7 +21,7 @@ def rows(layout, forms):
 
 @pytest.mark.parametrize("layout", ["FSDP", "FSDP, scan"])
 def test_parameters_are_gathered_in_half_and_gradients_summed_in_float32(layout, monkeypatch):
-    if layout == "FSDP":  # Unrolled, layers compile one by one and are alike.
+    if layout == "FSDP":  # Unrolled layers are alike, but compile one by one.
         monkeypatch.setattr(communication, "LAYERS", 1)
     found = rows(layout, ("float32", "autocast", "with_policy"))
     whole = communication.summary(found["float32"])
@@ -33,11 +33,11 @@ def test_parameters_are_gathered_in_half_and_gradients_summed_in_float32(layout,
     assert "| FSDP" in communication.table(list(found.values()))
 
 
-def test_the_gradient_error_of_one_device_is_that_of_half():
+def test_the_gradient_error_on_one_device_is_halfs_rounding():
     assert 1e-4 < communication.gradient_error("by hand", "float16", 1, 4) < 1e-2
 
 
-def test_rings_in_half_lose_what_trees_and_float32_keep():
+def test_half_rings_are_less_accurate_than_trees_and_float32():
     found = reduction_error.measure((16, 1024))
     assert found["bfloat16"]["ring"]["1024"] > 10 * found["bfloat16"]["tree"]["1024"]
     assert found["float32"]["ring"]["1024"] < 1e-5
@@ -45,7 +45,7 @@ def test_rings_in_half_lose_what_trees_and_float32_keep():
     assert "| float32 | tree |" in reduction_error.table(found)
 
 
-def test_the_finite_check_lets_as_much_overlap_as_one_by_hand():
+def test_the_finite_check_allows_as_much_overlap_as_a_hand_written_one():
     results = json.loads((RESULTS / "communication_float16_h200_cpu.json").read_text())["results"]
     ours, by_hand = (results["overlap"][form] for form in ("mpjax", "by hand"))
     assert [kind for kind, _ in ours] == [kind for kind, _ in by_hand]

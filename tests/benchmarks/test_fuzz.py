@@ -23,7 +23,7 @@ def test_a_correct_program_passes():
     assert check(Case(ROWS_BY_MATRIX, "grad")) == "checked"
 
 
-def test_what_fails_in_jit_too_is_rejected():
+def test_failures_shared_with_jit_are_rejected():
     rule_needs_an_axis = """
 def program(w, x, b, s, n):
     def summed(a):
@@ -51,7 +51,7 @@ def _only(wrong):
     ],
     ids=["left alone", "dtype", "tree", "raises", "another value"],
 )
-def test_what_is_wrong_is_found(monkeypatch, wrong, property):
+def test_each_wrong_caster_is_caught(monkeypatch, wrong, property):
     monkeypatch.setattr(Case, "cast", _only(wrong))
     monkeypatch.setattr(properties, "check_plan", lambda *args: None)
     with pytest.raises(Failure) as found:
@@ -59,14 +59,14 @@ def test_what_is_wrong_is_found(monkeypatch, wrong, property):
     assert found.value.property == property
 
 
-def test_reduction_keeps_what_fails():
+def test_shrinking_keeps_the_failure():
     smallest = shrink(Case(ROWS_BY_MATRIX, "outside_grad", rules="full"), lambda case: "x @ w" in case.source)
     assert (smallest.transform, smallest.rules) == ("value", "default")
     assert "x @ w" in smallest.source
     assert "sin" not in smallest.source
 
 
-def test_a_run_goes_on_from_its_reports(tmp_path, monkeypatch):
+def test_a_run_continues_from_its_reports(tmp_path, monkeypatch):
     monkeypatch.setattr(fuzz, "examine_all", lambda cases, compiled: [("checked", None)] * len(cases))
     for examples in (4, 8):
         reports = {dtype: fuzz.Report(tmp_path / dtype) for dtype in ("float16", "bfloat16")}
@@ -106,7 +106,7 @@ def test_the_evaluator_agrees_with_jax():
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_foreign_tests_that_fail_only_wrapped_are_listed(tmp_path, capsys):
+def test_foreign_tests_that_fail_only_under_autocast_are_listed(tmp_path, capsys):
     (tmp_path / "some_test.py").write_text("""
 import jax, jax.numpy as jnp
 def dtype_inside(x): return str(jax.make_jaxpr(jax.jit(lambda x: x @ x))(x))

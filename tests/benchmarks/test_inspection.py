@@ -1,4 +1,4 @@
-"""The table of what inspections cost."""
+"""The table of the inspections' costs."""
 
 from benchmarks import inspection
 

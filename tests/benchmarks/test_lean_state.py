@@ -1,4 +1,4 @@
-"""The benchmark of lean state: its forms train a task, and the committed results say what the documentation says."""
+"""The benchmark of lean state: its forms train a task, and the committed results agree with the documentation."""
 
 import json
 
@@ -12,7 +12,7 @@ from benchmarks.parity.families import get
 LEANEST = "stochastic_rounding, low_bit_state int8"
 
 
-def test_bytes_a_parameter():
+def test_bytes_per_parameter():
     kept = {form: lean_state.bytes_kept(form) for form in lean_state.FORMS}
     assert kept["float32"] == pytest.approx(12, abs=0.01)
     assert kept["master_weights"] == pytest.approx(14, abs=0.01)

@@ -18,30 +18,30 @@ from testing.random_programs.evaluate import arrays_in_numpy, in_numpy
 POLICY = "mixed_float16"
 STEPS = 3  # the learning rate of the first one is 0
 # Repeated layers, each of which is tested once: compiling them takes most of the time.
-FEWEST = {
+SINGLE_LAYERS = {
     "resnet": {"stages": ((16, 2),)},
     "mobilenet": {"stages": ((24, 2),)},
     "bert": {"layers": 1},
     "gpt": {"layers": 1},
     "unet": {"features": (8,)},
 }
-# The first loss scale is too high for these by one step.
+# The initial loss scale of these overflows once.
 OVERFLOWING = ("jasper",)
-# NumPy carries out the training steps of the others: for these it takes longer than XLA does to compile them.
+# NumPy evaluates the training steps of the others; for these it takes longer than compiling with XLA.
 COMPILED = ("bert", "gpt", "gnmt", "mlstm", "ppo")
 
 
 def smallest(name):
     """A family whose only model has each of its repeated layers once."""
     family = get(name)
-    if name not in FEWEST:
+    if name not in SINGLE_LAYERS:
         return family
     (model,) = family.modules.values()
-    return dataclasses.replace(family, name=f"small {name}", modules={MODEL: model.copy(**FEWEST[name])})
+    return dataclasses.replace(family, name=f"small {name}", modules={MODEL: model.copy(**SINGLE_LAYERS[name])})
 
 
 def initial_state(trained):
-    """The state that a training starts from, without compiling its initialisation."""
+    """The initial state of a training, without compiling the initialisation."""
     return arrays_in_numpy(lambda: trained.init(0))()
 
 
@@ -76,7 +76,7 @@ def test_family_trains_in_half(name):
         state, loss = step(state, batch)
         losses.append(float(loss))
     assert np.isfinite(losses).all()
-    # Losses of rival models need not fall, nor those of data that the model makes itself (a mean over several passes).
+    # Losses of adversarial models need not fall, nor losses on data that the model generates (a mean over passes).
     if len(family.losses) == 1 and family.prepare is None:
         first = float32_losses(family)(variables, batch)
         assert losses[0] == pytest.approx(first, rel=5e-3, abs=5e-3)
@@ -86,7 +86,7 @@ def test_family_trains_in_half(name):
     assert skipped == [int(name in OVERFLOWING)] * len(family.losses)
 
 
-def test_trainings_know_which_metric_is_better():
+def test_trainings_have_the_direction_of_their_metric():
     for name in ("rossmann", "sentiment"):
         training_made = training.make(name, "float32", 0)
         assert training_made.larger_is_better == (name == "sentiment") == get(name).larger_is_better
@@ -130,9 +130,9 @@ def test_models_are_plain_float32_modules_of_one_page():
 
 
 def test_unknown_names_are_refused():
-    with pytest.raises(ValueError, match="family 'vgg': there are resnet"):
+    with pytest.raises(ValueError, match="unknown family 'vgg'; choose from resnet"):
         get("vgg")
-    with pytest.raises(ValueError, match="policy 'half': the parity suite knows float32"):
+    with pytest.raises(ValueError, match="unknown policy 'half'; choose from float32"):
         training.Training(get("rossmann"), "half")
 
 

@@ -46,7 +46,7 @@ def test_rows_have_module_line_op_flops_dtypes_and_reason(plan):
     assert all(re.fullmatch(r"\w+\.py:\d+", row.source) for row in matmuls)
 
 
-def test_it_is_the_plan_that_runs(program):
+def test_the_explained_plan_is_the_one_that_runs(program):
     fun, params, x = program
     cast = mpjax.autocast(fun, "mixed_bfloat16")
     plan = mpjax.explain(cast, params, x)
@@ -55,13 +55,13 @@ def test_it_is_the_plan_that_runs(program):
     assert ran == set(plan.flops)
 
 
-def test_shapes_will_do_for_arrays(program, plan):
+def test_shapes_are_accepted_as_arguments(program, plan):
     fun, params, x = program
     shapes = jax.eval_shape(lambda: (params, x))
     assert mpjax.explain(fun, *shapes).rows == plan.rows
 
 
-def test_loops_count_their_turns():
+def test_loops_count_their_iterations():
     def fun(w, x):
         return jnp.sum(jax.lax.scan(lambda h, _: (h @ w, None), x, None, length=5)[0])
 
@@ -69,7 +69,7 @@ def test_loops_count_their_turns():
     assert (row.count, row.flops) == (5, 5 * 2 * 8**3)
 
 
-def test_it_looks_into_what_autocast_leaves_alone():
+def test_disabled_regions_are_explained_too():
     def layers(w, x):
         return jax.lax.scan(lambda h, _: (jnp.tanh(h @ w), None), x, None, length=3)[0]
 
@@ -86,7 +86,7 @@ def test_it_looks_into_what_autocast_leaves_alone():
     assert "dot_general, tanh" in left[0]
 
 
-def test_a_disabled_program_is_not_one_without_matmuls():
+def test_a_program_with_disabled_matmuls_warns_that_they_are_kept():
     def fun(w, x):
         with mpjax.autocast_disabled():
             return jax.jit(jnp.dot)(x, w)
@@ -121,12 +121,12 @@ def test_docs_page_shows_what_the_example_prints():
 
 
 def _columns(line: str) -> list[str]:
-    """The cells of a line without the source line, which is Flax's where Flax made the operation."""
+    """The cells of a line without the source line, which is in Flax for Flax's operations."""
     return [cell for cell in re.split(r"\s{2,}", line.strip()) if not re.fullmatch(r"\w+\.py:\d+|[─ ]+", cell)]
 
 
 def test_rules_that_sum_over_the_axis_of_a_shard_map_are_listed():
-    """They can be traced within the axes of its mesh alone."""
+    """Such rules can be traced only inside the axes of the mesh."""
 
     @jax.custom_vjp
     def dense(x, w):

@@ -1,4 +1,4 @@
-"""Programs on a mesh with explicit axes, `jax.make_mesh`'s default, where every array's type holds its sharding."""
+"""Programs on a mesh with explicit axes, `jax.make_mesh`'s default, where every array's type contains its sharding."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Faults that were found in programs of other people: each failed once."""
+"""Faults found in users' programs: each program failed once."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def near(found, expected, tolerance=2e-2):
 
 
 def agrees(fun, *args):
-    """Value and gradient under autocast are near those without, in float16; NumPy carries out what is traced."""
+    """Value and gradient under float16 autocast are near those without it; NumPy evaluates the traces."""
     cast, (value, gradient) = mpjax.autocast(fun), in_numpy(jax.value_and_grad(fun))(*args)
     near(in_numpy(cast)(*args), value)
     near(in_numpy(jax.grad(cast))(*args), gradient)
@@ -65,13 +65,13 @@ UNREAD = {
 
 
 @pytest.mark.parametrize("name", UNREAD)
-def test_sub_jaxpr_may_return_what_nothing_reads(name):
+def test_sub_jaxpr_may_return_unread_values(name):
     fun = lambda w, x: jnp.mean(UNREAD[name](x @ w) ** 2)
     agrees(fun, W, X)
     jax.make_jaxpr(mpjax.autocast(jax.grad(fun)))(W, X)
 
 
-def test_while_loop_may_carry_what_nothing_reads():
+def test_while_loop_may_carry_unread_values():
     def fun(x):
         body = lambda c: (c[0] + 1, jnp.tanh(c[1] @ W), c[2] * 2)
         return jnp.sum(lax.while_loop(lambda c: c[0] < 3, body, (0, x, x))[1])
@@ -88,7 +88,7 @@ def test_rule_may_close_over_arrays_and_tracers():
         return jnp.sum(jax.nn.softmax(scaled(x @ w)) @ w)
 
     agrees(fun, W, X, n)
-    # A tracer that was left behind would be a constant here.
+    # A leaked tracer would be a constant here.
     jaxpr = jax.make_jaxpr(lambda w: jax.jvp(lambda w: mpjax.autocast(fun)(w, X, n), (w,), (w,)))(W)
     assert not any(isinstance(const, jax.core.Tracer) for const in jaxpr.consts)
 
@@ -99,7 +99,7 @@ def _refusing_layer():
         return jnp.tanh(x @ w)
 
     def fwd(w, x):
-        # As equinox.filter_custom_vjp: what is kept depends on what is perturbed, and some of it may not be.
+        # Like equinox.filter_custom_vjp: the residuals depend on what is perturbed, and some operands must not be.
         assert not x.perturbed, "x is no parameter"
         return layer(w.value, x.value), ((w.value, x.value) if w.perturbed else None)
 
@@ -126,7 +126,7 @@ def test_forward_rule_may_refuse_perturbed_operands_in_any_order_of_traces(order
     near(in_numpy(jax.grad(cast))(W, X), in_numpy(jax.grad(fun))(W, X))
 
 
-def test_backward_rule_gets_python_scalars_that_it_may_branch_on():
+def test_backward_rule_may_branch_on_python_scalars():
     @jax.custom_vjp
     def layer(x):
         return x * 2
@@ -162,14 +162,14 @@ def test_matmuls_of_a_backward_rule_are_planned_and_shown():
     quantized.defvjp(lambda x, w: (quantized(x, w), (x, w)), lambda r, ct: (ct @ r[1].T, r[0].T @ ct))
     fun = lambda w, x: jnp.sum(quantized(x * 3, w * 3))
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # "no matmul or convolution of float32 arrays" was said of it
+        warnings.simplefilter("error")  # the warning was "no matmul or convolution of float32 arrays"
         assert measures.half_share(jax.grad(mpjax.autocast(fun)), W, X) > 0
     rules = [row for row in mpjax.explain(fun, W, X).rows if row.rule]
     assert ("float16", "float16") in [row.dtypes_in for row in rules if row.op == "dot_general"]
 
 
 @pytest.mark.parametrize("precision", [lax.Precision.HIGHEST, "float32", lax.DotAlgorithmPreset.F32_F32_F32])
-def test_authors_precision_keeps_a_matmul_in_float32(precision):
+def test_explicit_precision_keeps_a_matmul_in_float32(precision):
     fun = lambda w, x: jnp.sum(jnp.tanh(jnp.dot(x, w, precision=precision)) @ w)
     dtypes = [row.dtypes_in[0] for row in mpjax.explain(fun, W, X).rows if row.op == "dot_general"]
     assert dtypes == ["float32", "float16"]
@@ -177,7 +177,7 @@ def test_authors_precision_keeps_a_matmul_in_float32(precision):
     assert measures.half_share(allowed, W, X) == 1.0
 
 
-def test_global_matmul_precision_is_not_the_authors_word():
+def test_global_matmul_precision_does_not_keep_float32():
     with jax.default_matmul_precision("highest"):
         assert mpjax.explain(lambda w, x: x @ w, W, X).half_share == 1.0
 
@@ -187,7 +187,7 @@ def test_no_tracer_outlives_the_trace():
         jax.jit(jax.grad(mpjax.autocast(lambda w, x: jnp.mean(jnp.tanh(x @ w)))))(W, X)
 
 
-def test_control_flow_on_values_is_an_error_that_says_the_ways_out():
+def test_control_flow_on_values_raises_an_error_with_solutions():
     def model(w, x):
         return x @ w if x.sum() > 0 else x
 
@@ -195,7 +195,7 @@ def test_control_flow_on_values_is_an_error_that_says_the_ways_out():
         mpjax.autocast(model)(W, X)
 
 
-def test_large_masks_warn_of_nothing():
+def test_large_masks_do_not_warn():
     masked = lambda w, x: jnp.sum(jax.nn.softmax(jnp.where(x @ w > 0, x @ w, -1e38)))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -237,7 +237,7 @@ def test_regions_in_a_derivative_rule_are_transposed_under_remat3():
     near(found, expected, 1e-2)
 
 
-def test_typed_keys_may_go_into_what_is_not_entered():
+def test_typed_keys_pass_into_disabled_regions():
     @mpjax.autocast
     def noisy(w, key):
         with mpjax.autocast_disabled():
@@ -294,7 +294,7 @@ def test_branches_by_platform_are_entered():
     assert mpjax.explain(f, X).half_share == 1
 
 
-def test_functions_with_metadata_for_xla_are_entered_and_keep_it():
+def test_functions_with_xla_metadata_are_entered_and_keep_it():
     metadata = pytest.importorskip("jax.experimental.xla_metadata")
     if not hasattr(metadata, "xla_metadata_call2"):
         pytest.skip("this JAX has no such call")
@@ -346,14 +346,14 @@ def test_rows_have_the_paths_of_nnx_modules():
     assert type(model.layers[0]) is nnx.Linear
 
 
-def test_equinox_modules_stay_the_pytrees_that_they_are():
+def test_equinox_modules_keep_their_pytree_structure():
     params, static = eqx.partition(eqx.nn.MLP(8, 2, 16, 1, key=cheap_keys.key(0)), eqx.is_array)
     fun = lambda params, x: jnp.sum(jax.vmap(eqx.combine(params, static))(x))
     near(in_numpy(mpjax.autocast(fun))(params, X), in_numpy(fun)(params, X))
 
 
 def test_a_loss_that_picks_values_by_an_inner_product_stays_in_range():
-    # optax.ctc_loss ends in einsum("bn,bn->b", log_alpha, one_hot), with -1e5 for what no path reaches.
+    # optax.ctc_loss ends in einsum("bn,bn->b", log_alpha, one_hot), with -1e5 for states that no path reaches.
     def loss(w, x):
         paths = jnp.concatenate([jax.nn.log_softmax(x @ w), jnp.full((4, 1), -1e5)], -1)
         return -jnp.einsum("bn,bn->b", paths, jax.nn.one_hot(jnp.arange(4), 9)).mean()

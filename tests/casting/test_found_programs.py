@@ -1,4 +1,4 @@
-"""Programs on which autocast once failed, as the fuzzer reduced them: each goes through all of its properties."""
+"""Programs on which autocast once failed, shrunk by the fuzzer: all its properties are checked on each."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ import pytest
 import mpjax
 from testing.random_programs import Case, check
 
-# What it shows, the program, and the transformations under which it failed.
+# The fault, the program, and the transformations under which it failed.
 FOUND = {
     "jit with an unread output": (
         """
@@ -303,7 +303,7 @@ def test_found_program(name):
     source, transforms = FOUND[name]
     for transform in transforms:
         check(Case(source, transform, "float16"))
-    # Both dtypes have one plan: what differs (bfloat16's matmuls on the CPU) shows under any transformation.
+    # Both dtypes have one plan; the differences (bfloat16's matmuls on the CPU) show under any transformation.
     check(Case(source, transforms[0], "bfloat16"))
 
 
@@ -313,7 +313,7 @@ def test_linear_solve_at_other_levels(level):
 
 
 def test_transpose_of_a_solve_is_listed_as_it_runs():
-    """JAX derives it from what autocast makes of the operator, whatever the traced program holds."""
+    """JAX derives it from the rewritten operator, whatever the traced program contains."""
     program = """
 def program(w, x, b, s, n):
     return lax.custom_linear_solve(nearly_identity(lambda a: b, b), b, solve_once, solve_once),
@@ -322,8 +322,8 @@ def program(w, x, b, s, n):
 
 
 @pytest.mark.parametrize("everywhere", ["highest", "F32_F32_F32"])
-def test_a_global_precision_is_not_the_authors_word(everywhere):
+def test_a_global_precision_does_not_keep_float32(everywhere):
     with jax.default_matmul_precision(everywhere):
         plan = mpjax.explain(jnp.dot, jnp.eye(4), jnp.eye(4))
-        asked = mpjax.explain(lambda x, w: jnp.dot(x, w, precision="high"), jnp.eye(4), jnp.eye(4))
-    assert plan.half_share == asked.half_share == 1
+        requested = mpjax.explain(lambda x, w: jnp.dot(x, w, precision="high"), jnp.eye(4), jnp.eye(4))
+    assert plan.half_share == requested.half_share == 1

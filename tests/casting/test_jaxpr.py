@@ -1,4 +1,4 @@
-"""The rewritten program: the same for the same function, with what the user wrote of it kept."""
+"""The rewritten program is the same for the same function, and keeps what the user specified."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_steps_are_not_traced_again():
     assert len(count) == 1
 
 
-def test_layer_that_is_called_often_is_one_function_of_the_rewritten_program():
+def test_repeated_layer_is_one_function_of_the_rewritten_program():
     layer = jax.jit(lambda w, x: jnp.abs(x @ w))
 
     def model(w, x):
@@ -115,11 +115,11 @@ def test_weights_of_a_loop_over_time_are_cast_before_it():
     assert [e.times for e in weight_casts] == [1]
 
 
-def test_gradients_of_a_loop_over_time_are_added_up_in_float32():
+def test_gradients_of_a_loop_over_time_are_summed_in_float32():
     def model(w, x):
         return jnp.sum(jax.lax.scan(lambda h, x: (h, x @ w), 0.0, x)[1])
 
-    # Each turn adds 1 to the gradient of each weight: float16 would stop at 2048.
+    # Each iteration adds 1 to the gradient of each weight: float16 would stop at 2048.
     x = jnp.ones((4096, 1, 8))
     grads = jax.jit(jax.grad(mpjax.autocast(model)))(W, x)
     np.testing.assert_allclose(grads, 4096.0)
@@ -134,7 +134,7 @@ def test_accumulator_that_starts_as_zeros_stays_float32():
     assert [v.aval.dtype for v in scan.outvars] == [jnp.float32]
 
 
-def test_state_that_goes_round_a_loop_of_steps_stays_float32():
+def test_state_carried_by_a_loop_of_steps_stays_float32():
     def train(w, x):
         def step(w, x):
             return w - 1e-4 * jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w), None
@@ -147,7 +147,7 @@ def test_state_that_goes_round_a_loop_of_steps_stays_float32():
     np.testing.assert_allclose(trained - W, jax.jit(train)(W, x) - W, rtol=1e-2)
 
 
-def test_literal_that_half_can_not_hold_keeps_float32():
+def test_literal_that_half_cannot_represent_keeps_float32():
     def model(w, x):
         y = x @ w
         return jnp.sum((y + 1e-9) @ w) + jnp.sum(jnp.where(y > 0, y, -1e9) @ w)
@@ -169,7 +169,7 @@ def test_gradient_of_a_broadcast_factor_is_summed_in_float32(shape):
     assert measures.relative_error(step(params, X), expected) < 2e-3
 
 
-def test_values_that_the_user_cast_stay_as_the_user_said():
+def test_casts_of_the_user_are_kept():
     def model(w, x):
         y = (x @ w).astype(jnp.bfloat16)
         return jnp.sum(y.astype(jnp.float32)), y
@@ -178,7 +178,7 @@ def test_values_that_the_user_cast_stay_as_the_user_said():
     assert (loss.dtype, y.dtype) == (jnp.float32, jnp.bfloat16)
 
 
-def test_arguments_that_are_no_arrays_are_passed_on():
+def test_arguments_that_are_not_arrays_are_passed_on():
     def model(w, x, *, train, name):
         y = x @ w if train else x
         return {"loss": jnp.sum(y), "name": name + "!", "scale": 2.0, "none": None}

@@ -92,7 +92,7 @@ def test_split_and_merge_inside(model, x):
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves((state, grads)))
 
 
-def test_module_that_is_returned_is_the_one_that_was_given(model, x):
+def test_a_returned_module_is_the_argument_itself(model, x):
     def fun(model, x):
         return model, {"loss": loss_fn(model, x), "name": "kept"}
 

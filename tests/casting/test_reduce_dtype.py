@@ -1,4 +1,4 @@
-"""The dtype in which weight gradients are summed across devices, as XLA compiles it for four of them."""
+"""The dtype in which weight gradients are summed across devices, as XLA compiles it for four devices."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ def loss(w, x):
 
 
 def sums(policy, spec, mapped=False):
-    """Bytes summed across devices by dtype, the loss's four left out; and the dtypes that are gathered."""
+    """Bytes summed across devices by dtype, without the loss's four; and the dtypes that are gathered."""
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
     w = jax.ShapeDtypeStruct(W, jnp.float32, sharding=NamedSharding(mesh, spec))
     x = jax.ShapeDtypeStruct(X, jnp.float32, sharding=NamedSharding(mesh, P("data")))
@@ -36,7 +36,7 @@ def sums(policy, spec, mapped=False):
         ("mixed_float16", "float32"),
         ("mixed_bfloat16", "float32"),
         ("p=f32,c=f16,o=f32,r=f16", "float16"),
-        # A sum has the dtype of what is summed: no less than float32 here.
+        # A sum has the dtype of its operand: at least float32 here.
         ("p=f32,c=f16,o=f32,r=bf16", "float32"),
     ],
 )
@@ -57,7 +57,7 @@ def test_the_sum_that_shard_map_inserts_is_float32():
     assert set(summed) == {"float32"}
 
 
-# The user's own collectives. Their dtypes stand in the jaxpr, so nothing is compiled.
+# The user's own collectives. Their dtypes are in the jaxpr, so nothing is compiled.
 MESH = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
 
 

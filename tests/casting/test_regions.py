@@ -12,7 +12,7 @@ W, X = jnp.ones((8, 8)), jnp.ones((4, 8))
 
 
 def matmul_dtypes(fun, *args):
-    # A new function each time: `make_jaxpr` remembers those it knows.
+    # A new function each time, because `make_jaxpr` caches traces.
     return [str(e.in_dtypes[0]) for e in measures.matmuls(lambda *args: fun(*args), *args)]
 
 
@@ -30,7 +30,7 @@ def test_half_function_runs_even_sums_in_half_under_autocast_only():
     assert not measures.risky_in_half(loss, W, X)
 
 
-def test_float_function_runs_matmuls_in_float32_and_keeps_to_the_policy_s_half_outside():
+def test_float_function_runs_matmuls_in_float32_and_the_rest_stays_half():
     router = mpjax.float_function(lambda x, w: x @ w)
 
     def loss(w, x):
@@ -39,7 +39,7 @@ def test_float_function_runs_matmuls_in_float32_and_keeps_to_the_policy_s_half_o
     assert matmul_dtypes(mpjax.autocast(loss, "mixed_bfloat16"), W, X) == ["float32", "bfloat16"]
 
 
-def test_float_function_holds_in_its_gradient_and_through_jit_and_vmap():
+def test_float_function_applies_to_its_gradient_and_through_jit_and_vmap():
     router = mpjax.float_function(jax.jit(lambda x, w: x @ w))
 
     def loss(w, x):
@@ -61,7 +61,7 @@ def test_promote_function_runs_in_the_widest_dtype_of_its_inputs():
     assert [row.dtypes_in[0] for row in rows] == ["float32", "float16"]
 
 
-def test_disabled_region_is_left_as_it_is_inside_an_autocast_function():
+def test_disabled_region_is_unchanged_inside_an_autocast_function():
     def loss(w, x):
         with mpjax.autocast_disabled():
             x = x @ w
@@ -77,7 +77,7 @@ def test_autocast_function_called_in_a_disabled_region_is_the_identity():
     assert matmul_dtypes(inner, W, X) == ["float16"]
 
 
-def test_inner_autocast_decides_for_its_inside():
+def test_inner_autocast_applies_to_its_body():
     inner = mpjax.autocast(lambda w, x: jnp.tanh(x @ w), "mixed_bfloat16", rules=mpjax.Rules(deny=["tanh"]))
 
     def loss(w, x):

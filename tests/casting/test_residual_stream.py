@@ -1,4 +1,4 @@
-"""`Rules(residual_stream=...)`: the value that layer after layer adds to stays float32 if it is asked to."""
+"""`Rules(residual_stream=...)`: the value to which each layer adds stays float32 on request."""
 
 from __future__ import annotations
 
@@ -87,13 +87,13 @@ PROGRAMS = (plain, called, checkpointed, scanned, one_addition, linen, in_nnx)
 
 
 def float32_streams(jaxpr):
-    """The residual additions in float32 of a jaxpr and of all jaxprs inside it."""
+    """The residual additions in float32 of a jaxpr and of its sub-jaxprs."""
     inside = [part for e in measures.equations(jaxpr) for part in e.eqn.params.values() if hasattr(part, "eqns")]
     return [v for program in (jaxpr, *inside) for v in residual_additions(program)]
 
 
 @pytest.mark.parametrize("fun", PROGRAMS, ids=lambda fun: fun.__name__)
-def test_the_stream_is_float32_if_asked(fun):
+def test_the_stream_is_float32_if_requested(fun):
     float32 = mpjax.autocast(fun, rules=FLOAT32)
     assert float32_streams(jax.make_jaxpr(float32)(W, X))
     assert not float32_streams(jax.make_jaxpr(mpjax.autocast(fun))(W, X))
@@ -115,7 +115,7 @@ def test_other_additions_stay_half():
     assert cast[0] == cast[1]
 
 
-def test_explain_names_it_and_a_rule_goes_first():
+def test_explain_names_the_stream_and_rules_take_precedence():
     assert "residual stream" in str(mpjax.explain(mpjax.autocast(plain, rules=FLOAT32), W, X))
     rules = mpjax.Rules(residual_stream="float32", infer=["add"])
     assert "residual stream" not in str(mpjax.explain(mpjax.autocast(plain, rules=rules), W, X))

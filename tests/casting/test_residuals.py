@@ -1,4 +1,4 @@
-"""What the backward pass stores, at the smallest batch: nowhere more than the float32 program."""
+"""The backward pass never stores more than the float32 program, even at the smallest batch."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def of_one_example(batch):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_backward_pass_of_one_example_keeps_no_more_than_in_float32(name):
-    # With one example, the weights are what there is to store.
+def test_backward_pass_of_one_example_stores_no_more_than_in_float32(name):
+    # With one example, the weights are most of what is stored.
     program, (loss_fn, params, batch) = REGISTRY[name], harness.abstract(name)
     args = params, of_one_example(batch)
     with program.context():

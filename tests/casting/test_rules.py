@@ -1,4 +1,4 @@
-"""`mpjax.Rules`: what an entry may be, what wins, and what is an error."""
+"""`mpjax.Rules`: valid entries, precedence and errors."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_primitive_by_name():
     assert dtypes_of("abs", Rules(deny=["abs"])) == ["float32"] * 2
 
 
-def test_named_scope_by_pattern_covers_what_is_below_it():
+def test_named_scope_pattern_covers_nested_operations():
     rules = Rules(deny=["*/head"])
     assert dtypes_of("abs", rules) == ["float16", "float32"]
     assert dtypes_of("dot_general", rules) == ["float16", "float16", "float32", "float32"]
@@ -68,7 +68,7 @@ def test_predicate_over_primitive_params_and_avals():
     assert sorted(dtypes_of("dot_general", Rules(deny=[small]), fun)) == ["float16", "float32"]
 
 
-def test_predicate_goes_before_pattern_and_pattern_before_name():
+def test_predicates_precede_patterns_and_patterns_precede_names():
     def absolute(primitive, params, avals):
         return primitive.name == "abs"
 
@@ -97,7 +97,7 @@ def test_lists_may_not_overlap():
         ({"residuals": "none"}, "residuals='none'"),
     ],
 )
-def test_what_is_no_rule_is_an_error_that_quotes_it(lists, message):
+def test_invalid_rule_is_an_error_that_quotes_it(lists, message):
     with pytest.raises(ValueError, match=message):
         Rules(**lists)
 
@@ -121,7 +121,7 @@ def test_level_half_runs_sums_in_half_too():
 
 @pytest.mark.parametrize("everything_in_half", [lambda fun: mpjax.autocast(fun, "O3"), autocast_half_function])
 def test_scatters_in_half_combine_halves(everything_in_half):
-    """A scatter holds a function of two scalars, which was traced for float32."""
+    """A scatter contains a function of two scalars, traced for float32."""
 
     def scatters(x):
         x = x @ np.eye(8, dtype=np.float32)
@@ -166,7 +166,7 @@ def test_environment_turns_autocast_off(monkeypatch):
 
 
 @pytest.mark.parametrize("residuals", ["half", "full"])
-def test_residuals_hold_half_only_where_asked(residuals):
+def test_residuals_are_half_only_if_requested(residuals):
     def norm(w, x):
         y = x @ w
         y = (y - y.mean(-1, keepdims=True)) / jnp.sqrt(y.var(-1, keepdims=True) + 1e-5)
@@ -190,8 +190,8 @@ def loss(x, labels):
 
 
 @pytest.mark.parametrize(("after", "activations"), [(gelu, 3), (gate, 3), (loss, 2)])
-def test_of_a_stretch_between_matmuls_only_their_operands_and_results_are_stored(after, activations):
-    """No chain of half values for a GELU, and no float32 logits for a loss that picks the labels' from them."""
+def test_between_matmuls_only_their_operands_and_results_are_stored(after, activations):
+    """A GELU stores no chain of half values, and a loss that picks the labels' logits stores no float32 logits."""
     x, bias, labels = jnp.ones((64, 8)), jnp.ones(8), jnp.zeros(64, jnp.int32)
     model = mpjax.autocast(lambda w, bias, x, labels: jnp.sum(after(x @ w + bias, labels)))
     copy_of_w, indices = 2 * W.size, 2 * labels.nbytes

@@ -1,4 +1,4 @@
-"""Repeated layers are derived and transposed once, and keep their names."""
+"""Repeated layers are differentiated and transposed once, and keep their names."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_more_equal_layers_make_no_more_programs():
     assert len(set(many)) == len(set(few)) < len(few)
 
 
-def test_what_a_shared_region_computes_has_the_path_of_its_own_layer():
+def test_operations_of_a_shared_region_have_the_path_of_their_own_layer():
     paths = []
 
     def collect(jaxpr, outside):
@@ -76,7 +76,7 @@ def test_layers_that_differ_do_not_share():
     assert measures.relative_error(found, expected) < 5e-3
 
 
-def test_where_regions_begin_and_end_is_searched_once_for_equal_layers(monkeypatch):
+def test_region_boundaries_are_searched_once_for_equal_layers(monkeypatch):
     def loss(w, x, depth):
         for _ in range(depth):
             x = x + jax.nn.gelu(x @ w)

@@ -1,6 +1,6 @@
-"""Transformations outside and inside, and derivative rules of every form: one small program a point.
+"""Transformations outside and inside, and derivative rules of every form: one small program each.
 
-NumPy carries out the larger ones: operations that run eagerly are compiled one by one.
+NumPy evaluates the larger ones, because eager operations are compiled one by one.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def test_collective_over_a_vmapped_axis():
 
     cast, plain = (in_numpy(jax.vmap(f, (None, 0), axis_name="batch")) for f in (mpjax.autocast(fun), fun))
     batch = np.stack([X, 2 * X])
-    # The sums cancel to a hundredth of their parts.
+    # The sums cancel to a hundredth of their terms.
     close(cast(W, batch), plain(W, batch), 2e-2)
 
 
@@ -120,7 +120,7 @@ def test_custom_jvp_with_an_integer_and_a_symbolic_tangent(symbolic):
     def loss(w, x):
         return jnp.sum(layer(x @ w, lax.stop_gradient(w) if symbolic else w, 3) @ w)
 
-    if symbolic:  # a constant has the tangent that is known to be zero
+    if symbolic:  # a constant's tangent is known to be zero
         constant = jnp.asarray(np.eye(8, dtype=np.float32))
         loss = lambda w, x: jnp.sum(layer(x @ w, constant, 3) @ w)
     cast = mpjax.autocast(loss)
@@ -128,7 +128,7 @@ def test_custom_jvp_with_an_integer_and_a_symbolic_tangent(symbolic):
     assert measures.half_share(jax.grad(lambda *args: cast(*args)), W, X) == 1.0
 
 
-def test_custom_vjp_over_a_value_of_the_function_around_it():
+def test_custom_vjp_that_closes_over_an_outer_value():
     def loss(w, x):
         scale = lax.stop_gradient(jnp.max(x))
 
@@ -195,7 +195,7 @@ def test_vmapped_branch_and_reverse_scan():
     close(in_numpy(jax.grad(mpjax.autocast(fun), 1))(*args), in_numpy(jax.grad(fun, 1))(*args), 1e-2)
 
 
-def test_donated_argument_of_an_eager_inner_jit_may_be_gone_but_gives_no_wrong_number():
+def test_donated_argument_of_an_eager_inner_jit_gives_no_wrong_number():
     layer = jax.jit(lambda w, x: x @ w, donate_argnums=1)
 
     def fun(w, x):

@@ -1,4 +1,4 @@
-"""What autocast says when it can't help: each message quotes the value and a way out."""
+"""Autocast's warnings: each message quotes the value and a solution."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_half_batch_beside_float32_params_is_legitimate():
         mpjax.autocast(loss)({"w": W}, X.astype(jnp.float16))
 
 
-def test_model_that_is_half_already_is_told_and_not_cast_twice():
+def test_model_that_is_already_half_is_reported_and_not_cast_twice():
     def half_model(params, x):
         return jnp.mean((x.astype(jnp.float16) @ params["w"].astype(jnp.float16)).astype(jnp.float32))
 
@@ -44,12 +44,12 @@ def test_model_that_is_half_already_is_told_and_not_cast_twice():
     assert len(jaxpr.eqns) == len(jax.make_jaxpr(half_model)({"w": W}, X).eqns)
 
 
-def test_nothing_to_cast_is_told():
+def test_nothing_to_cast_is_reported():
     with pytest.warns(AutocastWarning, match=r"no matmul or convolution .* to run in float16.*mpjax.explain"):
         mpjax.autocast(lambda x: jnp.sum(jnp.exp(x)))(X)
 
 
-def test_float64_inputs_are_told():
+def test_float64_inputs_are_reported():
     with jax.enable_x64(True):
         args = {"w": W.astype(jnp.float64)}, X.astype(jnp.float64)
         with pytest.warns(AutocastWarning) as caught:

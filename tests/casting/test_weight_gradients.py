@@ -46,7 +46,7 @@ PROGRAMS = {
 }
 
 
-# Those whose gradient has a rule for vmap of its own.
+# Those whose gradient has its own rule for vmap.
 VMAPPED = ("dense", "convolution", "scan", "heads")
 # Second derivatives, forward over reverse and reverse over reverse.
 SECOND = (
@@ -71,7 +71,7 @@ def results(fun, w, x):
 )
 def test_weight_gradients_are_written_in_float32(name, vmapped):
     fun, w, x = PROGRAMS[name]
-    # A 3×3 convolution only where it is asked for: cuDNN has no kernel for it.
+    # A 3×3 convolution only on request: cuDNN has no kernel for it.
     rules = mpjax.Rules(weight_gradients="everywhere" if name == "convolution" else "float32")
     loss, plain = loss_of(mpjax.autocast(fun, rules=rules), vmapped), loss_of(fun, vmapped)
     assert np.dtype(np.float32) in results(loss, w, x)
@@ -88,7 +88,7 @@ def test_small_gradients_do_not_underflow():
     np.testing.assert_allclose(gradient, 4096 * 1e-8, rtol=1e-2)
 
 
-def test_a_field_of_the_rules_turns_it_off():
+def test_a_rules_field_turns_float32_weight_gradients_off():
     cast = mpjax.autocast(dense, rules=mpjax.Rules(weight_gradients="half"))
     assert results(loss_of(cast, False), W, X) == {np.dtype(np.float16)}
     assert results(loss_of(mpjax.autocast(convolution), False), KERNEL, IMAGES) == {np.dtype(np.float16)}
@@ -96,7 +96,7 @@ def test_a_field_of_the_rules_turns_it_off():
 
 def test_no_half_copy_of_a_weight_is_stored():
     loss = lambda w, x: jnp.mean(dense(w, x) ** 2)
-    one = X[:1, :1]  # a small batch: the weights are what there is to store
+    one = X[:1, :1]  # a small batch: the weights are most of what is stored
     kept = measures.residual_bytes(mpjax.autocast(loss), W, one)
     assert kept <= measures.residual_bytes(loss, W, one)
 

@@ -1,7 +1,7 @@
 """`mpjax.autocast` on every program of the zoo: properties that hold for all programs.
 
-Most tests only trace, and most of these share the trace of the plain program. NumPy carries out most gradients:
-compilation for the CPU takes ten times as long.
+Most tests only trace, and most of these share the trace of the plain program. NumPy evaluates most gradients,
+because compilation for the CPU takes ten times as long.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from mpjax._jaxpr import compat
 from testing.random_programs.evaluate import in_numpy
 from testing.zoo import REGISTRY, evaluated, harness
 
-# One program of each family is compiled as well: XLA runs what autocast makes of it.
+# One program of each family is also compiled: XLA runs the rewritten program.
 COMPILED = """
     linen_cnn_batchnorm dot_product_attention scan_accumulator while_power cond_branches custom_vjp_linear
     checkpoint_policies jit_shardings shard_map_data
 """.split()
 COMPILED_IN_BFLOAT16 = "dot_product_attention cond_branches custom_vjp_linear shard_map_data".split()
-# NumPy carries out the other programs (`evaluated`) except these.
+# NumPy evaluates the other programs (`evaluated`) except these.
 BEYOND_NUMPY = "shard_map_tensor pmap_replicas pure_callback io_effects debug_effects x64_statistics".split()
 UNDER_EVERY_TRANSFORMATION = """
     scan_accumulator while_power cond_branches custom_vjp_linear checkpoint_policies jit_nested shard_map_data
 """.split()
-# Transformations that leave the results of the plain program as they are; those of one scan are the other's.
+# Transformations whose results are those of the plain program, or of another transformation.
 SAME_RESULTS = {"scan_inside": "scan"} | dict.fromkeys(
     ("jit", "grad_of_jit", "remat", "jit_inside", "remat_inside", "grad_inside"), "plain"
 )
@@ -38,23 +38,23 @@ LAYERS = """
     dot_product_attention embedding_tied moe_ragged conv_pooling contrastive cond_branches
     checkpoint_policies jit_nested
 """.split()
-# Loops carry some scalars beside the arrays: a counter, a flag, a loss.
+# Loops carry some scalars in addition to arrays: a counter, a flag, a loss.
 SCALARS = 64
 
 
 def _transformed():
     """Programs and transformations: each program under a few, each transformation of many programs.
 
-    Both are independent enough that not every pair is a new case. Programs take the transformations in turn, so that
-    those of a kind (those of one library stand together in the registry) meet different ones; the programs that are
-    nested themselves meet every one. Random programs try what is left.
+    Programs and transformations are mostly independent, so not every pair is a new case. Programs take the
+    transformations in turn, so that neighbours in the registry, such as those of one library, get different ones.
+    Nested programs get all of them. Random programs cover other pairs.
     """
     transforms = [transform for transform in harness.TRANSFORMS if transform != "plain"]
     for index, (name, program) in enumerate(REGISTRY.items()):
-        taken = [transform for transform in transforms if not harness.refused(program, transform)]
-        for transform in ["plain", *taken]:
-            its_turn = transform == "plain" or transform == taken[index % len(taken)]
-            if its_turn or name in UNDER_EVERY_TRANSFORMATION:
+        supported = [transform for transform in transforms if not harness.refused(program, transform)]
+        for transform in ["plain", *supported]:
+            selected = transform == "plain" or transform == supported[index % len(supported)]
+            if selected or name in UNDER_EVERY_TRANSFORMATION:
                 yield name, transform
 
 
@@ -66,7 +66,7 @@ def test_matmuls_run_in_half_and_nothing_risky_does(name, transform):
     assert [(x.shape, x.dtype) for x in jax.tree.leaves(found.outputs)] == [
         (x.shape, x.dtype) for x in jax.tree.leaves(expected.outputs)
     ]
-    # The program itself has nothing in half: what is found is autocast's.
+    # The program itself has nothing in half, so any finding is autocast's.
     assert expected.half_share == 0
     assert expected.risky == []
     assert found.half_share == 1.0
@@ -96,18 +96,18 @@ def test_gradients_are_as_close_as_rounding_allows(name):
     ],
 )
 def test_compiled_gradients_are_as_close_as_rounding_allows(name, dtype):
-    # NumPy evaluates the float32 program where it can: only what autocast makes of it is compiled.
+    # NumPy evaluates the float32 program if possible; only the rewritten program is compiled.
     rounding = (harness if name in BEYOND_NUMPY else evaluated).rounding_error(name, dtype)
     exact = None if name in BEYOND_NUMPY else evaluated.reference(name)
     assert harness.gradient_error(name, autocast, dtype, exact) <= harness.error_limit(rounding, dtype)
 
 
 @pytest.mark.parametrize("name", [name for name, program in REGISTRY.items() if program.has_half])
-def test_backward_pass_keeps_no_more_than_that_of_handwritten_code(name):
+def test_backward_pass_stores_no_more_than_handwritten_code(name):
     assert harness.residuals(name, autocast, "float16") <= harness.handwritten_residuals(name, "float16") + SCALARS
 
 
-def test_backward_pass_keeps_at_most_65_percent_of_float32_in_the_median():
+def test_backward_pass_stores_at_most_65_percent_of_float32_in_the_median():
     shares = [
         harness.residuals(name, autocast, "float16") / harness.residuals(name, harness.identity, "float16")
         for name in LAYERS

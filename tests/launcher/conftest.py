@@ -1,4 +1,4 @@
-"""Patches of the launcher for a test, taken back after it."""
+"""Applies the launcher's patches for a test and undoes them afterwards."""
 
 import contextlib
 
@@ -11,7 +11,7 @@ from mpjax.launcher.options import Options
 
 @pytest.fixture
 def launched():
-    """Puts JAX in the launcher's hands: `launched(policy=..., init_scale=...)` gives the session."""
+    """Patches JAX like the launcher: `launched(policy=..., init_scale=...)` returns the session."""
     with contextlib.ExitStack() as stack:
 
         def launch(**options):

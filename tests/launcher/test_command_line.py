@@ -1,4 +1,4 @@
-"""`python -m mpjax run` and `MPJAX_AUTOCAST_ALL`, in processes of their own."""
+"""`python -m mpjax run` and `MPJAX_AUTOCAST_ALL`, in their own processes."""
 
 import json
 import os
@@ -31,7 +31,7 @@ print(f"loss {loss:.3f}", *sys.argv[1:])
 """
 
 NAMED = LINEAR.replace("(x @ w) ** 2", 'jax.named_scope("head")(lambda: x @ w)() ** 2')
-WHERE = "(--explain FILE lists primitives and module paths)"
+HINT = "(--explain FILE lists primitives and module paths)"
 
 
 def python(*arguments, interpreter=sys.executable, cwd=None, **environment):
@@ -59,7 +59,7 @@ def script(tmp_path):
     return write
 
 
-def test_a_script_runs_in_half_and_says_what_happened(script, tmp_path):
+def test_a_script_runs_in_half_and_prints_a_summary(script, tmp_path):
     done = run("--explain", tmp_path / "plan.txt", script(LINEAR), "--lr", "-m")
     assert done.returncode == 0, done.stderr
     assert done.stdout == "loss 0.410 --lr -m\n"
@@ -77,8 +77,8 @@ def test_a_module_runs_with_its_arguments_and_quietly(script, tmp_path):
     script(optax_first + "print(__name__, __spec__.name, sys.argv[0])", "my_trainer.py")
     flags = ["--policy", "mixed_bfloat16", "--quiet", "--deny", "*/haed"]
     done = run(*flags, "-m", "my_trainer", "--epochs", "2", cwd=tmp_path)
-    # A typo, so --quiet or not.
-    assert (done.returncode, done.stderr) == (0, f"mpjax run: matched nothing: deny '*/haed' {WHERE}\n")
+    # A typo is reported even with --quiet.
+    assert (done.returncode, done.stderr) == (0, f"mpjax run: matched nothing: deny '*/haed' {HINT}\n")
     loss, rest = done.stdout.split(" ", 2)[1:]
     assert float(loss) == pytest.approx(0.41, rel=2**-8)  # bfloat16's rounding
     assert rest == f"--epochs 2\n__main__ my_trainer {tmp_path / 'my_trainer.py'}\n"
@@ -104,13 +104,13 @@ def test_compare_shows_losses_and_times_side_by_side(script):
     assert "× as fast in mixed_float16" in rows[-1]
 
 
-def test_rules_of_a_file_hold(script, tmp_path):
+def test_rules_of_a_file_apply(script, tmp_path):
     rules = script('deny = ["tanh"]\n[overrides]\n"*/head" = "float32"\n', "rules.toml")
     done = run("--rules", rules, script(NAMED))
     assert "step: 0.0% of" in done.stderr, done.stderr
     assert "100.0% not: script.py:6 (head): " in done.stderr
-    assert f"  matched nothing so far: deny 'tanh' {WHERE}" in done.stderr
-    assert f"mpjax run: matched nothing: deny 'tanh' {WHERE}" in done.stderr
+    assert f"  matched nothing so far: deny 'tanh' {HINT}" in done.stderr
+    assert f"mpjax run: matched nothing: deny 'tanh' {HINT}" in done.stderr
     bad = run("--rules", script("allowed = 3", "rules.toml"), script(LINEAR))
     assert bad.returncode == 2
     assert "allowed = 3 is not understood" in bad.stderr
@@ -136,7 +136,7 @@ def test_a_mistake_in_the_call_is_one_line_and_code_2(case):
     assert done.stderr.startswith("python -m mpjax run: error: ")
 
 
-def test_a_script_that_differentiates_nothing_is_told_so(script):
+def test_a_script_without_gradients_is_reported(script):
     done = run(script("import jax, jax.numpy as jnp\nprint(jax.jit(lambda x: x @ x)(jnp.eye(4))[0, 0])"))
     assert (done.returncode, done.stdout) == (0, "1.0\n")
     assert "nothing was cast to half: the script differentiated nothing" in done.stderr
@@ -144,7 +144,7 @@ def test_a_script_that_differentiates_nothing_is_told_so(script):
     assert "nothing was cast to half" in run(script("print('no JAX at all')")).stderr
 
 
-def test_float16_without_an_optax_optimizer_is_refused_and_bfloat16_is_offered(script):
+def test_float16_without_an_optax_optimizer_is_refused_and_bfloat16_is_suggested(script):
     by_hand = "import jax, jax.numpy as jnp\nprint(jax.grad(lambda w: jnp.sum(w @ w))(jnp.eye(4))[0, 0])\n"
     done = run(script(by_hand))
     assert done.returncode == 1
@@ -154,14 +154,14 @@ def test_float16_without_an_optax_optimizer_is_refused_and_bfloat16_is_offered(s
     assert "--policy mixed_bfloat16" in line
 
 
-def test_jax_that_is_imported_already_is_refused(script):
+def test_an_earlier_import_of_jax_is_refused(script):
     code = f"import sys, jax; from mpjax.launcher.cli import main; sys.exit(main([{str(script(LINEAR))!r}]))"
     done = python("-c", code)
     assert done.returncode == 2
     assert "JAX is imported already" in done.stderr
 
 
-def test_the_script_is_as_it_is_without_the_launcher(script, tmp_path):
+def test_the_script_sees_what_it_sees_without_the_launcher(script, tmp_path):
     text = """
     import atexit, os, pickle, sys
     class Thing: pass
@@ -174,11 +174,11 @@ def test_the_script_is_as_it_is_without_the_launcher(script, tmp_path):
     """
     for end in ("sys.exit(7)", "fails()", "os.kill(os.getpid(), 15)", "sys.exit('a text')", "raise KeyboardInterrupt"):
         path = script(text.format(end=end))
-        with_it, without = run(path, "a", cwd=tmp_path), python(path, "a", cwd=tmp_path)
-        assert with_it.stdout == without.stdout
-        assert with_it.returncode == without.returncode
-        ours = "mpjax run: nothing was cast to half"
-        stderr = [line for line in with_it.stderr.splitlines() if not line.startswith(ours)]
+        launched, without = run(path, "a", cwd=tmp_path), python(path, "a", cwd=tmp_path)
+        assert launched.stdout == without.stdout
+        assert launched.returncode == without.returncode
+        summary = "mpjax run: nothing was cast to half"
+        stderr = [line for line in launched.stderr.splitlines() if not line.startswith(summary)]
         assert stderr == without.stderr.splitlines()
 
 
@@ -232,8 +232,8 @@ def test_processes_of_multiprocessing_work(script):
 
 def test_the_traceback_of_an_error_is_that_of_a_plain_run(script):
     path = script(LINEAR.replace("jnp.mean((x @ w) ** 2)", "jnp.mean(x @ w @ x)"))
-    with_it, without = run("--quiet", path), python(path)
-    assert (with_it.returncode, with_it.stderr) == (without.returncode, without.stderr)
+    launched, without = run("--quiet", path), python(path)
+    assert (launched.returncode, launched.stderr) == (without.returncode, without.stderr)
 
 
 @pytest.fixture(scope="module")
@@ -250,7 +250,7 @@ def environment(tmp_path_factory):
     return str(folder / "bin" / "python")
 
 
-def test_the_variable_alone_does_it(environment, script):
+def test_the_variable_alone_starts_the_launcher(environment, script):
     path = script(LINEAR)
     done = python(path, interpreter=environment, PYTHONPATH="", MPJAX_AUTOCAST_ALL="mixed_float16")
     assert done.stdout == "loss 0.410\n"

@@ -1,4 +1,4 @@
-"""Gradients under the launcher: in half, scaled, finite, and true, wherever a script takes them."""
+"""Gradients under the launcher: in half, scaled, finite and correct, however a script computes them."""
 
 import equinox as eqx
 import jax
@@ -13,12 +13,12 @@ from mpjax.launcher import gradients
 from mpjax.launcher.options import LaunchError
 from mpjax.launcher.session import CALLS, LOSS, RETRIES, SCALE
 
-# Each test clears JAX's caches, which would have the same small programs compiled again.
+# Each test clears JAX's caches; without this, the same small programs would be compiled again.
 pytestmark = pytest.mark.usefixtures("stored_programs")
 
 WIDTH = 16
 X = np.random.default_rng(0).normal(size=(8, WIDTH)).astype(np.float32)
-# At the first scale, 2**15, the cotangents of this loss leave float16; they do not at the second.
+# At the first scale, 2**15, the cotangents of this loss overflow float16; at the second they do not.
 SPIKE = 16.0
 
 
@@ -104,10 +104,10 @@ CONTEXTS = {
 
 
 @pytest.mark.parametrize("context", CONTEXTS)
-def test_gradients_are_finite_and_true_where_the_first_scale_overflows(launched, context):
+def test_gradients_are_finite_and_correct_where_the_first_scale_overflows(launched, context):
     launched()
     optax.sgd(0.1)
-    # `jax.jit` is the launcher's by now.
+    # `jax.jit` is already patched.
     step = (jax.jit if context == "jit" else CONTEXTS[context])(lambda p, x, w: jax.grad(loss_fn)(p, x, w))
     for weight, want in REFERENCE.items():
         assert_close(step(params(), X, jnp.float32(weight)), want)
@@ -141,7 +141,7 @@ def test_the_scale_grows_after_many_finite_steps(launched, monkeypatch):
 
 
 def forms():
-    """The ways in which a script differentiates, each as a function that gives the gradients of `a` and `b`."""
+    """The ways in which a script differentiates: each function returns the gradients of `a` and `b`."""
 
     def by_vjp(p, x, w):
         value, pullback = jax.vjp(lambda p: loss_fn(p, x, w), p)
@@ -184,7 +184,7 @@ def forms():
 
 
 @pytest.mark.parametrize("form", forms(), ids=lambda f: f.__name__)
-def test_every_form_of_differentiation_is_in_half_finite_and_true(launched, form):
+def test_every_form_of_differentiation_is_in_half_finite_and_correct(launched, form):
     launched()
     optax.sgd(0.1)
     step = jax.jit(form)
@@ -193,7 +193,7 @@ def test_every_form_of_differentiation_is_in_half_finite_and_true(launched, form
         assert_close(step(params(), X, jnp.float32(weight)), want, tolerance=1e-2)
 
 
-def test_a_gradient_inside_a_gradient_is_true(launched):
+def test_a_gradient_inside_a_gradient_is_correct(launched):
     def penalised(p, x, w):
         def critic(x):
             return jnp.sum(jnp.tanh(x @ p["a"]) @ p["b"]) * w
@@ -201,11 +201,11 @@ def test_a_gradient_inside_a_gradient_is_true(launched):
         slope = jax.grad(critic)(x)
         return jnp.mean(jnp.sqrt(jnp.sum(slope**2, -1) + 1e-6))
 
-    wants = jax.device_get({w: jax.jit(jax.grad(penalised))(params(), X, w) for w in (1.0, SPIKE)})
+    all_expected = jax.device_get({w: jax.jit(jax.grad(penalised))(params(), X, w) for w in (1.0, SPIKE)})
     launched()
     optax.sgd(0.1)
     step = jax.jit(lambda p, w: jax.grad(penalised)(p, X, w))
-    for weight, want in wants.items():
+    for weight, want in all_expected.items():
         assert_close(step(params(), jnp.float32(weight)), want, tolerance=1e-2)
 
 

@@ -13,7 +13,7 @@ from flax.training import train_state
 from mpjax.launcher.reruns import running_sites
 from mpjax.launcher.session import CALLS, NONFINITE, RERUNS
 
-# Each test clears JAX's caches, which would have the same small programs compiled again.
+# Each test clears JAX's caches; without this, the same small programs would be compiled again.
 pytestmark = pytest.mark.usefixtures("stored_programs")
 
 X = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
@@ -164,7 +164,7 @@ def test_the_state_of_the_optimizer_has_the_structure_of_a_plain_run(launched):
     launched()
     step, p, s = by_optax(optax.adam(1e-2))
     assert jax.tree.structure(step(p, s, X)[1]) == jax.tree.structure(plain) == jax.tree.structure(s)
-    step(p, plain, X)  # a checkpoint of a float32 run goes on
+    step(p, plain, X)  # continues from a checkpoint of a float32 run
 
 
 def test_evaluation_is_in_half_and_other_programs_are_not(launched):
@@ -174,7 +174,7 @@ def test_evaluation_is_in_half_and_other_programs_are_not(launched):
     assert evaluate(params(), X).dtype == jnp.float32
     assert half(jax.jit(lambda p, x: jax.jit(model)(p, x)), params(), X)
     assert not half(jax.jit(jnp.exp), X)
-    # An optimizer's own matmuls are no evaluation.
+    # An optimizer's own matmuls are not an evaluation.
     tx = optax.GradientTransformation(lambda p: (), lambda g, s, p=None: ({"w": g["w"] @ g["w"].T}, s))
     assert not half(jax.jit(lambda g: tx.update(g, ())), params())
     mapped = jax.pmap(model, in_axes=(None, 0))
@@ -188,7 +188,7 @@ def test_a_derivative_that_is_not_scaled_is_not_in_half(launched, transform):
     assert not half(jax.jit(transform(loss_fn)), params(), X)
 
 
-def test_compiled_functions_stay_what_they_are(launched):
+def test_compiled_functions_keep_their_interface(launched):
     launched()
 
     @functools.partial(jax.jit, static_argnames="power", donate_argnums=0)
@@ -234,7 +234,7 @@ def test_two_optimizers_have_a_scale_each(launched):
 
 # ---- Forward passes that overflow float16 ----
 
-LARGE = jax.device_put(X * np.float32(1e5))  # leaves float16 in the forward pass; float32 is far from its limits
+LARGE = jax.device_put(X * np.float32(1e5))  # overflows float16 in the forward pass, but not float32
 
 
 def with_batch_norm():
@@ -332,7 +332,7 @@ def test_an_evaluation_that_overflows_gives_the_values_of_float32(launched):
     assert half(evaluate, params(), X)
 
 
-def test_what_is_not_finite_in_float32_either_stays_so(launched):
+def test_values_nonfinite_in_float32_too_stay_nonfinite(launched):
     launched()
     optax.sgd(0.1)
     loss, _ = jax.jit(lambda p, x: jax.value_and_grad(loss_fn)(p, x))(params(), BAD * np.nan)
@@ -348,7 +348,7 @@ def test_reruns_are_counted(launched):
     assert step._states[0, [CALLS, RERUNS, NONFINITE]].tolist() == [3, 2, 2]
 
 
-def test_rules_that_match_nothing_are_known(launched):
+def test_rules_that_match_nothing_are_recorded(launched):
     session = launched(
         deny=("*/head", "tanh", "*/haed"), overrides=(("*/boddy", "float32"),), packages=("tests", "no_such_package")
     )
@@ -369,11 +369,11 @@ def test_level_o3_keeps_its_level_beside_rules(launched):
     assert launched(policy="O3", deny=("*/head",)).rules.level == "half"
 
 
-# ---- Forward passes outside of what is differentiated ----
+# ---- Forward passes outside the differentiated function ----
 
 
 def half_matmuls(step, *args):
-    """The operand dtypes of a step's matmuls, forward passes after an overflow left out."""
+    """The operand dtypes of a step's matmuls, without forward passes after an overflow."""
     jaxpr = jax.make_jaxpr(step)(*args)
     return [site.eqn.invars[0].aval.dtype.name for site in running_sites(jaxpr) if site.flops]
 
@@ -394,7 +394,7 @@ def test_a_forward_pass_that_feeds_a_loss_is_in_half(launched):
     assert float(loss) == pytest.approx(1.0, rel=1e-2)
     assert target.dtype == jnp.float32
     *_, target = step(params(), tx.init(params()), LARGE)
-    np.testing.assert_allclose(target, model(params(), LARGE), rtol=1e-4)  # overflows, so that of float32
+    np.testing.assert_allclose(target, model(params(), LARGE), rtol=1e-4)  # overflows, so it runs in float32
 
 
 def test_matmuls_of_gradients_and_of_optimizers_stay_in_float32(launched):

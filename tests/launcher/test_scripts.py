@@ -1,4 +1,4 @@
-"""Training scripts in the style of others, unchanged, from end to end under the launcher.
+"""Typical training scripts, unchanged, from end to end under the launcher.
 
 `python -m benchmarks.launcher` runs all of them, and compares their final losses with three seeds in float32.
 """
@@ -13,7 +13,7 @@ import pytest
 from mpjax.launcher.reruns import running_sites
 from mpjax.launcher.session import RERUNS, RETRIES
 
-# Each test clears JAX's caches, which would have the same small programs compiled again.
+# Each test clears JAX's caches; without this, the same small programs would be compiled again.
 pytestmark = pytest.mark.usefixtures("stored_programs")
 
 FOLDER = pathlib.Path(__file__).parent / "scripts"
@@ -44,7 +44,7 @@ def trained(launched):
     def run(name, *arguments, **options):
         watcher = Watcher()
         launched(**options).watchers.append(watcher)
-        with jax.numpy_dtype_promotion("standard"):  # what scripts of others expect
+        with jax.numpy_dtype_promotion("standard"):  # as users' scripts expect
             loss = runpy.run_path(str(FOLDER / f"{name}.py"))["main"](list(arguments))
         assert np.isfinite(loss)
         return loss, watcher
@@ -57,7 +57,7 @@ BELOW = {"accumulation": 0.5, "gan": 4.0, "haiku_mlp": 1.5, "scanned_steps": 0.2
 
 
 @pytest.mark.parametrize("name", BELOW)
-def test_a_script_of_others_trains_in_half(trained, name):
+def test_a_users_script_trains_in_half(trained, name):
     loss, watcher = trained(name)
     assert watcher.half >= 0.99 * watcher.all > 0
     assert loss < BELOW[name]
@@ -69,7 +69,7 @@ def test_a_first_scale_that_overflows_changes_nothing_but_the_scale(trained):
     assert watcher.count(RETRIES) > 0
 
 
-def test_images_far_off_scale_reach_no_batch_statistics(trained):
+def test_images_far_out_of_range_reach_no_batch_statistics(trained):
     loss, watcher = trained("nnx_optimizer", "--steps", "20", "--outlier", "3")
     assert loss < 1.5
     assert watcher.count(RERUNS) == 1

@@ -1,4 +1,4 @@
-"""Half params without masters: sums that stay true, whatever the optimizer is wrapped in."""
+"""Half params without masters: sums stay accurate, whatever the optimizer is wrapped in."""
 
 import functools
 
@@ -110,7 +110,7 @@ def test_kahan_is_as_good_for_params_near_zero(half):
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS.values(), ids=WRAPPERS)
-def test_float32_params_are_updated_as_ever(wrapper):
+def test_float32_params_are_updated_as_usual(wrapper):
     inner = optax.adamw(1e-2)
     tx = wrapper(inner)
     norm = np.linspace(0.1, 1, 4, dtype=np.float32)
@@ -134,7 +134,7 @@ def test_a_zero_update_changes_no_param(wrapper):
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS.values(), ids=WRAPPERS)
-def test_missing_params_are_told(wrapper):
+def test_missing_params_are_reported(wrapper):
     tx = wrapper(optax.sgd(1.0))
     half = {"w": np.ones(3, jnp.bfloat16)}
     with pytest.raises(ValueError, match="needs the params"):
@@ -143,7 +143,7 @@ def test_missing_params_are_told(wrapper):
         wrapper("adam")
 
 
-def test_kahan_tells_of_params_cast_after_init():
+def test_kahan_reports_params_cast_after_init():
     tx = mpjax.kahan(optax.sgd(1.0))
     half, full = {"w": np.ones(3, jnp.bfloat16)}, {"w": np.ones(3, np.float32)}
     with pytest.raises(ValueError, match=r"w is bfloat16.*no compensation.*tx\.init"):
@@ -152,11 +152,11 @@ def test_kahan_tells_of_params_cast_after_init():
         tx.update(full, tx.init(half), full)
 
 
-def test_steps_arrays_and_seeds_have_random_numbers_of_their_own():
+def test_steps_arrays_and_seeds_have_separate_random_numbers():
     ones = {k: np.ones(4096, jnp.bfloat16) for k in "ab"}
     grads = {k: np.full(4096, -(2.0**-8), np.float32) for k in "ab"}
 
-    step = step_by(mpjax.stochastic_rounding(optax.sgd(1.0)), "apply")  # the seed is in the state alone
+    step = step_by(mpjax.stochastic_rounding(optax.sgd(1.0)), "apply")  # only the state contains the seed
 
     def moved(seed, steps=1):
         params, state = ones, mpjax.stochastic_rounding(optax.sgd(1.0), seed=seed).init(ones)

@@ -1,4 +1,4 @@
-"""Moments in low bits: what is kept, what it costs, and what it can be wrapped in."""
+"""Low-bit moments: their accuracy, their cost, and wrappers around them."""
 
 import functools
 import re
@@ -27,8 +27,8 @@ def stored(x, dtype, block=256):
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def there_and_back(x, dtype, block=256):
-    """What comes back of an array; compiled for two blocks of 256 numbers by all tests but one."""
+def round_trip(x, dtype, block=256):
+    """An array stored and restored; all tests but one compile it for two blocks of 256 numbers."""
     return decode(stored(x, dtype, block))
 
 
@@ -43,7 +43,7 @@ SHAPES = [(5,), (3, 1009), (2, 4, 512), (512, 10)]
 
 @pytest.mark.parametrize("dtype", BYTES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_every_shape_comes_back_near_itself(shape, dtype):
+def test_every_shape_survives_a_round_trip(shape, dtype):
     both = arrays_in_numpy(lambda x: (encoded := stored(x, dtype), decode(encoded)))
     for x in (spread(shape), spread(shape, positive=True)):
         got, back = jax.tree.map(np.asarray, both(x))
@@ -58,7 +58,7 @@ def test_every_shape_comes_back_near_itself(shape, dtype):
 @pytest.mark.parametrize("positive", [False, True])
 def test_a_million_stored_numbers_have_the_right_mean(dtype, positive):
     row = np.concatenate([[1.0], spread(15, positive, decades=3)]).astype(np.float32)
-    back = np.asarray(there_and_back(np.tile(row, (2**16, 1)), dtype, 16), np.float64)
+    back = np.asarray(round_trip(np.tile(row, (2**16, 1)), dtype, 16), np.float64)
     sigma = back.std(0) / back.shape[0] ** 0.5
     # 1e-6: the draw decides between two float32 values, which are rounded themselves.
     np.testing.assert_array_less(np.abs(back.mean(0) - row), 4 * sigma + 1e-6 * np.abs(row))
@@ -66,10 +66,10 @@ def test_a_million_stored_numbers_have_the_right_mean(dtype, positive):
 
 
 @pytest.mark.parametrize("dtype", BYTES)
-def test_numbers_of_no_sign_are_never_flushed_to_zero(dtype):
+def test_unsigned_numbers_are_never_flushed_to_zero(dtype):
     x = np.zeros((2, 256), np.float32)
     x[0, :3] = 1.0, 1e-12, 1e-6
-    back = np.asarray(there_and_back(x, dtype))
+    back = np.asarray(round_trip(x, dtype))
     assert np.all(back[0, :3] > 0)
     np.testing.assert_array_equal(back[1], 0)
 
@@ -79,7 +79,7 @@ def test_a_nonfinite_number_is_not_hidden(dtype):
     for bad in (np.nan, np.inf, -np.inf):
         x = spread((2, 256))
         x[0, 7] = bad
-        back = np.asarray(there_and_back(x, dtype))
+        back = np.asarray(round_trip(x, dtype))
         assert not np.isfinite(back[0]).any()
         assert np.isfinite(back[1]).all()
 
@@ -88,13 +88,13 @@ def test_a_nonfinite_number_is_not_hidden(dtype):
 @pytest.mark.parametrize("scale", [1e-42, 1e-37, 1e37])
 def test_blocks_of_tiny_and_of_huge_numbers(dtype, scale):
     x = (spread((2, 256), positive=True, decades=1) * np.float32(scale)).astype(np.float32)
-    back = np.asarray(there_and_back(x, dtype))
+    back = np.asarray(round_trip(x, dtype))
     assert np.all(np.abs(back - x) <= max(0.27 * x.max(), 2.0**-119))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 def test_a_slow_moment_follows(dtype):
-    # Of a second moment a step of 0.1 % is below half the spacing of each of these: to nearest it would stand still.
+    # A step of 0.1 % is below half the spacing of each of these: rounded to nearest, the moment would never change.
     tx = mpjax.low_bit_state(optax.ema(0.999, debias=False), dtype, min_size=1)
     gradient = np.concatenate([np.ones(1024), np.tile([1.0, 0.5], 512)]).astype(np.float32)
     step = jax.jit(lambda s: tx.update(gradient, s))
@@ -108,7 +108,7 @@ def test_a_slow_moment_follows(dtype):
         np.testing.assert_allclose(reached[group].mean(), expected[group].mean(), rtol=0.02)
 
 
-def test_bytes_a_parameter():
+def test_bytes_per_parameter():
     params = {"w": np.ones((512, 512), np.float32), "conv": np.ones((3, 3, 64, 64), np.float32)}
     params["b"] = np.ones(512, np.float32)
     half = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
@@ -137,7 +137,7 @@ def test_a_jitted_init_encodes_no_zeros_while_it_compiles():
     assert not re.search(r"s8\[64,\S* constant|s8\[64,64\]\S* broadcast", text)
 
 
-def test_small_arrays_counters_and_what_is_kept_stay_float32():
+def test_small_arrays_counters_and_kept_leaves_stay_float32():
     params = {"w": np.ones((64, 64), np.float32), "b": np.ones(64, np.float32)}
     state = jax.eval_shape(mpjax.low_bit_state(optax.adam(1e-3), keep=("*/nu",)).init, params).inner_state[0]
     assert isinstance(state.mu["w"], Blockwise)
@@ -145,7 +145,7 @@ def test_small_arrays_counters_and_what_is_kept_stay_float32():
     assert state.count.dtype == jnp.int32
 
 
-def test_bad_arguments_are_told():
+def test_bad_arguments_are_reported():
     adam, params = optax.adam(1e-3), {"w": np.ones((64, 64), jnp.bfloat16)}
     for dtype in ("int4", "float16", jnp.float32, None, 8):
         with pytest.raises(ValueError, match=r"dtype=.*'int8'"):
@@ -171,8 +171,8 @@ TARGETS = np.tanh(INPUTS @ RNG.normal(size=(32, 32)).astype(np.float32) / 6)
 
 
 def loss(params):
-    wide = jax.tree.map(lambda p: p.astype(jnp.float32), params)
-    return jnp.mean((jnp.tanh(INPUTS @ wide["w"] + wide["b"]) - TARGETS) ** 2)
+    params32 = jax.tree.map(lambda p: p.astype(jnp.float32), params)
+    return jnp.mean((jnp.tanh(INPUTS @ params32["w"] + params32["b"]) - TARGETS) ** 2)
 
 
 def step_of(tx):
@@ -185,7 +185,7 @@ def step_of(tx):
 
 
 class Trainer:
-    """An optimizer's start, evaluated without XLA, and its step, compiled once."""
+    """An optimizer's initial state, evaluated without XLA, and its step, compiled once."""
 
     def __init__(self, tx, params=HALF):
         self.tx, self.params = tx, params
@@ -237,7 +237,7 @@ def test_a_skipped_step_changes_nothing_and_multi_steps_accumulates():
     step, state = arrays_in_numpy(step_of(tx)), arrays_in_numpy(tx.init)(HALF)
     new, after, _ = step(HALF, state, np.float32(np.inf))
     jax.tree.map(np.testing.assert_array_equal, (new, after.inner_state), (HALF, state.inner_state))
-    for _ in range(2):  # the first half of a pair moves nothing either
+    for _ in range(2):  # nor does the first micro-batch of two
         jax.tree.map(np.testing.assert_array_equal, new, HALF)
         new, after, _ = step(new, after, np.float32(1))
     assert int(after.inner_state.gradient_step) == 1
@@ -291,6 +291,6 @@ def test_orbax_saves_and_restores_and_training_goes_on_bitwise(tmp_path, in_int8
     with ocp.StandardCheckpointer() as checkpointer:
         restored = checkpointer.restore(tmp_path / "saved", jax.tree.map(ocp.utils.to_shape_dtype_struct, saved))
     jax.tree.map(np.testing.assert_array_equal, restored, saved)
-    # As NumPy's arrays, or the step would be compiled again for the devices that Orbax has put them on.
+    # NumPy arrays, because the step would be compiled again for the devices that Orbax chose.
     again = in_int8.step(*jax.tree.map(np.asarray, restored))
     jax.tree.map(np.testing.assert_array_equal, again, in_int8.step(*saved))

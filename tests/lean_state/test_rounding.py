@@ -1,4 +1,4 @@
-"""Rounding: to nearest it is a cast's, at random it has the right mean; XLA drops neither."""
+"""Rounding to nearest equals a cast, stochastic rounding has the right mean, and XLA drops neither."""
 
 import jax
 import jax.numpy as jnp
@@ -54,13 +54,13 @@ def _neighbours(x, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_exact_numbers_and_special_ones_stay(dtype):
+def test_exact_and_special_numbers_are_unchanged(dtype):
     largest = float(jnp.finfo(dtype).max)
     up_or_down = jax.jit(lambda x, bits: round_stochastically(x, dtype, bits))
     # Nearest rounding takes this down to the largest number.
     above = largest * (1 + 2.0 ** -(int(jnp.finfo(dtype).nmant) + 3))
     x = np.array([0.0, -0.0, 1.0, -1.5, largest, -largest, np.inf, -np.inf, np.nan], np.float32)
-    # 2**32 - 1 is the draw that rounds up whatever can be.
+    # The draw 2**32 - 1 rounds up every number that is not exact.
     for draw in (0, 2**32 - 1):
         rounded = up_or_down(x, np.full(x.shape, draw, np.uint32))
         np.testing.assert_array_equal(np.asarray(rounded, np.float32), x)
@@ -68,17 +68,17 @@ def test_exact_numbers_and_special_ones_stay(dtype):
     assert np.isfinite(np.asarray(up_or_down(np.full(9, above, np.float32), np.full(9, 2**32 - 1, np.uint32)))).all()
 
 
-def test_random_bits_are_fair_and_differ_by_words_and_by_place():
+def test_random_bits_are_fair_and_differ_by_words_and_position():
     bits = np.asarray(random_bits(WORDS, (64, 4096)))
     assert len(np.unique(bits)) > 0.999 * bits.size
     ones = np.unpackbits(bits.view(np.uint8)).reshape(bits.size, 32).mean(0)
     assert np.all(np.abs(ones - 0.5) < 5 * 0.5 / bits.size**0.5)
-    for other in (WORDS.at[0].add(1), WORDS.at[1].add(1)):  # also for words that differ by the least
+    for other in (WORDS.at[0].add(1), WORDS.at[1].add(1)):  # also for words that differ by one
         changed = np.unpackbits((bits ^ np.asarray(random_bits(other, bits.shape))).view(np.uint8)).mean()
         assert abs(changed - 0.5) < 0.01
 
 
-def test_each_step_and_each_array_has_words_of_its_own():
+def test_each_step_and_each_array_has_separate_words():
     key, seen = key_from(3), []
     for _ in range(3):
         key, words = next_words(key, 5)

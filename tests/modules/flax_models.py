@@ -79,7 +79,7 @@ class Transformer(nn.Module):
     def encode(self, tokens):
         # A float32 constant that the author's code makes, as sinusoids often are.
         fixed = jnp.sin(jnp.arange(tokens.shape[-1], dtype=jnp.float32))[:, None]
-        with jax.numpy_dtype_promotion("standard"):  # this author relies on it
+        with jax.numpy_dtype_promotion("standard"):  # this model relies on it
             x = self.embed(tokens) + self.positions[: tokens.shape[-1]] + fixed
         for block in self.blocks:
             x = block(x)
@@ -159,7 +159,7 @@ class Vmapped(nn.Module):
 
 
 class Shared(nn.Module):
-    """One Dense used three times, once inside another module that was handed it."""
+    """One Dense used three times, once inside another module that receives it."""
 
     @nn.compact
     def __call__(self, x):
@@ -190,7 +190,7 @@ class Layers(nn.Module):
 
 
 class HandsDtypeOn(nn.Module):
-    """The convention of Flax's examples: a dtype field, float32 by default, handed to every layer."""
+    """The convention of Flax's examples: a dtype field, float32 by default, passed to every layer."""
 
     dtype: Any = jnp.float32
 
@@ -292,7 +292,7 @@ class NnxTransformer(nnx.Module):
 
     def encode(self, tokens):
         fixed = jnp.sin(jnp.arange(tokens.shape[-1], dtype=jnp.float32))[:, None]
-        with jax.numpy_dtype_promotion("standard"):  # this author relies on it
+        with jax.numpy_dtype_promotion("standard"):  # this model relies on it
             x = self.embed(tokens) + self.positions[: tokens.shape[-1]] + fixed
         for block in self.blocks:
             x = block(x)

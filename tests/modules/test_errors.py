@@ -1,4 +1,4 @@
-"""What `with_policy` says of models that it can't take, and the way of Haiku's people."""
+"""Errors of `with_policy` for invalid arguments, and policies for Haiku."""
 
 import subprocess
 import sys
@@ -23,12 +23,12 @@ from testing.random_programs.evaluate import arrays_in_numpy
         (nn.Dense, r"with_policy\(Dense\(...\), policy\)"),
     ],
 )
-def test_what_is_no_flax_model_is_refused_with_a_way_out(model, says):
+def test_what_is_not_a_flax_model_is_refused_with_a_solution(model, says):
     with pytest.raises(TypeError, match=says):
         mpjax.with_policy(model, "mixed_float16")
 
 
-def test_what_is_no_policy_is_refused():
+def test_invalid_policy_is_refused():
     with pytest.raises(ValueError, match="mixed_float17"):
         mpjax.with_policy(nn.Dense(1), "mixed_float17")
 

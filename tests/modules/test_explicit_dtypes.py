@@ -40,7 +40,7 @@ def init(model):
     return jax.eval_shape(model.init, jax.random.key(0), X)
 
 
-def test_layers_that_stay_wide_are_named_once_with_their_share_of_flops():
+def test_layers_that_stay_float32_are_named_once_with_their_share_of_flops():
     plain = linen_model()
     model = mpjax.with_policy(plain, "mixed_float16")
     with pytest.warns(mpjax.ExplicitDtypeWarning, match=r"50% of the matmul FLOPs stay.*Block_0/Dense_0 \(float32\)"):
@@ -49,7 +49,7 @@ def test_layers_that_stay_wide_are_named_once_with_their_share_of_flops():
     init(mpjax.with_policy(plain, "mixed_float16"))
 
 
-def test_the_warning_counts_flops_without_a_second_effect():
+def test_counting_flops_for_the_warning_has_no_side_effects():
     calls = []
 
     class Counts(nn.Module):
@@ -65,7 +65,7 @@ def test_the_warning_counts_flops_without_a_second_effect():
     with pytest.warns(mpjax.ExplicitDtypeWarning, match="100% of the matmul FLOPs"):
         variables = arrays_in_numpy(lambda: model.init(rngs, X))()
     assert variables["state"]["count"] == 1
-    assert len(calls) == 2  # the trace for the figure is the second one
+    assert len(calls) == 2  # the second trace is for the FLOPs in the warning
 
 
 @pytest.mark.parametrize("policy", [TAKEN_OVER, str(TAKEN_OVER), "p=f32,c=f16,o=f32,override_dtypes=true"])
@@ -81,19 +81,19 @@ def test_an_override_takes_explicit_dtypes_over_below_its_path():
     assert half_share(model.apply, init(model), X) == 1
 
 
-def test_a_layer_that_the_policy_keeps_in_float32_is_no_surprise():
+def test_a_layer_that_the_policy_keeps_in_float32_does_not_warn():
     model = mpjax.with_policy(linen_model(), mpjax.Policy("float32", "float16", "float32", [("Block_0", "float32")]))
     assert half_share(model.apply, init(model), X) == 0.5
 
 
-def test_a_norm_with_an_explicit_float32_is_no_surprise():
+def test_a_norm_with_an_explicit_float32_does_not_warn():
     model = mpjax.with_policy(nn.Sequential([nn.Dense(8), nn.LayerNorm(dtype=jnp.float32)]), "mixed_float16")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         init(model)
 
 
-def test_what_is_no_flag_is_refused():
+def test_invalid_flag_is_refused():
     with pytest.raises(ValueError, match="override_dtypes='yes'"):
         mpjax.Policy("float32", "float16", "float32", override_dtypes="yes")
     with pytest.raises(ValueError, match="override_dtypes"):
@@ -113,7 +113,7 @@ def nnx_model(dtype):
     return of_nnx(lambda: NnxModel(dtype, nnx.Rngs(cheap_keys.key(0))))
 
 
-def test_an_nnx_model_says_it_at_its_first_call():
+def test_an_nnx_model_warns_at_its_first_call():
     model = mpjax.with_policy(nnx_model(jnp.float32), "mixed_float16")
     with pytest.warns(mpjax.ExplicitDtypeWarning, match=r"50% of the matmul FLOPs stay.*block/0 \(float32\)"):
         jax.eval_shape(model, X)
@@ -122,5 +122,5 @@ def test_an_nnx_model_says_it_at_its_first_call():
 
 def test_a_policy_takes_explicit_dtypes_of_nnx_layers_over():
     assert half_share(mpjax.with_policy(nnx_model(jnp.float32), TAKEN_OVER), X) == 1
-    half = mpjax.with_policy(nnx_model(jnp.bfloat16), "mixed_float16")  # half already: nothing to say
+    half = mpjax.with_policy(nnx_model(jnp.bfloat16), "mixed_float16")  # already half, so no warning
     assert half_share(half, X) == 1

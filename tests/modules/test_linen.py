@@ -1,4 +1,4 @@
-"""`with_policy` on Linen models: dtypes, accuracy and what Flax lets people do with a model."""
+"""`with_policy` on Linen models: dtypes, accuracy, and the ways in which Flax uses a model."""
 
 import copy
 import functools
@@ -126,7 +126,7 @@ def test_a_bound_model_runs_under_the_policy():
     assert half_share(bound, x) == 1.0
 
 
-def test_an_override_holds_at_its_path_and_below():
+def test_an_override_applies_at_its_path_and_below():
     _, variables, x = shapes_of("mlp")
     policy = mpjax.Policy("float32", "float16", "float32", [("Dense_2", "float32")])
     model = mpjax.with_policy(MLP(), policy)
@@ -140,7 +140,7 @@ def test_an_override_that_matches_nothing_warns():
         jax.eval_shape(mpjax.with_policy(MLP(), policy).init, KEY, np.ones((1, 8), np.float32))
 
 
-def test_a_dtype_of_a_layers_own_wins():
+def test_a_layers_own_dtype_takes_precedence():
     class Model(nn.Module):
         @nn.compact
         def __call__(self, x):
@@ -152,7 +152,7 @@ def test_a_dtype_of_a_layers_own_wins():
     assert [e.in_dtypes[0] for e in matmuls(model.apply, variables, x)] == [F16, jnp.float32]
 
 
-def test_a_submodule_with_a_policy_of_its_own_keeps_it():
+def test_a_submodule_keeps_its_own_policy():
     class Model(nn.Module):
         @nn.compact
         def __call__(self, x):
@@ -191,7 +191,7 @@ def test_a_recurrent_state_stays_float32_and_the_output_is_half():
 @pytest.mark.standard_promotion  # Flax's cells mix half and float32 gates
 @pytest.mark.parametrize("cell", [nn.GRUCell, nn.LSTMCell, nn.OptimizedLSTMCell, nn.MGUCell])
 def test_a_recurrent_layer_stores_less_than_the_hand_written_one(cell):
-    """Its gates are float32 and computed again; Flax's `dtype=` has half gates, and float32 ones beside the state."""
+    """Its gates are float32 and recomputed; Flax's `dtype=` stores half gates, and float32 ones with the state."""
     x = np.ones((8, 50, 64), np.float32)
     variables = jax.eval_shape(nn.RNN(cell(64)).init, KEY, x)
     policy = mpjax.with_policy(nn.RNN(cell(64)), "mixed_float16")
@@ -230,7 +230,7 @@ def test_the_model_is_of_the_same_kind():
     assert "Dense_1" in model.tabulate(jax.random.key(0), np.ones((1, 8), np.float32))
 
 
-def test_the_given_model_is_left_as_it_is():
+def test_the_given_model_is_unchanged():
     model, variables, x = variables_of("mlp")
     jax.eval_shape(mpjax.with_policy(model, "mixed_float16").apply, variables, x)
     assert half_share(model.apply, variables, x) == 0.0
@@ -281,7 +281,7 @@ def test_spectral_norm_iterates_in_float32_and_multiplies_in_half():
     assert y.dtype == jnp.float32
 
 
-def test_a_dtype_that_the_model_hands_on_follows_overrides():
+def test_a_dtype_that_the_model_passes_down_follows_overrides():
     model, x = HandsDtypeOn(), np.ones((4, 8), np.float32)
     policy = mpjax.Policy("float32", "float16", "float32", [("Dense_1", "float32")])
     mixed = mpjax.with_policy(model, policy)
@@ -323,7 +323,7 @@ def test_no_warning_for_the_patterns_of_a_level():
 
 
 @pytest.mark.parametrize("half", ["float16", "bfloat16"])
-def test_attention_with_a_float32_softmax_multiplies_in_half_all_the_same(half):
+def test_attention_with_a_float32_softmax_still_multiplies_in_half(half):
     model = nn.MultiHeadDotProductAttention(num_heads=2, force_fp32_for_softmax=True)
     x = np.random.default_rng(1).normal(size=(2, 8, 16)).astype(np.float32)
     params = initialised(model, x)

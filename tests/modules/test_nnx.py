@@ -1,4 +1,4 @@
-"""`with_policy` on NNX models: dtypes, accuracy and what Flax lets people do with a model."""
+"""`with_policy` on NNX models: dtypes, accuracy, and the ways in which Flax uses a model."""
 
 import functools
 import pickle
@@ -88,14 +88,14 @@ def test_statistics_are_float32_and_kept():
     np.testing.assert_allclose(model.mean[...], 0.01 * x.mean(0), rtol=1e-3)
 
 
-def test_an_override_holds_and_one_that_matches_nothing_warns():
+def test_an_override_applies_and_one_that_matches_nothing_warns():
     policy = mpjax.Policy("float32", "float16", "float32", [("layers/2", "float32"), ("lairs", "float32")])
     with pytest.warns(mpjax.UnusedOverrideWarning, match="lairs"):
         model = mpjax.with_policy(built("mlp"), policy)
     assert [e.in_dtypes[0] for e in matmuls(model, np.ones((1, 8), np.float32))] == [F16, F16, jnp.float32]
 
 
-def test_a_dtype_of_a_layers_own_wins():
+def test_a_layers_own_dtype_takes_precedence():
     layers = lambda rngs: (nnx.Linear(4, 4, rngs=rngs), nnx.Linear(4, 4, dtype=jnp.float32, rngs=rngs))
     model = of_nnx(lambda: nnx.Sequential(*layers(nnx.Rngs(KEY))))
     with pytest.warns(mpjax.ExplicitDtypeWarning, match=r"50% .*layers/1 \(float32\)"):
@@ -114,7 +114,7 @@ def test_half_parameters_are_the_float32_ones_rounded(policy, norm):
     assert state["norm1"]["mean"].dtype == jnp.float32
 
 
-def test_the_model_is_of_the_same_kind_and_the_given_one_left_as_it_is():
+def test_the_model_is_of_the_same_kind_and_the_given_one_unchanged():
     given = built("mlp")
     model = mpjax.with_policy(given, "mixed_float16")
     x = np.ones((2, 8), np.float32)
@@ -126,7 +126,7 @@ def test_the_model_is_of_the_same_kind_and_the_given_one_left_as_it_is():
     assert nnx.graphdef(again) == nnx.graphdef(model)
 
 
-def test_a_submodule_with_a_policy_of_its_own_keeps_it():
+def test_a_submodule_keeps_its_own_policy():
     inner, outer = (of_nnx(lambda: nnx.Linear(4, 4, rngs=nnx.Rngs(KEY))) for _ in range(2))
     inner = mpjax.with_policy(inner, "mixed_bfloat16")
     model = mpjax.with_policy(nnx.Sequential(inner, outer), "mixed_float16")
@@ -175,7 +175,7 @@ class Counted(nnx.Module):
         return x @ self.kernel[...]
 
 
-def test_assigning_to_a_cast_parameter_is_an_error_and_no_lost_state():
+def test_assigning_to_a_cast_parameter_is_an_error_and_loses_no_state():
     model = of_nnx(lambda: Counted(nnx.Rngs(KEY)))
     with pytest.raises(ValueError, match=r"Counted\.__call__ assigns to its own parameter 'kernel'"):
         mpjax.with_policy(model, "mixed_float16")(np.ones((1, 4), np.float32))

@@ -1,4 +1,4 @@
-"""NNX models under a policy: decorated methods, layers that come later, variables that compute what they return."""
+"""NNX models under a policy: decorated methods, layers added later, variables that compute their value."""
 
 import flax.linen as nn
 import jax
@@ -75,7 +75,7 @@ class Stack(nnx.Module):
         return self.head(x)
 
 
-def test_layers_that_come_after_with_policy_get_it_too():
+def test_layers_added_after_with_policy_get_the_policy():
     model, rngs = mpjax.with_policy(of_nnx(lambda: Stack(nnx.Rngs(KEY))), "O3"), nnx.Rngs(KEY)
     model.head = nnx.LoRA(8, 2, 8, base_module=model.head, rngs=rngs)
     model.layers.append(nnx.Sequential(nnx.Linear(8, 8, rngs=rngs), nnx.LayerNorm(8, rngs=rngs)))
@@ -87,7 +87,7 @@ def test_layers_that_come_after_with_policy_get_it_too():
     assert ("layers", 1, "layers", 0, "kernel") in paths
 
 
-def test_a_layer_that_comes_later_follows_the_overrides_of_its_place():
+def test_a_layer_added_later_follows_the_overrides_of_its_path():
     policy = mpjax.Policy("float32", "float16", "float32", [("head", "float32"), ("layers", "bfloat16")])
     model, rngs = mpjax.with_policy(Stack(nnx.Rngs(KEY)), policy), nnx.Rngs(KEY)
     model.head = nnx.Linear(8, 8, rngs=rngs)
@@ -155,7 +155,7 @@ def test_weights_tied_by_hand_are_read_in_the_compute_dtype():
     assert all(e.invars[0].aval.dtype == jnp.float32 for e in lookups)
 
 
-def test_an_assignment_to_another_modules_parameter_is_no_lost_state():
+def test_an_assignment_to_another_modules_parameter_is_not_lost():
     class Renormalises(Tied):
         def __call__(self, tokens):
             self.embed.embedding[...] = self.embed.embedding[...] / 2
@@ -166,7 +166,7 @@ def test_an_assignment_to_another_modules_parameter_is_no_lost_state():
         model(np.zeros((2, 3), np.int32))
 
 
-def test_an_update_of_a_cast_parameter_is_no_lost_state():
+def test_an_update_of_a_cast_parameter_is_not_lost():
     class Updates(nnx.Module):
         def __init__(self):
             self.w = nnx.Param(jnp.ones((8, 8)))
@@ -232,7 +232,7 @@ def test_an_nnx_module_in_a_linen_model_has_the_policy(policy):
     assert half_share(lambda v, h: alone.apply(v, h, method="decode"), variables, X[:, :4]) == 1
 
 
-def test_overrides_know_the_paths_of_an_nnx_module_in_a_linen_model():
+def test_overrides_match_the_paths_of_an_nnx_module_in_a_linen_model():
     policy = mpjax.Policy("float32", "float16", "float32", [("layers_0/linear", "float32")])
     model = mpjax.with_policy(nn.Sequential([nnx.bridge.to_linen(Bridged, 4), nn.Dense(8)]), policy)
     variables = jax.eval_shape(model.init, jax.random.key(0), X)

@@ -75,7 +75,7 @@ def test_in_a_plain_tree_norms_are_known_by_their_names(name):
     assert found == {path: F32 if path.startswith(name) else F16 for path in found}
 
 
-def test_the_pattern_for_norms_is_open_to_users_and_travels_in_the_string():
+def test_the_pattern_for_norms_is_accepted_and_part_of_the_string():
     policy = mpjax.Policy("float32", "float16", "float32", [("<norm>", "float32"), ("*/head", "float32")])
     assert mpjax.get_policy(str(policy)) == policy
     assert mpjax.get_policy(str(mpjax.get_policy("O2"))) == mpjax.get_policy("O2")

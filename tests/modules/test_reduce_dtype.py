@@ -14,7 +14,7 @@ HALF = "p=f32,c=f16,o=f32,r=f16"
 
 
 class Linen(nn.Module):
-    """Every layer of Flax's whose matmul can be replaced."""
+    """Every Flax layer whose matmul can be replaced."""
 
     @nn.compact
     def __call__(self, tokens):

@@ -85,7 +85,7 @@ def test_named_modules_keep_their_names_in_transformations(transform):
     assert jax.tree.structure(nnx.state(model)) == jax.tree.structure(state)
 
 
-def test_the_class_of_what_a_function_made_is_known():
+def test_the_class_of_a_module_made_by_a_function_is_known():
     model = net()
     with named_modules((model,)):
         made = nnx.clone(model)

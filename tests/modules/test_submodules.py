@@ -1,4 +1,4 @@
-"""The policy of a model holds for its parts, however a user reaches them."""
+"""The policy of a model applies to its parts, however a user accesses them."""
 
 import flax.linen as nn
 import jax
@@ -48,7 +48,7 @@ def test_a_part_of_a_bound_linen_model_runs_in_half(name):
         assert jax.eval_shape(function, variables, X).dtype == jnp.float32  # the output dtype, as for any method
 
 
-def test_an_unbound_part_keeps_the_policy_and_its_place_in_it():
+def test_an_unbound_part_keeps_the_policy_and_its_path():
     policy = mpjax.Policy("float32", "float16", "float32", [("decoder/layers_2", "float32")])
     model = mpjax.with_policy(EncoderDecoder(nn.Dense(8)), policy)
     decoder, variables = model.bind(arrays_in_numpy(model.init)(cheap_keys.key(0), X)).decoder.unbind()
@@ -63,7 +63,7 @@ def test_a_part_within_the_model_is_cast_once():
     assert half_share(model.apply, variables, X) == 1
 
 
-def test_a_part_with_a_policy_of_its_own_keeps_it():
+def test_a_part_keeps_its_own_policy():
     class Outer(nn.Module):
         def setup(self):
             self.first = nn.Dense(8)

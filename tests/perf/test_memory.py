@@ -10,14 +10,14 @@ POWERS = [2**k for k in range(21)]
 
 
 def counted(plan):
-    """A plan that records the sizes that were asked of it."""
-    asked = []
+    """A plan that records the requested sizes."""
+    requested = []
 
     def bytes_needed(size):
-        asked.append(size)
+        requested.append(size)
         return plan(size)
 
-    return bytes_needed, asked
+    return bytes_needed, requested
 
 
 @pytest.mark.parametrize(
@@ -33,15 +33,15 @@ def counted(plan):
 @pytest.mark.parametrize("sizes", [POWERS, batch_sizes(4, 1.06, 2**20)])
 @pytest.mark.parametrize("limit", [10_000, 555_555, 7_000_000])
 def test_finds_the_largest_size_with_few_compilations(plan, most_compilations, sizes, limit):
-    bytes_needed, asked = counted(plan)
+    bytes_needed, requested = counted(plan)
     expected = max((size for size in sizes if plan(size) <= limit), default=None)
     assert largest_batch(sizes, bytes_needed, limit) == expected
-    assert len(set(asked)) == len(asked) <= most_compilations + (sizes is not POWERS) * 4
+    assert len(set(requested)) == len(requested) <= most_compilations + (sizes is not POWERS) * 4
 
 
 def test_running_out_of_memory_means_too_large():
     def bytes_needed(size):
-        if size > 100:  # the plan says that it fits; the device says no
+        if size > 100:  # it fits according to the plan, but not on the device
             raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
         return size
 
@@ -49,7 +49,7 @@ def test_running_out_of_memory_means_too_large():
     assert largest_batch(batch_sizes(4, 1.06, 10**4), bytes_needed, 10**9) == 96
 
 
-def test_out_of_memory_is_told_from_other_errors():
+def test_out_of_memory_is_distinguished_from_other_errors():
     assert is_out_of_memory(RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes"))
     assert not is_out_of_memory(RuntimeError("INVALID_ARGUMENT"))
 

@@ -1,4 +1,4 @@
-"""The zoo itself: its programs run in float32, and the properties asked of autocast can fail."""
+"""The zoo itself: its programs run in float32, and the properties required of autocast can fail."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def test_handwritten_form_has_the_same_params_and_runs_in_half(name):
     assert jax.tree.structure(grads) == jax.tree.structure(float32)
 
 
-def test_everything_in_half_is_caught_by_the_measures():
+def test_the_measures_catch_a_program_that_is_all_half():
     found = harness.structure("contrastive", "plain", harness.all_half, "float16")
     assert found.half_share == 1.0
     assert any("exp" in risk for risk in found.risky)
     assert any("reduce_sum" in risk for risk in found.risky)
 
 
-def test_gradients_that_are_too_coarse_are_caught():
+def test_the_measures_catch_gradients_that_are_too_coarse():
     def float8(fun, policy):
         def rounded(x):  # only in value: the cotangents of a scaled loss overflow float8
             return x + jax.lax.stop_gradient(x.astype(jnp.float8_e4m3fn).astype(x.dtype) - x)
@@ -82,7 +82,7 @@ def test_casts_count_each_step_of_a_loop():
     assert measures.casts(fun, jnp.ones((5, 2))) == 6
 
 
-def test_trace_time_ratio_tells_a_long_program_from_a_short_one():
+def test_trace_time_ratio_distinguishes_a_long_program_from_a_short_one():
     def long(x):
         for _ in range(100):
             x = jnp.sin(x) + x

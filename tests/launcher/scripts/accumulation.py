@@ -1,4 +1,4 @@
-"""Plain JAX parameters and optax: gradients of several steps together, clipping, a frozen part."""
+"""Plain JAX parameters and optax: gradient accumulation, clipping, frozen parameters."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""A Linen classifier of digits with `flax.training.train_state`: gradient and update are compiled apart."""
+"""A Linen classifier of digits with `flax.training.train_state`: gradient and update are compiled separately."""
 
 import argparse
 
