@@ -44,6 +44,7 @@ class Setting:
         recompute: Whether to form rematerialisation regions.
         folded: Whether the whole program is cheap, so that it may be part of an outer rematerialisation region.
         looped: Whether the program is in the body of a scan.
+        invariants: The number of leading inputs that are the same in all iterations of a loop with this body.
         in_rule: Whether the program is a derivative rule. Rules nested in it are planned only when differentiated,
             because a rule may call its own function (relu's does).
         path: The module path. Set only if a rule reads it, so that plans are otherwise shared between paths.
@@ -56,6 +57,7 @@ class Setting:
     recompute: bool = False
     folded: bool = False
     looped: bool = False
+    invariants: int = 0
     in_rule: bool = False
     path: str = ""
 
@@ -64,7 +66,7 @@ class Setting:
 
     @functools.cached_property
     def _hash(self) -> int:
-        flags = (self.recompute, self.folded, self.looped, self.in_rule)
+        flags = (self.recompute, self.folded, self.looped, self.invariants, self.in_rule)
         return hash((self.half, self.rules, self.region, flags, self.path))
 
     @functools.cached_property
@@ -72,15 +74,18 @@ class Setting:
         """Whether only the default lists apply."""
         return not self.rules.entries and self.rules.level == "default" and not self.region
 
-    def inside(self, eqn: Any, region: Region) -> Setting:
-        """The setting of the sub-jaxprs of an equation."""
+    def inside(self, eqn: Any, region: Region, invariants: int = 0) -> Setting:
+        """The setting of the sub-jaxprs of an equation; a loop gives the number of its invariant operands."""
         path = join(self.path, scopes(eqn)) if self.rules.reads_scopes else ""
         row = self.higher_order[eqn.primitive.name]
         recompute = self.recompute and row.regions_inside
         looped = self.looped or row.is_scan
-        if (region, path, recompute, looped) == (self.region, self.path, self.recompute, self.looped):
+        now = (self.region, self.path, self.recompute, self.looped, self.invariants)
+        if (region, path, recompute, looped, invariants) == now:
             return self
-        return dataclasses.replace(self, region=region, path=path, recompute=recompute, looped=looped)
+        return dataclasses.replace(
+            self, region=region, path=path, recompute=recompute, looped=looped, invariants=invariants
+        )
 
 
 class Listing(NamedTuple):

@@ -312,9 +312,7 @@ def _infer(inference: Inference, eqn: Any, listing: Listing) -> Step:
     if listing.region == Region.PROMOTE:
         values = map(inference.value, eqn.invars)
         level = Level.FLOAT if any(x and x.level != Level.HALF for x in values) else level
-    # Joined parameters are cast afterwards, so that their gradient stays float32.
-    joins_parameters = level <= Level.COMPUTED and inference.setting.rules.weight_gradients != "half"
-    if row.join and inference.only_half(eqn) and level != Level.PINNED and not joins_parameters:
+    if row.join and inference.only_half(eqn) and level != Level.PINNED and not _joins_parameters(inference, eqn, level):
         return inference.in_half(eqn, listing, min(level, Level.HALF), f"{why}: only its half value is read")
     if eqn.params.get("out_dtype") is not None:
         return inference.in_float32(eqn, listing, _activation(level), "the user fixed its output dtype")
@@ -327,6 +325,18 @@ def _infer(inference: Inference, eqn: Any, listing: Listing) -> Step:
     if level == Level.FLOAT:
         return inference.in_float32(eqn, listing, Level.FLOAT, f"{why}: float32 activation")
     return inference.in_float32(eqn, listing, Level.COMPUTED, f"{why}: parameters and inputs only")
+
+
+def _joins_parameters(inference: Inference, eqn: Any, level: Level) -> bool:
+    """Whether it joins parameters before they are cast, so that their gradient stays float32.
+
+    Not the parameters that all iterations of a loop read (the kernels of an LSTM): their half copies are made once,
+    before the loop, and the gradients of the iterations are summed in float32.
+    """
+    if level > Level.COMPUTED or inference.setting.rules.weight_gradients == "half":
+        return False
+    invariants = inference.jaxpr.invars[: inference.setting.invariants]
+    return not all(isinstance(v, compat.Literal) or v in invariants for v in eqn.invars)
 
 
 def _wide(inference: Inference, eqn: Any, listing: Listing) -> Step:

@@ -39,6 +39,11 @@ PROGRAMS = {
     "remat": (jax.checkpoint(dense), W, X),
     "jit": (jax.jit(dense), W, X),
     "concatenate": (lambda w, x: x @ jnp.concatenate([w[:4], w[4:] * 2]), W, X),
+    "concatenate in scanned layers": (
+        lambda w, x: lax.scan(lambda h, w: (h @ jnp.concatenate([w[:4], w[4:] * 2]), None), x, w[None])[0],
+        W,
+        X,
+    ),
     "pad": (lambda w, x: x @ jnp.pad(w[:5], ((0, 3), (0, 0))), W, X),
     "stack": (lambda w, x: jnp.einsum("...i,kij->...kj", x, jnp.stack([w[:, :4], w[:, 4:]])), W, X),
     "update of a slice": (lambda w, x: x @ lax.dynamic_update_slice(w, w[:2, :2], (3, 3)), W, X),
@@ -92,6 +97,19 @@ def test_a_rules_field_turns_float32_weight_gradients_off():
     cast = mpjax.autocast(dense, rules=mpjax.Rules(weight_gradients="half"))
     assert results(loss_of(cast, False), W, X) == {np.dtype(np.float16)}
     assert results(loss_of(mpjax.autocast(convolution), False), KERNEL, IMAGES) == {np.dtype(np.float16)}
+
+
+def test_parameters_that_a_loop_joins_are_cast_before_it():
+    def lstm(kernels, x):
+        return lax.scan(lambda h, _: (jnp.tanh(h @ jnp.concatenate(kernels)), None), x, length=3)[0]
+
+    equations = measures.equations(jax.make_jaxpr(mpjax.autocast(lstm))((W[:4], W[4:]), X).jaxpr)
+    in_loop = [e.eqn for e in equations if "scan" in e.path]
+    assert [e.outvars[0].aval.dtype for e in in_loop if e.primitive.name == "concatenate"] == [jnp.float16]
+    casts = [e for e in in_loop if e.primitive.name == "convert_element_type"]
+    assert all(e.outvars[0].aval.ndim > 2 for e in casts)  # of activations only
+    gradient = jax.grad(lambda w: loss_of(lambda w, x: mpjax.autocast(lstm)((w[:4], w[4:]), x), False)(w, X))(W)
+    assert not np.array_equal(gradient, gradient.astype(jnp.float16))  # summed over the iterations in float32
 
 
 def test_no_half_copy_of_a_weight_is_stored():

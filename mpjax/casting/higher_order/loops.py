@@ -109,7 +109,7 @@ def _while_uses(eqn: Any, outs: tuple[Use, ...], setting: Setting) -> Sequence[U
 def _infer_scan(inference: Inference, eqn: Any, listing: Listing) -> Step:
     num_consts, num_carry = compat.scan_split(eqn.params)
     split = num_consts + num_carry
-    setting = inference.setting.inside(eqn, listing.region)
+    setting = inference.setting.inside(eqn, listing.region, num_consts)
     wanted, _ = _scan_body(eqn.params, inference.wanted_of(eqn), setting)
     xs = seen(inference, eqn.invars[split:])
     consts, init = eqn.invars[:num_consts], eqn.invars[num_consts:split]
@@ -131,7 +131,7 @@ def _infer_scan(inference: Inference, eqn: Any, listing: Listing) -> Step:
 def _infer_while(inference: Inference, eqn: Any, listing: Listing) -> Step:
     params = eqn.params
     num_condition, num_consts = params["cond_nconsts"], params["body_nconsts"]
-    setting = inference.setting.inside(eqn, listing.region)
+    setting = inference.setting.inside(eqn, listing.region, num_consts)
     wanted, _ = _while_body(params, inference.wanted_of(eqn), setting)
     first = num_condition + num_consts
     consts, init = eqn.invars[num_condition:first], eqn.invars[first:]
