@@ -80,7 +80,10 @@ def test_weight_gradients_are_written_in_float32(name, vmapped):
     rules = mpjax.Rules(weight_gradients="everywhere" if name == "convolution" else "float32")
     loss, plain = loss_of(mpjax.autocast(fun, rules=rules), vmapped), loss_of(fun, vmapped)
     assert np.dtype(np.float32) in results(loss, w, x)
-    for derivative in (jax.grad, *(SECOND if name in ("dense", "convolution", "scan") else ())):
+    for derivative in (
+        jax.grad,
+        *(SECOND if name in ("dense", "convolution", "pointwise convolution", "scan") else ()),
+    ):
         tolerance = 1e-2 if derivative is jax.grad else 3e-2
         found, expected = (in_numpy(derivative(f))(w, x) for f in (loss, plain))
         np.testing.assert_allclose(found, expected, atol=tolerance * np.max(np.abs(expected)))
@@ -97,6 +100,15 @@ def test_a_rules_field_turns_float32_weight_gradients_off():
     cast = mpjax.autocast(dense, rules=mpjax.Rules(weight_gradients="half"))
     assert results(loss_of(cast, False), W, X) == {np.dtype(np.float16)}
     assert results(loss_of(mpjax.autocast(convolution), False), KERNEL, IMAGES) == {np.dtype(np.float16)}
+
+
+def test_the_gradient_of_a_pointwise_kernel_reads_stored_images():
+    fun, kernel, images = PROGRAMS["pointwise convolution"]
+    found = measures.equations(jax.make_jaxpr(jax.grad(loss_of(mpjax.autocast(fun), False)))(kernel, images).jaxpr)
+    equations = [e.eqn for e in found]
+    (matmul,) = [e for e in equations if e.primitive.name == "dot_general"]
+    (stored,) = [e for e in equations if e.outvars[0] is matmul.invars[0]]
+    assert stored.primitive.name == "optimization_barrier"
 
 
 def test_parameters_that_a_loop_joins_are_cast_before_it():
