@@ -22,7 +22,7 @@ from jax._src.lax.lax import _convert_element_type, canonicalize_precision
 from jax._src.mesh import use_abstract_mesh
 from jax._src.shard_map import _as_manual_mesh, _extend_axis_env
 from jax.experimental.xla_metadata import set_xla_metadata
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 Literal, Var = jex.Literal, jex.Var
 
@@ -304,6 +304,17 @@ def vary(x: Any, axes: tuple[Any, ...]) -> Any:
     """Marks an array as varying along mesh axes, in a `shard_map` that checks this."""
     missing = tuple(axis for axis in axes if axis not in jax.typeof(x).manual_axis_type.varying)
     return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+
+def varying_axes(x: Any) -> frozenset[str]:
+    """The mesh axes that an array varies along, in a `shard_map` that checks this."""
+    return frozenset(jax.typeof(x).manual_axis_type.varying)
+
+
+def replicated(x: Any) -> Any:
+    """The array on every device if its mesh has explicit axes, which restrict indexing; otherwise the array itself."""
+    explicit = jax.typeof(x).sharding.mesh._any_axis_explicit
+    return jax.sharding.reshard(x, PartitionSpec(*[None] * x.ndim)) if explicit else x
 
 
 def is_shaped(aval: Any) -> bool:

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
+from jax.tree_util import Partial
 
 from mpjax._jaxpr import compat
 from mpjax._jaxpr.layout import Block, Place, lay_out, manual_axes
@@ -43,21 +44,28 @@ class Probe:
 
     stacks = False
     axes: Mapping[str, int] = {}  # the mesh axes of the `shard_map` around the current equation
+    checked = False  # whether that `shard_map` checks which values vary along the axes
+    arrays: Any = None  # a tree of arrays that it reads; a `shard_map` can't close over them on explicit axes
 
     @contextlib.contextmanager
-    def on_devices(self, axes: Mapping[str, int]) -> Iterator[None]:
-        """Sets `axes` while the body of a `shard_map` is traced."""
-        around, self.axes = self.axes, axes
+    def on_devices(self, axes: Mapping[str, int], checked: bool, arrays: Any) -> Iterator[None]:
+        """Sets `axes`, `checked` and `arrays` while the body of a `shard_map` is traced."""
+        before = self.axes, self.checked, self.arrays
+        self.axes, self.checked, self.arrays = axes, checked, arrays
         try:
             yield
         finally:
-            self.axes = around
+            self.axes, self.checked, self.arrays = before
 
-    def device(self) -> Any:
-        """The index of the device, int32: its coordinates along `axes` in row-major order."""
+    def device(self, holding: Any = None) -> Any:
+        """The index of the device, int32: its coordinates along `axes` in row-major order.
+
+        With an array, the index of the first device that holds the same array: 0 along axes that it is equal along.
+        """
+        varying = compat.varying_axes(holding) if holding is not None and self.checked else self.axes
         index: Any = np.int32(0)
         for axis, size in self.axes.items():
-            index = index * size + lax.axis_index(axis)
+            index = index * size + (lax.axis_index(axis) if axis in varying else 0)
         return index
 
     def equation(
@@ -70,7 +78,7 @@ class Probe:
             iteration: The number of completed iterations of each enclosing loop, outermost first.
             ins: Its operands.
             outs: Its results.
-            again: Evaluates the equation on a list of other operands, with float32 in place of half.
+            rerun: Evaluates the equation on a list of other operands, with float32 in place of half.
         """
         return {}
 
@@ -110,10 +118,11 @@ class Run:
         probe: Takes the notes.
         wide: Whether to compute in float32 wherever the program has half, which gives its values without rounding to
             half.
-        replace: Takes an equation, its iteration and its results, and returns the results to use instead.
+        replace: Takes an equation, its iteration and its results, and returns the results to use instead. It is a
+            pytree, because a `shard_map` can't close over the arrays in it on explicit axes.
     """
 
-    def __init__(self, probe: Probe, wide: bool = False, replace: Callable[..., Sequence[Any]] | None = None):
+    def __init__(self, probe: Probe, wide: bool = False, replace: Partial | None = None):
         self.probe, self.wide, self.replace = probe, wide, replace
         self._manual: tuple[Any, ...] = ()
 
@@ -273,15 +282,20 @@ class Run:
         inside = self._with(self.probe)
         inside._manual = axes if options["check_vma"] else ()
 
-        def run(arrays: Sequence[Any], iteration: Sequence[Any]) -> Any:
-            with self.probe.on_devices(sizes):
+        def run(arrays: Sequence[Any], iteration: Sequence[Any], replace: Any, of_probe: Any) -> Any:
+            inside.replace = replace
+            with self.probe.on_devices(sizes, options["check_vma"], of_probe):
                 outs, new = inside.block(body, arrays, iteration)
             return tuple(outs), jax.tree.map(lambda x: jnp.asarray(x)[None], inside._varying(new))
 
         mapped = jax.shard_map(
-            run, in_specs=(list(in_specs), PartitionSpec()), out_specs=(out_specs, PartitionSpec(axes)), **options
+            run,
+            in_specs=(list(in_specs), PartitionSpec(), PartitionSpec(), PartitionSpec()),
+            out_specs=(out_specs, PartitionSpec(axes)),
+            **options,
         )
-        arrays, notes = mapped(list(ins), tuple(iteration))
+        arrays, notes = mapped(list(ins), tuple(iteration), self.replace, self.probe.arrays)
+        notes = jax.tree.map(compat.replicated, notes)
         devices = range(math.prod(sizes.values()))
         parts = [jax.tree.map(lambda x, i=i: x[i], notes) for i in devices]
         merged = {
@@ -297,7 +311,7 @@ class Eager(Run):
     An instance compiles each of them once, for all calls with arrays of the same shapes.
     """
 
-    def __init__(self, probe: Probe, wide: bool = False, replace: Callable[..., Sequence[Any]] | None = None):
+    def __init__(self, probe: Probe, wide: bool = False, replace: Partial | None = None):
         super().__init__(probe, wide, replace)
         self._compiled: dict[int, Callable[..., Any]] = {}
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mpjax._jaxpr import compat
 from mpjax._jaxpr.interpreter import Key, Probe, is_inexact, widened
 from mpjax._jaxpr.layout import Block, Place
 
@@ -33,7 +34,7 @@ class PointProbe(Probe):
     """
 
     def __init__(self, target: Place, iteration: Sequence[int], element: Any = None, wide: bool = False):
-        self.target, self.iteration, self.element, self.wide = target, iteration, element, wide
+        self.target, self.iteration, self.arrays, self.wide = target, iteration, element, wide
 
     def equation(
         self, place: Place, iteration: Sequence[Any], ins: Sequence[Any], outs: Sequence[Any], rerun: Callable[..., Any]
@@ -43,14 +44,15 @@ class PointProbe(Probe):
         return {("point",): (at_iteration(iteration, self.iteration), self._note(ins, outs, rerun))}
 
     def _note(self, ins: Sequence[Any], outs: Sequence[Any], rerun: Callable[..., Any]) -> Any:
+        ins, outs = (list(map(compat.replicated, arrays)) for arrays in (ins, outs))
         floats = [out for out in outs if is_inexact(out)]
         counts = jnp.stack([jnp.sum(~jnp.isfinite(out), dtype=jnp.int32) for out in floats])
         firsts = jnp.stack([jnp.argmax(~jnp.isfinite(out).ravel()).astype(jnp.int32) for out in floats])
         which = jnp.argmax(counts > 0).astype(jnp.int32)
         index, device = firsts[which], jnp.asarray(self.device(), jnp.int32)
         chosen = counts[which] > 0
-        if self.element is not None:
-            which, index, where = self.element
+        if self.arrays is not None:
+            which, index, where = self.arrays
             chosen = device == where
         wide = floats if self.wide else [x for x in rerun([widened(x) for x in ins]) if is_inexact(x)]
         return {

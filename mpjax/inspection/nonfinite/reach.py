@@ -7,6 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import Partial
 
 from mpjax._jaxpr.interpreter import Probe, is_inexact
 from mpjax._jaxpr.layout import Place
@@ -17,15 +18,14 @@ from mpjax.inspection.nonfinite.provenance import Provenance
 Runs = Callable[[Any, Any], tuple[bool, Sequence[int]]]
 
 
-def made_finite(
-    probe: Probe, faults: Sequence[Provenance], lows: Sequence[Any], highs: Sequence[Any]
-) -> Callable[..., Any]:
+def made_finite(probe: Probe, faults: Sequence[Provenance], lows: Sequence[Any], highs: Sequence[Any]) -> Partial:
     """The `replace` of a `Run`: sets the faults' elements to 1, except those at positions from `low` to `high`.
 
-    The position of an element is its flat index, counted after the elements of all earlier devices.
+    The position of an element is its flat index, counted after the elements of all earlier devices. An array that
+    several devices hold counts as that of the first of them.
     """
 
-    def replace(place: Place, iteration: Sequence[Any], outs: Sequence[Any]) -> Sequence[Any]:
+    def replace(lows: Any, highs: Any, place: Place, iteration: Sequence[Any], outs: Sequence[Any]) -> Sequence[Any]:
         for i, fault in enumerate(faults):
             if fault.number == place.number:
                 outs = [
@@ -34,13 +34,13 @@ def made_finite(
                 ]
         return outs
 
-    return replace
+    return Partial(replace, lows, highs)
 
 
 def _with_finite_elements(probe: Probe, x: Any, hit: Any, low: Any, high: Any) -> Any:
     if not is_inexact(x):
         return x
-    position = jnp.arange(x.size, dtype=jnp.int32).reshape(x.shape) + probe.device() * x.size
+    position = jnp.arange(x.size, dtype=jnp.int32).reshape(x.shape) + probe.device(x) * x.size
     kept = (position >= low) & (position < high)
     return jnp.where(hit & ~kept & ~jnp.isfinite(x), jnp.ones((), x.dtype), x)
 

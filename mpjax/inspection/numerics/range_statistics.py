@@ -269,6 +269,7 @@ def note(
         Counts (in the order of the first fields of `Tally`), the largest and the smallest nonzero magnitude, and the
         histogram.
     """
+    arrays, pairs = jax.tree.map(compat.replicated, (list(arrays), list(pairs)))
     x = arrays[0] if len(arrays) == 1 else jnp.concatenate([out.ravel() for out in arrays])
     if axes is not None:
         pairs = [(addend, jnp.broadcast_to(lax.expand_dims(total, axes), addend.shape)) for addend, total in pairs]

@@ -34,7 +34,7 @@ class Trial:
     def __init__(self, loss: Loss, policy: Policy, args: Sequence[Any]):
         self._program, self._scale, _ = loss.under(policy).traced_at_any_scale("numerics", args)
         self._block = lay_out(self._program.jaxpr)
-        self._evaluation = Eager(Probe(), wide=True, replace=_rounded)
+        self._evaluation = Eager(Probe(), wide=True, replace=jax.tree_util.Partial(_rounded))
 
     def error(self, scale: float, exact: Sequence[Any]) -> float:
         """The relative error of the gradients against the exact ones; inf if they are not finite."""
