@@ -227,11 +227,11 @@ class PrecisionReport(Report):
         """The most important results: the matmuls not in half and the most severe risks."""
         lines = []
         total = sum(row.flops for row in self.matmuls)
-        shares = totals((row.module or row.source, row.flops / total) for row in self.matmuls if not row.is_half)
-        if 0 < sum(shares.values()) < 1:
-            most = sorted(shares.items(), key=lambda pair: -pair[1])[:3]
-            lines.append("not in half: " + ", ".join(f"{place} ({share:.1%})" for place, share in most))
-        elif shares:
+        others = totals((row.module or row.source, row.flops) for row in self.matmuls if not row.is_half)
+        if 0 < sum(others.values()) < total:
+            most = sorted(others.items(), key=lambda pair: -pair[1])[:3]
+            lines.append("not in half: " + ", ".join(f"{place} ({flops / total:.1%})" for place, flops in most))
+        elif others:
             lines.append("nothing is in half: mpjax.autocast or mpjax.with_policy runs it in half")
         if self.risks:
             kinds = ", ".join(dict.fromkeys(risk.kind for risk in self.risks))

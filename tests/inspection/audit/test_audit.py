@@ -415,3 +415,15 @@ def test_mixed_operands_come_with_the_way_out():
     assert [f.why for f in findings] == [
         "float16 and float32 operands: cast the float32 one (created in the model? Use jnp.zeros(shape, x.dtype))"
     ]
+
+
+def test_a_program_of_ten_equal_layers_without_half_is_told_so():
+    # Ten shares of a tenth sum to less than 1.
+    def layers(x, w):
+        for i in range(10):
+            with jax.named_scope(f"layer_{i}"):
+                x = x @ w
+        return x
+
+    square = shape(128, 128, dtype=F32)
+    assert "nothing is in half" in str(mpjax.audit(layers, square, square))
