@@ -302,7 +302,7 @@ def with_weak_type(x: Any, aval: Any) -> Any:
 
 def vary(x: Any, axes: tuple[Any, ...]) -> Any:
     """Marks an array as varying along mesh axes, in a `shard_map` that checks this."""
-    missing = tuple(axis for axis in axes if axis not in jax.typeof(x).manual_axis_type.varying)
+    missing = tuple(axis for axis in axes if axis not in varying_axes(x))
     return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
@@ -313,8 +313,9 @@ def varying_axes(x: Any) -> frozenset[str]:
 
 def replicated(x: Any) -> Any:
     """The array on every device if its mesh has explicit axes, which restrict indexing; otherwise the array itself."""
-    explicit = jax.typeof(x).sharding.mesh._any_axis_explicit
-    return jax.sharding.reshard(x, PartitionSpec(*[None] * x.ndim)) if explicit else x
+    aval = jax.typeof(x)
+    explicit = is_shaped(aval) and aval.sharding.mesh._any_axis_explicit
+    return jax.sharding.reshard(x, PartitionSpec(*[None] * aval.ndim)) if explicit else x
 
 
 def is_shaped(aval: Any) -> bool:
@@ -449,8 +450,8 @@ def transposed(sharding: NamedSharding | None, order: Sequence[int]) -> NamedSha
     """The sharding of an array after `lax.transpose(array, order)`; a dimension that `order` lacks has size 1."""
     if sharding is None:
         return None
-    partitions = getattr(sharding.spec, "partitions", sharding.spec)  # a property since JAX 0.11
-    return sharding.update(spec=sharding.spec.update(partitions=tuple(partitions[d] for d in order)))
+    partitions = tuple(sharding.spec._partitions[d] for d in order)
+    return sharding.update(spec=sharding.spec.update(partitions=partitions))
 
 
 def zero_tangent(primal: Any) -> Any:

@@ -85,7 +85,7 @@ def value_and_grad(fun, w, x):
 def assert_close(half, full, dtype):
     assert jax.typeof(half) == jax.typeof(full)  # shape, dtype and sharding
     worst = np.max(np.abs(np.asarray(half) - np.asarray(full)))
-    assert worst <= 16 * jnp.finfo(dtype).eps * np.max(np.abs(np.asarray(full)))
+    assert worst <= 4 * jnp.finfo(dtype).eps * np.max(np.abs(np.asarray(full)))
 
 
 @pytest.mark.parametrize("dtype", HALVES)

@@ -137,7 +137,8 @@ def _infer_while(inference: Inference, eqn: Any, listing: Listing) -> Step:
     consts, init = eqn.invars[num_condition:first], eqn.invars[first:]
     body, carry = _carry_fixed_point(inference, eqn, params["body_jaxpr"], consts, init, (), wanted, setting)
     ins = (*seen(inference, eqn.invars[:num_condition]), *carry)
-    condition = plan(params["cond_jaxpr"], ins, (RESULT,), setting)
+    of_condition = dataclasses.replace(setting, invariants=num_condition)
+    condition = plan(params["cond_jaxpr"], ins, (RESULT,), of_condition)
     if body.trivial and condition.trivial and all_full(carry):
         return as_traced(inference, eqn, listing, carry, condition, body)
     masks = (*condition.in_reads[:num_condition], *body.in_reads[:num_consts])

@@ -181,14 +181,14 @@ class _Replay:
         consts: Sequence[Address],
         carry: Sequence[Address],
         xs: Sequence[tuple[Address, Any]],
-        with_blocks: _Iteration,
+        outer: _Iteration,
     ) -> list[Address]:
-        body, stacked = place.blocks[-1], with_blocks.notes["iterations", place.number]
+        body, stacked = place.blocks[-1], outer.notes["iterations", place.number]
         ys: list[Address] = [None] * (len(body.jaxpr.outvars) - len(carry))
         for i in range(length):
             parts = [address if codes is None or codes[i] else None for address, codes in xs]
             notes = unpacked(body, jax.tree.map(lambda x, i=i: x[i], stacked))
-            outs = self.block(body, [*consts, *carry, *parts], _Iteration((*with_blocks.when, place.number, i), notes))
+            outs = self.block(body, [*consts, *carry, *parts], _Iteration((*outer.when, place.number, i), notes))
             carry, new = outs[: len(carry)], outs[len(carry) :]
             ys = [old if old is not None else address for old, address in zip(ys, new, strict=True)]
         return [*carry, *ys]
