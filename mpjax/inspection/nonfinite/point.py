@@ -94,7 +94,7 @@ def _at(arrays: Sequence[Any], which: Any, index: Any) -> Any:
 
 def _operand_at(x: Any, shape: tuple[int, ...], index: Any) -> Any:
     """The element of an operand that an elementwise operation computes an element of its result from; else NaN."""
-    if not hasattr(x, "shape") or not jnp.issubdtype(jnp.result_type(x), jnp.number):
+    if not compat.is_shaped(jax.typeof(x)) or not jnp.issubdtype(jnp.result_type(x), jnp.number):
         return jnp.float32(jnp.nan)
     if jnp.shape(x) == shape:
         return _real(x).ravel()[index]

@@ -235,3 +235,12 @@ def test_shapes_and_tracers_are_refused():
         find_nonfinite(lambda p: p["w"], {"w": jax.ShapeDtypeStruct((2,), HALF)})
     with pytest.raises(TypeError, match="outside jit"):
         jax.jit(lambda x: find_nonfinite(jnp.log, x).count)(jnp.zeros(2))
+
+
+def test_a_nan_read_from_a_reference_is_found():
+    def fun(x):
+        reference = jax.new_ref(jnp.full(3, jnp.nan))
+        return jnp.mean(x) + jnp.sum(reference[...])
+
+    found = mpjax.find_nonfinite(fun, jnp.ones(4))
+    assert found.kind == "nan"
