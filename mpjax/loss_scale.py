@@ -6,6 +6,7 @@ and the functions of a training step are defined in other modules and re-exporte
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import operator
@@ -14,12 +15,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from mpjax import _applying
 from mpjax._applying import apply_gradients as apply_gradients
 from mpjax._applying import as_transformation
 from mpjax._cotangents import unscale_by
+from mpjax._jaxpr import compat
 from mpjax._keep_if_finite import keep_if_finite as keep_if_finite
 from mpjax._keep_if_finite import restore_if_skipped as restore_if_skipped
 from mpjax._loss_scale_state import LossScaleError as LossScaleError
@@ -294,7 +297,20 @@ def _loss_scaled(
         )
         return params, new._replace(inner_state=inner_state)
 
-    return _applying.transformation(init, update, apply, decides=True)
+    return _applying.transformation(init, _compiled_once(update), _compiled_once(apply), decides=True)
+
+
+def _compiled_once(step: Callable[..., Any]) -> Callable[..., Any]:
+    """The same step. Outside of `jit`, a `lax.cond` would compile its branches at every call."""
+    compiled = jax.jit(step)
+
+    @functools.wraps(step)
+    def called(*args: Any, **extra_args: Any) -> Any:
+        # A Python value among the extra arguments may be static for the inner transformation.
+        arrays = all(isinstance(x, (jax.Array, np.ndarray)) for x in jax.tree.leaves((args, extra_args)))
+        return step(*args, **extra_args) if compat.is_tracing() or not arrays else compiled(*args, **extra_args)
+
+    return called
 
 
 def _check_state(call: str, grads: Any, state: Any, params: Any) -> None:

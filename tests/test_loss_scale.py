@@ -104,6 +104,22 @@ def test_apply_gradients_equals_update_and_apply():
         state = found[1]
 
 
+@pytest.mark.parametrize("how", ["update", "apply_gradients"])
+def test_steps_outside_of_jit_trace_the_inner_transformation_once(how):
+    traced = []
+
+    def update(grads, state, params=None):
+        traced.append(1)
+        return grads, state
+
+    tx = mpjax.dynamic_loss_scale(optax.GradientTransformation(lambda params: (), update))
+    step = tx.update if how == "update" else functools.partial(mpjax.apply_gradients, tx)
+    _, state = step(GOOD, tx.init(PARAMS), PARAMS)
+    count = len(traced)
+    _, state = step(GOOD, state, PARAMS)
+    assert (len(traced), int(state.good_steps)) == (count, 2)
+
+
 def test_apply_gradients_takes_any_transformation():
     tx = optax.chain(optax.clip_by_global_norm(1.0), mpjax.dynamic_loss_scale(optax.sgd(0.1)))
     first_step = lambda tx, grads: mpjax.apply_gradients(tx, grads, tx.init(PARAMS), PARAMS, value=np.float32(1))[0]

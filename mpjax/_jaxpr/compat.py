@@ -376,6 +376,11 @@ def default_matmul_precision() -> Any:
     return canonicalize_precision(None)
 
 
+def is_tracing() -> bool:
+    """Whether a transformation is running (`jit`, `grad`, `vmap`, ...), so that operations don't run at once."""
+    return not trace_ctx.is_top_level()
+
+
 def under_jet() -> bool:
     """Whether the current trace is one of `jax.experimental.jet`, which has rules for few primitives."""
     return type(trace_ctx.trace).__name__ == "JetTrace"
