@@ -25,8 +25,8 @@ from jax.sharding import PartitionSpec
 from jax.tree_util import Partial
 
 from mpjax._jaxpr import compat
-from mpjax._jaxpr.layout import Block, Place, lay_out, manual_axes
 from mpjax._jaxpr.primitives import Op, primitive
+from mpjax._jaxpr.program import Block, Place, lay_out, manual_axes
 from mpjax.policy import HALF_DTYPES
 
 # Excess precision would skip the rounding between two half operations, and so hide an overflow.

@@ -9,7 +9,7 @@ from typing import Any
 
 from mpjax._jaxpr import compat
 from mpjax._jaxpr.primitives import MATMULS, Op
-from mpjax._jaxpr.walk import Site, programs_in, site_of, walk
+from mpjax._jaxpr.program import Site, programs_in, site_of, walk
 from mpjax._tables import table
 from mpjax.casting.classify import tracked
 from mpjax.casting.lattice import FULL, HALF, Storage, storage_of

@@ -13,7 +13,7 @@ from typing import Any
 
 from mpjax._jaxpr import compat
 from mpjax._jaxpr.primitives import MATMULS, Op, primitive
-from mpjax._jaxpr.walk import programs_in, walk
+from mpjax._jaxpr.program import programs_in, walk
 from mpjax._jaxpr.weight_gradients import is_pointwise
 from mpjax.casting.classify import Listing, Region, Setting, tracked
 from mpjax.casting.derivative_rules import closed_over, closes_over_tracers

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mpjax._jaxpr.primitives import Op
-from mpjax._jaxpr.walk import programs_in
+from mpjax._jaxpr.program import programs_in
 from mpjax.casting.classify import Listing, Setting
 from mpjax.casting.lattice import Inferred, Storage
 

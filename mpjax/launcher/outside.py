@@ -14,7 +14,7 @@ import jax.extend.core
 
 from mpjax._jaxpr import compat
 from mpjax._jaxpr.interpreter import bind
-from mpjax._jaxpr.walk import Site
+from mpjax._jaxpr.program import Site
 from mpjax.launcher.reruns import finite_results, running_sites_of
 from mpjax.launcher.session import Session
 

@@ -16,7 +16,7 @@ import numpy as np
 
 import mpjax
 from mpjax._jaxpr import compat
-from mpjax._jaxpr.walk import Site
+from mpjax._jaxpr.program import Site
 from mpjax.launcher.reruns import running_sites
 from mpjax.launcher.session import CALLS, HALF, LOSS, NONFINITE, RERUNS, RETRIES, SCALE, Frame, Session
 

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 
 import mpjax
 from mpjax._jaxpr import compat
+from mpjax._jaxpr.program import Site, inner_jaxprs, site_of
 from mpjax._jaxpr.source import scopes
-from mpjax._jaxpr.walk import Site, inner_jaxprs, site_of
 from mpjax.launcher.retrying import all_finite, behind, is_key, varying_axes
 from mpjax.launcher.session import Session, differentiating, is_tracer
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from mpjax._jaxpr import compat
-from mpjax._jaxpr.walk import walk
+from mpjax._jaxpr.program import walk
 from mpjax.policy import ExplicitDtypeWarning, Policy
 
 # The warnings already issued for each model class: policies and layers.

@@ -10,11 +10,10 @@ import jax.extend
 import jax.numpy as jnp
 
 from mpjax._jaxpr import compat
-from mpjax._jaxpr.instances import owners_of
 from mpjax._jaxpr.interpreter import is_float
 from mpjax._jaxpr.primitives import primitive
+from mpjax._jaxpr.program import Site, owners_of, walk
 from mpjax._jaxpr.source import FORWARD
-from mpjax._jaxpr.walk import Site, walk
 from mpjax.casting.autocast import Program, traced_call
 from mpjax.inspection.audit.communication import Collective, collectives_of_call, device_count
 from mpjax.inspection.audit.dataflow import Flow, flow_of

@@ -8,7 +8,7 @@ from typing import Any
 
 from mpjax._jaxpr import compat
 from mpjax._jaxpr.primitives import primitive
-from mpjax._jaxpr.walk import Site, inner_jaxprs, site_of
+from mpjax._jaxpr.program import Site, inner_jaxprs, site_of
 
 INPUT, CONSTANT, COMPUTED = "input", "constant", "computed"
 
@@ -70,7 +70,7 @@ class Flow:
 
 
 def flow_of(jaxpr: Any, owners: Mapping[int, str] | None = None) -> Flow:
-    """The graph of a closed jaxpr; `owners` as in `mpjax/_jaxpr/instances.py`."""
+    """The graph of a closed jaxpr; `owners` as in `mpjax/_jaxpr/program.py`."""
     inputs = [Value(v.aval, INPUT) for v in compat.open_jaxpr(jaxpr).jaxpr.invars]
     return _flow(jaxpr, inputs, None, owners=owners or {})
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from mpjax._jaxpr.flops import is_weight_gradient
 from mpjax._jaxpr.interpreter import is_float
 from mpjax._jaxpr.primitives import MATMULS, Op, primitive
-from mpjax._jaxpr.walk import Site
+from mpjax._jaxpr.program import Site
 from mpjax.inspection.audit.dataflow import Flow, Node, Value
 from mpjax.inspection.reports import added_up, amount
 

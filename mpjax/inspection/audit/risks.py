@@ -17,7 +17,7 @@ import numpy as np
 from mpjax._jaxpr import compat
 from mpjax._jaxpr.interpreter import is_half
 from mpjax._jaxpr.primitives import primitive
-from mpjax._jaxpr.walk import Site
+from mpjax._jaxpr.program import Site
 from mpjax.inspection.audit.dataflow import INPUT, Flow, Node, Value
 from mpjax.inspection.audit.interval_analysis import Known, known_values
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from mpjax._jaxpr import compat
-from mpjax._jaxpr.layout import Block, Place
 from mpjax._jaxpr.primitives import primitive
+from mpjax._jaxpr.program import Block, Place
 from mpjax._jaxpr.source import informative_frame
 from mpjax.policy import HALF_DTYPES
 

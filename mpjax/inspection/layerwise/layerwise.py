@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 
 import jax
 
-from mpjax._jaxpr.instances import owners_of
 from mpjax._jaxpr.interpreter import is_half
-from mpjax._jaxpr.layout import Block, lay_out, unseen
 from mpjax._jaxpr.primitives import Op, primitive
+from mpjax._jaxpr.program import Block, lay_out, owners_of, unseen
 from mpjax._jaxpr.source import BACKWARD
 from mpjax.inspection.gradient import Loss, scale_state
 from mpjax.inspection.layerwise.groups import Group, grouped

@@ -24,8 +24,8 @@ from mpjax._jaxpr.interpreter import (
     is_half,
     widened,
 )
-from mpjax._jaxpr.layout import Block, Place
 from mpjax._jaxpr.primitives import primitive
+from mpjax._jaxpr.program import Block, Place
 from mpjax.inspection.layerwise.groups import Group, Grouped, is_transparent, passes_through
 
 Note = tuple[Any, Any, Any]  # largest magnitude, sums of squares in units of it, counts of inf or NaN in half only

@@ -12,7 +12,7 @@ from jax import lax
 
 from mpjax._jaxpr import compat
 from mpjax._jaxpr.interpreter import Key, Probe, is_float, is_inexact
-from mpjax._jaxpr.layout import Block, Place
+from mpjax._jaxpr.program import Block, Place
 
 INF, NAN = 1, 2
 _FOUND = ("found",)

@@ -13,12 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._jaxpr import compat
-from mpjax._jaxpr.instances import owners_of
 from mpjax._jaxpr.interpreter import COMPILER_OPTIONS, Key, Probe, Run, is_half, is_inexact, widened
-from mpjax._jaxpr.layout import Block, Place, lay_out
 from mpjax._jaxpr.primitives import Op, primitive
+from mpjax._jaxpr.program import Block, Place, lay_out, owners_of, walk
 from mpjax._jaxpr.source import BACKWARD, FORWARD
-from mpjax._jaxpr.walk import walk
 from mpjax.casting.autocast import Program
 from mpjax.inspection.nonfinite.codes import CodeProbe, WatchProbe, code_of, watched
 from mpjax.inspection.nonfinite.diagnosis import Evidence, diagnosis_of

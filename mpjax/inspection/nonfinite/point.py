@@ -11,7 +11,7 @@ import numpy as np
 
 from mpjax._jaxpr import compat
 from mpjax._jaxpr.interpreter import Key, Probe, is_inexact, widened
-from mpjax._jaxpr.layout import Block, Place
+from mpjax._jaxpr.program import Block, Place
 
 
 def at_iteration(iteration: Sequence[Any], target: Sequence[int]) -> Any:

@@ -16,8 +16,8 @@ import numpy as np
 
 from mpjax._jaxpr import compat
 from mpjax._jaxpr.interpreter import is_inexact
-from mpjax._jaxpr.layout import Block, Place
 from mpjax._jaxpr.primitives import primitive
+from mpjax._jaxpr.program import Block, Place
 from mpjax.inspection.nonfinite.codes import NAN, unpacked
 
 # Ranks, in the order in which they are reported. An inf or NaN in an argument or constant is idle while it is only

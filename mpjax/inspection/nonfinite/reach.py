@@ -10,7 +10,7 @@ import numpy as np
 from jax.tree_util import Partial
 
 from mpjax._jaxpr.interpreter import Probe, is_inexact
-from mpjax._jaxpr.layout import Place
+from mpjax._jaxpr.program import Place
 from mpjax.inspection.nonfinite.point import at_iteration
 from mpjax.inspection.nonfinite.provenance import Provenance
 

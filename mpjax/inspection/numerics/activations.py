@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from mpjax._jaxpr import compat
 from mpjax._jaxpr.interpreter import is_half
-from mpjax._jaxpr.layout import Block, Place
 from mpjax._jaxpr.primitives import MATMULS, primitive
+from mpjax._jaxpr.program import Block, Place
 from mpjax._jaxpr.source import BACKWARD, FORWARD
 
 _NOTHING: frozenset[int] = frozenset()

@@ -13,10 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._jaxpr import compat
-from mpjax._jaxpr.instances import owners_of
 from mpjax._jaxpr.interpreter import Eager, is_half, is_inexact, widened
-from mpjax._jaxpr.layout import Block, Place, lay_out, unseen
 from mpjax._jaxpr.primitives import Op, primitive
+from mpjax._jaxpr.program import Block, Place, lay_out, owners_of, unseen
 from mpjax._jaxpr.source import BACKWARD, FORWARD
 from mpjax.inspection.gradient import Loss, scale_state
 from mpjax.inspection.numerics.activations import Counted, counted

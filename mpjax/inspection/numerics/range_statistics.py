@@ -15,8 +15,8 @@ from jax import lax
 
 from mpjax._jaxpr import compat
 from mpjax._jaxpr.interpreter import Key, Probe, is_float
-from mpjax._jaxpr.layout import Block, Place
 from mpjax._jaxpr.primitives import Op, primitive
+from mpjax._jaxpr.program import Block, Place
 from mpjax._jaxpr.source import RECOMPUTED
 from mpjax.inspection.numerics.activations import Counted
 

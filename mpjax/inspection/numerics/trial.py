@@ -16,8 +16,8 @@ import numpy as np
 from jax import lax
 
 from mpjax._jaxpr.interpreter import COMPILER_OPTIONS, Eager, Probe, is_half, widened
-from mpjax._jaxpr.layout import Place, lay_out
 from mpjax._jaxpr.primitives import primitive
+from mpjax._jaxpr.program import Place, lay_out
 from mpjax.inspection.gradient import Loss, relative_error
 from mpjax.policy import Policy
 

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, ParamSpec, Protocol, cast
 
 import jax
 
+from mpjax._jaxpr.program import walk
 from mpjax._jaxpr.source import RECOMPUTED
-from mpjax._jaxpr.walk import walk
 from mpjax.casting.autocast import traced_call
 from mpjax.inspection.audit.matmuls import DIMENSION, Finding, Matmul, findings_of, matmuls_of
 from mpjax.inspection.devices import device_of

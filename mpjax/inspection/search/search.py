@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._jaxpr.interpreter import COMPILER_OPTIONS, is_half
-from mpjax._jaxpr.walk import Site, walk
+from mpjax._jaxpr.program import Site, walk
 from mpjax.casting import Rules
 from mpjax.inspection.gradient import Loss, relative_error, scale_state
 from mpjax.inspection.layerwise.layerwise import errors_by_module

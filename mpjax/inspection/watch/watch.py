@@ -13,9 +13,8 @@ import numpy as np
 from jax import lax
 
 from mpjax._jaxpr import compat
-from mpjax._jaxpr.instances import owners_of
 from mpjax._jaxpr.interpreter import Run
-from mpjax._jaxpr.layout import Block, Place, lay_out
+from mpjax._jaxpr.program import Block, Place, lay_out, owners_of
 from mpjax._jaxpr.source import BACKWARD
 from mpjax._loss_scale_state import find_loss_scale_state, loss_scale_of
 from mpjax._replicas import all_finite

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from mpjax._jaxpr import walk as walker
+from mpjax._jaxpr.program import walk
 from testing import measures
 from testing.zoo import REGISTRY, harness
 
@@ -17,7 +17,7 @@ def test_flops_are_those_of_an_independent_count(name):
     loss_fn, params, batch = harness.abstract(name)
     program = REGISTRY[name]
     jaxpr = jax.make_jaxpr(jax.grad(loss_fn, has_aux=program.has_aux))(params, batch)
-    found = sum(site.flops for site in walker.walk(jaxpr))
+    found = sum(site.flops for site in walk(jaxpr))
     assert found == sum(e.flops for e in measures.equations(jaxpr)) > 0
 
 
@@ -33,7 +33,7 @@ def test_sites_have_module_and_line_through_jit_and_remat():
             return Inner(name="inner")(x)
 
     jaxpr = jax.make_jaxpr(lambda x: Outer().apply({}, x))(jnp.ones(3))
-    (site,) = [site for site in walker.walk(jaxpr) if site.name == "sin"]
+    (site,) = [site for site in walk(jaxpr) if site.name == "sin"]
     assert site.module == "Outer/inner"
-    assert site.source.startswith("test_walk.py:")
+    assert site.source.startswith("test_program.py:")
     assert site.inside == ("jit", "remat2")

@@ -1,0 +1,343 @@
+"""A traced program, read once: its equations with their modules, lines and sub-jaxprs.
+
+All tools share it, so that they count the same FLOPs, name the same source lines, and enter the same sub-jaxprs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from mpjax._jaxpr import compat
+from mpjax._jaxpr.flops import matmul_flops
+from mpjax._jaxpr.primitives import Op, primitive
+from mpjax._jaxpr.source import join, module_of, path_of, phase_of, source_line
+
+_NOBODY: Mapping[int, str] = {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """One equation and its context.
+
+    Args:
+        eqn: The equation.
+        times: How often it runs (lengths of scans, grids of Pallas kernels; a `while` counts as one iteration).
+        module: The named scopes around it, at all levels; Flax names modules this way.
+        inside: The names of the enclosing primitives, outermost first.
+        caller: The source line of the enclosing equation.
+        devices: The number of devices that run it on their own shard; 1 outside of `shard_map` and `pmap`, where an
+            equation operates on whole arrays.
+        owners: Module paths of equations whose scopes don't name an instance (see `owners_of`).
+    """
+
+    eqn: Any
+    times: int
+    module: str
+    inside: tuple[str, ...]
+    caller: str = ""
+    devices: int = 1
+    owners: Mapping[int, str] = dataclasses.field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def name(self) -> str:
+        """The primitive's name."""
+        return self.eqn.primitive.name
+
+    @property
+    def source(self) -> str:
+        """The user's line, as `file.py:12`; for code in a library, the line that called it.
+
+        If a scope names the module, this may be a line inside the layer. Otherwise (Flax NNX), it is the line that
+        called the layer, which is more informative.
+        """
+        return source_line(self.eqn, in_layer=bool(self.path)) or self.caller
+
+    @property
+    def place(self) -> str:
+        """The primitive and its source line, as `exp at file.py:12`."""
+        return f"{self.name} at {self.source or 'an unknown line'}"
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of a matmul or convolution, summed over all iterations; 0 for any other operation."""
+        return self.times * matmul_flops(self.eqn)
+
+    @property
+    def path(self) -> str:
+        """The module path without the marks of transformations: the same in the forward and backward pass."""
+        path = path_of(self.module)
+        if self.owners and (not path or path.startswith(_CLASSES)):
+            return self.owners.get(id(self.eqn), path)
+        return path
+
+    @property
+    def phase(self) -> str:
+        """`FORWARD`, `BACKWARD`, or `RECOMPUTED` for a forward operation recomputed in the backward pass."""
+        return phase_of(self.module)
+
+
+# Equinox names the classes of its layers, not the instances.
+_CLASSES = "eqx.nn."
+
+
+def site_of(eqn: Any, around: Site | None = None, owners: Mapping[int, str] = _NOBODY) -> Site:
+    """The site of an equation, at the top level or in a sub-jaxpr of the equation of `around`."""
+    if around is None:
+        return Site(eqn, 1, module_of(eqn), (), owners=owners)
+    module, inside = join(around.module, module_of(eqn)), (*around.inside, around.name)
+    devices = around.devices * replicas(around.eqn)
+    return Site(eqn, trip_count(around.eqn, around.times), module, inside, around.source, devices, around.owners)
+
+
+def inner_jaxprs(eqn: Any) -> list[Any]:
+    """The sub-jaxprs of an equation."""
+    found = []
+    for value in eqn.params.values():
+        for part in value if isinstance(value, (tuple, list)) else (value,):
+            if compat.is_jaxpr(part):
+                found.append(part)
+    return found
+
+
+def programs_in(eqn: Any) -> list[Any]:
+    """The sub-jaxprs that an equation runs, excluding the scalar function that combines the updates of a scatter."""
+    return inner_jaxprs(eqn) if primitive(eqn.primitive.name).op in (Op.ENTER, Op.OPAQUE) else []
+
+
+def walk(jaxpr: Any, around: Site | None = None, owners: Mapping[int, str] = _NOBODY) -> Iterator[Site]:
+    """Yields every equation of an open or closed jaxpr and of its sub-jaxprs, in program order."""
+    for eqn in compat.open_jaxpr(jaxpr).jaxpr.eqns:
+        site = site_of(eqn, around, owners)
+        yield site
+        for inner in programs_in(eqn):
+            yield from walk(inner, site)
+
+
+def replicas(eqn: Any) -> int:
+    """The number of devices that run the sub-jaxpr of an equation, each on its own shard."""
+    if eqn.primitive.name == "shard_map":
+        options = compat.shard_map_options(eqn.params)
+        return math.prod(options["mesh"].shape[name] for name in options["axis_names"])
+    return int(eqn.params["axis_size"]) if eqn.primitive.name == "xla_pmap" else 1
+
+
+def trip_count(eqn: Any, times: int) -> int:
+    """How often the sub-jaxprs of an equation run, if the equation itself runs `times` times."""
+    if eqn.primitive.name == "scan":
+        return times * eqn.params["length"]
+    if eqn.primitive.name == "pallas_call":
+        return times * math.prod(n for n in eqn.params["grid_mapping"].grid if isinstance(n, int))
+    return times
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """One equation and its position in the program.
+
+    Args:
+        number: Its unique number, in program order.
+        site: The equation, its module and its source line.
+        loops: The numbers of the enclosing loops, outermost first.
+        blocks: Its sub-jaxprs, if they are entered.
+        end: The number of the next equation outside it.
+        axes: The mesh axes of the enclosing `shard_map`, with their sizes.
+    """
+
+    number: int
+    site: Site
+    loops: tuple[int, ...]
+    blocks: tuple[Block, ...]
+    end: int
+    axes: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def is_loop(self) -> bool:
+        """Whether it is a loop, which runs its sub-jaxprs repeatedly."""
+        return primitive(self.site.name).loop
+
+    def places(self) -> Iterator[Place]:
+        """Yields this equation and every equation inside it."""
+        yield self
+        for block in self.blocks:
+            yield from block.places()
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """A jaxpr, its constants, and the places of its equations."""
+
+    jaxpr: Any
+    consts: Sequence[Any]
+    rows: tuple[Place, ...]
+    start: int
+    end: int
+
+    @functools.cached_property
+    def last_uses(self) -> list[list[Any]]:
+        """For each equation, the variables that no later equation reads and the block does not return."""
+        seen = {v for v in self.jaxpr.outvars if not isinstance(v, compat.Literal)}
+        dead: list[list[Any]] = []
+        for place in reversed(self.rows):
+            eqn = place.site.eqn
+            used = {v for v in (*eqn.invars, *eqn.outvars) if not isinstance(v, compat.Literal)}
+            dead.append([v for v in used if v not in seen])
+            seen |= used
+        return dead[::-1]
+
+    def places(self) -> Iterator[Place]:
+        """Yields every equation, including nested ones, in program order."""
+        for place in self.rows:
+            yield from place.places()
+
+
+def lay_out(
+    jaxpr: Any,
+    start: int = 0,
+    outer: Site | None = None,
+    loops: tuple[int, ...] = (),
+    axes: tuple[tuple[str, int], ...] = (),
+    owners: Mapping[int, str] | None = None,
+) -> Block:
+    """Numbers the equations of a jaxpr and of its sub-jaxprs; `owners` as in `owners_of`."""
+    opened = compat.open_jaxpr(jaxpr)
+    rows, number = [], start
+    for eqn in opened.jaxpr.eqns:
+        site = site_of(eqn, outer, owners or {})
+        around = (*loops, number) if primitive(site.name).loop else loops
+        blocks, end = [], number + 1
+        for inner in _entered(eqn):
+            devices = tuple(manual_axes(eqn.params).items()) if site.name == "shard_map" else axes
+            blocks.append(lay_out(inner, end, site, around, devices))
+            end = blocks[-1].end
+        rows.append(Place(number, site, loops, tuple(blocks), end, axes))
+        number = end
+    return Block(opened.jaxpr, opened.consts, tuple(rows), start, number)
+
+
+def manual_axes(params: dict[str, Any]) -> dict[str, int]:
+    """The mesh axes that a `shard_map` maps over, with their sizes."""
+    options = compat.shard_map_options(params)
+    return {axis: options["mesh"].shape[axis] for axis in options["mesh"].axis_names if axis in options["axis_names"]}
+
+
+def _entered(eqn: Any) -> Sequence[Any]:
+    """The sub-jaxprs of an equation that the interpreter evaluates."""
+    name, params = eqn.primitive.name, eqn.params
+    if primitive(name).call or name == "shard_map":
+        return inner_jaxprs(eqn)[:1]
+    if name == "scan":
+        return (params["jaxpr"],)
+    if name == "while":
+        return (params["cond_jaxpr"], params["body_jaxpr"])
+    return params["branches"] if name == "cond" else ()
+
+
+def unseen(block: Block) -> tuple[str, ...]:
+    """The operations, with their lines, whose code is not evaluated operation by operation: kernels, callbacks."""
+    outer = (place.site for place in block.places() if not place.blocks)
+    return tuple(dict.fromkeys(s.place for s in outer if primitive(s.name).foreign or programs_in(s.eqn)))
+
+
+# The modules of equations without a named scope (Flax NNX, plain JAX), or with one of only the class (Equinox).
+#
+# An equation that reads a parameter belongs to the module that holds it, by the parameter's path in the first argument:
+# `layers/0` for `model.layers[0].weight`.
+
+_KEYS = re.compile(r"\['([^']*)'\]|\[(\d+)\]|\.(\w+)")
+
+
+def owners_of(jaxpr: Any, names: Sequence[str]) -> dict[int, str]:
+    """The module paths of equations, by their `id`.
+
+    Args:
+        jaxpr: The program.
+        names: The tree paths of its arguments in `(args, kwargs)`, as `[0][0].layers[0].weight`.
+    """
+    opened = compat.open_jaxpr(jaxpr).jaxpr
+    modules = {v: path for v, name in zip(opened.invars, names, strict=True) if (path := _module(name))}
+    owners: dict[int, str] = {}
+    for eqn, path in _readers(opened, modules):
+        known = owners.setdefault(id(eqn), path)
+        if known != path:  # Several modules call the same sub-jaxpr.
+            owners[id(eqn)] = _common(known, path)
+    _add_transposes(opened, owners)
+    return {key: path for key, path in owners.items() if path}
+
+
+def _add_transposes(jaxpr: Any, owners: dict[int, str]) -> None:
+    """Adds the owners of parameter gradients, found by the input that they share with the matmul they transpose."""
+    roots: dict[Any, Any] = {}
+    readers: dict[tuple[Any, str], dict[str, None]] = {}
+    for eqn in jaxpr.eqns:
+        name, row = eqn.primitive.name, primitive(eqn.primitive.name)
+        inputs = [roots.get(v, v) for v in eqn.invars if isinstance(v, compat.Var)]
+        if (row.moves or row.whole) and inputs:
+            roots.update(dict.fromkeys(eqn.outvars, inputs[0]))
+        for inner in inner_jaxprs(eqn):
+            _add_transposes(compat.open_jaxpr(inner).jaxpr, owners)
+        if not matmul_flops(eqn):
+            continue
+        if "transpose(" not in str(eqn.source_info.name_stack):
+            for v in inputs if id(eqn) in owners else ():
+                readers.setdefault((v, name), {})[owners[id(eqn)]] = None
+        elif id(eqn) not in owners:
+            for found in filter(None, (readers.get((v, name)) for v in inputs)):
+                path, *others = found
+                owners[id(eqn)] = functools.reduce(_common, others, path)
+                break
+
+
+def _module(name: str) -> str:
+    """The path of the module that holds a parameter of the first argument.
+
+    Example:
+        >>> _module("[0][0].layers[0].weight"), _module("[0][0]['w']"), _module("[0][1]['x']['y']")
+        ('layers/0', '', '')
+    """
+    keys = ["".join(found) for found in _KEYS.findall(name)]
+    return "/".join(keys[2:-1]) if keys[:2] == ["0", "0"] else ""
+
+
+def _common(a: str, b: str) -> str:
+    parts = []
+    for x, y in zip(a.split("/"), b.split("/"), strict=False):
+        if x != y:
+            break
+        parts.append(x)
+    return "/".join(parts)
+
+
+def _readers(jaxpr: Any, modules: Mapping[Any, str]) -> Iterator[tuple[Any, str]]:
+    """The equations that read parameters, directly or through casts and moves, with the parameters' modules."""
+    held = dict(modules)
+    for eqn in jaxpr.eqns:
+        paths = [held.get(v, "") if isinstance(v, compat.Var) else "" for v in eqn.invars]
+        inner = inner_jaxprs(eqn)
+        for sub in inner:
+            opened = compat.open_jaxpr(sub).jaxpr
+            given = _operands(eqn, sub, paths)
+            if len(given) == len(opened.invars):
+                yield from _readers(opened, {v: p for v, p in zip(opened.invars, given, strict=True) if p})
+        path = next(filter(None, paths), "")
+        if path and not inner:
+            yield eqn, path
+            row = primitive(eqn.primitive.name)
+            if row.moves or row.whole:
+                held.update(dict.fromkeys(eqn.outvars, path))
+
+
+def _operands(eqn: Any, inner: Any, paths: list[str]) -> list[str]:
+    """The module paths of a sub-jaxpr's inputs, given those of the equation's operands."""
+    params, name = eqn.params, eqn.primitive.name
+    if name == "cond":
+        return paths[1:]
+    if name == "while":
+        first, second = params["cond_nconsts"], params["body_nconsts"]
+        consts = paths[:first] if inner is params["cond_jaxpr"] else paths[first : first + second]
+        return [*consts, *paths[first + second :]]
+    return paths
