@@ -17,9 +17,6 @@ if _typing.TYPE_CHECKING:
     from mpjax.casting import half_function as half_function
     from mpjax.casting import promote_function as promote_function
     from mpjax.inspection import *  # noqa: F403
-    from mpjax.lean_state import kahan as kahan
-    from mpjax.lean_state import low_bit_state as low_bit_state
-    from mpjax.lean_state import stochastic_rounding as stochastic_rounding
     from mpjax.loss_scale import LossScaleError as LossScaleError
     from mpjax.loss_scale import LossScaleState as LossScaleState
     from mpjax.loss_scale import LossScaleWarning as LossScaleWarning
@@ -35,9 +32,12 @@ if _typing.TYPE_CHECKING:
     from mpjax.loss_scale import unscale as unscale
     from mpjax.loss_scale import unscaled as unscaled
     from mpjax.loss_scale import value_and_grad as value_and_grad
-    from mpjax.master_weights import MasterWeightsState as MasterWeightsState
-    from mpjax.master_weights import master_weights as master_weights
     from mpjax.modules import with_policy as with_policy
+    from mpjax.optimizer_state import MasterWeightsState as MasterWeightsState
+    from mpjax.optimizer_state import kahan as kahan
+    from mpjax.optimizer_state import low_bit_state as low_bit_state
+    from mpjax.optimizer_state import master_weights as master_weights
+    from mpjax.optimizer_state import stochastic_rounding as stochastic_rounding
     from mpjax.policy import ExplicitDtypeWarning as ExplicitDtypeWarning
     from mpjax.policy import Policy as Policy
     from mpjax.policy import UnusedOverrideWarning as UnusedOverrideWarning
@@ -51,19 +51,17 @@ else:
         "casting": """
             AutocastWarning Explanation Rules UnusedRuleWarning autocast autocast_disabled explain
             float_function half_function promote_function""",
-        "lean_state": "kahan low_bit_state stochastic_rounding",
         "loss_scale": """
             LossScaleError LossScaleState LossScaleWarning apply_gradients check_progress
             dynamic_loss_scale grad keep_if_finite loss_scale_for restore_if_skipped scale_loss
             static_loss_scale unscale unscaled value_and_grad""",
-        "master_weights": "MasterWeightsState master_weights",
         "modules": "with_policy",
+        "optimizer_state": "MasterWeightsState kahan low_bit_state master_weights stochastic_rounding",
         "policy": "ExplicitDtypeWarning Policy UnusedOverrideWarning get_policy",
     }
     _HOMES = {name: f"mpjax.{module}" for module, names in _MODULES.items() for name in names.split()}
     __all__ = [*_HOMES]
     _HOMES = {name: f"mpjax.{name}" for name in (*_MODULES, "inspection")} | _HOMES
-    _HOMES["master_weights"] += ":master_weights"  # the function, not the module of the same name
     __getattr__, __dir__ = _lazy(__name__, _HOMES | _INSPECTION)
 
 __version__ = "0.1.0"

@@ -35,8 +35,9 @@ EDITS = {
         "examples/imagenet/models.py": ("KINDS: ", '    "resnet11": _small_resnet(1, 1, 2),')
     },
     "Add a loss-scale rule": {
-        "mpjax/loss_scale.py": (
+        "mpjax/loss_scale/transformation.py": (
             LAST_LINE,
+            '__all__ += ["growing_loss_scale"]\n'
             "def growing_loss_scale(inner, scale):\n"
             "    return _loss_scaled(inner, scale, lambda s, grow, back_off: s * 2, 2**31 - 1, 1, None, False)\n",
         ),

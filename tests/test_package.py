@@ -93,7 +93,8 @@ def test_layers_import_downwards_only():
     # policy and loss scaling do not depend on autocast and inspection; only code for modules imports Flax.
     of_flax_models = {"layers.py", "linen.py", "linen_calls.py", "nnx.py"}
     package = ROOT / "mpjax"
-    for path in (*package.glob("*.py"), *(package / "modules").glob("*.py")):
+    folders = [package / name for name in (".", "loss_scale", "modules", "optimizer_state")]
+    for path in (path for folder in folders for path in folder.glob("*.py")):
         if path in (package / "__init__.py", package / "__main__.py") or path.name in of_flax_models:
             continue
         top_level = [n for n in ast.parse(path.read_text()).body if isinstance(n, (ast.Import, ast.ImportFrom))]

@@ -12,11 +12,11 @@ import jax
 import numpy as np
 import optax
 
-from mpjax._loss_scale_state import LossScaleState, find_loss_scale_state
 from mpjax.casting.autocast import Program, autocast
 from mpjax.casting.rules import Rules
 from mpjax.inspection.program import traced_call
 from mpjax.loss_scale import static_loss_scale, value_and_grad
+from mpjax.loss_scale.state import LossScaleState, find_loss_scale_state
 from mpjax.modules.boundary import contains_nnx_object, is_nnx_object
 from mpjax.modules.scopes import named_modules
 from mpjax.policy import is_castable

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._loss_scale_state import LossScaleState
 from mpjax.inspection.parity.training import Training
+from mpjax.loss_scale.state import LossScaleState
 
 _HASHED_BATCHES = 2  # enough to detect another seed, order or augmentation
 _PENDING = 64  # calls whose losses may stay on the device, so that it never waits for the host

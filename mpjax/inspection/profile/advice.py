@@ -14,8 +14,6 @@ from mpjax.inspection.reports import duration
 
 # The shares of the step above which advice is given.
 _WORTH = {"input": 0.05, "dispatch": 0.1, "kernels": 0.05, "one kernel": 0.03, "optimizer": 0.25}
-_SCALING = "loss_scale _loss_scale_state _scaled_gradients _value_and_grad _cotangents _applying _replicas".split()
-_SCALING_FILES = tuple(f"mpjax/{name}.py" for name in _SCALING)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,7 +227,7 @@ class _Kernels:
 
 
 def _is_scaling(kernel: Kernel) -> bool:
-    return kernel.path.replace("\\", "/").endswith(_SCALING_FILES)
+    return "/mpjax/loss_scale/" in kernel.path.replace("\\", "/")
 
 
 def _updates(kernel: Kernel) -> bool:

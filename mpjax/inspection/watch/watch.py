@@ -16,8 +16,6 @@ from mpjax._jaxpr import compat
 from mpjax._jaxpr.interpreter import Run
 from mpjax._jaxpr.program import Block, Place, lay_out, owners_of
 from mpjax._jaxpr.source import BACKWARD
-from mpjax._loss_scale_state import find_loss_scale_state, loss_scale_of
-from mpjax._replicas import all_finite
 from mpjax.casting.autocast import traced_call
 from mpjax.inspection.gradient import Loss
 from mpjax.inspection.layerwise.groups import grouped
@@ -28,6 +26,8 @@ from mpjax.inspection.watch.record import COLUMNS
 from mpjax.inspection.watch.record import WatchedModule as WatchedModule
 from mpjax.inspection.watch.record import WatchRecord as WatchRecord
 from mpjax.inspection.watch.record import WatchState as WatchState
+from mpjax.loss_scale.replicas import all_finite
+from mpjax.loss_scale.state import find_loss_scale_state, loss_scale_of
 from mpjax.policy import HALF_DTYPES
 
 

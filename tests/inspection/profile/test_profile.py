@@ -253,7 +253,7 @@ def test_float32_matmuls_on_a_gpu_are_the_first_advice():
     [
         (Split(device=6, input=0, dispatch=4), {}, "dispatch is 40% of the step"),
         (Split(1, 0, 0), {"kind": "elementwise"}, "elementwise operations, reductions and copies are 100% of the step"),
-        (Split(1, 1, 0), {"path": "/x/mpjax/_scaled_gradients.py"}, "loss scaling is 50% of the step"),
+        (Split(1, 1, 0), {"path": "/x/mpjax/loss_scale/boundary.py"}, "loss scaling is 50% of the step"),
         (Split(3, 1, 0), {"kind": "collective"}, "collectives are 75% of the step"),
         (Split(1, 0, 0), {"kind": "cast"}, "casts are 100% of the step, the most in Net"),
     ],

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from mpjax._applying import apply_gradients, as_transformation, transformation
-from mpjax.lean_state.blockwise import FLOAT8, Blockwise, decode, encode
-from mpjax.lean_state.half_params import KahanState
-from mpjax.lean_state.rounding import key_from, next_words, random_bits, round_stochastically
-from mpjax.master_weights import MasterWeightsState
+from mpjax.loss_scale.applying import apply_gradients, as_transformation, transformation
+from mpjax.optimizer_state.blockwise import FLOAT8, Blockwise, decode, encode
+from mpjax.optimizer_state.half_params import KahanState
+from mpjax.optimizer_state.masters import MasterWeightsState
+from mpjax.optimizer_state.rounding import key_from, next_words, random_bits, round_stochastically
 from mpjax.policy import path_matches, path_string
 
 _DTYPES = {
@@ -55,7 +55,7 @@ def low_bit_state(
 
     - `"bfloat16"`: 2 bytes.
     - `"int8"`, `"float8"`: 1 byte, and a float32 scale for each block of 256. Codes follow a power law that
-      preserves small numbers, and a second moment is never flushed to zero: see `mpjax.lean_state.blockwise`.
+      preserves small numbers, and a second moment is never flushed to zero: see `mpjax.optimizer_state.blockwise`.
 
     All formats are rounded stochastically. With rounding to nearest, a second moment that decays by 0.1 % a step would
     never change, because that is less than half the spacing of each format.

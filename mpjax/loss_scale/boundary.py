@@ -14,8 +14,8 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 import jax.numpy as jnp
 
-from mpjax._cotangents import is_differentiable, is_overwritten, scale_cotangent, unscale_by
-from mpjax._loss_scale_state import loss_scale_of
+from mpjax.loss_scale.cotangents import is_differentiable, is_overwritten, scale_cotangent, unscale_by
+from mpjax.loss_scale.state import loss_scale_of
 from mpjax.modules.boundary import with_boundary
 from mpjax.policy import is_castable, is_half
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar,
 import jax
 import jax.numpy as jnp
 
-from mpjax._applying import merge, trainable
-from mpjax._scaled_gradients import one_scale, scale_loss
+from mpjax.loss_scale.applying import merge, trainable
+from mpjax.loss_scale.boundary import one_scale, scale_loss
 from mpjax.modules.boundary import contains_nnx_object
 from mpjax.policy import is_half
 

@@ -1,8 +1,4 @@
-"""Loss scaling as an optax transformation: skips steps that are not finite, and adapts the scale.
-
-The gradient functions (`scale_loss`, `value_and_grad`, ...), the state (`LossScaleState`, `check_progress`, ...)
-and the functions of a training step are defined in other modules and re-exported here.
-"""
+"""Loss scaling as an optax transformation: skips steps that are not finite, and adapts the scale."""
 
 from __future__ import annotations
 
@@ -18,26 +14,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from mpjax import _applying
-from mpjax._applying import apply_gradients as apply_gradients
-from mpjax._applying import as_transformation
-from mpjax._cotangents import unscale_by
 from mpjax._jaxpr import compat
-from mpjax._keep_if_finite import keep_if_finite as keep_if_finite
-from mpjax._keep_if_finite import restore_if_skipped as restore_if_skipped
-from mpjax._loss_scale_state import LossScaleError as LossScaleError
-from mpjax._loss_scale_state import LossScaleState as LossScaleState
-from mpjax._loss_scale_state import LossScaleWarning as LossScaleWarning
-from mpjax._loss_scale_state import check_progress as check_progress
-from mpjax._replicas import all_finite
-from mpjax._scaled_gradients import scale_loss as scale_loss
-from mpjax._scaled_gradients import unscale as unscale
-from mpjax._scaled_gradients import unscaled as unscaled
-from mpjax._state_dtypes import cast_like, settled, warn_without_masters
-from mpjax._trees import row_major
-from mpjax._value_and_grad import grad as grad
-from mpjax._value_and_grad import value_and_grad as value_and_grad
+from mpjax.loss_scale import applying
+from mpjax.loss_scale.applying import apply_gradients, as_transformation
+from mpjax.loss_scale.cotangents import unscale_by
+from mpjax.loss_scale.replicas import all_finite
+from mpjax.loss_scale.state import LossScaleState
+from mpjax.loss_scale.state_dtypes import cast_like, settled, warn_without_masters
+from mpjax.loss_scale.trees import row_major
 from mpjax.policy import get_policy
+
+__all__ = ["dynamic_loss_scale", "loss_scale_for", "static_loss_scale"]
 
 # A scale and its reciprocal must both be normal float32 numbers, or unscaling is not exact.
 _SMALLEST, _LARGEST = 2.0**-126, 2.0**126
@@ -208,10 +195,10 @@ def _loss_scaled(
 ) -> optax.GradientTransformationExtraArgs:
     """The implementation of the public transformations, which differ only in `next_scale`."""
     inner = as_transformation(inner)
-    advance, finish = _applying.update_in_parts(inner)
+    advance, finish = applying.update_in_parts(inner)
 
     def init(params: Any) -> LossScaleState:
-        params = _applying.without_overwritten(_applying.trainable(params))
+        params = applying.without_overwritten(applying.trainable(params))
         inner_state = settled(inner, inner.init(params), params)
         warn_without_masters(inner_state, params)
         # Separate arrays: two leaves that share a buffer can't be donated.
@@ -259,13 +246,13 @@ def _loss_scaled(
 
     def update(grads: Any, state: LossScaleState, params: Any = None, **extra_args: Any) -> tuple[Any, LossScaleState]:
         _check_state("tx.update(grads, state, params)", grads, state, params)
-        if _applying.overwritten(grads) is not None:
+        if applying.overwritten(grads) is not None:
             raise ValueError(
                 "loss scaling: the gradients have Flax's FP8 collection '_overwrite_with_gradient', which holds "
                 "new values; adding an update can't reproduce them exactly. Use mpjax.apply_gradients(tx, grads, "
                 "opt_state, params), flax.training.TrainState, or call tx with the parameters' gradients alone."
             )
-        params = params if params is None else _applying.trained(params, grads)
+        params = params if params is None else applying.trained(params, grads)
 
         def take() -> tuple[Any, Any]:
             return advance(true(grads, state), state.inner_state, params, **extra_args)
@@ -297,7 +284,7 @@ def _loss_scaled(
         )
         return params, new._replace(inner_state=inner_state)
 
-    return _applying.transformation(init, _compiled_once(update), _compiled_once(apply), decides=True)
+    return applying.transformation(init, _compiled_once(update), _compiled_once(apply), decides=True)
 
 
 def _compiled_once(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -323,7 +310,7 @@ def _check_state(call: str, grads: Any, state: Any, params: Any) -> None:
             f"{call}: the state's loss_scale has shape {jnp.shape(state.loss_scale)}, one for each member of a vmap or "
             "pmap. Call the update inside of it, as tx.init was."
         )
-    _applying.check_arguments(call, grads, state, params)
+    applying.check_arguments(call, grads, state, params)
 
 
 def _check(ok: bool, name: str, value: Any, rule: str) -> None:

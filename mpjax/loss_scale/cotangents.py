@@ -11,7 +11,7 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from mpjax._trees import along_leading_axes
+from mpjax.loss_scale.trees import along_leading_axes
 from mpjax.policy import HALF_DTYPES, path_string
 
 T = TypeVar("T")

@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 import jax
 import optax
 
-from mpjax._cotangents import OVERWRITE_WITH_GRADIENT, is_differentiable
-from mpjax._keep_if_finite import keep_if_finite
-from mpjax._loss_scale_state import contains_state
-from mpjax._trees import same_structure
+from mpjax.loss_scale.cotangents import OVERWRITE_WITH_GRADIENT, is_differentiable
+from mpjax.loss_scale.restoring import keep_if_finite
+from mpjax.loss_scale.state import contains_state
+from mpjax.loss_scale.trees import same_structure
 from mpjax.policy import path_string
 
 State = TypeVar("State")

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from mpjax._applying import apply_gradients, as_transformation, transformation
-from mpjax.lean_state.rounding import key_from, next_words, random_bits, round_stochastically, round_to_nearest
+from mpjax.loss_scale.applying import apply_gradients, as_transformation, transformation
+from mpjax.optimizer_state.rounding import key_from, next_words, random_bits, round_stochastically, round_to_nearest
 from mpjax.policy import is_half, path_string
 
 

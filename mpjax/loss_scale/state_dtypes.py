@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from mpjax._loss_scale_state import LossScaleWarning
-from mpjax._trees import same_structure
+from mpjax.loss_scale.state import LossScaleWarning
+from mpjax.loss_scale.trees import same_structure
 from mpjax.policy import is_half, path_string
 
 
@@ -49,8 +49,8 @@ def cast_like(state: Any, like: Any) -> Any:
 def warn_without_masters(state: Any, params: Any) -> None:
     """Warns if params are half and nothing in the state makes up for their rounding errors."""
     # Imported here, because these modules import loss_scale.
-    from mpjax.lean_state.half_params import KahanState, StochasticRoundingState
-    from mpjax.master_weights import MasterWeightsState
+    from mpjax.optimizer_state.half_params import KahanState, StochasticRoundingState
+    from mpjax.optimizer_state.masters import MasterWeightsState
 
     keeping = (MasterWeightsState, KahanState, StochasticRoundingState)
     half = [(path_string(path), p.dtype) for path, p in jax.tree_util.tree_leaves_with_path(params) if is_half(p)]

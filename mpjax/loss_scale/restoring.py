@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from mpjax._loss_scale_state import find_loss_scale_state
-from mpjax._trees import along_leading_axes
+from mpjax.loss_scale.state import find_loss_scale_state
+from mpjax.loss_scale.trees import along_leading_axes
 from mpjax.policy import path_string
 
 T = TypeVar("T")

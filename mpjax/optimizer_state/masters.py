@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from mpjax import _applying
-from mpjax._applying import apply_gradients, as_transformation
+from mpjax.loss_scale import applying
+from mpjax.loss_scale.applying import apply_gradients, as_transformation
 from mpjax.policy import HALF_DTYPES, get_policy, is_half
 
 
@@ -67,7 +67,7 @@ def master_weights(inner: optax.GradientTransformation, policy: Any = "O2") -> o
         return inner
 
     def init(params: Any) -> MasterWeightsState:
-        params = _applying.without_overwritten(_applying.trainable(params))
+        params = applying.without_overwritten(applying.trainable(params))
         master = jax.tree.map(lambda p: p.astype(jnp.float32) if is_half(p) else optax.MaskedNode(), params)
         return MasterWeightsState(master, inner.init(_full(master, params)))
 
@@ -98,7 +98,7 @@ def master_weights(inner: optax.GradientTransformation, policy: Any = "O2") -> o
         rounded = jax.tree.map(lambda p, t: t.astype(p.dtype), params, target)
         return rounded, MasterWeightsState(_masters(params, target), inner_state)
 
-    return _applying.transformation(init, update, apply, decides=False, parts=(advance, finish))
+    return applying.transformation(init, update, apply, decides=False, parts=(advance, finish))
 
 
 def _widen(tree: Any) -> Any:
