@@ -149,7 +149,7 @@ class LeanTraining(Training):
         self._dtype, wrap = FORMS[form]
         self._optimizer = wrap(family.optimizer)
         super().__init__(family, FLOAT32)
-        self.tx = mpjax.loss_scale_for(self.policy, self._optimizer)
+        self.tx = mpjax.loss_scale_for(self._optimizer, self.policy)
 
     def init(self, seed: int, *args: Any) -> dict[str, Any]:
         """The same parameters for every form, up to rounding."""

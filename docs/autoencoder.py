@@ -45,7 +45,7 @@ def compiled(policy, overrides, loss_scale):
     elif policy == "static 1":
         tx = mpjax.static_loss_scale(inner, 1.0)
     else:
-        tx = mpjax.loss_scale_for(precision, inner)
+        tx = mpjax.loss_scale_for(inner, precision)
     rules = mpjax.Rules(deny=[pattern for pattern, _ in overrides])
     loss = mpjax.autocast(mean_squared_error, precision, rules=rules)
 

@@ -29,8 +29,8 @@ if _typing.TYPE_CHECKING:
     from mpjax.loss_scale import restore_if_skipped as restore_if_skipped
     from mpjax.loss_scale import scale_loss as scale_loss
     from mpjax.loss_scale import static_loss_scale as static_loss_scale
+    from mpjax.loss_scale import true_cotangents as true_cotangents
     from mpjax.loss_scale import unscale as unscale
-    from mpjax.loss_scale import unscaled as unscaled
     from mpjax.loss_scale import value_and_grad as value_and_grad
     from mpjax.modules import with_policy as with_policy
     from mpjax.optimizer_state import MasterWeightsState as MasterWeightsState
@@ -54,7 +54,7 @@ else:
         "loss_scale": """
             LossScaleError LossScaleState LossScaleWarning apply_gradients check_progress
             dynamic_loss_scale grad keep_if_finite loss_scale_for restore_if_skipped scale_loss
-            static_loss_scale unscale unscaled value_and_grad""",
+            static_loss_scale true_cotangents unscale value_and_grad""",
         "modules": "with_policy",
         "optimizer_state": "MasterWeightsState kahan low_bit_state master_weights stochastic_rounding",
         "policy": "ExplicitDtypeWarning Policy UnusedOverrideWarning get_policy",

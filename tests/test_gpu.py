@@ -39,7 +39,7 @@ WAYS = {
 @pytest.mark.parametrize("policy", HALVES)
 @pytest.mark.parametrize("way", WAYS)
 def test_gradients_are_as_close_as_rounding_allows(way, policy, params, batch):
-    opt_state = mpjax.loss_scale_for(policy, optax.sgd(0.1)).init(params)
+    opt_state = mpjax.loss_scale_for(optax.sgd(0.1), policy).init(params)
     with jax.default_matmul_precision("highest"):  # the reference in float32, not TF32
         reference = jax.grad(loss_of(MODEL.apply))(params, batch)
         limit = 3 * rounding_error(loss_of(MODEL.apply), params, batch, mpjax.get_policy(policy).compute_dtype)

@@ -204,7 +204,7 @@ def test_orbax_restores_to_a_bitwise_equal_next_step(tmp_path):
 
 @pytest.mark.parametrize("there", ["float32", "mixed_bfloat16"])
 def test_float16_run_continues_in_another_precision_and_back_with_its_moments(there):
-    float16, other = (mpjax.loss_scale_for(p, optax.adam(1e-2), init_scale=2.0**8) for p in ("mixed_float16", there))
+    float16, other = (mpjax.loss_scale_for(optax.adam(1e-2), p, init_scale=2.0**8) for p in ("mixed_float16", there))
     step = arrays_in_numpy(linear_step(float16, jnp.float16))
     params, state = step(WEIGHTS, float16.init(WEIGHTS), X)
     # The states have one structure; the inner state moves over, and the new policy has its own scale.

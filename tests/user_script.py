@@ -28,7 +28,7 @@ def module_loss(model: nnx.Linear, x: jax.Array) -> jax.Array:
 
 
 tx = mpjax.dynamic_loss_scale(optax.MultiSteps(optax.adamw(1e-3), 2), growth_interval=200)
-tx = mpjax.loss_scale_for("mixed_float16", mpjax.master_weights(optax.adamw(1e-3), "O2"))
+tx = mpjax.loss_scale_for(mpjax.master_weights(optax.adamw(1e-3), "O2"), "mixed_float16")
 tx = mpjax.static_loss_scale(optax.adamw(1e-3), 128.0)
 assert_type(tx, optax.GradientTransformationExtraArgs)
 

@@ -66,7 +66,7 @@ class Training:
         self.applies = {name: module.apply for name, module in self.modules.items()}
         inner = mpjax.master_weights(family.optimizer, self.policy) if policy == "O2" else family.optimizer
         self.tx: Any = (
-            mpjax.static_loss_scale(inner, 1.0) if policy == "static 1" else mpjax.loss_scale_for(self.policy, inner)
+            mpjax.static_loss_scale(inner, 1.0) if policy == "static 1" else mpjax.loss_scale_for(inner, self.policy)
         )
         # with_policy keeps the float32 model's parameters, so only half parameters need their own initialisation.
         self._init_variables = jax.jit(_init(family, self.modules)) if policy == "O2" else _initializer(family)

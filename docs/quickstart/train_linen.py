@@ -35,7 +35,7 @@ def main(epochs: int = 10) -> float:
     images, labels = (digits.images[..., None] / 16).astype(np.float32), digits.target.astype(np.int32)
     model = mpjax.with_policy(Net(), "mixed_float16")
     params = jax.jit(model.init)(jax.random.key(0), images[:1])["params"]  # float32: the master weights
-    tx = mpjax.loss_scale_for("mixed_float16", optax.adam(1e-3))
+    tx = mpjax.loss_scale_for(optax.adam(1e-3), "mixed_float16")
     state = TrainState.create(apply_fn=model.apply, params=params, tx=tx)
     order = np.random.default_rng(0)
     for epoch in range(epochs):

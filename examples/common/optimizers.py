@@ -78,7 +78,7 @@ def create_optimizer(
     else:
         optimizer = _in_float32(optimizer)
     if loss_scale is None:
-        return mpjax.loss_scale_for(policy, optimizer)
+        return mpjax.loss_scale_for(optimizer, policy)
     if loss_scale == "dynamic":
         return mpjax.dynamic_loss_scale(optimizer)
     return mpjax.static_loss_scale(optimizer, float(loss_scale))

@@ -7,8 +7,8 @@ for all devices, and `restoring` undoes what a skipped step changed outside the 
 
 from mpjax.loss_scale.applying import apply_gradients as apply_gradients
 from mpjax.loss_scale.boundary import scale_loss as scale_loss
+from mpjax.loss_scale.boundary import true_cotangents as true_cotangents
 from mpjax.loss_scale.boundary import unscale as unscale
-from mpjax.loss_scale.boundary import unscaled as unscaled
 from mpjax.loss_scale.gradients import grad as grad
 from mpjax.loss_scale.gradients import value_and_grad as value_and_grad
 from mpjax.loss_scale.restoring import keep_if_finite as keep_if_finite

@@ -218,6 +218,12 @@ def as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
     return optax.GradientTransformationExtraArgs(inner.init, update)
 
 
+def refuse_swapped(call: str, inner: Any, second: Any) -> None:
+    """Raises if the optimizer is the second argument of a factory."""
+    if callable(getattr(second, "update", None)):
+        raise TypeError(f"{call}: the optimizer comes first: {call}(tx, {inner!r}).")
+
+
 def check_arguments(call: str, grads: Any, opt_state: Any, params: Any) -> None:
     """Raises if the arguments of an update are in the wrong order, or differ in structure."""
     for name, tree in (("grads", grads), ("params", params)):

@@ -49,7 +49,7 @@ def scale_loss(fun: Callable[P, T], opt_state: Any, has_aux: bool = False) -> Ca
             `has_aux` is set and `fun` does not return a pair.
 
     A custom derivative in `fun` that is not linear in its cotangent (a gradient clip written as a
-    `custom_vjp`) sees scaled cotangents; wrap that part with `unscaled`.
+    `custom_vjp`) sees scaled cotangents; wrap that part with `true_cotangents`.
 
     Example:
         >>> import optax, mpjax
@@ -87,7 +87,7 @@ def scale_loss(fun: Callable[P, T], opt_state: Any, has_aux: bool = False) -> Ca
     return with_boundary(with_aux, enter, leave)
 
 
-def unscaled(fun: Callable[P, T], opt_state: Any) -> Callable[P, T]:
+def true_cotangents(fun: Callable[P, T], opt_state: Any) -> Callable[P, T]:
     """Wraps a part of a scaled loss function so that its backward pass sees true cotangents.
 
     Use it for a derivative rule that is not linear in its cotangent, such as a gradient clip or gradient noise
@@ -106,11 +106,11 @@ def unscaled(fun: Callable[P, T], opt_state: Any) -> Callable[P, T]:
         ...     return x
         >>> clip_gradient.defvjp(lambda x: (x, None), lambda _, ct: (jnp.clip(ct, -1.0, 1.0),))
         >>> opt_state = mpjax.dynamic_loss_scale(optax.sgd(0.1)).init({})
-        >>> f = lambda x: 0.5 * mpjax.unscaled(clip_gradient, opt_state)(x)
+        >>> f = lambda x: 0.5 * mpjax.true_cotangents(clip_gradient, opt_state)(x)
         >>> float(mpjax.grad(f, opt_state)(1.0 + jnp.zeros(())))
         0.5
     """
-    scale = one_scale("unscaled", opt_state)
+    scale = one_scale("true_cotangents", opt_state)
     inverse = 1.0 / scale
 
     # In the backward pass cotangents are unscaled at the results of `fun`, and rescaled at its arguments.

@@ -144,8 +144,7 @@ def static_loss_scale(
         >>> float(state.loss_scale)
         128.0
     """
-    if hasattr(scale, "update"):
-        raise TypeError("static_loss_scale: the optimizer comes first: static_loss_scale(tx, 128.0).")
+    applying.refuse_swapped("static_loss_scale", inner, scale)
     _check(_SMALLEST <= scale <= _LARGEST, "scale", scale, "must lie between 2**-126 and 2**126")
 
     def next_scale(present: jax.Array, grow: jax.Array, back_off: jax.Array) -> jax.Array:
@@ -155,26 +154,27 @@ def static_loss_scale(
 
 
 def loss_scale_for(
-    policy: Any, inner: optax.GradientTransformation | optax.MultiSteps, **kwargs: Any
+    inner: optax.GradientTransformation | optax.MultiSteps, policy: Any, **kwargs: Any
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps an optimizer in the loss scaling that a policy needs. A script with a `--policy` flag needs no branch.
 
     Args:
+        inner: The optimizer.
         policy: Anything that `get_policy` accepts. If it or one of its overrides computes in float16, the scale
             is dynamic. Otherwise it is 1, since bfloat16 has float32's range.
-        inner: The optimizer.
         **kwargs: Arguments of `dynamic_loss_scale`. Those about the scale have no effect if it is 1.
 
     Raises:
         ValueError: The policy is unknown, or an argument is out of range.
-        TypeError: An argument that `dynamic_loss_scale` does not have.
+        TypeError: An argument that `dynamic_loss_scale` does not have, or the policy comes first.
 
     Example:
         >>> import optax, mpjax
-        >>> [float(mpjax.loss_scale_for(p, optax.sgd(0.1)).init({}).loss_scale)
+        >>> [float(mpjax.loss_scale_for(optax.sgd(0.1), p).init({}).loss_scale)
         ...  for p in ("mixed_float16", "mixed_bfloat16", "float32")]
         [32768.0, 1.0, 1.0]
     """
+    applying.refuse_swapped("loss_scale_for", inner, policy)
     policy = get_policy(policy)
     dynamic = dynamic_loss_scale(inner, **kwargs)  # always built, to check the arguments.
     dtypes = (policy.compute_dtype, *(override.compute_dtype for _, override in policy.overrides))

@@ -41,7 +41,7 @@ def master_weights(inner: optax.GradientTransformation, policy: Any = "O2") -> o
 
     Returns:
         An `optax.GradientTransformationExtraArgs`. Wrap loss scaling around it:
-        `loss_scale_for(policy, master_weights(optax.adamw(1e-3), policy))`. Its updates are float32, for
+        `loss_scale_for(master_weights(optax.adamw(1e-3), policy), policy)`. Its updates are float32, for
         `optax.apply_updates` (which casts to the params' dtype; `eqx.apply_updates` does not:
         use optax's or `mpjax.apply_gradients`).
 
@@ -61,6 +61,7 @@ def master_weights(inner: optax.GradientTransformation, policy: Any = "O2") -> o
 
     Source: Micikevicius et al. 2018, section 3.1 (https://arxiv.org/abs/1710.03740).
     """
+    applying.refuse_swapped("master_weights", inner, policy)
     inner = as_transformation(inner)
     policy = get_policy(policy)
     if not HALF_DTYPES & {policy.param_dtype, *(override.param_dtype for _, override in policy.overrides)}:

@@ -122,7 +122,7 @@ def test_a_sharded_training_step_follows_float32(how, dtype):
             yield float(loss)
 
     apply = mpjax.autocast(model.apply, policy=policy) if how == "autocast" else mpjax.with_policy(model, policy).apply
-    half = list(losses(apply, mpjax.loss_scale_for(policy, optax.adam(1e-2))))
-    full = list(losses(model.apply, mpjax.loss_scale_for("float32", optax.adam(1e-2))))
+    half = list(losses(apply, mpjax.loss_scale_for(optax.adam(1e-2), policy)))
+    full = list(losses(model.apply, mpjax.loss_scale_for(optax.adam(1e-2), "float32")))
     np.testing.assert_allclose(half, full, rtol=8 * float(jnp.finfo(dtype).eps))
     assert full[-1] < full[0]

@@ -224,12 +224,12 @@ def test_nonlinear_custom_derivative_is_correct_inside_unscaled(half):
     # Without it the clip sees cotangents 4096 times too large and cuts them all: the fault to avoid.
     wrong = gradient(mpjax.scale_loss(lambda p: loss(p, clip_gradient), state))
     assert relative_error(wrong, expected) > 0.5
-    right = gradient(mpjax.scale_loss(lambda p: loss(p, mpjax.unscaled(clip_gradient, state)), state))
+    right = gradient(mpjax.scale_loss(lambda p: loss(p, mpjax.true_cotangents(clip_gradient, state)), state))
     assert relative_error(right, expected) < 8 * float(jnp.finfo(half).eps)
 
 
 def test_unscaled_keeps_values_and_dtypes():
-    fun = mpjax.unscaled(lambda t, n: {"y": t["x"] * 2, "n": n}, state_of())
+    fun = mpjax.true_cotangents(lambda t, n: {"y": t["x"] * 2, "n": n}, state_of())
     out = arrays_in_numpy(fun)({"x": np.ones(2, np.float16)}, 3)
     assert out["y"].dtype == jnp.float16
     np.testing.assert_array_equal(out["y"], 2)

@@ -309,10 +309,10 @@ def test_static_scale_is_constant_and_still_skips():
     [("float32", 1.0), ("mixed_bfloat16", 1.0), ("mixed_float16", 64.0), ("O2", 64.0), ("bfloat16;*/x=>float16", 64.0)],
 )
 def test_loss_scale_for_a_policy(policy, scale):
-    tx = mpjax.loss_scale_for(policy, optax.sgd(0.1), init_scale=64.0, growth_interval=7)
+    tx = mpjax.loss_scale_for(optax.sgd(0.1), policy, init_scale=64.0, growth_interval=7)
     assert float(tx.init(PARAMS).loss_scale) == scale
     with pytest.raises(TypeError):
-        mpjax.loss_scale_for(policy, optax.sgd(0.1), initial_scale=64.0)
+        mpjax.loss_scale_for(optax.sgd(0.1), policy, initial_scale=64.0)
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,9 @@ def test_arguments_in_another_order_raise_a_one_line_error():
         "as params": lambda: mpjax.apply_gradients(tx, GOOD, PARAMS, state),
         "is a dict": lambda: tx.update(GOOD, PARAMS, PARAMS),
         "v of grads is not in params": lambda: mpjax.apply_gradients(tx, {**GOOD, "v": GOOD["w"]}, state, PARAMS),
-        "comes first": lambda: mpjax.static_loss_scale(128.0, optax.sgd(0.1)),
+        r"static_loss_scale\(tx, 128.0\)": lambda: mpjax.static_loss_scale(128.0, optax.sgd(0.1)),
+        r"loss_scale_for\(tx, 'O2'\)": lambda: mpjax.loss_scale_for("O2", optax.sgd(0.1)),
+        r"master_weights\(tx, 'O2'\)": lambda: mpjax.master_weights("O2", optax.sgd(0.1)),
         "got 32768": lambda: mpjax.dynamic_loss_scale(2.0**15),
     }
     for says, call in wrong.items():

@@ -101,7 +101,7 @@ def test_policy_without_half_params_returns_the_optimizer_unchanged(policy):
 @pytest.mark.parametrize("half", HALVES)
 def test_with_loss_scaling_a_skipped_step_changes_nothing(half):
     policy = policy_of(half)
-    tx = mpjax.loss_scale_for(policy, mpjax.master_weights(optax.adam(1e-2), policy))
+    tx = mpjax.loss_scale_for(mpjax.master_weights(optax.adam(1e-2), policy), policy)
 
     @arrays_in_numpy
     def step(params, state, x):

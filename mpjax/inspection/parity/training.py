@@ -83,7 +83,7 @@ class MakeTraining(Protocol):
         >>> import jax, jax.numpy as jnp, mpjax, optax
         >>> def make(policy: str, seed: int) -> mpjax.Training:
         ...     loss = mpjax.autocast(lambda w, x: jnp.mean((x @ w - 1) ** 2), policy)
-        ...     tx = mpjax.loss_scale_for(policy, optax.sgd(0.1))
+        ...     tx = mpjax.loss_scale_for(optax.sgd(0.1), policy)
         ...     @jax.jit
         ...     def step(state, x):
         ...         value, grads = mpjax.value_and_grad(loss, state[1])(state[0], x)

@@ -35,7 +35,7 @@ def compiled(policy, loss_scale):
     if loss_scale is not None:
         tx = mpjax.dynamic_loss_scale(tx, init_scale=loss_scale)
     else:
-        tx = mpjax.static_loss_scale(tx, 1.0) if policy == "static 1" else mpjax.loss_scale_for(precision, tx)
+        tx = mpjax.static_loss_scale(tx, 1.0) if policy == "static 1" else mpjax.loss_scale_for(tx, precision)
     loss = mpjax.autocast(loss_fn, precision)
 
     @jax.jit
@@ -185,7 +185,7 @@ def hot(params, x):
 def make_hot(policy, seed):
     """Knows no remedies: overrides come in the text of the policy."""
     loss = mpjax.autocast(hot, policy)
-    tx = mpjax.loss_scale_for(policy, optax.sgd(1e-3))
+    tx = mpjax.loss_scale_for(optax.sgd(1e-3), policy)
 
     @jax.jit
     def step(state, x):
