@@ -350,7 +350,7 @@ custom_jvp_call                       enter    -        call
 custom_vjp_call                       enter    -        call expensive
 shard_map                             enter    -
 custom_linear_solve                   enter    -
-custom_vmap_call                      enter    -
+custom_vmap_call                      enter    -        call expensive
 # Called with the dtypes they were traced for.
 after_all                             opaque   -
 all_gather_done                       opaque   -
@@ -358,7 +358,7 @@ all_gather_reduced_start              opaque   -
 all_gather_start                      opaque   -
 all_to_all_done                       opaque   -
 all_to_all_start                      opaque   -
-call_exported                         opaque   -
+call_exported                         opaque   -        foreign
 composite                             opaque   -
 core_map                              opaque   -        some_versions
 create_linear                         opaque   -
@@ -366,12 +366,14 @@ create_token                          opaque   -
 custom_lin                            opaque   -
 custom_partitioning                   opaque   -
 dce_sink                              opaque   -
+debug_callback                        opaque   -        some_versions
+debug_print                           opaque   -        some_versions
 dim_as_value                          opaque   -
 dimension_size                        opaque   -
-dot_product_attention_bwd_wrapper     opaque   -
-dot_product_attention_fp8_bwd_wrapper opaque   -
-dot_product_attention_fp8_fwd_wrapper opaque   -
-dot_product_attention_fwd_wrapper     opaque   -
+dot_product_attention_bwd_wrapper     opaque   -        foreign
+dot_product_attention_fp8_bwd_wrapper opaque   -        foreign
+dot_product_attention_fp8_fwd_wrapper opaque   -        foreign
+dot_product_attention_fwd_wrapper     opaque   -        foreign
 ffi_call                              opaque   -        foreign kernel
 get                                   opaque   -
 swap                                  opaque   -

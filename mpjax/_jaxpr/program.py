@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from mpjax._jaxpr import compat
 from mpjax._jaxpr.flops import matmul_flops
-from mpjax._jaxpr.primitives import Op, primitive
+from mpjax._jaxpr.primitives import TABLE, Op, primitive
 from mpjax._jaxpr.source import join, module_of, path_of, phase_of, source_line
 
 _NOBODY: Mapping[int, str] = {}
@@ -94,19 +95,74 @@ def site_of(eqn: Any, around: Site | None = None, owners: Mapping[int, str] = _N
     return Site(eqn, trip_count(around.eqn, around.times), module, inside, around.source, devices, around.owners)
 
 
-def inner_jaxprs(eqn: Any) -> list[Any]:
-    """The sub-jaxprs of an equation."""
-    found = []
-    for value in eqn.params.values():
-        for part in value if isinstance(value, (tuple, list)) else (value,):
-            if compat.is_jaxpr(part):
-                found.append(part)
-    return found
+class SubJaxpr(NamedTuple):
+    """A jaxpr that an equation runs, and the operands of the equation that it reads.
+
+    Args:
+        jaxpr: The jaxpr, open or closed.
+        operands: The operand that each input takes; None for an input that the primitive makes itself, such as the
+            vector of a solve or the reference of a kernel.
+        consts: The number of leading inputs that are the same in all of its runs.
+        carry: The number of inputs after those that the outputs of the previous run replace.
+    """
+
+    jaxpr: Any
+    operands: Sequence[int | None]
+    consts: int
+    carry: int = 0
+
+    @property
+    def opened(self) -> Any:
+        """The open jaxpr."""
+        return compat.open_jaxpr(self.jaxpr).jaxpr
 
 
-def programs_in(eqn: Any) -> list[Any]:
+def sub_jaxprs(eqn: Any) -> Sequence[SubJaxpr]:
     """The sub-jaxprs that an equation runs, excluding the scalar function that combines the updates of a scatter."""
-    return inner_jaxprs(eqn) if primitive(eqn.primitive.name).op in (Op.ENTER, Op.OPAQUE) else []
+    name, params, count = eqn.primitive.name, eqn.params, len(eqn.invars)
+    row, every = primitive(name), range(count)
+    if row.op not in (Op.ENTER, Op.OPAQUE):
+        return ()
+    match name:
+        case "scan":
+            return (SubJaxpr(params["jaxpr"], every, *compat.scan_split(params)),)
+        case "while":
+            first, second = params["cond_nconsts"], params["body_nconsts"]
+            carry = every[first + second :]
+            condition = SubJaxpr(params["cond_jaxpr"], (*every[:first], *carry), first, len(carry))
+            return condition, SubJaxpr(params["body_jaxpr"], every[first:], second, len(carry))
+        case "cond":
+            return [SubJaxpr(branch, every[1:], count - 1) for branch in params["branches"]]
+        case "custom_linear_solve":
+            ends = itertools.accumulate(params["const_lengths"])
+            consts = [every[end - n : end] for end, n in zip(ends, params["const_lengths"], strict=True)]
+            solve = zip(params["jaxprs"], consts, strict=True)
+            return [_padded(jaxpr, operands) for jaxpr, operands in solve if jaxpr is not None]
+    inner = _jaxprs_in(eqn)
+    if row.call or name == "shard_map":
+        return [SubJaxpr(jaxpr, every, count) for jaxpr in inner[:1]]
+    return [_padded(jaxpr, ()) for jaxpr in inner]
+
+
+def _padded(jaxpr: Any, operands: Sequence[int]) -> SubJaxpr:
+    """A sub-jaxpr whose inputs after these operands are not operands."""
+    others = len(compat.open_jaxpr(jaxpr).jaxpr.invars) - len(operands)
+    return SubJaxpr(jaxpr, (*operands, *[None] * others), len(operands))
+
+
+def _jaxprs_in(eqn: Any) -> list[Any]:
+    """The jaxprs among the parameters of an equation."""
+    values = (part for x in eqn.params.values() for part in (x if isinstance(x, (tuple, list)) else (x,)))
+    return [value for value in values if compat.is_jaxpr(value)]
+
+
+def hidden(eqn: Any) -> str:
+    """The reason why a program does not show the work of an equation; empty if it does."""
+    row = primitive(eqn.primitive.name)
+    if row.foreign:
+        return "code outside of JAX"
+    unknown = eqn.primitive.name not in TABLE and eqn.outvars and not sub_jaxprs(eqn)
+    return "a primitive that mpjax does not know" if unknown else ""
 
 
 def walk(jaxpr: Any, around: Site | None = None, owners: Mapping[int, str] = _NOBODY) -> Iterator[Site]:
@@ -114,8 +170,8 @@ def walk(jaxpr: Any, around: Site | None = None, owners: Mapping[int, str] = _NO
     for eqn in compat.open_jaxpr(jaxpr).jaxpr.eqns:
         site = site_of(eqn, around, owners)
         yield site
-        for inner in programs_in(eqn):
-            yield from walk(inner, site)
+        for inner in sub_jaxprs(eqn):
+            yield from walk(inner.jaxpr, site)
 
 
 def replicas(eqn: Any) -> int:
@@ -194,6 +250,10 @@ class Block:
         for place in self.rows:
             yield from place.places()
 
+    def not_entered(self) -> tuple[str, ...]:
+        """The operations that an evaluation of the block does not see inside of (see `not_entered`)."""
+        return not_entered((place.site for place in self.places()), evaluated=True)
+
 
 def lay_out(
     jaxpr: Any,
@@ -210,9 +270,9 @@ def lay_out(
         site = site_of(eqn, outer, owners or {})
         around = (*loops, number) if primitive(site.name).loop else loops
         blocks, end = [], number + 1
-        for inner in _entered(eqn):
+        for inner in sub_jaxprs(eqn) if is_entered(eqn) else ():
             devices = tuple(manual_axes(eqn.params).items()) if site.name == "shard_map" else axes
-            blocks.append(lay_out(inner, end, site, around, devices))
+            blocks.append(lay_out(inner.jaxpr, end, site, around, devices))
             end = blocks[-1].end
         rows.append(Place(number, site, loops, tuple(blocks), end, axes))
         number = end
@@ -225,22 +285,25 @@ def manual_axes(params: dict[str, Any]) -> dict[str, int]:
     return {axis: options["mesh"].shape[axis] for axis in options["mesh"].axis_names if axis in options["axis_names"]}
 
 
-def _entered(eqn: Any) -> Sequence[Any]:
-    """The sub-jaxprs of an equation that the interpreter evaluates."""
-    name, params = eqn.primitive.name, eqn.params
-    if primitive(name).call or name == "shard_map":
-        return inner_jaxprs(eqn)[:1]
-    if name == "scan":
-        return (params["jaxpr"],)
-    if name == "while":
-        return (params["cond_jaxpr"], params["body_jaxpr"])
-    return params["branches"] if name == "cond" else ()
+def is_entered(eqn: Any) -> bool:
+    """Whether the evaluator runs the sub-jaxprs of an equation, operation by operation."""
+    row = primitive(eqn.primitive.name)
+    return row.call or (row.op is Op.ENTER and row.name != "custom_linear_solve")
 
 
-def unseen(block: Block) -> tuple[str, ...]:
-    """The operations, with their lines, whose code is not evaluated operation by operation: kernels, callbacks."""
-    outer = (place.site for place in block.places() if not place.blocks)
-    return tuple(dict.fromkeys(s.place for s in outer if primitive(s.name).foreign or programs_in(s.eqn)))
+def not_entered(sites: Iterable[Site], evaluated: bool = False) -> tuple[str, ...]:
+    """The operations of a program whose work a tool does not see, with their lines and the reason.
+
+    Args:
+        sites: The equations, with those of the sub-jaxprs that the tool enters.
+        evaluated: Whether the tool evaluates them, so that it sees only the results of a kernel or a solve.
+    """
+    found = ((site.place, hidden(site.eqn) or (evaluated and _as_a_whole(site.eqn))) for site in sites)
+    return tuple(dict.fromkeys(f"{place}: {why}" for place, why in found if why))
+
+
+def _as_a_whole(eqn: Any) -> str:
+    return "runs as a whole" if sub_jaxprs(eqn) and not is_entered(eqn) else ""
 
 
 # The modules of equations without a named scope (Flax NNX, plain JAX), or with one of only the class (Equinox).
@@ -278,8 +341,8 @@ def _add_transposes(jaxpr: Any, owners: dict[int, str]) -> None:
         inputs = [roots.get(v, v) for v in eqn.invars if isinstance(v, compat.Var)]
         if (row.moves or row.whole) and inputs:
             roots.update(dict.fromkeys(eqn.outvars, inputs[0]))
-        for inner in inner_jaxprs(eqn):
-            _add_transposes(compat.open_jaxpr(inner).jaxpr, owners)
+        for inner in sub_jaxprs(eqn):
+            _add_transposes(inner.opened, owners)
         if not matmul_flops(eqn):
             continue
         if "transpose(" not in str(eqn.source_info.name_stack):
@@ -317,27 +380,13 @@ def _readers(jaxpr: Any, modules: Mapping[Any, str]) -> Iterator[tuple[Any, str]
     held = dict(modules)
     for eqn in jaxpr.eqns:
         paths = [held.get(v, "") if isinstance(v, compat.Var) else "" for v in eqn.invars]
-        inner = inner_jaxprs(eqn)
+        inner = sub_jaxprs(eqn)
         for sub in inner:
-            opened = compat.open_jaxpr(sub).jaxpr
-            given = _operands(eqn, sub, paths)
-            if len(given) == len(opened.invars):
-                yield from _readers(opened, {v: p for v, p in zip(opened.invars, given, strict=True) if p})
+            operands = ("" if i is None else paths[i] for i in sub.operands)
+            yield from _readers(sub.opened, {v: p for v, p in zip(sub.opened.invars, operands, strict=True) if p})
         path = next(filter(None, paths), "")
         if path and not inner:
             yield eqn, path
             row = primitive(eqn.primitive.name)
             if row.moves or row.whole:
                 held.update(dict.fromkeys(eqn.outvars, path))
-
-
-def _operands(eqn: Any, inner: Any, paths: list[str]) -> list[str]:
-    """The module paths of a sub-jaxpr's inputs, given those of the equation's operands."""
-    params, name = eqn.params, eqn.primitive.name
-    if name == "cond":
-        return paths[1:]
-    if name == "while":
-        first, second = params["cond_nconsts"], params["body_nconsts"]
-        consts = paths[:first] if inner is params["cond_jaxpr"] else paths[first : first + second]
-        return [*consts, *paths[first + second :]]
-    return paths

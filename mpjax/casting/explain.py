@@ -9,7 +9,7 @@ from typing import Any
 
 from mpjax._jaxpr import compat
 from mpjax._jaxpr.primitives import MATMULS, Op
-from mpjax._jaxpr.program import Site, programs_in, site_of, walk
+from mpjax._jaxpr.program import Site, not_entered, site_of, sub_jaxprs, walk
 from mpjax._tables import table
 from mpjax.casting.classify import tracked
 from mpjax.casting.lattice import FULL, HALF, Storage, storage_of
@@ -58,6 +58,7 @@ class Explanation:
     Args:
         rows: Rows in program order.
         policy_dtype: Name of the half dtype.
+        unseen: Operations whose work the program does not show (callbacks, kernels of other libraries), and why.
 
     Example:
         >>> import jax.numpy as jnp, mpjax
@@ -70,6 +71,7 @@ class Explanation:
 
     rows: tuple[Row, ...]
     policy_dtype: str
+    unseen: tuple[str, ...] = ()
 
     @property
     def flops(self) -> dict[str, int]:
@@ -124,6 +126,7 @@ class Explanation:
         for row in self.opaque:
             left.setdefault((row.source or "an unknown line", row.why), {})[row.op] = None
         lines += [f"left as traced: {', '.join(ops)} at {source}: {why}" for (source, why), ops in left.items()]
+        lines += [f"not inspected: {place}" for place in self.unseen]
         if any(row.recomputed for row in self.rows) and not by_module:
             lines.append("↻: the backward pass recomputes it from half values instead of storing float32 ones")
         if any(row.rule for row in self.rows) and not by_module:
@@ -203,8 +206,8 @@ def _planned(
 
 def _left_alone(site: Site, step: Step, *rest: Any) -> Iterator[_Planned]:
     """The equations inside an equation that runs as traced."""
-    for inner in programs_in(step.eqn):
-        for found in walk(inner, site):
+    for inner in sub_jaxprs(step.eqn):
+        for found in walk(inner.jaxpr, site):
             eqn = found.eqn
             reads, outs = (FULL,) * len(eqn.invars), (None,) * len(eqn.outvars)
             yield _Planned(found, Step(eqn, Action.BIND, reads, outs, step.why, step.listing), *rest)
@@ -285,4 +288,5 @@ def explain(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 
 def explanation(plan: Plan) -> Explanation:
     """The `Explanation` of a plan."""
-    return Explanation(rows_of(plan), plan.setting.half.name)
+    unseen = not_entered(found.site for found in _planned(plan) if found.step.action is not Action.SKIP)
+    return Explanation(rows_of(plan), plan.setting.half.name, unseen)

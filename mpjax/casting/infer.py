@@ -13,7 +13,7 @@ from typing import Any
 
 from mpjax._jaxpr import compat
 from mpjax._jaxpr.primitives import MATMULS, Op, primitive
-from mpjax._jaxpr.program import programs_in, walk
+from mpjax._jaxpr.program import sub_jaxprs, walk
 from mpjax._jaxpr.weight_gradients import is_pointwise
 from mpjax.casting.classify import Listing, Region, Setting, tracked
 from mpjax.casting.derivative_rules import closed_over, closes_over_tracers
@@ -249,7 +249,7 @@ def _tally(step: Step) -> Tally:
         return NOTHING
     found = Tally(entries=frozenset(() if step.listing.entry is None else (step.listing.entry,)))
     if left_alone:
-        found += Tally(left=sum(_is_float32_matmul(site.eqn) for j in programs_in(step.eqn) for site in walk(j)))
+        found += Tally(left=sum(_is_float32_matmul(site.eqn) for j in sub_jaxprs(step.eqn) for site in walk(j.jaxpr)))
     for inner in (*step.plans, *step.rules):
         found += inner.tally
     if is_matmul:

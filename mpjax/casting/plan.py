@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mpjax._jaxpr.primitives import Op
-from mpjax._jaxpr.program import programs_in
+from mpjax._jaxpr.program import sub_jaxprs
 from mpjax.casting.classify import Listing, Setting
 from mpjax.casting.lattice import Inferred, Storage
 
@@ -73,7 +73,7 @@ class Step:
 
 def is_left_alone(step: Step) -> bool:
     """Whether it has sub-jaxprs that run as traced, without a plan."""
-    return step.listing.op is Op.OPAQUE and step.action is not Action.SKIP and bool(programs_in(step.eqn))
+    return step.listing.op is Op.OPAQUE and step.action is not Action.SKIP and bool(sub_jaxprs(step.eqn))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 import mpjax
 from mpjax._jaxpr import compat
-from mpjax._jaxpr.program import Site, inner_jaxprs, site_of
+from mpjax._jaxpr.program import Site, site_of, sub_jaxprs
 from mpjax._jaxpr.source import scopes
 from mpjax.launcher.retrying import all_finite, behind, is_key, varying_axes
 from mpjax.launcher.session import Session, differentiating, is_tracer
@@ -76,8 +76,8 @@ def running_sites_of(eqn: Any, around: Site | None = None) -> Iterator[Site]:
         return
     site = site_of(eqn, around)
     yield site
-    for inner in inner_jaxprs(eqn):
-        yield from running_sites(inner, site)
+    for inner in sub_jaxprs(eqn):
+        yield from running_sites(inner.jaxpr, site)
 
 
 def _in_a_branch(finite: Any, rerun: Callable[..., Any], inputs: list[Any], kept: list[Any]) -> list[Any]:

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 
 from mpjax._jaxpr import compat
 from mpjax._jaxpr.interpreter import is_float
-from mpjax._jaxpr.primitives import primitive
-from mpjax._jaxpr.program import Site, owners_of, walk
+from mpjax._jaxpr.program import Site, not_entered, owners_of, walk
 from mpjax._jaxpr.source import FORWARD
 from mpjax.casting.autocast import Program, traced_call
 from mpjax.inspection.audit.communication import Collective, collectives_of_call, device_count
@@ -154,6 +153,5 @@ def _notes(sites: list[Site]) -> Iterator[str]:
         yield "a while loop with matmuls counts as one iteration: its length is not known before it runs"
     if "cond" in around:
         yield "all branches of a cond count, though only one runs"
-    for site in sites:
-        if primitive(site.name).foreign:
-            yield f"not inspected: {site.place}"
+    for place in not_entered(sites):
+        yield f"not inspected: {place}"

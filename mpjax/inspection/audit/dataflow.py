@@ -8,7 +8,7 @@ from typing import Any
 
 from mpjax._jaxpr import compat
 from mpjax._jaxpr.primitives import primitive
-from mpjax._jaxpr.program import Site, inner_jaxprs, site_of
+from mpjax._jaxpr.program import Site, site_of, sub_jaxprs
 
 INPUT, CONSTANT, COMPUTED = "input", "constant", "computed"
 
@@ -37,7 +37,7 @@ class Value:
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Node:
-    """An equation, the values it reads and writes, and its sub-jaxprs (loop bodies, branches)."""
+    """An equation, the values it reads and writes, and its sub-jaxprs (loop bodies, branches, kernels)."""
 
     site: Site
     reads: tuple[Value, ...]
@@ -53,13 +53,11 @@ class Flow:
         inputs: The inputs. In a loop body, loop-invariant inputs are the outer values themselves.
         nodes: The equations, in the program's order.
         outputs: The outputs.
-        operands: For each input of a body, the position of the outer operand that it comes from.
     """
 
     inputs: tuple[Value, ...]
     nodes: list[Node]
     outputs: tuple[Value, ...]
-    operands: tuple[int, ...] = ()
 
     def all_nodes(self) -> Iterator[Node]:
         """The nodes of all levels."""
@@ -75,9 +73,7 @@ def flow_of(jaxpr: Any, owners: Mapping[int, str] | None = None) -> Flow:
     return _flow(jaxpr, inputs, None, owners=owners or {})
 
 
-def _flow(
-    jaxpr: Any, inputs: Sequence[Value], around: Site | None, operands: tuple[int, ...] = (), owners: Any = None
-) -> Flow:
+def _flow(jaxpr: Any, inputs: Sequence[Value], around: Site | None, owners: Any = None) -> Flow:
     opened, consts = compat.open_jaxpr(jaxpr)
     values = dict(zip(opened.invars, inputs, strict=True))
     # The constants of an open jaxpr are unknown here, but no equation produces them.
@@ -92,20 +88,20 @@ def _flow(
         site = site_of(eqn, around, owners or {})
         reads = tuple(map(value, eqn.invars))
         if primitive(site.name).call or site.name == "shard_map":
-            (inner,) = inner_jaxprs(eqn)
-            called = _flow(inner, _arguments(inner, reads), site)
+            (inner,) = sub_jaxprs(eqn)
+            called = _flow(inner.jaxpr, _arguments(inner.opened, reads), site)
             nodes += called.nodes
             values |= zip(eqn.outvars, called.outputs, strict=True)
             continue
         writes = tuple(Value(v.aval) for v in eqn.outvars)
         values |= zip(eqn.outvars, writes, strict=True)
         nodes.append(Node(site, reads, writes, tuple(_bodies(eqn, reads, site))))
-    return Flow(tuple(inputs), nodes, tuple(map(value, opened.outvars)), operands)
+    return Flow(tuple(inputs), nodes, tuple(map(value, opened.outvars)))
 
 
 def _arguments(jaxpr: Any, reads: Sequence[Value]) -> list[Value]:
     """The values as inputs of an inner function: in a `shard_map`, one device's part of each."""
-    shapes = [v.aval for v in compat.open_jaxpr(jaxpr).jaxpr.invars]
+    shapes = [v.aval for v in jaxpr.invars]
     return [
         read
         if getattr(aval, "shape", None) == getattr(read.aval, "shape", None)
@@ -115,23 +111,8 @@ def _arguments(jaxpr: Any, reads: Sequence[Value]) -> list[Value]:
 
 
 def _bodies(eqn: Any, reads: Sequence[Value], site: Site) -> Iterator[Flow]:
-    """The sub-jaxprs of a loop or conditional. Inputs that change between iterations are new values."""
-    for inner, operands, invariant in _programs(eqn):
-        shapes = [v.aval for v in compat.open_jaxpr(inner).jaxpr.invars]
-        inputs = [reads[i] if i in invariant else Value(aval) for i, aval in zip(operands, shapes, strict=True)]
-        yield _flow(inner, inputs, site, tuple(operands))
-
-
-def _programs(eqn: Any) -> Iterator[tuple[Any, Sequence[int], range]]:
-    """Each sub-jaxpr with the operand of each of its inputs, and the loop-invariant operands."""
-    name, params, operands = eqn.primitive.name, eqn.params, range(len(eqn.invars))
-    if name == "scan":
-        yield params["jaxpr"], operands, range(compat.scan_split(params)[0])
-    elif name == "cond":
-        for branch in params["branches"]:
-            yield branch, operands[1:], operands
-    elif name == "while":
-        condition, body = params["cond_nconsts"], params["body_nconsts"]
-        carry = operands[condition + body :]
-        yield params["cond_jaxpr"], [*operands[:condition], *carry], operands[: condition + body]
-        yield params["body_jaxpr"], operands[condition:], operands[: condition + body]
+    """The sub-jaxprs of a loop, a conditional or a kernel. Inputs that change between iterations are new values."""
+    for inner in sub_jaxprs(eqn):
+        same = [i if n < inner.consts else None for n, i in enumerate(inner.operands)]
+        inputs = [Value(v.aval) if i is None else reads[i] for i, v in zip(same, inner.opened.invars, strict=True)]
+        yield _flow(inner.jaxpr, inputs, site)

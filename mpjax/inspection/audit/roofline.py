@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 
 from mpjax._jaxpr.interpreter import is_float
-from mpjax._jaxpr.primitives import primitive
+from mpjax._jaxpr.primitives import Op, primitive
 from mpjax.inspection.audit.dataflow import Flow, Node, Value
 from mpjax.inspection.devices import Device
 
@@ -197,7 +197,7 @@ def _kernel_costs(flow: Flow, widened: bool, devices: int) -> Iterator[KernelCos
             sources[value] = frozenset([value]) if root or shared or value in needed else read
             if not root and value in sources[value] and value.bytes:
                 yield _kernel(node, read, (value,), widened, devices)
-        if node.inner:
+        if _is_entered(node):
             for inner in node.inner:
                 yield from _kernel_costs(inner, widened, devices)
         elif _is_root(node):
@@ -230,7 +230,12 @@ def _is_partial(node: Node) -> bool:
 
 
 def _fuses_operands(node: Node) -> bool:
-    return node.site.name.startswith(_REDUCTIONS) or bool(node.inner)
+    return node.site.name.startswith(_REDUCTIONS) or _is_entered(node)
+
+
+def _is_entered(node: Node) -> bool:
+    """Whether a node's sub-jaxprs are programs of kernels, not the code of one kernel."""
+    return bool(node.inner) and primitive(node.site.name).op is Op.ENTER
 
 
 def _kernel(node: Node, reads: Iterable[Value], writes: Iterable[Value], widened: bool, devices: int) -> KernelCost:

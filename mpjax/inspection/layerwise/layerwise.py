@@ -10,7 +10,7 @@ import jax
 
 from mpjax._jaxpr.interpreter import is_half
 from mpjax._jaxpr.primitives import Op, primitive
-from mpjax._jaxpr.program import Block, lay_out, owners_of, unseen
+from mpjax._jaxpr.program import Block, lay_out, owners_of
 from mpjax._jaxpr.source import BACKWARD
 from mpjax.inspection.gradient import Loss, scale_state
 from mpjax.inspection.layerwise.groups import Group, grouped
@@ -129,7 +129,7 @@ def _report(fun: Any, found: _Evaluated) -> LayerwiseReport:
         gradient_error=_error(grads, 1),
         modules=tuple(_modules(found)),
         parameters=tuple(sorted(parameters, key=lambda row: -row.share)),
-        unseen=unseen(found.block),
+        unseen=found.block.not_entered(),
     )
 
 

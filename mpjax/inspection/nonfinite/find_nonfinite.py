@@ -264,6 +264,7 @@ def _examined(
         batch_element=batch.element(out.shape, element, device, axes) if batch else None,
         float32_value=value,
         device=_coordinates(device, axes) if axes else None,
+        unseen=block.not_entered(),
     )
 
 

@@ -58,6 +58,7 @@ class NonFinite(Report):
         float32_value: The value of that element in float32; None if it was not reached there.
         argument: Tree path of the argument that held the inf or NaN, if one did.
         device: Coordinates of the device inside `shard_map`, as `data=2`.
+        unseen: Operations of the program of which only operands and results are visible, and why.
     """
 
     primitive: str
@@ -75,6 +76,7 @@ class NonFinite(Report):
     float32_value: float | None = None
     argument: str | None = None
     device: str | None = None
+    unseen: tuple[str, ...] = ()
 
     @property
     def title(self) -> str:
@@ -112,4 +114,5 @@ class NonFinite(Report):
             + (f" of device {self.device}" if self.device else "")
             + (f", batch element {self.batch_element}" if self.batch_element is not None else ""),
         ]
-        return "\n".join([*lines, *(f"  input {i}: {operand}" for i, operand in enumerate(self.inputs))])
+        lines += [f"  input {i}: {operand}" for i, operand in enumerate(self.inputs)]
+        return "\n".join([*lines, *(f"  not inspected: {place}" for place in self.unseen)])

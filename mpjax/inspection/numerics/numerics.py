@@ -15,7 +15,7 @@ import numpy as np
 from mpjax._jaxpr import compat
 from mpjax._jaxpr.interpreter import Eager, is_half, is_inexact, widened
 from mpjax._jaxpr.primitives import Op, primitive
-from mpjax._jaxpr.program import Block, Place, lay_out, owners_of, unseen
+from mpjax._jaxpr.program import Block, Place, lay_out, owners_of
 from mpjax._jaxpr.source import BACKWARD, FORWARD
 from mpjax.inspection.gradient import Loss, scale_state
 from mpjax.inspection.numerics.activations import Counted, counted
@@ -157,7 +157,7 @@ class _Measuring:
     def _compile(self, block: Block, names: Sequence[str]) -> _Compiled:
         counts = counted(block, len(names))
         probe = HostRangeProbe(block, counts, self.limits)
-        self.unseen |= dict.fromkeys(unseen(block))
+        self.unseen |= dict.fromkeys(block.not_entered())
         self.has_half |= any(is_half(v) for place in block.places() for v in place.site.eqn.outvars)
         return _Compiled(block, counts, names, probe, Eager(probe, wide=True))
 

@@ -42,6 +42,7 @@ class SearchReport(Report):
         half_share: The share of the FLOPs of matmuls and convolutions that run in half with these rules.
         modules: All modules, those in float32 first, then by their own error.
         passes: The number of times the gradient was compiled and run.
+        unseen: Operations whose internals are not visible, so that no rule applies to them, and why.
     """
 
     function: str
@@ -55,6 +56,7 @@ class SearchReport(Report):
     half_share: float
     modules: tuple[SearchedModule, ...]
     passes: int
+    unseen: tuple[str, ...] = ()
 
     @property
     def met(self) -> bool:
@@ -92,7 +94,8 @@ class SearchReport(Report):
             for row in self.modules
         ]
         header = ("module", "runs in", "own error", "FLOPs")
-        return [Section("", "\n".join(self._finding())), Section("By module", "", header, rows, {2, 3})]
+        lines = [*self._finding(), *(f"not inspected: {place}" for place in self.unseen)]
+        return [Section("", "\n".join(lines)), Section("By module", "", header, rows, {2, 3})]
 
     def _finding(self) -> list[str]:
         before, after, budget = _share(self.error_before), _share(self.error), _share(self.budget)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._jaxpr.interpreter import COMPILER_OPTIONS, is_half
-from mpjax._jaxpr.program import Site, walk
+from mpjax._jaxpr.program import Site, not_entered, walk
 from mpjax.casting import Rules
 from mpjax.inspection.gradient import Loss, relative_error, scale_state
 from mpjax.inspection.layerwise.layerwise import errors_by_module
@@ -123,6 +123,7 @@ def _searched(passes: _Passes, budget: float, policy: str, name: str) -> SearchR
         half_share=passes.half_shares[frozenset(kept)],
         modules=tuple(sorted(rows, key=lambda row: (not row.float32, -row.error))),
         passes=passes.count,
+        unseen=passes.unseen,
     )
 
 
@@ -174,6 +175,7 @@ class _Passes:
         self.count = 0
         self.half_shares: dict[frozenset[str], float] = {}
         self.paths: tuple[str, ...] = ()
+        self.unseen: tuple[str, ...] = ()
         self._rules, self._errors = rules, dict[frozenset[str], float]()
         self._sites: list[Site] = []
         start = 1.0 if policy.compute_dtype == jnp.bfloat16 else _FIRST_SCALE
@@ -210,7 +212,7 @@ class _Passes:
             found, sites = self._run(self.loss.under(self.policy, self.rules(kept)))
         self.half_shares[frozenset(kept)] = _half_share(sites)
         if not kept:
-            self._sites = sites
+            self._sites, self.unseen = sites, not_entered(sites, evaluated=True)
             self.paths = tuple(dict.fromkeys(site.path for site in sites if site.path))
         error = float(self.metric(found, self._expected))
         return math.inf if math.isnan(error) else error

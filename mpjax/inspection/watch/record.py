@@ -46,6 +46,7 @@ class WatchRecord:
         overflow: Whether the gradients were not finite.
         modules: The statistics by module, in program order.
         history: For a step with an overflow, the records before it, oldest first.
+        unseen: Operations of which only the results count, and why.
     """
 
     step: int
@@ -53,6 +54,7 @@ class WatchRecord:
     overflow: bool
     modules: tuple[WatchedModule, ...]
     history: tuple[WatchRecord, ...] = ()
+    unseen: tuple[str, ...] = ()
 
     def scalars(self) -> dict[str, float]:
         """The statistics by tag, such as `backward/Net/Dense_0/amax`, for TensorBoard and similar tools."""
@@ -91,7 +93,8 @@ class WatchRecord:
             for row in worst[:_SHOWN]
         ]
         header = ("module", "pass", "amax", "underflow", "zeros", "inf/NaN")
-        return "\n".join([*lines, *table(header, rows, {2, 3, 4, 5}, WIDTH)])
+        lines += table(header, rows, {2, 3, 4, 5}, WIDTH)
+        return "\n".join([*lines, *(f"not inspected: {place}" for place in self.unseen)])
 
 
 def _place(row: WatchedModule) -> tuple[str, str]:
@@ -112,6 +115,7 @@ class WatchState:
         overflows: Shape (keep,), bool; whether their gradients were not finite.
         statistics: Shape (keep, modules, 4), float32; the columns are `COLUMNS`.
         names: Name and pass of each module; static, not an array.
+        unseen: Operations of which only the results count; static.
     """
 
     step: jax.Array
@@ -122,6 +126,7 @@ class WatchState:
     overflows: jax.Array
     statistics: jax.Array
     names: tuple[tuple[str, str], ...] = dataclasses.field(metadata={"static": True})
+    unseen: tuple[str, ...] = dataclasses.field(metadata={"static": True}, default=())
 
     def records(self) -> tuple[WatchRecord, ...]:
         """Returns the last records, oldest first. The record of an overflow has the earlier ones as its history.
@@ -139,5 +144,7 @@ class WatchState:
             )
             overflow = bool(state.overflows[at])
             history = tuple(dataclasses.replace(record, history=()) for record in records) if overflow else ()
-            records.append(WatchRecord(int(state.steps[at]), float(state.scales[at]), overflow, modules, history))
+            records.append(
+                WatchRecord(int(state.steps[at]), float(state.scales[at]), overflow, modules, history, self.unseen)
+            )
         return tuple(records)

@@ -112,7 +112,8 @@ def watch(
     measured = functools.partial(_measured, loss.with_named_modules())
 
     def init(*args: Any) -> WatchState:
-        names = measured(jax.ShapeDtypeStruct((), jnp.float32), args).names
+        program = measured(jax.ShapeDtypeStruct((), jnp.float32), args)
+        names = program.names
         return WatchState(
             step=jnp.zeros((), jnp.int32),
             last_finite=jnp.ones((), bool),
@@ -122,6 +123,7 @@ def watch(
             overflows=jnp.zeros(keep, bool),
             statistics=jnp.zeros((keep, len(names), len(COLUMNS)), jnp.float32),
             names=names,
+            unseen=program.unseen,
         )
 
     def update(
@@ -187,10 +189,12 @@ class _Program:
     Args:
         names: Name and pass of each module.
         run: Returns the statistics at a loss scale, shape (modules, 4).
+        unseen: Operations of which only the results count.
     """
 
     names: tuple[tuple[str, str], ...]
     run: Callable[[Any], jax.Array]
+    unseen: tuple[str, ...]
 
 
 def _measured(loss: Loss, scale: Any, args: Sequence[Any]) -> _Program:
@@ -211,7 +215,7 @@ def _measured(loss: Loss, scale: Any, args: Sequence[Any]) -> _Program:
             [_row(notes, numbers, scale if phase == "backward" else 1) for (_, phase), numbers in rows.items()]
         )
 
-    return _Program(tuple(rows), run)
+    return _Program(tuple(rows), run, block.not_entered())
 
 
 def _row(notes: Mapping[Any, Note], numbers: Sequence[int], scale: Any) -> Any:
