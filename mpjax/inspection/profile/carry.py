@@ -64,8 +64,7 @@ def _reached(flow: Flow, inputs: dict[Value, frozenset[int]]) -> list[frozenset[
         row = primitive(node.site.name)
         if node.site.name == "cond":
             for branch in node.inner:
-                given = {v: of([node.reads[i]]) for v, i in zip(branch.inputs, branch.operands, strict=True)}
-                for value, origins in zip(node.writes, _reached(branch, found | given), strict=True):
+                for value, origins in zip(node.writes, _reached(branch, found), strict=True):
                     found[value] = found.get(value, frozenset()) | origins
         elif row.adds or row.whole or row.op is Op.CONVERT or node.site.name == "select_n":
             shape = node.writes[0].aval.shape
