@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from mpjax._jaxpr import compat
@@ -116,12 +117,16 @@ def run_program(program: Program, planned: Plan) -> Any:
     outs = run_closed(planned, program.jaxpr, values_of(program.arrays, planned.ins, planned.setting.half))
     storages = [TRACED if x is None else FULL for x in planned.outs]
     arrays = [array_of(value, storage) for value, storage in zip(outs, storages, strict=True)]
-    return program.rebuild(
-        [
-            compat.with_weak_type(x, v.aval) if compat.is_shaped(v.aval) else x
-            for x, v in zip(arrays, planned.outvars, strict=True)
-        ]
-    )
+    return program.rebuild([_result(x, v, planned) for x, v in zip(arrays, planned.outvars, strict=True)])
+
+
+def _result(x: Any, v: Any, planned: Plan) -> Any:
+    """A result as an array of its weak type. A jaxpr holds constants as NumPy arrays and Python scalars."""
+    if not compat.is_shaped(v.aval):
+        return x
+    if not isinstance(x, jax.Array) and v not in planned.invars:  # An argument is returned as it was given.
+        x = jnp.asarray(x, v.aval.dtype)
+    return compat.with_weak_type(x, v.aval)
 
 
 def is_enabled() -> bool:

@@ -1,0 +1,73 @@
+"""Each leaf of a result has the type that the function gives it, constants included."""
+
+from __future__ import annotations
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import mpjax
+from testing import cheap_keys
+
+X = np.ones((4, 4), np.float32)
+
+
+def constants(x):
+    y = jnp.asarray(x)
+    arrays = jnp.array(False), jnp.float32(3), jnp.array(3), jnp.asarray(np.arange(3)), jnp.float16(2), jnp.zeros(2)
+    return y @ y, x, arrays, np.float32(2), np.ones(3), 1, True, None
+
+
+def types(tree):
+    return [(type(leaf), jax.typeof(leaf)) for leaf in jax.tree.leaves(tree)]
+
+
+@pytest.mark.parametrize("x", [X, jnp.asarray(X)], ids=["numpy", "jax"])
+def test_constants_are_returned_as_arrays(x):
+    assert types(mpjax.autocast(constants)(x)) == types(constants(x))
+
+
+def test_state_of_an_equinox_norm_is_not_static():
+    class Model(eqx.Module):
+        linear: eqx.nn.Linear
+        norm: eqx.nn.BatchNorm
+
+        def __call__(self, x, state):
+            return self.norm(self.linear(x), state)
+
+    def make():
+        norm = eqx.nn.BatchNorm(4, axis_name="batch", mode="ema")  # its state has a flag for the first step
+        return Model(eqx.nn.Linear(4, 4, key=cheap_keys.key(0)), norm)
+
+    model, state = eqx.nn.make_with_state(make)()
+    traces = []
+
+    @eqx.filter_jit
+    def step(model, x, state):
+        traces.append(state)
+        apply = jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))
+        return mpjax.autocast(lambda x, state: apply(x, state)[1])(x, state)
+
+    for _ in range(3):
+        state = step(model, X, state)
+    assert len(traces) == 1
+
+
+def test_variables_of_an_nnx_module_hold_arrays():
+    class Layer(nnx.Module):
+        def __init__(self):
+            self.linear = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+            self.first = nnx.BatchStat(jnp.array(True))
+
+        def __call__(self, x):
+            self.first.set_value(jnp.array(False))
+            self.scale = nnx.Intermediate(jnp.float32(2))
+            return self.linear(x)
+
+    layer, expected = Layer(), Layer()
+    mpjax.autocast(lambda layer, x: layer(x))(layer, X)
+    expected(X)
+    assert types(nnx.state(layer)) == types(nnx.state(expected))
