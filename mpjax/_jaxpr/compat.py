@@ -300,6 +300,17 @@ def with_weak_type(x: Any, aval: Any) -> Any:
     return _convert_element_type(x, aval.dtype, weak_type=aval.weak_type)
 
 
+def cast(x: Any, dtype: Any) -> Any:
+    """`lax.convert_element_type` on the mesh of the array's own type.
+
+    An equation that enters or leaves `jax.sharding.auto_axes` or `explicit_axes` has operands of another mesh than its
+    own, on which JAX can't cast them.
+    """
+    here, own = jax.sharding.get_abstract_mesh(), jax.typeof(x).sharding.mesh
+    with contextlib.nullcontext() if here.empty or own.empty or own == here else use_abstract_mesh(own):
+        return jax.lax.convert_element_type(x, dtype)
+
+
 def vary(x: Any, axes: tuple[Any, ...]) -> Any:
     """Marks an array as varying along mesh axes, in a `shard_map` that checks this."""
     missing = tuple(axis for axis in axes if axis not in varying_axes(x))

@@ -41,7 +41,7 @@ class Value:
         array = self._arrays[storage]
         if array is None:
             dtype = self._half if storage == HALF else FLOAT32
-            array = self._arrays[storage] = lax.convert_element_type(self._arrays[1 - storage], dtype)
+            array = self._arrays[storage] = compat.cast(self._arrays[1 - storage], dtype)
         return array
 
     def add(self, storage: Storage, array: Any) -> None:
@@ -175,7 +175,7 @@ def _large_reductions(prim: Any, *avals: Any, axes: tuple[int, ...] = (), **_: A
 def _without_weak_type(x: Any) -> Any:
     """The array without its weak type, which a remat's input loses in its cotangent, and a cast's input keeps."""
     weak = getattr(jax.typeof(x), "weak_type", False)
-    return lax.convert_element_type(x, x.dtype) if weak and jax.numpy.issubdtype(x.dtype, np.floating) else x
+    return compat.cast(x, x.dtype) if weak and jax.numpy.issubdtype(x.dtype, np.floating) else x
 
 
 def _operand(v: Any, env: Mapping[Any, Any], half: np.dtype) -> Any:

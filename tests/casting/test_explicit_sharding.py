@@ -7,6 +7,7 @@ import optax
 import pytest
 from flax import linen as nn
 from jax import lax
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import mpjax
@@ -35,6 +36,17 @@ def in_scan(w, x):
 
 def in_cond(w, x):
     return lax.cond(w[0, 0] > 0, lambda x: x @ w, lambda x: x @ w @ w, x)
+
+
+def normalised(x):
+    return (x - x.mean(-1, keepdims=True)) * lax.rsqrt(x.var(-1, keepdims=True) + 1e-3)
+
+
+def with_auto_axes(w, x):
+    """Operations between float32 and half on both sides of the boundary, some recomputed in the backward pass."""
+    layer = jax.sharding.auto_axes(lambda x, w: normalised(jax.nn.softmax(x @ w)), out_sharding=P("data"))
+    some = jax.sharding.auto_axes(lambda x, w: in_scan(w, x), axes="data", out_sharding=P("data"))
+    return normalised(layer(normalised(x @ w), w)) @ w + layer(x, jnp.exp(w)) + some(x, w) @ w
 
 
 SAMPLES = array(0, ("data",), 8, 16)
@@ -71,6 +83,7 @@ PROGRAMS = {
     "vmap": (lambda w, x: jax.vmap(lambda x: x @ w)(x), SQUARE, SEQUENCES),
     "scan": (in_scan, SQUARE, SAMPLES),
     "cond": (in_cond, SQUARE, SAMPLES),
+    "auto axes": (with_auto_axes, SQUARE, SAMPLES),
     "remat": (lambda w, x: jax.checkpoint(lambda w, x: jnp.tanh(x @ w) @ w)(w, x), SQUARE, SAMPLES),
 }
 
@@ -97,6 +110,17 @@ def test_values_gradients_and_shardings_are_those_of_float32(name, dtype):
     assert matmuls
     assert {row.dtypes_in for row in matmuls} == {(dtype, dtype)}
     jax.tree.map(lambda h, f: assert_close(h, f, dtype), value_and_grad(half, w, x), value_and_grad(fun, w, x))
+
+
+def test_explicit_axes_inside_an_auto_mesh():
+    auto = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    layer = jax.sharding.explicit_axes(lambda x, w: normalised(jax.nn.softmax(x @ w)), in_sharding=(P("data"), P()))
+    fun = lambda w, x: normalised(layer(normalised(x @ w), jnp.sin(w))) @ w
+    w, x = jax.device_get((SQUARE, SAMPLES))
+    with jax.set_mesh(auto):
+        full, half = value_and_grad(fun, w, x), value_and_grad(mpjax.autocast(fun), w, x)
+        assert mpjax.explain(mpjax.autocast(fun), w, x).half_share == 1.0
+    jax.tree.map(lambda h, f: assert_close(h, f, "float16"), half, full)
 
 
 @pytest.mark.parametrize("how", ["autocast", "with_policy"])
