@@ -18,7 +18,21 @@ from mpjax._jaxpr.flops import matmul_flops
 from mpjax._jaxpr.primitives import TABLE, Op, primitive
 from mpjax._jaxpr.source import join, module_of, path_of, phase_of, source_line
 
-_NOBODY: Mapping[int, str] = {}
+
+class Owners(dict[int, str]):
+    """The module paths of equations, by their `id`. Hashable; not changed after it is made."""
+
+    __slots__ = ()
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(frozenset(self.items()))
+
+    def inside(self, eqn: Any) -> Owners:
+        """The owners of the equations in the sub-jaxprs of an equation."""
+        return Owners((id(e), self[id(e)]) for e in _nested(eqn) if id(e) in self) if self else self
+
+
+NOBODY = Owners()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +56,7 @@ class Site:
     inside: tuple[str, ...]
     caller: str = ""
     devices: int = 1
-    owners: Mapping[int, str] = dataclasses.field(default_factory=dict, repr=False, compare=False)
+    owners: Owners = dataclasses.field(default=NOBODY, repr=False, compare=False)
 
     @property
     def name(self) -> str:
@@ -71,10 +85,7 @@ class Site:
     @property
     def path(self) -> str:
         """The module path without the marks of transformations: the same in the forward and backward pass."""
-        path = path_of(self.module)
-        if self.owners and (not path or path.startswith(_CLASSES)):
-            return self.owners.get(id(self.eqn), path)
-        return path
+        return paths_of(self.eqn, self.module, self.owners)[0]
 
     @property
     def phase(self) -> str:
@@ -86,7 +97,20 @@ class Site:
 _CLASSES = "eqx.nn."
 
 
-def site_of(eqn: Any, around: Site | None = None, owners: Mapping[int, str] = _NOBODY) -> Site:
+def paths_of(eqn: Any, module: str, owners: Owners = NOBODY) -> tuple[str, ...]:
+    """The module paths of an equation, the most specific first. Reports show the first; a rule may match any of them.
+
+    Args:
+        eqn: The equation.
+        module: The named scopes around it, at all levels.
+        owners: Module paths of equations whose scopes don't name an instance.
+    """
+    path = path_of(module)
+    owner = owners.get(id(eqn)) if owners and (not path or path.startswith(_CLASSES)) else None
+    return (path,) if owner is None else (owner, path)
+
+
+def site_of(eqn: Any, around: Site | None = None, owners: Owners = NOBODY) -> Site:
     """The site of an equation, at the top level or in a sub-jaxpr of the equation of `around`."""
     if around is None:
         return Site(eqn, 1, module_of(eqn), (), owners=owners)
@@ -165,7 +189,7 @@ def hidden(eqn: Any) -> str:
     return "a primitive that mpjax does not know" if unknown else ""
 
 
-def walk(jaxpr: Any, around: Site | None = None, owners: Mapping[int, str] = _NOBODY) -> Iterator[Site]:
+def walk(jaxpr: Any, around: Site | None = None, owners: Owners = NOBODY) -> Iterator[Site]:
     """Yields every equation of an open or closed jaxpr and of its sub-jaxprs, in program order."""
     for eqn in compat.open_jaxpr(jaxpr).jaxpr.eqns:
         site = site_of(eqn, around, owners)
@@ -261,13 +285,13 @@ def lay_out(
     outer: Site | None = None,
     loops: tuple[int, ...] = (),
     axes: tuple[tuple[str, int], ...] = (),
-    owners: Mapping[int, str] | None = None,
+    owners: Owners = NOBODY,
 ) -> Block:
     """Numbers the equations of a jaxpr and of its sub-jaxprs; `owners` as in `owners_of`."""
     opened = compat.open_jaxpr(jaxpr)
     rows, number = [], start
     for eqn in opened.jaxpr.eqns:
-        site = site_of(eqn, outer, owners or {})
+        site = site_of(eqn, outer, owners)
         around = (*loops, number) if primitive(site.name).loop else loops
         blocks, end = [], number + 1
         for inner in sub_jaxprs(eqn) if is_entered(eqn) else ():
@@ -314,7 +338,14 @@ def _as_a_whole(eqn: Any) -> str:
 _KEYS = re.compile(r"\['([^']*)'\]|\[(\d+)\]|\.(\w+)")
 
 
-def owners_of(jaxpr: Any, names: Sequence[str]) -> dict[int, str]:
+def _nested(eqn: Any) -> Iterator[Any]:
+    for inner in sub_jaxprs(eqn):
+        for other in inner.opened.eqns:
+            yield other
+            yield from _nested(other)
+
+
+def owners_of(jaxpr: Any, names: Sequence[str]) -> Owners:
     """The module paths of equations, by their `id`.
 
     Args:
@@ -329,7 +360,7 @@ def owners_of(jaxpr: Any, names: Sequence[str]) -> dict[int, str]:
         if known != path:  # Several modules call the same sub-jaxpr.
             owners[id(eqn)] = _common(known, path)
     _add_transposes(opened, owners)
-    return {key: path for key, path in owners.items() if path}
+    return Owners((key, path) for key, path in owners.items() if path)
 
 
 def _add_transposes(jaxpr: Any, owners: dict[int, str]) -> None:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._jaxpr import compat
+from mpjax._jaxpr.program import owners_of
 from mpjax._jaxpr.source import MARK, traceback_line
 from mpjax.casting import derivative_rules, warnings
 from mpjax.casting.classify import Region, Setting, tracked
@@ -104,9 +105,17 @@ def _needs_a_value(fun: Callable[..., Any], error: Exception) -> str:
     )
 
 
-def plan_program(program: Program, setting: Setting) -> Plan:
-    """The plan of a traced function: inputs are castable, outputs are returned in float32."""
+def plan_program(program: Program, setting: Setting, with_owners: bool = False) -> Plan:
+    """The plan of a traced function: inputs are castable, outputs are returned in float32.
+
+    Args:
+        program: The traced function.
+        setting: Half dtype, rules, region.
+        with_owners: Whether equations without a named scope belong to the modules whose parameters they read.
+    """
     jaxpr = compat.open_jaxpr(program.jaxpr).jaxpr
+    if with_owners:
+        setting = dataclasses.replace(setting, owners=owners_of(jaxpr, program.names))
     ins = tuple(PARAMETER if tracked(v) else None for v in jaxpr.invars)
     wanted = tuple(RESULT if tracked(v) else Use.READ for v in jaxpr.outvars)
     return plan(jaxpr, ins, wanted, setting)
@@ -212,7 +221,8 @@ def autocast(fun: F, policy: Any = "mixed_float16", *, rules: Rules | None = Non
             return fun(*args, **kwargs)
         call, args, kwargs, finish = functional(fun, args, kwargs)
         program = trace(call, args, kwargs)
-        plan = plan_program(program, setting)
+        # NNX modules have named scopes.
+        plan = plan_program(program, setting, with_owners=call is fun and setting.rules.reads_scopes)
         warnings.check_inputs(program, policy)
         warnings.check_backend(setting)
         warnings.check_plan(plan)
@@ -244,7 +254,7 @@ def planned_call(fun: Callable[..., Any], args: Any, kwargs: Any) -> Plan:
     if setting is None:
         raise ValueError(f"explain: the policy {policy} computes in {policy.compute_dtype}, so autocast has no plan.")
     call, args, kwargs, _ = functional(inner, args, kwargs)
-    return plan_program(trace(call, args, kwargs), setting)
+    return plan_program(trace(call, args, kwargs), setting, with_owners=call is inner)
 
 
 def traced_call(fun: Callable[..., Any], args: Any, kwargs: Any) -> Program:

@@ -13,7 +13,8 @@ from jax import lax
 
 from mpjax._jaxpr import compat
 from mpjax._jaxpr.primitives import Op, primitive
-from mpjax._jaxpr.source import MARK, join, scopes
+from mpjax._jaxpr.program import NOBODY, Owners, paths_of
+from mpjax._jaxpr.source import MARK, join, module_of, scopes
 from mpjax.casting.rules import Entry, Rules
 
 FLOAT32 = np.dtype(np.float32)
@@ -48,6 +49,7 @@ class Setting:
         in_rule: Whether the program is a derivative rule. Rules nested in it are planned only when differentiated,
             because a rule may call its own function (relu's does).
         path: The module path. Set only if a rule reads it, so that plans are otherwise shared between paths.
+        owners: The module paths of equations whose scopes don't name an instance.
     """
 
     half: np.dtype
@@ -60,6 +62,7 @@ class Setting:
     invariants: int = 0
     in_rule: bool = False
     path: str = ""
+    owners: Owners = NOBODY
 
     def __hash__(self) -> int:
         return self._hash
@@ -67,7 +70,7 @@ class Setting:
     @functools.cached_property
     def _hash(self) -> int:
         flags = (self.recompute, self.folded, self.looped, self.invariants, self.in_rule)
-        return hash((self.half, self.rules, self.region, flags, self.path))
+        return hash((self.half, self.rules, self.region, flags, self.path, self.owners))
 
     @functools.cached_property
     def plain(self) -> bool:
@@ -76,15 +79,16 @@ class Setting:
 
     def inside(self, eqn: Any, region: Region, invariants: int = 0) -> Setting:
         """The setting of the sub-jaxprs of an equation; a loop gives the number of its invariant operands."""
-        path = join(self.path, scopes(eqn)) if self.rules.reads_scopes else ""
+        path = join(self.path, module_of(eqn)) if self.rules.reads_scopes else ""
+        owners = self.owners.inside(eqn)
         row = self.higher_order[eqn.primitive.name]
         recompute = self.recompute and row.regions_inside
         looped = self.looped or row.is_scan
-        now = (self.region, self.path, self.recompute, self.looped, self.invariants)
-        if (region, path, recompute, looped, invariants) == now:
+        now = (self.region, self.path, self.owners, self.recompute, self.looped, self.invariants)
+        if (region, path, owners, recompute, looped, invariants) == now:
             return self
         return dataclasses.replace(
-            self, region=region, path=path, recompute=recompute, looped=looped, invariants=invariants
+            self, region=region, path=path, owners=owners, recompute=recompute, looped=looped, invariants=invariants
         )
 
 
@@ -122,7 +126,7 @@ def classify(eqn: Any, setting: Setting) -> Listing:
         return listing._replace(region=region)
     if region:
         return _in_region(listing, region, eqn.primitive.name)
-    matched = setting.rules.match(eqn, join(setting.path, path))
+    matched = setting.rules.match(eqn, paths_of(eqn, join(setting.path, module_of(eqn)), setting.owners))
     if matched is not None:
         return _by_rule(listing, *matched)
     return _at_level(listing, setting.rules.level, eqn.primitive.name)

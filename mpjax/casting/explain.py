@@ -194,7 +194,7 @@ def _planned(
     for part in plan.steps:
         is_recomputed = recomputed or isinstance(part, RematRegion)
         for step in part.steps if isinstance(part, RematRegion) else (part,):
-            site = site_of(step.eqn, around)
+            site = site_of(step.eqn, around, plan.setting.owners)
             yield _Planned(site, step, plan.setting.half.name, is_recomputed, rule)
             if is_left_alone(step):
                 yield from _left_alone(site, step, plan.setting.half.name, is_recomputed, rule)
@@ -237,7 +237,7 @@ def _row(found: _Planned) -> Row:
     if _kept(step) and site.name not in MATMULS:
         listed, why = "kept", "no operand is float32"
     return Row(
-        site.module, site.source, site.name, 0, 0, (found.half,) if step.spread else dtypes_in, dtypes_out, listed,
+        site.path, site.source, site.name, 0, 0, (found.half,) if step.spread else dtypes_in, dtypes_out, listed,
         why, found.recomputed, found.rule,
     )  # fmt: skip
 

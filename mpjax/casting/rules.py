@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from mpjax._jaxpr import compat
@@ -136,13 +136,13 @@ class Rules:
         """Whether an entry matches module paths."""
         return any(isinstance(entry, str) and is_pattern(entry) for entry, _ in self.entries)
 
-    def match(self, eqn: Any, path: str) -> tuple[Entry, Op] | None:
-        """The first entry that matches an equation at a module path, and its list; None if none does."""
+    def match(self, eqn: Any, paths: Sequence[str]) -> tuple[Entry, Op] | None:
+        """The first entry that matches an equation at one of its module paths, and its list; None if none does."""
         for entry, op in self.entries:
             if callable(entry):
                 matches = entry(eqn.primitive, eqn.params, tuple(v.aval for v in eqn.invars))
             elif is_pattern(entry):
-                matches = path_matches(path, entry)
+                matches = any(path_matches(path, entry) for path in paths)
             else:
                 matches = eqn.primitive.name == entry
             if matches:

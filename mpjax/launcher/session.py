@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -231,8 +231,8 @@ def _noting(matched: set[Any]) -> type[mpjax.Rules]:
     """Makes a `Rules` class that records which of its entries decided an operation."""
 
     class NotingRules(mpjax.Rules):
-        def match(self, eqn: Any, path: str) -> Any:
-            found = super().match(eqn, path)
+        def match(self, eqn: Any, paths: Sequence[str]) -> Any:
+            found = super().match(eqn, paths)
             if found is not None:
                 matched.add(found[0])
             return found

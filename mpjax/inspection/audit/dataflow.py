@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mpjax._jaxpr import compat
 from mpjax._jaxpr.primitives import primitive
-from mpjax._jaxpr.program import Site, site_of, sub_jaxprs
+from mpjax._jaxpr.program import NOBODY, Owners, Site, site_of, sub_jaxprs
 
 INPUT, CONSTANT, COMPUTED = "input", "constant", "computed"
 
@@ -67,13 +67,13 @@ class Flow:
                 yield from inner.all_nodes()
 
 
-def flow_of(jaxpr: Any, owners: Mapping[int, str] | None = None) -> Flow:
+def flow_of(jaxpr: Any, owners: Owners = NOBODY) -> Flow:
     """The graph of a closed jaxpr; `owners` as in `mpjax/_jaxpr/program.py`."""
     inputs = [Value(v.aval, INPUT) for v in compat.open_jaxpr(jaxpr).jaxpr.invars]
-    return _flow(jaxpr, inputs, None, owners=owners or {})
+    return _flow(jaxpr, inputs, None, owners=owners)
 
 
-def _flow(jaxpr: Any, inputs: Sequence[Value], around: Site | None, owners: Any = None) -> Flow:
+def _flow(jaxpr: Any, inputs: Sequence[Value], around: Site | None, owners: Owners = NOBODY) -> Flow:
     opened, consts = compat.open_jaxpr(jaxpr)
     values = dict(zip(opened.invars, inputs, strict=True))
     # The constants of an open jaxpr are unknown here, but no equation produces them.
@@ -85,7 +85,7 @@ def _flow(jaxpr: Any, inputs: Sequence[Value], around: Site | None, owners: Any 
 
     nodes: list[Node] = []
     for eqn in opened.eqns:
-        site = site_of(eqn, around, owners or {})
+        site = site_of(eqn, around, owners)
         reads = tuple(map(value, eqn.invars))
         if primitive(site.name).call or site.name == "shard_map":
             (inner,) = sub_jaxprs(eqn)

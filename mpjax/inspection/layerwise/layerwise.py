@@ -74,7 +74,7 @@ def layerwise_error(
     Source: the per-layer comparison of accuracy debuggers, such as TensorRT's Polygraphy and PyTorch's numeric suite.
     """
     state = None if loss_scale is None else scale_state(loss_scale)
-    evaluated = _evaluate("layerwise_error", Loss(fun, argnums, has_aux), args, state, by_instance=True)
+    evaluated = _evaluate("layerwise_error", Loss(fun, argnums, has_aux), args, state)
     if evaluated is None:
         raise ValueError(
             "layerwise_error: nothing in this program is half, so it has no error to show. Give it under "
@@ -85,8 +85,8 @@ def layerwise_error(
 
 
 def errors_by_module(caller: str, loss: Loss, args: Sequence[Any], state: Any) -> list[LayerError]:
-    """The rows by module; empty if nothing is half. Modules are named scopes only, as in autocast's rules."""
-    evaluated = _evaluate(caller, loss, args, state, by_instance=False)
+    """The rows by module; empty if nothing is half."""
+    evaluated = _evaluate(caller, loss, args, state)
     return [] if evaluated is None else _modules(evaluated)
 
 
@@ -100,12 +100,11 @@ class _Evaluated(NamedTuple):
     names: list[str]
 
 
-def _evaluate(caller: str, loss: Loss, args: Sequence[Any], state: Any, by_instance: bool) -> _Evaluated | None:
+def _evaluate(caller: str, loss: Loss, args: Sequence[Any], state: Any) -> _Evaluated | None:
     """The evaluated gradient; None if nothing in it is half."""
     names: list[str] = []
     program = traced_call(caller, loss.with_named_modules().gradient(state, names), args, {})
-    owners = owners_of(program.jaxpr, program.names) if by_instance else {}
-    block = lay_out(program.jaxpr, owners=owners)
+    block = lay_out(program.jaxpr, owners=owners_of(program.jaxpr, program.names))
     if not any(is_half(v) for place in block.places() for v in (*place.site.eqn.invars, *place.site.eqn.outvars)):
         return None
     found = grouped(block)

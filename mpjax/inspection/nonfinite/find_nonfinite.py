@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ import numpy as np
 from mpjax._jaxpr import compat
 from mpjax._jaxpr.interpreter import COMPILER_OPTIONS, Key, Probe, Run, is_half, is_inexact, widened
 from mpjax._jaxpr.primitives import Op, primitive
-from mpjax._jaxpr.program import Block, Place, lay_out, owners_of, walk
+from mpjax._jaxpr.program import NOBODY, Block, Owners, Place, lay_out, owners_of, walk
 from mpjax._jaxpr.source import BACKWARD, FORWARD
 from mpjax.casting.autocast import Program
 from mpjax.inspection.nonfinite.codes import CodeProbe, WatchProbe, code_of, watched
@@ -87,7 +87,7 @@ def find_nonfinite(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> NonFin
 class _Program:
     """A program laid out. Its leaves are its arguments, followed by the arrays that it closes over."""
 
-    def __init__(self, traced: Program, owners: Mapping[int, str] | None = None):
+    def __init__(self, traced: Program, owners: Owners = NOBODY):
         self.block = lay_out(traced.jaxpr, owners=owners)
         self.names, self.leaves = traced.names, [*traced.arrays, *self.block.consts]
         self.places = {place.number: place for place in self.block.places()}

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._jaxpr.interpreter import COMPILER_OPTIONS, is_half
-from mpjax._jaxpr.program import Site, not_entered, walk
+from mpjax._jaxpr.program import Site, not_entered, owners_of, walk
 from mpjax.casting import Rules
 from mpjax.inspection.gradient import Loss, relative_error, scale_state
 from mpjax.inspection.layerwise.layerwise import errors_by_module
@@ -248,7 +248,7 @@ class _Passes:
                 break
         self._scale = float(scale)
         found = outs[len(names)], dict(zip(names, outs, strict=False))
-        return found, list(walk(program.jaxpr))
+        return found, list(walk(program.jaxpr, owners=owners_of(program.jaxpr, program.names)))
 
 
 def _backing_off(scale: float) -> list[float]:
