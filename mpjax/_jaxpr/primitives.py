@@ -63,6 +63,7 @@ class Primitive(NamedTuple):
         kernel: XLA launches a kernel for it; other operations are fused into their consumers.
         accumulates: A sum passed through it is still that sum, possibly with another term added.
         replicates: Copies a value of one device to others, so its derivative is a sum over devices.
+        label: Only names its operand, for functions that look for the name in a program.
         sends: May send elements to other devices, which takes half the time in half.
         some_versions: Not in every supported JAX version.
     """
@@ -89,6 +90,7 @@ class Primitive(NamedTuple):
     kernel: bool = False
     accumulates: bool = False
     replicates: bool = False
+    label: bool = False
     sends: bool = False
     some_versions: bool = False
 
@@ -234,7 +236,7 @@ rev                                   move     nothing  whole
 copy                                  move     nothing  whole accumulates
 split                                 move     nothing  elements=0
 unstack                               move     nothing  some_versions elements=0
-name                                  move     nothing  expensive whole
+name                                  move     nothing  expensive whole label
 stop_gradient                         move     nothing  whole
 sharding_constraint                   move     nothing  whole
 xla_metadata_value                    move     nothing  some_versions whole

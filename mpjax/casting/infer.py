@@ -33,7 +33,7 @@ from mpjax.casting.lattice import (
 )
 from mpjax.casting.plan import NOTHING, Action, Plan, Step, Tally, is_left_alone
 from mpjax.casting.remat import with_regions
-from mpjax.casting.uses import Use, uses
+from mpjax.casting.uses import Use, is_needed, uses
 from mpjax.policy import HALF_DTYPES
 
 _cache: weakref.WeakKeyDictionary[Any, dict[Any, Plan]] = weakref.WeakKeyDictionary()
@@ -172,7 +172,7 @@ class Inference:
         return step
 
     def _infer(self, eqn: Any, listing: Listing) -> Step:
-        if not self.used(eqn) and not eqn.effects:
+        if not is_needed(eqn, map(self.use, eqn.outvars)):
             # Issued as traced, its unused outputs would be differentiated too.
             self.trivial &= self.setting.in_rule or not closes_over_tracers(self.jaxpr, eqn)
             return Step(eqn, Action.SKIP, (), (), "nothing reads it", listing)

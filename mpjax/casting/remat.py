@@ -82,7 +82,7 @@ def is_cheap(eqn: Any) -> bool:
         return compat.numel(eqn.outvars[0].aval) <= compat.numel(eqn.invars[0].aval)
     if row.call:
         return not any(eqn.params.get("donated_invars", ())) and all(map(is_cheap, _inside(eqn)))
-    return row.op is not Op.ENTER
+    return row.op not in (Op.ENTER, Op.OPAQUE)
 
 
 def _inside(eqn: Any) -> Sequence[Any]:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from mpjax._jaxpr import compat
 from mpjax._jaxpr.primitives import Op, primitive
+from mpjax._jaxpr.program import sub_jaxprs
 from mpjax.casting.classify import Listing, Setting, classify, tracked
 from mpjax.casting.derivative_rules import closed_over
 from mpjax.casting.streams import residual_additions
@@ -96,13 +97,29 @@ def _uses(jaxpr: Any, wanted: tuple[Use, ...], setting: Setting) -> Uses:
             if listing.op is Op.ALLOW and _ends_in_a_product(eqn, outs[0]) and setting.rules.level != "half":
                 listing = _INNER_PRODUCT
         listings.append(listing)
-        if not any(outs) and not eqn.effects:
-            continue  # Nothing reads it.
+        if not is_needed(eqn, outs):
+            continue
         for v in closed_over(jaxpr, eqn) if listing.op is Op.ENTER and not setting.in_rule else ():
             add(v, Use.READ | Use.FLOAT if tracked(v) else Use.READ)
         for v, use in zip(eqn.invars, _of_operands(eqn, outs, listing, setting), strict=True):
             add(v, use if tracked(v) else Use.READ)
     return Uses(of, tuple(reversed(listings)), tuple(of.get(v, Use.NONE) for v in jaxpr.invars))
+
+
+def is_needed(eqn: Any, outs: Iterable[Use]) -> bool:
+    """Whether an equation is in the rewritten program, given the uses of its outputs."""
+    return any(outs) or bool(eqn.effects) or _may_be_looked_for(eqn)
+
+
+def _may_be_looked_for(eqn: Any) -> bool:
+    """Whether an equation stays although nothing reads it, because a function of programs may look for it.
+
+    K-FAC marks layers and losses with primitives of its own, and a checkpoint policy looks for names.
+    """
+    row = primitive(eqn.primitive.name)
+    if row.op is Op.OPAQUE or row.label or not eqn.outvars:
+        return True
+    return any(_may_be_looked_for(inner) for sub in sub_jaxprs(eqn) for inner in sub.opened.eqns)
 
 
 def _ends_in_a_product(eqn: Any, out: Use) -> bool:

@@ -16,6 +16,8 @@ import optax
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec as P
 
 import mpjax
@@ -130,6 +132,22 @@ def _scaled_rule(size: int, mapped: Any, x: Any) -> Any:
     return jnp.sin(x) * 0.5, mapped[0]
 
 
+# A primitive without results, as K-FAC marks losses.
+_mark = Primitive("mark")
+_mark.multiple_results = True
+_mark.def_impl(lambda x: [])
+_mark.def_abstract_eval(lambda x: [])
+mlir.register_lowering(_mark, lambda context, x: [])
+ad.primitive_jvps[_mark] = lambda primals, tangents: (_mark.bind(*primals), [])
+batching.primitive_batchers[_mark] = lambda args, dims: (_mark.bind(*args), [])
+
+
+def marked(x: Any) -> Any:
+    """A value that a primitive without results reads."""
+    _mark.bind(x)
+    return x
+
+
 def flax_norm(x: Any) -> Any:
     """A Flax layer as a function."""
     layer = flax.linen.LayerNorm(epsilon=0.1)
@@ -190,6 +208,7 @@ def namespace() -> dict[str, Any]:
         "jax": jax,
         "jnp": jnp,
         "lax": lax,
+        "marked": marked,
         "mpjax": mpjax,
         "nearly_identity": nearly_identity,
         "np": np,
