@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import os
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
@@ -23,10 +22,11 @@ from mpjax.casting.higher_order import HIGHER_ORDER
 from mpjax.casting.infer import plan
 from mpjax.casting.lattice import FULL, PARAMETER, TRACED
 from mpjax.casting.plan import Plan
-from mpjax.casting.regions import nesting
+from mpjax.casting.regions import nesting, scopes_of_modules
 from mpjax.casting.rewrite import array_of, run_closed, values_of
 from mpjax.casting.rules import Rules, is_pattern
 from mpjax.casting.uses import RESULT, Use
+from mpjax.modules import functional as nnx_calls
 from mpjax.policy import HALF_DTYPES, NORM_PATTERNS, Policy, get_policy
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -235,16 +235,15 @@ def autocast(fun: F, policy: Any = "mixed_float16", *, rules: Rules | None = Non
 
 
 def functional(fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any, Any, Any]:
-    """The call as a call of a pure function, if an argument is an NNX object. Does not import Flax."""
-    if "flax.nnx" not in sys.modules:
+    """The call as a call of a pure function, with the scopes of the NNX modules among its arguments."""
+    if not nnx_calls.contains_state((args, kwargs)):
         return fun, args, kwargs, lambda out: out
-    from mpjax.casting import nnx
 
-    leaves = jax.tree.leaves((args, kwargs), is_leaf=nnx.is_stateful)
-    if not any(map(nnx.is_stateful, leaves)):
-        return fun, args, kwargs, lambda out: out
-    pure, args, finish = nnx.functional(fun, args, kwargs)
-    return pure, args, {}, finish
+    def scoped(*args: Any, **kwargs: Any) -> Any:
+        with scopes_of_modules((args, kwargs)):
+            return fun(*args, **kwargs)
+
+    return nnx_calls.functional(scoped, args, kwargs)
 
 
 def planned_call(fun: Callable[..., Any], args: Any, kwargs: Any) -> Plan:

@@ -17,7 +17,7 @@ from mpjax.casting.rules import Rules
 from mpjax.inspection.program import traced_call
 from mpjax.loss_scale import static_loss_scale, value_and_grad
 from mpjax.loss_scale.state import LossScaleState, find_loss_scale_state
-from mpjax.modules.boundary import contains_nnx_object, is_nnx_object
+from mpjax.modules.functional import contains_nnx_object, is_nnx_object
 from mpjax.modules.scopes import named_modules
 from mpjax.policy import is_castable
 

@@ -8,7 +8,8 @@ from typing import Any
 import jax
 
 from mpjax.casting.autocast import Program, functional, trace
-from mpjax.modules.boundary import contains_nnx_object
+from mpjax.modules import functional as nnx_calls
+from mpjax.modules.functional import contains_nnx_object
 
 
 def traced_call(caller: str, fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Program:
@@ -30,9 +31,7 @@ def argument_names(program: Program, args: Sequence[Any], kwargs: dict[str, Any]
     """The tree paths of a program's arguments in `(args, kwargs)`, including those of NNX objects that were split."""
     if not contains_nnx_object((args, kwargs)):
         return list(program.names)
-    from mpjax.casting import nnx
-
-    return nnx.names(program.names, args, kwargs)
+    return nnx_calls.names(program.names, args, kwargs)
 
 
 def below_root(path: str, paths: Collection[str]) -> str:

@@ -1,23 +1,26 @@
 """Loss scaling of cotangents: scaled inside the backward pass, true gradients outside of it.
 
 Only cotangents are scaled. They are multiplied at the loss, where the backward pass starts, and divided in
-float32 at the arguments, where it ends. The forward pass is not scaled, so scaling can't make the
-loss overflow, and the loss needs no unscaling. Tangents (forward mode) are not scaled either.
+float32 at the arguments and at the values that the function closes over, where it ends. The forward pass is not
+scaled, so scaling can't make the loss overflow, and the loss needs no unscaling. Tangents (forward mode) are not
+scaled either.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from mpjax.loss_scale.cotangents import is_differentiable, is_overwritten, scale_cotangent, unscale_by
+from mpjax._jaxpr import compat
+from mpjax.loss_scale.calls import Call
+from mpjax.loss_scale.cotangents import is_differentiable, is_overwritten, scale_cotangents, unscale_by
 from mpjax.loss_scale.state import loss_scale_of
-from mpjax.modules.boundary import with_boundary
-from mpjax.policy import is_castable, is_half
+from mpjax.policy import is_half
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -64,27 +67,32 @@ def scale_loss(fun: Callable[P, T], opt_state: Any, has_aux: bool = False) -> Ca
     Source: Micikevicius et al. 2018, section 3.2 (https://arxiv.org/abs/1710.03740).
     """
     scale = one_scale("scale_loss", opt_state)
-    inverse = 1.0 / scale
+    run = checked_aux("scale_loss", fun) if has_aux else fun
 
-    def enter(path: str, x: Any) -> Any:
-        return scale_cotangent(x, inverse, path) if is_differentiable(x) and not is_overwritten(path) else x
+    @functools.wraps(fun)
+    def scaled(*args: Any, **kwargs: Any) -> Any:
+        if not compat.is_tracing():
+            return run(*args, **kwargs)  # nothing is differentiated
+        call = Call(run, args, kwargs)
+        inside, hoisted = call.closed("scale_loss", call.arrays)
+        names = [*call.names, *("a value that the function closes over" for _ in hoisted)]
+        entered = _crossed([*call.arrays, *hoisted], 1.0 / scale, [], names)
+        return call.finish(_crossed(inside(entered), scale, entered))
 
-    def leave(path: str, x: Any) -> Any:
-        return scale_cotangent(x, scale) if is_differentiable(x) else x
+    return scaled
 
-    if not has_aux:
-        return with_boundary(fun, enter, leave)
+
+def checked_aux(caller: str, fun: Callable[..., Any]) -> Callable[..., Any]:
+    """`fun`, which must return a pair."""
 
     @functools.wraps(fun)
     def with_aux(*args: Any, **kwargs: Any) -> Any:
         out = fun(*args, **kwargs)
         if not (isinstance(out, tuple) and len(out) == 2):
-            raise TypeError(
-                f"scale_loss(has_aux=True): the function must return (loss, aux), got {type(out).__name__}."
-            )
+            raise TypeError(f"{caller}(has_aux=True): the function must return (loss, aux), got {type(out).__name__}.")
         return out
 
-    return with_boundary(with_aux, enter, leave)
+    return with_aux
 
 
 def true_cotangents(fun: Callable[P, T], opt_state: Any) -> Callable[P, T]:
@@ -111,23 +119,49 @@ def true_cotangents(fun: Callable[P, T], opt_state: Any) -> Callable[P, T]:
         0.5
     """
     scale = one_scale("true_cotangents", opt_state)
-    inverse = 1.0 / scale
-
-    # In the backward pass cotangents are unscaled at the results of `fun`, and rescaled at its arguments.
-    def enter(path: str, x: Any) -> Any:
-        wide = x.astype(jnp.float32) if is_half(x) else x
-        return scale_cotangent(wide, scale) if is_differentiable(wide) else x
-
-    def leave(path: str, x: Any) -> Any:
-        return scale_cotangent(x, inverse, path) if is_differentiable(x) and not is_half(x) else x
 
     @functools.wraps(fun)
     def in_float32(*args: Any, **kwargs: Any) -> Any:
-        dtypes = jax.eval_shape(fun, *args, **kwargs)
-        out = with_boundary(fun, enter, leave)(*args, **kwargs)
-        return jax.tree.map(lambda x, like: x.astype(like.dtype) if is_castable(x) else x, out, dtypes)
+        if _is_initializing(fun):
+            return fun(*args, **kwargs)
+        call = Call(fun, args, kwargs)
+        wide = _widened(call.arrays)
+        if compat.is_tracing():
+            inside, hoisted = call.closed("true_cotangents", wide)
+            entered = _crossed([*wide, *_widened(hoisted)], scale, [])
+            back = [x.astype(like.dtype) for x, like in zip(entered[len(wide) :], hoisted, strict=True)]
+            found = inside([*entered[: len(wide)], *back])
+            outs = _crossed(_widened(found), 1.0 / scale, entered)
+        else:
+            outs = found = call.results(*wide)
+        like = jax.eval_shape(call.results, *call.arrays) if any(map(is_half, call.arrays)) else found
+        return call.finish([x.astype(to.dtype) for x, to in zip(outs, like, strict=True)])
 
     return in_float32
+
+
+def _crossed(arrays: list[Any], factor: jax.Array, witnesses: list[Any], names: list[str] | None = None) -> list[Any]:
+    """The arrays, where their cotangents are multiplied by `factor`. Values of Flax's FP8 collection are unchanged."""
+    names = names or [""] * len(arrays)
+    crossing = [i for i, x in enumerate(arrays) if is_differentiable(x) and not is_overwritten(names[i])]
+    crossed = list(arrays)
+    given, given_names = [arrays[i] for i in crossing], tuple(names[i] for i in crossing)
+    for i, x in zip(crossing, scale_cotangents(given, factor, witnesses, given_names), strict=True):
+        crossed[i] = x
+    return crossed
+
+
+def _widened(arrays: Sequence[Any]) -> list[Any]:
+    return [x.astype(jnp.float32) if is_half(x) else x for x in arrays]
+
+
+def _is_initializing(fun: Any) -> bool:
+    """Whether `fun` is a Linen module, or its method, that creates its params, which Flax allows in no inner trace."""
+    linen = sys.modules.get("flax.linen")
+    module = getattr(fun, "__self__", fun)
+    return (
+        linen is not None and isinstance(module, linen.Module) and module.scope is not None and module.is_initializing()
+    )
 
 
 def unscale(grads: T, opt_state: Any) -> T:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -76,9 +78,9 @@ def _jvp(primals: tuple[Any, Any], tangents: tuple[Any, Any], *, path: str) -> t
 def _transpose(ct: Any, t: Any, factor: jax.Array, *, path: str) -> tuple[Any, None]:
     if isinstance(ct, ad.Zero):
         return ct, None
-    if path and np.dtype(ct.dtype) in HALF_DTYPES:
+    if path and np.dtype(ct.dtype).itemsize < 4:
         raise TypeError(
-            f"scale_loss: the differentiated argument {path} is {ct.dtype}, so JAX would return its gradient in "
+            f"scale_loss: {path} is {ct.dtype} and differentiated, so JAX would return its gradient in "
             f"{ct.dtype}, and unscaling it there would lose what scaling saved. Use mpjax.value_and_grad or "
             "mpjax.grad (they differentiate at a float32 copy and return float32 gradients), or keep the "
             "parameters in float32 (mpjax.master_weights keeps the master copy of half ones)."
@@ -104,19 +106,33 @@ ad.primitive_transposes[_scale_transpose_p] = _transpose
 batching.primitive_batchers[_scale_transpose_p] = _batch
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
-def scale_cotangent(x: jax.Array, factor: jax.Array, refuse_half: str = "") -> jax.Array:
-    """The identity. Its tangent is unscaled, and its cotangent is multiplied by `factor`.
+@functools.partial(jax.custom_jvp, nondiff_argnums=(3,))
+def scale_cotangents(
+    xs: Sequence[jax.Array], factor: jax.Array, witnesses: Sequence[jax.Array], names: tuple[str, ...]
+) -> Sequence[jax.Array]:
+    """The identity. The cotangents of `xs` are multiplied by `factor`; tangents are unchanged.
+
+    All arrays that enter or leave a scaled part of a program do so in one call. Where derivatives are nested, JAX
+    applies the rule at the innermost one that sees any of the operands, and the outer ones see none. So an argument
+    that only an outer derivative varies is not scaled by the inner one.
 
     Args:
-        x: A differentiable array.
+        xs: Differentiable arrays.
         factor: Array of shape () and dtype float32.
-        refuse_half: Name of an argument whose gradient is the cotangent. If given, a half-precision cotangent
-            raises an error.
+        witnesses: Arrays that entered, at the exit. Results that do not depend on what the inner derivative varies
+            then leave at the same derivative as the arguments entered.
+        names: For each of `xs`, a name if its cotangent is a gradient, which must not be half; otherwise "".
     """
-    return x
+    return list(xs)
 
 
-@scale_cotangent.defjvp
-def _scale_cotangent_jvp(refuse_half: str, primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
-    return primals[0], _scale_transpose_p.bind(tangents[0], primals[1], path=refuse_half)
+def _scale_cotangents_jvp(names: tuple[str, ...], primals: Any, tangents: Any) -> tuple[Any, Any]:
+    xs, factor, _ = primals
+
+    def leaf(t: Any, name: str) -> Any:
+        return t if isinstance(t, SymbolicZero) else _scale_transpose_p.bind(t, factor, path=name)
+
+    return list(xs), [leaf(t, name) for t, name in zip(tangents[0], names, strict=True)]
+
+
+scale_cotangents.defjvp(_scale_cotangents_jvp, symbolic_zeros=True)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
 
 from mpjax.loss_scale.applying import merge, trainable
-from mpjax.loss_scale.boundary import one_scale, scale_loss
-from mpjax.modules.boundary import contains_nnx_object
-from mpjax.policy import is_half
+from mpjax.loss_scale.boundary import checked_aux, one_scale
+from mpjax.loss_scale.cotangents import is_differentiable, is_overwritten, multiply, unscale_by
+from mpjax.modules.functional import contains_nnx_object, functional, with_values
+from mpjax.policy import is_half, path_string
 
 if TYPE_CHECKING:
     from flax import nnx
@@ -67,7 +66,8 @@ def value_and_grad(
 
     Like `jax.value_and_grad(scale_loss(fun, opt_state))`, except that a half-precision leaf of a differentiated
     argument (policies O2, O3) is differentiated at a float32 copy, which is rounded back for `fun`. Its gradient
-    is therefore unscaled and returned in float32.
+    is therefore unscaled and returned in float32. Only the arguments at `argnums` are inside the scaled backward
+    pass, so a derivative of the gradient by anything else (hypergradients, penalties, MAML) is true as well.
 
     Args:
         fun: A function that returns a scalar, or `(scalar, aux)` with `has_aux`. The differentiated leaves are the
@@ -94,48 +94,49 @@ def value_and_grad(
         >>> grads.dtype, float(grads[0])
         (dtype('float32'), 5.96...e-08)
     """
-    cast_fun = fun if policy is None else _autocast(fun, policy)
+    run = fun if policy is None else _autocast(fun, policy)
+    run = checked_aux("value_and_grad", run) if has_aux else run
     if opt_state is not None:
         one_scale("value_and_grad", opt_state)  # reports a state without a scale here, not at the first step
 
     @functools.wraps(fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> Any:
         chosen = _chosen(argnums, len(args))
-        with_nnx = {i for i in chosen if contains_nnx_object(args[i])}
-        # For NNX modules with half params, a list of the params' values is differentiated in their place.
-        params = {i: [v.get_raw_value() for v in _variables(args[i], chosen[i])] for i in with_nnx}
-        half = [i for i in sorted(with_nnx) if any(map(is_half, jax.tree.leaves(params[i])))]
-        inputs = list(args)
-        for i in chosen:
-            if i in half:
-                inputs[i] = _wide(params[i])
-            elif i not in with_nnx:
-                inputs[i] = _wide(trainable(args[i]))
+        # In place of an NNX module, a list of its params' values is differentiated.
+        variables = {i: _variables(args[i], chosen[i]) for i in chosen if contains_nnx_object(args[i])}
+        given = {i: [v.get_raw_value() for v in variables[i]] if i in variables else trainable(args[i]) for i in chosen}
 
-        def at_wide(*given: Any) -> Any:
-            """`fun` at the wide inputs, followed by the modules with half params and the keyword arguments."""
-            modules, keywords = dict(zip(half, given[len(args) : -1], strict=True)), given[-1]
-            own = [modules.get(i, x) for i, x in enumerate(given[: len(args)])]
-            with contextlib.ExitStack() as values:
-                for i in chosen:
-                    if i in half:
-                        # The module is the trace's own copy. Other threads may use the caller's, which stays half.
-                        variables = _variables(own[i], chosen[i])
-                        values.enter_context(_holding(variables, given[i], narrow=policy is None))
-                    elif i not in with_nnx:
-                        part = given[i] if policy is not None else _narrow(given[i], trainable(args[i]))
-                        own[i] = merge(part, args[i])
-                return cast_fun(*own, **keywords)
+        def loss_at(wide: dict[int, Any], scale: Any) -> tuple[Any, Any]:
+            """The scaled loss, and the result of `fun` with a function that completes it outside of this trace."""
+            own = list(args)
+            parts = wide if policy is not None else {i: _narrow(wide[i], given[i]) for i in chosen}
+            for i in chosen:
+                if i not in variables:
+                    own[i] = merge(parts[i], args[i])
+            call, inputs, keywords, completed = functional(run, own, kwargs)
+            for i in variables:
+                inputs = with_values(inputs, variables[i], parts[i], (tuple(own), kwargs))
+            out = call(*inputs, **keywords)
+            finish.append(completed)
+            loss = jax.tree.leaves(out)[0]
+            if scale is not None and is_differentiable(loss):
+                loss = multiply(loss, scale, jnp.float32 if is_half(loss) else loss.dtype)
+            return loss, out  # `out` holds the true loss
 
-        scaled = at_wide if opt_state is None else scale_loss(at_wide, opt_state, has_aux)
-        transform: Any = sys.modules["flax.nnx"].value_and_grad if with_nnx else jax.value_and_grad
-        which = tuple(i if i in half or isinstance(given, int) else given for i, given in chosen.items())
-        value, grads = transform(scaled, argnums=which, has_aux=has_aux)(*inputs, *(args[i] for i in half), kwargs)
-        grads = tuple(
-            _like_state(found, args[i], chosen[i]) if i in half else found
-            for i, found in zip(chosen, grads, strict=True)
-        )
-        return value, grads if isinstance(argnums, Sequence) else grads[0]
+        finish: list[Callable[[Any], Any]] = []
+        scale = None if opt_state is None else one_scale("value_and_grad", opt_state)
+        wide = {i: _wide(given[i]) for i in chosen}
+        (_, out), grads = jax.value_and_grad(loss_at, has_aux=True)(wide, scale)
+        if scale is not None:
+            grads = unscale_by(grads, scale)
+            float8 = jax.tree_util.tree_map_with_path(_is_float8, wide)
+            if any(jax.tree.leaves(float8)):
+                # A scaled cotangent does not fit in float8, whose largest number is 448.
+                unscaled, _ = jax.grad(loss_at, has_aux=True)(wide, None)
+                grads = jax.tree.map(lambda is_float8, g, u: u if is_float8 else g, float8, grads, unscaled)
+        out = finish[0](out)
+        found = tuple(_like_state(grads[i], args[i], chosen[i]) if i in variables else grads[i] for i in chosen)
+        return out, found if isinstance(argnums, Sequence) else found[0]
 
     return value_and_grad_fun
 
@@ -232,6 +233,10 @@ def _autocast(fun: Callable[..., Any], policy: Any) -> Callable[..., Any]:
     return autocast(fun, policy)
 
 
+def _is_float8(path: Any, x: Any) -> bool:
+    return is_differentiable(x) and x.dtype.itemsize == 1 and not is_overwritten(path_string(path))
+
+
 def _wide(tree: Any) -> Any:
     return jax.tree.map(lambda x: x.astype(jnp.float32) if is_half(x) else x, tree)
 
@@ -259,20 +264,3 @@ def _variables(module: Any, given: int | nnx.DiffState) -> list[Any]:
 def _like_state(grads: list[Any], module: Any, given: int | nnx.DiffState) -> Any:
     """The gradients in the structure that `nnx.grad` returns."""
     return jax.tree.unflatten(jax.tree.structure(_params(module, given)), jax.tree.leaves(grads))
-
-
-@contextlib.contextmanager
-def _holding(variables: list[Any], wide: list[Any], narrow: bool) -> Iterator[None]:
-    """Sets the values of variables, and restores those that the call did not change."""
-    changes = []
-    for variable, value in zip(variables, wide, strict=True):
-        old = variable.get_raw_value()
-        new = _narrow(value, old) if narrow else value
-        variable.set_raw_value(new)
-        changes.append((variable, new, old))
-    try:
-        yield
-    finally:
-        for variable, new, old in changes:
-            if variable.get_raw_value() is new:
-                variable.set_raw_value(old)

@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import linen, nnx
+from flax.errors import TraceContextError
 
 import mpjax
 from testing import cheap_keys
@@ -203,6 +204,60 @@ def test_two_losses_with_two_scales():
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), total, expected)
 
 
+# What is differentiated where derivatives are nested, on f(x, p) = p x³ at (3, 2): the function, and its value.
+def cube(x, p):
+    return p * x**3
+
+
+NESTED = {
+    "a hypergradient": (lambda grad: jax.grad(lambda p: grad(cube)(3.0, p)), 27.0),
+    "of the value": (lambda grad: jax.grad(lambda p: p * grad(lambda x: cube(x, p), value=True)(3.0)[0]), 108.0),
+    "of a value that does not depend on x": (
+        lambda grad: jax.grad(lambda p: grad(lambda x, p: p**2, value=True)(3.0, p)[0]),
+        4.0,
+    ),
+    "a penalty": (lambda grad: grad(lambda p: (grad(cube)(3.0, p) - 1.0) ** 2), 2 * 53.0 * 27.0),
+    "a penalty on a closure": (lambda grad: grad(lambda p: grad(lambda x: cube(x, p))(3.0) ** 2), 2 * 54.0 * 27.0),
+    "one step of MAML": (lambda grad: grad(lambda p: cube(3.0, p - 0.125 * grad(lambda q: q**2)(p))), 20.25),
+    "an adversarial step": (
+        lambda grad: grad(lambda p: cube(3.0 + 0.5 * grad(cube)(3.0, p), p)),
+        99900.0,
+    ),
+    "a third derivative": (lambda grad: lambda p: grad(grad(grad(cube)))(3.0, p), 12.0),
+}
+
+
+@pytest.mark.parametrize("jit", [lambda fun: fun, jax.jit], ids=["", "jit"])
+@pytest.mark.parametrize("how", ["mpjax", "scale_loss"])
+@pytest.mark.parametrize("case", NESTED)
+def test_derivatives_through_a_scaled_gradient_are_exact(case, how, jit):
+    state = state_of()
+
+    def grad(fun, value=False):
+        if how == "mpjax":
+            found = mpjax.value_and_grad(fun, state) if value else mpjax.grad(fun, state)
+        else:
+            found = (jax.value_and_grad if value else jax.grad)(jit(mpjax.scale_loss(fun, state)))
+        return jit(found)
+
+    make, expected = NESTED[case]
+    np.testing.assert_array_equal(make(grad)(2.0), expected)
+
+
+def test_values_that_the_function_closes_over_are_inside_of_the_boundary():
+    p, x = np.float32(2), np.arange(3.0, dtype=np.float32)
+    loss = lambda p, x: mpjax.scale_loss(lambda x: jnp.sum(p * x), state_of())(x * p)
+    for wrap in (lambda fun: fun, jax.jit):
+        for found, expected in zip(jax.grad(wrap(loss), argnums=(0, 1))(p, x), (12.0, [4.0] * 3), strict=True):
+            np.testing.assert_array_equal(found, expected)
+    half = lambda p: mpjax.scale_loss(lambda x: jnp.float32(p * x), state_of())(np.float16(1))
+    with pytest.raises(TypeError, match=r"closes over is float16.*mpjax\.value_and_grad"):
+        jax.eval_shape(jax.grad(half), jnp.float16(2))
+    with pytest.raises(jax.errors.TracerBoolConversionError) as error:
+        jax.grad(mpjax.scale_loss(lambda x: x if x > 0 else -x, state_of()))(1.0)
+    assert "jax.lax.cond" in error.value.__notes__[0]
+
+
 @jax.custom_vjp
 def clip_gradient(x):
     return x
@@ -212,7 +267,7 @@ clip_gradient.defvjp(lambda x: (x, None), lambda _, ct: (jnp.clip(ct, -1e-3, 1e-
 
 
 @pytest.mark.parametrize("half", [*HALVES, jnp.float32])
-def test_nonlinear_custom_derivative_is_correct_inside_unscaled(half):
+def test_nonlinear_custom_derivative_is_correct_inside_true_cotangents(half):
     state = state_of(2.0**12)
 
     def loss(p, clip, dtype=half):
@@ -228,12 +283,63 @@ def test_nonlinear_custom_derivative_is_correct_inside_unscaled(half):
     assert relative_error(right, expected) < 8 * float(jnp.finfo(half).eps)
 
 
-def test_unscaled_keeps_values_and_dtypes():
+def test_true_cotangents_keep_values_and_dtypes():
     fun = mpjax.true_cotangents(lambda t, n: {"y": t["x"] * 2, "n": n}, state_of())
     out = arrays_in_numpy(fun)({"x": np.ones(2, np.float16)}, 3)
     assert out["y"].dtype == jnp.float16
     np.testing.assert_array_equal(out["y"], 2)
     assert int(out["n"]) == 3
+
+
+class Dense(linen.Module):
+    state: object = None
+
+    @linen.compact
+    def __call__(self, x):
+        layer = linen.Dense(2)
+        layer = layer if self.state is None else mpjax.true_cotangents(layer, self.state)
+        return jnp.sum(layer(x) ** 2)
+
+
+@pytest.mark.parametrize("kind", ["closure", "half result", "linen", "nnx"])
+def test_true_cotangents_of_params_that_the_function_holds(kind):
+    state, x = state_of(), np.asarray(X)[:2]
+    if kind == "linen":
+        params = jax.jit(Dense(state).init)(cheap_keys.key(0), x)
+        loss = lambda scaled: lambda p: Dense(state if scaled else None).apply(p, x)
+    elif kind == "nnx":
+        graph, params, rest = nnx.split(Net(nnx.Rngs(0)), nnx.Param, ...)
+
+        def loss(scaled):
+            def of_params(params):
+                model = nnx.merge(graph, params, rest, copy=True)
+                y = (mpjax.true_cotangents(model, state) if scaled else model)(x)
+                return jnp.sum(y**2) + jnp.sum(model.norm.mean[...])  # the statistics reach the caller's model
+
+            return of_params
+
+    else:
+        params, dtype = PARAMS["w"], jnp.float16 if kind == "half result" else jnp.float32
+        layer = lambda p: lambda x: (x @ p).astype(dtype)
+        loss = lambda scaled: (
+            lambda p: jnp.sum((mpjax.true_cotangents(layer(p), state) if scaled else layer(p))(x).astype(jnp.float32))
+        )
+    found = jax.jit(mpjax.grad(loss(True), state))(params)
+    expected = jax.jit(jax.grad(loss(False)))(params)
+    assert relative_error(jax.tree.leaves(found), jax.tree.leaves(expected)) < 1e-5
+
+
+def test_a_module_that_is_not_differentiated_may_change_its_state():
+    model, x = Net(nnx.Rngs(0)), np.asarray(X)[:2]
+    plain = nnx.clone(model)
+    loss = lambda x, model: jnp.sum(model(x) ** 2)
+    expected = nnx.jit(nnx.grad(loss))(x, plain)
+    found = nnx.jit(lambda x, m: nnx.grad(mpjax.scale_loss(loss, state_of()))(x, m))(x, model)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    np.testing.assert_array_equal(model.norm.mean[...], plain.norm.mean[...])
+    with pytest.raises(TraceContextError) as error:
+        jax.eval_shape(mpjax.scale_loss(lambda x: jnp.sum(model(x)), state_of()), x)
+    assert "Give an NNX module as an argument" in error.value.__notes__[0]
 
 
 class Net(nnx.Module):

@@ -1,24 +1,41 @@
-"""The NNX form of autocast: modules as arguments, whose state may change inside the function.
+"""Calls with NNX objects as calls of pure functions of arrays.
 
-Imported only where an argument is an NNX object.
+An NNX object has identity: changes that a function makes to it (batch statistics, RNG counts) must reach the caller.
+The pure function works on a copy, and the new state is written into the caller's objects afterwards. Flax is imported
+only where a tree holds an NNX object.
 """
 
 from __future__ import annotations
 
 import operator
 import re
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from flax import nnx
 
-from mpjax.casting.regions import scopes_of_modules
+
+def is_nnx_object(x: Any) -> bool:
+    """Whether `x` is an NNX module (or other NNX graph object)."""
+    nnx = sys.modules.get("flax.nnx")
+    return nnx is not None and isinstance(x, nnx.Pytree)
+
+
+def contains_nnx_object(tree: Any) -> bool:
+    """Whether a tree holds an NNX module at any depth."""
+    return any(map(is_nnx_object, jax.tree.leaves(tree, is_leaf=is_nnx_object)))
 
 
 def is_stateful(x: Any) -> bool:
-    """Whether an argument is an NNX object, whose state the function may change."""
-    return isinstance(x, (nnx.Pytree, nnx.Variable))
+    """Whether `x` is an NNX object or Variable, whose state a function may change."""
+    nnx = sys.modules.get("flax.nnx")
+    return nnx is not None and isinstance(x, (nnx.Pytree, nnx.Variable))
+
+
+def contains_state(tree: Any) -> bool:
+    """Whether a tree holds an NNX object or Variable at any depth."""
+    return any(map(is_stateful, jax.tree.leaves(tree, is_leaf=is_stateful)))
 
 
 def names(names: Sequence[str], args: Sequence[Any], kwargs: dict[str, Any]) -> list[str]:
@@ -35,13 +52,17 @@ def names(names: Sequence[str], args: Sequence[Any], kwargs: dict[str, Any]) -> 
     return found
 
 
-def functional(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any, Any]:
-    """Converts a call with NNX objects to a call of a pure function of arrays.
+def functional(fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any, Any, Any]:
+    """Converts a call with NNX objects to a call of a pure function of arrays. Other calls are returned unchanged.
 
     Returns:
-        The pure function, its arguments, and a function that takes its result, writes the
-        new state into the caller's objects, and returns the result of `fun`.
+        The pure function, its arguments, its keyword arguments, and a function that takes its result, writes the new
+        state into the caller's objects, and returns the result of `fun`.
     """
+    if not contains_state((args, kwargs)):
+        return fun, args, kwargs, lambda out: out
+    from flax import nnx
+
     leaves, tree = jax.tree.flatten((tuple(args), kwargs), is_leaf=is_leaf)
     where = [i for i, leaf in enumerate(leaves) if is_stateful(leaf)]
     objects = tuple(leaves[i] for i in where)
@@ -51,13 +72,12 @@ def functional(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
 
     def pure(state: Any, rest: list[Any]) -> Any:
         before = _arrays(state)
-        merged = nnx.merge(graph, state)
+        merged = nnx.merge(graph, state, copy=True)  # never the caller's own Variables
         filled = list(rest)
         for i, x in zip(where, merged, strict=True):
             filled[i] = x
         args, kwargs = jax.tree.unflatten(tree, filled)
-        with scopes_of_modules((args, kwargs)):
-            returned = fun(*args, **kwargs)
+        returned = fun(*args, **kwargs)
         outs, out_tree = jax.tree.flatten(returned, is_leaf=is_stateful)
         places = [_place(out, merged) for out in outs]
         new = [out for out, place in zip(outs, places, strict=True) if place == _NEW]
@@ -82,7 +102,21 @@ def functional(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
         ]
         return jax.tree.unflatten(made["tree"], filled)
 
-    return pure, (state, rest), finish
+    return pure, (state, rest), {}, finish
+
+
+def with_values(inputs: Any, variables: Sequence[Any], values: Sequence[Any], args: Any) -> Any:
+    """The arguments of a `functional` call on `args`, in which some of their Variables hold other values."""
+    from flax import nnx
+
+    objects = tuple(x for x in jax.tree.leaves(args, is_leaf=is_leaf) if is_stateful(x))
+    paths = {id(variable): path for path, variable in nnx.to_flat_state(nnx.state(objects))}
+    state, rest = inputs
+    flat = dict(nnx.to_flat_state(state))
+    for variable, value in zip(variables, values, strict=True):
+        path = paths[id(variable)]
+        flat[path] = flat[path].replace(value)
+    return nnx.from_flat_state(list(flat.items())), rest
 
 
 _NEW = -1
@@ -90,16 +124,21 @@ _NEW = -1
 
 def is_leaf(x: Any) -> bool:
     """Whether to flatten an argument no further. A State is a leaf, although it contains Variables."""
-    return is_stateful(x) or isinstance(x, nnx.State)
+    nnx = sys.modules.get("flax.nnx")
+    return nnx is not None and isinstance(x, (nnx.Pytree, nnx.Variable, nnx.State))
 
 
 def _arrays(state: Any) -> dict[Any, list[Any]]:
     """The arrays of a state by path."""
+    from flax import nnx
+
     return {path: jax.tree.leaves(leaf) for path, leaf in nnx.to_flat_state(state)}
 
 
 def _changed(before: dict[Any, list[Any]], after: Any) -> Any:
     """The part of a state whose arrays were replaced or added."""
+    from flax import nnx
+
     flat = nnx.to_flat_state(after)
     return nnx.from_flat_state(
         [(path, leaf) for path, leaf in flat if not _same(jax.tree.leaves(leaf), before.get(path))]
@@ -112,6 +151,8 @@ def _same(arrays: list[Any], before: list[Any] | None) -> bool:
 
 def _grow(objects: tuple[Any, ...], graph: Any, paths: Sequence[Any], changed: Any) -> None:
     """Updates objects of the caller to which the function added Variables (`sow`), or from which it removed some."""
+    from flax import nnx
+
     before = dict(nnx.to_flat_state(nnx.state(objects)))
     arrays = before | dict(nnx.to_flat_state(changed))
     grown = nnx.merge(graph, nnx.from_flat_state([(path, arrays[path]) for path in paths]))

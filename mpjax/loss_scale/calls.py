@@ -1,0 +1,109 @@
+"""A call as a function of all the arrays by which it can be differentiated: its arguments, and what it closes over."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from mpjax._jaxpr import compat
+from mpjax.loss_scale.cotangents import is_differentiable
+from mpjax.modules.functional import functional, is_nnx_object
+from mpjax.policy import is_half, path_string
+
+_ARRAY = object()  # in place of an array in a result
+
+
+class Call:
+    """A call of any function. Its arguments may hold NNX objects, and values that are not arrays.
+
+    Attributes:
+        arrays: The arguments by which the call can be differentiated (tracers), and half ones.
+        names: The tree path of each.
+    """
+
+    def __init__(self, fun: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        fun, kwargs = _with_module(fun, kwargs)
+        self._call, args, kwargs, self._finish = functional(fun, args, kwargs)
+        leaves, self._tree = jax.tree_util.tree_flatten_with_path((args, kwargs))
+        self._leaves = [leaf for _, leaf in leaves]
+        self._where = [i for i, x in enumerate(self._leaves) if is_half(x) or _is_perturbed(x)]
+        self.arrays = [self._leaves[i] for i in self._where]
+        self.names = [path_string(leaves[i][0][1:]) for i in self._where]
+
+    def results(self, *arrays: Any) -> list[Any]:
+        """The arrays among the results of the call with other `arrays`."""
+        leaves = list(self._leaves)
+        for i, array in zip(self._where, arrays, strict=True):
+            leaves[i] = array
+        args, kwargs = jax.tree.unflatten(self._tree, leaves)
+        results, self._out_tree = jax.tree.flatten(self._call(*args, **kwargs))
+        # Tracers must not outlive the trace.
+        self._results = [_ARRAY if isinstance(x, jax.Array) else x for x in results]
+        return [x for x in results if isinstance(x, jax.Array)]
+
+    def finish(self, arrays: Sequence[Any]) -> Any:
+        """The result of the call from its arrays. NNX objects among the arguments get their new state."""
+        rest = iter(arrays)
+        results = [next(rest) if x is _ARRAY else x for x in self._results]
+        return self._finish(jax.tree.unflatten(self._out_tree, results))
+
+    def closed(self, caller: str, arrays: Sequence[Any]) -> tuple[Callable[[Sequence[Any]], list[Any]], list[Any]]:
+        """`results` as a function of `arrays` and of the arrays that the call closes over, and these arrays.
+
+        The function is traced, the only way to find everything that it closes over: parameters of modules, variables
+        of enclosing functions.
+        """
+        try:
+            program = compat.open_jaxpr(compat.trace(self.results, *arrays))
+        except Exception as error:
+            _explain(caller, error)
+            raise
+        where = [i for i, x in enumerate(program.consts) if _is_perturbed(x)]
+
+        def inside(given: Sequence[Any]) -> list[Any]:
+            consts = list(program.consts)
+            for i, x in zip(where, given[len(arrays) :], strict=True):
+                consts[i] = x
+            return jax.core.eval_jaxpr(program.jaxpr, consts, *given[: len(arrays)])
+
+        return inside, [program.consts[i] for i in where]
+
+
+def _is_perturbed(x: Any) -> bool:
+    # A mutable reference has the dtype of its array.
+    return isinstance(x, jax.core.Tracer) and compat.is_shaped(jax.typeof(x)) and is_differentiable(x)
+
+
+def _with_module(fun: Callable[..., Any], kwargs: Any) -> tuple[Callable[..., Any], Any]:
+    """The call with an NNX module as an argument, if it is the function or the object of a bound method."""
+    module = fun if is_nnx_object(fun) else getattr(fun, "__self__", None)
+    if not is_nnx_object(module):
+        return fun, kwargs
+    method = type(module).__call__ if module is fun else fun.__func__  # type: ignore[attr-defined]
+    return lambda *args, _module, **kwargs: method(_module, *args, **kwargs), {**kwargs, "_module": module}
+
+
+_NEEDS_A_VALUE = (
+    "mpjax.{caller} traces the function, as jax.jit does, to bring what it closes over inside of the scaled backward "
+    "pass. A line of it needs the value of an array: use jax.lax.cond or jnp.where there, or mpjax.value_and_grad, "
+    "which does not trace."
+)
+_CHANGES_A_MODULE = (
+    "mpjax.{caller} traces the function, to bring what it closes over inside of the scaled backward pass, and it "
+    "changes a Flax module that it closes over (batch statistics, random numbers, new params). Give an NNX module as "
+    "an argument, or as the function itself. Leave a Linen layer that draws random numbers or changes a collection "
+    "outside of it."
+)
+
+
+def _explain(caller: str, error: Exception) -> None:
+    """Adds a note to an error that only tracing caused."""
+    flax = sys.modules.get("flax")
+    of_flax = (flax.errors.JaxTransformError, flax.errors.TraceContextError) if flax is not None else ()
+    if isinstance(error, jax.errors.ConcretizationTypeError):
+        error.add_note(_NEEDS_A_VALUE.format(caller=caller))
+    elif isinstance(error, of_flax):
+        error.add_note(_CHANGES_A_MODULE.format(caller=caller))
