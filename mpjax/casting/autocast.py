@@ -23,7 +23,7 @@ from mpjax.casting.infer import plan
 from mpjax.casting.lattice import FULL, PARAMETER, TRACED
 from mpjax.casting.plan import Plan
 from mpjax.casting.regions import nesting, scopes_of_modules
-from mpjax.casting.rewrite import array_of, run_closed, values_of
+from mpjax.casting.rewrite import array_for, run_closed, values_of
 from mpjax.casting.rules import Rules, is_pattern
 from mpjax.casting.uses import RESULT, Use
 from mpjax.modules import functional as nnx_calls
@@ -125,7 +125,9 @@ def run_program(program: Program, planned: Plan) -> Any:
     """Runs a planned function on the arrays it was traced with."""
     outs = run_closed(planned, program.jaxpr, values_of(program.arrays, planned.ins, planned.setting.half))
     storages = [TRACED if x is None else FULL for x in planned.outs]
-    arrays = [array_of(value, storage) for value, storage in zip(outs, storages, strict=True)]
+    eqns = compat.open_jaxpr(program.jaxpr).jaxpr.eqns
+    makers = ((eqn for eqn in reversed(eqns) if v in eqn.outvars) for v in planned.outvars)
+    arrays = [array_for(*each) for each in zip(outs, storages, makers, strict=True)]
     return program.rebuild([_result(x, v, planned) for x, v in zip(arrays, planned.outvars, strict=True)])
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -44,6 +44,10 @@ class Value:
             array = self._arrays[storage] = compat.cast(self._arrays[1 - storage], dtype)
         return array
 
+    def has(self, storage: Storage) -> bool:
+        """Whether the array of a storage dtype is computed."""
+        return self._arrays[storage] is not None
+
     def add(self, storage: Storage, array: Any) -> None:
         """Sets the array of a storage dtype."""
         self._arrays[storage] = array
@@ -52,6 +56,21 @@ class Value:
 def array_of(value: Any, storage: Storage) -> Any:
     """The array of a value in a storage dtype."""
     return value if storage == TRACED else value[storage]
+
+
+def array_for(value: Any, storage: Storage, eqns: Iterator[Any], scopes: int = 0) -> Any:
+    """`array_of`; a cast has the line and the module of the first of these equations.
+
+    Args:
+        value: The value.
+        storage: The storage dtype.
+        eqns: The equations that read the value; for a result, the equation that computes it.
+        scopes: The number of their outermost named scopes that are already open.
+    """
+    if storage == TRACED or value.has(storage) or (eqn := next(eqns, None)) is None:
+        return array_of(value, storage)
+    with compat.EquationContext(eqn, scopes):
+        return value[storage]
 
 
 def value_of(array: Any, storage: Storage, half: np.dtype) -> Any:
@@ -106,12 +125,10 @@ def _run_steps(steps: Sequence[Step | RematRegion], env: Environment, plan: Plan
         if step.action is Action.SKIP:
             continue
         eqn = step.eqn
-        if step.action is Action.ALIAS:
-            ((v,), (out,)) = eqn.invars, eqn.outvars
-            env[out] = env[v] if step.outs[0] is not None else env[v][HALF]
-            continue
         with compat.EquationContext(eqn, scopes):
-            if step.action is Action.BIND:
+            if step.action is Action.ALIAS:
+                outs = [env[eqn.invars[0]] if step.outs[0] is not None else env[eqn.invars[0]][HALF]]
+            elif step.action is Action.BIND:
                 outs = _bind(step, env, half)
             else:
                 operands = [_operand(v, env, half) for v in eqn.invars]
@@ -124,7 +141,7 @@ def _run_region(region: RematRegion, env: Environment, plan: Plan) -> None:
     half, model = plan.setting.half, region.model or region
     if model.body is None:
         model.body = _body(model, plan)
-    arrays = [_without_weak_type(array_of(env[v], storage)) for v, storage in region.ins]
+    arrays = [_without_weak_type(array_for(env[v], storage, _readers(region, v))) for v, storage in region.ins]
     with compat.in_scopes(region.scopes):
         outs = compat.checkpoint(model.body, arrays, _barriers(region, plan), _large_reductions)
     for (v, storage), array in zip(region.outs, outs, strict=True):
@@ -140,10 +157,18 @@ def _body(region: RematRegion, plan: Plan) -> Callable[..., tuple[Any, ...]]:
 
     def body(*arrays: Any) -> tuple[Any, ...]:
         inside = {v: value_of(array, storage, half) for (v, storage), array in zip(region.ins, arrays, strict=True)}
-        _run_steps(region.steps, inside, plan, len(region.scopes.stack))
-        return tuple(array_of(inside[v], storage) for v, storage in region.outs)
+        scopes = len(region.scopes.stack)
+        _run_steps(region.steps, inside, plan, scopes)
+        made = {v: step.eqn for step in region.steps for v in step.eqn.outvars}
+        return tuple(array_for(inside[v], storage, iter([made[v]]), scopes) for v, storage in region.outs)
 
     return body
+
+
+def _readers(region: RematRegion, v: Any) -> Iterator[Any]:
+    """The equations of a region that read a variable."""
+    steps = (step for step in region.steps if step.action is not Action.SKIP)
+    return (step.eqn for step in steps if any(read is v for read in step.eqn.invars))
 
 
 def _barriers(region: RematRegion, plan: Plan) -> bool | tuple[bool, ...]:

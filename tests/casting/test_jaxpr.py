@@ -8,9 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 import mpjax
 from mpjax import Rules
+from mpjax._jaxpr import compat
+from mpjax._jaxpr.program import walk
 from testing import measures
 
 W, X = jnp.full((8, 8), 0.125), jnp.ones((4, 8))
@@ -212,3 +215,22 @@ def test_gelu_exponent_overflow_does_not_reach_the_output():
     value, grad = jax.value_and_grad(mpjax.autocast(model))(jnp.eye(8), x)
     assert bool(jnp.isfinite(value))
     assert bool(jnp.isfinite(grad).all())
+
+
+def test_inserted_casts_have_the_line_and_the_module_of_their_consumer():
+    def loss(w, x):
+        with jax.named_scope("gate"):
+            h = x @ w
+        h = jnp.tanh(h)
+        y = lax.scan(lambda c, _: (jnp.tanh(c @ w) * jnp.exp(c), None), h, None, length=2)[0]
+        return jnp.exp(y @ w), y @ w
+
+    def scalar(w, x):
+        return sum(map(jnp.mean, mpjax.autocast(loss)(w, x)))
+
+    for fun in (mpjax.autocast(loss), jax.grad(scalar)):
+        casts = [site for site in walk(compat.trace(fun, W, X)) if site.name == "convert_element_type"]
+        assert len(casts) > 5
+        assert all(site.source.startswith("test_jaxpr.py:") for site in casts), [site.place for site in casts]
+    first = next(site for site in walk(compat.trace(mpjax.autocast(loss), W, X)))
+    assert (first.name, first.path) == ("convert_element_type", "gate")
