@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import linecache
@@ -14,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import mpjax
 from testing.random_programs.namespace import namespace
@@ -86,6 +88,7 @@ TRANSFORMS: dict[str, Callable[[Function, Function], Function]] = {
 }
 REVERSE = {name for name in TRANSFORMS if "grad" in name}
 FORWARD = {name for name in TRANSFORMS if "jvp" in name}
+VALUES = {"value", "jit_inside", "vmap"}
 OUTSIDE = {"value", "jit_inside"} | {name for name in TRANSFORMS if name.startswith("outside")}
 
 RULES = {
@@ -106,6 +109,7 @@ class Case:
         dtype: The half dtype's name.
         rules: One of `RULES`.
         features: The program's higher-order statements.
+        explicit: Whether its arrays have explicit shardings.
     """
 
     source: str
@@ -113,13 +117,28 @@ class Case:
     dtype: str = "float16"
     rules: str = "default"
     features: tuple[str, ...] = ()
+    explicit: bool = False
 
     def __repr__(self) -> str:
-        return f"# {self.transform}, {self.dtype}, rules={self.rules}\n{self.source}"
+        mesh = ", explicit mesh" if self.explicit else ""
+        return f"# {self.transform}, {self.dtype}, rules={self.rules}{mesh}\n{self.source}"
+
+    @property
+    def _space(self) -> dict[str, Any]:
+        return namespace(AxisType.Explicit if self.explicit else AxisType.Auto)
+
+    def on_mesh(self) -> contextlib.AbstractContextManager[Any]:
+        """The context in which it is traced."""
+        return jax.set_mesh(self._space["MESH"]) if self.explicit else contextlib.nullcontext()
+
+    def arguments(self) -> tuple[Any, ...]:
+        """Its arguments, on its mesh."""
+        found = arguments()
+        return jax.device_put(found, NamedSharding(self._space["MESH"], PartitionSpec())) if self.explicit else found
 
     def program(self) -> Function:
         """A new definition of the program, for which JAX has no caches."""
-        space = dict(namespace())
+        space = dict(self._space)
         exec(_compiled(self.source), space)
         return space["program"]
 
@@ -141,12 +160,19 @@ def _case(index: Index, dtype: str | None) -> Case:
     transform = tuple(TRANSFORMS)[index(len(TRANSFORMS))]
     rules = ("default", "default", "default", "full", "conservative", "half")[index(6)]
     dtype = dtype or ("float16", "bfloat16")[index(2)]
-    writer = Writer(index, transform in REVERSE, transform in FORWARD, budget=(4, 6, 8, 12)[index(4)])
+    explicit = index(5) == 4
+    budget = (4, 6, 8, 12)[index(4)]
+    writer = Writer(index, transform in REVERSE, transform in FORWARD, explicit, budget)
     scope = Scope([(name, type_) for name, type_ in reversed(PARAMETERS)], 0, [])
     outs = writer.body(scope)
+    constants = ("jnp.float32(2)", "CONSTANT[0]", "ARRAY", "jnp.zeros((2, 3))")
+    if transform in VALUES:
+        constants += ("jnp.array(False)", "n > 5", "jnp.arange(3)", "jnp.array(3)", "jnp.float16(2)", "0.5", "None")
+    if index(4) == 3:
+        outs.append((constants[index(len(constants))], Type.SCALAR))
     lines = ["def program(w, x, b, s, n):", *scope.lines]
     lines.append(f"    return {', '.join(name for name, _ in outs)}{',' if len(outs) == 1 else ''}")
-    return Case("\n".join(lines) + "\n", transform, dtype, rules, tuple(dict.fromkeys(writer.used)))
+    return Case("\n".join(lines) + "\n", transform, dtype, rules, tuple(dict.fromkeys(writer.used)), explicit)
 
 
 @st.composite

@@ -637,7 +637,8 @@ _RULES.update(
         "cummin": _cumulative(np.minimum.accumulate),
         "cumlogsumexp": _cumulative(np.logaddexp.accumulate),
         **dict.fromkeys(
-            ("stop_gradient", "copy", "copy_p", "name", "sharding_constraint", "layout_constraint"), _identity
+            ("stop_gradient", "copy", "copy_p", "name", "reshard", "sharding_constraint", "layout_constraint"),
+            _identity,
         ),
         **dict.fromkeys(("optimization_barrier", "device_put"), _identities),
     }

@@ -249,15 +249,24 @@ def shard_map(writer: Writer, scope: Scope) -> None:
         [(first, split[1]), *others],
         unpack=(f"{first} = {first}[0]",),
         returned="stacked(({}))",
+        closed=writer.explicit,  # JAX rejects closures over arrays with explicit shardings.
         axis="i",
     )
     specs = ", ".join("P()" for _ in others)
     checked = writer.choose(("", ", check_vma=False"))
     call = f"jax.shard_map({name}, mesh=MESH, in_specs=(P('i'), {specs}), out_specs=P('i'){checked})"
     result = writer.name("r")
-    scope.add(f"{result} = {call}(jnp.stack([{split[0]}, 0.5 * {split[0]}]), {', '.join(operands)})")
+    first, *rest = f"sharded(jnp.stack([{split[0]}, 0.5 * {split[0]}]))", *(f"replicated({name})" for name in operands)
+    scope.add(f"{result} = jax.tree.map(replicated, {call}({', '.join([first, *rest])}))")
     for i, type_ in enumerate(types):
         writer.assign(scope, type_, f"{result}[{i}]{writer.choose(('.sum(0)', '[1]'))}")
+
+
+def auto_axes(writer: Writer, scope: Scope) -> None:
+    """A function whose arrays XLA shards, in a program whose arrays have explicit shardings."""
+    arguments, operands = _arguments(writer, scope)
+    name, types = writer.function(scope, arguments, closed=writer.explicit)
+    writer.bind(scope, types, f"jax.sharding.auto_axes({name}, out_sharding=P())({', '.join(operands)})")
 
 
 def linear_solve(writer: Writer, scope: Scope) -> None:
@@ -314,6 +323,7 @@ HIGHER_ORDER: dict[str, Callable[[Writer, Scope], None]] = {
         grad,
         jvp,
         shard_map,
+        auto_axes,
         while_loop,
         linearize,
         linear_solve,

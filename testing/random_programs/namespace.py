@@ -148,6 +148,18 @@ def marked(x: Any) -> Any:
     return x
 
 
+def sharded(x: Any) -> Any:
+    """An array split over the devices of a mesh with explicit axes; elsewhere the array itself."""
+    mesh = jax.sharding.get_abstract_mesh()
+    splits = mesh.explicit_axes == ("i",) and x.ndim and x.shape[0] % mesh.shape["i"] == 0
+    return jax.sharding.reshard(x, P("i")) if splits else x
+
+
+def replicated(x: Any) -> Any:
+    """An array with all of its elements on every device of a mesh with explicit axes."""
+    return jax.sharding.reshard(x, P()) if jax.sharding.get_abstract_mesh().explicit_axes else x
+
+
 def flax_norm(x: Any) -> Any:
     """A Flax layer as a function."""
     layer = flax.linen.LayerNorm(epsilon=0.1)
@@ -190,15 +202,20 @@ def stacked(tree: Any) -> Any:
     return jax.tree.map(lambda x: jnp.asarray(x)[None], tree)
 
 
+def mesh(axis_type: jax.sharding.AxisType) -> jax.sharding.Mesh:
+    """A mesh of two devices."""
+    return jax.make_mesh((2,), ("i",), axis_types=(axis_type,), devices=jax.devices()[:2])
+
+
 @functools.cache
-def namespace() -> dict[str, Any]:
-    """The namespace of a program's source; each program executes in a copy."""
+def namespace(axis_type: jax.sharding.AxisType = jax.sharding.AxisType.Auto) -> dict[str, Any]:
+    """The namespace of a program's source for a mesh with such an axis; each program executes in a copy."""
     return {
         "ARRAY": jnp.asarray(CONSTANT),
         "CHANNELS_LAST": ("NWC", "WIO", "NWC"),
         "CONSTANT": CONSTANT,
         "KEY": jax.random.key(0),
-        "MESH": jax.make_mesh((2,), ("i",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2]),
+        "MESH": mesh(axis_type),
         "P": P,
         "checkpoint_name": checkpoint_name,
         "flax_norm": flax_norm,
@@ -214,7 +231,9 @@ def namespace() -> dict[str, Any]:
         "np": np,
         "optax": optax,
         "partial": partial,
+        "replicated": replicated,
         "scaled_by_vmap_rule": scaled_by_vmap_rule,
+        "sharded": sharded,
         "solve_once": solve_once,
         "stacked": stacked,
         "strong": strong,

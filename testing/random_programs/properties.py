@@ -8,7 +8,7 @@ import functools
 import re
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +22,7 @@ from mpjax.casting.autocast import trace as trace_to_plan
 from mpjax.casting.explain import Explanation, explanation
 from mpjax.casting.plan import Plan
 from testing.measures import HALF, MATMULS, Equation, equations, inner_jaxprs, is_inner_product, risky_of
-from testing.random_programs.cases import OUTSIDE, TRANSFORMS, Case, arguments
+from testing.random_programs.cases import OUTSIDE, TRANSFORMS, Case
 from testing.random_programs.evaluate import Unsupported, as_typed, evaluate, exact, is_float, rounded
 
 # Operations that autocast may add: casts, broadcasts before casts, barriers, data movement, wider weight gradients.
@@ -67,6 +67,7 @@ class Traced:
         consts: One for each constvar.
         out_avals: The types of its results.
         shapes: The tree of its results.
+        arrays: For each result, whether the function returned it as an array.
     """
 
     jaxpr: Any
@@ -74,6 +75,13 @@ class Traced:
     consts: Any
     out_avals: Any
     shapes: Any
+    arrays: Sequence[bool]
+
+    @property
+    def marks(self) -> collections.Counter[str]:
+        """The equations that stay although nothing reads them, which tools look for."""
+        names = (e.name for e in equations(self.whole))
+        return collections.Counter(name for name in names if name in ("mark", "name"))
 
     @property
     def leaks(self) -> bool:
@@ -85,11 +93,18 @@ class Traced:
 
 def trace(fun: Any, *args: Any) -> Traced:
     """Traces a function, bypassing JAX's caches."""
+    arrays: list[bool] = []
+
+    def called(*args: Any) -> Any:
+        out = fun(*args)
+        arrays[:] = [isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(out)]
+        return out
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        closed, shapes = jax.make_jaxpr(lambda *args: fun(*args), return_shape=True)(*args)
+        closed, shapes = jax.make_jaxpr(called, return_shape=True)(*args)
     live, _ = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.out_avals), instantiate=True)
-    return Traced(live, closed.jaxpr, closed.consts, closed.out_avals, shapes)
+    return Traced(live, closed.jaxpr, closed.consts, closed.out_avals, shapes, arrays)
 
 
 def cause_of(error: BaseException) -> str:
@@ -125,12 +140,16 @@ def _live_equations(jaxpr: Any, times: int = 1, path: tuple[str, ...] = ()) -> I
 
 
 def check_structure(case: Case, plain: Traced, found: Traced) -> None:
-    """Results have the same tree, shapes, dtypes and weak types."""
+    """Results have the same tree, types, shapes, shardings, dtypes and weak types; no mark is lost."""
     expected, actual = (str(jax.tree.structure(traced.shapes)) for traced in (plain, found))
     if expected != actual:
         raise Failure("structure", "different tree", f"{expected}\n{actual}")
+    if plain.arrays != found.arrays:
+        raise Failure("structure", "type of a result", f"arrays: {plain.arrays} became {found.arrays}")
+    if case.transform in OUTSIDE and plain.marks - found.marks:
+        raise Failure("structure", "a mark is lost", f"{plain.marks} became {found.marks}")
     for a, b in zip(plain.out_avals, found.out_avals, strict=True):
-        for field in ("shape", "dtype", "weak_type"):
+        for field in ("shape", "sharding", "dtype", "weak_type"):
             if getattr(a, field) != getattr(b, field):
                 raise Failure("structure", f"{field} of a result", f"{a.str_short()} became {b.str_short()}")
 
@@ -308,17 +327,18 @@ class Subject:
 
     Args:
         case: One of its cases.
-        args: Arguments of the program; by default `arguments()`.
+        args: Arguments of the program; by default the case's own.
 
     Raises:
         Rejected: JAX can't trace the program without autocast.
     """
 
     def __init__(self, case: Case, args: Any = None):
-        self.args = arguments() if args is None else args
+        self.args = case.arguments() if args is None else args
         self.fun = TRANSFORMS[case.transform](case.program(), lambda fun: fun)
         try:
-            self.plain = trace(case.plain(), *self.args)
+            with case.on_mesh():
+                self.plain = trace(case.plain(), *self.args)
         except Exception as error:
             raise Rejected(f"{type(error).__name__}: {error}") from error
         if any(e.name == "custom_lin" for e in equations(self.plain.jaxpr)):
@@ -400,7 +420,11 @@ def check(case: Case, compiled: bool = False, subject: Subject | None = None, re
         Failure: A property that does not hold.
         Rejected: JAX can't trace the program without autocast.
     """
-    subject = subject or Subject(case)
+    with case.on_mesh():
+        return _checked(case, compiled, subject or Subject(case), retrace)
+
+
+def _checked(case: Case, compiled: bool, subject: Subject, retrace: bool) -> str:
     outside = case.transform in OUTSIDE
     try:
         if retrace or not outside:

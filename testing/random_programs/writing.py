@@ -14,6 +14,8 @@ from testing.random_programs.operations import BINARY, MATMULS, OTHERS, UNARY, T
 Choice = TypeVar("Choice")
 Index = Callable[[int], int]
 
+DEPTH = 3  # of nested functions
+
 _CONSTANTS = {
     Type.SCALAR: "0.5",
     Type.VECTOR: "jnp.array(CONSTANT[0])",
@@ -49,12 +51,12 @@ class Writer:
         index: Makes each choice: a number below its argument, of which 0 is the simplest.
         reverse: Use only operations that support reverse-mode differentiation (no `while`).
         forward: Use only operations that support forward-mode differentiation (no `custom_vjp`).
+        explicit: Whether arrays have explicit shardings.
         budget: The largest number of statements.
-        depth: Maximum nesting depth of functions.
     """
 
-    def __init__(self, index: Index, reverse: bool, forward: bool, budget: int = 12, depth: int = 3):
-        self.index, self.reverse, self.forward, self.budget, self.depth = index, reverse, forward, budget, depth
+    def __init__(self, index: Index, reverse: bool, forward: bool, explicit: bool, budget: int = 12):
+        self.index, self.reverse, self.forward, self.explicit, self.budget = index, reverse, forward, explicit, budget
         self.count = 0
         self.used: list[str] = []
 
@@ -100,8 +102,8 @@ class Writer:
         kinds = ["matmul", "unary", "binary", "other"]
         if scope.axis:
             kinds.append("collective")
-        if scope.depth < self.depth and self.budget > 1:
-            kinds += ["higher"] * (6 if scope.depth < self.depth - 1 else 2)
+        if scope.depth < DEPTH and self.budget > 1:
+            kinds += ["higher"] * (6 if scope.depth < DEPTH - 1 else 2)
         getattr(self, f"_{self.choose(kinds)}")(scope)
 
     def _apply(self, scope: Scope, entry: tuple[Type, tuple[Type, ...], str]) -> None:

@@ -14,13 +14,14 @@ from testing.random_programs.reduction import shrink
 ROWS_BY_MATRIX = """
 def program(w, x, b, s, n):
     unread = jnp.sin(b)
-    y = jnp.tanh(x @ w)
+    y = jnp.tanh(marked(x @ w))
     return y, b
 """
 
 
-def test_a_correct_program_passes():
-    assert check(Case(ROWS_BY_MATRIX, "grad")) == "checked"
+@pytest.mark.parametrize("explicit", [False, True])
+def test_a_correct_program_passes(explicit):
+    assert check(Case(ROWS_BY_MATRIX.replace("x @", "sharded(x) @"), "grad", explicit=explicit)) == "checked"
 
 
 def test_failures_shared_with_jit_are_rejected():
@@ -40,23 +41,31 @@ def _only(wrong):
     return lambda case, fun: wrong(fun)
 
 
+def _without_marks(fun, *args):
+    jaxpr = jax.make_jaxpr(fun)(*args)
+    live = jaxpr.jaxpr.replace(eqns=[eqn for eqn in jaxpr.eqns if eqn.outvars])
+    return tuple(jax.core.eval_jaxpr(live, jaxpr.consts, *args))
+
+
 @pytest.mark.parametrize(
     ("wrong", "property"),
     [
         (lambda fun: fun, "float32 matmul"),
         (lambda fun: lambda *args: jax.tree.map(lambda x: x.astype(jnp.float16), fun(*args)), "structure"),
         (lambda fun: lambda *args: fun(*args)[0], "structure"),
+        (lambda fun: lambda *args: (*fun(*args)[:-1], True), "structure: type of a result"),
+        (lambda fun: lambda *args: _without_marks(fun, *args), "structure: a mark is lost"),
         (lambda fun: lambda *args: 1 / 0, "runs"),
         (lambda fun: mpjax.autocast(lambda *args: jax.tree.map(lambda x: 1.1 * x, fun(*args))), "accuracy"),
     ],
-    ids=["left alone", "dtype", "tree", "raises", "another value"],
+    ids=["left alone", "dtype", "tree", "no array", "no mark", "raises", "another value"],
 )
 def test_each_wrong_caster_is_caught(monkeypatch, wrong, property):
     monkeypatch.setattr(Case, "cast", _only(wrong))
     monkeypatch.setattr(properties, "check_plan", lambda *args: None)
     with pytest.raises(Failure) as found:
         check(Case(ROWS_BY_MATRIX, "value"))
-    assert found.value.property == property
+    assert found.value.signature.startswith(property)
 
 
 def test_shrinking_keeps_the_failure():
