@@ -39,11 +39,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         is_module, target, rest = _target(parsed)
         script.check(target, is_module)
         options = options_of(parsed)
-        if parsed.compare:
-            from mpjax.launcher.comparison import compare
-
-            files = ["--rules", os.path.abspath(parsed.rules)] if parsed.rules else []
-            return compare(options, parsed.compare, [*files, *(["-m"] if is_module else []), target, *rest])
         os.environ.update(options.environment())
         hooks.install(options, main=True)
     except LaunchError as error:
@@ -68,8 +63,6 @@ def options_of(parsed: argparse.Namespace) -> Options:
         quiet=parsed.quiet,
         explain=os.path.abspath(parsed.explain) if parsed.explain else "",
         dry_run=parsed.dry_run,
-        steps=parsed.steps,
-        record=parsed.record,
     )
 
 
@@ -94,12 +87,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--init-scale", type=float, default=2.0**15, help="the first loss scale (default: %(default)g)")
     result.add_argument("--explain", metavar="FILE", help="write the plan of each program to a file")
     result.add_argument("--dry-run", action="store_true", help="print the audit of the first training step and exit")
-    result.add_argument(
-        "--compare", metavar="N", type=int, help="run N steps in float32 and in the policy, and compare"
-    )
     result.add_argument("--quiet", action="store_true", help="print only errors")
-    for name, kind in (("--steps", int), ("--record", str)):  # for the child processes of --compare
-        result.add_argument(name, type=kind, default=kind(), help=argparse.SUPPRESS)
     result.add_argument("-m", dest="module", metavar="MODULE", nargs=argparse.REMAINDER, help="run a module")
     result.add_argument("script", nargs=argparse.REMAINDER, metavar="SCRIPT ...", help="a script and its arguments")
     return result

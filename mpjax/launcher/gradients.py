@@ -17,7 +17,6 @@ from mpjax.launcher.retrying import MAX_SCALE, Attempt, Found, all_finite, until
 from mpjax.launcher.session import (
     CALLS,
     GOOD,
-    LOSS,
     NONFINITE,
     RERUNS,
     RETRIES,
@@ -189,15 +188,8 @@ def _next_state(session: Session, state: Any, found: Found, reran: Any) -> Any:
         RETRIES: state[RETRIES] + found.retries.astype(jnp.float32),
         NONFINITE: state[NONFINITE] + jnp.where(finite, 0.0, 1.0),
         RERUNS: state[RERUNS] + reran.astype(jnp.float32),
-        LOSS: _scalar(found.attempt.loss, state[LOSS]),
     }
     return jnp.stack([row[i] for i in range(len(row))])
-
-
-def _scalar(loss: Any, otherwise: Any) -> Any:
-    leaves = jax.tree.leaves(loss)
-    one = len(leaves) == 1 and jnp.shape(leaves[0]) == () and jnp.issubdtype(jnp.result_type(leaves[0]), jnp.floating)
-    return jnp.asarray(leaves[0]).astype(jnp.float32) if one else otherwise
 
 
 def _read(states: Any, row: int) -> Any:

@@ -92,7 +92,7 @@ def _report_missing_jax() -> None:
 
 def _patch_or_exit(options: Options, main: bool) -> Any:
     from mpjax.launcher.patches import Patches
-    from mpjax.launcher.report import DryRun, Recorder, Report
+    from mpjax.launcher.report import DryRun, Report
     from mpjax.launcher.session import Session
 
     try:
@@ -103,8 +103,6 @@ def _patch_or_exit(options: Options, main: bool) -> Any:
     session.watchers.append(Report(session, always=main))
     if options.dry_run:
         session.watchers.append(DryRun())
-    if options.record:
-        session.watchers.append(Recorder(options.record, options.steps))
     return session
 
 

@@ -34,8 +34,6 @@ class Options:
         quiet: Whether to print only errors.
         explain: Path of a file for the plan of each differentiated function, or "".
         dry_run: Whether to print the audit at the first compiled step and exit.
-        steps: Number of steps after which to exit; 0 for no limit. `--compare` uses it.
-        record: Path of a file for the losses and the times of the steps, or "".
     """
 
     policy: str = DEFAULT_POLICY
@@ -48,8 +46,6 @@ class Options:
     quiet: bool = False
     explain: str = ""
     dry_run: bool = False
-    steps: int = 0
-    record: str = ""
 
     def environment(self) -> dict[str, str]:
         """The environment variables that pass these options to a child process."""

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import atexit
-import json
 import statistics
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,7 +16,7 @@ import mpjax
 from mpjax._jaxpr import compat
 from mpjax._jaxpr.program import Site
 from mpjax.launcher.reruns import running_sites
-from mpjax.launcher.session import CALLS, HALF, LOSS, NONFINITE, RERUNS, RETRIES, SCALE, Frame, Session
+from mpjax.launcher.session import CALLS, HALF, NONFINITE, RERUNS, RETRIES, SCALE, Frame, Session
 
 # The first calls of a step trace, compile and warm up.
 _WARM_UP = 2
@@ -191,40 +189,6 @@ class DryRun:
 
     def step_finished(self, compiled: Any) -> None:
         """Does nothing: the process ends before the first step."""
-
-
-class Recorder:
-    """Writes the loss and the time of each of the first steps to a file, and ends the process after them.
-
-    Args:
-        path: Path of the JSON file.
-        steps: Number of steps to record.
-    """
-
-    def __init__(self, path: str, steps: int):
-        self.path, self.steps = path, steps
-        self.rows: list[dict[str, float]] = []
-        self._calls = self._start = 0.0
-        self._step: Any = None
-
-    def traced(self, program: Frame, jaxpr: Any) -> None:
-        """Discards the time of the current step, which includes tracing."""
-        self._start = 0.0
-
-    def step_finished(self, compiled: Any) -> None:
-        """Records a step of the first function that trains. Other functions are ignored."""
-        self._step = self._step or compiled
-        if compiled is not self._step:
-            return
-        row = np.asarray(compiled.counts)[0]  # waits for the step
-        now = time.perf_counter()
-        calls, self._calls = float(row[CALLS]) - self._calls, float(row[CALLS])
-        seconds = (now - self._start) / max(calls, 1.0) if self._start else float("nan")
-        self.rows.append({"step": float(row[CALLS]), "loss": float(row[LOSS]), "seconds": seconds})
-        Path(self.path).write_text(json.dumps(self.rows))
-        if row[CALLS] >= self.steps:
-            raise SystemExit(0)
-        self._start = time.perf_counter()
 
 
 def audit(jaxpr: Any) -> str:

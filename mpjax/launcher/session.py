@@ -22,7 +22,8 @@ from mpjax.launcher.options import LaunchError, Options
 # One row per differentiated function of a compiled step. Further functions share the last row.
 ROWS = 8
 # The columns of a row. Counters are exact up to 2**24.
-SCALE, GOOD, CALLS, RETRIES, NONFINITE, RERUNS, LOSS = range(7)
+SCALE, GOOD, CALLS, RETRIES, NONFINITE, RERUNS = range(6)
+COLUMNS = 6
 
 HALF = ("float16", "bfloat16")
 _LISTS = ("MPJAX_ALLOWLIST_ADD", "MPJAX_DENYLIST_ADD", "MPJAX_INFERLIST_ADD")
@@ -159,7 +160,7 @@ class Session:
     @property
     def active(self) -> bool:
         """Whether the launcher replaces the gradients of the script."""
-        return self.half != "float32" or bool(self.options.record)
+        return self.half != "float32"
 
     def active_for(self, positional: tuple[Any, ...], options: dict[str, Any]) -> bool:
         """Whether a gradient can be taken in half: no further option is set, such as `holomorphic` or `allow_int`."""
@@ -222,7 +223,7 @@ class Session:
 
     def initial_states(self) -> Any:
         """The initial state rows of a compiled step."""
-        rows = np.zeros((ROWS, LOSS + 1), np.float32)
+        rows = np.zeros((ROWS, COLUMNS), np.float32)
         rows[:, SCALE] = self.options.init_scale if self.scales else 1.0
         return jnp.asarray(rows)
 

@@ -92,18 +92,6 @@ def test_a_dry_run_prints_the_audit_under_the_rules_and_trains_nothing(script):
     assert "loss" not in done.stdout.replace("loss scale", "")
 
 
-def test_compare_shows_losses_and_times_side_by_side(script):
-    done = run("--compare", "3", script(LINEAR))
-    assert done.returncode == 0, done.stderr
-    header, _, *rows = done.stdout.splitlines()
-    assert [h.strip() for h in header.split("  ") if h] == [
-        "step", "loss, float32", "loss, mixed_float16", "ms, float32", "ms, mixed_float16",
-    ]  # fmt: skip
-    assert [row.split()[0] for row in rows[:3]] == ["1", "2", "3"]
-    assert float(rows[2].split()[1]) == pytest.approx(float(rows[2].split()[2]), rel=1e-2)
-    assert "× as fast in mixed_float16" in rows[-1]
-
-
 def test_rules_of_a_file_apply(script, tmp_path):
     rules = script('deny = ["tanh"]\n[overrides]\n"*/head" = "float32"\n', "rules.toml")
     done = run("--rules", rules, script(NAMED))

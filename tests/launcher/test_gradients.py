@@ -11,7 +11,7 @@ from flax import nnx
 import mpjax
 from mpjax.launcher import gradients
 from mpjax.launcher.options import LaunchError
-from mpjax.launcher.session import CALLS, LOSS, RETRIES, SCALE
+from mpjax.launcher.session import CALLS, RETRIES, SCALE
 
 # Each test clears JAX's caches; without this, the same small programs would be compiled again.
 pytestmark = pytest.mark.usefixtures("stored_programs")
@@ -128,7 +128,6 @@ def test_a_step_that_overflowed_lowers_the_scale_of_the_next(launched):
         row = step._states[0]
         assert (row[CALLS], row[RETRIES]) == (calls, retries), weight
     assert row[SCALE] == 2.0**11
-    assert row[LOSS] == pytest.approx(float(loss_fn(params(), X, SPIKE)), rel=1e-2)
 
 
 def test_the_scale_grows_after_many_finite_steps(launched, monkeypatch):
