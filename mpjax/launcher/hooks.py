@@ -18,7 +18,7 @@ PROGRAM = "python -m mpjax run"
 
 
 class AfterImport(importlib.abc.MetaPathFinder):
-    """Calls a function once, right after a module is imported.
+    """Calls a function right after a module was executed. Queries (`importlib.util.find_spec`) change nothing.
 
     Args:
         name: Name of the module.
@@ -31,11 +31,12 @@ class AfterImport(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """The module's own spec, with a loader that calls the function."""
+        """The spec that the other finders give, with a loader that calls the function."""
         if fullname != self.name:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
+        others = (finder for finder in sys.meta_path if not isinstance(finder, AfterImport))
+        specs = (finder.find_spec(fullname, path, target) for finder in others if hasattr(finder, "find_spec"))
+        spec = next((spec for spec in specs if spec is not None), None)
         if spec is not None and spec.loader is not None:
             spec.loader = _Loader(spec.loader, self.call)
         return spec
@@ -59,6 +60,9 @@ class _Loader(importlib.abc.Loader):
         return getattr(self.loader, name)
 
 
+_LATEST: list[AfterImport] = []  # the hooks of the latest call of `install`
+
+
 def install(options: Options, main: bool = False) -> None:
     """Runs the script of this process in mixed precision, from its import of JAX on.
 
@@ -77,17 +81,28 @@ def install(options: Options, main: bool = False) -> None:
     # With both `python -m mpjax run` and MPJAX_AUTOCAST_ALL, the later options apply.
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, AfterImport)]
     tracebacks.install()
-    if main and not options.quiet:
-        atexit.register(_report_missing_jax)
     sessions: list[Any] = []
-    sys.meta_path.insert(0, AfterImport("jax", lambda: sessions.append(_patch_or_exit(options, main))))
+    of_jax = AfterImport("jax", lambda: sessions.append(_patch_or_exit(options, main)))
     # The script may import optax first, which imports JAX. If it never does, the hook costs nothing.
-    sys.meta_path.insert(0, AfterImport("optax", lambda: _patch_optax(sessions[0])))
+    of_optax = AfterImport("optax", lambda: _patch_optax(sessions))
+    sys.meta_path[:0] = _LATEST[:] = [of_jax, of_optax]
+    atexit.register(_check_at_exit, of_jax, sessions, main and not options.quiet)
 
 
-def _report_missing_jax() -> None:
+def _check_at_exit(of_jax: AfterImport, sessions: list[Any], always: bool) -> None:
+    """Says so if the script ran wholly in float32 because JAX was not imported, or not through the hook."""
+    if of_jax not in _LATEST:  # `install` was called again
+        return
     if "jax" not in sys.modules:
-        print("mpjax run: nothing was cast to half: the script did not import JAX", file=sys.stderr, flush=True)
+        if always:
+            print("mpjax run: nothing was cast to half: the script did not import JAX", file=sys.stderr, flush=True)
+    elif not sessions:
+        print(
+            "mpjax run: error: nothing was cast to half: JAX was imported, but not through Python's import system, so "
+            "its gradient functions were not replaced. Import it with a plain `import jax`.",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _patch_or_exit(options: Options, main: bool) -> Any:
@@ -106,10 +121,11 @@ def _patch_or_exit(options: Options, main: bool) -> Any:
     return session
 
 
-def _patch_optax(session: Any) -> None:
+def _patch_optax(sessions: list[Any]) -> None:
     from mpjax.launcher.patches import Patches
 
-    Patches(session).patch_optax()
+    for session in sessions:
+        Patches(session).patch_optax()
 
 
 def patch(options: Options) -> Any:

@@ -142,6 +142,19 @@ def test_float16_without_an_optax_optimizer_is_refused_and_bfloat16_is_suggested
     assert "--policy mixed_bfloat16" in line
 
 
+@pytest.mark.parametrize("query", ["jax", "optax"])
+def test_a_query_for_a_module_keeps_the_hook(script, query):
+    done = run(script(f"import importlib.util\nimportlib.util.find_spec({query!r})\n{LINEAR}"))
+    assert done.stdout == "loss 0.410\n", done.stderr
+    assert "step: 100.0% of" in done.stderr
+
+
+def test_an_import_past_the_hook_is_an_error_at_exit(script):
+    past = "import sys\nsys.meta_path[:] = [f for f in sys.meta_path if type(f).__name__ != 'AfterImport']\n"
+    done = run(script(past + LINEAR))
+    assert "mpjax run: error: nothing was cast to half: JAX was imported, but not through" in done.stderr
+
+
 def test_an_earlier_import_of_jax_is_refused(script):
     code = f"import sys, jax; from mpjax.launcher.cli import main; sys.exit(main([{str(script(LINEAR))!r}]))"
     done = python("-c", code)
