@@ -53,19 +53,13 @@ class Patches:
 
         session = self.session
         kind = optax.GradientTransformation
-
-        def update(self: Any) -> Any:
-            return guarded(session, tuple.__getitem__(self, 1))
-
-        def iterate(self: Any) -> Any:
-            return iter((tuple.__getitem__(self, 0), self.update))
-
         new = kind.__new__
 
+        # Guarded once, when it is made: an `update` that differs at each access would recompile as a static argument.
         @functools.wraps(new)
-        def count(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        def make(cls: Any, init: Any, update: Any) -> Any:
             session.optimizers += 1
-            return new(cls, *args, **kwargs)
+            return new(cls, init, guarded(session, update))
 
         plain = optax.MultiSteps.update
 
@@ -74,9 +68,8 @@ class Patches:
             return guarded(session, functools.partial(plain, self))(*args, **extra)
 
         self.replace(optax.MultiSteps, "update", update_multi_steps)
-        self.replace(kind, "update", property(update))
-        self.replace(kind, "__iter__", iterate)
-        self.replace(kind, "__new__", count)
+        self.replace(kind, "__new__", make)
+        self.replace(kind, "_make", classmethod(lambda cls, fields: cls(*fields)))  # as `_replace` calls it
 
 
 def _differentiation(session: Session, originals: Any, original: Any, gradient_only: bool) -> Any:

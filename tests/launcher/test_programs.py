@@ -159,6 +159,18 @@ def test_a_train_state_and_an_nnx_optimizer_skip_too(launched):
     assert not np.array_equal(linear.kernel[...], before)
 
 
+def test_a_transformation_has_one_update_function(launched):
+    launched()
+    tx = optax.adam(1e-2)
+    init, update = tx
+    assert tx.update is update is tx[1]
+    assert tx._replace(init=init).update is not tx._replace(init=init, update=lambda g, s, p=None: (g, s)).update
+    step = jax.jit(lambda update, p, s: update(p, s, p), static_argnums=0)
+    for _ in range(2):
+        step(tx.update, params(), tx.init(params()))
+    assert step._cache_size() == 1
+
+
 def test_the_state_of_the_optimizer_has_the_structure_of_a_plain_run(launched):
     plain = optax.adam(1e-2).init(params())
     launched()
