@@ -59,6 +59,7 @@ def options_of(parsed: argparse.Namespace) -> Options:
     return dataclasses.replace(
         Options(**fields),
         policy=parsed.policy,
+        any_gradient=parsed.any_gradient,
         init_scale=parsed.init_scale,
         quiet=parsed.quiet,
         explain=os.path.abspath(parsed.explain) if parsed.explain else "",
@@ -83,6 +84,9 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--rules", metavar="FILE", help="TOML: lists allow, deny, infer, packages; table [overrides]")
     result.add_argument(
         "--deny", metavar="PATTERN", action="append", default=[], help="keep this in float32; repeatable"
+    )
+    result.add_argument(
+        "--any-gradient", action="store_true", help="the script updates its parameters by hand (bfloat16 only)"
     )
     result.add_argument("--init-scale", type=float, default=2.0**15, help="the first loss scale (default: %(default)g)")
     result.add_argument("--explain", metavar="FILE", help="write the plan of each program to a file")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -79,6 +79,15 @@ def value_and_grad(
         return gradients_of(session, evaluate, (args, kwargs), lambda result: jax.tree.leaves(result[1]), finished)
 
     return both
+
+
+def chosen(args: Sequence[Any], argnums: Any) -> Sequence[Any]:
+    """The arguments with respect to which a call is differentiated; all of them if the call does not fit."""
+    places = argnums if isinstance(argnums, (tuple, list)) else (argnums,)
+    try:
+        return tuple(args[i] for i in places)
+    except (IndexError, TypeError):  # JAX's own error is better.
+        return args
 
 
 def vjp(

@@ -113,6 +113,7 @@ def _patch_or_exit(options: Options, main: bool) -> Any:
     try:
         session = Session(options)
     except LaunchError as error:
+        _LATEST.clear()  # The error says enough: no report at exit.
         fail(str(error))
     Patches(session).patch_jax()
     session.watchers.append(Report(session, always=main))

@@ -17,8 +17,8 @@ DEFAULT_POLICY = "mixed_float16"
 _LISTS = ("allow", "deny", "infer")
 
 
-class LaunchError(Exception):
-    """A mistake in the call of the launcher, or a script that it cannot run as requested."""
+class LaunchError(SystemExit):
+    """A mistake in the call of the launcher. It ends the process even past a script's `except Exception`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +30,7 @@ class Options:
         allow, deny, infer: Entries for the lists of `mpjax.Rules`.
         overrides: `(pattern, policy)` pairs over module paths.
         packages: Installed packages whose gradients count as the script's own.
+        any_gradient: Whether a script that builds no optimizer trains too, in bfloat16: it updates by hand.
         init_scale: The first loss scale.
         quiet: Whether to print only errors.
         explain: Path of a file for the plan of each differentiated function, or "".
@@ -42,6 +43,7 @@ class Options:
     infer: tuple[str, ...] = ()
     overrides: tuple[tuple[str, str], ...] = ()
     packages: tuple[str, ...] = ()
+    any_gradient: bool = False
     init_scale: float = 2.0**15
     quiet: bool = False
     explain: str = ""

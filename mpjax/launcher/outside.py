@@ -7,7 +7,7 @@ autocast.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import jax.extend.core
@@ -19,15 +19,16 @@ from mpjax.launcher.reruns import finite_results, running_sites_of
 from mpjax.launcher.session import Session
 
 
-def in_half(session: Session, jaxpr: Any) -> Any:
+def in_half(session: Session, jaxpr: Any, parameters: Collection[Any]) -> Any:
     """Puts the forward passes outside gradients in half. Returns `jaxpr` itself if there are none.
 
     Args:
         session: The session of this process.
         jaxpr: A closed jaxpr whose gradients are already in half.
+        parameters: Its inputs that are parameters of the training. Only passes that read them are cast.
     """
     opened = compat.open_jaxpr(jaxpr)
-    before, passes, after = _parted(opened.jaxpr.eqns)
+    before, passes, after = _parted(opened.jaxpr.eqns, parameters)
     if session.half == "float32" or not passes:
         return jaxpr
     read = {v for eqn in after for v in eqn.invars if _is_variable(v)} | set(filter(_is_variable, opened.jaxpr.outvars))
@@ -58,18 +59,21 @@ def is_differentiated(sites: Iterable[Site]) -> bool:
     return any("jvp(" in site.module for site in sites)
 
 
-def _parted(eqns: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+def _parted(eqns: Sequence[Any], parameters: Collection[Any]) -> tuple[list[Any], list[Any], list[Any]]:
     """Splits operations into those before forward passes, the passes with what depends only on them, and the rest."""
     before, passes, after = [], [], []
     of_passes: set[Any] = set()
     late: set[Any] = set()
+    of_parameters = set(parameters)
     for eqn in eqns:
         sites: list[Site] = list(running_sites_of(eqn))
         reads = {v for v in eqn.invars if _is_variable(v)}
+        if reads & of_parameters:
+            of_parameters.update(eqn.outvars)
         if eqn.effects or reads & late or is_differentiated(sites):
             after.append(eqn)
             late.update(eqn.outvars)
-        elif reads & of_passes or any(site.flops for site in sites):
+        elif reads & of_passes or (reads & of_parameters and any(site.flops for site in sites)):
             passes.append(eqn)
             of_passes.update(eqn.outvars)
         else:

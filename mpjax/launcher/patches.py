@@ -83,7 +83,9 @@ def _differentiation(session: Session, originals: Any, original: Any, gradient_o
 
         @functools.wraps(plain)
         def gradient(*args: Any, **kwargs: Any) -> Any:
-            session.check_differentiation(fun, line)  # by now the script has built its optimizer
+            # By now the script has built its optimizer.
+            if not session.trains(fun, line, gradients.chosen(args, argnums)):
+                return plain(*args, **kwargs)
             value, grads = both(*args, **kwargs)
             if not gradient_only:
                 return value, grads
@@ -97,9 +99,9 @@ def _differentiation(session: Session, originals: Any, original: Any, gradient_o
 def _linearization(session: Session, original: Any) -> Any:
     @functools.wraps(original)
     def linearize(fun: Any, *primals: Any, **options: Any) -> Any:
-        if not session.active or not session.callers.script_calls():
+        trains = session.active and session.callers.script_calls()
+        if not trains or not session.trains(fun, session.callers.script_line(), primals):
             return original(fun, *primals, **options)
-        session.check_differentiation(fun, session.callers.script_line())
         return gradients.vjp(session, original, fun, primals, options)
 
     return linearize

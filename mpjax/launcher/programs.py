@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import types
 import warnings
 from collections.abc import Callable
@@ -23,22 +24,28 @@ _STATES = "_mpjax_loss_scales"
 
 
 class Compiled:
-    """The result of the launcher's `jax.jit`: `jax.jit(fun, **options)` with the loss scales of the function.
+    """The result of the launcher's `jax.jit`: `jax.jit(fun, **options)`, and once the process trains, under the policy.
 
-    The compiled function takes and returns the loss scales as an additional argument and result that the caller does
-    not see.
+    The compiled function then takes and returns the loss scales as an additional argument and result that the caller
+    does not see.
     """
 
     def __init__(self, session: Session, jit: Callable[..., Any], fun: Callable[..., Any], options: dict[str, Any]):
         functools.update_wrapper(self, fun, updated=())
         self._session, self._jit, self._fun, self._options = session, jit, fun, options
-        self._plain = jit(under_policy(session, fun), **options)
-        # JAX takes no keyword arguments beside in_shardings.
-        self._stateful = None if options.get("in_shardings") is not None else self._with_states()
+        self._untouched = jit(fun, **options)
         self._states: Any = None
-        self.name = getattr(fun, "__name__", type(fun).__name__)
+        self.name = name_of(fun)
         self.clock = Clock()
         self.trains = False
+        self._make()
+
+    def _make(self) -> None:
+        """Makes the functions under the policy, which JAX then traces."""
+        self.decided = True  # False if a trace could not tell whether the function evaluates
+        self._plain = self._jit(under_policy(self._session, self._fun), **self._options)
+        # JAX takes no keyword arguments beside in_shardings.
+        self._stateful = None if self._options.get("in_shardings") is not None else self._with_states()
 
     @property
     def counts(self) -> Any:
@@ -55,30 +62,50 @@ class Compiled:
         if frame() is not None or enclosing_scale() is not None:
             # A new function for each trace: JAX would cache what this one reads from the enclosing trace.
             return self._jit(_fresh(self._fun), **self._options)(*args, **kwargs)
-        if self._stateful is None or jax.extend.core.unsafe_am_i_under_a_jit_DO_NOT_USE():
+        if not self._session.casts:
+            return self._untouched(*args, **kwargs)
+        if not self.decided and self._session.parameters:
+            self._make()
+        if self._stateful is None or compat.is_tracing():
             return self._plain(*args, **kwargs)
         if self._states is None:
             self._states = self._session.initial_states()
         out, self._states = self._stateful(*args, **kwargs, **{_STATES: self._states})
         if self.trains:
-            self.clock.tick()
+            self.clock.tick(self._states)
             self._session.step_finished(self)
         return out
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
 
+    def _cache_size(self) -> int:
+        functions = (self._untouched, self._plain, self._stateful)
+        return sum(fun._cache_size() for fun in functions if fun is not None)
+
+    def clear_cache(self) -> None:
+        """Clears the caches of the compiled function."""
+        for fun in (self._untouched, self._plain, self._stateful):
+            if fun is not None:
+                fun.clear_cache()
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "_plain" not in vars(self):
             raise AttributeError(name)
-        return getattr(self._plain, name)
+        return getattr(self._plain if self._session.casts else self._untouched, name)
 
     def __repr__(self) -> str:
-        return repr(self._plain)
+        return repr(self._untouched)
+
+
+def name_of(fun: Any) -> str:
+    """The name of a function with its line, as `step (train.py:12)`: several may have one name."""
+    name, code = getattr(fun, "__name__", type(fun).__name__), getattr(inspect.unwrap(fun), "__code__", None)
+    return name if code is None else f"{name} ({os.path.basename(code.co_filename)}:{code.co_firstlineno})"
 
 
 def under_policy(session: Session, fun: Callable[..., Any], compiled: Compiled | None = None) -> Callable[..., Any]:
-    """Wraps `fun` for `jit` or `pmap`: it runs under autocast unless it differentiates or takes an optimizer step.
+    """Wraps `fun` for `jit` or `pmap`: if it evaluates the training's parameters, it runs under autocast.
 
     With `compiled`, the wrapped function takes the loss scales as an additional keyword argument and returns them too.
     """
@@ -86,7 +113,7 @@ def under_policy(session: Session, fun: Callable[..., Any], compiled: Compiled |
     @functools.wraps(fun)
     def program(*args: Any, **kwargs: Any) -> Any:
         states = kwargs.pop(_STATES, None)
-        if frame() is not None or enclosing_scale() is not None:
+        if frame() is not None or enclosing_scale() is not None or not session.casts:
             return fun(*args, **kwargs)
         return trace(session, fun, args, kwargs, states, compiled)
 
@@ -99,13 +126,13 @@ def trace(
     session: Session, fun: Callable[..., Any], args: Any, kwargs: Any, states: Any, compiled: Compiled | None
 ) -> Any:
     """Traces a program to see whether it trains or evaluates, and returns its result under the policy."""
-    seen = Frame(getattr(fun, "__name__", type(fun).__name__))
-    leaves, tree = jax.tree.flatten((args, kwargs))
-    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
+    seen = Frame(name_of(fun))
+    leaves, tree = jax.tree_util.tree_flatten_with_path((args, kwargs))
+    places = [i for i, (_, leaf) in enumerate(leaves) if isinstance(leaf, jax.Array)]
     made: dict[str, Any] = {}
 
     def flat(states: Any, *arrays: Any) -> Any:
-        filled = list(leaves)
+        filled = [leaf for _, leaf in leaves]
         for i, array in zip(places, arrays, strict=True):
             filled[i] = array
         args, kwargs = jax.tree.unflatten(tree, filled)
@@ -114,31 +141,32 @@ def trace(
             outs, made["tree"] = jax.tree.flatten(fun(*args, **kwargs))
         return outs, None if states is None else seen.states[...]
 
-    arrays = [leaves[i] for i in places]
+    arrays = [leaves[i][1] for i in places]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", mpjax.AutocastWarning)
         jaxpr = compat.trace(flat, states, *arrays)
+        parameters = session.parameters.among([leaves[i] for i in places])
         if seen.differentiates:
-            jaxpr = in_half(session, jaxpr)
-    trains = (
-        seen.differentiates or seen.optimizes or is_differentiated(site for site in running_sites(jaxpr) if site.flops)
-    )
-    seen.evaluates = session.half != "float32" and not trains and any(site.flops for site in running_sites(jaxpr))
+            inputs = compat.open_jaxpr(jaxpr).jaxpr.invars[-len(arrays) :] if arrays else []
+            jaxpr = in_half(session, jaxpr, {inputs[i] for i in parameters})
+    sites = [site for site in running_sites(jaxpr) if site.flops]
+    trains = seen.differentiates or seen.optimizes or is_differentiated(sites)
+    seen.evaluates = session.half != "float32" and not trains and bool(sites) and bool(parameters)
     session.traced(seen, jaxpr)
-    stateful = compiled is not None
     if compiled is not None:
         compiled.trains = compiled.trains or seen.differentiates
-    if not seen.evaluates:
-        given = arrays if states is None else [states, *arrays]
-        outs = jax.extend.core.jaxpr_as_fun(jaxpr)(*given)
-        count = made["tree"].num_leaves
-        out = jax.tree.unflatten(made["tree"], outs[:count])
-        return (out, outs[count]) if stateful else out
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", mpjax.AutocastWarning)
-        with tracing(seen):
-            out, _ = finite_results(session, fun, args, kwargs, session.autocast(fun)(*args, **kwargs))
-    return (out, states) if stateful else out
+        compiled.decided = trains or not sites or bool(session.parameters)
+    given = arrays if states is None else [states, *arrays]
+    run = jax.extend.core.jaxpr_as_fun(jaxpr)
+    if seen.evaluates:
+        with warnings.catch_warnings(), tracing(seen):
+            warnings.simplefilter("ignore", mpjax.AutocastWarning)
+            outs, _ = finite_results(session, run, given, {}, session.autocast(run)(*given))
+    else:
+        outs = run(*given)
+    count = made["tree"].num_leaves
+    out = jax.tree.unflatten(made["tree"], outs[:count])
+    return out if compiled is None else (out, outs[count])
 
 
 def _signature(fun: Callable[..., Any]) -> inspect.Signature | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import statistics
 import sys
 import time
 from typing import Any
@@ -18,9 +17,6 @@ from mpjax._jaxpr.program import Site
 from mpjax.launcher.reruns import running_sites
 from mpjax.launcher.session import CALLS, HALF, NONFINITE, RERUNS, RETRIES, SCALE, Frame, Session
 
-# The first calls of a step trace, compile and warm up.
-_WARM_UP = 2
-_ENOUGH = 10
 _SHOWN = 5
 
 
@@ -36,19 +32,16 @@ class Report:
         self.session, self.always = session, always
         self.steps: list[Any] = []
         self.evaluations: list[str] = []
-        self._described = False
+        self._described: set[str] = set()
         atexit.register(self.last_block)
 
     def traced(self, program: Frame, jaxpr: Any) -> None:
-        """Records a program and describes the first one that trains."""
-        if not program.differentiates:
-            if program.evaluates:
-                self.evaluations.append(program.name)
-            return
-        if self._described or self.session.options.quiet:
-            return
-        self._described = True
-        self._print(first_block(self.session, program, jaxpr))
+        """Records a program, and describes it if it trains."""
+        if program.evaluates:
+            self.evaluations.append(program.name)
+        if program.differentiates and program.name not in self._described and not self.session.options.quiet:
+            self._described.add(program.name)
+            self._print(first_block(self.session, program, jaxpr))
 
     def step_finished(self, compiled: Any) -> None:
         """Records a training step."""
@@ -58,10 +51,7 @@ class Report:
     def last_block(self) -> None:
         """Prints the summary of the run."""
         options = self.session.options
-        if self.session.refused:
-            return
-        used = self.session.sites or self.evaluations
-        if self.session.unused and used and not options.dry_run:
+        if self.session.unused and self.session.sites and not options.dry_run:
             self._print(
                 _of_unused(self.session.unused, "mpjax run: matched nothing")
             )  # a typo is an error, --quiet or not
@@ -69,13 +59,13 @@ class Report:
             return
         if self.session.sites:
             self._print(self._summary())
+        elif self.session.in_float32:
+            self._print(f"mpjax run: nothing was cast to half: {_without_optimizer(self.session)}")
         elif self.always:
             self._print(
                 "mpjax run: nothing was cast to half: the script differentiated nothing (jax.grad, jax.value_and_grad, "
-                "jax.vjp, jax.linearize, and the forms of Flax, Haiku and Equinox)"
-                + (f"; evaluated in half: {', '.join(dict.fromkeys(self.evaluations))}" if self.evaluations else "")
-                + ". Gradients that an installed package computes are left unchanged: name the package in `packages` "
-                "of a --rules file."
+                "jax.vjp, jax.linearize, and the forms of Flax, Haiku and Equinox). Gradients that an installed "
+                "package computes are left unchanged: name the package in `packages` of a --rules file."
             )
 
     def _summary(self) -> str:
@@ -85,14 +75,25 @@ class Report:
             lines += _of_step(self.session, step)
         if not counted:
             lines.append(
-                "  steps were not counted: gradients ran outside jax.jit, in a pmap, or in a jit with in_shardings"
+                "  no steps were counted: none finished, or gradients ran outside of jax.jit, in a pmap, or in a jit "
+                "with in_shardings"
             )
         if self.evaluations:
             lines.append(f"  evaluated in half: {', '.join(dict.fromkeys(self.evaluations))}")
+        if self.session.in_float32:
+            lines.append(f"  in float32: {_without_optimizer(self.session)}")
         return "\n".join(lines)
 
     def _print(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
+
+
+def _without_optimizer(session: Session) -> str:
+    where = ", ".join(f"{name} at {line}" for line, name in session.in_float32.items())
+    ways = "build an optax optimizer before the first gradient"
+    if not session.scales:
+        ways += ", or pass --any-gradient if the script updates its parameters by hand"
+    return f"no optax optimizer was built before the gradients of {where}: {ways}"
 
 
 def _of_unused(unused: list[str], what: str) -> str:
@@ -100,29 +101,27 @@ def _of_unused(unused: list[str], what: str) -> str:
 
 
 class Clock:
-    """Times between the calls of a compiled step. They are step times once the device is slower than the host."""
+    """The time of a step, from windows of calls that end when the device is done.
+
+    Calls return before the device is done, so the clock waits for the results of calls 2, 4, 8, 16, ...: a few times in
+    a run. The first call traces and compiles.
+    """
 
     def __init__(self) -> None:
-        self.times: list[float] = []
-        self._last: float | None = None
+        self.calls = 0
+        self.seconds: float | None = None  # for a call of the last window, with all that the script does in between
+        self._start = 0.0
 
-    def tick(self) -> None:
-        """Records a call."""
+    def tick(self, results: Any) -> None:
+        """Counts a call."""
+        self.calls += 1
+        if self.calls < 2 or self.calls & (self.calls - 1):
+            return
+        jax.block_until_ready(results)
         now = time.perf_counter()
-        if self._last is not None:
-            self.times.append(now - self._last)
-        self._last = now
-
-    @property
-    def calls(self) -> int:
-        """The number of calls."""
-        return len(self.times) + (self._last is not None)
-
-    @property
-    def median(self) -> float | None:
-        """Median seconds between calls; None for few calls, which return before the device is done."""
-        warm = self.times[_WARM_UP:]
-        return statistics.median(warm) if len(warm) >= _ENOUGH else None
+        if self.calls >= 4:
+            self.seconds = (now - self._start) / (self.calls // 2)
+        self._start = now
 
 
 def _of_step(session: Session, step: Any) -> list[str]:
@@ -131,7 +130,7 @@ def _of_step(session: Session, step: Any) -> list[str]:
     if not len(rows):
         return [f"  {step.name}: {step.clock.calls} calls; its gradients, under shard_map or vmap, are not counted"]
     steps = int(rows[:, CALLS].max())
-    seconds = step.clock.median
+    seconds = step.clock.seconds
     took = "" if seconds is None else f", {1e3 * seconds * step.clock.calls / steps:.3g} ms a step"
     lines = [f"  {step.name}: {steps} steps{took}"]
     if session.scales:

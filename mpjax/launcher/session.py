@@ -18,6 +18,7 @@ import numpy as np
 import mpjax
 from mpjax.launcher.callers import Callers
 from mpjax.launcher.options import LaunchError, Options
+from mpjax.launcher.parameters import Parameters
 
 # One row per differentiated function of a compiled step. Further functions share the last row.
 ROWS = 8
@@ -141,10 +142,16 @@ class Session:
         dtypes = {self.policy.compute_dtype, *(other.compute_dtype for _, other in self.policy.overrides)}
         self.half = next((np.dtype(d).name for d in sorted(dtypes, key=str) if np.dtype(d).name in HALF), "float32")
         self.scales = "float16" in {np.dtype(d).name for d in dtypes}
+        if options.any_gradient and self.scales:
+            raise LaunchError(
+                "--any-gradient: nothing would keep a non-finite float16 gradient out of parameters that the script "
+                "updates by hand. Use --policy mixed_bfloat16, which needs no loss scale."
+            )
         # Whether nonfinite forward passes run again in float32. bfloat16 has the range of float32 and needs no rerun.
         self.reruns = self.scales and not options.dry_run
         self.optimizers = 0
-        self.refused = False
+        self.parameters = Parameters()
+        self.in_float32: dict[str, str] = {}  # lines that differentiated without an optimizer
         self.sites: dict[str, str] = {}
         self._explained: set[str] = set()
         self.watchers: list[Watcher] = []
@@ -166,20 +173,28 @@ class Session:
         """Whether a gradient can be taken in half: no further option is set, such as `holomorphic` or `allow_int`."""
         return self.active and not any(positional) and not any(options.values())
 
-    def check_differentiation(self, fun: Any, line: str) -> None:
-        """Refuses float16 if nothing would keep a nonfinite gradient from the parameters.
+    @property
+    def casts(self) -> bool:
+        """Whether the script may train by now. Until then nothing of it is cast."""
+        return bool(self.optimizers) or (self.options.any_gradient and not self.scales)
 
-        Raises:
-            LaunchError: The policy uses float16 and the script has built no optax transformation.
+    def trains(self, fun: Any, line: str, differentiated: Sequence[Any]) -> bool:
+        """Whether a gradient is one of the training. Records it, and the parameters.
+
+        Args:
+            fun: The differentiated function.
+            line: The line of the script that differentiates.
+            differentiated: The arguments with respect to which it does.
         """
-        self.sites.setdefault(line, getattr(fun, "__name__", type(fun).__name__))
-        if self.scales and not self.optimizers:
-            self.refused = True
-            raise LaunchError(
-                f"{line} computes gradients, but the script has built no optax transformation: nothing would keep a "
-                "non-finite float16 gradient out of the parameters, so float16 is refused. Use --policy "
-                "mixed_bfloat16, which needs no loss scale, or build an optax optimizer before the gradient."
-            )
+        name = getattr(fun, "__name__", type(fun).__name__)
+        if not self.casts:
+            self.in_float32.setdefault(line, name)
+            return False
+        self.sites.setdefault(line, name)
+        if enclosing_scale() is None:  # A nested gradient may be with respect to data.
+            for tree in differentiated:
+                self.parameters.learn(tree)
+        return True
 
     def traced(self, program: Frame, jaxpr: Any) -> None:
         """Reports a traced program to the watchers."""
@@ -192,7 +207,7 @@ class Session:
             watcher.step_finished(compiled)
 
     def autocast(self, fun: Any) -> Any:
-        """Applies the policy to `fun` without unused-rule warnings: a rule may match another function. See `unused`."""
+        """Applies the policy to `fun` without warnings: the report says what is not in half, once for all functions."""
         if self.half == "float32":
             return fun
         cast = mpjax.autocast(fun, self.policy, rules=self.rules)
@@ -200,7 +215,8 @@ class Session:
         @functools.wraps(cast)
         def silent(*args: Any, **kwargs: Any) -> Any:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", mpjax.UnusedRuleWarning)
+                for category in (mpjax.AutocastWarning, mpjax.UnusedRuleWarning):
+                    warnings.simplefilter("ignore", category)
                 return cast(*args, **kwargs)
 
         return silent

@@ -8,8 +8,6 @@ import sys
 from types import TracebackType
 from typing import Any
 
-from mpjax.launcher.options import LaunchError
-
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _RUNNERS = ("<frozen runpy>", runpy.__file__)
 
@@ -19,9 +17,6 @@ def install() -> None:
     before = sys.excepthook
 
     def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> Any:
-        if isinstance(error, LaunchError):  # Its message names the script's line.
-            print(f"mpjax run: error: {error}", file=sys.stderr)
-            return None
         trace = stripped(trace)
         return before(kind, error.with_traceback(trace), trace)
 

@@ -208,6 +208,61 @@ def test_a_gradient_inside_a_gradient_is_correct(launched):
         assert_close(step(params(), jnp.float32(weight)), want, tolerance=1e-2)
 
 
+def energy(p, x):
+    """A loss with a nested gradient, as that of a physics-informed network."""
+    slope = jax.vmap(jax.grad(lambda x: jnp.sum(jnp.tanh(x @ p["a"]) @ p["b"])))(x)
+    return jnp.mean(slope**2)
+
+
+def products_solved(p, x):
+    direction = jax.tree.map(jnp.ones_like, p)
+
+    def product(v):
+        curved = jax.jvp(jax.grad(lambda p: loss_fn(p, x)), (p,), (v,))[1]
+        return jax.tree.map(lambda a, b: a + 10 * b, curved, v)
+
+    return jax.scipy.sparse.linalg.cg(product, direction, maxiter=3)[0]
+
+
+# Derivatives of gradients, by JAX's functions that the launcher does not replace.
+DERIVATIVES = {
+    "jvp": lambda p, x: jax.jvp(lambda p: jax.grad(loss_fn)(p, x), (p,), (p,))[1],
+    "jit of jvp": lambda p, x: jax.jvp(jax.jit(lambda p: jax.grad(loss_fn)(p, x)), (p,), (p,))[1],
+    "jacrev": lambda p, x: jax.tree.map(
+        jnp.sum, jax.jacrev(lambda a: jax.grad(loss_fn)({**p, "a": a}, x)["b"])(p["a"])
+    ),
+    "jacrev of value": lambda p, x: jax.jacrev(lambda p: jax.value_and_grad(loss_fn)(p, x)[0])(p),
+    "vmap of jvp": lambda p, x: jax.vmap(
+        lambda v: jax.jvp(lambda p: jax.grad(loss_fn)(p, x), (p,), ({**p, "a": v},))[1]
+    )(p["a"][None]),
+    "cg": products_solved,
+    "a closure": lambda p, x: jax.jacrev(lambda s: jax.grad(lambda p: s * loss_fn(p, x))(p))(1.0),
+    "a library": lambda p, x: optax.value_and_grad_from_state(lambda p: energy(p, x))(p, state=optax.lbfgs().init(p))[
+        1
+    ],
+    "a library in jit": lambda p, x: optax.value_and_grad_from_state(jax.jit(lambda p: energy(p, x)))(
+        p, state=optax.lbfgs().init(p)
+    )[1],
+}
+
+
+@pytest.mark.parametrize("name", DERIVATIVES)
+@pytest.mark.parametrize("context", ["eager", "jit"])
+def test_derivatives_of_a_gradient_are_right(launched, name, context):
+    want = jax.device_get(jax.jit(DERIVATIVES[name])(params(), X))
+    launched()
+    optax.sgd(0.1)
+    assert_close((jax.jit if context == "jit" else eager)(DERIVATIVES[name])(params(), X), want, tolerance=1e-2)
+
+
+def test_a_jitted_step_under_vmap_leaves_no_tracer(launched):
+    launched()
+    optax.sgd(0.1)
+    step = jax.vmap(jax.jit(lambda p, w: jax.grad(loss_fn)(p, X, w)), (None, 0))
+    for _ in range(2):
+        assert_close(jax.tree.map(lambda g: g[0], step(params(), jnp.ones(2))), REFERENCE[1.0])
+
+
 def test_a_jitted_function_that_both_evaluates_and_trains_is_traced_for_each(launched):
     launched()
     optax.sgd(0.1)
@@ -229,15 +284,28 @@ def test_differentiation_of_a_library_is_left_alone(launched):
 
 def test_bfloat16_is_neither_scaled_nor_repeated(launched):
     launched(policy="mixed_bfloat16")
+    optax.sgd(0.1)
     text = str(jax.make_jaxpr(lambda p: jax.grad(loss_fn)(p, X))(params()))
     assert "bf16[" in text
     assert "while" not in text
 
 
-def test_float16_is_refused_without_an_optimizer_that_can_skip(launched):
-    launched()
-    with pytest.raises(LaunchError, match=r"test_gradients.py:\d+ computes gradients.*--policy mixed_bfloat16"):
-        jax.grad(loss_fn)(params(), X)
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_a_gradient_before_any_optimizer_stays_in_float32(launched, policy):
+    session = launched(policy=policy)
+    step = jax.jit(jax.grad(loss_fn))
+    assert_close(step(params(), X), REFERENCE[1.0], tolerance=1e-6)
+    assert list(session.in_float32.values()) == ["loss_fn"]
+    optax.sgd(0.1)
+    assert "f16[" in str(jax.make_jaxpr(step)(params(), X))
+    assert not np.array_equal(step(params(), X)["a"], REFERENCE[1.0]["a"])  # compiled again, in half
+
+
+def test_a_script_that_updates_by_hand_can_say_so(launched):
+    launched(policy="mixed_bfloat16", any_gradient=True)
+    assert "bf16[" in str(jax.make_jaxpr(jax.jit(jax.grad(loss_fn)))(params(), X))
+    with pytest.raises(LaunchError, match=r"--any-gradient: .*Use --policy mixed_bfloat16"):
+        launched(any_gradient=True)
 
 
 def test_a_gradient_function_may_be_made_before_the_optimizer(launched):

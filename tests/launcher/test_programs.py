@@ -2,6 +2,7 @@
 
 import functools
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -32,7 +33,7 @@ def loss_fn(p, x):
 
 
 def half(fun, *args):
-    return "f16[" in str(jax.make_jaxpr(fun)(*args))
+    return "f16[" in str(jax.make_jaxpr(lambda *args: fun(*args))(*args))  # not cached by `fun`
 
 
 def bitwise_equal(a, b):
@@ -179,18 +180,60 @@ def test_the_state_of_the_optimizer_has_the_structure_of_a_plain_run(launched):
     step(p, plain, X)  # continues from a checkpoint of a float32 run
 
 
+def train_once(*args):
+    """Differentiates with respect to the parameters, as a training step does."""
+    optax.sgd(0.1)
+    jax.grad(loss_fn)(*(args or (params(), X)))
+
+
 def test_evaluation_is_in_half_and_other_programs_are_not(launched):
     launched()
+    early = jax.jit(model)
+    assert not half(early, params(), X)
+    train_once()
     evaluate = jax.jit(model)
-    assert half(evaluate, params(), X)
+    for fun in (early, evaluate, jax.jit(lambda p, x: jax.jit(model)(p, x))):
+        assert half(fun, params(), X)
     assert evaluate(params(), X).dtype == jnp.float32
-    assert half(jax.jit(lambda p, x: jax.jit(model)(p, x)), params(), X)
+    assert half(jax.jit(lambda state, x: model(state["ema"], x)), {"ema": params(), "step": jnp.ones(())}, X)
     assert not half(jax.jit(jnp.exp), X)
-    # An optimizer's own matmuls are not an evaluation.
+    # Other matmuls are not the model's: they read no parameters.
+    assert not half(jax.jit(lambda x: x.T @ x), X)
+    assert not half(jax.jit(lambda w, x: x @ w), params()["w"], X)
+    assert not half(jax.jit(lambda p, x: x @ p["w"]), {"w": X.T}, X)
+    # Nor are an optimizer's own.
     tx = optax.GradientTransformation(lambda p: (), lambda g, s, p=None: ({"w": g["w"] @ g["w"].T}, s))
     assert not half(jax.jit(lambda g: tx.update(g, ())), params())
     mapped = jax.pmap(model, in_axes=(None, 0))
     assert half(mapped, params(), X[None])
+
+
+def test_an_evaluation_before_the_first_gradient_is_in_half_after_it(launched):
+    launched()
+    optax.sgd(0.1)
+    evaluate, traces = jax.jit(lambda p, x: traces.append(None) or model(p, x)), []
+    before = evaluate(params(), X)
+    jax.grad(loss_fn)(params(), X)
+    after = [evaluate(params(), X) for _ in range(2)]
+    assert not np.array_equal(before, after[0])
+    assert len(traces) == 2  # the function itself runs once for each trace
+
+
+@pytest.mark.parametrize("kind", ["nnx", "equinox"])
+def test_an_evaluation_of_a_module_is_in_half(launched, kind):
+    launched()
+    optax.sgd(0.1)
+    if kind == "nnx":
+        model, jit, grad, call = nnx.Linear(16, 16, rngs=nnx.Rngs(0)), nnx.jit, nnx.grad, lambda m, x: m(x)
+    else:
+        model, jit, grad = eqx.nn.Linear(16, 16, key=jax.random.key(0)), eqx.filter_jit, eqx.filter_grad
+        call = lambda m, x: jax.vmap(m)(x)
+    want = np.array(call(model, X))
+    jit(lambda m, x: grad(lambda m: jnp.mean(call(m, x) ** 2))(m))(model, X)
+    got = jit(call)(model, X)
+    assert not np.array_equal(got, want)
+    np.testing.assert_allclose(got, want, atol=0.01)
+    np.testing.assert_allclose(jit(lambda x: x @ x.T)(X), X @ X.T, atol=1e-5)
 
 
 @pytest.mark.parametrize("transform", [jax.jacrev, jax.jacfwd, jax.hessian])
@@ -339,6 +382,7 @@ def test_a_forward_pass_that_overflows_gives_the_values_of_float32(launched, con
 def test_an_evaluation_that_overflows_gives_the_values_of_float32(launched):
     want = np.array(jax.jit(lambda p, x: x @ p["w"])(params(), LARGE))
     launched()
+    train_once()
     evaluate = jax.jit(lambda p, x: x @ p["w"])
     np.testing.assert_allclose(evaluate(params(), LARGE), want, rtol=1e-5)
     assert half(evaluate, params(), X)
