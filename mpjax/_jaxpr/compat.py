@@ -392,6 +392,14 @@ def is_tracing() -> bool:
     return not trace_ctx.is_top_level()
 
 
+def is_differentiating() -> bool:
+    """Whether operations are differentiated as they run, in forward or reverse mode."""
+    trace = trace_ctx.trace
+    while trace is not None and type(trace).__name__ not in ("JVPTrace", "LinearizeTrace"):
+        trace = getattr(trace, "parent_trace", None)
+    return trace is not None
+
+
 def under_jet() -> bool:
     """Whether the current trace is one of `jax.experimental.jet`, which has rules for few primitives."""
     return type(trace_ctx.trace).__name__ == "JetTrace"

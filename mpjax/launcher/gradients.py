@@ -12,8 +12,9 @@ import jax
 import jax.extend.core
 import jax.numpy as jnp
 
+from mpjax._jaxpr import compat
 from mpjax.launcher.reruns import finite_results
-from mpjax.launcher.retrying import MAX_SCALE, Attempt, Found, all_finite, until_finite
+from mpjax.launcher.retrying import INNER_SCALE, MAX_SCALE, Attempt, Found, all_finite, until_finite
 from mpjax.launcher.session import (
     CALLS,
     GOOD,
@@ -29,8 +30,6 @@ from mpjax.launcher.session import (
 )
 
 GROWTH_INTERVAL = 500
-# For gradients inside a function that is linearized before its scale is known.
-INNER_SCALE = 2.0**7
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,8 +201,11 @@ def _next_state(session: Session, state: Any, found: Found, reran: Any) -> Any:
 
 
 def _read(states: Any, row: int) -> Any:
-    """A row of the step's states; None where a reference cannot be read (`shard_map`, `pmap`)."""
-    if states is None or jax.sharding.get_abstract_mesh().manual_axes:
+    """A row of the step's states; None where it can't be read, or has no meaning for the next step: a derivative.
+
+    `shard_map` and `pmap` accept no reference.
+    """
+    if states is None or jax.sharding.get_abstract_mesh().manual_axes or compat.is_differentiating():
         return None
     return states[row]
 

@@ -84,7 +84,7 @@ def _differentiation(session: Session, originals: Any, original: Any, gradient_o
         @functools.wraps(plain)
         def gradient(*args: Any, **kwargs: Any) -> Any:
             # By now the script has built its optimizer.
-            if not session.trains(fun, line, gradients.chosen(args, argnums)):
+            if session.gives_way(fun, line) or not session.trains(fun, line, gradients.chosen(args, argnums)):
                 return plain(*args, **kwargs)
             value, grads = both(*args, **kwargs)
             if not gradient_only:

@@ -82,6 +82,9 @@ class Report:
             lines.append(f"  evaluated in half: {', '.join(dict.fromkeys(self.evaluations))}")
         if self.session.in_float32:
             lines.append(f"  in float32: {_without_optimizer(self.session)}")
+        if self.session.differentiated_again:
+            where = _places(self.session.differentiated_again)
+            lines.append(f"  in float32: the gradients of {where}, which a library differentiates again")
         return "\n".join(lines)
 
     def _print(self, text: str) -> None:
@@ -89,11 +92,14 @@ class Report:
 
 
 def _without_optimizer(session: Session) -> str:
-    where = ", ".join(f"{name} at {line}" for line, name in session.in_float32.items())
     ways = "build an optax optimizer before the first gradient"
     if not session.scales:
         ways += ", or pass --any-gradient if the script updates its parameters by hand"
-    return f"no optax optimizer was built before the gradients of {where}: {ways}"
+    return f"no optax optimizer was built before the gradients of {_places(session.in_float32)}: {ways}"
+
+
+def _places(functions: dict[str, str]) -> str:
+    return ", ".join(f"{name} at {line}" for line, name in functions.items())
 
 
 def _of_unused(unused: list[str], what: str) -> str:
@@ -173,7 +179,7 @@ def first_block(session: Session, program: Frame, jaxpr: Any) -> str:
         lines.append(f"  and {len(ranked) - _SHOWN} more lines; --explain FILE lists all")
     if session.unused:
         lines.append("  " + _of_unused(session.unused, "matched nothing so far"))
-    lines.append("  differentiates: " + ", ".join(f"{name} at {line}" for line, name in session.sites.items()))
+    lines.append("  differentiates: " + _places(session.sites))
     return "\n".join(lines)
 
 

@@ -7,15 +7,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.extend.core
 import jax.numpy as jnp
+import numpy as np
 
 from mpjax._jaxpr import compat
-from mpjax.launcher.session import is_tracer
 
 # Each retry multiplies the scale by this factor. Three retries go from 2**15 to 2**3.
 BACKOFF = 2.0**-4
 MIN_SCALE, MAX_SCALE = 2.0**-13, 2.0**24
+# For gradients inside a function that is linearized before its scale is known.
+INNER_SCALE = 2.0**7
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,8 +66,7 @@ def until_finite(evaluate: Callable[..., Attempt], args: Any, start: Any) -> Fou
     Returns:
         The first attempt whose gradients are finite or whose loss is not, or the attempt at the lowest scale.
     """
-    traced = any(map(is_tracer, jax.tree.leaves((args, start)))) or jax.extend.core.unsafe_am_i_under_a_jit_DO_NOT_USE()
-    return _loop(evaluate, args, start) if traced else _eager(evaluate, args, start)
+    return (_loop if compat.is_tracing() else _eager)(evaluate, args, start)
 
 
 def all_finite(tree: Any) -> Any:
@@ -101,28 +101,55 @@ def _loop(evaluate: Callable[..., Attempt], args: Any, start: Any) -> Found:
         made["leaves"], made["tree"] = jax.tree.flatten((attempt.result, attempt.loss))
         return attempt.finite, attempt.may_retry, [_key_data(x) for x in made["leaves"] if isinstance(x, jax.Array)]
 
-    arrays = [leaves[i] for i in places]
-    jaxpr = compat.trace(flat, start, *arrays)
-    run = jax.extend.core.jaxpr_as_fun(jaxpr)
+    jaxpr, consts = compat.open_jaxpr(compat.trace(flat, start, *(leaves[i] for i in places)))
+    # What the computation closes over is an argument of the loop, so that it can be differentiated with respect to it.
+    arrays = [*consts, *(leaves[i] for i in places)]
 
-    def body(carry: tuple[Any, ...]) -> tuple[Any, ...]:
-        scale, retries, *_ = carry
-        scale = jnp.where(retries < 0, scale, lower(scale))
-        # Otherwise XLA would hoist the forward pass, which no scale enters, and keep its residuals.
-        read = behind(scale, arrays)
-        finite, go_on, *outs = run(scale, *read)
-        return scale, retries + 1, finite, go_on & (scale > MIN_SCALE), tuple(outs)
+    def attempt(scale: Any, arrays: Sequence[Any]) -> list[Any]:
+        return jax.core.eval_jaxpr(jaxpr, arrays[: len(consts)], scale, *arrays[len(consts) :])
 
-    shapes = compat.open_jaxpr(jaxpr).jaxpr.outvars[2:]
-    empty = tuple(_zeros(v.aval) for v in shapes)
-    false, true = jnp.zeros((), jnp.bool_), jnp.ones((), jnp.bool_)
-    first = (jnp.asarray(start, jnp.float32), jnp.full((), -1, jnp.int32), false, true, empty)
-    scale, retries, finite, _, outs = jax.lax.while_loop(lambda carry: carry[3], body, first)
-    rest = (compat.with_weak_type(x, v.aval) for x, v in zip(outs, shapes, strict=True))
+    shapes = [v.aval for v in jaxpr.outvars[2:]]
+    scale, retries, finite, outs = _repeated(attempt, shapes, jnp.asarray(start, jnp.float32), arrays)
+    rest = (compat.with_weak_type(x, aval) for x, aval in zip(outs, shapes, strict=True))
     result, loss = jax.tree.unflatten(
         made["tree"], [_wrap_key(next(rest), x) if isinstance(x, jax.Array) else x for x in made["leaves"]]
     )
     return Found(Attempt(result, finite, loss), scale, retries)
+
+
+def _repeated(attempt: Callable[..., list[Any]], shapes: Sequence[Any], start: Any, arrays: list[Any]) -> Any:
+    """A loop of attempts: the last scale, the number of retries, whether the gradients are finite, and the results.
+
+    Its derivative is that of one attempt, at a scale that leaves room for the second derivative. (JAX can't
+    differentiate a `while` in reverse mode.)
+    """
+
+    @jax.custom_jvp
+    def repeated(start: Any, arrays: list[Any]) -> Any:
+        def body(carry: tuple[Any, ...]) -> tuple[Any, ...]:
+            scale, retries, *_ = carry
+            scale = jnp.where(retries < 0, scale, lower(scale))
+            # Otherwise XLA would hoist the forward pass, which no scale enters, and keep its residuals.
+            finite, go_on, *outs = attempt(scale, behind(scale, arrays))
+            return scale, retries + 1, finite, go_on & (scale > MIN_SCALE), tuple(outs)
+
+        false, true = jnp.zeros((), jnp.bool_), jnp.ones((), jnp.bool_)
+        first = (start, jnp.full((), -1, jnp.int32), false, true, tuple(map(_zeros, shapes)))
+        scale, retries, finite, _, outs = jax.lax.while_loop(lambda carry: carry[3], body, first)
+        return scale, retries, finite, outs
+
+    @repeated.defjvp
+    def _(primals: Any, tangents: Any) -> Any:
+        found = scale, *_, outs = repeated(*primals)
+        low = jnp.minimum(scale, INNER_SCALE)
+        _, of_outs = jax.jvp(lambda arrays: tuple(attempt(low, arrays)[2:]), primals[1:], tangents[1:])
+        none = np.zeros((), jax.dtypes.float0)
+        of_outs = tuple(
+            t if t.dtype == jax.dtypes.float0 else t.astype(x.dtype) for t, x in zip(of_outs, outs, strict=True)
+        )
+        return found, (scale * 0.0, none, none, of_outs)
+
+    return repeated(start, arrays)
 
 
 def behind(scale: Any, arrays: Sequence[Any]) -> list[Any]:

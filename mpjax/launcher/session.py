@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import mpjax
+from mpjax._jaxpr import compat
 from mpjax.launcher.callers import Callers
 from mpjax.launcher.options import LaunchError, Options
 from mpjax.launcher.parameters import Parameters
@@ -152,6 +153,7 @@ class Session:
         self.optimizers = 0
         self.parameters = Parameters()
         self.in_float32: dict[str, str] = {}  # lines that differentiated without an optimizer
+        self.differentiated_again: dict[str, str] = {}  # lines whose gradients a library differentiates
         self.sites: dict[str, str] = {}
         self._explained: set[str] = set()
         self.watchers: list[Watcher] = []
@@ -178,6 +180,16 @@ class Session:
         """Whether the script may train by now. Until then nothing of it is cast."""
         return bool(self.optimizers) or (self.options.any_gradient and not self.scales)
 
+    def gives_way(self, fun: Any, line: str) -> bool:
+        """Whether a gradient stays float32 because a library differentiates it again.
+
+        The launcher would not see an overflow of the second derivative, which no loss scale of its own protects.
+        """
+        gives_way = self.scales and enclosing_scale() is None and compat.is_differentiating()
+        if gives_way:
+            self.differentiated_again.setdefault(line, _name(fun))
+        return gives_way
+
     def trains(self, fun: Any, line: str, differentiated: Sequence[Any]) -> bool:
         """Whether a gradient is one of the training. Records it, and the parameters.
 
@@ -186,11 +198,10 @@ class Session:
             line: The line of the script that differentiates.
             differentiated: The arguments with respect to which it does.
         """
-        name = getattr(fun, "__name__", type(fun).__name__)
         if not self.casts:
-            self.in_float32.setdefault(line, name)
+            self.in_float32.setdefault(line, _name(fun))
             return False
-        self.sites.setdefault(line, name)
+        self.sites.setdefault(line, _name(fun))
         if enclosing_scale() is None:  # A nested gradient may be with respect to data.
             for tree in differentiated:
                 self.parameters.learn(tree)
@@ -242,6 +253,10 @@ class Session:
         rows = np.zeros((ROWS, COLUMNS), np.float32)
         rows[:, SCALE] = self.options.init_scale if self.scales else 1.0
         return jnp.asarray(rows)
+
+
+def _name(fun: Any) -> str:
+    return getattr(fun, "__name__", type(fun).__name__)
 
 
 def _noting(matched: set[Any]) -> type[mpjax.Rules]:
