@@ -225,7 +225,7 @@ def _times(x: Any, factor: Any) -> Any:
     if not _is_scaled(x):
         return x
     wide = jnp.promote_types(x.dtype, jnp.float32)
-    return (x.astype(wide) * factor.astype(wide)).astype(x.dtype)
+    return compat.with_weak_type((x.astype(wide) * factor.astype(wide)).astype(x.dtype), jax.typeof(x))
 
 
 def _multiplied(tree: Any, scale: Any) -> Any:

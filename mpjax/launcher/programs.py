@@ -139,7 +139,9 @@ def trace(
         seen.states = None if states is None else jax.new_ref(states)
         with tracing(seen):
             outs, made["tree"] = jax.tree.flatten(fun(*args, **kwargs))
-        return outs, None if states is None else seen.states[...]
+        states = None if states is None else seen.states[...]
+        seen.states, seen.finite = None, []  # Tracers must not outlive the trace.
+        return outs, states
 
     arrays = [leaves[i][1] for i in places]
     with warnings.catch_warnings():

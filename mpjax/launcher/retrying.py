@@ -98,8 +98,10 @@ def _loop(evaluate: Callable[..., Attempt], args: Any, start: Any) -> Found:
 
     def flat(scale: Any, *arrays: Any) -> tuple[Any, Any, list[Any]]:
         attempt = evaluate(scale, jax.tree.unflatten(tree, _filled(leaves, places, arrays)))
-        made["leaves"], made["tree"] = jax.tree.flatten((attempt.result, attempt.loss))
-        return attempt.finite, attempt.may_retry, [_key_data(x) for x in made["leaves"] if isinstance(x, jax.Array)]
+        outs, made["tree"] = jax.tree.flatten((attempt.result, attempt.loss))
+        # Tracers must not outlive the trace.
+        made["leaves"] = [_Array(_impl(x)) if isinstance(x, jax.Array) else x for x in outs]
+        return attempt.finite, attempt.may_retry, [_key_data(x) for x in outs if isinstance(x, jax.Array)]
 
     jaxpr, consts = compat.open_jaxpr(compat.trace(flat, start, *(leaves[i] for i in places)))
     # What the computation closes over is an argument of the loop, so that it can be differentiated with respect to it.
@@ -112,7 +114,7 @@ def _loop(evaluate: Callable[..., Attempt], args: Any, start: Any) -> Found:
     scale, retries, finite, outs = _repeated(attempt, shapes, jnp.asarray(start, jnp.float32), arrays)
     rest = (compat.with_weak_type(x, aval) for x, aval in zip(outs, shapes, strict=True))
     result, loss = jax.tree.unflatten(
-        made["tree"], [_wrap_key(next(rest), x) if isinstance(x, jax.Array) else x for x in made["leaves"]]
+        made["tree"], [_wrap_key(next(rest), x.impl) if isinstance(x, _Array) else x for x in made["leaves"]]
     )
     return Found(Attempt(result, finite, loss), scale, retries)
 
@@ -187,8 +189,19 @@ def _key_data(x: Any) -> Any:
     return jax.random.key_data(x) if is_key(x) else x
 
 
-def _wrap_key(x: Any, like: Any) -> Any:
-    return jax.random.wrap_key_data(x, impl=jax.random.key_impl(like)) if is_key(like) else x
+@dataclasses.dataclass(frozen=True)
+class _Array:
+    """In place of an array in a result; `impl` if it holds random keys."""
+
+    impl: Any
+
+
+def _impl(x: Any) -> Any:
+    return jax.random.key_impl(x) if is_key(x) else None
+
+
+def _wrap_key(x: Any, impl: Any) -> Any:
+    return x if impl is None else jax.random.wrap_key_data(x, impl=impl)
 
 
 def _zeros(aval: Any) -> Any:

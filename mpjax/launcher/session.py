@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 import mpjax
@@ -252,7 +251,7 @@ class Session:
         """The initial state rows of a compiled step."""
         rows = np.zeros((ROWS, COLUMNS), np.float32)
         rows[:, SCALE] = self.options.init_scale if self.scales else 1.0
-        return jnp.asarray(rows)
+        return jax.device_put(rows)
 
 
 def _name(fun: Any) -> str:

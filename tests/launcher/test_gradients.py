@@ -308,6 +308,14 @@ def test_a_script_that_updates_by_hand_can_say_so(launched):
         launched(any_gradient=True)
 
 
+@pytest.mark.parametrize("x", [3.0, np.float32(3.0), jnp.float32(3.0)])
+def test_a_gradient_keeps_its_weak_type(launched, x):
+    want = jax.grad(lambda x: x * 2.0)(x)
+    launched()
+    optax.sgd(0.1)
+    assert jax.typeof(jax.grad(lambda x: x * 2.0)(x)) == jax.typeof(want)
+
+
 def test_a_gradient_function_may_be_made_before_the_optimizer(launched):
     launched()
     gradient = jax.grad(loss_fn)

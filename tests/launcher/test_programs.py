@@ -10,6 +10,7 @@ import optax
 import pytest
 from flax import nnx
 from flax.training import train_state
+from jax.experimental import checkify
 
 from mpjax.launcher.reruns import running_sites
 from mpjax.launcher.session import CALLS, NONFINITE, RERUNS
@@ -269,6 +270,19 @@ def test_compiled_functions_keep_their_interface(launched):
     assert float(jax.jit(lambda x: x + 1, out_shardings=sharding)(jnp.float32(1))) == 2.0
     with pytest.raises(TypeError, match="missing 1 required positional argument"):
         step(jnp.float32(3.0))
+
+
+@pytest.mark.parametrize("check", ["transfer_guard", "checking_leaks", "checkify"])
+def test_jax_checks_of_a_step_pass(launched, check):
+    launched()
+    step, p, s = by_optax(optax.sgd(1e-2))
+    x = jax.device_put(X)
+    if check == "checkify":
+        error, _ = checkify.checkify(step)(p, s, x)
+        error.throw()
+    else:
+        with jax.transfer_guard("disallow") if check == "transfer_guard" else jax.checking_leaks():
+            step(p, s, x)
 
 
 def test_two_optimizers_have_a_scale_each(launched):
