@@ -49,7 +49,6 @@ class Primitive(NamedTuple):
         elementwise: Mixes arrays with scalars, so its derivative with respect to the scalar is a sum.
         join: Joins arrays without arithmetic, so a cast before it equals a cast after it.
         saturating: Its derivative (1 - y², y - y²) cancels near saturation; float32 where that costs no memory.
-        mask: Computes integers or masks cheaply enough to be recomputed.
         whole: Its result has exactly the elements of its operand.
         elements: The operands whose elements its result has, as a subscript; empty if it computes new elements.
         exact: Its results have the magnitude of its operands, up to rounding to an integer (`floor`, `sign`, `rem`).
@@ -76,7 +75,6 @@ class Primitive(NamedTuple):
     elementwise: bool = False
     join: bool = False
     saturating: bool = False
-    mask: bool = False
     whole: bool = False
     elements: str = ""
     exact: bool = False
@@ -205,7 +203,7 @@ complex                               deny     nothing  float32_only
 conj                                  deny     nothing  float32_only
 rng_uniform                           deny     outputs  expensive
 # Their derivative is a sum.
-broadcast_in_dim                      wide     nothing  mask whole
+broadcast_in_dim                      wide     nothing  whole
 gather                                wide     nothing  elements=0 kernel
 reduce_max                            wide     outputs  elements=0 kernel
 reduce_min                            wide     outputs  elements=0 kernel
@@ -227,7 +225,7 @@ pmin                                  wide     outputs  expensive elements=0
 div                                   wide     inputs   elementwise
 tile                                  wide     nothing  whole
 # Moves elements; the derivative has no sum.
-reshape                               move     nothing  mask whole accumulates
+reshape                               move     nothing  whole accumulates
 transpose                             move     nothing  whole
 squeeze                               move     nothing  whole
 slice                                 move     nothing  elements=0
@@ -286,26 +284,26 @@ pad                                   infer    nothing  join elements=all
 dynamic_update_slice                  infer    outputs  join elements=0,1 kernel
 stack                                 infer    outputs  join some_versions elements=all
 tie                                   infer    outputs
-iota                                  infer    nothing  mask exact
+iota                                  infer    nothing  exact
 empty                                 infer    nothing  exact
 empty2                                infer    nothing  exact
 # The result is not a float.
-eq                                    read     -        mask
-ne                                    read     -        mask
-lt                                    read     -        mask
-le                                    read     -        mask
-gt                                    read     -        mask
-ge                                    read     -        mask
+eq                                    read     -
+ne                                    read     -
+lt                                    read     -
+le                                    read     -
+gt                                    read     -
+ge                                    read     -
 eq_to                                 read     -
 lt_to                                 read     -
 le_to                                 read     -
 argmax                                read     -        kernel
 argmin                                read     -        kernel
-is_finite                             read     -        mask logic
-and                                   read     -        mask logic
-or                                    read     -        mask logic
-not                                   read     -        mask logic
-xor                                   read     -        mask
+is_finite                             read     -        logic
+and                                   read     -        logic
+or                                    read     -        logic
+not                                   read     -        logic
+xor                                   read     -
 reduce_and                            read     -        logic kernel
 reduce_or                             read     -        logic kernel
 reduce_xor                            read     -        kernel

@@ -5,7 +5,8 @@ its derivative. A region is issued under `jax.checkpoint`, so only its half inpu
 recomputed: elementwise operations and reductions, but no matmul, loop, sort, random number or collective.
 
 A region contains the float32 arithmetic between two matmuls, and as much of the half arithmetic around it as minimises
-the stored bytes. For example, a region that includes a bias addition stores the matmul's result.
+the stored bytes. For example, a region that includes a bias addition stores the matmul's result. What depends on no
+float, such as a mask, is computed in the region that first reads it, so that no region stores it.
 """
 
 from __future__ import annotations
@@ -113,25 +114,48 @@ def with_regions(steps: Sequence[Step], values: Mapping[Any, Inferred], results:
     formed: list[Any] = []
     run: list[Step] = []
     made: set[Any] = set()
+    waiting: dict[Any, list[Step]] = {}  # the results of parts that wait for their first reader, such as a mask
 
-    def close() -> None:
-        """Ends the current run of steps."""
+    def close(read: Iterable[Any]) -> None:
+        """Ends the current run of steps, because its results are read."""
+        read = set(read)
         for part in _connected(run):
-            formed.extend(stretches.divided(part))
+            results = [v for step in part for v in step.eqn.outvars]
+            if read.isdisjoint(results) and _reads_no_float(part):
+                waiting.update((v, part) for v in results)
+            else:
+                formed.extend(stretches.divided(part))
         run.clear()
         made.clear()
 
+    def resume(read: Iterable[Any], joins: bool) -> None:
+        """Issues the waiting parts whose results are read. The reader joins the current run, or takes no part in it."""
+        for v in read:
+            part = waiting.get(v, ())
+            results = [v for step in part for v in step.eqn.outvars]
+            for result in results:
+                del waiting[result]
+            if joins:
+                run.extend(part)
+                made.update(results)
+            else:
+                formed.extend(stretches.divided(part))
+
     for step in steps:
-        if _belongs(step):
+        read = [v for v, _ in step.touched]
+        belongs = _belongs(step)
+        resume(read if waiting else (), belongs)
+        if belongs:
             run.append(step)
             made.update(step.eqn.outvars)
-        elif run and not step.eqn.effects and made.isdisjoint(v for v, _ in step.touched):
-            # It reads no result of the run, so it may go first. It is a mask, or the matmul of another branch.
+        elif run and not step.eqn.effects and made.isdisjoint(read):
+            # It reads no result of the run, so it may go first. It is the matmul of another branch.
             formed.append(step)
         else:
-            close()
+            close(read)
             formed.append(step)
-    close()
+    close(made)
+    resume(list(waiting), False)
     return formed
 
 
@@ -157,6 +181,12 @@ def _connected(run: Sequence[Step]) -> Iterable[list[Step]]:
     return parts.values()
 
 
+def _reads_no_float(part: Sequence[Step]) -> bool:
+    """Whether connected steps depend only on constants and integers, as the steps that make a mask do."""
+    made = {v for step in part for v in step.eqn.outvars}
+    return not any(compat.is_inexact(v.aval) for step in part for v, _ in step.touched if v not in made)
+
+
 def _variables(eqn: Any) -> list[Any]:
     return [v for v in eqn.invars if not isinstance(v, compat.Literal)]
 
@@ -167,10 +197,7 @@ def _belongs(step: Step) -> bool:
     if step.action is Action.ENTER:
         folded = step.eqn.primitive.name == "custom_jvp_call" or all(plan.setting.folded for plan in step.plans)
         return folded and primitive(step.eqn.primitive.name).call and is_cheap(step.eqn)
-    if step.listing.op is Op.OPAQUE or not is_cheap(step.eqn):
-        return False
-    has_floats = any(map(tracked, (*step.eqn.invars, *step.eqn.outvars)))
-    return has_floats or primitive(step.eqn.primitive.name).mask
+    return step.listing.op is not Op.OPAQUE and is_cheap(step.eqn)
 
 
 class _Stretches:

@@ -76,7 +76,8 @@ def linen(w, x):
 
 
 def in_nnx(w, x):
-    model = nnx.Sequential(nnx.LayerNorm(8, rngs=nnx.Rngs(0)), nnx.Linear(8, 8, rngs=nnx.Rngs(0)))
+    graph, params = nnx.split(nnx.Sequential(nnx.LayerNorm(8, rngs=nnx.Rngs(0)), nnx.Linear(8, 8, rngs=nnx.Rngs(0))))
+    model = nnx.merge(graph, jax.tree.map(lambda p: p + w[0, 0, 0], params))
     h = x @ w[0]
     for _ in range(3):
         h = h + model(h)
