@@ -1,4 +1,4 @@
-"""The main results of the benchmarks in six rows: `python -m benchmarks.headlines`.
+"""The main results of the benchmarks in a few rows: `python -m benchmarks.headlines`.
 
 The README and the results page begin with them.
 """
@@ -103,18 +103,6 @@ def _casting(results: Results) -> Iterator[Headline]:
         yield Headline(f"{what} ({programs})", *compared(value), "Casting")
 
 
-def _loss_scaling(results: Results) -> Iterator[Headline]:
-    rows = results.get("compute-bound, float16, donated", {})
-    ratios = {name: row["ratio"] for name, row in rows.items() if "ratio" in row}
-    if "mpjax: apply_gradients" in ratios:
-        yield Headline(
-            "Step time with dynamic loss scaling, relative to no scaling (float16 matmuls, compute-bound, 2 CPU cores)",
-            f"{ratios['mpjax: apply_gradients']:.2f}",
-            ", ".join(f"{name} {ratios[name]:.2f}" for name in PEERS if name in ratios),
-            "Loss scaling on a CPU",
-        )
-
-
 def _planned(results: Results) -> Iterator[Headline]:
     def shares(way: str) -> str:
         found = {
@@ -135,7 +123,6 @@ _HEADLINES: dict[str, Callable[[Results], Iterator[Headline]]] = {
     "training_gpu": _training,
     "casting_float16_cpu": _casting,
     "faults_cpu": _faults,
-    "loss_scaling_cpu": _loss_scaling,
     "training_dry_run": _planned,
 }
 
