@@ -55,7 +55,7 @@ def restore_if_skipped(module: Any, optimizer: Any, *filters: Any) -> Iterator[N
     """Context manager for an NNX training step that restores the module's state if the step is skipped.
 
     It records the values of the variables on entry. On exit each variable keeps its new value if the
-    optimizer took the step, and is restored if it skipped. Works inside `nnx.jit`.
+    optimizer took every step inside the context, and is restored if it skipped one. Works inside `nnx.jit`.
 
     Args:
         module: An NNX module, or a tree of them.
@@ -84,25 +84,25 @@ def restore_if_skipped(module: Any, optimizer: Any, *filters: Any) -> Iterator[N
             f"restore_if_skipped: expected an nnx.Optimizer, got {type(optimizer).__name__}. With a plain optax state "
             "use mpjax.keep_if_finite(opt_state, new, old) after the update."
         )
-    before = _last_finite(optimizer)
+    before = _skipped_steps(optimizer)
     wanted = filters or (nnx.Not(optimizer.wrt),)
     variables = jax.tree.leaves(nnx.state(module, nnx.Any(*wanted)), is_leaf=lambda x: isinstance(x, nnx.Variable))
     snapshot = [(variable, variable.get_raw_value()) for variable in variables]
     yield
-    finite = _last_finite(optimizer)
-    if finite is before:
+    after = _skipped_steps(optimizer)
+    if after is before:
         raise ValueError(
             "restore_if_skipped: optimizer.update was not called inside the context, so there is no step to check."
         )
     for variable, old in snapshot:
         new = variable.get_raw_value()
         if new is not old:
-            select = functools.partial(_select, jnp.asarray(finite), path=type(variable).__name__)
+            select = functools.partial(_select, jnp.asarray(after == before), path=type(variable).__name__)
             variable.set_raw_value(jax.tree.map(select, new, old))
 
 
-def _last_finite(optimizer: Any) -> Any:
-    found = find_loss_scale_state(optimizer).last_finite
+def _skipped_steps(optimizer: Any) -> Any:
+    found = find_loss_scale_state(optimizer).skipped_steps
     return found.get_raw_value() if hasattr(found, "get_raw_value") else found
 
 

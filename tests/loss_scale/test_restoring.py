@@ -129,6 +129,20 @@ def test_a_skipped_step_inside_the_context_leaves_the_module_unchanged(filters):
     assert (after["dropout", "rngs", "count"] == before["dropout", "rngs", "count"]) == (not filters)
 
 
+def test_one_skipped_step_of_several_inside_the_context_restores_the_module():
+    model = Net()
+    optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
+
+    @nnx.jit
+    def accumulate(model, optimizer):
+        with mpjax.restore_if_skipped(model, optimizer):
+            for x in (BAD, np.ones((4, 2), np.float32)):
+                optimizer.update(model, mpjax.grad(net_loss, optimizer)(model, x))
+
+    accumulate(model, optimizer)
+    np.testing.assert_array_equal(model.norm.mean[...], 0)
+
+
 def test_the_context_reports_a_missing_update_and_a_plain_state():
     model = Net()
     optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
