@@ -134,8 +134,11 @@ class _Float8:
         return codes.astype(jnp.float32)
 
 
+_FORMS: dict[np.dtype, _Int8 | _Float8] = {np.dtype(np.int8): _Int8(), FLOAT8: _Float8()}
+
+
 def _form(dtype: Any) -> _Int8 | _Float8:
-    return _Int8() if np.dtype(dtype) == np.int8 else _Float8()
+    return _FORMS[np.dtype(dtype)]
 
 
 def _layout(shape: tuple[int, ...], block_size: int) -> tuple[int, int]:

@@ -11,6 +11,7 @@ import optax
 
 from mpjax.loss_scale import applying
 from mpjax.loss_scale.applying import apply_gradients, as_transformation
+from mpjax.optimizer_state.rounding import round_to_nearest
 from mpjax.policy import HALF_DTYPES, get_policy, is_half
 
 
@@ -32,6 +33,8 @@ def master_weights(inner: optax.GradientTransformation, policy: Any = "O2") -> o
         master ← master + inner(grads in float32, master)
         params ← round(master)            exactly, after optax.apply_updates or mpjax.apply_gradients
 
+    A param that was changed outside (a checkpoint that is loaded, weight clipping), and so is not its master rounded,
+    becomes its own master at the next step.
     Leaves that are float32 already (norm parameters under O2) are their own masters and take no extra memory.
 
     Args:
@@ -76,7 +79,7 @@ def master_weights(inner: optax.GradientTransformation, policy: Any = "O2") -> o
         """The updates of the params that are not half, and a state with the new masters."""
         if params is None:
             raise ValueError("master_weights: update needs the params: tx.update(grads, state, params).")
-        full = _full(state.master, params)
+        full = _adopted(_full(state.master, params), params)
         updates, inner_state = inner.update(_widen(grads), state.inner_state, full, **extra)
         target = optax.apply_updates(full, updates)
         others = jax.tree.map(lambda p, u: optax.MaskedNode() if is_half(p) else u, params, updates)
@@ -94,7 +97,7 @@ def master_weights(inner: optax.GradientTransformation, policy: Any = "O2") -> o
         return finish(*advance(grads, state, params, **extra), params)
 
     def apply(grads: Any, state: MasterWeightsState, params: Any, **extra: Any) -> tuple[Any, Any]:
-        full = _full(state.master, params)
+        full = _adopted(_full(state.master, params), params)
         target, inner_state = apply_gradients(inner, _widen(grads), state.inner_state, full, **extra)
         rounded = jax.tree.map(lambda p, t: t.astype(p.dtype), params, target)
         return rounded, MasterWeightsState(_masters(params, target), inner_state)
@@ -104,6 +107,19 @@ def master_weights(inner: optax.GradientTransformation, policy: Any = "O2") -> o
 
 def _widen(tree: Any) -> Any:
     return jax.tree.map(lambda x: x.astype(jnp.float32) if is_half(x) else x, tree)
+
+
+def _adopted(full: Any, params: Any) -> Any:
+    """The float32 tree, where a param that is not its master rounded is its own master.
+
+    Something other than the optimizer changed it: a checkpoint that was loaded, weight clipping, an average.
+    """
+
+    def leaf(f: jax.Array, p: jax.Array) -> jax.Array:
+        # Not a cast, which XLA may remove together with the one back.
+        return jnp.where(round_to_nearest(f, p.dtype) == p, f, p.astype(jnp.float32)) if is_half(p) else f
+
+    return jax.tree.map(leaf, full, params)
 
 
 def _delta(taken: Any, p: jax.Array, target: jax.Array, update: Any) -> Any:

@@ -63,6 +63,31 @@ def test_a_master_that_no_update_reaches_takes_the_sum(half):
     assert_params_are_rounded_masters(params, state)
 
 
+@pytest.mark.standard_promotion  # the same
+@pytest.mark.parametrize("form", ["update", "apply"])
+@pytest.mark.parametrize("half", HALVES)
+def test_params_that_were_changed_outside_are_adopted(half, form):
+    # The others keep masters that differ from them by less than half a unit: also a subnormal one.
+    tx = mpjax.master_weights(optax.sgd(0.5), policy_of(half))
+    masters = np.float32([1.0, 3e-7, 1 + 1e-5, -1e3])
+    params = {"w": masters.astype(half)}
+    state = tx.init(params)._replace(master={"w": masters})
+
+    @jax.jit
+    def step(state, params):
+        if form == "apply":
+            return mpjax.apply_gradients(tx, {"w": np.full(4, 1e-6, np.float32)}, state, params)
+        updates, state = tx.update({"w": np.full(4, 1e-6, np.float32)}, state, params)
+        return optax.apply_updates(params, updates), state
+
+    _, kept = step(state, params)
+    params["w"][0] = 7.0
+    params, state = step(state, params)
+    np.testing.assert_array_equal(state.master["w"], np.float32([7.0 - 0.5e-6, *kept.master["w"][1:]]))
+    np.testing.assert_array_equal(kept.master["w"], masters - np.float32(0.5e-6))
+    assert params["w"][0] == 7
+
+
 @pytest.mark.parametrize("half", HALVES)
 def test_small_updates_add_up_as_in_float32(half):
     plain = optax.adam(1e-4)
