@@ -16,12 +16,14 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 FLOAT8 = np.dtype(jnp.float8_e4m3fn)
 _FLOAT8_TOP, _FLOAT8_TINY = 448.0, 2.0**-9
@@ -45,7 +47,12 @@ def encode(x: jax.Array, dtype: Any, block_size: int, bits: jax.Array) -> Blockw
         block_size: Maximum number of elements that share a scale.
         bits: Random bits, a uint32 array of `x`'s shape.
     """
-    return encode_with(block_scales(x, block_size), x, dtype, bits)
+    leading, blocks = _layout(x.shape, block_size)
+    spec = jax.typeof(x).sharding.spec
+    # The scales of an array that is sharded along a dimension of its blocks are sharded too, if they divide evenly.
+    along = spec[leading] if blocks % _devices(x, spec[leading]) == 0 else None
+    to = Blockwise(spec, PartitionSpec(*spec[:leading], along))
+    return _on_automatic_axes(lambda x, bits: encode_with(block_scales(x, block_size), x, dtype, bits), to, x, bits)
 
 
 @functools.partial(jax.jit, static_argnums=1, inline=True)
@@ -83,6 +90,22 @@ def encode_with(scales: jax.Array, x: jax.Array, dtype: Any, bits: jax.Array) ->
 @functools.partial(jax.jit, inline=True)
 def decode(stored: Blockwise) -> jax.Array:
     """Decodes to a float32 array."""
+    return _on_automatic_axes(_decoded, jax.typeof(stored.codes).sharding.spec, stored)
+
+
+def _on_automatic_axes(fun: Callable[..., Any], to: Any, *args: Any) -> Any:
+    """`fun(*args)`, whose reshapes XLA shards where the mesh has explicit axes, with results sharded as `to` says."""
+    explicit = [x for x in jax.tree.leaves(args) if jax.typeof(x).sharding.mesh.explicit_axes]
+    return jax.sharding.auto_axes(fun, out_sharding=to)(*args) if explicit else fun(*args)
+
+
+def _devices(x: jax.Array, axes: Any) -> int:
+    """The number of shards along a dimension with these mesh axes."""
+    names = () if axes is None else axes if isinstance(axes, tuple) else (axes,)
+    return math.prod(jax.typeof(x).sharding.mesh.shape[name] for name in names)
+
+
+def _decoded(stored: Blockwise) -> jax.Array:
     shape = stored.codes.shape
     form = _form(stored.codes.dtype)
     scales = stored.scales[..., None]

@@ -272,6 +272,35 @@ def test_sharded_states_take_the_same_steps():
     assert not jax.tree.leaves(codes)[0].sharding.is_fully_replicated
 
 
+def test_meshes_with_explicit_axes():
+    mesh = jax.make_mesh((2, 2), ("d", "m"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    specs = {
+        (512, 64): P("d", "m"),
+        (8, 64, 64): P("m", None, "d"),
+        (3, 3, 64, 64): P(None, None, "d", "m"),
+        (3, 3, 64, 128): P(None, None, None, ("d", "m")),
+        (8192,): P("m"),
+    }
+    params = [np.ones(shape, np.float32) for shape in specs]
+    grads = [np.random.default_rng(0).normal(size=shape).astype(np.float32) for shape in specs]
+    tx = mpjax.low_bit_state(optax.adam(1e-3))
+
+    @jax.jit
+    def train(params, grads):
+        state = tx.init(params)
+        for _ in range(2):
+            params, state = mpjax.apply_gradients(tx, grads, state, params)
+        return params, state
+
+    plain, _ = train(params, grads)
+    with jax.set_mesh(mesh):
+        place = lambda tree: [jax.device_put(x, spec) for x, spec in zip(tree, specs.values(), strict=True)]
+        sharded, state = train(place(params), place(grads))
+    for a, b, moment, spec in zip(plain, sharded, state.inner_state[0].mu, specs.values(), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
+        assert b.sharding.spec == moment.codes.sharding.spec == spec
+
+
 def test_blocks_of_a_sharded_array_need_no_communication():
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     tx = lean(inner=optax.sgd(1e-3, momentum=0.9))
