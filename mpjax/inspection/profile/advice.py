@@ -47,6 +47,7 @@ def advise(
     *,
     recompilation: Recompilation | None = None,
     callbacks: Sequence[hlo.Instruction] = (),
+    outside: float | None = None,
     ranked: bool = True,
 ) -> tuple[Advice, ...]:
     """Advice on a step, ranked by the share of its time.
@@ -58,13 +59,15 @@ def advise(
         findings: The audit's findings on dimensions of the step's matmuls and convolutions.
         recompilation: The step's recompilation during the measurement.
         callbacks: The step's host callbacks.
+        outside: For a step that is not jitted, the share of its time that the compiled step does not take.
         ranked: Whether the kernels' times are reliable.
     """
-    found = [_input(split), _dispatch(split, kernels, callbacks if gpu else ())]
+    on_device = _Kernels(split, kernels)
+    found = [_input(split), on_device.callbacks()]
+    found += [_dispatch(split, kernels, callbacks if gpu else ()) if outside is None else _not_compiled(outside)]
     found += [_recompilation(split, recompilation)] if recompilation else []
     if ranked:
-        on_device = _Kernels(split, kernels)
-        found += [on_device.callbacks(), on_device.scaling(), on_device.casts(), on_device.updates()]
+        found += [on_device.scaling(), on_device.casts(), on_device.updates()]
         found += [on_device.memory_bound(gpu), on_device.collectives()]
         if gpu:
             found += [on_device.full_precision(), *on_device.off_tensor_cores(), *on_device.dimensions(findings)]
@@ -101,6 +104,17 @@ def _dispatch(split: Split, kernels: Sequence[Kernel], callbacks: Sequence[hlo.I
         "launches: run several steps in one call (jax.lax.scan over a stack of batches), or take a larger batch",
         share,
         "dispatch",
+    )
+
+
+def _not_compiled(share: float) -> Advice | None:
+    if share < _WORTH["dispatch"]:
+        return None
+    return Advice(
+        f"{share:.0%} of the step is outside of its compiled program (Python, operations that run one by one, files, "
+        "waiting): jit the whole step, and move the rest out of it or do it less often",
+        share,
+        "code outside of jit",
     )
 
 

@@ -7,7 +7,7 @@ selections alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,7 +24,9 @@ def signature(tree: Any) -> tuple[Any, ...]:
     return structure, *((np.shape(x), getattr(x, "dtype", type(x))) for x in leaves)
 
 
-def carried(step: Callable[..., Any], args: Sequence[Any], out: Any, donates: bool) -> int:
+def carried(
+    step: Callable[..., Any], args: Sequence[Any], out: Any, donates: bool, kwargs: Mapping[str, Any] | None = None
+) -> int:
     """The number of leading outputs that replace the leading arguments in the next step.
 
     Args:
@@ -32,6 +34,7 @@ def carried(step: Callable[..., Any], args: Sequence[Any], out: Any, donates: bo
         args: Its arguments. Donated ones may already be deleted.
         out: Its outputs.
         donates: Whether it donates arguments, which must then be replaced.
+        kwargs: Its keyword arguments.
     """
     before = [signature(arg) for arg in args]
     if before and signature(out) == before[0]:
@@ -40,12 +43,15 @@ def carried(step: Callable[..., Any], args: Sequence[Any], out: Any, donates: bo
         outs = out if isinstance(out, (tuple, list)) else ()
         alike = [signature(x) == arg for x, arg in zip(outs, before, strict=False)]
         count = alike.index(False) if False in alike else len(alike)
-    return count if count and (donates or _updates(step, args, count)) else 0
+    try:
+        return count if count and (donates or _updates(step, args, kwargs or {}, count)) else 0
+    except Exception:  # A step that is not jitted may not be traceable.
+        return 0
 
 
-def _updates(step: Callable[..., Any], args: Sequence[Any], count: int) -> bool:
+def _updates(step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], count: int) -> bool:
     """Whether a leading output depends on its own argument through additions and selections."""
-    flow = flow_of(traced_call(step, tuple(args), {}).jaxpr)
+    flow = flow_of(traced_call(step, tuple(args), dict(kwargs)).jaxpr)
     leaves = len(jax.tree.leaves(args[:count]))
     inputs = {value: frozenset([i]) for i, value in enumerate(flow.inputs[:leaves])}
     reached = _reached(flow, inputs)

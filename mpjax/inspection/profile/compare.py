@@ -51,6 +51,8 @@ class Comparison(Report):
     changes: tuple[Change, ...]
 
     title = "Comparison of profiles"
+    main = "changes"
+    derived = "speedup"
 
     @property
     def speedup(self) -> float:
@@ -82,6 +84,8 @@ class Comparison(Report):
         lines = [f"{duration(self.before)} a step before, {duration(self.after)} now: {_times(self.speedup)}"]
         if self.devices[0] != self.devices[1]:
             lines.append(f"on different devices: {self.devices[0]} before, {self.devices[1]} now")
+        if not self.changes:
+            return [Section(self.title, "\n".join([*lines, "modules are not compared: there are no reliable times"]))]
         groups = ("faster", self.faster), ("slower", self.slower), ("unchanged", self.unchanged)
         for name, group in groups:
             most = ", ".join(change.module or "outside of modules" for change in group[:3])
@@ -101,20 +105,6 @@ class Comparison(Report):
         ]
         header = ("module", "before", "now", "speedup", "change", "")
         return [Section(self.title, "\n".join(lines), header, rows, {1, 2, 3, 4})]
-
-    def to_dict(self) -> dict[str, Any]:
-        """The comparison as plain values for JSON."""
-        return {
-            "before": self.before,
-            "after": self.after,
-            "speedup": self.speedup,
-            "devices": list(self.devices),
-            "changes": self.table(),
-        }
-
-    def table(self) -> list[dict[str, Any]]:
-        """The changes by module."""
-        return [dataclasses.asdict(change) | {"saved": change.saved} for change in self.changes]
 
 
 Profiled = ProfileReport | str | os.PathLike[str] | Mapping[str, Any]
@@ -168,8 +158,7 @@ def read(profile: Profiled) -> Mapping[str, Any]:
 
 
 def _seconds(profile: Mapping[str, Any], module: str) -> float:
-    times = profile["modules"].get(module, {})
-    return float(times.get("forward", 0.0)) + float(times.get("backward", 0.0))
+    return float(sum(profile["modules"].get(module, ())))
 
 
 def _times(speedup: float) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 from collections.abc import Mapping, Sequence
 
@@ -74,29 +73,25 @@ class Split:
         return self.device + self.input + self.dispatch + self.compilation
 
 
-def of_program(trace: Trace, program: str, instructions: Mapping[str, hlo.Instruction]) -> list[Event]:
+def of_program(trace: Trace, program: str) -> list[Event]:
     """The events of one program. Events without a recorded program are included."""
     own = [event for event in trace.kernels if event.program in ("", program)]
-    return [
-        # A loop or branch whose work runs on other threads only waits for them. That work has its own events.
-        event
-        if event.until is None or _is_control(event, instructions)
-        else dataclasses.replace(event, end=event.until, spans=(*event.spans, (event.end, event.until)))
-        for event in (own if program and own else trace.kernels)
-    ]
+    return own if program and own else list(trace.kernels)
 
 
-def _is_control(event: Event, instructions: Mapping[str, hlo.Instruction]) -> bool:
-    return event.op in instructions and instructions[event.op].kind == hlo.CONTROL
-
-
-def after_first(events: Sequence[Event], executions: int) -> tuple[list[Event], float]:
+def after_first(trace: Trace, events: Sequence[Event], executions: int, program: str) -> tuple[list[Event], float]:
     """The events of all executions except the first, and the end of the first.
 
     Args:
-        events: The events of one program, ordered by their start.
+        trace: The trace, with the host's marks.
+        events: The events, ordered by their start.
         executions: Number of executions on each device. They do not overlap.
+        program: The program whose events these are; empty if each execution runs several.
     """
+    dispatches = trace.marks.get(stepping.DISPATCH, [])
+    if not program and len(dispatches) > 1:
+        start = dispatches[0][1]
+        return [event for event in events if event.end > start], start
     if all(event.run for event in events):
         first = {event.device: event.run for event in reversed(events)}
         begun = [event for event in events if event.run == first[event.device]]
@@ -121,13 +116,15 @@ def split(trace: Trace, events: Sequence[Event], start: float, executions: int, 
     compiling = profiler_trace.union(span for span, new in zip(dispatches, compiled, strict=False) if new)
     if not events or not comparable(trace, events):
         return _by_host(trace, executions, compiling)
-    device = max({event.device for event in events}, key=lambda d: sum(_seconds(e) for e in events if e.device == d))
-    busy = _clipped(profiler_trace.union(s for e in events if e.device == device for s in e.running), start)
-    stop = busy[-1][1]
-    fetching = profiler_trace.union([*trace.marks.get(stepping.INPUT, ()), *trace.transfers])
-    idle = [
-        (a, b) for a, b in zip([start, *(end for _, end in busy)], [*(begin for begin, _ in busy), stop], strict=True)
-    ]
+    device = max({event.device for event in events}, key=lambda d: sum(e.seconds for e in events if e.device == d))
+    busy = _clipped(_busy([event for event in events if event.device == device]), start)
+    stop = max([busy[-1][1], *(end for _, end in dispatches)])
+    ours = set(map(id, events))
+    # A kernel of another program is that of an input pipeline that computes with JAX.
+    others = [(event.start, event.end) for event in trace.kernels if id(event) not in ours and event.start >= start]
+    fetching = profiler_trace.union([*trace.marks.get(stepping.INPUT, ()), *trace.transfers, *others])
+    edges = [start, *(edge for span in busy for edge in span), stop]
+    idle = zip(edges[::2], edges[1::2], strict=True)
     seconds = profiler_trace.length(busy)
     gaps = [gap for gap in idle if gap[1] > gap[0]]
     exposed, compilation = profiler_trace.overlap(gaps, fetching), profiler_trace.overlap(gaps, compiling)
@@ -150,8 +147,12 @@ def _by_host(trace: Trace, executions: int, compiling: profiler_trace.Spans) -> 
     return Split(device, fetching, dispatch - compilation, compilation)
 
 
-def _seconds(event: Event) -> float:
-    return profiler_trace.length(event.running)
+def _busy(events: Sequence[Event]) -> list[tuple[float, float]]:
+    """The times in which a device works. A CPU does so from the start to the end of a program."""
+    runs: dict[int, list[Event]] = {}
+    for i, event in enumerate(events):
+        runs.setdefault(event.run or -i, []).append(event)
+    return profiler_trace.union((min(e.start for e in run), max(e.end for e in run)) for run in runs.values())
 
 
 def _clipped(spans: profiler_trace.Spans, start: float) -> list[tuple[float, float]]:
@@ -163,8 +164,8 @@ def hidden_share(events: Sequence[Event], instructions: Mapping[str, hlo.Instruc
 
     XLA launches most of a program as CUDA graphs (command buffers), whose kernels are recorded under the graph's name.
     """
-    total = sum(map(_seconds, events))
-    return sum(_seconds(event) for event in events if event.op not in instructions) / total if total else 0.0
+    total = sum(event.seconds for event in events)
+    return sum(event.seconds for event in events if event.op not in instructions) / total if total else 0.0
 
 
 def summed(
@@ -188,8 +189,9 @@ def summed(
     unknown = hlo.Instruction()
     known = [instructions.get(event.op) or by_kernel_name.get(event.name, unknown) for event in events]
     times = added_up(
-        ((event.name, instruction.name), (seconds, 1))
-        for event, instruction, seconds in zip(events, known, _own_seconds(events, instructions), strict=True)
+        ((event.name, instruction.name), (event.seconds, 1))
+        for event, instruction in zip(events, known, strict=True)
+        if instruction.kind != hlo.CONTROL  # A CPU's trace also has the kernels inside.
     )
     each = executions * len({event.device for event in events})
     kernels = [
@@ -197,21 +199,6 @@ def summed(
         for (name, op), (seconds, calls) in times.items()
     ]
     return tuple(sorted(kernels, key=lambda kernel: -kernel.seconds))
-
-
-def _own_seconds(events: Sequence[Event], instructions: Mapping[str, hlo.Instruction]) -> list[float]:
-    """The time of each event. For loops and branches, which a CPU's trace includes, without the events inside."""
-    ordered = sorted(events, key=lambda event: event.start)
-    starts = [event.start for event in ordered]
-
-    def own(event: Event) -> float:
-        if not _is_control(event, instructions):
-            return _seconds(event)
-        within = ordered[bisect.bisect_left(starts, event.start) : bisect.bisect_right(starts, event.end)]
-        inside = [span for e in within if e is not event and e.run == event.run for span in e.running]
-        return _seconds(event) - profiler_trace.overlap(event.running, profiler_trace.union(inside))
-
-    return [own(event) for event in events]
 
 
 def _kernel(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, ParamSpec, Protocol, cast
 
 import jax
@@ -60,6 +60,7 @@ def profile(
     trace: str | os.PathLike[str] | None = None,
     against: Profiled | None = None,
     device: str | None = None,
+    kwargs: Mapping[str, Any] | None = None,
 ) -> ProfileReport:
     """Measures where the time of a training step, or of any function, goes.
 
@@ -76,8 +77,8 @@ def profile(
     excluded.
 
     Args:
-        step: A jitted function (`jax.jit`, `nnx.jit`, `eqx.filter_jit`). A plain function is wrapped in `jax.jit`, and
-            the report notes it.
+        step: Any function of arrays, jitted (`jax.jit`, `nnx.jit`, `eqx.filter_jit`) or not. It runs as it is given. If
+            it is not jitted, it is also compiled as a whole, and the report begins with the difference between the two.
         args: Its arguments, as arrays. A step that donates its arguments gets copies, so the originals stay valid.
         steps: Number of steps to measure, once with and once without the profiler.
         batches: Any iterable. `next(batches)` is the last argument of each call, and its time counts as input
@@ -91,6 +92,7 @@ def profile(
         against: An earlier profile, or its JSON file. The report then starts with a comparison by module.
         device: The device whose peak rates define MFU: a name of the device table, or "GB/s,TFLOP/s in half,TFLOP/s in
             float32". None: the device that runs the step, if it is in the table.
+        kwargs: Keyword arguments of the step.
 
     Returns:
         A `ProfileReport`: `limit` and `advice`, `step_seconds`, the shares, `kernels`, `tensor_core_share`, `mfu`,
@@ -121,25 +123,30 @@ def profile(
     if device is not None:
         device_of(device)  # Raises before minutes of measuring.
     before = None if against is None else read(against)
-    stepper = Stepper(step, args, batches, carry)
+    stepper = Stepper(step, args, batches, carry, kwargs)
     if not stepper.warm_up():
         steps = min(steps, _STEPS_OF_RECOMPILATION)
     timing = Timing(*stepper.timed(steps), stepper.compile_seconds)
     whole = detailed = _record(stepper, steps, trace)
     notes = list(stepper.notes())
-    if whole.hidden > _HIDDEN:
+    if not stepper.jitted and not stepper.why_not:
+        stepper = stepper.under_jit()
+        stepper.warm_up()
+        timing = timing._replace(compiled=stepper.timed(steps)[0])
+        detailed = _record(stepper, steps)
+    if detailed.hidden > _HIDDEN:
         try:
             stepper.leave_cuda_graphs()
             detailed = _record(stepper, steps)
             notes.append("kernels are from a second trace, without CUDA graphs, which hide what a kernel belongs to")
         except Exception as error:  # The first trace is still valid; a note says what is missing.
             notes.append(
-                f"CUDA graphs hide what {whole.hidden:.0%} of the kernels' time belongs to, and without them the step "
-                f"failed ({type(error).__name__}: {error}). XLA_FLAGS=--xla_gpu_enable_command_buffer= turns them off"
+                f"CUDA graphs hide what {detailed.hidden:.0%} of the kernels' time belongs to, and without them the "
+                f"step failed ({reason(error)}). XLA_FLAGS=--xla_gpu_enable_command_buffer= turns them off"
             )
     runs_on = jax.devices()[0]
     try:
-        matmuls = matmuls_of(walk(traced_call(step, (*args, *stepper.last_batch), {}).jaxpr))
+        matmuls = matmuls_of(walk(traced_call(step, (*args, *stepper.last_batch), dict(kwargs or {})).jaxpr))
     except Exception as error:  # The step may be a library's own type; the rest of the report needs no FLOPs.
         matmuls = ()
         notes.append(f"FLOPs are not known: {reason(error)}")
@@ -149,7 +156,6 @@ def profile(
         timing,
         device=runs_on.device_kind,
         capability=_capability(runs_on),
-        cores=_cores() if runs_on.platform == "cpu" else None,
         findings=findings_of(matmuls),
         notes=notes,
     )
@@ -168,6 +174,7 @@ class Timing(NamedTuple):
     step: float
     alone: float
     compile: float
+    compiled: float | None = None
 
 
 class Recording:
@@ -197,8 +204,8 @@ class Recording:
         self.trace, self.steps, self.recompilation, self.compiled = trace, steps, recompilation, compiled
         program = HloModule(text)
         self.instructions = hlo.instructions(program)
-        events = kernels.of_program(trace, program.name, self.instructions)
-        self.events, self.start = kernels.after_first(events, steps + 1)
+        events = kernels.of_program(trace, program.name)
+        self.events, self.start = kernels.after_first(trace, events, steps + 1, program.name)
 
     @property
     def hidden(self) -> float:
@@ -209,7 +216,8 @@ class Recording:
 def _record(stepper: Stepper, steps: int, folder: str | os.PathLike[str] | None = None) -> Recording:
     with profiler_trace.tracing(folder) as recorded:
         stepper.run(steps + 1)
-    return Recording(recorded[0], stepper.text, steps, stepper.recompilation, stepper.compiled)
+    text = stepper.text if stepper.jitted else ""
+    return Recording(recorded[0], text, steps, stepper.recompilation, stepper.compiled)
 
 
 def report_of(
@@ -219,7 +227,6 @@ def report_of(
     *,
     device: str,
     capability: float | None = None,
-    cores: int | None = None,
     findings: Iterable[Finding] = (),
     notes: Iterable[str] = (),
 ) -> ProfileReport:
@@ -231,7 +238,6 @@ def report_of(
         timing: Wall times without the profiler.
         device: The device's name.
         capability: An NVIDIA GPU's compute capability; None for other devices.
-        cores: Number of cores of a CPU.
         findings: The audit's findings for the step; only those about dimensions are used.
         notes: Further notes.
     """
@@ -248,12 +254,12 @@ def report_of(
         step_seconds=timing.step,
         alone_seconds=timing.alone,
         compile_seconds=timing.compile,
+        compiled_seconds=timing.compiled,
         split=split,
         kernels=found,
         gpu=gpu,
         advice=(),
         notes=(*notes, *_notes(whole, gpu)),
-        cores=cores,
         recompilation=whole.recompilation,
     )
     advice = advise(
@@ -263,14 +269,10 @@ def report_of(
         findings,
         recompilation=whole.recompilation,
         callbacks=[i for i in detailed.instructions.values() if i.kind == hlo.CALLBACK],
-        ranked=report.fits,
+        outside=report.outside_share,
+        ranked=report.reliable,
     )
     return dataclasses.replace(report, advice=advice)
-
-
-def _cores() -> int:
-    """The cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _peak(device: str, matmuls: Sequence[Matmul]) -> float | None:
@@ -304,6 +306,6 @@ def _notes(recording: Recording, gpu: bool) -> Iterable[str]:
     elif not kernels.comparable(recording.trace, recording.events):
         yield "kernels and host have no common clock: the split is by the host's time, which hides overlap"
     if recording.events and not recording.trace.gpu:
-        yield "no GPU: kernels are those of the CPU, which has no Tensor Cores"
+        yield "no GPU: kernels are those of the CPU, which has no Tensor Cores, and whose kernel times are not reliable"
     elif recording.events and not gpu:
         yield "not an NVIDIA GPU: mpjax can't tell from its kernels' names whether they use matrix cores"

@@ -3,7 +3,8 @@
 `jax.profiler` writes an XSpace (`*.xplane.pb`), and `jax.profiler.ProfileData` reads it without TensorFlow. On a GPU,
 CUPTI records each kernel on its stream's line, with the HLO instruction that launched it in `hlo_op`. A kernel has the
 stat `kernel_details`, and a copy `memcpy_details` (`xla/backends/profiler/gpu/cupti_collector.cc`). On a CPU, the
-runtime records thunks with the stat `hlo_op`, and `cpu_threads.py` finds when threads worked on them.
+runtime records thunks with the stat `hlo_op`: when one starts, and a later `end: thunk` if other threads do its work.
+The time between the two includes waiting, so a CPU's kernel times are not reliable.
 
 XProf's library (`xprof` 2.24, formerly `tensorboard-plugin-profile`) can't replace this file. It reads the same XSpace
 through the same `ProfileData` interface, and produces JSON tables of operations and kernels for its page. But it does
@@ -23,8 +24,6 @@ from typing import Any
 import jax
 from jax.profiler import ProfileData
 
-from mpjax.inspection.profile import cpu_threads
-
 _FILES = "**/*.xplane.pb"
 MARK = "mpjax."  # Prefix of mpjax's own host annotations.
 
@@ -40,8 +39,6 @@ class Event:
         start, end: Seconds since tracing began.
         device: The device's number.
         run: Identifies the execution of the program; 0 if the trace does not record it.
-        spans: On a CPU, the times in which a thread worked on it; empty on a GPU, where it runs from start to end.
-        until: On a CPU, the time at which it completed, if the trace does not record its work after `end`.
     """
 
     name: str
@@ -51,13 +48,11 @@ class Event:
     end: float
     device: int = 0
     run: int = 0
-    spans: tuple[tuple[float, float], ...] = ()
-    until: float | None = None
 
     @property
-    def running(self) -> tuple[tuple[float, float], ...]:
-        """The times in which it runs."""
-        return self.spans or ((self.start, self.end),)
+    def seconds(self) -> float:
+        """Its duration."""
+        return self.end - self.start
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,24 +140,17 @@ def _gpu_events(plane: Any, device: int) -> tuple[list[Event], list[tuple[float,
 
 
 def _cpu_events(plane: Any) -> list[Event]:
-    found = []
-    for thunk, worked, until in cpu_threads.thunks(plane):
-        spans = tuple(union((start * 1e-9, end * 1e-9) for start, end in worked))
-        if spans:
-            found.append(
-                Event(
-                    name=thunk.name,
-                    op=str(thunk.stats["hlo_op"]),
-                    program=str(thunk.stats.get("hlo_module", "")),
-                    start=spans[0][0],
-                    end=spans[-1][1],
-                    device=int(thunk.stats.get("device_ordinal", 0)),
-                    run=int(thunk.stats.get("run_id", 0)),
-                    spans=spans,
-                    until=None if until is None else until * 1e-9,
-                )
-            )
-    return found
+    found: list[tuple[Event, int]] = []
+    ended: dict[int, float] = {}
+    for event in (event for line in plane.lines for event in line.events):
+        stats = dict(event.stats)
+        if event.name.startswith("end: "):
+            ended[stats.get("_c", -1)] = event.start_ns * 1e-9
+        elif "hlo_op" in stats:
+            place = int(stats.get("device_ordinal", 0)), int(stats.get("run_id", 0))
+            program = str(stats.get("hlo_module", ""))
+            found.append((Event(event.name, str(stats["hlo_op"]), program, *_span(event), *place), stats.get("_p", -1)))
+    return [dataclasses.replace(event, end=max(event.end, ended.get(number, 0.0))) for event, number in found]
 
 
 Spans = Sequence[tuple[float, float]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mpjax.inspection.profile.advice import Advice
 from mpjax.inspection.profile.compilations import Recompilation
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 _LEAST_WORK = 0.25
 _FIRST = 3  # Pieces of advice at the top of the report.
-_SLACK = 1.05  # Tolerance for imprecise clocks.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +35,7 @@ class ProfileReport(Report):
         gpu: Whether the device is an NVIDIA GPU, whose kernel names show the use of Tensor Cores.
         advice: The recommended changes, greatest gain first.
         notes: Remarks on the measurement and the limits of the figures.
-        cores: Number of cores of a CPU; None on other devices.
+        compiled_seconds: Wall time of a step that was given without jit when it is compiled as a whole; None otherwise.
         flops: FLOPs of the step's matmuls and convolutions on each device, without recomputation in the backward pass.
             None if unknown.
         peak_flops: The device's peak FLOP/s in the dtype of most of the FLOPs; None if unknown.
@@ -55,7 +54,7 @@ class ProfileReport(Report):
     gpu: bool
     advice: tuple[Advice, ...]
     notes: tuple[str, ...]
-    cores: int | None = None
+    compiled_seconds: float | None = None
     flops: int | None = None
     peak_flops: float | None = None
     memory: Memory | None = None
@@ -63,6 +62,11 @@ class ProfileReport(Report):
     comparison: Comparison | None = None
 
     title = "profile"
+    main = "kernels"
+    derived = (
+        "traced_seconds input_share dispatch_share device_share compilation_share outside_share flops_per_second mfu "
+        "limit tensor_core_share modules"
+    )
 
     @property
     def traced_seconds(self) -> float:
@@ -90,6 +94,11 @@ class ProfileReport(Report):
         return self.split.compilation / self.split.wall
 
     @property
+    def outside_share(self) -> float | None:
+        """The share of a step given without jit that its compiled program does not take; None for a jitted step."""
+        return None if self.compiled_seconds is None else max(0.0, 1 - self.compiled_seconds / self.step_seconds)
+
+    @property
     def limit(self) -> str:
         """The main limit of the step, as `input pipeline` or `recompilation`; empty if nothing stands out.
 
@@ -103,12 +112,12 @@ class ProfileReport(Report):
     def _work_share(self) -> float:
         """The share of the step in matmuls, convolutions and attention; on a GPU, only those on Tensor Cores."""
         work = (k for k in self.kernels if k.eligible and k.tensor_cores is not False)
-        return self.device_share * self._part(work) if self.fits else 0.0
+        return self.device_share * self._part(work) * (1 - (self.outside_share or 0)) if self.reliable else 0.0
 
     @property
-    def fits(self) -> bool:
-        """Whether the kernels' times are plausible: on a CPU, at most the device time on all cores together."""
-        return self.cores is None or self.kernel_seconds <= _SLACK * self.split.device * self.cores
+    def reliable(self) -> bool:
+        """Whether the kernels' times are reliable. Those of a CPU are not: its threads share the work, and wait."""
+        return self.device != "cpu"
 
     @property
     def flops_per_second(self) -> float | None:
@@ -138,11 +147,15 @@ class ProfileReport(Report):
         """Matmuls, convolutions and attention that do not use Tensor Cores, the longest first; empty without a GPU."""
         return tuple(kernel for kernel in self.kernels if kernel.eligible and kernel.tensor_cores is False)
 
+    @property
     def modules(self) -> dict[str, tuple[float, float]]:
         """Forward and backward seconds of a step by module path, longest first. `""` is outside all modules.
 
-        If no named scope exists (Flax NNX has none), the lines that call the layers replace the module paths.
+        If no named scope exists (Flax NNX has none), the lines that call the layers replace the module paths. Empty on
+        a CPU, whose kernel times are not reliable.
         """
+        if not self.reliable:
+            return {}
         named = any(kernel.module for kernel in self.kernels)
         times = added_up(
             (k.module if named else k.source, (0.0, k.seconds) if k.backward else (k.seconds, 0.0))
@@ -158,36 +171,16 @@ class ProfileReport(Report):
         """The sections of the printed report."""
         compared = self.comparison.sections() if self.comparison else []
         found = [self._verdict(), *compared, self._times()]
-        found += [self._by_module(), self._by_kernel()] if self.fits else [self._unranked()]
-        if self.gpu and self.fits:
-            found.append(self._off_tensor_cores())
+        found += [self._by_module(), self._by_kernel()] if self.reliable else []
+        found += [self._off_tensor_cores()] if self.gpu else []
         found += [self._memory(self.memory)] if self.memory else []
         rest = "\n".join(f"{i}. {advice}" for i, advice in enumerate(self.advice, 1) if i > _FIRST)
         return [*found, *([Section("more advice", rest)] if rest else [])]
 
-    def to_dict(self) -> dict[str, Any]:
-        """The report as plain values for JSON."""
-        names = "traced_seconds input_share dispatch_share device_share compilation_share flops_per_second mfu limit"
-        skipped = ("kernels", "advice", "split", "notes", "memory", "recompilation", "comparison")
-        parts = {name: getattr(self, name) for name in ("memory", "recompilation")}
-        return {
-            **{f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in skipped},
-            **{name: getattr(self, name) for name in names.split()},
-            **{name: part and dataclasses.asdict(part) for name, part in parts.items()},
-            "comparison": self.comparison and self.comparison.to_dict(),
-            "tensor_core_share": self.tensor_core_share,
-            "modules": {name: {"forward": f, "backward": b} for name, (f, b) in self.modules().items()},
-            "kernels": [dataclasses.asdict(kernel) for kernel in self.kernels],
-            "advice": [{"text": advice.text, "share": advice.share} for advice in self.advice],
-            "notes": list(self.notes),
-        }
-
-    def table(self) -> list[dict[str, Any]]:
-        """The kernels, longest first."""
-        return [dataclasses.asdict(kernel) for kernel in self.kernels]
-
     def _verdict(self) -> Section:
         lines = [f"{duration(self.step_seconds)} a step on {self.device}, over {self.steps} steps"]
+        if self.compiled_seconds is not None:
+            lines[0] += f", as given, without jit; {duration(self.compiled_seconds)} compiled as a whole"
         if self.limit:
             share = max(self._work_share, self.advice[0].share if self.advice else 0.0)
             lines.append(f"limited by {self.limit}: {share:.0%} of the step")
@@ -215,13 +208,6 @@ class ProfileReport(Report):
         header = ("", "time", "share")
         return Section("Time of a step", "\n".join([*text, *self.notes]), header, rows, right={1, 2}, figure=figure)
 
-    def _unranked(self) -> Section:
-        return Section(
-            "Device time by kernel",
-            f"the trace gives {duration(self.kernel_seconds)} of kernels in {duration(self.split.device)} on "
-            f"{self.cores} cores, which is impossible: these are not kernel times, so they are not ranked",
-        )
-
     def _memory(self, memory: Memory) -> Section:
         names = ("arguments", "results", "temporaries")
         parts = ", ".join(f"{amount(getattr(memory, name), 'B')} {name}" for name in names)
@@ -239,7 +225,7 @@ class ProfileReport(Report):
 
     def _by_module(self) -> Section:
         what = "module" if any(kernel.module for kernel in self.kernels) else "line"
-        modules = self.modules()
+        modules = self.modules
         names = folded(modules) if what == "module" else {name: name for name in modules}
         merged = added_up((names[name], times) for name, times in modules.items())
         rows = [
@@ -249,14 +235,13 @@ class ProfileReport(Report):
         return Section(f"Device time by {what}", "", (what, "forward", "backward", "share"), rows, right={1, 2, 3})
 
     def _by_kernel(self) -> Section:
-        # A CPU's kernels have no names of their own, so there is room for the line.
-        header = ("module", "kind", "kernel" if self.gpu else "line", "calls", "time", "share", "Tensor Cores")
+        header = ("module", "kind", "kernel", "calls", "time", "share", "Tensor Cores")
         marks = {True: "yes", False: "no", None: "?"}
-        rows: list[tuple[str, ...]] = [
+        rows = [
             (
                 (kernel.module or "-") + (" ←" if kernel.backward else ""),
                 f"{kernel.kind} {kernel.dtype}".strip(),
-                kernel.name if self.gpu else kernel.source,
+                kernel.name,
                 f"{kernel.calls:.3g}",
                 duration(kernel.seconds),
                 f"{self._part([kernel]):.1%}",
@@ -264,7 +249,7 @@ class ProfileReport(Report):
             )
             for kernel in self.kernels
         ]
-        columns = len(header) if self.gpu else len(header) - 1
+        columns = len(header) - (not self.gpu)
         text = ["← is the backward pass"] if any(kernel.backward for kernel in self.kernels) else []
         if self.kernel_seconds > 1.05 * self.split.device > 0:
             text.append(f"some run at the same time: {duration(self.kernel_seconds)} in {duration(self.split.device)}")

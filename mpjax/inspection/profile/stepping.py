@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ import jax
 from mpjax.inspection.profile import profiler_trace
 from mpjax.inspection.profile.carry import carried, signature
 from mpjax.inspection.profile.compilations import Compilations, Recompilation, changes, described, differences
+from mpjax.inspection.reports import reason
 
 _MANY_SHAPES = 5  # After this many recompiled steps in a row, every step is assumed to recompile.
 # Runs and seconds after which the timing of a single step stops: long steps vary little.
@@ -20,53 +22,51 @@ INPUT, DISPATCH, WAIT = "input", "dispatch", "wait"  # Names of the host's marks
 
 
 class Stepper:
-    """A step with its arguments, compiled and ready to run.
+    """A step with its arguments, ready to run as it is given, and its program compiled as a whole.
 
     Args:
-        step: A jitted function, or a plain one, which is then jitted.
+        step: The step; it need not be jitted.
         args: Its initial arguments.
         batches: An iterable of the last argument of each call; None if there is no such argument.
         carry: Number of leading outputs that replace the leading arguments; None to infer it.
+        kwargs: Its keyword arguments.
 
     Attributes:
-        compile_seconds: Time of tracing and compiling.
+        compile_seconds: Time of tracing and compiling the whole step; 0 if that failed.
         text: The optimized HLO; empty if it is not available.
         carry: As given or inferred.
-        step: The jitted step.
-        compiled: For each step of the last `run`, whether it was recompiled.
+        jitted: Whether the step is a jitted function as it is given.
+        compiled: For each step of the last `run`, whether something was compiled.
         out: The last outputs.
         last_batch: A tuple of the last batch; empty without batches.
+        why_not: Why the step can't be compiled as a whole; empty if it can.
     """
 
-    def __init__(self, step: Any, args: tuple[Any, ...], batches: Iterable[Any] | None, carry: int | None):
+    def __init__(
+        self,
+        step: Any,
+        args: tuple[Any, ...],
+        batches: Iterable[Any] | None,
+        carry: int | None,
+        kwargs: Mapping[str, Any] | None = None,
+    ):
         _check_arrays(args)
         if carry is not None and not 0 <= carry <= len(args):
             raise ValueError(f"carry={carry}: must be from 0 to the number of arguments, {len(args)}")
-        self._jitted = hasattr(step, "lower")
-        self.step = step if self._jitted else jax.jit(step)
+        self.step, self.jitted, self._kwargs = step, hasattr(step, "lower"), dict(kwargs or {})
         self._batches = None if batches is None else _Batches(batches)
         self.last_batch = self._next()
-        start = time.perf_counter()
-        try:
-            self._lowered = self.step.lower(*args, *self.last_batch)
-            compiled = self._lowered.compile()
-        except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as error:
-            if not self._jitted:
-                error.add_note(
-                    "mpjax.profile compiles a step that is not jitted: remove code that needs values (float(loss), "
-                    "printing), or pass the jitted function inside it"
-                )
-            raise
-        self.compile_seconds = time.perf_counter() - start
-        self.executable = compiled
-        self.text: str = _hlo(compiled)
+        self.executable, self.text, self.compile_seconds, self.why_not = None, "", 0.0, ""
+        given = (*args, *self.last_batch)
+        donates = self._compile(step if self.jitted else jax.jit(step), given)
         self.compiled: list[bool] = []
         self._seconds_again = 0.0
-        self._calls = [described((*args, *self.last_batch))]
-        donates = _donates(self._lowered)
-        self._args = _copied(args) if donates else args
-        self.out = self.step(*self._args, *self.last_batch)
-        self.carry = carried(step, (*args, *self.last_batch), self.out, donates) if carry is None else carry
+        self._calls = [described(given)]
+        self._args = args if self.jitted and not donates else _copied(args)
+        before = self._args
+        self.out = self.step(*self._args, *self.last_batch, **self._kwargs)
+        donates |= any(x.is_deleted() for x in jax.tree.leaves(before) if isinstance(x, jax.Array))
+        self.carry = carried(step, given, self.out, donates, self._kwargs) if carry is None else carry
         # The output is a single carried value, not a tuple of results.
         self._is_whole = not isinstance(self.out, (tuple, list)) or (
             bool(args) and signature(self.out) == signature(args[0])
@@ -77,6 +77,27 @@ class Stepper:
         self._carry_on()
         self._check_alive()
 
+    def _compile(self, whole: Any, args: tuple[Any, ...]) -> bool:
+        """Compiles the whole step, and returns whether it donates arguments."""
+        start = time.perf_counter()
+        try:
+            self._lowered = whole.lower(*args, **self._kwargs)
+            self.executable = self._lowered.compile()
+        except Exception as error:
+            if self.jitted:
+                raise
+            self.why_not = reason(error)  # It needs values, or calls libraries other than JAX.
+            return False
+        self.compile_seconds = time.perf_counter() - start
+        self.text = _hlo(self.executable)
+        return _donates(self._lowered)
+
+    def under_jit(self) -> Stepper:
+        """The same step, compiled as a whole."""
+        stepper = copy.copy(self)
+        stepper.step, stepper.jitted = jax.jit(self.step), True
+        return stepper
+
     def run(self, steps: int) -> None:
         """Enqueues steps without waiting between them, and waits for the last one."""
         self.compiled, self._seconds_again = [], 0.0
@@ -85,7 +106,7 @@ class Stepper:
                 self.last_batch = self._next()
                 args, before, count = self._args, compilations.seconds, compilations.count
                 with profiler_trace.mark(DISPATCH):
-                    self.out = self.step(*args, *self.last_batch)
+                    self.out = self.step(*args, *self.last_batch, **self._kwargs)
                     self._carry_on()
                 self.compiled.append(compilations.count > count)
                 if self.compiled[-1]:
@@ -138,8 +159,8 @@ class Stepper:
 
     def notes(self) -> Iterator[str]:
         """Notes on how the step was run that the user may not expect."""
-        if not self._jitted:
-            yield "the step was not jitted: it was profiled under jax.jit"
+        if self.why_not:
+            yield f"the step can't be compiled as a whole ({self.why_not}): its FLOPs, memory and modules are not known"
         if self.changed and not any(self.compiled):
             yield (
                 f"compiled for several shapes ({differences(self.changed)}): times are means over them, and kernels "
