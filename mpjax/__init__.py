@@ -7,16 +7,24 @@ from mpjax._lazy import lazy as _lazy
 if _typing.TYPE_CHECKING:
     from mpjax import inspection as inspection
     from mpjax.casting import AutocastWarning as AutocastWarning
-    from mpjax.casting import Explanation as Explanation
     from mpjax.casting import Rules as Rules
     from mpjax.casting import UnusedRuleWarning as UnusedRuleWarning
     from mpjax.casting import autocast as autocast
     from mpjax.casting import autocast_disabled as autocast_disabled
-    from mpjax.casting import explain as explain
     from mpjax.casting import float_function as float_function
     from mpjax.casting import half_function as half_function
     from mpjax.casting import promote_function as promote_function
-    from mpjax.inspection import *  # noqa: F403
+    from mpjax.inspection import MakeTraining as MakeTraining
+    from mpjax.inspection import Training as Training
+    from mpjax.inspection import audit as audit
+    from mpjax.inspection import explain as explain
+    from mpjax.inspection import find_nonfinite as find_nonfinite
+    from mpjax.inspection import layerwise_error as layerwise_error
+    from mpjax.inspection import numerics as numerics
+    from mpjax.inspection import parity as parity
+    from mpjax.inspection import profile as profile
+    from mpjax.inspection import search as search
+    from mpjax.inspection import watch as watch
     from mpjax.loss_scale import LossScaleError as LossScaleError
     from mpjax.loss_scale import LossScaleState as LossScaleState
     from mpjax.loss_scale import LossScaleWarning as LossScaleWarning
@@ -45,11 +53,11 @@ if _typing.TYPE_CHECKING:
 else:
     # Names are imported at first use: `python -m mpjax run` must not import JAX before the script does, and a
     # training run that inspects nothing should not import the inspection tools.
-    from mpjax.inspection.tools import HOMES as _INSPECTION
+    from mpjax.inspection.tools import FUNCTIONS as _INSPECTION
 
     _MODULES = {
         "casting": """
-            AutocastWarning Explanation Rules UnusedRuleWarning autocast autocast_disabled explain
+            AutocastWarning Rules UnusedRuleWarning autocast autocast_disabled
             float_function half_function promote_function""",
         "loss_scale": """
             LossScaleError LossScaleState LossScaleWarning apply_gradients check_progress
@@ -60,7 +68,7 @@ else:
         "policy": "ExplicitDtypeWarning Policy UnusedOverrideWarning get_policy",
     }
     _HOMES = {name: f"mpjax.{module}" for module, names in _MODULES.items() for name in names.split()}
-    __all__ = [*_HOMES]
+    __all__ = sorted([*_HOMES, *_INSPECTION])
     _HOMES = {name: f"mpjax.{name}" for name in (*_MODULES, "inspection")} | _HOMES
     __getattr__, __dir__ = _lazy(__name__, _HOMES | _INSPECTION)
 

@@ -23,7 +23,7 @@ EDITS = {
     "Add an inspection": {
         "mpjax/inspection/tools.py": (
             "TOOLS = (",
-            'Tool(("count",), "mpjax.inspection.counting.count", "How many?", "counts equations", "count"),',
+            'Tool("count", "mpjax.inspection.counting.count", "How many?", "counts equations", CALL),',
         ),
         "mpjax/inspection/counting/__init__.py": (NEW_FILE, ""),
         "mpjax/inspection/counting/count.py": (

@@ -63,7 +63,7 @@ def loss_from_audio(config: Config, labels: int, stats: Any) -> Callable[[Any, B
     return loss_fn
 
 
-def losses_by_part(report: mpjax.NumericsReport) -> list[list[str]]:
+def losses_by_part(report: mpjax.inspection.NumericsReport) -> list[list[str]]:
     """The worst operations of each part of the program in float16: one row for each kind of error."""
     rows = []
     for part, what in _PARTS.items():

@@ -3,13 +3,14 @@
 import typing as _typing
 
 from mpjax._lazy import lazy as _lazy
-from mpjax.inspection.tools import HOMES as _HOMES
+from mpjax.inspection.tools import CLASSES as _CLASSES
+from mpjax.inspection.tools import FUNCTIONS as _FUNCTIONS
 
 if _typing.TYPE_CHECKING:
-    from mpjax.casting import Explanation as Explanation
-    from mpjax.casting import explain as explain
     from mpjax.inspection.audit.audit import PrecisionReport as PrecisionReport
     from mpjax.inspection.audit.audit import audit as audit
+    from mpjax.inspection.explanation import Explanation as Explanation
+    from mpjax.inspection.explanation import explain as explain
     from mpjax.inspection.layerwise.layerwise import LayerwiseReport as LayerwiseReport
     from mpjax.inspection.layerwise.layerwise import layerwise_error as layerwise_error
     from mpjax.inspection.nonfinite.find_nonfinite import NonFinite as NonFinite
@@ -29,4 +30,5 @@ if _typing.TYPE_CHECKING:
     from mpjax.inspection.watch.watch import WatchState as WatchState
     from mpjax.inspection.watch.watch import watch as watch
 else:
-    __getattr__, __dir__ = _lazy(__name__, _HOMES)
+    __all__ = sorted([*_FUNCTIONS, *_CLASSES])
+    __getattr__, __dir__ = _lazy(__name__, _FUNCTIONS | _CLASSES)

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import importlib
+import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 
 import mpjax
-from mpjax.inspection.entry_point import Call, UsageError, check_call, load_call, load_function
+from mpjax.inspection.entry_point import UsageError, bound_arguments, load_call, load_function
 from mpjax.inspection.reports import Report, Section
-from mpjax.inspection.tools import TOOLS, Tool
+from mpjax.inspection.tools import CALL, TOOLS, Tool
 
 PROGRAM = "python -m mpjax"
 
@@ -31,32 +30,9 @@ The function and its arguments are named, and the script that contains them is n
 --args names a function without arguments. It returns a tuple of positional arguments or a dict of keyword arguments;
 jax.ShapeDtypeStructs will do for audit and explain. Or it yields batches, or tuples of arguments whose last is a batch.
 
-Exit codes: 0; 1 if something was found that was asked about (nonfinite, search, parity, audit --min-half); 2 for a
+Exit codes: 0; 1 if something was found that was asked about (find_nonfinite, search, parity, audit --min-half); 2 for a
 mistake in the call.
 """
-
-
-@dataclasses.dataclass(frozen=True)
-class Printed(Report):
-    """Wraps a result that is not a report: its text and its rows."""
-
-    heading: str
-    result: Any
-
-    @property
-    def title(self) -> str:
-        return self.heading
-
-    def sections(self) -> list[Section]:
-        return [Section("", str(self.result))]
-
-    def to_dict(self) -> dict[str, Any]:
-        if isinstance(self.result, str):
-            return {"found": None}
-        return {**{name: getattr(self.result, name) for name in ("flops", "half_share")}, "rows": self.table()}
-
-    def table(self) -> list[dict[str, Any]]:
-        return self.result.to_dicts() if hasattr(self.result, "to_dicts") else []
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -69,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         0; 1 if the report is a failure (see `Report.failure`); 2 after a mistake in the call, reported in one line.
     """
     options = _parser().parse_args(arguments)
-    tool = next(tool for tool in TOOLS if tool.command == options.command)
+    tool = next(tool for tool in TOOLS if tool.name == options.command)
     files = [(path, suffix) for suffix in ("html", "json", "csv") if (path := getattr(options, suffix))]
     try:
         for path, suffix in files:
@@ -82,40 +58,48 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:  # raised by the function, by a function that returns its arguments, or by the tool
         return _mistake(_in_one_line(error), options, error)
     print(report.text(options.all))
-    failure = report.failure(**{option.name: getattr(options, option.name) for option in tool.checks})
-    if failure and tool.checks:
+    failure = report.failure()
+    if failure:
         print(f"\n{failure}", file=sys.stderr)
     return int(bool(failure))
 
 
 def _report(tool: Tool, options: argparse.Namespace) -> Report:
     fun = load_function(options.function)
-    inspect = getattr(importlib.import_module(tool.module), tool.function)
-    keywords = {option.name: getattr(options, option.name) for option in tool.options}
-    if tool.maker:
-        return inspect(fun, **keywords)
+    keywords = {option.name: getattr(options, option.name) for option in tool.options if option not in CALL}
+    if CALL[0] not in tool.options:
+        return tool.function(fun, **keywords)
     call = load_call(options.args, options.function.rpartition(":")[0])
-    check_call(fun, options.function, call)
+    args, kwargs = bound_arguments(fun, options.function, call)
     if options.policy is not None:
         try:
             mpjax.get_policy(options.policy)
         except ValueError as error:
             raise UsageError(f"--policy {options.policy!r}: {error}") from error
         fun = mpjax.autocast(fun, options.policy)
-    result = _inspected(tool, inspect, fun, call, keywords)
-    if isinstance(result, Report):
-        return result.viewed(**{option.name: getattr(options, option.name) for option in tool.views})
-    name = getattr(fun, "__name__", type(fun).__name__)
-    return Printed(f"{tool.function} of {name}", tool.nothing if result is None else result)
+    if call.batches is not None and "batches" in inspect.signature(tool.function).parameters:
+        keywords["batches"] = call.batches
+    elif call.batches is not None:
+        args = (*args, next(iter(call.batches)))
+    return tool.function(fun, *args, kwargs=kwargs, **keywords) or AllFinite()
 
 
-def _inspected(tool: Tool, inspect: Callable[..., Any], fun: Any, call: Call, keywords: dict[str, Any]) -> Any:
-    if call.kwargs and (tool.batches or tool.options):
-        raise UsageError(f"--args returned keyword arguments; {tool.command} takes positional ones: return a tuple.")
-    if tool.batches:
-        return inspect(fun, *call.args, batches=call.batches, **keywords)
-    args = call.args if call.batches is None else (*call.args, next(iter(call.batches)))
-    return inspect(fun, *((args,) if tool.packed else args), **call.kwargs, **keywords)
+class AllFinite(Report):
+    """The report of `find_nonfinite` where there is nothing to find."""
+
+    title = "all results are finite"
+
+    def sections(self) -> list[Section]:
+        """The one line that is printed."""
+        return [Section(self.title)]
+
+    def to_dict(self) -> dict[str, Any]:
+        """An empty finding."""
+        return {"found": None}
+
+    def table(self) -> list[dict[str, Any]]:
+        """No rows."""
+        return []
 
 
 def _check_writable(path: str, suffix: str) -> None:
@@ -148,6 +132,7 @@ def _in_one_line(error: Exception) -> str:
         return f"{_NEEDS_VALUES}. {text}"
     if isinstance(error, TypeError) and "scalar-output" in str(error):
         return f"numerics takes a function that returns a scalar loss; for (loss, aux) give --has-aux. {text}"
+    text = "; ".join([text, *getattr(error, "__notes__", ())])
     return f"{text} (--traceback shows where)" if not isinstance(error, (ValueError, TypeError)) else text
 
 
@@ -159,23 +144,14 @@ def _parser() -> argparse.ArgumentParser:
     shared.add_argument("--json", metavar="FILE", help="write the report as JSON")
     shared.add_argument("--csv", metavar="FILE", help="write the rows of the main table")
     shared.add_argument("--traceback", action="store_true", help="show the whole traceback of an error")
-    called = argparse.ArgumentParser(add_help=False)
-    called.add_argument("--args", metavar="module:make_args", help="a function that returns its arguments")
-    called.add_argument("--policy", help="run it under mpjax.autocast with this policy, such as mixed_float16")
-    plain = argparse.RawDescriptionHelpFormatter
+    plain: Any = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(PROGRAM, description=__doc__, epilog=_EPILOG, formatter_class=plain)
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     # `mpjax.__main__` runs it. It is added here only to appear in the list of commands.
     commands.add_parser("run", add_help=False, help="run a training script in mixed precision, unchanged")
     for tool in TOOLS:
-        command = commands.add_parser(
-            tool.command,
-            parents=[shared] if tool.maker else [shared, called],
-            help=tool.summary,
-            description=tool.summary,
-            epilog=_EPILOG,
-            formatter_class=plain,
-        )
-        for option in (*tool.options, *tool.views, *tool.checks):
+        about = {"help": tool.summary, "description": tool.summary, "epilog": _EPILOG, "formatter_class": plain}
+        command = commands.add_parser(tool.name, parents=[shared], **about)
+        for option in tool.options:
             command.add_argument(option.flag, help=option.help, **option.argparse)
     return parser

@@ -92,14 +92,19 @@ def load_call(reference: str | None, home: str) -> Call:
     )
 
 
-def check_call(fun: Callable[..., Any], reference: str, call: Call) -> None:
-    """Raises a UsageError if the arguments do not match the function's signature."""
+def bound_arguments(fun: Callable[..., Any], reference: str, call: Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The positional and keyword arguments of a call without its batch. Keywords become positions where they can.
+
+    Raises:
+        UsageError: The arguments do not match the function's signature.
+    """
     try:
         signature = inspect.signature(fun)
     except ValueError:  # a builtin
-        return
+        return call.args, call.kwargs
     try:
-        signature.bind(*call.args, *((None,) if call.batches is not None else ()), **call.kwargs)
+        bound = signature.bind(*call.args, *((None,) if call.batches is not None else ()), **call.kwargs)
+        return (bound.args, bound.kwargs) if call.batches is None else (call.args, call.kwargs)
     except TypeError as error:
         given = [type(x).__name__ for x in call.args] + [f"{name}=" for name in call.kwargs]
         given += ["a batch"] if call.batches is not None else []

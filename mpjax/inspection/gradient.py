@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -37,11 +37,13 @@ class Loss:
         fun: The loss function.
         argnums: Positions of the differentiated arguments, as in `jax.grad`.
         has_aux: Whether `fun` returns `(loss, aux)`.
+        kwargs: Its keyword arguments.
     """
 
     fun: Callable[..., Any]
     argnums: int | Sequence[int] = 0
     has_aux: bool = False
+    kwargs: Mapping[str, Any] | None = None
 
     def under(self, policy: Any, rules: Rules | None = None) -> Loss:
         """Returns a copy whose function runs under autocast."""
@@ -57,7 +59,8 @@ class Loss:
         def gradient(*args: Any) -> Any:
             positions = [i % len(args) for i in ([self.argnums] if isinstance(self.argnums, int) else self.argnums)]
             if any(contains_nnx_object(args[i]) for i in positions):
-                value, grads = value_and_grad(self.fun, state, argnums=self.argnums, has_aux=self.has_aux)(*args)
+                call = functools.partial(self.fun, **(self.kwargs or {}))
+                value, grads = value_and_grad(call, state, argnums=self.argnums, has_aux=self.has_aux)(*args)
             else:
                 # An Equinox model is a tree of arrays and functions. Its floating arrays are the parameters.
                 leaves, tree = jax.tree.flatten([args[i] for i in positions])
@@ -69,7 +72,7 @@ class Loss:
                         filled[i] = leaf
                     for i, arg in zip(positions, jax.tree.unflatten(tree, filled), strict=True):
                         given[i] = arg
-                    return self.fun(*given)
+                    return self.fun(*given, **(self.kwargs or {}))
 
                 value, found = value_and_grad(of_leaves, state, has_aux=self.has_aux)([leaves[i] for i in moving])
                 filled = [None] * len(leaves)

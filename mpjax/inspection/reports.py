@@ -13,7 +13,7 @@ import os
 import re
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
@@ -75,8 +75,15 @@ class Section:
 class Report(abc.ABC):
     """A result that prints as text and can be written as JSON, CSV or one HTML page without external resources.
 
-    Subclasses define `title`, `sections` (the finding first), `to_dict` and `table`.
+    Subclasses are dataclasses. They define `title` and `sections` (the finding first), and declare the rest.
+
+    Attributes:
+        main: The field that holds the rows of the main table.
+        derived: Properties that JSON has in addition to the fields, separated by spaces.
     """
+
+    main: ClassVar[str]
+    derived: ClassVar[str] = ""
 
     @property
     @abc.abstractmethod
@@ -87,19 +94,15 @@ class Report(abc.ABC):
     def sections(self) -> list[Section]:
         """The report for readers: the parts of the text and of the page."""
 
-    @abc.abstractmethod
     def to_dict(self) -> dict[str, Any]:
         """The report for programs: the dictionary that `to_json` writes."""
+        return plain(self) | {name: plain(getattr(self, name)) for name in self.derived.split()}
 
-    @abc.abstractmethod
     def table(self) -> list[dict[str, Any]]:
         """The rows of the report's main table, for CSV or a data frame."""
+        return [{name: _cell(value) for name, value in plain(row).items()} for row in getattr(self, self.main)]
 
-    def viewed(self, **options: Any) -> Report:
-        """The report with the tool's view options of the command line applied."""
-        return self
-
-    def failure(self, **checks: Any) -> str:
+    def failure(self) -> str:
         """The failure message, with which the command line exits with status 1; empty if there is none."""
         return ""
 
@@ -212,6 +215,20 @@ def added_up(rows: Iterable[tuple[Key, Sequence[Any]]]) -> dict[Key, tuple[Any, 
         before = found.get(key, (0,) * len(numbers))
         found[key] = tuple(a + b for a, b in zip(before, numbers, strict=True))
     return found
+
+
+def plain(value: Any) -> Any:
+    """Converts dataclasses to dictionaries of their fields (without those hidden from `repr`), at any depth."""
+    if dataclasses.is_dataclass(value):
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value) if field.repr}
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    return tuple(map(plain, value)) if isinstance(value, (list, tuple)) else value
+
+
+def _cell(value: Any) -> Any:
+    """A value of a row as one cell."""
+    return "/".join(map(str, value)) if isinstance(value, tuple) else value
 
 
 def _for_json(value: Any) -> Any:

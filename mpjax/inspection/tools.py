@@ -5,6 +5,8 @@ To add an inspection, add a folder beside this file, a row in `TOOLS`, and its n
 
 import argparse
 import dataclasses
+import importlib
+from collections.abc import Callable
 from typing import Any
 
 
@@ -28,41 +30,31 @@ class Option:
 
 @dataclasses.dataclass(frozen=True)
 class Tool:
-    """An inspection.
+    """An inspection: a function `tool(fun, *args, **options)` that returns a `Report`, and a command of the same name.
 
     Args:
-        names: The public names of its module, in `mpjax` and `mpjax.inspection`: the function, then its result classes.
-        module: The module that defines them.
+        name: The name of the function, in `mpjax` and `mpjax.inspection`, and of the command.
+        module: The module that defines it.
         question: The question that it answers, for the documentation.
         summary: One line for the command line's help.
-        command: Its name on the command line.
-        batches: Whether it takes `batches=` besides positional arguments. Otherwise it takes the arguments of one call.
-        options: Keyword arguments of the function that the command line offers.
-        views: Options that choose what the report shows. See `Report.viewed`.
-        packed: Whether the function takes the call's arguments as one tuple.
-        checks: Options that the finished report is checked against. See `Report.failure`.
-        nothing: The text that the command prints if the function returns None.
-        maker: Whether the tool takes a factory of the inspected object. The factory is passed on unchanged, without
-            arguments or a policy.
+        options: Keyword arguments of the function that the command line offers. With `CALL`, the command makes the
+            arguments of the inspected function; without, the tool takes the function alone.
+        classes: The result classes in `mpjax.inspection`.
+        inputs: The classes that users make, also in `mpjax`.
     """
 
-    names: tuple[str, ...]
+    name: str
     module: str
     question: str
     summary: str
-    command: str
-    batches: bool = False
-    packed: bool = False
-    options: tuple[Option, ...] = ()
-    views: tuple[Option, ...] = ()
-    checks: tuple[Option, ...] = ()
-    nothing: str = ""
-    maker: bool = False
+    options: tuple[Option, ...]
+    classes: tuple[str, ...] = ()
+    inputs: tuple[str, ...] = ()
 
     @property
-    def function(self) -> str:
-        """The name of the function."""
-        return self.names[0]
+    def function(self) -> Callable[..., Any]:
+        """The function."""
+        return getattr(importlib.import_module(self.module), self.name)
 
 
 def integers(text: str) -> int | tuple[int, ...]:
@@ -70,97 +62,89 @@ def integers(text: str) -> int | tuple[int, ...]:
     return int(text) if "," not in text else tuple(int(part) for part in text.split(",") if part)
 
 
+CALL = (
+    Option("--args", "a function that returns its arguments", metavar="module:make_args"),
+    Option("--policy", "run it under mpjax.autocast with this policy, such as mixed_float16"),
+)
 _LOSS = (
+    *CALL,
     Option("--loss-scale", "the loss scale in use", type=float),
     Option("--has-aux", "the function returns (loss, aux)", action="store_true"),
     Option("--argnums", "positions of the parameters, such as 0 or 0,1", type=integers, default=0, metavar="N,..."),
 )
-
 _DEVICE = Option("--device", "its name, or GB/s of memory and TFLOP/s in half and float32: 2000,300,40", metavar="D")
+_SHARE = "exit with 1 if less than this share of the FLOPs is half"
 
 TOOLS = (
     Tool(
-        ("audit", "PrecisionReport"),
+        "audit",
         "mpjax.inspection.audit.audit",
         "Is half precision really on? Which layer is not in half? What may go wrong there?",
         "the precision of each operation, what keeps matmuls off Tensor Cores, and the operations that half may harm",
-        "audit",
-        views=(_DEVICE,),
-        checks=(
-            Option(
-                "--min-half", "exit with 1 if less than this share of the FLOPs is half", type=float, metavar="SHARE"
-            ),
-        ),
+        (*CALL, _DEVICE, Option("--min-half", _SHARE, type=float, metavar="SHARE")),
+        ("PrecisionReport",),
     ),
     Tool(
-        ("explain", "Explanation"),
-        "mpjax.casting",
+        "explain",
+        "mpjax.inspection.explanation",
         "Why does autocast run this operation in this dtype?",
         "the plan that autocast makes, and why",
-        "explain",
+        CALL,
+        ("Explanation",),
     ),
     Tool(
-        ("numerics", "NumericsReport"),
+        "numerics",
         "mpjax.inspection.numerics.numerics",
         "Does float16 lose my gradients? Which loss scale do I need?",
         "ranges of activations and gradients of a loss function, and the loss scale to use",
-        "numerics",
-        batches=True,
-        options=(
-            *_LOSS,
-            Option("--dtype", "the half dtype", default="float16", choices=("float16", "bfloat16")),
-        ),
+        (*_LOSS, Option("--dtype", "the half dtype", default="float16", choices=("float16", "bfloat16"))),
+        ("NumericsReport",),
     ),
     Tool(
-        ("layerwise_error", "LayerwiseReport"),
+        "layerwise_error",
         "mpjax.inspection.layerwise.layerwise",
         "Where do half results differ from float32?",
         "the errors of a loss function in half against float32, by module",
-        "layerwise",
-        options=_LOSS,
+        _LOSS,
+        ("LayerwiseReport",),
     ),
     Tool(
-        ("search", "SearchReport"),
+        "search",
         "mpjax.inspection.search.search",
         "Which modules must stay in float32?",
         "the modules that must stay in float32 to meet an error budget, as rules; exits with 1 if none do",
-        "search",
-        packed=True,
-        options=(
-            *_LOSS,
-            Option("--budget", "the largest relative error of the gradients", type=float, default=0.01),
-        ),
+        (*_LOSS, Option("--budget", "the largest relative error of the gradients", type=float, default=0.01)),
+        ("SearchReport",),
     ),
     Tool(
-        ("find_nonfinite", "NonFinite"),
+        "find_nonfinite",
         "mpjax.inspection.nonfinite.find_nonfinite",
         "Which operation produced the NaN?",
         "the operation that produces the first inf or NaN; exits with 1 if there is one",
-        "nonfinite",
-        nothing="all results are finite",
+        CALL,
+        ("NonFinite",),
     ),
     Tool(
-        ("profile", "ProfileReport"),
+        "profile",
         "mpjax.inspection.profile.profile",
         "Why is it not faster?",
         "where the time of a step goes",
-        "profile",
-        batches=True,
-        options=(
+        (
+            *CALL,
             Option("--steps", "number of steps to measure", type=int, default=10),
             Option("--carry", "number of leading outputs that replace the next step's leading arguments", type=int),
             Option("--trace", "keep the profiler's trace in this folder, for XProf and Perfetto", metavar="DIR"),
             Option("--against", "compare with an earlier profile, written with --json", metavar="FILE"),
             _DEVICE,
         ),
+        ("ProfileReport",),
     ),
     Tool(
-        ("parity", "ParityReport", "Training", "MakeTraining"),
+        "parity",
         "mpjax.inspection.parity.parity",
         "Does half precision hurt my training?",
         "the results of training in half and in float32, over several seeds; exits with 1 if a policy is worse",
-        "parity",
-        options=(
+        (
             Option(
                 "--policies",
                 "the policies to compare with the baseline; module:function is called with each",
@@ -173,17 +157,14 @@ TOOLS = (
             Option("--fix", "try the remedy that the evidence suggests for each worse policy", action="store_true"),
             Option("--output", "keep runs and report in this folder; a later call continues there", metavar="DIR"),
             Option("--metric-every", "steps between two measurements of the metric", type=int, metavar="N"),
-            Option(
-                "--progress",
-                "show progress on stderr: a bar, or in a log one line for each run",
-                action=argparse.BooleanOptionalAction,
-                default=True,
-            ),
+            Option("--progress", "show progress on stderr", action=argparse.BooleanOptionalAction, default=True),
         ),
-        maker=True,
+        ("ParityReport",),
+        ("MakeTraining", "Training"),
     ),
 )
-# Runs inside a training step, so it is not a command.
-_WATCH = "Watch WatchRecord WatchState watch".split()
-HOMES = {name: tool.module for tool in TOOLS for name in tool.names}
-HOMES |= dict.fromkeys(_WATCH, "mpjax.inspection.watch.watch")
+# `watch` runs inside a training step, so it is not a command.
+_WATCH = "mpjax.inspection.watch.watch"
+FUNCTIONS = {name: tool.module for tool in TOOLS for name in (tool.name, *tool.inputs)} | {"watch": _WATCH}
+CLASSES = {name: tool.module for tool in TOOLS for name in tool.classes}
+CLASSES |= dict.fromkeys(("Watch", "WatchRecord", "WatchState"), _WATCH)

@@ -19,8 +19,8 @@ from jax.interpreters import partial_eval
 import mpjax
 from mpjax.casting.autocast import Program, plan_program, run_program, setting_of
 from mpjax.casting.autocast import trace as trace_to_plan
-from mpjax.casting.explain import Explanation, explanation
 from mpjax.casting.plan import Plan
+from mpjax.inspection.explanation import Explanation, explanation
 from testing.measures import HALF, MATMULS, Equation, equations, inner_jaxprs, is_inner_product, risky_of
 from testing.random_programs.cases import OUTSIDE, TRANSFORMS, Case
 from testing.random_programs.evaluate import Unsupported, as_typed, evaluate, exact, is_float, rounded

@@ -96,7 +96,9 @@ def test_a_program_with_disabled_matmuls_warns_that_they_are_kept():
 
 
 def test_rows_are_json(plan):
-    assert json.loads(json.dumps(plan.to_dicts()))[0]["op"]
+    assert json.loads(plan.to_json())["rows"][0]["op"]
+    assert plan.to_csv().startswith("module,source,op,")
+    assert "<table>" in plan.to_html()
 
 
 def test_gradient_of_an_autocast_function_is_explained_by_its_forward_plan(program, plan):

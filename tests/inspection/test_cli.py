@@ -47,6 +47,10 @@ def keywords():
     return {"params": params, "batch": batch}
 
 
+def scaled_loss(params, *, batch):
+    return jnp.mean((batch @ params["w"] * params["scale"]) ** 2)
+
+
 def batches():
     params, batch = example_args()
     for i in range(3):
@@ -161,10 +165,10 @@ def test_audit_fails_where_too_little_is_half(capsys):
 
 
 def test_nonfinite_exits_with_one_if_there_is_something(capsys):
-    code, out, _ = run(capsys, "nonfinite", "my_train:loss_fn", "--args", "example_args")
+    code, out, _ = run(capsys, "find_nonfinite", "my_train:loss_fn", "--args", "example_args")
     assert code == 0
     assert "finite" in out
-    code, out, _ = run(capsys, "nonfinite", "my_train:loss_fn", "--args", "overflowing")
+    code, out, _ = run(capsys, "find_nonfinite", "my_train:loss_fn", "--args", "overflowing")
     assert code == 1
     assert "my_train.py:8" in out
     assert "exp" in out
@@ -212,7 +216,7 @@ def test_mistakes_exit_with_two_and_say_what_was_found_and_what_is_expected(caps
     ("arguments", "words"),
     [
         ("numerics my_train:loss_fn --args shapes", ["ShapeDtypeStruct", "give arrays"]),
-        ("nonfinite my_train:loss_fn --args shapes", ["ShapeDtypeStruct", "give arrays"]),
+        ("find_nonfinite my_train:loss_fn --args shapes", ["ShapeDtypeStruct", "give arrays"]),
         ("profile my_train:train_step --args shapes", ["ShapeDtypeStruct", "needs arrays"]),
         ("audit my_train:loss_fn --args raising", ["RuntimeError: no data here"]),
         ("audit my_train:numpy_loss --args example_args", ["jax.numpy", "TracerArrayConversionError"]),
@@ -239,8 +243,8 @@ def test_options_reach_the_functions(capsys, script):
     assert run(capsys, *first)[0] == 0
     rows = list(csv.DictReader((script / "r.csv").read_text().splitlines()))
     assert {row["op"] for row in rows} >= {"dot_general", "exp"}
-    for command in ("audit", "explain", "nonfinite"):
-        made = "overflowing" if command == "nonfinite" else "example_args"
+    for command in ("audit", "explain", "find_nonfinite"):
+        made = "overflowing" if command == "find_nonfinite" else "example_args"
         assert run(capsys, command, "my_train:loss_fn", "--args", made, "--csv", "r.csv")[0] == int(
             made != "example_args"
         )
@@ -249,10 +253,15 @@ def test_options_reach_the_functions(capsys, script):
     assert run(capsys, "profile", "my_train:train_step", "--args", "batches", "--steps", "1", "--carry", "1")[0] == 0
 
 
-def test_keyword_arguments_are_refused_where_positions_count(capsys):
-    code, _, err = run(capsys, "numerics", "my_train:loss_fn", "--args", "keywords")
-    assert code == 2
-    assert "return a tuple" in err
+COMMANDS = ["audit", "explain", "numerics", "layerwise_error", "search", "find_nonfinite", "profile"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_takes_keyword_arguments(capsys, command):
+    policy = ("--policy", "mixed_float16") if command == "layerwise_error" else ()
+    fun = "train_step" if command == "profile" else "scaled_loss"
+    code, out, err = run(capsys, command, f"my_train:{fun}", "--args", "keywords", *policy)
+    assert (code, err) == (0, ""), out
 
 
 @pytest.mark.standard_promotion  # as the scripts are

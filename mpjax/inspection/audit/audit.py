@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -21,11 +21,18 @@ from mpjax.inspection.audit.report import PrecisionReport as PrecisionReport
 from mpjax.inspection.audit.residuals import residuals_of
 from mpjax.inspection.audit.risks import overflowing_casts, overflows_of, risks_of
 from mpjax.inspection.audit.variants import costs_of
+from mpjax.inspection.devices import device_of
 from mpjax.inspection.program import argument_names
 from mpjax.inspection.reports import reason, totals
 
 
-def audit(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> PrecisionReport:
+def audit(
+    fun: Callable[..., Any],
+    *args: Any,
+    kwargs: Mapping[str, Any] | None = None,
+    device: str | None = None,
+    min_half: float | None = None,
+) -> PrecisionReport:
     """Reports the precision of matmuls and convolutions, what keeps them off Tensor Cores, and where half is risky.
 
     The call is traced, not run. If its arguments are sharded over several devices, or it contains a `shard_map`, it is
@@ -37,14 +44,18 @@ def audit(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> PrecisionReport
 
     Args:
         fun: Any JAX function: a loss, a gradient, a whole train step. It may use autocast, explicit half or float32.
-        *args, **kwargs: The arguments of the call. `jax.ShapeDtypeStruct`s can replace arrays, and NNX and Equinox
-            modules are supported. Arguments that are not arrays are passed through unchanged.
+        *args: The arguments of the call. `jax.ShapeDtypeStruct`s can replace arrays, and NNX and Equinox modules are
+            supported. Arguments that are not arrays are passed through unchanged.
+        kwargs: Keyword arguments of the call.
+        device: The device in "Speed at most", as `PrecisionReport.speedup_bound` takes it; None for all known devices.
+        min_half: The least share of the FLOPs in half, for `PrecisionReport.failure` and the command's exit status.
 
     Returns:
         A `PrecisionReport`: `print` it, read its `flops`, `half_share`, `findings` and `risks`, write it with
         `to_html`, `to_json` or `to_csv`, or call `assert_half()` in a test.
 
     Raises:
+        ValueError: The peak rates of `device` are not known.
         Exception: Any error that `fun` raises while it is traced.
 
     Example:
@@ -59,6 +70,9 @@ def audit(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> PrecisionReport
 
     Source: the checks are those of NVIDIA's DLProf and PyProf, and of its guide "Train With Mixed Precision".
     """
+    kwargs = dict(kwargs or {})
+    if device is not None:
+        device_of(device)  # raises before the program is traced
     with overflowing_casts() as lines:
         program = traced_call(fun, args, kwargs)
     owners = owners_of(program.jaxpr, argument_names(program, args, kwargs))
@@ -80,6 +94,8 @@ def audit(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> PrecisionReport
         notes=(*notes, *unknown, *_notes(sites), *unplanned),
         communication=communication,
         devices=devices,
+        device=device or "",
+        min_half=min_half,
     )
 
 

@@ -46,6 +46,7 @@ class PrecisionReport(Report):
         communication: Collectives between devices; None for a program on one device.
         devices: Number of devices that run the program.
         device: The device in "Speed at most", as `speedup_bound` takes it; empty for all known devices.
+        min_half: The share of FLOPs in half below which `failure` is not empty; None for none.
 
     Example:
         >>> import jax, jax.numpy as jnp, mpjax
@@ -66,6 +67,10 @@ class PrecisionReport(Report):
     communication: tuple[Collective, ...] | None = None
     devices: int = 1
     device: str = ""
+    min_half: float | None = None
+
+    main = "matmuls"
+    derived = "flops flops_per_device flops_by_phase half_share speedup_bounds"
 
     @property
     def title(self) -> str:
@@ -150,51 +155,11 @@ class PrecisionReport(Report):
             f"{min_share:.2%}. Not in half:\n" + "\n".join(lines)
         )
 
-    def to_dict(self) -> dict[str, Any]:
-        """The report as plain values for JSON."""
-        return {
-            "name": self.name,
-            "flops": self.flops,
-            "devices": self.devices,
-            "flops_per_device": self.flops_per_device,
-            "flops_by_phase": self.flops_by_phase,
-            "half_share": self.half_share,
-            "residuals": self.residuals,
-            "casts": {name: {"count": count, "bytes": size} for name, (count, size) in self.casts.items()},
-            "matmuls": [dataclasses.asdict(row) | {"dimensions": dict(row.dimensions)} for row in self.matmuls],
-            "findings": [dataclasses.asdict(finding) for finding in self.findings],
-            "risks": [dataclasses.asdict(risk) for risk in self.risks],
-            "speedup_bounds": {
-                device: dataclasses.asdict(bound)
-                | {name: getattr(bound, name) for name in ("speedup", "interval", "limit", "limit_interval")}
-                for device, bound in self._bounds().items()
-            },
-            "communication": None
-            if self.communication is None
-            else [dataclasses.asdict(row) for row in self.communication],
-            "notes": list(self.notes),
-        }
-
-    def table(self) -> list[dict[str, Any]]:
-        """The matmuls and convolutions, by module, line, shapes and dtypes."""
-        names = "module source op phase dtype out_dtype lhs rhs count flops".split()
-        return [
-            {name: getattr(row, name) for name in names} | {"lhs": _shape(row.lhs), "rhs": _shape(row.rhs)}
-            for row in self.matmuls
-        ]
-
-    def viewed(self, **options: Any) -> PrecisionReport:
-        """The report for one `device`, if it is given."""
-        device = options.get("device") or ""
-        if device:
-            device_of(device)  # raises for an unknown device before the report is printed
-        return dataclasses.replace(self, device=device)
-
-    def failure(self, **checks: Any) -> str:
+    def failure(self) -> str:
         """The matmuls not in half if the half share is below `min_half`; empty otherwise."""
         try:
-            if checks.get("min_half") is not None:
-                self.assert_half(checks["min_half"])
+            if self.min_half is not None:
+                self.assert_half(self.min_half)
         except AssertionError as error:
             return str(error)
         return ""
@@ -289,7 +254,7 @@ class PrecisionReport(Report):
                 _interval(*bound.limit_interval),
                 f"{bound.matmul_share:.0%}",
             )
-            for name, bound in self._bounds().items()
+            for name, bound in self.speedup_bounds.items()
         ]
         text = (
             "estimated from FLOPs and bytes, relative to the float32 program (TF32 where available); from elementwise "
@@ -298,7 +263,9 @@ class PrecisionReport(Report):
         header = ("device", "least time", "with its kernels", "current", "all in half", "matmuls in float32")
         return Section("Speed at most", text, header, rows, {1, 2, 3, 4, 5}, shown=_USUAL_DEVICES)
 
-    def _bounds(self) -> dict[str, SpeedupBound]:
+    @property
+    def speedup_bounds(self) -> dict[str, SpeedupBound]:
+        """`speedup_bound` of the chosen device, or of all known ones, by name."""
         found = [self.speedup_bound(name) for name in ([self.device] if self.device else DEVICES)]
         return {bound.device: bound for bound in found}
 

@@ -27,6 +27,7 @@ def layerwise_error(
     loss_scale: Any = None,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
+    kwargs: Mapping[str, Any] | None = None,
 ) -> LayerwiseReport:
     """Measures the relative errors of a loss function in half against float32, by module, forward and gradient.
 
@@ -49,6 +50,7 @@ def layerwise_error(
         loss_scale: The scale in use: a number, a `LossScaleState` or an optimizer state that holds one; None for 1.
         argnums: Which arguments are differentiated, as in `jax.grad`.
         has_aux: Whether `fun` returns `(loss, aux)`.
+        kwargs: Keyword arguments of `fun`.
 
     Returns:
         A `LayerwiseReport`. Print it, or read its `modules`.
@@ -74,7 +76,7 @@ def layerwise_error(
     Source: the per-layer comparison of accuracy debuggers, such as TensorRT's Polygraphy and PyTorch's numeric suite.
     """
     state = None if loss_scale is None else scale_state(loss_scale)
-    evaluated = _evaluate("layerwise_error", Loss(fun, argnums, has_aux), args, state)
+    evaluated = _evaluate("layerwise_error", Loss(fun, argnums, has_aux, kwargs), args, state)
     if evaluated is None:
         raise ValueError(
             "layerwise_error: nothing in this program is half, so it has no error to show. Give it under "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from mpjax.inspection.reports import Report, Section, folded_rows, percent, short_dtypes
 
@@ -80,21 +79,12 @@ class LayerwiseReport(Report):
     parameters: tuple[ParameterError, ...]
     unseen: tuple[str, ...] = ()
 
+    main = "modules"
+
     @property
     def title(self) -> str:
         """The page's title."""
         return f"Layerwise error of {self.function}"
-
-    def to_dict(self) -> dict[str, Any]:
-        """The report as a dictionary."""
-        return dataclasses.asdict(self) | {"modules": self.table()}
-
-    def table(self) -> list[dict[str, Any]]:
-        """The rows by module."""
-        return [
-            dataclasses.asdict(row) | {"dtypes": "/".join(row.dtypes), "denied": " ".join(row.denied)}
-            for row in self.modules
-        ]
 
     def sections(self) -> list[Section]:
         """The sections of the printed report."""

@@ -30,7 +30,7 @@ from mpjax.inspection.reports import array_text
 from mpjax.policy import HALF_DTYPES
 
 
-def find_nonfinite(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> NonFinite | None:
+def find_nonfinite(fun: Callable[..., Any], *args: Any, kwargs: Mapping[str, Any] | None = None) -> NonFinite | None:
     """Finds the first operation that made an inf or NaN from finite inputs, in the forward or the backward pass.
 
     Traces `fun` and runs its program under `jit`, with each operation as written. Each result gets a code: finite, inf
@@ -49,8 +49,9 @@ def find_nonfinite(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> NonFin
     Args:
         fun: Any function of arrays or pytrees: a loss function, `mpjax.value_and_grad(loss_fn, opt_state)`, a train
             step, jitted or not. NNX objects in its arguments are left unchanged.
-        args, kwargs: Its arguments: arrays with any sharding. The last of `args` is treated as the batch if all its
+        args: Its arguments: arrays with any sharding. The last of `args` is treated as the batch if all its
             arrays have the same leading size and no other argument has a leaf of the result's shape.
+        kwargs: Its keyword arguments.
 
     Returns:
         The fault, or None if there is none.
@@ -69,6 +70,7 @@ def find_nonfinite(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> NonFin
 
     Source: the per-operation checks of `tf.debugging.enable_check_numerics` (TensorFlow) and `jax_debug_nans`.
     """
+    kwargs = dict(kwargs or {})
     traced = traced_call("find_nonfinite", fun, args, kwargs)
     program = _Program(traced, owners_of(traced.jaxpr, traced.names))
     watch = _watching(program)

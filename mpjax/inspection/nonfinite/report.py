@@ -93,7 +93,7 @@ class NonFinite(Report):
         del row["inputs"]
         return [row]
 
-    def failure(self, **checks: Any) -> str:
+    def failure(self) -> str:
         """The failure message; the command line exits with status 1."""
         return self.title
 

@@ -41,6 +41,7 @@ def numerics(
     loss_scale: Any = None,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
+    kwargs: Mapping[str, Any] | None = None,
     dtype: Any = "float16",
     verify: bool = True,
 ) -> NumericsReport:
@@ -64,6 +65,7 @@ def numerics(
         loss_scale: A number, or a state that holds a `LossScaleState`; None for 1.
         argnums: Positions of the parameters. Only their floating-point arrays are differentiated.
         has_aux: Whether `fun` returns `(loss, aux)`.
+        kwargs: Keyword arguments of `fun`.
         dtype: `"float16"` or `"bfloat16"`.
         verify: Whether to try the recommendation on the last batch, if the program is in float32. The trial compares
             the gradients under plain `autocast`, and with the recommended scale and overrides, to those in float32.
@@ -93,7 +95,7 @@ def numerics(
         raise ValueError(f"numerics: dtype={dtype!r} is not a half dtype; give 'float16' or 'bfloat16'.")
     state = None if loss_scale is None else scale_state(loss_scale)
     scale = 1.0 if state is None else float(np.max(state.loss_scale))
-    measuring = _Measuring(Loss(fun, argnums, has_aux), state, scale, Limits.of(half))
+    measuring = _Measuring(Loss(fun, argnums, has_aux, kwargs), state, scale, Limits.of(half))
     for call in [args] if batches is None else ((*args, batch) for batch in batches):
         measuring.add(call)
     if measuring.batches == 0:

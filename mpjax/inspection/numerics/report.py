@@ -6,7 +6,6 @@ import dataclasses
 import math
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax.numpy as jnp
 
@@ -111,6 +110,9 @@ class NumericsReport(Report):
     errors: tuple[float, float] | None = None
     notes: tuple[str, ...] = ()
 
+    main = "by_op"
+    derived = "overrides"
+
     @property
     def title(self) -> str:
         """The page's title."""
@@ -155,14 +157,6 @@ class NumericsReport(Report):
             "gradients of parameters": self.parameter_gradient_exponents,
         }
         return histogram.svg(self.dtype, self.loss_scale, histograms, spans)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The report as a dictionary for JSON."""
-        return {**dataclasses.asdict(self), "overrides": self.overrides}
-
-    def table(self) -> list[dict[str, Any]]:
-        """The ranges by operation, module and line, one dictionary per row."""
-        return [{**dataclasses.asdict(row), "dtypes": "/".join(row.dtypes)} for row in self.by_op]
 
     def sections(self) -> list[Section]:
         """The sections of the printed report."""

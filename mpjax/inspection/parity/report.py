@@ -76,7 +76,7 @@ class ParityReport(Report):
         """The verdict on a policy in words."""
         return self[policy].verdict(self.percent, f"of {self.metric_name}")
 
-    def failure(self, **checks: Any) -> str:
+    def failure(self) -> str:
         """The failure message, which names the policies that are worse; empty if there are none."""
         worse = [each.policy for each in self.comparisons if each.kind == "worse"]
         return f"worse than {self.baseline}: {', '.join(worse)}" if worse else ""

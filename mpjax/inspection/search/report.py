@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from mpjax.casting import Rules
 from mpjax.inspection.reports import Report, Section, percent
@@ -52,11 +51,14 @@ class SearchReport(Report):
     error: float
     keep_float32: tuple[str, ...]
     patterns: tuple[str, ...]
-    rules: Rules
+    rules: Rules = dataclasses.field(repr=False)
     half_share: float
     modules: tuple[SearchedModule, ...]
     passes: int
     unseen: tuple[str, ...] = ()
+
+    main = "modules"
+    derived = "met overrides"
 
     @property
     def met(self) -> bool:
@@ -73,19 +75,9 @@ class SearchReport(Report):
         """The page's title."""
         return f"Precision search of {self.function}"
 
-    def failure(self, **checks: Any) -> str:
+    def failure(self) -> str:
         """The failure message if the error is above the budget, else an empty string."""
         return "" if self.met else f"the error {_share(self.error)} is above the budget {_share(self.budget)}"
-
-    def to_dict(self) -> dict[str, Any]:
-        """The report as a dictionary."""
-        names = "function policy budget error_before error half_share passes met".split()
-        found = {name: getattr(self, name) for name in names}
-        return found | {"keep_float32": [*self.keep_float32], "deny": [*self.patterns], "modules": self.table()}
-
-    def table(self) -> list[dict[str, Any]]:
-        """The modules, one dictionary per row."""
-        return [dataclasses.asdict(row) for row in self.modules]
 
     def sections(self) -> list[Section]:
         """The sections of the printed report."""

@@ -31,14 +31,14 @@ _FEWEST_PASSES = 10  # for a small program: the first three, and some for the se
 
 def search(
     fun: Callable[..., Any],
-    args: Sequence[Any],
-    *,
+    *args: Any,
     metric: Metric | None = None,
     budget: float = 0.01,
     policy: Any = "mixed_float16",
     loss_scale: float | None = None,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
+    kwargs: Mapping[str, Any] | None = None,
 ) -> SearchReport:
     """Finds the modules that must stay in float32 for the error of half precision to meet a budget.
 
@@ -52,7 +52,7 @@ def search(
 
     Args:
         fun: The loss function in float32. If it is an `autocast` function, the search starts from its policy and rules.
-        args: Its arguments, a tuple.
+        args: Its arguments: arrays and trees of arrays.
         metric: `metric(found, expected)`, the error of a run in half against float32. Both arguments are
             `(loss, gradients)`, with the gradients in a dictionary by tree path. None for the relative error of all
             gradients together, ‖half − float32‖ / ‖float32‖.
@@ -62,13 +62,13 @@ def search(
             `dynamic_loss_scale` does (bfloat16: 1).
         argnums: Positions of the arguments to differentiate.
         has_aux: Whether `fun` returns `(loss, aux)`.
+        kwargs: Keyword arguments of `fun`.
 
     Returns:
         A `SearchReport`. `print` it for the `Rules` to paste, or read its `rules` and `overrides`.
 
     Raises:
         ValueError: The policy computes in float32, or the budget is negative.
-        TypeError: `args` is not a tuple.
 
     Example:
         >>> import jax, jax.numpy as jnp, mpjax
@@ -77,22 +77,20 @@ def search(
         ...         y = (300 * x) @ (300 * w[0]) / 1e4  # the product leaves float16's range
         ...     with jax.named_scope("mild"):
         ...         return jnp.mean((y @ w[1]) ** 2)
-        >>> found = mpjax.search(loss, (jnp.full((2, 4, 4), 0.5), jnp.ones((2, 4))), budget=0.01)
+        >>> found = mpjax.search(loss, jnp.full((2, 4, 4), 0.5), jnp.ones((2, 4)), budget=0.01)
         >>> found.keep_float32, found.rules.deny
         (('hot',), ('*/hot',))
 
     Source: the sensitivity search of NVIDIA ModelOpt's AutoQuantize (`mtq.auto_quantize`).
     """
-    if not isinstance(args, (tuple, list)):
-        raise TypeError(f"search: args is a {type(args).__name__}; give the arguments as a tuple, (params, batch).")
     if not budget >= 0:
         raise ValueError(f"search: budget={budget!r}: give the largest error that is allowed, 0.01 for one percent.")
     inner, policy, rules = getattr(fun, "__mpjax_autocast__", (fun, policy, None))
     half = get_policy(policy)
     if half.compute_dtype not in HALF_DTYPES:
         raise ValueError(f"search: the policy {policy!r} computes in {half.compute_dtype}; give one that is half.")
-    loss = Loss(inner, argnums, has_aux)
-    passes = _Passes(loss, half, rules or Rules(), tuple(args), metric or _gradient_error, loss_scale)
+    loss = Loss(inner, argnums, has_aux, kwargs)
+    passes = _Passes(loss, half, rules or Rules(), args, metric or _gradient_error, loss_scale)
     return _searched(passes, budget, str(policy), getattr(fun, "__name__", type(fun).__name__))
 
 

@@ -160,7 +160,7 @@ def test_takes_a_whole_train_step_and_modules_and_what_is_no_array():
         grads = nnx.grad(mpjax.scale_loss(loss_fn, optimizer.opt_state))(model)
         optimizer.update(model, grads)
 
-    report = mpjax.audit(train_step, model, optimizer, shape(128, 256, dtype=F32), mode="train")
+    report = mpjax.audit(train_step, model, optimizer, shape(128, 256, dtype=F32), kwargs={"mode": "train"})
     assert report.flops_by_phase["backward"] == report.flops_by_phase["forward"] == {"float16": 2 * 128 * 256**2}
     assert report.residuals == {"float32": 4}, "the loss scale; the input is an argument, and cast again"
     # Under a module's name, the line in the layer.
@@ -403,7 +403,7 @@ def test_an_unknown_device_is_given_by_three_numbers():
     bound = report.speedup_bound("100,1,0.5")
     assert bound.now == pytest.approx(max(2 * 256**3 / 1e12, 2 * 2 * 256**2 / 100e9)), "GB/s, TFLOP/s in half"
     assert bound.float32 == pytest.approx(2 * bound.now)
-    text = report.viewed(device="100,1,0.5").text()
+    text = mpjax.audit(lambda x: x @ x, shape(256, 256), device="100,1,0.5").text()
     assert "100 GB/s, 1 and 0.5 TFLOP/s" in text
     assert "V100" not in text
     for wrong in ("100,1", "100,1,-1", "100,1,x", "1,2,3,4"):

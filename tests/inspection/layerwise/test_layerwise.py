@@ -241,7 +241,7 @@ def test_the_command_writes_its_report(tmp_path, monkeypatch, capsys):
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    args = "layerwise hand_half:loss --args make --has-aux --csv r.csv --json r.json --html r.html".split()
+    args = "layerwise_error hand_half:loss --args make --has-aux --csv r.csv --json r.json --html r.html".split()
     assert main(args) == 0
     out = capsys.readouterr().out
     assert out.startswith("loss in half: relative error of the gradients 0.")

@@ -153,7 +153,7 @@ def test_an_argument_that_held_it_is_named_by_its_path():
     x = full((4, 3), 1)
     found = find_nonfinite(jax.grad(loss), {"w": full((3, 2), 1, at={(1, 0): np.nan})}, x)
     assert (found.argument, found.kind, found.element, found.count) == ("args[0]['w']", "nan", (1, 0), 1)
-    found = find_nonfinite(loss, {"w": full((3, 2), 1)}, x=full((4, 3), 1, at={2: np.inf}))
+    found = find_nonfinite(loss, {"w": full((3, 2), 1)}, kwargs={"x": full((4, 3), 1, at={2: np.inf})})
     assert (found.argument, found.kind, found.count) == ("kwargs['x']", "inf", 3)
     table = full(3, np.nan)
     assert "closes over" in find_nonfinite(lambda x: jnp.sum(x + table), x).argument

@@ -1,0 +1,161 @@
+"""`explain`: the plan of an autocast function, built from the same plan that runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from mpjax.casting.autocast import planned_call
+from mpjax.casting.explain import Row, rows_of, unseen_of
+from mpjax.casting.plan import Plan
+from mpjax.inspection.reports import Report, Section, folded, short_dtypes, totals
+
+_LONG = 60  # plans with more rows are printed by module
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation(Report):
+    """The plan of a function. `print` it (long plans by module; `text(all=True)` has all rows), or read its `rows`.
+
+    Args:
+        rows: Rows in program order.
+        policy_dtype: Name of the half dtype.
+        name: The function's name.
+        unseen: Operations whose work the program does not show (callbacks, kernels of other libraries), and why.
+
+    Example:
+        >>> import jax.numpy as jnp, mpjax
+        >>> plan = mpjax.explain(lambda w, x: x @ w, jnp.eye(2), jnp.eye(2))
+        >>> print(str(plan).splitlines()[0])
+        matmuls and convolutions: 1.6e-05 MFLOP in float16 (100.0% in half)
+        >>> plan.flops
+        {'float16': 16}
+    """
+
+    rows: tuple[Row, ...]
+    policy_dtype: str
+    name: str = ""
+    unseen: tuple[str, ...] = ()
+
+    main = "rows"
+    derived = "flops half_share"
+
+    @property
+    def title(self) -> str:
+        """The page's title."""
+        return f"Plan of {self.name}"
+
+    @property
+    def flops(self) -> dict[str, int]:
+        """FLOPs of matmuls and convolutions by the dtype of their operands, without derivative rules."""
+        return totals(
+            ("/".join(dict.fromkeys(row.dtypes_in)), row.flops) for row in self.rows if row.flops and not row.rule
+        )
+
+    @property
+    def half_share(self) -> float:
+        """The fraction of `flops` that runs in half; 0 if there are none."""
+        flops = self.flops
+        half = sum(n for dtype, n in flops.items() if dtype in ("float16", "bfloat16"))
+        return half / sum(flops.values()) if flops else 0.0
+
+    @property
+    def opaque(self) -> tuple[Row, ...]:
+        """Rows of operations that autocast cannot analyse or was told to leave alone."""
+        return tuple(row for row in self.rows if row.list == "opaque")
+
+    def text(self, all: bool = False) -> str:
+        """The plan as printed.
+
+        Args:
+            all: Whether to print every row, also of a long plan.
+        """
+        by_module = len(self.rows) > _LONG and not all
+        parts = [self._finding(by_module), self._modules() if by_module else self._rows()]
+        return "\n\n".join("\n".join(part.lines(True)) for part in parts)
+
+    def sections(self) -> list[Section]:
+        """The sections of the page."""
+        return [self._finding(False), self._rows()]
+
+    def _rows(self) -> Section:
+        header = ("module", "line", "op", "runs", "MFLOP", "in", "out", "why")
+        return Section("", "", header, [*map(_cells, self.rows)], {3, 4})
+
+    def _modules(self) -> Section:
+        """One line per module, with repeated modules folded."""
+        names = folded(row.module for row in self.rows)
+        modules: dict[str, list[Row]] = {}
+        for row in self.rows:
+            modules.setdefault(names[row.module], []).append(row)
+        header = ("module", "in half", "in float32", "MFLOP", "matmuls not in half, or left as traced")
+        rows = [(name or "-", *_module_cells(rows, self.policy_dtype)) for name, rows in modules.items()]
+        return Section("", "", header, rows, {1, 2, 3})
+
+    def _finding(self, by_module: bool) -> Section:
+        parts = ", ".join(f"{n / 1e6:.3g} MFLOP in {dtype}" for dtype, n in sorted(self.flops.items()))
+        share = f" ({self.half_share:.1%} in half)" if sum(self.flops.values()) else ""
+        lines = [f"matmuls and convolutions: {parts or 'none'}{share}"]
+        left: dict[tuple[str, str], dict[str, None]] = {}
+        for row in self.opaque:
+            left.setdefault((row.source or "an unknown line", row.why), {})[row.op] = None
+        lines += [f"left as traced: {', '.join(ops)} at {source}: {why}" for (source, why), ops in left.items()]
+        lines += [f"not inspected: {place}" for place in self.unseen]
+        if by_module:
+            lines.append(f"{len(self.rows)} rows, by module; each of them: print(explanation.text(all=True)), or --all")
+        if any(row.recomputed for row in self.rows) and not by_module:
+            lines.append("↻: the backward pass recomputes it from half values instead of storing float32 ones")
+        if any(row.rule for row in self.rows) and not by_module:
+            lines.append("∂: belongs to a custom derivative rule")
+        return Section("", "\n".join(lines))
+
+
+def _module_cells(rows: Sequence[Row], half: str) -> tuple[str, ...]:
+    counts = [sum(row.count for row in rows if (half in row.dtypes_in) is in_half) for in_half in (True, False)]
+    left = [f"{row.op}: {row.why}" for row in rows if (row.flops and half not in row.dtypes_in) or row.list == "opaque"]
+    return *map(str, counts), _mega(sum(row.flops for row in rows)), "; ".join(dict.fromkeys(left))
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    why = row.why + (" ↻" if row.recomputed else "") + (" ∂" if row.rule else "")
+    dtypes = _short(row.dtypes_in), _short(row.dtypes_out)
+    return row.module or "-", row.source, row.op, str(row.count), _mega(row.flops), *dtypes, why
+
+
+def _mega(flops: int) -> str:
+    return f"{flops / 1e6:.3g}" if flops else ""
+
+
+def _short(dtypes: Iterable[str]) -> str:
+    return short_dtypes(dict.fromkeys(dtypes)).replace("/", ",")
+
+
+def explain(fun: Callable[..., Any], *args: Any, kwargs: Mapping[str, Any] | None = None) -> Explanation:
+    """The plan that `mpjax.autocast` makes of a function, as a table.
+
+    Args:
+        fun: An autocast function. Any other function is shown as `mpjax.autocast(fun)` would run it.
+        *args: Arguments of the call. Arrays may be given as `jax.ShapeDtypeStruct`s.
+        kwargs: Keyword arguments of the call.
+
+    Returns:
+        An `Explanation`: `print` it, or iterate over its `rows`. Each row has the module path, the source
+        line, the primitive, its FLOPs, its input and output dtypes, and the reason.
+
+    Example:
+        >>> import jax.numpy as jnp, mpjax
+        >>> x = jnp.ones((8, 8))
+        >>> plan = mpjax.explain(lambda w, x: jnp.sum(jnp.exp(x @ w)), x, x)
+        >>> [(row.op, row.dtypes_in[0], row.why) for row in plan.rows]
+        [('dot_general', 'float16', 'allow'), ('exp', 'float32', 'deny'), ('reduce_sum', 'float32', 'deny')]
+        >>> plan.half_share
+        1.0
+    """
+    name = getattr(fun, "__name__", type(fun).__name__)
+    return explanation(planned_call(fun, args, dict(kwargs or {})), name)
+
+
+def explanation(plan: Plan, name: str = "") -> Explanation:
+    """The `Explanation` of a plan."""
+    return Explanation(rows_of(plan), plan.setting.half.name, name, unseen_of(plan))
