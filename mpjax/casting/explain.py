@@ -135,5 +135,5 @@ def _dtype(v: Any, storage: Storage, half: str) -> str:
 
 
 def unseen_of(plan: Plan) -> tuple[str, ...]:
-    """The operations of a plan whose work the program does not show (callbacks, kernels of other libraries), and why."""
+    """Operations of a plan whose work the program does not show (callbacks, kernels of other libraries), and why."""
     return not_entered(found.site for found in _planned(plan) if found.step.action is not Action.SKIP)
