@@ -14,7 +14,7 @@ from mpjax.inspection.parity.statistics import rounded
 
 FILE = "parity"
 Row = dict[str, Any]
-SIGNS = {"equal": "=", "better": "better", "worse": "**worse**", "unclear": "?"}
+SIGNS = {"equal": "=", "small": "≈", "better": "better", "worse": "**worse**", "unclear": "?"}
 
 
 def row(family: Family, report: ParityReport) -> Row:

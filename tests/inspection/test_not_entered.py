@@ -58,7 +58,7 @@ REPORTS = {
     "numerics": (lambda: mpjax.numerics(loss, W, X, verify=False), EVALUATED),
     "layerwise_error": (lambda: mpjax.layerwise_error(loss, W, X), EVALUATED),
     "find_nonfinite": (lambda: mpjax.find_nonfinite(loss, W, 1e3 * X), EVALUATED),
-    "search": (lambda: mpjax.search(loss, (W, X)), EVALUATED),
+    "search": (lambda: mpjax.search(loss, W, X), EVALUATED),
     "watch": (watched, EVALUATED),
 }
 

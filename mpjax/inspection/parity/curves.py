@@ -1,14 +1,20 @@
-"""Loss curves of several seeds: their means with intervals, and the step at which two policies part."""
+"""Loss curves of several seeds: paired differences with intervals, their figure, and where two policies part."""
 
 from __future__ import annotations
 
+import base64
+import importlib.util
+import io
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from mpjax.inspection.parity.running import Run
 from mpjax.inspection.parity.statistics import half_width
+
+if TYPE_CHECKING:
+    from mpjax.inspection.parity.report import ParityReport
 
 _WINDOWS = 50  # at most; all of about the same number of steps
 _DIFFERING_SHARE = 0.9  # curves that have parted differ in at least this share of the windows from there on
@@ -77,3 +83,39 @@ def parted_at(runs: Sequence[Run], baseline: Sequence[Run]) -> int | None:
             if here and share >= _DIFFERING_SHARE:
                 return int(start) + 1
     return None
+
+
+def figure(report: ParityReport) -> Any:
+    """The figure of a comparison: the paired differences of the losses, with intervals. Needs Matplotlib."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    # Not through pyplot: its global state and backend belong to the caller.
+    drawn = Figure(figsize=(7, 4), layout="constrained")
+    FigureCanvasAgg(drawn)
+    axis = drawn.subplots()
+    axis.axhline(0, color="black", linewidth=1)
+    policies = dict.fromkeys(run.policy for run in report.runs if run.policy != report.baseline)
+    for i, policy in enumerate(policies):
+        found = differences(report.runs_of(policy), report.runs_of(report.baseline))
+        low, mean, high = (np.where(np.isfinite(values), values, np.nan) for values in found[1:])
+        axis.plot(found.steps, mean, color=f"C{i}", label=policy, marker="o" if len(found.steps) == 1 else "")
+        axis.fill_between(found.steps, low, high, color=f"C{i}", alpha=0.2, linewidth=0)
+    axis.set(title=report.title, xlabel="step", ylabel=f"loss − {report.baseline}'s, mean with 95 % interval")
+    axis.legend(frameon=False)
+    return drawn
+
+
+def html(report: ParityReport) -> str:
+    """The figure as an HTML element; an empty string without Matplotlib."""
+    if not available():
+        return ""
+    with io.BytesIO() as file:
+        figure(report).savefig(file, format="png", dpi=110)
+        data = base64.b64encode(file.getvalue()).decode()
+    return f'<img alt="differences of the losses" style="max-width: 100%" src="data:image/png;base64,{data}">'
+
+
+def available() -> bool:
+    """Whether Matplotlib is installed."""
+    return importlib.util.find_spec("matplotlib") is not None

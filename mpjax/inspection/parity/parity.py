@@ -7,10 +7,8 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from mpjax.inspection.parity.evidence import Evidence, evidence_of
-from mpjax.inspection.parity.fix import Fix, given_to
+from mpjax.inspection.parity.evidence import Evidence, Fix, evidence_of, given_to
 from mpjax.inspection.parity.folder import Folder, settings_of
-from mpjax.inspection.parity.progress import Progress
 from mpjax.inspection.parity.report import ParityReport as ParityReport
 from mpjax.inspection.parity.running import Run, run_training
 from mpjax.inspection.parity.statistics import Comparison, compare
@@ -37,8 +35,8 @@ def parity(
     an interrupted comparison leaves complete pairs. The difference of the metric, policy − baseline, is taken within
     each seed:
 
-        interval = the 95 % interval of the mean difference (Student's t and an expanded bootstrap, the outer ends)
-        equal    if the interval lies within ± the standard deviation of the baseline over seeds
+        interval = the 95 % interval of the mean difference (Student's t and Hall's for skewed ones, the outer ends)
+        equal    if the interval lies within ± the standard deviation of the baseline over seeds (small: without zero)
         worse    if the interval excludes zero, or a run diverged and the baseline's did not
         unclear  otherwise, with the approximate number of seeds needed for a verdict
 
@@ -53,7 +51,7 @@ def parity(
         metric_every: The number of steps between two measurements of the metric; None for one at the end.
         settings: Other settings that determine the result (hyperparameters that `make` reads elsewhere), in addition
             to an attribute `settings` of `make`. A call raises an error if the runs in `output` have other settings.
-        progress: Whether to write progress to stderr, as a bar on a terminal or one line per run in a log.
+        progress: Whether to show a progress bar on stderr, if tqdm is installed.
 
     Returns:
         A `ParityReport`. `print` it, or read its `comparisons`.
@@ -71,27 +69,23 @@ def parity(
         ...         return 0.5 * x + rounding, x
         ...     return 1.0 + seed / 8, step, range(3), lambda x: 1 - x
         >>> report = mpjax.parity(make, ["mixed_float16"], seeds=3, progress=False)
-        >>> print(report.comparisons[0].verdict())
-        equal within seed noise
+        >>> print(report.comparisons[0].kind)
+        small
 
     Source: the paired comparison over seeds of Bouthillier et al., "Accounting for Variance in Machine Learning
-        Benchmarks", MLSys 2021; the expanded bootstrap of Hesterberg, The American Statistician 69 (2015).
+        Benchmarks", MLSys 2021; intervals of skewed means by Hall, J. R. Stat. Soc. B 54 (1992).
     """
     numbers = _seeds(seeds)
     others = _policies(policies, baseline)
     decides = settings_of(make, {"metric_every": metric_every, **(settings or {})})
     runs = _Runs(make, Folder(output, decides), metric_every)
     cells = [(policy, seed) for seed in numbers for policy in (baseline, *others)]
-    with Progress(progress) as bar:
-        for policy, seed in bar.over(cells):
-            runs.run(policy, seed, bar)
-        comparisons = [runs.compared(policy, baseline, numbers) for policy in others]
-        evidence = []
-        for found in comparisons:
-            if found.kind == "worse":
-                bar.looking(found.policy)
-                evidence.append(runs.explained(found.policy, baseline, numbers))
-        fixes = [runs.fixed(each, baseline, numbers, bar) for each in evidence] if fix else []
+    for policy, seed in _shown(cells, progress):
+        runs.run(policy, seed)
+    comparisons = [runs.compared(policy, baseline, numbers) for policy in others]
+    worse = [found.policy for found in comparisons if found.kind == "worse"]
+    evidence = [runs.explained(policy, baseline, numbers) for policy in worse]
+    fixes = [runs.fixed(each, baseline, numbers) for each in evidence] if fix else []
     first = next(iter(runs.done.values()))
     report = ParityReport(
         make=str(decides["make"]).partition(":")[2],
@@ -108,6 +102,14 @@ def parity(
     if runs.folder.path is not None:
         report.write(runs.folder.path)
     return report
+
+
+def _shown(cells: Sequence[Any], progress: bool) -> Iterable[Any]:
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return cells
+    return tqdm(cells, "parity", unit="run", disable=not progress)
 
 
 def _seeds(seeds: int | Iterable[int]) -> tuple[int, ...]:
@@ -133,26 +135,22 @@ class _Runs:
         self.make, self.folder, self.metric_every = make, folder, metric_every
         self.done: dict[tuple[str, int], Run] = {}
 
-    def run(self, policy: str, seed: int, bar: Progress, name: str = "", **extras: Any) -> None:
+    def run(self, policy: str, seed: int, name: str = "", **extras: Any) -> None:
         """Runs one policy with one seed, unless the folder holds that run.
 
         Args:
             policy, seed: The arguments of `make`.
-            bar: The progress display.
             name: The name of the policy with the extras, if there are any.
             extras: Further arguments of `make`.
         """
         name = name or policy
         run = self.folder.read(name, seed)
-        kept = run is not None
         if run is None:
-            bar.started(name, seed)
             training = make_training(self.make, policy, seed, **extras)
-            run = run_training(training, name, seed, metric_every=self.metric_every, tick=bar.tick)
+            run = run_training(training, name, seed, metric_every=self.metric_every)
             self._check_data(run)
             self.folder.write(run)
         self.done[name, seed] = run
-        bar.done(run, kept)
 
     def explained(self, policy: str, baseline: str, seeds: Sequence[int]) -> Evidence:
         """The evidence on why a policy is worse, read from the folder if it is there."""
@@ -164,7 +162,7 @@ class _Runs:
         self.folder.write_evidence(policy, seeds, dataclasses.asdict(found))
         return found
 
-    def fixed(self, evidence: Evidence, baseline: str, seeds: Sequence[int], bar: Progress) -> Fix:
+    def fixed(self, evidence: Evidence, baseline: str, seeds: Sequence[int]) -> Fix:
         """The result of trying the remedy for a policy."""
         remedy, policy = evidence.remedy, evidence.policy
         if remedy is None:
@@ -174,8 +172,8 @@ class _Runs:
         except ValueError as error:
             return Fix(policy, None, str(error))
         name = f"{evidence.policy} + {remedy}"
-        for seed in bar.over(seeds):
-            self.run(policy, seed, bar, name, **extras)
+        for seed in seeds:
+            self.run(policy, seed, name, **extras)
         return Fix(evidence.policy, self.compared(name, baseline, seeds))
 
     def _check_data(self, run: Run) -> None:

@@ -10,12 +10,11 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from mpjax.inspection.parity import plots
-from mpjax.inspection.parity.evidence import Evidence, explained
-from mpjax.inspection.parity.fix import Fix
+from mpjax.inspection.parity import curves
+from mpjax.inspection.parity.evidence import Evidence, Fix, explained
 from mpjax.inspection.parity.running import Run
 from mpjax.inspection.parity.statistics import Comparison, rounded
-from mpjax.inspection.reports import Report, Section, written
+from mpjax.inspection.reports import Report, Section, plain, written
 
 _HEADER = ("policy", "mean ± sd", "difference", "95 % interval", "skipped", "verdict")
 
@@ -82,44 +81,23 @@ class ParityReport(Report):
         return f"worse than {self.baseline}: {', '.join(worse)}" if worse else ""
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as a dictionary."""
-        names = "make baseline seeds metric_name larger_is_better percent".split()
-        return {name: getattr(self, name) for name in names} | {
-            "comparisons": [self._row(each) for each in self._compared],
-            "evidence": [dataclasses.asdict(each) for each in self.evidence],
-            "not_fixed": {fix.policy: fix.why_not for fix in self.fixes if fix.why_not},
-            "runs": [dataclasses.asdict(run) for run in self.runs],
-        }
+        """The report as a dictionary; `comparisons` are the rows of `table`."""
+        return super().to_dict() | {"comparisons": self.table()}
 
     def table(self) -> list[dict[str, Any]]:
-        """One dictionary per policy; `differences` holds one number per seed, separated by spaces."""
-        rows = [self._row(each) for each in self._compared]
-        lists = ("seeds", "differences", "diverged")
-        return [row | {name: " ".join(map(str, row[name])) for name in lists} for row in rows]
+        """One dictionary per policy, also for policies with a remedy."""
+        return [self._row(each) for each in self._compared]
 
     def _row(self, found: Comparison) -> dict[str, Any]:
-        low, mean, high = found.interval
-        return {
-            "policy": found.policy,
-            "kind": found.kind,
-            "verdict": self.verdict(found.policy),
-            "mean": mean,
-            "low": low,
-            "high": high,
-            "noise": found.noise,
-            "seeds": [*found.seeds],
-            "differences": [*found.differences],
-            "diverged": [*found.diverged],
-            "identical": found.identical,
-            "seeds_needed": found.seeds_needed,
-            "skipped_steps": sum(len(run.skipped) for run in self.runs_of(found.policy)),
-        }
+        row = {name: value for name, value in plain(found).items() if name != "interval"}
+        skipped = sum(len(run.skipped) for run in self.runs_of(found.policy))
+        return row | found.interval._asdict() | {"verdict": self.verdict(found.policy), "skipped_steps": skipped}
 
     def sections(self) -> list[Section]:
         """The sections of the printed report."""
         rows = [self._cells(policy) for policy in (self.baseline, *(each.policy for each in self._compared))]
         return [
-            Section("", "\n".join(self._finding()), figure=lambda: plots.html(self)),
+            Section("", "\n".join(self._finding()), figure=lambda: curves.html(self)),
             Section("By policy", "", _HEADER, rows, {1, 2, 3, 4}),
             *(section for each in self.evidence for section in explained(each, self.baseline)),
         ]
@@ -133,6 +111,9 @@ class ParityReport(Report):
         saturated = {run.metric for run in self.runs}
         if len(saturated) == 1 and len(self.runs) > 1:
             lines.append(f"{self.metric_name} is {saturated.pop():g} in every run: it cannot distinguish the policies")
+        if not any(each.diverged for each in self._compared):
+            rate = 1 - 0.05 ** (1 / len(self.seeds))
+            lines.append(f"no run diverged; {len(self.seeds)} seeds exclude only a share above {rate:.0%} that do")
         steps = max(len(run.losses) for run in self.runs)
         better = "larger" if self.larger_is_better else "smaller"
         count = len(self.seeds)
@@ -183,13 +164,13 @@ class ParityReport(Report):
         """Writes the report to a folder in all formats."""
         self.to_json(folder / "parity.json")
         self.to_markdown(folder / "parity.md")
-        if plots.available():
+        if curves.available():
             self.plot(folder / "parity.png")
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draws the loss curves with their intervals, the paired differences, and the loss scale; needs Matplotlib.
+        """Draws the paired differences of the losses with their intervals; needs Matplotlib.
 
         Args:
             path: The file; its extension, `.png` or `.svg`, selects the format.
         """
-        plots.draw(self).savefig(path, dpi=130)
+        curves.figure(self).savefig(path, dpi=130)

@@ -6,7 +6,6 @@ import dataclasses
 import math
 import time
 import zlib
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -75,7 +74,6 @@ def run_training(
     seed: int,
     *,
     metric_every: int | None = None,
-    tick: Callable[[int, float], None] = lambda step, loss: None,
 ) -> Run:
     """Runs a training through all its batches.
 
@@ -83,10 +81,9 @@ def run_training(
         training: The training in its initial state.
         policy, seed: The policy and the seed for the record.
         metric_every: The number of steps between two measurements of the metric; None for one at the end.
-        tick: Called from time to time with the number of steps taken and the last loss.
     """
     started = time.perf_counter()
-    record = _Record(tick)
+    record = _Record()
     state, metrics, checksum = training.state, [], 0
     # Drop the initial state, so that the run keeps only one state alive.
     training = training._replace(state=None)
@@ -121,24 +118,21 @@ def run_training(
 
 def _stepped(training: Training, state: Any, batch: Any) -> tuple[Any, Any]:
     found = training.step(state, batch)
-    if not isinstance(found, (tuple, list)) or len(found) != 2:
-        raise TypeError(f"parity: step returned {_described(found)}; return (state, loss).")
-    return found[0], found[1]
-
-
-def _described(found: Any) -> str:
-    return f"{len(found)} values" if isinstance(found, (tuple, list)) else f"a {type(found).__name__}"
+    if isinstance(found, (tuple, list)) and len(found) == 2:
+        return found[0], found[1]
+    what = f"{len(found)} values" if isinstance(found, (tuple, list)) else f"a {type(found).__name__}"
+    raise TypeError(f"parity: step returned {what}; return (state, loss).")
 
 
 class _Record:
     """Losses and loss scales of a run, fetched from the device in batches of steps."""
 
-    def __init__(self, tick: Callable[[int, float], None]):
+    def __init__(self) -> None:
         self.steps = 0
         self.losses: list[float] = []
         self.scales: list[tuple[int, float]] = []
         self.skipped: list[int] = []
-        self._tick, self._pending, self._skips = tick, list[tuple[int, Any, Any]](), 0
+        self._pending, self._skips = list[tuple[int, Any, Any]](), 0
 
     def add(self, state: Any, loss: Any) -> None:
         """Records one step, or several steps with an array of losses."""
@@ -169,8 +163,6 @@ class _Record:
             # For several steps in one call only the number of skipped steps is known; record the last ones.
             self.skipped += range(step - min(skips - self._skips, step - first) + 1, step + 1)
             self._skips = skips
-        if self._pending:
-            self._tick(self.steps, self.losses[-1])
         self._pending.clear()
 
 

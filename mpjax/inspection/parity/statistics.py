@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import scipy.special
 
-Kind = Literal["equal", "worse", "better", "unclear"]
+Kind = Literal["equal", "small", "worse", "better", "unclear"]
 
 CONFIDENCE = 0.95
 # With fewer seeds a 95 % interval means little: Student's factor for two differences is 12.7, and for equal ones the
 # interval has no width.
 FEWEST_SEEDS = 3
 _MOST_SEEDS = 1000
-_RESAMPLES = 10_000
 
 
 class Interval(NamedTuple):
@@ -36,19 +35,16 @@ class Interval(NamedTuple):
 def paired_interval(differences: Sequence[float]) -> Interval:
     """The 95 % interval of the mean of paired differences: the outer ends of two intervals.
 
-        Student's t             mean ± t(n−1) sd / √n
-        expanded bootstrap      percentiles α', 1 − α' of resampled means, α' = Φ(−t(n−1) √(n/(n−1)))
+        Student's t    mean ± t(n−1) sd / √n
+        Hall's         mean − sd g⁻¹(± t(n−1) / √n),  g⁻¹(y) = 3 (∛(1 + γ (y − γ / 6n)) − 1) / γ,  γ the skewness
 
-    With few seeds the plain percentile bootstrap is much too narrow. For n = 3 it covers the mean in 3 of 4 cases at
-    best, because no resampled mean lies outside of the differences. Student's interval alone assumes symmetry. For n
-    below 6 Student's ends are nearly always the outer ones. With more seeds and skewed differences the outer ends are
-    the bootstrap's.
+    Student's interval assumes symmetry: of the means of 5 to 10 exponential numbers it covers 87 % (with Hall's: 90 to
+    95 %), of lognormal ones 80 to 84 % (88 to 92 %). Of normal numbers both cover at least 95 %.
 
     Args:
         differences: One for each seed; with fewer than two the interval is infinite.
 
-    Source: the expanded percentile interval of Hesterberg, "What Teachers Should Know About the Bootstrap",
-        The American Statistician 69 (2015).
+    Source: Hall, "On the Removal of Skewness by Transformation", Journal of the Royal Statistical Society B 54 (1992).
 
     Example:
         >>> paired_interval([0.1, 0.2, 0.3])
@@ -58,12 +54,13 @@ def paired_interval(differences: Sequence[float]) -> Interval:
     n, mean = len(values), float(np.mean(values)) if len(values) else math.nan
     if n < 2:
         return Interval(-math.inf, mean, math.inf)
-    if np.all(values == values[0]):
-        return Interval(float(values[0]), float(values[0]), float(values[0]))
-    half = half_width(n, values.std(ddof=1))
-    tail = float(scipy.special.ndtr(-_student(n) * math.sqrt(n / (n - 1))))
-    resampled = values[np.random.default_rng(0).integers(0, n, (_RESAMPLES, n))].mean(axis=1)
-    low, high = np.quantile(resampled, [tail, 1 - tail])
+    deviation = values.std(ddof=1)
+    half = half_width(n, deviation)
+    skewness = float(np.mean((values - mean) ** 3) / values.std() ** 3) if half else 0.0
+    if abs(skewness) < 1e-6:
+        return Interval(float(mean - half), mean, float(mean + half))
+    shifted = skewness * (np.array([1, -1]) * half / deviation - skewness / (6 * n))
+    low, high = mean - deviation * 3 * (np.cbrt(1 + shifted) - 1) / skewness
     return Interval(float(min(mean - half, low)), mean, float(max(mean + half, high)))
 
 
@@ -86,8 +83,12 @@ class Comparison:
         differences: The metric of the policy minus that of the baseline, by seed.
         interval: The confidence interval of the mean difference.
         noise: The standard deviation of the baseline's metric over seeds.
-        kind: The verdict.
-        diverged: Seeds in which the policy's metric is not finite and the baseline's is.
+        kind: The verdict. `"small"` is a difference whose interval excludes zero but lies within the noise.
+        others: The verdict on the pairs that did not diverge.
+        diverged: Seeds in which the policy's run diverged and the baseline's did not: its metric is not finite, or
+            behind the other seeds by more than ten times their median deviation and three times the noise. These pairs
+            are not in `differences`, because no interval of a few seeds covers rare failures.
+        excluded: Seeds in which the baseline's run diverged; not in `seeds`.
         identical: Whether metric and losses equal the baseline's to the last bit in every seed.
         seeds_needed: The approximate number of seeds needed for a verdict. None if there is a verdict, or if 1000 seeds
             do not suffice.
@@ -99,24 +100,35 @@ class Comparison:
     interval: Interval
     noise: float
     kind: Kind
+    others: Kind
     diverged: tuple[int, ...] = ()
+    excluded: tuple[int, ...] = ()
     identical: bool = False
     seeds_needed: int | None = None
 
     def verdict(self, percent: bool = False, unit: str = "") -> str:
         """The verdict in words."""
-        factor, unit = (100.0, "points") if percent else (1.0, unit)
+        text = self._of_finite(*((100.0, "points") if percent else (1.0, unit)))
         if self.diverged:
-            return f"worse: {len(self.diverged)} of {len(self.seeds)} runs diverged"
+            others = f"; the others: {text}" if self.differences else ""
+            text = f"worse: {len(self.diverged)} of {len(self.seeds)} runs diverged{others}"
+        return text + (f"; without {len(self.excluded)} in which the baseline diverged" if self.excluded else "")
+
+    def _of_finite(self, factor: float, unit: str) -> str:
+        """The verdict on the pairs that did not diverge."""
         if self.identical:
             return "equal: identical in every seed"
-        if self.kind == "equal":
-            return "equal within seed noise"
-        if self.kind == "unclear":
+        mean, margin = factor * self.interval.mean, factor * self.interval.margin
+        if math.isfinite(margin):
+            signed = f"{rounded(mean, margin)} ± {rounded(margin, margin)} {unit}".rstrip()
+        if self.others == "equal":
+            return f"equal within seed noise: {signed}, noise {rounded(factor * self.noise, margin)}"
+        if self.others == "small":
+            return f"smaller than seed noise, but different: {signed}, noise {rounded(factor * self.noise, margin)}"
+        if self.others == "unclear":
             needed = f"more than {_MOST_SEEDS}" if self.seeds_needed is None else f"about {self.seeds_needed}"
             return f"not enough seeds to tell: needs {needed}"
-        size, margin = factor * abs(self.interval.mean), factor * self.interval.margin
-        return f"{self.kind} by {rounded(size, margin)} ± {rounded(margin, margin)} {unit}".rstrip()
+        return f"{self.others} by {signed.removeprefix('-')}"
 
 
 def compare(
@@ -130,16 +142,17 @@ def compare(
 ) -> Comparison:
     """Compares a policy with the baseline. The verdict is the first of these that holds:
 
-        worse     a run diverged (its metric is not finite) where the baseline's did not
+        worse     a run diverged where the baseline's did not
         equal     identical to the baseline in every seed; or at least three seeds, and the 95 % interval of the mean
                   paired difference lies within ± the standard deviation of the baseline's metric over seeds
+        small     the same, but the interval excludes zero
         worse, better   at least three seeds, and the interval excludes zero
         unclear   otherwise
 
     Args:
         policy: The name of the policy.
         seeds: The seed of each pair.
-        metrics, baseline: The metric for each seed; pairs whose baseline is not finite do not count.
+        metrics, baseline: The metric for each seed; not finite for a run that diverged.
         larger_is_better: Whether larger values of the metric are better.
         identical: Whether all runs equal the baseline's to the last bit.
 
@@ -148,24 +161,47 @@ def compare(
         >>> found.kind, found.verdict(percent=True)
         ('worse', 'worse by 5.0000 ± 0.0000 points')
     """
-    pairs = [(s, m, b) for s, m, b in zip(seeds, metrics, baseline, strict=True) if math.isfinite(b)]
+    pairs = list(zip(seeds, metrics, baseline, strict=True))
+    excluded = tuple(s for s, _, b in pairs if not math.isfinite(b))
+    pairs = [pair for pair in pairs if math.isfinite(pair[2])]
     diverged = tuple(s for s, m, _ in pairs if not math.isfinite(m))
-    finite = [(m, b) for _, m, b in pairs if math.isfinite(m)]
-    differences = tuple(m - b for m, b in finite)
     values = [b for _, _, b in pairs]
     noise = float(np.std(values, ddof=1)) if len(values) > 1 else math.nan
+    finite = {s: m - b for s, m, b in pairs if math.isfinite(m)}
+    diverged += _far_behind(finite, noise, 1 if larger_is_better else -1)
+    differences = tuple(difference for s, difference in finite.items() if s not in diverged)
     interval = paired_interval(differences)
-    enough = len(differences) >= FEWEST_SEEDS
-    kind: Kind = "unclear"
-    if diverged:
-        kind = "worse"
-    elif (identical and pairs) or (enough and -noise <= interval.low and interval.high <= noise):
-        kind = "equal"
-    elif enough and (interval.low > 0 or interval.high < 0):
-        kind = "better" if (interval.mean > 0) == larger_is_better else "worse"
-    needed = _seeds_needed(differences, noise) if kind == "unclear" else None
-    kept = tuple(s for s, _, _ in pairs)
-    return Comparison(policy, kept, differences, interval, noise, kind, diverged, identical, needed)
+    differs, enough = interval.low > 0 or interval.high < 0, len(differences) >= FEWEST_SEEDS
+    others: Kind = "unclear"
+    if identical and pairs:
+        others = "equal"
+    elif enough and -noise <= interval.low and interval.high <= noise:
+        others = "small" if differs else "equal"
+    elif enough and differs:
+        others = "better" if (interval.mean > 0) == larger_is_better else "worse"
+    return Comparison(
+        policy=policy,
+        seeds=tuple(s for s, _, _ in pairs),
+        differences=differences,
+        interval=interval,
+        noise=noise,
+        kind="worse" if diverged else others,
+        others=others,
+        diverged=diverged,
+        excluded=excluded,
+        identical=identical,
+        seeds_needed=_seeds_needed(differences, noise) if others == "unclear" else None,
+    )
+
+
+def _far_behind(differences: Mapping[int, float], noise: float, sign: int) -> tuple[int, ...]:
+    """The seeds whose difference is far worse than those of the other seeds."""
+    if len(differences) < FEWEST_SEEDS:
+        return ()
+    values = sign * np.asarray(list(differences.values()))
+    behind = np.median(values) - values
+    limit = max(10 * float(np.median(np.abs(behind))), 3 * noise)
+    return tuple(seed for seed, far in zip(differences, behind > limit, strict=True) if far)
 
 
 def _seeds_needed(differences: Sequence[float], noise: float) -> int | None:

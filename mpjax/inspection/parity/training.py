@@ -107,7 +107,14 @@ def make_training(make: Callable[..., Any], policy: str, seed: int, **extras: An
     Raises:
         TypeError: It returned anything else.
     """
-    found = make(policy, seed, **extras)
+    try:
+        found = make(policy, seed, **extras)
+    except Exception as error:
+        error.add_note(
+            f"parity called {getattr(make, '__name__', 'make')}({policy!r}, {seed}): give a function of a policy and a "
+            "seed that returns an mpjax.Training (see mpjax.MakeTraining), not a loss function"
+        )
+        raise
     if isinstance(found, Training):
         training = found
     elif isinstance(found, tuple) and len(found) == 4:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import mpjax
-from mpjax.inspection.parity import plots
+from mpjax.inspection.parity import curves
 from mpjax.inspection.parity.curves import parted_at
 from mpjax.inspection.parity.running import run_training
 
@@ -67,7 +67,7 @@ def compared(*policies, seeds=4, **options):
 @pytest.fixture(autouse=True)
 def undrawn(monkeypatch):
     """Figures take a second each: one test undoes this."""
-    monkeypatch.setattr(plots, "available", lambda: False)
+    monkeypatch.setattr(curves, "available", lambda: False)
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def test_an_identical_policy_has_a_difference_of_exactly_zero_and_is_equal(repor
 
 
 def test_each_policy_gets_its_verdict(report):
-    assert report.verdict("rounded") == "equal within seed noise"
+    assert report.verdict("rounded").startswith("equal within seed noise: ")
     assert not report["rounded"].identical
     assert report.verdict("spoiled").startswith("worse by ")
     assert report.verdict("diverges") == "worse: 4 of 4 runs diverged"
@@ -246,8 +246,6 @@ def test_calls_that_compare_nothing_are_refused(options, message):
         mpjax.parity(make, **{"policies": ["rounded"], **options}, progress=False)
 
 
-def test_progress_is_a_line_for_each_run_in_a_log(capsys):
+def test_progress_is_a_bar(capsys):
     mpjax.parity(make, ["rounded"], 1)
-    first, second = capsys.readouterr().err.splitlines()
-    assert first.startswith("[1/2] float32, seed 0: -")
-    assert second.startswith("[2/2] rounded, seed 0: -")
+    assert "2/2" in capsys.readouterr().err
