@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _mistake(_in_one_line(error), options, error)
     print(report.text(options.all))
     failure = report.failure()
-    if failure:
+    if tool.name == "audit" and failure:  # The other reports begin with it.
         print(f"\n{failure}", file=sys.stderr)
     return int(bool(failure))
 
