@@ -135,6 +135,11 @@ def value_and_grad(
                 unscaled, _ = jax.grad(loss_at, has_aux=True)(wide, None)
                 grads = jax.tree.map(lambda is_float8, g, u: u if is_float8 else g, float8, grads, unscaled)
         out = finish[0](out)
+        if not has_aux and jax.tree.structure(out) != jax.tree.structure(0.0):
+            raise TypeError(
+                f"Gradient only defined for scalar-output functions. Output was: {out}. With has_aux=True, value_and_grad "
+                "takes a function that returns (loss, aux)."
+            )
         found = tuple(_like_state(grads[i], args[i], chosen[i]) if i in variables else grads[i] for i in chosen)
         return out, found if isinstance(argnums, Sequence) else found[0]
 
