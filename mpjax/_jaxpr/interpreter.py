@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec
 from jax.tree_util import Partial
 
 from mpjax._jaxpr import compat
+from mpjax._jaxpr.evaluator import bind, cond, evaluate, scan, while_loop
 from mpjax._jaxpr.primitives import Op, primitive
 from mpjax._jaxpr.program import Block, Place, lay_out, manual_axes
 from mpjax.policy import HALF_DTYPES
@@ -131,21 +132,19 @@ class Run:
     ) -> tuple[list[Any], dict[Key, Any]]:
         """Evaluates a jaxpr; returns its outputs and the notes."""
         consts = [self._constant(c) for c in (block.consts if consts is None else consts)]
-        env: dict[Any, Any] = dict(zip((*block.jaxpr.constvars, *block.jaxpr.invars), (*consts, *arrays), strict=True))
         notes: dict[Key, Any] = {}
 
-        def read(v: Any) -> Any:
-            return self._constant(v.val) if isinstance(v, compat.Literal) else env[v]
-
-        for place, dead in zip(block.rows, block.last_uses, strict=True):
-            ins = [read(v) for v in place.site.eqn.invars]
+        def rule(place: Place, ins: Sequence[Any]) -> Sequence[Any]:
             with compat.EquationContext(place.site.eqn):
                 outs, new = self._evaluate(place, ins, iteration)
-            env.update(zip(place.site.eqn.outvars, outs, strict=True))
             self._add(notes, new)
-            for v in dead:
-                env.pop(v, None)
-        return [read(v) for v in block.jaxpr.outvars], notes
+            return outs
+
+        def constant(literal: Any, place: Place | None) -> Any:
+            return self._constant(literal.val)
+
+        env = block.environment(arrays, consts)
+        return evaluate(block.jaxpr, env, rule, constant, block.rows, block.last_uses), notes
 
     def _add(self, notes: dict[Key, Any], new: dict[Key, Any]) -> None:
         for key, note in new.items():
@@ -207,52 +206,44 @@ class Run:
         return notes, None
 
     def _scan(self, place: Place, ins: Sequence[Any], iteration: Sequence[Any]) -> tuple[list[Any], dict[Key, Any]]:
-        params, (body,) = place.site.eqn.params, place.blocks
-        num_consts, num_carry = compat.scan_split(params)
-        split = num_consts + num_carry
+        eqn, (body,) = place.site.eqn, place.blocks
+        consts, carry, xs = body.split(ins)
 
-        def step(carry: Any, xs: Sequence[Any]) -> Any:
-            i, carried, notes = carry
-            outs, new = self.block(body, [*ins[:num_consts], *carried, *xs], (*iteration, i))
+        def step(state: Any, xs: Sequence[Any]) -> Any:
+            i, carried, notes = state
+            outs, new = self.block(body, [*consts, *carried, *xs], (*iteration, i))
             notes, stacked = self._after_iteration(body, notes, new)
-            return (i + 1, outs[:num_carry], notes), (outs[num_carry:], stacked)
+            return (i + 1, outs[: len(carry)], notes), (outs[len(carry) :], stacked)
 
         notes = {} if self.probe.stacks else self._empty(body)
-        start = (np.int32(0), _strong(ins[num_consts:split]), notes)
-        options = {name: params[name] for name in ("length", "reverse", "unroll")}
-        (_, carried, notes), (ys, stacked) = lax.scan(step, start, list(ins[split:]), **options)
-        if self.probe.stacks and params["reverse"]:
+        (_, carried, notes), (ys, stacked) = scan(eqn, step, (np.int32(0), _strong(carry), notes), xs)
+        if self.probe.stacks and eqn.params["reverse"]:
             stacked = jax.tree.map(lambda x: x[::-1], stacked)  # in the order of execution
         return [*carried, *ys], {("iterations", place.number): stacked} if self.probe.stacks else notes
 
     def _while(self, place: Place, ins: Sequence[Any], iteration: Sequence[Any]) -> tuple[list[Any], dict[Key, Any]]:
-        params, (condition, body) = place.site.eqn.params, place.blocks
-        first = params["cond_nconsts"]
-        split = first + params["body_nconsts"]
+        condition, body = place.blocks
+        read, _, _ = condition.split(ins)
+        consts, carry, _ = body.split(ins)
         plain, stacks = self._with(Probe()), self.probe.stacks
 
         def unfinished(carried: Sequence[Any]) -> Any:
-            ((going,), _) = plain.block(condition, [*ins[:first], *carried])
+            ((going,), _) = plain.block(condition, [*read, *carried])
             return self._decides(going)
 
-        def step(state: Any) -> Any:
-            i, carried, notes = state
-            outs, new = self.block(body, [*ins[first:split], *carried], (*iteration, i))
+        def step(carried: Sequence[Any], extra: Any) -> Any:
+            i, notes = extra
+            outs, new = self.block(body, [*consts, *carried], (*iteration, i))
             notes, stacked = self._after_iteration(body, notes, new)
             if stacks:
                 notes = jax.tree.map(lambda all, one: all.at[i].set(one), notes, stacked)
-            if condition.jaxpr.outvars[0].aval.shape:
-                # Under vmap each element has its own condition. Finished elements keep their carry.
-                going = unfinished(carried)
-                outs = [_select(going, new, old) for new, old in zip(outs, carried, strict=True)]
-            return i + 1, _strong(outs), notes
+            return _strong(outs), (i + 1, notes)
 
         notes = self._empty(body)
         if stacks:
             length = self.probe.trips(place)
             notes = jax.tree.map(lambda x: jnp.stack([x] * length), self.probe.packed(body, notes))
-        start = (np.int32(0), _strong(ins[split:]), notes)
-        trips, carried, notes = lax.while_loop(lambda state: jnp.any(unfinished(state[1])), step, start)
+        carried, (trips, notes) = while_loop(place.site.eqn, unfinished, step, _strong(carry), (np.int32(0), notes))
         if stacks:
             notes = {("iterations", place.number): notes}
         return list(carried), {**notes, **self.probe.ended(place, trips)}
@@ -269,7 +260,7 @@ class Run:
 
             return run
 
-        return lax.switch(self._decides(ins[0]), [branch(block) for block in place.blocks], *ins[1:])
+        return cond(place.site.eqn, self._decides(ins[0]), [branch(block) for block in place.blocks], ins[1:])
 
     def _shard_map(
         self, place: Place, ins: Sequence[Any], iteration: Sequence[Any]
@@ -329,13 +320,6 @@ class Eager(Run):
         return ins  # Operations run one by one, so the compiler can't eliminate recomputation.
 
 
-def _select(mask: Any, new: Any, old: Any) -> Any:
-    def chosen(new: Any, old: Any) -> Any:
-        return lax.select(lax.broadcast_in_dim(mask, new.shape, tuple(range(mask.ndim))), new, old)
-
-    return jax.tree.map(chosen, new, old)
-
-
 def _strong(arrays: Sequence[Any]) -> list[Any]:
     """The arrays without weak types, because the type of a carry must not change."""
 
@@ -366,12 +350,6 @@ def is_half(x: Any) -> bool:
 def widened(x: Any) -> Any:
     """A half array cast to float32; any other value unchanged."""
     return lax.convert_element_type(x, np.float32) if is_half(x) else x
-
-
-def bind(eqn: Any, arrays: Sequence[Any]) -> list[Any]:
-    """Evaluates an equation."""
-    outs = eqn.primitive.bind(*arrays, **eqn.primitive.get_bind_params(eqn.params))
-    return list(outs) if eqn.primitive.multiple_results else [outs]
 
 
 def bind_wide(eqn: Any, arrays: Sequence[Any]) -> list[Any]:

@@ -10,13 +10,16 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from mpjax._jaxpr import compat
+from mpjax._jaxpr.evaluator import evaluate
 from mpjax._jaxpr.flops import matmul_flops
 from mpjax._jaxpr.primitives import TABLE, Op, primitive
 from mpjax._jaxpr.source import join, module_of, path_of, phase_of, source_line
+
+_T = TypeVar("_T")
 
 
 class Owners(dict[int, str]):
@@ -140,6 +143,12 @@ class SubJaxpr(NamedTuple):
         """The open jaxpr."""
         return compat.open_jaxpr(self.jaxpr).jaxpr
 
+    def split(self, operands: Sequence[_T]) -> tuple[list[_T], list[_T], list[_T]]:
+        """The equation's operands as those that all runs share, the first carry, and those that are iterated over."""
+        given = [operands[i] for i in self.operands if i is not None]
+        end = self.consts + self.carry
+        return given[: self.consts], given[self.consts : end], given[end:]
+
 
 def sub_jaxprs(eqn: Any) -> Sequence[SubJaxpr]:
     """The sub-jaxprs that an equation runs, excluding the scalar function that combines the updates of a scatter."""
@@ -249,13 +258,18 @@ class Place:
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """A jaxpr, its constants, and the places of its equations."""
+    """A jaxpr, its constants, and the places of its equations; in an equation, how it reads the operands."""
 
     jaxpr: Any
     consts: Sequence[Any]
     rows: tuple[Place, ...]
     start: int
     end: int
+    split: Callable[[Sequence[Any]], tuple[list[Any], list[Any], list[Any]]] = lambda operands: ([*operands], [], [])
+
+    def environment(self, ins: Sequence[Any], consts: Sequence[Any]) -> dict[Any, Any]:
+        """The values of the inputs and constants, by variable."""
+        return dict(zip((*self.jaxpr.constvars, *self.jaxpr.invars), (*consts, *ins), strict=True))
 
     @functools.cached_property
     def last_uses(self) -> list[list[Any]]:
@@ -296,7 +310,7 @@ def lay_out(
         blocks, end = [], number + 1
         for inner in sub_jaxprs(eqn) if is_entered(eqn) else ():
             devices = tuple(manual_axes(eqn.params).items()) if site.name == "shard_map" else axes
-            blocks.append(lay_out(inner.jaxpr, end, site, around, devices))
+            blocks.append(dataclasses.replace(lay_out(inner.jaxpr, end, site, around, devices), split=inner.split))
             end = blocks[-1].end
         rows.append(Place(number, site, loops, tuple(blocks), end, axes))
         number = end
@@ -353,12 +367,8 @@ def owners_of(jaxpr: Any, names: Sequence[str]) -> Owners:
         names: The tree paths of its arguments in `(args, kwargs)`, as `[0][0].layers[0].weight`.
     """
     opened = compat.open_jaxpr(jaxpr).jaxpr
-    modules = {v: path for v, name in zip(opened.invars, names, strict=True) if (path := _module(name))}
     owners: dict[int, str] = {}
-    for eqn, path in _readers(opened, modules):
-        known = owners.setdefault(id(eqn), path)
-        if known != path:  # Several modules call the same sub-jaxpr.
-            owners[id(eqn)] = _common(known, path)
+    _note_readers(opened, [_module(name) for name in names], owners)
     _add_transposes(opened, owners)
     return Owners((key, path) for key, path in owners.items() if path)
 
@@ -406,18 +416,23 @@ def _common(a: str, b: str) -> str:
     return "/".join(parts)
 
 
-def _readers(jaxpr: Any, modules: Mapping[Any, str]) -> Iterator[tuple[Any, str]]:
-    """The equations that read parameters, directly or through casts and moves, with the parameters' modules."""
-    held = dict(modules)
-    for eqn in jaxpr.eqns:
-        paths = [held.get(v, "") if isinstance(v, compat.Var) else "" for v in eqn.invars]
+def _note_readers(jaxpr: Any, paths: Sequence[str], owners: dict[int, str]) -> None:
+    """Notes the owners of the equations that read parameters, directly or through casts and moves.
+
+    Args:
+        jaxpr: An open jaxpr.
+        paths: For each input, the path of the module that holds it; empty for an input that is not a parameter.
+        owners: Where to note them.
+    """
+
+    def rule(eqn: Any, operands: list[str]) -> list[str]:
+        path, row = next(filter(None, operands), ""), primitive(eqn.primitive.name)
         inner = sub_jaxprs(eqn)
         for sub in inner:
-            operands = ("" if i is None else paths[i] for i in sub.operands)
-            yield from _readers(sub.opened, {v: p for v, p in zip(sub.opened.invars, operands, strict=True) if p})
-        path = next(filter(None, paths), "")
-        if path and not inner:
-            yield eqn, path
-            row = primitive(eqn.primitive.name)
-            if row.moves or row.whole:
-                held.update(dict.fromkeys(eqn.outvars, path))
+            _note_readers(sub.opened, ["" if i is None else operands[i] for i in sub.operands], owners)
+        if path and not inner:  # Several modules may call the same sub-jaxpr.
+            owners[id(eqn)] = _common(owners.get(id(eqn), path), path)
+        return [path if not inner and (row.moves or row.whole) else ""] * len(eqn.outvars)
+
+    variables = dict.fromkeys(jaxpr.constvars, "") | dict(zip(jaxpr.invars, paths, strict=True))
+    evaluate(jaxpr, variables, rule, constant=lambda literal, eqn: "")

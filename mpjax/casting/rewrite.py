@@ -125,6 +125,7 @@ def _run_steps(steps: Sequence[Step | RematRegion], env: Environment, plan: Plan
         if step.action is Action.SKIP:
             continue
         eqn = step.eqn
+        outs: Sequence[Any]
         with compat.EquationContext(eqn, scopes):
             if step.action is Action.ALIAS:
                 outs = [env[eqn.invars[0]] if step.outs[0] is not None else env[eqn.invars[0]][HALF]]

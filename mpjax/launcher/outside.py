@@ -8,15 +8,22 @@ autocast.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.extend.core
 
 from mpjax._jaxpr import compat
-from mpjax._jaxpr.interpreter import bind
+from mpjax._jaxpr.evaluator import bind_in_context, evaluate
 from mpjax._jaxpr.program import Site
 from mpjax.launcher.reruns import finite_results, running_sites_of
 from mpjax.launcher.session import Session
+
+
+class _Part(NamedTuple):
+    """Some equations of a program, and the variables that are read from them."""
+
+    eqns: Sequence[Any]
+    outvars: Sequence[Any]
 
 
 def in_half(session: Session, jaxpr: Any, parameters: Collection[Any]) -> Any:
@@ -37,19 +44,15 @@ def in_half(session: Session, jaxpr: Any, parameters: Collection[Any]) -> Any:
     given = list(dict.fromkeys(v for e in passes for v in e.invars if _is_variable(v) and v not in defined))
 
     def forward(*arrays: Any) -> list[Any]:
-        env = dict(zip(given, arrays, strict=True))
-        _evaluate(passes, env)
-        return [env[v] for v in made]
+        return evaluate(_Part(passes, made), dict(zip(given, arrays, strict=True)), bind_in_context)
 
     def program(*arrays: Any) -> list[Any]:
         variables = (*opened.jaxpr.constvars, *opened.jaxpr.invars)
         env: dict[Any, Any] = dict(zip(variables, (*opened.consts, *arrays), strict=True))
-        _evaluate(before, env)
-        inputs = [env[v] for v in given]
+        inputs = evaluate(_Part(before, given), env, bind_in_context)
         outs, _ = finite_results(session, forward, inputs, {}, session.autocast(forward)(*inputs))
         env.update(zip(made, outs, strict=True))
-        _evaluate(after, env)
-        return [_value(env, v) for v in opened.jaxpr.outvars]
+        return evaluate(_Part(after, opened.jaxpr.outvars), env, bind_in_context)
 
     return compat.trace(program, *(compat.example(v.aval) for v in opened.jaxpr.invars))
 
@@ -79,18 +82,6 @@ def _parted(eqns: Sequence[Any], parameters: Collection[Any]) -> tuple[list[Any]
         else:
             before.append(eqn)
     return before, passes, after
-
-
-def _evaluate(eqns: Sequence[Any], env: dict[Any, Any]) -> None:
-    for eqn in eqns:
-        ins = [_value(env, v) for v in eqn.invars]
-        with compat.EquationContext(eqn):
-            outs = bind(eqn, ins)
-        env.update(zip(eqn.outvars, outs, strict=True))
-
-
-def _value(env: dict[Any, Any], v: Any) -> Any:
-    return env[v] if _is_variable(v) else v.val
 
 
 def _is_variable(v: Any) -> bool:

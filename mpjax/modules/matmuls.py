@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 
 from mpjax._jaxpr import compat, weight_gradients
+from mpjax._jaxpr.evaluator import bind, evaluate
 from mpjax._jaxpr.primitives import MATMULS, Op, primitive
 from mpjax.policy import is_half
 
@@ -69,34 +70,26 @@ class _Kernel:
 
 def _run(jaxpr: Any, operands: Sequence[Any]) -> list[Any]:
     """Evaluates the jaxpr of a matmul function, with the matmul itself replaced."""
-    opened = compat.open_jaxpr(jaxpr)
-    env = dict(zip((*opened.jaxpr.constvars, *opened.jaxpr.invars), (*opened.consts, *operands), strict=True))
-    for eqn in opened.jaxpr.eqns:
-        values = [v.val if isinstance(v, compat.Literal) else env[v] for v in eqn.invars]
-        env.update(zip(eqn.outvars, _bind(eqn, values), strict=True))
-    return [_low(v.val if isinstance(v, compat.Literal) else env[v]) for v in opened.jaxpr.outvars]
+    jaxpr, consts = compat.open_jaxpr(jaxpr)
+    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *operands), strict=True))
+    return [*map(_low, evaluate(jaxpr, env, _bind))]
 
 
 def _bind(eqn: Any, values: Sequence[Any]) -> Sequence[Any]:
-    params = eqn.primitive.get_bind_params(eqn.params)
     holds_kernel = any(isinstance(x, _Kernel) for x in values)
     if holds_kernel and eqn.primitive.name == "jit":
         return _run(compat.call_jaxpr(eqn.params), values)
     low = [_low(x) for x in values]
-    if not holds_kernel:
-        outs = eqn.primitive.bind(*low, **params)
-    elif eqn.primitive.name in MATMULS:
+    params = eqn.primitive.get_bind_params(eqn.params)
+    if holds_kernel and eqn.primitive.name in MATMULS:
         full = [x.full if isinstance(x, _Kernel) else x for x in values]
         pointwise = eqn.primitive.name != "conv_general_dilated" or weight_gradients.is_pointwise(
             eqn.params, jnp.shape(low[1])
         )
-        outs = weight_gradients.matmul(eqn.primitive, params, low, full[:2], pointwise)
-    elif primitive(eqn.primitive.name).op is Op.MOVE and not eqn.primitive.multiple_results:
-        moved = [eqn.primitive.bind(*arrays, **params) for arrays in (low, [values[0].full, *low[1:]])]
-        return [_Kernel(*moved)]
-    else:
-        outs = eqn.primitive.bind(*low, **params)
-    return outs if eqn.primitive.multiple_results else (outs,)
+        return [weight_gradients.matmul(eqn.primitive, params, low, full[:2], pointwise)]
+    if holds_kernel and primitive(eqn.primitive.name).op is Op.MOVE and not eqn.primitive.multiple_results:
+        return [_Kernel(*bind(eqn, low), *bind(eqn, [values[0].full, *low[1:]]))]
+    return bind(eqn, low)
 
 
 def _low(x: Any) -> Any:

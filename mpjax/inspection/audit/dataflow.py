@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mpjax._jaxpr import compat
+from mpjax._jaxpr.evaluator import evaluate
 from mpjax._jaxpr.primitives import primitive
 from mpjax._jaxpr.program import NOBODY, Owners, Site, site_of, sub_jaxprs
 
@@ -80,23 +81,21 @@ def _flow(jaxpr: Any, inputs: Sequence[Value], around: Site | None, owners: Owne
     known = list(consts) or [None] * len(opened.constvars)
     values |= {v: Value(v.aval, CONSTANT, c) for v, c in zip(opened.constvars, known, strict=True)}
 
-    def value(v: Any) -> Value:
-        return Value(v.aval, CONSTANT, v.val) if isinstance(v, compat.Literal) else values[v]
-
     nodes: list[Node] = []
-    for eqn in opened.eqns:
+
+    def rule(eqn: Any, reads: Sequence[Value]) -> Sequence[Value]:
         site = site_of(eqn, around, owners)
-        reads = tuple(map(value, eqn.invars))
         if primitive(site.name).call or site.name == "shard_map":
             (inner,) = sub_jaxprs(eqn)
             called = _flow(inner.jaxpr, _arguments(inner.opened, reads), site)
-            nodes += called.nodes
-            values |= zip(eqn.outvars, called.outputs, strict=True)
-            continue
+            nodes.extend(called.nodes)
+            return called.outputs
         writes = tuple(Value(v.aval) for v in eqn.outvars)
-        values |= zip(eqn.outvars, writes, strict=True)
-        nodes.append(Node(site, reads, writes, tuple(_bodies(eqn, reads, site))))
-    return Flow(tuple(inputs), nodes, tuple(map(value, opened.outvars)))
+        nodes.append(Node(site, tuple(reads), writes, tuple(_bodies(eqn, reads, site))))
+        return writes
+
+    outputs = evaluate(opened, values, rule, constant=lambda v, eqn: Value(v.aval, CONSTANT, v.val))
+    return Flow(tuple(inputs), nodes, tuple(outputs))
 
 
 def _arguments(jaxpr: Any, reads: Sequence[Value]) -> list[Value]:

@@ -13,6 +13,7 @@ import numpy as np
 
 from mpjax._jaxpr import compat
 from mpjax._jaxpr.primitives import primitive
+from mpjax._jaxpr.program import sub_jaxprs
 from mpjax.inspection.audit.dataflow import Flow, Node, Value
 
 
@@ -91,8 +92,8 @@ def _forward(flow: Flow, known: dict[Value, Known]) -> None:
 
 def _slices(node: Node, body: Flow, of: Callable[[Value], Known | None], known: dict[Value, Known]) -> None:
     """Bounds the slices that each iteration of a scan reads. The bounds of a carry are unknown."""
-    scanned = sum(compat.scan_split(node.site.eqn.params))
-    for value, operand in zip(body.inputs[scanned:], node.reads[scanned:], strict=True):
+    (sub,) = sub_jaxprs(node.site.eqn)
+    for value, operand in zip(sub.split(body.inputs)[2], sub.split(node.reads)[2], strict=True):
         if (found := of(operand)) is not None:
             known.setdefault(value, found)
 

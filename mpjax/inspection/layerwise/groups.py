@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from mpjax._jaxpr import compat
+from mpjax._jaxpr.evaluator import evaluate
 from mpjax._jaxpr.primitives import primitive
 from mpjax._jaxpr.program import Block, Place
 from mpjax._jaxpr.source import informative_frame
@@ -91,28 +92,19 @@ class _Readers:
         self.groups, self.passed_on = groups, passed_on
 
     def block(self, block: Block, ins: Sequence[Any]) -> list[Any]:
-        producers = dict(zip(block.jaxpr.invars, ins, strict=True))
+        env = block.environment(ins, [None] * len(block.jaxpr.constvars))
+        return evaluate(block.jaxpr, env, self._rule, lambda literal, place: None, block.rows)
 
-        def producer(v: Any) -> Any:
-            return None if isinstance(v, compat.Literal) else producers.get(v)
-
-        for place in block.rows:
-            eqn = place.site.eqn
-            given = [producer(v) for v in eqn.invars]
-            if is_transparent(place):
-                outs = self.block(place.blocks[0], given)
-                producers.update(zip(eqn.outvars, outs, strict=True))
-                continue
-            if passes_through(place) and given[0] is not None:
-                producers[eqn.outvars[0]] = given[0]
-                continue
-            inside = bool(place.blocks)
-            for found in given:
-                if found is not None and (inside or self.groups[found[0]] != self.groups[place.number]):
-                    self.passed_on.add(found)
-            for body in place.blocks:
-                outs = self.block(body, [None] * len(body.jaxpr.invars))
-                self.passed_on.update(found for found in outs if found is not None)
-            if not inside:
-                producers.update({v: (place.number, i) for i, v in enumerate(eqn.outvars)})
-        return [producer(v) for v in block.jaxpr.outvars]
+    def _rule(self, place: Place, producers: Sequence[Any]) -> Sequence[Any]:
+        if is_transparent(place):
+            return self.block(place.blocks[0], producers)
+        if passes_through(place) and producers[0] is not None:
+            return producers[:1]
+        inside, outvars = bool(place.blocks), place.site.eqn.outvars
+        for producer in producers:
+            if producer is not None and (inside or self.groups[producer[0]] != self.groups[place.number]):
+                self.passed_on.add(producer)
+        for body in place.blocks:
+            outs = self.block(body, [None] * len(body.jaxpr.invars))
+            self.passed_on.update(producer for producer in outs if producer is not None)
+        return [None if inside else (place.number, i) for i in range(len(outvars))]

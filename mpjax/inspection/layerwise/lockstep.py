@@ -12,13 +12,13 @@ import numpy as np
 from jax import lax
 
 from mpjax._jaxpr import compat
+from mpjax._jaxpr.evaluator import bind
 from mpjax._jaxpr.interpreter import (
     COMPILER_OPTIONS,
     Eager,
     Key,
     Probe,
     Run,
-    bind,
     bind_wide,
     is_float,
     is_half,

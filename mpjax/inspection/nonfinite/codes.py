@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mpjax._jaxpr import compat
 from mpjax._jaxpr.interpreter import Key, Probe, is_float, is_inexact
 from mpjax._jaxpr.program import Block, Place
 
@@ -94,7 +93,7 @@ class CodeProbe(Probe):
             return {("code", place.number, 0): jnp.asarray(ins[0], jnp.int32)}
         notes: dict[Key, Any] = {}
         for i in _sliced(place):
-            x = ins[_first_slice(place) + i]
+            x = place.blocks[0].split(ins)[2][i]
             codes = _reduced(x, tuple(range(1, x.ndim)))
             notes["slices", place.number, i] = codes[::-1] if place.site.eqn.params["reverse"] else codes
         return notes
@@ -160,13 +159,8 @@ def _arrays(block: Block) -> list[Key]:
     return keys
 
 
-def _first_slice(place: Place) -> int:
-    return sum(compat.scan_split(place.site.eqn.params))
-
-
 def _sliced(place: Place) -> list[int]:
     """The indices of those arrays that a scan iterates over which are real floats."""
     if place.site.name != "scan":
         return []
-    xs = place.site.eqn.invars[_first_slice(place) :]
-    return [i for i, v in enumerate(xs) if is_float(v)]
+    return [i for i, v in enumerate(place.blocks[0].split(place.site.eqn.invars)[2]) if is_float(v)]

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._jaxpr import compat
+from mpjax._jaxpr.evaluator import evaluate
 from mpjax._jaxpr.interpreter import is_inexact
 from mpjax._jaxpr.primitives import primitive
 from mpjax._jaxpr.program import Block, Place
@@ -117,18 +117,14 @@ class _Replay:
     ) -> list[Address]:
         if consts is None:
             consts = [_constant(c, (*iteration.when, _SOMEWHERE)) for c in block.consts]
-        env: dict[Any, Address] = dict(
-            zip((*block.jaxpr.constvars, *block.jaxpr.invars), (*consts, *addresses), strict=True)
-        )
 
-        def read(v: Any, number: int) -> Address:
-            return _constant(v.val, (*iteration.when, number)) if isinstance(v, compat.Literal) else env[v]
+        def rule(place: Place, ins: list[Address]) -> list[Address]:
+            return self._sub_jaxprs(place, ins, iteration) if place.blocks else self._computed(place, ins, iteration)
 
-        for place in block.rows:
-            ins = [read(v, place.number) for v in place.site.eqn.invars]
-            outs = self._sub_jaxprs(place, ins, iteration) if place.blocks else self._computed(place, ins, iteration)
-            env.update(zip(place.site.eqn.outvars, outs, strict=True))
-        return [read(v, _SOMEWHERE) for v in block.jaxpr.outvars]
+        def constant(literal: Any, place: Place | None) -> Address:
+            return _constant(literal.val, (*iteration.when, place.number if place else _SOMEWHERE))
+
+        return evaluate(block.jaxpr, block.environment(addresses, consts), rule, constant, block.rows)
 
     def _computed(self, place: Place, ins: Sequence[Address], iteration: _Iteration) -> list[Address]:
         name, outvars, row = place.site.name, place.site.eqn.outvars, primitive(place.site.name)
@@ -161,29 +157,18 @@ class _Replay:
         params, notes = place.site.eqn.params, iteration.notes
         match place.site.name:
             case "scan":
-                first, count = compat.scan_split(params)
-                split = first + count
-                xs = [(address, notes.get(("slices", place.number, i))) for i, address in enumerate(ins[split:])]
-                return self._iterations(place, params["length"], ins[:first], ins[first:split], xs, iteration)
+                return self._iterations(place, params["length"], ins, iteration)
             case "while":
-                first, split = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
-                length = int(notes["code", place.number, 0])
-                return self._iterations(place, length, ins[first:split], ins[split:], [], iteration)
+                return self._iterations(place, int(notes["code", place.number, 0]), ins, iteration)
             case "cond":
                 taken = min(max(int(notes["code", place.number, 0]), 0), len(place.blocks) - 1)
                 return self.block(place.blocks[taken], ins[1:], iteration)
         return self.block(place.blocks[0], ins, iteration)
 
-    def _iterations(
-        self,
-        place: Place,
-        length: int,
-        consts: Sequence[Address],
-        carry: Sequence[Address],
-        xs: Sequence[tuple[Address, Any]],
-        outer: _Iteration,
-    ) -> list[Address]:
+    def _iterations(self, place: Place, length: int, ins: Sequence[Address], outer: _Iteration) -> list[Address]:
         body, stacked = place.blocks[-1], outer.notes["iterations", place.number]
+        consts, carry, sliced = body.split(ins)
+        xs = [(address, outer.notes.get(("slices", place.number, i))) for i, address in enumerate(sliced)]
         ys: list[Address] = [None] * (len(body.jaxpr.outvars) - len(carry))
         for i in range(length):
             parts = [address if codes is None or codes[i] else None for address, codes in xs]

@@ -10,9 +10,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from mpjax._jaxpr import compat
+from mpjax._jaxpr.evaluator import evaluate
 from mpjax._jaxpr.interpreter import is_half
 from mpjax._jaxpr.primitives import MATMULS, primitive
 from mpjax._jaxpr.program import Block, Place
@@ -83,17 +83,11 @@ class _Analysis:
         self.half: set[int] = set()
 
     def block(self, block: Block, ins: Sequence[_Producers]) -> list[_Producers]:
-        env = dict(zip(block.jaxpr.invars, ins, strict=True))
+        env = block.environment(ins, [_Producers()] * len(block.jaxpr.constvars))
+        return evaluate(block.jaxpr, env, self._rule, lambda literal, place: _Producers(), block.rows)
 
-        def read(v: Any) -> _Producers:
-            return _Producers() if isinstance(v, compat.Literal) else env.get(v, _Producers())
-
-        for place in block.rows:
-            eqn = place.site.eqn
-            given = [read(v) for v in eqn.invars]
-            outs = self._sub_jaxprs(place, given) if place.blocks else self._computed(place, given)
-            env.update(zip(eqn.outvars, outs, strict=True))
-        return [read(v) for v in block.jaxpr.outvars]
+    def _rule(self, place: Place, given: Sequence[_Producers]) -> list[_Producers]:
+        return self._sub_jaxprs(place, given) if place.blocks else self._computed(place, given)
 
     def _computed(self, place: Place, given: Sequence[_Producers]) -> list[_Producers]:
         eqn, name = place.site.eqn, place.site.name
@@ -120,23 +114,11 @@ class _Analysis:
                 self.found.add(number)
 
     def _sub_jaxprs(self, place: Place, given: Sequence[_Producers]) -> list[_Producers]:
-        params, blocks = place.site.eqn.params, place.blocks
-        match place.site.name:
-            case "cond":
-                branches = [self.block(block, given[1:]) for block in blocks]
-                return [functools.reduce(_Producers.or_, outs) for outs in zip(*branches, strict=True)]
-            case "scan":
-                first, count = compat.scan_split(params)
-                return self._loop(blocks[0], given[:first], given[first : first + count], given[first + count :])
-            case "while":
-                first, count = params["cond_nconsts"], params["body_nconsts"]
-                return self._loop(blocks[1], given[first : first + count], given[first + count :], ())
-        return self.block(blocks[0], given)
-
-    def _loop(
-        self, body: Block, consts: Sequence[_Producers], carry: Sequence[_Producers], xs: Sequence[_Producers]
-    ) -> list[_Producers]:
-        outs: list[_Producers] = []
+        if not place.is_loop:
+            branches = [self.block(block, block.split(given)[0]) for block in place.blocks]
+            return [functools.reduce(_Producers.or_, outs) for outs in zip(*branches, strict=True)]
+        body, outs = place.blocks[-1], list[_Producers]()
+        consts, carry, xs = body.split(given)
         for _ in range(2):  # results of the first iteration are operands of the second
             outs = self.block(body, [*consts, *carry, *xs])
             carry = [old.or_(new) for old, new in zip(carry, outs, strict=False)]
