@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from jax import lax
-
+from mpjax._jaxpr import evaluator
 from mpjax.casting.classify import Listing, Setting
 from mpjax.casting.higher_order.sub_jaxpr import (
     HigherOrder,
@@ -77,11 +76,7 @@ def _issue(step: Step, operands: Sequence[Any], plan: Plan, env: Environment) ->
         return body
 
     branches = [branch(*pair) for pair in zip(inner.plans, step.eqn.params["branches"], strict=True)]
-    platforms = step.eqn.params.get("branches_platforms")
-    if platforms is None:
-        return values_of(lax.switch(index, branches, *arrays), step.outs, half)
-    named = {name: body for names, body in zip(platforms, branches, strict=True) for name in names or ("default",)}
-    return values_of(lax.platform_dependent(*arrays, **named), step.outs, half)
+    return values_of(evaluator.cond(step.eqn, index, branches, arrays), step.outs, half)
 
 
 COND = HigherOrder(_uses, _infer, _issue)

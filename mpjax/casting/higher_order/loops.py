@@ -6,10 +6,9 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jax import lax
-
-from mpjax._jaxpr import compat
+from mpjax._jaxpr import compat, evaluator
 from mpjax._jaxpr.primitives import primitive
+from mpjax._jaxpr.program import SubJaxpr, sub_jaxprs
 from mpjax._jaxpr.weight_gradients import detached, lent
 from mpjax.casting.classify import Listing, Setting
 from mpjax.casting.higher_order.sub_jaxpr import (
@@ -36,14 +35,12 @@ class Loop:
 
     Args:
         body: The plan of the body.
-        num_consts: Number of loop-invariant operands of the body.
         carry: The inferred dtypes of the carry.
         delivery: The storage dtypes of the scanned operands.
         condition: The plan of the condition of a `while`.
     """
 
     body: Plan
-    num_consts: int
     carry: tuple[Inferred | None, ...]
     delivery: Delivery
     condition: Plan | None = None
@@ -57,93 +54,69 @@ class Loop:
 # Backward analysis.
 
 
-def _scan_body(params: dict[str, Any], outs: tuple[Use, ...], setting: Setting) -> tuple[tuple[Use, ...], Uses]:
-    """The uses of a scan body's outputs at the fixed point of its carry, and the uses of the body's values."""
-    num_consts, num_carry = compat.scan_split(params)
-    return _uses_fixed_point(params["jaxpr"], outs, num_consts, num_carry, setting)
+def _condition_and_body(eqn: Any) -> tuple[SubJaxpr | None, SubJaxpr]:
+    *conditions, body = sub_jaxprs(eqn)
+    return (conditions[0] if conditions else None), body
 
 
-def _while_body(params: dict[str, Any], outs: tuple[Use, ...], setting: Setting) -> tuple[tuple[Use, ...], Uses]:
-    """The same for the body of a `while`; its condition reads the carry in float32."""
-    of_carry = _condition(params, setting).inputs[params["cond_nconsts"] :]
-    outs = tuple(out | use for out, use in zip(outs, of_carry, strict=True))
-    return _uses_fixed_point(params["body_jaxpr"], outs, params["body_nconsts"], len(outs), setting)
+def _uses_of_condition(condition: SubJaxpr | None, setting: Setting) -> tuple[Use, ...]:
+    return () if condition is None else uses(condition.jaxpr, (RESULT,), setting).inputs
 
 
-def _condition(params: dict[str, Any], setting: Setting) -> Uses:
-    return uses(params["cond_jaxpr"], (RESULT,), setting)
-
-
-def _uses_fixed_point(
-    body: Any, outs: tuple[Use, ...], num_consts: int, num_carry: int, setting: Setting
-) -> tuple[tuple[Use, ...], Uses]:
-    wanted = outs
+def _uses_fixed_point(eqn: Any, outs: tuple[Use, ...], setting: Setting) -> tuple[tuple[Use, ...], Uses]:
+    """The uses of a body's outputs at the fixed point of its carry, and the uses of the body's values."""
+    condition, body = _condition_and_body(eqn)
+    if condition is not None:  # It reads the carry in float32.
+        of_carry = _uses_of_condition(condition, setting)[condition.consts :]
+        outs = tuple(out | use for out, use in zip(outs, of_carry, strict=True))
+    wanted, end = outs, body.consts + body.carry
     while True:
-        found = uses(body, wanted, setting)
-        carry = found.inputs[num_consts : num_consts + num_carry]
-        wider = tuple(a | b for a, b in zip(wanted, carry, strict=False)) + wanted[num_carry:]
+        found = uses(body.jaxpr, wanted, setting)
+        carry = found.inputs[body.consts : end]
+        wider = tuple(a | b for a, b in zip(wanted, carry, strict=False)) + wanted[body.carry :]
         if wider == wanted:
             return wanted, found
         wanted = wider  # Uses only grow, so this ends.
 
 
-def _scan_uses(eqn: Any, outs: tuple[Use, ...], setting: Setting) -> Sequence[Use]:
-    wanted, found = _scan_body(eqn.params, outs, setting)
-    num_consts, num_carry = compat.scan_split(eqn.params)
+def _uses(eqn: Any, outs: tuple[Use, ...], setting: Setting) -> Sequence[Use]:
+    condition, body = _condition_and_body(eqn)
+    wanted, found = _uses_fixed_point(eqn, outs, setting)
+    consts = _uses_of_condition(condition, setting)[: condition.consts] if condition else ()
     inputs = list(found.inputs)
-    for i in range(num_carry):
-        inputs[num_consts + i] = inputs[num_consts + i] | wanted[i].without(Use.RETURNED)
-    return inputs
-
-
-def _while_uses(eqn: Any, outs: tuple[Use, ...], setting: Setting) -> Sequence[Use]:
-    wanted, found = _while_body(eqn.params, outs, setting)
-    consts = _condition(eqn.params, setting).inputs[: eqn.params["cond_nconsts"]]
-    body = found.inputs[: eqn.params["body_nconsts"]]
-    return [*consts, *body, *(use.without(Use.RETURNED) for use in wanted)]
+    for i, use in enumerate(wanted[: body.carry], body.consts):
+        inputs[i] = use.without(Use.RETURNED) | (inputs[i] if condition is None else Use.NONE)
+    return [*consts, *inputs]
 
 
 # Forward inference.
 
 
-def _infer_scan(inference: Inference, eqn: Any, listing: Listing) -> Step:
-    num_consts, num_carry = compat.scan_split(eqn.params)
-    split = num_consts + num_carry
-    setting = inference.setting.inside(eqn, listing.region, num_consts)
-    wanted, _ = _scan_body(eqn.params, inference.wanted_of(eqn), setting)
-    xs = seen(inference, eqn.invars[split:])
-    consts, init = eqn.invars[:num_consts], eqn.invars[num_consts:split]
-    body, carry = _carry_fixed_point(inference, eqn, eqn.params["jaxpr"], consts, init, xs, wanted, setting)
-    outs = [*carry, *body.outs[num_carry:]]
-    if body.trivial and all_full(outs):
-        return as_traced(inference, eqn, listing, outs, body)
-    _read_invariants(inference, consts, body.in_reads[:num_consts], init, carry)
-    delivery = []
-    for i, (v, mask) in enumerate(zip(eqn.invars[split:], body.in_reads[split:], strict=True)):
+def _infer(inference: Inference, eqn: Any, listing: Listing) -> Step:
+    condition, body = _condition_and_body(eqn)
+    consts, init, scanned = body.split(eqn.invars)
+    setting = inference.setting.inside(eqn, listing.region, body.consts)
+    wanted, _ = _uses_fixed_point(eqn, inference.wanted_of(eqn), setting)
+    planned, carry = _carry_fixed_point(inference, eqn, body, seen(inference, scanned), wanted, setting)
+    outs = [*carry, *planned.outs[body.carry :]]
+    plans, masks, of_condition = [planned], planned.in_reads[: body.consts], None
+    if condition is not None:
+        first, _, _ = condition.split(eqn.invars)
+        inside = dataclasses.replace(setting, invariants=condition.consts)
+        of_condition = plan(condition.jaxpr, (*seen(inference, first), *carry), (RESULT,), inside)
+        plans, masks = [of_condition, planned], (*of_condition.in_reads[: condition.consts], *masks)
+        consts = first + consts
+    if all(p.trivial for p in plans) and all_full(outs):
+        return as_traced(inference, eqn, listing, outs, *plans)
+    _read_invariants(inference, consts, masks, init, carry)
+    delivery, end = [], body.consts + body.carry
+    for i, (v, mask) in enumerate(zip(scanned, planned.in_reads[end:], strict=True), end):
         value = inference.value(v)
         # Slices of a parameter are cast in the loop, one layer at a time.
         activation = value is not None and value.level in (Level.COMPUTED, Level.HALF)
         storage = HALF if activation and mask == HALF.bit else storage_of(value)
-        delivery.append((split + i, inference.read(v, storage)))
-    return enter(eqn, listing, outs, Loop(body, num_consts, carry, tuple(delivery)))
-
-
-def _infer_while(inference: Inference, eqn: Any, listing: Listing) -> Step:
-    params = eqn.params
-    num_condition, num_consts = params["cond_nconsts"], params["body_nconsts"]
-    setting = inference.setting.inside(eqn, listing.region, num_consts)
-    wanted, _ = _while_body(params, inference.wanted_of(eqn), setting)
-    first = num_condition + num_consts
-    consts, init = eqn.invars[num_condition:first], eqn.invars[first:]
-    body, carry = _carry_fixed_point(inference, eqn, params["body_jaxpr"], consts, init, (), wanted, setting)
-    ins = (*seen(inference, eqn.invars[:num_condition]), *carry)
-    of_condition = dataclasses.replace(setting, invariants=num_condition)
-    condition = plan(params["cond_jaxpr"], ins, (RESULT,), of_condition)
-    if body.trivial and condition.trivial and all_full(carry):
-        return as_traced(inference, eqn, listing, carry, condition, body)
-    masks = (*condition.in_reads[:num_condition], *body.in_reads[:num_consts])
-    _read_invariants(inference, eqn.invars[:first], masks, init, carry)
-    return enter(eqn, listing, carry, Loop(body, num_consts, carry, (), condition))
+        delivery.append((i, inference.read(v, storage)))
+    return enter(eqn, listing, outs, Loop(planned, carry, tuple(delivery), of_condition))
 
 
 def _read_invariants(
@@ -164,17 +137,16 @@ def _read_invariants(
 def _carry_fixed_point(
     inference: Inference,
     eqn: Any,
-    body: Any,
-    consts: Sequence[Any],
-    init: Sequence[Any],
+    body: SubJaxpr,
     xs: Sequence[Inferred | None],
     wanted: tuple[Use, ...],
     setting: Setting,
 ) -> tuple[Plan, tuple[Inferred | None, ...]]:
     """The plan of a loop's body at the fixed point of its carry, and the inferred dtypes of that carry."""
-    jaxpr = compat.open_jaxpr(body).jaxpr
-    ins = jaxpr.invars[len(consts) : len(consts) + len(init)]
-    outs = jaxpr.outvars[: len(init)]
+    consts, init, _ = body.split(eqn.invars)
+    jaxpr = body.opened
+    ins = jaxpr.invars[body.consts : body.consts + body.carry]
+    outs = jaxpr.outvars[: body.carry]
     levels: list[Level | None] = []
     for i, v in enumerate(init):
         value = inference.seen(v)
@@ -236,59 +208,37 @@ def invariant(value: Any, mask: int, half: Any) -> Callable[[], Any]:
     return lambda: Value(half, full=full, low=lent.bind(low, full))
 
 
-def _issue_scan(step: Step, operands: Sequence[Any], plan: Plan, env: Environment) -> Sequence[Any]:
+def _issue(step: Step, operands: Sequence[Any], plan: Plan, env: Environment) -> Sequence[Any]:
     loop: Loop = step.inner
-    body, params, half = loop.body, step.eqn.params, plan.setting.half
-    split, count = loop.num_consts + len(loop.carry), len(loop.carry)
-    invariants = zip(operands[: loop.num_consts], body.in_reads, strict=False)
-    consts = [invariant(value, mask, half) for value, mask in invariants]
-    init = arrays_of(operands[loop.num_consts : split], loop.carry)
-    xs = hand_in(loop.delivery, operands)
+    eqn, planned, half = step.eqn, loop.body, plan.setting.half
+    condition, body = _condition_and_body(eqn)
+    read = _invariants(loop.condition, condition.split(operands)[0]) if condition and loop.condition else []
+    consts, init, _ = body.split(operands)
+    invariants = _invariants(planned, consts)
+    carry = arrays_of(init, loop.carry)
 
-    def iteration(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
-        values = [make() for make in consts] + values_of(carry, loop.carry, half)
-        values += receive(loop.delivery, xs, split, len(loop.delivery), half)
-        outs = arrays_of(run_closed(body, params["jaxpr"], values), (*loop.carry, *body.outs[count:]))
-        return outs[:count], outs[count:]
+    def iteration(carry: Sequence[Any], xs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        values = [make() for make in invariants] + values_of(carry, loop.carry, half)
+        values += receive(loop.delivery, xs, len(values), len(loop.delivery), half)
+        outs = arrays_of(run_closed(planned, body.jaxpr, values), (*loop.carry, *planned.outs[body.carry :]))
+        return outs[: body.carry], outs[body.carry :]
 
-    options = {name: params[name] for name in ("length", "reverse", "unroll")}
-    carry, ys = lax.scan(iteration, init, xs, **options)
-    return values_of([*carry, *ys], step.outs, half)
-
-
-def _issue_while(step: Step, operands: Sequence[Any], plan: Plan, env: Environment) -> Sequence[Any]:
-    loop: Loop = step.inner
-    body, condition, params, half = loop.body, loop.condition, step.eqn.params, plan.setting.half
-    assert condition is not None
-    first = params["cond_nconsts"]
-    split = first + loop.num_consts
-    masks = (*condition.in_reads[:first], *body.in_reads[: loop.num_consts])
-    consts = [invariant(value, mask, half) for value, mask in zip(operands[:split], masks, strict=True)]
-    init = arrays_of(operands[split:], loop.carry)
+    if condition is None or loop.condition is None:
+        carry, ys = evaluator.scan(eqn, iteration, carry, hand_in(loop.delivery, operands))
+        return values_of([*carry, *ys], step.outs, half)
+    of_condition = loop.condition
 
     def unfinished(carry: Sequence[Any]) -> Any:
-        values = [make() for make in consts[:first]] + values_of(carry, loop.carry, half)
-        (out,) = run_closed(condition, params["cond_jaxpr"], values)
-        return out
+        values = [make() for make in read] + values_of(carry, loop.carry, half)
+        return run_closed(of_condition, condition.jaxpr, values)[0]
 
-    def iteration(carry: Sequence[Any]) -> Sequence[Any]:
-        values = [make() for make in consts[first:]] + values_of(carry, loop.carry, half)
-        return arrays_of(run_closed(body, params["body_jaxpr"], values), loop.carry)
-
-    if not condition.outvars[0].aval.shape:
-        return values_of(lax.while_loop(unfinished, iteration, init), step.outs, half)
-
-    # Under vmap each element has its own condition. The loop runs until all elements are finished, and a finished
-    # element keeps its carry.
-    def masked_iteration(carry: Sequence[Any]) -> Sequence[Any]:
-        going = unfinished(carry)
-        return [
-            lax.select(lax.broadcast_in_dim(going, new.shape, tuple(range(going.ndim))), new, old)
-            for new, old in zip(iteration(carry), carry, strict=True)
-        ]
-
-    return values_of(lax.while_loop(lambda carry: unfinished(carry).any(), masked_iteration, init), step.outs, half)
+    carry, _ = evaluator.while_loop(eqn, unfinished, lambda carry, _: (iteration(carry, ())[0], None), carry)
+    return values_of(carry, step.outs, half)
 
 
-SCAN = HigherOrder(_scan_uses, _infer_scan, _issue_scan, is_scan=True)
-WHILE = HigherOrder(_while_uses, _infer_while, _issue_while, regions_inside=False)
+def _invariants(planned: Plan, values: Sequence[Any]) -> list[Callable[[], Any]]:
+    return [invariant(x, mask, planned.setting.half) for x, mask in zip(values, planned.in_reads, strict=False)]
+
+
+SCAN = HigherOrder(_uses, _infer, _issue, is_scan=True)
+WHILE = HigherOrder(_uses, _infer, _issue, regions_inside=False)
