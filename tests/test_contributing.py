@@ -1,4 +1,4 @@
-"""CONTRIBUTING.md: its five walkthroughs give their stated results, and edit only the files that they name."""
+"""CONTRIBUTING.md: its six walkthroughs give their stated results, and edit only the files that they name."""
 
 import ast
 import os
@@ -20,6 +20,13 @@ NEW_FILE, LAST_LINE = "", "$"
 # For each walkthrough, the text to add to a file, after the line that begins with the first string.
 EDITS = {
     "Add a primitive": {"mpjax/_jaxpr/primitives.py": ("exp2   ", "exp3   deny   outputs   risk=exp")},
+    "Add a primitive with a sub-jaxpr": {
+        "mpjax/_jaxpr/primitives.py": ("composite  ", "noted_call   enter   -   call"),
+        "mpjax/casting/higher_order/calls.py": (
+            "CALLS = {",
+            '    "noted_call": _call(lambda fun, params: __import__("noted").noted(fun, params["note"])),',
+        ),
+    },
     "Add an inspection": {
         "mpjax/inspection/tools.py": (
             "TOOLS = (",
@@ -47,6 +54,7 @@ EDITS = {
 
 # What a user sees after the walkthroughs.
 OUTCOME = """
+import sys, types
 import jax, jax.numpy as jnp, optax, mpjax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
@@ -59,6 +67,23 @@ mlir.register_lowering(exp3, mlir.lower_fun(jnp.exp, multiple_results=False))
 plan = mpjax.explain(lambda x, w: exp3.bind(x @ w) @ w, jnp.ones((4, 4)), jnp.ones((4, 4)))
 (row,) = [row for row in plan.rows if row.op == "exp3"]
 assert "deny" in row.why, row
+
+# A library's primitive: it calls a function, with a note.
+noted_call = Primitive("noted_call")
+noted_call.multiple_results = True
+noted_call.def_abstract_eval(lambda *avals, jaxpr, note: jaxpr.out_avals)
+noted_call.def_impl(lambda *args, jaxpr, note: jax.core.eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *args))
+
+def noted(fun, note):
+    return lambda *args: noted_call.bind(*args, jaxpr=jax.make_jaxpr(fun)(*args), note=note)
+
+sys.modules["noted"] = types.SimpleNamespace(noted=noted)
+fun = lambda x: noted(lambda x: (jnp.exp(x @ x),), "kept")(x)[0]
+assert mpjax.explain(fun, jnp.ones((4, 4))).half_share == 1
+(eqn,) = [e for e in jax.make_jaxpr(mpjax.autocast(fun))(jnp.ones((4, 4))).eqns if e.primitive is noted_call]
+assert eqn.params["note"] == "kept" and "f16[4,4] = dot_general" in str(eqn)
+fault = mpjax.find_nonfinite(fun, jnp.full((4, 4), 1e9))
+assert fault.primitive == "exp" and not fault.unseen
 
 assert mpjax.count(lambda x: x + 1, 1.0) == 1
 

@@ -125,6 +125,16 @@ def with_metadata(fun: Callable[..., Any], params: dict[str, Any]) -> Callable[.
     )
 
 
+def as_composite(fun: Callable[..., Any], params: dict[str, Any]) -> Callable[..., Any]:
+    """`fun` as a `lax.composite` with these parameters."""
+    attributes = {
+        name: jax.tree.unflatten(tree, [getattr(leaf, "val", leaf) for leaf in leaves])  # of a hashable array
+        for name, leaves, tree in params["attributes"]
+    }
+    composite = jax.lax.composite(lambda *arrays, **_: fun(*arrays), params["name"], params["version"])
+    return lambda *arrays: composite(*arrays, **attributes)
+
+
 def is_unspecified(sharding: Any) -> bool:
     """Whether a sharding in a jit's params is unspecified."""
     return type(sharding).__name__ == "UnspecifiedValue"

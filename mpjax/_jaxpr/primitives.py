@@ -348,6 +348,7 @@ while                                 enter    -        loop kernel
 cond                                  enter    -        kernel
 custom_jvp_call                       enter    -        call
 custom_vjp_call                       enter    -        call expensive
+composite                             enter    -        call expensive
 shard_map                             enter    -
 custom_linear_solve                   enter    -
 custom_vmap_call                      enter    -        call expensive
@@ -359,7 +360,6 @@ all_gather_start                      opaque   -
 all_to_all_done                       opaque   -
 all_to_all_start                      opaque   -
 call_exported                         opaque   -        foreign
-composite                             opaque   -
 core_map                              opaque   -        some_versions
 create_linear                         opaque   -
 create_token                          opaque   -

@@ -364,3 +364,17 @@ def test_a_loss_that_picks_values_by_an_inner_product_stays_in_range():
     dtypes = {row.dtypes_in[0]: row.why for row in mpjax.explain(mixed, w, x).rows if row.op == "dot_general"}
     assert "float16" in dtypes
     assert "inner product" in dtypes["float32"]
+
+
+def test_a_composite_keeps_its_name_and_attributes_and_computes_in_half():
+    def decomposed(x, *, power, weights):
+        return jnp.exp(x @ x) ** power * weights
+
+    composite = jax.lax.composite(decomposed, "my.block", version=3)
+    fun = lambda x: composite(x, power=2.0, weights=np.ones(8, np.float32))
+    (eqn,) = [e for e in jax.make_jaxpr(mpjax.autocast(fun))(W).eqns if e.primitive.name == "composite"]
+    (before,) = jax.make_jaxpr(fun)(W).eqns
+    assert {name: eqn.params[name] for name in ("name", "version")} == {"name": "my.block", "version": 3}
+    assert str(eqn.params["attributes"]) == str(before.params["attributes"])
+    assert mpjax.explain(fun, W).half_share == 1
+    np.testing.assert_allclose(jax.jit(mpjax.autocast(fun))(W), fun(W), rtol=1e-2)

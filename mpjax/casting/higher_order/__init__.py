@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from mpjax.casting.higher_order.branches import COND
-from mpjax.casting.higher_order.calls import JIT, METADATA, REMAT
+from mpjax.casting.higher_order.calls import CALLS
 from mpjax.casting.higher_order.custom_derivatives import CUSTOM_JVP, CUSTOM_VJP
 from mpjax.casting.higher_order.linear_solve import LINEAR_SOLVE
 from mpjax.casting.higher_order.loops import SCAN, WHILE
@@ -12,12 +12,7 @@ from mpjax.casting.higher_order.sub_jaxpr import HigherOrder
 from mpjax.casting.higher_order.vmap_rules import CUSTOM_VMAP
 
 HIGHER_ORDER: Mapping[str, HigherOrder] = {
-    "jit": JIT,
-    "call": JIT,
-    "closed_call": JIT,
-    "eval_jaxpr": JIT,  # the name of `closed_call` since JAX 0.12
-    "xla_metadata_call": METADATA,
-    "remat2": REMAT,
+    **CALLS,
     "cond": COND,
     "scan": SCAN,
     "while": WHILE,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -63,8 +63,6 @@ def _issue_jit(step: Step, operands: Sequence[Any], plan: Plan, env: Environment
     call: Call = step.inner
     params, jaxpr, half = step.eqn.params, compat.call_jaxpr(step.eqn.params), plan.setting.half
     arrays = hand_in(call.delivery, operands)
-    if "in_shardings" not in params:  # a call primitive other than jit
-        return values_of(function_of(call.plan, call.delivery, jaxpr)(*arrays), call.plan.outs, half)
     options = compat.jit_options(params) or {}
     shardings = tuple(params["in_shardings"]), tuple(params["out_shardings"])
     donated = tuple(n for n, (i, _) in enumerate(call.delivery) if params["donated_invars"][i])
@@ -83,12 +81,16 @@ def _issue_jit(step: Step, operands: Sequence[Any], plan: Plan, env: Environment
     return values_of(kept(call.plan, key, make)(*arrays), call.plan.outs, half)
 
 
-def _issue_metadata(step: Step, operands: Sequence[Any], plan: Plan, env: Environment) -> Sequence[Any]:
-    """Issues the call with the user's metadata for XLA."""
-    call: Call = step.inner
-    body = function_of(call.plan, call.delivery, compat.call_jaxpr(step.eqn.params))
-    arrays = hand_in(call.delivery, operands)
-    return values_of(compat.with_metadata(body, step.eqn.params)(*arrays), call.plan.outs, plan.setting.half)
+def _call(wrap: Callable[[Callable[..., Any], dict[str, Any]], Callable[..., Any]]) -> HigherOrder:
+    """The rules of a primitive that calls one sub-jaxpr; `wrap(function, params)` makes the call that is issued."""
+
+    def issue(step: Step, operands: Sequence[Any], plan: Plan, env: Environment) -> Sequence[Any]:
+        call: Call = step.inner
+        body = function_of(call.plan, call.delivery, compat.call_jaxpr(step.eqn.params))
+        outs = wrap(body, step.eqn.params)(*hand_in(call.delivery, operands))
+        return values_of(outs, call.plan.outs, plan.setting.half)
+
+    return HigherOrder(uses_of_call, _infer_jit, issue)
 
 
 def _infer_remat(inference: Inference, eqn: Any, listing: Listing) -> Step:
@@ -132,6 +134,14 @@ def _uses_of_remat(eqn: Any, outs: tuple[Use, ...], setting: Setting) -> Sequenc
     return uses(compat.call_jaxpr(eqn.params), outs, setting).inputs
 
 
-JIT = HigherOrder(uses_of_call, _infer_jit, _issue_jit)
-METADATA = HigherOrder(uses_of_call, _infer_jit, _issue_metadata)
-REMAT = HigherOrder(_uses_of_remat, _infer_remat, _issue_remat, regions_inside=False)
+_INLINED = _call(lambda fun, params: fun)
+
+CALLS = {
+    "jit": HigherOrder(uses_of_call, _infer_jit, _issue_jit),
+    "call": _INLINED,
+    "closed_call": _INLINED,
+    "eval_jaxpr": _INLINED,  # the name of `closed_call` since JAX 0.12
+    "xla_metadata_call": _call(compat.with_metadata),
+    "composite": _call(compat.as_composite),
+    "remat2": HigherOrder(_uses_of_remat, _infer_remat, _issue_remat, regions_inside=False),
+}
