@@ -82,7 +82,7 @@ def test_every_path_of_a_report_is_a_rule_that_matches(name):
         "explain": [row.module for row in mpjax.explain(loss, model, X).rows if row.op == "dot_general"],
         "audit": [row.module for row in mpjax.audit(mpjax.autocast(loss), model, X).matmuls],
         "layerwise_error": [row.path for row in mpjax.layerwise_error(mpjax.autocast(loss), model, X).modules],
-        "search": mpjax.search(loss, (model, X), budget=0.0).keep_float32,
+        "search": mpjax.search(loss, model, X, budget=0.0).keep_float32,
     }
     assert not any("(" in path for paths in printed.values() for path in paths)
     for report, paths in printed.items():
