@@ -21,7 +21,6 @@ from jax._src.interpreters import ad, mlir
 from jax._src.lax.lax import _convert_element_type, canonicalize_precision
 from jax._src.mesh import use_abstract_mesh
 from jax._src.shard_map import _as_manual_mesh, _extend_axis_env
-from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import NamedSharding, PartitionSpec
 
 Literal, Var = jex.Literal, jex.Var
@@ -47,11 +46,6 @@ def is_jaxpr(value: Any) -> bool:
 def trace(fun: Callable[..., Any], *args: Any) -> Any:
     """The closed jaxpr of `fun(*args)`, always traced again: `make_jaxpr` itself caches by `fun`."""
     return jax.make_jaxpr(lambda *args: fun(*args))(*args)
-
-
-def outside_other_traces() -> contextlib.AbstractContextManager[Any]:
-    """A context in which functions under `jax.jit` are traced again, even if a trace was cached outside of it."""
-    return set_xla_metadata(mpjax_trace="apart")  # The metadata is part of every cache key.
 
 
 def variable_of(tracer: Any) -> Any:

@@ -6,8 +6,9 @@ import contextlib
 import dataclasses
 import functools
 import os
+import types
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ from mpjax.casting.higher_order import HIGHER_ORDER
 from mpjax.casting.infer import plan
 from mpjax.casting.lattice import FULL, PARAMETER, TRACED
 from mpjax.casting.plan import Plan
-from mpjax.casting.regions import nesting, scopes_of_modules
+from mpjax.casting.regions import disabled, planning, scopes_of_modules
 from mpjax.casting.rewrite import array_for, run_closed, values_of
 from mpjax.casting.rules import Rules, is_pattern
 from mpjax.casting.uses import RESULT, Use
@@ -74,15 +75,13 @@ def trace(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], 
         out["leaves"] = [_ARRAY if isinstance(leaf, jax.Array) else leaf for leaf in results]
         return [leaf for leaf in results if isinstance(leaf, jax.Array)]
 
-    nesting.tracing += planned
     try:
-        jaxpr = compat.trace(flat, *arrays)
+        with planning(True) if planned else contextlib.nullcontext():
+            jaxpr = compat.trace(flat, *arrays)
     except jax.errors.ConcretizationTypeError as error:
         if any(isinstance(array, jax.core.Tracer) for array in arrays):
             raise  # Without autocast, the function would fail here too.
         raise TypeError(_needs_a_value(fun, error)) from error
-    finally:
-        nesting.tracing -= planned
     if planned:
         derivative_rules.remember(jaxpr, out["rules"])
 
@@ -142,7 +141,7 @@ def _result(x: Any, v: Any, planned: Plan) -> Any:
 
 def is_enabled() -> bool:
     """Whether autocast is on: neither `MPJAX_AUTOCAST` nor `autocast_disabled` turns it off."""
-    return not nesting.disabled and os.environ.get("MPJAX_AUTOCAST", "1").strip().lower() not in (
+    return not disabled.value and os.environ.get("MPJAX_AUTOCAST", "1").strip().lower() not in (
         "0",
         "false",
         "off",
@@ -229,11 +228,42 @@ def autocast(fun: F, policy: Any = "mixed_float16", *, rules: Rules | None = Non
         warnings.check_backend(setting)
         warnings.check_plan(plan)
         # An outer autocast leaves this plan's decisions alone.
-        with jax.named_scope(MARK + Region.OFF) if nesting.tracing else contextlib.nullcontext():
+        with jax.named_scope(MARK + Region.PLANNED) if planning.value else contextlib.nullcontext():
             return finish(run_program(program, plan))
 
-    vars(wrapped)["__mpjax_autocast__"] = (fun, policy, rules)  # for `explain`
+    vars(wrapped)[_ATTRIBUTE] = Autocast(wrapped, fun, policy, rules)
     return cast(F, wrapped)
+
+
+_ATTRIBUTE = "__mpjax_autocast__"
+
+
+class Autocast(NamedTuple):
+    """An autocast function, and what it was made from."""
+
+    wrapped: Callable[..., Any]
+    fun: Callable[..., Any]
+    policy: Policy
+    rules: Rules | None
+
+
+def autocast_of(fun: Callable[..., Any]) -> Autocast | None:
+    """What an autocast function was made from; None for any other function, which may have code around it.
+
+    Sees through methods and through JAX's wrappers that pass their arguments on: `jit`, `grad`, `checkpoint`.
+    """
+    if isinstance(fun, types.MethodType):
+        found = autocast_of(fun.__func__)
+        return found and found._replace(fun=types.MethodType(found.fun, fun.__self__))
+    found = getattr(fun, _ATTRIBUTE, None)
+    if found is not None and found.wrapped is fun:  # `functools.wraps` copies attributes.
+        return found
+    is_jax = isinstance(fun, jax.stages.Wrapped) or getattr(fun, "__code__", None) in _JAX_WRAPPERS
+    return autocast_of(fun.__wrapped__) if is_jax and hasattr(fun, "__wrapped__") else None
+
+
+_WRAPPERS = (jax.grad, functools.partial(jax.grad, has_aux=True), jax.value_and_grad, jax.checkpoint)
+_JAX_WRAPPERS = frozenset(wrapper(abs).__code__ for wrapper in _WRAPPERS)  # type: ignore[attr-defined]
 
 
 def functional(fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any, Any, Any]:
@@ -250,12 +280,13 @@ def functional(fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, An
 
 def planned_call(fun: Callable[..., Any], args: Any, kwargs: Any) -> Plan:
     """The plan of a call of an autocast function; for any other function, the plan that autocast would make."""
-    inner, policy, rules = getattr(fun, "__mpjax_autocast__", (fun, get_policy("mixed_float16"), None))
-    setting = setting_of(policy, rules)
+    found = autocast_of(fun) or Autocast(fun, fun, get_policy("mixed_float16"), None)
+    setting = setting_of(found.policy, found.rules)
     if setting is None:
-        raise ValueError(f"explain: the policy {policy} computes in {policy.compute_dtype}, so autocast has no plan.")
-    call, args, kwargs, _ = functional(inner, args, kwargs)
-    return plan_program(trace(call, args, kwargs), setting, with_owners=call is inner)
+        dtype = found.policy.compute_dtype
+        raise ValueError(f"explain: the policy {found.policy} computes in {dtype}, so autocast has no plan.")
+    call, args, kwargs, _ = functional(found.fun, args, kwargs)
+    return plan_program(trace(call, args, kwargs), setting, with_owners=call is found.fun)
 
 
 def traced_call(fun: Callable[..., Any], args: Any, kwargs: Any) -> Program:

@@ -24,13 +24,18 @@ _HARMLESS_POWERS = frozenset({2, 3})
 
 
 class Region(enum.StrEnum):
-    """The regions that the decorators and `autocast_disabled` mark."""
+    """The regions that the decorators, `autocast_disabled` and autocast functions inside mark."""
 
     NONE = ""
     HALF = "half"
     FLOAT = "float"
     PROMOTE = "promote"
     OFF = "off"
+    PLANNED = "planned"
+
+
+# The regions that run as traced, and why.
+AS_TRACED = {Region.OFF: "autocast is disabled here", Region.PLANNED: "an autocast function inside planned it"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,8 +125,9 @@ def classify(eqn: Any, setting: Setting) -> Listing:
         return _default(eqn)
     region = (_region(path) if MARK in path else Region.NONE) or setting.region
     listing = _default(eqn)
-    if region == Region.OFF:  # Higher-order primitives are entered: their derivative rules may close over outer values.
-        return Listing(Op.ENTER if listing.op is Op.ENTER else Op.OPAQUE, "autocast is disabled here", region)
+    if region in AS_TRACED:
+        # Higher-order primitives are entered: their derivative rules may close over outer values.
+        return Listing(Op.ENTER if listing.op is Op.ENTER else Op.OPAQUE, AS_TRACED[region], region)
     if listing.op is Op.OPAQUE or listing.op is Op.CONVERT:
         return listing._replace(region=region)
     if region:

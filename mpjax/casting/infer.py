@@ -15,7 +15,7 @@ from mpjax._jaxpr import compat
 from mpjax._jaxpr.primitives import MATMULS, Op, primitive
 from mpjax._jaxpr.program import sub_jaxprs, walk
 from mpjax._jaxpr.weight_gradients import is_pointwise
-from mpjax.casting.classify import Listing, Region, Setting, tracked
+from mpjax.casting.classify import AS_TRACED, Listing, Region, Setting, tracked
 from mpjax.casting.derivative_rules import closed_over, closes_over_tracers
 from mpjax.casting.lattice import (
     FULL,
@@ -299,7 +299,7 @@ def _deny(inference: Inference, eqn: Any, listing: Listing) -> Step:
 
 
 def _opaque(inference: Inference, eqn: Any, listing: Listing) -> Step:
-    why = listing.why if listing.region == Region.OFF else f"opaque: {listing.why}"
+    why = listing.why if listing.region in AS_TRACED else f"opaque: {listing.why}"
     return inference.in_float32(eqn, listing, _activation(inference.level(eqn)), why)
 
 
@@ -397,7 +397,7 @@ def _convert(inference: Inference, eqn: Any, listing: Listing) -> Step:
     (v,), (out,) = eqn.invars, eqn.outvars
     value, why = inference.value(v), "the user's cast"
     if value is None:  # a cast to float32
-        pinned = compat.is_inexact(v.aval) and v.aval.dtype.itemsize < 4 and listing.region != Region.OFF
+        pinned = compat.is_inexact(v.aval) and v.aval.dtype.itemsize < 4 and listing.region not in AS_TRACED
         level = Level.PINNED if pinned else made_from(eqn)
         return Step(eqn, Action.BIND, (inference.read(v, TRACED),), (Inferred(level, FULL),), why, listing)
     if tracked(out):  # a cast that changes only the weak type

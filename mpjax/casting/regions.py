@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, cast
 
@@ -21,14 +20,9 @@ from mpjax.modules.scopes import named_modules
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class _Nesting(threading.local):
-    """This thread's nesting depth in `autocast_disabled`, and in functions that autocast is tracing."""
-
-    disabled = 0
-    tracing = 0
-
-
-nesting = _Nesting()
+# Both are part of jit's cache key, because they change what is traced.
+disabled = jax.make_user_context(False)  # whether the code is in `autocast_disabled`
+planning = jax.make_user_context(False)  # whether autocast traces the code to plan it
 
 
 def scopes_of_modules(tree: Any) -> contextlib.AbstractContextManager[None]:
@@ -37,7 +31,7 @@ def scopes_of_modules(tree: Any) -> contextlib.AbstractContextManager[None]:
     For a program that is not planned, inspections identify modules by the parameters that they read. Equinox modules
     keep the scopes that Equinox gives them: a class with scopes would be another pytree, which `eqx.combine` rejects.
     """
-    return named_modules(tree) if nesting.tracing else contextlib.nullcontext()
+    return named_modules(tree) if planning.value else contextlib.nullcontext()
 
 
 def _region(name: Region, fun: F) -> F:
@@ -119,9 +113,5 @@ def autocast_disabled() -> Iterator[None]:
 
     Source: `torch.autocast(enabled=False)`.
     """
-    nesting.disabled += 1
-    try:
-        with jax.named_scope(MARK + Region.OFF):
-            yield
-    finally:
-        nesting.disabled -= 1
+    with disabled(True), jax.named_scope(MARK + Region.OFF):
+        yield

@@ -135,7 +135,9 @@ def explain(fun: Callable[..., Any], *args: Any, kwargs: Mapping[str, Any] | Non
     """The plan that `mpjax.autocast` makes of a function, as a table.
 
     Args:
-        fun: An autocast function. Any other function is shown as `mpjax.autocast(fun)` would run it.
+        fun: An autocast function, or `jax.jit`, `jax.grad`, `jax.value_and_grad` or `jax.checkpoint` of one, which show
+            its plan. Any other function is shown as `mpjax.autocast(fun)` would run it; autocast functions that it
+            calls keep their plan.
         *args: Arguments of the call. Arrays may be given as `jax.ShapeDtypeStruct`s.
         kwargs: Keyword arguments of the call.
 

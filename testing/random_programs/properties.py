@@ -17,7 +17,7 @@ import numpy as np
 from jax.interpreters import partial_eval
 
 import mpjax
-from mpjax.casting.autocast import Program, plan_program, run_program, setting_of
+from mpjax.casting.autocast import Program, autocast_of, plan_program, run_program, setting_of
 from mpjax.casting.autocast import trace as trace_to_plan
 from mpjax.casting.plan import Plan
 from mpjax.inspection.explanation import Explanation, explanation
@@ -360,8 +360,9 @@ class Subject:
 
     def plan(self, case: Case) -> Plan:
         """The plan of the program for the dtype and the rules of a case."""
-        _, policy, rules = vars(case.cast(self.fun))["__mpjax_autocast__"]
-        setting = setting_of(policy, rules)
+        cast = autocast_of(case.cast(self.fun))
+        assert cast is not None
+        setting = setting_of(cast.policy, cast.rules)
         assert setting is not None
         return plan_program(self.program, setting)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import pathlib
 import re
@@ -101,10 +102,44 @@ def test_rows_are_json(plan):
     assert "<table>" in plan.to_html()
 
 
-def test_gradient_of_an_autocast_function_is_explained_by_its_forward_plan(program, plan):
-    fun, params, x = program
-    step = jax.value_and_grad(mpjax.autocast(fun))
-    assert mpjax.explain(step, params, x).rows == plan.rows
+JAX_WRAPPERS = {
+    "jit": jax.jit,
+    "grad": jax.grad,
+    "grad with aux": lambda fun: jax.grad(fun, has_aux=True),
+    "value_and_grad of jit": lambda fun: jax.value_and_grad(jax.jit(fun)),
+    "checkpoint": jax.checkpoint,
+}
+
+
+@pytest.mark.parametrize("name", JAX_WRAPPERS)
+def test_jaxs_wrappers_of_an_autocast_function_are_explained_by_its_plan(name):
+    cast = mpjax.autocast(lambda w, x: jnp.sum(jnp.sin(x @ w) @ w), rules=mpjax.Rules(deny=["sin"]))
+    args = jnp.eye(8), jnp.ones((4, 8))
+    assert mpjax.explain(JAX_WRAPPERS[name](cast), *args).rows == mpjax.explain(cast, *args).rows
+
+
+def test_a_method_is_explained_by_its_plan():
+    class Model:
+        @mpjax.autocast
+        def loss(self, w):
+            return jnp.sum(w @ w)
+
+    plan = mpjax.explain(Model().loss, jnp.eye(8))
+    assert [(row.op, row.why) for row in plan.rows] == [("dot_general", "allow"), ("reduce_sum", "deny")]
+
+
+def test_a_wrapper_of_an_autocast_function_is_explained_with_its_own_code():
+    cast = mpjax.autocast(lambda w, x: jnp.sum(x @ w), "mixed_bfloat16")
+
+    @functools.wraps(cast)
+    def wrapper(w, x):
+        return cast(w, x) + jnp.sum(jnp.tanh(x @ w) @ w)
+
+    w, x = jnp.eye(8), jnp.ones((8, 8))
+    for fun in (wrapper, jax.jit(wrapper), jax.grad(wrapper)):
+        plan = mpjax.explain(fun, w, x)
+        assert plan.flops.keys() == {"bfloat16", "float16"}
+        assert "an autocast function inside planned it" in str(plan)
 
 
 def test_float32_policy_has_no_plan(program):

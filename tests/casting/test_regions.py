@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
+import pytest
 
 import mpjax
 from testing import measures
@@ -75,6 +78,25 @@ def test_autocast_function_called_in_a_disabled_region_is_the_identity():
     with mpjax.autocast_disabled():
         assert matmul_dtypes(inner, W, X) == ["float32"]
     assert matmul_dtypes(inner, W, X) == ["float16"]
+
+
+@pytest.mark.parametrize("first", ["disabled", "enabled"])
+def test_a_disabled_region_is_part_of_jits_cache_key(first):
+    inner = jax.jit(mpjax.autocast(lambda w, x: jnp.mean(x @ w)))
+    regions = {"disabled": (mpjax.autocast_disabled, "float32"), "enabled": (contextlib.nullcontext, "float16")}
+    for region, dtype in (regions[first], *regions.values()):
+        with region():
+            assert matmul_dtypes(inner, W, X) == [dtype]
+
+
+def test_a_jitted_inner_autocast_keeps_its_plan_in_any_order_of_calls():
+    def layer(w, x):
+        with jax.named_scope("precise"):
+            return x @ w @ w
+
+    inner = jax.jit(mpjax.autocast(lambda w, x: layer(w, x @ w), rules=mpjax.Rules(deny=["*/precise"])))
+    inner(W, X)  # traced first outside of the outer autocast
+    assert matmul_dtypes(mpjax.autocast(lambda w, x: inner(w, x) @ w), W, X) == ["float16", *["float32"] * 2, "float16"]
 
 
 def test_inner_autocast_applies_to_its_body():

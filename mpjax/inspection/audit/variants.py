@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from mpjax._jaxpr import compat
 from mpjax._jaxpr.primitives import MATMULS
 from mpjax.casting.autocast import autocast, traced_call
 from mpjax.casting.regions import autocast_disabled
@@ -44,7 +43,7 @@ def costs_of(fun: Callable[..., Any], args: Any, kwargs: Any, flow: Flow, device
 
 
 def _without_autocast(fun: Callable[..., Any], args: Any, kwargs: Any) -> Flow:
-    with compat.outside_other_traces(), autocast_disabled():
+    with autocast_disabled():
         return flow_of(traced_call(fun, args, kwargs).jaxpr)
 
 

@@ -14,7 +14,8 @@ import numpy as np
 
 from mpjax._jaxpr.interpreter import COMPILER_OPTIONS, is_half
 from mpjax._jaxpr.program import Site, not_entered, owners_of, walk
-from mpjax.casting import Rules
+from mpjax.casting import Rules, autocast_disabled
+from mpjax.casting.autocast import Autocast, autocast_of
 from mpjax.inspection.gradient import Loss, relative_error, scale_state
 from mpjax.inspection.layerwise.layerwise import errors_by_module
 from mpjax.inspection.reports import totals
@@ -51,7 +52,8 @@ def search(
     or ten in a small program.
 
     Args:
-        fun: The loss function in float32. If it is an `autocast` function, the search starts from its policy and rules.
+        fun: The loss function in float32. If it is an `autocast` function (`jax.jit` of one included), the search
+            starts from its policy and rules.
         args: Its arguments: arrays and trees of arrays.
         metric: `metric(found, expected)`, the error of a run in half against float32. Both arguments are
             `(loss, gradients)`, with the gradients in a dictionary by tree path. None for the relative error of all
@@ -85,12 +87,12 @@ def search(
     """
     if not budget >= 0:
         raise ValueError(f"search: budget={budget!r}: give the largest error that is allowed, 0.01 for one percent.")
-    inner, policy, rules = getattr(fun, "__mpjax_autocast__", (fun, policy, None))
-    half = get_policy(policy)
+    cast = autocast_of(fun) or Autocast(fun, fun, policy, None)
+    policy, half = cast.policy, get_policy(cast.policy)
     if half.compute_dtype not in HALF_DTYPES:
         raise ValueError(f"search: the policy {policy!r} computes in {half.compute_dtype}; give one that is half.")
-    loss = Loss(inner, argnums, has_aux, kwargs)
-    passes = _Passes(loss, half, rules or Rules(), args, metric or _gradient_error, loss_scale)
+    loss = Loss(cast.fun, argnums, has_aux, kwargs)
+    passes = _Passes(loss, half, cast.rules or Rules(), args, metric or _gradient_error, loss_scale)
     return _searched(passes, budget, str(policy), getattr(fun, "__name__", type(fun).__name__))
 
 
@@ -179,7 +181,7 @@ class _Passes:
         start = 1.0 if policy.compute_dtype == jnp.bfloat16 else _FIRST_SCALE
         self._scales = [loss_scale] if loss_scale is not None else _backing_off(start)
         self._scale = self._scales[0]
-        with jax.default_matmul_precision("highest"):  # TF32 is too coarse for a reference
+        with jax.default_matmul_precision("highest"), autocast_disabled():  # TF32 is too coarse for a reference
             self._expected = self._run(loss)[0]
 
     def rules(self, kept: Iterable[str]) -> Rules:

@@ -1,6 +1,7 @@
 """`search` finds every planted sensitive layer, in few passes, and keeps the FLOPs in half."""
 
 import csv
+import functools
 
 import flax.linen as nn
 import jax
@@ -141,3 +142,21 @@ def test_the_command_takes_policy_and_budget(tmp_path, monkeypatch, capsys):
         "True",
         "False",
     ]
+
+
+def test_a_wrapper_is_searched_with_its_own_code():
+    cast = mpjax.autocast(lambda w, x: jnp.mean(jnp.tanh(x @ w)))
+
+    @functools.wraps(cast)
+    def wrapper(w, x):
+        return cast(w, x) + jnp.mean((3e3 * x) @ (3e3 * w) @ w) / 1e9
+
+    args = jnp.ones((8, 8)), jnp.ones((4, 8))
+    assert mpjax.search(wrapper, *args).error_before == float("inf")
+    assert mpjax.search(jax.jit(cast), *args).policy == mpjax.search(cast, *args).policy
+
+
+def test_the_reference_of_a_search_is_float32_throughout():
+    inner = mpjax.autocast(lambda w, x: jnp.tanh(x @ w) @ w, "mixed_bfloat16")
+    w = jax.device_put(np.random.default_rng(1).normal(size=(32, 32)).astype(np.float32) / 6)
+    assert mpjax.search(lambda w, x: jnp.mean(inner(w, x) ** 2), w, X).error_before > 1e-3
