@@ -14,10 +14,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.extend.core as jex
+import numpy as np
 from jax._src import config, source_info_util
 from jax._src import linear_util as lu
-from jax._src.core import trace_ctx
+from jax._src.core import no_effects, shaped_abstractify, trace_ctx
+from jax._src.dtypes import canonicalize_value
 from jax._src.interpreters import ad, mlir
+from jax._src.interpreters import partial_eval as pe
 from jax._src.lax.lax import _convert_element_type, canonicalize_precision
 from jax._src.mesh import use_abstract_mesh
 from jax._src.shard_map import _as_manual_mesh, _extend_axis_env
@@ -44,8 +47,16 @@ def is_jaxpr(value: Any) -> bool:
 
 
 def trace(fun: Callable[..., Any], *args: Any) -> Any:
-    """The closed jaxpr of `fun(*args)`, always traced again: `make_jaxpr` itself caches by `fun`."""
-    return jax.make_jaxpr(lambda *args: fun(*args))(*args)
+    """The closed jaxpr of `fun(*args)`: `jax.make_jaxpr`, without its cache and its cost."""
+    leaves, tree = jax.tree.flatten(args)
+
+    def flat(*leaves: Any) -> list[Any]:
+        return jax.tree.leaves(fun(*jax.tree.unflatten(tree, leaves)))
+
+    info = lu.DebugInfo("autocast", getattr(fun, "__name__", "a function"), None, None)
+    avals = [shaped_abstractify(x) for x in leaves]
+    jaxpr, _, consts = pe.trace_to_jaxpr_dynamic(lu.wrap_init(flat, debug_info=info), avals)
+    return jex.ClosedJaxpr(jaxpr, consts)
 
 
 def variable_of(tracer: Any) -> Any:
@@ -310,9 +321,43 @@ def cast(x: Any, dtype: Any) -> Any:
     An equation that enters or leaves `jax.sharding.auto_axes` or `explicit_axes` has operands of another mesh than its
     own, on which JAX can't cast them.
     """
-    here, own = jax.sharding.get_abstract_mesh(), jax.typeof(x).sharding.mesh
+    aval = jax.typeof(x)
+    here, own = jax.sharding.get_abstract_mesh(), aval.sharding.mesh
+    if here.empty and own.empty and isinstance(x, jax.core.Tracer):
+        params = {"new_dtype": np.dtype(dtype), "weak_type": False, "sharding": None}
+        return bind(jax.lax.convert_element_type_p, [x], params, [in_dtype(aval, np.dtype(dtype))])
     with contextlib.nullcontext() if here.empty or own.empty or own == here else use_abstract_mesh(own):
         return jax.lax.convert_element_type(x, dtype)
+
+
+@functools.lru_cache(maxsize=4096)
+def in_dtype(aval: Any, dtype: Any) -> Any:
+    """The abstract value of an array after a cast."""
+    return aval.update(dtype=dtype, weak_type=False)
+
+
+def is_staging() -> bool:
+    """Whether `bind` adds equations to a jaxpr: not under other transformations, and not outside of a trace."""
+    return type(trace_ctx.trace) is pe.DynamicJaxprTrace and not config.eager_constant_folding.value
+
+
+def bind(primitive: Any, arrays: Sequence[Any], params: dict[str, Any], outs: Sequence[Any] | None) -> Any:
+    """`primitive.bind`. The abstract values of the results, if given, are not computed again when a program is traced.
+
+    JAX inlines a jaxpr into another in the same way.
+
+    Args:
+        primitive: Any primitive; one without effects if `outs` is given.
+        arrays, params: Its operands and parameters.
+        outs: The abstract values of its results, or None.
+    """
+    if outs is None or not is_staging() or type(primitive) is not jex.Primitive:
+        return primitive.bind(*arrays, **params)
+    trace, source = trace_ctx.trace, source_info_util.current()
+    canonical = (x if isinstance(x, jax.core.Tracer) else canonicalize_value(x) for x in arrays)
+    tracers = [trace.to_jaxpr_tracer(x, source_info=source) for x in canonical]
+    results = trace.emit_eqn(tracers, outs, primitive, params, no_effects, source)
+    return results if primitive.multiple_results else results[0]
 
 
 def vary(x: Any, axes: tuple[Any, ...]) -> Any:

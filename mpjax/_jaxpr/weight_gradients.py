@@ -55,7 +55,14 @@ def is_pointwise(params: dict[str, Any], kernel: Sequence[int]) -> bool:
     return plain and all(kernel[d] == 1 for d in spatial)
 
 
-def matmul(primitive: Any, params: dict[str, Any], halves: Sequence[Any], operands: Sequence[Any], wide: bool) -> Any:
+def matmul(
+    primitive: Any,
+    params: dict[str, Any],
+    halves: Sequence[Any],
+    operands: Sequence[Any],
+    wide: bool,
+    avals: Sequence[Any] | None = None,
+) -> Any:
     """Binds a matmul or convolution of half operands.
 
     Args:
@@ -64,6 +71,7 @@ def matmul(primitive: Any, params: dict[str, Any], halves: Sequence[Any], operan
         halves: Its arrays, in half.
         operands: Its two operands as they are stored: a parameter in float32, an activation in half.
         wide: Whether it outputs the gradient of a parameter in float32.
+        avals: The abstract value of its result, if known.
 
     Returns:
         Its result, in half.
@@ -71,10 +79,13 @@ def matmul(primitive: Any, params: dict[str, Any], halves: Sequence[Any], operan
     if compat.under_jet():
         return primitive.bind(*halves, **params)
     rest = halves[2:]
-    known = [detached.bind(*((h,) if h is x else (h, x))) for h, x in zip(halves, operands, strict=False)]
-    out = primitive.bind(*known, *rest, **params)
-    varied = compat.vary_like(out, operands)
-    return result.bind(out, *varied, *rest, matmul=primitive, half=np.dtype(out.dtype), wide=wide, **params)
+    known = [
+        compat.bind(detached, (h,) if h is x else (h, x), {}, [jax.typeof(h)])
+        for h, x in zip(halves, operands, strict=False)
+    ]
+    out = compat.bind(primitive, [*known, *rest], params, avals)
+    of_result = {**params, "matmul": primitive, "half": np.dtype(out.dtype), "wide": wide}
+    return compat.bind(result, [out, *compat.vary_like(out, operands), *rest], of_result, [jax.typeof(out)])
 
 
 def sent(primitive: Any, params: dict[str, Any], x: Any, half: np.dtype) -> tuple[Any, Any]:

@@ -236,14 +236,30 @@ def _bind(step: Step, env: Mapping[Any, Any], half: np.dtype) -> Sequence[Any]:
             args[i] = _broadcast(args[i], shape, half)
     if step.half:
         params = _half_params(eqn.primitive.name, params, half)
+    avals = _results(step, args, half)
     if step.parameters:
         full = [env[v][FULL] if i in step.parameters else args[i] for i, v in enumerate(eqn.invars[:2])]
-        outs = weight_gradients.matmul(eqn.primitive, params, args, full, step.wide_gradients)
+        outs = weight_gradients.matmul(eqn.primitive, params, args, full, step.wide_gradients, avals)
     else:
-        outs = eqn.primitive.bind(*args, **params)
+        outs = compat.bind(eqn.primitive, args, params, avals)
     if not eqn.primitive.multiple_results:
         outs = (outs,)
     return values_of(outs, step.outs, half)
+
+
+def _results(step: Step, args: Sequence[Any], half: np.dtype) -> Sequence[Any] | None:
+    """The abstract results of an equation that runs as traced, in float32 or in half; None if they must be computed."""
+    eqn = step.eqn
+    stored = {s for s in (*step.reads, *(x.storage for x in step.outs if x is not None)) if s != TRACED}
+    if eqn.effects or len(stored) > 1 or not compat.is_staging():
+        return None
+
+    def aval(v: Any) -> Any:
+        return compat.in_dtype(v.aval, half) if HALF in stored and tracked(v) else v.aval
+
+    if any(jax.typeof(x) != aval(v) for x, v in zip(args, eqn.invars, strict=True)):
+        return None
+    return [aval(v) for v in eqn.outvars]
 
 
 _scalar_functions: weakref.WeakKeyDictionary[Any, dict[np.dtype, Any]] = weakref.WeakKeyDictionary()
