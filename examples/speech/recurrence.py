@@ -89,7 +89,8 @@ class Recurrent(nnx.Module):
             inputs = self.norm(inputs, mask, train=train)
         time_major = partial(jnp.swapaxes, axis1=0, axis2=1)
         parts = jnp.split(time_major(inputs), self.directions, axis=-1)
-        kernels = jnp.split(self.kernels[...], self.directions, axis=-1)
+        # `recur` has its own derivative, so a policy does not cast what its matmuls read.
+        kernels = jnp.split(self.kernels[...].astype(inputs.dtype), self.directions, axis=-1)
         outputs = [
             recur(self.cell, reverse, part, kernel, time_major(mask)[..., None])
             for reverse, part, kernel in zip((False, True), parts, kernels, strict=False)

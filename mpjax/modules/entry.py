@@ -75,13 +75,11 @@ def with_policy(model: M, policy: str | jmp.Policy | Policy) -> M:
         import flax.linen
         import flax.nnx
 
+        from mpjax.modules import linen, nnx
+
         if isinstance(model, flax.linen.Module):
-            from mpjax.modules import linen
-
-            return linen.with_policy(model, policy)
+            return linen.with_policy(model, policy, nnx.set_policy)
         if isinstance(model, flax.nnx.Module):
-            from mpjax.modules import nnx
-
             return nnx.with_policy(model, policy)
     raise _not_a_flax_module(model)
 

@@ -2,16 +2,20 @@
 
 The class of a layer determines its kind, one of four. Normalisation and lookups compute in float32 and
 return the compute dtype. Flax's linear layers multiply in the compute dtype and add their bias in
-float32. A recurrent cell keeps the dtype of its carry and has float32 gates. All other layers compute
-in the compute dtype: their inputs are cast, and their code determines the dtype of their outputs.
+float32. A recurrent cell keeps the dtype of its carry, and Flax's own cells have float32 gates. The code of all other
+layers computes in the dtypes of its values, and multiplies in the compute dtype.
+
+A layer casts what its matmul, convolution or lookup reads. It does not cast its arguments: token ids, timesteps, masks
+and carries keep the dtype that the model's author gave them, and so do float32 results.
 """
 
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import enum
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import flax.linen as nn
@@ -19,17 +23,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from mpjax.modules.matmuls import matmul_attribute
+from mpjax._jaxpr import compat
+from mpjax.modules.matmuls import Reading, cast_halves, reads
 from mpjax.policy import CASTABLE_DTYPES, HALF_DTYPES, Policy, _cast_leaf, is_castable, is_half, is_norm_class
 
 _LINEAR_NAMES = {
     *("Dense", "DenseGeneral", "Linear", "LinearGeneral", "Einsum"),
     *("Conv", "ConvTranspose", "ConvLocal"),
 }
-_CELL_NAMES = {"LSTMCell", "OptimizedLSTMCell", "SimpleCell", "GRUCell", "MGUCell", "ConvLSTMCell"}
-
 
 _HALF_WEIGHT = "mpjax_half_weight"
 
@@ -37,8 +41,9 @@ _HALF_WEIGHT = "mpjax_half_weight"
 class Kind(enum.Enum):
     FLOAT32 = "computes in float32, returns the compute dtype"
     LINEAR = "multiplies in the compute dtype, adds its bias in float32"
-    CELL = "keeps its carry's dtype"
-    PLAIN = "computes in the compute dtype"
+    CELL = "keeps its carry's dtype, has float32 gates"  # Flax's own cells
+    USER_CELL = "keeps its carry's dtype"
+    PLAIN = "computes in the dtypes of its values, multiplies in the compute dtype"
 
 
 def kind_of(cls: type, method: str) -> Kind:
@@ -50,8 +55,8 @@ def kind_of(cls: type, method: str) -> Kind:
     # repeated tokens are summed in float32. `attend` is a matmul with the table.
     if "Embed" in ours and method != "attend":
         return Kind.FLOAT32
-    if method == "__call__" and not _CELL_NAMES.isdisjoint(ours):
-        return Kind.CELL
+    if method == "__call__" and "RNNCellBase" in ours:
+        return Kind.CELL if cls.__call__.__module__.startswith("flax.") else Kind.USER_CELL
     if not _LINEAR_NAMES.isdisjoint(ours) or is_flax_attend(cls, method):
         return Kind.LINEAR
     return Kind.PLAIN
@@ -65,11 +70,11 @@ def is_flax_attend(cls: type, method: str) -> bool:
     )
 
 
-def has_wide_gradients(policy: Policy, dtype: np.dtype, cls: type) -> bool:
-    """Whether a layer's matmul in `dtype` returns the gradient of its float32 kernel in float32, to be summed so."""
-    # A ConvLocal has the attributes of a convolution, but is computed differently.
-    has_matmul = all(base.__name__ != "ConvLocal" for base in cls.__mro__)
-    return has_matmul and dtype in HALF_DTYPES and policy.reduce_dtype != dtype
+def reading_of(policy: Policy, kind: Kind, dtype: np.dtype, own: np.dtype | None) -> Reading | None:
+    """How a layer that computes in `dtype`, perhaps its `own`, reads its parameters. None for a full dtype."""
+    if kind is Kind.FLOAT32 or dtype not in HALF_DTYPES:
+        return None
+    return Reading(dtype, own is None and policy.reduce_dtype != dtype, kind is Kind.LINEAR)
 
 
 def own_dtype(given: Any, policies: tuple[Policy, ...], *unset: Any) -> np.dtype | None:
@@ -96,8 +101,21 @@ def is_real_float(dtype: Any) -> bool:
         return False
 
 
+# The attributes of Flax's layers that hold their matmul, with JAX's functions.
+_MATMULS: dict[str, Callable[..., Any]] = {
+    "dot_general": lax.dot_general,
+    "conv_general_dilated": lax.conv_general_dilated,
+    "einsum_op": jnp.einsum,
+}
+
+
+def _has_own_matmul(given: dict[str, Any]) -> bool:
+    """Whether a layer multiplies by a function of the user's, which may expect a half kernel."""
+    return any(given.get(name) not in (None, jaxs) or given.get(f"{name}_cls") for name, jaxs in _MATMULS.items())
+
+
 def attributes_inside(
-    kind: Kind, dtype: np.dtype, given: dict[str, Any], in_cell: bool = False, wide: bool = False
+    kind: Kind, dtype: np.dtype, given: dict[str, Any], reading: Reading | None, in_cell: bool = False
 ) -> dict[str, Any]:
     """The attributes of a layer that change during a call, with their new values.
 
@@ -105,16 +123,15 @@ def attributes_inside(
         kind: The layer's kind.
         dtype: The dtype that it computes in.
         given: Its attributes.
+        reading: As in `call`.
         in_cell: As in `call`.
-        wide: Whether its kernel's gradient should be float32, if its matmul supports it.
     """
     # None for float32 computation: NNX's norms would cast their statistics to any other dtype.
     inside: dict[str, Any] = {"dtype": None if kind is Kind.FLOAT32 else dtype}
     if kind is Kind.LINEAR and "promote_dtype" in given:
         promote = given["promote_dtype"]
-        matmul = matmul_attribute(given) if wide and not in_cell and promote.__module__.startswith("flax.") else {}
-        inside |= matmul
-        inside["promote_dtype"] = functools.partial(_promote_all_but_bias, promote, in_cell, bool(matmul))
+        keeps = reading and not in_cell and promote.__module__.startswith("flax.") and not _has_own_matmul(given)
+        inside["promote_dtype"] = functools.partial(_promote_all_but_bias, promote, in_cell, bool(keeps))
     if dtype in HALF_DTYPES and given.get("attention_fn") is nnx.dot_product_attention:
         inside["attention_fn"] = _attend_in_half
     if given.get("force_fp32_for_softmax") and given.get("attention_fn") is nn.dot_product_attention:
@@ -134,19 +151,12 @@ def default_arguments(
     return kwargs
 
 
-def recomputes(kind: Kind, method: Callable[..., Any]) -> bool:
-    """Whether the backward pass recomputes a method's elementwise operations. True for Flax's own recurrent cells.
+def keeps_matmuls(primitive: Any, *_: Any, name: str = "", **__: Any) -> bool:
+    """The rematerialisation policy of Flax's recurrent cells, for `jax.checkpoint`.
 
     They have several float32 gates for each feature and time step, which would be most of a model's residuals.
     They can be recomputed from half matmuls. A user's own cell may have side effects that must not happen twice.
-    """
-    return kind is Kind.CELL and method.__module__.startswith("flax.")
-
-
-def keeps_matmuls(primitive: Any, *_: Any, name: str = "", **__: Any) -> bool:
-    """The rematerialisation policy of recurrent cells, for `jax.checkpoint`.
-
-    It saves matmuls, and the half copies of the weights, so that they are made once before a loop, not at each step.
+    The policy saves matmuls, and the half copies of the weights, which are made once before a loop, not at each step.
     """
     return primitive.name in ("dot_general", "conv_general_dilated") or name == _HALF_WEIGHT
 
@@ -154,11 +164,6 @@ def keeps_matmuls(primitive: Any, *_: Any, name: str = "", **__: Any) -> bool:
 def half_weight(x: Any) -> Any:
     """Marks a weight of a matmul in a recurrent cell, for `keeps_matmuls`."""
     return checkpoint_name(x, _HALF_WEIGHT)
-
-
-def casts_parameters(kind: Kind) -> bool:
-    """Whether a layer's code gets its parameters in the compute dtype, because it does not cast them itself."""
-    return kind in (Kind.PLAIN, Kind.CELL)
 
 
 def _promote_all_but_bias(
@@ -216,77 +221,102 @@ class _Unrecorded:
         pass
 
 
+def leave(out: Any, kind: Kind, dtype: np.dtype) -> Any:
+    """The result of an overridden module in the override's output dtype. User code's float32 results stay."""
+    return cast_halves(out, dtype, _is_object) if kind in (Kind.PLAIN, Kind.USER_CELL) else cast(out, dtype)
+
+
 def cast(tree: Any, dtype: np.dtype) -> Any:
     """Casts the real floating arrays of a tree. NNX objects in it (an Rngs, a module) are unchanged."""
     return jax.tree.map(lambda x: _cast_leaf(x, dtype), tree, is_leaf=_is_object)
 
 
-def call(fun: Callable[..., Any], kind: Kind, dtype: np.dtype, args: Any, kwargs: Any, in_cell: bool = False) -> Any:
+def call(
+    fun: Callable[..., Any],
+    kind: Kind,
+    dtype: np.dtype,
+    args: Any,
+    kwargs: Any,
+    reading: Reading | None,
+    in_cell: bool = False,
+) -> Any:
     """Calls a layer's method by the rules of its kind.
 
-    The linear layers of a recurrent cell (`in_cell`) return float32, because its gates are sums of two of them.
+    The linear layers of Flax's recurrent cells (`in_cell`) return float32, because their gates are sums of two of them.
     """
     if kind is Kind.FLOAT32:
-        args, kwargs = _widen((args, kwargs))
-        return cast(fun(*args, **kwargs), dtype)
-    if kind is Kind.CELL:
-        return _call_cell(fun, dtype, args, kwargs)
+        args, kwargs = cast_halves((args, kwargs), np.dtype(np.float32), _is_object)
+        with reads(reading):
+            return _cast_array(fun(*args, **kwargs), dtype)
     if kind is Kind.LINEAR:
-        with _implicit_promotion():
+        with reads(reading), _implicit_promotion(True):
             out = fun(*args, **kwargs)
-        return cast(out, np.dtype(np.float32) if in_cell else dtype)
-    # An RNN passes its initial carry on to the cell, which keeps its dtype.
-    held = {k: v for k, v in kwargs.items() if k == "initial_carry"}
-    out = fun(*cast(args, dtype), **{**cast(kwargs, dtype), **held})
-    if args and _is_carry_pair(args[0], out):
-        return _cast_like(out[0], args[0]), out[1]
-    return out
+        return as_loop_variable(_cast_array(out, np.dtype(np.float32) if in_cell else dtype), args)
+    carry = args[0] if args else kwargs.get("carry")
+    if kind is Kind.CELL:  # Its matmuls read the input, and nothing else does.
+        args, kwargs = (carry, *cast(args[1:], dtype)), {k: cast(x, dtype) for k, x in kwargs.items() if k != "carry"}
+    else:  # An override may set another dtype than that of the module above. Float32 values keep theirs.
+        args, kwargs = cast_halves((args, kwargs), dtype, _is_object)
+    with reads(reading), _implicit_promotion(reading is not None), _in_body():
+        out = fun(*args, **kwargs)
+    if kind in (Kind.CELL, Kind.USER_CELL):
+        new_carry, y = out
+        return _cast_like(new_carry, carry), _cast_array(y, dtype) if kind is Kind.CELL else y
+    return as_loop_variable(out, args)
 
 
-def _implicit_promotion() -> contextlib.AbstractContextManager[Any]:
-    """Lets a Flax layer add its float32 bias or state to half even under strict promotion.
+def _implicit_promotion(when: bool) -> contextlib.AbstractContextManager[Any]:
+    """Lets half and float32 values meet even under strict promotion.
 
-    The policy mixes these dtypes on purpose: the bias's gradient is summed in float32.
+    The policy mixes these dtypes on purpose: in the float32 model there is nothing to promote.
     """
-    if jax.config.jax_numpy_dtype_promotion == "strict":
+    if when and jax.config.jax_numpy_dtype_promotion == "strict":
         return jax.numpy_dtype_promotion("standard")
     return contextlib.nullcontext()
-
-
-def _call_cell(fun: Callable[..., Any], dtype: np.dtype, args: Any, kwargs: Any) -> Any:
-    """(carry, x) → (carry, y). The state keeps its dtype (float32 by Flax's default).
-
-    The matmuls are still half, because the cell's layers cast the state when they read it.
-    """
-    carry = args[0] if args else kwargs["carry"]
-    rest = {k: v if k == "carry" else cast(v, dtype) for k, v in kwargs.items()}
-    with _implicit_promotion():
-        new_carry, y = fun(*args[:1], *cast(args[1:], dtype), **rest)
-    return _cast_like(new_carry, carry), cast(y, dtype)
-
-
-def _widen(tree: Any) -> Any:
-    return jax.tree.map(lambda x: x.astype(np.float32) if is_half(x) else x, tree, is_leaf=_is_object)
 
 
 def _is_object(x: Any) -> bool:
     return isinstance(x, (nnx.Pytree, nnx.Variable))
 
 
-def _is_carry_pair(carry: Any, out: Any) -> bool:
-    """Whether a call maps (carry, ...) to (carry, y), the form of a scan's body.
+def _cast_array(out: Any, dtype: np.dtype) -> Any:
+    """Casts the result of a layer. The code of a user's subclass may return more, which is not cast."""
+    return _cast_leaf(out, dtype) if is_castable(out) else out
 
-    A scan requires a carry of constant dtype, so the cast of the input must be undone in the output.
+
+# The loop body that the running module is called in.
+_body: contextvars.ContextVar[Any] = contextvars.ContextVar("mpjax_body", default=None)
+
+
+@contextlib.contextmanager
+def _in_body() -> Iterator[None]:
+    token = _body.set(compat.body_of_loop())
+    try:
+        yield
+    finally:
+        _body.reset(token)
+
+
+def as_loop_variable(out: Any, args: Any) -> Any:
+    """Widens what the body of a loop returns for a float32 loop variable. A loop's variables keep their dtype.
+
+    The body is a call of a module that maps `x` to its next value, or (carry, x) to (carry, y), and that no other
+    module in the loop calls.
     """
-    if not (type(out) is tuple and len(out) == 2):
-        return False
-    old_tree: Any = jax.tree.structure(carry)
-    old, new = jax.tree.leaves(carry), jax.tree.leaves(out[0])
-    return (
-        old_tree == jax.tree.structure(out[0])
-        and all(is_castable(a) and is_castable(b) for a, b in zip(old, new, strict=True))
-        and all(a.shape == b.shape for a, b in zip(old, new, strict=True))
-    )
+    body = compat.body_of_loop()
+    if body is None or body is _body.get() or not args:
+        return out
+    old: Any = jax.tree.structure(args[0])
+
+    def widened(new: Any) -> Any:
+        same = old == jax.tree.structure(new) and all(map(_may_widen, jax.tree.leaves(args[0]), jax.tree.leaves(new)))
+        return _cast_like(new, args[0]) if same else new
+
+    return (widened(out[0]), out[1]) if type(out) is tuple and len(out) == 2 and len(args) > 1 else widened(out)
+
+
+def _may_widen(old: Any, new: Any) -> bool:
+    return jnp.shape(old) == jnp.shape(new) and (not is_castable(new) or is_half(new) or old.dtype == new.dtype)
 
 
 def _cast_like(tree: Any, reference: Any) -> Any:

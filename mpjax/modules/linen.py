@@ -29,22 +29,35 @@ class _Setting:
 
     Args:
         policy: The model's policy.
+        place_nnx: As in `Run`.
         part_of: Path of the model in the tree of bound modules, for a part of a bound model.
         prefix: As in `Run`.
+        casts_output: Whether its results have the policy's output dtype. Not within an NNX model.
     """
 
     policy: Policy
+    place_nnx: Callable[..., list[str]]
     part_of: tuple[str, ...] | None = None
     prefix: tuple[str, ...] = ()
+    casts_output: bool = True
 
 
 # One class per model class and setting, so that equal models with equal policies are equal.
 _classes: weakref.WeakValueDictionary[tuple[type, _Setting], type] = weakref.WeakValueDictionary()
 
 
-def with_policy(model: Any, policy: Policy, path: tuple[Any, ...] = ()) -> Any:
-    """`mpjax.with_policy` for Linen; `path` is the model's path in the model that contains it, if any."""
-    cls = _class_with(_base(model), _Setting(policy, prefix=tuple(map(str, path))))
+def with_policy(
+    model: Any, policy: Policy, place_nnx: Callable[..., list[str]], path: tuple[Any, ...] | None = None
+) -> Any:
+    """`mpjax.with_policy` for Linen.
+
+    Args:
+        model: The model.
+        policy: Its policy.
+        place_nnx: Sets a policy on an NNX module in the model: `nnx.set_policy`.
+        path: The model's path in the NNX model that contains it, if any.
+    """
+    cls = _class_with(_base(model), _Setting(policy, place_nnx, None, tuple(map(str, path or ())), path is None))
     if model.parent is not None:
         # It is registered in its parent: a second instance would be a second submodule.
         object.__setattr__(model, "__class__", cls)
@@ -81,7 +94,7 @@ def _register(inherited: Callable[..., None]) -> Callable[..., None]:
     def register(self: Any, name: str, value: Any) -> None:
         inherited(self, name, value)
         run = _run_of(self)
-        _adopt(self, vars(self).get(name), _Setting(run.policy, run.root, run.prefix))
+        _adopt(self, vars(self).get(name), _Setting(run.policy, run.place_nnx, run.root, run.prefix))
 
     return register
 
@@ -105,7 +118,7 @@ def _unbind(inherited: Callable[..., Any]) -> Callable[..., Any]:
         module, variables = inherited(self)
         if self._mpjax_setting.part_of is not None:
             run = _run_of(self)
-            setting = _Setting(run.policy, prefix=tuple(run.relative(self.path).split("/")))
+            setting = _Setting(run.policy, run.place_nnx, prefix=tuple(run.relative(self.path).split("/")))
             object.__setattr__(module, "__class__", _class_with(_base(module), setting))
         return module, variables
 
@@ -115,7 +128,9 @@ def _unbind(inherited: Callable[..., Any]) -> Callable[..., Any]:
 def _run_of(module: Any) -> Run:
     """A run of the model of a bound module, which is the model or a part of it."""
     setting = module._mpjax_setting
-    return Run(setting.policy, module.path if setting.part_of is None else setting.part_of, setting.prefix)
+    return Run(
+        setting.policy, setting.place_nnx, module.path if setting.part_of is None else setting.part_of, setting.prefix
+    )
 
 
 def _methods(base: type) -> Iterator[str]:
@@ -184,7 +199,7 @@ def _run(module: Any, method: Any, fun: Callable[..., Any], args: Any, kwargs: A
     if run.wide and method != "setup":
         repeat = functools.partial(_call_again, module, method, args, kwargs)
         warn_explicit_dtypes(_base(module), policy, run.wide, repeat)
-    return cast(out, policy.output_dtype)
+    return cast(out, policy.output_dtype) if setting.casts_output else out
 
 
 def _call_again(module: Any, method: Any, args: Any, kwargs: Any) -> Any:

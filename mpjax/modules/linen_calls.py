@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
@@ -16,22 +15,22 @@ from flax.core import lift
 
 from mpjax.modules.layers import (
     Kind,
+    as_loop_variable,
     attributes_inside,
     call,
     cast,
     cast_parameter,
-    casts_parameters,
     half_weight,
-    has_wide_gradients,
     is_flax_attend,
     is_real_float,
     keeps_matmuls,
     kind_of,
+    leave,
     own_dtype,
-    recomputes,
+    reading_of,
     stays_wide,
 )
-from mpjax.modules.matmuls import attend
+from mpjax.modules.matmuls import Reading, attend, read, reading, reads
 from mpjax.policy import Policy
 
 
@@ -41,6 +40,7 @@ class Run:
 
     Args:
         policy: The model's policy.
+        place_nnx: `nnx.set_policy`, for the NNX modules in the model.
         root: Path of the model in the tree of bound modules.
         prefix: Path of the model in the one from which `unbind` took it.
         paths: Module and parameter paths used in the call.
@@ -48,6 +48,7 @@ class Run:
     """
 
     policy: Policy
+    place_nnx: Callable[..., list[str]]
     root: tuple[str, ...]
     prefix: tuple[str, ...] = ()
     paths: set[str] = dataclasses.field(default_factory=set, compare=False)
@@ -61,8 +62,6 @@ class Run:
 # The innermost running model with a policy in this thread. It is part of jit's cache key: the
 # trace of an `nn.jit` layer under one policy must not be reused for another.
 running = jax.make_user_context(None)
-# The dtype in which the running method reads the parameters of other modules.
-_reader: contextvars.ContextVar[np.dtype | None] = contextvars.ContextVar("mpjax_reader", default=None)
 # Marks a module whose method is running: calls of its own methods are part of its code.
 _CALLED = "_mpjax_called"
 
@@ -87,32 +86,28 @@ def interceptor(run: Run) -> Callable[..., Any]:
         if stays_wide(kind, own, placed):
             run.wide[path] = np.dtype(layer_dtype)
         fields = {f.name: getattr(module, f.name) for f in dataclasses.fields(module) if f.name != "parent"}
-        in_cell = _in_cell(module)
-        wide = not own and has_wide_gradients(run.policy, dtype, type(module))
-        inside = {} if own else attributes_inside(kind, dtype, fields, in_cell, wide)
-        seen_in = dtype if casts_parameters(kind) else None
-        made: list[Any] = []
-        inside["param"] = _param(module, run, path, seen_in, in_cell, made)
+        in_cell, how = _in_cell(module), reading_of(run.policy, kind, dtype, own)
+        inside = {} if own else attributes_inside(kind, dtype, fields, how, in_cell)
+        inside["param"] = _param(module, run, path, how, in_cell)
         if isinstance(module, nnx.bridge.ToLinen):
             inside["nnx_class"] = functools.partial(_made_by_nnx, module.nnx_class, run, path)
             kwargs = _with_method_by_name(module.nnx_class, kwargs)
         # A function that is lifted over the module (the body of a scan) also arrives here as if it
         # were a method. Its code sees the module as configured, but it is not a call of the module.
         if method == "setup" or not hasattr(type(module), method):
-            with _attributes(module, inside):
+            with _attributes(module, inside), reads(reading.value):
                 out = fun(*args, **kwargs)
-            _share_parameters(module, made)
-            return out
-        if wide and is_flax_attend(type(module), method):
-            fun = functools.partial(_attend, module, dtype)
-        if recomputes(kind, getattr(type(module), method)):
+            return as_loop_variable(out, args)
+        if how and not own and is_flax_attend(type(module), method):
+            fun = functools.partial(attend, module, dtype)
+        if kind is Kind.CELL:
             fun = _recomputed(module, fun)
-        with _attributes(module, {**inside, _CALLED: True}), _reading(seen_in):
-            out = call(fun, kind, dtype, args, kwargs, in_cell)
+        with _attributes(module, {**inside, _CALLED: True}):
+            out = call(fun, kind, dtype, args, kwargs, how, in_cell)
         above = run.policy
         if module.path != run.root:
             above = run.policy.for_path(path.rpartition("/")[0], type(module.parent))
-        return out if placed is above else cast(out, placed.output_dtype)
+        return out if placed is above else leave(out, kind, placed.output_dtype)
 
     return intercept
 
@@ -131,11 +126,6 @@ def _recomputed(module: Any, fun: Callable[..., Any]) -> Callable[..., Any]:
     return recomputed
 
 
-def _attend(module: Any, dtype: np.dtype, query: Any) -> Any:
-    # The table is read here, inside `call`: earlier, it would be cast for the calling method.
-    return attend(module.embedding, dtype, query)
-
-
 def _unset_dtype(run: Run, module: Any) -> tuple[np.dtype, ...]:
     """The default of the model's own `dtype` field: not a value chosen for this model."""
     if module.path != run.root:
@@ -148,53 +138,10 @@ def _in_cell(module: Any) -> bool:
     return kind_of(type(module.parent), "__call__") is Kind.CELL
 
 
-@contextlib.contextmanager
-def _reading(dtype: np.dtype | None) -> Iterator[None]:
-    token = _reader.set(dtype)
-    try:
-        yield
-    finally:
-        _reader.reset(token)
-
-
-def _share_parameters(module: Any, made: list[Any]) -> None:
-    """Lets other modules read, in their compute dtype, the float32 parameters that a module keeps as attributes.
-
-    Manually tied weights, `h @ embed.embedding.T`, are therefore half, while the lookup is in float32.
-    """
-    names = [name for name, value in vars(module).items() if any(value is parameter for parameter in made)]
-    if names:
-        cls: Any = type(module)
-        object.__setattr__(module, "__class__", _class_that_shares(cls, tuple(names)))
-
-
-@functools.cache
-def _class_that_shares(base: Any, names: tuple[str, ...]) -> type:
-    return subclass(base, {name: _SharedParameter(name) for name in names})
-
-
-class _SharedParameter:
-    """An attribute that holds a float32 parameter and casts it for the method that reads it."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __get__(self, module: Any, owner: type) -> Any:
-        if module is None or self.name not in vars(module):
-            raise AttributeError(self.name)
-        value, dtype = vars(module)[self.name], _reader.get()
-        return value if dtype is None else cast(value, dtype)
-
-    def __set__(self, module: Any, value: Any) -> None:
-        vars(module)[self.name] = value
-
-
 def _made_by_nnx(nnx_class: Callable[..., Any], run: Run, path: str, *args: Any, **kwargs: Any) -> Any:
     """The NNX module of `nnx.bridge.to_linen`, with the policy."""
-    from mpjax.modules.nnx import set_policy
-
     module = nnx_class(*args, **kwargs)
-    run.paths.update(set_policy(module, run.policy, tuple(path.split("/")) if path else ()))
+    run.paths.update(run.place_nnx(module, run.policy, tuple(path.split("/")) if path else ()))
     return module
 
 
@@ -205,13 +152,8 @@ def _with_method_by_name(nnx_class: Any, kwargs: dict[str, Any]) -> dict[str, An
     return {**kwargs, "nnx_method": name} if name and getattr(nnx_class, name, None) is method else kwargs
 
 
-def _param(
-    module: Any, run: Run, path: str, dtype: np.dtype | None, in_cell: bool, made: list[Any]
-) -> Callable[..., Any]:
-    """`module.param`, which stores the parameter in the policy's param dtype and returns it cast to `dtype`.
-
-    Without a `dtype` it returns the stored parameter, and adds it to `made`.
-    """
+def _param(module: Any, run: Run, path: str, how: Reading | None, in_cell: bool) -> Callable[..., Any]:
+    """`module.param`, which stores the parameter in the policy's param dtype and returns it as code reads it."""
     make_parameter = module.param
 
     def param(name: str, init_fn: Any, *args: Any, **kwargs: Any) -> Any:
@@ -219,10 +161,10 @@ def _param(
         run.paths.add(param_path)
         init_fn = _stored_in(init_fn, run.policy.for_path(param_path, type(module)).param_dtype)
         value = make_parameter(name, init_fn, *args, **kwargs)
-        if dtype is None:
-            made.append(value)
-            return value
-        return jax.tree.map(half_weight, cast(value, dtype)) if in_cell else cast(value, dtype)
+        # A cell's weights are cast before its loop, not at each step. Its linear layers do so themselves.
+        if how and in_cell and kind_of(type(module), "__call__") is Kind.PLAIN:
+            return jax.tree.map(half_weight, cast(value, how.dtype))
+        return read(value, how)
 
     return param
 

@@ -1,13 +1,13 @@
-"""`with_policy` for Flax NNX: each module's methods run on a view of it that has cast parameters.
+"""`with_policy` for Flax NNX: the modules of a cloned model become instances of subclasses.
 
-The modules of a cloned model become instances of subclasses. A call makes a view: an instance of the
-author's own class with the same submodules and variables, but with cast parameters. The
-author's method runs on the view. The model itself keeps its parameters, so the policy does not affect
-`nnx.state`, gradients, optimizers and checkpoints.
+The methods of such a class follow the rules of its layer. While they run, reading an attribute that holds a parameter
+gives a copy of it, whose value yields to the dtype of what it meets. The model itself keeps its parameters, so the
+policy does not affect `nnx.state`, gradients, optimizers and checkpoints.
 """
 
 from __future__ import annotations
 
+import contextvars
 import dataclasses
 import functools
 import inspect
@@ -27,18 +27,17 @@ from mpjax.modules.layers import (
     call,
     cast,
     cast_parameter,
-    casts_parameters,
     default_arguments,
-    has_wide_gradients,
     is_flax_attend,
     is_real_float,
     keeps_matmuls,
     kind_of,
+    leave,
     own_dtype,
-    recomputes,
+    reading_of,
     stays_wide,
 )
-from mpjax.modules.matmuls import attend
+from mpjax.modules.matmuls import attend, read, reading
 from mpjax.modules.scopes import is_container, method_names, module_scope
 from mpjax.policy import NORM_PATTERNS, Policy, path_string, warn_unused_overrides
 
@@ -70,9 +69,11 @@ class _Placement:
 
 
 # Types of attributes that are not and don't contain parameters or modules. `isinstance` of a Variable is slower.
-_PLAIN = (bool, int, float, str, np.dtype, type, types.FunctionType)
-# The dtype in which the running method reads the parameters of other modules. It is part of jit's cache key.
-_reader = jax.make_user_context(None)
+_PLAIN = (bool, int, float, str, np.dtype, type, types.FunctionType, types.NoneType)
+# The module whose method is running, and the attributes that it has meanwhile.
+_running: contextvars.ContextVar[tuple[Any, dict[str, Any]]] = contextvars.ContextVar(
+    "mpjax_running", default=(None, {})
+)
 
 
 def with_policy(model: Any, policy: Policy) -> Any:
@@ -160,10 +161,10 @@ def _cast_caches(module: Any, dtype: np.dtype) -> None:
 
 
 def _place(path: tuple[Any, ...], modules: dict[Any, Any], policy: Policy, cell: bool = False) -> _Placement | None:
-    """The placement of a module. None for a container, and for a dtype that policies do not cover."""
+    """The placement of a module. None for a dtype that policies do not cover."""
     module = modules[path]
-    layer_dtype = getattr(module, "dtype", None)
-    if not is_real_float(layer_dtype) or is_container(module):
+    layer_dtype = None if is_container(type(module)) else getattr(module, "dtype", None)
+    if not is_real_float(layer_dtype):
         return None
     placed = policy.for_path(_join(path), type(module))
     parents = [modules[path[:n]] for n in range(len(path)) if path[:n] in modules]
@@ -202,7 +203,8 @@ def _unset_dtypes(line: list[Any]) -> Iterator[np.dtype]:
 def _class_with_policy(base: Any, placement: _Placement) -> type:
     """One class per class and placement: NNX compares modules by class, and registers each class."""
     namespace = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
-    namespace |= {name: _on_view(base, name, placement) for name in method_names(base, nnx.Module)}
+    if not is_container(base):
+        namespace |= {name: _with_rules(base, name, placement) for name in method_names(base, nnx.Module)}
     namespace |= {"_mpjax_base": base, "_mpjax_placement": placement, "__reduce__": _reduce}
     namespace |= {"__setattr__": _set_attribute(base), "__getattribute__": _get_attribute(base)}
     keywords = {"pytree": base._pytree__is_pytree}
@@ -214,54 +216,101 @@ def _set_attribute(base: Any) -> Callable[[Any, str, Any], None]:
 
     def set_attribute(self: Any, name: str, value: Any) -> None:
         base.__setattr__(self, name, value)
-        placement = type(self)._mpjax_placement
-        for part in jax.tree.leaves(value, is_leaf=_is_variable_or_module):
-            if isinstance(part, nnx.Module) and _placement_of(part) is None:
-                cell = kind_of(base, "__call__") is Kind.CELL
-                set_policy(part, placement.policy, (*placement.path, name), cell)
+        _adopt(self, name, value)
 
     return set_attribute
 
 
+def _adopt(module: Any, name: str, value: Any) -> None:
+    placement, cell = type(module)._mpjax_placement, kind_of(type(module), "__call__") is Kind.CELL
+    for part in jax.tree.leaves(value, is_leaf=_is_variable_or_module):
+        if isinstance(part, nnx.Module) and _placement_of(part) is None:
+            set_policy(part, placement.policy, (*placement.path, name), cell)
+
+
 def _get_attribute(base: Any) -> Callable[[Any, str], Any]:
-    """Makes a `__getattribute__` that casts parameters for methods of other modules (tied weights)."""
+    """Makes a `__getattribute__` with which the running code of any module reads parameters."""
 
     def get_attribute(self: Any, name: str) -> Any:
+        module, inside = _running.get()
+        if module is self and name in inside:
+            return inside[name]
         value = base.__getattribute__(self, name)
-        if not isinstance(value, nnx.Param) or _reader.value is None:
+        if reading.value is None or name.startswith("__") or isinstance(value, _PLAIN):
             return value
-        return _cast_param(value, _reader.value, _Refusal(type(self).__name__, name))
+        if isinstance(value, nnx.Param):
+            return _read(self, name, value)
+        if isinstance(value, (list, tuple, dict)):
+            _adopt(self, name, value)
+            copied = functools.partial(_read, self, name)
+            return jax.tree.map(copied, value, is_leaf=_is_variable_or_module)
+        return value
 
     return get_attribute
 
 
-def _on_view(base: type, name: str, placement: _Placement) -> Callable[..., Any]:
+def _read(module: Any, name: str, param: Any) -> Any:
+    """A copy of a parameter, as code reads it.
+
+    The raw value is changed, so that the parameter's `get_value` and hooks run only once, when the copy is read.
+    """
+    if not isinstance(param, nnx.Param):
+        return param
+    value = param.get_raw_value()
+    if getattr(param, "ref", False):  # a variable that holds a mutable array
+        value = value[...]
+    return param.copy(read(value, reading.value), on_set_value=_Refusal(type(module).__name__, name))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Refusal:
+    """Raises on assignment to the copy of a parameter, which would be lost."""
+
+    cls: str
+    name: str
+
+    def __call__(self, variable: Any, value: Any) -> Any:
+        raise ValueError(
+            f"with_policy: a method assigns to {self.cls}'s parameter {self.name!r}, of which methods see only a copy. "
+            "Make it an nnx.Variable of another type (as nnx.BatchStat is), assign to it outside the module's "
+            "methods, or keep this module in float32 by an override of the policy."
+        )
+
+
+def _with_rules(base: type, name: str, placement: _Placement) -> Callable[..., Any]:
+    """A method that follows the rules of its layer."""
     inherited, kind = getattr(base, name), kind_of(base, name)
+    own = placement.dtype if placement.has_own_dtype else None
+    how = reading_of(placement.policy, kind, placement.dtype, own)
 
     @functools.wraps(inherited)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        view = _view(self, base, name, kind, placement)
-        before = dict(vars(view))
-        cast_params = _cast_params_of(self, view)
-        fun: Callable[..., Any] = functools.partial(inherited, view)
-        wide = not placement.has_own_dtype and has_wide_gradients(placement.policy, placement.dtype, base)
-        if wide and is_flax_attend(base, name):
-            fun = functools.partial(attend, view.embedding[...], placement.dtype)
-        if recomputes(kind, inherited):
+        running = _running.get()[0]
+        # The module's calls of its own methods are part of its code. Within `nnx.jit`, it is a copy of itself.
+        if running is self or (placement.is_model and type(running) is type(self)):
+            return inherited(self, *args, **kwargs)
+        inside = {} if own else attributes_inside(kind, placement.dtype, vars(self), how, placement.in_cell)
+        if isinstance(self, nnx.bridge.ToNNX):
+            module = self.to_nnx__module
+            inside["to_nnx__module"] = linen.with_policy(module, placement.policy, set_policy, placement.path)
+        fun: Callable[..., Any] = functools.partial(inherited, self)
+        if how and not own and is_flax_attend(base, name):
+            fun = functools.partial(attend, self, placement.dtype)
+        if kind is Kind.CELL:
             fun = jax.checkpoint(fun, prevent_cse=False, policy=keeps_matmuls)
         kwargs = default_arguments(base, name, placement.dtype, args, kwargs)
-        with module_scope(self, view), _reader(placement.dtype if casts_parameters(kind) else None):
-            out = call(fun, kind, placement.dtype, args, kwargs, placement.in_cell)
-        for refusal, param, dtype in cast_params:
-            if _dtype(param) != dtype:  # set by nnx.update: NNX's transformations write back the state that they read
-                raise refusal.error()
-        _write_back(self, view, before)
+        token = _running.set((self, inside))
+        try:
+            with module_scope(self):
+                out = call(fun, kind, placement.dtype, args, kwargs, how, placement.in_cell)
+        finally:
+            _running.reset(token)
         if placement.wide:
             repeat = functools.partial(_call_again, self, name, args, kwargs)
             warn_explicit_dtypes(base, placement.policy, dict(placement.wide), repeat, stacklevel=3)
-        if out is view:  # `return self`, as `ToNNX.lazy_init` does
-            return self
-        return out if placement.output_dtype is None else cast(out, placement.output_dtype)
+        if placement.output_dtype is None:
+            return out
+        return cast(out, placement.output_dtype) if placement.is_model else leave(out, kind, placement.output_dtype)
 
     return method
 
@@ -271,114 +320,8 @@ def _call_again(module: Any, method: str, args: Any, kwargs: Any) -> Any:
     return getattr(nnx.merge(*nnx.split(module), copy=True), method)(*args, **kwargs)
 
 
-def _view(module: Any, base: type, method: str, kind: Kind, placement: _Placement) -> Any:
-    """The module as its author's code sees it during a call."""
-    attributes, bridges = dict(vars(module)), isinstance(module, nnx.bridge.ToNNX)
-    for name, value in attributes.items():
-        refusal = _Refusal(base.__name__, name, method)
-        attributes[name] = _as_seen(value, placement, name, refusal, casts_parameters(kind) and not bridges)
-    if bridges:
-        # The Linen model casts the parameters of its layers itself.
-        inner = linen.with_policy(
-            module.to_nnx__module, placement.policy.with_output_dtype(placement.dtype), placement.path
-        )
-        attributes["to_nnx__module"] = inner
-    if not placement.has_own_dtype:
-        wide = has_wide_gradients(placement.policy, placement.dtype, base)
-        attributes |= attributes_inside(kind, placement.dtype, attributes, placement.in_cell, wide)
-    view: Any = object.__new__(base)
-    vars(view).update(attributes)
-    return view
-
-
-def _as_seen(value: Any, placement: _Placement, name: str, refusal: _Refusal, casts: bool) -> Any:
-    """An attribute as the view holds it: its parameters are cast, and its modules without a policy get one.
-
-    The parameters of modules in it are not cast: those modules cast them.
-    """
-    if value is None or isinstance(value, _PLAIN):
-        return value
-    if isinstance(value, nnx.Param):
-        return _cast_param(value, placement.dtype, refusal) if casts else value
-    if not isinstance(value, (nnx.Module, nnx.List, nnx.Dict, list, tuple, dict)):
-        return value
-    if isinstance(value, nnx.Module) and not is_container(value):
-        return _with_placement(value, placement, name)
-    leaves, tree = jax.tree.flatten(value, is_leaf=lambda x: x is not value and _is_variable_or_module(x))
-    seen = [_as_seen(x, placement, name, refusal, casts) if _is_variable_or_module(x) else x for x in leaves]
-    return value if all(a is b for a, b in zip(leaves, seen, strict=True)) else jax.tree.unflatten(tree, seen)
-
-
-def _with_placement(module: Any, above: _Placement, name: str) -> Any:
-    """A module that was added after `with_policy` (to an `nnx.List`, say), with the policy of the one above it."""
-    if _placement_of(module) is not None:
-        return module
-    path = (*above.path, name)
-    placement = _place(path, {path: module}, above.policy)
-    if placement is None:
-        return module
-    base: Any = type(module)
-    shadow: Any = object.__new__(_class_with_policy(base, placement))
-    object.__setattr__(shadow, "__dict__", vars(module))  # shared: both have the same attributes
-    return shadow
-
-
-@dataclasses.dataclass(frozen=True)
-class _Refusal:
-    """Raises on assignment to a cast copy, which would be lost or would round the float32 parameter to half."""
-
-    cls: str
-    name: str
-    method: str = ""
-
-    def __call__(self, variable: Any, value: Any) -> Any:
-        raise self.error()
-
-    def error(self) -> ValueError:
-        where = f"{self.cls}.{self.method} assigns to its own" if self.method else f"a method assigns to {self.cls}'s"
-        return ValueError(
-            f"with_policy: {where} parameter {self.name!r}, but methods see only a copy in the compute dtype. Make it "
-            "an nnx.Variable of another type (as nnx.BatchStat is), assign to it outside the module's methods, or "
-            "keep this module in float32 by an override of the policy."
-        )
-
-
-def _cast_param(param: Any, dtype: np.dtype, refusal: _Refusal) -> Any:
-    """A parameter with its raw value cast, so that its `get_value` and hooks run only once, when it is read."""
-    value = param.get_raw_value()
-    if getattr(param, "ref", False):  # a variable that holds a mutable array
-        value = value[...]
-    cast_value = cast(value, dtype)
-    return param if cast_value is value else param.copy(cast_value, on_set_value=refusal)
-
-
-def _dtype(param: Any) -> Any:
-    return getattr(param.get_raw_value(), "dtype", None)
-
-
-def _cast_params_of(module: Any, view: Any) -> list[tuple[_Refusal, Any, np.dtype]]:
-    """(refusal, parameter, dtype) of each cast copy of a parameter in the view."""
-    return [
-        (param.get_metadata("on_set_value"), param, _dtype(param))
-        for name, value in vars(view).items()
-        if value is not vars(module)[name] and not isinstance(value, _PLAIN)
-        for param in jax.tree.leaves(value, is_leaf=_is_variable_or_module)
-        if isinstance(param, nnx.Param) and isinstance(param.get_metadata("on_set_value", None), _Refusal)
-    ]
-
-
 def _is_variable_or_module(x: Any) -> bool:
     return isinstance(x, (nnx.Variable, nnx.Module))
-
-
-def _write_back(module: Any, view: Any, before: dict[str, Any]) -> None:
-    """Copies the attributes that the method set (a cache, sown values) to the module."""
-    after = vars(view)
-    for name in before.keys() - after.keys():
-        delattr(module, name)
-    for name, value in after.items():
-        if not name.startswith("_pytree__") and (name not in before or before[name] is not value):
-            setattr(module, name, value)
 
 
 def _reduce(self: Any) -> Any:

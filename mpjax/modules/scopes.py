@@ -79,9 +79,9 @@ def original_class(cls: type) -> type:
     return cls.__mro__[1] if _NAMED in vars(cls) else cls
 
 
-def is_container(module: Any) -> bool:
-    """Whether a module only holds others: `nnx.List` or `nnx.Dict`."""
-    return type(module).__module__.startswith("flax.") and type(module).__name__ in ("List", "Dict")
+def is_container(cls: type) -> bool:
+    """Whether a module of this class only holds others: `nnx.List` or `nnx.Dict`."""
+    return cls.__module__.startswith("flax.") and cls.__name__ in ("List", "Dict")
 
 
 def method_names(cls: type, library: type) -> list[str]:
@@ -126,7 +126,7 @@ def _modules(tree: Any) -> Iterator[Any]:
                 continue
             seen.add(id(node))
             names_itself = hasattr(type(node), "_mpjax_placement") or _NAMED in vars(type(node))
-            if not (names_itself or is_container(node)):
+            if not (names_itself or is_container(type(node))):
                 yield node
             node = vars(node)
         leaves = jax.tree.leaves(node, is_leaf=lambda x: isinstance(x, bases))
@@ -152,9 +152,9 @@ def _path_in(caller: Any, module: Any) -> str | None:
 def _children(module: Any, bases: tuple[type, ...]) -> Iterator[tuple[str, Any]]:
     """The modules in a module's attributes, with their paths."""
     for name, value in vars(module).items():
-        if isinstance(value, bases) and not is_container(value):
+        if isinstance(value, bases) and not is_container(type(value)):
             yield name, value
-        elif is_container(value) or isinstance(value, (list, tuple, dict)):
+        elif is_container(type(value)) or isinstance(value, (list, tuple, dict)):
             # An NNX container is itself a module.
             inner = functools.partial(_is_other_module, value, bases)
             found = jax.tree_util.tree_leaves_with_path(value, is_leaf=inner)
