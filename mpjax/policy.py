@@ -277,8 +277,17 @@ class Policy(jmp.Policy):
         if self.reduce_dtype != _default_reduce_dtype(self.param_dtype):
             own += f",reduce={self.reduce_dtype}"
         own += ",override_dtypes=true" if self.override_dtypes else ""
-        rest = (f"{pattern}{_OVERRIDE_ARROW}{policy}" for pattern, policy in self.overrides)
+        rest = (f"{_quoted(pattern)}{_OVERRIDE_ARROW}{policy}" for pattern, policy in self.overrides)
         return _OVERRIDE_SEPARATOR.join((own, *rest))
+
+
+def _quoted(pattern: str) -> str:
+    """A pattern in a policy's string, in quotes if reading it back would change it."""
+    return f'"{pattern}"' if _unquoted(pattern.strip()) != pattern else pattern
+
+
+def _unquoted(text: str) -> str:
+    return text[1:-1] if len(text) > 2 and text[0] == text[-1] == '"' else text
 
 
 def warn_unused_overrides(policy: Policy, paths: Iterable[str]) -> None:
@@ -339,7 +348,7 @@ def get_policy(policy: str | jmp.Policy) -> Policy:
         pattern, arrow, name = part.partition(_OVERRIDE_ARROW)
         if not arrow:
             raise _unknown_policy(policy, f"{part!r} is not of the form pattern{_OVERRIDE_ARROW}policy")
-        overrides.append((pattern.strip(), get_policy(name.strip())))
+        overrides.append((_unquoted(pattern.strip()), get_policy(name.strip())))
     parsed = NAMED_POLICIES.get(own.strip()) or _parse_dtypes(own, policy)
     # The string's own overrides come first: they are more specific than those of a named level.
     return dataclasses.replace(parsed, overrides=(*overrides, *parsed.overrides)) if overrides else parsed

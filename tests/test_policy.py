@@ -23,6 +23,13 @@ def test_string_of_a_policy_reads_back(name):
     assert pickle.loads(pickle.dumps(policy)) == policy
 
 
+@pytest.mark.parametrize("pattern", [" head", "head ", " ", '"head"', '" head"', '"', "*/a b"])
+def test_any_pattern_is_part_of_the_string(pattern):
+    policy = mpjax.Policy("float32", "float16", "float32", [(pattern, "float32")])
+    assert mpjax.get_policy(str(policy)) == policy
+    assert mpjax.get_policy("c=f16; */head => float32").overrides[0][0] == "*/head"
+
+
 @pytest.mark.parametrize(
     "half", ["float16", jnp.float16, np.dtype("float16"), np.float16, jnp.ones(1, jnp.float16).dtype]
 )

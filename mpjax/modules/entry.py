@@ -20,21 +20,25 @@ def with_policy(model: M, policy: str | jmp.Policy | Policy) -> M:
     1. It computes in the compute dtype of `policy.for_path(path)`, unless it has an explicit `dtype`.
        An explicit dtype wins. A single `ExplicitDtypeWarning` then lists the layers that stay wider than the compute
        dtype, with their share of the matmul FLOPs. `Policy(..., override_dtypes=True)` overrides explicit dtypes.
-    2. Its inputs and parameters are cast to that dtype, and its matmuls and convolutions run in it. This includes
-       matmuls in a module's own code with its own parameters, or with those of another module (tied weights).
+    2. Its matmuls, convolutions and lookups cast what they read, and nothing else is cast. Token ids, timesteps,
+       masks, carries and results of the model's own code keep the dtype that this code gives them. Matmuls in a
+       module's own code run in the compute dtype if they read a parameter or a half value.
     3. Normalisation layers (every class whose name ends in `Norm`) and embedding lookups compute in float32, with
        float32 parameters and statistics, and their output is cast.
-    4. The state of a recurrent cell keeps its dtype, which is float32 by Flax's default. Its gates are float32.
-       Flax's own cells recompute them in the backward pass from the half matmuls, so that they are not stored.
-    5. The output of an overridden module is cast to its override's output dtype, and the output of the model to the
-       policy's.
+    4. The state of a recurrent cell (every subclass of `RNNCellBase`) and the carry of a loop over modules keep
+       their dtype, which is float32 by Flax's default. The gates of Flax's own cells are float32. The backward pass
+       recomputes them from the half matmuls, so that they are not stored.
+    5. The output of an overridden module is cast to its override's output dtype (float32 results of its own code
+       stay), and the output of the model to the policy's.
 
     Parameters have the names, shapes, values and dtype of the float32 model, so checkpoints are
     interchangeable. If the policy's param dtype is half (O2, O3), float32 parameters are cast to it when they are
     created. Under O2 those of normalisation layers stay float32. Statistics (`batch_stats`) stay float32.
 
-    A float32 array made by a module's own code (`jnp.zeros(...)` as the initial carry of a `lax.scan`) promotes its
-    other operands, as in any JAX program. Use the input's dtype, `jnp.zeros(shape, x.dtype)`, or `mpjax.autocast`.
+    A module's own code reads its float32 parameters as arrays with JAX's weak type. Such a parameter takes the dtype
+    of what it meets: `h * scale` is half if `h` is, and float32 if `h` is. Any other float32 array promotes a half
+    operand, as in any JAX program, even under strict promotion: a constant that the code makes, an input of the
+    model. Functions with a custom derivative rule and Pallas kernels are not entered: cast what their matmuls read.
 
     Args:
         model: A Linen or NNX module. A Linen model is configuration and is not changed, except one
@@ -42,7 +46,7 @@ def with_policy(model: M, policy: str | jmp.Policy | Policy) -> M:
             in place. An NNX model is cloned: same arrays, new variables. The `dtype` of the model itself
             (a field or constructor argument that it passes on to its layers, often float32 by default)
             counts as explicit only if it differs from that default. An NNX method may assign to variables,
-            but not to parameters, of which it sees cast copies.
+            but not to parameters, of which it sees copies.
         policy: Anything that `get_policy` accepts. An override pattern that matches no module or parameter path
             causes an `UnusedOverrideWarning`: for Linen when the model is initialised or called, for NNX here.
 
@@ -55,8 +59,8 @@ def with_policy(model: M, policy: str | jmp.Policy | Policy) -> M:
 
     Raises:
         TypeError: `model` is not a Flax module, or it is a class.
-        ValueError: `policy` is not a policy. When called: an NNX method assigned to a parameter of which
-            it sees a cast copy.
+        ValueError: `policy` is not a policy. When called: an NNX method assigned to a parameter, of which
+            it sees a copy.
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp
