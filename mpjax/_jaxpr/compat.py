@@ -17,12 +17,8 @@ import jax.extend.core as jex
 import numpy as np
 from jax._src import config, source_info_util
 from jax._src import linear_util as lu
-<<<<<<< HEAD
-from jax._src.core import no_effects, shaped_abstractify, trace_ctx
+from jax._src.core import no_effects, set_current_trace, shaped_abstractify, trace_ctx
 from jax._src.dtypes import canonicalize_value
-=======
-from jax._src.core import set_current_trace, trace_ctx
->>>>>>> 1e513d1 (with_policy: a layer casts what its matmul reads)
 from jax._src.interpreters import ad, mlir
 from jax._src.interpreters import partial_eval as pe
 from jax._src.lax.lax import _convert_element_type, canonicalize_precision
@@ -334,7 +330,6 @@ def cast(x: Any, dtype: Any) -> Any:
         return jax.lax.convert_element_type(x, dtype)
 
 
-<<<<<<< HEAD
 @functools.lru_cache(maxsize=4096)
 def in_dtype(aval: Any, dtype: Any) -> Any:
     """The abstract value of an array after a cast."""
@@ -363,86 +358,6 @@ def bind(primitive: Any, arrays: Sequence[Any], params: dict[str, Any], outs: Se
     tracers = [trace.to_jaxpr_tracer(x, source_info=source) for x in canonical]
     results = trace.emit_eqn(tracers, outs, primitive, params, no_effects, source)
     return results if primitive.multiple_results else results[0]
-=======
-def yielding(x: Any) -> Any:
-    """The array with a weak type: its dtype yields to that of any other array."""
-    return _convert_element_type(x, x.dtype, weak_type=True)
-
-
-def yields(x: Any) -> bool:
-    """Whether a value is an array with a weak type."""
-    return isinstance(x, jax.Array) and bool(getattr(jax.typeof(x), "weak_type", False))
-
-
-def retraced(jaxpr: Any, fun: Callable[..., Any]) -> Any:
-    """A jaxpr of `fun` with the types of another jaxpr, to be put in its place. That one if it takes references."""
-    opened = open_jaxpr(jaxpr).jaxpr
-    ins, outs = ([v.aval for v in each] for each in (opened.invars, opened.outvars))
-    if not all(map(is_shaped, (*ins, *outs))):
-        return jaxpr
-
-    def typed(*args: Any) -> list[Any]:
-        return [with_weak_type(jax.numpy.asarray(x), aval) for x, aval in zip(fun(*args), outs, strict=True)]
-
-    found = jax.make_jaxpr(typed)(*map(_struct, ins))
-    if hasattr(jaxpr, "consts"):
-        return found
-    return open_jaxpr(found).jaxpr if not open_jaxpr(found).consts else jaxpr
-
-
-def _struct(aval: Any) -> jax.ShapeDtypeStruct:
-    sharding = None if aval.sharding.mesh.empty else aval.sharding
-    types = {} if sharding is None else {"sharding": sharding, "manual_axis_type": aval.manual_axis_type}
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type, **types)
-
-
-class _Intercepted:
-    """A trace that passes each operation to a function, and is otherwise the trace below it."""
-
-    def __init__(self, below: Any, bind: Callable[..., Any]) -> None:
-        self.below, self.bind = below, bind
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.below, name)
-
-    def process_primitive(self, primitive: Any, args: Sequence[Any], params: dict[str, Any], /) -> Any:
-        with set_current_trace(self.below):
-            return self.bind(primitive, args, params)
-
-
-@contextlib.contextmanager
-def intercepted(bind: Callable[..., Any]) -> Iterator[None]:
-    """A context in which `bind(primitive, args, params)` runs each operation of the current trace.
-
-    Functions under `jit` and loops arrive as one operation, with their jaxpr. Custom derivative rules do not arrive.
-    """
-    below = _trace_below()
-    with set_current_trace(_Intercepted(below, bind)):
-        yield
-
-
-def _trace_below() -> Any:
-    trace = trace_ctx.trace
-    return trace.below if type(trace) is _Intercepted else trace
-
-
-# What the frame of a loop's body, and of a body under `jax.checkpoint`, is traced for.
-_LOOPS, _RECOMPUTED = ("scan", "flax scan", "while_body", "fori_loop"), ("checkpoint / remat", "checkpoint", "remat")
-
-
-def body_of_loop() -> Any:
-    """The trace of a loop's body if that is what JAX is tracing, `jax.checkpoint` aside; else None."""
-    trace = _trace_below()
-    while traced_for(trace) in _RECOMPUTED:
-        trace = trace.parent_trace.below if type(trace.parent_trace) is _Intercepted else trace.parent_trace
-    return trace if traced_for(trace) in _LOOPS else None
-
-
-def traced_for(trace: Any) -> str | None:
-    """What a trace is for, such as "jit" or "scan"; None if it is not of a whole function."""
-    frame = getattr(trace, "frame", None)
-    return getattr(frame.debug_info, "traced_for", None) if frame else None
->>>>>>> 1e513d1 (with_policy: a layer casts what its matmul reads)
 
 
 def vary(x: Any, axes: tuple[Any, ...]) -> Any:
@@ -656,3 +571,83 @@ def live_equations(names: Sequence[str]) -> list[tuple[dict[str, Any], list[Any]
 def example(aval: Any, dtype: Any = None) -> Any:
     """An argument to trace with, given its abstract value and, optionally, another dtype."""
     return aval if dtype is None or dtype == aval.dtype else aval.update(dtype=dtype, weak_type=False)
+
+
+def yielding(x: Any) -> Any:
+    """The array with a weak type: its dtype yields to that of any other array."""
+    return _convert_element_type(x, x.dtype, weak_type=True)
+
+
+def yields(x: Any) -> bool:
+    """Whether a value is an array with a weak type."""
+    return isinstance(x, jax.Array) and bool(getattr(jax.typeof(x), "weak_type", False))
+
+
+def retraced(jaxpr: Any, fun: Callable[..., Any]) -> Any:
+    """A jaxpr of `fun` with the types of another jaxpr, to be put in its place. That one if it takes references."""
+    opened = open_jaxpr(jaxpr).jaxpr
+    ins, outs = ([v.aval for v in each] for each in (opened.invars, opened.outvars))
+    if not all(map(is_shaped, (*ins, *outs))):
+        return jaxpr
+
+    def typed(*args: Any) -> list[Any]:
+        return [with_weak_type(jax.numpy.asarray(x), aval) for x, aval in zip(fun(*args), outs, strict=True)]
+
+    found = jax.make_jaxpr(typed)(*map(_struct, ins))
+    if hasattr(jaxpr, "consts"):
+        return found
+    return open_jaxpr(found).jaxpr if not open_jaxpr(found).consts else jaxpr
+
+
+def _struct(aval: Any) -> jax.ShapeDtypeStruct:
+    sharding = None if aval.sharding.mesh.empty else aval.sharding
+    types = {} if sharding is None else {"sharding": sharding, "manual_axis_type": aval.manual_axis_type}
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type, **types)
+
+
+class _Intercepted:
+    """A trace that passes each operation to a function, and is otherwise the trace below it."""
+
+    def __init__(self, below: Any, bind: Callable[..., Any]) -> None:
+        self.below, self.bind = below, bind
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.below, name)
+
+    def process_primitive(self, primitive: Any, args: Sequence[Any], params: dict[str, Any], /) -> Any:
+        with set_current_trace(self.below):
+            return self.bind(primitive, args, params)
+
+
+@contextlib.contextmanager
+def intercepted(bind: Callable[..., Any]) -> Iterator[None]:
+    """A context in which `bind(primitive, args, params)` runs each operation of the current trace.
+
+    Functions under `jit` and loops arrive as one operation, with their jaxpr. Custom derivative rules do not arrive.
+    """
+    below = _trace_below()
+    with set_current_trace(_Intercepted(below, bind)):
+        yield
+
+
+def _trace_below() -> Any:
+    trace = trace_ctx.trace
+    return trace.below if type(trace) is _Intercepted else trace
+
+
+# What the frame of a loop's body, and of a body under `jax.checkpoint`, is traced for.
+_LOOPS, _RECOMPUTED = ("scan", "flax scan", "while_body", "fori_loop"), ("checkpoint / remat", "checkpoint", "remat")
+
+
+def body_of_loop() -> Any:
+    """The trace of a loop's body if that is what JAX is tracing, `jax.checkpoint` aside; else None."""
+    trace = _trace_below()
+    while traced_for(trace) in _RECOMPUTED:
+        trace = trace.parent_trace.below if type(trace.parent_trace) is _Intercepted else trace.parent_trace
+    return trace if traced_for(trace) in _LOOPS else None
+
+
+def traced_for(trace: Any) -> str | None:
+    """What a trace is for, such as "jit" or "scan"; None if it is not of a whole function."""
+    frame = getattr(trace, "frame", None)
+    return getattr(frame.debug_info, "traced_for", None) if frame else None
