@@ -141,7 +141,7 @@ def _places(
 def bits(eqn: Any, x: Array) -> Array | None:
     """`bitcast_convert_type` between dtypes of the same size; None for others."""
     old, new = eqn.invars[0].aval.dtype, np.dtype(eqn.params["new_dtype"])
-    return np.ascontiguousarray(x.astype(old)).view(new) if old.itemsize == new.itemsize else None
+    return x.astype(old, order="C").view(new) if old.itemsize == new.itemsize else None
 
 
 # Cheap keys as numbers: a key is one uint32, so an array of keys keeps its shape.

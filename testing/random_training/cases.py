@@ -1,0 +1,207 @@
+"""Test cases: a training program, as choices that a number makes and as source."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import re
+from collections.abc import Callable, Iterator
+
+from testing.random_programs.writing import Index
+from testing.random_training import models, optimizers
+from testing.random_training.steps import APPLICATIONS, GRADIENTS, INNER_GRADIENTS, LOSSES
+
+# How the step runs. Those on several devices train on a batch of twice the size.
+LOOPS = (
+    "python",
+    "jit",
+    "scan",
+    "vmap",
+    "shard_map",
+    "shard_map without checks",
+    "automatic mesh",
+    "explicit mesh",
+)
+# What is wrong with a batch: nothing, an input, the loss, or gradients that overflow only if they are scaled.
+EVENTS = ("", "input", "loss", "spike")
+
+# Forms of a loss or of a gradient that meet an open fault of mpjax.
+PENDING = frozenset(
+    {
+        "adversarial by argnums",
+        "around a gradient",
+        "around a gradient of a closure",
+        "around the value",
+        "closed over by scale_loss",
+        "layer with clipped cotangents",
+        "layer with true cotangents",
+        "penalty by argnums",
+    }
+)
+
+_VALUE_AND_GRAD = {"nnx": "nnx.value_and_grad", "equinox": "eqx.filter_value_and_grad"}
+_ARRAYS = ("tree", "linen", "haiku")
+
+# Lines of the step before the loss, and after the update: `p` is what is trained, `params` what the loop carries.
+_ENTER = {
+    "nnx": ("p = nnx.merge(GRAPH, params, stats)",),
+    "equinox": ("p = eqx.combine(params, STATIC)",),
+}
+_LEAVE = {"equinox": ("params = eqx.filter(p, eqx.is_inexact_array)",)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One training program.
+
+    Args:
+        model: The library and the source of the model.
+        loss: One of `LOSSES`.
+        inner: One of `INNER_GRADIENTS`, for losses that contain a gradient.
+        gradient: One of `GRADIENTS`.
+        optimizer: The optimizer's source.
+        application: One of `APPLICATIONS`.
+        loop: One of `LOOPS`.
+        events: One of `EVENTS` for each step.
+        half_params: Whether the params are bfloat16.
+        policy: The policy of the model; only "float32" leaves the gradients as they are.
+    """
+
+    model: models.Model
+    loss: str = "plain"
+    inner: str = INNER_GRADIENTS[0]
+    gradient: str = "mpjax.value_and_grad"
+    optimizer: str = "mpjax.dynamic_loss_scale(optax.sgd(0.1))"
+    application: str = "apply_gradients"
+    loop: str = "python"
+    events: tuple[str, ...] = ("",)
+    half_params: bool = False
+    policy: str = "float32"
+
+    def __repr__(self) -> str:
+        events = ", ".join(event or "good" for event in self.events)
+        return f"# loop: {self.loop}; policy: {self.policy}; steps: {events}\n{self.source}"
+
+    @property
+    def source(self) -> str:
+        """The program: a definition of `tx`, `PARAMS`, `STATS` and `step(carry, batch)`."""
+        library, gradient = self.model.library, GRADIENTS[self.gradient]
+        loss = [
+            *(["p = jax.tree.map(lambda a: a.astype(jnp.float32), p)"] if self.half_params else []),
+            *LOSSES[self.loss].lines,
+            "total = total + batch['bad'] + batch['spike'] * moved(p)",
+            "return total, model_loss(p, x, stats, ids)[1]" if gradient.aux else "return total",
+        ]
+        parallel = self.loop.startswith("shard_map")
+        trained = "params" if library == "nnx" else "p"
+        # Gradients that the loop scales itself are compared unscaled.
+        shown = "aux" if self.gradient == "by hand" else "grads"
+        applied = [re.sub(r"\bp\b", trained, line) for line in APPLICATIONS[self.application]]
+        body = [
+            "params, state, stats = carry",
+            "x, ids = batch['x'], batch['ids']",
+            *_ENTER.get(library, ("p = params",)),
+            "def f(p, x):",
+            "    return model_loss(p, x, stats, ids)[0]",
+            "def loss_fn(p, x):",
+            *("    " + line for line in loss),
+            "aux, new = jnp.float32(0), stats",
+            *gradient.lines,
+            *(["new, aux = aux"] if gradient.aux else []),
+            *(["new = nnx.as_pure(nnx.state(p, nnx.Not(nnx.Param)))"] if library == "nnx" else []),
+            *(["loss = lax.pmean(loss, 'i')", "aux = jnp.float32(0)"] if parallel else []),
+            *(["grads = lax.pmean(grads, 'i')"] if self.loop == "shard_map without checks" else []),
+            *applied,
+            *_LEAVE.get(library, () if library == "nnx" else ("params = p",)),
+            "stats = mpjax.keep_if_finite(state, new, stats)",
+            f"return (params, state, stats), {{'loss': loss, 'grads': {shown}, 'aux': aux}}",
+        ]
+        lines = [self.model.source, "PARAMS = halved(PARAMS)"] if self.half_params else [self.model.source]
+        lines += [f"tx = {self.optimizer}", "def step(carry, batch):", *("    " + line for line in body)]
+        vag = _VALUE_AND_GRAD.get(library, "jax.value_and_grad")
+        text = "\n".join(lines) + "\n"
+        text = re.sub(r"<grad ([^>]*)>", lambda match: self.inner.replace("{}", match[1]), text)
+        return text.replace("<vag>", vag)
+
+    @property
+    def pending(self) -> bool:
+        """Whether it meets an open fault."""
+        return bool({self.loss, self.gradient} & PENDING)
+
+    def simpler(self) -> Iterator[Case]:
+        """Cases with one simpler choice, the largest changes first."""
+        default = Case(self.model)
+        for field in ("loop", "gradient", "loss", "inner", "optimizer", "application", "half_params", "events"):
+            if getattr(self, field) != getattr(default, field):
+                yield dataclasses.replace(self, **{field: getattr(default, field)})
+        for i in range(len(self.events)):
+            if len(self.events) > 1:
+                yield dataclasses.replace(self, events=self.events[:i] + self.events[i + 1 :])
+        for optimizer in optimizers.simpler(self.optimizer):
+            yield dataclasses.replace(self, optimizer=optimizer)
+        for model in models.simpler(self.model):
+            yield dataclasses.replace(self, model=model)
+
+
+def _choose(index: Index, options: tuple[str, ...]) -> str:
+    return options[index(len(options))]
+
+
+def _suits(needs: str, library: str) -> bool:
+    return not needs or library == "tree" or (needs == "arrays" and library in _ARRAYS)
+
+
+def draw(index: Index) -> Case:
+    """A random case."""
+    model = models.draw(index)
+    library = model.library
+    half = library == "tree" and index(6) == 5
+    loss = _choose(index, tuple(name for name, form in LOSSES.items() if _suits(form.needs, library)))
+    if not index(3):
+        loss = "plain"
+    gradients = tuple(
+        name
+        for name, form in GRADIENTS.items()
+        if _suits(form.needs, library) and not (half and _gives_half_gradients(form.lines))
+    )
+    gradient = _choose(index, gradients)
+    loop = _choose(index, LOOPS) if index(2) else "python"
+    options = ", grads_are_scaled=True" if gradient == "by hand" else ""
+    options += ", axis_name='i'" if loop == "shard_map without checks" else ""
+    optimizer, outer = optimizers.draw(index, half, options)
+    # A spike overflows at one place only: where the gradients of the whole loss are scaled.
+    spikes = outer != optimizers.CLIPS and not any(word in gradient for word in ("around", "closed", "hand"))
+    events = EVENTS if spikes else EVENTS[:-1]
+    return Case(
+        model,
+        loss,
+        _choose(index, INNER_GRADIENTS),
+        gradient,
+        optimizer,
+        _choose(index, tuple(APPLICATIONS)),
+        loop,
+        tuple(_choose(index, events) if index(2) else "" for _ in range((2, 3, 4, 2, 2)[index(5)])),
+        half,
+    )
+
+
+def _gives_half_gradients(lines: tuple[str, ...]) -> bool:
+    """Whether a gradient is taken by JAX's functions, so that the gradient of a half param is half."""
+    return any(re.search(r"<vag>|\bjax\.(vjp|linearize|jacrev)|scale_loss", line) for line in lines)
+
+
+def numbered_case(number: int) -> Case:
+    """The case of a number, independent of other numbers."""
+    return draw(random.Random(number).randrange)
+
+
+def shrink(case: Case, fails: Callable[[Case], bool]) -> Case:
+    """The smallest case found that still fails."""
+    changed = True
+    while changed:
+        changed = False
+        for smaller in case.simpler():
+            if fails(smaller):
+                case, changed = smaller, True
+                break
+    return case

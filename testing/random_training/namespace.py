@@ -1,0 +1,138 @@
+"""The names that a training program may use, with mpjax or with its plain meaning."""
+
+from __future__ import annotations
+
+import functools
+import typing
+from typing import Any
+
+import equinox as eqx
+import flax.linen as nn
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import mpjax
+from testing import cheap_keys
+from testing.random_programs import namespace as programs
+from testing.random_training.reference import PLAIN
+
+X = np.array([[0.7, -0.3, 0.4], [-0.5, 0.9, 0.2]], np.float32)
+IDS = np.array([3.0, 5.0], np.float32)  # categories or times, given as floats
+
+
+def array(*shape: int) -> Any:
+    """Fixed float32 values."""
+    return _values("", shape)
+
+
+def _values(path: str, shape: Any) -> np.ndarray[Any, Any]:
+    seed = sum(ord(letter) * (i + 1) for i, letter in enumerate(path)) + len(shape)
+    values = np.asarray(np.random.default_rng(seed).normal(size=shape), np.float32) * np.float32(0.6)
+    # A variance is positive.
+    return np.abs(values) + np.float32(0.5) if "var" in path else values
+
+
+def filled(tree: Any) -> Any:
+    """Fixed values for the abstract arrays of a tree."""
+
+    def leaf(path: Any, x: Any) -> Any:
+        if not isinstance(x, jax.ShapeDtypeStruct):
+            return x
+        name = jax.tree_util.keystr(path)
+        if jnp.issubdtype(x.dtype, jnp.floating):
+            return _values(name, x.shape)
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return jax.random.key(0)
+        return np.arange(x.size, dtype=x.dtype).reshape(x.shape) if x.ndim else np.zeros((), x.dtype)
+
+    return jax.tree_util.tree_map_with_path(leaf, tree)
+
+
+def initialised(init: Any) -> tuple[Any, Any]:
+    """The params and the other collections of a Linen model."""
+    variables = filled(jax.eval_shape(init, cheap_keys.key(0)))
+    return variables.pop("params"), variables
+
+
+def haiku_initialised(net: Any) -> tuple[Any, Any]:
+    """The params and the state of a Haiku model."""
+    return filled(jax.eval_shape(net.init, cheap_keys.key(0), X, IDS))
+
+
+def split(model: Any) -> tuple[Any, Any, Any]:
+    """The graph, the params and the other variables of an abstract NNX model."""
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    return graph, filled(params), filled(nnx.as_pure(rest))
+
+
+def partition(model: Any) -> tuple[Any, Any]:
+    """The arrays of an Equinox model that are trained, and its other leaves."""
+    return eqx.partition(model, eqx.is_inexact_array_like)
+
+
+def moved(p: Any) -> Any:
+    """The sum of the trained leaves: a loss whose gradient is 1."""
+    leaves = nnx.as_pure(nnx.state(p, nnx.Param)) if isinstance(p, nnx.Module) else p
+    return sum(jnp.sum(x) for x in jax.tree.leaves(leaves) if eqx.is_inexact_array(x))
+
+
+def halved(tree: Any) -> Any:
+    """A tree of bfloat16 params."""
+    return jax.tree.map(lambda x: x.astype(jnp.bfloat16), tree)
+
+
+@jax.custom_vjp
+def clip(x: Any) -> Any:
+    """The identity, with a rule that is not linear in its cotangent."""
+    return x
+
+
+clip.defvjp(lambda x: (x, None), lambda _, cotangent: (jnp.clip(cotangent, -0.05, 0.05),))
+
+
+def first_only(params: Any) -> Any:
+    """A mask: true for every second leaf."""
+    leaves, tree = jax.tree.flatten(params)
+    return jax.tree.unflatten(tree, [i % 2 == 0 for i in range(len(leaves))])
+
+
+def labelled(params: Any) -> Any:
+    """Labels of the leaves: a and b alternately."""
+    return jax.tree.map(lambda first: "a" if first else "b", first_only(params))
+
+
+def solve_twice(matvec: Any, b: Any) -> Any:
+    """Two iterations of a solver for an operator near the identity."""
+    first = b + b - matvec(b)
+    return first + b - matvec(first)
+
+
+@functools.cache
+def _shared() -> dict[str, Any]:
+    shared = programs.namespace() | {
+        name: value
+        for name, value in globals().items()
+        if name
+        in "X IDS array filled initialised haiku_initialised split partition moved halved clip first_only "
+        "labelled solve_twice".split()
+    }
+    libraries = {"eqx": eqx, "hk": hk, "nn": nn, "nnx": nnx, "Any": typing.Any, "KEY": cheap_keys.key(0)}
+    return shared | libraries | {"abstract": nnx.eval_shape, "optax": optax}
+
+
+def namespace(plain: bool, policy: str) -> dict[str, Any]:
+    """The names of a program.
+
+    Args:
+        plain: Whether to replace mpjax by its meaning without a loss scale.
+        policy: The policy of the model.
+    """
+    scale_of = lambda state: optax.tree_utils.tree_get(state, "loss_scale")
+    own = {"mpjax": PLAIN, "scale_of": lambda state: 1.0} if plain else {"mpjax": mpjax, "scale_of": scale_of}
+    # A policy changes the order of a float32 model's operations.
+    with_policy = lambda model: model if plain or policy == "float32" else mpjax.with_policy(model, policy)
+    return {**_shared(), **own, "with_policy": with_policy}

@@ -1,0 +1,245 @@
+"""Properties that training with mpjax must have, whatever the program."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import traceback
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from testing.measures import equations
+from testing.random_programs.evaluate import Store, as_typed, evaluate, exact
+from testing.random_programs.properties import Failure, Rejected, cause_of
+from testing.random_training.cases import Case
+from testing.random_training.namespace import IDS, X, namespace
+
+# A cotangent that float32 holds, but not times a scale above 2**9.
+SPIKE = 2.0**118
+_SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
+
+
+def batch(event: str, rows: int = 1) -> dict[str, Any]:
+    """A batch on which this happens; `rows` times the usual size."""
+    x = np.concatenate([X * np.float32(0.5**i) for i in range(rows)])
+    if event == "input":
+        x = x.copy()
+        x[-1, 1] = np.inf
+    bad, spike = np.float32(np.inf if event == "loss" else 0), np.float32(SPIKE if event == "spike" else 0)
+    return {"x": x, "ids": IDS, "bad": bad, "spike": spike}
+
+
+@dataclasses.dataclass
+class Traced:
+    """A traced function: its jaxpr, and the shapes of its results."""
+
+    jaxpr: Any
+    shapes: Any
+
+    def __call__(self, store: Store, *args: Any) -> Any:
+        """Evaluates it in NumPy."""
+        found = evaluate(self.jaxpr, jax.tree.leaves(args), store, as_typed)
+        return jax.tree.unflatten(jax.tree.structure(self.shapes), found)
+
+
+def _trace(fun: Any, *args: Any) -> Traced:
+    return Traced(*jax.make_jaxpr(fun, return_shape=True)(*args))
+
+
+class Program:
+    """A traced training program.
+
+    Args:
+        case: The case.
+        plain: Whether mpjax is replaced by its meaning without a loss scale.
+    """
+
+    def __init__(self, case: Case, plain: bool):
+        self.case = case
+        space = namespace(plain, "float32" if plain else case.policy)
+        exec(compile(case.source, "<training>", "exec"), space)
+        self.step, self.params, stats = space["step"], space["PARAMS"], space["STATS"]
+        self.init = _trace(lambda params: (params, space["tx"].init(params), stats), self.params)
+        loop = case.loop
+        rows = 2 if loop.startswith("shard_map") else 1
+        self.batches = [batch(event, rows) for event in case.events]
+        carry, context = self.init.shapes, contextlib.nullcontext()
+        run, batches = self.step, self.batches[0]
+        if loop == "jit":
+            run = jax.jit(run, donate_argnums=0)
+        elif loop == "scan":
+            run = lambda carry, batches: jax.lax.scan(self.step, carry, batches)
+            self.batches = [jax.tree.map(lambda *xs: np.stack(xs), *self.batches)]
+            batches = self.batches[0]
+        elif loop == "vmap":
+            run = jax.vmap(run, (0, None))
+            carry = jax.tree.map(lambda x: _struct(x, (2, *x.shape)), carry)
+        elif loop not in ("python",):
+            explicit = loop == "explicit mesh"
+            kind = jax.sharding.AxisType.Explicit if explicit else jax.sharding.AxisType.Auto
+            mesh = jax.make_mesh((2,), ("i",), axis_types=(kind,), devices=jax.devices()[:2])
+            split = {name: jax.P("i") if name == "x" else jax.P() for name in batches}
+            if loop.startswith("shard_map"):
+                run = jax.shard_map(
+                    run, mesh=mesh, in_specs=(jax.P(), split), out_specs=jax.P(), check_vma=loop == "shard_map"
+                )
+            else:
+                context = jax.set_mesh(mesh)
+                sharded = lambda x, spec: _struct(x, np.shape(x), jax.NamedSharding(mesh, spec))
+                carry = jax.tree.map(lambda x: sharded(x, jax.P()), carry)
+                batches = {name: sharded(batches[name], split[name]) for name in batches}
+                run = jax.jit(run)
+        with context:
+            self.run = _trace(run, carry, batches)
+
+    def start(self, store: Store) -> Any:
+        """The first carry."""
+        carry = self.init(store, self.params)
+        if self.case.loop == "vmap":
+            carry = jax.tree.map(_members, carry)
+        return carry
+
+
+def _struct(x: Any, shape: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding, weak_type=getattr(x, "weak_type", False))
+
+
+def _members(x: Any) -> Any:
+    x = np.asarray(x)
+    return np.stack([x, x * 0.5]) if x.dtype.kind == "f" and x.ndim else np.stack([x, x])
+
+
+def _leaves(tree: Any) -> dict[str, Any]:
+    return {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def _same(a: Any, b: Any) -> bool:
+    return bool(np.array_equal(np.asarray(a), np.asarray(b), equal_nan=np.asarray(a).dtype.kind == "f"))
+
+
+class _Watching:
+    """Stores results in their dtypes, and notes whether one left float32's range."""
+
+    def __init__(self) -> None:
+        self.overflowed = self.underflowed = False
+
+    def __call__(self, x: Any, dtype: Any) -> Any:
+        out = as_typed(x, dtype)
+        self.overflowed |= bool(np.any(np.isfinite(x) & ~np.isfinite(out)))
+        self.underflowed |= bool(np.any((x != 0) & (np.abs(x) < _SMALLEST_NORMAL)))
+        return out
+
+
+def _structures(plain: Program, scaled: Program) -> None:
+    for name in ("init", "run"):
+        a, b = (_leaves(getattr(program, name).shapes) for program in (plain, scaled))
+        if a.keys() != b.keys():
+            raise Failure("structure", f"{name}: different trees", f"{a.keys() ^ b.keys()}")
+        for path in a:
+            if (a[path].shape, a[path].dtype) != (b[path].shape, b[path].dtype):
+                raise Failure("structure", f"{name}: shape or dtype", f"{path}: {a[path]} became {b[path]}")
+
+
+def _differences(a: Any, b: Any) -> list[str]:
+    a, b = _leaves(a), _leaves(b)
+    return [path for path in a if not _same(a[path], b[path])]
+
+
+def _norm(x: Any) -> float:
+    return float(np.sqrt(np.sum(np.square(np.asarray(x, np.float64)))))
+
+
+def _close(reference: Any, a: Any, b: Any, tolerance: float) -> bool:
+    """Whether two values differ by rounding only: by a few errors of the first one against float64."""
+    size = _norm(reference)
+    if not np.isfinite(size):
+        return bool(np.array_equal(np.isfinite(a), np.isfinite(b)))
+    return _norm(np.subtract(a, b)) <= 8 * _norm(np.subtract(a, reference)) + tolerance * size
+
+
+def check(case: Case) -> str:
+    """Checks all properties of one case.
+
+    Returns:
+        "bitwise", or why the comparison is weaker.
+
+    Raises:
+        Failure: A property that does not hold.
+        Rejected: JAX can't trace the plain program.
+    """
+    with warnings.catch_warnings(), jax.numpy_dtype_promotion("standard"):
+        warnings.simplefilter("ignore")
+        try:
+            plain = Program(case, plain=True)
+        except Exception as error:
+            raise Rejected(f"{type(error).__name__}: {error}") from error
+        if any(e.name == "custom_lin" for e in equations(plain.run.jaxpr)):
+            raise Rejected("forward-mode differentiation of a custom_vjp")
+        try:
+            scaled = Program(case, plain=False)
+        except Exception as error:
+            raise Failure("runs", cause_of(error), traceback.format_exc()) from error
+    _structures(plain, scaled)
+    return _check_values(plain, scaled)
+
+
+def _evaluated(plain: Program, store: Store, carry: Any, batch: Any) -> Any:
+    """A step of the plain program; the evaluator must support it."""
+    try:
+        return plain.run(store, carry, batch)
+    except Exception as reason:
+        raise Rejected(f"not evaluated: {type(reason).__name__}: {reason}") from reason
+
+
+def _check_values(plain: Program, scaled: Program) -> str:
+    carry, other = plain.start(as_typed), scaled.start(as_typed)
+    for i, batch in enumerate(plain.batches):
+        expected = _evaluated(plain, as_typed, carry, batch)
+        found = scaled.run(as_typed, other, batch)
+        different = _differences(expected, found)
+        if np.any(batch["spike"]):  # the gradients themselves overflow, as they must
+            different = [path for path in different if not path.startswith(("[1]['grads']", "[1]['aux']"))]
+        if different:
+            return _explained(plain, scaled, carry, other, batch, different, f"step {i}")
+        carry, other = expected[0], found[0]
+    return "bitwise"
+
+
+def _explained(
+    plain: Program, scaled: Program, carry: Any, other: Any, batch: Any, different: Sequence[str], step: str
+) -> str:
+    """Why a step's results are not bitwise equal, if there is a reason."""
+    watches = _Watching(), _Watching()
+    expected, found = plain.run(watches[0], carry, batch), scaled.run(watches[1], other, batch)
+    spiked = np.any(batch["spike"])
+    if watches[0].overflowed or any(watch.underflowed for watch in watches) or (watches[1].overflowed and not spiked):
+        return "leaves float32's range"
+    exactly = plain.run(exact, carry, batch), scaled.run(exact, other, batch)
+    reference, ours, theirs, typed = (_leaves(tree) for tree in (exactly[0], exactly[1], expected, found))
+    for path in different:
+        x = np.asarray(reference[path])
+        if x.dtype.kind != "f":
+            raise Failure("bitwise", f"differs in {_kind(path)}", f"{step}: {path}: {theirs[path]}, {typed[path]}")
+        limit = 1e-9 * _norm(x) if np.isfinite(_norm(x)) else 0
+        difference = _norm(np.subtract(ours[path], x))
+        if not (difference <= limit or _same(ours[path], x)):
+            detail = f"{step}: {path}: {np.ravel(x)[:4]} became {np.ravel(ours[path])[:4]}"
+            raise Failure("values", f"differs in {_kind(path)}", detail)
+        if not _close(x, theirs[path], typed[path], 2.0**-20):
+            detail = f"{step}: {path}: {np.ravel(theirs[path])[:4]} became {np.ravel(typed[path])[:4]}"
+            raise Failure("rounding", f"differs in {_kind(path)}", detail)
+    return "another order of sums"
+
+
+def _kind(path: str) -> str:
+    """The part of a step's results to which a leaf belongs."""
+    kinds = {"[0][0]": "params", "[0][1]": "optimizer state", "[0][2]": "model state"}
+    for prefix, kind in kinds.items():
+        if path.startswith(prefix):
+            name = path.rsplit(".", 1)[-1]
+            return f"{kind} {name}" if "loss_scale" in path or "skip" in name or "good" in name else kind
+    return path.split("'")[1]

@@ -1,0 +1,217 @@
+"""Training steps, as source: how the loss is written, what differentiates it, and how the gradients are applied.
+
+A step reads `p` (the trained tree or model), `x`, `ids`, `stats`, `state` and `batch`, and `f(p, x)`, the model's loss.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """A form of a loss or of a gradient.
+
+    Args:
+        lines: Its statements. A loss assigns `total`, and a gradient assigns `loss` and `grads`. `{grad}` is one of
+            `INNER_GRADIENTS`, and `<vag>` the library's `value_and_grad`.
+        needs: What `p` must be: "tree" for the dict of arrays, "arrays" for any tree of arrays, or anything.
+        aux: Whether it needs a loss function that returns `(loss, aux)`.
+    """
+
+    lines: tuple[str, ...]
+    needs: str = ""
+    aux: bool = False
+
+
+# Inside a loss, which is differentiated with the scale as well: all of these are the same derivative.
+INNER_GRADIENTS = (
+    "jax.grad({})",
+    "mpjax.grad({}, state)",
+    "jax.grad(mpjax.scale_loss({}, state))",
+    "(lambda *a: mpjax.value_and_grad({}, state)(*a)[1])",
+    "mpjax.true_cotangents(jax.grad({}), state)",
+)
+
+
+LOSSES = {
+    "plain": Form(("total = f(p, x)",)),
+    "sum of two": Form(("total = f(p, x) + 0.5 * f(p, -x)",)),
+    "gradient penalty": Form(("slope = <grad lambda x: f(p, x)>(x)", "total = f(p, x) + 0.1 * jnp.sum(slope**2)")),
+    "penalty by argnums": Form(
+        ("slope = mpjax.grad(f, state, argnums=1)(p, x)", "total = f(p, x) + 0.1 * jnp.sum(slope**2)")
+    ),
+    "MAML": Form(
+        (
+            "slope = <grad f>(p, x)",
+            "fast = jax.tree.map(lambda a, g: a - 0.1 * g, p, slope)",
+            "total = f(fast, 0.5 * x)",
+        ),
+        needs="arrays",
+    ),
+    "unrolled": Form(
+        (
+            "def descend(b, _):",
+            "    slope = <grad lambda b: f({**p, 'b': b}, x)>(b)",
+            "    return b - jnp.tanh(p['s']) * slope, None",
+            "b, _ = lax.scan(descend, p['b'], None, length=2)",
+            "total = f({**p, 'b': b}, x)",
+        ),
+        needs="tree",
+    ),
+    "closure": Form(
+        ("slope = <grad lambda b: f({**p, 'b': b}, x)>(p['b'])", "total = f(p, x) + jnp.sum(jnp.sin(slope))"),
+        needs="tree",
+    ),
+    "adversarial": Form(
+        ("slope = <grad lambda x: f(p, x)>(x)", "total = f(p, x + 0.1 * lax.stop_gradient(jnp.sign(slope)))")
+    ),
+    "adversarial by argnums": Form(
+        ("slope = mpjax.grad(f, state, argnums=1)(p, x)", "total = f(p, x + 0.1 * jnp.tanh(slope))")
+    ),
+    "clipped": Form(("total = mpjax.true_cotangents(clip, state)(f(p, mpjax.true_cotangents(clip, state)(x)))",)),
+    "clipped params": Form(
+        ("w = mpjax.true_cotangents(clip, state)(p['w'])", "total = f({**p, 'w': w}, x)"), needs="tree"
+    ),
+    "layer with true cotangents": Form(("total = mpjax.true_cotangents(lambda x: f(p, x), state)(x) + f(p, 0.5 * x)",)),
+    "layer with clipped cotangents": Form(
+        ("total = jnp.sin(mpjax.true_cotangents(lambda x: clip(f(p, clip(x))), state)(x))",)
+    ),
+    "several members": Form(("total = jnp.mean(jax.vmap(lambda x: f(p, x))(jnp.stack([x, 0.5 * x])))",)),
+    "remat": Form(("total = jax.checkpoint(f)(p, x)",), needs="arrays"),
+    "curvature": Form(
+        ("turn = jax.jvp(<grad lambda x: f(p, x)>, (x,), (jnp.ones_like(x),))[1]", "total = f(p, x) + jnp.sum(turn)")
+    ),
+    "penalty of each example": Form(
+        (
+            "slopes = jax.vmap(<grad lambda x: f(p, x)>)(jnp.stack([x, -x]))",
+            "total = f(p, x) + 0.1 * jnp.sum(slopes**2)",
+        )
+    ),
+    "custom_vjp": Form(("total = halved_vjp(f)(p, x) + f(p, -x)",), needs="arrays"),
+    "in a branch": Form(("total = lax.cond(x[0, 0] > 0, f, lambda p, x: 0.5 * f(p, x), p, x)",), needs="arrays"),
+    "teacher": Form(("total = f(p, x) - f(lax.stop_gradient(p), 0.5 * x)",), needs="arrays"),
+    "fixed point": Form(
+        (
+            "slope = <grad lambda b: f({**p, 'b': b}, x)>",
+            "b = lax.custom_root(lambda b: b + 0.1 * slope(b), p['b'], lambda g, b: b - g(b), solve_twice)",
+            "total = f({**p, 'b': b}, x)",
+        ),
+        needs="tree",
+    ),
+}
+
+GRADIENTS = {
+    "mpjax.value_and_grad": Form(("loss, grads = mpjax.value_and_grad(loss_fn, state)(p, x)",)),
+    "value_and_grad of scale_loss": Form(("loss, grads = <vag>(mpjax.scale_loss(loss_fn, state))(p, x)",)),
+    "has_aux": Form(("(loss, aux), grads = mpjax.value_and_grad(loss_fn, state, has_aux=True)(p, x)",), aux=True),
+    "scale_loss with has_aux": Form(
+        ("(loss, aux), grads = <vag>(mpjax.scale_loss(loss_fn, state, has_aux=True), has_aux=True)(p, x)",), aux=True
+    ),
+    "argnums": Form(("loss, (grads, aux) = mpjax.value_and_grad(loss_fn, state, argnums=(0, 1))(p, x)",)),
+    "grad": Form(("grads = mpjax.grad(loss_fn, state)(p, x)", "loss = jnp.float32(0)")),
+    "grad with has_aux": Form(
+        ("grads, aux = mpjax.grad(loss_fn, state, has_aux=True)(p, x)", "loss = jnp.float32(0)"), aux=True
+    ),
+    "keywords": Form(("loss, grads = mpjax.value_and_grad(loss_fn, state)(p, x=x)",)),
+    "jitted": Form(("loss, grads = jax.jit(mpjax.value_and_grad(loss_fn, state))(p, x)",), needs="arrays"),
+    "of a jitted loss": Form(("loss, grads = mpjax.value_and_grad(jax.jit(loss_fn), state)(p, x)",), needs="arrays"),
+    "vjp": Form(
+        (
+            "loss, pull = jax.vjp(mpjax.scale_loss(loss_fn, state), p, x)",
+            "grads, aux = pull(jnp.ones_like(loss))",
+        ),
+        needs="arrays",
+    ),
+    "linearize": Form(
+        (
+            "loss, push = jax.linearize(mpjax.scale_loss(loss_fn, state), p, x)",
+            "aux = push(p, x)",
+            "grads = jax.linear_transpose(lambda q: push(q, jnp.zeros_like(x)), p)(jnp.ones_like(loss))[0]",
+        ),
+        needs="arrays",
+    ),
+    "jacrev": Form(
+        (
+            "both = lambda p, x: jnp.stack([loss_fn(p, x), loss_fn(p, 0.5 * x)])",
+            "rows = jax.jacrev(mpjax.scale_loss(both, state))(p, x)",
+            "loss, grads = loss_fn(p, x), jax.tree.map(lambda r: r.sum(0), rows)",
+        ),
+        needs="arrays",
+    ),
+    "each example": Form(
+        (
+            "losses, rows = jax.vmap(mpjax.value_and_grad(loss_fn, state), (None, 0))(p, jnp.stack([x, -x]))",
+            "loss, grads = losses.mean(), jax.tree.map(lambda r: r.mean(0), rows)",
+        ),
+        needs="arrays",
+    ),
+    "two losses": Form(
+        (
+            "loss, grads = mpjax.value_and_grad(loss_fn, state)(p, x)",
+            "grads = jax.tree.map(jnp.add, grads, <vag>(mpjax.scale_loss(loss_fn, state))(p, 0.5 * x)[1])",
+        ),
+    ),
+    "part of the params": Form(
+        (
+            "loss, part = mpjax.value_and_grad(lambda q: loss_fn({**p, **q}, x), state)({'w': p['w']})",
+            "grads = {**jax.tree.map(jnp.zeros_like, p), **part}",
+        ),
+        needs="tree",
+    ),
+    "part by scale_loss": Form(
+        (
+            "loss, b = <vag>(mpjax.scale_loss(lambda b: loss_fn({**p, 'b': b}, x), state))(p['b'])",
+            "grads = {**jax.tree.map(jnp.zeros_like, p), 'b': b}",
+        ),
+        needs="tree",
+    ),
+    "around the value": Form(
+        (
+            "inside = lambda p: mpjax.value_and_grad(lambda x: loss_fn(p, x), state)(x)[0]",
+            "loss, grads = <vag>(inside)(p)",
+        ),
+    ),
+    "around a gradient": Form(
+        (
+            "inside = lambda p: jnp.sum(mpjax.grad(loss_fn, state, argnums=1)(p, x) ** 2)",
+            "loss, grads = <vag>(inside)(p)",
+        ),
+    ),
+    "around a gradient of a closure": Form(
+        (
+            "inside = lambda p: jnp.sum(mpjax.grad(lambda x: loss_fn(p, x), state)(x) ** 2)",
+            "loss, grads = <vag>(inside)(p)",
+        ),
+    ),
+    "closed over by scale_loss": Form(
+        ("loss, grads = <vag>(lambda p: mpjax.scale_loss(lambda x: loss_fn(p, x), state)(x))(p)",)
+    ),
+    "in a scan": Form(
+        (
+            "def accumulate(total, x):",
+            "    loss, grads = mpjax.value_and_grad(loss_fn, state)(p, x)",
+            "    return jax.tree.map(jnp.add, total, grads), loss",
+            "zeros = jax.tree.map(lambda a: jnp.zeros_like(a, jnp.float32), p)",
+            "grads, losses = lax.scan(accumulate, zeros, jnp.stack([x, -x]))",
+            "loss = losses.mean()",
+        ),
+        needs="arrays",
+    ),
+    "by hand": Form(
+        (
+            "scaled, grads = <vag>(lambda p: loss_fn(p, x) * scale_of(state))(p)",
+            "loss, aux = scaled / scale_of(state), mpjax.unscale(grads, state)",
+        ),
+        needs="arrays",
+    ),
+}
+
+APPLICATIONS = {
+    "apply_gradients": ("p, state = mpjax.apply_gradients(tx, grads, state, p)",),
+    "apply_gradients with the loss": ("p, state = mpjax.apply_gradients(tx, grads, state, p, value=loss)",),
+    "update": (
+        "updates, state = tx.update(grads, state, p, value=loss)",
+        "p = optax.apply_updates(p, updates)",
+    ),
+}

@@ -1,0 +1,31 @@
+"""Random training programs: a loss scale changes nothing in float32, and a skipped step changes nothing at all.
+
+`python -m benchmarks.fuzz --training` runs many more of them.
+"""
+
+import collections
+
+import pytest
+
+from testing.random_training import Rejected, check, numbered_case
+
+EXAMPLES = 200
+
+
+@pytest.mark.slow
+def test_random_training_programs():
+    outcomes = collections.Counter()
+    for number in range(EXAMPLES):
+        case = numbered_case(number)
+        if case.pending:
+            continue
+        try:
+            outcomes[check(case)] += 1
+        except Rejected:
+            outcomes["rejected"] += 1
+        except AssertionError as failure:
+            failure.add_note(f"example {number}:\n{case!r}")
+            raise
+    # Nearly all of them are compared bitwise.
+    assert outcomes["bitwise"] > 0.9 * (sum(outcomes.values()) - outcomes["rejected"])
+    assert outcomes["rejected"] < 0.2 * EXAMPLES
