@@ -17,8 +17,6 @@ def test_random_training_programs():
     outcomes = collections.Counter()
     for number in range(EXAMPLES):
         case = numbered_case(number)
-        if case.pending:
-            continue
         try:
             outcomes[check(case)] += 1
         except Rejected:

@@ -25,20 +25,6 @@ LOOPS = (
 # What is wrong with a batch: nothing, an input, the loss, or gradients that overflow only if they are scaled.
 EVENTS = ("", "input", "loss", "spike")
 
-# Forms of a loss or of a gradient that meet an open fault of mpjax.
-PENDING = frozenset(
-    {
-        "adversarial by argnums",
-        "around a gradient",
-        "around a gradient of a closure",
-        "around the value",
-        "closed over by scale_loss",
-        "layer with clipped cotangents",
-        "layer with true cotangents",
-        "penalty by argnums",
-    }
-)
-
 _VALUE_AND_GRAD = {"nnx": "nnx.value_and_grad", "equinox": "eqx.filter_value_and_grad"}
 _ARRAYS = ("tree", "linen", "haiku")
 
@@ -122,11 +108,6 @@ class Case:
         text = "\n".join(lines) + "\n"
         text = re.sub(r"<grad ([^>]*)>", lambda match: self.inner.replace("{}", match[1]), text)
         return text.replace("<vag>", vag)
-
-    @property
-    def pending(self) -> bool:
-        """Whether it meets an open fault."""
-        return bool({self.loss, self.gradient} & PENDING)
 
     def simpler(self) -> Iterator[Case]:
         """Cases with one simpler choice, the largest changes first."""

@@ -21,9 +21,15 @@ _EXCLUDED = ("float16", "mpjax", "callback", "region", "without_autocast")
 
 
 class _Float32Writer(Writer):
-    """Writes programs that compute in float32 only, and call nothing of mpjax."""
+    """Writes programs that compute in float32 only, and call nothing of mpjax.
+
+    Their derivative rules close over nothing: where a function is traced first, as by `jit`, JAX loses what they close
+    over.
+    """
 
     def choose(self, options: Sequence[Choice]) -> Choice:
+        if set(options) == {True, False}:  # whether a rule's function is closed
+            return options[0]
         kept = [option for option in options if not any(word in str(option) for word in _EXCLUDED)]
         return super().choose(kept or options)
 
@@ -42,7 +48,7 @@ class Model:
 
 
 def _tree(index: Index) -> str:
-    writer = _Float32Writer(index, reverse=True, forward=False, budget=(1, 3, 5, 8)[index(4)], depth=2)
+    writer = _Float32Writer(index, reverse=True, forward=False, explicit=False, budget=(1, 2, 3, 5)[index(4)])
     scope = Scope([(name, type_) for name, type_ in reversed(PARAMETERS)], 0, [])
     outs = ", ".join(name for name, _ in writer.body(scope))
     lines = ["def program(w, x, b, s, n):", *scope.lines, f"    return {outs},"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import types
 import typing
 from typing import Any
 
@@ -18,7 +19,6 @@ from flax import nnx
 import mpjax
 from testing import cheap_keys
 from testing.random_programs import namespace as programs
-from testing.random_training.reference import PLAIN
 
 X = np.array([[0.7, -0.3, 0.4], [-0.5, 0.9, 0.2]], np.float32)
 IDS = np.array([3.0, 5.0], np.float32)  # categories or times, given as floats
@@ -124,15 +124,16 @@ def _shared() -> dict[str, Any]:
     return shared | libraries | {"abstract": nnx.eval_shape, "optax": optax}
 
 
-def namespace(plain: bool, policy: str) -> dict[str, Any]:
+def namespace(meaning: dict[str, Any] | None, policy: str) -> dict[str, Any]:
     """The names of a program.
 
     Args:
-        plain: Whether to replace mpjax by its meaning without a loss scale.
+        meaning: The names of mpjax that a program uses, without a loss scale; None for mpjax.
         policy: The policy of the model.
     """
-    scale_of = lambda state: optax.tree_utils.tree_get(state, "loss_scale")
-    own = {"mpjax": PLAIN, "scale_of": lambda state: 1.0} if plain else {"mpjax": mpjax, "scale_of": scale_of}
+    plain = meaning is not None
+    scale_of = lambda state: 1.0 if plain else optax.tree_utils.tree_get(state, "loss_scale")
+    own = {"mpjax": types.SimpleNamespace(**meaning) if plain else mpjax, "scale_of": scale_of}
     # A policy changes the order of a float32 model's operations.
     with_policy = lambda model: model if plain or policy == "float32" else mpjax.with_policy(model, policy)
     return {**_shared(), **own, "with_policy": with_policy}

@@ -7,7 +7,6 @@ written the obvious way: no boundary, no `lax.cond`, no fused update.
 from __future__ import annotations
 
 import contextlib
-import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -228,7 +227,7 @@ def _same(fun: Any, *args: Any, **kwargs: Any) -> Any:
     return fun
 
 
-PLAIN = types.SimpleNamespace(
+PLAIN: dict[str, Any] = dict(
     value_and_grad=value_and_grad,
     grad=grad,
     scale_loss=scale_loss,
@@ -248,3 +247,10 @@ PLAIN = types.SimpleNamespace(
     kahan=mpjax.kahan,
     low_bit_state=mpjax.low_bit_state,
 )
+
+# With `jax.jit` where mpjax traces a function to find what it closes over.
+JITTED = {
+    **PLAIN,
+    "scale_loss": lambda fun, opt_state, has_aux=False: jax.jit(fun),
+    "true_cotangents": lambda fun, opt_state: jax.jit(fun),
+}
