@@ -65,13 +65,14 @@ def haiku_initialised(net: Any) -> tuple[Any, Any]:
 
 def split(model: Any) -> tuple[Any, Any, Any]:
     """The graph, the params and the other variables of an abstract NNX model."""
-    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    parts: Any = nnx.split(model, nnx.Param, ...)
+    graph, params, rest = parts
     return graph, filled(params), filled(nnx.as_pure(rest))
 
 
-def partition(model: Any) -> tuple[Any, Any]:
+def partition(model: Any) -> Any:
     """The arrays of an Equinox model that are trained, and its other leaves."""
-    return eqx.partition(model, eqx.is_inexact_array_like)
+    return eqx.partition(model, eqx.is_inexact_array)
 
 
 def moved(p: Any) -> Any:
@@ -133,7 +134,7 @@ def namespace(meaning: dict[str, Any] | None, policy: str) -> dict[str, Any]:
     """
     plain = meaning is not None
     scale_of = lambda state: 1.0 if plain else optax.tree_utils.tree_get(state, "loss_scale")
-    own = {"mpjax": types.SimpleNamespace(**meaning) if plain else mpjax, "scale_of": scale_of}
+    own = {"mpjax": types.SimpleNamespace(**meaning) if meaning is not None else mpjax, "scale_of": scale_of}
     # A policy changes the order of a float32 model's operations.
     with_policy = lambda model: model if plain or policy == "float32" else mpjax.with_policy(model, policy)
     return {**_shared(), **own, "with_policy": with_policy}

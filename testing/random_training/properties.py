@@ -68,7 +68,8 @@ class Program:
         loop = case.loop
         rows = 2 if loop.startswith("shard_map") else 1
         self.batches = [batch(event, rows) for event in case.events]
-        carry, context = self.init.shapes, contextlib.nullcontext()
+        context: Any = contextlib.nullcontext()
+        carry = self.init.shapes
         run, batches = self.step, self.batches[0]
         if loop == "jit":
             run = jax.jit(run, donate_argnums=0)

@@ -227,26 +227,26 @@ def _same(fun: Any, *args: Any, **kwargs: Any) -> Any:
     return fun
 
 
-PLAIN: dict[str, Any] = dict(
-    value_and_grad=value_and_grad,
-    grad=grad,
-    scale_loss=scale_loss,
-    true_cotangents=_same,
-    unscale=_same,
-    autocast=_same,
-    with_policy=_same,
-    dynamic_loss_scale=dynamic_loss_scale,
-    static_loss_scale=static_loss_scale,
-    loss_scale_for=loss_scale_for,
-    keep_if_finite=keep_if_finite,
-    restore_if_skipped=restore_if_skipped,
-    apply_gradients=apply_gradients,
-    master_weights=master_weights,
+PLAIN: dict[str, Any] = {
+    "value_and_grad": value_and_grad,
+    "grad": grad,
+    "scale_loss": scale_loss,
+    "true_cotangents": _same,
+    "unscale": _same,
+    "autocast": _same,
+    "with_policy": _same,
+    "dynamic_loss_scale": dynamic_loss_scale,
+    "static_loss_scale": static_loss_scale,
+    "loss_scale_for": loss_scale_for,
+    "keep_if_finite": keep_if_finite,
+    "restore_if_skipped": restore_if_skipped,
+    "apply_gradients": apply_gradients,
+    "master_weights": master_weights,
     # These do not depend on the scale. `properties` checks what they keep.
-    stochastic_rounding=mpjax.stochastic_rounding,
-    kahan=mpjax.kahan,
-    low_bit_state=mpjax.low_bit_state,
-)
+    "stochastic_rounding": mpjax.stochastic_rounding,
+    "kahan": mpjax.kahan,
+    "low_bit_state": mpjax.low_bit_state,
+}
 
 # With `jax.jit` where mpjax traces a function to find what it closes over.
 JITTED = {
