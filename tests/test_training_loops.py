@@ -182,7 +182,7 @@ def linear_step(tx, half):
 
 
 def test_orbax_restores_to_a_bitwise_equal_next_step(tmp_path):
-    tx = optax.chain(optax.clip_by_global_norm(1.0), optimizer(min_scale=2.0**14, max_scale=2.0**16))
+    tx = optimizer(min_scale=2.0**14, max_scale=2.0**16)
     step = jax.jit(linear_step(tx, jnp.float16))
     params, state = WEIGHTS, tx.init(WEIGHTS)
     for x in BATCHES:

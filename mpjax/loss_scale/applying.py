@@ -13,7 +13,7 @@ import optax
 
 from mpjax.loss_scale.cotangents import OVERWRITE_WITH_GRADIENT, is_differentiable
 from mpjax.loss_scale.restoring import keep_if_finite
-from mpjax.loss_scale.state import contains_state
+from mpjax.loss_scale.state import check_wiring, contains_state
 from mpjax.loss_scale.trees import same_structure
 from mpjax.policy import path_string
 
@@ -105,6 +105,8 @@ def apply_gradients(tx: Any, grads: Any, opt_state: State, params: Params, **ext
 
 def _apply_to_arrays(tx: Any, grads: Any, opt_state: Any, params: Any, extra_args: dict[str, Any]) -> tuple[Any, Any]:
     found = fused(tx)
+    if found is None:
+        check_wiring(opt_state)
     if found is None and not contains_state(opt_state):
         updates, opt_state = tx.update(grads, opt_state, params, **extra_args)
         return overwrite(optax.apply_updates(params, updates), overwritten(grads)), opt_state

@@ -66,7 +66,7 @@ def find_loss_scale_state(opt_state: Any) -> LossScaleState:
     leaves = jax.tree.leaves(tree, is_leaf=_is_state)
     found = [leaf for leaf in leaves if isinstance(leaf, LossScaleState)]
     if len(found) == 1:
-        warn_if_overflows_are_hidden(tree)
+        check_wiring(tree)
         return found[0]
     if not found:
         raise ValueError(
@@ -89,8 +89,8 @@ def contains_state(tree: Any) -> bool:
     return any(map(_is_state, jax.tree.leaves(tree, is_leaf=_is_state)))
 
 
-# The warning about a wrapper around loss scaling, by the type of the wrapper's state.
-_HIDING = {
+# The warning about a transformation around loss scaling, by the type of its state.
+_AROUND = {
     optax.ApplyIfFiniteState: (
         "optax.apply_if_finite skips non-finite steps before the loss scale sees them, so the scale never backs "
         "off. Drop apply_if_finite: dynamic_loss_scale skips such steps itself."
@@ -99,38 +99,73 @@ _HIDING = {
         "optax.MultiSteps accumulates gradients before the loss scale checks them, so one NaN stays in its "
         "accumulator. Write dynamic_loss_scale(optax.MultiSteps(tx, k))."
     ),
-    optax.ZeroNansState: (
-        "optax.zero_nans in front of loss scaling replaces the NaNs that show an overflow, so the scale never backs "
-        "off and zeros are used as gradients. Drop zero_nans, or put it inside: "
-        "dynamic_loss_scale(optax.chain(optax.zero_nans(), tx))."
-    ),
 }
+_IN_FRONT = (
+    "a transformation in front of it in an optax.chain gets the gradients first. optax.clip turns an inf into a "
+    "number, and optax.zero_nans a NaN into zero: the overflow is hidden, the step is taken, and the scale never backs "
+    "off. Wrap the whole chain: dynamic_loss_scale(optax.chain(optax.clip(1.0), tx))."
+)
+_BEHIND = (
+    "a transformation behind it in an optax.chain also runs on a skipped step, where weight decay still changes the "
+    "params and a schedule still counts. Wrap the whole chain: "
+    "dynamic_loss_scale(optax.chain(tx, optax.add_decayed_weights(1e-4)))."
+)
+_ONE_GROUP = (
+    "it wraps one group of optax.masked or optax.multi_transform. An overflow in the gradients of another group is not "
+    "seen, and skips no step. Wrap all groups: dynamic_loss_scale(optax.multi_transform(...))."
+)
+_AFTER_ROUNDING = (
+    "{name} is followed by another transformation in an optax.chain, which changes updates that lead exactly to the "
+    "rounded params. Wrap the whole chain: "
+    "{name}(optax.chain(optax.scale_by_adam(), optax.scale_by_learning_rate(1e-3)))."
+)
 
 
-def warn_if_overflows_are_hidden(opt_state: Any) -> None:
-    """Warns about transformations around loss scaling that hide overflows from it."""
-    for kind in _hiding(opt_state):
-        warnings.warn(f"loss scaling: {_HIDING[kind]}", LossScaleWarning, stacklevel=5)
+def check_wiring(opt_state: Any) -> None:
+    """Warns where the positions of states show that transformations are in an order that breaks them."""
+    for message in dict.fromkeys(_miswirings(opt_state)):
+        warnings.warn(f"loss scaling: {message}", LossScaleWarning, stacklevel=5)
 
 
-def _hiding(node: Any) -> Iterator[type]:
-    """The types in `_HIDING` whose transformation sees the gradients before loss scaling does."""
-    if _is_state(node) or not contains_state(node):
-        return
-    if type(node) in _HIDING:
-        yield type(node)
-    for child in _children(node):
-        if contains_state(child):
-            yield from _hiding(child)
-            return
-        # A chain's states are in the order in which its transformations run.
-        leaves = jax.tree.leaves(child, is_leaf=lambda x: isinstance(x, optax.ZeroNansState))
-        if any(isinstance(leaf, optax.ZeroNansState) for leaf in leaves):
-            yield optax.ZeroNansState
+def _miswirings(node: Any) -> Iterator[str]:
+    children = [x for x in jax.tree.leaves(node, is_leaf=lambda x: x is not node) if not hasattr(x, "dtype")]
+    is_around = not _is_state(node) and contains_state(node)
+    if is_around and type(node) in _AROUND:
+        yield _AROUND[type(node)]
+    if is_around and isinstance(node, (optax.MaskedState, optax.PartitionState)):
+        groups = node.inner_states.values() if isinstance(node, optax.PartitionState) else ()
+        # A group whose whole state is empty is frozen (optax.set_to_zero).
+        others = [g for g in groups if not contains_state(g) and g.inner_state != optax.EmptyState()]
+        if others or isinstance(node, optax.MaskedState):
+            yield _ONE_GROUP
+        if isinstance(node, optax.PartitionState):
+            children = [group.inner_state for group in groups]
+    if type(node) is tuple and all(isinstance(x, tuple) for x in children):  # the states of a chain, in its order
+        for i, child in enumerate(children):
+            if contains_state(child):
+                yield from [_IN_FRONT] * (i > 0) + [_BEHIND] * (i < len(children) - 1)
+            elif i < len(children) - 1:
+                yield from (_AFTER_ROUNDING.format(name=name) for name in _rounding(child))
+    for child in children:
+        if isinstance(child, tuple):  # not into params and moments
+            yield from _miswirings(child)
 
 
-def _children(node: Any) -> list[Any]:
-    return jax.tree.leaves(node, is_leaf=lambda x: x is not node)
+def _rounding(state: Any) -> list[str]:
+    """The names of the transformations in a state that round params."""
+    from mpjax.optimizer_state import (  # they import this package
+        KahanState,
+        MasterWeightsState,
+        StochasticRoundingState,
+    )
+
+    names = {
+        MasterWeightsState: "master_weights",
+        KahanState: "kahan",
+        StochasticRoundingState: "stochastic_rounding",
+    }
+    leaves = jax.tree.leaves(state, is_leaf=lambda x: type(x) in names)
+    return [names[type(x)] for x in leaves if type(x) in names]
 
 
 def loss_scale_of(opt_state: Any) -> jax.Array:

@@ -22,28 +22,43 @@ def scaled(inner=None):
     return mpjax.dynamic_loss_scale(optax.sgd(0.1) if inner is None else inner)
 
 
+def then_scaled(rounding):
+    return scaled(optax.chain(rounding(optax.adam(1.0)), optax.scale(-1.0)))
+
+
+@pytest.mark.standard_promotion  # in optax.MultiSteps
 @pytest.mark.parametrize(
     ("wrapped", "says"),
     [
         (lambda: optax.apply_if_finite(scaled(), 5), "apply_if_finite"),
-        (lambda: optax.chain(optax.apply_if_finite(optax.chain(optax.clip(1.0), scaled()), 5)), "apply_if_finite"),
-        (lambda: optax.chain(optax.zero_nans(), scaled()), "zero_nans"),
-        (lambda: optax.chain(optax.chain(optax.zero_nans(), optax.clip(1.0)), scaled()), "zero_nans"),
+        (lambda: optax.chain(optax.apply_if_finite(scaled(), 5)), "apply_if_finite"),
         (lambda: optax.MultiSteps(scaled(), 2).gradient_transformation(), "MultiSteps"),
+        (lambda: optax.chain(optax.clip(1.0), scaled()), "in front of it.*Wrap the whole chain"),
+        (lambda: optax.chain(optax.chain(optax.zero_nans(), optax.sgd(1.0)), scaled()), "in front of it.*zero_nans"),
+        (lambda: optax.chain(scaled(), optax.add_decayed_weights(0.1)), "behind it.*weight decay"),
+        (lambda: optax.masked(scaled(), {"w": True}), "one group"),
+        (lambda: optax.multi_transform({"a": scaled(), "b": optax.sgd(0.1)}, {"w": "a"}), "one group"),
+        (lambda: then_scaled(mpjax.master_weights), "master_weights is followed"),
+        (lambda: then_scaled(mpjax.kahan), "kahan is followed"),
+        (lambda: then_scaled(mpjax.stochastic_rounding), "stochastic_rounding is followed"),
     ],
 )
-def test_transformations_that_hide_overflows_warn_before_the_first_step(wrapped, says):
-    state = wrapped().init(PARAMS)
+def test_orders_that_break_a_transformation_warn_before_the_first_step(wrapped, says):
+    tx = wrapped()
+    state = tx.init(PARAMS)
     with pytest.warns(mpjax.LossScaleWarning, match=says):
         mpjax.value_and_grad(LOSS, state)
     with pytest.warns(mpjax.LossScaleWarning, match=says):
         mpjax.check_progress(state)
+    with pytest.warns(mpjax.LossScaleWarning, match=says):
+        jax.eval_shape(lambda grads: mpjax.apply_gradients(tx, grads, state, PARAMS), GOOD)
 
 
 @pytest.mark.parametrize(
     "legitimate",
     [
-        lambda: optax.chain(optax.clip(1.0), scaled(), optax.zero_nans()),
+        lambda: optax.multi_transform({"a": scaled(), "b": optax.set_to_zero()}, {"w": "a"}),
+        lambda: scaled(optax.chain(optax.clip(1.0), mpjax.kahan(optax.adam(1.0)))),
         lambda: scaled(optax.chain(optax.zero_nans(), optax.sgd(0.1))),
         lambda: scaled(optax.MultiSteps(optax.sgd(0.1), 2)),
         lambda: scaled(optax.apply_if_finite(optax.sgd(0.1), 2)),
