@@ -54,6 +54,9 @@ def start_and_step(form):
             return carry.apply_gradients(grads=jax.grad(loss_fn)(carry.params, x))
         if form == "TrainState":
             return carry.apply_gradients(grads=jax.grad(mpjax.scale_loss(loss_fn, carry))(carry.params, x))
+        if form == "apply_gradients of a TrainState":
+            loss, grads = mpjax.value_and_grad(loss_fn, carry)(carry.params, x)
+            return mpjax.apply_gradients(carry, grads, value=loss)
         variables, opt_state = carry
         loss, grads = mpjax.value_and_grad(loss_fn, opt_state)(variables, x)
         return mpjax.apply_gradients(tx, grads, opt_state, variables, value=loss)
@@ -70,7 +73,7 @@ def run(variables, form, xs):
     return carry[0] if form == "apply_gradients" else carry.params
 
 
-@pytest.mark.parametrize("form", ["TrainState", "apply_gradients"])
+@pytest.mark.parametrize("form", ["TrainState", "apply_gradients", "apply_gradients of a TrainState"])
 def test_values_of_the_collection_are_those_without_loss_scaling(variables, form):
     expected, found = run(variables, "plain", [X] * 4), run(variables, form, [X] * 4)
     for name, value in expected[KEY]["Fp8DotGeneralOp_0"].items():
@@ -83,9 +86,10 @@ def test_values_of_the_collection_are_those_without_loss_scaling(variables, form
     np.testing.assert_allclose(found["params"]["kernel"], expected["params"]["kernel"], atol=2e-2)
 
 
-def test_apply_gradients_keeps_the_collection_on_a_skipped_step(variables):
-    before = run(variables, "apply_gradients", [X])
-    after = run(variables, "apply_gradients", [X, BAD])
+@pytest.mark.parametrize("form", ["apply_gradients", "apply_gradients of a TrainState"])
+def test_apply_gradients_keeps_the_collection_on_a_skipped_step(variables, form):
+    before = run(variables, form, [X])
+    after = run(variables, form, [X, BAD])
     jax.tree.map(np.testing.assert_array_equal, after, before)
 
 

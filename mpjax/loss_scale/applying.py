@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar, overload
 
 import jax
 import optax
@@ -63,14 +63,38 @@ def fused(tx: Any) -> Fused | None:
     return found if isinstance(found, Fused) and found.update is tx.update else None
 
 
-def apply_gradients(tx: Any, grads: Any, opt_state: State, params: Params, **extra_args: Any) -> tuple[Params, State]:
+class TrainState(Protocol):
+    """What `apply_gradients` uses of a `flax.training.train_state.TrainState`."""
+
+    step: Any
+    params: Any
+    opt_state: Any
+
+    @property
+    def tx(self) -> Any: ...
+
+    def replace(self, **changes: Any) -> Any: ...
+
+
+AnyTrainState = TypeVar("AnyTrainState", bound=TrainState)
+_MISSING: Any = object()
+
+
+@overload
+def apply_gradients(tx: AnyTrainState, grads: Any, **extra_args: Any) -> AnyTrainState: ...
+@overload
+def apply_gradients(
+    tx: Any, grads: Any, opt_state: State, params: Params, **extra_args: Any
+) -> tuple[Params, State]: ...
+def apply_gradients(tx: Any, grads: Any, opt_state: Any = _MISSING, params: Any = _MISSING, **extra_args: Any) -> Any:
     """Computes the updates and applies them: returns the new params and the new optimizer state.
 
     Equivalent to `tx.update` followed by `optax.apply_updates`. With a loss-scaled `tx` both happen inside
     the `lax.cond` that skips steps, so the updates are never written to memory.
 
     Args:
-        tx: An optax transformation, an `optax.MultiSteps`, or an `nnx.Optimizer`.
+        tx: An optax transformation, an `optax.MultiSteps`, or an `nnx.Optimizer`. Or, without `opt_state` and `params`,
+            a Flax `TrainState`, which holds all three.
         grads: Gradients, with the tree structure of `params`. Those of an Equinox model have None at its static leaves.
         opt_state: State of `tx`, or an `nnx.Optimizer`, which is updated in place.
         params: A tree of arrays, an Equinox model or an `nnx.State`. With an `nnx.Optimizer`, the NNX model, which
@@ -78,10 +102,11 @@ def apply_gradients(tx: Any, grads: Any, opt_state: State, params: Params, **ext
         **extra_args: Passed to `tx.update`, such as `value=loss`.
 
     Returns:
-        `(params, opt_state)`. A skipped step leaves the params and the inner state bitwise unchanged.
+        `(params, opt_state)`, or the new `TrainState`. A skipped step leaves the params and the inner state bitwise
+        unchanged. `TrainState.step` counts it, as `TrainState.apply_gradients` does.
 
     Raises:
-        TypeError: The arguments are in the wrong order.
+        TypeError: The arguments are in the wrong order, or some are missing.
         ValueError: `grads` and `params` differ in structure.
 
     Example:
@@ -93,6 +118,17 @@ def apply_gradients(tx: Any, grads: Any, opt_state: State, params: Params, **ext
         >>> params["w"].tolist()
         [0.5, 0.5]
     """
+    if _is_train_state(tx):
+        if opt_state is not _MISSING or params is not _MISSING:
+            raise TypeError(f"{_OF_A_TRAIN_STATE}, without opt_state and params, which it holds.")
+        return _apply_to_train_state(tx, grads, extra_args)
+    if _is_train_state(opt_state):
+        raise TypeError(f"{_OF_A_TRAIN_STATE}; got it as opt_state.")
+    if opt_state is _MISSING or params is _MISSING:
+        raise TypeError(
+            "apply_gradients(tx, grads, opt_state, params): opt_state or params are missing. Only a Flax TrainState in "
+            f"place of tx holds them; got a {type(tx).__name__}."
+        )
     if _is_nnx_optimizer(opt_state):
         _apply_to_nnx(tx, grads, opt_state, params, extra_args)
         return params, opt_state
@@ -104,24 +140,51 @@ def apply_gradients(tx: Any, grads: Any, opt_state: State, params: Params, **ext
 
 
 def _apply_to_arrays(tx: Any, grads: Any, opt_state: Any, params: Any, extra_args: dict[str, Any]) -> tuple[Any, Any]:
-    found = fused(tx)
-    if found is None:
-        check_wiring(opt_state)
-    if found is None and not contains_state(opt_state):
-        updates, opt_state = tx.update(grads, opt_state, params, **extra_args)
-        return overwrite(optax.apply_updates(params, updates), overwritten(grads)), opt_state
     values = overwritten(grads)
-    grads, optimized = without_overwritten(grads), without_overwritten(params)
+    if fused(tx) is None:
+        check_wiring(opt_state)
+        if not contains_state(opt_state):
+            updates, opt_state = tx.update(grads, opt_state, params, **extra_args)
+            return overwrite(optax.apply_updates(params, updates), values), opt_state
+    optimized = without_overwritten(params)
+    optimized, opt_state = _optimize(tx, without_overwritten(grads), opt_state, optimized, values, extra_args)
+    return optimized if values is None else _with_values(params, optimized, values, opt_state), opt_state
+
+
+def _optimize(
+    tx: Any, grads: Any, opt_state: Any, params: Any, values: Any, extra_args: dict[str, Any]
+) -> tuple[Any, Any]:
+    """The new params and state. `values`, those of the FP8 collection, must be finite too."""
+    found = fused(tx)
     if found is not None:
         extra_args = {**extra_args, "also_check": values} if found.decides else extra_args
-        optimized, opt_state = found.apply(grads, opt_state, optimized, **extra_args)
-    else:
-        updates, opt_state = tx.update(grads, opt_state, optimized, **extra_args)
-        optimized = optax.apply_updates(optimized, updates)
-    if values is None:
-        return optimized, opt_state
+        return found.apply(grads, opt_state, params, **extra_args)
+    updates, opt_state = tx.update(grads, opt_state, params, **extra_args)
+    return optax.apply_updates(params, updates), opt_state
+
+
+def _with_values(params: Any, optimized: Any, values: Any, opt_state: Any) -> Any:
+    """The params after a step: optimized ones, and the new values of the FP8 collection if the step was taken."""
     kept = keep_if_finite(opt_state, values, overwritten(params)) if contains_state(opt_state) else values
-    return overwrite(type(params)({**params, **optimized}), kept), opt_state
+    return overwrite(type(params)({**params, **optimized}), kept)
+
+
+_OF_A_TRAIN_STATE = "apply_gradients: a TrainState comes first, apply_gradients(state, grads, value=loss)"
+
+
+def _is_train_state(x: Any) -> bool:
+    return all(hasattr(x, name) for name in ("step", "params", "opt_state", "tx", "replace"))
+
+
+def _apply_to_train_state(state: Any, grads: Any, extra_args: dict[str, Any]) -> Any:
+    tx, values = as_transformation(state.tx), overwritten(grads)
+    if values is None:
+        params, opt_state = apply_gradients(tx, grads, state.opt_state, state.params, **extra_args)
+    else:  # The optimizer state of such a TrainState is that of the collection "params" alone.
+        old = state.params["params"]
+        new, opt_state = _optimize(tx, grads["params"], state.opt_state, old, values, extra_args)
+        params = _with_values(state.params, {"params": new}, values, opt_state)
+    return state.replace(step=state.step + 1, params=params, opt_state=opt_state)
 
 
 def _is_nnx_optimizer(x: Any) -> bool:

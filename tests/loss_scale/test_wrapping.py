@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax.training.train_state import TrainState
 
 import mpjax
 from testing.random_programs.evaluate import arrays_in_numpy
@@ -68,6 +69,20 @@ def test_the_same_transformations_elsewhere_are_legitimate(legitimate):
     jax.eval_shape(mpjax.value_and_grad(LOSS, legitimate().init(PARAMS)), PARAMS)
 
 
+def test_apply_gradients_takes_a_train_state_and_tells_a_bad_loss_from_an_overflow():
+    start = TrainState.create(apply_fn=None, params=PARAMS, tx=scaled(optax.adam(0.1)))
+    step = arrays_in_numpy(lambda state, grads, loss: mpjax.apply_gradients(state, grads, value=loss))
+    taken = step(start, GOOD, np.float32(1))
+    skipped = step(taken, GOOD, np.float32(np.nan))
+    overflowed = step(skipped, {"w": np.full_like(PARAMS["w"], np.inf)}, np.float32(1))
+    assert [int(s.step) for s in (taken, skipped, overflowed)] == [1, 2, 3]
+    assert [int(s.opt_state.nonfinite_losses) for s in (taken, skipped, overflowed)] == [0, 1, 1]
+    assert [float(s.opt_state.loss_scale) for s in (taken, skipped, overflowed)] == [2.0**15, 2.0**15, 2.0**14]
+    params, _ = arrays_in_numpy(lambda: mpjax.apply_gradients(start.tx, GOOD, start.opt_state, PARAMS))()
+    jax.tree.map(np.testing.assert_array_equal, taken.params, params)
+    jax.tree.map(np.testing.assert_array_equal, overflowed.params, params)
+
+
 def test_replaced_functions_are_the_ones_that_run():
     tx = scaled()
     seen = []
@@ -91,6 +106,10 @@ def test_arguments_in_another_order_raise_a_one_line_error():
     wrong = {
         "as grads": lambda: mpjax.apply_gradients(tx, state, GOOD, PARAMS),
         "as params": lambda: mpjax.apply_gradients(tx, GOOD, PARAMS, state),
+        r"apply_gradients\(state, grads, value=loss\); got it": lambda: mpjax.apply_gradients(
+            tx, GOOD, TrainState.create(apply_fn=None, params=PARAMS, tx=tx), PARAMS
+        ),
+        "params are missing": lambda: mpjax.apply_gradients(tx, GOOD, state),
         "is a dict": lambda: tx.update(GOOD, PARAMS, PARAMS),
         "v of grads is not in params": lambda: mpjax.apply_gradients(tx, {**GOOD, "v": GOOD["w"]}, state, PARAMS),
         r"static_loss_scale\(tx, 128.0\)": lambda: mpjax.static_loss_scale(128.0, optax.sgd(0.1)),
