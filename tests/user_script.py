@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from flax.training.train_state import TrainState
 
 import mpjax
 
@@ -30,11 +31,12 @@ def module_loss(model: nnx.Linear, x: jax.Array) -> jax.Array:
 tx = mpjax.dynamic_loss_scale(optax.MultiSteps(optax.adamw(1e-3), 2), growth_interval=200)
 tx = mpjax.loss_scale_for(mpjax.master_weights(optax.adamw(1e-3), "O2"), "mixed_float16")
 tx = mpjax.static_loss_scale(optax.adamw(1e-3), 128.0)
-assert_type(tx, optax.GradientTransformationExtraArgs)
+plain: optax.GradientTransformationExtraArgs = tx
 
 params: Params = {"w": jnp.ones((2, 1))}
 x = jnp.ones((4, 2))
 opt_state = tx.init(params)
+assert_type(float(opt_state.loss_scale), float)
 
 loss, grads = mpjax.value_and_grad(loss_fn, opt_state)(params, x, shift=1.0)
 assert_type(loss, jax.Array)
@@ -47,6 +49,14 @@ assert_type(mpjax.grad(loss_with_aux, opt_state, has_aux=True)(params, x), tuple
 assert_type(mpjax.scale_loss(loss_fn, opt_state)(params, x), jax.Array)
 params, opt_state = mpjax.apply_gradients(tx, grads, opt_state, params, value=loss)
 assert_type(params, Params)
+updates, opt_state = tx.update(grads, opt_state, params, value=loss)
+print(f"{opt_state.loss_scale:.0f}, {opt_state.skipped_steps}")
+
+
+def train_step(state: TrainState) -> None:
+    assert_type(mpjax.apply_gradients(state, grads, value=loss), TrainState)
+
+
 assert_type(mpjax.keep_if_finite(opt_state, params, params), Params)
 
 model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))

@@ -27,7 +27,7 @@ def train_step(state, images, labels):
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
     loss, grads = mpjax.value_and_grad(loss_fn, state)(state.params)
-    return state.apply_gradients(grads=grads), loss
+    return mpjax.apply_gradients(state, grads, value=loss), loss
 
 
 def main(epochs: int = 10) -> float:

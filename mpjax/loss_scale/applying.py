@@ -20,6 +20,8 @@ from mpjax.policy import path_string
 State = TypeVar("State")
 Params = TypeVar("Params")
 
+Transformation = TypeVar("Transformation", bound=optax.GradientTransformationExtraArgs)
+
 _FUSED = "_mpjax_fused"
 
 
@@ -43,10 +45,11 @@ def transformation(
     apply: Callable[..., Any],
     decides: bool,
     parts: tuple[Callable[..., tuple[Any, Any]], Callable[..., tuple[Any, Any]]] | None = None,
-) -> optax.GradientTransformationExtraArgs:
+    kind: type[Transformation] = optax.GradientTransformationExtraArgs,
+) -> Transformation:
     """A transformation that `apply_gradients` runs by calling `apply`."""
     setattr(update, _FUSED, Fused(update, apply, decides, parts))
-    return optax.GradientTransformationExtraArgs(init, update)
+    return kind(init, update)
 
 
 def update_in_parts(tx: optax.GradientTransformationExtraArgs) -> tuple[Callable[..., Any], Callable[..., Any]]:

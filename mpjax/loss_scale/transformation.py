@@ -7,7 +7,7 @@ import inspect
 import math
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,17 @@ __all__ = ["dynamic_loss_scale", "loss_scale_for", "static_loss_scale"]
 _SMALLEST, _LARGEST = 2.0**-126, 2.0**126
 
 
+class LossScaled(optax.GradientTransformationExtraArgs):
+    """An optimizer with loss scaling. For type checkers: its state has a `loss_scale`."""
+
+    if TYPE_CHECKING:
+
+        def init(self, params: Any) -> LossScaleState: ...
+        def update(
+            self, updates: Any, state: Any, params: Any = None, **extra_args: Any
+        ) -> tuple[Any, LossScaleState]: ...
+
+
 def dynamic_loss_scale(
     inner: optax.GradientTransformation | optax.MultiSteps,
     *,
@@ -42,7 +53,7 @@ def dynamic_loss_scale(
     hysteresis: int = 1,
     axis_name: Any = None,
     grads_are_scaled: bool = False,
-) -> optax.GradientTransformationExtraArgs:
+) -> LossScaled:
     """Wraps an optimizer so that it skips non-finite steps and adapts the loss scale.
 
     S is the scale. A step is finite if all gradients, and the loss if given, are finite.
@@ -127,7 +138,7 @@ def static_loss_scale(
     *,
     axis_name: Any = None,
     grads_are_scaled: bool = False,
-) -> optax.GradientTransformationExtraArgs:
+) -> LossScaled:
     """Wraps an optimizer so that it skips non-finite steps, with a fixed loss scale.
 
     Args:
@@ -153,9 +164,7 @@ def static_loss_scale(
     return _loss_scaled(inner, scale, next_scale, 2**31 - 1, 1, axis_name, grads_are_scaled)
 
 
-def loss_scale_for(
-    inner: optax.GradientTransformation | optax.MultiSteps, policy: Any, **kwargs: Any
-) -> optax.GradientTransformationExtraArgs:
+def loss_scale_for(inner: optax.GradientTransformation | optax.MultiSteps, policy: Any, **kwargs: Any) -> LossScaled:
     """Wraps an optimizer in the loss scaling that a policy needs. A script with a `--policy` flag needs no branch.
 
     Args:
@@ -192,7 +201,7 @@ def _loss_scaled(
     hysteresis: int,
     axis_name: Any,
     grads_are_scaled: bool,
-) -> optax.GradientTransformationExtraArgs:
+) -> LossScaled:
     """The implementation of the public transformations, which differ only in `next_scale`."""
     inner = as_transformation(inner)
     advance, finish = applying.update_in_parts(inner)
@@ -284,7 +293,7 @@ def _loss_scaled(
         )
         return params, new._replace(inner_state=inner_state)
 
-    return applying.transformation(init, _compiled_once(update), _compiled_once(apply), decides=True)
+    return applying.transformation(init, _compiled_once(update), _compiled_once(apply), decides=True, kind=LossScaled)
 
 
 def _compiled_once(step: Callable[..., Any]) -> Callable[..., Any]:
