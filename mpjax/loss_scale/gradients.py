@@ -137,8 +137,8 @@ def value_and_grad(
         out = finish[0](out)
         if not has_aux and jax.tree.structure(out) != jax.tree.structure(0.0):
             raise TypeError(
-                f"Gradient only defined for scalar-output functions. Output was: {out}. With has_aux=True, value_and_grad "
-                "takes a function that returns (loss, aux)."
+                f"Gradient only defined for scalar-output functions. Output was: {out}. With has_aux=True, "
+                "value_and_grad takes a function that returns (loss, aux)."
             )
         found = tuple(_like_state(grads[i], args[i], chosen[i]) if i in variables else grads[i] for i in chosen)
         return out, found if isinstance(argnums, Sequence) else found[0]
