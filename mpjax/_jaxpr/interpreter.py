@@ -1,7 +1,7 @@
 """The instrumented interpreter: evaluates a jaxpr with a hook (a probe) at each equation.
 
-The probe's notes are returned in addition to the program's results. `Run` is used under `jit`, which compiles the
-instrumented program as a whole. `Eager` is used outside of it: operations run one by one, and repeated layers share
+The probe's notes are returned in addition to the program's results. `Instrumented` is used under `jit`, which compiles
+the instrumented program as a whole. `Eager` is used outside of it: operations run one by one, and repeated layers share
 their compiled operations. That takes a fraction of the time of compiling a deep model.
 
 `jit`, `remat` and functions with custom derivative rules are entered by evaluating their sub-jaxprs. `scan`, `while`,
@@ -112,7 +112,7 @@ class Probe:
         raise NotImplementedError
 
 
-class Run:
+class Instrumented:
     """Evaluates blocks with a probe.
 
     Args:
@@ -179,9 +179,9 @@ class Run:
         """The array that decides a branch or a loop."""
         return value
 
-    def _with(self, probe: Probe) -> Run:
+    def _with(self, probe: Probe) -> Instrumented:
         """The same evaluation with another probe."""
-        return Run(probe, self.wide, self.replace)
+        return Instrumented(probe, self.wide, self.replace)
 
     def _behind_barrier(self, ins: Sequence[Any]) -> Sequence[Any]:
         """The operands of a remat's backward pass: without a barrier, XLA would not recompute its operations."""
@@ -296,7 +296,7 @@ class Run:
         return list(arrays), merged
 
 
-class Eager(Run):
+class Eager(Instrumented):
     """Evaluates a program outside of `jit`, operation by operation, and compiles loops, branches and `shard_map`.
 
     An instance compiles each of them once, for all calls with arrays of the same shapes.
@@ -382,5 +382,5 @@ def _wide_jaxpr(jaxpr: Any) -> Any:
     block = lay_out(jaxpr)
     dtypes = [np.dtype(np.float32) if is_half(v) else v.aval.dtype for v in block.jaxpr.invars]
     examples = [compat.example(v.aval, dtype) for v, dtype in zip(block.jaxpr.invars, dtypes, strict=True)]
-    traced = jax.make_jaxpr(lambda *arrays: Run(Probe(), wide=True).block(block, arrays)[0])(*examples)
+    traced = jax.make_jaxpr(lambda *arrays: Instrumented(Probe(), wide=True).block(block, arrays)[0])(*examples)
     return traced if hasattr(jaxpr, "consts") else compat.open_jaxpr(traced).jaxpr

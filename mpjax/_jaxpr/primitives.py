@@ -257,7 +257,7 @@ reduce_window_min                     move     nothing  elements=0 kernel
 # mpjax's own (`mpjax._jaxpr.weight_gradients`).
 detached                              move     nothing  some_versions whole
 matmul_result                         move     nothing  some_versions whole
-lent                                  move     nothing  some_versions whole
+straight_through                      move     nothing  some_versions whole
 matmul_tangent                        opaque   -        expensive some_versions
 # Computes in the dtype of its activations.
 add                                   infer    nothing  elementwise adds accumulates

@@ -43,7 +43,7 @@ from mpjax._jaxpr import compat
 detached = Primitive("detached")
 result = Primitive("matmul_result")
 tangent = Primitive("matmul_tangent")
-lent = Primitive("lent")
+straight_through = Primitive("straight_through")
 
 
 def is_pointwise(params: dict[str, Any], kernel: Sequence[int]) -> bool:
@@ -88,7 +88,7 @@ def matmul(
     return compat.bind(result, [out, *compat.vary_like(out, operands), *rest], of_result, [jax.typeof(out)])
 
 
-def sent(primitive: Any, params: dict[str, Any], x: Any, half: np.dtype) -> tuple[Any, Any]:
+def half_collective(primitive: Any, params: dict[str, Any], x: Any, half: np.dtype) -> tuple[Any, Any]:
     """Sends a parameter to other devices in half, and its gradient back in float32.
 
     Args:
@@ -301,27 +301,27 @@ def _result_transpose(ct: Any, out: Any, *operands: Any, matmul: Any, **params: 
     return [nothing, *_tangent_transpose(ct, *operands, matmul=matmul, **params)]
 
 
-def _lent_jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+def _straight_through_jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
     copy = primals[0]
     if type(tangents[1]) is ad.Zero:
-        return lent.bind(*primals), compat.zero_tangent(copy)
-    return lent.bind(*primals), _cast(tangents[1], copy.dtype)
+        return straight_through.bind(*primals), compat.zero_tangent(copy)
+    return straight_through.bind(*primals), _cast(tangents[1], copy.dtype)
 
 
-def _lent_linearization(nonzeros: Sequence[bool], *primals: Any) -> tuple[Any, bool, Any]:
-    return lent.bind(*primals), nonzeros[1], lambda *tangents: _lent_jvp(primals, tangents)[1]
+def _straight_through_linearization(nonzeros: Sequence[bool], *primals: Any) -> tuple[Any, bool, Any]:
+    return straight_through.bind(*primals), nonzeros[1], lambda *tangents: _straight_through_jvp(primals, tangents)[1]
 
 
-def _lent_transpose(ct: Any, copy: Any, master: Any) -> Sequence[Any]:
+def _straight_through_transpose(ct: Any, copy: Any, master: Any) -> Sequence[Any]:
     if type(ct) is ad.Zero:
         return [None, None]
     return [None, compat.with_weak_type(_cast(ct, master.aval.dtype), master.aval)]
 
 
-def _lent_batch(args: Sequence[Any], dims: Sequence[Any]) -> Any:
+def _straight_through_batch(args: Sequence[Any], dims: Sequence[Any]) -> Any:
     copy, master = args
     if dims[0] == dims[1]:
-        return lent.bind(copy, master), dims[0]
+        return straight_through.bind(copy, master), dims[0]
     return _cast(master, copy.dtype), dims[1]
 
 
@@ -415,13 +415,13 @@ batching.primitive_batchers[detached] = lambda args, dims: (detached.bind(*args)
 
 # The identity on a half copy. The second operand is the float32 value that receives its derivative. A loop can then
 # read a cast made once before it, while the gradients of all iterations are summed in float32.
-lent.def_impl(lambda copy, _: copy)
-lent.def_abstract_eval(lambda copy, _: copy)
-mlir.register_lowering(lent, lambda ctx, copy, _: [copy])
-ad.primitive_jvps[lent] = _lent_jvp
-compat.set_linearization(lent, _lent_linearization)
-ad.primitive_transposes[lent] = _lent_transpose
-batching.primitive_batchers[lent] = _lent_batch
+straight_through.def_impl(lambda copy, _: copy)
+straight_through.def_abstract_eval(lambda copy, _: copy)
+mlir.register_lowering(straight_through, lambda ctx, copy, _: [copy])
+ad.primitive_jvps[straight_through] = _straight_through_jvp
+compat.set_linearization(straight_through, _straight_through_linearization)
+ad.primitive_transposes[straight_through] = _straight_through_transpose
+batching.primitive_batchers[straight_through] = _straight_through_batch
 
 result.def_impl(lambda out, *_, **__: out)
 result.def_abstract_eval(lambda out, *_, **__: out)

@@ -20,7 +20,7 @@ from mpjax._jaxpr.source import MARK, traceback_line
 from mpjax.casting import derivative_rules, warnings
 from mpjax.casting.classify import Region, Setting, tracked
 from mpjax.casting.higher_order import HIGHER_ORDER
-from mpjax.casting.infer import plan
+from mpjax.casting.infer import plan_jaxpr
 from mpjax.casting.lattice import FULL, PARAMETER, TRACED
 from mpjax.casting.plan import Plan
 from mpjax.casting.regions import disabled, planning, scopes_of_modules
@@ -117,7 +117,7 @@ def plan_program(program: Program, setting: Setting, with_owners: bool = False) 
         setting = dataclasses.replace(setting, owners=owners_of(jaxpr, program.names))
     ins = tuple(PARAMETER if tracked(v) else None for v in jaxpr.invars)
     wanted = tuple(RESULT if tracked(v) else Use.READ for v in jaxpr.outvars)
-    return plan(jaxpr, ins, wanted, setting)
+    return plan_jaxpr(jaxpr, ins, wanted, setting)
 
 
 def run_program(program: Program, planned: Plan) -> Any:

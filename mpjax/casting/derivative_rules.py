@@ -93,7 +93,7 @@ class BackwardRule:
 
 
 @dataclasses.dataclass
-class Rules:
+class DerivativeRules:
     """The rules of an equation all of whose operands are perturbed; None for a rule that it does not have."""
 
     jvp: JvpRule | None = None
@@ -110,7 +110,7 @@ class Rules:
 
 
 _JVP, _VJP = "jvp_jaxpr_fun", "fwd_jaxpr_thunk"  # the parameters that hold a rule
-_cache: weakref.WeakKeyDictionary[Any, dict[int, Rules]] = weakref.WeakKeyDictionary()
+_cache: weakref.WeakKeyDictionary[Any, dict[int, DerivativeRules]] = weakref.WeakKeyDictionary()
 
 
 def _key(params: dict[str, Any]) -> int | None:
@@ -119,12 +119,12 @@ def _key(params: dict[str, Any]) -> int | None:
     return None if rule is None else id(rule)
 
 
-def rules_of(jaxpr: Any, eqn: Any) -> Rules:
+def rules_of(jaxpr: Any, eqn: Any) -> DerivativeRules:
     """The rules of an equation of an open jaxpr. A rule that can't be traced yet (a mesh axis is missing) is None."""
     known = _cache.setdefault(jaxpr, {})
     key = _key(eqn.params)
     if key is None:
-        return Rules()
+        return DerivativeRules()
     if key not in known:
         known[key] = _trace(eqn.params, [v.aval for v in eqn.invars], [v.aval for v in eqn.outvars])
     return known[key]
@@ -154,9 +154,9 @@ def _variables(jaxpr: Any) -> frozenset[Any]:
     return _own[jaxpr]
 
 
-def trace_live() -> dict[int, Rules]:
+def trace_live() -> dict[int, DerivativeRules]:
     """The rules of the equations traced so far in the current trace."""
-    found: dict[int, Rules] = {}
+    found: dict[int, DerivativeRules] = {}
     for params, invals, outvals in compat.live_equations((_JVP, _VJP)):
         key = _key(params)
         assert key is not None
@@ -164,13 +164,13 @@ def trace_live() -> dict[int, Rules]:
     return found
 
 
-def remember(jaxpr: Any, rules: dict[int, Rules]) -> None:
+def remember(jaxpr: Any, rules: dict[int, DerivativeRules]) -> None:
     """Caches the rules that `trace_live` found, for the jaxpr that the trace produced."""
     _cache[compat.open_jaxpr(jaxpr).jaxpr] = rules
 
 
-def _trace(params: dict[str, Any], ins: Sequence[Any], outs: Sequence[Any]) -> Rules:
-    rules, num_consts = Rules(), params["num_consts"]
+def _trace(params: dict[str, Any], ins: Sequence[Any], outs: Sequence[Any]) -> DerivativeRules:
+    rules, num_consts = DerivativeRules(), params["num_consts"]
     try:
         if _JVP in params:
             rules.jvp = jvp_rule(params, [False] * (len(ins) - num_consts))

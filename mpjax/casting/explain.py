@@ -110,7 +110,7 @@ def _row(found: _Planned) -> Row:
     if _kept(step) and site.name not in MATMULS:
         listed, why = "kept", "no operand is float32"
     return Row(
-        site.path, site.source, site.name, 0, 0, (found.half,) if step.spread else dtypes_in, dtypes_out, listed,
+        site.path, site.source, site.name, 0, 0, (found.half,) if step.broadcast else dtypes_in, dtypes_out, listed,
         why, found.recomputed, found.rule,
     )  # fmt: skip
 

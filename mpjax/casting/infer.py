@@ -31,7 +31,7 @@ from mpjax.casting.lattice import (
     made_from,
     softened,
 )
-from mpjax.casting.plan import NOTHING, Action, Plan, Step, Tally, is_left_alone
+from mpjax.casting.plan import NOTHING, Action, MatmulCounts, Plan, Step, is_left_alone
 from mpjax.casting.remat import with_regions
 from mpjax.casting.uses import Use, is_needed, uses
 from mpjax.policy import HALF_DTYPES
@@ -39,7 +39,7 @@ from mpjax.policy import HALF_DTYPES
 _cache: weakref.WeakKeyDictionary[Any, dict[Any, Plan]] = weakref.WeakKeyDictionary()
 
 
-def plan(jaxpr: Any, ins: tuple[Inferred | None, ...], wanted: tuple[Use, ...], setting: Setting) -> Plan:
+def plan_jaxpr(jaxpr: Any, ins: tuple[Inferred | None, ...], wanted: tuple[Use, ...], setting: Setting) -> Plan:
     """The plan of a jaxpr.
 
     Args:
@@ -67,8 +67,8 @@ class Inference:
         self.values.update((v, x) for v, x in zip(jaxpr.invars, ins, strict=True) if x is not None)
         self.reads: dict[Any, int] = {}
         self.log: list[tuple[Any, Storage]] = []
-        self.trivial = True
-        self.tally = Tally()
+        self.unchanged = True
+        self.counts = MatmulCounts()
 
     def plan(self) -> Plan:
         """Infers the dtypes of all equations and returns the plan."""
@@ -76,12 +76,12 @@ class Inference:
         steps: list[Any] = [self._step(eqn, listed) for eqn, listed in zip(jaxpr.eqns, self.listings, strict=True)]
         self.log = []
         outs = tuple(self._out(v, use) for v, use in zip(jaxpr.outvars, self.wanted, strict=True))
-        if self.setting.recompute and not self.setting.folded and not self.trivial:
+        if self.setting.recompute and not self.setting.folded and not self.unchanged:
             steps = with_regions(steps, self.values, self.log)
         in_reads = tuple(self.reads.get(v, 0) for v in jaxpr.invars)
         return Plan(
             self.setting, steps, jaxpr.invars, jaxpr.constvars, jaxpr.outvars, self.ins, outs, in_reads,
-            self.trivial, self.tally,
+            self.unchanged, self.counts,
         )  # fmt: skip
 
     # Values: what is inferred, and how they are read.
@@ -94,7 +94,7 @@ class Inference:
             return Inferred(literal_level(v, self.setting.half), FULL)
         return self.values[v]
 
-    def seen(self, v: Any) -> Inferred | None:
+    def operand(self, v: Any) -> Inferred | None:
         """The inferred dtype of a value, for consumers on the infer list."""
         value = self.value(v)
         if value is None or isinstance(v, compat.Literal):
@@ -119,7 +119,7 @@ class Inference:
             self.log.append((v, storage))
             self.reads[v] = self.reads.get(v, 0) | storage.bit
             if HALF in (storage, self.values[v].storage):
-                self.trivial = False
+                self.unchanged = False
         return storage
 
     def used(self, eqn: Any) -> Use:
@@ -160,25 +160,25 @@ class Inference:
         if step.action is Action.ENTER and not self.setting.in_rule:
             for v in closed_over(self.jaxpr, eqn):
                 self.read(v, FULL)
-        step.touched = tuple(self.log)
-        self.tally += _tally(step)
+        step.all_reads = tuple(self.log)
+        self.counts += _counts_of(step)
         if step.action is Action.SKIP:
             self.values.update((v, Inferred(Level.COMPUTED, FULL)) for v in eqn.outvars if tracked(v))
             return step
         for v, value in zip(eqn.outvars, step.outs, strict=True):
             if value is not None:
                 self.values[v] = value
-                self.trivial &= value.storage != HALF
+                self.unchanged &= value.storage != HALF
         return step
 
     def _infer(self, eqn: Any, listing: Listing) -> Step:
         if not is_needed(eqn, map(self.use, eqn.outvars)):
             # Issued as traced, its unused outputs would be differentiated too.
-            self.trivial &= self.setting.in_rule or not closes_over_tracers(self.jaxpr, eqn)
+            self.unchanged &= self.setting.in_rule or not closes_over_tracers(self.jaxpr, eqn)
             return Step(eqn, Action.SKIP, (), (), "nothing reads it", listing)
         if listing.op is Op.ENTER:
             step = self.setting.higher_order[eqn.primitive.name].infer(self, eqn, listing)
-            self.trivial &= step.action is Action.BIND
+            self.unchanged &= step.action is Action.BIND
             return step
         if not any(map(tracked, eqn.invars)) and not any(map(tracked, eqn.outvars)):
             reads = tuple(self.read(v, TRACED) for v in eqn.invars)
@@ -187,7 +187,7 @@ class Inference:
 
     def level(self, eqn: Any) -> Level:
         """The level of a result that depends on all inputs of an equation."""
-        levels = [value.level for value in map(self.seen, eqn.invars) if value is not None]
+        levels = [value.level for value in map(self.operand, eqn.invars) if value is not None]
         if not levels:
             return made_from(eqn)
         level = max(levels)
@@ -201,18 +201,18 @@ class Inference:
 
     def in_half(self, eqn: Any, listing: Listing, level: Level, why: str) -> Step:
         """A step that computes in half."""
-        spread, parameters = _spread(eqn), self._parameters(eqn)
-        reads = tuple(self.read(v, FULL if i in spread else HALF) for i, v in enumerate(eqn.invars))
+        smaller, parameters = _smaller_operands(eqn), self._parameters(eqn)
+        reads = tuple(self.read(v, FULL if i in smaller else HALF) for i, v in enumerate(eqn.invars))
         if eqn.primitive.name == "mul":
-            for i in spread:
+            for i in smaller:
                 self.read(eqn.invars[i], HALF)
         for i in parameters:
             self.read(eqn.invars[i], FULL)
         outs = tuple(Inferred(level, HALF) if tracked(v) else None for v in eqn.outvars)
-        self.trivial = False
+        self.unchanged = False
         return Step(
             eqn, Action.BIND, reads, outs, why, listing, half=True,
-            spread=spread, parameters=parameters, wide_gradients=self._wide_gradients(eqn),
+            broadcast=smaller, parameters=parameters, wide_gradients=self._wide_gradients(eqn),
         )  # fmt: skip
 
     def _parameters(self, eqn: Any) -> tuple[int, ...]:
@@ -242,23 +242,25 @@ def _only_half(use: Use) -> bool:
     return bool(use & Use.HALF) and not use & (Use.FLOAT | Use.MAY_HALF)
 
 
-def _tally(step: Step) -> Tally:
+def _counts_of(step: Step) -> MatmulCounts:
     is_matmul = step.eqn.primitive.name in MATMULS and step.action is not Action.SKIP
     left_alone = is_left_alone(step)
     if not is_matmul and not left_alone and step.inner is None and step.listing.entry is None:
         return NOTHING
-    found = Tally(entries=frozenset(() if step.listing.entry is None else (step.listing.entry,)))
+    found = MatmulCounts(entries=frozenset(() if step.listing.entry is None else (step.listing.entry,)))
     if left_alone:
-        found += Tally(left=sum(_is_float32_matmul(site.eqn) for j in sub_jaxprs(step.eqn) for site in walk(j.jaxpr)))
+        found += MatmulCounts(
+            left=sum(_is_float32_matmul(site.eqn) for j in sub_jaxprs(step.eqn) for site in walk(j.jaxpr))
+        )
     for inner in (*step.plans, *step.rules):
-        found += inner.tally
+        found += inner.counts
     if is_matmul:
         if step.half:
-            found += Tally(cast=1)
+            found += MatmulCounts(cast=1)
         elif all(v.aval.dtype in HALF_DTYPES for v in step.eqn.invars[:2]):
-            found += Tally(written=1)
+            found += MatmulCounts(written=1)
         elif _is_float32_matmul(step.eqn):
-            found += Tally(left=1)
+            found += MatmulCounts(left=1)
     return found
 
 
@@ -266,7 +268,7 @@ def _is_float32_matmul(eqn: Any) -> bool:
     return eqn.primitive.name in MATMULS and any(map(tracked, eqn.invars))
 
 
-def _spread(eqn: Any) -> tuple[int, ...]:
+def _smaller_operands(eqn: Any) -> tuple[int, ...]:
     if not primitive(eqn.primitive.name).elementwise:
         return ()
     shape = eqn.outvars[0].aval.shape
@@ -340,7 +342,7 @@ def _joins_parameters(inference: Inference, eqn: Any, level: Level) -> bool:
 
 
 def _wide(inference: Inference, eqn: Any, listing: Listing) -> Step:
-    levels = [value.level for value in map(inference.seen, eqn.invars) if value is not None]
+    levels = [value.level for value in map(inference.operand, eqn.invars) if value is not None]
     level = max(levels, default=Level.COMPUTED)
     if level == Level.INPUT:
         level = Level.COMPUTED
@@ -361,13 +363,13 @@ def _replicate(inference: Inference, eqn: Any, listing: Listing) -> Step:
         return inference.in_half(eqn, listing, Level.COMPUTED, "only its half value is read")
     if primitive(eqn.primitive.name).whole:
         return inference.in_float32(eqn, listing, Level.COMPUTED, f"{listing.why}: its derivative is a sum")
-    return _send(inference, eqn, listing, "gathers half values; sums the gradient in float32")
+    return _half_collective(inference, eqn, listing, "gathers half values; sums the gradient in float32")
 
 
-def _send(inference: Inference, eqn: Any, listing: Listing, why: str) -> Step:
+def _half_collective(inference: Inference, eqn: Any, listing: Listing, why: str) -> Step:
     """Sends a parameter that only half operations read to other devices, in half; its gradient stays float32."""
     step = inference.in_float32(eqn, listing, Level.COMPUTED, why)
-    step.sends, inference.trivial = True, False
+    step.half_collective, inference.unchanged = True, False
     return step
 
 
@@ -380,7 +382,7 @@ def _move(inference: Inference, eqn: Any, listing: Listing) -> Step:
         value = inference.value(moved[0])
         assert value is not None
         if value.storage == FULL and castable(value) and inference.setting.rules.weight_gradients != "half":
-            return _send(inference, eqn, listing, "sends half values; the gradient stays float32")
+            return _half_collective(inference, eqn, listing, "sends half values; the gradient stays float32")
     sources = moved * len(outs) if len(moved) == 1 else moved
     values = [inference.moved(v, out) for v, out in zip(sources, outs, strict=True)]
     if len(moved) == 1 and len({x.storage for x in values}) > 1:

@@ -36,14 +36,14 @@ class Step:
         why: The reason, shown to the user.
         listing: Its list under the rules.
         half: Whether it computes in half.
-        spread: Indices of the inputs that are smaller than the output. They are broadcast in float32 before the cast,
-            because the derivative with respect to them is a sum.
+        broadcast: Indices of the inputs that are smaller than the output. They are broadcast in float32 before
+            the cast, because the derivative with respect to them is a sum.
         parameters: Indices of the operands of a matmul that are parameters. The backward pass reads them in float32,
             so that no half copy is stored.
         wide_gradients: Whether the matmul writes their gradients in float32.
-        sends: Whether a parameter is cast, then sent to other devices, and its gradient sent back in float32.
+        half_collective: Whether a parameter is cast, then sent to other devices, and its gradient sent back in float32.
         inner: For a higher-order primitive, the data that its rule needs to issue it again; it has `plans`.
-        touched: The values that it reads, each with its storage dtype.
+        all_reads: The values that it reads, each with its storage dtype.
     """
 
     eqn: Any
@@ -53,12 +53,12 @@ class Step:
     why: str
     listing: Listing
     half: bool = False
-    spread: tuple[int, ...] = ()
+    broadcast: tuple[int, ...] = ()
     parameters: tuple[int, ...] = ()
     wide_gradients: bool = True
-    sends: bool = False
+    half_collective: bool = False
     inner: Any = None
-    touched: tuple[tuple[Any, Storage], ...] = ()
+    all_reads: tuple[tuple[Any, Storage], ...] = ()
 
     @property
     def plans(self) -> tuple[Plan, ...]:
@@ -77,7 +77,7 @@ def is_left_alone(step: Step) -> bool:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Tally:
+class MatmulCounts:
     """Counts of the matmuls and convolutions of a plan and its sub-jaxprs, and the user's rules that matched.
 
     Args:
@@ -92,14 +92,14 @@ class Tally:
     left: int = 0
     entries: frozenset[Any] = frozenset()
 
-    def __add__(self, other: Tally) -> Tally:
+    def __add__(self, other: MatmulCounts) -> MatmulCounts:
         if other is NOTHING:
             return self
         entries = self.entries | other.entries
-        return Tally(self.cast + other.cast, self.written + other.written, self.left + other.left, entries)
+        return MatmulCounts(self.cast + other.cast, self.written + other.written, self.left + other.left, entries)
 
 
-NOTHING = Tally()
+NOTHING = MatmulCounts()
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -112,8 +112,8 @@ class Plan:
         invars, constvars, outvars: The program's variables.
         ins, outs: The inferred dtypes of its inputs and outputs; None where autocast leaves them alone.
         in_reads: A bit mask for each input, of the storage dtypes in which it is read.
-        trivial: Whether it runs as traced, so that its equation can be issued unchanged.
-        tally: Counts for warnings.
+        unchanged: Whether it runs as traced, so that its equation can be issued unchanged.
+        counts: Counts for warnings.
         runners: Functions that `rewrite` made from it, kept so that JAX's caches hit.
     """
 
@@ -125,6 +125,6 @@ class Plan:
     ins: tuple[Inferred | None, ...]
     outs: tuple[Inferred | None, ...]
     in_reads: tuple[int, ...]
-    trivial: bool
-    tally: Tally
+    unchanged: bool
+    counts: MatmulCounts
     runners: dict[Any, Any] = dataclasses.field(default_factory=dict)

@@ -142,7 +142,7 @@ def with_regions(steps: Sequence[Step], values: Mapping[Any, Inferred], results:
                 formed.extend(stretches.divided(part))
 
     for step in steps:
-        read = [v for v, _ in step.touched]
+        read = [v for v, _ in step.all_reads]
         belongs = _belongs(step)
         resume(read if waiting else (), belongs)
         if belongs:
@@ -170,7 +170,7 @@ def _connected(run: Sequence[Step]) -> Iterable[list[Step]]:
         return i
 
     for i, step in enumerate(run):
-        for v, _ in step.touched:
+        for v, _ in step.all_reads:
             if v in maker:
                 a, b = first(i), first(maker[v])
                 joined[max(a, b)] = min(a, b)
@@ -184,7 +184,7 @@ def _connected(run: Sequence[Step]) -> Iterable[list[Step]]:
 def _reads_no_float(part: Sequence[Step]) -> bool:
     """Whether connected steps depend only on constants and integers, as the steps that make a mask do."""
     made = {v for step in part for v in step.eqn.outvars}
-    return not any(compat.is_inexact(v.aval) for step in part for v, _ in step.touched if v not in made)
+    return not any(compat.is_inexact(v.aval) for step in part for v, _ in step.all_reads if v not in made)
 
 
 def _variables(eqn: Any) -> list[Any]:
@@ -211,7 +211,7 @@ class _Stretches:
         self.readers: dict[Read, list[int]] = {}
         self.stored: set[Read] = set()  # by a matmul, whatever the regions
         for step in steps:
-            for read in step.touched:
+            for read in step.all_reads:
                 self.readers.setdefault(read, []).append(id(step))
                 if step.eqn.primitive.name in MATMULS:
                     self.stored.add(read)
@@ -283,8 +283,8 @@ class _Stretches:
 
         rows = []
         for step in run:
-            touched = tuple((number(v), storage) for v, storage in step.touched)
-            rows.append((_structure(step, number), step.half, touched))
+            all_reads = tuple((number(v), storage) for v, storage in step.all_reads)
+            rows.append((_structure(step, number), step.half, all_reads))
         return (tuple(rows), tuple(facts)), list(numbers)
 
     def _saved_by(self, step: Step) -> list[Read]:
@@ -364,10 +364,10 @@ def _signature(region: RematRegion) -> Any:
 def _structure(step: Step, number: Callable[[Any], Any]) -> Any:
     """The computation of a step, with numbers for variables."""
     eqn = step.eqn
-    inner = () if step.inner is None else (*map(id, step.inner.plans), step.inner.delivery)
+    inner = () if step.inner is None else (*map(id, step.inner.plans), step.inner.convention)
     return (
         eqn.primitive, tuple(eqn.params.items()), eqn.ctx, tuple(map(number, eqn.invars)),
-        tuple(map(number, eqn.outvars)), step.action, step.reads, step.outs, step.spread, inner,
+        tuple(map(number, eqn.outvars)), step.action, step.reads, step.outs, step.broadcast, inner,
     )  # fmt: skip
 
 
@@ -408,7 +408,7 @@ class _Window:
         """Adds the step after the region."""
         if step.action is not Action.SKIP:
             self._made.update(step.eqn.outvars)
-        for v, storage in step.touched:
+        for v, storage in step.all_reads:
             if v not in self._made and v not in self.ins:
                 self.ins[v] = storage if storage == TRACED else self.stretches.values[v].storage
                 self._add([(v, self.ins[v])])

@@ -25,10 +25,10 @@ from mpjax.casting.plan import Action, Plan, Step
 from mpjax.casting.remat import RematRegion
 
 Environment = dict[Any, Any]
-"""The value of each variable: a `Value` where it is float32, else the array itself."""
+"""The value of each variable: a `MixedValue` where it is float32, else the array itself."""
 
 
-class Value:
+class MixedValue:
     """A float32 value of the traced program: the array in float32 and in half, each computed when first read."""
 
     __slots__ = ("_arrays", "_half")
@@ -77,7 +77,7 @@ def value_of(array: Any, storage: Storage, half: np.dtype) -> Any:
     """The value of an array in a storage dtype."""
     if storage == TRACED:
         return array
-    return Value(half, full=array) if storage == FULL else Value(half, low=array)
+    return MixedValue(half, full=array) if storage == FULL else MixedValue(half, low=array)
 
 
 def values_of(arrays: Sequence[Any], inferred: Sequence[Inferred | None], half: np.dtype) -> list[Any]:
@@ -207,7 +207,7 @@ def _without_weak_type(x: Any) -> Any:
 def _operand(v: Any, env: Mapping[Any, Any], half: np.dtype) -> Any:
     if not isinstance(v, compat.Literal):
         return env[v]
-    return Value(half, full=v.val) if tracked(v) else v.val
+    return MixedValue(half, full=v.val) if tracked(v) else v.val
 
 
 def _read(v: Any, storage: Storage, env: Mapping[Any, Any], half: np.dtype) -> Any:
@@ -223,16 +223,16 @@ def _bind(step: Step, env: Mapping[Any, Any], half: np.dtype) -> Sequence[Any]:
     eqn = step.eqn
     args = [_read(v, storage, env, half) for v, storage in zip(eqn.invars, step.reads, strict=True)]
     params = eqn.primitive.get_bind_params(eqn.params)
-    if step.sends:
-        low, full = weight_gradients.sent(eqn.primitive, params, args[0], half)
-        return [Value(half, full, low)]
-    if step.spread:
+    if step.half_collective:
+        low, full = weight_gradients.half_collective(eqn.primitive, params, args[0], half)
+        return [MixedValue(half, full, low)]
+    if step.broadcast:
         shape = eqn.outvars[0].aval.shape
-        if eqn.primitive.name == "mul" and len(step.spread) == 1:
-            (i,) = step.spread
+        if eqn.primitive.name == "mul" and len(step.broadcast) == 1:
+            (i,) = step.broadcast
             low = env[eqn.invars[i]][HALF]
             return [value_of(_scaled(args[1 - i], args[i], weight_gradients.detached.bind(low)), HALF, half)]
-        for i in step.spread:
+        for i in step.broadcast:
             args[i] = _broadcast(args[i], shape, half)
     if step.half:
         params = _half_params(eqn.primitive.name, params, half)

@@ -86,21 +86,21 @@ def check_backend(setting: Setting) -> None:
 
 def check_plan(plan: Plan) -> None:
     """Warns about a program with nothing to cast, matmuls that are half already, and rules that match nothing."""
-    tally, setting = plan.tally, plan.setting
-    if not tally.cast and tally.written:
+    counts, setting = plan.counts, plan.setting
+    if not counts.cast and counts.written:
         _warn(
-            f"autocast: all {tally.written} matmuls and convolutions that it may cast are in half already (the model "
+            f"autocast: all {counts.written} matmuls and convolutions that it may cast are in half already (the model "
             "sets a dtype or a policy itself, for example by mpjax.with_policy). Nothing is cast twice, but autocast "
             "adds nothing: use only one of the two."
         )
-    elif not tally.cast:
-        left = f" (A rule or a region keeps {tally.left} as traced.)" if tally.left else ""
+    elif not counts.cast:
+        left = f" (A rule or a region keeps {counts.left} as traced.)" if counts.left else ""
         _warn(
             f"autocast found no matmul or convolution of float32 arrays to run in {setting.half}.{left} "
             "See mpjax.explain(fun, *args)."
         )
     for entry, op in setting.rules.entries:
-        if entry not in tally.entries:
+        if entry not in counts.entries:
             shown = entry if isinstance(entry, str) else getattr(entry, "__name__", repr(entry))
             _warn(
                 f"Rules({op.value}=...): {shown!r} matched no operation of this program; fix or remove it. "

@@ -14,7 +14,7 @@ import optax
 
 from mpjax.casting.autocast import Program, autocast
 from mpjax.casting.rules import Rules
-from mpjax.inspection.program import traced_call
+from mpjax.inspection.program import trace_to_run
 from mpjax.loss_scale import static_loss_scale, value_and_grad
 from mpjax.loss_scale.state import LossScaleState, find_loss_scale_state
 from mpjax.modules.functional import contains_nnx_object, is_nnx_object
@@ -99,7 +99,7 @@ class Loss:
     def traced_at_any_scale(self, caller: str, args: Sequence[Any]) -> tuple[Program, int, list[str]]:
         """The gradient's program, the position of the loss scale in its arguments, and the gradients' tree paths."""
         names: list[str] = []
-        program = traced_call(caller, self.gradient_at_any_scale(names), args, {"mpjax_loss_scale": np.float32(1)})
+        program = trace_to_run(caller, self.gradient_at_any_scale(names), args, {"mpjax_loss_scale": np.float32(1)})
         return program, next(i for i, name in enumerate(program.names) if "mpjax_loss_scale" in name), names
 
 

@@ -12,7 +12,7 @@ from mpjax.modules import functional as nnx_calls
 from mpjax.modules.functional import contains_nnx_object
 
 
-def traced_call(caller: str, fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Program:
+def trace_to_run(caller: str, fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Program:
     """Traces a call that will be run. Its arguments must be arrays, not shapes."""
     call, pure_args, pure_kwargs, _ = functional(fun, args, kwargs)
     program = trace(call, pure_args, pure_kwargs, planned=False)

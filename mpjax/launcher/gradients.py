@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from mpjax._jaxpr import compat
 from mpjax.launcher.reruns import finite_results
-from mpjax.launcher.retrying import INNER_SCALE, MAX_SCALE, Attempt, Found, all_finite, until_finite
+from mpjax.launcher.retrying import INNER_SCALE, MAX_SCALE, Attempt, LastAttempt, all_finite, until_finite
 from mpjax.launcher.session import (
     CALLS,
     GOOD,
@@ -168,7 +168,7 @@ def gradients_of(
     state = _read(states, row)
     if not session.scales:
         attempt = evaluate(jnp.ones((), jnp.float32), args)
-        found = Found(attempt, jnp.ones((), jnp.float32), jnp.zeros((), jnp.int32))
+        found = LastAttempt(attempt, jnp.ones((), jnp.float32), jnp.zeros((), jnp.int32))
     else:
         start = jnp.asarray(session.options.init_scale, jnp.float32) if state is None else state[SCALE]
         found = until_finite(evaluate, args, start)
@@ -181,7 +181,7 @@ def gradients_of(
     return found.attempt.result
 
 
-def _next_state(session: Session, state: Any, found: Found, reran: Any) -> Any:
+def _next_state(session: Session, state: Any, found: LastAttempt, reran: Any) -> Any:
     """The state row after a gradient. It keeps the scale that gave finite gradients, and doubles it after many calls
     without a retry."""
     finite = found.attempt.finite if session.scales else all_finite(found.attempt.result)

@@ -43,7 +43,7 @@ class Attempt:
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
+class LastAttempt:
     """The last attempt, its scale and the number of retries, both of shape ()."""
 
     attempt: Attempt
@@ -51,7 +51,7 @@ class Found:
     retries: Any
 
 
-def until_finite(evaluate: Callable[..., Attempt], args: Any, start: Any) -> Found:
+def until_finite(evaluate: Callable[..., Attempt], args: Any, start: Any) -> LastAttempt:
     """The first finite attempt at the scales `start`, `start`/16, `start`/256, ...
 
     A retry evaluates everything again, including the forward pass, so no residuals are kept for it. Under a trace, the
@@ -82,16 +82,16 @@ def lower(scale: Any) -> Any:
     return jnp.maximum(scale * BACKOFF, MIN_SCALE)
 
 
-def _eager(evaluate: Callable[..., Attempt], args: Any, start: Any) -> Found:
+def _eager(evaluate: Callable[..., Attempt], args: Any, start: Any) -> LastAttempt:
     scale, retries = start, 0
     while True:
         attempt = evaluate(scale, args)
         if not bool(attempt.may_retry) or float(scale) <= MIN_SCALE:
-            return Found(attempt, scale, jnp.asarray(retries, jnp.int32))
+            return LastAttempt(attempt, scale, jnp.asarray(retries, jnp.int32))
         scale, retries = lower(scale), retries + 1
 
 
-def _loop(evaluate: Callable[..., Attempt], args: Any, start: Any) -> Found:
+def _loop(evaluate: Callable[..., Attempt], args: Any, start: Any) -> LastAttempt:
     leaves, tree = jax.tree.flatten(args)
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
     made: dict[str, Any] = {}
@@ -116,7 +116,7 @@ def _loop(evaluate: Callable[..., Attempt], args: Any, start: Any) -> Found:
     result, loss = jax.tree.unflatten(
         made["tree"], [_wrap_key(next(rest), x.impl) if isinstance(x, _Array) else x for x in made["leaves"]]
     )
-    return Found(Attempt(result, finite, loss), scale, retries)
+    return LastAttempt(Attempt(result, finite, loss), scale, retries)
 
 
 def _repeated(attempt: Callable[..., list[Any]], shapes: Sequence[Any], start: Any, arrays: list[Any]) -> Any:

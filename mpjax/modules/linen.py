@@ -19,19 +19,19 @@ import jax
 
 from mpjax.modules.explicit_dtypes import warn_explicit_dtypes
 from mpjax.modules.layers import cast
-from mpjax.modules.linen_calls import Run, interceptor, running, subclass
+from mpjax.modules.linen_calls import ModelCall, interceptor, running, subclass
 from mpjax.policy import Policy, path_string, warn_unused_overrides
 
 
 @dataclasses.dataclass(frozen=True)
-class _Setting:
+class _ClassKey:
     """The policy of a generated class.
 
     Args:
         policy: The model's policy.
-        place_nnx: As in `Run`.
+        place_nnx: As in `ModelCall`.
         part_of: Path of the model in the tree of bound modules, for a part of a bound model.
-        prefix: As in `Run`.
+        prefix: As in `ModelCall`.
         casts_output: Whether its results have the policy's output dtype. Not within an NNX model.
     """
 
@@ -43,7 +43,7 @@ class _Setting:
 
 
 # One class per model class and setting, so that equal models with equal policies are equal.
-_classes: weakref.WeakValueDictionary[tuple[type, _Setting], type] = weakref.WeakValueDictionary()
+_classes: weakref.WeakValueDictionary[tuple[type, _ClassKey], type] = weakref.WeakValueDictionary()
 
 
 def with_policy(
@@ -57,7 +57,7 @@ def with_policy(
         place_nnx: Sets a policy on an NNX module in the model: `nnx.set_policy`.
         path: The model's path in the NNX model that contains it, if any.
     """
-    cls = _class_with(_base(model), _Setting(policy, place_nnx, None, tuple(map(str, path or ())), path is None))
+    cls = _class_with(_base(model), _ClassKey(policy, place_nnx, None, tuple(map(str, path or ())), path is None))
     if model.parent is not None:
         # It is registered in its parent: a second instance would be a second submodule.
         object.__setattr__(model, "__class__", cls)
@@ -70,11 +70,11 @@ def _base(module: Any) -> Any:
     return getattr(type(module), "_mpjax_base", type(module))
 
 
-def _setting(module: Any) -> _Setting | None:
+def _setting(module: Any) -> _ClassKey | None:
     return getattr(type(module), "_mpjax_setting", None)
 
 
-def _class_with(base: Any, setting: _Setting) -> type:
+def _class_with(base: Any, setting: _ClassKey) -> type:
     if (base, setting) in _classes:
         return _classes[base, setting]
     namespace: dict[str, Any] = {name: _with_run(name, getattr(base, name)) for name in _methods(base)}
@@ -94,12 +94,12 @@ def _register(inherited: Callable[..., None]) -> Callable[..., None]:
     def register(self: Any, name: str, value: Any) -> None:
         inherited(self, name, value)
         run = _run_of(self)
-        _adopt(self, vars(self).get(name), _Setting(run.policy, run.place_nnx, run.root, run.prefix))
+        _adopt(self, vars(self).get(name), _ClassKey(run.policy, run.place_nnx, run.root, run.prefix))
 
     return register
 
 
-def _adopt(parent: Any, value: Any, setting: _Setting) -> None:
+def _adopt(parent: Any, value: Any, setting: _ClassKey) -> None:
     """Sets a policy on the submodules in a parent's attribute, and on the submodules already registered in those."""
     for module in jax.tree.leaves(value, is_leaf=lambda x: isinstance(x, nn.Module)):
         if isinstance(module, nn.Module) and module.parent is parent and _setting(module) is None:
@@ -118,17 +118,17 @@ def _unbind(inherited: Callable[..., Any]) -> Callable[..., Any]:
         module, variables = inherited(self)
         if self._mpjax_setting.part_of is not None:
             run = _run_of(self)
-            setting = _Setting(run.policy, run.place_nnx, prefix=tuple(run.relative(self.path).split("/")))
+            setting = _ClassKey(run.policy, run.place_nnx, prefix=tuple(run.relative(self.path).split("/")))
             object.__setattr__(module, "__class__", _class_with(_base(module), setting))
         return module, variables
 
     return unbind
 
 
-def _run_of(module: Any) -> Run:
+def _run_of(module: Any) -> ModelCall:
     """A run of the model of a bound module, which is the model or a part of it."""
     setting = module._mpjax_setting
-    return Run(
+    return ModelCall(
         setting.policy, setting.place_nnx, module.path if setting.part_of is None else setting.part_of, setting.prefix
     )
 
@@ -214,5 +214,5 @@ def _reduce(self: Any) -> Any:
     return _blank, (self._mpjax_base, self._mpjax_setting), dict(vars(self))
 
 
-def _blank(base: type, setting: _Setting) -> Any:
+def _blank(base: type, setting: _ClassKey) -> Any:
     return object.__new__(_class_with(base, setting))

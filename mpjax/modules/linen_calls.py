@@ -35,7 +35,7 @@ from mpjax.policy import Policy
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class ModelCall:
     """One call of a model with a policy.
 
     Args:
@@ -66,7 +66,7 @@ running = jax.make_user_context(None)
 _CALLED = "_mpjax_called"
 
 
-def interceptor(run: Run) -> Callable[..., Any]:
+def interceptor(run: ModelCall) -> Callable[..., Any]:
     def intercept(fun: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
         module, method = context.module, context.method_name
         # Skip calls under another policy, and the module's calls of its own methods. Flax treats an author's
@@ -126,7 +126,7 @@ def _recomputed(module: Any, fun: Callable[..., Any]) -> Callable[..., Any]:
     return recomputed
 
 
-def _unset_dtype(run: Run, module: Any) -> tuple[np.dtype, ...]:
+def _unset_dtype(run: ModelCall, module: Any) -> tuple[np.dtype, ...]:
     """The default of the model's own `dtype` field: not a value chosen for this model."""
     if module.path != run.root:
         return ()
@@ -138,7 +138,7 @@ def _in_cell(module: Any) -> bool:
     return kind_of(type(module.parent), "__call__") is Kind.CELL
 
 
-def _made_by_nnx(nnx_class: Callable[..., Any], run: Run, path: str, *args: Any, **kwargs: Any) -> Any:
+def _made_by_nnx(nnx_class: Callable[..., Any], run: ModelCall, path: str, *args: Any, **kwargs: Any) -> Any:
     """The NNX module of `nnx.bridge.to_linen`, with the policy."""
     module = nnx_class(*args, **kwargs)
     run.paths.update(run.place_nnx(module, run.policy, tuple(path.split("/")) if path else ()))
@@ -152,7 +152,7 @@ def _with_method_by_name(nnx_class: Any, kwargs: dict[str, Any]) -> dict[str, An
     return {**kwargs, "nnx_method": name} if name and getattr(nnx_class, name, None) is method else kwargs
 
 
-def _param(module: Any, run: Run, path: str, how: Reading | None, in_cell: bool) -> Callable[..., Any]:
+def _param(module: Any, run: ModelCall, path: str, how: Reading | None, in_cell: bool) -> Callable[..., Any]:
     """`module.param`, which stores the parameter in the policy's param dtype and returns it as code reads it."""
     make_parameter = module.param
 

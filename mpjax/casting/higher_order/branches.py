@@ -12,13 +12,13 @@ from mpjax.casting.higher_order.sub_jaxpr import (
     Several,
     all_full,
     as_traced,
-    deliver,
+    convention_of,
     enter,
-    hand_in,
-    receive,
-    seen,
+    flatten_operands,
+    operand_dtypes,
+    unflatten_operands,
 )
-from mpjax.casting.infer import Inference, plan
+from mpjax.casting.infer import Inference, plan_jaxpr
 from mpjax.casting.lattice import FULL, HALF, TRACED, Inferred, Level, at_boundary, join, storage_of
 from mpjax.casting.plan import Plan, Step
 from mpjax.casting.rewrite import Environment, arrays_of, run_closed, values_of
@@ -36,9 +36,11 @@ def _infer(inference: Inference, eqn: Any, listing: Listing) -> Step:
     wanted = inference.wanted_of(eqn)
     operands = eqn.invars[1:]
     setting = inference.setting.inside(eqn, listing.region)
-    plans = tuple(plan(branch, seen(inference, operands), wanted, setting) for branch in eqn.params["branches"])
+    plans = tuple(
+        plan_jaxpr(branch, operand_dtypes(inference, operands), wanted, setting) for branch in eqn.params["branches"]
+    )
     outs = [_agreed(found, use) for *found, use in zip(*(p.outs for p in plans), wanted, strict=True)]
-    if all(p.trivial for p in plans) and all_full(outs):
+    if all(p.unchanged for p in plans) and all_full(outs):
         return as_traced(inference, eqn, listing, outs, *plans)
     storages = [[TRACED]]
     for i, v in enumerate(operands):
@@ -46,7 +48,7 @@ def _infer(inference: Inference, eqn: Any, listing: Listing) -> Step:
         for p in plans:
             mask |= p.in_reads[i]
         storages.append([HALF if value is not None and mask == HALF.bit else storage_of(value)])
-    return enter(eqn, listing, outs, Several(plans, deliver(inference, eqn, storages)))
+    return enter(eqn, listing, outs, Several(plans, convention_of(inference, eqn, storages)))
 
 
 def _agreed(found: Sequence[Inferred | None], use: Use) -> Inferred | None:
@@ -66,11 +68,11 @@ def _agreed(found: Sequence[Inferred | None], use: Use) -> Inferred | None:
 def _issue(step: Step, operands: Sequence[Any], plan: Plan, env: Environment) -> Sequence[Any]:
     inner: Several = step.inner
     half = plan.setting.half
-    index, *arrays = hand_in(inner.delivery, operands)
+    index, *arrays = flatten_operands(inner.convention, operands)
 
     def branch(planned: Plan, jaxpr: Any) -> Any:
         def body(*arrays: Any) -> tuple[Any, ...]:
-            values = receive(inner.delivery[1:], arrays, 1, len(planned.invars), half)
+            values = unflatten_operands(inner.convention[1:], arrays, 1, len(planned.invars), half)
             return tuple(arrays_of(run_closed(planned, jaxpr, values), step.outs))
 
         return body

@@ -15,11 +15,11 @@ from mpjax.casting.higher_order.sub_jaxpr import (
     Call,
     HigherOrder,
     as_traced,
-    deliver,
+    cached_function,
+    convention_of,
     enter,
+    flatten_operands,
     function_of,
-    hand_in,
-    kept,
     plan_call,
     storages_in,
 )
@@ -45,7 +45,7 @@ def _infer_jit(inference: Inference, eqn: Any, listing: Listing) -> Step:
     if setting.recompute and is_cheap(eqn):
         setting = dataclasses.replace(setting, folded=True)
     inner = plan_call(inference, eqn, listing, compat.call_jaxpr(eqn.params), setting)
-    if inner.trivial:
+    if inner.unchanged:
         return as_traced(inference, eqn, listing, inner.outs, inner)
     donated = eqn.params.get("donated_invars") or (False,) * len(eqn.invars)
     storages = []
@@ -56,29 +56,29 @@ def _infer_jit(inference: Inference, eqn: Any, listing: Listing) -> Step:
         is_parameter = value is not None and value.level == Level.INPUT and mask & FULL.bit
         given = is_donated or stored != FULL or not mask or is_parameter
         storages.append([stored] if given else storages_in(mask))
-    return enter(eqn, listing, inner.outs, Call(inner, deliver(inference, eqn, storages)))
+    return enter(eqn, listing, inner.outs, Call(inner, convention_of(inference, eqn, storages)))
 
 
 def _issue_jit(step: Step, operands: Sequence[Any], plan: Plan, env: Environment) -> Sequence[Any]:
     call: Call = step.inner
     params, jaxpr, half = step.eqn.params, compat.call_jaxpr(step.eqn.params), plan.setting.half
-    arrays = hand_in(call.delivery, operands)
+    arrays = flatten_operands(call.convention, operands)
     options = compat.jit_options(params) or {}
     shardings = tuple(params["in_shardings"]), tuple(params["out_shardings"])
-    donated = tuple(n for n, (i, _) in enumerate(call.delivery) if params["donated_invars"][i])
-    key = ("jit", call.delivery, params["name"], *shardings, donated, repr(options))
+    donated = tuple(n for n, (i, _) in enumerate(call.convention) if params["donated_invars"][i])
+    key = ("jit", call.convention, params["name"], *shardings, donated, repr(options))
 
     def make() -> Any:
-        body = function_of(call.plan, call.delivery, jaxpr)
+        body = function_of(call.plan, call.convention, jaxpr)
         body.__name__ = body.__qualname__ = params["name"]
-        ins, outs = [shardings[0][i] for i, _ in call.delivery], shardings[1]
+        ins, outs = [shardings[0][i] for i, _ in call.convention], shardings[1]
         if not all(map(compat.is_unspecified, ins)):
             options["in_shardings"] = tuple(None if compat.is_unspecified(s) else s for s in ins)
         if not all(map(compat.is_unspecified, outs)):
             options["out_shardings"] = tuple(None if compat.is_unspecified(s) else s for s in outs)
         return jax.jit(body, donate_argnums=donated or None, **options)
 
-    return values_of(kept(call.plan, key, make)(*arrays), call.plan.outs, half)
+    return values_of(cached_function(call.plan, key, make)(*arrays), call.plan.outs, half)
 
 
 def _call(wrap: Callable[[Callable[..., Any], dict[str, Any]], Callable[..., Any]]) -> HigherOrder:
@@ -86,8 +86,8 @@ def _call(wrap: Callable[[Callable[..., Any], dict[str, Any]], Callable[..., Any
 
     def issue(step: Step, operands: Sequence[Any], plan: Plan, env: Environment) -> Sequence[Any]:
         call: Call = step.inner
-        body = function_of(call.plan, call.delivery, compat.call_jaxpr(step.eqn.params))
-        outs = wrap(body, step.eqn.params)(*hand_in(call.delivery, operands))
+        body = function_of(call.plan, call.convention, compat.call_jaxpr(step.eqn.params))
+        outs = wrap(body, step.eqn.params)(*flatten_operands(call.convention, operands))
         return values_of(outs, call.plan.outs, plan.setting.half)
 
     return HigherOrder(uses_of_call, _infer_jit, issue)
@@ -95,7 +95,7 @@ def _call(wrap: Callable[[Callable[..., Any], dict[str, Any]], Callable[..., Any
 
 def _infer_remat(inference: Inference, eqn: Any, listing: Listing) -> Step:
     inner = plan_call(inference, eqn, listing, compat.call_jaxpr(eqn.params))
-    if inner.trivial:
+    if inner.unchanged:
         return as_traced(inference, eqn, listing, inner.outs, inner)
     storages = []
     for v, mask in zip(eqn.invars, inner.in_reads, strict=True):
@@ -105,29 +105,29 @@ def _infer_remat(inference: Inference, eqn: Any, listing: Listing) -> Step:
         only_half = value is not None and value.storage == FULL and mask == HALF.bit
         activation = value is not None and value.level not in (Level.INPUT, Level.PINNED)
         storages.append([HALF if only_half and activation else storage_of(value)])
-    return enter(eqn, listing, inner.outs, Call(inner, deliver(inference, eqn, storages)))
+    return enter(eqn, listing, inner.outs, Call(inner, convention_of(inference, eqn, storages)))
 
 
 def _issue_remat(step: Step, operands: Sequence[Any], plan: Plan, env: Environment) -> Sequence[Any]:
     call: Call = step.inner
     params, jaxpr, half = step.eqn.params, compat.call_jaxpr(step.eqn.params), plan.setting.half
-    arrays = hand_in(call.delivery, operands)
+    arrays = flatten_operands(call.convention, operands)
     of_operands = compat.barriers(params, len(operands))
-    barriers = tuple(of_operands[i] for i, _ in call.delivery)
+    barriers = tuple(of_operands[i] for i, _ in call.convention)
     if params["differentiated"]:
         # This is already the backward pass of a remat. Only the barrier remains, which keeps the compiler from
         # sharing the recomputed values with the forward pass.
         behind = iter(lax.optimization_barrier([x for x, barrier in zip(arrays, barriers, strict=True) if barrier]))
         arrays = [next(behind) if barrier else x for x, barrier in zip(arrays, barriers, strict=True)]
-        return values_of(function_of(call.plan, call.delivery, jaxpr)(*arrays), call.plan.outs, half)
+        return values_of(function_of(call.plan, call.convention, jaxpr)(*arrays), call.plan.outs, half)
     flags: bool | tuple[bool, ...] = barriers[0] if len(set(barriers)) == 1 else barriers
-    key = ("remat", call.delivery, flags, params["policy"])
+    key = ("remat", call.convention, flags, params["policy"])
 
     def make() -> Any:
-        body = function_of(call.plan, call.delivery, jaxpr)
+        body = function_of(call.plan, call.convention, jaxpr)
         return jax.checkpoint(body, prevent_cse=flags, policy=params["policy"])
 
-    return values_of(kept(call.plan, key, make)(*arrays), call.plan.outs, half)
+    return values_of(cached_function(call.plan, key, make)(*arrays), call.plan.outs, half)
 
 
 def _uses_of_remat(eqn: Any, outs: tuple[Use, ...], setting: Setting) -> Sequence[Use]:

@@ -20,8 +20,8 @@ from mpjax._jaxpr.weight_gradients import detached
 from mpjax.casting.classify import Listing, Setting, tracked
 from mpjax.casting.derivative_rules import (
     BackwardRule,
+    DerivativeRules,
     JvpRule,
-    Rules,
     VjpRule,
     backward_rule,
     closed_over,
@@ -32,19 +32,19 @@ from mpjax.casting.derivative_rules import (
 )
 from mpjax.casting.higher_order.calls import uses_of_call
 from mpjax.casting.higher_order.sub_jaxpr import (
-    Delivery,
+    Convention,
     HigherOrder,
     as_traced,
-    deliver,
+    convention_of,
     enter,
+    flatten_operands,
     function_of,
-    hand_in,
     plan_call,
 )
-from mpjax.casting.infer import Inference, plan
+from mpjax.casting.infer import Inference, plan_jaxpr
 from mpjax.casting.lattice import FULL, HALF, PARAMETER, TRACED, Inferred, Level, Storage, storage_of
 from mpjax.casting.plan import Plan, Step
-from mpjax.casting.rewrite import Environment, Value, array_of, arrays_of, run, values_of
+from mpjax.casting.rewrite import Environment, MixedValue, array_of, arrays_of, run, values_of
 from mpjax.casting.uses import Use, uses
 
 _WANTED = {HALF: Use.READ | Use.HALF, FULL: Use.READ | Use.FLOAT, TRACED: Use.READ}
@@ -56,7 +56,7 @@ class WithRules:
 
     Args:
         plan: The plan of the function.
-        delivery: The storage dtypes of its operands.
+        convention: The storage dtypes of its operands.
         closures: The variables of the enclosing program that its rules close over.
         unread: For each result, whether it is unused. Rules don't compute unused results, because the values that
             they close over may be gone.
@@ -66,7 +66,7 @@ class WithRules:
     """
 
     plan: Plan
-    delivery: Delivery
+    convention: Convention
     closures: Sequence[Any] = ()
     unread: Sequence[bool] = ()
     jvp: tuple[JvpRule, Plan] | None = None
@@ -88,7 +88,7 @@ class WithRules:
         """The inferred dtypes of the operands as delivered."""
         return [
             x if x is None else Inferred(Level.HALF if storage == HALF else x.level, storage)
-            for x, (_, storage) in zip(self.plan.ins, self.delivery, strict=True)
+            for x, (_, storage) in zip(self.plan.ins, self.convention, strict=True)
         ]
 
 
@@ -109,15 +109,15 @@ def _infer(inference: Inference, eqn: Any, listing: Listing) -> Step:
     bare = eqn.primitive.name == "custom_jvp_call" or not any(map(tracked, eqn.invars))
     in_rule = inference.setting.in_rule
     closures = () if in_rule else closed_over(inference.jaxpr, eqn)
-    if inner.trivial and bare and (in_rule or not closes_over_tracers(inference.jaxpr, eqn)):
+    if inner.unchanged and bare and (in_rule or not closes_over_tracers(inference.jaxpr, eqn)):
         return as_traced(inference, eqn, listing, inner.outs, inner)
     storages = []
     for v, mask in zip(eqn.invars, inner.in_reads, strict=True):
         value = inference.value(v)
         storages.append([HALF if value is not None and mask == HALF.bit else storage_of(value)])
     unread = tuple(not use for use in inference.wanted_of(eqn))
-    entered = WithRules(inner, deliver(inference, eqn, storages), closures, unread)
-    rules = Rules() if in_rule else rules_of(inference.jaxpr, eqn)
+    entered = WithRules(inner, convention_of(inference, eqn, storages), closures, unread)
+    rules = DerivativeRules() if in_rule else rules_of(inference.jaxpr, eqn)
     if rules.jvp is not None:
         entered.jvp = rules.jvp, _plan_jvp(rules.jvp, entered, eqn.params)
     if rules.vjp is not None and rules.backward is not None:
@@ -145,12 +145,12 @@ def _plan_rule(
     leading = [PARAMETER if tracked(v) else None for v in jaxpr.invars[: len(jaxpr.invars) - len(ins)]]
     assert len(leading) in (0, len(consts)), "a rule's jaxpr takes its constants, then its operands"
     taken = tuple(use for use in wanted if use is not None)
-    return plan(jaxpr, (*leading, *ins), taken, dataclasses.replace(setting, in_rule=True))
+    return plan_jaxpr(jaxpr, (*leading, *ins), taken, dataclasses.replace(setting, in_rule=True))
 
 
 def _closed_over(entered: WithRules, env: Environment) -> list[Any]:
     """The arrays that the rules close over. They become operands, because a rule runs after this trace has ended."""
-    arrays = [env[v][FULL] if isinstance(env[v], Value) else env[v] for v in entered.closures]
+    arrays = [env[v][FULL] if isinstance(env[v], MixedValue) else env[v] for v in entered.closures]
     return [detached.bind(x) if jnp.issubdtype(x.dtype, jnp.inexact) else x for x in arrays]
 
 
@@ -178,7 +178,7 @@ def _wanted(entered: WithRules) -> list[Use | None]:
 
 def _array(value: Any, storage: Storage) -> Any:
     """A result of a rule in a storage dtype. The tangent of an integer is returned unchanged."""
-    return array_of(value, storage) if isinstance(value, Value) else value
+    return array_of(value, storage) if isinstance(value, MixedValue) else value
 
 
 # custom_jvp.
@@ -198,8 +198,8 @@ def _plan_jvp(rule: JvpRule, entered: WithRules, params: dict[str, Any]) -> Plan
 def _issue_jvp(step: Step, operands: Sequence[Any], outer: Plan, env: Environment) -> Sequence[Any]:
     entered: WithRules = step.inner
     params, outs = step.eqn.params, entered.plan.outs
-    first, count = params["num_consts"], len(entered.delivery)
-    body = function_of(entered.plan, entered.delivery, params["call_jaxpr"])
+    first, count = params["num_consts"], len(entered.convention)
+    body = function_of(entered.plan, entered.convention, params["call_jaxpr"])
     fun = jax.custom_jvp(lambda *arrays: body(*arrays[:count]))
 
     def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
@@ -222,7 +222,7 @@ def _issue_jvp(step: Step, operands: Sequence[Any], outer: Plan, env: Environmen
         return tuple(out), tuple(dots)
 
     fun.defjvp(rule, symbolic_zeros=params["symbolic_zeros"])
-    arrays = [*hand_in(entered.delivery, operands), *_closed_over(entered, env)]
+    arrays = [*flatten_operands(entered.convention, operands), *_closed_over(entered, env)]
     return values_of(fun(*arrays), outs, outer.setting.half)
 
 
@@ -275,18 +275,18 @@ def _plan_backward(
     wanted = [_WANTED[storage] for storage, zero in zip(ins, backward.zeros, strict=True) if not zero]
     wanted += [_WANTED[FULL]] * backward.logs.num_leaves
     setting = dataclasses.replace(entered.plan.setting, in_rule=True)
-    return plan(backward.jaxpr, (*residuals, *cotangents), tuple(wanted), setting)
+    return plan_jaxpr(backward.jaxpr, (*residuals, *cotangents), tuple(wanted), setting)
 
 
 def _issue_vjp(step: Step, operands: Sequence[Any], outer: Plan, env: Environment) -> Sequence[Any]:
     entered: WithRules = step.inner
     params, half, outs = step.eqn.params, outer.setting.half, entered.plan.outs
     num_consts, symbolic = params["num_consts"], params["symbolic_zeros"]
-    arrays = hand_in(entered.delivery, operands)
+    arrays = flatten_operands(entered.convention, operands)
     # JAX refuses to differentiate values that a custom_vjp closes over, so these stay closed over here.
     constant, arguments = arrays[:num_consts], arrays[num_consts:]
     count = len(arguments)
-    body = function_of(entered.plan, entered.delivery, params["call_jaxpr"])
+    body = function_of(entered.plan, entered.convention, params["call_jaxpr"])
     in_avals = [v.aval for v in step.eqn.invars]
     latest: dict[str, Any] = {}  # The backward rule uses the forward rule that ran last.
 

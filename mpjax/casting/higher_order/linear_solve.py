@@ -10,11 +10,11 @@ from jax import lax
 
 from mpjax.casting.classify import Listing, Setting, tracked
 from mpjax.casting.higher_order.loops import invariant
-from mpjax.casting.higher_order.sub_jaxpr import HigherOrder, as_traced, enter, seen, storages_in
-from mpjax.casting.infer import Inference, plan
+from mpjax.casting.higher_order.sub_jaxpr import HigherOrder, as_traced, enter, operand_dtypes, storages_in
+from mpjax.casting.infer import Inference, plan_jaxpr
 from mpjax.casting.lattice import FULL, Inferred, Level, storage_of
 from mpjax.casting.plan import Plan, Step
-from mpjax.casting.rewrite import Environment, Value, arrays_of, run_closed, values_of
+from mpjax.casting.rewrite import Environment, MixedValue, arrays_of, run_closed, values_of
 from mpjax.casting.uses import RESULT, Use, uses
 
 _VECTOR = Inferred(Level.PINNED, FULL)
@@ -67,10 +67,10 @@ def _infer(inference: Inference, eqn: Any, listing: Listing) -> Step:
     plans = {}
     for name, jaxpr in _jaxprs(eqn.params).items():
         vectors = (_VECTOR if tracked(v) else None for v in b)
-        ins = (*seen(inference, consts[name]), *vectors)
-        plans[name] = plan(jaxpr, ins, (RESULT,) * len(jaxpr.out_avals), setting)
+        ins = (*operand_dtypes(inference, consts[name]), *vectors)
+        plans[name] = plan_jaxpr(jaxpr, ins, (RESULT,) * len(jaxpr.out_avals), setting)
     outs = tuple(Inferred(Level.FLOAT, FULL) if tracked(v) else None for v in eqn.outvars)
-    if all(p.trivial for p in plans.values()):
+    if all(p.unchanged for p in plans.values()):
         return as_traced(inference, eqn, listing, outs, *plans.values())
     for name, planned in plans.items():
         for v, mask in zip(consts[name], planned.in_reads, strict=False):
@@ -95,7 +95,7 @@ def _issue(step: Step, operands: Sequence[Any], plan: Plan, env: Environment) ->
             values = [make() for make in invariants] + values_of(arrays, vectors, half)
             # Vectors are returned in float32, whatever their storage dtype in the plan.
             results = run_closed(planned, jaxprs[name], values)
-            found = [x[FULL] if isinstance(x, Value) else x for x in results]
+            found = [x[FULL] if isinstance(x, MixedValue) else x for x in results]
             return (found[: len(b)], found[len(b) :]) if has_aux and "solve" in name else found
 
         return call

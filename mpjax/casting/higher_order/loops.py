@@ -9,23 +9,23 @@ from typing import Any
 from mpjax._jaxpr import compat, evaluator
 from mpjax._jaxpr.primitives import primitive
 from mpjax._jaxpr.program import SubJaxpr, sub_jaxprs
-from mpjax._jaxpr.weight_gradients import detached, lent
+from mpjax._jaxpr.weight_gradients import detached, straight_through
 from mpjax.casting.classify import Listing, Setting
 from mpjax.casting.higher_order.sub_jaxpr import (
-    Delivery,
+    Convention,
     HigherOrder,
     all_full,
     as_traced,
     enter,
-    hand_in,
-    receive,
-    seen,
+    flatten_operands,
+    operand_dtypes,
     storages_in,
+    unflatten_operands,
 )
-from mpjax.casting.infer import Inference, plan
+from mpjax.casting.infer import Inference, plan_jaxpr
 from mpjax.casting.lattice import FULL, HALF, Inferred, Level, carried, join, storage_of
 from mpjax.casting.plan import Plan, Step
-from mpjax.casting.rewrite import Environment, Value, arrays_of, run_closed, values_of
+from mpjax.casting.rewrite import Environment, MixedValue, arrays_of, run_closed, values_of
 from mpjax.casting.uses import RESULT, Use, Uses, uses
 
 
@@ -36,13 +36,13 @@ class Loop:
     Args:
         body: The plan of the body.
         carry: The inferred dtypes of the carry.
-        delivery: The storage dtypes of the scanned operands.
+        convention: The storage dtypes of the scanned operands.
         condition: The plan of the condition of a `while`.
     """
 
     body: Plan
     carry: tuple[Inferred | None, ...]
-    delivery: Delivery
+    convention: Convention
     condition: Plan | None = None
 
     @property
@@ -97,26 +97,26 @@ def _infer(inference: Inference, eqn: Any, listing: Listing) -> Step:
     consts, init, scanned = body.split(eqn.invars)
     setting = inference.setting.inside(eqn, listing.region, body.consts)
     wanted, _ = _uses_fixed_point(eqn, inference.wanted_of(eqn), setting)
-    planned, carry = _carry_fixed_point(inference, eqn, body, seen(inference, scanned), wanted, setting)
+    planned, carry = _carry_fixed_point(inference, eqn, body, operand_dtypes(inference, scanned), wanted, setting)
     outs = [*carry, *planned.outs[body.carry :]]
     plans, masks, of_condition = [planned], planned.in_reads[: body.consts], None
     if condition is not None:
         first, _, _ = condition.split(eqn.invars)
         inside = dataclasses.replace(setting, invariants=condition.consts)
-        of_condition = plan(condition.jaxpr, (*seen(inference, first), *carry), (RESULT,), inside)
+        of_condition = plan_jaxpr(condition.jaxpr, (*operand_dtypes(inference, first), *carry), (RESULT,), inside)
         plans, masks = [of_condition, planned], (*of_condition.in_reads[: condition.consts], *masks)
         consts = first + consts
-    if all(p.trivial for p in plans) and all_full(outs):
+    if all(p.unchanged for p in plans) and all_full(outs):
         return as_traced(inference, eqn, listing, outs, *plans)
     _read_invariants(inference, consts, masks, init, carry)
-    delivery, end = [], body.consts + body.carry
+    convention, end = [], body.consts + body.carry
     for i, (v, mask) in enumerate(zip(scanned, planned.in_reads[end:], strict=True), end):
         value = inference.value(v)
         # Slices of a parameter are cast in the loop, one layer at a time.
         activation = value is not None and value.level in (Level.COMPUTED, Level.HALF)
         storage = HALF if activation and mask == HALF.bit else storage_of(value)
-        delivery.append((i, inference.read(v, storage)))
-    return enter(eqn, listing, outs, Loop(planned, carry, tuple(delivery), of_condition))
+        convention.append((i, inference.read(v, storage)))
+    return enter(eqn, listing, outs, Loop(planned, carry, tuple(convention), of_condition))
 
 
 def _read_invariants(
@@ -149,14 +149,14 @@ def _carry_fixed_point(
     outs = jaxpr.outvars[: body.carry]
     levels: list[Level | None] = []
     for i, v in enumerate(init):
-        value = inference.seen(v)
+        value = inference.operand(v)
         use = inference.use(eqn.outvars[i])
         levels.append(None if value is None else _first_level(value.level, use, jaxpr, ins[i], outs[i]))
     while True:
         carry = tuple(
             None if level is None else carried(level, use) for level, use in zip(levels, wanted, strict=False)
         )
-        planned = plan(jaxpr, (*seen(inference, consts), *carry, *xs), wanted, setting)
+        planned = plan_jaxpr(jaxpr, (*operand_dtypes(inference, consts), *carry, *xs), wanted, setting)
         grown = [
             None if x is None or after is None else join(x.level, after.level)
             for x, after in zip(carry, planned.outs, strict=False)
@@ -199,13 +199,13 @@ def _adds_to(jaxpr: Any, before: Any, after: Any) -> bool:
 
 def invariant(value: Any, mask: int, half: Any) -> Callable[[], Any]:
     """Casts a loop-invariant value before the loop. Returns a function that makes the value inside the loop."""
-    if not isinstance(value, Value):
+    if not isinstance(value, MixedValue):
         return lambda: value
     full = value[FULL]
     if not mask & HALF.bit:
-        return lambda: Value(half, full=full)
+        return lambda: MixedValue(half, full=full)
     low = detached.bind(value[HALF])
-    return lambda: Value(half, full=full, low=lent.bind(low, full))
+    return lambda: MixedValue(half, full=full, low=straight_through.bind(low, full))
 
 
 def _issue(step: Step, operands: Sequence[Any], plan: Plan, env: Environment) -> Sequence[Any]:
@@ -219,12 +219,12 @@ def _issue(step: Step, operands: Sequence[Any], plan: Plan, env: Environment) ->
 
     def iteration(carry: Sequence[Any], xs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         values = [make() for make in invariants] + values_of(carry, loop.carry, half)
-        values += receive(loop.delivery, xs, len(values), len(loop.delivery), half)
+        values += unflatten_operands(loop.convention, xs, len(values), len(loop.convention), half)
         outs = arrays_of(run_closed(planned, body.jaxpr, values), (*loop.carry, *planned.outs[body.carry :]))
         return outs[: body.carry], outs[body.carry :]
 
     if condition is None or loop.condition is None:
-        carry, ys = evaluator.scan(eqn, iteration, carry, hand_in(loop.delivery, operands))
+        carry, ys = evaluator.scan(eqn, iteration, carry, flatten_operands(loop.convention, operands))
         return values_of([*carry, *ys], step.outs, half)
     of_condition = loop.condition
 

@@ -13,10 +13,10 @@ from mpjax.casting.higher_order.sub_jaxpr import (
     Call,
     HigherOrder,
     as_traced,
-    deliver,
+    convention_of,
     enter,
+    flatten_operands,
     function_of,
-    hand_in,
     plan_call,
 )
 from mpjax.casting.infer import Inference
@@ -34,7 +34,7 @@ def _uses(eqn: Any, outs: tuple[Use, ...], setting: Setting) -> Sequence[Use]:
 def _infer(inference: Inference, eqn: Any, listing: Listing) -> Step:
     with compat.on_its_devices(eqn.params):
         inner = plan_call(inference, eqn, listing, compat.call_jaxpr(eqn.params))
-    if inner.trivial:
+    if inner.unchanged:
         return as_traced(inference, eqn, listing, inner.outs, inner)
     in_specs, _ = compat.shard_map_specs(eqn.params)
     axes = compat.shard_map_options(eqn.params)["axis_names"]
@@ -50,7 +50,7 @@ def _infer(inference: Inference, eqn: Any, listing: Listing) -> Step:
         else:
             storage = value.storage
         storages.append([storage])
-    return enter(eqn, listing, inner.outs, Call(inner, deliver(inference, eqn, storages)))
+    return enter(eqn, listing, inner.outs, Call(inner, convention_of(inference, eqn, storages)))
 
 
 def _issue(step: Step, operands: Sequence[Any], plan: Plan, env: Environment) -> Sequence[Any]:
@@ -58,12 +58,12 @@ def _issue(step: Step, operands: Sequence[Any], plan: Plan, env: Environment) ->
     params = step.eqn.params
     in_specs, out_specs = compat.shard_map_specs(params)
     mapped = jax.shard_map(
-        function_of(call.plan, call.delivery, compat.call_jaxpr(params)),
-        in_specs=tuple(in_specs[i] for i, _ in call.delivery),
+        function_of(call.plan, call.convention, compat.call_jaxpr(params)),
+        in_specs=tuple(in_specs[i] for i, _ in call.convention),
         out_specs=out_specs,
         **compat.shard_map_options(params),
     )
-    return values_of(mapped(*hand_in(call.delivery, operands)), call.plan.outs, plan.setting.half)
+    return values_of(mapped(*flatten_operands(call.convention, operands)), call.plan.outs, plan.setting.half)
 
 
 SHARD_MAP = HigherOrder(_uses, _infer, _issue)

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpjax.casting.classify import Listing, Setting, tracked
-from mpjax.casting.infer import Inference, plan
+from mpjax.casting.infer import Inference, plan_jaxpr
 from mpjax.casting.lattice import FULL, HALF, TRACED, Inferred, Storage
 from mpjax.casting.plan import Action, Plan, Step
 from mpjax.casting.rewrite import Environment, array_of, arrays_of, run_closed, value_of
 from mpjax.casting.uses import Use
 
-Delivery = tuple[tuple[int, Storage], ...]
+Convention = tuple[tuple[int, Storage], ...]
 """The operand and the storage dtype of each array that goes into a sub-jaxpr: an operand may go in in both."""
 
 
@@ -43,7 +43,7 @@ class Call:
     """One sub-jaxpr, and the storage dtypes of its operands."""
 
     plan: Plan
-    delivery: Delivery
+    convention: Convention
 
     @property
     def plans(self) -> tuple[Plan, ...]:
@@ -56,15 +56,15 @@ class Several:
     """Several sub-jaxprs on the same operands."""
 
     plans: tuple[Plan, ...]
-    delivery: Delivery
+    convention: Convention
 
 
 # Inference.
 
 
-def seen(inference: Inference, variables: Sequence[Any]) -> tuple[Inferred | None, ...]:
+def operand_dtypes(inference: Inference, variables: Sequence[Any]) -> tuple[Inferred | None, ...]:
     """The inferred dtypes of operands that are passed to a sub-jaxpr."""
-    return tuple(inference.seen(v) for v in variables)
+    return tuple(inference.operand(v) for v in variables)
 
 
 def outs_of(eqn: Any, inferred: Sequence[Inferred | None]) -> tuple[Inferred | None, ...]:
@@ -75,7 +75,7 @@ def outs_of(eqn: Any, inferred: Sequence[Inferred | None]) -> tuple[Inferred | N
 def plan_call(inference: Inference, eqn: Any, listing: Listing, jaxpr: Any, setting: Setting | None = None) -> Plan:
     """The plan of a sub-jaxpr with the operands and results of its equation."""
     setting = setting or inference.setting.inside(eqn, listing.region)
-    return plan(jaxpr, seen(inference, eqn.invars), inference.wanted_of(eqn), setting)
+    return plan_jaxpr(jaxpr, operand_dtypes(inference, eqn.invars), inference.wanted_of(eqn), setting)
 
 
 def enter(eqn: Any, listing: Listing, outs: Sequence[Inferred | None], inner: Any, why: str = "entered") -> Step:
@@ -95,7 +95,7 @@ def all_full(inferred: Sequence[Inferred | None]) -> bool:
     return all(x is None or x.storage == FULL for x in inferred)
 
 
-def deliver(inference: Inference, eqn: Any, storages: Sequence[Sequence[Storage]]) -> Delivery:
+def convention_of(inference: Inference, eqn: Any, storages: Sequence[Sequence[Storage]]) -> Convention:
     """Records that operands are read, each in the given storage dtypes."""
     return tuple((i, inference.read(eqn.invars[i], storage)) for i, wanted in enumerate(storages) for storage in wanted)
 
@@ -108,15 +108,17 @@ def storages_in(mask: int) -> list[Storage]:
 # Issuing again.
 
 
-def hand_in(delivery: Delivery, operands: Sequence[Any]) -> list[Any]:
+def flatten_operands(convention: Convention, operands: Sequence[Any]) -> list[Any]:
     """The arrays that are passed to a sub-jaxpr."""
-    return [array_of(operands[i], storage) for i, storage in delivery]
+    return [array_of(operands[i], storage) for i, storage in convention]
 
 
-def receive(delivery: Delivery, arrays: Sequence[Any], first: int, count: int, half: np.dtype) -> list[Any]:
+def unflatten_operands(
+    convention: Convention, arrays: Sequence[Any], first: int, count: int, half: np.dtype
+) -> list[Any]:
     """The values of the arrays inside the sub-jaxpr. An operand may arrive in both dtypes."""
     values: list[Any] = [None] * count
-    for (i, storage), array in zip(delivery, arrays, strict=True):
+    for (i, storage), array in zip(convention, arrays, strict=True):
         if storage == TRACED:
             values[i - first] = array
         elif values[i - first] is None:
@@ -126,17 +128,17 @@ def receive(delivery: Delivery, arrays: Sequence[Any], first: int, count: int, h
     return values
 
 
-def function_of(planned: Plan, delivery: Delivery, jaxpr: Any) -> Callable[..., tuple[Any, ...]]:
+def function_of(planned: Plan, convention: Convention, jaxpr: Any) -> Callable[..., tuple[Any, ...]]:
     """A sub-jaxpr as a function of the arrays that are passed to it."""
 
     def body(*arrays: Any) -> tuple[Any, ...]:
-        values = receive(delivery, arrays, 0, len(planned.invars), planned.setting.half)
+        values = unflatten_operands(convention, arrays, 0, len(planned.invars), planned.setting.half)
         return tuple(arrays_of(run_closed(planned, jaxpr, values), planned.outs))
 
     return body
 
 
-def kept(planned: Plan, key: Any, make: Callable[[], Any]) -> Any:
+def cached_function(planned: Plan, key: Any, make: Callable[[], Any]) -> Any:
     """A function that is created once per plan, because JAX's caches compare functions by identity."""
     try:
         if key not in planned.runners:

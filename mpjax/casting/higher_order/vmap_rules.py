@@ -14,13 +14,13 @@ from mpjax.casting.higher_order.sub_jaxpr import (
     Call,
     HigherOrder,
     as_traced,
-    deliver,
+    convention_of,
     enter,
+    flatten_operands,
     function_of,
-    hand_in,
     plan_call,
 )
-from mpjax.casting.infer import Inference, plan
+from mpjax.casting.infer import Inference, plan_jaxpr
 from mpjax.casting.lattice import FULL, PARAMETER, TRACED, storage_of
 from mpjax.casting.plan import Plan, Step
 from mpjax.casting.rewrite import Environment, array_of, run_closed, values_of
@@ -29,16 +29,16 @@ from mpjax.casting.uses import RESULT, Use
 
 def _infer(inference: Inference, eqn: Any, listing: Listing) -> Step:
     inner = plan_call(inference, eqn, listing, compat.call_jaxpr(eqn.params))
-    if inner.trivial:
+    if inner.unchanged:
         return as_traced(inference, eqn, listing, inner.outs, inner)
     storages = [[FULL if tracked(v) else TRACED] for v in eqn.invars]  # the dtypes that the rule was written for
-    return enter(eqn, listing, inner.outs, Call(inner, deliver(inference, eqn, storages)))
+    return enter(eqn, listing, inner.outs, Call(inner, convention_of(inference, eqn, storages)))
 
 
 def _issue(step: Step, operands: Sequence[Any], outer: Plan, env: Environment) -> Sequence[Any]:
     call: Call = step.inner
     params, setting = step.eqn.params, outer.setting
-    fun = jax.custom_batching.custom_vmap(function_of(call.plan, call.delivery, compat.call_jaxpr(params)))
+    fun = jax.custom_batching.custom_vmap(function_of(call.plan, call.convention, compat.call_jaxpr(params)))
 
     @fun.def_vmap
     def rule(axis_size: int, in_batched: Sequence[bool], *arrays: Any) -> Any:
@@ -55,13 +55,13 @@ def _issue(step: Step, operands: Sequence[Any], outer: Plan, env: Environment) -
         opened = compat.open_jaxpr(jaxpr).jaxpr
         ins = tuple(PARAMETER if tracked(v) else None for v in opened.invars)
         wanted = tuple(RESULT if tracked(v) else Use.READ for v in opened.outvars)
-        planned = plan(jaxpr, ins, wanted, setting)
+        planned = plan_jaxpr(jaxpr, ins, wanted, setting)
         results = run_closed(planned, jaxpr, values_of(arrays, ins, setting.half))
         # The rule must return its results in the same dtypes as the function, which its plan gives.
         stored = [storage_of(x) for x in call.plan.outs]
         return tuple(array_of(r, storage) for r, storage in zip(results, stored, strict=True)), found["batched"]
 
-    return values_of(fun(*hand_in(call.delivery, operands)), call.plan.outs, setting.half)
+    return values_of(fun(*flatten_operands(call.convention, operands)), call.plan.outs, setting.half)
 
 
 CUSTOM_VMAP = HigherOrder(uses_of_call, _infer, _issue)

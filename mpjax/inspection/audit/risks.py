@@ -76,10 +76,10 @@ def risks_of(flow: Flow) -> tuple[Risk, ...]:
     return _merged(found)
 
 
-Found = tuple[str, Site, str, str]  # kind, site, dtype, why
+RiskySite = tuple[str, Site, str, str]  # kind, site, dtype, why
 
 
-def _operations(nodes: Sequence[Node]) -> Iterator[Found]:
+def _operations(nodes: Sequence[Node]) -> Iterator[RiskySite]:
     """Half operations that need float32. Those of a softmax are reported as one."""
     risky = [(node.site, dtype) for node in nodes if (dtype := _risky(node))]
     maxima = {_place(node.site) for node in nodes if node.site.name == "reduce_max"}
@@ -104,7 +104,7 @@ def _place(site: Site) -> tuple[str, str]:
     return site.path, site.source
 
 
-def _loss(flow: Flow, nodes: Sequence[Node]) -> Iterator[Found]:
+def _loss(flow: Flow, nodes: Sequence[Node]) -> Iterator[RiskySite]:
     """Scalar results in half: a loss or a metric."""
     makers = {value: node.site for node in nodes for value in node.writes}
     for value in dict.fromkeys(flow.outputs):
@@ -112,7 +112,7 @@ def _loss(flow: Flow, nodes: Sequence[Node]) -> Iterator[Found]:
             yield "loss", makers[value], value.aval.dtype.name, MEANINGS["loss"]
 
 
-def _constants(node: Node, known: dict[Value, Known]) -> Iterator[Found]:
+def _constants(node: Node, known: dict[Value, Known]) -> Iterator[RiskySite]:
     """Constants that overflow, vanish or lose digits in half."""
     if node.site.name == "convert_element_type":
         yield from _cast(node, known)
@@ -126,7 +126,7 @@ def _constants(node: Node, known: dict[Value, Known]) -> Iterator[Found]:
         yield from _inexact(node.site, node.writes[0].aval.dtype, known[node.writes[0]])
 
 
-def _cast(node: Node, known: dict[Value, Known]) -> Iterator[Found]:
+def _cast(node: Node, known: dict[Value, Known]) -> Iterator[RiskySite]:
     source, target = node.reads[0], node.writes[0]
     value, back = known.get(target), known.get(source)
     if is_half(target) and value and not is_half(source):
@@ -145,7 +145,7 @@ def _cast(node: Node, known: dict[Value, Known]) -> Iterator[Found]:
         yield from _inexact(node.site, source.aval.dtype, value)
 
 
-def _inexact(site: Site, dtype: Any, value: Known) -> Iterator[Found]:
+def _inexact(site: Site, dtype: Any, value: Known) -> Iterator[RiskySite]:
     """Ids larger than the integers that a half dtype represents exactly."""
     exact = _exact(dtype)
     if value.ids and not value.constant and value.largest > exact:
@@ -153,7 +153,7 @@ def _inexact(site: Site, dtype: Any, value: Known) -> Iterator[Found]:
         yield "ids", site, dtype.name, why
 
 
-def _vanished(nodes: Sequence[Node]) -> Iterator[Found]:
+def _vanished(nodes: Sequence[Node]) -> Iterator[RiskySite]:
     """Half denominators and logarithms whose epsilon was rounded to zero."""
     guarded: dict[Value, Site] = {}
     for node in nodes:
@@ -170,7 +170,7 @@ def _vanished(nodes: Sequence[Node]) -> Iterator[Found]:
                 yield "epsilon", guarded[value], value.aval.dtype.name, why
 
 
-def _compared(nodes: Sequence[Node], known: dict[Value, Known]) -> Iterator[Found]:
+def _compared(nodes: Sequence[Node], known: dict[Value, Known]) -> Iterator[RiskySite]:
     """Integers with unknown bounds that are cast to half, then compared or cast back to integers."""
     whole: set[Value] = set()
     for node in nodes:
@@ -200,7 +200,7 @@ def _is_zero(value: Value) -> bool:
 _SMALL_FACTOR, _KEEPING_FACTOR = 0.05, 0.9
 
 
-def _updates(flow: Flow, known: dict[Value, Known]) -> Iterator[Found]:
+def _updates(flow: Flow, known: dict[Value, Known]) -> Iterator[RiskySite]:
     """Results that add a small multiple of a value to a half argument: updates that half may round away."""
     makers = {value: node for node in flow.nodes for value in node.writes}
 
@@ -275,7 +275,7 @@ def overflows_of(lines: Iterable[str]) -> tuple[Risk, ...]:
     return tuple(Risk("overflow", "", line, "constant", "half", ("forward",), 1, why) for line in dict.fromkeys(lines))
 
 
-def _merged(found: Iterable[Found]) -> tuple[Risk, ...]:
+def _merged(found: Iterable[RiskySite]) -> tuple[Risk, ...]:
     merged: dict[Any, Risk] = {}
     for kind, site, dtype, why in found:
         op = kind if kind == "softmax" else site.name

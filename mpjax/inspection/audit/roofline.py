@@ -13,7 +13,7 @@ from mpjax.inspection.devices import Device
 
 _REDUCTIONS = ("reduce_", "cum", "arg", "select_and")
 # Their result shares the memory of their first operand.
-_SAME = ("reshape", "squeeze", "expand_dims", "copy", "detached", "lent", "matmul_result")
+_SAME = ("reshape", "squeeze", "expand_dims", "copy", "detached", "straight_through", "matmul_result")
 _PARTIAL = ("gather", "dynamic_slice", "scatter", "dynamic_update_slice")
 
 

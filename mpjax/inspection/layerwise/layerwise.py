@@ -18,7 +18,7 @@ from mpjax.inspection.layerwise.lockstep import error_note, evaluated
 from mpjax.inspection.layerwise.report import LayerError, ParameterError
 from mpjax.inspection.layerwise.report import LayerwiseReport as LayerwiseReport
 from mpjax.inspection.numerics.activations import equations_of_gradients
-from mpjax.inspection.program import traced_call
+from mpjax.inspection.program import trace_to_run
 
 
 def layerwise_error(
@@ -105,7 +105,7 @@ class _Evaluated(NamedTuple):
 def _evaluate(caller: str, loss: Loss, args: Sequence[Any], state: Any) -> _Evaluated | None:
     """The evaluated gradient; None if nothing in it is half."""
     names: list[str] = []
-    program = traced_call(caller, loss.with_named_modules().gradient(state, names), args, {})
+    program = trace_to_run(caller, loss.with_named_modules().gradient(state, names), args, {})
     block = lay_out(program.jaxpr, owners=owners_of(program.jaxpr, program.names))
     if not any(is_half(v) for place in block.places() for v in (*place.site.eqn.invars, *place.site.eqn.outvars)):
         return None

@@ -16,9 +16,9 @@ from mpjax._jaxpr.evaluator import bind
 from mpjax._jaxpr.interpreter import (
     COMPILER_OPTIONS,
     Eager,
+    Instrumented,
     Key,
     Probe,
-    Run,
     bind_wide,
     is_float,
     is_half,
@@ -28,7 +28,7 @@ from mpjax._jaxpr.primitives import primitive
 from mpjax._jaxpr.program import Block, Place
 from mpjax.inspection.layerwise.groups import Group, Grouped, is_transparent, passes_through
 
-Note = tuple[Any, Any, Any]  # largest magnitude, sums of squares in units of it, counts of inf or NaN in half only
+ErrorNote = tuple[Any, Any, Any]  # largest magnitude, sums of squares in units of it, counts of inf or NaN in half only
 
 
 class Values(NamedTuple):
@@ -45,7 +45,7 @@ class Values(NamedTuple):
     fresh: Any
 
 
-class Lockstep(Run):
+class Lockstep(Instrumented):
     """Evaluates a program whose values are `Values`. The exact values decide loops and branches.
 
     Args:
@@ -64,7 +64,7 @@ class Lockstep(Run):
     def _decides(self, value: Values) -> Any:
         return value.exact
 
-    def _with(self, probe: Probe) -> Run:
+    def _with(self, probe: Probe) -> Instrumented:
         return Lockstep(probe, self.groups)
 
     def _evaluate(
@@ -146,7 +146,7 @@ class _CompiledLockstep(Lockstep):
 _FEW, _SHORT = 300, 2**20
 
 
-def evaluated(block: Block, found: Grouped, arrays: Sequence[Any]) -> tuple[list[Values], dict[Key, Note]]:
+def evaluated(block: Block, found: Grouped, arrays: Sequence[Any]) -> tuple[list[Values], dict[Key, ErrorNote]]:
     """The results of a program and the errors noted in it, given its arguments."""
     probe = ErrorProbe(block, found)
     places = list(block.places())
@@ -212,10 +212,10 @@ class ErrorProbe(Probe):
         numbers = (n for n in self.measured if block.start <= n < block.end)
         return [("error", number, i) for number in numbers for i in self.measured[number]]
 
-    def empty(self, key: Key) -> Note:
+    def empty(self, key: Key) -> ErrorNote:
         return jnp.float32(0), jnp.zeros(3, jnp.float32), jnp.zeros(2, jnp.int32)
 
-    def merge(self, key: Key, a: Note, b: Note) -> Note:
+    def merge(self, key: Key, a: ErrorNote, b: ErrorNote) -> ErrorNote:
         size = jnp.maximum(a[0], b[0])
         unit = jnp.where(size > 0, size, 1)
         sums = a[1] * (a[0] / unit) ** 2 + b[1] * (b[0] / unit) ** 2
@@ -226,7 +226,7 @@ class ErrorProbe(Probe):
 _SMALL = 2**20
 
 
-def error_note(exact: Any, half: Any, fresh: Any) -> Note:
+def error_note(exact: Any, half: Any, fresh: Any) -> ErrorNote:
     """The error note of an array.
 
     It holds the largest magnitude of `exact`; the sums of exact², (half − exact)² and (fresh − exact)² in units of its
@@ -239,7 +239,7 @@ def error_note(exact: Any, half: Any, fresh: Any) -> Note:
         return _noted(np, *map(np.asarray, arrays))
 
 
-def _noted(numpy: Any, *arrays: Any) -> Note:
+def _noted(numpy: Any, *arrays: Any) -> ErrorNote:
     """`error_note`, computed with NumPy or `jax.numpy`."""
     exact, *others = (x.astype(np.float32) for x in arrays)
     known = numpy.isfinite(exact)
@@ -251,4 +251,4 @@ def _noted(numpy: Any, *arrays: Any) -> Note:
     return size, numpy.stack(sums), numpy.stack([numpy.sum(known & ~ok, dtype=np.int32) for ok in finite])
 
 
-_compiled_note: Callable[..., Note] = jax.jit(functools.partial(_noted, jnp))
+_compiled_note: Callable[..., ErrorNote] = jax.jit(functools.partial(_noted, jnp))

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 @dataclasses.dataclass(frozen=True)
-class Evidence:
+class Symptoms:
     """The measurements at the operation that made an inf or NaN.
 
     Args:
@@ -50,7 +50,7 @@ _WHERE_GRADIENT = (
 )
 
 
-def diagnosis_of(found: Evidence) -> str:
+def diagnosis_of(found: Symptoms) -> str:
     """The cause and the fix, in one sentence."""
     if found.constant:
         what = "an infinite constant" if found.kind == "inf" else "a constant NaN"
@@ -93,7 +93,7 @@ def _divides_by_zero(cause: str) -> bool:
     return "zero" in cause
 
 
-def _lost(found: Evidence, cause: str) -> str:
+def _lost(found: Symptoms, cause: str) -> str:
     """The operand that the half dtype flushed to zero, as a clause; empty if there is none."""
     for here, there in zip(found.operands, found.operands32, strict=False):
         if here == 0 and there != 0 and math.isfinite(there) and _divides_by_zero(cause):

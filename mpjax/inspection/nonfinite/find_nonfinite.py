@@ -13,19 +13,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._jaxpr import compat
-from mpjax._jaxpr.interpreter import COMPILER_OPTIONS, Key, Probe, Run, is_half, is_inexact, widened
+from mpjax._jaxpr.interpreter import COMPILER_OPTIONS, Instrumented, Key, Probe, is_half, is_inexact, widened
 from mpjax._jaxpr.primitives import Op, primitive
 from mpjax._jaxpr.program import NOBODY, Block, Owners, Place, lay_out, owners_of, walk
 from mpjax._jaxpr.source import BACKWARD, FORWARD
 from mpjax.casting.autocast import Program
 from mpjax.inspection.nonfinite.codes import CodeProbe, WatchProbe, code_of, watched
-from mpjax.inspection.nonfinite.diagnosis import Evidence, diagnosis_of
+from mpjax.inspection.nonfinite.diagnosis import Symptoms, diagnosis_of
 from mpjax.inspection.nonfinite.point import PointProbe
 from mpjax.inspection.nonfinite.provenance import Provenance, first_fault
 from mpjax.inspection.nonfinite.reach import made_finite, reaching
 from mpjax.inspection.nonfinite.report import NonFinite as NonFinite
 from mpjax.inspection.nonfinite.report import OperandRange
-from mpjax.inspection.program import argument_name, traced_call
+from mpjax.inspection.program import argument_name, trace_to_run
 from mpjax.inspection.reports import array_text
 from mpjax.policy import HALF_DTYPES
 
@@ -71,8 +71,8 @@ def find_nonfinite(fun: Callable[..., Any], *args: Any, kwargs: Mapping[str, Any
     Source: the per-operation checks of `tf.debugging.enable_check_numerics` (TensorFlow) and `jax_debug_nans`.
     """
     kwargs = dict(kwargs or {})
-    traced = traced_call("find_nonfinite", fun, args, kwargs)
-    program = _Program(traced, owners_of(traced.jaxpr, traced.names))
+    traced = trace_to_run("find_nonfinite", fun, args, kwargs)
+    program = _Examined(traced, owners_of(traced.jaxpr, traced.names))
     watch = _watching(program)
     faults = _faults(program, watch)
     if not faults:
@@ -86,7 +86,7 @@ def find_nonfinite(fun: Callable[..., Any], *args: Any, kwargs: Mapping[str, Any
     return _examined(program, fault, position, outs, _batch_of(args), float32_is_fine)
 
 
-class _Program:
+class _Examined:
     """A program laid out. Its leaves are its arguments, followed by the arrays that it closes over."""
 
     def __init__(self, traced: Program, owners: Owners = NOBODY):
@@ -95,9 +95,9 @@ class _Program:
         self.places = {place.number: place for place in self.block.places()}
 
     def run(self, probe: Probe, leaves: Sequence[Any], **options: Any) -> tuple[list[Any], dict[Key, Any]]:
-        """Evaluates the program with a probe; the options are those of `Run`."""
+        """Evaluates the program with a probe; the options are those of `Instrumented`."""
         count = len(self.names)
-        return Run(probe, **options).block(self.block, leaves[:count], consts=leaves[count:])
+        return Instrumented(probe, **options).block(self.block, leaves[:count], consts=leaves[count:])
 
 
 _MOST_FAULTS = 4  # Each further fault that does not reach the result costs a compilation.
@@ -108,7 +108,7 @@ _MOST_FAULTS = 4  # Each further fault that does not reach the result costs a co
 _Watch = Callable[[Sequence[Provenance], Any, Any], Any]
 
 
-def _watching(program: _Program) -> _Watch:
+def _watching(program: _Examined) -> _Watch:
     """A `_Watch` that compiles the program once for each set of faults."""
 
     @functools.cache
@@ -124,7 +124,7 @@ def _watching(program: _Program) -> _Watch:
     return lambda faults, lows, highs: jax.device_get(watched_run(tuple(faults))(program.leaves, lows, highs))
 
 
-def _faults(program: _Program, watch: _Watch) -> list[Provenance]:
+def _faults(program: _Examined, watch: _Watch) -> list[Provenance]:
     """The first fault, followed by those that remain when the earlier ones are made finite."""
     found: list[Provenance] = []
     while len(found) < _MOST_FAULTS and (fault := _search(program, watch, found)) is not None:
@@ -136,7 +136,7 @@ def _faults(program: _Program, watch: _Watch) -> list[Provenance]:
     return found
 
 
-def _search(program: _Program, watch: _Watch, before: Sequence[Provenance] = ()) -> Provenance | None:
+def _search(program: _Examined, watch: _Watch, before: Sequence[Provenance] = ()) -> Provenance | None:
     """The first fault once those in `before` are made finite. A finite program runs only once."""
     none: Any = np.zeros(len(before), np.int32)
     notes, outs = watch(before, none, none)
@@ -156,7 +156,7 @@ def _search(program: _Program, watch: _Watch, before: Sequence[Provenance] = ())
 
 
 def _first_that_reaches(
-    program: _Program, faults: Sequence[Provenance], watch: _Watch
+    program: _Examined, faults: Sequence[Provenance], watch: _Watch
 ) -> tuple[Provenance, int | None]:
     """The first fault that reaches a result by itself, and its element's position; the first fault if none does."""
     if faults[0].is_constant:
@@ -193,8 +193,8 @@ def _float32_is_fine(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[
     """
     try:
         wide_args, wide_kwargs = jax.tree.map(lambda x: widened(x) if is_half(x) else x, (tuple(args), dict(kwargs)))
-        traced = traced_call("find_nonfinite", fun, wide_args, wide_kwargs)
-        program = _Program(traced)
+        traced = trace_to_run("find_nonfinite", fun, wide_args, wide_kwargs)
+        program = _Examined(traced)
         if _search(program, _watching(program)) is None:
             return True
     except Exception:  # The function may require half arguments.
@@ -203,7 +203,7 @@ def _float32_is_fine(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[
 
 
 def _examined(
-    program: _Program,
+    program: _Examined,
     fault: Provenance,
     position: int | None,
     outs: Sequence[int],
@@ -230,7 +230,7 @@ def _examined(
     out = [v.aval for v in eqn.outvars if is_inexact(v)][which]
     element = tuple(int(i) for i in np.unravel_index(index, out.shape)) if out.shape else ()
     value = float(there["value"]) if reached else None
-    evidence = Evidence(
+    evidence = Symptoms(
         primitive=place.site.name,
         kind="nan" if np.isnan(here["value"]) else "inf",
         half=_half_name(block, eqn),
@@ -348,7 +348,7 @@ def _first_bad(array: Any) -> tuple[Any, Any, Any]:
     return first, jnp.sum(bad), jnp.isnan(flat[first])
 
 
-def _in_argument(program: _Program, index: int) -> NonFinite:
+def _in_argument(program: _Examined, index: int) -> NonFinite:
     """The report of a fault in an argument: the leaf, the number of elements and the index of the first."""
     array = jnp.asarray(program.leaves[index])
     if index < len(program.names):

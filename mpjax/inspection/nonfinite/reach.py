@@ -19,7 +19,7 @@ Runs = Callable[[Any, Any], tuple[bool, Sequence[int]]]
 
 
 def made_finite(probe: Probe, faults: Sequence[Provenance], lows: Sequence[Any], highs: Sequence[Any]) -> Partial:
-    """The `replace` of a `Run`: sets the faults' elements to 1, except those at positions from `low` to `high`.
+    """The `replace` of an `Instrumented`: sets the faults' elements to 1, except those from `low` to `high`.
 
     The position of an element is its flat index, counted after the elements of all earlier devices. An array that
     several devices hold counts as that of the first of them.

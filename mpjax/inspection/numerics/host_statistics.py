@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from mpjax.inspection.numerics.range_statistics import BINS, INFINITY, SIZE_BITS, Limits, Note, RangeProbe
+from mpjax.inspection.numerics.range_statistics import BINS, INFINITY, SIZE_BITS, Limits, RangeNote, RangeProbe
 
 _CHUNK = 1 << 16  # elements: intermediate results stay in the cache
 _WORKERS = 2
@@ -45,7 +45,7 @@ class HostRangeProbe(RangeProbe):
         return super().take(floats, pairs, *given)
 
 
-def result(found: Any) -> Note:
+def result(found: Any) -> RangeNote:
     """A note on the host, from either a worker or the device."""
     return found.result() if isinstance(found, Future) else jax.device_get(found)
 
@@ -63,7 +63,7 @@ def note(
     limits: Limits,
     axes: tuple[int, ...] | None = None,
     graded: bool = True,
-) -> Note:
+) -> RangeNote:
     """The same result as `range_statistics.note`, computed with NumPy."""
     counts, histogram = np.zeros(7, np.uint32), np.zeros(BINS, np.uint32)
     largest, smallest = 0, INFINITY

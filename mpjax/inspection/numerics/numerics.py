@@ -20,11 +20,11 @@ from mpjax._jaxpr.source import BACKWARD, FORWARD
 from mpjax.inspection.gradient import Loss, scale_state
 from mpjax.inspection.numerics.activations import Counted, counted
 from mpjax.inspection.numerics.host_statistics import HostRangeProbe, result
-from mpjax.inspection.numerics.range_statistics import BIAS, BINS, Limits, Note, RangeProbe, Tally, tally_of
+from mpjax.inspection.numerics.range_statistics import BIAS, BINS, Limits, RangeNote, RangeProbe, Tally, tally_of
 from mpjax.inspection.numerics.report import NumericsReport as NumericsReport
 from mpjax.inspection.numerics.report import Range
 from mpjax.inspection.numerics.trial import Trial
-from mpjax.inspection.program import below_root, traced_call
+from mpjax.inspection.program import below_root, trace_to_run
 from mpjax.policy import HALF_DTYPES, Policy, get_policy
 
 # A module that loses more than this share of its nonzero values should be kept in float32.
@@ -141,7 +141,7 @@ class _Measuring:
     def add(self, args: Sequence[Any]) -> None:
         """Measures one call."""
         names: list[str] = []
-        program = traced_call("numerics", self.loss.gradient(self.state, names), args, {})
+        program = trace_to_run("numerics", self.loss.gradient(self.state, names), args, {})
         consts = compat.open_jaxpr(program.jaxpr).consts
         key = jax.tree.structure(args), *(jax.typeof(x) for x in (*program.arrays, *consts))
         if key not in self.compiled:
@@ -206,7 +206,7 @@ class _Measuring:
             return dataclasses.replace(report, notes=(note,))
         return dataclasses.replace(report, errors=(before, after))
 
-    def _put(self, row: _Row, found: Note, dtypes: Iterable[str]) -> None:
+    def _put(self, row: _Row, found: RangeNote, dtypes: Iterable[str]) -> None:
         self.tallies[row] = self.tallies.get(row, Tally()) + tally_of(found)
         self.dtypes.setdefault(row, {}).update(dict.fromkeys(dtypes))
         histogram = found[2]

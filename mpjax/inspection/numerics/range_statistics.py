@@ -26,7 +26,7 @@ BIAS = 127
 SIZE_BITS, INFINITY = 0x7FFFFFFF, 0x7F800000
 
 
-Note = tuple[Any, Any, Any]  # counts, extremes and exponents of some arrays
+RangeNote = tuple[Any, Any, Any]  # counts, extremes and exponents of some arrays
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,7 +176,7 @@ def _absorbed(addend: Any, total: Any, limits: Limits) -> Sequence[Any]:
     )
 
 
-def tally_of(found: Note) -> Tally:
+def tally_of(found: RangeNote) -> Tally:
     """The tally of a note."""
     counts, (largest, smallest), _ = found
     size, zeros, flushed, overflowed, nonfinite, addends, absorbed = map(int, counts)
@@ -238,11 +238,11 @@ class RangeProbe(Probe):
     def keys(self, block: Block) -> Sequence[Key]:
         return [("range", number) for number in self.places if block.start <= number < block.end]
 
-    def empty(self, key: Key) -> Note:
+    def empty(self, key: Key) -> RangeNote:
         exponents = jnp.zeros(BINS if key[1] in self.graded else 0, jnp.uint32)
         return jnp.zeros(7, jnp.uint32), jnp.array([0.0, np.inf], jnp.float32), exponents
 
-    def merge(self, key: Key, a: Note, b: Note) -> Note:
+    def merge(self, key: Key, a: RangeNote, b: RangeNote) -> RangeNote:
         (counts, (largest, smallest), exponents), (more, (larger, smaller), others) = a, b
         extremes = jnp.stack([jnp.maximum(largest, larger), jnp.minimum(smallest, smaller)])
         return counts + more, extremes, exponents + others
@@ -255,7 +255,7 @@ def note(
     limits: Limits,
     axes: tuple[int, ...] | None = None,
     graded: bool = True,
-) -> Note:
+) -> RangeNote:
     """The note of some arrays; compiled once per combination of shapes.
 
     Args:

@@ -16,7 +16,7 @@ from mpjax.inspection.layerwise.layerwise import LayerwiseReport, layerwise_erro
 from mpjax.inspection.numerics.numerics import NumericsReport, numerics
 from mpjax.inspection.parity.curves import parted_at
 from mpjax.inspection.parity.running import Run, with_tuples
-from mpjax.inspection.parity.statistics import Comparison
+from mpjax.inspection.parity.statistics import PairedComparison
 from mpjax.inspection.parity.training import Training, make_training, takes
 from mpjax.inspection.program import below_root
 from mpjax.inspection.reports import Section, added_up
@@ -311,7 +311,7 @@ class Fix:
     """
 
     policy: str
-    comparison: Comparison | None
+    comparison: PairedComparison | None
     why_not: str = ""
 
 

@@ -11,7 +11,7 @@ from mpjax.inspection.parity.evidence import Evidence, Fix, evidence_of, given_t
 from mpjax.inspection.parity.folder import Folder, settings_of
 from mpjax.inspection.parity.report import ParityReport as ParityReport
 from mpjax.inspection.parity.running import Run, run_training
-from mpjax.inspection.parity.statistics import Comparison, compare
+from mpjax.inspection.parity.statistics import PairedComparison, compare
 from mpjax.inspection.parity.training import MakeTraining as MakeTraining
 from mpjax.inspection.parity.training import Training as Training
 from mpjax.inspection.parity.training import make_training
@@ -188,7 +188,7 @@ class _Runs:
                     "may depend on the seed alone: not on the policy, nor on the batches that an earlier run consumed."
                 )
 
-    def compared(self, policy: str, baseline: str, seeds: Sequence[int]) -> Comparison:
+    def compared(self, policy: str, baseline: str, seeds: Sequence[int]) -> PairedComparison:
         """The verdict on a policy."""
         pairs = [(self.done[policy, seed], self.done[baseline, seed]) for seed in seeds]
         identical = all(a.finite and a.metric == b.metric and a.losses == b.losses for a, b in pairs)

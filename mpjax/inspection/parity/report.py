@@ -13,7 +13,7 @@ from typing import Any
 from mpjax.inspection.parity import curves
 from mpjax.inspection.parity.evidence import Evidence, Fix, explained
 from mpjax.inspection.parity.running import Run
-from mpjax.inspection.parity.statistics import Comparison, rounded
+from mpjax.inspection.parity.statistics import PairedComparison, rounded
 from mpjax.inspection.reports import Report, Section, plain, written
 
 _HEADER = ("policy", "mean ± sd", "difference", "95 % interval", "skipped", "verdict")
@@ -42,12 +42,12 @@ class ParityReport(Report):
     metric_name: str
     larger_is_better: bool
     percent: bool
-    comparisons: tuple[Comparison, ...]
+    comparisons: tuple[PairedComparison, ...]
     runs: tuple[Run, ...]
     evidence: tuple[Evidence, ...] = ()
     fixes: tuple[Fix, ...] = ()
 
-    def __getitem__(self, policy: str) -> Comparison:
+    def __getitem__(self, policy: str) -> PairedComparison:
         """The comparison of a policy, or of one with a remedy.
 
         Raises:
@@ -59,7 +59,7 @@ class ParityReport(Report):
         return found[policy]
 
     @property
-    def _compared(self) -> list[Comparison]:
+    def _compared(self) -> list[PairedComparison]:
         return [*self.comparisons, *(fix.comparison for fix in self.fixes if fix.comparison is not None)]
 
     def runs_of(self, policy: str) -> list[Run]:
@@ -88,7 +88,7 @@ class ParityReport(Report):
         """One dictionary per policy, also for policies with a remedy."""
         return [self._row(each) for each in self._compared]
 
-    def _row(self, found: Comparison) -> dict[str, Any]:
+    def _row(self, found: PairedComparison) -> dict[str, Any]:
         row = {name: value for name, value in plain(found).items() if name != "interval"}
         skipped = sum(len(run.skipped) for run in self.runs_of(found.policy))
         return row | found.interval._asdict() | {"verdict": self.verdict(found.policy), "skipped_steps": skipped}

@@ -74,7 +74,7 @@ def _student(n: int) -> float:
 
 
 @dataclasses.dataclass(frozen=True)
-class Comparison:
+class PairedComparison:
     """The comparison of a policy with the baseline.
 
     Args:
@@ -139,7 +139,7 @@ def compare(
     *,
     larger_is_better: bool = True,
     identical: bool = False,
-) -> Comparison:
+) -> PairedComparison:
     """Compares a policy with the baseline. The verdict is the first of these that holds:
 
         worse     a run diverged where the baseline's did not
@@ -179,7 +179,7 @@ def compare(
         others = "small" if differs else "equal"
     elif enough and differs:
         others = "better" if (interval.mean > 0) == larger_is_better else "worse"
-    return Comparison(
+    return PairedComparison(
         policy=policy,
         seeds=tuple(s for s, _, _ in pairs),
         differences=differences,

@@ -23,8 +23,8 @@ from mpjax.inspection.search.report import SearchedModule
 from mpjax.inspection.search.report import SearchReport as SearchReport
 from mpjax.policy import HALF_DTYPES, get_policy, path_matches
 
-Found = tuple[Any, Mapping[str, Any]]  # the loss, and the gradients by tree path
-Metric = Callable[[Found, Found], Any]
+LossAndGradients = tuple[Any, Mapping[str, Any]]  # the loss, and the gradients by tree path
+Metric = Callable[[LossAndGradients, LossAndGradients], Any]
 # The start of `dynamic_loss_scale`, and here the factor of each backoff and the smallest scale.
 _FIRST_SCALE, _BACKOFF, _LAST_SCALE = 2.0**15, 2.0**5, 1.0
 _FEWEST_PASSES = 10  # for a small program: the first three, and some for the search
@@ -235,7 +235,7 @@ class _Passes:
         """FLOPs by module, forward and backward."""
         return totals((site.path, site.flops) for site in self._sites if site.path)
 
-    def _run(self, loss: Loss) -> tuple[Found, list[Site]]:
+    def _run(self, loss: Loss) -> tuple[LossAndGradients, list[Site]]:
         """Loss and gradients at the first loss scale with finite gradients, and the program's equations."""
         self.count += 1
         program, at, names = loss.with_named_modules().traced_at_any_scale("search", self.args)
@@ -265,6 +265,6 @@ def _half_share(sites: Iterable[Site]) -> float:
     return sum(n for n, half in flops if half) / total if total else 0.0
 
 
-def _gradient_error(found: Found, expected: Found) -> float:
+def _gradient_error(found: LossAndGradients, expected: LossAndGradients) -> float:
     """‖half − float32‖ / ‖float32‖ of all gradients together."""
     return relative_error((found[1][name] for name in expected[1]), expected[1].values())

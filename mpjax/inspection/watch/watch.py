@@ -13,14 +13,14 @@ import numpy as np
 from jax import lax
 
 from mpjax._jaxpr import compat
-from mpjax._jaxpr.interpreter import Run
+from mpjax._jaxpr.interpreter import Instrumented
 from mpjax._jaxpr.program import Block, Place, lay_out, owners_of
 from mpjax._jaxpr.source import BACKWARD
 from mpjax.casting.autocast import traced_call
 from mpjax.inspection.gradient import Loss
 from mpjax.inspection.layerwise.groups import grouped
 from mpjax.inspection.numerics.activations import Counted, counted
-from mpjax.inspection.numerics.range_statistics import Limits, Note, RangeProbe, floats, note
+from mpjax.inspection.numerics.range_statistics import Limits, RangeNote, RangeProbe, floats, note
 from mpjax.inspection.program import argument_names
 from mpjax.inspection.watch.record import COLUMNS
 from mpjax.inspection.watch.record import WatchedModule as WatchedModule
@@ -183,7 +183,7 @@ def _difference(found: Sequence[tuple[str, str]], expected: Sequence[tuple[str, 
 
 
 @dataclasses.dataclass(frozen=True)
-class _Program:
+class _Measurement:
     """The gradient program for given arguments, with range statistics.
 
     Args:
@@ -197,7 +197,7 @@ class _Program:
     unseen: tuple[str, ...]
 
 
-def _measured(loss: Loss, scale: Any, args: Sequence[Any]) -> _Program:
+def _measured(loss: Loss, scale: Any, args: Sequence[Any]) -> _Measurement:
     names: list[str] = []
     kwargs = {"mpjax_loss_scale": scale}
     program = traced_call(loss.gradient_at_any_scale(names), args, kwargs)
@@ -210,15 +210,15 @@ def _measured(loss: Loss, scale: Any, args: Sequence[Any]) -> _Program:
         rows.setdefault((groups[number].name, phase), []).append(number)
 
     def run(scale: Any) -> jax.Array:
-        _, notes = Run(probe).block(block, program.arrays)
+        _, notes = Instrumented(probe).block(block, program.arrays)
         return jnp.stack(
             [_row(notes, numbers, scale if phase == "backward" else 1) for (_, phase), numbers in rows.items()]
         )
 
-    return _Program(tuple(rows), run, block.not_entered())
+    return _Measurement(tuple(rows), run, block.not_entered())
 
 
-def _row(notes: Mapping[Any, Note], numbers: Sequence[int], scale: Any) -> Any:
+def _row(notes: Mapping[Any, RangeNote], numbers: Sequence[int], scale: Any) -> Any:
     """The values of `COLUMNS` over the equations of one module."""
     found = [notes["range", number] for number in numbers if ("range", number) in notes]
     counts = sum((counts.astype(jnp.float32) for counts, _, _ in found), jnp.zeros(7, jnp.float32))
