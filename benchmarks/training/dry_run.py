@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from mpjax.inspection.devices import DEVICES
 from perf.environment import versions
 from perf.memory import program_bytes
 
@@ -57,7 +58,7 @@ def dry_run(cell: Cell, toy: bool, target: Target) -> dict[str, Any]:
     return row | {
         "compile_seconds": seconds,
         "planned_bytes": program_bytes(compiled),
-        **summary(compiled.as_text()),
+        **summary(compiled.as_text(), DEVICES["H200"]),
     }
 
 

@@ -87,7 +87,10 @@ _COMPILED = """XLA compiled each step at full size for an H200 without a device:
 never ran, so nothing here says how fast they are. Memory is XLA's plan. Bytes moved are what the kernels of a step read
 and write if each reads what it needs of an operand once. A kernel inside a loop counts once per iteration, with its
 bytes; a matmul (a convolution and fused attention included) counts once. No plan includes cuDNN's workspaces, because
-cuDNN chooses its algorithms on the device. The largest batch is one whose plan fits into 141 GB."""
+cuDNN chooses its algorithms on the device. The least time is a bound and was not measured: each kernel takes 3 µs for
+its launch, and the longer of two times: that of its bytes at the data sheet's bandwidth (4.8 TB/s), and that of the
+FLOPs of its matmuls and convolutions at the peak rate of their dtype (989 TFLOP/s in half, 495 in TF32, 67 in float32).
+The largest batch is one whose plan fits into 141 GB."""
 _LOWERED = "Lowered for CUDA and not compiled, because JAX's CUDA plugin was not installed:"
 
 
@@ -105,9 +108,10 @@ def dry_run_table(content: dict[str, Any]) -> str:
         lines += [
             f"### {model}{f', batch of {batch_sizes[0]}' if batch_sizes else ''}",
             "",
-            "| cell | planned memory | / float32 | bytes moved | / float32 | / hand-written | kernels "
+            "| cell | planned memory | / float32 | bytes moved | / float32 | / hand-written "
+            "| least time (bound) | / float32 | / TF32 | / hand-written | kernels "
             "| matmuls in half | compile | largest batch / float32 |",
-            "|---|---|---|---|---|---|---|---|---|---|",
+            "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
             *(_dry_line(rows, name) for name in compiled),
             "",
         ]
@@ -144,14 +148,17 @@ def hand_written(name: str) -> str:
 
 
 def _dry_line(rows: dict[str, Row], name: str) -> str:
-    row, float32 = rows[name], rows.get("float32", {})
+    row, float32, by_hand = rows[name], rows.get("float32", {}), rows.get(hand_written(name), {})
+    least = row.get("least_seconds")
     cells = [
         name,
         f"{row['planned_bytes'] / 1e9:.2f} GB",
         _number(ratio(row, float32, "planned_bytes"), "{:.2f}"),
         f"{row['bytes_moved'] / 1e9:.1f} GB",
         _number(ratio(row, float32, "bytes_moved"), "{:.2f}"),
-        _number(ratio(row, rows.get(hand_written(name), {}), "bytes_moved"), "{:.2f}"),
+        _number(ratio(row, by_hand, "bytes_moved"), "{:.2f}"),
+        _number(least and 1e3 * least, "{:.1f} ms"),
+        *(_number(ratio(row, other, "least_seconds"), "{:.2f}") for other in (float32, rows.get("tf32", {}), by_hand)),
         f"{row['kernels']:,}",
         f"{row['half_matmuls']} of {row['compiled_matmuls']}",
         f"{row['compile_seconds']:.1f} s",

@@ -17,13 +17,18 @@ MEMORY_BYTES = 141_000_000_000
 BANDWIDTH = 4_800_000_000_000
 # XLA's `GpuTargetConfigProto`. The multiprocessors, their cores and the L2 cache are those of NVIDIA's H100 white paper
 # (SXM; an H200 has the same chip), and at this clock 132 of them give the data sheet's 989.4 TFLOP/s in half. The
-# limits are those of compute capability 9.0 in the CUDA C++ programming guide.
+# limits are those of compute capability 9.0 in the CUDA C++ programming guide. Without a version of CUDA (that of the
+# plugin's libraries), XLA takes it for too old for some kernels.
 _DESCRIPTION = f"""
 platform_name: "CUDA"
 device_description_str: "{DEVICE}"
 dnn_version_info {{ major: 9 minor: 8 patch: 0 }}
+runtime_version {{ major: 12 minor: 9 patch: 0 }}
 gpu_device_info {{
   cuda_compute_capability {{ major: 9 minor: 0 }}
+  driver_version: "12.9.0"
+  runtime_version: "12.9.0"
+  compile_time_toolkit_version: "12.9.0"
   core_count: 132
   fpus_per_core: 128
   clock_rate_ghz: 1.83

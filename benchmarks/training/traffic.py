@@ -3,6 +3,9 @@
 Each instruction of the entry computation that does work is a kernel; an instruction of a loop's body is one kernel per
 iteration. A kernel reads the needed part of each operand once and writes its results once. Repeated reads and
 cache hits are not modelled.
+
+The least time of a step is a bound: each kernel takes a launch and the longer of two times, that in which the device
+can move its bytes, and that in which it can do the FLOPs of its matmuls and convolutions.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from mpjax.inspection.devices import Device
 from mpjax.inspection.profile import hlo
 from mpjax.inspection.profile.hlo_text import HloModule, Line
 
@@ -23,19 +27,22 @@ _SLICES = frozenset("slice dynamic-slice gather".split())
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
 _ARRAY = re.compile(r"\b(pred|[a-z]+(\d+)\w*)\[([\d,]*)\]")
 HALF = frozenset({"f16", "bf16"})
+LAUNCH = 3e-6  # seconds
+_NAMES = {"f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "float64"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """A launched instruction: its runs per step, and the bytes that one run reads and writes."""
+    """A launched instruction: its runs per step, the bytes that one run reads and writes, and its FLOPs."""
 
     name: str
     times: int
     bytes: int
+    flops: int = 0
 
 
-def summary(text: str) -> dict[str, Any]:
-    """Launches, bytes and matmuls (with convolutions and fused attention) of a compiled program."""
+def summary(text: str, device: Device) -> dict[str, Any]:
+    """Launches, bytes, matmuls (with convolutions and fused attention) and the least time of a compiled program."""
     program = HloModule(text)
     launched = kernels(program, program.entry)
     instructions = hlo.instructions(program)
@@ -43,10 +50,17 @@ def summary(text: str) -> dict[str, Any]:
     return {
         "kernels": sum(kernel.times for kernel in launched),
         "bytes_moved": bytes_of(launched),
+        "least_seconds": sum(k.times * _least_seconds(k, instructions[k.name], device) for k in launched),
         "compiled_matmuls": len(matmuls),
         "half_matmuls": sum(bool(found.dtypes) and found.dtypes <= HALF for found in matmuls),
         "float32_matmuls": sum("f32" in found.dtypes for found in matmuls),
     }
+
+
+def _least_seconds(kernel: Kernel, instruction: hlo.Instruction, device: Device) -> float:
+    dtypes = [_NAMES[dtype] for dtype in ("f64", "f32", "f16", "bf16") if dtype in instruction.dtypes]
+    peak = device.peak(dtypes[0] if dtypes else "float16", "highest" if instruction.exact else "")
+    return max(kernel.bytes / device.bandwidth, kernel.flops / peak) + LAUNCH
 
 
 def bytes_of(launched: Iterable[Kernel]) -> int:
@@ -68,8 +82,34 @@ def kernels(program: HloModule, computation: str) -> list[Kernel]:
         elif line.opcode in ("conditional", "call"):
             found += max((kernels(program, name) for name in line.called), key=bytes_of)
         elif line.opcode not in _NO_KERNEL and not line.opcode.endswith("-done"):
-            found.append(Kernel(line.name, 1, _bytes(program, lines, line)))
+            parts = [(line, lines), *program.inside(line)]
+            flops = sum(_flops(part, siblings) for part, siblings in parts)
+            found.append(Kernel(line.name, 1, _bytes(program, lines, line), flops))
     return found
+
+
+def _flops(line: Line, siblings: Mapping[str, Line]) -> int:
+    """FLOPs of a matmul or convolution, where a multiply-add counts as two; 0 for any other line."""
+    operands = [_dimensions(siblings[name].type) for name in line.operands[:2] if name in siblings]
+    labels, out = line.attribute(r"dim_labels=([\w?]+->\w+)"), _dimensions(line.type)
+    if labels and len(operands) == 2:
+        kernel, result = operands[1], out
+        if "BackwardFilter" in line.attributes:
+            kernel, result = out, operands[1]
+        elif "BackwardInput" in line.attributes:
+            result = operands[0]
+        features = kernel[labels.partition("_")[2].index("o")]
+        return 2 * math.prod(result) * math.prod(kernel) // max(features, 1)
+    contracted = line.attribute(r"lhs_contracting_dim(?:s=\{|ensions\":\[)([\d,\"]*)").replace('"', "")
+    if contracted and operands:
+        return 2 * math.prod(out) * math.prod(operands[0][int(d)] for d in contracted.split(","))
+    return 0
+
+
+def _dimensions(hlo_type: str) -> list[int]:
+    """The shape of an array, or of the first array of a tuple."""
+    found = _ARRAY.search(hlo_type)
+    return [int(d) for d in found[3].split(",") if d] if found else []
 
 
 def _bytes(program: HloModule, siblings: Mapping[str, Line], line: Line) -> int:

@@ -18,6 +18,7 @@ from benchmarks.training.flops import flops_per_example
 from benchmarks.training.tables import dry_run_table, hand_written
 from benchmarks.training.target import NO_PLUGIN, h200
 from benchmarks.training.worker import measure
+from mpjax.inspection.devices import DEVICES
 from mpjax.inspection.profile.hlo_text import HloModule
 from perf.environment import versions
 from testing import cheap_keys
@@ -108,21 +109,42 @@ def test_kernels_move_only_the_bytes_they_need():
     assert moved("gemm_fusion_dot_general.1") == (16, half * (8 * 256 + 256 * 128 + 8 * 128))
     assert moved("input_concatenate_fusion") == (16, half * (8 * 128 + 8 * 128 + 8 * 256) + 4)
     assert moved("fusion-start.1") == (16, half * 2 * 8 * 128 + 4)
+    assert found["gemm_fusion_dot_general.1"].flops == 2 * 8 * 256 * 128
+    assert found["cudnn-conv.1"].flops == 2 * 8 * 32 * 32 * 64 * 64 * 3 * 3
+
+
+@pytest.mark.parametrize(("bandwidth", "microseconds"), [(1e12, 4.0), (1e8, 3 + 6.4)])
+def test_a_kernel_takes_at_least_its_launch_and_the_longer_of_bytes_and_flops(bandwidth, microseconds):
+    text = """HloModule m
+ENTRY %main (a: f16[8,8], b: f16[8,16]) -> f16[8,16] {
+  %a = f16[8,8]{1,0} parameter(0)
+  %b = f16[8,16]{1,0} parameter(1)
+  ROOT %dot.1 = f16[8,16]{1,0} dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+"""
+    device = dataclasses.replace(DEVICES["H200"], bandwidth=bandwidth, float16=2 * 8 * 16 * 8 / 1e-6)
+    assert traffic.summary(text, device)["least_seconds"] == pytest.approx(1e-6 * microseconds)
 
 
 def test_a_compiled_program_is_summarised():
-    found = traffic.summary(GPU_PROGRAM)
+    found = traffic.summary(GPU_PROGRAM, DEVICES["H200"])
     assert found["kernels"] == 27 + 16 * 13 + 12
     assert (found["compiled_matmuls"], found["half_matmuls"], found["float32_matmuls"]) == (5, 5, 0)
-    in_full = traffic.summary(GPU_PROGRAM.replace("f16[", "f32["))
+    in_full = traffic.summary(GPU_PROGRAM.replace("f16[", "f32["), DEVICES["H200"])
     assert (in_full["half_matmuls"], in_full["float32_matmuls"]) == (0, 5)
     assert found["bytes_moved"] < in_full["bytes_moved"] < 2 * found["bytes_moved"]
 
 
 def test_dry_run_table_states_that_nothing_ran():
     row = {"planned_bytes": 2e9, "bytes_moved": 4e9, "kernels": 10, "half_matmuls": 0, "compiled_matmuls": 3}
-    row |= {"compile_seconds": 1.0, "batch_size": 8, "largest_batch": 100}
-    half = row | {"planned_bytes": 1e9, "bytes_moved": 2e9, "half_matmuls": 3, "largest_batch": 150}
+    row |= {"compile_seconds": 1.0, "batch_size": 8, "largest_batch": 100, "least_seconds": 0.5}
+    half = row | {
+        "planned_bytes": 1e9,
+        "bytes_moved": 2e9,
+        "least_seconds": 0.25,
+        "half_matmuls": 3,
+        "largest_batch": 150,
+    }
     rows = {
         "float32": row,
         "flax_float16+remat": half,
@@ -132,8 +154,10 @@ def test_dry_run_table_states_that_nothing_ran():
     }
     text = dry_run_table({"results": {"ncf": rows}})
     assert "for an H200 without a device: the programs were not autotuned and\nnever ran" in text
-    assert "| float32 | 2.00 GB | 1.00 | 4.0 GB | 1.00 | - | 10 | 0 of 3 | 1.0 s | 1.00 |" in text
-    assert "| autocast_float16+remat | 1.00 GB | 0.50 | 3.0 GB | 0.75 | 1.50 | 10 | 3 of 3 | 1.0 s | 1.50 |" in text
+    rest = "10 | 0 of 3 | 1.0 s | 1.00 |"
+    assert f"| float32 | 2.00 GB | 1.00 | 4.0 GB | 1.00 | - | 500.0 ms | 1.00 | - | - | {rest}" in text
+    bytes_and_time = "3.0 GB | 0.75 | 1.50 | 250.0 ms | 0.50 | - | 1.00"
+    assert f"| autocast_float16+remat | 1.00 GB | 0.50 | {bytes_and_time} | 10 | 3 of 3 | 1.0 s | 1.50 |" in text
     assert "JAX's CUDA plugin was not installed:\n\n- ncf: tf32\n" in text
     assert "- ValueError: no: ncf flax_float16\n" in text
     assert hand_written("tf32") == ""
