@@ -191,11 +191,39 @@ def _jaxprs_in(eqn: Any) -> list[Any]:
 
 def hidden(eqn: Any) -> str:
     """The reason why a program does not show the work of an equation; empty if it does."""
-    row = primitive(eqn.primitive.name)
-    if row.foreign:
+    if primitive(eqn.primitive.name).foreign:
         return "code outside of JAX"
-    unknown = eqn.primitive.name not in TABLE and eqn.outvars and not sub_jaxprs(eqn)
-    return "a primitive that mpjax does not know" if unknown else ""
+    return "a primitive that mpjax does not know" if is_unknown(eqn) else ""
+
+
+def is_unknown(eqn: Any) -> bool:
+    """Whether the primitive of an equation is not JAX's own, and shows no jaxpr of what it computes."""
+    return eqn.primitive.name not in TABLE and bool(eqn.outvars) and not sub_jaxprs(eqn)
+
+
+_SPARSE = ("bcoo_dot_general", "bcsr_dot_general")
+
+
+def unknown_flops(eqn: Any) -> int:
+    """FLOPs of the matmuls inside a primitive that mpjax does not know; 0 if JAX can't trace its implementation."""
+    params = eqn.params
+    if eqn.primitive.name in _SPARSE:
+        (_, contracted), (_, batch) = params["dimension_numbers"]
+        shape = eqn.invars[-1].aval.shape
+        columns = math.prod(n for d, n in enumerate(shape) if d not in (*contracted, *batch))
+        return 2 * compat.numel(eqn.invars[0].aval) * columns
+
+    def implementation(*arrays: Any) -> Any:
+        rest = iter(arrays)
+        # Equinox's `noinline` finds its function by a constant.
+        operands = [v.val if isinstance(v, compat.Literal) else next(rest) for v in eqn.invars]
+        return eqn.primitive.impl(*operands, **params)
+
+    try:
+        implemented = compat.trace(implementation, *(v.aval for v in eqn.invars if not isinstance(v, compat.Literal)))
+    except Exception:  # An implementation may be any code, or be missing.
+        return 0
+    return sum(site.flops for site in walk(implemented))
 
 
 def walk(jaxpr: Any, around: Site | None = None, owners: Owners = NOBODY) -> Iterator[Site]:

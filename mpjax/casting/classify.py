@@ -38,6 +38,10 @@ class Region(enum.StrEnum):
 AS_TRACED = {Region.OFF: "autocast is disabled here", Region.PLANNED: "an autocast function inside planned it"}
 
 
+# How the reasons of float32 that the user may not know of begin.
+BY_PRECISION, OPAQUE = "the program requests", "opaque:"
+
+
 @dataclasses.dataclass(frozen=True)
 class Setting:
     """Everything that a plan depends on besides the program. Hashable, because it is part of the plan's key.
@@ -175,9 +179,9 @@ def _matmul(eqn: Any) -> Listing | None:
     if precision is None or precision == compat.default_matmul_precision():
         return None
     if compat.is_algorithm(precision):
-        return Listing(Op.DENY, f"the program fixes the algorithm {precision}")
+        return Listing(Op.DENY, f"{BY_PRECISION} algorithm {precision}")
     if lax.Precision.HIGHEST in (precision if isinstance(precision, tuple) else (precision,)):
-        return Listing(Op.DENY, "the program requests precision HIGHEST")
+        return Listing(Op.DENY, f"{BY_PRECISION} precision HIGHEST")
     return None
 
 

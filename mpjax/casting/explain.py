@@ -8,7 +8,7 @@ from typing import Any
 
 from mpjax._jaxpr import compat
 from mpjax._jaxpr.primitives import MATMULS, Op
-from mpjax._jaxpr.program import Site, not_entered, site_of, sub_jaxprs, walk
+from mpjax._jaxpr.program import Site, is_unknown, not_entered, site_of, sub_jaxprs, unknown_flops, walk
 from mpjax.casting.classify import tracked
 from mpjax.casting.lattice import FULL, HALF, Storage, storage_of
 from mpjax.casting.plan import Action, Plan, Step, is_left_alone
@@ -94,7 +94,9 @@ def rows_of(plan: Plan) -> tuple[Row, ...]:
             continue
         total = merged.setdefault(_row(found), [0, 0])
         total[0] += found.site.times
-        total[1] += found.site.flops
+        total[1] += found.site.flops or (
+            is_unknown(found.site.eqn) and found.site.times * unknown_flops(found.site.eqn)
+        )
     return tuple(dataclasses.replace(row, count=count, flops=flops) for row, (count, flops) in merged.items())
 
 

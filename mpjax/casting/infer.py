@@ -13,9 +13,9 @@ from typing import Any
 
 from mpjax._jaxpr import compat
 from mpjax._jaxpr.primitives import MATMULS, Op, primitive
-from mpjax._jaxpr.program import sub_jaxprs, walk
+from mpjax._jaxpr.program import is_unknown, sub_jaxprs, walk
 from mpjax._jaxpr.weight_gradients import is_pointwise
-from mpjax.casting.classify import AS_TRACED, Listing, Region, Setting, tracked
+from mpjax.casting.classify import AS_TRACED, OPAQUE, Listing, Region, Setting, tracked
 from mpjax.casting.derivative_rules import closed_over, closes_over_tracers
 from mpjax.casting.lattice import (
     FULL,
@@ -244,10 +244,11 @@ def _only_half(use: Use) -> bool:
 
 def _counts_of(step: Step) -> MatmulCounts:
     is_matmul = step.eqn.primitive.name in MATMULS and step.action is not Action.SKIP
-    left_alone = is_left_alone(step)
-    if not is_matmul and not left_alone and step.inner is None and step.listing.entry is None:
+    left_alone, hides = is_left_alone(step), _may_hide_matmuls(step)
+    if not is_matmul and not left_alone and not hides and step.inner is None and step.listing.entry is None:
         return NOTHING
-    found = MatmulCounts(entries=frozenset(() if step.listing.entry is None else (step.listing.entry,)))
+    entries = frozenset(() if step.listing.entry is None else (step.listing.entry,))
+    found = MatmulCounts(left=int(hides), entries=entries)
     if left_alone:
         found += MatmulCounts(
             left=sum(_is_float32_matmul(site.eqn) for j in sub_jaxprs(step.eqn) for site in walk(j.jaxpr))
@@ -266,6 +267,10 @@ def _counts_of(step: Step) -> MatmulCounts:
 
 def _is_float32_matmul(eqn: Any) -> bool:
     return eqn.primitive.name in MATMULS and any(map(tracked, eqn.invars))
+
+
+def _may_hide_matmuls(step: Step) -> bool:
+    return step.listing.op is Op.OPAQUE and not step.listing.region and is_unknown(step.eqn)
 
 
 def _smaller_operands(eqn: Any) -> tuple[int, ...]:
@@ -301,7 +306,7 @@ def _deny(inference: Inference, eqn: Any, listing: Listing) -> Step:
 
 
 def _opaque(inference: Inference, eqn: Any, listing: Listing) -> Step:
-    why = listing.why if listing.region in AS_TRACED else f"opaque: {listing.why}"
+    why = listing.why if listing.region in AS_TRACED else f"{OPAQUE} {listing.why}"
     return inference.in_float32(eqn, listing, _activation(inference.level(eqn)), why)
 
 

@@ -83,7 +83,7 @@ class MatmulCounts:
     Args:
         cast: Those cast to half.
         written: Those that the program already runs in half.
-        left: Those left in float32.
+        left: Those left in float32, and primitives that may contain some.
         entries: The user's rules that matched.
     """
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax.casting.classify import Setting
+from mpjax.casting.classify import BY_PRECISION, OPAQUE, Setting
+from mpjax.casting.explain import Row, rows_of
 from mpjax.casting.plan import Plan
 from mpjax.casting.rules import UnusedRuleWarning
 from mpjax.policy import HALF_DTYPES, Policy
@@ -85,8 +88,9 @@ def check_backend(setting: Setting) -> None:
 
 
 def check_plan(plan: Plan) -> None:
-    """Warns about a program with nothing to cast, matmuls that are half already, and rules that match nothing."""
+    """Warns about a program with little to cast, matmuls that are half already, and rules that match nothing."""
     counts, setting = plan.counts, plan.setting
+    kept = _Kept.of(rows_of(plan)) if counts.left else _Kept()
     if not counts.cast and counts.written:
         _warn(
             f"autocast: all {counts.written} matmuls and convolutions that it may cast are in half already (the model "
@@ -94,9 +98,14 @@ def check_plan(plan: Plan) -> None:
             "adds nothing: use only one of the two."
         )
     elif not counts.cast:
-        left = f" (A rule or a region keeps {counts.left} as traced.)" if counts.left else ""
+        left = f" Left in float32: {kept}." if kept.causes else ""
         _warn(
             f"autocast found no matmul or convolution of float32 arrays to run in {setting.half}.{left} "
+            "See mpjax.explain(fun, *args)."
+        )
+    elif kept.share > _MUCH:
+        _warn(
+            f"autocast: {kept.share:.0%} of the FLOPs of matmuls and convolutions stay in float32. {kept}. "
             "See mpjax.explain(fun, *args)."
         )
     for entry, op in setting.rules.entries:
@@ -107,3 +116,40 @@ def check_plan(plan: Plan) -> None:
                 "mpjax.explain(fun, *args) lists primitives and module paths.",
                 UnusedRuleWarning,
             )
+
+
+_MUCH = 0.2  # of the FLOPs of a program's matmuls
+
+
+@dataclasses.dataclass
+class _Kept:
+    """The matmuls and convolutions that stay in float32: their number by primitive and reason.
+
+    Args:
+        causes: For each primitive and reason, the number of runs.
+        share: The share of all FLOPs that neither the user's rules and regions nor their size explain.
+    """
+
+    causes: dict[tuple[str, str], int] = dataclasses.field(default_factory=dict)
+    share: float = 0.0
+
+    @classmethod
+    def of(cls, rows: Sequence[Row]) -> _Kept:
+        causes: dict[tuple[str, str], int] = {}
+        unasked = total = 0
+        for row in rows:
+            if row.rule or not row.flops:
+                continue
+            total += row.flops
+            if "float32" in row.dtypes_in:
+                causes[row.op, row.why] = causes.get((row.op, row.why), 0) + row.count
+                unasked += row.flops * row.why.startswith((OPAQUE, BY_PRECISION))
+        return cls(causes, unasked / max(total, 1))
+
+    def __str__(self) -> str:
+        return "; ".join(f"{count} {op} ({_reason(op, why)})" for (op, why), count in self.causes.items())
+
+
+def _reason(op: str, why: str) -> str:
+    way_out = f", which Rules(allow=[{op!r}]) overrides" if why.startswith(BY_PRECISION) else ""
+    return why.removeprefix(f"{OPAQUE} ") + way_out

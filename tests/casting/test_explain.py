@@ -92,7 +92,7 @@ def test_a_program_with_disabled_matmuls_warns_that_they_are_kept():
         with mpjax.autocast_disabled():
             return jax.jit(jnp.dot)(x, w)
 
-    with pytest.warns(mpjax.AutocastWarning, match="keeps 1 as traced"):
+    with pytest.warns(mpjax.AutocastWarning, match=r"Left in float32: 1 dot_general \(autocast is disabled here\)"):
         mpjax.autocast(fun)(jnp.eye(8), jnp.ones((8, 8)))
 
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import sparse
 
 import mpjax
 from testing import measures
@@ -220,3 +221,12 @@ def test_methods_partials_and_closures_over_tracers():
     close(in_numpy(mpjax.autocast(functools.partial(model, W)))(X), expected, 1e-2)
     outer = jax.grad(lambda w: mpjax.autocast(lambda x: model(w, x))(X))
     close(in_numpy(outer)(W), gradient)
+
+
+def test_sparsify_of_an_autocast_function_as_the_docs_describe():
+    fun = lambda w, x: jnp.sum(jnp.tanh(x @ w))
+    arguments = sparse.BCOO.fromdense(W), X
+    with pytest.raises(NotImplementedError, match="sparse rule for detached is not implemented"):
+        sparse.sparsify(mpjax.autocast(fun))(*arguments)
+    found = sparse.sparsify(mpjax.autocast(fun, rules=mpjax.Rules(weight_gradients="half")))(*arguments)
+    close(found, fun(W, X), 1e-2)

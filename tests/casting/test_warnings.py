@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 
+import equinox.internal as eqxi
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental import pallas as pl
+from jax.experimental import sparse
 
 import mpjax
 from mpjax import AutocastWarning
+from testing import measures
 
 W, X = jnp.ones((8, 8)), jnp.ones((4, 8))
 
@@ -47,6 +52,51 @@ def test_model_that_is_already_half_is_reported_and_not_cast_twice():
 def test_nothing_to_cast_is_reported():
     with pytest.warns(AutocastWarning, match=r"no matmul or convolution .* to run in float16.*mpjax.explain"):
         mpjax.autocast(lambda x: jnp.sum(jnp.exp(x)))(X)
+
+
+HIGHEST = (
+    r"Left in float32: 2 dot_general \(the program requests precision HIGHEST, which Rules\(allow=\['dot_general'\]\)"
+)
+
+
+def test_matmuls_of_a_fixed_precision_are_named_and_can_be_overridden():
+    fun = lambda w, x: jnp.sum(jnp.dot(jnp.dot(x, w, precision="highest"), w, precision="highest"))
+    ways_out = "2 dot_general (the program requests precision HIGHEST, which Rules(allow=['dot_general']) overrides)"
+    with pytest.warns(AutocastWarning, match=re.escape(f"Left in float32: {ways_out}")):
+        mpjax.autocast(fun)(W, X)
+    assert measures.half_share(mpjax.autocast(fun, rules=mpjax.Rules(allow=["dot_general"])), W, X) == 1.0
+
+
+def _kernel(x, w):
+    return pl.pallas_call(lambda x, w, o: o.__setitem__(..., x[...] @ w[...]), out_shape=x, interpret=True)(x, w)
+
+
+# Each runs one matmul in float32 for a reason that the user may not know of.
+MOSTLY_FLOAT32 = {
+    "dot_general (the program requests precision HIGHEST": lambda x, w: jnp.dot(x, w, precision="highest"),
+    "dot_general (pallas_call runs as traced)": _kernel,
+    "noinline (noinline runs as traced)": eqxi.noinline(lambda x, w: x @ w),
+    "bcoo_dot_general (bcoo_dot_general runs as traced)": lambda x, w: sparse.BCOO.fromdense(x, nse=x.size) @ w,
+}
+
+
+@pytest.mark.parametrize("cause", MOSTLY_FLOAT32)
+def test_much_of_the_work_left_in_float32_is_one_warning_with_its_cause(cause):
+    work = MOSTLY_FLOAT32[cause]
+    fun = lambda w, x: jax.lax.scan(lambda x, _: (work(x, w), None), x, length=3)[0] @ w
+    with pytest.warns(AutocastWarning) as caught:
+        jax.make_jaxpr(mpjax.autocast(fun))(W, X)
+    (message,) = (str(w.message) for w in caught)
+    assert "75% of the FLOPs" in message
+    assert f"3 {cause}" in message
+
+
+def test_little_work_or_work_left_on_purpose_is_no_warning():
+    precise = mpjax.float_function(jnp.dot)
+    fun = lambda w, x: precise(precise(jnp.dot(x, w, precision="highest") @ w @ w @ w @ w @ w, w), w)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mpjax.autocast(fun)(W, X)
 
 
 def test_float64_inputs_are_reported():
