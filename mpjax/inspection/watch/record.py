@@ -7,11 +7,12 @@ import dataclasses
 import jax
 
 from mpjax._tables import table
-from mpjax.inspection.reports import WIDTH
+from mpjax.inspection.reports import WIDTH, percent
 
 # The columns of a record's statistics.
-COLUMNS = ("amax", "underflow", "zeros", "nonfinite")
+COLUMNS = ("amax", "flushed", "zeros", "nonfinite")
 _SHOWN = 20  # rows of a printed record
+_MUCH = 0.5  # the share of flushed values from which a record warns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,17 +22,17 @@ class WatchedModule:
     Args:
         name: The module path; outside of named modules, the user's function.
         phase: `"forward"` or `"backward"`.
-        amax: The largest magnitude of a finite value. Gradients do not include the loss scale.
-        underflow: The share of the nonzero values below the smallest normal number of their storage dtype. Gradients
-            include the loss scale. Such values lose bits, and even smaller ones become zero.
-        zeros: The share of zeros.
-        nonfinite: The number of values that are inf or NaN.
+        amax: The largest magnitude of a finite value, computed in float32. Gradients do not include the loss scale.
+        flushed: Of the nonzero values that the program stores in half, the share that is flushed to zero at the loss
+            scale.
+        zeros: The share of values that are zero in float32 too.
+        nonfinite: The number of values that are inf or NaN, or beyond the range of the dtype that stores them.
     """
 
     name: str
     phase: str
     amax: float
-    underflow: float
+    flushed: float
     zeros: float
     nonfinite: int
 
@@ -61,7 +62,7 @@ class WatchRecord:
         numbers = {
             f"{row.phase}/{row.name or '-'}/{name}": float(getattr(row, name))
             for row in self.modules
-            for name in ("amax", "underflow", "nonfinite")
+            for name in COLUMNS
         }
         return {"loss_scale": self.loss_scale, **numbers}
 
@@ -71,6 +72,13 @@ class WatchRecord:
         if bad:
             first = bad[0]
             lines.append(f"first inf or NaN: {first.name or '-'}, {first.phase} ({first.nonfinite} values)")
+        elif self.overflow:
+            lines.append("no watched value leaves its range: mpjax.find_nonfinite finds the operation")
+        lost = [row for row in self.modules if row.flushed > _MUCH]
+        if lost:
+            several = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+            what = f"{lost[0].name or '-'}, {lost[0].phase} ({lost[0].flushed:.0%}){several}"
+            lines.append(f"warning: flushed to zero are most values of {what}: gradients need a larger loss scale")
         if self.history:
             before = [
                 max((row.amax for row in record.modules if bad and _place(row) == _place(bad[0])), default=0.0)
@@ -80,19 +88,19 @@ class WatchRecord:
                 f"{amax:.3g} at step {record.step}" for record, amax in zip(self.history, before, strict=True)
             )
             lines.append(f"its largest value before: {steps}")
-        worst = sorted(self.modules, key=lambda row: (-row.nonfinite, -row.underflow, -row.amax))
+        worst = sorted(self.modules, key=lambda row: (-row.nonfinite, -row.flushed, -row.amax))
         rows = [
             (
                 row.name or "-",
                 row.phase,
                 f"{row.amax:.4g}",
-                f"{row.underflow:.2%}",
+                percent(row.flushed),
                 f"{row.zeros:.1%}",
                 str(row.nonfinite),
             )
             for row in worst[:_SHOWN]
         ]
-        header = ("module", "pass", "amax", "underflow", "zeros", "inf/NaN")
+        header = ("module", "pass", "amax", "flushed", "zeros", "inf/NaN")
         lines += table(header, rows, {2, 3, 4, 5}, WIDTH)
         return "\n".join([*lines, *(f"not inspected: {place}" for place in self.unseen)])
 

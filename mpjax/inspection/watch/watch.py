@@ -1,4 +1,4 @@
-"""`watch`: amax, underflow and non-finite values by module inside a compiled training step."""
+"""`watch`: amax, flushed and non-finite values by module inside a compiled training step."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mpjax._jaxpr import compat
-from mpjax._jaxpr.interpreter import Instrumented
+from mpjax._jaxpr.interpreter import Instrumented, widened
 from mpjax._jaxpr.program import Block, Place, lay_out, owners_of
 from mpjax._jaxpr.source import BACKWARD
 from mpjax.casting.autocast import traced_call
@@ -59,7 +58,8 @@ def watch(
     On each step:
 
         due = step % every == 0, or the gradients are not finite and those of the step before were
-        lax.cond(due, run the gradient once more with statistics; store them; call back, nothing)
+        lax.cond(due, run the gradient once more in float32; compare its values with the range of the dtypes that the
+                      program stores them in; keep these statistics; call back, nothing)
 
     The training program itself is unchanged, so watching changes no result. Steps without a record cost nothing (with
     `grads=`, one read of the gradients). A step with a record takes two to three times as long. All state is in
@@ -204,29 +204,31 @@ def _measured(loss: Loss, scale: Any, args: Sequence[Any]) -> _Measurement:
     block = lay_out(program.jaxpr, owners=owners_of(program.jaxpr, argument_names(program, args, kwargs)))
     counts, groups = counted(block, len(names)), grouped(block).groups
     probe = StatisticsProbe(block, counts)
-    rows: dict[tuple[str, str], list[int]] = {}
+    rows: dict[tuple[str, str], list[Place]] = {}
     for number, place in probe.places.items():
         phase = "backward" if place.site.phase == BACKWARD else "forward"
-        rows.setdefault((groups[number].name, phase), []).append(number)
+        rows.setdefault((groups[number].name, phase), []).append(place)
 
     def run(scale: Any) -> jax.Array:
-        _, notes = Instrumented(probe).block(block, program.arrays)
+        consts = [widened(x) for x in block.consts]
+        arrays = [widened(x) for x in program.arrays]
+        _, notes = Instrumented(probe, wide=True).block(block, arrays, consts=consts)
         return jnp.stack(
-            [_row(notes, numbers, scale if phase == "backward" else 1) for (_, phase), numbers in rows.items()]
+            [_row(notes, places, scale if phase == "backward" else 1) for (_, phase), places in rows.items()]
         )
 
     return _Measurement(tuple(rows), run, block.not_entered())
 
 
-def _row(notes: Mapping[Any, RangeNote], numbers: Sequence[int], scale: Any) -> Any:
+def _row(notes: Mapping[Any, RangeNote], places: Sequence[Place], scale: Any) -> Any:
     """The values of `COLUMNS` over the equations of one module."""
-    found = [notes["range", number] for number in numbers if ("range", number) in notes]
-    counts = sum((counts.astype(jnp.float32) for counts, _, _ in found), jnp.zeros(7, jnp.float32))
-    amax = functools.reduce(jnp.maximum, (extremes[0] for _, extremes, _ in found), jnp.float32(0))
-    size, zeros, tiny, overflowed, nonfinite = (counts[i] for i in range(5))
-    nonzero = jnp.maximum(size - zeros - nonfinite, 1)
-    # XLA may pass a value on before it rounds it to half. Values beyond half's range then count as inf.
-    return jnp.stack([amax / scale, tiny / nonzero, zeros / jnp.maximum(size, 1), nonfinite + overflowed])
+    found = [(notes["range", p.number], _dtype(p) in HALF_DTYPES) for p in places if ("range", p.number) in notes]
+    amax = functools.reduce(jnp.maximum, (extremes[0] for (_, extremes, _), _ in found), jnp.float32(0))
+    nothing = jnp.zeros(7, jnp.float32)
+    counts = sum((counts.astype(jnp.float32) for (counts, _, _), _ in found), nothing)
+    in_half = sum((counts.astype(jnp.float32) for (counts, _, _), is_half in found if is_half), nothing)
+    nonzero = jnp.maximum(in_half[0] - in_half[1] - in_half[4], 1)
+    return jnp.stack([amax / scale, in_half[2] / nonzero, counts[1] / jnp.maximum(counts[0], 1), counts[3] + counts[4]])
 
 
 class StatisticsProbe(RangeProbe):
@@ -241,16 +243,15 @@ class StatisticsProbe(RangeProbe):
         if place.number not in self.places:
             return {}
         measured = [outs[i] for i in floats(place.site.eqn.outvars)]
-        dtype = max((x.dtype for x in measured), key=lambda dtype: dtype.itemsize)
-        return {("range", place.number): note(measured, [], _normal(dtype), None, False)}
+        return {("range", place.number): note(measured, [], _limits(_dtype(place)), None, False)}
 
 
-@functools.cache
-def _normal(dtype: Any) -> Limits:
-    """Limits at which `note` counts values below a dtype's normal numbers as flushed."""
-    if dtype not in HALF_DTYPES:
-        dtype = np.dtype(np.float32)
-    info = compat.finfo(dtype)
-    largest_subnormal = float(info.tiny) - float(info.smallest_subnormal)
-    overflowed = Limits.of(dtype).overflowed if dtype in HALF_DTYPES else float("inf")
-    return Limits(dtype, largest_subnormal, overflowed, int(info.nmant))
+def _dtype(place: Place) -> Any:
+    """The widest dtype in which the program stores an equation's results."""
+    dtypes = (place.site.eqn.outvars[i].aval.dtype for i in floats(place.site.eqn.outvars))
+    return max(dtypes, key=lambda dtype: dtype.itemsize)
+
+
+def _limits(dtype: Any) -> Limits:
+    """The limits of a half dtype; none for others."""
+    return Limits.of(dtype) if dtype in HALF_DTYPES else Limits(np.dtype(np.float32), 0.0, float("inf"), 23)

@@ -142,18 +142,36 @@ def test_repeated_overflows_are_recorded_once():
     assert len(told) == 2
 
 
-def test_underflow_is_the_share_of_subnormal_values():
+def test_flushed_is_the_share_of_values_that_become_zero():
     def loss(w, x):
         with jax.named_scope("tiny"):
-            y = (x @ w).astype(jnp.float16) * jnp.float16(2.0**-8)
+            y = (x @ w).astype(jnp.float16) * jnp.float16(2.0**-12)
         return jnp.sum(y.astype(jnp.float32))
 
     x = jnp.diag(2.0 ** -jnp.arange(0.0, 16.0))
     watched = mpjax.watch(loss)
     state = jax.jit(lambda s, w, x: watched.update(s, w, x))(watched.init(jnp.eye(16), x), jnp.eye(16), x)
     (record,) = state.records()
-    # The product has 16 nonzero values, all normal in float32; of 2^-8 ... 2^-23 those below 2^-14 are subnormal.
-    assert row(record, "tiny", "forward").underflow == 9 / 32
+    # Of 2^-12 ... 2^-27 those up to 2^-25 are zero in float16. The product is stored in float32.
+    assert row(record, "tiny", "forward").flushed == 3 / 16
+
+
+def test_gradients_that_are_all_flushed_are_the_first_row_and_a_warning():
+    watched = mpjax.watch(lambda params, x: 1e-9 * loss_fn(params, x), policy="mixed_float16")
+    (record,) = jax.jit(watched.update)(watched.init(PARAMS, X), PARAMS, X).records()
+    gradient = row(record, "Net/second", "backward")
+    assert gradient.flushed == 1
+    assert 0 < gradient.amax < 1e-8
+    lines = str(record).splitlines()
+    assert lines[1].startswith("warning: flushed to zero are most values of Net/second, backward (100%)")
+    assert re.match(r"Net/second +backward .* 100.00%", lines[-len(record.modules)])
+    assert record.scalars()["backward/Net/second/flushed"] == 1
+    assert "backward/Net/second/zeros" in record.scalars()
+
+
+def test_a_record_of_an_overflow_has_the_size_of_what_overflowed(trained):
+    overflow = next(record for record in trained[2] if record.overflow)
+    assert row(overflow, "Net/first", "forward").amax > 1e29
 
 
 def test_nnx_modules_and_argnums_and_aux():
