@@ -126,9 +126,9 @@ def classify(eqn: Any, setting: Setting) -> Listing:
     """The listing of one equation: by region, then by the user's rules, then by the default lists."""
     path = scopes(eqn)
     if setting.plain and MARK not in path:
-        return _default(eqn)
+        return default_listing(eqn)
     region = (_region(path) if MARK in path else Region.NONE) or setting.region
-    listing = _default(eqn)
+    listing = default_listing(eqn)
     if region in AS_TRACED:
         # Higher-order primitives are entered: their derivative rules may close over outer values.
         return Listing(Op.ENTER if listing.op is Op.ENTER else Op.OPAQUE, AS_TRACED[region], region)
@@ -142,7 +142,8 @@ def classify(eqn: Any, setting: Setting) -> Listing:
     return _at_level(listing, setting.rules.level, eqn.primitive.name)
 
 
-def _default(eqn: Any) -> Listing:
+def default_listing(eqn: Any) -> Listing:
+    """The listing of an equation under the default lists."""
     name = eqn.primitive.name
     op = primitive(name).op
     if op is Op.OPAQUE:

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 import jax
 
 from mpjax._jaxpr.interpreter import is_half
-from mpjax._jaxpr.primitives import Op, primitive
+from mpjax._jaxpr.primitives import Op
 from mpjax._jaxpr.program import Block, lay_out, owners_of
 from mpjax._jaxpr.source import BACKWARD
+from mpjax.casting.classify import default_listing
 from mpjax.inspection.gradient import Loss, scale_state
 from mpjax.inspection.layerwise.groups import Group, grouped
 from mpjax.inspection.layerwise.lockstep import error_note, evaluated
@@ -144,7 +145,7 @@ def _modules(evaluated: _Evaluated) -> list[LayerError]:
     for number, place in places.items():
         half = [v.aval.dtype.name for v in place.site.eqn.outvars if is_half(v)]
         dtypes[groups[number]].update(dict.fromkeys(half))
-        if half and primitive(place.site.name).op is Op.DENY:
+        if half and default_listing(place.site.eqn).op is Op.DENY:
             denied[groups[number]][place.site.name] = None
     # A module's arrays, by pass. The gradients of its parameters count as one array, because a single gradient may be
     # pure rounding error: that of a bias before a normalisation is zero in exact arithmetic.

@@ -230,7 +230,8 @@ def error_note(exact: Any, half: Any, fresh: Any) -> ErrorNote:
     """The error note of an array.
 
     It holds the largest magnitude of `exact`; the sums of exact², (half − exact)² and (fresh − exact)² in units of its
-    square; and the counts of inf or NaN in `half` and `fresh` where `exact` is finite.
+    square; and the counts of inf or NaN in `half` and `fresh` where `exact` is finite or NaN. (Infinities in `exact` are
+    those of masks.)
     """
     arrays = exact, half, fresh
     if any(isinstance(x, jax.core.Tracer) for x in arrays) or exact.size > _SMALL or not exact.is_fully_addressable:
@@ -248,7 +249,11 @@ def _noted(numpy: Any, *arrays: Any) -> ErrorNote:
     finite = [known & numpy.isfinite(x) for x in others]
     deviations = [numpy.where(ok, x - exact, np.float32(0)) / unit for ok, x in zip(finite, others, strict=True)]
     sums = [numpy.sum(x**2) for x in (numpy.where(known, exact, np.float32(0)) / unit, *deviations)]
-    return size, numpy.stack(sums), numpy.stack([numpy.sum(known & ~ok, dtype=np.int32) for ok in finite])
+    return (
+        size,
+        numpy.stack(sums),
+        numpy.stack([numpy.sum((known & ~ok) | numpy.isnan(exact), dtype=np.int32) for ok in finite]),
+    )
 
 
 _compiled_note: Callable[..., ErrorNote] = jax.jit(functools.partial(_noted, jnp))

@@ -16,7 +16,7 @@ class LayerError:
         path: The module path; empty for a function.
         dtypes: The half dtypes in it.
         forward, backward: Its own error in each pass: its operands are exact, and only this module is in half. inf if
-            it makes an inf or NaN where float32 has none.
+            it has an inf or NaN where float32 has none, or a NaN where float32 has one too.
         total_forward, total_backward: The program's error at this module, including that of all modules before it.
         op, source: The operation whose result has the largest own error, and its source line.
         denied: Its operations in half that need float32: those on autocast's deny list.

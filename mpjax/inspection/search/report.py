@@ -15,13 +15,13 @@ class SearchedModule:
     Args:
         name: The module path.
         float32: Whether it stays in float32.
-        error: Its own error in half, as in `layerwise_error`; 0 if all modules in half already meet the budget.
+        error: Its own error in half, as in `layerwise_error`; None if it was not measured.
         flops_share: Its share of the FLOPs of matmuls and convolutions, forward and backward.
     """
 
     name: str
     float32: bool
-    error: float
+    error: float | None
     flops_share: float
 
 
@@ -40,6 +40,7 @@ class SearchReport(Report):
         rules: The rules to pass to `autocast`.
         half_share: The share of the FLOPs of matmuls and convolutions that run in half with these rules.
         modules: All modules, those in float32 first, then by their own error.
+        minimal: Whether each of these modules is needed: with any one of them in half, the error is above the budget.
         passes: The number of times the gradient was compiled and run.
         unseen: Operations whose internals are not visible, so that no rule applies to them, and why.
     """
@@ -55,6 +56,7 @@ class SearchReport(Report):
     half_share: float
     modules: tuple[SearchedModule, ...]
     passes: int
+    minimal: bool = True
     unseen: tuple[str, ...] = ()
 
     main = "modules"
@@ -82,7 +84,12 @@ class SearchReport(Report):
     def sections(self) -> list[Section]:
         """The sections of the printed report."""
         rows = [
-            (row.name, "float32" if row.float32 else "half", _share(row.error), f"{row.flops_share:.1%}")
+            (
+                row.name,
+                "float32" if row.float32 else "half",
+                _share(row.error),
+                f"{row.flops_share:.1%}",
+            )
             for row in self.modules
         ]
         header = ("module", "runs in", "own error", "FLOPs")
@@ -107,9 +114,15 @@ class SearchReport(Report):
             f"error {before} in half, {after} with these in float32 (budget {budget}); {self.half_share:.1%} of "
             "the FLOPs stay in half",
             f"mpjax.autocast(fun, {self.policy!r}, rules=mpjax.Rules(deny=[{shown}]))",
-            f"{self.passes} passes over {len(self.modules)} modules",
+            f"{self.passes} passes over {len(self.modules)} modules: "
+            + ("with any one of these in half, the error is above the budget" if self.minimal else _STOPPED),
         ]
 
 
-def _share(error: float) -> str:
+_STOPPED = "stopped at the limit of passes, fewer modules in float32 may suffice"
+
+
+def _share(error: float | None) -> str:
+    if error is None:
+        return "-"
     return percent(error) if error else "0.00%"

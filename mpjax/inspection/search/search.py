@@ -27,7 +27,7 @@ LossAndGradients = tuple[Any, Mapping[str, Any]]  # the loss, and the gradients 
 Metric = Callable[[LossAndGradients, LossAndGradients], Any]
 # The start of `dynamic_loss_scale`, and here the factor of each backoff and the smallest scale.
 _FIRST_SCALE, _BACKOFF, _LAST_SCALE = 2.0**15, 2.0**5, 1.0
-_FEWEST_PASSES = 10  # for a small program: the first three, and some for the search
+_FEWEST_PASSES = 30  # for a small program
 
 
 def search(
@@ -48,8 +48,8 @@ def search(
         return modules to half while the budget is met        (groups, then single modules)
         run once more with the resulting rules
 
-    A pass compiles and runs the gradient on the given batch. A search takes at most two passes per module,
-    or ten in a small program.
+    A pass compiles and runs the gradient on the given batch. A search takes at most two passes per module, or thirty in
+    a small program. If it ends before that, none of the modules can return to half by itself.
 
     Args:
         fun: The loss function in float32. If it is an `autocast` function (`jax.jit` of one included), the search
@@ -99,11 +99,12 @@ def search(
 def _searched(passes: _Passes, budget: float, policy: str, name: str) -> SearchReport:
     before = passes.error(())
     flops = passes.flops()
-    ranked: dict[str, float] = dict.fromkeys(flops, 0.0)
+    ranked: Mapping[str, float | None] = dict.fromkeys(flops)
     kept: tuple[str, ...] = ()
+    needed = True
     if not before <= budget:
         ranked = passes.ranked()
-        kept = _smallest(passes, [*ranked], budget)
+        kept, needed = _smallest(passes, [*ranked], budget)
     after = passes.rerun(kept) if kept else before
     total = sum(flops.values()) or 1
     rows = [
@@ -121,14 +122,15 @@ def _searched(passes: _Passes, budget: float, policy: str, name: str) -> SearchR
         patterns=patterns,
         rules=passes.rules(kept),
         half_share=passes.half_shares[frozenset(kept)],
-        modules=tuple(sorted(rows, key=lambda row: (not row.float32, -row.error))),
+        modules=tuple(sorted(rows, key=lambda row: (not row.float32, -(row.error or 0.0)))),
+        minimal=needed,
         passes=passes.count,
         unseen=passes.unseen,
     )
 
 
-def _smallest(passes: _Passes, ranked: Sequence[str], budget: float) -> tuple[str, ...]:
-    """The fewest modules, in ranking order, that meet the budget in float32; all modules if none do."""
+def _smallest(passes: _Passes, ranked: Sequence[str], budget: float) -> tuple[tuple[str, ...], bool]:
+    """Modules that meet the budget in float32, and whether each of them is needed; all modules if none do."""
     most = max(2 * len(ranked), _FEWEST_PASSES) - 1  # one is left for the rerun
     low, high = 0, len(ranked)
     while high - low > 1 and passes.count < most:
@@ -136,7 +138,7 @@ def _smallest(passes: _Passes, ranked: Sequence[str], budget: float) -> tuple[st
         low, high = (low, middle) if passes.error(ranked[:middle]) <= budget else (middle, high)
     kept = list(ranked[:high])
     if not passes.error(kept) <= budget:
-        return tuple(kept)
+        return tuple(kept), False
 
     def thin_out(candidates: Sequence[str], needed: bool) -> None:
         """Returns candidates to half; `needed` means that not all of them can return."""
@@ -152,7 +154,11 @@ def _smallest(passes: _Passes, ranked: Sequence[str], budget: float) -> tuple[st
             thin_out(first, all(module not in kept for module in second))
 
     thin_out(tuple(kept), True)
-    return tuple(kept)
+    for module in reversed(tuple(kept)):  # Another module may have become unnecessary since it was tried.
+        rest = [other for other in kept if other != module]
+        if (passes.knows(rest) or passes.count < most) and passes.error(rest) <= budget:
+            kept = rest
+    return tuple(kept), all(passes.knows([other for other in kept if other != module]) for module in kept)
 
 
 def _is_covered(module: str, kept: Iterable[str]) -> bool:
@@ -204,6 +210,10 @@ class _Passes:
         if key not in self._errors:
             self._errors[key] = self.rerun(kept)
         return self._errors[key]
+
+    def knows(self, kept: Sequence[str]) -> bool:
+        """Whether the error with some modules in float32 was measured."""
+        return frozenset(kept) in self._errors
 
     def rerun(self, kept: Sequence[str]) -> float:
         """The error with some modules in float32, measured again even if it is known."""

@@ -124,6 +124,27 @@ def test_a_float32_program_is_refused_with_the_way_out():
         mpjax.layerwise_error(lambda w: jnp.sum(w * w), np.ones(3, np.float32))
 
 
+def test_a_healthy_gelu_does_not_need_float32():
+    def loss(w, x):
+        with jax.named_scope("mlp"):
+            return jnp.mean(jax.nn.gelu(x @ w) @ w)
+
+    report = mpjax.layerwise_error(mpjax.autocast(loss), np.eye(16, dtype=np.float32), X)
+    assert not any(row.denied for row in report.modules)
+    assert "needs float32" not in str(report)
+
+
+def test_a_nan_in_both_programs_is_no_agreement():
+    def loss(w, x):
+        with jax.named_scope("logs"):
+            return jnp.mean(jnp.log(x @ w))
+
+    report = mpjax.layerwise_error(mpjax.autocast(loss), -np.eye(16, dtype=np.float32), np.abs(X))
+    assert report.loss_error == report.gradient_error == np.inf or report.loss_error == np.inf
+    assert any(row.total == np.inf for row in report.modules)
+    assert "not finite" in str(report)
+
+
 def test_own_errors_are_those_of_exact_operands_and_totals_add_up():
     def loss(w, x):
         with jax.named_scope("first"):

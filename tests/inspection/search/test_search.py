@@ -2,6 +2,7 @@
 
 import csv
 import functools
+import itertools
 
 import flax.linen as nn
 import jax
@@ -11,6 +12,7 @@ import pytest
 
 import mpjax
 from mpjax.inspection.cli import main
+from mpjax.inspection.search.search import _smallest
 from testing import cheap_keys, measures
 from testing.random_programs.evaluate import arrays_in_numpy, in_numpy
 
@@ -82,6 +84,8 @@ def test_a_budget_that_half_meets_keeps_nothing_in_float32():
     assert report.passes == 2
     assert report.half_share == 1.0
     assert "with every module in half" in report.text()
+    assert {row.error for row in report.modules} == {None}, "not measured"
+    assert "0.00%" not in report.text().partition("By module")[2].replace("FLOPs", "")
 
 
 def test_a_budget_that_nothing_meets_says_where_the_rest_is():
@@ -94,6 +98,42 @@ def test_a_budget_that_nothing_meets_says_where_the_rest_is():
     assert not report.met
     assert "outside named modules" in report.text()
     assert report.failure()
+
+
+class Passes:
+    """Errors that depend on the modules in float32."""
+
+    def __init__(self, errors):
+        self.errors, self.seen, self.count = errors, {}, 2
+
+    def error(self, kept):
+        if frozenset(kept) not in self.seen:
+            self.count += 1
+            self.seen[frozenset(kept)] = self.errors(set(kept))
+        return self.seen[frozenset(kept)]
+
+    def knows(self, kept):
+        return frozenset(kept) in self.seen
+
+
+@pytest.mark.parametrize("needed", list(itertools.combinations("abcdef", 2)))
+def test_modules_that_are_not_needed_return_to_half(needed):
+    passes = Passes(lambda kept: 0 if {*needed} <= kept else 1)
+    assert _smallest(passes, [*"abcdef"], 0.5) == (tuple(needed), True)
+
+
+def test_a_module_that_another_one_replaces_returns_to_half():
+    # c alone would do, and so would a and b together.
+    passes = Passes(lambda kept: 0 if "c" in kept or {"a", "b"} <= kept else 1)
+    kept, minimal = _smallest(passes, [*"abc"], 0.5)
+    assert (set(kept), minimal) in (({"c"}, True), ({"a", "b"}, True))
+
+
+def test_a_search_that_stops_at_its_limit_says_so():
+    names = [f"m{i}" for i in range(64)]
+    passes = Passes(lambda kept: 0 if len(kept) >= 60 else 1)
+    passes.count = 110
+    assert _smallest(passes, names, 0.5)[1] is False
 
 
 def test_the_metric_decides():
