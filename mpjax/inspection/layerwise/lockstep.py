@@ -230,8 +230,8 @@ def error_note(exact: Any, half: Any, fresh: Any) -> ErrorNote:
     """The error note of an array.
 
     It holds the largest magnitude of `exact`; the sums of exact², (half − exact)² and (fresh − exact)² in units of its
-    square; and the counts of inf or NaN in `half` and `fresh` where `exact` is finite or NaN. (Infinities in `exact` are
-    those of masks.)
+    square; and the counts of inf or NaN in `half` and `fresh` where `exact` is finite or NaN (infinities in `exact` are
+    those of masks).
     """
     arrays = exact, half, fresh
     if any(isinstance(x, jax.core.Tracer) for x in arrays) or exact.size > _SMALL or not exact.is_fully_addressable:
