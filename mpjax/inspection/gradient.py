@@ -12,6 +12,8 @@ import jax
 import numpy as np
 import optax
 
+from mpjax._jaxpr.interpreter import is_half
+from mpjax._jaxpr.program import Site
 from mpjax.casting.autocast import Program, autocast
 from mpjax.casting.rules import Rules
 from mpjax.inspection.program import trace_to_run
@@ -101,6 +103,13 @@ class Loss:
         names: list[str] = []
         program = trace_to_run(caller, self.gradient_at_any_scale(names), args, {"mpjax_loss_scale": np.float32(1)})
         return program, next(i for i, name in enumerate(program.names) if "mpjax_loss_scale" in name), names
+
+
+def half_share(sites: Iterable[Site]) -> float:
+    """The share of the FLOPs of matmuls and convolutions with half operands."""
+    flops = [(site.flops, all(map(is_half, site.eqn.invars[:2]))) for site in sites if site.flops]
+    total = sum(n for n, _ in flops)
+    return sum(n for n, half in flops if half) / total if total else 0.0
 
 
 def relative_error(found: Iterable[Any], exact: Iterable[Any]) -> float:

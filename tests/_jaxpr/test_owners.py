@@ -74,4 +74,4 @@ def test_numerics_names_the_instance_that_overflows():
     model = Eqx()
     overflowing = eqx.tree_at(lambda m: m.blocks[1].weight, model, np.full((4, 4), 1e9, np.float32))
     report = mpjax.numerics(lambda m, x: jnp.mean(jnp.log1p(m(x) ** 2)), overflowing, X, verify=False)
-    assert report.keep_float32 == ("blocks/1",)
+    assert report.losing == ("blocks/1",)

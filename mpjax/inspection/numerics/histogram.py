@@ -15,7 +15,6 @@ from mpjax.inspection.numerics.range_statistics import Limits
 
 _COLOURS = ("#1f77b4", "#ff7f0e")
 _FORWARD, _WINDOW, _SUBNORMAL, _INK = "#444444", "#dfeedd", "#f3efd6", "#222222"
-_MOST_MODULES = 40
 _LEFT, _WIDTH, _HEIGHT, _TOP, _ROW, _CHARACTERS = 230, 640, 220, 76, 15, 30
 
 
@@ -39,7 +38,6 @@ def svg(dtype: str, loss_scale: float, histograms: Mapping[str, Mapping[int, int
         spans: The ranges of modules.
     """
     histograms = {name: counts for name, counts in histograms.items() if counts}
-    spans = spans[:_MOST_MODULES]
     if not histograms and not spans:
         return ""
     low, high = Limits.of(jnp.dtype(dtype)).exponents

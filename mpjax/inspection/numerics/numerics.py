@@ -22,7 +22,7 @@ from mpjax.inspection.numerics.activations import Counted, counted
 from mpjax.inspection.numerics.host_statistics import HostRangeProbe, result
 from mpjax.inspection.numerics.range_statistics import BIAS, BINS, Limits, RangeNote, RangeProbe, Tally, tally_of
 from mpjax.inspection.numerics.report import NumericsReport as NumericsReport
-from mpjax.inspection.numerics.report import Range
+from mpjax.inspection.numerics.report import Range, Tried
 from mpjax.inspection.numerics.trial import Trial
 from mpjax.inspection.program import below_root, trace_to_run
 from mpjax.policy import HALF_DTYPES, Policy, get_policy
@@ -31,6 +31,10 @@ from mpjax.policy import HALF_DTYPES, Policy, get_policy
 _MUCH = 0.05
 # Half's largest number over the largest gradient seen, because gradients may grow later in training.
 _HEADROOM = 4.0
+# Gradients of an outlier batch exceed the median of all batches, of which there are at least three, by this factor.
+_OUTLIER, _FEWEST = 256.0, 3
+_KEPT = 4  # batches that may be tried
+_MOST_SINGLES = 4  # modules that are tried one by one
 _SMALLEST_SCALE, _LARGEST_SCALE = 2.0**-14, 2.0**24  # the limits of `dynamic_loss_scale`
 
 
@@ -43,6 +47,7 @@ def numerics(
     has_aux: bool = False,
     kwargs: Mapping[str, Any] | None = None,
     dtype: Any = "float16",
+    budget: float = 0.01,
     verify: bool = True,
 ) -> NumericsReport:
     """Measures the ranges of a loss function's activations and gradients, and what half precision would lose of them.
@@ -67,8 +72,10 @@ def numerics(
         has_aux: Whether `fun` returns `(loss, aux)`.
         kwargs: Keyword arguments of `fun`.
         dtype: `"float16"` or `"bfloat16"`.
-        verify: Whether to try the recommendation on the last batch, if the program is in float32. The trial compares
-            the gradients under plain `autocast`, and with the recommended scale and overrides, to those in float32.
+        budget: The error of the gradients that overrides must remove to be recommended.
+        verify: Whether to try scale and overrides under `autocast`, if the program is in float32, and compare the
+            gradients with those in float32. The trial takes the batch with the largest gradients, apart from outliers
+            (256 times the median of all batches). Without a trial no override is recommended.
 
     Returns:
         A `NumericsReport`.
@@ -100,8 +107,7 @@ def numerics(
         measuring.add(call)
     if measuring.batches == 0:
         raise ValueError("numerics: batches is empty; give at least one batch.")
-    report = measuring.report()
-    return measuring.verified(report) if verify else report
+    return measuring.verified(budget) if verify else measuring.report()
 
 
 @dataclasses.dataclass
@@ -136,7 +142,8 @@ class _Measuring:
         self.exponents: dict[_Row, np.ndarray] = {}
         self.dtypes: dict[_Row, dict[str, None]] = {}
         self.unseen: dict[str, None] = {}
-        self.last: Any = None
+        self.gradients: list[dict[str, float]] = []  # by batch and path, the largest at scale 1
+        self.largest: list[tuple[float, int, Any, Any]] = []  # the batches with the largest gradients
 
     def add(self, args: Sequence[Any]) -> None:
         """Measures one call."""
@@ -152,8 +159,11 @@ class _Measuring:
         arrays, consts = map(widened, program.arrays), [*map(widened, consts)]
         outs, notes = compiled.evaluation.block(compiled.block, [*arrays], consts=consts)
         grads = outs[: len(compiled.names)]
+        self.gradients.append({})
         self._take(compiled, notes, grads)
-        self.last = args, grads
+        size = max(self.gradients[-1].values(), default=0.0)
+        rows = [*self.largest, (size, self.batches, args, grads)]
+        self.largest = sorted(rows, key=lambda row: -row[0])[:_KEPT]
         self.batches += 1
 
     def _compile(self, block: Block, names: Sequence[str]) -> _Compiled:
@@ -180,31 +190,72 @@ class _Measuring:
             found = result(notes["range", number])
             for row in rows:
                 self._put(row, found, dtypes)
+            if phase == BACKWARD and rows[-1].table == "matters":
+                tally = tally_of(found)
+                size = math.inf if tally.nonfinite else tally.max / self.scale
+                self.gradients[-1][site.path] = max(size, self.gradients[-1].get(site.path, 0.0))
         for name, grad in zip(compiled.names, grads, strict=True):
             scaled = np.asarray(grad, np.float32) * np.float32(self.scale)
             found = result(compiled.probe.take([scaled], [], self.limits))
             self._put(_Row("parameters", name, BACKWARD), found, ("float32",))
 
-    def verified(self, report: NumericsReport) -> NumericsReport:
-        """The report with the errors of the gradients without and with its recommendation."""
+    def verified(self, budget: float) -> NumericsReport:
+        """The report with a trial of the loss scale, and of overrides for the modules that lose values."""
+        losing, report = self._losing(), self.report()
         if self.has_half or report.init_scale is None:
             return report
-        args, true = self.last
-        half = Policy(jnp.float32, self.limits.dtype, jnp.float32)
-        overrides = tuple((pattern, get_policy(dtype)) for pattern, dtype in report.overrides)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # about operations that the policy leaves in float32, as intended here
-                trial = Trial(self.loss, half, args)
-                before = trial.error(self.scale, true)
-                if overrides:
-                    kept = dataclasses.replace(half, overrides=overrides)
-                    trial = Trial(self.loss, kept, args)
-                after = trial.error(report.init_scale, true)
+                kept, trials = self._tried([path for path in losing if path], report.init_scale, budget)
         except Exception as error:  # The report is valid without the trial.
             note = f"the recommendation was not tried: autocast fails with {type(error).__name__}: {error}"
-            return dataclasses.replace(report, notes=(note,))
-        return dataclasses.replace(report, errors=(before, after))
+            return dataclasses.replace(report, notes=(*report.notes, note))
+        return self.report(kept, trials)
+
+    def _tried(
+        self, losing: Sequence[str], init_scale: float, budget: float
+    ) -> tuple[tuple[str, ...], tuple[Tried, ...]]:
+        """The modules that must stay in float32, and the trials that show it."""
+        outliers = self._outliers()
+        rows = [row for row in self.largest if row[1] not in outliers] or self.largest[-1:]
+        _, number, args, exact = rows[0]
+        half = Policy(jnp.float32, self.limits.dtype, jnp.float32)
+        paths = self._paths()
+        trials: dict[frozenset[str], Trial] = {}
+
+        def tried(what: str, scale: float, kept: Sequence[str] = ()) -> Tried:
+            key = frozenset(kept)
+            if key not in trials:
+                pairs = tuple((f"*/{below_root(path, paths)}", get_policy("float32")) for path in kept)
+                trials[key] = Trial(self.loss, dataclasses.replace(half, overrides=pairs), args)
+            return Tried(what, number, scale, trials[key].error(scale, exact), trials[key].half_share)
+
+        found = [tried("as it is", self.scale)]
+        if init_scale != self.scale:
+            found.append(tried("with the recommended scale", init_scale))
+        if not losing:
+            return (), tuple(found)
+        kept, scale = list(losing), self._scales(losing)[1] or init_scale
+        best = tried("with scale and overrides", scale, kept)
+        if not found[-1].error - best.error > budget:
+            return (), tuple(found)
+        for path in losing if 1 < len(losing) <= _MOST_SINGLES else ():
+            rest = [other for other in kept if other != path]
+            scale = self._scales(rest)[1] or init_scale
+            without = tried("with scale and overrides", scale, rest)
+            if without.error <= best.error + budget and found[-1].error - without.error > budget:
+                kept, best = rest, without
+        return tuple(kept), (*found, best)
+
+    def _outliers(self) -> set[int]:
+        """The numbers of the batches whose gradients are far larger than those of the others."""
+        sizes = [max(batch.values(), default=0.0) for batch in self.gradients]
+        median = float(np.median(sizes))
+        return {i for i, size in enumerate(sizes) if len(sizes) >= _FEWEST and size > _OUTLIER * median}
+
+    def _paths(self) -> set[str]:
+        return {row.name for row in self.tallies if row.table == "by_op" and row.name}
 
     def _put(self, row: _Row, found: RangeNote, dtypes: Iterable[str]) -> None:
         self.tallies[row] = self.tallies.get(row, Tally()) + tally_of(found)
@@ -213,11 +264,16 @@ class _Measuring:
         if histogram.size:
             self.exponents[row] = self.exponents.get(row, 0) + histogram.astype(np.int64)
 
-    def report(self) -> NumericsReport:
-        """The report over all batches."""
-        kept, safe, init = self._recommended()
-        paths = {row.name for row in self.tallies if row.table == "by_op" and row.name}
-        names = [path and below_root(path, paths) for path in kept]
+    def report(self, kept: Sequence[str] = (), trials: tuple[Tried, ...] = ()) -> NumericsReport:
+        """The report over all batches.
+
+        Args:
+            kept: The modules to keep in float32.
+            trials: What was tried.
+        """
+        losing, (safe, init) = self._losing(), self._scales(kept)
+        outside = "" in losing and not (trials and math.isfinite(trials[-1].error))
+        paths = self._paths()
         return NumericsReport(
             dtype=self.limits.dtype.name,
             loss_scale=self.scale,
@@ -231,38 +287,50 @@ class _Measuring:
             half_gradient_exponents=self._histogram("half gradients"),
             largest_safe_scale=safe,
             init_scale=init,
-            keep_float32=tuple(dict.fromkeys(name for name in names if name)),
-            keep_lines=self._lines([path for path, name in zip(kept, names, strict=True) if not name]),
+            keep_float32=tuple(below_root(path, paths) for path in kept),
+            losing=() if trials else tuple(below_root(path, paths) for path in losing if path),
+            losing_lines=self._lines() if outside else (),
+            outliers=tuple(sorted(self._outliers())),
+            trials=trials,
             unseen=tuple(self.unseen),
         )
 
-    def _recommended(self) -> tuple[list[str], float | None, float | None]:
-        """The module paths to keep in float32, and the largest safe and the recommended scale for all other modules."""
+    def _losing(self) -> list[str]:
+        """The paths of the modules whose values half overflows, or flushes at a scale that fits the others."""
         largest = float(compat.finfo(self.limits.dtype).max)
-        kept: dict[str, None] = {}
+        losing: dict[str, None] = {}
         for path, phase, tally in self._rows_that_matter():
             if phase == FORWARD and (tally.overflowed or tally.flushed_share > _MUCH):
-                kept[path] = None
+                losing[path] = None
             # It overflows even at scale 1. A scale small enough for it would flush everything else.
             if phase == BACKWARD and tally.max / self.scale > largest:
-                kept[path] = None
-        while True:
-            safe = init = None
-            gradient = self._largest_gradient(kept)
-            if gradient is not None:
-                safe = 2.0 ** math.floor(math.log2(largest / gradient))
-                init = min(max(safe / _HEADROOM, _SMALLEST_SCALE), _LARGEST_SCALE)
-                init = init if self.limits.dtype == jnp.float16 else 1.0
-            if init is None:
-                return list(kept), safe, init
-            lost = [
+                losing[path] = None
+        for row, tally in self.tallies.items():  # inside of modules
+            if row.table == "by_op" and row.phase == FORWARD and tally.overflowed and self._may_be_half(row):
+                losing[row.name] = None
+        while (init := self._scales(losing)[1]) is not None:
+            flushed = [
                 path
                 for path, phase, _ in self._rows_that_matter()
-                if phase == BACKWARD and path not in kept and self._flushed_share(path, init) > _MUCH
+                if phase == BACKWARD and path not in losing and self._flushed_share(path, init) > _MUCH
             ]
-            if not lost:
-                return list(kept), safe, init
-            kept |= dict.fromkeys(lost)
+            if not flushed:
+                break
+            losing |= dict.fromkeys(flushed)
+        return list(losing)
+
+    def _may_be_half(self, row: _Row) -> bool:
+        dtypes = self.dtypes[row]
+        return self.limits.dtype.name in dtypes if self.has_half else _rule(row.op) not in ("float32", "as traced")
+
+    def _scales(self, kept: Iterable[str]) -> tuple[float | None, float | None]:
+        """The largest safe and the recommended scale for all other modules, in batches that are no outliers."""
+        gradient = self._largest_gradient(kept)
+        if gradient is None:
+            return None, None
+        safe = 2.0 ** math.floor(math.log2(float(compat.finfo(self.limits.dtype).max) / gradient))
+        init = min(max(safe / _HEADROOM, _SMALLEST_SCALE), _LARGEST_SCALE)
+        return safe, init if self.limits.dtype == jnp.float16 else 1.0
 
     def _rows_that_matter(self) -> list[tuple[str, str, Tally]]:
         return [(row.name, row.phase, tally) for row, tally in self.tallies.items() if row.table == "matters"]
@@ -272,23 +340,25 @@ class _Measuring:
         counts = _by_exponent(self.exponents[_Row("matters", path, BACKWARD)])
         return self.limits.flushed_share(counts, scale / self.scale)
 
-    def _lines(self, paths: Sequence[str]) -> tuple[str, ...]:
+    def _lines(self) -> tuple[str, ...]:
         """The operations outside of named modules that lose most, with their lines."""
         lost = [
             f"{row.op} at {row.source or 'an unknown line'}"
             for row, tally in self.tallies.items()
-            if row.table == "by_op" and row.name in paths
+            if row.table == "by_op" and not row.name
             if tally.overflowed or (row.phase == FORWARD and tally.flushed_share > _MUCH)
         ]
         return tuple(dict.fromkeys(lost))
 
     def _largest_gradient(self, kept: Iterable[str]) -> float | None:
         """The largest gradient at scale 1 outside of the kept modules; None if there is none or one is not finite."""
-        kept = set(kept)
-        seen = [tally for path, phase, tally in self._rows_that_matter() if phase == BACKWARD and path not in kept]
-        seen = seen or [tally for row, tally in self.tallies.items() if row.table == "parameters"]
-        total = sum(seen, start=Tally())
-        return total.max / self.scale if total.max and not total.nonfinite else None
+        outliers, kept = self._outliers(), set(kept)
+        batches = [batch for i, batch in enumerate(self.gradients) if i not in outliers]
+        seen = [size for batch in batches for path, size in batch.items() if path not in kept]
+        if not seen:
+            total = sum((tally for row, tally in self.tallies.items() if row.table == "parameters"), start=Tally())
+            seen = [math.inf if total.nonfinite else total.max / self.scale]
+        return max(seen) if 0 < max(seen) < math.inf else None
 
     def _table(self, table: str) -> tuple[Range, ...]:
         return tuple(

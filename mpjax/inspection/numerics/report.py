@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax.numpy as jnp
 
@@ -58,6 +58,25 @@ class Range:
 
 
 @dataclasses.dataclass(frozen=True)
+class Tried:
+    """A trial under autocast.
+
+    Args:
+        what: What was tried, in words.
+        batch: The number of the batch, counted from 0.
+        loss_scale: The loss scale.
+        error: The relative error of the gradients against float32; inf if they are not finite.
+        half_share: The share of the FLOPs of matmuls and convolutions in half.
+    """
+
+    what: str
+    batch: int
+    loss_scale: float
+    error: float
+    half_share: float
+
+
+@dataclasses.dataclass(frozen=True)
 class NumericsReport(Report):
     """Ranges of a training program's values; `print` it.
 
@@ -76,19 +95,21 @@ class NumericsReport(Report):
         largest_safe_scale: The largest power of two at which no gradient overflows. None if all gradients are
             zero, or if they are not finite in float32 either.
         init_scale: The recommended `init_scale` for `dynamic_loss_scale`: `largest_safe_scale / 4`, because gradients
-            may grow later, within that transformation's limits; 1 for bfloat16, which has float32's range.
-            Only values outside of `keep_float32` count.
-        keep_float32: Modules to keep in float32. Half overflows in their forward pass, or in their backward pass even
-            without a loss scale, or flushes more than 5 % of their nonzero values in the forward pass, or in the
-            backward pass at `init_scale`.
+            may grow later, within that transformation's limits; 1 for bfloat16, which has float32's range. Values in
+            `keep_float32` and in outlier batches, whose steps dynamic loss scaling skips, do not count.
+        keep_float32: Modules to keep in float32: in the trials this removes more error than the budget.
         overrides: Overrides for a `Policy` that keep these modules in float32.
-        keep_lines: Operations outside of named modules to keep in float32 for the same reasons, as
-            `exp at file.py:12`.
+        losing: Modules that may need float32, if nothing was tried: half overflows in their forward pass, or in their
+            backward pass even without a loss scale, or flushes more than 5 % of their nonzero values in the forward
+            pass, or in the backward pass at a scale that fits the others.
+        losing_lines: The same of operations outside of named modules, as `exp at file.py:12`, if nothing was tried or
+            the gradients are not finite in half.
+        outliers: The batches whose gradients are far larger than those of the others, counted from 0.
         half_gradient_exponents: `activation_gradient_exponents` restricted to the values that the program computes in
             half; all values if the program has no half.
         unseen: Operations that `numerics` could not look into (Pallas kernels, callbacks).
-        errors: The relative errors of the gradients in half against float32, without and with the recommendation.
-            None if the program is already in half, or if the recommendation was not tried.
+        trials: The errors of the gradients and the share in half without and with the recommendation. Empty if the
+            program is already in half, or if nothing was tried.
         notes: Further remarks.
     """
 
@@ -104,10 +125,12 @@ class NumericsReport(Report):
     largest_safe_scale: float | None
     init_scale: float | None
     keep_float32: tuple[str, ...]
-    keep_lines: tuple[str, ...] = ()
+    losing: tuple[str, ...] = ()
+    losing_lines: tuple[str, ...] = ()
+    outliers: tuple[int, ...] = ()
     half_gradient_exponents: Mapping[int, int] = dataclasses.field(default_factory=dict)
     unseen: tuple[str, ...] = ()
-    errors: tuple[float, float] | None = None
+    trials: tuple[Tried, ...] = ()
     notes: tuple[str, ...] = ()
 
     main = "by_op"
@@ -174,6 +197,7 @@ class NumericsReport(Report):
         by_op = f"Of {len(self.by_op)} operations these would lose something if they ran in {self.dtype}."
         return [
             Section("", self._summary(), figure=self._figure()),
+            *([self._trials()] if self.trials else []),
             *(
                 Section(title, text, (what, *header), [*map(_cells, _folded(rows))], {2, 3, 4, 5, 6})
                 for title, text, what, rows in tables
@@ -186,13 +210,6 @@ class NumericsReport(Report):
         if self.keep_float32:
             pairs = ", ".join(f'("{pattern}", "{dtype}")' for pattern, dtype in self.overrides)
             lines.append(f"keep in float32: overrides=({pairs},)")
-        if self.keep_lines:
-            lines.append(
-                f"keep in float32, in no module with a name (mpjax.float_function): {'; '.join(self.keep_lines)}"
-            )
-        if self.errors:
-            before, after = (f"{error:.2%}" if math.isfinite(error) else "not finite" for error in self.errors)
-            lines.append(f"tried under autocast: error of the gradients {before} without this, {after} with it")
         lines += [f"not inspected: {place}" for place in self.unseen]
         lines += self.notes
         lines.append(
@@ -201,31 +218,29 @@ class NumericsReport(Report):
         )
         return "\n".join(lines)
 
-    def _verdict(self) -> list[str]:
-        lost = len(self.keep_float32) + len(self.keep_lines)
-        if lost:
-            return [f"{self.dtype} loses values in {lost} place{'s' if lost > 1 else ''} that should stay in float32"]
-        if self.unseen:
-            return [f"found nothing that must stay in float32, but {len(self.unseen)} operations were not inspected"]
-        if suspects := self._suspects():
-            first = f"{suspects[0].op} at {suspects[0].source or 'an unknown line'}"
-            return [
-                f"{len(suspects)} operations overflow {self.dtype} if they run in it (first {first}): autocast runs "
-                "those after the last matmul in float32; in half by hand or by with_policy, cast before them"
-            ]
-        return ["no module needs to be kept in float32 for its range"]
+    def _verdict(self) -> Iterator[str]:
+        if self.keep_float32:
+            yield f"{self.dtype} loses values that matter in {', '.join(self.keep_float32)}"
+        if self.losing:
+            yield f"{self.dtype} loses values, which was not tried under autocast, in {', '.join(self.losing)}"
+        if self.losing_lines:
+            yield f"{self.dtype} loses values outside of named modules: {'; '.join(self.losing_lines)}"
+        if self.outliers:
+            numbers = ", ".join(map(str, self.outliers))
+            yield (
+                f"outliers: the gradients of batch {numbers} are far larger than those of the others; dynamic loss "
+                "scaling skips such a step, and no scale fits both"
+            )
+        if not (self.keep_float32 or self.losing or self.losing_lines):
+            clear = "no module needs to be kept in float32 for its range"
+            unseen = f"found nothing that must stay in float32, but {len(self.unseen)} operations were not inspected"
+            yield unseen if self.unseen else clear
 
-    def _suspects(self) -> list[Range]:
-        """Forward operations, other than matmuls and module outputs, that overflow in half and may run in half."""
-        half = any(self.dtype in row.dtypes for row in self.by_op)
-        return [
-            row
-            for row in self.by_op
-            if row.phase == "forward"
-            and row.overflowed
-            and row.rule not in ("float32", "as traced")
-            and (not half or self.dtype in row.dtypes)
-        ]
+    def _trials(self) -> Section:
+        rows = [(row.what, _scale(row.loss_scale), percent(row.error), f"{row.half_share:.1%}") for row in self.trials]
+        text = f"on batch {self.trials[0].batch}" if self.trials and self.batches > 1 else ""
+        header = ("tried under autocast", "loss scale", "error of the gradients", "FLOPs in half")
+        return Section("", text, header, rows, {1, 2, 3})
 
     def _scale_advice(self) -> list[str]:
         if self.largest_safe_scale is None or self.init_scale is None:
@@ -238,9 +253,12 @@ class NumericsReport(Report):
             why = f"(the allowed scale nearest to a quarter of the largest safe one, {_scale(self.largest_safe_scale)})"
         scales = dict.fromkeys((1.0, self.loss_scale, self.init_scale))
         shares = ", ".join(f"{self.flushed_at(s):.2%} at scale {_scale(s)}" for s in scales)
-        rest = " of all the others" if self.keep_float32 or self.keep_lines else ""
+        rest = " of all the others" if self.keep_float32 or self.outliers else ""
+        word = "recommended" if self.trials or self.dtype == "bfloat16" else "not tried"
+        if len(self.trials) > 1 and self.trials[1].error > 1.05 * self.trials[0].error:
+            word = f"no better than {_scale(self.loss_scale)}"
         return [
-            f"largest safe loss scale{rest}: {_scale(self.largest_safe_scale)}; recommended: "
+            f"largest safe loss scale{rest}: {_scale(self.largest_safe_scale)}; {word}: "
             f"init_scale={_scale(self.init_scale).replace('2^', '2.0**')} {why}",
             f"activation gradients flushed to zero: {shares}",
         ]

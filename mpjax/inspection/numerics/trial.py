@@ -18,7 +18,7 @@ from jax import lax
 from mpjax._jaxpr.interpreter import COMPILER_OPTIONS, Eager, Probe, is_half, widened
 from mpjax._jaxpr.primitives import primitive
 from mpjax._jaxpr.program import Place, lay_out
-from mpjax.inspection.gradient import Loss, relative_error
+from mpjax.inspection.gradient import Loss, half_share, relative_error
 from mpjax.policy import Policy
 
 
@@ -35,6 +35,11 @@ class Trial:
         self._program, self._scale, _ = loss.under(policy).traced_at_any_scale("numerics", args)
         self._block = lay_out(self._program.jaxpr)
         self._evaluation = Eager(Probe(), wide=True, replace=jax.tree_util.Partial(_rounded))
+
+    @property
+    def half_share(self) -> float:
+        """The share of the FLOPs of matmuls and convolutions with half operands."""
+        return half_share(place.site for place in self._block.places())
 
     def error(self, scale: float, exact: Sequence[Any]) -> float:
         """The relative error of the gradients against the exact ones; inf if they are not finite."""

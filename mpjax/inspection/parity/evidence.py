@@ -288,9 +288,9 @@ def _remedy(found: Evidence, ranges: NumericsReport, errors: LayerwiseReport | N
         elif found.skipped > _SKIPPED * found.steps and best < scale:
             loss_scale = best
             reasons.append(f"{found.skipped} of {found.steps} steps are skipped at scale {power(scale)}")
-    kept = ranges.overrides
+    kept = tuple((f"*/{name}", "float32") for name in ranges.losing)
     if kept:
-        reasons.append(f"{ranges.dtype} has no range for {', '.join(ranges.keep_float32)} at any scale")
+        reasons.append(f"{ranges.dtype} has no range for {', '.join(ranges.losing)} at any scale")
     elif not reasons and errors is not None:
         worst = next((row for row in errors.modules if row.path and row.error > 0), None)
         if worst is not None:

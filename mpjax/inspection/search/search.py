@@ -12,11 +12,11 @@ import jax.extend
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._jaxpr.interpreter import COMPILER_OPTIONS, is_half
+from mpjax._jaxpr.interpreter import COMPILER_OPTIONS
 from mpjax._jaxpr.program import Site, not_entered, owners_of, walk
 from mpjax.casting import Rules, autocast_disabled
 from mpjax.casting.autocast import Autocast, autocast_of
-from mpjax.inspection.gradient import Loss, relative_error, scale_state
+from mpjax.inspection.gradient import Loss, half_share, relative_error, scale_state
 from mpjax.inspection.layerwise.layerwise import errors_by_module
 from mpjax.inspection.reports import totals
 from mpjax.inspection.search.report import SearchedModule
@@ -220,7 +220,7 @@ class _Passes:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about operations left in float32, as intended here
             found, sites = self._run(self.loss.under(self.policy, self.rules(kept)))
-        self.half_shares[frozenset(kept)] = _half_share(sites)
+        self.half_shares[frozenset(kept)] = half_share(sites)
         if not kept:
             self._sites, self.unseen = sites, not_entered(sites, evaluated=True)
             self.paths = tuple(dict.fromkeys(site.path for site in sites if site.path))
@@ -266,13 +266,6 @@ def _backing_off(scale: float) -> list[float]:
     while scales[-1] > _LAST_SCALE:
         scales.append(max(scales[-1] / _BACKOFF, _LAST_SCALE))
     return scales
-
-
-def _half_share(sites: Iterable[Site]) -> float:
-    """The share of the FLOPs of matmuls and convolutions with half operands."""
-    flops = [(site.flops, all(map(is_half, site.eqn.invars[:2]))) for site in sites if site.flops]
-    total = sum(n for n, _ in flops)
-    return sum(n for n, half in flops if half) / total if total else 0.0
 
 
 def _gradient_error(found: LossAndGradients, expected: LossAndGradients) -> float:

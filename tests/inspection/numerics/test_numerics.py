@@ -133,7 +133,7 @@ def test_a_module_that_overflows_is_to_be_kept_in_float32_and_the_overrides_do_i
         rows = {row.name: row for row in mended.activations}
         assert "float16" in rows["Net/body"].dtypes
         assert rows["Net/head"].dtypes == ("float32",)
-        assert mended.keep_float32 == ()
+        assert mended.losing == ()
 
 
 def test_the_table_by_operation_shows_what_half_would_lose():
@@ -180,7 +180,7 @@ def test_a_program_of_the_zoo_over_several_devices_is_measured_under_autocast():
     half = mpjax.numerics(mpjax.autocast(loss), params, batches=[batch], loss_scale=SCALE)
     total = sum(row.count for row in half.activations), sum(row.count for row in half.gradients)
     assert min(total) > 0
-    assert half.keep_float32 == ()
+    assert half.losing == ()
     assert sum(half.activation_gradient_exponents.values()) == sum(
         round(row.count * (1 - row.zeros)) for row in half.gradients
     )
