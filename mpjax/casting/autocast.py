@@ -263,7 +263,7 @@ def autocast_of(fun: Callable[..., Any]) -> Autocast | None:
 
 
 _WRAPPERS = (jax.grad, functools.partial(jax.grad, has_aux=True), jax.value_and_grad, jax.checkpoint)
-_JAX_WRAPPERS = frozenset(wrapper(abs).__code__ for wrapper in _WRAPPERS)  # type: ignore[attr-defined]
+_JAX_WRAPPERS = frozenset(wrapper(abs).__code__ for wrapper in _WRAPPERS)
 
 
 def functional(fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any, Any, Any]:

@@ -165,7 +165,7 @@ def _case(index: Index, dtype: str | None) -> Case:
     writer = Writer(index, transform in REVERSE, transform in FORWARD, explicit, budget)
     scope = Scope([(name, type_) for name, type_ in reversed(PARAMETERS)], 0, [])
     outs = writer.body(scope)
-    constants = ("jnp.float32(2)", "CONSTANT[0]", "ARRAY", "jnp.zeros((2, 3))")
+    constants: tuple[str, ...] = ("jnp.float32(2)", "CONSTANT[0]", "ARRAY", "jnp.zeros((2, 3))")
     if transform in VALUES:
         constants += ("jnp.array(False)", "n > 5", "jnp.arange(3)", "jnp.array(3)", "jnp.float16(2)", "0.5", "None")
     if index(4) == 3:
