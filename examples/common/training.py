@@ -11,7 +11,9 @@ import jax.numpy as jnp
 import optax
 
 import mpjax
+from examples.common.cli import UsageError
 from examples.common.devices import DataParallel
+from examples.common.hosts import say
 from examples.common.optimizers import (
     Hyperparameters,
     create_optimizer,
@@ -173,6 +175,43 @@ def masked_sums(counted: jax.Array, **values: jax.Array) -> Sums:
     counted = jnp.where(jnp.isfinite(values["loss"]), counted, 0).astype(jnp.float32)
     sums = {name: jnp.sum(jnp.where(counted > 0, value, 0)) for name, value in values.items()}
     return {**sums, "count": jnp.sum(counted)}
+
+
+def evaluation_sums(mask: jax.Array, finite: jax.Array, **values: jax.Array) -> Sums:
+    """Sums over all entries of a test batch. An entry with a non-finite output is wrong: its values are 0.
+
+    Args:
+        mask: [batch], nonzero for the entries that count.
+        finite: [batch], whether the outputs of an entry are finite.
+        values: [batch] each. One of them is `loss`, which only finite entries have.
+    """
+    counted = jnp.asarray(mask).astype(jnp.float32)
+    sums = {name: jnp.sum(jnp.where((counted > 0) & finite, value, 0)) for name, value in values.items()}
+    return {**sums, "nonfinite": jnp.sum(jnp.where(finite, 0, counted)), "count": jnp.sum(counted)}
+
+
+def evaluation_means(sums: Mapping[str, Any]) -> dict[str, float]:
+    """Divides the sums of `evaluation_sums` on the host: the loss by the finite entries, all others by all entries."""
+    found = {name: float(x) for name, x in jax.device_get(dict(sums)).items()}
+    count, nonfinite, loss = found.pop("count"), found.pop("nonfinite"), found.pop("loss")
+    rates = {name: value / count if count else float("nan") for name, value in found.items()}
+    return {"loss": loss / (count - nonfinite) if count > nonfinite else float("nan"), **rates, "nonfinite": nonfinite}
+
+
+def check_outputs(nonfinite: float, count: int, unit: str) -> None:
+    """Reports test entries with non-finite outputs.
+
+    Raises:
+        UsageError: All are non-finite, so there is nothing to measure.
+    """
+    if not nonfinite:
+        return
+    if nonfinite >= count:
+        raise UsageError(
+            f"all {count} test {unit} gave inf or NaN: the model diverged, or its weights are damaged. "
+            "--policy float32 shows whether half precision is the cause."
+        )
+    say(f"{nonfinite:.0f} of {count} test {unit} gave inf or NaN; they count as wrong")
 
 
 def means(sums: Mapping[str, Any]) -> dict[str, float]:

@@ -13,7 +13,7 @@ from examples.common.devices import DataParallel
 from examples.common.hosts import is_main, say
 from examples.common.run_folder import write_json
 from examples.common.skipped import UnusableFileError
-from examples.common.training import Variables
+from examples.common.training import Variables, check_outputs
 from examples.common.use import cast_to_policy, export, open_model
 from examples.imagenet.augmentation import Crop, middle_box
 from examples.imagenet.config import Config
@@ -69,11 +69,14 @@ def predict(config: Config) -> dict[str, Any]:
     classes = task.about.classes
     predictions = []
     for place, probabilities in _probabilities(task, cast_to_policy(task, variables), config.images):
-        best = int(np.argmax(probabilities))
-        predictions.append({**place, "class": classes[best], "probability": float(probabilities[best])})
+        best, finite = int(np.argmax(probabilities)), bool(np.isfinite(probabilities).all())
+        found = {"class": classes[best], "probability": float(probabilities[best])}
+        predictions.append({**place, **(found if finite else {"class": None, "probability": None})})
+    check_outputs(sum(line["class"] is None for line in predictions), len(predictions), task.unit)
     if config.images:
         for line in predictions:
-            say(f"{line['image']}: {line['class']} ({line['probability']:.1%})")
+            known = f"{line['class']} ({line['probability']:.1%})" if line["class"] else "inf or NaN"
+            say(f"{line['image']}: {known}")
     results = {"policy": config.policy, "model": task.config.model_name, "predictions": predictions}
     folder = config.output or Path()
     if is_main():

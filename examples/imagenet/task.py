@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 import mpjax
 from examples.common.benchmarking import Compiled, compile_step
@@ -15,7 +16,7 @@ from examples.common.config import RunConfig
 from examples.common.devices import DataParallel
 from examples.common.plots import Panel
 from examples.common.task import Task
-from examples.common.training import Training, Variables, create_training, means
+from examples.common.training import Training, Variables, check_outputs, create_training, evaluation_means
 from examples.imagenet.config import Config
 from examples.imagenet.data import (
     Batch,
@@ -173,7 +174,7 @@ class ImageTask(Task):
     def _compile_test(self) -> Compiled:
         abstract = self.abstract_state()
         weights = jax.eval_shape(self.training.weights, abstract)
-        sums = self.parallel.like_state(jax.eval_shape(self.training.zero))
+        sums = self.parallel.like_state(jax.eval_shape(self._zero))
         batch = self.parallel.like_batch(empty_batch(self.test_batch_size, self.about.image_shape))
         self._test = compile_step(self.classifier.test_step, self.parallel.like_state(weights), sums, batch)
         return self._test
@@ -199,12 +200,17 @@ class ImageTask(Task):
         self, weights: Variables, between_steps: Callable[[], None] = lambda: None, *, last: bool = True
     ) -> dict[str, Any]:
         step = self._test or self._compile_test()
-        sums = self.parallel.replicate(self.training.zero())
+        sums = self.parallel.replicate(self._zero())
         with evaluation_batches(self.test_set, self.test_batch_size, **self.loading()) as batches:
             for batch in batches:
                 between_steps()
                 sums = step.call(weights, sums, batch)
-        return {f"test_{name}": value for name, value in means(sums).items()}
+        found = evaluation_means(sums)
+        check_outputs(found["nonfinite"], int(sums["count"]), self.unit)
+        return {f"test_{name}": value for name, value in found.items()}
+
+    def _zero(self) -> dict[str, Any]:
+        return {name: np.zeros((), np.float32) for name in self.classifier.test_metrics}
 
     def epoch_text(self, line: dict[str, Any]) -> str:
         return "  ".join(

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 import mpjax
-from examples.common.training import Loss, Model, Sums, Variables, masked_sums
+from examples.common.training import Loss, Model, Sums, Variables, evaluation_sums, masked_sums
 from examples.imagenet.config import Config
 from examples.imagenet.data import Array, Batch, Description
 from examples.imagenet.models import network
@@ -23,8 +23,9 @@ class Classifier(NamedTuple):
     """A model in its precision: the training loss, and the jitted evaluation and prediction steps."""
 
     model: Model
+    test_metrics: tuple[str, ...]  # the names of the test step's sums
     test_step: jax.stages.Wrapped  # (Variables, Sums, Batch) -> Sums; donates Sums
-    predict_step: jax.stages.Wrapped  # (Variables, images) -> probabilities
+    predict_step: jax.stages.Wrapped  # (Variables, images) -> probabilities; NaN without finite logits
 
 
 def create_classifier(config: Config, data: Description) -> Classifier:
@@ -53,30 +54,41 @@ def create_classifier(config: Config, data: Description) -> Classifier:
         logits, stats = train(variables, blend(prepare(batch.images)), jax.random.fold_in(key, 1))
         targets = optax.smooth_labels(jax.nn.one_hot(batch.labels, logits.shape[-1]), smoothing)
         losses = _losses(logits, blend(targets))
-        return Loss(jnp.mean(losses), classification_sums(losses, logits, batch.labels, batch.mask), stats)
+        sums = masked_sums(jnp.asarray(batch.mask), loss=losses, **correct(logits, batch.labels))
+        return Loss(jnp.mean(losses), sums, stats)
 
     def test_step(variables: Variables, sums: Sums, batch: Batch) -> Sums:
         logits, _ = use(variables, prepare(batch.images))
-        losses = _losses(logits, jax.nn.one_hot(batch.labels, logits.shape[-1]))
-        return jax.tree.map(jnp.add, sums, classification_sums(losses, logits, batch.labels, batch.mask))
+        finite = jnp.all(jnp.isfinite(logits), axis=-1)
+        losses = _losses(jnp.where(finite[:, None], logits, 0), jax.nn.one_hot(batch.labels, logits.shape[-1]))
+        found = evaluation_sums(batch.mask, finite, loss=losses, **correct(logits, batch.labels))
+        return jax.tree.map(jnp.add, sums, found)
 
     def predict_step(variables: Variables, images: Array) -> jax.Array:
         logits, _ = use(variables, prepare(images))
-        return jax.nn.softmax(logits.astype(jnp.float32))
+        finite = jnp.all(jnp.isfinite(logits), axis=-1, keepdims=True)
+        return jnp.where(finite, jax.nn.softmax(logits.astype(jnp.float32)), jnp.nan)
 
     names = ("loss", "accuracy", *(("top5_accuracy",) if len(data.classes) > _TOP else ()), "count")
     return Classifier(
-        Model(init, loss, sums=names), jax.jit(test_step, donate_argnums=1), jax.jit(predict_step)
-    )  # fmt: skip
+        Model(init, loss, sums=names),
+        (*names, "nonfinite"),
+        jax.jit(test_step, donate_argnums=1),
+        jax.jit(predict_step),
+    )
 
 
-def classification_sums(losses: Array, logits: Array, labels: Array, mask: Array) -> Sums:
-    """Sums of the metrics over the unmasked images of a batch; top-5 accuracy only with more than five classes."""
-    values = {"loss": jnp.asarray(losses), "accuracy": jnp.asarray(jnp.argmax(logits, axis=-1) == labels)}
-    if logits.shape[-1] > _TOP:
-        label_logits = jnp.take_along_axis(jnp.asarray(logits), jnp.asarray(labels)[:, None], axis=-1)
-        values["top5_accuracy"] = jnp.sum(logits > label_logits, axis=-1) < _TOP
-    return masked_sums(jnp.asarray(mask), **{name: value.astype(jnp.float32) for name, value in values.items()})
+def correct(logits: Array, labels: Array) -> dict[str, jax.Array]:
+    """Whether each image's label is first, and with more than five classes whether it is among the first five.
+
+    Ties are broken by the class, as a stable sort does, so that rounded logits gain nothing.
+    """
+    logits, labels = jnp.asarray(logits), jnp.asarray(labels)[:, None]
+    own = jnp.take_along_axis(logits, labels, axis=-1)
+    classes = jnp.arange(logits.shape[-1])
+    rank = jnp.sum((logits > own) | ((logits == own) & (classes < labels)), axis=-1)
+    tops = {"accuracy": 1, **({"top5_accuracy": _TOP} if logits.shape[-1] > _TOP else {})}
+    return {name: (rank < top).astype(jnp.float32) for name, top in tops.items()}
 
 
 def _normaliser(mean: Sequence[float], std: Sequence[float]) -> Callable[[Array], jax.Array]:

@@ -16,6 +16,7 @@ class Transcribed(NamedTuple):
     reference: str
     hypothesis: str
     loss: float
+    finite: bool = True  # whether the model's outputs are
 
 
 class ErrorRates(NamedTuple):

@@ -16,7 +16,7 @@ from examples.common.devices import DataParallel
 from examples.common.hosts import gather_to_host
 from examples.common.plots import Panel
 from examples.common.task import Task, shape_of
-from examples.common.training import Training, TrainState, Variables, create_training
+from examples.common.training import Training, TrainState, Variables, check_outputs, create_training
 from examples.speech.alphabet import Alphabet
 from examples.speech.audio import SAMPLE_RATE
 from examples.speech.batching import Array, Batch, Buckets, Shape, check_batch_size
@@ -206,7 +206,7 @@ class SpeechTask(Task):
 
     def summary(self, last: dict[str, Any]) -> dict[str, Any]:
         config, preset = self.config, self.config.preset
-        names = ("wer", "cer", "test_loss", "dev_wer", "dev_cer", "dev_test_loss", "train_loss")
+        names = ("wer", "cer", "test_loss", "dev_wer", "dev_cer", "dev_test_loss", "train_loss", "test_nonfinite")
         sets = [speech for speech in self._sets if speech is not None]
         return {
             "amp": config.amp,
@@ -287,20 +287,31 @@ class Tester:
             found += self._transcribed(*gather_to_host((batch.weights, batch.indices, *step(variables, batch))))
         return found
 
-    def _transcribed(self, weights: Array, indices: Array, losses: Any, decoded: Any) -> Iterator[Transcribed]:
+    def _transcribed(
+        self, weights: Array, indices: Array, losses: Any, finite: Any, decoded: Any
+    ) -> Iterator[Transcribed]:
         speech = self._speech
         for row in np.flatnonzero(weights):
             index = indices[row]
-            text = speech.alphabet.decode(decoded.labels[row, : decoded.lengths[row]])
-            yield Transcribed(str(speech.paths[index]), speech.transcripts[index], text, float(losses[row]))
+            # Without finite logits there is no transcript: every word counts as wrong.
+            text = speech.alphabet.decode(decoded.labels[row, : decoded.lengths[row]]) if finite[row] else ""
+            yield Transcribed(
+                str(speech.paths[index]), speech.transcripts[index], text, float(losses[row]), bool(finite[row])
+            )
 
 
 def test_metrics(transcribed: Iterable[Transcribed]) -> dict[str, Any]:
-    """The mean of the finite losses, and the error rates."""
+    """The mean of the finite losses, the error rates, and the number of utterances with non-finite logits."""
     items = list(transcribed)
+    nonfinite = sum(not item.finite for item in items)
+    check_outputs(nonfinite, len(items), "utterances")
     losses = [item.loss for item in items if np.isfinite(item.loss)]
     rates: ErrorRates = error_rates([item.reference for item in items], [item.hypothesis for item in items])
-    return {"test_loss": float(np.mean(losses)) if losses else float("nan"), **rates._asdict()}
+    return {
+        "test_loss": float(np.mean(losses)) if losses else float("nan"),
+        **rates._asdict(),
+        "test_nonfinite": nonfinite,
+    }
 
 
 def synthetic_batch(config: Config, size: int, labels: int) -> Batch:

@@ -89,13 +89,15 @@ def create_speech_model(config: Config, labels: int, utterances: int) -> Model:
 
 
 def create_test_step(config: Config, labels: int, beam: int = 0) -> Any:
-    """Jitted (variables, batch) → (losses, Decoded), with beam search over `beam` prefixes, or greedy if 0."""
+    """Jitted (variables, batch) → (losses, whether logits are finite, Decoded); `beam` prefixes, or greedy if 0."""
     network = create_network(config, labels)
 
-    def test_step(variables: Variables, batch: Batch) -> tuple[jax.Array, Decoded]:
+    def test_step(variables: Variables, batch: Batch) -> tuple[jax.Array, jax.Array, Decoded]:
         features, lengths, readable = _finite_features(config, batch.audio, batch.audio_lengths)
         applied = network.apply(*variables, features, lengths)
-        return jnp.where(readable, ctc_losses(applied, batch), jnp.nan), _decode(applied, beam)
+        spoken = time_mask(applied.lengths, applied.logits.shape[1])[..., None] > 0
+        finite = jnp.all(jnp.where(spoken, jnp.isfinite(applied.logits), True), axis=(1, 2))
+        return jnp.where(readable, ctc_losses(applied, batch), jnp.nan), finite, _decode(applied, beam)
 
     return jax.jit(test_step)
 

@@ -13,8 +13,9 @@ import optax
 import pytest
 from PIL import Image
 from safetensors import safe_open
+from safetensors.flax import load_file, save_file
 
-from examples.common import loop, use
+from examples.common import loop, use, weights
 from examples.common.checkpoints import Checkpoints
 from examples.common.cli import UsageError
 from examples.common.precision_change import change_precision, float32_params
@@ -170,6 +171,29 @@ def test_export_in_half_has_a_similar_test_result(trained, capsys):
     assert main([*flags, "--weights", file, "--policy", f"p={dtype},c={dtype},o=f32"]) == 0
     exported = float(capsys.readouterr().out.split("test accuracy ")[1].split("%")[0]) / 100
     assert exported == pytest.approx(accuracy, abs=2 / 96)
+
+
+@pytest.mark.parametrize("factor", [2.0**14, np.nan])
+def test_images_without_finite_outputs_count_as_wrong(trained, tmp_path, capsys, factor):
+    assert main(["--devices", "1", "--mode", "evaluate", "--output", str(trained), "--export", "float32"]) == 0
+    written, damaged = trained / "weights_float32.safetensors", tmp_path / "damaged.safetensors"
+    arrays, about = load_file(written), read_about(written)
+    kernel = "params/BasicBlock_0/Conv_1/kernel"
+    arrays[kernel] = arrays[kernel] * factor  # a convolution of some images overflows float16
+    save_file(arrays, damaged, {weights._ABOUT: json.dumps(about)})
+    flags = ["--weights", str(damaged), "--output", str(tmp_path), "--devices", "1", "--policy", "mixed_float16"]
+    if np.isnan(factor):
+        assert "all 96 test images gave inf or NaN" in error_of(["--mode", "evaluate", *flags], capsys)
+        return
+    assert main(["--mode", "evaluate", *flags]) == 1
+    said = capsys.readouterr().out
+    assert main(["--mode", "predict", *flags]) == 0
+    predictions = json.loads((tmp_path / "predictions.json").read_text())["predictions"]
+    nonfinite = sum(line["class"] is None for line in predictions)
+    assert 0 < nonfinite < 96
+    assert f"{nonfinite} of 96 test images gave inf or NaN; they count as wrong" in said
+    accuracy = np.mean([line["class"] == line["truth"] for line in predictions])
+    assert f"test accuracy {accuracy:.2%}" in said
 
 
 def test_export_that_loses_accuracy_is_removed(trained, monkeypatch, capsys):

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from PIL import Image
@@ -19,10 +20,9 @@ from examples.common import loop
 from examples.common.interruption import Interruption
 from examples.common.plots import plot_curves
 from examples.common.run_folder import RunFolder
-from examples.common.training import means
+from examples.common.training import evaluation_means, evaluation_sums, masked_sums, means
 from examples.imagenet import seeds
 from examples.imagenet.__main__ import main
-from examples.imagenet.training import classification_sums
 from testing.measures import half_share
 from tests.examples.imagenet.image_tree import make_photo_tree
 from tests.examples.imagenet.runs import (
@@ -58,12 +58,17 @@ def events(folder: Path) -> Iterator[Event]:
 # Runs.
 
 
-def test_masked_entries_do_not_change_totals():
-    logits = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
-    losses, labels = np.array([1, 2, np.inf, np.nan], np.float32), np.argmax(logits, axis=1)
-    sums = classification_sums(losses, logits, labels, np.array([1, 0, 1, 1], np.float32))
+def test_masked_and_overflowed_entries_do_not_change_totals_of_training():
+    losses = jnp.array([1, 2, np.inf, np.nan], np.float32)
+    sums = masked_sums(jnp.array([1, 0, 1, 1]), loss=losses, accuracy=jnp.ones(4))
     assert means(sums) == {"loss": 1.0, "accuracy": 1.0}
     assert np.isnan(list(means({name: 0 * x for name, x in sums.items()}).values())).all()
+
+
+def test_entries_without_finite_outputs_are_wrong():
+    finite = jnp.array([True, True, False, False])
+    sums = evaluation_sums(jnp.array([1, 1, 1, 0]), finite, loss=jnp.array([1, 3, np.nan, 9]), accuracy=jnp.ones(4))
+    assert evaluation_means(sums) == {"loss": 2.0, "accuracy": pytest.approx(2 / 3), "nonfinite": 1.0}
 
 
 def test_run_writes_all_outputs_and_is_never_overwritten(tmp_path, monkeypatch, capsys):
