@@ -1,4 +1,4 @@
-"""Orbax checkpoints of a training state and its position in the data."""
+"""Orbax checkpoints of a training state and its position in the data, with checksums of both."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import jax
 import orbax.checkpoint as ocp
 from jax.sharding import SingleDeviceSharding
 
+from examples.common import checksums
 from examples.common.cli import UsageError, disk_problem, one_line
 from examples.common.hosts import is_main, say, wait_for_all
 
@@ -68,7 +69,8 @@ class Checkpoints:
         """
         if step in self._manager.all_steps():
             return
-        items = ocp.args.Composite(state=ocp.args.StandardSave(state), position=ocp.args.JsonSave(position))
+        stored = checksums.record(state, position)
+        items = ocp.args.Composite(state=ocp.args.StandardSave(state), record=ocp.args.JsonSave(stored))
         try:
             self._manager.save(step, args=items)
         except Exception as error:
@@ -114,10 +116,11 @@ class Checkpoints:
         )
 
     def _read(self, step: int, like: Callable[[dict[str, Any]], Any]) -> Restored:
-        found = self._manager.restore(step, args=ocp.args.Composite(position=ocp.args.JsonRestore()))
-        position = found["position"]
+        stored = self._manager.restore(step, args=ocp.args.Composite(record=ocp.args.JsonRestore()))["record"]
+        position = checksums.check_position(stored)
         template = jax.tree.map(_abstract, like(position))
         found = self._manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(template)))
+        checksums.check_state(found["state"], stored)
         return found["state"], position
 
     def set_aside_after(self, step: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 
 import jax
@@ -53,7 +54,7 @@ DAMAGES = {
     "zero bytes": empty_files,
     "empty folder": empty_folder,
     "no state": lambda step: shutil.rmtree(step / "state"),
-    "no position": lambda step: shutil.rmtree(step / "position"),
+    "no record": lambda step: shutil.rmtree(step / "record"),
 }
 
 
@@ -71,6 +72,38 @@ def test_training_resumes_from_the_newest_intact_checkpoint(folder, damage, capf
     with Checkpoints(folder, keep=3) as checkpoints:
         assert checkpoints.restore(lambda position: state(0))[1] == {"epoch": 30}
     assert (folder.parent / "checkpoints_set_aside" / "3-0").is_dir()
+
+
+def damage_at_random(step, rng):
+    """Flips a bit of a random file, or sets a block of it to zeros."""
+    files = sorted(path for path in step.rglob("*") if path.is_file() and path.stat().st_size)
+    path = files[rng.integers(len(files))]
+    content = bytearray(path.read_bytes())
+    at = int(rng.integers(len(content)))
+    if rng.random() < 0.7:
+        content[at] ^= 1 << int(rng.integers(8))
+    else:
+        content[at : at + 64] = bytes(len(content[at : at + 64]))
+    path.write_bytes(content)
+
+
+DAMAGED_AT_RANDOM = int(os.environ.get("MPJAX_DAMAGES", "30"))
+
+
+def test_no_random_damage_is_silent(saved, tmp_path, capfd):
+    outcomes = []
+    for number in range(DAMAGED_AT_RANDOM):
+        folder = shutil.copytree(saved, tmp_path / str(number))
+        damage_at_random(folder / "3", np.random.default_rng(number))
+        with Checkpoints(folder, keep=3) as checkpoints:
+            restored, position = checkpoints.restore(lambda position: state(0))
+        step = position["epoch"]
+        outcomes.append(step)
+        for got, want in zip(jax.tree.leaves(restored), jax.tree.leaves(state(step)), strict=True):
+            assert np.array_equal(got, want), number
+        assert ("damaged checkpoint (step 3: " in capfd.readouterr().out) == (step != 3), number
+        shutil.rmtree(folder)
+    assert outcomes.count(2) > len(outcomes) / 4
 
 
 def test_reading_a_checkpoint_moves_nothing(folder):
