@@ -198,15 +198,15 @@ def evaluation_means(sums: Mapping[str, Any]) -> dict[str, float]:
     return {"loss": loss / (count - nonfinite) if count > nonfinite else float("nan"), **rates, "nonfinite": nonfinite}
 
 
-def check_outputs(nonfinite: float, count: int, unit: str) -> None:
+def check_outputs(nonfinite: float, count: int, unit: str, last: bool = True) -> None:
     """Reports test entries with non-finite outputs.
 
     Raises:
-        UsageError: All are non-finite, so there is nothing to measure.
+        UsageError: All are non-finite, and training has ended (`last`), so there is nothing to measure.
     """
     if not nonfinite:
         return
-    if nonfinite >= count:
+    if last and nonfinite >= count:
         raise UsageError(
             f"all {count} test {unit} gave inf or NaN: the model diverged, or its weights are damaged. "
             "--policy float32 shows whether half precision is the cause."

@@ -206,7 +206,7 @@ class ImageTask(Task):
                 between_steps()
                 sums = step.call(weights, sums, batch)
         found = evaluation_means(sums)
-        check_outputs(found["nonfinite"], int(sums["count"]), self.unit)
+        check_outputs(found["nonfinite"], int(sums["count"]), self.unit, last)
         return {f"test_{name}": value for name, value in found.items()}
 
     def _zero(self) -> dict[str, Any]:

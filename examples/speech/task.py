@@ -182,7 +182,7 @@ class SpeechTask(Task):
         beam = self.config.final_beam if last and self._dev is None else 0
         self.transcribed = self._epoch_tester.run(weights, beam, between_steps)
         prefix = "dev_" if self._dev else ""
-        return {f"{prefix}{name}": value for name, value in test_metrics(self.transcribed).items()}
+        return {f"{prefix}{name}": value for name, value in test_metrics(self.transcribed, last).items()}
 
     def final_metrics(self, state: TrainState, between_steps: Callable[[], None]) -> dict[str, Any]:
         if self._dev is None or self.config.mode == "train":
@@ -300,11 +300,11 @@ class Tester:
             )
 
 
-def test_metrics(transcribed: Iterable[Transcribed]) -> dict[str, Any]:
+def test_metrics(transcribed: Iterable[Transcribed], last: bool = True) -> dict[str, Any]:
     """The mean of the finite losses, the error rates, and the number of utterances with non-finite logits."""
     items = list(transcribed)
     nonfinite = sum(not item.finite for item in items)
-    check_outputs(nonfinite, len(items), "utterances")
+    check_outputs(nonfinite, len(items), "utterances", last)
     losses = [item.loss for item in items if np.isfinite(item.loss)]
     rates: ErrorRates = error_rates([item.reference for item in items], [item.hypothesis for item in items])
     return {
