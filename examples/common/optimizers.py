@@ -129,5 +129,9 @@ def update_ema(ema: Any, weights: Any, step: jax.Array, decay: float, changed: j
     """
     count = step.astype(jnp.float32)
     keep = jnp.minimum(decay, (1 + count) / (10 + count))
-    # `where` rather than a multiplication by 0, because skipped values may be NaN.
-    return jax.tree.map(lambda e, w: jnp.where(changed, keep * e + (1 - keep) * w.astype(jnp.float32), e), ema, weights)
+
+    def updated(e: jax.Array, w: jax.Array) -> jax.Array:
+        new = keep * e + (1 - keep) * w.astype(jnp.float32) if jnp.issubdtype(w.dtype, jnp.floating) else w
+        return jnp.where(changed, new, e)  # not a multiplication by 0, because skipped values may be NaN
+
+    return jax.tree.map(updated, ema, weights)

@@ -107,7 +107,7 @@ def create_training(
     def init(seed: Any) -> TrainState:
         variables = model.init(jax.random.key(seed))
         # Always float32: its updates are too small for half precision.
-        ema = jax.tree.map(lambda x: x.astype(jnp.float32), variables._asdict()) if hyper.ema else {}
+        ema = mpjax.get_policy("float32").cast_to_param(variables._asdict()) if hyper.ema else {}
         params = policy.cast_to_param(variables.params)
         with warnings.catch_warnings():
             if policy.param_dtype == policy.output_dtype:

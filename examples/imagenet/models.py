@@ -14,13 +14,17 @@ import jax.numpy as jnp
 from flax import nnx
 
 import mpjax
-from examples.common.cli import UsageError
+from examples.common.cli import UsageError, one_line
 from examples.common.training import Variables
 from examples.imagenet.convnets import ConvNet, MnistCNN, NNXConvNet
 from examples.imagenet.resnet import BasicBlock, Bottleneck, ResNet
 
 # Random number streams available to a module in training.
 _STREAMS = ("dropout", "stochastic_depth")
+# The arguments by which Linen modules are told that they train, with the value in training.
+_TRAIN_FLAGS = {"train": True, "training": True, "is_training": True, "deterministic": False}
+# What an NNX module holds beside parameters: statistics, constants, tables. Random streams get new keys at each step.
+_STATE = nnx.Not(nnx.Any(nnx.Param, nnx.RngState))
 
 
 class Network(NamedTuple):
@@ -83,40 +87,86 @@ def _kind(name: str) -> Kind:
 
 def create_model(name: str, num_classes: int, channels: int = 3) -> Any:
     """The Flax module of that name; an NNX module is initialised, and needs the number of image channels."""
+    return _made(name, num_classes, channels, nnx.Rngs(0))
+
+
+def _made(name: str, num_classes: int, channels: int, rngs: nnx.Rngs) -> Any:
     kind = _kind(name)
-    if _is_nnx(kind):
-        return kind.make(num_classes, channels, rngs=nnx.Rngs(0), **kind.arguments)
-    return kind.make(num_classes=num_classes, **kind.arguments)
+    try:
+        if _is_nnx(kind):
+            return kind.make(num_classes, channels, rngs=rngs, **kind.arguments)
+        return kind.make(num_classes=num_classes, **kind.arguments)
+    except TypeError as error:
+        form = "NAME(num_classes, channels, *, rngs)" if _is_nnx(kind) else "NAME(num_classes=...)"
+        raise UsageError(f"--model {name}: it is made as {form}, but: {one_line(error)}") from error
 
 
 def network(name: str, num_classes: int, channels: int, policy: mpjax.Policy | None = None) -> Network:
     """The model of that name as functions, with the policy, if any, set on its modules."""
     kind = _kind(name)
     if _is_nnx(kind):
-        return _nnx_network(lambda rngs: kind.make(num_classes, channels, rngs=rngs, **kind.arguments), policy)
-    return _linen_network(create_model(name, num_classes), policy)
+        return _nnx_network(lambda rngs: _made(name, num_classes, channels, rngs), policy)
+    return _linen_network(name, create_model(name, num_classes), policy)
+
+
+def check_outputs_of(name: str, net: Network, num_classes: int, image_shape: tuple[int, ...]) -> None:
+    """Checks that a user's model returns a score for each class.
+
+    Raises:
+        UsageError: It returns something else.
+    """
+    if name in KINDS:
+        return
+
+    def scores(key: jax.Array, images: jax.Array) -> Any:
+        return net.apply(net.init(key, images), images, None)[0]
+
+    out = jax.eval_shape(scores, jax.random.key(0), jax.ShapeDtypeStruct((2, *image_shape), jnp.float32))
+    if getattr(out, "shape", None) != (2, num_classes):
+        found = jax.tree.map(lambda x: x.shape, out)
+        raise UsageError(
+            f"--model {name}: for 2 images of {num_classes} classes it returns {found}, not (2, {num_classes})."
+        )
 
 
 def _is_nnx(kind: Kind) -> bool:
     return isinstance(kind.make, type) and issubclass(kind.make, nnx.Module)
 
 
-def _linen_network(module: nn.Module, policy: mpjax.Policy | None) -> Network:
+def _train_flag(name: str, module: nn.Module) -> str | None:
+    """The argument that tells a Linen module that it trains. One that behaves the same in evaluation may omit it."""
+    _, _, *parameters = inspect.signature(type(module).__call__).parameters.values()  # beside self and the images
+    flags = [p.name for p in parameters if p.name in _TRAIN_FLAGS]
+    unknown = [p for p in parameters if p.name not in flags and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    for p in unknown:
+        if p.default is p.empty or isinstance(p.default, bool):
+            raise UsageError(
+                f"--model {name}: its argument {p.name!r} is not known; the flag for training is one of "
+                f"{', '.join(_TRAIN_FLAGS)}."
+            )
+    return flags[0] if flags else None
+
+
+def _linen_network(name: str, module: nn.Module, policy: mpjax.Policy | None) -> Network:
+    flag = _train_flag(name, module)
     if policy is not None:
         module = mpjax.with_policy(module, policy)
-    # A module that behaves the same in training and evaluation may omit the argument.
-    knows_train = "train" in inspect.signature(type(module).__call__).parameters
+
+    def mode(train: bool) -> Any:
+        return {} if flag is None else {flag: _TRAIN_FLAGS[flag] == train}
 
     def init(key: jax.Array, images: jax.Array) -> Variables:
-        train: Any = {"train": False} if knows_train else {}
-        variables = module.init(key, images, **train)
+        variables = module.init(key, images, **mode(train=False))
+        if others := sorted(set(variables) - {"params", "batch_stats"}):
+            raise UsageError(
+                f"--model {name}: it has the collections {', '.join(others)}; this script keeps params and batch_stats."
+            )
         return Variables(variables["params"], variables.get("batch_stats", {}))
 
     def apply(variables: Variables, images: jax.Array, key: jax.Array | None) -> tuple[jax.Array, Any]:
         streams = {} if key is None else {name: jax.random.fold_in(key, i) for i, name in enumerate(_STREAMS)}
-        train: Any = {"train": key is not None} if knows_train else {}
         collections = {"params": variables.params, "batch_stats": variables.stats}
-        logits, new = module.apply(collections, images, rngs=streams, mutable=["batch_stats"], **train)
+        logits, new = module.apply(collections, images, rngs=streams, mutable=["batch_stats"], **mode(key is not None))
         return logits, new.get("batch_stats", {})
 
     return Network(init, apply)
@@ -127,7 +177,7 @@ def _nnx_network(make: Callable[[nnx.Rngs], nnx.Module], policy: mpjax.Policy | 
         module = make(rngs)
         if policy is not None:
             module = mpjax.with_policy(module, policy)
-        return nnx.split(module, nnx.Param, nnx.BatchStat, ...)
+        return nnx.split(module, nnx.Param, _STATE, ...)
 
     graphdef, *like, rest = nnx.eval_shape(lambda: split(nnx.Rngs(0)))
 
@@ -143,13 +193,13 @@ def _nnx_network(make: Callable[[nnx.Rngs], nnx.Module], policy: mpjax.Policy | 
         module: Any = nnx.merge(graphdef, *states, _fresh(rest, jax.random.key(0) if key is None else key))
         module.eval() if key is None else module.train()
         logits = module(images)
-        return logits, nnx.to_pure_dict(nnx.state(module, nnx.BatchStat))
+        return logits, nnx.to_pure_dict(nnx.state(module, _STATE))
 
     return Network(init, apply)
 
 
 def _fresh(abstract: Any, key: jax.Array) -> Any:
-    """Fresh state other than parameters and statistics: random streams seeded by the step's key, and zeros."""
+    """Fresh random streams: keys from the step's key, and counts of zero."""
 
     def make(index: int, leaf: Any) -> jax.Array:
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):

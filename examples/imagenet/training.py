@@ -14,7 +14,7 @@ import mpjax
 from examples.common.training import Loss, Model, Sums, Variables, evaluation_sums, masked_sums
 from examples.imagenet.config import Config
 from examples.imagenet.data import Array, Batch, Description
-from examples.imagenet.models import network
+from examples.imagenet.models import check_outputs_of, network
 
 _TOP = 5
 
@@ -33,6 +33,7 @@ def create_classifier(config: Config, data: Description) -> Classifier:
     policy = mpjax.get_policy(config.policy)
     by_modules = config.amp == "module"
     net = network(config.model_name, len(data.classes), data.image_shape[-1], policy if by_modules else None)
+    check_outputs_of(config.model_name, net, len(data.classes), data.image_shape)
     prepare = _normaliser(data.mean, data.std)
     smoothing, mixup = config.preset.label_smoothing, config.mixup
 

@@ -182,14 +182,14 @@ class SpeechTask(Task):
         beam = self.config.final_beam if last and self._dev is None else 0
         self.transcribed = self._epoch_tester.run(weights, beam, between_steps)
         prefix = "dev_" if self._dev else ""
-        return {f"{prefix}{name}": value for name, value in test_metrics(self.transcribed, last).items()}
+        return {f"{prefix}{name}": value for name, value in metrics_of_test(self.transcribed, last).items()}
 
     def final_metrics(self, state: TrainState, between_steps: Callable[[], None]) -> dict[str, Any]:
         if self._dev is None or self.config.mode == "train":
             return {}
         assert self._test is not None
         self.transcribed = self._test.run(self.training.weights(state), self.config.final_beam, between_steps)
-        return test_metrics(self.transcribed)
+        return metrics_of_test(self.transcribed)
 
     def items(self, batch: Batch) -> int:
         # Only the number of entries of the other processes' parts is known.
@@ -300,7 +300,7 @@ class Tester:
             )
 
 
-def test_metrics(transcribed: Iterable[Transcribed], last: bool = True) -> dict[str, Any]:
+def metrics_of_test(transcribed: Iterable[Transcribed], last: bool = True) -> dict[str, Any]:
     """The mean of the finite losses, the error rates, and the number of utterances with non-finite logits."""
     items = list(transcribed)
     nonfinite = sum(not item.finite for item in items)

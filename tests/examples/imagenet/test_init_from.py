@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pathlib
+import re
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -195,7 +198,96 @@ class CustomNNX(nnx.Module):
         return self.head(self.dropout(x.reshape(len(x), -1)))
 
 
-@pytest.mark.parametrize("model", ["CustomLinen", "CustomNNX"])
+class Deterministic(CustomLinen):
+    @nn.compact
+    def __call__(self, x, deterministic: bool = True):
+        x = nn.Dropout(0.5, deterministic=deterministic)(x.reshape(len(x), -1))
+        return nn.Dense(self.num_classes)(x)
+
+
+class IsTraining(CustomLinen):
+    @nn.compact
+    def __call__(self, x, *, is_training=False):
+        x = nn.Dropout(0.5, deterministic=not is_training)(x.reshape(len(x), -1))
+        return nn.Dense(self.num_classes)(x)
+
+
+class UnknownFlag(CustomLinen):
+    @nn.compact
+    def __call__(self, x, learn: bool = False):
+        return nn.Dense(self.num_classes)(x.reshape(len(x), -1))
+
+
+class OtherCollection(CustomLinen):
+    @nn.compact
+    def __call__(self, x):
+        table = self.variable("tables", "shift", jnp.ones, (1,))
+        return nn.Dense(self.num_classes)(x.reshape(len(x), -1)) + table.value
+
+
+class SevenOutputs(CustomLinen):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(7)(x.reshape(len(x), -1))
+
+
+class MissingField(CustomLinen):
+    width: int
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(self.num_classes)(x.reshape(len(x), -1))
+
+
+REFUSED = {
+    "UnknownFlag": "its argument 'learn' is not known; the flag for training is one of train, training",
+    "OtherCollection": "it has the collections tables; this script keeps params and batch_stats",
+    "SevenOutputs": "for 2 images of 10 classes it returns (2, 7), not (2, 10)",
+    "MissingField": "it is made as NAME(num_classes=...), but: MissingField.__init__() missing 1 required",
+}
+
+
+def test_the_model_of_the_readme_trains(tmp_path, monkeypatch):
+    readme = (pathlib.Path(main.__code__.co_filename).parent / "README.md").read_text()
+    (code,) = re.findall(r"### Your own model.*?```python\n(.*?)```", readme, re.DOTALL)
+    (tmp_path / "my_models.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(digit_flags(tmp_path / "run", "--model", "my_models:Net", "--epochs", "1")) == 0
+
+
+@pytest.mark.parametrize("model", REFUSED)
+def test_a_model_outside_the_contract_is_refused_in_one_line(model, tmp_path, capsys):
+    error = error_of(digit_flags(tmp_path / "run", "--model", f"{__name__}:{model}"), capsys)
+    assert REFUSED[model] in error
+
+
+class Table(nnx.Variable):
+    pass
+
+
+class WithTables(CustomNNX):
+    def __init__(self, num_classes, channels, *, rngs):
+        super().__init__(num_classes, channels, rngs=rngs)
+        self.shift, self.order = Table(jnp.arange(10.0)), Table(jnp.arange(10)[::-1])
+
+    def __call__(self, x):
+        return (super().__call__(x) + self.shift[...])[:, self.order[...]]
+
+
+def test_an_nnx_model_keeps_its_other_variables():
+    net = network(f"{__name__}:WithTables", 10, 1)
+    images = jnp.ones((2, 8, 8, 1))
+    variables = net.init(jax.random.key(0), images)
+    zero = variables._replace(params=jax.tree.map(jnp.zeros_like, variables.params))
+    scores, stats = net.apply(zero, images, None)
+    np.testing.assert_array_equal(scores[0], np.arange(10.0)[::-1])
+    assert as_bytes(stats) == as_bytes(variables.stats)
+    task = digits_task(model=f"{__name__}:WithTables", ema=0.9)
+    state = task.initial_state()
+    assert [x.dtype.name for x in jax.tree.leaves(state.ema["stats"])] == ["int32", "float32"]
+
+
+@pytest.mark.parametrize("model", ["CustomLinen", "CustomNNX", "Deterministic", "IsTraining"])
 def test_custom_models_draw_dropout_in_training_only(model):
     task = digits_task(model=f"{__name__}:{model}")
     net = network(task.config.model_name, 10, 1)
