@@ -62,7 +62,7 @@ def create_classifier(config: Config, data: Description) -> Classifier:
         logits, _ = use(variables, prepare(batch.images))
         finite = jnp.all(jnp.isfinite(logits), axis=-1)
         losses = _losses(jnp.where(finite[:, None], logits, 0), jax.nn.one_hot(batch.labels, logits.shape[-1]))
-        found = evaluation_sums(batch.mask, finite, loss=losses, **correct(logits, batch.labels))
+        found = evaluation_sums(jnp.asarray(batch.mask), finite, loss=losses, **correct(logits, batch.labels))
         return jax.tree.map(jnp.add, sums, found)
 
     def predict_step(variables: Variables, images: Array) -> jax.Array:
