@@ -20,6 +20,7 @@ from mpjax._jaxpr import compat
 from mpjax.loss_scale.calls import Call
 from mpjax.loss_scale.cotangents import is_differentiable, is_overwritten, scale_cotangents, unscale_by
 from mpjax.loss_scale.state import loss_scale_of
+from mpjax.loss_scale.usage import note_gradient
 from mpjax.policy import is_half
 
 P = ParamSpec("P")
@@ -181,11 +182,13 @@ def unscale(grads: T, opt_state: Any) -> T:
         >>> float(unscale(jnp.float16(4.0), opt_state))
         0.5
     """
+    note_gradient()
     return unscale_by(grads, loss_scale_of(opt_state))
 
 
 def one_scale(name: str, opt_state: Any) -> jax.Array:
     """The loss scale of a state, shape (). Raises if the state has one for each member of a `vmap`."""
+    note_gradient()
     scale = loss_scale_of(opt_state)
     if scale.ndim:
         raise ValueError(

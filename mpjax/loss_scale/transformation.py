@@ -22,6 +22,7 @@ from mpjax.loss_scale.replicas import all_finite
 from mpjax.loss_scale.state import LossScaleState
 from mpjax.loss_scale.state_dtypes import cast_like, settled, warn_without_masters
 from mpjax.loss_scale.trees import row_major
+from mpjax.loss_scale.usage import Expectation
 from mpjax.policy import get_policy
 
 __all__ = ["dynamic_loss_scale", "loss_scale_for", "static_loss_scale"]
@@ -93,8 +94,9 @@ def dynamic_loss_scale(
 
     Warns:
         LossScaleWarning: in `init`, params are half and `inner` keeps no `master_weights` of them. When the
-            state is used, a transformation around this one (`optax.apply_if_finite`, a preceding
-            `optax.zero_nans`, `optax.MultiSteps`) hides overflows from it.
+            state is used, a transformation around this one (`optax.apply_if_finite`, another one in an `optax.chain`)
+            hides overflows from it, or runs on skipped steps. In the first update, no gradient was scaled since the
+            state was made.
 
     Example:
         >>> import optax, mpjax
@@ -205,11 +207,13 @@ def _loss_scaled(
     """The implementation of the public transformations, which differ only in `next_scale`."""
     inner = as_transformation(inner)
     advance, finish = applying.update_in_parts(inner)
+    expected = Expectation(1.0 if grads_are_scaled else float(init_scale))
 
     def init(params: Any) -> LossScaleState:
         params = applying.without_overwritten(applying.trainable(params))
         inner_state = settled(inner, inner.init(params), params)
         warn_without_masters(inner_state, params)
+        expected.state_made()
         # Separate arrays: two leaves that share a buffer can't be donated.
         return LossScaleState(
             loss_scale=jnp.asarray(init_scale, jnp.float32),
@@ -255,6 +259,7 @@ def _loss_scaled(
 
     def update(grads: Any, state: LossScaleState, params: Any = None, **extra_args: Any) -> tuple[Any, LossScaleState]:
         _check_state("tx.update(grads, state, params)", grads, state, params)
+        expected.at_update()
         if applying.overwritten(grads) is not None:
             raise ValueError(
                 "loss scaling: the gradients have Flax's FP8 collection '_overwrite_with_gradient', which holds "
@@ -281,6 +286,7 @@ def _loss_scaled(
         grads: Any, state: LossScaleState, params: Any, *, also_check: Any = None, **extra_args: Any
     ) -> tuple[Any, LossScaleState]:
         _check_state("apply_gradients(tx, grads, opt_state, params)", grads, state, params)
+        expected.at_update()
 
         def take() -> tuple[Any, Any]:
             return apply_gradients(inner, true(grads, state), state.inner_state, params, **extra_args)

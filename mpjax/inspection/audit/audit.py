@@ -12,18 +12,19 @@ import jax.numpy as jnp
 from mpjax._jaxpr import compat
 from mpjax._jaxpr.interpreter import is_float
 from mpjax._jaxpr.program import Site, not_entered, owners_of, walk
-from mpjax._jaxpr.source import FORWARD
+from mpjax._jaxpr.source import BACKWARD, FORWARD
 from mpjax.casting.autocast import Program, traced_call
 from mpjax.inspection.audit.communication import Collective, collectives_of_call, device_count
 from mpjax.inspection.audit.dataflow import Flow, flow_of
 from mpjax.inspection.audit.matmuls import casts_of, findings_of, matmuls_of
 from mpjax.inspection.audit.report import PrecisionReport as PrecisionReport
 from mpjax.inspection.audit.residuals import residuals_of
-from mpjax.inspection.audit.risks import overflowing_casts, overflows_of, risks_of
+from mpjax.inspection.audit.risks import Risk, overflowing_casts, overflows_of, risks_of
 from mpjax.inspection.audit.variants import costs_of
 from mpjax.inspection.devices import device_of
 from mpjax.inspection.program import argument_names
 from mpjax.inspection.reports import reason, totals
+from mpjax.loss_scale.usage import unscaled_updates
 
 
 def audit(
@@ -73,7 +74,7 @@ def audit(
     kwargs = dict(kwargs or {})
     if device is not None:
         device_of(device)  # raises before the program is traced
-    with overflowing_casts() as lines:
+    with overflowing_casts() as lines, unscaled_updates() as scales:
         program = traced_call(fun, args, kwargs)
     owners = owners_of(program.jaxpr, argument_names(program, args, kwargs))
     sites = list(walk(program.jaxpr, owners=owners))
@@ -87,7 +88,7 @@ def audit(
         name=getattr(fun, "__name__", type(fun).__name__),
         matmuls=matmuls,
         findings=findings_of(matmuls),
-        risks=(*overflows_of(lines), *risks_of(flow)),
+        risks=(*_unscaled(scales, sites), *overflows_of(lines), *risks_of(flow)),
         residuals=residuals,
         casts=casts_of(sites),
         costs=costs,
@@ -97,6 +98,14 @@ def audit(
         device=device or "",
         min_half=min_half,
     )
+
+
+def _unscaled(scales: list[float], sites: list[Site]) -> list[Risk]:
+    """The risk of a training step that updates by a loss scale, and scales no gradient."""
+    if not scales or all(site.phase == FORWARD for site in sites):
+        return []
+    why = f"no gradient is scaled by the optimizer's loss scale of {max(scales):g}: use mpjax.value_and_grad"
+    return [Risk("unscaled", "", "", "loss_scale", "float16", (BACKWARD,), 1, why)]
 
 
 def _communication(

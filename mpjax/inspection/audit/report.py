@@ -185,7 +185,8 @@ class PrecisionReport(Report):
         of_all = amount(total, "FLOP")
         if self.devices > 1:
             of_all += f" in total on {self.devices} devices ({amount(total / self.devices, 'FLOP')} per device)"
-        lines = [f"matmuls and convolutions: {of_all}, {self.half_share:.1%} in half", *self._to_do()]
+        lines = list(dict.fromkeys(risk.why for risk in self.risks if risk.kind == "unscaled"))
+        lines += [f"matmuls and convolutions: {of_all}, {self.half_share:.1%} in half", *self._to_do()]
         return Section(self.title, "\n".join(lines), ("operands", *_PHASES, "share"), rows, {1, 2, 3, 4})
 
     def _to_do(self) -> list[str]:

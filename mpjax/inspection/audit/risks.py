@@ -23,6 +23,7 @@ from mpjax.inspection.audit.interval_analysis import Known, known_values
 
 # Most severe first: inf, NaN or wrong results before lost digits.
 MEANINGS = {
+    "unscaled": "the loss scale is applied to nothing: small float16 gradients are lost",
     "overflow": "a finite constant becomes infinite",
     "epsilon": "a constant that guards against zero becomes zero",
     "ids": "distinct whole numbers become equal",
@@ -41,7 +42,8 @@ class Risk:
     """Operations of one line of the program that half precision may make inaccurate.
 
     Args:
-        kind: `"exp"`, `"log"`, `"pow"`, `"sum"`, `"softmax"`, `"loss"`: computed in half;
+        kind: `"unscaled"`: a loss scale that no gradient uses;
+            `"exp"`, `"log"`, `"pow"`, `"sum"`, `"softmax"`, `"loss"`: computed in half;
             `"overflow"`: a finite constant (an additive mask) becomes infinite in half;
             `"epsilon"`: a constant becomes zero in half;
             `"update"`: a value is stored in half and changed by small amounts (weights, a moving average);

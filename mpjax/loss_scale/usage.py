@@ -1,0 +1,63 @@
+"""Whether a training step that updates by a loss scale also takes scaled gradients, known while it is traced."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+
+from mpjax.loss_scale.state import LossScaleWarning
+
+_MESSAGE = (
+    "loss scaling: this optimizer has a loss scale of {scale:g}, but no gradient was scaled by it since its state was "
+    "made: small float16 gradients are lost, as without loss scaling. Use mpjax.value_and_grad(loss_fn, opt_state) in "
+    "place of jax.value_and_grad(loss_fn), or jax.grad, nnx.grad, eqx.filter_grad of mpjax.scale_loss(loss_fn, "
+    "opt_state). If the loop multiplies the loss by the scale itself, give dynamic_loss_scale(tx, "
+    "grads_are_scaled=True)."
+)
+
+
+class _Seen:
+    """Events in this process. They decide about warnings only."""
+
+    gradients = 0  # calls that scale gradients by a state's scale
+    updates: list[float] | None = None  # while they are recorded: initial scales of updates that expect such gradients
+
+
+def note_gradient() -> None:
+    """Notes a function that scales its gradients by a state's scale."""
+    _Seen.gradients += 1
+
+
+class Expectation:
+    """Of an optimizer: that gradients are scaled between the making of its state and its updates."""
+
+    def __init__(self, scale: float) -> None:
+        self._scale = scale
+        self._when_made: int | None = None  # a restored state, made in another process, expects nothing
+
+    def state_made(self) -> None:
+        self._when_made = _Seen.gradients
+
+    def at_update(self) -> None:
+        """Warns if the update gets gradients that were not scaled, once for each state. Called while it is traced."""
+        if self._scale <= 1:
+            return
+        if _Seen.updates is not None:
+            _Seen.updates.append(self._scale)
+        if self._when_made != _Seen.gradients:
+            return
+        self._when_made = None
+        warnings.warn(_MESSAGE.format(scale=self._scale), LossScaleWarning, stacklevel=3)
+
+
+@contextlib.contextmanager
+def unscaled_updates() -> Iterator[list[float]]:
+    """Collects the initial scales of the updates in a program while it is traced, unless it scales gradients."""
+    found: list[float] = []
+    gradients, outer, _Seen.updates = _Seen.gradients, _Seen.updates, []
+    try:
+        yield found
+        found += _Seen.updates if _Seen.gradients == gradients else []
+    finally:
+        _Seen.updates = outer
