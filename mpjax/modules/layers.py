@@ -15,7 +15,7 @@ import contextlib
 import contextvars
 import enum
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -235,10 +235,10 @@ def call(
     fun: Callable[..., Any],
     kind: Kind,
     dtype: np.dtype,
-    args: Any,
-    kwargs: Any,
     reading: Reading | None,
-    in_cell: bool = False,
+    in_cell: bool,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """Calls a layer's method by the rules of its kind.
 
@@ -251,18 +251,18 @@ def call(
     if kind is Kind.LINEAR:
         with reads(reading), _implicit_promotion(True):
             out = fun(*args, **kwargs)
-        return as_loop_variable(_cast_array(out, np.dtype(np.float32) if in_cell else dtype), args)
+        return _cast_array(out, np.dtype(np.float32) if in_cell else dtype)
     carry = args[0] if args else kwargs.get("carry")
     if kind is Kind.CELL:  # Its matmuls read the input, and nothing else does.
         args, kwargs = (carry, *cast(args[1:], dtype)), {k: cast(x, dtype) for k, x in kwargs.items() if k != "carry"}
     else:  # An override may set another dtype than that of the module above. Float32 values keep theirs.
         args, kwargs = cast_halves((args, kwargs), dtype, _is_object)
-    with reads(reading), _implicit_promotion(reading is not None), _in_body():
+    with reads(reading), _implicit_promotion(reading is not None):
         out = fun(*args, **kwargs)
     if kind in (Kind.CELL, Kind.USER_CELL):
         new_carry, y = out
         return _cast_like(new_carry, carry), _cast_array(y, dtype) if kind is Kind.CELL else y
-    return as_loop_variable(out, args)
+    return out
 
 
 def _implicit_promotion(when: bool) -> contextlib.AbstractContextManager[Any]:
@@ -288,35 +288,35 @@ def _cast_array(out: Any, dtype: np.dtype) -> Any:
 _body: contextvars.ContextVar[Any] = contextvars.ContextVar("mpjax_body", default=None)
 
 
-@contextlib.contextmanager
-def _in_body() -> Iterator[None]:
-    token = _body.set(compat.body_of_loop())
-    try:
-        yield
-    finally:
-        _body.reset(token)
+def keep_loop_variables(fun: Callable[..., Any], args: Any, kwargs: Any, narrow: bool) -> Any:
+    """Calls a module. If it is the body of a loop, the loop variables keep their dtype, as JAX requires.
 
+    The body maps `x` to its next value, or (carry, x) to (carry, y), and no other module in the loop calls it.
 
-def as_loop_variable(out: Any, args: Any) -> Any:
-    """Widens what the body of a loop returns for a float32 loop variable. A loop's variables keep their dtype.
-
-    The body is a call of a module that maps `x` to its next value, or (carry, x) to (carry, y), and that no other
-    module in the loop calls.
+    Args:
+        fun: The module, which follows the rules of its kind.
+        args, kwargs: Its arguments.
+        narrow: Whether such a call can only be the whole body, as in Linen. In NNX, an author may call a module in a
+            loop of JAX's and use its result otherwise. Then a float32 result is not rounded to a half loop variable.
     """
     body = compat.body_of_loop()
     if body is None or body is _body.get() or not args:
-        return out
-    old: Any = jax.tree.structure(args[0])
+        return fun(*args, **kwargs)
+    token = _body.set(body)
+    try:
+        out = fun(*args, **kwargs)
+    finally:
+        _body.reset(token)
 
-    def widened(new: Any) -> Any:
-        same = old == jax.tree.structure(new) and all(map(_may_widen, jax.tree.leaves(args[0]), jax.tree.leaves(new)))
-        return _cast_like(new, args[0]) if same else new
+    def kept(new: Any) -> Any:
+        old = args[0]
+        if jax.tree.structure(old) != jax.tree.structure(new) or jax.tree.map(jnp.shape, old) != jax.tree.map(
+            jnp.shape, new
+        ):
+            return new
+        return jax.tree.map(lambda x, r: _cast_like(x, r) if narrow or is_half(x) else x, new, old)
 
-    return (widened(out[0]), out[1]) if type(out) is tuple and len(out) == 2 and len(args) > 1 else widened(out)
-
-
-def _may_widen(old: Any, new: Any) -> bool:
-    return jnp.shape(old) == jnp.shape(new) and (not is_castable(new) or is_half(new) or old.dtype == new.dtype)
+    return (kept(out[0]), out[1]) if type(out) is tuple and len(out) == 2 and len(args) > 1 else kept(out)
 
 
 def _cast_like(tree: Any, reference: Any) -> Any:

@@ -15,7 +15,6 @@ from flax.core import lift
 
 from mpjax.modules.layers import (
     Kind,
-    as_loop_variable,
     attributes_inside,
     call,
     cast,
@@ -23,6 +22,7 @@ from mpjax.modules.layers import (
     half_weight,
     is_flax_attend,
     is_real_float,
+    keep_loop_variables,
     keeps_matmuls,
     kind_of,
     leave,
@@ -68,11 +68,15 @@ _CALLED = "_mpjax_called"
 
 def interceptor(run: ModelCall) -> Callable[..., Any]:
     def intercept(fun: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
+        if running.value != run:
+            return fun(*args, **kwargs)
+        return keep_loop_variables(functools.partial(follow_rules, fun, context), args, kwargs, narrow=True)
+
+    def follow_rules(fun: Callable[..., Any], context: Any, *args: Any, **kwargs: Any) -> Any:
         module, method = context.module, context.method_name
-        # Skip calls under another policy, and the module's calls of its own methods. Flax treats an author's
-        # `__getattr__` as a method.
+        # Skip the module's calls of its own methods. Flax treats an author's `__getattr__` as a method.
         is_dunder = method.startswith("__") and method != "__call__"
-        if running.value != run or module.scope is None or _CALLED in vars(module) or is_dunder:
+        if module.scope is None or _CALLED in vars(module) or is_dunder:
             return fun(*args, **kwargs)
         path = run.relative(module.path)
         run.paths.add(path)
@@ -86,7 +90,9 @@ def interceptor(run: ModelCall) -> Callable[..., Any]:
         if stays_wide(kind, own, placed):
             run.wide[path] = np.dtype(layer_dtype)
         fields = {f.name: getattr(module, f.name) for f in dataclasses.fields(module) if f.name != "parent"}
-        in_cell, how = _in_cell(module), reading_of(run.policy, kind, dtype, own)
+        # Other modules may read what `setup` makes, as the table of an embedding.
+        read_by = Kind.PLAIN if method == "setup" else kind
+        in_cell, how = _in_cell(module), reading_of(run.policy, read_by, dtype, own)
         inside = {} if own else attributes_inside(kind, dtype, fields, how, in_cell)
         inside["param"] = _param(module, run, path, how, in_cell)
         if isinstance(module, nnx.bridge.ToLinen):
@@ -97,13 +103,13 @@ def interceptor(run: ModelCall) -> Callable[..., Any]:
         if method == "setup" or not hasattr(type(module), method):
             with _attributes(module, inside), reads(reading.value):
                 out = fun(*args, **kwargs)
-            return as_loop_variable(out, args)
+            return out
         if how and not own and is_flax_attend(type(module), method):
             fun = functools.partial(attend, module, dtype)
         if kind is Kind.CELL:
             fun = _recomputed(module, fun)
         with _attributes(module, {**inside, _CALLED: True}):
-            out = call(fun, kind, dtype, args, kwargs, how, in_cell)
+            out = call(fun, kind, dtype, how, in_cell, *args, **kwargs)
         above = run.policy
         if module.path != run.root:
             above = run.policy.for_path(path.rpartition("/")[0], type(module.parent))

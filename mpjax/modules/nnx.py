@@ -30,6 +30,7 @@ from mpjax.modules.layers import (
     default_arguments,
     is_flax_attend,
     is_real_float,
+    keep_loop_variables,
     keeps_matmuls,
     kind_of,
     leave,
@@ -302,7 +303,8 @@ def _with_rules(base: type, name: str, placement: _Placement) -> Callable[..., A
         token = _running.set((self, inside))
         try:
             with module_scope(self):
-                out = call(fun, kind, placement.dtype, args, kwargs, how, placement.in_cell)
+                called = functools.partial(call, fun, kind, placement.dtype, how, placement.in_cell)
+                out = keep_loop_variables(called, args, kwargs, narrow=False)
         finally:
             _running.reset(token)
         if placement.wide:
