@@ -237,6 +237,7 @@ def call(
     dtype: np.dtype,
     reading: Reading | None,
     in_cell: bool,
+    /,
     *args: Any,
     **kwargs: Any,
 ) -> Any:

@@ -72,7 +72,7 @@ def interceptor(run: ModelCall) -> Callable[..., Any]:
             return fun(*args, **kwargs)
         return keep_loop_variables(functools.partial(follow_rules, fun, context), args, kwargs, narrow=True)
 
-    def follow_rules(fun: Callable[..., Any], context: Any, *args: Any, **kwargs: Any) -> Any:
+    def follow_rules(fun: Callable[..., Any], context: Any, /, *args: Any, **kwargs: Any) -> Any:
         module, method = context.module, context.method_name
         # Skip the module's calls of its own methods. Flax treats an author's `__getattr__` as a method.
         is_dunder = method.startswith("__") and method != "__call__"
