@@ -7,18 +7,14 @@ from mpjax.casting.higher_order.calls import CALLS
 from mpjax.casting.higher_order.custom_derivatives import CUSTOM_JVP, CUSTOM_VJP
 from mpjax.casting.higher_order.linear_solve import LINEAR_SOLVE
 from mpjax.casting.higher_order.loops import SCAN, WHILE
-from mpjax.casting.higher_order.shard_map import SHARD_MAP
 from mpjax.casting.higher_order.sub_jaxpr import HigherOrder
-from mpjax.casting.higher_order.vmap_rules import CUSTOM_VMAP
 
 HIGHER_ORDER: Mapping[str, HigherOrder] = {
     **CALLS,
     "cond": COND,
     "scan": SCAN,
     "while": WHILE,
-    "shard_map": SHARD_MAP,
     "custom_jvp_call": CUSTOM_JVP,
     "custom_vjp_call": CUSTOM_VJP,
     "custom_linear_solve": LINEAR_SOLVE,
-    "custom_vmap_call": CUSTOM_VMAP,
 }

@@ -1,8 +1,14 @@
-"""`jit`, calls, calls with metadata and `remat`: one sub-jaxpr that runs once."""
+"""Primitives with one sub-jaxpr that runs once: `jit`, calls, `remat`, `shard_map`, `custom_vmap`.
+
+They share their backward analysis and forward inference. They differ in the storage dtypes of their operands, and in
+the public function of JAX that issues them again.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +16,7 @@ import jax
 from jax import lax
 
 from mpjax._jaxpr import compat
-from mpjax.casting.classify import Listing, Setting
+from mpjax.casting.classify import Listing, Setting, tracked
 from mpjax.casting.higher_order.sub_jaxpr import (
     Call,
     HigherOrder,
@@ -23,12 +29,17 @@ from mpjax.casting.higher_order.sub_jaxpr import (
     plan_call,
     storages_in,
 )
-from mpjax.casting.infer import Inference
-from mpjax.casting.lattice import FULL, HALF, Level, storage_of
+from mpjax.casting.infer import Inference, plan_jaxpr
+from mpjax.casting.lattice import FULL, HALF, PARAMETER, TRACED, Inferred, Level, Storage, storage_of
 from mpjax.casting.plan import Plan, Step
 from mpjax.casting.remat import is_cheap
-from mpjax.casting.rewrite import Environment, values_of
-from mpjax.casting.uses import Use, follows_one_value, uses
+from mpjax.casting.rewrite import Environment, array_of, run_closed, values_of
+from mpjax.casting.uses import RESULT, Use, follows_one_value, uses
+
+# The storage dtypes in which an operand is passed: `(equation, index, its inferred dtype, reads inside as a bit mask)`.
+_Storages = Callable[[Any, int, Inferred | None, int], Sequence[Storage]]
+# Issues the equation again on arrays: `(equation, call, function of the arrays, arrays) → results`.
+_Issue = Callable[[Any, Call, Callable[..., Any], Sequence[Any]], Sequence[Any]]
 
 
 def uses_of_call(eqn: Any, outs: tuple[Use, ...], setting: Setting) -> Sequence[Use]:
@@ -40,36 +51,67 @@ def uses_of_call(eqn: Any, outs: tuple[Use, ...], setting: Setting) -> Sequence[
     return found
 
 
-def _infer_jit(inference: Inference, eqn: Any, listing: Listing) -> Step:
-    setting = inference.setting.inside(eqn, listing.region)
-    if setting.recompute and is_cheap(eqn):
-        setting = dataclasses.replace(setting, folded=True)
-    inner = plan_call(inference, eqn, listing, compat.call_jaxpr(eqn.params), setting)
-    if inner.unchanged:
-        return as_traced(inference, eqn, listing, inner.outs, inner)
-    donated = eqn.params.get("donated_invars") or (False,) * len(eqn.invars)
-    storages = []
-    for v, mask, is_donated in zip(eqn.invars, inner.in_reads, donated, strict=True):
-        value = inference.value(v)
-        stored = storage_of(value)
-        # A parameter that is read in both dtypes is cast inside, because the function is traced once for all calls.
-        is_parameter = value is not None and value.level == Level.INPUT and mask & FULL.bit
-        given = is_donated or stored != FULL or not mask or is_parameter
-        storages.append([stored] if given else storages_in(mask))
-    return enter(eqn, listing, inner.outs, Call(inner, convention_of(inference, eqn, storages)))
+def _one_sub_jaxpr(
+    issue: _Issue,
+    storages: _Storages,
+    uses_of_operands: Callable[..., Sequence[Use]] = uses_of_call,
+    inside: Callable[[dict[str, Any]], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    regions_inside: bool = True,
+) -> HigherOrder:
+    """The rules of a primitive with one sub-jaxpr that runs once.
+
+    Args:
+        issue: Issues the equation again.
+        storages: The storage dtypes in which an operand is passed.
+        uses_of_operands: Backward analysis.
+        inside: `inside(params)`, the context for planning the sub-jaxpr.
+        regions_inside: As in `HigherOrder`.
+    """
+
+    def infer(inference: Inference, eqn: Any, listing: Listing) -> Step:
+        setting = inference.setting.inside(eqn, listing.region)
+        if setting.recompute and is_cheap(eqn):
+            setting = dataclasses.replace(setting, folded=True)
+        with inside(eqn.params):
+            inner = plan_call(inference, eqn, listing, compat.call_jaxpr(eqn.params), setting)
+        if inner.unchanged:
+            return as_traced(inference, eqn, listing, inner.outs, inner)
+        reads = enumerate(zip(eqn.invars, inner.in_reads, strict=True))
+        passed = [storages(eqn, i, inference.value(v), mask) for i, (v, mask) in reads]
+        return enter(eqn, listing, inner.outs, Call(inner, convention_of(inference, eqn, passed)))
+
+    def reissue(step: Step, operands: Sequence[Any], plan: Plan, env: Environment) -> Sequence[Any]:
+        call: Call = step.inner
+        body = function_of(call.plan, call.convention, compat.call_jaxpr(step.eqn.params))
+        outs = issue(step.eqn, call, body, flatten_operands(call.convention, operands))
+        return values_of(outs, call.plan.outs, plan.setting.half)
+
+    return HigherOrder(uses_of_operands, infer, reissue, regions_inside)
 
 
-def _issue_jit(step: Step, operands: Sequence[Any], plan: Plan, env: Environment) -> Sequence[Any]:
-    call: Call = step.inner
-    params, jaxpr, half = step.eqn.params, compat.call_jaxpr(step.eqn.params), plan.setting.half
-    arrays = flatten_operands(call.convention, operands)
+def _uses(eqn: Any, outs: tuple[Use, ...], setting: Setting) -> Sequence[Use]:
+    return uses(compat.call_jaxpr(eqn.params), outs, setting).inputs
+
+
+# jit and other calls.
+
+
+def _storages_of_jit(eqn: Any, i: int, value: Inferred | None, mask: int) -> Sequence[Storage]:
+    donated, stored = eqn.params.get("donated_invars"), storage_of(value)
+    # A parameter that is read in both dtypes is cast inside, because the function is traced once for all calls.
+    is_parameter = value is not None and value.level == Level.INPUT and mask & FULL.bit
+    as_stored = (donated and donated[i]) or stored != FULL or not mask or is_parameter
+    return [stored] if as_stored else storages_in(mask)
+
+
+def _issue_jit(eqn: Any, call: Call, body: Any, arrays: Sequence[Any]) -> Sequence[Any]:
+    params = eqn.params
     options = compat.jit_options(params) or {}
     shardings = tuple(params["in_shardings"]), tuple(params["out_shardings"])
     donated = tuple(n for n, (i, _) in enumerate(call.convention) if params["donated_invars"][i])
     key = ("jit", call.convention, params["name"], *shardings, donated, repr(options))
 
     def make() -> Any:
-        body = function_of(call.plan, call.convention, jaxpr)
         body.__name__ = body.__qualname__ = params["name"]
         ins, outs = [shardings[0][i] for i, _ in call.convention], shardings[1]
         if not all(map(compat.is_unspecified, ins)):
@@ -78,70 +120,113 @@ def _issue_jit(step: Step, operands: Sequence[Any], plan: Plan, env: Environment
             options["out_shardings"] = tuple(None if compat.is_unspecified(s) else s for s in outs)
         return jax.jit(body, donate_argnums=donated or None, **options)
 
-    return values_of(cached_function(call.plan, key, make)(*arrays), call.plan.outs, half)
+    made: Sequence[Any] = cached_function(call.plan, key, make)(*arrays)
+    return made
 
 
 def _call(wrap: Callable[[Callable[..., Any], dict[str, Any]], Callable[..., Any]]) -> HigherOrder:
-    """The rules of a primitive that calls one sub-jaxpr; `wrap(function, params)` makes the call that is issued."""
-
-    def issue(step: Step, operands: Sequence[Any], plan: Plan, env: Environment) -> Sequence[Any]:
-        call: Call = step.inner
-        body = function_of(call.plan, call.convention, compat.call_jaxpr(step.eqn.params))
-        outs = wrap(body, step.eqn.params)(*flatten_operands(call.convention, operands))
-        return values_of(outs, call.plan.outs, plan.setting.half)
-
-    return HigherOrder(uses_of_call, _infer_jit, issue)
+    """The rules of a primitive that calls its sub-jaxpr; `wrap(function, params)` makes the call that is issued."""
+    return _one_sub_jaxpr(lambda eqn, _, body, arrays: wrap(body, eqn.params)(*arrays), _storages_of_jit)
 
 
-def _infer_remat(inference: Inference, eqn: Any, listing: Listing) -> Step:
-    inner = plan_call(inference, eqn, listing, compat.call_jaxpr(eqn.params))
-    if inner.unchanged:
-        return as_traced(inference, eqn, listing, inner.outs, inner)
-    storages = []
-    for v, mask in zip(eqn.invars, inner.in_reads, strict=True):
-        value = inference.value(v)
-        # Inputs are stored until the backward pass. A parameter is stored anyway, so its cast stays inside. An
-        # activation that is only read in half is cast before, so that half is stored.
-        only_half = value is not None and value.storage == FULL and mask == HALF.bit
-        activation = value is not None and value.level not in (Level.INPUT, Level.PINNED)
-        storages.append([HALF if only_half and activation else storage_of(value)])
-    return enter(eqn, listing, inner.outs, Call(inner, convention_of(inference, eqn, storages)))
+# remat.
 
 
-def _issue_remat(step: Step, operands: Sequence[Any], plan: Plan, env: Environment) -> Sequence[Any]:
-    call: Call = step.inner
-    params, jaxpr, half = step.eqn.params, compat.call_jaxpr(step.eqn.params), plan.setting.half
-    arrays = flatten_operands(call.convention, operands)
-    of_operands = compat.barriers(params, len(operands))
+def _storages_of_remat(eqn: Any, i: int, value: Inferred | None, mask: int) -> Sequence[Storage]:
+    # Inputs are stored until the backward pass. A parameter is stored anyway, so its cast stays inside. An activation
+    # that is only read in half is cast before, so that half is stored.
+    only_half = value is not None and value.storage == FULL and mask == HALF.bit
+    activation = value is not None and value.level not in (Level.INPUT, Level.PINNED)
+    return [HALF if only_half and activation else storage_of(value)]
+
+
+def _issue_remat(eqn: Any, call: Call, body: Any, arrays: Sequence[Any]) -> Sequence[Any]:
+    params, of_operands = eqn.params, compat.barriers(eqn.params, len(eqn.invars))
     barriers = tuple(of_operands[i] for i, _ in call.convention)
     if params["differentiated"]:
         # This is already the backward pass of a remat. Only the barrier remains, which keeps the compiler from
         # sharing the recomputed values with the forward pass.
         behind = iter(lax.optimization_barrier([x for x, barrier in zip(arrays, barriers, strict=True) if barrier]))
-        arrays = [next(behind) if barrier else x for x, barrier in zip(arrays, barriers, strict=True)]
-        return values_of(function_of(call.plan, call.convention, jaxpr)(*arrays), call.plan.outs, half)
+        results: Sequence[Any] = body(*(next(behind) if b else x for x, b in zip(arrays, barriers, strict=True)))
+        return results
     flags: bool | tuple[bool, ...] = barriers[0] if len(set(barriers)) == 1 else barriers
     key = ("remat", call.convention, flags, params["policy"])
-
-    def make() -> Any:
-        body = function_of(call.plan, call.convention, jaxpr)
-        return jax.checkpoint(body, prevent_cse=flags, policy=params["policy"])
-
-    return values_of(cached_function(call.plan, key, make)(*arrays), call.plan.outs, half)
+    checkpoint = functools.partial(jax.checkpoint, body, prevent_cse=flags, policy=params["policy"])
+    results = cached_function(call.plan, key, checkpoint)(*arrays)
+    return results
 
 
-def _uses_of_remat(eqn: Any, outs: tuple[Use, ...], setting: Setting) -> Sequence[Use]:
-    return uses(compat.call_jaxpr(eqn.params), outs, setting).inputs
+# shard_map: the sub-jaxpr runs on every device, on that device's shards of the operands.
+
+
+def _uses_on_devices(eqn: Any, outs: tuple[Use, ...], setting: Setting) -> Sequence[Use]:
+    with compat.on_its_devices(eqn.params):  # The derivative rules inside are traced here.
+        return _uses(eqn, outs, setting)
+
+
+def _storages_of_shards(eqn: Any, i: int, value: Inferred | None, mask: int) -> Sequence[Storage]:
+    if value is None:
+        return [TRACED]
+    spec = compat.shard_map_specs(eqn.params)[0][i]
+    if not compat.shard_map_options(eqn.params)["axis_names"] <= compat.axes_of_spec(spec):
+        return [FULL]  # Replicated: its cotangents are summed over the devices.
+    return [HALF if value.level != Level.INPUT and mask == HALF.bit else value.storage]
+
+
+def _issue_shard_map(eqn: Any, call: Call, body: Any, arrays: Sequence[Any]) -> Sequence[Any]:
+    in_specs, out_specs = compat.shard_map_specs(eqn.params)
+    specs = tuple(in_specs[i] for i, _ in call.convention)
+    mapped = jax.shard_map(body, in_specs=specs, out_specs=out_specs, **compat.shard_map_options(eqn.params))
+    results: Sequence[Any] = mapped(*arrays)
+    return results
+
+
+# custom_vmap and sequential_vmap: a function with its author's batching rule.
+
+
+def _storages_as_traced(eqn: Any, i: int, value: Inferred | None, mask: int) -> Sequence[Storage]:
+    return [TRACED if value is None else FULL]  # the dtypes that the rule was written for
+
+
+def _issue_custom_vmap(eqn: Any, call: Call, body: Any, arrays: Sequence[Any]) -> Sequence[Any]:
+    params, setting = eqn.params, call.plan.setting
+    fun = jax.custom_batching.custom_vmap(body)
+
+    @fun.def_vmap
+    def rule(axis_size: int, in_batched: Sequence[bool], *arrays: Any) -> Any:
+        out_batched: list[bool] = []
+
+        def flat(*arrays: Any) -> Any:
+            args = jax.tree.unflatten(params["in_tree"], arrays)
+            batched = jax.tree.unflatten(params["in_tree"], list(in_batched))
+            out, of_out = params["rule"](axis_size, batched, *args)
+            out_batched[:] = jax.tree.leaves(of_out)
+            return jax.tree.leaves(out)
+
+        jaxpr = compat.trace(flat, *arrays)
+        opened = compat.open_jaxpr(jaxpr).jaxpr
+        ins = tuple(PARAMETER if tracked(v) else None for v in opened.invars)
+        wanted = tuple(RESULT if tracked(v) else Use.READ for v in opened.outvars)
+        planned = plan_jaxpr(jaxpr, ins, wanted, setting)
+        results = run_closed(planned, jaxpr, values_of(arrays, ins, setting.half))
+        # The rule must return its results in the same dtypes as the function, which its plan gives.
+        stored = [storage_of(x) for x in call.plan.outs]
+        return tuple(array_of(r, storage) for r, storage in zip(results, stored, strict=True)), tuple(out_batched)
+
+    results: Sequence[Any] = fun(*arrays)
+    return results
 
 
 _INLINED = _call(lambda fun, params: fun)
 
 CALLS = {
-    "jit": HigherOrder(uses_of_call, _infer_jit, _issue_jit),
+    "jit": _one_sub_jaxpr(_issue_jit, _storages_of_jit),
     "call": _INLINED,
     "closed_call": _INLINED,
     "eval_jaxpr": _INLINED,  # the name of `closed_call` since JAX 0.12
     "xla_metadata_call": _call(compat.with_metadata),
     "composite": _call(compat.as_composite),
-    "remat2": HigherOrder(_uses_of_remat, _infer_remat, _issue_remat, regions_inside=False),
+    "remat2": _one_sub_jaxpr(_issue_remat, _storages_of_remat, _uses, regions_inside=False),
+    "shard_map": _one_sub_jaxpr(_issue_shard_map, _storages_of_shards, _uses_on_devices, compat.on_its_devices),
+    "custom_vmap_call": _one_sub_jaxpr(_issue_custom_vmap, _storages_as_traced),
 }
