@@ -297,6 +297,7 @@ class _Run:
             speed: self.items / self.seconds if self.seconds else last[speed],
             "loss_scale": last["loss_scale"],
             "skipped_steps": last["skipped_steps"],
+            "trained": last["skipped_steps"] < last["step"],
             "input_share": float(np.mean([line["input_share"] for line in self.lines])),
             "epochs": last["epoch"],
             "best_epoch": best and best["epoch"],

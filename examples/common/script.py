@@ -26,7 +26,8 @@ def main(
     formats: Mapping[str, str],
     arguments: Sequence[str] | None,
 ) -> int:
-    """Runs a command line and returns its exit code: 2 after a mistake, 1 if some test outputs are inf or NaN.
+    """Runs a command line and returns its exit code: 2 after a mistake, 1 if some test outputs are inf or
+    NaN, or every step was skipped.
 
     Args:
         program: The command that users type.
@@ -61,7 +62,7 @@ def main(
         fail(program, usage_error)
     if line := final_line(summary, formats):
         say(line)
-    return 1 if summary.get("test_nonfinite") else 0
+    return 1 if summary.get("test_nonfinite") or not summary.get("trained", True) else 0
 
 
 def final_line(summary: Mapping[str, Any], formats: Mapping[str, str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -69,11 +70,23 @@ def _of_split(root: Path, paths: Sequence[Path], split: str) -> list[Path]:
     words = {path: re.split(r"[^a-z]+", str(path.relative_to(root)).lower()) for path in paths}
     for word in SPLITS[split]:
         if chosen := [path for path in paths if word in words[path]]:
+            _check_one_set(root, chosen)
             return chosen
     raise UsageError(
         f"--data-dir {str(root)!r} has no shard of the split {split!r}: the name must contain one of the words "
         f"{', '.join(SPLITS[split])}. The folder holds {listing([str(path.relative_to(root)) for path in paths])}."
     )
+
+
+def _check_one_set(root: Path, paths: Sequence[Path]) -> None:
+    """Refuses `train_small.tfrecord` beside `train.tfrecord`: both would be read."""
+    names = {path.relative_to(root).parent / path.name.partition(".")[0] for path in paths}
+    stems = sorted({re.sub(r"[-_\d]+(of)?[-_\d]*$", "", str(name)) for name in names})
+    for one, other in itertools.combinations(stems, 2):
+        if one and other.startswith((f"{one}-", f"{one}_", f"{one}.")):
+            raise UsageError(
+                f"--data-dir {str(root)!r} has two sets of shards of one split, {one!r} and {other!r}: move one away."
+            )
 
 
 def _open_dictionary(root: Path, split: str | None) -> Records:

@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from examples.common.cli import UsageError
 from examples.common.records import Records
 from examples.common.shards import open_records
 from examples.common.skipped import UnusableFileError
@@ -84,12 +87,25 @@ def open_image_records(
 
 
 def _class_name(value: Any, names: Sequence[str] | None) -> str | None:
-    """The class name of a label, which is an integer, its digits, or a name."""
+    """The class name of a label, which is an integer, its digits, or a name.
+
+    Raises:
+        UsageError: The label is a list, or an integer without a name. A shifted numbering would rename every class.
+    """
+    if isinstance(value, (list, tuple, np.ndarray)):
+        if len(value) != 1:
+            raise UsageError(f"the label {list(value)} is a list: this script trains on one class for each image.")
+        (value,) = value
     text = value.decode(errors="replace").strip() if isinstance(value, bytes) else str(value).strip()
     if not text or value is None:
         return None
-    if names and text.isdecimal():
-        return names[int(text)] if int(text) < len(names) else text
+    if names and text.removeprefix("-").isdecimal():
+        if not 0 <= int(text) < len(names):
+            raise UsageError(
+                f"the label {text} is out of range: there are {len(names)} class names, 0 to {len(names) - 1}. If "
+                "labels count from 1, add a name for 0 as the first line of labels.txt."
+            )
+        return names[int(text)]
     return text
 
 

@@ -16,9 +16,12 @@ import numpy as np
 import pytest
 import soundfile
 
+from examples.common import shards
 from examples.common.cli import UsageError
 from examples.common.records import example_type
+from examples.imagenet import image_records
 from examples.imagenet.image_folder import ImageFolder, open_image_folder
+from examples.imagenet.image_records import open_image_records
 from examples.speech.manifests import open_speech
 from tests.examples.imagenet.image_tree import CLASSES, make_photo_tree
 
@@ -254,3 +257,28 @@ def test_speech_in_shards_equals_what_was_written(kind, tmp_path):
     assert (
         speech.fingerprint == open_speech((tmp_path / "data").rename(tmp_path / "moved"), max_skipped=0.5).fingerprint
     )
+
+
+@pytest.mark.parametrize("labels", [[1, 2], [0, 2], [-1, 0]])
+def test_a_label_without_a_name_is_an_error(labels, tmp_path):
+    write, image, label = FORMATS["array_record"]
+    write(tmp_path, {"train": [{image: b"", label: value} for value in labels] * 2}, ["cat", "dog"])
+    _, (records,) = open_image_records(tmp_path, ["train"])
+    with pytest.raises(UsageError, match=r"is out of range: there are 2 class names, 0 to 1\. If labels"):
+        [records.item(index) for index in range(len(records))]
+
+
+def test_several_labels_for_an_image_are_an_error():
+    assert image_records._class_name(np.array([1]), ["cat", "dog"]) == "dog"
+    with pytest.raises(UsageError, match=r"the label \[0, 1\] is a list"):
+        image_records._class_name([0, 1], None)
+
+
+def test_two_sets_of_shards_of_a_split_are_an_error(tmp_path):
+    for name in ("train-00000-of-00002", "train-00001-of-00002", "val-00000-of-00001"):
+        (tmp_path / f"photos-{name}.tfrecord").write_bytes(b"")
+    paths = sorted(tmp_path.iterdir())
+    assert len(shards._of_split(tmp_path, paths, "train")) == 2
+    more = tmp_path / "photos-train_small.tfrecord"
+    with pytest.raises(UsageError, match=r"two sets of shards of one split, 'photos-train' and 'photos-train_small'"):
+        shards._of_split(tmp_path, [*paths, more], "train")
