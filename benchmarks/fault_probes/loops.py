@@ -37,6 +37,11 @@ FORMS = {
 }
 
 
+# Before JAX 0.12, XLA gathers an array with a layout constraint on every device, so mpjax sets none where there are
+# several. The update then holds the gradients also in the transposed layout that a matmul gave them: 1 unit.
+KEEPS_LAYOUTS = jax.__version_info__ >= (0, 12) or jax.device_count() == 1
+
+
 def over_forms(probe: Callable[[str], bool]) -> dict[str, Probe]:
     """The probe for every library's training step."""
     return {name: functools.partial(probe, form) for name, form in FORMS.items()}
@@ -287,8 +292,9 @@ FAULTS = [
         },
     ),
     Fault(
-        "a step that is not donated needs more than the gradients beside Adam's 6 units of memory",
-        over_forms(functools.partial(memory_is_wasted, limit=7.4, donate=False)),
+        "a step that is not donated needs more than the gradients beside Adam's 6 units of memory (before JAX 0.12 "
+        "with several devices: more than the gradients in two layouts)",
+        over_forms(functools.partial(memory_is_wasted, limit=7.4 if KEEPS_LAYOUTS else 8.1, donate=False)),
     ),
 ]
 

@@ -289,9 +289,7 @@ def test_goals_ignore_results_from_a_cpu(folder):
 def test_mpjax_has_none_of_the_faults():
     found = faults.run(libraries=("mpjax",))
     has = {fault for fault, cells in found.items() if cells["mpjax"] not in (faults.NOT, faults.NOT_APPLICABLE)}
-    # With several devices, XLA before JAX 0.12 would gather what the layout saves.
-    layout = {"a step that is not donated needs more than the gradients beside Adam's 6 units of memory"}
-    assert has <= (layout if jax.__version_info__ < (0, 12) else set()), has
+    assert not has
     assert sum(cells["mpjax"] == faults.NOT for cells in found.values()) >= 42
 
 
