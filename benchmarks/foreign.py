@@ -1,4 +1,4 @@
-"""JAX's and Flax's own tests under autocast: which pass without it and fail when JAX's entry points are wrapped.
+"""JAX's and Flax's own tests under autocast: which fail only when JAX's entry points are wrapped.
 
     python -m benchmarks.foreign --tests FOLDER
 
@@ -263,40 +263,77 @@ def kind_of(cause: str) -> str:
 
 def files_in(folder: pathlib.Path) -> list[pathlib.Path]:
     """The test files in a folder."""
+    folder = folder.resolve()  # Each file runs in a folder of its own.
     return sorted([*folder.rglob("*_test.py"), *folder.rglob("test_*.py")])
+
+
+def examine(path: pathlib.Path, options: argparse.Namespace) -> dict[str, Any]:
+    """The results of a file: counts, and the causes of the tests that only autocast fails, or `jax.jit` too."""
+    wrapped = run_tests(path, [], "wrapped", options)
+    failed = {test: cause for test, (outcome, cause) in wrapped.items() if outcome == "failed"}
+    plain_passes = _with_outcome("plain", path, list(failed), options, "passed")
+    jit_failures = _with_outcome("jitted", path, list(plain_passes), options, "failed")
+    return {
+        "passed": sum(outcome == "passed" for outcome, _ in wrapped.values()),
+        "skipped": sum(outcome == "skipped" for outcome, _ in wrapped.values()),
+        "also without autocast": len(failed) - len(plain_passes),
+        "also in jax.jit": {test.partition("::")[2]: cause for test, cause in jit_failures.items()},
+        "only under autocast": {
+            test.partition("::")[2]: failed[test] for test in plain_passes if test not in jit_failures
+        },
+    }
+
+
+def table(results: dict[str, dict[str, Any]]) -> str:
+    """Markdown: a row for each file, and the tests that fail only under autocast."""
+    header = (
+        "file",
+        "pass",
+        "fail only under autocast",
+        "fail in `jax.jit` too",
+        "fail without autocast too",
+        "skipped",
+    )
+    rows: list[tuple[Any, ...]] = []
+    for name, found in results.items():
+        counts = (len(found["only under autocast"]), len(found["also in jax.jit"]), found["also without autocast"])
+        rows.append((name, found["passed"], *counts, found["skipped"]))
+    rows.append(("**all**", *map(sum, zip(*(row[1:] for row in rows), strict=True))))
+    lines = [f"| {' | '.join(map(str, row))} |" for row in (header, ["---"] * len(header), *rows)]
+    faults = [(name, *fault) for name, found in results.items() for fault in found["only under autocast"].items()]
+    lines += ["", *(f"- {name}, `{test}`: {cause}" for name, test, cause in faults)]
+    return "\n".join(lines).rstrip() + "\n"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs from the command line."""
+    from benchmarks import RESULTS
+    from perf.results import previous, save
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tests", type=pathlib.Path, required=True, help="folder of JAX's and Flax's test files")
-    parser.add_argument("--only", default="", help="run only files whose path contains this")
+    parser.add_argument("--only", default="", help="run only files whose path contains this; the other results stay")
     parser.add_argument("-k", default="", help="run only tests that match this pytest expression")
     parser.add_argument("--dtype", choices=("float16", "bfloat16"), default="float16")
     parser.add_argument("--seconds", type=float, default=3600, help="time limit of a file in seconds")
+    parser.add_argument("--out", type=pathlib.Path, default=RESULTS, help="folder of the results")
     options = parser.parse_args(arguments)
+    name = f"foreign_{options.dtype}"
+    results = previous(name, options.out) if options.only else {}
     kinds: dict[str, list[str]] = collections.defaultdict(list)
     limitations: dict[str, list[str]] = collections.defaultdict(list)
-    passed = 0
     for path in files_in(options.tests):
         if options.only not in str(path):
             continue
-        wrapped = run_tests(path, [], "wrapped", options)
-        failed = {test: cause for test, (outcome, cause) in wrapped.items() if outcome == "failed"}
-        plain_passes = _with_outcome("plain", path, list(failed), options, "passed")
-        jit_failures = _with_outcome("jitted", path, list(plain_passes), options, "failed")
-        faults = [test for test in plain_passes if test not in jit_failures]
-        passed += sum(outcome == "passed" for outcome, _ in wrapped.values())
-        print(
-            f"{path.name}: {len(wrapped)} ran under autocast, {len(failed)} failed; of these {len(plain_passes)} pass "
-            f"without autocast, and {len(jit_failures)} of those fail in jax.jit",
-            flush=True,
-        )
-        for test in faults:
-            kinds[kind_of(failed[test])].append(f"{test}: {failed[test]}")
-        for test, cause in jit_failures.items():
+        found = results[path.name] = examine(path, options)
+        print(f"{path.name}:\n{table({path.name: found})}", flush=True)
+        for test, cause in found["only under autocast"].items():
+            kinds[kind_of(cause)].append(f"{test}: {cause}")
+        for test, cause in found["also in jax.jit"].items():
             limitations[limitation_of(cause)].append(f"{test}: {cause}")
-    print(f"\n{passed} tests pass under autocast; {sum(map(len, kinds.values()))} fail only under autocast")
+        save(name, results, options.out)
+        (options.out / f"{name}_cpu.md").write_text(table(results))
+    print("\nFail only under autocast:")
     _print_groups(kinds)
     print("\nAlso fail in jax.jit:")
     _print_groups(limitations)

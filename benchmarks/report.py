@@ -28,6 +28,7 @@ TITLES = {
     "faults_cpu": "Known faults, library by library",
     "loss_scaling_cpu": "Loss scaling on a CPU",
     "loss_scaling_sharded_cpu": "Loss scaling of a sharded step",
+    "foreign_float16_cpu": "JAX's and Flax's own tests under autocast",
     "compiled_bfloat16_cpu": "The compiled program",
     "communication_float16_cpu": "What a sharded training step sends between devices",
     "residual_stream_cpu": "The residual stream in half or in float32",

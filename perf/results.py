@@ -22,6 +22,8 @@ _UNRECORDED_OPTIONS = {
     "--planned": 0,
     "--tasks": None,
     "--dtypes": None,
+    "--only": 1,
+    "--seconds": 1,
 }
 
 

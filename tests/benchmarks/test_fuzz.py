@@ -124,10 +124,11 @@ def test_only_plainly(): assert "f16" not in dtype_inside(jnp.eye(2))
 def test_looks_at_values(): jax.grad(lambda x: x if x > 0 else -x)(jnp.float32(1))
 def test_fails(): assert False
 """)
-    foreign.main(["--tests", str(tmp_path)])
+    foreign.main(["--tests", str(tmp_path), "--out", str(tmp_path)])
     found, limits = capsys.readouterr().out.split("Also fail in jax.jit:")
-    assert "4 ran under autocast, 3 failed; of these 2 pass without autocast, and 1 of those fail in jax.jit" in found
-    assert "1 tests pass under autocast; 1 fail only under autocast" in found
+    # Columns: pass, only under autocast, in jax.jit too, without autocast too, skipped.
+    assert "| some_test.py | 1 | 1 | 1 | 1 | 0 |" in found
     assert "test_only_plainly" in found
     assert foreign.CONTROL_FLOW in limits
     assert "test_looks_at_values" in limits
+    assert "some_test.py" in (tmp_path / "foreign_float16_cpu.md").read_text()
