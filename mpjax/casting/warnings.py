@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -46,17 +47,25 @@ def check_inputs(program: Any, policy: Policy) -> None:
     floats = [x for x in program.arrays if jnp.issubdtype(x.dtype, jnp.floating)]
     # A half batch with float32 parameters is legitimate.
     of_params = [pair for pair in halves if pair[0].startswith("[0][0]")]
-    if halves and (of_params or len(halves) == len(floats)) and policy.param_dtype not in HALF_DTYPES:
+    are_params = halves and (of_params or len(halves) == len(floats)) and policy.param_dtype not in HALF_DTYPES
+    if are_params and not _has_rounding():
         _warn(
             f"autocast: {_shown(of_params or halves)} of the inputs are half already. If they are parameters, their "
             "float32 master weights are missing, and updates smaller than a rounding step are lost: keep parameters in "
-            "float32 (autocast casts them where it pays), or keep masters in the optimizer with mpjax.master_weights."
+            "float32 (autocast casts them where it pays), or give the optimizer mpjax.master_weights, mpjax.kahan or "
+            "mpjax.stochastic_rounding."
         )
     if doubles:
         _warn(
             f"autocast: {_shown(doubles)} of the inputs are float64. Autocast leaves them, and all values "
             "computed from them, in float64. Cast them to float32, or unset jax_enable_x64."
         )
+
+
+def _has_rounding() -> bool:
+    """Whether an optimizer of this process makes up for the rounding of half params."""
+    usage = sys.modules.get("mpjax.loss_scale.usage")  # not imported, because it imports optax
+    return usage is not None and usage.has_rounding()
 
 
 def _shown(pairs: list[tuple[str, Any]]) -> str:

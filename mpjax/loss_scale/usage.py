@@ -20,8 +20,19 @@ _MESSAGE = (
 class _Seen:
     """Events in this process. They decide about warnings only."""
 
+    rounding = False  # a state of master weights, Kahan or stochastic rounding
     gradients = 0  # calls that scale gradients by a state's scale
     updates: list[float] | None = None  # while they are recorded: initial scales of updates that expect such gradients
+
+
+def note_rounding() -> None:
+    """Notes an optimizer that makes up for the rounding of half params (master weights, Kahan, stochastic)."""
+    _Seen.rounding = True
+
+
+def has_rounding() -> bool:
+    """Whether such an optimizer's state was made in this process."""
+    return _Seen.rounding
 
 
 def note_gradient() -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import optax
 
 from mpjax.loss_scale.applying import apply_gradients, as_transformation, transformation
+from mpjax.loss_scale.usage import note_rounding
 from mpjax.optimizer_state.rounding import key_from, next_words, random_bits, round_stochastically, round_to_nearest
 from mpjax.policy import is_half, path_string
 
@@ -74,6 +75,7 @@ def stochastic_rounding(
     inner = as_transformation(inner)
 
     def init(params: Any) -> StochasticRoundingState:
+        note_rounding()
         return StochasticRoundingState(key_from(seed), inner.init(_widen(params)))
 
     def rounder(state: StochasticRoundingState, params: Any) -> tuple[Any, Callable[[Any, Any], Any]]:
@@ -141,6 +143,7 @@ def kahan(inner: optax.GradientTransformation) -> optax.GradientTransformationEx
     inner = as_transformation(inner)
 
     def init(params: Any) -> KahanState:
+        note_rounding()
         compensation = jax.tree.map(lambda p: jnp.zeros_like(p) if is_half(p) else optax.MaskedNode(), params)
         return KahanState(compensation, inner.init(_widen(params)))
 

@@ -11,6 +11,7 @@ import optax
 
 from mpjax.loss_scale import applying
 from mpjax.loss_scale.applying import apply_gradients, as_transformation
+from mpjax.loss_scale.usage import note_rounding
 from mpjax.optimizer_state.rounding import round_to_nearest
 from mpjax.policy import HALF_DTYPES, get_policy, is_half
 
@@ -71,6 +72,7 @@ def master_weights(inner: optax.GradientTransformation, policy: Any = "O2") -> o
         return inner
 
     def init(params: Any) -> MasterWeightsState:
+        note_rounding()
         params = applying.without_overwritten(applying.trainable(params))
         master = jax.tree.map(lambda p: p.astype(jnp.float32) if is_half(p) else optax.MaskedNode(), params)
         return MasterWeightsState(master, inner.init(_full(master, params)))

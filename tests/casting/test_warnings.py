@@ -8,6 +8,7 @@ import warnings
 import equinox.internal as eqxi
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from jax.experimental import pallas as pl
 from jax.experimental import sparse
@@ -24,11 +25,18 @@ def loss(params, x):
 
 
 @pytest.mark.standard_promotion  # half weights and a float32 batch
-def test_half_params_lack_master_weights():
+def test_half_params_lack_master_weights(monkeypatch):
+    from mpjax.loss_scale import usage
+
+    monkeypatch.setattr(usage._Seen, "rounding", False)
     with pytest.warns(
         AutocastWarning,
         match=r"args\[0\]\['w'\] \(float16\).*master weights are missing.*mpjax.master_weights",
     ):
+        mpjax.autocast(loss)({"w": W.astype(jnp.float16)}, X)
+    for rounding in (mpjax.master_weights, mpjax.kahan, mpjax.stochastic_rounding):
+        monkeypatch.setattr(usage._Seen, "rounding", False)
+        rounding(optax.sgd(0.1)).init({"w": W.astype(jnp.float16)})
         mpjax.autocast(loss)({"w": W.astype(jnp.float16)}, X)
 
 
