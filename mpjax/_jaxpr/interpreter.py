@@ -1,4 +1,4 @@
-"""The instrumented interpreter: evaluates a jaxpr with a hook (a probe) at each equation.
+"""Instrumented evaluation: evaluates a program with a hook (a probe) at each equation.
 
 The probe's notes are returned in addition to the program's results. `Instrumented` is used under `jit`, which compiles
 the instrumented program as a whole. `Eager` is used outside of it: operations run one by one, and repeated layers share
