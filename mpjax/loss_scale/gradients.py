@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from mpjax.loss_scale.applying import merge, trainable
 from mpjax.loss_scale.boundary import checked_aux, one_scale
 from mpjax.loss_scale.cotangents import is_differentiable, is_overwritten, multiply, unscale_by
+from mpjax.loss_scale.trees import same_structure
 from mpjax.modules.functional import contains_nnx_object, functional, with_values
 from mpjax.policy import is_half, path_string
 
@@ -135,7 +136,7 @@ def value_and_grad(
                 unscaled, _ = jax.grad(loss_at, has_aux=True)(wide, None)
                 grads = jax.tree.map(lambda is_float8, g, u: u if is_float8 else g, float8, grads, unscaled)
         out = finish[0](out)
-        if not has_aux and jax.tree.structure(out) != jax.tree.structure(0.0):
+        if not has_aux and not same_structure(out, 0.0):
             raise TypeError(
                 f"Gradient only defined for scalar-output functions. Output was: {out}. With has_aux=True, "
                 "value_and_grad takes a function that returns (loss, aux)."
