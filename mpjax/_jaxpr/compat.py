@@ -606,27 +606,28 @@ def _struct(aval: Any) -> jax.ShapeDtypeStruct:
 
 
 class _Intercepted:
-    """A trace that passes each operation to a function, and is otherwise the trace below it."""
+    """A trace that passes some operations to a function, and is otherwise the trace below it."""
 
-    def __init__(self, below: Any, bind: Callable[..., Any]) -> None:
-        self.below, self.bind = below, bind
+    def __init__(self, below: Any, concerns: Callable[..., bool], bind: Callable[..., Any]) -> None:
+        self.below, self.concerns, self.bind = below, concerns, bind
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.below, name)
 
     def process_primitive(self, primitive: Any, args: Sequence[Any], params: dict[str, Any], /) -> Any:
+        if not self.concerns(primitive, args):
+            return self.below.process_primitive(primitive, args, params)
         with set_current_trace(self.below):
             return self.bind(primitive, args, params)
 
 
 @contextlib.contextmanager
-def intercepted(bind: Callable[..., Any]) -> Iterator[None]:
-    """A context in which `bind(primitive, args, params)` runs each operation of the current trace.
+def intercepted(concerns: Callable[..., bool], bind: Callable[..., Any]) -> Iterator[None]:
+    """A context in which `bind(primitive, args, params)` runs the operations that `concerns(primitive, args)` names.
 
     Functions under `jit` and loops arrive as one operation, with their jaxpr. Custom derivative rules do not arrive.
     """
-    below = _trace_below()
-    with set_current_trace(_Intercepted(below, bind)):
+    with set_current_trace(_Intercepted(_trace_below(), concerns, bind)):
         yield
 
 

@@ -26,7 +26,7 @@ from jax import lax
 from mpjax._jaxpr import compat, weight_gradients
 from mpjax._jaxpr.evaluator import evaluate
 from mpjax._jaxpr.primitives import MATMULS, Op, primitive
-from mpjax._jaxpr.program import walk
+from mpjax._jaxpr.program import sub_jaxprs
 from mpjax.policy import _cast_leaf, is_castable, is_half
 
 
@@ -53,7 +53,7 @@ reading = jax.make_user_context(None)
 @contextlib.contextmanager
 def reads(how: Reading | None) -> Iterator[None]:
     """A context for the code of a layer. With None, it runs as it is written."""
-    with reading(how), compat.intercepted(_bind) if how else contextlib.nullcontext():
+    with reading(how), compat.intercepted(_concerns, _bind) if how else contextlib.nullcontext():
         yield
 
 
@@ -114,6 +114,13 @@ class _Copies:
     is_product: bool = False
 
 
+def _concerns(operation: Any, args: Sequence[Any]) -> bool:
+    """Whether `_bind` may cast operands of an operation."""
+    if operation.name in MATMULS or operation.name in _ENTERED:
+        return reading.value is not None
+    return len(args) > 1 and any(getattr(x, "weak_type", False) for x in args)
+
+
 def _bind(operation: Any, args: Sequence[Any], params: dict[str, Any]) -> Any:
     """Runs one operation of a layer's code."""
     how = reading.value
@@ -131,10 +138,20 @@ def _is_inlined_matmul(operation: Any, params: dict[str, Any]) -> bool:
     return operation.name == "jit" and params["inline"] and _multiplies(params["jaxpr"])
 
 
+_multiplying: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+
+
 def _multiplies(jaxpr: Any) -> bool:
     """Whether a program has a matmul with a float32 operand."""
-    matmuls = (site.eqn for site in walk(jaxpr) if site.name in MATMULS)
-    return any(v.aval.dtype == np.float32 for eqn in matmuls for v in eqn.invars[:2])
+    if jaxpr not in _multiplying:
+        eqns = compat.open_jaxpr(jaxpr).jaxpr.eqns
+        inner = (sub.jaxpr for eqn in eqns for sub in sub_jaxprs(eqn))
+        _multiplying[jaxpr] = any(map(_is_wide_matmul, eqns)) or any(map(_multiplies, inner))
+    return _multiplying[jaxpr]
+
+
+def _is_wide_matmul(eqn: Any) -> bool:
+    return eqn.primitive.name in MATMULS and any(v.aval.dtype == np.float32 for v in eqn.invars[:2])
 
 
 # The primitives whose sub-jaxprs run with the dtypes of their operands.
@@ -214,7 +231,8 @@ def _converted(x: Any, params: dict[str, Any], operation: Any, how: Reading) -> 
 
 
 def _matmul(operation: Any, operands: Sequence[Any], params: dict[str, Any], how: Reading) -> Sequence[Any]:
-    factors, rest = operands[:2], [_value(x) for x in operands[2:]]
+    factors = [_operand(x, how) if compat.yields(x) else x for x in operands[:2]]
+    rest = [_value(x) for x in operands[2:]]
     values = [_value(x) for x in factors]
     explicit = all(isinstance(x, _Copies) and x.explicit for x in factors)
     mixed = any(isinstance(x, _Copies) or is_half(x) for x in factors)

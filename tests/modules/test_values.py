@@ -347,6 +347,32 @@ def test_functions_of_lax_take_a_parameter_and_a_half_value():
     assert {g.dtype for g in jax.tree.leaves(jax.eval_shape(loss, variables))} == {jnp.dtype("float32")}
 
 
+@pytest.mark.parametrize(
+    "of",
+    [
+        lambda x, w: jax.lax.cond(x.sum() > 0, lambda x: x @ w, lambda x: x @ (w + w), x),
+        lambda x, w: jax.checkpoint(lambda x: jnp.einsum("ij,jk->ik", x, w))(x),
+        lambda x, w: jax.vmap(lambda row: row @ w)(x),
+        lambda x, w: jax.jit(lambda x, w: jnp.tanh(x @ w))(x, w),
+        lambda x, w: jax.lax.fori_loop(0, 3, lambda i, x: x @ w, x),
+        lambda x, w: jax.grad(lambda x: (x @ w).sum())(x),
+    ],
+)
+def test_matmuls_with_a_parameter_are_half_in_any_function_of_jax(of):
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return of(x, self.param("w", nn.initializers.normal(), (8, 8)))
+
+    model = mpjax.with_policy(Model(), F16)
+    variables = jax.eval_shape(model.init, KEY, X)
+    assert half_share(model.apply, variables, X) == 1
+    assert (
+        half_share(jax.jacfwd(lambda v: model.apply(v, X).sum()), jax.tree.map(lambda s: jnp.ones(s.shape), variables))
+        == 1
+    )
+
+
 def test_a_matmul_of_explicit_float32_values_stays():
     """Fourier features: the product of coordinates with constants needs the mantissa of float32."""
 
