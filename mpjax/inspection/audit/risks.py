@@ -83,13 +83,26 @@ RiskySite = tuple[str, Site, str, str]  # kind, site, dtype, why
 
 def _operations(nodes: Sequence[Node]) -> Iterator[RiskySite]:
     """Half operations that need float32. Those of a softmax are reported as one."""
-    risky = [(node.site, dtype) for node in nodes if (dtype := _risky(node))]
+    risky = [(node, dtype) for node in nodes if (dtype := _risky(node))]
     maxima = {_place(node.site) for node in nodes if node.site.name == "reduce_max"}
-    softmaxes = {_place(site) for site, _ in risky if primitive(site.name).risk == "exp"} & maxima
-    for site, dtype in risky:
-        of_softmax = _place(site) in softmaxes and site.name in ("exp", "log", "reduce_sum")
-        kind = "softmax" if of_softmax else primitive(site.name).risk
-        yield kind, site, dtype, MEANINGS[kind]
+    softmaxes = {_place(node.site) for node, _ in risky if primitive(node.site.name).risk == "exp"} & maxima
+    makers = {value: node for node in nodes for value in node.writes}
+
+    def of_sum(value: Value) -> bool:
+        """Whether a value is a sum, as in log_softmax, and not a probability."""
+        while value in makers and (_is_cast(makers[value].site) or primitive(makers[value].site.name).moves):
+            value = makers[value].reads[0]
+        return value in makers and makers[value].site.name == "reduce_sum"
+
+    for node, dtype in risky:
+        name = node.site.name
+        of_softmax = name in ("exp", "reduce_sum") or (name == "log" and of_sum(node.reads[0]))
+        kind = "softmax" if of_softmax and _place(node.site) in softmaxes else primitive(name).risk
+        yield kind, node.site, dtype, MEANINGS[kind]
+
+
+def _is_cast(site: Site) -> bool:
+    return site.name == "convert_element_type"
 
 
 def _risky(node: Node) -> str:

@@ -20,7 +20,9 @@ class Symptoms:
         operands32: The same when the whole program runs in float32; empty if the point was not reached there.
         local: The element if only this operation runs in float32.
         float32: The element if the whole program runs in float32; None if the point was not reached there.
-        backward: Whether the operation is in the backward pass.
+        backward: Whether the operation belongs to the backward pass.
+        of_sqrt: Whether it is the derivative of a square root.
+        float8: The float8 dtype of its result; empty for other dtypes.
         constant: Whether the operation only reads an infinite constant.
         opaque: Whether the operation can run only in the dtypes it was traced for.
         rounded: Whether the program has half constants that may have been rounded to zero or inf.
@@ -38,6 +40,8 @@ class Symptoms:
     float32: float | None
     backward: bool
     constant: bool
+    of_sqrt: bool = False
+    float8: str = ""
     opaque: bool = False
     rounded: bool = False
     where_gradient: bool = False
@@ -50,12 +54,20 @@ _WHERE_GRADIENT = (
 )
 
 
+_SQRT = "the derivative of a square root at zero is infinite (sqrt(x + epsilon) has a finite one)"
+
+
 def diagnosis_of(found: Symptoms) -> str:
     """The cause and the fix, in one sentence."""
     if found.constant:
         what = "an infinite constant" if found.kind == "inf" else "a constant NaN"
         return f"{what} of the program, read here, reaches the result: check the mask or the initial value"
-    cause = _cause(found.primitive, found.operands, found.kind)
+    if found.float8 and found.operands and math.isfinite(found.operands[0]):
+        return (
+            f"overflow of {found.float8} here ({number(found.operands[0])} is beyond its largest number): scale the "
+            "values before the cast"
+        )
+    cause = _SQRT if found.of_sqrt else _cause(found.primitive, found.operands, found.kind)
     value = found.local if found.float32 is None else found.float32
     causes = [cause] if cause else []
     if not math.isfinite(value):

@@ -83,7 +83,16 @@ def find_nonfinite(fun: Callable[..., Any], *args: Any, kwargs: Mapping[str, Any
     float32_is_fine = functools.partial(_float32_is_fine, fun, args, kwargs)
     none = np.zeros(0, np.int32)
     _, outs = watch((), none, none)  # already compiled; as results of `_examined`, they would compile the whole program
-    return _examined(program, fault, position, outs, _batch_of(args), float32_is_fine)
+    found = _examined(program, fault, position, outs, _batch_of(args), float32_is_fine)
+    bad = [name for name, code in zip(_result_names(traced), outs, strict=True) if code]
+    return dataclasses.replace(found, result=bad[0] if bad else None)
+
+
+def _result_names(program: Program) -> list[str]:
+    """The tree paths of a program's results, as `result[0]['w']`."""
+    marks = [object() for _ in compat.open_jaxpr(program.jaxpr).jaxpr.outvars]
+    leaves = jax.tree_util.tree_leaves_with_path(program.rebuild(marks))
+    return [f"result{jax.tree_util.keystr(path)}" for path, leaf in leaves if leaf in marks]
 
 
 class _Examined:
@@ -199,7 +208,8 @@ def _float32_is_fine(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[
             return True
     except Exception:  # The function may require half arguments.
         return None
-    return None if any(is_half(v) for site in walk(traced.jaxpr) for v in site.eqn.outvars) else False
+    halves = (is_half(v) for site in walk(traced.jaxpr) for v in (*site.eqn.invars, *site.eqn.outvars))
+    return None if any(halves) else False
 
 
 def _examined(
@@ -228,6 +238,7 @@ def _examined(
     eqn = place.site.eqn
     which, index, device = map(int, here["index"])
     out = [v.aval for v in eqn.outvars if is_inexact(v)][which]
+    of_sqrt = _is_derivative_of_sqrt(block, place)
     element = tuple(int(i) for i in np.unravel_index(index, out.shape)) if out.shape else ()
     value = float(there["value"]) if reached else None
     evidence = Symptoms(
@@ -239,7 +250,9 @@ def _examined(
         operands32=tuple(map(float, there["operands"])) if reached else (),
         local=float(here["float32"]),
         float32=value,
-        backward=place.site.phase == BACKWARD,
+        backward=place.site.phase == BACKWARD or of_sqrt,
+        of_sqrt=of_sqrt,
+        float8=out.dtype.name if out.dtype.name.startswith("float8") else "",
         constant=fault.is_constant,
         opaque=primitive(place.site.name).op is Op.OPAQUE,
         rounded=_has_rounded_constant(block),
@@ -277,8 +290,18 @@ def _coordinates(device: int, axes: dict[str, int]) -> str:
 
 def _has_rounded_constant(block: Block) -> bool:
     """Whether a half constant of the program is zero or infinite, possibly because it was rounded."""
-    literals = (v for p in block.places() for v in p.site.eqn.invars if isinstance(v, compat.Literal) and is_half(v))
-    return any(v.val == 0 or not np.isfinite(np.float32(v.val)) for v in literals if not np.shape(v.val))
+    read = (v for p in block.places() for v in p.site.eqn.invars)
+    values = [v.val for v in read if isinstance(v, compat.Literal) and is_half(v)]
+    values += [c for c in block.consts if c.dtype in HALF_DTYPES and c.size == 1]
+    return any(v == 0 or not np.isfinite(np.float32(v)) for v in (np.reshape(v, ()) for v in values if np.size(v) == 1))
+
+
+def _is_derivative_of_sqrt(block: Block, place: Place) -> bool:
+    """Whether an equation is 0.5 / sqrt(x), which the forward pass of a differentiated program computes."""
+    eqn = place.site.eqn
+    if eqn.primitive.name != "div" or not isinstance(eqn.invars[0], compat.Literal) or eqn.invars[0].val != 0.5:
+        return False
+    return any(p.site.name == "sqrt" and eqn.invars[1] in p.site.eqn.outvars for p in block.places())
 
 
 def _is_where_gradient(block: Block, place: Place, outs: Sequence[int]) -> bool:

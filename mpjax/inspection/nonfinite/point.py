@@ -96,8 +96,8 @@ def _operand_at(x: Any, shape: tuple[int, ...], index: Any) -> Any:
     """The element of an operand that an elementwise operation computes an element of its result from; else NaN."""
     if not compat.is_shaped(jax.typeof(x)) or not jnp.issubdtype(jnp.result_type(x), jnp.number):
         return jnp.float32(jnp.nan)
-    if jnp.shape(x) == shape:
-        return _real(x).ravel()[index]
+    if jnp.ndim(x) == len(shape) > 0 and all(n in (1, size) for n, size in zip(jnp.shape(x), shape, strict=True)):
+        return jnp.broadcast_to(_real(x), shape).ravel()[index]
     return _real(x) if jnp.ndim(x) == 0 else jnp.float32(jnp.nan)
 
 

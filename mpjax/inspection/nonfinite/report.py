@@ -57,6 +57,7 @@ class NonFinite(Report):
         batch_element: Index in the batch, if the result's leading axis is the batch (see `find_nonfinite`).
         float32_value: The value of that element in float32; None if it was not reached there.
         argument: Tree path of the argument that held the inf or NaN, if one did.
+        result: Tree path of the first result of the function that is not finite, as `result[0]['w']`.
         device: Coordinates of the device inside `shard_map`, as `data=2`.
         unseen: Operations of the program of which only operands and results are visible, and why.
     """
@@ -75,6 +76,7 @@ class NonFinite(Report):
     batch_element: int | None = None
     float32_value: float | None = None
     argument: str | None = None
+    result: str | None = None
     device: str | None = None
     unseen: tuple[str, ...] = ()
 
@@ -114,5 +116,6 @@ class NonFinite(Report):
             + (f" of device {self.device}" if self.device else "")
             + (f", batch element {self.batch_element}" if self.batch_element is not None else ""),
         ]
+        lines += [f"  {self.result} is not finite"] if self.result not in (None, "result") else []
         lines += [f"  input {i}: {operand}" for i, operand in enumerate(self.inputs)]
         return "\n".join([*lines, *(f"  not inspected: {place}" for place in self.unseen)])

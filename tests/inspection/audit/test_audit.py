@@ -429,3 +429,14 @@ def test_a_program_of_49_equal_layers_without_half_is_told_so():
 
     square = shape(128, 128, dtype=F32)
     assert "nothing is in half" in str(mpjax.audit(layers, square, square))
+
+
+@pytest.mark.parametrize(
+    ("fun", "kinds"),
+    [
+        (lambda x: jnp.log(jax.nn.softmax(x)), {"softmax", "log"}),
+        (lambda x: jax.nn.log_softmax(x), {"softmax"}),
+    ],
+)
+def test_the_log_of_a_softmax_on_one_line_is_a_risk_of_its_own(fun, kinds):
+    assert {risk.kind for risk in mpjax.audit(fun, shape(8, 8)).risks} == kinds

@@ -3,6 +3,8 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+import pytest
 from jax.experimental import pallas as pl
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -87,3 +89,61 @@ def test_the_gradient_of_a_where_is_recognised():
         assert "jnp.where(ok, f(jnp.where(ok, x, 1)), 0)" in found.diagnosis
     # Without a where, sqrt's own gradient is infinite.
     assert "where" not in find_nonfinite(jax.grad(lambda x: jnp.sum(jnp.sqrt(x))), x).diagnosis
+
+
+SMALL = jnp.float16(1e-8)  # zero
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [lambda x: jnp.sum(x / jnp.float16(1e-8)), lambda x: jnp.sum(x / SMALL), lambda x: jnp.sum(x / (x - x + SMALL))],
+)
+def test_a_half_constant_from_outside_may_be_to_blame(fun):
+    found = find_nonfinite(fun, np.ones(3, HALF))
+    assert found.diagnosis.startswith("division by zero; cannot tell whether float32 fails too")
+
+
+def test_a_cast_beyond_the_range_of_float8_is_named():
+    found = find_nonfinite(
+        lambda x: (500 * x).astype(jnp.float8_e4m3fn).astype(jnp.float32).sum(), np.ones(3, np.float32)
+    )
+    assert found.diagnosis.startswith("overflow of float8_e4m3fn here (500 is beyond its largest number)")
+
+
+@pytest.mark.parametrize("guard", [lambda y: ~jnp.isnan(y), lambda y: jnp.isfinite(y)])
+def test_the_trap_of_a_where_that_checks_its_own_branch(guard):
+    def loss(x):
+        y = jnp.log(x)
+        return jnp.sum(jnp.where(guard(y), y, 0.0))
+
+    x = np.array([1, -1, 2], np.float32)
+    assert np.isfinite(loss(x))
+    found = find_nonfinite(jax.grad(lambda x: jnp.sum(jnp.where(guard(jnp.sqrt(x)), jnp.sqrt(x), 0.0))), x)
+    assert "the gradient of a where" in found.diagnosis
+    assert found.direction == "backward"
+
+
+@pytest.mark.parametrize("fun", [lambda x: jnp.sum(jnp.sqrt(x)), lambda x: jnp.linalg.norm(x)])
+def test_the_derivative_of_a_square_root_at_zero_belongs_to_the_backward_pass(fun):
+    found = find_nonfinite(jax.grad(fun), np.zeros(3, np.float32))
+    assert found.diagnosis.startswith("the derivative of a square root at zero is infinite")
+    assert found.direction == "backward"
+
+
+def test_zero_by_zero_is_said_where_an_operand_is_broadcast():
+    found = find_nonfinite(lambda x: jnp.sum(x / jnp.sum(x, -1, keepdims=True)), np.zeros((2, 3), np.float32))
+    assert found.diagnosis.startswith("0/0, a division of zero by zero")
+
+
+def test_the_parameter_of_an_optimizers_nan_is_named():
+    tx = optax.adam(1e-3, eps=0.0)
+
+    def step(params, state, x):
+        grads = jax.grad(lambda p: jnp.sum(p["a"] * x) + 0 * jnp.sum(p["b"]))(params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    params = {"a": np.ones(3, np.float32), "b": np.ones(2, np.float32)}
+    found = find_nonfinite(step, params, tx.init(params), np.ones(3, np.float32))
+    assert found.result == "result[0]['b']"
+    assert "result[0]['b'] is not finite" in str(found)
