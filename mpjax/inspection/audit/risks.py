@@ -90,7 +90,7 @@ def _operations(nodes: Sequence[Node]) -> Iterator[RiskySite]:
 
     def of_sum(value: Value) -> bool:
         """Whether a value is a sum, as in log_softmax, and not a probability."""
-        while value in makers and (_is_cast(makers[value].site) or primitive(makers[value].site.name).moves):
+        while value in makers and _passes(makers[value].site):
             value = makers[value].reads[0]
         return value in makers and makers[value].site.name == "reduce_sum"
 
@@ -101,8 +101,10 @@ def _operations(nodes: Sequence[Node]) -> Iterator[RiskySite]:
         yield kind, node.site, dtype, MEANINGS[kind]
 
 
-def _is_cast(site: Site) -> bool:
-    return site.name == "convert_element_type"
+def _passes(site: Site) -> bool:
+    """Whether an operation only moves, repeats or casts."""
+    row = primitive(site.name)
+    return row.moves or row.whole or site.name == "convert_element_type"
 
 
 def _risky(node: Node) -> str:
