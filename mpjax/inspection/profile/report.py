@@ -237,7 +237,7 @@ class ProfileReport(Report):
     def _by_kernel(self) -> Section:
         header = ("module", "kind", "kernel", "calls", "time", "share", "Tensor Cores")
         marks = {True: "yes", False: "no", None: "?"}
-        rows = [
+        rows: list[tuple[str, ...]] = [
             (
                 (kernel.module or "-") + (" ←" if kernel.backward else ""),
                 f"{kernel.kind} {kernel.dtype}".strip(),
