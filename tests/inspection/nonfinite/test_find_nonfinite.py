@@ -120,7 +120,10 @@ def test_faults_that_float32_shares_are_called_by_their_cause():
         assert find_nonfinite(fun, x).diagnosis == f"{cause}; float32 fails too: check the data or the model"
     # In float32 throughout, the loss's derivative is at fault, not a dtype.
     found = find_nonfinite(jax.grad(lambda x: jnp.sqrt(jnp.sum(x**2))), full(3, 0))
-    assert found.diagnosis == "division by zero; the program is in float32 here: check the data or the model"
+    assert found.diagnosis == (
+        "the derivative of a square root at zero is infinite (sqrt(x + epsilon) has a finite one); the program is in "
+        "float32 here: check the data or the model"
+    )
 
 
 def test_what_half_flushed_to_zero_is_named_where_it_is_divided_by():
