@@ -378,6 +378,15 @@ def replicated(x: Any) -> Any:
     return jax.sharding.reshard(x, PartitionSpec(*[None] * aval.ndim)) if explicit else x
 
 
+def on_current_mesh(x: Any) -> Any:
+    """A traced array on every device of the current mesh, if it is of another one (`jax.sharding.auto_axes`)."""
+    here = jax.sharding.get_abstract_mesh()
+    if here.empty or here.manual_axes or not isinstance(x, jax.core.Tracer) or not is_shaped(x.aval):
+        return x
+    own = x.aval.sharding.mesh
+    return x if own.empty or own == here else jax.sharding.reshard(x, PartitionSpec(*[None] * x.ndim))
+
+
 def is_shaped(aval: Any) -> bool:
     """Whether an abstract value is an array: not a reference, a token or a key."""
     return type(aval) is jax.core.ShapedArray

@@ -147,7 +147,7 @@ class Instrumented:
         return evaluate(block.jaxpr, env, rule, constant, block.rows, block.last_uses), notes
 
     def _add(self, notes: dict[Key, Any], new: dict[Key, Any]) -> None:
-        for key, note in new.items():
+        for key, note in jax.tree.map(compat.on_current_mesh, new).items():
             notes[key] = self.probe.merge(key, notes[key], note) if key in notes else note
 
     def _evaluate(

@@ -61,3 +61,11 @@ def test_watch_records_sharded_arrays():
     state = jax.jit(watch.update)(watch.init(W, X), W, X)
     (record,) = state.records()
     assert max(module.amax for module in record.modules) > 0
+
+
+@pytest.mark.parametrize("tool", ["numerics", "layerwise_error"])
+def test_values_of_a_loop_with_auto_axes_are_measured(tool):
+    layer = jax.sharding.auto_axes(lambda x: jnp.tanh(x), out_sharding=P("data", None))
+    fun = mpjax.autocast(lambda w, x: jnp.mean(lax.scan(lambda x, _: (layer(x), None), x @ w, length=2)[0]))
+    w, x = array(0, P(), 8, 4), X
+    assert not getattr(mpjax, tool)(fun, w, x).unseen

@@ -168,7 +168,7 @@ def _from_outside(x: Values) -> Values:
     if x.half is x.exact:
         return Values(x.exact, x.half, x.exact)
     same = jnp.result_type(x.exact) == jnp.result_type(x.half)
-    return Values(x.exact, x.half, x.exact if same else lax.convert_element_type(x.exact, jnp.result_type(x.half)))
+    return Values(x.exact, x.half, x.exact if same else compat.cast(x.exact, jnp.result_type(x.half)))
 
 
 class _Equation(NamedTuple):
