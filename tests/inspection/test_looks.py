@@ -56,7 +56,7 @@ def test_a_plan_fits_100_columns_and_begins_with_its_finding():
 def test_the_finding_comes_before_every_table(reports, name):
     first = {
         "audit": "in half",
-        "numerics": "recommended",
+        "numerics": "largest safe loss scale",
         "nonfinite": "made by",
         "profile": "What limits the step",
         "layerwise": "error",
