@@ -9,7 +9,8 @@ depend on the tool. A run merges its results into the file program by program, s
 
     python -m benchmarks.casting --regions --programs linen_transformer --compilations 5
 
-Flax's DynamicScale casts nothing, so it has no row. Keras 3 accepts only its own models, so it has one program.
+`benchmarks/sinkhorn_program.py` adds a program of nested jits and derivative rules to the zoo. Flax's DynamicScale
+casts nothing, so it has no row. Keras 3 accepts only its own models, so it has one program.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ import jax
 import jmp
 
 import mpjax
-from benchmarks import RESULTS, keras_program
+from benchmarks import RESULTS, keras_program, sinkhorn_program
 from perf.results import previous, save
 from perf.timing import interleaved, ratios
 from testing.measures import trace_time_ratio
@@ -41,6 +42,7 @@ Row = dict[str, Any]
 WITHOUT_REGIONS = mpjax.Rules(residuals="full")
 
 keras_program.register()
+sinkhorn_program.register()
 
 
 def with_jmp(fun: Callable[..., Any], policy: str) -> Callable[..., Any]:
