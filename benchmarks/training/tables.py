@@ -161,7 +161,7 @@ def _dry_line(rows: dict[str, Row], name: str) -> str:
         *(_number(ratio(row, other, "least_seconds"), "{:.2f}") for other in (float32, rows.get("tf32", {}), by_hand)),
         f"{row['kernels']:,}",
         f"{row['half_matmuls']} of {row['compiled_matmuls']}",
-        f"{row['compile_seconds']:.1f} s",
+        _number(row.get("compile_seconds"), "{:.1f} s"),
         _number(ratio(row, float32, "largest_batch"), "{:.2f}"),
     ]
     return f"| {' | '.join(cells)} |"
