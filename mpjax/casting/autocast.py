@@ -117,7 +117,11 @@ def plan_program(program: Program, setting: Setting, with_owners: bool = False) 
         setting = dataclasses.replace(setting, owners=owners_of(jaxpr, program.names))
     ins = tuple(PARAMETER if tracked(v) else None for v in jaxpr.invars)
     wanted = tuple(RESULT if tracked(v) else Use.READ for v in jaxpr.outvars)
-    return plan_jaxpr(jaxpr, ins, wanted, setting)
+    plan = plan_jaxpr(jaxpr, ins, wanted, setting)
+    if plan.counts.cast or setting.plans_rules:
+        return plan
+    # Only a derivative rule may have a matmul.
+    return plan_jaxpr(jaxpr, ins, wanted, dataclasses.replace(setting, plans_rules=True))
 
 
 def run_program(program: Program, planned: Plan) -> Any:
@@ -157,7 +161,8 @@ def setting_of(policy: Policy, rules: Rules | None) -> Setting | None:
     if policy.reduce_dtype == policy.compute_dtype:  # A sum across devices has the dtype of its operand.
         rules = dataclasses.replace(rules, weight_gradients="half")
     rules = _with_overrides(rules, policy).with_environment()
-    return Setting(policy.compute_dtype, rules, HIGHER_ORDER, recompute=rules.residuals == "half")
+    recompute, plans_rules = rules.residuals == "half", bool(rules.entries)
+    return Setting(policy.compute_dtype, rules, HIGHER_ORDER, recompute=recompute, plans_rules=plans_rules)
 
 
 def _with_overrides(rules: Rules, policy: Policy) -> Rules:
@@ -286,6 +291,7 @@ def planned_call(fun: Callable[..., Any], args: Any, kwargs: Any) -> Plan:
         dtype = found.policy.compute_dtype
         raise ValueError(f"explain: the policy {found.policy} computes in {dtype}, so autocast has no plan.")
     call, args, kwargs, _ = functional(found.fun, args, kwargs)
+    setting = dataclasses.replace(setting, plans_rules=True)
     return plan_program(trace(call, args, kwargs), setting, with_owners=call is found.fun)
 
 

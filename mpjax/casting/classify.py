@@ -57,6 +57,8 @@ class Setting:
         invariants: The number of leading inputs that are the same in all iterations of a loop with this body.
         in_rule: Whether the program is a derivative rule. Rules nested in it are planned only when differentiated,
             because a rule may call its own function (relu's does).
+        plans_rules: Whether derivative rules are planned with the program, for its report and for the user's rules that
+            match inside; otherwise when JAX differentiates the program, if they can wait.
         path: The module path. Set only if a rule reads it, so that plans are otherwise shared between paths.
         owners: The module paths of equations whose scopes don't name an instance.
     """
@@ -70,6 +72,7 @@ class Setting:
     looped: bool = False
     invariants: int = 0
     in_rule: bool = False
+    plans_rules: bool = False
     path: str = ""
     owners: Owners = NOBODY
 

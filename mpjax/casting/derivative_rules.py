@@ -1,7 +1,9 @@
 """The derivative rules of `custom_jvp` and `custom_vjp` as jaxprs.
 
 JAX keeps a rule as a function, which may close over values of the enclosing program. So the rules of a program's own
-equations are traced during the trace of the program (`trace_live`), and those of sub-jaxprs during planning.
+equations are traced during the trace of the program (`trace_live`), and those of sub-jaxprs during planning. A rule
+that holds no such value waits until JAX differentiates the equation: a solver's rule may cost several times what the
+function costs.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from mpjax._jaxpr import compat
+from mpjax.casting.regions import planning
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,11 +97,15 @@ class BackwardRule:
 
 @dataclasses.dataclass
 class DerivativeRules:
-    """The rules of an equation all of whose operands are perturbed; None for a rule that it does not have."""
+    """The rules of an equation all of whose operands are perturbed; None for a rule that it does not have.
+
+    If `deferred`, they are not traced yet, and close over no tracers.
+    """
 
     jvp: JvpRule | None = None
     vjp: VjpRule | None = None
     backward: BackwardRule | None = None
+    deferred: bool = False
 
     @property
     def consts(self) -> Iterator[Any]:
@@ -126,8 +133,19 @@ def rules_of(jaxpr: Any, eqn: Any) -> DerivativeRules:
     if key is None:
         return DerivativeRules()
     if key not in known:
-        known[key] = _trace(eqn.params, [v.aval for v in eqn.invars], [v.aval for v in eqn.outvars])
+        known[key] = _trace_or_defer(eqn.params, [v.aval for v in eqn.invars], [v.aval for v in eqn.outvars])
     return known[key]
+
+
+def traced_rules_of(jaxpr: Any, eqn: Any) -> DerivativeRules:
+    """The rules of an equation of an open jaxpr, none of them deferred."""
+    rules = rules_of(jaxpr, eqn)
+    if rules.deferred:
+        key = _key(eqn.params)
+        assert key is not None
+        rules = _trace(eqn.params, [v.aval for v in eqn.invars], [v.aval for v in eqn.outvars])
+        _cache[jaxpr][key] = rules
+    return rules
 
 
 def closed_over(jaxpr: Any, eqn: Any) -> Sequence[Any]:
@@ -160,13 +178,17 @@ def trace_live() -> dict[int, DerivativeRules]:
     for params, invals, outvals in compat.live_equations((_JVP, _VJP)):
         key = _key(params)
         assert key is not None
-        found[key] = _trace(params, invals, outvals)
+        found[key] = _trace_or_defer(params, invals, outvals)
     return found
 
 
 def remember(jaxpr: Any, rules: dict[int, DerivativeRules]) -> None:
     """Caches the rules that `trace_live` found, for the jaxpr that the trace produced."""
     _cache[compat.open_jaxpr(jaxpr).jaxpr] = rules
+
+
+def _trace_or_defer(params: dict[str, Any], ins: Sequence[Any], outs: Sequence[Any]) -> DerivativeRules:
+    return _trace(params, ins, outs) if compat.may_close_over_tracers(params) else DerivativeRules(deferred=True)
 
 
 def _trace(params: dict[str, Any], ins: Sequence[Any], outs: Sequence[Any]) -> DerivativeRules:
@@ -189,7 +211,8 @@ def jvp_rule(params: dict[str, Any], zeros: Sequence[bool]) -> JvpRule:
         params: Parameters of the equation.
         zeros: For each operand, whether its tangent is zero.
     """
-    jaxpr, consts, out_zeros = compat.jvp_jaxpr(params, zeros)
+    with planning(True):
+        jaxpr, consts, out_zeros = compat.jvp_jaxpr(params, zeros)
     return JvpRule(jaxpr, consts, tuple(not zero for zero in zeros), tuple(out_zeros))
 
 
@@ -201,7 +224,8 @@ def vjp_rule(params: dict[str, Any], ins: Sequence[Any], perturbed: Sequence[boo
         ins: Abstract values of its operands.
         perturbed: For each operand, whether the equation is differentiated with respect to it.
     """
-    jaxpr, consts, forwards, trees = compat.fwd_rule(params, perturbed)
+    with planning(True):
+        jaxpr, consts, forwards, trees = compat.fwd_rule(params, perturbed)
     made = iter(jaxpr.outvars)
     residuals = []
     for operand in forwards:
@@ -236,7 +260,8 @@ def backward_rule(params: dict[str, Any], rule: VjpRule, cotangents: Sequence[An
         zeros.extend(ct is None or type(ct) is SymbolicZero for ct in cts)
         return [*(ct for ct in cts if not (ct is None or type(ct) is SymbolicZero)), *leaves]
 
-    jaxpr = compat.trace(fun, *(compat.example(x) for x in given if _is_abstract(x)))
+    with planning(True):
+        jaxpr = compat.trace(fun, *(compat.example(x) for x in given if _is_abstract(x)))
     return BackwardRule(jaxpr, tuple(zeros), logs[0])
 
 

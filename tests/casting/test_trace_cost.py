@@ -101,3 +101,31 @@ def test_weight_gradients_are_linearized_without_their_jvp_rule(monkeypatch):
         monkeypatch.setitem(ad.primitive_jvps, primitive, lambda *a, r=rule, **k: calls.append(a) or r(*a, **k))
     gradient(1)
     assert not calls
+
+
+def test_a_derivative_rule_is_traced_when_jax_differentiates():
+    traced = []
+
+    @jax.custom_vjp
+    def product(x, w):
+        return x @ w
+
+    def forward(x, w):
+        traced.append("forward")
+        return product(x, w), (x, w)
+
+    def backward(residuals, ct):
+        traced.append("backward")
+        x, w = residuals
+        return ct @ w.T, x.T @ ct
+
+    product.defvjp(forward, backward)
+    loss, x = mpjax.autocast(lambda w, x: jnp.sum(jax.jit(product)(product(x, w), w) ** 2)), jnp.ones((4, 4))
+    jax.make_jaxpr(loss)(x, x)
+    assert not traced
+    gradient = jax.make_jaxpr(jax.grad(loss))(x, x)
+    assert sorted(traced) == ["backward", "backward", "forward", "forward"]
+    assert measures.half_share_of(gradient) == 1
+    traced.clear()
+    mpjax.explain(loss, x, x)
+    assert len(traced) == 4  # Its report has the rules' operations.

@@ -28,6 +28,7 @@ from mpjax.casting.derivative_rules import (
     closes_over_tracers,
     jvp_rule,
     rules_of,
+    traced_rules_of,
     vjp_rule,
 )
 from mpjax.casting.higher_order.calls import uses_of_call
@@ -117,7 +118,10 @@ def _infer(inference: Inference, eqn: Any, listing: Listing) -> Step:
         storages.append([HALF if value is not None and mask == HALF.bit else storage_of(value)])
     unread = tuple(not use for use in inference.wanted_of(eqn))
     entered = WithRules(inner, convention_of(inference, eqn, storages), closures, unread)
-    rules = DerivativeRules() if in_rule else rules_of(inference.jaxpr, eqn)
+    rules = DerivativeRules()
+    if not in_rule:
+        wanted = traced_rules_of if inference.setting.plans_rules else rules_of
+        rules = wanted(inference.jaxpr, eqn)
     if rules.jvp is not None:
         entered.jvp = rules.jvp, _plan_jvp(rules.jvp, entered, eqn.params)
     if rules.vjp is not None and rules.backward is not None:
@@ -211,6 +215,8 @@ def _issue_jvp(step: Step, operands: Sequence[Any], outer: Plan, env: Environmen
         else:
             traced = jvp_rule(params, zeros)
             planned = _plan_jvp(traced, entered, params)
+            if not any(zeros):
+                entered.jvp = traced, planned
         given = [t for t, zero in zip(tangents, zeros, strict=True) if not zero]
         results = _run_rule(planned, traced.consts, [*primals, *given], closed)
         made = iter(results)
@@ -302,6 +308,8 @@ def _issue_vjp(step: Step, operands: Sequence[Any], outer: Plan, env: Environmen
         else:
             rule = vjp_rule(params, in_avals, perturbed)
             planned = _plan_forward(rule, entered, params)
+            if all(perturbed):
+                entered.forward = rule, planned
         latest["rule"], latest["inferred"] = rule, _residuals(rule, entered, planned)
         results = _run_rule(planned, rule.consts, args, dict(zip(entered.closures, extra, strict=True)))
         made = iter(arrays_of(results[: rule.made], planned.outs[: rule.made]))
@@ -323,6 +331,8 @@ def _issue_vjp(step: Step, operands: Sequence[Any], outer: Plan, env: Environmen
             avals = [v.aval for v in entered.plan.outvars]
             backward = backward_rule(params, rule, [_traced_as(ct, a) for ct, a in zip(cotangents, avals, strict=True)])
             planned = _plan_backward(backward, latest["inferred"], entered, given, num_consts)
+            if planned_rule and given == inexact:
+                entered.backward = backward, planned
         taken = [*stored, *(ct for ct, is_given in zip(cotangents, given, strict=True) if is_given)]
         closed = dict(zip(entered.closures, extra, strict=True))
         results = iter(_run_rule(planned, compat.open_jaxpr(backward.jaxpr).consts, taken, closed))
