@@ -421,7 +421,7 @@ def on_current_mesh(x: Any) -> Any:
     here = jax.sharding.get_abstract_mesh()
     if here.empty or here.manual_axes or not isinstance(x, jax.core.Tracer) or not is_shaped(x.aval):
         return x
-    own = x.aval.sharding.mesh
+    own = jax.typeof(x).sharding.mesh
     return x if own.empty or own == here else jax.sharding.reshard(x, PartitionSpec(*[None] * x.ndim))
 
 
