@@ -1,6 +1,7 @@
-"""Random programs under autocast: the properties that fail, each with the smallest failing program.
+"""Random programs under autocast, or random training programs: the properties that fail, with the smallest program.
 
     python -m benchmarks.fuzz --examples 20000
+    python -m benchmarks.fuzz --training --examples 20000
 
 An example's number alone determines it. Examples run in batches, and a report for each dtype is written after each
 batch, so an interrupted run continues where it stopped. A failure of a new kind is shrunk at once. Further failures of
@@ -20,7 +21,7 @@ import os
 import pathlib
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0")
@@ -28,6 +29,7 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4 --x
 import jax
 
 from benchmarks import RESULTS
+from testing import random_training as training
 from testing.random_programs import Case, Failure, Rejected, Subject, check, numbered_case
 from testing.random_programs.properties import cause_of
 from testing.random_programs.reduction import shrink
@@ -52,6 +54,18 @@ def examine(
         return "failed", Failure("the check", cause_of(error), traceback.format_exc())
 
 
+def examine_training(case: training.Case, compiled: bool = False) -> tuple[str, Failure | None]:
+    """The outcome of a training program, and the failure if it failed."""
+    try:
+        return training.check(case, compiled), None
+    except Rejected:
+        return REJECTED, None
+    except Failure as failure:
+        return "failed", failure
+    except Exception as error:
+        return "failed", Failure("the check", cause_of(error), traceback.format_exc())
+
+
 def examine_all(cases: Sequence[Case], compiled: bool) -> list[tuple[str, Failure | None]]:
     """The outcomes of one program's cases in several dtypes; the first is traced twice under autocast."""
     try:
@@ -73,6 +87,20 @@ def shrunk(case: Case, failure: Failure) -> tuple[Case, str]:
         return same
 
     return shrink(case, fails), found[0]
+
+
+def shrunk_training(case: training.Case, failure: Failure) -> tuple[training.Case, str]:
+    """The smallest training program found with this failure, and its message."""
+    found = [str(failure)]
+
+    def fails(smaller: training.Case) -> bool:
+        other = examine_training(smaller, failure.property == "compiled")[1]
+        same = other is not None and other.signature == failure.signature
+        if same:
+            found[:] = [str(other)]
+        return same
+
+    return training.shrink(case, fails), found[0]
 
 
 class Report:
@@ -103,10 +131,10 @@ class Report:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text(json.dumps(self.data, indent=1))
 
-    def add(self, batch: Batch, number: int, shrink: bool) -> None:
+    def add(self, batch: Batch, number: int, shrink: Callable[[Any, Failure], tuple[Any, str]] | None) -> None:
         """Adds the new failures of a batch."""
         for key, (count, case, failure) in batch.new.items():
-            smallest, detail = shrunk(case, failure) if shrink else (case, str(failure))
+            smallest, detail = shrink(case, failure) if shrink else (case, str(failure))
             entry = {"count": count, "batch": number, "program": repr(smallest), "detail": detail[-4000:]}
             self.data["failures"][key] = entry
 
@@ -134,7 +162,7 @@ class Batch:
 
     Args:
         known: The report's failures by signature; their counts are updated.
-        in_a_row: Number of examples that passed since the last failure, of all and of those with the same rules.
+        in_a_row: Number of examples that passed since the last failure, of all and of those of the same group.
         outcomes: Number of examples by outcome.
         new: Failures that were not known: their count and the shortest program.
     """
@@ -142,12 +170,12 @@ class Batch:
     known: dict[str, Any]
     in_a_row: dict[str, int]
     outcomes: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
-    new: dict[str, tuple[int, Case, Failure]] = dataclasses.field(default_factory=dict)
+    new: dict[str, tuple[int, Any, Failure]] = dataclasses.field(default_factory=dict)
 
-    def add(self, case: Case, outcome: str, failure: Failure | None) -> None:
+    def add(self, case: Case | training.Case, outcome: str, failure: Failure | None) -> None:
         """Counts the outcome of an example."""
         self.outcomes[outcome] += 1
-        for name in ("all", case.rules):
+        for name in ("all", case.group):
             self.in_a_row[name] = 0 if failure else self.in_a_row.get(name, 0) + (outcome != REJECTED)
         if failure is None:
             return
@@ -197,9 +225,27 @@ def run(reports: Mapping[str, Report], options: Options) -> None:
             for case, found in zip(cases, examine_all(cases, compiled), strict=True):
                 batches[case.dtype].add(case, *found)
         for dtype, report in reports.items():
-            report.add(batches[dtype], done, options.shrink)
+            report.add(batches[dtype], done, shrunk if options.shrink else None)
             report.count(batches[dtype].outcomes, batches[dtype].in_a_row, time.perf_counter() - start)
             print(f"{dtype}, {report.examples}: {report.headline(batches[dtype])}", flush=True)
+        if numbers.stop % CLEAR_CACHES_EVERY < size:
+            jax.clear_caches()
+
+
+def run_training(report: Report, options: Options) -> None:
+    """Runs batches of training programs until the number of examples or the time limit is reached."""
+    end, size = time.perf_counter() + options.seconds, options.batch
+    while report.examples < options.examples and time.perf_counter() < end:
+        start, done = time.perf_counter(), report.data["batches"]
+        batch = Batch(report.data["failures"], report.data["passed_in_a_row"])
+        numbers = range(options.first + done * size, options.first + (done + 1) * size)
+        for number in numbers:
+            case = training.numbered_case(number)
+            compiled = bool(options.compile_every) and number % options.compile_every == 0
+            batch.add(case, *examine_training(case, compiled))
+        report.add(batch, done, shrunk_training if options.shrink else None)
+        report.count(batch.outcomes, batch.in_a_row, time.perf_counter() - start)
+        print(f"{report.examples}: {report.headline(batch)}", flush=True)
         if numbers.stop % CLEAR_CACHES_EVERY < size:
             jax.clear_caches()
 
@@ -207,6 +253,9 @@ def run(reports: Mapping[str, Report], options: Options) -> None:
 def main() -> None:
     """Runs from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--training", action="store_true", help="training programs, with mpjax and without a loss scale"
+    )
     parser.add_argument("--examples", type=int, default=1000, help="examples for each dtype")
     parser.add_argument("--dtype", choices=("float16", "bfloat16"), action="append", help="half dtype (default: both)")
     parser.add_argument("--first", type=int, default=0, help="number of the first example, to share a run")
@@ -216,9 +265,13 @@ def main() -> None:
     parser.add_argument("--reports", type=pathlib.Path, default=RESULTS, help="folder of the JSON reports")
     parser.add_argument("--compile-every", type=int, default=50, help="compile and run one in this many examples")
     args = parser.parse_args()
-    reports = {dtype: Report(args.reports / f"fuzz_{dtype}.json") for dtype in args.dtype or ("float16", "bfloat16")}
+    names = ("training",) if args.training else args.dtype or ("float16", "bfloat16")
+    reports = {name: Report(args.reports / f"fuzz_{name}.json") for name in names}
     options = Options(args.examples, args.first, args.batch, args.seconds, not args.no_shrink, args.compile_every)
-    run(reports, options)
+    if args.training:
+        run_training(reports["training"], options)
+    else:
+        run(reports, options)
     for dtype, report in reports.items():
         print(f"# {dtype}\n{report}\n")
 

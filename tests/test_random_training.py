@@ -24,6 +24,6 @@ def test_random_training_programs():
         except AssertionError as failure:
             failure.add_note(f"example {number}:\n{case!r}")
             raise
-    # Nearly all of them are compared bitwise.
-    assert outcomes["bitwise"] > 0.9 * (sum(outcomes.values()) - outcomes["rejected"])
-    assert outcomes["rejected"] < 0.2 * EXAMPLES
+    # Nearly all of those in float32 are compared bitwise.
+    examined = sum(outcomes.values()) - outcomes["rejected"]
+    assert outcomes["bitwise"] + outcomes["half"] > 0.9 * examined > 0.8 * EXAMPLES

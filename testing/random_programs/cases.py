@@ -136,6 +136,11 @@ class Case:
         found = arguments()
         return jax.device_put(found, NamedSharding(self._space["MESH"], PartitionSpec())) if self.explicit else found
 
+    @property
+    def group(self) -> str:
+        """Cases of one group share what is under test."""
+        return self.rules
+
     def program(self) -> Function:
         """A new definition of the program, for which JAX has no caches."""
         space = dict(self._space)

@@ -69,6 +69,16 @@ class Case:
         return f"# loop: {self.loop}; policy: {self.policy}; steps: {events}\n{self.source}"
 
     @property
+    def group(self) -> str:
+        """Cases of one group share what is under test."""
+        return self.model.library if self.policy == "float32" else self.policy
+
+    @property
+    def _casts(self) -> bool:
+        """Whether the loss runs under autocast. Models of Flax get the policy themselves."""
+        return self.policy != "float32" and self.model.library not in ("linen", "nnx")
+
+    @property
     def source(self) -> str:
         """The program: a definition of `tx`, `PARAMS`, `STATS` and `step(carry, batch)`."""
         library, gradient = self.model.library, GRADIENTS[self.gradient]
@@ -79,10 +89,11 @@ class Case:
             "return total, model_loss(p, x, stats, ids)[1]" if gradient.aux else "return total",
         ]
         parallel = self.loop.startswith("shard_map")
-        trained = "params" if library == "nnx" else "p"
+        # What the update changes: params, or a whole Equinox model, whose static leaves optax can't update.
+        updated = "params" if library == "nnx" or (library, self.application) == ("equinox", "update") else "p"
         # Gradients that the loop scales itself are compared unscaled.
         shown = "aux" if self.gradient == "by hand" else "grads"
-        applied = [re.sub(r"\bp\b", trained, line) for line in APPLICATIONS[self.application]]
+        applied = [re.sub(r"\bp\b", updated, line) for line in APPLICATIONS[self.application]]
         body = [
             "params, state, stats = carry",
             "x, ids = batch['x'], batch['ids']",
@@ -91,6 +102,7 @@ class Case:
             "    return model_loss(p, x, stats, ids)[0]",
             "def loss_fn(p, x):",
             *("    " + line for line in loss),
+            *([f"loss_fn = mpjax.autocast(loss_fn, {self.policy!r})"] if self._casts else []),
             "aux, new = jnp.float32(0), stats",
             *gradient.lines,
             *(["new, aux = aux"] if gradient.aux else []),
@@ -98,7 +110,7 @@ class Case:
             *(["loss = lax.pmean(loss, 'i')", "aux = jnp.float32(0)"] if parallel else []),
             *(["grads = lax.pmean(grads, 'i')"] if self.loop == "shard_map without checks" else []),
             *applied,
-            *_LEAVE.get(library, () if library == "nnx" else ("params = p",)),
+            *(_LEAVE.get(library, ("params = p",)) if updated == "p" else ()),
             "stats = mpjax.keep_if_finite(state, new, stats)",
             f"return (params, state, stats), {{'loss': loss, 'grads': {shown}, 'aux': aux}}",
         ]
@@ -112,7 +124,17 @@ class Case:
     def simpler(self) -> Iterator[Case]:
         """Cases with one simpler choice, the largest changes first."""
         default = Case(self.model)
-        for field in ("loop", "gradient", "loss", "inner", "optimizer", "application", "half_params", "events"):
+        for field in (
+            "policy",
+            "loop",
+            "gradient",
+            "loss",
+            "inner",
+            "optimizer",
+            "application",
+            "half_params",
+            "events",
+        ):
             if getattr(self, field) != getattr(default, field):
                 yield dataclasses.replace(self, **{field: getattr(default, field)})
         for i in range(len(self.events)):
@@ -134,35 +156,51 @@ def _suits(needs: str, library: str) -> bool:
 
 def draw(index: Index) -> Case:
     """A random case."""
+    policy = _choose(index, ("float32",) * 8 + ("mixed_float16", "mixed_bfloat16"))
     model = models.draw(index)
     library = model.library
-    half = library == "tree" and index(6) == 5
+    half = library == "tree" and policy == "float32" and index(6) == 5
     loss = _choose(index, tuple(name for name, form in LOSSES.items() if _suits(form.needs, library)))
-    if not index(3):
+    if not index(3) or policy != "float32":
         loss = "plain"
     gradients = tuple(
         name
         for name, form in GRADIENTS.items()
-        if _suits(form.needs, library) and not (half and _gives_half_gradients(form.lines))
+        if _suits(form.needs, library)
+        and not (half and _gives_half_gradients(form.lines))
+        and not (policy != "float32" and name.startswith("around"))  # the error of a gradient's gradient is larger
     )
     gradient = _choose(index, gradients)
-    loop = _choose(index, LOOPS) if index(2) else "python"
+    loop = _choose(index, LOOPS if policy == "float32" else LOOPS[:2]) if index(2) else "python"
     options = ", grads_are_scaled=True" if gradient == "by hand" else ""
     options += ", axis_name='i'" if loop == "shard_map without checks" else ""
     optimizer, outer = optimizers.draw(index, half, options)
     # A spike overflows at one place only: where the gradients of the whole loss are scaled.
-    spikes = outer != optimizers.CLIPS and not any(word in gradient for word in ("around", "closed", "hand"))
-    events = EVENTS if spikes else EVENTS[:-1]
+    spikes = (
+        loop != "scan"
+        and outer != optimizers.CLIPS
+        and not any(word in gradient for word in ("around", "closed", "hand"))
+    )
+    events: tuple[str, ...] = EVENTS if spikes else EVENTS[:-1]
+    if gradient.startswith(("around", "closed")) and ("clipped" in loss or "true" in loss):
+        loss = "plain"  # `true_cotangents` is for scaled losses: an outer derivative's cotangents are true already
+    steps = (2, 2, 3)[index(3)]
+    if policy != "float32":
+        events, steps = ("",), 1  # its gradients are judged
+    inner = _choose(index, INNER_GRADIENTS)
+    if loss == "curvature" and "true_cotangents" in inner:
+        inner = INNER_GRADIENTS[0]  # an open fault
     return Case(
         model,
         loss,
-        _choose(index, INNER_GRADIENTS),
+        inner,
         gradient,
         optimizer,
-        _choose(index, tuple(APPLICATIONS)),
+        _choose(index, tuple(APPLICATIONS)[1 if "plateau" in optimizer else 0 :]),
         loop,
-        tuple(_choose(index, events) if index(2) else "" for _ in range((2, 3, 4, 2, 2)[index(5)])),
+        tuple(_choose(index, events) if index(2) else "" for _ in range(steps)),
         half,
+        policy,
     )
 
 

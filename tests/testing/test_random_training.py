@@ -1,0 +1,117 @@
+"""The oracle of random training programs catches each wrong way to scale, to skip and to cast."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import mpjax
+from testing.random_training import Case, Failure, Rejected, check, shrink
+from testing.random_training.models import Model
+
+TREE = Model(
+    "tree",
+    """PARAMS = {"w": array(3, 3), "b": array(3), "s": array()}
+STATS = {"mean": array()}
+def model_loss(p, x, stats, ids):
+    h = jnp.tanh(x @ p["w"] + p["b"]) * p["s"]
+    return h.mean(), ({"mean": 0.9 * stats["mean"] + 0.1 * h.mean()}, ids)
+""",
+)
+LINEN = Model(
+    "linen",
+    """class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x, ids):
+        return nn.Dense(3)(x), ids.sum() * 997
+NET = with_policy(Net())
+PARAMS, STATS = initialised(lambda key: NET.init(key, X, IDS))
+def model_loss(p, x, stats, ids):
+    h, aux = NET.apply({"params": p}, x, ids)
+    return jnp.sum(h * h), (stats, aux)
+""",
+)
+ADAM = "mpjax.dynamic_loss_scale(optax.adam(1e-2), growth_interval=2)"
+STEPS = ("", "spike", "loss", "")
+
+
+def wrong_penalty(fun, opt_state=None, *, argnums=0, has_aux=False):
+    """Scales all arguments, of which only one is differentiated."""
+    scale = optax.tree_utils.tree_get(opt_state, "loss_scale") if opt_state is not None else 1.0
+    return jax.grad(lambda *args: fun(*args) * scale, argnums)
+
+
+def unscaled_after_growth(fun, opt_state=None, **kwargs):
+    call = jax.value_and_grad(fun, **kwargs)
+    return lambda *args: jax.tree.map(lambda x: x * (1 + 2.0**-20), call(*args))
+
+
+def never_skips(inner, **kwargs):
+    tx = mpjax.static_loss_scale(inner, 1.0)
+
+    def update(grads, state, params=None, **extra):
+        updates, new = inner.update(grads, state.inner_state, params)
+        return updates, state._replace(inner_state=new)
+
+    return optax.GradientTransformationExtraArgs(tx.init, update)
+
+
+def forgets_the_counters(tx, grads, state, params, **extra):
+    params, new = APPLY(tx, grads, state, params, **extra)
+    return params, new._replace(skipped_steps=state.skipped_steps)
+
+
+APPLY = mpjax.apply_gradients
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "case"),
+    [
+        ("grad", wrong_penalty, Case(TREE, loss="penalty by argnums")),
+        ("value_and_grad", unscaled_after_growth, Case(TREE)),
+        ("dynamic_loss_scale", never_skips, Case(TREE, optimizer=ADAM, events=STEPS)),
+        ("apply_gradients", forgets_the_counters, Case(TREE, optimizer=ADAM, events=STEPS)),
+        ("true_cotangents", lambda fun, state: fun, Case(TREE, loss="clipped params")),
+        ("keep_if_finite", lambda state, new, old: new, Case(TREE, gradient="has_aux", events=("input",))),
+    ],
+)
+def test_each_wrong_implementation_is_caught(monkeypatch, name, wrong, case):
+    assert check(case) == "bitwise"
+    monkeypatch.setattr(mpjax, name, wrong)
+    with pytest.raises(Failure):
+        check(case)
+
+
+def rounded_ids(model, policy):
+    class Wrong(type(model)):
+        def __call__(self, x, ids):
+            y, aux = super().__call__(x, ids)
+            return y, aux.astype(jnp.bfloat16).astype(jnp.float32)
+
+    return Wrong()
+
+
+def test_a_float32_result_of_user_code_that_is_rounded_is_caught(monkeypatch):
+    case = Case(LINEN, gradient="has_aux", policy="mixed_bfloat16")
+    assert check(case, compiled=True) == "half"
+    monkeypatch.setattr(mpjax, "with_policy", rounded_ids)
+    with pytest.raises(Failure, match="above rounding in aux"):
+        check(case)
+
+
+def test_shrinking_keeps_the_failure(monkeypatch):
+    monkeypatch.setattr(mpjax, "apply_gradients", forgets_the_counters)
+
+    def fails(case):
+        try:
+            check(case)
+        except Rejected:
+            return False
+        except Failure:
+            return True
+        return False
+
+    case = Case(TREE, loss="remat", gradient="has_aux", optimizer=ADAM, loop="jit", events=STEPS)
+    smallest = shrink(case, fails)
+    assert (smallest.loss, smallest.gradient, smallest.loop) == ("plain", "mpjax.value_and_grad", "python")
+    assert smallest.events == ("spike",)
