@@ -55,6 +55,7 @@ class Primitive(NamedTuple):
         adds: Adds or subtracts.
         logic: Combines booleans, or tests for finite values.
         risk: Why half precision may be inaccurate: `exp`, `log`, `pow` (range, poles) or `sum` (rounding).
+        chooses: Compares elements to choose among them.
         bits: Depends on the bits or the dtype itself, so it is not computed in another dtype.
         call: Runs its one sub-jaxpr once, on its operands.
         loop: Runs its sub-jaxpr repeatedly.
@@ -81,6 +82,7 @@ class Primitive(NamedTuple):
     adds: bool = False
     logic: bool = False
     risk: str = ""
+    chooses: bool = False
     bits: bool = False
     call: bool = False
     loop: bool = False
@@ -210,9 +212,9 @@ reduce_min                            wide     outputs  elements=0 kernel
 reduce_window_sum                     wide     nothing  risk=sum kernel
 cummax                                wide     outputs  expensive elements=0 kernel
 cummin                                wide     outputs  expensive elements=0 kernel
-sort                                  wide     outputs  expensive elements=0 kernel
-top_k                                 wide     outputs  expensive elements=0 kernel
-approx_top_k                          wide     outputs  expensive elements=0 kernel
+sort                                  wide     outputs  expensive elements=0 kernel chooses
+top_k                                 wide     outputs  expensive elements=0 kernel chooses
+approx_top_k                          wide     outputs  expensive elements=0 kernel chooses
 scatter                               wide     outputs  expensive elements=0,2 kernel
 scatter-max                           wide     outputs  expensive elements=0,2 kernel
 scatter-min                           wide     outputs  expensive elements=0,2 kernel
@@ -297,8 +299,8 @@ ge                                    read     -
 eq_to                                 read     -
 lt_to                                 read     -
 le_to                                 read     -
-argmax                                read     -        kernel
-argmin                                read     -        kernel
+argmax                                read     -        kernel chooses
+argmin                                read     -        kernel chooses
 is_finite                             read     -        logic
 and                                   read     -        logic
 or                                    read     -        logic

@@ -16,6 +16,7 @@ from mpjax._jaxpr.primitives import Op, primitive
 from mpjax._jaxpr.program import NOBODY, Owners, paths_of
 from mpjax._jaxpr.source import MARK, join, module_of, scopes
 from mpjax.casting.rules import Entry, Rules
+from mpjax.casting.tolerance import ends_at_tolerance
 
 FLOAT32 = np.dtype(np.float32)
 
@@ -30,12 +31,16 @@ class Region(enum.StrEnum):
     HALF = "half"
     FLOAT = "float"
     PROMOTE = "promote"
+    TOLERANCE = "tolerance"  # not marked: the default for a loop that ends when a tolerance is met
     OFF = "off"
     PLANNED = "planned"
 
 
 # The regions that run as traced, and why.
 AS_TRACED = {Region.OFF: "autocast is disabled here", Region.PLANNED: "an autocast function inside planned it"}
+
+# The regions that run in float32, and why.
+IN_FLOAT32 = {Region.FLOAT: "float_function", Region.TOLERANCE: "its loop ends when its matmuls meet a tolerance"}
 
 
 # How the reasons of float32 that the user may not know of begin.
@@ -137,11 +142,13 @@ def classify(eqn: Any, setting: Setting) -> Listing:
         return Listing(Op.ENTER if listing.op is Op.ENTER else Op.OPAQUE, AS_TRACED[region], region)
     if listing.op is Op.OPAQUE or listing.op is Op.CONVERT:
         return listing._replace(region=region)
-    if region:
+    if region and region != Region.TOLERANCE:
         return _in_region(listing, region, eqn.primitive.name)
     matched = setting.rules.match(eqn, paths_of(eqn, join(setting.path, module_of(eqn)), setting.owners))
     if matched is not None:
         return _by_rule(listing, *matched)
+    if region:
+        return _in_region(listing, region, eqn.primitive.name)
     return _at_level(listing, setting.rules.level, eqn.primitive.name)
 
 
@@ -198,6 +205,26 @@ def _jit(eqn: Any) -> Listing | None:
     return Listing(Op.OPAQUE, "a jit with layouts") if compat.jit_options(eqn.params) is None else None
 
 
+def is_inner_product(eqn: Any) -> bool:
+    """Whether a matmul only computes inner products, which Tensor Cores don't speed up."""
+    if eqn.primitive.name != "dot_general":
+        return False
+    contracted, batch = eqn.params["dimension_numbers"]
+    ranks = (len(v.aval.shape) for v in eqn.invars)
+    return all(len(c) + len(b) == rank for c, b, rank in zip(contracted, batch, ranks, strict=True))
+
+
+def _rounds(eqn: Any) -> bool:
+    allowed = primitive(eqn.primitive.name).op is Op.ALLOW and not _matmul(eqn) and not is_inner_product(eqn)
+    return allowed and any(map(tracked, eqn.invars))
+
+
+def _while(eqn: Any) -> Listing | None:
+    return UNTIL_TOLERANCE if ends_at_tolerance(eqn, _rounds) else None
+
+
+UNTIL_TOLERANCE = Listing(Op.ENTER, IN_FLOAT32[Region.TOLERANCE], Region.TOLERANCE)
+
 _SPECIAL = {
     "integer_pow": _integer_pow,
     "div": _div,
@@ -208,6 +235,7 @@ _SPECIAL = {
     "conv_general_dilated": _matmul,
     "jit": _jit,
     "pjit": _jit,
+    "while": _while,
 }
 
 
@@ -218,9 +246,9 @@ def _in_region(listing: Listing, region: Region, name: str) -> Listing:
         widest = Op.INFER if listing.op in (Op.ALLOW, Op.DENY, Op.WIDE) else listing.op
         return Listing(widest, "promote_function: the widest dtype of its inputs", region)
     op: Op
-    if region == Region.FLOAT:
+    if region in IN_FLOAT32:
         op = Op.DENY if listing.op in (Op.ALLOW, Op.INFER, Op.WIDE) else listing.op
-        return Listing(op, "float_function", region)
+        return Listing(op, IN_FLOAT32[region], region)
     movable = listing.op in (Op.DENY, Op.INFER, Op.WIDE) and not primitive(name).float32_only
     return Listing(Op.ALLOW if movable else listing.op, "half_function", region)
 
@@ -241,4 +269,4 @@ def _at_level(listing: Listing, level: str, name: str) -> Listing:
         return Listing(Op.DENY, "level 'conservative'")
     if level == "half" and listing.op in (Op.DENY, Op.INFER, Op.WIDE) and not primitive(name).float32_only:
         return Listing(Op.ALLOW, "level 'half'")
-    return listing
+    return listing._replace(region=Region.NONE) if level == "half" else listing

@@ -7,6 +7,7 @@ is planned once.
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,8 +15,9 @@ from typing import Any
 from mpjax._jaxpr import compat
 from mpjax._jaxpr.primitives import MATMULS, Op, primitive
 from mpjax._jaxpr.program import is_unknown, sub_jaxprs, walk
+from mpjax._jaxpr.source import source_line
 from mpjax._jaxpr.weight_gradients import is_pointwise
-from mpjax.casting.classify import AS_TRACED, OPAQUE, Listing, Region, Setting, tracked
+from mpjax.casting.classify import AS_TRACED, OPAQUE, UNTIL_TOLERANCE, Listing, Region, Setting, tracked
 from mpjax.casting.derivative_rules import closed_over, closes_over_tracers
 from mpjax.casting.lattice import (
     FULL,
@@ -255,6 +257,10 @@ def _counts_of(step: Step) -> MatmulCounts:
         )
     for inner in (*step.plans, *step.rules):
         found += inner.counts
+    loops = found.loops | {""} if step.listing == UNTIL_TOLERANCE else found.loops
+    if "" in loops:  # JAX's own functions have no line, but their callers do.
+        line = source_line(step.eqn, in_layer=False)
+        found = dataclasses.replace(found, loops=loops - {""} | {line})
     if is_matmul:
         if step.half:
             found += MatmulCounts(cast=1)

@@ -85,18 +85,21 @@ class MatmulCounts:
         written: Those that the program already runs in half.
         left: Those left in float32, and primitives that may contain some.
         entries: The user's rules that matched.
+        loops: The lines of loops that are float32 because they end when a tolerance is met.
     """
 
     cast: int = 0
     written: int = 0
     left: int = 0
     entries: frozenset[Any] = frozenset()
+    loops: frozenset[str] = frozenset()
 
     def __add__(self, other: MatmulCounts) -> MatmulCounts:
         if other is NOTHING:
             return self
-        entries = self.entries | other.entries
-        return MatmulCounts(self.cast + other.cast, self.written + other.written, self.left + other.left, entries)
+        entries, loops = self.entries | other.entries, self.loops | other.loops
+        left = self.left + other.left
+        return MatmulCounts(self.cast + other.cast, self.written + other.written, left, entries, loops)
 
 
 NOTHING = MatmulCounts()

@@ -24,7 +24,7 @@ def residual_additions(jaxpr: Any) -> frozenset[Any]:
     continued = {_source(v, moved) for v in jaxpr.outvars if not isinstance(v, compat.Literal)}
     additions = []
     for eqn in jaxpr.eqns:
-        if eqn.outvars[0] in moved:
+        if not eqn.outvars or eqn.outvars[0] in moved:
             continue
         read = {_source(v, moved) for v in eqn.invars if not isinstance(v, compat.Literal)}
         readers.update(read)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from mpjax._jaxpr import compat
 from mpjax._jaxpr.primitives import Op, primitive
 from mpjax._jaxpr.program import sub_jaxprs
-from mpjax.casting.classify import Listing, Setting, classify, tracked
+from mpjax.casting.classify import Listing, Setting, classify, is_inner_product, tracked
 from mpjax.casting.derivative_rules import closed_over
 from mpjax.casting.streams import residual_additions
 
@@ -123,15 +123,11 @@ def _may_be_looked_for(eqn: Any) -> bool:
 
 
 def _ends_in_a_product(eqn: Any, out: Use) -> bool:
-    """Whether a matmul only computes inner products, which Tensor Cores don't speed up, and no matmul follows.
+    """Whether a matmul only computes inner products, and no matmul follows.
 
     Losses pick values this way (`einsum("bn,bn->b", logits, one_hot)`), some of them far outside float16's range.
     """
-    if eqn.primitive.name != "dot_general" or out & Use.ANY_HALF:
-        return False
-    contracted, batch = eqn.params["dimension_numbers"]
-    ranks = (len(v.aval.shape) for v in eqn.invars)
-    return all(len(c) + len(b) == rank for c, b, rank in zip(contracted, batch, ranks, strict=True))
+    return not out & Use.ANY_HALF and is_inner_product(eqn)
 
 
 def _of_operands(eqn: Any, outs: Sequence[Use], listing: Listing, setting: Setting) -> Sequence[Use]:

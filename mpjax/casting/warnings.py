@@ -106,16 +106,23 @@ def check_plan(plan: Plan) -> None:
             "sets a dtype or a policy itself, for example by mpjax.with_policy). Nothing is cast twice, but autocast "
             "adds nothing: use only one of the two."
         )
-    elif not counts.cast:
+    elif not counts.cast and not counts.loops:
         left = f" Left in float32: {kept}." if kept.causes else ""
         _warn(
             f"autocast found no matmul or convolution of float32 arrays to run in {setting.half}.{left} "
             "See mpjax.explain(fun, *args)."
         )
-    elif kept.share > _MUCH:
+    elif kept.share > _MUCH and not counts.loops:
         _warn(
             f"autocast: {kept.share:.0%} of the FLOPs of matmuls and convolutions stay in float32. {kept}. "
             "See mpjax.explain(fun, *args)."
+        )
+    if counts.loops:
+        _warn(
+            f"autocast keeps the loop at {' and at '.join(sorted(counts.loops))} in float32: values that its matmuls "
+            f"compute decide when it ends, and rounded to {setting.half} they may never meet its tolerance. "
+            "mpjax.float_function around the loop says that this is intended; Rules(infer=['while']) casts it like the "
+            "rest of the program."
         )
     for entry, op in setting.rules.entries:
         if entry not in counts.entries:

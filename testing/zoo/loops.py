@@ -68,20 +68,19 @@ def fori_matmul(key):
 
 @program(differentiable=False)
 def while_power(key):
-    """Power iteration until convergence: the trip count of the `while` depends on the data."""
+    """Power iteration with steps that are halved: the trip count of the `while` depends on the data."""
     matrix = jax.random.normal(key, (32, 32)) / 32**0.5
 
     def loss_fn(matrix, x):
         def unfinished(state):
-            count, _, change = state
-            return (count < 8) & (change > 1e-2)
+            count, _, size = state
+            return (count < 8) & (size > 1e-2)
 
         def step(state):
-            count, x, _ = state
-            y = jnp.tanh(x @ matrix) + x
-            return count + 1, y, jnp.max(jnp.abs(y - x))
+            count, x, size = state
+            return count + 1, size * jnp.tanh(x @ matrix) + x, size / 2
 
-        count, x, _ = lax.while_loop(unfinished, step, (0, x, jnp.inf))
+        count, x, _ = lax.while_loop(unfinished, step, (0, x, jnp.max(jnp.abs(x))))
         return jnp.mean(x**2) + 0.0 * count
 
     return loss_fn, matrix, jax.random.normal(key, (32, 32))

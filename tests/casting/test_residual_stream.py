@@ -125,3 +125,11 @@ def test_explain_names_the_stream_and_rules_take_precedence():
 def test_an_unknown_choice_is_refused():
     with pytest.raises(ValueError, match="residual_stream='full'"):
         mpjax.Rules(residual_stream="full")
+
+
+def test_an_equation_without_results_is_no_addition():
+    def fun(w, x):
+        jax.debug.callback(lambda h: None, x)
+        return plain(w, x)
+
+    jax.make_jaxpr(mpjax.autocast(fun, rules=FLOAT32))(W, X)
