@@ -162,7 +162,7 @@ class _LinenLayers:
         return self.module.param(name, nn.initializers.normal(0.5), shape)
 
     def part(self, step: Step, v: Values) -> Values:
-        split = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+        split: Any = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
         if step.kind == "vmap":
             mapped = nn.vmap(_LinenMapped, in_axes=(None, None), axis_size=2, **split)
             return {"h": mapped(step.part, name=step.name)(v["h"], v).sum(0) / 2}
@@ -222,8 +222,8 @@ class NnxModel(nnx.Module):
             body = lambda m, carry: _kept(carry, m(carry[0], {**v, **carry[1]}))
             h, aux = nnx.scan(body, in_axes=(0, nnx.Carry), out_axes=nnx.Carry)(part, carry)
         elif step.kind == "loop":
-            body = lambda carry, _: (_kept(carry, part(carry[0], {**v, **carry[1]})), None)
-            (h, aux), _ = jax.lax.scan(body, carry, None, length=2)
+            step_once = lambda carry, _: (_kept(carry, part(carry[0], {**v, **carry[1]})), None)
+            (h, aux), _ = jax.lax.scan(step_once, carry, None, length=2)
         else:
             call = nnx.remat(lambda m, h, v: m(h, v)) if step.kind == "remat" else lambda m, h, v: m(h, v)
             h, aux = call(part, v["h"], v)

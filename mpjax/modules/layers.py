@@ -310,12 +310,10 @@ def keep_loop_variables(fun: Callable[..., Any], args: Any, kwargs: Any, narrow:
         _body.reset(token)
 
     def kept(new: Any) -> Any:
-        old = args[0]
-        if jax.tree.structure(old) != jax.tree.structure(new) or jax.tree.map(jnp.shape, old) != jax.tree.map(
-            jnp.shape, new
-        ):
+        forms = [(jax.tree.structure(x), [*map(jnp.shape, jax.tree.leaves(x))]) for x in (args[0], new)]
+        if forms[0] != forms[1]:
             return new
-        return jax.tree.map(lambda x, r: _cast_like(x, r) if narrow or is_half(x) else x, new, old)
+        return jax.tree.map(lambda x, r: _cast_like(x, r) if narrow or is_half(x) else x, new, args[0])
 
     return (kept(out[0]), out[1]) if type(out) is tuple and len(out) == 2 and len(args) > 1 else kept(out)
 

@@ -202,8 +202,8 @@ def _outputs(operation: Any, operands: Sequence[Any], params: dict[str, Any], ho
     if len(copies) == 1 and copies[0] is first and primitive(operation.name).op is Op.MOVE:
         parts = {id(x): x for x in (first.value, first.low, first.full) if x is not None}
         moved = {key: operation.bind(x, *operands[1:], **params) for key, x in parts.items()}
-        names = ("value", "low", "full")
-        return [dataclasses.replace(first, **{name: moved.get(id(getattr(first, name))) for name in names})]
+        value, low, full = (moved.get(id(x)) for x in (first.value, first.low, first.full))
+        return [dataclasses.replace(first, value=value, low=low, full=full)]
     outs = operation.bind(*map(_value, operands), **_rewritten(operation, params, how))
     return outs if operation.multiple_results else (outs,)
 
