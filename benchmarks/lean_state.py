@@ -127,7 +127,7 @@ def times(rows: int, rounds: int) -> dict[str, Row]:
 def planned(form: str, target: jax.sharding.Sharding, width: int = 2048) -> Row:
     """Bytes per parameter that the update moves, and its temporary bytes, when compiled for a device."""
     from benchmarks.training.target import placed
-    from benchmarks.training.traffic import summary
+    from benchmarks.training.traffic import bytes_moved
 
     tx = optimizer(form)[1]
     params, state, grads = placed(shapes(form, width), target)
@@ -138,7 +138,7 @@ def planned(form: str, target: jax.sharding.Sharding, width: int = 2048) -> Row:
     traced = jax.jit(update, donate_argnums=(0, 1)).trace(params, state, grads)
     compiled: Any = traced.lower(lowering_platforms=("cuda",)).compile()
     count = LAYERS * width**2
-    moved, temporary = summary(compiled.as_text())["bytes_moved"], compiled.memory_analysis().temp_size_in_bytes
+    moved, temporary = bytes_moved(compiled.as_text()), compiled.memory_analysis().temp_size_in_bytes
     return {"moved": round(moved / count, 2), "temporary": round(temporary / count, 2)}
 
 

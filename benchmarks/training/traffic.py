@@ -41,6 +41,12 @@ class Kernel:
     flops: int = 0
 
 
+def bytes_moved(text: str) -> int:
+    """The bytes that the kernels of a compiled program read and write."""
+    program = HloModule(text)
+    return bytes_of(kernels(program, program.entry))
+
+
 def summary(text: str, device: Device) -> dict[str, Any]:
     """Launches, bytes, matmuls (with convolutions and fused attention) and the least time of a compiled program."""
     program = HloModule(text)
