@@ -104,6 +104,9 @@ def true_cotangents(fun: Callable[P, T], opt_state: Any) -> Callable[P, T]:
     float16 can't represent true cotangents, so `fun` runs in float32: half arguments are widened,
     and results are rounded to the dtypes that `fun` returns for the original arguments.
 
+    It belongs to the derivative that the loss scale belongs to. Inside another derivative that is taken within the
+    loss (a `jax.jvp`), and under one that is taken of the gradient itself, its cotangents are off by the scale.
+
     Args:
         fun: A function of arrays or trees of arrays.
         opt_state: The state given to the surrounding `scale_loss` or `value_and_grad`.

@@ -189,7 +189,7 @@ def draw(index: Index) -> Case:
         events, steps = ("",), 1  # its gradients are judged
     inner = _choose(index, INNER_GRADIENTS)
     if loss == "curvature" and "true_cotangents" in inner:
-        inner = INNER_GRADIENTS[0]  # an open fault
+        inner = INNER_GRADIENTS[0]  # the limit that the docstring of `true_cotangents` states
     return Case(
         model,
         loss,
