@@ -305,7 +305,7 @@ class RunConfig(abc.ABC):
         if self.keep_optimizer and self.init_from is None:
             raise UsageError("--keep-optimizer loads the optimizer state of a run: add --init-from RUN.")
         for name in ("momentum", "nesterov"):
-            if getattr(self, name) is not None and self.preset.optimizer not in ("sgd", "lars"):
+            if name in self.given and self.preset.optimizer not in ("sgd", "lars"):
                 raise UsageError(f"--{name} is for sgd and lars; --optimizer {self.preset.optimizer} has none.")
         if self.batch_sizes is not None and self.compare is None:
             raise UsageError(f"--batch-sizes {self.batch_sizes} is only for --compare: add it, or give --batch-size.")
