@@ -1,6 +1,8 @@
-"""MkDocs hooks: the parts of the site that are generated from the program when the site is built.
+"""The parts of the documentation that are generated from the program, and the hooks that MkDocs calls.
 
-A page requests a part with a comment on its own line: `<!-- made: NAME -->` or `<!-- made: NAME ARGUMENTS -->`.
+A page marks such a part with comments on lines of their own: `<!-- made: NAME ARGUMENTS -->` and `<!-- end -->`. The text between
+them is committed, so that a page is complete when it is read in the repository: `python -m docs.make` regenerates it. The
+site adds what only a site can show: the docstrings, and the tables of the benchmarks, one page each.
 """
 
 from __future__ import annotations
@@ -16,28 +18,44 @@ sys.path.insert(0, str(ROOT))
 
 import mpjax  # noqa: E402 - from this repository, whether installed or not
 
-_MADE = re.compile(r"^<!-- made: ([\w ./]+?) -->$", re.MULTILINE)
+MADE = re.compile(r"^<!-- made: ([\w ./]+) -->\n(.*?)^<!-- end -->$", re.DOTALL | re.MULTILINE)
 _NAMES = re.compile(r"<!-- made: names ([\w ]+?) -->")
+_RESULTS = ROOT / "benchmarks" / "results"
 
 
 def on_page_markdown(markdown: str, **kwargs: Any) -> str:
-    """Fills in the parts that a page requests."""
-    return filled(markdown)
+    """Fills in the generated parts of a page of the site."""
+    return filled(markdown, {**PARTS, **ON_SITE})
 
 
-def filled(page: str) -> str:
-    """The page with the parts that it requests."""
+def filled(page: str, parts: dict[str, Callable[..., str]] | None = None) -> str:
+    """The page with its generated parts, by default those of the repository."""
 
     def make(match: re.Match[str]) -> str:
         name, *arguments = match[1].split()
-        return PARTS[name](*arguments)
+        return f"<!-- made: {match[1]} -->\n\n{(parts or PARTS)[name](*arguments)}\n\n<!-- end -->"
 
-    return _MADE.sub(make, page)
+    return MADE.sub(make, page)
 
 
 def names(*modules: str) -> str:
-    """The reference entries for the public names of these modules; `others` means all modules that no page requests."""
-    return "\n\n".join(f"::: mpjax.{name}" for name in public_names() if home(name, requested_modules()) in modules)
+    """A table of the public names of these modules; `others` means all modules that no page requests."""
+    rows = [f"| `{name}` | {_first_sentence(getattr(mpjax, name))} |" for name in _names_of(modules)]
+    return "\n".join(["| name | what it is |", "|---|---|", *rows])
+
+
+def names_with_docstrings(*modules: str) -> str:
+    """The same table and the reference entries."""
+    return "\n\n".join([names(*modules), *(f"::: mpjax.{name}" for name in _names_of(modules))])
+
+
+def _names_of(modules: tuple[str, ...]) -> list[str]:
+    return [name for name in public_names() if home(name, requested_modules()) in modules]
+
+
+def _first_sentence(value: Any) -> str:
+    """The first paragraph of a docstring, on one line."""
+    return " ".join(value.__doc__.strip().split("\n\n")[0].split()).replace("|", "\\|")
 
 
 def public_names() -> list[str]:
@@ -134,7 +152,7 @@ def versions() -> str:
 
 def included(path: str) -> str:
     """The text of a file of the repository without its heading."""
-    return (ROOT / path).read_text().split("\n", 1)[1]
+    return (ROOT / path).read_text().split("\n", 1)[1].strip()
 
 
 def script(path: str) -> str:
@@ -148,13 +166,32 @@ def changelog() -> str:
 
 
 def results() -> str:
-    """The tables of the benchmarks, after their plots."""
-    text = (ROOT / "benchmarks" / "results" / "README.md").read_text().split("\n", 1)[1]
-    plots = re.findall(r"^!\[.*\]\(.*\)$", text, re.MULTILINE)
-    text = "\n\n".join(
-        [*plots, re.sub(r"^!\[.*\]\(.*\)\n", "", text, flags=re.MULTILINE)]
-    )  # readers look at plots first
-    return re.sub(r"\]\((?!https?:|#)([\w./-]+\.(?:png|svg))\)", r"](figures/results/\1)", text)
+    """The tables of the benchmarks that are in the repository's page of results."""
+    lines = [f"- [{title}](../benchmarks/results/README.md#{_anchor(title)})" for title in _sections()]
+    return "\n".join(lines)
+
+
+def results_on_site() -> str:
+    """The first part of the page of results, and links to a page for each table."""
+    first = re.split(r"^## ", (_RESULTS / "README.md").read_text().split("\n", 1)[1], maxsplit=1, flags=re.MULTILINE)[0]
+    first = re.sub(r"\]\(#([\w-]+)\)", r"](results/\1.md)", first)
+    links = [f"- [{title}](results/{_anchor(title)}.md)" for title in _sections()]
+    return "\n".join([_with_plots(first, ""), "## All tables", "", *links])
+
+
+def _sections() -> dict[str, str]:
+    """The sections of the page of results, by title."""
+    parts = re.split(r"^## ", (_RESULTS / "README.md").read_text(), flags=re.MULTILINE)[1:]
+    return {title: text for title, _, text in (part.partition("\n") for part in parts)}
+
+
+def _anchor(title: str) -> str:
+    """The anchor that GitHub and MkDocs give to a heading."""
+    return re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
+
+
+def _with_plots(text: str, up: str) -> str:
+    return re.sub(r"\]\((?!https?:|#)([\w./-]+\.(?:png|svg))\)", rf"]({up}figures/results/\1)", text)
 
 
 PARTS: dict[str, Callable[..., str]] = {
@@ -166,12 +203,16 @@ PARTS: dict[str, Callable[..., str]] = {
     "changelog": changelog,
     "results": results,
 }
+ON_SITE: dict[str, Callable[..., str]] = {"names": names_with_docstrings, "results": results_on_site}
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Adds the plots of the benchmarks, which are in `benchmarks/results`."""
+    """Adds the plots of the benchmarks, which are in `benchmarks/results`, and a page for each of its tables."""
     from mkdocs.structure.files import File
 
-    for plot in (ROOT / "benchmarks" / "results").glob("*.[ps][nv]g"):
+    for plot in _RESULTS.glob("*.[ps][nv]g"):
         files.append(File.generated(config, f"figures/results/{plot.name}", abs_src_path=str(plot)))
+    for title, text in _sections().items():
+        page = f"# {title}\n{_with_plots(re.sub(r'^###', '##', text, flags=re.MULTILINE), '../')}"
+        files.append(File.generated(config, f"results/{_anchor(title)}.md", content=page))
     return files

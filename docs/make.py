@@ -3,7 +3,7 @@
 The `python` blocks of a page run in one namespace; the `text` block after each holds what it prints. The output of a
 `console` block, `$ python -m mpjax ...` or `$ python docs/...`, follows the command in the same block. A block after
 `<!-- measured -->` contains times or takes long, so the tests do not regenerate it. A block after `<!-- not run -->`
-never runs. The scripts that a page includes have their own tests.
+never runs. What stands between `<!-- made: ... -->` and `<!-- end -->` is `docs.hooks`'s; scripts there have their own tests.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
+
+from docs import hooks
 
 FOLDER = pathlib.Path(__file__).parent
 PAGES = tuple(
@@ -43,8 +45,11 @@ class Block(NamedTuple):
 
 
 def blocks(page: str) -> Iterator[Block]:
-    """The fenced blocks of a page."""
+    """The fenced blocks of a page, without those of its generated parts."""
+    generated = [match.span() for match in hooks.MADE.finditer(page)]
     for match in _FENCED.finditer(page):
+        if any(begin < match.start() < end for begin, end in generated):
+            continue
         above = page[: match.start()].rstrip().rsplit("\n", 1)[-1]
         mark = above if above in (MEASURED, NOT_RUN) else ""
         yield Block(match[1], match[2], match.start(2), match.end(2), mark)
@@ -130,7 +135,7 @@ def _trimmed(text: str) -> str:
 if __name__ == "__main__":
     # Set before JAX starts: a page on several devices needs four, as in the tests.
     os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
-    for name in sys.argv[1:] or PAGES:
+    for name in sys.argv[1:] or (str(path.relative_to(FOLDER)) for path in sorted(FOLDER.rglob("*.md"))):
         path = FOLDER / name
-        path.write_text(made(path.read_text()))
+        path.write_text(made(hooks.filled(path.read_text())))
         print(f"made {path}")
