@@ -200,6 +200,7 @@ def autocast(fun: F, policy: Any = "mixed_float16", *, rules: Rules | None = Non
         A function of the same signature, whose results have the same structure and dtypes.
 
     Raises:
+        TypeError: `fun` is not callable.
         ValueError: The policy is invalid, or an environment variable names an unknown primitive.
 
     Environment: `MPJAX_AUTOCAST=0` makes every autocast the identity. `MPJAX_ALLOWLIST_ADD`,
@@ -219,6 +220,10 @@ def autocast(fun: F, policy: Any = "mixed_float16", *, rules: Rules | None = Non
     `torch.autocast`; Micikevicius et al., "Mixed Precision Training", ICLR 2018.
     """
     policy = get_policy(policy)
+    if not callable(fun):
+        raise TypeError(
+            f"autocast({fun!r}): a {type(fun).__qualname__} is not a function; give the loss function itself."
+        )
 
     @functools.wraps(fun)
     def wrapped(*args: Any, **kwargs: Any) -> Any:

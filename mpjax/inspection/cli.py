@@ -44,7 +44,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         0; 1 if the report is a failure (see `Report.failure`); 2 after a mistake in the call, reported in one line.
     """
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    if not (sys.argv[1:] if arguments is None else arguments):
+        parser.print_help()
+        return 2
+    options = parser.parse_args(arguments)
     tool = next(tool for tool in TOOLS if tool.name == options.command)
     files = [(path, suffix) for suffix in ("html", "json", "csv") if (path := getattr(options, suffix))]
     try:

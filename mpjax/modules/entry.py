@@ -95,20 +95,21 @@ def _not_a_flax_module(model: Any) -> TypeError:
             f"with_policy({model.__name__}(...), policy)."
         )
     library = type(model).__module__.partition(".")[0]
-    ways_out = {
-        "haiku": "set the policy on the class, with hk.mixed_precision.set_policy(Class, mpjax.get_policy(policy)).",
-        "equinox": "cast the model and its inputs where you call it: "
-        "policy.cast_to_compute(model)(policy.cast_to_compute(x)).",
-    }
+    if library == "haiku":
+        way_out = "set the policy on the class, with hk.mixed_precision.set_policy(Class, mpjax.get_policy(policy))"
+    elif _is_of_flax(getattr(model, "module", None)):
+        way_out = "its module is: with_policy(model.module, policy), and call that with apply"
+    elif callable(model):
+        way_out = "for any function, mpjax.autocast(function, policy) decides by operation"
+    else:
+        way_out = "cast arrays with policy.cast_to_compute(tree)"
     return TypeError(
-        f"with_policy({_shortened(model)}, ...): a {type(model).__qualname__} is not a Flax Linen or "
-        "NNX module; "
-        + ways_out.get(
-            library,
-            "for a plain JAX function cast its parameters and inputs with policy.cast_to_compute; "
-            "for Haiku use hk.mixed_precision.set_policy.",
-        )
+        f"with_policy({_shortened(model)}, ...): a {type(model).__qualname__} is not a Flax Linen or NNX module; {way_out}."
     )
+
+
+def _is_of_flax(value: Any) -> bool:
+    return any(base.__name__ == "Module" and base.__module__.startswith("flax.") for base in type(value).__mro__)
 
 
 def _shortened(value: Any, limit: int = 80) -> str:

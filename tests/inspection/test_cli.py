@@ -17,6 +17,7 @@ import pytest
 import mpjax
 from examples.imagenet.__main__ import main as train_images
 from mpjax.inspection.cli import main
+from mpjax.inspection.tools import TOOLS
 from testing import cheap_keys
 from tests.examples.imagenet.runs import make_quick
 
@@ -125,6 +126,12 @@ def run(capsys, *arguments):
     code = main(arguments)
     captured = capsys.readouterr()
     return code, captured.out, captured.err
+
+
+def test_without_a_command_it_lists_the_commands(capsys):
+    code, out, _ = run(capsys)
+    assert code == 2
+    assert all(f"\n    {name} " in out for name in ("run", *(tool.name for tool in TOOLS)))
 
 
 def test_runs_as_a_program_on_a_script_in_the_working_directory(script):

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import types
 
 import flax.linen as nn
 import haiku as hk
@@ -18,7 +19,8 @@ from testing.random_programs.evaluate import arrays_in_numpy
 @pytest.mark.parametrize(
     ("model", "says"),
     [
-        (lambda x: x, "cast_to_compute"),
+        (lambda x: x, r"mpjax\.autocast\(function, policy\)"),
+        (types.SimpleNamespace(module=nn.Dense(1)), r"with_policy\(model\.module, policy\)"),  # as Hugging Face's
         ({"w": 1.0}, r"\{'w': 1.0\}"),
         (nn.Dense, r"with_policy\(Dense\(...\), policy\)"),
     ],

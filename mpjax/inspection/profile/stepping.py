@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -56,6 +57,7 @@ class Stepper:
         self.step, self.jitted, self._kwargs = step, hasattr(step, "lower"), dict(kwargs or {})
         self._batches = None if batches is None else _Batches(batches)
         self.last_batch = self._next()
+        _check_call(step, (*args, *self.last_batch), self._kwargs)
         self.executable, self.text, self.compile_seconds, self.why_not = None, "", 0.0, ""
         given = (*args, *self.last_batch)
         donates = self._compile(step if self.jitted else jax.jit(step), given)
@@ -179,6 +181,22 @@ class Stepper:
         if self.carry:
             outs = (self.out,) if self._is_whole else tuple(self.out)
             self._args = (*outs[: self.carry], *self._args[self.carry :])
+
+
+def _check_call(step: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Raises a TypeError if the step does not take the arguments and a batch."""
+    try:
+        signature_of = inspect.signature(step)
+    except (TypeError, ValueError):  # A library's own type.
+        return
+    try:
+        signature_of.bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(
+            f"profile calls the step with {len(args)} arguments (the last one is a batch if there are batches), and it "
+            f"takes {signature_of}: {error}. If a batch is a tuple of several arguments: "
+            "profile(lambda state, batch: step(state, *batch), ...)"
+        ) from None
 
 
 class _Batches(Iterator[Any]):

@@ -137,3 +137,8 @@ def test_jax_operations_of_the_input_pipeline_are_input():
     report = mpjax.profile(jax.jit(train_step), W, batches=batches(), steps=4)
     assert report.input_share > 0.7
     assert report.limit == "input pipeline"
+
+
+def test_a_batch_of_several_arguments_is_refused_with_the_way_out():
+    with pytest.raises(TypeError, match=r"step\(state, \*batch\)"):
+        mpjax.profile(lambda state, images, labels: state, jnp.ones(2), batches=[(jnp.ones(2), jnp.ones(2))])
