@@ -1,8 +1,8 @@
 """The parts of the documentation that are generated from the program, and the hooks that MkDocs calls.
 
-A page marks such a part with comments on lines of their own: `<!-- made: NAME ARGUMENTS -->` and `<!-- end -->`. The text between
-them is committed, so that a page is complete when it is read in the repository: `python -m docs.make` regenerates it. The
-site adds what only a site can show: the docstrings, and the tables of the benchmarks, one page each.
+A page marks such a part with comments on lines of their own: `<!-- made: NAME ARGUMENTS -->` and `<!-- end -->`. The
+text between them is committed, so that a page is complete when it is read in the repository: `python -m docs.make`
+regenerates it. The site adds what only a site can show: docstrings, and the tables of the benchmarks, one page each.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 The `python` blocks of a page run in one namespace; the `text` block after each holds what it prints. The output of a
 `console` block, `$ python -m mpjax ...` or `$ python docs/...`, follows the command in the same block. A block after
 `<!-- measured -->` contains times or takes long, so the tests do not regenerate it. A block after `<!-- not run -->`
-never runs. What stands between `<!-- made: ... -->` and `<!-- end -->` is `docs.hooks`'s; scripts there have their own tests.
+never runs. What stands between `<!-- made: ... -->` and `<!-- end -->` comes from `docs.hooks`; scripts there have
+their own tests.
 """
 
 from __future__ import annotations

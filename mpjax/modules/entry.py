@@ -103,9 +103,8 @@ def _not_a_flax_module(model: Any) -> TypeError:
         way_out = "for any function, mpjax.autocast(function, policy) decides by operation"
     else:
         way_out = "cast arrays with policy.cast_to_compute(tree)"
-    return TypeError(
-        f"with_policy({_shortened(model)}, ...): a {type(model).__qualname__} is not a Flax Linen or NNX module; {way_out}."
-    )
+    kind = type(model).__qualname__
+    return TypeError(f"with_policy({_shortened(model)}, ...): a {kind} is not a Flax Linen or NNX module; {way_out}.")
 
 
 def _is_of_flax(value: Any) -> bool:
