@@ -19,28 +19,25 @@ def evaluate(
     jaxpr: Any,
     env: dict[Any, Any],
     rule: Callable[[Any, list[Any]], Iterable[Any]],
-    constant: Callable[[Any, Any], Any] = lambda literal, row: literal.val,
-    rows: Sequence[Any] | None = None,
+    constant: Callable[[Any, Any], Any] = lambda literal, eqn: literal.val,
     last_uses: Sequence[Sequence[Any]] = (),
 ) -> list[Any]:
-    """The values of the outputs of a jaxpr.
+    """The values of the outputs of a program.
 
     Args:
-        jaxpr: An open jaxpr, or another object with `eqns` and `outvars`.
+        jaxpr: An open jaxpr, a `Block` or a `Plan`: `eqns`, each with `invars` and `outvars`, and `outvars`.
         env: The values of its constvars and inputs. Those of the other variables are added.
-        rule: `rule(row, operands) → results`, values both.
-        constant: `constant(literal, row) → value`, for a literal that an equation reads; for one that is an output, the
-            row is None.
-        rows: For each equation, the row that `constant` and `rule` receive; by default the equation itself.
+        rule: `rule(eqn, operands) → results`, values both.
+        constant: `constant(literal, eqn) → value`, for a literal that an equation reads; for one that is an output, the
+            equation is None.
         last_uses: For each equation, the variables to drop after it.
     """
 
-    def read(v: Any, row: Any) -> Any:
-        return constant(v, row) if isinstance(v, compat.Literal) else env[v]
+    def read(v: Any, eqn: Any) -> Any:
+        return constant(v, eqn) if isinstance(v, compat.Literal) else env[v]
 
-    eqns = jaxpr.eqns
-    for i, (eqn, row) in enumerate(zip(eqns, eqns if rows is None else rows, strict=True)):
-        outs = rule(row, [read(v, row) for v in eqn.invars])
+    for i, eqn in enumerate(jaxpr.eqns):
+        outs = rule(eqn, [read(v, eqn) for v in eqn.invars])
         env.update(zip(eqn.outvars, outs, strict=True))
         for v in last_uses[i] if last_uses else ():
             env.pop(v, None)

@@ -27,7 +27,7 @@ from jax.tree_util import Partial
 from mpjax._jaxpr import compat
 from mpjax._jaxpr.evaluator import bind, cond, evaluate, scan, while_loop
 from mpjax._jaxpr.primitives import Op, primitive
-from mpjax._jaxpr.program import Block, Place, lay_out, manual_axes
+from mpjax._jaxpr.program import Block, Site, lay_out, manual_axes
 from mpjax.policy import HALF_DTYPES
 
 # Excess precision would skip the rounding between two half operations, and so hide an overflow.
@@ -70,7 +70,7 @@ class Probe:
         return index
 
     def equation(
-        self, place: Place, iteration: Sequence[Any], ins: Sequence[Any], outs: Sequence[Any], rerun: Callable[..., Any]
+        self, place: Site, iteration: Sequence[Any], ins: Sequence[Any], outs: Sequence[Any], rerun: Callable[..., Any]
     ) -> dict[Key, Any]:
         """Notes of an equation.
 
@@ -83,7 +83,7 @@ class Probe:
         """
         return {}
 
-    def entering(self, place: Place, ins: Sequence[Any]) -> dict[Key, Any]:
+    def entering(self, place: Site, ins: Sequence[Any]) -> dict[Key, Any]:
         """Notes of an equation with sub-jaxprs, before these are evaluated."""
         return {}
 
@@ -103,11 +103,11 @@ class Probe:
         """The notes of one iteration of a loop's body, in the form in which they are stacked."""
         return notes
 
-    def ended(self, place: Place, trips: Any) -> dict[Key, Any]:
+    def ended(self, place: Site, trips: Any) -> dict[Key, Any]:
         """Notes of a `while`, given its trip count."""
         return {}
 
-    def trips(self, place: Place) -> int:
+    def trips(self, place: Site) -> int:
         """The largest trip count of a `while`, for a probe that stacks."""
         raise NotImplementedError
 
@@ -134,26 +134,26 @@ class Instrumented:
         consts = [self._constant(c) for c in (block.consts if consts is None else consts)]
         notes: dict[Key, Any] = {}
 
-        def rule(place: Place, ins: Sequence[Any]) -> Sequence[Any]:
-            with compat.EquationContext(place.site.eqn):
+        def rule(place: Site, ins: Sequence[Any]) -> Sequence[Any]:
+            with compat.EquationContext(place.eqn):
                 outs, new = self._evaluate(place, ins, iteration)
             self._add(notes, new)
             return outs
 
-        def constant(literal: Any, place: Place | None) -> Any:
+        def constant(literal: Any, place: Site | None) -> Any:
             return self._constant(literal.val)
 
         env = block.environment(arrays, consts)
-        return evaluate(block.jaxpr, env, rule, constant, block.rows, block.last_uses), notes
+        return evaluate(block, env, rule, constant, block.last_uses), notes
 
     def _add(self, notes: dict[Key, Any], new: dict[Key, Any]) -> None:
         for key, note in jax.tree.map(compat.on_current_mesh, new).items():
             notes[key] = self.probe.merge(key, notes[key], note) if key in notes else note
 
     def _evaluate(
-        self, place: Place, ins: Sequence[Any], iteration: Sequence[Any]
+        self, place: Site, ins: Sequence[Any], iteration: Sequence[Any]
     ) -> tuple[Sequence[Any], dict[Key, Any]]:
-        eqn = place.site.eqn
+        eqn = place.eqn
         if not place.blocks:
             outs = self._bound(place, ins)
             if self.replace is not None:
@@ -161,8 +161,8 @@ class Instrumented:
             return outs, self.probe.equation(place, iteration, ins, outs, functools.partial(bind_wide, eqn))
         notes = self.probe.entering(place, ins)
         special = {"scan": self._scan, "while": self._while, "cond": self._cond, "shard_map": self._shard_map}
-        if place.site.name in special:
-            outs, new = special[place.site.name](place, ins, iteration)
+        if place.name in special:
+            outs, new = special[place.name](place, ins, iteration)
         else:
             if eqn.params.get("differentiated") and any(compat.barriers(eqn.params, len(ins))):
                 ins = self._behind_barrier(ins)
@@ -187,9 +187,9 @@ class Instrumented:
         """The operands of a remat's backward pass: without a barrier, XLA would not recompute its operations."""
         return lax.optimization_barrier(list(ins))
 
-    def _bound(self, place: Place, ins: Sequence[Any]) -> list[Any]:
+    def _bound(self, place: Site, ins: Sequence[Any]) -> list[Any]:
         """The results of an equation without sub-jaxprs."""
-        return (bind_wide if self.wide else bind)(place.site.eqn, ins)
+        return (bind_wide if self.wide else bind)(place.eqn, ins)
 
     def _empty(self, block: Block) -> dict[Key, Any]:
         return {key: self._varying(self.probe.empty(key)) for key in self.probe.keys(block)}
@@ -205,8 +205,8 @@ class Instrumented:
         self._add(notes := dict(notes), self._varying(new))
         return notes, None
 
-    def _scan(self, place: Place, ins: Sequence[Any], iteration: Sequence[Any]) -> tuple[list[Any], dict[Key, Any]]:
-        eqn, (body,) = place.site.eqn, place.blocks
+    def _scan(self, place: Site, ins: Sequence[Any], iteration: Sequence[Any]) -> tuple[list[Any], dict[Key, Any]]:
+        eqn, (body,) = place.eqn, place.blocks
         consts, carry, xs = body.split(ins)
 
         def step(state: Any, xs: Sequence[Any]) -> Any:
@@ -221,7 +221,7 @@ class Instrumented:
             stacked = jax.tree.map(lambda x: x[::-1], stacked)  # in the order of execution
         return [*carried, *ys], {("iterations", place.number): stacked} if self.probe.stacks else notes
 
-    def _while(self, place: Place, ins: Sequence[Any], iteration: Sequence[Any]) -> tuple[list[Any], dict[Key, Any]]:
+    def _while(self, place: Site, ins: Sequence[Any], iteration: Sequence[Any]) -> tuple[list[Any], dict[Key, Any]]:
         condition, body = place.blocks
         read, _, _ = condition.split(ins)
         consts, carry, _ = body.split(ins)
@@ -243,12 +243,12 @@ class Instrumented:
         if stacks:
             length = self.probe.trips(place)
             notes = jax.tree.map(lambda x: jnp.stack([x] * length), self.probe.packed(body, notes))
-        carried, (trips, notes) = while_loop(place.site.eqn, unfinished, step, _strong(carry), (np.int32(0), notes))
+        carried, (trips, notes) = while_loop(place.eqn, unfinished, step, _strong(carry), (np.int32(0), notes))
         if stacks:
             notes = {("iterations", place.number): notes}
         return list(carried), {**notes, **self.probe.ended(place, trips)}
 
-    def _cond(self, place: Place, ins: Sequence[Any], iteration: Sequence[Any]) -> tuple[list[Any], dict[Key, Any]]:
+    def _cond(self, place: Site, ins: Sequence[Any], iteration: Sequence[Any]) -> tuple[list[Any], dict[Key, Any]]:
         empty: dict[Key, Any] = {}
         for block in place.blocks:
             empty.update(self._empty(block))
@@ -260,12 +260,10 @@ class Instrumented:
 
             return run
 
-        return cond(place.site.eqn, self._decides(ins[0]), [branch(block) for block in place.blocks], ins[1:])
+        return cond(place.eqn, self._decides(ins[0]), [branch(block) for block in place.blocks], ins[1:])
 
-    def _shard_map(
-        self, place: Place, ins: Sequence[Any], iteration: Sequence[Any]
-    ) -> tuple[list[Any], dict[Key, Any]]:
-        params, (body,) = place.site.eqn.params, place.blocks
+    def _shard_map(self, place: Site, ins: Sequence[Any], iteration: Sequence[Any]) -> tuple[list[Any], dict[Key, Any]]:
+        params, (body,) = place.eqn.params, place.blocks
         in_specs, out_specs = compat.shard_map_specs(params)
         options = compat.shard_map_options(params)
         sizes = manual_axes(params)
@@ -307,9 +305,9 @@ class Eager(Instrumented):
         self._compiled: dict[int, Callable[..., Any]] = {}
 
     def _evaluate(
-        self, place: Place, ins: Sequence[Any], iteration: Sequence[Any]
+        self, place: Site, ins: Sequence[Any], iteration: Sequence[Any]
     ) -> tuple[Sequence[Any], dict[Key, Any]]:
-        if not place.blocks or primitive(place.site.name).call:
+        if not place.blocks or primitive(place.name).call:
             return super()._evaluate(place, ins, iteration)
         if place.number not in self._compiled:
             run = functools.partial(self._with(self.probe)._evaluate, place)

@@ -51,6 +51,11 @@ class Site:
         devices: The number of devices that run it on their own shard; 1 outside of `shard_map` and `pmap`, where an
             equation operates on whole arrays.
         owners: Module paths of equations whose scopes don't name an instance (see `owners_of`).
+        number: Its unique number in a `Block`, in program order.
+        loops: The numbers of the enclosing loops, outermost first.
+        blocks: Its sub-jaxprs, if the evaluator enters them.
+        end: The number of the next equation outside it.
+        axes: The mesh axes of the enclosing `shard_map`, with their sizes.
     """
 
     eqn: Any
@@ -60,6 +65,23 @@ class Site:
     caller: str = ""
     devices: int = 1
     owners: Owners = dataclasses.field(default=NOBODY, repr=False, compare=False)
+    number: int = 0
+    loops: tuple[int, ...] = ()
+    blocks: tuple[Block, ...] = ()
+    end: int = 1
+    axes: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def invars(self) -> Sequence[Any]:
+        """The equation's operands."""
+        operands: Sequence[Any] = self.eqn.invars
+        return operands
+
+    @property
+    def outvars(self) -> Sequence[Any]:
+        """The equation's results."""
+        results: Sequence[Any] = self.eqn.outvars
+        return results
 
     @property
     def name(self) -> str:
@@ -76,7 +98,7 @@ class Site:
         return source_line(self.eqn, in_layer=bool(self.path)) or self.caller
 
     @property
-    def place(self) -> str:
+    def label(self) -> str:
         """The primitive and its source line, as `exp at file.py:12`."""
         return f"{self.name} at {self.source or 'an unknown line'}"
 
@@ -94,6 +116,17 @@ class Site:
     def phase(self) -> str:
         """`FORWARD`, `BACKWARD`, or `RECOMPUTED` for a forward operation recomputed in the backward pass."""
         return phase_of(self.module)
+
+    @property
+    def is_loop(self) -> bool:
+        """Whether it is a loop, which runs its sub-jaxprs repeatedly."""
+        return primitive(self.name).loop
+
+    def places(self) -> Iterator[Site]:
+        """Yields this equation and every equation inside it."""
+        yield self
+        for block in self.blocks:
+            yield from block.places()
 
 
 # Equinox names the classes of its layers, not the instances.
@@ -253,47 +286,21 @@ def trip_count(eqn: Any, times: int) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
-    """One equation and its position in the program.
-
-    Args:
-        number: Its unique number, in program order.
-        site: The equation, its module and its source line.
-        loops: The numbers of the enclosing loops, outermost first.
-        blocks: Its sub-jaxprs, if they are entered.
-        end: The number of the next equation outside it.
-        axes: The mesh axes of the enclosing `shard_map`, with their sizes.
-    """
-
-    number: int
-    site: Site
-    loops: tuple[int, ...]
-    blocks: tuple[Block, ...]
-    end: int
-    axes: tuple[tuple[str, int], ...] = ()
-
-    @property
-    def is_loop(self) -> bool:
-        """Whether it is a loop, which runs its sub-jaxprs repeatedly."""
-        return primitive(self.site.name).loop
-
-    def places(self) -> Iterator[Place]:
-        """Yields this equation and every equation inside it."""
-        yield self
-        for block in self.blocks:
-            yield from block.places()
-
-
-@dataclasses.dataclass(frozen=True)
 class Block:
-    """A jaxpr, its constants, and the places of its equations; in an equation, how it reads the operands."""
+    """A jaxpr, its constants, and the sites of its equations; in an equation, how it reads the operands."""
 
     jaxpr: Any
     consts: Sequence[Any]
-    rows: tuple[Place, ...]
+    eqns: tuple[Site, ...]
     start: int
     end: int
     split: Callable[[Sequence[Any]], tuple[list[Any], list[Any], list[Any]]] = lambda operands: ([*operands], [], [])
+
+    @property
+    def outvars(self) -> Sequence[Any]:
+        """The jaxpr's outputs."""
+        outputs: Sequence[Any] = self.jaxpr.outvars
+        return outputs
 
     def environment(self, ins: Sequence[Any], consts: Sequence[Any]) -> dict[Any, Any]:
         """The values of the inputs and constants, by variable."""
@@ -304,21 +311,20 @@ class Block:
         """For each equation, the variables that no later equation reads and the block does not return."""
         seen = {v for v in self.jaxpr.outvars if not isinstance(v, compat.Literal)}
         dead: list[list[Any]] = []
-        for place in reversed(self.rows):
-            eqn = place.site.eqn
-            used = {v for v in (*eqn.invars, *eqn.outvars) if not isinstance(v, compat.Literal)}
+        for site in reversed(self.eqns):
+            used = {v for v in (*site.invars, *site.outvars) if not isinstance(v, compat.Literal)}
             dead.append([v for v in used if v not in seen])
             seen |= used
         return dead[::-1]
 
-    def places(self) -> Iterator[Place]:
+    def places(self) -> Iterator[Site]:
         """Yields every equation, including nested ones, in program order."""
-        for place in self.rows:
-            yield from place.places()
+        for site in self.eqns:
+            yield from site.places()
 
     def not_entered(self) -> tuple[str, ...]:
         """The operations that an evaluation of the block does not see inside of (see `not_entered`)."""
-        return not_entered((place.site for place in self.places()), evaluated=True)
+        return not_entered(self.places(), evaluated=True)
 
 
 def lay_out(
@@ -331,18 +337,18 @@ def lay_out(
 ) -> Block:
     """Numbers the equations of a jaxpr and of its sub-jaxprs; `owners` as in `owners_of`."""
     opened = compat.open_jaxpr(jaxpr)
-    rows, number = [], start
+    sites, number = [], start
     for eqn in opened.jaxpr.eqns:
         site = site_of(eqn, outer, owners)
-        around = (*loops, number) if primitive(site.name).loop else loops
+        around = (*loops, number) if site.is_loop else loops
         blocks, end = [], number + 1
         for inner in sub_jaxprs(eqn) if is_entered(eqn) else ():
             devices = tuple(manual_axes(eqn.params).items()) if site.name == "shard_map" else axes
             blocks.append(dataclasses.replace(lay_out(inner.jaxpr, end, site, around, devices), split=inner.split))
             end = blocks[-1].end
-        rows.append(Place(number, site, loops, tuple(blocks), end, axes))
+        sites.append(dataclasses.replace(site, number=number, loops=loops, blocks=tuple(blocks), end=end, axes=axes))
         number = end
-    return Block(opened.jaxpr, opened.consts, tuple(rows), start, number)
+    return Block(opened.jaxpr, opened.consts, tuple(sites), start, number)
 
 
 def manual_axes(params: dict[str, Any]) -> dict[str, int]:
@@ -364,7 +370,7 @@ def not_entered(sites: Iterable[Site], evaluated: bool = False) -> tuple[str, ..
         sites: The equations, with those of the sub-jaxprs that the tool enters.
         evaluated: Whether the tool evaluates them, so that it sees only the results of a kernel or a solve.
     """
-    found = ((site.place, hidden(site.eqn) or (evaluated and _as_a_whole(site.eqn))) for site in sites)
+    found = ((site.label, hidden(site.eqn) or (evaluated and _as_a_whole(site.eqn))) for site in sites)
     return tuple(dict.fromkeys(f"{place}: {why}" for place, why in found if why))
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from mpjax._jaxpr import compat
 from mpjax._jaxpr.evaluator import evaluate
 from mpjax._jaxpr.primitives import primitive
-from mpjax._jaxpr.program import Block, Place
+from mpjax._jaxpr.program import Block, Site
 from mpjax._jaxpr.source import informative_frame
 from mpjax.policy import HALF_DTYPES
 
@@ -51,14 +51,14 @@ def grouped(block: Block) -> Grouped:
     return Grouped(groups, frozenset(passed_on))
 
 
-def is_transparent(place: Place) -> bool:
+def is_transparent(place: Site) -> bool:
     """Whether an equation runs its sub-jaxpr once, in place: `jit`, `remat`, custom derivative rules."""
-    return bool(place.blocks) and primitive(place.site.name).call
+    return bool(place.blocks) and primitive(place.name).call
 
 
-def passes_through(place: Place) -> bool:
+def passes_through(place: Site) -> bool:
     """Whether an equation only moves elements or casts without rounding, so the operand's producer is the source."""
-    eqn, row = place.site.eqn, primitive(place.site.name)
+    eqn, row = place.eqn, primitive(place.name)
     if place.blocks or not (row.moves or row.whole) or len(eqn.outvars) != 1:
         return False
     given, result = (getattr(v.aval, "dtype", None) for v in (eqn.invars[0], eqn.outvars[0]))
@@ -66,19 +66,19 @@ def passes_through(place: Place) -> bool:
 
 
 def _groups(block: Block, outer: Group | None) -> Iterator[tuple[int, Group]]:
-    for place in block.rows:
-        path = place.site.path
+    for place in block.eqns:
+        path = place.path
         inherited = outer is not None and (not path or path == outer.path)
         group = outer if inherited and outer is not None else Group(path or _function(place), path)
         yield place.number, group
         for inner in place.blocks:
             # JAX caches the traces of its own jitted functions, with the source lines of their first call.
-            yield from _groups(inner, group if place.site.name in ("jit", "pjit") else None)
+            yield from _groups(inner, group if place.name in ("jit", "pjit") else None)
 
 
-def _function(place: Place) -> str:
+def _function(place: Site) -> str:
     """The innermost function of a traceback that is not in a layer library, as `loss_fn (train.py)`."""
-    frames = compat.user_frames(place.site.eqn)
+    frames = compat.user_frames(place.eqn)
     which = informative_frame([frame.file_name for frame in frames], in_layer=False)
     if which is None:
         return ""
@@ -93,14 +93,14 @@ class _Readers:
 
     def block(self, block: Block, ins: Sequence[Any]) -> list[Any]:
         env = block.environment(ins, [None] * len(block.jaxpr.constvars))
-        return evaluate(block.jaxpr, env, self._rule, lambda literal, place: None, block.rows)
+        return evaluate(block, env, self._rule, lambda literal, place: None)
 
-    def _rule(self, place: Place, producers: Sequence[Any]) -> Sequence[Any]:
+    def _rule(self, place: Site, producers: Sequence[Any]) -> Sequence[Any]:
         if is_transparent(place):
             return self.block(place.blocks[0], producers)
         if passes_through(place) and producers[0] is not None:
             return producers[:1]
-        inside, outvars = bool(place.blocks), place.site.eqn.outvars
+        inside, outvars = bool(place.blocks), place.eqn.outvars
         for producer in producers:
             if producer is not None and (inside or self.groups[producer[0]] != self.groups[place.number]):
                 self.passed_on.add(producer)

@@ -108,7 +108,7 @@ def _evaluate(caller: str, loss: Loss, args: Sequence[Any], state: Any) -> _Eval
     names: list[str] = []
     program = trace_to_run(caller, loss.with_named_modules().gradient(state, names), args, {})
     block = lay_out(program.jaxpr, owners=owners_of(program.jaxpr, program.names))
-    if not any(is_half(v) for place in block.places() for v in (*place.site.eqn.invars, *place.site.eqn.outvars)):
+    if not any(is_half(v) for place in block.places() for v in (*place.eqn.invars, *place.eqn.outvars)):
         return None
     found = grouped(block)
     outs, notes = evaluated(block, found, program.arrays)
@@ -143,15 +143,15 @@ def _modules(evaluated: _Evaluated) -> list[LayerError]:
     dtypes: dict[Group, dict[str, None]] = {group: {} for group in groups.values()}
     denied: dict[Group, dict[str, None]] = {group: {} for group in groups.values()}
     for number, place in places.items():
-        half = [v.aval.dtype.name for v in place.site.eqn.outvars if is_half(v)]
+        half = [v.aval.dtype.name for v in place.eqn.outvars if is_half(v)]
         dtypes[groups[number]].update(dict.fromkeys(half))
-        if half and default_listing(place.site.eqn).op is Op.DENY:
-            denied[groups[number]][place.site.name] = None
+        if half and default_listing(place.eqn).op is Op.DENY:
+            denied[groups[number]][place.name] = None
     # A module's arrays, by pass. The gradients of its parameters count as one array, because a single gradient may be
     # pure rounding error: that of a bias before a normalisation is zero in exact arithmetic.
     arrays: dict[tuple[Group, bool], dict[Any, list[Any]]] = {}
     for (_, number, i), note in evaluated.notes.items():
-        backward = places[number].site.phase == BACKWARD
+        backward = places[number].phase == BACKWARD
         together = "parameters" if backward and number in of_parameters else (number, i)
         arrays.setdefault((groups[number], backward), {}).setdefault(together, []).append((number, note))
     rows = []
@@ -159,7 +159,7 @@ def _modules(evaluated: _Evaluated) -> list[LayerError]:
         found = {backward: arrays.get((group, backward), {}) for backward in (False, True)}
         own = {backward: _largest(found[backward].values(), 2) for backward in found}
         total = {backward: _largest(found[backward].values(), 1) for backward in found}
-        site = places[max(own.values())[1]].site
+        site = places[max(own.values())[1]]
         errors = own[False][0], own[True][0], total[False][0], total[True][0]
         where = site.name, site.source, tuple(denied[group])
         rows.append(LayerError(group.name, group.path, tuple(dtypes[group]), *errors, *where))

@@ -25,7 +25,7 @@ from mpjax._jaxpr.interpreter import (
     widened,
 )
 from mpjax._jaxpr.primitives import primitive
-from mpjax._jaxpr.program import Block, Place
+from mpjax._jaxpr.program import Block, Site
 from mpjax.inspection.layerwise.groups import Group, Grouped, is_transparent, passes_through
 
 ErrorNote = tuple[Any, Any, Any]  # largest magnitude, sums of squares in units of it, counts of inf or NaN in half only
@@ -68,9 +68,9 @@ class Lockstep(Instrumented):
         return Lockstep(probe, self.groups)
 
     def _evaluate(
-        self, place: Place, ins: Sequence[Any], iteration: Sequence[Any]
+        self, place: Site, ins: Sequence[Any], iteration: Sequence[Any]
     ) -> tuple[Sequence[Any], dict[Key, Any]]:
-        eqn = place.site.eqn
+        eqn = place.eqn
         if is_transparent(place):
             body = place.blocks[0].jaxpr
             self._producers.update({v: self._producer(given) for v, given in zip(body.invars, eqn.invars, strict=True)})
@@ -93,8 +93,8 @@ class Lockstep(Instrumented):
     def _producer(self, v: Any) -> Group | None:
         return None if isinstance(v, compat.Literal) else self._producers.get(v)
 
-    def _bound(self, place: Place, ins: Sequence[Any]) -> list[Any]:
-        eqn = place.site.eqn
+    def _bound(self, place: Site, ins: Sequence[Any]) -> list[Any]:
+        eqn = place.eqn
         exact = bind_wide(_at_full_precision(eqn), [x.exact for x in ins])
         in_half = any(map(is_half, (*eqn.invars, *eqn.outvars)))
         half = exact if not in_half and all(x.half is x.exact for x in ins) else bind(eqn, [x.half for x in ins])
@@ -122,7 +122,7 @@ class _ValueProbe(Probe):
         self.probe = probe
 
     def equation(
-        self, place: Place, iteration: Sequence[Any], ins: Sequence[Any], outs: Sequence[Any], rerun: Callable[..., Any]
+        self, place: Site, iteration: Sequence[Any], ins: Sequence[Any], outs: Sequence[Any], rerun: Callable[..., Any]
     ) -> dict[Key, Any]:
         return self.probe.deviations(place, outs)
 
@@ -135,9 +135,9 @@ class _CompiledLockstep(Lockstep):
         self.inside = probe
 
     def _evaluate(
-        self, place: Place, ins: Sequence[Any], iteration: Sequence[Any]
+        self, place: Site, ins: Sequence[Any], iteration: Sequence[Any]
     ) -> tuple[Sequence[Any], dict[Key, Any]]:
-        if not place.blocks or primitive(place.site.name).call:
+        if not place.blocks or primitive(place.name).call:
             return super()._evaluate(place, ins, iteration)
         return Lockstep(self.inside, self.groups)._evaluate(place, ins, iteration)
 
@@ -150,7 +150,7 @@ def evaluated(block: Block, found: Grouped, arrays: Sequence[Any]) -> tuple[list
     """The results of a program and the errors noted in it, given its arguments."""
     probe = ErrorProbe(block, found)
     places = list(block.places())
-    elements = sum(v.aval.size for place in places for v in place.site.eqn.outvars if compat.is_shaped(v.aval))
+    elements = sum(v.aval.size for place in places for v in place.eqn.outvars if compat.is_shaped(v.aval))
     if len(places) > _FEW or elements > _SHORT:
         arguments = [Values(widened(x), x, x) for x in map(jnp.asarray, arrays)]
         return EagerLockstep(probe, found.groups).block(block, arguments)
@@ -195,15 +195,15 @@ class ErrorProbe(Probe):
         self.places = {place.number: place for place in block.places()}
         self.measured: dict[int, list[int]] = {}
         for number, i in sorted(found.passed_on):
-            if is_float(self.places[number].site.eqn.outvars[i]):
+            if is_float(self.places[number].eqn.outvars[i]):
                 self.measured.setdefault(number, []).append(i)
 
     def equation(
-        self, place: Place, iteration: Sequence[Any], ins: Sequence[Any], outs: Sequence[Any], rerun: Callable[..., Any]
+        self, place: Site, iteration: Sequence[Any], ins: Sequence[Any], outs: Sequence[Any], rerun: Callable[..., Any]
     ) -> dict[Key, Any]:
         return {key: error_note(*x) for key, x in self.deviations(place, outs).items()}
 
-    def deviations(self, place: Place, outs: Sequence[Values]) -> dict[Key, Values]:
+    def deviations(self, place: Site, outs: Sequence[Values]) -> dict[Key, Values]:
         """The measured results that may have an error."""
         measured = [(i, outs[i]) for i in self.measured.get(place.number, ())]
         return {("error", place.number, i): x for i, x in measured if not (x.half is x.exact and x.fresh is x.exact)}

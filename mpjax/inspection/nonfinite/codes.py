@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from mpjax._jaxpr.interpreter import Key, Probe, is_float, is_inexact
-from mpjax._jaxpr.program import Block, Place
+from mpjax._jaxpr.program import Block, Site
 
 INF, NAN = 1, 2
 _FOUND = ("found",)
@@ -37,20 +37,20 @@ class WatchProbe(Probe):
     """Notes only whether a check for finite values failed, and the trip count of each `while`."""
 
     def equation(
-        self, place: Place, iteration: Sequence[Any], ins: Sequence[Any], outs: Sequence[Any], rerun: Callable[..., Any]
+        self, place: Site, iteration: Sequence[Any], ins: Sequence[Any], outs: Sequence[Any], rerun: Callable[..., Any]
     ) -> dict[Key, Any]:
-        name = place.site.name
+        name = place.name
         if name == "is_finite":
             return {_FOUND: ~jnp.all(outs[0])}
-        if name == "ne" and place.site.eqn.invars[0] is place.site.eqn.invars[1]:
+        if name == "ne" and place.eqn.invars[0] is place.eqn.invars[1]:
             return {_FOUND: jnp.any(outs[0])}
         return {}
 
-    def ended(self, place: Place, trips: Any) -> dict[Key, Any]:
+    def ended(self, place: Site, trips: Any) -> dict[Key, Any]:
         return {("trips", place.number): trips}
 
     def keys(self, block: Block) -> Sequence[Key]:
-        return [_FOUND, *(("trips", p.number) for p in block.places() if p.site.name == "while" and p.blocks)]
+        return [_FOUND, *(("trips", p.number) for p in block.places() if p.name == "while" and p.blocks)]
 
     def empty(self, key: Key) -> Any:
         return jnp.asarray(False) if key == _FOUND else jnp.int32(0)
@@ -84,21 +84,21 @@ class CodeProbe(Probe):
         self._trips = trips
 
     def equation(
-        self, place: Place, iteration: Sequence[Any], ins: Sequence[Any], outs: Sequence[Any], rerun: Callable[..., Any]
+        self, place: Site, iteration: Sequence[Any], ins: Sequence[Any], outs: Sequence[Any], rerun: Callable[..., Any]
     ) -> dict[Key, Any]:
         return {("code", place.number, i): code_of(out) for i, out in enumerate(outs) if is_inexact(out)}
 
-    def entering(self, place: Place, ins: Sequence[Any]) -> dict[Key, Any]:
-        if place.site.name == "cond":
+    def entering(self, place: Site, ins: Sequence[Any]) -> dict[Key, Any]:
+        if place.name == "cond":
             return {("code", place.number, 0): jnp.asarray(ins[0], jnp.int32)}
         notes: dict[Key, Any] = {}
         for i in _sliced(place):
             x = place.blocks[0].split(ins)[2][i]
             codes = _reduced(x, tuple(range(1, x.ndim)))
-            notes["slices", place.number, i] = codes[::-1] if place.site.eqn.params["reverse"] else codes
+            notes["slices", place.number, i] = codes[::-1] if place.eqn.params["reverse"] else codes
         return notes
 
-    def ended(self, place: Place, trips: Any) -> dict[Key, Any]:
+    def ended(self, place: Site, trips: Any) -> dict[Key, Any]:
         return {("code", place.number, 0): trips}
 
     def keys(self, block: Block) -> Sequence[Key]:
@@ -109,9 +109,9 @@ class CodeProbe(Probe):
             return jnp.int32(0)
         place = self._places[key[1]]
         if key[0] == "slices":
-            return jnp.zeros(place.site.eqn.params["length"], jnp.int32)
+            return jnp.zeros(place.eqn.params["length"], jnp.int32)
         body = place.blocks[-1]
-        length = place.site.eqn.params["length"] if place.site.name == "scan" else self.trips(place)
+        length = place.eqn.params["length"] if place.name == "scan" else self.trips(place)
         notes = self.packed(body, {key: self.empty(key) for key in self.keys(body)})
         return jax.tree.map(lambda x: jnp.zeros((length, *x.shape), x.dtype), notes)
 
@@ -122,7 +122,7 @@ class CodeProbe(Probe):
         scalars = [jnp.asarray(notes[key], jnp.int32) for key in _scalars(block)]
         return jnp.stack(scalars or [jnp.int32(0)]), {key: notes[key] for key in _arrays(block)}
 
-    def trips(self, place: Place) -> int:
+    def trips(self, place: Site) -> int:
         return max(self._trips[place.number], 1)
 
 
@@ -132,9 +132,9 @@ def unpacked(block: Block, packed: Any) -> dict[Key, Any]:
     return {**dict(zip(_scalars(block), np.asarray(scalars).tolist(), strict=False)), **arrays}
 
 
-def _level(block: Block) -> Iterator[Place]:
+def _level(block: Block) -> Iterator[Site]:
     """The equations of a block and of its sub-jaxprs, except inside loops."""
-    for place in block.rows:
+    for place in block.eqns:
         yield place
         if not place.is_loop:
             for inner in place.blocks:
@@ -145,8 +145,8 @@ def _scalars(block: Block) -> list[Key]:
     keys: list[Key] = []
     for place in _level(block):
         if not place.blocks:
-            keys += [("code", place.number, i) for i, v in enumerate(place.site.eqn.outvars) if is_inexact(v)]
-        elif place.site.name in ("cond", "while"):
+            keys += [("code", place.number, i) for i, v in enumerate(place.eqn.outvars) if is_inexact(v)]
+        elif place.name in ("cond", "while"):
             keys.append(("code", place.number, 0))
     return keys
 
@@ -159,8 +159,8 @@ def _arrays(block: Block) -> list[Key]:
     return keys
 
 
-def _sliced(place: Place) -> list[int]:
+def _sliced(place: Site) -> list[int]:
     """The indices of those arrays that a scan iterates over which are real floats."""
-    if place.site.name != "scan":
+    if place.name != "scan":
         return []
-    return [i for i, v in enumerate(place.blocks[0].split(place.site.eqn.invars)[2]) if is_float(v)]
+    return [i for i, v in enumerate(place.blocks[0].split(place.eqn.invars)[2]) if is_float(v)]

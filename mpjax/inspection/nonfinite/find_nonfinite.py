@@ -15,7 +15,7 @@ import numpy as np
 from mpjax._jaxpr import compat
 from mpjax._jaxpr.interpreter import COMPILER_OPTIONS, Instrumented, Key, Probe, is_half, is_inexact, widened
 from mpjax._jaxpr.primitives import Op, primitive
-from mpjax._jaxpr.program import NOBODY, Block, Owners, Place, lay_out, owners_of, walk
+from mpjax._jaxpr.program import NOBODY, Block, Owners, Site, lay_out, owners_of, walk
 from mpjax._jaxpr.source import BACKWARD, FORWARD
 from mpjax.casting.autocast import Program
 from mpjax.inspection.nonfinite.codes import CodeProbe, WatchProbe, code_of, watched
@@ -180,9 +180,9 @@ def _first_that_reaches(
     return (faults[0], None) if found is None else (faults[found[0]], found[1])
 
 
-def _positions(place: Place) -> int:
+def _positions(place: Site) -> int:
     """The number of element positions in an equation's results, over all devices."""
-    size = max(v.aval.size for v in place.site.eqn.outvars if is_inexact(v))
+    size = max(v.aval.size for v in place.eqn.outvars if is_inexact(v))
     return size * math.prod(dict(place.axes).values())
 
 
@@ -225,7 +225,7 @@ def _examined(
     `outs` are the codes of the program's results.
     """
     place, block = program.places[fault.number], program.block
-    axes, size = dict(place.axes), max(v.aval.size for v in place.site.eqn.outvars if is_inexact(v))
+    axes, size = dict(place.axes), max(v.aval.size for v in place.eqn.outvars if is_inexact(v))
     at = None if position is None else tuple(map(np.int32, (0, position % max(size, 1), position // max(size, 1))))
 
     def run(leaves: Sequence[Any]) -> Any:
@@ -235,14 +235,14 @@ def _examined(
         return here, there
 
     here, (reached, there) = _run(run, program.leaves)
-    eqn = place.site.eqn
+    eqn = place.eqn
     which, index, device = map(int, here["index"])
     out = [v.aval for v in eqn.outvars if is_inexact(v)][which]
     of_sqrt = _is_derivative_of_sqrt(block, place)
     element = tuple(int(i) for i in np.unravel_index(index, out.shape)) if out.shape else ()
     value = float(there["value"]) if reached else None
     evidence = Symptoms(
-        primitive=place.site.name,
+        primitive=place.name,
         kind="nan" if np.isnan(here["value"]) else "inf",
         half=_half_name(block, eqn),
         half_here=is_half(eqn.outvars[0]) or any(map(is_half, eqn.invars)),
@@ -250,11 +250,11 @@ def _examined(
         operands32=tuple(map(float, there["operands"])) if reached else (),
         local=float(here["float32"]),
         float32=value,
-        backward=place.site.phase == BACKWARD or of_sqrt,
+        backward=place.phase == BACKWARD or of_sqrt,
         of_sqrt=of_sqrt,
         float8=out.dtype.name if out.dtype.name.startswith("float8") else "",
         constant=fault.is_constant,
-        opaque=primitive(place.site.name).op is Op.OPAQUE,
+        opaque=primitive(place.name).op is Op.OPAQUE,
         rounded=_has_rounded_constant(block),
         where_gradient=_is_where_gradient(block, place, outs),
         float32_is_fine=float32_is_fine,
@@ -262,9 +262,9 @@ def _examined(
     floats = [v.aval for v in eqn.invars if is_inexact(v)]
     iteration = fault.indices(program.places)
     return NonFinite(
-        primitive=place.site.name,
-        module=place.site.path,
-        source=place.site.source,
+        primitive=place.name,
+        module=place.path,
+        source=place.source,
         kind=evidence.kind,
         diagnosis=diagnosis_of(evidence),
         direction="backward" if evidence.backward or evidence.where_gradient else "forward",
@@ -290,44 +290,44 @@ def _coordinates(device: int, axes: dict[str, int]) -> str:
 
 def _has_rounded_constant(block: Block) -> bool:
     """Whether a half constant of the program is zero or infinite, possibly because it was rounded."""
-    read = (v for p in block.places() for v in p.site.eqn.invars)
+    read = (v for p in block.places() for v in p.eqn.invars)
     values = [v.val for v in read if isinstance(v, compat.Literal) and is_half(v)]
     values += [c for c in block.consts if c.dtype in HALF_DTYPES and c.size == 1]
     return any(v == 0 or not np.isfinite(np.float32(v)) for v in (np.reshape(v, ()) for v in values if np.size(v) == 1))
 
 
-def _is_derivative_of_sqrt(block: Block, place: Place) -> bool:
+def _is_derivative_of_sqrt(block: Block, place: Site) -> bool:
     """Whether an equation is 0.5 / sqrt(x), which the forward pass of a differentiated program computes."""
-    eqn = place.site.eqn
+    eqn = place.eqn
     if eqn.primitive.name != "div" or not isinstance(eqn.invars[0], compat.Literal) or eqn.invars[0].val != 0.5:
         return False
-    return any(p.site.name == "sqrt" and eqn.invars[1] in p.site.eqn.outvars for p in block.places())
+    return any(p.name == "sqrt" and eqn.invars[1] in p.eqn.outvars for p in block.places())
 
 
-def _is_where_gradient(block: Block, place: Place, outs: Sequence[int]) -> bool:
+def _is_where_gradient(block: Block, place: Site, outs: Sequence[int]) -> bool:
     """Whether a fault in the differentiated forward pass only matters because of the zero gradient of a `where`."""
-    if place.site.phase == FORWARD and "jvp(" not in place.site.module:
+    if place.phase == FORWARD and "jvp(" not in place.module:
         return False
     bad = [v for v, code in zip(block.jaxpr.outvars, outs, strict=True) if code]
-    selects = any(p.site.name == "select_n" and p.site.phase == BACKWARD for p in block.places())
+    selects = any(p.name == "select_n" and p.phase == BACKWARD for p in block.places())
     return selects and all(_is_gradient(block, v) for v in bad)
 
 
 def _is_gradient(block: Block, v: Any) -> bool:
     """Whether the backward pass computes a variable."""
-    for place in block.rows:
-        if v in place.site.eqn.outvars:
-            if primitive(place.site.name).call:
+    for place in block.eqns:
+        if v in place.eqn.outvars:
+            if primitive(place.name).call:
                 inner = place.blocks[0]
-                return _is_gradient(inner, inner.jaxpr.outvars[place.site.eqn.outvars.index(v)])
-            return place.site.phase == BACKWARD
+                return _is_gradient(inner, inner.jaxpr.outvars[place.eqn.outvars.index(v)])
+            return place.phase == BACKWARD
     return False
 
 
 def _half_name(block: Block, eqn: Any) -> str | None:
     """The half dtype of an equation, or else of the program."""
     near = [v.aval.dtype.name for v in (*eqn.outvars, *eqn.invars) if is_half(v)]
-    far = (v.aval.dtype.name for p in block.places() for v in p.site.eqn.outvars if is_half(v))
+    far = (v.aval.dtype.name for p in block.places() for v in p.eqn.outvars if is_half(v))
     given = (v.aval.dtype.name for v in block.jaxpr.invars if is_half(v))
     return near[0] if near else next(far, None) or next(given, None)
 

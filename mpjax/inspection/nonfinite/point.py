@@ -11,7 +11,7 @@ import numpy as np
 
 from mpjax._jaxpr import compat
 from mpjax._jaxpr.interpreter import Key, Probe, is_inexact, widened
-from mpjax._jaxpr.program import Block, Place
+from mpjax._jaxpr.program import Block, Site
 
 
 def at_iteration(iteration: Sequence[Any], target: Sequence[int]) -> Any:
@@ -33,11 +33,11 @@ class PointProbe(Probe):
         wide: Whether the program runs in float32.
     """
 
-    def __init__(self, target: Place, iteration: Sequence[int], element: Any = None, wide: bool = False):
+    def __init__(self, target: Site, iteration: Sequence[int], element: Any = None, wide: bool = False):
         self.target, self.iteration, self.arrays, self.wide = target, iteration, element, wide
 
     def equation(
-        self, place: Place, iteration: Sequence[Any], ins: Sequence[Any], outs: Sequence[Any], rerun: Callable[..., Any]
+        self, place: Site, iteration: Sequence[Any], ins: Sequence[Any], outs: Sequence[Any], rerun: Callable[..., Any]
     ) -> dict[Key, Any]:
         if place.number != self.target.number:
             return {}
@@ -69,7 +69,7 @@ class PointProbe(Probe):
         return (("point",),) if block.start <= self.target.number < block.end else ()
 
     def empty(self, key: Key) -> Any:
-        eqn = self.target.site.eqn
+        eqn = self.target.eqn
         ranges = [np.full(4, np.nan, np.float32) for v in eqn.invars if is_inexact(v)]
         nothing, operands = np.float32(np.nan), np.full(len(eqn.invars), np.nan, np.float32)
         note = {

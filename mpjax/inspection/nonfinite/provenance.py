@@ -17,7 +17,7 @@ import numpy as np
 from mpjax._jaxpr.evaluator import evaluate
 from mpjax._jaxpr.interpreter import is_inexact
 from mpjax._jaxpr.primitives import primitive
-from mpjax._jaxpr.program import Block, Place
+from mpjax._jaxpr.program import Block, Site
 from mpjax.inspection.nonfinite.codes import NAN, unpacked
 
 # Ranks, in the order in which they are reported. An inf or NaN in an argument or constant is idle while it is only
@@ -60,11 +60,11 @@ class Provenance:
         """Whether the equation only reads an infinite constant of the program."""
         return self.rank in (USED_CONSTANT, IDLE_CONSTANT)
 
-    def indices(self, places: dict[int, Place]) -> tuple[int, ...]:
+    def indices(self, places: dict[int, Site]) -> tuple[int, ...]:
         """The iterations as indices into the arrays that the loops iterate over: a reverse scan begins at the end."""
         indices = []
         for loop, iteration in zip(self.when[:-1:2], self.iteration, strict=True):
-            params = places[loop].site.eqn.params
+            params = places[loop].eqn.params
             indices.append(params["length"] - 1 - iteration if params.get("reverse") else iteration)
         return tuple(indices)
 
@@ -118,16 +118,16 @@ class _Replay:
         if consts is None:
             consts = [_constant(c, (*iteration.when, _SOMEWHERE)) for c in block.consts]
 
-        def rule(place: Place, ins: list[Address]) -> list[Address]:
+        def rule(place: Site, ins: list[Address]) -> list[Address]:
             return self._sub_jaxprs(place, ins, iteration) if place.blocks else self._computed(place, ins, iteration)
 
-        def constant(literal: Any, place: Place | None) -> Address:
+        def constant(literal: Any, place: Site | None) -> Address:
             return _constant(literal.val, (*iteration.when, place.number if place else _SOMEWHERE))
 
-        return evaluate(block.jaxpr, block.environment(addresses, consts), rule, constant, block.rows)
+        return evaluate(block, block.environment(addresses, consts), rule, constant)
 
-    def _computed(self, place: Place, ins: Sequence[Address], iteration: _Iteration) -> list[Address]:
-        name, outvars, row = place.site.name, place.site.eqn.outvars, primitive(place.site.name)
+    def _computed(self, place: Site, ins: Sequence[Address], iteration: _Iteration) -> list[Address]:
+        name, outvars, row = place.name, place.eqn.outvars, primitive(place.name)
         when = (*iteration.when, place.number)
         ins = [self._read_here(address, when) for address in ins]
         if row.whole:
@@ -143,7 +143,7 @@ class _Replay:
                 outs.append(_address(int(iteration.notes["code", place.number, i]), given, own, row.keeps_values))
             else:
                 joins = row.keeps_values and not row.kernel
-                is_check = row.logic or joins or (name == "ne" and _compares_itself(place.site.eqn))
+                is_check = row.logic or joins or (name == "ne" and _compares_itself(place.eqn))
                 outs.append(given if is_check else None)
         return outs
 
@@ -153,9 +153,9 @@ class _Replay:
             return address
         return Provenance(IDLE_CONSTANT, when)
 
-    def _sub_jaxprs(self, place: Place, ins: Sequence[Address], iteration: _Iteration) -> list[Address]:
-        params, notes = place.site.eqn.params, iteration.notes
-        match place.site.name:
+    def _sub_jaxprs(self, place: Site, ins: Sequence[Address], iteration: _Iteration) -> list[Address]:
+        params, notes = place.eqn.params, iteration.notes
+        match place.name:
             case "scan":
                 return self._iterations(place, params["length"], ins, iteration)
             case "while":
@@ -165,7 +165,7 @@ class _Replay:
                 return self.block(place.blocks[taken], ins[1:], iteration)
         return self.block(place.blocks[0], ins, iteration)
 
-    def _iterations(self, place: Place, length: int, ins: Sequence[Address], outer: _Iteration) -> list[Address]:
+    def _iterations(self, place: Site, length: int, ins: Sequence[Address], outer: _Iteration) -> list[Address]:
         body, stacked = place.blocks[-1], outer.notes["iterations", place.number]
         consts, carry, sliced = body.split(ins)
         xs = [(address, outer.notes.get(("slices", place.number, i))) for i, address in enumerate(sliced)]

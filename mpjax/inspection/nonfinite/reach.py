@@ -10,7 +10,7 @@ import numpy as np
 from jax.tree_util import Partial
 
 from mpjax._jaxpr.interpreter import Probe, is_inexact
-from mpjax._jaxpr.program import Place
+from mpjax._jaxpr.program import Site
 from mpjax.inspection.nonfinite.point import at_iteration
 from mpjax.inspection.nonfinite.provenance import Provenance
 
@@ -25,7 +25,7 @@ def made_finite(probe: Probe, faults: Sequence[Provenance], lows: Sequence[Any],
     several devices hold counts as that of the first of them.
     """
 
-    def replace(lows: Any, highs: Any, place: Place, iteration: Sequence[Any], outs: Sequence[Any]) -> Sequence[Any]:
+    def replace(lows: Any, highs: Any, place: Site, iteration: Sequence[Any], outs: Sequence[Any]) -> Sequence[Any]:
         for i, fault in enumerate(faults):
             if fault.number == place.number:
                 outs = [

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from mpjax._jaxpr.evaluator import evaluate
 from mpjax._jaxpr.interpreter import is_half
 from mpjax._jaxpr.primitives import MATMULS, primitive
-from mpjax._jaxpr.program import Block, Place
+from mpjax._jaxpr.program import Block, Site
 from mpjax._jaxpr.source import BACKWARD, FORWARD
 
 _NOTHING: frozenset[int] = frozenset()
@@ -60,7 +60,7 @@ class Counted:
 def counted(block: Block, num_gradients: int) -> Counted:
     """The equations that count in a program whose first outputs are gradients of parameters."""
     analysis, parameters = _analysed(block, num_gradients)
-    phases = {number: analysis.places[number].site.phase for number in analysis.found}
+    phases = {number: analysis.places[number].phase for number in analysis.found}
     forward, backward = (frozenset(n for n in phases if phases[n] == phase) for phase in (FORWARD, BACKWARD))
     return Counted(forward, backward - parameters, backward & parameters, frozenset(analysis.half))
 
@@ -77,20 +77,20 @@ def _analysed(block: Block, num_gradients: int) -> tuple[_Analysis, frozenset[in
 
 
 class _Analysis:
-    def __init__(self, places: dict[int, Place]):
+    def __init__(self, places: dict[int, Site]):
         self.places = places
         self.found: set[int] = set()
         self.half: set[int] = set()
 
     def block(self, block: Block, ins: Sequence[_Producers]) -> list[_Producers]:
         env = block.environment(ins, [_Producers()] * len(block.jaxpr.constvars))
-        return evaluate(block.jaxpr, env, self._rule, lambda literal, place: _Producers(), block.rows)
+        return evaluate(block, env, self._rule, lambda literal, place: _Producers())
 
-    def _rule(self, place: Place, given: Sequence[_Producers]) -> list[_Producers]:
+    def _rule(self, place: Site, given: Sequence[_Producers]) -> list[_Producers]:
         return self._sub_jaxprs(place, given) if place.blocks else self._computed(place, given)
 
-    def _computed(self, place: Place, given: Sequence[_Producers]) -> list[_Producers]:
-        eqn, name = place.site.eqn, place.site.name
+    def _computed(self, place: Site, given: Sequence[_Producers]) -> list[_Producers]:
+        eqn, name = place.eqn, place.name
         if primitive(name).moves or primitive(name).whole:
             if any(map(is_half, eqn.outvars)):
                 self.half.update(*(producers.near for producers in given))
@@ -106,14 +106,14 @@ class _Analysis:
             far = own.union(*(producers.far for producers in given))
         return [_Producers(own, far)] * len(eqn.outvars)
 
-    def _mark_module_outputs(self, reader: Place, given: Iterable[_Producers]) -> None:
+    def _mark_module_outputs(self, reader: Site, given: Iterable[_Producers]) -> None:
         """Marks the operands that leave their module: the reader lies outside of it."""
         for number in frozenset[int]().union(*(producers.near for producers in given)):
-            path = self.places[number].site.path
-            if path and reader.site.path != path and not reader.site.path.startswith(path + "/"):
+            path = self.places[number].path
+            if path and reader.path != path and not reader.path.startswith(path + "/"):
                 self.found.add(number)
 
-    def _sub_jaxprs(self, place: Place, given: Sequence[_Producers]) -> list[_Producers]:
+    def _sub_jaxprs(self, place: Site, given: Sequence[_Producers]) -> list[_Producers]:
         if not place.is_loop:
             branches = [self.block(block, block.split(given)[0]) for block in place.blocks]
             return [functools.reduce(_Producers.or_, outs) for outs in zip(*branches, strict=True)]

@@ -15,7 +15,7 @@ import numpy as np
 from mpjax._jaxpr import compat
 from mpjax._jaxpr.interpreter import Eager, is_half, is_inexact, widened
 from mpjax._jaxpr.primitives import Op, primitive
-from mpjax._jaxpr.program import Block, Place, lay_out, owners_of
+from mpjax._jaxpr.program import Block, Site, lay_out, owners_of
 from mpjax._jaxpr.source import BACKWARD, FORWARD
 from mpjax.inspection.gradient import Loss, scale_state
 from mpjax.inspection.numerics.activations import Counted, counted
@@ -170,7 +170,7 @@ class _Measuring:
         counts = counted(block, len(names))
         probe = HostRangeProbe(block, counts, self.limits)
         self.unseen |= dict.fromkeys(block.not_entered())
-        self.has_half |= any(is_half(v) for place in block.places() for v in place.site.eqn.outvars)
+        self.has_half |= any(is_half(v) for place in block.places() for v in place.eqn.outvars)
         return _Compiled(block, counts, names, probe, Eager(probe, wide=True))
 
     def _take(self, compiled: _Compiled, notes: Mapping[Any, Any], grads: Sequence[Any]) -> None:
@@ -178,22 +178,22 @@ class _Measuring:
         for number, place in compiled.probe.places.items():
             if ("range", number) not in notes:
                 continue  # the equation lies in an opaque part
-            site, dtypes, matters = place.site, _dtypes(place), counts.matters(number)
-            phase, table = (BACKWARD, "gradients") if site.phase == BACKWARD else (FORWARD, "activations")
-            rows = [_Row("by_op", site.path, phase, site.name, site.source)]
+            dtypes, matters = _dtypes(place), counts.matters(number)
+            phase, table = (BACKWARD, "gradients") if place.phase == BACKWARD else (FORWARD, "activations")
+            rows = [_Row("by_op", place.path, phase, place.name, place.source)]
             if number in counts.gradients or number in counts.activations:
-                rows.append(_Row(table, site.path, phase))
+                rows.append(_Row(table, place.path, phase))
             if number in counts.gradients and matters:
-                rows.append(_Row("half gradients", site.path, phase))
+                rows.append(_Row("half gradients", place.path, phase))
             if number in counts.all and matters:
-                rows.append(_Row("matters", site.path, phase))
+                rows.append(_Row("matters", place.path, phase))
             found = result(notes["range", number])
             for row in rows:
                 self._put(row, found, dtypes)
             if phase == BACKWARD and rows[-1].table == "matters":
                 tally = tally_of(found)
                 size = math.inf if tally.nonfinite else tally.max / self.scale
-                self.gradients[-1][site.path] = max(size, self.gradients[-1].get(site.path, 0.0))
+                self.gradients[-1][place.path] = max(size, self.gradients[-1].get(place.path, 0.0))
         for name, grad in zip(compiled.names, grads, strict=True):
             scaled = np.asarray(grad, np.float32) * np.float32(self.scale)
             found = result(compiled.probe.take([scaled], [], self.limits))
@@ -392,8 +392,8 @@ def _by_exponent(counts: np.ndarray) -> dict[int, int]:
     return {int(i) - BIAS: int(counts[i]) for i in np.flatnonzero(counts)}
 
 
-def _dtypes(place: Place) -> list[str]:
-    return [v.aval.dtype.name for v in place.site.eqn.outvars if is_inexact(v)]
+def _dtypes(place: Site) -> list[str]:
+    return [v.aval.dtype.name for v in place.eqn.outvars if is_inexact(v)]
 
 
 def _rule(op: str) -> str:

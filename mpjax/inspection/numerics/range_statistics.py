@@ -16,7 +16,7 @@ from jax import lax
 from mpjax._jaxpr import compat
 from mpjax._jaxpr.interpreter import Key, Probe, is_float
 from mpjax._jaxpr.primitives import Op, primitive
-from mpjax._jaxpr.program import Block, Place
+from mpjax._jaxpr.program import Block, Site
 from mpjax._jaxpr.source import RECOMPUTED
 from mpjax.inspection.numerics.activations import Counted
 
@@ -190,10 +190,10 @@ def _exponents(x: Any) -> Any:
     return jnp.zeros(BINS, jnp.uint32).at[size >> 23].add(counts.astype(jnp.uint32))
 
 
-def is_measured(place: Place, counts: Counted) -> bool:
+def is_measured(place: Site, counts: Counted) -> bool:
     """Whether an equation's results are measured: all results that count, and all other floating-point arithmetic."""
-    eqn, name = place.site.eqn, place.site.name
-    if place.blocks or place.site.phase == RECOMPUTED or not floats(eqn.outvars):
+    eqn, name = place.eqn, place.name
+    if place.blocks or place.phase == RECOMPUTED or not floats(eqn.outvars):
         return False
     if place.number in counts.all:
         return True
@@ -219,15 +219,15 @@ class RangeProbe(Probe):
 
     def __init__(self, block: Block, counts: Counted, limits: Limits):
         self.limits = limits
-        self.places: Mapping[int, Place] = {p.number: p for p in block.places() if is_measured(p, counts)}
+        self.places: Mapping[int, Site] = {p.number: p for p in block.places() if is_measured(p, counts)}
         self.graded = (counts.gradients | counts.parameters) & self.places.keys()
 
     def equation(
-        self, place: Place, iteration: Sequence[Any], ins: Sequence[Any], outs: Sequence[Any], rerun: Callable[..., Any]
+        self, place: Site, iteration: Sequence[Any], ins: Sequence[Any], outs: Sequence[Any], rerun: Callable[..., Any]
     ) -> dict[Key, Any]:
         if place.number not in self.places:
             return {}
-        measured = [outs[i] for i in floats(place.site.eqn.outvars)]
+        measured = [outs[i] for i in floats(place.eqn.outvars)]
         given = measured, _addends(place, ins, outs), self.limits, _summed_axes(place), place.number in self.graded
         return {("range", place.number): self.take(*given)}
 
@@ -282,14 +282,14 @@ def note(
     return jnp.stack([jnp.asarray(count, jnp.uint32) for count in counts]), extremes, exponents
 
 
-def _addends(place: Place, ins: Sequence[Any], outs: Sequence[Any]) -> list[tuple[Any, Any]]:
+def _addends(place: Site, ins: Sequence[Any], outs: Sequence[Any]) -> list[tuple[Any, Any]]:
     """The addends of an equation, with their sums."""
-    name = place.site.name
+    name = place.name
     if primitive(name).adds:
         return [(x, outs[0]) for x in ins if jnp.shape(x) == jnp.shape(outs[0])]
     return [(ins[0], outs[0])] if name in ("cumsum", "reduce_sum") else []
 
 
-def _summed_axes(place: Place) -> tuple[int, ...] | None:
+def _summed_axes(place: Site) -> tuple[int, ...] | None:
     """The axes that a sum reduces; None for operations that keep them."""
-    return tuple(place.site.eqn.params["axes"]) if place.site.name == "reduce_sum" else None
+    return tuple(place.eqn.params["axes"]) if place.name == "reduce_sum" else None

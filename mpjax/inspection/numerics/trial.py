@@ -17,7 +17,7 @@ from jax import lax
 
 from mpjax._jaxpr.interpreter import COMPILER_OPTIONS, Eager, Probe, is_half, widened
 from mpjax._jaxpr.primitives import primitive
-from mpjax._jaxpr.program import Place, lay_out
+from mpjax._jaxpr.program import Site, lay_out
 from mpjax.inspection.gradient import Loss, half_share, relative_error
 from mpjax.policy import Policy
 
@@ -39,7 +39,7 @@ class Trial:
     @property
     def half_share(self) -> float:
         """The share of the FLOPs of matmuls and convolutions with half operands."""
-        return half_share(place.site for place in self._block.places())
+        return half_share(self._block.places())
 
     def error(self, scale: float, exact: Sequence[Any]) -> float:
         """The relative error of the gradients against the exact ones; inf if they are not finite."""
@@ -49,9 +49,9 @@ class Trial:
         return relative_error(outs[: len(exact)], exact)
 
 
-def _rounded(place: Place, iteration: Sequence[Any], outs: Sequence[Any]) -> Sequence[Any]:
+def _rounded(place: Site, iteration: Sequence[Any], outs: Sequence[Any]) -> Sequence[Any]:
     """An equation's results. Those in half are rounded to half and cast back to float32."""
-    row, eqn = primitive(place.site.name), place.site.eqn
+    row, eqn = primitive(place.name), place.eqn
     if (row.moves or row.keeps_values) and all(map(is_half, eqn.invars[:1])):
         return outs  # the operands are rounded already
     return [_round(x, v.aval.dtype) if is_half(v) else x for x, v in zip(outs, eqn.outvars, strict=True)]

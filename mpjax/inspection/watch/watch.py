@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from mpjax._jaxpr.interpreter import Instrumented, widened
-from mpjax._jaxpr.program import Block, Place, lay_out, owners_of
+from mpjax._jaxpr.program import Block, Site, lay_out, owners_of
 from mpjax._jaxpr.source import BACKWARD
 from mpjax.casting.autocast import traced_call
 from mpjax.inspection.gradient import Loss
@@ -204,9 +204,9 @@ def _measured(loss: Loss, scale: Any, args: Sequence[Any]) -> _Measurement:
     block = lay_out(program.jaxpr, owners=owners_of(program.jaxpr, argument_names(program, args, kwargs)))
     counts, groups = counted(block, len(names)), grouped(block).groups
     probe = StatisticsProbe(block, counts)
-    rows: dict[tuple[str, str], list[Place]] = {}
+    rows: dict[tuple[str, str], list[Site]] = {}
     for number, place in probe.places.items():
-        phase = "backward" if place.site.phase == BACKWARD else "forward"
+        phase = "backward" if place.phase == BACKWARD else "forward"
         rows.setdefault((groups[number].name, phase), []).append(place)
 
     def run(scale: Any) -> jax.Array:
@@ -220,7 +220,7 @@ def _measured(loss: Loss, scale: Any, args: Sequence[Any]) -> _Measurement:
     return _Measurement(tuple(rows), run, block.not_entered())
 
 
-def _row(notes: Mapping[Any, RangeNote], places: Sequence[Place], scale: Any) -> Any:
+def _row(notes: Mapping[Any, RangeNote], places: Sequence[Site], scale: Any) -> Any:
     """The values of `COLUMNS` over the equations of one module."""
     found = [(notes["range", p.number], _dtype(p) in HALF_DTYPES) for p in places if ("range", p.number) in notes]
     amax = functools.reduce(jnp.maximum, (extremes[0] for (_, extremes, _), _ in found), jnp.float32(0))
@@ -236,19 +236,19 @@ class StatisticsProbe(RangeProbe):
 
     def __init__(self, block: Block, counts: Counted):
         made = {p.number: p for p in block.places() if p.number in counts.all}
-        self.places: Mapping[int, Place] = {n: p for n, p in made.items() if floats(p.site.eqn.outvars)}
+        self.places: Mapping[int, Site] = {n: p for n, p in made.items() if floats(p.eqn.outvars)}
         self.graded = frozenset()
 
-    def equation(self, place: Place, iteration: Any, ins: Any, outs: Sequence[Any], rerun: Any) -> dict[Any, Any]:
+    def equation(self, place: Site, iteration: Any, ins: Any, outs: Sequence[Any], rerun: Any) -> dict[Any, Any]:
         if place.number not in self.places:
             return {}
-        measured = [outs[i] for i in floats(place.site.eqn.outvars)]
+        measured = [outs[i] for i in floats(place.eqn.outvars)]
         return {("range", place.number): note(measured, [], _limits(_dtype(place)), None, False)}
 
 
-def _dtype(place: Place) -> Any:
+def _dtype(place: Site) -> Any:
     """The widest dtype in which the program stores an equation's results."""
-    dtypes = (place.site.eqn.outvars[i].aval.dtype for i in floats(place.site.eqn.outvars))
+    dtypes = (place.eqn.outvars[i].aval.dtype for i in floats(place.eqn.outvars))
     return max(dtypes, key=lambda dtype: dtype.itemsize)
 
 
