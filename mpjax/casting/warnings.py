@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mpjax._jaxpr import compat
 from mpjax.casting.classify import BY_PRECISION, OPAQUE, Setting
 from mpjax.casting.explain import Row, rows_of
 from mpjax.casting.plan import Plan
@@ -45,9 +46,9 @@ def check_inputs(program: Any, policy: Policy) -> None:
         elif x.dtype == np.float64:
             doubles.append((name, x))
     floats = [x for x in program.arrays if jnp.issubdtype(x.dtype, jnp.floating)]
-    # A half batch with float32 parameters is legitimate.
+    # A half batch with float32 parameters is legitimate, and so are half parameters where nothing is trained.
     of_params = [pair for pair in halves if pair[0].startswith("[0][0]")]
-    are_params = halves and (of_params or len(halves) == len(floats)) and policy.param_dtype not in HALF_DTYPES
+    are_params = halves and compat.is_differentiating() and (of_params or len(halves) == len(floats)) and policy.param_dtype not in HALF_DTYPES
     if are_params and not _has_rounding():
         _warn(
             f"autocast: {_shown(of_params or halves)} of the inputs are half already. If they are parameters, their "

@@ -25,19 +25,24 @@ def loss(params, x):
 
 
 @pytest.mark.standard_promotion  # half weights and a float32 batch
-def test_half_params_lack_master_weights(monkeypatch):
+@pytest.mark.parametrize("inner", [lambda fun: fun, jax.jit])
+def test_trained_half_params_lack_master_weights(monkeypatch, inner):
     from mpjax.loss_scale import usage
+
+    fun = inner(mpjax.autocast(loss))
+    params = {"w": W.astype(jnp.float16)}
 
     monkeypatch.setattr(usage._Seen, "rounding", False)
     with pytest.warns(
         AutocastWarning,
         match=r"args\[0\]\['w'\] \(float16\).*master weights are missing.*mpjax.master_weights",
     ):
-        mpjax.autocast(loss)({"w": W.astype(jnp.float16)}, X)
+        jax.grad(fun)(params, X)
+    fun(params, X)  # nothing is trained
     for rounding in (mpjax.master_weights, mpjax.kahan, mpjax.stochastic_rounding):
         monkeypatch.setattr(usage._Seen, "rounding", False)
-        rounding(optax.sgd(0.1)).init({"w": W.astype(jnp.float16)})
-        mpjax.autocast(loss)({"w": W.astype(jnp.float16)}, X)
+        rounding(optax.sgd(0.1)).init(params)
+        jax.grad(fun)(params, X)
 
 
 @pytest.mark.standard_promotion  # the other way round
