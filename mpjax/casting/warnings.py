@@ -48,8 +48,8 @@ def check_inputs(program: Any, policy: Policy) -> None:
     floats = [x for x in program.arrays if jnp.issubdtype(x.dtype, jnp.floating)]
     # A half batch with float32 parameters is legitimate, and so are half parameters where nothing is trained.
     of_params = [pair for pair in halves if pair[0].startswith("[0][0]")]
-    are_params = halves and compat.is_differentiating() and (of_params or len(halves) == len(floats)) and policy.param_dtype not in HALF_DTYPES
-    if are_params and not _has_rounding():
+    are_params = halves and (of_params or len(halves) == len(floats)) and policy.param_dtype not in HALF_DTYPES
+    if are_params and compat.is_differentiating() and not _has_rounding():
         _warn(
             f"autocast: {_shown(of_params or halves)} of the inputs are half already. If they are parameters, their "
             "float32 master weights are missing, and updates smaller than a rounding step are lost: keep parameters in "
