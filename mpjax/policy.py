@@ -174,8 +174,9 @@ class Policy(jmp.Policy):
         ValueError: A dtype is not a real floating dtype, or an override is not a `(pattern, policy)` pair.
 
     Example:
-        >>> policy = Policy("float32", "float16", "float32")
-        >>> policy == Policy(jnp.float32, np.dtype("float16"), jnp.float32)
+        >>> import jax.numpy as jnp, numpy as np, mpjax
+        >>> policy = mpjax.Policy("float32", "float16", "float32")
+        >>> policy == mpjax.Policy(jnp.float32, np.dtype("float16"), jnp.float32)
         True
         >>> str(policy)
         'params=float32,compute=float16,output=float32'
@@ -329,9 +330,10 @@ def get_policy(policy: str | jmp.Policy) -> Policy:
         ValueError: The policy is anything else. The message quotes it and lists the accepted forms.
 
     Example:
-        >>> get_policy("mixed_bfloat16").compute_dtype
+        >>> import mpjax
+        >>> mpjax.get_policy("mixed_bfloat16").compute_dtype
         dtype(bfloat16)
-        >>> get_policy("c=f16").output_dtype
+        >>> mpjax.get_policy("c=f16").output_dtype
         dtype('float16')
     """
     if isinstance(policy, Policy):

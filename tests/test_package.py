@@ -1,6 +1,8 @@
 """The package as a whole: what importing it does, its public names, its types."""
 
 import ast
+import builtins
+import doctest
 import inspect
 import json
 import pathlib
@@ -75,6 +77,18 @@ def test_public_names_have_docstrings_with_examples():
         if name in without_example or (inspect.isclass(value) and issubclass(value, Exception)):
             continue
         assert ">>>" in value.__doc__, f"{name} has no doctest example"
+
+
+def test_examples_import_what_they_use():
+    # Doctests see the names of their module; a reader who copies one does not.
+    for name in (name for name in dir(mpjax) if not name.startswith("_")):
+        examples = doctest.DocTestParser().get_examples(getattr(mpjax, name).__doc__ or "")
+        nodes = [n for example in examples for n in ast.walk(ast.parse(example.source))]
+        bound = {n.id for n in nodes if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)}
+        bound |= {n.asname or n.name.partition(".")[0] for n in nodes if isinstance(n, ast.alias)}
+        bound |= {n.arg for n in nodes if isinstance(n, ast.arg)} | {n.name for n in nodes if hasattr(n, "decorator_list")}
+        used = {n.id for n in nodes if isinstance(n, ast.Name)}
+        assert not used - bound - {*vars(builtins)}, name
 
 
 def test_layers_import_downwards_only():

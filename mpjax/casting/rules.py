@@ -31,7 +31,7 @@ class UnusedRuleWarning(UserWarning):
         >>> import warnings, jax.numpy as jnp, mpjax
         >>> with warnings.catch_warnings(record=True) as caught:
         ...     warnings.simplefilter("always")
-        ...     _ = mpjax.autocast(jnp.dot, rules=Rules(deny=["*/head"]))(jnp.eye(2), jnp.eye(2))
+        ...     _ = mpjax.autocast(jnp.dot, rules=mpjax.Rules(deny=["*/head"]))(jnp.eye(2), jnp.eye(2))
         >>> str(caught[0].message)
         "Rules(deny=...): '*/head' matched no operation of this program; fix or remove it..."
     """
@@ -74,10 +74,11 @@ class Rules:
         ValueError: A name is not a primitive, an entry is in two lists, or an option has an unknown value.
 
     Example:
-        >>> rules = Rules(deny=["*/head", "tanh"], infer=["reduce_max"])
+        >>> import mpjax
+        >>> rules = mpjax.Rules(deny=["*/head", "tanh"], infer=["reduce_max"])
         >>> rules.deny
         ('*/head', 'tanh')
-        >>> Rules(deny=["tanhh"])
+        >>> mpjax.Rules(deny=["tanhh"])
         Traceback (most recent call last):
         ...
         ValueError: Rules(deny=...): 'tanhh' is not a primitive of this JAX (did you mean 'tanh'?)...

@@ -113,7 +113,7 @@ def apply_gradients(tx: Any, grads: Any, opt_state: Any = _MISSING, params: Any 
         ValueError: `grads` and `params` differ in structure.
 
     Example:
-        >>> import optax, mpjax
+        >>> import jax.numpy as jnp, optax, mpjax
         >>> import jax.numpy as jnp
         >>> tx = mpjax.dynamic_loss_scale(optax.sgd(0.5))
         >>> params = {"w": jnp.ones(2)}

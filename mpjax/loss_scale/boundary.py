@@ -56,7 +56,7 @@ def scale_loss(fun: Callable[P, T], opt_state: Any, has_aux: bool = False) -> Ca
     `custom_vjp`) sees scaled cotangents; wrap that part with `true_cotangents`.
 
     Example:
-        >>> import optax, mpjax
+        >>> import jax, jax.numpy as jnp, optax, mpjax
         >>> opt_state = mpjax.dynamic_loss_scale(optax.sgd(0.1)).init({})
         >>> tiny = jnp.float16(2.0**-20)
         >>> loss = lambda w: (w.astype(jnp.float16) * tiny).astype(jnp.float32) * 2.0**-10
@@ -112,7 +112,7 @@ def true_cotangents(fun: Callable[P, T], opt_state: Any) -> Callable[P, T]:
         opt_state: The state given to the surrounding `scale_loss` or `value_and_grad`.
 
     Example:
-        >>> import optax, mpjax
+        >>> import jax, jax.numpy as jnp, optax, mpjax
         >>> @jax.custom_vjp
         ... def clip_gradient(x):
         ...     return x
@@ -180,9 +180,9 @@ def unscale(grads: T, opt_state: Any) -> T:
             axes (a state outside its `vmap` or `pmap`), each member of `grads` is divided by its own scale.
 
     Example:
-        >>> import optax, mpjax
+        >>> import jax.numpy as jnp, optax, mpjax
         >>> opt_state = mpjax.static_loss_scale(optax.sgd(0.1), 8.0).init({})
-        >>> float(unscale(jnp.float16(4.0), opt_state))
+        >>> float(mpjax.unscale(jnp.float16(4.0), opt_state))
         0.5
     """
     note_gradient()

@@ -88,7 +88,7 @@ def value_and_grad(
             unknown policy.
 
     Example:
-        >>> import optax, mpjax
+        >>> import jax.numpy as jnp, optax, mpjax
         >>> opt_state = mpjax.dynamic_loss_scale(optax.sgd(0.1)).init({})
         >>> value, grads = mpjax.value_and_grad(lambda w, x: jnp.sum(w * x), opt_state)(
         ...     jnp.ones(2, jnp.float16), jnp.full(2, 3e-8, jnp.float16))
@@ -205,7 +205,7 @@ def grad(
     See `value_and_grad`.
 
     Example:
-        >>> import mpjax
+        >>> import jax.numpy as jnp, mpjax
         >>> mpjax.grad(lambda w: w**2)(jnp.float16(3.0)).dtype
         dtype('float32')
     """

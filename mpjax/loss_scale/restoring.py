@@ -38,11 +38,11 @@ def keep_if_finite(opt_state: Any, new: T, old: T) -> T:
             the mapped axis; `new` and `old` hold the same `nnx.Variable`.
 
     Example:
-        >>> import optax, mpjax
+        >>> import jax, jax.numpy as jnp, optax, mpjax
         >>> tx = mpjax.dynamic_loss_scale(optax.sgd(0.1))
         >>> params = {"w": jnp.ones(2)}
         >>> _, opt_state = tx.update({"w": jnp.array([1.0, jnp.inf])}, tx.init(params), params)
-        >>> float(keep_if_finite(opt_state, new=jnp.nan, old=3.0))
+        >>> float(mpjax.keep_if_finite(opt_state, new=jnp.nan, old=3.0))
         3.0
     """
     finite = jnp.asarray(find_loss_scale_state(opt_state).last_finite)
@@ -68,7 +68,7 @@ def restore_if_skipped(module: Any, optimizer: Any, *filters: Any) -> Iterator[N
         ValueError: `optimizer.update` was not called inside; no (or more than one) `LossScaleState` in it.
 
     Example:
-        >>> import optax, mpjax
+        >>> import jax, jax.numpy as jnp, optax, mpjax
         >>> from flax import nnx
         >>> model = nnx.BatchNorm(1, rngs=nnx.Rngs(0))
         >>> optimizer = nnx.Optimizer(model, mpjax.dynamic_loss_scale(optax.sgd(0.1)), wrt=nnx.Param)

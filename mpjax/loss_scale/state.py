@@ -21,18 +21,28 @@ _WHERE = (
 class LossScaleState(NamedTuple):
     """State of `dynamic_loss_scale` and `static_loss_scale`. The dtypes are fixed from `init` on.
 
+    Attributes:
+        loss_scale: The factor of the backward pass, a float32 scalar; always positive and finite.
+        good_steps: Consecutive finite steps since the scale last changed, an int32 scalar.
+        skipped_steps: All skipped steps, an int32 scalar, saturating.
+        consecutive_skips: The current number of consecutive skipped steps, an int32 scalar.
+        last_finite: Whether the last step was taken, a bool scalar.
+        inner_state: The state of the wrapped transformation.
+        nonfinite_losses: Steps that were skipped because the loss itself was not finite (reported by
+            `update(..., value=loss)`), an int32 scalar, saturating.
+        consecutive_nonfinite_losses: The current number of consecutive such steps, an int32 scalar.
+
     Source: Mixed Precision Training, Micikevicius et al. 2018 (https://arxiv.org/abs/1710.03740).
     """
 
-    loss_scale: chex.Array  # shape=(), dtype=jnp.float32; always positive and finite.
-    good_steps: chex.Array  # shape=(), dtype=jnp.int32; consecutive finite steps since the last change.
-    skipped_steps: chex.Array  # shape=(), dtype=jnp.int32; total skipped steps, saturating.
-    consecutive_skips: chex.Array  # shape=(), dtype=jnp.int32; current number of consecutive skipped steps.
-    last_finite: chex.Array  # shape=(), dtype=jnp.bool_; whether the last step was taken.
-    inner_state: Any  # the wrapped transformation's state.
-    # Steps skipped because the loss itself was not finite (reported by `update(..., value=loss)`).
-    nonfinite_losses: chex.Array  # shape=(), dtype=jnp.int32; total, saturating.
-    consecutive_nonfinite_losses: chex.Array  # shape=(), dtype=jnp.int32; current consecutive number.
+    loss_scale: chex.Array
+    good_steps: chex.Array
+    skipped_steps: chex.Array
+    consecutive_skips: chex.Array
+    last_finite: chex.Array
+    inner_state: Any
+    nonfinite_losses: chex.Array
+    consecutive_nonfinite_losses: chex.Array
 
 
 class LossScaleError(RuntimeError):

@@ -99,7 +99,7 @@ def dynamic_loss_scale(
             state was made.
 
     Example:
-        >>> import optax, mpjax
+        >>> import jax.numpy as jnp, optax, mpjax
         >>> tx = mpjax.dynamic_loss_scale(optax.adam(1e-3), growth_interval=2)
         >>> params = {"w": jnp.ones(2)}
         >>> state = tx.init(params)
@@ -152,7 +152,7 @@ def static_loss_scale(
         TypeError: `inner` is not an optax transformation.
 
     Example:
-        >>> import optax, mpjax
+        >>> import jax.numpy as jnp, optax, mpjax
         >>> state = mpjax.static_loss_scale(optax.sgd(0.1), 128.0).init({"w": jnp.ones(2)})
         >>> float(state.loss_scale)
         128.0
@@ -180,7 +180,7 @@ def loss_scale_for(inner: optax.GradientTransformation | optax.MultiSteps, polic
         TypeError: An argument that `dynamic_loss_scale` does not have, or the policy comes first.
 
     Example:
-        >>> import optax, mpjax
+        >>> import jax.numpy as jnp, optax, mpjax
         >>> [float(mpjax.loss_scale_for(optax.sgd(0.1), p).init({}).loss_scale)
         ...  for p in ("mixed_float16", "mixed_bfloat16", "float32")]
         [32768.0, 1.0, 1.0]

@@ -63,8 +63,8 @@ def with_policy(model: M, policy: str | jmp.Policy | Policy) -> M:
             it sees a copy.
 
     Example:
-        >>> import flax.linen as nn, jax, jax.numpy as jnp
-        >>> model = with_policy(nn.Sequential([nn.Dense(8), nn.LayerNorm(), nn.Dense(2)]), "mixed_float16")
+        >>> import flax.linen as nn, jax, jax.numpy as jnp, mpjax
+        >>> model = mpjax.with_policy(nn.Sequential([nn.Dense(8), nn.LayerNorm(), nn.Dense(2)]), "mixed_float16")
         >>> params = jax.jit(model.init)(jax.random.key(0), jnp.ones((1, 4)))
         >>> params["params"]["layers_0"]["kernel"].dtype
         dtype('float32')

@@ -61,7 +61,7 @@ def stochastic_rounding(
         TypeError: `inner` is not an optax transformation.
 
     Example:
-        >>> import optax, mpjax
+        >>> import jax.numpy as jnp, optax, mpjax
         >>> tx = mpjax.stochastic_rounding(optax.sgd(1.0))
         >>> params = jnp.ones(10_000, jnp.bfloat16)  # whose spacing above 1 is 2**-7
         >>> params, state = mpjax.apply_gradients(tx, jnp.full(10_000, -(2.0**-10)), tx.init(params), params)
@@ -128,7 +128,7 @@ def kahan(inner: optax.GradientTransformation) -> optax.GradientTransformationEx
         TypeError: `inner` is not an optax transformation.
 
     Example:
-        >>> import optax, mpjax
+        >>> import jax.numpy as jnp, optax, mpjax
         >>> tx = mpjax.kahan(optax.sgd(1.0))
         >>> params = jnp.ones((), jnp.bfloat16)
         >>> state = tx.init(params)

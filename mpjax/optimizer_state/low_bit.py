@@ -81,7 +81,7 @@ def low_bit_state(
         TypeError: `inner` is not an optax transformation.
 
     Example:
-        >>> import optax, mpjax
+        >>> import jax, jax.numpy as jnp, optax, mpjax
         >>> params = {"w": jnp.ones((64, 256), jnp.bfloat16)}
         >>> tx = mpjax.stochastic_rounding(mpjax.low_bit_state(optax.adamw(1e-3), "int8"))
         >>> held = jax.tree.leaves((params, tx.init(params)))

@@ -54,7 +54,7 @@ def master_weights(inner: optax.GradientTransformation, policy: Any = "O2") -> o
         TypeError: `inner` is not an optax transformation.
 
     Example:
-        >>> import optax, mpjax
+        >>> import jax.numpy as jnp, optax, mpjax
         >>> tx = mpjax.master_weights(optax.sgd(1.0), "O2")
         >>> params = {"w": jnp.ones(1, jnp.float16)}
         >>> state = tx.init(params)

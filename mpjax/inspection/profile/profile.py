@@ -104,7 +104,7 @@ def profile(
         TypeError: An argument is a `ShapeDtypeStruct`. The step needs arrays to run.
 
     Example:
-        >>> import jax.numpy as jnp, mpjax
+        >>> import jax, jax.numpy as jnp, mpjax
         >>> step = jax.jit(lambda w, x: (w - 0.1 * x.T @ (x @ w), (x @ w).sum()))
         >>> report = mpjax.profile(step, jnp.eye(64), batches=[jnp.ones((32, 64))] * 3, steps=3)
         >>> abs(report.input_share + report.dispatch_share + report.device_share - 1) < 1e-6
