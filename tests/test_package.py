@@ -86,7 +86,8 @@ def test_examples_import_what_they_use():
         nodes = [n for example in examples for n in ast.walk(ast.parse(example.source))]
         bound = {n.id for n in nodes if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)}
         bound |= {n.asname or n.name.partition(".")[0] for n in nodes if isinstance(n, ast.alias)}
-        bound |= {n.arg for n in nodes if isinstance(n, ast.arg)} | {n.name for n in nodes if hasattr(n, "decorator_list")}
+        bound |= {n.arg for n in nodes if isinstance(n, ast.arg)}
+        bound |= {n.name for n in nodes if isinstance(n, (ast.FunctionDef, ast.ClassDef))}
         used = {n.id for n in nodes if isinstance(n, ast.Name)}
         assert not used - bound - {*vars(builtins)}, name
 
