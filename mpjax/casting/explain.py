@@ -64,9 +64,9 @@ def _planned(
     plan: Plan, around: Site | None = None, recomputed: bool = False, rule: bool = False
 ) -> Iterator[_Planned]:
     """Each equation of a plan, including those of sub-jaxprs and derivative rules."""
-    for part in plan.steps:
+    for part in plan.eqns:
         is_recomputed = recomputed or isinstance(part, RematRegion)
-        for step in part.steps if isinstance(part, RematRegion) else (part,):
+        for step in part.eqns if isinstance(part, RematRegion) else (part,):
             site = site_of(step.eqn, around, plan.setting.owners)
             yield _Planned(site, step, plan.setting.half.name, is_recomputed, rule)
             if is_left_alone(step):
@@ -118,7 +118,7 @@ def _row(found: _Planned) -> Row:
 
 
 def _silent(step: Step) -> bool:
-    if step.action is Action.SKIP or step.listing.op in _SILENT or step.listing.op is Op.ENTER:
+    if step.listing.op in _SILENT or step.listing.op is Op.ENTER:
         return True
     return not any(map(_float, (*step.eqn.invars, *step.eqn.outvars))) and step.eqn.primitive.name not in MATMULS
 
@@ -138,4 +138,4 @@ def _dtype(v: Any, storage: Storage, half: str) -> str:
 
 def unseen_of(plan: Plan) -> tuple[str, ...]:
     """Operations of a plan whose work the program does not show (callbacks, kernels of other libraries), and why."""
-    return not_entered(found.site for found in _planned(plan) if found.step.action is not Action.SKIP)
+    return not_entered(found.site for found in _planned(plan))

@@ -75,7 +75,8 @@ class Inference:
     def plan(self) -> Plan:
         """Infers the dtypes of all equations and returns the plan."""
         jaxpr = self.jaxpr
-        steps: list[Any] = [self._step(eqn, listed) for eqn, listed in zip(jaxpr.eqns, self.listings, strict=True)]
+        inferred = [self._step(eqn, listed) for eqn, listed in zip(jaxpr.eqns, self.listings, strict=True)]
+        steps: list[Any] = [step for step in inferred if step.action is not Action.SKIP]
         self.log = []
         outs = tuple(self._out(v, use) for v, use in zip(jaxpr.outvars, self.wanted, strict=True))
         if self.setting.recompute and not self.setting.folded and not self.unchanged:
@@ -160,7 +161,8 @@ class Inference:
         self.log = []
         step = self._infer(eqn, listing)
         if step.action is Action.ENTER and not self.setting.in_rule:
-            for v in closed_over(self.jaxpr, eqn):
+            step.closures = closed_over(self.jaxpr, eqn)
+            for v in step.closures:
                 self.read(v, FULL)
         step.all_reads = tuple(self.log)
         self.counts += _counts_of(step)

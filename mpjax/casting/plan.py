@@ -18,7 +18,7 @@ class Action(enum.Enum):
 
     BIND = "bind"  # Bind the primitive again.
     ALIAS = "alias"  # Return the input.
-    SKIP = "skip"  # Do nothing: the outputs are unused.
+    SKIP = "skip"  # Leave it out: the outputs are unused.
     ENTER = "enter"  # Issue it again through its higher-order rule.
 
     __hash__ = object.__hash__  # Enum's __hash__ is slow enough to show in trace times.
@@ -44,6 +44,7 @@ class Step:
         half_collective: Whether a parameter is cast, then sent to other devices, and its gradient sent back in float32.
         inner: For a higher-order primitive, the data that its rule needs to issue it again; it has `plans`.
         all_reads: The values that it reads, each with its storage dtype.
+        closures: The values of this program that its derivative rules close over; further operands.
     """
 
     eqn: Any
@@ -59,6 +60,17 @@ class Step:
     half_collective: bool = False
     inner: Any = None
     all_reads: tuple[tuple[Any, Storage], ...] = ()
+    closures: Sequence[Any] = ()
+
+    @property
+    def invars(self) -> Sequence[Any]:
+        """Its operands."""
+        return [*self.eqn.invars, *self.closures] if self.closures else self.eqn.invars
+
+    @property
+    def outvars(self) -> Sequence[Any]:
+        """Its results."""
+        return self.eqn.outvars
 
     @property
     def plans(self) -> tuple[Plan, ...]:
@@ -111,7 +123,7 @@ class Plan:
 
     Args:
         setting: Half dtype, rules, region.
-        steps: A `Step` for each equation, in order; some are grouped into rematerialisation regions.
+        eqns: A `Step` for each equation, in order; some are grouped into rematerialisation regions.
         invars, constvars, outvars: The program's variables.
         ins, outs: The inferred dtypes of its inputs and outputs; None where autocast leaves them alone.
         in_reads: A bit mask for each input, of the storage dtypes in which it is read.
@@ -121,7 +133,7 @@ class Plan:
     """
 
     setting: Setting
-    steps: list[Any]
+    eqns: list[Any]
     invars: Sequence[Any]
     constvars: Sequence[Any]
     outvars: Sequence[Any]

@@ -37,7 +37,7 @@ class RematRegion:
     """Steps that are issued together under `jax.checkpoint`.
 
     Args:
-        steps: The steps.
+        eqns: The steps.
         ins: The values that they read from outside the region, with storage dtypes.
         is_input: For each of `ins`, whether it is an unchanged input of the program, such as a parameter.
         outs: Their results that are read outside the region, with storage dtypes.
@@ -47,13 +47,23 @@ class RematRegion:
         body: The function of a model.
     """
 
-    steps: list[Step]
+    eqns: list[Step]
     ins: tuple[Read, ...]
     is_input: tuple[bool, ...]
     outs: tuple[Read, ...]
     scopes: Any
     model: RematRegion | None = None
     body: Callable[..., Any] | None = None
+
+    @property
+    def invars(self) -> Sequence[Any]:
+        """The variables of `ins`."""
+        return [v for v, _ in self.ins]
+
+    @property
+    def outvars(self) -> Sequence[Any]:
+        """The variables of `outs`. A result that is read in both dtypes occurs twice there."""
+        return list(dict.fromkeys(v for v, _ in self.outs))
 
 
 class _Division(NamedTuple):
@@ -192,8 +202,6 @@ def _variables(eqn: Any) -> list[Any]:
 
 
 def _belongs(step: Step) -> bool:
-    if step.action is Action.SKIP:
-        return True
     if step.action is Action.ENTER:
         folded = step.eqn.primitive.name == "custom_jvp_call" or all(plan.setting.folded for plan in step.plans)
         return folded and primitive(step.eqn.primitive.name).call and is_cheap(step.eqn)
@@ -292,7 +300,7 @@ class _Stretches:
         if step.action is Action.ENTER:
             if step.eqn.primitive.name == "custom_jvp_call":  # a mask, as for relu
                 return [(v, Storage.MASK) for v in step.eqn.outvars]
-            return [read for plan in step.plans for inner in plan.steps for read in self._saved_by(inner)]
+            return [read for plan in step.plans for inner in plan.eqns for read in self._saved_by(inner)]
         if step.action is not Action.BIND:
             return []
         return [(v, HALF if step.half else FULL) for v in _saved(step.eqn) if tracked(v)]
@@ -336,7 +344,6 @@ class _Stretches:
         return tuple(
             (v, storage)
             for step in steps
-            if step.action is not Action.SKIP
             for v in step.eqn.outvars
             for storage in ((FULL, HALF) if v in self.values and tracked(v) else (TRACED,))
             if any(reader not in inside for reader in self.readers.get((v, storage), ()))
@@ -353,8 +360,8 @@ def _signature(region: RematRegion) -> Any:
     depth = len(region.scopes.stack)
     ins = tuple((number(v), v.aval, storage) for v, storage in region.ins)
     steps = []
-    for step in region.steps:
-        if getattr(step.inner, "closures", ()):
+    for step in region.eqns:
+        if step.closures:
             return id(region)
         info = step.eqn.source_info
         steps.append((_structure(step, number), info.name_stack.stack[depth:], info.traceback))
@@ -406,8 +413,7 @@ class _Window:
 
     def extend_after(self, step: Step, saved: Sequence[Read]) -> None:
         """Adds the step after the region."""
-        if step.action is not Action.SKIP:
-            self._made.update(step.eqn.outvars)
+        self._made.update(step.eqn.outvars)
         for v, storage in step.all_reads:
             if v not in self._made and v not in self.ins:
                 self.ins[v] = storage if storage == TRACED else self.stretches.values[v].storage

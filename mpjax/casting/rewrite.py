@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -18,14 +18,12 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from mpjax._jaxpr import compat, weight_gradients
+from mpjax._jaxpr.evaluator import evaluate
 from mpjax._jaxpr.primitives import MATMULS, Op, primitive
 from mpjax.casting.classify import FLOAT32, tracked
 from mpjax.casting.lattice import FULL, HALF, TRACED, Inferred, Storage, storage_of
 from mpjax.casting.plan import Action, Plan, Step
 from mpjax.casting.remat import RematRegion
-
-Environment = dict[Any, Any]
-"""The value of each variable: a `MixedValue` where it is float32, else the array itself."""
 
 
 class MixedValue:
@@ -40,8 +38,9 @@ class MixedValue:
     def __getitem__(self, storage: Storage) -> Any:
         array = self._arrays[storage]
         if array is None:
-            dtype = self._half if storage == HALF else FLOAT32
-            array = self._arrays[storage] = compat.cast(self._arrays[1 - storage], dtype)
+            other, dtype = self._arrays[1 - storage], self._half if storage == HALF else FLOAT32
+            cast = compat.cast if isinstance(other, jax.Array) or np.ndim(other) else _cast_literal
+            array = self._arrays[storage] = cast(other, dtype)
         return array
 
     def has(self, storage: Storage) -> bool:
@@ -51,6 +50,11 @@ class MixedValue:
     def add(self, storage: Storage, array: Any) -> None:
         """Sets the array of a storage dtype."""
         self._arrays[storage] = array
+
+
+def _cast_literal(literal: Any, dtype: np.dtype) -> Any:
+    with np.errstate(over="ignore"):  # A mask of -1e38 becomes -inf, as in a cast on the device.
+        return np.asarray(literal).astype(dtype)[()]
 
 
 def array_of(value: Any, storage: Storage) -> Any:
@@ -106,50 +110,50 @@ def run(plan: Plan, consts: Sequence[Any], values: Sequence[Any]) -> list[Any]:
     Returns:
         The values of the outputs.
     """
-    half = plan.setting.half
-    env: Environment = {}
-    for v, const in zip(plan.constvars, consts, strict=True):
-        env[v] = value_of(const, FULL if tracked(v) else TRACED, half)
-    env.update(zip(plan.invars, values, strict=True))
-    _run_steps(plan.steps, env, plan)
-    return [_operand(v, env, half) for v in plan.outvars]
+    storages = (FULL if tracked(v) else TRACED for v in plan.constvars)
+    constants = (value_of(const, storage, plan.setting.half) for const, storage in zip(consts, storages, strict=True))
+    env = dict(zip((*plan.constvars, *plan.invars), (*constants, *values), strict=True))
+    return _run(plan, env, plan)
 
 
-def _run_steps(steps: Sequence[Step | RematRegion], env: Environment, plan: Plan, scopes: int = 0) -> None:
-    """Carries out steps. Their `scopes` outermost named scopes are already open."""
+def _run(program: Plan | RematRegion, env: dict[Any, Any], plan: Plan, scopes: int = 0) -> list[Any]:
+    """Carries out a plan or a region of it, whose `scopes` outermost named scopes are already open."""
     half, higher_order = plan.setting.half, plan.setting.higher_order
-    for step in steps:
+
+    def rule(step: Step | RematRegion, operands: list[Any]) -> Sequence[Any]:
         if isinstance(step, RematRegion):
-            _run_region(step, env, plan)
-            continue
-        if step.action is Action.SKIP:
-            continue
-        eqn = step.eqn
-        outs: Sequence[Any]
-        with compat.EquationContext(eqn, scopes):
+            return _run_region(step, operands, plan)
+        with compat.EquationContext(step.eqn, scopes):
+            if step.action is Action.BIND:
+                return _bind(step, operands, half)
             if step.action is Action.ALIAS:
-                outs = [env[eqn.invars[0]] if step.outs[0] is not None else env[eqn.invars[0]][HALF]]
-            elif step.action is Action.BIND:
-                outs = _bind(step, env, half)
-            else:
-                operands = [_operand(v, env, half) for v in eqn.invars]
-                outs = higher_order[eqn.primitive.name].issue(step, operands, plan, env)
-        env.update(zip(eqn.outvars, outs, strict=True))
+                return operands if step.outs[0] is not None else [operands[0][HALF]]
+            return higher_order[step.eqn.primitive.name].issue(step, operands, plan)
+
+    def constant(literal: Any, step: Step | None) -> Any:
+        return MixedValue(half, full=literal.val) if tracked(literal) else literal.val
+
+    return evaluate(program, env, rule, constant)
 
 
-def _run_region(region: RematRegion, env: Environment, plan: Plan) -> None:
+def _run_region(region: RematRegion, operands: Sequence[Any], plan: Plan) -> Sequence[Any]:
     """Issues a rematerialisation region. Only its inputs are stored for the backward pass."""
     half, model = plan.setting.half, region.model or region
     if model.body is None:
         model.body = _body(model, plan)
-    arrays = [_without_weak_type(array_for(env[v], storage, _readers(region, v))) for v, storage in region.ins]
+    arrays = [
+        _without_weak_type(array_for(value, storage, _readers(region, v)))
+        for value, (v, storage) in zip(operands, region.ins, strict=True)
+    ]
     with compat.in_scopes(region.scopes):
         outs = compat.checkpoint(model.body, arrays, _barriers(region, plan), _large_reductions)
+    values: dict[Any, Any] = {}
     for (v, storage), array in zip(region.outs, outs, strict=True):
-        if storage != TRACED and v in env:
-            env[v].add(storage, array)
+        if v in values:
+            values[v].add(storage, array)
         else:
-            env[v] = value_of(array, storage, half)
+            values[v] = value_of(array, storage, half)
+    return list(values.values())
 
 
 def _body(region: RematRegion, plan: Plan) -> Callable[..., tuple[Any, ...]]:
@@ -159,8 +163,8 @@ def _body(region: RematRegion, plan: Plan) -> Callable[..., tuple[Any, ...]]:
     def body(*arrays: Any) -> tuple[Any, ...]:
         inside = {v: value_of(array, storage, half) for (v, storage), array in zip(region.ins, arrays, strict=True)}
         scopes = len(region.scopes.stack)
-        _run_steps(region.steps, inside, plan, scopes)
-        made = {v: step.eqn for step in region.steps for v in step.eqn.outvars}
+        _run(region, inside, plan, scopes)
+        made = {v: step.eqn for step in region.eqns for v in step.outvars}
         return tuple(array_for(inside[v], storage, iter([made[v]]), scopes) for v, storage in region.outs)
 
     return body
@@ -168,8 +172,7 @@ def _body(region: RematRegion, plan: Plan) -> Callable[..., tuple[Any, ...]]:
 
 def _readers(region: RematRegion, v: Any) -> Iterator[Any]:
     """The equations of a region that read a variable."""
-    steps = (step for step in region.steps if step.action is not Action.SKIP)
-    return (step.eqn for step in steps if any(read is v for read in step.eqn.invars))
+    return (step.eqn for step in region.eqns if any(read is v for read in step.eqn.invars))
 
 
 def _barriers(region: RematRegion, plan: Plan) -> bool | tuple[bool, ...]:
@@ -180,7 +183,7 @@ def _barriers(region: RematRegion, plan: Plan) -> bool | tuple[bool, ...]:
     """
     if plan.setting.looped:
         return False
-    if any(primitive(step.eqn.primitive.name).op is Op.ENTER for step in region.steps):
+    if any(primitive(step.eqn.primitive.name).op is Op.ENTER for step in region.eqns):
         # A derivative rule that closes over an array adds inputs, and JAX's remat has no flags for these.
         return True
     return tuple(not is_input for is_input in region.is_input)
@@ -204,24 +207,9 @@ def _without_weak_type(x: Any) -> Any:
     return compat.cast(x, x.dtype) if weak and jax.numpy.issubdtype(x.dtype, np.floating) else x
 
 
-def _operand(v: Any, env: Mapping[Any, Any], half: np.dtype) -> Any:
-    if not isinstance(v, compat.Literal):
-        return env[v]
-    return MixedValue(half, full=v.val) if tracked(v) else v.val
-
-
-def _read(v: Any, storage: Storage, env: Mapping[Any, Any], half: np.dtype) -> Any:
-    if not isinstance(v, compat.Literal):
-        return array_of(env[v], storage)
-    if storage != HALF:
-        return v.val
-    with np.errstate(over="ignore"):  # A mask of -1e38 becomes -inf, as in a cast on the device.
-        return np.asarray(v.val).astype(half)[()]
-
-
-def _bind(step: Step, env: Mapping[Any, Any], half: np.dtype) -> Sequence[Any]:
+def _bind(step: Step, operands: Sequence[Any], half: np.dtype) -> Sequence[Any]:
     eqn = step.eqn
-    args = [_read(v, storage, env, half) for v, storage in zip(eqn.invars, step.reads, strict=True)]
+    args = [array_of(value, storage) for value, storage in zip(operands, step.reads, strict=True)]
     params = eqn.primitive.get_bind_params(eqn.params)
     if step.half_collective:
         low, full = weight_gradients.half_collective(eqn.primitive, params, args[0], half)
@@ -230,15 +218,15 @@ def _bind(step: Step, env: Mapping[Any, Any], half: np.dtype) -> Sequence[Any]:
         shape = eqn.outvars[0].aval.shape
         if eqn.primitive.name == "mul" and len(step.broadcast) == 1:
             (i,) = step.broadcast
-            low = env[eqn.invars[i]][HALF]
-            return [value_of(_scaled(args[1 - i], args[i], weight_gradients.detached.bind(low)), HALF, half)]
+            low = weight_gradients.detached.bind(operands[i][HALF])
+            return [value_of(_scaled(args[1 - i], args[i], low), HALF, half)]
         for i in step.broadcast:
             args[i] = _broadcast(args[i], shape, half)
     if step.half:
         params = _half_params(eqn.primitive.name, params, half)
     avals = _results(step, args, half)
     if step.parameters:
-        full = [env[v][FULL] if i in step.parameters else args[i] for i, v in enumerate(eqn.invars[:2])]
+        full = [operands[i][FULL] if i in step.parameters else args[i] for i in range(2)]
         outs = weight_gradients.matmul(eqn.primitive, params, args, full, step.wide_gradients, avals)
     else:
         outs = compat.bind(eqn.primitive, args, params, avals)

@@ -21,7 +21,7 @@ from mpjax.casting.higher_order.sub_jaxpr import (
 from mpjax.casting.infer import Inference, plan_jaxpr
 from mpjax.casting.lattice import FULL, HALF, TRACED, Inferred, Level, at_boundary, join, storage_of
 from mpjax.casting.plan import Plan, Step
-from mpjax.casting.rewrite import Environment, arrays_of, run_closed, values_of
+from mpjax.casting.rewrite import arrays_of, run_closed, values_of
 from mpjax.casting.uses import Use, uses
 
 
@@ -65,7 +65,7 @@ def _agreed(found: Sequence[Inferred | None], use: Use) -> Inferred | None:
     return at_boundary(Inferred(level, storage), use)
 
 
-def _issue(step: Step, operands: Sequence[Any], plan: Plan, env: Environment) -> Sequence[Any]:
+def _issue(step: Step, operands: Sequence[Any], plan: Plan) -> Sequence[Any]:
     inner: Several = step.inner
     half = plan.setting.half
     index, *arrays = flatten_operands(inner.convention, operands)

@@ -33,7 +33,7 @@ from mpjax.casting.infer import Inference, plan_jaxpr
 from mpjax.casting.lattice import FULL, HALF, PARAMETER, TRACED, Inferred, Level, Storage, storage_of
 from mpjax.casting.plan import Plan, Step
 from mpjax.casting.remat import is_cheap
-from mpjax.casting.rewrite import Environment, array_of, run_closed, values_of
+from mpjax.casting.rewrite import array_of, run_closed, values_of
 from mpjax.casting.uses import RESULT, Use, follows_one_value, uses
 
 # The storage dtypes in which an operand is passed: `(equation, index, its inferred dtype, reads inside as a bit mask)`.
@@ -80,7 +80,7 @@ def _one_sub_jaxpr(
         passed = [storages(eqn, i, inference.value(v), mask) for i, (v, mask) in reads]
         return enter(eqn, listing, inner.outs, Call(inner, convention_of(inference, eqn, passed)))
 
-    def reissue(step: Step, operands: Sequence[Any], plan: Plan, env: Environment) -> Sequence[Any]:
+    def reissue(step: Step, operands: Sequence[Any], plan: Plan) -> Sequence[Any]:
         call: Call = step.inner
         body = function_of(call.plan, call.convention, compat.call_jaxpr(step.eqn.params))
         outs = issue(step.eqn, call, body, flatten_operands(call.convention, operands))

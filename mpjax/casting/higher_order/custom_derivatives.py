@@ -24,7 +24,6 @@ from mpjax.casting.derivative_rules import (
     JvpRule,
     VjpRule,
     backward_rule,
-    closed_over,
     closes_over_tracers,
     jvp_rule,
     rules_of,
@@ -45,7 +44,7 @@ from mpjax.casting.higher_order.sub_jaxpr import (
 from mpjax.casting.infer import Inference, plan_jaxpr
 from mpjax.casting.lattice import FULL, HALF, PARAMETER, TRACED, Inferred, Level, Storage, storage_of
 from mpjax.casting.plan import Plan, Step
-from mpjax.casting.rewrite import Environment, MixedValue, array_of, arrays_of, run, values_of
+from mpjax.casting.rewrite import MixedValue, array_of, arrays_of, run, values_of
 from mpjax.casting.uses import Use, uses
 
 _WANTED = {HALF: Use.READ | Use.HALF, FULL: Use.READ | Use.FLOAT, TRACED: Use.READ}
@@ -58,7 +57,6 @@ class WithRules:
     Args:
         plan: The plan of the function.
         convention: The storage dtypes of its operands.
-        closures: The variables of the enclosing program that its rules close over.
         unread: For each result, whether it is unused. Rules don't compute unused results, because the values that
             they close over may be gone.
         jvp: The custom_jvp rule and its plan.
@@ -68,7 +66,6 @@ class WithRules:
 
     plan: Plan
     convention: Convention
-    closures: Sequence[Any] = ()
     unread: Sequence[bool] = ()
     jvp: tuple[JvpRule, Plan] | None = None
     forward: tuple[VjpRule, Plan] | None = None
@@ -109,7 +106,6 @@ def _infer(inference: Inference, eqn: Any, listing: Listing) -> Step:
     # values of an enclosing program, whose trace has ended, must not compute unused results.
     bare = eqn.primitive.name == "custom_jvp_call" or not any(map(tracked, eqn.invars))
     in_rule = inference.setting.in_rule
-    closures = () if in_rule else closed_over(inference.jaxpr, eqn)
     if inner.unchanged and bare and (in_rule or not closes_over_tracers(inference.jaxpr, eqn)):
         return as_traced(inference, eqn, listing, inner.outs, inner)
     storages = []
@@ -117,7 +113,7 @@ def _infer(inference: Inference, eqn: Any, listing: Listing) -> Step:
         value = inference.value(v)
         storages.append([HALF if value is not None and mask == HALF.bit else storage_of(value)])
     unread = tuple(not use for use in inference.wanted_of(eqn))
-    entered = WithRules(inner, convention_of(inference, eqn, storages), closures, unread)
+    entered = WithRules(inner, convention_of(inference, eqn, storages), unread)
     rules = DerivativeRules()
     if not in_rule:
         wanted = traced_rules_of if inference.setting.plans_rules else rules_of
@@ -152,9 +148,9 @@ def _plan_rule(
     return plan_jaxpr(jaxpr, (*leading, *ins), taken, dataclasses.replace(setting, in_rule=True))
 
 
-def _closed_over(entered: WithRules, env: Environment) -> list[Any]:
+def _closed_over(step: Step, operands: Sequence[Any]) -> list[Any]:
     """The arrays that the rules close over. They become operands, because a rule runs after this trace has ended."""
-    arrays = [env[v][FULL] if isinstance(env[v], MixedValue) else env[v] for v in entered.closures]
+    arrays = [x[FULL] if isinstance(x, MixedValue) else x for x in operands[len(step.eqn.invars) :]]
     return [detached.bind(x) if jnp.issubdtype(x.dtype, jnp.inexact) else x for x in arrays]
 
 
@@ -199,7 +195,7 @@ def _plan_jvp(rule: JvpRule, entered: WithRules, params: dict[str, Any]) -> Plan
     return _plan_rule(rule.jaxpr, rule.consts, [*ins, *taken], wanted, entered.plan.setting)
 
 
-def _issue_jvp(step: Step, operands: Sequence[Any], outer: Plan, env: Environment) -> Sequence[Any]:
+def _issue_jvp(step: Step, operands: Sequence[Any], outer: Plan) -> Sequence[Any]:
     entered: WithRules = step.inner
     params, outs = step.eqn.params, entered.plan.outs
     first, count = params["num_consts"], len(entered.convention)
@@ -207,7 +203,7 @@ def _issue_jvp(step: Step, operands: Sequence[Any], outer: Plan, env: Environmen
     fun = jax.custom_jvp(lambda *arrays: body(*arrays[:count]))
 
     def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
-        closed = dict(zip(entered.closures, primals[count:], strict=True))
+        closed = dict(zip(step.closures, primals[count:], strict=True))
         constant, primals, tangents = primals[:first], primals[first:count], tangents[first:count]
         zeros = [type(t) is SymbolicZero for t in tangents]
         if entered.jvp is not None and not any(zeros):
@@ -228,7 +224,7 @@ def _issue_jvp(step: Step, operands: Sequence[Any], outer: Plan, env: Environmen
         return tuple(out), tuple(dots)
 
     fun.defjvp(rule, symbolic_zeros=params["symbolic_zeros"])
-    arrays = [*flatten_operands(entered.convention, operands), *_closed_over(entered, env)]
+    arrays = [*flatten_operands(entered.convention, operands), *_closed_over(step, operands)]
     return values_of(fun(*arrays), outs, outer.setting.half)
 
 
@@ -284,7 +280,7 @@ def _plan_backward(
     return plan_jaxpr(backward.jaxpr, (*residuals, *cotangents), tuple(wanted), setting)
 
 
-def _issue_vjp(step: Step, operands: Sequence[Any], outer: Plan, env: Environment) -> Sequence[Any]:
+def _issue_vjp(step: Step, operands: Sequence[Any], outer: Plan) -> Sequence[Any]:
     entered: WithRules = step.inner
     params, half, outs = step.eqn.params, outer.setting.half, entered.plan.outs
     num_consts, symbolic = params["num_consts"], params["symbolic_zeros"]
@@ -311,7 +307,7 @@ def _issue_vjp(step: Step, operands: Sequence[Any], outer: Plan, env: Environmen
             if all(perturbed):
                 entered.forward = rule, planned
         latest["rule"], latest["inferred"] = rule, _residuals(rule, entered, planned)
-        results = _run_rule(planned, rule.consts, args, dict(zip(entered.closures, extra, strict=True)))
+        results = _run_rule(planned, rule.consts, args, dict(zip(step.closures, extra, strict=True)))
         made = iter(arrays_of(results[: rule.made], planned.outs[: rule.made]))
         everything = (*constant, *args)
         stored = [next(made) if r.operand is None else everything[r.operand] for r in rule.residuals]
@@ -334,7 +330,7 @@ def _issue_vjp(step: Step, operands: Sequence[Any], outer: Plan, env: Environmen
             if planned_rule and given == inexact:
                 entered.backward = backward, planned
         taken = [*stored, *(ct for ct, is_given in zip(cotangents, given, strict=True) if is_given)]
-        closed = dict(zip(entered.closures, extra, strict=True))
+        closed = dict(zip(step.closures, extra, strict=True))
         results = iter(_run_rule(planned, compat.open_jaxpr(backward.jaxpr).consts, taken, closed))
         ins = [storage_of(x) for x in entered.ins[num_consts:]]
         found = [
@@ -344,7 +340,7 @@ def _issue_vjp(step: Step, operands: Sequence[Any], outer: Plan, env: Environmen
         return (*found, *(None for _ in extra)), logs
 
     rewritten = compat.custom_vjp(fun, fwd, bwd, symbolic)
-    return values_of(rewritten(*arguments, *_closed_over(entered, env)), outs, half)
+    return values_of(rewritten(*arguments, *_closed_over(step, operands)), outs, half)
 
 
 def _traced_as(ct: Any, aval: Any) -> Any:

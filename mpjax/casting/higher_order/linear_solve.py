@@ -14,7 +14,7 @@ from mpjax.casting.higher_order.sub_jaxpr import HigherOrder, as_traced, enter, 
 from mpjax.casting.infer import Inference, plan_jaxpr
 from mpjax.casting.lattice import FULL, Inferred, Level, storage_of
 from mpjax.casting.plan import Plan, Step
-from mpjax.casting.rewrite import Environment, MixedValue, arrays_of, run_closed, values_of
+from mpjax.casting.rewrite import MixedValue, arrays_of, run_closed, values_of
 from mpjax.casting.uses import RESULT, Use, uses
 
 _VECTOR = Inferred(Level.PINNED, FULL)
@@ -81,7 +81,7 @@ def _infer(inference: Inference, eqn: Any, listing: Listing) -> Step:
     return enter(eqn, listing, outs, Solve(plans))
 
 
-def _issue(step: Step, operands: Sequence[Any], plan: Plan, env: Environment) -> Sequence[Any]:
+def _issue(step: Step, operands: Sequence[Any], plan: Plan) -> Sequence[Any]:
     inner: Solve = step.inner
     half, jaxprs = plan.setting.half, _jaxprs(step.eqn.params)
     consts, b = _split(step.eqn.params, operands)

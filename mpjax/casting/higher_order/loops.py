@@ -25,7 +25,7 @@ from mpjax.casting.higher_order.sub_jaxpr import (
 from mpjax.casting.infer import Inference, plan_jaxpr
 from mpjax.casting.lattice import FULL, HALF, Inferred, Level, carried, join, storage_of
 from mpjax.casting.plan import Plan, Step
-from mpjax.casting.rewrite import Environment, MixedValue, arrays_of, run_closed, values_of
+from mpjax.casting.rewrite import MixedValue, arrays_of, run_closed, values_of
 from mpjax.casting.uses import RESULT, Use, Uses, uses
 
 
@@ -208,7 +208,7 @@ def invariant(value: Any, mask: int, half: Any) -> Callable[[], Any]:
     return lambda: MixedValue(half, full=full, low=straight_through.bind(low, full))
 
 
-def _issue(step: Step, operands: Sequence[Any], plan: Plan, env: Environment) -> Sequence[Any]:
+def _issue(step: Step, operands: Sequence[Any], plan: Plan) -> Sequence[Any]:
     loop: Loop = step.inner
     eqn, planned, half = step.eqn, loop.body, plan.setting.half
     condition, body = _condition_and_body(eqn)

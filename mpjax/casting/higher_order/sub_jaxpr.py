@@ -12,7 +12,7 @@ from mpjax.casting.classify import Listing, Setting, tracked
 from mpjax.casting.infer import Inference, plan_jaxpr
 from mpjax.casting.lattice import FULL, HALF, TRACED, Inferred, Storage
 from mpjax.casting.plan import Action, Plan, Step
-from mpjax.casting.rewrite import Environment, array_of, arrays_of, run_closed, value_of
+from mpjax.casting.rewrite import array_of, arrays_of, run_closed, value_of
 from mpjax.casting.uses import Use
 
 Convention = tuple[tuple[int, Storage], ...]
@@ -25,7 +25,7 @@ class HigherOrder(NamedTuple):
     Args:
         uses: Backward analysis, `(eqn, uses of the outputs, setting inside) → uses of the operands`.
         infer: Forward inference, `(inference, eqn, listing) → step`.
-        issue: Issues the equation again, `(step, operands, plan, environment) → values`.
+        issue: Issues the equation again, `(step, operands, plan) → values`.
         regions_inside: Whether to form rematerialisation regions in its sub-jaxprs. A remat already recomputes
             everything, and the author of a derivative rule chooses what it stores.
         is_scan: Whether its sub-jaxpr is the body of a scan.
@@ -33,7 +33,7 @@ class HigherOrder(NamedTuple):
 
     uses: Callable[[Any, tuple[Use, ...], Setting], Sequence[Use]]
     infer: Callable[[Inference, Any, Listing], Step]
-    issue: Callable[[Step, Sequence[Any], Plan, Environment], Sequence[Any]]
+    issue: Callable[[Step, Sequence[Any], Plan], Sequence[Any]]
     regions_inside: bool = True
     is_scan: bool = False
 
