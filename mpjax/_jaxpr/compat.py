@@ -145,11 +145,6 @@ def is_unspecified(sharding: Any) -> bool:
     return type(sharding).__name__ == "UnspecifiedValue"
 
 
-def shard_map_specs(params: dict[str, Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """The partition specs of a shard_map's operands and results."""
-    return tuple(params["in_specs"]), tuple(params["out_specs"])
-
-
 def jvp_jaxpr(params: dict[str, Any], zeros: Sequence[bool]) -> tuple[Any, Sequence[Any], Sequence[bool]]:
     """The user's custom_jvp rule as a jaxpr, which takes the primals and the nonzero tangents.
 

@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec
 from jax.tree_util import Partial
 
 from mpjax._jaxpr import compat
-from mpjax._jaxpr.evaluator import bind, cond, evaluate, scan, while_loop
+from mpjax._jaxpr.evaluator import bind, cond, evaluate, scan, shard_map, while_loop
 from mpjax._jaxpr.primitives import Op, primitive
 from mpjax._jaxpr.program import Block, Site, lay_out, manual_axes
 from mpjax.policy import HALF_DTYPES
@@ -264,26 +264,22 @@ class Instrumented:
 
     def _shard_map(self, place: Site, ins: Sequence[Any], iteration: Sequence[Any]) -> tuple[list[Any], dict[Key, Any]]:
         params, (body,) = place.eqn.params, place.blocks
-        in_specs, out_specs = compat.shard_map_specs(params)
-        options = compat.shard_map_options(params)
         sizes = manual_axes(params)
         axes = tuple(sizes)
         inside = self._with(self.probe)
-        inside._manual = axes if options["check_vma"] else ()
+        inside._manual = axes if params["check_vma"] else ()
 
         def run(arrays: Sequence[Any], iteration: Sequence[Any], replace: Any, of_probe: Any) -> Any:
             inside.replace = replace
-            with self.probe.on_devices(sizes, options["check_vma"], of_probe):
+            with self.probe.on_devices(sizes, params["check_vma"], of_probe):
                 outs, new = inside.block(body, arrays, iteration)
             return tuple(outs), jax.tree.map(lambda x: jnp.asarray(x)[None], inside._varying(new))
 
-        mapped = jax.shard_map(
-            run,
-            in_specs=(list(in_specs), PartitionSpec(), PartitionSpec(), PartitionSpec()),
-            out_specs=(out_specs, PartitionSpec(axes)),
-            **options,
+        in_specs = (list(params["in_specs"]), PartitionSpec(), PartitionSpec(), PartitionSpec())
+        out_specs = (tuple(params["out_specs"]), PartitionSpec(axes))
+        arrays, notes = shard_map(place.eqn, run, in_specs, out_specs)(
+            list(ins), tuple(iteration), self.replace, self.probe.arrays
         )
-        arrays, notes = mapped(list(ins), tuple(iteration), self.replace, self.probe.arrays)
         notes = jax.tree.map(compat.replicated, notes)
         devices = range(math.prod(sizes.values()))
         parts = [jax.tree.map(lambda x, i=i: x[i], notes) for i in devices]

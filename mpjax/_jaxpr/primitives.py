@@ -352,7 +352,6 @@ custom_jvp_call                       enter    -        call
 custom_vjp_call                       enter    -        call expensive
 composite                             enter    -        call expensive
 shard_map                             enter    -
-custom_linear_solve                   enter    -
 custom_vmap_call                      enter    -        call expensive
 # Called with the dtypes they were traced for.
 after_all                             opaque   -
@@ -366,6 +365,7 @@ core_map                              opaque   -        some_versions
 create_linear                         opaque   -
 create_token                          opaque   -
 custom_lin                            opaque   -
+custom_linear_solve                   opaque   -
 custom_partitioning                   opaque   -
 dce_sink                              opaque   -
 debug_callback                        opaque   -        some_versions

@@ -360,7 +360,7 @@ def manual_axes(params: dict[str, Any]) -> dict[str, int]:
 def is_entered(eqn: Any) -> bool:
     """Whether the evaluator runs the sub-jaxprs of an equation, operation by operation."""
     row = primitive(eqn.primitive.name)
-    return row.call or (row.op is Op.ENTER and row.name != "custom_linear_solve")
+    return row.call or row.op is Op.ENTER
 
 
 def not_entered(sites: Iterable[Site], evaluated: bool = False) -> tuple[str, ...]:

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from mpjax.casting.higher_order.branches import COND
 from mpjax.casting.higher_order.calls import CALLS
 from mpjax.casting.higher_order.custom_derivatives import CUSTOM_JVP, CUSTOM_VJP
-from mpjax.casting.higher_order.linear_solve import LINEAR_SOLVE
 from mpjax.casting.higher_order.loops import SCAN, WHILE
 from mpjax.casting.higher_order.sub_jaxpr import HigherOrder
 
@@ -16,5 +15,4 @@ HIGHER_ORDER: Mapping[str, HigherOrder] = {
     "while": WHILE,
     "custom_jvp_call": CUSTOM_JVP,
     "custom_vjp_call": CUSTOM_VJP,
-    "custom_linear_solve": LINEAR_SOLVE,
 }

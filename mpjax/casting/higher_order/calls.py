@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from mpjax._jaxpr import compat
+from mpjax._jaxpr import compat, evaluator
 from mpjax.casting.classify import Listing, Setting, tracked
 from mpjax.casting.higher_order.sub_jaxpr import (
     Call,
@@ -167,17 +167,15 @@ def _uses_on_devices(eqn: Any, outs: tuple[Use, ...], setting: Setting) -> Seque
 def _storages_of_shards(eqn: Any, i: int, value: Inferred | None, mask: int) -> Sequence[Storage]:
     if value is None:
         return [TRACED]
-    spec = compat.shard_map_specs(eqn.params)[0][i]
+    spec = eqn.params["in_specs"][i]
     if not compat.shard_map_options(eqn.params)["axis_names"] <= compat.axes_of_spec(spec):
         return [FULL]  # Replicated: its cotangents are summed over the devices.
     return [HALF if value.level != Level.INPUT and mask == HALF.bit else value.storage]
 
 
 def _issue_shard_map(eqn: Any, call: Call, body: Any, arrays: Sequence[Any]) -> Sequence[Any]:
-    in_specs, out_specs = compat.shard_map_specs(eqn.params)
-    specs = tuple(in_specs[i] for i, _ in call.convention)
-    mapped = jax.shard_map(body, in_specs=specs, out_specs=out_specs, **compat.shard_map_options(eqn.params))
-    results: Sequence[Any] = mapped(*arrays)
+    in_specs = tuple(eqn.params["in_specs"][i] for i, _ in call.convention)
+    results: Sequence[Any] = evaluator.shard_map(eqn, body, in_specs, tuple(eqn.params["out_specs"]))(*arrays)
     return results
 
 
