@@ -214,14 +214,18 @@ def test_taylor_mode_runs():
     assert np.isfinite(in_numpy(lambda x: jet.jet(fun, (x,), ((x, x),))[0])(X))
 
 
-def test_matmuls_of_an_implicit_solve_run_in_half():
+def test_an_implicit_solve_runs_as_traced():
     def fun(w, x):
         matvec = lambda v: v + 0.1 * (w.T @ (w @ v))
-        return jnp.sum(jax.scipy.sparse.linalg.cg(matvec, x[0], maxiter=8)[0])
+        return jnp.sum(jax.scipy.sparse.linalg.cg(matvec, x[0] @ w, maxiter=8)[0])
 
-    loops = mpjax.Rules(infer=["while"])
-    agrees(fun, W, X, rules=loops)
-    assert measures.half_share(mpjax.autocast(fun, rules=loops), W, X) > 0.5
+    with pytest.warns(mpjax.AutocastWarning, match="custom_linear_solve runs as traced"):
+        agrees(fun, W, X)
+    rows = [row for row in mpjax.explain(fun, W, X).rows if row.op == "dot_general"]
+    assert {(row.dtypes_in[0], row.why) for row in rows} == {
+        ("float16", "allow"),
+        ("float32", "opaque: custom_linear_solve runs as traced"),
+    }
 
 
 @pytest.mark.skipif(not hasattr(jax.config, "jax_remat3"), reason="a setting of JAX 0.12")
