@@ -1,8 +1,8 @@
 """All results on one page, with plots: `python -m benchmarks.report` writes `benchmarks/results/README.md`.
 
 A suite is a JSON file with its environment and a Markdown table beside it. Results of versions of mpjax or JAX
-other than the installed ones are marked as stale. The page leads with measurements; plans without a device, toy runs
-and goals that await a GPU follow.
+other than the installed ones are marked as stale. The page leads with measurements; plans without a device and toy runs
+follow.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks import RESULTS, goals, headlines
+from benchmarks import RESULTS, headlines
 from benchmarks.parity import results as parity
 from benchmarks.training.tables import memory, speedup
 from perf.environment import versions
@@ -33,7 +33,6 @@ TITLES = {
     "communication_float16_cpu": "What a sharded training step sends between devices",
     "residual_stream_cpu": "The residual stream in half or in float32",
     "lean_state_cpu": "Lean optimizer state: bytes, time and final losses",
-    "reduction_error_cpu": "Error of a gradient's sum over replicas (simulated)",
     "launcher_cpu": "The launcher",
     "parity_cpu": "Parity: half precision against float32, family by family",
     "inspection_cpu": "What the inspections cost",
@@ -72,10 +71,6 @@ def page(folder: pathlib.Path, plots: list[str]) -> str:
     """The page of a folder of results."""
     files = {path.stem: path for path in sorted(folder.glob("*.json"))}
     ordered = [*(name for name in TITLES if name in files), *(name for name in files if name not in TITLES)]
-    all_goals = goals.from_folder(folder)
-    about_goals = ["## Goals on an H200", "", goals.table(all_goals)]
-    if any(goal.measured is None for goal in all_goals):
-        about_goals[2:2] = ["GPU results are pending for some goals; `python -m benchmarks.gpu` measures them.", ""]
     lines = [
         "# Results of the benchmarks",
         "",
@@ -89,7 +84,6 @@ def page(folder: pathlib.Path, plots: list[str]) -> str:
     for name in ordered:
         if section := _section(name, files[name]):
             lines += section
-    lines += about_goals
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -108,6 +102,11 @@ def _section(name: str, path: pathlib.Path) -> list[str]:
     return [*lines, table.read_text().rstrip(), ""]
 
 
+def read(path: pathlib.Path) -> Content:
+    """A results file's content; empty if there is no file."""
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
 def plot_all(folder: pathlib.Path) -> list[str]:
     """Draws the plots for which there are results, and returns their file names."""
     names = []
@@ -121,12 +120,12 @@ def plot_all(folder: pathlib.Path) -> list[str]:
         ("loss_scaling.png", "loss_scaling_gpu.json", _loss_scaling),
         ("loss_scaling_cpu.png", "loss_scaling_cpu.json", _loss_scaling),
     ):
-        content = goals.read(folder / source)
+        content = read(folder / source)
         bars, label = draw(content) if content else ({}, "")
         if any(value is not None for group in bars.values() for value in group.values()):
             _bars(folder / name, bars, label, content.get("environment", {}).get("device", ""))
             names.append(name)
-    if content := goals.read(folder / "parity_cpu.json"):
+    if content := read(folder / "parity_cpu.json"):
         parity.plot(folder / "parity_cpu.png", content["results"])
         names.append("parity_cpu.png")
     return names

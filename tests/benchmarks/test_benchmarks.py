@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import RESULTS, faults, goals, gpu, headlines, loss_scaling, report, sharded_steps
+from benchmarks import RESULTS, faults, gpu, headlines, loss_scaling, report, sharded_steps
 from benchmarks.models import WORKLOADS
 from benchmarks.training import traffic
 from benchmarks.training.cells import Cell, Results
@@ -246,43 +246,19 @@ def test_report_shows_all_results_and_marks_stale_ones(folder):
     text = report.write(folder).read_text()
     assert "the table of training_gpu" in text
     assert text.index("| Speed of a float16 training step over float32 | gpt2_medium 4.00× |") < text.index("## ")
-    assert text.index("## Training steps on a GPU") < text.index("## Goals on an H200")
     assert "**Stale** (all): made with jax 0.4.1" in text
     assert "**Stale** (gpt2_medium float32)" in text
     assert "**Stale** (gpt2_medium autocast_float16)" not in text
     assert (folder / "speedup.png").stat().st_size > 1000
 
 
-def test_goals_take_the_worst_measurement_and_list_pending_ones(folder):
-    found = {(goal.what, goal.model): goal for goal in goals.from_folder(folder)}
-    speed = found["times the speed of float32", "gpt2_medium"]
-    assert (speed.measured, speed.holds) == (4.0, True)
-    assert found["peak memory of float32's", "gpt2_medium"].measured == 0.5
-    peak = found["of the measured matmul peak", "gpt2_medium"]
-    assert (peak.measured, peak.holds) == (0.4, False)
-    assert found["times the speed of float32", "resnet50"].holds is None
-    assert goals.PENDING in goals.table(list(found.values()))
-
-
 def test_a_plan_is_not_a_measurement(folder):
     rows = {"float32": {"planned_bytes": 100}, "autocast_bfloat16": {"planned_bytes": 58}}
     content = {"environment": {"device": "a GPU"}, "results": {"gpt2_medium": rows, "resnet50": rows}}
     (folder / "training_dry_run.json").write_text(json.dumps(content))
-    found = {goal.model: goal for goal in goals.from_folder(folder) if goal.what == "peak memory of float32's"}
-    measured, planned = found["gpt2_medium"], found["resnet50"]
-    assert (measured.measured, measured.planned) == (0.5, None)
-    assert (planned.measured, planned.planned, planned.holds) == (None, 0.58, None)
-    row = f"| peak memory of float32's | resnet50 | at most 0.6 | {goals.PENDING} |  | 0.580 |"
-    assert row in goals.table(list(found.values()))
     assert "planned_memory.png" not in report.plot_all(folder)
     (folder / "training_gpu.json").unlink()
     assert report.plot_all(folder) == ["planned_memory.png"]
-
-
-def test_goals_ignore_results_from_a_cpu(folder):
-    content = json.loads((folder / "training_gpu.json").read_text())
-    content["environment"]["platform"] = "cpu"
-    assert all(goal.measured is None for goal in goals.goals(content, {}))
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # some probes do on purpose what mpjax warns about
