@@ -1,4 +1,4 @@
-"""Compares JPEG decoding speed with torch's DataLoader: `python -m examples.imagenet.decoding_speed`.
+"""Compares JPEG decoding speed with torch's DataLoader: `python -m benchmarks.decoding_speed`.
 
 All loaders read the same files: ImageNet-sized crops of scikit-learn's sample photographs. Each image is randomly
 cropped, resized and randomly mirrored. torch's Dataset reproduces torchvision's transforms with Pillow; if torch is not
@@ -189,7 +189,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--batches", type=int, default=8, help=f"batches of {BATCH_SIZE} images timed per round")
     parser.add_argument(
-        "--out", type=pathlib.Path, default=pathlib.Path(__file__).parent, help="folder for the results"
+        "--out", type=pathlib.Path, default=pathlib.Path(__file__).parent / "results", help="folder for the results"
     )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
