@@ -24,6 +24,7 @@ BENCHMARKS = ("training_benchmark", "inference_benchmark")
 MEASURE = (*BENCHMARKS, "find_batch_size")
 USE = ("evaluate", "predict")
 BUILD = (*TRAIN, *MEASURE)  # actions that build an optimizer
+COMPARE = (*MEASURE, "compare")
 
 ACTION = Group("action")
 PRECISION = Group("precision")
@@ -39,7 +40,11 @@ DEVICES = Group("devices and workers")
 # The precision may change at any checkpoint.
 PRECISION_FLAGS = ("policy", "amp", "loss_scale")
 
+Mode = Literal["train_and_evaluate", "train", "evaluate", "predict", "training_benchmark", "inference_benchmark"]
+POLICIES = "float32, mixed_float16, mixed_bfloat16, O0, O1, O2, O3"
+DTYPES = '"params=float32,compute=float16,output=float32"'
 Export = Literal["float16", "bfloat16", "float32"]
+Sink = Literal["tensorboard", "wandb", "mlflow"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,55 +60,20 @@ class RunConfig(abc.ABC):
     # The names of the flags in a command line.
     given: frozenset[str] = dataclasses.field(default=frozenset(), compare=False)
 
-    audit: bool = ACTION(
-        False, "print the precision of each part of a training step (mpjax.audit); with --output, also write audit.html"
-    )
-    profile: bool = ACTION(
-        False, "print where the time of a training step goes (mpjax.profile); with --output, also write profile.html"
-    )
+    audit: bool = ACTION(False, "print the precision of each part of a training step; with --output, also audit.html")
+    profile: bool = ACTION(False, "print where the time of a training step goes; with --output, also profile.html")
 
-    policy: str = PRECISION(
-        "mixed_float16",
-        "float32, mixed_float16, mixed_bfloat16, O0, O1, O2, O3, or dtypes such as "
-        '"params=float32,compute=float16,output=float32"',
-        decides=True,
-    )
-    amp: Literal["module", "autocast"] = PRECISION(
-        "module",
-        "how to apply the policy: to the modules (mpjax.with_policy), or to the traced operations "
-        "(mpjax.autocast, for policies with float32 parameters)",
-        decides=True,
-    )
-    loss_scale: str | None = PRECISION(
-        None, "dynamic, or a fixed number (default: dynamic in float16, else 1)", uses=BUILD, decides=True
-    )
+    policy: str = PRECISION("mixed_float16", f"{POLICIES}, or {DTYPES}", decides=True)
+    amp: Literal["module", "autocast"] = PRECISION("module", "how: mpjax.with_policy or mpjax.autocast", decides=True)
+    loss_scale: str | None = PRECISION(None, "dynamic (default in float16) or a number", uses=BUILD, decides=True)
 
-    output: Path | None = FILES(
-        None,
-        "folder of the run: new or empty to train in (default: the next number in runs/SCRIPT), or that of the model "
-        "to use",
-        "--results-dir",
-    )
-    resume: bool = FILES(
-        False, "continue the run in --output from its newest checkpoint; precision and --epochs may change", uses=TRAIN
-    )
-    resume_step: int | None = FILES(
-        None, "use the checkpoint of this step instead of the newest", uses=(*TRAIN_ONLY, *USE)
-    )
-    init_from: Path | None = FILES(
-        None,
-        "start from the weights of a run, an export, or a .safetensors or .npz file, in any precision",
-        uses=TRAIN_ONLY,
-    )
-    keep_optimizer: bool = FILES(
-        False, "with --init-from RUN: also load its optimizer state (momentum, moments, counts)", uses=TRAIN_ONLY
-    )
+    output: Path | None = FILES(None, "folder of the run (default: the next number in runs/SCRIPT)", "--results-dir")
+    resume: bool = FILES(False, "continue the run in --output; precision and --epochs may change", uses=TRAIN)
+    resume_step: int | None = FILES(None, "take this step's checkpoint, not the newest", uses=(*TRAIN_ONLY, *USE))
+    init_from: Path | None = FILES(None, "start from the weights of a run, an export or a file", uses=TRAIN_ONLY)
+    keep_optimizer: bool = FILES(False, "with --init-from RUN: also load its optimizer state", uses=TRAIN_ONLY)
     weights: Path | None = FILES(None, "use a file written by --export instead of a checkpoint in --output", uses=USE)
-    export: Export | None = FILES(
-        None,
-        "write the trained weights in this dtype and test them against the float32 weights",
-        uses=(*TRAIN_ONLY, "evaluate"),
-    )
+    export: Export | None = FILES(None, "write tested weights in this dtype", uses=(*TRAIN_ONLY, "evaluate"))
     best: bool = FILES(False, "use the best checkpoint of the run instead of the newest (see --keep-best)", uses=USE)
 
     epochs: int | None = TRAINING(None, "passes over the training data")
@@ -111,55 +81,32 @@ class RunConfig(abc.ABC):
     learning_rate: float | None = RECIPE(None, "peak learning rate of the schedule")
     schedule: Literal["cosine", "constant"] | None = RECIPE(None, "schedule after the warm-up (default: cosine)")
     warmup_epochs: float | None = RECIPE(None, "epochs over which the learning rate rises from zero to its peak")
-    optimizer: Literal["sgd", "adam", "adamw", "lars", "lamb"] | None = RECIPE(
-        None, "lars and lamb are for large batches"
-    )
+    optimizer: Literal["sgd", "adam", "adamw", "lars", "lamb"] | None = RECIPE(None, "lars, lamb: for large batches")
     momentum: float | None = RECIPE(None, "momentum of sgd and lars")
     nesterov: bool | None = RECIPE(None, "Nesterov momentum for sgd and lars")
     weight_decay: float | None = RECIPE(None, "weight decay of kernels (not of biases and normalisation)")
     clip_norm: float | None = RECIPE(None, "clip the global norm of the gradients to this value", "--max-gradient-norm")
-    ema: float = RECIPE(0.0, "decay of an exponential moving average of the weights to use for tests, such as 0.9999")
+    ema: float = RECIPE(0.0, "decay of a moving average of the weights to test and export, such as 0.9999")
     accumulate: int = RECIPE(1, "number of steps whose gradients are averaged into one update")
     seed: int = RECIPE(0, "seed of the initial weights, the data order and the augmentation")
     patience: int | None = RUNNING(None, "stop after this many epochs without a better test result")
 
-    save_every: float = RUNNING(
-        60.0, "seconds between checkpoints (one is also written at the end and on interruption)"
-    )
+    save_every: float = RUNNING(60.0, "seconds between checkpoints")
     keep: int = RUNNING(2, "number of newest checkpoints to keep")
     keep_best: bool = RUNNING(True, "also keep the checkpoint of the best epoch, in OUTPUT/best")
     log_every: int = RUNNING(50, "steps between lines of steps.jsonl (and of step metrics in --log-to)")
-    log_to: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = RUNNING(
-        ("tensorboard",), "where to write metrics, besides metrics.jsonl and steps.jsonl"
-    )
+    log_to: tuple[Sink, ...] = RUNNING(("tensorboard",), "where to write metrics, besides the JSON lines")
 
     warmup_steps: int = BENCHMARK(200, "steps to run before measuring", uses=BENCHMARKS)
     num_iter: int = BENCHMARK(500, "number of steps to measure", uses=(*BENCHMARKS, "compare"))
-    compare: str | None = BENCHMARK(
-        None,
-        "policies separated by commas: measure them interleaved in one process, with a table and a plot; when "
-        "training, train each of them first",
-        uses=(*MEASURE, "compare"),
-    )
-    batch_sizes: str | None = BENCHMARK(
-        None, "batch sizes for --compare, separated by commas", uses=(*MEASURE, "compare")
-    )
-    find_batch_size: bool = BENCHMARK(
-        False, "print the largest batch size whose training step fits in memory", uses=None
-    )
-    memory_limit: float | None = BENCHMARK(
-        None,
-        "memory in GiB for --find-batch-size and --compare (default: that of the device; on CPU, of the machine)",
-        uses=(*MEASURE, "compare"),
-    )
+    compare: str | None = BENCHMARK(None, "policies a,b,...: (train and) time them in one process", uses=COMPARE)
+    batch_sizes: str | None = BENCHMARK(None, "batch sizes for --compare, separated by commas", uses=COMPARE)
+    find_batch_size: bool = BENCHMARK(False, "print the largest batch size that fits in memory", uses=None)
+    memory_limit: float | None = BENCHMARK(None, "memory in GiB to fit in (default: the device's)", uses=COMPARE)
 
     devices: int | None = DEVICES(None, "number of devices of each process that share a batch (default: all)")
-    fsdp: bool = DEVICES(
-        False, "shard parameters and optimizer state over all devices instead of copying them", uses=(*BUILD, "compare")
-    )  # fmt: skip
-    coordinator: str | None = DEVICES(
-        None, "for several processes: HOST:PORT of process 0, or auto on a cluster that JAX detects", uses=BUILD
-    )  # fmt: skip
+    fsdp: bool = DEVICES(False, "shard the state over all devices instead of copying it", uses=(*BUILD, "compare"))
+    coordinator: str | None = DEVICES(None, "HOST:PORT of process 0, or auto on a cluster", uses=BUILD)
     processes: int | None = DEVICES(None, "total number of processes", uses=BUILD)
     process_id: int | None = DEVICES(None, "index of this process, from 0", uses=BUILD)
     workers: int = DEVICES(os.cpu_count() or 1, "number of threads or processes that load data")

