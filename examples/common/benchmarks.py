@@ -121,7 +121,12 @@ def run_comparison(
     limit, _ = memory_limit(config.memory_limit)
     # Settings that all tasks share are taken from the first.
     first = make(_config_of(config, config.policies[0], config.sizes[0]))
-    heads = {head: key for key, head in first.table_metrics.items()} if metrics else {}
+    tested = config.mode != "train"
+    heads = (
+        {head: key if tested else key.replace("test_", "train_") for key, head in first.table.items()}
+        if metrics
+        else {}
+    )
     tasks: dict[int, Task] = {}
 
     def cases() -> Iterator[Case | DoesNotFit]:

@@ -128,6 +128,11 @@ class RunConfig(abc.ABC):
     # Derived from the flags.
 
     @property
+    def model_name(self) -> str:
+        """The model's name."""
+        return getattr(self, "model", self.script)
+
+    @property
     def action(self) -> str:
         """The requested action. It decides which flags have an effect."""
         for name in (*INSPECT, "find_batch_size"):

@@ -4,72 +4,63 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from examples.common.benchmarks import find_batch_sizes, run_benchmark, run_comparison
 from examples.common.config import INSPECT, RunConfig
+from examples.common.devices import DataParallel
 from examples.common.hosts import connect, is_main, say
 from examples.common.inspect_step import audit_step, profile_step
 from examples.common.loop import Interrupted, open_folder, train
-from examples.common.run_folder import RunFolder
 from examples.common.task import Task, shape_of
-from examples.common.use import export, run_variables
+from examples.common.use import evaluate, export, open_model, run_variables
 
 MakeTask = Callable[[Any], Task]
-Finished = Callable[[Any, RunFolder], None]
 
 
-def _do_nothing(task: Any, folder: RunFolder) -> None:
-    """The default of `finished`: does nothing."""
-
-
-def run(
-    config: RunConfig,
-    make: Callable[[], MakeTask],
-    use: Mapping[str, Callable[[Any], dict[str, Any]]] | None = None,
-    finished: Finished = _do_nothing,
-    bench: Callable[[], MakeTask] | None = None,
-) -> dict[str, Any]:
+def run(config: RunConfig, kind: type[Task]) -> dict[str, Any]:
     """Runs the action of the flags and returns the content of its result file, such as summary.json.
 
     Args:
         config: The flags.
-        make: Opens the data and returns a function from flags to a task.
-        use: Functions that use a trained model, by action.
-        finished: Called with the task and the folder after a training.
-        bench: Like `make`, for the timings of a comparison; `make` by default.
+        kind: The script's task.
 
     Raises:
         UsageError: The data or the flags are invalid.
         Interrupted: A signal ended the training. The state is saved.
     """
     connect(config.coordinator, config.processes, config.process_id)
-    if use and config.action in use:
-        return use[config.action](config)
-    tasks = make()
+    if config.action == "evaluate":
+        return evaluate(config, kind)
+    if config.action == "predict":
+        task, variables = open_model(config, kind)
+        return task.predict(variables)
+    make = task_maker(config, kind)
     if config.action in INSPECT:
-        return inspect(config, tasks)
+        return inspect(config, make)
     if config.action == "find_batch_size":
-        return find_batch_sizes(config, tasks)
+        return find_batch_sizes(config, make)
     if config.is_benchmark:
         if not config.compare:
-            return run_benchmark(config, tasks)
+            return run_benchmark(config, make)
         with open_folder(config, "-benchmarks") as folder:
-            return run_comparison(config, tasks, folder)
+            return run_comparison(config, make, folder)
     if config.compare:
-        return train_and_compare(config, tasks, bench() if bench else tasks, finished)
-    return run_training(config, tasks, finished)
+        timed = task_maker(config, kind, kind.timing_data(make.keywords["data"]))
+        return train_and_compare(config, make, timed)
+    return run_training(config, make)
 
 
-def run_training(config: RunConfig, make: MakeTask, finished: Finished = _do_nothing) -> dict[str, Any]:
-    """Trains in a new folder, or resumes an earlier run.
+def task_maker(config: RunConfig, kind: type[Task], data: Any = None) -> partial[Task]:
+    """A function from flags to tasks on the same data, which are opened once, and the same devices."""
+    parallel = DataParallel(config.devices, config.fsdp)
+    return partial(kind, parallel=parallel, data=kind.open(config) if data is None else data)
 
-    Args:
-        config: The flags.
-        make: Makes a task from the flags.
-        finished: Called with the task and the folder after the training.
-    """
+
+def run_training(config: RunConfig, make: MakeTask) -> dict[str, Any]:
+    """Trains in a new folder, or resumes an earlier run."""
     task = make(config)
     with open_folder(config) as folder:
         summary = folder.summary if config.resume and config.resume_step is None else None
@@ -77,7 +68,7 @@ def run_training(config: RunConfig, make: MakeTask, finished: Finished = _do_not
             say(f"the run in {folder.path} has already finished")
         else:
             summary = train(task, folder)
-            finished(task, folder)
+            task.report(folder.path)
         if config.export is not None:
             summary |= export(task, run_variables(task, folder), folder.path, config.export)
             if is_main():
@@ -100,9 +91,7 @@ def inspect(config: RunConfig, make: MakeTask) -> dict[str, Any]:
     return {}
 
 
-def train_and_compare(
-    config: RunConfig, make: MakeTask, bench: MakeTask, finished: Finished = _do_nothing
-) -> dict[str, Any]:
+def train_and_compare(config: RunConfig, make: MakeTask, timed: MakeTask) -> dict[str, Any]:
     """Trains each policy of --compare at each batch size in a subfolder of --output, then measures them."""
     with open_folder(config) as folder:
         metrics: dict[tuple[str, int], dict[str, Any]] = {}
@@ -113,10 +102,10 @@ def train_and_compare(
             changed: Any = {"policy": policy, "batch_size": size, "output": output, "resume": resume}
             single = dataclasses.replace(config, compare=None, batch_sizes=None, **changed)
             try:
-                summary = run_training(single, make, finished)
+                summary = run_training(single, make)
             except Interrupted as interrupted:
                 # The comparison is resumed, not this one training.
                 interrupted.output = folder.path
                 raise
             metrics[policy, size] = {name: value for name, value in summary.items() if isinstance(value, float)}
-        return run_comparison(dataclasses.replace(config, output=folder.path), bench, folder, metrics)
+        return run_comparison(dataclasses.replace(config, output=folder.path), timed, folder, metrics)

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import optax
 
 import mpjax
-from examples.common.config import RunConfig
 from examples.common.flags import parse
+from examples.common.modes import task_maker
 from examples.common.task import Task
 from examples.common.training import TrainState, Variables
 
@@ -30,22 +30,16 @@ class Maker:
     """A `mpjax.MakeTraining` of a script. A policy's step and test are compiled once for all seeds.
 
     Args:
-        config: The flags of the script.
-        open_tasks: Opens the data once and returns a function from flags to a task.
+        kind: The script's task.
         flags: Flags for all runs; by default those of the environment variable FLAGS.
     """
 
-    def __init__(
-        self,
-        config: type[RunConfig],
-        open_tasks: Callable[[Any], Callable[[Any], Task]],
-        flags: Sequence[str] | None = None,
-    ) -> None:
-        self._config, self._open = config, open_tasks
+    def __init__(self, kind: type[Task], flags: Sequence[str] | None = None) -> None:
+        self._kind = kind
         self._flags = shlex.split(os.environ.get("FLAGS", "")) if flags is None else [*flags]
         self._make_task: Callable[[Any], Task] | None = None
         self._tasks: dict[str, Task] = {}
-        self.__qualname__ = config.script
+        self.__qualname__ = kind.config_type.script
         self.settings = {"flags": self._flags}
 
     def __call__(self, policy: str, seed: int, *, loss_scale: float | None = None) -> mpjax.Training:
@@ -94,10 +88,10 @@ class Maker:
         key = shlex.join(words)
         if key in self._tasks and keep:
             return self._tasks[key]
-        program = f"python -m examples.{self._config.script}"
-        config = parse(self._config, program, [*self._flags, *words, "--seed", str(seed)])
+        flags = self._kind.config_type
+        config = parse(flags, f"python -m examples.{flags.script}", [*self._flags, *words, "--seed", str(seed)])
         if self._make_task is None:
-            self._make_task = self._open(config)
+            self._make_task = task_maker(config, self._kind)
         task = self._make_task(config)
         if keep:
             self._tasks[key] = task

@@ -38,7 +38,8 @@ def plot_curves(
     epochs = [line["epoch"] for line in metrics]
     figure, axes = new_figure(len(panels) + 1, title)
     for axis, panel in zip(axes, panels, strict=False):
-        for (legend, key), colour in zip(panel.curves.items(), (_TRAIN, _TEST), strict=False):
+        curves = {legend: key for legend, key in panel.curves.items() if not metrics or key in metrics[0]}
+        for (legend, key), colour in zip(curves.items(), (_TRAIN, _TEST), strict=False):
             values = [line[key] for line in metrics]
             axis.plot(epochs, values, color=colour, label=legend, linewidth=1.8, marker=_marker(epochs))
         axis.set_ylabel(panel.label)

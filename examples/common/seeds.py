@@ -6,29 +6,23 @@ import dataclasses
 import itertools
 import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 
 import mpjax
 from examples.common.cli import UsageError, command_line, fail
-from examples.common.config import RunConfig
 from examples.common.flags import Group, parse, parse_known
 from examples.common.loop import Interrupted
+from examples.common.modes import run
 from examples.common.script import final_line
+from examples.common.task import Task
 
 Variant = Mapping[str, str]  # flags without dashes, to their values: {"policy": "mixed_float16", "amp": "module"}
 
 _TABLE = Group("table")
-
-
-class Column(NamedTuple):
-    """A metric of the table, shown in percent: its head and its key in summary.json."""
-
-    head: str
-    key: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,58 +54,43 @@ class Seeds:
         return variants
 
 
-def main(
-    config: type[RunConfig],
-    run: Callable[[Any], dict[str, Any]],
-    formats: Mapping[str, str],
-    columns: Sequence[Column],
-    arguments: Sequence[str] | None,
-) -> int:
+def main(kind: type[Task], arguments: Sequence[str] | None = None) -> int:
     """Runs a command line and returns its exit code. Mistakes exit with code 2.
 
     Args:
-        config: The flags of the training script.
-        run: Trains with flags and returns the content of summary.json.
-        formats: Format strings of the line printed for each run, by key of its summary.
-        columns: Columns of the table, which is printed and written to `results.md` in the output folder.
+        kind: The script's task. Its `table` has the columns of the table, which is written to `results.md` too.
         arguments: The arguments; None for `sys.argv`.
     """
+    config = kind.config_type
     program = f"python -m examples.{config.script}.seeds"
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     try:
         seeds, flags = parse_known(Seeds, program, arguments)
         output = seeds.output or Path(f"runs/{config.script}-seeds")
 
-        def train(extra: list[str]) -> dict[str, Any]:
-            return run(parse(config, program, [*flags, *extra]))
-
-        summaries = train_all(seeds.variants(), seeds.seeds, output, train, formats)
+        summaries = train_all(kind, flags, seeds.variants(), seeds.seeds, output)
     except UsageError as error:
         fail(program, error)
     except Interrupted as interrupted:
         print(f"{interrupted}; continue with:\n  {command_line(program, arguments)}")
         return interrupted.exit_code
-    text = table(summaries, columns)
+    text = table(summaries, kind.table)
     (output / "results.md").write_text(text + "\n")
     print(text)
     return 0
 
 
 def train_all(
-    variants: Sequence[Variant],
-    seeds: Sequence[int],
-    output: Path,
-    run: Callable[[list[str]], dict[str, Any]],
-    formats: Mapping[str, str],
+    kind: type[Task], given: Sequence[str], variants: Sequence[Variant], seeds: Sequence[int], output: Path
 ) -> list[tuple[Variant, dict[str, Any]]]:
     """Trains the missing runs. Variants alternate, so that a slow moment of the machine affects all of them.
 
     Args:
+        kind: The script's task.
+        given: Flags of all runs.
         variants: The flags of each variant.
         seeds: Seeds to train each variant with.
         output: Folder with a subfolder for each run. Existing runs are continued or reused.
-        run: Trains with flags and returns the content of summary.json.
-        formats: Format strings of the line printed for each run, by key of its summary.
     """
     summaries = []
     # All seeds of a variant share one program. With the cache, it is compiled only once.
@@ -124,27 +103,28 @@ def train_all(
                 folder = output / name
                 flags = [word for flag, value in variant.items() for word in (f"--{flag}", value)]
                 resume = ["--resume"] if (folder / "config.json").exists() else []
-                summary = run([*flags, "--seed", str(seed), "--output", str(folder), *resume])
-                print(f"{name}: {final_line(summary, formats)}\n", flush=True)
+                words = [*given, *flags, "--seed", str(seed), "--output", str(folder), *resume]
+                summary = run(parse(kind.config_type, f"python -m examples.{kind.config_type.script}", words), kind)
+                print(f"{name}: {final_line(summary, kind)}\n", flush=True)
                 summaries.append((variant, summary))
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
     return summaries
 
 
-def table(summaries: Sequence[tuple[Variant, Mapping[str, Any]]], columns: Sequence[Column]) -> str:
+def table(summaries: Sequence[tuple[Variant, Mapping[str, Any]]], columns: Mapping[str, str]) -> str:
     """The Markdown table of runs, with a row for each variant in order of first appearance."""
     variants = list(dict.fromkeys(tuple(variant.items()) for variant, _ in summaries))
     flags = list(dict.fromkeys(flag for variant in variants for flag, _ in variant))
     heads = ["policy" if flag == "policy" else f"`--{flag}`" for flag in flags]
-    for column in columns:
-        heads += [f"{column.head}, mean ± sd", "min", "max"]
+    for head in columns.values():
+        heads += [f"{head}, mean ± sd", "min", "max"]
     lines = ["| " + " | ".join([*heads, "skipped steps"]) + " |", "|" + "---|" * (len(heads) + 1)]
     for variant in variants:
         runs = [summary for other, summary in summaries if tuple(other.items()) == variant]
         cells = [dict(variant).get(flag, "-") for flag in flags]
-        for column in columns:
-            values = [run[column.key] for run in runs]
+        for key in columns:
+            values = [run[key] for run in runs]
             deviation = f"{statistics.stdev(values):.2%}" if len(values) > 1 else "-"
             cells += [f"{statistics.mean(values):.2%} ± {deviation}", f"{min(values):.2%}", f"{max(values):.2%}"]
         cells.append(str(sum(run["skipped_steps"] for run in runs)))

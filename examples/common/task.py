@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import abc
+import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ from examples.common.hosts import say
 from examples.common.plots import Panel
 from examples.common.precision_change import change_precision, float32_params, inner_state, with_params
 from examples.common.run_folder import RunFolder
-from examples.common.training import Sums, Training, TrainState, Variables, means
+from examples.common.training import Model, Sums, Training, TrainState, Variables, create_training, means
 from examples.common.weights import check_alike, file_variables
 
 
@@ -31,11 +32,21 @@ class Task(abc.ABC):
 
     A script implements the abstract methods. `examples.custom` is a short example.
 
+    Args:
+        config: The flags.
+        parallel: The devices.
+        data: The result of `open`.
+
     Attributes:
-        title: Title of the curves.
+        config_type: The class of the flags.
         unit: What an item of a batch is, in the plural, such as "images".
         metric: The metric that compares epochs, with 1 if higher is better and -1 if lower is better.
         metric_name: Name of the metric for users.
+        table: Columns of tables: heads by metric.
+        line: Formats of the metrics in an epoch's line.
+        final_line: Formats of results in the last line, beside those that all scripts share.
+        alternatives: Flags of which one drops the others when a trained model is used.
+        title: Title of the curves.
         panels: Panels of the curves, in addition to that of the loss scale.
         steps: Number of steps of an epoch.
         test_count: Number of entries of the test set.
@@ -43,26 +54,36 @@ class Task(abc.ABC):
         max_batch_size: The largest useful batch size.
     """
 
-    title: str
-    unit: str
+    config_type: ClassVar[type[RunConfig]]
+    unit: ClassVar[str]
     metric: tuple[str, int]
-    metric_name: str
+    metric_name: ClassVar[str]
+    table: ClassVar[Mapping[str, str]]
+    line: ClassVar[Mapping[str, str]]
+    final_line: ClassVar[Mapping[str, str]]
+    alternatives: ClassVar[tuple[str, ...]] = ()
+    title: str
     panels: Sequence[Panel]
-    steps: int
+    steps = 1
     test_count: int
     from_files = False
     max_batch_size = 2**20
 
-    def __init__(self, config: RunConfig, parallel: DataParallel) -> None:
-        self.config, self.parallel = config, parallel
+    def __init__(self, config: Any, parallel: DataParallel, data: Any) -> None:
+        self.config, self.parallel, self.data = config, parallel, data
         self.policy, self.epochs, self.batch_size = config.policy, config.preset.epochs, config.preset.batch_size
         self._executables: dict[Any, Callable[..., Any]] = {}
 
     # Defined by each script.
 
+    @classmethod
     @abc.abstractmethod
-    def training_of(self, config: RunConfig, data: dict[str, Any]) -> Training:
-        """The training set-up for the flags and for a `data_state()`."""
+    def open(cls, config: Any, description: dict[str, Any] | None = None) -> Any:
+        """Opens the data of the flags, once for all tasks. A trained model's `description` is given to use it."""
+
+    @abc.abstractmethod
+    def model(self, data: dict[str, Any]) -> Model:
+        """The network and its loss in the precision of the flags, for a `data_state()`."""
 
     @abc.abstractmethod
     def example_batches(self, batch_size: int) -> Sequence[Any]:
@@ -76,13 +97,9 @@ class Task(abc.ABC):
     def test(self, weights: Variables, between_steps: Callable[[], None], *, last: bool = True) -> dict[str, Any]:
         """Test metrics. Call `between_steps` before each step. `last` is whether training has ended."""
 
-    @abc.abstractmethod
-    def epoch_text(self, line: dict[str, Any]) -> str:
-        """The metrics of an epoch in a few words. The loop adds speed, loss scale and skipped steps."""
-
-    def with_config(self, config: RunConfig) -> Task:
-        """Returns a task with the same data and other flags."""
-        raise NotImplementedError  # only --export in another dtype needs it
+    def predict(self, variables: Variables) -> dict[str, Any]:
+        """The results of --mode predict."""
+        raise NotImplementedError
 
     def synthetic_batch(self) -> Any:
         """This process's part of a synthetic batch for benchmarks, shaped as the largest of `example_batches`."""
@@ -100,6 +117,11 @@ class Task(abc.ABC):
         """Further figures derived from a speed."""
         return {}
 
+    @classmethod
+    def timing_data(cls, data: Any) -> Any:
+        """The data on which --compare times its policies after they are trained."""
+        return data
+
     def description(self) -> dict[str, Any]:
         """The facts about the data that the model needs, as JSON. With the flags, they suffice to use the model."""
         return {}
@@ -115,9 +137,13 @@ class Task(abc.ABC):
         """Metrics of the summary that are measured only when training has ended."""
         return {}
 
-    def headline(self) -> str:
-        """One line with the title (such as model, data and policy) and the devices."""
-        return f"{self.title}, on {self.parallel.count} x {jax.devices()[0].device_kind}"
+    def facts(self) -> dict[str, Any]:
+        """Entries of summary.json about the model and the data."""
+        return {}
+
+    def data_text(self) -> str:
+        """The data in a few words."""
+        return self.title
 
     def items(self, batch: Any) -> int:
         """Number of items in a global batch."""
@@ -127,9 +153,8 @@ class Task(abc.ABC):
         """Puts a batch on its devices."""
         return self.parallel.put(batch)
 
-    def summary(self, last: dict[str, Any]) -> dict[str, Any]:
-        """Further entries of summary.json. `last` is the line of the last epoch."""
-        return {}
+    def report(self, folder: Path | None) -> None:  # noqa: B027 - most have none
+        """Reports a test in words, in a run's folder after a training."""
 
     def close(self) -> None:  # noqa: B027 - most have nothing to close
         """Releases the resources of the run."""
@@ -141,22 +166,40 @@ class Task(abc.ABC):
         """`metric`; None if the mode has no tests."""
         return None if self.config.mode == "train" else self.metric
 
-    @property
-    def table_metrics(self) -> dict[str, str]:
-        """Columns of the comparison table, from metric to head."""
-        return {self.metric[0]: self.metric_name}
+    def with_config(self, config: Any) -> Any:
+        """Returns a task with the same data and other flags."""
+        return type(self)(config, self.parallel, self.data)
+
+    def training_of(self, config: Any, data: dict[str, Any]) -> Training:
+        """The training set-up for the flags and for a `data_state()`."""
+        model = (self if config == self.config else self.with_config(config)).model(data)
+        policy, hyper = mpjax.get_policy(config.policy), config.hyperparameters(self.steps)
+        return create_training(model, hyper, policy, config.loss_scale, self.parallel)
+
+    def headline(self) -> str:
+        """One line with the model, the policy, the data and the devices."""
+        devices = f"{self.parallel.count} x {jax.devices()[0].device_kind}"
+        return f"{self.config.model_name}, policy {self.policy}, {self.data_text()}, on {devices}"
+
+    def epoch_text(self, line: dict[str, Any]) -> str:
+        """The metrics of an epoch in a few words. The loop adds speed, loss scale and skipped steps."""
+        return " ".join(form.format(line[name]) for name, form in self.line.items() if name in line)
+
+    def summary(self, last: dict[str, Any]) -> dict[str, Any]:
+        """Entries of summary.json. `last` is the line of the last epoch."""
+        known = {n: x for n, x in last.items() if n.startswith(("train_", "test_", "dev_")) or n in self.table}
+        facts = {"amp": self.config.amp, "seed": self.config.seed, "batch_size": self.batch_size}
+        return known | facts | {"learning_rate": self.training.hyper.learning_rate, **self.facts()}
 
     def endless_batches(self) -> Iterator[Any]:
         """Training batches, epoch after epoch."""
         for epoch in itertools.count():
             yield from self.batches(epoch, 0)
 
-    @property
+    @functools.cached_property
     def training(self) -> Training:
         """The set-up for the flags, built at first use."""
-        if not hasattr(self, "_training"):
-            self._training = self.training_of(self.config, self.data_state())
-        return self._training
+        return self.training_of(self.config, self.data_state())
 
     @property
     def scale_is_fixed(self) -> bool:

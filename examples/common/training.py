@@ -214,6 +214,13 @@ def check_outputs(nonfinite: float, count: int, unit: str, last: bool = True) ->
     say(f"{nonfinite:.0f} of {count} test {unit} gave inf or NaN; they count as wrong")
 
 
+def tested_means(sums: Sums, unit: str, last: bool) -> dict[str, float]:
+    """The means of a test, of which entries with non-finite outputs are reported."""
+    found = evaluation_means(sums)
+    check_outputs(found["nonfinite"], int(sums["count"]), unit, last)
+    return found
+
+
 def means(sums: Mapping[str, Any]) -> dict[str, float]:
     """Divides sums by their count, on the host; NaN if the count is zero."""
     found = {name: float(x) for name, x in jax.device_get(dict(sums)).items()}

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 
@@ -13,6 +12,7 @@ import mpjax
 from examples.common.checkpoints import Checkpoints
 from examples.common.cli import UsageError
 from examples.common.config import PRECISION_FLAGS, RunConfig
+from examples.common.devices import DataParallel
 from examples.common.flags import from_json
 from examples.common.hosts import is_main, say, wait_for_all
 from examples.common.precision_change import float32_params
@@ -21,25 +21,32 @@ from examples.common.task import Task
 from examples.common.training import Variables
 from examples.common.weights import cast_weights, file_variables, read_about, write_weights
 
-T = TypeVar("T", bound=Task)
-
 # The largest loss of the metric by an export: rounding may flip an entry or two of a small test set.
 _TOLERANCE = 0.005
 # Flags that may differ between training a model and using it.
 _MAY_DIFFER = ("mode", *PRECISION_FLAGS)
 
 
-def open_model(
-    config: RunConfig, make: Callable[[Any, dict[str, Any]], T], alternatives: Sequence[str] = ()
-) -> tuple[T, Variables]:
+def evaluate(config: RunConfig, kind: type[Task]) -> dict[str, Any]:
+    """Tests a trained model in the precision of the flags, regardless of the precision in training."""
+    task, variables = open_model(config, kind)
+    metrics = task.test(cast_to_policy(task, variables), lambda: None)
+    task.report(None)
+    results = {"policy": config.policy, "amp": config.amp, **metrics, **task.facts()}
+    if config.export is not None:
+        assert config.output is not None
+        results |= export(task, variables, config.output, config.export)
+    return results
+
+
+def open_model(config: RunConfig, kind: type[Task]) -> tuple[Task, Variables]:
     """Opens the model of --weights or of the run in --output, with its float32 variables.
 
     Flags that are not given have their values of the training.
 
     Args:
         config: The flags.
-        make: Makes a task from the flags with the settings of the training, and the description of its data.
-        alternatives: Mutually exclusive flags, such as those for the location of the data. Giving one drops the others.
+        kind: The script's task.
 
     Raises:
         UsageError: There is no model, it belongs to another script, or it is damaged.
@@ -53,13 +60,13 @@ def open_model(
         if settings.get("script") != config.script:
             raise UsageError(f"--weights {str(config.weights)!r} is a model of examples.{settings.get('script')}.")
     given = {name for name in config.given if getattr(config, name) is not None}
-    replaced = {*_MAY_DIFFER, *given, *(alternatives if given.intersection(alternatives) else ())}
+    replaced = {*_MAY_DIFFER, *given, *(kind.alternatives if given.intersection(kind.alternatives) else ())}
     kept = {name: value for name, value in settings.items() if name not in replaced}
     try:
         trained = dataclasses.replace(config, **from_json(type(config), kept))
     except TypeError as error:
         raise UsageError(f"the settings that the model was trained with are damaged: {error}") from error
-    task = make(trained, description)
+    task = kind(trained, DataParallel(trained.devices), kind.open(trained, description))
     if config.weights is None:
         return task, run_variables(task, folder)
     like = jax.eval_shape(task.training.init, 0)

@@ -6,6 +6,7 @@ It has the flags that all scripts share: `--policy`, `--resume`, `--init-from`, 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -16,13 +17,13 @@ import numpy as np
 import optax
 
 import mpjax
-from examples.common import modes, script
+from examples.common import script
 from examples.common.config import RunConfig
 from examples.common.devices import DataParallel
 from examples.common.optimizers import Recipe
 from examples.common.plots import Panel
 from examples.common.task import Task
-from examples.common.training import Loss, Model, Training, Variables, create_training, masked_sums, means
+from examples.common.training import Loss, Model, Variables, masked_sums, means
 
 
 class Batch(NamedTuple):
@@ -58,25 +59,30 @@ class Config(RunConfig):
 class CustomTask(Task):
     """The model and its data, as the training loop requires them."""
 
-    title, unit = "tumours", "tumours"
-    metric, metric_name = ("test_accuracy", 1), "test accuracy"
+    config_type, unit, title = Config, "tumours", "tumours"
+    metric, metric_name, table = ("test_accuracy", 1), "test accuracy", {"test_accuracy": "test accuracy"}
+    line = {"train_loss": "train {:.4f}", "test_loss": " test {:.4f}", "test_accuracy": "{:.2%}"}
+    final_line = {"test_accuracy": "test accuracy {:.2%}"}
     panels = (Panel("loss", {"train": "train_loss", "test": "test_loss"}),)
 
-    def __init__(self, config: Config, parallel: DataParallel) -> None:
-        super().__init__(config, parallel)
+    def __init__(self, config: Config, parallel: DataParallel, data: tuple[Batch, Batch]) -> None:
+        super().__init__(config, parallel, data)
+        self._train, self._test = data
+        self.steps, self.test_count = len(self._train.labels) // self.batch_size, len(self._test.labels)
+        self._test_loss = jax.jit(self.model({}).loss)  # once: every call of jax.jit would recompile
+
+    @classmethod
+    def open(cls, config: Config, description: dict[str, Any] | None = None) -> tuple[Batch, Batch]:
         from sklearn.datasets import load_breast_cancer
         from sklearn.model_selection import train_test_split
 
         inputs, labels = load_breast_cancer(return_X_y=True)
         inputs = (inputs - inputs.mean(axis=0)) / inputs.std(axis=0)
-        data = Batch(inputs.astype(np.float32), labels.astype(np.int32))
-        split = train_test_split(*data, test_size=0.25, random_state=0)
-        self._train, self._test = Batch(*split[::2]), Batch(*split[1::2])
-        self.steps, self.test_count = len(self._train.labels) // self.batch_size, len(self._test.labels)
-        self._test_loss = jax.jit(self.model_of(config).loss)  # once: every call of jax.jit would recompile
+        split = train_test_split(inputs.astype(np.float32), labels.astype(np.int32), test_size=0.25, random_state=0)
+        return Batch(*split[::2]), Batch(*split[1::2])
 
-    def model_of(self, config: RunConfig) -> Model:
-        """The network and its loss, in the precision of the flags."""
+    def model(self, data: dict[str, Any]) -> Model:
+        config = self.config
         policy = mpjax.get_policy(config.policy)
         net = mpjax.with_policy(Net(), policy) if config.amp == "module" else Net()
         apply: Callable[..., Any] = net.apply if config.amp == "module" else mpjax.autocast(net.apply, policy)
@@ -92,15 +98,6 @@ class CustomTask(Task):
             return Variables(net.init(key, jnp.zeros((1, 30)))["params"], {})
 
         return Model(init, loss, sums=("loss", "accuracy", "count"))
-
-    def training_of(self, config: RunConfig, data: dict[str, Any]) -> Training:
-        policy = mpjax.get_policy(config.policy)
-        hyper = config.hyperparameters(self.steps)
-        return create_training(self.model_of(config), hyper, policy, config.loss_scale, self.parallel)
-
-    def with_config(self, config: RunConfig) -> CustomTask:
-        assert isinstance(config, Config)
-        return CustomTask(config, self.parallel)
 
     def example_batches(self, batch_size: int) -> Sequence[Batch]:
         return [Batch(np.zeros((batch_size, 30), np.float32), np.zeros(batch_size, np.int32))]
@@ -120,27 +117,8 @@ class CustomTask(Task):
         result = self._test_loss(weights, self._test, jax.random.key(0), ())
         return {f"test_{name}": value for name, value in means(result.sums).items()}
 
-    def epoch_text(self, line: dict[str, Any]) -> str:
-        return f"train {line['train_loss']:.4f}  test {line['test_loss']:.4f} {line['test_accuracy']:.2%}"
 
-    def summary(self, last: dict[str, Any]) -> dict[str, Any]:
-        return {"test_accuracy": last["test_accuracy"], "seed": self.config.seed}
-
-
-def run(config: Config) -> dict[str, Any]:
-    """Runs the action that the flags select."""
-
-    def make() -> Callable[[Any], CustomTask]:
-        parallel = DataParallel(config.devices, config.fsdp)
-        return lambda task_config: CustomTask(task_config, parallel)
-
-    return modes.run(config, make)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns its exit code."""
-    return script.main("python -m examples.custom", Config, run, {"test_accuracy": "test accuracy {:.2%}"}, arguments)
-
+main = functools.partial(script.main, CustomTask)
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -1,4 +1,4 @@
-"""Chooses the crop of an image that a model sees: random in training, the centre otherwise.
+"""The crop of an image that a model sees, random in training and the centre otherwise, and mixup.
 
 Libraries (augmax, dm-pix) crop fully decoded images. This module chooses the crop before a JPEG is decoded, so that
 only the necessary resolution is decoded. RandAugment and CutMix are missing: dm-pix and Albumentations have neither,
@@ -8,8 +8,10 @@ and Keras's layers use their own random generators, so a resumed run would see d
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
+import jax
 import numpy as np
 
 # Left, top, right, bottom, in pixels from the upper left corner.
@@ -60,3 +62,22 @@ def _middle_square(size: tuple[int, int], share: float) -> Box:
     side = min(width, height) * share
     left, top = (width - side) / 2, (height - side) / 2
     return left, top, left + side, top + side
+
+
+def mix_up(key: jax.Array, alpha: float, batch_size: int) -> Callable[[jax.Array], jax.Array]:
+    """A function that blends each entry of a batch with another (Zhang et al., 2017, https://arxiv.org/abs/1710.09412).
+
+    Args:
+        key: Random key.
+        alpha: Parameter of the Beta distribution from which the batch's one weight is drawn; 0 disables blending.
+        batch_size: Number of entries.
+
+    Returns:
+        A function of arrays [batch_size, ...], to apply to both images and targets.
+    """
+    if not alpha:
+        return lambda x: x
+    draw, permute = jax.random.split(key)
+    weight = jax.random.beta(draw, alpha, alpha)
+    others = jax.random.permutation(permute, batch_size)
+    return lambda x: weight * x + (1 - weight) * x[others]

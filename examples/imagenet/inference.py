@@ -1,4 +1,4 @@
-"""Evaluates a trained classifier, and predicts the classes of images."""
+"""Predicts the classes of images."""
 
 from __future__ import annotations
 
@@ -8,65 +8,20 @@ from typing import Any
 
 import numpy as np
 
-from examples.common.cli import UsageError, disk_problem, listing
-from examples.common.devices import DataParallel
+from examples.common.cli import UsageError, disk_problem
 from examples.common.hosts import is_main, say
 from examples.common.run_folder import write_json
 from examples.common.skipped import UnusableFileError
 from examples.common.training import Variables, check_outputs
-from examples.common.use import cast_to_policy, export, open_model
+from examples.common.use import cast_to_policy
 from examples.imagenet.augmentation import Crop, middle_box
-from examples.imagenet.config import Config
-from examples.imagenet.data import Dataset, Description
 from examples.imagenet.decoding import read_crop
 from examples.imagenet.pipeline import evaluation_batches
-from examples.imagenet.task import ImageTask, open_data
 
 
-def load(config: Config) -> tuple[ImageTask, Variables]:
-    """Loads the model given by the flags with its variables; opens the test images unless --images is given."""
-
-    def make(trained: Config, description: dict[str, Any]) -> ImageTask:
-        about = Description.from_json(description)
-        test_set = None if trained.images else open_data(trained, ["val"], about.classes)[0]
-        if test_set is not None:
-            _check_same(about, test_set)
-        return ImageTask(trained, DataParallel(trained.devices), test_set=test_set, description=about)
-
-    return open_model(config, make, ("data_dir", "dataset"))
-
-
-def _check_same(about: Description, images: Dataset) -> None:
-    if tuple(images.classes) != about.classes:
-        raise UsageError(
-            f"the model has the classes {listing(about.classes)}, but {images.name} has {listing(images.classes)}. "
-            "Give the --data-dir that it was trained on, or one with the same class folders."
-        )
-    if images.image_shape != about.image_shape:
-        raise UsageError(f"the model takes images of {about.image_shape}, but {images.name} has {images.image_shape}.")
-
-
-def evaluate(config: Config) -> dict[str, Any]:
-    """Evaluates a trained model in the precision of the flags, regardless of the precision in training."""
-    task, variables = load(config)
-    results = {
-        "policy": config.policy,
-        "amp": config.amp,
-        "model": task.config.model_name,
-        **task.test(cast_to_policy(task, variables)),
-        "test_images": len(task.test_set),
-        "unreadable_images": task.test_set.unreadable,
-    }
-    if config.export is not None:
-        assert config.output is not None
-        results |= export(task, variables, config.output, config.export)
-    return results
-
-
-def predict(config: Config) -> dict[str, Any]:
+def predict(task: Any, variables: Variables) -> dict[str, Any]:
     """Writes the predicted classes of `--images`, or else of all test images, to predictions.json."""
-    task, variables = load(config)
-    classes = task.about.classes
+    config, classes = task.config, task.about.classes
     predictions = []
     for place, probabilities in _probabilities(task, cast_to_policy(task, variables), config.images):
         best, finite = int(np.argmax(probabilities)), bool(np.isfinite(probabilities).all())
@@ -89,11 +44,9 @@ def predict(config: Config) -> dict[str, Any]:
     return results
 
 
-def _probabilities(
-    task: ImageTask, weights: Variables, paths: Sequence[Path]
-) -> Iterator[tuple[dict[str, str], np.ndarray]]:
+def _probabilities(task: Any, weights: Variables, paths: Sequence[Path]) -> Iterator[tuple[dict[str, str], np.ndarray]]:
     """The location of each image, its true class if known, and the class probabilities."""
-    predict_step = task.classifier.predict_step
+    predict_step = task.predict_step
     if paths:
         images = np.stack([_read(task, path) for path in paths])
         # Full batches of one size compile only one program for any number of images.
@@ -117,7 +70,7 @@ def _probabilities(
                     yield {"image": image, "truth": truth}, probabilities
 
 
-def _read(task: ImageTask, path: Path) -> np.ndarray:
+def _read(task: Any, path: Path) -> np.ndarray:
     """Reads an image as in evaluation: the centre, in the model's size and colours."""
     height, width, channels = task.about.image_shape
     grey = channels == 1

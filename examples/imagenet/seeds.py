@@ -1,22 +1,11 @@
 """`python -m examples.imagenet.seeds`: trains in several precisions with several seeds, and prints one table."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
+from functools import partial
 
 from examples.common import seeds
-from examples.common.seeds import Column
-from examples.imagenet.__main__ import FORMATS
-from examples.imagenet.config import Config
-from examples.imagenet.modes import run
+from examples.imagenet.train import ImageTask
 
-_COLUMNS = [Column("test accuracy", "test_accuracy")]
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns its exit code; usage errors exit with code 2."""
-    return seeds.main(Config, lambda config: run(config), FORMATS, _COLUMNS, arguments)
-
+main = partial(seeds.main, ImageTask)
 
 if __name__ == "__main__":
     raise SystemExit(main())

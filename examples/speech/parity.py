@@ -1,7 +1,6 @@
 """`python -m mpjax parity examples.speech.parity:make`: compares half precision with float32 over several seeds."""
 
 from examples.common.parity import Maker
-from examples.speech.config import Config
-from examples.speech.modes import TaskMaker
+from examples.speech.train import SpeechTask
 
-make = Maker(Config, TaskMaker)
+make = Maker(SpeechTask)

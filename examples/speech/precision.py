@@ -14,15 +14,15 @@ import jax.numpy as jnp
 
 import mpjax
 from examples.common.cli import UsageError, fail
-from examples.common.devices import DataParallel
 from examples.common.flags import Group, parse
 from examples.common.use import open_model
 from examples.speech.alphabet import Alphabet
 from examples.speech.batching import Batch, Buckets
 from examples.speech.config import Config
 from examples.speech.corpus import DEFAULT_CACHE
-from examples.speech.task import SpeechTask, open_data
-from examples.speech.training import create_network, ctc_losses
+from examples.speech.models import create_network, ctc_losses
+from examples.speech.task import Data, open_sets
+from examples.speech.train import SpeechTask
 
 PROGRAM = "python -m examples.speech.precision"
 
@@ -47,9 +47,12 @@ class Precision:
     cache_dir: Path = _FLAGS(DEFAULT_CACHE, "folder for the corpus synthesised by espeak-ng")
 
 
-def _open_task(config: Config, description: dict[str, Any]) -> SpeechTask:
-    alphabet = Alphabet(description["characters"])
-    return SpeechTask(config, DataParallel(1), alphabet, **open_data(config, ["train"], alphabet))
+class _TrainingSpeech(SpeechTask):
+    """A trained model with its training set."""
+
+    @classmethod
+    def open(cls, config: Config, description: dict[str, Any] | None = None) -> Data:
+        return open_sets(config, Alphabet((description or {})["characters"]), ["train"])
 
 
 def loss_from_audio(config: Config, labels: int, stats: Any) -> Callable[[Any, Batch], jax.Array]:
@@ -102,10 +105,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         flags = parse(Precision, PROGRAM, arguments)
         config = Config(mode="evaluate", output=flags.output, cache_dir=flags.cache_dir, devices=1)
-        task, variables = open_model(config, _open_task)
+        task, variables = open_model(config, _TrainingSpeech)
     except UsageError as error:
         fail(PROGRAM, error)
-    trained, train_set = task.config, task.train_set
+    trained: Config = task.config
+    train_set = task.data.train
     labels = train_set.alphabet.labels
     buckets = Buckets(train_set, trained.preset.batch_size, trained.front_end, 1)
     batches = list(itertools.islice(buckets.train_batches(trained.seed, 0), flags.batches))

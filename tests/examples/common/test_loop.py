@@ -22,7 +22,7 @@ from examples.common.run_folder import RunFolder
 from examples.common.sinks import Sinks
 from examples.common.use import run_variables
 from examples.custom.__main__ import Config, CustomTask, main
-from examples.imagenet.training import correct
+from examples.imagenet.metrics import correct
 
 pytestmark = pytest.mark.usefixtures("stored_programs")
 
@@ -56,8 +56,12 @@ def test_training_stops_early_and_keeps_the_best_epoch(set_accuracies, tmp_path,
             assert checkpoints.steps == [step]
     # --best uses the checkpoint of that epoch.
     config = Config(devices=1, batch_size=400, schedule="constant", warmup_epochs=0, output=output)
+    data = CustomTask.open(config)
     last, best = (
-        run_variables(CustomTask(dataclasses.replace(config, best=best), DataParallel(1)), RunFolder(output)).params
+        run_variables(
+            CustomTask(dataclasses.replace(config, best=best), DataParallel(1), data),
+            RunFolder(output),
+        ).params
         for best in (False, True)
     )
     assert not all(jax.tree.leaves(jax.tree.map(np.array_equal, last, best)))

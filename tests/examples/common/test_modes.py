@@ -8,14 +8,12 @@ import pytest
 
 from examples.common import modes
 from examples.common.script import final_line
-from examples.custom.__main__ import Config as CustomConfig
-from examples.imagenet.__main__ import FORMATS as IMAGE_FORMATS
-from examples.imagenet.config import Config as ImageConfig
-from examples.speech.__main__ import FORMATS as SPEECH_FORMATS
-from examples.speech.config import Config as SpeechConfig
+from examples.custom.__main__ import CustomTask
+from examples.imagenet.train import ImageTask
+from examples.speech.train import SpeechTask
 
 
-@pytest.mark.parametrize("script", [CustomConfig, ImageConfig, SpeechConfig])
+@pytest.mark.parametrize("script", [CustomTask, ImageTask, SpeechTask])
 @pytest.mark.parametrize(
     ("flags", "done"),
     [
@@ -29,26 +27,26 @@ from examples.speech.config import Config as SpeechConfig
     ],
 )
 def test_flags_choose_one_mode(script, flags, done, monkeypatch):
-    if script is CustomConfig and "mode" in flags:
+    if script is CustomTask and "mode" in flags:
         pytest.skip("this script only trains")
     called = []
 
     def note(name: str) -> Any:
         return lambda *_, **__: called.append(name) or {}
 
-    for name in ("run_training", "inspect", "find_batch_sizes", "train_and_compare", "run_benchmark", "run_comparison"):
+    for name in ("run_training", "inspect", "find_batch_sizes", "train_and_compare", "run_benchmark", "evaluate"):
         monkeypatch.setattr(modes, name, note(name))
-    modes.run(script(**flags), note("data"), {"evaluate": note("evaluate")})
+    monkeypatch.setattr(script, "open", note("data"))
+    monkeypatch.setattr(script, "timing_data", lambda data: data)
+    modes.run(script.config_type(**flags), script)
     assert called == ([done] if done == "evaluate" else ["data", done])
 
 
 def test_final_line_shows_the_metrics_of_the_summary():
     images = {"policy": "O2", "train_accuracy": 0.5, "loss_scale": 4.0}
-    assert final_line(images, IMAGE_FORMATS) == "train accuracy 50.00%, policy O2, loss scale 4"
-    assert (
-        final_line(images | {"test_accuracy": 0.25}, IMAGE_FORMATS) == "test accuracy 25.00%, policy O2, loss scale 4"
-    )
-    assert final_line({"policy": "O2", "predictions": []}, IMAGE_FORMATS) == ""
+    assert final_line(images, ImageTask) == "train accuracy 50.00%, policy O2, loss scale 4"
+    assert final_line(images | {"test_accuracy": 0.25}, ImageTask) == "test accuracy 25.00%, policy O2, loss scale 4"
+    assert final_line({"policy": "O2", "predictions": []}, ImageTask) == ""
     speech = {"policy": "O2", "latency_milliseconds": {"avg": 1.0}, "utterances_per_second": 1234.5}
-    assert final_line(speech, SPEECH_FORMATS) == "policy O2, 1,234 utterances/s"
-    assert final_line({"latency_milliseconds": 1.25, "policy": "O1"}, SPEECH_FORMATS) == "policy O1, latency 1.2 ms"
+    assert final_line(speech, SpeechTask) == "policy O2, 1,234 utterances/s"
+    assert final_line({"latency_milliseconds": 1.25, "policy": "O1"}, SpeechTask) == "policy O1, latency 1.2 ms"

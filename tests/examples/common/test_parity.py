@@ -7,9 +7,8 @@ import pytest
 
 import mpjax
 from examples.common.cli import UsageError
-from examples.common.devices import DataParallel
 from examples.common.parity import Maker, _without
-from examples.custom.__main__ import Config, CustomTask
+from examples.custom.__main__ import CustomTask
 
 pytestmark = pytest.mark.usefixtures("stored_programs")
 
@@ -17,14 +16,9 @@ FLAGS = ["--epochs", "2", "--devices", "1", "--batch-size", "128"]
 SCALED = "mixed_float16 --loss-scale 1"
 
 
-def open_tasks(config):
-    parallel = DataParallel(config.devices)
-    return lambda task_config: CustomTask(task_config, parallel)
-
-
 @pytest.fixture(scope="module")
 def make():
-    return Maker(Config, open_tasks, FLAGS)
+    return Maker(CustomTask, FLAGS)
 
 
 def test_a_script_is_compared_over_seeds_with_precision_flags(make, tmp_path):
@@ -36,7 +30,7 @@ def test_a_script_is_compared_over_seeds_with_precision_flags(make, tmp_path):
     losses = np.asarray([run.losses for run in runs])
     assert losses.shape == (2, 6)
     assert np.all(losses[:, -1] < losses[:, 0]), "of each step, not sums over the epoch"
-    other = Maker(Config, open_tasks, [*FLAGS, "--optimizer", "sgd"])
+    other = Maker(CustomTask, [*FLAGS, "--optimizer", "sgd"])
     with pytest.raises(ValueError, match="other settings"):
         mpjax.parity(other, [SCALED], 2, output=tmp_path, progress=False)
 

@@ -16,11 +16,10 @@ from examples.common.checkpoints import Checkpoints
 from examples.common.devices import DataParallel
 from examples.common.training import TrainState
 from examples.imagenet import models
-from examples.imagenet.__main__ import main
 from examples.imagenet.config import Config
 from examples.imagenet.data import Batch
 from examples.imagenet.embedded import EMBEDDED, Digits
-from examples.imagenet.task import ImageTask, open_data
+from examples.imagenet.train import ImageTask, main
 from tests.examples import processes
 from tests.examples.errors import line_of_error
 
@@ -60,7 +59,7 @@ def digit_flags(output: Path, *flags: str) -> list[str]:
 def digits_task(devices: int = 1, **flags: Any) -> ImageTask:
     """The task of a run with these flags."""
     config = Config(**{"batch_size": 32, **flags})
-    return ImageTask(config, DataParallel(devices, config.fsdp), *open_data(config))
+    return ImageTask(config, DataParallel(devices, config.fsdp), ImageTask.open(config))
 
 
 def state_and_batch(task: ImageTask) -> tuple[TrainState, Batch]:

@@ -46,7 +46,7 @@ DYING = PROGRAM.replace(
     "sys.exit",
     """
 import os, pathlib, signal, time
-from examples.imagenet.task import ImageTask
+from examples.imagenet.train import ImageTask
 steps, real = [], ImageTask.train_step
 def train_step(self, state, batch):
     steps.append(1)

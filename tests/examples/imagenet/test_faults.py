@@ -17,13 +17,13 @@ from examples.common.cli import UsageError
 from examples.common.flags import parse
 from examples.common.run_folder import RunFolder, to_json
 from examples.common.training import Variables
+from examples.common.use import open_model
 from examples.common.weights import file_variables, write_weights
-from examples.imagenet import inference
-from examples.imagenet import task as image_task
-from examples.imagenet.__main__ import main
+from examples.imagenet import datasets
 from examples.imagenet.config import Config
 from examples.imagenet.image_folder import open_image_folder
 from examples.imagenet.image_tree import list_tree
+from examples.imagenet.train import ImageTask, main
 from tests.examples.imagenet.image_tree import make_photo_tree
 from tests.examples.imagenet.runs import FewDigits, digit_flags, digits_task, error_of
 
@@ -58,7 +58,7 @@ def test_model_is_tested_on_the_images_that_the_flags_name(trained, photos, tmp_
     error = error_of([*flags, str(trained), "--dataset", "mnist"], capsys)
     assert "the model takes images of (8, 8, 1), but mnist has (28, 28, 1)" in error
     lenient = parse(Config, "imagenet", [*flags, str(trained), "--max-unreadable", "0.5"])
-    assert inference.load(lenient)[0].config.max_unreadable == 0.5
+    assert open_model(lenient, ImageTask)[0].config.max_unreadable == 0.5
     of_mnist = tmp_path / "run"
     shutil.copytree(trained, of_mnist)
     settings = json.loads((of_mnist / "config.json").read_text())
@@ -69,8 +69,8 @@ def test_model_is_tested_on_the_images_that_the_flags_name(trained, photos, tmp_
 
 def test_testing_needs_no_training_data(trained, monkeypatch, capsys):
     opened = []
-    real = image_task.open_data
-    monkeypatch.setattr("examples.imagenet.inference.open_data", lambda c, s, k: opened.append(s) or real(c, s, k))
+    real = datasets._open
+    monkeypatch.setattr(datasets, "_open", lambda c, s, *k: opened.append(s) or real(c, s, *k))
     assert main(["--mode", "predict", "--output", str(trained), "--devices", "1"]) == 0
     assert opened == [["val"]]
     first = json.loads((trained / "predictions.json").read_text())["predictions"][0]
@@ -135,12 +135,12 @@ def test_finished_run_continues_to_more_epochs(trained, tmp_path, capsys):
 
 def test_out_of_memory_error_names_the_batch_that_fits(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(loop, "memory_limit", lambda _: (2**20, "a small device"))
-    monkeypatch.setattr(image_task.ImageTask, "bytes_needed", lambda self, size: size * 2**17)
+    monkeypatch.setattr(ImageTask, "bytes_needed", lambda self, size: size * 2**17)
 
     def compile(self):
         raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes")
 
-    monkeypatch.setattr(image_task.ImageTask, "compile", compile)
+    monkeypatch.setattr(ImageTask, "compile", compile)
     error = error_of(digit_flags(tmp_path / "run"), capsys)
     assert "(a small device) at --batch-size 32" in error
     assert "--batch-size 8 fits" in error
@@ -158,13 +158,13 @@ def test_full_disk_and_interruption_end_in_one_line(tmp_path, monkeypatch, capsy
     def full(*_):
         raise OSError(28, "No space left on device", "metrics.jsonl")
 
-    monkeypatch.setattr("examples.imagenet.__main__.run", full)
+    monkeypatch.setattr("examples.common.script.run", full)
     assert "metrics.jsonl: No space left on device" in error_of([], capsys)
 
     def stopped(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("examples.imagenet.__main__.run", stopped)
+    monkeypatch.setattr("examples.common.script.run", stopped)
     assert main([]) == 130
     assert "stopped by Ctrl-C" in capsys.readouterr().out
 
@@ -226,10 +226,10 @@ def test_class_without_test_images_is_refused(photos):
 @pytest.fixture
 def diverging(monkeypatch):
     """Makes every gradient NaN from the first step."""
-    real = image_task.ImageTask.start_state
+    real = ImageTask.start_state
     nan = lambda x: jax.device_put(np.full(x.shape, np.nan, x.dtype), x.sharding)
     broken = lambda self: (state := real(self))._replace(params=jax.tree.map(nan, state.params))
-    monkeypatch.setattr(image_task.ImageTask, "start_state", broken)
+    monkeypatch.setattr(ImageTask, "start_state", broken)
 
 
 def test_fixed_loss_scale_that_skips_everything_is_an_error(diverging, tmp_path, capsys):

@@ -20,9 +20,10 @@ from examples.common.precision_change import float32_params
 from examples.common.run_folder import RunFolder, write_json
 from examples.common.training import Variables
 from examples.common.weights import named, write_weights
-from examples.imagenet.__main__ import main
+from examples.imagenet import train
 from examples.imagenet.models import network
 from examples.imagenet.pretrained import read_pretrained
+from examples.imagenet.train import main
 from tests.examples.imagenet.runs import as_bytes, digit_flags, digits_task, error_of
 
 pytestmark = pytest.mark.usefixtures("quick_runs")
@@ -248,7 +249,7 @@ REFUSED = {
 
 
 def test_the_model_of_the_readme_trains(tmp_path, monkeypatch):
-    readme = (pathlib.Path(main.__code__.co_filename).parent / "README.md").read_text()
+    readme = (pathlib.Path(train.__file__).parent / "README.md").read_text()
     (code,) = re.findall(r"### Your own model.*?```python\n(.*?)```", readme, re.DOTALL)
     (tmp_path / "my_models.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)

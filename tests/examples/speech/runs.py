@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 
 from examples.common.devices import DataParallel
-from examples.speech.__main__ import main
 from examples.speech.config import Config
-from examples.speech.task import SpeechTask, open_alphabet, open_data
+from examples.speech.train import SpeechTask, main
 from tests.examples.errors import line_of_error
 
 # One layer of each kind, since most of a test's time is compilation. Used as flags and as arguments of `Config`.
@@ -36,7 +35,7 @@ TINY = [*TINY_MODEL, *as_flags(**RUN)]
 def task_of(data: dict[str, Path], devices: int = 1, **flags: Any) -> SpeechTask:
     """The task of a run with `TINY` and these flags."""
     config = Config(**{**MODEL, **RUN, **data, **flags})
-    return SpeechTask(config, DataParallel(devices, config.fsdp), open_alphabet(config), **open_data(config))
+    return SpeechTask(config, DataParallel(devices, config.fsdp), SpeechTask.open(config))
 
 
 def lines_of(output: Path) -> list[dict[str, Any]]:

@@ -11,8 +11,7 @@ from examples.common.parity import Maker
 from examples.common.precision_change import float32_params
 from examples.common.run_folder import RunFolder, write_json
 from examples.speech.__main__ import main
-from examples.speech.config import Config
-from examples.speech.modes import TaskMaker
+from examples.speech.train import SpeechTask
 from tests.examples.speech.runs import TINY, as_bytes, error_of, lines_of, task_of
 
 pytestmark = pytest.mark.usefixtures("stored_programs")
@@ -67,7 +66,7 @@ def test_dev_set_export_average_and_files(data, data_flags, tmp_path, capsys):
 
 def test_speech_script_runs_under_parity(data_flags):
     """As in tests/examples/common/test_parity.py."""
-    training = Maker(Config, TaskMaker, [*TINY, *data_flags])("mixed_float16", 0)
+    training = Maker(SpeechTask, [*TINY, *data_flags])("mixed_float16", 0)
     first = next(iter(training.batches()))
     state, loss = training.step(training.state, first)
     assert np.isfinite(loss)

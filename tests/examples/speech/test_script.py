@@ -153,11 +153,11 @@ def test_benchmark_reports_latencies_and_audio_hours(tmp_path, capsys):
 
 
 def test_seeds_makes_a_table_of_error_rates(tmp_path, monkeypatch, capsys):
-    def run(config):
+    def run(config, kind):
         rate = {"float32": 0.02, "O1": 0.03}[config.policy] + config.seed / 100
         return {"policy": config.policy, "wer": rate, "cer": rate / 2, "skipped_steps": config.seed}
 
-    monkeypatch.setattr(seeds, "run", run)
+    monkeypatch.setattr("examples.common.seeds.run", run)
     flags = ["--policies", "float32", "O1", "--amps", "module", "autocast", "--seeds", "0", "1"]
     (tmp_path / "table").mkdir()
     assert seeds.main([*flags, "--output", str(tmp_path / "table")]) == 0
