@@ -122,7 +122,7 @@ MAY_IMPORT = {
     "perf": {"mpjax"},
     "testing": {"mpjax"},
     "examples": {"mpjax", "perf"},
-    "benchmarks": {"mpjax", "perf", "testing"},
+    "benchmarks": {"mpjax", "perf", "testing", "examples"},
 }
 
 

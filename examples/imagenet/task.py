@@ -34,7 +34,9 @@ class ImageData(Task):
 
     def __init__(self, config: Config, parallel: DataParallel, data: Data) -> None:
         super().__init__(config, parallel, data)
-        self.about, self.train_set, self.test_set = data
+        self.about = data.about
+        self.train_set: Any = data.train
+        self.test_set: Any = data.test
         known: Any = data.train or data.test
         if data.train is not None:
             check_batch_size(data.train, self.batch_size)

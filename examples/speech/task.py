@@ -78,7 +78,9 @@ class SpeechData(Task):
 
     def __init__(self, config: Config, parallel: DataParallel, data: Data) -> None:
         super().__init__(config, parallel, data)
-        self.alphabet, self.train_set, self.test_set, dev = data
+        self.alphabet, dev = data.alphabet, data.dev
+        self.train_set: Any = data.train
+        self.test_set: Any = data.test
         self._buckets: Buckets | None = None
         if data.train is not None:
             check_batch_size(data.train, self.batch_size)
