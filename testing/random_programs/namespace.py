@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import flax
 import flax.linen
 import jax
 import jax.custom_batching
@@ -218,6 +219,7 @@ def namespace(axis_type: jax.sharding.AxisType = jax.sharding.AxisType.Auto) -> 
         "MESH": mesh(axis_type),
         "P": P,
         "checkpoint_name": checkpoint_name,
+        "flax": flax,
         "flax_norm": flax_norm,
         "halved_jvp": halved_jvp,
         "halved_vjp": halved_vjp,

@@ -155,6 +155,35 @@ MATMULS = (
     (M, (M, M), "lax.dot({0}, {1}, precision=lax.Precision.HIGH)"),
 )
 
+# Masks of the shape (3, 3), or one that broadcasts to it, in which every row has an entry.
+MASKS = (
+    "jnp.tri(3, dtype=bool)",
+    "jnp.tril(jnp.ones((3, 3), bool))",
+    "~jnp.triu(jnp.ones((3, 3), bool), 1)",
+    "jax.jit(lambda: jnp.tril(jnp.ones((3, 3), bool)))()",
+    "(jnp.tril(jnp.ones((3, 3))) == 1)",
+    "(jnp.arange(3)[:, None] >= jnp.arange(3))",
+    "(jnp.abs(jnp.arange(3)[:, None] - jnp.arange(3)) < 2)",
+    "jax.vmap(lambda row: jnp.arange(3) <= row)(jnp.arange(3))",
+    "(jnp.arange(3) <= n % 3)",
+    "((jnp.array([0, 0, 1])[:, None] == jnp.array([0, 0, 1])) & jnp.tri(3, dtype=bool))",
+    "flax.linen.make_causal_mask(jnp.ones(3), dtype=bool)[0]",
+    "(jax.random.bernoulli(KEY, 0.5, (3, 3)) | jnp.eye(3, dtype=bool))",
+)
+
+# Ways to apply a mask {1} to a matrix {0}.
+MASKED = (
+    "jnp.where({1}, {0}, -1e9)",
+    "jnp.where({1}, {0}, 0.0)",
+    "jnp.where({1}, {0}, -jnp.inf)",
+    "jnp.where({1}, {0}, jnp.finfo(jnp.float32).min)",
+    "lax.select(jnp.broadcast_to({1}, (3, 3)), {0}, jnp.full((3, 3), -1e30))",
+    "({0} + jnp.where({1}, 0.0, -1e9))",
+    "({0} + (1.0 - {1}.astype(jnp.float32)) * -1e4)",
+    "jnp.where({1}, jnp.tanh({0} / 5.0) * 5.0, -2.3819763e38)",
+    "({0} * {1})",
+)
+
 # Operations with fixed operand and result types: sums, statistics, data movement, indexing.
 OTHERS = (
     (S, (R,), "{0}.mean()"),

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from testing.random_programs.operations import BINARY, MATMULS, OTHERS, UNARY, Type
+from testing.random_programs.operations import BINARY, MASKED, MASKS, MATMULS, OTHERS, UNARY, Type
 
 Choice = TypeVar("Choice")
 Index = Callable[[int], int]
@@ -99,7 +99,7 @@ class Writer:
     def statement(self, scope: Scope) -> None:
         """Adds one statement: a first-order operation, or a function that is transformed and called."""
         self.budget -= 1
-        kinds = ["matmul", "unary", "binary", "other"]
+        kinds = ["matmul", "unary", "binary", "other", "masked"]
         if scope.axis:
             kinds.append("collective")
         if scope.depth < DEPTH and self.budget > 1:
@@ -116,6 +116,15 @@ class Writer:
 
     def _other(self, scope: Scope) -> None:
         self._apply(scope, self.choose(OTHERS))
+
+    def _masked(self, scope: Scope) -> None:
+        """Attention with masked scores, or their softmax, or a masked matrix."""
+        matrix, mask, masked = self.variable(scope, Type.MATRIX), self.choose(MASKS), self.choose(MASKED)
+        rows = self.choose(("jax.nn.softmax({0}) @ {1}", "jax.nn.softmax({0})", "jnp.clip({0}, -9.0)"))
+        name = self.name("m")
+        scope.add(f"{name} = {mask}")
+        scores = masked.format(self.choose((f"({matrix} @ {matrix}.T)", matrix)), name)
+        self.assign(scope, Type.MATRIX, rows.format(scores, matrix))
 
     def _unary(self, scope: Scope) -> None:
         name, type_ = self.any_variable(scope)
