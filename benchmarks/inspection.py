@@ -1,8 +1,9 @@
 """The cost of the inspections: `python -m benchmarks.inspection`.
 
 `times`: CPU seconds of each inspection of a loss function with nothing compiled before, as a ratio to compiling its
-gradient and running it once (`find_nonfinite` of the loss: to compiling and running the loss). `profile` runs the step
-several times, which dominates its cost on a CPU, so its row is also given without these runs.
+gradient and running it once (`find_nonfinite` of the loss: to compiling and running the loss). "With a fault" means
+parameters of which one kernel in the middle of the model overflows float32. `profile` runs the step several times, which
+dominates its cost on a CPU, so its row is also given without these runs.
 
 `watch`: the time of a training step with `mpjax.watch`, over that of the same step without it, interleaved in one
 process: steps between two records, steps that make a record, and the mean if every 100th step makes one.
@@ -40,6 +41,7 @@ MODELS: dict[str, Workload] = {
 }
 WATCHED = Gpt(batch_size=8, length=128, features=256, layers=2, heads=4, vocabulary=1024)
 PROFILED_STEPS = 2
+SEARCHED = 0.003  # a budget that half misses, so that modules are searched
 EVERY = 100
 Row = dict[str, Any]
 
@@ -69,6 +71,15 @@ def cpu_seconds(call: Callable[[], Any]) -> float:
     return time.process_time() - start
 
 
+def with_a_fault(params: Any) -> Any:
+    """The parameters with one kernel, in the middle of the model, so large that its layer overflows."""
+    leaves, tree = jax.tree.flatten(params)
+    kernels = [i for i, leaf in enumerate(leaves) if leaf.ndim > 1]
+    middle = kernels[len(kernels) // 2]
+    leaves[middle] = jnp.where(leaves[middle] < 0, -3e38, 3e38)
+    return jax.tree.unflatten(tree, leaves)
+
+
 class CountedStep:
     """A jitted step that counts its calls."""
 
@@ -84,12 +95,19 @@ def measure_times(workload: Workload) -> Row:
     """CPU seconds of the inspections of one model, and their ratios."""
     loss_fn, *args = loss_of(workload)
     step = CountedStep(jax.jit(jax.value_and_grad(loss_fn)))
+    half_loss, faulty = mpjax.autocast(loss_fn, "mixed_bfloat16"), with_a_fault(args[0])
 
     calls: dict[str, Callable[[], Any]] = {
         "loss": lambda: jax.jit(loss_fn)(*args),
         "gradient": lambda: jax.jit(jax.value_and_grad(loss_fn))(*args),
         "find_nonfinite of the loss": lambda: mpjax.find_nonfinite(loss_fn, *args),
         "find_nonfinite of the gradient": lambda: mpjax.find_nonfinite(jax.grad(loss_fn), *args),
+        "find_nonfinite with a fault": lambda: mpjax.find_nonfinite(jax.grad(loss_fn), faulty, args[1]),
+        "find_nonfinite with a fault, in half": lambda: mpjax.find_nonfinite(jax.grad(half_loss), faulty, args[1]),
+        "audit": lambda: mpjax.audit(jax.grad(half_loss), *args),
+        "explain": lambda: mpjax.explain(half_loss, *args),
+        "layerwise_error": lambda: mpjax.layerwise_error(half_loss, *args),
+        "search": lambda: mpjax.search(loss_fn, *args, budget=SEARCHED),
         "numerics": lambda: mpjax.numerics(loss_fn, *args),
         "numerics, verify=False": lambda: mpjax.numerics(loss_fn, *args, verify=False),
         "profile": lambda: mpjax.profile(step, *args, steps=PROFILED_STEPS),
