@@ -41,7 +41,7 @@ MODELS: dict[str, Workload] = {
 }
 WATCHED = Gpt(batch_size=8, length=128, features=256, layers=2, heads=4, vocabulary=1024)
 PROFILED_STEPS = 2
-SEARCHED = 0.003  # a budget that half misses, so that modules are searched
+SEARCHED = 0.0005  # a budget that half misses, so that modules are searched
 EVERY = 100
 Row = dict[str, Any]
 

@@ -293,7 +293,7 @@ class Instrumented:
 class Eager(Instrumented):
     """Evaluates a program outside of `jit`, operation by operation, and compiles loops, branches and `shard_map`.
 
-    An instance compiles each of them once, for all calls with arrays of the same shapes.
+    An instance compiles each of them once, for all calls with arrays of the same shapes (also in `replace`).
     """
 
     def __init__(self, probe: Probe, wide: bool = False, replace: Partial | None = None):
@@ -306,9 +306,14 @@ class Eager(Instrumented):
         if not place.blocks or primitive(place.name).call:
             return super()._evaluate(place, ins, iteration)
         if place.number not in self._compiled:
-            run = functools.partial(self._with(self.probe)._evaluate, place)
+
+            def run(ins: Sequence[Any], iteration: Sequence[Any], replace: Partial | None) -> Any:
+                inside = self._with(self.probe)
+                inside.replace = replace
+                return inside._evaluate(place, ins, iteration)
+
             self._compiled[place.number] = jax.jit(run, compiler_options=COMPILER_OPTIONS)
-        return self._compiled[place.number](list(ins), list(iteration))
+        return self._compiled[place.number](list(ins), list(iteration), self.replace)
 
     def _behind_barrier(self, ins: Sequence[Any]) -> Sequence[Any]:
         return ins  # Operations run one by one, so the compiler can't eliminate recomputation.

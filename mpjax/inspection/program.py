@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from mpjax.casting.autocast import Program, functional, trace
 from mpjax.modules import functional as nnx_calls
@@ -32,6 +33,13 @@ def argument_names(program: Program, args: Sequence[Any], kwargs: dict[str, Any]
     if not contains_nnx_object((args, kwargs)):
         return list(program.names)
     return nnx_calls.names(program.names, args, kwargs)
+
+
+def in_host_memory(x: Any) -> bool:
+    """Whether NumPy can read an array in place: it lies in host memory, on one device."""
+    if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
+        return isinstance(x, np.ndarray)
+    return [device.platform for device in x.devices()] == ["cpu"]
 
 
 def below_root(path: str, paths: Collection[str]) -> str:

@@ -12,15 +12,28 @@ from jax import lax
 
 from mpjax._jaxpr.interpreter import Key, Probe, is_float, is_inexact
 from mpjax._jaxpr.program import Block, Site
+from mpjax.inspection.program import in_host_memory
 
 INF, NAN = 1, 2
 _FOUND = ("found",)
 
 
+# Up to this many elements, NumPy is faster than compiling a program for the shape.
+_SMALL = 2**20
+
+
 def code_of(x: Any) -> Any:
     """The code of an array, int32: one reduction."""
+    if not in_host_memory(x) or x.size > _SMALL:
+        return _compiled_code(x)
+    array = np.asarray(x)
+    return np.int32(0 if np.isfinite(array).all() else NAN if np.isnan(array).any() else INF)
+
+
+@jax.jit
+def _compiled_code(x: Any) -> Any:
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        return lax.max(code_of(lax.real(x)), code_of(lax.imag(x)))
+        return lax.max(_compiled_code(lax.real(x)), _compiled_code(lax.imag(x)))
     return _reduced(x, tuple(range(x.ndim)))
 
 

@@ -6,14 +6,15 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import Partial
 
 from mpjax._jaxpr import compat
-from mpjax._jaxpr.interpreter import COMPILER_OPTIONS, Instrumented, Key, Probe, is_half, is_inexact, widened
+from mpjax._jaxpr.interpreter import COMPILER_OPTIONS, Eager, Instrumented, Key, is_half, is_inexact, widened
 from mpjax._jaxpr.primitives import Op, primitive
 from mpjax._jaxpr.program import NOBODY, Block, Owners, Site, lay_out, owners_of, walk
 from mpjax._jaxpr.source import BACKWARD, FORWARD
@@ -22,7 +23,7 @@ from mpjax.inspection.nonfinite.codes import CodeProbe, WatchProbe, code_of, wat
 from mpjax.inspection.nonfinite.diagnosis import Symptoms, diagnosis_of
 from mpjax.inspection.nonfinite.point import PointProbe
 from mpjax.inspection.nonfinite.provenance import Provenance, first_fault
-from mpjax.inspection.nonfinite.reach import made_finite, reaching
+from mpjax.inspection.nonfinite.reach import Spans, finite_but, reaching
 from mpjax.inspection.nonfinite.report import NonFinite as NonFinite
 from mpjax.inspection.nonfinite.report import OperandRange
 from mpjax.inspection.program import argument_name, trace_to_run
@@ -33,8 +34,9 @@ from mpjax.policy import HALF_DTYPES
 def find_nonfinite(fun: Callable[..., Any], *args: Any, kwargs: Mapping[str, Any] | None = None) -> NonFinite | None:
     """Finds the first operation that made an inf or NaN from finite inputs, in the forward or the backward pass.
 
-    Traces `fun` and runs its program under `jit`, with each operation as written. Each result gets a code: finite, inf
-    or NaN. The codes give the source of each value that is not finite:
+    Traces `fun` and runs its program under `jit`, with each operation as written. Only if a result or a check is not
+    finite, the program runs again operation by operation, and each result gets a code: finite, inf or NaN. The codes
+    give the source of each value that is not finite:
 
         result is finite                 none (softmax or a `where` removed a masked -inf)
         an operand is not finite         the source of that operand
@@ -43,8 +45,8 @@ def find_nonfinite(fun: Callable[..., Any], *args: Any, kwargs: Mapping[str, Any
     A fault is reported only if it reaches a result of `fun` or a check for finite values (`jnp.isfinite(x).all()`,
     including the check that lets mpjax skip a step). Infinities that the program itself writes, or that are in an
     argument, are not faults while they are only moved, masked, compared and added. They are reported if they reach a
-    scalar result or a check, or make a NaN. Only if there is a fault, another run measures the ranges there and
-    evaluates the same point in float32. No tensor is copied to the host.
+    scalar result or a check, or make a NaN. Further runs find the element that reaches the result, measure the ranges
+    there and evaluate the same point in float32. No tensor is copied to the host.
 
     Args:
         fun: Any function of arrays or pytrees: a loss function, `mpjax.value_and_grad(loss_fn, opt_state)`, a train
@@ -73,16 +75,14 @@ def find_nonfinite(fun: Callable[..., Any], *args: Any, kwargs: Mapping[str, Any
     kwargs = dict(kwargs or {})
     traced = trace_to_run("find_nonfinite", fun, args, kwargs)
     program = _Examined(traced, owners_of(traced.jaxpr, traced.names))
-    watch = _watching(program)
-    faults = _faults(program, watch)
+    faults = _faults(program)
     if not faults:
         return None
     if faults[0].is_argument:
         return _in_argument(program, faults[0].number)
-    fault, position = _first_that_reaches(program, faults, watch)
+    fault, position = _first_that_reaches(program, faults)
+    outs = program.watched((), ()).codes
     float32_is_fine = functools.partial(_float32_is_fine, fun, args, kwargs)
-    none = np.zeros(0, np.int32)
-    _, outs = watch((), none, none)  # already compiled; as results of `_examined`, they would compile the whole program
     found = _examined(program, fault, position, outs, _batch_of(args), float32_is_fine)
     bad = [name for name, code in zip(_result_names(traced), outs, strict=True) if code]
     return dataclasses.replace(found, result=bad[0] if bad else None)
@@ -95,48 +95,70 @@ def _result_names(program: Program) -> list[str]:
     return [f"result{jax.tree_util.keystr(path)}" for path, leaf in leaves if leaf in marks]
 
 
+class _Watched(NamedTuple):
+    """One run: whether a check for finite values failed, the trip count of each `while`, the codes of the results."""
+
+    failed: bool
+    trips: dict[int, int]
+    codes: Sequence[int]
+
+
 class _Examined:
     """A program laid out. Its leaves are its arguments, followed by the arrays that it closes over."""
 
-    def __init__(self, traced: Program, owners: Owners = NOBODY):
+    def __init__(self, traced: Program, owners: Owners = NOBODY, eager: bool = False):
+        self.eager = eager  # whether most of its operations are compiled already
         self.block = lay_out(traced.jaxpr, owners=owners)
         self.names, self.leaves = traced.names, [*traced.arrays, *self.block.consts]
         self.places = {place.number: place for place in self.block.places()}
+        self.entries: dict[Provenance, Provenance] = {}  # where faults of the forward pass enter the backward pass
+        self.watched = functools.cache(self._watched)
+        self._evaluations: dict[tuple[Provenance, ...], Eager] = {}
 
-    def run(self, probe: Probe, leaves: Sequence[Any], **options: Any) -> tuple[list[Any], dict[Key, Any]]:
-        """Evaluates the program with a probe; the options are those of `Instrumented`."""
+    def run(self, evaluation: Instrumented, leaves: Sequence[Any]) -> tuple[list[Any], dict[Key, Any]]:
+        """Evaluates the program."""
         count = len(self.names)
-        return Instrumented(probe, **options).block(self.block, leaves[:count], consts=leaves[count:])
+        return evaluation.block(self.block, leaves[:count], consts=leaves[count:])
 
+    def point(self, fault: Provenance, at: tuple[Any, ...] | None = None, wide: bool = False) -> tuple[bool, Any]:
+        """Whether the point of a fault is reached, and what a `PointProbe` measures there."""
+        probe = PointProbe(self.places[fault.number], fault.iteration, at, wide)
+        leaves = [*map(widened, self.leaves)] if wide else self.leaves
+        return jax.device_get(self.run(Eager(probe, wide), leaves)[1]["point",])
 
-_MOST_FAULTS = 4  # Each further fault that does not reach the result costs a compilation.
+    def _watched(self, faults: tuple[Provenance, ...], spans: Spans) -> _Watched:
+        """Runs the program with all elements of some faults made finite, except those in a span of positions each."""
 
-
-# Runs the program with the elements of some faults made finite, except those in a range of positions. Returns the notes
-# of a `WatchProbe` and the codes of the results.
-_Watch = Callable[[Sequence[Provenance], Any, Any], Any]
-
-
-def _watching(program: _Examined) -> _Watch:
-    """A `_Watch` that compiles the program once for each set of faults."""
-
-    @functools.cache
-    def watched_run(faults: tuple[Provenance, ...]) -> Callable[..., Any]:
-        def run(leaves: Sequence[Any], lows: Any, highs: Any) -> Any:
-            probe = WatchProbe()
-            replace = made_finite(probe, faults, lows, highs) if faults else None
-            outs, notes = program.run(probe, leaves, replace=replace)
+        def watch(leaves: Sequence[Any]) -> Any:
+            outs, notes = self.run(evaluation, leaves)
             return notes, _codes(outs)
 
-        return jax.jit(run, compiler_options=COMPILER_OPTIONS)
+        if faults or self.eager:
+            evaluation: Instrumented = self._evaluation(faults, spans)
+            found = jax.device_get(watch(self.leaves))
+        else:  # Most programs are finite. As a whole, they compile fast and need no more memory than a step.
+            evaluation = Instrumented(WatchProbe())
+            found = jax.device_get(jax.jit(watch, compiler_options=COMPILER_OPTIONS)(self.leaves))
+        return _Watched(*watched(found[0]), found[1])
 
-    return lambda faults, lows, highs: jax.device_get(watched_run(tuple(faults))(program.leaves, lows, highs))
+    def _evaluation(self, faults: tuple[Provenance, ...], spans: Spans) -> Eager:
+        """An evaluation with a `WatchProbe`; one for each set of faults, which compiles loops once."""
+        if faults not in self._evaluations:
+            probe = WatchProbe()
+            self._evaluations[faults] = Eager(probe, replace=Partial(finite_but(probe, faults), None))
+        evaluation = self._evaluations[faults]
+        assert evaluation.replace is not None
+        evaluation.replace = Partial(evaluation.replace.func, jax.tree.map(np.int32, spans))
+        return evaluation
 
 
-def _faults(program: _Examined, watch: _Watch) -> list[Provenance]:
+_MOST_FAULTS = 4
+
+
+def _faults(program: _Examined) -> list[Provenance]:
     """The first fault, followed by those that remain when the earlier ones are made finite."""
     found: list[Provenance] = []
-    while len(found) < _MOST_FAULTS and (fault := _search(program, watch, found)) is not None:
+    while len(found) < _MOST_FAULTS and (fault := _search(program, tuple(found))) is not None:
         if found and (fault.is_argument or fault.is_constant or fault in found):
             break
         found.append(fault)
@@ -145,49 +167,47 @@ def _faults(program: _Examined, watch: _Watch) -> list[Provenance]:
     return found
 
 
-def _search(program: _Examined, watch: _Watch, before: Sequence[Provenance] = ()) -> Provenance | None:
+def _search(program: _Examined, before: tuple[Provenance, ...] = ()) -> Provenance | None:
     """The first fault once those in `before` are made finite. A finite program runs only once."""
-    none: Any = np.zeros(len(before), np.int32)
-    notes, outs = watch(before, none, none)
-    failed, trips = watched(notes)
-    if not failed and not any(outs):
+    spans = ((0, 0),) * len(before)
+    seen = program.watched(before, spans)
+    if not seen.failed and not any(seen.codes):
         return None
-    block = program.block
-    probe = CodeProbe(block, trips)
-
-    def run_all(leaves: Sequence[Any]) -> Any:
-        replace = made_finite(probe, before, none, none) if before else None
-        outs, notes = program.run(probe, leaves, replace=replace)
-        notes = {**{key: probe.empty(key) for key in probe.keys(block)}, **notes}
-        return _codes(leaves), _codes(outs), probe.packed(block, notes)
-
-    return first_fault(block, *_run(run_all, program.leaves))
+    probe = CodeProbe(program.block, seen.trips)
+    replace = Partial(finite_but(probe, before), jax.tree.map(np.int32, spans)) if before else None
+    outs, notes = program.run(Eager(probe, replace=replace), program.leaves)
+    found = jax.device_get((_codes(program.leaves), _codes(outs), notes))
+    fault, entry = first_fault(program.block, *found)
+    if fault is not None and entry is not None:
+        program.entries[fault] = entry
+    return fault
 
 
-def _first_that_reaches(
-    program: _Examined, faults: Sequence[Provenance], watch: _Watch
-) -> tuple[Provenance, int | None]:
+def _first_that_reaches(program: _Examined, faults: Sequence[Provenance]) -> tuple[Provenance, int | None]:
     """The first fault that reaches a result by itself, and its element's position; the first fault if none does."""
     if faults[0].is_constant:
         return faults[0], None
 
-    def run(lows: Any, highs: Any) -> tuple[bool, Sequence[int]]:
-        notes, codes = watch(faults, lows, highs)
-        return watched(notes)[0], codes
+    def first(fault: int) -> int:
+        _, index, device = map(int, program.point(faults[fault])[1]["index"])
+        return device * _size(program.places[faults[fault].number]) + index
 
-    sizes = [_positions(program.places[fault.number]) for fault in faults]
-    found = reaching(len(faults), sizes, run)
+    def run(spans: Spans) -> tuple[bool, Sequence[int]]:
+        seen = program.watched(tuple(faults), spans)
+        return seen.failed, seen.codes
+
+    found = reaching([_positions(program.places[fault.number]) for fault in faults], first, run)
     return (faults[0], None) if found is None else (faults[found[0]], found[1])
+
+
+def _size(place: Site) -> int:
+    """The number of elements of an equation's largest result."""
+    return max(v.aval.size for v in place.eqn.outvars if is_inexact(v))
 
 
 def _positions(place: Site) -> int:
     """The number of element positions in an equation's results, over all devices."""
-    size = max(v.aval.size for v in place.eqn.outvars if is_inexact(v))
-    return size * math.prod(dict(place.axes).values())
-
-
-def _run(fun: Callable[..., Any], leaves: Sequence[Any]) -> Any:
-    return jax.device_get(jax.jit(fun, compiler_options=COMPILER_OPTIONS)(leaves))
+    return _size(place) * math.prod(dict(place.axes).values())
 
 
 def _codes(arrays: Sequence[Any]) -> list[Any]:
@@ -203,8 +223,7 @@ def _float32_is_fine(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[
     try:
         wide_args, wide_kwargs = jax.tree.map(lambda x: widened(x) if is_half(x) else x, (tuple(args), dict(kwargs)))
         traced = trace_to_run("find_nonfinite", fun, wide_args, wide_kwargs)
-        program = _Examined(traced)
-        if _search(program, _watching(program)) is None:
+        if _search(_Examined(traced, eager=True)) is None:
             return True
     except Exception:  # The function may require half arguments.
         return None
@@ -225,16 +244,10 @@ def _examined(
     `outs` are the codes of the program's results.
     """
     place, block = program.places[fault.number], program.block
-    axes, size = dict(place.axes), max(v.aval.size for v in place.eqn.outvars if is_inexact(v))
+    axes, size = dict(place.axes), _size(place)
     at = None if position is None else tuple(map(np.int32, (0, position % max(size, 1), position // max(size, 1))))
-
-    def run(leaves: Sequence[Any]) -> Any:
-        here = program.run(PointProbe(place, fault.iteration, at), leaves)[1]["point",][1]
-        probe = PointProbe(place, fault.iteration, tuple(here["index"]), wide=True)
-        there = program.run(probe, [widened(leaf) for leaf in leaves], wide=True)[1]["point",]
-        return here, there
-
-    here, (reached, there) = _run(run, program.leaves)
+    here = program.point(fault, at)[1]
+    reached, there = program.point(fault, tuple(here["index"]), wide=True)
     eqn = place.eqn
     which, index, device = map(int, here["index"])
     out = [v.aval for v in eqn.outvars if is_inexact(v)][which]
@@ -256,7 +269,7 @@ def _examined(
         constant=fault.is_constant,
         opaque=primitive(place.name).op is Op.OPAQUE,
         rounded=_has_rounded_constant(block),
-        where_gradient=_is_where_gradient(block, place, outs),
+        where_gradient=_is_where_gradient(program, fault, outs),
         float32_is_fine=float32_is_fine,
     )
     floats = [v.aval for v in eqn.invars if is_inexact(v)]
@@ -304,13 +317,14 @@ def _is_derivative_of_sqrt(block: Block, place: Site) -> bool:
     return any(p.name == "sqrt" and eqn.invars[1] in p.eqn.outvars for p in block.places())
 
 
-def _is_where_gradient(block: Block, place: Site, outs: Sequence[int]) -> bool:
+def _is_where_gradient(program: _Examined, fault: Provenance, outs: Sequence[int]) -> bool:
     """Whether a fault in the differentiated forward pass only matters because of the zero gradient of a `where`."""
-    if place.phase == FORWARD and "jvp(" not in place.module:
+    block, place, entry = program.block, program.places[fault.number], program.entries.get(fault)
+    if entry is None or (place.phase == FORWARD and "jvp(" not in place.module):
         return False
     bad = [v for v, code in zip(block.jaxpr.outvars, outs, strict=True) if code]
     selects = any(p.name == "select_n" and p.phase == BACKWARD for p in block.places())
-    return selects and all(_is_gradient(block, v) for v in bad)
+    return selects and all(_is_gradient(block, v) for v in bad) and 0 in program.point(entry)[1]["operands"]
 
 
 def _is_gradient(block: Block, v: Any) -> bool:

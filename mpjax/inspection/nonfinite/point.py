@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -41,7 +42,8 @@ class PointProbe(Probe):
     ) -> dict[Key, Any]:
         if place.number != self.target.number:
             return {}
-        return {("point",): (at_iteration(iteration, self.iteration), self._note(ins, outs, rerun))}
+        measured = jax.jit(functools.partial(self._note, rerun=rerun))(list(ins), list(outs))
+        return {("point",): (at_iteration(iteration, self.iteration), measured)}
 
     def _note(self, ins: Sequence[Any], outs: Sequence[Any], rerun: Callable[..., Any]) -> Any:
         ins, outs = (list(map(compat.replicated, arrays)) for arrays in (ins, outs))

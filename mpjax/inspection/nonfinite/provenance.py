@@ -7,7 +7,7 @@ source of each value that is not finite in place of the value.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +18,7 @@ from mpjax._jaxpr.evaluator import evaluate
 from mpjax._jaxpr.interpreter import is_inexact
 from mpjax._jaxpr.primitives import primitive
 from mpjax._jaxpr.program import Block, Site
+from mpjax._jaxpr.source import BACKWARD
 from mpjax.inspection.nonfinite.codes import NAN, unpacked
 
 # Ranks, in the order in which they are reported. An inf or NaN in an argument or constant is idle while it is only
@@ -72,8 +73,13 @@ class Provenance:
 Address = Provenance | None
 
 
-def first_fault(block: Block, arguments: Sequence[int], outs: Sequence[int], notes: Any) -> Provenance | None:
+def first_fault(
+    block: Block, arguments: Sequence[int], outs: Sequence[int], notes: Mapping[Any, Any]
+) -> tuple[Provenance | None, Provenance | None]:
     """The first fault that reached a result of the program or a check for finite values.
+
+    Also returns the equation through which it enters the backward pass; None if a `where` of the forward pass passes it
+    on, or if it does not enter.
 
     Args:
         block: The program.
@@ -84,13 +90,14 @@ def first_fault(block: Block, arguments: Sequence[int], outs: Sequence[int], not
     given = [Provenance(IDLE_ARGUMENT, (i,)) if code else None for i, code in enumerate(arguments)]
     count = len(block.jaxpr.invars)
     replay = _Replay({place.number for place in block.places() if place.blocks})
-    results = replay.block(block, given[:count], _Iteration((), unpacked(block, notes)), given[count:])
+    results = replay.block(block, given[:count], _Iteration((), notes), given[count:])
     found = list(replay.checked)
     for v, code, address in zip(block.jaxpr.outvars, outs, results, strict=True):
         last = USED_CONSTANT if not v.aval.shape else MADE
         if code and address is not None and address.rank <= last:
             found.append(address)
-    return min(found, default=None)
+    fault = min(found, default=None)
+    return fault, None if fault in replay.passed_on else replay.entries.get(fault)
 
 
 class _Iteration(NamedTuple):
@@ -102,7 +109,7 @@ class _Iteration(NamedTuple):
     """
 
     when: tuple[int, ...]
-    notes: dict[Any, Any]
+    notes: Mapping[Any, Any]
 
 
 class _Replay:
@@ -111,6 +118,8 @@ class _Replay:
     def __init__(self, with_blocks: set[int]) -> None:
         self.with_blocks = with_blocks  # the numbers of the equations that have sub-jaxprs
         self.checked: set[Provenance] = set()
+        self.passed_on: set[Address] = set()
+        self.entries: dict[Address, Provenance] = {}
 
     def block(
         self, block: Block, addresses: Sequence[Address], iteration: _Iteration, consts: Sequence[Address] | None = None
@@ -145,6 +154,11 @@ class _Replay:
                 joins = row.keeps_values and not row.kernel
                 is_check = row.logic or joins or (name == "ne" and _compares_itself(place.eqn))
                 outs.append(given if is_check else None)
+        if given is not None and outs == [given]:
+            if place.phase == BACKWARD:
+                self.entries.setdefault(given, own)
+            elif name == "select_n":
+                self.passed_on.add(given)
         return outs
 
     def _read_here(self, address: Address, when: tuple[int, ...]) -> Address:

@@ -6,35 +6,32 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
-from jax.tree_util import Partial
 
 from mpjax._jaxpr.interpreter import Probe, is_inexact
 from mpjax._jaxpr.program import Site
 from mpjax.inspection.nonfinite.point import at_iteration
 from mpjax.inspection.nonfinite.provenance import Provenance
 
-# Runs the program with a probe and replaced results. Returns whether a check failed, and the codes of the results.
-Runs = Callable[[Any, Any], tuple[bool, Sequence[int]]]
+Spans = tuple[tuple[int, int], ...]  # for each fault, the range of positions whose elements stay unchanged
+# Runs the program with the other elements made finite. Returns whether a check failed, and the codes of the results.
+Runs = Callable[[Spans], tuple[bool, Sequence[int]]]
 
 
-def made_finite(probe: Probe, faults: Sequence[Provenance], lows: Sequence[Any], highs: Sequence[Any]) -> Partial:
-    """The `replace` of an `Instrumented`: sets the faults' elements to 1, except those from `low` to `high`.
+def finite_but(probe: Probe, faults: Sequence[Provenance]) -> Callable[..., Sequence[Any]]:
+    """The `replace` of an `Instrumented`, after the spans: sets the faults' elements outside of them to 1.
 
     The position of an element is its flat index, counted after the elements of all earlier devices. An array that
     several devices hold counts as that of the first of them.
     """
 
-    def replace(lows: Any, highs: Any, place: Site, iteration: Sequence[Any], outs: Sequence[Any]) -> Sequence[Any]:
-        for i, fault in enumerate(faults):
+    def replace(spans: Any, place: Site, iteration: Sequence[Any], outs: Sequence[Any]) -> Sequence[Any]:
+        for fault, span in zip(faults, spans, strict=True):
             if fault.number == place.number:
-                outs = [
-                    _with_finite_elements(probe, x, at_iteration(iteration, fault.iteration), lows[i], highs[i])
-                    for x in outs
-                ]
+                hit = at_iteration(iteration, fault.iteration)
+                outs = [_with_finite_elements(probe, x, hit, *span) for x in outs]
         return outs
 
-    return Partial(replace, lows, highs)
+    return replace
 
 
 def _with_finite_elements(probe: Probe, x: Any, hit: Any, low: Any, high: Any) -> Any:
@@ -45,32 +42,32 @@ def _with_finite_elements(probe: Probe, x: Any, hit: Any, low: Any, high: Any) -
     return jnp.where(hit & ~kept & ~jnp.isfinite(x), jnp.ones((), x.dtype), x)
 
 
-def reaching(count: int, sizes: Sequence[int], run: Runs) -> tuple[int, int] | None:
+def reaching(sizes: Sequence[int], first: Callable[[int], int], run: Runs) -> tuple[int, int] | None:
     """The first fault that reaches a result by itself, and the position of its first element that does.
 
     Args:
-        count: The number of faults.
         sizes: The number of positions of each fault.
-        run: Takes, for each fault, the start and end of the range of positions whose elements stay unchanged.
+        first: Returns the position of a fault's first element that is not finite.
+        run: Runs the program with all other elements of the faults made finite.
 
     Returns:
         The fault's index and the position; None if no fault reaches a result by itself.
     """
-    none = np.zeros(count, np.int32)
-    without = run(none, none)
+    nothing: Spans = ((0, 0),) * len(sizes)
+    failed_without, codes_without = run(nothing)
 
-    def reaches(fault: int, high: int) -> bool:
-        highs = none.copy()
-        highs[fault] = high
-        failed, codes = run(none, highs)
-        return (failed and not without[0]) or any(c and not w for c, w in zip(codes, without[1], strict=True))
+    def reaches(fault: int, low: int, high: int) -> bool:
+        failed, codes = run((*nothing[:fault], (low, high), *nothing[fault + 1 :]))
+        return (failed and not failed_without) or any(c and not w for c, w in zip(codes, codes_without, strict=True))
 
-    for fault, size in enumerate(sizes):
-        if not reaches(fault, size):
+    for fault, high in enumerate(sizes):
+        low = first(fault)
+        if reaches(fault, low, low + 1):
+            return fault, low
+        if not reaches(fault, 0, high):
             continue
-        low, high = 0, size
-        while high - low > 1:  # reaches(high) holds, reaches(low) does not
+        while high - low > 1:  # those before `high` reach it, those before `low` do not
             middle = (low + high) // 2
-            low, high = (low, middle) if reaches(fault, middle) else (middle, high)
+            low, high = (low, middle) if reaches(fault, 0, middle) else (middle, high)
         return fault, high - 1
     return None

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from mpjax.inspection.numerics.range_statistics import BINS, INFINITY, SIZE_BITS, Limits, RangeNote, RangeProbe
+from mpjax.inspection.program import in_host_memory
 
 _CHUNK = 1 << 16  # elements: intermediate results stay in the cache
 _WORKERS = 2
@@ -40,7 +41,7 @@ class HostRangeProbe(RangeProbe):
         self._workers = Workers()
 
     def take(self, floats: Sequence[Any], pairs: Sequence[tuple[Any, Any]], *given: Any) -> Any:
-        if all(map(_readable, (*floats, *(x for pair in pairs for x in pair)))):
+        if all(map(in_host_memory, (*floats, *(x for pair in pairs for x in pair)))):
             return self._workers.submit(note, floats, pairs, *given)
         return super().take(floats, pairs, *given)
 
@@ -48,13 +49,6 @@ class HostRangeProbe(RangeProbe):
 def result(found: Any) -> RangeNote:
     """A note on the host, from either a worker or the device."""
     return found.result() if isinstance(found, Future) else jax.device_get(found)
-
-
-def _readable(x: Any) -> bool:
-    """Whether an array lies in host memory, on one device."""
-    if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
-        return isinstance(x, np.ndarray)
-    return [device.platform for device in x.devices()] == ["cpu"]
 
 
 def note(

@@ -23,8 +23,8 @@ from mpjax.inspection.numerics.host_statistics import HostRangeProbe, result
 from mpjax.inspection.numerics.range_statistics import BIAS, BINS, Limits, RangeNote, RangeProbe, Tally, tally_of
 from mpjax.inspection.numerics.report import NumericsReport as NumericsReport
 from mpjax.inspection.numerics.report import Range, Tried
-from mpjax.inspection.numerics.trial import Trial
 from mpjax.inspection.program import below_root, trace_to_run
+from mpjax.inspection.trial import Trial
 from mpjax.policy import HALF_DTYPES, Policy, get_policy
 
 # A module that loses more than this share of its nonzero values should be kept in float32.
@@ -228,7 +228,8 @@ class _Measuring:
             key = frozenset(kept)
             if key not in trials:
                 pairs = tuple((f"*/{below_root(path, paths)}", get_policy("float32")) for path in kept)
-                trials[key] = Trial(self.loss, dataclasses.replace(half, overrides=pairs), args)
+                policy = dataclasses.replace(half, overrides=pairs)
+                trials[key] = Trial("numerics", self.loss.under(policy), args)
             return Tried(what, number, scale, trials[key].error(scale, exact), trials[key].half_share)
 
         found = [tried("as it is", self.scale)]

@@ -41,7 +41,7 @@ class SearchReport(Report):
         half_share: The share of the FLOPs of matmuls and convolutions that run in half with these rules.
         modules: All modules, those in float32 first, then by their own error.
         minimal: Whether each of these modules is needed: with any one of them in half, the error is above the budget.
-        passes: The number of times the gradient was compiled and run.
+        passes: The number of times the gradient was run.
         unseen: Operations whose internals are not visible, so that no rule applies to them, and why.
     """
 

@@ -8,19 +8,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.extend
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._jaxpr.interpreter import COMPILER_OPTIONS
-from mpjax._jaxpr.program import Site, not_entered, owners_of, walk
+from mpjax._jaxpr.program import Site, not_entered
 from mpjax.casting import Rules, autocast_disabled
 from mpjax.casting.autocast import Autocast, autocast_of
-from mpjax.inspection.gradient import Loss, half_share, relative_error, scale_state
+from mpjax.inspection.gradient import Loss, relative_error, scale_state
 from mpjax.inspection.layerwise.layerwise import errors_by_module
 from mpjax.inspection.reports import totals
 from mpjax.inspection.search.report import SearchedModule
 from mpjax.inspection.search.report import SearchReport as SearchReport
+from mpjax.inspection.trial import Trial
 from mpjax.policy import HALF_DTYPES, get_policy, path_matches
 
 LossAndGradients = tuple[Any, Mapping[str, Any]]  # the loss, and the gradients by tree path
@@ -48,8 +47,9 @@ def search(
         return modules to half while the budget is met        (groups, then single modules)
         run once more with the resulting rules
 
-    A pass compiles and runs the gradient on the given batch. A search takes at most two passes per module, or thirty in
-    a small program. If it ends before that, none of the modules can return to half by itself.
+    A pass runs the gradient on the given batch, operation by operation, and rounds each result that half stores. A
+    search takes at most two passes per module, or thirty in a small program. If it ends before that, none of the
+    modules can return to half by itself.
 
     Args:
         fun: The loss function in float32. If it is an `autocast` function (`jax.jit` of one included), the search
@@ -219,11 +219,11 @@ class _Passes:
         """The error with some modules in float32, measured again even if it is known."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about operations left in float32, as intended here
-            found, sites = self._run(self.loss.under(self.policy, self.rules(kept)))
-        self.half_shares[frozenset(kept)] = half_share(sites)
+            found, trial = self._run(self.loss.under(self.policy, self.rules(kept)))
+        self.half_shares[frozenset(kept)] = trial.half_share
         if not kept:
-            self._sites, self.unseen = sites, not_entered(sites, evaluated=True)
-            self.paths = tuple(dict.fromkeys(site.path for site in sites if site.path))
+            self._sites, self.unseen = trial.sites, not_entered(trial.sites, evaluated=True)
+            self.paths = tuple(dict.fromkeys(site.path for site in trial.sites if site.path))
         error = float(self.metric(found, self._expected))
         return math.inf if math.isnan(error) else error
 
@@ -245,20 +245,16 @@ class _Passes:
         """FLOPs by module, forward and backward."""
         return totals((site.path, site.flops) for site in self._sites if site.path)
 
-    def _run(self, loss: Loss) -> tuple[LossAndGradients, list[Site]]:
-        """Loss and gradients at the first loss scale with finite gradients, and the program's equations."""
+    def _run(self, loss: Loss) -> tuple[LossAndGradients, Trial]:
+        """Loss and gradients at the first loss scale with finite gradients."""
         self.count += 1
-        program, at, names = loss.with_named_modules().traced_at_any_scale("search", self.args)
-        run = jax.jit(jax.extend.core.jaxpr_as_fun(program.jaxpr), compiler_options=COMPILER_OPTIONS)
-        arrays = list(program.arrays)
+        trial = Trial("search", loss.with_named_modules(), self.args)
         for scale in self._scales:
-            arrays[at] = np.float32(scale)
-            outs = run(*arrays)
-            if all(np.isfinite(x).all() for x in outs[: len(names)]):
+            value, grads = trial.run(scale)
+            if all(np.isfinite(x).all() for x in grads):
                 break
         self._scale = float(scale)
-        found = outs[len(names)], dict(zip(names, outs, strict=False))
-        return found, list(walk(program.jaxpr, owners=owners_of(program.jaxpr, program.names)))
+        return (value, dict(zip(trial.names, grads, strict=True))), trial
 
 
 def _backing_off(scale: float) -> list[float]:

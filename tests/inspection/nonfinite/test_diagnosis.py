@@ -147,3 +147,14 @@ def test_the_parameter_of_an_optimizers_nan_is_named():
     found = find_nonfinite(step, params, tx.init(params), np.ones(3, np.float32))
     assert found.result == "result[0]['b']"
     assert "result[0]['b'] is not finite" in str(found)
+
+
+def test_an_overflow_before_a_mask_is_not_the_masks_fault():
+    def loss(w, x):
+        y = x @ w
+        scores = jnp.where(jnp.tril(jnp.ones((3, 3), bool)), y @ y.T, -jnp.inf)
+        return jnp.mean(jax.nn.log_softmax(scores) @ y)
+
+    found = find_nonfinite(jax.grad(loss), np.full((4, 4), 3e38, np.float32), np.ones((3, 4), np.float32))
+    assert (found.primitive, found.direction) == ("dot_general", "forward")
+    assert "where" not in found.diagnosis

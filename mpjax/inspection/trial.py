@@ -1,8 +1,8 @@
-"""A trial of a policy and a loss scale: the error of the gradients in half against those in float32.
+"""A trial of a loss function in half at any loss scale: its gradients as half would compute them.
 
-The trial evaluates the `autocast` program operation by operation in float32 and rounds each result that the program
+The trial evaluates the gradient's program operation by operation in float32 and rounds each result that the program
 stores in half. Matmuls accumulate in float32, as on Tensor Cores. Most operations are compiled already, because the
-float32 program has the same ones.
+float32 program and other trials have the same ones.
 """
 
 from __future__ import annotations
@@ -17,36 +17,44 @@ from jax import lax
 
 from mpjax._jaxpr.interpreter import COMPILER_OPTIONS, Eager, Probe, is_half, widened
 from mpjax._jaxpr.primitives import primitive
-from mpjax._jaxpr.program import Site, lay_out
+from mpjax._jaxpr.program import Site, lay_out, owners_of, walk
 from mpjax.inspection.gradient import Loss, half_share, relative_error
-from mpjax.policy import Policy
 
 
 class Trial:
-    """The gradient of a loss function under a policy, at any loss scale.
+    """The gradient of a loss function at any loss scale.
 
     Args:
-        loss: The loss function.
-        policy: The policy under which autocast runs the loss function.
+        caller: The tool, for error messages.
+        loss: The loss function, under autocast or in float32.
         args: The arguments of the call.
     """
 
-    def __init__(self, loss: Loss, policy: Policy, args: Sequence[Any]):
-        self._program, self._scale, _ = loss.under(policy).traced_at_any_scale("numerics", args)
+    def __init__(self, caller: str, loss: Loss, args: Sequence[Any]):
+        self._program, self._scale, self.names = loss.traced_at_any_scale(caller, args)
         self._block = lay_out(self._program.jaxpr)
         self._evaluation = Eager(Probe(), wide=True, replace=jax.tree_util.Partial(_rounded))
+
+    @functools.cached_property
+    def sites(self) -> list[Site]:
+        """The program's equations."""
+        return list(walk(self._program.jaxpr, owners=owners_of(self._program.jaxpr, self._program.names)))
 
     @property
     def half_share(self) -> float:
         """The share of the FLOPs of matmuls and convolutions with half operands."""
-        return half_share(self._block.places())
+        return half_share(self.sites)
 
-    def error(self, scale: float, exact: Sequence[Any]) -> float:
-        """The relative error of the gradients against the exact ones; inf if they are not finite."""
+    def run(self, scale: float) -> tuple[Any, list[Any]]:
+        """The loss and the gradients, in the order of `names`, at a loss scale."""
         arrays = [widened(x) for x in self._program.arrays]
         arrays[self._scale] = np.float32(scale)
         outs, _ = self._evaluation.block(self._block, arrays)
-        return relative_error(outs[: len(exact)], exact)
+        return outs[len(self.names)], outs[: len(self.names)]
+
+    def error(self, scale: float, exact: Sequence[Any]) -> float:
+        """The relative error of the gradients against the exact ones; inf if they are not finite."""
+        return relative_error(self.run(scale)[1], exact)
 
 
 def _rounded(place: Site, iteration: Sequence[Any], outs: Sequence[Any]) -> Sequence[Any]:

@@ -11,7 +11,7 @@ import pytest
 
 import mpjax
 from mpjax.inspection.gradient import Loss
-from mpjax.inspection.numerics.trial import Trial
+from mpjax.inspection.trial import Trial
 from mpjax.policy import get_policy
 
 
@@ -59,7 +59,7 @@ def arguments():
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_its_error_is_that_of_the_compiled_program(fun, dtype):
     policy, args = get_policy(f"mixed_{dtype}"), arguments()
-    trial, run, exact = Trial(Loss(fun), policy, args), compiled(fun, policy), exact_gradient(fun)
+    trial, run, exact = Trial("test", Loss(fun).under(policy), args), compiled(fun, policy), exact_gradient(fun)
     for scale in (1.0, 1024.0) if dtype == "float16" else (1.0,):
         expected = error_when_compiled(run, scale, exact, *args)
         assert expected > 0
@@ -75,7 +75,7 @@ def test_an_overflow_is_an_infinite_error_and_an_override_takes_it_away():
     args, policy = arguments(), get_policy("mixed_float16")
     kept = mpjax.Policy("float32", "float16", "float32", overrides=(("*/hot", get_policy("float32")),))
     exact = exact_gradient(hot)
-    assert Trial(Loss(hot), policy, args).error(1.0, exact) == math.inf
-    trial = Trial(Loss(hot), kept, args)
+    assert Trial("test", Loss(hot).under(policy), args).error(1.0, exact) == math.inf
+    trial = Trial("test", Loss(hot).under(kept), args)
     assert trial.error(1.0, exact) < 0.01
     assert trial.error(2.0**60, exact) == math.inf
