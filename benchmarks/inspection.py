@@ -2,8 +2,8 @@
 
 `times`: CPU seconds of each inspection of a loss function with nothing compiled before, as a ratio to compiling its
 gradient and running it once (`find_nonfinite` of the loss: to compiling and running the loss). "With a fault" means
-parameters of which one kernel in the middle of the model overflows float32. `profile` runs the step several times, which
-dominates its cost on a CPU, so its row is also given without these runs.
+parameters of which one kernel in the middle of the model overflows float32. `profile` runs the step several times,
+which dominates its cost on a CPU, so its row is also given without these runs.
 
 `watch`: the time of a training step with `mpjax.watch`, over that of the same step without it, interleaved in one
 process: steps between two records, steps that make a record, and the mean if every 100th step makes one.

@@ -80,8 +80,7 @@ class Explanation(Report):
         return [self._finding(False), self._rows()]
 
     def _rows(self) -> Section:
-        header = ("module", "line", "op", "runs", "MFLOP", "in", "out", "why")
-        return Section("", "", header, [*map(_cells, self.rows)], {3, 4})
+        return Section("", "", "module|line|op|>runs|>MFLOP|in|out|why", [*map(_cells, self.rows)])
 
     def _modules(self) -> Section:
         """One line per module, with repeated modules folded."""
@@ -89,9 +88,8 @@ class Explanation(Report):
         modules: dict[str, list[Row]] = {}
         for row in self.rows:
             modules.setdefault(names[row.module], []).append(row)
-        header = ("module", "in half", "in float32", "MFLOP", "matmuls not in half, or left as traced")
         rows = [(name or "-", *_module_cells(rows, self.policy_dtype)) for name, rows in modules.items()]
-        return Section("", "", header, rows, {1, 2, 3})
+        return Section("", "", "module|>in half|>in float32|>MFLOP|matmuls not in half, or left as traced", rows)
 
     def _finding(self, by_module: bool) -> Section:
         parts = ", ".join(f"{n / 1e6:.3g} MFLOP in {dtype}" for dtype, n in sorted(self.flops.items()))

@@ -30,18 +30,16 @@ class Section:
     Args:
         title: The heading; empty for none.
         text: Lines above the table.
-        header: The table's columns; empty if there is no table.
+        columns: The names of the table's columns, separated by `|`; those that begin with `>` are aligned to the right.
         rows: Its cells.
-        right: Indices of the right-aligned columns.
         figure: HTML for the page only, such as an inline `<svg>`, or a function that makes it.
         shown: Number of rows printed by default. The page and JSON have all rows.
     """
 
     title: str
     text: str = ""
-    header: Sequence[str] = ()
+    columns: str = ""
     rows: Sequence[Sequence[str]] = ()
-    right: Collection[int] = ()
     figure: str | Callable[[], str] = ""
     shown: int = 20
 
@@ -49,9 +47,9 @@ class Section:
         """The section as printed, in lines of at most `WIDTH` columns."""
         lines = [self.title] if self.title else []
         lines += [part for line in self.text.splitlines() for part in wrapped(line)]
-        if self.header and self.rows:
-            shown = self.rows if all else self.rows[: self.shown]
-            lines += table(self.header, shown, self.right, WIDTH)
+        if self.rows:
+            (header, right), shown = self._header(), self.rows if all else self.rows[: self.shown]
+            lines += table(header, shown, right, WIDTH)
             if len(self.rows) > len(shown):
                 lines.append(f"… and {len(self.rows) - len(shown)} more: print(report.text(all=True)), or --all")
         return lines
@@ -62,14 +60,21 @@ class Section:
         parts += [f"<p>{html.escape(line)}</p>" for line in self.text.splitlines() if line]
         figure = self.figure() if callable(self.figure) else self.figure
         parts += [f'<div class="figure">{figure}</div>'] if figure else []
-        if self.header and self.rows:
-            rows = "".join(self._row(row, "td") for row in self.rows)
-            parts.append(f'<div class="table"><table>{self._row(self.header, "th")}{rows}</table></div>')
+        if self.rows:
+            header, right = self._header()
+            rows = "".join(_html_row(row, "td", right) for row in self.rows)
+            parts.append(f'<div class="table"><table>{_html_row(header, "th", right)}{rows}</table></div>')
         return "\n".join(parts)
 
-    def _row(self, cells: Sequence[str], tag: str) -> str:
-        kind = [' class="right"' if i in self.right else "" for i in range(len(cells))]
-        return f"<tr>{''.join(f'<{tag}{k}>{html.escape(c)}</{tag}>' for c, k in zip(cells, kind, strict=True))}</tr>\n"
+    def _header(self) -> tuple[list[str], set[int]]:
+        """The names of the columns, and the indices of those that are aligned to the right."""
+        names = self.columns.split("|")
+        return [name.removeprefix(">") for name in names], {i for i, name in enumerate(names) if name[:1] == ">"}
+
+
+def _html_row(cells: Sequence[str], tag: str, right: Collection[int]) -> str:
+    kind = [' class="right"' if i in right else "" for i in range(len(cells))]
+    return f"<tr>{''.join(f'<{tag}{k}>{html.escape(c)}</{tag}>' for c, k in zip(cells, kind, strict=True))}</tr>\n"
 
 
 class Report(abc.ABC):
@@ -316,15 +321,11 @@ body {{ font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 75em;
 p, h1 {{ overflow-wrap: anywhere; }}
 .table, .figure {{ overflow-x: auto; }}
 .figure svg {{ min-width: 42em; max-width: 60em; width: 100%; }}
-.figure svg.plain {{ min-width: 0; }}
-.legend span {{ white-space: nowrap; }}
-.legend i {{ display: inline-block; width: 12px; height: 12px; margin: 0 4px 0 12px; }}
 table {{ border-collapse: collapse; font-size: 13px; }}
 td, th {{ padding: 2px 10px; text-align: left; vertical-align: top; border-bottom: 1px solid #ddd; }}
 td {{ font-family: ui-monospace, monospace; max-width: 32em; overflow-wrap: break-word; }}
 td, th {{ min-width: 3em; }}
 .right {{ text-align: right; white-space: nowrap; }}
-svg text {{ font: 12px system-ui, sans-serif; }}
 </style></head><body>
 <h1>{title}</h1>
 {body}

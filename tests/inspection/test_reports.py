@@ -20,7 +20,7 @@ class Example(Report):
     def sections(self):
         text = "a finding that goes on for much longer than any terminal is wide: " + "word " * 40
         rows = [(f"module_{i}/layer", "x" * 150, str(i)) for i in range(30)]
-        return [Section("", text), Section("table", "", ("module", "why", "n"), rows, {2})]
+        return [Section("", text), Section("table", "", "module|why|>n", rows)]
 
     def to_dict(self):
         return {"data": self.data}

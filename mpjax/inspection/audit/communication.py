@@ -124,8 +124,7 @@ def communication_section(rows: Iterable[Collective]) -> Section:
         if every
         else "nothing is sent between the devices"
     )
-    header = ("collective", "dtype", "devices", "arrays", "bytes", "where")
-    return Section("Communication", text, header if cells else (), cells, {2, 3, 4})
+    return Section("Communication", text, "collective|dtype|>devices|>arrays|>bytes|where", cells)
 
 
 def _bytes(rows: Iterable[Collective]) -> int:

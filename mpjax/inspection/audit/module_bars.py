@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Iterable
 
 from mpjax._tables import cut
+from mpjax.inspection import svg
 from mpjax.inspection.audit.matmuls import Matmul
 from mpjax.inspection.reports import amount, totals
 
@@ -22,34 +22,20 @@ def precision_map(matmuls: Iterable[Matmul]) -> str:
         modules.setdefault(module, {})[dtype] = number
     largest = max(sum(flops.values()) for flops in modules.values())
     dtypes = list(dict.fromkeys(dtype for flops in modules.values() for dtype in flops))
-    parts = [_legend(dtypes)]
+    parts = svg.legend(((_colour(dtype), dtype) for dtype in dtypes), _LABEL, 3, 130)
     for i, (module, flops) in enumerate(modules.items(), 1):
         y, x = i * _ROW, float(_LABEL)
-        parts.append(
-            f'<text x="{_LABEL - 8}" y="{y + 14}" text-anchor="end">{html.escape(cut(module, _CHARACTERS))}</text>'
-        )
+        parts.append(svg.text(_LABEL - 8, y + 14, cut(module, _CHARACTERS), "end"))
         for dtype, number in flops.items():
             width = _BAR * number / largest
-            title = f"<title>{html.escape(module)}: {amount(number, 'FLOP')} in {dtype}</title>"
-            box = f'x="{x:.1f}" y="{y + 3}" width="{width:.1f}" height="{_ROW - 5}"'
-            parts.append(f'<rect {box} fill="{_colour(dtype)}">{title}</rect>')
+            title = f"{module}: {amount(number, 'FLOP')} in {dtype}"
+            parts.append(svg.box(x, y + 3, width, _ROW - 5, _colour(dtype), title))
             x += width
-        parts.append(f'<text x="{x + 6:.1f}" y="{y + 14}">{amount(sum(flops.values()), "FLOP")}</text>')
+        parts.append(svg.text(x + 6, y + 14, amount(sum(flops.values()), "FLOP")))
     height = _ROW * (len(modules) + 2) + 5
-    parts.append(
-        f'<text x="{_LABEL}" y="{height - 6}">0</text><text x="{_LABEL + _BAR}" y="{height - 6}" '
-        f'text-anchor="end">{amount(largest, "FLOP")}, forward and backward</text>'
-    )
-    label = 'role="img" aria-label="FLOPs of each module by dtype"'
-    return f'<svg viewBox="0 0 {_LABEL + _BAR + 100} {height}" {label}>{"".join(parts)}</svg>'
-
-
-def _legend(dtypes: list[str]) -> str:
-    return "".join(
-        f'<rect x="{_LABEL + 130 * i}" y="3" width="12" height="12" fill="{_colour(dtype)}"/>'
-        f'<text x="{_LABEL + 130 * i + 18}" y="14">{dtype}</text>'
-        for i, dtype in enumerate(dtypes)
-    )
+    parts.append(svg.text(_LABEL, height - 6, "0"))
+    parts.append(svg.text(_LABEL + _BAR, height - 6, f"{amount(largest, 'FLOP')}, forward and backward", "end"))
+    return svg.drawing(_LABEL + _BAR + 100, height, "FLOPs of each module by dtype", parts)
 
 
 def _colour(dtype: str) -> str:

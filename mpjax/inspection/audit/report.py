@@ -187,7 +187,7 @@ class PrecisionReport(Report):
             of_all += f" in total on {self.devices} devices ({amount(total / self.devices, 'FLOP')} per device)"
         lines = list(dict.fromkeys(risk.why for risk in self.risks if risk.kind == "unscaled"))
         lines += [f"matmuls and convolutions: {of_all}, {self.half_share:.1%} in half", *self._to_do()]
-        return Section(self.title, "\n".join(lines), ("operands", *_PHASES, "share"), rows, {1, 2, 3, 4})
+        return Section(self.title, "\n".join(lines), f"operands|>{'|>'.join(_PHASES)}|>share", rows)
 
     def _to_do(self) -> list[str]:
         """The most important results: the matmuls not in half and the most severe risks."""
@@ -215,8 +215,8 @@ class PrecisionReport(Report):
             (module or "-", source, _OPS.get(op, op), dtype, *map(_cell, flops))
             for (module, source, op, dtype), flops in sorted(places.items(), key=lambda pair: -sum(pair[1]))
         ]
-        header = ("module", "line", "op", "operands", "forward", "backward")
-        return Section("By module and line", "", header, rows, {4, 5}, precision_map(self.matmuls))
+        columns = "module|line|op|operands|>forward|>backward"
+        return Section("By module and line", "", columns, rows, precision_map(self.matmuls))
 
     def _findings(self) -> Section:
         title = "Not on Tensor Cores, or not at their speed"
@@ -227,7 +227,7 @@ class PrecisionReport(Report):
             for first, where, alike in _alike(self.findings, lambda f: (f.kind, f.op, f.why))
         ]
         text = _legend(MATMUL_MEANINGS, self.findings)
-        return Section(title, text, ("kind", "where", "op", "FLOPs", "why"), rows, {3})
+        return Section(title, text, "kind|where|op|>FLOPs|why", rows)
 
     def _risks(self) -> Section:
         if not self.risks:
@@ -243,7 +243,7 @@ class PrecisionReport(Report):
             for risk, where, _ in _alike(self.risks, lambda r: (r.kind, r.op, r.dtype, r.why))
         ]
         text = _legend(RISK_MEANINGS, self.risks)
-        return Section("Risks in half", text, ("kind", "where", "op", "dtype", "why"), rows)
+        return Section("Risks in half", text, "kind|where|op|dtype|why", rows)
 
     def _speed(self) -> Section:
         rows = [
@@ -261,8 +261,8 @@ class PrecisionReport(Report):
             "estimated from FLOPs and bytes, relative to the float32 program (TF32 where available); from elementwise "
             "fusion only to full fusion. No execution is faster than the least time."
         )
-        header = ("device", "least time", "with its kernels", "current", "all in half", "matmuls in float32")
-        return Section("Speed at most", text, header, rows, {1, 2, 3, 4, 5}, shown=_USUAL_DEVICES)
+        columns = "device|>least time|>with its kernels|>current|>all in half|>matmuls in float32"
+        return Section("Speed at most", text, columns, rows, shown=_USUAL_DEVICES)
 
     @property
     def speedup_bounds(self) -> dict[str, SpeedupBound]:

@@ -14,7 +14,6 @@ from jax import lax
 from mpjax._jaxpr import compat
 from mpjax._jaxpr.evaluator import bind
 from mpjax._jaxpr.interpreter import (
-    COMPILER_OPTIONS,
     Eager,
     Instrumented,
     Key,
@@ -24,7 +23,6 @@ from mpjax._jaxpr.interpreter import (
     is_half,
     widened,
 )
-from mpjax._jaxpr.primitives import primitive
 from mpjax._jaxpr.program import Block, Site
 from mpjax.inspection.layerwise.groups import Group, Grouped, is_transparent, passes_through
 
@@ -115,52 +113,10 @@ class EagerLockstep(Eager, Lockstep):
         self._compiled: dict[int, Callable[..., Any]] = {}
 
 
-class _ValueProbe(Probe):
-    """Notes the measured values themselves, outside of loops and branches. Inside, an `ErrorProbe` notes errors."""
-
-    def __init__(self, probe: ErrorProbe):
-        self.probe = probe
-
-    def equation(
-        self, place: Site, iteration: Sequence[Any], ins: Sequence[Any], outs: Sequence[Any], rerun: Callable[..., Any]
-    ) -> dict[Key, Any]:
-        return self.probe.deviations(place, outs)
-
-
-class _CompiledLockstep(Lockstep):
-    """Evaluates under `jit`, and returns the measured values beside the results."""
-
-    def __init__(self, probe: ErrorProbe, groups: Mapping[int, Group]):
-        super().__init__(_ValueProbe(probe), groups)
-        self.inside = probe
-
-    def _evaluate(
-        self, place: Site, ins: Sequence[Any], iteration: Sequence[Any]
-    ) -> tuple[Sequence[Any], dict[Key, Any]]:
-        if not place.blocks or primitive(place.name).call:
-            return super()._evaluate(place, ins, iteration)
-        return Lockstep(self.inside, self.groups)._evaluate(place, ins, iteration)
-
-
-# The largest numbers of equations and elements for which a program compiles faster as a whole than by operation.
-_FEW, _SHORT = 300, 2**20
-
-
 def evaluated(block: Block, found: Grouped, arrays: Sequence[Any]) -> tuple[list[Values], dict[Key, ErrorNote]]:
     """The results of a program and the errors noted in it, given its arguments."""
-    probe = ErrorProbe(block, found)
-    places = list(block.places())
-    elements = sum(v.aval.size for place in places for v in place.eqn.outvars if compat.is_shaped(v.aval))
-    if len(places) > _FEW or elements > _SHORT:
-        arguments = [Values(widened(x), x, x) for x in map(jnp.asarray, arrays)]
-        return EagerLockstep(probe, found.groups).block(block, arguments)
-
-    def run(arrays: Sequence[Any]) -> Any:
-        arguments = [Values(widened(x), x, x) for x in map(jnp.asarray, arrays)]
-        return _CompiledLockstep(probe, found.groups).block(block, arguments)
-
-    outs, notes = jax.jit(run, compiler_options=COMPILER_OPTIONS)(list(arrays))
-    return outs, {key: error_note(*note) if isinstance(note, Values) else note for key, note in notes.items()}
+    arguments = [Values(widened(x), x, x) for x in map(jnp.asarray, arrays)]
+    return EagerLockstep(ErrorProbe(block, found), found.groups).block(block, arguments)
 
 
 def _from_outside(x: Values) -> Values:
@@ -201,12 +157,12 @@ class ErrorProbe(Probe):
     def equation(
         self, place: Site, iteration: Sequence[Any], ins: Sequence[Any], outs: Sequence[Any], rerun: Callable[..., Any]
     ) -> dict[Key, Any]:
-        return {key: error_note(*x) for key, x in self.deviations(place, outs).items()}
-
-    def deviations(self, place: Site, outs: Sequence[Values]) -> dict[Key, Values]:
-        """The measured results that may have an error."""
         measured = [(i, outs[i]) for i in self.measured.get(place.number, ())]
-        return {("error", place.number, i): x for i, x in measured if not (x.half is x.exact and x.fresh is x.exact)}
+        return {
+            ("error", place.number, i): error_note(*x)
+            for i, x in measured
+            if not (x.half is x.exact and x.fresh is x.exact)
+        }
 
     def keys(self, block: Block) -> Sequence[Key]:
         numbers = (n for n in self.measured if block.start <= n < block.end)

@@ -88,7 +88,6 @@ class LayerwiseReport(Report):
 
     def sections(self) -> list[Section]:
         """The sections of the printed report."""
-        header = ("module", "in", "own", "own ←", "total", "total ←", "largest at")
         modules = [
             (
                 row.name or "-",
@@ -105,10 +104,8 @@ class LayerwiseReport(Report):
         )
         return [
             Section("", "\n".join(self._finding())),
-            Section("By module", text, header, modules, {2, 3, 4, 5}),
-            Section(
-                "Gradients of parameters", "", ("parameter", "error", "of the whole"), parameters, {1, 2}, shown=10
-            ),
+            Section("By module", text, "module|in|>own|>own ←|>total|>total ←|largest at", modules),
+            Section("Gradients of parameters", "", "parameter|>error|>of the whole", parameters, shown=10),
         ]
 
     def _finding(self) -> list[str]:

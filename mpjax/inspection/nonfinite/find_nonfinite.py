@@ -51,8 +51,7 @@ def find_nonfinite(fun: Callable[..., Any], *args: Any, kwargs: Mapping[str, Any
     Args:
         fun: Any function of arrays or pytrees: a loss function, `mpjax.value_and_grad(loss_fn, opt_state)`, a train
             step, jitted or not. NNX objects in its arguments are left unchanged.
-        args: Its arguments: arrays with any sharding. The last of `args` is treated as the batch if all its
-            arrays have the same leading size and no other argument has a leaf of the result's shape.
+        args: Its arguments: arrays with any sharding.
         kwargs: Its keyword arguments.
 
     Returns:
@@ -83,7 +82,7 @@ def find_nonfinite(fun: Callable[..., Any], *args: Any, kwargs: Mapping[str, Any
     fault, position = _first_that_reaches(program, faults)
     outs = program.watched((), ()).codes
     float32_is_fine = functools.partial(_float32_is_fine, fun, args, kwargs)
-    found = _examined(program, fault, position, outs, _batch_of(args), float32_is_fine)
+    found = _examined(program, fault, position, outs, float32_is_fine)
     bad = [name for name, code in zip(_result_names(traced), outs, strict=True) if code]
     return dataclasses.replace(found, result=bad[0] if bad else None)
 
@@ -236,7 +235,6 @@ def _examined(
     fault: Provenance,
     position: int | None,
     outs: Sequence[int],
-    batch: _Batch | None,
     float32_is_fine: Callable[[], bool | None],
 ) -> NonFinite:
     """The report of a fault: the ranges at its point, and the same point in float32.
@@ -289,7 +287,6 @@ def _examined(
         output=array_text(out),
         count=int(here["count"]),
         element=element,
-        batch_element=batch.element(out.shape, element, device, axes) if batch else None,
         float32_value=value,
         device=_coordinates(device, axes) if axes else None,
         unseen=block.not_entered(),
@@ -344,36 +341,6 @@ def _half_name(block: Block, eqn: Any) -> str | None:
     far = (v.aval.dtype.name for p in block.places() for v in p.eqn.outvars if is_half(v))
     given = (v.aval.dtype.name for v in block.jaxpr.invars if is_half(v))
     return near[0] if near else next(far, None) or next(given, None)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Batch:
-    """The argument that is treated as the batch: its size, and the shapes of the other arguments."""
-
-    size: int
-    others: frozenset[tuple[int, ...]]
-
-    def leads(self, shape: tuple[int, ...]) -> bool:
-        return bool(shape) and shape[0] == self.size and shape not in self.others
-
-    def element(
-        self, shape: tuple[int, ...], element: tuple[int, ...], device: int, axes: dict[str, int]
-    ) -> int | None:
-        """The batch index of an element of an array, which may be one device's shard."""
-        if self.leads(shape):
-            return element[0]
-        devices = math.prod(axes.values())
-        if devices > 1 and self.leads((shape[0] * devices, *shape[1:]) if shape else ()):
-            return device * shape[0] + element[0]
-        return None
-
-
-def _batch_of(args: Sequence[Any]) -> _Batch | None:
-    if not args:
-        return None
-    sizes = {jnp.shape(x)[:1] for x in jax.tree.leaves(args[-1]) if jnp.ndim(x)}
-    others = frozenset(jnp.shape(x) for x in jax.tree.leaves(args[:-1]) if hasattr(x, "shape"))
-    return _Batch(sizes.pop()[0], others) if len(sizes) == 1 else None
 
 
 @jax.jit

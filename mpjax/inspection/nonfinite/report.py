@@ -54,7 +54,6 @@ class NonFinite(Report):
         output: Dtype and shape of its result, as `float16[8,4]`.
         count: Number of elements of the result that are inf or NaN.
         element: Index of the first of them that reaches the result; inside `shard_map`, the index on its device.
-        batch_element: Index in the batch, if the result's leading axis is the batch (see `find_nonfinite`).
         float32_value: The value of that element in float32; None if it was not reached there.
         argument: Tree path of the argument that held the inf or NaN, if one did.
         result: Tree path of the first result of the function that is not finite, as `result[0]['w']`.
@@ -73,7 +72,6 @@ class NonFinite(Report):
     output: str = ""
     count: int = 0
     element: tuple[int, ...] = ()
-    batch_element: int | None = None
     float32_value: float | None = None
     argument: str | None = None
     result: str | None = None
@@ -113,8 +111,7 @@ class NonFinite(Report):
             + (f", iteration {self.iteration}" if self.iteration is not None else ""),
             f"  {self.diagnosis}",
             f"  output {self.output}: {self.count} inf or NaN, the first that reaches the result is {self.element}"
-            + (f" of device {self.device}" if self.device else "")
-            + (f", batch element {self.batch_element}" if self.batch_element is not None else ""),
+            + (f" of device {self.device}" if self.device else ""),
         ]
         lines += [f"  {self.result} is not finite"] if self.result not in (None, "result") else []
         lines += [f"  input {i}: {operand}" for i, operand in enumerate(self.inputs)]

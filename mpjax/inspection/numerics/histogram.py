@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import html
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,10 +10,11 @@ from typing import Any
 import jax.numpy as jnp
 
 from mpjax._tables import cut
+from mpjax.inspection import svg
 from mpjax.inspection.numerics.range_statistics import Limits
 
 _COLOURS = ("#1f77b4", "#ff7f0e")
-_FORWARD, _WINDOW, _SUBNORMAL, _INK = "#444444", "#dfeedd", "#f3efd6", "#222222"
+_FORWARD, _WINDOW, _SUBNORMAL = "#444444", "#dfeedd", "#f3efd6"
 _LEFT, _WIDTH, _HEIGHT, _TOP, _ROW, _CHARACTERS = 230, 640, 220, 76, 15, 30
 
 
@@ -28,7 +28,9 @@ class Span:
     backward: bool
 
 
-def svg(dtype: str, loss_scale: float, histograms: Mapping[str, Mapping[int, int]], spans: Sequence[Span] = ()) -> str:
+def chart(
+    dtype: str, loss_scale: float, histograms: Mapping[str, Mapping[int, int]], spans: Sequence[Span] = ()
+) -> str:
     """The drawing; an empty string if there is nothing to draw.
 
     Args:
@@ -53,24 +55,24 @@ def svg(dtype: str, loss_scale: float, histograms: Mapping[str, Mapping[int, int
     end = bottom + (30 + _ROW * len(spans) if spans else 0)
     normal = int(jnp.finfo(dtype).minexp)
     parts = [
-        _box(x(low), _TOP, x(normal) - x(low), end - _TOP, _SUBNORMAL),
-        _box(x(normal), _TOP, x(high + 1) - x(normal), end - _TOP, _WINDOW),
+        svg.box(x(low), _TOP, x(normal) - x(low), end - _TOP, _SUBNORMAL),
+        svg.box(x(normal), _TOP, x(high + 1) - x(normal), end - _TOP, _WINDOW),
         *_legend(dtype, [*histograms], spans),
     ]
     if histograms:
         parts += _bars(histograms, x, step, bottom)
     for i, span in enumerate(spans):
         y = bottom + 30 + _ROW * i
-        parts.append(_text(_LEFT - 8, y + 9, cut(span.name, _CHARACTERS), "end"))
+        parts.append(svg.text(_LEFT - 8, y + 9, cut(span.name, _CHARACTERS), "end"))
         colour = _COLOURS[0] if span.backward else _FORWARD
-        parts.append(_box(x(span.low), y + 2, max(x(span.high) - x(span.low), 2), 7, colour, span.name))
+        parts.append(svg.box(x(span.low), y + 2, max(x(span.high) - x(span.low), 2), 7, colour, span.name))
     ticks = range(math.ceil(first / 8) * 8, last, 8)
-    parts += [_text(x(e), end + 16, f"2^{e}", "middle") for e in ticks]
+    parts += [svg.text(x(e), end + 16, f"2^{e}", "middle") for e in ticks]
     parts.append(
-        _text(_LEFT + _WIDTH / 2, end + 36, f"size of the values; gradients at loss scale {loss_scale:g}", "middle")
+        svg.text(_LEFT + _WIDTH / 2, end + 36, f"size of the values; gradients at loss scale {loss_scale:g}", "middle")
     )
-    box = f'viewBox="0 0 {_LEFT + _WIDTH + 20} {end + 46}" style="width:100%;max-width:{_LEFT + _WIDTH + 20}px"'
-    return f'<svg xmlns="http://www.w3.org/2000/svg" {box} role="img" font-family="sans-serif">{"".join(parts)}</svg>'
+    label = f"gradients and module ranges against the range of {dtype}"
+    return svg.drawing(_LEFT + _WIDTH + 20, end + 46, label, parts)
 
 
 def _bars(histograms: Mapping[str, Mapping[int, int]], x: Any, step: float, bottom: int) -> list[str]:
@@ -83,10 +85,10 @@ def _bars(histograms: Mapping[str, Mapping[int, int]], x: Any, step: float, bott
         for e, share in counts.items():
             height = round(tall * share / peak, 1)
             title = f"{name}: {share:.1%} at 2^{e}"
-            parts.append(_box(x(e) + i * wide, bottom - height, wide, height, _COLOURS[i], title))
+            parts.append(svg.box(x(e) + i * wide, bottom - height, wide, height, _COLOURS[i], title))
     for part in (0, 0.5, 1):
-        parts.append(_text(_LEFT - 8, bottom - part * tall + 4, f"{part * peak:.0%}", "end"))
-    parts.append(_text(_LEFT - 8, bottom - tall / 4 + 4, "share of nonzero values", "end"))
+        parts.append(svg.text(_LEFT - 8, bottom - part * tall + 4, f"{part * peak:.0%}", "end"))
+    parts.append(svg.text(_LEFT - 8, bottom - tall / 4 + 4, "share of nonzero values", "end"))
     return parts
 
 
@@ -95,19 +97,4 @@ def _legend(dtype: str, names: Sequence[str], spans: Sequence[Span]) -> list[str
     entries += list(zip(_COLOURS, names, strict=False))
     if spans:
         entries.append((_FORWARD, "range of a module, forward (backward in blue)"))
-    parts = []
-    for i, (colour, text) in enumerate(entries):
-        left, y = _LEFT + 330 * (i % 2), 6 + 22 * (i // 2)
-        parts += [_box(left, y, 12, 12, colour), _text(left + 18, y + 10, text)]
-    return parts
-
-
-def _box(x: float, y: float, width: float, height: float, colour: str, title: str = "") -> str:
-    inside = f"<title>{html.escape(title)}</title>" if title else ""
-    return f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" fill="{colour}">{inside}</rect>'
-
-
-def _text(x: float, y: float, text: str, anchor: str = "start") -> str:
-    return (
-        f'<text x="{x:.1f}" y="{y:.1f}" font-size="12" text-anchor="{anchor}" fill="{_INK}">{html.escape(text)}</text>'
-    )
+    return svg.legend(entries, _LEFT, 6, 330, 2)

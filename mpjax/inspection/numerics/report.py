@@ -167,7 +167,8 @@ class NumericsReport(Report):
         """
         if not os.fspath(path).endswith(".svg"):
             raise ValueError(f"NumericsReport.plot({os.fspath(path)!r}): it writes SVG; give a file that ends in .svg.")
-        written(self._figure(), path)
+        namespace = 'xmlns="http://www.w3.org/2000/svg"'  # A page needs none.
+        written(self._figure().replace("<svg", f"<svg {namespace}", 1), path)
 
     def _figure(self) -> str:
         rows = [row for row in (*self.activations, *self.gradients) if row.max > 0]
@@ -179,18 +180,18 @@ class NumericsReport(Report):
             "gradients of activations": self.activation_gradient_exponents,
             "gradients of parameters": self.parameter_gradient_exponents,
         }
-        return histogram.svg(self.dtype, self.loss_scale, histograms, spans)
+        return histogram.chart(self.dtype, self.loss_scale, histograms, spans)
 
     def sections(self) -> list[Section]:
         """The sections of the printed report."""
-        header = ("in", "max", "min nonzero", "zeros", "flushed", "overflowed")
         at_scale = f"At loss scale {_scale(self.loss_scale)}."
         tables = (
             ("Activations by module", "", "module", self.activations),
             ("Gradients of activations by module", at_scale, "module", self.gradients),
             ("Gradients of parameters", at_scale, "parameter", self.parameters),
         )
-        ops = ("op", "line", "pass", "in", "max", "flushed", "overflowed", "absorbed", "module")
+        columns = "in|>max|>min nonzero|>zeros|>flushed|>overflowed"
+        ops = "op|line|pass|in|>max|>flushed|>overflowed|>absorbed|module"
         losing = sorted(
             (row for row in self.by_op if row.loses), key=lambda r: (-r.overflowed, -max(r.flushed, r.absorbed))
         )
@@ -199,10 +200,10 @@ class NumericsReport(Report):
             Section("", self._summary(), figure=self._figure()),
             *([self._trials()] if self.trials else []),
             *(
-                Section(title, text, (what, *header), [*map(_cells, _folded(rows))], {2, 3, 4, 5, 6})
+                Section(title, text, f"{what}|{columns}", [*map(_cells, _folded(rows))])
                 for title, text, what, rows in tables
             ),
-            Section("By operation", by_op, ops, [*map(_op_cells, losing)], {4, 5, 6, 7}),
+            Section("By operation", by_op, ops, [*map(_op_cells, losing)]),
         ]
 
     def _summary(self) -> str:
@@ -239,8 +240,8 @@ class NumericsReport(Report):
     def _trials(self) -> Section:
         rows = [(row.what, _scale(row.loss_scale), percent(row.error), f"{row.half_share:.1%}") for row in self.trials]
         text = f"on batch {self.trials[0].batch}" if self.trials and self.batches > 1 else ""
-        header = ("tried under autocast", "loss scale", "error of the gradients", "FLOPs in half")
-        return Section("", text, header, rows, {1, 2, 3})
+        columns = "tried under autocast|>loss scale|>error of the gradients|>FLOPs in half"
+        return Section("", text, columns, rows)
 
     def _scale_advice(self) -> list[str]:
         if self.largest_safe_scale is None or self.init_scale is None:

@@ -124,10 +124,9 @@ class Evidence:
 def explained(found: Evidence, baseline: str) -> Iterator[Section]:
     """The sections of a printed report: what happened, and the modules."""
     yield Section(f"Why {found.policy} is worse", "\n".join(_evidence_lines(found, baseline)))
-    header = ("module", "gradients flushed", "own error", "error of its gradients")
     rows = [(row.name or "-", *map(_percent, (row.flushed, row.error, row.total))) for row in found.modules]
     if rows:
-        yield Section("By module", "", header, rows, {1, 2, 3}, shown=8)
+        yield Section("By module", "", "module|>gradients flushed|>own error|>error of its gradients", rows, shown=8)
 
 
 def _evidence_lines(found: Evidence, baseline: str) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 settings.json   the settings that determine the results; a call with other settings raises an error
 runs/           a file for each policy and seed, and one for the evidence on each policy that is worse
-parity.json, parity.md, parity.png   the report
+parity.json, parity.html, parity.png   the report
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def parity(
         baseline: The reference policy.
         fix: Whether to try the recommended remedy for each policy that is worse, with the same seeds.
         output: A folder to save each finished run to. A later call with it continues the comparison, also with more
-            policies or seeds. The report goes there as `parity.json`, `parity.md` and, with Matplotlib, `parity.png`.
+            policies or seeds. The report goes there as `parity.json`, `parity.html` and, with Matplotlib, `parity.png`.
         metric_every: The number of steps between two measurements of the metric; None for one at the end.
         settings: Other settings that determine the result (hyperparameters that `make` reads elsewhere), in addition
             to an attribute `settings` of `make`. A call raises an error if the runs in `output` have other settings.

@@ -14,9 +14,9 @@ from mpjax.inspection.parity import curves
 from mpjax.inspection.parity.evidence import Evidence, Fix, explained
 from mpjax.inspection.parity.running import Run
 from mpjax.inspection.parity.statistics import PairedComparison, rounded
-from mpjax.inspection.reports import Report, Section, plain, written
+from mpjax.inspection.reports import Report, Section, plain
 
-_HEADER = ("policy", "mean ± sd", "difference", "95 % interval", "skipped", "verdict")
+_COLUMNS = "policy|>mean ± sd|>difference|>95 % interval|>skipped|verdict"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +98,7 @@ class ParityReport(Report):
         rows = [self._cells(policy) for policy in (self.baseline, *(each.policy for each in self._compared))]
         return [
             Section("", "\n".join(self._finding()), figure=lambda: curves.html(self)),
-            Section("By policy", "", _HEADER, rows, {1, 2, 3, 4}),
+            Section("By policy", "", _COLUMNS, rows),
             *(section for each in self.evidence for section in explained(each, self.baseline)),
         ]
 
@@ -149,21 +149,10 @@ class ParityReport(Report):
         deviation = statistics.stdev(values)
         return f"{rounded(statistics.mean(values), deviation)} ± {rounded(deviation, deviation)}{unit}"
 
-    def to_markdown(self, path: str | os.PathLike[str] | None = None) -> str:
-        """The report as Markdown, also written to `path` if one is given."""
-        parts = [f"# {self.title}"]
-        for section in self.sections():
-            parts += [f"## {section.title}"] if section.title else []
-            parts += ["\n".join(f"- {line.strip()}" for line in section.text.splitlines())] if section.text else []
-            if section.header and section.rows:
-                lines = [section.header, ["--:" if i in section.right else "---" for i in range(len(section.header))]]
-                parts.append("\n".join("| " + " | ".join(cells) + " |" for cells in (*lines, *section.rows)))
-        return written("\n\n".join(parts) + "\n", path)
-
     def write(self, folder: pathlib.Path) -> None:
         """Writes the report to a folder in all formats."""
         self.to_json(folder / "parity.json")
-        self.to_markdown(folder / "parity.md")
+        self.to_html(folder / "parity.html")
         if curves.available():
             self.plot(folder / "parity.png")
 

@@ -103,8 +103,7 @@ class Comparison(Report):
             for name, group in groups
             for change in group
         ]
-        header = ("module", "before", "now", "speedup", "change", "")
-        return [Section(self.title, "\n".join(lines), header, rows, {1, 2, 3, 4})]
+        return [Section(self.title, "\n".join(lines), "module|>before|>now|>speedup|>change|", rows)]
 
 
 Profiled = ProfileReport | str | os.PathLike[str] | Mapping[str, Any]

@@ -84,9 +84,8 @@ def profile(
         batches: Any iterable. `next(batches)` is the last argument of each call, and its time counts as input
             pipeline. A collection that ends is read again from its start.
         carry: Number of leading outputs that replace the leading arguments in the next step. It is 2 for `params,
-            opt_state, loss = step(params, opt_state, batch)`. None: as many leading outputs as have the structure,
-            shapes and dtypes of the arguments, if the step updates them. (Gradients look like parameters, but are not
-            carried.)
+            opt_state, loss = step(params, opt_state, batch)`. None: if the step donates arguments, as many leading
+            outputs as have their structure, shapes and dtypes; otherwise each call gets the same arguments.
         trace: A folder to keep the profiler's trace in, for XProf (`tensorboard --logdir`) and Perfetto
             (`perfetto_trace.json.gz`, at https://ui.perfetto.dev).
         against: An earlier profile, or its JSON file. The report then starts with a comparison by module.

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from mpjax.inspection import svg
 from mpjax.inspection.profile.advice import Advice
 from mpjax.inspection.profile.compilations import Recompilation
 from mpjax.inspection.profile.kernels import Kernel, Split
@@ -205,8 +206,7 @@ class ProfileReport(Report):
         if self.tensor_core_share is not None:
             text.append(f"Tensor Cores: {self.tensor_core_share:.1%} of the kernels' time")
         figure = bar([(name, seconds / split.wall) for name, seconds in parts])
-        header = ("", "time", "share")
-        return Section("Time of a step", "\n".join([*text, *self.notes]), header, rows, right={1, 2}, figure=figure)
+        return Section("Time of a step", "\n".join([*text, *self.notes]), "|>time|>share", rows, figure)
 
     def _memory(self, memory: Memory) -> Section:
         names = ("arguments", "results", "temporaries")
@@ -221,7 +221,7 @@ class ProfileReport(Report):
             for (module, source, backward), (arrays, size) in sorted(merged.items(), key=lambda item: -item[1][1])
         ]
         text = f"{amount(memory.peak, 'B')} ({parts}); of the temporary arrays, these are alive when most are"
-        return Section("Peak memory", text, ("module", "line", "arrays", "bytes"), rows, {2, 3}, shown=10)
+        return Section("Peak memory", text, "module|line|>arrays|>bytes", rows, shown=10)
 
     def _by_module(self) -> Section:
         what = "module" if any(kernel.module for kernel in self.kernels) else "line"
@@ -232,10 +232,10 @@ class ProfileReport(Report):
             (name or "-", duration(forward), duration(backward), f"{(forward + backward) / self.kernel_seconds:.1%}")
             for name, (forward, backward) in sorted(merged.items(), key=lambda item: -sum(item[1]))
         ]
-        return Section(f"Device time by {what}", "", (what, "forward", "backward", "share"), rows, right={1, 2, 3})
+        return Section(f"Device time by {what}", "", f"{what}|>forward|>backward|>share", rows)
 
     def _by_kernel(self) -> Section:
-        header = ("module", "kind", "kernel", "calls", "time", "share", "Tensor Cores")
+        columns = "module|kind|kernel|>calls|>time|>share"
         marks = {True: "yes", False: "no", None: "?"}
         rows: list[tuple[str, ...]] = [
             (
@@ -249,30 +249,26 @@ class ProfileReport(Report):
             )
             for kernel in self.kernels
         ]
-        columns = len(header) - (not self.gpu)
         text = ["← is the backward pass"] if any(kernel.backward for kernel in self.kernels) else []
         if self.kernel_seconds > 1.05 * self.split.device > 0:
             text.append(f"some run at the same time: {duration(self.kernel_seconds)} in {duration(self.split.device)}")
-        rows = [row[:columns] for row in rows]
-        return Section("Device time by kernel", "\n".join(text), header[:columns], rows, right={3, 4, 5})
+        if self.gpu:
+            columns += "|Tensor Cores"
+        else:
+            rows = [row[:-1] for row in rows]
+        return Section("Device time by kernel", "\n".join(text), columns, rows)
 
     def _off_tensor_cores(self) -> Section:
         rows = [(k.module or "-", k.source, k.kind, duration(k.seconds), k.why_not) for k in self.eligible]
         text = "" if rows else "none: every matmul and convolution is on Tensor Cores"
-        return Section(
-            "Eligible for Tensor Cores but not on them", text, ("module", "line", "kind", "time", "why"), rows, {3}
-        )
+        return Section("Eligible for Tensor Cores but not on them", text, "module|line|kind|>time|why", rows)
 
 
 def bar(shares: Sequence[tuple[str, float]]) -> str:
-    """A horizontal bar of shares that add up to one, as inline SVG with a legend."""
-    parts, legend, at = [], [], 0.0
-    for (name, share), color in zip(shares, ("#4878a8", "#c8673c", "#9a9a9a", "#7b5ea7"), strict=False):
-        label = f"{name} {share:.1%}"
-        parts.append(
-            f'<rect x="{at:.1f}" width="{600 * share:.1f}" height="28" fill="{color}"><title>{label}</title></rect>'
-        )
-        legend.append(f'<span><i style="background: {color}"></i>{label}</span>')
-        at += 600 * share
-    svg = f'<svg class="plain" viewBox="0 0 600 28" role="img" aria-label="shares of a step">{"".join(parts)}</svg>'
-    return f'{svg}<p class="legend">{" ".join(legend)}</p>'
+    """A horizontal bar of shares that add up to one, with a legend."""
+    parts, entries, at = [], [], 0.0
+    for (name, share), colour in zip(shares, ("#4878a8", "#c8673c", "#9a9a9a", "#7b5ea7"), strict=False):
+        entries.append((colour, f"{name} {share:.1%}"))
+        parts.append(svg.box(at, 0, 720 * share, 28, colour, entries[-1][1]))
+        at += 720 * share
+    return svg.drawing(720, 50, "shares of a step", [*parts, *svg.legend(entries, 0, 34, 180)])

@@ -6,13 +6,13 @@ import copy
 import inspect
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from mpjax.inspection.profile import profiler_trace
-from mpjax.inspection.profile.carry import carried, signature
 from mpjax.inspection.profile.compilations import Compilations, Recompilation, changes, described, differences
 from mpjax.inspection.reports import reason
 
@@ -29,7 +29,7 @@ class Stepper:
         step: The step; it need not be jitted.
         args: Its initial arguments.
         batches: An iterable of the last argument of each call; None if there is no such argument.
-        carry: Number of leading outputs that replace the leading arguments; None to infer it.
+        carry: Number of leading outputs that replace the leading arguments; None for those that replace donated ones.
         kwargs: Its keyword arguments.
 
     Attributes:
@@ -68,10 +68,10 @@ class Stepper:
         before = self._args
         self.out = self.step(*self._args, *self.last_batch, **self._kwargs)
         donates |= any(x.is_deleted() for x in jax.tree.leaves(before) if isinstance(x, jax.Array))
-        self.carry = carried(step, given, self.out, donates, self._kwargs) if carry is None else carry
+        self.carry = carry if carry is not None else _alike(given, self.out) if donates else 0
         # The output is a single carried value, not a tuple of results.
         self._is_whole = not isinstance(self.out, (tuple, list)) or (
-            bool(args) and signature(self.out) == signature(args[0])
+            bool(args) and _signature(self.out) == _signature(args[0])
         )
         outputs = 1 if self._is_whole else len(self.out)
         if outputs < self.carry:
@@ -252,6 +252,22 @@ def seconds_per_step(
     if not alike:
         return whole / (steps + 1), alone
     return max(whole - alone, whole * steps / (steps + 1) ** 2) / steps, alone
+
+
+def _signature(tree: Any) -> tuple[Any, ...]:
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, *((np.shape(x), getattr(x, "dtype", type(x))) for x in leaves)
+
+
+def _alike(args: Sequence[Any], out: Any) -> int:
+    """The number of leading outputs with the structure, shapes and dtypes of the arguments."""
+    before = [*map(_signature, args)]
+    if before and _signature(out) == before[0]:
+        return 1
+    alike = [
+        _signature(x) == arg for x, arg in zip(out if isinstance(out, (tuple, list)) else (), before, strict=False)
+    ]
+    return (*alike, False).index(False)
 
 
 def _check_arrays(args: tuple[Any, ...]) -> None:

@@ -84,17 +84,11 @@ class SearchReport(Report):
     def sections(self) -> list[Section]:
         """The sections of the printed report."""
         rows = [
-            (
-                row.name,
-                "float32" if row.float32 else "half",
-                _share(row.error),
-                f"{row.flops_share:.1%}",
-            )
+            (row.name, "float32" if row.float32 else "half", _share(row.error), f"{row.flops_share:.1%}")
             for row in self.modules
         ]
-        header = ("module", "runs in", "own error", "FLOPs")
         lines = [*self._finding(), *(f"not inspected: {place}" for place in self.unseen)]
-        return [Section("", "\n".join(lines)), Section("By module", "", header, rows, {2, 3})]
+        return [Section("", "\n".join(lines)), Section("By module", "", "module|runs in|>own error|>FLOPs", rows)]
 
     def _finding(self) -> list[str]:
         before, after, budget = _share(self.error_before), _share(self.error), _share(self.budget)
