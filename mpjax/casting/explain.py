@@ -110,8 +110,8 @@ def _unfused(plan: Plan, around: Site | None = None) -> Iterator[tuple[Site, str
     """The attentions of a plan that are not fused, and why."""
     for eqn, why in plan.unfused:
         yield site_of(eqn, around, plan.setting.owners), why
-    for part in plan.steps:
-        for step in part.steps if isinstance(part, RematRegion) else (part,):
+    for part in plan.eqns:
+        for step in part.eqns if isinstance(part, RematRegion) else (part,):
             for inner in (*step.plans, *step.rules):
                 yield from _unfused(inner, site_of(step.eqn, around, plan.setting.owners))
 

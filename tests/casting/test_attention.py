@@ -8,6 +8,7 @@ import pytest
 
 import mpjax
 from mpjax import Rules
+from mpjax._jaxpr.interpreter import COMPILER_OPTIONS
 
 pytestmark = pytest.mark.standard_promotion
 B, T, N, H = 2, 6, 2, 8
@@ -142,14 +143,18 @@ def autocast(loss, attention="xla", policy="mixed_bfloat16"):
     return mpjax.autocast(loss, policy, rules=Rules(attention=attention))
 
 
+def compiled(fun):
+    return jax.jit(jax.vmap(fun), compiler_options=COMPILER_OPTIONS)
+
+
 def gradients(loss, args, attention="xla", policy="mixed_bfloat16"):
-    return jax.jit(jax.vmap(jax.grad(autocast(loss, attention, policy))))(*args)
+    return compiled(jax.grad(autocast(loss, attention, policy)))(*args)
 
 
 def exact(loss, args):
     with jax.enable_x64(True):
         wide = jax.tree.map(lambda a: jnp.asarray(np.asarray(a), jnp.float64), args)
-        return jax.tree.map(np.asarray, jax.jit(jax.vmap(jax.grad(loss)))(*wide))
+        return jax.tree.map(np.asarray, compiled(jax.grad(loss))(*wide))
 
 
 def error(found, reference):

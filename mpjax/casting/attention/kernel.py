@@ -201,17 +201,16 @@ def _same(mask: Any, value: np.ndarray, scores: Any) -> bool:
 
 
 def _refusal(options: Options, operands: Sequence[Any], half: np.dtype) -> str:
-    """Why JAX can't issue the kernel, with a gradient; empty if it can."""
+    """Why JAX can't issue the kernel, with its gradient; empty if it can."""
+    count = 3 + len(options.factors)
+    examples = [compat.example(v.aval, half if i < count else None) for i, v in enumerate(operands)]
 
-    def dtype(v: Any) -> Any:
-        return half if compat.is_inexact(v.aval) else v.aval.dtype
+    def gradients(*arrays: Any) -> Any:
+        out, pullback = jax.vjp(lambda *floats: options(*floats, *arrays[count:]), *arrays[:count])
+        return pullback(out)
 
-    def run(*floats: Any) -> Any:
-        return options(*floats, *(jnp.zeros(v.aval.shape, v.aval.dtype) for v in operands[len(floats) :]))
-
-    floats = [jax.ShapeDtypeStruct(v.aval.shape, dtype(v)) for v in operands[: 3 + len(options.factors)]]
     try:
-        jax.eval_shape(lambda *x: jax.vjp(run, *x)[0], *floats)
+        jax.eval_shape(gradients, *examples)
     except Exception as error:  # cuDNN refuses with several types of errors.
         return f"{options.implementation} refuses it: {str(error).splitlines()[0]}"
     return ""
