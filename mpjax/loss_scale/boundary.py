@@ -149,7 +149,7 @@ def true_cotangents(fun: Callable[P, T], opt_state: Any) -> Callable[P, T]:
                 inside, hoisted = closed("true_cotangents", call.results, wide)
             entered, scaled = [*wide, *_widened(hoisted)], levels()
             if scaled is None:
-                entered = _outside(entered)
+                entered = list(_outside(entered))
             for scale, mark in scaled or ():
                 entered = _crossed(entered, scale, 1.0 / scale, mark)
             back = [x.astype(like.dtype) for x, like in zip(entered[len(wide) :], hoisted, strict=True)]

@@ -99,7 +99,8 @@ class Case:
             applied = tuple(re.sub(r"\bp\b", updated, line) for line in applied)
         restored = self.application == "restore_if_skipped"
         if restored:
-            make, context, update, *applied = applied
+            make, context, update, read = applied
+            applied = (read,)
             differentiated = make, f"with {context}:", *("    " + line for line in (*gradient.lines, update))
         options = ", grads_are_scaled=True" if self.gradient == "by hand" else ""
         options += ", axis_name='i'" if self.loop == "shard_map without checks" else ""

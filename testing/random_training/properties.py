@@ -267,22 +267,14 @@ def _check_half_step(case: Case, plain: Program, carry: Any, batch: Any, found: 
     return "half" if judged else "half: ill-conditioned"
 
 
-def _finite(reference: Any, *others: Any) -> list[Any] | None:
-    """The values where the first one is finite; None if another one is not finite at the same places."""
-    where = np.isfinite(reference)
-    if any(not np.array_equal(np.isfinite(x), where) for x in others):
-        return None
-    return [np.asarray(x)[where] for x in (reference, *others)]
-
-
 def _close(reference: Any, a: Any, b: Any, tolerance: float) -> bool:
     """Whether two values differ by rounding only: by a few errors of the first one against float64."""
-    pair = _finite(a, b)
-    if pair is None:
+    if not np.array_equal(np.isfinite(a), np.isfinite(b)):
         return False
     if not np.array_equal(np.isfinite(reference), np.isfinite(a)):
         return True  # one leaves float32's range
-    reference, a, b = _finite(reference, a, b) or ()
+    where = np.isfinite(reference)
+    reference, a, b = (np.asarray(x)[where] for x in (reference, a, b))
     size = _norm(reference)
     return _norm(np.subtract(a, b)) <= 8 * _norm(np.subtract(a, reference)) + tolerance * size
 
@@ -364,20 +356,20 @@ def _explained(
     skipped = np.all(_skips(expected[0]) > _skips(carry))
     if not skipped and any(watch.overflowed or watch.underflowed for watch in watches):
         return "leaves float32's range"
-    exactly = plain.run(exact, carry, batch), scaled.run(exact, other, batch)
-    reference, ours, theirs, typed = (_leaves(tree) for tree in (exactly[0], exactly[1], expected, found))
+    exact_runs = plain.run(exact, carry, batch), scaled.run(exact, other, batch)
+    reference, ours, theirs, typed = (_leaves(tree) for tree in (*exact_runs, expected, found))
     # An optimizer may amplify the rounding error of a gradient: what follows from a different gradient is not judged.
     judged = [path for path in different if path.startswith("[1]")] or different
     for path in judged:
         x = np.asarray(reference[path])
         if x.dtype.kind != "f":
             raise Failure("bitwise", f"differs in {_kind(path)}", f"{step}: {path}: {theirs[path]}, {typed[path]}")
-        finite = _finite(x, ours[path])
-        if finite is not None:
-            # A gradient of zero is all rounding.
-            rounding = _norm(np.subtract(theirs[path][np.isfinite(x)], finite[0]))
-            finite = _norm(np.subtract(*finite)) <= 1e-9 * _norm(finite[0]) + 1e-6 * rounding
-        if not (finite or _same(ours[path], x)):
+        finite = np.isfinite(x)
+        exactly, ours_exactly, theirs_typed = (np.asarray(v)[finite] for v in (x, ours[path], theirs[path]))
+        # A gradient of zero is all rounding.
+        limit = 1e-9 * _norm(exactly) + 1e-6 * _norm(theirs_typed - exactly)
+        close = np.array_equal(np.isfinite(ours[path]), finite) and _norm(ours_exactly - exactly) <= limit
+        if not (close or _same(ours[path], x)):
             detail = f"{step}: {path}: {np.ravel(x)[:4]} became {np.ravel(ours[path])[:4]}"
             raise Failure("values", f"differs in {_kind(path)}", detail)
         if not _close(x, theirs[path], typed[path], 2.0**-20):
