@@ -7,6 +7,7 @@ from mpjax._lazy import lazy as _lazy
 if _typing.TYPE_CHECKING:
     from mpjax import inspection as inspection
     from mpjax.casting import AutocastWarning as AutocastWarning
+    from mpjax.casting import Float8 as Float8
     from mpjax.casting import Rules as Rules
     from mpjax.casting import UnusedRuleWarning as UnusedRuleWarning
     from mpjax.casting import autocast as autocast
@@ -57,7 +58,7 @@ else:
 
     _MODULES = {
         "casting": """
-            AutocastWarning Rules UnusedRuleWarning autocast autocast_disabled
+            AutocastWarning Float8 Rules UnusedRuleWarning autocast autocast_disabled
             float_function half_function promote_function""",
         "loss_scale": """
             LossScaleError LossScaleState LossScaleWarning apply_gradients check_progress

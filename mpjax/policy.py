@@ -36,7 +36,9 @@ _DTYPE_NAMES = {
     "float32": "float32",
     "float64": "float64",
 }
-_KEYS = {"p": "params", "c": "compute", "o": "output", "r": "reduce"}
+_FLOAT8 = np.dtype(jnp.float8_e4m3fn)
+_FLOAT8_NAMES = ("float8", "f8", "float8_e4m3fn")
+_KEYS = {"p": "params", "c": "compute", "m": "matmul", "o": "output", "r": "reduce"}
 _FLAGS = {"true": True, "false": False}
 # Separators of the overrides in a policy's string. A pattern can't contain them.
 _OVERRIDE_SEPARATOR, _OVERRIDE_ARROW = ";", "=>"
@@ -123,6 +125,29 @@ def _normalise_dtype(field: str, value: Any) -> np.dtype:
     return dtype
 
 
+def _is_float8_name(value: Any) -> bool:
+    """Whether a value is a name of the float8 matmul dtype."""
+    return isinstance(value, str) and value in _FLOAT8_NAMES
+
+
+def _normalise_matmul_dtype(value: Any, compute_dtype: np.dtype) -> np.dtype | None:
+    """float8, or None where matmuls run in the compute dtype."""
+    try:
+        dtype = None if value is None else np.dtype(jnp.dtype(_FLOAT8 if _is_float8_name(value) else value))
+    except TypeError:
+        dtype = np.dtype(object)
+    if dtype not in (None, _FLOAT8):
+        raise ValueError(
+            f"Policy(matmul_dtype={value!r}): give 'float8' (e4m3), or None to run matmuls in the compute dtype."
+        )
+    if dtype is not None and compute_dtype != jnp.bfloat16:
+        raise ValueError(
+            f"Policy(matmul_dtype='float8', compute_dtype={str(compute_dtype)!r}): float8 matmuls need "
+            "compute_dtype='bfloat16', which has the range of their results."
+        )
+    return dtype
+
+
 def _default_reduce_dtype(param_dtype: Any) -> np.dtype:
     return np.dtype(np.float64 if _normalise_dtype("param_dtype", param_dtype) == np.float64 else np.float32)
 
@@ -166,6 +191,8 @@ class Policy(jmp.Policy):
             `autocast` sums in float32, or in the compute dtype if that is the `reduce_dtype`.
         override_dtypes: Whether `with_policy` overrides the explicit `dtype` of layers.
             By default such layers keep it.
+        matmul_dtype: `"float8"` runs matmuls of a parameter and an activation in float8 (experimental; `autocast`
+            only, with compute dtype bfloat16). `None` runs them in the compute dtype.
 
     Dtypes are normalised to `numpy.dtype`, so policies compare and hash by value for any spelling of the
     dtypes, and `get_policy(str(policy)) == policy`.
@@ -188,12 +215,14 @@ class Policy(jmp.Policy):
     # Any when passed, a dtype after `__post_init__`.
     reduce_dtype: Any = None
     override_dtypes: bool = dataclasses.field(default=False, kw_only=True)
+    matmul_dtype: Any = dataclasses.field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         if self.reduce_dtype is None:
             object.__setattr__(self, "reduce_dtype", _default_reduce_dtype(self.param_dtype))
         for field in ("param_dtype", "compute_dtype", "output_dtype", "reduce_dtype"):
             object.__setattr__(self, field, _normalise_dtype(field, getattr(self, field)))
+        object.__setattr__(self, "matmul_dtype", _normalise_matmul_dtype(self.matmul_dtype, self.compute_dtype))
         object.__setattr__(self, "overrides", _normalise_overrides(self.overrides))
         if not isinstance(self.override_dtypes, bool):
             raise ValueError(f"Policy(override_dtypes={self.override_dtypes!r}): give True or False.")
@@ -247,7 +276,7 @@ class Policy(jmp.Policy):
     def with_output_dtype(self, output_dtype: Any) -> Policy:
         """This policy with another output dtype."""
         own = (self.param_dtype, self.compute_dtype, output_dtype, self.overrides, self.reduce_dtype)
-        return Policy(*own, override_dtypes=self.override_dtypes)
+        return Policy(*own, override_dtypes=self.override_dtypes, matmul_dtype=self.matmul_dtype)
 
     def _cast(self, tree: T, field: str) -> T:
         if not self.overrides:
@@ -274,7 +303,8 @@ class Policy(jmp.Policy):
         return out
 
     def __str__(self) -> str:
-        own = f"params={self.param_dtype},compute={self.compute_dtype},output={self.output_dtype}"
+        matmul = "" if self.matmul_dtype is None else ",matmul=float8"
+        own = f"params={self.param_dtype},compute={self.compute_dtype}{matmul},output={self.output_dtype}"
         if self.reduce_dtype != _default_reduce_dtype(self.param_dtype):
             own += f",reduce={self.reduce_dtype}"
         own += ",override_dtypes=true" if self.override_dtypes else ""
@@ -320,8 +350,10 @@ def get_policy(policy: str | jmp.Policy) -> Policy:
               `"p=f32,c=bf16"` (params default to float32, compute to params, output to compute), with
               `reduce=` or `r=` for gradients summed across devices (by default float32), or one dtype
               for all, `"float32"`, `"bf16"`; `"half"` is bfloat16 on a TPU, else float16;
-              `"p=f32,c=bf16,override_dtypes=true"` also takes over layers with an explicit dtype;
+              `"p=f32,c=bf16,override_dtypes=true"` also takes over layers with an explicit dtype; `matmul=` or `m=`
+              is float8: `"p=f32,c=bf16,m=f8,o=f32"`;
             - Keras's names: `"mixed_float16"`, `"mixed_bfloat16"` (params and output float32);
+            - `"mixed_float8"`: `"mixed_bfloat16"` with float8 matmuls (experimental);
             - Apex's levels: `"O0"` float32; `"O1"` = mixed_float16; `"O2"` half params and compute
               with float32 norm parameters (the override `<norm>`) and output; `"O3"` all float16;
             - the result of `str(policy)`, including overrides: `"p=f32,c=f16;*/head=>float32"`.
@@ -372,11 +404,17 @@ def _parse_dtypes(text: str, policy: str) -> Policy:
             raise _unknown_policy(policy, f"unknown key {key!r}")
         if key in given:
             raise _unknown_policy(policy, f"{key!r} is given twice")
-        given[key] = _parse_dtype(value, policy)
+        is_float8 = key == "matmul" and _is_float8_name(value)
+        given[key] = "float8" if is_float8 else _parse_dtype(value, policy)
     params = given.get("params", "float32")
     compute = given.get("compute", params)
     own = (params, compute, given.get("output", compute))
-    return Policy(*own, reduce_dtype=given.get("reduce"), override_dtypes=bool(override_dtypes))
+    return Policy(
+        *own,
+        reduce_dtype=given.get("reduce"),
+        override_dtypes=bool(override_dtypes),
+        matmul_dtype=given.get("matmul"),
+    )
 
 
 def _parse_dtype(name: str, policy: str) -> str:
@@ -391,8 +429,8 @@ def _unknown_policy(policy: Any, why: str = "") -> ValueError:
     return ValueError(
         f"get_policy({policy!r}): {why or 'not a policy'}. Accepted: an mpjax or jmp Policy; "
         f"{', '.join(NAMED_POLICIES)}; one dtype of {', '.join(_DTYPE_NAMES)}, half; or "
-        "'params=DTYPE,compute=DTYPE,output=DTYPE,reduce=DTYPE' (short 'p=,c=,o=,r='), which ',override_dtypes=true' "
-        "and ';PATTERN=>POLICY' may follow."
+        "'params=DTYPE,compute=DTYPE,matmul=float8,output=DTYPE,reduce=DTYPE' (short 'p=,c=,m=,o=,r='), which "
+        "',override_dtypes=true' and ';PATTERN=>POLICY' may follow."
     )
 
 
@@ -403,6 +441,7 @@ _MIXED_FLOAT16 = Policy("float32", "float16", "float32")
 NAMED_POLICIES = {
     "mixed_float16": _MIXED_FLOAT16,
     "mixed_bfloat16": Policy("float32", "bfloat16", "float32"),
+    "mixed_float8": Policy("float32", "bfloat16", "float32", matmul_dtype="float8"),
     "O0": _uniform("float32"),
     "O1": _MIXED_FLOAT16,
     "O2": Policy(

@@ -12,7 +12,20 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import mpjax
 
-NAMES = ["mixed_float16", "mixed_bfloat16", "float32", "bfloat16", "float16", "O0", "O1", "O2", "O3", "half", "c=f16"]
+NAMES = [
+    "mixed_float16",
+    "mixed_bfloat16",
+    "mixed_float8",
+    "float32",
+    "bfloat16",
+    "float16",
+    "O0",
+    "O1",
+    "O2",
+    "O3",
+    "half",
+    "c=f16",
+]
 
 
 @pytest.mark.parametrize("name", [*NAMES, "p=f32,c=bf16;*/head=>float32;*/norm*=>p=f32,c=f32,o=bf16", "c=f16,r=bf16"])
@@ -196,3 +209,22 @@ def test_an_override_without_a_match_in_a_batch_does_not_warn():
     # One of the patterns matches: the tree is the model's, and the other is a typo.
     with pytest.warns(mpjax.UnusedOverrideWarning, match=r"\*/haed"):
         policy.cast_to_compute({"head": {"w": jnp.ones(1)}})
+
+
+@pytest.mark.parametrize(
+    "text", ["p=f32,c=bf16,m=f8,o=f32", "params=float32,compute=bfloat16,matmul=float8,output=float32"]
+)
+def test_the_matmul_dtype_round_trips(text):
+    policy = mpjax.get_policy(text)
+    assert policy == mpjax.get_policy("mixed_float8") == mpjax.get_policy(str(policy))
+    assert policy == mpjax.Policy("float32", "bfloat16", "float32", matmul_dtype=jnp.float8_e4m3fn)
+    assert policy != mpjax.get_policy("mixed_bfloat16")
+    assert policy.with_output_dtype("bfloat16").matmul_dtype == jnp.float8_e4m3fn
+
+
+@pytest.mark.parametrize(
+    ("text", "match"), [("c=bf16,m=bf16", "matmul_dtype"), ("c=f16,m=f8", "compute_dtype='bfloat16'")]
+)
+def test_an_impossible_matmul_dtype_is_an_error(text, match):
+    with pytest.raises(ValueError, match=match):
+        mpjax.get_policy(text)

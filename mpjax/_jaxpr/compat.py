@@ -17,7 +17,7 @@ import jax.extend.core as jex
 import numpy as np
 from jax._src import config, source_info_util
 from jax._src import linear_util as lu
-from jax._src.core import no_effects, set_current_trace, shaped_abstractify, trace_ctx
+from jax._src.core import get_axis_env, no_effects, set_current_trace, shaped_abstractify, trace_ctx
 from jax._src.dtypes import canonicalize_value
 from jax._src.interpreters import ad, mlir
 from jax._src.interpreters import partial_eval as pe
@@ -320,18 +320,6 @@ class EquationContext:
         self._source.__exit__(*exception)
 
 
-def in_scopes_of(eqn: Any, around: Any) -> Any:
-    """An equation of a call's sub-jaxpr, with the named scopes of the call too."""
-    info = eqn.source_info
-    stack = around.source_info.name_stack + info.name_stack
-    return eqn.replace(source_info=info.replace(name_stack=stack))
-
-
-def new_variable(v: Any) -> Any:
-    """A variable like this one; an unused result stays the same."""
-    return v if type(v).__name__ == "DropVar" else Var(v.aval)
-
-
 def common_scopes(eqns: Sequence[Any]) -> Any:
     """The named scopes that enclose all of these equations."""
     first, *rest = (eqn.source_info.name_stack for eqn in eqns)
@@ -591,6 +579,17 @@ def abstract_eval_in(primitive: Any, dtype: Any, avals: Sequence[Any], params: d
     cast = [aval.update(dtype=dtype, weak_type=False) for aval in avals[:2]]
     out, _ = primitive.abstract_eval(*cast, *avals[2:], **params)
     return out
+
+
+@functools.lru_cache(maxsize=4096)
+def scalar_of(aval: Any, dtype: Any) -> Any:
+    """The abstract value of a scalar that is reduced from an array."""
+    return trace(jax.numpy.max, aval).out_avals[0].update(dtype=dtype, weak_type=False)
+
+
+def in_named_axes() -> bool:
+    """Whether the current trace has named axes: in a `shard_map`, or in a `vmap` with an axis name."""
+    return bool(get_axis_env().axis_sizes)
 
 
 def vary_like(out: Any, arrays: Sequence[Any]) -> list[Any]:

@@ -123,7 +123,6 @@ _TABLE = """
 dot_general                           allow    inputs   expensive kernel
 conv_general_dilated                  allow    inputs   expensive kernel
 ragged_dot_general                    allow    inputs   expensive kernel
-fused_attention                       allow    inputs   expensive kernel
 # Exponentials, logarithms and powers: range.
 exp                                   deny     outputs  risk=exp
 exp2                                  deny     outputs  risk=exp
@@ -262,6 +261,11 @@ detached                              move     nothing  some_versions whole
 matmul_result                         move     nothing  some_versions whole
 straight_through                      move     nothing  some_versions whole
 matmul_tangent                        opaque   -        expensive some_versions
+# mpjax's own (`mpjax._jaxpr.float8`).
+float8_scale                          opaque   -        expensive some_versions kernel
+float8_quantise                       opaque   -        some_versions elements=0
+float8_result                         move     nothing  some_versions whole
+float8_tangent                        opaque   -        expensive some_versions
 # Computes in the dtype of its activations.
 add                                   infer    nothing  elementwise adds accumulates
 add_any                               infer    nothing  elementwise adds accumulates

@@ -126,15 +126,30 @@ def _cast(x: Any, half: np.dtype) -> Any:
     return x if x.dtype == half else lax.convert_element_type(x, half)
 
 
-# The half copies of parameters in the current traces: each tracer and its copy, by the id of the tracer.
-_copies: dict[int, tuple[weakref.ref[Any], weakref.ref[Any]]] = {}
+# The half and float8 copies of parameters in the current traces: each tracer and its copy, by id and dtype.
+_copies: dict[tuple[int, np.dtype], tuple[weakref.ref[Any], weakref.ref[Any]]] = {}
+
+
+def remember_copy(low: Any, full: Any) -> None:
+    """Remembers that a tracer is the copy of another one in a lower precision."""
+    if isinstance(low, jax.core.Tracer) and isinstance(full, jax.core.Tracer):
+        key = id(full), low.dtype
+        _copies[key] = weakref.ref(full, lambda _: _copies.pop(key, None)), weakref.ref(low)
+
+
+def copy_of(x: Any, dtype: Any) -> Any:
+    """The copy of a tracer that the forward pass made in the same trace; None if there is none."""
+    full, low = (reference() for reference in _copies.get((id(x), np.dtype(dtype)), (_nothing, _nothing)))
+    return low if full is x and low is not None and compat.same_trace(low, x) else None
+
+
+def _nothing() -> None:
+    return None
 
 
 def _detached_jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
-    if len(primals) == 2 and all(isinstance(x, jax.core.Tracer) for x in primals):
-        low, full = primals
-        key = id(full)
-        _copies[key] = weakref.ref(full, lambda _: _copies.pop(key, None)), weakref.ref(low)
+    if len(primals) == 2:
+        remember_copy(*primals)
     return detached.bind(*primals), compat.zero_tangent(primals[0])
 
 
@@ -145,11 +160,8 @@ def _detached_linearization(nonzeros: Sequence[bool], *primals: Any) -> tuple[An
 
 def _half_copy(x: Any, half: np.dtype) -> Any:
     """An operand in half: the copy from the forward pass in the same trace if there is one, else a cast."""
-    if x.dtype != half and id(x) in _copies:
-        full, low = (reference() for reference in _copies[id(x)])
-        if full is x and low is not None and low.dtype == half and compat.same_trace(low, x):
-            return low
-    return _cast(x, half)
+    low = None if x.dtype == half else copy_of(x, half)
+    return _cast(x, half) if low is None else low
 
 
 def _result_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
@@ -211,10 +223,8 @@ def _gradient_of(matmul: Any, which: int, half: Any, aval: Any, params: dict[str
     """The function that computes the gradient of operand `which` in float32; None if JAX's rule serves."""
     if matmul is lax.conv_general_dilated_p and which == 1 and is_pointwise(params, aval.shape):
         return _matrix_gradient
-    if matmul is lax.dot_general_p and which == 1:
-        return _right_gradient
-    if matmul is lax.dot_general_p and compat.contracts_rows(half):
-        return _left_gradient
+    if matmul is lax.dot_general_p and (which == 1 or compat.contracts_rows(half)):
+        return functools.partial(dot_gradient, which)
     return None
 
 
@@ -234,42 +244,49 @@ def _matrix_gradient(images: Any, ct: Any, kernel: Any, params: dict[str, Any], 
     return lax.expand_dims(matrix.T if rhs[0] < rhs[1] else matrix, rhs[2:])
 
 
-def _right_gradient(a: Any, ct: Any, aval: Any, params: dict[str, Any], sharding: Any) -> Any:
-    """The gradient of a matmul's right operand, with its factors in the order that needs no transpose afterwards.
+def dot_gradient(
+    which: int,
+    other: Any,
+    ct: Any,
+    aval: Any,
+    params: dict[str, Any],
+    sharding: Any,
+    dot: Callable[..., Any] | None = None,
+) -> Any:
+    """The gradient of an operand of a matmul, with its factors in the order that needs no transpose afterwards.
 
     JAX's rule always puts the cotangent first, which gives a transposed gradient for a kernel (inputs, outputs).
 
     Args:
-        a: The left operand.
+        which: The index of the operand.
+        other: The other operand.
         ct: The cotangent of the result.
         aval: The type of the gradient.
         params: The parameters of the matmul.
         sharding: The gradient's sharding on a mesh with explicit axes; None on any other mesh.
+        dot: The `dot_general` to use.
     """
-    ((a_contract, b_contract), (a_batch, b_batch)) = params["dimension_numbers"]
-    free = tuple(d for d in range(a.ndim) if d not in (*a_contract, *a_batch))
-    n = len(a_batch)
-    of_a, of_ct = (free, tuple(a_batch)), (tuple(range(n, n + len(free))), tuple(range(n)))
-    contracted = [b for _, b in sorted(zip(a_contract, b_contract, strict=True))]
-    others = [d for d in range(aval.ndim) if d not in (*b_contract, *b_batch)]
+    dot = dot or _dot
+    (contract, batch) = params["dimension_numbers"]
+    (own_contract, other_contract), (own_batch, other_batch) = (
+        (each[which], each[1 - which]) for each in (contract, batch)
+    )
+    free = tuple(d for d in range(other.ndim) if d not in (*other_contract, *other_batch))
+    n = len(other_batch)
+    start = n if which == 1 else ct.ndim - len(free)
+    of_other, of_ct = (free, tuple(other_batch)), (tuple(range(start, start + len(free))), tuple(range(n)))
+    contracted = [own for _, own in sorted(zip(other_contract, own_contract, strict=True))]
+    others = [d for d in range(aval.ndim) if d not in (*own_contract, *own_batch)]
     # The order of the result's dimensions, in terms of the operand's.
-    first, last = [*b_batch, *contracted, *others], [*b_batch, *others, *contracted]
+    first, last = [*own_batch, *contracted, *others], [*own_batch, *others, *contracted]
     order = last if last == sorted(last) else first
     kept = {name: params[name] for name in ("precision", "preferred_element_type")}
     kept["out_sharding"] = compat.transposed(sharding, order)
     if order is last:
-        found = _dot(ct, a, ((of_ct[0], of_a[0]), (of_ct[1], of_a[1])), **kept)
+        found = dot(ct, other, ((of_ct[0], of_other[0]), (of_ct[1], of_other[1])), **kept)
     else:
-        found = _dot(a, ct, ((of_a[0], of_ct[0]), (of_a[1], of_ct[1])), **kept)
+        found = dot(other, ct, ((of_other[0], of_ct[0]), (of_other[1], of_ct[1])), **kept)
     return found if order == sorted(order) else lax.transpose(found, [order.index(d) for d in range(aval.ndim)])
-
-
-def _left_gradient(b: Any, ct: Any, aval: Any, params: dict[str, Any], sharding: Any) -> Any:
-    """The gradient of a matmul's left operand: that of the right operand after swapping the two."""
-    (contract, batch) = params["dimension_numbers"]
-    n, free = len(batch[0]), aval.ndim - len(contract[0]) - len(batch[0])
-    ct = lax.transpose(ct, (*range(n), *range(n + free, ct.ndim), *range(n, n + free)))
-    return _right_gradient(b, ct, aval, {**params, "dimension_numbers": (contract[::-1], batch[::-1])}, sharding)
 
 
 def _dot(x: Any, y: Any, dimensions: Any, **kept: Any) -> Any:
@@ -358,14 +375,14 @@ def _batched(matmul: Any, operands: Sequence[Any], dims: Sequence[Any], params: 
     """Operands, parameters, the batch dimension of the result and the size that was folded into it, if any."""
     a_dim, b_dim = dims[:2]
     if matmul is lax.dot_general_p and params.get("out_sharding") is None:
-        return _batched_dot(operands, a_dim, b_dim, params)
+        return batched_dot(operands, a_dim, b_dim, params)
     folds = b_dim is None and a_dim is not None and params.get("batch_group_count") == 1
     if matmul is lax.conv_general_dilated_p and folds:
         return _batched_conv(operands, a_dim, params)
     return None
 
 
-def _batched_dot(operands: Sequence[Any], a_dim: int | None, b_dim: int | None, params: dict[str, Any]) -> Any:
+def batched_dot(operands: Sequence[Any], a_dim: int | None, b_dim: int | None, params: dict[str, Any]) -> Any:
     a, b = operands
     (contract, batch) = params["dimension_numbers"]
     if a_dim is not None and b_dim is not None:

@@ -1,6 +1,7 @@
 """Automatic mixed precision for any JAX function: rules, planning, rewriting."""
 
 from mpjax.casting.autocast import autocast as autocast
+from mpjax.casting.float8 import Float8 as Float8
 from mpjax.casting.regions import autocast_disabled as autocast_disabled
 from mpjax.casting.regions import float_function as float_function
 from mpjax.casting.regions import half_function as half_function

@@ -18,8 +18,8 @@ from mpjax._jaxpr import compat
 from mpjax._jaxpr.program import owners_of
 from mpjax._jaxpr.source import MARK, traceback_line
 from mpjax.casting import derivative_rules, warnings
-from mpjax.casting.attention import prepare
 from mpjax.casting.classify import Region, Setting, tracked
+from mpjax.casting.float8 import Float8, Float8Setting
 from mpjax.casting.higher_order import HIGHER_ORDER
 from mpjax.casting.infer import plan_jaxpr
 from mpjax.casting.lattice import FULL, PARAMETER, TRACED
@@ -113,8 +113,7 @@ def plan_program(program: Program, setting: Setting, with_owners: bool = False) 
         setting: Half dtype, rules, region.
         with_owners: Whether equations without a named scope belong to the modules whose parameters they read.
     """
-    jaxpr, consts = compat.open_jaxpr(program.jaxpr)
-    prepare.remember(jaxpr, consts)
+    jaxpr = compat.open_jaxpr(program.jaxpr).jaxpr
     if with_owners:
         setting = dataclasses.replace(setting, owners=owners_of(jaxpr, program.names))
     ins = tuple(PARAMETER if tracked(v) else None for v in jaxpr.invars)
@@ -162,18 +161,48 @@ def setting_of(policy: Policy, rules: Rules | None) -> Setting | None:
         rules = Rules(level="half") if policy == get_policy("O3") else Rules()
     if policy.reduce_dtype == policy.compute_dtype:  # A sum across devices has the dtype of its operand.
         rules = dataclasses.replace(rules, weight_gradients="half")
+    float8 = _float8_setting(rules, policy)
     rules = _with_overrides(rules, policy).with_environment()
     recompute, plans_rules = rules.residuals == "half", bool(rules.entries)
-    return Setting(policy.compute_dtype, rules, HIGHER_ORDER, recompute=recompute, plans_rules=plans_rules)
+    return Setting(
+        policy.compute_dtype, rules, HIGHER_ORDER, recompute=recompute, plans_rules=plans_rules, float8=float8
+    )
+
+
+def _float8_setting(rules: Rules, policy: Policy) -> Float8Setting | None:
+    """The options and patterns of float8 matmuls; None if neither the policy nor an override has any."""
+    everywhere = policy.matmul_dtype is not None
+    overrides = [(_pattern(pattern), other) for pattern, other in policy.overrides if pattern not in NORM_PATTERNS]
+    if not everywhere and all(other.matmul_dtype is None for _, other in overrides):
+        if rules.float8 is not None:
+            raise ValueError(
+                f"Rules(float8={rules.float8!r}): the policy {str(policy)!r} has no float8 matmuls; use "
+                "'mixed_float8', or leave the option out."
+            )
+        return None
+    options = rules.float8 or Float8()
+    entries = [(pattern, True) for pattern in options.allow] + [(pattern, False) for pattern in options.deny]
+    entries += [(pattern, other.matmul_dtype is not None) for pattern, other in overrides]
+    return Float8Setting(options, tuple((_pattern(pattern), on) for pattern, on in entries), everywhere)
+
+
+def _pattern(pattern: str) -> str:
+    """A pattern of a policy's override as one over module paths."""
+    return pattern if is_pattern(pattern) else f"*/{pattern}"
 
 
 def _with_overrides(rules: Rules, policy: Policy) -> Rules:
-    """The rules plus a policy's overrides by path. Level O2's are skipped: the lists already cover them."""
+    """The rules plus a policy's overrides by path.
+
+    Level O2's are skipped: the lists already cover them. An override that differs in its matmul dtype alone changes
+    no list.
+    """
     added: dict[str, list[str]] = {"allow": [], "deny": []}
     for pattern, other in policy.overrides:
         if pattern not in NORM_PATTERNS and not any(entry == pattern for entry, _ in rules.entries):
-            pattern = pattern if is_pattern(pattern) else f"*/{pattern}"
-            added["allow" if other.compute_dtype in HALF_DTYPES else "deny"].append(pattern)
+            if other.compute_dtype == policy.compute_dtype and {policy.matmul_dtype, other.matmul_dtype} != {None}:
+                continue
+            added["allow" if other.compute_dtype in HALF_DTYPES else "deny"].append(_pattern(pattern))
     return rules.add(**added) if any(added.values()) else rules
 
 
@@ -194,8 +223,9 @@ def autocast(fun: F, policy: Any = "mixed_float16", *, rules: Rules | None = Non
     Args:
         fun: Any function of JAX arrays and pytrees of them, or of Flax NNX modules, whose state it may
             change. Arguments that are not arrays (Python scalars, strings, `None`) are passed through unchanged.
-        policy: `"mixed_float16"`, `"mixed_bfloat16"`, or anything that `get_policy` accepts. Autocast uses
-            its compute dtype: float32 makes autocast the identity, and `"O3"` runs everything in half.
+        policy: `"mixed_float16"`, `"mixed_bfloat16"`, `"mixed_float8"`, or anything that `get_policy` accepts. Autocast
+            uses its compute dtype and its matmul dtype: float32 makes autocast the identity, and `"O3"` runs everything
+            in half.
         rules: A `Rules` with changes to the lists.
 
     Returns:
@@ -235,7 +265,7 @@ def autocast(fun: F, policy: Any = "mixed_float16", *, rules: Rules | None = Non
         call, args, kwargs, finish = functional(fun, args, kwargs)
         program = trace(call, args, kwargs)
         # NNX modules have named scopes.
-        plan = plan_program(program, setting, with_owners=call is fun and setting.rules.reads_scopes)
+        plan = plan_program(program, setting, with_owners=call is fun and setting.reads_scopes)
         warnings.check_inputs(program, policy)
         warnings.check_backend(setting)
         warnings.check_plan(plan)

@@ -15,6 +15,7 @@ from mpjax._jaxpr import compat
 from mpjax._jaxpr.primitives import Op, primitive
 from mpjax._jaxpr.program import NOBODY, Owners, paths_of
 from mpjax._jaxpr.source import MARK, join, module_of, scopes
+from mpjax.casting.float8 import Float8Setting
 from mpjax.casting.rules import Entry, Rules
 from mpjax.casting.tolerance import ends_at_tolerance
 
@@ -66,6 +67,7 @@ class Setting:
             match inside; otherwise when JAX differentiates the program, if they can wait.
         path: The module path. Set only if a rule reads it, so that plans are otherwise shared between paths.
         owners: The module paths of equations whose scopes don't name an instance.
+        float8: The options of float8 matmuls; None if there are none.
     """
 
     half: np.dtype
@@ -80,6 +82,7 @@ class Setting:
     plans_rules: bool = False
     path: str = ""
     owners: Owners = NOBODY
+    float8: Float8Setting | None = None
 
     def __hash__(self) -> int:
         return self._hash
@@ -89,6 +92,11 @@ class Setting:
         flags = (self.recompute, self.folded, self.looped, self.invariants, self.in_rule)
         return hash((self.half, self.rules, self.region, flags, self.path, self.owners))
 
+    @property
+    def reads_scopes(self) -> bool:
+        """Whether a rule matches module paths."""
+        return self.rules.reads_scopes or bool(self.float8 and self.float8.entries)
+
     @functools.cached_property
     def plain(self) -> bool:
         """Whether only the default lists apply."""
@@ -96,7 +104,7 @@ class Setting:
 
     def inside(self, eqn: Any, region: Region, invariants: int = 0) -> Setting:
         """The setting of the sub-jaxprs of an equation; a loop gives the number of its invariant operands."""
-        path = join(self.path, module_of(eqn)) if self.rules.reads_scopes else ""
+        path = join(self.path, module_of(eqn)) if self.reads_scopes else ""
         owners = self.owners.inside(eqn)
         row = self.higher_order[eqn.primitive.name]
         recompute = self.recompute and row.regions_inside

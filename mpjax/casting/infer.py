@@ -14,13 +14,12 @@ from typing import Any
 
 from mpjax._jaxpr import compat
 from mpjax._jaxpr.primitives import MATMULS, Op, primitive
-from mpjax._jaxpr.program import is_unknown, sub_jaxprs, walk
-from mpjax._jaxpr.source import source_line
+from mpjax._jaxpr.program import is_unknown, paths_of, sub_jaxprs, walk
+from mpjax._jaxpr.source import join, module_of, source_line
 from mpjax._jaxpr.weight_gradients import is_pointwise
-from mpjax.casting.attention.kernel import ATTENTION
-from mpjax.casting.attention.prepare import prepared
 from mpjax.casting.classify import AS_TRACED, OPAQUE, UNTIL_TOLERANCE, Listing, Region, Setting, tracked
 from mpjax.casting.derivative_rules import closed_over, closes_over_tracers
+from mpjax.casting.float8 import Decision, decide
 from mpjax.casting.lattice import (
     FULL,
     HALF,
@@ -56,9 +55,7 @@ def plan_jaxpr(jaxpr: Any, ins: tuple[Inferred | None, ...], wanted: tuple[Use, 
     known = _cache.setdefault(jaxpr, {})
     key = (ins, wanted, setting)
     if key not in known:
-        program = prepared(jaxpr, setting)
-        known[key] = Inference(program.jaxpr, ins, wanted, setting).plan()
-        known[key].unfused = program.refused
+        known[key] = Inference(jaxpr, ins, wanted, setting).plan()
     return known[key]
 
 
@@ -209,6 +206,11 @@ class Inference:
 
     def in_half(self, eqn: Any, listing: Listing, level: Level, why: str) -> Step:
         """A step that computes in half."""
+        float8 = self._float8(eqn)
+        if float8 is not None and float8.dtypes:
+            return self._in_float8(eqn, listing, level, why, float8)
+        if float8 is not None:
+            why = f"{why}; not float8: {float8.why}"
         smaller, parameters = _smaller_operands(eqn), self._parameters(eqn)
         reads = tuple(self.read(v, FULL if i in smaller else HALF) for i, v in enumerate(eqn.invars))
         if eqn.primitive.name == "mul":
@@ -220,13 +222,32 @@ class Inference:
         self.unchanged = False
         return Step(
             eqn, Action.BIND, reads, outs, why, listing, half=True,
-            broadcast=smaller, parameters=parameters, wide_gradients=self._wide_gradients(eqn),
+            broadcast=smaller, parameters=parameters, wide_gradients=self._wide_gradients(eqn), float8=float8,
         )  # fmt: skip
+
+    def _float8(self, eqn: Any) -> Decision | None:
+        """Whether a matmul runs in float8; None if it is no matmul, or the policy has none."""
+        setting = self.setting
+        if setting.float8 is None or eqn.primitive.name not in MATMULS:
+            return None
+        values = map(self.value, eqn.invars[:2])
+        parameters = [None if value is None else castable(value) for value in values]
+        paths = paths_of(eqn, join(setting.path, module_of(eqn)), setting.owners) if setting.float8.entries else ()
+        return decide(eqn, parameters, bool(self.used(eqn) & Use.ANY_HALF), setting.float8, paths)
+
+    def _in_float8(self, eqn: Any, listing: Listing, level: Level, why: str, float8: Decision) -> Step:
+        """A step that quantises its operands to float8: parameters from float32, activations from half."""
+        parameters = self._parameters(eqn)
+        reads = tuple(self.read(v, FULL if i in parameters else HALF) for i, v in enumerate(eqn.invars))
+        outs = (Inferred(level, HALF),)
+        self.unchanged = False
+        return Step(
+            eqn, Action.BIND, reads, outs, f"{why}: float8", listing, half=True, parameters=parameters, float8=float8
+        )
 
     def _parameters(self, eqn: Any) -> tuple[int, ...]:
         """The indices of a matmul's float32 operands that are parameters, or computed only from parameters."""
-        is_matmul = eqn.primitive.name in MATMULS and eqn.primitive is not ATTENTION
-        if not is_matmul or self.setting.rules.weight_gradients == "half":
+        if eqn.primitive.name not in MATMULS or self.setting.rules.weight_gradients == "half":
             return ()
         found = []
         for i, v in enumerate(eqn.invars[:2]):
@@ -257,6 +278,8 @@ def _counts_of(step: Step) -> MatmulCounts:
     if not is_matmul and not left_alone and not hides and step.inner is None and step.listing.entry is None:
         return NOTHING
     entries = frozenset(() if step.listing.entry is None else (step.listing.entry,))
+    if step.float8 is not None and step.float8.entry is not None:
+        entries |= {step.float8.entry}
     found = MatmulCounts(left=int(hides), entries=entries)
     if left_alone:
         found += MatmulCounts(
@@ -311,8 +334,7 @@ def _allow(inference: Inference, eqn: Any, listing: Listing) -> Step:
     )
     if mixed or not any(map(tracked, eqn.invars)):
         return inference.in_float32(eqn, listing, Level.FLOAT, "its operands have other dtypes")
-    why = eqn.params["options"].kind if eqn.primitive is ATTENTION else listing.why
-    return inference.in_half(eqn, listing, Level.HALF, why)
+    return inference.in_half(eqn, listing, Level.HALF, listing.why)
 
 
 def _deny(inference: Inference, eqn: Any, listing: Listing) -> Step:

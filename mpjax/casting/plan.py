@@ -10,6 +10,7 @@ from typing import Any
 from mpjax._jaxpr.primitives import Op
 from mpjax._jaxpr.program import sub_jaxprs
 from mpjax.casting.classify import Listing, Setting
+from mpjax.casting.float8 import Decision
 from mpjax.casting.lattice import Inferred, Storage
 
 
@@ -42,6 +43,7 @@ class Step:
             so that no half copy is stored.
         wide_gradients: Whether the matmul writes their gradients in float32.
         half_collective: Whether a parameter is cast, then sent to other devices, and its gradient sent back in float32.
+        float8: Whether a matmul runs in float8, and why not.
         inner: For a higher-order primitive, the data that its rule needs to issue it again; it has `plans`.
         all_reads: The values that it reads, each with its storage dtype.
         closures: The values of this program that its derivative rules close over; further operands.
@@ -58,6 +60,7 @@ class Step:
     parameters: tuple[int, ...] = ()
     wide_gradients: bool = True
     half_collective: bool = False
+    float8: Decision | None = None
     inner: Any = None
     all_reads: tuple[tuple[Any, Storage], ...] = ()
     closures: Sequence[Any] = ()
@@ -129,7 +132,6 @@ class Plan:
         in_reads: A bit mask for each input, of the storage dtypes in which it is read.
         unchanged: Whether it runs as traced, so that its equation can be issued unchanged.
         counts: Counts for warnings.
-        unfused: The attentions that are not fused: the equation of the product with the values, and the reason.
         runners: Functions that `rewrite` made from it, kept so that JAX's caches hit.
     """
 
@@ -143,5 +145,4 @@ class Plan:
     in_reads: tuple[int, ...]
     unchanged: bool
     counts: MatmulCounts
-    unfused: tuple[tuple[Any, str], ...] = ()
     runners: dict[Any, Any] = dataclasses.field(default_factory=dict)

@@ -17,29 +17,30 @@ import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from mpjax._jaxpr import compat, weight_gradients
+from mpjax._jaxpr import compat, float8, weight_gradients
 from mpjax._jaxpr.evaluator import evaluate
 from mpjax._jaxpr.primitives import MATMULS, Op, primitive
-from mpjax.casting.attention.kernel import ATTENTION
 from mpjax.casting.classify import FLOAT32, tracked
+from mpjax.casting.float8 import COTANGENTS
 from mpjax.casting.lattice import FULL, HALF, TRACED, Inferred, Storage, storage_of
 from mpjax.casting.plan import Action, Plan, Step
 from mpjax.casting.remat import RematRegion
 
 
 class MixedValue:
-    """A float32 value of the traced program: the array in float32 and in half, each computed when first read."""
+    """A float32 value of the traced program: the array in float32, half and float8, each computed when first read."""
 
-    __slots__ = ("_arrays", "_half")
+    __slots__ = ("_arrays", "_float8", "half")
 
     def __init__(self, half: np.dtype, full: Any = None, low: Any = None):
-        self._half = half
+        self.half = half
         self._arrays = [full, low]
+        self._float8: dict[Any, float8.Operand] = {}
 
     def __getitem__(self, storage: Storage) -> Any:
         array = self._arrays[storage]
         if array is None:
-            other, dtype = self._arrays[1 - storage], self._half if storage == HALF else FLOAT32
+            other, dtype = self._arrays[1 - storage], self.half if storage == HALF else FLOAT32
             cast = compat.cast if isinstance(other, jax.Array) or np.ndim(other) else _cast_literal
             array = self._arrays[storage] = cast(other, dtype)
         return array
@@ -47,6 +48,13 @@ class MixedValue:
     def has(self, storage: Storage) -> bool:
         """Whether the array of a storage dtype is computed."""
         return self._arrays[storage] is not None
+
+    def quantised(self, storage: Storage, dtype: np.dtype, axes: tuple[str, ...]) -> float8.Operand:
+        """The array of a storage dtype as an operand of float8 matmuls. All of its readers share one copy."""
+        key = storage, dtype
+        if key not in self._float8:
+            self._float8[key] = float8.quantised(self[storage], dtype, axes)
+        return self._float8[key]
 
     def add(self, storage: Storage, array: Any) -> None:
         """Sets the array of a storage dtype."""
@@ -211,12 +219,12 @@ def _without_weak_type(x: Any) -> Any:
 def _bind(step: Step, operands: Sequence[Any], half: np.dtype) -> Sequence[Any]:
     eqn = step.eqn
     args = [array_of(value, storage) for value, storage in zip(operands, step.reads, strict=True)]
-    if eqn.primitive is ATTENTION:
-        return values_of([eqn.params["options"](*args)], step.outs, half)
     params = eqn.primitive.get_bind_params(eqn.params)
     if step.half_collective:
         low, full = weight_gradients.half_collective(eqn.primitive, params, args[0], half)
         return [MixedValue(half, full, low)]
+    if step.float8 is not None and step.float8.dtypes:
+        return [MixedValue(half, low=_in_float8(step, operands, params))]
     if step.broadcast:
         shape = eqn.outvars[0].aval.shape
         if eqn.primitive.name == "mul" and len(step.broadcast) == 1:
@@ -236,6 +244,23 @@ def _bind(step: Step, operands: Sequence[Any], half: np.dtype) -> Sequence[Any]:
     if not eqn.primitive.multiple_results:
         outs = (outs,)
     return values_of(outs, step.outs, half)
+
+
+def _in_float8(step: Step, operands: Sequence[MixedValue], params: dict[str, Any]) -> Any:
+    """The result of a float8 matmul."""
+    assert step.float8 is not None
+    _, _, _, backward, options = step.float8
+    read = zip(operands, step.reads, step.float8.dtypes, strict=True)
+    return float8.matmul(
+        params,
+        [value.quantised(storage, dtype, options.axes) for value, storage, dtype in read],
+        operands[0].half,
+        parameters=[i in step.parameters for i in (0, 1)],
+        cotangents=COTANGENTS[options.cotangents],
+        half_gradients=options.weight_gradients == "half",
+        axes=options.axes,
+        backward=backward,
+    )
 
 
 def _results(step: Step, args: Sequence[Any], half: np.dtype) -> Sequence[Any] | None:

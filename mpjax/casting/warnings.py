@@ -84,6 +84,8 @@ def check_backend(setting: Setting) -> None:
     device = jax.devices()[0]
     if device.platform == "tpu" and setting.half == np.float16:
         _warn("autocast: a TPU computes float16 slowly; use policy='mixed_bfloat16'.")
+    if setting.float8 is not None:
+        _check_float8_device(device)
     capability = getattr(device, "compute_capability", None)
     if device.platform in ("gpu", "cuda") and capability and setting.half == jnp.bfloat16:
         try:
@@ -95,6 +97,22 @@ def check_backend(setting: Setting) -> None:
                 f"autocast: {device.device_kind} (compute capability {capability}) has no bfloat16 Tensor Cores; "
                 "use policy='mixed_float16' with mpjax.dynamic_loss_scale."
             )
+
+
+def _check_float8_device(device: Any) -> None:
+    """Warns if the device has no float8 units, so that XLA widens the operands of the same matmuls."""
+    capability = str(getattr(device, "compute_capability", ""))
+    is_gpu = device.platform in ("gpu", "cuda", "rocm")
+    try:
+        fast = is_gpu and float(capability or "inf") >= 8.9
+    except ValueError:
+        fast = is_gpu  # AMD's names, such as gfx942
+    if not fast:
+        shown = f"{device.device_kind} (compute capability {capability})" if capability else device.device_kind
+        _warn(
+            f"autocast: {shown} is not known to have float8 matmul units. Float8 matmuls give the same results there, "
+            "but slowly, because XLA widens their operands; use policy='mixed_bfloat16' for speed."
+        )
 
 
 def check_plan(plan: Plan) -> None:
@@ -125,12 +143,25 @@ def check_plan(plan: Plan) -> None:
             "mpjax.float_function around the loop says that this is intended; Rules(infer=['while']) casts it like the "
             "rest of the program."
         )
+    _check_float8(plan)
     for entry, op in setting.rules.entries:
         if entry not in counts.entries:
             shown = entry if isinstance(entry, str) else getattr(entry, "__name__", repr(entry))
             _warn(
                 f"Rules({op.value}=...): {shown!r} matched no operation of this program; fix or remove it. "
                 "mpjax.explain(fun, *args) lists primitives and module paths.",
+                UnusedRuleWarning,
+            )
+
+
+def _check_float8(plan: Plan) -> None:
+    """Warns about patterns of float8 matmuls that match nothing."""
+    setting = plan.setting.float8
+    for pattern, _ in setting.entries if setting else ():
+        if pattern not in plan.counts.entries:
+            _warn(
+                f"the float8 pattern {pattern!r} (of Float8 or of an override of the policy) matched no matmul of this "
+                "program; fix or remove it. mpjax.explain(fun, *args) lists module paths.",
                 UnusedRuleWarning,
             )
 

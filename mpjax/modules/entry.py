@@ -59,8 +59,8 @@ def with_policy(model: M, policy: str | jmp.Policy | Policy) -> M:
 
     Raises:
         TypeError: `model` is not a Flax module, or it is a class.
-        ValueError: `policy` is not a policy. When called: an NNX method assigned to a parameter, of which
-            it sees a copy.
+        ValueError: `policy` is not a policy, or has float8 matmuls, which only `autocast` has. When called: an NNX
+            method assigned to a parameter, of which it sees a copy.
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp, mpjax
@@ -74,6 +74,11 @@ def with_policy(model: M, policy: str | jmp.Policy | Policy) -> M:
     Source: Keras's `Layer.dtype_policy` and Haiku's `hk.mixed_precision.set_policy`, for Flax.
     """
     policy = get_policy(policy)
+    if any(p.matmul_dtype is not None for p in (policy, *(other for _, other in policy.overrides))):
+        raise ValueError(
+            f"with_policy(..., {str(policy)!r}): layers have no float8 matmuls. mpjax.autocast(function, policy) has: "
+            "apply it to the loss function instead of setting a policy on the model, or use 'mixed_bfloat16' here."
+        )
     # A Flax module exists only if Flax is loaded, so other users don't pay for the import.
     if "flax" in sys.modules:
         import flax.linen

@@ -1,1 +1,0 @@
-"""Attention that a program writes out, as one fused kernel."""

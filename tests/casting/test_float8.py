@@ -1,0 +1,287 @@
+"""Float8 matmuls: which run in it, how exact they are, and the transformations that they work under."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import mpjax
+from mpjax import Float8, Rules
+
+pytestmark = pytest.mark.filterwarnings("ignore:autocast. cpu is not known to have float8")
+
+WIDTH = 32
+RULES = Rules(float8=Float8(min_size=(0, 0)))
+
+
+def options(**changes):
+    return Rules(float8=dataclasses.replace(RULES.float8, **changes))
+
+
+def params_of(layers=3):
+    keys = jax.random.split(jax.random.key(0), layers)
+    return [jax.random.normal(key, (WIDTH, WIDTH)) / np.sqrt(WIDTH) for key in keys]
+
+
+X = jax.random.normal(jax.random.key(9), (4, 16, WIDTH))
+
+
+def mlp(params, x):
+    for i, w in enumerate(params):
+        with jax.named_scope(f"layer_{i}"):
+            x = jnp.tanh(x @ w)
+    return jnp.mean(jnp.sin(x) ** 2)
+
+
+def scanned(params, x):
+    x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, jnp.stack(params))
+    return jnp.mean(jnp.sin(x) ** 2)
+
+
+def attention(params, x):
+    """A block with shared readers of one activation, two products of activations, and a residual stream."""
+    q, k, v, up = params
+    for _ in range(2):
+        y = x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6)
+        weights = jax.nn.softmax(jnp.einsum("bqd,bkd->bqk", y @ q, y @ k) / WIDTH**0.5)
+        x = x + jnp.einsum("bqk,bkd->bqd", weights, y @ v)
+        x = x + jax.nn.gelu(x @ up)
+    return jnp.mean((x @ q) ** 2)
+
+
+def float8(fun, rules=RULES, policy="mixed_float8"):
+    return mpjax.autocast(fun, policy, rules=rules)
+
+
+def error(found, expected):
+    pairs = list(zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True))
+    difference, size = (np.sqrt(sum(float(jnp.sum(f(a, b) ** 2)) for a, b in pairs)) for f in (jnp.subtract, _second))
+    return difference / size
+
+
+def _second(a, b):
+    return b
+
+
+def rows(fun, *args):
+    return [row for row in mpjax.explain(fun, *args).rows if row.op in ("dot_general", "conv_general_dilated")]
+
+
+@pytest.mark.parametrize(("loss", "layers"), [(mlp, 3), (attention, 4), (scanned, 3)])
+@pytest.mark.parametrize("rules", [RULES, options(cotangents="e4m3"), options(weight_gradients="half")])
+def test_gradients_are_close_to_float32(loss, layers, rules):
+    params = params_of(layers)
+    expected = jax.grad(loss)(params, X)
+    found = jax.jit(jax.grad(float8(loss, rules)))(params, X)
+    assert 1e-4 < error(found, expected) <= 0.15  # The lower bound fails if nothing is in float8.
+    assert all(leaf.dtype == jnp.float32 for leaf in found)
+
+
+def test_the_matmuls_of_a_parameter_and_an_activation_run_in_float8():
+    first, middle, last = rows(float8(mlp), params_of(), X)
+    assert middle.dtypes_in == ("float8_e4m3fn", "float8_e4m3fn")
+    assert middle.dtypes_out == ("bfloat16",)
+    assert first.dtypes_in == last.dtypes_in == ("bfloat16", "bfloat16")
+    assert "arguments" in first.why
+    assert "no matmul follows" in last.why
+    assert any("both operands are activations" in row.why for row in rows(float8(attention), params_of(4), X))
+
+
+def test_both_matmuls_of_the_gradient_run_in_float8():
+    report = mpjax.audit(jax.grad(float8(mlp)), params_of(), X)
+    found = {(row.dtypes, row.out_dtype) for row in report.matmuls if row.phase == "backward"}
+    e4m3, e5m2 = "float8_e4m3fn", "float8_e5m2"
+    assert ((e5m2, e4m3), "bfloat16") in found
+    assert ((e4m3, e5m2), "float32") in found
+    assert not any(set(dtypes) == {e5m2} for dtypes, _ in found)
+
+
+def test_readers_of_one_activation_share_its_quantised_copy():
+    text = str(jax.make_jaxpr(float8(attention))(params_of(4), X))
+    # Six parameters are read in float8 (q, k, v and up in the second round, up in the first), from three activations.
+    assert text.count("= float8_quantise") == text.count("= float8_scale")
+    grad = str(jax.make_jaxpr(jax.grad(float8(mlp)))(params_of(), X))
+    # One activation and one parameter forward, one cotangent backward: the backward pass quantises nothing again.
+    assert grad.count("= float8_quantise") == 3
+
+
+@pytest.mark.parametrize(
+    ("rules", "why"),
+    [
+        (Rules(), "too few to gain"),
+        (options(deny=["*layer_1"]), "rule '*layer_1'"),
+    ],
+)
+def test_explain_names_the_reason_of_a_matmul_that_stays(rules, why):
+    assert why in rows(float8(mlp, rules), params_of(), X)[1].why
+
+
+def test_sizes_must_be_multiples_of_16():
+    assert "M = 12: not a multiple of 16" in rows(float8(mlp), params_of(), X[:3, :4])[1].why
+
+
+def test_convolutions_stay():
+    def loss(kernels, x):
+        for kernel in kernels:
+            x = jnp.tanh(jax.lax.conv(x, kernel, (1, 1), "SAME"))
+        return jnp.mean(x)
+
+    kernels = [jnp.ones((16, 16, 3, 3))] * 3
+    assert "convolutions have no float8" in rows(float8(loss), kernels, jnp.ones((2, 16, 8, 8)))[-1].why
+
+
+@pytest.mark.parametrize(
+    ("policy", "rules", "expected"),
+    [
+        ("mixed_float8;*/layer_1=>mixed_bfloat16", RULES, []),
+        ("mixed_float8;layer_0=>mixed_float8;*layer_2=>mixed_float8", RULES, [0, 1, 2]),
+        ("mixed_bfloat16;layer_2=>mixed_float8", None, [2]),
+        ("mixed_float8", Rules(float8=Float8(allow=["layer_1"])), [1]),
+        ("mixed_float8;layer_1=>float32", RULES, []),
+    ],
+)
+def test_rules_and_overrides_take_matmuls_in_and_out(policy, rules, expected):
+    found = rows(float8(mlp, rules, policy), params_of(), X)
+    assert [i for i, row in enumerate(found) if "float8" in row.dtypes_in[0]] == expected
+
+
+def test_a_pattern_that_matches_nothing_is_reported():
+    with pytest.warns(mpjax.UnusedRuleWarning, match="float8 pattern .*layre"):
+        float8(mlp, options(deny=["*/layre"]))(params_of(), X)
+
+
+@pytest.mark.parametrize("fill", [0.0, 1e-30, 1e30])
+def test_no_nan_on_extreme_inputs(fill):
+    x = jnp.full_like(X, fill).at[0, 0, 0].multiply(3.0)
+
+    def loss(params, x):
+        x = x @ params[0]
+        return jnp.sum((x @ params[1]) @ params[2]) * (1 / fill if fill else 1.0)
+
+    found = jax.grad(float8(loss))(params_of(), x)
+    assert all(np.isfinite(leaf).all() for leaf in found)
+    if fill:
+        assert error(found, jax.grad(loss)(params_of(), x)) < 0.15
+
+
+def test_outliers_leave_the_gradient_close():
+    x = X.at[0, 0, :4].multiply(100)
+    assert error(jax.grad(float8(mlp))(params_of(), x), jax.grad(mlp)(params_of(), x)) < 0.15
+
+
+@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
+def test_non_finite_values_stay_non_finite(bad):
+    w0, *rest = params_of()
+    assert not np.isfinite(float8(mlp)([w0, rest[0].at[0, 0].set(bad), rest[1]], X))
+
+
+def test_gradients_of_a_scaled_loss_are_bitwise_equal():
+    plain = jax.grad(float8(mlp))(params_of(), X)
+    scaled = jax.grad(float8(lambda *args: mlp(*args) * 2.0**12))(params_of(), X)
+    for a, b in zip(plain, scaled, strict=True):
+        np.testing.assert_array_equal(a * 2.0**12, b)
+
+
+# Transformations.
+
+
+def hessian_product(loss, params):
+    return jax.grad(lambda p: sum(jnp.vdot(g, w) for g, w in zip(jax.grad(loss)(p, X), params, strict=True)))(params)
+
+
+TRANSFORMED = {
+    "checkpoint": lambda loss, p: jax.grad(jax.checkpoint(loss))(p, X),
+    "vmap of grad": lambda loss, p: jax.vmap(jax.grad(loss), (None, 0))(p, X),
+    "grad of vmap": lambda loss, p: jax.grad(lambda p: jnp.sum(jax.vmap(loss, (None, 0))(p, X)))(p),
+    "vmap over parameters": lambda loss, p: jax.vmap(jax.grad(loss), (0, None))([jnp.stack([w, 2 * w]) for w in p], X),
+    "vmap over a condition": lambda loss, p: jax.vmap(
+        jax.grad(lambda p, x, on: jax.lax.cond(on, lambda: loss(p, x), lambda: loss(p, 2 * x))), (None, 0, 0)
+    )(p, X, jnp.arange(4) % 2 == 0),
+    "jvp": lambda loss, p: jax.jvp(lambda p: loss(p, X), (p,), (p,))[1],
+    "linearize": lambda loss, p: jax.linearize(lambda p: loss(p, X), p)[1](p),
+    "hessian": hessian_product,
+    "jvp of grad": lambda loss, p: jax.jvp(lambda p: jax.grad(loss)(p, X), (p,), (p,))[1],
+    "grad of jvp": lambda loss, p: jax.grad(lambda p: jax.jvp(lambda q: loss(q, X), (p,), (p,))[1])(p),
+    "vjp of jit": lambda loss, p: jax.vjp(jax.jit(loss), p, X)[1](jnp.float32(1)),
+}
+
+
+@pytest.mark.parametrize("transformed", TRANSFORMED.values(), ids=TRANSFORMED)
+def test_every_transformation(transformed):
+    params = params_of()
+    found = jax.jit(lambda p: transformed(float8(mlp), p))(params)
+    assert 1e-4 < error(found, transformed(mlp, params)) < 0.2
+
+
+def test_vmap_has_one_scale_for_the_batch():
+    text = str(jax.make_jaxpr(jax.vmap(float8(mlp), (None, 0)))(params_of(), X))
+    assert "f32[4] = float8_scale" not in text
+    assert "f32[] = float8_scale" in text
+
+
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("axis", [(), "data"])
+def test_shard_map(check, axis):
+    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    rules = options(axis_name=axis)
+
+    def local(params, x):
+        return jax.tree.map(lambda g: jax.lax.pmean(g, "data"), jax.grad(float8(mlp, rules))(params, x))
+
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=check)
+    x = jnp.concatenate([X] * jax.device_count())
+    found, expected = jax.jit(mapped)(params_of(), x), jax.grad(mlp)(params_of(), X)
+    if check:  # The gradients of replicated parameters are sums over devices already.
+        expected = [g * jax.device_count() for g in expected]
+    assert error(found, expected) < 0.15
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_jit_over_a_mesh(kind):
+    count = jax.device_count()
+    mesh = jax.make_mesh((count,), ("data",), axis_types=(getattr(jax.sharding.AxisType, kind),))
+    with jax.set_mesh(mesh):
+        x = jax.device_put(jnp.concatenate([X] * count), jax.NamedSharding(mesh, P("data")))
+        params = jax.device_put(params_of(), jax.NamedSharding(mesh, P(None)))
+        found = jax.jit(jax.grad(float8(mlp)))(params, x)
+    assert error(jax.device_get(found), jax.grad(mlp)(params_of(), X)) < 0.15
+
+
+def test_autocast_of_a_gradient():
+    params = params_of()
+    fun = float8(jax.grad(mlp))
+    assert error(fun(params, X), jax.grad(mlp)(params, X)) < 0.15
+    found = {row.dtypes_in for row in rows(fun, params, X)}
+    assert ("float8_e5m2", "float8_e4m3fn") in found
+    assert any("a weight gradient" in row.why for row in rows(fun, params, X))
+
+
+# Errors and warnings.
+
+
+def test_options_without_a_float8_policy_are_an_error():
+    with pytest.raises(ValueError, match="has no float8 matmuls"):
+        mpjax.autocast(mlp, "mixed_bfloat16", rules=RULES)(params_of(), X)
+
+
+@pytest.mark.parametrize(
+    "option", [{"cotangents": "e3m4"}, {"min_size": 5}, {"weight_gradients": "x"}, {"allow": "*/a"}, {"axis_name": [1]}]
+)
+def test_a_bad_option_is_an_error_that_quotes_it(option):
+    with pytest.raises(ValueError, match=f"Float8.{next(iter(option))}"):
+        Float8(**option)
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_device_without_float8_units_is_named():
+    with pytest.warns(mpjax.AutocastWarning, match="cpu is not known to have float8"):
+        float8(mlp)(params_of(), X)
+
+
+def test_with_policy_names_autocast():
+    nn = pytest.importorskip("flax.linen")
+    with pytest.raises(ValueError, match=r"mpjax\.autocast"):
+        mpjax.with_policy(nn.Dense(4), "mixed_float8")
