@@ -5,17 +5,20 @@
 
 import collections
 
+import jax
 import pytest
 
 from testing.random_training import Rejected, check, numbered_case
 
 EXAMPLES = 200
+# CI runs half of them with the oldest JAX, the others with the newest.
+IS_NEWEST = jax.__version_info__ >= (0, 12)
 
 
 @pytest.mark.slow
 def test_random_training_programs():
     outcomes = collections.Counter()
-    for number in range(EXAMPLES):
+    for number in range(int(IS_NEWEST), EXAMPLES, 2):
         case = numbered_case(number)
         try:
             outcomes[check(case)] += 1
@@ -26,4 +29,4 @@ def test_random_training_programs():
             raise
     # Nearly all of those in float32 are compared bitwise.
     examined = sum(outcomes.values()) - outcomes["rejected"]
-    assert outcomes["bitwise"] + outcomes["half"] > 0.9 * examined > 0.8 * EXAMPLES
+    assert outcomes["bitwise"] + outcomes["half"] > 0.9 * examined > 0.8 * EXAMPLES / 2

@@ -112,8 +112,20 @@ class Checkpoints:
             return None
         raise UsageError(
             f"no checkpoint in {str(self._folder)!r} can be read as this model ({'; '.join(problems)}). Give the flags "
-            "that it was trained with, another --resume-step, or another folder."
+            f"that it was trained with, another --resume-step, or another folder.{self._of_best(like)}"
         )
+
+    def _of_best(self, like: Callable[[dict[str, Any]], Any]) -> str:
+        """Names the checkpoint of the best epoch beside this folder, if that can be read."""
+        folder = self._folder.with_name("best")
+        if folder == self._folder or not folder.is_dir():
+            return ""
+        with Checkpoints(folder, 1) as best:
+            try:
+                found = best.restore(like)
+            except UsageError:
+                return ""
+        return f" That of the best epoch, in {str(folder)!r}, is intact: --mode evaluate --best." if found else ""
 
     def _read(self, step: int, like: Callable[[dict[str, Any]], Any]) -> Restored:
         stored = self._manager.restore(step, args=ocp.args.Composite(record=ocp.args.JsonRestore()))["record"]

@@ -8,7 +8,13 @@ from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
 # Messages of the operating system, which TensorStore wraps in its own errors.
-_DISK_PROBLEMS = ("No space left on device", "Disk quota exceeded", "Read-only file system", "Permission denied")
+_DISK_PROBLEMS = (
+    "No space left on device",
+    "Disk quota exceeded",
+    "File too large",
+    "Read-only file system",
+    "Permission denied",
+)
 
 
 class UsageError(Exception):

@@ -20,6 +20,10 @@ from examples.common.cli import UsageError
 
 C = TypeVar("C")
 
+_YES_OR_NO = ("true", "false", "1", "0")
+# Usual names of flags in other scripts, too short for a guess.
+_ELSEWHERE = {"--lr": "--learning-rate", "--arch": "--model", "--wd": "--weight-decay", "--data": "--data-dir"}
+
 
 class Group:
     """Flags under one heading of the help.
@@ -57,7 +61,8 @@ def parse(
     parsed, rest = parse_known(config, program, translate(arguments, foreign or {}))
     if rest:
         known = [name for field in _flags(config) for name in _names(field)]
-        close = difflib.get_close_matches(rest[0].split("=")[0], known, 1)
+        name = rest[0].split("=")[0]
+        close = [_ELSEWHERE[name]] if name in _ELSEWHERE else difflib.get_close_matches(name, known, 1)
         hint = f"did you mean {close[0]}?" if close else f"{program} --help lists all flags."
         raise UsageError(f"{rest[0]}: unknown flag; {hint}")
     return parsed
@@ -95,7 +100,9 @@ def from_json(config: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
 def translate(arguments: Sequence[str], foreign: Mapping[str, ForeignFlag]) -> list[str]:
     """Replaces flags of other training scripts and prints the notes about them."""
     words: list[str] = []
-    for word in arguments:
+    left = list(arguments)
+    while left:
+        word = left.pop(0)
         name, equals, value = word.partition("=")
         known = foreign.get("--" + name[2:].replace("-", "_")) if name.startswith("--") else None
         if known is None:
@@ -103,8 +110,10 @@ def translate(arguments: Sequence[str], foreign: Mapping[str, ForeignFlag]) -> l
             continue
         if known.note:
             print(f"{name}: {known.note}", flush=True)
-        off = value.lower() in ("0", "false")
         if " " in known.replacement:
+            if left and not equals and left[0].lower() in _YES_OR_NO:
+                value = left.pop(0)
+            off = value.lower() in ("0", "false")
             words += known.replacement.split() if not off else ["--policy", "float32"]
         elif known.replacement:
             words.append(known.replacement + equals + value)

@@ -71,8 +71,8 @@ class Records(abc.ABC):
                 return tuple(line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
         return None
 
-    def field(self, candidates: Sequence[str], what: str) -> str:
-        """The first of `candidates` that the first readable entry has.
+    def fields(self, candidates: Sequence[str], what: str) -> tuple[str, ...]:
+        """The candidates, first the one that the first readable entry has. Entries may have different ones.
 
         Raises:
             UsageError: The entry has none of them, or no entry is readable.
@@ -83,24 +83,24 @@ class Records(abc.ABC):
             except UnusableFileError:
                 continue
             if name := next((name for name in candidates if found.get(name) is not None), None):
-                return name
+                return name, *(other for other in candidates if other != name)
             raise UsageError(
                 f"{str(self.root)!r}: entries have the fields {listing(list(found), 10)}, and none of "
-                f"{', '.join(candidates)} for the {what}; rename the field."
+                f"{', '.join(candidates)} for the {what}; name it with --{what}-field."
             )
         raise UsageError(f"{str(self.root)!r} has no entry that can be read.")
 
     def digest(self) -> str:
         """A hash that changes if shards are added, removed or resized, or if a sampled entry changes."""
 
-        def content(index: int) -> bytes:
+        def sample(index: int) -> bytes:
             try:
                 return repr(sorted(self[index].items())).encode()
             except UnusableFileError:
                 return b""
 
         names = [f"{path.name}\t{path.stat().st_size}" for path in self.paths]
-        return fingerprint([*names, str(len(self))], len(self), content)
+        return fingerprint([*names, str(len(self))], len(self), sample)
 
 
 class Entry(NamedTuple):
@@ -108,17 +108,22 @@ class Entry(NamedTuple):
 
     records: Records
     number: int
-    field: str
+    fields: tuple[str, ...]  # of which the first that the entry has holds the file
 
     def __str__(self) -> str:
         return f"{self.records.root}: {self.records.name(self.number)}"
 
     def read_bytes(self) -> bytes:
         """The content. Raises an `UnusableFileError` if it can't be read."""
-        found = self.records[self.number].get(self.field)
-        if not isinstance(found, bytes):
-            raise UnusableFileError(f"its field {self.field!r} holds no file")
-        return found
+        return content(self.records[self.number], self.fields)
+
+
+def content(record: Record, fields: Sequence[str]) -> bytes:
+    """The first of these fields that an entry has, which is a file. Raises an `UnusableFileError` if there is none."""
+    found = next((record[name] for name in fields if record.get(name) is not None), None)
+    if not isinstance(found, bytes):
+        raise UnusableFileError(f"its field {fields[0]!r} holds no file")
+    return found
 
 
 class Examples(Records):
@@ -292,9 +297,9 @@ class TarFiles(Records):
 
 
 class HuggingFace(Records):
-    """A dataset written by `datasets.Dataset.save_to_disk`. Images and audio stay encoded."""
+    """A dataset that `datasets.Dataset.save_to_disk` wrote, or Parquet files of the hub. Media stay encoded."""
 
-    def __init__(self, root: Path, folder: Path) -> None:
+    def __init__(self, root: Path, folder: Path | Sequence[Path]) -> None:
         try:
             import datasets
         except ImportError as error:
@@ -302,14 +307,18 @@ class HuggingFace(Records):
                 f'{str(root)!r} is a Hugging Face dataset: pip install "mpjax[huggingface]" to read it.'
             ) from error
         try:
-            data = datasets.load_from_disk(str(folder))
+            if isinstance(folder, Path):
+                data: Any = datasets.load_from_disk(str(folder))
+            else:
+                data = datasets.Dataset.from_parquet([str(path) for path in folder])
         except Exception as error:
-            raise UsageError(f"{str(folder)!r} can't be read as a dataset: {one_line(error, 200)}") from error
+            raise UsageError(f"{str(root)!r} can't be read as a dataset: {one_line(error, 200)}") from error
         self._media = {n: f for n, f in data.features.items() if isinstance(f, datasets.Image | datasets.Audio)}
         for name, feature in self._media.items():
             data = data.cast_column(name, type(feature)(decode=False))
         self._data: Any = data
-        super().__init__(root, [Path(file["filename"]) for file in data.cache_files])
+        files = [Path(file["filename"]) for file in data.cache_files] if isinstance(folder, Path) else folder
+        super().__init__(root, files)
 
     def __len__(self) -> int:
         return len(self._data)

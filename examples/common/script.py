@@ -31,7 +31,7 @@ _FORMATS = {
 def main(kind: type[Task], arguments: Sequence[str] | None = None) -> int:
     """Runs a script's command line and returns its exit code.
 
-    It is 2 after a mistake, 1 if some test outputs are inf or NaN, or every step was skipped.
+    It is 2 after a mistake, 1 if some test outputs are inf or NaN, some files unreadable, or every step was skipped.
 
     Args:
         kind: The script's task.
@@ -65,7 +65,8 @@ def main(kind: type[Task], arguments: Sequence[str] | None = None) -> int:
         fail(program, usage_error)
     if line := final_line(summary, kind):
         say(line)
-    return 1 if summary.get("test_nonfinite") or not summary.get("trained", True) else 0
+    failed = summary.get("test_nonfinite") or summary.get("unreadable_files") or not summary.get("trained", True)
+    return int(bool(failed))
 
 
 def final_line(summary: Mapping[str, Any], kind: type[Task]) -> str:

@@ -15,15 +15,17 @@ from examples.common.records import Examples, HuggingFace, Records, TarFiles, TF
 SPLITS = {"train": ("train", "training"), "val": ("val", "valid", "validation", "dev", "eval", "test")}
 
 EXPECTED = (
-    "shards whose names contain the word train or val (*.tfrecord, *.array_record, *.tar), or a folder that the "
-    "datasets library saved"
+    "shards whose names contain the word train or val (*.tfrecord, *.array_record, *.tar, *.parquet), or a folder that "
+    "the datasets library saved"
 )
 
 _Open = Callable[[Path, Sequence[Path]], Records]
+_COMPRESSED = re.compile(r"(\.tar|record|-of-\d+).*\.(gz|bz2|xz|zst)$|\.tgz$")
 _NUMBERED = r"(-\d+-of-\d+)?"
 _KINDS: dict[str, tuple[str, _Open]] = {
     "ArrayRecord": (rf"\.array_?record{_NUMBERED}$", open_array_records),
     "WebDataset": (r"\.tar$", TarFiles),
+    "Parquet": (r"\.parquet$", HuggingFace),
     # ImageNet's shards have no suffix: train-00000-of-01024.
     "TFRecord": (
         rf"\.tfrecords?{_NUMBERED}$|-\d+-of-\d+$",
@@ -48,8 +50,15 @@ def open_records(root: Path, split: str | None = None) -> Records | None:
         if split not in (None, "train"):
             raise UsageError(f"{str(root)!r} is one dataset without splits; save a DatasetDict with train and test.")
         return HuggingFace(root, root)
+    for word in SPLITS.get(split or "", ()):
+        if (root / word / "state.json").is_file():
+            return HuggingFace(root, root / word)
     files = [root] if root.is_file() else sorted([*root.glob("*"), *root.glob("*/*")])
     found = {path: kind for path in files if (kind := _kind(path)) and path.is_file()}
+    if not found and (packed := [path.name for path in files if _COMPRESSED.search(path.name)]):
+        raise UsageError(
+            f"{str(root)!r}: {listing(packed)} are compressed, so entries can't be read in any order: unpack."
+        )
     if not found:
         return None
     chosen = [path for path in found if split is None] or _of_split(root, list(found), split or "")

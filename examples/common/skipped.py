@@ -7,15 +7,40 @@ import os
 import sys
 import threading
 from collections import Counter
-from typing import Any
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
 
 from tqdm import tqdm
 
 from examples.common.cli import UsageError
 
+T = TypeVar("T")
+
 
 class UnusableFileError(Exception):
     """A file or an entry of a shard is damaged or of another type. The text is the reason without the file name."""
+
+
+def each_readable(paths: Sequence[Path], read: Callable[[Path], T], flag: str) -> tuple[dict[Path, T], int]:
+    """Reads files, and names those that can't be read on stderr.
+
+    Returns:
+        The contents by path, and the number of unreadable files.
+
+    Raises:
+        UsageError: None can be read.
+    """
+    found, unreadable = {}, 0
+    for path in paths:
+        try:
+            found[path] = read(path)
+        except UnusableFileError as error:
+            unreadable += 1
+            if unreadable == len(paths):
+                raise UsageError(f"{flag} {str(path)!r}: {error}.") from error
+            print(f"{flag} {str(path)!r}: {error}", file=sys.stderr)
+    return found, unreadable
 
 
 class SkippedFiles:

@@ -31,7 +31,7 @@ def evaluate(config: RunConfig, kind: type[Task]) -> dict[str, Any]:
     """Tests a trained model in the precision of the flags, regardless of the precision in training."""
     task, variables = open_model(config, kind)
     metrics = task.test(cast_to_policy(task, variables), lambda: None)
-    task.report(None)
+    task.report(config.output)
     results = {"policy": config.policy, "amp": config.amp, **metrics, **task.facts()}
     if config.export is not None:
         assert config.output is not None

@@ -81,9 +81,11 @@ def file_shapes(path: Path, flag: str) -> Shapes:
     """Names and shapes of the arrays in a .safetensors or .npz file, from its header."""
     try:
         return _open(path)[0]
+    except UsageError:
+        raise
     except Exception as error:
         raise UsageError(
-            f"{flag} {str(path)!r} can't be read as .safetensors or .npz: {one_line(error, 200)}"
+            f"{flag} {str(path)!r} can't be read as .safetensors, .npz or .pth: {one_line(error, 200)}"
         ) from error
 
 
@@ -136,13 +138,34 @@ def file_variables(
 
 
 def _open(path: Path) -> tuple[Shapes, Reader]:
-    """The shapes by name, and a function that reads one array."""
+    """The shapes by name, and a function that reads one array. The prefix of torch's DataParallel is stripped."""
+    shapes, read = _open_named(path)
+    names = {name.removeprefix("module."): name for name in shapes}
+    return {name: shapes[own] for name, own in names.items()}, lambda name: read(names[name])
+
+
+def _open_named(path: Path) -> tuple[Shapes, Reader]:
+    if path.suffix in (".pth", ".pt", ".bin"):
+        return _open_torch(path)
     if zipfile.is_zipfile(path):
         return _open_npz(path)
     from safetensors import safe_open
 
     file = safe_open(str(path), "flax")
     return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}, file.get_tensor  # noqa: SIM118 - the file has no iterator
+
+
+def _open_torch(path: Path) -> tuple[Shapes, Reader]:
+    try:
+        import torch
+    except ImportError as error:
+        save = f"safetensors.torch.save_file(torch.load({str(path)!r}, weights_only=True), 'weights.safetensors')"
+        raise UsageError(f"{str(path)!r} needs torch to be read. Install it, or where it is, run {save}.") from error
+    found = torch.load(path, map_location="cpu", weights_only=True)  # without it, a file could run code
+    for key in ("state_dict", "model", "model_state_dict"):
+        found = found.get(key, found)
+    tensors = {name: x for name, x in found.items() if isinstance(x, torch.Tensor)}
+    return {name: tuple(x.shape) for name, x in tensors.items()}, lambda name: tensors[name].float().numpy()
 
 
 def _open_npz(path: Path) -> tuple[Shapes, Reader]:

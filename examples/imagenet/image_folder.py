@@ -17,7 +17,7 @@ from examples.imagenet.cache import CachedImages, cache_images
 from examples.imagenet.data import Augmentation, Batch, Dataset, Loaded, Unreadable
 from examples.imagenet.decoding import read_crop
 from examples.imagenet.image_records import ImageRecords, open_image_records
-from examples.imagenet.image_tree import Images, list_tree
+from examples.imagenet.image_tree import Images, has_class_folders, list_tree
 
 
 class ImageFolder(Dataset):
@@ -133,8 +133,10 @@ def open_image_folder(
     whole: bool = False,
     splits: Sequence[str] = ("train", "val"),
     classes: Sequence[str] | None = None,
+    image_field: str | None = None,
+    label_field: str | None = None,
 ) -> list[ImageFolder]:
-    """Opens the images of each split below `root`: shards if there are any, else a tree of folders.
+    """Opens the images of each split below `root`: class folders, beside which archives may lie, or shards.
 
     Args:
         root: Root folder of the data.
@@ -147,11 +149,15 @@ def open_image_folder(
         whole: Whether to resize whole images instead of crops.
         splits: The splits to open.
         classes: Classes of the evaluated model, since shards may not contain all of them.
+        image_field, label_field: Names of the fields in shards, if they are not the usual ones.
 
     Raises:
         UsageError: The data has the wrong layout, too many images are unreadable, or the cache does not fit in memory.
     """
-    classes, found = open_image_records(root, splits, classes) or list_tree(root, splits)
+    opened = None
+    if not any(has_class_folders(root, split) for split in splits):
+        opened = open_image_records(root, splits, classes, image_field, label_field)
+    classes, found = opened or list_tree(root, splits)
     folders = [ImageFolder(images, classes, size, flip, max_unreadable, whole) for images in found]
     if cache:
         caches = cache_images(found, round(size / MIDDLE), workers)

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 
 from examples.common.cli import UsageError
-from examples.common.records import Records
+from examples.common.records import Records, content
 from examples.common.shards import open_records
 from examples.common.skipped import UnusableFileError
 
 # Field names in TensorFlow Datasets, NVIDIA's scripts, WebDataset and the Hugging Face hub.
 _IMAGE = ("image/encoded", "image", "img", "jpg", "jpeg", "jpe", "png", "webp", "bmp", "gif")
-_LABEL = ("image/class/label", "label", "cls", "class", "fine_label")
+_LABEL = ("image/class/label", "label", "cls", "class", "fine_label", "txt")
 
 
 class ImageRecords:
@@ -23,13 +23,13 @@ class ImageRecords:
 
     Args:
         records: The entries.
-        fields: Names of the image and label fields.
+        fields: Names that the image field may have, and the name of the label field.
         names: Class names of integer labels; without it, the class name is the number itself.
         classes: Class names in the order of the model's outputs.
     """
 
     def __init__(
-        self, records: Records, fields: tuple[str, str], names: Sequence[str] | None, classes: Sequence[str]
+        self, records: Records, fields: tuple[Sequence[str], str], names: Sequence[str] | None, classes: Sequence[str]
     ) -> None:
         self.root = str(records.root)
         self._records, self._fields, self._names = records, fields, names
@@ -45,10 +45,8 @@ class ImageRecords:
     def item(self, index: int) -> tuple[bytes, int]:
         """The encoded image and its label; raises `UnusableFileError` if either is missing or invalid."""
         record = self._records[index]
-        image, value = (record.get(field) for field in self._fields)
-        if not isinstance(image, bytes):
-            raise UnusableFileError(f"its field {self._fields[0]!r} holds no encoded image")
-        name = _class_name(value, self._names)
+        image = content(record, self._fields[0])
+        name = _class_name(record.get(self._fields[1]), self._names)
         if name not in self._index:
             raise UnusableFileError(f"its label {name!r} is not one of the {len(self._index)} classes")
         return image, self._index[name]
@@ -59,7 +57,11 @@ class ImageRecords:
 
 
 def open_image_records(
-    root: Path, splits: Sequence[str], classes: Sequence[str] | None = None
+    root: Path,
+    splits: Sequence[str],
+    classes: Sequence[str] | None = None,
+    image_field: str | None = None,
+    label_field: str | None = None,
 ) -> tuple[list[str], list[ImageRecords]] | None:
     """The classes and the images of each split; None if there are no shards.
 
@@ -70,6 +72,7 @@ def open_image_records(
         root: Root folder of the dataset.
         splits: `train` and `val`, or one of them.
         classes: Classes of the evaluated model.
+        image_field, label_field: Names of the fields, if they are not the usual ones.
     """
     if not root.is_dir():
         return None
@@ -78,7 +81,8 @@ def open_image_records(
         records = open_records(root, split)
         if records is None:
             return None
-        fields = records.field(_IMAGE, "image"), records.field(_LABEL, "label")
+        label, *_ = records.fields((label_field,) if label_field else _LABEL, "label")
+        fields = records.fields((image_field,) if image_field else _IMAGE, "image"), label
         names = records.class_names(fields[1])
         if classes is None:
             classes = names or _sorted({_class_name(value, names) for value in records.column(fields[1])} - {None})

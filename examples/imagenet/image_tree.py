@@ -13,7 +13,7 @@ import numpy as np
 
 from examples.common.cli import UsageError, listing
 from examples.common.fingerprint import fingerprint
-from examples.common.shards import EXPECTED
+from examples.common.shards import EXPECTED, SPLITS
 
 # File extensions of the formats that `decoding` reads.
 EXTENSIONS = (".jpg", ".jpeg", ".jpe", ".png", ".webp", ".bmp", ".gif")
@@ -65,14 +65,14 @@ def list_tree(root: Path, splits: Sequence[str] = ("train", "val")) -> tuple[lis
     if len(splits) > 1:
         _check_same_classes(root, *named.values())
     other = Counter[str]()
-    found = [_list_images(root / split, classes, other) for split in splits]
+    found = [_list_images(split_folder(root, split), classes, other) for split in splits]
     for split, images in zip(splits, found, strict=True):
         if not len(images):
             raise UsageError(f"--data-dir {str(root)!r}: no images ({_KINDS}) in {split}/CLASS.")
         for label in sorted(set(range(len(classes))) - set(images.labels.tolist())):
             raise UsageError(
                 f"--data-dir {str(root)!r}: no images ({_KINDS}) in class folder {classes[label]!r} of {split}"
-                f"{_contents(root / split / classes[label])}; add some, or remove the folder everywhere."
+                f"{_contents(split_folder(root, split) / classes[label])}; add some, or remove the folder everywhere."
             )
     if other:
         kinds = ", ".join(f"{count} {ending}" for ending, count in other.most_common(5))
@@ -80,8 +80,19 @@ def list_tree(root: Path, splits: Sequence[str] = ("train", "val")) -> tuple[lis
     return classes, found
 
 
+def split_folder(root: Path, split: str) -> Path:
+    """The folder of a split, which may be `valid` or `test` for `val`."""
+    return next((root / word for word in SPLITS[split] if (root / word).is_dir()), root / split)
+
+
+def has_class_folders(root: Path, split: str) -> bool:
+    """Whether the folder of a split has folders in it, as a tree has and shards have not."""
+    folder = split_folder(root, split)
+    return folder.is_dir() and any(path.is_dir() for path in folder.iterdir())
+
+
 def _class_names(root: Path, split: str) -> list[str]:
-    folder = root / split
+    folder = split_folder(root, split)
     if not folder.is_dir():
         raise UsageError(f"--data-dir {str(root)!r} has no folder {split!r}{_contents(root)}. {_EXPECTED}")
     names = [entry.name for entry in _entries(str(folder)) if _is_folder(entry)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 from examples.common.cli import UsageError, disk_problem
 from examples.common.hosts import is_main, say
 from examples.common.run_folder import write_json
-from examples.common.skipped import UnusableFileError
+from examples.common.skipped import each_readable
 from examples.common.training import Variables, check_outputs
 from examples.common.use import cast_to_policy
 from examples.imagenet.augmentation import Crop, middle_box
@@ -22,8 +22,9 @@ from examples.imagenet.pipeline import evaluation_batches
 def predict(task: Any, variables: Variables) -> dict[str, Any]:
     """Writes the predicted classes of `--images`, or else of all test images, to predictions.json."""
     config, classes = task.config, task.about.classes
+    readable, unreadable = each_readable(config.images, lambda path: _read(task, path), "--images")
     predictions = []
-    for place, probabilities in _probabilities(task, cast_to_policy(task, variables), config.images):
+    for place, probabilities in _probabilities(task, cast_to_policy(task, variables), readable):
         best, finite = int(np.argmax(probabilities)), bool(np.isfinite(probabilities).all())
         found = {"class": classes[best], "probability": float(probabilities[best])}
         predictions.append({**place, **(found if finite else {"class": None, "probability": None})})
@@ -41,14 +42,16 @@ def predict(task: Any, variables: Variables) -> dict[str, Any]:
         except OSError as error:
             raise UsageError(f"--output {str(folder)!r} cannot be written to: {disk_problem(error)}.") from error
     say(f"{len(predictions)} predictions in {folder / 'predictions.json'}")
-    return results
+    return results | {"unreadable_files": unreadable}
 
 
-def _probabilities(task: Any, weights: Variables, paths: Sequence[Path]) -> Iterator[tuple[dict[str, str], np.ndarray]]:
+def _probabilities(
+    task: Any, weights: Variables, read: Mapping[Path, np.ndarray]
+) -> Iterator[tuple[dict[str, str], np.ndarray]]:
     """The location of each image, its true class if known, and the class probabilities."""
     predict_step = task.predict_step
-    if paths:
-        images = np.stack([_read(task, path) for path in paths])
+    if read:
+        paths, images = list(read), np.stack(list(read.values()))
         # Full batches of one size compile only one program for any number of images.
         size = -(-min(task.batch_size, len(paths)) // task.parallel.count) * task.parallel.count
         for start in range(0, len(paths), size):
@@ -80,8 +83,5 @@ def _read(task: Any, path: Path) -> np.ndarray:
         everything = (0.0, 0.0, float(full[0]), float(full[1]))
         return Crop(everything if grey or task.config.whole else middle_box(full), (width, height))
 
-    try:
-        pixels = read_crop(str(path), choose)
-    except UnusableFileError as error:
-        raise UsageError(f"--images: {str(path)!r} cannot be read as an image ({error}).") from error
+    pixels = read_crop(str(path), choose)
     return np.round(pixels.mean(axis=-1, keepdims=True)).astype(np.uint8) if grey else pixels

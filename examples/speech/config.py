@@ -70,6 +70,8 @@ class Config(RunConfig):
     train_data: Path | None = DATA(None, "CSV, LibriSpeech or shards (default: synthesised)", uses=SPEECH_ACTIONS)
     dev_data: Path | None = DATA(None, "speech to test on after each epoch (default: --test-data)", uses=SPEECH_ACTIONS)
     test_data: Path | None = DATA(None, "test speech, in a format of --train-data")
+    audio_field: str | None = DATA(None, "field of the audio in shards (default: any usual name)")
+    text_field: str | None = DATA(None, "field of the transcript in shards (default: any usual name)")
     alphabet: Path | None = DATA(None, "file with one character per line (default: space, a to z, ')", uses=BUILD)
     cache_dir: Path = DATA(DEFAULT_CACHE, "folder for the corpus synthesised by espeak-ng", decides=False)
     longest_seconds: float | None = DATA(None, "leave out training utterances that are longer", uses=SPEECH_ACTIONS)

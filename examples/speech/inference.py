@@ -10,9 +10,8 @@ import jax
 import numpy as np
 
 from examples.common.benchmarking import compile_step
-from examples.common.cli import UsageError
 from examples.common.hosts import say
-from examples.common.skipped import UnusableFileError
+from examples.common.skipped import UnusableFileError, each_readable
 from examples.common.training import Variables
 from examples.common.use import cast_to_policy
 from examples.speech.audio import SAMPLE_RATE, read_audio
@@ -27,12 +26,13 @@ _STEP = SAMPLE_RATE  # audio lengths are rounded up to whole seconds, to compile
 def transcribe_files(task: Any, variables: Variables) -> dict[str, Any]:
     """Transcribes the files of --infer; the latency covers features, model and decoder, from samples to text."""
     config, device = task.config, jax.local_devices()[0]
-    audio = [_read(config, path) for path in config.infer]
+    readable, unreadable = each_readable(config.infer, lambda path: _read(config, path), "--infer")
+    paths, audio = list(readable), list(readable.values())
     weights = jax.device_put(cast_to_policy(task, variables), device)
     transcribe = create_transcribe_step(config, task.alphabet.labels, config.final_beam)
     programs: dict[int, Any] = {}
     texts, latencies = [], []
-    for path, samples in zip(config.infer, audio, strict=True):
+    for path, samples in zip(paths, audio, strict=True):
         # One file keeps its length; several are padded to a few lengths, which does not change the results.
         length = len(samples) if len(audio) == 1 else -(-len(samples) // _STEP) * _STEP
         batch = Shape(1, length, 1).zeros()
@@ -51,6 +51,7 @@ def transcribe_files(task: Any, variables: Variables) -> dict[str, Any]:
         say(text if len(audio) == 1 else f"{path}: {text}")
     total = sum(map(len, audio)) / SAMPLE_RATE
     return {
+        "unreadable_files": unreadable,
         "text": texts[0] if len(texts) == 1 else texts,
         "policy": config.policy,
         "audio_seconds": total,
@@ -60,10 +61,7 @@ def transcribe_files(task: Any, variables: Variables) -> dict[str, Any]:
 
 
 def _read(config: Config, path: Any) -> np.ndarray:
-    try:
-        audio = read_audio(path)
-    except UnusableFileError as error:
-        raise UsageError(f"--infer {str(path)!r}: {error}.") from error
+    audio = read_audio(path)
     if config.output_frames(len(audio)) < 1:
-        raise UsageError(f"--infer {str(path)!r}: {len(audio) / SAMPLE_RATE:.3f} s are too short for a frame.")
+        raise UnusableFileError(f"{len(audio) / SAMPLE_RATE:.3f} s are too short for a frame")
     return audio

@@ -11,29 +11,39 @@ from examples.common.shards import open_records
 from examples.speech.alphabet import Alphabet
 from examples.speech.dataset import Speech, Utterance
 
-_COLUMNS = ("wav_filename", "transcript")
+# Mozilla's columns, and Common Voice's, whose files are in the folder `clips`.
+_COLUMNS = {",": ("wav_filename", "transcript"), "\t": ("path", "sentence")}
 # Field names in WebDataset and the Hugging Face hub.
 _AUDIO = ("audio", "wav", "flac", "mp3", "ogg", "opus")
 _TEXT = ("transcript", "text", "txt", "sentence", "transcription", "normalized_text")
 
 
-def open_speech(path: Path, alphabet: Alphabet | None = None, max_skipped: float = 0.01) -> Speech:
-    """Opens a CSV file (Mozilla's), a folder (LibriSpeech's), or shards with audio files and transcripts.
+def open_speech(
+    path: Path,
+    alphabet: Alphabet | None = None,
+    max_skipped: float = 0.01,
+    audio_field: str | None = None,
+    text_field: str | None = None,
+) -> Speech:
+    """Opens CSV files (Mozilla's), a TSV file (Common Voice's), a folder (LibriSpeech's), or shards.
 
     Args:
-        path: Path of the CSV file, the folder or the shards; shards may be one file, or all files in a folder.
+        path: Path of the file, the folder or the shards (one file, or all in a folder), or CSV files joined by commas.
         alphabet: Alphabet of the transcripts; by default English.
         max_skipped: Share of the utterances that may be skipped as unusable.
+        audio_field, text_field: Names of the fields in shards, if they are not the usual ones.
 
     Raises:
         UsageError: The path is none of these, is empty, or is unusable.
     """
     if path.exists() and (records := open_records(path)) is not None:
-        utterances = read_records(records)
+        utterances = read_records(records, audio_field, text_field)
     elif path.is_dir():
         utterances = read_librispeech(path)
     elif path.is_file():
         utterances = read_csv(path)
+    elif "," in str(path) and all(part.is_file() for part in map(Path, str(path).split(","))):
+        utterances = [utterance for part in str(path).split(",") for utterance in read_csv(Path(part))]
     else:
         raise UsageError(
             f"there is no {str(path)!r}; give a CSV file with columns wav_filename,wav_filesize,transcript, the "
@@ -42,9 +52,10 @@ def open_speech(path: Path, alphabet: Alphabet | None = None, max_skipped: float
     return Speech(str(path), utterances, alphabet or Alphabet(), max_skipped)
 
 
-def read_records(records: Records) -> list[Utterance]:
+def read_records(records: Records, audio_field: str | None = None, text_field: str | None = None) -> list[Utterance]:
     """Reads the utterances of shards whose entries contain an audio file and its transcript."""
-    audio, text = records.field(_AUDIO, "audio"), records.field(_TEXT, "transcript")
+    audio = records.fields((audio_field,) if audio_field else _AUDIO, "audio")
+    text, *_ = records.fields((text_field,) if text_field else _TEXT, "text")
     transcripts = (
         value.decode(errors="replace") if isinstance(value, bytes) else value or "" for value in records.column(text)
     )
@@ -54,20 +65,24 @@ def read_records(records: Records) -> list[Utterance]:
 def read_csv(path: Path) -> list[Utterance]:
     """Reads Mozilla's `wav_filename,wav_filesize,transcript`; paths are relative to the file's folder.
 
-    The file size and further columns are ignored.
+    The file size and further columns are ignored. A `.tsv` file is Common Voice's: its files are in `clips`, and the
+    sentences become lower case.
 
     Raises:
         UsageError: The file is not such a CSV file, or has no rows.
     """
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
-            reader = csv.DictReader(file)
-            columns = reader.fieldnames or ()
-            missing = [name for name in _COLUMNS if name not in columns]
+            tabs = path.suffix == ".tsv"
+            reader = csv.DictReader(
+                file, delimiter="\t" if tabs else ",", quoting=csv.QUOTE_NONE if tabs else csv.QUOTE_MINIMAL
+            )
+            columns, names = reader.fieldnames or (), _COLUMNS["\t" if tabs else ","]
+            missing = [name for name in names if name not in columns]
             if missing and columns:
                 raise UsageError(
                     f"{str(path)!r} has no column {' and no column '.join(missing)}; its first line is "
-                    f"{','.join(columns)!r}, expected wav_filename,wav_filesize,transcript."
+                    f"{','.join(columns)!r}, expected {','.join(names)}."
                 )
             rows = [(reader.line_num, row) for row in reader]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
@@ -76,13 +91,15 @@ def read_csv(path: Path) -> list[Utterance]:
         raise UsageError(
             f"{str(path)!r} is empty: expected a line wav_filename,wav_filesize,transcript and one for each audio file."
         )
-    return [_utterance(path, line, row) for line, row in rows]
+    return [_utterance(path, names, line, row) for line, row in rows]
 
 
-def _utterance(path: Path, line: int, row: dict[str, str | None]) -> Utterance:
-    name, transcript = (row[column] for column in _COLUMNS)
+def _utterance(path: Path, names: tuple[str, str], line: int, row: dict[str, str | None]) -> Utterance:
+    name, transcript = (row[column] for column in names)
     if not name or transcript is None:
-        raise UsageError(f"{str(path)!r}, line {line} lacks a {_COLUMNS[bool(name)]}; repair or remove the line.")
+        raise UsageError(f"{str(path)!r}, line {line} lacks a {names[bool(name)]}; repair or remove the line.")
+    if path.suffix == ".tsv":
+        return Utterance(path.parent / "clips" / name, transcript.strip().lower())
     return Utterance(path.parent / name, transcript.strip())
 
 

@@ -13,6 +13,7 @@ from examples.common.cli import UsageError
 from examples.common.devices import DataParallel
 from examples.common.hosts import is_main, say
 from examples.common.plots import Panel
+from examples.common.run_folder import write_json
 from examples.common.task import Task
 from examples.speech.alphabet import Alphabet
 from examples.speech.audio import SAMPLE_RATE
@@ -46,7 +47,7 @@ def open_sets(config: Config, alphabet: Alphabet, splits: Sequence[str] = ("trai
     for split in splits:
         if (path := paths[split]) is None:
             continue
-        speech = sets[split] = open_speech(path, alphabet, config.max_skipped)
+        speech = sets[split] = open_speech(path, alphabet, config.max_skipped, config.audio_field, config.text_field)
         if split == "train" and config.longest_seconds is not None:
             speech.keep_shorter(config.longest_seconds)
         speech.keep_decodable(config.output_frames, config.perturbation.fastest if split == "train" else 1.0)
@@ -141,6 +142,7 @@ class SpeechData(Task):
             say(report)
             if folder is not None:
                 (folder / "transcripts.txt").write_text(report + "\n")
+                write_json(folder / "transcripts.json", {"transcripts": [x._asdict() for x in self.transcribed]})
         bad = np.flatnonzero(self.not_finite)
         if len(bad) and folder is not None:
             lines = [f"{self.train_set.paths[i]}: {self.not_finite[i]} times" for i in bad]

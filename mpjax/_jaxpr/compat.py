@@ -320,6 +320,18 @@ class EquationContext:
         self._source.__exit__(*exception)
 
 
+def in_scopes_of(eqn: Any, around: Any) -> Any:
+    """An equation of a call's sub-jaxpr, with the named scopes of the call too."""
+    info = eqn.source_info
+    stack = around.source_info.name_stack + info.name_stack
+    return eqn.replace(source_info=info.replace(name_stack=stack))
+
+
+def new_variable(v: Any) -> Any:
+    """A variable like this one; an unused result stays the same."""
+    return v if type(v).__name__ == "DropVar" else Var(v.aval)
+
+
 def common_scopes(eqns: Sequence[Any]) -> Any:
     """The named scopes that enclose all of these equations."""
     first, *rest = (eqn.source_info.name_stack for eqn in eqns)

@@ -20,6 +20,9 @@ def matmul_flops(eqn: Any) -> int:
         return 2 * out * math.prod(lhs.shape[d] for d in contracted)
     if name == "conv_general_dilated":
         return 2 * _conv_multiplications(eqn)
+    if name == "fused_attention":  # Two matmuls: the operands are queries, keys and values.
+        options = eqn.params["options"]
+        return 2 * options.scores * (options.ins[0].merged[-1] + options.out.merged[-1])
     # A ragged dot multiplies each row by the matrix of its group.
     return 2 * math.prod(lhs.shape) * rhs.shape[-1]
 

@@ -123,6 +123,7 @@ _TABLE = """
 dot_general                           allow    inputs   expensive kernel
 conv_general_dilated                  allow    inputs   expensive kernel
 ragged_dot_general                    allow    inputs   expensive kernel
+fused_attention                       allow    inputs   expensive kernel
 # Exponentials, logarithms and powers: range.
 exp                                   deny     outputs  risk=exp
 exp2                                  deny     outputs  risk=exp

@@ -18,6 +18,7 @@ from mpjax._jaxpr import compat
 from mpjax._jaxpr.program import owners_of
 from mpjax._jaxpr.source import MARK, traceback_line
 from mpjax.casting import derivative_rules, warnings
+from mpjax.casting.attention import prepare
 from mpjax.casting.classify import Region, Setting, tracked
 from mpjax.casting.float8 import Float8, Float8Setting
 from mpjax.casting.higher_order import HIGHER_ORDER
@@ -113,7 +114,8 @@ def plan_program(program: Program, setting: Setting, with_owners: bool = False) 
         setting: Half dtype, rules, region.
         with_owners: Whether equations without a named scope belong to the modules whose parameters they read.
     """
-    jaxpr = compat.open_jaxpr(program.jaxpr).jaxpr
+    jaxpr, consts = compat.open_jaxpr(program.jaxpr)
+    prepare.remember(jaxpr, consts)
     if with_owners:
         setting = dataclasses.replace(setting, owners=owners_of(jaxpr, program.names))
     ins = tuple(PARAMETER if tracked(v) else None for v in jaxpr.invars)

@@ -29,7 +29,9 @@ class Row:
         count: Number of runs.
         flops: Total FLOPs over all runs, for matmuls and convolutions.
         dtypes_in, dtypes_out: Floating dtypes of the inputs and outputs, at run time.
-        list: Allow, deny, infer, wide or opaque; "kept" if autocast has no choice because no operand is float32.
+        list: Allow, deny, infer, wide or opaque; "kept" if autocast has no choice because no operand is float32;
+            "unfused" for an attention that `Rules(attention="fused")` left as it is written, whose operations have rows
+            of their own.
         why: Reason for the dtype.
         recomputed: Whether the backward pass recomputes it instead of storing its residuals.
         rule: Whether it belongs to a derivative rule (`custom_jvp`, `custom_vjp`), which runs only if the function is
@@ -97,7 +99,21 @@ def rows_of(plan: Plan) -> tuple[Row, ...]:
         total[1] += found.site.flops or (
             is_unknown(found.site.eqn) and found.site.times * unknown_flops(found.site.eqn)
         )
+    for site, why in _unfused(plan):
+        dtypes = (site.eqn.invars[0].aval.dtype.name,)
+        row = Row(site.path, site.source, "attention", 0, 0, dtypes, dtypes, "unfused", why, False)
+        merged.setdefault(row, [0, 0])[0] += site.times
     return tuple(dataclasses.replace(row, count=count, flops=flops) for row, (count, flops) in merged.items())
+
+
+def _unfused(plan: Plan, around: Site | None = None) -> Iterator[tuple[Site, str]]:
+    """The attentions of a plan that are not fused, and why."""
+    for eqn, why in plan.unfused:
+        yield site_of(eqn, around, plan.setting.owners), why
+    for part in plan.eqns:
+        for step in part.eqns if isinstance(part, RematRegion) else (part,):
+            for inner in (*step.plans, *step.rules):
+                yield from _unfused(inner, site_of(step.eqn, around, plan.setting.owners))
 
 
 def _row(found: _Planned) -> Row:

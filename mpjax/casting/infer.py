@@ -17,6 +17,8 @@ from mpjax._jaxpr.primitives import MATMULS, Op, primitive
 from mpjax._jaxpr.program import is_unknown, paths_of, sub_jaxprs, walk
 from mpjax._jaxpr.source import join, module_of, source_line
 from mpjax._jaxpr.weight_gradients import is_pointwise
+from mpjax.casting.attention.kernel import ATTENTION
+from mpjax.casting.attention.prepare import prepared
 from mpjax.casting.classify import AS_TRACED, OPAQUE, UNTIL_TOLERANCE, Listing, Region, Setting, tracked
 from mpjax.casting.derivative_rules import closed_over, closes_over_tracers
 from mpjax.casting.float8 import Decision, decide
@@ -55,7 +57,9 @@ def plan_jaxpr(jaxpr: Any, ins: tuple[Inferred | None, ...], wanted: tuple[Use, 
     known = _cache.setdefault(jaxpr, {})
     key = (ins, wanted, setting)
     if key not in known:
-        known[key] = Inference(jaxpr, ins, wanted, setting).plan()
+        program = prepared(jaxpr, setting)
+        known[key] = Inference(program.jaxpr, ins, wanted, setting).plan()
+        known[key].unfused = program.refused
     return known[key]
 
 
@@ -247,7 +251,8 @@ class Inference:
 
     def _parameters(self, eqn: Any) -> tuple[int, ...]:
         """The indices of a matmul's float32 operands that are parameters, or computed only from parameters."""
-        if eqn.primitive.name not in MATMULS or self.setting.rules.weight_gradients == "half":
+        is_matmul = eqn.primitive.name in MATMULS and eqn.primitive is not ATTENTION
+        if not is_matmul or self.setting.rules.weight_gradients == "half":
             return ()
         found = []
         for i, v in enumerate(eqn.invars[:2]):
@@ -334,7 +339,8 @@ def _allow(inference: Inference, eqn: Any, listing: Listing) -> Step:
     )
     if mixed or not any(map(tracked, eqn.invars)):
         return inference.in_float32(eqn, listing, Level.FLOAT, "its operands have other dtypes")
-    return inference.in_half(eqn, listing, Level.HALF, listing.why)
+    why = eqn.params["options"].kind if eqn.primitive is ATTENTION else listing.why
+    return inference.in_half(eqn, listing, Level.HALF, why)
 
 
 def _deny(inference: Inference, eqn: Any, listing: Listing) -> Step:

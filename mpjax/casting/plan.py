@@ -132,6 +132,7 @@ class Plan:
         in_reads: A bit mask for each input, of the storage dtypes in which it is read.
         unchanged: Whether it runs as traced, so that its equation can be issued unchanged.
         counts: Counts for warnings.
+        unfused: The attentions that are not fused: the equation of the product with the values, and the reason.
         runners: Functions that `rewrite` made from it, kept so that JAX's caches hit.
     """
 
@@ -145,4 +146,5 @@ class Plan:
     in_reads: tuple[int, ...]
     unchanged: bool
     counts: MatmulCounts
+    unfused: tuple[tuple[Any, str], ...] = ()
     runners: dict[Any, Any] = dataclasses.field(default_factory=dict)

@@ -20,6 +20,7 @@ from jax.custom_derivatives import SymbolicZero
 from mpjax._jaxpr import compat, float8, weight_gradients
 from mpjax._jaxpr.evaluator import evaluate
 from mpjax._jaxpr.primitives import MATMULS, Op, primitive
+from mpjax.casting.attention.kernel import ATTENTION
 from mpjax.casting.classify import FLOAT32, tracked
 from mpjax.casting.float8 import COTANGENTS
 from mpjax.casting.lattice import FULL, HALF, TRACED, Inferred, Storage, storage_of
@@ -219,6 +220,8 @@ def _without_weak_type(x: Any) -> Any:
 def _bind(step: Step, operands: Sequence[Any], half: np.dtype) -> Sequence[Any]:
     eqn = step.eqn
     args = [array_of(value, storage) for value, storage in zip(operands, step.reads, strict=True)]
+    if eqn.primitive is ATTENTION:
+        return values_of([eqn.params["options"](*args)], step.outs, half)
     params = eqn.primitive.get_bind_params(eqn.params)
     if step.half_collective:
         low, full = weight_gradients.half_collective(eqn.primitive, params, args[0], half)

@@ -21,6 +21,7 @@ LEVELS = ("conservative", "default", "half")
 RESIDUALS = ("half", "full")
 RESIDUAL_STREAMS = ("half", "float32")
 WEIGHT_GRADIENTS = ("float32", "everywhere", "half")
+ATTENTION = ("unfused", "fused", "cudnn", "xla")
 _LISTS = (("allow", Op.ALLOW), ("deny", Op.DENY), ("infer", Op.INFER))
 _VARIABLES = {name: f"MPJAX_{name.upper()}LIST_ADD" for name, _ in _LISTS}
 
@@ -70,6 +71,10 @@ class Rules:
             (`h = h + f(h)`, layer after layer) in half, like every activation. `"float32"` computes and stores it in
             float32: smaller errors for more memory. The extra memory matters most where each layer is a
             `jax.checkpoint`, which stores little else.
+        attention: `"fused"` runs attention that the function writes out as `jax.nn.dot_product_attention`, in half,
+            where the device has a fused kernel (cuDNN's, on CUDA), and elsewhere as it is written. The kernel stores
+            no scores. `"cudnn"` and `"xla"` are its implementations by name, whatever the device, for programs that are
+            compiled for another one. `"unfused"` runs attention as it is written.
         float8: The options of float8 matmuls, for a policy with `matmul_dtype="float8"`.
 
     Raises:
@@ -96,6 +101,7 @@ class Rules:
     residuals: str = "half"
     weight_gradients: str = "float32"
     residual_stream: str = "half"
+    attention: str = "unfused"
     float8: Float8 | None = None
 
     def __post_init__(self) -> None:
@@ -105,6 +111,7 @@ class Rules:
         _check_choice("residuals", self.residuals, RESIDUALS)
         _check_choice("weight_gradients", self.weight_gradients, WEIGHT_GRADIENTS)
         _check_choice("residual_stream", self.residual_stream, RESIDUAL_STREAMS)
+        _check_choice("attention", self.attention, ATTENTION)
         if not isinstance(self.float8, Float8 | None):
             raise ValueError(f"Rules(float8={self.float8!r}): give a mpjax.Float8.")
         _check_overlap(self)

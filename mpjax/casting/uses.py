@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from mpjax._jaxpr import compat
 from mpjax._jaxpr.primitives import Op, primitive
 from mpjax._jaxpr.program import sub_jaxprs
+from mpjax.casting.attention.prepare import prepared
 from mpjax.casting.classify import Listing, Setting, classify, is_inner_product, tracked
 from mpjax.casting.derivative_rules import closed_over
 from mpjax.casting.streams import residual_additions
@@ -68,7 +69,7 @@ def uses(jaxpr: Any, wanted: tuple[Use, ...], setting: Setting) -> Uses:
     known = _cache.setdefault(jaxpr, {})
     key = (wanted, setting)
     if key not in known:
-        known[key] = _uses(jaxpr, wanted, setting)
+        known[key] = _uses(prepared(jaxpr, setting).jaxpr, wanted, setting)
     return known[key]
 
 

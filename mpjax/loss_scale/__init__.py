@@ -1,8 +1,9 @@
 """Loss scaling: an optax transformation that skips and adapts, and gradients that are true at any scale.
 
 `transformation` decides and skips, on the `state`. `boundary` scales the cotangents of a loss, with the identities of
-`cotangents`; `gradients` differentiates through it. `applying` writes the new params, `replicas` makes one decision
-for all devices, and `restoring` undoes what a skipped step changed outside the optimizer.
+`cotangents`; `levels` knows which of nested derivatives are scaled; `gradients` differentiates through the boundary.
+`applying` writes the new params, `replicas` makes one decision for all devices, and `restoring` undoes what a skipped
+step changed outside the optimizer.
 """
 
 from mpjax.loss_scale.applying import apply_gradients as apply_gradients

@@ -15,12 +15,14 @@ from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from mpjax._jaxpr import compat
-from mpjax.loss_scale.calls import Call
-from mpjax.loss_scale.cotangents import is_differentiable, is_overwritten, scale_cotangents, unscale_by
+from mpjax.loss_scale.calls import Call, closed
+from mpjax.loss_scale.cotangents import cross, enter, is_differentiable, is_overwritten, unscale_by
+from mpjax.loss_scale.levels import level, levels, no_level
 from mpjax.loss_scale.state import loss_scale_of
-from mpjax.loss_scale.usage import note_gradient
+from mpjax.loss_scale.usage import note_gradient, note_rule_outside, warn_of_rules_outside
 from mpjax.policy import is_half
 
 P = ParamSpec("P")
@@ -67,6 +69,7 @@ def scale_loss(fun: Callable[P, T], opt_state: Any, has_aux: bool = False) -> Ca
 
     Source: Micikevicius et al. 2018, section 3.2 (https://arxiv.org/abs/1710.03740).
     """
+    note_gradient()
     scale = one_scale("scale_loss", opt_state)
     run = checked_aux("scale_loss", fun) if has_aux else fun
 
@@ -74,11 +77,21 @@ def scale_loss(fun: Callable[P, T], opt_state: Any, has_aux: bool = False) -> Ca
     def scaled(*args: Any, **kwargs: Any) -> Any:
         if not compat.is_tracing():
             return run(*args, **kwargs)  # nothing is differentiated
-        call = Call(run, args, kwargs)
-        inside, hoisted = call.closed("scale_loss", call.arrays)
+        call, inverse = Call(run, args, kwargs), 1.0 / scale
+
+        def results(mark: jax.Array, *arrays: Any) -> list[Any]:
+            with level(scale, mark):
+                return call.results(*arrays)
+
+        inside, hoisted = closed("scale_loss", results, [np.float32(0), *call.arrays])
         names = [*call.names, *("a value that the function closes over" for _ in hoisted)]
-        entered = _crossed([*call.arrays, *hoisted], 1.0 / scale, [], names)
-        return call.finish(_crossed(inside(entered), scale, entered))
+        arrays = [*call.arrays, *hoisted]
+        # Values of Flax's FP8 collection are unchanged.
+        where = [i for i, x in enumerate(arrays) if is_differentiable(x) and not is_overwritten(names[i])]
+        entered, mark = enter([arrays[i] for i in where], inverse, tuple(names[i] for i in where))
+        for i, x in zip(where, entered, strict=True):
+            arrays[i] = x
+        return call.finish(_crossed(inside([mark, *arrays]), scale, inverse, mark))
 
     return scaled
 
@@ -104,8 +117,9 @@ def true_cotangents(fun: Callable[P, T], opt_state: Any) -> Callable[P, T]:
     float16 can't represent true cotangents, so `fun` runs in float32: half arguments are widened,
     and results are rounded to the dtypes that `fun` returns for the original arguments.
 
-    It belongs to the derivative that the loss scale belongs to. Inside another derivative that is taken within the
-    loss (a `jax.jvp`), and under one that is taken of the gradient itself, its cotangents are off by the scale.
+    Only the cotangents of the scaled losses that the call belongs to are unscaled. All other derivatives, taken within
+    such a loss, of its gradient, or outside, see the function itself. In a loss that is multiplied by the scale by hand
+    the rule therefore sees scaled cotangents, and `unscale` or the update warns; use `scale_loss` there.
 
     Args:
         fun: A function of arrays or trees of arrays.
@@ -122,7 +136,7 @@ def true_cotangents(fun: Callable[P, T], opt_state: Any) -> Callable[P, T]:
         >>> float(mpjax.grad(f, opt_state)(1.0 + jnp.zeros(())))
         0.5
     """
-    scale = one_scale("true_cotangents", opt_state)
+    one_scale("true_cotangents", opt_state)  # reports a state without a scale
 
     @functools.wraps(fun)
     def in_float32(*args: Any, **kwargs: Any) -> Any:
@@ -131,11 +145,18 @@ def true_cotangents(fun: Callable[P, T], opt_state: Any) -> Callable[P, T]:
         call = Call(fun, args, kwargs)
         wide = _widened(call.arrays)
         if compat.is_tracing():
-            inside, hoisted = call.closed("true_cotangents", wide)
-            entered = _crossed([*wide, *_widened(hoisted)], scale, [])
+            with no_level():
+                inside, hoisted = closed("true_cotangents", call.results, wide)
+            entered, scaled = [*wide, *_widened(hoisted)], levels()
+            if scaled is None:
+                entered = list(_outside(entered))
+            for scale, mark in scaled or ():
+                entered = _crossed(entered, scale, 1.0 / scale, mark)
             back = [x.astype(like.dtype) for x, like in zip(entered[len(wide) :], hoisted, strict=True)]
             found = inside([*entered[: len(wide)], *back])
-            outs = _crossed(_widened(found), 1.0 / scale, entered)
+            outs = _widened(found)
+            for scale, mark in scaled or ():
+                outs = _crossed(outs, 1.0 / scale, scale, mark)
         else:
             outs = found = call.results(*wide)
         like = jax.eval_shape(call.results, *call.arrays) if any(map(is_half, call.arrays)) else found
@@ -144,15 +165,22 @@ def true_cotangents(fun: Callable[P, T], opt_state: Any) -> Callable[P, T]:
     return in_float32
 
 
-def _crossed(arrays: list[Any], factor: jax.Array, witnesses: list[Any], names: list[str] | None = None) -> list[Any]:
-    """The arrays, where their cotangents are multiplied by `factor`. Values of Flax's FP8 collection are unchanged."""
-    names = names or [""] * len(arrays)
-    crossing = [i for i, x in enumerate(arrays) if is_differentiable(x) and not is_overwritten(names[i])]
-    crossed = list(arrays)
-    given, given_names = [arrays[i] for i in crossing], tuple(names[i] for i in crossing)
-    for i, x in zip(crossing, scale_cotangents(given, factor, witnesses, given_names), strict=True):
-        crossed[i] = x
-    return crossed
+@jax.custom_jvp
+def _outside(xs: Sequence[jax.Array]) -> Sequence[jax.Array]:
+    """The identity, which notes that it is differentiated."""
+    return list(xs)
+
+
+@_outside.defjvp
+def _outside_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
+    note_rule_outside()
+    return primals[0], tangents[0]
+
+
+def _crossed(arrays: Sequence[Any], factor: jax.Array, inverse: jax.Array, mark: jax.Array) -> list[Any]:
+    """`cross` of the differentiable arrays."""
+    crossed = iter(cross([x for x in arrays if is_differentiable(x)], factor, inverse, mark))
+    return [next(crossed) if is_differentiable(x) else x for x in arrays]
 
 
 def _widened(arrays: Sequence[Any]) -> list[Any]:
@@ -186,12 +214,12 @@ def unscale(grads: T, opt_state: Any) -> T:
         0.5
     """
     note_gradient()
+    warn_of_rules_outside()
     return unscale_by(grads, loss_scale_of(opt_state))
 
 
 def one_scale(name: str, opt_state: Any) -> jax.Array:
     """The loss scale of a state, shape (). Raises if the state has one for each member of a `vmap`."""
-    note_gradient()
     scale = loss_scale_of(opt_state)
     if scale.ndim:
         raise ValueError(

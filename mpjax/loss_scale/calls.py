@@ -50,26 +50,29 @@ class Call:
         results = [next(rest) if x is _ARRAY else x for x in self._results]
         return self._finish(jax.tree.unflatten(self._out_tree, results))
 
-    def closed(self, caller: str, arrays: Sequence[Any]) -> tuple[Callable[[Sequence[Any]], list[Any]], list[Any]]:
-        """`results` as a function of `arrays` and of the arrays that the call closes over, and these arrays.
 
-        The function is traced, the only way to find everything that it closes over: parameters of modules, variables
-        of enclosing functions.
-        """
-        try:
-            program = compat.open_jaxpr(compat.trace(self.results, *arrays))
-        except Exception as error:
-            _explain(caller, error)
-            raise
-        where = [i for i, x in enumerate(program.consts) if _is_perturbed(x)]
+def closed(
+    caller: str, fun: Callable[..., Any], arrays: Sequence[Any]
+) -> tuple[Callable[[Sequence[Any]], list[Any]], list[Any]]:
+    """A function of `arrays` and of the arrays that `fun(*arrays)` closes over, and these arrays.
 
-        def inside(given: Sequence[Any]) -> list[Any]:
-            consts = list(program.consts)
-            for i, x in zip(where, given[len(arrays) :], strict=True):
-                consts[i] = x
-            return jax.core.eval_jaxpr(program.jaxpr, consts, *given[: len(arrays)])
+    `fun` is traced, the only way to find everything that it closes over: parameters of modules, variables of
+    enclosing functions.
+    """
+    try:
+        program = compat.open_jaxpr(compat.trace(fun, *arrays))
+    except Exception as error:
+        _explain(caller, error)
+        raise
+    where = [i for i, x in enumerate(program.consts) if _is_perturbed(x)]
 
-        return inside, [program.consts[i] for i in where]
+    def inside(given: Sequence[Any]) -> list[Any]:
+        consts = list(program.consts)
+        for i, x in zip(where, given[len(arrays) :], strict=True):
+            consts[i] = x
+        return jax.core.eval_jaxpr(program.jaxpr, consts, *given[: len(arrays)])
+
+    return inside, [program.consts[i] for i in where]
 
 
 def _is_perturbed(x: Any) -> bool:

@@ -1,4 +1,8 @@
-"""Identities that multiply their cotangents by a factor: they scale and unscale a backward pass."""
+"""Identities that multiply their cotangents by a factor: they scale and unscale a backward pass.
+
+Where derivatives are nested, one of them is scaled, and the others are not. A scalar, the `mark`, tells them apart: it
+is zero, and only the scaled derivative varies it.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.custom_derivatives import SymbolicZero
+from jax.custom_derivatives import SymbolicZero, zero_from_primal
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -89,16 +93,20 @@ def _transpose(ct: Any, t: Any, factor: jax.Array, *, path: str) -> tuple[Any, N
 
 
 def _batch(args: tuple[Any, Any], dims: tuple[Any, Any], *, path: str) -> tuple[Any, Any]:
-    """Moves the mapped axes to the front, and broadcasts a mapped factor to the rank of the tangent."""
     (t, factor), (t_dim, factor_dim) = args, dims
     size = t.shape[t_dim] if t_dim is not None else factor.shape[factor_dim]
+    return _scale_transpose_p.bind(*_to_front(size, t, t_dim, factor, factor_dim), path=path), 0
+
+
+def _to_front(size: int, t: Any, t_dim: Any, factor: Any, factor_dim: Any) -> tuple[Any, Any]:
+    """Moves the mapped axes to the front, and broadcasts a mapped factor to the rank of the tangent."""
     t = jnp.broadcast_to(t, (size, *t.shape)) if t_dim is None else jnp.moveaxis(t, t_dim, 0)
     if factor_dim is not None:
         factor = jnp.moveaxis(factor, factor_dim, 0)
         factor = factor.reshape(size, *(factor.shape[1:] or (1,) * (t.ndim - 1)))
     elif factor.ndim:
         factor = factor[None]
-    return _scale_transpose_p.bind(t, factor, path=path), 0
+    return t, factor
 
 
 ad.primitive_jvps[_scale_transpose_p] = _jvp
@@ -106,33 +114,98 @@ ad.primitive_transposes[_scale_transpose_p] = _transpose
 batching.primitive_batchers[_scale_transpose_p] = _batch
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(3,))
-def scale_cotangents(
-    xs: Sequence[jax.Array], factor: jax.Array, witnesses: Sequence[jax.Array], names: tuple[str, ...]
-) -> Sequence[jax.Array]:
-    """The identity. The cotangents of `xs` are multiplied by `factor`; tangents are unchanged.
+# The tangent of a mark. It depends on another tangent, so that it is not a known zero, and its transpose is zero.
+_mark_p = Primitive("mpjax_mark")
+_mark_p.def_impl(lambda t, mark: mark)
+_mark_p.def_abstract_eval(lambda t, mark: mark)
+mlir.register_lowering(_mark_p, lambda ctx, t, mark: [mark])
+ad.primitive_jvps[_mark_p] = lambda primals, tangents: (_mark_p.bind(*primals), ad.Zero(jax.typeof(primals[1])))
+ad.primitive_transposes[_mark_p] = lambda ct, t, mark: [ad.Zero(t.aval), None]
+batching.primitive_batchers[_mark_p] = lambda args, dims: (_mark_p.bind(*args), dims[1])
 
-    All arrays that enter or leave a scaled part of a program do so in one call. Where derivatives are nested, JAX
-    applies the rule at the innermost one that sees any of the operands, and the outer ones see none. So an argument
-    that only an outer derivative varies is not scaled by the inner one.
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def enter(xs: Sequence[jax.Array], factor: jax.Array, names: tuple[str, ...]) -> tuple[Sequence[jax.Array], jax.Array]:
+    """The identity, and a mark. The cotangents of `xs` are multiplied by `factor`; tangents are unchanged.
+
+    The scaled derivative is the innermost one that varies any of `xs`. Only it varies the mark.
 
     Args:
         xs: Differentiable arrays.
         factor: Array of shape () and dtype float32.
-        witnesses: Arrays that entered, at the exit. Results that do not depend on what the inner derivative varies
-            then leave at the same derivative as the arguments entered.
-        names: For each of `xs`, a name if its cotangent is a gradient, which must not be half; otherwise "".
+        names: For each of `xs`, a name for errors. Their cotangents are gradients, which must not be half.
+    """
+    return list(xs), jnp.zeros((), jnp.float32)
+
+
+def _enter_jvp(names: tuple[str, ...], primals: Any, tangents: Any) -> tuple[Any, Any]:
+    xs, factor = primals
+    varied = [t for t in tangents[0] if not isinstance(t, SymbolicZero)]
+    if not varied:  # only the factor varies
+        return enter(xs, factor, names), ([*tangents[0]], zero_from_primal(jnp.zeros((), jnp.float32)))
+    mark = jnp.zeros((), jnp.float32)
+    return (list(xs), mark), (_scaled(tangents[0], factor, names), _mark_p.bind(varied[0], mark))
+
+
+enter.defjvp(_enter_jvp, symbolic_zeros=True)
+
+
+def _scaled(tangents: Sequence[Any], factor: jax.Array, names: Sequence[str]) -> list[Any]:
+    return [
+        t if isinstance(t, SymbolicZero) else _scale_transpose_p.bind(t, factor, path=name)
+        for t, name in zip(tangents, names, strict=True)
+    ]
+
+
+@jax.custom_jvp
+def cross(xs: Sequence[jax.Array], factor: jax.Array, inverse: jax.Array, mark: jax.Array) -> Sequence[jax.Array]:
+    """The identity. The scaled derivative, that of the mark, multiplies the cotangents of `xs` by `factor`.
+
+    Other derivatives see an identity. What they make of `xs`, tangents or cotangents, crosses here as well.
+
+    Args:
+        xs: Differentiable arrays.
+        factor, inverse: Arrays of shape () and dtype float32; 1 = factor × inverse.
+        mark: The mark of the scaled derivative.
     """
     return list(xs)
 
 
-def _scale_cotangents_jvp(names: tuple[str, ...], primals: Any, tangents: Any) -> tuple[Any, Any]:
-    xs, factor, _ = primals
-
-    def leaf(t: Any, name: str) -> Any:
-        return t if isinstance(t, SymbolicZero) else _scale_transpose_p.bind(t, factor, path=name)
-
-    return list(xs), [leaf(t, name) for t, name in zip(tangents[0], names, strict=True)]
+def _cross_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
+    xs, *how = primals
+    if not isinstance(tangents[3], SymbolicZero):
+        return list(xs), _scaled(tangents[0], how[0], [""] * len(xs))
+    return cross(xs, *how), [t if isinstance(t, SymbolicZero) else _cross_p.bind(t, *how) for t in tangents[0]]
 
 
-scale_cotangents.defjvp(_scale_cotangents_jvp, symbolic_zeros=True)
+cross.defjvp(_cross_jvp, symbolic_zeros=True)
+
+# `cross` of one tangent, which has a transpose: what enters in the forward direction leaves in the backward direction.
+_cross_p = Primitive("mpjax_cross")
+_cross_p.def_impl(lambda t, *how: t)
+_cross_p.def_abstract_eval(lambda t, *how: t)
+mlir.register_lowering(_cross_p, lambda ctx, t, *how: [t])
+
+
+def _cross_tangent_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
+    t, *how = primals
+    dt, *_, mark = tangents
+    if isinstance(mark, ad.Zero):
+        return _cross_p.bind(t, *how), dt if isinstance(dt, ad.Zero) else _cross_p.bind(dt, *how)
+    return t, dt if isinstance(dt, ad.Zero) else _scale_transpose_p.bind(dt, how[0], path="")
+
+
+def _cross_transpose(ct: Any, t: Any, factor: Any, inverse: Any, mark: Any) -> list[Any]:
+    return [ct if isinstance(ct, ad.Zero) else _cross_p.bind(ct, inverse, factor, mark), None, None, None]
+
+
+def _cross_batch(args: Any, dims: Any) -> tuple[Any, Any]:
+    (t, factor, inverse, mark), size = args, next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
+    t, factor = _to_front(size, t, dims[0], factor, dims[1])
+    _, inverse = _to_front(size, t, 0, inverse, dims[2])
+    return _cross_p.bind(t, factor, inverse, mark), 0
+
+
+ad.primitive_jvps[_cross_p] = _cross_tangent_jvp
+ad.primitive_transposes[_cross_p] = _cross_transpose
+batching.primitive_batchers[_cross_p] = _cross_batch

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from mpjax.loss_scale.applying import merge, trainable
 from mpjax.loss_scale.boundary import checked_aux, one_scale
 from mpjax.loss_scale.cotangents import is_differentiable, is_overwritten, multiply, unscale_by
+from mpjax.loss_scale.levels import level
 from mpjax.loss_scale.trees import same_structure
+from mpjax.loss_scale.usage import note_gradient
 from mpjax.modules.functional import contains_nnx_object, functional, with_values
 from mpjax.policy import is_half, path_string
 
@@ -98,6 +102,7 @@ def value_and_grad(
     run = fun if policy is None else _autocast(fun, policy)
     run = checked_aux("value_and_grad", run) if has_aux else run
     if opt_state is not None:
+        note_gradient()
         one_scale("value_and_grad", opt_state)  # reports a state without a scale here, not at the first step
 
     @functools.wraps(fun)
@@ -107,9 +112,9 @@ def value_and_grad(
         variables = {i: _variables(args[i], chosen[i]) for i in chosen if contains_nnx_object(args[i])}
         given = {i: [v.get_raw_value() for v in variables[i]] if i in variables else trainable(args[i]) for i in chosen}
 
-        def loss_at(wide: dict[int, Any], scale: Any) -> tuple[Any, Any]:
+        def loss_at(at: tuple[dict[int, Any], Any], scale: Any) -> tuple[Any, Any]:
             """The scaled loss, and the result of `fun` with a function that completes it outside of this trace."""
-            own = list(args)
+            (wide, mark), own = at, list(args)
             parts = wide if policy is not None else {i: _narrow(wide[i], given[i]) for i in chosen}
             for i in chosen:
                 if i not in variables:
@@ -117,7 +122,8 @@ def value_and_grad(
             call, inputs, keywords, completed = functional(run, own, kwargs)
             for i in variables:
                 inputs = with_values(inputs, variables[i], parts[i], (tuple(own), kwargs))
-            out = call(*inputs, **keywords)
+            with contextlib.nullcontext() if scale is None else level(scale, mark):
+                out = call(*inputs, **keywords)
             finish.append(completed)
             loss = jax.tree.leaves(out)[0]
             if scale is not None and is_differentiable(loss):
@@ -127,13 +133,14 @@ def value_and_grad(
         finish: list[Callable[[Any], Any]] = []
         scale = None if opt_state is None else one_scale("value_and_grad", opt_state)
         wide = {i: _wide(given[i]) for i in chosen}
-        (_, out), grads = jax.value_and_grad(loss_at, has_aux=True)(wide, scale)
+        mark = np.zeros((), np.float32)
+        (_, out), (grads, _) = jax.value_and_grad(loss_at, has_aux=True)((wide, mark), scale)
         if scale is not None:
             grads = unscale_by(grads, scale)
             float8 = jax.tree_util.tree_map_with_path(_is_float8, wide)
             if any(jax.tree.leaves(float8)):
                 # A scaled cotangent does not fit in float8, whose largest number is 448.
-                unscaled, _ = jax.grad(loss_at, has_aux=True)(wide, None)
+                (unscaled, _), _ = jax.grad(loss_at, has_aux=True)((wide, mark), None)
                 grads = jax.tree.map(lambda is_float8, g, u: u if is_float8 else g, float8, grads, unscaled)
         out = finish[0](out)
         if not has_aux and not same_structure(out, 0.0):

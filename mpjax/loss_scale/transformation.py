@@ -207,7 +207,7 @@ def _loss_scaled(
     """The implementation of the public transformations, which differ only in `next_scale`."""
     inner = as_transformation(inner)
     advance, finish = applying.update_in_parts(inner)
-    expected = Expectation(1.0 if grads_are_scaled else float(init_scale))
+    expected = Expectation(None if grads_are_scaled else float(init_scale))
 
     def init(params: Any) -> LossScaleState:
         params = applying.without_overwritten(applying.trainable(params))

@@ -15,12 +15,18 @@ _MESSAGE = (
     "opt_state). If the loop multiplies the loss by the scale itself, give dynamic_loss_scale(tx, "
     "grads_are_scaled=True)."
 )
+_OUTSIDE = (
+    "loss scaling: true_cotangents was differentiated in a function that neither mpjax.value_and_grad nor "
+    "mpjax.scale_loss scales. If that loss is multiplied by the scale by hand, derivative rules in it see scaled "
+    "cotangents: use mpjax.scale_loss(loss_fn, opt_state) in place of the product."
+)
 
 
 class _Seen:
     """Events in this process. They decide about warnings only."""
 
     rounding = False  # a state of master weights, Kahan or stochastic rounding
+    rules_outside = False  # true_cotangents was differentiated outside of scaled losses
     gradients = 0  # calls that scale gradients by a state's scale
     updates: list[float] | None = None  # while they are recorded: initial scales of updates that expect such gradients
 
@@ -40,10 +46,26 @@ def note_gradient() -> None:
     _Seen.gradients += 1
 
 
-class Expectation:
-    """Of an optimizer: that gradients are scaled between the making of its state and its updates."""
+def note_rule_outside() -> None:
+    """Notes that `true_cotangents` is differentiated outside of scaled losses."""
+    _Seen.rules_outside = True
 
-    def __init__(self, scale: float) -> None:
+
+def warn_of_rules_outside() -> None:
+    """Warns if that happened, once. Called where gradients are used that a loop has scaled itself."""
+    if _Seen.rules_outside:
+        _Seen.rules_outside = False
+        warnings.warn(_OUTSIDE, LossScaleWarning, stacklevel=3)
+
+
+class Expectation:
+    """Of an optimizer: that gradients are scaled between the making of its state and its updates.
+
+    Args:
+        scale: The initial scale; None if the training loop scales its gradients by hand.
+    """
+
+    def __init__(self, scale: float | None) -> None:
         self._scale = scale
         self._when_made: int | None = None  # a restored state, made in another process, expects nothing
 
@@ -52,7 +74,9 @@ class Expectation:
 
     def at_update(self) -> None:
         """Warns if the update gets gradients that were not scaled, once for each state. Called while it is traced."""
-        if self._scale <= 1:
+        if self._scale is None:
+            warn_of_rules_outside()
+        if self._scale is None or self._scale <= 1:
             return
         if _Seen.updates is not None:
             _Seen.updates.append(self._scale)

@@ -45,7 +45,7 @@ class Case:
         loss: One of `LOSSES`.
         inner: One of `INNER_GRADIENTS`, for losses that contain a gradient.
         gradient: One of `GRADIENTS`.
-        optimizer: The optimizer's source.
+        optimizer: The optimizer's source, with `optimizers.OPTIONS`.
         application: One of `APPLICATIONS`.
         loop: One of `LOOPS`.
         events: One of `EVENTS` for each step.
@@ -57,7 +57,7 @@ class Case:
     loss: str = "plain"
     inner: str = INNER_GRADIENTS[0]
     gradient: str = "mpjax.value_and_grad"
-    optimizer: str = "mpjax.dynamic_loss_scale(optax.sgd(0.1))"
+    optimizer: str = f"mpjax.dynamic_loss_scale(optax.sgd(0.1){optimizers.OPTIONS})"
     application: str = "apply_gradients"
     loop: str = "python"
     events: tuple[str, ...] = ("",)
@@ -93,7 +93,17 @@ class Case:
         updated = "params" if library == "nnx" or (library, self.application) == ("equinox", "update") else "p"
         # Gradients that the loop scales itself are compared unscaled.
         shown = "aux" if self.gradient == "by hand" else "grads"
-        applied = [re.sub(r"\bp\b", updated, line) for line in APPLICATIONS[self.application]]
+        application = APPLICATIONS[self.application]
+        applied, differentiated = application.lines, gradient.lines
+        if application.needs != "nnx":
+            applied = tuple(re.sub(r"\bp\b", updated, line) for line in applied)
+        restored = self.application == "restore_if_skipped"
+        if restored:
+            make, context, update, read = applied
+            applied = (read,)
+            differentiated = make, f"with {context}:", *("    " + line for line in (*gradient.lines, update))
+        options = ", grads_are_scaled=True" if self.gradient == "by hand" else ""
+        options += ", axis_name='i'" if self.loop == "shard_map without checks" else ""
         body = [
             "params, state, stats = carry",
             "x, ids = batch['x'], batch['ids']",
@@ -104,18 +114,22 @@ class Case:
             *("    " + line for line in loss),
             *([f"loss_fn = mpjax.autocast(loss_fn, {self.policy!r})"] if self._casts else []),
             "aux, new = jnp.float32(0), stats",
-            *gradient.lines,
+            *differentiated,
             *(["new, aux = aux"] if gradient.aux else []),
             *(["new = nnx.as_pure(nnx.state(p, nnx.Not(nnx.Param)))"] if library == "nnx" else []),
             *(["loss = lax.pmean(loss, 'i')", "aux = jnp.float32(0)"] if parallel else []),
             *(["grads = lax.pmean(grads, 'i')"] if self.loop == "shard_map without checks" else []),
             *applied,
             *(_LEAVE.get(library, ("params = p",)) if updated == "p" else ()),
-            "stats = mpjax.keep_if_finite(state, new, stats)",
+            "stats = new" if restored else "stats = mpjax.keep_if_finite(state, new, stats)",
             f"return (params, state, stats), {{'loss': loss, 'grads': {shown}, 'aux': aux}}",
         ]
         lines = [self.model.source, "PARAMS = halved(PARAMS)"] if self.half_params else [self.model.source]
-        lines += [f"tx = {self.optimizer}", "def step(carry, batch):", *("    " + line for line in body)]
+        lines += [
+            f"tx = {self.optimizer.replace(optimizers.OPTIONS, options)}",
+            "def step(carry, batch):",
+            *("    " + line for line in body),
+        ]
         vag = _VALUE_AND_GRAD.get(library, "jax.value_and_grad")
         text = "\n".join(lines) + "\n"
         text = re.sub(r"<grad ([^>]*)>", lambda match: self.inner.replace("{}", match[1]), text)
@@ -151,7 +165,7 @@ def _choose(index: Index, options: tuple[str, ...]) -> str:
 
 
 def _suits(needs: str, library: str) -> bool:
-    return not needs or library == "tree" or (needs == "arrays" and library in _ARRAYS)
+    return needs in ("", library) or (needs == "arrays" and library in _ARRAYS)
 
 
 def draw(index: Index) -> Case:
@@ -161,7 +175,7 @@ def draw(index: Index) -> Case:
     library = model.library
     half = library == "tree" and policy == "float32" and index(6) == 5
     loss = _choose(index, tuple(name for name, form in LOSSES.items() if _suits(form.needs, library)))
-    if not index(3) or policy != "float32":
+    if not index(3) or (policy != "float32" and loss == "fixed point"):  # NumPy can't run the solve of autocast
         loss = "plain"
     gradients = tuple(
         name
@@ -169,36 +183,31 @@ def draw(index: Index) -> Case:
         if _suits(form.needs, library)
         and not (half and _gives_half_gradients(form.lines))
         and not (policy != "float32" and name.startswith("around"))  # the error of a gradient's gradient is larger
+        and not (name == "by hand" and "true_cotangents" in str(LOSSES[loss].lines))  # it needs mpjax's scaling
     )
     gradient = _choose(index, gradients)
     loop = _choose(index, LOOPS if policy == "float32" else LOOPS[:2]) if index(2) else "python"
-    options = ", grads_are_scaled=True" if gradient == "by hand" else ""
-    options += ", axis_name='i'" if loop == "shard_map without checks" else ""
-    optimizer, outer = optimizers.draw(index, half, options)
+    optimizer = optimizers.draw(index, half)
+    clipped = optimizers.clips_outside(optimizer)
+    if gradient == "by hand" and clipped:  # of scaled gradients
+        gradient = "mpjax.value_and_grad"
     # A spike overflows at one place only: where the gradients of the whole loss are scaled.
-    spikes = (
-        loop != "scan"
-        and outer != optimizers.CLIPS
-        and not any(word in gradient for word in ("around", "closed", "hand"))
-    )
+    spikes = loop != "scan" and not clipped and not any(word in gradient for word in ("around", "closed", "hand"))
     events: tuple[str, ...] = EVENTS if spikes else EVENTS[:-1]
-    if gradient.startswith(("around", "closed")) and ("clipped" in loss or "true" in loss):
-        loss = "plain"  # `true_cotangents` is for scaled losses: an outer derivative's cotangents are true already
-    steps = (2, 2, 3)[index(3)]
-    if policy != "float32":
-        events, steps = ("",), 1  # its gradients are judged
-    inner = _choose(index, INNER_GRADIENTS)
-    if loss == "curvature" and "true_cotangents" in inner:
-        inner = INNER_GRADIENTS[0]  # the limit that the docstring of `true_cotangents` states
+    applications = tuple(name for name, form in APPLICATIONS.items() if _suits(form.needs, library))
+    if "plateau" in optimizer:  # reads the loss
+        applications = tuple(name for name in applications if "value=loss" in str(APPLICATIONS[name].lines))
+    if loop == "shard_map without checks":  # the gradients' mean comes before the update
+        applications = tuple(name for name in applications if name != "restore_if_skipped")
     return Case(
         model,
         loss,
-        inner,
+        _choose(index, INNER_GRADIENTS),
         gradient,
         optimizer,
-        _choose(index, tuple(APPLICATIONS)[1 if "plateau" in optimizer else 0 :]),
+        _choose(index, applications),
         loop,
-        tuple(_choose(index, events) if index(2) else "" for _ in range(steps)),
+        tuple(_choose(index, events) if index(2) else "" for _ in range((2, 2, 3)[index(3)])),
         half,
         policy,
     )

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from flax.training.train_state import TrainState
 
 import mpjax
 from testing import cheap_keys
@@ -86,6 +87,25 @@ def halved(tree: Any) -> Any:
     return jax.tree.map(lambda x: x.astype(jnp.bfloat16), tree)
 
 
+def _is_variable(x: Any) -> bool:
+    return isinstance(x, nnx.Variable)
+
+
+def optimizer_of(tx: Any, model: Any, state: Any) -> Any:
+    """An `nnx.Optimizer` in this state."""
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    leaves = (jax.tree.leaves(tree, is_leaf=_is_variable) for tree in (optimizer.opt_state, state))
+    for variable, value in zip(*leaves, strict=True):
+        variable.set_raw_value(value.get_raw_value() if _is_variable(value) else value)
+    return optimizer
+
+
+def carry_of(model: Any, optimizer: Any, state: Any) -> tuple[Any, Any]:
+    """The params of a model, and the state of an `nnx.Optimizer` in the structure of `state`."""
+    params = nnx.split(model, nnx.Param, ...)[1]
+    return params, jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves(nnx.as_pure(optimizer.opt_state)))
+
+
 @jax.custom_vjp
 def clip(x: Any) -> Any:
     """The identity, with a rule that is not linear in its cotangent."""
@@ -119,9 +139,17 @@ def _shared() -> dict[str, Any]:
         for name, value in globals().items()
         if name
         in "X IDS array filled initialised haiku_initialised split partition moved halved clip first_only "
-        "labelled solve_twice".split()
+        "optimizer_of carry_of labelled solve_twice".split()
     }
-    libraries = {"eqx": eqx, "hk": hk, "nn": nn, "nnx": nnx, "Any": typing.Any, "KEY": cheap_keys.key(0)}
+    libraries = {
+        "eqx": eqx,
+        "hk": hk,
+        "nn": nn,
+        "nnx": nnx,
+        "TrainState": TrainState,
+        "Any": typing.Any,
+        "KEY": cheap_keys.key(0),
+    }
     return shared | libraries | {"abstract": nnx.eval_shape, "optax": optax}
 
 

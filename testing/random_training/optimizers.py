@@ -59,6 +59,8 @@ _SCALES = (
     "mpjax.loss_scale_for({}, 'mixed_float16')",
     "mpjax.loss_scale_for({}, 'mixed_bfloat16')",
 )
+# In place of further arguments of loss scaling, which depend on the loop.
+OPTIONS = "<options>"
 # Around loss scaling: what keeps zero updates at zero, and overflows visible.
 _OUTER = (
     "{}",
@@ -66,25 +68,29 @@ _OUTER = (
     "optax.chain({}, optax.scale(0.5))",
     "optax.inject_hyperparams(lambda rate: optax.chain({}, optax.scale(rate)))(rate=0.5)",
 )
-CLIPS = _OUTER[1]
 
 
-def draw(index: Index, half_params: bool, options: str) -> tuple[str, str]:
-    """An optimizer's source, and the template around its loss scaling.
+def draw(index: Index, half_params: bool) -> str:
+    """An optimizer's source, with `OPTIONS`.
 
     Args:
         index: Makes each choice.
         half_params: Whether params are half, so that float32 copies or their like are kept.
-        options: Further arguments of loss scaling, with a leading comma.
     """
     text = _BASES[index(len(_BASES))]
     for _ in range(index(3)):
         text = _INNER[index(len(_INNER))].format(text)
     if half_params:
         text = _HALF_PARAMS[index(len(_HALF_PARAMS))].format(text)
-    outer = _OUTER[index(len(_OUTER)) if index(2) else 0]
+    # Nothing may change the updates of half params, which lead to exactly representable values.
+    outer = _OUTER[0 if half_params or index(2) else index(len(_OUTER))]
     scale = _SCALES[index(len(_SCALES))]
-    return outer.format(scale.format(text)[:-1] + options + ")"), outer
+    return outer.format(scale.format(text)[:-1] + OPTIONS + ")")
+
+
+def clips_outside(text: str) -> bool:
+    """Whether gradients are clipped before loss scaling sees them."""
+    return text.startswith(_OUTER[1].partition("{}")[0])
 
 
 def simpler(text: str) -> Iterator[str]:

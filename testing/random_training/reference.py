@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from flax.training.train_state import TrainState
 from jax import lax
 
 import mpjax
@@ -187,8 +188,13 @@ def restore_if_skipped(module: Any, optimizer: Any) -> Iterator[None]:
     nnx.update(module, _select(taken, nnx.as_pure(nnx.state(module, nnx.Not(nnx.Param))), old))
 
 
-def apply_gradients(tx: Any, grads: Any, opt_state: Any, params: Any, **extra: Any) -> Any:
+def apply_gradients(tx: Any, grads: Any, opt_state: Any = None, params: Any = None, **extra: Any) -> Any:
     """The update, then its application."""
+    if isinstance(tx, TrainState):
+        new, opt_state = apply_gradients(tx.tx, grads, tx.opt_state, tx.params, **extra)
+        return tx.replace(step=tx.step + 1, params=new, opt_state=opt_state)
+    if isinstance(opt_state, nnx.Optimizer):
+        return opt_state.update(params, grads, **extra)
     arrays, static = eqx.partition(params, eqx.is_inexact_array)
     updates, opt_state = optax.with_extra_args_support(tx).update(grads, opt_state, arrays, **extra)
     return eqx.combine(optax.apply_updates(arrays, updates), static), opt_state

@@ -10,12 +10,12 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """A form of a loss or of a gradient.
+    """A form of a loss, of a gradient or of an update.
 
     Args:
         lines: Its statements. A loss assigns `total`, and a gradient assigns `loss` and `grads`. `{grad}` is one of
             `INNER_GRADIENTS`, and `<vag>` the library's `value_and_grad`.
-        needs: What `p` must be: "tree" for the dict of arrays, "arrays" for any tree of arrays, or anything.
+        needs: What `p` must be: "tree" for the dict of arrays, "arrays" for any tree of arrays, "nnx", or anything.
         aux: Whether it needs a loss function that returns `(loss, aux)`.
     """
 
@@ -207,11 +207,34 @@ GRADIENTS = {
     ),
 }
 
+_MAKE = "optimizer = optimizer_of(tx, p, state)"
+_HELD = "p, state = held.params, held.opt_state"
+_READ = "params, state = carry_of(p, optimizer, state)"
+_TRAIN_STATE = "held = TrainState(step=0, apply_fn=None, params=p, tx=tx, opt_state=state)"
 APPLICATIONS = {
-    "apply_gradients": ("p, state = mpjax.apply_gradients(tx, grads, state, p)",),
-    "apply_gradients with the loss": ("p, state = mpjax.apply_gradients(tx, grads, state, p, value=loss)",),
-    "update": (
-        "updates, state = tx.update(grads, state, p, value=loss)",
-        "p = optax.apply_updates(p, updates)",
+    "apply_gradients": Form(("p, state = mpjax.apply_gradients(tx, grads, state, p)",)),
+    "apply_gradients with the loss": Form(("p, state = mpjax.apply_gradients(tx, grads, state, p, value=loss)",)),
+    "update": Form(
+        ("updates, state = tx.update(grads, state, p, value=loss)", "p = optax.apply_updates(p, updates)"),
+    ),
+    "TrainState": Form(
+        (
+            _TRAIN_STATE,
+            "held = mpjax.apply_gradients(held, grads, value=loss)",
+            _HELD,
+        ),
+        needs="arrays",
+    ),
+    "TrainState.apply_gradients": Form(
+        (_TRAIN_STATE, "held = held.apply_gradients(grads=grads)", _HELD),
+        needs="arrays",
+    ),
+    "nnx.Optimizer": Form((_MAKE, "optimizer.update(p, grads, value=loss)", _READ), needs="nnx"),
+    "apply_gradients to an nnx.Optimizer": Form(
+        (_MAKE, "mpjax.apply_gradients(tx, grads, optimizer, p, value=loss)", _READ), needs="nnx"
+    ),
+    # The gradient and the update are within the context.
+    "restore_if_skipped": Form(
+        (_MAKE, "mpjax.restore_if_skipped(p, optimizer)", "optimizer.update(p, grads, value=loss)", _READ), needs="nnx"
     ),
 }

@@ -22,6 +22,12 @@ PARAMS = jax.device_put({"w": _rng.normal(size=(8, 4)).astype(np.float32), "b": 
 X = jax.device_put(_rng.normal(size=(16, 8)).astype(np.float32))
 
 
+@pytest.fixture(autouse=True)
+def no_rules_outside(monkeypatch):
+    """Warnings depend on what the process did before."""
+    monkeypatch.setattr("mpjax.loss_scale.usage._Seen.rules_outside", False)
+
+
 def state_of(scale=2.0**15):
     return mpjax.dynamic_loss_scale(optax.sgd(0.1), init_scale=scale).init(PARAMS)
 
@@ -281,6 +287,83 @@ def test_nonlinear_custom_derivative_is_correct_inside_true_cotangents(half):
     assert relative_error(wrong, expected) > 0.5
     right = gradient(mpjax.scale_loss(lambda p: loss(p, mpjax.true_cotangents(clip_gradient, state)), state))
     assert relative_error(right, expected) < 8 * float(jnp.finfo(half).eps)
+
+
+def cut(x):
+    """`clip_gradient` of a function whose cotangents at (3, 2) are above and below its limit."""
+    return jnp.sin(clip_gradient(jnp.sin(x)))
+
+
+# Derivatives within the loss and around it: only those that mpjax scales have scaled cotangents. `true` is
+# `true_cotangents`, `grad` is `mpjax.grad`.
+NESTED_RULES = {
+    "a jvp within the loss": lambda grad, true: grad(lambda x: jax.jvp(true(jax.grad(jnp.sin)), (x,), (x,))[1]),
+    "a jvp of the rule": lambda grad, true: grad(lambda x: x * jax.jvp(true(jnp.sin), (x,), (x,))[1]),
+    "a gradient within the loss": lambda grad, true: grad(lambda x: true(cut)(x) + jax.grad(true(cut))(x) ** 2),
+    "one by something else": lambda grad, true: grad(lambda x: x * jax.grad(true(cut))(2.0)),
+    "a scaled gradient within the loss": lambda grad, true: grad(lambda x: true(cut)(x) + grad(true(cut))(x) ** 2),
+    "in a scan": lambda grad, true: grad(
+        lambda x: jax.lax.scan(lambda c, _: (c - jax.grad(true(cut))(c * x), c), x, None, length=2)[0]
+    ),
+    "in a branch": lambda grad, true: grad(lambda x: jax.lax.cond(x > 0, jax.grad(true(cut)), true(cut), x)),
+    "recomputed": lambda grad, true: grad(lambda x: jax.checkpoint(true(cut))(x) * jax.grad(true(cut))(x)),
+    "a hypergradient": lambda grad, true: jax.grad(lambda p: grad(lambda x: true(cut)(p * x))(3.0) ** 2),
+    "a hypergradient beside it": lambda grad, true: jax.grad(lambda p: grad(lambda x: x * true(cut)(p))(3.0)),
+    "of the gradient's gradient": lambda grad, true: grad(grad(lambda x: x * true(cut)(x))),
+    "outside": lambda grad, true: lambda x: jax.grad(true(cut))(x) + grad(jnp.sin)(x),
+    "nested calls": lambda grad, true: grad(lambda x: true(lambda x: true(cut)(cut(x)))(x)),
+    "a batch": lambda grad, true: jax.vmap(grad(lambda x: true(cut)(x) * jax.jvp(true(jnp.sin), (x,), (x,))[1])),
+}
+
+
+@pytest.mark.parametrize("how", ["mpjax", "scale_loss"])
+@pytest.mark.parametrize("case", NESTED_RULES)
+def test_only_scaled_derivatives_are_unscaled_for_true_cotangents(case, how):
+    state = state_of()
+    scaled = mpjax.grad if how == "mpjax" else lambda fun, state: jax.grad(mpjax.scale_loss(fun, state))
+    at = np.float32([2, 3]) if case == "a batch" else np.float32(2)
+    with_scale = NESTED_RULES[case](lambda fun: scaled(fun, state), lambda fun: mpjax.true_cotangents(fun, state))
+    plain = NESTED_RULES[case](jax.grad, lambda fun: fun)
+    np.testing.assert_allclose(in_numpy(with_scale)(at), in_numpy(plain)(at), rtol=1e-6)
+    jitted = NESTED_RULES[case](
+        lambda fun: scaled(jax.jit(fun), state), lambda fun: jax.jit(mpjax.true_cotangents(jax.jit(fun), state))
+    )
+    np.testing.assert_allclose(in_numpy(jitted)(at), in_numpy(plain)(at), rtol=1e-6)
+
+
+def test_a_jitted_loss_is_traced_again_only_if_it_has_true_cotangents():
+    state, traced = state_of(), []
+
+    @jax.jit
+    def plain(x):
+        return traced.append("plain") or jnp.sum(x**2)
+
+    @jax.jit
+    def clipped(x):
+        return traced.append("clipped") or jnp.sum(mpjax.true_cotangents(clip_gradient, state)(x))
+
+    for loss in (plain, plain, clipped, clipped):
+        mpjax.value_and_grad(loss, state)(PARAMS["b"])
+    assert traced == ["plain", "clipped", "clipped"]
+
+
+@pytest.mark.parametrize("use", ["unscale", "update", "apply_gradients"])
+def test_true_cotangents_in_a_loss_that_is_scaled_by_hand_warn(use):
+    tx = mpjax.dynamic_loss_scale(optax.sgd(0.1), grads_are_scaled=True)
+    state = tx.init(PARAMS)
+
+    def step(params):
+        loss = lambda p: jnp.sum(mpjax.true_cotangents(clip_gradient, state)(p["b"])) * state.loss_scale
+        grads = jax.grad(loss)(params)
+        uses = {
+            "unscale": lambda: mpjax.unscale(grads, state),
+            "update": lambda: tx.update(grads, state, params),
+            "apply_gradients": lambda: mpjax.apply_gradients(tx, grads, state, params),
+        }
+        return loss(params), uses[use]()
+
+    with pytest.warns(mpjax.LossScaleWarning, match="multiplied by the scale by hand"):
+        jax.eval_shape(step, PARAMS)
 
 
 def test_true_cotangents_keep_values_and_dtypes():

@@ -2,12 +2,14 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
 import mpjax
-from testing.random_training import Case, Failure, Rejected, check, shrink
+from testing.random_training import Case, Failure, Rejected, check, numbered_case, shrink
 from testing.random_training.models import Model
+from testing.random_training.properties import _close
 
 TREE = Model(
     "tree",
@@ -31,7 +33,7 @@ def model_loss(p, x, stats, ids):
     return jnp.sum(h * h), (stats, aux)
 """,
 )
-ADAM = "mpjax.dynamic_loss_scale(optax.adam(1e-2), growth_interval=2)"
+ADAM = "mpjax.dynamic_loss_scale(optax.adam(1e-2), growth_interval=2<options>)"
 STEPS = ("", "spike", "loss", "")
 
 
@@ -97,6 +99,33 @@ def test_a_float32_result_of_user_code_that_is_rounded_is_caught(monkeypatch):
     monkeypatch.setattr(mpjax, "with_policy", rounded_ids)
     with pytest.raises(Failure, match="above rounding in aux"):
         check(case)
+
+
+def test_a_rounding_error_beside_a_nan_is_no_failure():
+    exact, typed = np.array([np.nan, 1 / 3, np.inf]), np.array([np.nan, np.float32(1 / 3), np.inf])
+    assert _close(exact, typed, typed + 2.0**-30, 2.0**-20)
+    assert not _close(exact, typed, typed + 2.0**-10, 2.0**-20)
+    assert not _close(exact, typed, typed[[1, 0, 2]], 2.0**-20)
+
+
+def test_random_keys_in_the_state_of_a_compiled_step():
+    optimizer = "mpjax.static_loss_scale(optax.noisy_sgd(0.1, 0.01, 0.55, key=KEY), 8.0<options>)"
+    assert check(Case(TREE, optimizer=optimizer), compiled=True) == "bitwise"
+
+
+def test_no_illegal_optimizer_is_drawn_or_left_by_shrinking():
+    for number in range(1000):
+        case = numbered_case(number)
+        source = case.source.rpartition("tx = ")[2].partition("\n")[0]
+        assert ("grads_are_scaled" in source) == (case.gradient == "by hand")
+        outside, inside = source.partition("mpjax.")[::2]
+        if case.half_params:  # the updates of half params lead to exactly representable values
+            assert not outside
+            assert "optax.scale(0.5)" not in inside
+        if case.gradient == "by hand":  # a clip would see scaled gradients
+            assert "clip" not in outside
+    by_hand = Case(TREE, gradient="by hand", loss="remat")
+    assert all(("grads_are_scaled" in c.source) == (c.gradient == "by hand") for c in by_hand.simpler())
 
 
 def test_shrinking_keeps_the_failure(monkeypatch):

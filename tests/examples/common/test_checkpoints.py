@@ -138,3 +138,15 @@ def test_full_disk_is_reported_in_one_line(tmp_path, monkeypatch):
         monkeypatch.setattr(checkpoints._manager, "save", save)
         with pytest.raises(UsageError, match=r"No space left on device\. Free disk space"):
             checkpoints.save(1, jax.device_get(state(1)), {})
+
+
+def test_an_intact_best_checkpoint_is_named(saved, tmp_path):
+    folder, best = (shutil.copytree(saved, tmp_path / name) for name in ("checkpoints", "best"))
+    for step in folder.iterdir():
+        empty_files(step)
+    for expected in ("is intact: --mode evaluate --best", None):
+        with Checkpoints(folder, keep=3) as checkpoints, pytest.raises(UsageError) as error:
+            checkpoints.restore(lambda position: state(0))
+        assert ("is intact" in str(error.value)) == (expected is not None)
+        for step in best.iterdir():
+            empty_files(step)

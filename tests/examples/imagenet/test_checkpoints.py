@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import re
 import signal
+import subprocess
 import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +19,7 @@ import pytest
 from PIL import Image
 from safetensors import safe_open
 from safetensors.flax import load_file, save_file
+from sklearn.metrics import accuracy_score
 
 from examples.common import loop, use, weights
 from examples.common.checkpoints import Checkpoints
@@ -22,7 +28,8 @@ from examples.common.precision_change import change_precision, float32_params
 from examples.common.run_folder import RunFolder
 from examples.common.training import Variables
 from examples.common.weights import cast_weights, read_about
-from examples.imagenet.__main__ import main
+from examples.imagenet import train
+from examples.imagenet.train import main
 from tests.examples.imagenet.runs import (
     as_bytes,
     digit_flags,
@@ -73,25 +80,32 @@ def test_interrupted_and_resumed_run_ends_bitwise_equal(trained, tmp_path, capsy
 
 
 @pytest.mark.slow
-def test_killed_run_resumes_from_its_last_checkpoint(tmp_path, capsys):
+@pytest.mark.parametrize("number", range(int(os.environ.get("MPJAX_KILLS", "1"))))
+def test_killed_run_resumes_from_its_last_checkpoint(number, trained, tmp_path, capsys):
+    """The first is killed after its first checkpoint, the others at random moments; every other one is sharded."""
     output = tmp_path / "run"
-    flags = digit_flags(output)
+    flags = [*digit_flags(output), *(["--fsdp"] if number % 2 else [])]
     process = start(*flags, "--save-every", "0")
     deadline = time.monotonic() + 300
-    while time.monotonic() < deadline and process.poll() is None and newest(output) < 1:
+    while time.monotonic() < deadline and process.poll() is None and newest(output) < (number == 0):
         time.sleep(0.05)
+    if number:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(np.random.default_rng(number).uniform(0, 20))
     process.kill()
     _, err = process.communicate(timeout=60)
-    assert process.returncode == -signal.SIGKILL, err
+    assert process.returncode == -signal.SIGKILL or number, err
     # Every file is complete, whenever the process was killed.
-    assert json.loads((output / "config.json").read_text())["epochs"] == 2
+    if number == 0 or (output / "config.json").exists():
+        assert json.loads((output / "config.json").read_text())["epochs"] == 2
     if (output / "metrics.jsonl").exists():
         metrics_of(output)
-    saved = newest(output)
-    assert int(last_state(output).step) == saved
-    assert main([*flags, "--resume"]) == 0
+    if saved := newest(output):
+        assert int(last_state(output).step) == saved
+    assert main([*flags, *(["--resume"] if output.exists() else [])]) == 0
     assert [line["step"] for line in metrics_of(output)] == [3, 6]
-    assert "starts from the beginning" not in capsys.readouterr().out
+    assert ("starts from the beginning" in capsys.readouterr().out) == (output.exists() and not saved)
+    assert as_bytes(last_state(output)) == as_bytes(last_state(trained))
 
 
 def newest(output):
@@ -215,6 +229,8 @@ def test_predictions_for_files_equal_those_for_test_images(trained, tmp_path, ca
     assert main(flags) == 0
     of_test_set = json.loads((trained / "predictions.json").read_text())["predictions"]
     assert len(of_test_set) == 96
+    accuracy = accuracy_score([line["truth"] for line in of_test_set], [line["class"] for line in of_test_set])
+    assert accuracy == pytest.approx(metrics_of(trained)[-1]["test_accuracy"])
     digits = digits_task().test_set.load(np.arange(2), None).batch.images
     paths = [tmp_path / f"{index}.png" for index in range(2)]
     for path, pixels in zip(paths, digits, strict=True):
@@ -225,7 +241,28 @@ def test_predictions_for_files_equal_those_for_test_images(trained, tmp_path, ca
         assert one["class"] == two["class"]
         assert one["probability"] == pytest.approx(two["probability"], rel=1e-2)
     (tmp_path / "no.png").write_bytes(b"no image")
-    assert "no.png' cannot be read as an image" in error_of([*flags, "--images", str(tmp_path / "no.png")], capsys)
+    assert "no.png': not a complete JPEG" in error_of([*flags, "--images", str(tmp_path / "no.png")], capsys)
+    # The good files are finished, and the exit code says that one is bad.
+    assert main([*flags, "--images", str(tmp_path / "no.png"), str(paths[0])]) == 1
+    captured = capsys.readouterr()
+    assert "no.png': not a complete JPEG" in captured.err
+    assert f"{paths[0]}: {of_files[0]['class']} (" in captured.out
+
+
+def test_the_plain_script_of_the_readme_uses_an_export(trained, tmp_path, monkeypatch, capsys):
+    flags = ["--devices", "1", "--output", str(trained)]
+    assert main([*flags, "--mode", "evaluate", "--export", "float32"]) == 0
+    image = tmp_path / "digit.png"
+    Image.fromarray(digits_task().test_set.load(np.arange(1), None).batch.images[0, :, :, 0]).save(image)
+    assert main([*flags, "--mode", "predict", "--policy", "float32", "--images", str(image)]) == 0
+    (known,) = json.loads((trained / "predictions.json").read_text())["predictions"]
+    readme = (Path(train.__file__).parent / "README.md").read_text()
+    (code,) = re.findall(r"## Use an export.*?```python\n(.*?)```", readme, re.DOTALL)
+    assert len(code.splitlines()) <= 20
+    monkeypatch.setattr("sys.argv", ["use.py", str(trained / "weights_float32.safetensors"), str(image)])
+    capsys.readouterr()
+    exec(compile(code, "README.md", "exec"), {})
+    assert capsys.readouterr().out == f"{image} {known['class']}\n"
 
 
 def test_other_files_are_refused_as_weights(tmp_path, capsys):

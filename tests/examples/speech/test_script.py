@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import jax
+import jiwer
 import numpy as np
 import pytest
 import soundfile
@@ -52,6 +53,10 @@ def test_run_writes_all_outputs(finished):
     assert np.isfinite([line[name] for line in lines for name in ("train_loss", "test_loss", "wer", "cer")]).all()
     assert (finished / "curves.png").stat().st_size > 10_000
     assert "worst:" in (finished / "transcripts.txt").read_text()
+    transcripts = json.loads((finished / "transcripts.json").read_text())["transcripts"]
+    references, hypotheses = ([line[name] for line in transcripts] for name in ("reference", "hypothesis"))
+    assert jiwer.wer(references, hypotheses) == pytest.approx(summary["wer"])
+    assert jiwer.cer(references, hypotheses) == pytest.approx(summary["cer"])
     assert not (finished / "not_finite.txt").exists()
 
 

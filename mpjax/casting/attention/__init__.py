@@ -1,0 +1,1 @@
+"""Attention that a program writes out, as one fused kernel."""

@@ -1,0 +1,201 @@
+"""Puts each attention of a program into one equation, so that autocast plans it like any other.
+
+Calls (`jit`, `custom_jvp`) that hold only a part of an attention are inlined first. Those that hold all of it stay: it
+is found when their own program is planned.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from mpjax._jaxpr import compat
+from mpjax._jaxpr.primitives import Op
+from mpjax._jaxpr.program import sub_jaxprs
+from mpjax.casting.attention.find import Flow, Found, attentions
+from mpjax.casting.attention.kernel import ATTENTION, Options, options_of
+from mpjax.casting.classify import Setting, classify
+
+_CALLS = ("jit", "pjit", "custom_jvp_call", "closed_call", "call", "eval_jaxpr")
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """A program with its attentions as single equations.
+
+    Args:
+        jaxpr: The open jaxpr.
+        refused: The attentions that are not fused, each as the equation of its values with the reason.
+    """
+
+    jaxpr: Any
+    refused: tuple[tuple[Any, str], ...] = ()
+
+
+_cache: weakref.WeakKeyDictionary[Any, dict[Any, Prepared]] = weakref.WeakKeyDictionary()
+
+
+_consts: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
+
+
+def remember(jaxpr: Any, consts: Sequence[Any]) -> None:
+    """Notes the constants of an open jaxpr, which may hold the masks of its attentions."""
+    known = {v: x for v, x in zip(jaxpr.constvars, consts, strict=True) if not isinstance(x, jax.core.Tracer)}
+    _consts[jaxpr] = known
+
+
+def prepared(jaxpr: Any, setting: Setting) -> Prepared:
+    """An open jaxpr with its attentions as single equations, if the rules ask for it."""
+    if setting.rules.attention == "unfused":
+        return Prepared(jaxpr)
+    known = _cache.setdefault(jaxpr, {})
+    if setting not in known:
+        known[setting] = _prepare(jaxpr, setting)
+    return known[setting]
+
+
+def _why_not(found: Found, setting: Setting) -> str:
+    """Why an attention is not fused, by its form or by the rules; empty if nothing is against it."""
+    if found.why_not:
+        return found.why_not
+    listings = [classify(eqn, setting) for eqn in (found.scores, found.values)]
+    return next((each.why for each in listings if each.op is not Op.ALLOW), "")
+
+
+def _prepare(jaxpr: Any, setting: Setting) -> Prepared:
+    if not _may_contain(jaxpr):
+        return Prepared(jaxpr)
+    flat, origins = inlined(jaxpr, lambda eqn: not contains_all(eqn))
+    consts = _consts.get(jaxpr, {})
+    flow = Flow(flat, consts)
+    found = [each for each in attentions(flow) if _is_here(each, origins)]
+    if not found:
+        return Prepared(jaxpr)
+    refused, needed = [], set()
+    for each in found:
+        why = _why_not(each, setting)
+        if not why:
+            issued = options_of(each, flow, setting)
+            why = issued if isinstance(issued, str) else ""
+        if why:
+            refused.append((each.values, why))
+        else:
+            needed |= {
+                id(origins[key]) for key in (*map(id, (*each.inside, each.values)), *flow.seen) if key in origins
+            }
+    if not needed:
+        return Prepared(jaxpr, tuple(refused))
+    flat, _ = inlined(jaxpr, lambda eqn: id(eqn) in needed, inside=True)
+    flow, fused = Flow(flat, consts), {}
+    for each in attentions(flow):
+        if not _why_not(each, setting):
+            issued = options_of(each, flow, setting)
+            if not isinstance(issued, str):
+                fused[id(each.values)] = _equation(each.values, *issued)
+    eqns = [fused.get(id(eqn), eqn) for eqn in flat.eqns]
+    result = Prepared(flat.replace(eqns=eqns), tuple(refused))
+    _cache.setdefault(result.jaxpr, {})[setting] = result
+    return result
+
+
+def _equation(values: Any, operands: Sequence[Any], options: Options) -> Any:
+    return values.replace(primitive=ATTENTION, invars=list(operands), params={"options": options})
+
+
+def _may_contain(jaxpr: Any) -> bool:
+    """Whether a jaxpr and its calls have an exponential and two matmuls."""
+    names: list[str] = []
+
+    def collect(jaxpr: Any) -> None:
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name in _CALLS:
+                for inner in sub_jaxprs(eqn):
+                    collect(inner.opened)
+            elif eqn.primitive.name in ("exp", "dot_general"):
+                names.append(eqn.primitive.name)
+
+    collect(jaxpr)
+    return "exp" in names and names.count("dot_general") > 1
+
+
+_whole: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+
+
+def contains_all(eqn: Any) -> bool:
+    """Whether a call contains an attention from queries to values."""
+    for inner in sub_jaxprs(eqn):
+        jaxpr = inner.opened
+        if jaxpr not in _whole:
+            flat = inlined(jaxpr, lambda eqn: True)[0] if _may_contain(jaxpr) else None
+            _whole[jaxpr] = flat is not None and any(True for _ in attentions(Flow(flat)))
+        if _whole[jaxpr]:
+            return True
+    return False
+
+
+def _is_here(found: Found, origins: dict[int, Any]) -> bool:
+    """Whether an attention is not inside a single equation."""
+    return len({id(origins[id(eqn)]) for eqn in (found.scores, found.values)}) > 1
+
+
+def inlined(jaxpr: Any, chosen: Callable[[Any], bool], inside: bool = False) -> tuple[Any, dict[int, Any]]:
+    """An open jaxpr with the equations of some of its calls in place of the calls.
+
+    Args:
+        jaxpr: The jaxpr.
+        chosen: Whether to inline a call of the jaxpr.
+        inside: Whether to inline all calls inside a chosen call; otherwise those that are `chosen`.
+
+    Returns:
+        The jaxpr, and for the `id` of each of its equations the equation of the given jaxpr that it was in.
+    """
+    eqns: list[Any] = []
+    origins: dict[int, Any] = {}
+    seen: dict[Any, Any] = {}  # The variable that an inlined result stands for.
+
+    def add(eqn: Any, names: dict[Any, Any], around: Any, origin: Any, chosen: Callable[[Any], bool]) -> None:
+        def read(v: Any) -> Any:
+            return v if isinstance(v, compat.Literal) else names.get(v, v)
+
+        ins = [read(v) for v in eqn.invars]
+        if eqn.primitive.name in _CALLS and chosen(eqn) and is_plain(eqn):
+            inner = compat.open_jaxpr(compat.call_jaxpr(eqn.params)).jaxpr
+            within = dict(zip(inner.invars, ins, strict=True))
+            outer = eqn if around is None else compat.in_scopes_of(eqn, around)
+            for each in inner.eqns:
+                add(each, within, outer, origin or eqn, (lambda eqn: True) if inside else chosen)
+            for v, out in zip(eqn.outvars, inner.outvars, strict=True):
+                names[v] = out if isinstance(out, compat.Literal) else within.get(out, out)
+            return
+        if around is not None:
+            renamed = [compat.new_variable(v) for v in eqn.outvars]
+            names.update(zip(eqn.outvars, renamed, strict=True))
+            eqn = compat.in_scopes_of(eqn, around).replace(invars=ins, outvars=renamed)
+        elif any(a is not b for a, b in zip(ins, eqn.invars, strict=True)):
+            new = eqn.replace(invars=ins)
+            origin, eqn = eqn, new
+        eqns.append(eqn)
+        origins[id(eqn)] = origin or eqn
+
+    for eqn in jaxpr.eqns:
+        add(eqn, seen, None, None, chosen)
+    outs = [v if isinstance(v, compat.Literal) else seen.get(v, v) for v in jaxpr.outvars]
+    return (jaxpr.replace(eqns=eqns, outvars=outs) if eqns != list(jaxpr.eqns) else jaxpr), origins
+
+
+def is_plain(eqn: Any) -> bool:
+    """Whether a call may be inlined: no shardings, no donation, no constants, no rules that close over values."""
+    params = eqn.params
+    opened = compat.open_jaxpr(compat.call_jaxpr(params))
+    if opened.jaxpr.constvars or eqn.effects or any(params.get("donated_invars", ())):
+        return False
+    shardings = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
+    return all(map(compat.is_unspecified, shardings)) and not any(
+        "jvp_jaxpr_fun" in inner.params
+        or ("fwd_jaxpr_thunk" in inner.params and compat.may_close_over_tracers(inner.params))
+        for inner in opened.jaxpr.eqns
+    )

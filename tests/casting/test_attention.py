@@ -1,0 +1,305 @@
+"""Attention that a program writes out runs as one fused kernel."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mpjax
+from mpjax import Rules
+from mpjax._jaxpr.interpreter import COMPILER_OPTIONS
+
+pytestmark = pytest.mark.standard_promotion
+B, T, N, H = 2, 6, 2, 8
+
+
+def heads(x, w, split=True):
+    """A projection of x, split into heads."""
+    return (x @ w).reshape(B, -1, N, H) if split else x @ w
+
+
+def causal(n=T, m=T):
+    return jnp.tril(jnp.ones((n, m)))
+
+
+def einsum(q, k, v):
+    scores = jnp.einsum("bthd,bshd->bhts", q, k) / np.sqrt(H)
+    return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(jnp.where(causal() == 0, -jnp.inf, scores)), v)
+
+
+def scaled_query(q, k, v):
+    q, k, v = (x.swapaxes(1, 2) for x in (q * H**-0.5, k, v))
+    scores = q @ k.swapaxes(-1, -2)
+    return (jax.nn.softmax(scores + (1 - causal()) * -1e9) @ v).swapaxes(1, 2)
+
+
+def written_out(q, k, v):
+    q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
+    scores = 0.3 * (q @ k.swapaxes(-1, -2))
+    weights = jnp.exp(scores - jax.lax.stop_gradient(scores.max(-1, keepdims=True)))
+    return ((weights / weights.sum(-1, keepdims=True)) @ v).swapaxes(1, 2)
+
+
+def keys_first(q, k, v):
+    scores = jnp.einsum("bshd,bthd->hbst", k, q)
+    return jnp.einsum("hbst,bshd->bthd", jax.nn.softmax(scores * 0.3, axis=2), v)
+
+
+def flat_batch(q, k, v):
+    q, k, v = (x.swapaxes(1, 2).reshape(B * N, T, H) for x in (q, k, v))
+    scores = jnp.einsum("btd,bsd->bts", q, k).reshape(B, N, T, T)
+    weights = jax.nn.softmax(jnp.where(causal(), scores, -1e9)).reshape(B * N, T, T)
+    return (weights @ v).reshape(B, N, T, H).swapaxes(1, 2)
+
+
+def one_example(q, k, v):
+    return jax.vmap(jax.vmap(lambda q, k, v: jax.nn.softmax(q @ k.T / 3) @ v, (1, 1, 1), 1))(q, k, v)
+
+
+def flax_function(q, k, v):
+    return nn.dot_product_attention(q, k, v, mask=nn.make_causal_mask(jnp.ones((B, T))))
+
+
+def jax_function(q, k, v):
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True)
+
+
+def window(q, k, v):
+    i = jnp.arange(T)
+    seen = (i[:, None] >= i) & (i[:, None] - i < 3)
+    return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(jnp.where(seen, jnp.einsum("bthd,bshd->bhts", q, k), -1e9)), v)
+
+
+def grouped(q, k, v):
+    scores = jnp.einsum("btkgh,bskh->bkgts", q.reshape(B, T, 1, N, H), k[:, :, :1])
+    weights = jax.nn.softmax(jnp.where(causal(), scores, -1e30))
+    return jnp.einsum("bkgts,bskh->btkgh", weights, v[:, :, :1]).reshape(B, T, N, H)
+
+
+def repeated(q, k, v):
+    return written_out(q, *(jnp.repeat(x[:, :, :1], N, axis=2) for x in (k, v)))
+
+
+def slopes(q, k, v):
+    distance = jnp.abs(jnp.arange(T)[:, None] - jnp.arange(T))
+    bias = -jnp.asarray([0.5, 0.25])[:, None, None] * distance
+    scores = jnp.einsum("bthd,bshd->bhts", q, k) / np.sqrt(H)
+    return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores + bias), v)
+
+
+def padding(q, k, v):
+    seen = (jnp.sum(k, (2, 3)) > -3)[:, None, None, :]  # depends on an input
+    bias = jnp.where(seen, 0.0, -1e30)
+    return nn.dot_product_attention(q, k, v, bias=bias)
+
+
+def jitted(q, k, v):
+    weights = jax.jit(lambda q, k: jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", q, k)))(q, k)
+    return jnp.einsum("bhts,bshd->bthd", weights, v)
+
+
+def cache(q, k, v):
+    seen = jnp.arange(T) < jnp.asarray(jnp.abs(q).max() > 0, int) * 3 + 1
+    return nn.dot_product_attention(q[:, :1], k, v, mask=seen[None, None, None])
+
+
+FUSED = {
+    f.__name__: f
+    for f in (
+        einsum, scaled_query, written_out, keys_first, flat_batch, one_example, flax_function, jax_function, window,
+        grouped, repeated, slopes, padding, jitted, cache,
+    )
+}  # fmt: skip
+KINDS = {
+    "einsum": "causal", "flat_batch": "causal", "flax_function": "causal", "jax_function": "causal",
+    "grouped": "causal", "window": "causal, window (2, 0)", "slopes": "bias", "padding": "mask", "cache": "mask",
+    "scaled_query": "bias",
+}  # fmt: skip
+
+
+def loss_of(attention, wrap=lambda f: f):
+    """A loss of projections around an attention."""
+
+    def loss(params, x):
+        out = wrap(attention)(*(heads(x, w) for w in params[:3]))
+        return jnp.mean(jnp.sin(out.reshape(B, -1, N * H) @ params[3]) ** 2)
+
+    return loss
+
+
+def arguments(seeds=16):
+    """Parameters and inputs, stacked over seeds."""
+    rng = np.random.default_rng(0)
+    params = [jnp.asarray(rng.normal(size=(seeds, 16, 16)) / 4, jnp.float32) for _ in range(4)]
+    return params, jnp.asarray(rng.normal(size=(seeds, B, T, 16)), jnp.float32)
+
+
+def first(args):
+    return jax.tree.map(lambda x: x[0], args)
+
+
+def autocast(loss, attention="xla", policy="mixed_bfloat16"):
+    return mpjax.autocast(loss, policy, rules=Rules(attention=attention))
+
+
+def compiled(fun):
+    return jax.jit(jax.vmap(fun), compiler_options=COMPILER_OPTIONS)
+
+
+def gradients(loss, args, attention="xla", policy="mixed_bfloat16"):
+    return compiled(jax.grad(autocast(loss, attention, policy)))(*args)
+
+
+def exact(loss, args):
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda a: jnp.asarray(np.asarray(a), jnp.float64), args)
+        return jax.tree.map(np.asarray, compiled(jax.grad(loss))(*wide))
+
+
+def error(found, reference):
+    """The root mean square over parameters of the relative errors of their gradients."""
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(reference), strict=True)
+    return np.sqrt(np.mean([np.sum((np.asarray(a) - b) ** 2) / np.sum(b**2) for a, b in pairs]))
+
+
+def rows(loss, args, attention="xla"):
+    """The rows of attentions in the plan, fused or not."""
+    plan = mpjax.explain(autocast(loss, attention), *first(args))
+    return [row for row in plan.rows if row.op in ("fused_attention", "attention")]
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_attention_is_fused_and_as_exact_as_today(name):
+    loss, args = loss_of(FUSED[name]), arguments()
+    (row,) = rows(loss, args)
+    assert row.op == "fused_attention", row.why
+    assert row.why.endswith(KINDS.get(name, "scores"))
+    reference = exact(loss, args)
+    today = error(gradients(loss, args, "unfused"), reference)
+    assert error(gradients(loss, args), reference) <= 1.1 * today
+
+
+def keyed(change=lambda scores: scores, after=lambda weights: weights, returns=lambda scores, weights: 0.0):
+    """A causal attention with changes to its scores or probabilities."""
+
+    def attention(q, k, v):
+        scores = jnp.where(causal(), jnp.einsum("bthd,bshd->bhts", q, k), -1e9)
+        weights = jax.nn.softmax(change(scores))
+        return jnp.einsum("bhts,bshd->bthd", after(weights), v) + returns(scores, weights)
+
+    return attention
+
+
+def dropout(weights):
+    return jnp.where(jax.random.bernoulli(jax.random.key(0), 0.9, weights.shape), weights / 0.9, 0)
+
+
+def highest(q, k, v):
+    scores = jnp.einsum("bthd,bshd->bhts", q, k, precision="highest")
+    return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores), v)
+
+
+def fixed_dtype(q, k, v):
+    scores = jnp.einsum("bthd,bshd->bhts", q.astype(jnp.bfloat16), k.astype(jnp.bfloat16)).astype(jnp.float32)
+    return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores), v)
+
+
+REFUSED = {
+    "dropout": (keyed(after=dropout), "dropout on its probabilities"),
+    "soft cap": (keyed(lambda x: jnp.tanh(x / 50) * 50), "capped"),
+    "probabilities read": (keyed(returns=lambda s, p: p.sum()), "its probabilities are read by reduce_sum too"),
+    "scores read": (keyed(returns=lambda s, p: s.mean()), "its scores are read by reduce_sum too"),
+    "mask after the softmax": (keyed(after=lambda p: p * causal()), "mul changes its probabilities"),
+    "weak mask": (keyed(lambda x: jnp.where(causal(), x, -5)), "not far below"),
+    "clip": (keyed(lambda x: jnp.clip(x, -3, 3)), "clipped"),
+    "precision": (highest, "precision HIGHEST"),
+    "dtype": (fixed_dtype, "dtype"),
+    "float32 region": (mpjax.float_function(keyed()), "float_function"),
+    "temperature": (keyed(lambda x: x * jnp.abs(x).mean()), "a value that the program computes"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_near_miss_stays_as_it_is(name):
+    attention, why = REFUSED[name]
+    loss, args = loss_of(attention), arguments(2)
+    (row,) = rows(loss, args)
+    assert row.op == "attention"
+    assert why in row.why
+    assert same(loss, args)
+
+
+def same(loss, args):
+    """Whether fused attention leaves a program as it is."""
+    programs = [jax.make_jaxpr(jax.grad(autocast(loss, attention)))(*first(args)) for attention in ("unfused", "xla")]
+    return str(programs[0]) == str(programs[1])
+
+
+def other_axis(q, k, v):
+    return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", q, k), axis=1), v)
+
+
+def over_queries(q, k, v):
+    return jnp.einsum("bhts,bthd->bshd", jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", q, k)), v)
+
+
+def unnormalised(q, k, v):
+    return jnp.einsum("bhts,bshd->bthd", jnp.exp(jnp.einsum("bthd,bshd->bhts", q, k) / 50), v)
+
+
+def sum_of_others(q, k, v):
+    weights = jnp.exp(jnp.einsum("bthd,bshd->bhts", q, k))
+    return jnp.einsum("bhts,bshd->bthd", weights / weights.sum(1, keepdims=True), v)
+
+
+@pytest.mark.parametrize("attention", [other_axis, over_queries, unnormalised, sum_of_others])
+def test_what_is_not_attention_stays_as_it_is(attention):
+    loss, args = loss_of(attention), arguments(2)
+    assert not [row for row in rows(loss, args) if row.op == "fused_attention"]
+    assert same(loss, args)
+
+
+def test_off_by_default():
+    loss, args = loss_of(einsum), arguments(1)
+    assert not rows(loss, args, "unfused")
+    assert Rules().attention == "unfused"
+    with pytest.raises(ValueError, match=r"attention='flash'.*'fused'"):
+        Rules(attention="flash")
+
+
+def test_a_platform_without_a_fused_kernel_runs_it_as_written():
+    loss, args = loss_of(einsum), arguments(1)
+    (row,) = rows(loss, args, "fused")
+    assert (row.op, row.why) == ("attention", "cpu has no fused kernel")
+
+
+def test_the_refusal_of_a_kernel_is_quoted():
+    loss, args = loss_of(einsum), arguments(1)
+    (row,) = rows(loss, args, "cudnn")  # JAX on a CPU has no cuDNN.
+    assert row.op == "attention"
+    assert row.why.startswith("cudnn refuses it: ")
+    gradients(loss, args, "cudnn")
+
+
+def test_a_gradient_inside_is_said():
+    loss, args = loss_of(einsum), arguments(1)
+    (row, *_) = rows(jax.grad(loss), args)
+    assert row.op == "attention"
+    assert "put autocast inside" in row.why
+
+
+TRANSFORMS = {
+    "jit": jax.jit,
+    "remat": jax.checkpoint,
+    "scan": lambda f: lambda *a: jax.lax.scan(lambda c, _: (c, f(*a)), 0, None, length=1)[1][0],
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_inside_transformations(name):
+    args = arguments(2)
+    loss = loss_of(einsum, TRANSFORMS[name])
+    (row,) = rows(loss, args)
+    assert (row.op, row.why) == ("fused_attention", "xla: stores no scores, causal")
+    np.testing.assert_allclose(gradients(loss, args)[0], gradients(loss_of(einsum), args)[0], rtol=0.05, atol=2e-3)
