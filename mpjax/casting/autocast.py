@@ -50,12 +50,13 @@ def is_array(x: Any) -> bool:
     return isinstance(x, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct))
 
 
-def trace(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], planned: bool = True) -> Program:
+def trace(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], half: np.dtype | None) -> Program:
     """Traces a call. Arguments and results that are not arrays stay outside the program.
 
     Args:
         fun, args, kwargs: The call.
-        planned: Whether the trace will be planned. That plan leaves the operations of autocast functions inside alone.
+        half: The half dtype of the plan that will be made of the trace; None if none will be made. That plan leaves the
+            operations of autocast functions inside alone.
 
     Raises:
         TypeError: The function's control flow depends on the value of an array.
@@ -71,20 +72,20 @@ def trace(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], 
             filled[i] = array
         args, kwargs = jax.tree.unflatten(tree, filled)
         results, out["tree"] = jax.tree.flatten(fun(*args, **kwargs))
-        if planned:
+        if half is not None:
             out["rules"] = derivative_rules.trace_live()
         # Tracers must not outlive the trace.
         out["leaves"] = [_ARRAY if isinstance(leaf, jax.Array) else leaf for leaf in results]
         return [leaf for leaf in results if isinstance(leaf, jax.Array)]
 
     try:
-        with planning(True) if planned else contextlib.nullcontext():
+        with planning(half.name) if half is not None else contextlib.nullcontext():
             jaxpr = compat.trace(flat, *arrays)
     except jax.errors.ConcretizationTypeError as error:
         if any(isinstance(array, jax.core.Tracer) for array in arrays):
             raise  # Without autocast, the function would fail here too.
         raise TypeError(_needs_a_value(fun, error)) from error
-    if planned:
+    if half is not None:
         derivative_rules.remember(jaxpr, out["rules"])
 
     def rebuild(results: Sequence[Any]) -> Any:
@@ -265,7 +266,7 @@ def autocast(fun: F, policy: Any = "mixed_float16", *, rules: Rules | None = Non
         if setting is None:
             return fun(*args, **kwargs)
         call, args, kwargs, finish = functional(fun, args, kwargs)
-        program = trace(call, args, kwargs)
+        program = trace(call, args, kwargs, setting.half)
         # NNX modules have named scopes.
         plan = plan_program(program, setting, with_owners=call is fun and setting.reads_scopes)
         warnings.check_inputs(program, policy)
@@ -331,10 +332,10 @@ def planned_call(fun: Callable[..., Any], args: Any, kwargs: Any) -> Plan:
         raise ValueError(f"explain: the policy {found.policy} computes in {dtype}, so autocast has no plan.")
     call, args, kwargs, _ = functional(found.fun, args, kwargs)
     setting = dataclasses.replace(setting, plans_rules=True)
-    return plan_program(trace(call, args, kwargs), setting, with_owners=call is found.fun)
+    return plan_program(trace(call, args, kwargs, setting.half), setting, with_owners=call is found.fun)
 
 
 def traced_call(fun: Callable[..., Any], args: Any, kwargs: Any) -> Program:
     """The traced program of a call as it runs, with the casts of any autocast inside."""
     call, args, kwargs, _ = functional(fun, args, kwargs)
-    return trace(call, args, kwargs, planned=False)
+    return trace(call, args, kwargs, None)

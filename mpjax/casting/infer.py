@@ -446,6 +446,10 @@ def _convert(inference: Inference, eqn: Any, listing: Listing) -> Step:
     (v,), (out,) = eqn.invars, eqn.outvars
     value, why = inference.value(v), "the user's cast"
     if value is None:  # a cast to float32
+        if listing.region == Region.HALF and v.aval.dtype == inference.setting.half:
+            inference.unchanged = False
+            half = (Inferred(Level.HALF, HALF),)
+            return Step(eqn, Action.ALIAS, (inference.read(v, TRACED),), half, "half_function", listing, half=True)
         pinned = compat.is_inexact(v.aval) and v.aval.dtype.itemsize < 4 and listing.region not in AS_TRACED
         level = Level.PINNED if pinned else made_from(eqn)
         return Step(eqn, Action.BIND, (inference.read(v, TRACED),), (Inferred(level, FULL),), why, listing)
@@ -455,7 +459,8 @@ def _convert(inference: Inference, eqn: Any, listing: Listing) -> Step:
         value = inference.moved(v, out)
         reads = (inference.read(v, value.storage),)
         return Step(eqn, Action.ALIAS, reads, (value,), "keeps its dtype", listing, half=value.storage == HALF)
-    if out.aval.dtype == inference.setting.half and value.storage == HALF:
+    stored = value.storage == HALF or listing.region == Region.HALF
+    if out.aval.dtype == inference.setting.half and stored and not isinstance(v, compat.Literal):
         return Step(eqn, Action.ALIAS, (inference.read(v, HALF),), (None,), why, listing, half=True)
     return Step(eqn, Action.BIND, (inference.read(v, FULL),), (None,), why, listing)
 

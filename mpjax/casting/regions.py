@@ -12,17 +12,20 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, cast
 
 import jax
+import numpy as np
 
 from mpjax._jaxpr.source import MARK
-from mpjax.casting.classify import Region
+from mpjax.casting.classify import FLOAT32, Region
+from mpjax.modules.functional import contains_state
 from mpjax.modules.scopes import named_modules
+from mpjax.policy import HALF_DTYPES
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 # Both are part of jit's cache key, because they change what is traced.
 disabled = jax.make_user_context(False)  # whether the code is in `autocast_disabled`
-planning = jax.make_user_context(False)  # whether autocast traces the code to plan it
+planning = jax.make_user_context("")  # the half dtype of the autocast that traces the code to plan it, if one does
 
 
 def scopes_of_modules(tree: Any) -> contextlib.AbstractContextManager[None]:
@@ -46,7 +49,8 @@ def _region(name: Region, fun: F) -> F:
 def half_function(fun: F) -> F:
     """Makes a function run in half under `autocast`; elsewhere it is unchanged.
 
-    All of its operations run in half, including those on the deny list.
+    Its float32 arguments are half while the function is traced, so that it can call kernels that accept half only. All
+    of its operations run in half, including those on the deny list. Its half results are float32 for the code around it.
 
     Example:
         >>> import jax.numpy as jnp, mpjax
@@ -56,9 +60,33 @@ def half_function(fun: F) -> F:
         >>> attention_weights(jnp.zeros((1, 2))).dtype
         dtype('float32')
 
-    Source: NVIDIA Apex, `apex.amp.half_function`.
+    Source: NVIDIA Apex, `apex.amp.half_function`; `torch.amp.custom_fwd(cast_inputs=...)`.
     """
-    return _region(Region.HALF, fun)
+
+    @functools.wraps(fun)
+    def cast_arguments(*args: Any, **kwargs: Any) -> Any:
+        half = None if disabled.value else _HALVES.get(planning.value)
+        # State that the function changes must stay the caller's own.
+        if half is None or contains_state((args, kwargs)):
+            return fun(*args, **kwargs)
+        args, kwargs = _cast((args, kwargs), FLOAT32, half)
+        # The function may close over float32 arrays, which the plan then casts.
+        with jax.numpy_dtype_promotion("standard"):
+            return _cast(fun(*args, **kwargs), half, FLOAT32)
+
+    return _region(Region.HALF, cast(F, cast_arguments))
+
+
+_HALVES = {dtype.name: dtype for dtype in HALF_DTYPES}
+
+
+def _cast(tree: Any, before: np.dtype, after: np.dtype) -> Any:
+    """A tree with its arrays of one dtype in another."""
+
+    def leaf(x: Any) -> Any:
+        return x.astype(after) if isinstance(x, (jax.Array, np.ndarray)) and x.dtype == before else x
+
+    return jax.tree.map(leaf, tree)
 
 
 def float_function(fun: F) -> F:

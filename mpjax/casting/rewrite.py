@@ -137,7 +137,9 @@ def _run(program: Plan | RematRegion, env: dict[Any, Any], plan: Plan, scopes: i
             if step.action is Action.BIND:
                 return _bind(step, operands, half)
             if step.action is Action.ALIAS:
-                return operands if step.outs[0] is not None else [operands[0][HALF]]
+                if step.outs[0] is None:
+                    return [operands[0][HALF]]
+                return operands if tracked(step.eqn.invars[0]) else values_of(operands, step.outs, half)
             return higher_order[step.eqn.primitive.name].issue(step, operands, plan)
 
     def constant(literal: Any, step: Step | None) -> Any:

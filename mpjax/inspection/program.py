@@ -16,7 +16,7 @@ from mpjax.modules.functional import contains_nnx_object
 def trace_to_run(caller: str, fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Program:
     """Traces a call that will be run. Its arguments must be arrays, not shapes."""
     call, pure_args, pure_kwargs, _ = functional(fun, args, kwargs)
-    program = trace(call, pure_args, pure_kwargs, planned=False)
+    program = trace(call, pure_args, pure_kwargs, None)
     if call is not fun:
         program.names = argument_names(program, args, kwargs)
     for name, array in zip(program.names, program.arrays, strict=True):

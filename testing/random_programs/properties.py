@@ -372,6 +372,7 @@ class Subject:
 
     def __init__(self, case: Case, args: Any = None):
         self.args = case.arguments() if args is None else args
+        self._programs: dict[Any, Program] = {}
         self.fun = TRANSFORMS[case.transform](case.program(), lambda fun: fun)
         try:
             with case.on_mesh():
@@ -383,12 +384,13 @@ class Subject:
         if self.plain.leaks:
             raise Rejected("a rule closes over a differentiated value; JAX leaves a tracer in the program")
 
-    @functools.cached_property
-    def program(self) -> Program:
-        """The program as autocast traces it, if autocast is outside the transformation."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return trace_to_plan(self.fun, self.args, {})
+    def program(self, half: Any) -> Program:
+        """The program as autocast traces it for a half dtype, if autocast is outside the transformation."""
+        if half not in self._programs:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                self._programs[half] = trace_to_plan(self.fun, self.args, {}, half)
+        return self._programs[half]
 
     @functools.cached_property
     def reference(self) -> Any:
@@ -401,11 +403,11 @@ class Subject:
         assert cast is not None
         setting = setting_of(cast.policy, cast.rules)
         assert setting is not None
-        return plan_program(self.program, setting)
+        return plan_program(self.program(setting.half), setting)
 
     def rewritten(self, plan: Plan) -> Traced:
         """The program rewritten by a plan."""
-        return trace(lambda *args: run_program(dataclasses.replace(self.program, arrays=args), plan), *self.args)
+        return trace(lambda *args: run_program(dataclasses.replace(self.program(plan.setting.half), arrays=args), plan), *self.args)
 
 
 def _fails_in_jit(case: Case, subject: Subject, error: Exception) -> bool:

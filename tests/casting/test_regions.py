@@ -117,3 +117,55 @@ def test_inner_autocast_applies_to_its_body():
 def test_float32_policy_is_the_identity():
     fun = mpjax.autocast(lambda w, x: jnp.mean(x @ w), "float32")
     assert matmul_dtypes(fun, W, X) == ["float32"]
+
+
+@pytest.mark.parametrize("half", ["float16", "bfloat16"])
+def test_half_function_casts_its_arguments_while_it_is_traced(half):
+    seen = []
+
+    @mpjax.half_function
+    def kernel(x, w, *, scale, name):
+        seen.append((x.dtype.name, w.dtype.name, scale.dtype.name, name))
+        if x.dtype != half:
+            raise NotImplementedError(f"half only, got {x.dtype}")
+        return {"out": scale * (x @ w), "count": jnp.arange(3)}
+
+    def loss(w, x):
+        out = kernel(x @ w, w, scale=jnp.float32(2), name="k")["out"]
+        assert out.dtype == jnp.float32
+        return jnp.mean((jnp.tanh(out) @ w) ** 2)
+
+    got = jax.grad(mpjax.autocast(loss, f"mixed_{half}"))(W / 4, X)
+    assert seen == [(half, half, half, "k")]
+    assert got.dtype == jnp.float32
+    plain = jax.grad(lambda w: jnp.mean((jnp.tanh(2 * (X @ w @ w)) @ w) ** 2))(W / 4)
+    assert jnp.allclose(got, plain, rtol=0.05)
+    assert matmul_dtypes(mpjax.autocast(loss, f"mixed_{half}"), W, X) == [half] * 3
+    with pytest.raises(NotImplementedError, match="got float32"):
+        loss(W, X)
+
+
+def test_half_function_calls_a_pallas_kernel_in_half():
+    pallas = pytest.importorskip("jax.experimental.pallas")
+
+    def double(x_ref, out_ref):
+        out_ref[...] = x_ref[...] * 2
+
+    @mpjax.half_function
+    def kernel(x):
+        assert x.dtype == jnp.bfloat16
+        return pallas.pallas_call(double, jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)(x)
+
+    out = mpjax.autocast(lambda w, x: kernel(x @ w) @ w, "mixed_bfloat16")(W, X)
+    assert jnp.allclose(out, 2 * X @ W @ W)
+
+
+def test_half_function_in_a_disabled_region_is_unchanged():
+    kernel = mpjax.half_function(lambda x: (x.dtype, x)[1])
+
+    def loss(x):
+        with mpjax.autocast_disabled():
+            x = kernel(x @ x)
+        return jnp.sum((x @ x) ** 2)
+
+    assert matmul_dtypes(mpjax.autocast(loss), W) == ["float32", "float16"]
