@@ -50,7 +50,7 @@ def half_function(fun: F) -> F:
     """Makes a function run in half under `autocast`; elsewhere it is unchanged.
 
     Its float32 arguments are half while the function is traced, so that it can call kernels that accept half only. All
-    of its operations run in half, including those on the deny list. Its half results are float32 for the code around it.
+    of its operations run in half, including those on the deny list. Its half results are float32 for its caller.
 
     Example:
         >>> import jax.numpy as jnp, mpjax

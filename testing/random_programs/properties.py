@@ -407,7 +407,10 @@ class Subject:
 
     def rewritten(self, plan: Plan) -> Traced:
         """The program rewritten by a plan."""
-        return trace(lambda *args: run_program(dataclasses.replace(self.program(plan.setting.half), arrays=args), plan), *self.args)
+        return trace(
+            lambda *args: run_program(dataclasses.replace(self.program(plan.setting.half), arrays=args), plan),
+            *self.args,
+        )
 
 
 def _fails_in_jit(case: Case, subject: Subject, error: Exception) -> bool:
