@@ -22,7 +22,7 @@ from jax._src.dtypes import canonicalize_value
 from jax._src.interpreters import ad, mlir
 from jax._src.interpreters import partial_eval as pe
 from jax._src.lax.lax import _convert_element_type, canonicalize_precision
-from jax._src.mesh import use_abstract_mesh
+from jax._src.mesh import get_abstract_mesh, use_abstract_mesh
 from jax._src.shard_map import _as_manual_mesh, _extend_axis_env
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -76,7 +76,19 @@ def contracts_rows(dtype: Any) -> bool:
     XLA's CPU compiler (0.10 to 0.12) rewrites any other bfloat16 matmul with a transposed result into a form that it
     can't run.
     """
-    return dtype == jax.numpy.bfloat16 and jax.default_backend() == "cpu"
+    return dtype == jax.numpy.bfloat16 and platform() == "cpu"
+
+
+def platform() -> str:
+    """The platform for which a program is traced: that of the mesh in context, else that of JAX's default device."""
+    device = get_abstract_mesh().abstract_device
+    if device is not None:  # JAX 0.10 has only its kind: "cpu", "TPU v5 lite", "NVIDIA H200".
+        kind = device.device_kind.partition(" ")[0].lower()
+        return kind if kind in ("cpu", "tpu") else "gpu"
+    default = jax.config.jax_default_device
+    if default is None:
+        return jax.default_backend()
+    return default if isinstance(default, str) else default.platform
 
 
 def shards_layout_constraints() -> bool:

@@ -257,10 +257,11 @@ pin                                   move     nothing  whole
 unpin                                 move     nothing  whole
 reduce_window_max                     move     nothing  elements=0 kernel
 reduce_window_min                     move     nothing  elements=0 kernel
-# mpjax's own (`mpjax._jaxpr.weight_gradients`).
+# mpjax's own (`mpjax._jaxpr.weight_gradients`, `mpjax._jaxpr.unfused`).
 detached                              move     nothing  some_versions whole
 matmul_result                         move     nothing  some_versions whole
 straight_through                      move     nothing  some_versions whole
+unfused                               move     nothing  some_versions whole
 matmul_tangent                        opaque   -        expensive some_versions
 # mpjax's own (`mpjax._jaxpr.float8`).
 float8_scale                          opaque   -        expensive some_versions kernel

@@ -166,7 +166,7 @@ def setting_of(policy: Policy, rules: Rules | None) -> Setting | None:
         rules = dataclasses.replace(rules, weight_gradients="half")
     float8 = _float8_setting(rules, policy)
     rules = _with_overrides(rules, policy).with_environment()
-    recompute, plans_rules = rules.residuals == "half", bool(rules.entries)
+    recompute, plans_rules = rules.residuals != "full", bool(rules.entries)
     return Setting(
         policy.compute_dtype, rules, HIGHER_ORDER, recompute=recompute, plans_rules=plans_rules, float8=float8
     )

@@ -20,6 +20,7 @@ from jax.custom_derivatives import SymbolicZero
 from mpjax._jaxpr import compat, float8, weight_gradients
 from mpjax._jaxpr.evaluator import evaluate
 from mpjax._jaxpr.primitives import MATMULS, Op, primitive
+from mpjax._jaxpr.unfused import unfused
 from mpjax.casting.attention.kernel import ATTENTION
 from mpjax.casting.classify import FLOAT32, tracked
 from mpjax.casting.float8 import COTANGENTS
@@ -191,9 +192,10 @@ def _barriers(region: RematRegion, plan: Plan) -> bool | tuple[bool, ...]:
     """Whether each input gets a barrier, which keeps the backward pass from sharing values with the forward pass.
 
     Only computed inputs need one. For parameters that are updated in place it would make copies. In a scan, the two
-    passes are two loops, so a barrier would only prevent fusion.
+    passes are two loops, so a barrier would only prevent fusion. XLA for TPUs recomputes cheap values by itself, in the
+    kernels that read them, which barriers would prevent.
     """
-    if plan.setting.looped:
+    if plan.setting.looped or (plan.setting.rules.residuals == "auto" and compat.platform() == "tpu"):
         return False
     if any(primitive(step.eqn.primitive.name).op is Op.ENTER for step in region.eqns):
         # A derivative rule that closes over an array adds inputs, and JAX's remat has no flags for these.
@@ -248,6 +250,8 @@ def _bind(step: Step, operands: Sequence[Any], half: np.dtype) -> Sequence[Any]:
         outs = compat.bind(eqn.primitive, args, params, avals)
     if not eqn.primitive.multiple_results:
         outs = (outs,)
+    if eqn.primitive.name == "reduce_max" and not step.half and not compat.under_jet():
+        outs = [unfused.bind(outs[0])]
     return values_of(outs, step.outs, half)
 
 

@@ -18,7 +18,7 @@ Predicate = Callable[[Any, Mapping[str, Any], tuple[Any, ...]], bool]
 Entry = str | Predicate
 
 LEVELS = ("conservative", "default", "half")
-RESIDUALS = ("half", "full")
+RESIDUALS = ("auto", "half", "full")
 RESIDUAL_STREAMS = ("half", "float32")
 WEIGHT_GRADIENTS = ("float32", "everywhere", "half")
 ATTENTION = ("unfused", "fused", "cudnn", "xla")
@@ -61,7 +61,9 @@ class Rules:
             everything in half, sums included (Apex's O3). Use `"half"` for measurements, not for training.
         residuals: `"half"` stores only the half inputs of the float32 arithmetic between matmuls (a normalisation, a
             softmax, a GELU, a loss) and recomputes that arithmetic in the backward pass. `"full"` stores what JAX
-            would, float32 values included.
+            would, float32 values included. `"auto"` is `"half"`, but leaves the choice to XLA where it compiles a
+            program for a TPU outside of loops: its compiler recomputes such arithmetic by itself, and a demand to do so
+            costs memory there.
         weight_gradients: `"float32"` writes the gradient of a float32 parameter in float32, straight from the
             accumulator of its matmul (or 1×1 convolution), and sums it over devices in float32. Other convolutions
             write their gradients in half, because cuDNN has no such kernel for them. `"everywhere"` makes these
@@ -98,7 +100,7 @@ class Rules:
     deny: tuple[Entry, ...] = ()
     infer: tuple[Entry, ...] = ()
     level: str = "default"
-    residuals: str = "half"
+    residuals: str = "auto"
     weight_gradients: str = "float32"
     residual_stream: str = "half"
     attention: str = "unfused"

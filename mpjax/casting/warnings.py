@@ -82,7 +82,7 @@ def _argument(name: str) -> str:
 def check_backend(setting: Setting) -> None:
     """Warns if the default backend has no fast units for the half dtype."""
     device = jax.devices()[0]
-    if device.platform == "tpu" and setting.half == np.float16:
+    if compat.platform() == "tpu" and setting.half == np.float16:
         _warn("autocast: a TPU computes float16 slowly; use policy='mixed_bfloat16'.")
     if setting.float8 is not None:
         _check_float8_device(device)

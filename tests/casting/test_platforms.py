@@ -1,0 +1,69 @@
+"""The form of rematerialisation regions on TPUs, where XLA recomputes cheap values by itself."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mpjax
+from mpjax import Rules
+from mpjax._jaxpr import compat
+from mpjax._jaxpr.unfused import unfused
+from testing import measures
+
+X = jnp.ones((4, 8))
+TPU = type("Device", (), {"device_kind": "TPU v5 lite", "num_cores": 1})()  # as JAX's, which is not public in 0.10
+
+
+def tpu():
+    """A context in which programs are traced for a TPU that is not there."""
+    mesh = jax.sharding.AbstractMesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), abstract_device=TPU)
+    return jax.sharding.use_abstract_mesh(mesh)
+
+
+def loss(w, x):
+    return jnp.mean(jax.nn.softmax(x @ w) @ w.T)
+
+
+def barriers(residuals):
+    """Whether the backward pass of a softmax has barriers."""
+    rules = Rules(residuals=residuals)
+    gradient = jax.make_jaxpr(lambda w: jax.grad(mpjax.autocast(loss, "mixed_bfloat16", rules=rules))(w, X))
+    found = [e.eqn.params for e in measures.equations(gradient(X.T)) if "prevent_cse" in e.eqn.params]
+    return bool(found) and any(np.any(params["prevent_cse"]) for params in found if params["differentiated"])
+
+
+@pytest.mark.parametrize(("residuals", "here", "there"), [("auto", True, False), ("half", True, True), ("full", False, False)])
+def test_regions_have_no_barriers_on_a_tpu_unless_requested(residuals, here, there):
+    assert barriers(residuals) == here
+    with tpu():
+        assert barriers(residuals) == there
+
+
+def test_the_platform_is_that_of_the_mesh_else_of_the_default_device():
+    assert compat.platform() == "cpu"
+    with tpu():
+        assert compat.platform() == "tpu"
+    with jax.set_mesh(jax.make_mesh((1,), ("x",))):
+        assert compat.platform() == "cpu"
+    with jax.default_device(jax.devices("cpu")[0]):
+        assert compat.platform() == "cpu"
+
+
+@pytest.mark.parametrize(("platform", "count"), [("tpu", 1), ("cpu", 0)])
+def test_the_maximum_of_a_softmax_is_a_result_of_its_own_on_a_tpu(platform, count):
+    fun = mpjax.autocast(lambda w: jax.nn.softmax(X @ w) @ w.T, "mixed_bfloat16")
+    text = jax.jit(fun).trace(X.T).lower(lowering_platforms=(platform,)).as_text()
+    assert text.count("optimization_barrier") == count
+
+
+def test_unfused_is_the_identity_under_every_transformation():
+    def fun(x, wrap=unfused.bind):
+        return jnp.sum(jnp.sin(wrap(x)) ** 2)
+
+    plain = lambda x: fun(x, lambda x: x)  # noqa: E731
+    for transform in (jax.grad, jax.hessian, jax.vmap, jax.jit):
+        np.testing.assert_array_equal(transform(fun)(X), transform(plain)(X))
+    np.testing.assert_array_equal(jax.linear_transpose(unfused.bind, X)(X)[0], X)
