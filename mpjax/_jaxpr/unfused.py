@@ -1,13 +1,11 @@
 """A value that XLA for TPUs must not fuse with its readers: the maximum of the rows of a softmax.
 
 XLA for TPUs computes a row's maximum, the differences and their exponentials in one kernel, and writes the exponentials
-in float32. If the maximum is a result of its own, XLA joins it to the matmul before, and computes the exponentials again
-in each kernel that reads them, from scores in half. On other platforms this is the identity.
+in float32. If the maximum is a result of its own, XLA joins it to the matmul before, and computes the exponentials
+again in each kernel that reads them, from scores in half. On other platforms this is the identity.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 from jax import lax
 from jax.extend.core import Primitive

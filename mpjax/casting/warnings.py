@@ -83,7 +83,10 @@ def check_backend(setting: Setting) -> None:
     """Warns if the default backend has no fast units for the half dtype."""
     device = jax.devices()[0]
     if compat.platform() == "tpu" and setting.half == np.float16:
-        _warn("autocast: a TPU computes float16 slowly; use policy='mixed_bfloat16'.")
+        _warn(
+            "autocast: float16 is no faster than bfloat16 on a TPU, takes as much memory, and needs loss scaling; use "
+            "policy='mixed_bfloat16'."
+        )
     if setting.float8 is not None:
         _check_float8_device(device)
     capability = getattr(device, "compute_capability", None)
