@@ -243,9 +243,10 @@ def main() -> None:
         path.with_suffix(".md").write_text(table(results))
 
     if args.planned:
-        from benchmarks.training.target import NO_PLUGIN, h200
+        from benchmarks.training.target import NO_PLUGIN, TARGETS
 
-        target = h200() or parser.error(f"--planned: {NO_PLUGIN}")
+        found = TARGETS["h200"].devices() or parser.error(f"--planned: {NO_PLUGIN}")
+        target = jax.sharding.SingleDeviceSharding(found[0])
         write("planned", {form: planned(form, target) for form in FORMS})
     elif args.parity:
         for task in args.tasks:

@@ -2,8 +2,8 @@
 
 Each cell is measured in its own process, so that its peak memory on a GPU is separate. Results are written at once, so
 the same command continues an interrupted run. `--toy` runs tiny models on a CPU, one process for each model, to show
-that everything works; its times mean nothing. `--dry-run` compiles every cell at full size for an H200, without arrays
-and without a GPU, with JAX's CUDA plugin; without the plugin it only lowers them.
+that everything works; its times mean nothing. `--dry-run` compiles every cell at full size for `--target`, without
+arrays and without the device, with JAX's CUDA plugin or libtpu; without them it only lowers the cells.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .configurations import CONFIGURATIONS
 from .dry_run import dry_run, fitting_batch, is_known
 from .flops import flops_per_example
 from .tables import dry_run_table, table
-from .target import DEVICE, NO_PLUGIN, h200
+from .target import TARGETS
 from .variants import VARIANTS
 from .worker import shortened
 
@@ -165,15 +165,19 @@ def groups(cells: list[Cell], together: bool) -> list[list[Cell]]:
 
 
 def dry_run_cells(cells: list[Cell], args: argparse.Namespace) -> None:
-    """Compiles the missing cells for an H200, or lowers them if they cannot be compiled."""
-    target = h200()
+    """Compiles the missing cells for the target, or lowers them if they cannot be compiled."""
+    target = TARGETS[args.target]
+    found = target.devices()
+    device = found[0] if found else None
     # A program from the cache would have no compile time.
     jax.config.update("jax_enable_compilation_cache", False)
-    results = Results(args.out / f"training_dry_run{'_toy' * args.toy}.json")
+    name = "training_dry_run" + f"_{args.target}" * (args.target != "h200") + "_toy" * args.toy
+    results = Results(args.out / f"{name}.json")
     results.content["environment"] = {
-        "device": f"{DEVICE} (compiled for, not run on)",
-        "command": "python -m benchmarks.training --dry-run" + " --toy" * args.toy,
+        "device": f"{target.name} (compiled for, not run on)",
+        "command": f"python -m benchmarks.training --dry-run --target {args.target}" + " --toy" * args.toy,
         **versions(),
+        **target.versions(),
     }
 
     def fill(todo: list[Cell], find: Callable[..., Any], add: Callable[..., None]) -> None:
@@ -182,7 +186,7 @@ def dry_run_cells(cells: list[Cell], args: argparse.Namespace) -> None:
                 print(f"time limit reached before {cell.model} {cell.name}", file=sys.stderr)
                 return
             try:
-                row = find(cell, args.toy, target)
+                row = find(cell, args.toy, target, device)
             except Exception as error:  # a cell's error is its result
                 row = {"error": shortened(error)}
             add(cell, row)
@@ -190,15 +194,15 @@ def dry_run_cells(cells: list[Cell], args: argparse.Namespace) -> None:
             jax.clear_caches()
 
     jax_cells = [cell for cell in cells if not cell.torch]
-    todo = [cell for cell in jax_cells if args.again or not is_known(results.row(cell), target)]
+    todo = [cell for cell in jax_cells if args.again or not is_known(results.row(cell), target, device)]
     fill(todo, dry_run, results.replace)
-    if target is None:
-        print(f"The cells were lowered but not compiled: {NO_PLUGIN}.", file=sys.stderr)
+    if device is None:
+        print(f"The cells were lowered but not compiled: {target.missing}.", file=sys.stderr)
     elif args.largest_batch:
         rows = [(cell, results.row(cell)) for cell in jax_cells if cell.name in FITTED]
         todo = [cell for cell, row in rows if "planned_bytes" in row and (args.again or not row.get("largest_batch"))]
         fill(todo, fitting_batch, results.add)
-    text = dry_run_table(results.content)
+    text = dry_run_table(results.content, target)
     results.path.with_suffix(".md").write_text(text)
     print(text)
 
@@ -215,7 +219,8 @@ def parser() -> argparse.ArgumentParser:
     add("--no-torch", action="store_true", help="omit PyTorch")
     add("--torch-python", default=sys.executable, help="a Python that has PyTorch, and JAX for the batches")
     add("--toy", action="store_true", help="tiny models on a CPU; their times mean nothing")
-    add("--dry-run", action="store_true", help="compile for an H200 at full size, without a GPU")
+    add("--dry-run", action="store_true", help="compile at full size for --target, without the device")
+    add("--target", default="h200", choices=list(TARGETS), help="the device of --dry-run (default: h200)")
     add("--again", action="store_true", help="repeat finished measurements")
     add("--seconds", type=float, help="measuring time of a cell (default: 3; 0.1 with --toy)")
     add("--cell-limit", type=int, default=240, help="time limit of a cell in seconds")

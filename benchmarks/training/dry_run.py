@@ -1,17 +1,17 @@
-"""Compiles cells at full size for an H200 without a GPU: shapes only, no arrays.
+"""Compiles cells at full size for a GPU or TPU that is not present: shapes only, no arrays.
 
-With JAX's CUDA plugin, XLA's GPU compiler returns the program that would run and its memory plan. Without the plugin,
+With JAX's CUDA plugin or libtpu, XLA's compiler returns the program that would run and its memory plan. Without them,
 each step is only lowered to StableHLO, the compiler's input.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import Any
 
 import jax
 
-from mpjax.inspection.devices import DEVICES
 from perf.environment import versions
 from perf.memory import program_bytes
 
@@ -19,28 +19,27 @@ from .cells import Cell
 from .compiling import jitted
 from .configurations import Training, training
 from .fitting import largest_batch_of
-from .target import MEMORY_BYTES, placed
-from .traffic import summary
+from .target import Target, placed, traced_for
+from .traffic import LAUNCH, summary
 from .worker import shortened
 
-Target = jax.sharding.Sharding | None
 
-
-def is_known(row: dict[str, Any], target: Target) -> bool:
+def is_known(row: dict[str, Any], target: Target, device: jax.Device | None) -> bool:
     """Whether a cell was compiled with these versions, or lowered if it cannot be compiled."""
-    return row.get("versions") == versions() and (target is None or "planned_bytes" in row)
+    return row.get("versions") == _versions(target) and (device is None or "planned_bytes" in row)
 
 
-def dry_run(cell: Cell, toy: bool, target: Target) -> dict[str, Any]:
+def dry_run(cell: Cell, toy: bool, target: Target, device: jax.Device | None) -> dict[str, Any]:
     """The results for a cell's step without running it.
 
     Args:
         cell, toy: The model and its configuration.
-        target: The result of `target.h200`; None lowers the step without compiling it.
+        target: The kind of device.
+        device: One of them; None lowers the step without compiling it.
     """
     start = time.perf_counter()
     made = training(cell.workload(toy), cell.settings())
-    lowered = _lowered(cell, made, target)
+    lowered = _lowered(cell, made, target, device)
     text = lowered.as_text()
     row = {
         "batch_size": made.workload.batch_size,
@@ -48,9 +47,9 @@ def dry_run(cell: Cell, toy: bool, target: Target) -> dict[str, Any]:
         "operations": text.count(" = "),
         "matmuls": text.count("stablehlo.dot_general") + text.count("stablehlo.convolution"),
         "arguments_bytes": sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(made.abstract()) if _is_real(x)),
-        "versions": versions(),
+        "versions": _versions(target),
     }
-    if target is None:
+    if device is None:
         return row
     start = time.perf_counter()
     compiled = lowered.compile()
@@ -58,29 +57,35 @@ def dry_run(cell: Cell, toy: bool, target: Target) -> dict[str, Any]:
     return row | {
         "compile_seconds": seconds,
         "planned_bytes": program_bytes(compiled),
-        **summary(compiled.as_text(), DEVICES["H200"]),
+        **summary(compiled.as_text(), target.rates, 0.0 if target.chips else LAUNCH),
     }
 
 
-def fitting_batch(cell: Cell, toy: bool, target: Target) -> dict[str, Any]:
-    """The largest batch whose plan fits into the memory of an H200."""
+def fitting_batch(cell: Cell, toy: bool, target: Target, device: jax.Device) -> dict[str, Any]:
+    """The largest batch whose plan fits into the memory of the device."""
 
     def bytes_needed(made: Training) -> int:
-        return program_bytes(_lowered(cell, made, target).compile())
+        return program_bytes(_lowered(cell, made, target, device).compile())
 
     try:
         return {
-            "largest_batch": largest_batch_of(cell, toy, MEMORY_BYTES, bytes_needed),
+            "largest_batch": largest_batch_of(cell, toy, target.memory_bytes, bytes_needed),
             "largest_batch_error": None,
         }
     except Exception as error:  # the cell's earlier results remain valid
         return {"largest_batch": None, "largest_batch_error": shortened(error)}
 
 
-def _lowered(cell: Cell, made: Training, target: Target) -> Any:
-    shapes = made.abstract() if target is None else placed(made.abstract(), target)
-    with cell.settings().context():
-        return jitted(cell, made).trace(*shapes).lower(lowering_platforms=("cuda",))
+def _lowered(cell: Cell, made: Training, target: Target, device: jax.Device | None) -> Any:
+    shapes, traced = made.abstract(), contextlib.nullcontext()
+    if device is not None:
+        shapes, traced = placed(shapes, jax.sharding.SingleDeviceSharding(device)), traced_for(device)
+    with cell.settings().context(), traced:
+        return jitted(cell, made).trace(*shapes).lower(lowering_platforms=(target.platform,))
+
+
+def _versions(target: Target) -> dict[str, str]:
+    return versions() | target.versions()
 
 
 def _is_real(x: Any) -> bool:

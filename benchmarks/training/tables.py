@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from .target import Target
+
 Row = dict[str, Any]
 
 
@@ -83,23 +85,38 @@ def _escaped(text: str) -> str:
     return text.replace("|", "/").replace("\n", " ")[:120]
 
 
-_COMPILED = """XLA compiled each step at full size for an H200 without a device: the programs were not autotuned and
+_COMPILED = """XLA compiled each step at full size for {an} without a device: the programs {tuned}
 never ran, so nothing here says how fast they are. Memory is XLA's plan. Bytes moved are what the kernels of a step read
 and write if each reads what it needs of an operand once. A kernel inside a loop counts once per iteration, with its
-bytes; a matmul (a convolution and fused attention included) counts once. No plan includes cuDNN's workspaces, because
-cuDNN chooses its algorithms on the device. The least time is a bound and was not measured: each kernel takes 3 µs for
-its launch, and the longer of two times: that of its bytes at the data sheet's bandwidth (4.8 TB/s), and that of the
-FLOPs of its matmuls and convolutions at the peak rate of their dtype (989 TFLOP/s in half, 495 in TF32, 67 in float32).
-The largest batch is one whose plan fits into 141 GB."""
-_LOWERED = "Lowered for CUDA and not compiled, because JAX's CUDA plugin was not installed:"
+bytes; a matmul (a convolution and fused attention included) counts once. {memory} The least time is a bound and was
+not measured: each kernel takes {launch} the longer of two times: that of its bytes at the published bandwidth
+({rates.bandwidth:.3g} bytes/s), and that of the FLOPs of its matmuls and convolutions at the peak rate of their dtype
+({rates.float16:.4g} FLOP/s in half, {rates.tfloat32:.4g} for float32 at JAX's default precision, {rates.float32:.3g} in
+full float32). The largest batch is one whose plan fits into {gigabytes:.0f} GB. Sources: {rates.source}; {source}."""
+_LOWERED = "Lowered and not compiled: {missing}."
 
 
-def dry_run_table(content: dict[str, Any]) -> str:
+def _compiled(target: Target) -> str:
+    gpu = target.platform == "cuda"
+    return _COMPILED.format(
+        an=f"an {target.key}" if target.key[0] == "H" else f"a {target.key}",
+        tuned="were not autotuned and" if gpu else "",
+        memory="No plan includes cuDNN's workspaces, because\ncuDNN chooses its algorithms on the device."
+        if gpu
+        else "Values in the\nchip's vector memory cost no bandwidth.",
+        launch="3 µs for its launch, and" if gpu else "",
+        rates=target.rates,
+        gigabytes=target.memory_bytes / 1e9,
+        source=target.source,
+    )
+
+
+def dry_run_table(content: dict[str, Any], target: Target) -> str:
     """A table for each model that was compiled without a device, then the cells that were not compiled."""
     of_models = content["results"].values()
     lines = []
     if any("planned_bytes" in row for rows in of_models for row in rows.values()):
-        lines += [_COMPILED, ""]
+        lines += [_compiled(target), ""]
     for model, rows in content["results"].items():
         compiled = [name for name, row in rows.items() if "planned_bytes" in row]
         if not compiled:
@@ -115,11 +132,11 @@ def dry_run_table(content: dict[str, Any]) -> str:
             *(_dry_line(rows, name) for name in compiled),
             "",
         ]
-    lines += _not_compiled(content["results"])
+    lines += _not_compiled(content["results"], target)
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _not_compiled(results: dict[str, dict[str, Row]]) -> list[str]:
+def _not_compiled(results: dict[str, dict[str, Row]], target: Target) -> list[str]:
     """Two lists: the cells that were only lowered, and those that failed, with their errors."""
     lowered: list[str] = []
     failed: dict[str, list[str]] = {}
@@ -130,7 +147,7 @@ def _not_compiled(results: dict[str, dict[str, Row]]) -> list[str]:
             if "error" in row:
                 failed.setdefault(_escaped(row["error"]), []).append(f"{model} {name}")
     lines = ["### Not compiled", ""] if lowered or failed else []
-    lines += [_LOWERED, "", *lowered, ""] if lowered else []
+    lines += [_LOWERED.format(missing=target.missing), "", *lowered, ""] if lowered else []
     lines += ["Failed:", "", *(f"- {error}: {', '.join(cells)}" for error, cells in failed.items())] if failed else []
     return lines
 

@@ -25,9 +25,12 @@ _NO_KERNEL = frozenset("parameter constant bitcast tuple get-tuple-element after
 _SLICES = frozenset("slice dynamic-slice gather".split())
 # The operand that is written into the first operand, whose buffer is the result's.
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
-_ARRAY = re.compile(r"\b(pred|[a-z]+(\d+)\w*)\[([\d,]*)\]")
+# A layout with tiles and memory space 1 is in a TPU's vector memory, which costs no bandwidth.
+_ARRAY = re.compile(r"\b(pred|[a-z]+(\d+)\w*)\[([\d,]*)\](?:\{[^{}]*?T\([^{}]*?(S\(1\))[^{}]*\})?")
+# The positions of the source and of the copy among the arrays of its result.
+_COPIES = {"copy-start": (1, 0), "slice-start": (0, 1)}
 HALF = frozenset({"f16", "bf16"})
-LAUNCH = 3e-6  # seconds
+LAUNCH = 3e-6  # seconds, of a GPU. The kernels of a TPU are one program.
 _NAMES = {"f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "float64"}
 
 
@@ -47,8 +50,8 @@ def bytes_moved(text: str) -> int:
     return bytes_of(kernels(program, program.entry))
 
 
-def summary(text: str, device: Device) -> dict[str, Any]:
-    """Launches, bytes, matmuls (with convolutions and fused attention) and the least time of a compiled program."""
+def summary(text: str, device: Device, launch: float = LAUNCH) -> dict[str, Any]:
+    """Kernels, bytes, matmuls (with convolutions and fused attention) and the least time of a compiled program."""
     program = HloModule(text)
     launched = kernels(program, program.entry)
     instructions = hlo.instructions(program)
@@ -56,17 +59,17 @@ def summary(text: str, device: Device) -> dict[str, Any]:
     return {
         "kernels": sum(kernel.times for kernel in launched),
         "bytes_moved": bytes_of(launched),
-        "least_seconds": sum(k.times * _least_seconds(k, instructions[k.name], device) for k in launched),
+        "least_seconds": sum(k.times * _least_seconds(k, instructions[k.name], device, launch) for k in launched),
         "compiled_matmuls": len(matmuls),
         "half_matmuls": sum(bool(found.dtypes) and found.dtypes <= HALF for found in matmuls),
         "float32_matmuls": sum("f32" in found.dtypes for found in matmuls),
     }
 
 
-def _least_seconds(kernel: Kernel, instruction: hlo.Instruction, device: Device) -> float:
+def _least_seconds(kernel: Kernel, instruction: hlo.Instruction, device: Device, launch: float) -> float:
     dtypes = [_NAMES[dtype] for dtype in ("f64", "f32", "f16", "bf16") if dtype in instruction.dtypes]
     peak = device.peak(dtypes[0] if dtypes else "float16", "highest" if instruction.exact else "")
-    return max(kernel.bytes / device.bandwidth, kernel.flops / peak) + LAUNCH
+    return max(kernel.bytes / device.bandwidth, kernel.flops / peak) + launch
 
 
 def bytes_of(launched: Iterable[Kernel]) -> int:
@@ -119,6 +122,10 @@ def _dimensions(hlo_type: str) -> list[int]:
 
 
 def _bytes(program: HloModule, siblings: Mapping[str, Line], line: Line) -> int:
+    if line.opcode in _COPIES:
+        arrays = list(_ARRAY.finditer(line.type))
+        source, copy = (arrays[i] for i in _COPIES[line.opcode])
+        return _elements_size(copy) * ((not source[4]) + (not copy[4]))
     if line.is_fusion:
         lines = program.computations[line.called[0]]
         root, sources = list(lines.values())[-1], [x for x in lines.values() if x.opcode == "parameter"]
@@ -177,7 +184,8 @@ def size(hlo_type: str) -> int:
         >>> size("(f16[2,3]{1,0}, pred[4]{0})")
         16
     """
-    return sum(
-        math.prod(int(d) for d in shape.split(",") if d) * (int(bits or 8) // 8)
-        for _, bits, shape in _ARRAY.findall(hlo_type)
-    )
+    return sum(_elements_size(array) for array in _ARRAY.finditer(hlo_type) if not array[4])
+
+
+def _elements_size(array: re.Match[str]) -> int:
+    return math.prod(int(d) for d in array[3].split(",") if d) * (int(array[2] or 8) // 8)

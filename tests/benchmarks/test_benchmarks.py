@@ -16,7 +16,7 @@ from benchmarks.training.dry_run import dry_run, is_known
 from benchmarks.training.fitting import largest_batch_of
 from benchmarks.training.flops import flops_per_example
 from benchmarks.training.tables import dry_run_table, hand_written
-from benchmarks.training.target import NO_PLUGIN, h200
+from benchmarks.training.target import TARGETS
 from benchmarks.training.worker import measure
 from mpjax.inspection.devices import DEVICES
 from mpjax.inspection.profile.hlo_text import HloModule
@@ -67,16 +67,18 @@ def test_flops_are_those_of_the_matmuls():
 
 
 def test_dry_run_lowers_the_full_size_for_cuda():
-    found = dry_run(Cell.parse("ncf", "autocast_float16"), toy=False, target=None)
+    found = dry_run(Cell.parse("ncf", "autocast_float16"), toy=False, target=TARGETS["h200"], device=None)
     assert found["matmuls"] >= 12
     assert found["arguments_bytes"] > 3 * 4 * 31e6  # parameters and Adam's two moments in float32
 
 
-def test_a_step_is_compiled_for_an_absent_gpu():
-    target = h200()
-    if target is None:
-        pytest.skip(NO_PLUGIN)
-    found = dry_run(Cell.parse("ncf", "flax_float16"), toy=True, target=target)
+@pytest.mark.parametrize(("name", "half"), [("h200", "float16"), ("v5e", "bfloat16")])
+def test_a_step_is_compiled_for_an_absent_device(name, half):
+    target = TARGETS[name]
+    devices = target.devices()
+    if devices is None:
+        pytest.skip(target.missing)
+    found = dry_run(Cell.parse("ncf", f"flax_{half}"), toy=True, target=target, device=devices[0])
     assert found["half_matmuls"] == found["compiled_matmuls"] > 0
     assert found["planned_bytes"] >= found["arguments_bytes"]
 
@@ -84,11 +86,11 @@ def test_a_step_is_compiled_for_an_absent_gpu():
 def test_only_lowered_cells_are_unknown_if_they_can_be_compiled():
     lowered = {"versions": versions(), "matmuls": 12}
     compiled = lowered | {"planned_bytes": 100}
-    target = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    assert is_known(lowered, None)
-    assert not is_known(lowered, target)
-    assert is_known(compiled, target)
-    assert not is_known(compiled | {"versions": {**versions(), "jax": "0.4.1"}}, target)
+    target, device = TARGETS["h200"], jax.devices()[0]
+    assert is_known(lowered, target, None)
+    assert not is_known(lowered, target, device)
+    assert is_known(compiled, target, device)
+    assert not is_known(compiled | {"versions": {**versions(), "jax": "0.4.1"}}, target, device)
 
 
 def test_kernels_move_only_the_bytes_they_need():
@@ -152,13 +154,14 @@ def test_dry_run_table_states_that_nothing_ran():
         "tf32": {"matmuls": 3, "operations": 50},
         "flax_float16": {"error": "ValueError: no"},
     }
-    text = dry_run_table({"results": {"ncf": rows}})
+    text = dry_run_table({"results": {"ncf": rows}}, TARGETS["h200"])
     assert "for an H200 without a device: the programs were not autotuned and\nnever ran" in text
     rest = "10 | 0 of 3 | 1.0 s | 1.00 |"
     assert f"| float32 | 2.00 GB | 1.00 | 4.0 GB | 1.00 | - | 500.0 ms | 1.00 | - | - | {rest}" in text
     bytes_and_time = "3.0 GB | 0.75 | 1.50 | 250.0 ms | 0.50 | - | 1.00"
     assert f"| autocast_float16+remat | 1.00 GB | 0.50 | {bytes_and_time} | 10 | 3 of 3 | 1.0 s | 1.50 |" in text
-    assert "JAX's CUDA plugin was not installed:\n\n- ncf: tf32\n" in text
+    assert "JAX's CUDA plugin is not installed" in text
+    assert "\n\n- ncf: tf32\n" in text
     assert "- ValueError: no: ncf flax_float16\n" in text
     assert hand_written("tf32") == ""
 

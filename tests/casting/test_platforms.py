@@ -35,7 +35,9 @@ def barriers(residuals):
     return bool(found) and any(np.any(params["prevent_cse"]) for params in found if params["differentiated"])
 
 
-@pytest.mark.parametrize(("residuals", "here", "there"), [("auto", True, False), ("half", True, True), ("full", False, False)])
+@pytest.mark.parametrize(
+    ("residuals", "here", "there"), [("auto", True, False), ("half", True, True), ("full", False, False)]
+)
 def test_regions_have_no_barriers_on_a_tpu_unless_requested(residuals, here, there):
     assert barriers(residuals) == here
     with tpu():
@@ -63,7 +65,7 @@ def test_unfused_is_the_identity_under_every_transformation():
     def fun(x, wrap=unfused.bind):
         return jnp.sum(jnp.sin(wrap(x)) ** 2)
 
-    plain = lambda x: fun(x, lambda x: x)  # noqa: E731
+    plain = lambda x: fun(x, lambda x: x)
     for transform in (jax.grad, jax.hessian, jax.vmap, jax.jit):
         np.testing.assert_array_equal(transform(fun)(X), transform(plain)(X))
     np.testing.assert_array_equal(jax.linear_transpose(unfused.bind, X)(X)[0], X)
