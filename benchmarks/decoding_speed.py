@@ -29,7 +29,7 @@ from PIL import Image, ImageOps
 from examples.imagenet.augmentation import random_box
 from examples.imagenet.image_folder import ImageFolder, open_image_folder
 from examples.imagenet.image_tree import Images
-from examples.imagenet.pipeline import Workers, train_batches
+from examples.imagenet.pipeline import train_batches
 from perf.results import save
 
 Row = dict[str, Any]
@@ -56,7 +56,7 @@ def make_tree(root: pathlib.Path, images: int) -> None:
 
 
 @contextlib.contextmanager
-def imagenet_batches(dataset: ImageFolder, workers: Workers) -> Iterator[Iterator[Any]]:
+def imagenet_batches(dataset: ImageFolder, workers: int) -> Iterator[Iterator[Any]]:
     with train_batches(dataset, BATCH_SIZE, 0, workers=workers, put=lambda batch: batch) as batches:
         yield batches
 
@@ -132,15 +132,13 @@ def loaders(root: pathlib.Path, cores: int) -> dict[str, tuple[int, Loader]]:
     files, cached = (open_image_folder(root, SIDE, True, cores, 0.0, cache=cache)[0] for cache in (False, True))
     found: dict[str, tuple[int, Loader]] = {}
     for count in sorted({1, cores}):
-        for kind in ("thread", "process"):
-            workers = Workers(count, "thread" if kind == "thread" else "process")
-            found[f"examples.imagenet, {count} x {kind}"] = (count, functools.partial(imagenet_batches, files, workers))
+        found[f"examples.imagenet, {count} x thread"] = (count, functools.partial(imagenet_batches, files, count))
         for normalise, what in ((False, "uint8"), (True, "normalised float32")):
             name = f"torch DataLoader, {count} x process, {what}"
             found[name] = (count, functools.partial(torch_batches, files, count, normalise))
     found[f"examples.imagenet --cache, {cores} x thread"] = (
         cores,
-        functools.partial(imagenet_batches, cached, Workers(cores)),
+        functools.partial(imagenet_batches, cached, cores),
     )
     return found
 

@@ -109,7 +109,7 @@ class RunConfig(abc.ABC):
     coordinator: str | None = DEVICES(None, "HOST:PORT of process 0, or auto on a cluster", uses=BUILD)
     processes: int | None = DEVICES(None, "total number of processes", uses=BUILD)
     process_id: int | None = DEVICES(None, "index of this process, from 0", uses=BUILD)
-    workers: int = DEVICES(os.cpu_count() or 1, "number of threads or processes that load data")
+    workers: int = DEVICES(os.cpu_count() or 1, "number of threads that load data")
 
     def __post_init__(self) -> None:
         self._check_numbers()

@@ -9,7 +9,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from tqdm import tqdm
 
@@ -68,7 +68,7 @@ class SkippedFiles:
     @property
     def counts(self) -> dict[str, int]:
         """Counts of skipped files by reason without details (the part before `:`)."""
-        return dict(Counter(reason.split(":")[0] for reason in self.reasons.values()))
+        return dict(Counter(reason.split(":")[0] for reason in list(self.reasons.values())))
 
     def add(self, name: str, reason: str, root: str = "") -> None:
         """Reports a file the first time that it is skipped.
@@ -93,6 +93,3 @@ class SkippedFiles:
                 f"{count} of {self._total} files can't be used, the last one {path!r} ({reason}); at most "
                 f"{self.limit} may be skipped. Repair or remove them, or raise {self._flag} {self._share:g}."
             )
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_lock": None}  # worker processes only read the limit

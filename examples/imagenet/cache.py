@@ -16,7 +16,6 @@ from examples.common.cli import UsageError
 from examples.common.hosts import say
 from examples.common.skipped import UnusableFileError
 from examples.imagenet.augmentation import Crop, shorter_side
-from examples.imagenet.data import Unreadable
 from examples.imagenet.decoding import image_size, read_crop, resized
 from examples.imagenet.image_records import ImageRecords
 from examples.imagenet.image_tree import Images
@@ -34,10 +33,10 @@ class CachedImages:
     Args:
         images: The files.
         sizes: Width and height of each cached image; (0, 0) if its file cannot be read.
-        unreadable: The unreadable files so far.
+        unreadable: Reasons of the unreadable files so far, by name.
     """
 
-    def __init__(self, images: _Images, sizes: np.ndarray, unreadable: list[Unreadable]) -> None:
+    def __init__(self, images: _Images, sizes: np.ndarray, unreadable: dict[str, str]) -> None:
         self.unreadable = unreadable
         self._images, self._sizes = images, sizes
         self._ends = np.cumsum(np.prod(sizes, axis=1) * 3)
@@ -58,7 +57,7 @@ class CachedImages:
             self._view(index)[:] = read_crop(file, lambda full: Crop((0, 0, *full), (width, height)))
         except UnusableFileError as error:
             self._sizes[index] = 0
-            self.unreadable.append(Unreadable(self._images.name(index), str(error)))
+            self.unreadable[self._images.name(index)] = str(error)
 
     def read(self, index: int, choose: Callable[[tuple[int, int]], Crop]) -> tuple[np.ndarray, int]:
         """The crop as from `decoding.read_crop`, taken from the smaller copy in memory, and the label."""
@@ -99,14 +98,14 @@ def cache_images(splits: Sequence[_Images], side: int, workers: int) -> list[Cac
     return caches
 
 
-def _measure(images: _Images, side: int, executor: ThreadPoolExecutor) -> tuple[np.ndarray, list[Unreadable]]:
-    unreadable: list[Unreadable] = []
+def _measure(images: _Images, side: int, executor: ThreadPoolExecutor) -> tuple[np.ndarray, dict[str, str]]:
+    unreadable: dict[str, str] = {}
 
     def size_of(index: int) -> tuple[int, int]:
         try:
             return shorter_side(image_size(images.item(index)[0]), side)
         except UnusableFileError as error:
-            unreadable.append(Unreadable(images.name(index), str(error)))
+            unreadable[images.name(index)] = str(error)
             return 0, 0
 
     return np.array(list(executor.map(size_of, range(len(images)))), np.int64), unreadable

@@ -12,7 +12,6 @@ from examples.common.config import (
     BENCHMARK,
     BENCHMARKS,
     DATA,
-    DEVICES,
     FILES,
     MODEL,
     TRAIN,
@@ -74,7 +73,6 @@ class Config(RunConfig):
 
     images: tuple[Path, ...] = FILES((), "image files to classify (default: the test images)", uses=("predict",))
     iter_unit: Literal["batch", "epoch"] = BENCHMARK("batch", "what --num-iter counts", uses=BENCHMARKS)
-    worker_kind: Literal["thread", "process"] = DEVICES("thread", "processes: for many cores and small images")
 
     def _check_numbers(self) -> None:
         super()._check_numbers()

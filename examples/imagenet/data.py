@@ -3,7 +3,7 @@
 Usage in a training loop (see pipeline.py for the two functions):
 
     train_set, test_set = open_image_folder(...)            # or the datasets of embedded.py
-    steps = steps_per_epoch(train_set, batch_size)
+    steps = len(train_set) // batch_size
     with train_batches(train_set, batch_size, seed, first=step, last=epochs * steps, ...) as batches:
         for batch in itertools.islice(batches, steps):      # one epoch; the stream continues over epochs
             state = train_step(state, batch)
@@ -76,29 +76,14 @@ class Augmentation(NamedTuple):
     epoch: int
 
 
-class Unreadable(NamedTuple):
-    """A file that is not a complete image."""
-
-    name: str  # path relative to the root of its dataset
-    reason: str
-
-
-class Loaded(NamedTuple):
-    """A batch, and the unreadable files met while loading it."""
-
-    batch: Batch
-    unreadable: tuple[Unreadable, ...] = ()
-
-
 class Dataset(abc.ABC):
-    """Labelled images; `load` runs in other threads, or in other processes unless `in_memory`."""
+    """Labelled images; `load` runs in other threads."""
 
     name: str
     classes: Sequence[str]
     mean: tuple[float, ...]
     std: tuple[float, ...]
     image_shape: tuple[int, int, int]
-    in_memory = False  # if True, threads read the data, which is not copied to worker processes
 
     @property
     def description(self) -> Description:
@@ -118,14 +103,11 @@ class Dataset(abc.ABC):
     def __len__(self) -> int: ...
 
     @abc.abstractmethod
-    def load(self, indices: np.ndarray, augmentation: Augmentation | None) -> Loaded:
-        """Loads the images at `indices`, randomly augmented if `augmentation` is given."""
-
-    def report(self, unreadable: Sequence[Unreadable]) -> None:  # noqa: B027 - data in memory have nothing to report
-        """Records unreadable files; called in the thread of the training loop.
+    def load(self, indices: np.ndarray, augmentation: Augmentation | None) -> Batch:
+        """Loads the images at `indices`, randomly augmented if `augmentation` is given.
 
         Raises:
-            UsageError: There are too many.
+            UsageError: Too many files are unreadable.
         """
 
     def state(self) -> dict[str, Any]:
@@ -143,11 +125,6 @@ class Dataset(abc.ABC):
                 f"{self.name}: {len(self)} images, but {state['images']} when the run began; a run can only be "
                 f"resumed with the same images. Put them back, or start a new run."
             )
-
-
-def steps_per_epoch(dataset: Dataset, batch_size: int) -> int:
-    """Number of full batches in an epoch; the smaller last batch is dropped."""
-    return len(dataset) // batch_size
 
 
 def check_batch_size(dataset: Dataset, batch_size: int) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 
 from examples.common.cli import UsageError, listing
 from examples.imagenet.config import Config
-from examples.imagenet.data import Augmentation, Batch, Dataset, Description, Loaded
+from examples.imagenet.data import Augmentation, Batch, Dataset, Description
 from examples.imagenet.embedded import EMBEDDED
 from examples.imagenet.image_folder import open_image_folder
 from examples.imagenet.models import KINDS
@@ -61,7 +61,6 @@ class Synthetic(Dataset):
     """As many random images as in ImageNet, with the shape and classes for which a model was designed."""
 
     name = "synthetic images"
-    in_memory = True
 
     def __init__(self, model: str, side: int) -> None:
         # A user's model is benchmarked with ImageNet's shape and classes.
@@ -74,8 +73,8 @@ class Synthetic(Dataset):
     def __len__(self) -> int:
         return 1_281_167
 
-    def load(self, indices: np.ndarray, augmentation: Augmentation | None) -> Loaded:
-        return Loaded(random_batch(self, len(indices)))
+    def load(self, indices: np.ndarray, augmentation: Augmentation | None) -> Batch:
+        return random_batch(self, len(indices))
 
 
 def random_batch(like: Dataset | Description, size: int) -> Batch:

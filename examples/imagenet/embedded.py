@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from examples.common.cli import UsageError
-from examples.imagenet.data import Augmentation, Batch, Dataset, Loaded
+from examples.imagenet.data import Augmentation, Batch, Dataset
 
 
 class Embedded(Dataset):
@@ -19,7 +19,6 @@ class Embedded(Dataset):
         split: "train" or "test".
     """
 
-    in_memory = True
     test_images: ClassVar[int]
 
     def __init__(self, split: Literal["train", "test"]) -> None:
@@ -43,13 +42,13 @@ class Embedded(Dataset):
     def name_of(self, index: int) -> tuple[str, str]:
         return f"{self.split} digit {index}", self.classes[self._labels[index]]
 
-    def load(self, indices: np.ndarray, augmentation: Augmentation | None) -> Loaded:
+    def load(self, indices: np.ndarray, augmentation: Augmentation | None) -> Batch:
         images = self._images[indices]
         if augmentation is not None:
             # Draw for all images, so that an image's shift does not depend on its batch.
             shifts = np.random.default_rng(augmentation).integers(0, 3, size=(len(self), 2))[indices]
             images = _shift(images, shifts)
-        return Loaded(Batch(images, self._labels[indices], np.ones(len(indices), np.float32)))
+        return Batch(images, self._labels[indices], np.ones(len(indices), np.float32))
 
 
 class Digits(Embedded):

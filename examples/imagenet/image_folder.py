@@ -14,7 +14,7 @@ from examples.common.cli import UsageError
 from examples.common.skipped import SkippedFiles, UnusableFileError
 from examples.imagenet.augmentation import MIDDLE, Crop, middle_box, random_box
 from examples.imagenet.cache import CachedImages, cache_images
-from examples.imagenet.data import Augmentation, Batch, Dataset, Loaded, Unreadable
+from examples.imagenet.data import Augmentation, Batch, Dataset
 from examples.imagenet.decoding import read_crop
 from examples.imagenet.image_records import ImageRecords, open_image_records
 from examples.imagenet.image_tree import Images, has_class_folders, list_tree
@@ -49,7 +49,7 @@ class ImageFolder(Dataset):
 
     def use(self, cache: CachedImages) -> None:
         """Reads images from `cache` from now on."""
-        self._cache, self.in_memory = cache, True
+        self._cache = cache
 
     def __len__(self) -> int:
         return len(self.images)
@@ -57,10 +57,6 @@ class ImageFolder(Dataset):
     @property
     def unreadable(self) -> int:
         return len(self.problems)
-
-    def report(self, unreadable: Sequence[Unreadable]) -> None:
-        for name, reason in unreadable:
-            self.problems.add(name, reason, self.name)
 
     def name_of(self, index: int) -> tuple[str, str]:
         return os.path.join(self.name, self.images.name(index)), self.classes[self.images.item(index)[1]]
@@ -81,28 +77,25 @@ class ImageFolder(Dataset):
             )
         self.problems.reasons.update(dict.fromkeys(state["unreadable"], "before"))
 
-    def load(self, indices: np.ndarray, augmentation: Augmentation | None) -> Loaded:
+    def load(self, indices: np.ndarray, augmentation: Augmentation | None) -> Batch:
         batch = Batch(
             np.zeros((len(indices), *self.image_shape), np.uint8),
             np.zeros(len(indices), np.int32),
             np.ones(len(indices), np.float32),
         )
-        unreadable: list[Unreadable] = []
         for row, index in enumerate(indices):
-            batch.mask[row] = self._fill(batch, row, int(index), augmentation, unreadable)
-        return Loaded(batch, tuple(unreadable))
+            batch.mask[row] = self._fill(batch, row, int(index), augmentation)
+        return batch
 
-    def _fill(
-        self, batch: Batch, row: int, index: int, augmentation: Augmentation | None, unreadable: list[Unreadable]
-    ) -> bool:
-        # Try one image more than may be unreadable: reporting that many ends the run.
-        for candidate in range(index, index + (1 if augmentation is None else self.problems.limit + 1)):
+    def _fill(self, batch: Batch, row: int, index: int, augmentation: Augmentation | None) -> bool:
+        # It ends: too many unreadable images are an error.
+        for candidate in range(index, index + (1 if augmentation is None else len(self))):
             candidate %= len(self)
             try:
                 batch.images[row], batch.labels[row] = self._read(candidate, augmentation)
                 return True
             except UnusableFileError as error:
-                unreadable.append(Unreadable(self.images.name(candidate), str(error)))
+                self.problems.add(self.images.name(candidate), str(error), self.name)
         return False
 
     def _read(self, index: int, augmentation: Augmentation | None) -> tuple[np.ndarray, int]:
@@ -162,6 +155,7 @@ def open_image_folder(
     if cache:
         caches = cache_images(found, round(size / MIDDLE), workers)
         for folder, memory in zip(folders, caches, strict=True):
-            folder.report(memory.unreadable)
             folder.use(memory)
+            for name, reason in memory.unreadable.items():
+                folder.problems.add(name, reason, folder.name)
     return folders

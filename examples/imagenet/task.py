@@ -14,7 +14,7 @@ from examples.common.training import Variables
 from examples.imagenet.config import Config
 from examples.imagenet.data import Batch, Description, check_batch_size, empty_batch
 from examples.imagenet.datasets import Data, open_data, random_batch
-from examples.imagenet.pipeline import Shard, Workers
+from examples.imagenet.pipeline import Shard
 from examples.imagenet.pretrained import read_pretrained
 
 
@@ -63,8 +63,7 @@ class ImageData(Task):
     def loading(self) -> dict[str, Any]:
         """How this process loads its part of each batch."""
         shard = Shard(jax.process_index(), jax.process_count())
-        workers = Workers(self.config.workers, self.config.worker_kind)
-        return {"shard": shard, "workers": workers, "put": self.parallel.put}
+        return {"shard": shard, "workers": self.config.workers, "put": self.parallel.put}
 
     def facts(self) -> dict[str, Any]:
         sets = {"train": self.train_set, "test": self.test_set}

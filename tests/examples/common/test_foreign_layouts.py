@@ -36,7 +36,7 @@ def tree(tmp_path_factory) -> Path:
 
 def same(one: list[ImageFolder], other: list[ImageFolder]) -> None:
     for a, b in zip(one, other, strict=True):
-        found, wanted = (folder.load(np.arange(len(folder)), None).batch for folder in (a, b))
+        found, wanted = (folder.load(np.arange(len(folder)), None) for folder in (a, b))
         np.testing.assert_array_equal(found.images, wanted.images)
         np.testing.assert_array_equal(found.labels, wanted.labels)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import pickle
 import struct
 import tarfile
 from collections.abc import Callable, Sequence
@@ -135,7 +134,7 @@ def test_images_in_shards_equal_those_in_folders(kind, photos, tmp_path):
     found = opened(tmp_path / "data")
     for one, two in zip(found, expected, strict=True):
         assert tuple(one.classes) == CLASSES
-        batches = [data.load(np.arange(len(two)), None).batch for data in (one, two)]
+        batches = [data.load(np.arange(len(two)), None) for data in (one, two)]
         jax.tree.map(np.testing.assert_array_equal, *batches)
     assert found[0].name_of(1)[1] == "china"
     # A run resumes with the same entries at any path, but not with other entries.
@@ -149,7 +148,7 @@ def test_images_in_shards_equal_those_in_folders(kind, photos, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["tfrecord", "array_record", "webdataset", "hugging_face"])
-def test_processes_and_cache_read_shards_too(kind, photos, tmp_path):
+def test_cache_reads_shards_too(kind, photos, tmp_path):
     write, image, label = FORMATS[kind]
     folder = opened(photos)[0]
     # Without class names, the classes are the labels that occur: here 7 and 12.
@@ -157,11 +156,8 @@ def test_processes_and_cache_read_shards_too(kind, photos, tmp_path):
     write(tmp_path / "data", {"train": rows, "val": rows[:8]})
     train, cached = opened(tmp_path / "data")[0], opened(tmp_path / "data", cache=True)[0]
     assert tuple(train.classes) == ("7", "12")
-    np.testing.assert_array_equal(train.load(np.arange(12), None).batch.labels, [0] * 6 + [1] * 6)
-    np.testing.assert_array_equal(cached.load(np.arange(12), None).batch.labels, [0] * 6 + [1] * 6)
-    sent = pickle.loads(pickle.dumps(train))  # as to a worker process
-    batches = [data.load(np.arange(12), None).batch for data in (sent, train)]
-    jax.tree.map(np.testing.assert_array_equal, *batches)
+    np.testing.assert_array_equal(train.load(np.arange(12), None).labels, [0] * 6 + [1] * 6)
+    np.testing.assert_array_equal(cached.load(np.arange(12), None).labels, [0] * 6 + [1] * 6)
 
 
 def test_test_set_without_some_classes_uses_those_of_the_model(photos, tmp_path):
@@ -169,7 +165,7 @@ def test_test_set_without_some_classes_uses_those_of_the_model(photos, tmp_path)
     names = [row | {"cls": CLASSES[row["cls"]]} for row in rows]
     FORMATS["webdataset"][0](tmp_path, {"val": [row for row in names if row["cls"] == "flower"]})
     (test,) = opened(tmp_path, splits=["val"], classes=CLASSES)
-    np.testing.assert_array_equal(test.load(np.arange(len(test)), None).batch.labels, 1)
+    np.testing.assert_array_equal(test.load(np.arange(len(test)), None).labels, 1)
 
 
 def test_labels_in_json_and_damaged_entries(photos, tmp_path):
@@ -182,8 +178,7 @@ def test_labels_in_json_and_damaged_entries(photos, tmp_path):
     FORMATS["webdataset"][0](tmp_path, {"train": rows, "val": rows})
     train, _ = open_image_folder(tmp_path, 16, True, 2, 0.5)
     loaded = train.load(np.arange(6), None)
-    np.testing.assert_array_equal(loaded.batch.mask, [1, 0, 0, 1, 1, 1])
-    train.report(loaded.unreadable)
+    np.testing.assert_array_equal(loaded.mask, [1, 0, 0, 1, 1, 1])
     assert {name.rpartition("/")[2]: reason.split(":")[0] for name, reason in train.problems.reasons.items()} == {
         "0001": "its json is invalid",
         "0002": "not a complete JPEG, PNG, WEBP, GIF or BMP",

@@ -231,7 +231,7 @@ def test_predictions_for_files_equal_those_for_test_images(trained, tmp_path, ca
     assert len(of_test_set) == 96
     accuracy = accuracy_score([line["truth"] for line in of_test_set], [line["class"] for line in of_test_set])
     assert accuracy == pytest.approx(metrics_of(trained)[-1]["test_accuracy"])
-    digits = digits_task().test_set.load(np.arange(2), None).batch.images
+    digits = digits_task().test_set.load(np.arange(2), None).images
     paths = [tmp_path / f"{index}.png" for index in range(2)]
     for path, pixels in zip(paths, digits, strict=True):
         Image.fromarray(pixels[:, :, 0]).save(path)
@@ -253,7 +253,7 @@ def test_the_plain_script_of_the_readme_uses_an_export(trained, tmp_path, monkey
     flags = ["--devices", "1", "--output", str(trained)]
     assert main([*flags, "--mode", "evaluate", "--export", "float32"]) == 0
     image = tmp_path / "digit.png"
-    Image.fromarray(digits_task().test_set.load(np.arange(1), None).batch.images[0, :, :, 0]).save(image)
+    Image.fromarray(digits_task().test_set.load(np.arange(1), None).images[0, :, :, 0]).save(image)
     assert main([*flags, "--mode", "predict", "--policy", "float32", "--images", str(image)]) == 0
     (known,) = json.loads((trained / "predictions.json").read_text())["predictions"]
     readme = (Path(train.__file__).parent / "README.md").read_text()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import multiprocessing
 import struct
 import zlib
 from pathlib import Path
@@ -19,7 +18,7 @@ from examples.imagenet.augmentation import Crop, middle_box, random_box
 from examples.imagenet.data import Augmentation, Batch, Dataset
 from examples.imagenet.embedded import Digits, Mnist
 from examples.imagenet.image_folder import ImageFolder, open_image_folder
-from examples.imagenet.pipeline import Shard, Workers, evaluation_batches, train_batches
+from examples.imagenet.pipeline import Shard, evaluation_batches, train_batches
 from tests.examples.imagenet.image_tree import CLASSES, cat, make_photo_tree
 
 # Batches.
@@ -59,7 +58,7 @@ def assert_equal(one: list[Batch], two: list[Batch]) -> None:
 def test_digits_are_split_the_same_way_each_time():
     train, test = Digits("train"), Digits("test")
     assert (len(train), len(test)) == (1437, 360)
-    counts = np.bincount(test.load(np.arange(360), None).batch.labels)
+    counts = np.bincount(test.load(np.arange(360), None).labels)
     assert counts.min() >= 34
     assert counts.max() <= 37
 
@@ -67,10 +66,10 @@ def test_digits_are_split_the_same_way_each_time():
 def test_mnist_comes_from_a_package():
     train, test = Mnist("train"), Mnist("test")
     assert (len(train), len(test)) == (4000, 1000)
-    batch = test.load(np.arange(1000), None).batch
+    batch = test.load(np.arange(1000), None)
     assert batch.images.shape == (1000, 28, 28, 1)
     assert np.bincount(batch.labels).tolist() == [100] * 10
-    scaled = train.load(np.arange(4000), None).batch.images / 255
+    scaled = train.load(np.arange(4000), None).images / 255
     # Those of all 60,000; 4,000 of them have a standard error of 1e-4 of the mean.
     assert scaled.mean() == pytest.approx(Mnist.mean[0], rel=0.02)
     assert scaled.std() == pytest.approx(Mnist.std[0], rel=0.02)
@@ -79,7 +78,7 @@ def test_mnist_comes_from_a_package():
 def test_shifted_digits_keep_their_pixels():
     data = Digits("train")
     indices = np.arange(32)
-    plain, moved = data.load(indices, None).batch.images, data.load(indices, Augmentation(0, 0)).batch.images
+    plain, moved = data.load(indices, None).images, data.load(indices, Augmentation(0, 0)).images
     unmoved = [np.array_equal(a, b) for a, b in zip(plain, moved, strict=True)]
     assert 0 < sum(unmoved) < 16
     padded = np.pad(plain, ((0, 0), (1, 1), (1, 1), (0, 0)))
@@ -95,7 +94,7 @@ def test_training_batches_are_a_function_of_seed_and_step():
     assert_equal(whole[steps - 3 :], train_list(data, 64, 2 * steps, first=steps - 3))
     order = np.random.default_rng((3, 1)).permutation(1437)
     second = np.concatenate([batch.labels for batch in whole[steps:]])
-    np.testing.assert_array_equal(second, data.load(order[: 64 * steps], None).batch.labels)
+    np.testing.assert_array_equal(second, data.load(order[: 64 * steps], None).labels)
     with train_batches(data, 64, 4) as batches:  # another seed, and endless
         assert not np.array_equal(next(batches).labels, whole[0].labels)
         assert len(list(itertools.islice(batches, 2 * steps))) == 2 * steps
@@ -107,7 +106,7 @@ def test_every_test_image_counts_once(batch_size):
     assert {len(batch.images) for batch in batches} == {batch_size}
     assert sum(batch.mask.sum() for batch in batches) == 360
     labels = np.concatenate([batch.labels[batch.mask > 0] for batch in batches])
-    np.testing.assert_array_equal(labels, Digits("test").load(np.arange(360), None).batch.labels)
+    np.testing.assert_array_equal(labels, Digits("test").load(np.arange(360), None).labels)
 
 
 def test_photos_come_in_the_same_batches_from_any_workers(photos):
@@ -115,23 +114,13 @@ def test_photos_come_in_the_same_batches_from_any_workers(photos):
     alone = train_list(train)
     assert alone[0].images.shape == (4, 16, 16, 3)
     assert alone[0].images.dtype == np.uint8
-    assert_equal(alone, train_list(train, workers=Workers(5)))
+    assert_equal(alone, train_list(train, workers=5))
     # Three batches are an epoch: each image occurs once, with other crops in each epoch.
     assert sorted(np.concatenate([batch.labels for batch in alone[:3]])) == [0] * 6 + [1] * 6
     assert not np.array_equal(
         np.sort(np.stack([batch.images for batch in alone[:3]]), axis=None),
         np.sort(np.stack([batch.images for batch in alone[3:6]]), axis=None),
     )
-
-
-def test_processes_load_what_threads_do_and_their_death_is_reported(photos):
-    train, _ = opened(photos)
-    with train_batches(train, 4, 3, first=4, workers=Workers(2, "process")) as batches:
-        assert_equal(train_list(train, first=4), [jax.device_get(next(batches)) for _ in range(5)])
-        for worker in multiprocessing.active_children():
-            worker.kill()
-        with pytest.raises(UsageError, match=r"has died .*exit code -9.*--worker-kind thread"):
-            list(batches)
 
 
 def test_hosts_load_parts_of_one_batch(photos):
@@ -144,7 +133,7 @@ def test_hosts_load_parts_of_one_batch(photos):
 
 
 def test_leaving_early_stops_the_workers(photos):
-    with train_batches(opened(photos)[0], 4, 0, workers=Workers(2)) as batches:
+    with train_batches(opened(photos)[0], 4, 0, workers=2) as batches:
         next(batches)
     with pytest.raises(StopIteration):
         next(batches)
@@ -165,7 +154,7 @@ def distance(pixels: np.ndarray, reference: np.ndarray) -> float:
 def test_crops_match_those_of_pillow(photos):
     train, test = opened(photos)
     paths = [photos / split / path for split, data in (("train", train), ("val", test)) for path in data.images.paths]
-    batches = train.load(np.arange(12), Augmentation(3, 1)).batch, test.load(np.arange(6), None).batch
+    batches = train.load(np.arange(12), Augmentation(3, 1)), test.load(np.arange(6), None)
     flips = 0
     for path, index, pixels in zip(
         paths, [*range(12), *range(6)], np.concatenate([b.images for b in batches]), strict=True
@@ -281,7 +270,7 @@ def test_unreadable_files_are_named_and_not_counted(cached, own_photos, capsys):
     assert_equal(batches[2:], train_list(opened(own_photos, 0.9, cached)[0], 6, 6, first=2))
 
 
-@pytest.mark.parametrize("workers", [Workers(3), Workers(1)])
+@pytest.mark.parametrize("workers", [3, 1])
 def test_too_many_unreadable_files_end_the_run(workers, own_photos):
     add_unreadable(own_photos / "train" / "china")
     with pytest.raises(
@@ -303,13 +292,13 @@ def test_trees_may_have_subfolders_and_links(own_photos):
     train, _ = opened(own_photos)
     assert len(train) == 12
     assert "china/more/still/0.jpg" in train.images.paths
-    assert train.load(np.arange(12), None).batch.mask.all()
+    assert train.load(np.arange(12), None).mask.all()
 
 
 @pytest.mark.parametrize(
     ("spoiled", "message"),
     [
-        (lambda root: (root / "val").rename(root / "test"), r"no folder 'val' \(it holds 'test', 'train'\)"),
+        (lambda root: (root / "val").rename(root / "vals"), r"no folder 'val' \(it holds 'train', 'vals'\)"),
         (
             lambda root: (root / "val" / "china" / "up").symlink_to(root / "val"),
             "val/china/up/china' contains itself through a symbolic link",
@@ -357,11 +346,10 @@ def test_cached_images_equal_those_on_disk(photos, capsys):
     # 18 images of 120x100, with a shorter side of 18 = 16 / 0.875.
     assert f"cache: 18 images in {18 * 18 * 22 * 3 / 2**20:.1f} MiB" in capsys.readouterr().out
     for memory, disk in zip(kept, files, strict=True):
-        assert memory.in_memory
-        one, two = memory.load(np.arange(len(disk)), None).batch, disk.load(np.arange(len(disk)), None).batch
+        one, two = memory.load(np.arange(len(disk)), None), disk.load(np.arange(len(disk)), None)
         np.testing.assert_array_equal(one.labels, two.labels)
         assert distance(one.images, two.images.astype(int)) < 4
-    assert_equal(train_list(kept[0]), train_list(kept[0], workers=Workers(2, "process")))
+    assert_equal(train_list(kept[0]), train_list(kept[0], workers=2))
 
 
 def test_cache_that_does_not_fit_is_refused_with_its_size(photos, monkeypatch):

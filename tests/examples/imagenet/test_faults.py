@@ -75,7 +75,7 @@ def test_testing_needs_no_training_data(trained, monkeypatch, capsys):
     assert opened == [["val"]]
     first = json.loads((trained / "predictions.json").read_text())["predictions"][0]
     assert first["image"] == "test digit 0"
-    assert first["truth"] == str(digits_task().test_set.load(np.arange(1), None).batch.labels[0])
+    assert first["truth"] == str(digits_task().test_set.load(np.arange(1), None).labels[0])
 
 
 def test_changed_images_are_noticed_on_resume(photos):
