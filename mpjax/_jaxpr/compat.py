@@ -698,6 +698,18 @@ class _Intercepted:
             return self.bind(primitive, args, params)
 
 
+def is_inlined(params: dict[str, Any]) -> bool:
+    """Whether JAX inlines a call of a function under `jit` where it traces it, as most functions of `jax.numpy`."""
+    inline = params["inline"]  # a bool before JAX 0.12
+    return inline is True or getattr(inline, "name", "") == "JAX_EARLY"
+
+
+def kept_as_call(params: dict[str, Any]) -> dict[str, Any]:
+    """The parameters of such a call that is not inlined."""
+    inline = params["inline"]
+    return {**params, "inline": False if isinstance(inline, bool) else type(inline)("auto")}
+
+
 @contextlib.contextmanager
 def intercepted(concerns: Callable[..., bool], bind: Callable[..., Any]) -> Iterator[None]:
     """A context in which `bind(primitive, args, params)` runs the operations that `concerns(primitive, args)` names.

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from mpjax._jaxpr import compat
+from mpjax._jaxpr.evaluator import bind_in_context, evaluate
 from mpjax.loss_scale.cotangents import is_differentiable
 from mpjax.modules.functional import functional, is_nnx_object
 from mpjax.policy import is_half, path_string
@@ -57,10 +58,30 @@ def closed(
     """A function of `arrays` and of the arrays that `fun(*arrays)` closes over, and these arrays.
 
     `fun` is traced, the only way to find everything that it closes over: parameters of modules, variables of
-    enclosing functions.
+    enclosing functions. JAX's own functions, such as `jnp.tanh`, stay calls of shared programs, whose derivatives JAX
+    caches.
     """
+    inlined: dict[int, Any] = {}
+
+    def call(operation: Any, args: Sequence[Any], params: dict[str, Any]) -> Any:
+        if compat.is_inlined(params):
+            inlined[id(params["jaxpr"])] = params["inline"]
+            params = compat.kept_as_call(params)
+        return operation.bind(*args, **params)
+
+    def traced(*arrays: Any) -> list[Any]:
+        with compat.intercepted(lambda operation, args: operation.name == "jit", call):
+            return fun(*arrays)
+
+    def rule(eqn: Any, operands: list[Any]) -> Sequence[Any]:
+        key = id(eqn.params.get("jaxpr"))
+        if key not in inlined:
+            return bind_in_context(eqn, operands)
+        with compat.EquationContext(eqn):
+            return eqn.primitive.bind(*operands, **{**eqn.params, "inline": inlined[key]})
+
     try:
-        program = compat.open_jaxpr(compat.trace(fun, *arrays))
+        program = compat.open_jaxpr(compat.trace(traced, *arrays))
     except Exception as error:
         _explain(caller, error)
         raise
@@ -70,7 +91,8 @@ def closed(
         consts = list(program.consts)
         for i, x in zip(where, given[len(arrays) :], strict=True):
             consts[i] = x
-        return jax.core.eval_jaxpr(program.jaxpr, consts, *given[: len(arrays)])
+        inputs = (*program.jaxpr.constvars, *program.jaxpr.invars)
+        return evaluate(program.jaxpr, dict(zip(inputs, (*consts, *given[: len(arrays)]), strict=True)), rule)
 
     return inside, [program.consts[i] for i in where]
 

@@ -135,7 +135,7 @@ def _bind(operation: Any, args: Sequence[Any], params: dict[str, Any]) -> Any:
 
 def _is_inlined_matmul(operation: Any, params: dict[str, Any]) -> bool:
     """Whether an operation is a function of JAX's, such as `jnp.einsum`, that multiplies matrices."""
-    return operation.name == "jit" and params["inline"] and _multiplies(params["jaxpr"])
+    return operation.name == "jit" and compat.is_inlined(params) and _multiplies(params["jaxpr"])
 
 
 _multiplying: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()

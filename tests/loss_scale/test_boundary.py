@@ -347,6 +347,32 @@ def test_a_jitted_loss_is_traced_again_only_if_it_has_true_cotangents():
     assert traced == ["plain", "clipped", "clipped"]
 
 
+def test_functions_of_jax_are_differentiated_once_for_all_their_calls():
+    derived = []
+
+    @jax.custom_jvp
+    def sin(x):
+        return jnp.sin(x)
+
+    @sin.defjvp
+    def _(primals, tangents):
+        derived.append(1)
+        return sin(*primals), jnp.cos(*primals) * tangents[0]
+
+    layer = jax.jit(sin, inline=True)  # as those of jax.numpy are
+
+    def loss(x):
+        for _ in range(8):
+            x = layer(x)
+        return x
+
+    expected = in_numpy(jax.grad(loss))(np.float32(1))
+    derived.clear()
+    jax.make_jaxpr(jax.grad(mpjax.scale_loss(loss, state_of())))(np.float32(1))
+    assert len(derived) <= 2
+    np.testing.assert_array_equal(in_numpy(jax.grad(mpjax.scale_loss(loss, state_of())))(np.float32(1)), expected)
+
+
 @pytest.mark.parametrize("use", ["unscale", "update", "apply_gradients"])
 def test_true_cotangents_in_a_loss_that_is_scaled_by_hand_warn(use):
     tx = mpjax.dynamic_loss_scale(optax.sgd(0.1), grads_are_scaled=True)
