@@ -1,10 +1,10 @@
 """Regenerates the outputs in the pages of this folder: `python -m docs.make [PAGE ...]`.
 
-The `python` blocks of a page run in one namespace; the `text` block after each holds what it prints. The output of a
-`console` block, `$ python -m mpjax ...` or `$ python docs/...`, follows the command in the same block. A block after
-`<!-- measured -->` contains times or takes long, so the tests do not regenerate it. A block after `<!-- not run -->`
-never runs. What stands between `<!-- made: ... -->` and `<!-- end -->` comes from `docs.hooks`; scripts there have
-their own tests.
+The `python` blocks of a page run in one namespace, in the page's folder; the `text` block after each holds what it
+prints. The output of a `console` block, `$ python -m mpjax ...` or `$ python script.py`, follows the command in the
+same block. A block after `<!-- measured -->` contains times or takes long, so the tests do not regenerate it. A block
+after `<!-- not run -->` never runs. What stands between `<!-- made: ... -->` and `<!-- end -->` is from `docs.hooks`;
+scripts there have their own tests.
 """
 
 from __future__ import annotations
@@ -56,13 +56,23 @@ def blocks(page: str) -> Iterator[Block]:
         yield Block(match[1], match[2], match.start(2), match.end(2), mark)
 
 
-def made(page: str, measured: bool = True) -> str:
+def made(page: str, measured: bool = True, folder: pathlib.Path = FOLDER) -> str:
     """The page with regenerated outputs.
 
     Args:
         page: The page's text.
         measured: Whether to regenerate measured blocks too.
+        folder: The folder to run in, whose modules the blocks may import.
     """
+    sys.path.insert(0, str(folder))
+    try:
+        with contextlib.chdir(folder):
+            return _made(page, measured)
+    finally:
+        sys.path.remove(str(folder))
+
+
+def _made(page: str, measured: bool) -> str:
     parts, position, printed = [], 0, ""
     namespace: dict[str, Any] = {"__name__": "example"}
     for block in blocks(page):
@@ -96,12 +106,12 @@ def _run_console(text: str, in_subprocess: bool) -> str:
     command = text.splitlines()[0]
     if in_subprocess:
         return f"{command}\n{_trimmed(_subprocess_output(command.removeprefix('$ ')))}"
-    return f"{command}\n{_output(command)}"
+    return f"{command}\n{_output(command, os.getcwd())}"
 
 
 @functools.cache  # two pages show the same command
-def _output(command: str) -> str:
-    """Runs `python -m package ...` in this process, and returns its output."""
+def _output(command: str, folder: str) -> str:
+    """Runs `python -m package ...` in this process, in the given folder, and returns its output."""
     prompt, module, *arguments = command.split(" -m ")[0], *shlex.split(command.partition(" -m ")[2])
     assert prompt == "$ python", f"not of the form '$ python -m package': {command!r}"
     before, sys.argv = sys.argv, [module, *arguments]
@@ -114,7 +124,7 @@ def _output(command: str) -> str:
 
 
 def _subprocess_output(command: str) -> str:
-    """Runs a shell command at the root of the repository, and returns its output.
+    """Runs a shell command, and returns its output.
 
     The output of `-m mpjax` includes stderr, where the launcher writes.
     """
@@ -123,9 +133,7 @@ def _subprocess_output(command: str) -> str:
     # Readers do not have the simulated devices of this process.
     environment.pop("XLA_FLAGS", None)
     errors = subprocess.STDOUT if " -m mpjax " in command else None
-    run = subprocess.run(
-        command, shell=True, cwd=FOLDER.parent, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True
-    )
+    run = subprocess.run(command, shell=True, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True)
     return run.stdout
 
 
@@ -138,5 +146,5 @@ if __name__ == "__main__":
     os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
     for name in sys.argv[1:] or (str(path.relative_to(FOLDER)) for path in sorted(FOLDER.rglob("*.md"))):
         path = FOLDER / name
-        path.write_text(made(hooks.filled(path.read_text())))
+        path.write_text(made(hooks.filled(path.read_text()), folder=path.parent))
         print(f"made {path}")

@@ -27,12 +27,11 @@ def numbers_of(page):
 
 @pytest.mark.standard_promotion  # as readers have it
 @pytest.mark.parametrize("name", PAGES)
-def test_outputs_match_the_program(name, monkeypatch):
+def test_outputs_match_the_program(name):
     if name in OF_NEWEST and jax.__version_info__ < (0, 12):
         pytest.skip("an older JAX orders the rows of this page otherwise")
-    monkeypatch.chdir(FOLDER.parent)
     page = (FOLDER / name).read_text()
-    now = made(page, measured=False)
+    now = made(page, measured=False, folder=(FOLDER / name).parent)
     assert text_of(now) == text_of(page), f"run: python -m docs.make {name}"
     if jax.__version_info__ >= (0, 12):  # the pages are of the newest version
         assert numbers_of(page) == pytest.approx(numbers_of(now), rel=0.05), f"run: python -m docs.make {name}"
@@ -64,7 +63,8 @@ def test_all_code_of_a_page_is_tested():
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_imports_of_measured_blocks_exist(name):
+def test_imports_of_measured_blocks_exist(name, monkeypatch):
+    monkeypatch.syspath_prepend((FOLDER / name).parent)
     for block in blocks((FOLDER / name).read_text()):
         if block.language == "python" and block.mark == MEASURED:
             imports = [node for node in ast.parse(block.text).body if isinstance(node, (ast.Import, ast.ImportFrom))]

@@ -109,7 +109,7 @@ def sharded_arguments():
 
     from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-    path = pathlib.Path(__file__).parent / "quickstart" / "train_sharded.py"
+    path = pathlib.Path(__file__).parent.parent / "quickstart" / "train_sharded.py"
     spec = importlib.util.spec_from_file_location("train_sharded", path)
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
