@@ -126,12 +126,30 @@ def dynamic_loss_scale(
     _check(0.0 < backoff_factor <= 1.0, "backoff_factor", backoff_factor, "must be above 0 and at most 1")
     growth_interval, hysteresis = _count("growth_interval", growth_interval), _count("hysteresis", hysteresis)
 
-    def next_scale(scale: jax.Array, grow: jax.Array, back_off: jax.Array) -> jax.Array:
-        changed = jnp.where(grow, scale * growth_factor, jnp.where(back_off, scale * backoff_factor, scale))
-        # A NaN, for example from a foreign checkpoint, compares false and becomes the minimum.
-        return jnp.minimum(jnp.where(changed >= min_scale, changed, min_scale), max_scale).astype(jnp.float32)
+    rule = functools.partial(
+        next_scale,
+        growth_factor=growth_factor,
+        backoff_factor=backoff_factor,
+        min_scale=min_scale,
+        max_scale=max_scale,
+    )
+    return _loss_scaled(inner, init_scale, rule, growth_interval, hysteresis, axis_name, grads_are_scaled)
 
-    return _loss_scaled(inner, init_scale, next_scale, growth_interval, hysteresis, axis_name, grads_are_scaled)
+
+def next_scale(
+    scale: jax.Array,
+    grow: Any,
+    back_off: Any,
+    *,
+    growth_factor: float,
+    backoff_factor: float,
+    min_scale: float,
+    max_scale: float,
+) -> jax.Array:
+    """The scale after a step that lets it grow, or makes it back off, or does neither."""
+    changed = jnp.where(grow, scale * growth_factor, jnp.where(back_off, scale * backoff_factor, scale))
+    # A NaN, for example from a foreign checkpoint, compares false and becomes the minimum.
+    return jnp.minimum(jnp.where(changed >= min_scale, changed, min_scale), max_scale).astype(jnp.float32)
 
 
 def static_loss_scale(
@@ -160,10 +178,10 @@ def static_loss_scale(
     applying.refuse_swapped("static_loss_scale", inner, scale)
     _check(_SMALLEST <= scale <= _LARGEST, "scale", scale, "must lie between 2**-126 and 2**126")
 
-    def next_scale(present: jax.Array, grow: jax.Array, back_off: jax.Array) -> jax.Array:
+    def fixed(present: jax.Array, grow: jax.Array, back_off: jax.Array) -> jax.Array:
         return jnp.full_like(present, scale)
 
-    return _loss_scaled(inner, scale, next_scale, 2**31 - 1, 1, axis_name, grads_are_scaled)
+    return _loss_scaled(inner, scale, fixed, 2**31 - 1, 1, axis_name, grads_are_scaled)
 
 
 def loss_scale_for(inner: optax.GradientTransformation | optax.MultiSteps, policy: Any, **kwargs: Any) -> LossScaled:
