@@ -49,7 +49,7 @@ class Counts:
 
     def traced(self, program: Any, jaxpr: Any) -> None:
         """Counts the matmul FLOPs of a program."""
-        from mpjax.launcher.reruns import running_sites
+        from mpjax.launcher.calls import running_sites
 
         if program.differentiates:
             for site in running_sites(jaxpr):

@@ -507,6 +507,14 @@ def is_tracing() -> bool:
     return not trace_ctx.is_top_level()
 
 
+def is_compiling() -> bool:
+    """Whether operations, or what transformations make of them, are added to a jaxpr, rather than run at once."""
+    trace = trace_ctx.trace
+    while trace is not None and not isinstance(trace, pe.DynamicJaxprTrace):
+        trace = getattr(trace, "parent_trace", getattr(trace, "below", None))
+    return trace is not None
+
+
 def is_differentiating() -> bool:
     """Whether operations are differentiated as they run, in forward or reverse mode."""
     trace = trace_ctx.trace

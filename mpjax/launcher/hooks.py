@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, NoReturn
 
-from mpjax.launcher import tracebacks
+from mpjax.launcher import notebooks, tracebacks
 from mpjax.launcher.options import LaunchError, Options
 
 PROGRAM = "python -m mpjax run"
@@ -84,8 +84,9 @@ def install(options: Options, main: bool = False) -> None:
     sessions: list[Any] = []
     of_jax = AfterImport("jax", lambda: sessions.append(_patch_or_exit(options, main)))
     # The script may import optax first, which imports JAX. If it never does, the hook costs nothing.
-    of_optax = AfterImport("optax", lambda: _patch_optax(sessions))
-    sys.meta_path[:0] = _LATEST[:] = [of_jax, of_optax]
+    of_optax = AfterImport("optax", lambda: _patch(sessions, "patch_optax"))
+    of_optimizers = AfterImport("jax.example_libraries.optimizers", lambda: _patch(sessions, "patch_optimizers"))
+    sys.meta_path[:0] = _LATEST[:] = [of_jax, of_optax, of_optimizers]
     atexit.register(_check_at_exit, of_jax, sessions, main and not options.quiet)
 
 
@@ -116,17 +117,19 @@ def _patch_or_exit(options: Options, main: bool) -> Any:
         _LATEST.clear()  # The error says enough: no report at exit.
         fail(str(error))
     Patches(session).patch_jax()
-    session.watchers.append(Report(session, always=main))
+    report = Report(session, always=main)
+    session.watchers.append(report)
+    notebooks.attach(report.summary)
     if options.dry_run:
         session.watchers.append(DryRun())
     return session
 
 
-def _patch_optax(sessions: list[Any]) -> None:
+def _patch(sessions: list[Any], what: str) -> None:
     from mpjax.launcher.patches import Patches
 
     for session in sessions:
-        Patches(session).patch_optax()
+        getattr(Patches(session), what)()
 
 
 def patch(options: Options) -> Any:
@@ -137,6 +140,7 @@ def patch(options: Options) -> Any:
     patches = Patches(Session(options))
     patches.patch_jax()
     patches.patch_optax()
+    patches.patch_optimizers()
     return patches
 
 

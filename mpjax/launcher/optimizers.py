@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 
 import mpjax
-from mpjax.launcher.retrying import all_finite
-from mpjax.launcher.session import Session, frame, is_tracer
+from mpjax.launcher.session import Session, frame
 
 # Set inside an update: transformations may contain others, and only the outermost decides.
 _DECIDED: contextvars.ContextVar[bool] = contextvars.ContextVar("decided", default=False)
@@ -20,40 +19,58 @@ _DECIDED: contextvars.ContextVar[bool] = contextvars.ContextVar("decided", defau
 
 def guarded(session: Session, update: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps an optax `update` so that nonfinite gradients give zero updates and keep the state."""
-    update = in_float32(update)
 
+    @functools.wraps(update)
     def update_if_finite(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
-        present = frame()
-        if present is not None:
-            present.optimizes = True
-        if not session.scales or _DECIDED.get():
-            return update(updates, state, params, **extra)
+        def skip(shapes: Any) -> Any:
+            return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes[0]), state
 
-        def take() -> Any:
-            token = _DECIDED.set(True)
-            try:
-                return update(updates, state, params, **extra)
-            finally:
-                _DECIDED.reset(token)
-
-        finite = _known(updates) if present is not None else None
-        finite = all_finite(updates) if finite is None else finite
-        if is_tracer(finite):
-            return _choose(finite, take, state)
-        return take() if bool(finite) else (_zeros(jax.eval_shape(take)[0]), state)
+        return _taken(session, updates, lambda: update(updates, state, params, **extra), skip)
 
     return update_if_finite
 
 
-def in_float32(update: Callable[..., Any]) -> Callable[..., Any]:
-    """Disables autocast in an optimizer: its matmuls (Shampoo, Muon) are not the model's."""
+def guarded_state(session: Session, update: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps the `update` of `jax.example_libraries.optimizers` so that nonfinite gradients keep the state."""
 
     @functools.wraps(update)
-    def called(*args: Any, **kwargs: Any) -> Any:
-        with mpjax.autocast_disabled():
-            return update(*args, **kwargs)
+    def update_if_finite(step: Any, grads: Any, state: Any) -> Any:
+        return _taken(session, grads, lambda: update(step, grads, state), lambda shapes: state)
 
-    return called
+    return update_if_finite
+
+
+def _taken(session: Session, grads: Any, take: Callable[[], Any], skip: Callable[[Any], Any]) -> Any:
+    """The result of `take`, or if the gradients are not finite, of `skip`, which is given the shapes of the former."""
+    present = frame()
+    if present is not None:
+        present.optimizes = True
+
+    def decided() -> Any:
+        token = _DECIDED.set(True)
+        try:
+            # An optimizer's matmuls (Shampoo, Muon) are not the model's.
+            with mpjax.autocast_disabled():
+                return take()
+        finally:
+            _DECIDED.reset(token)
+
+    if not session.scales or not session.sites or _DECIDED.get():
+        return decided()
+    from mpjax.launcher.retrying import all_finite
+
+    finite = _known(grads)
+    finite = all_finite(grads) if finite is None else finite
+    if not isinstance(finite, jax.core.Tracer) and bool(finite):
+        return decided()
+    shapes = jax.eval_shape(decided)
+    other = skip(shapes)
+    if not isinstance(finite, jax.core.Tracer):
+        return other
+    if _types(shapes) != _types(other):
+        # A state whose structure or types change in a step can't pass through `cond`, so the step is unguarded.
+        return decided()
+    return jax.lax.cond(finite, lambda: _strong(decided()), lambda: _strong(other))
 
 
 def _known(grads: Any) -> Any:
@@ -66,25 +83,11 @@ def _known(grads: Any) -> Any:
     return None
 
 
-def _choose(finite: Any, take: Callable[[], Any], state: Any) -> Any:
-    leaves, tree = jax.tree.flatten(jax.eval_shape(take))
-    kept, kept_tree = jax.tree.flatten(state)
-    structure: Any = jax.tree.structure(jax.tree.unflatten(tree, leaves)[1])
-    count = len(leaves) - len(kept)
-    arrays = all(isinstance(x, jax.Array) for x in kept)
-    same = arrays and structure == kept_tree
-    if not same or any(a.shape != b.shape or a.dtype != b.dtype for a, b in zip(leaves[count:], kept, strict=True)):
-        # A state whose structure or types change in a step can't pass through `cond`, so the step is unguarded.
-        return take()
-    zeros = [jnp.zeros(x.shape, x.dtype) for x in leaves[:count]]
-    outs = jax.lax.cond(finite, lambda: _strong(jax.tree.leaves(take())), lambda: _strong([*zeros, *kept]))
-    return jax.tree.unflatten(tree, outs)
+def _types(tree: Any) -> Any:
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, [(x.shape, x.dtype) if hasattr(x, "dtype") else x for x in leaves]
 
 
-def _zeros(shapes: Any) -> Any:
-    return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-
-
-def _strong(leaves: list[Any]) -> list[Any]:
+def _strong(tree: Any) -> Any:
     """Removes weak types, on which both branches of a `cond` must agree."""
-    return [jax.lax.convert_element_type(x, jnp.result_type(x)) for x in leaves]
+    return jax.tree.map(lambda x: jax.lax.convert_element_type(x, jnp.result_type(x)), tree)

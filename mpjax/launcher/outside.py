@@ -1,8 +1,8 @@
-"""Runs forward passes of a training program that lie outside its gradients in half precision too.
+"""Runs forward passes that lie outside of gradients in half precision too.
 
-A GAN samples its generator, and a Q-learner evaluates its target network. The loss uses the results of such a pass as
-data. Among the operations that do not depend on a gradient, the matmuls and everything computed from them run under
-autocast.
+An evaluation is such a pass. In a training step, a GAN samples its generator, and a Q-learner evaluates its target
+network, and the loss uses the results as data. Among the operations that do not depend on a gradient, the matmuls that
+read parameters and everything computed from them run under autocast.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax.extend.core
+import jax.numpy as jnp
 
 from mpjax._jaxpr import compat
 from mpjax._jaxpr.evaluator import bind_in_context, evaluate
 from mpjax._jaxpr.program import Site
-from mpjax.launcher.reruns import finite_results, running_sites_of
+from mpjax.launcher.calls import Call, running_sites_of
 from mpjax.launcher.session import Session
 
 
@@ -36,7 +37,7 @@ def in_half(session: Session, jaxpr: Any, parameters: Collection[Any]) -> Any:
     """
     opened = compat.open_jaxpr(jaxpr)
     before, passes, after = _parted(opened.jaxpr.eqns, parameters)
-    if session.half == "float32" or not passes:
+    if not passes:
         return jaxpr
     read = {v for eqn in after for v in eqn.invars if _is_variable(v)} | set(filter(_is_variable, opened.jaxpr.outvars))
     made = [v for eqn in passes for v in eqn.outvars if v in read]
@@ -50,7 +51,8 @@ def in_half(session: Session, jaxpr: Any, parameters: Collection[Any]) -> Any:
         variables = (*opened.jaxpr.constvars, *opened.jaxpr.invars)
         env: dict[Any, Any] = dict(zip(variables, (*opened.consts, *arrays), strict=True))
         inputs = evaluate(_Part(before, given), env, bind_in_context)
-        outs, _ = finite_results(session, forward, inputs, {}, session.autocast(forward)(*inputs))
+        call = Call(session, forward, inputs, {})
+        outs, _ = call.finite(call.in_half(jnp.ones((), jnp.float32), inputs, {}))
         env.update(zip(made, outs, strict=True))
         return evaluate(_Part(after, opened.jaxpr.outvars), env, bind_in_context)
 

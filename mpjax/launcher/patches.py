@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
-from mpjax.launcher import gradients, programs
-from mpjax.launcher.optimizers import guarded
+from mpjax._jaxpr import compat
+from mpjax.launcher import programs
+from mpjax.launcher.optimizers import guarded, guarded_state
 from mpjax.launcher.session import Session
 
 
@@ -38,10 +39,9 @@ class Patches:
 
     def patch_jax(self) -> None:
         """Replaces `jit`, `pmap`, `grad`, `value_and_grad`, `vjp` and `linearize` of the `jax` module."""
-        session = self.session
-        originals = gradients.Originals(jax.value_and_grad, jax.vjp, jax.linearize)
+        session, value_and_grad = self.session, jax.value_and_grad
         for name in ("grad", "value_and_grad"):
-            self.replace(jax, name, _differentiation(session, originals, getattr(jax, name), name == "grad"))
+            self.replace(jax, name, _differentiation(session, value_and_grad, getattr(jax, name), name == "grad"))
         for name in ("vjp", "linearize"):
             self.replace(jax, name, _linearization(session, getattr(jax, name)))
         self.replace(jax, "jit", _compilation(session, jax.jit))
@@ -51,42 +51,57 @@ class Patches:
         """Makes every optax transformation skip steps with nonfinite gradients."""
         import optax
 
-        session = self.session
-        kind = optax.GradientTransformation
-        new = kind.__new__
-
-        # Guarded once, when it is made: an `update` that differs at each access would recompile as a static argument.
-        @functools.wraps(new)
-        def make(cls: Any, init: Any, update: Any) -> Any:
-            session.optimizers += 1
-            return new(cls, init, guarded(session, update))
-
-        plain = optax.MultiSteps.update
+        session, plain = self.session, optax.MultiSteps.update
 
         @functools.wraps(plain)
         def update_multi_steps(self: Any, *args: Any, **extra: Any) -> Any:
             return guarded(session, functools.partial(plain, self))(*args, **extra)
 
         self.replace(optax.MultiSteps, "update", update_multi_steps)
+        self._guard(optax.GradientTransformation, guarded)
+
+    def patch_optimizers(self) -> None:
+        """The same for `jax.example_libraries.optimizers`."""
+        from jax.example_libraries import optimizers
+
+        self._guard(optimizers.Optimizer, guarded_state)
+
+    def _guard(self, kind: Any, guard: Callable[..., Any]) -> None:
+        """Makes a class of optimizers, tuples `(init, update, ...)`, guard its update.
+
+        It is guarded once, when it is made: an `update` that differs at each access would recompile as a static
+        argument.
+        """
+        session, new = self.session, kind.__new__
+
+        @functools.wraps(new)
+        def make(cls: Any, *fields: Any, **named: Any) -> Any:
+            init, update, *rest = (*fields, *(named[name] for name in kind._fields[len(fields) :]))
+            session.optimizers += 1
+            return new(cls, init, guard(session, update), *rest)
+
         self.replace(kind, "__new__", make)
         self.replace(kind, "_make", classmethod(lambda cls, fields: cls(*fields)))  # as `_replace` calls it
 
 
-def _differentiation(session: Session, originals: Any, original: Any, gradient_only: bool) -> Any:
+def _differentiation(session: Session, value_and_grad: Any, original: Any, gradient_only: bool) -> Any:
     @functools.wraps(original)
     def differentiate(fun: Any, argnums: Any = 0, has_aux: bool = False, *rest: Any, **options: Any) -> Any:
         plain = original(fun, argnums, has_aux, *rest, **options)
         if not session.active_for(rest, options) or not session.callers.script_calls():
             return plain
         line = session.callers.script_line()
-        both = gradients.value_and_grad(session, originals, fun, has_aux, argnums)
 
         @functools.wraps(plain)
         def gradient(*args: Any, **kwargs: Any) -> Any:
             # By now the script has built its optimizer.
-            if session.gives_way(fun, line) or not session.trains(fun, line, gradients.chosen(args, argnums)):
+            if session.casts and isinstance(fun, programs.Compiled) and not compat.is_compiling():
+                return fun.derived((original, argnums, has_aux), gradient)(*args, **kwargs)
+            if session.gives_way(fun, line) or not session.trains(fun, line, _chosen(args, argnums)):
                 return plain(*args, **kwargs)
-            value, grads = both(*args, **kwargs)
+            from mpjax.launcher import gradients
+
+            value, grads = gradients.value_and_grad(session, value_and_grad, fun, has_aux, argnums)(*args, **kwargs)
             if not gradient_only:
                 return value, grads
             return (grads, value[1]) if has_aux else grads
@@ -96,12 +111,23 @@ def _differentiation(session: Session, originals: Any, original: Any, gradient_o
     return differentiate
 
 
+def _chosen(args: Sequence[Any], argnums: Any) -> Sequence[Any]:
+    """The arguments with respect to which a call is differentiated; all of them if the call does not fit."""
+    places = argnums if isinstance(argnums, (tuple, list)) else (argnums,)
+    try:
+        return tuple(args[i] for i in places)
+    except (IndexError, TypeError):  # JAX's own error is better.
+        return args
+
+
 def _linearization(session: Session, original: Any) -> Any:
     @functools.wraps(original)
     def linearize(fun: Any, *primals: Any, **options: Any) -> Any:
         trains = session.active and session.callers.script_calls()
         if not trains or not session.trains(fun, session.callers.script_line(), primals):
             return original(fun, *primals, **options)
+        from mpjax.launcher import gradients
+
         return gradients.vjp(session, original, fun, primals, options)
 
     return linearize

@@ -6,18 +6,14 @@ import functools
 import inspect
 import os
 import types
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.extend.core
 
-import mpjax
 from mpjax._jaxpr import compat
-from mpjax.launcher.outside import in_half, is_differentiated
 from mpjax.launcher.report import Clock
-from mpjax.launcher.reruns import finite_results, running_sites
 from mpjax.launcher.session import Frame, Session, enclosing_scale, frame, tracing
 
 _STATES = "_mpjax_loss_scales"
@@ -38,6 +34,7 @@ class Compiled:
         self.name = name_of(fun)
         self.clock = Clock()
         self.trains = False
+        self._derived: dict[Any, Compiled] = {}
         self._make()
 
     def _make(self) -> None:
@@ -75,6 +72,13 @@ class Compiled:
             self.clock.tick(self._states)
             self._session.step_finished(self)
         return out
+
+    def derived(self, key: Any, gradient: Callable[..., Any]) -> Compiled:
+        """The compiled gradient of this function, which the script did not compile: one for each `key`."""
+        if key not in self._derived:
+            static = {name: value for name, value in self._options.items() if name.startswith("static_arg")}
+            self._derived[key] = Compiled(self._session, self._jit, gradient, static)
+        return self._derived[key]
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
@@ -126,6 +130,9 @@ def trace(
     session: Session, fun: Callable[..., Any], args: Any, kwargs: Any, states: Any, compiled: Compiled | None
 ) -> Any:
     """Traces a program to see whether it trains or evaluates, and returns its result under the policy."""
+    from mpjax.launcher.calls import running_sites
+    from mpjax.launcher.outside import in_half, is_differentiated
+
     seen = Frame(name_of(fun))
     leaves, tree = jax.tree_util.tree_flatten_with_path((args, kwargs))
     places = [i for i, (_, leaf) in enumerate(leaves) if isinstance(leaf, jax.Array)]
@@ -144,28 +151,20 @@ def trace(
         return outs, states
 
     arrays = [leaves[i][1] for i in places]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", mpjax.AutocastWarning)
-        jaxpr = compat.trace(flat, states, *arrays)
-        parameters = session.parameters.among([leaves[i] for i in places])
-        if seen.differentiates:
-            inputs = compat.open_jaxpr(jaxpr).jaxpr.invars[-len(arrays) :] if arrays else []
-            jaxpr = in_half(session, jaxpr, {inputs[i] for i in parameters})
-    sites = [site for site in running_sites(jaxpr) if site.flops]
+    traced = compat.trace(flat, states, *arrays)
+    sites = [site for site in running_sites(traced) if site.flops]
     trains = seen.differentiates or seen.optimizes or is_differentiated(sites)
-    seen.evaluates = session.half != "float32" and not trains and bool(sites) and bool(parameters)
+    parameters = session.parameters.among([leaves[i] for i in places])
+    jaxpr = traced
+    if parameters and session.active and (seen.differentiates or not trains):
+        inputs = compat.open_jaxpr(traced).jaxpr.invars[-len(arrays) :]
+        jaxpr = in_half(session, traced, {inputs[i] for i in parameters})
+    seen.evaluates = not trains and jaxpr is not traced
     session.traced(seen, jaxpr)
     if compiled is not None:
         compiled.trains = compiled.trains or seen.differentiates
         compiled.decided = trains or not sites or bool(session.parameters)
-    given = arrays if states is None else [states, *arrays]
-    run = jax.extend.core.jaxpr_as_fun(jaxpr)
-    if seen.evaluates:
-        with warnings.catch_warnings(), tracing(seen):
-            warnings.simplefilter("ignore", mpjax.AutocastWarning)
-            outs, _ = finite_results(session, run, given, {}, session.autocast(run)(*given))
-    else:
-        outs = run(*given)
+    outs = jax.extend.core.jaxpr_as_fun(jaxpr)(*arrays if states is None else (states, *arrays))
     count = made["tree"].num_leaves
     out = jax.tree.unflatten(made["tree"], outs[:count])
     return out if compiled is None else (out, outs[count])

@@ -14,7 +14,6 @@ import numpy as np
 import mpjax
 from mpjax._jaxpr import compat
 from mpjax._jaxpr.program import Site
-from mpjax.launcher.reruns import running_sites
 from mpjax.launcher.session import CALLS, HALF, NONFINITE, RERUNS, RETRIES, SCALE, Frame, Session
 
 _SHOWN = 5
@@ -33,6 +32,7 @@ class Report:
         self.steps: list[Any] = []
         self.evaluations: list[str] = []
         self._described: set[str] = set()
+        self._printed = ""
         atexit.register(self.last_block)
 
     def traced(self, program: Frame, jaxpr: Any) -> None:
@@ -49,53 +49,64 @@ class Report:
             self.steps.append(compiled)
 
     def last_block(self) -> None:
-        """Prints the summary of the run."""
-        options = self.session.options
-        if self.session.unused and self.session.sites and not options.dry_run:
-            self._print(
-                _of_unused(self.session.unused, "mpjax run: matched nothing")
-            )  # a typo is an error, --quiet or not
-        if options.quiet or options.dry_run:
+        """Prints the summary of the run, at exit."""
+        session, options = self.session, self.session.options
+        if options.dry_run:
             return
-        if self.session.sites:
-            self._print(self._summary())
-        elif self.session.in_float32:
-            self._print(f"mpjax run: nothing was cast to half: {_without_optimizer(self.session)}")
-        elif self.always:
-            self._print(
-                "mpjax run: nothing was cast to half: the script differentiated nothing (jax.grad, jax.value_and_grad, "
-                "jax.vjp, jax.linearize, and the forms of Flax, Haiku and Equinox). Gradients that an installed "
-                "package computes are left unchanged: name the package in `packages` of a --rules file."
-            )
+        if session.unused and session.sites:  # A typo is an error, --quiet or not.
+            self._print(_of_unused(session.unused, "mpjax run: matched nothing"))
+        self.summary(
+            "the script differentiated nothing (jax.grad, jax.value_and_grad, jax.vjp, jax.linearize, and the "
+            "forms of Flax, Haiku and Equinox). Gradients that an installed package computes are left "
+            "unchanged: name the package in `packages` of a --rules file."
+            if self.always
+            else ""
+        )
 
-    def _summary(self) -> str:
+    def summary(self, otherwise: str = "") -> None:
+        """Prints what was cast so far, unless it was printed already.
+
+        Args:
+            otherwise: Why nothing was cast, where the script has differentiated nothing; "" prints nothing then.
+        """
+        kept = self._kept_in_float32()
+        if self.session.sites:
+            text = "\n".join(["mpjax run: summary", *self._cast(), *(f"  in float32: {reason}" for reason in kept)])
+        else:
+            text = "; ".join(kept) or otherwise
+            text = text and f"mpjax run: nothing was cast to half: {text}"
+        if text and text != self._printed and not self.session.options.quiet:
+            self._print(text)
+        self._printed = text
+
+    def _cast(self) -> list[str]:
         counted = [step for step in self.steps if step.counts is not None]
-        lines = ["mpjax run: summary"]
-        for step in counted:
-            lines += _of_step(self.session, step)
+        lines = [line for step in counted for line in _of_step(self.session, step)]
         if not counted:
-            lines.append(
-                "  no steps were counted: none finished, or gradients ran outside of jax.jit, in a pmap, or in a jit "
-                "with in_shardings"
-            )
+            lines.append("  no steps were counted: none finished, or they ran in a pmap, or in a jit with in_shardings")
         if self.evaluations:
             lines.append(f"  evaluated in half: {', '.join(dict.fromkeys(self.evaluations))}")
-        if self.session.in_float32:
-            lines.append(f"  in float32: {_without_optimizer(self.session)}")
-        if self.session.differentiated_again:
-            where = _places(self.session.differentiated_again)
-            lines.append(f"  in float32: the gradients of {where}, which a library differentiates again")
-        return "\n".join(lines)
+        return lines
+
+    def _kept_in_float32(self) -> list[str]:
+        session, reasons = self.session, []
+        if session.in_float32:
+            reasons.append(_without_optimizer(session))
+        if session.outside_jit:
+            reasons.append(f"the gradients of {_places(session.outside_jit)} ran outside of jax.jit: compile the step")
+        if session.differentiated_again:
+            reasons.append(f"a library differentiates the gradients of {_places(session.differentiated_again)} again")
+        return reasons
 
     def _print(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
 def _without_optimizer(session: Session) -> str:
-    ways = "build an optax optimizer before the first gradient"
+    ways = "build one of optax or jax.example_libraries before the first gradient"
     if not session.scales:
         ways += ", or pass --any-gradient if the script updates its parameters by hand"
-    return f"no optax optimizer was built before the gradients of {_places(session.in_float32)}: {ways}"
+    return f"no optimizer was built before the gradients of {_places(session.in_float32)}: {ways}"
 
 
 def _places(functions: dict[str, str]) -> str:
@@ -157,6 +168,8 @@ def _of_step(session: Session, step: Any) -> list[str]:
 
 def first_block(session: Session, program: Frame, jaxpr: Any) -> str:
     """The block at the first compiled training step."""
+    from mpjax.launcher.calls import running_sites
+
     sites = [site for site in running_sites(jaxpr) if site.flops]
     total = sum(site.flops for site in sites)
     if not total:

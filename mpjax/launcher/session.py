@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
-import functools
 import os
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -152,6 +150,7 @@ class Session:
         self.optimizers = 0
         self.parameters = Parameters()
         self.in_float32: dict[str, str] = {}  # lines that differentiated without an optimizer
+        self.outside_jit: dict[str, str] = {}  # lines whose gradients JAX does not compile
         self.differentiated_again: dict[str, str] = {}  # lines whose gradients a library differentiates
         self.sites: dict[str, str] = {}
         self._explained: set[str] = set()
@@ -200,6 +199,10 @@ class Session:
         if not self.casts:
             self.in_float32.setdefault(line, _name(fun))
             return False
+        if not compat.is_compiling():
+            # Each call would be traced and planned again, which costs more than half precision can save.
+            self.outside_jit.setdefault(line, _name(fun))
+            return False
         self.sites.setdefault(line, _name(fun))
         if enclosing_scale() is None:  # A nested gradient may be with respect to data.
             for tree in differentiated:
@@ -216,20 +219,12 @@ class Session:
         for watcher in self.watchers:
             watcher.step_finished(compiled)
 
-    def autocast(self, fun: Any) -> Any:
-        """Applies the policy to `fun` without warnings: the report says what is not in half, once for all functions."""
-        if self.half == "float32":
-            return fun
-        cast = mpjax.autocast(fun, self.policy, rules=self.rules)
+    @property
+    def setting(self) -> Any:
+        """What autocast plans a program by; None if everything stays in float32."""
+        from mpjax.casting.autocast import is_enabled, setting_of
 
-        @functools.wraps(cast)
-        def silent(*args: Any, **kwargs: Any) -> Any:
-            with warnings.catch_warnings():
-                for category in (mpjax.AutocastWarning, mpjax.UnusedRuleWarning):
-                    warnings.simplefilter("ignore", category)
-                return cast(*args, **kwargs)
-
-        return silent
+        return setting_of(self.policy, self.rules) if is_enabled() else None
 
     @property
     def unused(self) -> list[str]:
@@ -237,14 +232,13 @@ class Session:
         found = [f"{op.value} {entry!r}" for entry, op in self._entries if entry not in self._matched]
         return found + [f"packages {name!r}" for name in sorted(self.callers.packages - self.callers.seen)]
 
-    def explain(self, cast: Any, args: Any, kwargs: Any) -> None:
+    def explain(self, fun: Any, plan: Callable[[], Any]) -> None:
         """Writes the plan of a differentiated function to the `--explain` file, once per line of the script."""
         line = self.callers.script_line()
         if not self.options.explain or self.half == "float32" or line in self._explained:
             return
         with open(self.options.explain, "a" if self._explained else "w") as file:
-            file.write(f"{getattr(cast, '__name__', 'the function')}, differentiated at {line}\n\n")
-            file.write(f"{mpjax.explain(cast, *args, **kwargs)}\n\n")
+            file.write(f"{_name(fun)}, differentiated at {line}\n\n{plan()}\n\n")
         self._explained.add(line)
 
     def initial_states(self) -> Any:
@@ -269,8 +263,3 @@ def _noting(matched: set[Any]) -> type[mpjax.Rules]:
             return found
 
     return NotingRules
-
-
-def is_tracer(x: Any) -> bool:
-    """Whether a value is traced, and so known only when the program runs."""
-    return isinstance(x, jax.core.Tracer)

@@ -136,7 +136,7 @@ def test_a_script_that_updates_by_hand_is_left_alone_and_told_why(script):
     done = run("--policy", "mixed_bfloat16", script(by_hand))
     assert (done.returncode, done.stdout) == (0, "2.0\n")
     (line,) = done.stderr.splitlines()
-    assert line.startswith("mpjax run: nothing was cast to half: no optax optimizer was built before the gradients of")
+    assert line.startswith("mpjax run: nothing was cast to half: no optimizer was built before the gradients of")
     assert "<lambda> at script.py:2" in line
     assert line.endswith("or pass --any-gradient if the script updates its parameters by hand")
     done = run("--policy", "mixed_bfloat16", "--any-gradient", script(by_hand.replace("jax.grad", "jax.jit(jax.grad"

@@ -7,6 +7,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.example_libraries import optimizers
 
 import mpjax
 from mpjax.launcher import gradients
@@ -90,7 +91,6 @@ def sharded(check_vma):
 
 
 CONTEXTS = {
-    "eager": eager,
     "jit": jax.jit,
     "scan": scanned,
     "checkpoint": checkpointed,
@@ -310,14 +310,67 @@ def test_a_script_that_updates_by_hand_can_say_so(launched):
 
 @pytest.mark.parametrize("x", [3.0, np.float32(3.0), jnp.float32(3.0)])
 def test_a_gradient_keeps_its_weak_type(launched, x):
-    want = jax.grad(lambda x: x * 2.0)(x)
+    want = jax.jit(jax.grad(lambda x: x * 2.0))(x)
     launched()
     optax.sgd(0.1)
-    assert jax.typeof(jax.grad(lambda x: x * 2.0)(x)) == jax.typeof(want)
+    assert jax.typeof(jax.jit(jax.grad(lambda x: x * 2.0))(x)) == jax.typeof(want)
 
 
 def test_a_gradient_function_may_be_made_before_the_optimizer(launched):
     launched()
     gradient = jax.grad(loss_fn)
     optax.sgd(0.1)
-    assert_close(gradient(params(), X), REFERENCE[1.0])
+    assert half(jax.jit(gradient), params(), X)
+
+
+def half(fun, *args):
+    return "f16[" in str(jax.make_jaxpr(lambda *args: fun(*args))(*args))
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_a_gradient_that_is_not_compiled_stays_in_float32_and_is_named(launched, batched):
+    session = launched()
+    optax.sgd(0.1)
+    gradient = jax.grad(loss_fn)
+    grads = jax.vmap(gradient, (None, 0))(params(), X[None]) if batched else gradient(params(), X)
+    assert_close(jax.tree.map(lambda g: g.reshape(WIDTH, WIDTH), grads), REFERENCE[1.0], 1e-6)
+    assert list(session.outside_jit.values()) == ["loss_fn"]
+
+
+def test_a_gradient_of_a_compiled_loss_is_compiled_once_and_in_half(launched):
+    session = launched()
+    optax.sgd(0.1)
+    traces = []
+    loss = jax.jit(lambda p, x, power: traces.append(None) or loss_fn(p, x) ** power, static_argnames="power")
+    for _ in range(3):
+        value, grads = jax.value_and_grad(loss)(params(), X, power=1)
+    assert len(traces) == 1
+    assert_close(grads, REFERENCE[1.0])
+    assert not np.array_equal(value, loss_fn(params(), X))
+    assert session.sites
+    assert not session.outside_jit
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_a_loss_is_traced_as_often_as_without_the_launcher(launched, policy):
+    traces = []
+    step = lambda p, x: jax.value_and_grad(lambda p: traces.append(None) or loss_fn(p, x))(p)
+    launched(policy=policy)
+    optax.sgd(0.1)
+    jax.jit(step)(params(), X)
+    assert len(traces) == 1
+
+
+def test_an_optimizer_of_jax_example_libraries_counts_and_skips(launched):
+    launched()
+    init, update, get_params = optimizers.adam(1e-2)
+
+    @jax.jit
+    def step(i, state, x):
+        return update(i, jax.grad(loss_fn)(get_params(state), x), state)
+
+    state = init(params())
+    assert half(step, 0, state, X)
+    before = jax.tree.map(np.array, get_params(state))
+    assert_close(get_params(step(0, state, X * np.nan)), before, 1e-9)
+    assert not np.array_equal(get_params(step(0, state, X))["a"], before["a"])

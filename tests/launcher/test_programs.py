@@ -12,7 +12,7 @@ from flax import nnx
 from flax.training import train_state
 from jax.experimental import checkify
 
-from mpjax.launcher.reruns import running_sites
+from mpjax.launcher.calls import running_sites
 from mpjax.launcher.session import CALLS, NONFINITE, RERUNS
 
 # Each test clears JAX's caches; without this, the same small programs would be compiled again.
@@ -88,14 +88,6 @@ def in_two_jits(tx):
     return lambda p, s, x: update(gradient(p, x), p, s), params(), tx.init(params())
 
 
-def without_jit(tx):
-    def step(p, s, x):
-        updates, s = tx.update(jax.grad(loss_fn)(p, x), s, p)
-        return optax.apply_updates(p, updates), s
-
-    return step, params(), tx.init(params())
-
-
 def in_a_pmap(tx):
     @functools.partial(jax.pmap, axis_name="devices")
     def step(p, s, x):
@@ -115,7 +107,7 @@ def of_several_steps(tx):
     return by_optax(multi)
 
 
-LOOPS = [by_optax, by_a_tuple, in_a_scan, in_two_jits, without_jit, in_a_pmap, clipped, of_several_steps]
+LOOPS = [by_optax, by_a_tuple, in_a_scan, in_two_jits, in_a_pmap, clipped, of_several_steps]
 
 
 @pytest.fixture
@@ -184,7 +176,7 @@ def test_the_state_of_the_optimizer_has_the_structure_of_a_plain_run(launched):
 def train_once(*args):
     """Differentiates with respect to the parameters, as a training step does."""
     optax.sgd(0.1)
-    jax.grad(loss_fn)(*(args or (params(), X)))
+    jax.jit(jax.grad(loss_fn))(*(args or (params(), X)))
 
 
 def test_evaluation_is_in_half_and_other_programs_are_not(launched):
@@ -214,7 +206,7 @@ def test_an_evaluation_before_the_first_gradient_is_in_half_after_it(launched):
     optax.sgd(0.1)
     evaluate, traces = jax.jit(lambda p, x: traces.append(None) or model(p, x)), []
     before = evaluate(params(), X)
-    jax.grad(loss_fn)(params(), X)
+    jax.jit(jax.grad(loss_fn))(params(), X)
     after = [evaluate(params(), X) for _ in range(2)]
     assert not np.array_equal(before, after[0])
     assert len(traces) == 2  # the function itself runs once for each trace
@@ -345,10 +337,6 @@ def in_jit(f):
     return jax.jit(f)
 
 
-def in_eager(f):
-    return f
-
-
 def in_scan(f):
     def steps(p, x):
         return jax.tree.map(lambda y: y[0], jax.lax.scan(lambda _, x: (None, f(p, x)), None, x[None])[1])
@@ -373,7 +361,7 @@ def in_shard_map(f):
     return lambda p, x: jax.tree.map(lambda y: y[0], mapped(p, x))
 
 
-@pytest.mark.parametrize("context", [in_jit, in_eager, in_scan, in_vmap, in_a_pmap_of_one, in_shard_map])
+@pytest.mark.parametrize("context", [in_jit, in_scan, in_vmap, in_a_pmap_of_one, in_shard_map])
 def test_a_forward_pass_that_overflows_gives_the_values_of_float32(launched, context):
     def numbers(p, x):
         (loss, aux), grads = jax.value_and_grad(overflowing, has_aux=True)(p, x)

@@ -1,0 +1,126 @@
+"""A call of the script's function, traced once: it runs in half, and in float32 again if half overflows.
+
+A forward pass in half may give inf or NaN where float32 is finite, for example in a printed loss or in batch
+statistics. No loss scale helps there. The function then runs again as the script wrote it, and its results replace
+those in half.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core
+import jax.numpy as jnp
+
+import mpjax
+from mpjax._jaxpr import compat
+from mpjax._jaxpr.program import Site, site_of, sub_jaxprs
+from mpjax._jaxpr.source import scopes
+from mpjax.casting.autocast import is_array, plan_program, run_program, trace
+from mpjax.launcher.retrying import all_finite, behind, is_inexact
+from mpjax.launcher.session import Session, differentiating
+
+# The named scope of a rerun. Operations in it run only after an overflow.
+SCOPE = "mpjax_in_float32"
+
+
+class Call:
+    """A traced call under the policy of the session.
+
+    Args:
+        session: The session of this process.
+        fun, args, kwargs: The call.
+    """
+
+    def __init__(self, session: Session, fun: Callable[..., Any], args: Any, kwargs: Any):
+        def scaled(scale: Any, args: Any, kwargs: Any) -> Any:
+            with differentiating(scale) as scope:
+                out = fun(*args, **kwargs)
+            self.reads_scale = scope.read
+            return out
+
+        self._reruns = session.reruns
+        program = trace(scaled, (jnp.ones((), jnp.float32), args, kwargs), {})
+        # Modules are known by the paths of the arguments, without the scale.
+        self._program = dataclasses.replace(program, names=["[0]" + name[len("[0][1]") :] for name in program.names])
+        self.rebuild = self._program.rebuild
+        setting = session.setting
+        named = setting is not None and setting.rules.reads_scopes
+        self._plan = setting and plan_program(self._program, setting, with_owners=named)
+
+    def in_half(self, scale: Any, args: Any, kwargs: Any) -> list[Any]:
+        """The arrays among the results for other arguments, with nested gradients scaled by `scale`."""
+        arrays = [scale, *(x for x in jax.tree.leaves((args, kwargs)) if is_array(x))]
+        if self._plan is None:
+            return self._run(arrays)
+        return run_program(dataclasses.replace(self._program, arrays=arrays, rebuild=list), self._plan)
+
+    def _run(self, arrays: Sequence[Any]) -> list[Any]:
+        return jax.extend.core.jaxpr_as_fun(self._program.jaxpr)(*arrays)
+
+    def finite(self, outs: Sequence[Any]) -> tuple[list[Any], Any]:
+        """Results of `in_half` for the call's own arguments if all are finite, otherwise those in float32.
+
+        Returns:
+            The arrays, and whether the function ran again, a bool of shape ().
+        """
+        outs = list(outs)
+        places = [i for i, x in enumerate(outs) if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)]
+        halves = [outs[i] for i in places]
+        if not self._reruns or not any(map(is_inexact, halves)):
+            return outs, jnp.zeros((), jnp.bool_)
+        axes = tuple({axis for x in halves for axis in compat.varying_axes(x)})
+
+        def rerun(arrays: Sequence[Any]) -> list[Any]:
+            results = self._run(arrays)
+            return [compat.vary(_strong(jnp.asarray(results[i]).astype(outs[i].dtype)), axes) for i in places]
+
+        finite = all_finite(halves)
+        kept = [compat.vary(_strong(x), axes) for x in halves]
+        run = _in_a_loop if jax.extend.core.unsafe_am_i_under_a_vmap_DO_NOT_USE() else _in_a_branch
+        with jax.named_scope(SCOPE):
+            values = run(finite, rerun, self._program.arrays, kept)
+        for i, value in zip(places, values, strict=True):
+            outs[i] = compat.with_weak_type(value, jax.typeof(outs[i]))
+        return outs, ~finite
+
+    def explain(self, session: Session, fun: Any) -> None:
+        """Writes the plan to the `--explain` file."""
+        run = mpjax.autocast(self._run, session.policy, rules=session.rules)
+        session.explain(fun, lambda: mpjax.explain(run, self._program.arrays))
+
+
+def _in_a_branch(finite: Any, rerun: Callable[..., Any], arrays: Sequence[Any], kept: list[Any]) -> list[Any]:
+    return jax.lax.cond(finite, lambda: kept, lambda: rerun(arrays))
+
+
+def _in_a_loop(finite: Any, rerun: Callable[..., Any], arrays: Sequence[Any], kept: list[Any]) -> list[Any]:
+    """Reruns in a loop of at most one iteration: `vmap` turns a branch into a `select`, which runs both sides."""
+
+    def body(carry: Any) -> Any:
+        return jnp.ones((), jnp.bool_), rerun(behind(carry[0].astype(jnp.float32), arrays))
+
+    return jax.lax.while_loop(lambda carry: ~carry[0], body, (finite, kept))[1]
+
+
+def _strong(x: Any) -> Any:
+    return jax.lax.convert_element_type(x, x.dtype)
+
+
+def running_sites(jaxpr: Any, around: Site | None = None) -> Iterator[Site]:
+    """Yields the equations of a program and its sub-jaxprs, except those that run only after an overflow."""
+    for eqn in compat.open_jaxpr(jaxpr).jaxpr.eqns:
+        yield from running_sites_of(eqn, around)
+
+
+def running_sites_of(eqn: Any, around: Site | None = None) -> Iterator[Site]:
+    """Yields an equation and those in its sub-jaxprs, unless they run only after an overflow."""
+    if SCOPE in scopes(eqn):
+        return
+    site = site_of(eqn, around)
+    yield site
+    for inner in sub_jaxprs(eqn):
+        yield from running_sites(inner.jaxpr, site)
