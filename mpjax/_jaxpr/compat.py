@@ -9,24 +9,27 @@ import contextlib
 import functools
 import math
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.extend.core as jex
-import numpy as np
 from jax._src import config, source_info_util
 from jax._src import linear_util as lu
-from jax._src.core import get_axis_env, no_effects, set_current_trace, shaped_abstractify, trace_ctx
+from jax._src.core import get_axis_env, no_effects, shaped_abstractify
+from jax._src.core import set_current_trace as set_current_trace
+from jax._src.core import trace_ctx as trace_ctx
 from jax._src.dtypes import canonicalize_value
 from jax._src.interpreters import ad, mlir
 from jax._src.interpreters import partial_eval as pe
 from jax._src.lax.lax import _convert_element_type, canonicalize_precision
-from jax._src.mesh import get_abstract_mesh, use_abstract_mesh
+from jax._src.mesh import get_abstract_mesh
+from jax._src.mesh import use_abstract_mesh as use_abstract_mesh
 from jax._src.shard_map import _as_manual_mesh, _extend_axis_env
 from jax.sharding import NamedSharding, PartitionSpec
 
 Literal, Var = jex.Literal, jex.Var
+WrappedFun = lu.WrappedFun
 
 
 class Opened(NamedTuple):
@@ -257,44 +260,6 @@ def _remembered(thunk: Any) -> tuple[list[Any], list[dict[Any, Any]]]:
     return list(stores.values()), memos
 
 
-_MANY = 512  # objects
-
-
-def may_close_over_tracers(params: dict[str, Any]) -> bool:
-    """Whether the derivative rules of an equation hold a tracer, or more objects than are worth a search."""
-    pending = [params[name] for name in ("jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd") if name in params]
-    seen: dict[int, Any] = {}
-    while pending:
-        x = pending.pop()
-        if isinstance(x, jax.core.Tracer) or len(seen) > _MANY:
-            return True
-        if id(x) not in seen:
-            seen[id(x)] = x
-            pending += _held_by(x)
-    return False
-
-
-def _held_by(x: Any) -> Iterable[Any]:
-    """The objects that a function, a container or another object holds, except the globals of a function."""
-    if isinstance(x, types.FunctionType):
-        cells = [cell.cell_contents for cell in x.__closure__ or () if cell != types.CellType()]
-        return (*cells, *(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values())
-    if isinstance(x, types.MethodType):
-        return x.__func__, x.__self__
-    if isinstance(x, functools.partial):
-        return x.func, *x.args, *x.keywords.values()
-    if isinstance(x, lu.WrappedFun):
-        return x.f, *(argument for transform in x.transforms for argument in transform)
-    if isinstance(x, dict):
-        return x.values()
-    if isinstance(x, (tuple, list, set, frozenset)):
-        return x
-    if isinstance(x, (type, types.ModuleType, jax.core.Trace)) or type(x).__module__.startswith("jaxlib."):
-        return (getattr(x, "__wrapped__", None),)
-    slots = (getattr(x, name, None) for kind in type(x).__mro__ for name in getattr(kind, "__slots__", ()))
-    return *getattr(x, "__dict__", {}).values(), *slots
-
-
 def custom_vjp(
     fun: Callable[..., Any],
     fwd: Callable[..., Any],
@@ -372,44 +337,13 @@ def with_weak_type(x: Any, aval: Any) -> Any:
     return _convert_element_type(x, aval.dtype, weak_type=aval.weak_type)
 
 
-def cast(x: Any, dtype: Any) -> Any:
-    """`lax.convert_element_type` on the mesh of the array's own type.
-
-    An equation that enters or leaves `jax.sharding.auto_axes` or `explicit_axes` has operands of another mesh than its
-    own, on which JAX can't cast them.
-    """
-    aval = jax.typeof(x)
-    here, own = jax.sharding.get_abstract_mesh(), aval.sharding.mesh
-    if here.empty and own.empty and isinstance(x, jax.core.Tracer):
-        params = {"new_dtype": np.dtype(dtype), "weak_type": False, "sharding": None}
-        return bind(jax.lax.convert_element_type_p, [x], params, [in_dtype(aval, np.dtype(dtype))])
-    with contextlib.nullcontext() if here.empty or own.empty or own == here else use_abstract_mesh(own):
-        return jax.lax.convert_element_type(x, dtype)
-
-
-@functools.lru_cache(maxsize=4096)
-def in_dtype(aval: Any, dtype: Any) -> Any:
-    """The abstract value of an array after a cast."""
-    return aval.update(dtype=dtype, weak_type=False)
-
-
 def is_staging() -> bool:
-    """Whether `bind` adds equations to a jaxpr: not under other transformations, and not outside of a trace."""
+    """Whether operations become equations of a jaxpr: not under other transformations, and not outside of a trace."""
     return type(trace_ctx.trace) is pe.DynamicJaxprTrace and not config.eager_constant_folding.value
 
 
-def bind(primitive: Any, arrays: Sequence[Any], params: dict[str, Any], outs: Sequence[Any] | None) -> Any:
-    """`primitive.bind`. The abstract values of the results, if given, are not computed again when a program is traced.
-
-    JAX inlines a jaxpr into another in the same way.
-
-    Args:
-        primitive: Any primitive; one without effects if `outs` is given.
-        arrays, params: Its operands and parameters.
-        outs: The abstract values of its results, or None.
-    """
-    if outs is None or not is_staging() or type(primitive) is not jex.Primitive:
-        return primitive.bind(*arrays, **params)
+def add_equation(primitive: Any, arrays: Sequence[Any], params: dict[str, Any], outs: Sequence[Any]) -> Any:
+    """Adds an equation with known results to the jaxpr that is traced, as JAX does to inline a jaxpr into another."""
     trace, source = trace_ctx.trace, source_info_util.current()
     canonical = (x if isinstance(x, jax.core.Tracer) else canonicalize_value(x) for x in arrays)
     tracers = [trace.to_jaxpr_tracer(x, source_info=source) for x in canonical]
@@ -668,44 +602,6 @@ def yields(x: Any) -> bool:
     return isinstance(x, jax.Array) and bool(getattr(jax.typeof(x), "weak_type", False))
 
 
-def retraced(jaxpr: Any, fun: Callable[..., Any]) -> Any:
-    """A jaxpr of `fun` with the types of another jaxpr, to be put in its place. That one if it takes references."""
-    opened = open_jaxpr(jaxpr).jaxpr
-    ins, outs = ([v.aval for v in each] for each in (opened.invars, opened.outvars))
-    if not all(map(is_shaped, (*ins, *outs))):
-        return jaxpr
-
-    def typed(*args: Any) -> list[Any]:
-        return [with_weak_type(jax.numpy.asarray(x), aval) for x, aval in zip(fun(*args), outs, strict=True)]
-
-    found = jax.make_jaxpr(typed)(*map(_struct, ins))
-    if hasattr(jaxpr, "consts"):
-        return found
-    return open_jaxpr(found).jaxpr if not open_jaxpr(found).consts else jaxpr
-
-
-def _struct(aval: Any) -> jax.ShapeDtypeStruct:
-    sharding = None if aval.sharding.mesh.empty else aval.sharding
-    types = {} if sharding is None else {"sharding": sharding, "manual_axis_type": aval.manual_axis_type}
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type, **types)
-
-
-class _Intercepted:
-    """A trace that passes some operations to a function, and is otherwise the trace below it."""
-
-    def __init__(self, below: Any, concerns: Callable[..., bool], bind: Callable[..., Any]) -> None:
-        self.below, self.concerns, self.bind = below, concerns, bind
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.below, name)
-
-    def process_primitive(self, primitive: Any, args: Sequence[Any], params: dict[str, Any], /) -> Any:
-        if not self.concerns(primitive, args):
-            return self.below.process_primitive(primitive, args, params)
-        with set_current_trace(self.below):
-            return self.bind(primitive, args, params)
-
-
 def is_inlined(params: dict[str, Any]) -> bool:
     """Whether JAX inlines a call of a function under `jit` where it traces it, as most functions of `jax.numpy`."""
     inline = params["inline"]  # a bool before JAX 0.12
@@ -716,36 +612,3 @@ def kept_as_call(params: dict[str, Any]) -> dict[str, Any]:
     """The parameters of such a call that is not inlined."""
     inline = params["inline"]
     return {**params, "inline": False if isinstance(inline, bool) else type(inline)("auto")}
-
-
-@contextlib.contextmanager
-def intercepted(concerns: Callable[..., bool], bind: Callable[..., Any]) -> Iterator[None]:
-    """A context in which `bind(primitive, args, params)` runs the operations that `concerns(primitive, args)` names.
-
-    Functions under `jit` and loops arrive as one operation, with their jaxpr. Custom derivative rules do not arrive.
-    """
-    with set_current_trace(_Intercepted(_trace_below(), concerns, bind)):
-        yield
-
-
-def _trace_below() -> Any:
-    trace = trace_ctx.trace
-    return trace.below if type(trace) is _Intercepted else trace
-
-
-# What the frame of a loop's body, and of a body under `jax.checkpoint`, is traced for.
-_LOOPS, _RECOMPUTED = ("scan", "flax scan", "while_body", "fori_loop"), ("checkpoint / remat", "checkpoint", "remat")
-
-
-def body_of_loop() -> Any:
-    """The trace of a loop's body if that is what JAX is tracing, `jax.checkpoint` aside; else None."""
-    trace = _trace_below()
-    while traced_for(trace) in _RECOMPUTED:
-        trace = trace.parent_trace.below if type(trace.parent_trace) is _Intercepted else trace.parent_trace
-    return trace if traced_for(trace) in _LOOPS else None
-
-
-def traced_for(trace: Any) -> str | None:
-    """What a trace is for, such as "jit" or "scan"; None if it is not of a whole function."""
-    frame = getattr(trace, "frame", None)
-    return getattr(frame.debug_info, "traced_for", None) if frame else None

@@ -38,7 +38,7 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from mpjax._jaxpr import compat
+from mpjax._jaxpr import compat, staging
 
 detached = Primitive("detached")
 result = Primitive("matmul_result")
@@ -80,12 +80,12 @@ def matmul(
         return primitive.bind(*halves, **params)
     rest = halves[2:]
     known = [
-        compat.bind(detached, (h,) if h is x else (h, x), {}, [jax.typeof(h)])
+        staging.bind(detached, (h,) if h is x else (h, x), {}, [jax.typeof(h)])
         for h, x in zip(halves, operands, strict=False)
     ]
-    out = compat.bind(primitive, [*known, *rest], params, avals)
+    out = staging.bind(primitive, [*known, *rest], params, avals)
     of_result = {**params, "matmul": primitive, "half": np.dtype(out.dtype), "wide": wide}
-    return compat.bind(result, [out, *compat.vary_like(out, operands), *rest], of_result, [jax.typeof(out)])
+    return staging.bind(result, [out, *compat.vary_like(out, operands), *rest], of_result, [jax.typeof(out)])
 
 
 def half_collective(primitive: Any, params: dict[str, Any], x: Any, half: np.dtype) -> tuple[Any, Any]:
@@ -102,7 +102,7 @@ def half_collective(primitive: Any, params: dict[str, Any], x: Any, half: np.dty
     """
 
     def send(x: Any) -> tuple[Any, Any]:
-        low = primitive.bind(compat.cast(x, half), **params)
+        low = primitive.bind(staging.cast(x, half), **params)
         return low, lax.convert_element_type(low, x.dtype)
 
     def send_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:

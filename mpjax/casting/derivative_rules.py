@@ -18,6 +18,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from mpjax._jaxpr import compat
+from mpjax._jaxpr.closures import may_close_over_tracers
 from mpjax.casting.regions import planning
 
 
@@ -188,7 +189,7 @@ def remember(jaxpr: Any, rules: dict[int, DerivativeRules]) -> None:
 
 
 def _trace_or_defer(params: dict[str, Any], ins: Sequence[Any], outs: Sequence[Any]) -> DerivativeRules:
-    return _trace(params, ins, outs) if compat.may_close_over_tracers(params) else DerivativeRules(deferred=True)
+    return _trace(params, ins, outs) if may_close_over_tracers(params) else DerivativeRules(deferred=True)
 
 
 def _trace(params: dict[str, Any], ins: Sequence[Any], outs: Sequence[Any]) -> DerivativeRules:

@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from mpjax._jaxpr import compat, float8, weight_gradients
+from mpjax._jaxpr import compat, float8, staging, weight_gradients
 from mpjax._jaxpr.evaluator import evaluate
 from mpjax._jaxpr.primitives import MATMULS, Op, primitive
 from mpjax._jaxpr.unfused import unfused
@@ -43,7 +43,7 @@ class MixedValue:
         array = self._arrays[storage]
         if array is None:
             other, dtype = self._arrays[1 - storage], self.half if storage == HALF else FLOAT32
-            cast = compat.cast if isinstance(other, jax.Array) or np.ndim(other) else _cast_literal
+            cast = staging.cast if isinstance(other, jax.Array) or np.ndim(other) else _cast_literal
             array = self._arrays[storage] = cast(other, dtype)
         return array
 
@@ -218,7 +218,7 @@ def _large_reductions(prim: Any, *avals: Any, axes: tuple[int, ...] = (), **_: A
 def _without_weak_type(x: Any) -> Any:
     """The array without its weak type, which a remat's input loses in its cotangent, and a cast's input keeps."""
     weak = getattr(jax.typeof(x), "weak_type", False)
-    return compat.cast(x, x.dtype) if weak and jax.numpy.issubdtype(x.dtype, np.floating) else x
+    return staging.cast(x, x.dtype) if weak and jax.numpy.issubdtype(x.dtype, np.floating) else x
 
 
 def _bind(step: Step, operands: Sequence[Any], half: np.dtype) -> Sequence[Any]:
@@ -247,7 +247,7 @@ def _bind(step: Step, operands: Sequence[Any], half: np.dtype) -> Sequence[Any]:
         full = [operands[i][FULL] if i in step.parameters else args[i] for i in range(2)]
         outs = weight_gradients.matmul(eqn.primitive, params, args, full, step.wide_gradients, avals)
     else:
-        outs = compat.bind(eqn.primitive, args, params, avals)
+        outs = staging.bind(eqn.primitive, args, params, avals)
     if not eqn.primitive.multiple_results:
         outs = (outs,)
     if eqn.primitive.name == "reduce_max" and not step.half and not compat.under_jet():
@@ -280,7 +280,7 @@ def _results(step: Step, args: Sequence[Any], half: np.dtype) -> Sequence[Any] |
         return None
 
     def aval(v: Any) -> Any:
-        return compat.in_dtype(v.aval, half) if HALF in stored and tracked(v) else v.aval
+        return staging.in_dtype(v.aval, half) if HALF in stored and tracked(v) else v.aval
 
     if any(jax.typeof(x) != aval(v) for x, v in zip(args, eqn.invars, strict=True)):
         return None

@@ -10,6 +10,7 @@ import jax
 
 from mpjax._jaxpr import compat
 from mpjax._jaxpr.evaluator import bind_in_context, evaluate
+from mpjax._jaxpr.interception import intercepted
 from mpjax.loss_scale.cotangents import is_differentiable
 from mpjax.modules.functional import functional, is_nnx_object
 from mpjax.policy import is_half, path_string
@@ -70,7 +71,7 @@ def closed(
         return operation.bind(*args, **params)
 
     def traced(*arrays: Any) -> list[Any]:
-        with compat.intercepted(lambda operation, args: operation.name == "jit", call):
+        with intercepted(lambda operation, args: operation.name == "jit", call):
             return fun(*arrays)
 
     def rule(eqn: Any, operands: list[Any]) -> Sequence[Any]:

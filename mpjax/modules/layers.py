@@ -26,7 +26,7 @@ from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from mpjax._jaxpr import compat
+from mpjax._jaxpr.interception import body_of_loop
 from mpjax.modules.matmuls import Reading, cast_halves, reads
 from mpjax.policy import CASTABLE_DTYPES, HALF_DTYPES, Policy, _cast_leaf, is_castable, is_half, is_norm_class
 
@@ -300,7 +300,7 @@ def keep_loop_variables(fun: Callable[..., Any], args: Any, kwargs: Any, narrow:
         narrow: Whether such a call can only be the whole body, as in Linen. In NNX, an author may call a module in a
             loop of JAX's and use its result otherwise. Then a float32 result is not rounded to a half loop variable.
     """
-    body = compat.body_of_loop()
+    body = body_of_loop()
     if body is None or body is _body.get() or not args:
         return fun(*args, **kwargs)
     token = _body.set(body)

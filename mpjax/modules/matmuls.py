@@ -25,6 +25,7 @@ from jax import lax
 
 from mpjax._jaxpr import compat, weight_gradients
 from mpjax._jaxpr.evaluator import evaluate
+from mpjax._jaxpr.interception import intercepted, retraced
 from mpjax._jaxpr.primitives import MATMULS, Op, primitive
 from mpjax._jaxpr.program import sub_jaxprs
 from mpjax.policy import _cast_leaf, is_castable, is_half
@@ -53,7 +54,7 @@ reading = jax.make_user_context(None)
 @contextlib.contextmanager
 def reads(how: Reading | None) -> Iterator[None]:
     """A context for the code of a layer. With None, it runs as it is written."""
-    with reading(how), compat.intercepted(_concerns, _bind) if how else contextlib.nullcontext():
+    with reading(how), intercepted(_concerns, _bind) if how else contextlib.nullcontext():
         yield
 
 
@@ -171,7 +172,7 @@ def _rewritten(operation: Any, params: dict[str, Any], how: Reading) -> dict[str
             return value
         known = _programs.setdefault(value, {})
         if how not in known:
-            known[how] = compat.retraced(value, functools.partial(_values, value, how))
+            known[how] = retraced(value, functools.partial(_values, value, how))
         return known[how]
 
     return {name: visit(value) for name, value in params.items()}

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from mpjax._jaxpr import compat
+from mpjax._jaxpr.closures import may_close_over_tracers
 from mpjax._jaxpr.primitives import Op
 from mpjax._jaxpr.program import sub_jaxprs
 from mpjax.casting.attention.find import Flow, Found, attentions
@@ -195,7 +196,6 @@ def is_plain(eqn: Any) -> bool:
         return False
     shardings = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
     return all(map(compat.is_unspecified, shardings)) and not any(
-        "jvp_jaxpr_fun" in inner.params
-        or ("fwd_jaxpr_thunk" in inner.params and compat.may_close_over_tracers(inner.params))
+        "jvp_jaxpr_fun" in inner.params or ("fwd_jaxpr_thunk" in inner.params and may_close_over_tracers(inner.params))
         for inner in opened.jaxpr.eqns
     )

@@ -24,6 +24,7 @@ from mpjax._jaxpr.interpreter import (
     widened,
 )
 from mpjax._jaxpr.program import Block, Site
+from mpjax._jaxpr.staging import cast
 from mpjax.inspection.layerwise.groups import Group, Grouped, is_transparent, passes_through
 
 ErrorNote = tuple[Any, Any, Any]  # largest magnitude, sums of squares in units of it, counts of inf or NaN in half only
@@ -124,7 +125,7 @@ def _from_outside(x: Values) -> Values:
     if x.half is x.exact:
         return Values(x.exact, x.half, x.exact)
     same = jnp.result_type(x.exact) == jnp.result_type(x.half)
-    return Values(x.exact, x.half, x.exact if same else compat.cast(x.exact, jnp.result_type(x.half)))
+    return Values(x.exact, x.half, x.exact if same else cast(x.exact, jnp.result_type(x.half)))
 
 
 class _Equation(NamedTuple):
