@@ -191,8 +191,9 @@ def draw(index: Index) -> Case:
     clipped = optimizers.clips_outside(optimizer)
     if gradient == "by hand" and clipped:  # of scaled gradients
         gradient = "mpjax.value_and_grad"
-    # A spike overflows at one place only: where the gradients of the whole loss are scaled.
-    spikes = loop != "scan" and not clipped and not any(word in gradient for word in ("around", "closed", "hand"))
+    # A spike overflows at one place only: where the gradients of the whole loss are scaled, before they are added.
+    elsewhere = ("around", "closed", "hand", "in a scan", "two losses", "jacrev")
+    spikes = loop != "scan" and not clipped and not any(word in gradient for word in elsewhere)
     events: tuple[str, ...] = EVENTS if spikes else EVENTS[:-1]
     applications = tuple(name for name, form in APPLICATIONS.items() if _suits(form.needs, library))
     if "plateau" in optimizer:  # reads the loss
