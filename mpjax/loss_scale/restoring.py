@@ -84,12 +84,12 @@ def restore_if_skipped(module: Any, optimizer: Any, *filters: Any) -> Iterator[N
             f"restore_if_skipped: expected an nnx.Optimizer, got {type(optimizer).__name__}. With a plain optax state "
             "use mpjax.keep_if_finite(opt_state, new, old) after the update."
         )
-    before = _skipped_steps(optimizer)
+    before = find_loss_scale_state(optimizer).skipped_steps
     wanted = filters or (nnx.Not(optimizer.wrt),)
     variables = jax.tree.leaves(nnx.state(module, nnx.Any(*wanted)), is_leaf=lambda x: isinstance(x, nnx.Variable))
     snapshot = [(variable, variable.get_raw_value()) for variable in variables]
     yield
-    after = _skipped_steps(optimizer)
+    after = find_loss_scale_state(optimizer).skipped_steps
     if after is before:
         raise ValueError(
             "restore_if_skipped: optimizer.update was not called inside the context, so there is no step to check."
@@ -99,11 +99,6 @@ def restore_if_skipped(module: Any, optimizer: Any, *filters: Any) -> Iterator[N
         if new is not old:
             select = functools.partial(_select, jnp.asarray(after == before), path=type(variable).__name__)
             variable.set_raw_value(jax.tree.map(select, new, old))
-
-
-def _skipped_steps(optimizer: Any) -> Any:
-    found = find_loss_scale_state(optimizer).skipped_steps
-    return found.get_raw_value() if hasattr(found, "get_raw_value") else found
 
 
 def _select(finite: jax.Array, new: Any, old: Any, *, path: str) -> jax.Array:

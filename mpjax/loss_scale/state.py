@@ -44,6 +44,14 @@ class LossScaleState(NamedTuple):
     nonfinite_losses: chex.Array
     consecutive_nonfinite_losses: chex.Array
 
+    def __getattribute__(self, name: str) -> Any:
+        # An `nnx.Optimizer` holds Variables in place of arrays, which do not format as numbers.
+        value = tuple.__getattribute__(self, name)
+        return value.get_value() if name in _NUMBERS and hasattr(value, "get_value") else value
+
+
+_NUMBERS = frozenset(LossScaleState._fields) - {"inner_state"}
+
 
 class LossScaleError(RuntimeError):
     """Training makes no progress: too many consecutive steps were skipped.

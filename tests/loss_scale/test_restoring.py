@@ -100,6 +100,13 @@ def test_live_nnx_variables_are_refused(tree):
         mpjax.keep_if_finite(optimizer, live(), old)
 
 
+def test_an_nnx_optimizer_shows_the_numbers_of_its_state():
+    optimizer = nnx.Optimizer(Net(), TX, wrt=nnx.Param)
+    state = optimizer.opt_state
+    assert f"{state.loss_scale:.0f} {state.skipped_steps}" == f"{TX.init(PARAMS).loss_scale:.0f} 0"
+    assert isinstance(state[0], nnx.Variable)  # the state itself holds Variables, which updates change
+
+
 def test_an_unchanged_array_in_both_trees_is_legitimate():
     same = np.ones(2, np.float32)
     np.testing.assert_array_equal(mpjax.keep_if_finite(TX.init(PARAMS), {"a": same}, {"a": same})["a"], same)
