@@ -36,6 +36,7 @@ TITLES = {
     "launcher_cpu": "The launcher",
     "parity_cpu": "Parity: half precision against float32, family by family",
     "inspection_cpu": "What the inspections cost",
+    "planted_cpu": "What the inspections answer to planted causes",
     "training_dry_run": "Training steps compiled for an H200 without a GPU",
     "training_cpu_toy": "Training steps at toy size on a CPU",
 }

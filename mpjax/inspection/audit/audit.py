@@ -15,12 +15,11 @@ from mpjax._jaxpr.program import Site, not_entered, owners_of, walk
 from mpjax._jaxpr.source import BACKWARD, FORWARD
 from mpjax.casting.autocast import Program, traced_call
 from mpjax.inspection.audit.communication import Collective, collectives_of_call, device_count
-from mpjax.inspection.audit.dataflow import Flow, flow_of
+from mpjax.inspection.audit.dataflow import Flow, flow_of, residuals_of
 from mpjax.inspection.audit.matmuls import casts_of, findings_of, matmuls_of
 from mpjax.inspection.audit.report import PrecisionReport as PrecisionReport
-from mpjax.inspection.audit.residuals import residuals_of
 from mpjax.inspection.audit.risks import Risk, overflowing_casts, overflows_of, risks_of
-from mpjax.inspection.audit.variants import costs_of
+from mpjax.inspection.audit.roofline import costs_of
 from mpjax.inspection.devices import device_of
 from mpjax.inspection.program import argument_names
 from mpjax.inspection.reports import reason, totals

@@ -1,4 +1,7 @@
-"""A program's dataflow graph: the equation that produces each value and its uses, with inner calls inlined."""
+"""A program's dataflow graph: the equation that produces each value and its uses, with inner calls inlined.
+
+It shows the residuals: values that forward equations compute and backward equations read.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,9 @@ from typing import Any
 
 from mpjax._jaxpr import compat
 from mpjax._jaxpr.evaluator import evaluate
-from mpjax._jaxpr.primitives import primitive
+from mpjax._jaxpr.primitives import Op, primitive
 from mpjax._jaxpr.program import NOBODY, Owners, Site, site_of, sub_jaxprs
+from mpjax._jaxpr.source import FORWARD
 
 INPUT, CONSTANT, COMPUTED = "input", "constant", "computed"
 
@@ -115,3 +119,32 @@ def _bodies(eqn: Any, reads: Sequence[Value], site: Site) -> Iterator[Flow]:
         same = [i if n < inner.consts else None for n, i in enumerate(inner.operands)]
         inputs = [Value(v.aval) if i is None else reads[i] for i, v in zip(same, inner.opened.invars, strict=True)]
         yield _flow(inner.jaxpr, inputs, site)
+
+
+def residuals_of(flow: Flow) -> Iterator[Value]:
+    """The values that a program with a gradient keeps from its forward pass for its backward pass.
+
+    Each value counts once, however often it is read. The program's inputs and constants do not count: they are kept
+    anyway. Arrays filled with one constant do not count either: XLA creates them where they are read. A half copy of a
+    weight counts. Residuals within a loop's body count once, as each iteration frees them.
+    """
+    forward: set[Value] = set()
+    filled: set[Value] = set()
+    kept: dict[Value, None] = {}
+    for node in flow.nodes:
+        if node.site.phase != FORWARD:
+            kept |= dict.fromkeys(value for value in map(_whole, node.reads) if value in forward)
+            continue
+        row = primitive(node.site.name)
+        fills = row.whole or row.op is Op.CONVERT
+        if fills and all(value.constant is not None or value in filled for value in node.reads):
+            filled.update(node.writes)
+        else:
+            forward.update(node.writes)
+        for inner in node.inner:
+            yield from residuals_of(inner)
+    yield from kept
+
+
+def _whole(value: Value) -> Value:
+    return value if value.whole is None else _whole(value.whole)
