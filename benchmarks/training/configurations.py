@@ -37,6 +37,11 @@ class Configuration:
     matmul_precision: str | None = None
 
     @property
+    def float8(self) -> bool:
+        """Whether matmuls run in float8."""
+        return mpjax.get_policy(self.policy).matmul_dtype is not None
+
+    @property
     def half(self) -> Any:
         """The half dtype, or None."""
         return None if self.policy == "float32" else mpjax.get_policy(self.policy).compute_dtype
@@ -57,6 +62,7 @@ CONFIGURATIONS = {
     "flax_bfloat16": Configuration("flax", "mixed_bfloat16"),
     "autocast_float16": Configuration("autocast", "mixed_float16", "mpjax"),
     "autocast_bfloat16": Configuration("autocast", "mixed_bfloat16"),
+    "autocast_float8": Configuration("autocast", "mixed_float8"),
     "with_policy_float16": Configuration("with_policy", "mixed_float16", "mpjax"),
     "with_policy_bfloat16": Configuration("with_policy", "mixed_bfloat16"),
 }

@@ -81,7 +81,13 @@ def _lowered(cell: Cell, made: Training, target: Target, device: jax.Device | No
     if device is not None:
         shapes, traced = placed(shapes, jax.sharding.SingleDeviceSharding(device)), traced_for(device)
     with cell.settings().context(), traced:
-        return jitted(cell, made).trace(*shapes).lower(lowering_platforms=(target.platform,))
+        return jitted(cell, made, **_options(cell, target)).trace(*shapes).lower(lowering_platforms=(target.platform,))
+
+
+def _options(cell: Cell, target: Target) -> dict[str, bool | int | str]:
+    """Without autotuning, XLA would widen float8 operands in a Triton kernel."""
+    untuned = cell.settings().float8 and target.platform == "cuda"
+    return {"xla_gpu_enable_triton_gemm": False} if untuned else {}
 
 
 def _versions(target: Target) -> dict[str, str]:

@@ -29,6 +29,7 @@ _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
 _ARRAY = re.compile(r"\b(pred|[a-z]+(\d+)\w*)\[([\d,]*)\](?:\{[^{}]*?T\([^{}]*?(S\(1\))[^{}]*\})?")
 # The positions of the source and of the copy among the arrays of its result.
 _COPIES = {"copy-start": (1, 0), "slice-start": (0, 1)}
+_FLOAT8 = 'custom_call_target="__cublas$lt$matmul$f8"'
 HALF = frozenset({"f16", "bf16"})
 LAUNCH = 3e-6  # seconds, of a GPU. The kernels of a TPU are one program.
 _NAMES = {"f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "float64"}
@@ -62,6 +63,7 @@ def summary(text: str, device: Device, launch: float = LAUNCH) -> dict[str, Any]
         "least_seconds": sum(k.times * _least_seconds(k, instructions[k.name], device, launch) for k in launched),
         "compiled_matmuls": len(matmuls),
         "half_matmuls": sum(bool(found.dtypes) and found.dtypes <= HALF for found in matmuls),
+        "float8_matmuls": text.count(_FLOAT8),
         "float32_matmuls": sum("f32" in found.dtypes for found in matmuls),
     }
 

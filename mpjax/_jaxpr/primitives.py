@@ -64,6 +64,7 @@ class Primitive(NamedTuple):
         accumulates: A sum passed through it is still that sum, possibly with another term added.
         replicates: Copies a value of one device to others, so its derivative is a sum over devices.
         label: Only names its operand, for functions that look for the name in a program.
+        identity: Returns its first operand. The others are for its derivative alone.
         sends: May send elements to other devices, which takes half the time in half.
         some_versions: Not in every supported JAX version.
     """
@@ -91,6 +92,7 @@ class Primitive(NamedTuple):
     accumulates: bool = False
     replicates: bool = False
     label: bool = False
+    identity: bool = False
     sends: bool = False
     some_versions: bool = False
 
@@ -258,15 +260,15 @@ unpin                                 move     nothing  whole
 reduce_window_max                     move     nothing  elements=0 kernel
 reduce_window_min                     move     nothing  elements=0 kernel
 # mpjax's own (`mpjax._jaxpr.weight_gradients`, `mpjax._jaxpr.unfused`).
-detached                              move     nothing  some_versions whole
-matmul_result                         move     nothing  some_versions whole
-straight_through                      move     nothing  some_versions whole
+detached                              move     nothing  some_versions whole identity
+matmul_result                         move     nothing  some_versions whole identity
+straight_through                      move     nothing  some_versions whole identity
 unfused                               move     nothing  some_versions whole
 matmul_tangent                        opaque   -        expensive some_versions
 # mpjax's own (`mpjax._jaxpr.float8`).
 float8_scale                          opaque   -        expensive some_versions kernel
 float8_quantise                       opaque   -        some_versions elements=0
-float8_result                         move     nothing  some_versions whole
+float8_result                         move     nothing  some_versions whole identity
 float8_tangent                        opaque   -        expensive some_versions
 # Computes in the dtype of its activations.
 add                                   infer    nothing  elementwise adds accumulates

@@ -113,8 +113,8 @@ def _check_float8_device(device: Any) -> None:
     if not fast:
         shown = f"{device.device_kind} (compute capability {capability})" if capability else device.device_kind
         _warn(
-            f"autocast: {shown} is not known to have float8 matmul units. Float8 matmuls give the same results there, "
-            "but slowly, because XLA widens their operands; use policy='mixed_bfloat16' for speed."
+            f"autocast: {shown} is not known to have float8 matmul units. XLA widens the operands of "
+            "float8 matmuls there, which is slow: use policy='mixed_bfloat16' for speed."
         )
 
 

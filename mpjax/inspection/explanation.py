@@ -55,9 +55,9 @@ class Explanation(Report):
 
     @property
     def half_share(self) -> float:
-        """The fraction of `flops` that runs in half; 0 if there are none."""
+        """The fraction of `flops` that runs in half or float8; 0 if there are none."""
         flops = self.flops
-        half = sum(n for dtype, n in flops.items() if dtype in ("float16", "bfloat16"))
+        half = sum(n for dtype, n in flops.items() if dtype.startswith(("float16", "bfloat16", "float8")))
         return half / sum(flops.values()) if flops else 0.0
 
     @property

@@ -285,3 +285,13 @@ def test_with_policy_names_autocast():
     nn = pytest.importorskip("flax.linen")
     with pytest.raises(ValueError, match=r"mpjax\.autocast"):
         mpjax.with_policy(nn.Dense(4), "mixed_float8")
+
+
+def test_the_backward_pass_keeps_float8_activations():
+    kept = [
+        mpjax.audit(jax.grad(mpjax.autocast(mlp, policy, rules=rules)), params_of(6), X).residuals
+        for policy, rules in (("mixed_bfloat16", None), ("mixed_float8", RULES))
+    ]
+    # Four of six matmuls read a float8 activation; the parameters are kept anyway, in float32.
+    assert kept[1]["float8_e4m3fn"] >= 4 * X.size
+    assert kept[1]["bfloat16"] < kept[0]["bfloat16"]

@@ -132,10 +132,11 @@ def residuals_of(flow: Flow) -> Iterator[Value]:
     filled: set[Value] = set()
     kept: dict[Value, None] = {}
     for node in flow.nodes:
-        if node.site.phase != FORWARD:
-            kept |= dict.fromkeys(value for value in map(_whole, node.reads) if value in forward)
-            continue
         row = primitive(node.site.name)
+        if node.site.phase != FORWARD:
+            reads = node.reads[:1] if row.identity else node.reads
+            kept |= dict.fromkeys(value for value in map(_whole, reads) if value in forward)
+            continue
         fills = row.whole or row.op is Op.CONVERT
         if fills and all(value.constant is not None or value in filled for value in node.reads):
             filled.update(node.writes)
