@@ -127,8 +127,8 @@ def dry_run_table(content: dict[str, Any], target: Target) -> str:
             "",
             "| cell | planned memory | / float32 | bytes moved | / float32 | / hand-written "
             "| least time (bound) | / float32 | / TF32 | / hand-written | kernels "
-            "| matmuls in half | in float8 | compile | largest batch / float32 |",
-            "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+            "| matmuls in half | compile | largest batch / float32 |",
+            "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
             *(_dry_line(rows, name) for name in compiled),
             "",
         ]
@@ -177,8 +177,8 @@ def _dry_line(rows: dict[str, Row], name: str) -> str:
         _number(least and 1e3 * least, "{:.1f} ms"),
         *(_number(ratio(row, other, "least_seconds"), "{:.2f}") for other in (float32, rows.get("tf32", {}), by_hand)),
         f"{row['kernels']:,}",
-        f"{row['half_matmuls']} of {row['compiled_matmuls']}",
-        str(row.get("float8_matmuls", "")),
+        f"{row['half_matmuls']} of {row['compiled_matmuls']}"
+        + (f", {row['float8_matmuls']} in float8" if row.get("float8_matmuls") else ""),
         _number(row.get("compile_seconds"), "{:.1f} s"),
         _number(ratio(row, float32, "largest_batch"), "{:.2f}"),
     ]
