@@ -43,12 +43,12 @@ class Call:
             return out
 
         self._reruns = session.reruns
-        program = trace(scaled, (jnp.ones((), jnp.float32), args, kwargs), {})
+        setting = session.setting
+        program = trace(scaled, (jnp.ones((), jnp.float32), args, kwargs), {}, setting and setting.half)
         # Modules are known by the paths of the arguments, without the scale.
         self._program = dataclasses.replace(program, names=["[0]" + name[len("[0][1]") :] for name in program.names])
         self.rebuild = self._program.rebuild
-        setting = session.setting
-        named = setting is not None and setting.rules.reads_scopes
+        named = setting is not None and setting.reads_scopes
         self._plan = setting and plan_program(self._program, setting, with_owners=named)
 
     def in_half(self, scale: Any, args: Any, kwargs: Any) -> list[Any]:
