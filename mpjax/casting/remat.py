@@ -258,16 +258,17 @@ class _Stretches:
         wide = [i for i, reads in enumerate(saved) if any(storage == FULL for _, storage in reads)]
         if not wide:
             return _NOT_DIVIDED
+        results = self._results(run)
         # The best start depends on the end, because a step after the region may need a step before it.
         first, last = wide[0], wide[-1]
         for _ in range(2):
             before = last
             first = self._best_start(run, saved, wide[0], last)
-            last = self._best_end(run, saved, first, wide[-1])
+            last = self._best_end(run, saved, results, first, wide[-1])
             if last == before:
                 break
         window = _Window(self, run, saved, first, last)
-        ins, outs = tuple(window.ins.items()), self._outs(run[first : last + 1])
+        ins, outs = tuple(window.ins.items()), _outs(results, first, last)
         without = sum(map(self.size, {read for reads in saved for read in reads}))
         if not outs or without <= window.bytes:
             return _NOT_DIVIDED
@@ -314,7 +315,9 @@ class _Stretches:
             costs[i] = window.bytes
         return min(costs, key=lambda i: (costs[i], i))
 
-    def _best_end(self, run: Sequence[Step], saved: Sequence[list[Read]], first: int, last: int) -> int:
+    def _best_end(
+        self, run: Sequence[Step], saved: Sequence[list[Read]], results: Sequence[_Result], first: int, last: int
+    ) -> int:
         """The end that minimises the stored bytes of a region that starts at `first`; of equals, the smallest outputs.
 
         Outputs have cotangents, which the backward pass holds when it enters the region, so half outputs are better.
@@ -324,10 +327,11 @@ class _Stretches:
         for i in range(last + 1, min(last + _REACH, len(run))):
             window.extend_after(run[i], saved[i])
             costs[i] = window.bytes
-        least = [i for i, cost in costs.items() if cost == min(costs.values())]
+        fewest = min(costs.values())
+        least = [i for i, cost in costs.items() if cost == fewest]
         if len(least) == 1:
             return least[0]
-        return min(least, key=lambda i: (sum(map(_bytes, self._outs(run[first : i + 1]))), i))
+        return min(least, key=lambda i: (sum(map(_bytes, _outs(results, first, i))), i))
 
     def is_given(self, v: Any) -> bool:
         """Whether a value is an unchanged input of the program, which is in memory anyway."""
@@ -339,15 +343,29 @@ class _Stretches:
             self._sizes[read] = 0 if read in self.stored or self.is_given(read[0]) else _bytes(read)
         return self._sizes[read]
 
-    def _outs(self, steps: Sequence[Step]) -> tuple[Read, ...]:
-        inside = {id(step) for step in steps}
-        return tuple(
-            (v, storage)
-            for step in steps
-            for v in step.eqn.outvars
+    def _results(self, run: Sequence[Step]) -> list[_Result]:
+        """The results of a run that are read."""
+        places = {id(step): i for i, step in enumerate(run)}
+        return [
+            _Result((v, storage), i, max(places.get(reader, len(run)) for reader in self.readers[v, storage]))
+            for i, step in enumerate(run)
+            for v in step.outvars
             for storage in ((FULL, HALF) if v in self.values and tracked(v) else (TRACED,))
-            if any(reader not in inside for reader in self.readers.get((v, storage), ()))
-        )
+            if (v, storage) in self.readers
+        ]
+
+
+class _Result(NamedTuple):
+    """A value that a run computes, the step that computes it, and the last that reads it; the run's end if another."""
+
+    read: Read
+    made: int
+    last_read: int
+
+
+def _outs(results: Iterable[_Result], first: int, last: int) -> tuple[Read, ...]:
+    """The results of a region that are read outside it."""
+    return tuple(result.read for result in results if first <= result.made <= last < result.last_read)
 
 
 def _signature(region: RematRegion) -> Any:
