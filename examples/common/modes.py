@@ -6,18 +6,21 @@ import dataclasses
 import itertools
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import mpjax
 from examples.common.benchmarks import find_batch_sizes, run_benchmark, run_comparison
 from examples.common.config import INSPECT, RunConfig
 from examples.common.devices import DataParallel
 from examples.common.hosts import connect, is_main, say
-from examples.common.inspect_step import audit_step, profile_step
 from examples.common.loop import Interrupted, open_folder, train
 from examples.common.task import Task, shape_of
 from examples.common.use import evaluate, export, open_model, run_variables
 
 MakeTask = Callable[[Any], Task]
+
+_PROFILED = 10  # steps of --profile
 
 
 def run(config: RunConfig, kind: type[Task]) -> dict[str, Any]:
@@ -77,18 +80,28 @@ def run_training(config: RunConfig, make: MakeTask) -> dict[str, Any]:
 
 
 def inspect(config: RunConfig, make: MakeTask) -> dict[str, Any]:
-    """Inspects the training step without training."""
+    """Prints the precision or the time of each operation of a training step, with --output also as an HTML page."""
     task = make(config)
     step, batch = task.training.train_step, task.example_batches(task.batch_size)[-1]
     if config.audit:
-        audit_step(step, task.abstract_state(), task.parallel.like_batch(batch), config.output)
+        _report(mpjax.audit(step, task.abstract_state(), task.parallel.like_batch(batch)), config.output, "audit.html")
     if config.profile:
         try:
             same_shape = (other for other in task.endless_batches() if shape_of(other) == shape_of(batch))
-            profile_step(step, task.initial_state(), map(task.put, same_shape), config.output)
+            batches = map(task.put, same_shape)
+            report = mpjax.profile(step, task.initial_state(), steps=_PROFILED, batches=batches)
+            _report(report, config.output, "profile.html")
         finally:
             task.close()
     return {}
+
+
+def _report(report: Any, folder: Path | None, name: str) -> None:
+    say(str(report))
+    if folder is not None and is_main():
+        folder.mkdir(parents=True, exist_ok=True)
+        report.to_html(folder / name)
+        say(f"written to {folder / name}")
 
 
 def train_and_compare(config: RunConfig, make: MakeTask, timed: MakeTask) -> dict[str, Any]:

@@ -11,21 +11,14 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, Protocol
+from typing import Any
 
 from examples.common.cli import UsageError, one_line
 from examples.common.hosts import is_main
 from examples.common.run_folder import RunFolder, write_json
 
-
-class Sink(Protocol):
-    """A destination of metrics."""
-
-    def write(self, values: Mapping[str, float], step: int) -> None:
-        """Writes the metrics of a step."""
-
-    def close(self) -> None:
-        """Writes pending metrics and closes the sink."""
+# How to write the metrics of a step, and how to write pending ones and close.
+Sink = tuple[Callable[[Mapping[str, float], int], object], Callable[[], object]]
 
 
 class Sinks:
@@ -53,8 +46,8 @@ class Sinks:
 
     def __exit__(self, *_: object) -> None:
         with ExitStack() as stack:  # closes all sinks even if one fails
-            for sink in self._sinks:
-                stack.callback(sink.close)
+            for _write, close in self._sinks:
+                stack.callback(close)
 
     def open(self, step: int) -> None:
         """Opens the sinks for the steps after `step`. TensorBoard drops those that an interrupted run has written.
@@ -72,72 +65,56 @@ class Sinks:
         """Sends every finite number of a line."""
         numbers = {name: float(x) for name, x in line.items() if isinstance(x, int | float) and math.isfinite(x)}
         values = {name: x for name, x in numbers.items() if name not in ("epoch", "step")}
-        for sink in self._sinks:
-            sink.write(values, line["step"])
+        for write, _close in self._sinks:
+            write(values, line["step"])
 
 
-class _TensorBoard:
-    def __init__(self, folder: RunFolder, settings: Mapping[str, Any], purge_step: int | None) -> None:
-        from tensorboardX import SummaryWriter
+def _tensorboard(folder: RunFolder, settings: Mapping[str, Any], purge_step: int | None) -> Sink:
+    from tensorboardX import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder.path / "tensorboard"), purge_step=purge_step)
+    writer = SummaryWriter(str(folder.path / "tensorboard"), purge_step=purge_step)
 
-    def write(self, values: Mapping[str, float], step: int) -> None:
+    def write(values: Mapping[str, float], step: int) -> None:
         for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()
+            writer.add_scalar(name, value, step)
+        writer.flush()
 
-    def close(self) -> None:
-        self._writer.close()
-
-
-class _WandB:
-    def __init__(self, folder: RunFolder, settings: Mapping[str, Any], purge_step: int | None) -> None:
-        self._run = _library("wandb").init(
-            project=f"mpjax-{settings['script']}",
-            name=folder.path.name,
-            dir=str(folder.path),
-            config=dict(settings),
-            id=_saved(folder, "wandb"),
-            resume="allow",
-        )
-        _save(folder, "wandb", self._run.id)
-
-    def write(self, values: Mapping[str, float], step: int) -> None:
-        self._run.log(dict(values), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
+    return write, writer.close
 
 
-class _MLflow:
-    def __init__(self, folder: RunFolder, settings: Mapping[str, Any], purge_step: int | None) -> None:
-        library, known = _library("mlflow"), _saved(folder, "mlflow")
-        # A client instead of `start_run`, which allows one run per process: a comparison trains several.
-        self._client = library.MlflowClient()
-        if known is None:
-            name = f"mpjax-{settings['script']}"
-            experiment = self._client.get_experiment_by_name(name)
-            where = experiment.experiment_id if experiment else self._client.create_experiment(name)
-            known = self._client.create_run(where, run_name=folder.path.name).info.run_id
-            for key, value in settings.items():
-                self._client.log_param(known, key, value)
-            _save(folder, "mlflow", known)
-        self._run = known
+def _wandb(folder: RunFolder, settings: Mapping[str, Any], purge_step: int | None) -> Sink:
+    run = _library("wandb").init(
+        project=f"mpjax-{settings['script']}",
+        name=folder.path.name,
+        dir=str(folder.path),
+        config=dict(settings),
+        id=_saved(folder, "wandb"),
+        resume="allow",
+    )
+    _save(folder, "wandb", run.id)
+    return lambda values, step: run.log(dict(values), step=step), run.finish
 
-    def write(self, values: Mapping[str, float], step: int) -> None:
+
+def _mlflow(folder: RunFolder, settings: Mapping[str, Any], purge_step: int | None) -> Sink:
+    # A client instead of `start_run`, which allows one run per process: a comparison trains several.
+    client, run = _library("mlflow").MlflowClient(), _saved(folder, "mlflow")
+    if run is None:
+        name = f"mpjax-{settings['script']}"
+        experiment = client.get_experiment_by_name(name)
+        where = experiment.experiment_id if experiment else client.create_experiment(name)
+        run = client.create_run(where, run_name=folder.path.name).info.run_id
+        for key, value in settings.items():
+            client.log_param(run, key, value)
+        _save(folder, "mlflow", run)
+
+    def write(values: Mapping[str, float], step: int) -> None:
         for name, value in values.items():
-            self._client.log_metric(self._run, name, value, step=step)
+            client.log_metric(run, name, value, step=step)
 
-    def close(self) -> None:
-        self._client.set_terminated(self._run)
+    return write, lambda: client.set_terminated(run)
 
 
-_OPEN: dict[str, Callable[[RunFolder, Mapping[str, Any], int | None], Sink]] = {
-    "tensorboard": _TensorBoard,
-    "wandb": _WandB,
-    "mlflow": _MLflow,
-}
+_OPEN = {"tensorboard": _tensorboard, "wandb": _wandb, "mlflow": _mlflow}
 
 
 def _library(name: str) -> Any:

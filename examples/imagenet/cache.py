@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -28,87 +29,70 @@ _MIB = 2**20
 
 
 class CachedImages:
-    """The images of one split, concatenated in a single array.
+    """The images of one split at reduced size.
 
     Args:
         images: The files.
-        sizes: Width and height of each cached image; (0, 0) if its file cannot be read.
-        unreadable: Reasons of the unreadable files so far, by name.
+        side: Shorter side of the cached images in pixels; smaller images keep their size.
+
+    Attributes:
+        unreadable: Reasons of the unreadable files, by name.
     """
 
-    def __init__(self, images: _Images, sizes: np.ndarray, unreadable: dict[str, str]) -> None:
-        self.unreadable = unreadable
-        self._images, self._sizes = images, sizes
-        self._ends = np.cumsum(np.prod(sizes, axis=1) * 3)
-        self._pixels = np.empty(self._ends[-1], np.uint8)
-        self._labels = np.zeros(len(images), np.int32)
+    def __init__(self, images: _Images, side: int) -> None:
+        self.unreadable: dict[str, str] = {}
+        self._images, self._side = images, side
+        self._entries: list[tuple[np.ndarray, int] | None] = [None] * len(images)  # pixels and label
 
     @property
-    def mebibytes(self) -> float:
-        return self._pixels.nbytes / _MIB
+    def bytes(self) -> int:
+        return sum(entry[0].nbytes for entry in self._entries if entry)
+
+    def bytes_needed(self, index: int) -> int:
+        """Bytes of an image according to its header; 0 if it can't be read."""
+        try:
+            return 3 * math.prod(shorter_side(image_size(self._images.item(index)[0]), self._side))
+        except UnusableFileError:
+            return 0
 
     def fill(self, index: int) -> None:
         """Decodes one image; safe to call from several threads for different images."""
-        if not self._sizes[index].any():
-            return
-        width, height = (int(length) for length in self._sizes[index])
         try:
-            file, self._labels[index] = self._images.item(index)
-            self._view(index)[:] = read_crop(file, lambda full: Crop((0, 0, *full), (width, height)))
+            file, label = self._images.item(index)
+            pixels = read_crop(file, lambda full: Crop((0, 0, *full), shorter_side(full, self._side)))
+            self._entries[index] = pixels, label
         except UnusableFileError as error:
-            self._sizes[index] = 0
             self.unreadable[self._images.name(index)] = str(error)
 
     def read(self, index: int, choose: Callable[[tuple[int, int]], Crop]) -> tuple[np.ndarray, int]:
         """The crop as from `decoding.read_crop`, taken from the smaller copy in memory, and the label."""
-        if not self._sizes[index].any():
+        entry = self._entries[index]
+        if entry is None:
             raise UnusableFileError("it was unreadable when the cache was filled")
-        image = Image.fromarray(self._view(index))
-        return resized(image, choose(image.size), image.size), int(self._labels[index])
-
-    def _view(self, index: int) -> np.ndarray:
-        width, height = self._sizes[index]
-        start = self._ends[index - 1] if index else 0
-        return self._pixels[start : self._ends[index]].reshape(height, width, 3)
+        image = Image.fromarray(entry[0])
+        return resized(image, choose(image.size), image.size), entry[1]
 
 
 def cache_images(splits: Sequence[_Images], side: int, workers: int) -> list[CachedImages]:
-    """Decodes the images of each split into memory.
-
-    Args:
-        splits: The files.
-        side: Shorter side of the cached images in pixels; smaller images keep their size.
-        workers: Number of decoding threads.
+    """Decodes the images of each split into memory, in `workers` threads.
 
     Raises:
         UsageError: The images do not fit in memory; raised before any image is decoded.
     """
     started = time.perf_counter()
+    caches = [CachedImages(images, side) for images in splits]
     with ThreadPoolExecutor(workers, "cache") as executor:
-        measured = [_measure(images, side, executor) for images in splits]
-        _check_fits(sum(int(np.prod(sizes, axis=1).sum()) * 3 for sizes, _ in measured), splits, side)
-        caches = [CachedImages(images, *found) for images, found in zip(splits, measured, strict=True)]
-        for images, cache in zip(splits, caches, strict=True):
+        pairs = list(zip(splits, caches, strict=True))
+        needed = sum(sum(executor.map(cache.bytes_needed, range(len(images)))) for images, cache in pairs)
+        _check_fits(needed, splits, side)
+        for images, cache in pairs:
             todo = range(len(images))
             for _ in tqdm(executor.map(cache.fill, todo), f"cache {images.root}", len(todo), leave=False):
                 pass
-    total = sum(cache.mebibytes for cache in caches)
+    total = sum(cache.bytes for cache in caches) / _MIB
     count = sum(len(images) for images in splits)
     say(f"cache: {count:,} images in {total:,.1f} MiB of memory, in {time.perf_counter() - started:.1f} s")
     return caches
-
-
-def _measure(images: _Images, side: int, executor: ThreadPoolExecutor) -> tuple[np.ndarray, dict[str, str]]:
-    unreadable: dict[str, str] = {}
-
-    def size_of(index: int) -> tuple[int, int]:
-        try:
-            return shorter_side(image_size(images.item(index)[0]), side)
-        except UnusableFileError as error:
-            unreadable[images.name(index)] = str(error)
-            return 0, 0
-
-    return np.array(list(executor.map(size_of, range(len(images)))), np.int64), unreadable
 
 
 def _check_fits(needed: int, splits: Sequence[_Images], side: int) -> None:
