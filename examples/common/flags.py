@@ -1,7 +1,8 @@
 """Flags as the fields of a frozen dataclass, read by argparse.
 
-Plain argparse reports a mistake in one line, keeps the order of choices, and groups the help. It also distinguishes
-given flags from defaults, so that a flag without effect is an error.
+argparse reports a mistake in one line, groups the help, and tells given flags from defaults, so that a flag without
+effect is an error and a trained model keeps the flags that are not given. tyro frames its errors, simple-parsing
+accepts abbreviations, and neither tells a given default.
 """
 
 from __future__ import annotations
@@ -86,7 +87,13 @@ def deciding_flags(config: Any) -> dict[str, Any]:
     """The flags that decide the result of a training, as JSON."""
     fields = [field for field in _flags(config) if field.metadata["group"].decides]
     values = {field.name: getattr(config, field.name) for field in fields}
-    return {name: str(value.absolute()) if isinstance(value, Path) else value for name, value in values.items()}
+    return {name: _absolute(value) if isinstance(value, Path) else value for name, value in values.items()}
+
+
+def _absolute(path: Path) -> str:
+    """The absolute path, or the absolute paths of several that are joined by commas."""
+    parts = [path] if path.exists() else map(Path, str(path).split(","))
+    return ",".join(str(part.absolute()) for part in parts)
 
 
 def from_json(config: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,13 +13,14 @@ import pytest
 import soundfile
 
 from examples.common.cli import UsageError
-from examples.common.flags import parse
+from examples.common.flags import deciding_flags, parse
 from examples.common.records import UnusableFileError, content
 from examples.common.skipped import each_readable
 from examples.common.training import Variables
 from examples.common.weights import file_variables
 from examples.imagenet.config import Config
 from examples.imagenet.image_folder import ImageFolder, open_image_folder
+from examples.speech.config import Config as SpeechConfig
 from examples.speech.manifests import open_speech
 from tests.examples.common.test_records import rows_of, write_hugging_face, write_tar
 from tests.examples.imagenet.image_tree import CLASSES, make_photo_tree
@@ -101,7 +102,7 @@ def write_tone(path: Path, samples: int = 16_000) -> bytes:
     return path.read_bytes()
 
 
-def test_common_voice_and_several_csv_files(tmp_path):
+def test_common_voice_and_several_csv_files(tmp_path, monkeypatch):
     for name in "abc":
         write_tone(tmp_path / "clips" / f"{name}.wav")
     (tmp_path / "dev.tsv").write_text("client_id\tpath\tsentence\n1\ta.wav\tSay it\n2\tb.wav\tno\n")
@@ -110,7 +111,10 @@ def test_common_voice_and_several_csv_files(tmp_path):
     for name in "ab":
         row = f"clips/{name}.wav,0,say {name}"
         (tmp_path / f"{name}.csv").write_text(f"wav_filename,wav_filesize,transcript\n{row}\n")
-    assert open_speech(Path(f"{tmp_path}/a.csv,{tmp_path}/b.csv")).transcripts == ["say a", "say b"]
+    monkeypatch.chdir(tmp_path)
+    joined = deciding_flags(SpeechConfig(train_data=Path("a.csv,b.csv"), test_data=Path("a.csv")))["train_data"]
+    monkeypatch.chdir("/")
+    assert open_speech(Path(joined)).transcripts == ["say a", "say b"]
 
 
 def test_audio_of_several_kinds_and_other_fields(tmp_path):

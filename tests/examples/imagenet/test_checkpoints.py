@@ -102,10 +102,13 @@ def test_killed_run_resumes_from_its_last_checkpoint(number, trained, tmp_path, 
         metrics_of(output)
     if saved := newest(output):
         assert int(last_state(output).step) == saved
-    assert main([*flags, *(["--resume"] if output.exists() else [])]) == 0
+    exists = output.exists()
+    assert main([*flags, *(["--resume"] if exists else [])]) == 0
     assert [line["step"] for line in metrics_of(output)] == [3, 6]
-    assert ("starts from the beginning" in capsys.readouterr().out) == (output.exists() and not saved)
-    assert as_bytes(last_state(output)) == as_bytes(last_state(trained))
+    assert ("starts from the beginning" in capsys.readouterr().out) == (exists and not saved)
+    # A checkpoint of the last step may be from before the end of its epoch, which resets the sums.
+    found, whole = (last_state(path)._replace(totals=()) for path in (output, trained))
+    assert as_bytes(found) == as_bytes(whole)
 
 
 def newest(output):
