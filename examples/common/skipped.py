@@ -61,6 +61,7 @@ class SkippedFiles:
         self.reasons: dict[str, str] = {}
         self._total, self._share, self._flag = total, share, flag
         self._lock = threading.Lock()
+        self._failure: str | None = None
 
     def __len__(self) -> int:
         return len(self.reasons)
@@ -81,15 +82,17 @@ class SkippedFiles:
         Raises:
             UsageError: Too many files were skipped.
         """
-        with self._lock:
-            if name in self.reasons:
-                return
-            self.reasons[name] = reason
-            count = len(self.reasons)
         path = os.path.join(root, name)
-        tqdm.write(f"skipped: {path} ({reason})", file=sys.stderr)
-        if count > self.limit:
-            raise UsageError(
-                f"{count} of {self._total} files can't be used, the last one {path!r} ({reason}); at most "
-                f"{self.limit} may be skipped. Repair or remove them, or raise {self._flag} {self._share:g}."
-            )
+        with self._lock:
+            if self._failure is None and name not in self.reasons:
+                self.reasons[name] = reason
+                tqdm.write(f"skipped: {path} ({reason})", file=sys.stderr)
+                if len(self.reasons) > self.limit:
+                    # All threads raise the same error, whichever is noticed first.
+                    self._failure = (
+                        f"{len(self.reasons)} of {self._total} files can't be used, the last one {path!r} ({reason}); "
+                        f"at most {self.limit} may be skipped. Repair or remove them, or raise {self._flag} "
+                        f"{self._share:g}."
+                    )
+        if self._failure is not None:
+            raise UsageError(self._failure)
