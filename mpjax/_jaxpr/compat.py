@@ -304,6 +304,19 @@ def in_scopes_of(eqn: Any, around: Any) -> Any:
     return eqn.replace(source_info=info.replace(name_stack=stack))
 
 
+def with_sub_jaxpr(eqn: Any, old: Any, new: Any) -> Any:
+    """An equation with another open jaxpr in place of one of its sub-jaxprs, open or closed."""
+
+    def replaced(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(replaced, value))
+        if value is not old:
+            return value
+        return jex.ClosedJaxpr(new, value.consts) if hasattr(value, "consts") else new
+
+    return eqn.replace(params={key: replaced(value) for key, value in eqn.params.items()})
+
+
 def new_variable(v: Any) -> Any:
     """A variable like this one; an unused result stays the same."""
     return v if type(v).__name__ == "DropVar" else Var(v.aval)

@@ -188,6 +188,11 @@ def remember(jaxpr: Any, rules: dict[int, DerivativeRules]) -> None:
     _cache[compat.open_jaxpr(jaxpr).jaxpr] = rules
 
 
+def inherit(new: Any, old: Any) -> None:
+    """Gives an open jaxpr the rules of another one, whose equations it has."""
+    _cache[new] = _cache.setdefault(old, {})
+
+
 def _trace_or_defer(params: dict[str, Any], ins: Sequence[Any], outs: Sequence[Any]) -> DerivativeRules:
     return _trace(params, ins, outs) if may_close_over_tracers(params) else DerivativeRules(deferred=True)
 

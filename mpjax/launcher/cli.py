@@ -59,6 +59,7 @@ def options_of(parsed: argparse.Namespace) -> Options:
     return dataclasses.replace(
         Options(**fields),
         policy=parsed.policy,
+        attention=parsed.attention,
         any_gradient=parsed.any_gradient,
         init_scale=parsed.init_scale,
         quiet=parsed.quiet,
@@ -84,6 +85,11 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--rules", metavar="FILE", help="TOML: lists allow, deny, infer, packages; table [overrides]")
     result.add_argument(
         "--deny", metavar="PATTERN", action="append", default=[], help="keep this in float32; repeatable"
+    )
+    result.add_argument(
+        "--attention",
+        default="unfused",
+        help="'fused' runs attention in the device's fused kernel, if it has one (default: %(default)s)",
     )
     result.add_argument(
         "--any-gradient", action="store_true", help="the script updates its parameters by hand (bfloat16 only)"

@@ -28,6 +28,7 @@ class Options:
     Args:
         policy: A policy's name or string, as for `mpjax.get_policy`.
         allow, deny, infer: Entries for the lists of `mpjax.Rules`.
+        attention: As in `mpjax.Rules`.
         overrides: `(pattern, policy)` pairs over module paths.
         packages: Installed packages whose gradients count as the script's own.
         any_gradient: Whether a script that builds no optimizer trains too, in bfloat16: it updates by hand.
@@ -41,6 +42,7 @@ class Options:
     allow: tuple[str, ...] = ()
     deny: tuple[str, ...] = ()
     infer: tuple[str, ...] = ()
+    attention: str = "unfused"
     overrides: tuple[tuple[str, str], ...] = ()
     packages: tuple[str, ...] = ()
     any_gradient: bool = False

@@ -303,3 +303,39 @@ def test_inside_transformations(name):
     (row,) = rows(loss, args)
     assert (row.op, row.why) == ("fused_attention", "xla: stores no scores, causal")
     np.testing.assert_allclose(gradients(loss, args)[0], gradients(loss_of(einsum), args)[0], rtol=0.05, atol=2e-3)
+
+
+def outer_mask(wrap):
+    """An attention whose mask is made outside of the layer."""
+
+    def attention(q, k, v):
+        mask = nn.make_causal_mask(jnp.ones((B, T)))
+        return wrap(lambda mask, q, k, v: nn.dot_product_attention(q, k, v, mask=mask))(mask, q, k, v)
+
+    return attention
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_a_mask_made_outside_of_a_layer_is_known_inside(name):
+    (row,) = rows(loss_of(outer_mask(TRANSFORMS[name])), arguments(1))
+    assert row.why == "xla: stores no scores, causal"
+
+
+def test_a_constant_mask_is_known():
+    mask = causal()
+    (row,) = rows(loss_of(lambda q, k, v: nn.dot_product_attention(q, k, v, mask=mask)), arguments(1))
+    assert row.why == "xla: stores no scores, causal"
+
+
+def test_a_rule_that_closes_over_a_value_stays():
+    def loss(params, x):
+        @jax.custom_jvp
+        def scaled(y):
+            return y * x.sum()
+
+        scaled.defjvp(lambda p, t: (scaled(p[0]), t[0] * x.sum() * 3))  # deliberately wrong
+        return scaled(loss_of(einsum)(params, x))
+
+    args = first(arguments(1))
+    wrong, right = (jax.grad(autocast(f))(*args)[3] for f in (loss, lambda p, x: loss_of(einsum)(p, x) * x.sum() * 3))
+    np.testing.assert_allclose(wrong, right, rtol=1e-2, atol=1e-3)

@@ -31,6 +31,7 @@ print(f"loss {loss:.3f}", *sys.argv[1:])
 """
 
 NAMED = LINEAR.replace("(x @ w) ** 2", 'jax.named_scope("head")(lambda: x @ w)() ** 2')
+ATTENTION = LINEAR.replace("(x @ w) ** 2", "(jax.nn.softmax((x @ w) @ (x @ w).T) @ x @ w) ** 2")
 HINT = "(--explain FILE lists primitives and module paths)"
 
 
@@ -102,6 +103,16 @@ def test_rules_of_a_file_apply(script, tmp_path):
     bad = run("--rules", script("allowed = 3", "rules.toml"), script(LINEAR))
     assert bad.returncode == 2
     assert "allowed = 3 is not understood" in bad.stderr
+
+
+def test_fused_attention_is_asked_for_by_a_flag(script, tmp_path):
+    plan = tmp_path / "plan.txt"
+    done = run("--policy", "mixed_bfloat16", "--attention", "xla", "--explain", str(plan), script(ATTENTION))
+    assert done.returncode == 0, done.stderr
+    assert "fused_attention" in plan.read_text()
+    bad = run("--attention", "flash", script(LINEAR))
+    assert bad.returncode == 2
+    assert "attention='flash'" in bad.stderr
 
 
 REFUSED = {

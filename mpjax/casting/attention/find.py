@@ -126,16 +126,22 @@ class Flow:
 
     def constant(self, v: Any) -> np.ndarray | None:
         """The value of a variable that depends on no input; None for any other."""
-        needed: dict[int, Any] = {}
-        if not self._closed(v, needed):
+        needed = self.makers(v)
+        if needed is None:
             return None
         values: dict[Any, Any] = dict(self.consts)
         with jax.ensure_compile_time_eval():
-            for eqn in self.jaxpr.eqns if needed else ():
-                if id(eqn) in needed:
-                    arrays = [x.val if isinstance(x, compat.Literal) else values[x] for x in eqn.invars]
-                    values.update(zip(eqn.outvars, bind(eqn, arrays), strict=True))
+            for eqn in needed:
+                arrays = [x.val if isinstance(x, compat.Literal) else values[x] for x in eqn.invars]
+                values.update(zip(eqn.outvars, bind(eqn, arrays), strict=True))
             return np.asarray(v.val if isinstance(v, compat.Literal) else values[v])
+
+    def makers(self, v: Any) -> list[Any] | None:
+        """The equations that compute a variable from constants, in order; None if it depends on an input."""
+        needed: dict[int, Any] = {}
+        if not self._closed(v, needed):
+            return None
+        return [eqn for eqn in self.jaxpr.eqns if id(eqn) in needed] if needed else []
 
     def _closed(self, v: Any, needed: dict[int, Any]) -> bool:
         if isinstance(v, compat.Literal) or v in self.consts:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,8 @@ import jax
 from mpjax._jaxpr import compat
 from mpjax._jaxpr.closures import may_close_over_tracers
 from mpjax._jaxpr.primitives import Op
-from mpjax._jaxpr.program import sub_jaxprs
+from mpjax._jaxpr.program import SubJaxpr, sub_jaxprs
+from mpjax.casting import derivative_rules
 from mpjax.casting.attention.find import Flow, Found, attentions
 from mpjax.casting.attention.kernel import ATTENTION, Options, options_of
 from mpjax.casting.classify import Setting, classify
@@ -67,11 +68,17 @@ def _why_not(found: Found, setting: Setting) -> str:
     return next((each.why for each in listings if each.op is not Op.ALLOW), "")
 
 
-def _prepare(jaxpr: Any, setting: Setting) -> Prepared:
-    if not _may_contain(jaxpr):
-        return Prepared(jaxpr)
+def _prepare(given: Any, setting: Setting) -> Prepared:
+    jaxpr = _with_masks_inside(given)
+    result = _with_attentions(jaxpr, setting, _consts.get(given, {})) if _may_contain(jaxpr) else Prepared(jaxpr)
+    if result.jaxpr is not given:
+        derivative_rules.inherit(result.jaxpr, given)
+        _cache.setdefault(result.jaxpr, {})[setting] = result
+    return result
+
+
+def _with_attentions(jaxpr: Any, setting: Setting, consts: Mapping[Any, Any]) -> Prepared:
     flat, origins = inlined(jaxpr, lambda eqn: not contains_all(eqn))
-    consts = _consts.get(jaxpr, {})
     flow = Flow(flat, consts)
     found = [each for each in attentions(flow) if _is_here(each, origins)]
     if not found:
@@ -98,25 +105,71 @@ def _prepare(jaxpr: Any, setting: Setting) -> Prepared:
             if not isinstance(issued, str):
                 fused[id(each.values)] = _equation(each.values, *issued)
     eqns = [fused.get(id(eqn), eqn) for eqn in flat.eqns]
-    result = Prepared(flat.replace(eqns=eqns), tuple(refused))
-    _cache.setdefault(result.jaxpr, {})[setting] = result
-    return result
+    return Prepared(flat.replace(eqns=eqns), tuple(refused))
+
+
+# A mask is often made outside of the layers that read it.
+_ENTERED = ("jit", "pjit", "closed_call", "call", "eval_jaxpr", "remat2", "checkpoint", "scan", "cond", "shard_map")
+
+
+def _with_masks_inside(jaxpr: Any) -> Any:
+    """An open jaxpr whose sub-jaxprs compute the constant masks that they take, if they may contain attention."""
+    flow, eqns = None, []
+    for eqn in jaxpr.eqns:
+        inside = sub_jaxprs(eqn) if eqn.primitive.name in _ENTERED else ()
+        if any(_may_contain(inner.opened, deep=True) and not _has_rules(inner.opened) for inner in inside):
+            flow = flow or Flow(jaxpr)
+            for inner in inside:
+                eqn = _mask_inside(eqn, inner, flow)
+        eqns.append(eqn)
+    changed = any(new is not old for new, old in zip(eqns, jaxpr.eqns, strict=True))
+    return jaxpr.replace(eqns=eqns) if changed else jaxpr
+
+
+def _mask_inside(eqn: Any, inner: SubJaxpr, flow: Flow) -> Any:
+    """An equation whose sub-jaxpr computes the constants among its operands."""
+    jaxpr, made, names = inner.opened, [], {}
+    for v, i in list(zip(jaxpr.invars, inner.operands, strict=True))[: inner.consts]:
+        if i is None or not getattr(v.aval, "shape", ()) or not _is_whole(eqn, i):
+            continue
+        within: dict[Any, Any] = {}
+        for maker in flow.makers(eqn.invars[i]) or ():
+            ins = [within.get(x, x) if isinstance(x, compat.Var) else x for x in maker.invars]
+            outs = [compat.new_variable(x) for x in maker.outvars]
+            within.update(zip(maker.outvars, outs, strict=True))
+            made.append(maker.replace(invars=ins, outvars=outs))
+        if within:
+            names[v] = within[eqn.invars[i]]
+    if not names:
+        return eqn
+
+    def read(v: Any) -> Any:
+        return names.get(v, v) if isinstance(v, compat.Var) else v
+
+    rest = [each.replace(invars=[read(v) for v in each.invars]) for each in jaxpr.eqns]
+    new = jaxpr.replace(eqns=[*made, *rest], outvars=[read(v) for v in jaxpr.outvars])
+    return compat.with_sub_jaxpr(eqn, inner.jaxpr, new)
+
+
+def _is_whole(eqn: Any, i: int) -> bool:
+    """Whether each device gets the whole of an operand."""
+    return eqn.primitive.name != "shard_map" or not compat.axes_of_spec(compat.shard_map_specs(eqn.params)[0][i])
 
 
 def _equation(values: Any, operands: Sequence[Any], options: Options) -> Any:
     return values.replace(primitive=ATTENTION, invars=list(operands), params={"options": options})
 
 
-def _may_contain(jaxpr: Any) -> bool:
-    """Whether a jaxpr and its calls have an exponential and two matmuls."""
+def _may_contain(jaxpr: Any, deep: bool = False) -> bool:
+    """Whether a jaxpr and its calls (if `deep`, all its sub-jaxprs) have an exponential and two matmuls."""
     names: list[str] = []
 
     def collect(jaxpr: Any) -> None:
         for eqn in jaxpr.eqns:
-            if eqn.primitive.name in _CALLS:
+            if deep or eqn.primitive.name in _CALLS:
                 for inner in sub_jaxprs(eqn):
                     collect(inner.opened)
-            elif eqn.primitive.name in ("exp", "dot_general"):
+            if eqn.primitive.name in ("exp", "dot_general"):
                 names.append(eqn.primitive.name)
 
     collect(jaxpr)
@@ -195,7 +248,13 @@ def is_plain(eqn: Any) -> bool:
     if opened.jaxpr.constvars or eqn.effects or any(params.get("donated_invars", ())):
         return False
     shardings = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
-    return all(map(compat.is_unspecified, shardings)) and not any(
-        "jvp_jaxpr_fun" in inner.params or ("fwd_jaxpr_thunk" in inner.params and may_close_over_tracers(inner.params))
-        for inner in opened.jaxpr.eqns
+    return all(map(compat.is_unspecified, shardings)) and not _has_rules(opened.jaxpr)
+
+
+def _has_rules(jaxpr: Any) -> bool:
+    """Whether an equation has a derivative rule that may close over a value of the program."""
+    return any(
+        ("jvp_jaxpr_fun" in inner.params or "fwd_jaxpr_thunk" in inner.params)
+        and may_close_over_tracers(inner.params)
+        for inner in jaxpr.eqns
     )
