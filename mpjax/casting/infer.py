@@ -232,7 +232,7 @@ class Inference:
     def _float8(self, eqn: Any) -> Decision | None:
         """Whether a matmul runs in float8; None if it is no matmul, or the policy has none."""
         setting = self.setting
-        if setting.float8 is None or eqn.primitive.name not in MATMULS:
+        if setting.float8 is None or eqn.primitive.name not in MATMULS or eqn.primitive is ATTENTION:
             return None
         values = map(self.value, eqn.invars[:2])
         parameters = [None if value is None else castable(value) for value in values]
@@ -300,7 +300,8 @@ def _counts_of(step: Step) -> MatmulCounts:
         if step.half:
             found += MatmulCounts(cast=1)
         elif all(v.aval.dtype in HALF_DTYPES for v in step.eqn.invars[:2]):
-            found += MatmulCounts(written=1)
+            by_region = step.listing.region == Region.HALF  # half_function cast their operands.
+            found += MatmulCounts(cast=1) if by_region else MatmulCounts(written=1)
         elif _is_float32_matmul(step.eqn):
             found += MatmulCounts(left=1)
     return found

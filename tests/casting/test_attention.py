@@ -339,3 +339,10 @@ def test_a_rule_that_closes_over_a_value_stays():
     args = first(arguments(1))
     wrong, right = (jax.grad(autocast(f))(*args)[3] for f in (loss, lambda p, x: loss_of(einsum)(p, x) * x.sum() * 3))
     np.testing.assert_allclose(wrong, right, rtol=1e-2, atol=1e-3)
+
+
+def test_fused_attention_is_not_float8():
+    loss, args = loss_of(einsum), arguments(1)
+    plan = mpjax.explain(autocast(loss, policy="mixed_float8"), *first(args))
+    (row,) = [row for row in plan.rows if row.op == "fused_attention"]
+    assert row.dtypes_in == ("bfloat16",) * 3

@@ -153,7 +153,7 @@ def _mask_inside(eqn: Any, inner: SubJaxpr, flow: Flow) -> Any:
 
 def _is_whole(eqn: Any, i: int) -> bool:
     """Whether each device gets the whole of an operand."""
-    return eqn.primitive.name != "shard_map" or not compat.axes_of_spec(compat.shard_map_specs(eqn.params)[0][i])
+    return eqn.primitive.name != "shard_map" or not compat.axes_of_spec(eqn.params["in_specs"][i])
 
 
 def _equation(values: Any, operands: Sequence[Any], options: Options) -> Any:
