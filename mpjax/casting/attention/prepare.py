@@ -254,7 +254,6 @@ def is_plain(eqn: Any) -> bool:
 def _has_rules(jaxpr: Any) -> bool:
     """Whether an equation has a derivative rule that may close over a value of the program."""
     return any(
-        ("jvp_jaxpr_fun" in inner.params or "fwd_jaxpr_thunk" in inner.params)
-        and may_close_over_tracers(inner.params)
+        ("jvp_jaxpr_fun" in inner.params or "fwd_jaxpr_thunk" in inner.params) and may_close_over_tracers(inner.params)
         for inner in jaxpr.eqns
     )
