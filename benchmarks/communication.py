@@ -4,7 +4,8 @@ Compiles one step of a residual network for 8 and for 64 simulated CPU devices a
 collectives that the partitioner inserted: data parallel, FSDP (parameters and Adam's state sharded), FSDP with tensor
 parallelism, and FSDP with the layers in a `scan`; in float32, in half by hand, by `autocast` and by `with_policy`.
 
-`--h200` compiles for eight H200s with JAX's CUDA plugin, which needs no GPU, and omits the gradient error.
+`--h200` compiles for eight H200s with JAX's CUDA plugin, which needs no GPU, and omits the gradient error. `--tpu 16x16`
+compiles for 256 v5e chips with libtpu, which needs no TPU.
 `--overlap` adds schedules to its results: the number of kernels that run during each collective, for a step with
 mpjax's skip and for a step with a hand-written skip.
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import pathlib
 import subprocess
@@ -55,7 +57,9 @@ def _communication(layout: str, form: str, half: str, devices: int, targets: Any
     from mpjax.inspection.audit.communication import collectives
 
     mesh, step, _, shapes = program(layout, form, half, devices, targets=targets)
-    platforms = ("cuda",) if targets else None
+    platforms = None
+    if targets:
+        platforms = ("tpu",) if targets[0].platform == "tpu" else ("cuda",)
     carried = jax.tree.map(lambda x: x.sharding, shapes[:2])
     jitted = jax.jit(step, donate_argnums=(0, 1), out_shardings=(*carried, None))
     with jax.set_mesh(mesh):
@@ -246,7 +250,7 @@ def summary(row: dict[str, Any]) -> dict[str, int]:
     for collective in row["collectives"]:
         if collective["op"] == "all-gather":
             found["gathered"] += collective["bytes"]
-        elif collective["dtype"] == "bool":
+        elif collective["dtype"] in ("bool", "uint32"):  # A TPU reduces booleans as integers.
             found["predicates"] += collective["arrays"]
         elif collective["op"] in ("all-reduce", "reduce-scatter"):
             found["summed in half" if collective["sum_in_half"] else "summed in float32"] += collective["bytes"]
@@ -286,6 +290,25 @@ def _in_subprocess(devices: int, half: str) -> list[Any]:
     return json.loads(output.splitlines()[-1])
 
 
+def _compile_for_pods(topologies: list[str], half: str, out: pathlib.Path) -> None:
+    import jax
+
+    from benchmarks.training.target import TARGETS
+    from perf.results import save
+
+    target = TARGETS["v5e"]
+    jax.config.update("jax_platforms", "cpu")
+    rows = []
+    for topology in topologies:
+        count = math.prod(map(int, topology.split("x")))
+        pod = target.devices(count, topology) or sys.exit(f"--tpu: {target.missing}")
+        rows += measure(count, half, ("FSDP", "FSDP × TP"), targets=pod)
+    print(table(rows))
+    name = f"communication_{half}_v5e"
+    save(name, {"steps": rows, **target.versions()}, out)
+    (out / f"{name}_cpu.md").write_text(table(rows))
+
+
 def main() -> None:
     from benchmarks import RESULTS
     from perf.results import previous, save
@@ -294,16 +317,20 @@ def main() -> None:
     parser.add_argument("--half", default="float16", choices=("float16", "bfloat16"))
     parser.add_argument("--devices", type=int, help="print the rows of this process, which must have this many devices")
     parser.add_argument("--h200", action="store_true", help="compile for eight H200s, without a GPU")
+    parser.add_argument("--tpu", nargs="+", metavar="TOPOLOGY", help="compile for v5e pods such as 8x8, without a TPU")
     parser.add_argument("--overlap", action="store_true", help="add the schedules of both skips to its results")
     parser.add_argument("--out", type=pathlib.Path, default=RESULTS, help="folder of the results")
     args = parser.parse_args()
     if args.devices:
         print(json.dumps(measure(args.devices, args.half)))
         return
+    if args.tpu:
+        _compile_for_pods(args.tpu, args.half, args.out)
+        return
     if args.h200 or args.overlap:
-        from benchmarks.training.target import NO_PLUGIN, h200s
+        from benchmarks.training.target import NO_PLUGIN, TARGETS
 
-        found = h200s(8) or parser.error(f"--h200: {NO_PLUGIN}")
+        found = TARGETS["h200"].devices(8) or parser.error(f"--h200: {NO_PLUGIN}")
         name = f"communication_{args.half}_h200"
         results = previous(name, args.out) | {"overlap": overlaps(args.half, found)}
         print(results["overlap"])

@@ -245,8 +245,8 @@ def main() -> None:
     if args.planned:
         from benchmarks.training.target import NO_PLUGIN, TARGETS
 
-        found = TARGETS["h200"].devices() or parser.error(f"--planned: {NO_PLUGIN}")
-        target = jax.sharding.SingleDeviceSharding(found[0])
+        devices = TARGETS["h200"].devices() or parser.error(f"--planned: {NO_PLUGIN}")
+        target = jax.sharding.SingleDeviceSharding(devices[0])
         write("planned", {form: planned(form, target) for form in FORMS})
     elif args.parity:
         for task in args.tasks:

@@ -77,7 +77,8 @@ def fitting_batch(cell: Cell, toy: bool, target: Target, device: jax.Device) -> 
 
 
 def _lowered(cell: Cell, made: Training, target: Target, device: jax.Device | None) -> Any:
-    shapes, traced = made.abstract(), contextlib.nullcontext()
+    shapes = made.abstract()
+    traced: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if device is not None:
         shapes, traced = placed(shapes, jax.sharding.SingleDeviceSharding(device)), traced_for(device)
     with cell.settings().context(), traced:
