@@ -4,8 +4,8 @@ Compiles one step of a residual network for 8 and for 64 simulated CPU devices a
 collectives that the partitioner inserted: data parallel, FSDP (parameters and Adam's state sharded), FSDP with tensor
 parallelism, and FSDP with the layers in a `scan`; in float32, in half by hand, by `autocast` and by `with_policy`.
 
-`--h200` compiles for eight H200s with JAX's CUDA plugin, which needs no GPU, and omits the gradient error. `--tpu 16x16`
-compiles for 256 v5e chips with libtpu, which needs no TPU.
+`--h200` compiles for eight H200s with JAX's CUDA plugin, which needs no GPU, and omits the gradient error.
+`--tpu 16x16` compiles for 256 v5e chips with libtpu, which needs no TPU.
 `--overlap` adds schedules to its results: the number of kernels that run during each collective, for a step with
 mpjax's skip and for a step with a hand-written skip.
 
