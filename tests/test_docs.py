@@ -58,7 +58,7 @@ def test_every_output_block_of_a_page_is_filled():
 def test_all_code_of_a_page_is_tested():
     for path in FOLDER.rglob("*.md"):
         fences = re.findall(r"^([ \t]*)```(\w*)\n.*?^[ \t]*```$", path.read_text(), re.DOTALL | re.MULTILINE)
-        assert {language for _, language in fences} <= {"python", "console", "text", "sh", "toml"}, path
+        assert {language for _, language in fences} <= {"python", "console", "text", "sh", "toml", "diff"}, path
         assert not [indent for indent, _ in fences if indent], f"{path}: an indented block is not run"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import re
 import runpy
 
 import jax
@@ -43,6 +44,22 @@ def test_script_learns(name, monkeypatch, capsys):
     length, minimum = SCRIPTS[name]
     assert runpy.run_path(str(FOLDER / f"train_{name}.py"))["main"](length) > minimum
     assert "skipped steps 0" in capsys.readouterr().out
+
+
+@pytest.mark.standard_promotion
+def test_the_changes_for_tpus_apply_to_the_sharded_script(tmp_path, capsys):
+    (diff,) = re.findall(r"^```diff\n(.*?)^```$", (FOLDER / "tpu.md").read_text(), re.DOTALL | re.MULTILINE)
+    script = (FOLDER / "train_sharded.py").read_text()
+    for hunk in re.findall(r"(?:^-.*\n|^\+.*\n)+", diff, re.MULTILINE):
+        before, after = (
+            re.sub(r"^.", "", "".join(re.findall(rf"^\{sign}.*\n", hunk, re.MULTILINE)), flags=re.MULTILINE)
+            for sign in "-+"
+        )
+        assert script.count(before) == 1, before
+        script = script.replace(before, after)
+    path = tmp_path / "train_tpu.py"
+    path.write_text(script)
+    assert runpy.run_path(str(path))["main"](1) > 0.2
 
 
 def test_every_script_is_tested():

@@ -49,8 +49,9 @@ def _region(name: Region, fun: F) -> F:
 def half_function(fun: F) -> F:
     """Makes a function run in half under `autocast`; elsewhere it is unchanged.
 
-    Its float32 arguments are half while the function is traced, so that it can call kernels that accept half only. All
-    of its operations run in half, including those on the deny list. Its half results are float32 for its caller.
+    Its float32 arguments are half while the function is traced, so that it can call kernels that accept half only. (If
+    it can't be traced so, because a loop in it carries float32 values of its own, they are cast inside.) All of its
+    operations run in half, including those on the deny list. Its half results are float32 for its caller.
 
     Example:
         >>> import jax.numpy as jnp, mpjax
@@ -69,10 +70,13 @@ def half_function(fun: F) -> F:
         # State that the function changes must stay the caller's own.
         if half is None or contains_state((args, kwargs)):
             return fun(*args, **kwargs)
-        args, kwargs = _cast((args, kwargs), FLOAT32, half)
-        # The function may close over float32 arrays, which the plan then casts.
-        with jax.numpy_dtype_promotion("standard"):
-            return _cast(fun(*args, **kwargs), half, FLOAT32)
+        halves, named = _cast((args, kwargs), FLOAT32, half)
+        try:
+            # The function may close over float32 arrays, which the plan then casts.
+            with jax.numpy_dtype_promotion("standard"):
+                return _cast(fun(*halves, **named), half, FLOAT32)
+        except TypeError:  # A loop or a branch of the function has float32 values of its own.
+            return fun(*args, **kwargs)
 
     return _region(Region.HALF, cast(F, cast_arguments))
 

@@ -327,6 +327,49 @@ def test_a_constant_mask_is_known():
     assert row.why == "xla: stores no scores, causal"
 
 
+def test_a_mask_of_ones_made_inside_masks_nothing():
+    ones = lambda q, k, v: nn.dot_product_attention(q, k, v, mask=jnp.ones((B, 1, T, T), bool))
+    (row,) = rows(loss_of(ones), arguments(1))
+    assert row.why == "xla: stores no scores"
+
+
+def masked(number):
+    def attention(q, k, v, seen):
+        scores = jnp.where(seen, jnp.einsum("bthd,bshd->bhts", q, k), number)
+        return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores), v)
+
+    return attention
+
+
+@pytest.mark.parametrize("number", [-jnp.inf, -1e9])
+def test_a_row_whose_every_key_is_masked_is_the_mean_of_the_values(number):
+    q, k, v = (jax.random.normal(jax.random.key(i), (B, T, N, H)) for i in range(3))
+    seen = jnp.ones((B, 1, T, T), bool).at[0, 0, 2].set(False)
+    fused = mpjax.autocast(masked(number), "mixed_bfloat16", rules=Rules(attention="xla"))
+    result = fused(q, k, v, seen)
+    np.testing.assert_allclose(result[0, 2], v[0].mean(0), atol=0.01)
+    assert jnp.isfinite(jax.grad(lambda q: fused(q, k, v, seen).sum())(q)).all()
+    plain = masked(number)(q, k, v, seen)  # NaN in the masked row if the number is -inf
+    np.testing.assert_allclose(result, jnp.where(jnp.isnan(plain), result, plain), atol=0.05)
+
+
+def test_under_shard_map():
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    split = jax.sharding.PartitionSpec("data")
+    q, k, v = (jax.random.normal(jax.random.key(i), (2, T, N, H)) for i in range(3))
+
+    def loss(q, k, v):
+        inside = lambda q, k, v: masked(-1e9)(q, k, v, causal() > 0)
+        return jnp.mean(jax.shard_map(inside, mesh=mesh, in_specs=split, out_specs=split)(q, k, v) ** 2)
+
+    fused = mpjax.autocast(loss, "mixed_bfloat16", rules=Rules(attention="xla"))
+    assert [row.why for row in mpjax.explain(fused, q, k, v).rows if row.op == "fused_attention"] == [
+        "xla: stores no scores, causal"
+    ]
+    result, expected = jax.grad(fused)(q, k, v), jax.grad(loss)(q, k, v)
+    assert jnp.linalg.norm(result - expected) < 0.02 * jnp.linalg.norm(expected)
+
+
 def test_a_rule_that_closes_over_a_value_stays():
     def loss(params, x):
         @jax.custom_jvp

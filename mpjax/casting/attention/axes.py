@@ -90,7 +90,7 @@ def upstream(eqn: Any, dims: Dims) -> Dims:
             return reshaped(dims, shape)
         case "squeeze" | "expand_dims":
             return reshaped(dims, shape)
-        case "convert_element_type" | "copy" | "copy_p" | "name":
+        case "convert_element_type" | "copy" | "copy_p" | "name" | "pvary":
             return dims
     raise Unfit
 
@@ -107,6 +107,6 @@ def downstream(eqn: Any, dims: Dims) -> Dims:
             return reshaped(dims, shape)
         case "squeeze" | "expand_dims":
             return reshaped(dims, shape)
-        case "convert_element_type" | "copy" | "copy_p" | "name":
+        case "convert_element_type" | "copy" | "copy_p" | "name" | "pvary":
             return dims
     raise Unfit

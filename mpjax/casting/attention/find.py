@@ -133,7 +133,9 @@ class Flow:
         with jax.ensure_compile_time_eval():
             for eqn in needed:
                 arrays = [x.val if isinstance(x, compat.Literal) else values[x] for x in eqn.invars]
-                values.update(zip(eqn.outvars, bind(eqn, arrays), strict=True))
+                # Outside of its `shard_map`, a mark of a value that varies over devices is the identity.
+                outs = arrays if eqn.primitive.name == "pvary" else bind(eqn, arrays)
+                values.update(zip(eqn.outvars, outs, strict=True))
             return np.asarray(v.val if isinstance(v, compat.Literal) else values[v])
 
     def makers(self, v: Any) -> list[Any] | None:
@@ -148,6 +150,8 @@ class Flow:
             return True
         eqn = self.maker(v)
         if eqn is None or eqn.effects or len(needed) > _REACH or primitive(eqn.primitive.name).foreign:
+            return False
+        if _communicates(eqn):
             return False
         if id(eqn) in needed:
             return True
@@ -164,6 +168,12 @@ class Flow:
                     return True
                 waiting.extend(eqn.invars)
         return False
+
+
+def _communicates(eqn: Any) -> bool:
+    """Whether an equation has a meaning only inside its `shard_map`."""
+    axes = (eqn.params.get("axis_name"), *(eqn.params.get("axes") or ()))
+    return eqn.primitive.name != "pvary" and any(isinstance(axis, (str, tuple)) for axis in axes)
 
 
 def _changes_dtype(eqn: Any) -> bool:
@@ -314,9 +324,11 @@ class _Search:
             attention.scores, attention.scale, attention.out = eqn, factor, dims
             return True
         for operand, apply in self._through(attention, eqn, dims, factor):
-            now, scale = apply()
-            if self._backward(attention, operand, now, scale, depth + 1):
-                return True
+            try:
+                if self._backward(attention, operand, *apply(), depth + 1):
+                    return True
+            except Unfit:  # Another operand may be the scores.
+                pass
             inside, biases, masks, attention.why_not = before
             del self.inside[inside + 1 :], attention.biases[biases:], attention.masks[masks:]
         self.inside.pop()
