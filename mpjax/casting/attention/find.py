@@ -325,7 +325,8 @@ class _Search:
             return True
         for operand, apply in self._through(attention, eqn, dims, factor):
             try:
-                if self._backward(attention, operand, *apply(), depth + 1):
+                now, scale = apply()
+                if self._backward(attention, operand, now, scale, depth + 1):
                     return True
             except Unfit:  # Another operand may be the scores.
                 pass
