@@ -75,7 +75,7 @@ def half_function(fun: F) -> F:
             # The function may close over float32 arrays, which the plan then casts.
             with jax.numpy_dtype_promotion("standard"):
                 return _cast(fun(*halves, **named), half, FLOAT32)
-        except TypeError:  # A loop or a branch of the function has float32 values of its own.
+        except (TypeError, ValueError):  # A loop, branch or rule in the function has float32 values of its own.
             return fun(*args, **kwargs)
 
     return _region(Region.HALF, cast(F, cast_arguments))

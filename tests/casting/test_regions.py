@@ -6,6 +6,7 @@ import contextlib
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import mpjax
@@ -169,3 +170,18 @@ def test_half_function_in_a_disabled_region_is_unchanged():
         return jnp.sum((x @ x) ** 2)
 
     assert matmul_dtypes(mpjax.autocast(loss), W) == ["float32", "float16"]
+
+
+@pytest.mark.parametrize(
+    "inside",
+    [
+        lambda x, y: jax.lax.fori_loop(0, 2, lambda _, carry: (y, carry[1]), (x, x))[0],
+        lambda x, y: jax.vjp(jnp.tanh, x)[1](y)[0],
+    ],
+    ids=["carry", "cotangent"],
+)
+def test_a_half_function_with_float32_values_of_its_own_is_traced_as_written(inside):
+    x = jnp.full((4, 4), 0.5)
+    fun = mpjax.autocast(lambda x: mpjax.half_function(lambda h: inside(h, x) @ h)(x))
+    np.testing.assert_allclose(fun(x), inside(x, x) @ x, rtol=5e-3)
+    assert measures.half_share(fun, x) == 1.0
