@@ -1,5 +1,6 @@
 """Planted causes: a few of `python -m benchmarks.planted`, each with the answers that the tools must give."""
 
+import jax
 import pytest
 
 from benchmarks import planted
@@ -19,6 +20,8 @@ from benchmarks import planted
     ],
 )
 def test_each_tool_answers_as_planted(name):
+    if name == "overflow before a mask" and jax.__version_info__ < (0, 12):
+        pytest.xfail("before JAX 0.12, find_nonfinite names the matmul that reads the NaN")
     (cells,) = planted.run([name]).values()
     assert set(cells.values()) == {planted.AS_PLANTED}, cells
 

@@ -131,7 +131,7 @@ def run(capsys, *arguments):
 def test_without_a_command_it_lists_the_commands(capsys):
     code, out, _ = run(capsys)
     assert code == 2
-    assert all(f"\n    {name} " in out for name in ("run", *(tool.name for tool in TOOLS)))
+    assert all(re.search(rf"^    {name}\b", out, re.MULTILINE) for name in ("run", *(tool.name for tool in TOOLS)))
 
 
 def test_runs_as_a_program_on_a_script_in_the_working_directory(script):
