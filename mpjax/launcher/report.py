@@ -216,7 +216,8 @@ def audit(jaxpr: Any) -> str:
 
 
 def _is_half(site: Site) -> bool:
-    return all(np.dtype(v.aval.dtype).name in HALF for v in site.eqn.invars[:2])
+    """Whether a matmul reads half or, under `mixed_float8`, narrower operands."""
+    return all(np.dtype(v.aval.dtype).name.startswith((*HALF, "float8")) for v in site.eqn.invars[:2])
 
 
 def _why(site: Site) -> str:
