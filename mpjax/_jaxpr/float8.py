@@ -407,13 +407,7 @@ mlir.register_lowering(quantise, mlir.lower_fun(_quantise_impl, multiple_results
 batching.primitive_batchers[quantise] = _quantise_batch
 _no_derivative(quantise)
 
-result.def_impl(lambda out, *_, **__: out)
-result.def_abstract_eval(lambda out, *_, **__: out)
-mlir.register_lowering(result, lambda ctx, out, *_, **__: [out])
-ad.primitive_jvps[result] = _result_jvp
-compat.set_linearization(result, _result_linearization)
-ad.primitive_transposes[result] = _result_transpose
-batching.primitive_batchers[result] = _result_batch
+weight_gradients.register_identity(result, _result_jvp, _result_linearization, _result_transpose, _result_batch)
 
 tangent.def_impl(_tangent_impl)
 tangent.def_abstract_eval(_tangent_abstract_eval)

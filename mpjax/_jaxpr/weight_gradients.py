@@ -420,33 +420,38 @@ def _unfold(x: Any, dim: int, size: int) -> Any:
     return x.reshape(*x.shape[:dim], size, -1, *x.shape[dim + 1 :])
 
 
-# The identity on its first operand, the half copy of a parameter. The second operand is that parameter.
-detached.def_impl(lambda x, *_: x)
-detached.def_abstract_eval(lambda x, *_: x)
-mlir.register_lowering(detached, lambda ctx, x, *_: [x])
-ad.primitive_jvps[detached] = _detached_jvp
-compat.set_linearization(detached, _detached_linearization)
-# Unlike `lax.stop_gradient`, `detached` has no gradient in a linear program either.
-ad.primitive_transposes[detached] = lambda ct, *xs: [None] * len(xs)
-batching.primitive_batchers[detached] = lambda args, dims: (detached.bind(*args), dims[0])
+def register_identity(primitive: Any, jvp: Any, linearization: Any, transpose: Any, batch: Any) -> None:
+    """Makes a primitive the identity on its first operand, with a derivative of its own."""
+    primitive.def_impl(lambda x, *_, **__: x)
+    primitive.def_abstract_eval(lambda x, *_, **__: x)
+    mlir.register_lowering(primitive, lambda ctx, x, *_, **__: [x])
+    ad.primitive_jvps[primitive] = jvp
+    compat.set_linearization(primitive, linearization)
+    ad.primitive_transposes[primitive] = transpose
+    batching.primitive_batchers[primitive] = batch
 
-# The identity on a half copy. The second operand is the float32 value that receives its derivative. A loop can then
-# read a cast made once before it, while the gradients of all iterations are summed in float32.
-straight_through.def_impl(lambda copy, _: copy)
-straight_through.def_abstract_eval(lambda copy, _: copy)
-mlir.register_lowering(straight_through, lambda ctx, copy, _: [copy])
-ad.primitive_jvps[straight_through] = _straight_through_jvp
-compat.set_linearization(straight_through, _straight_through_linearization)
-ad.primitive_transposes[straight_through] = _straight_through_transpose
-batching.primitive_batchers[straight_through] = _straight_through_batch
 
-result.def_impl(lambda out, *_, **__: out)
-result.def_abstract_eval(lambda out, *_, **__: out)
-mlir.register_lowering(result, lambda ctx, out, *_, **__: [out])
-ad.primitive_jvps[result] = _result_jvp
-compat.set_linearization(result, _result_linearization)
-ad.primitive_transposes[result] = _result_transpose
-batching.primitive_batchers[result] = _result_batch
+# The first operand is the half copy of a parameter, the second one that parameter. Unlike `lax.stop_gradient`, it has
+# no gradient in a linear program either.
+register_identity(
+    detached,
+    _detached_jvp,
+    _detached_linearization,
+    lambda ct, *xs: [None] * len(xs),
+    lambda args, dims: (detached.bind(*args), dims[0]),
+)
+
+# The first operand is a half copy, the second one the float32 value that receives its derivative. A loop can then read
+# a cast made once before it, while the gradients of all iterations are summed in float32.
+register_identity(
+    straight_through,
+    _straight_through_jvp,
+    _straight_through_linearization,
+    _straight_through_transpose,
+    _straight_through_batch,
+)
+
+register_identity(result, _result_jvp, _result_linearization, _result_transpose, _result_batch)
 
 tangent.def_impl(_apply)
 tangent.def_abstract_eval(_tangent_abstract_eval)
