@@ -38,6 +38,8 @@ TITLES = {
     "inspection_cpu": "What the inspections cost",
     "planted_cpu": "What the inspections answer to planted causes",
     "training_dry_run": "Training steps compiled for an H200 without a GPU",
+    "communication_bfloat16_v5e_cpu": "What a sharded training step sends between TPU chips",
+    "fused_attention_cpu": "Fused attention compiled for an H200 without a GPU",
     "training_cpu_toy": "Training steps at toy size on a CPU",
 }
 PLOTTED = ("tf32", "flax_float16", "autocast_float16", "with_policy_float16", "torch_compiled_amp_float16")
