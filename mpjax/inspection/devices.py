@@ -31,10 +31,15 @@ class Device:
     float64: float
     source: str
 
+    @property
+    def is_tpu(self) -> bool:
+        """Whether it multiplies float32 in bfloat16 passes: one by default, three at HIGH, six at HIGHEST."""
+        return self.name.startswith("TPU")
+
     def peak(self, dtype: str, precision: str = "") -> float:
         """Peak FLOP/s of a matmul with operands of `dtype`, at JAX's default precision or a higher one."""
-        if dtype == "float32" and not precision:
-            return self.tfloat32
+        if dtype == "float32" and precision.upper() != "HIGHEST":
+            return self.tfloat32 / (3 if self.is_tpu and precision else 1)
         # float8 and other dtypes are at least as fast as half precision.
         return getattr(self, dtype, self.float16)
 

@@ -12,15 +12,9 @@ from mpjax import Rules
 from mpjax._jaxpr import compat
 from mpjax._jaxpr.unfused import unfused
 from testing import measures
+from testing.platforms import tpu
 
 X = jnp.ones((4, 8))
-TPU = type("Device", (), {"device_kind": "TPU v5 lite", "num_cores": 1})()  # as JAX's, which is not public in 0.10
-
-
-def tpu():
-    """A context in which programs are traced for a TPU that is not there."""
-    mesh = jax.sharding.AbstractMesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), abstract_device=TPU)
-    return jax.sharding.use_abstract_mesh(mesh)
 
 
 def loss(w, x):

@@ -71,8 +71,8 @@ def audit(
     Source: the checks are those of NVIDIA's DLProf and PyProf, and of its guide "Train With Mixed Precision".
     """
     kwargs = dict(kwargs or {})
-    if device is not None:
-        device_of(device)  # raises before the program is traced
+    # An unknown device raises before the program is traced.
+    tpu = device_of(device).is_tpu if device is not None else compat.platform() == "tpu"
     with overflowing_casts() as lines, unscaled_updates() as scales:
         program = traced_call(fun, args, kwargs)
     owners = owners_of(program.jaxpr, argument_names(program, args, kwargs))
@@ -86,7 +86,7 @@ def audit(
     return PrecisionReport(
         name=getattr(fun, "__name__", type(fun).__name__),
         matmuls=matmuls,
-        findings=findings_of(matmuls),
+        findings=findings_of(matmuls, tpu),
         risks=(*_unscaled(scales, sites), *overflows_of(lines), *risks_of(flow)),
         residuals=residuals,
         casts=casts_of(sites),
@@ -96,6 +96,7 @@ def audit(
         devices=devices,
         device=device or "",
         min_half=min_half,
+        tpu=tpu,
     )
 
 

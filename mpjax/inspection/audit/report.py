@@ -10,6 +10,7 @@ from mpjax._jaxpr.source import BACKWARD, FORWARD, RECOMPUTED
 from mpjax._tables import table
 from mpjax.inspection.audit.communication import Collective, communication_section
 from mpjax.inspection.audit.matmuls import MEANINGS as MATMUL_MEANINGS
+from mpjax.inspection.audit.matmuls import ON_TPU as TPU_MEANINGS
 from mpjax.inspection.audit.matmuls import Finding, Matmul
 from mpjax.inspection.audit.module_bars import precision_map
 from mpjax.inspection.audit.risks import MEANINGS as RISK_MEANINGS
@@ -47,6 +48,7 @@ class PrecisionReport(Report):
         devices: Number of devices that run the program.
         device: The device in "Speed at most", as `speedup_bound` takes it; empty for all known devices.
         min_half: The share of FLOPs in half below which `failure` is not empty; None for none.
+        tpu: Whether it runs on a TPU, which multiplies float32 in bfloat16 passes.
 
     Example:
         >>> import jax, jax.numpy as jnp, mpjax
@@ -68,6 +70,7 @@ class PrecisionReport(Report):
     devices: int = 1
     device: str = ""
     min_half: float | None = None
+    tpu: bool = False
 
     main = "matmuls"
     derived = "flops flops_per_device flops_by_phase half_share speedup_bounds"
@@ -193,6 +196,12 @@ class PrecisionReport(Report):
         """The most important results: the matmuls not in half and the most severe risks."""
         lines = []
         total = sum(row.flops for row in self.matmuls)
+        if self.tpu:
+            passes = sum(row.flops * row.passes for row in self.matmuls) / total
+            lines.append(
+                "on a TPU half saves memory, traffic and communication. A float32 matmul takes one bfloat16 pass at "
+                f"JAX's default precision, 6 at HIGHEST; here {passes:.2g} passes on average"
+            )
         others = totals((row.module or row.source, row.flops) for row in self.matmuls if not row.is_half)
         if 0 < sum(others.values()) < total:
             most = sorted(others.items(), key=lambda pair: -pair[1])[:3]
@@ -219,14 +228,14 @@ class PrecisionReport(Report):
         return Section("By module and line", "", columns, rows, precision_map(self.matmuls))
 
     def _findings(self) -> Section:
-        title = "Not on Tensor Cores, or not at their speed"
+        title = "Not in one bfloat16 pass" if self.tpu else "Not on Tensor Cores, or not at their speed"
         if not self.findings:
             return Section(title, "nothing")
         rows = [
             (first.kind, where, _OPS.get(first.op, first.op), f"{sum(f.share for f in alike):.1%}", first.why)
             for first, where, alike in _alike(self.findings, lambda f: (f.kind, f.op, f.why))
         ]
-        text = _legend(MATMUL_MEANINGS, self.findings)
+        text = _legend(TPU_MEANINGS if self.tpu else MATMUL_MEANINGS, self.findings)
         return Section(title, text, "kind|where|op|>FLOPs|why", rows)
 
     def _risks(self) -> Section:

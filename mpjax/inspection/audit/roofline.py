@@ -289,7 +289,8 @@ def _kernel(node: Node, reads: Iterable[Value], writes: Iterable[Value], widened
         dtypes = [v.aval.dtype for v in node.reads[:2]]
         dtype = max(dtypes, key=lambda d: d.itemsize).name
         dtype = "float32" if widened and _is_half(dtype) else dtype
-        precision = "HIGHEST" if "HIGHEST" in str(site.eqn.params.get("precision")) else ""
+        found = str(site.eqn.params.get("precision"))
+        precision = next((name for name in ("HIGHEST", "HIGH") if name in found), "")
     moved = sum(_bytes(value, widened) for value in (*reads, *writes))
     flops = site.flops // site.times if site.times else 0
     return KernelCost(site.times, flops, dtype, precision, moved, site.devices / devices)

@@ -6,6 +6,7 @@ import pytest
 from jax.lax import DotAlgorithmPreset, Precision
 
 import mpjax
+from testing.platforms import tpu
 
 X = jax.ShapeDtypeStruct((256, 256), jnp.float32)
 
@@ -26,6 +27,38 @@ def test_dot_algorithms_are_named(precision, dtype, half):
     with jax.default_matmul_precision("BF16_BF16_F32_X3"):
         assert list(mpjax.audit(lambda a, b: a @ b, X, X).flops) == ["float32 as bfloat16×3"]
     assert dtype in str(report)
+
+
+@pytest.mark.parametrize(
+    ("default", "precision", "passes"),
+    [
+        (None, None, 1),
+        (None, "highest", 6),
+        ("highest", None, 6),
+        ("high", None, 3),
+        (None, DotAlgorithmPreset.BF16_BF16_F32_X3, 3),
+    ],
+)
+def test_float32_matmuls_take_passes_on_a_tpu(default, precision, passes):
+    def product(a, b):
+        return jnp.dot(a, b, precision=precision)
+
+    with jax.default_matmul_precision(default), tpu():
+        report = mpjax.audit(product, X, X)
+    assert [report.tpu, *[row.passes for row in report.matmuls]] == [True, passes]
+    assert [found.kind for found in report.findings] == ["dtype"] * (passes > 1)
+    assert f"here {passes} passes on average" in str(report)
+    bound = report.speedup_bound("TPU v5e")
+    assert bound.least_now == pytest.approx(max(passes * 2 * 256**3 / 197e12, 3 * 4 * 256**2 / 819e9))
+
+
+def test_the_chosen_device_decides_what_half_means():
+    assert "on a TPU half saves memory" in str(mpjax.audit(lambda a, b: a @ b, X, X, device="TPU v6e"))
+    with tpu():
+        assert "Tensor Cores" in str(mpjax.audit(lambda a, b: a @ b, X, X, device="H200"))
+    half = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16)
+    report = mpjax.audit(lambda a, b: jnp.dot(a, b, precision="highest"), half, half, device="TPU v6e")
+    assert [row.passes for row in report.matmuls] == [1]
 
 
 def test_eight_bit_operands_are_counted_by_their_names():
