@@ -17,6 +17,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
+
 from mpjax.inspection.devices import Device
 from mpjax.inspection.profile import hlo
 from mpjax.inspection.profile.hlo_text import HloModule, Line
@@ -103,6 +105,8 @@ def _flops(line: Line, siblings: Mapping[str, Line]) -> int:
     """FLOPs of a matmul or convolution, where a multiply-add counts as two; 0 for any other line."""
     operands = [_dimensions(siblings[name].type) for name in line.operands[:2] if name in siblings]
     labels, out = line.attribute(r"dim_labels=([\w?]+->\w+)"), _dimensions(line.type)
+    if labels and line.opcode == "convolution" and len(operands) == 2:
+        return _convolution_flops(line, labels, operands, out)
     if labels and len(operands) == 2:
         kernel, result = operands[1], out
         if "BackwardFilter" in line.attributes:
@@ -115,6 +119,31 @@ def _flops(line: Line, siblings: Mapping[str, Line]) -> int:
     if contracted and operands:
         return 2 * math.prod(out) * math.prod(operands[0][int(d)] for d in contracted.split(","))
     return 0
+
+
+def _convolution_flops(line: Line, labels: str, operands: list[list[int]], out: list[int]) -> int:
+    """FLOPs of a convolution, without multiplications by padding or between dilated elements.
+
+    XLA for TPUs writes the batch of a matmul as a spatial dimension with a window as large, which visits one element of
+    the batch at each position.
+    """
+    lhs, kernel, result = (dict(zip(names, sizes, strict=True)) for names, sizes in _labelled(labels, *operands, out))
+    window = dict(part.split("=") for part in line.attribute(r"window=\{([^}]*)").split())
+    multiplied = result["b"] * result["f"] * kernel["i"]
+    for i, dimension in enumerate(sorted(set(kernel) - {"i", "o"})):
+        stride, dilation, inner = (
+            int(window[name].split("x")[i]) if name in window else 1 for name in ("stride", "lhs_dilate", "rhs_dilate")
+        )
+        low = int(window["pad"].split("x")[i].partition("_")[0]) if "pad" in window else 0
+        starts = np.arange(result[dimension])[:, None] * stride - low
+        places = starts + np.arange(kernel[dimension]) * inner
+        inside = (places >= 0) & (places <= (lhs[dimension] - 1) * dilation) & (places % dilation == 0)
+        multiplied *= int(inside.sum())
+    return 2 * multiplied
+
+
+def _labelled(labels: str, *sizes: list[int]) -> Iterable[tuple[str, list[int]]]:
+    return zip(re.split(r"_|->", labels), sizes, strict=True)
 
 
 def _dimensions(hlo_type: str) -> list[int]:

@@ -115,6 +115,23 @@ def test_kernels_move_only_the_bytes_they_need():
     assert found["cudnn-conv.1"].flops == 2 * 8 * 32 * 32 * 64 * 64 * 3 * 3
 
 
+def test_the_batch_of_a_tpus_matmul_is_not_multiplied_with_itself():
+    # 8 × 16 attention scores of 1024 × 1024 over 64 features, as XLA for TPUs writes them; a padded convolution.
+    text = """HloModule m
+ENTRY %main (q: bf16[8,1024,16,64], k: bf16[8,1024,16,64], x: bf16[2,4,4,8], w: bf16[3,3,8,16]) -> bf16[2,4,4,16] {
+  %q = bf16[8,1024,16,64]{3,1,2,0} parameter(0)
+  %k = bf16[8,1024,16,64]{3,1,2,0} parameter(1)
+  %x = bf16[2,4,4,8]{3,2,1,0} parameter(2)
+  %w = bf16[3,3,8,16]{3,2,1,0} parameter(3)
+  %qk = bf16[8,16,1024,1024]{2,3,1,0} convolution(%q, %k), window={size=8x16 stride=7x15 lhs_dilate=8x16}, dim_labels=0b1f_0o1i->01bf
+  ROOT %conv = bf16[2,4,4,16]{3,2,1,0} convolution(%x, %w), window={size=3x3 pad=1_1x1_1}, dim_labels=b01f_01io->b01f
+}
+"""  # noqa: E501
+    program = HloModule(text)
+    found = {kernel.name: kernel.flops for kernel in traffic.kernels(program, program.entry)}
+    assert found == {"qk": 2 * 8 * 16 * 1024 * 1024 * 64, "conv": 2 * 2 * 10 * 10 * 8 * 16}
+
+
 @pytest.mark.parametrize(("bandwidth", "microseconds"), [(1e12, 4.0), (1e8, 3 + 6.4)])
 def test_a_kernel_takes_at_least_its_launch_and_the_longer_of_bytes_and_flops(bandwidth, microseconds):
     text = """HloModule m
