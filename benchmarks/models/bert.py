@@ -21,6 +21,7 @@ class BertForPreTraining(nn.Module):
     layers: int
     heads: int
     remat: bool = False
+    loop: bool = False
     fused: Any = None
     dtype: Any = None
 
@@ -36,6 +37,7 @@ class BertForPreTraining(nn.Module):
             pre_norm=False,
             segments=2,
             remat=self.remat,
+            loop=self.loop,
             fused=self.fused,
             dtype=self.dtype,
             name="encoder",
@@ -60,6 +62,7 @@ class Bert(Workload):
     heads: int
     vocabulary: int = 30528
     remat: bool = False
+    loop: bool = False
     fused: Any = None
     examples = "sequences"
     toy_sizes: ClassVar[dict[str, Any]] = {
@@ -71,11 +74,12 @@ class Bert(Workload):
         "heads": 2,
         "vocabulary": 64,
     }
+    shallow_sizes: ClassVar[dict[str, Any]] = {"batch_size": 64, "layers": 2}
     reported_speedup = 3.3
 
     def module(self, dtype: Any = None) -> BertForPreTraining:
         return BertForPreTraining(
-            self.vocabulary, self.features, self.layers, self.heads, self.remat, self.fused, dtype
+            self.vocabulary, self.features, self.layers, self.heads, self.remat, self.loop, self.fused, dtype
         )
 
     def batch(self, key: jax.Array) -> Batch:

@@ -20,6 +20,7 @@ class LanguageModel(nn.Module):
     layers: int
     heads: int
     remat: bool = False
+    loop: bool = False
     fused: Any = None
     dtype: Any = None
 
@@ -33,6 +34,7 @@ class LanguageModel(nn.Module):
             pre_norm=True,
             causal=True,
             remat=self.remat,
+            loop=self.loop,
             fused=self.fused,
             dtype=self.dtype,
             name="encoder",
@@ -50,6 +52,7 @@ class Gpt(Workload):
     heads: int = 16
     vocabulary: int = 50304
     remat: bool = False
+    loop: bool = False
     fused: Any = None
     examples = "sequences"
     toy_sizes: ClassVar[dict[str, Any]] = {
@@ -60,10 +63,13 @@ class Gpt(Workload):
         "heads": 2,
         "vocabulary": 64,
     }
+    shallow_sizes: ClassVar[dict[str, Any]] = {"layers": 2}
     reported_speedup = 2.9
 
     def module(self, dtype: Any = None) -> LanguageModel:
-        return LanguageModel(self.vocabulary, self.features, self.layers, self.heads, self.remat, self.fused, dtype)
+        return LanguageModel(
+            self.vocabulary, self.features, self.layers, self.heads, self.remat, self.loop, self.fused, dtype
+        )
 
     def batch(self, key: jax.Array) -> Batch:
         text = jax.random.randint(key, (self.batch_size, self.length + 1), 0, self.vocabulary)

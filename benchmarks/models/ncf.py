@@ -45,6 +45,7 @@ class Ncf(Workload):
     factors: int = 64
     widths: tuple[int, ...] = (256, 256, 128, 64)
     examples = "ratings"
+    shallow_sizes: ClassVar[dict[str, Any]] = {}
     toy_sizes: ClassVar[dict[str, Any]] = {
         "batch_size": 64,
         "users": 32,

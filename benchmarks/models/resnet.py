@@ -65,6 +65,7 @@ class ResNet50(Workload):
         "stages": (1, 1),
         "width": 8,
     }
+    shallow_sizes: ClassVar[dict[str, Any]] = {"batch_size": 64, "stages": (1,)}
     reported_speedup = 3.3
 
     def module(self, dtype: Any = None) -> ResNet:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import flax.linen as nn
@@ -70,6 +72,20 @@ class Block(nn.Module):
         return norms[1](x + mlp(x))
 
 
+def stack(block: Callable[..., Block], layers: int, loop: bool, x: jax.Array, lengths: jax.Array | None) -> jax.Array:
+    """The blocks, written out or as one `scan` over their stacked parameters."""
+    if not loop:
+        for i in range(layers):
+            x = block(name=f"block_{i}")(x, lengths)
+        return x
+
+    def layer(module: Block, x: jax.Array, _: None) -> tuple[jax.Array, None]:
+        return module(x, lengths), None
+
+    scanned = nn.scan(layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=layers)
+    return scanned(block(name="blocks"), x, None)[0]
+
+
 class Encoder(nn.Module):
     """Token and position embeddings, and the blocks; returns the embedding table's module too, for tied heads."""
 
@@ -81,6 +97,7 @@ class Encoder(nn.Module):
     causal: bool = False
     segments: int = 0
     remat: bool = False
+    loop: bool = False
     fused: Any = None
     dtype: Any = None
 
@@ -95,9 +112,9 @@ class Encoder(nn.Module):
             x = x + nn.Embed(self.segments, self.features, dtype=self.dtype, name="segments")(segments)
         if not self.pre_norm:
             x = nn.LayerNorm(dtype=self.dtype, name="embedding_norm")(x)
-        block = nn.remat(Block) if self.remat else Block
-        for i in range(self.layers):
-            x = block(self.heads, self.pre_norm, self.causal, self.fused, self.dtype, name=f"block_{i}")(x, lengths)
+        kind = nn.remat(Block, prevent_cse=not self.loop) if self.remat else Block
+        block = partial(kind, self.heads, self.pre_norm, self.causal, self.fused, self.dtype)
+        x = stack(block, self.layers, self.loop, x, lengths)
         if self.pre_norm:
             x = nn.LayerNorm(dtype=self.dtype, name="final_norm")(x)
         return x, embedding

@@ -25,8 +25,10 @@ class Workload(abc.ABC):
     batch_size: int
     examples: ClassVar[str]
     toy_sizes: ClassVar[dict[str, Any]]
+    shallow_sizes: ClassVar[dict[str, Any]]
     # The speedup over float32 that others report for such models; None if nobody does.
     reported_speedup: ClassVar[float | None] = None
+    in_torch: ClassVar[bool] = True  # whether `benchmarks.torch_models` has it
 
     @abc.abstractmethod
     def module(self, dtype: Any = None) -> nn.Module:
@@ -50,6 +52,10 @@ class Workload(abc.ABC):
     def toy(self) -> Self:
         """The same model, so small that a step takes milliseconds on a CPU."""
         return dataclasses.replace(self, **self.toy_sizes)
+
+    def shallow(self) -> Self:
+        """The same model with fewer layers: its float32 form fits into one TPU chip, and compiles in a minute."""
+        return dataclasses.replace(self, **self.shallow_sizes)
 
 
 def register(name: str, workload: Workload) -> None:

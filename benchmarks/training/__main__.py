@@ -15,7 +15,7 @@ import pathlib
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -26,7 +26,7 @@ from benchmarks.models import WORKLOADS
 from perf.environment import versions
 
 from .cells import TORCH, Cell, Results
-from .configurations import CONFIGURATIONS
+from .configurations import CONFIGURATIONS, PLANNED
 from .dry_run import dry_run, fitting_batch, is_known
 from .flops import flops_per_example
 from .tables import dry_run_table, table
@@ -37,23 +37,39 @@ from .worker import shortened
 QUICK_MODELS = ("resnet50", "bert_base_128", "gpt2_medium", "lstm_lm")
 QUICK = ("float32", "tf32", "flax_float16", "autocast_float16", "with_policy_float16")
 VARIED = ("flax_bfloat16", "autocast_bfloat16")
+# Compiled for TPUs. "tf32" is JAX's default precision, one bfloat16 pass there.
+ON_TPU = ("resnet50", "bert_base_128", "vit_b16", "gpt2_medium", "deep_speech_2", "lstm_lm")
+ON_TPU_CELLS = ("tf32", "flax_bfloat16", "autocast_bfloat16", "autocast_bfloat16_full", "with_policy_bfloat16")
+ON_TPU_FORMS = {"gpt2_medium": ("scan", "scan_remat"), "lstm_lm": ("no_loop",)}
 FITTED = ("float32", "flax_float16", "autocast_float16", "with_policy_float16")
 
 
 def selected_cells(args: argparse.Namespace) -> list[Cell]:
     """The cells that the arguments select; the baselines come first."""
+    if args.dry_run and TARGETS[args.target].chips and not args.cells:
+        return tpu_cells(args.only or ON_TPU)
     models = args.only or (QUICK_MODELS if args.quick else tuple(WORKLOADS))
     if args.toy and not args.only:
         models = distinct_toys(models)
     names: list[str] = args.cells or list(QUICK if args.quick else CONFIGURATIONS)
     if not args.cells and not args.quick and not args.no_torch:
         names += TORCH
-    cells = [Cell.parse(model, name) for model in models for name in names]
+    cells = [cell for cell in (Cell.parse(model, name) for model in models for name in names) if cell.applies(True)]
     if args.variants or (not args.quick and not args.cells):
         varied = [f"{name}+{variant}" for variant in VARIANTS for name in VARIED]
         # A CPU ignores the GPU compiler's flags, most of which concern its autotuner.
         flags = not (args.toy or args.dry_run)
         cells += [cell for model in models for cell in (Cell.parse(model, n) for n in varied) if cell.applies(flags)]
+    return cells
+
+
+def tpu_cells(models: Iterable[str]) -> list[Cell]:
+    """The cells of each form of each model; GPT's first form also has the lean states."""
+    cells: list[Cell] = []
+    for model in models:
+        lean = [name for name in PLANNED if name not in ON_TPU_CELLS] if model == "gpt2_medium" else []
+        cells += [Cell.parse(model, name) for name in (*ON_TPU_CELLS, *lean)]
+        cells += [Cell(model, name, form) for form in ON_TPU_FORMS.get(model, ()) for name in ON_TPU_CELLS[:-1]]
     return cells
 
 

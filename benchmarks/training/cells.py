@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.models import WORKLOADS, Workload
 
-from .configurations import CONFIGURATIONS, Configuration
+from .configurations import CONFIGURATIONS, PLANNED, Configuration
 from .variants import VARIANTS, Variant
 
 TORCH = (
@@ -35,7 +35,7 @@ class Cell:
         configuration, _, variant = name.partition("+")
         for kind, value, known in (
             ("model", model, tuple(WORKLOADS)),
-            ("configuration", configuration, (*CONFIGURATIONS, *TORCH)),
+            ("configuration", configuration, (*CONFIGURATIONS, *PLANNED, *TORCH)),
             ("variant", variant, ("", *VARIANTS)),
         ):
             if value not in known:
@@ -54,21 +54,21 @@ class Cell:
         return self.configuration in TORCH
 
     def settings(self) -> Configuration:
-        return CONFIGURATIONS[self.configuration]
+        return (CONFIGURATIONS | PLANNED)[self.configuration]
 
     def options(self) -> Variant:
         return VARIANTS[self.variant] if self.variant else Variant("nothing")
 
-    def workload(self, toy: bool) -> Workload:
+    def workload(self, toy: bool, shallow: bool = False) -> Workload:
         """The model at the sizes of the cell."""
         workload = WORKLOADS[self.model]
-        workload = workload.toy() if toy else workload
+        workload = workload.toy() if toy else workload.shallow() if shallow else workload
         return workload if self.torch else self.options().change(workload, self.settings())
 
     def applies(self, flags: bool) -> bool:
         """Whether the cell exists; without `flags`, cells that differ only in compiler options are excluded."""
         if self.torch:
-            return True
+            return WORKLOADS[self.model].in_torch
         options = self.options()
         return options.applies(WORKLOADS[self.model], self.settings()) and (flags or not options.compiler_options)
 

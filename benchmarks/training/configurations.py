@@ -29,12 +29,16 @@ class Configuration:
         policy: An mpjax policy by name; its compute dtype is also the hand-written form's.
         scaling: "none", "mpjax" or "flax" (its `DynamicScale`).
         matmul_precision: `jax_default_matmul_precision`; None is JAX's default, TF32 on a GPU.
+        rules: The rules of autocast.
+        state: A lean form of parameters and optimizer state, by its name in `LEAN`.
     """
 
     way: str
     policy: str = "float32"
     scaling: str = "none"
     matmul_precision: str | None = None
+    rules: mpjax.Rules | None = None
+    state: str = ""
 
     @property
     def float8(self) -> bool:
@@ -66,6 +70,19 @@ CONFIGURATIONS = {
     "with_policy_float16": Configuration("with_policy", "mixed_float16", "mpjax"),
     "with_policy_bfloat16": Configuration("with_policy", "mixed_bfloat16"),
 }
+# Compiled for devices that are not present (`--dry-run`), and not measured.
+PLANNED = {
+    "autocast_bfloat16_full": Configuration("autocast", "mixed_bfloat16", rules=mpjax.Rules(residuals="full")),
+    "autocast_bfloat16_master_weights": Configuration("autocast", "mixed_bfloat16", state="master_weights"),
+    "autocast_bfloat16_stochastic_rounding": Configuration("autocast", "mixed_bfloat16", state="stochastic_rounding"),
+    "autocast_bfloat16_low_bit_state": Configuration("autocast", "mixed_bfloat16", state="low_bit_state"),
+}
+# Parameters in bfloat16, and the optimizer that updates them.
+LEAN: dict[str, Callable[[optax.GradientTransformation], optax.GradientTransformation]] = {
+    "master_weights": lambda tx: mpjax.master_weights(tx, "p=bf16"),
+    "stochastic_rounding": mpjax.stochastic_rounding,
+    "low_bit_state": lambda tx: mpjax.stochastic_rounding(mpjax.low_bit_state(tx, "float8")),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,18 +103,23 @@ def training(workload: Workload, configuration: Configuration) -> Training:
     """Applies a configuration to a model."""
     optimizer = workload.optimizer()
     loss_fn = loss_function(workload, configuration)
+    if configuration.state:
+        optimizer = LEAN[configuration.state](optimizer)
     if configuration.scaling == "mpjax":
         optimizer = mpjax.dynamic_loss_scale(optimizer)
 
     def init(key: jax.Array) -> Carry:
         variables = workload.module().init(key, *workload.inputs(workload.batch(key)))
         params = variables.pop("params")
+        if configuration.state:
+            params = mpjax.get_policy("p=bf16").cast_to_param(params)
         carry = {"params": params, "state": variables, "opt_state": optimizer.init(params)}
         if configuration.scaling == "flax":
             carry["scale"] = DynamicScale(fin_steps=cast(Any, jnp.int32(0)), scale=cast(Any, jnp.float32(2**15)))
         return carry
 
-    return Training(workload, init, _STEPS[configuration.scaling](loss_fn, optimizer))
+    step = _STEPS["lean" if configuration.state else configuration.scaling]
+    return Training(workload, init, step(loss_fn, optimizer))
 
 
 def loss_function(workload: Workload, configuration: Configuration) -> Callable[..., Any]:
@@ -110,7 +132,9 @@ def loss_function(workload: Workload, configuration: Configuration) -> Callable[
         outputs, state = module.apply({"params": params, **state}, *workload.inputs(batch), mutable=list(state))
         return workload.loss(outputs, batch), state
 
-    return mpjax.autocast(loss_fn, configuration.policy) if configuration.way == "autocast" else loss_fn
+    if configuration.way == "autocast":
+        return mpjax.autocast(loss_fn, configuration.policy, rules=configuration.rules)
+    return loss_fn
 
 
 def _plain_step(loss_fn: Callable[..., Any], optimizer: optax.GradientTransformation) -> Step:
@@ -119,6 +143,16 @@ def _plain_step(loss_fn: Callable[..., Any], optimizer: optax.GradientTransforma
         (loss, state), grads = jax.value_and_grad(loss_fn, has_aux=True)(params, carry["state"], batch)
         updates, opt_state = optimizer.update(grads, carry["opt_state"], params)
         return {"params": optax.apply_updates(params, updates), "state": state, "opt_state": opt_state}, loss
+
+    return step
+
+
+def _lean_step(loss_fn: Callable[..., Any], optimizer: optax.GradientTransformation) -> Step:
+    def step(carry: Carry, batch: Batch) -> tuple[Carry, jax.Array]:
+        params = carry["params"]
+        (loss, state), grads = mpjax.value_and_grad(loss_fn, has_aux=True)(params, carry["state"], batch)
+        params, opt_state = mpjax.apply_gradients(optimizer, grads, carry["opt_state"], params)
+        return {"params": params, "state": state, "opt_state": opt_state}, loss
 
     return step
 
@@ -149,4 +183,4 @@ def _flax_step(loss_fn: Callable[..., Any], optimizer: optax.GradientTransformat
     return step
 
 
-_STEPS = {"none": _plain_step, "mpjax": _mpjax_step, "flax": _flax_step}
+_STEPS = {"none": _plain_step, "lean": _lean_step, "mpjax": _mpjax_step, "flax": _flax_step}

@@ -38,7 +38,7 @@ def dry_run(cell: Cell, toy: bool, target: Target, device: jax.Device | None) ->
         device: One of them; None lowers the step without compiling it.
     """
     start = time.perf_counter()
-    made = training(cell.workload(toy), cell.settings())
+    made = training(cell.workload(toy, bool(target.chips)), cell.settings())
     lowered = _lowered(cell, made, target, device)
     text = lowered.as_text()
     row = {

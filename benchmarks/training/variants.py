@@ -51,6 +51,11 @@ VARIANTS = {
     "remat": Variant(
         "blocks recomputed in the backward pass: less memory for more FLOPs", _set(remat=True), frozenset({"remat"})
     ),
+    "scan": Variant("blocks in one loop: a program as small as one block", _set(loop=True), frozenset({"loop"})),
+    "scan_remat": Variant(
+        "one loop whose iterations are recomputed", _set(loop=True, remat=True), frozenset({"loop", "remat"})
+    ),
+    "no_loop": Variant("the steps of a recurrence written out", _set(unroll=10**6), frozenset({"unroll"})),
     "unroll": Variant("eight steps of a recurrence in one loop iteration", _set(unroll=8), frozenset({"unroll"})),
     "double_batch": Variant(
         "the memory that half precision saves, spent on a batch twice the size",

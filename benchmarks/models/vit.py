@@ -1,0 +1,82 @@
+"""ViT-B/16 at 224² (Dosovitskiy et al., 2020, https://arxiv.org/abs/2010.11929), with mean pooling."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import Any, ClassVar
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from .transformer import Block, stack
+from .workload import Batch, Workload, cross_entropy, register
+
+
+class VisionTransformer(nn.Module):
+    """Images [batch, side, side, 3] to logits [batch, classes]."""
+
+    classes: int
+    patch: int
+    features: int
+    layers: int
+    heads: int
+    remat: bool = False
+    loop: bool = False
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        size = (self.patch, self.patch)
+        x = nn.Conv(self.features, size, size, dtype=self.dtype, name="patches")(x)
+        x = x.reshape(x.shape[0], -1, self.features)
+        x = x + self.param("positions", nn.initializers.normal(0.02), x.shape[1:]).astype(x.dtype)
+        kind = nn.remat(Block, prevent_cse=not self.loop) if self.remat else Block
+        x = stack(partial(kind, self.heads, True, dtype=self.dtype), self.layers, self.loop, x, None)
+        x = jnp.mean(nn.LayerNorm(dtype=self.dtype, name="final_norm")(x), axis=1)
+        return nn.Dense(self.classes, dtype=self.dtype, name="head")(x)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Vit(Workload):
+    side: int = 224
+    classes: int = 1000
+    patch: int = 16
+    features: int = 768
+    layers: int = 12
+    heads: int = 12
+    remat: bool = False
+    loop: bool = False
+    examples = "images"
+    toy_sizes: ClassVar[dict[str, Any]] = {
+        "batch_size": 2,
+        "side": 32,
+        "classes": 16,
+        "features": 32,
+        "layers": 2,
+        "heads": 2,
+    }
+    in_torch = False
+    shallow_sizes: ClassVar[dict[str, Any]] = {"batch_size": 32, "layers": 2}
+
+    def module(self, dtype: Any = None) -> VisionTransformer:
+        return VisionTransformer(
+            self.classes, self.patch, self.features, self.layers, self.heads, self.remat, self.loop, dtype
+        )
+
+    def batch(self, key: jax.Array) -> Batch:
+        images, labels = jax.random.split(key)
+        return {
+            "images": jax.random.normal(images, (self.batch_size, self.side, self.side, 3)),
+            "labels": jax.random.randint(labels, (self.batch_size,), 0, self.classes),
+        }
+
+    def inputs(self, batch: Batch) -> tuple[jax.Array, ...]:
+        return (batch["images"],)
+
+    def loss(self, outputs: Any, batch: Batch) -> jax.Array:
+        return cross_entropy(outputs, batch["labels"])
+
+
+register("vit_b16", Vit(batch_size=128))
