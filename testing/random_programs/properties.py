@@ -22,7 +22,7 @@ from mpjax.casting.autocast import trace as trace_to_plan
 from mpjax.casting.plan import Plan
 from mpjax.inspection.explanation import Explanation, explanation
 from testing.measures import HALF, MATMULS, Equation, equations, inner_jaxprs, is_inner_product, risky_of
-from testing.random_programs.cases import OUTSIDE, TRANSFORMS, Case
+from testing.random_programs.cases import FORWARD, OUTSIDE, TRANSFORMS, Case
 from testing.random_programs.evaluate import Unsupported, as_typed, evaluate, exact, is_float, rounded
 
 # Operations that autocast may add: casts, broadcasts before casts, barriers, data movement, wider weight gradients.
@@ -31,7 +31,7 @@ _ADDED_BY_AUTOCAST = frozenset(
     stop_gradient optimization_barrier device_put expand_dims split unstack iota argmax argmin eq ne lt le gt ge
     eq_to lt_to le_to is_finite pvary pcast reduce_or custom_lin select_n mul sharding_constraint concatenate
     reshard reduce_window_max reduce_window_min detached straight_through matmul_result matmul_tangent
-    float8_scale float8_quantise float8_result float8_tangent""".split()
+    float8_scale float8_quantise float8_result float8_tangent unfused""".split()
 )
 
 
@@ -184,9 +184,13 @@ def check_structure(case: Case, plain: Traced, found: Traced) -> None:
     if case.transform in OUTSIDE and plain.marks - found.marks:
         raise Failure("structure", "a mark is lost", f"{plain.marks} became {found.marks}")
     for a, b in zip(plain.out_avals, found.out_avals, strict=True):
-        for field in ("shape", "dtype", "weak_type", *(["sharding"] if case.explicit else [])):
+        for field in ("shape", "dtype", "weak_type"):
             if getattr(a, field) != getattr(b, field):
                 raise Failure("structure", f"{field} of a result", f"{a.str_short()} became {b.str_short()}")
+        # JAX gives the results of constants the mesh of the context or none, depending on the operation.
+        same = a.sharding.spec == b.sharding.spec if a.sharding.mesh.empty else a.sharding == b.sharding
+        if case.explicit and not same:
+            raise Failure("structure", "sharding of a result", f"{a.sharding} became {b.sharding}")
 
 
 def check_dtypes(case: Case, plain: Traced, found: Traced) -> None:
@@ -446,6 +450,20 @@ def _raise_unless_in_nested_rules(case: Case, subject: Subject, failure: Failure
     raise failure
 
 
+def _raise_unless_jaxprs_do(case: Case, subject: Subject, found: Traced, failure: Failure) -> None:
+    """Raises a failure, unless a result is no array because JAX evaluates a jaxpr, where the rule returns a literal."""
+
+    def as_jaxpr(fun: Any) -> Any:
+        return lambda *args: jax.tree.unflatten(
+            jax.tree.structure((made := jax.make_jaxpr(fun, return_shape=True)(*args))[1]),
+            jax.core.eval_jaxpr(made[0].jaxpr, made[0].consts, *args),
+        )
+
+    literal = failure.cause == "type of a result" and case.transform in FORWARD
+    if not literal or trace(TRANSFORMS[case.transform](case.program(), as_jaxpr), *subject.args).arrays != found.arrays:
+        raise failure
+
+
 def check(case: Case, compiled: bool = False, subject: Subject | None = None, retrace: bool = True) -> str:
     """Checks all properties of one case.
 
@@ -480,7 +498,10 @@ def _checked(case: Case, compiled: bool, subject: Subject, retrace: bool) -> str
         raise Failure("runs", cause_of(error), traceback.format_exc()) from error
     if found.leaks:
         _raise_unless_jit_leaks(case, subject, Failure("runs", "leaves a tracer in the program"))
-    check_structure(case, subject.plain, found)
+    try:
+        check_structure(case, subject.plain, found)
+    except Failure as failure:
+        _raise_unless_jaxprs_do(case, subject, found, failure)
     try:
         check_dtypes(case, subject.plain, found)
     except Failure as failure:

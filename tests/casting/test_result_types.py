@@ -71,3 +71,30 @@ def test_variables_of_an_nnx_module_hold_arrays():
     mpjax.autocast(lambda layer, x: layer(x))(layer, X)
     expected(X)
     assert types(nnx.state(layer)) == types(nnx.state(expected))
+
+
+@jax.custom_jvp
+def with_jvp(x, scale):
+    return x @ x * scale, jnp.float32(2)
+
+
+@jax.custom_vjp
+def with_vjp(x, scale):
+    return x @ x * scale, jnp.float32(2)
+
+
+with_jvp.defjvp(lambda x, dx: ((x[0] @ x[0], jnp.float32(2)), (dx[0] @ x[0], jnp.float32(0))))
+with_vjp.defvjp(lambda x, scale: ((x @ x, jnp.float32(2)), x), lambda x, ct: (ct[0] @ x, jnp.float32(3)))
+
+
+@pytest.mark.parametrize(
+    "derivative",
+    [
+        lambda x: jax.jvp(mpjax.autocast(with_jvp), (x, x[0, 0]), (x, x[0, 0])),
+        lambda x: jax.vjp(mpjax.autocast(with_vjp), x, x[0, 0])[0],
+        lambda x: jax.grad(lambda scale: mpjax.autocast(with_vjp)(x, scale)[0].sum())(x[0, 0]),
+    ],
+    ids=["jvp", "forward", "backward"],
+)
+def test_constants_that_a_rule_returns_are_arrays(derivative):
+    assert {type(leaf) for leaf in jax.tree.leaves(derivative(jnp.eye(2)))} == {type(jnp.eye(2))}

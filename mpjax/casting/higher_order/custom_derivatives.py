@@ -178,7 +178,9 @@ def _wanted(entered: WithRules) -> list[Use | None]:
 
 def _array(value: Any, storage: Storage) -> Any:
     """A result of a rule in a storage dtype. The tangent of an integer is returned unchanged."""
-    return array_of(value, storage) if isinstance(value, MixedValue) else value
+    x = array_of(value, storage) if isinstance(value, MixedValue) else value
+    is_literal = not isinstance(x, jax.Array) and getattr(x, "dtype", None) != jax.dtypes.float0
+    return jnp.asarray(x) if is_literal else x
 
 
 # custom_jvp.
