@@ -9,6 +9,7 @@ from typing import Any
 from mpjax._jaxpr import compat
 from mpjax._jaxpr.primitives import MATMULS, Op
 from mpjax._jaxpr.program import Site, is_unknown, not_entered, site_of, sub_jaxprs, unknown_flops, walk
+from mpjax._jaxpr.source import BACKWARD, FORWARD
 from mpjax.casting.classify import tracked
 from mpjax.casting.lattice import FULL, HALF, Storage, storage_of
 from mpjax.casting.plan import Action, Plan, Step, is_left_alone
@@ -36,6 +37,8 @@ class Row:
         recomputed: Whether the backward pass recomputes it instead of storing its residuals.
         rule: Whether it belongs to a derivative rule (`custom_jvp`, `custom_vjp`), which runs only if the function is
             differentiated.
+        phase: `"forward"`, or, in a program that computes a gradient, `"backward"` or `"recomputed"` (a forward
+            operation repeated in the backward pass).
     """
 
     module: str
@@ -49,22 +52,26 @@ class Row:
     why: str
     recomputed: bool
     rule: bool = False
+    phase: str = FORWARD
 
 
 @dataclasses.dataclass(frozen=True)
 class _Planned:
-    """An equation of a plan: its site and step, and whether it is recomputed or belongs to a derivative rule."""
+    """An equation of a plan: its site and step, whether it is recomputed, and the pass of its derivative rule."""
 
     site: Site
     step: Step
     half: str
     recomputed: bool = False
-    rule: bool = False
+    rule: str = ""
+
+    @property
+    def phase(self) -> str:
+        """The pass of the program in which it runs."""
+        return BACKWARD if self.rule == BACKWARD else self.site.phase
 
 
-def _planned(
-    plan: Plan, around: Site | None = None, recomputed: bool = False, rule: bool = False
-) -> Iterator[_Planned]:
+def _planned(plan: Plan, around: Site | None = None, recomputed: bool = False, rule: str = "") -> Iterator[_Planned]:
     """Each equation of a plan, including those of sub-jaxprs and derivative rules."""
     for part in plan.eqns:
         is_recomputed = recomputed or isinstance(part, RematRegion)
@@ -76,7 +83,7 @@ def _planned(
             for inner in step.plans:
                 yield from _planned(inner, site, is_recomputed, rule)
             for inner in step.rules:
-                yield from _planned(inner, site, False, True)
+                yield from _planned(inner, site, False, BACKWARD if inner is step.backward else rule or FORWARD)
 
 
 def _left_alone(site: Site, step: Step, *rest: Any) -> Iterator[_Planned]:
@@ -101,7 +108,9 @@ def rows_of(plan: Plan) -> tuple[Row, ...]:
         )
     for site, why in _unfused(plan):
         dtypes = (site.eqn.invars[0].aval.dtype.name,)
-        row = Row(site.path, site.source, "attention", 0, 0, dtypes, dtypes, "unfused", why, False)
+        row = Row(
+            site.path, site.source, "attention", 0, 0, dtypes, dtypes, "unfused", why, False, phase=site.phase
+        )  # fmt: skip
         merged.setdefault(row, [0, 0])[0] += site.times
     return tuple(dataclasses.replace(row, count=count, flops=flops) for row, (count, flops) in merged.items())
 
@@ -131,7 +140,7 @@ def _row(found: _Planned) -> Row:
         dtypes_in = tuple(dtype.name for dtype in step.float8.dtypes)
     return Row(
         site.path, site.source, site.name, 0, 0, (found.half,) if step.broadcast else dtypes_in, dtypes_out, listed,
-        why, found.recomputed, found.rule,
+        why, found.recomputed, bool(found.rule), found.phase,
     )  # fmt: skip
 
 

@@ -85,6 +85,12 @@ class Step:
         """The plans of its derivative rules, which run only if it is differentiated."""
         return getattr(self.inner, "rules", ())
 
+    @property
+    def backward(self) -> Plan | None:
+        """The plan of its backward rule."""
+        found: tuple[Any, Plan] | None = getattr(self.inner, "backward", None)
+        return found and found[1]
+
 
 def is_left_alone(step: Step) -> bool:
     """Whether it has sub-jaxprs that run as traced, without a plan."""

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from mpjax._jaxpr.source import FORWARD
 from mpjax.casting.autocast import planned_call
 from mpjax.casting.explain import Row, rows_of, unseen_of
 from mpjax.casting.plan import Plan
@@ -80,6 +81,10 @@ class Explanation(Report):
         return [self._finding(False), self._rows()]
 
     def _rows(self) -> Section:
+        """One line per row, with the pass if the program computes a gradient."""
+        if any(row.phase != FORWARD and not row.rule for row in self.rows):
+            rows = [(*cells[:2], row.phase, *cells[2:]) for row in self.rows for cells in [_cells(row)]]
+            return Section("", "", "module|line|pass|op|>runs|>MFLOP|in|out|why", rows)
         return Section("", "", "module|line|op|>runs|>MFLOP|in|out|why", [*map(_cells, self.rows)])
 
     def _modules(self) -> Section:

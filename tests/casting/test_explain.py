@@ -174,6 +174,30 @@ def test_rules_that_sum_over_the_axis_of_a_shard_map_are_listed():
     rows, whole = jax.P("data"), jax.P()
     mapped = jax.shard_map(dense, mesh=mesh, in_specs=(rows, whole), out_specs=rows)
     plan = mpjax.explain(mapped, np.ones((4, 8), np.float32), np.ones((8, 8), np.float32))
-    in_rules = {row.op: row.count for row in plan.rows if row.rule}
-    assert in_rules["dot_general"] == 3
-    assert any(op.startswith("psum") for op in in_rules)
+    in_rules = {(row.op, row.phase): row.count for row in plan.rows if row.rule}
+    assert (in_rules["dot_general", "forward"], in_rules["dot_general", "backward"]) == (1, 2)
+    assert any(op.startswith("psum") for op, _ in in_rules)
+
+
+@jax.custom_vjp
+def doubled(x):
+    return x @ x
+
+
+doubled.defvjp(lambda x: (x @ x, x), lambda x, ct: (2 * ct @ x,))
+
+
+def test_forward_and_backward_operations_of_one_line_have_rows_of_their_own():
+    def loss(w, x):
+        return jnp.sum(jax.checkpoint(lambda w: jnp.tanh(jnp.tanh(x @ w) @ w))(w) ** 2)
+
+    plan = mpjax.explain(jax.value_and_grad(loss), jnp.eye(8), jnp.eye(8))
+    counts: dict[str, int] = {}
+    for row in plan.rows:
+        counts[row.phase] = counts.get(row.phase, 0) + row.count * (row.op == "dot_general")
+    assert counts == {"forward": 2, "recomputed": 2, "backward": 3}
+    assert str(plan).split("\n\n")[1].split()[:4] == ["module", "line", "pass", "op"]
+    assert "pass" not in str(mpjax.explain(loss, jnp.eye(8), jnp.eye(8))).split("\n\n")[1].split()
+
+    rules = [row for row in mpjax.explain(doubled, jnp.eye(8)).rows if row.op == "dot_general" and row.rule]
+    assert [row.phase for row in rules] == ["forward", "backward"]
