@@ -7,8 +7,8 @@ An example's number alone determines it. Examples run in batches, and a report f
 batch, so an interrupted run continues where it stopped. A failure of a new kind is shrunk at once. Further failures of
 the same kind are only counted.
 
-Both dtypes share the trace without autocast, which does not depend on the dtype. The traces that show that the same
-program gives the same jaxpr are made for one of the two, alternately.
+The dtypes share the trace without autocast, which does not depend on the dtype. The traces that show that the same
+program gives the same jaxpr are made for the first or the last of them, alternately.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from testing.random_programs.properties import cause_of
 from testing.random_programs.reduction import shrink
 
 REJECTED = "rejected by JAX"
+DTYPES = ("float16", "bfloat16", "float8")
 
 # Examples between two clearings of JAX's caches: programs share most of the entries.
 CLEAR_CACHES_EVERY = 2000
@@ -257,7 +258,7 @@ def main() -> None:
         "--training", action="store_true", help="training programs, with mpjax and without a loss scale"
     )
     parser.add_argument("--examples", type=int, default=1000, help="examples for each dtype")
-    parser.add_argument("--dtype", choices=("float16", "bfloat16"), action="append", help="half dtype (default: both)")
+    parser.add_argument("--dtype", choices=DTYPES, action="append", help="dtype of matmuls (default: all)")
     parser.add_argument("--first", type=int, default=0, help="number of the first example, to share a run")
     parser.add_argument("--batch", type=int, default=100, help="examples between two reports")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after the batch that exceeds this")
@@ -265,7 +266,7 @@ def main() -> None:
     parser.add_argument("--reports", type=pathlib.Path, default=RESULTS, help="folder of the JSON reports")
     parser.add_argument("--compile-every", type=int, default=50, help="compile and run one in this many examples")
     args = parser.parse_args()
-    names = ("training",) if args.training else args.dtype or ("float16", "bfloat16")
+    names = ("training",) if args.training else args.dtype or DTYPES
     reports = {name: Report(args.reports / f"fuzz_{name}.json") for name in names}
     options = Options(args.examples, args.first, args.batch, args.seconds, not args.no_shrink, args.compile_every)
     if args.training:

@@ -72,18 +72,19 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5, help="runs of each policy (default: %(default)s)")
     parser.add_argument("--runs", type=pathlib.Path, default=DEFAULT_RUNS, help="folder of finished runs")
     parser.add_argument("--out", type=pathlib.Path, default=RESULTS, help="folder of the results")
+    parser.add_argument("--name", default="parity", help="name of the result file (default: %(default)s)")
     args = parser.parse_args()
     names, policies = args.families.split(","), args.policies.split(",")
     for name in names:
         get(name)
     if unknown := set(policies) - set(training.POLICIES):
         parser.error(f"unknown policy {', '.join(sorted(unknown))}; choose from {', '.join(training.POLICIES)}")
-    found: dict[str, results.Row] = previous(results.FILE, args.out)
+    found: dict[str, results.Row] = previous(args.name, args.out)
     for name in names:
         found[name] = results.merged(found.get(name), compare(name, policies, args.seeds, args.runs))
         # In the table's order. An interrupted run keeps its results so far.
         found = {family: found[family] for family in FAMILIES if family in found}
-        path = save(results.FILE, found, args.out)
+        path = save(args.name, found, args.out)
         path.with_suffix(".md").write_text(results.table(found))
         for policy, comparison in found[name]["policies"].items():
             print(f"{name}, {policy}: {comparison['verdict']}", file=sys.stderr, flush=True)

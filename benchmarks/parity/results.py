@@ -12,7 +12,6 @@ from benchmarks.parity.family import Family
 from mpjax.inspection.parity.report import ParityReport
 from mpjax.inspection.parity.statistics import rounded
 
-FILE = "parity"
 Row = dict[str, Any]
 SIGNS = {"equal": "=", "small": "≈", "better": "better", "worse": "**worse**", "unclear": "?"}
 

@@ -88,7 +88,7 @@ def check_backend(setting: Setting) -> None:
             "policy='mixed_bfloat16'."
         )
     if setting.float8 is not None:
-        _check_float8_device(device)
+        check_float8_device(device)
     capability = getattr(device, "compute_capability", None)
     if device.platform in ("gpu", "cuda") and capability and setting.half == jnp.bfloat16:
         try:
@@ -102,15 +102,16 @@ def check_backend(setting: Setting) -> None:
             )
 
 
-def _check_float8_device(device: Any) -> None:
+# AMD's architectures with units for float8_e4m3fn: MI350 and RDNA 4, but not MI300, whose float8 dtypes are others.
+# Source: XLA's `RocmComputeCapability::has_ocp_fp8_support`.
+_AMD_FLOAT8 = ("gfx950", "gfx12")
+
+
+def check_float8_device(device: Any) -> None:
     """Warns if the device has no float8 units, so that XLA widens the operands of the same matmuls."""
     capability = str(getattr(device, "compute_capability", ""))
-    is_gpu = device.platform in ("gpu", "cuda", "rocm")
-    try:
-        fast = is_gpu and float(capability or "inf") >= 8.9
-    except ValueError:
-        fast = is_gpu  # AMD's names, such as gfx942
-    if not fast:
+    nvidia = capability.replace(".", "", 1).isdigit() and float(capability) >= 8.9
+    if not (device.platform in ("gpu", "cuda", "rocm") and (nvidia or capability.startswith(_AMD_FLOAT8))):
         shown = f"{device.device_kind} (compute capability {capability})" if capability else device.device_kind
         _warn(
             f"autocast: {shown} is not known to have float8 matmul units. XLA widens the operands of "

@@ -97,6 +97,8 @@ RULES = {
     "conservative": mpjax.Rules(level="conservative"),
     "half": mpjax.Rules(level="half"),
 }
+# The options of float8 under these rules. All matmuls run in float8, whatever their sizes and place.
+FLOAT8: dict[str, dict[str, Any]] = {"full": {"weight_gradients": "half"}, "conservative": {"cotangents": "e4m3"}}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +108,7 @@ class Case:
     Args:
         source: The program, a definition of `program(w, x, b, s, n)`.
         transform: One of `TRANSFORMS`.
-        dtype: The half dtype's name.
+        dtype: "float16", "bfloat16" or "float8", whose half dtype is bfloat16.
         rules: One of `RULES`.
         features: The program's higher-order statements.
         explicit: Whether its arrays have explicit shardings.
@@ -147,9 +149,17 @@ class Case:
         exec(_compiled(self.source), space)
         return space["program"]
 
+    @property
+    def half(self) -> Any:
+        """The half dtype."""
+        return mpjax.get_policy(f"mixed_{self.dtype}").compute_dtype
+
     def cast(self, fun: Function) -> Function:
         """The caster under test."""
-        return mpjax.autocast(fun, f"mixed_{self.dtype}", rules=RULES[self.rules])
+        rules = RULES[self.rules]
+        if self.dtype == "float8":
+            rules = dataclasses.replace(rules, float8=mpjax.Float8(allow=("*",), **FLOAT8.get(self.rules, {})))
+        return mpjax.autocast(fun, f"mixed_{self.dtype}", rules=rules)
 
     def plain(self) -> Function:
         """The transformed program without autocast."""
@@ -164,7 +174,7 @@ def _case(index: Index, dtype: str | None) -> Case:
     """Builds a case from a sequence of choices."""
     transform = tuple(TRANSFORMS)[index(len(TRANSFORMS))]
     rules = ("default", "default", "default", "full", "conservative", "half")[index(6)]
-    dtype = dtype or ("float16", "bfloat16")[index(2)]
+    dtype = dtype or ("float16", "bfloat16", "float8")[index(3)]
     explicit = index(5) == 4
     budget = (4, 6, 8, 12)[index(4)]
     writer = Writer(index, transform in REVERSE, transform in FORWARD, explicit, budget)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -70,7 +71,30 @@ def rounded(half: Any, rng: np.random.Generator) -> Store:
     return store
 
 
-def evaluate(closed: Any, args: Sequence[Any], store: Store = exact, store_inputs: Store | None = None) -> list[Array]:
+def float8_operand(rng: np.random.Generator) -> Callable[[Array], Array]:
+    """Perturbs an operand of a matmul as much as any float8 copy with one scale differs from it.
+
+    The errors are uniform within half a unit in the last place of float8_e5m2, which is a unit of float8_e4m3fn's, and
+    at least within the smallest number of float8_e4m3fn under the scale. An operand that float8 happens to hold
+    exactly is perturbed too: divided by a scale it need not be exact.
+    """
+
+    def perturb(x: Array) -> Array:
+        _, exponent = np.frexp(x)
+        amax = np.max(np.abs(x), initial=0.0, where=np.isfinite(x))
+        unit = np.maximum(np.ldexp(1.0, exponent - 4), amax * 2.0**-9 / 448)
+        return np.where(np.isfinite(x) & (x != 0), x + (2 * rng.random(x.shape) - 1) * unit, x)
+
+    return perturb
+
+
+def evaluate(
+    closed: Any,
+    args: Sequence[Any],
+    store: Store = exact,
+    store_inputs: Store | None = None,
+    operand: Callable[[Array], Array] | None = None,
+) -> list[Array]:
     """The results of a closed jaxpr: floats as float64, cheap keys as uint32, other keys as JAX arrays.
 
     Args:
@@ -78,12 +102,13 @@ def evaluate(closed: Any, args: Sequence[Any], store: Store = exact, store_input
         args: Its arguments.
         store: How each result is stored.
         store_inputs: How arguments and constants are stored; by default like results.
+        operand: How matmuls read their operands; by default as they are stored.
 
     Raises:
         Unsupported: The evaluator does not support an equation.
     """
     jaxpr, consts = closed.jaxpr, closed.consts
-    machine = _Machine(store, 1, store_inputs or store)
+    machine = _Machine(store, 1, store_inputs or store, operand)
     ins = [machine.load(v, x) for v, x in zip(jaxpr.invars, args, strict=True)]
     with np.errstate(all="ignore"):
         outs = machine.run(jaxpr, [machine.load(v, c) for v, c in zip(jaxpr.constvars, consts, strict=True)], ins)
@@ -139,8 +164,10 @@ def _is_key(aval: Any) -> bool:
 class _Machine:
     """Evaluates equations on several devices in lockstep."""
 
-    def __init__(self, store: Store, devices: int, store_inputs: Store):
-        self.store, self.devices, self.store_inputs = store, devices, store_inputs
+    def __init__(
+        self, store: Store, devices: int, store_inputs: Store, operand: Callable[[Array], Array] | None = None
+    ):
+        self.store, self.devices, self.store_inputs, self.operand = store, devices, store_inputs, operand
 
     def load(self, v: Any, x: Any) -> Replicas:
         """A constant or an argument, on every device."""
@@ -174,6 +201,8 @@ class _Machine:
             return _HIGHER[name](self, eqn, args)
         if name in _COLLECTIVES:
             return [self.store_output(eqn, 0, out) for out in _COLLECTIVES[name](self, eqn, args)]
+        if self.operand and name == "dot_general" and is_float(eqn.outvars[0].aval.dtype):
+            args = [[self.operand(x) for x in arg] for arg in args]
         rows = [_apply(eqn, [arg[d] for arg in args]) for d in range(self.devices)]
         return [self.store_output(eqn, i, [row[i] for row in rows]) for i in range(len(eqn.outvars))]
 
@@ -416,6 +445,43 @@ def _dot_general(eqn: Any, a: Array, b: Array) -> Array:
     return out.reshape((*batch, *(a.shape[i] for i in free_a), *(b.shape[i] for i in free_b)))
 
 
+def _float8_scale(eqn: Any, x: Array) -> Array:
+    """`max|x| / limit`, rounded up to four significant bits."""
+    amax = np.float32(np.max(np.abs(x), initial=0.0))
+    if amax == 0 or not np.isfinite(amax):
+        return np.where(amax == 0, 1.0, amax)
+    significand, exponent = np.frexp(np.float64(amax * np.float32(1.0667 / float(jnp.finfo(eqn.params["dtype"]).max))))
+    return np.maximum(np.ldexp(np.round(significand * 16) / 16, exponent), 2.0**-126)
+
+
+def _float8_quantise(eqn: Any, x: Array, scale: Array) -> Array:
+    return _in_float8(x, scale, eqn.params["dtype"])
+
+
+def _in_float8(x: Array, scale: Array, dtype: Any) -> Array:
+    limit = float(jnp.finfo(dtype).max)
+    return as_typed(np.clip(x / scale, -limit, limit), dtype)
+
+
+def _float8_tangent(eqn: Any, *args: Array) -> Array:
+    """The sum of the matmuls of each tangent and the other operand."""
+    named = dict(zip(eqn.params["names"], args, strict=True))
+    e4m3, out = np.dtype(jnp.float8_e4m3fn), np.zeros(eqn.outvars[0].aval.shape)
+    for i in (0, 1):
+        if f"d{i}" not in named:
+            continue
+        d, other = named[f"d{i}"], named[f"x{1 - i}"]
+        if f"s{1 - i}" in named:  # Otherwise the matmul is in half.
+            scale = _float8_scale(_WITH_E4M3, d)
+            d, other = _in_float8(d, scale, e4m3) * scale, _in_float8(other, named[f"s{1 - i}"], e4m3)
+            other = other * named[f"s{1 - i}"]
+        out = out + _dot_general(eqn, *((d, other), (other, d))[i])
+    return out
+
+
+_WITH_E4M3 = types.SimpleNamespace(params={"dtype": np.dtype(jnp.float8_e4m3fn)})
+
+
 def _broadcast_in_dim(eqn: Any, x: Array, *_: Any) -> Array:
     shape = [1] * len(eqn.params["shape"])
     for i, d in enumerate(eqn.params["broadcast_dimensions"]):
@@ -601,6 +667,10 @@ _RULES: dict[str, Callable[..., Any]] = {
 _RULES.update(
     {
         "dot_general": _dot_general,
+        "float8_scale": _float8_scale,
+        "float8_quantise": _float8_quantise,
+        "float8_result": lambda eqn, out, *operands: out,
+        "float8_tangent": _float8_tangent,
         "conv_general_dilated": numpy_rules.convolution,
         "gather": numpy_rules.gather,
         **dict.fromkeys(("scatter-add", "scatter_add"), _scatter_add),

@@ -23,7 +23,7 @@ from mpjax.casting.plan import Plan
 from mpjax.inspection.explanation import Explanation, explanation
 from testing.measures import HALF, MATMULS, Equation, equations, inner_jaxprs, is_inner_product, risky_of
 from testing.random_programs.cases import FORWARD, OUTSIDE, TRANSFORMS, Case
-from testing.random_programs.evaluate import Unsupported, as_typed, evaluate, exact, is_float, rounded
+from testing.random_programs.evaluate import Unsupported, as_typed, evaluate, exact, float8_operand, is_float, rounded
 
 # Operations that autocast may add: casts, broadcasts before casts, barriers, data movement, wider weight gradients.
 _ADDED_BY_AUTOCAST = frozenset(
@@ -200,7 +200,7 @@ def check_dtypes(case: Case, plain: Traced, found: Traced) -> None:
     fixed = bool({"@mpjax.float_function", "@without_autocast", "@mpjax.promote_function"} & {*case.features})
     # XLA's CPU compiler lacks some bfloat16 matmuls, which explicit shardings prevent from being rewritten: mpjax runs
     # them on widened operands.
-    widened = _widened(found.jaxpr) if case.explicit and case.dtype == "bfloat16" else set()
+    widened = _widened(found.jaxpr) if case.explicit and case.half == jnp.bfloat16 else set()
     for e in _live_equations(found.jaxpr):
         if e.name not in MATMULS:
             continue
@@ -291,13 +291,19 @@ def check_values(case: Case, subject: Subject, found: Traced) -> str:
     Returns:
         The outcome: "checked", or why nothing could be checked.
     """
-    half, plain, args = jnp.dtype(case.dtype), subject.plain, subject.args
+    half, plain, args = case.half, subject.plain, subject.args
+
+    def draw(seed: int, store_inputs: Any = None) -> Any:
+        rng = np.random.default_rng(seed)
+        operand = float8_operand(rng) if case.dtype == "float8" else None
+        return evaluate(plain, args, rounded(half, rng), store_inputs, operand)
+
     try:
         if case.rules == "half":
             evaluate(found, args, as_typed)
             return "level half"
         reference = subject.reference
-        draws = [evaluate(plain, args, rounded(half, np.random.default_rng(i))) for i in range(3)]
+        draws = [draw(i) for i in range(3)]
         results = evaluate(found, args, as_typed)
     except Unsupported as reason:
         return str(reason)
@@ -307,7 +313,7 @@ def check_values(case: Case, subject: Subject, found: Traced) -> str:
         if not is_float(aval.dtype) or not reference[i].size:
             continue
         size = _norm(reference[i])
-        errors = [_norm(draw[i] - reference[i]) for draw in draws]
+        errors = [_norm(found[i] - reference[i]) for found in draws]
         if not np.isfinite(size) or not np.isfinite(max(errors)) or max(errors) > 0.25 * size:
             continue
         judged += 1
@@ -319,8 +325,8 @@ def check_values(case: Case, subject: Subject, found: Traced) -> str:
             return "beyond the range of half"
         # Also with exact inputs: rounding one side of a comparison may break a tie.
         stores = [exact if i % 2 else None for i in range(30)]
-        more = [evaluate(plain, args, rounded(half, np.random.default_rng(10 + i)), g) for i, g in enumerate(stores)]
-        errors += [_norm(draw[i] - reference[i]) for draw in more]
+        more = [draw(10 + i, store) for i, store in enumerate(stores)]
+        errors += [_norm(found[i] - reference[i]) for found in more]
         if error <= FACTOR * max(errors) + eps * size or max(errors) > 0.25 * size:
             continue
         raise Failure(

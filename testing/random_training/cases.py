@@ -104,6 +104,7 @@ class Case:
             differentiated = make, f"with {context}:", *("    " + line for line in (*gradient.lines, update))
         options = ", grads_are_scaled=True" if self.gradient == "by hand" else ""
         options += ", axis_name='i'" if self.loop == "shard_map without checks" else ""
+        rules = _RULES.get(self.policy, "")
         body = [
             "params, state, stats = carry",
             "x, ids = batch['x'], batch['ids']",
@@ -112,7 +113,7 @@ class Case:
             "    return model_loss(p, x, stats, ids)[0]",
             "def loss_fn(p, x):",
             *("    " + line for line in loss),
-            *([f"loss_fn = mpjax.autocast(loss_fn, {self.policy!r})"] if self._casts else []),
+            *([f"loss_fn = mpjax.autocast(loss_fn, {self.policy!r}{rules})"] if self._casts else []),
             "aux, new = jnp.float32(0), stats",
             *differentiated,
             *(["new, aux = aux"] if gradient.aux else []),
@@ -164,15 +165,21 @@ def _choose(index: Index, options: tuple[str, ...]) -> str:
     return options[index(len(options))]
 
 
+# Arguments of autocast: all matmuls run in float8, whatever their sizes and place.
+_RULES = {"mixed_float8": ', rules=mpjax.Rules(float8=mpjax.Float8(allow=("*",)))'}
+
+
 def _suits(needs: str, library: str) -> bool:
     return needs in ("", library) or (needs == "arrays" and library in _ARRAYS)
 
 
 def draw(index: Index) -> Case:
     """A random case."""
-    policy = _choose(index, ("float32",) * 8 + ("mixed_float16", "mixed_bfloat16"))
+    policy = _choose(index, ("float32",) * 8 + ("mixed_float16", "mixed_bfloat16", "mixed_float8"))
     model = models.draw(index)
     library = model.library
+    if policy == "mixed_float8" and library in ("linen", "nnx"):  # `with_policy` refuses it
+        policy = "mixed_bfloat16"
     half = library == "tree" and policy == "float32" and index(6) == 5
     loss = _choose(index, tuple(name for name, form in LOSSES.items() if _suits(form.needs, library)))
     if not index(3) or (policy != "float32" and loss == "fixed point"):  # NumPy can't run the solve of autocast

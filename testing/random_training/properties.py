@@ -17,7 +17,7 @@ import optax
 import mpjax
 from testing import cheap_keys
 from testing.measures import equations
-from testing.random_programs.evaluate import Store, as_typed, evaluate, exact, rounded
+from testing.random_programs.evaluate import Store, as_typed, evaluate, exact, float8_operand, rounded
 from testing.random_programs.properties import Failure, Rejected, cause_of
 from testing.random_training.cases import Case
 from testing.random_training.namespace import IDS, X, namespace
@@ -45,9 +45,9 @@ class Traced:
     jaxpr: Any
     shapes: Any
 
-    def __call__(self, store: Store, *args: Any) -> Any:
-        """Evaluates it in NumPy."""
-        found = evaluate(self.jaxpr, jax.tree.leaves(args), store, as_typed)
+    def __call__(self, store: Store, *args: Any, operand: Any = None) -> Any:
+        """Evaluates it in NumPy; `operand` as of `evaluate`."""
+        found = evaluate(self.jaxpr, jax.tree.leaves(args), store, as_typed, operand)
         return jax.tree.unflatten(jax.tree.structure(self.shapes), found)
 
 
@@ -247,7 +247,8 @@ def _check_half_step(case: Case, plain: Program, carry: Any, batch: Any, found: 
         dependent = second.dependent if len(first.results) == len(second.results) else None
 
     def draw(seed: int) -> Any:
-        return _leaves(plain.run(_rounding(half, seed, dependent), carry, batch)[1])
+        operand = float8_operand(np.random.default_rng(seed)) if case.policy == "mixed_float8" else None
+        return _leaves(plain.run(_rounding(half, seed, dependent), carry, batch, operand=operand)[1])
 
     draws = [draw(i) for i in range(2)]
     eps, judged = float(jnp.finfo(half).eps), 0

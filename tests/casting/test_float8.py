@@ -1,6 +1,8 @@
 """Float8 matmuls: which run in it, how exact they are, and the transformations that they work under."""
 
+import contextlib
 import dataclasses
+import types
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import mpjax
 from mpjax import Float8, Rules
+from mpjax.casting.warnings import check_float8_device
 
 pytestmark = pytest.mark.filterwarnings("ignore:autocast. cpu is not known to have float8")
 
@@ -279,6 +282,25 @@ def test_a_bad_option_is_an_error_that_quotes_it(option):
 def test_a_device_without_float8_units_is_named():
     with pytest.warns(mpjax.AutocastWarning, match="cpu is not known to have float8"):
         float8(mlp)(params_of(), X)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    ("capability", "fast"),
+    [
+        ("8.0", False),
+        ("8.9", True),
+        ("10.0", True),
+        ("gfx90a", False),
+        ("gfx942", False),
+        ("gfx950", True),
+        ("", False),
+    ],
+)
+def test_only_gpus_known_to_have_float8_units_are_taken_for_fast(capability, fast):
+    device = types.SimpleNamespace(platform="gpu", device_kind="a GPU", compute_capability=capability)
+    with contextlib.nullcontext() if fast else pytest.raises(mpjax.AutocastWarning, match="a GPU"):
+        check_float8_device(device)
 
 
 def test_with_policy_names_autocast():

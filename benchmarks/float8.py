@@ -1,0 +1,156 @@
+"""Float8 steps compiled for an H200 that is not present: `python -m benchmarks.float8`.
+
+Each model is compiled with two layers, in bfloat16 and in float8: unrolled, in a `scan`, with each layer recomputed,
+and with parameters and batch sharded over eight devices (FSDP). All sizes of matmuls are taken. The table counts the
+eligible matmuls (those that the lowered program has in float8) and cuBLASLt's float8 calls, and gives the bytes that
+kernels read and write, the kernels and the collectives. XLA merges matmuls that share an operand, so one call may be
+several of them. Nothing runs, so nothing here says how fast a step is. Needs JAX's CUDA plugin.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import pathlib
+import re
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+import mpjax
+from benchmarks import RESULTS
+from benchmarks.models import WORKLOADS, Workload
+from benchmarks.training.target import NO_PLUGIN, TARGETS
+from benchmarks.training.traffic import HALF, bytes_of, kernels
+from mpjax.inspection.audit.communication import collectives
+from mpjax.inspection.profile import hlo
+from mpjax.inspection.profile.hlo_text import HloModule
+from perf.memory import program_bytes
+from perf.results import previous, save
+
+GPT = WORKLOADS["gpt2_medium"]
+MODELS = {
+    "GPT-2 medium": GPT,
+    "BERT-large": WORKLOADS["bert_large_128"],
+    "GPT 2048": dataclasses.replace(GPT, features=2048),  # type: ignore[call-arg]
+}
+FORMS = ("plain", "scan", "remat", "FSDP")
+POLICIES = ("mixed_bfloat16", "mixed_float8")
+LAYERS, DEVICES = 2, 8
+RULES = mpjax.Rules(float8=mpjax.Float8(min_size=(0, 0)))
+_FLOAT8_CALL = 'custom_call_target="__cublas$lt$matmul$f8"'
+Row = dict[str, Any]
+
+
+def step_of(workload: Workload, policy: str) -> Any:
+    """A step of gradient descent: `step(params, batch) -> (params, loss)`."""
+    module = workload.module()
+
+    def loss_fn(params: Any, batch: Any) -> jax.Array:
+        return workload.loss(module.apply({"params": params}, *workload.inputs(batch)), batch)
+
+    cast = mpjax.autocast(loss_fn, policy, rules=RULES if policy == "mixed_float8" else None)
+
+    def step(params: Any, batch: Any) -> tuple[Any, jax.Array]:
+        loss, grads = jax.value_and_grad(cast)(params, batch)
+        return jax.tree.map(lambda p, g: p - 0.01 * g, params, grads), loss
+
+    return step
+
+
+def compiled(name: str, form: str, policy: str) -> tuple[Any, Any]:
+    """The lowered and the compiled step of a model in a form."""
+    change = {"layers": LAYERS, "loop": form == "scan", "remat": form == "remat"}
+    workload = dataclasses.replace(MODELS[name], **change)
+    devices = TARGETS["h200"].devices(DEVICES if form == "FSDP" else 1)
+    if devices is None:
+        raise SystemExit(NO_PLUGIN)
+    mesh = Mesh(np.array(devices), ("data",), axis_types=(AxisType.Auto,))
+
+    def placed(x: Any) -> Any:
+        split = next((i for i, n in enumerate(x.shape) if n % len(devices) == 0), None)
+        spec = PartitionSpec(*[None] * (split or 0), "data") if split is not None else PartitionSpec()
+        return x.update(sharding=NamedSharding(mesh, spec))
+
+    def initial(key: jax.Array) -> Any:
+        return workload.module().init(key, *workload.inputs(workload.batch(key)))["params"]
+
+    key = jax.random.key(0)
+    params, batch = (jax.tree.map(placed, jax.eval_shape(make, key)) for make in (initial, workload.batch))
+    out = jax.tree.map(lambda x: x.sharding, params), None
+    step: Any = jax.jit(step_of(workload, policy), donate_argnums=0, out_shardings=out)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        lowered = step.trace(params, batch).lower(lowering_platforms=("cuda",))
+    # Without autotuning, XLA would widen float8 operands in a Triton kernel.
+    return lowered, lowered.compile(compiler_options={"xla_gpu_enable_triton_gemm": False})
+
+
+def measured(name: str, form: str, policy: str) -> Row:
+    """What the compiled step of a model does."""
+    lowered, program = compiled(name, form, policy)
+    text = program.as_text()
+    module = HloModule(text)
+    launched = kernels(module, module.entry)
+    instructions = hlo.instructions(module)
+    matmuls = [found for found in (instructions[k.name] for k in launched) if found.kind in hlo.ON_TENSOR_CORES]
+    moved: collections.Counter[str] = collections.Counter()
+    sent = 0
+    for c in collectives(text):
+        moved[f"{c.op} {c.dtype}"] += c.arrays
+        sent += c.bytes
+    return {
+        "eligible": len(re.findall(r"dot_general.*f8E", lowered.as_text())),
+        "calls": text.count(_FLOAT8_CALL),
+        "half": sum(bool(found.dtypes) and found.dtypes <= HALF for found in matmuls),
+        "matmuls": len(matmuls),
+        "bytes": bytes_of(launched),
+        "kernels": sum(kernel.times for kernel in launched),
+        "planned_bytes": program_bytes(program),
+        "collectives": dict(moved),
+        "sent_bytes": sent,
+    }
+
+
+def table(rows: dict[str, Row]) -> str:
+    """Markdown: float8 against bfloat16."""
+    lines = [
+        "| model | form | float8 calls of eligible | bytes moved | kernels | planned memory "
+        "| collectives | bytes sent |",
+        "|---" * 8 + "|",
+    ]
+    for key, row in rows.items():
+        base, found = (row[policy] for policy in POLICIES)
+        ratio = {name: found[name] / base[name] for name in ("bytes", "kernels", "planned_bytes")}
+        counts = " → ".join(", ".join(f"{n} {kind}" for kind, n in r["collectives"].items()) for r in (base, found))
+        sent = " → ".join(f"{r['sent_bytes'] / 1e6:.0f}" for r in (base, found)) + " MB"
+        lines.append(
+            f"| {key.replace(' / ', ' | ')} | {found['calls']} of {found['eligible']} "
+            f"| {ratio['bytes']:.2f} | {base['kernels']} → {found['kernels']} ({ratio['kernels']:.2f}) "
+            f"| {ratio['planned_bytes']:.2f} | {counts if base['collectives'] else '-'} "
+            f"| {sent if base['collectives'] else '-'} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default=",".join(MODELS), help="names, separated by commas (default: all)")
+    parser.add_argument("--forms", default=",".join(FORMS), help="names, separated by commas (default: all)")
+    parser.add_argument("--out", type=pathlib.Path, default=RESULTS, help="folder of the results")
+    args = parser.parse_args()
+    jax.config.update("jax_platforms", "cpu")
+    rows: dict[str, Row] = previous("float8_h200", args.out)
+    for name in args.models.split(","):
+        for form in args.forms.split(","):
+            rows[f"{name} / {form}"] = {policy: measured(name, form, policy) for policy in POLICIES}
+            path = save("float8_h200", rows, args.out)
+            path.with_suffix(".md").write_text(table(rows))
+            print(f"{name} / {form}: {rows[f'{name} / {form}']}", flush=True)
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()
