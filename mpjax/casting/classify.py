@@ -30,6 +30,7 @@ class Region(enum.StrEnum):
 
     NONE = ""
     HALF = "half"
+    HALF_AS_WRITTEN = "half_as_written"
     FLOAT = "float"
     PROMOTE = "promote"
     TOLERANCE = "tolerance"  # not marked: the default for a loop that ends when a tolerance is met
@@ -39,6 +40,12 @@ class Region(enum.StrEnum):
 
 # The regions that run as traced, and why.
 AS_TRACED = {Region.OFF: "autocast is disabled here", Region.PLANNED: "an autocast function inside planned it"}
+
+# The regions that run in half, and why.
+IN_HALF = {
+    Region.HALF: "half_function",
+    Region.HALF_AS_WRITTEN: "half_function, traced with float32 arguments",
+}
 
 # The regions that run in float32, and why.
 IN_FLOAT32 = {Region.FLOAT: "float_function", Region.TOLERANCE: "its loop ends when its matmuls meet a tolerance"}
@@ -258,7 +265,7 @@ def _in_region(listing: Listing, region: Region, name: str) -> Listing:
         op = Op.DENY if listing.op in (Op.ALLOW, Op.INFER, Op.WIDE) else listing.op
         return Listing(op, IN_FLOAT32[region], region)
     movable = listing.op in (Op.DENY, Op.INFER, Op.WIDE) and not primitive(name).float32_only
-    return Listing(Op.ALLOW if movable else listing.op, "half_function", region)
+    return Listing(Op.ALLOW if movable else listing.op, IN_HALF[region], region)
 
 
 def _by_rule(listing: Listing, entry: Entry, op: Op) -> Listing:

@@ -19,7 +19,7 @@ from mpjax._jaxpr.source import join, module_of, source_line
 from mpjax._jaxpr.weight_gradients import is_pointwise
 from mpjax.casting.attention.kernel import ATTENTION
 from mpjax.casting.attention.prepare import prepared
-from mpjax.casting.classify import AS_TRACED, OPAQUE, UNTIL_TOLERANCE, Listing, Region, Setting, tracked
+from mpjax.casting.classify import AS_TRACED, IN_HALF, OPAQUE, UNTIL_TOLERANCE, Listing, Region, Setting, tracked
 from mpjax.casting.derivative_rules import closed_over, closes_over_tracers
 from mpjax.casting.float8 import Decision, decide
 from mpjax.casting.lattice import (
@@ -300,7 +300,7 @@ def _counts_of(step: Step) -> MatmulCounts:
         if step.half:
             found += MatmulCounts(cast=1)
         elif all(v.aval.dtype in HALF_DTYPES for v in step.eqn.invars[:2]):
-            by_region = step.listing.region == Region.HALF  # half_function cast their operands.
+            by_region = step.listing.region in IN_HALF  # half_function cast their operands.
             found += MatmulCounts(cast=1) if by_region else MatmulCounts(written=1)
         elif _is_float32_matmul(step.eqn):
             found += MatmulCounts(left=1)
@@ -447,10 +447,12 @@ def _convert(inference: Inference, eqn: Any, listing: Listing) -> Step:
     (v,), (out,) = eqn.invars, eqn.outvars
     value, why = inference.value(v), "the user's cast"
     if value is None:  # a cast to float32
-        if listing.region == Region.HALF and v.aval.dtype == inference.setting.half:
+        if listing.region in IN_HALF and v.aval.dtype == inference.setting.half:
             inference.unchanged = False
             half = (Inferred(Level.HALF, HALF),)
-            return Step(eqn, Action.ALIAS, (inference.read(v, TRACED),), half, "half_function", listing, half=True)
+            return Step(
+                eqn, Action.ALIAS, (inference.read(v, TRACED),), half, IN_HALF[listing.region], listing, half=True
+            )
         pinned = compat.is_inexact(v.aval) and v.aval.dtype.itemsize < 4 and listing.region not in AS_TRACED
         level = Level.PINNED if pinned else made_from(eqn)
         return Step(eqn, Action.BIND, (inference.read(v, TRACED),), (Inferred(level, FULL),), why, listing)
@@ -460,7 +462,7 @@ def _convert(inference: Inference, eqn: Any, listing: Listing) -> Step:
         value = inference.moved(v, out)
         reads = (inference.read(v, value.storage),)
         return Step(eqn, Action.ALIAS, reads, (value,), "keeps its dtype", listing, half=value.storage == HALF)
-    stored = value.storage == HALF or listing.region == Region.HALF
+    stored = value.storage == HALF or listing.region in IN_HALF
     if out.aval.dtype == inference.setting.half and stored and not isinstance(v, compat.Literal):
         return Step(eqn, Action.ALIAS, (inference.read(v, HALF),), (None,), why, listing, half=True)
     return Step(eqn, Action.BIND, (inference.read(v, FULL),), (None,), why, listing)

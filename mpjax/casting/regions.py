@@ -49,9 +49,10 @@ def _region(name: Region, fun: F) -> F:
 def half_function(fun: F) -> F:
     """Makes a function run in half under `autocast`; elsewhere it is unchanged.
 
-    Its float32 arguments are half while the function is traced, so that it can call kernels that accept half only. (If
-    it can't be traced so, because a loop in it carries float32 values of its own, they are cast inside.) All of its
-    operations run in half, including those on the deny list. Its half results are float32 for its caller.
+    Its float32 arguments are half while the function is traced, so that it can call kernels that accept half only. A
+    function that raises an error with half arguments and not with float32 ones (a loop in it carries float32 values of
+    its own) is traced with float32 arguments, and `explain` says so. All of its operations run in half either way,
+    including those on the deny list. Its half results are float32 for its caller.
 
     Example:
         >>> import jax.numpy as jnp, mpjax
@@ -64,19 +65,25 @@ def half_function(fun: F) -> F:
     Source: NVIDIA Apex, `apex.amp.half_function`; `torch.amp.custom_fwd(cast_inputs=...)`.
     """
 
+    as_written = _region(Region.HALF_AS_WRITTEN, fun)
+
     @functools.wraps(fun)
     def cast_arguments(*args: Any, **kwargs: Any) -> Any:
         half = None if disabled.value else _HALVES.get(planning.value)
-        # State that the function changes must stay the caller's own.
-        if half is None or contains_state((args, kwargs)):
+        if half is None:
             return fun(*args, **kwargs)
+        if contains_state((args, kwargs)):  # State that the function changes must stay the caller's own.
+            return as_written(*args, **kwargs)
         halves, named = _cast((args, kwargs), FLOAT32, half)
         try:
             # The function may close over float32 arrays, which the plan then casts.
             with jax.numpy_dtype_promotion("standard"):
                 return _cast(fun(*halves, **named), half, FLOAT32)
-        except (TypeError, ValueError):  # A loop, branch or rule in the function has float32 values of its own.
-            return fun(*args, **kwargs)
+        except Exception as error:
+            try:
+                return as_written(*args, **kwargs)
+            except Exception:
+                raise error from None
 
     return _region(Region.HALF, cast(F, cast_arguments))
 

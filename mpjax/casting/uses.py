@@ -15,7 +15,7 @@ from mpjax._jaxpr import compat
 from mpjax._jaxpr.primitives import Op, primitive
 from mpjax._jaxpr.program import sub_jaxprs
 from mpjax.casting.attention.prepare import prepared
-from mpjax.casting.classify import Listing, Region, Setting, classify, is_inner_product, tracked
+from mpjax.casting.classify import IN_HALF, Listing, Setting, classify, is_inner_product, tracked
 from mpjax.casting.derivative_rules import closed_over
 from mpjax.casting.streams import residual_additions
 
@@ -152,7 +152,7 @@ def _of_operand(listing: Listing, outs: Sequence[Use]) -> Use:
     out = Use.NONE
     for use in outs:
         out = out | use
-    if listing.op is Op.ALLOW or (listing.op is Op.CONVERT and listing.region == Region.HALF):
+    if listing.op is Op.ALLOW or (listing.op is Op.CONVERT and listing.region in IN_HALF):
         return Use.READ | Use.HALF
     if listing.op is Op.MOVE:
         return Use.READ | out

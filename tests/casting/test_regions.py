@@ -172,16 +172,33 @@ def test_half_function_in_a_disabled_region_is_unchanged():
     assert matmul_dtypes(mpjax.autocast(loss), W) == ["float32", "float16"]
 
 
+def float32_only(x):
+    assert x.dtype == jnp.float32
+    return x
+
+
 @pytest.mark.parametrize(
     "inside",
     [
         lambda x, y: jax.lax.fori_loop(0, 2, lambda _, carry: (y, carry[1]), (x, x))[0],
         lambda x, y: jax.vjp(jnp.tanh, x)[1](y)[0],
+        lambda x, y: float32_only(x),
     ],
-    ids=["carry", "cotangent"],
+    ids=["carry", "cotangent", "assertion"],
 )
 def test_a_half_function_with_float32_values_of_its_own_is_traced_as_written(inside):
     x = jnp.full((4, 4), 0.5)
     fun = mpjax.autocast(lambda x: mpjax.half_function(lambda h: inside(h, x) @ h)(x))
     np.testing.assert_allclose(fun(x), inside(x, x) @ x, rtol=5e-3)
     assert measures.half_share(fun, x) == 1.0
+    whys = {row.why for row in mpjax.explain(fun, x).rows if row.op == "dot_general"}
+    assert whys == {"half_function, traced with float32 arguments"}
+
+
+def test_a_half_function_that_fails_in_both_dtypes_raises_its_error_in_half():
+    @mpjax.half_function
+    def kernel(x):
+        raise NotImplementedError(f"not for {x.dtype}")
+
+    with pytest.raises(NotImplementedError, match="not for float16"):
+        mpjax.autocast(kernel)(W)
