@@ -3,7 +3,10 @@
 import pytest
 from hypothesis import HealthCheck, Phase, given, reject, settings
 
-from testing.random_programs import Rejected, cases, check
+from mpjax._jaxpr.primitives import Op
+from mpjax.casting import classify, infer
+from mpjax.casting.lattice import Level
+from testing.random_programs import Case, Failure, Rejected, cases, check
 
 # One shrunk failure is reported at a time: each costs as much as many examples.
 _OPTIONS = settings(
@@ -25,3 +28,32 @@ def test_random_programs(case):
         check(case)
     except Rejected:
         reject()
+
+
+def _all_loops(monkeypatch):
+    monkeypatch.setitem(classify._SPECIAL, "while", lambda eqn: classify.UNTIL_TOLERANCE)
+
+
+def _all_matmuls(monkeypatch):
+    def in_float32(inference, eqn, listing):
+        return inference.in_float32(eqn, listing, Level.FLOAT, "planted")
+
+    monkeypatch.setitem(infer._BY_LIST, Op.ALLOW, in_float32)
+
+
+@pytest.mark.parametrize(
+    ("plant", "result"),
+    [
+        (_all_loops, "lax.fori_loop(0, n + 1, lambda i, h: jnp.tanh(h @ w), x)"),
+        (_all_loops, "lax.while_loop(lambda c: c[1] < 9, lambda c: (jnp.tanh(c[0] @ w), c[1] + 4), (x, s))[0]"),
+        (_all_matmuls, "x @ w"),
+        (_all_matmuls, "x.astype(jnp.bfloat16).astype(jnp.float32) @ w"),
+    ],
+)
+def test_matmuls_that_stay_float32_without_a_reason_are_caught(monkeypatch, plant, result):
+    """Matmuls of loops that end at a tolerance, and of operands widened on an explicit mesh, are exempt."""
+    program = f"def program(w, x, b, s, n):\n    return {result},\n"
+    check(Case(program, "value", "bfloat16", explicit=plant is _all_matmuls))
+    plant(monkeypatch)
+    with pytest.raises(Failure, match="float32 matmul"):
+        check(Case(program + "\n", "value", "bfloat16", explicit=plant is _all_matmuls))
