@@ -672,7 +672,7 @@ def updates_lost_in_half() -> dict[str, Answer]:
         return mpjax.Training(start, jax.jit(step), [jnp.zeros(8)] * 30, lambda w: float(jnp.mean(w)), None)
 
     def parity() -> None:
-        found = mpjax.parity(make, ["half", "masters"], 3, progress=False)
+        found = mpjax.parity(make, ["half", "masters"], 3)
         kinds = found["half"].kind, found["masters"].kind, found["masters"].identical
         assert kinds[0] != "equal", str(found)
         assert kinds[1:] == ("equal", True), str(found)

@@ -3,7 +3,7 @@
 Sigmoid layers shrink the gradient on its way back, as in Hinton and Salakhutdinov, "Reducing the Dimensionality of Data
 with Neural Networks", Science 2006. Adam compensates for small gradients, but not for zeros.
 
-    python -m mpjax parity autoencoder.py:make --policies mixed_float16 "static 1" --seeds 5 --fix
+    python -m mpjax parity autoencoder.py:make --policies mixed_float16 "static 1" --seeds 5
 """
 
 import functools

@@ -14,8 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import optax
 
 import mpjax
 from examples.common.flags import parse
@@ -42,22 +40,16 @@ class Maker:
         self.__qualname__ = kind.config_type.script
         self.settings = {"flags": self._flags}
 
-    def __call__(self, policy: str, seed: int, *, loss_scale: float | None = None) -> mpjax.Training:
+    def __call__(self, policy: str, seed: int) -> mpjax.Training:
         """Makes the training for a policy and a seed.
 
         Args:
             policy: The value of `--policy` with further flags, as `"mixed_float16 --amp autocast --loss-scale 1"`.
             seed: The value of `--seed`.
-            loss_scale: Initial dynamic loss scale; None for the loss scale of the flags.
         """
         words = ["--policy", *shlex.split(policy)]
-        if loss_scale is not None:
-            words = [*_without(words, "--loss-scale"), "--loss-scale", "dynamic"]
         task, seeded = self._task(words, 0, keep=True), self._task(words, seed)
         state = task.training.init(seed)
-        if loss_scale is not None:
-            opt_state = optax.tree_utils.tree_set(state.opt_state, loss_scale=jnp.float32(loss_scale))
-            state = state._replace(opt_state=opt_state)
         name, sign = task.metric
 
         def step(state: TrainState, batch: Any) -> tuple[TrainState, jax.Array]:
@@ -96,13 +88,3 @@ class Maker:
         if keep:
             self._tasks[key] = task
         return task
-
-
-def _without(words: Sequence[str], flag: str) -> list[str]:
-    """The words without a flag and its value."""
-    kept, skipping = [], False
-    for word in words:
-        if not skipping and word.split("=")[0] != flag:
-            kept.append(word)
-        skipping = not skipping and word == flag
-    return kept

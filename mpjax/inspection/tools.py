@@ -3,7 +3,6 @@
 To add an inspection, add a folder beside this file, a row in `TOOLS`, and its names for type checkers in `__init__.py`.
 """
 
-import argparse
 import dataclasses
 import importlib
 from collections.abc import Callable
@@ -134,7 +133,6 @@ TOOLS = (
             Option("--steps", "number of steps to measure", type=int, default=10),
             Option("--carry", "number of leading outputs that replace the next step's leading arguments", type=int),
             Option("--trace", "keep the profiler's trace in this folder, for XProf and Perfetto", metavar="DIR"),
-            Option("--against", "compare with an earlier profile, written with --json", metavar="FILE"),
             _DEVICE,
         ),
         ("ProfileReport",),
@@ -154,10 +152,7 @@ TOOLS = (
             ),
             Option("--seeds", "number of seeds, or the seeds: 0,3,4", type=integers, default=5, metavar="N"),
             Option("--baseline", "the policy that the others are compared with", default="float32", metavar="P"),
-            Option("--fix", "try the remedy that the evidence suggests for each worse policy", action="store_true"),
             Option("--output", "keep runs and report in this folder; a later call continues there", metavar="DIR"),
-            Option("--metric-every", "steps between two measurements of the metric", type=int, metavar="N"),
-            Option("--progress", "show progress on stderr", action=argparse.BooleanOptionalAction, default=True),
         ),
         ("ParityReport",),
         ("MakeTraining", "Training"),

@@ -51,8 +51,8 @@ def test_type_checkers_see_the_same_names():
 
 
 def test_the_documentation_has_each_tool_with_its_question():
-    page = (ROOT / "docs" / "inspection.md").read_text()
+    page = (ROOT / "docs" / "inspection" / "index.md").read_text()
     for tool in tools.TOOLS:
-        assert f"| {tool.question} | `mpjax.{tool.name}`" in page, tool
+        assert f"| {tool.question} | [`mpjax.{tool.name}`](" in page, tool
     commands = "|".join(tool.name for tool in tools.TOOLS)
     assert f"python -m mpjax {commands} module:function" in page

@@ -19,7 +19,6 @@ from mpjax.inspection.audit.dataflow import Flow, flow_of, residuals_of
 from mpjax.inspection.audit.matmuls import casts_of, findings_of, matmuls_of
 from mpjax.inspection.audit.report import PrecisionReport as PrecisionReport
 from mpjax.inspection.audit.risks import Risk, overflowing_casts, overflows_of, risks_of
-from mpjax.inspection.audit.roofline import costs_of
 from mpjax.inspection.devices import device_of
 from mpjax.inspection.program import argument_names
 from mpjax.inspection.reports import reason, totals
@@ -82,7 +81,6 @@ def audit(
     residuals, notes = _residuals(program, flow, sites)
     communication, unknown = _communication(fun, args, kwargs, sites)
     devices = max([device_count((args, kwargs)), *(site.devices for site in sites)])
-    costs, unplanned = costs_of(fun, args, kwargs, flow, devices)
     return PrecisionReport(
         name=getattr(fun, "__name__", type(fun).__name__),
         matmuls=matmuls,
@@ -90,8 +88,7 @@ def audit(
         risks=(*_unscaled(scales, sites), *overflows_of(lines), *risks_of(flow)),
         residuals=residuals,
         casts=casts_of(sites),
-        costs=costs,
-        notes=(*notes, *unknown, *_notes(sites), *unplanned),
+        notes=(*notes, *unknown, *_notes(sites)),
         communication=communication,
         devices=devices,
         device=device or "",

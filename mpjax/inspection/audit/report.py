@@ -12,10 +12,9 @@ from mpjax.inspection.audit.communication import Collective, communication_secti
 from mpjax.inspection.audit.matmuls import MEANINGS as MATMUL_MEANINGS
 from mpjax.inspection.audit.matmuls import ON_TPU as TPU_MEANINGS
 from mpjax.inspection.audit.matmuls import Finding, Matmul
-from mpjax.inspection.audit.module_bars import precision_map
 from mpjax.inspection.audit.risks import MEANINGS as RISK_MEANINGS
 from mpjax.inspection.audit.risks import Risk
-from mpjax.inspection.audit.roofline import Costs, SpeedupBound, speedup_bound
+from mpjax.inspection.audit.speedup import SpeedupBound, speedup_bound
 from mpjax.inspection.devices import DEVICES, device_of
 from mpjax.inspection.reports import WIDTH, Report, Section, added_up, amount, duration, folded, totals
 
@@ -42,7 +41,6 @@ class PrecisionReport(Report):
         residuals: Bytes kept for the backward pass, by dtype. For a function that takes no gradient, the bytes that
             its gradient with respect to the first argument would keep. None if `audit` can't take that gradient.
         casts: Casts between floating dtypes, `"float32→float16"`: their count, and the bytes they read and write.
-        costs: FLOPs and bytes of the program in float32, as written and in half, for `speedup_bound`.
         notes: The limits of the figures.
         communication: Collectives between devices; None for a program on one device.
         devices: Number of devices that run the program.
@@ -64,7 +62,6 @@ class PrecisionReport(Report):
     risks: tuple[Risk, ...]
     residuals: dict[str, int] | None
     casts: dict[str, tuple[int, int]]
-    costs: Costs = dataclasses.field(repr=False)
     notes: tuple[str, ...] = ()
     communication: tuple[Collective, ...] | None = None
     devices: int = 1
@@ -102,29 +99,27 @@ class PrecisionReport(Report):
         return sum(row.flops for row in self.matmuls if row.is_half) / total if total else 0.0
 
     def speedup_bound(self, device: str, float32_seconds: float | None = None) -> SpeedupBound:
-        """Bounds the speedup of half over float32, from FLOPs and bytes.
+        """Bounds the speedup of half over float32, from the FLOPs of matmuls and convolutions.
 
-            T = Σ over kernels of max(FLOPs / peak FLOP/s of the dtype, bytes / memory bandwidth)
-            L = max(Σ FLOPs / peak FLOP/s, bytes of arguments and results / memory bandwidth)
-            between T(float32 program) / T(this program)   if the compiler fuses elementwise operations in both
-            and     L(float32 program) / L(this program)   if it fuses all operations in both, as fused attention does
+            least time = Σ FLOPs / peak FLOP/s of the dtype
+            speedup   ≤ max(least time in float32 / least time as written, 2)    by Amdahl's law: matmuls gain at most
+                                                                                 that, and memory traffic at most 2
+            speedup   ≤ float32_seconds / least time                             with a measured time: no program runs
+                                                                                 in less than its least time
 
-        The float32 program is the call traced without autocast. Explicit half in it is widened to float32, without the
-        casts. By Amdahl's law, memory-bound operations get at most 2 times faster, and operations that are not in half
-        get no faster. No program runs in less time than L. The ratio of a measured float32 time to L therefore bounds
-        the speedup, however efficient either program is.
+        Without half there is no gain. A matmul that is not in half gets no faster.
 
         Args:
             device: One of `mpjax.inspection.devices.DEVICES`, a `device_kind` of JAX that names one, or three numbers,
                 `"2000,300,40"`: memory bandwidth in GB/s, TFLOP/s in half and TFLOP/s in float32.
-            float32_seconds: Measured time of the program in float32, in seconds; None to use T and L.
+            float32_seconds: Measured time of the program in float32, in seconds; None to compare least times.
 
         Raises:
             ValueError: The device's peak rates are not known. The message lists the known devices.
 
-        Source: Amdahl, 1967; Williams, Waterman, Patterson, "Roofline", 2009; peak rates from their makers.
+        Source: Amdahl, 1967; peak rates from their makers.
         """
-        return speedup_bound(self.costs, device_of(device), float32_seconds)
+        return speedup_bound(self.matmuls, self.devices, device_of(device), float32_seconds)
 
     def assert_half(self, min_share: float = 0.99) -> None:
         """Fails unless matmuls and convolutions run in half. Meant for a project's tests.
@@ -225,7 +220,7 @@ class PrecisionReport(Report):
             for (module, source, op, dtype), flops in sorted(places.items(), key=lambda pair: -sum(pair[1]))
         ]
         columns = "module|line|op|operands|>forward|>backward"
-        return Section("By module and line", "", columns, rows, precision_map(self.matmuls))
+        return Section("By module and line", "", columns, rows)
 
     def _findings(self) -> Section:
         title = "Not in one bfloat16 pass" if self.tpu else "Not on Tensor Cores, or not at their speed"
@@ -256,21 +251,14 @@ class PrecisionReport(Report):
 
     def _speed(self) -> Section:
         rows = [
-            (
-                name,
-                duration(bound.least_now),
-                duration(bound.now),
-                _interval(*bound.interval),
-                _interval(*bound.limit_interval),
-                f"{bound.matmul_share:.0%}",
-            )
+            (name, duration(bound.least), f"{bound.speedup:.1f}×", duration(bound.least_half), f"{bound.limit:.1f}×")
             for name, bound in self.speedup_bounds.items()
         ]
         text = (
-            "estimated from FLOPs and bytes, relative to the float32 program (TF32 where available); from elementwise "
-            "fusion only to full fusion. No execution is faster than the least time."
+            "relative to float32 (TF32 where available), by Amdahl's law: matmuls at the peak rates; memory traffic "
+            "gains at most 2×. No execution is faster than the least time."
         )
-        columns = "device|>least time|>with its kernels|>current|>all in half|>matmuls in float32"
+        columns = "device|>least time|>speedup|>least time in half|>speedup in half"
         return Section("Speed at most", text, columns, rows, shown=_USUAL_DEVICES)
 
     @property
@@ -287,10 +275,6 @@ def _flops_by_dtype(rows: Iterable[Matmul]) -> dict[str, int]:
 def _by_pass(row: Matmul) -> tuple[int, int]:
     """FLOPs of the forward pass, and of the backward pass with its recomputation."""
     return (row.flops, 0) if row.phase == FORWARD else (0, row.flops)
-
-
-def _interval(low: float, high: float) -> str:
-    return f"{low:.2f}×" if f"{low:.2f}" == f"{high:.2f}" else f"{low:.2f}–{high:.2f}×"
 
 
 def _cell(flops: int) -> str:

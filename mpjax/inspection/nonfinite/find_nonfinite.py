@@ -21,9 +21,8 @@ from mpjax._jaxpr.source import BACKWARD, FORWARD
 from mpjax.casting.autocast import Program
 from mpjax.inspection.nonfinite.codes import CodeProbe, WatchProbe, code_of, watched
 from mpjax.inspection.nonfinite.diagnosis import Symptoms, diagnosis_of
-from mpjax.inspection.nonfinite.point import PointProbe
+from mpjax.inspection.nonfinite.point import PointProbe, Reached, finite_but
 from mpjax.inspection.nonfinite.provenance import Provenance, first_fault
-from mpjax.inspection.nonfinite.reach import Spans, finite_but, reaching
 from mpjax.inspection.nonfinite.report import NonFinite as NonFinite
 from mpjax.inspection.nonfinite.report import OperandRange
 from mpjax.inspection.program import argument_name, trace_to_run
@@ -74,15 +73,13 @@ def find_nonfinite(fun: Callable[..., Any], *args: Any, kwargs: Mapping[str, Any
     kwargs = dict(kwargs or {})
     traced = trace_to_run("find_nonfinite", fun, args, kwargs)
     program = _Examined(traced, owners_of(traced.jaxpr, traced.names))
-    faults = _faults(program)
-    if not faults:
+    fault = _search(program)
+    if fault is None:
         return None
-    if faults[0].is_argument:
-        return _in_argument(program, faults[0].number)
-    fault, position = _first_that_reaches(program, faults)
-    outs = program.watched((), ()).codes
-    float32_is_fine = functools.partial(_float32_is_fine, fun, args, kwargs)
-    found = _examined(program, fault, position, outs, float32_is_fine)
+    if fault.is_argument:
+        return _in_argument(program, fault.number)
+    outs = program.watched().codes
+    found = _examined(program, fault, outs, functools.partial(_float32_is_fine, fun, args, kwargs))
     bad = [name for name, code in zip(_result_names(traced), outs, strict=True) if code]
     return dataclasses.replace(found, result=bad[0] if bad else None)
 
@@ -110,9 +107,9 @@ class _Examined:
         self.block = lay_out(traced.jaxpr, owners=owners)
         self.names, self.leaves = traced.names, [*traced.arrays, *self.block.consts]
         self.places = {place.number: place for place in self.block.places()}
-        self.entries: dict[Provenance, Provenance] = {}  # where faults of the forward pass enter the backward pass
+        self.entry: Provenance | None = None  # where a fault of the forward pass enters the backward pass
         self.watched = functools.cache(self._watched)
-        self._evaluations: dict[tuple[Provenance, ...], Eager] = {}
+        self._evaluation: Eager | None = None
 
     def run(self, evaluation: Instrumented, leaves: Sequence[Any]) -> tuple[list[Any], dict[Key, Any]]:
         """Evaluates the program."""
@@ -123,90 +120,65 @@ class _Examined:
         """Whether the point of a fault is reached, and what a `PointProbe` measures there."""
         probe = PointProbe(self.places[fault.number], fault.iteration, at, wide)
         leaves = [*map(widened, self.leaves)] if wide else self.leaves
-        return jax.device_get(self.run(Eager(probe, wide), leaves)[1]["point",])
+        try:
+            return jax.device_get(self.run(Eager(probe, wide), leaves)[1]["point",])
+        except Reached as found:  # outside of loops, the rest of the program need not run
+            return jax.device_get(found.args[0])
 
-    def _watched(self, faults: tuple[Provenance, ...], spans: Spans) -> _Watched:
-        """Runs the program with all elements of some faults made finite, except those in a span of positions each."""
+    def _watched(self, fault: Provenance | None = None, span: tuple[int, int] = (0, 0)) -> _Watched:
+        """Runs the program; with a fault, with its elements made finite except those in a span of positions."""
 
         def watch(leaves: Sequence[Any]) -> Any:
             outs, notes = self.run(evaluation, leaves)
             return notes, _codes(outs)
 
-        if faults or self.eager:
-            evaluation: Instrumented = self._evaluation(faults, spans)
-            found = jax.device_get(watch(self.leaves))
-        else:  # Most programs are finite. As a whole, they compile fast and need no more memory than a step.
+        evaluation: Instrumented
+        if fault is None and not self.eager:
+            # Most programs are finite. As a whole, they compile fast and need no more memory than a step.
             evaluation = Instrumented(WatchProbe())
             found = jax.device_get(jax.jit(watch, compiler_options=COMPILER_OPTIONS)(self.leaves))
+        else:
+            if fault is None or self._evaluation is None:  # which compiles loops once
+                self._evaluation = Eager(probe := WatchProbe(), replace=Partial(finite_but(probe, fault), None))
+            evaluation = self._evaluation
+            evaluation.replace = Partial(evaluation.replace.func, jax.tree.map(np.int32, span))
+            found = jax.device_get(watch(self.leaves))
         return _Watched(*watched(found[0]), found[1])
 
-    def _evaluation(self, faults: tuple[Provenance, ...], spans: Spans) -> Eager:
-        """An evaluation with a `WatchProbe`; one for each set of faults, which compiles loops once."""
-        if faults not in self._evaluations:
-            probe = WatchProbe()
-            self._evaluations[faults] = Eager(probe, replace=Partial(finite_but(probe, faults), None))
-        evaluation = self._evaluations[faults]
-        assert evaluation.replace is not None
-        evaluation.replace = Partial(evaluation.replace.func, jax.tree.map(np.int32, spans))
-        return evaluation
 
-
-_MOST_FAULTS = 4
-
-
-def _faults(program: _Examined) -> list[Provenance]:
-    """The first fault, followed by those that remain when the earlier ones are made finite."""
-    found: list[Provenance] = []
-    while len(found) < _MOST_FAULTS and (fault := _search(program, tuple(found))) is not None:
-        if found and (fault.is_argument or fault.is_constant or fault in found):
-            break
-        found.append(fault)
-        if fault.is_argument or fault.is_constant:
-            break
-    return found
-
-
-def _search(program: _Examined, before: tuple[Provenance, ...] = ()) -> Provenance | None:
-    """The first fault once those in `before` are made finite. A finite program runs only once."""
-    spans = ((0, 0),) * len(before)
-    seen = program.watched(before, spans)
+def _search(program: _Examined) -> Provenance | None:
+    """The first fault. A finite program runs only once."""
+    seen = program.watched()
     if not seen.failed and not any(seen.codes):
         return None
-    probe = CodeProbe(program.block, seen.trips)
-    replace = Partial(finite_but(probe, before), jax.tree.map(np.int32, spans)) if before else None
-    outs, notes = program.run(Eager(probe, replace=replace), program.leaves)
-    found = jax.device_get((_codes(program.leaves), _codes(outs), notes))
-    fault, entry = first_fault(program.block, *found)
-    if fault is not None and entry is not None:
-        program.entries[fault] = entry
+    outs, notes = program.run(Eager(CodeProbe(program.block, seen.trips)), program.leaves)
+    fault, program.entry = first_fault(program.block, *jax.device_get((_codes(program.leaves), _codes(outs), notes)))
     return fault
 
 
-def _first_that_reaches(program: _Examined, faults: Sequence[Provenance]) -> tuple[Provenance, int | None]:
-    """The first fault that reaches a result by itself, and its element's position; the first fault if none does."""
-    if faults[0].is_constant:
-        return faults[0], None
+def _first_that_reaches(program: _Examined, fault: Provenance, first: int, positions: int) -> int:
+    """The position of the first element of a fault that reaches a result by itself; `first` if none does.
 
-    def first(fault: int) -> int:
-        _, index, device = map(int, program.point(faults[fault])[1]["index"])
-        return device * _size(program.places[faults[fault].number]) + index
+    Args:
+        program: The program.
+        fault: The fault.
+        first: The position of its first element that is not finite.
+        positions: The number of positions, over all devices.
+    """
+    without = program.watched(fault, (0, 0))
 
-    def run(spans: Spans) -> tuple[bool, Sequence[int]]:
-        seen = program.watched(tuple(faults), spans)
-        return seen.failed, seen.codes
+    def reaches(low: int, high: int) -> bool:
+        seen = program.watched(fault, (low, high))
+        newly = any(c and not w for c, w in zip(seen.codes, without.codes, strict=True))
+        return newly or (seen.failed and not without.failed)
 
-    found = reaching([_positions(program.places[fault.number]) for fault in faults], first, run)
-    return (faults[0], None) if found is None else (faults[found[0]], found[1])
-
-
-def _size(place: Site) -> int:
-    """The number of elements of an equation's largest result."""
-    return max(v.aval.size for v in place.eqn.outvars if is_inexact(v))
-
-
-def _positions(place: Site) -> int:
-    """The number of element positions in an equation's results, over all devices."""
-    return _size(place) * math.prod(dict(place.axes).values())
+    if reaches(first, first + 1) or not reaches(0, positions):
+        return first
+    low, high = first, positions
+    while high - low > 1:  # those before `high` reach it, those before `low` do not
+        middle = (low + high) // 2
+        low, high = (low, middle) if reaches(0, middle) else (middle, high)
+    return high - 1
 
 
 def _codes(arrays: Sequence[Any]) -> list[Any]:
@@ -231,20 +203,22 @@ def _float32_is_fine(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[
 
 
 def _examined(
-    program: _Examined,
-    fault: Provenance,
-    position: int | None,
-    outs: Sequence[int],
-    float32_is_fine: Callable[[], bool | None],
+    program: _Examined, fault: Provenance, outs: Sequence[int], float32_is_fine: Callable[[], bool | None]
 ) -> NonFinite:
     """The report of a fault: the ranges at its point, and the same point in float32.
 
     `outs` are the codes of the program's results.
     """
     place, block = program.places[fault.number], program.block
-    axes, size = dict(place.axes), _size(place)
-    at = None if position is None else tuple(map(np.int32, (0, position % max(size, 1), position // max(size, 1))))
-    here = program.point(fault, at)[1]
+    axes = dict(place.axes)
+    size = max(v.aval.size for v in place.eqn.outvars if is_inexact(v))
+    _, here = program.point(fault)
+    if not fault.is_constant:
+        _, index, device = map(int, here["index"])
+        first = device * size + index
+        position = _first_that_reaches(program, fault, first, size * math.prod(axes.values()))
+        if position != first:
+            _, here = program.point(fault, tuple(map(np.int32, (0, position % size, position // size))))
     reached, there = program.point(fault, tuple(here["index"]), wide=True)
     eqn = place.eqn
     which, index, device = map(int, here["index"])
@@ -316,7 +290,7 @@ def _is_derivative_of_sqrt(block: Block, place: Site) -> bool:
 
 def _is_where_gradient(program: _Examined, fault: Provenance, outs: Sequence[int]) -> bool:
     """Whether a fault in the differentiated forward pass only matters because of the zero gradient of a `where`."""
-    block, place, entry = program.block, program.places[fault.number], program.entries.get(fault)
+    block, place, entry = program.block, program.places[fault.number], program.entry
     if entry is None or (place.phase == FORWARD and "jvp(" not in place.module):
         return False
     bad = [v for v, code in zip(block.jaxpr.outvars, outs, strict=True) if code]

@@ -1,4 +1,4 @@
-"""Measures one iteration of one equation: the ranges of its operands, and an element of its result."""
+"""One iteration of one equation: the ranges of its operands, an element of its result, and other elements instead."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import numpy as np
 from mpjax._jaxpr import compat
 from mpjax._jaxpr.interpreter import Key, Probe, is_inexact, widened
 from mpjax._jaxpr.program import Block, Site
+from mpjax.inspection.nonfinite.provenance import Provenance
 
 
 def at_iteration(iteration: Sequence[Any], target: Sequence[int]) -> Any:
@@ -21,6 +22,10 @@ def at_iteration(iteration: Sequence[Any], target: Sequence[int]) -> Any:
     for now, then in zip(iteration, target, strict=True):
         hit &= now == then
     return hit
+
+
+class Reached(Exception):
+    """Ends an evaluation at the target of a `PointProbe`; holds its note."""
 
 
 class PointProbe(Probe):
@@ -43,6 +48,8 @@ class PointProbe(Probe):
         if place.number != self.target.number:
             return {}
         measured = jax.jit(functools.partial(self._note, rerun=rerun))(list(ins), list(outs))
+        if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(measured)):
+            raise Reached((True, measured))
         return {("point",): (at_iteration(iteration, self.iteration), measured)}
 
     def _note(self, ins: Sequence[Any], outs: Sequence[Any], rerun: Callable[..., Any]) -> Any:
@@ -86,6 +93,30 @@ class PointProbe(Probe):
     def merge(self, key: Key, a: Any, b: Any) -> Any:
         later = b[0] & (b[1]["chosen"] | ~a[0] | ~a[1]["chosen"])
         return jax.tree.map(lambda x, y: jnp.where(later, y, x), a, b)
+
+
+def finite_but(probe: Probe, fault: Provenance | None) -> Callable[..., Sequence[Any]]:
+    """The `replace` of an `Instrumented`, after a span of positions: sets a fault's elements outside of it to 1.
+
+    The position of an element is its flat index, counted after the elements of all earlier devices. An array that
+    several devices hold counts as that of the first of them.
+    """
+
+    def replace(span: Any, place: Site, iteration: Sequence[Any], outs: Sequence[Any]) -> Sequence[Any]:
+        if fault is None or fault.number != place.number:
+            return outs
+        hit = at_iteration(iteration, fault.iteration)
+        return [_with_finite_elements(probe, x, hit, *span) for x in outs]
+
+    return replace
+
+
+def _with_finite_elements(probe: Probe, x: Any, hit: Any, low: Any, high: Any) -> Any:
+    if not is_inexact(x):
+        return x
+    position = jnp.arange(x.size, dtype=jnp.int32).reshape(x.shape) + probe.device(x) * x.size
+    kept = (position >= low) & (position < high)
+    return jnp.where(hit & ~kept & ~jnp.isfinite(x), jnp.ones((), x.dtype), x)
 
 
 def _at(arrays: Sequence[Any], which: Any, index: Any) -> Any:

@@ -157,7 +157,7 @@ class NumericsReport(Report):
         return Limits.of(jnp.dtype(self.dtype)).flushed_share(self.half_gradient_exponents, scale / self.loss_scale)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draws the histogram of gradient exponents with half's range, and the ranges by module.
+        """Draws the histogram of gradient exponents with half's range.
 
         Args:
             path: The file to write; its name ends in `.svg`.
@@ -171,16 +171,11 @@ class NumericsReport(Report):
         written(self._figure().replace("<svg", f"<svg {namespace}", 1), path)
 
     def _figure(self) -> str:
-        rows = [row for row in (*self.activations, *self.gradients) if row.max > 0]
-        spans = [
-            histogram.Span(row.name or "-", math.log2(row.min_nonzero), math.log2(row.max), row.phase == "backward")
-            for row in rows
-        ]
         histograms = {
             "gradients of activations": self.activation_gradient_exponents,
             "gradients of parameters": self.parameter_gradient_exponents,
         }
-        return histogram.chart(self.dtype, self.loss_scale, histograms, spans)
+        return histogram.chart(self.dtype, self.loss_scale, histograms)
 
     def sections(self) -> list[Section]:
         """The sections of the printed report."""

@@ -1,4 +1,4 @@
-"""Evidence on why a policy is worse: skipped steps, loss scale, lost gradients by module, and a remedy to try."""
+"""Evidence on why a policy is worse: skipped steps, loss scale, lost gradients by module."""
 
 from __future__ import annotations
 
@@ -16,15 +16,9 @@ from mpjax.inspection.layerwise.layerwise import LayerwiseReport, layerwise_erro
 from mpjax.inspection.numerics.numerics import NumericsReport, numerics
 from mpjax.inspection.parity.curves import parted_at
 from mpjax.inspection.parity.running import Run, with_tuples
-from mpjax.inspection.parity.statistics import PairedComparison
-from mpjax.inspection.parity.training import Training, make_training, takes
-from mpjax.inspection.program import below_root
+from mpjax.inspection.parity.training import Training, make_training
 from mpjax.inspection.reports import Section, added_up
 from mpjax.policy import get_policy
-
-# Flushed gradients above this share justify another loss scale. Skipped steps above this share are more than dynamic
-# loss scaling needs to find its scale.
-_FLUSHED, _SKIPPED = 0.01, 0.05
 
 
 def power(scale: float) -> str:
@@ -35,26 +29,6 @@ def power(scale: float) -> str:
         ('1', '32768', '2^24')
     """
     return f"2^{round(math.log2(scale))}" if scale > 2**16 else f"{scale:g}"
-
-
-@dataclasses.dataclass(frozen=True)
-class Remedy:
-    """The changes that the evidence recommends.
-
-    Args:
-        overrides: Pairs for `Policy(overrides=...)`.
-        loss_scale: The initial scale for `dynamic_loss_scale`; None to leave it unchanged.
-        why: The reason in words.
-    """
-
-    overrides: tuple[tuple[str, str], ...] = ()
-    loss_scale: float | None = None
-    why: str = ""
-
-    def __str__(self) -> str:
-        parts = [f"dynamic scale from {power(self.loss_scale)}"] if self.loss_scale is not None else []
-        parts += [f"{', '.join(pattern for pattern, _ in self.overrides)} in float32"] if self.overrides else []
-        return ", ".join(parts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,11 +63,9 @@ class Evidence:
         skipped: The number of skipped steps over all seeds.
         steps: The number of steps over all seeds.
         flushed: The share of activation gradients that are flushed to zero at `loss_scale`.
-        flushed_after: The same share at the recommended scale.
         gradient_error: ‖half − float32‖ / ‖float32‖ of the gradients of all parameters.
         modules: The evidence by module, the largest flushed share first.
         parameters: `(tree path, relative error of its gradient)`, the largest error first.
-        remedy: The changes to try; None if the evidence points to none.
         notes: Measurements that were not possible, and why.
     """
 
@@ -106,11 +78,9 @@ class Evidence:
     skipped: int
     steps: int
     flushed: float | None = None
-    flushed_after: float | None = None
     gradient_error: float | None = None
     modules: tuple[ModuleEvidence, ...] = ()
     parameters: tuple[tuple[str, float], ...] = ()
-    remedy: Remedy | None = None
     notes: tuple[str, ...] = ()
 
     @classmethod
@@ -118,7 +88,7 @@ class Evidence:
         """Restores evidence from the JSON form of `dataclasses.asdict`."""
         kept = with_tuples(found)
         modules = tuple(ModuleEvidence(**row) for row in kept["modules"])
-        return cls(**kept | {"modules": modules, "remedy": kept["remedy"] and Remedy(**kept["remedy"])})
+        return cls(**kept | {"modules": modules})
 
 
 def explained(found: Evidence, baseline: str) -> Iterator[Section]:
@@ -151,8 +121,6 @@ def _evidence_lines(found: Evidence, baseline: str) -> Iterator[str]:
     if found.gradient_error is not None:
         worst = ", ".join(f"{name} {_percent(error)}" for name, error in found.parameters[:3])
         yield f"error of the gradients of all parameters {_percent(found.gradient_error)}; the largest: {worst}"
-    if found.remedy is not None:
-        yield f"to try: {found.remedy}, because {found.remedy.why}"
     yield from found.notes
 
 
@@ -236,17 +204,14 @@ def _measured(loss: Callable[[Any, Any], Any], params: Any, batch: Any, found: E
             notes.append("Training.loss computes nothing in half: give the one that the policy's step differentiates")
         dtype = _half_dtype(found.policy, errors)
         ranges = numerics(loss, params, batch, loss_scale=scale, dtype=dtype, verify=False)
-    after = None if ranges.init_scale is None else ranges.flushed_at(ranges.init_scale)
-    found = dataclasses.replace(
+    return dataclasses.replace(
         found,
         flushed=ranges.flushed_at(scale),
-        flushed_after=after,
         gradient_error=None if errors is None else errors.gradient_error,
         modules=tuple(_modules(ranges, errors)),
         parameters=tuple((row.name, row.error) for row in _by_error(errors)),
         notes=tuple(notes),
     )
-    return dataclasses.replace(found, remedy=_remedy(found, ranges, errors))
 
 
 def _by_error(errors: LayerwiseReport | None) -> list[Any]:
@@ -272,75 +237,6 @@ def _modules(ranges: NumericsReport, errors: LayerwiseReport | None) -> Iterator
         ModuleEvidence(name, shares.get(name), *own.get(name, (None, None))) for name in dict.fromkeys([*own, *shares])
     ]
     yield from sorted(rows, key=lambda row: (-(row.flushed or 0.0), -(row.error or 0.0)))
-
-
-def _remedy(found: Evidence, ranges: NumericsReport, errors: LayerwiseReport | None) -> Remedy | None:
-    """Another loss scale if this one flushes gradients or skips steps; float32 for modules that no scale fits."""
-    scale, best = found.loss_scale or 1.0, ranges.init_scale
-    flushed, after = found.flushed or 0.0, found.flushed_after or 0.0
-    reasons, loss_scale = [], None
-    if ranges.dtype == "float16" and best is not None:
-        if flushed > _FLUSHED and after < flushed / 2 and best > scale:
-            loss_scale = best
-            lost = f"{flushed:.1%} of the gradients are flushed to zero at scale {power(scale)}"
-            reasons.append(f"{lost}, {after:.1%} at {power(best)}")
-        elif found.skipped > _SKIPPED * found.steps and best < scale:
-            loss_scale = best
-            reasons.append(f"{found.skipped} of {found.steps} steps are skipped at scale {power(scale)}")
-    kept = tuple((f"*/{name}", "float32") for name in ranges.losing)
-    if kept:
-        reasons.append(f"{ranges.dtype} has no range for {', '.join(ranges.losing)} at any scale")
-    elif not reasons and errors is not None:
-        worst = next((row for row in errors.modules if row.path and row.error > 0), None)
-        if worst is not None:
-            name = below_root(worst.path, [row.path for row in errors.modules if row.path]) or worst.path
-            kept = ((f"*/{name}", "float32"),)
-            reasons.append(f"{worst.name} has the largest own error, {_percent(worst.error)}")
-    return Remedy(tuple(kept), loss_scale, "; ".join(reasons)) if reasons else None
-
-
-@dataclasses.dataclass(frozen=True)
-class Fix:
-    """The result of trying a remedy for a policy.
-
-    Args:
-        policy: The policy that was worse.
-        comparison: The comparison of the policy with the remedy; None if the remedy was not tried.
-        why_not: The reason why it was not tried.
-    """
-
-    policy: str
-    comparison: PairedComparison | None
-    why_not: str = ""
-
-
-def given_to(make: Callable[..., Any], policy: str, remedy: Remedy) -> tuple[str, dict[str, Any]]:
-    """The policy and the keyword arguments for `make` that apply a remedy.
-
-    If `make` takes no `overrides` and the policy is an mpjax policy, the overrides become part of the policy string.
-
-    Raises:
-        ValueError: `make` has no argument for the remedy.
-    """
-    extras: dict[str, Any] = {}
-    if remedy.loss_scale is not None:
-        if not takes(make, "loss_scale"):
-            raise ValueError(
-                "make takes no keyword argument loss_scale=None: add one, the initial scale of dynamic_loss_scale"
-            )
-        extras["loss_scale"] = remedy.loss_scale
-    if remedy.overrides and takes(make, "overrides"):
-        extras["overrides"] = remedy.overrides
-    elif remedy.overrides:
-        try:
-            get_policy(policy)
-        except ValueError as error:
-            raise ValueError(
-                f"{policy!r} is not an mpjax policy to add overrides to, and make takes no keyword argument "
-                "overrides=()"
-            ) from error
-        policy = ";".join([policy, *(f"{pattern}=>{dtype}" for pattern, dtype in remedy.overrides)])
-    return policy, extras
 
 
 def _percent(share: float | None) -> str:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from mpjax.inspection.parity.evidence import Evidence, Fix, evidence_of, given_to
+from mpjax.inspection.parity.evidence import Evidence, evidence_of
 from mpjax.inspection.parity.folder import Folder, settings_of
 from mpjax.inspection.parity.report import ParityReport as ParityReport
 from mpjax.inspection.parity.running import Run, run_training
@@ -23,11 +23,8 @@ def parity(
     seeds: int | Iterable[int] = 5,
     *,
     baseline: str = "float32",
-    fix: bool = False,
     output: str | os.PathLike[str] | None = None,
-    metric_every: int | None = None,
     settings: Mapping[str, Any] | None = None,
-    progress: bool = True,
 ) -> ParityReport:
     """Tests whether half precision changes the result of a training run, by comparing policies with float32 over seeds.
 
@@ -45,13 +42,10 @@ def parity(
         policies: Names that `make` interprets; the baseline need not be among them.
         seeds: The number of seeds (0, 1, ...), or the seeds themselves.
         baseline: The reference policy.
-        fix: Whether to try the recommended remedy for each policy that is worse, with the same seeds.
         output: A folder to save each finished run to. A later call with it continues the comparison, also with more
             policies or seeds. The report goes there as `parity.json`, `parity.html` and, with Matplotlib, `parity.png`.
-        metric_every: The number of steps between two measurements of the metric; None for one at the end.
         settings: Other settings that determine the result (hyperparameters that `make` reads elsewhere), in addition
             to an attribute `settings` of `make`. A call raises an error if the runs in `output` have other settings.
-        progress: Whether to show a progress bar on stderr, if tqdm is installed.
 
     Returns:
         A `ParityReport`. `print` it, or read its `comparisons`.
@@ -68,7 +62,7 @@ def parity(
         ...     def step(x, batch):
         ...         return 0.5 * x + rounding, x
         ...     return 1.0 + seed / 8, step, range(3), lambda x: 1 - x
-        >>> report = mpjax.parity(make, ["mixed_float16"], seeds=3, progress=False)
+        >>> report = mpjax.parity(make, ["mixed_float16"], seeds=3)
         >>> print(report.comparisons[0].kind)
         small
 
@@ -77,15 +71,14 @@ def parity(
     """
     numbers = _seeds(seeds)
     others = _policies(policies, baseline)
-    decides = settings_of(make, {"metric_every": metric_every, **(settings or {})})
-    runs = _Runs(make, Folder(output, decides), metric_every)
-    cells = [(policy, seed) for seed in numbers for policy in (baseline, *others)]
-    for policy, seed in _shown(cells, progress):
-        runs.run(policy, seed)
+    decides = settings_of(make, settings or {})
+    runs = _Runs(make, Folder(output, decides))
+    for seed in numbers:
+        for policy in (baseline, *others):
+            runs.run(policy, seed)
     comparisons = [runs.compared(policy, baseline, numbers) for policy in others]
     worse = [found.policy for found in comparisons if found.kind == "worse"]
     evidence = [runs.explained(policy, baseline, numbers) for policy in worse]
-    fixes = [runs.fixed(each, baseline, numbers) for each in evidence] if fix else []
     first = next(iter(runs.done.values()))
     report = ParityReport(
         make=str(decides["make"]).partition(":")[2],
@@ -96,20 +89,11 @@ def parity(
         percent=first.percent,
         comparisons=tuple(comparisons),
         evidence=tuple(evidence),
-        fixes=tuple(fixes),
         runs=tuple(runs.done.values()),
     )
     if runs.folder.path is not None:
         report.write(runs.folder.path)
     return report
-
-
-def _shown(cells: Sequence[Any], progress: bool) -> Iterable[Any]:
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        return cells
-    return tqdm(cells, "parity", unit="run", disable=not progress)
 
 
 def _seeds(seeds: int | Iterable[int]) -> tuple[int, ...]:
@@ -131,26 +115,18 @@ def _policies(policies: Sequence[str], baseline: str) -> tuple[str, ...]:
 class _Runs:
     """The runs of a comparison, either run now or read from its folder."""
 
-    def __init__(self, make: Callable[..., Any], folder: Folder, metric_every: int | None):
-        self.make, self.folder, self.metric_every = make, folder, metric_every
+    def __init__(self, make: Callable[..., Any], folder: Folder):
+        self.make, self.folder = make, folder
         self.done: dict[tuple[str, int], Run] = {}
 
-    def run(self, policy: str, seed: int, name: str = "", **extras: Any) -> None:
-        """Runs one policy with one seed, unless the folder holds that run.
-
-        Args:
-            policy, seed: The arguments of `make`.
-            name: The name of the policy with the extras, if there are any.
-            extras: Further arguments of `make`.
-        """
-        name = name or policy
-        run = self.folder.read(name, seed)
+    def run(self, policy: str, seed: int) -> None:
+        """Runs one policy with one seed, unless the folder holds that run."""
+        run = self.folder.read(policy, seed)
         if run is None:
-            training = make_training(self.make, policy, seed, **extras)
-            run = run_training(training, name, seed, metric_every=self.metric_every)
+            run = run_training(make_training(self.make, policy, seed), policy, seed)
             self._check_data(run)
             self.folder.write(run)
-        self.done[name, seed] = run
+        self.done[policy, seed] = run
 
     def explained(self, policy: str, baseline: str, seeds: Sequence[int]) -> Evidence:
         """The evidence on why a policy is worse, read from the folder if it is there."""
@@ -161,20 +137,6 @@ class _Runs:
         found = evidence_of(self.make, policy, baseline, ours, theirs)
         self.folder.write_evidence(policy, seeds, dataclasses.asdict(found))
         return found
-
-    def fixed(self, evidence: Evidence, baseline: str, seeds: Sequence[int]) -> Fix:
-        """The result of trying the remedy for a policy."""
-        remedy, policy = evidence.remedy, evidence.policy
-        if remedy is None:
-            return Fix(policy, None, "nothing suggests a remedy")
-        try:
-            policy, extras = given_to(self.make, policy, remedy)
-        except ValueError as error:
-            return Fix(policy, None, str(error))
-        name = f"{evidence.policy} + {remedy}"
-        for seed in seeds:
-            self.run(policy, seed, name, **extras)
-        return Fix(evidence.policy, self.compared(name, baseline, seeds))
 
     def _check_data(self, run: Run) -> None:
         for other in self.done.values():

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mpjax.inspection.parity import curves
-from mpjax.inspection.parity.evidence import Evidence, Fix, explained
+from mpjax.inspection.parity.evidence import Evidence, explained
 from mpjax.inspection.parity.running import Run
 from mpjax.inspection.parity.statistics import PairedComparison, rounded
 from mpjax.inspection.reports import Report, Section, plain
@@ -32,7 +32,6 @@ class ParityReport(Report):
         percent: Whether the metric is shown in percent, and its differences in points.
         comparisons: The comparison of each policy with the baseline, in the order of the call.
         evidence: The evidence on each policy that is worse.
-        fixes: The results of trying a remedy for each of these policies; with `fix=True`.
         runs: All runs.
     """
 
@@ -45,22 +44,17 @@ class ParityReport(Report):
     comparisons: tuple[PairedComparison, ...]
     runs: tuple[Run, ...]
     evidence: tuple[Evidence, ...] = ()
-    fixes: tuple[Fix, ...] = ()
 
     def __getitem__(self, policy: str) -> PairedComparison:
-        """The comparison of a policy, or of one with a remedy.
+        """The comparison of a policy.
 
         Raises:
             KeyError: There is no such comparison.
         """
-        found = {each.policy: each for each in self._compared}
+        found = {each.policy: each for each in self.comparisons}
         if policy not in found:
             raise KeyError(f"{policy!r} was not compared; these were: {', '.join(map(repr, found))}")
         return found[policy]
-
-    @property
-    def _compared(self) -> list[PairedComparison]:
-        return [*self.comparisons, *(fix.comparison for fix in self.fixes if fix.comparison is not None)]
 
     def runs_of(self, policy: str) -> list[Run]:
         """The runs of a policy, by seed."""
@@ -85,8 +79,8 @@ class ParityReport(Report):
         return super().to_dict() | {"comparisons": self.table()}
 
     def table(self) -> list[dict[str, Any]]:
-        """One dictionary per policy, also for policies with a remedy."""
-        return [self._row(each) for each in self._compared]
+        """One dictionary per policy."""
+        return [self._row(each) for each in self.comparisons]
 
     def _row(self, found: PairedComparison) -> dict[str, Any]:
         row = {name: value for name, value in plain(found).items() if name != "interval"}
@@ -95,7 +89,7 @@ class ParityReport(Report):
 
     def sections(self) -> list[Section]:
         """The sections of the printed report."""
-        rows = [self._cells(policy) for policy in (self.baseline, *(each.policy for each in self._compared))]
+        rows = [self._cells(policy) for policy in (self.baseline, *(each.policy for each in self.comparisons))]
         return [
             Section("", "\n".join(self._finding()), figure=lambda: curves.html(self)),
             Section("By policy", "", _COLUMNS, rows),
@@ -103,15 +97,11 @@ class ParityReport(Report):
         ]
 
     def _finding(self) -> list[str]:
-        lines = [f"{each.policy}: {self.verdict(each.policy)}" for each in self._compared]
-        for evidence in self.evidence:
-            if evidence.remedy is not None and not any(fix.policy == evidence.policy for fix in self.fixes):
-                lines.append(f"to try for {evidence.policy} (fix=True, --fix): {evidence.remedy}")
-        lines += [f"{fix.policy} was not fixed: {fix.why_not}" for fix in self.fixes if fix.comparison is None]
+        lines = [f"{each.policy}: {self.verdict(each.policy)}" for each in self.comparisons]
         saturated = {run.metric for run in self.runs}
         if len(saturated) == 1 and len(self.runs) > 1:
             lines.append(f"{self.metric_name} is {saturated.pop():g} in every run: it cannot distinguish the policies")
-        if not any(each.diverged for each in self._compared):
+        if not any(each.diverged for each in self.comparisons):
             rate = 1 - 0.05 ** (1 / len(self.seeds))
             lines.append(f"no run diverged; {len(self.seeds)} seeds exclude only a share above {rate:.0%} that do")
         steps = max(len(run.losses) for run in self.runs)

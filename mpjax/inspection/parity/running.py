@@ -24,11 +24,10 @@ class Run:
     """The record of one run.
 
     Args:
-        policy: The policy passed to `make`, followed by the remedy if there is one.
+        policy: The policy passed to `make`.
         seed: The seed of the run.
         metric: The final metric.
         losses: The loss of each step.
-        metrics: `(steps taken, metric)` for each measurement, the final one included.
         scales: `(step, loss scale)` at the start and after each change; empty without loss scaling. The smallest if
             there are several loss scales.
         skipped: The numbers of the skipped steps, counted from 1.
@@ -41,7 +40,6 @@ class Run:
     seed: int
     metric: float
     losses: tuple[float, ...]
-    metrics: tuple[tuple[int, float], ...]
     scales: tuple[tuple[int, float], ...]
     skipped: tuple[int, ...]
     seconds: float
@@ -68,44 +66,26 @@ def with_tuples(found: Any) -> Any:
     return tuple(map(with_tuples, found)) if isinstance(found, list) else found
 
 
-def run_training(
-    training: Training,
-    policy: str,
-    seed: int,
-    *,
-    metric_every: int | None = None,
-) -> Run:
-    """Runs a training through all its batches.
-
-    Args:
-        training: The training in its initial state.
-        policy, seed: The policy and the seed for the record.
-        metric_every: The number of steps between two measurements of the metric; None for one at the end.
-    """
+def run_training(training: Training, policy: str, seed: int) -> Run:
+    """Runs a training, in its initial state, through all its batches."""
     started = time.perf_counter()
     record = _Record()
-    state, metrics, checksum = training.state, [], 0
+    state, checksum = training.state, 0
     # Drop the initial state, so that the run keeps only one state alive.
     training = training._replace(state=None)
     for number, batch in enumerate(training.each_batch()):
         if number < _HASHED_BATCHES:
             checksum = _checksum(batch, checksum)
-        before = record.steps
         state, loss = _stepped(training, state, batch)
         record.add(state, loss)
-        if metric_every and record.steps // metric_every > before // metric_every:
-            metrics.append((record.steps, float(training.metric(state))))
     record.fetch()
     if not record.steps:
         raise ValueError(f"parity: the batches of policy {policy!r}, seed {seed} are empty; give at least one.")
-    if not metrics or metrics[-1][0] != record.steps:
-        metrics.append((record.steps, float(training.metric(state))))
     return Run(
         policy=policy,
         seed=seed,
-        metric=metrics[-1][1],
+        metric=float(training.metric(state)),
         losses=tuple(record.losses),
-        metrics=tuple(metrics),
         scales=tuple(record.scales),
         skipped=tuple(record.skipped),
         seconds=time.perf_counter() - started,

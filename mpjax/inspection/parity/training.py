@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -74,11 +73,6 @@ class MakeTraining(Protocol):
     name of your own ("static scale 1"). The seed determines initialization, data order and dropout. Hyperparameters are
     the same for every policy. The seeds of a policy may share compiled functions (`functools.cache`).
 
-    `fix=True` tries the recommended remedy through two optional keyword arguments:
-
-        overrides    pairs `(pattern, dtype)` for `Policy(overrides=...)`, by default ()
-        loss_scale   the initial scale for `dynamic_loss_scale`, by default None for the policy's own
-
     Example:
         >>> import jax, jax.numpy as jnp, mpjax, optax
         >>> def make(policy: str, seed: int) -> mpjax.Training:
@@ -101,14 +95,14 @@ class MakeTraining(Protocol):
         ...
 
 
-def make_training(make: Callable[..., Any], policy: str, seed: int, **extras: Any) -> Training:
+def make_training(make: Callable[..., Any], policy: str, seed: int) -> Training:
     """The training that a `MakeTraining` returns.
 
     Raises:
         TypeError: It returned anything else.
     """
     try:
-        found = make(policy, seed, **extras)
+        found = make(policy, seed)
     except Exception as error:
         error.add_note(
             f"parity called {getattr(make, '__name__', 'make')}({policy!r}, {seed}): give a function of a policy and a "
@@ -129,12 +123,3 @@ def make_training(make: Callable[..., Any], policy: str, seed: int, **extras: An
         if not callable(getattr(training, name)):
             raise TypeError(f"parity: make({policy!r}, {seed}) returned a {name} that is not a function.")
     return training
-
-
-def takes(make: Callable[..., Any], name: str) -> bool:
-    """Whether a `make` function accepts an optional keyword argument."""
-    try:
-        parameters = inspect.signature(make).parameters.values()
-    except (TypeError, ValueError):
-        return False
-    return any(p.kind is p.VAR_KEYWORD or (p.name == name and p.kind is not p.POSITIONAL_ONLY) for p in parameters)

@@ -6,7 +6,7 @@ import dataclasses
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, ParamSpec, Protocol, cast
+from typing import Any, NamedTuple
 
 import jax
 
@@ -17,11 +17,10 @@ from mpjax.inspection.audit.matmuls import DIMENSION, Finding, Matmul, findings_
 from mpjax.inspection.devices import device_of
 from mpjax.inspection.profile import hlo, kernels, profiler_trace
 from mpjax.inspection.profile.advice import advise
-from mpjax.inspection.profile.compare import Comparison, Profiled, compare, read
 from mpjax.inspection.profile.compilations import Recompilation
 from mpjax.inspection.profile.hlo_text import HloModule
 from mpjax.inspection.profile.kernels import Kernel
-from mpjax.inspection.profile.memory import memory_of
+from mpjax.inspection.profile.report import Memory
 from mpjax.inspection.profile.report import ProfileReport as ProfileReport
 from mpjax.inspection.profile.stepping import Stepper
 from mpjax.inspection.reports import reason, totals
@@ -32,25 +31,6 @@ _HIDDEN = 0.05
 _STEPS_OF_RECOMPILATION = 3
 
 
-_Arguments = ParamSpec("_Arguments")
-
-
-class _Profile(Protocol[_Arguments]):
-    """The type of `profile`: a function with the attribute `compare`, as in `mpjax.profile.compare(before, after)`."""
-
-    def __call__(self, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> ProfileReport: ...
-
-    @staticmethod
-    def compare(before: Profiled, after: Profiled) -> Comparison: ...
-
-
-def _with_compare(function: Callable[_Arguments, ProfileReport]) -> _Profile[_Arguments]:
-    made = cast(_Profile[_Arguments], function)
-    made.compare = compare  # type: ignore[method-assign]  # The cast is only true after this line.
-    return made
-
-
-@_with_compare
 def profile(
     step: Callable[..., Any],
     *args: Any,
@@ -58,7 +38,6 @@ def profile(
     batches: Iterable[Any] | None = None,
     carry: int | None = None,
     trace: str | os.PathLike[str] | None = None,
-    against: Profiled | None = None,
     device: str | None = None,
     kwargs: Mapping[str, Any] | None = None,
 ) -> ProfileReport:
@@ -88,17 +67,16 @@ def profile(
             outputs as have their structure, shapes and dtypes; otherwise each call gets the same arguments.
         trace: A folder to keep the profiler's trace in, for XProf (`tensorboard --logdir`) and Perfetto
             (`perfetto_trace.json.gz`, at https://ui.perfetto.dev).
-        against: An earlier profile, or its JSON file. The report then starts with a comparison by module.
         device: The device whose peak rates define MFU: a name of the device table, or "GB/s,TFLOP/s in half,TFLOP/s in
             float32". None: the device that runs the step, if it is in the table.
         kwargs: Keyword arguments of the step.
 
     Returns:
         A `ProfileReport`: `limit` and `advice`, `step_seconds`, the shares, `kernels`, `tensor_core_share`, `mfu`,
-        `memory`. `mpjax.profile.compare` compares two reports.
+        `memory`.
 
     Raises:
-        ValueError: `steps` is not positive, `trace`, `against` or `device` is invalid, the batches ended early, or a
+        ValueError: `steps` is not positive, `trace` or `device` is invalid, the batches ended early, or a
             donated argument is not carried.
         TypeError: An argument is a `ShapeDtypeStruct`. The step needs arrays to run.
 
@@ -121,7 +99,6 @@ def profile(
             raise ValueError(f"trace={os.fspath(trace)!r}: can't keep a trace in this folder: {error}") from error
     if device is not None:
         device_of(device)  # Raises before minutes of measuring.
-    before = None if against is None else read(against)
     stepper = Stepper(step, args, batches, carry, kwargs)
     if not stepper.warm_up():
         steps = min(steps, _STEPS_OF_RECOMPILATION)
@@ -158,13 +135,12 @@ def profile(
         findings=findings_of(matmuls),
         notes=notes,
     )
-    report = dataclasses.replace(
+    return dataclasses.replace(
         report,
         flops=sum(row.flops for row in matmuls if row.phase != RECOMPUTED) if matmuls else None,
         peak_flops=_peak(device or runs_on.device_kind, matmuls),
-        memory=memory_of(stepper.executable, stepper.text, detailed.instructions),
+        memory=_memory_of(stepper.executable),
     )
-    return report if before is None else dataclasses.replace(report, comparison=compare(before, report))
 
 
 class Timing(NamedTuple):
@@ -308,3 +284,13 @@ def _notes(recording: Recording, gpu: bool) -> Iterable[str]:
         yield "no GPU: kernels are those of the CPU, which has no Tensor Cores, and whose kernel times are not reliable"
     elif recording.events and not gpu:
         yield "not an NVIDIA GPU: mpjax can't tell from its kernels' names whether they use matrix cores"
+
+
+def _memory_of(executable: Any) -> Memory | None:
+    """The memory of a compiled step; None if the backend has no statistics."""
+    try:
+        stats = getattr(executable, "compiled", executable).memory_analysis()
+        results = max(stats.output_size_in_bytes - stats.alias_size_in_bytes, 0)
+        return Memory(stats.argument_size_in_bytes, results, stats.temp_size_in_bytes)
+    except Exception:  # backends raise different errors, or return None
+        return None

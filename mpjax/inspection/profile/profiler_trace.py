@@ -3,8 +3,7 @@
 `jax.profiler` writes an XSpace (`*.xplane.pb`), and `jax.profiler.ProfileData` reads it without TensorFlow. On a GPU,
 CUPTI records each kernel on its stream's line, with the HLO instruction that launched it in `hlo_op`. A kernel has the
 stat `kernel_details`, and a copy `memcpy_details` (`xla/backends/profiler/gpu/cupti_collector.cc`). On a CPU, the
-runtime records thunks with the stat `hlo_op`: when one starts, and a later `end: thunk` if other threads do its work.
-The time between the two includes waiting, so a CPU's kernel times are not reliable.
+runtime records thunks with the stat `hlo_op`, but other threads may do their work: kernel times are not reliable.
 
 XProf's library (`xprof` 2.24, formerly `tensorboard-plugin-profile`) can't replace this file. It reads the same XSpace
 through the same `ProfileData` interface, and produces JSON tables of operations and kernels for its page. But it does
@@ -139,18 +138,12 @@ def _gpu_events(plane: Any, device: int) -> tuple[list[Event], list[tuple[float,
     return kernels, transfers
 
 
-def _cpu_events(plane: Any) -> list[Event]:
-    found: list[tuple[Event, int]] = []
-    ended: dict[int, float] = {}
+def _cpu_events(plane: Any) -> Iterator[Event]:
     for event in (event for line in plane.lines for event in line.events):
         stats = dict(event.stats)
-        if event.name.startswith("end: "):
-            ended[stats.get("_c", -1)] = event.start_ns * 1e-9
-        elif "hlo_op" in stats:
+        if "hlo_op" in stats:
             place = int(stats.get("device_ordinal", 0)), int(stats.get("run_id", 0))
-            program = str(stats.get("hlo_module", ""))
-            found.append((Event(event.name, str(stats["hlo_op"]), program, *_span(event), *place), stats.get("_p", -1)))
-    return [dataclasses.replace(event, end=max(event.end, ended.get(number, 0.0))) for event, number in found]
+            yield Event(event.name, str(stats["hlo_op"]), str(stats.get("hlo_module", "")), *_span(event), *place)
 
 
 Spans = Sequence[tuple[float, float]]

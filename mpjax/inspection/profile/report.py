@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
-from mpjax.inspection import svg
 from mpjax.inspection.profile.advice import Advice
 from mpjax.inspection.profile.compilations import Recompilation
 from mpjax.inspection.profile.kernels import Kernel, Split
-from mpjax.inspection.profile.memory import Memory
 from mpjax.inspection.reports import Report, Section, added_up, amount, duration, folded
-
-if TYPE_CHECKING:
-    from mpjax.inspection.profile.compare import Comparison
 
 _LEAST_WORK = 0.25
 _FIRST = 3  # Pieces of advice at the top of the report.
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """The memory of a step on one device, in bytes, as XLA allocates it. Donated arrays count once.
+
+    Args:
+        arguments, results, temporaries: The parts. Results exclude those that reuse donated arguments.
+    """
+
+    arguments: int
+    results: int
+    temporaries: int
+
+    @property
+    def peak(self) -> int:
+        """The total."""
+        return self.arguments + self.results + self.temporaries
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +54,6 @@ class ProfileReport(Report):
         peak_flops: The device's peak FLOP/s in the dtype of most of the FLOPs; None if unknown.
         memory: Memory of the step on one device; None if unknown.
         recompilation: Compilations during the measurement; None if there were none.
-        comparison: Comparison with an earlier profile, if one was given.
     """
 
     device: str
@@ -60,7 +71,6 @@ class ProfileReport(Report):
     peak_flops: float | None = None
     memory: Memory | None = None
     recompilation: Recompilation | None = None
-    comparison: Comparison | None = None
 
     title = "profile"
     main = "kernels"
@@ -170,11 +180,9 @@ class ProfileReport(Report):
 
     def sections(self) -> list[Section]:
         """The sections of the printed report."""
-        compared = self.comparison.sections() if self.comparison else []
-        found = [self._verdict(), *compared, self._times()]
+        found = [self._verdict(), self._times()]
         found += [self._by_module(), self._by_kernel()] if self.reliable else []
         found += [self._off_tensor_cores()] if self.gpu else []
-        found += [self._memory(self.memory)] if self.memory else []
         rest = "\n".join(f"{i}. {advice}" for i, advice in enumerate(self.advice, 1) if i > _FIRST)
         return [*found, *([Section("more advice", rest)] if rest else [])]
 
@@ -205,23 +213,11 @@ class ProfileReport(Report):
             text.append(f"{amount(self.flops, 'FLOP')} a step, {amount(self.flops_per_second, 'FLOP/s')}{used}")
         if self.tensor_core_share is not None:
             text.append(f"Tensor Cores: {self.tensor_core_share:.1%} of the kernels' time")
-        figure = bar([(name, seconds / split.wall) for name, seconds in parts])
-        return Section("Time of a step", "\n".join([*text, *self.notes]), "|>time|>share", rows, figure)
-
-    def _memory(self, memory: Memory) -> Section:
-        names = ("arguments", "results", "temporaries")
-        parts = ", ".join(f"{amount(getattr(memory, name), 'B')} {name}" for name in names)
-        modules = folded(holder.module for holder in memory.holders)
-        merged = added_up(
-            ((modules[holder.module], holder.source, holder.backward), (holder.arrays, holder.bytes))
-            for holder in memory.holders
-        )
-        rows = [
-            ((module or "-") + (" ←" if backward else ""), source, str(arrays), amount(size, "B"))
-            for (module, source, backward), (arrays, size) in sorted(merged.items(), key=lambda item: -item[1][1])
-        ]
-        text = f"{amount(memory.peak, 'B')} ({parts}); of the temporary arrays, these are alive when most are"
-        return Section("Peak memory", text, "module|line|>arrays|>bytes", rows, shown=10)
+        if self.memory:
+            names = ("arguments", "results", "temporaries")
+            held = ", ".join(f"{amount(getattr(self.memory, name), 'B')} {name}" for name in names)
+            text.append(f"peak memory {amount(self.memory.peak, 'B')} ({held})")
+        return Section("Time of a step", "\n".join([*text, *self.notes]), "|>time|>share", rows)
 
     def _by_module(self) -> Section:
         what = "module" if any(kernel.module for kernel in self.kernels) else "line"
@@ -262,13 +258,3 @@ class ProfileReport(Report):
         rows = [(k.module or "-", k.source, k.kind, duration(k.seconds), k.why_not) for k in self.eligible]
         text = "" if rows else "none: every matmul and convolution is on Tensor Cores"
         return Section("Eligible for Tensor Cores but not on them", text, "module|line|kind|>time|why", rows)
-
-
-def bar(shares: Sequence[tuple[str, float]]) -> str:
-    """A horizontal bar of shares that add up to one, with a legend."""
-    parts, entries, at = [], [], 0.0
-    for (name, share), colour in zip(shares, ("#4878a8", "#c8673c", "#9a9a9a", "#7b5ea7"), strict=False):
-        entries.append((colour, f"{name} {share:.1%}"))
-        parts.append(svg.box(at, 0, 720 * share, 28, colour, entries[-1][1]))
-        at += 720 * share
-    return svg.drawing(720, 50, "shares of a step", [*parts, *svg.legend(entries, 0, 34, 180)])

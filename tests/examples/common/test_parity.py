@@ -7,7 +7,7 @@ import pytest
 
 import mpjax
 from examples.common.cli import UsageError
-from examples.common.parity import Maker, _without
+from examples.common.parity import Maker
 from examples.custom.__main__ import CustomTask
 
 pytestmark = pytest.mark.usefixtures("stored_programs")
@@ -22,7 +22,7 @@ def make():
 
 
 def test_a_script_is_compared_over_seeds_with_precision_flags(make, tmp_path):
-    report = mpjax.parity(make, [SCALED], 2, output=tmp_path, progress=False)
+    report = mpjax.parity(make, [SCALED], 2, output=tmp_path)
     assert report.title == "Parity of custom"
     assert (report.metric_name, report.percent, report.larger_is_better) == ("test accuracy", True, True)
     runs = report.runs_of(SCALED)
@@ -32,29 +32,18 @@ def test_a_script_is_compared_over_seeds_with_precision_flags(make, tmp_path):
     assert np.all(losses[:, -1] < losses[:, 0]), "of each step, not sums over the epoch"
     other = Maker(CustomTask, [*FLAGS, "--optimizer", "sgd"])
     with pytest.raises(ValueError, match="other settings"):
-        mpjax.parity(other, [SCALED], 2, output=tmp_path, progress=False)
-
-
-def test_initial_dynamic_loss_scale_can_be_set(make):
-    training = make(SCALED, 0, loss_scale=2.0**17)
-    assert float(training.state.opt_state.loss_scale) == 2.0**17
+        mpjax.parity(other, [SCALED], 2, output=tmp_path)
 
 
 def test_unknown_flag_is_named(make):
     with pytest.raises(UsageError, match="--los-scale"):
         make("mixed_float16 --los-scale 1", 0)
-    assert _without(["--policy", "p", "--loss-scale", "1", "--amp", "x"], "--loss-scale") == [
-        "--policy",
-        "p",
-        "--amp",
-        "x",
-    ]
 
 
 def test_evidence_names_the_modules_of_a_script(make):
     from mpjax.inspection.parity.evidence import evidence_of
 
-    report = mpjax.parity(make, [SCALED], 1, progress=False)
+    report = mpjax.parity(make, [SCALED], 1)
     found = evidence_of(make, SCALED, "float32", report.runs_of(SCALED), report.runs_of("float32"))
     assert found.notes == ()
     assert 0 < found.gradient_error < 0.1

@@ -338,7 +338,6 @@ def test_files_have_every_row_and_need_nothing_else(report, tmp_path):
     assert sum(int(row["flops"]) for row in rows) == sum(report.flops.values())
     page = report.to_html(tmp_path / "r.html")
     assert (tmp_path / "r.html").read_text() == page
-    assert "<svg" in page
     assert "http" not in page
     assert "src=" not in page
     assert all(row.module in page for row in report.matmuls)
@@ -347,31 +346,16 @@ def test_files_have_every_row_and_need_nothing_else(report, tmp_path):
 # The bound on speedup
 
 
-def test_bound_of_one_large_matmul_is_the_ratio_of_peak_rates():
+def test_no_program_beats_its_matmuls_at_the_peak_rates():
     n = 8192
-    bound = mpjax.audit(lambda x: x @ x, shape(n, n)).speedup_bound("V100")
-    assert bound.now == pytest.approx(2 * n**3 / 125e12)
-    assert bound.speedup == pytest.approx(125 / 15.7)
-    assert bound.matmul_share == 1.0
-
-
-def test_bound_of_work_that_memory_holds_up_is_that_of_bytes():
-    def fun(x):  # reads x, writes and reads exp(x), which the matmuls need, and the results
-        y = jnp.exp(x)
-        return y @ jnp.ones((4, 1), y.dtype)
-
-    n = 2**20
-    bound = mpjax.audit(fun, shape(n, 4, dtype=F32)).speedup_bound("A100")
-    in_memory, fixed = 2 * 4 * n * 4, 4 * n * 4 + n * 4
-    assert bound.float32 == pytest.approx((in_memory + fixed) / 2039e9, rel=1e-3)
-    result_in_half = 2 * 2 * n  # Autocast's matmul writes it, and what follows reads it.
-    assert bound.limit == pytest.approx((in_memory + fixed) / (in_memory / 2 + fixed + result_in_half), rel=1e-3)
-
-
-def test_elementwise_work_between_kernels_is_fused():
-    fun = lambda x: jnp.sum(jnp.tanh(jnp.sin(x) * 2.0) + 1.0)
-    bound = mpjax.audit(fun, shape(1024, 1024, dtype=F32)).speedup_bound("H100")
-    assert bound.now == pytest.approx(4 * 1024**2 / 3350e9, rel=1e-3)
+    half, wide = shape(n, n), shape(n, n, dtype=F32)
+    in_half, in_float32 = (mpjax.audit(lambda x: x @ x, x).speedup_bound("V100") for x in (half, wide))
+    assert in_half.least == in_float32.least_half == pytest.approx(2 * n**3 / 125e12)
+    assert in_half.speedup == in_float32.limit == pytest.approx(125 / 15.7)
+    assert in_float32.speedup == 1
+    measured = mpjax.audit(lambda x: x @ x, half).speedup_bound("V100", float32_seconds=1.0)
+    assert measured.speedup == pytest.approx(1 / in_half.least)
+    assert mpjax.audit(lambda x: x @ x, half).speedup_bound("L4").speedup == pytest.approx(121 / 60), "of memory: 2"
 
 
 def test_devices_go_by_jax_names_and_unknown_ones_are_refused():
@@ -401,8 +385,8 @@ def test_the_table_has_the_devices_of_today_with_a_source_each():
 def test_an_unknown_device_is_given_by_three_numbers():
     report = mpjax.audit(lambda x: x @ x, shape(256, 256))
     bound = report.speedup_bound("100,1,0.5")
-    assert bound.now == pytest.approx(max(2 * 256**3 / 1e12, 2 * 2 * 256**2 / 100e9)), "GB/s, TFLOP/s in half"
-    assert bound.float32 == pytest.approx(2 * bound.now)
+    assert bound.least == pytest.approx(2 * 256**3 / 1e12), "TFLOP/s in half"
+    assert bound.float32 == pytest.approx(2 * bound.least)
     text = mpjax.audit(lambda x: x @ x, shape(256, 256), device="100,1,0.5").text()
     assert "100 GB/s, 1 and 0.5 TFLOP/s" in text
     assert "V100" not in text

@@ -61,7 +61,7 @@ def make(policy, seed):
 
 
 def compared(*policies, seeds=4, **options):
-    return mpjax.parity(make, policies, seeds, progress=False, **options)
+    return mpjax.parity(make, policies, seeds, **options)
 
 
 @pytest.fixture(autouse=True)
@@ -122,7 +122,7 @@ def test_json_csv_and_page_say_the_same(report):
 
 def test_the_folder_and_the_page_have_the_figure(monkeypatch, tmp_path):
     monkeypatch.undo()
-    report = compared("rounded", "diverges", seeds=3, metric_every=20, output=tmp_path)
+    report = compared("rounded", "diverges", seeds=3, output=tmp_path)
     assert (tmp_path / "parity.png").read_bytes()[:4] == b"\x89PNG"
     assert "data:image/png;base64" in report.to_html()
 
@@ -140,13 +140,13 @@ def counted():
 
 def test_runs_are_interleaved_seed_by_seed(tmp_path):
     make, calls = counted()
-    mpjax.parity(make, ["rounded"], (3, 5), progress=False)
+    mpjax.parity(make, ["rounded"], (3, 5))
     assert calls == [("float32", 3), ("rounded", 3), ("float32", 5), ("rounded", 5)]
 
 
 def test_a_folder_continues_with_more_seeds_and_policies(tmp_path):
     make, calls = counted()
-    run = functools.partial(mpjax.parity, make, output=tmp_path, progress=False)
+    run = functools.partial(mpjax.parity, make, output=tmp_path)
     run(["rounded"], 2)
     first = run(["rounded", "the same"], 3)
     assert calls[4:] == [("the same", 0), ("the same", 1), ("float32", 2), ("rounded", 2), ("the same", 2)]
@@ -168,8 +168,8 @@ def test_an_interrupted_comparison_keeps_what_is_finished(tmp_path):
         return WAYS[policy].training(seed)
 
     with pytest.raises(KeyboardInterrupt):
-        mpjax.parity(make, ["rounded"], 2, output=tmp_path, progress=False)
-    mpjax.parity(make, ["rounded"], 2, output=tmp_path, progress=False)
+        mpjax.parity(make, ["rounded"], 2, output=tmp_path)
+    mpjax.parity(make, ["rounded"], 2, output=tmp_path)
     assert calls == [("float32", 0), ("rounded", 0), ("float32", 1), ("float32", 1), ("rounded", 1)]
 
 
@@ -182,8 +182,6 @@ def test_other_settings_are_refused(tmp_path):
     compared("rounded", seeds=1, output=tmp_path, settings={"lr": 0.1})
     with pytest.raises(ValueError, match=r"other settings \(lr: 0.1 then, 0.2 now\).*another folder"):
         compared("rounded", seeds=1, output=tmp_path, settings={"lr": 0.2})
-    with pytest.raises(ValueError, match="metric_every: None then, 10 now"):
-        compared("rounded", seeds=1, output=tmp_path, settings={"lr": 0.1}, metric_every=10)
 
 
 def test_a_folder_of_something_else_is_refused(tmp_path):
@@ -196,12 +194,6 @@ def test_a_folder_of_something_else_is_refused(tmp_path):
 def test_policies_that_see_other_batches_are_refused(policy):
     with pytest.raises(ValueError, match=rf"seed 0 has other batches under '{policy}'"):
         compared(policy, seeds=1)
-
-
-def test_the_metric_is_measured_along_the_way():
-    report = compared("rounded", seeds=1, metric_every=15)
-    assert [step for step, _ in report.runs[0].metrics] == [15, 30, 40]
-    assert report.runs[0].metrics[-1][1] == report.runs[0].metric
 
 
 def test_a_step_may_return_the_losses_of_several_steps():
@@ -227,7 +219,7 @@ def test_a_step_may_return_the_losses_of_several_steps():
 )
 def test_a_wrong_return_value_of_make_is_refused(returned, message):
     with pytest.raises((TypeError, ValueError), match=message):
-        mpjax.parity(lambda policy, seed: returned, seeds=1, progress=False)
+        mpjax.parity(lambda policy, seed: returned, seeds=1)
 
 
 @pytest.mark.parametrize(
@@ -241,9 +233,4 @@ def test_a_wrong_return_value_of_make_is_refused(returned, message):
 )
 def test_calls_that_compare_nothing_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        mpjax.parity(make, **{"policies": ["rounded"], **options}, progress=False)
-
-
-def test_progress_is_a_bar(capsys):
-    mpjax.parity(make, ["rounded"], 1)
-    assert "2/2" in capsys.readouterr().err
+        mpjax.parity(make, **{"policies": ["rounded"], **options})
