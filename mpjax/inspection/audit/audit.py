@@ -20,7 +20,7 @@ from mpjax.inspection.audit.matmuls import casts_of, findings_of, matmuls_of
 from mpjax.inspection.audit.report import PrecisionReport as PrecisionReport
 from mpjax.inspection.audit.risks import Risk, overflowing_casts, overflows_of, risks_of
 from mpjax.inspection.devices import device_of
-from mpjax.inspection.program import argument_names
+from mpjax.inspection.gradient import argument_names
 from mpjax.inspection.reports import reason, totals
 from mpjax.loss_scale.usage import unscaled_updates
 

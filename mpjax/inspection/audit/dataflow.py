@@ -1,13 +1,20 @@
-"""A program's dataflow graph: the equation that produces each value and its uses, with inner calls inlined.
+"""The dataflow graph of a program, with inner calls inlined: the equation that produces each value, and its uses.
 
-It shows the residuals: values that forward equations compute and backward equations read.
+It shows the residuals, values that forward equations compute and backward equations read; and the static bounds of
+constants, positions, masks, and arithmetic on them.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 
 from mpjax._jaxpr import compat
 from mpjax._jaxpr.evaluator import evaluate
@@ -149,3 +156,161 @@ def residuals_of(flow: Flow) -> Iterator[Value]:
 
 def _whole(value: Value) -> Value:
     return value if value.whole is None else _whole(value.whole)
+
+
+@dataclasses.dataclass(frozen=True)
+class Known:
+    """Bounds of a value's elements.
+
+    Args:
+        low, high: The lower and upper bound.
+        ids: Whether the elements are integer identifiers: positions, ids, labels.
+    """
+
+    low: float
+    high: float
+    ids: bool = False
+
+    @property
+    def constant(self) -> bool:
+        """Whether all elements are the same number."""
+        return self.low == self.high
+
+    @property
+    def largest(self) -> float:
+        """The greatest magnitude."""
+        return max(abs(self.low), abs(self.high))
+
+
+_TRUTHS = Known(0, 1)
+_LARGEST = 2**22
+
+
+def known_values(flow: Flow) -> dict[Value, Known]:
+    """The known bounds of each value of a program, including its sub-jaxprs."""
+    known: dict[Value, Known] = {}
+    for value, size in index_sizes(flow).items():
+        known[value] = Known(0, size - 1, ids=True)
+    _forward(flow, known)
+    return known
+
+
+def index_sizes(flow: Flow) -> dict[Value, int]:
+    """The integers that index a table, and the table's length."""
+    sizes: dict[Value, int] = {}
+    for node in reversed(list(flow.all_nodes())):
+        if node.site.name == "gather":
+            collapsed = node.site.eqn.params["dimension_numbers"].start_index_map
+            table = node.reads[0].aval.shape
+            sizes[node.reads[1]] = max((table[d] for d in collapsed), default=0)
+        elif _computes_index(node) and (size := max(sizes.get(w, 0) for w in node.writes)):
+            # JAX compiles a negative index to a comparison, an addition and a selection.
+            for value in node.reads:
+                if value.constant is None and compat.is_shaped(value.aval) and value.aval.dtype.kind in "iu":
+                    sizes[value] = max(size, sizes.get(value, 0))
+    return sizes
+
+
+def _computes_index(node: Node) -> bool:
+    row = primitive(node.site.name)
+    return row.keeps_values or row.adds
+
+
+def _forward(flow: Flow, known: dict[Value, Known]) -> None:
+    def of(value: Value) -> Known | None:
+        return known.get(value) or (_constant(value) if value.constant is not None else _of_dtype(value))
+
+    for node in flow.nodes:
+        operands = [of(value) for value in node.reads]
+        for i, value in enumerate(node.writes):
+            if (result := _result(node, operands, i)) is not None:
+                known.setdefault(value, result)
+        for inner in node.inner:
+            if node.site.name == "scan":
+                _slices(node, inner, of, known)
+            _forward(inner, known)
+
+
+def _slices(node: Node, body: Flow, of: Callable[[Value], Known | None], known: dict[Value, Known]) -> None:
+    """Bounds the slices that each iteration of a scan reads. The bounds of a carry are unknown."""
+    (sub,) = sub_jaxprs(node.site.eqn)
+    for value, operand in zip(sub.split(body.inputs)[2], sub.split(node.reads)[2], strict=True):
+        if (found := of(operand)) is not None:
+            known.setdefault(value, found)
+
+
+def _constant(value: Value) -> Known | None:
+    array = value.constant
+    if isinstance(array, jax.core.Tracer) or not getattr(array, "is_fully_addressable", True):
+        return None
+    # Closed-over weights are too large to scan, and their bounds are of no use.
+    if not compat.is_shaped(value.aval) or not 0 < value.aval.size <= _LARGEST:
+        return None
+    if not (jnp.issubdtype(value.aval.dtype, jnp.number) or value.aval.dtype == bool):
+        return None
+    array = np.asarray(array)
+    if jnp.issubdtype(array.dtype, jnp.complexfloating):
+        return None
+    low, high = float(array.min()), float(array.max())
+    return None if math.isnan(low) else Known(low, high)
+
+
+def _of_dtype(value: Value) -> Known | None:
+    """The bounds of bools and 8-bit integers, which their dtype limits."""
+    if not compat.is_shaped(value.aval) or value.aval.dtype.itemsize > 1 or value.aval.dtype.kind not in "biu":
+        return None
+    if value.aval.dtype == bool:
+        return _TRUTHS
+    limits = np.iinfo(value.aval.dtype)
+    return Known(limits.min, limits.max)
+
+
+def _result(node: Node, operands: Sequence[Known | None], index: int) -> Known | None:
+    name, params, row = node.site.name, node.site.eqn.params, primitive(node.site.name)
+    if name == "iota":
+        return Known(0, params["shape"][params["dimension"]] - 1, ids=True)
+    if name in ("argmax", "argmin"):
+        return Known(0, math.prod(node.reads[0].aval.shape[d] for d in params["axes"]) - 1, ids=True)
+    if name == "clamp":
+        low, _, high = operands
+        return Known(low.low, high.high, _ids(operands)) if low and high else None
+    if row.keeps_values and name not in _ARITHMETIC:
+        if len(node.writes) == 1:
+            return _union([operands[i] for i in row.sources(len(operands))])
+        if len(operands) == len(node.writes):  # one result for each operand
+            return operands[index]
+        return operands[0] if row.moves else None
+    if name in _ARITHMETIC and None not in operands:
+        return _arithmetic(_ARITHMETIC[name], [operand for operand in operands if operand])
+    return None
+
+
+def _union(operands: Sequence[Known | None]) -> Known | None:
+    found = [operand for operand in operands if operand]
+    if len(found) < len(operands):
+        return None
+    return Known(min(k.low for k in found), max(k.high for k in found), _ids(found))
+
+
+def _ids(operands: Sequence[Known | None]) -> bool:
+    return any(operand.ids for operand in operands if operand)
+
+
+_ARITHMETIC: dict[str, Callable[..., float]] = {
+    "add": lambda a, b: a + b,
+    "sub": lambda a, b: a - b,
+    "mul": lambda a, b: a * b,
+    "max": max,
+    "min": min,
+    "neg": lambda a: -a,
+}
+
+
+def _arithmetic(operation: Callable[..., float], operands: Sequence[Known]) -> Known | None:
+    """Interval arithmetic: these operations take their extremes at the corners."""
+    if not all(math.isfinite(operand.largest) for operand in operands):
+        return None
+    corners = [operation(*corner) for corner in itertools.product(*((k.low, k.high) for k in operands))]
+    # A position times 0.5 is a fraction, not an id.
+    whole = all(operand.ids or float(operand.low).is_integer() for operand in operands)
+    return Known(min(corners), max(corners), whole and _ids(operands))

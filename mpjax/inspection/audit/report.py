@@ -11,10 +11,9 @@ from mpjax._tables import table
 from mpjax.inspection.audit.communication import Collective, communication_section
 from mpjax.inspection.audit.matmuls import MEANINGS as MATMUL_MEANINGS
 from mpjax.inspection.audit.matmuls import ON_TPU as TPU_MEANINGS
-from mpjax.inspection.audit.matmuls import Finding, Matmul
+from mpjax.inspection.audit.matmuls import Finding, Matmul, SpeedupBound, speedup_bound
 from mpjax.inspection.audit.risks import MEANINGS as RISK_MEANINGS
 from mpjax.inspection.audit.risks import Risk
-from mpjax.inspection.audit.speedup import SpeedupBound, speedup_bound
 from mpjax.inspection.devices import DEVICES, device_of
 from mpjax.inspection.reports import WIDTH, Report, Section, added_up, amount, duration, folded, totals
 

@@ -18,8 +18,7 @@ from mpjax._jaxpr import compat
 from mpjax._jaxpr.interpreter import is_half
 from mpjax._jaxpr.primitives import primitive
 from mpjax._jaxpr.program import Site
-from mpjax.inspection.audit.dataflow import INPUT, Flow, Node, Value
-from mpjax.inspection.audit.interval_analysis import Known, known_values
+from mpjax.inspection.audit.dataflow import INPUT, Flow, Known, Node, Value, known_values
 
 # Most severe first: inf, NaN or wrong results before lost digits.
 MEANINGS = {

@@ -19,13 +19,11 @@ from mpjax._jaxpr.primitives import Op, primitive
 from mpjax._jaxpr.program import NOBODY, Block, Owners, Site, lay_out, owners_of, walk
 from mpjax._jaxpr.source import BACKWARD, FORWARD
 from mpjax.casting.autocast import Program
-from mpjax.inspection.nonfinite.codes import CodeProbe, WatchProbe, code_of, watched
-from mpjax.inspection.nonfinite.diagnosis import Symptoms, diagnosis_of
+from mpjax.inspection.gradient import argument_name, trace_to_run
 from mpjax.inspection.nonfinite.point import PointProbe, Reached, finite_but
-from mpjax.inspection.nonfinite.provenance import Provenance, first_fault
+from mpjax.inspection.nonfinite.provenance import CodeProbe, Provenance, WatchProbe, code_of, first_fault, watched
 from mpjax.inspection.nonfinite.report import NonFinite as NonFinite
-from mpjax.inspection.nonfinite.report import OperandRange
-from mpjax.inspection.program import argument_name, trace_to_run
+from mpjax.inspection.nonfinite.report import OperandRange, Symptoms, diagnosis_of
 from mpjax.inspection.reports import array_text
 from mpjax.policy import HALF_DTYPES
 

@@ -1,9 +1,10 @@
-"""The report of `find_nonfinite`: the operation, its operands, the element and the diagnosis."""
+"""The report of `find_nonfinite`: the operation, its operands, the element and the diagnosis: the cause and the fix."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 from mpjax.inspection.reports import Report, Section, array_text
@@ -116,3 +117,143 @@ class NonFinite(Report):
         lines += [f"  {self.result} is not finite"] if self.result not in (None, "result") else []
         lines += [f"  input {i}: {operand}" for i, operand in enumerate(self.inputs)]
         return "\n".join([*lines, *(f"  not inspected: {place}" for place in self.unseen)])
+
+
+@dataclasses.dataclass(frozen=True)
+class Symptoms:
+    """The measurements at the operation that made an inf or NaN.
+
+    Args:
+        primitive: The operation.
+        kind: `"inf"` or `"nan"`.
+        half: The half dtype of the operation, or else of the program; None if there is none.
+        half_here: Whether the operation itself reads or returns half.
+        operands: The operand elements that the element was computed from; NaN where there is no single one (a matmul).
+        operands32: The same when the whole program runs in float32; empty if the point was not reached there.
+        local: The element if only this operation runs in float32.
+        float32: The element if the whole program runs in float32; None if the point was not reached there.
+        backward: Whether the operation belongs to the backward pass.
+        of_sqrt: Whether it is the derivative of a square root.
+        float8: The float8 dtype of its result; empty for other dtypes.
+        constant: Whether the operation only reads an infinite constant.
+        opaque: Whether the operation can run only in the dtypes it was traced for.
+        rounded: Whether the program has half constants that may have been rounded to zero or inf.
+        where_gradient: Whether the fault only matters in the backward pass, which has a `where` that selects zeros.
+        float32_is_fine: Returns whether the function is finite when traced in float32; None if unknown.
+    """
+
+    primitive: str
+    kind: str
+    half: str | None
+    half_here: bool
+    operands: tuple[float, ...]
+    operands32: tuple[float, ...]
+    local: float
+    float32: float | None
+    backward: bool
+    constant: bool
+    of_sqrt: bool = False
+    float8: str = ""
+    opaque: bool = False
+    rounded: bool = False
+    where_gradient: bool = False
+    float32_is_fine: Callable[[], bool | None] = lambda: False
+
+
+_WHERE_GRADIENT = (
+    "the gradient of a where: the branch that is not selected is not finite here, and 0 × inf is NaN in the backward "
+    "pass; give it a valid argument: jnp.where(ok, f(jnp.where(ok, x, 1)), 0)"
+)
+
+
+_SQRT = "the derivative of a square root at zero is infinite (sqrt(x + epsilon) has a finite one)"
+
+
+def diagnosis_of(found: Symptoms) -> str:
+    """The cause and the fix, in one sentence."""
+    if found.constant:
+        what = "an infinite constant" if found.kind == "inf" else "a constant NaN"
+        return f"{what} of the program, read here, reaches the result: check the mask or the initial value"
+    if found.float8 and found.operands and math.isfinite(found.operands[0]):
+        return (
+            f"overflow of {found.float8} here ({number(found.operands[0])} is beyond its largest number): scale the "
+            "values before the cast"
+        )
+    cause = _SQRT if found.of_sqrt else _cause(found.primitive, found.operands, found.kind)
+    value = found.local if found.float32 is None else found.float32
+    causes = [cause] if cause else []
+    if not math.isfinite(value):
+        fine = found.float32_is_fine() if found.half else False
+        if fine:
+            text = f"{found.half} alone: traced with float32 arguments, all results are finite"
+            if found.rounded:
+                text += f" (a constant may have become zero or inf when it met {found.half} arrays)"
+            return "; ".join([*causes, f"{text}: keep this part in float32"])
+        if found.where_gradient:
+            return "; ".join([*causes, _WHERE_GRADIENT])
+        if fine is None and (found.opaque or found.rounded):
+            why = f"{found.primitive} can't be run in another dtype" if found.opaque else "a constant may be rounded"
+            return "; ".join([*causes, f"cannot tell whether float32 fails too ({why}): trace the function in float32"])
+        fails = "float32 fails too" if found.half else "the program is in float32 here"
+        return "; ".join([*causes, f"{fails}: check the data or the model"])
+    if found.half is None:  # the float32 run is the same program
+        return "; ".join([*causes, "check the data or the model"])
+    shown = f"(float32 value {number(value)})"
+    if found.kind == "inf" and found.half_here and not _divides_by_zero(cause):
+        text = f"overflow of {found.half} here {shown}"
+        if found.backward:
+            text += "; in the backward pass: if the loss is scaled, a smaller loss scale keeps it in range"
+        return text
+    lost = _lost(found, cause)
+    return f"{cause or 'NaN'} in {found.half} alone {shown}{lost}: keep this part in float32"
+
+
+def number(value: float) -> str:
+    """A number formatted for reading: `91,200`, `0.001234`, `1.2e+09`."""
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.4g}"
+
+
+def _divides_by_zero(cause: str) -> bool:
+    return "zero" in cause
+
+
+def _lost(found: Symptoms, cause: str) -> str:
+    """The operand that the half dtype flushed to zero, as a clause; empty if there is none."""
+    for here, there in zip(found.operands, found.operands32, strict=False):
+        if here == 0 and there != 0 and math.isfinite(there) and _divides_by_zero(cause):
+            return f", because {found.half} flushed {number(there)} to zero"
+    return ""
+
+
+def _cause(primitive: str, operands: tuple[float, ...], kind: str) -> str:
+    """The cause in words if the operands show it; empty otherwise."""
+    x = operands[0] if operands else math.nan
+    y = operands[1] if len(operands) > 1 else math.nan
+    match primitive:
+        case "div" | "rem" if y == 0:
+            return "0/0" + ", a division of zero by zero" if x == 0 else "division by zero"
+        case "log" | "log2" if x == 0:
+            return "log of zero"
+        case "log" | "log2" if x < 0:
+            return f"log of a negative number ({number(x)})"
+        case "log1p" if x <= -1:
+            return "log of zero" if x == -1 else f"log of a negative number (1 + {number(x)})"
+        case "sqrt" | "rsqrt" if x < 0:
+            return f"square root of a negative number ({number(x)})"
+        case "rsqrt" if x == 0:
+            return "division by zero (rsqrt of zero)"
+        case "pow" | "integer_pow" if x == 0:
+            return "a negative power of zero"
+        case "pow" if x < 0 and kind == "nan":
+            return f"a fractional power of a negative number ({number(x)})"
+        case "asin" | "acos" | "atanh" | "erf_inv" if abs(x) >= 1:
+            return f"{primitive} of {number(x)}, outside its domain"
+        case "exp" | "exp2" | "expm1" if kind == "inf":
+            return f"exponential of {number(x)}" if math.isfinite(x) else ""
+        case "sub" | "add" | "add_any" if kind == "nan":
+            return "inf - inf"
+        case "mul" if kind == "nan":
+            return "0 * inf"
+        case "gather" if kind == "nan":
+            return "an index out of bounds, for which jnp.take and x[i] in mode 'fill' return NaN"
+    return ""

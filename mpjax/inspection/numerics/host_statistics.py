@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from mpjax.inspection.gradient import in_host_memory
 from mpjax.inspection.numerics.range_statistics import BINS, INFINITY, SIZE_BITS, Limits, RangeNote, RangeProbe
-from mpjax.inspection.program import in_host_memory
 
 _CHUNK = 1 << 16  # elements: intermediate results stay in the cache
 _WORKERS = 2

@@ -17,13 +17,12 @@ from mpjax._jaxpr.interpreter import Eager, is_half, is_inexact, widened
 from mpjax._jaxpr.primitives import Op, primitive
 from mpjax._jaxpr.program import Block, Site, lay_out, owners_of
 from mpjax._jaxpr.source import BACKWARD, FORWARD
-from mpjax.inspection.gradient import Loss, scale_state
+from mpjax.inspection.gradient import Loss, below_root, scale_state, trace_to_run
 from mpjax.inspection.numerics.activations import Counted, counted
 from mpjax.inspection.numerics.host_statistics import HostRangeProbe, result
 from mpjax.inspection.numerics.range_statistics import BIAS, BINS, Limits, RangeNote, RangeProbe, Tally, tally_of
 from mpjax.inspection.numerics.report import NumericsReport as NumericsReport
 from mpjax.inspection.numerics.report import Range, Tried
-from mpjax.inspection.program import below_root, trace_to_run
 from mpjax.inspection.trial import Trial
 from mpjax.policy import HALF_DTYPES, Policy, get_policy
 

@@ -14,9 +14,8 @@ import numpy as np
 
 from mpjax.inspection.layerwise.layerwise import LayerwiseReport, layerwise_error
 from mpjax.inspection.numerics.numerics import NumericsReport, numerics
-from mpjax.inspection.parity.curves import parted_at
-from mpjax.inspection.parity.running import Run, with_tuples
-from mpjax.inspection.parity.training import Training, make_training
+from mpjax.inspection.parity.statistics import parted_at
+from mpjax.inspection.parity.training import Run, Training, make_training, with_tuples
 from mpjax.inspection.reports import Section, added_up
 from mpjax.policy import get_policy
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import jax
 
-from mpjax.inspection.parity.running import Run, with_tuples
+from mpjax.inspection.parity.training import Run, with_tuples
 
 
 def settings_of(make: Callable[..., Any], more: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,11 +10,10 @@ from typing import Any
 from mpjax.inspection.parity.evidence import Evidence, evidence_of
 from mpjax.inspection.parity.folder import Folder, settings_of
 from mpjax.inspection.parity.report import ParityReport as ParityReport
-from mpjax.inspection.parity.running import Run, run_training
 from mpjax.inspection.parity.statistics import PairedComparison, compare
 from mpjax.inspection.parity.training import MakeTraining as MakeTraining
+from mpjax.inspection.parity.training import Run, make_training, run_training
 from mpjax.inspection.parity.training import Training as Training
-from mpjax.inspection.parity.training import make_training
 
 
 def parity(

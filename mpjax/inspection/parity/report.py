@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
+import importlib.util
+import io
 import math
 import os
 import pathlib
@@ -10,10 +13,11 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from mpjax.inspection.parity import curves
+import numpy as np
+
 from mpjax.inspection.parity.evidence import Evidence, explained
-from mpjax.inspection.parity.running import Run
-from mpjax.inspection.parity.statistics import PairedComparison, rounded
+from mpjax.inspection.parity.statistics import PairedComparison, differences, rounded
+from mpjax.inspection.parity.training import Run
 from mpjax.inspection.reports import Report, Section, plain
 
 _COLUMNS = "policy|>mean ± sd|>difference|>95 % interval|>skipped|verdict"
@@ -91,7 +95,7 @@ class ParityReport(Report):
         """The sections of the printed report."""
         rows = [self._cells(policy) for policy in (self.baseline, *(each.policy for each in self.comparisons))]
         return [
-            Section("", "\n".join(self._finding()), figure=lambda: curves.html(self)),
+            Section("", "\n".join(self._finding()), figure=lambda: html(self)),
             Section("By policy", "", _COLUMNS, rows),
             *(section for each in self.evidence for section in explained(each, self.baseline)),
         ]
@@ -143,7 +147,7 @@ class ParityReport(Report):
         """Writes the report to a folder in all formats."""
         self.to_json(folder / "parity.json")
         self.to_html(folder / "parity.html")
-        if curves.available():
+        if available():
             self.plot(folder / "parity.png")
 
     def plot(self, path: str | os.PathLike[str]) -> None:
@@ -152,4 +156,40 @@ class ParityReport(Report):
         Args:
             path: The file; its extension, `.png` or `.svg`, selects the format.
         """
-        curves.figure(self).savefig(path, dpi=130)
+        figure(self).savefig(path, dpi=130)
+
+
+def figure(report: ParityReport) -> Any:
+    """The figure of a comparison: the paired differences of the losses, with intervals. Needs Matplotlib."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    # Not through pyplot: its global state and backend belong to the caller.
+    drawn = Figure(figsize=(7, 4), layout="constrained")
+    FigureCanvasAgg(drawn)
+    axis = drawn.subplots()
+    axis.axhline(0, color="black", linewidth=1)
+    policies = dict.fromkeys(run.policy for run in report.runs if run.policy != report.baseline)
+    for i, policy in enumerate(policies):
+        found = differences(report.runs_of(policy), report.runs_of(report.baseline))
+        low, mean, high = (np.where(np.isfinite(values), values, np.nan) for values in found[1:])
+        axis.plot(found.steps, mean, color=f"C{i}", label=policy, marker="o" if len(found.steps) == 1 else "")
+        axis.fill_between(found.steps, low, high, color=f"C{i}", alpha=0.2, linewidth=0)
+    axis.set(title=report.title, xlabel="step", ylabel=f"loss − {report.baseline}'s, mean with 95 % interval")
+    axis.legend(frameon=False)
+    return drawn
+
+
+def html(report: ParityReport) -> str:
+    """The figure as an HTML element; an empty string without Matplotlib."""
+    if not available():
+        return ""
+    with io.BytesIO() as file:
+        figure(report).savefig(file, format="png", dpi=110)
+        data = base64.b64encode(file.getvalue()).decode()
+    return f'<img alt="differences of the losses" style="max-width: 100%" src="data:image/png;base64,{data}">'
+
+
+def available() -> bool:
+    """Whether Matplotlib is installed."""
+    return importlib.util.find_spec("matplotlib") is not None

@@ -1,9 +1,19 @@
-"""The training that a comparison runs: a state, a step, batches and a metric."""
+"""The training that a comparison runs: a state, a step, batches and a metric; and the record of one run."""
 
 from __future__ import annotations
 
+import dataclasses
+import math
+import time
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpjax.loss_scale.state import LossScaleState
 
 
 class Training(NamedTuple):
@@ -123,3 +133,154 @@ def make_training(make: Callable[..., Any], policy: str, seed: int) -> Training:
         if not callable(getattr(training, name)):
             raise TypeError(f"parity: make({policy!r}, {seed}) returned a {name} that is not a function.")
     return training
+
+
+_HASHED_BATCHES = 2  # enough to detect another seed, order or augmentation
+_PENDING = 64  # calls whose losses may stay on the device, so that it never waits for the host
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """The record of one run.
+
+    Args:
+        policy: The policy passed to `make`.
+        seed: The seed of the run.
+        metric: The final metric.
+        losses: The loss of each step.
+        scales: `(step, loss scale)` at the start and after each change; empty without loss scaling. The smallest if
+            there are several loss scales.
+        skipped: The numbers of the skipped steps, counted from 1.
+        seconds: The duration of the run, compilation included.
+        data: A checksum of the first batches.
+        metric_name, larger_is_better, percent: The properties of the metric, from `Training`.
+    """
+
+    policy: str
+    seed: int
+    metric: float
+    losses: tuple[float, ...]
+    scales: tuple[tuple[int, float], ...]
+    skipped: tuple[int, ...]
+    seconds: float
+    data: int
+    metric_name: str = "metric"
+    larger_is_better: bool = True
+    percent: bool = False
+
+    @property
+    def finite(self) -> bool:
+        """Whether the final metric is finite."""
+        return math.isfinite(self.metric)
+
+
+def with_tuples(found: Any) -> Any:
+    """Converts lists to tuples in a dataclass read from JSON.
+
+    Example:
+        >>> with_tuples({"scales": [[1, 2.0]], "seed": 0})
+        {'scales': ((1, 2.0),), 'seed': 0}
+    """
+    if isinstance(found, dict):
+        return {name: with_tuples(value) for name, value in found.items()}
+    return tuple(map(with_tuples, found)) if isinstance(found, list) else found
+
+
+def run_training(training: Training, policy: str, seed: int) -> Run:
+    """Runs a training, in its initial state, through all its batches."""
+    started = time.perf_counter()
+    record = _Record()
+    state, checksum = training.state, 0
+    # Drop the initial state, so that the run keeps only one state alive.
+    training = training._replace(state=None)
+    for number, batch in enumerate(training.each_batch()):
+        if number < _HASHED_BATCHES:
+            checksum = _checksum(batch, checksum)
+        state, loss = _stepped(training, state, batch)
+        record.add(state, loss)
+    record.fetch()
+    if not record.steps:
+        raise ValueError(f"parity: the batches of policy {policy!r}, seed {seed} are empty; give at least one.")
+    return Run(
+        policy=policy,
+        seed=seed,
+        metric=float(training.metric(state)),
+        losses=tuple(record.losses),
+        scales=tuple(record.scales),
+        skipped=tuple(record.skipped),
+        seconds=time.perf_counter() - started,
+        data=checksum,
+        metric_name=training.metric_name,
+        larger_is_better=training.larger_is_better,
+        percent=training.percent,
+    )
+
+
+def _stepped(training: Training, state: Any, batch: Any) -> tuple[Any, Any]:
+    found = training.step(state, batch)
+    if isinstance(found, (tuple, list)) and len(found) == 2:
+        return found[0], found[1]
+    what = f"{len(found)} values" if isinstance(found, (tuple, list)) else f"a {type(found).__name__}"
+    raise TypeError(f"parity: step returned {what}; return (state, loss).")
+
+
+class _Record:
+    """Losses and loss scales of a run, fetched from the device in batches of steps."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.losses: list[float] = []
+        self.scales: list[tuple[int, float]] = []
+        self.skipped: list[int] = []
+        self._pending, self._skips = list[tuple[int, Any, Any]](), 0
+
+    def add(self, state: Any, loss: Any) -> None:
+        """Records one step, or several steps with an array of losses."""
+        if np.ndim(loss) > 1:
+            raise TypeError(
+                f"parity: step returned a loss of shape {np.shape(loss)}; return a scalar, or the losses of several "
+                "steps as an array of one dimension."
+            )
+        self.steps += int(np.size(loss))
+        found = [x for x in jax.tree.leaves(state, is_leaf=_is_state) if _is_state(x)]
+        # A copy, because the next step may donate the state.
+        scaling = [(_copied(x.loss_scale), _copied(x.skipped_steps)) for x in found]
+        self._pending.append((self.steps, loss, scaling))
+        if len(self._pending) >= _PENDING:
+            self.fetch()
+
+    def fetch(self) -> None:
+        """Fetches the pending losses and loss scales from the device."""
+        for step, loss, scaling in jax.device_get(self._pending):
+            first = len(self.losses)
+            self.losses += [float(x) for x in np.ravel(np.asarray(loss, np.float64))]
+            if not scaling:
+                continue
+            scale = float(min(np.min(s) for s, _ in scaling))
+            skips = sum(int(np.max(n)) for _, n in scaling)
+            if not self.scales or self.scales[-1][1] != scale:
+                self.scales.append((step, scale))
+            # For several steps in one call only the number of skipped steps is known; record the last ones.
+            self.skipped += range(step - min(skips - self._skips, step - first) + 1, step + 1)
+            self._skips = skips
+        self._pending.clear()
+
+
+def _is_state(x: Any) -> bool:
+    return isinstance(x, LossScaleState)
+
+
+def _copied(x: Any) -> Any:
+    (array,) = jax.tree.leaves(x)  # an NNX Variable holds one
+    return jnp.copy(array)
+
+
+def _checksum(batch: Any, start: int) -> int:
+    for leaf in jax.tree.leaves(batch):
+        if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf = jax.random.key_data(leaf)
+        array = np.asarray(leaf)
+        start = zlib.crc32(f"{array.dtype} {array.shape}".encode(), start)
+        if array.dtype != object:
+            start = zlib.crc32(np.ascontiguousarray(array).tobytes(), start)
+    return start

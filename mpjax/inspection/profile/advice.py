@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from mpjax.inspection.audit.matmuls import Finding
 from mpjax.inspection.profile import hlo
-from mpjax.inspection.profile.compilations import Recompilation
 from mpjax.inspection.profile.kernels import Kernel, Split
+from mpjax.inspection.profile.stepping import Recompilation
 from mpjax.inspection.reports import duration
 
 # The shares of the step above which advice is given.

@@ -17,12 +17,11 @@ from mpjax.inspection.audit.matmuls import DIMENSION, Finding, Matmul, findings_
 from mpjax.inspection.devices import device_of
 from mpjax.inspection.profile import hlo, kernels, profiler_trace
 from mpjax.inspection.profile.advice import advise
-from mpjax.inspection.profile.compilations import Recompilation
 from mpjax.inspection.profile.hlo_text import HloModule
 from mpjax.inspection.profile.kernels import Kernel
 from mpjax.inspection.profile.report import Memory
 from mpjax.inspection.profile.report import ProfileReport as ProfileReport
-from mpjax.inspection.profile.stepping import Stepper
+from mpjax.inspection.profile.stepping import Recompilation, Stepper
 from mpjax.inspection.reports import reason, totals
 
 # The share of kernel time in CUDA graphs above which a second trace without them is worth its compilation.

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Iterable
 
 from mpjax.inspection.profile.advice import Advice
-from mpjax.inspection.profile.compilations import Recompilation
 from mpjax.inspection.profile.kernels import Kernel, Split
+from mpjax.inspection.profile.stepping import Recompilation
 from mpjax.inspection.reports import Report, Section, added_up, amount, duration, folded
 
 _LEAST_WORK = 0.25

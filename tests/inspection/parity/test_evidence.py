@@ -12,7 +12,7 @@ import pytest
 import mpjax
 from mpjax.inspection.cli import main
 from mpjax.inspection.parity.evidence import Evidence
-from mpjax.inspection.parity.running import run_training
+from mpjax.inspection.parity.training import run_training
 
 STEPS, SMALL = 30, 3e-8
 TRUE = np.random.default_rng(9).normal(size=(4, 2)).astype(np.float32)
@@ -127,7 +127,7 @@ def test_skips_and_the_history_of_the_scale_are_recorded():
 
     tx = mpjax.dynamic_loss_scale(optax.sgd(0.0), init_scale=2.0**17, growth_interval=2)
     params = np.ones((), np.float32)
-    from mpjax.inspection.parity.running import run_training
+    from mpjax.inspection.parity.training import run_training
 
     training = mpjax.Training((params, tx.init(params)), step, [params] * 6, lambda state: state[0])
     run = run_training(training, "p", 0)

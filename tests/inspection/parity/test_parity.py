@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 import mpjax
-from mpjax.inspection.parity import curves
-from mpjax.inspection.parity.curves import parted_at
-from mpjax.inspection.parity.running import run_training
+from mpjax.inspection.parity import report as drawing
+from mpjax.inspection.parity.statistics import parted_at
+from mpjax.inspection.parity.training import run_training
 
 STEPS = 40
 
@@ -67,7 +67,7 @@ def compared(*policies, seeds=4, **options):
 @pytest.fixture(autouse=True)
 def undrawn(monkeypatch):
     """Figures take a second each: one test undoes this."""
-    monkeypatch.setattr(curves, "available", lambda: False)
+    monkeypatch.setattr(drawing, "available", lambda: False)
 
 
 @pytest.fixture(scope="module")
