@@ -234,7 +234,6 @@ def test_mistakes_exit_with_two_and_say_what_was_found_and_what_is_expected(caps
         ("audit my_train:loss_fn --args example_args --json no/such/r.json", ["--json 'no/such/r.json'", "directory"]),
         ("audit my_train:loss_fn --args example_args --csv .", ["--csv '.'", "it is a directory"]),
         ("profile my_train:train_step --args example_args --trace my_train.py", ["trace='my_train.py'", "folder"]),
-        ("profile my_train:train_step --args example_args --against no.json", ["no.json"]),
     ],
 )
 def test_bad_calls_of_every_command_exit_with_two_and_one_line(capsys, arguments, words):

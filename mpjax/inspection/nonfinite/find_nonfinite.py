@@ -137,11 +137,18 @@ class _Examined:
             found = jax.device_get(jax.jit(watch, compiler_options=COMPILER_OPTIONS)(self.leaves))
         else:
             if fault is None or self._evaluation is None:  # which compiles loops once
-                self._evaluation = Eager(probe := WatchProbe(), replace=Partial(finite_but(probe, fault), None))
+                replace = finite_but(probe := WatchProbe(), fault, self._alike(fault))
+                self._evaluation = Eager(probe, replace=Partial(replace, None))
             evaluation = self._evaluation
             evaluation.replace = Partial(evaluation.replace.func, jax.tree.map(np.int32, span))
             found = jax.device_get(watch(self.leaves))
         return _Watched(*watched(found[0]), found[1])
+
+    def _alike(self, fault: Provenance | None) -> set[int]:
+        """The equation of a fault, and the same operation of the same line in repeated layers."""
+        here = None if fault is None else self.places[fault.number]
+        others = (place for place in self.places.values() if here is not None and place.name == here.name)
+        return {place.number for place in others if here is not None and place.source == here.source}
 
 
 def _search(program: _Examined) -> Provenance | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -95,17 +95,23 @@ class PointProbe(Probe):
         return jax.tree.map(lambda x, y: jnp.where(later, y, x), a, b)
 
 
-def finite_but(probe: Probe, fault: Provenance | None) -> Callable[..., Sequence[Any]]:
-    """The `replace` of an `Instrumented`, after a span of positions: sets a fault's elements outside of it to 1.
+def finite_but(probe: Probe, fault: Provenance | None, alike: Collection[int]) -> Callable[..., Sequence[Any]]:
+    """The `replace` of an `Instrumented`, after a span of positions: sets elements that are not finite to 1.
 
-    The position of an element is its flat index, counted after the elements of all earlier devices. An array that
-    several devices hold counts as that of the first of them.
+    These are the elements of a fault outside of the span, of its other iterations, and of the same operation in
+    repeated layers. The position of an element is its flat index, counted after the elements of all earlier devices.
+    An array that several devices hold counts as that of the first of them.
+
+    Args:
+        probe: Knows the device.
+        fault: The fault; None to replace nothing.
+        alike: The numbers of its equation and of those like it.
     """
 
     def replace(span: Any, place: Site, iteration: Sequence[Any], outs: Sequence[Any]) -> Sequence[Any]:
-        if fault is None or fault.number != place.number:
+        if fault is None or place.number not in alike:
             return outs
-        hit = at_iteration(iteration, fault.iteration)
+        hit = at_iteration(iteration, fault.iteration) if place.number == fault.number else False
         return [_with_finite_elements(probe, x, hit, *span) for x in outs]
 
     return replace
@@ -115,8 +121,8 @@ def _with_finite_elements(probe: Probe, x: Any, hit: Any, low: Any, high: Any) -
     if not is_inexact(x):
         return x
     position = jnp.arange(x.size, dtype=jnp.int32).reshape(x.shape) + probe.device(x) * x.size
-    kept = (position >= low) & (position < high)
-    return jnp.where(hit & ~kept & ~jnp.isfinite(x), jnp.ones((), x.dtype), x)
+    kept = hit & (position >= low) & (position < high)
+    return jnp.where(~kept & ~jnp.isfinite(x), jnp.ones((), x.dtype), x)
 
 
 def _at(arrays: Sequence[Any], which: Any, index: Any) -> Any:
