@@ -97,7 +97,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--init-scale", type=float, default=2.0**15, help="the first loss scale (default: %(default)g)")
     result.add_argument("--explain", metavar="FILE", help="write the plan of each program to a file")
     result.add_argument("--dry-run", action="store_true", help="print the audit of the first training step and exit")
-    result.add_argument("--quiet", action="store_true", help="print only errors")
+    result.add_argument("--quiet", action="store_true", help="print only errors, and gradients that stay in float32")
     result.add_argument("-m", dest="module", metavar="MODULE", nargs=argparse.REMAINDER, help="run a module")
     result.add_argument("script", nargs=argparse.REMAINDER, metavar="SCRIPT ...", help="a script and its arguments")
     return result

@@ -75,7 +75,9 @@ class Report:
         else:
             text = "; ".join(kept) or otherwise
             text = text and f"mpjax run: nothing was cast to half: {text}"
-        if text and text != self._printed and not self.session.options.quiet:
+        if self.session.options.quiet:  # Gradients that stayed in float32 are an error for whoever asked for half.
+            text = f"mpjax run: in float32: {'; '.join(kept)}" if kept else ""
+        if text and text != self._printed:
             self._print(text)
         self._printed = text
 

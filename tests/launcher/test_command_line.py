@@ -14,7 +14,7 @@ import venv
 import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
-TRAIN = ROOT / "tests" / "launcher" / "scripts" / "train_state.py"
+TRAIN = ROOT / "tests" / "launcher" / "scripts" / "scanned_steps.py"
 
 LINEAR = """
 import sys, jax, jax.numpy as jnp, numpy as np, optax
@@ -150,6 +150,8 @@ def test_a_script_that_updates_by_hand_is_left_alone_and_told_why(script):
     assert line.startswith("mpjax run: nothing was cast to half: no optimizer was built before the gradients of")
     assert "<lambda> at script.py:2" in line
     assert line.endswith("or pass --any-gradient if the script updates its parameters by hand")
+    quiet = run("--quiet", script(by_hand))  # hides reports, not that half was not used
+    assert quiet.stderr.startswith("mpjax run: in float32: no optimizer was built before the gradients of <lambda> at")
     done = run("--policy", "mixed_bfloat16", "--any-gradient", script(by_hand.replace("jax.grad", "jax.jit(jax.grad"
         ).replace("(jnp.eye", ")(jnp.eye")))  # fmt: skip
     assert "100.0% of" in done.stderr
