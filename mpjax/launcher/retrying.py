@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 
@@ -83,6 +84,8 @@ def until_finite(evaluate: Callable[..., Attempt], args: Any, start: Any) -> Las
     jaxpr, consts = compat.open_jaxpr(compat.trace(flat, start, *(leaves[i] for i in places)))
     # What the computation closes over is an argument of the loop, so that it can be differentiated with respect to it.
     arrays = [*consts, *(leaves[i] for i in places)]
+    if jax.extend.core.unsafe_am_i_under_a_vmap_DO_NOT_USE():
+        arrays = list(map(jnp.copy, arrays))  # JAX's `custom_jvp` accepts no batch of NumPy
 
     def attempt(scale: Any, arrays: Sequence[Any]) -> list[Any]:
         return jax.core.eval_jaxpr(jaxpr, arrays[: len(consts)], scale, *arrays[len(consts) :])

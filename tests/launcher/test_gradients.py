@@ -263,6 +263,13 @@ def test_a_jitted_step_under_vmap_leaves_no_tracer(launched):
         assert_close(jax.tree.map(lambda g: g[0], step(params(), jnp.ones(2))), REFERENCE[1.0])
 
 
+def test_a_batch_of_numpy_under_vmap_in_a_jitted_step(launched):
+    launched()
+    optax.sgd(0.1)
+    grads = jax.jit(lambda p: jax.vmap(jax.grad(loss_fn), (None, 0))(p, X[None]))(params())
+    assert_close(jax.tree.map(lambda g: g[0], grads), REFERENCE[1.0])
+
+
 def test_a_jitted_function_that_both_evaluates_and_trains_is_traced_for_each(launched):
     launched()
     optax.sgd(0.1)
