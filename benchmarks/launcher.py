@@ -7,6 +7,9 @@
 - Step: the CPU time of a step of an unmodified script, over that of the same step written with mpjax's API,
   alternately in one process.
 
+- Foreign scripts, `--foreign FOLDER`: the folder holds fetched repositories, `jax`, `flax`, `optax` and `dm-haiku`.
+  `benchmarks/foreign_scripts` names the scripts of them that run here, unmodified, on tiny data.
+
 A run merges its results into the file, so the benchmark can run in parts: `--parts step`, `--scripts gan vae`.
 """
 
@@ -239,14 +242,31 @@ def _row(name: str, row: dict[str, Any]) -> str:
     return f"| {name} | {row['share']:.1%} | {seeds} | {halves} | {verdict(row)} |"
 
 
+def run_foreign(folder: pathlib.Path, names: list[str] | None, out: pathlib.Path) -> None:
+    """Runs scripts of fetched repositories, and merges the results into a file of their own."""
+    from benchmarks.foreign_scripts import scripts
+    from perf.results import previous, save
+
+    results: dict[str, Any] = previous("launcher_foreign", out) or {}
+    for name in names or [name for name in scripts.SCRIPTS if name not in results]:
+        if (folder / scripts.SCRIPTS[name].path).exists():
+            results[name] = scripts.row_of(folder, scripts.SCRIPTS[name])
+            save("launcher_foreign", results, out).with_suffix(".md").write_text(scripts.table(results))
+    print(scripts.table(results))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
-    parser.add_argument("--scripts", nargs="+", default=sorted(path.stem for path in SCRIPTS.glob("*.py")))
+    parser.add_argument("--scripts", nargs="+", help="names of scripts (default: all)")
     parser.add_argument("--rounds", type=int, default=200, help="timed rounds of the steps")
     parser.add_argument("--out", type=pathlib.Path, default=RESULTS, help="folder of the results")
+    parser.add_argument("--foreign", type=pathlib.Path, metavar="FOLDER", help="run others' repositories in it instead")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.foreign:
+        run_foreign(args.foreign, args.scripts, args.out)
+        return
     if args.one:
         print(json.dumps(run_script(args.one)))
         return
@@ -264,7 +284,7 @@ def main() -> None:
     if "step" in args.parts:
         results["step"] = measure_step(args.rounds)
         write()
-    for name in args.scripts if "scripts" in args.parts else ():
+    for name in args.scripts or sorted(path.stem for path in SCRIPTS.glob("*.py")) if "scripts" in args.parts else ():
         results.setdefault("scripts", {})[name] = run_in_subprocess(name)
         write()
     print(table(results))

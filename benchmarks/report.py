@@ -34,6 +34,7 @@ TITLES = {
     "residual_stream_cpu": "The residual stream in half or in float32",
     "lean_state_cpu": "Lean optimizer state: bytes, time and final losses",
     "launcher_cpu": "The launcher",
+    "launcher_foreign_cpu": "Scripts of other authors under the launcher",
     "parity_cpu": "Parity: half precision against float32, family by family",
     "inspection_cpu": "What the inspections cost",
     "planted_cpu": "What the inspections answer to planted causes",

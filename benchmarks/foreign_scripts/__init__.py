@@ -1,0 +1,1 @@
+"""Scripts that nobody here wrote, unmodified, under `python -m mpjax run`."""
