@@ -19,10 +19,11 @@ nothing: float8 rounds relatively.
 The matmul is JAX's own `dot_general` of float8 operands: compilers without float8 units widen it, exactly. Its default
 precision lets Hopper accumulate in fewer bits, which is accurate enough forward, so backward passes set `HIGHEST`.
 
-Three primitives have rules of their own, so that every transformation works: `float8_scale` (one scale for a whole
-batch under `vmap`), `float8_quantise` (no derivative), and `float8_result`, the identity on `out` with the derivative
-above, which is `float8_tangent`. That one also takes the operands in the precision that they are stored in. It reads
-them only if it is itself differentiated: second derivatives run in half precision.
+Primitives have rules of their own, so that every transformation works: `float8_scale` (one scale for a whole batch
+under `vmap`), `float8_quantise` and `float8_rescale` (no derivative, in linear programs either), and `float8_result`,
+the identity on `out` with the derivative above, which is `float8_tangent`. That one also takes the operands in the
+precision that they are stored in. It reads them only if it is itself differentiated: second derivatives run in half
+precision.
 
 Source: Micikevicius et al., "FP8 Formats for Deep Learning", 2022; current scaling as in Transformer Engine and
 torchao.
@@ -49,6 +50,7 @@ _LEAST = 2.0**-126
 
 scale_of = Primitive("float8_scale")
 quantise = Primitive("float8_quantise")
+rescale = Primitive("float8_rescale")
 result = Primitive("float8_result")
 tangent = Primitive("float8_tangent")
 
@@ -121,7 +123,7 @@ _FAST, _PRECISE = lax.Precision.DEFAULT, lax.Precision.HIGHEST
 
 def _scaled_dot(a: Any, b: Any, scale: Any, dtype: Any, dims: dict[str, Any], precision: Any) -> Any:
     out = lax.dot_general(a, b, **dims, precision=precision, preferred_element_type=dtype)
-    return out * scale.astype(dtype)
+    return rescale.bind(out, scale)
 
 
 def _scale_impl(x: Any, *, dtype: np.dtype) -> Any:
@@ -149,15 +151,19 @@ def _quantise_abstract_eval(x: Any, scale: Any, *, dtype: np.dtype) -> Any:
     return x.update(dtype=dtype, weak_type=False)
 
 
-def _quantise_batch(args: Sequence[Any], dims: Sequence[Any], *, dtype: np.dtype) -> Any:
+def _rescale_impl(out: Any, scale: Any) -> Any:
+    return out * scale.astype(out.dtype)
+
+
+def _batch_with_scale(primitive: Any, args: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
     (x, scale), (dim, of_scale) = args, dims
     if of_scale is None:
-        return quantise.bind(x, scale, dtype=dtype), dim
+        return primitive.bind(x, scale, **params), dim
     # A `cond` with a batched predicate batches all results of its branches. Then each example has its own scale.
     x = batching.bdim_at_front(x, dim, scale.shape[of_scale])
     scale = jnp.moveaxis(scale, of_scale, 0)
     scale = scale.reshape(scale.shape[0], *(scale.shape[1:] or (1,) * (x.ndim - 1)))
-    return quantise.bind(x, scale, dtype=dtype), 0
+    return primitive.bind(x, scale, **params), 0
 
 
 def _no_derivative(primitive: Any) -> None:
@@ -404,8 +410,14 @@ _no_derivative(scale_of)
 quantise.def_impl(jax.jit(_quantise_impl, static_argnames="dtype"))
 quantise.def_abstract_eval(_quantise_abstract_eval)
 mlir.register_lowering(quantise, mlir.lower_fun(_quantise_impl, multiple_results=False))
-batching.primitive_batchers[quantise] = _quantise_batch
+batching.primitive_batchers[quantise] = functools.partial(_batch_with_scale, quantise)
 _no_derivative(quantise)
+
+rescale.def_impl(jax.jit(_rescale_impl))
+rescale.def_abstract_eval(lambda out, scale: out)
+mlir.register_lowering(rescale, mlir.lower_fun(_rescale_impl, multiple_results=False))
+batching.primitive_batchers[rescale] = functools.partial(_batch_with_scale, rescale)
+_no_derivative(rescale)
 
 weight_gradients.register_identity(result, _result_jvp, _result_linearization, _result_transpose, _result_batch)
 

@@ -268,6 +268,7 @@ matmul_tangent                        opaque   -        expensive some_versions
 # mpjax's own (`mpjax._jaxpr.float8`).
 float8_scale                          opaque   -        expensive some_versions kernel
 float8_quantise                       opaque   -        some_versions elements=0
+float8_rescale                        opaque   -        some_versions elements=0
 float8_result                         move     nothing  some_versions whole identity
 float8_tangent                        opaque   -        expensive some_versions
 # Computes in the dtype of its activations.

@@ -669,6 +669,7 @@ _RULES.update(
         "dot_general": _dot_general,
         "float8_scale": _float8_scale,
         "float8_quantise": _float8_quantise,
+        "float8_rescale": lambda eqn, x, scale: x * scale,
         "float8_result": lambda eqn, out, *operands: out,
         "float8_tangent": _float8_tangent,
         "conv_general_dilated": numpy_rules.convolution,

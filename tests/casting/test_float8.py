@@ -262,6 +262,24 @@ def test_autocast_of_a_gradient():
     assert any("a weight gradient" in row.why for row in rows(fun, params, X))
 
 
+@pytest.mark.parametrize("transform", [lambda f: f, lambda f: jax.vmap(f, (None, 0))], ids=["plain", "vmap"])
+def test_the_matmuls_of_a_jvp_rule_are_transposed(transform):
+    @jax.custom_jvp
+    def matmul(w, x):
+        return x @ w
+
+    @matmul.defjvp
+    def rule(primals, tangents):
+        (w, x), (dw, dx) = primals, tangents
+        return x @ w, 0.5 * (x @ dw + dx @ w)  # half of the derivative shows that the rule is used
+
+    def loss(w, x):
+        return jnp.sum(jnp.sin(transform(matmul)(w, jnp.tanh(x @ w))))
+
+    w = params_of(1)[0]
+    assert error(jax.grad(float8(loss, options(allow=["*"])))(w, X), jax.grad(loss)(w, X)) < 0.15
+
+
 # Errors and warnings.
 
 
