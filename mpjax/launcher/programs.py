@@ -93,10 +93,26 @@ class Compiled:
             if fun is not None:
                 fun.clear_cache()
 
+    def _current(self) -> Any:
+        return self._plain if self._session.casts else self._untouched
+
+    # `jax.export` looks for these on the class.
+    def trace(self, *args: Any, **kwargs: Any) -> Any:
+        """As of `jax.jit`."""
+        return self._current().trace(*args, **kwargs)
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """As of `jax.jit`."""
+        return self._current().lower(*args, **kwargs)
+
+    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+        """As of `jax.jit`."""
+        return self._current().eval_shape(*args, **kwargs)
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "_plain" not in vars(self):
             raise AttributeError(name)
-        return getattr(self._plain if self._session.casts else self._untouched, name)
+        return getattr(self._current(), name)
 
     def __repr__(self) -> str:
         return repr(self._untouched)

@@ -10,6 +10,7 @@ import optax
 import pytest
 from flax import nnx
 from flax.training import train_state
+from jax import export
 from jax.experimental import checkify
 
 from mpjax.launcher.calls import running_sites
@@ -249,6 +250,7 @@ def test_compiled_functions_keep_their_interface(launched):
     assert float(step(jnp.float32(3.0), power=2)) == 9.0
     assert float(step.lower(jnp.float32(3.0), 3).compile()(jnp.float32(3.0))) == 27.0
     assert step.eval_shape(jnp.float32(3.0), 2).shape == ()
+    assert export.export(jax.jit(jnp.sin))(jnp.float32(3.0)).call(jnp.float32(0.0)) == 0.0
 
     class Model:
         @functools.partial(jax.jit, static_argnums=0)
