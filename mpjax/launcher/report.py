@@ -24,7 +24,7 @@ class Report:
 
     Args:
         session: The session of this process.
-        always: Whether to print the last block even if nothing was differentiated.
+        always: Whether to print the last block even if the script neither differentiated nor built an optimizer.
     """
 
     def __init__(self, session: Session, always: bool):
@@ -59,7 +59,7 @@ class Report:
             "the script differentiated nothing (jax.grad, jax.value_and_grad, jax.vjp, jax.linearize, and the "
             "forms of Flax, Haiku and Equinox). Gradients that an installed package computes are left "
             "unchanged: name the package in `packages` of a --rules file."
-            if self.always
+            if self.always or session.optimizers
             else ""
         )
 
@@ -76,7 +76,8 @@ class Report:
             text = "; ".join(kept) or otherwise
             text = text and f"mpjax run: nothing was cast to half: {text}"
         if self.session.options.quiet:  # Gradients that stayed in float32 are an error for whoever asked for half.
-            text = f"mpjax run: in float32: {'; '.join(kept)}" if kept else ""
+            reason = "; ".join(kept) or (otherwise if self.session.optimizers else "")
+            text = reason and f"mpjax run: in float32: {reason}"
         if text and text != self._printed:
             self._print(text)
         self._printed = text

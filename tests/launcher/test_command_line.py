@@ -273,6 +273,9 @@ def test_the_variable_alone_starts_the_launcher(environment, script):
     done = python(path, interpreter=environment, PYTHONPATH="", MPJAX_AUTOCAST_ALL="mixed_float16")
     assert done.stdout == "loss 0.410\n"
     assert "): 100.0% of" in done.stderr
+    unseen = script(LINEAR.replace("jax.value_and_grad", "jax._src.api.value_and_grad"), "unseen.py")
+    done = python(unseen, interpreter=environment, PYTHONPATH="", MPJAX_AUTOCAST_ALL="mixed_float16")
+    assert "nothing was cast to half: the script differentiated nothing" in done.stderr
     bad = python(path, interpreter=environment, PYTHONPATH="", MPJAX_AUTOCAST_ALL="mixed_float15")
     assert bad.returncode == 2
     assert "'mixed_float15'" in bad.stderr
