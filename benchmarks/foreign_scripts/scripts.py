@@ -123,16 +123,21 @@ SCRIPTS = {
     "PureJaxRL ppo": Script("purejaxrl/purejaxrl/ppo.py", r"return=(\S+)", _PPO, bfloat16=True),
 }
 
-_TENSORFLOW = "reads its data with TensorFlow, which has no stand-in here"
 LEFT_OUT = {
-    "JAX resnet50": "is no longer in the repository",
-    "JAX differentially_private_sgd": "needs dp_accounting",
-    "Flax imagenet, seq2seq, sst2, lm1b, wmt, nlp_seq, ogbg, mnist, vae": f"need ml_collections, and {_TENSORFLOW}",
-    "Flax ppo": "needs Atari's emulator",
-    "Flax 05_vae": "downloads its data by Hugging Face's datasets",
-    "Haiku imagenet, transformer, rnn, vae": f"{_TENSORFLOW}, or trains for too many steps for this table",
-    "Haiku impala": "needs dm_env and bsuite",
-    "optax nanolm, mlp_mnist, lookahead_mnist, cifar10_resnet, ...": f"{_TENSORFLOW}, or needs grain",
+    "JAX resnet50": "it is no longer in the repository",
+    "JAX differentially_private_sgd": "it needs dp_accounting",
+    "Flax imagenet, mnist, vae, seq2seq, sst2, lm1b, wmt, nlp_seq, ogbg": "they read or log with TensorFlow, whose "
+    "data this table does not make",
+    "Flax ppo": "it needs Atari's emulator",
+    "Flax 05_vae": "it downloads its data",
+    "Haiku imagenet, rnn": "they read with TensorFlow",
+    "Haiku mnist_gan": "its notebook reads with TensorFlow",
+    "Haiku impala": "it needs bsuite",
+    "Hugging Face Transformers": "its repository was too large to fetch",
+    "big_vision": "it reads with TensorFlow",
+    "optax muon, rosenbrock_ademamix": "they train nothing with a matmul",
+    "optax nanolm, mlp_mnist, lookahead_mnist, cifar10_resnet": "they read with TensorFlow or grain",
+    "Equinox mnist, score_based_diffusion": "they download their data",
 }
 
 
