@@ -25,7 +25,7 @@ class Callers:
     def __init__(self, packages: tuple[str, ...] = ()):
         self.packages = frozenset(packages)
         self.seen: set[str] = set()  # the packages that have called
-        self._is_library_file = functools.lru_cache(maxsize=None)(_is_library_file)
+        self._is_library_file = functools.lru_cache(maxsize=None)(is_library_file)
 
     def script_calls(self) -> bool:
         """Whether the nearest caller outside the conduits is the script."""
@@ -50,7 +50,8 @@ class Callers:
         return None
 
 
-def _is_library_file(filename: str) -> bool:
+def is_library_file(filename: str) -> bool:
+    """Whether a file is in the standard library or in `site-packages`."""
     if filename.startswith("<frozen "):  # a library that differentiates at import time
         return True
     path = os.path.abspath(filename)

@@ -13,6 +13,7 @@ import jax
 import jax.extend.core
 
 from mpjax._jaxpr import compat
+from mpjax.launcher.callers import is_library_file
 from mpjax.launcher.report import Clock
 from mpjax.launcher.session import Frame, Session, enclosing_scale, frame, tracing
 
@@ -119,9 +120,10 @@ class Compiled:
 
 
 def name_of(fun: Any) -> str:
-    """The name of a function with its line, as `step (train.py:12)`: several may have one name."""
+    """The name of a function with its line in the script, as `step (train.py:12)`: several may have one name."""
     name, code = getattr(fun, "__name__", type(fun).__name__), getattr(inspect.unwrap(fun), "__code__", None)
-    return name if code is None else f"{name} ({os.path.basename(code.co_filename)}:{code.co_firstlineno})"
+    known = code is not None and not is_library_file(code.co_filename)
+    return name if not known else f"{name} ({os.path.basename(code.co_filename)}:{code.co_firstlineno})"
 
 
 def under_policy(session: Session, fun: Callable[..., Any], compiled: Compiled | None = None) -> Callable[..., Any]:

@@ -13,6 +13,7 @@ from flax.training import train_state
 from jax import export
 from jax.experimental import checkify
 
+from mpjax.launcher import programs
 from mpjax.launcher.calls import running_sites
 from mpjax.launcher.session import CALLS, NONFINITE, RERUNS
 
@@ -200,6 +201,9 @@ def test_evaluation_is_in_half_and_other_programs_are_not(launched):
     assert not half(jax.jit(lambda g: tx.update(g, ())), params())
     mapped = jax.pmap(model, in_axes=(None, 0))
     assert half(mapped, params(), X[None])
+    assert not half(model, params(), X)  # not compiled by the script
+    assert programs.name_of(model).startswith("model (test_programs.py:")
+    assert programs.name_of(optax.sgd) == "sgd"  # a library's line tells nothing
 
 
 def test_an_evaluation_before_the_first_gradient_is_in_half_after_it(launched):
@@ -230,11 +234,40 @@ def test_an_evaluation_of_a_module_is_in_half(launched, kind):
     np.testing.assert_allclose(jit(lambda x: x @ x.T)(X), X @ X.T, atol=1e-5)
 
 
-@pytest.mark.parametrize("transform", [jax.jacrev, jax.jacfwd, jax.hessian])
-def test_a_derivative_that_is_not_scaled_is_not_in_half(launched, transform):
+# The limits that docs/launcher.md states.
+IN_FLOAT32 = {
+    "jacrev": lambda p, x: jax.jacrev(loss_fn)(p, x),
+    "jacfwd": lambda p, x: jax.jacfwd(loss_fn)(p, x),
+    "hessian": lambda p, x: jax.hessian(loss_fn)(p, x),
+    "jvp": lambda p, x: jax.jvp(lambda p: jnp.mean(x * p["w"][:8] @ p["w"]), (p,), (p,))[1],
+    "allow_int": lambda p, x: jax.grad(loss_fn, allow_int=True)(p, x),
+    "holomorphic": lambda p, x: jax.grad(lambda w: jnp.sum(w @ w), holomorphic=True)(p["w"].astype(jnp.complex64)),
+    "a forward pass in a scan over steps": lambda p, x: jax.lax.scan(
+        lambda p, x: (jax.tree.map(jnp.add, p, jax.grad(lambda p: jnp.sum(p["w"] ** 2))(p)), model(p, x)), p, x[None]
+    ),
+    "parameters closed over": lambda p, x: model(jax.tree.map(jnp.asarray, PARAMS), x),
+}
+PARAMS = jax.device_get(params())
+
+
+@pytest.mark.parametrize("limit", IN_FLOAT32)
+def test_what_the_limits_name_is_not_in_half(launched, limit):
     launched()
     optax.sgd(0.1)
-    assert not half(jax.jit(transform(loss_fn)), params(), X)
+    assert not half(jax.jit(IN_FLOAT32[limit]), params(), X)
+
+
+def test_a_rule_that_is_not_linear_sees_scaled_cotangents(launched):
+    @jax.custom_vjp
+    def clipped(x):
+        return x
+
+    clipped.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -1.0, 1.0),))
+    launched()
+    optax.sgd(0.1)
+    got = jax.jit(jax.grad(lambda p, x: jnp.sum(clipped(model(p, x)))))(params(), X)
+    want = jax.jit(jax.grad(lambda p, x: jnp.sum(model(p, x)) / 2**15))(params(), X)
+    np.testing.assert_allclose(got["w"], want["w"], rtol=0.02, atol=1e-6)
 
 
 def test_compiled_functions_keep_their_interface(launched):
