@@ -221,7 +221,8 @@ def _tangent_transpose(
 
 def _gradient_of(matmul: Any, which: int, half: Any, aval: Any, params: dict[str, Any]) -> Callable[..., Any] | None:
     """The function that computes the gradient of operand `which` in float32; None if JAX's rule serves."""
-    if matmul is lax.conv_general_dilated_p and which == 1 and is_pointwise(params, aval.shape):
+    pointwise = matmul is lax.conv_general_dilated_p and which == 1 and is_pointwise(params, aval.shape)
+    if pointwise and compat.platform() != "tpu":  # There, a convolution outputs float32, and a matmul moves pixels.
         return _matrix_gradient
     if matmul is lax.dot_general_p and (which == 1 or compat.contracts_rows(half)):
         return functools.partial(dot_gradient, which)

@@ -55,6 +55,22 @@ def test_the_maximum_of_a_softmax_is_a_result_of_its_own_on_a_tpu(platform, coun
     assert text.count("optimization_barrier") == count
 
 
+def test_a_tpu_computes_the_gradient_of_a_pointwise_kernel_as_a_convolution():
+    def conv(w, x):
+        return jnp.sum(jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")))
+
+    def wide():
+        gradient = jax.grad(mpjax.autocast(conv, "mixed_bfloat16"))
+        program = jax.make_jaxpr(gradient)(jnp.ones((1, 1, 4, 8)), jnp.ones((2, 4, 4, 4)))
+        names = ("dot_general", "conv_general_dilated")
+        found = [e.eqn for e in measures.equations(program) if e.eqn.primitive.name in names]
+        return [eqn.primitive.name for eqn in found if eqn.outvars[0].aval.dtype == jnp.float32]
+
+    assert wide() == ["dot_general"]
+    with tpu():
+        assert wide() == ["conv_general_dilated"]
+
+
 def test_unfused_is_the_identity_under_every_transformation():
     def fun(x, wrap=unfused.bind):
         return jnp.sum(jnp.sin(wrap(x)) ** 2)
