@@ -1,10 +1,16 @@
 """Communication of sharded steps, at toy size on four devices, and the simulated error of sums over replicas."""
 
+import functools
 import json
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from benchmarks import RESULTS, communication
+from benchmarks.training.target import TARGETS
+from mpjax.inspection.audit.communication import collectives
 
 
 @pytest.fixture(autouse=True)
@@ -57,3 +63,21 @@ ENTRY %main (p: f32[8]) -> f32[8] {
 }
 """
     assert communication.schedule(text) == [["all-reduce", 2], ["all-reduce", None]]
+
+
+@pytest.mark.parametrize(("chip", "pod"), [("v5e", "4x4"), ("v6e", "4x4"), ("v5p", "2x2x4")])
+def test_an_explicit_reduce_scatter_is_an_all_reduce_on_a_tpu_pod(chip, pod):
+    target = TARGETS[chip]
+    devices = target.devices(16, pod)
+    if devices is None:
+        pytest.skip(target.missing)
+    mesh = jax.sharding.Mesh(np.array(devices), ("data",))
+    rows = jax.sharding.NamedSharding(mesh, jax.P("data"))
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=jax.P("data"), out_specs=jax.P("data"))
+    def gradient(x):
+        return jax.lax.psum_scatter(x.T @ x, "data", tiled=True)
+
+    shape = jax.ShapeDtypeStruct((1024, 2048), jnp.float32, sharding=rows)
+    text = jax.jit(gradient).trace(shape).lower(lowering_platforms=("tpu",)).compile().as_text()
+    assert {row.op for row in collectives(text)} == {"all-reduce"}
