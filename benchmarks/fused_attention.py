@@ -1,7 +1,8 @@
-"""Memory of attention on an H200, fused and as written: `python -m benchmarks.fused_attention`.
+"""Memory of attention, fused and as written: `python -m benchmarks.fused_attention [--target v5e]`.
 
-Compiles the gradient of a small causal transformer, under autocast in bfloat16, for an H200 that is not there, and
-reads XLA's temporary memory, the calls of cuDNN's kernel, and whether a buffer has an element for each pair of tokens.
+Compiles the gradient of a small causal transformer, under autocast in bfloat16, for an H200 or a TPU that is not
+there, and reads XLA's temporary memory, the calls of the kernel, and whether a buffer has an element for each pair of
+tokens.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.pallas.ops.tpu.flash_attention import flash_attention
 
 import mpjax
 from benchmarks import RESULTS
 from benchmarks.training import target
+from mpjax._jaxpr import compat
 from perf.results import save
 
 WIDTH, HEADS, LAYERS, BATCH, TOKENS = 512, 8, 2, 4, 1024
@@ -28,6 +31,8 @@ LOOPS = {
     "a `jax.checkpoint` for each layer": (False, True),
     "both": (True, True),
 }
+# The implementation by name and its call in the compiled program.
+KERNELS = {"gpu": ("cudnn", "__cudnn$fmha"), "tpu": ("pallas", "tpu_custom_call")}
 FORMS = ("as written", "fused", "by hand")
 
 
@@ -39,8 +44,12 @@ def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
 
 
 def by_hand(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """The same by cuDNN's kernel."""
+    """The same by cuDNN's kernel, or on a TPU by Pallas's."""
     q, k, v = (x.astype(jnp.bfloat16) for x in (q, k, v))
+    if compat.platform() == "tpu":
+        q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
+        out: jax.Array = flash_attention(q, k, v, causal=True, sm_scale=q.shape[-1] ** -0.5)
+        return out.swapaxes(1, 2).astype(jnp.float32)
     return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn").astype(jnp.float32)
 
 
@@ -68,7 +77,8 @@ def loss_fn(params: Any, x: jax.Array, attend: Callable[..., jax.Array], scan: b
 
 def measure(loop: tuple[bool, bool], form: str, device: jax.Device) -> dict[str, Any]:
     """XLA's plan of one form."""
-    rules = mpjax.Rules(attention="cudnn" if form == "fused" else "unfused")
+    kernel, call = KERNELS[device.platform]
+    rules = mpjax.Rules(attention=kernel if form == "fused" else "unfused")
     attend = by_hand if form == "by hand" else attention
     scan, checkpoint = loop
     loss = functools.partial(loss_fn, attend=attend, scan=scan, checkpoint=checkpoint)
@@ -77,11 +87,14 @@ def measure(loop: tuple[bool, bool], form: str, device: jax.Device) -> dict[str,
     shapes = {"qkv": (WIDTH, 3 * WIDTH), "out": (WIDTH, WIDTH), "up": (WIDTH, 4 * WIDTH), "down": (4 * WIDTH, WIDTH)}
     params = {name: array((LAYERS, *shape)) for name, shape in shapes.items()}
     gradient = jax.jit(jax.grad(mpjax.autocast(loss, "mixed_bfloat16", rules=rules)))
-    compiled = gradient.trace(params, array((BATCH, TOKENS, WIDTH))).lower(lowering_platforms=("cuda",)).compile()
+    with target.traced_for(device):
+        traced = gradient.trace(params, array((BATCH, TOKENS, WIDTH)))
+    platform = "tpu" if device.platform == "tpu" else "cuda"
+    compiled = traced.lower(lowering_platforms=(platform,)).compile()
     text = compiled.as_text() or ""
     return {
         "temporary_bytes": compiled.memory_analysis().temp_size_in_bytes,
-        "kernel_calls": text.count('custom_call_target="__cudnn$fmha'),
+        "kernel_calls": text.count(f'custom_call_target="{call}'),
         "stores_scores": re.search(rf"\w\[[\d,]*{TOKENS},{TOKENS}[\d,]*\]", text) is not None,
     }
 
@@ -99,13 +112,16 @@ def table(results: dict[str, dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=pathlib.Path, default=RESULTS, help="folder of the results")
+    parser.add_argument("--target", default="h200", choices=list(target.TARGETS), help="default: h200")
     args = parser.parse_args()
-    devices = target.TARGETS["h200"].devices()
+    chosen = target.TARGETS[args.target]
+    devices = chosen.devices()
     if devices is None:
-        raise SystemExit(target.NO_PLUGIN)
+        raise SystemExit(chosen.missing)
     results = {name: {form: measure(loop, form, devices[0]) for form in FORMS} for name, loop in LOOPS.items()}
     print(table(results))
-    save("fused_attention", results, args.out).with_suffix(".md").write_text(table(results))
+    name = "fused_attention" + f"_{args.target}" * (args.target != "h200")
+    save(name, results | {"versions": chosen.versions()}, args.out).with_suffix(".md").write_text(table(results))
 
 
 if __name__ == "__main__":

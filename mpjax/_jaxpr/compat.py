@@ -94,6 +94,15 @@ def platform() -> str:
     return default if isinstance(default, str) else default.platform
 
 
+def is_partitioned() -> bool:
+    """Whether XLA may split the program over devices: outside of `shard_map`, by a mesh or by sharded arguments."""
+    mesh = get_abstract_mesh()
+    if mesh.empty:
+        return jax.device_count() > 1
+    sizes = zip(mesh.axis_types, mesh.axis_sizes, strict=True)
+    return any(size > 1 and axis_type != jax.sharding.AxisType.Manual for axis_type, size in sizes)
+
+
 def shards_layout_constraints() -> bool:
     """Whether a layout constraint keeps an array sharded: before JAX 0.12, XLA gathered all of it."""
     return jax.__version_info__ >= (0, 12) or jax.device_count() == 1

@@ -21,7 +21,7 @@ LEVELS = ("conservative", "default", "half")
 RESIDUALS = ("auto", "half", "full")
 RESIDUAL_STREAMS = ("half", "float32")
 WEIGHT_GRADIENTS = ("float32", "everywhere", "half")
-ATTENTION = ("unfused", "fused", "cudnn", "xla")
+ATTENTION = ("unfused", "fused", "cudnn", "pallas", "xla")
 _LISTS = (("allow", Op.ALLOW), ("deny", Op.DENY), ("infer", Op.INFER))
 _VARIABLES = {name: f"MPJAX_{name.upper()}LIST_ADD" for name, _ in _LISTS}
 
@@ -74,9 +74,9 @@ class Rules:
             float32: smaller errors for more memory. The extra memory matters most where each layer is a
             `jax.checkpoint`, which stores little else.
         attention: `"fused"` runs attention that the function writes out as `jax.nn.dot_product_attention`, in half,
-            where the device has a fused kernel (cuDNN's, on CUDA), and elsewhere as it is written. The kernel stores
-            no scores. `"cudnn"` and `"xla"` are its implementations by name, whatever the device, for programs that are
-            compiled for another one. `"unfused"` runs attention as it is written.
+            where the device has a fused kernel (cuDNN's on CUDA, Pallas's on a TPU), and elsewhere as it is written.
+            The kernel stores no scores. `"cudnn"`, `"pallas"` and `"xla"` are the implementations by name, whatever the
+            device, for programs that are compiled for another one. `"unfused"` runs attention as it is written.
         float8: The options of float8 matmuls, for a policy with `matmul_dtype="float8"`.
 
     Raises:

@@ -16,6 +16,7 @@ import numpy as np
 from mpjax._jaxpr import compat
 from mpjax.casting.attention.axes import Axis, Dims, flat, joined
 from mpjax.casting.attention.find import Flow, Found
+from mpjax.casting.attention.pallas import flash_attention
 
 ATTENTION = jax.extend.core.Primitive("fused_attention")
 Shape = tuple[int, ...]
@@ -102,11 +103,11 @@ class Options:
         if masks:
             read = [~x if inverted else x for x, inverted in zip(masks, self.inverted, strict=True)]
             mask = functools.reduce(jnp.logical_and, read)
-        attention: Any = jax.nn.dot_product_attention
+        fused = functools.partial(jax.nn.dot_product_attention, implementation=self.implementation)
+        attention: Any = flash_attention if self.implementation == "pallas" else fused
         out = attention(
-            q, k, v, bias, mask, scale=self.scale, is_causal=self.is_causal,
-            local_window_size=self.local_window_size, implementation=self.implementation,
-        )  # fmt: skip
+            q, k, v, bias, mask, scale=self.scale, is_causal=self.is_causal, local_window_size=self.local_window_size
+        )
         return self.out(out)
 
 
@@ -114,6 +115,8 @@ def implementation_of(choice: str) -> str:
     """The implementation for `Rules(attention=...)`; empty if the platform has no fused kernel."""
     if choice != "fused":
         return choice
+    if compat.platform() == "tpu":
+        return "pallas"
     return "cudnn" if "cuda" in jax.extend.backend.get_backend().platform_version else ""
 
 
