@@ -64,7 +64,7 @@ class Speech(Workload):
         "layers": 1,
         "channels": 4,
     }
-    shallow_sizes: ClassVar[dict[str, Any]] = {"batch_size": 16, "frames": 400, "layers": 1}
+    shallow_sizes: ClassVar[dict[str, Any]] = {"batch_size": 16, "frames": 200, "layers": 1}
     reported_speedup = 3.0
 
     def module(self, dtype: Any = None) -> DeepSpeech2:

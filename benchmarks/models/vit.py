@@ -58,7 +58,7 @@ class Vit(Workload):
         "heads": 2,
     }
     in_torch = False
-    shallow_sizes: ClassVar[dict[str, Any]] = {"batch_size": 32, "layers": 2}
+    shallow_sizes: ClassVar[dict[str, Any]] = {"batch_size": 32, "layers": 1}
 
     def module(self, dtype: Any = None) -> VisionTransformer:
         return VisionTransformer(

@@ -5,8 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import SingleDeviceSharding
 
 import mpjax
+from benchmarks.training.target import TARGETS, placed, traced_for
 from mpjax import Rules
 from testing import measures
 from testing.platforms import tpu
@@ -76,3 +78,18 @@ def test_a_program_that_xla_splits_over_devices_stays_as_it_is_written():
         explained = mpjax.explain(autocast(attention, "pallas"), *arrays())
     (row,) = [row for row in explained.rows if row.op == "attention"]
     assert row.why.startswith("pallas refuses it: XLA can't split it")
+
+
+@pytest.mark.parametrize("chip", ["v5e", "v6e"])
+def test_libtpu_compiles_the_kernel_with_its_gradient(chip):
+    target = TARGETS[chip]
+    devices = target.devices()
+    if devices is None:
+        pytest.skip(target.missing)
+    shapes = placed([jax.ShapeDtypeStruct((1, 1024, N, 64), jnp.float32)] * 3, SingleDeviceSharding(devices[0]))
+    for choice in ("fused", "unfused"):
+        with traced_for(devices[0]):
+            traced = jax.jit(jax.grad(autocast(attention, choice), (0, 1, 2))).trace(*shapes)
+        text = traced.lower(lowering_platforms=("tpu",)).compile().as_text()
+        assert text.count('custom_call_target="tpu_custom_call"') == 3 * (choice == "fused")
+        assert ("1024,1024]" in text) == (choice == "unfused")
