@@ -10,16 +10,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import flax.linen as nn
 import jax
 
+from mpjax.modules.classes import become, class_with, original_class, reduce_, setting_of
 from mpjax.modules.explicit_dtypes import warn_explicit_dtypes
 from mpjax.modules.layers import cast
-from mpjax.modules.linen_calls import ModelCall, interceptor, running, subclass
+from mpjax.modules.linen_calls import ModelCall, interceptor, running
 from mpjax.policy import Policy, path_string, warn_unused_overrides
 
 
@@ -41,9 +41,13 @@ class _ClassKey:
     prefix: tuple[str, ...] = ()
     casts_output: bool = True
 
-
-# One class per model class and setting, so that equal models with equal policies are equal.
-_classes: weakref.WeakValueDictionary[tuple[type, _ClassKey], type] = weakref.WeakValueDictionary()
+    def namespace(self, base: Any) -> dict[str, Any]:
+        # Keep the base's dataclass methods, including hand-written ones.
+        kept = {name: getattr(base, name) for name in ("__init__", "__eq__", "__hash__")}
+        methods = {name: _with_run(name, getattr(base, name)) for name in _methods(base)}
+        entries = {name: _with_run_in_method(getattr(base, name)) for name in ("apply", "init_with_output")}
+        registration = {"unbind": _unbind(base.unbind), "_register_submodules": _register(base._register_submodules)}
+        return kept | methods | entries | registration | {"__reduce__": nn.nowrap(reduce_)}
 
 
 def with_policy(
@@ -57,33 +61,13 @@ def with_policy(
         place_nnx: Sets a policy on an NNX module in the model: `nnx.set_policy`.
         path: The model's path in the NNX model that contains it, if any.
     """
-    cls = _class_with(_base(model), _ClassKey(policy, place_nnx, None, tuple(map(str, path or ())), path is None))
+    setting = _ClassKey(policy, place_nnx, None, tuple(map(str, path or ())), path is None)
     if model.parent is not None:
         # It is registered in its parent: a second instance would be a second submodule.
-        object.__setattr__(model, "__class__", cls)
+        become(model, setting)
         return model
     fields = {f.name: getattr(model, f.name) for f in dataclasses.fields(model) if f.init}
-    return cls(**{**fields, "parent": None})
-
-
-def _base(module: Any) -> Any:
-    return getattr(type(module), "_mpjax_base", type(module))
-
-
-def _setting(module: Any) -> _ClassKey | None:
-    return getattr(type(module), "_mpjax_setting", None)
-
-
-def _class_with(base: Any, setting: _ClassKey) -> type:
-    if (base, setting) in _classes:
-        return _classes[base, setting]
-    namespace: dict[str, Any] = {name: _with_run(name, getattr(base, name)) for name in _methods(base)}
-    namespace |= {"_mpjax_base": base, "_mpjax_setting": setting, "__reduce__": nn.nowrap(_reduce)}
-    namespace |= {name: _with_run_in_method(getattr(base, name)) for name in ("apply", "init_with_output")}
-    namespace |= {"unbind": _unbind(base.unbind), "_register_submodules": _register(base._register_submodules)}
-    cls = subclass(base, namespace)
-    _classes[base, setting] = cls
-    return cls
+    return class_with(original_class(type(model)), setting)(**{**fields, "parent": None})
 
 
 def _register(inherited: Callable[..., None]) -> Callable[..., None]:
@@ -102,8 +86,8 @@ def _register(inherited: Callable[..., None]) -> Callable[..., None]:
 def _adopt(parent: Any, value: Any, setting: _ClassKey) -> None:
     """Sets a policy on the submodules in a parent's attribute, and on the submodules already registered in those."""
     for module in jax.tree.leaves(value, is_leaf=lambda x: isinstance(x, nn.Module)):
-        if isinstance(module, nn.Module) and module.parent is parent and _setting(module) is None:
-            object.__setattr__(module, "__class__", _class_with(type(module), setting))
+        if isinstance(module, nn.Module) and module.parent is parent and setting_of(module) is None:
+            become(module, setting)
             for name, below in vars(module).items():
                 if name != "parent":
                     _adopt(module, below, setting)
@@ -119,7 +103,7 @@ def _unbind(inherited: Callable[..., Any]) -> Callable[..., Any]:
         if self._mpjax_setting.part_of is not None:
             run = _run_of(self)
             setting = _ClassKey(run.policy, run.place_nnx, prefix=tuple(run.relative(self.path).split("/")))
-            object.__setattr__(module, "__class__", _class_with(_base(module), setting))
+            become(module, setting)
         return module, variables
 
     return unbind
@@ -198,7 +182,7 @@ def _run(module: Any, method: Any, fun: Callable[..., Any], args: Any, kwargs: A
         warn_unused_overrides(policy, sorted(run.paths | {path_string(path) for path, _ in params}))
     if run.wide and method != "setup":
         repeat = functools.partial(_call_again, module, method, args, kwargs)
-        warn_explicit_dtypes(_base(module), policy, run.wide, repeat)
+        warn_explicit_dtypes(original_class(type(module)), policy, run.wide, repeat)
     return cast(out, policy.output_dtype) if setting.casts_output else out
 
 
@@ -207,12 +191,3 @@ def _call_again(module: Any, method: Any, args: Any, kwargs: Any) -> Any:
     unbound, variables = module.unbind()
     rngs = {name: rng.as_jax_rng() for name, rng in module.scope.rngs.items()}
     return unbound.apply(variables, *args, **kwargs, rngs=rngs, method=method, mutable=True)
-
-
-def _reduce(self: Any) -> Any:
-    """Pickles the author's class and the setting, because the class itself is generated."""
-    return _blank, (self._mpjax_base, self._mpjax_setting), dict(vars(self))
-
-
-def _blank(base: type, setting: _ClassKey) -> Any:
-    return object.__new__(_class_with(base, setting))

@@ -199,9 +199,3 @@ def _stored_in(init_fn: Any, param_dtype: np.dtype) -> Any:
     if not callable(init_fn) or param_dtype == np.float32:
         return init_fn
     return lambda *args, **kwargs: cast_parameter(init_fn(*args, **kwargs), param_dtype)
-
-
-def subclass(base: Any, namespace: dict[str, Any]) -> type:
-    # Keep the base's dataclass methods, including hand-written ones.
-    kept = ("__module__", "__qualname__", "__doc__", "__init__", "__eq__", "__hash__")
-    return type(base)(base.__name__, (base,), {name: getattr(base, name) for name in kept} | namespace)

@@ -20,6 +20,7 @@ import numpy as np
 from flax import nnx
 
 from mpjax.modules import linen
+from mpjax.modules.classes import become, setting_of
 from mpjax.modules.explicit_dtypes import warn_explicit_dtypes
 from mpjax.modules.layers import (
     Kind,
@@ -68,6 +69,11 @@ class _Placement:
     in_cell: bool
     wide: tuple[tuple[str, np.dtype], ...] = ()
 
+    def namespace(self, base: Any) -> dict[str, Any]:
+        names = () if is_container(base) else method_names(base, nnx.Module)
+        accesses = {"__setattr__": _set_attribute(base), "__getattribute__": _get_attribute(base)}
+        return {name: _with_rules(base, name, self) for name in names} | accesses
+
 
 # Types of attributes that are not and don't contain parameters or modules. `isinstance` of a Variable is slower.
 _PLAIN = (bool, int, float, str, np.dtype, type, types.FunctionType, types.NoneType)
@@ -99,7 +105,7 @@ def set_policy(root: Any, policy: Policy, at: tuple[Any, ...] = (), cell: bool =
     paths = [_join(path) for path in modules]
     # Compute all placements first: they depend on the author's classes and attributes.
     for module in ours.values():
-        object.__setattr__(module, "__class__", _base(type(module)))
+        become(module, None)
     placements = {path: _place(path, ours, policy, cell) for path in ours}
     model = placements.get(())
     if model is not None:
@@ -110,7 +116,7 @@ def set_policy(root: Any, policy: Policy, at: tuple[Any, ...] = (), cell: bool =
         placement = placements[path]
         if placement is not None:
             _cast_caches(module, placement.dtype)
-            object.__setattr__(module, "__class__", _class_with_policy(type(module), placement))
+            become(module, placement)
     return sorted(paths)
 
 
@@ -118,17 +124,9 @@ def _join(path: tuple[Any, ...]) -> str:
     return "/".join(map(str, path))
 
 
-def _base(cls: type) -> type:
-    return getattr(cls, "_mpjax_base", cls)
-
-
-def _placement_of(module: Any) -> _Placement | None:
-    return getattr(type(module), "_mpjax_placement", None)
-
-
 def _sets_own_policy(module: Any) -> bool:
-    placement = _placement_of(module)
-    return placement is not None and placement.is_model
+    placement = setting_of(module)
+    return isinstance(placement, _Placement) and placement.is_model
 
 
 def _is_wide(placement: _Placement, module: Any, path: tuple[Any, ...]) -> bool:
@@ -200,18 +198,6 @@ def _unset_dtypes(line: list[Any]) -> Iterator[np.dtype]:
         yield line[-1].embedding.dtype
 
 
-@functools.cache
-def _class_with_policy(base: Any, placement: _Placement) -> type:
-    """One class per class and placement: NNX compares modules by class, and registers each class."""
-    namespace = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
-    if not is_container(base):
-        namespace |= {name: _with_rules(base, name, placement) for name in method_names(base, nnx.Module)}
-    namespace |= {"_mpjax_base": base, "_mpjax_placement": placement, "__reduce__": _reduce}
-    namespace |= {"__setattr__": _set_attribute(base), "__getattribute__": _get_attribute(base)}
-    keywords = {"pytree": base._pytree__is_pytree}
-    return types.new_class(base.__name__, (base,), keywords, lambda body: body.update(namespace))
-
-
 def _set_attribute(base: Any) -> Callable[[Any, str, Any], None]:
     """Makes a `__setattr__` that sets the module's policy on assigned modules that have none."""
 
@@ -223,9 +209,9 @@ def _set_attribute(base: Any) -> Callable[[Any, str, Any], None]:
 
 
 def _adopt(module: Any, name: str, value: Any) -> None:
-    placement, cell = type(module)._mpjax_placement, kind_of(type(module), "__call__") is Kind.CELL
+    placement, cell = setting_of(module), kind_of(type(module), "__call__") is Kind.CELL
     for part in jax.tree.leaves(value, is_leaf=_is_variable_or_module):
-        if isinstance(part, nnx.Module) and _placement_of(part) is None:
+        if isinstance(part, nnx.Module) and not isinstance(setting_of(part), _Placement):
             set_policy(part, placement.policy, (*placement.path, name), cell)
 
 
@@ -324,12 +310,3 @@ def _call_again(module: Any, method: str, args: Any, kwargs: Any) -> Any:
 
 def _is_variable_or_module(x: Any) -> bool:
     return isinstance(x, (nnx.Variable, nnx.Module))
-
-
-def _reduce(self: Any) -> Any:
-    """Pickles the author's class and the placement, because the class itself is generated."""
-    return _blank, (self._mpjax_base, self._mpjax_placement), self.__getstate__()
-
-
-def _blank(base: type, placement: _Placement) -> Any:
-    return object.__new__(_class_with_policy(base, placement))

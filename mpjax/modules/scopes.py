@@ -8,19 +8,28 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import dataclasses
 import functools
 import inspect
 import sys
-import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 
+from mpjax.modules.classes import become, setting_of
+
 # The module whose method is running. The modules that it calls are named by their path in it.
 _caller: contextvars.ContextVar[Any] = contextvars.ContextVar("mpjax_caller", default=None)
-# Marks the generated classes of `named_modules`.
-_NAMED = "_mpjax_named"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Named:
+    """The setting of modules whose methods open their scopes."""
+
+    def namespace(self, base: Any) -> dict[str, Any]:
+        library = next(cls for cls in base.__mro__ if cls in _libraries())
+        return {name: _in_scope(getattr(base, name)) for name in method_names(base, library)}
 
 
 @contextlib.contextmanager
@@ -65,18 +74,13 @@ def named_modules(tree: Any) -> Iterator[None]:
     """
     found = {id(module): module for module in _modules(tree)}
     for module in found.values():
-        cls: Any = type(module)
-        object.__setattr__(module, "__class__", _named_class(cls))
+        become(module, _Named())
     try:
         yield
     finally:
         for module in found.values():
-            object.__setattr__(module, "__class__", original_class(type(module)))
-
-
-def original_class(cls: type) -> type:
-    """The user's class of a module that `named_modules` changed; any other class is returned unchanged."""
-    return cls.__mro__[1] if _NAMED in vars(cls) else cls
+            if setting_of(module) == _Named():  # a policy may have been set meanwhile
+                become(module, None)
 
 
 def is_container(cls: type) -> bool:
@@ -125,8 +129,7 @@ def _modules(tree: Any) -> Iterator[Any]:
             if id(node) in seen:
                 continue
             seen.add(id(node))
-            names_itself = hasattr(type(node), "_mpjax_placement") or _NAMED in vars(type(node))
-            if not (names_itself or is_container(type(node))):
+            if setting_of(node) is None and not is_container(type(node)):
                 yield node
             node = vars(node)
         leaves = jax.tree.leaves(node, is_leaf=lambda x: isinstance(x, bases))
@@ -165,18 +168,6 @@ def _children(module: Any, bases: tuple[type, ...]) -> Iterator[tuple[str, Any]]
 
 def _is_other_module(container: Any, bases: tuple[type, ...], x: Any) -> bool:
     return x is not container and isinstance(x, bases)
-
-
-@functools.cache
-def _named_class(cls: Any) -> Any:
-    """A subclass whose methods open the scope of their module."""
-    library = next(base for base in cls.__mro__ if base in _libraries())
-    methods = {name: _in_scope(getattr(cls, name)) for name in method_names(cls, library)}
-    namespace = (
-        {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")} | methods | {_NAMED: True}
-    )
-    keywords = {"pytree": cls._pytree__is_pytree} if hasattr(cls, "_pytree__is_pytree") else {}
-    return types.new_class(cls.__name__, (cls,), keywords, lambda body: body.update(namespace))
 
 
 def _in_scope(inherited: Callable[..., Any]) -> Callable[..., Any]:

@@ -9,7 +9,8 @@ from flax import nnx
 import mpjax
 from mpjax._jaxpr import compat
 from mpjax._jaxpr.program import walk
-from mpjax.modules.scopes import named_modules, original_class
+from mpjax.modules.classes import original_class
+from mpjax.modules.scopes import named_modules
 from testing import cheap_keys
 from tests.modules.flax_models import of_nnx
 
