@@ -385,7 +385,11 @@ def _apply(eqn: Any, args: list[Array]) -> list[Any]:
     if name in ("pure_callback", "io_callback", "debug_callback"):
         raise Unsupported(name)
     if name in _RANDOM:
-        return _evaluated_with_jax(eqn, args) if isinstance(args[0], jax.Array) else [_RANDOM[name](eqn, *args)]
+        rule = _RANDOM[name]
+        if isinstance(args[0], jax.Array):
+            rule = numpy_rules.threefry_bits if name == "random_bits" else lambda eqn, *args: None
+        out = rule(eqn, *args)
+        return _evaluated_with_jax(eqn, args) if out is None else [out]
     out = _RULES[name](eqn, *args) if name in _RULES else None
     if out is None:
         return _evaluated_with_jax(eqn, args)
@@ -684,6 +688,7 @@ _RULES.update(
         "transpose": lambda eqn, x: np.transpose(x, eqn.params["permutation"]),
         "rev": lambda eqn, x: np.flip(x, tuple(eqn.params["dimensions"])),
         "concatenate": _concatenate,
+        "stack": lambda eqn, *xs: np.stack(xs, eqn.params["axis"]),
         "split": _split,
         "unstack": lambda eqn, x: [*np.moveaxis(x, eqn.params["axis"], 0)],
         "slice": _slice,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -155,6 +156,26 @@ def random_split(eqn: Any, keys: Array) -> Array:
 def random_bits(eqn: Any, keys: Array) -> Array:
     """`random_bits` of cheap keys."""
     return _of_each(keys, lambda key: cheap_keys.random_bits(key, eqn.params["bit_width"], eqn.params["shape"]))
+
+
+def threefry_bits(eqn: Any, keys: Any) -> Array | None:
+    """`random_bits` of 32 bits from one threefry key, a JAX array; None for others.
+
+    Source: Salmon et al. 2011, Parallel random numbers: as easy as 1, 2, 3 (https://doi.org/10.1145/2063384.2063405).
+    """
+    shape, is_threefry = eqn.params["shape"], str(jax.random.key_impl(keys)) == "threefry2x32"
+    if keys.shape or not is_threefry or eqn.params["bit_width"] != 32 or not jax.config.jax_threefry_partitionable:
+        return None
+    key = np.asarray(jax.random.key_data(keys))
+    schedule = *key, key[0] ^ key[1] ^ np.uint32(0x1BD11BDA)
+    y = np.arange(math.prod(shape), dtype=np.uint32) + schedule[1]
+    x = np.zeros_like(y) + schedule[0]
+    for i in range(5):
+        for turn in ((13, 15, 26, 6), (17, 29, 16, 24))[i % 2]:
+            x = x + y
+            y = (y << np.uint32(turn) | y >> np.uint32(32 - turn)) ^ x
+        x, y = x + schedule[(i + 1) % 3], y + schedule[(i + 2) % 3] + np.uint32(i + 1)
+    return (x ^ y).reshape(shape)
 
 
 def random_fold_in(eqn: Any, keys: Array, data: Array) -> Array:
