@@ -9,7 +9,7 @@ from mpjax._jaxpr import evaluator
 from mpjax.casting.classify import Listing, Setting
 from mpjax.casting.higher_order.sub_jaxpr import (
     HigherOrder,
-    Several,
+    Inner,
     all_full,
     as_traced,
     convention_of,
@@ -48,7 +48,7 @@ def _infer(inference: Inference, eqn: Any, listing: Listing) -> Step:
         for p in plans:
             mask |= p.in_reads[i]
         storages.append([HALF if value is not None and mask == HALF.bit else storage_of(value)])
-    return enter(eqn, listing, outs, Several(plans, convention_of(inference, eqn, storages)))
+    return enter(eqn, listing, outs, Inner(plans, convention_of(inference, eqn, storages)))
 
 
 def _agreed(found: Sequence[Inferred | None], use: Use) -> Inferred | None:
@@ -66,7 +66,7 @@ def _agreed(found: Sequence[Inferred | None], use: Use) -> Inferred | None:
 
 
 def _issue(step: Step, operands: Sequence[Any], plan: Plan) -> Sequence[Any]:
-    inner: Several = step.inner
+    inner: Inner = step.inner
     half = plan.setting.half
     index, *arrays = flatten_operands(inner.convention, operands)
 

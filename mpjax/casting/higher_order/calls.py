@@ -18,8 +18,8 @@ from jax import lax
 from mpjax._jaxpr import compat, evaluator
 from mpjax.casting.classify import Listing, Setting, tracked
 from mpjax.casting.higher_order.sub_jaxpr import (
-    Call,
     HigherOrder,
+    Inner,
     as_traced,
     cached_function,
     convention_of,
@@ -39,7 +39,7 @@ from mpjax.casting.uses import RESULT, Use, follows_one_value, uses
 # The storage dtypes in which an operand is passed: `(equation, index, its inferred dtype, reads inside as a bit mask)`.
 _Storages = Callable[[Any, int, Inferred | None, int], Sequence[Storage]]
 # Issues the equation again on arrays: `(equation, call, function of the arrays, arrays) → results`.
-_Issue = Callable[[Any, Call, Callable[..., Any], Sequence[Any]], Sequence[Any]]
+_Issue = Callable[[Any, Inner, Callable[..., Any], Sequence[Any]], Sequence[Any]]
 
 
 def uses_of_call(eqn: Any, outs: tuple[Use, ...], setting: Setting) -> Sequence[Use]:
@@ -78,13 +78,13 @@ def _one_sub_jaxpr(
             return as_traced(inference, eqn, listing, inner.outs, inner)
         reads = enumerate(zip(eqn.invars, inner.in_reads, strict=True))
         passed = [storages(eqn, i, inference.value(v), mask) for i, (v, mask) in reads]
-        return enter(eqn, listing, inner.outs, Call(inner, convention_of(inference, eqn, passed)))
+        return enter(eqn, listing, inner.outs, Inner((inner,), convention_of(inference, eqn, passed)))
 
     def reissue(step: Step, operands: Sequence[Any], plan: Plan) -> Sequence[Any]:
-        call: Call = step.inner
-        body = function_of(call.plan, call.convention, compat.call_jaxpr(step.eqn.params))
+        call: Inner = step.inner
+        body = function_of(call.plans[0], call.convention, compat.call_jaxpr(step.eqn.params))
         outs = issue(step.eqn, call, body, flatten_operands(call.convention, operands))
-        return values_of(outs, call.plan.outs, plan.setting.half)
+        return values_of(outs, call.plans[0].outs, plan.setting.half)
 
     return HigherOrder(uses_of_operands, infer, reissue, regions_inside)
 
@@ -104,7 +104,7 @@ def _storages_of_jit(eqn: Any, i: int, value: Inferred | None, mask: int) -> Seq
     return [stored] if as_stored else storages_in(mask)
 
 
-def _issue_jit(eqn: Any, call: Call, body: Any, arrays: Sequence[Any]) -> Sequence[Any]:
+def _issue_jit(eqn: Any, call: Inner, body: Any, arrays: Sequence[Any]) -> Sequence[Any]:
     params = eqn.params
     options = compat.jit_options(params) or {}
     shardings = tuple(params["in_shardings"]), tuple(params["out_shardings"])
@@ -120,7 +120,7 @@ def _issue_jit(eqn: Any, call: Call, body: Any, arrays: Sequence[Any]) -> Sequen
             options["out_shardings"] = tuple(None if compat.is_unspecified(s) else s for s in outs)
         return jax.jit(body, donate_argnums=donated or None, **options)
 
-    made: Sequence[Any] = cached_function(call.plan, key, make)(*arrays)
+    made: Sequence[Any] = cached_function(call.plans[0], key, make)(*arrays)
     return made
 
 
@@ -140,7 +140,7 @@ def _storages_of_remat(eqn: Any, i: int, value: Inferred | None, mask: int) -> S
     return [HALF if only_half and activation else storage_of(value)]
 
 
-def _issue_remat(eqn: Any, call: Call, body: Any, arrays: Sequence[Any]) -> Sequence[Any]:
+def _issue_remat(eqn: Any, call: Inner, body: Any, arrays: Sequence[Any]) -> Sequence[Any]:
     params, of_operands = eqn.params, compat.barriers(eqn.params, len(eqn.invars))
     barriers = tuple(of_operands[i] for i, _ in call.convention)
     if params["differentiated"]:
@@ -152,7 +152,7 @@ def _issue_remat(eqn: Any, call: Call, body: Any, arrays: Sequence[Any]) -> Sequ
     flags: bool | tuple[bool, ...] = barriers[0] if len(set(barriers)) == 1 else barriers
     key = ("remat", call.convention, flags, params["policy"])
     checkpoint = functools.partial(jax.checkpoint, body, prevent_cse=flags, policy=params["policy"])
-    results = cached_function(call.plan, key, checkpoint)(*arrays)
+    results = cached_function(call.plans[0], key, checkpoint)(*arrays)
     return results
 
 
@@ -173,7 +173,7 @@ def _storages_of_shards(eqn: Any, i: int, value: Inferred | None, mask: int) -> 
     return [HALF if value.level != Level.INPUT and mask == HALF.bit else value.storage]
 
 
-def _issue_shard_map(eqn: Any, call: Call, body: Any, arrays: Sequence[Any]) -> Sequence[Any]:
+def _issue_shard_map(eqn: Any, call: Inner, body: Any, arrays: Sequence[Any]) -> Sequence[Any]:
     in_specs = tuple(eqn.params["in_specs"][i] for i, _ in call.convention)
     results: Sequence[Any] = evaluator.shard_map(eqn, body, in_specs, tuple(eqn.params["out_specs"]))(*arrays)
     return results
@@ -186,8 +186,8 @@ def _storages_as_traced(eqn: Any, i: int, value: Inferred | None, mask: int) -> 
     return [TRACED if value is None else FULL]  # the dtypes that the rule was written for
 
 
-def _issue_custom_vmap(eqn: Any, call: Call, body: Any, arrays: Sequence[Any]) -> Sequence[Any]:
-    params, setting = eqn.params, call.plan.setting
+def _issue_custom_vmap(eqn: Any, call: Inner, body: Any, arrays: Sequence[Any]) -> Sequence[Any]:
+    params, setting = eqn.params, call.plans[0].setting
     fun = jax.custom_batching.custom_vmap(body)
 
     @fun.def_vmap
@@ -208,7 +208,7 @@ def _issue_custom_vmap(eqn: Any, call: Call, body: Any, arrays: Sequence[Any]) -
         planned = plan_jaxpr(jaxpr, ins, wanted, setting)
         results = run_closed(planned, jaxpr, values_of(arrays, ins, setting.half))
         # The rule must return its results in the same dtypes as the function, which its plan gives.
-        stored = [storage_of(x) for x in call.plan.outs]
+        stored = [storage_of(x) for x in call.plans[0].outs]
         return tuple(array_of(r, storage) for r, storage in zip(results, stored, strict=True)), tuple(out_batched)
 
     results: Sequence[Any] = fun(*arrays)

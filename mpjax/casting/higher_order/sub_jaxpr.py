@@ -39,21 +39,8 @@ class HigherOrder(NamedTuple):
 
 
 @dataclasses.dataclass(slots=True)
-class Call:
-    """One sub-jaxpr, and the storage dtypes of its operands."""
-
-    plan: Plan
-    convention: Convention
-
-    @property
-    def plans(self) -> tuple[Plan, ...]:
-        """The plans of the sub-jaxprs."""
-        return (self.plan,)
-
-
-@dataclasses.dataclass(slots=True)
-class Several:
-    """Several sub-jaxprs on the same operands."""
+class Inner:
+    """The plans of sub-jaxprs that take the same operands, and the storage dtypes of these."""
 
     plans: tuple[Plan, ...]
     convention: Convention
@@ -86,7 +73,7 @@ def enter(eqn: Any, listing: Listing, outs: Sequence[Inferred | None], inner: An
 def as_traced(inference: Inference, eqn: Any, listing: Listing, outs: Sequence[Inferred | None], *plans: Plan) -> Step:
     """The step of a higher-order equation in which nothing is cast."""
     reads = tuple(inference.read(v, FULL) for v in eqn.invars)
-    inner = Several(plans, ())
+    inner = Inner(plans, ())
     return Step(eqn, Action.BIND, reads, outs_of(eqn, outs), "nothing inside to cast", listing, inner=inner)
 
 
