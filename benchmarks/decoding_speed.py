@@ -26,9 +26,9 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageOps
 
-from examples.imagenet.augmentation import random_box
+from examples.imagenet.decoding import random_box
 from examples.imagenet.image_folder import ImageFolder, open_image_folder
-from examples.imagenet.image_tree import Images
+from examples.imagenet.image_sources import Images
 from examples.imagenet.pipeline import train_batches
 from perf.results import save
 
@@ -66,7 +66,7 @@ class TorchImages:
 
     def __init__(self, dataset: ImageFolder, normalise: bool) -> None:
         assert isinstance(dataset.images, Images)
-        self.paths = [dataset.images.path(index) for index in range(len(dataset))]
+        self.paths = [dataset.images.item(index)[0] for index in range(len(dataset))]
         self.labels = dataset.images.labels.tolist()
         self.normalise, self.mean, self.std = normalise, dataset.mean, dataset.std
 

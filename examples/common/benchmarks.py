@@ -5,27 +5,25 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
-from examples.common.benchmarking import (
-    Case,
-    DoesNotFit,
-    compare,
-    comparison_table,
-    compile_step,
-    measure,
-    plot_comparison,
-)
+from examples.common.cli import markdown_table
 from examples.common.config import RunConfig
-from examples.common.hosts import is_main, say
+from examples.common.devices import is_main, say
 from examples.common.loop import open_folder, parameter_count
+from examples.common.reporting import InputClock, new_figure, save_figure
 from examples.common.run_folder import RunFolder, write_json
 from examples.common.task import Task
+from examples.common.training import compile_step
 from perf.environment import environment
-from perf.memory import is_out_of_memory, largest_batch, memory_limit
+from perf.memory import is_out_of_memory, largest_batch, memory_limit, peak_bytes
+from perf.timing import interleaved
 
 MakeTask = Callable[[Any], Task]
 
@@ -36,7 +34,7 @@ class Bench:
     """A task with its state and a batch on the devices, and the step that the mode measures."""
 
     def __init__(self, task: Task) -> None:
-        self.task, self.training = task, task.config.mode != "inference_benchmark"
+        self.training = task.config.mode != "inference_benchmark"
         state = task.initial_state()
         self.parameters = parameter_count(state.params)
         self.state: Any = state if self.training else task.training.weights(state)
@@ -55,22 +53,81 @@ class Bench:
         return outputs
 
 
+def measure(
+    step: Callable[[Any, Any], tuple[Any, Any]],
+    state: Any,
+    batches: Iterator[Any],
+    *,
+    warmup: int,
+    iterations: int,
+    items: int,
+    unit: str,
+    one_by_one: bool = False,
+) -> tuple[Any, dict[str, Any]]:
+    """Runs a step `warmup + iterations` times and measures the last `iterations`.
+
+    Args:
+        step: `(state, batch) -> (state, shown)`. It may donate the state.
+        state: The initial state.
+        batches: At least `warmup + iterations` batches.
+        items: Number of items in a batch.
+        unit: What an item is, in the plural.
+        one_by_one: Whether to wait for each step before dispatching the next, as a server does that answers
+            requests one by one. Otherwise one step is always queued, as in training, and the latency is the
+            time between the ends of two steps.
+
+    Returns:
+        The last state, and a JSON object with the speed, latencies in milliseconds, memory, and the share of the input
+        pipeline. If `shown` is the mapping of a training step, it also has the history of the loss scale and the
+        number of skipped steps.
+    """
+    clock, before, idle = InputClock(), None, 0.0
+    scaling: list[tuple[Any, Any]] = []
+    ends = [time.perf_counter()]
+    for index, batch in enumerate(clock.batches(itertools.islice(batches, warmup + iterations))):
+        state, shown = step(state, batch)
+        clock.dispatched(shown)
+        if isinstance(shown, Mapping):  # keep nothing else of a step: predictions would fill the device
+            scaling.append((shown["loss_scale"], shown["skipped_steps"]))
+        if index == warmup:
+            idle = clock.seconds
+        if one_by_one or index:
+            # Wait for the previous step, so that the device always has another one queued.
+            jax.block_until_ready(shown if one_by_one else before)
+            ends.append(time.perf_counter())
+        before = shown
+    jax.block_until_ready(before)
+    if not one_by_one:
+        ends.append(time.perf_counter())
+    seconds = np.diff(ends[warmup:])
+    percentiles = {f"p{q}": float(np.percentile(seconds, q)) * 1e3 for q in (50, 90, 95, 99)}
+    return state, {
+        f"{unit}_per_second": items * iterations / float(seconds.sum()),
+        "latency_milliseconds": {"avg": float(seconds.mean()) * 1e3, **percentiles},
+        "input_share": (clock.seconds - idle) / float(seconds.sum()),
+        "peak_memory_bytes": peak_bytes(),
+        **_history(jax.device_get(scaling)),
+    }
+
+
+def _history(scaling: Sequence[tuple[Any, Any]]) -> dict[str, Any]:
+    """The history of the loss scale: `[step, scale]` at the start and at each change."""
+    if not scaling:
+        return {}
+    scales = [float(scale) for scale, _ in scaling]
+    changes = [index for index, scale in enumerate(scales) if index == 0 or scale != scales[index - 1]]
+    history = [[index + 1, scales[index]] for index in changes]
+    return {"loss_scale_history": history, "skipped_steps": int(scaling[-1][1])}
+
+
 def run_benchmark(config: RunConfig, make: MakeTask) -> dict[str, Any]:
     """Measures one policy on files, if given, or on synthetic data, and writes benchmark.json."""
     task = make(config)
     with open_folder(config, "-benchmarks") as folder:
         bench = Bench(task)
-        epochs = getattr(config, "iter_unit", "batch") == "epoch"
-        iterations = config.num_iter * (task.steps if epochs else 1)
-        measured = functools.partial(
-            measure,
-            bench.step,
-            warmup=config.warmup_steps,
-            iterations=iterations,
-            items=task.batch_size,
-            unit=task.unit,
-            one_by_one=not bench.training,
-        )
+        iterations = config.num_iter * (task.steps if getattr(config, "iter_unit", "batch") == "epoch" else 1)
+        sizes = {"warmup": config.warmup_steps, "iterations": iterations, "items": task.batch_size}
+        measured = functools.partial(measure, bench.step, **sizes, unit=task.unit, one_by_one=not bench.training)
         bench.state, results = measured(bench.state, itertools.repeat(bench.batch))
         if task.from_files:
             # The extra time of the same steps from files is that of the input pipeline.
@@ -79,15 +136,13 @@ def run_benchmark(config: RunConfig, make: MakeTask) -> dict[str, Any]:
                 bench.state, results = measured(bench.state, map(task.put, task.endless_batches()))
             finally:
                 task.close()
-            share = 1 - alone / results["latency_milliseconds"]["avg"]
             # Both measurements have noise, so the difference may be negative.
-            results |= {"model_milliseconds": alone, "input_share": max(0.0, share)}
+            share = max(0.0, 1 - alone / results["latency_milliseconds"]["avg"])
+            results |= {"model_milliseconds": alone, "input_share": share}
         results = {
-            "mode": config.mode,
             "policy": config.policy,
             "amp": config.amp,
             "parameters": bench.parameters,
-            **task.benchmark_settings(),
             "batch_size": task.batch_size,
             "devices": task.parallel.count,
             "warmup_steps": config.warmup_steps,
@@ -96,9 +151,8 @@ def run_benchmark(config: RunConfig, make: MakeTask) -> dict[str, Any]:
             "program_bytes": bench.compiled.bytes,
             **results,
             **task.benchmark_metrics(results[f"{task.unit}_per_second"]),
-            "environment": environment(),
         }
-        _write(folder, "benchmark.json", results)
+        results = _write(folder, "benchmark.json", task, results)
     latency = ", ".join(f"{name} {value:.1f}" for name, value in results["latency_milliseconds"].items())
     say(f"latency in ms: {latency}; compiled in {bench.compiled.seconds:.1f} s; output in {folder.path}")
     return results
@@ -119,44 +173,78 @@ def run_comparison(
         metrics: Metrics by policy and batch size, from earlier trainings, for the table.
     """
     limit, _ = memory_limit(config.memory_limit)
-    # Settings that all tasks share are taken from the first.
-    first = make(_config_of(config, config.policies[0], config.sizes[0]))
-    tested = config.mode != "train"
-    heads = (
-        {head: key if tested else key.replace("test_", "train_") for key, head in first.table.items()}
-        if metrics
-        else {}
-    )
-    tasks: dict[int, Task] = {}
-
-    def cases() -> Iterator[Case | DoesNotFit]:
-        for size, policy in itertools.product(config.sizes, config.policies):
-            task = make(_config_of(config, policy, size))
-            tasks[size] = task
-            yield _try_case(task, limit)
-
-    rows = compare(cases(), config.num_iter, _WARMUP_ROUNDS)
-    for row in rows:
-        found = (metrics or {}).get((row["policy"], row["batch_size"]), {})
-        row |= {key: found[key] for key in heads.values() if key in found}
-        if "items_per_second" in row:
-            row |= tasks[row["batch_size"]].benchmark_metrics(row["items_per_second"])
-    text = comparison_table(rows, first.unit, heads)
-    settings = first.benchmark_settings()
-    results = {
-        "mode": config.mode,
-        **settings,
-        "rounds": config.num_iter,
-        "rows": rows,
-        "environment": environment(),
-    }
-    _write(folder, "comparison.json", results)
+    rows: list[dict[str, Any]] = []
+    for size in config.sizes:
+        tasks = {policy: make(_config_of(config, policy, size)) for policy in config.policies}
+        task = tasks[config.policies[0]]
+        for row in compare({policy: _fitting(each, limit) for policy, each in tasks.items()}, size, config.num_iter):
+            speed = task.benchmark_metrics(row["items_per_second"]) if "items_per_second" in row else {}
+            rows.append(row | speed | dict((metrics or {}).get((row["policy"], size), {})))
+    keys = task.table if config.mode != "train" else {k.replace("test_", "train_"): v for k, v in task.table.items()}
+    text = comparison_table(rows, task.unit, keys if metrics else {})
     if is_main():
         (folder.path / "comparison.md").write_text(text + "\n")
-        title = f"{first.title.split(', policy')[0]}, {config.mode} on {jax.devices()[0].device_kind}"
-        plot_comparison(folder.path / "comparison.png", rows, title)
+        title = f"{task.title.split(', policy')[0]}, {config.mode} on {jax.devices()[0].device_kind}"
+        _plot_comparison(folder, rows, title)
     say(f"{text}\noutput in {folder.path}")
-    return results
+    return _write(folder, "comparison.json", task, {"rounds": config.num_iter, "rows": rows})
+
+
+def compare(benches: Mapping[str, Bench | None], size: int, rounds: int) -> list[dict[str, Any]]:
+    """Times policies interleaved, so that a slow moment of the machine affects all of them.
+
+    Args:
+        benches: By policy; None where memory is too small.
+        size: The batch size.
+        rounds: Number of measured steps.
+
+    Returns:
+        A row for each policy. Milliseconds are medians. The speedup over the first policy is the median of the ratios
+        in each round.
+    """
+    fitting = {policy: bench for policy, bench in benches.items() if bench is not None}
+    times = interleaved({policy: bench.run for policy, bench in fitting.items()}, rounds, _WARMUP_ROUNDS)
+    base = times.get(next(iter(benches)))
+    rows: list[dict[str, Any]] = [{"policy": policy, "batch_size": size} for policy in benches]
+    for row in rows:
+        if (bench := fitting.get(row["policy"])) is not None:
+            own = times[row["policy"]]
+            row |= {
+                "milliseconds": statistics.median(own) * 1e3,
+                "items_per_second": size / statistics.median(own),
+                "speedup": statistics.median(a / b for a, b in zip(base, own, strict=True)) if base else None,
+                "memory_bytes": bench.compiled.bytes,
+                "compile_seconds": bench.compiled.seconds,
+            }
+    return rows
+
+
+def comparison_table(rows: Sequence[Mapping[str, Any]], unit: str, metrics: Mapping[str, str]) -> str:
+    """The rows of `compare`, with columns for metrics in percent: heads by key."""
+    body = []
+    for row in rows:
+        cells = ["out of memory", "-", "-", "-"]
+        if "milliseconds" in row:
+            speedup = "-" if row["speedup"] is None else f"{row['speedup']:.2f}"
+            memory = f"{row['memory_bytes'] / 2**20:,.0f}"
+            cells = [f"{row['milliseconds']:.1f}", speedup, f"{row['items_per_second']:,.0f}", memory]
+        measured = [f"{row[key]:.2%}" if key in row else "-" for key in metrics]
+        body.append([str(row["batch_size"]), row["policy"], *cells, *measured])
+    heads = ["batch size", "policy", "ms/step", "speedup", f"{unit}/s", "memory, MiB", *metrics.values()]
+    return markdown_table(heads, body)
+
+
+def _plot_comparison(folder: RunFolder, rows: Sequence[Mapping[str, Any]], title: str) -> None:
+    panels = {"milliseconds": "ms/step", "speedup": "speedup", "memory_bytes": "memory, bytes"}
+    figure, axes = new_figure(len(panels), title)
+    for axis, (key, label) in zip(axes, panels.items(), strict=True):
+        for policy in dict.fromkeys(row["policy"] for row in rows):
+            points = [(row["batch_size"], row[key]) for row in rows if row["policy"] == policy and row.get(key)]
+            if points:
+                axis.plot(*zip(*points, strict=True), marker="o", label=policy)
+        axis.set(xscale="log", yscale="linear" if key == "speedup" else "log", xlabel="batch size", ylabel=label)
+    axes[0].legend(frameon=False)
+    save_figure(figure, folder.path / "comparison.png")
 
 
 def find_batch_sizes(config: RunConfig, make: MakeTask) -> dict[str, Any]:
@@ -169,38 +257,39 @@ def find_batch_sizes(config: RunConfig, make: MakeTask) -> dict[str, Any]:
             task = make(_config_of(config, policy, config.preset.batch_size))
             count = task.parallel.count
             size = largest_batch(range(count, task.max_batch_size + 1, count), task.bytes_needed, limit)
-            while size and jax.default_backend() != "cpu":
-                # A program that fits according to the compiler may still fail because of fragmented memory.
-                if isinstance(_try_case(make(_config_of(config, policy, size)), limit), Case):
-                    break
+            # A program that fits according to the compiler may still fail because of fragmented memory.
+            while (
+                size and jax.default_backend() != "cpu" and not _fitting(make(_config_of(config, policy, size)), limit)
+            ):
                 size = size * 63 // 64 // count * count
             found[policy] = size or None
             say(f"{policy}: " + (f"batch size {size}" if size else "not even the smallest batch fits"))
         checked = "compiled" if jax.default_backend() == "cpu" else "compiled and run"
-        results = {"largest_batch_size": found, "memory_bytes": limit, "memory": source, "checked": checked}
         say(f"the programs were {checked}; output in {folder.path}")
-        _write(folder, "batch_sizes.json", results | task.benchmark_settings() | {"environment": environment()})
-    return results
+        results = {"largest_batch_size": found, "memory_bytes": limit, "memory": source, "checked": checked}
+        return _write(folder, "batch_sizes.json", task, results)
 
 
 def _config_of(config: RunConfig, policy: str, size: int) -> Any:
     return dataclasses.replace(config, policy=policy, batch_size=size, compare=None, batch_sizes=None)
 
 
-def _try_case(task: Task, limit: int) -> Case | DoesNotFit:
-    """Compiles a task's step and runs it once. Returns `DoesNotFit` if memory is exhausted."""
+def _fitting(task: Task, limit: int) -> Bench | None:
+    """Compiles a task's step and runs it once. Returns None if memory is exhausted."""
     try:
         bench = Bench(task)
         if bench.compiled.bytes > limit:
-            return DoesNotFit(task.policy, task.batch_size)
+            return None
         jax.block_until_ready(bench.run())
     except Exception as error:
         if is_out_of_memory(error):
-            return DoesNotFit(task.policy, task.batch_size)
+            return None
         raise
-    return Case(task.policy, task.batch_size, bench.run, bench.compiled.seconds, bench.compiled.bytes)
+    return bench
 
 
-def _write(folder: RunFolder, name: str, results: dict[str, Any]) -> None:
+def _write(folder: RunFolder, name: str, task: Task, results: dict[str, Any]) -> dict[str, Any]:
+    settings = {"mode": task.config.mode, **task.benchmark_settings(), "environment": environment()}
     if is_main():
-        write_json(folder.path / name, results)
+        write_json(folder.path / name, settings | results)
+    return settings | results

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import jax
@@ -16,13 +19,9 @@ import mpjax
 from examples.common.checkpoints import Checkpoints
 from examples.common.cli import UsageError, one_line
 from examples.common.config import RunConfig
-from examples.common.hosts import PeerLostError, is_main, on_any_process, peer_lost, say, wait_for_all
-from examples.common.input_clock import InputClock
-from examples.common.interruption import Interruption
-from examples.common.plots import plot_curves
-from examples.common.progress import Progress
+from examples.common.devices import PeerLostError, is_main, on_any_process, peer_lost, say, wait_for_all
+from examples.common.reporting import InputClock, Progress, Sinks, plot_curves
 from examples.common.run_folder import RunFolder
-from examples.common.sinks import Sinks
 from examples.common.task import Task
 from examples.common.training import means
 from perf.environment import versions
@@ -32,6 +31,39 @@ from perf.memory import is_out_of_memory, largest_batch, memory_limit
 _AGREE_EVERY = 10
 # Largest number of consecutive skipped steps that `mpjax.check_progress` accepts.
 _MAX_SKIPS = 50
+
+
+class Interruption:
+    """A context in which the first SIGINT or SIGTERM asks the loop to stop at the next step.
+
+    A second signal has its normal effect, so that a hanging run can still be ended. Orbax's `reached_preemption`
+    handles only SIGTERM, and only under `jax.distributed`.
+
+    Attributes:
+        signal: The received signal, or None.
+    """
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Interruption:
+        # Python allows only the main thread to set signal handlers.
+        if threading.current_thread() is threading.main_thread():
+            self._previous = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._restore()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.signal = signal.Signals(number)
+        self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous = {}
 
 
 class Interrupted(Exception):
@@ -45,7 +77,8 @@ class Interrupted(Exception):
     def __init__(self, interruption: Interruption, output: Path, step: int) -> None:
         name = interruption.signal.name if interruption.signal else "a signal to another process"
         super().__init__(f"stopped by {name} after step {step}")
-        self.output, self.exit_code = output, interruption.exit_code or 1
+        # As shells report it.
+        self.output, self.exit_code = output, 128 + interruption.signal if interruption.signal else 1
 
 
 def open_folder(config: RunConfig, kind: str = "") -> RunFolder:
@@ -143,7 +176,7 @@ class _Run:
                 if is_main():
                     self.folder.append_metrics(line)
                 self.sinks.write(line)
-                progress.epoch_done(self._epoch_text(line))
+                say(self._epoch_text(line))
                 self.epoch, self.batch = self.epoch + 1, 0
                 self.state = task.next_epoch(self.state)
                 if self.best is not None and self._best_line() is line:

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
+
 import mpjax
 from examples.common.benchmarks import find_batch_sizes, run_benchmark, run_comparison
-from examples.common.config import INSPECT, RunConfig
-from examples.common.devices import DataParallel
-from examples.common.hosts import connect, is_main, say
+from examples.common.checkpoints import Checkpoints
+from examples.common.cli import UsageError, command_line, disk_problem, fail
+from examples.common.config import INSPECT, PRECISION_FLAGS, RunConfig
+from examples.common.devices import DataParallel, PeerLostError, connect, is_main, say, wait_for_all
+from examples.common.flags import from_json, parse
 from examples.common.loop import Interrupted, open_folder, train
+from examples.common.run_folder import RunFolder
 from examples.common.task import Task, shape_of
-from examples.common.use import evaluate, export, open_model, run_variables
+from examples.common.training import Variables, float32_params
+from examples.common.weights import cast_weights, file_variables, read_about, write_weights
 
 MakeTask = Callable[[Any], Task]
 
@@ -122,3 +131,194 @@ def train_and_compare(config: RunConfig, make: MakeTask, timed: MakeTask) -> dic
                 raise
             metrics[policy, size] = {name: value for name, value in summary.items() if isinstance(value, float)}
         return run_comparison(dataclasses.replace(config, output=folder.path), timed, folder, metrics)
+
+
+# Tests a trained model of any script, and exports its weights.
+
+# The largest loss of the metric by an export: rounding may flip an entry or two of a small test set.
+_TOLERANCE = 0.005
+# Flags that may differ between training a model and using it.
+_MAY_DIFFER = ("mode", *PRECISION_FLAGS)
+
+
+def evaluate(config: RunConfig, kind: type[Task]) -> dict[str, Any]:
+    """Tests a trained model in the precision of the flags, regardless of the precision in training."""
+    task, variables = open_model(config, kind)
+    metrics = task.test(cast_to_policy(task, variables), lambda: None)
+    task.report(config.output)
+    results = {"policy": config.policy, "amp": config.amp, **metrics, **task.facts()}
+    if config.export is not None:
+        assert config.output is not None
+        results |= export(task, variables, config.output, config.export)
+    return results
+
+
+def open_model(config: RunConfig, kind: type[Task]) -> tuple[Task, Variables]:
+    """Opens the model of --weights or of the run in --output, with its float32 variables.
+
+    Flags that are not given have their values of the training.
+
+    Args:
+        config: The flags.
+        kind: The script's task.
+
+    Raises:
+        UsageError: There is no model, it belongs to another script, or it is damaged.
+    """
+    folder = RunFolder(config.output or Path())
+    if config.weights is None:
+        settings, description = folder.settings(config.script), folder.description()
+    else:
+        about = read_about(config.weights)
+        settings, description = about.get("settings", {}), about.get("data", {})
+        if settings.get("script") != config.script:
+            raise UsageError(f"--weights {str(config.weights)!r} is a model of examples.{settings.get('script')}.")
+    given = {name for name in config.given if getattr(config, name) is not None}
+    replaced = {*_MAY_DIFFER, *given, *(kind.alternatives if given.intersection(kind.alternatives) else ())}
+    kept = {name: value for name, value in settings.items() if name not in replaced}
+    try:
+        trained = dataclasses.replace(config, **from_json(type(config), kept))
+    except TypeError as error:
+        raise UsageError(f"the settings that the model was trained with are damaged: {error}") from error
+    task = kind(trained, DataParallel(trained.devices), kind.open(trained, description))
+    if config.weights is None:
+        return task, run_variables(task, folder)
+    like = jax.eval_shape(task.training.init, 0)
+    float32 = mpjax.get_policy("float32")
+    wanted = jax.eval_shape(float32.cast_to_param, like.params)
+    read = file_variables(config.weights, Variables(wanted, like.stats), "--weights")
+    return task, task.parallel.replicate(read)
+
+
+def run_variables(task: Task, folder: RunFolder) -> Variables:
+    """The float32 variables of a run's checkpoint: the moving average if there is one."""
+    config = task.config
+    path = folder.best if config.best else folder.checkpoints
+    if not path.is_dir():
+        raise UsageError(f"--output {str(folder.path)!r} holds no {path.name}; give the folder of a training.")
+    with Checkpoints(path) as checkpoints:
+        restored = task.restore_as_saved(checkpoints, config.resume_step)
+    if restored is None:
+        raise UsageError(f"--output {str(folder.path)!r} holds no checkpoint yet: the run ended before its first.")
+    state, _ = restored
+    return Variables(**state.ema) if state.ema else Variables(float32_params(state), state.stats)
+
+
+def cast_to_policy(task: Task, variables: Variables) -> Variables:
+    """Casts variables to the dtypes in which the policy of the flags stores them."""
+    return Variables(task.training.policy.cast_to_param(variables.params), variables.stats)
+
+
+def export(task: Task, variables: Variables, folder: Path, dtype: str) -> dict[str, Any]:
+    """Writes weights for inference into a run's folder and tests the file against the float32 weights.
+
+    Args:
+        task: Task of the run, with its test data.
+        variables: float32 variables.
+        folder: Folder of the run.
+        dtype: Dtype of the parameters in the file.
+
+    Raises:
+        UsageError: A parameter is out of range, or the file tests too much worse. No file is then left.
+    """
+    name, sign = task.metric
+    source = _tested(task, "float32", variables)[name]
+    path = folder / f"weights_{dtype}.safetensors"
+    if is_main():
+        about = {"settings": task.config.settings(), "data": task.description(), "dtype": dtype}
+        write_weights(path, cast_weights(variables, dtype), about)
+    wait_for_all("export")
+    written = task.parallel.replicate(file_variables(path, variables, "--export"))
+    found = _tested(task, dtype, written)[name]
+    if not sign * found >= sign * source - _TOLERANCE - 1 / task.test_count:
+        path.unlink(missing_ok=True)
+        raise UsageError(
+            f"--export {dtype}: {task.metric_name} {found:.2%}, but {source:.2%} for the float32 weights; the file "
+            "was removed. Use another dtype."
+        )
+    size = path.stat().st_size
+    say(f"{path}: {size / 2**20:.2f} MiB, {task.metric_name} {found:.2%} (float32 weights: {source:.2%})")
+    return {"export": str(path), "export_bytes": size, f"export_{name}": found, f"float32_{name}": source}
+
+
+def _tested(task: Task, dtype: str, variables: Variables) -> dict[str, Any]:
+    policy = f"params={dtype},compute={dtype},output=float32"
+    other = task.with_config(task.config.with_precision({"policy": policy, "amp": "module", "loss_scale": None}))
+    return other.test(cast_to_policy(other, variables), lambda: None)
+
+
+# Runs the command line of a training script: flags, errors, interruption, the final line.
+
+_BY_CTRL_C = 130  # the exit code that shells report for it
+_FORMATS = {
+    "policy": "policy {}",
+    "latency_milliseconds": "latency {:.1f} ms",
+    "real_time_factor": "real-time factor {:.4f}",
+    "images_per_second": "{:,.0f} images/s",
+    "utterances_per_second": "{:,.0f} utterances/s",
+    "audio_hours_per_hour": "{:,.0f} hours of audio/h",
+    "loss_scale": "loss scale {:g}",
+    "skipped_steps": "skipped steps {}",
+}
+
+
+def main(kind: type[Task], arguments: Sequence[str] | None = None) -> int:
+    """Runs a script's command line and returns its exit code.
+
+    It is 2 after a mistake, 1 if some test outputs are inf or NaN, some files unreadable, or every step was skipped.
+
+    Args:
+        kind: The script's task.
+        arguments: The arguments; None for `sys.argv`.
+    """
+    config_type = kind.config_type
+    program = f"python -m examples.{config_type.script}"
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    try:
+        summary = run(parse(config_type, program, arguments, config_type.foreign), kind)
+    except Interrupted as interrupted:
+        # Print the whole command, with the folder if it was chosen automatically.
+        given = any(word.replace("_", "-").startswith(("--output", "--results-dir")) for word in arguments)
+        output = () if given else ("--output", str(interrupted.output))
+        say(f"{interrupted}; continue with:\n  {command_line(program, arguments, *output, '--resume')}")
+        return interrupted.exit_code
+    except KeyboardInterrupt:
+        # During a test or a benchmark, or the second Ctrl-C of a training.
+        say("\nstopped by Ctrl-C; files already saved are kept")
+        return _BY_CTRL_C
+    except Exception as error:
+        usage_error = _as_usage_error(error)
+        if usage_error is None:
+            raise
+        if isinstance(usage_error, PeerLostError):
+            with contextlib.suppress(SystemExit):
+                fail(program, usage_error)
+            sys.stdout.flush()
+            # A normal exit would wait for the lost process until JAX aborts this one.
+            os._exit(2)
+        fail(program, usage_error)
+    if line := final_line(summary, kind):
+        say(line)
+    failed = summary.get("test_nonfinite") or summary.get("unreadable_files") or not summary.get("trained", True)
+    return int(bool(failed))
+
+
+def final_line(summary: Mapping[str, Any], kind: type[Task]) -> str:
+    """The numbers of a summary in one line, with the policy; empty if there are none.
+
+    A training metric is shown only if there is no test metric of that name.
+    """
+    formats = {**kind.final_line, **_FORMATS}
+    tested = {name.replace("test_", "train_") for name in summary if name.startswith("test_")}
+    names = [name for name in formats if name not in tested and isinstance(summary.get(name), int | float | str)]
+    return ", ".join(formats[name].format(summary[name]) for name in names) if names != ["policy"] else ""
+
+
+def _as_usage_error(error: Exception) -> Exception | None:
+    """The error in words for the user; None for a bug of the program."""
+    if isinstance(error, UsageError):
+        return error
+    if isinstance(error, OSError) and (why := disk_problem(error)):
+        where = f"{error.filename}: " if error.filename else ""
+        return UsageError(f"{where}{why}. Free disk space, or give a writable folder.")
+    return None

@@ -48,7 +48,9 @@ class Maker:
             seed: The value of `--seed`.
         """
         words = ["--policy", *shlex.split(policy)]
-        task, seeded = self._task(words, 0, keep=True), self._task(words, seed)
+        key = shlex.join(words)
+        task = self._tasks[key] = self._tasks.get(key) or self._task(words, 0)
+        seeded = self._task(words, seed)
         state = task.training.init(seed)
         name, sign = task.metric
 
@@ -76,15 +78,9 @@ class Maker:
 
         return mpjax.Training(state, step, batches, metric, loss, weights, sign > 0, True, task.metric_name)
 
-    def _task(self, words: Sequence[str], seed: int, keep: bool = False) -> Task:
-        key = shlex.join(words)
-        if key in self._tasks and keep:
-            return self._tasks[key]
+    def _task(self, words: Sequence[str], seed: int) -> Task:
         flags = self._kind.config_type
         config = parse(flags, f"python -m examples.{flags.script}", [*self._flags, *words, "--seed", str(seed)])
         if self._make_task is None:
             self._make_task = task_maker(config, self._kind)
-        task = self._make_task(config)
-        if keep:
-            self._tasks[key] = task
-        return task
+        return self._make_task(config)

@@ -9,23 +9,26 @@ from __future__ import annotations
 
 import abc
 import functools
+import hashlib
+import itertools
 import json
 import os
+import re
 import struct
 import sys
 import tarfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 from tqdm import tqdm
 
-from examples.common.cli import UsageError, listing, one_line
-from examples.common.fingerprint import fingerprint
-from examples.common.skipped import UnusableFileError
+from examples.common.cli import UnusableFileError, UsageError, listing, one_line
 
 Record = dict[str, Any]
+
+# Number of entries that a fingerprint reads: enough to notice another version of the data, few enough to be fast.
+_SAMPLE = 64
 
 
 class Records(abc.ABC):
@@ -103,6 +106,24 @@ class Records(abc.ABC):
         return fingerprint([*names, str(len(self))], len(self), sample)
 
 
+def fingerprint(names: Sequence[str], count: int, read: Callable[[int], bytes]) -> str:
+    """A hash that changes if a name or the content of a sampled entry changes.
+
+    Args:
+        names: Names with labels or sizes, which identify the data independently of its folder.
+        count: Number of entries.
+        read: Returns the content of an entry by number. An entry that raises an `OSError` counts as empty.
+    """
+    digest = hashlib.sha256("\n".join(names).encode("utf-8", "surrogateescape"))
+    for index in range(0, count, max(1, count // _SAMPLE)):
+        try:
+            content = read(index)
+        except OSError:
+            content = b""
+        digest.update(f"{len(content)} {hashlib.sha256(content).hexdigest()}".encode())
+    return digest.hexdigest()
+
+
 class Entry(NamedTuple):
     """A file whose content is a field of an entry, used in place of a path."""
 
@@ -152,35 +173,31 @@ def _feature_value(feature: Any) -> Any:
     return values[0] if len(values) == 1 else values or None
 
 
+_EXAMPLE = """
+name: "mpjax_examples.proto" package: "mpjax_examples" syntax: "proto3"
+message_type { name: "BytesList" field { name: "value" number: 1 label: LABEL_REPEATED type: TYPE_BYTES } }
+message_type { name: "FloatList" field { name: "value" number: 1 label: LABEL_REPEATED type: TYPE_FLOAT } }
+message_type { name: "Int64List" field { name: "value" number: 1 label: LABEL_REPEATED type: TYPE_INT64 } }
+message_type { name: "Feature" oneof_decl { name: "kind" }
+  field { name: "bytes_list" number: 1 type_name: "BytesList" type: TYPE_MESSAGE oneof_index: 0 }
+  field { name: "float_list" number: 2 type_name: "FloatList" type: TYPE_MESSAGE oneof_index: 0 }
+  field { name: "int64_list" number: 3 type_name: "Int64List" type: TYPE_MESSAGE oneof_index: 0 } }
+message_type { name: "Features"
+  field { name: "feature" number: 1 type_name: "FeatureEntry" type: TYPE_MESSAGE label: LABEL_REPEATED }
+  nested_type { name: "FeatureEntry" options { map_entry: true } field { name: "key" number: 1 type: TYPE_STRING }
+    field { name: "value" number: 2 type_name: "Feature" type: TYPE_MESSAGE } } }
+message_type { name: "Example" field { name: "features" number: 1 type_name: "Features" type: TYPE_MESSAGE } }
+"""
+
+
 @functools.cache
 def example_type() -> Any:
     """Builds the class of `tf.train.Example` without TensorFlow."""
-    from google.protobuf import descriptor_pool, json_format, message_factory
-    from google.protobuf.descriptor_pb2 import FileDescriptorProto
+    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
 
-    def field(name: str, number: int, kind: str, label: str = "OPTIONAL", **more: Any) -> dict[str, Any]:
-        typed = {"type": "TYPE_MESSAGE", "typeName": f".{package}.{kind}"} if kind[0].isupper() else {"type": kind}
-        typed["type"] = typed["type"] if kind[0].isupper() else f"TYPE_{kind.upper()}"
-        return {"name": name, "number": number, "label": f"LABEL_{label}", **typed, **more}
-
-    package = "mpjax_examples"
-    lists = {"BytesList": "bytes", "FloatList": "float", "Int64List": "int64"}
-    kinds = [field(f"{name[:-4].lower()}_list", i, name, oneofIndex=0) for i, name in enumerate(lists, start=1)]
-    item = {
-        "name": "FeatureEntry",
-        "field": [field("key", 1, "string"), field("value", 2, "Feature")],
-        "options": {"mapEntry": True},
-    }
-    messages = [
-        *({"name": name, "field": [field("value", 1, kind, "REPEATED")]} for name, kind in lists.items()),
-        {"name": "Feature", "field": kinds, "oneofDecl": [{"name": "kind"}]},
-        {"name": "Features", "field": [field("feature", 1, "Features.FeatureEntry", "REPEATED")], "nestedType": [item]},
-        {"name": "Example", "field": [field("features", 1, "Features")]},
-    ]
-    file = {"name": f"{package}.proto", "package": package, "syntax": "proto3", "messageType": messages}
     pool = descriptor_pool.DescriptorPool()
-    pool.Add(json_format.ParseDict(file, FileDescriptorProto()))
-    return message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{package}.Example"))
+    pool.Add(text_format.Parse(_EXAMPLE, descriptor_pb2.FileDescriptorProto()))
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName("mpjax_examples.Example"))
 
 
 class TFRecordFiles(Sequence[bytes]):
@@ -191,37 +208,38 @@ class TFRecordFiles(Sequence[bytes]):
     """
 
     def __init__(self, paths: Sequence[Path]) -> None:
-        self._paths = paths
-        offsets = [_tfrecord_offsets(path) for path in paths]
-        self._ends = np.cumsum([len(found) for found in offsets])
-        self._offsets = np.concatenate(offsets)
+        self._places = [(path, *place) for path in paths for place in _tfrecord_places(path)]
 
     def __len__(self) -> int:
-        return len(self._offsets)
+        return len(self._places)
 
     def __getitem__(self, index: Any) -> Any:
-        # Opening the file for each record takes microseconds, is thread-safe, and keeps this object picklable.
-        with self._paths[int(np.searchsorted(self._ends, index, side="right"))].open("rb", buffering=0) as file:
-            file.seek(int(self._offsets[index]))
-            (length,) = struct.unpack("<Q4x", file.read(12))
-            return file.read(length)
+        return _read_part(*self._places[index])
 
 
-def _tfrecord_offsets(path: Path) -> np.ndarray:
-    size, offsets, place = path.stat().st_size, [], 0
+def _read_part(path: Path, offset: int, size: int) -> bytes:
+    # Opening the file for each part takes microseconds, is thread-safe, and keeps records picklable.
     with path.open("rb", buffering=0) as file:
-        while place < size:
-            file.seek(place)
-            header = file.read(12)
-            after = place + 16 + (struct.unpack("<Q", header[:8])[0] if len(header) == 12 else size)
-            if after > size:
+        file.seek(offset)
+        return file.read(size)
+
+
+def _tfrecord_places(path: Path) -> list[tuple[int, int]]:
+    """Offset and size of the content of each record."""
+    size, places, at = path.stat().st_size, [], 0
+    with path.open("rb", buffering=0) as file:
+        while at < size:
+            file.seek(at)
+            header = file.read(8)
+            length = struct.unpack("<Q", header)[0] if len(header) == 8 else size
+            if at + length + 16 > size:
                 raise UsageError(
-                    f"{str(path)!r} is not a complete, uncompressed TFRecord file: the record at byte {place} "
+                    f"{str(path)!r} is not a complete, uncompressed TFRecord file: the record at byte {at} "
                     f"extends beyond its end at {size}. Unpack it, or copy it again."
                 )
-            offsets.append(place)
-            place = after
-    return np.array(offsets, np.int64)
+            places.append((at + 12, length))
+            at += length + 16
+    return places
 
 
 def open_array_records(root: Path, paths: Sequence[Path]) -> Examples:
@@ -242,17 +260,17 @@ class TarFiles(Records):
 
     def __init__(self, root: Path, paths: Sequence[Path]) -> None:
         super().__init__(root, paths)
-        self._entries: list[tuple[str, int, dict[str, tuple[int, int]]]] = []  # name, shard, field: offset and size
-        for shard, path in enumerate(paths):
+        self._entries: list[tuple[str, Path, dict[str, tuple[int, int]]]] = []  # name, shard, field: offset and size
+        for path in paths:
             try:
-                self._index(shard, path)
+                self._index(path)
             except (tarfile.TarError, OSError) as error:
                 raise UsageError(
                     f"{str(path)!r} is not a complete, uncompressed tar file: {one_line(error)}. "
                     "Unpack it, or copy it again."
                 ) from error
 
-    def _index(self, shard: int, path: Path) -> None:
+    def _index(self, path: Path) -> None:
         size = path.stat().st_size
         with tarfile.open(path, "r:") as tar:
             for member in tar:
@@ -263,8 +281,8 @@ class TarFiles(Records):
                     raise tarfile.ReadError(f"{member.name} is cut off")
                 stem, _, field = base.partition(".")
                 name = os.path.join(folder, stem)
-                if not self._entries or self._entries[-1][:2] != (name, shard):
-                    self._entries.append((name, shard, {}))
+                if not self._entries or self._entries[-1][:2] != (name, path):
+                    self._entries.append((name, path, {}))
                 self._entries[-1][2][sys.intern(field.lower())] = member.offset_data, member.size
 
     def __len__(self) -> int:
@@ -275,19 +293,16 @@ class TarFiles(Records):
 
     def name(self, index: int) -> str:
         name, shard, _ = self._entries[index]
-        return f"{self.paths[shard].name}/{name}"
+        return f"{shard.name}/{name}"
 
     def _value(self, index: int, field: str) -> Any:
         return self._read(index, (field, "json")).get(field)  # Skip other fields, such as the image.
 
     def _read(self, index: int, only: Sequence[str] | None = None) -> Record:
         _, shard, places = self._entries[index]
-        record: Record = {}
-        with self.paths[shard].open("rb", buffering=0) as file:
-            for field, (offset, size) in places.items():
-                if only is None or field in only:
-                    file.seek(offset)
-                    record[field] = file.read(size)
+        record: Record = {
+            field: _read_part(shard, *place) for field, place in places.items() if only is None or field in only
+        }
         if "json" in record:
             try:
                 record = {**json.loads(record["json"]), **record}
@@ -303,9 +318,7 @@ class HuggingFace(Records):
         try:
             import datasets
         except ImportError as error:
-            raise UsageError(
-                f'{str(root)!r} is a Hugging Face dataset: pip install "mpjax[huggingface]" to read it.'
-            ) from error
+            raise UsageError(f'{str(root)!r} needs the package datasets: pip install "mpjax[huggingface]".') from error
         try:
             if isinstance(folder, Path):
                 data: Any = datasets.load_from_disk(str(folder))
@@ -340,3 +353,102 @@ class HuggingFace(Records):
     def class_names(self, field: str) -> tuple[str, ...] | None:
         names = getattr(self._data.features[field], "names", None)
         return tuple(names) if names else super().class_names(field)
+
+
+# Detects the format of the shards in a folder and opens those of one split.
+
+# Names of each split. The first one that exists is used.
+SPLITS = {"train": ("train", "training"), "val": ("val", "valid", "validation", "dev", "eval", "test")}
+
+EXPECTED = (
+    "shards whose names contain the word train or val (*.tfrecord, *.array_record, *.tar, *.parquet), or a folder that "
+    "the datasets library saved"
+)
+
+_Open = Callable[[Path, Sequence[Path]], Records]
+_COMPRESSED = re.compile(r"(\.tar|record|-of-\d+).*\.(gz|bz2|xz|zst)$|\.tgz$")
+_NUMBERED = r"(-\d+-of-\d+)?"
+_KINDS: dict[str, tuple[str, _Open]] = {
+    "ArrayRecord": (rf"\.array_?record{_NUMBERED}$", open_array_records),
+    "WebDataset": (r"\.tar$", TarFiles),
+    "Parquet": (r"\.parquet$", HuggingFace),
+    # ImageNet's shards have no suffix: train-00000-of-01024.
+    "TFRecord": (
+        rf"\.tfrecords?{_NUMBERED}$|-\d+-of-\d+$",
+        lambda root, paths: Examples(root, paths, TFRecordFiles(paths)),
+    ),
+}
+
+
+def open_records(root: Path, split: str | None = None) -> Records | None:
+    """Opens the entries of a split. Returns None if there are no shards.
+
+    Args:
+        root: A folder with shards in it or in its subfolders, a single shard, or a folder of the datasets library.
+        split: A key of `SPLITS`, which selects shards; None for all shards.
+
+    Raises:
+        UsageError: The shards have none of this split, have several formats, or can't be read.
+    """
+    if (root / "dataset_dict.json").is_file():
+        return _open_dictionary(root, split)
+    if (root / "dataset_info.json").is_file() and (root / "state.json").is_file():
+        if split not in (None, "train"):
+            raise UsageError(f"{str(root)!r} is one dataset without splits; save a DatasetDict with train and test.")
+        return HuggingFace(root, root)
+    for word in SPLITS.get(split or "", ()):
+        if (root / word / "state.json").is_file():
+            return HuggingFace(root, root / word)
+    files = [root] if root.is_file() else sorted([*root.glob("*"), *root.glob("*/*")])
+    found = {path: kind for path in files if (kind := _kind(path)) and path.is_file()}
+    if not found and (packed := [path.name for path in files if _COMPRESSED.search(path.name)]):
+        raise UsageError(
+            f"{str(root)!r}: {listing(packed)} are compressed, so entries can't be read in any order: unpack."
+        )
+    if not found:
+        return None
+    chosen = [path for path in found if split is None] or _of_split(root, list(found), split or "")
+    kinds = sorted({found[path] for path in chosen})
+    if len(kinds) > 1:
+        raise UsageError(f"{str(root)!r} holds shards of several formats ({', '.join(kinds)}); keep only one.")
+    records = _KINDS[kinds[0]][1](root, chosen)
+    if not len(records):
+        raise UsageError(f"{str(root)!r}: the {kinds[0]} files {listing([path.name for path in chosen])} are empty.")
+    return records
+
+
+def _kind(path: Path) -> str | None:
+    return next((kind for kind, (pattern, _) in _KINDS.items() if re.search(pattern, path.name)), None)
+
+
+def _of_split(root: Path, paths: Sequence[Path], split: str) -> list[Path]:
+    words = {path: re.split(r"[^a-z]+", str(path.relative_to(root)).lower()) for path in paths}
+    for word in SPLITS[split]:
+        if chosen := [path for path in paths if word in words[path]]:
+            _check_one_set(root, chosen)
+            return chosen
+    raise UsageError(
+        f"--data-dir {str(root)!r} has no shard of the split {split!r}: the name must contain one of the words "
+        f"{', '.join(SPLITS[split])}. The folder holds {listing([str(path.relative_to(root)) for path in paths])}."
+    )
+
+
+def _check_one_set(root: Path, paths: Sequence[Path]) -> None:
+    """Refuses `train_small.tfrecord` beside `train.tfrecord`: both would be read."""
+    names = {path.relative_to(root).parent / path.name.partition(".")[0] for path in paths}
+    stems = sorted({re.sub(r"[-_\d]+(of)?[-_\d]*$", "", str(name)) for name in names})
+    for one, other in itertools.combinations(stems, 2):
+        if one and other.startswith((f"{one}-", f"{one}_", f"{one}.")):
+            raise UsageError(
+                f"--data-dir {str(root)!r} has two sets of shards of one split, {one!r} and {other!r}: move one away."
+            )
+
+
+def _open_dictionary(root: Path, split: str | None) -> Records:
+    there = json.loads((root / "dataset_dict.json").read_text())["splits"]
+    wanted = there[:1] if split is None and len(there) == 1 else SPLITS.get(split or "", ())
+    name = next((word for word in wanted if word in there), None)
+    if name is None:
+        asked = f"split {split!r}" if split else "single split"
+        raise UsageError(f"{str(root)!r} is a DatasetDict without a {asked}; it holds {listing(there)}.")
+    return HuggingFace(root, root / name)

@@ -14,16 +14,26 @@ import jax
 import jax.numpy as jnp
 
 import mpjax
-from examples.common.benchmarking import compile_step
 from examples.common.checkpoints import Checkpoints, Restored
 from examples.common.cli import UsageError
 from examples.common.config import RunConfig
-from examples.common.devices import DataParallel
-from examples.common.hosts import say
-from examples.common.plots import Panel
-from examples.common.precision_change import change_precision, float32_params, inner_state, with_params
+from examples.common.devices import DataParallel, say
+from examples.common.reporting import Panel
 from examples.common.run_folder import RunFolder
-from examples.common.training import Model, Sums, Training, TrainState, Variables, create_training, means
+from examples.common.training import (
+    Model,
+    Sums,
+    Training,
+    TrainState,
+    Variables,
+    change_precision,
+    compile_step,
+    create_training,
+    float32_params,
+    inner_state,
+    means,
+    with_params,
+)
 from examples.common.weights import check_alike, file_variables
 
 
@@ -160,6 +170,14 @@ class Task(abc.ABC):
         """Releases the resources of the run."""
 
     # Shared by all scripts.
+
+    def check_batch_size(self, name: str, count: int) -> None:
+        """Raises `UsageError` if an epoch is smaller than one batch, since incomplete batches are dropped."""
+        if self.batch_size > count:
+            raise UsageError(
+                f"--batch-size {self.batch_size} is larger than the data: {name} has {count} training {self.unit}. "
+                f"Give at most {count}."
+            )
 
     @property
     def best(self) -> tuple[str, int] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -12,8 +13,7 @@ import optax
 
 import mpjax
 from examples.common.cli import UsageError
-from examples.common.devices import DataParallel
-from examples.common.hosts import say
+from examples.common.devices import DataParallel, say
 from examples.common.optimizers import (
     Hyperparameters,
     create_optimizer,
@@ -21,6 +21,7 @@ from examples.common.optimizers import (
     learning_rate_schedule,
     update_ema,
 )
+from perf.memory import program_bytes
 
 Sums = dict[str, jax.Array]  # each shape=(), dtype=float32; "count" is the divisor of the others
 
@@ -165,6 +166,21 @@ def create_training(
     )
 
 
+class Compiled(NamedTuple):
+    """An executable, its compile time and the memory that it needs."""
+
+    call: jax.stages.Compiled
+    seconds: float
+    bytes: int
+
+
+def compile_step(step: jax.stages.Wrapped, *args: Any) -> Compiled:
+    """Compiles a jitted function for arguments or their `ShapeDtypeStruct`s, and times the compilation."""
+    started = time.perf_counter()
+    call = step.lower(*args).compile()
+    return Compiled(call, time.perf_counter() - started, program_bytes(call))
+
+
 def masked_sums(counted: jax.Array, **values: jax.Array) -> Sums:
     """Sums over the counted entries of a batch with a finite `loss`, so that one overflow does not spoil an epoch.
 
@@ -226,3 +242,85 @@ def means(sums: Mapping[str, Any]) -> dict[str, float]:
     found = {name: float(x) for name, x in jax.device_get(dict(sums)).items()}
     count = found.pop("count")
     return {name: value / count if count else float("nan") for name, value in found.items()}
+
+
+# Converts a training state to another precision, so that a run can continue in it.
+
+
+def float32_params(state: TrainState) -> Any:
+    """The parameters in float32: the master weights where the state has them."""
+    inner = state.opt_state.inner_state
+    master = inner.master if isinstance(inner, mpjax.MasterWeightsState) else None
+    if master is None:
+        return jax.tree.map(lambda p: p.astype(jnp.float32), state.params)
+    # A leaf without a master is already float32. Its place holds a node without leaves.
+    leaves = jax.tree.leaves(master, is_leaf=_is_masked)
+    params, treedef = jax.tree.flatten(state.params)
+    return jax.tree.unflatten(treedef, [p if _is_masked(m) else m for p, m in zip(params, leaves, strict=True)])
+
+
+def inner_state(state: TrainState) -> Any:
+    """The optimizer's state inside those of the loss scale and the masters."""
+    inner = state.opt_state.inner_state
+    return inner.inner_state if isinstance(inner, mpjax.MasterWeightsState) else inner
+
+
+def change_precision(old: TrainState, new: TrainState, policy: mpjax.Policy) -> TrainState:
+    """Converts the state `old` to the precision of `new`.
+
+    Parameters (through their float32 masters), statistics, EMA, the optimizer's momentum and counts, and the count of
+    skipped steps carry over. The loss scale and its count of good steps start as in the new precision, since a
+    scale found for float16 does not apply to bfloat16.
+
+    Args:
+        old: The restored state.
+        new: An initial state in the new precision. Of its values, only the loss scale is used.
+        policy: The new policy.
+    """
+    changed = with_params(new, float32_params(old), policy, inner_state(old))
+    scaling = new.opt_state
+    return old._replace(
+        params=changed.params,
+        opt_state=old.opt_state._replace(
+            inner_state=changed.opt_state.inner_state,
+            loss_scale=scaling.loss_scale,
+            good_steps=scaling.good_steps,
+            consecutive_skips=scaling.consecutive_skips,
+        ),
+    )
+
+
+def with_params(new: TrainState, params: Any, policy: mpjax.Policy, inner: Any = None) -> TrainState:
+    """Replaces the parameters of a state and keeps its precision. Masters, if any, are bitwise equal to `params`.
+
+    Args:
+        new: The state.
+        params: float32 parameters.
+        policy: Policy of the state.
+        inner: The optimizer's state inside those of the loss scale and the masters; by default that of `new`.
+    """
+    target = new.opt_state.inner_state
+    if isinstance(target, mpjax.MasterWeightsState):
+        leaves = zip(jax.tree.leaves(params), jax.tree.leaves(new.params), strict=True)
+        # A copy, because the step donates its state and a buffer can't be donated twice.
+        masters = jax.tree.unflatten(
+            jax.tree.structure(target.master), [jnp.array(p) for p, like in leaves if is_half(like)]
+        )
+        optimizer_state = target.inner_state if inner is None else _like(target.inner_state, inner)
+        inner = target._replace(master=masters, inner_state=optimizer_state)
+    else:
+        inner = target if inner is None else _like(target, inner)
+    return new._replace(params=policy.cast_to_param(params), opt_state=new.opt_state._replace(inner_state=inner))
+
+
+def is_half(x: Any) -> bool:
+    return x.dtype in (jnp.float16, jnp.bfloat16)
+
+
+def _is_masked(x: Any) -> bool:
+    return isinstance(x, optax.MaskedNode)
+
+
+def _like(target: Any, tree: Any) -> Any:
+    """Casts a tree to the dtypes of another."""
+    return jax.tree.map(lambda t, x: x.astype(t.dtype), target, tree)

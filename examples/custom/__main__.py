@@ -17,11 +17,11 @@ import numpy as np
 import optax
 
 import mpjax
-from examples.common import script
+from examples.common import modes
 from examples.common.config import RunConfig
 from examples.common.devices import DataParallel
 from examples.common.optimizers import Recipe
-from examples.common.plots import Panel
+from examples.common.reporting import Panel
 from examples.common.task import Task
 from examples.common.training import Loss, Model, Variables, masked_sums, means
 
@@ -118,7 +118,7 @@ class CustomTask(Task):
         return {f"test_{name}": value for name, value in means(result.sums).items()}
 
 
-main = functools.partial(script.main, CustomTask)
+main = functools.partial(modes.main, CustomTask)
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -21,7 +21,7 @@ from examples.common.config import (
 )
 from examples.common.flags import ForeignFlag
 from examples.common.optimizers import Recipe
-from examples.imagenet.embedded import EMBEDDED
+from examples.imagenet.data import EMBEDDED
 from examples.imagenet.models import KINDS, check_model
 
 RECIPES: dict[str, Recipe] = {

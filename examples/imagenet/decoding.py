@@ -7,12 +7,18 @@ import io
 import math
 import struct
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
 
+import jax
 import numpy as np
 from PIL import Image, UnidentifiedImageError
+from tqdm import tqdm
 
-from examples.common.skipped import UnusableFileError
-from examples.imagenet.augmentation import Crop
+from examples.common.cli import UnusableFileError, UsageError
+from examples.common.devices import say
+from examples.imagenet.image_sources import ImageRecords, Images
 
 # Formats found in files named like JPEGs. Pillow knows more formats, but some of them start other programs.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
@@ -139,3 +145,153 @@ def _reason(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return str(error) or type(error).__name__
+
+
+# The crop of an image that a model sees, random in training and the centre otherwise, and mixup.
+#
+# Libraries (augmax, dm-pix) crop fully decoded images. This module chooses the crop before a JPEG is decoded, so that
+# only the necessary resolution is decoded. RandAugment and CutMix are missing: dm-pix and Albumentations have neither,
+# and Keras's layers use their own random generators, so a resumed run would see different images.
+
+# Left, top, right, bottom, in pixels from the upper left corner.
+Box = tuple[float, float, float, float]
+
+# Share of the shorter side: 224 of 256, the usual ImageNet evaluation.
+MIDDLE = 0.875
+
+
+class Crop(NamedTuple):
+    """A crop of an image, and how to transform it."""
+
+    box: Box
+    size: tuple[int, int]  # width and height after resizing
+    mirrored: bool = False
+
+
+def middle_box(size: tuple[int, int]) -> Box:
+    """The central square with a side of 7/8 of the shorter side."""
+    return _middle_square(size, MIDDLE)
+
+
+def random_box(size: tuple[int, int], rng: np.random.Generator) -> Box:
+    """A random box with 8 % to 100 % of the area and an aspect ratio of 3:4 to 4:3.
+
+    Source: Szegedy et al., "Going Deeper with Convolutions" (2014), arXiv:1409.4842, section 6.
+    """
+    width, height = size
+    for _ in range(10):
+        area = width * height * rng.uniform(0.08, 1.0)
+        ratio = math.exp(rng.uniform(math.log(3 / 4), math.log(4 / 3)))
+        box_width, box_height = math.sqrt(area * ratio), math.sqrt(area / ratio)
+        if box_width <= width and box_height <= height:
+            left, top = rng.uniform(0, width - box_width), rng.uniform(0, height - box_height)
+            return left, top, left + box_width, top + box_height
+    return _middle_square(size, 1.0)
+
+
+def shorter_side(size: tuple[int, int], side: int) -> tuple[int, int]:
+    """Width and height that scale the shorter side to `side`; smaller images keep their size."""
+    scale = min(1.0, side / min(size))
+    width, height = (max(1, round(length * scale)) for length in size)
+    return width, height
+
+
+def _middle_square(size: tuple[int, int], share: float) -> Box:
+    width, height = size
+    side = min(width, height) * share
+    left, top = (width - side) / 2, (height - side) / 2
+    return left, top, left + side, top + side
+
+
+def mix_up(key: jax.Array, alpha: float, batch_size: int) -> Callable[[jax.Array], jax.Array]:
+    """A function that blends each entry of a batch with another (Zhang et al., 2017, https://arxiv.org/abs/1710.09412).
+
+    Args:
+        key: Random key.
+        alpha: Parameter of the Beta distribution from which the batch's one weight is drawn; 0 disables blending.
+        batch_size: Number of entries.
+
+    Returns:
+        A function of arrays [batch_size, ...], to apply to both images and targets.
+    """
+    if not alpha:
+        return lambda x: x
+    draw, permute = jax.random.split(key)
+    weight = jax.random.beta(draw, alpha, alpha)
+    others = jax.random.permutation(permute, batch_size)
+    return lambda x: weight * x + (1 - weight) * x[others]
+
+
+# Decodes images once and keeps them in memory.
+
+# Share of the free memory for the images of a split; the rest is left to the program.
+_SHARE = 0.9
+_MIB = 2**20
+
+
+class CachedImages:
+    """The images of one split at reduced size.
+
+    Args:
+        images: The files.
+        side: Shorter side of the cached images in pixels; smaller images keep their size.
+        workers: Number of threads that decode.
+
+    Attributes:
+        unreadable: Reasons of the unreadable files, by name.
+
+    Raises:
+        UsageError: The images do not fit in memory; raised before any image is decoded.
+    """
+
+    def __init__(self, images: Images | ImageRecords, side: int, workers: int) -> None:
+        self.unreadable: dict[str, str] = {}
+        self._images, self._side = images, side
+        with ThreadPoolExecutor(workers, "cache") as executor:
+            needed, free = sum(executor.map(self._bytes_needed, range(len(images)))), free_memory()
+            if needed > free * _SHARE:
+                raise UsageError(
+                    f"--cache: {len(images):,} images with a shorter side of {side} pixels need {needed / _MIB:,.1f} "
+                    f"MiB, but only {_SHARE:.0%} of the {free / _MIB:,.1f} MiB of free memory may hold images. Leave "
+                    "out --cache, or give a smaller --image-size."
+                )
+            decoded = executor.map(self._decoded, range(len(images)))
+            self._entries = list(tqdm(decoded, f"cache {images.root}", len(images), leave=False))
+        total = sum(entry[0].nbytes for entry in self._entries if entry) / _MIB
+        say(f"cache: {len(images):,} images of {images.root} in {total:,.1f} MiB of memory")
+
+    def _bytes_needed(self, index: int) -> int:
+        """Bytes of an image according to its header; 0 if it can't be read."""
+        try:
+            return 3 * math.prod(shorter_side(image_size(self._images.item(index)[0]), self._side))
+        except UnusableFileError:
+            return 0
+
+    def _decoded(self, index: int) -> tuple[np.ndarray, int] | None:
+        try:
+            file, label = self._images.item(index)
+            return read_crop(file, lambda full: Crop((0, 0, *full), shorter_side(full, self._side))), label
+        except UnusableFileError as error:
+            self.unreadable[self._images.name(index)] = str(error)
+            return None
+
+    def read(self, index: int, choose: Callable[[tuple[int, int]], Crop]) -> tuple[np.ndarray, int]:
+        """The crop as from `decoding.read_crop`, taken from the smaller copy in memory, and the label."""
+        entry = self._entries[index]
+        if entry is None:
+            raise UnusableFileError("it was unreadable when the cache was filled")
+        image = Image.fromarray(entry[0])
+        return resized(image, choose(image.size), image.size), entry[1]
+
+
+def free_memory(meminfo: Path = Path("/proc/meminfo"), group: Path = Path("/sys/fs/cgroup")) -> float:
+    """Bytes that this process can still allocate: of the machine, or of its container; infinite if unknown."""
+    found = [math.inf]
+    with contextlib.suppress(OSError, StopIteration):
+        lines = meminfo.read_text().splitlines()
+        found.append(next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")))
+    with contextlib.suppress(OSError, ValueError, KeyError):  # no control group, or no limit ("max")
+        statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        used = int((group / "memory.current").read_text()) - int(statistics["inactive_file"])  # the kernel frees it
+        found.append(int((group / "memory.max").read_text()) - used)
+    return min(found)

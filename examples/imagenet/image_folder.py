@@ -10,14 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from examples.common.cli import UsageError
-from examples.common.skipped import SkippedFiles, UnusableFileError
-from examples.imagenet.augmentation import MIDDLE, Crop, middle_box, random_box
-from examples.imagenet.cache import CachedImages, cache_images
-from examples.imagenet.data import Augmentation, Batch, Dataset
-from examples.imagenet.decoding import read_crop
-from examples.imagenet.image_records import ImageRecords, open_image_records
-from examples.imagenet.image_tree import Images, has_class_folders, list_tree
+from examples.common.cli import SkippedFiles, UnusableFileError, UsageError
+from examples.imagenet.data import Augmentation, Batch, Dataset, empty_batch
+from examples.imagenet.decoding import MIDDLE, CachedImages, Crop, middle_box, random_box, read_crop
+from examples.imagenet.image_sources import ImageRecords, Images, has_class_folders, list_tree, open_image_records
 
 
 class ImageFolder(Dataset):
@@ -41,15 +37,13 @@ class ImageFolder(Dataset):
         flip: bool,
         max_unreadable: float,
         whole: bool = False,
+        cache: CachedImages | None = None,
     ) -> None:
         self.name, self.classes, self.image_shape = images.root, tuple(classes), (size, size, 3)
         self.images, self.problems = images, SkippedFiles(len(images), max_unreadable, "--max-unreadable")
-        self._size, self._flip, self._whole = size, flip, whole
-        self._cache: CachedImages | None = None
-
-    def use(self, cache: CachedImages) -> None:
-        """Reads images from `cache` from now on."""
-        self._cache = cache
+        self._size, self._flip, self._whole, self._cache = size, flip, whole, cache
+        for name, reason in cache.unreadable.items() if cache else ():
+            self.problems.add(name, reason, self.name)
 
     def __len__(self) -> int:
         return len(self.images)
@@ -78,11 +72,7 @@ class ImageFolder(Dataset):
         self.problems.reasons.update(dict.fromkeys(state["unreadable"], "before"))
 
     def load(self, indices: np.ndarray, augmentation: Augmentation | None) -> Batch:
-        batch = Batch(
-            np.zeros((len(indices), *self.image_shape), np.uint8),
-            np.zeros(len(indices), np.int32),
-            np.ones(len(indices), np.float32),
-        )
+        batch = empty_batch(len(indices), self.image_shape)
         for row, index in enumerate(indices):
             batch.mask[row] = self._fill(batch, row, int(index), augmentation)
         return batch
@@ -151,11 +141,6 @@ def open_image_folder(
     if not any(has_class_folders(root, split) for split in splits):
         opened = open_image_records(root, splits, classes, image_field, label_field)
     classes, found = opened or list_tree(root, splits)
-    folders = [ImageFolder(images, classes, size, flip, max_unreadable, whole) for images in found]
-    if cache:
-        caches = cache_images(found, round(size / MIDDLE), workers)
-        for folder, memory in zip(folders, caches, strict=True):
-            folder.use(memory)
-            for name, reason in memory.unreadable.items():
-                folder.problems.add(name, reason, folder.name)
-    return folders
+    caches = [CachedImages(images, round(size / MIDDLE), workers) if cache else None for images in found]
+    options = (classes, size, flip, max_unreadable, whole)
+    return [ImageFolder(images, *options, kept) for images, kept in zip(found, caches, strict=True)]

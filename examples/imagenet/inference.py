@@ -8,14 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from examples.common.cli import UsageError, disk_problem
-from examples.common.hosts import is_main, say
+from examples.common.cli import UsageError, disk_problem, each_readable
+from examples.common.devices import is_main, say
+from examples.common.modes import cast_to_policy
 from examples.common.run_folder import write_json
-from examples.common.skipped import each_readable
 from examples.common.training import Variables, check_outputs
-from examples.common.use import cast_to_policy
-from examples.imagenet.augmentation import Crop, middle_box
-from examples.imagenet.decoding import read_crop
+from examples.imagenet.decoding import Crop, middle_box, read_crop
 from examples.imagenet.pipeline import evaluation_batches
 
 

@@ -16,8 +16,7 @@ from flax import nnx
 import mpjax
 from examples.common.cli import UsageError, one_line
 from examples.common.training import Variables
-from examples.imagenet.convnets import ConvNet, MnistCNN, NNXConvNet
-from examples.imagenet.resnet import BasicBlock, Bottleneck, ResNet
+from examples.imagenet.networks import BasicBlock, Bottleneck, ConvNet, MnistCNN, ResNet
 
 # Random number streams available to a module in training.
 _STREAMS = ("dropout", "stochastic_depth")
@@ -63,7 +62,6 @@ KINDS: dict[str, Kind] = {
     "resnet50": _resnet(Bottleneck, 3, 4, 6, 3),
     "resnet101": _resnet(Bottleneck, 3, 4, 23, 3),
     "convnet": Kind(ConvNet, {}, (256, 256, 3), 10),
-    "convnet_nnx": Kind(NNXConvNet, {}, (256, 256, 3), 10),
     "mnist_cnn": Kind(MnistCNN, {}, (28, 28, 1), 10),
 }
 

@@ -92,11 +92,9 @@ def train_batches(
         put: Transfers a host's part of a batch to its devices, in a separate thread; by default to the first device.
 
     Raises:
-        UsageError: `batch_size` is not divisible by the number of hosts, or exceeds the number of images.
+        UsageError: `batch_size` is not divisible by the number of hosts.
     """
     images = len(dataset)
-    if batch_size > images:
-        raise UsageError(f"--batch-size {batch_size}: {dataset.name} has {images} images. Give at most this number.")
 
     def rows(step: int) -> _Rows:
         epoch, batch = divmod(first + step, images // batch_size)

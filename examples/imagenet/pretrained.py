@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from examples.common.cli import UsageError
-from examples.common.hosts import say
+from examples.common.devices import say
 from examples.common.training import Variables
 from examples.common.weights import file_shapes, file_variables, named
 

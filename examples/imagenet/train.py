@@ -17,16 +17,23 @@ import numpy as np
 import optax
 
 import mpjax
-from examples.common import script
-from examples.common.benchmarking import compile_step
-from examples.common.training import Loss, Model, Sums, Variables, evaluation_sums, masked_sums, tested_means
-from examples.imagenet.augmentation import mix_up
+from examples.common import modes
+from examples.common.training import (
+    Loss,
+    Model,
+    Sums,
+    Variables,
+    compile_step,
+    evaluation_sums,
+    masked_sums,
+    tested_means,
+)
 from examples.imagenet.data import Batch, empty_batch
+from examples.imagenet.decoding import mix_up
 from examples.imagenet.inference import predict
-from examples.imagenet.metrics import TOP, correct
 from examples.imagenet.models import check_outputs_of, network
 from examples.imagenet.pipeline import evaluation_batches, train_batches
-from examples.imagenet.task import ImageData
+from examples.imagenet.task import TOP, ImageData, correct
 
 
 class ImageTask(ImageData):
@@ -147,4 +154,4 @@ def _one_hot(batch: Batch, logits: jax.Array) -> jax.Array:
     return jax.nn.one_hot(batch.labels, logits.shape[-1])
 
 
-main = functools.partial(script.main, ImageTask)
+main = functools.partial(modes.main, ImageTask)

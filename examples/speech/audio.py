@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import soundfile
 
+from examples.common.cli import UnusableFileError
 from examples.common.records import Entry
-from examples.common.skipped import UnusableFileError
 
 SAMPLE_RATE = 16_000
 
@@ -40,9 +40,8 @@ def probe(path: File) -> AudioInfo:
         UnusableFileError: The file is missing, empty, or has an unknown format.
     """
     with _open(path) as file:
-        return AudioInfo(
-            resampled_length(file.frames, *resampling_ratio(file.samplerate)), file.samplerate, file.channels
-        )
+        length = resampled_length(file.frames, *resampling_ratio(file.samplerate))
+        return AudioInfo(length, file.samplerate, file.channels)
 
 
 def read_audio(path: File) -> np.ndarray:
@@ -67,29 +66,23 @@ def read_audio(path: File) -> np.ndarray:
 
 def _open(path: File) -> soundfile.SoundFile:
     try:
-        content = None if isinstance(path, Path) else path.read_bytes()
-        if (path.stat().st_size if isinstance(path, Path) else len(content or b"")) == 0:
+        content = path.read_bytes() if isinstance(path, Entry) else None
+        if not (path.stat().st_size if isinstance(path, Path) else content):
             raise UnusableFileError("the file is empty (0 bytes)")
         file = soundfile.SoundFile(path if content is None else io.BytesIO(content))
     except OSError as error:
         raise UnusableFileError(f"it cannot be opened: {error.strerror}") from error
     except soundfile.SoundFileError as error:
         raise UnusableFileError(f"not readable as audio: {_reason(error)}") from error
-    try:
-        _check(file)
-    except UnusableFileError:
-        file.close()
-        raise
-    return file
-
-
-def _check(file: soundfile.SoundFile) -> None:
     # libsndfile reads truncated WAV files, and reports the truncation only in its log.
     cut = _CUT_SHORT.search(file.extra_info)
     if cut and int(cut[1]) < _STREAMED:
+        file.close()
         raise UnusableFileError(f"damaged: cut short, {cut[2]} bytes of audio but its header says {cut[1]}")
     if file.frames <= 0:
+        file.close()
         raise UnusableFileError("it holds no samples")
+    return file
 
 
 def resample(samples: np.ndarray, up: int, down: int) -> np.ndarray:

@@ -9,10 +9,8 @@ import grain
 import jax
 import numpy as np
 
-from examples.common.cli import UsageError
-from examples.speech.augmentation import NO_PERTURBATION, Draw, Perturbation
 from examples.speech.dataset import Speech
-from examples.speech.features import Features
+from examples.speech.features import NO_PERTURBATION, Draw, Features, Perturbation
 
 Array = np.ndarray | jax.Array
 
@@ -62,15 +60,6 @@ class _Plan(NamedTuple):
     shape: Shape
     indices: np.ndarray  # [batch or fewer]
     draw: Draw  # for those
-
-
-def check_batch_size(speech: Speech, batch_size: int) -> None:
-    """Raises `UsageError` if an epoch is smaller than one batch, since incomplete batches are dropped."""
-    if batch_size > len(speech):
-        raise UsageError(
-            f"--batch-size {batch_size} is larger than the data: {speech.name} has {len(speech)} training utterances. "
-            f"Give at most {len(speech)}."
-        )
 
 
 class Buckets:

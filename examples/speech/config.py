@@ -24,9 +24,8 @@ from examples.common.config import (
 )
 from examples.common.flags import ForeignFlag
 from examples.common.optimizers import Recipe
-from examples.speech.augmentation import NO_PERTURBATION, Perturbation
 from examples.speech.corpus import DEFAULT_CACHE
-from examples.speech.features import Features
+from examples.speech.features import NO_PERTURBATION, Features, Perturbation
 
 # Speed benchmarks use synthetic audio.
 SPEECH_ACTIONS = (*TRAIN, "find_batch_size")

@@ -5,17 +5,14 @@ The training and test sets share no speakers and no texts.
 
 from __future__ import annotations
 
-import csv
-import dataclasses
 import hashlib
 import io
 import json
 import os
-import shutil
 import sys
 import tempfile
 from calendar import monthrange
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
@@ -64,73 +61,50 @@ class Corpus(NamedTuple):
     test: Path
 
 
-@dataclasses.dataclass(frozen=True)
-class CorpusSize:
-    """The number of utterances, and the seed of their texts and speakers."""
-
-    train: int = 2400
-    test: int = 240
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.train < 1 or self.test < 1 or self.train + self.test > _MAX_UTTERANCES:
-            raise UsageError(
-                f"a corpus of {self.train} training and {self.test} test utterances: there must be at least one of "
-                f"each and at most {_MAX_UTTERANCES} together, since there are no more short texts."
-            )
-
-
-def make_corpus(cache: Path = DEFAULT_CACHE, size: CorpusSize | None = None) -> Corpus:
+def make_corpus(cache: Path = DEFAULT_CACHE, train: int = 2400, test: int = 240) -> Corpus:
     """Returns the corpus of this size; synthesises it if it is not cached. The result is reproducible bit for bit.
 
     Args:
         cache: Folder with one subfolder per corpus, named by a hash of its utterances and espeak-ng's version.
-        size: Size of the corpus.
+        train, test: Numbers of utterances, at most 20,000 together.
 
     Raises:
         UsageError: Espeak-ng is not usable, or the folder is not writable.
     """
-    plan = _plan(size or CorpusSize())
-    key = hashlib.sha256(json.dumps([plan, _library_version(), SAMPLE_RATE]).encode()).hexdigest()[:12]
+    plan = _plan(train, test)
+    try:
+        library = version("espeakng-loader")
+    except PackageNotFoundError:
+        library = "none"
+    key = hashlib.sha256(json.dumps([plan, library, SAMPLE_RATE]).encode()).hexdigest()[:12]
     folder = cache / key
     if not folder.is_dir():
         try:
             cache.mkdir(parents=True, exist_ok=True)
-            part = Path(tempfile.mkdtemp(prefix=f"{key}.part-", dir=cache))
+            with tempfile.TemporaryDirectory(prefix=f"{key}.part-", dir=cache) as part:
+                _write(Path(part) / key, plan)
+                if not folder.is_dir():  # unless another process has written the same corpus
+                    os.rename(Path(part) / key, folder)
         except OSError as error:
             raise UsageError(
                 f"the corpus cannot be kept in {str(cache)!r}: {error.strerror}. Give another folder with --cache-dir."
             ) from error
-        try:
-            _write(part, plan)
-            part.chmod(0o755)
-            os.rename(part, folder)
-        except OSError as error:
-            # Another process may have written the same corpus first.
-            if not folder.is_dir():
-                raise UsageError(f"the corpus cannot be written to {str(cache)!r}: {error.strerror}.") from error
-        finally:
-            shutil.rmtree(part, ignore_errors=True)
     return Corpus(folder / "train.csv", folder / "test.csv")
 
 
-def _plan(size: CorpusSize) -> dict[str, list[Spoken]]:
-    """The texts and their speakers by split."""
-    rng = np.random.default_rng(size.seed)
-    texts = _texts(rng, size.train + size.test)
-    return {
-        "train": [_spoken(rng, text, _TRAIN_VARIANTS) for text in texts[size.test :]],
-        "test": [_spoken(rng, text, _TEST_VARIANTS) for text in texts[: size.test]],
-    }
-
-
-def _texts(rng: np.random.Generator, count: int) -> list[str]:
-    """Distinct texts: half digits, a quarter dates, a quarter commands (fewer if a kind runs out)."""
+def _plan(train: int, test: int) -> dict[str, list[Spoken]]:
+    """Distinct texts with their speakers, by split: half digits, a quarter dates, a quarter commands."""
+    if min(train, test) < 1 or train + test > _MAX_UTTERANCES:
+        raise UsageError(f"{train} and {test} utterances: give 1 or more of each, {_MAX_UTTERANCES} at most together.")
+    rng = np.random.default_rng(0)
     kinds = (_digits, _digits, _date, _command)
     texts: dict[str, None] = {}
-    while len(texts) < count:
+    while len(texts) < train + test:
         texts[kinds[rng.integers(4)](rng)] = None
-    return list(texts)
+    return {
+        "train": [_spoken(rng, text, _TRAIN_VARIANTS) for text in list(texts)[test:]],
+        "test": [_spoken(rng, text, _TEST_VARIANTS) for text in list(texts)[:test]],
+    }
 
 
 def _digits(rng: np.random.Generator) -> str:
@@ -171,40 +145,26 @@ def _spoken(rng: np.random.Generator, text: str, variants: Sequence[str]) -> Spo
 
 
 def _write(folder: Path, plan: dict[str, list[Spoken]]) -> None:
-    everything = [spoken for part in plan.values() for spoken in part]
+    everything = [(split, number, spoken) for split, part in plan.items() for number, spoken in enumerate(part)]
+    # In a log file each update is a new line, so update less often.
+    pace = 0.2 if sys.stderr.isatty() else 10.0
+    voices = synthesize([spoken for _, _, spoken in everything])
+    bar = tqdm(voices, "speaking", len(everything), unit="utterance", leave=False, mininterval=pace)
+    lines = {split: ["wav_filename,wav_filesize,transcript"] for split in plan}
     try:
-        # In a log file each update is a new line, so update less often.
-        pace = 0.2 if sys.stderr.isatty() else 10.0
-        bar = tqdm(synthesize(everything), "speaking", len(everything), unit="utterance", leave=False, mininterval=pace)
-        voices = iter(bar)
-        for split, part in plan.items():
-            _write_split(folder, split, part, voices)
-    except SynthesisError as error:
-        raise UsageError(
-            f"espeak-ng cannot speak the corpus: {error}. Install it with pip install espeakng-loader, or give your "
-            "own speech (--train-data, --test-data)."
-        ) from error
-
-
-def _write_split(folder: Path, split: str, part: Sequence[Spoken], voices: Iterator[tuple[np.ndarray, int]]) -> None:
-    with (folder / f"{split}.csv").open("w", newline="", encoding="utf-8") as file:
-        rows = csv.writer(file)
-        rows.writerow(["wav_filename", "wav_filesize", "transcript"])
-        for number, spoken in enumerate(part):
-            samples, rate = next(voices)
-            speaker = spoken.voice.replace("+", "-").lower()
-            name = Path(split) / speaker / f"{number:05d}.wav"
-            path = folder / name
+        for (split, number, spoken), (samples, rate) in zip(everything, bar, strict=True):
+            path = folder / split / spoken.voice.replace("+", "-").lower() / f"{number:05d}.wav"
             path.parent.mkdir(parents=True, exist_ok=True)
             wave = resample(samples.astype(np.float32) / 2**15, *resampling_ratio(rate))
             # Encoded in memory, because soundfile waits for the disk after each file.
             content = io.BytesIO()
             soundfile.write(content, wave, SAMPLE_RATE, format="WAV", subtype="PCM_16")
-            rows.writerow([name.as_posix(), path.write_bytes(content.getvalue()), spoken.text])
-
-
-def _library_version() -> str:
-    try:
-        return version("espeakng-loader")
-    except PackageNotFoundError:
-        return "none"
+            size = path.write_bytes(content.getvalue())
+            lines[split].append(f"{path.relative_to(folder).as_posix()},{size},{spoken.text}")
+    except SynthesisError as error:
+        raise UsageError(
+            f"espeak-ng cannot speak the corpus: {error}. Install it with pip install espeakng-loader, or give your "
+            "own speech (--train-data, --test-data)."
+        ) from error
+    for split, rows in lines.items():
+        (folder / f"{split}.csv").write_text("\r\n".join(rows) + "\r\n", newline="")

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import csv
 import functools
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
 
-from examples.common.cli import UsageError, listing
-from examples.common.fingerprint import fingerprint
-from examples.common.skipped import SkippedFiles, UnusableFileError
-from examples.speech.alphabet import Alphabet
+from examples.common.cli import SkippedFiles, UnusableFileError, UsageError, listing
+from examples.common.records import Entry, Records, fingerprint, open_records
 from examples.speech.audio import SAMPLE_RATE, AudioInfo, File, probe, read_audio
 
 
@@ -92,11 +91,10 @@ class Speech:
 
     def keep_shorter(self, seconds: float) -> None:
         """Leaves out longer utterances, without counting them as skipped."""
-        kept = np.flatnonzero(self.samples <= seconds * SAMPLE_RATE)
-        left = len(self) - len(kept)
-        if left:
+        kept = self.samples <= seconds * SAMPLE_RATE
+        if left := len(self) - np.count_nonzero(kept):
             tqdm.write(f"{self.name}: {left} utterances longer than {seconds:g} s are left out", file=sys.stderr)
-        self._keep([Utterance(self.paths[i], self.transcripts[i]) for i in kept], self.samples[kept])
+        self._keep_where(kept)
 
     def keep_decodable(self, frames: Callable[[np.ndarray], np.ndarray], fastest: float = 1.0) -> None:
         """Skips utterances whose transcripts are too long for CTC (see `frames_needed`).
@@ -116,21 +114,22 @@ class Speech:
                 f"its transcript is too long: it needs {need[index]} frames but the model outputs {have[index]} for "
                 f"{self.samples[index] / SAMPLE_RATE:.2f} s of audio: {self.transcripts[index]!r}",
             )
-        kept = np.flatnonzero(need <= have)
-        self._keep([Utterance(self.paths[i], self.transcripts[i]) for i in kept], self.samples[kept])
+        self._keep_where(need <= have)
+
+    def _keep_where(self, kept: np.ndarray) -> None:
+        self._keep([Utterance(self.paths[i], self.transcripts[i]) for i in np.flatnonzero(kept)], self.samples[kept])
 
     def _probe(self, utterances: Sequence[Utterance]) -> tuple[list[Utterance], list[AudioInfo]]:
         """The utterances whose headers are valid, and their headers."""
-        kept, infos = [], []
+        kept = []
         with ThreadPoolExecutor() as executor:
             for utterance, found in zip(utterances, executor.map(_probe, utterances), strict=True):
                 # Not in the threads, so that messages are in the order of the manifest.
                 if isinstance(found, UnusableFileError):
                     self.skipped.add(str(utterance.path), str(found))
                 else:
-                    kept.append(utterance)
-                    infos.append(found)
-        return kept, infos
+                    kept.append((utterance, found))
+        return [utterance for utterance, _ in kept], [info for _, info in kept]
 
     def _keep(self, utterances: Sequence[Utterance], samples: Sequence[int] | np.ndarray) -> None:
         if not utterances:
@@ -179,3 +178,172 @@ def _report_conversions(name: str, found: Sequence[AudioInfo]) -> None:
     said += [f"{mixed} with several channels mixed down to one"] if mixed else []
     if said:
         tqdm.write(f"{name}: of {len(found)} files, {', '.join(said)}", file=sys.stderr)
+
+
+# The output characters of a model as labels, and DeepSpeech's alphabet file format.
+
+ENGLISH = " abcdefghijklmnopqrstuvwxyz'"
+
+
+class Alphabet:
+    """Maps characters, in order, to labels 1, 2, ...; label 0 is CTC's blank.
+
+    Attributes:
+        characters: The characters of labels 1, 2, ...
+        labels: Number of labels including the blank, which is the number of model outputs.
+    """
+
+    def __init__(self, characters: str = ENGLISH) -> None:
+        self.characters = characters
+        self.labels = len(characters) + 1
+        self._label_of = {character: label for label, character in enumerate(characters, start=1)}
+
+    @classmethod
+    def read(cls, path: Path) -> Alphabet:
+        r"""Reads DeepSpeech's `alphabet.txt`: UTF-8, one character a line, `#` starts a comment, `\#` is `#`.
+
+        A line that contains only a space is the space.
+
+        Raises:
+            UsageError: The file cannot be read, or a line is not a single character or repeats one.
+        """
+        try:
+            lines = path.read_text(encoding="utf-8").rstrip("\n").split("\n")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else error.strerror
+            raise UsageError(f"alphabet {str(path)!r} cannot be read: {reason}.") from error
+        found: dict[str, int] = {}
+        for number, raw in enumerate(lines, start=1):
+            line = raw.removesuffix("\r")
+            if line.startswith("#"):
+                continue
+            character = "#" if line == "\\#" else line
+            if len(character) != 1 or character in found:
+                what = f"repeats line {found[character]}" if character in found else "must be one character"
+                raise UsageError(
+                    f"alphabet {str(path)!r}, line {number} {what}: {line!r}; a space is a line with a space in it."
+                )
+            found[character] = number
+        return cls("".join(found))
+
+    def unknown(self, text: str) -> str:
+        """The distinct characters of `text` without a label, in order."""
+        return "".join(dict.fromkeys(character for character in text if character not in self._label_of))
+
+    def encode(self, text: str) -> np.ndarray:
+        """The labels of a text, [characters], int32; raises KeyError with a character that has no label."""
+        return np.array([self._label_of[character] for character in text], np.int32)
+
+    def decode(self, labels: Iterable[int]) -> str:
+        """The text of labels; blanks are skipped."""
+        return "".join(self.characters[label - 1] for label in labels if label)
+
+
+# Speech on disk: Mozilla's CSV, LibriSpeech's tree, and shards.
+
+# Field names in WebDataset and the Hugging Face hub.
+_AUDIO = ("audio", "wav", "flac", "mp3", "ogg", "opus")
+_TEXT = ("transcript", "text", "txt", "sentence", "transcription", "normalized_text")
+
+
+def open_speech(
+    path: Path,
+    alphabet: Alphabet | None = None,
+    max_skipped: float = 0.01,
+    audio_field: str | None = None,
+    text_field: str | None = None,
+) -> Speech:
+    """Opens CSV files (Mozilla's), a TSV file (Common Voice's), a folder (LibriSpeech's), or shards.
+
+    Args:
+        path: Path of the file, the folder or the shards (one file, or all in a folder), or CSV files joined by commas.
+        alphabet: Alphabet of the transcripts; by default English.
+        max_skipped: Share of the utterances that may be skipped as unusable.
+        audio_field, text_field: Names of the fields in shards, if they are not the usual ones.
+
+    Raises:
+        UsageError: The path is none of these, is empty, or is unusable.
+    """
+    if path.exists() and (records := open_records(path)) is not None:
+        utterances = read_records(records, audio_field, text_field)
+    elif path.is_dir():
+        utterances = read_librispeech(path)
+    elif path.is_file():
+        utterances = read_csv(path)
+    elif "," in str(path) and all(part.is_file() for part in map(Path, str(path).split(","))):
+        utterances = [utterance for part in str(path).split(",") for utterance in read_csv(Path(part))]
+    else:
+        raise UsageError(
+            f"there is no {str(path)!r}; give a CSV file with columns wav_filename,wav_filesize,transcript, the "
+            "folder of a LibriSpeech tree, or shards (*.tfrecord, *.array_record, *.tar, a saved Hugging Face dataset)."
+        )
+    return Speech(str(path), utterances, alphabet or Alphabet(), max_skipped)
+
+
+def read_records(records: Records, audio_field: str | None = None, text_field: str | None = None) -> list[Utterance]:
+    """Reads the utterances of shards whose entries contain an audio file and its transcript."""
+    audio = records.fields((audio_field,) if audio_field else _AUDIO, "audio")
+    text, *_ = records.fields((text_field,) if text_field else _TEXT, "text")
+    transcripts = (
+        value.decode(errors="replace") if isinstance(value, bytes) else value or "" for value in records.column(text)
+    )
+    return [Utterance(Entry(records, index, audio), text.strip()) for index, text in enumerate(transcripts)]
+
+
+def read_csv(path: Path) -> list[Utterance]:
+    """Reads Mozilla's `wav_filename,wav_filesize,transcript`; paths are relative to the file's folder.
+
+    The file size and further columns are ignored. A `.tsv` file is Common Voice's: its files are in `clips`, and the
+    sentences become lower case.
+
+    Raises:
+        UsageError: The file is not such a CSV file, or has no rows.
+    """
+    tabs = path.suffix == ".tsv"
+    names, folder = (("path", "sentence"), "clips") if tabs else (("wav_filename", "transcript"), "")
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            dialect: Any = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if tabs else {}
+            reader = csv.DictReader(file, **dialect)
+            columns = list(reader.fieldnames or names)
+            rows = [(reader.line_num, row) for row in reader]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise UsageError(f"{str(path)!r} cannot be read as a CSV file in UTF-8: {error}.") from error
+    if missing := [name for name in names if name not in columns]:
+        raise UsageError(
+            f"{str(path)!r} has no column {' and no column '.join(missing)}; its first line is "
+            f"{','.join(columns)!r}, expected {','.join(names)}."
+        )
+    if not rows:
+        raise UsageError(f"{str(path)!r} is empty: expected a line {','.join(names)} and one for each audio file.")
+    utterances = []
+    for line, row in rows:
+        name, transcript = (row[column] for column in names)
+        if not name or transcript is None:
+            raise UsageError(f"{str(path)!r}, line {line} lacks a {names[bool(name)]}; repair or remove the line.")
+        text = transcript.strip()
+        utterances.append(Utterance(path.parent / folder / name, text.lower() if tabs else text))
+    return utterances
+
+
+def read_librispeech(folder: Path) -> list[Utterance]:
+    """Reads a LibriSpeech tree: `*.trans.txt` below `folder` with FLAC files beside each; transcripts are lower-cased.
+
+    Source: V. Panayotov et al., "LibriSpeech: an ASR corpus based on public domain audio books", ICASSP 2015.
+
+    Raises:
+        UsageError: There are no transcripts, or a file cannot be read.
+    """
+    utterances = []
+    for path in sorted(folder.rglob("*.trans.txt")):
+        try:
+            lines = [line.strip().partition(" ") for line in path.read_text(encoding="utf-8").splitlines()]
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"{str(path)!r} cannot be read as UTF-8: {error}.") from error
+        utterances += [Utterance(path.parent / f"{name}.flac", text.strip().lower()) for name, _, text in lines if name]
+    if not utterances:
+        raise UsageError(
+            f"{str(folder)!r} has no transcripts: expected a LibriSpeech tree, SPEAKER/CHAPTER/*.trans.txt with the "
+            "FLAC files beside them, or shards (*.tfrecord, *.array_record, *.tar), or give a CSV file."
+        )
+    return utterances

@@ -15,8 +15,7 @@ from examples.common.training import Variables
 from examples.speech.batching import Array, Batch
 from examples.speech.config import Config
 from examples.speech.decoding import Decoded, beam_search, greedy
-from examples.speech.deepspeech import DeepSpeech
-from examples.speech.deepspeech2 import DeepSpeech2
+from examples.speech.deepspeech import DeepSpeech, DeepSpeech2
 from examples.speech.layers import time_mask
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,13 @@ import jax
 import jax.numpy as jnp
 
 import mpjax
-from examples.common.cli import UsageError, fail
+from examples.common.cli import UsageError, fail, markdown_table
 from examples.common.flags import Group, parse
-from examples.common.use import open_model
-from examples.speech.alphabet import Alphabet
+from examples.common.modes import open_model
 from examples.speech.batching import Batch, Buckets
 from examples.speech.config import Config
 from examples.speech.corpus import DEFAULT_CACHE
+from examples.speech.dataset import Alphabet
 from examples.speech.models import create_network, ctc_losses
 from examples.speech.task import Data, open_sets
 from examples.speech.train import SpeechTask
@@ -66,7 +66,7 @@ def loss_from_audio(config: Config, labels: int, stats: Any) -> Callable[[Any, B
     return loss_fn
 
 
-def losses_by_part(report: mpjax.inspection.NumericsReport) -> list[list[str]]:
+def losses_by_part(report: mpjax.inspection.NumericsReport) -> str:
     """The worst operations of each part of the program in float16: one row for each kind of error."""
     rows = []
     for part, what in _PARTS.items():
@@ -76,27 +76,7 @@ def losses_by_part(report: mpjax.inspection.NumericsReport) -> list[list[str]]:
             if worst is not None and getattr(worst, kind) > 0.001:
                 share = f"{getattr(worst, kind):.1%}"
                 rows.append([what, worst.op, worst.phase, kind, share, f"{worst.max:.3g}"])
-    return rows
-
-
-def table(rows: Iterable[Sequence[str]]) -> str:
-    """Formats the rows of `losses_by_part` as a Markdown table."""
-    heads = ("where", "operation", "pass", "in float16", "share", "largest value")
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in (heads, ("---",) * len(heads), *rows))
-
-
-def half_precision_lines(config: Config, labels: int, variables: Any, batch: Batch) -> list[str]:
-    """The share of the gradient's FLOPs in half for each way of applying the policy, and the risky operations."""
-    lines = []
-    for amp in ("module", "autocast"):
-        loss_fn = loss_from_audio(dataclasses.replace(config, amp=amp), labels, variables.stats)
-        report = mpjax.audit(jax.grad(loss_fn), variables.params, batch)
-        risks = [f"{risk.op} at {risk.source}" for risk in report.risks if risk.kind in _RISKS]
-        lines.append(
-            f"--amp {amp}: {report.half_share:.1%} of all matmul FLOPs in half (the rest: mel bands and CTC); "
-            f"exp, log and sums in half: {'; '.join(risks) or 'none'}"
-        )
-    return lines
+    return markdown_table(("where", "operation", "pass", "in float16", "share", "largest value"), rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -115,9 +95,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     batches = list(itertools.islice(buckets.train_batches(trained.seed, 0), flags.batches))
     float32 = dataclasses.replace(trained, policy="float32", amp="module")
     report = mpjax.numerics(loss_from_audio(float32, labels, variables.stats), variables.params, batches=batches)
-    print(table(losses_by_part(report)))
-    for line in half_precision_lines(dataclasses.replace(trained, policy=flags.policy), labels, variables, batches[0]):
-        print(line)
+    print(losses_by_part(report))
+    for amp in ("module", "autocast"):
+        loss_fn = loss_from_audio(dataclasses.replace(trained, policy=flags.policy, amp=amp), labels, variables.stats)
+        audit = mpjax.audit(jax.grad(loss_fn), variables.params, batches[0])
+        risks = [f"{risk.op} at {risk.source}" for risk in audit.risks if risk.kind in _RISKS]
+        print(
+            f"--amp {amp}: {audit.half_share:.1%} of all matmul FLOPs in half (the rest: mel bands and CTC); "
+            f"exp, log and sums in half: {'; '.join(risks) or 'none'}"
+        )
     return 0
 
 

@@ -10,20 +10,16 @@ import jax
 import numpy as np
 
 from examples.common.cli import UsageError
-from examples.common.devices import DataParallel
-from examples.common.hosts import is_main, say
-from examples.common.plots import Panel
+from examples.common.devices import DataParallel, is_main, say
+from examples.common.reporting import Panel
 from examples.common.run_folder import write_json
 from examples.common.task import Task
-from examples.speech.alphabet import Alphabet
 from examples.speech.audio import SAMPLE_RATE
-from examples.speech.batching import Batch, Buckets, Shape, check_batch_size
+from examples.speech.batching import Batch, Buckets, Shape
 from examples.speech.config import Config
 from examples.speech.corpus import make_corpus
-from examples.speech.dataset import Speech
-from examples.speech.manifests import open_speech
-from examples.speech.reports import Transcribed, transcript_report
-from examples.speech.testing import Tester
+from examples.speech.dataset import Alphabet, Speech, open_speech
+from examples.speech.testing import Tester, Transcribed, transcript_report
 
 # Approximate number of characters spoken per second.
 _CHARACTERS = 14
@@ -84,7 +80,7 @@ class SpeechData(Task):
         self.test_set: Any = data.test
         self._buckets: Buckets | None = None
         if data.train is not None:
-            check_batch_size(data.train, self.batch_size)
+            self.check_batch_size(data.train.name, len(data.train))
             self._buckets = Buckets(
                 data.train, self.batch_size, config.front_end, config.buckets, config.perturbation, config.workers
             )

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
+import jax
+import jiwer
 import numpy as np
 
-from examples.common.benchmarking import compile_step
-from examples.common.devices import DataParallel
-from examples.common.hosts import gather_to_host
+from examples.common.cli import UnusableFileError, each_readable
+from examples.common.devices import DataParallel, gather_to_host, say
+from examples.common.modes import cast_to_policy
 from examples.common.task import shape_of
-from examples.common.training import Variables, check_outputs
-from examples.speech.batching import Array, Buckets
+from examples.common.training import Variables, check_outputs, compile_step
+from examples.speech.audio import SAMPLE_RATE, read_audio
+from examples.speech.batching import Array, Buckets, Shape
 from examples.speech.config import Config
 from examples.speech.dataset import Speech
-from examples.speech.models import create_test_step
-from examples.speech.reports import Transcribed, error_rates
+from examples.speech.models import create_test_step, create_transcribe_step
 
 
 class Tester:
@@ -74,3 +79,106 @@ def metrics_of_test(transcribed: Iterable[Transcribed], last: bool = True) -> di
         **rates._asdict(),
         "test_nonfinite": nonfinite,
     }
+
+
+# Word and character error rates, and a report of the worst, median and best transcripts.
+
+
+class Transcribed(NamedTuple):
+    """The reference transcript of a file, and the model's transcript."""
+
+    name: str
+    reference: str
+    hypothesis: str
+    loss: float
+    finite: bool = True  # whether the model's outputs are
+
+
+class ErrorRates(NamedTuple):
+    """Errors per word and per character of the references; they can exceed 1."""
+
+    wer: float
+    cer: float
+
+
+def error_rates(references: Sequence[str], hypotheses: Sequence[str]) -> ErrorRates:
+    """Error rates over all utterances together, so that long utterances have more weight.
+
+    Args:
+        references: The reference transcripts.
+        hypotheses: The model's transcripts, in the same order.
+    """
+    return ErrorRates(jiwer.wer(list(references), list(hypotheses)), jiwer.cer(list(references), list(hypotheses)))
+
+
+def transcript_report(transcribed: Sequence[Transcribed], count: int = 5) -> str:
+    """The `count` worst, median and best transcripts, by word error rate and then by loss.
+
+    No utterance is shown twice, so a small set shows fewer.
+    """
+    rated = [(error_rates([item.reference], [item.hypothesis]), item) for item in transcribed]
+    # NaN would make the order arbitrary, so a NaN loss counts as the worst.
+    rated.sort(key=lambda pair: (-pair[0].wer, -math.inf if math.isnan(pair[1].loss) else -pair[1].loss))
+    middle, last = max(0, (len(rated) - count) // 2), max(0, len(rated) - count)
+    lines: list[str] = []
+    shown: set[int] = set()
+    for title, start in {"worst": 0, "median": middle, "best": last}.items():
+        places = [place for place in range(start, min(start + count, len(rated))) if place not in shown]
+        shown.update(places)
+        lines += [f"{title}:"] if places else []
+        for rates, item in (rated[place] for place in places):
+            lines += [
+                f"  WER {rates.wer:6.1%}  CER {rates.cer:6.1%}  loss {item.loss:8.3f}  {item.name}",
+                f"    spoken   {item.reference!r}",
+                f"    written  {item.hypothesis!r}",
+            ]
+    return "\n".join(lines)
+
+
+# Transcribes audio files.
+
+_RUNS = 5  # the latency is their median
+_STEP = SAMPLE_RATE  # audio lengths are rounded up to whole seconds, to compile few programs for many files
+
+
+def transcribe_files(task: Any, variables: Variables) -> dict[str, Any]:
+    """Transcribes the files of --infer; the latency covers features, model and decoder, from samples to text."""
+    config, device = task.config, jax.local_devices()[0]
+    readable, unreadable = each_readable(config.infer, lambda path: _read(config, path), "--infer")
+    single = len(readable) == 1
+    weights = jax.device_put(cast_to_policy(task, variables), device)
+    transcribe = create_transcribe_step(config, task.alphabet.labels, config.final_beam)
+    programs: dict[int, Any] = {}
+    texts, latencies = [], []
+    for path, samples in readable.items():
+        # One file keeps its length; several are padded to a few lengths, which does not change the results.
+        length = len(samples) if single else -(-len(samples) // _STEP) * _STEP
+        batch = Shape(1, length, 1).zeros()
+        batch.audio[0, : len(samples)], batch.audio_lengths[0] = samples, len(samples)
+        inputs = weights, jax.device_put(batch, device)
+        program = programs[length] = programs.get(length) or compile_step(transcribe, *inputs).call
+        seconds, text = [], ""
+        for _ in range(_RUNS + 1 if single else 2):
+            started = time.perf_counter()
+            decoded = jax.device_get(program(*inputs))
+            text = task.alphabet.decode(decoded.labels[0, : decoded.lengths[0]])
+            seconds.append(time.perf_counter() - started)
+        latencies.append(statistics.median(seconds[1:]))  # the first run is a warm-up
+        texts.append(text)
+        say(text if single else f"{path}: {text}")
+    total = sum(map(len, readable.values())) / SAMPLE_RATE
+    return {
+        "unreadable_files": unreadable,
+        "text": texts[0] if single else texts,
+        "policy": config.policy,
+        "audio_seconds": total,
+        "latency_milliseconds": float(np.mean(latencies)) * 1e3,
+        "real_time_factor": sum(latencies) / total,
+    }
+
+
+def _read(config: Config, path: Any) -> np.ndarray:
+    audio = read_audio(path)
+    if config.output_frames(len(audio)) < 1:
+        raise UnusableFileError(f"{len(audio) / SAMPLE_RATE:.3f} s are too short for a frame")
+    return audio

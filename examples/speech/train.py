@@ -14,14 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from examples.common import script
+from examples.common import modes
 from examples.common.training import Loss, Model, TrainState, Variables, masked_sums
-from examples.speech.augmentation import spec_augment
 from examples.speech.batching import Batch
-from examples.speech.inference import transcribe_files
+from examples.speech.features import spec_augment
 from examples.speech.models import create_network, create_transcribe_step, ctc_losses, finite_features
 from examples.speech.task import SpeechData
-from examples.speech.testing import Tester, metrics_of_test
+from examples.speech.testing import Tester, metrics_of_test, transcribe_files
 
 
 class SpeechTask(SpeechData):
@@ -95,4 +94,4 @@ class SpeechTask(SpeechData):
         return create_transcribe_step(self.config, self.alphabet.labels, self.config.final_beam)
 
 
-main = functools.partial(script.main, SpeechTask)
+main = functools.partial(modes.main, SpeechTask)

@@ -1,23 +1,28 @@
-"""Runs scripts in separate processes, alone or several that train together."""
+"""Runs scripts in separate processes: alone, killed, or several that train together."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import jax
+import numpy as np
 
 REPOSITORY = Path(__file__).parents[2]
+KILLS = int(os.environ.get("MPJAX_KILLS", "1"))  # of each script
 
 
-def start(program: str, *flags: str) -> subprocess.Popen[str]:
-    """Starts a Python program in a process with one device and the compilation cache of this process."""
+def start(program: str, *flags: str, devices: int = 1) -> subprocess.Popen[str]:
+    """Starts a Python program in a process with the compilation cache of this process."""
     environment = os.environ | {
-        "XLA_FLAGS": "--xla_backend_optimization_level=0",
+        "XLA_FLAGS": f"--xla_backend_optimization_level=0 --xla_force_host_platform_device_count={devices}",
         "PYTHONPATH": str(REPOSITORY),
         "JAX_COMPILATION_CACHE_DIR": str(jax.config.values["jax_compilation_cache_dir"]),
     }
@@ -44,3 +49,22 @@ def run_together(programs: Sequence[str], flags: Sequence[str]) -> list[tuple[in
             process.kill()
             process.communicate()
     return [(process.returncode, *output) for process, output in zip(processes, outputs, strict=True)]
+
+
+def newest(output: Path) -> int:
+    """The step of the last finished checkpoint; Orbax renames a checkpoint when it is complete."""
+    return max((int(path.name) for path in (output / "checkpoints").glob("*") if path.name.isdecimal()), default=0)
+
+
+def start_and_kill(program: str, flags: Sequence[str], output: Path, number: int) -> None:
+    """Kills a training: number 0 after its first checkpoint, the others at random moments."""
+    process = start(program, *flags, "--output", str(output), "--save-every", "0", devices=2)
+    deadline = time.monotonic() + 300
+    while time.monotonic() < deadline and process.poll() is None and newest(output) < (number == 0):
+        time.sleep(0.05)
+    if number:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(np.random.default_rng(number).uniform(0, 20))
+    process.kill()
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode in (-signal.SIGKILL, 0 if number else -signal.SIGKILL), errors

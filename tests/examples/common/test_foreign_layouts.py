@@ -12,16 +12,15 @@ import numpy as np
 import pytest
 import soundfile
 
-from examples.common.cli import UsageError
+from examples.common.cli import UsageError, each_readable
 from examples.common.flags import deciding_flags, parse
 from examples.common.records import UnusableFileError, content
-from examples.common.skipped import each_readable
 from examples.common.training import Variables
 from examples.common.weights import file_variables
 from examples.imagenet.config import Config
 from examples.imagenet.image_folder import ImageFolder, open_image_folder
 from examples.speech.config import Config as SpeechConfig
-from examples.speech.manifests import open_speech
+from examples.speech.dataset import open_speech
 from tests.examples.common.test_records import rows_of, write_hugging_face, write_tar
 from tests.examples.imagenet.image_tree import CLASSES, make_photo_tree
 

@@ -15,14 +15,12 @@ from PIL import Image
 
 from examples.common.checkpoints import Checkpoints
 from examples.common.cli import UsageError
-from examples.common.devices import DataParallel
-from examples.common.hosts import peer_lost
-from examples.common.plots import plot_curves
+from examples.common.devices import DataParallel, peer_lost
+from examples.common.modes import run_variables
+from examples.common.reporting import Sinks, plot_curves
 from examples.common.run_folder import RunFolder
-from examples.common.sinks import Sinks
-from examples.common.use import run_variables
 from examples.custom.__main__ import Config, CustomTask, main
-from examples.imagenet.metrics import correct
+from examples.imagenet.task import correct
 
 pytestmark = pytest.mark.usefixtures("stored_programs")
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from examples.common import modes
-from examples.common.script import final_line
+from examples.common.modes import final_line
 from examples.custom.__main__ import CustomTask
 from examples.imagenet.train import ImageTask
 from examples.speech.train import SpeechTask

@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 import soundfile
 
-from examples.common import shards
+from examples.common import records
 from examples.common.cli import UsageError
 from examples.common.records import example_type
-from examples.imagenet import image_records
+from examples.imagenet import image_sources
 from examples.imagenet.image_folder import ImageFolder, open_image_folder
-from examples.imagenet.image_records import open_image_records
-from examples.speech.manifests import open_speech
+from examples.imagenet.image_sources import open_image_records
+from examples.speech.dataset import open_speech
 from tests.examples.imagenet.image_tree import CLASSES, make_photo_tree
 
 Rows = Sequence[dict[str, Any]]
@@ -264,16 +264,16 @@ def test_a_label_without_a_name_is_an_error(labels, tmp_path):
 
 
 def test_several_labels_for_an_image_are_an_error():
-    assert image_records._class_name(np.array([1]), ["cat", "dog"]) == "dog"
+    assert image_sources._class_name(np.array([1]), ["cat", "dog"]) == "dog"
     with pytest.raises(UsageError, match=r"the label \[0, 1\] is a list"):
-        image_records._class_name([0, 1], None)
+        image_sources._class_name([0, 1], None)
 
 
 def test_two_sets_of_shards_of_a_split_are_an_error(tmp_path):
     for name in ("train-00000-of-00002", "train-00001-of-00002", "val-00000-of-00001"):
         (tmp_path / f"photos-{name}.tfrecord").write_bytes(b"")
     paths = sorted(tmp_path.iterdir())
-    assert len(shards._of_split(tmp_path, paths, "train")) == 2
+    assert len(records._of_split(tmp_path, paths, "train")) == 2
     more = tmp_path / "photos-train_small.tfrecord"
     with pytest.raises(UsageError, match=r"two sets of shards of one split, 'photos-train' and 'photos-train_small'"):
-        shards._of_split(tmp_path, [*paths, more], "train")
+        records._of_split(tmp_path, [*paths, more], "train")

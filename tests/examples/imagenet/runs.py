@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,8 @@ from examples.common.devices import DataParallel
 from examples.common.training import TrainState
 from examples.imagenet import models
 from examples.imagenet.config import Config
-from examples.imagenet.data import Batch
-from examples.imagenet.embedded import EMBEDDED, Digits
+from examples.imagenet.data import EMBEDDED, Batch, Digits
 from examples.imagenet.train import ImageTask, main
-from tests.examples import processes
 from tests.examples.errors import line_of_error
 
 # The program that another process runs for `python -m examples.imagenet` with the tiny model.
@@ -75,11 +72,6 @@ def last_state(output: Path, **flags: Any) -> TrainState:
         restored = digits_task(**flags).restore_as_saved(checkpoints)
     assert restored is not None
     return restored[0]
-
-
-def start(*flags: str) -> subprocess.Popen[str]:
-    """Starts the script in a separate process with one device."""
-    return processes.start(PROGRAM, *flags)
 
 
 def as_bytes(tree: Any) -> list[bytes]:

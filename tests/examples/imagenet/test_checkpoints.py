@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import re
 import signal
-import subprocess
-import time
 from pathlib import Path
 
 import jax
@@ -21,23 +17,23 @@ from safetensors import safe_open
 from safetensors.flax import load_file, save_file
 from sklearn.metrics import accuracy_score
 
-from examples.common import loop, use, weights
+from examples.common import loop, modes, weights
 from examples.common.checkpoints import Checkpoints
 from examples.common.cli import UsageError
-from examples.common.precision_change import change_precision, float32_params
 from examples.common.run_folder import RunFolder
-from examples.common.training import Variables
+from examples.common.training import Variables, change_precision, float32_params
 from examples.common.weights import cast_weights, read_about
 from examples.imagenet import train
 from examples.imagenet.train import main
+from tests.examples import processes
 from tests.examples.imagenet.runs import (
+    PROGRAM,
     as_bytes,
     digit_flags,
     digits_task,
     error_of,
     last_state,
     metrics_of,
-    start,
 )
 
 pytestmark = pytest.mark.usefixtures("quick_runs")
@@ -79,41 +75,38 @@ def test_interrupted_and_resumed_run_ends_bitwise_equal(trained, tmp_path, capsy
     assert metrics_of(trained) == metrics_of(parts)
 
 
+@pytest.fixture(scope="module")
+def sharded(quick_runs, tmp_path_factory):
+    """The folder of a finished run whose state is split over two devices."""
+    output = tmp_path_factory.mktemp("sharded") / "run"
+    assert main([*digit_flags(output), *SHARDED]) == 0
+    return output
+
+
+SHARDED = ("--devices", "2", "--fsdp")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("number", range(int(os.environ.get("MPJAX_KILLS", "1"))))
-def test_killed_run_resumes_from_its_last_checkpoint(number, trained, tmp_path, capsys):
-    """The first is killed after its first checkpoint, the others at random moments; every other one is sharded."""
-    output = tmp_path / "run"
-    flags = [*digit_flags(output), *(["--fsdp"] if number % 2 else [])]
-    process = start(*flags, "--save-every", "0")
-    deadline = time.monotonic() + 300
-    while time.monotonic() < deadline and process.poll() is None and newest(output) < (number == 0):
-        time.sleep(0.05)
-    if number:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(np.random.default_rng(number).uniform(0, 20))
-    process.kill()
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == -signal.SIGKILL or number, err
+@pytest.mark.parametrize("number", range(processes.KILLS))
+def test_killed_run_resumes_from_its_last_checkpoint(number, request, tmp_path, capsys):
+    """Every other run is sharded over two devices."""
+    output, whole = tmp_path / "run", request.getfixturevalue("sharded" if number % 2 else "trained")
+    flags = [*digit_flags(output), *(SHARDED if number % 2 else ())]
+    processes.start_and_kill(PROGRAM, flags, output, number)
     # Every file is complete, whenever the process was killed.
     if number == 0 or (output / "config.json").exists():
         assert json.loads((output / "config.json").read_text())["epochs"] == 2
     if (output / "metrics.jsonl").exists():
         metrics_of(output)
-    if saved := newest(output):
+    if saved := processes.newest(output):
         assert int(last_state(output).step) == saved
     exists = output.exists()
     assert main([*flags, *(["--resume"] if exists else [])]) == 0
     assert [line["step"] for line in metrics_of(output)] == [3, 6]
     assert ("starts from the beginning" in capsys.readouterr().out) == (exists and not saved)
     # A checkpoint of the last step may be from before the end of its epoch, which resets the sums.
-    found, whole = (last_state(path)._replace(totals=()) for path in (output, trained))
-    assert as_bytes(found) == as_bytes(whole)
-
-
-def newest(output):
-    """The step of the last finished checkpoint; Orbax renames a checkpoint when it is complete."""
-    return max((int(path.name) for path in (output / "checkpoints").glob("*") if path.name.isdecimal()), default=0)
+    found, expected = (last_state(path)._replace(totals=()) for path in (output, whole))
+    assert as_bytes(found) == as_bytes(expected)
 
 
 def test_run_killed_before_its_first_checkpoint_starts_from_the_beginning(tmp_path):
@@ -214,8 +207,8 @@ def test_images_without_finite_outputs_count_as_wrong(trained, tmp_path, capsys,
 
 
 def test_export_that_loses_accuracy_is_removed(trained, monkeypatch, capsys):
-    real = use.cast_weights
-    monkeypatch.setattr(use, "cast_weights", lambda v, d: jax.tree.map(jnp.zeros_like, real(v, d)))
+    real = modes.cast_weights
+    monkeypatch.setattr(modes, "cast_weights", lambda v, d: jax.tree.map(jnp.zeros_like, real(v, d)))
     error = error_of(["--mode", "evaluate", "--devices", "1", "--output", str(trained), "--export", "float32"], capsys)
     assert "--export float32: test accuracy" in error
     assert not (trained / "weights_float32.safetensors").exists()

@@ -15,14 +15,14 @@ from safetensors.numpy import save_file
 from examples.common import loop
 from examples.common.cli import UsageError
 from examples.common.flags import parse
+from examples.common.modes import open_model
 from examples.common.run_folder import RunFolder, to_json
 from examples.common.training import Variables
-from examples.common.use import open_model
 from examples.common.weights import file_variables, write_weights
-from examples.imagenet import datasets
+from examples.imagenet import task as image_task
 from examples.imagenet.config import Config
 from examples.imagenet.image_folder import open_image_folder
-from examples.imagenet.image_tree import list_tree
+from examples.imagenet.image_sources import list_tree
 from examples.imagenet.train import ImageTask, main
 from tests.examples.imagenet.image_tree import make_photo_tree
 from tests.examples.imagenet.runs import FewDigits, digit_flags, digits_task, error_of
@@ -69,8 +69,8 @@ def test_model_is_tested_on_the_images_that_the_flags_name(trained, photos, tmp_
 
 def test_testing_needs_no_training_data(trained, monkeypatch, capsys):
     opened = []
-    real = datasets._open
-    monkeypatch.setattr(datasets, "_open", lambda c, s, *k: opened.append(s) or real(c, s, *k))
+    real = image_task._open
+    monkeypatch.setattr(image_task, "_open", lambda c, s, *k: opened.append(s) or real(c, s, *k))
     assert main(["--mode", "predict", "--output", str(trained), "--devices", "1"]) == 0
     assert opened == [["val"]]
     first = json.loads((trained / "predictions.json").read_text())["predictions"][0]
@@ -81,7 +81,7 @@ def test_testing_needs_no_training_data(trained, monkeypatch, capsys):
 def test_changed_images_are_noticed_on_resume(photos):
     train, _ = open_image_folder(photos, 16, True, 1, 0.0)
     state = train.state()
-    path = train.images.path(0)
+    path = train.images.item(0)[0]
     with Image.open(path) as image:
         image.transpose(Image.Transpose.FLIP_LEFT_RIGHT).save(path)
     with pytest.raises(UsageError, match="the files or their content differ"):
@@ -158,13 +158,13 @@ def test_full_disk_and_interruption_end_in_one_line(tmp_path, monkeypatch, capsy
     def full(*_):
         raise OSError(28, "No space left on device", "metrics.jsonl")
 
-    monkeypatch.setattr("examples.common.script.run", full)
+    monkeypatch.setattr("examples.common.modes.run", full)
     assert "metrics.jsonl: No space left on device" in error_of([], capsys)
 
     def stopped(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("examples.common.script.run", stopped)
+    monkeypatch.setattr("examples.common.modes.run", stopped)
     assert main([]) == 130
     assert "stopped by Ctrl-C" in capsys.readouterr().out
 

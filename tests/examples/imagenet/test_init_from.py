@@ -16,9 +16,8 @@ from safetensors.numpy import save_file
 
 from examples.common.checkpoints import Checkpoints
 from examples.common.cli import UsageError
-from examples.common.precision_change import float32_params
 from examples.common.run_folder import RunFolder, write_json
-from examples.common.training import Variables
+from examples.common.training import Variables, float32_params
 from examples.common.weights import named, write_weights
 from examples.imagenet import train
 from examples.imagenet.models import network

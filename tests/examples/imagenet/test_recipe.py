@@ -10,8 +10,8 @@ import pytest
 
 import mpjax
 from examples.common.optimizers import create_optimizer, is_update, learning_rate_schedule, update_ema
-from examples.imagenet.augmentation import mix_up
 from examples.imagenet.config import Config
+from examples.imagenet.decoding import mix_up
 
 FLOAT32, O2 = mpjax.get_policy("float32"), mpjax.get_policy("O2")
 PARAMS = {"kernel": jnp.full((2, 2), 0.5), "bias": jnp.full(2, 0.5)}

@@ -14,15 +14,13 @@ import soundfile
 
 import mpjax
 from examples.common.cli import UsageError
-from examples.speech.alphabet import Alphabet
 from examples.speech.audio import read_audio
-from examples.speech.augmentation import NO_PERTURBATION, Perturbation, spec_augment
-from examples.speech.batching import Buckets, check_batch_size
-from examples.speech.corpus import CorpusSize, make_corpus
-from examples.speech.features import Features
-from examples.speech.manifests import open_speech, read_csv
+from examples.speech.batching import Buckets
+from examples.speech.corpus import make_corpus
+from examples.speech.dataset import Alphabet, open_speech, read_csv
+from examples.speech.features import NO_PERTURBATION, Features, Perturbation, spec_augment
 
-SIZE = CorpusSize(train=20, test=5)
+SIZE = (20, 5)
 
 
 def tone(samples, rate=16_000, hertz=440.0):
@@ -37,7 +35,7 @@ def write_csv(folder, *rows, header="wav_filename,wav_filesize,transcript"):
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    return make_corpus(tmp_path_factory.mktemp("corpus"), SIZE)
+    return make_corpus(tmp_path_factory.mktemp("corpus"), *SIZE)
 
 
 @pytest.fixture(scope="module")
@@ -53,14 +51,14 @@ def test_corpus_is_the_same_bit_for_bit_each_time(corpus, tmp_path):
         files = sorted(path for path in folder.rglob("*.*") if path.is_file())
         return {path.relative_to(folder): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
-    again = make_corpus(tmp_path / "new" / "cache", SIZE)
+    again = make_corpus(tmp_path / "new" / "cache", *SIZE)
     first = digests(corpus.train.parent)
     assert len(first) == 25 + 2
     assert digests(again.train.parent) == first
     # No temporary files remain, and a cached corpus is not synthesised again.
     assert len(list((tmp_path / "new" / "cache").iterdir())) == 1
     again.train.write_text("mark")
-    assert make_corpus(tmp_path / "new" / "cache", SIZE) == again
+    assert make_corpus(tmp_path / "new" / "cache", *SIZE) == again
     assert again.train.read_text() == "mark"
 
 
@@ -84,14 +82,14 @@ def test_corpus_is_speech_of_a_second_or_two(speech):
 
 
 def test_impossible_corpus_is_refused(tmp_path, monkeypatch):
-    with pytest.raises(UsageError, match="at least one of each and at most 20000"):
-        CorpusSize(train=20_000, test=1)
+    with pytest.raises(UsageError, match="20000 and 1 utterances: give 1 or more of each, 20000 at most"):
+        make_corpus(tmp_path, 20_000, 1)
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match=r"cannot be kept in .*--cache-dir"):
-        make_corpus(tmp_path / "file", SIZE)
+        make_corpus(tmp_path / "file", *SIZE)
     monkeypatch.setattr("examples.speech.corpus._TEST_VARIANTS", ["nobody"])
     with pytest.raises(UsageError, match=r"espeak-ng has no voice 'en-us\+nobody'.*--train-data"):
-        make_corpus(tmp_path / "cache", CorpusSize(1, 1))
+        make_corpus(tmp_path / "cache", 1, 1)
     assert not list((tmp_path / "cache").iterdir())
 
 
@@ -197,7 +195,7 @@ def test_characters_outside_the_alphabet_are_named(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "is empty: expected a line wav_filename,wav_filesize,transcript"),
+        (b"", "is empty: expected a line wav_filename,transcript"),
         (b"wav_filename,wav_filesize,transcript\n", "is empty"),
         (b"path,text\na.wav,a\n", "has no column wav_filename and no column transcript; its first line is 'path,text'"),
         (b"wav_filename,transcript\na.wav\n", "line 2 lacks a transcript"),
@@ -221,7 +219,7 @@ def test_alphabet_file_has_the_format_of_deepspeech(tmp_path):
     assert (alphabet.characters, alphabet.labels) == (" a#é", 5)
     assert alphabet.encode("a #").tolist() == [2, 1, 3]
     assert alphabet.decode([2, 0, 1, 3, 0]) == "a #"
-    for text, message in (("a\nb\na\n", "in line 1 and again in line 3"), ("ab\n", "'ab'"), ("a\n\nb\n", "space")):
+    for text, message in (("a\nb\na\n", "line 3 repeats line 1"), ("ab\n", "'ab'"), ("a\n\nb\n", "space")):
         path.write_text(text)
         with pytest.raises(UsageError, match=message):
             Alphabet.read(path)
@@ -333,8 +331,6 @@ def test_speed_and_volume_change_length_and_level():
         np.testing.assert_allclose(audio[500:-500], 0.5 * tone(len(audio), hertz=440 * factor)[500:-500], atol=2e-3)
     gains = perturbation.draw(np.random.default_rng(0), 1000).gains
     assert 20 * np.log10([gains.min(), gains.max()]) == pytest.approx([-6, 6], abs=0.1)
-    with pytest.raises(UsageError, match="speeds"):
-        Perturbation(speeds=(0.0,))
 
 
 # Batches.
@@ -373,8 +369,6 @@ def test_training_batches_are_full_and_hold_no_utterance_twice(speech, perturbat
                 np.testing.assert_array_equal(batch.audio[row, :length], read_audio(speech.paths[index]))
             text = speech.alphabet.decode(batch.labels[row, : batch.label_lengths[row]])
             assert text == speech.transcripts[index]
-    with pytest.raises(UsageError, match="--batch-size 21 is larger"):
-        check_batch_size(speech, 21)
 
 
 @pytest.mark.parametrize("batch_size", [3, 100])

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 from examples.speech.decoding import beam_search, greedy
-from examples.speech.reports import Transcribed, error_rates, transcript_report
+from examples.speech.testing import Transcribed, error_rates, transcript_report
 
 jit_beam_search = jax.jit(beam_search, static_argnums=2)
 jit_greedy = jax.jit(greedy)

@@ -8,8 +8,8 @@ import pytest
 
 from examples.common.checkpoints import Checkpoints
 from examples.common.parity import Maker
-from examples.common.precision_change import float32_params
 from examples.common.run_folder import RunFolder, write_json
+from examples.common.training import float32_params
 from examples.speech.__main__ import main
 from examples.speech.train import SpeechTask
 from tests.examples.speech.runs import TINY, as_bytes, error_of, lines_of, task_of

@@ -1,4 +1,4 @@
-"""ResNet v1.5 in Flax Linen. The code does not mention precision: `mpjax.with_policy` sets it from outside."""
+"""ResNet v1.5 and two plain networks in Flax Linen. `mpjax.with_policy` sets their precision from outside."""
 
 from __future__ import annotations
 
@@ -90,3 +90,48 @@ class ResNet(nn.Module):
                 x = self.block(self.width * 2**stage, stride, norm)(x)
         x = jnp.mean(x, axis=(1, 2))
         return nn.Dense(self.num_classes)(x)
+
+
+# Two plain convolutional networks from published mixed precision benchmarks.
+
+# Filters and kernel sizes of the three layers; each halves the side.
+_LAYERS = ((32, 5), (64, 7), (128, 11))
+_MOMENTUM, _EPSILON = 0.99, 1e-3  # Keras's defaults
+
+
+class ConvNet(nn.Module):
+    """Three strided convolutions, each with BatchNorm after its ReLU, and global average pooling.
+
+    From images [batch, height, width, channels] to logits [batch, num_classes]; trained on Imagenette at 256x256.
+
+    Source: S. Keydana, First experiments with TensorFlow mixed-precision training, Posit AI Blog (2020).
+    """
+
+    num_classes: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
+        for features, kernel in _LAYERS:
+            x = nn.relu(nn.Conv(features, (kernel, kernel), 2)(x))
+            x = nn.BatchNorm(use_running_average=not train, momentum=_MOMENTUM, epsilon=_EPSILON)(x)
+        x = jnp.mean(x, axis=(1, 2))
+        return nn.Dense(self.num_classes)(x)
+
+
+class MnistCNN(nn.Module):
+    """Two 3x3 convolutions of 420 and 1,000 channels, each with max-pooling, and one dense layer.
+
+    From images [batch, height, width, channels] to logits [batch, num_classes]; trained on MNIST at 28x28. Its
+    width fills a GPU: the largest batch was 590 in float32 and 1,000 in float16.
+
+    Source: D. Clinton, Benchmarking GPUs for Mixed Precision Training with Deep Learning, Paperspace Blog.
+    """
+
+    num_classes: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
+        for features in (420, 1000):
+            x = nn.relu(nn.Conv(features, (3, 3), padding=1)(x))
+            x = nn.max_pool(x, (2, 2), (2, 2))
+        return nn.Dense(self.num_classes)(x.reshape(len(x), -1))
