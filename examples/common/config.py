@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import math
 import os
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -13,8 +12,21 @@ import optax
 
 import mpjax
 from examples.common.cli import UsageError
-from examples.common.flags import ForeignFlag, Group, deciding_flags, from_json
-from examples.common.optimizers import Hyperparameters, Recipe
+from examples.common.flags import (
+    Count,
+    ForeignFlag,
+    Group,
+    Natural,
+    NotNegative,
+    Positive,
+    Seed,
+    Share,
+    TwoOrMore,
+    check_ranges,
+    deciding_flags,
+    from_json,
+)
+from examples.common.optimizers import Recipe
 
 # The actions of a config (`RunConfig.action`). An inspection takes the flags of the training that it inspects.
 INSPECT = ("audit", "profile")
@@ -76,43 +88,47 @@ class RunConfig(abc.ABC):
     export: Export | None = FILES(None, "write tested weights in this dtype", uses=(*TRAIN_ONLY, "evaluate"))
     best: bool = FILES(False, "use the best checkpoint of the run instead of the newest (see --keep-best)", uses=USE)
 
-    epochs: int | None = TRAINING(None, "passes over the training data")
-    batch_size: int | None = RECIPE(None, "examples per step, over all devices together", uses=(*BUILD, *USE))
-    learning_rate: float | None = RECIPE(None, "peak learning rate of the schedule")
+    epochs: Count | None = TRAINING(None, "passes over the training data")
+    batch_size: Count | None = RECIPE(None, "examples per step, over all devices together", uses=(*BUILD, *USE))
+    learning_rate: Positive | None = RECIPE(None, "peak learning rate of the schedule")
     schedule: Literal["cosine", "constant"] | None = RECIPE(None, "schedule after the warm-up (default: cosine)")
-    warmup_epochs: float | None = RECIPE(None, "epochs over which the learning rate rises from zero to its peak")
+    warmup_epochs: NotNegative | None = RECIPE(None, "epochs over which the learning rate rises from zero to its peak")
     optimizer: Literal["sgd", "adam", "adamw", "lars", "lamb"] | None = RECIPE(None, "lars, lamb: for large batches")
-    momentum: float | None = RECIPE(None, "momentum of sgd and lars")
+    momentum: Share | None = RECIPE(None, "momentum of sgd and lars")
     nesterov: bool | None = RECIPE(None, "Nesterov momentum for sgd and lars")
-    weight_decay: float | None = RECIPE(None, "weight decay of kernels (not of biases and normalisation)")
-    clip_norm: float | None = RECIPE(None, "clip the global norm of the gradients to this value", "--max-gradient-norm")
-    ema: float = RECIPE(0.0, "decay of a moving average of the weights to test and export, such as 0.9999")
-    accumulate: int = RECIPE(1, "number of steps whose gradients are averaged into one update")
-    seed: int = RECIPE(0, "seed of the initial weights, the data order and the augmentation")
-    patience: int | None = RUNNING(None, "stop after this many epochs without a better test result")
+    weight_decay: NotNegative | None = RECIPE(None, "weight decay of kernels (not of biases and normalisation)")
+    clip_norm: Positive | None = RECIPE(
+        None, "clip the global norm of the gradients to this value", "--max-gradient-norm"
+    )
+    ema: Share = RECIPE(0.0, "decay of a moving average of the weights to test and export, such as 0.9999")
+    accumulate: Count = RECIPE(1, "number of steps whose gradients are averaged into one update")
+    seed: Seed = RECIPE(0, "seed of the initial weights, the data order and the augmentation")
+    patience: Count | None = RUNNING(None, "stop after this many epochs without a better test result")
 
-    save_every: float = RUNNING(60.0, "seconds between checkpoints")
-    keep: int = RUNNING(2, "number of newest checkpoints to keep")
+    save_every: NotNegative = RUNNING(60.0, "seconds between checkpoints")
+    keep: Count = RUNNING(2, "number of newest checkpoints to keep")
     keep_best: bool = RUNNING(True, "also keep the checkpoint of the best epoch, in OUTPUT/best")
-    log_every: int = RUNNING(50, "steps between lines of steps.jsonl (and of step metrics in --log-to)")
+    log_every: Count = RUNNING(50, "steps between lines of steps.jsonl (and of step metrics in --log-to)")
     log_to: tuple[Sink, ...] = RUNNING(("tensorboard",), "where to write metrics, besides the JSON lines")
 
-    warmup_steps: int = BENCHMARK(200, "steps to run before measuring", uses=BENCHMARKS)
-    num_iter: int = BENCHMARK(500, "number of steps to measure", uses=(*BENCHMARKS, "compare"))
+    warmup_steps: Natural = BENCHMARK(200, "steps to run before measuring", uses=BENCHMARKS)
+    num_iter: TwoOrMore = BENCHMARK(500, "number of steps to measure", uses=(*BENCHMARKS, "compare"))
     compare: str | None = BENCHMARK(None, "policies a,b,...: (train and) time them in one process", uses=COMPARE)
     batch_sizes: str | None = BENCHMARK(None, "batch sizes for --compare, separated by commas", uses=COMPARE)
     find_batch_size: bool = BENCHMARK(False, "print the largest batch size that fits in memory", uses=None)
-    memory_limit: float | None = BENCHMARK(None, "memory in GiB to fit in (default: the device's)", uses=COMPARE)
+    memory_limit: Positive | None = BENCHMARK(None, "memory in GiB to fit in (default: the device's)", uses=COMPARE)
 
     devices: int | None = DEVICES(None, "number of devices of each process that share a batch (default: all)")
     fsdp: bool = DEVICES(False, "shard the state over all devices instead of copying it", uses=(*BUILD, "compare"))
     coordinator: str | None = DEVICES(None, "HOST:PORT of process 0, or auto on a cluster", uses=BUILD)
     processes: int | None = DEVICES(None, "total number of processes", uses=BUILD)
     process_id: int | None = DEVICES(None, "index of this process, from 0", uses=BUILD)
-    workers: int = DEVICES(os.cpu_count() or 1, "number of threads that load data")
+    workers: Count = DEVICES(os.cpu_count() or 1, "number of threads that load data")
 
     def __post_init__(self) -> None:
-        self._check_numbers()
+        check_ranges(self)
+        if self.batch_sizes is not None and not all(x.isdecimal() and int(x) for x in self.batch_sizes.split(",")):
+            raise UsageError(f"--batch-sizes {self.batch_sizes!r}: give numbers with commas, such as 32,64,128.")
         self._check_precision()
         self._check_together()
 
@@ -173,22 +189,14 @@ class RunConfig(abc.ABC):
             given["per_256"] = False
         return recipe._replace(**given)
 
-    def hyperparameters(self, steps_per_epoch: int) -> Hyperparameters:
-        """The optimizer's hyperparameters for epochs of `steps_per_epoch` steps."""
+    def hyperparameters(self, steps_per_epoch: int) -> Recipe:
+        """The recipe for epochs of `steps_per_epoch` steps."""
         preset = self.preset
-        entries = preset.batch_size * self.accumulate
-        return Hyperparameters(
-            optimizer=preset.optimizer,
-            learning_rate=preset.learning_rate * (entries / 256 if preset.per_256 else 1),
+        per_256 = preset.batch_size * self.accumulate / 256 if preset.per_256 else 1
+        return preset._replace(
+            learning_rate=preset.learning_rate * per_256,
             warmup_updates=round(preset.warmup_epochs * steps_per_epoch / self.accumulate),
             updates=max(1, preset.epochs * steps_per_epoch // self.accumulate),
-            momentum=preset.momentum,
-            nesterov=preset.nesterov,
-            weight_decay=preset.weight_decay,
-            clip_norm=preset.clip_norm,
-            ema=self.ema,
-            accumulate=self.accumulate,
-            schedule=preset.schedule,
         )
 
     def settings(self) -> dict[str, Any]:
@@ -208,22 +216,6 @@ class RunConfig(abc.ABC):
     def precision(self) -> dict[str, Any]:
         """The flags of the precision."""
         return {name: getattr(self, name) for name in PRECISION_FLAGS}
-
-    def _check_numbers(self) -> None:
-        for name in ("epochs", "batch_size", "workers", "accumulate", "keep", "log_every", "patience"):
-            self._require(name, lambda x: x >= 1, "must be 1 or more")
-        self._require("num_iter", lambda x: x >= 2, "must be 2 or more")
-        self._require("seed", lambda x: 0 <= x < 2**31, "must be between 0 and 2147483647")
-        for name in ("learning_rate", "clip_norm", "memory_limit"):
-            self._require(name, lambda x: 0 < x < math.inf, "must be a positive number")
-        for name in ("warmup_epochs", "weight_decay", "save_every", "warmup_steps"):
-            self._require(name, lambda x: 0 <= x < math.inf, "must be 0 or more")
-        for name in ("momentum", "ema"):
-            self._require(name, lambda x: 0 <= x < 1, "must be at least 0 and below 1")
-        if self.batch_sizes is not None and not all(x.isdecimal() and int(x) for x in self.batch_sizes.split(",")):
-            raise UsageError(
-                f"--batch-sizes {self.batch_sizes!r}: give numbers separated by commas, such as 32,64,128."
-            )
 
     def _check_precision(self) -> None:
         flag = "--policy" if self.compare is None else "--compare"
@@ -261,11 +253,6 @@ class RunConfig(abc.ABC):
                 raise UsageError(f"--{name} is for sgd and lars; --optimizer {self.preset.optimizer} has none.")
         if self.batch_sizes is not None and self.compare is None:
             raise UsageError(f"--batch-sizes {self.batch_sizes} is only for --compare: add it, or give --batch-size.")
-
-    def _require(self, name: str, holds: Any, what: str) -> None:
-        value = getattr(self, name)
-        if value is not None and not holds(value):
-            raise UsageError(f"--{self._dashed(name)} {value}: {what}.")
 
     @staticmethod
     def _dashed(name: str) -> str:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import math
 import shutil
 import types
 import typing
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, NoReturn, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, NoReturn, TypeVar
 
 from examples.common.cli import UsageError
 
@@ -24,6 +25,23 @@ C = TypeVar("C")
 _YES_OR_NO = ("true", "false", "1", "0")
 # Usual names of flags in other scripts, too short for a guess.
 _ELSEWHERE = {"--lr": "--learning-rate", "--arch": "--model", "--wd": "--weight-decay", "--data": "--data-dir"}
+
+
+class Range(NamedTuple):
+    """The values that a number may have: from `low` to below `high`."""
+
+    text: str
+    low: float
+    high: float = math.inf
+
+
+Count = Annotated[int, Range("1 or more", 1)]
+TwoOrMore = Annotated[int, Range("2 or more", 2)]
+Natural = Annotated[int, Range("0 or more", 0)]
+NotNegative = Annotated[float, Range("0 or more", 0)]
+Positive = Annotated[float, Range("a positive number", 5e-324)]
+Seed = Annotated[int, Range("0 to 2147483647", 0, 2**31)]
+Share = Annotated[float, Range("0 or more, below 1", 0, 1)]
 
 
 class Group:
@@ -81,6 +99,16 @@ def parse_known(config: type[C], program: str, arguments: Sequence[str]) -> tupl
     parsed = config(**given, **names)
     _check_used(parsed, given)
     return parsed, rest
+
+
+def check_ranges(config: Any) -> None:
+    """Raises a `UsageError` if a number is out of its flag's range."""
+    for name, hint in typing.get_type_hints(type(config), include_extras=True).items():
+        value = getattr(config, name)
+        for part in (hint, *typing.get_args(hint)):
+            allowed = next(iter(getattr(part, "__metadata__", ())), None)
+            if allowed is not None and value is not None and not allowed.low <= value < allowed.high:
+                raise UsageError(f"--{name.replace('_', '-')} {value}: give {allowed.text}.")
 
 
 def deciding_flags(config: Any) -> dict[str, Any]:

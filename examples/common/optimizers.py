@@ -12,7 +12,7 @@ import mpjax
 
 
 class Recipe(NamedTuple):
-    """Default hyperparameters. A flag of the same name overrides each."""
+    """Recipe: the defaults of a script, each of which a flag of the same name overrides."""
 
     epochs: int
     batch_size: int
@@ -26,25 +26,13 @@ class Recipe(NamedTuple):
     label_smoothing: float = 0.0
     schedule: str = "cosine"
     per_256: bool = False
-
-
-class Hyperparameters(NamedTuple):
-    """The hyperparameters of the optimizer: a recipe with all flags applied."""
-
-    optimizer: str
-    learning_rate: float  # peak
-    warmup_updates: int
-    updates: int
-    momentum: float = 0.9
-    nesterov: bool = False
-    weight_decay: float = 0.0
-    clip_norm: float | None = None
     ema: float = 0.0
     accumulate: int = 1
-    schedule: str = "cosine"
+    warmup_updates: int = 0  # these two follow from the epochs
+    updates: int = 1
 
 
-def learning_rate_schedule(hyper: Hyperparameters) -> optax.Schedule:
+def learning_rate_schedule(hyper: Recipe) -> optax.Schedule:
     """Linear warm-up, followed by a cosine decay to zero or by a constant rate."""
     warmup = min(hyper.warmup_updates, hyper.updates // 2)
     if hyper.schedule == "constant":
@@ -53,7 +41,7 @@ def learning_rate_schedule(hyper: Hyperparameters) -> optax.Schedule:
 
 
 def create_optimizer(
-    hyper: Hyperparameters, schedule: optax.Schedule, policy: mpjax.Policy, loss_scale: str | None
+    hyper: Recipe, schedule: optax.Schedule, policy: mpjax.Policy, loss_scale: str | None
 ) -> optax.GradientTransformationExtraArgs:
     """Builds an optimizer for a precision policy.
 
@@ -84,7 +72,7 @@ def create_optimizer(
     return mpjax.static_loss_scale(optimizer, float(loss_scale))
 
 
-def _rule(hyper: Hyperparameters, schedule: optax.Schedule) -> optax.GradientTransformation:
+def _rule(hyper: Recipe, schedule: optax.Schedule) -> optax.GradientTransformation:
     decay, momentum, nesterov = hyper.weight_decay, hyper.momentum, hyper.nesterov
     if hyper.optimizer == "adamw":
         return optax.adamw(schedule, weight_decay=decay, mask=_kernels)

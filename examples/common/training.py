@@ -15,7 +15,7 @@ import mpjax
 from examples.common.cli import UsageError
 from examples.common.devices import DataParallel, say
 from examples.common.optimizers import (
-    Hyperparameters,
+    Recipe,
     create_optimizer,
     is_update,
     learning_rate_schedule,
@@ -71,7 +71,7 @@ class Training(NamedTuple):
     init: jax.stages.Wrapped  # (seed) -> TrainState
     train_step: jax.stages.Wrapped  # (TrainState, batch) -> (TrainState, outputs); donates the state
     learning_rate: optax.Schedule
-    hyper: Hyperparameters
+    hyper: Recipe
     zero: Callable[[], Sums]
     model: Model
 
@@ -84,7 +84,7 @@ class Training(NamedTuple):
 
 def create_training(
     model: Model,
-    hyper: Hyperparameters,
+    hyper: Recipe,
     policy: mpjax.Policy,
     loss_scale: str | None = None,
     parallel: DataParallel | None = None,

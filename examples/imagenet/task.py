@@ -17,6 +17,7 @@ from examples.common.training import Variables
 from examples.imagenet.config import Config
 from examples.imagenet.data import EMBEDDED, Array, Augmentation, Batch, Dataset, Description, empty_batch
 from examples.imagenet.image_folder import open_image_folder
+from examples.imagenet.inference import predict
 from examples.imagenet.models import KINDS
 from examples.imagenet.pipeline import Shard
 from examples.imagenet.pretrained import read_pretrained
@@ -26,6 +27,7 @@ class ImageData(Task):
     """The images of a task and how they are loaded; `examples.imagenet.train` adds the model."""
 
     config_type, unit = Config, "images"
+    predict_step: Any  # jitted (variables, images) -> probabilities
     metric, metric_name, table = ("test_accuracy", 1), "test accuracy", {"test_accuracy": "test accuracy"}
     line = {
         "train_loss": "train {:.4f}",
@@ -88,6 +90,12 @@ class ImageData(Task):
     def restore_data(self, state: dict[str, Any]) -> None:
         self.train_set.restore(state["train_set"])
         self.test_set.restore(state["test_set"])
+
+    def predict(self, variables: Variables) -> dict[str, Any]:
+        return predict(self, variables)
+
+    def inference_step(self) -> jax.stages.Wrapped:
+        return jax.jit(lambda variables, batch: self.predict_step(variables, batch.images))
 
     def read_initial(self, path: Any, like: Variables) -> Variables:
         return read_pretrained(path, like, self.config.model_name)

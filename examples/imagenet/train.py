@@ -30,7 +30,6 @@ from examples.common.training import (
 )
 from examples.imagenet.data import Batch, empty_batch
 from examples.imagenet.decoding import mix_up
-from examples.imagenet.inference import predict
 from examples.imagenet.models import check_outputs_of, network
 from examples.imagenet.pipeline import evaluation_batches, train_batches
 from examples.imagenet.task import TOP, ImageData, correct
@@ -142,12 +141,6 @@ class ImageTask(ImageData):
                 between_steps()
                 sums = step(weights, sums, batch)
         return {f"test_{name}": value for name, value in tested_means(sums, self.unit, last).items()}
-
-    def predict(self, variables: Variables) -> dict[str, Any]:
-        return predict(self, variables)
-
-    def inference_step(self) -> jax.stages.Wrapped:
-        return jax.jit(lambda variables, batch: self.predict_step(variables, batch.images))
 
 
 def _one_hot(batch: Batch, logits: jax.Array) -> jax.Array:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from examples.common.cli import UsageError
 from examples.common.config import (
@@ -22,7 +22,7 @@ from examples.common.config import (
     Mode,
     RunConfig,
 )
-from examples.common.flags import ForeignFlag
+from examples.common.flags import Count, ForeignFlag, Natural, Positive, Range, Share, TwoOrMore
 from examples.common.optimizers import Recipe
 from examples.speech.corpus import DEFAULT_CACHE
 from examples.speech.features import NO_PERTURBATION, Features, Perturbation
@@ -74,44 +74,34 @@ class Config(RunConfig):
     alphabet: Path | None = DATA(None, "file with one character per line (default: space, a to z, ')", uses=BUILD)
     cache_dir: Path = DATA(DEFAULT_CACHE, "folder for the corpus synthesised by espeak-ng", decides=False)
     longest_seconds: float | None = DATA(None, "leave out training utterances that are longer", uses=SPEECH_ACTIONS)
-    max_skipped: float = DATA(0.01, "largest share of the utterances that may be skipped as unusable")
+    max_skipped: Share = DATA(0.01, "largest share of the utterances that may be skipped as unusable")
 
     model: Literal["deepspeech", "deepspeech2"] = MODEL("deepspeech", "dense and one recurrent, or convolutions first")
-    hidden: int = MODEL(128, "units of dense layers and of each direction of recurrent layers (DeepSpeech: 2048)")
+    hidden: Count = MODEL(128, "units of dense layers and of each direction of recurrent layers (DeepSpeech: 2048)")
     cell: Literal["rnn", "gru", "lstm"] = MODEL("gru", "recurrent cell; rnn is DeepSpeech's, with a clipped ReLU")
     bidirectional: bool = MODEL(True, "also run the recurrent layers backward in time")
-    stride: int = MODEL(3, "number of 10 ms frames per output of the model")
-    context: int = MODEL(5, "deepspeech: frames on either side that the first layer sees")
+    stride: Count = MODEL(3, "number of 10 ms frames per output of the model")
+    context: Natural = MODEL(5, "deepspeech: frames on either side that the first layer sees")
     layer_norm: bool = MODEL(True, "deepspeech: layer normalisation before each clipped ReLU")
-    layers: int = MODEL(2, "deepspeech2: recurrent layers (paper: 7)")
-    channels: int = MODEL(8, "deepspeech2: channels of the convolutions (paper: 32)")
-    lookahead: int = MODEL(0, "deepspeech2 with --no-bidirectional: future frames that a row convolution sees")
-    dropout: float = MODEL(0.05, "dropout rate")
+    layers: Count = MODEL(2, "deepspeech2: recurrent layers (paper: 7)")
+    channels: Count = MODEL(8, "deepspeech2: channels of the convolutions (paper: 32)")
+    lookahead: Natural = MODEL(0, "deepspeech2 with --no-bidirectional: future frames that a row convolution sees")
+    dropout: Share = MODEL(0.05, "dropout rate")
     features: Literal["log_mel", "mfcc"] = MODEL("log_mel", "audio features that the model reads")
-    mels: int = MODEL(40, "number of mel bands of log_mel, and of mfcc (which keeps the first 26 coefficients)")
+    mels: Annotated[int, Range("26 or more", 26)] = MODEL(
+        40, "number of mel bands of log_mel, and of mfcc (which keeps the first 26 coefficients)"
+    )
 
     augment: bool = TRAINING(True, "apply SpecAugment and random changes of speed and volume")
-    buckets: int = TRAINING(2, "number of lengths to pad utterances to, each compiled once", uses=(*BUILD, "evaluate"))
+    buckets: Count = TRAINING(2, "number of lengths to pad utterances to", uses=(*BUILD, "evaluate"))
 
     decoder: Literal["greedy", "beam"] = DECODING("greedy", "decoder of the final test and --infer")
-    beam: int = DECODING(16, "number of prefixes that the beam decoder keeps")
-    report: int = DECODING(5, "how many of the worst, median and best transcripts to print")
+    beam: Count = DECODING(16, "number of prefixes that the beam decoder keeps")
+    report: Natural = DECODING(5, "how many of the worst, median and best transcripts to print")
 
-    longest: float = BENCHMARK(4.0, "longest utterance in seconds; others from a quarter of it", uses=COMPARE)
-    warmup_steps: int = BENCHMARK(10, "steps to run before measuring", uses=BENCHMARKS)
-    num_iter: int = BENCHMARK(50, "number of steps to measure", uses=(*BENCHMARKS, "compare"))
-
-    def _check_numbers(self) -> None:
-        super()._check_numbers()
-        for name in ("buckets", "hidden", "stride", "layers", "channels", "beam"):
-            self._require(name, lambda x: x >= 1, "must be 1 or more")
-        self._require("mels", lambda x: x >= 26, "must be 26 or more")
-        for name in ("context", "lookahead", "report"):
-            self._require(name, lambda x: x >= 0, "must be 0 or more")
-        for name in ("longest", "longest_seconds"):
-            self._require(name, lambda x: 0 < x < float("inf"), "must be a positive number")
-        for name in ("dropout", "max_skipped"):
-            self._require(name, lambda x: 0 <= x < 1, "must be at least 0 and below 1")
+    longest: Positive = BENCHMARK(4.0, "longest utterance in seconds; others from a quarter of it", uses=COMPARE)
+    warmup_steps: Natural = BENCHMARK(10, "steps to run before measuring", uses=BENCHMARKS)
+    num_iter: TwoOrMore = BENCHMARK(50, "number of steps to measure", uses=(*BENCHMARKS, "compare"))
 
     def _check_together(self) -> None:
         super()._check_together()
