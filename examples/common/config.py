@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import os
+import re
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -101,6 +102,7 @@ class RunConfig(abc.ABC):
         None, "clip the global norm of the gradients to this value", "--max-gradient-norm"
     )
     ema: Share = RECIPE(0.0, "decay of a moving average of the weights to test and export, such as 0.9999")
+    freeze: str | None = RECIPE(None, "regular expression of parameters that stay as they are, such as stem")
     accumulate: Count = RECIPE(1, "number of steps whose gradients are averaged into one update")
     seed: Seed = RECIPE(0, "seed of the initial weights, the data order and the augmentation")
     patience: Count | None = RUNNING(None, "stop after this many epochs without a better test result")
@@ -127,6 +129,10 @@ class RunConfig(abc.ABC):
 
     def __post_init__(self) -> None:
         check_ranges(self)
+        try:
+            re.compile(self.freeze or "")
+        except re.error as error:
+            raise UsageError(f"--freeze {self.freeze!r} is not a regular expression: {error}.") from error
         if self.batch_sizes is not None and not all(x.isdecimal() and int(x) for x in self.batch_sizes.split(",")):
             raise UsageError(f"--batch-sizes {self.batch_sizes!r}: give numbers with commas, such as 32,64,128.")
         self._check_precision()
@@ -248,6 +254,8 @@ class RunConfig(abc.ABC):
             raise UsageError(f"--weights {str(self.weights)!r}: --export and --best need the checkpoint of a run.")
         if self.keep_optimizer and self.init_from is None:
             raise UsageError("--keep-optimizer loads the optimizer state of a run: add --init-from RUN.")
+        if self.patience is not None and self.mode == "train":
+            raise UsageError(f"--patience {self.patience} needs tests after each epoch: leave out --mode train.")
         for name in ("momentum", "nesterov"):
             if name in self.given and self.preset.optimizer not in ("sgd", "lars"):
                 raise UsageError(f"--{name} is for sgd and lars; --optimizer {self.preset.optimizer} has none.")

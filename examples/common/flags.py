@@ -12,6 +12,7 @@ import dataclasses
 import difflib
 import math
 import shutil
+import sys
 import types
 import typing
 from collections.abc import Collection, Mapping, Sequence
@@ -28,11 +29,11 @@ _ELSEWHERE = {"--lr": "--learning-rate", "--arch": "--model", "--wd": "--weight-
 
 
 class Range(NamedTuple):
-    """The values that a number may have: from `low` to below `high`."""
+    """The values that a number may have: from `low` to `high`."""
 
     text: str
     low: float
-    high: float = math.inf
+    high: float = sys.float_info.max
 
 
 Count = Annotated[int, Range("1 or more", 1)]
@@ -40,8 +41,9 @@ TwoOrMore = Annotated[int, Range("2 or more", 2)]
 Natural = Annotated[int, Range("0 or more", 0)]
 NotNegative = Annotated[float, Range("0 or more", 0)]
 Positive = Annotated[float, Range("a positive number", 5e-324)]
-Seed = Annotated[int, Range("0 to 2147483647", 0, 2**31)]
-Share = Annotated[float, Range("0 or more, below 1", 0, 1)]
+Seed = Annotated[int, Range("0 to 2147483647", 0, 2**31 - 1)]
+Share = Annotated[float, Range("0 or more, below 1", 0, math.nextafter(1, 0))]
+Part = Annotated[float, Range("0 to 1", 0, 1)]
 
 
 class Group:
@@ -107,7 +109,7 @@ def check_ranges(config: Any) -> None:
         value = getattr(config, name)
         for part in (hint, *typing.get_args(hint)):
             allowed = next(iter(getattr(part, "__metadata__", ())), None)
-            if allowed is not None and value is not None and not allowed.low <= value < allowed.high:
+            if allowed is not None and value is not None and not allowed.low <= value <= allowed.high:
                 raise UsageError(f"--{name.replace('_', '-')} {value}: give {allowed.text}.")
 
 

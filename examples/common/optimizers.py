@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import re
 from typing import Any, NamedTuple
 
 import jax
@@ -9,6 +11,7 @@ import jax.numpy as jnp
 import optax
 
 import mpjax
+from examples.common.cli import UsageError, listing
 
 
 class Recipe(NamedTuple):
@@ -26,6 +29,7 @@ class Recipe(NamedTuple):
     label_smoothing: float = 0.0
     schedule: str = "cosine"
     per_256: bool = False
+    freeze: str | None = None
     ema: float = 0.0
     accumulate: int = 1
     warmup_updates: int = 0  # these two follow from the epochs
@@ -56,6 +60,10 @@ def create_optimizer(
         optax.clip_by_global_norm(hyper.clip_norm) if hyper.clip_norm else optax.identity(),
         _rule(hyper, schedule),
     )
+    if hyper.freeze:
+        # First of all, so that clipping ignores them; and last, so that they do not decay.
+        frozen = optax.masked(optax.set_to_zero(), functools.partial(_matching, hyper.freeze))
+        optimizer = optax.chain(frozen, optimizer, frozen)
     if hyper.accumulate > 1:
         # Inside the loss scale, so that a skipped step adds nothing to the sum.
         optimizer = optax.MultiSteps(optimizer, hyper.accumulate)
@@ -100,6 +108,16 @@ def _in_float32(tx: optax.GradientTransformation) -> optax.GradientTransformatio
 def _kernels(params: Any) -> Any:
     """The mask for weight decay: kernels, but not biases and normalisation."""
     return jax.tree.map(lambda x: x.ndim > 1, params)
+
+
+def _matching(pattern: str, params: Any) -> Any:
+    """The mask of --freeze: whether the path of a parameter contains a match."""
+    path_of = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
+    mask = jax.tree_util.tree_map_with_path(lambda path, _: re.search(pattern, path_of(path)) is not None, params)
+    if not any(jax.tree.leaves(mask)):
+        names = [path_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+        raise UsageError(f"--freeze {pattern!r} matches no parameter; some are {listing(names)}.")
+    return mask
 
 
 def is_update(opt_state: Any, accumulate: int) -> jax.Array:

@@ -14,14 +14,15 @@ from examples.common.config import (
     DATA,
     FILES,
     MODEL,
-    TRAIN,
     TRAINING,
+    USE,
     Mode,
     RunConfig,
 )
-from examples.common.flags import ForeignFlag, NotNegative, Range, Share
+from examples.common.flags import ForeignFlag, NotNegative, Part, Range, Share
 from examples.common.optimizers import Recipe
 from examples.imagenet.data import EMBEDDED
+from examples.imagenet.decoding import MIDDLE, View
 from examples.imagenet.models import KINDS, check_model
 
 RECIPES: dict[str, Recipe] = {
@@ -44,6 +45,10 @@ _FOREIGN = {
 }
 
 
+# Flags that have no effect on images of a package.
+_OF_FILES = "cache whole flip test_crop interpolation image_field label_field max_unreadable".split()
+
+
 @dataclasses.dataclass(frozen=True)
 class Config(RunConfig):
     """Trains image classifiers in mixed precision, tests them, and measures how fast they are."""
@@ -61,6 +66,8 @@ class Config(RunConfig):
     image_field: str | None = DATA(None, "field of the image in shards (default: any usual name)")
     label_field: str | None = DATA(None, "field of the label in shards (default: any usual name)")
     whole: bool = DATA(False, "resize whole images of --data-dir to a square instead of cropping them")
+    test_crop: Part = DATA(0.875, "share of the shorter side of an image of --data-dir that a test sees")
+    interpolation: Literal["bilinear", "bicubic", "lanczos", "nearest"] = DATA("bilinear", "filter of resizing")
     augment: bool = TRAINING(True, "shift images of --dataset by up to one pixel; crop those of --data-dir at random")
     flip: bool = TRAINING(True, "mirror images of --data-dir at random; --no-flip where left and right matter")
     cache: bool = DATA(False, "decode all images of --data-dir once and keep them in memory at reduced size")
@@ -70,6 +77,8 @@ class Config(RunConfig):
     recipe: Literal["digits", "imagenet"] | None = TRAINING(None, "defaults of the training flags")
     label_smoothing: Share | None = TRAINING(None, "share of each label to spread over all classes")
     mixup: NotNegative = TRAINING(0.0, "blend pairs of images with weights from Beta(MIXUP, MIXUP), such as 0.2")
+
+    random_erasing: Part = TRAINING(0.0, "probability of erasing a rectangle of an image, such as 0.25")
 
     images: tuple[Path, ...] = FILES((), "image files to classify (default: the test images)", uses=("predict",))
     iter_unit: Literal["batch", "epoch"] = BENCHMARK("batch", "what --num-iter counts", uses=BENCHMARKS)
@@ -86,8 +95,12 @@ class Config(RunConfig):
                 f"--image-size {self.image_size}: the images of {self.embedded} are {self.side}x{self.side}; leave it "
                 f"out or give --data-dir."
             )
-        if self.on_embedded and (self.cache or self.whole) and self.action in TRAIN:
-            raise UsageError(f"--{'cache' if self.cache else 'whole'} is only for images in files: add --data-dir.")
+        if self.data_dir is None and self.action not in USE:
+            for name in _OF_FILES:
+                if name in self.given:
+                    raise UsageError(f"--{self._dashed(name)} is only for images in files: add --data-dir.")
+        if self.whole and self.test_crop != MIDDLE:
+            raise UsageError(f"--test-crop {self.test_crop}: --whole takes the whole image; leave one of them out.")
         if self.iter_unit == "epoch" and self.data_dir is None:
             raise UsageError("--iter-unit epoch counts passes over --data-dir: give one, or --iter-unit batch.")
 
@@ -95,6 +108,11 @@ class Config(RunConfig):
     def embedded(self) -> str:
         """The name of the embedded dataset: `--dataset`, or its default."""
         return self.dataset or "digits"
+
+    @property
+    def view(self) -> View:
+        """How images in files become squares."""
+        return View(self.whole, self.test_crop, self.interpolation)
 
     @property
     def on_embedded(self) -> bool:

@@ -12,8 +12,10 @@ import numpy as np
 
 from examples.common.cli import SkippedFiles, UnusableFileError, UsageError
 from examples.imagenet.data import Augmentation, Batch, Dataset, empty_batch
-from examples.imagenet.decoding import MIDDLE, CachedImages, Crop, middle_box, random_box, read_crop
+from examples.imagenet.decoding import CachedImages, Crop, View, read_crop
 from examples.imagenet.image_sources import ImageRecords, Images, has_class_folders, list_tree, open_image_records
+
+_VIEW = View()
 
 
 class ImageFolder(Dataset):
@@ -36,12 +38,12 @@ class ImageFolder(Dataset):
         size: int,
         flip: bool,
         max_unreadable: float,
-        whole: bool = False,
+        view: View = _VIEW,
         cache: CachedImages | None = None,
     ) -> None:
         self.name, self.classes, self.image_shape = images.root, tuple(classes), (size, size, 3)
         self.images, self.problems = images, SkippedFiles(len(images), max_unreadable, "--max-unreadable")
-        self._size, self._flip, self._whole, self._cache = size, flip, whole, cache
+        self._size, self._flip, self._view, self._cache = size, flip, view, cache
         for name, reason in cache.unreadable.items() if cache else ():
             self.problems.add(name, reason, self.name)
 
@@ -90,14 +92,11 @@ class ImageFolder(Dataset):
 
     def _read(self, index: int, augmentation: Augmentation | None) -> tuple[np.ndarray, int]:
         def choose(full: tuple[int, int]) -> Crop:
-            shape = (self._size, self._size)
-            everything = (0.0, 0.0, float(full[0]), float(full[1]))
+            size = (self._size, self._size)
             if augmentation is None:
-                return Crop(everything if self._whole else middle_box(full), shape)
+                return self._view.of_test(full, size)
             # Seeded per image, so that the crop does not depend on the batch.
-            rng = np.random.default_rng([*augmentation, index])
-            box = everything if self._whole else random_box(full, rng)
-            return Crop(box, shape, self._flip and rng.random() < 0.5)
+            return self._view.of_training(full, size, np.random.default_rng([*augmentation, index]), self._flip)
 
         if self._cache:
             return self._cache.read(index, choose)
@@ -113,7 +112,7 @@ def open_image_folder(
     max_unreadable: float,
     *,
     cache: bool = False,
-    whole: bool = False,
+    view: View = _VIEW,
     splits: Sequence[str] = ("train", "val"),
     classes: Sequence[str] | None = None,
     image_field: str | None = None,
@@ -127,9 +126,9 @@ def open_image_folder(
         flip: Whether to mirror training images at random.
         workers: Number of threads that fill the cache.
         max_unreadable: Share of the images of a split that may be unreadable.
-        cache: Whether to decode all images now and keep them in memory. Their shorter side is `size` * 8/7 (256 for
-            224), and evaluation uses the central `size` pixels.
-        whole: Whether to resize whole images instead of crops.
+        cache: Whether to decode all images now and keep them in memory. Their shorter side is `size` divided
+            by the share of the test crop (256 for 224), and evaluation uses the central `size` pixels.
+        view: How images become squares.
         splits: The splits to open.
         classes: Classes of the evaluated model, since shards may not contain all of them.
         image_field, label_field: Names of the fields in shards, if they are not the usual ones.
@@ -141,6 +140,6 @@ def open_image_folder(
     if not any(has_class_folders(root, split) for split in splits):
         opened = open_image_records(root, splits, classes, image_field, label_field)
     classes, found = opened or list_tree(root, splits)
-    caches = [CachedImages(images, round(size / MIDDLE), workers) if cache else None for images in found]
-    options = (classes, size, flip, max_unreadable, whole)
+    caches = [CachedImages(images, round(size / view.test_crop), workers) if cache else None for images in found]
+    options = (classes, size, flip, max_unreadable, view)
     return [ImageFolder(images, *options, kept) for images, kept in zip(found, caches, strict=True)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from examples.common.devices import is_main, say
 from examples.common.modes import cast_to_policy
 from examples.common.run_folder import write_json
 from examples.common.training import Variables, check_outputs
-from examples.imagenet.decoding import Crop, middle_box, read_crop
+from examples.imagenet.decoding import View, read_crop
 from examples.imagenet.pipeline import evaluation_batches
 
 
@@ -31,7 +32,10 @@ def predict(task: Any, variables: Variables) -> dict[str, Any]:
         for line in predictions:
             known = f"{line['class']} ({line['probability']:.1%})" if line["class"] else "inf or NaN"
             say(f"{line['image']}: {known}")
-    results = {"policy": config.policy, "model": task.config.model_name, "predictions": predictions}
+    truths = Counter(line["truth"] for line in predictions if "truth" in line)
+    right = Counter(line["truth"] for line in predictions if "truth" in line and line["class"] == line["truth"])
+    by_class = {name: {"images": truths[name], "accuracy": right[name] / truths[name]} for name in sorted(truths)}
+    results = {"policy": config.policy, "model": config.model_name, "classes": by_class, "predictions": predictions}
     folder = config.output or Path()
     if is_main():
         try:
@@ -72,14 +76,9 @@ def _probabilities(
 
 
 def _read(task: Any, path: Path) -> np.ndarray:
-    """Reads an image as in evaluation: the centre, in the model's size and colours."""
+    """Reads an image as in evaluation, in the model's size and colours."""
     height, width, channels = task.about.image_shape
-    grey = channels == 1
-
-    def choose(full: tuple[int, int]) -> Crop:
-        # A digit fills its image; the subject of a photograph is in the centre.
-        everything = (0.0, 0.0, float(full[0]), float(full[1]))
-        return Crop(everything if grey or task.config.whole else middle_box(full), (width, height))
-
-    pixels = read_crop(str(path), choose)
-    return np.round(pixels.mean(axis=-1, keepdims=True)).astype(np.uint8) if grey else pixels
+    # A digit fills its image; the subject of a photograph is in the centre.
+    view = View(whole=True) if channels == 1 else task.config.view
+    pixels = read_crop(str(path), lambda full: view.of_test(full, (width, height)))
+    return np.round(pixels.mean(axis=-1, keepdims=True)).astype(np.uint8) if channels == 1 else pixels

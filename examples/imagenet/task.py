@@ -146,7 +146,7 @@ def open_data(config: Config, about: Description | None = None) -> Data:
 def _open(config: Config, splits: Sequence[str], classes: Sequence[str] | None = None) -> Sequence[Dataset]:
     if config.data_dir is None:
         return [EMBEDDED[config.embedded]("train" if split == "train" else "test") for split in splits]
-    options: dict[str, Any] = {"cache": config.cache, "whole": config.whole, "splits": splits, "classes": classes}
+    options: dict[str, Any] = {"cache": config.cache, "view": config.view, "splits": splits, "classes": classes}
     options |= {"image_field": config.image_field, "label_field": config.label_field}
     return open_image_folder(
         config.data_dir, config.side, config.flip, config.workers, config.max_unreadable, **options

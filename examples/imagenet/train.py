@@ -1,7 +1,6 @@
 """`python -m examples.imagenet`: trains image classifiers. From top to bottom: data, model, loss, step, tests.
 
-What all scripts share is in `examples/common/`: the step (training.py), optimizers and loss scale (optimizers.py), and
-the loop over epochs (loop.py).
+`examples/common/` has what scripts share: the step (training.py), the loss scale (optimizers.py), the loop (loop.py).
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from examples.common.training import (
     tested_means,
 )
 from examples.imagenet.data import Batch, empty_batch
-from examples.imagenet.decoding import mix_up
+from examples.imagenet.decoding import erase, mix_up
 from examples.imagenet.models import check_outputs_of, network
 from examples.imagenet.pipeline import evaluation_batches, train_batches
 from examples.imagenet.task import TOP, ImageData, correct
@@ -79,7 +78,8 @@ class ImageTask(ImageData):
 
         def loss(variables: Variables, batch: Batch, key: jax.Array, extra: Any) -> Loss:
             blend = mix_up(key, self.config.mixup, len(batch.labels))
-            logits, stats = train(variables, blend(self.prepare(batch.images)), jax.random.fold_in(key, 1))
+            images = erase(jax.random.fold_in(key, 2), self.prepare(batch.images), self.config.random_erasing)
+            logits, stats = train(variables, blend(images), jax.random.fold_in(key, 1))
             targets = optax.smooth_labels(_one_hot(batch, logits), self.config.preset.label_smoothing)
             # Float32 even if the policy's output is half precision: the log-sum-exp needs the mantissa.
             losses = optax.softmax_cross_entropy(logits.astype(jnp.float32), blend(targets))

@@ -33,6 +33,9 @@ DECODING = Group("decoding", ("train", "compare", "evaluate", "predict", *BENCHM
 
 _RECIPE = Recipe(20, 16, 3e-3, 1.0, "adamw", 1e-2, clip_norm=10.0)
 
+# Flags that only one of the models has.
+OF_MODEL = {"deepspeech": ("context", "layer_norm"), "deepspeech2": ("layers", "channels", "lookahead")}
+
 # Mozilla's flags for DeepSpeech.
 _CUDNN = ForeignFlag(note="ignored: one recurrent layer runs on all devices, with the same checkpoints")
 _FOREIGN = {
@@ -110,6 +113,11 @@ class Config(RunConfig):
             raise UsageError(f"--{given}-data comes with --{missing}-data: give both, or neither.")
         if self.dev_data is not None and self.train_data is None:
             raise UsageError("--dev-data comes with --train-data and --test-data.")
+        others = [name for model, names in OF_MODEL.items() if model != self.model for name in names]
+        if unused := [name for name in others if name in self.given]:
+            raise UsageError(f"--{self._dashed(unused[0])} has no effect with --model {self.model}; leave it out.")
+        if "beam" in self.given and self.decoder != "beam":
+            raise UsageError(f"--beam {self.beam} is for --decoder beam: add it, or leave --beam out.")
         if self.lookahead and (self.model != "deepspeech2" or self.bidirectional):
             raise UsageError(f"--lookahead {self.lookahead} is only for --model deepspeech2 with --no-bidirectional.")
         if self.mode == "predict" and not self.infer:

@@ -13,7 +13,7 @@ from flax import nnx
 import mpjax
 from examples.common.training import Variables
 from examples.speech.batching import Array, Batch
-from examples.speech.config import Config
+from examples.speech.config import OF_MODEL, Config
 from examples.speech.decoding import Decoded, beam_search, greedy
 from examples.speech.deepspeech import DeepSpeech, DeepSpeech2
 from examples.speech.layers import time_mask
@@ -22,9 +22,8 @@ from examples.speech.layers import time_mask
 def create_model(config: Config, labels: int, rngs: nnx.Rngs) -> DeepSpeech | DeepSpeech2:
     """Creates the model given by the flags, with `labels` outputs per frame."""
     sizes = (config.front_end.size, labels, config.hidden)
-    names = {"deepspeech": ("context", "layer_norm"), "deepspeech2": ("layers", "channels", "lookahead")}
-    names_of_both = ("stride", "cell", "bidirectional", "dropout")
-    chosen = {name: getattr(config, name) for name in (*names_of_both, *names[config.model])}
+    shared = ("stride", "cell", "bidirectional", "dropout")
+    chosen = {name: getattr(config, name) for name in (*shared, *OF_MODEL[config.model])}
     return (DeepSpeech if config.model == "deepspeech" else DeepSpeech2)(*sizes, **chosen, rngs=rngs)
 
 

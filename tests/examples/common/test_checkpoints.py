@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 import shutil
 
 import jax
@@ -129,15 +131,28 @@ def test_another_model_is_an_error_but_a_missing_checkpoint_is_not(folder, tmp_p
         assert checkpoints.restore(lambda position: state(0)) is None
 
 
-def test_full_disk_is_reported_in_one_line(tmp_path, monkeypatch):
-    with Checkpoints(tmp_path / "checkpoints") as checkpoints:
+@contextlib.contextmanager
+def file_limit(size):
+    """Writing more than `size` bytes to a file fails with EFBIG."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
-        def save(*_, **__):
-            raise ValueError("RESOURCE_EXHAUSTED: Failed writing: No space left on device")
 
-        monkeypatch.setattr(checkpoints._manager, "save", save)
-        with pytest.raises(UsageError, match=r"No space left on device\. Free disk space"):
-            checkpoints.save(1, jax.device_get(state(1)), {})
+@pytest.mark.parametrize("steps", [1, 2])
+def test_file_that_is_too_large_is_reported_in_one_line(steps, tmp_path):
+    """The error comes at the end, or with the save after that of a write in the background."""
+    large = {"w": jax.random.normal(jax.random.key(0), (300_000,))}
+    with (
+        pytest.raises(UsageError, match=r"can't be written to .*: File too large\. Free disk space"),
+        file_limit(100_000),
+        Checkpoints(tmp_path / "checkpoints") as checkpoints,
+    ):
+        for step in range(steps):
+            checkpoints.save(step, large, {})
 
 
 def test_an_intact_best_checkpoint_is_named(saved, tmp_path):

@@ -148,6 +148,15 @@ def test_torch_files_are_read_without_pickle(tmp_path, monkeypatch):
     np.testing.assert_array_equal(file_variables(path, like, "--init-from").params["w"], np.ones((2, 3)))
 
 
+def test_files_of_the_real_torch_are_read(tmp_path):
+    torch = pytest.importorskip("torch")
+    weights = torch.arange(6, dtype=torch.float16).reshape(2, 3)
+    torch.save({"state_dict": {"module.w": weights}, "epoch": 1}, tmp_path / "resnet.pth")
+    like = Variables({"w": np.zeros((2, 3), np.float32)}, {})
+    read = file_variables(tmp_path / "resnet.pth", like, "--init-from").params["w"]
+    np.testing.assert_array_equal(read, np.arange(6).reshape(2, 3))
+
+
 def test_unreadable_files_are_named_and_the_others_read(capsys):
     def read(path: Path) -> str:
         if path.name == "bad":

@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 from safetensors import safe_open
 from safetensors.flax import load_file, save_file
-from sklearn.metrics import accuracy_score
+from sklearn.metrics import accuracy_score, classification_report
 
 from examples.common import loop, modes, weights
 from examples.common.checkpoints import Checkpoints
@@ -223,7 +223,16 @@ def test_weights_out_of_range_are_named():
 def test_predictions_for_files_equal_those_for_test_images(trained, tmp_path, capsys):
     flags = ["--mode", "predict", "--output", str(trained), "--devices", "1"]
     assert main(flags) == 0
-    of_test_set = json.loads((trained / "predictions.json").read_text())["predictions"]
+    written = json.loads((trained / "predictions.json").read_text())
+    of_test_set = written["predictions"]
+    report = classification_report(
+        [line["truth"] for line in of_test_set],
+        [line["class"] for line in of_test_set],
+        output_dict=True,
+        zero_division=0,
+    )
+    for name, found in written["classes"].items():
+        assert (found["images"], found["accuracy"]) == (report[name]["support"], report[name]["recall"])
     assert len(of_test_set) == 96
     accuracy = accuracy_score([line["truth"] for line in of_test_set], [line["class"] for line in of_test_set])
     assert accuracy == pytest.approx(metrics_of(trained)[-1]["test_accuracy"])

@@ -15,7 +15,7 @@ from PIL import Image
 from examples.common.cli import UsageError
 from examples.imagenet import decoding
 from examples.imagenet.data import Augmentation, Batch, Dataset, Digits, Mnist
-from examples.imagenet.decoding import Crop, middle_box, random_box
+from examples.imagenet.decoding import Crop, View, middle_box, random_box
 from examples.imagenet.image_folder import ImageFolder, open_image_folder
 from examples.imagenet.pipeline import Shard, evaluation_batches, train_batches
 from tests.examples.imagenet.image_tree import CLASSES, cat, make_photo_tree
@@ -167,6 +167,17 @@ def test_crops_match_those_of_pillow(photos):
     assert 0 < flips < 12
     assert batches[1].labels.tolist() == [0, 0, 0, 1, 1, 1]
     assert train.classes == CLASSES
+
+
+def test_crop_and_filter_of_tests_can_be_chosen(photos):
+    (test,) = open_image_folder(photos, 16, True, 1, 0.0, splits=["val"], view=View(False, 1.0, "nearest"))
+    with Image.open(photos / "val" / test.images.paths[0]) as file:
+        wanted = file.convert("RGB").resize((16, 16), Image.Resampling.NEAREST, box=(10, 0, 110, 100))
+    assert distance(test.load(np.arange(1), None).images[0], np.asarray(wanted, int)) < 3
+    train, _ = open_image_folder(photos, 16, True, 1, 0.0, view=View(whole=True))
+    pixels = train.load(np.arange(1), Augmentation(0, 0)).images[0]
+    whole_image = plain(photos / "train" / train.images.paths[0], (0, 0, 120, 100), 16)
+    assert min(distance(pixels, whole_image), distance(pixels[:, ::-1], whole_image)) < 1.5
 
 
 def test_large_jpegs_are_decoded_at_reduced_size(tmp_path):

@@ -255,6 +255,11 @@ def test_diverged_training_is_reported_in_one_line(diverging, tmp_path, monkeypa
         (["--mode", "training_benchmark", "--resume", "--output", "x"], "--resume"),
         (["--batch-sizes", "3"], "--batch-sizes"),
         (["--num-iter", "3"], "--num-iter"),
+        (["--no-flip"], "--flip"),
+        (["--test-crop", "1"], "--test-crop"),
+        (["--mode", "training_benchmark", "--max-unreadable", "0.5"], "--max-unreadable"),
+        (["--data-dir", "x", "--whole", "--test-crop", "1"], "--test-crop"),
+        (["--mode", "train", "--patience", "3"], "--patience"),
         (["--warmup-steps", "3", "--compare", "O1"], "--warmup-steps"),
     ],
 )

@@ -9,9 +9,10 @@ import optax
 import pytest
 
 import mpjax
+from examples.common.cli import UsageError
 from examples.common.optimizers import create_optimizer, is_update, learning_rate_schedule, update_ema
 from examples.imagenet.config import Config
-from examples.imagenet.decoding import mix_up
+from examples.imagenet.decoding import erase, mix_up
 
 FLOAT32, O2 = mpjax.get_policy("float32"), mpjax.get_policy("O2")
 PARAMS = {"kernel": jnp.full((2, 2), 0.5), "bias": jnp.full(2, 0.5)}
@@ -105,6 +106,31 @@ def test_mixup_blends_images_and_targets_alike():
     np.testing.assert_allclose(mixed_targets @ np.arange(8.0), mixed_images[:, 0, 0, 0], rtol=1e-5)
     assert not np.array_equal(mixed_images, images)
     assert mix_up(jax.random.key(0), 0.0, 8)(images) is images
+
+
+def test_random_erasing_sets_a_rectangle_of_some_images_to_zero():
+    images = jnp.ones((400, 20, 30, 3))
+    erased = np.asarray(jax.jit(lambda key: erase(key, images, 0.25))(jax.random.key(0))) == 0
+    assert (erased.all(axis=3) == erased.any(axis=3)).all()
+    rows, columns = erased[..., 0].any(axis=2), erased[..., 0].any(axis=1)
+    np.testing.assert_array_equal(erased[..., 0], rows[:, :, None] & columns[:, None, :])
+    assert rows.any(axis=1).mean() == pytest.approx(0.25, abs=0.06)
+    share = erased[..., 0].mean(axis=(1, 2))
+    assert share.max() < 0.4
+    assert share[share > 0].mean() == pytest.approx(0.175, abs=0.03)
+    assert erase(jax.random.key(0), images, 0.0) is images
+
+
+@pytest.mark.parametrize("policy", [FLOAT32, O2])
+def test_frozen_parameters_stay_as_they_are(policy):
+    hyper = hyperparameters(freeze="^ker", weight_decay=0.1, accumulate=2, clip_norm=0.2)
+    params, _ = apply(hyper, policy, [full(1.0), full(1.0)], "128")
+    np.testing.assert_array_equal(params["kernel"], PARAMS["kernel"])
+    np.testing.assert_allclose(params["bias"], 0.5 - 0.2 / 2**0.5, rtol=1e-3)  # clipped without the frozen gradients
+    with pytest.raises(UsageError, match="--freeze 'stem' matches no parameter; some are 'bias', 'kernel'"):
+        apply(hyperparameters(freeze="stem"), policy, [])
+    with pytest.raises(UsageError, match=r"--freeze '\(' is not a regular expression"):
+        hyperparameters(freeze="(")
 
 
 def test_average_of_weights_follows_only_updates():
