@@ -151,8 +151,7 @@ def test_file_that_is_too_large_is_reported_in_one_line(steps, tmp_path):
         file_limit(100_000),
         Checkpoints(tmp_path / "checkpoints") as checkpoints,
     ):
-        for step in range(steps):
-            checkpoints.save(step, large, {})
+        [checkpoints.save(step, large, {}) for step in range(steps)]
 
 
 def test_an_intact_best_checkpoint_is_named(saved, tmp_path):
