@@ -3,52 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
 from typing import Any, ClassVar
 
-import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import optax
+
+from examples.imagenet.networks import Bottleneck, ResNet
 
 from .workload import Batch, Workload, cross_entropy, register
 
 
-class Bottleneck(nn.Module):
-    features: int
-    stride: int
-    dtype: Any = None
+class TrainedResNet(ResNet):
+    """The ResNet of the image script, always in training."""
 
-    @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        conv = partial(nn.Conv, use_bias=False, dtype=self.dtype)
-        norm = partial(nn.BatchNorm, use_running_average=False, momentum=0.9, dtype=self.dtype)
-        y = nn.relu(norm()(conv(self.features, (1, 1))(x)))
-        y = nn.relu(norm()(conv(self.features, (3, 3), self.stride, padding=1)(y)))
-        y = norm(scale_init=nn.initializers.zeros)(conv(4 * self.features, (1, 1))(y))
-        if x.shape != y.shape:
-            x = norm(name="shortcut_norm")(conv(4 * self.features, (1, 1), self.stride, name="shortcut")(x))
-        return nn.relu(x + y)
-
-
-class ResNet(nn.Module):
-    """Images [batch, side, side, 3] to logits [batch, classes]."""
-
-    stages: tuple[int, ...]
-    classes: int
-    width: int
-    dtype: Any = None
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        x = nn.Conv(self.width, (7, 7), 2, padding=3, use_bias=False, dtype=self.dtype)(x)
-        x = nn.relu(nn.BatchNorm(use_running_average=False, momentum=0.9, dtype=self.dtype)(x))
-        x = nn.max_pool(x, (3, 3), (2, 2), padding=((1, 1), (1, 1)))
-        for stage, blocks in enumerate(self.stages):
-            for index in range(blocks):
-                stride = 2 if stage > 0 and index == 0 else 1
-                x = Bottleneck(self.width * 2**stage, stride, self.dtype)(x)
-        return nn.Dense(self.classes, dtype=self.dtype)(jnp.mean(x, axis=(1, 2)))
+        return super().__call__(x, train=True)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,7 +38,7 @@ class ResNet50(Workload):
     reported_speedup = 3.3
 
     def module(self, dtype: Any = None) -> ResNet:
-        return ResNet(self.stages, self.classes, self.width, dtype)
+        return TrainedResNet(self.stages, Bottleneck, self.classes, self.width, dtype)
 
     def batch(self, key: jax.Array) -> Batch:
         images, labels = jax.random.split(key)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 # Up to this side length the stem keeps the resolution: an 8x8 digit is too small to halve twice.
 SMALL_IMAGE = 32
 
-_conv = partial(nn.Conv, use_bias=False, kernel_init=nn.initializers.he_normal())
+Layer = Callable[..., Any]  # makes a module
 
 
 class BasicBlock(nn.Module):
@@ -21,17 +21,18 @@ class BasicBlock(nn.Module):
 
     features: int
     stride: int
-    norm: Callable[..., Any]
+    conv: Layer
+    norm: Layer
     expansion = 1
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        y = _conv(self.features, (3, 3), self.stride, padding=1)(x)
+        y = self.conv(self.features, (3, 3), self.stride, padding=1)(x)
         y = nn.relu(self.norm()(y))
-        y = _conv(self.features, (3, 3), padding=1)(y)
+        y = self.conv(self.features, (3, 3), padding=1)(y)
         # Zero initialisation makes each block start as the identity, so that deep networks train from the start.
         y = self.norm(scale_init=nn.initializers.zeros)(y)
-        return nn.relu(y + _shortcut(x, self.features, self.stride, self.norm))
+        return nn.relu(y + _shortcut(x, self.features, self.stride, self.conv, self.norm))
 
 
 class Bottleneck(nn.Module):
@@ -39,24 +40,25 @@ class Bottleneck(nn.Module):
 
     features: int
     stride: int
-    norm: Callable[..., Any]
+    conv: Layer
+    norm: Layer
     expansion = 4
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        y = _conv(self.features, (1, 1))(x)
+        y = self.conv(self.features, (1, 1))(x)
         y = nn.relu(self.norm()(y))
-        y = _conv(self.features, (3, 3), self.stride, padding=1)(y)
+        y = self.conv(self.features, (3, 3), self.stride, padding=1)(y)
         y = nn.relu(self.norm()(y))
-        y = _conv(self.features * self.expansion, (1, 1))(y)
+        y = self.conv(self.features * self.expansion, (1, 1))(y)
         y = self.norm(scale_init=nn.initializers.zeros)(y)
-        return nn.relu(y + _shortcut(x, self.features * self.expansion, self.stride, self.norm))
+        return nn.relu(y + _shortcut(x, self.features * self.expansion, self.stride, self.conv, self.norm))
 
 
-def _shortcut(x: jax.Array, features: int, stride: int, norm: Callable[..., Any]) -> jax.Array:
+def _shortcut(x: jax.Array, features: int, stride: int, conv: Layer, norm: Layer) -> jax.Array:
     if x.shape[-1] == features and stride == 1:
         return x
-    return norm(name="shortcut_norm")(_conv(features, (1, 1), stride, name="shortcut")(x))
+    return norm(name="shortcut_norm")(conv(features, (1, 1), stride, name="shortcut")(x))
 
 
 class ResNet(nn.Module):
@@ -67,29 +69,31 @@ class ResNet(nn.Module):
         block: `BasicBlock` or `Bottleneck`.
         num_classes: Number of logits.
         width: Number of features of the first stage.
+        dtype: Dtype of all layers in a benchmark's hand-written half precision; None lets a policy decide.
     """
 
     stage_sizes: tuple[int, ...]
     block: type[BasicBlock] | type[Bottleneck]
     num_classes: int
     width: int = 64
+    dtype: Any = None
 
     @nn.compact
     def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
-        norm = partial(nn.BatchNorm, use_running_average=not train, momentum=0.9, epsilon=1e-5)
+        norm = partial(nn.BatchNorm, use_running_average=not train, momentum=0.9, epsilon=1e-5, dtype=self.dtype)
+        conv = partial(nn.Conv, use_bias=False, kernel_init=nn.initializers.he_normal(), dtype=self.dtype)
         if x.shape[1] <= SMALL_IMAGE:
-            x = _conv(self.width, (3, 3), padding=1, name="stem")(x)
+            x = conv(self.width, (3, 3), padding=1, name="stem")(x)
             x = nn.relu(norm(name="stem_norm")(x))
         else:
-            x = _conv(self.width, (7, 7), 2, padding=3, name="stem")(x)
+            x = conv(self.width, (7, 7), 2, padding=3, name="stem")(x)
             x = nn.relu(norm(name="stem_norm")(x))
             x = nn.max_pool(x, (3, 3), (2, 2), padding=((1, 1), (1, 1)))
         for stage, blocks in enumerate(self.stage_sizes):
             for index in range(blocks):
                 stride = 2 if stage > 0 and index == 0 else 1
-                x = self.block(self.width * 2**stage, stride, norm)(x)
-        x = jnp.mean(x, axis=(1, 2))
-        return nn.Dense(self.num_classes)(x)
+                x = self.block(self.width * 2**stage, stride, conv, norm)(x)
+        return nn.Dense(self.num_classes, dtype=self.dtype)(jnp.mean(x, axis=(1, 2)))
 
 
 # Two plain convolutional networks from published mixed precision benchmarks.
