@@ -67,7 +67,7 @@ class Config(RunConfig):
     label_field: str | None = DATA(None, "field of the label in shards (default: any usual name)")
     whole: bool = DATA(False, "resize whole images of --data-dir to a square instead of cropping them")
     test_crop: Part = DATA(0.875, "share of the shorter side of an image of --data-dir that a test sees")
-    interpolation: Literal["bilinear", "bicubic", "lanczos", "nearest"] = DATA("bilinear", "filter of resizing")
+    interpolation: Literal["bilinear", "bicubic", "lanczos"] = DATA("bilinear", "filter of resizing")
     augment: bool = TRAINING(True, "shift images of --dataset by up to one pixel; crop those of --data-dir at random")
     flip: bool = TRAINING(True, "mirror images of --data-dir at random; --no-flip where left and right matter")
     cache: bool = DATA(False, "decode all images of --data-dir once and keep them in memory at reduced size")

@@ -170,10 +170,13 @@ def test_crops_match_those_of_pillow(photos):
 
 
 def test_crop_and_filter_of_tests_can_be_chosen(photos):
-    (test,) = open_image_folder(photos, 16, True, 1, 0.0, splits=["val"], view=View(False, 1.0, "nearest"))
+    (test,) = open_image_folder(photos, 16, True, 1, 0.0, splits=["val"], view=View(False, 1.0, "lanczos"))
     with Image.open(photos / "val" / test.images.paths[0]) as file:
-        wanted = file.convert("RGB").resize((16, 16), Image.Resampling.NEAREST, box=(10, 0, 110, 100))
-    assert distance(test.load(np.arange(1), None).images[0], np.asarray(wanted, int)) < 3
+        box = {"size": (16, 16), "box": (10, 0, 110, 100)}
+        filters = (Image.Resampling.LANCZOS, Image.Resampling.BICUBIC, Image.Resampling.BILINEAR)
+        wanted = [np.asarray(file.convert("RGB").resize(resample=kind, **box), int) for kind in filters]
+    pixels = test.load(np.arange(1), None).images[0]
+    assert distance(pixels, wanted[0]) < min(2.0, *(distance(pixels, other) for other in wanted[1:]))
     train, _ = open_image_folder(photos, 16, True, 1, 0.0, view=View(whole=True))
     pixels = train.load(np.arange(1), Augmentation(0, 0)).images[0]
     whole_image = plain(photos / "train" / train.images.paths[0], (0, 0, 120, 100), 16)
