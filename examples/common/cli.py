@@ -1,4 +1,4 @@
-"""Command-line errors: mistakes of the user are reported in one line with exit code 2, without a traceback."""
+"""Mistakes of the user, reported in one line with exit code 2; unusable files, of which some may be skipped."""
 
 from __future__ import annotations
 

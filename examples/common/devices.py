@@ -1,4 +1,4 @@
-"""Data parallelism with `jax.sharding`: batches are split over all devices, the state is replicated or split."""
+"""Data parallelism with `jax.sharding` over devices and processes: batches are split, the state is copied or split."""
 
 from __future__ import annotations
 

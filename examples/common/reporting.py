@@ -1,4 +1,4 @@
-"""Shows the progress and speed of a run without making the device wait."""
+"""What a run shows: progress and speed, without making the device wait; curves; and the sinks of its metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads a crop of an image with Pillow: upright, in RGB, at the requested size."""
+"""Chooses a crop of an image and reads it with Pillow: upright, in RGB, resized; or from a cache in memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lists the images of a tree `train/CLASS/*.jpg`, `val/CLASS/*.jpg`, and reports problems with its layout."""
+"""The images of a tree `train/CLASS/*.jpg`, `val/CLASS/*.jpg`, or of shards, and problems with their layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Utterances with transcripts; audio is loaded one utterance at a time."""
+"""Utterances with transcripts, from the files that list them; audio is loaded one utterance at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Transcribes a set of utterances with a model, and its error rates."""
+"""Transcribes utterances and files with a model; its error rates and its report."""
 
 from __future__ import annotations
 

@@ -21,7 +21,6 @@ from examples.common.training import Variables
 from examples.common.weights import file_variables, write_weights
 from examples.imagenet import task as image_task
 from examples.imagenet.config import Config
-from examples.imagenet.image_folder import open_image_folder
 from examples.imagenet.image_sources import list_tree
 from examples.imagenet.train import ImageTask, main
 from tests.examples.imagenet.image_tree import make_photo_tree
@@ -76,16 +75,6 @@ def test_testing_needs_no_training_data(trained, monkeypatch, capsys):
     first = json.loads((trained / "predictions.json").read_text())["predictions"][0]
     assert first["image"] == "test digit 0"
     assert first["truth"] == str(digits_task().test_set.load(np.arange(1), None).labels[0])
-
-
-def test_changed_images_are_noticed_on_resume(photos):
-    train, _ = open_image_folder(photos, 16, True, 1, 0.0)
-    state = train.state()
-    path = train.images.item(0)[0]
-    with Image.open(path) as image:
-        image.transpose(Image.Transpose.FLIP_LEFT_RIGHT).save(path)
-    with pytest.raises(UsageError, match="the files or their content differ"):
-        open_image_folder(photos, 16, True, 1, 0.0)[0].restore(state)
 
 
 # Lost work.
