@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import statistics
 import time
@@ -127,13 +126,14 @@ def run_benchmark(config: RunConfig, make: MakeTask) -> dict[str, Any]:
         bench = Bench(task)
         iterations = config.num_iter * (task.steps if getattr(config, "iter_unit", "batch") == "epoch" else 1)
         sizes = {"warmup": config.warmup_steps, "iterations": iterations, "items": task.batch_size}
-        measured = functools.partial(measure, bench.step, **sizes, unit=task.unit, one_by_one=not bench.training)
-        bench.state, results = measured(bench.state, itertools.repeat(bench.batch))
+        options: dict[str, Any] = {**sizes, "unit": task.unit, "one_by_one": not bench.training}
+        bench.state, results = measure(bench.step, bench.state, itertools.repeat(bench.batch), **options)
         if task.from_files:
             # The extra time of the same steps from files is that of the input pipeline.
             alone = results["latency_milliseconds"]["avg"]
             try:
-                bench.state, results = measured(bench.state, map(task.put, task.endless_batches()))
+                files = map(task.put, task.endless_batches())
+                bench.state, results = measure(bench.step, bench.state, files, **options)
             finally:
                 task.close()
             # Both measurements have noise, so the difference may be negative.

@@ -136,7 +136,7 @@ def open_image_folder(
     Raises:
         UsageError: The data has the wrong layout, too many images are unreadable, or the cache does not fit in memory.
     """
-    opened = None
+    opened: Any = None
     if not any(has_class_folders(root, split) for split in splits):
         opened = open_image_records(root, splits, classes, image_field, label_field)
     classes, found = opened or list_tree(root, splits)
