@@ -14,10 +14,10 @@ from .workload import Batch, Workload, cross_entropy, register
 
 
 class TrainedResNet(ResNet):
-    """The ResNet of the image script, always in training."""
+    """The ResNet of the image script, which trains by default."""
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return super().__call__(x, train=True)
+    def __call__(self, x: jax.Array, train: bool = True) -> jax.Array:
+        return super().__call__(x, train)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
