@@ -85,11 +85,11 @@ def _escaped(text: str) -> str:
     return text.replace("|", "/").replace("\n", " ")[:120]
 
 
-_COMPILED = """XLA compiled each step at full size for {an} without a device: the programs {tuned}
+_COMPILED = """XLA compiled each step {size} for {an} without a device: the programs{tuned}
 never ran, so nothing here says how fast they are. Memory is XLA's plan. Bytes moved are what the kernels of a step read
 and write if each reads what it needs of an operand once. A kernel inside a loop counts once per iteration, with its
 bytes; a matmul (a convolution and fused attention included) counts once. {memory} The least time is a bound and was
-not measured: each kernel takes {launch} the longer of two times: that of its bytes at the published bandwidth
+not measured: each kernel takes{launch} the longer of two times: that of its bytes at the published bandwidth
 ({rates.bandwidth:.3g} bytes/s), and that of the FLOPs of its matmuls and convolutions at the peak rate of their dtype
 ({rates.float16:.4g} FLOP/s in half, {rates.tfloat32:.4g} for float32 at JAX's default precision, {rates.float32:.3g} in
 full float32). The largest batch is one whose plan fits into {gigabytes:.0f} GB. Sources: {rates.source}; {source}."""
@@ -100,11 +100,12 @@ def _compiled(target: Target) -> str:
     gpu = target.platform == "cuda"
     return _COMPILED.format(
         an=f"an {target.key}" if target.key[0] == "H" else f"a {target.key}",
-        tuned="were not autotuned and" if gpu else "",
+        size="at full size" if gpu else "with fewer layers",
+        tuned=" were not autotuned and" if gpu else "",
         memory="No plan includes cuDNN's workspaces, because\ncuDNN chooses its algorithms on the device."
         if gpu
         else "Values in the\nchip's vector memory cost no bandwidth.",
-        launch="3 µs for its launch, and" if gpu else "",
+        launch=" 3 µs for its launch, and" if gpu else "",
         rates=target.rates,
         gigabytes=target.memory_bytes / 1e9,
         source=target.source,
@@ -125,11 +126,11 @@ def dry_run_table(content: dict[str, Any], target: Target) -> str:
         lines += [
             f"### {model}{f', batch of {batch_sizes[0]}' if batch_sizes else ''}",
             "",
-            "| cell | planned memory | / float32 | bytes moved | / float32 | / hand-written "
+            "| cell | planned memory | / float32 | / hand-written | bytes moved | / float32 | / hand-written "
             "| least time (bound) | / float32 | / TF32 | / hand-written | kernels "
             "| matmuls in half | compile | largest batch / float32 |",
-            "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
-            *(_dry_line(rows, name) for name in compiled),
+            "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+            *(_dry_line(rows, name, "tf32" if target.chips else "float32") for name in compiled),
             "",
         ]
     lines += _not_compiled(content["results"], target)
@@ -164,13 +165,17 @@ def hand_written(name: str) -> str:
     return f"flax_{half}{plus}{variant}" if half else ""
 
 
-def _dry_line(rows: dict[str, Row], name: str) -> str:
-    row, float32, by_hand = rows[name], rows.get("float32", {}), rows.get(hand_written(name), {})
+def _dry_line(rows: dict[str, Row], name: str, full: str) -> str:
+    """A line; `full` is the float32 cell that it is compared with, at JAX's default precision on a TPU."""
+    _, plus, variant = name.partition("+")
+    row, by_hand = rows[name], rows.get(hand_written(name), {})
+    float32 = rows.get(f"{full}{plus}{variant}") or rows.get(full, {})
     least = row.get("least_seconds")
     cells = [
         name,
         f"{row['planned_bytes'] / 1e9:.2f} GB",
         _number(ratio(row, float32, "planned_bytes"), "{:.2f}"),
+        _number(ratio(row, by_hand, "planned_bytes"), "{:.2f}"),
         f"{row['bytes_moved'] / 1e9:.1f} GB",
         _number(ratio(row, float32, "bytes_moved"), "{:.2f}"),
         _number(ratio(row, by_hand, "bytes_moved"), "{:.2f}"),
