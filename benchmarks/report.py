@@ -39,6 +39,7 @@ TITLES = {
     "inspection_cpu": "What the inspections cost",
     "planted_cpu": "What the inspections answer to planted causes",
     "training_dry_run": "Training steps compiled for an H200 without a GPU",
+    "training_dry_run_v5e": "Training steps compiled for a TPU v5e without a TPU",
     "communication_bfloat16_v5e_cpu": "What a sharded training step sends between TPU chips",
     "fused_attention_cpu": "Fused attention compiled for an H200 without a GPU",
     "training_cpu_toy": "Training steps at toy size on a CPU",
