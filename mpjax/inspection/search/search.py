@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._jaxpr.program import Site, not_entered
+from mpjax._jaxpr.program import not_entered
 from mpjax.casting import Rules, autocast_disabled
 from mpjax.casting.autocast import Autocast, autocast_of
 from mpjax.inspection.gradient import Loss, relative_error, scale_state
 from mpjax.inspection.layerwise.layerwise import errors_by_module
 from mpjax.inspection.reports import Report, Section, percent, totals
-from mpjax.inspection.trial import Trial
+from mpjax.inspection.trial import Trial, is_covered
 from mpjax.policy import HALF_DTYPES, get_policy, path_matches
 
 
@@ -140,7 +140,7 @@ LossAndGradients = tuple[Any, Mapping[str, Any]]  # the loss, and the gradients 
 Metric = Callable[[LossAndGradients, LossAndGradients], Any]
 # The start of `dynamic_loss_scale`, and here the factor of each backoff and the smallest scale.
 _FIRST_SCALE, _BACKOFF, _LAST_SCALE = 2.0**15, 2.0**5, 1.0
-_FEWEST_PASSES = 30  # for a small program
+_MOST_PASSES = 30
 
 
 def search(
@@ -220,9 +220,12 @@ def _searched(passes: _Passes, budget: float, policy: str, name: str) -> SearchR
         ranked = passes.ranked()
         kept, needed = _smallest(passes, [*ranked], budget)
     after = passes.rerun(kept) if kept else before
+    while not after <= budget and len(kept) < len(ranked):  # its rules keep less in float32 than the runs before
+        kept, needed = tuple(dict.fromkeys((*kept, *ranked)))[: 2 * len(kept)], False
+        after = passes.rerun(kept)
     total = sum(flops.values()) or 1
     rows = [
-        SearchedModule(module, _is_covered(module, kept), error, flops.get(module, 0) / total)
+        SearchedModule(module, is_covered(module, kept), error, flops.get(module, 0) / total)
         for module, error in ranked.items()
     ]
     patterns = passes.patterns(kept)
@@ -235,7 +238,7 @@ def _searched(passes: _Passes, budget: float, policy: str, name: str) -> SearchR
         keep_float32=kept,
         patterns=patterns,
         rules=passes.rules(kept),
-        half_share=passes.half_shares[frozenset(kept)],
+        half_share=passes.half_share,
         modules=tuple(sorted(rows, key=lambda row: (not row.float32, -(row.error or 0.0)))),
         minimal=needed,
         passes=passes.count,
@@ -245,7 +248,7 @@ def _searched(passes: _Passes, budget: float, policy: str, name: str) -> SearchR
 
 def _smallest(passes: _Passes, ranked: Sequence[str], budget: float) -> tuple[tuple[str, ...], bool]:
     """Modules that meet the budget in float32, and whether each of them is needed; all modules if none do."""
-    most = max(2 * len(ranked), _FEWEST_PASSES) - 1  # one is left for the rerun
+    most = _MOST_PASSES - 1  # one is left for the rerun
     low, high = 0, len(ranked)
     while high - low > 1 and passes.count < most:
         middle = (low + high) // 2
@@ -275,10 +278,6 @@ def _smallest(passes: _Passes, ranked: Sequence[str], budget: float) -> tuple[tu
     return tuple(kept), all(passes.knows([other for other in kept if other != module]) for module in kept)
 
 
-def _is_covered(module: str, kept: Iterable[str]) -> bool:
-    return any(f"{module}/".startswith(f"{path}/") for path in kept)
-
-
 class _Passes:
     """Runs the gradient with some modules in float32, and counts the runs."""
 
@@ -293,16 +292,17 @@ class _Passes:
     ):
         self.loss, self.policy, self.args, self.metric = loss, policy, args, metric
         self.count = 0
-        self.half_shares: dict[frozenset[str], float] = {}
-        self.paths: tuple[str, ...] = ()
-        self.unseen: tuple[str, ...] = ()
         self._rules, self._errors = rules, dict[frozenset[str], float]()
-        self._sites: list[Site] = []
+        self.paths: tuple[str, ...] = ()
         start = 1.0 if policy.compute_dtype == jnp.bfloat16 else _FIRST_SCALE
         self._scales = [loss_scale] if loss_scale is not None else _backing_off(start)
         self._scale = self._scales[0]
         with jax.default_matmul_precision("highest"), autocast_disabled():  # TF32 is too coarse for a reference
-            self._expected = self._run(loss)[0]
+            self._expected = self._run(Trial("search", loss.with_named_modules(), args))
+        self._half = self._trial(())
+        self.sites, self.unseen = self._half.sites, not_entered(self._half.sites, evaluated=True)
+        self.paths = tuple(dict.fromkeys(site.path for site in self.sites if site.path))
+        self.half_share = self._half.half_share
 
     def rules(self, kept: Iterable[str]) -> Rules:
         """The rules that keep some modules in float32."""
@@ -315,14 +315,14 @@ class _Passes:
 
     def _pattern(self, path: str) -> str:
         escaped = path.replace("[", "[[]")
-        others = (other for other in self.paths if not _is_covered(other, [path]))
+        others = (other for other in self.paths if not is_covered(other, [path]))
         return f"/{escaped}" if any(path_matches(other, f"*/{escaped}") for other in others) else f"*/{escaped}"
 
     def error(self, kept: Sequence[str]) -> float:
-        """The error with some modules in float32."""
+        """The error with some modules in float32, in the program with all of them in half."""
         key = frozenset(kept)
         if key not in self._errors:
-            self._errors[key] = self.rerun(kept)
+            self._errors[key] = self._error(self._half, kept)
         return self._errors[key]
 
     def knows(self, kept: Sequence[str]) -> bool:
@@ -330,15 +330,18 @@ class _Passes:
         return frozenset(kept) in self._errors
 
     def rerun(self, kept: Sequence[str]) -> float:
-        """The error with some modules in float32, measured again even if it is known."""
+        """The error under the rules that keep some modules in float32."""
+        trial = self._trial(kept)
+        self.half_share = trial.half_share
+        return self._error(trial)
+
+    def _trial(self, kept: Sequence[str]) -> Trial:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about operations left in float32, as intended here
-            found, trial = self._run(self.loss.under(self.policy, self.rules(kept)))
-        self.half_shares[frozenset(kept)] = trial.half_share
-        if not kept:
-            self._sites, self.unseen = trial.sites, not_entered(trial.sites, evaluated=True)
-            self.paths = tuple(dict.fromkeys(site.path for site in trial.sites if site.path))
-        error = float(self.metric(found, self._expected))
+            return Trial("search", self.loss.under(self.policy, self.rules(kept)).with_named_modules(), self.args)
+
+    def _error(self, trial: Trial, kept: Sequence[str] = ()) -> float:
+        error = float(self.metric(self._run(trial, kept), self._expected))
         return math.inf if math.isnan(error) else error
 
     def ranked(self) -> dict[str, float]:
@@ -352,23 +355,22 @@ class _Passes:
             if row.path and row.dtypes:
                 errors[row.path] = max(row.error, errors.get(row.path, 0.0))
         # A rule on a module also applies to its submodules: parents come after their children, the outermost last.
-        held = {path: sum(other != path for other in errors if _is_covered(other, [path])) for path in errors}
+        held = {path: sum(other != path for other in errors if is_covered(other, [path])) for path in errors}
         return dict(sorted(errors.items(), key=lambda pair: (held[pair[0]], -pair[1])))
 
     def flops(self) -> dict[str, int]:
         """FLOPs by module, forward and backward."""
-        return totals((site.path, site.flops) for site in self._sites if site.path)
+        return totals((site.path, site.flops) for site in self.sites if site.path)
 
-    def _run(self, loss: Loss) -> tuple[LossAndGradients, Trial]:
+    def _run(self, trial: Trial, kept: Sequence[str] = ()) -> LossAndGradients:
         """Loss and gradients at the first loss scale with finite gradients."""
         self.count += 1
-        trial = Trial("search", loss.with_named_modules(), self.args)
         for scale in self._scales:
-            value, grads = trial.run(scale)
+            value, grads = trial.run(scale, kept)
             if all(np.isfinite(x).all() for x in grads):
                 break
         self._scale = float(scale)
-        return (value, dict(zip(trial.names, grads, strict=True))), trial
+        return value, dict(zip(trial.names, grads, strict=True))
 
 
 def _backing_off(scale: float) -> list[float]:
