@@ -237,7 +237,42 @@ def says_nothing(model: Model) -> dict[str, Answer]:
             mpjax.find_nonfinite(jax.value_and_grad(mpjax.autocast(_array_loss(model), HALF)), *_arrays(model)) is None
         )
 
-    return {f.__name__: f for f in (audit, numerics, search, layerwise_error, find_nonfinite)}
+    def explain() -> None:
+        found = mpjax.explain(model.loss, *model.args)
+        assert (found.half_share, found.opaque, found.unseen) == (1, (), ()), str(found)
+
+    def profile() -> None:
+        found = mpjax.profile(jax.jit(functools.partial(_trained, _array_loss(model), 2000)), *_arrays(model), steps=3)
+        assert not found.advice, str(found)
+
+    def parity() -> None:
+        found = mpjax.parity(functools.partial(_training, model), [HALF], 3)
+        assert found[HALF].kind in ("equal", "small"), str(found)
+
+    tools = audit, explain, numerics, search, layerwise_error, find_nonfinite, profile, parity
+    return {f.__name__: f for f in tools}
+
+
+def _trained(loss: Any, steps: int, params: Any, x: Any, *rest: Any) -> Any:
+    """The parameters after some steps of gradient descent."""
+
+    def step(_: Any, params: Any) -> Any:
+        return jax.tree.map(lambda w, g: w - 1e-2 * g, params, jax.grad(loss)(params, x, *rest))
+
+    return jax.lax.fori_loop(0, steps, step, jax.tree.map(jnp.asarray, params))
+
+
+def _training(model: Model, policy: str, seed: int) -> mpjax.Training:
+    """A `mpjax.MakeTraining` of a model, whose batches depend on the seed."""
+    params, x, *rest = _arrays(model)
+    run = jax.jit(functools.partial(_trained, mpjax.autocast(_array_loss(model), policy), 1))
+    measure = jax.jit(_array_loss(model))
+    batches = [np.random.default_rng((seed, i)).normal(size=x.shape).astype(np.float32) for i in range(10)]
+
+    def step(params: Any, batch: Any) -> Any:
+        return run(params, batch, *rest), 0.0
+
+    return mpjax.Training(params, step, batches, lambda w: -float(measure(w, batches[0], *rest)))
 
 
 def _arrays(model: Model) -> tuple[Any, ...]:
