@@ -141,6 +141,7 @@ Metric = Callable[[LossAndGradients, LossAndGradients], Any]
 # The start of `dynamic_loss_scale`, and here the factor of each backoff and the smallest scale.
 _FIRST_SCALE, _BACKOFF, _LAST_SCALE = 2.0**15, 2.0**5, 1.0
 _MOST_PASSES = 30
+_SMALL = 20  # modules
 
 
 def search(
@@ -162,8 +163,7 @@ def search(
         run once more with the resulting rules
 
     A pass runs the gradient on the given batch, operation by operation, and rounds each result that half stores. A
-    search takes at most two passes per module, or thirty in a small program. If it ends before that, none of the
-    modules can return to half by itself.
+    search takes about thirty passes at most. If it ends before that, none of the modules can return to half by itself.
 
     Args:
         fun: The loss function in float32. If it is an `autocast` function (`jax.jit` of one included), the search
@@ -319,10 +319,15 @@ class _Passes:
         return f"/{escaped}" if any(path_matches(other, f"*/{escaped}") for other in others) else f"*/{escaped}"
 
     def error(self, kept: Sequence[str]) -> float:
-        """The error with some modules in float32, in the program with all of them in half."""
+        """The error with some modules in float32.
+
+        Trials of a small program run under its rules. In a large one they share the program with all modules in half,
+        and leave these modules unrounded: operations between modules still round what the rules would not.
+        """
         key = frozenset(kept)
         if key not in self._errors:
-            self._errors[key] = self._error(self._half, kept)
+            shared = not kept or len(self.paths) > _SMALL
+            self._errors[key] = self._error(self._half, kept) if shared else self.rerun(kept)
         return self._errors[key]
 
     def knows(self, kept: Sequence[str]) -> bool:
