@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ import numpy as np
 from mpjax.inspection.layerwise.layerwise import LayerwiseReport, layerwise_error
 from mpjax.inspection.numerics.numerics import NumericsReport, numerics
 from mpjax.inspection.parity.statistics import parted_at
-from mpjax.inspection.parity.training import Run, Training, make_training, with_tuples
+from mpjax.inspection.parity.training import Run, Training, make_training
 from mpjax.inspection.reports import Section, added_up
 from mpjax.policy import get_policy
 
@@ -81,13 +81,6 @@ class Evidence:
     modules: tuple[ModuleEvidence, ...] = ()
     parameters: tuple[tuple[str, float], ...] = ()
     notes: tuple[str, ...] = ()
-
-    @classmethod
-    def from_dict(cls, found: Mapping[str, Any]) -> Evidence:
-        """Restores evidence from the JSON form of `dataclasses.asdict`."""
-        kept = with_tuples(found)
-        modules = tuple(ModuleEvidence(**row) for row in kept["modules"])
-        return cls(**kept | {"modules": modules})
 
 
 def explained(found: Evidence, baseline: str) -> Iterator[Section]:

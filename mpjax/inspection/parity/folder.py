@@ -1,7 +1,7 @@
 """The folder of a comparison: its settings, and a JSON file for each finished run, so that a later call can continue.
 
 settings.json   the settings that determine the results; a call with other settings raises an error
-runs/           a file for each policy and seed, and one for the evidence on each policy that is worse
+runs/           a file for each policy and seed
 parity.json, parity.html, parity.png   the report
 """
 
@@ -17,7 +17,7 @@ import os
 import pathlib
 import re
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -83,30 +83,15 @@ class Folder:
 
     def read(self, policy: str, seed: int) -> Run | None:
         """A finished run; None if there is none."""
-        found = self._read(f"{_slug(policy)}-seed{seed}.json")
-        return None if found is None else Run(**with_tuples(found))
+        path = self.path and self.path / "runs" / f"{_slug(policy)}-seed{seed}.json"
+        return Run(**with_tuples(json.loads(path.read_text()))) if path and path.exists() else None
 
     def write(self, run: Run) -> None:
         """Saves a finished run."""
-        self._write(f"{_slug(run.policy)}-seed{run.seed}.json", dataclasses.asdict(run))
-
-    def read_evidence(self, policy: str, seeds: Sequence[int]) -> dict[str, Any] | None:
-        """Saved evidence on why a policy is worse; None if there is none for these seeds."""
-        found = self._read(f"{_slug(policy)}-evidence.json")
-        return found["evidence"] if found and found["seeds"] == [*seeds] else None
-
-    def write_evidence(self, policy: str, seeds: Sequence[int], evidence: Mapping[str, Any]) -> None:
-        """Saves the evidence on why a policy is worse."""
-        self._write(f"{_slug(policy)}-evidence.json", {"seeds": [*seeds], "evidence": evidence})
-
-    def _read(self, name: str) -> Any:
-        path = self.path and self.path / "runs" / name
-        return json.loads(path.read_text()) if path and path.exists() else None
-
-    def _write(self, name: str, found: Any) -> None:
         if self.path is not None:
             # NaN and Infinity are not standard JSON, but Python's json module reads and writes them.
-            _replace(self.path / "runs" / name, json.dumps(found))
+            path = self.path / "runs" / f"{_slug(run.policy)}-seed{run.seed}.json"
+            _replace(path, json.dumps(dataclasses.asdict(run)))
 
 
 def _slug(policy: str) -> str:

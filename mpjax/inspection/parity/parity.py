@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from mpjax.inspection.parity.evidence import Evidence, evidence_of
+from mpjax.inspection.parity.evidence import evidence_of
 from mpjax.inspection.parity.folder import Folder, settings_of
 from mpjax.inspection.parity.report import ParityReport as ParityReport
 from mpjax.inspection.parity.statistics import PairedComparison, compare
@@ -77,7 +76,8 @@ def parity(
             runs.run(policy, seed)
     comparisons = [runs.compared(policy, baseline, numbers) for policy in others]
     worse = [found.policy for found in comparisons if found.kind == "worse"]
-    evidence = [runs.explained(policy, baseline, numbers) for policy in worse]
+    of = {policy: [runs.done[policy, seed] for seed in numbers] for policy in (baseline, *worse)}
+    evidence = [evidence_of(make, policy, baseline, of[policy], of[baseline]) for policy in worse]
     first = next(iter(runs.done.values()))
     report = ParityReport(
         make=str(decides["make"]).partition(":")[2],
@@ -126,16 +126,6 @@ class _Runs:
             self._check_data(run)
             self.folder.write(run)
         self.done[policy, seed] = run
-
-    def explained(self, policy: str, baseline: str, seeds: Sequence[int]) -> Evidence:
-        """The evidence on why a policy is worse, read from the folder if it is there."""
-        kept = self.folder.read_evidence(policy, seeds)
-        if kept is not None:
-            return Evidence.from_dict(kept)
-        ours, theirs = ([self.done[name, seed] for seed in seeds] for name in (policy, baseline))
-        found = evidence_of(self.make, policy, baseline, ours, theirs)
-        self.folder.write_evidence(policy, seeds, dataclasses.asdict(found))
-        return found
 
     def _check_data(self, run: Run) -> None:
         for other in self.done.values():

@@ -1,7 +1,6 @@
 """Why a policy is worse: a small network whose gradients float16 flushes without a scale."""
 
 import functools
-import json
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +10,6 @@ import pytest
 
 import mpjax
 from mpjax.inspection.cli import main
-from mpjax.inspection.parity.evidence import Evidence
 from mpjax.inspection.parity.training import run_training
 
 STEPS, SMALL = 30, 3e-8
@@ -86,12 +84,6 @@ def test_modules_and_parameters_come_with_their_share_and_error(report):
     errors = dict(found.parameters)
     assert [*errors] == sorted(errors, key=errors.get, reverse=True)
     assert min(errors["first"], errors["second"]) > 0.5, "nearly all of their gradients are lost"
-
-
-def test_evidence_is_kept_with_the_runs(report, folder):
-    (path,) = (folder / "runs").glob("*-evidence.json")
-    kept = json.loads(path.read_text())
-    assert Evidence.from_dict(kept["evidence"]) == report.evidence[0]
 
 
 def test_the_command_exits_with_1_if_a_policy_is_worse(report, folder, capsys):
