@@ -92,18 +92,6 @@ def test_a_thousand_bad_steps_change_nothing_and_the_first_good_one_trains_on():
     assert int(after.consecutive_skips) == 0
 
 
-def test_apply_gradients_equals_update_and_apply():
-    def both(grads, state):
-        updates, expected = RICH.update(grads, state, PARAMS)
-        return mpjax.apply_gradients(RICH, grads, state, PARAMS), (optax.apply_updates(PARAMS, updates), expected)
-
-    run, state = arrays_in_numpy(both), RICH.init(PARAMS)
-    for grads in (GOOD, bad_like(), GOOD):
-        found, expected = run(grads, state)
-        assert_bitwise(found, expected)
-        state = found[1]
-
-
 @pytest.mark.parametrize("how", ["update", "apply_gradients"])
 def test_steps_outside_of_jit_trace_the_inner_transformation_once(how):
     traced = []
@@ -259,20 +247,6 @@ def test_params_by_position_or_name_and_extra_arguments_reach_the_inner_transfor
     jax.eval_shape(lambda: tx.update(GOOD, tx.init(PARAMS), params=PARAMS, value=1.0, temperature=1.0))
 
 
-def test_weight_decay_and_clipping_act_on_unscaled_gradients():
-    inner = optax.chain(optax.clip_by_global_norm(0.5), optax.add_decayed_weights(0.1), optax.sgd(0.1))
-    tx = mpjax.dynamic_loss_scale(inner)
-    loss = lambda p: jnp.sum((p["w"] @ jnp.ones(3) + p["b"].sum()) ** 2)
-
-    def both(params):
-        state = tx.init(params)
-        scaled = jax.grad(mpjax.scale_loss(loss, state))(params)
-        expected = inner.update(jax.grad(loss)(params), inner.init(params), params)
-        return tx.update(scaled, state, params)[0], expected[0]
-
-    assert_bitwise(*arrays_in_numpy(both)(PARAMS))
-
-
 def test_grads_are_scaled_unscales_by_the_scale_they_carry_also_when_it_changes():
     tx = mpjax.dynamic_loss_scale(optax.sgd(1.0), grads_are_scaled=True, growth_interval=2, init_scale=8.0)
 
@@ -294,15 +268,6 @@ def test_unscaling_to_infinity_counts_as_overflow():
     grads = jax.tree.map(lambda g: np.full(g.shape, 3e38, np.float32), GOOD)
     _, state = in_numpy(tx.update)(grads, tx.init(PARAMS), PARAMS)
     assert not bool(state.last_finite)
-
-
-def test_static_scale_is_constant_and_still_skips():
-    tx = mpjax.static_loss_scale(optax.adam(0.1), 128.0)
-    state, update = tx.init(PARAMS), arrays_in_numpy(tx.update)
-    for grads in (GOOD, bad_like(), GOOD, bad_like()):
-        _, state = update(grads, state, PARAMS)
-        assert float(state.loss_scale) == 128.0
-    assert int(state.skipped_steps) == 2
 
 
 @pytest.mark.parametrize(

@@ -231,19 +231,6 @@ def test_a_regression_ends_where_float32_ends(kind, in_int8, losses_in_float32):
     assert params["w"].dtype == jnp.bfloat16
 
 
-@pytest.mark.standard_promotion  # of optax.MultiSteps
-def test_a_skipped_step_changes_nothing_and_multi_steps_accumulates():
-    tx = mpjax.dynamic_loss_scale(optax.MultiSteps(lean(), 2))
-    step, state = arrays_in_numpy(step_of(tx)), arrays_in_numpy(tx.init)(HALF)
-    new, after, _ = step(HALF, state, np.float32(np.inf))
-    jax.tree.map(np.testing.assert_array_equal, (new, after.inner_state), (HALF, state.inner_state))
-    for _ in range(2):  # nor does the first micro-batch of two
-        jax.tree.map(np.testing.assert_array_equal, new, HALF)
-        new, after, _ = step(new, after, np.float32(1))
-    assert int(after.inner_state.gradient_step) == 1
-    assert np.mean(np.asarray(new["w"]) != HALF["w"]) > 0.5
-
-
 def test_states_are_donated_and_keep_their_dtypes(in_int8):
     old = in_int8.start()
     shapes = jax.tree.map(lambda x: (x.shape, x.dtype), old)
