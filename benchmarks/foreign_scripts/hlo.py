@@ -15,7 +15,7 @@ _OPERAND = re.compile(r"(?:\w+\[[\d,]*\](?:\{[^}]*\})? )?%?([\w.\-#]+)(?:, |$)")
 def half_share(folder: pathlib.Path) -> float | None:
     """The share of FLOPs with half operands in the programs of an XLA dump that hold a backward pass; None without.
 
-    The body of a loop counts once. What runs only after an overflow does not count.
+    The body of a loop counts once. What runs only after an overflow does not count, where the HLO names it.
     """
     half = total = 0
     for path in folder.glob("*before_optimizations.txt"):
