@@ -7,7 +7,6 @@ import json
 import os
 import pathlib
 import re
-import resource
 import subprocess
 import sys
 import tempfile
@@ -164,7 +163,6 @@ def _row(run: Callable[..., dict[str, Any]], script: Script) -> dict[str, Any]:
         **{name: found["result"] for name, found in runs.items()},
         "share": runs["float16"]["share"],
         "repeated": sum(map(int, re.findall(r"(\d+) repeated at a lower", "\n".join(runs["planted"]["said"])))),
-        "cpu": round(runs["float16"]["cpu"] / plain[0]["cpu"], 2),
         "said": runs["float16"]["said"],
         "faults": faults,
     }
@@ -197,7 +195,6 @@ def run(
         }
         launcher = ["-m", "mpjax", "run", "--policy", policy, *flags] if policy else []
         args = [arg.replace("HERE", scratch) for arg in script.args]
-        before = _cpu_seconds()
         try:
             done = subprocess.run(
                 [sys.executable, *launcher, str(copy), *args],
@@ -209,12 +206,11 @@ def run(
             )
         except subprocess.TimeoutExpired:
             done = subprocess.CompletedProcess([], 1, "", f"over {SECONDS} s")
-        cpu, share = _cpu_seconds() - before, half_share(folder_of_dump)
+        share = half_share(folder_of_dump)
     # The launcher writes numbers to stderr too: only a pattern of the script's own is looked for there.
     found = re.findall(script.result, done.stdout if script.result == _ANY else done.stdout + done.stderr)
     return {
         "code": done.returncode,
-        "cpu": cpu,
         "error": (
             [line for line in done.stderr.splitlines() if re.match(r"[\w.]+(Error|Exception|over)\b", line)] or [""]
         )[-1][:150],
@@ -223,11 +219,6 @@ def run(
         "shape": re.sub(r"[\d.e+-]+|nan|\s+", "#", done.stdout),
         "said": _said(done.stderr),
     }
-
-
-def _cpu_seconds() -> float:
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
 
 
 def _said(stderr: str) -> list[str]:
@@ -268,27 +259,27 @@ def verdict(row: dict[str, Any]) -> str:
 
 def table(rows: dict[str, Any]) -> str:
     """Markdown: a row for each script, and why others are left out."""
-    columns = "script | in half | float32, three seeds | float16 | first scale 2**24 | bfloat16 | CPU time | right"
-    lines = [f"| {columns} |", "|---" * 8 + "|"]
+    columns = "script | in half | float32, three seeds | float16 | first scale 2**24 | bfloat16 | right"
+    lines = [f"| {columns} |", "|---" * 7 + "|"]
     for name, row in sorted(rows.items()):
         if "error" in row:
-            lines.append(f"| {name} | | | | | | | {verdict(row)} |")
+            lines.append(f"| {name} | | | | | | {verdict(row)} |")
             continue
         planted = f"{_number(row['planted'])} ({row['repeated']})"
         seeds = ", ".join(map(_number, row["float32"]))
-        cells = [_share(row), seeds, _number(row["float16"]), planted, _number(row.get("bfloat16")), row["cpu"]]
+        cells = [_share(row), seeds, _number(row["float16"]), planted, _number(row.get("bfloat16"))]
         lines.append(f"| {name} | " + " | ".join(map(str, cells)) + f" | {verdict(row)} |")
-    return (
-        "\n".join([*lines, "", NOTE, "", "Left out:", "", *(f"- {name}: {why}." for name, why in LEFT_OUT.items())])
-        + "\n"
-    )
+    left = [f"- {name}: {why}." for name, why in LEFT_OUT.items()]
+    if waiting := [name for name in SCRIPTS if name not in rows]:
+        left.append(f"- Not run yet: {', '.join(waiting)}.")
+    return "\n".join([*lines, "", NOTE, "", "Left out:", "", *left]) + "\n"
 
 
 NOTE = (
     "In half: the share of FLOPs of matmuls and convolutions in programs with a backward pass, counted in their HLO. "
     "It includes branches that run only after an overflow, where the HLO does not tell them apart. "
     "Numbers: what the script prints last; float16 has the first of the seeds. In brackets: gradients repeated at a "
-    "lower loss scale. CPU time: of the process in float16, over that in float32, with compilation. Right: exit "
+    "lower loss scale; each of its programs comes from a cache if an earlier run compiled it. Right: exit "
     "code 0, the same output except for numbers, a report of the launcher, and results that differ from the "
     "same seed in float32 by no more than the seeds do, or by one percent."
 )
