@@ -76,14 +76,16 @@ def float8_operand(rng: np.random.Generator) -> Callable[[Array], Array]:
 
     The errors are uniform within half a unit in the last place of float8_e5m2, which is a unit of float8_e4m3fn's, and
     at least within the smallest number of float8_e4m3fn under the scale. An operand that float8 happens to hold
-    exactly is perturbed too: divided by a scale it need not be exact.
+    exactly is perturbed too: divided by a scale it need not be exact. Equal elements have equal errors, which do not
+    cancel in a sum, so every other operand gets one error for all elements.
     """
 
     def perturb(x: Array) -> Array:
         _, exponent = np.frexp(x)
         amax = np.max(np.abs(x), initial=0.0, where=np.isfinite(x))
+        error = 2 * rng.random(x.shape if rng.random() < 0.5 else ()) - 1
         unit = np.maximum(np.ldexp(1.0, exponent - 4), amax * 2.0**-9 / 448)
-        return np.where(np.isfinite(x) & (x != 0), x + (2 * rng.random(x.shape) - 1) * unit, x)
+        return np.where(np.isfinite(x) & (x != 0), x + error * unit, x)
 
     return perturb
 
@@ -307,7 +309,7 @@ def _shard_map(machine: _Machine, eqn: Any, args: list[Replicas]) -> list[Replic
         raise Unsupported("shard_map in shard_map")
     params = eqn.params
     ((_, size),) = params["mesh"].shape.items()
-    inner = _Machine(machine.store, size, machine.store_inputs)
+    inner = _Machine(machine.store, size, machine.store_inputs, machine.operand)
 
     def axis_of(spec: Any) -> int | None:
         found = [i for i, part in enumerate(spec) if part]

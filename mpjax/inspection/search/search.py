@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._jaxpr.program import not_entered
-from mpjax.casting import Rules, autocast_disabled
+from mpjax.casting import Float8, Rules, autocast_disabled
 from mpjax.casting.autocast import Autocast, autocast_of
 from mpjax.inspection.gradient import Loss, relative_error, scale_state
 from mpjax.inspection.layerwise.layerwise import errors_by_module
@@ -56,6 +56,7 @@ class SearchReport(Report):
         modules: All modules, those in float32 first, then by their own error.
         minimal: Whether each of these modules is needed: with any one of them in half, the error is above the budget.
         passes: The number of times the gradient was run.
+        kept_dtype: `"float32"`, or under a policy with float8 matmuls the compute dtype, in which the kept modules run.
         unseen: Operations whose internals are not visible, so that no rule applies to them, and why.
     """
 
@@ -71,6 +72,7 @@ class SearchReport(Report):
     modules: tuple[SearchedModule, ...]
     passes: int
     minimal: bool = True
+    kept_dtype: str = "float32"
     unseen: tuple[str, ...] = ()
 
     main = "modules"
@@ -84,7 +86,13 @@ class SearchReport(Report):
     @property
     def overrides(self) -> tuple[tuple[str, str], ...]:
         """The same modules as pairs for `Policy(overrides=...)`."""
-        return tuple((pattern, "float32") for pattern in self.patterns)
+        policy = "float32" if self._low == "half" else f"mixed_{self.kept_dtype}"
+        return tuple((pattern, policy) for pattern in self.patterns)
+
+    @property
+    def _low(self) -> str:
+        """The precision of the other modules."""
+        return "half" if self.kept_dtype == "float32" else "float8"
 
     @property
     def title(self) -> str:
@@ -98,7 +106,7 @@ class SearchReport(Report):
     def sections(self) -> list[Section]:
         """The sections of the printed report."""
         rows = [
-            (row.name, "float32" if row.float32 else "half", _share(row.error), f"{row.flops_share:.1%}")
+            (row.name, self.kept_dtype if row.float32 else self._low, _share(row.error), f"{row.flops_share:.1%}")
             for row in self.modules
         ]
         lines = [*self._finding(), *(f"not inspected: {place}" for place in self.unseen)]
@@ -108,22 +116,23 @@ class SearchReport(Report):
         before, after, budget = _share(self.error_before), _share(self.error), _share(self.budget)
         if not self.met:
             return [
-                f"{self.function} does not meet the budget {_share(self.budget)}: error {before} in half, {after} with "
-                "every module that has a name in float32",
+                f"{self.function} does not meet the budget {budget}: error {before} in {self._low}, {after} with "
+                f"every module that has a name in {self.kept_dtype}",
                 "the remaining error arises outside named modules: put that code in mpjax.float_function, or name it "
                 "with jax.named_scope; mpjax.layerwise_error shows the lines",
             ]
         if not self.keep_float32:
-            return [f"{self.function} meets the budget {_share(self.budget)} with every module in half: error {after}"]
+            return [f"{self.function} meets the budget {budget} with every module in {self._low}: error {after}"]
         count = len(self.keep_float32)
         shown = ", ".join(f'"{pattern}"' for pattern in self.patterns)
+        denied = f"deny=[{shown}]" if self._low == "half" else f"float8=mpjax.Float8(deny=[{shown}])"
         return [
-            f"{count} module{'s' if count > 1 else ''} must stay in float32: {', '.join(self.keep_float32)}",
-            f"error {before} in half, {after} with these in float32 (budget {budget}); {self.half_share:.1%} of "
-            "the FLOPs stay in half",
-            f"mpjax.autocast(fun, {self.policy!r}, rules=mpjax.Rules(deny=[{shown}]))",
+            f"{count} module{'s' if count > 1 else ''} must stay in {self.kept_dtype}: {', '.join(self.keep_float32)}",
+            f"error {before} in {self._low}, {after} with these in {self.kept_dtype} (budget {budget}); "
+            f"{self.half_share:.1%} of the FLOPs stay in half",
+            f"mpjax.autocast(fun, {self.policy!r}, rules=mpjax.Rules({denied}))",
             f"{self.passes} passes over {len(self.modules)} modules: "
-            + ("with any one of these in half, the error is above the budget" if self.minimal else _STOPPED),
+            + (f"with any one of these in {self._low}, the error is above the budget" if self.minimal else _STOPPED),
         ]
 
 
@@ -156,6 +165,8 @@ def search(
     kwargs: Mapping[str, Any] | None = None,
 ) -> SearchReport:
     """Finds the modules that must stay in float32 for the error of half precision to meet a budget.
+
+    Under a policy with float8 matmuls, the modules whose matmuls must stay in the compute dtype, bfloat16.
 
         rank the modules by their own error in half           (`layerwise_error`, one pass)
         keep the fewest top-ranked modules to meet the budget (bisection)
@@ -241,6 +252,7 @@ def _searched(passes: _Passes, budget: float, policy: str, name: str) -> SearchR
         half_share=passes.half_share,
         modules=tuple(sorted(rows, key=lambda row: (not row.float32, -(row.error or 0.0)))),
         minimal=needed,
+        kept_dtype="float32" if passes.policy.matmul_dtype is None else str(passes.policy.compute_dtype),
         passes=passes.count,
         unseen=passes.unseen,
     )
@@ -305,8 +317,11 @@ class _Passes:
         self.half_share = self._half.half_share
 
     def rules(self, kept: Iterable[str]) -> Rules:
-        """The rules that keep some modules in float32."""
+        """The rules that keep some modules in float32, or their matmuls out of float8."""
         patterns = self.patterns(kept)
+        if patterns and self.policy.matmul_dtype is not None:
+            float8 = self._rules.float8 or Float8()
+            return dataclasses.replace(self._rules, float8=dataclasses.replace(float8, deny=(*float8.deny, *patterns)))
         return self._rules.add(deny=patterns) if patterns else self._rules
 
     def patterns(self, kept: Iterable[str]) -> tuple[str, ...]:

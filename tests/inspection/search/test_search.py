@@ -129,6 +129,34 @@ def test_a_module_that_another_one_replaces_returns_to_half():
     assert (set(kept), minimal) in (({"c"}, True), ({"a", "b"}, True))
 
 
+@pytest.mark.filterwarnings("ignore:autocast. cpu is not known to have float8")
+def test_a_search_in_float8_gives_modules_back_to_bfloat16():
+    # One element of `outlier`'s operand is so large that the scale of the others flushes them to zero.
+    def loss_fn(params, x):
+        for i, name in enumerate(("first", "plain", "outlier", "last")):
+            with jax.named_scope(name):
+                spike = jnp.zeros(16).at[0].set(1e6) if name == "outlier" else 0.0
+                x = jnp.tanh((x + spike) @ params[i])
+        return jnp.sum(jnp.sin(x))
+
+    keys = jax.random.split(jax.random.key(0), 4)
+    params = [jax.random.normal(key, (16, 16)) / 4 for key in keys]
+    params[2] = params[2].at[0].set(0.0)
+    found = mpjax.search(
+        mpjax.autocast(loss_fn, "mixed_float8", rules=mpjax.Rules(float8=mpjax.Float8(min_size=(0, 0)))),
+        params,
+        X.reshape(16, 16),
+        metric=lambda found, expected: abs(found[0] - expected[0]) / abs(expected[0]),
+        budget=0.3,
+    )
+    assert found.met, found.text()
+    assert found.keep_float32 == ("outlier",)
+    assert found.rules.float8.deny == found.patterns
+    assert found.rules.deny == ()
+    assert found.overrides == (("*/outlier", "mixed_bfloat16"),)
+    assert "rules=mpjax.Rules(float8=mpjax.Float8(deny=[" in found.text()
+
+
 def test_a_search_that_stops_at_its_limit_says_so():
     names = [f"m{i}" for i in range(64)]
     passes = Passes(lambda kept: 0 if len(kept) >= 60 else 1)
