@@ -42,6 +42,8 @@ TITLES = {
     "training_dry_run_v5e": "Training steps compiled for a TPU v5e without a TPU",
     "communication_bfloat16_v5e_cpu": "What a sharded training step sends between TPU chips",
     "fused_attention_cpu": "Fused attention compiled for an H200 without a GPU",
+    "float8_h200_cpu": "Float8 steps compiled for an H200 without a GPU",
+    "parity_float8_cpu": "Parity: float8 against float32",
     "training_cpu_toy": "Training steps at toy size on a CPU",
 }
 PLOTTED = ("tf32", "flax_float16", "autocast_float16", "with_policy_float16", "torch_compiled_amp_float16")
