@@ -140,6 +140,7 @@ class _Examined:
                 replace = finite_but(probe := WatchProbe(), fault, self._alike(fault))
                 self._evaluation = Eager(probe, replace=Partial(replace, None))
             evaluation = self._evaluation
+            assert evaluation.replace is not None
             evaluation.replace = Partial(evaluation.replace.func, jax.tree.map(np.int32, span))
             found = jax.device_get(watch(self.leaves))
         return _Watched(*watched(found[0]), found[1])
