@@ -240,6 +240,8 @@ PLAIN: dict[str, Any] = {
     "true_cotangents": _same,
     "unscale": _same,
     "autocast": _same,
+    "Rules": mpjax.Rules,
+    "Float8": mpjax.Float8,
     "with_policy": _same,
     "dynamic_loss_scale": dynamic_loss_scale,
     "static_loss_scale": static_loss_scale,
