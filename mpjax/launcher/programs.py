@@ -122,8 +122,9 @@ class Compiled:
 def name_of(fun: Any) -> str:
     """The name of a function with its line in the script, as `step (train.py:12)`: several may have one name."""
     name, code = getattr(fun, "__name__", type(fun).__name__), getattr(inspect.unwrap(fun), "__code__", None)
-    known = code is not None and not is_library_file(code.co_filename)
-    return name if not known else f"{name} ({os.path.basename(code.co_filename)}:{code.co_firstlineno})"
+    if code is None or is_library_file(code.co_filename):
+        return name
+    return f"{name} ({os.path.basename(code.co_filename)}:{code.co_firstlineno})"
 
 
 def under_policy(session: Session, fun: Callable[..., Any], compiled: Compiled | None = None) -> Callable[..., Any]:
