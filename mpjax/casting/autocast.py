@@ -25,7 +25,7 @@ from mpjax.casting.higher_order import HIGHER_ORDER
 from mpjax.casting.infer import plan_jaxpr
 from mpjax.casting.lattice import FULL, PARAMETER, TRACED
 from mpjax.casting.plan import Plan
-from mpjax.casting.regions import disabled, planning, scopes_of_modules
+from mpjax.casting.regions import attention_trial, disabled, planning, scopes_of_modules
 from mpjax.casting.rewrite import array_for, run_closed, values_of
 from mpjax.casting.rules import Rules, is_pattern
 from mpjax.casting.uses import RESULT, Use
@@ -165,6 +165,7 @@ def setting_of(policy: Policy, rules: Rules | None) -> Setting | None:
     if policy.reduce_dtype == policy.compute_dtype:  # A sum across devices has the dtype of its operand.
         rules = dataclasses.replace(rules, weight_gradients="half")
     float8 = _float8_setting(rules, policy)
+    rules = dataclasses.replace(rules, attention=attention_trial.value or rules.attention)
     rules = _with_overrides(rules, policy).with_environment()
     recompute, plans_rules = rules.residuals != "full", bool(rules.entries)
     return Setting(

@@ -105,10 +105,14 @@ class Options:
             mask = functools.reduce(jnp.logical_and, read)
         fused = functools.partial(jax.nn.dot_product_attention, implementation=self.implementation)
         attention: Any = flash_attention if self.implementation == "pallas" else fused
-        out = attention(
-            q, k, v, bias, mask, scale=self.scale, is_causal=self.is_causal, local_window_size=self.local_window_size
+        attention = functools.partial(
+            attention, scale=self.scale, is_causal=self.is_causal, local_window_size=self.local_window_size
         )
-        return self.out(out)
+        # The backward pass of a fused kernel computes the scores again. So does that of XLA's operations here.
+        attention = jax.checkpoint(attention) if self.implementation == "xla" else attention
+        # JAX's function mixes dtypes of its own, which a user's strict promotion would refuse.
+        with jax.numpy_dtype_promotion("standard"):
+            return self.out(attention(q, k, v, bias, mask))
 
 
 def implementation_of(choice: str) -> str:

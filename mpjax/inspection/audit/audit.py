@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -14,8 +16,9 @@ from mpjax._jaxpr.interpreter import is_float
 from mpjax._jaxpr.program import Site, not_entered, owners_of, walk
 from mpjax._jaxpr.source import BACKWARD, FORWARD
 from mpjax.casting.autocast import Program, traced_call
+from mpjax.casting.regions import attention_trial
 from mpjax.inspection.audit.communication import Collective, collectives_of_call, device_count
-from mpjax.inspection.audit.dataflow import Flow, flow_of, residuals_of
+from mpjax.inspection.audit.dataflow import Flow, Value, flow_of, residuals_of
 from mpjax.inspection.audit.matmuls import casts_of, findings_of, matmuls_of
 from mpjax.inspection.audit.report import PrecisionReport as PrecisionReport
 from mpjax.inspection.audit.risks import Risk, overflowing_casts, overflows_of, risks_of
@@ -79,6 +82,7 @@ def audit(
     flow = flow_of(program.jaxpr, owners)
     matmuls = matmuls_of(sites, flow)
     residuals, notes = _residuals(program, flow, sites)
+    scores = 0 if tpu else _scores(fun, args, kwargs, residuals, sites)
     communication, unknown = _communication(fun, args, kwargs, sites)
     devices = max([device_count((args, kwargs)), *(site.devices for site in sites)])
     return PrecisionReport(
@@ -86,7 +90,8 @@ def audit(
         matmuls=matmuls,
         findings=findings_of(matmuls, tpu),
         risks=(*_unscaled(scales, sites), *overflows_of(lines), *risks_of(flow)),
-        residuals=residuals,
+        residuals=None if residuals is None else totals((v.aval.dtype.name, v.bytes) for v in residuals if v.bytes),
+        scores=scores,
         casts=casts_of(sites),
         notes=(*notes, *unknown, *_notes(sites)),
         communication=communication,
@@ -117,10 +122,10 @@ def _communication(
         return None, [f"communication is not known, because the program can't be compiled here: {reason(error)}"]
 
 
-def _residuals(program: Program, flow: Flow, sites: list[Site]) -> tuple[dict[str, int] | None, list[str]]:
-    """Bytes kept for the backward pass, by dtype. For a function without a backward pass, its gradient is traced."""
+def _residuals(program: Program, flow: Flow, sites: list[Site]) -> tuple[list[Value] | None, list[str]]:
+    """What is kept for the backward pass. For a function without a backward pass, its gradient is traced."""
     if any(site.phase != FORWARD for site in sites):
-        return _by_dtype(flow), []
+        return list(residuals_of(flow)), []
     gradient = _gradient(program)
     if gradient is None:
         return None, [
@@ -131,11 +136,21 @@ def _residuals(program: Program, flow: Flow, sites: list[Site]) -> tuple[dict[st
         traced = compat.trace(gradient, *shapes)
     except Exception as error:  # custom derivative rules may raise any error
         return None, [f"the function has no gradient: {reason(error)}"]
-    return _by_dtype(flow_of(traced)), ["kept for the backward pass: for the gradient of the first argument"]
+    return list(residuals_of(flow_of(traced))), ["kept for the backward pass: for the gradient of the first argument"]
 
 
-def _by_dtype(flow: Flow) -> dict[str, int]:
-    return totals((value.aval.dtype.name, value.bytes) for value in residuals_of(flow) if value.bytes)
+def _scores(fun: Callable[..., Any], args: Any, kwargs: Any, residuals: list[Value] | None, sites: list[Site]) -> int:
+    """Residual bytes that fused attention does not keep: the call is traced again with it."""
+    if not residuals or not {"exp", "dot_general"} <= {site.name for site in sites}:
+        return 0
+    with attention_trial("fused" if compat.platform() in ("cuda", "gpu") else "xla"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # The first trace has warned.
+        program = traced_call(fun, args, kwargs)
+    owners = owners_of(program.jaxpr, argument_names(program, args, kwargs))
+    fused, _ = _residuals(program, flow_of(program.jaxpr, owners), list(walk(program.jaxpr, owners=owners)))
+    # By size: fused attention keeps other copies of queries, keys and values, in another order of axes.
+    kept, needed = (collections.Counter(value.bytes for value in values) for values in (residuals, fused or residuals))
+    return sum((kept - needed).elements())
 
 
 def _gradient(program: Program) -> Callable[..., Any] | None:

@@ -46,6 +46,7 @@ class PrecisionReport(Report):
         device: The device in "Speed at most", as `speedup_bound` takes it; empty for all known devices.
         min_half: The share of FLOPs in half below which `failure` is not empty; None for none.
         tpu: Whether it runs on a TPU, which multiplies float32 in bfloat16 passes.
+        scores: Bytes of `residuals` that are scores of attention, which `Rules(attention="fused")` doesn't keep.
 
     Example:
         >>> import jax, jax.numpy as jnp, mpjax
@@ -67,6 +68,7 @@ class PrecisionReport(Report):
     device: str = ""
     min_half: float | None = None
     tpu: bool = False
+    scores: int = 0
 
     main = "matmuls"
     derived = "flops flops_per_device flops_by_phase half_share speedup_bounds"
@@ -163,14 +165,20 @@ class PrecisionReport(Report):
 
     def sections(self) -> list[Section]:
         """The sections of the printed report."""
-        memory = Section(
-            "Memory and casts", "\n".join([*_residual_lines(self.residuals, self.devices), *_cast_lines(self.casts)])
-        )
+        kept = [*_residual_lines(self.residuals, self.devices), *self._score_lines()]
+        memory = Section("Memory and casts", "\n".join([*kept, *_cast_lines(self.casts)]))
         notes = [Section("Notes", "\n".join(self.notes))] if self.notes else []
         sent = [] if self.communication is None else [communication_section(self.communication)]
         if not self.matmuls:
             return [Section(self.title, "no matmul or convolution"), self._risks(), memory, *sent, *notes]
         return [self._flops(), self._findings(), self._risks(), self._places(), memory, *sent, self._speed(), *notes]
+
+    def _score_lines(self) -> list[str]:
+        """What fused attention would save."""
+        if not self.scores or not self.residuals:
+            return []
+        kept = f"{amount(self.scores, 'B')} of {amount(sum(self.residuals.values()), 'B')}"
+        return [f"scores: {kept}; Rules(attention='fused') stores none on CUDA"]
 
     def _flops(self) -> Section:
         phases = self.flops_by_phase

@@ -424,3 +424,22 @@ def test_a_program_of_49_equal_layers_without_half_is_told_so():
 )
 def test_the_log_of_a_softmax_on_one_line_is_a_risk_of_its_own(fun, kinds):
     assert {risk.kind for risk in mpjax.audit(fun, shape(8, 8)).risks} == kinds
+
+
+def attention(q, k, v):
+    scores = jnp.where(jnp.tril(jnp.ones((64, 64), bool)), jnp.einsum("bthd,bshd->bhts", q, k), -jnp.inf)
+    return jnp.mean(jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores), v) ** 2)
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("wrap", [lambda loss: loss, jax.grad, lambda loss: jax.jit(jax.grad(loss))])
+def test_the_advice_on_attention_removes_the_scores(wrap):
+    q = jax.ShapeDtypeStruct((2, 64, 4, 16), jnp.float32)
+    scores = 2 * 4 * 64 * 64 * 2
+    audited = lambda rules: mpjax.audit(wrap(mpjax.autocast(attention, "mixed_bfloat16", rules=rules)), q, q, q)
+    as_written, fused = audited(None), audited(mpjax.Rules(attention="xla"))
+    assert (as_written.scores, fused.scores) == (scores, 0)
+    assert sum(fused.residuals.values()) == 4 * 2 * 64 * 4 * 16 * 2  # q, k, v and the result: nothing of 64 × 64
+    kept = f"scores: 65.5 kB of {sum(as_written.residuals.values()) / 1e3:.1f} kB; Rules(attention='fused') stores none"
+    assert kept in str(as_written)
+    assert "scores:" not in str(fused)
