@@ -42,6 +42,7 @@ class Call:
             self.reads_scale = scope.read
             return out
 
+        session.differentiated = True
         self._reruns = session.reruns
         setting = session.setting
         program = trace(scaled, (jnp.ones((), jnp.float32), args, kwargs), {}, setting and setting.half)

@@ -59,7 +59,7 @@ class Report:
             "the script differentiated nothing (jax.grad, jax.value_and_grad, jax.vjp, jax.linearize, and the "
             "forms of Flax, Haiku and Equinox). Gradients that an installed package computes are left "
             "unchanged: name the package in `packages` of a --rules file."
-            if self.always or session.optimizers
+            if (self.always or session.optimizers) and not session.differentiated
             else ""
         )
 

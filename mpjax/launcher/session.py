@@ -154,6 +154,7 @@ class Session:
         self.in_float32: dict[str, str] = {}  # lines that differentiated without an optimizer
         self.outside_jit: dict[str, str] = {}  # lines whose gradients JAX does not compile
         self.differentiated_again: dict[str, str] = {}  # lines whose gradients a library differentiates
+        self.differentiated = False  # whether the script called a gradient function, which may have failed
         self.sites: dict[str, str] = {}
         self._explained: set[str] = set()
         self.watchers: list[Watcher] = []
