@@ -231,6 +231,20 @@ def cut(x):
     return jnp.sin(clip_gradient(jnp.sin(x)))
 
 
+@pytest.mark.xfail(strict=True, reason="a constant of a re-issued custom_vjp is taken for differentiated")
+def test_a_rule_that_closes_over_a_constant_inside_true_cotangents_under_autocast():
+    table = jnp.eye(4)
+    rotate = jax.custom_vjp(lambda x: table @ x)
+    rotate.defvjp(lambda x: (table @ x, None), lambda _, cotangent: (table.T @ cotangent,))
+    state = state_of()
+
+    @mpjax.autocast(policy="mixed_bfloat16")
+    def loss(b):
+        return mpjax.true_cotangents(lambda x: rotate(b) @ x, state)(jnp.ones(4))
+
+    np.testing.assert_array_equal(mpjax.grad(loss, state)(PARAMS["b"]), np.ones(4))
+
+
 # Derivatives within the loss and around it: only those that mpjax scales have scaled cotangents. `true` is
 # `true_cotangents`, `grad` is `mpjax.grad`.
 NESTED_RULES = {
