@@ -389,3 +389,15 @@ def test_fused_attention_is_not_float8():
     plan = mpjax.explain(autocast(loss, policy="mixed_float8"), *first(args))
     (row,) = [row for row in plan.rows if row.op == "fused_attention"]
     assert row.dtypes_in == ("bfloat16",) * 3
+
+
+def test_under_strict_promotion_attention_runs_as_written():
+    """JAX's own implementation mixes dtypes, when it is traced and when it is lowered."""
+    loss, args = loss_of(FUSED["einsum"]), arguments()
+    with jax.numpy_dtype_promotion("strict"):
+        (row,) = rows(loss, args)
+        assert row.op == "attention"
+        assert "promotion" in row.why
+        fused, written = gradients(loss, args), gradients(loss, args, "unfused")
+    for found, expected in zip(jax.tree.leaves(fused), jax.tree.leaves(written), strict=True):
+        np.testing.assert_array_equal(found, expected)

@@ -110,9 +110,7 @@ class Options:
         )
         # The backward pass of a fused kernel computes the scores again. So does that of XLA's operations here.
         attention = jax.checkpoint(attention) if self.implementation == "xla" else attention
-        # JAX's function mixes dtypes of its own, which a user's strict promotion would refuse.
-        with jax.numpy_dtype_promotion("standard"):
-            return self.out(attention(q, k, v, bias, mask))
+        return self.out(attention(q, k, v, bias, mask))
 
 
 def implementation_of(choice: str) -> str:
