@@ -129,17 +129,13 @@ def cpu_seconds() -> float:
 
 def loaders(root: pathlib.Path, cores: int) -> dict[str, tuple[int, Loader]]:
     """The worker count and loader of each name."""
-    files, cached = (open_image_folder(root, SIDE, True, cores, 0.0, cache=cache)[0] for cache in (False, True))
+    files = open_image_folder(root, SIDE, True, 0.0)[0]
     found: dict[str, tuple[int, Loader]] = {}
     for count in sorted({1, cores}):
         found[f"examples.imagenet, {count} x thread"] = (count, functools.partial(imagenet_batches, files, count))
         for normalise, what in ((False, "uint8"), (True, "normalised float32")):
             name = f"torch DataLoader, {count} x process, {what}"
             found[name] = (count, functools.partial(torch_batches, files, count, normalise))
-    found[f"examples.imagenet --cache, {cores} x thread"] = (
-        cores,
-        functools.partial(imagenet_batches, cached, cores),
-    )
     return found
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import math
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,16 +25,6 @@ def peak_bytes() -> int | None:
 def device_bytes() -> int | None:
     """Memory of the first device; None if its allocator has no limit (a CPU)."""
     return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
-
-
-def memory_limit(gibibytes: float | None) -> tuple[int, str]:
-    """The memory limit in bytes, and its source: the flag, the device, or, on a CPU, the machine."""
-    if gibibytes is not None:
-        return int(gibibytes * 2**30), "--memory-limit"
-    limit = device_bytes()
-    if limit is not None:
-        return limit, jax.local_devices()[0].device_kind
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "the machine's total"
 
 
 def is_out_of_memory(error: Exception) -> bool:

@@ -1,4 +1,4 @@
-"""The benchmark modes of all scripts: one policy in detail, several as a table, and the largest batch that fits."""
+"""The benchmark modes of all scripts: one policy in detail, or several as a table."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from examples.common.cli import markdown_table
 from examples.common.config import RunConfig
 from examples.common.devices import is_main, say
 from examples.common.loop import open_folder, parameter_count
-from examples.common.reporting import InputClock, new_figure, save_figure
+from examples.common.reporting import InputClock
 from examples.common.run_folder import RunFolder, write_json
 from examples.common.task import Task
 from examples.common.training import compile_step
 from perf.environment import environment
-from perf.memory import is_out_of_memory, largest_batch, memory_limit, peak_bytes
+from perf.memory import is_out_of_memory, peak_bytes
 from perf.timing import interleaved
 
 MakeTask = Callable[[Any], Task]
@@ -164,7 +164,7 @@ def run_comparison(
     folder: RunFolder,
     metrics: Mapping[tuple[str, int], Mapping[str, float]] | None = None,
 ) -> dict[str, Any]:
-    """Measures the policies of --compare interleaved at each batch size. Writes the table as JSON, Markdown and PNG.
+    """Measures the policies of --compare interleaved at each batch size. Writes the table as JSON and Markdown.
 
     Args:
         config: The flags.
@@ -172,20 +172,17 @@ def run_comparison(
         folder: The output folder.
         metrics: Metrics by policy and batch size, from earlier trainings, for the table.
     """
-    limit, _ = memory_limit(config.memory_limit)
     rows: list[dict[str, Any]] = []
     for size in config.sizes:
         tasks = {policy: make(_config_of(config, policy, size)) for policy in config.policies}
         task = tasks[config.policies[0]]
-        for row in compare({policy: _fitting(each, limit) for policy, each in tasks.items()}, size, config.num_iter):
+        for row in compare({policy: _fitting(each) for policy, each in tasks.items()}, size, config.num_iter):
             speed = task.benchmark_metrics(row["items_per_second"]) if "items_per_second" in row else {}
             rows.append(row | speed | dict((metrics or {}).get((row["policy"], size), {})))
     keys = task.table if config.mode != "train" else {k.replace("test_", "train_"): v for k, v in task.table.items()}
     text = comparison_table(rows, task.unit, keys if metrics else {})
     if is_main():
         (folder.path / "comparison.md").write_text(text + "\n")
-        title = f"{task.title.split(', policy')[0]}, {config.mode} on {jax.devices()[0].device_kind}"
-        _plot_comparison(folder, rows, title)
     say(f"{text}\noutput in {folder.path}")
     return _write(folder, "comparison.json", task, {"rounds": config.num_iter, "rows": rows})
 
@@ -234,52 +231,14 @@ def comparison_table(rows: Sequence[Mapping[str, Any]], unit: str, metrics: Mapp
     return markdown_table(heads, body)
 
 
-def _plot_comparison(folder: RunFolder, rows: Sequence[Mapping[str, Any]], title: str) -> None:
-    panels = {"milliseconds": "ms/step", "speedup": "speedup", "memory_bytes": "memory, bytes"}
-    figure, axes = new_figure(len(panels), title)
-    for axis, (key, label) in zip(axes, panels.items(), strict=True):
-        for policy in dict.fromkeys(row["policy"] for row in rows):
-            points = [(row["batch_size"], row[key]) for row in rows if row["policy"] == policy and row.get(key)]
-            if points:
-                axis.plot(*zip(*points, strict=True), marker="o", label=policy)
-        axis.set(xscale="log", yscale="linear" if key == "speedup" else "log", xlabel="batch size", ylabel=label)
-    axes[0].legend(frameon=False)
-    save_figure(figure, folder.path / "comparison.png")
-
-
-def find_batch_sizes(config: RunConfig, make: MakeTask) -> dict[str, Any]:
-    """Finds the largest batch that fits for each policy by compiling the step and, except on CPUs, running it."""
-    with open_folder(config, "-benchmarks") as folder:
-        limit, source = memory_limit(config.memory_limit)
-        say(f"memory: {limit / 2**30:.1f} GiB ({source})")
-        found: dict[str, int | None] = {}
-        for policy in config.policies:
-            task = make(_config_of(config, policy, config.preset.batch_size))
-            count = task.parallel.count
-            size = largest_batch(range(count, task.max_batch_size + 1, count), task.bytes_needed, limit)
-            # A program that fits according to the compiler may still fail because of fragmented memory.
-            while (
-                size and jax.default_backend() != "cpu" and not _fitting(make(_config_of(config, policy, size)), limit)
-            ):
-                size = size * 63 // 64 // count * count
-            found[policy] = size or None
-            say(f"{policy}: " + (f"batch size {size}" if size else "not even the smallest batch fits"))
-        checked = "compiled" if jax.default_backend() == "cpu" else "compiled and run"
-        say(f"the programs were {checked}; output in {folder.path}")
-        results = {"largest_batch_size": found, "memory_bytes": limit, "memory": source, "checked": checked}
-        return _write(folder, "batch_sizes.json", task, results)
-
-
 def _config_of(config: RunConfig, policy: str, size: int) -> Any:
     return dataclasses.replace(config, policy=policy, batch_size=size, compare=None, batch_sizes=None)
 
 
-def _fitting(task: Task, limit: int) -> Bench | None:
+def _fitting(task: Task) -> Bench | None:
     """Compiles a task's step and runs it once. Returns None if memory is exhausted."""
     try:
         bench = Bench(task)
-        if bench.compiled.bytes > limit:
-            return None
         jax.block_until_ready(bench.run())
     except Exception as error:
         if is_out_of_memory(error):

@@ -34,10 +34,9 @@ INSPECT = ("audit", "profile")
 TRAIN_ONLY = ("train", "compare")  # one policy, or several in sequence
 TRAIN = (*TRAIN_ONLY, *INSPECT)
 BENCHMARKS = ("training_benchmark", "inference_benchmark")
-MEASURE = (*BENCHMARKS, "find_batch_size")
 USE = ("evaluate", "predict")
-BUILD = (*TRAIN, *MEASURE)  # actions that build an optimizer
-COMPARE = (*MEASURE, "compare")
+BUILD = (*TRAIN, *BENCHMARKS)  # actions that build an optimizer
+COMPARE = (*BENCHMARKS, "compare")
 
 ACTION = Group("action")
 PRECISION = Group("precision")
@@ -47,7 +46,7 @@ MODEL = Group("model", BUILD, decides=True)
 RECIPE = Group("training", BUILD, decides=True)
 TRAINING = Group("training", TRAIN, decides=True)
 RUNNING = Group("checkpoints and logs", TRAIN)
-BENCHMARK = Group("benchmarks", MEASURE)
+BENCHMARK = Group("benchmarks", BENCHMARKS)
 DEVICES = Group("devices and workers")
 
 # The precision may change at any checkpoint.
@@ -57,7 +56,6 @@ Mode = Literal["train_and_evaluate", "train", "evaluate", "predict", "training_b
 POLICIES = "float32, mixed_float16, mixed_bfloat16, O0, O1, O2, O3"
 DTYPES = '"params=float32,compute=float16,output=float32"'
 Export = Literal["float16", "bfloat16", "float32"]
-Sink = Literal["tensorboard", "wandb", "mlflow"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,15 +108,12 @@ class RunConfig(abc.ABC):
     save_every: NotNegative = RUNNING(60.0, "seconds between checkpoints")
     keep: Count = RUNNING(2, "number of newest checkpoints to keep")
     keep_best: bool = RUNNING(True, "also keep the checkpoint of the best epoch, in OUTPUT/best")
-    log_every: Count = RUNNING(50, "steps between lines of steps.jsonl (and of step metrics in --log-to)")
-    log_to: tuple[Sink, ...] = RUNNING(("tensorboard",), "where to write metrics, besides the JSON lines")
+    log_every: Count = RUNNING(50, "steps between lines of steps.jsonl, also in TensorBoard")
 
     warmup_steps: Natural = BENCHMARK(200, "steps to run before measuring", uses=BENCHMARKS)
     num_iter: TwoOrMore = BENCHMARK(500, "number of steps to measure", uses=(*BENCHMARKS, "compare"))
     compare: str | None = BENCHMARK(None, "policies a,b,...: (train and) time them in one process", uses=COMPARE)
     batch_sizes: str | None = BENCHMARK(None, "batch sizes for --compare, separated by commas", uses=COMPARE)
-    find_batch_size: bool = BENCHMARK(False, "print the largest batch size that fits in memory", uses=None)
-    memory_limit: Positive | None = BENCHMARK(None, "memory in GiB to fit in (default: the device's)", uses=COMPARE)
 
     devices: int | None = DEVICES(None, "number of devices of each process that share a batch (default: all)")
     fsdp: bool = DEVICES(False, "shard the state over all devices instead of copying it", uses=(*BUILD, "compare"))
@@ -157,7 +152,7 @@ class RunConfig(abc.ABC):
     @property
     def action(self) -> str:
         """The requested action. It decides which flags have an effect."""
-        for name in (*INSPECT, "find_batch_size"):
+        for name in INSPECT:
             if getattr(self, name):
                 return name
         if self.mode not in ("train", "train_and_evaluate"):

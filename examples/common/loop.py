@@ -14,18 +14,19 @@ from typing import Any
 
 import jax
 import numpy as np
+from tensorboardX import SummaryWriter
 
 import mpjax
 from examples.common.checkpoints import Checkpoints
 from examples.common.cli import UsageError, one_line
 from examples.common.config import RunConfig
 from examples.common.devices import PeerLostError, is_main, on_any_process, peer_lost, say, wait_for_all
-from examples.common.reporting import InputClock, Progress, Sinks, plot_curves
+from examples.common.reporting import InputClock, Progress
 from examples.common.run_folder import RunFolder
 from examples.common.task import Task
 from examples.common.training import means
 from perf.environment import versions
-from perf.memory import is_out_of_memory, largest_batch, memory_limit
+from perf.memory import is_out_of_memory
 
 # Steps between two agreements of several processes on saving or stopping, since each makes them wait.
 _AGREE_EVERY = 10
@@ -114,17 +115,19 @@ def train(task: Task, folder: RunFolder) -> dict[str, Any]:
     config = task.config
     with ExitStack() as stack:
         interruption = stack.enter_context(Interruption())
-        sinks = stack.enter_context(Sinks(config.log_to, folder, config.settings()))
         checkpoints = stack.enter_context(Checkpoints(folder.checkpoints, config.keep))
         best = stack.enter_context(Checkpoints(folder.best, 1)) if config.keep_best and task.best else None
         stack.callback(task.close)
         try:
-            return _Run(task, folder, checkpoints, best, interruption, sinks).finish()
+            return _Run(task, folder, checkpoints, best, interruption, stack).finish()
         except UsageError:
             raise
         except Exception as error:
             if is_out_of_memory(error):
-                raise UsageError(_out_of_memory_text(task)) from error
+                raise UsageError(
+                    f"out of memory at --batch-size {task.batch_size}, --policy {task.policy}: use a smaller one. "
+                    "--accumulate keeps the effective batch size; --resume continues from the last checkpoint."
+                ) from error
             if peer_lost(error):
                 raise PeerLostError(
                     f"another process of this run has ended ({one_line(error, 150)}). Restart all of them with "
@@ -143,11 +146,11 @@ class _Run:
         checkpoints: Checkpoints,
         best: Checkpoints | None,
         interruption: Interruption,
-        sinks: Sinks,
+        stack: ExitStack,
     ) -> None:
         self.task, self.config, self.folder = task, task.config, folder
         self.checkpoints, self.best = checkpoints, best
-        self.interruption, self.sinks = interruption, sinks
+        self.interruption, self.stack = interruption, stack
         self.state: Any = None
         self.epoch, self.batch = 0, 0
         self.items, self.seconds, self.input_share = 0, 0.0, 0.0
@@ -155,13 +158,15 @@ class _Run:
         self.outputs: tuple[int, Any] | None = None  # step and outputs to log next
 
     def finish(self) -> dict[str, Any]:
-        """Trains to the last epoch. Logs each epoch, and saves checkpoints and curves at intervals."""
+        """Trains to the last epoch. Logs each epoch, and saves checkpoints at intervals."""
         task = self.task
         if not (self.config.resume and self._restore()):
             self.state = task.start_state()
-        self.sinks.open(int(self.state.step))
         if is_main():
             self.folder.write_description(task.description())
+            step = int(self.state.step)  # later events are of an interrupted run: TensorBoard drops them
+            writer = SummaryWriter(str(self.folder.path / "tensorboard"), purge_step=step + 1 if step else None)
+            self.writer = self.stack.enter_context(writer)
         self.lines = self.folder.metrics
         started = time.perf_counter()
         say(task.headline())
@@ -175,7 +180,7 @@ class _Run:
                 self.lines.append(line)
                 if is_main():
                     self.folder.append_metrics(line)
-                self.sinks.write(line)
+                    self._write_scalars(line, "")
                 say(self._epoch_text(line))
                 self.epoch, self.batch = self.epoch + 1, 0
                 self.state = task.next_epoch(self.state)
@@ -237,9 +242,16 @@ class _Run:
         line |= {name: found[name].item() for name in ("loss_scale", "skipped_steps")}
         if is_main():
             self.folder.append_step(line)
-        self.sinks.write({f"step/{name}" if name != "step" else name: value for name, value in line.items()})
+            self._write_scalars(line, "step/")
         if found["consecutive_skips"] > _MAX_SKIPS:
             self._check_progress()
+
+    def _write_scalars(self, line: dict[str, Any], prefix: str) -> None:
+        """Sends the finite numbers of a line to TensorBoard."""
+        for name, value in line.items():
+            if name not in ("epoch", "step") and isinstance(value, int | float) and math.isfinite(value):
+                self.writer.add_scalar(prefix + name, value, line["step"])
+        self.writer.flush()
 
     def _epoch_line(self, progress: Progress) -> dict[str, Any]:
         metrics = self.task.epoch_metrics(self.state, self._save_or_stop)
@@ -311,8 +323,6 @@ class _Run:
 
     def _save(self) -> None:
         self._save_to(self.checkpoints)
-        if is_main():
-            plot_curves(self.folder.curves, self.lines, self.task.title, self.task.panels)
         self.saved = time.monotonic()
 
     def _save_to(self, checkpoints: Checkpoints) -> None:
@@ -342,24 +352,6 @@ class _Run:
         if is_main():
             self.folder.write_summary(summary)
         return summary
-
-
-def _out_of_memory_text(task: Task) -> str:
-    """The error text for exhausted memory, with the largest batch that fits according to the compiled program."""
-    size = task.config.preset.batch_size
-    try:
-        limit, source = memory_limit(None)
-        count = task.parallel.count
-        fits = largest_batch(range(count, size, count), task.bytes_needed, limit)
-        room = f"of {limit / 2**30:.1f} GiB ({source})"
-        advice = f"--batch-size {fits} fits" if fits else "not even the smallest batch fits"
-        advice = f"according to the compiled program, {advice}"
-    except Exception:  # A failure here must not hide the original error.
-        room, advice = "of the device", "use a smaller --batch-size"
-    return (
-        f"out of memory {room} at --batch-size {size}, --policy {task.policy}: {advice}. --accumulate keeps the "
-        "effective batch size; --resume continues from the last checkpoint."
-    )
 
 
 def parameter_count(params: Any) -> int:

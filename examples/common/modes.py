@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 import mpjax
-from examples.common.benchmarks import find_batch_sizes, run_benchmark, run_comparison
+from examples.common.benchmarks import run_benchmark, run_comparison
 from examples.common.checkpoints import Checkpoints
 from examples.common.cli import UsageError, command_line, disk_problem, fail
 from examples.common.config import INSPECT, PRECISION_FLAGS, RunConfig
@@ -52,8 +52,6 @@ def run(config: RunConfig, kind: type[Task]) -> dict[str, Any]:
     make = task_maker(config, kind)
     if config.action in INSPECT:
         return inspect(config, make)
-    if config.action == "find_batch_size":
-        return find_batch_sizes(config, make)
     if config.is_benchmark:
         if not config.compare:
             return run_benchmark(config, make)

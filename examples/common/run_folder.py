@@ -5,9 +5,7 @@ data.json       the facts about the data that the model needs, so that it can be
 metrics.jsonl   a line per finished epoch
 steps.jsonl     a line every --log-every steps
 summary.json    the result; written when the run finishes
-curves.png      the curves
-tensorboard/    the same metrics as event files (--log-to)
-sinks.json      IDs of the run in other sinks
+tensorboard/    the same metrics as event files
 checkpoints/    Orbax checkpoints; best/ has that of the best epoch
 .lock           locked by the process that trains
 
@@ -36,7 +34,6 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.checkpoints, self.best = path / "checkpoints", path / "best"
-        self.curves = path / "curves.png"
         self._lock: Any = None
 
     @classmethod

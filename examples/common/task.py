@@ -18,7 +18,6 @@ from examples.common.checkpoints import Checkpoints, Restored
 from examples.common.cli import UsageError
 from examples.common.config import RunConfig
 from examples.common.devices import DataParallel, say
-from examples.common.reporting import Panel
 from examples.common.run_folder import RunFolder
 from examples.common.training import (
     Model,
@@ -56,12 +55,10 @@ class Task(abc.ABC):
         line: Formats of the metrics in an epoch's line.
         final_line: Formats of results in the last line, beside those that all scripts share.
         alternatives: Flags of which one drops the others when a trained model is used.
-        title: Title of the curves.
-        panels: Panels of the curves, in addition to that of the loss scale.
+        title: The model and its data.
         steps: Number of steps of an epoch.
         test_count: Number of entries of the test set.
         from_files: Whether benchmarks read files.
-        max_batch_size: The largest useful batch size.
     """
 
     config_type: ClassVar[type[RunConfig]]
@@ -73,11 +70,9 @@ class Task(abc.ABC):
     final_line: ClassVar[Mapping[str, str]]
     alternatives: ClassVar[tuple[str, ...]] = ()
     title: str
-    panels: Sequence[Panel]
     steps = 1
     test_count: int
     from_files = False
-    max_batch_size = 2**20
 
     def __init__(self, config: Any, parallel: DataParallel, data: Any) -> None:
         self.config, self.parallel, self.data = config, parallel, data
@@ -246,11 +241,6 @@ class Task(abc.ABC):
         """Returns the next state and outputs for the progress bar, all on the device. Donates the state."""
         batch = self.put(batch)
         return self._executables[shape_of(batch)](state, batch)
-
-    def bytes_needed(self, batch_size: int) -> int:
-        """Memory in bytes of a training step on one device, according to the compiled program."""
-        batch = self.parallel.like_batch(self.example_batches(batch_size)[-1])
-        return compile_step(self.training.train_step, self.abstract_state(), batch).bytes
 
     def epoch_metrics(self, state: TrainState, between_steps: Callable[[], None]) -> dict[str, Any]:
         """Training and test metrics after an epoch."""

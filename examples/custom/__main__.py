@@ -21,7 +21,6 @@ from examples.common import modes
 from examples.common.config import RunConfig
 from examples.common.devices import DataParallel
 from examples.common.optimizers import Recipe
-from examples.common.reporting import Panel
 from examples.common.task import Task
 from examples.common.training import Loss, Model, Variables, masked_sums, means
 
@@ -63,7 +62,6 @@ class CustomTask(Task):
     metric, metric_name, table = ("test_accuracy", 1), "test accuracy", {"test_accuracy": "test accuracy"}
     line = {"train_loss": "train {:.4f}", "test_loss": " test {:.4f}", "test_accuracy": "{:.2%}"}
     final_line = {"test_accuracy": "test accuracy {:.2%}"}
-    panels = (Panel("loss", {"train": "train_loss", "test": "test_loss"}),)
 
     def __init__(self, config: Config, parallel: DataParallel, data: tuple[Batch, Batch]) -> None:
         super().__init__(config, parallel, data)

@@ -38,7 +38,7 @@ _FOREIGN = {
     "--use_tf_amp": _AMP,
     "--amp_enabled": _AMP,
     "--use_xla": ForeignFlag(note="ignored: JAX always compiles with XLA"),
-    "--use_dali": ForeignFlag(note="ignored: Grain and Pillow load the images (see --workers, --cache)"),
+    "--use_dali": ForeignFlag(note="ignored: Grain and Pillow load the images (see --workers)"),
     "--lr_init": ForeignFlag("--learning-rate"),
     "--label_smoothing_factor": ForeignFlag("--label-smoothing"),
     "--use_cosine_lr": ForeignFlag(note="ignored: the default schedule is a cosine"),
@@ -46,7 +46,7 @@ _FOREIGN = {
 
 
 # Flags that have no effect on images of a package.
-_OF_FILES = "cache whole flip test_crop interpolation image_field label_field max_unreadable".split()
+_OF_FILES = "whole flip test_crop interpolation image_field label_field max_unreadable".split()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +70,6 @@ class Config(RunConfig):
     interpolation: Literal["bilinear", "bicubic", "lanczos"] = DATA("bilinear", "filter of resizing")
     augment: bool = TRAINING(True, "shift images of --dataset by up to one pixel; crop those of --data-dir at random")
     flip: bool = TRAINING(True, "mirror images of --data-dir at random; --no-flip where left and right matter")
-    cache: bool = DATA(False, "decode all images of --data-dir once and keep them in memory at reduced size")
     max_unreadable: Share = DATA(0.01, "largest share of images of --data-dir that may fail to decode")
 
     model: str | None = MODEL(None, f"{', '.join(KINDS)}, or MODULE:CLASS (default: resnet8, resnet50 for --data-dir)")

@@ -1,4 +1,4 @@
-"""Chooses a crop of an image and reads it with Pillow: upright, in RGB, resized; or from a cache in memory."""
+"""Chooses a crop of an image and reads it with Pillow: upright, in RGB, resized."""
 
 from __future__ import annotations
 
@@ -7,19 +7,14 @@ import io
 import math
 import struct
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from PIL import Image, UnidentifiedImageError
-from tqdm import tqdm
 
-from examples.common.cli import UnusableFileError, UsageError
-from examples.common.devices import say
-from examples.imagenet.image_sources import ImageRecords, Images
+from examples.common.cli import UnusableFileError
 
 # Formats found in files named like JPEGs. Pillow knows more formats, but some of them start other programs.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
@@ -82,15 +77,6 @@ def read_crop(file: File, choose: Callable[[tuple[int, int]], Crop]) -> np.ndarr
     if orientation in _UPRIGHT:
         image = image.transpose(_UPRIGHT[orientation])
     return resized(image, crop, full)
-
-
-def image_size(file: File) -> tuple[int, int]:
-    """Width and height of the upright image, read from the file header; raises like `read_crop`."""
-    try:
-        with _open_image(file) as encoded:
-            return _oriented_size(encoded.size, _orientation(encoded))
-    except _PILLOW_ERRORS as error:
-        raise UnusableFileError(_reason(error)) from error
 
 
 def _open_image(file: File) -> Image.Image:
@@ -212,13 +198,6 @@ def random_box(size: tuple[int, int], rng: np.random.Generator) -> Box:
     return middle_box(size, 1.0)
 
 
-def shorter_side(size: tuple[int, int], side: int) -> tuple[int, int]:
-    """Width and height that scale the shorter side to `side`; smaller images keep their size."""
-    scale = min(1.0, side / min(size))
-    width, height = (max(1, round(length * scale)) for length in size)
-    return width, height
-
-
 def erase(key: jax.Array, images: jax.Array, probability: float) -> jax.Array:
     """Sets a rectangle of some images to 0, the mean: 2 % to a third of the area, with aspect ratios of 0.3 to 3.3.
 
@@ -254,78 +233,3 @@ def mix_up(key: jax.Array, alpha: float, batch_size: int) -> Callable[[jax.Array
     weight = jax.random.beta(draw, alpha, alpha)
     others = jax.random.permutation(permute, batch_size)
     return lambda x: weight * x + (1 - weight) * x[others]
-
-
-# Decodes images once and keeps them in memory.
-
-# Share of the free memory for the images of a split; the rest is left to the program.
-_SHARE = 0.9
-_MIB = 2**20
-
-
-class CachedImages:
-    """The images of one split at reduced size.
-
-    Args:
-        images: The files.
-        side: Shorter side of the cached images in pixels; smaller images keep their size.
-        workers: Number of threads that decode.
-
-    Attributes:
-        unreadable: Reasons of the unreadable files, by name.
-
-    Raises:
-        UsageError: The images do not fit in memory; raised before any image is decoded.
-    """
-
-    def __init__(self, images: Images | ImageRecords, side: int, workers: int) -> None:
-        self.unreadable: dict[str, str] = {}
-        self._images, self._side = images, side
-        with ThreadPoolExecutor(workers, "cache") as executor:
-            needed, free = sum(executor.map(self._bytes_needed, range(len(images)))), free_memory()
-            if needed > free * _SHARE:
-                raise UsageError(
-                    f"--cache: {len(images):,} images with a shorter side of {side} pixels need {needed / _MIB:,.1f} "
-                    f"MiB, but only {_SHARE:.0%} of the {free / _MIB:,.1f} MiB of free memory may hold images. Leave "
-                    "out --cache, or give a smaller --image-size."
-                )
-            decoded = executor.map(self._decoded, range(len(images)))
-            self._entries = list(tqdm(decoded, f"cache {images.root}", len(images), leave=False))
-        total = sum(entry[0].nbytes for entry in self._entries if entry) / _MIB
-        say(f"cache: {len(images):,} images of {images.root} in {total:,.1f} MiB of memory")
-
-    def _bytes_needed(self, index: int) -> int:
-        """Bytes of an image according to its header; 0 if it can't be read."""
-        try:
-            return 3 * math.prod(shorter_side(image_size(self._images.item(index)[0]), self._side))
-        except UnusableFileError:
-            return 0
-
-    def _decoded(self, index: int) -> tuple[np.ndarray, int] | None:
-        try:
-            file, label = self._images.item(index)
-            return read_crop(file, lambda full: Crop((0, 0, *full), shorter_side(full, self._side))), label
-        except UnusableFileError as error:
-            self.unreadable[self._images.name(index)] = str(error)
-            return None
-
-    def read(self, index: int, choose: Callable[[tuple[int, int]], Crop]) -> tuple[np.ndarray, int]:
-        """The crop as from `decoding.read_crop`, taken from the smaller copy in memory, and the label."""
-        entry = self._entries[index]
-        if entry is None:
-            raise UnusableFileError("it was unreadable when the cache was filled")
-        image = Image.fromarray(entry[0])
-        return resized(image, choose(image.size), image.size), entry[1]
-
-
-def free_memory(meminfo: Path = Path("/proc/meminfo"), group: Path = Path("/sys/fs/cgroup")) -> float:
-    """Bytes that this process can still allocate: of the machine, or of its container; infinite if unknown."""
-    found = [math.inf]
-    with contextlib.suppress(OSError, StopIteration):
-        lines = meminfo.read_text().splitlines()
-        found.append(next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")))
-    with contextlib.suppress(OSError, ValueError, KeyError):  # no control group, or no limit ("max")
-        statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        used = int((group / "memory.current").read_text()) - int(statistics["inactive_file"])  # the kernel frees it
-        found.append(int((group / "memory.max").read_text()) - used)
-    return min(found)

@@ -12,7 +12,7 @@ import numpy as np
 
 from examples.common.cli import SkippedFiles, UnusableFileError, UsageError
 from examples.imagenet.data import Augmentation, Batch, Dataset, empty_batch
-from examples.imagenet.decoding import CachedImages, Crop, View, read_crop
+from examples.imagenet.decoding import Crop, View, read_crop
 from examples.imagenet.image_sources import ImageRecords, Images, has_class_folders, list_tree, open_image_records
 
 _VIEW = View()
@@ -39,13 +39,10 @@ class ImageFolder(Dataset):
         flip: bool,
         max_unreadable: float,
         view: View = _VIEW,
-        cache: CachedImages | None = None,
     ) -> None:
         self.name, self.classes, self.image_shape = images.root, tuple(classes), (size, size, 3)
         self.images, self.problems = images, SkippedFiles(len(images), max_unreadable, "--max-unreadable")
-        self._size, self._flip, self._view, self._cache = size, flip, view, cache
-        for name, reason in cache.unreadable.items() if cache else ():
-            self.problems.add(name, reason, self.name)
+        self._size, self._flip, self._view = size, flip, view
 
     def __len__(self) -> int:
         return len(self.images)
@@ -98,8 +95,6 @@ class ImageFolder(Dataset):
             # Seeded per image, so that the crop does not depend on the batch.
             return self._view.of_training(full, size, np.random.default_rng([*augmentation, index]), self._flip)
 
-        if self._cache:
-            return self._cache.read(index, choose)
         file, label = self.images.item(index)
         return read_crop(file, choose), label
 
@@ -108,10 +103,8 @@ def open_image_folder(
     root: Path,
     size: int,
     flip: bool,
-    workers: int,
     max_unreadable: float,
     *,
-    cache: bool = False,
     view: View = _VIEW,
     splits: Sequence[str] = ("train", "val"),
     classes: Sequence[str] | None = None,
@@ -124,22 +117,17 @@ def open_image_folder(
         root: Root folder of the data.
         size: Side length in pixels of the resized crops.
         flip: Whether to mirror training images at random.
-        workers: Number of threads that fill the cache.
         max_unreadable: Share of the images of a split that may be unreadable.
-        cache: Whether to decode all images now and keep them in memory. Their shorter side is `size` divided
-            by the share of the test crop (256 for 224), and evaluation uses the central `size` pixels.
         view: How images become squares.
         splits: The splits to open.
         classes: Classes of the evaluated model, since shards may not contain all of them.
         image_field, label_field: Names of the fields in shards, if they are not the usual ones.
 
     Raises:
-        UsageError: The data has the wrong layout, too many images are unreadable, or the cache does not fit in memory.
+        UsageError: The data has the wrong layout, or too many images are unreadable.
     """
     opened: Any = None
     if not any(has_class_folders(root, split) for split in splits):
         opened = open_image_records(root, splits, classes, image_field, label_field)
     classes, found = opened or list_tree(root, splits)
-    caches = [CachedImages(images, round(size / view.test_crop), workers) if cache else None for images in found]
-    options = (classes, size, flip, max_unreadable, view)
-    return [ImageFolder(images, *options, kept) for images, kept in zip(found, caches, strict=True)]
+    return [ImageFolder(images, classes, size, flip, max_unreadable, view) for images in found]

@@ -11,7 +11,6 @@ import numpy as np
 
 from examples.common.cli import UsageError, listing
 from examples.common.devices import DataParallel
-from examples.common.reporting import Panel
 from examples.common.task import Task
 from examples.common.training import Variables
 from examples.imagenet.config import Config
@@ -46,7 +45,7 @@ class ImageData(Task):
         known: Any = data.train or data.test
         if data.train is not None:
             self.check_batch_size(data.train.name, len(data.train))
-            self.steps, self.max_batch_size = len(data.train) // self.batch_size, len(data.train)
+            self.steps = len(data.train) // self.batch_size
         parallel.check(self.batch_size)
         if data.test is not None:
             # A test set smaller than a batch is not padded to a full batch.
@@ -54,12 +53,6 @@ class ImageData(Task):
             self.test_batch_size = min(self.batch_size, -(-self.test_count // parallel.count) * parallel.count)
         self.from_files = config.data_dir is not None
         self.title = f"{config.model_name} on {known.name if known else 'images'}, policy {config.policy}"
-        smoothing = config.preset.label_smoothing
-        train = f"train (label smoothing {smoothing:g})" if smoothing else "train"
-        self.panels = (
-            Panel("loss", {train: "train_loss", "test": "test_loss"}),
-            Panel("accuracy", {"train": "train_accuracy", "test": "test_accuracy"}, percent=True),
-        )
         self._stream: Any = None
 
     @classmethod
@@ -146,11 +139,9 @@ def open_data(config: Config, about: Description | None = None) -> Data:
 def _open(config: Config, splits: Sequence[str], classes: Sequence[str] | None = None) -> Sequence[Dataset]:
     if config.data_dir is None:
         return [EMBEDDED[config.embedded]("train" if split == "train" else "test") for split in splits]
-    options: dict[str, Any] = {"cache": config.cache, "view": config.view, "splits": splits, "classes": classes}
+    options: dict[str, Any] = {"view": config.view, "splits": splits, "classes": classes}
     options |= {"image_field": config.image_field, "label_field": config.label_field}
-    return open_image_folder(
-        config.data_dir, config.side, config.flip, config.workers, config.max_unreadable, **options
-    )
+    return open_image_folder(config.data_dir, config.side, config.flip, config.max_unreadable, **options)
 
 
 def _check_same(about: Description, images: Dataset) -> None:

@@ -28,7 +28,7 @@ from examples.speech.corpus import DEFAULT_CACHE
 from examples.speech.features import NO_PERTURBATION, Features, Perturbation
 
 # Speed benchmarks use synthetic audio.
-SPEECH_ACTIONS = (*TRAIN, "find_batch_size")
+SPEECH_ACTIONS = TRAIN
 DECODING = Group("decoding", ("train", "compare", "evaluate", "predict", *BENCHMARKS))
 
 _RECIPE = Recipe(20, 16, 3e-3, 1.0, "adamw", 1e-2, clip_norm=10.0)

@@ -11,7 +11,6 @@ import numpy as np
 
 from examples.common.cli import UsageError
 from examples.common.devices import DataParallel, is_main, say
-from examples.common.reporting import Panel
 from examples.common.run_folder import write_json
 from examples.common.task import Task
 from examples.speech.audio import SAMPLE_RATE
@@ -91,10 +90,6 @@ class SpeechData(Task):
         self.test_count = 0 if data.test is None else len(data.test)
         self.prefix = "dev_" if dev else ""
         self.metric = (f"{self.prefix}wer", -1)
-        self.panels = (
-            Panel("loss", {"train": "train_loss", "test": f"{self.prefix}test_loss"}),
-            Panel("error rate, test", {"words": f"{self.prefix}wer", "characters": f"{self.prefix}cer"}, percent=True),
-        )
         self.title = f"{config.model} on {data.train.name if data.train else 'synthetic audio'}, policy {config.policy}"
         self.transcribed: list[Transcribed] = []
         self.not_finite = np.zeros(0, np.int32)

@@ -8,6 +8,5 @@ from testing import cheap_keys
 
 
 def make_quick(patch: pytest.MonkeyPatch) -> None:
-    """Draws random numbers from a hash, which compiles in half the time. Skips plots, which take a third of a run."""
+    """Draws random numbers from a hash, which compiles in half the time."""
     cheap_keys.make_default(patch)
-    patch.setattr("examples.common.loop.plot_curves", lambda *_: None)

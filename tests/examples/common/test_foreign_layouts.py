@@ -26,7 +26,7 @@ from tests.examples.imagenet.image_tree import CLASSES, make_photo_tree
 
 
 def opened(root: Path, **options) -> list[ImageFolder]:
-    return open_image_folder(root, 16, False, 1, 0.0, **options)
+    return open_image_folder(root, 16, False, 0.0, **options)
 
 
 @pytest.fixture(scope="module")

@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
-import sys
-import types
 
 import jax
 import numpy as np
 import pytest
-from PIL import Image
 
 from examples.common.checkpoints import Checkpoints
-from examples.common.cli import UsageError
 from examples.common.devices import DataParallel, peer_lost
 from examples.common.modes import run_variables
-from examples.common.reporting import Sinks, plot_curves
 from examples.common.run_folder import RunFolder
 from examples.custom.__main__ import Config, CustomTask, main
 from examples.imagenet.task import correct
@@ -71,13 +65,6 @@ def test_training_stops_early_and_keeps_the_best_epoch(set_accuracies, tmp_path,
         assert checkpoints.steps == [6]
 
 
-def test_curves_are_drawn_without_a_finished_epoch(tmp_path):
-    """For example, a run stopped in its first epoch; the tests of the scripts cover finished runs."""
-    plot_curves(tmp_path / "curves.png", [], "title", CustomTask.panels)
-    with Image.open(tmp_path / "curves.png") as plot:
-        assert min(plot.size) > 300
-
-
 def test_top_5_counts_labels_among_the_five_largest_logits():
     rng = np.random.default_rng(0)
     logits, labels = rng.normal(size=(64, 9)).astype(np.float32), rng.integers(0, 9, 64)
@@ -87,92 +74,6 @@ def test_top_5_counts_labels_among_the_five_largest_logits():
         assert found["top5_accuracy"].tolist() == [labels[i] in ranked[i, :5] for i in range(64)]
         assert found["accuracy"].tolist() == [labels[i] == ranked[i, 0] for i in range(64)]
     assert "top5_accuracy" not in correct(logits[:, :5], labels % 5)
-
-
-class FakeRun:
-    """The parts of a `wandb.init` result that are used."""
-
-    def __init__(self, **arguments) -> None:
-        self.id, self.arguments, self.lines, self.finished = arguments["id"] or "abc", arguments, [], False
-
-    def log(self, values, step) -> None:
-        self.lines.append((step, values))
-
-    def finish(self) -> None:
-        self.finished = True
-
-
-class FakeClient:
-    """The parts of `mlflow.MlflowClient` that are used."""
-
-    params, metrics, ended = {}, [], []
-
-    def get_experiment_by_name(self, name):
-        return None
-
-    def create_experiment(self, name):
-        return f"experiment {name}"
-
-    def create_run(self, experiment, run_name):
-        return types.SimpleNamespace(info=types.SimpleNamespace(run_id=f"{experiment}/{run_name}"))
-
-    def log_param(self, run, key, value) -> None:
-        self.params[key] = value
-
-    def log_metric(self, run, key, value, step) -> None:
-        self.metrics.append((run, key, value, step))
-
-    def set_terminated(self, run) -> None:
-        self.ended.append(run)
-
-
-def test_metrics_go_to_every_sink_and_resume_the_same_run(set_accuracies, monkeypatch, tmp_path):
-    runs = []
-    init = lambda **arguments: runs.append(FakeRun(**arguments)) or runs[-1]
-    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
-    monkeypatch.setitem(sys.modules, "mlflow", types.SimpleNamespace(MlflowClient=FakeClient))
-    output = tmp_path / "run"
-    flags = [*FLAGS, "--output", str(output), "--log-to", "wandb", "mlflow"]
-    set_accuracies(0.5, float("nan"))
-    assert main([*flags, "--epochs", "2"]) == 0
-    assert not (output / "tensorboard").exists()
-    (run,) = runs
-    assert run.finished
-    assert (run.arguments["project"], run.arguments["config"]["batch_size"]) == ("mpjax-custom", 400)
-    steps = [step for step, _ in run.lines]
-    assert steps == sorted(steps) == [1, 1, 2, 2]
-    epochs = [values for _, values in run.lines if "learning_rate" in values]
-    assert [values.get("test_accuracy") for values in epochs] == [0.5, None]  # NaN is not logged
-    assert FakeClient.params["policy"] == "mixed_float16"
-    name = "experiment mpjax-custom/run"
-    assert (name, "test_accuracy", 0.5, 1) in FakeClient.metrics
-    assert {(run, step) for run, key, _, step in FakeClient.metrics if key == "step/loss_scale"} == {
-        (name, step) for step in (1, 2)
-    }
-    set_accuracies(0.6)
-    assert main([*flags, "--epochs", "3", "--resume"]) == 0
-    assert runs[1].id == "abc"
-    assert FakeClient.ended == [name, name]
-
-
-def refuse(**_) -> None:
-    raise ConnectionError("no route to the server")
-
-
-@pytest.mark.parametrize(
-    ("module", "message"),
-    [
-        (None, 'pip install "mpjax[wandb]"'),
-        (types.SimpleNamespace(init=refuse), "--log-to wandb: no route to the server"),
-    ],
-)
-def test_sink_that_cannot_be_opened_is_reported_in_one_line(module, message, monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "wandb", module)
-    with (
-        pytest.raises(UsageError, match=re.escape(message)),
-        Sinks(["wandb"], RunFolder(tmp_path), {"script": "x"}) as s,
-    ):
-        s.open(0)
 
 
 def test_lost_process_is_reported_in_one_line(monkeypatch, tmp_path, capsys):

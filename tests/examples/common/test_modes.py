@@ -19,10 +19,8 @@ from examples.speech.train import SpeechTask
     [
         ({}, "run_training"),
         ({"audit": True}, "inspect"),
-        ({"find_batch_size": True}, "find_batch_sizes"),
         ({"compare": "float32,O2"}, "train_and_compare"),
         ({"mode": "training_benchmark"}, "run_benchmark"),
-        ({"mode": "inference_benchmark", "find_batch_size": True}, "find_batch_sizes"),
         ({"mode": "evaluate", "output": "run"}, "evaluate"),
     ],
 )
@@ -34,7 +32,7 @@ def test_flags_choose_one_mode(script, flags, done, monkeypatch):
     def note(name: str) -> Any:
         return lambda *_, **__: called.append(name) or {}
 
-    for name in ("run_training", "inspect", "find_batch_sizes", "train_and_compare", "run_benchmark", "evaluate"):
+    for name in ("run_training", "inspect", "train_and_compare", "run_benchmark", "evaluate"):
         monkeypatch.setattr(modes, name, note(name))
     monkeypatch.setattr(script, "open", note("data"))
     monkeypatch.setattr(script, "timing_data", lambda data: data)

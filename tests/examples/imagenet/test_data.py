@@ -35,8 +35,8 @@ def own_photos(tmp_path: Path) -> Path:
     return make_photo_tree(tmp_path / "photos")
 
 
-def opened(root: Path, max_unreadable: float = 0.01, cache: bool = False) -> tuple[ImageFolder, ImageFolder]:
-    return open_image_folder(root, 16, True, 2, max_unreadable, cache=cache)
+def opened(root: Path, max_unreadable: float = 0.01) -> tuple[ImageFolder, ImageFolder]:
+    return open_image_folder(root, 16, True, max_unreadable)
 
 
 def train_list(dataset: Dataset, batch_size: int = 4, last: int = 9, **options) -> list[Batch]:
@@ -170,14 +170,14 @@ def test_crops_match_those_of_pillow(photos):
 
 
 def test_crop_and_filter_of_tests_can_be_chosen(photos):
-    (test,) = open_image_folder(photos, 16, True, 1, 0.0, splits=["val"], view=View(False, 1.0, "lanczos"))
+    (test,) = open_image_folder(photos, 16, True, 0.0, splits=["val"], view=View(False, 1.0, "lanczos"))
     with Image.open(photos / "val" / test.images.paths[0]) as file:
         box = {"size": (16, 16), "box": (10, 0, 110, 100)}
         filters = (Image.Resampling.LANCZOS, Image.Resampling.BICUBIC, Image.Resampling.BILINEAR)
         wanted = [np.asarray(file.convert("RGB").resize(resample=kind, **box), int) for kind in filters]
     pixels = test.load(np.arange(1), None).images[0]
     assert distance(pixels, wanted[0]) < min(2.0, *(distance(pixels, other) for other in wanted[1:]))
-    train, _ = open_image_folder(photos, 16, True, 1, 0.0, view=View(whole=True))
+    train, _ = open_image_folder(photos, 16, True, 0.0, view=View(whole=True))
     pixels = train.load(np.arange(1), Augmentation(0, 0)).images[0]
     whole_image = plain(photos / "train" / train.images.paths[0], (0, 0, 120, 100), 16)
     assert min(distance(pixels, whole_image), distance(pixels[:, ::-1], whole_image)) < 1.5
@@ -228,7 +228,6 @@ def test_exif_orientation_is_applied(orientation, tmp_path):
     stored = rotations.get(orientation, decoding._UPRIGHT.get(orientation))
     seen = upright if stored is None else upright.transpose(stored)
     seen.save(path, exif=exif, quality=95, subsampling=0)
-    assert decoding.image_size(str(path)) == (96, 64)
     assert distance(whole(path), np.asarray(upright, int)) < 4
     box = (5, 3, 69, 51)
     part = decoding.read_crop(str(path), lambda full: Crop(box, (8, 6)))
@@ -264,11 +263,10 @@ def add_unreadable(folder: Path) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("cached", [False, True])
-def test_unreadable_files_are_named_and_not_counted(cached, own_photos, capsys):
+def test_unreadable_files_are_named_and_not_counted(own_photos, capsys):
     reasons = add_unreadable(own_photos / "val" / "china")
     add_unreadable(own_photos / "train" / "china")
-    train, test = opened(own_photos, 0.9, cached)
+    train, test = opened(own_photos, 0.9)
     batches = evaluation_list(test, 5)
     assert sum(batch.mask.sum() for batch in batches) == 6
     lines = [line for line in capsys.readouterr().err.splitlines() if "/val/" in line and line.startswith("skipped")]
@@ -280,7 +278,7 @@ def test_unreadable_files_are_named_and_not_counted(cached, own_photos, capsys):
     batches = train_list(train, 6, 6)
     assert all(batch.mask.all() for batch in batches)
     assert all(batch.images.reshape(6, -1).any(axis=1).all() for batch in batches)
-    assert_equal(batches[2:], train_list(opened(own_photos, 0.9, cached)[0], 6, 6, first=2))
+    assert_equal(batches[2:], train_list(opened(own_photos, 0.9)[0], 6, 6, first=2))
 
 
 @pytest.mark.parametrize("workers", [3, 1])
@@ -349,34 +347,3 @@ def test_state_of_other_images_is_refused(own_photos):
     (moved / "train" / "flower" / "broken.jpg").unlink()
     with pytest.raises(UsageError, match="12 images, but 13 when the run began"):
         opened(moved)[0].restore(state)
-
-
-# The cache.
-
-
-def test_cached_images_equal_those_on_disk(photos, capsys):
-    kept, files = opened(photos, cache=True), opened(photos)
-    # Images of 120x100, with a shorter side of 18 = 16 / 0.875.
-    assert f"12 images of {photos}/train in {12 * 18 * 22 * 3 / 2**20:.1f} MiB" in capsys.readouterr().out
-    for memory, disk in zip(kept, files, strict=True):
-        one, two = memory.load(np.arange(len(disk)), None), disk.load(np.arange(len(disk)), None)
-        np.testing.assert_array_equal(one.labels, two.labels)
-        assert distance(one.images, two.images.astype(int)) < 4
-    assert_equal(train_list(kept[0]), train_list(kept[0], workers=2))
-
-
-def test_cache_that_does_not_fit_is_refused_with_its_size(photos, monkeypatch):
-    monkeypatch.setattr(decoding, "free_memory", lambda: 10_000)
-    with pytest.raises(
-        UsageError, match=r"12 images .* need 0\.0 MiB, but only .* of the 0\.0 MiB of free memory.*Leave out --cache"
-    ):
-        opened(photos, cache=True)
-
-
-def test_free_memory_is_that_of_the_container(tmp_path):
-    files = {"memory.max": "1000000", "memory.current": "600000", "memory.stat": "anon 5\ninactive_file 100000\n"}
-    for name, text in files.items():
-        (tmp_path / name).write_text(text)
-    assert decoding.free_memory(group=tmp_path) == 500_000
-    (tmp_path / "memory.max").write_text("max")
-    assert 2**20 < decoding.free_memory(group=tmp_path) < np.inf

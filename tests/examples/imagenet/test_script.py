@@ -13,12 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from PIL import Image
 from tensorboardX.proto.event_pb2 import Event
 
-from examples.common import loop
 from examples.common.loop import Interruption
-from examples.common.reporting import plot_curves
 from examples.common.run_folder import RunFolder
 from examples.common.training import evaluation_means, evaluation_sums, masked_sums, means
 from examples.imagenet import seeds
@@ -71,8 +68,7 @@ def test_entries_without_finite_outputs_are_wrong():
     assert evaluation_means(sums) == {"loss": 2.0, "accuracy": pytest.approx(2 / 3), "nonfinite": 1.0}
 
 
-def test_run_writes_all_outputs_and_is_never_overwritten(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(loop, "plot_curves", plot_curves)
+def test_run_writes_all_outputs_and_is_never_overwritten(tmp_path, capsys):
     output = tmp_path / "run"
     flags = digit_flags(output, "--seed", "7")
     assert main(flags) == 0
@@ -87,8 +83,6 @@ def test_run_writes_all_outputs_and_is_never_overwritten(tmp_path, monkeypatch, 
     assert [line["epoch"] for line in lines] == [1, 2]
     assert [line["step"] for line in lines] == [3, 6]
     assert lines[-1]["test_accuracy"] == summary["test_accuracy"]
-    with Image.open(output / "curves.png") as plot:
-        assert min(plot.size) > 300
     assert (output / "checkpoints" / "6").is_dir()
     written = [v for event in events(output / "tensorboard") for v in event.summary.value]
     accuracies = [v.simple_value for v in written if v.tag == "test_accuracy"]

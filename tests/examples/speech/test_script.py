@@ -15,7 +15,6 @@ import pytest
 import soundfile
 
 from examples.common import loop
-from examples.common.reporting import plot_curves
 from examples.speech.__main__ import main
 from examples.speech.precision import losses_by_part
 from tests.examples import processes
@@ -28,9 +27,7 @@ pytestmark = pytest.mark.usefixtures("stored_programs")
 def finished(data_flags, tmp_path_factory):
     """The folder of a finished run in mixed_float16."""
     output = tmp_path_factory.mktemp("runs") / "whole"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "plot_curves", plot_curves)
-        assert main([*TINY, *data_flags, "--output", str(output)]) == 0
+    assert main([*TINY, *data_flags, "--output", str(output)]) == 0
     return output
 
 
@@ -52,7 +49,6 @@ def test_run_writes_all_outputs(finished):
     assert [line["step"] for line in lines] == [2, 4]
     assert {name: lines[-1][name] for name in ("wer", "cer")} == {name: summary[name] for name in ("wer", "cer")}
     assert np.isfinite([line[name] for line in lines for name in ("train_loss", "test_loss", "wer", "cer")]).all()
-    assert (finished / "curves.png").stat().st_size > 10_000
     assert "worst:" in (finished / "transcripts.txt").read_text()
     transcripts = json.loads((finished / "transcripts.json").read_text())["transcripts"]
     references, hypotheses = ([line[name] for line in transcripts] for name in ("reference", "hypothesis"))
