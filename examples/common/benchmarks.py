@@ -14,7 +14,7 @@ import numpy as np
 
 from examples.common.cli import markdown_table
 from examples.common.config import RunConfig
-from examples.common.devices import is_main, say
+from examples.common.devices import say
 from examples.common.loop import open_folder, parameter_count
 from examples.common.reporting import InputClock
 from examples.common.run_folder import RunFolder, write_json
@@ -181,8 +181,7 @@ def run_comparison(
             rows.append(row | speed | dict((metrics or {}).get((row["policy"], size), {})))
     keys = task.table if config.mode != "train" else {k.replace("test_", "train_"): v for k, v in task.table.items()}
     text = comparison_table(rows, task.unit, keys if metrics else {})
-    if is_main():
-        (folder.path / "comparison.md").write_text(text + "\n")
+    (folder.path / "comparison.md").write_text(text + "\n")
     say(f"{text}\noutput in {folder.path}")
     return _write(folder, "comparison.json", task, {"rounds": config.num_iter, "rows": rows})
 
@@ -249,6 +248,5 @@ def _fitting(task: Task) -> Bench | None:
 
 def _write(folder: RunFolder, name: str, task: Task, results: dict[str, Any]) -> dict[str, Any]:
     settings = {"mode": task.config.mode, **task.benchmark_settings(), "environment": environment()}
-    if is_main():
-        write_json(folder.path / name, settings | results)
+    write_json(folder.path / name, settings | results)
     return settings | results

@@ -17,7 +17,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import SingleDeviceSharding
 
 from examples.common.cli import UsageError, disk_problem, one_line
-from examples.common.devices import is_main, say, wait_for_all
+from examples.common.devices import say
 
 Restored = tuple[Any, dict[str, Any]]  # a state and its position
 
@@ -145,13 +145,11 @@ class Checkpoints:
             return
         self._manager.close()
         aside = self._folder.with_name(f"{self._folder.name}_set_aside")
-        if is_main():
-            aside.mkdir(exist_ok=True)
-            for step in steps:
-                number = sum(path.name.startswith(f"{step}-") for path in aside.iterdir())
-                os.replace(self._folder / str(step), aside / f"{step}-{number}")
-            say(f"checkpoints of later steps ({', '.join(map(str, steps))}) are now in {aside}")
-        wait_for_all("set aside")
+        aside.mkdir(exist_ok=True)
+        for step in steps:
+            number = sum(path.name.startswith(f"{step}-") for path in aside.iterdir())
+            os.replace(self._folder / str(step), aside / f"{step}-{number}")
+        say(f"checkpoints of later steps ({', '.join(map(str, steps))}) are now in {aside}")
         self._manager = self._open()
 
 

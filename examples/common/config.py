@@ -115,11 +115,8 @@ class RunConfig(abc.ABC):
     compare: str | None = BENCHMARK(None, "policies a,b,...: (train and) time them in one process", uses=COMPARE)
     batch_sizes: str | None = BENCHMARK(None, "batch sizes for --compare, separated by commas", uses=COMPARE)
 
-    devices: int | None = DEVICES(None, "number of devices of each process that share a batch (default: all)")
+    devices: int | None = DEVICES(None, "number of devices that share a batch (default: all)")
     fsdp: bool = DEVICES(False, "shard the state over all devices instead of copying it", uses=(*BUILD, "compare"))
-    coordinator: str | None = DEVICES(None, "HOST:PORT of process 0, or auto on a cluster", uses=BUILD)
-    processes: int | None = DEVICES(None, "total number of processes", uses=BUILD)
-    process_id: int | None = DEVICES(None, "index of this process, from 0", uses=BUILD)
     workers: Count = DEVICES(os.cpu_count() or 1, "number of threads that load data")
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Data parallelism with `jax.sharding` over devices and processes: batches are split, the state is copied or split."""
+"""Data parallelism over the devices of this machine: batches are split, the state is copied or split."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tqdm import tqdm
 
@@ -21,23 +20,21 @@ class DataParallel:
     """Placement of arrays. The program is written for one device. XLA splits it, sums gradients and shares statistics.
 
     Args:
-        per_process: Number of devices of each process; None for all.
+        devices: Number of devices; None for all.
         fsdp: Whether to split the state too, each floating array along its longest evenly divisible dimension. XLA then
             gathers the parameters in half where a layer needs them, and each device keeps its part of the gradients.
 
     Attributes:
-        count: Number of devices of all processes.
+        count: Number of devices.
         replicated, sharded: The shardings of a state and of a batch.
     """
 
-    def __init__(self, per_process: int | None = None, fsdp: bool = False) -> None:
-        local = jax.local_device_count()
-        if per_process is not None and not 1 <= per_process <= local:
-            raise UsageError(f"--devices {per_process}: this machine has {local}; give 1 to {local}, or leave it out.")
-        processes = range(jax.process_count())
-        chosen = [device for process in processes for device in jax.local_devices(process)[:per_process]]
-        self.count, self.fsdp = len(chosen), fsdp
-        mesh = Mesh(np.array(chosen), ("data",))
+    def __init__(self, devices: int | None = None, fsdp: bool = False) -> None:
+        there = jax.device_count()
+        if devices is not None and not 1 <= devices <= there:
+            raise UsageError(f"--devices {devices}: this machine has {there}; give 1 to {there}, or leave it out.")
+        mesh = Mesh(np.array(jax.devices()[:devices]), ("data",))
+        self.count, self.fsdp = mesh.size, fsdp
         self.replicated = NamedSharding(mesh, PartitionSpec())
         self.sharded = NamedSharding(mesh, PartitionSpec("data"))
 
@@ -50,8 +47,8 @@ class DataParallel:
             )
 
     def put(self, batch: T) -> T:
-        """Puts a batch on its devices. Each process passes the part that it loaded, in the order of processes."""
-        return jax.tree.map(lambda x: jax.make_array_from_process_local_data(self.sharded, np.asarray(x)), batch)
+        """Puts a batch on its devices."""
+        return jax.device_put(batch, self.sharded)
 
     def of_state(self, x: Any) -> NamedSharding:
         """The sharding of an array of the state."""
@@ -65,20 +62,15 @@ class DataParallel:
         )
 
     def replicate(self, tree: T) -> T:
-        """Places a part of the state from host arrays, which must be equal in all processes."""
-
-        def place(x: Any) -> jax.Array:
-            x = np.asarray(x)
-            return jax.make_array_from_callback(x.shape, self.of_state(x), lambda index: x[index])
-
-        return jax.tree.map(place, tree)
+        """Places a part of the state from host arrays."""
+        return jax.tree.map(lambda x: jax.device_put(np.asarray(x), self.of_state(np.asarray(x))), tree)
 
     def place(self, state: T) -> T:
         """Moves a computed state to the shardings of `like_state`."""
         return jax.device_put(state, jax.tree.map(self.of_state, state)) if self.fsdp else state
 
     def like_batch(self, batch: Any) -> Any:
-        """The abstract form of a batch whose shapes are those of all processes together."""
+        """The abstract form of a batch."""
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.sharded), batch)
 
     def like_state(self, tree: Any) -> Any:
@@ -86,77 +78,7 @@ class DataParallel:
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.of_state(x)), tree)
 
 
-# Runs with several processes: `jax.distributed`, output from the main process, and joint decisions.
-
-# If a process sends no heartbeat for this long, the others end. Otherwise they would wait forever.
-_HEARTBEAT_SECONDS = 20
-
-
-def connect(coordinator: str | None, processes: int | None, process_id: int | None) -> None:
-    """Joins the processes of a run. Call it before any other use of JAX. Without flags there is one process.
-
-    Args:
-        coordinator: `HOST:PORT` of process 0, or `"auto"` on a cluster that JAX knows (Slurm, TPU pods).
-        processes, process_id: Number of processes, and the index of this one.
-
-    Raises:
-        UsageError: The flags are inconsistent, or the connection fails.
-    """
-    if coordinator is None:
-        if processes is not None or process_id is not None:
-            raise UsageError("--processes and --process-id need --coordinator HOST:PORT, the address of process 0.")
-        return
-    try:
-        if coordinator == "auto":
-            jax.distributed.initialize(heartbeat_timeout_seconds=_HEARTBEAT_SECONDS)
-            return
-        if processes is None or process_id is None or not 0 <= process_id < processes:
-            raise UsageError(
-                f"--coordinator {coordinator} needs --processes N and --process-id 0 ... N-1, "
-                f"got --processes {processes} and --process-id {process_id}."
-            )
-        jax.distributed.initialize(coordinator, processes, process_id, heartbeat_timeout_seconds=_HEARTBEAT_SECONDS)
-    except (RuntimeError, ValueError) as error:
-        raise UsageError(f"--coordinator {coordinator}: the processes cannot be joined: {error}") from error
-
-
-class PeerLostError(UsageError):
-    """Another process of the run has ended."""
-
-
-def peer_lost(error: Exception) -> bool:
-    """Whether an error of Gloo (CPU), NCCL (GPU) or JAX's coordination service means that another process has ended."""
-    signs = ("Gloo", "NCCL", "nccl", "CoordinationService", "UNAVAILABLE")
-    return jax.process_count() > 1 and any(sign in str(error) for sign in signs)
-
-
-def is_main() -> bool:
-    """Whether this process is the one that prints and writes files."""
-    return jax.process_index() == 0
-
-
 def say(text: str) -> None:
-    """Prints on the main process only, above a progress bar."""
-    if is_main():
-        tqdm.write(text)
-        sys.stdout.flush()
-
-
-def on_any_process(*flags: bool) -> tuple[bool, ...]:
-    """For each flag, whether it is set in any process. All processes must call this at the same point."""
-    if jax.process_count() == 1:
-        return flags
-    return tuple(bool(x) for x in multihost_utils.process_allgather(np.array(flags)).any(axis=0))
-
-
-def gather_to_host(tree: Any) -> Any:
-    """Gathers whole arrays as NumPy arrays, including parts that other processes hold. All processes must call this."""
-    if jax.process_count() == 1:
-        return jax.device_get(tree)
-    return jax.tree.map(lambda x: np.asarray(multihost_utils.process_allgather(x, tiled=True)), tree)
-
-
-def wait_for_all(name: str) -> None:
-    """Waits until every process has called this with the same name."""
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(name)
+    """Prints above a progress bar."""
+    tqdm.write(text)
+    sys.stdout.flush()

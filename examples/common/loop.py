@@ -18,9 +18,9 @@ from tensorboardX import SummaryWriter
 
 import mpjax
 from examples.common.checkpoints import Checkpoints
-from examples.common.cli import UsageError, one_line
+from examples.common.cli import UsageError
 from examples.common.config import RunConfig
-from examples.common.devices import PeerLostError, is_main, on_any_process, peer_lost, say, wait_for_all
+from examples.common.devices import say
 from examples.common.reporting import InputClock, Progress
 from examples.common.run_folder import RunFolder
 from examples.common.task import Task
@@ -28,8 +28,6 @@ from examples.common.training import means
 from perf.environment import versions
 from perf.memory import is_out_of_memory
 
-# Steps between two agreements of several processes on saving or stopping, since each makes them wait.
-_AGREE_EVERY = 10
 # Largest number of consecutive skipped steps that `mpjax.check_progress` accepts.
 _MAX_SKIPS = 50
 
@@ -76,14 +74,13 @@ class Interrupted(Exception):
     """
 
     def __init__(self, interruption: Interruption, output: Path, step: int) -> None:
-        name = interruption.signal.name if interruption.signal else "a signal to another process"
-        super().__init__(f"stopped by {name} after step {step}")
-        # As shells report it.
-        self.output, self.exit_code = output, 128 + interruption.signal if interruption.signal else 1
+        assert interruption.signal is not None
+        super().__init__(f"stopped by {interruption.signal.name} after step {step}")
+        self.output, self.exit_code = output, 128 + interruption.signal  # as shells report it
 
 
 def open_folder(config: RunConfig, kind: str = "") -> RunFolder:
-    """Opens and locks the folder of a new or resumed run. Every process of the run must call this.
+    """Opens and locks the folder of a new or resumed run.
 
     Args:
         config: The flags. Without --output, the folder is the next number in the folder `runs/SCRIPT` + `kind`.
@@ -93,16 +90,9 @@ def open_folder(config: RunConfig, kind: str = "") -> RunFolder:
         UsageError: The folder is not empty or, with --resume, holds no run or another run, or another process uses it.
     """
     parent = Path(f"runs/{config.script}{kind}")
-    if jax.process_count() > 1 and config.output is None:
-        raise UsageError("a run of several processes needs --output DIR, a folder that all of them share.")
-    folder = RunFolder(config.output or parent)
-    if is_main():
-        if config.resume:
-            folder = RunFolder.reopen(config.output, config.settings(), config.may_change)
-        else:
-            folder = RunFolder.create(config.output, parent, config.settings())
-    wait_for_all("folder")
-    return folder
+    if config.resume:
+        return RunFolder.reopen(config.output, config.settings(), config.may_change)
+    return RunFolder.create(config.output, parent, config.settings())
 
 
 def train(task: Task, folder: RunFolder) -> dict[str, Any]:
@@ -128,11 +118,6 @@ def train(task: Task, folder: RunFolder) -> dict[str, Any]:
                     f"out of memory at --batch-size {task.batch_size}, --policy {task.policy}: use a smaller one. "
                     "--accumulate keeps the effective batch size; --resume continues from the last checkpoint."
                 ) from error
-            if peer_lost(error):
-                raise PeerLostError(
-                    f"another process of this run has ended ({one_line(error, 150)}). Restart all of them with "
-                    "--resume to continue from the last checkpoint."
-                ) from error
             raise
 
 
@@ -154,7 +139,7 @@ class _Run:
         self.state: Any = None
         self.epoch, self.batch = 0, 0
         self.items, self.seconds, self.input_share = 0, 0.0, 0.0
-        self.saved, self.checks = time.monotonic(), 0
+        self.saved = time.monotonic()
         self.outputs: tuple[int, Any] | None = None  # step and outputs to log next
 
     def finish(self) -> dict[str, Any]:
@@ -162,11 +147,10 @@ class _Run:
         task = self.task
         if not (self.config.resume and self._restore()):
             self.state = task.start_state()
-        if is_main():
-            self.folder.write_description(task.description())
-            step = int(self.state.step)  # later events are of an interrupted run: TensorBoard drops them
-            writer = SummaryWriter(str(self.folder.path / "tensorboard"), purge_step=step + 1 if step else None)
-            self.writer = self.stack.enter_context(writer)
+        self.folder.write_description(task.description())
+        step = int(self.state.step)  # later events are of an interrupted run: TensorBoard drops them
+        writer = SummaryWriter(str(self.folder.path / "tensorboard"), purge_step=step + 1 if step else None)
+        self.writer = self.stack.enter_context(writer)
         self.lines = self.folder.metrics
         started = time.perf_counter()
         say(task.headline())
@@ -178,9 +162,8 @@ class _Run:
                 self._train_epoch(progress)
                 line = self._epoch_line(progress)
                 self.lines.append(line)
-                if is_main():
-                    self.folder.append_metrics(line)
-                    self._write_scalars(line, "")
+                self.folder.append_metrics(line)
+                self._write_scalars(line, "")
                 say(self._epoch_text(line))
                 self.epoch, self.batch = self.epoch + 1, 0
                 self.state = task.next_epoch(self.state)
@@ -198,9 +181,7 @@ class _Run:
             self.epoch, self.batch = position["epoch"], position["batch"]
             if self.best is not None:
                 self.best.set_aside_after(int(self.state.step))
-        if is_main():
-            self.folder.keep_metrics(self.epoch, 0 if restored is None else int(self.state.step))
-        wait_for_all("metrics")
+        self.folder.keep_metrics(self.epoch, 0 if restored is None else int(self.state.step))
         return restored is not None
 
     def _train_epoch(self, progress: Progress) -> None:
@@ -226,10 +207,7 @@ class _Run:
         try:
             yield from self.task.batches(self.epoch, self.batch)
         except UsageError:
-            # The data are at fault, not the training, so the state is worth saving. Several processes would have to
-            # save together, but only this one has the error.
-            if jax.process_count() == 1:
-                self._save()
+            self._save()  # the data are at fault, not the training, so the state is worth saving
             raise
 
     def _log_step(self, outputs: tuple[int, Any] | None) -> None:
@@ -240,9 +218,8 @@ class _Run:
         step, found = before[0], jax.device_get(before[1])
         line = {"step": step, **{f"train_{name}": value for name, value in means(found["totals"]).items()}}
         line |= {name: found[name].item() for name in ("loss_scale", "skipped_steps")}
-        if is_main():
-            self.folder.append_step(line)
-            self._write_scalars(line, "step/")
+        self.folder.append_step(line)
+        self._write_scalars(line, "step/")
         if found["consecutive_skips"] > _MAX_SKIPS:
             self._check_progress()
 
@@ -295,12 +272,8 @@ class _Run:
 
     def _save_or_stop(self) -> None:
         """Called between steps. Saves a checkpoint if one is due, and raises `Interrupted` after a signal."""
-        self.checks += 1
-        if jax.process_count() > 1 and self.checks % _AGREE_EVERY:
-            return
-        due = time.monotonic() - self.saved > self.config.save_every
-        interrupted, due = on_any_process(self.interruption.signal is not None, due)
-        if interrupted or due:
+        interrupted = self.interruption.signal is not None
+        if interrupted or time.monotonic() - self.saved > self.config.save_every:
             self._save()
         if interrupted:
             raise Interrupted(self.interruption, self.folder.path, int(self.state.step))
@@ -349,8 +322,7 @@ class _Run:
             "devices": self.task.parallel.count,
             "versions": versions(),
         }
-        if is_main():
-            self.folder.write_summary(summary)
+        self.folder.write_summary(summary)
         return summary
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -19,7 +17,7 @@ from examples.common.benchmarks import run_benchmark, run_comparison
 from examples.common.checkpoints import Checkpoints
 from examples.common.cli import UsageError, command_line, disk_problem, fail
 from examples.common.config import INSPECT, PRECISION_FLAGS, RunConfig
-from examples.common.devices import DataParallel, PeerLostError, connect, is_main, say, wait_for_all
+from examples.common.devices import DataParallel, say
 from examples.common.flags import from_json, parse
 from examples.common.loop import Interrupted, open_folder, train
 from examples.common.run_folder import RunFolder
@@ -43,7 +41,6 @@ def run(config: RunConfig, kind: type[Task]) -> dict[str, Any]:
         UsageError: The data or the flags are invalid.
         Interrupted: A signal ended the training. The state is saved.
     """
-    connect(config.coordinator, config.processes, config.process_id)
     if config.action == "evaluate":
         return evaluate(config, kind)
     if config.action == "predict":
@@ -81,8 +78,7 @@ def run_training(config: RunConfig, make: MakeTask) -> dict[str, Any]:
             task.report(folder.path)
         if config.export is not None:
             summary |= export(task, run_variables(task, folder), folder.path, config.export)
-            if is_main():
-                folder.write_summary(summary)
+            folder.write_summary(summary)
     return summary
 
 
@@ -105,7 +101,7 @@ def inspect(config: RunConfig, make: MakeTask) -> dict[str, Any]:
 
 def _report(report: Any, folder: Path | None, name: str) -> None:
     say(str(report))
-    if folder is not None and is_main():
+    if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         report.to_html(folder / name)
         say(f"written to {folder / name}")
@@ -222,10 +218,8 @@ def export(task: Task, variables: Variables, folder: Path, dtype: str) -> dict[s
     name, sign = task.metric
     source = _tested(task, "float32", variables)[name]
     path = folder / f"weights_{dtype}.safetensors"
-    if is_main():
-        about = {"settings": task.config.settings(), "data": task.description(), "dtype": dtype}
-        write_weights(path, cast_weights(variables, dtype), about)
-    wait_for_all("export")
+    about = {"settings": task.config.settings(), "data": task.description(), "dtype": dtype}
+    write_weights(path, cast_weights(variables, dtype), about)
     written = task.parallel.replicate(file_variables(path, variables, "--export"))
     found = _tested(task, dtype, written)[name]
     if not sign * found >= sign * source - _TOLERANCE - 1 / task.test_count:
@@ -288,12 +282,6 @@ def main(kind: type[Task], arguments: Sequence[str] | None = None) -> int:
         usage_error = _as_usage_error(error)
         if usage_error is None:
             raise
-        if isinstance(usage_error, PeerLostError):
-            with contextlib.suppress(SystemExit):
-                fail(program, usage_error)
-            sys.stdout.flush()
-            # A normal exit would wait for the lost process until JAX aborts this one.
-            os._exit(2)
         fail(program, usage_error)
     if line := final_line(summary, kind):
         say(line)

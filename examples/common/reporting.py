@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import jax
 from tqdm import tqdm
 
-from examples.common.devices import is_main, say
+from examples.common.devices import say
 
 T = TypeVar("T")
 
@@ -38,8 +38,7 @@ class Progress:
     def __init__(self, epochs: int, steps: int, done: int, unit: str, text: Callable[[Any], str]) -> None:
         self._epochs, self._unit, self._text = epochs, unit, text
         self._log = not sys.stderr.isatty()
-        hidden = self._log or not is_main()
-        self._bar = tqdm(total=steps * epochs, initial=done, dynamic_ncols=True, disable=hidden, bar_format=_FORMAT)
+        self._bar = tqdm(total=steps * epochs, initial=done, dynamic_ncols=True, disable=self._log, bar_format=_FORMAT)
         self._done, self._logged, self._epoch = done, time.perf_counter(), 0
 
     def __enter__(self) -> Progress:

@@ -107,7 +107,7 @@ class Task(abc.ABC):
         raise NotImplementedError
 
     def synthetic_batch(self) -> Any:
-        """This process's part of a synthetic batch for benchmarks, shaped as the largest of `example_batches`."""
+        """A synthetic batch for benchmarks, shaped as the largest of `example_batches`."""
         raise NotImplementedError  # only the benchmark modes need it
 
     def inference_step(self) -> jax.stages.Wrapped:

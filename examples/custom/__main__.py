@@ -101,14 +101,13 @@ class CustomTask(Task):
         return [Batch(np.zeros((batch_size, 30), np.float32), np.zeros(batch_size, np.int32))]
 
     def synthetic_batch(self) -> Batch:
-        return self.example_batches(self.batch_size // jax.process_count())[0]
+        return self.example_batches(self.batch_size)[0]
 
     def batches(self, epoch: int, first: int) -> Iterator[Batch]:
         order = np.random.default_rng((self.config.seed, epoch)).permutation(len(self._train.labels))
         for batch in range(first, self.steps):
             chosen = order[batch * self.batch_size :][: self.batch_size]
-            # With several processes, each yields its part of the batch.
-            yield Batch(*(x[np.split(chosen, jax.process_count())[jax.process_index()]] for x in self._train))
+            yield Batch(*(x[chosen] for x in self._train))
 
     def test(self, weights: Variables, between_steps: Callable[[], None], *, last: bool = True) -> dict[str, Any]:
         between_steps()

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from examples.common.cli import UsageError, disk_problem, each_readable
-from examples.common.devices import is_main, say
+from examples.common.devices import say
 from examples.common.modes import cast_to_policy
 from examples.common.run_folder import write_json
 from examples.common.training import Variables, check_outputs
@@ -37,12 +37,11 @@ def predict(task: Any, variables: Variables) -> dict[str, Any]:
     by_class = {name: {"images": truths[name], "accuracy": right[name] / truths[name]} for name in sorted(truths)}
     results = {"policy": config.policy, "model": config.model_name, "classes": by_class, "predictions": predictions}
     folder = config.output or Path()
-    if is_main():
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            write_json(folder / "predictions.json", results)
-        except OSError as error:
-            raise UsageError(f"--output {str(folder)!r} cannot be written to: {disk_problem(error)}.") from error
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / "predictions.json", results)
+    except OSError as error:
+        raise UsageError(f"--output {str(folder)!r} cannot be written to: {disk_problem(error)}.") from error
     say(f"{len(predictions)} predictions in {folder / 'predictions.json'}")
     return results | {"unreadable_files": unreadable}
 

@@ -5,7 +5,6 @@ Decoding and resizing release the GIL. Processes decoded no more images per CPU 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Iterator
@@ -14,7 +13,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from examples.common.cli import UsageError
 from examples.imagenet.data import Augmentation, Batch, Dataset
 
 # On JAX 0.10, importing Grain warns that it cannot profile its workers.
@@ -27,17 +25,6 @@ _absl.setLevel(_level)
 
 # Batches prefetched to the device.
 _AHEAD = 2
-
-
-@dataclasses.dataclass(frozen=True)
-class Shard:
-    """The part of each batch that this host loads: the `index`-th of `count` equal parts."""
-
-    index: int = 0
-    count: int = 1
-
-
-_ONE_HOST = Shard()
 
 
 class Batches(Iterator[Batch]):
@@ -71,28 +58,22 @@ def train_batches(
     first: int = 0,
     last: int | None = None,
     augment: bool = True,
-    shard: Shard = _ONE_HOST,
     workers: int = 1,
     put: Callable[[Batch], Batch] = jax.device_put,
 ) -> Batches:
     """The training batches of all epochs, shuffled again in each epoch.
 
-    The batch of a step depends only on `seed` and the step number, not on `first` or `workers`. The parts loaded by
-    all hosts together equal the batch that a single host would load.
+    The batch of a step depends only on `seed` and the step number, not on `first` or `workers`.
 
     Args:
         dataset: The images.
-        batch_size: Images per step over all hosts; a multiple of `shard.count`.
+        batch_size: Images per step.
         seed: Random seed of the order and the augmentation.
         first: Number of completed steps.
         last: Total number of steps of the run; by default the stream is endless.
         augment: Whether to augment images at random.
-        shard: The part of each batch that this host loads.
         workers: Number of threads, which load one batch each.
-        put: Transfers a host's part of a batch to its devices, in a separate thread; by default to the first device.
-
-    Raises:
-        UsageError: `batch_size` is not divisible by the number of hosts.
+        put: Transfers a batch to its devices, in a separate thread; by default to the first device.
     """
     images = len(dataset)
 
@@ -103,14 +84,13 @@ def train_batches(
         return _Rows(indices, augmentation if augment else None)
 
     steps = 2**31 if last is None else last
-    return _open(dataset, batch_size, max(0, steps - first), rows, shard, workers, put)
+    return _open(dataset, batch_size, max(0, steps - first), rows, workers, put)
 
 
 def evaluation_batches(
     dataset: Dataset,
     batch_size: int,
     *,
-    shard: Shard = _ONE_HOST,
     workers: int = 1,
     put: Callable[[Batch], Batch] = jax.device_put,
 ) -> Batches:
@@ -119,7 +99,7 @@ def evaluation_batches(
     def rows(step: int) -> _Rows:
         return _Rows(np.arange(step * batch_size, min((step + 1) * batch_size, len(dataset))), None)
 
-    return _open(dataset, batch_size, -(-len(dataset) // batch_size), rows, shard, workers, put)
+    return _open(dataset, batch_size, -(-len(dataset) // batch_size), rows, workers, put)
 
 
 class _Rows(NamedTuple):
@@ -137,20 +117,12 @@ def _open(
     batch_size: int,
     steps: int,
     rows: Callable[[int], _Rows],
-    shard: Shard,
     workers: int,
     put: Callable[[Batch], Batch],
 ) -> Batches:
-    size, rest = divmod(batch_size, shard.count)
-    if rest:
-        raise UsageError(
-            f"--batch-size {batch_size} cannot be divided among {shard.count} hosts; use a multiple of {shard.count}."
-        )
-
     def load(rows: _Rows) -> Batch:
-        indices = rows.indices[shard.index * size :][:size]
-        batch = dataset.load(indices, rows.augmentation)
-        missing = size - len(indices)
+        batch = dataset.load(rows.indices, rows.augmentation)
+        missing = batch_size - len(rows.indices)
         return Batch(*(np.pad(x, ((0, missing), *[(0, 0)] * (x.ndim - 1))) for x in batch)) if missing else batch
 
     threads = grain.ReadOptions(num_threads=workers, prefetch_buffer_size=workers + 1)

@@ -18,7 +18,6 @@ from examples.imagenet.data import EMBEDDED, Array, Augmentation, Batch, Dataset
 from examples.imagenet.image_folder import open_image_folder
 from examples.imagenet.inference import predict
 from examples.imagenet.models import KINDS
-from examples.imagenet.pipeline import Shard
 from examples.imagenet.pretrained import read_pretrained
 
 
@@ -60,9 +59,8 @@ class ImageData(Task):
         return open_data(config, None if description is None else Description.from_json(description))
 
     def loading(self) -> dict[str, Any]:
-        """How this process loads its part of each batch."""
-        shard = Shard(jax.process_index(), jax.process_count())
-        return {"shard": shard, "workers": self.config.workers, "put": self.parallel.put}
+        """How batches are loaded."""
+        return {"workers": self.config.workers, "put": self.parallel.put}
 
     def facts(self) -> dict[str, Any]:
         sets = {"train": self.train_set, "test": self.test_set}
@@ -100,7 +98,7 @@ class ImageData(Task):
         return [empty_batch(batch_size, self.about.image_shape)]
 
     def synthetic_batch(self) -> Batch:
-        return random_batch(self.about, self.batch_size // jax.process_count())
+        return random_batch(self.about, self.batch_size)
 
     def benchmark_settings(self) -> dict[str, Any]:
         data = {"data": self.train_set.name, "image_shape": self.about.image_shape}

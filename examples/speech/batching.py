@@ -65,8 +65,7 @@ class _Plan(NamedTuple):
 class Buckets:
     """Pads the batches of a dataset to a few lengths, each of which is compiled once.
 
-    Utterances left over in a bucket move to the next longer one, so every training batch is full. With several
-    processes, each loads its part of a batch, in process order.
+    Utterances left over in a bucket move to the next longer one, so every training batch is full.
 
     Args:
         speech: The utterances; later changes to it are ignored.
@@ -143,10 +142,8 @@ class Buckets:
         return iter(batches.to_iter_dataset(options))
 
     def _load(self, plan: _Plan, perturbation: Perturbation) -> Batch:
-        rows = plan.shape.batch // jax.process_count()
-        batch = plan.shape._replace(batch=rows).zeros()
-        own = slice(jax.process_index() * rows, (jax.process_index() + 1) * rows)
-        for row, (index, speed, gain) in enumerate(zip(plan.indices[own], *(x[own] for x in plan.draw), strict=True)):
+        batch = plan.shape.zeros()
+        for row, (index, speed, gain) in enumerate(zip(plan.indices, *plan.draw, strict=True)):
             audio = self._speech.load(int(index))
             if audio is None:
                 continue

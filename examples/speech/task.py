@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from examples.common.cli import UsageError
-from examples.common.devices import DataParallel, is_main, say
+from examples.common.devices import DataParallel, say
 from examples.common.run_folder import write_json
 from examples.common.task import Task
 from examples.speech.audio import SAMPLE_RATE
@@ -126,8 +125,6 @@ class SpeechData(Task):
 
     def report(self, folder: Path | None) -> None:
         """Prints the transcripts; in a folder, also writes them, and names files whose loss was not finite."""
-        if not is_main():
-            return
         if self.transcribed:
             report = transcript_report(self.transcribed, self.config.report)
             say(report)
@@ -159,8 +156,7 @@ class SpeechData(Task):
                 )
 
     def items(self, batch: Batch) -> int:
-        # Only the number of entries of the other processes' parts is known.
-        return int(np.sum(batch.weights)) + self.batch_size - len(batch.weights)
+        return int(np.sum(batch.weights))
 
     def example_batches(self, batch_size: int) -> Sequence[Batch]:
         if self._buckets is None:
@@ -168,7 +164,7 @@ class SpeechData(Task):
         return [shape._replace(batch=batch_size).zeros() for shape in self._buckets.shapes]
 
     def synthetic_batch(self) -> Batch:
-        return synthetic_batch(self.config, self.batch_size // jax.process_count(), self.alphabet.labels)
+        return synthetic_batch(self.config, self.batch_size, self.alphabet.labels)
 
     def benchmark_settings(self) -> dict[str, Any]:
         return {"model": self.config.model, "longest_seconds": self.config.longest}

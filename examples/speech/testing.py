@@ -13,7 +13,7 @@ import jiwer
 import numpy as np
 
 from examples.common.cli import UnusableFileError, each_readable
-from examples.common.devices import DataParallel, gather_to_host, say
+from examples.common.devices import DataParallel, say
 from examples.common.modes import cast_to_policy
 from examples.common.task import shape_of
 from examples.common.training import Variables, check_outputs, compile_step
@@ -51,7 +51,7 @@ class Tester:
             between_steps()
             batch = self._parallel.put(batch)
             step = self._steps[beam][shape_of(batch)]
-            found += self._transcribed(*gather_to_host((batch.weights, batch.indices, *step(variables, batch))))
+            found += self._transcribed(*jax.device_get((batch.weights, batch.indices, *step(variables, batch))))
         return found
 
     def _transcribed(

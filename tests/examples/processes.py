@@ -1,11 +1,10 @@
-"""Runs scripts in separate processes: alone, killed, or several that train together."""
+"""Runs scripts in separate processes and kills them."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -28,27 +27,6 @@ def start(program: str, *flags: str, devices: int = 1) -> subprocess.Popen[str]:
     }
     command = [sys.executable, "-c", program, *flags]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def run_together(programs: Sequence[str], flags: Sequence[str]) -> list[tuple[int, str, str]] | None:
-    """Runs programs that train together, one process each; returns exit code, output and errors of each.
-
-    Returns None if they did not connect, because another test took their port.
-    """
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
-    shared = [*flags, "--coordinator", address, "--processes", str(len(programs))]
-    processes = [start(program, *shared, "--process-id", str(index)) for index, program in enumerate(programs)]
-    try:
-        outputs = [process.communicate(timeout=200) for process in processes]
-    except subprocess.TimeoutExpired:
-        return None
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
-    return [(process.returncode, *output) for process, output in zip(processes, outputs, strict=True)]
 
 
 def newest(output: Path) -> int:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from examples.common.checkpoints import Checkpoints
-from examples.common.devices import DataParallel, peer_lost
+from examples.common.devices import DataParallel
 from examples.common.modes import run_variables
 from examples.common.run_folder import RunFolder
 from examples.custom.__main__ import Config, CustomTask, main
@@ -74,31 +74,3 @@ def test_top_5_counts_labels_among_the_five_largest_logits():
         assert found["top5_accuracy"].tolist() == [labels[i] in ranked[i, :5] for i in range(64)]
         assert found["accuracy"].tolist() == [labels[i] == ranked[i, 0] for i in range(64)]
     assert "top5_accuracy" not in correct(logits[:, :5], labels % 5)
-
-
-def test_lost_process_is_reported_in_one_line(monkeypatch, tmp_path, capsys):
-    lost = RuntimeError("UNKNOWN: Gloo all-reduce failed: Connection reset by peer")
-    assert not peer_lost(lost)  # in a run of one process
-    with monkeypatch.context() as patch:
-        patch.setattr(jax, "process_count", lambda: 2)
-        assert peer_lost(lost)
-        assert not peer_lost(RuntimeError("INVALID_ARGUMENT: shapes"))
-
-    def fail(_) -> None:
-        raise lost
-
-    def leave(code: int) -> None:
-        ended.append(code)
-        raise KeyboardInterrupt
-
-    ended: list[int] = []
-    monkeypatch.setattr(CustomTask, "initial_state", fail)
-    monkeypatch.setattr("examples.common.loop.peer_lost", lambda error: error is lost)
-    # The real function ends the process, because JAX's own exit would wait for the lost one.
-    monkeypatch.setattr("os._exit", leave)
-    with pytest.raises(KeyboardInterrupt):
-        main([*FLAGS, "--epochs", "1", "--output", str(tmp_path / "run")])
-    assert ended == [2]
-    error = capsys.readouterr().err
-    assert "another process of this run has ended (UNKNOWN: Gloo all-reduce failed" in error
-    assert "Restart all of them with --resume" in error

@@ -17,7 +17,7 @@ from examples.imagenet import decoding
 from examples.imagenet.data import Augmentation, Batch, Dataset, Digits, Mnist
 from examples.imagenet.decoding import Crop, View, middle_box, random_box
 from examples.imagenet.image_folder import ImageFolder, open_image_folder
-from examples.imagenet.pipeline import Shard, evaluation_batches, train_batches
+from examples.imagenet.pipeline import evaluation_batches, train_batches
 from tests.examples.imagenet.image_tree import CLASSES, cat, make_photo_tree
 
 # Batches.
@@ -120,15 +120,6 @@ def test_photos_come_in_the_same_batches_from_any_workers(photos):
         np.sort(np.stack([batch.images for batch in alone[:3]]), axis=None),
         np.sort(np.stack([batch.images for batch in alone[3:6]]), axis=None),
     )
-
-
-def test_hosts_load_parts_of_one_batch(photos):
-    for load, data in ((train_list, opened(photos)[0]), (evaluation_list, opened(photos)[1])):
-        whole = load(data, 4)
-        parts = [load(data, 4, shard=Shard(index, 2)) for index in range(2)]
-        assert_equal(whole, [Batch(*map(np.concatenate, zip(*both, strict=True))) for both in zip(*parts, strict=True)])
-    with pytest.raises(UsageError, match="--batch-size 4 cannot be divided among 3 hosts; use a multiple of 3"):
-        train_batches(data, 4, 0, shard=Shard(0, 3))
 
 
 def test_leaving_early_stops_the_workers(photos):

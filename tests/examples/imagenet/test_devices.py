@@ -1,8 +1,6 @@
-"""The image example on several devices and in several processes has the losses of one device."""
+"""The image example on several devices has the losses of one device."""
 
 from __future__ import annotations
-
-import signal
 
 import jax
 import numpy as np
@@ -11,9 +9,7 @@ import pytest
 from examples.common.cli import UsageError
 from examples.common.devices import DataParallel
 from examples.common.training import means
-from examples.imagenet.__main__ import main
-from tests.examples.imagenet.runs import PROGRAM, as_bytes, digits_task, last_state, metrics_of
-from tests.examples.processes import run_together
+from tests.examples.imagenet.runs import digits_task
 
 pytestmark = pytest.mark.usefixtures("quick_runs")
 
@@ -39,46 +35,3 @@ def test_indivisible_batches_are_refused():
         DataParallel().check(30)
     with pytest.raises(UsageError, match="--devices 5"):
         DataParallel(5)
-
-
-# The second of two processes dies in its eighth step, when the state after the sixth is on disk.
-DYING = PROGRAM.replace(
-    "sys.exit",
-    """
-import os, pathlib, signal, time
-from examples.imagenet.train import ImageTask
-steps, real = [], ImageTask.train_step
-def train_step(self, state, batch):
-    steps.append(1)
-    while len(steps) == 8:
-        if (self.config.output / "checkpoints" / "6").is_dir():
-            os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(0.05)
-    return real(self, state, batch)
-ImageTask.train_step = train_step
-sys.exit""",
-)
-
-
-@pytest.mark.slow
-def test_run_resumes_bitwise_after_one_of_two_processes_is_killed(tmp_path):
-    # Not covered: a process that dies while all save together. JAX then ends the others before Orbax can report it.
-    flags = ["--epochs", "3", "--batch-size", "32", "--fsdp", "--no-keep-best"]
-    for attempt in range(3):
-        folder = tmp_path / f"two-{attempt}"
-        ended = run_together([PROGRAM, DYING], [*flags, "--save-every", "0", "--output", str(folder)])
-        if ended:
-            break
-    (code, output, error), (killed, silent, _) = ended
-    assert killed == -signal.SIGKILL
-    # The surviving process prints, and ends with a one-line error.
-    assert "epoch   2/3" in output
-    assert "epoch   2/3" not in silent
-    assert code == 2, error
-    assert "error: another process of this run has ended" in error
-    assert "Traceback" not in error
-    # One process with two devices resumes from their checkpoint and ends bitwise equal to an uninterrupted run.
-    assert main([*flags, "--devices", "2", "--output", str(folder), "--resume"]) == 0
-    assert main([*flags, "--devices", "2", "--output", str(tmp_path / "whole")]) == 0
-    assert as_bytes(last_state(folder, epochs=3)) == as_bytes(last_state(tmp_path / "whole", epochs=3))
-    assert metrics_of(folder) == metrics_of(tmp_path / "whole")

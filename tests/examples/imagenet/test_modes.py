@@ -153,8 +153,6 @@ def test_seeds_table_has_a_row_for_each_precision():
             ["--export", "float16", "--mode", "training_benchmark"],
             "--export has no effect in --mode training_benchmark",
         ),
-        (["--process-id", "1"], "--processes and --process-id need --coordinator"),
-        (["--coordinator", "localhost:1"], "needs --processes N"),
         (["--devices", "9"], "--devices 9"),
         (["--ema", "1"], "--ema 1"),
     ],

@@ -1,4 +1,4 @@
-"""The speech example on several devices has the losses of one device; several processes load parts of a batch."""
+"""The speech example on several devices has the losses of one device."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import jax
 import numpy as np
 import pytest
 
-from examples.speech.batching import Buckets
 from tests.examples.speech.runs import task_of
 
 pytestmark = pytest.mark.usefixtures("stored_programs")
@@ -35,20 +34,3 @@ def test_four_devices_with_sharded_state_train_and_test_like_one(one_device, dat
     assert tested["test_loss"] == pytest.approx(one_device[1]["test_loss"], rel=1e-5)
     split = {x.shape for x in jax.tree.leaves(state) if not x.is_fully_replicated}
     assert {(8, 8), (3, 40, 8), (8,), (8, 29)} <= split
-
-
-@pytest.mark.parametrize("split", ["train", "evaluation"])
-def test_processes_load_parts_of_one_batch(data, monkeypatch, split):
-    task = task_of(data, augment=True)
-    buckets = Buckets(task.train_set, 4, task.config.front_end, 1, task.config.perturbation)
-    batches = lambda: list(buckets.train_batches(0, 0) if split == "train" else buckets.evaluation_batches())
-    whole = batches()
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    parts = []
-    for index in range(2):
-        monkeypatch.setattr(jax, "process_index", lambda index=index: index)
-        parts.append(batches())
-    # In the order of the processes, as `DataParallel.put` joins them.
-    joined = [jax.tree.map(lambda *x: np.concatenate(x), *both) for both in zip(*parts, strict=True)]
-    assert len(whole) == 2
-    jax.tree.map(np.testing.assert_array_equal, joined, whole)
