@@ -21,8 +21,6 @@ from examples.common.modes import task_maker
 from examples.common.task import Task
 from examples.common.training import TrainState, Variables
 
-Weights = tuple[Any, Any, Any]  # params, statistics, `TrainState.extra`
-
 
 class Maker:
     """A `mpjax.MakeTraining` of a script. A policy's step and test are compiled once for all seeds.
@@ -69,12 +67,11 @@ class Maker:
         def metric(state: TrainState) -> float:
             return task.test(task.training.weights(state), lambda: None)[name]
 
-        def loss(weights: Weights, batch: Any) -> jax.Array:
-            params, stats, extra = weights
-            return task.training.model.loss(Variables(params, stats), batch, jax.random.key(0), extra).mean
+        def loss(weights: Variables, batch: Any) -> jax.Array:
+            return task.training.model.loss(weights, batch, jax.random.key(0)).mean
 
-        def weights(state: TrainState) -> Weights:
-            return state.params, state.stats, state.extra
+        def weights(state: TrainState) -> Variables:
+            return Variables(state.params, state.stats)
 
         return mpjax.Training(state, step, batches, metric, loss, weights, sign > 0, True, task.metric_name)
 

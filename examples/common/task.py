@@ -87,8 +87,8 @@ class Task(abc.ABC):
         """Opens the data of the flags, once for all tasks. A trained model's `description` is given to use it."""
 
     @abc.abstractmethod
-    def model(self, data: dict[str, Any]) -> Model:
-        """The network and its loss in the precision of the flags, for a `data_state()`."""
+    def model(self) -> Model:
+        """The network and its loss in the precision of the flags."""
 
     @abc.abstractmethod
     def example_batches(self, batch_size: int) -> Sequence[Any]:
@@ -183,9 +183,9 @@ class Task(abc.ABC):
         """Returns a task with the same data and other flags."""
         return type(self)(config, self.parallel, self.data)
 
-    def training_of(self, config: Any, data: dict[str, Any]) -> Training:
-        """The training set-up for the flags and for a `data_state()`."""
-        model = (self if config == self.config else self.with_config(config)).model(data)
+    def training_of(self, config: Any) -> Training:
+        """The training set-up for other flags."""
+        model = (self if config == self.config else self.with_config(config)).model()
         policy, hyper = mpjax.get_policy(config.policy), config.hyperparameters(self.steps)
         return create_training(model, hyper, policy, config.loss_scale, self.parallel)
 
@@ -212,7 +212,7 @@ class Task(abc.ABC):
     @functools.cached_property
     def training(self) -> Training:
         """The set-up for the flags, built at first use."""
-        return self.training_of(self.config, self.data_state())
+        return self.training_of(self.config)
 
     @property
     def scale_is_fixed(self) -> bool:
@@ -272,7 +272,7 @@ class Task(abc.ABC):
 
         def like(position: dict[str, Any]) -> Any:
             config = self.config.with_precision(position["precision"])
-            return self.abstract_state(self.training_of(config, position["data"]))
+            return self.abstract_state(self.training_of(config))
 
         return checkpoints.restore(like, step, resume=resume)
 
@@ -335,9 +335,7 @@ class Task(abc.ABC):
         with Checkpoints(other.checkpoints) as checkpoints:
 
             def like(position: dict[str, Any]) -> Any:
-                return self.abstract_state(
-                    self.training_of(config.with_precision(position["precision"]), position["data"])
-                )
+                return self.abstract_state(self.training_of(config.with_precision(position["precision"])))
 
             restored = checkpoints.restore(like)
         if restored is None:

@@ -43,7 +43,6 @@ class TrainState(NamedTuple):
     opt_state: Any
     totals: Sums  # of the epoch so far
     ema: Any  # the variables' moving average, float32; empty without --ema
-    extra: Any  # what a script counts over the whole run
 
 
 class Loss(NamedTuple):
@@ -52,15 +51,13 @@ class Loss(NamedTuple):
     mean: jax.Array  # shape=(), dtype=float32: differentiated
     sums: Sums
     stats: Any
-    extra: Any = ()
 
 
 class Model(NamedTuple):
     """A network and its loss as pure functions, in the precision of the policy."""
 
     init: Callable[[jax.Array], Variables]  # (key) -> Variables; params in float32 or in the dtype of a module's policy
-    loss: Callable[[Variables, Any, jax.Array, Any], Loss]  # (variables, batch, key, `TrainState.extra`) -> Loss
-    extra: Callable[[], Any] = tuple  # makes the initial `TrainState.extra`
+    loss: Callable[[Variables, Any, jax.Array], Loss]  # (variables, batch, key) -> Loss
     sums: tuple[str, ...] = ("loss", "count")
 
 
@@ -116,15 +113,13 @@ def create_training(
                 warnings.simplefilter("ignore", mpjax.LossScaleWarning)
             opt_state = tx.init(params)
         step = jnp.zeros((), jnp.int32)
-        return TrainState(
-            step, jnp.uint32(seed), params, variables.stats, opt_state, zero(), ema, model.extra()
-        )  # fmt: skip
+        return TrainState(step, jnp.uint32(seed), params, variables.stats, opt_state, zero(), ema)
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         key = jax.random.fold_in(jax.random.key(state.seed), state.step)
 
         def loss_fn(params: Any) -> tuple[jax.Array, Loss]:
-            found = model.loss(Variables(params, state.stats), batch, key, state.extra)
+            found = model.loss(Variables(params, state.stats), batch, key)
             return found.mean, found
 
         value_and_grad = mpjax.value_and_grad(loss_fn, state.opt_state, has_aux=True)
@@ -142,7 +137,7 @@ def create_training(
             "skipped_steps": opt_state.skipped_steps,
             "consecutive_skips": opt_state.consecutive_skips,
         }
-        return TrainState(state.step + 1, state.seed, params, stats, opt_state, totals, ema, found.extra), outputs
+        return TrainState(state.step + 1, state.seed, params, stats, opt_state, totals, ema), outputs
 
     # A step must return the state with its input shardings, or the next step would not accept it.
     places = None if parallel is None else parallel.replicated

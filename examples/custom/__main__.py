@@ -67,7 +67,7 @@ class CustomTask(Task):
         super().__init__(config, parallel, data)
         self._train, self._test = data
         self.steps, self.test_count = len(self._train.labels) // self.batch_size, len(self._test.labels)
-        self._test_loss = jax.jit(self.model({}).loss)  # once: every call of jax.jit would recompile
+        self._test_loss = jax.jit(self.model().loss)  # once: every call of jax.jit would recompile
 
     @classmethod
     def open(cls, config: Config, description: dict[str, Any] | None = None) -> tuple[Batch, Batch]:
@@ -79,13 +79,13 @@ class CustomTask(Task):
         split = train_test_split(inputs.astype(np.float32), labels.astype(np.int32), test_size=0.25, random_state=0)
         return Batch(*split[::2]), Batch(*split[1::2])
 
-    def model(self, data: dict[str, Any]) -> Model:
+    def model(self) -> Model:
         config = self.config
         policy = mpjax.get_policy(config.policy)
         net = mpjax.with_policy(Net(), policy) if config.amp == "module" else Net()
         apply: Callable[..., Any] = net.apply if config.amp == "module" else mpjax.autocast(net.apply, policy)
 
-        def loss(variables: Variables, batch: Batch, key: jax.Array, extra: Any) -> Loss:
+        def loss(variables: Variables, batch: Batch, key: jax.Array) -> Loss:
             logits = apply({"params": variables.params}, batch.inputs).astype(jnp.float32)
             losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels)
             correct = (jnp.argmax(logits, axis=-1) == batch.labels).astype(jnp.float32)
@@ -111,7 +111,7 @@ class CustomTask(Task):
 
     def test(self, weights: Variables, between_steps: Callable[[], None], *, last: bool = True) -> dict[str, Any]:
         between_steps()
-        result = self._test_loss(weights, self._test, jax.random.key(0), ())
+        result = self._test_loss(weights, self._test, jax.random.key(0))
         return {f"test_{name}": value for name, value in means(result.sums).items()}
 
 

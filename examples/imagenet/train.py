@@ -73,10 +73,10 @@ class ImageTask(ImageData):
         mean, std = np.asarray(self.about.mean, np.float32), np.asarray(self.about.std, np.float32)
         return (jnp.asarray(images, jnp.float32) / 255 - mean) / std
 
-    def model(self, data: dict[str, Any]) -> Model:
+    def model(self) -> Model:
         init, train, _ = self.functions
 
-        def loss(variables: Variables, batch: Batch, key: jax.Array, extra: Any) -> Loss:
+        def loss(variables: Variables, batch: Batch, key: jax.Array) -> Loss:
             blend = mix_up(key, self.config.mixup, len(batch.labels))
             images = erase(jax.random.fold_in(key, 2), self.prepare(batch.images), self.config.random_erasing)
             logits, stats = train(variables, blend(images), jax.random.fold_in(key, 1))

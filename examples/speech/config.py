@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from examples.common.cli import UsageError
 from examples.common.config import (
@@ -18,23 +18,15 @@ from examples.common.config import (
     MODEL,
     TRAIN,
     TRAINING,
-    Group,
     Mode,
     RunConfig,
 )
-from examples.common.flags import Count, ForeignFlag, Natural, Positive, Range, Share, TwoOrMore
+from examples.common.flags import Count, ForeignFlag, Natural, Positive, Share, TwoOrMore
 from examples.common.optimizers import Recipe
 from examples.speech.corpus import DEFAULT_CACHE
 from examples.speech.features import NO_PERTURBATION, Features, Perturbation
 
-# Speed benchmarks use synthetic audio.
-SPEECH_ACTIONS = TRAIN
-DECODING = Group("decoding", ("train", "compare", "evaluate", "predict", *BENCHMARKS))
-
 _RECIPE = Recipe(20, 16, 3e-3, 1.0, "adamw", 1e-2, clip_norm=10.0)
-
-# Flags that only one of the models has.
-OF_MODEL = {"deepspeech": ("context", "layer_norm"), "deepspeech2": ("layers", "channels", "lookahead")}
 
 # Mozilla's flags for DeepSpeech.
 _CUDNN = ForeignFlag(note="ignored: one recurrent layer runs on all devices, with the same checkpoints")
@@ -69,38 +61,26 @@ class Config(RunConfig):
     mode: Mode = ACTION("train_and_evaluate", "train, test, use or measure (see the README)", decides=True)  # type: ignore[misc]
     infer: tuple[Path, ...] = FILES((), "transcribe these audio files with the model of the run", uses=("predict",))
 
-    train_data: Path | None = DATA(None, "CSV, LibriSpeech or shards (default: synthesised)", uses=SPEECH_ACTIONS)
-    dev_data: Path | None = DATA(None, "speech to test on after each epoch (default: --test-data)", uses=SPEECH_ACTIONS)
+    train_data: Path | None = DATA(None, "CSV, LibriSpeech or shards (default: synthesised)", uses=TRAIN)
+    dev_data: Path | None = DATA(None, "speech to test on after each epoch (default: --test-data)", uses=TRAIN)
     test_data: Path | None = DATA(None, "test speech, in a format of --train-data")
     audio_field: str | None = DATA(None, "field of the audio in shards (default: any usual name)")
     text_field: str | None = DATA(None, "field of the transcript in shards (default: any usual name)")
     alphabet: Path | None = DATA(None, "file with one character per line (default: space, a to z, ')", uses=BUILD)
     cache_dir: Path = DATA(DEFAULT_CACHE, "folder for the corpus synthesised by espeak-ng", decides=False)
-    longest_seconds: float | None = DATA(None, "leave out training utterances that are longer", uses=SPEECH_ACTIONS)
+    longest_seconds: float | None = DATA(None, "leave out training utterances that are longer", uses=TRAIN)
     max_skipped: Share = DATA(0.01, "largest share of the utterances that may be skipped as unusable")
 
-    model: Literal["deepspeech", "deepspeech2"] = MODEL("deepspeech", "dense and one recurrent, or convolutions first")
-    hidden: Count = MODEL(128, "units of dense layers and of each direction of recurrent layers (DeepSpeech: 2048)")
+    hidden: Count = MODEL(128, "units of dense layers and of each direction of the recurrent layer (DeepSpeech: 2048)")
     cell: Literal["rnn", "gru", "lstm"] = MODEL("gru", "recurrent cell; rnn is DeepSpeech's, with a clipped ReLU")
-    bidirectional: bool = MODEL(True, "also run the recurrent layers backward in time")
+    bidirectional: bool = MODEL(True, "also run the recurrent layer backward in time")
     stride: Count = MODEL(3, "number of 10 ms frames per output of the model")
-    context: Natural = MODEL(5, "deepspeech: frames on either side that the first layer sees")
-    layer_norm: bool = MODEL(True, "deepspeech: layer normalisation before each clipped ReLU")
-    layers: Count = MODEL(2, "deepspeech2: recurrent layers (paper: 7)")
-    channels: Count = MODEL(8, "deepspeech2: channels of the convolutions (paper: 32)")
-    lookahead: Natural = MODEL(0, "deepspeech2 with --no-bidirectional: future frames that a row convolution sees")
+    context: Natural = MODEL(5, "frames on either side that the first layer sees")
+    layer_norm: bool = MODEL(True, "layer normalisation before each clipped ReLU")
     dropout: Share = MODEL(0.05, "dropout rate")
-    features: Literal["log_mel", "mfcc"] = MODEL("log_mel", "audio features that the model reads")
-    mels: Annotated[int, Range("26 or more", 26)] = MODEL(
-        40, "number of mel bands of log_mel, and of mfcc (which keeps the first 26 coefficients)"
-    )
 
     augment: bool = TRAINING(True, "apply SpecAugment and random changes of speed and volume")
     buckets: Count = TRAINING(2, "number of lengths to pad utterances to", uses=(*BUILD, "evaluate"))
-
-    decoder: Literal["greedy", "beam"] = DECODING("greedy", "decoder of the final test and --infer")
-    beam: Count = DECODING(16, "number of prefixes that the beam decoder keeps")
-    report: Natural = DECODING(5, "how many of the worst, median and best transcripts to print")
 
     longest: Positive = BENCHMARK(4.0, "longest utterance in seconds; others from a quarter of it", uses=COMPARE)
     warmup_steps: Natural = BENCHMARK(10, "steps to run before measuring", uses=BENCHMARKS)
@@ -113,13 +93,6 @@ class Config(RunConfig):
             raise UsageError(f"--{given}-data comes with --{missing}-data: give both, or neither.")
         if self.dev_data is not None and self.train_data is None:
             raise UsageError("--dev-data comes with --train-data and --test-data.")
-        others = [name for model, names in OF_MODEL.items() if model != self.model for name in names]
-        if unused := [name for name in others if name in self.given]:
-            raise UsageError(f"--{self._dashed(unused[0])} has no effect with --model {self.model}; leave it out.")
-        if "beam" in self.given and self.decoder != "beam":
-            raise UsageError(f"--beam {self.beam} is for --decoder beam: add it, or leave --beam out.")
-        if self.lookahead and (self.model != "deepspeech2" or self.bidirectional):
-            raise UsageError(f"--lookahead {self.lookahead} is only for --model deepspeech2 with --no-bidirectional.")
         if self.mode == "predict" and not self.infer:
             raise UsageError("--mode predict: add --infer FILE, the audio to transcribe.")
         # The shortest utterance of a benchmark is a quarter of the longest, and must yield at least one frame.
@@ -144,14 +117,9 @@ class Config(RunConfig):
         return Perturbation() if self.augment else NO_PERTURBATION
 
     @property
-    def final_beam(self) -> int:
-        """Number of prefixes that the final test keeps; 0 for greedy decoding."""
-        return self.beam if self.decoder == "beam" else 0
-
-    @property
     def front_end(self) -> Features:
         """The feature extractor."""
-        return Features(self.features, self.mels)
+        return Features()
 
     def output_frames(self, samples: Any) -> Any:
         """Number of output frames of the model for a number of samples."""

@@ -1,10 +1,10 @@
-"""Log-mel and MFCC features, computed in float32 on the device."""
+"""Log-mel features, computed in float32 on the device; augmentation of audio and features."""
 
 from __future__ import annotations
 
 import dataclasses
 from fractions import Fraction
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,23 +29,14 @@ class Features:
     Only full windows yield frames, so padding does not change them. The computation is in float32 under any autocast.
 
     Attributes:
-        kind: log_mel, the log energy of mel bands, or mfcc, the first coefficients of its cosine transform.
         mels: Number of mel bands from 0 Hz to 8 kHz (Slaney's scale and area normalisation, as in librosa).
-        coefficients: Number of mfcc coefficients.
         window: Length of the Hann window in samples.
         hop: Samples from one frame to the next.
     """
 
-    kind: Literal["log_mel", "mfcc"] = "log_mel"
     mels: int = 40
-    coefficients: int = 26
     window: int = 400
     hop: int = 160
-
-    @property
-    def size(self) -> int:
-        """Number of features per frame."""
-        return self.mels if self.kind == "log_mel" else self.coefficients
 
     def __call__(self, audio: ArrayLike, lengths: ArrayLike) -> tuple[jax.Array, jax.Array]:
         """Features of a batch; each coefficient has mean 0 and deviation 1 over the frames of an utterance.
@@ -55,15 +46,14 @@ class Features:
             lengths: [batch], integers, in samples.
 
         Returns:
-            [batch, frames, size], float32, 0 past each utterance's frames; and the numbers of frames, [batch], int32.
+            [batch, frames, mels], float32, 0 past each utterance's frames; and the numbers of frames, [batch], int32.
         """
         frames = self.frames(jnp.asarray(lengths)).astype(jnp.int32)
         return normalize(self.compute(audio), frames), frames
 
     def compute(self, audio: ArrayLike) -> jax.Array:
-        """Features without normalisation, [..., frames, size], of audio [..., samples]."""
-        log_mel = _log_mel(jnp.asarray(audio, jnp.float32), self)
-        return log_mel if self.kind == "log_mel" else _cosine_transform(log_mel)[..., : self.coefficients]
+        """Features without normalisation, [..., frames, mels], of audio [..., samples]."""
+        return _log_mel(jnp.asarray(audio, jnp.float32), self)
 
     def frames(self, samples: Any) -> Any:
         """Number of frames for a number of samples: integers, NumPy or JAX arrays."""
@@ -87,11 +77,6 @@ def _log_mel(audio: jax.Array, features: Features) -> jax.Array:
     # "highest": a GPU would otherwise multiply in TF32, with ten mantissa bits.
     bands = jnp.matmul(power, mel_filters(features.mels, size), precision="highest")
     return jnp.log(jnp.maximum(bands, _FLOOR))
-
-
-@mpjax.float_function
-def _cosine_transform(log_mel: jax.Array) -> jax.Array:
-    return jax.scipy.fft.dct(log_mel, norm="ortho")
 
 
 @mpjax.float_function

@@ -29,7 +29,7 @@ PROGRAM = "python -m examples.speech.precision"
 # Parts of a speech model by source file.
 _PARTS = {
     "features.py": "features: spectrum, its logarithm, mean and deviation",
-    "layers.py": "convolution, batch normalisation: sums over frames",
+    "layers.py": "convolution: sums over frames",
     "recurrence.py": "recurrent layer: gates, state, gradients over time",
     "_classification.py": "CTC: log-sum-exp over labels and alignments",
 }
@@ -55,13 +55,13 @@ class _TrainingSpeech(SpeechTask):
         return open_sets(config, Alphabet((description or {})["characters"]), ["train"])
 
 
-def loss_from_audio(config: Config, labels: int, stats: Any) -> Callable[[Any, Batch], jax.Array]:
+def loss_from_audio(config: Config, labels: int) -> Callable[[Any, Batch], jax.Array]:
     """The training loss as a function of parameters and audio, through features, model and CTC."""
     network = create_network(config, labels)
 
     def loss_fn(params: Any, batch: Batch) -> jax.Array:
         features = config.front_end(batch.audio, batch.audio_lengths)
-        return jnp.mean(ctc_losses(network.apply(params, stats, *features, jax.random.key(0)), batch))
+        return jnp.mean(ctc_losses(network.apply(params, *features, jax.random.key(0)), batch))
 
     return loss_fn
 
@@ -94,10 +94,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     buckets = Buckets(train_set, trained.preset.batch_size, trained.front_end, 1)
     batches = list(itertools.islice(buckets.train_batches(trained.seed, 0), flags.batches))
     float32 = dataclasses.replace(trained, policy="float32", amp="module")
-    report = mpjax.numerics(loss_from_audio(float32, labels, variables.stats), variables.params, batches=batches)
+    report = mpjax.numerics(loss_from_audio(float32, labels), variables.params, batches=batches)
     print(losses_by_part(report))
     for amp in ("module", "autocast"):
-        loss_fn = loss_from_audio(dataclasses.replace(trained, policy=flags.policy, amp=amp), labels, variables.stats)
+        loss_fn = loss_from_audio(dataclasses.replace(trained, policy=flags.policy, amp=amp), labels)
         audit = mpjax.audit(jax.grad(loss_fn), variables.params, batches[0])
         risks = [f"{risk.op} at {risk.source}" for risk in audit.risks if risk.kind in _RISKS]
         print(

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from examples.speech.layers import MaskedBatchNorm, clipped_relu, masked
+from examples.speech.layers import clipped_relu, masked
 
 Carry = tuple[jax.Array, ...]  # the output first, each shape=(batch, hidden), dtype=float32
 
@@ -65,28 +65,20 @@ class Recurrent(nnx.Module):
         features: Number of input features.
         hidden: Units of each direction; the output concatenates the directions.
         bidirectional: Whether to add a backward direction, which starts at the last frame of each sequence.
-        norm: Whether to apply sequence-wise batch normalisation to the input's part of the gates (Deep Speech 2,
-            section 3.2).
         rngs: Random streams of the initialisation.
     """
 
-    def __init__(
-        self, cell: str, features: int, hidden: int, *, bidirectional: bool, norm: bool = False, rngs: nnx.Rngs
-    ) -> None:
+    def __init__(self, cell: str, features: int, hidden: int, *, bidirectional: bool, rngs: nnx.Rngs) -> None:
         self.cell, self.directions = CELLS[cell], 2 if bidirectional else 1
         gates = self.cell.gates
-        # No bias: the normalisation would subtract it.
-        self.inputs = nnx.Linear(features, self.directions * gates * hidden, use_bias=not norm, rngs=rngs)
-        self.norm = MaskedBatchNorm(self.directions * gates * hidden, rngs=rngs) if norm else None
+        self.inputs = nnx.Linear(features, self.directions * gates * hidden, rngs=rngs)
         orthogonal = nnx.initializers.orthogonal()
         kernels = [orthogonal(rngs.params(), (hidden, hidden)) for _ in range(self.directions * gates)]
         self.kernels = nnx.Param(jnp.concatenate(kernels, axis=-1))
 
-    def __call__(self, x: jax.Array, mask: jax.Array, *, train: bool) -> jax.Array:
+    def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
         """x [batch, time, features], mask [batch, time] → [batch, time, directions · hidden], zero where masked."""
         inputs = self.inputs(x)
-        if self.norm is not None:
-            inputs = self.norm(inputs, mask, train=train)
         time_major = partial(jnp.swapaxes, axis1=0, axis2=1)
         parts = jnp.split(time_major(inputs), self.directions, axis=-1)
         # `recur` has its own derivative, so a policy does not cast what its matmuls read.

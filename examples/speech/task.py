@@ -17,7 +17,7 @@ from examples.speech.batching import Batch, Buckets, Shape
 from examples.speech.config import Config
 from examples.speech.corpus import make_corpus
 from examples.speech.dataset import Alphabet, Speech, open_speech
-from examples.speech.testing import Tester, Transcribed, transcript_report
+from examples.speech.testing import Tester, Transcribed, worst_first
 
 # Approximate number of characters spoken per second.
 _CHARACTERS = 14
@@ -58,7 +58,6 @@ class SpeechData(Task):
 
     Attributes:
         transcribed: The results of the last test, one per utterance.
-        not_finite: How often the loss of each training utterance was inf or NaN, by the end of the last epoch.
     """
 
     config_type, unit = Config, "utterances"
@@ -89,9 +88,10 @@ class SpeechData(Task):
         self.test_count = 0 if data.test is None else len(data.test)
         self.prefix = "dev_" if dev else ""
         self.metric = (f"{self.prefix}wer", -1)
-        self.title = f"{config.model} on {data.train.name if data.train else 'synthetic audio'}, policy {config.policy}"
+        self.title = (
+            f"{config.model_name} on {data.train.name if data.train else 'synthetic audio'}, policy {config.policy}"
+        )
         self.transcribed: list[Transcribed] = []
-        self.not_finite = np.zeros(0, np.int32)
 
     @classmethod
     def open(cls, config: Config, description: dict[str, Any] | None = None) -> Data:
@@ -111,10 +111,8 @@ class SpeechData(Task):
         sets = {"train": self.train_set, "test": self.test_set}
         sizes = {f"{name}_utterances": len(speech) for name, speech in sets.items() if speech is not None}
         skipped = sum(len(speech.skipped) for speech in self.data[1:] if speech is not None)
-        found = {"model": self.config.model, "decoder": self.config.decoder, **sizes, "skipped_files": skipped}
-        if self.train_set is None:
-            return found
-        return found | {"train_hours": self.train_set.hours, "not_finite_files": int(np.count_nonzero(self.not_finite))}
+        found = {**sizes, "skipped_files": skipped}
+        return found if self.train_set is None else found | {"train_hours": self.train_set.hours}
 
     def data_text(self) -> str:
         train, test = self.train_set, self.test_set
@@ -124,27 +122,23 @@ class SpeechData(Task):
         )
 
     def report(self, folder: Path | None) -> None:
-        """Prints the transcripts; in a folder, also writes them, and names files whose loss was not finite."""
-        if self.transcribed:
-            report = transcript_report(self.transcribed, self.config.report)
-            say(report)
-            if folder is not None:
-                (folder / "transcripts.txt").write_text(report + "\n")
-                write_json(folder / "transcripts.json", {"transcripts": [x._asdict() for x in self.transcribed]})
-        bad = np.flatnonzero(self.not_finite)
-        if len(bad) and folder is not None:
-            lines = [f"{self.train_set.paths[i]}: {self.not_finite[i]} times" for i in bad]
-            (folder / "not_finite.txt").write_text("\n".join(lines) + "\n")
-            say(f"{len(bad)} training files had a non-finite loss; they are listed in {folder / 'not_finite.txt'}")
+        """Prints the worst, the median and the best transcript; in a folder, also writes all, the worst first."""
+        if not self.transcribed:
+            return
+        ranked = worst_first(self.transcribed)
+        for title, place in {"worst": 0, "median": len(ranked) // 2, "best": -1}.items():
+            say(f"{title}: {ranked[place].text()}")
+        if folder is not None:
+            write_json(folder / "transcripts.json", {"transcripts": [x._asdict() for x in ranked]})
 
     def description(self) -> dict[str, Any]:
         return {"characters": self.alphabet.characters}
 
     def data_state(self) -> dict[str, Any]:
         if self.train_set is None:
-            return {"utterances": self.batch_size}
+            return {}
         fingerprints = [None if speech is None else speech.fingerprint for speech in (self.train_set, self.test_set)]
-        return {"utterances": len(self.train_set), "fingerprints": fingerprints}
+        return {"fingerprints": fingerprints}
 
     def restore_data(self, state: dict[str, Any]) -> None:
         pairs = zip(state["fingerprints"], self.data_state()["fingerprints"], strict=True)
@@ -167,7 +161,7 @@ class SpeechData(Task):
         return synthetic_batch(self.config, self.batch_size, self.alphabet.labels)
 
     def benchmark_settings(self) -> dict[str, Any]:
-        return {"model": self.config.model, "longest_seconds": self.config.longest}
+        return {"longest_seconds": self.config.longest}
 
     def benchmark_metrics(self, items_per_second: float) -> dict[str, Any]:
         seconds = float(np.mean(self.synthetic_batch().audio_lengths)) / SAMPLE_RATE

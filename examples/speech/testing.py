@@ -32,25 +32,23 @@ class Tester:
         # A small set is not padded to a full batch.
         batch_size = -(-min(config.preset.batch_size, len(speech)) // parallel.count) * parallel.count
         self._buckets = Buckets(speech, batch_size, config.front_end, config.buckets, workers=config.workers)
-        self._steps: dict[int, dict[Any, Any]] = {}
+        self._steps: dict[Any, Any] = {}
 
-    def compile(self, variables: Any, beam: int = 0) -> None:
-        """Compiles the steps of a decoder for variables or their `ShapeDtypeStruct`s."""
-        step = create_test_step(self._config, self._speech.alphabet.labels, beam)
+    def compile(self, variables: Any) -> None:
+        """Compiles the steps for variables or their `ShapeDtypeStruct`s."""
+        step = create_test_step(self._config, self._speech.alphabet.labels)
         batches = [self._parallel.like_batch(shape.zeros()) for shape in self._buckets.shapes]
-        self._steps[beam] = {shape_of(batch): compile_step(step, variables, batch).call for batch in batches}
+        self._steps = {shape_of(batch): compile_step(step, variables, batch).call for batch in batches}
 
-    def run(
-        self, variables: Variables, beam: int = 0, between_steps: Callable[[], None] = lambda: None
-    ) -> list[Transcribed]:
-        """Transcribes each utterance by beam search with `beam` prefixes, or greedily if 0."""
-        if beam not in self._steps:
-            self.compile(variables, beam)
+    def run(self, variables: Variables, between_steps: Callable[[], None] = lambda: None) -> list[Transcribed]:
+        """Transcribes each utterance."""
+        if not self._steps:
+            self.compile(variables)
         found: list[Transcribed] = []
         for batch in self._buckets.evaluation_batches():
             between_steps()
             batch = self._parallel.put(batch)
-            step = self._steps[beam][shape_of(batch)]
+            step = self._steps[shape_of(batch)]
             found += self._transcribed(*jax.device_get((batch.weights, batch.indices, *step(variables, batch))))
         return found
 
@@ -81,7 +79,7 @@ def metrics_of_test(transcribed: Iterable[Transcribed], last: bool = True) -> di
     }
 
 
-# Word and character error rates, and a report of the worst, median and best transcripts.
+# Word and character error rates.
 
 
 class Transcribed(NamedTuple):
@@ -92,6 +90,14 @@ class Transcribed(NamedTuple):
     hypothesis: str
     loss: float
     finite: bool = True  # whether the model's outputs are
+
+    def text(self) -> str:
+        """The transcripts below each other."""
+        rates = error_rates([self.reference], [self.hypothesis])
+        return (
+            f"WER {rates.wer:.1%}, CER {rates.cer:.1%}, loss {self.loss:.3f}, {self.name}\n"
+            f"  spoken   {self.reference!r}\n  written  {self.hypothesis!r}"
+        )
 
 
 class ErrorRates(NamedTuple):
@@ -111,28 +117,14 @@ def error_rates(references: Sequence[str], hypotheses: Sequence[str]) -> ErrorRa
     return ErrorRates(jiwer.wer(list(references), list(hypotheses)), jiwer.cer(list(references), list(hypotheses)))
 
 
-def transcript_report(transcribed: Sequence[Transcribed], count: int = 5) -> str:
-    """The `count` worst, median and best transcripts, by word error rate and then by loss.
+def worst_first(transcribed: Sequence[Transcribed]) -> list[Transcribed]:
+    """Sorted by word error rate and then by loss, of which NaN is the worst."""
 
-    No utterance is shown twice, so a small set shows fewer.
-    """
-    rated = [(error_rates([item.reference], [item.hypothesis]), item) for item in transcribed]
-    # NaN would make the order arbitrary, so a NaN loss counts as the worst.
-    rated.sort(key=lambda pair: (-pair[0].wer, -math.inf if math.isnan(pair[1].loss) else -pair[1].loss))
-    middle, last = max(0, (len(rated) - count) // 2), max(0, len(rated) - count)
-    lines: list[str] = []
-    shown: set[int] = set()
-    for title, start in {"worst": 0, "median": middle, "best": last}.items():
-        places = [place for place in range(start, min(start + count, len(rated))) if place not in shown]
-        shown.update(places)
-        lines += [f"{title}:"] if places else []
-        for rates, item in (rated[place] for place in places):
-            lines += [
-                f"  WER {rates.wer:6.1%}  CER {rates.cer:6.1%}  loss {item.loss:8.3f}  {item.name}",
-                f"    spoken   {item.reference!r}",
-                f"    written  {item.hypothesis!r}",
-            ]
-    return "\n".join(lines)
+    def goodness(item: Transcribed) -> tuple[float, float]:
+        loss = math.inf if math.isnan(item.loss) else item.loss
+        return -error_rates([item.reference], [item.hypothesis]).wer, -loss
+
+    return sorted(transcribed, key=goodness)
 
 
 # Transcribes audio files.
@@ -147,7 +139,7 @@ def transcribe_files(task: Any, variables: Variables) -> dict[str, Any]:
     readable, unreadable = each_readable(config.infer, lambda path: _read(config, path), "--infer")
     single = len(readable) == 1
     weights = jax.device_put(cast_to_policy(task, variables), device)
-    transcribe = create_transcribe_step(config, task.alphabet.labels, config.final_beam)
+    transcribe = create_transcribe_step(config, task.alphabet.labels)
     programs: dict[int, Any] = {}
     texts, latencies = [], []
     for path, samples in readable.items():

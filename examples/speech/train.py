@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from examples.common import modes
 from examples.common.training import Loss, Model, TrainState, Variables, masked_sums
@@ -34,31 +33,22 @@ class SpeechTask(SpeechData):
 
     # Model and loss.
 
-    def model(self, data: dict[str, Any]) -> Model:
+    def model(self) -> Model:
         config = self.config
         network = create_network(config, self.alphabet.labels)
 
-        def loss(variables: Variables, batch: Batch, key: jax.Array, not_finite: jax.Array) -> Loss:
+        def loss(variables: Variables, batch: Batch, key: jax.Array) -> Loss:
             masks, dropout = jax.random.split(key)
             features, lengths, readable = finite_features(config, batch.audio, batch.audio_lengths)
             if config.augment:
                 features = spec_augment(masks, features, lengths)
             counted = readable & (batch.weights > 0)
-            applied = network.apply(*variables, features, lengths, dropout)
-            losses = ctc_losses(applied, batch)
+            losses = ctc_losses(network.apply(variables.params, features, lengths, dropout), batch)
             mean = jnp.sum(jnp.where(counted, losses, 0)) / jnp.maximum(jnp.sum(counted), 1)
-            losses = jnp.where(readable, losses, jnp.nan)
-            # Padding has index -1, which would index the last utterance.
-            where = jnp.where((batch.weights > 0) & ~jnp.isfinite(losses), batch.indices, len(not_finite))
-            not_finite = not_finite.at[where].add(1, mode="drop")
-            return Loss(mean, masked_sums(counted, loss=losses), applied.stats, not_finite)
+            sums = masked_sums(counted, loss=losses)
+            return Loss(mean, {**sums, "not_finite": jnp.sum(batch.weights) - sums["count"]}, {})
 
-        return Model(network.init, loss, lambda: jnp.zeros(data["utterances"], jnp.int32))
-
-    def epoch_metrics(self, state: TrainState, between_steps: Callable[[], None]) -> dict[str, Any]:
-        line = super().epoch_metrics(state, between_steps)
-        self.not_finite = np.asarray(state.extra)
-        return line | {"not_finite": int(np.count_nonzero(self.not_finite))}
+        return Model(network.init, loss, ("loss", "not_finite", "count"))
 
     # Tests and predictions.
 
@@ -77,21 +67,20 @@ class SpeechTask(SpeechData):
     def test(
         self, weights: Variables, between_steps: Callable[[], None] = lambda: None, *, last: bool = True
     ) -> dict[str, Any]:
-        beam = self.config.final_beam if last and self._dev is None else 0
-        self.transcribed = self._epoch_tester.run(weights, beam, between_steps)
+        self.transcribed = self._epoch_tester.run(weights, between_steps)
         return {f"{self.prefix}{name}": value for name, value in metrics_of_test(self.transcribed, last).items()}
 
     def final_metrics(self, state: TrainState, between_steps: Callable[[], None]) -> dict[str, Any]:
         if self._dev is None or self._test is None or self.best is None:
             return {}
-        self.transcribed = self._test.run(self.training.weights(state), self.config.final_beam, between_steps)
+        self.transcribed = self._test.run(self.training.weights(state), between_steps)
         return metrics_of_test(self.transcribed)
 
     def predict(self, variables: Variables) -> dict[str, Any]:
         return transcribe_files(self, variables)
 
     def inference_step(self) -> jax.stages.Wrapped:
-        return create_transcribe_step(self.config, self.alphabet.labels, self.config.final_beam)
+        return create_transcribe_step(self.config, self.alphabet.labels)
 
 
 main = functools.partial(modes.main, SpeechTask)

@@ -255,10 +255,8 @@ def test_features_match_a_float64_reference_and_librosa():
     assert log_mel.dtype == np.float32
     wanted = reference_log_mel(audio)
     np.testing.assert_allclose(log_mel, wanted, atol=1e-3)
-    mfcc = np.asarray(Features("mfcc", coefficients=13).compute(audio))
-    np.testing.assert_allclose(mfcc, scipy.fft.dct(wanted, norm="ortho")[:, :13], atol=2e-3)
     # librosa 0.11.0 and 1.0.0, audio y: S = melspectrogram(y=y, sr=16000, n_fft=512, win_length=400, hop_length=160,
-    # center=False, n_mels=40); log(S); mfcc(S=log(S), n_mfcc=13). It sets the window in the middle of its FFT's 512.
+    # center=False, n_mels=40); log(S). It sets the window in the middle of its FFT's 512.
     frames = np.asarray([0, 20, 46])
     shifted = np.asarray(Features().compute(audio[56:]))[frames][:, [0, 5, 20, 39]]
     recorded = [
@@ -266,9 +264,6 @@ def test_features_match_a_float64_reference_and_librosa():
         [-6.4871, -6.0030, -5.4401, -5.6249],
         [-6.6773, -5.2650, -5.8351, -5.3576],
     ]
-    np.testing.assert_allclose(shifted, recorded, atol=1e-3)
-    shifted = np.asarray(Features("mfcc", coefficients=13).compute(audio[56:]))[frames][:, [0, 1, 12]]
-    recorded = [[-30.8009, 6.9422, -4.6575], [-31.2918, -0.2539, 0.2740], [-33.2803, -3.4711, 0.3394]]
     np.testing.assert_allclose(shifted, recorded, atol=1e-3)
 
 

@@ -14,7 +14,6 @@ from flax import nnx
 
 import mpjax
 from examples.speech.config import Config
-from examples.speech.layers import Lookahead
 from examples.speech.models import create_network
 from examples.speech.recurrence import CELLS, Recurrent, recur, recur_by_scan
 from testing import cheap_keys
@@ -22,20 +21,15 @@ from testing.measures import MATMULS, equations, matmuls, risky_in_half
 from testing.random_programs.evaluate import arrays_in_numpy, in_numpy
 
 LABELS = 12
-SMALL = {"policy": "float32", "hidden": 8, "channels": 4, "layers": 1, "dropout": 0.0, "stride": 2}
-MODELS = {
-    "deepspeech": Config(model="deepspeech", cell="lstm", context=2, **SMALL),
-    "deepspeech2": Config(model="deepspeech2", cell="gru", **SMALL),
-}
-models = pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
+CONFIG = Config(policy="float32", hidden=8, dropout=0.0, stride=2, cell="lstm", context=2)
 
 
-def loss_and_stats(network, params, stats, batch, labels, train):
-    applied = network.apply(params, stats, *batch, jax.random.key(0) if train else None)
+def loss_and_logits(network, params, batch, labels, train):
+    applied = network.apply(params, *batch, jax.random.key(0) if train else None)
     inside = jnp.arange(applied.logits.shape[1]) < applied.lengths[:, None]
     logits = applied.logits.astype(jnp.float32)
     losses = optax.ctc_loss(logits, 1.0 - inside, labels, jnp.zeros(labels.shape))
-    return jnp.mean(losses), (losses, jnp.where(inside[..., None], logits, 0), applied.stats)
+    return jnp.mean(losses), (losses, jnp.where(inside[..., None], logits, 0))
 
 
 @pytest.fixture(scope="module")
@@ -44,18 +38,17 @@ def inputs():
     return (features, np.array([24, 21, 13])), np.array([[1, 2], [3, 3], [4, 5]])
 
 
-@models
-def test_padding_changes_no_result(config, inputs):
-    network = create_network(config, LABELS)
-    variables = arrays_in_numpy(network.init)(cheap_keys.key(0))
+def test_padding_changes_no_result(inputs):
+    network = create_network(CONFIG, LABELS)
+    params = arrays_in_numpy(network.init)(cheap_keys.key(0)).params
     (features, lengths), labels = inputs
 
     @in_numpy
     def both_modes(features):
         batch = features, lengths
-        train = jax.value_and_grad(partial(loss_and_stats, network, train=True), has_aux=True)
-        test = loss_and_stats(network, *variables, batch, labels, train=False)
-        return train(*variables, batch, labels), test
+        train = jax.value_and_grad(partial(loss_and_logits, network, train=True), has_aux=True)
+        test = loss_and_logits(network, params, batch, labels, train=False)
+        return train(params, batch, labels), test
 
     # Not zeros: values after the end of a sequence must not be read.
     padded = np.full((3, 37, 40), 7.0, np.float32)
@@ -69,18 +62,13 @@ def test_padding_changes_no_result(config, inputs):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), cut, plain)
 
 
-def test_padding_changes_no_lookahead():
-    layer, x = Lookahead(4, 3, rngs=nnx.Rngs(0)), jnp.ones((1, 8, 4))
-    np.testing.assert_allclose(layer(x, jnp.arange(8)[None] < 5)[:, :5], layer(x[:, :5], jnp.ones((1, 5), bool)), 1e-6)
-
-
 @pytest.mark.parametrize("name", ["gru", "lstm"])
 def test_each_sequence_of_a_batch_is_independent(name):
     create = lambda key: nnx.split(Recurrent(name, 5, 4, bidirectional=True, rngs=nnx.Rngs(key)))
     graph = nnx.graphdef(nnx.eval_shape(lambda: Recurrent(name, 5, 4, bidirectional=True, rngs=nnx.Rngs(0))))
     layer = nnx.merge(graph, arrays_in_numpy(lambda key: create(key)[1])(cheap_keys.key(0)))
     x, lengths = np.random.default_rng(0).normal(size=(2, 7, 5)).astype(np.float32), (7, 4)
-    call = in_numpy(partial(layer, train=False))
+    call = in_numpy(layer)
     together = call(x, np.arange(7) < np.array(lengths)[:, None])
     for row, length in enumerate(lengths):
         alone = call(x[row : row + 1, :length], np.ones((1, length), bool))
@@ -121,29 +109,23 @@ def test_gradient_of_the_recurrent_kernel_accumulates_in_float32():
     assert error(of_plain_scan) > 5 * error(of_layer)
 
 
-@pytest.fixture(scope="module", params=["module", "autocast"])
-def amp(request):
-    return request.param
-
-
-@models
-def test_all_matmuls_run_in_half_and_no_sum_does(config, amp, inputs):
-    network = create_network(dataclasses.replace(config, policy="mixed_float16", amp=amp), LABELS)
+@pytest.mark.parametrize("amp", ["module", "autocast"])
+def test_all_matmuls_run_in_half_and_no_sum_does(amp, inputs):
+    network = create_network(dataclasses.replace(CONFIG, policy="mixed_float16", amp=amp), LABELS)
     variables = jax.eval_shape(lambda: network.init(0))
     (features, lengths), _ = inputs
 
-    def total(params, stats, features):
-        return jnp.sum(network.apply(params, stats, features, lengths, jax.random.key(0)).logits.astype(jnp.float32))
+    def total(params, features):
+        return jnp.sum(network.apply(params, features, lengths, jax.random.key(0)).logits.astype(jnp.float32))
 
     gradient = jax.jit(jax.grad(total))  # traced once for both
-    mpjax.audit(gradient, *variables, features).assert_half()
-    assert not risky_in_half(gradient, *variables, features)
+    mpjax.audit(gradient, variables.params, features).assert_half()
+    assert not risky_in_half(gradient, variables.params, features)
 
 
 def test_inputs_of_all_time_steps_are_one_matmul():
     layer = Recurrent("gru", 5, 4, bidirectional=True, rngs=nnx.Rngs(0))
-    call = partial(layer, train=False)
-    found = matmuls(call, jnp.ones((2, 7, 5)), jnp.ones((2, 7), bool))
+    found = matmuls(layer, jnp.ones((2, 7, 5)), jnp.ones((2, 7), bool))
     inside = [e for e in found if "scan" in e.path]
     outside = [e for e in found if "scan" not in e.path]
     # One per step and direction for the state, and one outside for the inputs of both directions.
@@ -153,7 +135,7 @@ def test_inputs_of_all_time_steps_are_one_matmul():
 
 def test_state_is_float32_under_a_half_policy():
     layer = mpjax.with_policy(Recurrent("lstm", 5, 4, bidirectional=False, rngs=nnx.Rngs(0)), "O3")
-    jaxpr = jax.make_jaxpr(partial(layer, train=False))(jnp.ones((2, 7, 5)), jnp.ones((2, 7), bool))
+    jaxpr = jax.make_jaxpr(layer)(jnp.ones((2, 7, 5)), jnp.ones((2, 7), bool))
     scan = next(e.eqn for e in equations(jaxpr) if e.name == "scan")
     states = [v.aval for v in scan.outvars if v.aval.shape == (2, 4)]
     assert [state.dtype for state in states] == [jnp.float32, jnp.float32]

@@ -49,12 +49,11 @@ def test_run_writes_all_outputs(finished):
     assert [line["step"] for line in lines] == [2, 4]
     assert {name: lines[-1][name] for name in ("wer", "cer")} == {name: summary[name] for name in ("wer", "cer")}
     assert np.isfinite([line[name] for line in lines for name in ("train_loss", "test_loss", "wer", "cer")]).all()
-    assert "worst:" in (finished / "transcripts.txt").read_text()
     transcripts = json.loads((finished / "transcripts.json").read_text())["transcripts"]
     references, hypotheses = ([line[name] for line in transcripts] for name in ("reference", "hypothesis"))
     assert jiwer.wer(references, hypotheses) == pytest.approx(summary["wer"])
     assert jiwer.cer(references, hypotheses) == pytest.approx(summary["cer"])
-    assert not (finished / "not_finite.txt").exists()
+    assert summary["train_not_finite"] == 0
 
 
 @pytest.fixture(scope="module")
@@ -151,8 +150,7 @@ def test_broken_utterance_is_counted_and_the_step_is_kept(finished, data):
     )
     assert int(shown["skipped_steps"]) == 0
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(state.params))
-    assert np.flatnonzero(state.extra).tolist() == [batch.indices[1]]
-    assert float(state.totals["count"]) == 3
+    assert (float(state.totals["count"]), float(state.totals["not_finite"])) == (3, 1)
     assert all(np.array_equal(a, b) for a, b in zip(params, jax.tree.leaves(state.params), strict=True))  # warm-up
 
 
@@ -189,10 +187,6 @@ def test_precision_table_has_the_worst_operation_of_each_part():
     [
         (["--batch-size", "9"], "--batch-size 9 is larger than the data"),
         (["--dropout", "1"], "--dropout 1.0"),
-        (["--mels", "20"], "--mels 20"),
-        (["--lookahead", "3", "--model", "deepspeech2"], "--lookahead 3"),
-        (["--layers", "7"], "--layers has no effect with --model deepspeech"),
-        (["--beam", "8"], "--beam 8 is for --decoder beam"),
         (["--infer", "x.wav"], "--infer needs a trained model"),
         (["--mode", "evaluate", "--output", "no/such/run"], "--train-data has no effect in --mode evaluate"),
         (["--mode", "training_benchmark", "--longest", "0.01"], "--longest 0.01"),
