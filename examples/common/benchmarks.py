@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +15,6 @@ from examples.common.cli import markdown_table
 from examples.common.config import RunConfig
 from examples.common.devices import say
 from examples.common.loop import open_folder, parameter_count
-from examples.common.reporting import InputClock
 from examples.common.run_folder import RunFolder, write_json
 from examples.common.task import Task
 from examples.common.training import compile_step
@@ -41,34 +39,22 @@ class Bench:
         step = task.training.train_step if self.training else task.inference_step()
         self.compiled = compile_step(step, self.state, self.batch)
 
-    def step(self, state: Any, batch: Any) -> tuple[Any, Any]:
-        """The next state, and an output that is ready when the step is done."""
-        result = self.compiled.call(state, batch)
-        return result if self.training else (state, result)
-
     def run(self) -> Any:
-        """Runs a step on the same batch."""
-        self.state, outputs = self.step(self.state, self.batch)
+        """Dispatches a step and returns an output that is ready when it is done."""
+        result = self.compiled.call(self.state, self.batch)
+        if not self.training:
+            return result
+        self.state, outputs = result
         return outputs
 
 
 def measure(
-    step: Callable[[Any, Any], tuple[Any, Any]],
-    state: Any,
-    batches: Iterator[Any],
-    *,
-    warmup: int,
-    iterations: int,
-    items: int,
-    unit: str,
-    one_by_one: bool = False,
+    step: Callable[[], Any], *, warmup: int, iterations: int, items: int, unit: str, one_by_one: bool = False
 ) -> tuple[Any, dict[str, Any]]:
     """Runs a step `warmup + iterations` times and measures the last `iterations`.
 
     Args:
-        step: `(state, batch) -> (state, shown)`. It may donate the state.
-        state: The initial state.
-        batches: At least `warmup + iterations` batches.
+        step: Dispatches a step and returns an output that is ready when the step is done.
         items: Number of items in a batch.
         unit: What an item is, in the plural.
         one_by_one: Whether to wait for each step before dispatching the next, as a server does that answers
@@ -76,20 +62,11 @@ def measure(
             time between the ends of two steps.
 
     Returns:
-        The last state, and a JSON object with the speed, latencies in milliseconds, memory, and the share of the input
-        pipeline. If `shown` is the mapping of a training step, it also has the history of the loss scale and the
-        number of skipped steps.
+        The last output, and a JSON object with the speed, latencies in milliseconds, and memory.
     """
-    clock, before, idle = InputClock(), None, 0.0
-    scaling: list[tuple[Any, Any]] = []
-    ends = [time.perf_counter()]
-    for index, batch in enumerate(clock.batches(itertools.islice(batches, warmup + iterations))):
-        state, shown = step(state, batch)
-        clock.dispatched(shown)
-        if isinstance(shown, Mapping):  # keep nothing else of a step: predictions would fill the device
-            scaling.append((shown["loss_scale"], shown["skipped_steps"]))
-        if index == warmup:
-            idle = clock.seconds
+    before, ends = None, [time.perf_counter()]
+    for index in range(warmup + iterations):
+        shown = step()
         if one_by_one or index:
             # Wait for the previous step, so that the device always has another one queued.
             jax.block_until_ready(shown if one_by_one else before)
@@ -100,45 +77,22 @@ def measure(
         ends.append(time.perf_counter())
     seconds = np.diff(ends[warmup:])
     percentiles = {f"p{q}": float(np.percentile(seconds, q)) * 1e3 for q in (50, 90, 95, 99)}
-    return state, {
+    return before, {
         f"{unit}_per_second": items * iterations / float(seconds.sum()),
         "latency_milliseconds": {"avg": float(seconds.mean()) * 1e3, **percentiles},
-        "input_share": (clock.seconds - idle) / float(seconds.sum()),
         "peak_memory_bytes": peak_bytes(),
-        **_history(jax.device_get(scaling)),
     }
 
 
-def _history(scaling: Sequence[tuple[Any, Any]]) -> dict[str, Any]:
-    """The history of the loss scale: `[step, scale]` at the start and at each change."""
-    if not scaling:
-        return {}
-    scales = [float(scale) for scale, _ in scaling]
-    changes = [index for index, scale in enumerate(scales) if index == 0 or scale != scales[index - 1]]
-    history = [[index + 1, scales[index]] for index in changes]
-    return {"loss_scale_history": history, "skipped_steps": int(scaling[-1][1])}
-
-
 def run_benchmark(config: RunConfig, make: MakeTask) -> dict[str, Any]:
-    """Measures one policy on files, if given, or on synthetic data, and writes benchmark.json."""
+    """Measures one policy on synthetic data and writes benchmark.json."""
     task = make(config)
     with open_folder(config, "-benchmarks") as folder:
         bench = Bench(task)
-        iterations = config.num_iter * (task.steps if getattr(config, "iter_unit", "batch") == "epoch" else 1)
-        sizes = {"warmup": config.warmup_steps, "iterations": iterations, "items": task.batch_size}
-        options: dict[str, Any] = {**sizes, "unit": task.unit, "one_by_one": not bench.training}
-        bench.state, results = measure(bench.step, bench.state, itertools.repeat(bench.batch), **options)
-        if task.from_files:
-            # The extra time of the same steps from files is that of the input pipeline.
-            alone = results["latency_milliseconds"]["avg"]
-            try:
-                files = map(task.put, task.endless_batches())
-                bench.state, results = measure(bench.step, bench.state, files, **options)
-            finally:
-                task.close()
-            # Both measurements have noise, so the difference may be negative.
-            share = max(0.0, 1 - alone / results["latency_milliseconds"]["avg"])
-            results |= {"model_milliseconds": alone, "input_share": share}
+        sizes = {"warmup": config.warmup_steps, "iterations": config.num_iter, "items": task.batch_size}
+        last, results = measure(bench.run, **sizes, unit=task.unit, one_by_one=not bench.training)
+        if bench.training:
+            results |= {name: last[name].item() for name in ("loss_scale", "skipped_steps")}
         results = {
             "policy": config.policy,
             "amp": config.amp,
@@ -146,7 +100,7 @@ def run_benchmark(config: RunConfig, make: MakeTask) -> dict[str, Any]:
             "batch_size": task.batch_size,
             "devices": task.parallel.count,
             "warmup_steps": config.warmup_steps,
-            "iterations": iterations,
+            "iterations": config.num_iter,
             "compile_seconds": bench.compiled.seconds,
             "program_bytes": bench.compiled.bytes,
             **results,

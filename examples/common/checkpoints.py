@@ -79,26 +79,20 @@ class Checkpoints:
         except Exception as error:
             raise _unwritable(self._folder, error) from error
 
-    def restore(
-        self, like: Callable[[dict[str, Any]], Any], step: int | None = None, *, resume: bool = False
-    ) -> Restored | None:
+    def restore(self, like: Callable[[dict[str, Any]], Any], *, resume: bool = False) -> Restored | None:
         """Restores the newest readable state and its position. Returns None if nothing was saved yet.
 
         Args:
             like: Called with the position, returns a state with the saved structure. The restored arrays have its
                 shapes, dtypes and shardings.
-            step: The step to restore instead of the newest.
             resume: Whether training continues from here. Newer checkpoints are then moved to a folder beside this one,
                 since their steps will run again.
 
         Raises:
-            UsageError: The step does not exist, or no checkpoint can be read as this model.
+            UsageError: No checkpoint can be read as this model.
         """
-        steps = self.steps
-        if step is not None and step not in steps:
-            raise UsageError(f"--resume-step {step}: {str(self._folder)!r} has the steps {steps}; give one of them.")
         problems: list[str] = []
-        for candidate in reversed(steps) if step is None else [step]:
+        for candidate in reversed(self.steps):
             try:
                 restored = self._read(candidate, like)
             except UsageError:
@@ -115,7 +109,7 @@ class Checkpoints:
             return None
         raise UsageError(
             f"no checkpoint in {str(self._folder)!r} can be read as this model ({'; '.join(problems)}). Give the flags "
-            f"that it was trained with, another --resume-step, or another folder.{self._of_best(like)}"
+            f"that it was trained with, or another folder.{self._of_best(like)}"
         )
 
     def _of_best(self, like: Callable[[dict[str, Any]], Any]) -> str:

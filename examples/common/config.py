@@ -80,9 +80,7 @@ class RunConfig(abc.ABC):
 
     output: Path | None = FILES(None, "folder of the run (default: the next number in runs/SCRIPT)", "--results-dir")
     resume: bool = FILES(False, "continue the run in --output; precision and --epochs may change", uses=TRAIN)
-    resume_step: int | None = FILES(None, "take this step's checkpoint, not the newest", uses=(*TRAIN_ONLY, *USE))
     init_from: Path | None = FILES(None, "start from the weights of a run, an export or a file", uses=TRAIN_ONLY)
-    keep_optimizer: bool = FILES(False, "with --init-from RUN: also load its optimizer state", uses=TRAIN_ONLY)
     weights: Path | None = FILES(None, "use a file written by --export instead of a checkpoint in --output", uses=USE)
     export: Export | None = FILES(None, "write tested weights in this dtype", uses=(*TRAIN_ONLY, "evaluate"))
     best: bool = FILES(False, "use the best checkpoint of the run instead of the newest (see --keep-best)", uses=USE)
@@ -92,9 +90,9 @@ class RunConfig(abc.ABC):
     learning_rate: Positive | None = RECIPE(None, "peak learning rate of the schedule")
     schedule: Literal["cosine", "constant"] | None = RECIPE(None, "schedule after the warm-up (default: cosine)")
     warmup_epochs: NotNegative | None = RECIPE(None, "epochs over which the learning rate rises from zero to its peak")
-    optimizer: Literal["sgd", "adam", "adamw", "lars", "lamb"] | None = RECIPE(None, "lars, lamb: for large batches")
-    momentum: Share | None = RECIPE(None, "momentum of sgd and lars")
-    nesterov: bool | None = RECIPE(None, "Nesterov momentum for sgd and lars")
+    optimizer: Literal["sgd", "adam", "adamw"] | None = RECIPE(None, "the update rule")
+    momentum: Share | None = RECIPE(None, "momentum of sgd")
+    nesterov: bool | None = RECIPE(None, "Nesterov momentum for sgd")
     weight_decay: NotNegative | None = RECIPE(None, "weight decay of kernels (not of biases and normalisation)")
     clip_norm: Positive | None = RECIPE(
         None, "clip the global norm of the gradients to this value", "--max-gradient-norm"
@@ -108,7 +106,7 @@ class RunConfig(abc.ABC):
     save_every: NotNegative = RUNNING(60.0, "seconds between checkpoints")
     keep: Count = RUNNING(2, "number of newest checkpoints to keep")
     keep_best: bool = RUNNING(True, "also keep the checkpoint of the best epoch, in OUTPUT/best")
-    log_every: Count = RUNNING(50, "steps between lines of steps.jsonl, also in TensorBoard")
+    log_every: Count = RUNNING(50, "steps between metrics of a step in TensorBoard")
 
     warmup_steps: Natural = BENCHMARK(200, "steps to run before measuring", uses=BENCHMARKS)
     num_iter: TwoOrMore = BENCHMARK(500, "number of steps to measure", uses=(*BENCHMARKS, "compare"))
@@ -238,19 +236,15 @@ class RunConfig(abc.ABC):
     def _check_together(self) -> None:
         if self.output is None and self.resume:
             raise UsageError("--resume needs the folder of the run to continue: add --output DIR.")
-        if self.resume_step is not None and self.action in TRAIN_ONLY and not self.resume:
-            raise UsageError(f"--resume-step {self.resume_step} chooses the checkpoint for --resume: add --resume.")
         if self.output is None and self.weights is None and self.action in USE:
             raise UsageError(f"{self.action_flag} needs a trained model: add --output DIR or --weights FILE.")
         if self.weights is not None and (self.export or self.best):
             raise UsageError(f"--weights {str(self.weights)!r}: --export and --best need the checkpoint of a run.")
-        if self.keep_optimizer and self.init_from is None:
-            raise UsageError("--keep-optimizer loads the optimizer state of a run: add --init-from RUN.")
         if self.patience is not None and self.mode == "train":
             raise UsageError(f"--patience {self.patience} needs tests after each epoch: leave out --mode train.")
         for name in ("momentum", "nesterov"):
-            if name in self.given and self.preset.optimizer not in ("sgd", "lars"):
-                raise UsageError(f"--{name} is for sgd and lars; --optimizer {self.preset.optimizer} has none.")
+            if name in self.given and self.preset.optimizer != "sgd":
+                raise UsageError(f"--{name} is for sgd; --optimizer {self.preset.optimizer} has none.")
         if self.batch_sizes is not None and self.compare is None:
             raise UsageError(f"--batch-sizes {self.batch_sizes} is only for --compare: add it, or give --batch-size.")
 

@@ -173,7 +173,7 @@ class _Run:
         return self._summarise(task.final_metrics(self.state, self._save_or_stop))
 
     def _restore(self) -> bool:
-        restored = self.task.restore(self.checkpoints, self.config.resume_step)
+        restored = self.task.restore(self.checkpoints)
         if restored is None:
             say("no checkpoint was saved yet: the run starts from the beginning")
         else:
@@ -181,7 +181,7 @@ class _Run:
             self.epoch, self.batch = position["epoch"], position["batch"]
             if self.best is not None:
                 self.best.set_aside_after(int(self.state.step))
-        self.folder.keep_metrics(self.epoch, 0 if restored is None else int(self.state.step))
+        self.folder.keep_metrics(self.epoch)
         return restored is not None
 
     def _train_epoch(self, progress: Progress) -> None:
@@ -218,7 +218,6 @@ class _Run:
         step, found = before[0], jax.device_get(before[1])
         line = {"step": step, **{f"train_{name}": value for name, value in means(found["totals"]).items()}}
         line |= {name: found[name].item() for name in ("loss_scale", "skipped_steps")}
-        self.folder.append_step(line)
         self._write_scalars(line, "step/")
         if found["consecutive_skips"] > _MAX_SKIPS:
             self._check_progress()

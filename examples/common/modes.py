@@ -70,7 +70,7 @@ def run_training(config: RunConfig, make: MakeTask) -> dict[str, Any]:
     """Trains in a new folder, or resumes an earlier run."""
     task = make(config)
     with open_folder(config) as folder:
-        summary = folder.summary if config.resume and config.resume_step is None else None
+        summary = folder.summary if config.resume else None
         if summary is not None and summary.get("epochs", 0) >= task.epochs:
             say(f"the run in {folder.path} has already finished")
         else:
@@ -191,7 +191,7 @@ def run_variables(task: Task, folder: RunFolder) -> Variables:
     if not path.is_dir():
         raise UsageError(f"--output {str(folder.path)!r} holds no {path.name}; give the folder of a training.")
     with Checkpoints(path) as checkpoints:
-        restored = task.restore_as_saved(checkpoints, config.resume_step)
+        restored = task.restore_as_saved(checkpoints)
     if restored is None:
         raise UsageError(f"--output {str(folder.path)!r} holds no checkpoint yet: the run ended before its first.")
     state, _ = restored

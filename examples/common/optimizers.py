@@ -81,15 +81,10 @@ def create_optimizer(
 
 
 def _rule(hyper: Recipe, schedule: optax.Schedule) -> optax.GradientTransformation:
-    decay, momentum, nesterov = hyper.weight_decay, hyper.momentum, hyper.nesterov
+    decay = hyper.weight_decay
     if hyper.optimizer == "adamw":
         return optax.adamw(schedule, weight_decay=decay, mask=_kernels)
-    if hyper.optimizer == "lamb":
-        return optax.lamb(schedule, weight_decay=decay, mask=_kernels)
-    if hyper.optimizer == "lars":
-        # Biases and normalisation have no trust ratio either. You et al., 2017 (https://arxiv.org/abs/1708.03888).
-        return optax.lars(schedule, decay, _kernels, trust_ratio_mask=_kernels, momentum=momentum, nesterov=nesterov)
-    rule = optax.adam(schedule) if hyper.optimizer == "adam" else optax.sgd(schedule, momentum, nesterov)
+    rule = optax.adam(schedule) if hyper.optimizer == "adam" else optax.sgd(schedule, hyper.momentum, hyper.nesterov)
     return optax.chain(optax.add_decayed_weights(decay, mask=_kernels), rule)
 
 

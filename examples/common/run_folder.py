@@ -3,13 +3,12 @@
 config.json     the flags that decide the result, with which --resume checks that the run is the same
 data.json       the facts about the data that the model needs, so that it can be used without the data
 metrics.jsonl   a line per finished epoch
-steps.jsonl     a line every --log-every steps
 summary.json    the result; written when the run finishes
-tensorboard/    the same metrics as event files
+tensorboard/    the same metrics, and those of every --log-every steps, as event files
 checkpoints/    Orbax checkpoints; best/ has that of the best epoch
 .lock           locked by the process that trains
 
-Each file except steps.jsonl is replaced atomically. A process that is killed at any moment leaves the old or the new
+Each file is replaced atomically. A process that is killed at any moment leaves the old or the new
 version.
 """
 
@@ -168,21 +167,14 @@ class RunFolder:
         except FileNotFoundError:
             return None
 
-    def keep_metrics(self, epochs: int, steps: int) -> None:
-        """Drops the lines logged after the checkpoint, since those epochs and steps will run again."""
+    def keep_metrics(self, epochs: int) -> None:
+        """Drops the lines logged after the checkpoint, since those epochs will run again."""
         self._write_metrics(self.metrics[:epochs])
-        kept = [line for line in _lines(self._steps_path) if line["step"] <= steps]
-        _replace(self._steps_path, "".join(to_json(line) + "\n" for line in kept))
         (self.path / "summary.json").unlink(missing_ok=True)
 
     def append_metrics(self, line: Mapping[str, Any]) -> None:
         """Writes the line of one epoch."""
         self._write_metrics([*self.metrics, line])
-
-    def append_step(self, line: Mapping[str, Any]) -> None:
-        """Writes the line of one step."""
-        with self._steps_path.open("a") as file:
-            file.write(to_json(line) + "\n")
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Writes the result. The run then counts as finished."""
@@ -194,10 +186,6 @@ class RunFolder:
     @property
     def _metrics_path(self) -> Path:
         return self.path / "metrics.jsonl"
-
-    @property
-    def _steps_path(self) -> Path:
-        return self.path / "steps.jsonl"
 
 
 def to_json(value: Any, indent: int | None = None) -> str:

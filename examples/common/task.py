@@ -29,7 +29,6 @@ from examples.common.training import (
     compile_step,
     create_training,
     float32_params,
-    inner_state,
     means,
     with_params,
 )
@@ -58,7 +57,6 @@ class Task(abc.ABC):
         title: The model and its data.
         steps: Number of steps of an epoch.
         test_count: Number of entries of the test set.
-        from_files: Whether benchmarks read files.
     """
 
     config_type: ClassVar[type[RunConfig]]
@@ -72,7 +70,6 @@ class Task(abc.ABC):
     title: str
     steps = 1
     test_count: int
-    from_files = False
 
     def __init__(self, config: Any, parallel: DataParallel, data: Any) -> None:
         self.config, self.parallel, self.data = config, parallel, data
@@ -265,20 +262,18 @@ class Task(abc.ABC):
         """Further entries of a checkpoint's position, as JSON: the precision and the state of the data."""
         return {"precision": self.config.precision, "data": self.data_state()}
 
-    def restore_as_saved(
-        self, checkpoints: Checkpoints, step: int | None = None, *, resume: bool = False
-    ) -> Restored | None:
+    def restore_as_saved(self, checkpoints: Checkpoints, *, resume: bool = False) -> Restored | None:
         """Restores the newest state in the precision that it was trained in."""
 
         def like(position: dict[str, Any]) -> Any:
             config = self.config.with_precision(position["precision"])
             return self.abstract_state(self.training_of(config))
 
-        return checkpoints.restore(like, step, resume=resume)
+        return checkpoints.restore(like, resume=resume)
 
-    def restore(self, checkpoints: Checkpoints, step: int | None = None) -> Restored | None:
+    def restore(self, checkpoints: Checkpoints) -> Restored | None:
         """Restores the newest state in the precision of the flags, to continue training."""
-        restored = self.restore_as_saved(checkpoints, step, resume=True)
+        restored = self.restore_as_saved(checkpoints, resume=True)
         if restored is None:
             return None
         state, position = restored
@@ -298,30 +293,19 @@ class Task(abc.ABC):
         state, source = self.initial_state(), self.config.init_from
         if source is None:
             return state
-        inner = None
         if source.is_dir():
             old = self._state_of(source)
             params, stats = float32_params(old), old.stats
             check_alike(params, state.params, f"--init-from {str(source)!r}")
-            if self.config.keep_optimizer:
-                inner = inner_state(old)
-            elif old.ema:
+            if old.ema:
                 params, stats = old.ema["params"], old.ema["stats"]
-        elif self.config.keep_optimizer:
-            raise UsageError(f"--keep-optimizer: {str(source)!r} is a file of weights, which has no optimizer state.")
         else:
             like = Variables(float32_params(state), state.stats)
             params, stats = self.parallel.replicate(self.read_initial(source, like))
-        try:
-            new = with_params(state, params, self.training.policy, inner)._replace(stats=stats)
-        except ValueError as error:
-            raise UsageError(
-                f"--keep-optimizer: the run in {str(source)!r} has another optimizer; leave the flag out, or give "
-                "the --optimizer, --accumulate and --clip-norm of that run."
-            ) from error
+        new = with_params(state, params, self.training.policy)._replace(stats=stats)
         if state.ema:
             new = new._replace(ema=jax.tree.map(jnp.array, {"params": params, "stats": stats}))
-        say(f"weights from {source}; optimizer state {'kept' if inner is not None else 'new'}")
+        say(f"weights from {source}")
         return self.parallel.place(new)
 
     def read_initial(self, path: Path, like: Variables) -> Variables:
@@ -331,13 +315,9 @@ class Task(abc.ABC):
     def _state_of(self, source: Path) -> TrainState:
         """Reads the newest state of another run."""
         other = RunFolder(source)
-        config = self.config.trained(other.settings(self.config.script))
+        task = self.with_config(self.config.trained(other.settings(self.config.script)))
         with Checkpoints(other.checkpoints) as checkpoints:
-
-            def like(position: dict[str, Any]) -> Any:
-                return self.abstract_state(self.training_of(config.with_precision(position["precision"])))
-
-            restored = checkpoints.restore(like)
+            restored = task.restore_as_saved(checkpoints)
         if restored is None:
             raise UsageError(f"--init-from {str(source)!r} holds no checkpoint yet.")
         return restored[0]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import zipfile
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -78,14 +77,14 @@ def read_about(path: Path) -> dict[str, Any]:
 
 
 def file_shapes(path: Path, flag: str) -> Shapes:
-    """Names and shapes of the arrays in a .safetensors or .npz file, from its header."""
+    """Names and shapes of the arrays in a .safetensors or .pth file."""
     try:
         return _open(path)[0]
     except UsageError:
         raise
     except Exception as error:
         raise UsageError(
-            f"{flag} {str(path)!r} can't be read as .safetensors, .npz or .pth: {one_line(error, 200)}"
+            f"{flag} {str(path)!r} can't be read as .safetensors or .pth: {one_line(error, 200)}"
         ) from error
 
 
@@ -97,7 +96,7 @@ def file_variables(
     convert: Callable[[Any], Any] = lambda array: array,
     keep: Collection[str] = (),
 ) -> Variables:
-    """Reads the arrays of a .safetensors or .npz file as variables, on the host.
+    """Reads the arrays of a .safetensors or .pth file as variables, on the host.
 
     Args:
         path: The file. Its arrays have the names of `named`, with or without the prefix `params/` or `stats/`.
@@ -147,8 +146,6 @@ def _open(path: Path) -> tuple[Shapes, Reader]:
 def _open_named(path: Path) -> tuple[Shapes, Reader]:
     if path.suffix in (".pth", ".pt", ".bin"):
         return _open_torch(path)
-    if zipfile.is_zipfile(path):
-        return _open_npz(path)
     from safetensors import safe_open
 
     file = safe_open(str(path), "flax")
@@ -166,20 +163,6 @@ def _open_torch(path: Path) -> tuple[Shapes, Reader]:
         found = found.get(key, found)
     tensors = {name: x for name, x in found.items() if isinstance(x, torch.Tensor)}
     return {name: tuple(x.shape) for name, x in tensors.items()}, lambda name: tensors[name].float().numpy()
-
-
-def _open_npz(path: Path) -> tuple[Shapes, Reader]:
-    archive = zipfile.ZipFile(path)
-    shapes: Shapes = {}
-    for entry in archive.infolist():
-        with archive.open(entry) as member:
-            version = np.lib.format.read_magic(member)
-            read_header = (
-                np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-            )
-            shapes[entry.filename.removesuffix(".npy")] = read_header(member)[0]
-    arrays = np.load(path, allow_pickle=False)
-    return shapes, lambda name: arrays[name]
 
 
 def check_alike(params: Any, like: Any, source: str) -> None:

@@ -10,7 +10,6 @@ from examples.common.cli import UsageError
 from examples.common.config import (
     ACTION,
     BENCHMARK,
-    BENCHMARKS,
     DATA,
     FILES,
     MODEL,
@@ -80,15 +79,16 @@ class Config(RunConfig):
     random_erasing: Part = TRAINING(0.0, "probability of erasing a rectangle of an image, such as 0.25")
 
     images: tuple[Path, ...] = FILES((), "image files to classify (default: the test images)", uses=("predict",))
-    iter_unit: Literal["batch", "epoch"] = BENCHMARK("batch", "what --num-iter counts", uses=BENCHMARKS)
+    iter_unit: Literal["batch"] = BENCHMARK("batch", "what --num-iter counts, as in NVIDIA's scripts")
 
     def _check_together(self) -> None:
         super()._check_together()
         if self.model is not None:
             check_model(self.model)
-        if self.dataset is not None and (self.data_dir is not None or self.is_benchmark):
-            other = f"--data-dir {self.data_dir}" if self.data_dir is not None else "a benchmark's synthetic images"
-            raise UsageError(f"--dataset {self.dataset}: {other} would replace it; leave one of them out.")
+        if self.is_benchmark and (self.data_dir or self.dataset):
+            raise UsageError(f"--mode {self.mode} measures on synthetic images: leave out --data-dir and --dataset.")
+        if self.dataset is not None and self.data_dir is not None:
+            raise UsageError(f"--dataset {self.dataset}: --data-dir {self.data_dir} would replace it; leave one out.")
         if self.on_embedded and self.image_size not in (None, self.side):
             raise UsageError(
                 f"--image-size {self.image_size}: the images of {self.embedded} are {self.side}x{self.side}; leave it "
@@ -100,8 +100,6 @@ class Config(RunConfig):
                     raise UsageError(f"--{self._dashed(name)} is only for images in files: add --data-dir.")
         if self.whole and self.test_crop != MIDDLE:
             raise UsageError(f"--test-crop {self.test_crop}: --whole takes the whole image; leave one of them out.")
-        if self.iter_unit == "epoch" and self.data_dir is None:
-            raise UsageError("--iter-unit epoch counts passes over --data-dir: give one, or --iter-unit batch.")
 
     @property
     def embedded(self) -> str:

@@ -29,7 +29,7 @@ def read_pretrained(path: Path, like: Variables, model: str) -> Variables:
     If a torch file has a different number of classes, its head is skipped, and the model's keeps its random weights.
 
     Args:
-        path: A .safetensors or .npz file.
+        path: A .safetensors or .pth file.
         like: The model's variables; they must be concrete if the head may have to be kept.
         model: The model's name.
 

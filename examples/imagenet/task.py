@@ -50,7 +50,6 @@ class ImageData(Task):
             # A test set smaller than a batch is not padded to a full batch.
             self.test_count = len(data.test)
             self.test_batch_size = min(self.batch_size, -(-self.test_count // parallel.count) * parallel.count)
-        self.from_files = config.data_dir is not None
         self.title = f"{config.model_name} on {known.name if known else 'images'}, policy {config.policy}"
         self._stream: Any = None
 
@@ -127,7 +126,7 @@ def open_data(config: Config, about: Description | None = None) -> Data:
         if test is not None:
             _check_same(about, test)
         return Data(about, None, test)
-    if config.data_dir is None and config.is_benchmark:
+    if config.is_benchmark:
         images: Dataset = Synthetic(config.model_name, config.side)
         return Data(images.description, images, images)
     train, test = _open(config, ["train", "val"])

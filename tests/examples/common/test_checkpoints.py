@@ -115,15 +115,6 @@ def test_reading_a_checkpoint_moves_nothing(folder):
         assert checkpoints.steps == [1, 2, 3]
 
 
-def test_an_older_step_can_be_chosen(folder):
-    with Checkpoints(folder, keep=3) as checkpoints:
-        restored, _ = checkpoints.restore(lambda position: state(0), 1, resume=True)
-        np.testing.assert_array_equal(restored["params"]["w"], state(1)["params"]["w"])
-        assert checkpoints.steps == [1]
-        with pytest.raises(UsageError, match=r"--resume-step 3: .* has the steps \[1\]"):
-            checkpoints.restore(lambda position: state(0), 3)
-
-
 def test_another_model_is_an_error_but_a_missing_checkpoint_is_not(folder, tmp_path):
     with Checkpoints(folder, keep=3) as checkpoints, pytest.raises(UsageError, match="can be read as this model"):
         checkpoints.restore(lambda position: {"other": jnp.zeros(3)})

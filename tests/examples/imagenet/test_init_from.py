@@ -18,7 +18,7 @@ from examples.common.checkpoints import Checkpoints
 from examples.common.cli import UsageError
 from examples.common.run_folder import RunFolder, write_json
 from examples.common.training import Variables, float32_params
-from examples.common.weights import named, write_weights
+from examples.common.weights import write_weights
 from examples.imagenet import train
 from examples.imagenet.models import network
 from examples.imagenet.pretrained import read_pretrained
@@ -54,28 +54,24 @@ def trained_state(**flags):
     )
 
 
-@pytest.mark.parametrize("keep", [False, True])
-def test_chain_of_precisions_keeps_masters_bitwise(tmp_path, keep):
+def test_chain_of_precisions_keeps_masters_bitwise(tmp_path):
     state, source = trained_state(policy="O2"), tmp_path / "O2"
     saved_run(source, state, policy="O2")
     masters = as_bytes(float32_params(state))
     for number, policy in enumerate(("float32", "O2", "mixed_bfloat16")):
-        task = digits_task(policy=policy, init_from=source, keep_optimizer=keep)
+        task = digits_task(policy=policy, init_from=source)
         state = task.start_state()
         assert int(state.step) == 0
         assert as_bytes(float32_params(state)) == masters
         fresh = task.initial_state()
         assert jax.tree.map(lambda x: (x.shape, x.dtype), state) == jax.tree.map(lambda x: (x.shape, x.dtype), fresh)
-        momentum, zero = (as_bytes(optax.tree.get(other, "trace")) for other in (state, fresh))
-        assert keep == (momentum != zero)
+        assert as_bytes(optax.tree.get(state, "trace")) == as_bytes(optax.tree.get(fresh, "trace"))
         source = saved_run(tmp_path / str(number), state, policy=policy)
 
 
-def test_run_of_another_optimizer_or_model_is_refused(tmp_path):
+def test_run_of_another_model_is_refused(tmp_path):
     model = f"{__name__}:CustomLinen"
     source = saved_run(tmp_path / "run", digits_task(model=model).initial_state(), model=model)
-    with pytest.raises(UsageError, match="has another optimizer"):
-        digits_task(model=model, optimizer="adam", init_from=source, keep_optimizer=True).start_state()
     with pytest.raises(UsageError, match="give the same --model"):
         digits_task(init_from=source).start_state()
 
@@ -85,8 +81,7 @@ def test_training_starts_from_a_run_and_from_files(tmp_path, capsys):
     source = saved_run(tmp_path / "run", state)
     variables = Variables(state.params, state.stats)
     write_weights(tmp_path / "export.safetensors", variables, {})
-    np.savez(tmp_path / "arrays.npz", **{name: np.asarray(x) for name, x in named(variables._asdict()).items()})
-    for path in (source, tmp_path / "export.safetensors", tmp_path / "arrays.npz"):
+    for path in (source, tmp_path / "export.safetensors"):
         started = digits_task(policy="O2", init_from=path, ema=0.9).start_state()
         assert as_bytes(float32_params(started)) == as_bytes(state.params)
         assert as_bytes(started.stats) == as_bytes(state.stats)
@@ -301,7 +296,7 @@ def test_custom_models_draw_dropout_in_training_only(model):
     np.testing.assert_array_equal(one, again)
 
 
-@pytest.mark.parametrize(("optimizer", "policy"), [("adam", "O3"), ("adamw", "O2"), ("lars", "O3"), ("lamb", "O2")])
+@pytest.mark.parametrize(("optimizer", "policy"), [("adam", "O3"), ("adamw", "O2")])
 def test_every_optimizer_updates_half_parameters(optimizer, policy):
     task = digits_task(model=f"{__name__}:CustomLinen", optimizer=optimizer, policy=policy, warmup_epochs=0.0)
     state = task.initial_state()

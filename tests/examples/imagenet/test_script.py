@@ -70,7 +70,7 @@ def test_entries_without_finite_outputs_are_wrong():
 
 def test_run_writes_all_outputs_and_is_never_overwritten(tmp_path, capsys):
     output = tmp_path / "run"
-    flags = digit_flags(output, "--seed", "7")
+    flags = digit_flags(output, "--seed", "7", "--log-every", "1")
     assert main(flags) == 0
     out = capsys.readouterr().out.splitlines()
     summary = json.loads((output / "summary.json").read_text())
@@ -87,6 +87,7 @@ def test_run_writes_all_outputs_and_is_never_overwritten(tmp_path, capsys):
     written = [v for event in events(output / "tensorboard") for v in event.summary.value]
     accuracies = [v.simple_value for v in written if v.tag == "test_accuracy"]
     assert accuracies == pytest.approx([line["test_accuracy"] for line in lines])
+    assert [v.simple_value for v in written if v.tag == "step/loss_scale"] == [2.0**15] * 6
     # A second run is refused, --resume has nothing to do, and --resume with other flags is refused.
     error = error_of(flags, capsys)
     assert f"'{output}' is not empty" in error
