@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import jax
-import numpy as np
 from tensorboardX import SummaryWriter
 
 import mpjax
@@ -21,7 +20,7 @@ from examples.common.checkpoints import Checkpoints
 from examples.common.cli import UsageError
 from examples.common.config import RunConfig
 from examples.common.devices import say
-from examples.common.reporting import InputClock, Progress
+from examples.common.reporting import Progress
 from examples.common.run_folder import RunFolder
 from examples.common.task import Task
 from examples.common.training import means
@@ -32,7 +31,7 @@ from perf.memory import is_out_of_memory
 _MAX_SKIPS = 50
 
 
-class Interruption:
+class Interruption(contextlib.ExitStack):
     """A context in which the first SIGINT or SIGTERM asks the loop to stop at the next step.
 
     A second signal has its normal effect, so that a hanging run can still be ended. Orbax's `reached_preemption`
@@ -42,27 +41,18 @@ class Interruption:
         signal: The received signal, or None.
     """
 
-    def __init__(self) -> None:
-        self.signal: signal.Signals | None = None
-        self._previous: dict[signal.Signals, Any] = {}
+    signal: signal.Signals | None = None
 
     def __enter__(self) -> Interruption:
         # Python allows only the main thread to set signal handlers.
         if threading.current_thread() is threading.main_thread():
-            self._previous = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self.callback(signal.signal, number, signal.signal(number, self._handle))
         return self
-
-    def __exit__(self, *_: object) -> None:
-        self._restore()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.signal = signal.Signals(number)
-        self._restore()
-
-    def _restore(self) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-        self._previous = {}
+        self.close()
 
 
 class Interrupted(Exception):
@@ -102,14 +92,9 @@ def train(task: Task, folder: RunFolder) -> dict[str, Any]:
         UsageError: Training diverged, memory or the disk is full, or the checkpoint is of another model.
         Interrupted: A signal ended the training. The state is saved.
     """
-    config = task.config
-    with ExitStack() as stack:
-        interruption = stack.enter_context(Interruption())
-        checkpoints = stack.enter_context(Checkpoints(folder.checkpoints, config.keep))
-        best = stack.enter_context(Checkpoints(folder.best, 1)) if config.keep_best and task.best else None
-        stack.callback(task.close)
+    with contextlib.ExitStack() as stack:
         try:
-            return _Run(task, folder, checkpoints, best, interruption, stack).finish()
+            return _Run(task, folder, stack).finish()
         except UsageError:
             raise
         except Exception as error:
@@ -122,23 +107,18 @@ def train(task: Task, folder: RunFolder) -> dict[str, Any]:
 
 
 class _Run:
-    """One run and its open resources. `finish` trains."""
+    """One run, which opens its resources on the stack. `finish` trains."""
 
-    def __init__(
-        self,
-        task: Task,
-        folder: RunFolder,
-        checkpoints: Checkpoints,
-        best: Checkpoints | None,
-        interruption: Interruption,
-        stack: ExitStack,
-    ) -> None:
-        self.task, self.config, self.folder = task, task.config, folder
-        self.checkpoints, self.best = checkpoints, best
-        self.interruption, self.stack = interruption, stack
+    def __init__(self, task: Task, folder: RunFolder, stack: contextlib.ExitStack) -> None:
+        self.task, self.config, self.folder, self.stack = task, task.config, folder, stack
+        self.interruption = stack.enter_context(Interruption())
+        self.checkpoints = stack.enter_context(Checkpoints(folder.checkpoints, self.config.keep))
+        keep_best = self.config.keep_best and task.best
+        self.best = stack.enter_context(Checkpoints(folder.best, 1)) if keep_best else None
+        stack.callback(task.close)
         self.state: Any = None
         self.epoch, self.batch = 0, 0
-        self.items, self.seconds, self.input_share = 0, 0.0, 0.0
+        self.items, self.seconds = 0, 0.0
         self.saved = time.monotonic()
         self.outputs: tuple[int, Any] | None = None  # step and outputs to log next
 
@@ -186,12 +166,10 @@ class _Run:
 
     def _train_epoch(self, progress: Progress) -> None:
         progress.epoch_started(self.epoch)
-        clock = InputClock()
-        for batch in clock.batches(self._batches()):
+        for batch in self._batches():
             self._save_or_stop()
             items = self.task.items(batch)
             self.state, outputs = self.task.train_step(self.state, batch)
-            clock.dispatched(outputs)
             self.batch += 1
             progress.step(outputs, items)
             if (self.epoch * self.task.steps + self.batch) % self.config.log_every == 0:
@@ -199,7 +177,6 @@ class _Run:
         jax.block_until_ready(self.state)
         items, seconds = progress.epoch_trained()
         self.items, self.seconds = self.items + items, self.seconds + seconds
-        self.input_share = clock.seconds / seconds
         self._log_step(None)
         self._check_progress()
 
@@ -240,14 +217,13 @@ class _Run:
             "loss_scale": float(scaling.loss_scale),
             "skipped_steps": int(scaling.skipped_steps),
             f"{self.task.unit}_per_second": progress.items_per_second,
-            "input_share": self.input_share,
         }
 
     def _epoch_text(self, line: dict[str, Any]) -> str:
         unit = self.task.unit
         return (
             f"epoch {line['epoch']:3d}/{self.task.epochs}  {self.task.epoch_text(line)}  "
-            f"{line[f'{unit}_per_second']:,.0f} {unit}/s (input {line['input_share']:.0%})  "
+            f"{line[f'{unit}_per_second']:,.0f} {unit}/s  "
             f"scale {line['loss_scale']:g}  skipped {line['skipped_steps']}"
         )
 
@@ -313,7 +289,6 @@ class _Run:
             "loss_scale": last["loss_scale"],
             "skipped_steps": last["skipped_steps"],
             "trained": last["skipped_steps"] < last["step"],
-            "input_share": float(np.mean([line["input_share"] for line in self.lines])),
             "epochs": last["epoch"],
             "best_epoch": best and best["epoch"],
             "parameters": parameter_count(self.state.params),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -12,6 +12,7 @@ from examples.common.cli import UsageError
 from examples.common.devices import say
 from examples.common.training import Variables
 from examples.common.weights import file_shapes, file_variables, named
+from examples.imagenet.models import KINDS
 
 # Names of Flax parameters and statistics in torch.
 _LEAVES = {
@@ -41,7 +42,9 @@ def read_pretrained(path: Path, like: Variables, model: str) -> Variables:
         return file_variables(path, like, "--init-from")
     if not model.startswith("resnet"):
         raise UsageError(f"--init-from {str(path)!r} is a torchvision ResNet, but --model {model} is not a ResNet.")
-    names = {name: _torch_name(name, shapes) for name in named(like._asdict())}
+    stages = enumerate(KINDS[model].arguments["stage_sizes"], start=1)
+    blocks = [f"layer{stage}.{index}" for stage, count in stages for index in range(count)]
+    names = {name: _torch_name(name, blocks) for name in named(like._asdict())}
     keep: tuple[str, ...] = ()
     classes = shapes["fc.weight"][0]
     if classes != like.params["Dense_0"]["bias"].shape[0]:
@@ -50,7 +53,7 @@ def read_pretrained(path: Path, like: Variables, model: str) -> Variables:
     return file_variables(path, like, "--init-from", names, _to_flax, keep)
 
 
-def _torch_name(name: str, shapes: dict[str, Any]) -> str:
+def _torch_name(name: str, blocks: Sequence[str]) -> str:
     """`params/BasicBlock_3/Conv_1/kernel` as `layer2.1.conv2.weight`."""
     _, *path, leaf = name.split("/")
     leaf = _LEAVES[leaf]
@@ -61,24 +64,11 @@ def _torch_name(name: str, shapes: dict[str, Any]) -> str:
     if path == ["Dense_0"]:
         return f"fc.{leaf}"
     block, layer = path
-    stage, index = _blocks(shapes)[int(block.split("_")[1])]
     torch_layer = {"shortcut": "downsample.0", "shortcut_norm": "downsample.1"}.get(layer)
     if torch_layer is None:
         kind, number = layer.split("_")
         torch_layer = f"{'conv' if kind == 'Conv' else 'bn'}{int(number) + 1}"
-    return f"layer{stage}.{index}.{torch_layer}.{leaf}"
-
-
-def _pair(name: str) -> tuple[int, int]:
-    stage, index = name.split(".")[:2]
-    return int(stage), int(index)
-
-
-def _blocks(shapes: dict[str, Any]) -> list[tuple[int, int]]:
-    """Stage and index of each block in the file, in order, then nonexistent blocks, which are reported as missing."""
-    found = {_pair(name[5:]) for name in shapes if name.startswith("layer")}
-    missing = [(9, index) for index in range(99)]
-    return [*sorted(found), *missing]
+    return f"{blocks[int(block.split('_')[1])]}.{torch_layer}.{leaf}"
 
 
 def _to_flax(array: np.ndarray | jax.Array) -> np.ndarray:

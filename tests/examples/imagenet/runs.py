@@ -81,7 +81,7 @@ def as_bytes(tree: Any) -> list[bytes]:
 
 def metrics_of(output: Path) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl without values that depend on time."""
-    timing = {"images_per_second": 0, "input_share": 0}
+    timing = {"images_per_second": 0}
     return [json.loads(line) | timing for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 

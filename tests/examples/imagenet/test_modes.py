@@ -11,13 +11,11 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from examples.common import loop
 from examples.common.benchmarks import compare, comparison_table, measure
 from examples.common.flags import parse
-from examples.common.reporting import InputClock
 from examples.common.seeds import Seeds
 from examples.common.training import Compiled
 from examples.imagenet.__main__ import main
@@ -106,27 +104,6 @@ def test_measurement_excludes_the_warm_up():
     last, results = measure(step, warmup=2, iterations=3, items=1, unit="images", one_by_one=True)
     assert last == 4
     assert 10 <= results["latency_milliseconds"]["p99"] < 500
-
-
-def test_input_clock_counts_only_time_that_the_device_waits():
-    class Running:
-        """An array that is never computed."""
-
-        def is_ready(self):
-            return False
-
-    clock = InputClock()
-    batches = clock.batches(iter(range(3)))
-    next(batches)
-    waited = clock.seconds
-    assert waited > 0
-    clock.dispatched(Running())
-    next(batches)
-    assert clock.seconds == waited
-    clock.dispatched(np.float32(0) + jnp.zeros(()))
-    jax.block_until_ready(jnp.zeros(()))
-    next(batches)
-    assert clock.seconds > waited
 
 
 def test_seeds_table_has_a_row_for_each_precision():
