@@ -14,7 +14,6 @@ import jax
 
 import mpjax
 from examples.common.benchmarks import run_benchmark, run_comparison
-from examples.common.checkpoints import Checkpoints
 from examples.common.cli import UsageError, command_line, disk_problem, fail
 from examples.common.config import INSPECT, PRECISION_FLAGS, RunConfig
 from examples.common.devices import DataParallel, say
@@ -22,7 +21,7 @@ from examples.common.flags import from_json, parse
 from examples.common.loop import Interrupted, open_folder, train
 from examples.common.run_folder import RunFolder
 from examples.common.task import Task, shape_of
-from examples.common.training import Variables, float32_params
+from examples.common.training import Variables
 from examples.common.weights import cast_weights, file_variables, read_about, write_weights
 
 MakeTask = Callable[[Any], Task]
@@ -77,7 +76,7 @@ def run_training(config: RunConfig, make: MakeTask) -> dict[str, Any]:
             summary = train(task, folder)
             task.report(folder.path)
         if config.export is not None:
-            summary |= export(task, run_variables(task, folder), folder.path, config.export)
+            summary |= export(task, task.run_variables(folder), folder.path, config.export)
             folder.write_summary(summary)
     return summary
 
@@ -176,26 +175,12 @@ def open_model(config: RunConfig, kind: type[Task]) -> tuple[Task, Variables]:
         raise UsageError(f"the settings that the model was trained with are damaged: {error}") from error
     task = kind(trained, DataParallel(trained.devices), kind.open(trained, description))
     if config.weights is None:
-        return task, run_variables(task, folder)
+        return task, task.run_variables(folder)
     like = jax.eval_shape(task.training.init, 0)
     float32 = mpjax.get_policy("float32")
     wanted = jax.eval_shape(float32.cast_to_param, like.params)
     read = file_variables(config.weights, Variables(wanted, like.stats), "--weights")
     return task, task.parallel.replicate(read)
-
-
-def run_variables(task: Task, folder: RunFolder) -> Variables:
-    """The float32 variables of a run's checkpoint: the moving average if there is one."""
-    config = task.config
-    path = folder.best if config.best else folder.checkpoints
-    if not path.is_dir():
-        raise UsageError(f"--output {str(folder.path)!r} holds no {path.name}; give the folder of a training.")
-    with Checkpoints(path) as checkpoints:
-        restored = task.restore_as_saved(checkpoints)
-    if restored is None:
-        raise UsageError(f"--output {str(folder.path)!r} holds no checkpoint yet: the run ended before its first.")
-    state, _ = restored
-    return Variables(**state.ema) if state.ema else Variables(float32_params(state), state.stats)
 
 
 def cast_to_policy(task: Task, variables: Variables) -> Variables:

@@ -294,17 +294,16 @@ class Task(abc.ABC):
         if source is None:
             return state
         if source.is_dir():
-            old = self._state_of(source)
-            params, stats = float32_params(old), old.stats
-            check_alike(params, state.params, f"--init-from {str(source)!r}")
-            if old.ema:
-                params, stats = old.ema["params"], old.ema["stats"]
+            other = RunFolder(source)
+            task = self.with_config(self.config.trained(other.settings(self.config.script)))
+            variables = task.run_variables(other, "--init-from")
+            check_alike(variables.params, state.params, f"--init-from {str(source)!r}")
         else:
             like = Variables(float32_params(state), state.stats)
-            params, stats = self.parallel.replicate(self.read_initial(source, like))
-        new = with_params(state, params, self.training.policy)._replace(stats=stats)
+            variables = self.parallel.replicate(self.read_initial(source, like))
+        new = with_params(state, variables.params, self.training.policy)._replace(stats=variables.stats)
         if state.ema:
-            new = new._replace(ema=jax.tree.map(jnp.array, {"params": params, "stats": stats}))
+            new = new._replace(ema=jax.tree.map(jnp.array, variables._asdict()))
         say(f"weights from {source}")
         return self.parallel.place(new)
 
@@ -312,15 +311,17 @@ class Task(abc.ABC):
         """Reads float32 variables from a file of weights."""
         return file_variables(path, like, "--init-from")
 
-    def _state_of(self, source: Path) -> TrainState:
-        """Reads the newest state of another run."""
-        other = RunFolder(source)
-        task = self.with_config(self.config.trained(other.settings(self.config.script)))
-        with Checkpoints(other.checkpoints) as checkpoints:
-            restored = task.restore_as_saved(checkpoints)
+    def run_variables(self, folder: RunFolder, flag: str = "--output") -> Variables:
+        """The float32 variables of a run's checkpoint: the moving average if there is one."""
+        path = folder.best if self.config.best else folder.checkpoints
+        if not path.is_dir():
+            raise UsageError(f"{flag} {str(folder.path)!r} holds no {path.name}; give the folder of a training.")
+        with Checkpoints(path) as checkpoints:
+            restored = self.restore_as_saved(checkpoints)
         if restored is None:
-            raise UsageError(f"--init-from {str(source)!r} holds no checkpoint yet.")
-        return restored[0]
+            raise UsageError(f"{flag} {str(folder.path)!r} holds no checkpoint yet: the run ended before its first.")
+        state, _ = restored
+        return Variables(**state.ema) if state.ema else Variables(float32_params(state), state.stats)
 
 
 def shape_of(batch: Any) -> tuple[int, ...]:

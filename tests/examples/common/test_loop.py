@@ -11,7 +11,6 @@ import pytest
 
 from examples.common.checkpoints import Checkpoints
 from examples.common.devices import DataParallel
-from examples.common.modes import run_variables
 from examples.common.run_folder import RunFolder
 from examples.custom.__main__ import Config, CustomTask, main
 from examples.imagenet.task import correct
@@ -50,10 +49,9 @@ def test_training_stops_early_and_keeps_the_best_epoch(set_accuracies, tmp_path,
     config = Config(devices=1, batch_size=400, schedule="constant", warmup_epochs=0, output=output)
     data = CustomTask.open(config)
     last, best = (
-        run_variables(
-            CustomTask(dataclasses.replace(config, best=best), DataParallel(1), data),
-            RunFolder(output),
-        ).params
+        CustomTask(dataclasses.replace(config, best=best), DataParallel(1), data)
+        .run_variables(RunFolder(output))
+        .params
         for best in (False, True)
     )
     assert not all(jax.tree.leaves(jax.tree.map(np.array_equal, last, best)))
