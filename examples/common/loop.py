@@ -220,10 +220,11 @@ class _Run:
         }
 
     def _epoch_text(self, line: dict[str, Any]) -> str:
-        unit = self.task.unit
+        known = (*self.task.table, "test_loss")
+        shown = [name for name in line if name.removeprefix("dev_").replace("train_", "test_") in known]
+        unit, metrics = self.task.unit, "  ".join(f"{name} {line[name]:.4f}" for name in shown)
         return (
-            f"epoch {line['epoch']:3d}/{self.task.epochs}  {self.task.epoch_text(line)}  "
-            f"{line[f'{unit}_per_second']:,.0f} {unit}/s  "
+            f"epoch {line['epoch']:3d}/{self.task.epochs}  {metrics}  {line[f'{unit}_per_second']:,.0f} {unit}/s  "
             f"scale {line['loss_scale']:g}  skipped {line['skipped_steps']}"
         )
 

@@ -54,15 +54,13 @@ def run(config: RunConfig, kind: type[Task]) -> dict[str, Any]:
         with open_folder(config, "-benchmarks") as folder:
             return run_comparison(config, make, folder)
     if config.compare:
-        timed = task_maker(config, kind, kind.timing_data(make.keywords["data"]))
-        return train_and_compare(config, make, timed)
+        return train_and_compare(config, make)
     return run_training(config, make)
 
 
-def task_maker(config: RunConfig, kind: type[Task], data: Any = None) -> partial[Task]:
+def task_maker(config: RunConfig, kind: type[Task]) -> MakeTask:
     """A function from flags to tasks on the same data, which are opened once, and the same devices."""
-    parallel = DataParallel(config.devices, config.fsdp)
-    return partial(kind, parallel=parallel, data=kind.open(config) if data is None else data)
+    return partial(kind, parallel=DataParallel(config.devices, config.fsdp), data=kind.open(config))
 
 
 def run_training(config: RunConfig, make: MakeTask) -> dict[str, Any]:
@@ -106,7 +104,7 @@ def _report(report: Any, folder: Path | None, name: str) -> None:
         say(f"written to {folder / name}")
 
 
-def train_and_compare(config: RunConfig, make: MakeTask, timed: MakeTask) -> dict[str, Any]:
+def train_and_compare(config: RunConfig, make: MakeTask) -> dict[str, Any]:
     """Trains each policy of --compare at each batch size in a subfolder of --output, then measures them."""
     with open_folder(config) as folder:
         metrics: dict[tuple[str, int], dict[str, Any]] = {}
@@ -123,7 +121,7 @@ def train_and_compare(config: RunConfig, make: MakeTask, timed: MakeTask) -> dic
                 interrupted.output = folder.path
                 raise
             metrics[policy, size] = {name: value for name, value in summary.items() if isinstance(value, float)}
-        return run_comparison(dataclasses.replace(config, output=folder.path), timed, folder, metrics)
+        return run_comparison(dataclasses.replace(config, output=folder.path), make, folder, metrics)
 
 
 # Tests a trained model of any script, and exports its weights.
@@ -279,7 +277,9 @@ def final_line(summary: Mapping[str, Any], kind: type[Task]) -> str:
 
     A training metric is shown only if there is no test metric of that name.
     """
-    formats = {**kind.final_line, **_FORMATS}
+    metrics = {name: f"{head} {{:.2%}}" for name, head in kind.table.items()}
+    trained = {name.replace("test_", "train_"): head.replace("test ", "train ") for name, head in metrics.items()}
+    formats = {**metrics, **trained, **_FORMATS}
     tested = {name.replace("test_", "train_") for name in summary if name.startswith("test_")}
     names = [name for name in formats if name not in tested and isinstance(summary.get(name), int | float | str)]
     return ", ".join(formats[name].format(summary[name]) for name in names) if names != ["policy"] else ""

@@ -50,9 +50,7 @@ class Task(abc.ABC):
         unit: What an item of a batch is, in the plural, such as "images".
         metric: The metric that compares epochs, with 1 if higher is better and -1 if lower is better.
         metric_name: Name of the metric for users.
-        table: Columns of tables: heads by metric.
-        line: Formats of the metrics in an epoch's line.
-        final_line: Formats of results in the last line, beside those that all scripts share.
+        table: The metrics of tables and of the last line, with their names for users.
         alternatives: Flags of which one drops the others when a trained model is used.
         title: The model and its data.
         steps: Number of steps of an epoch.
@@ -64,8 +62,6 @@ class Task(abc.ABC):
     metric: tuple[str, int]
     metric_name: ClassVar[str]
     table: ClassVar[Mapping[str, str]]
-    line: ClassVar[Mapping[str, str]]
-    final_line: ClassVar[Mapping[str, str]]
     alternatives: ClassVar[tuple[str, ...]] = ()
     title: str
     steps = 1
@@ -119,11 +115,6 @@ class Task(abc.ABC):
         """Further figures derived from a speed."""
         return {}
 
-    @classmethod
-    def timing_data(cls, data: Any) -> Any:
-        """The data on which --compare times its policies after they are trained."""
-        return data
-
     def description(self) -> dict[str, Any]:
         """The facts about the data that the model needs, as JSON. With the flags, they suffice to use the model."""
         return {}
@@ -142,10 +133,6 @@ class Task(abc.ABC):
     def facts(self) -> dict[str, Any]:
         """Entries of summary.json about the model and the data."""
         return {}
-
-    def data_text(self) -> str:
-        """The data in a few words."""
-        return self.title
 
     def items(self, batch: Any) -> int:
         """Number of items in a global batch."""
@@ -188,12 +175,8 @@ class Task(abc.ABC):
 
     def headline(self) -> str:
         """One line with the model, the policy, the data and the devices."""
-        devices = f"{self.parallel.count} x {jax.devices()[0].device_kind}"
-        return f"{self.config.model_name}, policy {self.policy}, {self.data_text()}, on {devices}"
-
-    def epoch_text(self, line: dict[str, Any]) -> str:
-        """The metrics of an epoch in a few words. The loop adds speed, loss scale and skipped steps."""
-        return " ".join(form.format(line[name]) for name, form in self.line.items() if name in line)
+        facts = [f"{name.replace('_', ' ')} {x:,}" for name, x in self.facts().items() if isinstance(x, int) and x]
+        return ", ".join([self.title, *facts, f"on {self.parallel.count} x {jax.devices()[0].device_kind}"])
 
     def summary(self, last: dict[str, Any]) -> dict[str, Any]:
         """Entries of summary.json. `last` is the line of the last epoch."""

@@ -60,8 +60,6 @@ class CustomTask(Task):
 
     config_type, unit, title = Config, "tumours", "tumours"
     metric, metric_name, table = ("test_accuracy", 1), "test accuracy", {"test_accuracy": "test accuracy"}
-    line = {"train_loss": "train {:.4f}", "test_loss": " test {:.4f}", "test_accuracy": "{:.2%}"}
-    final_line = {"test_accuracy": "test accuracy {:.2%}"}
 
     def __init__(self, config: Config, parallel: DataParallel, data: tuple[Batch, Batch]) -> None:
         super().__init__(config, parallel, data)

@@ -27,13 +27,6 @@ class ImageData(Task):
     config_type, unit = Config, "images"
     predict_step: Any  # jitted (variables, images) -> probabilities
     metric, metric_name, table = ("test_accuracy", 1), "test accuracy", {"test_accuracy": "test accuracy"}
-    line = {
-        "train_loss": "train {:.4f}",
-        "train_accuracy": "{:.2%}",
-        "test_loss": " test {:.4f}",
-        "test_accuracy": "{:.2%}",
-    }
-    final_line = {"test_accuracy": "test accuracy {:.2%}", "train_accuracy": "train accuracy {:.2%}"}
     alternatives = ("data_dir", "dataset")
 
     def __init__(self, config: Config, parallel: DataParallel, data: Data) -> None:
@@ -66,9 +59,6 @@ class ImageData(Task):
         sizes = {f"{name}_images": len(images) for name, images in sets.items() if images is not None}
         unreadable = sum(images.unreadable for images in sets.values() if images is not None)
         return {"model": self.config.model_name, **sizes, "unreadable_images": unreadable}
-
-    def data_text(self) -> str:
-        return f"{len(self.train_set):,} training and {len(self.test_set):,} test images"
 
     def description(self) -> dict[str, Any]:
         return self.about._asdict()

@@ -62,13 +62,6 @@ class SpeechData(Task):
 
     config_type, unit = Config, "utterances"
     metric_name, table = "WER", {"wer": "WER", "cer": "CER"}
-    line = {
-        "train_loss": "loss {:.3f}",
-        **{f"{prefix}test_loss": "test {:.3f}" for prefix in ("dev_", "")},
-        **{f"{prefix}wer": " WER {:.2%}" for prefix in ("dev_", "")},
-        **{f"{prefix}cer": "CER {:.2%}" for prefix in ("dev_", "")},
-    }
-    final_line = {"wer": "WER {:.2%}", "cer": "CER {:.2%}"}
 
     def __init__(self, config: Config, parallel: DataParallel, data: Data) -> None:
         super().__init__(config, parallel, data)
@@ -103,23 +96,12 @@ class SpeechData(Task):
         alphabet = Alphabet(characters)
         return Data(alphabet) if config.infer else open_sets(config, alphabet, ["test"])
 
-    @classmethod
-    def timing_data(cls, data: Data) -> Data:
-        return Data(data.alphabet)  # synthetic audio
-
     def facts(self) -> dict[str, Any]:
         sets = {"train": self.train_set, "test": self.test_set}
         sizes = {f"{name}_utterances": len(speech) for name, speech in sets.items() if speech is not None}
         skipped = sum(len(speech.skipped) for speech in self.data[1:] if speech is not None)
         found = {**sizes, "skipped_files": skipped}
         return found if self.train_set is None else found | {"train_hours": self.train_set.hours}
-
-    def data_text(self) -> str:
-        train, test = self.train_set, self.test_set
-        return (
-            f"{len(train):,} training utterances ({train.hours:.2f} h) and {len(test):,} test utterances "
-            f"({test.hours:.2f} h)"
-        )
 
     def report(self, folder: Path | None) -> None:
         """Prints the worst, the median and the best transcript; in a folder, also writes all, the worst first."""

@@ -35,7 +35,6 @@ def test_flags_choose_one_mode(script, flags, done, monkeypatch):
     for name in ("run_training", "inspect", "train_and_compare", "run_benchmark", "evaluate"):
         monkeypatch.setattr(modes, name, note(name))
     monkeypatch.setattr(script, "open", note("data"))
-    monkeypatch.setattr(script, "timing_data", lambda data: data)
     modes.run(script.config_type(**flags), script)
     assert called == ([done] if done == "evaluate" else ["data", done])
 
