@@ -126,10 +126,14 @@ class Checkpoints:
 
     def _read(self, step: int, like: Callable[[dict[str, Any]], Any]) -> Restored:
         stored = self._manager.restore(step, args=ocp.args.Composite(record=ocp.args.JsonRestore()))["record"]
-        position = check_position(stored)
+        position = stored["position"]
+        if stored["position_checksum"] != _text_checksum(position):
+            raise ValueError("the position differs from what was saved")
         template = jax.tree.map(_abstract, like(position))
         found = self._manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(template)))
-        check_state(found["state"], stored)
+        sums, saved = record(found["state"], {})["array_checksums"], stored["array_checksums"]
+        if differing := [name for name in {**sums, **saved} if sums.get(name) != saved.get(name)]:
+            raise ValueError(f"{', '.join(differing[:3])} differ from what was saved")
         return found["state"], position
 
     def set_aside_after(self, step: int) -> None:
@@ -195,29 +199,6 @@ def record(state: Any, position: dict[str, Any]) -> dict[str, Any]:
     sums = jax.device_get(_checksums([x for _, x in leaves]))
     arrays = {jax.tree_util.keystr(path): int(x) for (path, _), x in zip(leaves, sums, strict=True)}
     return {"position": position, "position_checksum": _text_checksum(position), "array_checksums": arrays}
-
-
-def check_position(stored: dict[str, Any]) -> dict[str, Any]:
-    """The position in a record.
-
-    Raises:
-        ValueError: It differs from what was saved.
-    """
-    if stored["position_checksum"] != _text_checksum(stored["position"]):
-        raise ValueError("the position differs from what was saved")
-    return stored["position"]
-
-
-def check_state(state: Any, stored: dict[str, Any]) -> None:
-    """Compares a state with its record.
-
-    Raises:
-        ValueError: An array differs from what was saved.
-    """
-    found, saved = record(state, {})["array_checksums"], stored["array_checksums"]
-    differing = [name for name in {**found, **saved} if found.get(name) != saved.get(name)]
-    if differing:
-        raise ValueError(f"{', '.join(differing[:3])} differ from what was saved")
 
 
 def _text_checksum(content: dict[str, Any]) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -14,13 +15,13 @@ from typing import Any
 
 import jax
 from tensorboardX import SummaryWriter
+from tqdm import tqdm
 
 import mpjax
 from examples.common.checkpoints import Checkpoints
 from examples.common.cli import UsageError
 from examples.common.config import RunConfig
 from examples.common.devices import say
-from examples.common.reporting import Progress
 from examples.common.run_folder import RunFolder
 from examples.common.task import Task
 from examples.common.training import means
@@ -136,19 +137,19 @@ class _Run:
         say(task.headline())
         task.compile()
         say(f"compiled in {time.perf_counter() - started:.1f} s; output in {self.folder.path}")
-        done = self.epoch * task.steps + self.batch
-        with Progress(task.epochs, task.steps, done, task.unit, task.progress_text) as progress:
-            while self.epoch < task.epochs and not self._patience_exhausted():
-                self._train_epoch(progress)
-                line = self._epoch_line(progress)
-                self.lines.append(line)
-                self.folder.append_metrics(line)
-                self._write_scalars(line, "")
-                say(self._epoch_text(line))
-                self.epoch, self.batch = self.epoch + 1, 0
-                self.state = task.next_epoch(self.state)
-                if self.best is not None and self._best_line() is line:
-                    self._save_to(self.best)
+        done, quiet = self.epoch * task.steps + self.batch, not sys.stderr.isatty()
+        bar = tqdm(total=task.epochs * task.steps, initial=done, dynamic_ncols=True, mininterval=10 if quiet else 0.1)
+        self.bar = self.stack.enter_context(bar)
+        while self.epoch < task.epochs and not self._patience_exhausted():
+            line = self._train_epoch()
+            self.lines.append(line)
+            self.folder.append_metrics(line)
+            self._write_scalars(line, "")
+            say(self._epoch_text(line))
+            self.epoch, self.batch = self.epoch + 1, 0
+            self.state = task.next_epoch(self.state)
+            if self.best is not None and self._best_line() is line:
+                self._save_to(self.best)
         self._save()
         return self._summarise(task.final_metrics(self.state, self._save_or_stop))
 
@@ -164,21 +165,34 @@ class _Run:
         self.folder.keep_metrics(self.epoch)
         return restored is not None
 
-    def _train_epoch(self, progress: Progress) -> None:
-        progress.epoch_started(self.epoch)
+    def _train_epoch(self) -> dict[str, Any]:
+        """Trains to the end of the epoch and returns its line of metrics."""
+        self.bar.set_description(f"epoch {self.epoch + 1}/{self.task.epochs}", refresh=False)
+        items, started = 0, time.perf_counter()
         for batch in self._batches():
             self._save_or_stop()
-            items = self.task.items(batch)
+            items += self.task.items(batch)
             self.state, outputs = self.task.train_step(self.state, batch)
             self.batch += 1
-            progress.step(outputs, items)
-            if (self.epoch * self.task.steps + self.batch) % self.config.log_every == 0:
-                self._log_step((self.epoch * self.task.steps + self.batch, outputs))
+            self.bar.update()
+            step = self.epoch * self.task.steps + self.batch
+            if step % self.config.log_every == 0:
+                self._log_step((step, outputs))
         jax.block_until_ready(self.state)
-        items, seconds = progress.epoch_trained()
+        seconds = time.perf_counter() - started
         self.items, self.seconds = self.items + items, self.seconds + seconds
         self._log_step(None)
         self._check_progress()
+        scaling, metrics = self.state.opt_state, self.task.epoch_metrics(self.state, self._save_or_stop)
+        return {
+            "epoch": self.epoch + 1,
+            "step": int(self.state.step),
+            **metrics,
+            "policy": self.task.policy,
+            "loss_scale": float(scaling.loss_scale),
+            "skipped_steps": int(scaling.skipped_steps),
+            f"{self.task.unit}_per_second": items / seconds,
+        }
 
     def _batches(self) -> Iterator[Any]:
         try:
@@ -196,6 +210,7 @@ class _Run:
         line = {"step": step, **{f"train_{name}": value for name, value in means(found["totals"]).items()}}
         line |= {name: found[name].item() for name in ("loss_scale", "skipped_steps")}
         self._write_scalars(line, "step/")
+        self.bar.set_postfix_str(self.task.progress_text(found), refresh=False)
         if found["consecutive_skips"] > _MAX_SKIPS:
             self._check_progress()
 
@@ -205,19 +220,6 @@ class _Run:
             if name not in ("epoch", "step") and isinstance(value, int | float) and math.isfinite(value):
                 self.writer.add_scalar(prefix + name, value, line["step"])
         self.writer.flush()
-
-    def _epoch_line(self, progress: Progress) -> dict[str, Any]:
-        metrics = self.task.epoch_metrics(self.state, self._save_or_stop)
-        scaling = self.state.opt_state
-        return {
-            "epoch": self.epoch + 1,
-            "step": int(self.state.step),
-            **metrics,
-            "policy": self.task.policy,
-            "loss_scale": float(scaling.loss_scale),
-            "skipped_steps": int(scaling.skipped_steps),
-            f"{self.task.unit}_per_second": progress.items_per_second,
-        }
 
     def _epoch_text(self, line: dict[str, Any]) -> str:
         known = (*self.task.table, "test_loss")

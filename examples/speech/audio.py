@@ -7,7 +7,7 @@ import io
 import math
 import re
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import soundfile
@@ -22,33 +22,24 @@ _CUT_SHORT = re.compile(r"^data : (\d+) \(should be (\d+)\)", re.MULTILINE)
 _STREAMED = 0x7FFF_0000
 
 
-class AudioInfo(NamedTuple):
-    """The header of an audio file."""
-
-    samples: int  # at 16 kHz
-    sample_rate: int  # of the file
-    channels: int
-
-
 File = Path | Entry
 
 
-def probe(path: File) -> AudioInfo:
-    """Reads the header of an audio file.
+def audio_length(path: File) -> int:
+    """The length of an audio file at 16 kHz, from its header.
 
     Raises:
         UnusableFileError: The file is missing, empty, or has an unknown format.
     """
     with _open(path) as file:
-        length = resampled_length(file.frames, *resampling_ratio(file.samplerate))
-        return AudioInfo(length, file.samplerate, file.channels)
+        return resampled_length(file.frames, *resampling_ratio(file.samplerate))
 
 
 def read_audio(path: File) -> np.ndarray:
     """Reads the samples of a file, [samples], float32, -1..1, resampled to 16 kHz with channels averaged.
 
     Raises:
-        UnusableFileError: As for `probe`, or the file cannot be decoded, or contains NaN or infinite samples.
+        UnusableFileError: As for `audio_length`, or the file cannot be decoded, or contains NaN or infinite samples.
     """
     with _open(path) as file:
         promised, rate = file.frames, file.samplerate

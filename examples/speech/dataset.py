@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from examples.common.cli import SkippedFiles, UnusableFileError, UsageError, listing
 from examples.common.records import Entry, Records, fingerprint, open_records
-from examples.speech.audio import SAMPLE_RATE, AudioInfo, File, probe, read_audio
+from examples.speech.audio import SAMPLE_RATE, File, audio_length, read_audio
 
 
 class Utterance(NamedTuple):
@@ -53,9 +53,15 @@ class Speech:
         self.name, self.alphabet = name, alphabet
         self.skipped = SkippedFiles(len(utterances), max_skipped, "--max-skipped")
         _check_characters(name, utterances, alphabet)
-        kept, infos = self._probe(utterances)
-        _report_conversions(name, infos)
-        self._keep(kept, [info.samples for info in infos])
+        kept = []
+        with ThreadPoolExecutor() as executor:
+            for utterance, found in zip(utterances, executor.map(_length, utterances), strict=True):
+                # Not in the threads, so that messages are in the order of the manifest.
+                if isinstance(found, UnusableFileError):
+                    self.skipped.add(str(utterance.path), str(found))
+                else:
+                    kept.append((utterance, found))
+        self._keep([utterance for utterance, _ in kept], [samples for _, samples in kept])
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -119,18 +125,6 @@ class Speech:
     def _keep_where(self, kept: np.ndarray) -> None:
         self._keep([Utterance(self.paths[i], self.transcripts[i]) for i in np.flatnonzero(kept)], self.samples[kept])
 
-    def _probe(self, utterances: Sequence[Utterance]) -> tuple[list[Utterance], list[AudioInfo]]:
-        """The utterances whose headers are valid, and their headers."""
-        kept = []
-        with ThreadPoolExecutor() as executor:
-            for utterance, found in zip(utterances, executor.map(_probe, utterances), strict=True):
-                # Not in the threads, so that messages are in the order of the manifest.
-                if isinstance(found, UnusableFileError):
-                    self.skipped.add(str(utterance.path), str(found))
-                else:
-                    kept.append((utterance, found))
-        return [utterance for utterance, _ in kept], [info for _, info in kept]
-
     def _keep(self, utterances: Sequence[Utterance], samples: Sequence[int] | np.ndarray) -> None:
         if not utterances:
             raise UsageError(f"{self.name!r} has no utterance that can be used.")
@@ -145,11 +139,11 @@ def _portable_name(path: File) -> str:
     return f"{path.parent.name}/{path.name}" if isinstance(path, Path) else path.records.name(path.number)
 
 
-def _probe(utterance: Utterance) -> AudioInfo | UnusableFileError:
+def _length(utterance: Utterance) -> int | UnusableFileError:
     if not utterance.transcript:
         return UnusableFileError("its transcript is empty")
     try:
-        return probe(utterance.path)
+        return audio_length(utterance.path)
     except UnusableFileError as error:
         return error
 
@@ -169,15 +163,6 @@ def _check_characters(name: str, utterances: Sequence[Utterance], alphabet: Alph
         f"{first.transcript!r} of {str(first.path)!r}. Give an alphabet that has them (--alphabet FILE, one character "
         f"per line), or change the transcripts (lower case, numbers as words) to {alphabet.characters!r}."
     )
-
-
-def _report_conversions(name: str, found: Sequence[AudioInfo]) -> None:
-    rates = Counter(info.sample_rate for info in found if info.sample_rate != SAMPLE_RATE)
-    mixed = sum(info.channels > 1 for info in found)
-    said = [f"{count} at {rate} Hz resampled to {SAMPLE_RATE}" for rate, count in sorted(rates.items())]
-    said += [f"{mixed} with several channels mixed down to one"] if mixed else []
-    if said:
-        tqdm.write(f"{name}: of {len(found)} files, {', '.join(said)}", file=sys.stderr)
 
 
 # The output characters of a model as labels, and DeepSpeech's alphabet file format.

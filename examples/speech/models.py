@@ -37,11 +37,9 @@ class Network(NamedTuple):
 def create_network(config: Config, labels: int) -> Network:
     """Creates the model with its policy; `labels` is the number of outputs, the characters and the blank."""
     policy = mpjax.get_policy(config.policy)
-    flags = ("context", "stride", "cell", "bidirectional", "layer_norm", "dropout")
 
     def create(key: jax.Array) -> nnx.Module:
-        sizes = config.front_end.mels, labels, config.hidden
-        model = DeepSpeech(*sizes, **{name: getattr(config, name) for name in flags}, rngs=nnx.Rngs(key))
+        model = DeepSpeech(config, labels, rngs=nnx.Rngs(key))
         return mpjax.with_policy(model, policy) if config.amp == "module" else model
 
     graph = nnx.graphdef(nnx.eval_shape(lambda: create(jax.random.key(0))))

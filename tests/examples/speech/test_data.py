@@ -96,7 +96,7 @@ def test_impossible_corpus_is_refused(tmp_path, monkeypatch):
 # Manifests and files.
 
 
-def test_files_of_any_rate_and_channels_become_16_khz_mono(tmp_path, capsys):
+def test_files_of_any_rate_and_channels_become_16_khz_mono(tmp_path):
     soundfile.write(tmp_path / "a.wav", tone(16_000), 16_000)
     left = tone(44_100, 44_100)
     soundfile.write(tmp_path / "b.wav", np.stack([left, 0 * left], axis=1), 44_100)
@@ -110,10 +110,6 @@ def test_files_of_any_rate_and_channels_become_16_khz_mono(tmp_path, capsys):
         audio = speech.load(index)
         assert audio.dtype == np.float32
         np.testing.assert_allclose(audio[middle], factor * tone(16_000)[middle], atol=2e-3)
-    said = capsys.readouterr().err
-    assert (
-        "of 3 files, 1 at 8000 Hz resampled to 16000, 1 at 44100 Hz resampled to 16000, 1 with several channels" in said
-    )
 
 
 def test_librispeech_tree_is_read(tmp_path):
