@@ -71,14 +71,19 @@ class RunConfig(abc.ABC):
     # The names of the flags in a command line.
     given: frozenset[str] = dataclasses.field(default=frozenset(), compare=False)
 
-    audit: bool = ACTION(False, "print the precision of each part of a training step; with --output, also audit.html")
-    profile: bool = ACTION(False, "print where the time of a training step goes; with --output, also profile.html")
+    audit: bool = ACTION(False, "print the precision of each part of a training step")
+    profile: bool = ACTION(False, "print where the time of a training step goes")
 
     policy: str = PRECISION("mixed_float16", f"{POLICIES}, or {DTYPES}", decides=True)
     amp: Literal["module", "autocast"] = PRECISION("module", "how: mpjax.with_policy or mpjax.autocast", decides=True)
     loss_scale: str | None = PRECISION(None, "dynamic (default in float16) or a number", uses=BUILD, decides=True)
 
-    output: Path | None = FILES(None, "folder of the run (default: the next number in runs/SCRIPT)", "--results-dir")
+    output: Path | None = FILES(
+        None,
+        "folder of the run (default: the next number in runs/SCRIPT)",
+        "--results-dir",
+        uses=(*TRAIN_ONLY, *BENCHMARKS, *USE),
+    )
     resume: bool = FILES(False, "continue the run in --output; precision and --epochs may change", uses=TRAIN)
     init_from: Path | None = FILES(None, "start from the weights of a run, an export or a file", uses=TRAIN_ONLY)
     weights: Path | None = FILES(None, "use a file written by --export instead of a checkpoint in --output", uses=USE)

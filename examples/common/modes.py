@@ -80,28 +80,19 @@ def run_training(config: RunConfig, make: MakeTask) -> dict[str, Any]:
 
 
 def inspect(config: RunConfig, make: MakeTask) -> dict[str, Any]:
-    """Prints the precision or the time of each operation of a training step, with --output also as an HTML page."""
+    """Prints the precision or the time of each operation of a training step."""
     task = make(config)
     step, batch = task.training.train_step, task.example_batches(task.batch_size)[-1]
     if config.audit:
-        _report(mpjax.audit(step, task.abstract_state(), task.parallel.like_batch(batch)), config.output, "audit.html")
+        say(str(mpjax.audit(step, task.abstract_state(), task.parallel.like_batch(batch))))
     if config.profile:
         try:
             same_shape = (other for other in task.endless_batches() if shape_of(other) == shape_of(batch))
             batches = map(task.put, same_shape)
-            report = mpjax.profile(step, task.initial_state(), steps=_PROFILED, batches=batches)
-            _report(report, config.output, "profile.html")
+            say(str(mpjax.profile(step, task.initial_state(), steps=_PROFILED, batches=batches)))
         finally:
             task.close()
     return {}
-
-
-def _report(report: Any, folder: Path | None, name: str) -> None:
-    say(str(report))
-    if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        report.to_html(folder / name)
-        say(f"written to {folder / name}")
 
 
 def train_and_compare(config: RunConfig, make: MakeTask) -> dict[str, Any]:

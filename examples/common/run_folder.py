@@ -23,9 +23,6 @@ from typing import Any
 
 from examples.common.cli import UsageError
 
-# Files of an inspection. A folder with only these can still become that of a run.
-_INSPECTION_FILES = (".lock", "audit.html", "profile.html")
-
 
 class RunFolder:
     """The paths and files of a run. `create` and `reopen` lock it. As a context manager, it unlocks on exit."""
@@ -44,7 +41,7 @@ class RunFolder:
         path = _next_number(parent) if output is None else output
         if path.exists() and not path.is_dir():
             raise UsageError(f"--output {str(path)!r} is a file; give a folder, new or empty.")
-        if path.is_dir() and any(entry.name not in _INSPECTION_FILES for entry in path.iterdir()):
+        if path.is_dir() and any(entry.name != ".lock" for entry in path.iterdir()):
             raise UsageError(
                 f"--output {str(path)!r} is not empty; it may hold a run. Continue that run with --resume, "
                 "give another folder, leave --output out (a new numbered folder), or delete it first."
@@ -70,7 +67,7 @@ class RunFolder:
                 folder.lock()
             except OSError as error:
                 raise UsageError(f"--output {str(output)!r} cannot be written to: {error.strerror}.") from error
-            if all(path.name in (*_INSPECTION_FILES, "config.json.part") for path in output.iterdir()):
+            if all(path.name in (".lock", "config.json.part") for path in output.iterdir()):
                 # The run was killed before it wrote its first file: nothing to continue, nothing to lose.
                 write_json(output / "config.json", config)
         try:

@@ -66,7 +66,7 @@ def read_crop(file: File, choose: Callable[[tuple[int, int]], Crop]) -> np.ndarr
         UnusableFileError: The file cannot be read for any reason.
     """
     try:
-        with _open_image(file) as encoded:
+        with Image.open(file if isinstance(file, str) else io.BytesIO(file), formats=FORMATS) as encoded:
             orientation = _orientation(encoded)
             full = _oriented_size(encoded.size, orientation)
             crop = choose(full)
@@ -77,10 +77,6 @@ def read_crop(file: File, choose: Callable[[tuple[int, int]], Crop]) -> np.ndarr
     if orientation in _UPRIGHT:
         image = image.transpose(_UPRIGHT[orientation])
     return resized(image, crop, full)
-
-
-def _open_image(file: File) -> Image.Image:
-    return Image.open(file if isinstance(file, str) else io.BytesIO(file), formats=FORMATS)
 
 
 def resized(image: Image.Image, crop: Crop, full: tuple[int, int]) -> np.ndarray:

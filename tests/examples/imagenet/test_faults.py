@@ -237,6 +237,7 @@ def test_diverged_training_is_reported_in_one_line(diverging, tmp_path, monkeypa
         (["--mode", "training_benchmark", "--resume", "--output", "x"], "--resume"),
         (["--batch-sizes", "3"], "--batch-sizes"),
         (["--num-iter", "3"], "--num-iter"),
+        (["--audit", "--output", "x"], "--output"),
         (["--no-flip"], "--flip"),
         (["--test-crop", "1"], "--test-crop"),
         (["--mode", "training_benchmark", "--max-unreadable", "0.5"], "--max-unreadable"),
@@ -249,11 +250,6 @@ def test_flags_without_effect_are_refused(flags, flag, capsys):
     error = error_of(flags, capsys)
     assert flag in error
     assert len(error) < 200
-
-
-def test_training_can_use_the_folder_of_an_audit(tmp_path):
-    (tmp_path / "audit.html").touch()
-    RunFolder.create(tmp_path, tmp_path, {"script": "imagenet"}).unlock()
 
 
 def test_json_is_valid():

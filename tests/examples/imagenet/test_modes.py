@@ -16,7 +16,6 @@ import pytest
 from examples.common import loop
 from examples.common.benchmarks import compare, comparison_table, measure
 from examples.common.flags import parse
-from examples.common.seeds import Seeds
 from examples.common.training import Compiled
 from examples.imagenet.__main__ import main
 from examples.imagenet.config import Config
@@ -104,16 +103,6 @@ def test_measurement_excludes_the_warm_up():
     last, results = measure(step, warmup=2, iterations=3, items=1, unit="images", one_by_one=True)
     assert last == 4
     assert 10 <= results["latency_milliseconds"]["p99"] < 500
-
-
-def test_seeds_table_has_a_row_for_each_precision():
-    variants = Seeds(loss_scales=("dynamic", "1024")).variants()
-    assert variants == [
-        ("float32", "module", "1"),
-        *itertools.product(["mixed_float16"], ["module", "autocast"], ["dynamic", "1024"]),
-        ("mixed_bfloat16", "module", "1"),
-        ("mixed_bfloat16", "autocast", "1"),
-    ]
 
 
 @pytest.mark.parametrize(

@@ -177,19 +177,20 @@ def test_photos_train_and_unreadable_ones_are_named_and_counted(own_photos, tmp_
 
 
 def test_seeds_prints_a_table_and_reuses_finished_runs(tmp_path, capsys):
-    flags = ["--seeds", "0", "1", "--policies", "mixed_float16", "--amps", "module", "--loss-scales", "dynamic"]
+    policy = "mixed_float16 --loss-scale 1024"
+    flags = ["--seeds", "0", "1", "--policies", policy]
     flags += ["--output", str(tmp_path), "--epochs", "1", "--batch-size", "32", "--devices", "1"]
     assert seeds.main(flags) == 0
     table = (tmp_path / "results.md").read_text()
     accuracies = [
-        json.loads((tmp_path / f"mixed_float16-module-dynamic-seed{seed}" / "summary.json").read_text())[
+        json.loads((tmp_path / f"mixed_float16-loss-scale-1024-seed{seed}" / "summary.json").read_text())[
             "test_accuracy"
         ]
         for seed in (0, 1)
     ]
     mean, deviation = np.mean(accuracies), np.std(accuracies, ddof=1)
     low, high = sorted(accuracies)
-    row = f"| mixed_float16 | module | dynamic | {mean:.2%} ± {deviation:.2%} | {low:.2%} | {high:.2%} | 0 |"
+    row = f"| {policy} | {mean:.2%} ± {deviation:.2%} | {low:.2%} | {high:.2%} | 0 |"
     assert table.splitlines()[2] == row
     capsys.readouterr()
     assert seeds.main(flags) == 0
