@@ -27,8 +27,7 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from examples.imagenet.decoding import random_box
-from examples.imagenet.image_folder import ImageFolder, open_image_folder
-from examples.imagenet.image_sources import Images
+from examples.imagenet.image_folder import ImageFolder, Images, open_image_folder
 from examples.imagenet.pipeline import train_batches
 from perf.results import save
 

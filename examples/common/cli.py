@@ -7,7 +7,6 @@ import os
 import shlex
 import sys
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn, TypeVar
@@ -126,11 +125,6 @@ class SkippedFiles:
 
     def __len__(self) -> int:
         return len(self.reasons)
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """Counts of skipped files by reason without details (the part before `:`)."""
-        return dict(Counter(reason.split(":")[0] for reason in list(self.reasons.values())))
 
     def add(self, name: str, reason: str, root: str = "") -> None:
         """Reports a file the first time that it is skipped.

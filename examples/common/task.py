@@ -167,12 +167,6 @@ class Task(abc.ABC):
         """Returns a task with the same data and other flags."""
         return type(self)(config, self.parallel, self.data)
 
-    def training_of(self, config: Any) -> Training:
-        """The training set-up for other flags."""
-        model = (self if config == self.config else self.with_config(config)).model()
-        policy, hyper = mpjax.get_policy(config.policy), config.hyperparameters(self.steps)
-        return create_training(model, hyper, policy, config.loss_scale, self.parallel)
-
     def headline(self) -> str:
         """One line with the model, the policy, the data and the devices."""
         facts = [f"{name.replace('_', ' ')} {x:,}" for name, x in self.facts().items() if isinstance(x, int) and x]
@@ -192,7 +186,9 @@ class Task(abc.ABC):
     @functools.cached_property
     def training(self) -> Training:
         """The set-up for the flags, built at first use."""
-        return self.training_of(self.config)
+        config = self.config
+        policy, hyper = mpjax.get_policy(config.policy), config.hyperparameters(self.steps)
+        return create_training(self.model(), hyper, policy, config.loss_scale, self.parallel)
 
     @property
     def scale_is_fixed(self) -> bool:
@@ -204,9 +200,9 @@ class Task(abc.ABC):
     def initial_state(self) -> TrainState:
         return self.training.init(self.config.seed)
 
-    def abstract_state(self, training: Training | None = None) -> Any:
+    def abstract_state(self) -> Any:
         """Shapes, dtypes and shardings of the state."""
-        return self.parallel.like_state(jax.eval_shape((training or self.training).init, 0))
+        return self.parallel.like_state(jax.eval_shape(self.training.init, 0))
 
     def compile(self) -> None:
         """Compiles the step for each batch shape, before timing starts. Executables refuse other shapes and dtypes."""
@@ -250,7 +246,7 @@ class Task(abc.ABC):
 
         def like(position: dict[str, Any]) -> Any:
             config = self.config.with_precision(position["precision"])
-            return self.abstract_state(self.training_of(config))
+            return (self if config == self.config else self.with_config(config)).abstract_state()
 
         return checkpoints.restore(like, resume=resume)
 

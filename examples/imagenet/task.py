@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from examples.common.cli import UsageError, listing
-from examples.common.devices import DataParallel
+from examples.common.cli import UsageError, disk_problem, each_readable, listing
+from examples.common.devices import DataParallel, say
+from examples.common.modes import cast_to_policy
+from examples.common.run_folder import write_json
 from examples.common.task import Task
-from examples.common.training import Variables
+from examples.common.training import Variables, check_outputs
 from examples.imagenet.config import Config
 from examples.imagenet.data import EMBEDDED, Array, Augmentation, Batch, Dataset, Description, empty_batch
+from examples.imagenet.decoding import View, read_crop
 from examples.imagenet.image_folder import open_image_folder
-from examples.imagenet.inference import predict
 from examples.imagenet.models import KINDS
+from examples.imagenet.pipeline import evaluation_batches
 from examples.imagenet.pretrained import read_pretrained
 
 
@@ -72,7 +77,65 @@ class ImageData(Task):
         self.test_set.restore(state["test_set"])
 
     def predict(self, variables: Variables) -> dict[str, Any]:
-        return predict(self, variables)
+        """Writes the predicted classes of `--images`, or else of all test images, to predictions.json."""
+        config, classes = self.config, self.about.classes
+        readable, unreadable = each_readable(config.images, lambda path: self._read(path), "--images")
+        predictions: list[dict[str, Any]] = []
+        for place, probabilities in self._probabilities(cast_to_policy(self, variables), readable):
+            best, finite = int(np.argmax(probabilities)), bool(np.isfinite(probabilities).all())
+            found = {"class": classes[best], "probability": float(probabilities[best])}
+            predictions.append({**place, **(found if finite else {"class": None, "probability": None})})
+        check_outputs(sum(line["class"] is None for line in predictions), len(predictions), self.unit)
+        if config.images:
+            for line in predictions:
+                known = f"{line['class']} ({line['probability']:.1%})" if line["class"] else "inf or NaN"
+                say(f"{line['image']}: {known}")
+        truths = Counter(line["truth"] for line in predictions if "truth" in line)
+        right = Counter(line["truth"] for line in predictions if "truth" in line and line["class"] == line["truth"])
+        by_class = {name: {"images": truths[name], "accuracy": right[name] / truths[name]} for name in sorted(truths)}
+        results = {"policy": config.policy, "model": config.model_name, "classes": by_class, "predictions": predictions}
+        folder = config.output or Path()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_json(folder / "predictions.json", results)
+        except OSError as error:
+            raise UsageError(f"--output {str(folder)!r} cannot be written to: {disk_problem(error)}.") from error
+        say(f"{len(predictions)} predictions in {folder / 'predictions.json'}")
+        return results | {"unreadable_files": unreadable}
+
+    def _probabilities(
+        self, weights: Variables, read: Mapping[Path, np.ndarray]
+    ) -> Iterator[tuple[dict[str, str], np.ndarray]]:
+        """The location of each image, its true class if known, and the class probabilities."""
+        if read:
+            paths, images = list(read), np.stack(list(read.values()))
+            # Full batches of one size compile only one program for any number of images.
+            size = -(-min(self.batch_size, len(paths)) // self.parallel.count) * self.parallel.count
+            for start in range(0, len(paths), size):
+                part = images[start : start + size]
+                padded = np.pad(part, ((0, size - len(part)), (0, 0), (0, 0), (0, 0)))
+                found = np.asarray(self.predict_step(weights, self.parallel.put(padded)))
+                for path, probabilities in zip(paths[start : start + size], found, strict=False):
+                    yield {"image": str(path)}, probabilities
+            return
+        count = 0
+        with evaluation_batches(self.test_set, self.test_batch_size, **self.loading()) as batches:
+            for batch in batches:
+                found = np.asarray(self.predict_step(weights, batch.images))
+                readable = np.asarray(batch.mask)
+                for probabilities, mask in zip(found[: len(self.test_set) - count], readable, strict=False):
+                    image, truth = self.test_set.name_of(count)
+                    count += 1
+                    if mask:
+                        yield {"image": image, "truth": truth}, probabilities
+
+    def _read(self, path: Path) -> np.ndarray:
+        """Reads an image as in evaluation, in the model's size and colours."""
+        height, width, channels = self.about.image_shape
+        # A digit fills its image; the subject of a photograph is in the centre.
+        view = View(whole=True) if channels == 1 else self.config.view
+        pixels = read_crop(str(path), lambda full: view.of_test(full, (width, height)))
+        return np.round(pixels.mean(axis=-1, keepdims=True)).astype(np.uint8) if channels == 1 else pixels
 
     def inference_step(self) -> jax.stages.Wrapped:
         return jax.jit(lambda variables, batch: self.predict_step(variables, batch.images))

@@ -21,7 +21,7 @@ from examples.common.training import Variables
 from examples.common.weights import file_variables, write_weights
 from examples.imagenet import task as image_task
 from examples.imagenet.config import Config
-from examples.imagenet.image_sources import list_tree
+from examples.imagenet.image_folder import list_tree
 from examples.imagenet.train import ImageTask, main
 from tests.examples.imagenet.image_tree import make_photo_tree
 from tests.examples.imagenet.runs import FewDigits, digit_flags, digits_task, error_of
