@@ -80,10 +80,9 @@ def open_folder(config: RunConfig, kind: str = "") -> RunFolder:
     Raises:
         UsageError: The folder is not empty or, with --resume, holds no run or another run, or another process uses it.
     """
-    parent = Path(f"runs/{config.script}{kind}")
-    if config.resume:
+    if config.resume and config.output is not None:
         return RunFolder.reopen(config.output, config.settings(), config.may_change)
-    return RunFolder.create(config.output, parent, config.settings())
+    return RunFolder.create(config.output, Path(f"runs/{config.script}{kind}"), config.settings())
 
 
 def train(task: Task, folder: RunFolder) -> dict[str, Any]:

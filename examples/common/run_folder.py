@@ -57,10 +57,8 @@ class RunFolder:
         return folder
 
     @classmethod
-    def reopen(cls, output: Path | None, config: Mapping[str, Any], may_change: Collection[str] = ()) -> RunFolder:
+    def reopen(cls, output: Path, config: Mapping[str, Any], may_change: Collection[str] = ()) -> RunFolder:
         """Opens the folder of an earlier run, which must have the same settings except those in `may_change`."""
-        if output is None:
-            raise UsageError("--resume needs the folder of the run to continue: add --output DIR.")
         folder = cls(output)
         if output.is_dir():
             try:

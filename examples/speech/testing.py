@@ -137,31 +137,30 @@ def transcribe_files(task: Any, variables: Variables) -> dict[str, Any]:
     """Transcribes the files of --infer; the latency covers features, model and decoder, from samples to text."""
     config, device = task.config, jax.local_devices()[0]
     readable, unreadable = each_readable(config.infer, lambda path: _read(config, path), "--infer")
-    single = len(readable) == 1
+    runs = _RUNS if len(readable) == 1 else 1
     weights = jax.device_put(cast_to_policy(task, variables), device)
     transcribe = create_transcribe_step(config, task.alphabet.labels)
     programs: dict[int, Any] = {}
     texts, latencies = [], []
     for path, samples in readable.items():
-        # One file keeps its length; several are padded to a few lengths, which does not change the results.
-        length = len(samples) if single else -(-len(samples) // _STEP) * _STEP
+        length = -(-len(samples) // _STEP) * _STEP  # padding does not change the results
         batch = Shape(1, length, 1).zeros()
         batch.audio[0, : len(samples)], batch.audio_lengths[0] = samples, len(samples)
         inputs = weights, jax.device_put(batch, device)
         program = programs[length] = programs.get(length) or compile_step(transcribe, *inputs).call
         seconds, text = [], ""
-        for _ in range(_RUNS + 1 if single else 2):
+        for _ in range(runs + 1):
             started = time.perf_counter()
             decoded = jax.device_get(program(*inputs))
             text = task.alphabet.decode(decoded.labels[0, : decoded.lengths[0]])
             seconds.append(time.perf_counter() - started)
         latencies.append(statistics.median(seconds[1:]))  # the first run is a warm-up
         texts.append(text)
-        say(text if single else f"{path}: {text}")
+        say(f"{path}: {text}")
     total = sum(map(len, readable.values())) / SAMPLE_RATE
     return {
         "unreadable_files": unreadable,
-        "text": texts[0] if single else texts,
+        "texts": texts,
         "policy": config.policy,
         "audio_seconds": total,
         "latency_milliseconds": float(np.mean(latencies)) * 1e3,
