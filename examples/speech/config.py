@@ -68,7 +68,6 @@ class Config(RunConfig):
     text_field: str | None = DATA(None, "field of the transcript in shards (default: any usual name)")
     alphabet: Path | None = DATA(None, "file with one character per line (default: space, a to z, ')", uses=BUILD)
     cache_dir: Path = DATA(DEFAULT_CACHE, "folder for the corpus synthesised by espeak-ng", decides=False)
-    longest_seconds: float | None = DATA(None, "leave out training utterances that are longer", uses=TRAIN)
     max_skipped: Share = DATA(0.01, "largest share of the utterances that may be skipped as unusable")
 
     hidden: Count = MODEL(128, "units of dense layers and of each direction of the recurrent layer (DeepSpeech: 2048)")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import functools
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +11,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from tqdm import tqdm
 
 from examples.common.cli import SkippedFiles, UnusableFileError, UsageError, listing
 from examples.common.records import Entry, Records, fingerprint, open_records
@@ -95,13 +93,6 @@ class Speech:
         names = [f"{_portable_name(path)}\t{transcript}\t{samples}" for path, transcript, samples in utterances]
         return fingerprint(names, len(self), lambda index: self.paths[index].read_bytes())
 
-    def keep_shorter(self, seconds: float) -> None:
-        """Leaves out longer utterances, without counting them as skipped."""
-        kept = self.samples <= seconds * SAMPLE_RATE
-        if left := len(self) - np.count_nonzero(kept):
-            tqdm.write(f"{self.name}: {left} utterances longer than {seconds:g} s are left out", file=sys.stderr)
-        self._keep_where(kept)
-
     def keep_decodable(self, frames: Callable[[np.ndarray], np.ndarray], fastest: float = 1.0) -> None:
         """Skips utterances whose transcripts are too long for CTC (see `frames_needed`).
 
@@ -120,10 +111,8 @@ class Speech:
                 f"its transcript is too long: it needs {need[index]} frames but the model outputs {have[index]} for "
                 f"{self.samples[index] / SAMPLE_RATE:.2f} s of audio: {self.transcripts[index]!r}",
             )
-        self._keep_where(need <= have)
-
-    def _keep_where(self, kept: np.ndarray) -> None:
-        self._keep([Utterance(self.paths[i], self.transcripts[i]) for i in np.flatnonzero(kept)], self.samples[kept])
+        kept = np.flatnonzero(need <= have)
+        self._keep([Utterance(self.paths[i], self.transcripts[i]) for i in kept], self.samples[kept])
 
     def _keep(self, utterances: Sequence[Utterance], samples: Sequence[int] | np.ndarray) -> None:
         if not utterances:

@@ -42,8 +42,6 @@ def open_sets(config: Config, alphabet: Alphabet, splits: Sequence[str] = ("trai
         if (path := paths[split]) is None:
             continue
         speech = sets[split] = open_speech(path, alphabet, config.max_skipped, config.audio_field, config.text_field)
-        if split == "train" and config.longest_seconds is not None:
-            speech.keep_shorter(config.longest_seconds)
         speech.keep_decodable(config.output_frames, config.perturbation.fastest if split == "train" else 1.0)
     return Data(alphabet, **sets)
 

@@ -73,14 +73,6 @@ def test_speech_script_runs_under_parity(data_flags):
     assert (training.metric_name, training.larger_is_better) == ("WER", False)
 
 
-def test_longer_utterances_can_be_left_out(data):
-    every = task_of(data).train_set
-    limit = float(np.sort(every.samples)[4]) / 16_000
-    kept = task_of(data, longest_seconds=limit).train_set
-    assert len(kept) == 5
-    assert len(kept.skipped) == 0
-
-
 def test_mozillas_flags_are_understood(data, capsys):
     flags = ["--train_files", str(data["train_data"]), "--test_files", str(data["test_data"]), "--n_hidden", "8"]
     error = error_of([*flags, "--automatic_mixed_precision", "--load_cudnn", "--batch_size", "99"], capsys)
