@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
+from jax.interpreters import ad
 
 from mpjax._jaxpr import compat
 from mpjax._jaxpr.weight_gradients import detached
@@ -298,13 +299,13 @@ def _issue_vjp(step: Step, operands: Sequence[Any], outer: Plan) -> Sequence[Any
         return body(*constant, *args[:count])
 
     def fwd(*args: Any) -> tuple[Any, Any]:
-        perturbed = [arg.perturbed for arg in args[:count]] if symbolic else [True] * count
-        args = tuple(arg.value for arg in args) if symbolic else args
+        perturbed = [arg.perturbed for arg in args[:count]]
+        args = tuple(arg.value for arg in args)
         args, extra = args[:count], args[count:]
-        if entered.forward is not None and all(perturbed):
+        if entered.forward is not None and (all(perturbed) or not symbolic):
             rule, planned = entered.forward
         else:
-            rule = vjp_rule(params, in_avals, perturbed)
+            rule, perturbed = _forward_rule(params, in_avals, perturbed)
             planned = _plan_forward(rule, entered, params)
             if all(perturbed):
                 entered.forward = rule, planned
@@ -320,6 +321,8 @@ def _issue_vjp(step: Step, operands: Sequence[Any], outer: Plan) -> Sequence[Any
     def bwd(residuals: tuple[list[Any], Sequence[Any]], cotangents: Sequence[Any]) -> tuple[Any, Any]:
         stored, extra = residuals
         rule: VjpRule = latest["rule"]
+        if not symbolic:
+            cotangents = [_instantiated(ct) for ct in cotangents]
         inexact = [compat.is_inexact(v.aval) for v in entered.plan.outvars]
         given = [type(ct) is not SymbolicZero and is_float for ct, is_float in zip(cotangents, inexact, strict=True)]
         planned_rule = entered.forward is not None and rule is entered.forward[0]
@@ -341,8 +344,34 @@ def _issue_vjp(step: Step, operands: Sequence[Any], outer: Plan) -> Sequence[Any
         logs = jax.tree.unflatten(backward.logs, [_array(x, FULL) for x in results])
         return (*found, *(None for _ in extra)), logs
 
-    rewritten = compat.custom_vjp(fun, fwd, bwd, symbolic)
+    # Symbolic zeros also for a rule without: they say which operands are differentiated.
+    rewritten = compat.custom_vjp(fun, fwd, bwd, symbolic_zeros=True)
     return values_of(rewritten(*arguments, *_closed_over(step, operands)), outs, half)
+
+
+def _forward_rule(
+    params: dict[str, Any], ins: Sequence[Any], perturbed: Sequence[bool]
+) -> tuple[VjpRule, Sequence[bool]]:
+    """A forward rule and the operands for which it was traced.
+
+    A rule without symbolic zeros is the same for all, unless JAX issued the equation again: its constants are operands
+    then, and the rule raises for those if they are differentiated.
+    """
+    if not params["symbolic_zeros"]:
+        try:
+            return vjp_rule(params, ins, [True] * len(perturbed)), [True] * len(perturbed)
+        except Exception:  # The next call raises it if it has another cause.
+            pass
+    return vjp_rule(params, ins, perturbed), perturbed
+
+
+def _instantiated(ct: Any) -> Any:
+    """A cotangent as an array, on the devices of its output."""
+    if type(ct) is not SymbolicZero:
+        return ct
+    if ct.aval.dtype == jax.dtypes.float0:
+        return np.zeros(ct.aval.shape, ct.aval.dtype)
+    return ad.instantiate_zeros(ad.Zero(ct.aval))
 
 
 def _traced_as(ct: Any, aval: Any) -> Any:
