@@ -305,9 +305,9 @@ def _issue_vjp(step: Step, operands: Sequence[Any], outer: Plan) -> Sequence[Any
         if entered.forward is not None and (all(perturbed) or not symbolic):
             rule, planned = entered.forward
         else:
-            rule, perturbed = _forward_rule(params, in_avals, perturbed)
+            rule, traced_for = _forward_rule(params, in_avals, perturbed)
             planned = _plan_forward(rule, entered, params)
-            if all(perturbed):
+            if all(traced_for):
                 entered.forward = rule, planned
         latest["rule"], latest["inferred"] = rule, _residuals(rule, entered, planned)
         results = _run_rule(planned, rule.consts, args, dict(zip(step.closures, extra, strict=True)))
@@ -369,9 +369,10 @@ def _instantiated(ct: Any) -> Any:
     """A cotangent as an array, on the devices of its output."""
     if type(ct) is not SymbolicZero:
         return ct
-    if ct.aval.dtype == jax.dtypes.float0:
-        return np.zeros(ct.aval.shape, ct.aval.dtype)
-    return ad.instantiate_zeros(ad.Zero(ct.aval))
+    aval: Any = ct.aval
+    if aval.dtype == jax.dtypes.float0:
+        return np.zeros(aval.shape, aval.dtype)
+    return ad.instantiate_zeros(ad.Zero(aval))
 
 
 def _traced_as(ct: Any, aval: Any) -> Any:
