@@ -39,7 +39,6 @@ STEPS = (
     Step("quick training", ("benchmarks.training", "--quick"), 60, 3600, takes_limit=True),
     Step("loss scaling", ("benchmarks.loss_scaling", "--dtypes", "float16", "float32"), 120, 480),
     Step("full training", ("benchmarks.training", "--full"), 60, 3600, takes_limit=True),
-    Step("largest batches", ("benchmarks.training", "--quick", "--largest-batch"), 120, 3600, takes_limit=True),
 )
 
 

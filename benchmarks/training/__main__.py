@@ -15,7 +15,7 @@ import pathlib
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -27,7 +27,7 @@ from perf.environment import versions
 
 from .cells import TORCH, Cell, Results
 from .configurations import CONFIGURATIONS, PLANNED
-from .dry_run import dry_run, fitting_batch, is_known
+from .dry_run import dry_run, is_known
 from .flops import flops_per_example
 from .tables import dry_run_table, table
 from .target import TARGETS
@@ -41,7 +41,6 @@ VARIED = ("flax_bfloat16", "autocast_bfloat16")
 ON_TPU = ("resnet50", "bert_base_128", "vit_b16", "gpt2_medium", "deep_speech_2", "lstm_lm")
 ON_TPU_CELLS = ("tf32", "flax_bfloat16", "autocast_bfloat16", "autocast_bfloat16_full", "with_policy_bfloat16")
 ON_TPU_FORMS = {"gpt2_medium": ("scan", "scan_remat"), "lstm_lm": ("no_loop",)}
-FITTED = ("float32", "flax_float16", "autocast_float16", "with_policy_float16")
 
 
 def selected_cells(args: argparse.Namespace) -> list[Cell]:
@@ -117,9 +116,9 @@ def run_worker(model: str, cells: list[Cell], args: argparse.Namespace, *options
         yield name, {"error": reason or f"exit status {process.returncode}"}
 
 
-def is_done(row: dict[str, Any], cell: Cell, largest_batch: bool) -> bool:
+def is_done(row: dict[str, Any], cell: Cell) -> bool:
     """Whether a cell was measured with these versions."""
-    if "error" in row or ("largest_batch" if largest_batch else "milliseconds") not in row:
+    if "error" in row or "milliseconds" not in row:
         return False
     return cell.torch or row["versions"] == versions()
 
@@ -143,9 +142,9 @@ def open_results(args: argparse.Namespace) -> Results:
     return results
 
 
-def measure_all(cells: list[Cell], results: Results, args: argparse.Namespace, largest_batch: bool = False) -> bool:
+def measure_all(cells: list[Cell], results: Results, args: argparse.Namespace) -> bool:
     """Measures the missing cells until the time limit; returns whether all are measured."""
-    todo = [cell for cell in cells if args.again or not is_done(results.row(cell), cell, largest_batch)]
+    todo = [cell for cell in cells if args.again or not is_done(results.row(cell), cell)]
     longest, start = 0.0, time.monotonic()
     for group in groups(todo, together=args.toy):
         if args.time_limit and time.monotonic() - args.started + longest > args.time_limit:
@@ -160,11 +159,11 @@ def measure_all(cells: list[Cell], results: Results, args: argparse.Namespace, l
             flops[model] = flops_per_example(Cell(model, "float32").workload(args.toy))
         options = ["--seconds", str(args.seconds)]
         if not group[0].torch:
-            options += ["--profile"] * (not args.toy) + ["--largest-batch"] * largest_batch
+            options += ["--profile"] * (not args.toy)
         start = time.monotonic()
         for name, row in run_worker(model, group, args, *options):
             results.add(Cell.parse(model, name), row)
-            shown = row.get("error") or f"{row.get('milliseconds', row.get('largest_batch'))}"
+            shown = row.get("error") or f"{row.get('milliseconds')}"
             print(f"{time.monotonic() - args.started:6.0f} s  {model} {name}: {shown}", file=sys.stderr)
         longest = max(longest, time.monotonic() - start)
     return True
@@ -196,28 +195,20 @@ def dry_run_cells(cells: list[Cell], args: argparse.Namespace) -> None:
         **target.versions(),
     }
 
-    def fill(todo: list[Cell], find: Callable[..., Any], add: Callable[..., None]) -> None:
-        for cell in todo:
-            if args.time_limit and time.monotonic() - args.started > args.time_limit:
-                print(f"time limit reached before {cell.model} {cell.name}", file=sys.stderr)
-                return
-            try:
-                row = find(cell, args.toy, target, device)
-            except Exception as error:  # a cell's error is its result
-                row = {"error": shortened(error)}
-            add(cell, row)
-            print(f"{time.monotonic() - args.started:6.0f} s  {cell.model} {cell.name}: {row}", file=sys.stderr)
-            jax.clear_caches()
-
     jax_cells = [cell for cell in cells if not cell.torch]
-    todo = [cell for cell in jax_cells if args.again or not is_known(results.row(cell), target, device)]
-    fill(todo, dry_run, results.replace)
+    for cell in [cell for cell in jax_cells if args.again or not is_known(results.row(cell), target, device)]:
+        if args.time_limit and time.monotonic() - args.started > args.time_limit:
+            print(f"time limit reached before {cell.model} {cell.name}", file=sys.stderr)
+            break
+        try:
+            row = dry_run(cell, args.toy, target, device)
+        except Exception as error:  # a cell's error is its result
+            row = {"error": shortened(error)}
+        results.replace(cell, row)
+        print(f"{time.monotonic() - args.started:6.0f} s  {cell.model} {cell.name}: {row}", file=sys.stderr)
+        jax.clear_caches()
     if device is None:
         print(f"The cells were lowered but not compiled: {target.missing}.", file=sys.stderr)
-    elif args.largest_batch:
-        rows = [(cell, results.row(cell)) for cell in jax_cells if cell.name in FITTED]
-        todo = [cell for cell, row in rows if "planned_bytes" in row and (args.again or not row.get("largest_batch"))]
-        fill(todo, fitting_batch, results.add)
     text = dry_run_table(results.content, target)
     results.path.with_suffix(".md").write_text(text)
     print(text)
@@ -231,7 +222,6 @@ def parser() -> argparse.ArgumentParser:
     add("--only", nargs="+", metavar="MODEL", choices=list(WORKLOADS), help="run only these models")
     add("--cells", nargs="+", metavar="CELL", help="run only these: CONFIGURATION or CONFIGURATION+VARIANT")
     add("--variants", action="store_true", help=f"also run the variants: {', '.join(VARIANTS)}")
-    add("--largest-batch", action="store_true", help="also find the largest batch that fits (minutes per model)")
     add("--no-torch", action="store_true", help="omit PyTorch")
     add("--torch-python", default=sys.executable, help="a Python that has PyTorch, and JAX for the batches")
     add("--toy", action="store_true", help="tiny models on a CPU; their times mean nothing")
@@ -257,9 +247,6 @@ def main() -> None:
         return
     results = open_results(args)
     complete = measure_all(cells, results, args)
-    if args.largest_batch:
-        fitted = [cell for cell in cells if cell.name in FITTED]
-        complete = complete and measure_all(fitted, results, args, largest_batch=True)
     text = table(results.content)
     results.path.with_suffix(".md").write_text(text)
     print(text)

@@ -18,10 +18,8 @@ from perf.memory import program_bytes
 from .cells import Cell
 from .compiling import jitted
 from .configurations import Training, training
-from .fitting import largest_batch_of
 from .target import Target, placed, traced_for
 from .traffic import LAUNCH, summary
-from .worker import shortened
 
 
 def is_known(row: dict[str, Any], target: Target, device: jax.Device | None) -> bool:
@@ -59,21 +57,6 @@ def dry_run(cell: Cell, toy: bool, target: Target, device: jax.Device | None) ->
         "planned_bytes": program_bytes(compiled),
         **summary(compiled.as_text(), target.rates, 0.0 if target.chips else LAUNCH),
     }
-
-
-def fitting_batch(cell: Cell, toy: bool, target: Target, device: jax.Device) -> dict[str, Any]:
-    """The largest batch whose plan fits into the memory of the device."""
-
-    def bytes_needed(made: Training) -> int:
-        return program_bytes(_lowered(cell, made, target, device).compile())
-
-    try:
-        return {
-            "largest_batch": largest_batch_of(cell, toy, target.memory_bytes, bytes_needed),
-            "largest_batch_error": None,
-        }
-    except Exception as error:  # the cell's earlier results remain valid
-        return {"largest_batch": None, "largest_batch_error": shortened(error)}
 
 
 def _lowered(cell: Cell, made: Training, target: Target, device: jax.Device | None) -> Any:

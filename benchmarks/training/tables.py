@@ -47,8 +47,8 @@ def table(content: dict[str, Any]) -> str:
             f"### {model}",
             "",
             "| configuration | batch | examples/s | ms/step | × float32 | × TF32 | memory | / float32 | compile "
-            "| Tensor Core time | of matmul peak | largest batch / float32 |",
-            "|---|---|---|---|---|---|---|---|---|---|---|---|",
+            "| Tensor Core time | of matmul peak |",
+            "|---|---|---|---|---|---|---|---|---|---|---|",
             *(_line(content, model, name) for name in rows),
         ]
     return "\n".join(lines) + "\n"
@@ -58,7 +58,7 @@ def _line(content: dict[str, Any], model: str, name: str) -> str:
     rows = content["results"][model]
     row, float32 = rows[name], rows.get("float32", {})
     if "error" in row:
-        return f"| {name} | fails: {_escaped(row['error'])} |" + " |" * 10
+        return f"| {name} | fails: {_escaped(row['error'])} |" + " |" * 9
     bytes_used = row.get("peak_bytes") or row.get("planned_bytes")
     cells = [
         name,
@@ -72,7 +72,6 @@ def _line(content: dict[str, Any], model: str, name: str) -> str:
         _number(row.get("compile_seconds"), "{:.1f} s"),
         _number(row.get("tensor_core_share"), "{:.0%}"),
         _number(peak_share(content, model, name), "{:.0%}"),
-        _number(ratio(row, float32, "largest_batch"), "{:.2f}"),
     ]
     return f"| {' | '.join(cells)} |"
 
@@ -92,7 +91,7 @@ bytes; a matmul (a convolution and fused attention included) counts once. {memor
 not measured: each kernel takes{launch} the longer of two times: that of its bytes at the published bandwidth
 ({rates.bandwidth:.3g} bytes/s), and that of the FLOPs of its matmuls and convolutions at the peak rate of their dtype
 ({rates.float16:.4g} FLOP/s in half, {rates.tfloat32:.4g} for float32 at JAX's default precision, {rates.float32:.3g} in
-full float32). The largest batch is one whose plan fits into {gigabytes:.0f} GB. Sources: {rates.source}; {source}."""
+full float32). Sources: {rates.source}; {source}."""
 _LOWERED = "Lowered and not compiled: {missing}."
 
 
@@ -107,7 +106,6 @@ def _compiled(target: Target) -> str:
         else "Values in the\nchip's vector memory cost no bandwidth.",
         launch=" 3 µs for its launch, and" if gpu else "",
         rates=target.rates,
-        gigabytes=target.memory_bytes / 1e9,
         source=target.source,
     )
 
@@ -128,8 +126,8 @@ def dry_run_table(content: dict[str, Any], target: Target) -> str:
             "",
             "| cell | planned memory | / float32 | / hand-written | bytes moved | / float32 | / hand-written "
             "| least time (bound) | / float32 | / TF32 | / hand-written | kernels "
-            "| matmuls in half | compile | largest batch / float32 |",
-            "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+            "| matmuls in half | compile |",
+            "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
             *(_dry_line(rows, name, "tf32" if target.chips else "float32") for name in compiled),
             "",
         ]
@@ -185,6 +183,5 @@ def _dry_line(rows: dict[str, Row], name: str, full: str) -> str:
         f"{row['half_matmuls']} of {row['compiled_matmuls']}"
         + (f", {row['float8_matmuls']} in float8" if row.get("float8_matmuls") else ""),
         _number(row.get("compile_seconds"), "{:.1f} s"),
-        _number(ratio(row, float32, "largest_batch"), "{:.2f}"),
     ]
     return f"| {' | '.join(cells)} |"

@@ -18,12 +18,11 @@ import jax.numpy as jnp
 
 import mpjax
 from perf.environment import environment, versions
-from perf.memory import device_bytes, peak_bytes, program_bytes
+from perf.memory import peak_bytes, program_bytes
 
 from .cells import Cell
 from .compiling import initial, jitted
-from .configurations import Training, training
-from .fitting import largest_batch_of
+from .configurations import training
 
 WARM_UP = 3
 BLOCKS = 5
@@ -106,24 +105,6 @@ def measure(cell: Cell, toy: bool, seconds: float, profile: bool) -> dict[str, A
     return row
 
 
-def fitting_batch(cell: Cell, toy: bool) -> dict[str, Any]:
-    """The largest batch with which a step runs on this device."""
-    limit = device_bytes()
-    if limit is None:
-        raise ValueError(f"{jax.local_devices()[0].device_kind} has no memory limit to fit a batch into")
-
-    def bytes_needed(made: Training) -> int:
-        # Autotuning takes long and changes a step's speed, not its memory.
-        with cell.settings().context():
-            compiled = jitted(cell, made, xla_gpu_autotune_level=0).lower(*made.abstract()).compile()
-        needed = program_bytes(compiled)
-        if needed <= limit:  # according to the plan; the device can still run out of memory
-            jax.block_until_ready(compiled(*initial(compiled, made)))
-        return needed
-
-    return {"largest_batch": largest_batch_of(cell, toy, limit, bytes_needed)}
-
-
 def matmul_peak(side: int) -> dict[str, float]:
     """FLOP/s of a square half matmul, the practical limit of the Tensor Cores."""
     peaks = {}
@@ -147,7 +128,6 @@ def main() -> None:
     parser.add_argument("--toy", action="store_true")
     parser.add_argument("--seconds", type=float, default=3.0)
     parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--largest-batch", action="store_true")
     args = parser.parse_args()
     if args.model == "matmul_peak":
         side = 512 if args.toy else 8192
@@ -158,11 +138,7 @@ def main() -> None:
     for name in args.cells:
         cell = Cell.parse(args.model, name)
         try:
-            row = (
-                fitting_batch(cell, args.toy)
-                if args.largest_batch
-                else measure(cell, args.toy, args.seconds, args.profile)
-            )
+            row = measure(cell, args.toy, args.seconds, args.profile)
         except Exception as error:  # a cell's error is its result
             row = {"error": shortened(error)}
         emit(name, row | {"versions": versions()})

@@ -13,7 +13,6 @@ from benchmarks.training import traffic
 from benchmarks.training.cells import Cell, Results
 from benchmarks.training.configurations import CONFIGURATIONS, loss_function
 from benchmarks.training.dry_run import dry_run, is_known
-from benchmarks.training.fitting import largest_batch_of
 from benchmarks.training.flops import flops_per_example
 from benchmarks.training.tables import dry_run_table, hand_written
 from benchmarks.training.target import TARGETS
@@ -156,14 +155,8 @@ def test_a_compiled_program_is_summarised():
 
 def test_dry_run_table_states_that_nothing_ran():
     row = {"planned_bytes": 2e9, "bytes_moved": 4e9, "kernels": 10, "half_matmuls": 0, "compiled_matmuls": 3}
-    row |= {"compile_seconds": 1.0, "batch_size": 8, "largest_batch": 100, "least_seconds": 0.5}
-    half = row | {
-        "planned_bytes": 1e9,
-        "bytes_moved": 2e9,
-        "least_seconds": 0.25,
-        "half_matmuls": 3,
-        "largest_batch": 150,
-    }
+    row |= {"compile_seconds": 1.0, "batch_size": 8, "least_seconds": 0.5}
+    half = row | {"planned_bytes": 1e9, "bytes_moved": 2e9, "least_seconds": 0.25, "half_matmuls": 3}
     rows = {
         "float32": row,
         "flax_float16+remat": half,
@@ -173,10 +166,10 @@ def test_dry_run_table_states_that_nothing_ran():
     }
     text = dry_run_table({"results": {"ncf": rows}}, TARGETS["h200"])
     assert "for an H200 without a device: the programs were not autotuned and\nnever ran" in text
-    rest = "10 | 0 of 3 | 1.0 s | 1.00 |"
+    rest = "10 | 0 of 3 | 1.0 s |"
     assert f"| float32 | 2.00 GB | 1.00 | - | 4.0 GB | 1.00 | - | 500.0 ms | 1.00 | - | - | {rest}" in text
     bytes_and_time = "3.0 GB | 0.75 | 1.50 | 250.0 ms | 0.50 | - | 1.00"
-    assert f"| autocast_float16+remat | 1.00 GB | 0.50 | 1.00 | {bytes_and_time} | 10 | 3 of 3 | 1.0 s | 1.50 |" in text
+    assert f"| autocast_float16+remat | 1.00 GB | 0.50 | 1.00 | {bytes_and_time} | 10 | 3 of 3 | 1.0 s |" in text
     assert "JAX's CUDA plugin is not installed" in text
     assert "\n\n- ncf: tf32\n" in text
     assert "- ValueError: no: ncf flax_float16\n" in text
@@ -201,20 +194,6 @@ def test_results_of_a_cell_are_merged_and_an_error_is_replaced(tmp_path):
     Results(path).add(cell, {"milliseconds": 2.0, "compile_seconds": 5.0})
     Results(path).add(cell, {"milliseconds": 1.0})
     assert Results(path).row(cell) == {"milliseconds": 1.0, "compile_seconds": 5.0}
-
-
-def test_largest_batch_of_a_cell_is_within_six_percent():
-    def bytes_needed(made):
-        batch = made.workload.batch_size
-        return batch if batch < 300 else 2 * batch
-
-    found = largest_batch_of(Cell.parse("ncf", "float32"), True, 1000, bytes_needed)
-    assert 470 < found <= 500
-
-
-def test_a_cell_that_fits_no_batch_raises():
-    with pytest.raises(MemoryError, match="ncf float32: not even a batch of"):
-        largest_batch_of(Cell.parse("ncf", "float32"), True, 1000, lambda made: 1001)
 
 
 def test_gpu_run_continues_with_unfinished_steps(tmp_path, monkeypatch):
