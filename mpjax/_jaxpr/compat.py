@@ -26,6 +26,7 @@ from jax._src.lax.lax import _convert_element_type, canonicalize_precision
 from jax._src.mesh import get_abstract_mesh
 from jax._src.mesh import use_abstract_mesh as use_abstract_mesh
 from jax._src.shard_map import _as_manual_mesh, _extend_axis_env
+from jax.custom_derivatives import SymbolicZero
 from jax.sharding import NamedSharding, PartitionSpec
 
 Literal, Var = jex.Literal, jex.Var
@@ -167,6 +168,29 @@ def as_composite(fun: Callable[..., Any], params: dict[str, Any]) -> Callable[..
 def is_unspecified(sharding: Any) -> bool:
     """Whether a sharding in a jit's params is unspecified."""
     return type(sharding).__name__ == "UnspecifiedValue"
+
+
+def bind_params(primitive: Any, params: dict[str, Any]) -> dict[str, Any]:
+    """The parameters of `primitive.bind`, given those of an equation.
+
+    The derivative rules that JAX makes of a jaxpr return its literals. A rule that a user wrote returns arrays.
+    """
+    bound: dict[str, Any] = primitive.get_bind_params(params)
+    if primitive.name in ("custom_jvp_call", "custom_vjp_call"):
+        fun, *rules = bound["subfuns"]
+        bound["subfuns"] = (fun, *map(_returning_arrays, rules))
+    return bound
+
+
+def _returning_arrays(rule: WrappedFun) -> WrappedFun:
+    return lu.wrap_init(lambda *args: jax.tree.map(as_array, rule.call_wrapped(*args)), debug_info=rule.debug_info)
+
+
+def as_array(x: Any) -> Any:
+    """A literal as an array. The tangent of an integer and a symbolic zero are returned unchanged."""
+    if isinstance(x, (jax.Array, SymbolicZero)) or getattr(x, "dtype", None) == jax.dtypes.float0:
+        return x
+    return jax.numpy.asarray(x)
 
 
 def jvp_jaxpr(params: dict[str, Any], zeros: Sequence[bool]) -> tuple[Any, Sequence[Any], Sequence[bool]]:

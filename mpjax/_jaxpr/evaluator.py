@@ -46,7 +46,7 @@ def evaluate(
 
 def bind(eqn: Any, arrays: Sequence[Any]) -> list[Any]:
     """Evaluates an equation on arrays."""
-    outs = eqn.primitive.bind(*arrays, **eqn.primitive.get_bind_params(eqn.params))
+    outs = eqn.primitive.bind(*arrays, **compat.bind_params(eqn.primitive, eqn.params))
     return list(outs) if eqn.primitive.multiple_results else [outs]
 
 

@@ -365,7 +365,7 @@ def bind_wide(eqn: Any, arrays: Sequence[Any]) -> list[Any]:
         ]
         return [widened(out) for out in bind(eqn, back)]
     params = {key: _wide_parameter(value) for key, value in eqn.params.items()}
-    outs = eqn.primitive.bind(*map(widened, arrays), **eqn.primitive.get_bind_params(params))
+    outs = eqn.primitive.bind(*map(widened, arrays), **compat.bind_params(eqn.primitive, params))
     return list(outs) if eqn.primitive.multiple_results else [outs]
 
 

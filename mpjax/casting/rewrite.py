@@ -226,7 +226,7 @@ def _bind(step: Step, operands: Sequence[Any], half: np.dtype) -> Sequence[Any]:
     args = [array_of(value, storage) for value, storage in zip(operands, step.reads, strict=True)]
     if eqn.primitive is ATTENTION:
         return values_of([eqn.params["options"](*args)], step.outs, half)
-    params = eqn.primitive.get_bind_params(eqn.params)
+    params = compat.bind_params(eqn.primitive, eqn.params)
     if step.half_collective:
         low, full = weight_gradients.half_collective(eqn.primitive, params, args[0], half)
         return [MixedValue(half, full, low)]
@@ -316,7 +316,7 @@ def _half_params(name: str, params: dict[str, Any], half: np.dtype) -> dict[str,
 
 def _broadcast(x: Any, shape: tuple[int, ...], half: np.dtype) -> Any:
     """Broadcasts in float32, then casts, so that the derivative sums in float32."""
-    offset = len(shape) - x.ndim
+    offset = len(shape) - np.ndim(x)  # `x` may be the literal that a function is called with.
     wide = lax.broadcast_in_dim(x, shape, tuple(range(offset, len(shape))))
     return lax.convert_element_type(wide, half)
 

@@ -212,7 +212,7 @@ def _outputs(operation: Any, operands: Sequence[Any], params: dict[str, Any], ho
 def _run(jaxpr: Any, operands: Sequence[Any], how: Reading) -> list[Any]:
     def rule(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
         with compat.EquationContext(eqn):
-            return _outputs(eqn.primitive, operands, eqn.primitive.get_bind_params(eqn.params), how)
+            return _outputs(eqn.primitive, operands, compat.bind_params(eqn.primitive, eqn.params), how)
 
     jaxpr, consts = compat.open_jaxpr(jaxpr)
     return evaluate(jaxpr, dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *operands), strict=True)), rule)

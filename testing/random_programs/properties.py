@@ -22,7 +22,7 @@ from mpjax.casting.autocast import trace as trace_to_plan
 from mpjax.casting.plan import Plan
 from mpjax.inspection.explanation import Explanation, explanation
 from testing.measures import HALF, MATMULS, Equation, equations, inner_jaxprs, is_inner_product, risky_of
-from testing.random_programs.cases import FORWARD, OUTSIDE, TRANSFORMS, Case
+from testing.random_programs.cases import OUTSIDE, TRANSFORMS, Case
 from testing.random_programs.evaluate import Unsupported, as_typed, evaluate, exact, float8_operand, is_float, rounded
 
 # Operations that autocast may add: casts, broadcasts before casts, barriers, data movement, wider weight gradients.
@@ -458,20 +458,6 @@ def _raise_unless_in_nested_rules(case: Case, subject: Subject, failure: Failure
     raise failure
 
 
-def _raise_unless_jaxprs_do(case: Case, subject: Subject, found: Traced, failure: Failure) -> None:
-    """Raises a failure, unless a result is no array because JAX evaluates a jaxpr, where the rule returns a literal."""
-
-    def as_jaxpr(fun: Any) -> Any:
-        return lambda *args: jax.tree.unflatten(
-            jax.tree.structure((made := jax.make_jaxpr(fun, return_shape=True)(*args))[1]),
-            jax.core.eval_jaxpr(made[0].jaxpr, made[0].consts, *args),
-        )
-
-    literal = failure.cause == "type of a result" and case.transform in FORWARD
-    if not literal or trace(TRANSFORMS[case.transform](case.program(), as_jaxpr), *subject.args).arrays != found.arrays:
-        raise failure
-
-
 def check(case: Case, compiled: bool = False, subject: Subject | None = None, retrace: bool = True) -> str:
     """Checks all properties of one case.
 
@@ -506,10 +492,7 @@ def _checked(case: Case, compiled: bool, subject: Subject, retrace: bool) -> str
         raise Failure("runs", cause_of(error), traceback.format_exc()) from error
     if found.leaks:
         _raise_unless_jit_leaks(case, subject, Failure("runs", "leaves a tracer in the program"))
-    try:
-        check_structure(case, subject.plain, found)
-    except Failure as failure:
-        _raise_unless_jaxprs_do(case, subject, found, failure)
+    check_structure(case, subject.plain, found)
     try:
         check_dtypes(case, subject.plain, found)
     except Failure as failure:

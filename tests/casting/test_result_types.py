@@ -83,18 +83,33 @@ def with_vjp(x, scale):
     return x @ x * scale, jnp.float32(2)
 
 
+@jax.custom_jvp
+def without_matmul(x, scale):
+    return x * scale, jnp.float32(2)
+
+
+@jax.custom_vjp
+def of_half(x):
+    return x * 3, jnp.float32(2)
+
+
 with_jvp.defjvp(lambda x, dx: ((x[0] @ x[0], jnp.float32(2)), (dx[0] @ x[0], jnp.float32(0))))
+without_matmul.defjvp(lambda x, dx: ((x[0], jnp.float32(2)), (dx[0] * 2, jnp.float32(0))))
 with_vjp.defvjp(lambda x, scale: ((x @ x, jnp.float32(2)), x), lambda x, ct: (ct[0] @ x, jnp.float32(3)))
+of_half.defvjp(lambda x: ((x * 3, jnp.float32(2)), ()), lambda _, ct: (ct[0] * 3,))
 
 
 @pytest.mark.parametrize(
     "derivative",
     [
         lambda x: jax.jvp(mpjax.autocast(with_jvp), (x, x[0, 0]), (x, x[0, 0])),
+        lambda x: jax.jvp(mpjax.autocast(without_matmul), (x, x[0, 0]), (x, x[0, 0])),
         lambda x: jax.vjp(mpjax.autocast(with_vjp), x, x[0, 0])[0],
+        lambda x: jax.vjp(mpjax.autocast(of_half), x.astype(jnp.float16))[0],
         lambda x: jax.grad(lambda scale: mpjax.autocast(with_vjp)(x, scale)[0].sum())(x[0, 0]),
     ],
-    ids=["jvp", "forward", "backward"],
+    ids=["jvp", "jvp without matmul", "forward", "forward of half", "backward"],
 )
+@pytest.mark.filterwarnings("ignore:autocast")
 def test_constants_that_a_rule_returns_are_arrays(derivative):
     assert {type(leaf) for leaf in jax.tree.leaves(derivative(jnp.eye(2)))} == {type(jnp.eye(2))}

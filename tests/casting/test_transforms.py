@@ -129,6 +129,21 @@ def test_custom_jvp_with_an_integer_and_a_symbolic_tangent(symbolic):
     assert measures.half_share(jax.grad(lambda *args: cast(*args)), W, X) == 1.0
 
 
+def test_custom_jvp_called_with_python_scalars():
+    @jax.custom_jvp
+    def layer(x, scale, shift):
+        return x @ W * scale + shift
+
+    layer.defjvp(lambda primals, tangents: (layer(*primals), 3.0 * (tangents[0] @ W) * primals[1] + tangents[2]))
+
+    def loss(x, w):
+        return jnp.sum(layer(x @ w, 0.5, 1.0) @ w)
+
+    for fun in (mpjax.autocast(loss), jax.jit(mpjax.autocast(loss))):
+        close(fun(X, W), in_numpy(loss)(X, W))
+        close(jax.grad(fun)(X, W), in_numpy(jax.grad(loss))(X, W))
+
+
 def test_custom_vjp_that_closes_over_an_outer_value():
     def loss(w, x):
         scale = lax.stop_gradient(jnp.max(x))

@@ -179,9 +179,7 @@ def _wanted(entered: WithRules) -> list[Use | None]:
 
 def _array(value: Any, storage: Storage) -> Any:
     """A result of a rule in a storage dtype. The tangent of an integer is returned unchanged."""
-    x = array_of(value, storage) if isinstance(value, MixedValue) else value
-    is_literal = not isinstance(x, jax.Array) and getattr(x, "dtype", None) != jax.dtypes.float0
-    return jnp.asarray(x) if is_literal else x
+    return compat.as_array(array_of(value, storage) if isinstance(value, MixedValue) else value)
 
 
 # custom_jvp.
