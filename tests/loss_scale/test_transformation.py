@@ -263,6 +263,12 @@ def test_grads_are_scaled_unscales_by_the_scale_they_carry_also_when_it_changes(
     assert float(state.loss_scale) == 8.0
 
 
+def test_half_gradients_are_unscaled_in_float32():
+    state = mpjax.static_loss_scale(optax.identity(), 2.0**15).init({})
+    smallest = np.full(2, 2.0**-14, np.float16)  # The quotient is zero in float16.
+    np.testing.assert_array_equal(in_numpy(mpjax.unscale)(smallest, state), np.full(2, 2.0**-29, np.float32))
+
+
 def test_unscaling_to_infinity_counts_as_overflow():
     tx = mpjax.static_loss_scale(optax.adam(0.1), 2.0**-10, grads_are_scaled=True)
     grads = jax.tree.map(lambda g: np.full(g.shape, 3e38, np.float32), GOOD)
