@@ -316,6 +316,9 @@ def _may_hide_matmuls(step: Step) -> bool:
 
 
 def _smaller_operands(eqn: Any) -> tuple[int, ...]:
+    """The operands that an equation in half reads in float32: those that it broadcasts, and the biases of attention."""
+    if eqn.primitive is ATTENTION:
+        return eqn.params["options"].biases
     if not primitive(eqn.primitive.name).elementwise:
         return ()
     shape = eqn.outvars[0].aval.shape

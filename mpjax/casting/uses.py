@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from mpjax._jaxpr import compat
 from mpjax._jaxpr.primitives import Op, primitive
 from mpjax._jaxpr.program import sub_jaxprs
+from mpjax.casting.attention.kernel import ATTENTION
 from mpjax.casting.attention.prepare import prepared
 from mpjax.casting.classify import IN_HALF, Listing, Setting, classify, is_inner_product, tracked
 from mpjax.casting.derivative_rules import closed_over
@@ -138,6 +139,9 @@ def _of_operands(eqn: Any, outs: Sequence[Use], listing: Listing, setting: Setti
         # A sub-jaxpr receives all operands, including those that it does not read.
         return [Use.READ | use for use in found]
     use = _of_operand(listing, outs)
+    if eqn.primitive is ATTENTION and listing.op is Op.ALLOW:
+        biases = eqn.params["options"].biases
+        return [Use.READ | Use.FLOAT if i in biases else use for i in range(len(eqn.invars))]
     if listing.op is Op.INFER:
         if primitive(eqn.primitive.name).join:
             use = Use.READ | outs[0]

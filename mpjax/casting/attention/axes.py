@@ -79,6 +79,8 @@ def of_operand(v: Any, dims: Dims) -> Dims:
 
 def upstream(eqn: Any, dims: Dims) -> Dims:
     """The axes of the operand of a move, given those of its result."""
+    if not eqn.invars:  # An `iota` moves nothing.
+        raise Unfit
     shape, params = eqn.invars[0].aval.shape, eqn.params
     match eqn.primitive.name:
         case "transpose":

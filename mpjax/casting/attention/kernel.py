@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.extend
@@ -14,46 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._jaxpr import compat
-from mpjax.casting.attention.axes import Axis, Dims, flat, joined
-from mpjax.casting.attention.find import Flow, Found
+from mpjax.casting.attention.axes import Axis, flat, joined
+from mpjax.casting.attention.flow import Flow
+from mpjax.casting.attention.layout import Layout, size_of
+from mpjax.casting.attention.masks import resolved
 from mpjax.casting.attention.pallas import flash_attention
+from mpjax.casting.attention.parts import Found
 
 ATTENTION = jax.extend.core.Primitive("fused_attention")
-Shape = tuple[int, ...]
-
-
-class Layout(NamedTuple):
-    """Brings an array into another order of axes: reshape, transpose, broadcast, reshape."""
-
-    split: Shape
-    order: Shape
-    apart: Shape
-    spread: Shape
-    merged: Shape
-
-    def __call__(self, x: Any) -> Any:
-        """The array in the new order."""
-        x = x.reshape(self.split).transpose(self.order).reshape(self.apart)
-        module = np if isinstance(x, np.ndarray) else jnp
-        return module.broadcast_to(x, self.spread).reshape(self.merged)
-
-
-def _layout(dims: Dims, groups: Sequence[Sequence[Axis]], full: Sequence[int] = ()) -> Layout:
-    """The layout for a dimension per group of axes; of size 1 if the array has none of them, unless it is `full`."""
-    axes = joined(dims)
-    assert set(axes) <= {axis for group in groups for axis in group}
-    apart, spread, merged = [], [], []
-    for i, group in enumerate(groups):
-        whole = i in full or any(axis in axes for axis in group)
-        apart += [axis.size if axis in axes else 1 for axis in group]
-        spread += [axis.size if whole else 1 for axis in group]
-        merged.append(_size(group) if whole else 1)
-    order = [axes.index(axis) for group in groups for axis in group if axis in axes]
-    return Layout(tuple(axis.size for axis in axes), tuple(order), tuple(apart), tuple(spread), tuple(merged))
-
-
-def _size(axes: Sequence[Axis]) -> int:
-    return math.prod(axis.size for axis in axes)
+# What JAX itself adds to a masked score in cuDNN's kernel, which computes NaN from larger numbers.
+_LEAST = {"bfloat16": -(2.0**41), "float16": -(2.0**15)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +35,7 @@ class Options:
         factors: The factor of each bias.
         inverted: For each mask, whether it is False for the keys that are read.
         scale, is_causal, local_window_size, implementation: As in `jax.nn.dot_product_attention`.
+        nan: Whether a row without a key is NaN, as it is in a softmax of -inf.
     """
 
     ins: tuple[Layout, ...]
@@ -76,6 +46,12 @@ class Options:
     is_causal: bool
     local_window_size: tuple[int, int] | None
     implementation: str
+    nan: bool
+
+    @property
+    def biases(self) -> tuple[int, ...]:
+        """The indices of the biases among the operands."""
+        return tuple(range(3, 3 + len(self.factors)))
 
     @property
     def scores(self) -> int:
@@ -91,26 +67,39 @@ class Options:
         return ", ".join((f"{self.implementation}: stores no scores", *(part for part, used in parts.items() if used)))
 
     def __call__(self, *arrays: Any) -> Any:
-        """The attention of arrays in half; masks are booleans."""
-        arrays = tuple(layout(x) for layout, x in zip(self.ins, arrays, strict=True))
-        (q, k, v), rest = arrays[:3], arrays[3:]
-        biases, masks = rest[: len(self.factors)], rest[len(self.factors) :]
-        bias = mask = None
-        if biases:
-            terms = [x.astype(np.float32) * factor for x, factor in zip(biases, self.factors, strict=True)]
-            least = np.float32(compat.finfo(q.dtype).min)  # A mask of -1e9 or -inf would make rows of NaN.
-            bias = jnp.maximum(functools.reduce(jnp.add, terms), least).astype(q.dtype)
-        if masks:
-            read = [~x if inverted else x for x, inverted in zip(masks, self.inverted, strict=True)]
-            mask = functools.reduce(jnp.logical_and, read)
+        """The attention of q, k, v in half; biases in float32 and masks of booleans."""
+        count = 3 + len(self.factors)
+        q, k, v = (layout(x) for layout, x in zip(self.ins[:3], arrays[:3], strict=True))
+        masks = [
+            layout(x ^ inverted)
+            for layout, x, inverted in zip(self.ins[count:], arrays[count:], self.inverted, strict=True)
+        ]
+        # Broadcast in float32, in which their gradients are then summed.
+        biases = zip(self.ins[3:count], arrays[3:count], self.factors, strict=True)
+        terms = [layout(x.astype(np.float32) * np.float32(factor)) for layout, x, factor in biases]
+        mask = functools.reduce(jnp.logical_and, masks) if masks else None
+        bias = functools.reduce(jnp.add, terms) if terms else None
+        if bias is not None and self.implementation == "cudnn":
+            bias = jnp.maximum(bias, np.float32(_LEAST[q.dtype.name]))
+        bias = None if bias is None else bias.astype(q.dtype)
         fused = functools.partial(jax.nn.dot_product_attention, implementation=self.implementation)
         attention: Any = flash_attention if self.implementation == "pallas" else fused
         attention = functools.partial(
-            attention, scale=self.scale, is_causal=self.is_causal, local_window_size=self.local_window_size
+            attention, scale=abs(self.scale), is_causal=self.is_causal, local_window_size=self.local_window_size
         )
         # The backward pass of a fused kernel computes the scores again. So does that of XLA's operations here.
         attention = jax.checkpoint(attention) if self.implementation == "xla" else attention
-        return self.out(attention(q, k, v, bias, mask))
+        out = attention(-q if self.scale < 0 else q, k, v, bias, mask)
+        return self.out(self._with_nan(out, mask, k.shape[1]) if self.nan else out)
+
+    def _with_nan(self, out: Any, mask: Any, keys: int) -> Any:
+        """A result [batch, queries, heads, width] that is NaN in rows of which no key is read."""
+        rows, columns = np.arange(out.shape[1])[:, None], np.arange(keys)
+        left, right = self.local_window_size or (out.shape[1] + keys, 0 if self.is_causal else keys)
+        band = (columns >= rows - left) & (columns <= rows + right)
+        seen = jnp.any(band if mask is None else mask & band, axis=-1)
+        seen = jnp.broadcast_to(seen, (*out.shape[:1], seen.shape[-2] if seen.ndim > 1 else 1, out.shape[1]))
+        return jnp.where(seen.swapaxes(1, 2)[..., None], out, jnp.nan)
 
 
 def implementation_of(choice: str) -> str:
@@ -130,85 +119,51 @@ def options_of(found: Found, flow: Flow, setting: Any) -> tuple[list[Any], Optio
     q, k, v = found.parts
     k, v, shared = _without_repeats(flow, k, v, found.batch)
     batched, queries, keys = flat(found.batch), flat(found.queries), flat(found.keys)
-    masks = [(mask, flow.constant(mask.v)) for mask in found.masks]
     touched = [joined(dims) for dims in (*(m.dims for m in found.masks), *(b.dims for b in found.biases))]
-    causal = [joined(mask.dims) for mask, value in masks if value is not None] or touched
+    constant = [joined(each.dims) for each in (*found.masks, *found.biases) if flow.constant(each.v) is not None]
+    causal = constant or touched
     rows = tuple(axis for axis in queries if not causal or any(axis in axes for axes in causal))
     kept = tuple(axis for axis in batched if axis not in shared)
     heads = kept[-1:] if len(batched) > 1 or not batched else kept
     batch = tuple(axis for axis in kept if axis not in heads)
     repeats = (*shared, *(axis for axis in queries if axis not in rows))
     scores = batch, (*heads, *repeats), rows, keys
-    window, dynamic = _window(masks, scores, implementation)
-    biases = found.biases
+    window, masks, biases, nan = resolved(found, flow, scores, implementation == "xla")
     # Of an array for each score, only the batch and the heads may be of size 1.
     full = (2, 3)
     layouts = (
-        _layout(q[1], (batch, rows, (*heads, *repeats), found.head)),
-        _layout(k[1], (batch, keys, heads, found.head)),
-        _layout(v[1], (batch, keys, heads, found.width)),
-        *(_layout(each.dims, scores, full) for each in (*biases, *dynamic)),
+        Layout.of(q[1], (batch, rows, (*heads, *repeats), found.head)),
+        Layout.of(k[1], (batch, keys, heads, found.head)),
+        Layout.of(v[1], (batch, keys, heads, found.width)),
+        *(Layout.of(each.dims, scores, full) for each in (*biases, *masks)),
     )
     given = (*batch, *rows, *heads, *repeats, *found.width)
     result = joined(found.out)
     order, shape = tuple(given.index(axis) for axis in result), tuple(axis.size for axis in result)
     out = Layout(tuple(axis.size for axis in given), order, shape, shape, found.values.outvars[0].aval.shape)
     causal_kind = window is not None and window[1] == 0
-    left = None if window is None or (causal_kind and window[0] >= _size(rows) - 1) else window
+    left = None if window is None or (causal_kind and window[0] >= size_of(rows) - 1) else window
     options = Options(
-        layouts, out, tuple(each.factor for each in biases), tuple(mask.inverted for mask in dynamic),
-        found.scale, causal_kind, left, implementation,
+        layouts, out, tuple(each.factor for each in biases), tuple(mask.inverted for mask in masks),
+        found.scale, causal_kind, left, implementation, nan,
     )  # fmt: skip
-    operands = [q[0], k[0], v[0], *(each.v for each in (*biases, *dynamic))]
+    operands = [q[0], k[0], v[0], *(each.v for each in (*biases, *masks))]
     return (operands, options) if not (why := _refusal(options, operands, setting.half)) else why
 
 
 def _without_repeats(flow: Flow, k: Any, v: Any, batch: Sequence[Axis]) -> tuple[Any, Any, list[Axis]]:
     """Keys and values before their heads were repeated, if both were, and the axes of the repeats."""
     before = [flow.stripped(*each) for each in (k, v)]
-    missing = [[axis for axis in batch if axis not in joined(dims)] for _, dims in before]
+    missing = [[axis for axis in flat(batch) if axis not in joined(dims)] for _, dims in before]
     if missing[0] and missing[0] == missing[1]:
         return before[0], before[1], missing[0]
     return k, v, []
 
 
-def _window(masks: Sequence[Any], scores: Any, implementation: str) -> tuple[tuple[int, int] | None, list[Any]]:
-    """The window (left, right) of the keys that each query reads by constant masks, and the other masks."""
-    constant, dynamic = None, []
-    for mask, value in masks:
-        if value is None or (set(joined(mask.dims)) & {*scores[0], *scores[1]} and not _same(mask, value, scores)):
-            dynamic.append(mask)
-            continue
-        dims = [d for d, axes in enumerate(mask.dims) if set(axes) & {*scores[2], *scores[3]}]
-        array = value[tuple(slice(None) if d in dims else 0 for d in range(value.ndim))] ^ mask.inverted
-        array = _layout(tuple(mask.dims[d] for d in dims), scores[2:], (0, 1))(array)
-        constant = array if constant is None else constant & array
-    if constant is None:
-        return None, dynamic
-    if constant.all():
-        return None, dynamic
-    i, j = np.indices(constant.shape, sparse=True)
-    reach = [int(np.max(np.where(constant, d, -1))) for d in (i - j, j - i)]
-    band = (i - j <= reach[0]) & (j - i <= reach[1])
-    fits = reach[1] == 0 or (implementation == "xla" and reach[1] > 0)
-    if fits and reach[0] >= 0 and (constant == band).all():
-        return (reach[0], reach[1]), dynamic
-    return None, [*dynamic, *(mask for mask, _ in masks if mask not in dynamic)]
-
-
-def _same(mask: Any, value: np.ndarray, scores: Any) -> bool:
-    """Whether a constant mask is the same for all of a batch and all heads."""
-    others = [d for d, axes in enumerate(mask.dims) if set(axes) & {*scores[0], *scores[1]}]
-    mixed = any(set(mask.dims[d]) & {*scores[2], *scores[3]} for d in others)
-    return not mixed and bool(
-        (value == value[tuple(slice(1) if d in others else slice(None) for d in range(value.ndim))]).all()
-    )
-
-
 def _refusal(options: Options, operands: Sequence[Any], half: np.dtype) -> str:
     """Why JAX can't issue the kernel, with its gradient; empty if it can."""
     count = 3 + len(options.factors)
-    examples = [compat.example(v.aval, half if i < count else None) for i, v in enumerate(operands)]
+    examples = [compat.example(v.aval, half if i < 3 else None) for i, v in enumerate(operands)]
 
     def gradients(*arrays: Any) -> Any:
         out, pullback = jax.vjp(lambda *floats: options(*floats, *arrays[count:]), *arrays[:count])

@@ -18,8 +18,10 @@ from mpjax._jaxpr.closures import may_close_over_tracers
 from mpjax._jaxpr.primitives import Op
 from mpjax._jaxpr.program import SubJaxpr, sub_jaxprs
 from mpjax.casting import derivative_rules
-from mpjax.casting.attention.find import Flow, Found, attentions
+from mpjax.casting.attention.find import attentions
+from mpjax.casting.attention.flow import Flow
 from mpjax.casting.attention.kernel import ATTENTION, Options, options_of
+from mpjax.casting.attention.parts import Found
 from mpjax.casting.classify import Setting, classify
 
 _CALLS = ("jit", "pjit", "custom_jvp_call", "closed_call", "call", "eval_jaxpr")
