@@ -1,111 +1,111 @@
-"""Memory of attention, fused and as written: `python -m benchmarks.fused_attention [--target v5e]`.
+"""Training steps with fused attention, compiled for an H200 or a TPU: `python -m benchmarks.fused_attention`.
 
-Compiles the gradient of a small causal transformer, under autocast in bfloat16, for an H200 or a TPU that is not
-there, and reads XLA's temporary memory, the calls of the kernel, and whether a buffer has an element for each pair of
-tokens.
+Each model under autocast in bfloat16 has three forms: attention as the model writes it, fused by
+`Rules(attention="fused")`, and a model that calls cuDNN's kernel by hand. Nothing runs: the figures are XLA's plan of
+its temporary memory, the bytes that its kernels move, the calls of the attention kernel, and the arrays with an element
+for each score. Rows that are known are kept; `--only` compiles some of them again.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
+import math
 import pathlib
 import re
-from collections.abc import Callable
+import sys
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax.experimental.pallas.ops.tpu.flash_attention import flash_attention
 
-import mpjax
 from benchmarks import RESULTS
+from benchmarks.models import WORKLOADS, Workload
 from benchmarks.training import target
-from mpjax._jaxpr import compat
-from perf.results import save
+from benchmarks.training.configurations import CONFIGURATIONS, training
+from benchmarks.training.traffic import bytes_moved
+from mpjax import Rules
+from perf.results import previous, save
 
-WIDTH, HEADS, LAYERS, BATCH, TOKENS = 512, 8, 2, 4, 1024
-LOOPS = {
-    "layers in a Python loop": (False, False),
-    "layers in a `scan`": (True, False),
-    "a `jax.checkpoint` for each layer": (False, True),
-    "both": (True, True),
+# The workload of each row and the shape of its largest scores: batch × heads, queries, keys.
+_GPT, _LONG, _BERT = WORKLOADS["gpt2_medium"], WORKLOADS["gpt2_medium_4096"], WORKLOADS["bert_large_512"]
+_replaced: Any = dataclasses.replace
+ROWS: dict[str, tuple[Workload, tuple[int, int, int]]] = {
+    "GPT-2 medium, 1,024 tokens": (_GPT, (8 * 16, 1024, 1024)),
+    "the same, blocks in a `scan`": (_replaced(_GPT, loop=True), (8 * 16, 1024, 1024)),
+    "the same, each block recomputed": (_replaced(_GPT, remat=True), (8 * 16, 1024, 1024)),
+    "the same, both": (_replaced(_GPT, loop=True, remat=True), (8 * 16, 1024, 1024)),
+    "GPT-2 medium, 4,096 tokens": (_LONG, (2 * 16, 4096, 4096)),
+    "the same, blocks in a `scan` ": (_replaced(_LONG, loop=True), (2 * 16, 4096, 4096)),
+    "BERT-large, 512 tokens, padding": (_BERT, (32 * 16, 512, 512)),
+    "ViT-L/16": (WORKLOADS["vit_l16"], (64 * 16, 196, 196)),
+    "T5-base, 512 to 128 tokens": (WORKLOADS["t5_base"], (32 * 12, 512, 512)),
 }
-# The implementation by name and its call in the compiled program.
+# The implementation by name, and its call in the compiled program.
 KERNELS = {"gpu": ("cudnn", "__cudnn$fmha"), "tpu": ("pallas", "tpu_custom_call")}
-FORMS = ("as written", "fused", "by hand")
+FORMS = {"gpu": ("as written", "fused", "by hand"), "tpu": ("as written", "fused")}
 
 
-def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """Causal attention, written out. Arrays [batch, tokens, heads, width]."""
-    scores = jnp.einsum("bthd,bshd->bhts", q, k) / jnp.sqrt(q.shape[-1])
-    scores = jnp.where(jnp.tril(jnp.ones((TOKENS, TOKENS), bool)), scores, -jnp.inf)
-    return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores), v)
-
-
-def by_hand(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """The same by cuDNN's kernel, or on a TPU by Pallas's."""
-    q, k, v = (x.astype(jnp.bfloat16) for x in (q, k, v))
-    if compat.platform() == "tpu":
-        q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
-        out: jax.Array = flash_attention(q, k, v, causal=True, sm_scale=q.shape[-1] ** -0.5)
-        return out.swapaxes(1, 2).astype(jnp.float32)
-    return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn").astype(jnp.float32)
-
-
-def _normalised(x: jax.Array) -> jax.Array:
-    return (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-5)
-
-
-def _layer(attend: Callable[..., jax.Array], x: jax.Array, p: Any) -> jax.Array:
-    q, k, v = (a.reshape(BATCH, TOKENS, HEADS, -1) for a in jnp.split(_normalised(x) @ p["qkv"], 3, axis=-1))
-    x = x + attend(q, k, v).reshape(x.shape) @ p["out"]
-    return x + jax.nn.gelu(_normalised(x) @ p["up"]) @ p["down"]
-
-
-def loss_fn(params: Any, x: jax.Array, attend: Callable[..., jax.Array], scan: bool, checkpoint: bool) -> jax.Array:
-    """The loss of a transformer whose parameters are stacked over layers."""
-    layer: Callable[..., jax.Array] = functools.partial(_layer, attend)
-    layer = jax.checkpoint(layer) if checkpoint else layer
-    if scan:
-        x, _ = jax.lax.scan(lambda x, p: (layer(x, p), None), x, params)
-    else:
-        for i in range(LAYERS):
-            x = layer(x, jax.tree.map(lambda a, i=i: a[i], params))
-    return jnp.mean(_normalised(x) ** 2)
-
-
-def measure(loop: tuple[bool, bool], form: str, device: jax.Device) -> dict[str, Any]:
-    """XLA's plan of one form."""
+def measure(row: str, form: str, device: jax.Device, layers: int) -> dict[str, Any]:
+    """XLA's plan of the training step of one form."""
+    workload, scores = ROWS[row]
+    configuration = CONFIGURATIONS["autocast_bfloat16"]
     kernel, call = KERNELS[device.platform]
-    rules = mpjax.Rules(attention=kernel if form == "fused" else "unfused")
-    attend = by_hand if form == "by hand" else attention
-    scan, checkpoint = loop
-    loss = functools.partial(loss_fn, attend=attend, scan=scan, checkpoint=checkpoint)
-    sharding = jax.sharding.SingleDeviceSharding(device)
-    array = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32, sharding=sharding)
-    shapes = {"qkv": (WIDTH, 3 * WIDTH), "out": (WIDTH, WIDTH), "up": (WIDTH, 4 * WIDTH), "down": (4 * WIDTH, WIDTH)}
-    params = {name: array((LAYERS, *shape)) for name, shape in shapes.items()}
-    gradient = jax.jit(jax.grad(mpjax.autocast(loss, "mixed_bfloat16", rules=rules)))
+    if form == "fused":
+        configuration = dataclasses.replace(configuration, rules=Rules(attention=kernel))
+    elif form == "by hand":
+        workload = _replaced(workload, fused=configuration.half)
+    if layers:
+        workload = _replaced(workload, layers=min(layers, workload.layers))
+    made = training(workload, configuration)
+    shapes = target.placed(made.abstract(), jax.sharding.SingleDeviceSharding(device))
     with target.traced_for(device):
-        traced = gradient.trace(params, array((BATCH, TOKENS, WIDTH)))
+        traced = jax.jit(made.step, donate_argnums=0).trace(*shapes)
     platform = "tpu" if device.platform == "tpu" else "cuda"
     compiled = traced.lower(lowering_platforms=(platform,)).compile()
     text = compiled.as_text() or ""
     return {
+        "layers": workload.layers,
         "temporary_bytes": compiled.memory_analysis().temp_size_in_bytes,
+        "bytes_moved": bytes_moved(text),
         "kernel_calls": text.count(f'custom_call_target="{call}'),
-        "stores_scores": re.search(rf"\w\[[\d,]*{TOKENS},{TOKENS}[\d,]*\]", text) is not None,
+        "scores_arrays": arrays_of_scores(text, scores),
     }
 
 
+def arrays_of_scores(text: str, scores: tuple[int, int, int]) -> int:
+    """The arrays in a compiled program with an element for each pair of tokens, in any head or example.
+
+    An array of the sizes of queries and keys next to each other counts if all its elements are as many as those of the
+    scores of one head or more: (4096, 4096) and (32, 1024, 1024), but not the weights (1024, 1024).
+
+    Example:
+        >>> arrays_of_scores("bf16[8,512,512]{2,1,0} f32[512,512]{1,0} bf16[8,512,64]{2,1,0}", (8, 512, 512))
+        1
+    """
+    count, queries, keys = scores
+    found = 0
+    for shape in re.findall(r"\b\w+\[([\d,]+)\]", text):
+        sizes = [int(size) for size in shape.split(",")]
+        found += math.prod(sizes) == count * queries * keys and {queries, keys} <= set(sizes)
+    return found
+
+
 def table(results: dict[str, dict[str, Any]]) -> str:
-    """Markdown: a row for each loop."""
-    lines = [f"| model | {' | '.join(FORMS)} | kernel calls, fused |", "|---" * (len(FORMS) + 2) + "|"]
-    for loop, forms in results.items():
-        stored = [", scores" * forms[form]["stores_scores"] for form in FORMS]
-        sizes = [f"{forms[form]['temporary_bytes'] / 1e6:.0f} MB{s}" for form, s in zip(FORMS, stored, strict=True)]
-        lines.append(f"| {loop} | {' | '.join(sizes)} | {forms['fused']['kernel_calls']} |")
+    """Markdown: a row for each model."""
+    forms = list(next(iter(results.values())))
+    lines = [
+        f"| model | layers | {' | '.join(f'{form}, GB' for form in forms)} | fused / by hand "
+        "| bytes moved, fused / as written | kernel calls, fused | arrays of scores, as written | fused |",
+        "|---" * (len(forms) + 7) + "|",
+    ]
+    for row, found in results.items():
+        sizes = [f"{found[form]['temporary_bytes'] / 1e9:.2f}" for form in forms]
+        fused, written, by_hand = found["fused"], found["as written"], found.get("by hand")
+        ratio = f"{fused['temporary_bytes'] / by_hand['temporary_bytes']:.2f}" if by_hand else ""
+        moved = f"{fused['bytes_moved'] / written['bytes_moved']:.2f}"
+        counts = [str(x) for x in (fused["kernel_calls"], written["scores_arrays"], fused["scores_arrays"])]
+        lines.append(f"| {' | '.join([row.strip(), str(fused['layers']), *sizes, ratio, moved, *counts])} |")
     return "\n".join(lines) + "\n"
 
 
@@ -113,15 +113,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=pathlib.Path, default=RESULTS, help="folder of the results")
     parser.add_argument("--target", default="h200", choices=list(target.TARGETS), help="default: h200")
+    parser.add_argument("--only", metavar="TEXT", help="compile only the rows whose names contain this, again")
+    parser.add_argument("--layers", type=int, default=0, help="at most so many layers of each model")
     args = parser.parse_args()
     chosen = target.TARGETS[args.target]
     devices = chosen.devices()
     if devices is None:
         raise SystemExit(chosen.missing)
-    results = {name: {form: measure(loop, form, devices[0]) for form in FORMS} for name, loop in LOOPS.items()}
-    print(table(results))
     name = "fused_attention" + f"_{args.target}" * (args.target != "h200")
-    save(name, results | {"versions": chosen.versions()}, args.out).with_suffix(".md").write_text(table(results))
+    known = previous(name, args.out)
+    for row in ROWS:
+        if (args.only in row) if args.only else (row not in known):
+            measured = functools.partial(measure, row, device=devices[0], layers=args.layers)
+            known[row] = {form: measured(form) for form in FORMS[devices[0].platform]}
+            print(f"{row}: {known[row]}", file=sys.stderr, flush=True)
+            jax.clear_caches()
+            known = {row: known[row] for row in ROWS if row in known}
+            save(name, known, args.out).with_suffix(".md").write_text(table(known))
+    print(table(known))
 
 
 if __name__ == "__main__":

@@ -83,3 +83,4 @@ class Gpt(Workload):
 
 
 register("gpt2_medium", Gpt(batch_size=8))
+register("gpt2_medium_4096", Gpt(batch_size=2, length=4096))

@@ -1,4 +1,4 @@
-"""ViT-B/16 at 224² (Dosovitskiy et al., 2020, https://arxiv.org/abs/2010.11929), with mean pooling."""
+"""ViT-B/16 and ViT-L/16 at 224² (Dosovitskiy et al., 2020, https://arxiv.org/abs/2010.11929), with mean pooling."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ class VisionTransformer(nn.Module):
     heads: int
     remat: bool = False
     loop: bool = False
+    fused: Any = None
     dtype: Any = None
 
     @nn.compact
@@ -33,7 +34,8 @@ class VisionTransformer(nn.Module):
         x = x.reshape(x.shape[0], -1, self.features)
         x = x + self.param("positions", nn.initializers.normal(0.02), x.shape[1:]).astype(x.dtype)
         kind = nn.remat(Block, prevent_cse=not self.loop) if self.remat else Block
-        x = stack(partial(kind, self.heads, True, dtype=self.dtype), self.layers, self.loop, x, None)
+        block = partial(kind, self.heads, True, fused=self.fused, dtype=self.dtype)
+        x = stack(block, self.layers, self.loop, x, None)
         x = jnp.mean(nn.LayerNorm(dtype=self.dtype, name="final_norm")(x), axis=1)
         return nn.Dense(self.classes, dtype=self.dtype, name="head")(x)
 
@@ -48,6 +50,7 @@ class Vit(Workload):
     heads: int = 12
     remat: bool = False
     loop: bool = False
+    fused: Any = None
     examples = "images"
     toy_sizes: ClassVar[dict[str, Any]] = {
         "batch_size": 2,
@@ -62,7 +65,7 @@ class Vit(Workload):
 
     def module(self, dtype: Any = None) -> VisionTransformer:
         return VisionTransformer(
-            self.classes, self.patch, self.features, self.layers, self.heads, self.remat, self.loop, dtype
+            self.classes, self.patch, self.features, self.layers, self.heads, self.remat, self.loop, self.fused, dtype
         )
 
     def batch(self, key: jax.Array) -> Batch:
@@ -80,3 +83,4 @@ class Vit(Workload):
 
 
 register("vit_b16", Vit(batch_size=128))
+register("vit_l16", Vit(batch_size=64, features=1024, layers=24, heads=16))

@@ -72,6 +72,8 @@ CONFIGURATIONS = {
 }
 # Compiled for devices that are not present (`--dry-run`), and not measured.
 PLANNED = {
+    # "fused" by its name on the device that it is compiled for: the process that compiles has no such device.
+    "autocast_bfloat16_fused": Configuration("autocast", "mixed_bfloat16", rules=mpjax.Rules(attention="cudnn")),
     "autocast_bfloat16_full": Configuration("autocast", "mixed_bfloat16", rules=mpjax.Rules(residuals="full")),
     "autocast_bfloat16_master_weights": Configuration("autocast", "mixed_bfloat16", state="master_weights"),
     "autocast_bfloat16_stochastic_rounding": Configuration("autocast", "mixed_bfloat16", state="stochastic_rounding"),
