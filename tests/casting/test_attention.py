@@ -205,6 +205,23 @@ def fixed_dtype(q, k, v):
     return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores), v)
 
 
+@jax.custom_jvp
+def tripled(x):
+    """The identity, with a deliberately wrong derivative."""
+    return x
+
+
+tripled.defjvp(lambda primals, tangents: (tripled(*primals), 3 * tangents[0]))
+
+
+@jax.custom_vjp
+def doubled(x):
+    """The identity, with another."""
+    return x
+
+
+doubled.defvjp(lambda x: (x, None), lambda _, g: (2 * g,))
+
 REFUSED = {
     "dropout": (keyed(after=dropout), "dropout on its probabilities"),
     "soft cap": (keyed(lambda x: jnp.tanh(x / 50) * 50), "capped"),
@@ -216,6 +233,14 @@ REFUSED = {
     "precision": (highest, "precision HIGHEST"),
     "dtype": (fixed_dtype, "dtype"),
     "float32 region": (mpjax.float_function(keyed()), "float_function"),
+    "rule of the scores": (keyed(tripled), "derivative rule of its own for its scores"),
+    "rule of the scores in reverse": (keyed(doubled), "derivative rule of its own for its scores"),
+    "rule of the probabilities": (keyed(after=tripled), "custom_jvp_call changes its probabilities"),
+    "dtype of the probabilities": (keyed(after=lambda p: p.astype(jnp.bfloat16).astype(p.dtype)), "dtype"),
+    "mask from the scores": (keyed(lambda x: jnp.where(x > 0, x, -1e9)), "its scores are read by its mask"),
+    "scores as their own bias": (keyed(lambda x: x + x), "its scores are read by its mask or bias too"),
+    "a mask that a scale makes weak": (keyed(lambda x: jnp.where(causal(), x, -1e5) * 1e-4), "below every float16"),
+    "a mask that a scale makes strong": (keyed(lambda x: jnp.where(causal(), x, -1) * 1e5), "below every float16"),
     "temperature": (keyed(lambda x: x * jnp.abs(x).mean()), "one constant number"),
 }
 
@@ -303,6 +328,20 @@ def test_inside_transformations(name):
     (row,) = rows(loss, args)
     assert (row.op, row.why) == ("fused_attention", "xla: stores no scores, causal")
     np.testing.assert_allclose(gradients(loss, args)[0], gradients(loss_of(einsum), args)[0], rtol=0.05, atol=2e-3)
+
+
+@pytest.mark.parametrize("where", ["queries", "keys", "result"])
+def test_a_derivative_rule_next_to_attention_stays(where):
+    def attention(q, k, v):
+        q, k = (tripled(q) if where == "queries" else q), (tripled(k) if where == "keys" else k)
+        out = repeated(q, k, v)
+        return tripled(out) if where == "result" else out
+
+    args = arguments(2)
+    assert rows(loss_of(attention), args)[0].op == "fused_attention"
+    found, expected = gradients(loss_of(attention), args), gradients(loss_of(attention), args, "unfused")
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert jnp.linalg.norm(a - b) < 0.05 * jnp.linalg.norm(b)
 
 
 def outer_mask(wrap):

@@ -20,8 +20,9 @@ from mpjax.casting.attention.masks import HIDES, add_bias, add_mask
 from mpjax.casting.attention.parts import Found
 from mpjax.casting.classify import tracked
 
+_RULES = ("custom_jvp_call", "custom_vjp_call")
 # Elementwise operations that change probabilities. An attention with one of them is known, and not fused.
-_CHANGES = ("mul", "div", "select_n", "add", "sub", "and", "custom_jvp_call")
+_CHANGES = ("mul", "div", "select_n", "add", "sub", "and", *_RULES)
 _Note = Callable[[Found], None]
 
 
@@ -66,9 +67,12 @@ def _attention(flow: Flow, exp: Any) -> Found | None:
         return None
     values, side, of_p, after, changed = product
     found = Found(values, inside=[exp, *inside, *after], probabilities=changed)
-    scores = _unshifted(flow, found, exp.invars[0], dims, keys)
+    shift = _shift(flow, exp.invars[0], dims, keys)
+    scores = exp.invars[0] if shift is None else shift.invars[0]
     if not _search_scores(flow, found, _Step(scores, dims, 1.0), keys):
         return None
+    if shift is not None:
+        found.inside += [shift, *flow.between(found.scores.outvars[0], shift.invars[1])]
     _add_values(found, side, of_p)
     return found
 
@@ -146,17 +150,13 @@ def _product(
     return None
 
 
-def _unshifted(flow: Flow, found: Found, v: Any, dims: Dims, keys: tuple[Axis, ...]) -> Any:
-    """The scores before the subtraction of a value that is the same for all keys, which changes nothing."""
+def _shift(flow: Flow, v: Any, dims: Dims, keys: tuple[Axis, ...]) -> Any:
+    """The subtraction of a value that is the same for all keys, which changes nothing; None without one."""
     eqn = flow.maker(v)
     if eqn is None or eqn.primitive.name != "sub" or len(variables(eqn.invars)) < 2:
-        return v
-    scores, shift = eqn.invars
-    _, of_shift = flow.stripped(shift, of_operand(shift, dims))
-    if set(joined(of_shift)) & set(flat(keys)):
-        return v
-    found.inside += [eqn, *flow.between(scores, shift)]
-    return scores
+        return None
+    _, of_shift = flow.stripped(eqn.invars[1], of_operand(eqn.invars[1], dims))
+    return None if set(joined(of_shift)) & set(flat(keys)) else eqn
 
 
 def _search_scores(flow: Flow, found: Found, start: _Step, keys: tuple[Axis, ...]) -> bool:
@@ -219,6 +219,9 @@ def _operands(flow: Flow, eqn: Any, dims: Dims, factor: float) -> Iterator[tuple
         yield ins[0], dims, factor, _refusal("its scores are capped (tanh)")
     elif name == "stop_gradient":
         yield ins[0], dims, factor, _refusal("its scores have no gradient")
+    elif name in _RULES:
+        for v in whole:
+            yield v, dims, factor, _refusal("the program has a derivative rule of its own for its scores")
     elif name in ("max", "min", "clamp"):
         for v in whole:
             yield v, dims, factor, _refusal("its scores are clipped")

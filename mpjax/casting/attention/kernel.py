@@ -79,9 +79,7 @@ class Options:
         terms = [layout(x.astype(np.float32) * np.float32(factor)) for layout, x, factor in biases]
         mask = functools.reduce(jnp.logical_and, masks) if masks else None
         bias = functools.reduce(jnp.add, terms) if terms else None
-        if bias is not None and self.implementation == "cudnn":
-            bias = jnp.maximum(bias, np.float32(_LEAST[q.dtype.name]))
-        bias = None if bias is None else bias.astype(q.dtype)
+        bias = None if bias is None else self._in_half(bias, q.dtype)
         fused = functools.partial(jax.nn.dot_product_attention, implementation=self.implementation)
         attention: Any = flash_attention if self.implementation == "pallas" else fused
         attention = functools.partial(
@@ -91,6 +89,11 @@ class Options:
         attention = jax.checkpoint(attention) if self.implementation == "xla" else attention
         out = attention(-q if self.scale < 0 else q, k, v, bias, mask)
         return self.out(self._with_nan(out, mask, k.shape[1]) if self.nan else out)
+
+    def _in_half(self, bias: Any, half: np.dtype) -> Any:
+        """A bias in half, in which a finite number stays finite."""
+        finite = jnp.maximum(bias, np.float32(_LEAST[half.name]))
+        return (finite if self.implementation == "cudnn" else jnp.where(jnp.isneginf(bias), bias, finite)).astype(half)
 
     def _with_nan(self, out: Any, mask: Any, keys: int) -> Any:
         """A result [batch, queries, heads, width] that is NaN in rows of which no key is read."""

@@ -1,6 +1,6 @@
 """Puts each attention of a program into one equation, so that autocast plans it like any other.
 
-Calls (`jit`, `custom_jvp`) that hold only a part of an attention are inlined first. Those that hold all of it stay: it
+Calls (`jit`) that hold only a part of an attention are inlined first. Those that hold all of it stay: it
 is found when their own program is planned.
 """
 
@@ -24,7 +24,8 @@ from mpjax.casting.attention.kernel import ATTENTION, Options, options_of
 from mpjax.casting.attention.parts import Found
 from mpjax.casting.classify import Setting, classify
 
-_CALLS = ("jit", "pjit", "custom_jvp_call", "closed_call", "call", "eval_jaxpr")
+# Not `custom_jvp`: a derivative rule of the program stays.
+_CALLS = ("jit", "pjit", "closed_call", "call", "eval_jaxpr")
 
 
 @dataclasses.dataclass(frozen=True)
