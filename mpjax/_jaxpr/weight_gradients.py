@@ -88,30 +88,30 @@ def matmul(
     return staging.bind(result, [out, *compat.vary_like(out, operands), *rest], of_result, [jax.typeof(out)])
 
 
-def half_collective(primitive: Any, params: dict[str, Any], x: Any, half: np.dtype) -> tuple[Any, Any]:
-    """Sends a parameter to other devices in half, and its gradient back in float32.
+def half_move(primitive: Any, params: dict[str, Any], operands: Sequence[Any], half: np.dtype) -> tuple[Any, Any]:
+    """Moves a parameter in half, and its gradient back in float32.
 
     Args:
-        primitive: `all_gather` or another primitive that sends elements.
+        primitive: `all_gather` or another primitive that sends elements, or `gather`.
         params: Its parameters.
-        x: The parameter, float32.
+        operands: The parameter, float32, and the indices, if any.
         half: The half dtype.
 
     Returns:
         The result in half, and the same widened to float32.
     """
 
-    def send(x: Any) -> tuple[Any, Any]:
-        low = primitive.bind(staging.cast(x, half), **params)
+    def move(x: Any, *indices: Any) -> tuple[Any, Any]:
+        low = primitive.bind(staging.cast(x, half), *indices, **params)
         return low, lax.convert_element_type(low, x.dtype)
 
-    def send_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
-        full = primitive.bind(tangents[0], **params)
-        return send(primals[0]), (lax.convert_element_type(full, half), full)
+    def move_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
+        full = primitive.bind(tangents[0], *primals[1:], **params)
+        return move(*primals), (lax.convert_element_type(full, half), full)
 
-    fun = jax.custom_jvp(send)
-    fun.defjvp(send_jvp)
-    return fun(x)
+    fun = jax.custom_jvp(move)
+    fun.defjvp(move_jvp)
+    return fun(*operands)
 
 
 def _apply(a: Any, b: Any, *rest: Any, matmul: Any, half: np.dtype, wide: bool, **params: Any) -> Any:

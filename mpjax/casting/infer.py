@@ -402,6 +402,10 @@ def _wide(inference: Inference, eqn: Any, listing: Listing) -> Step:
     operand = eqn.invars[0]
     if primitive(eqn.primitive.name).replicates and level == Level.COMPUTED and inference.only_half(eqn):
         return _replicate(inference, eqn, listing)
+    if _repeats(eqn) and level == Level.COMPUTED and inference.only_half(eqn):
+        step = _half_move(inference, eqn, listing, "looks up half rows; sums their gradients in float32")
+        step.outs = (Inferred(Level.HALF, HALF),)
+        return step
     exact = isinstance(operand, compat.Literal) and exact_in_half(operand, inference.setting.half)
     if exact and inference.only_half(eqn):
         return inference.in_half(eqn, listing, level, "a constant that half represents exactly")
@@ -414,14 +418,22 @@ def _replicate(inference: Inference, eqn: Any, listing: Listing) -> Step:
         return inference.in_half(eqn, listing, Level.COMPUTED, "only its half value is read")
     if primitive(eqn.primitive.name).whole:
         return inference.in_float32(eqn, listing, Level.COMPUTED, f"{listing.why}: its derivative is a sum")
-    return _half_collective(inference, eqn, listing, "gathers half values; sums the gradient in float32")
+    return _half_move(inference, eqn, listing, "gathers half values; sums the gradient in float32")
 
 
-def _half_collective(inference: Inference, eqn: Any, listing: Listing, why: str) -> Step:
-    """Sends a parameter that only half operations read to other devices, in half; its gradient stays float32."""
+def _half_move(inference: Inference, eqn: Any, listing: Listing, why: str) -> Step:
+    """Moves a parameter that only half operations read, in half; its gradient stays float32."""
     step = inference.in_float32(eqn, listing, Level.COMPUTED, why)
-    step.half_collective, inference.unchanged = True, False
+    step.half_move, inference.unchanged = True, False
     return step
+
+
+def _repeats(eqn: Any) -> bool:
+    """Whether it looks up so many rows of a table that a half copy of the table costs less than it saves.
+
+    A cast reads 4 bytes of each element and writes 2, and saves 2 of the 4 that the lookup reads of each.
+    """
+    return eqn.primitive.name == "gather" and compat.numel(eqn.outvars[0].aval) > 3 * compat.numel(eqn.invars[0].aval)
 
 
 def _move(inference: Inference, eqn: Any, listing: Listing) -> Step:
@@ -433,7 +445,7 @@ def _move(inference: Inference, eqn: Any, listing: Listing) -> Step:
         value = inference.value(moved[0])
         assert value is not None
         if value.storage == FULL and castable(value) and inference.setting.rules.weight_gradients != "half":
-            return _half_collective(inference, eqn, listing, "sends half values; the gradient stays float32")
+            return _half_move(inference, eqn, listing, "sends half values; the gradient stays float32")
     sources = moved * len(outs) if len(moved) == 1 else moved
     values = [inference.moved(v, out) for v, out in zip(sources, outs, strict=True)]
     if len(moved) == 1 and len({x.storage for x in values}) > 1:

@@ -42,7 +42,7 @@ class Step:
         parameters: Indices of the operands of a matmul that are parameters. The backward pass reads them in float32,
             so that no half copy is stored.
         wide_gradients: Whether the matmul writes their gradients in float32.
-        half_collective: Whether a parameter is cast, then sent to other devices, and its gradient sent back in float32.
+        half_move: Whether a parameter is cast, then moved (sent or looked up), and its gradient moved back in float32.
         float8: Whether a matmul runs in float8, and why not.
         inner: For a higher-order primitive, the data that its rule needs to issue it again; it has `plans`.
         all_reads: The values that it reads, each with its storage dtype.
@@ -59,7 +59,7 @@ class Step:
     broadcast: tuple[int, ...] = ()
     parameters: tuple[int, ...] = ()
     wide_gradients: bool = True
-    half_collective: bool = False
+    half_move: bool = False
     float8: Decision | None = None
     inner: Any = None
     all_reads: tuple[tuple[Any, Storage], ...] = ()

@@ -174,3 +174,36 @@ def test_transposed_gradient_of_a_3d_bfloat16_matmul_runs_on_a_cpu(matmul, shape
     expected = transposed(loss)
     found = transposed(mpjax.autocast(loss, "mixed_bfloat16"))
     np.testing.assert_allclose(found, expected, atol=0.03 * np.abs(expected).max())
+
+
+def looked_up(table, w, index):
+    return jnp.mean((table[index] @ w) ** 2)
+
+
+@pytest.mark.parametrize(("rows", "dtype"), [(64, "bfloat16"), (8, "float32")])
+def test_rows_looked_up_often_come_from_a_half_table(rows, dtype):
+    # A half copy of the table pays if each row is read at least three times.
+    index = jnp.arange(rows) % 8
+    gradient = jax.make_jaxpr(jax.grad(mpjax.autocast(looked_up, "mixed_bfloat16"), (0, 1)))(W, W, index)
+    eqns = [each.eqn for each in measures.equations(gradient)]
+    found = {(eqn.primitive.name, eqn.outvars[0].aval.dtype.name) for eqn in eqns if eqn.outvars}
+    assert {("gather", dtype), ("scatter-add", "float32")} <= found
+    assert ("scatter-add", "bfloat16") not in found
+
+
+@pytest.mark.parametrize("vmapped", [False, True])
+@pytest.mark.parametrize("half", ["float16", "bfloat16"])
+def test_a_lookup_in_half_has_the_right_derivatives(half, vmapped):
+    """Many small gradients of a row would vanish in a half sum."""
+    index = jnp.repeat(jnp.arange(8), 512)
+
+    def loss(fun):
+        if not vmapped:
+            return lambda table: fun(table, W, index)
+        return lambda table: jnp.mean(jax.vmap(fun, (None, None, 0))(table, W, index.reshape(4, -1)))
+
+    cast = loss(mpjax.autocast(looked_up, f"mixed_{half}"))
+    exact = loss(looked_up)
+    bound = 4 * float(jnp.finfo(half).eps)
+    for derivative in (jax.grad, jax.jacfwd, lambda f: lambda w: jax.jvp(jax.grad(f), (w,), (w,))[1]):
+        assert measures.relative_error(derivative(cast)(W), derivative(exact)(W)) < bound
