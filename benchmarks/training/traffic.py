@@ -158,7 +158,7 @@ def _bytes(program: HloModule, siblings: Mapping[str, Line], line: Line) -> int:
         source, copy = (arrays[i] for i in _COPIES[line.opcode])
         return _elements_size(copy) * ((not source[4]) + (not copy[4]))
     if line.is_fusion:
-        lines = program.computations[line.called[0]]
+        lines = _flat(program, line.called[0])
         root, sources = list(lines.values())[-1], [x for x in lines.values() if x.opcode == "parameter"]
     else:
         root, sources = line, [siblings[name] for name in dict.fromkeys(line.operands)]
@@ -172,6 +172,26 @@ def _bytes(program: HloModule, siblings: Mapping[str, Line], line: Line) -> int:
         for result, update in zip(results, updates, strict=True)
     )
     return math.ceil(read) + written
+
+
+def _flat(program: HloModule, computation: str) -> dict[str, Line]:
+    """The lines of a fusion's computation, with those of fusions inside it, as XLA for TPUs nests them."""
+    lines: dict[str, Line] = {}
+    known: dict[str, str] = {}  # the names of other lines by those of fusions and of their parameters
+    for line in program.computations[computation].values():
+        line = dataclasses.replace(line, operands=tuple(known.get(name, name) for name in line.operands))
+        if not line.is_fusion:
+            lines[line.name] = line
+            continue
+        for inner in _flat(program, line.called[0]).values():
+            known[inner.name] = f"{line.name}/{inner.name}"
+            if inner.opcode == "parameter":
+                known[inner.name] = line.operands[inner.number]
+                continue
+            operands = tuple(known[name] for name in inner.operands)
+            lines[known[inner.name]] = dataclasses.replace(inner, name=known[inner.name], operands=operands)
+        known[line.name] = known[inner.name]
+    return lines
 
 
 def _in_place(lines: Mapping[str, Line], result: Line, sources: list[Line]) -> Line | None:

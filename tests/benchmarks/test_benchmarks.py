@@ -114,6 +114,31 @@ def test_kernels_move_only_the_bytes_they_need():
     assert found["cudnn-conv.1"].flops == 2 * 8 * 32 * 32 * 64 * 64 * 3 * 3
 
 
+def test_a_tpus_scatter_adds_in_place():
+    # XLA for TPUs nests the scatter of an embedding's gradient in two fusions.
+    text = """HloModule m
+%inner (table: f32[1000,128], rows: s32[32], added: f32[32,128]) -> f32[1000,128] {
+  %table = f32[1000,128]{1,0:T(8,128)} parameter(0)
+  %rows = s32[32]{0:T(128)} parameter(1)
+  %added = f32[32,128]{1,0:T(8,128)} parameter(2)
+  ROOT %scatter-add = f32[1000,128]{1,0:T(8,128)} scatter(%table, %rows, %added), to_apply=%add
+}
+%outer (table.1: f32[1000,128], rows.1: s32[32], added.1: f32[32,128]) -> f32[1000,128] {
+  %table.1 = f32[1000,128]{1,0:T(8,128)} parameter(0)
+  %rows.1 = s32[32]{0:T(128)} parameter(1)
+  %added.1 = f32[32,128]{1,0:T(8,128)} parameter(2)
+  ROOT %fusion.1 = f32[1000,128]{1,0:T(8,128)} fusion(%table.1, %rows.1, %added.1), kind=kCustom, calls=%inner
+}
+ENTRY %main (table.2: f32[1000,128], rows.2: s32[32], added.2: f32[32,128]) -> f32[1000,128] {
+  %table.2 = f32[1000,128]{1,0:T(8,128)} parameter(0)
+  %rows.2 = s32[32]{0:T(128)} parameter(1)
+  %added.2 = f32[32,128]{1,0:T(8,128)} parameter(2)
+  ROOT %fusion.2 = f32[1000,128]{1,0:T(8,128)} fusion(%table.2, %rows.2, %added.2), kind=kCustom, calls=%outer
+}
+"""
+    assert traffic.bytes_moved(text) == 4 * (3 * 32 * 128 + 32)
+
+
 def test_the_batch_of_a_tpus_matmul_is_not_multiplied_with_itself():
     # 8 × 16 attention scores of 1024 × 1024 over 64 features, as XLA for TPUs writes them; a padded convolution.
     text = """HloModule m
