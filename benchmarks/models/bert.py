@@ -74,7 +74,7 @@ class Bert(Workload):
         "heads": 2,
         "vocabulary": 64,
     }
-    shallow_sizes: ClassVar[dict[str, Any]] = {"batch_size": 64, "layers": 2}
+    shallow_sizes: ClassVar[dict[str, Any]] = {"layers": 1, "vocabulary": 2560}
     reported_speedup = 3.3
 
     def module(self, dtype: Any = None) -> BertForPreTraining:

@@ -63,7 +63,7 @@ class Gpt(Workload):
         "heads": 2,
         "vocabulary": 64,
     }
-    shallow_sizes: ClassVar[dict[str, Any]] = {"layers": 2}
+    shallow_sizes: ClassVar[dict[str, Any]] = {"layers": 2, "vocabulary": 4096}
     reported_speedup = 2.9
 
     def module(self, dtype: Any = None) -> LanguageModel:

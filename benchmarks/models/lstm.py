@@ -46,7 +46,7 @@ class Lstm(Workload):
         "layers": 2,
         "vocabulary": 64,
     }
-    shallow_sizes: ClassVar[dict[str, Any]] = {"length": 16, "layers": 1}
+    shallow_sizes: ClassVar[dict[str, Any]] = {"length": 16, "layers": 1, "vocabulary": 8192}
     reported_speedup = 2.5
 
     def module(self, dtype: Any = None) -> LstmLanguageModel:

@@ -54,7 +54,10 @@ class Workload(abc.ABC):
         return dataclasses.replace(self, **self.toy_sizes)
 
     def shallow(self) -> Self:
-        """The same model with fewer layers: its float32 form fits into one TPU chip, and compiles in a minute."""
+        """The same model with fewer layers: its float32 form fits into one TPU chip, and compiles in a minute.
+
+        A vocabulary is smaller in proportion, so that its embeddings take their share of the step.
+        """
         return dataclasses.replace(self, **self.shallow_sizes)
 
 
