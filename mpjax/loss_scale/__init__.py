@@ -1,7 +1,7 @@
 """Loss scaling: an optax transformation that skips and adapts, and gradients that are true at any scale.
 
 `transformation` decides and skips, on the `state`. `boundary` scales the cotangents of a loss, with the identities of
-`cotangents`; `levels` knows which of nested derivatives are scaled; `gradients` differentiates through the boundary.
+`cotangents`, which also know which of nested derivatives are scaled; `gradients` differentiates through the boundary.
 `applying` writes the new params, `replicas` makes one decision for all devices, and `restoring` undoes what a skipped
 step changed outside the optimizer.
 """

@@ -19,8 +19,16 @@ import numpy as np
 
 from mpjax._jaxpr import compat
 from mpjax.loss_scale.calls import Call, closed
-from mpjax.loss_scale.cotangents import cross, enter, is_differentiable, is_overwritten, unscale_by
-from mpjax.loss_scale.levels import level, levels, no_level
+from mpjax.loss_scale.cotangents import (
+    cross,
+    enter,
+    is_differentiable,
+    is_overwritten,
+    level,
+    levels,
+    no_level,
+    unscale_by,
+)
 from mpjax.loss_scale.state import loss_scale_of
 from mpjax.loss_scale.usage import note_gradient, note_rule_outside, warn_of_rules_outside
 from mpjax.policy import is_half

@@ -6,8 +6,9 @@ is zero, and only the scaled derivative varies it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -73,15 +74,15 @@ mlir.register_lowering(_scale_transpose_p, lambda ctx, t, factor, *, path: [t])
 
 
 def _jvp(primals: tuple[Any, Any], tangents: tuple[Any, Any], *, path: str) -> tuple[Any, Any]:
-    t, factor = primals
-    dt, _ = tangents
-    out = _scale_transpose_p.bind(t, factor, path=path)
-    return out, dt if isinstance(dt, ad.Zero) else _scale_transpose_p.bind(dt, factor, path=path)
+    # A derivative of the tangent is another one than the scaled derivative. It enters where the primal values do, at no
+    # boundary, so it must leave at none.
+    return _scale_transpose_p.bind(*primals, path=path), tangents[0]
 
 
 def _transpose(ct: Any, t: Any, factor: jax.Array, *, path: str) -> tuple[Any, None]:
     if isinstance(ct, ad.Zero):
         return ct, None
+    ct = jnp.asarray(ct)  # a user may give a Python number to the function of `jax.vjp`
     if path and np.dtype(ct.dtype).itemsize < 4:
         raise TypeError(
             f"scale_loss: {path} is {ct.dtype} and differentiated, so JAX would return its gradient in "
@@ -209,3 +210,58 @@ def _cross_batch(args: Any, dims: Any) -> tuple[Any, Any]:
 ad.primitive_jvps[_cross_p] = _cross_tangent_jvp
 ad.primitive_transposes[_cross_p] = _cross_transpose
 batching.primitive_batchers[_cross_p] = _cross_batch
+
+
+# Which of the nested derivatives are scaled where code runs: those of the scaled losses that it belongs to.
+
+
+class Level:
+    """A scaled derivative, while its loss is traced.
+
+    jit's cache key holds it, because a function that was traced in one loss must not be reused in another if it read
+    the mark. Other functions are: two levels that nothing read are equal.
+    """
+
+    def __init__(self, scale: jax.Array, mark: jax.Array) -> None:
+        self._how: Any = scale, mark
+        self._is_read = False
+
+    def read(self) -> tuple[jax.Array, jax.Array]:
+        """The scale and the mark."""
+        self._is_read = True
+        return self._how
+
+    def end(self) -> None:
+        """Drops the tracers."""
+        self._how = None
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Level) and not (self._is_read or other._is_read))
+
+    def __hash__(self) -> int:
+        return hash(Level)
+
+
+# None outside of scaled losses; empty where cotangents are true already.
+_levels = jax.make_user_context(None)
+
+
+@contextlib.contextmanager
+def level(scale: jax.Array, mark: jax.Array) -> Iterator[None]:
+    """A context for the code of a scaled loss."""
+    new = Level(scale, mark)
+    try:
+        with _levels((*(_levels.value or ()), new)):
+            yield
+    finally:
+        new.end()
+
+
+def no_level() -> Any:
+    """A context for code whose cotangents are true."""
+    return _levels(())
+
+
+def levels() -> list[tuple[jax.Array, jax.Array]] | None:
+    """The scale and the mark of each scaled derivative; None outside of scaled losses."""
+    return None if _levels.value is None else [level.read() for level in _levels.value]

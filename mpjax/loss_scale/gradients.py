@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar, overload
 
@@ -13,8 +14,7 @@ import numpy as np
 
 from mpjax.loss_scale.applying import merge, trainable
 from mpjax.loss_scale.boundary import checked_aux, one_scale
-from mpjax.loss_scale.cotangents import is_differentiable, is_overwritten, multiply, unscale_by
-from mpjax.loss_scale.levels import level
+from mpjax.loss_scale.cotangents import is_differentiable, is_overwritten, level, multiply, unscale_by
 from mpjax.loss_scale.trees import same_structure
 from mpjax.loss_scale.usage import note_gradient
 from mpjax.modules.functional import contains_nnx_object, functional, with_values
@@ -231,12 +231,15 @@ def _chosen(argnums: Argnums, count: int) -> dict[int, int | nnx.DiffState]:
     """Maps each differentiated position to itself, or to the `nnx.DiffState` given for it."""
     chosen: dict[int, int | nnx.DiffState] = {}
     for given in argnums if isinstance(argnums, Sequence) else (argnums,):
-        position = given if isinstance(given, int) else given.argnum
+        position = operator.index(getattr(given, "argnum", given))  # also NumPy's integers
         if not -count <= position < count:
             raise ValueError(
                 f"argnums={argnums!r} is out of range: the function was called with {count} positional arguments."
             )
-        chosen[position % count] = position % count if isinstance(given, int) else given
+        position %= count
+        if position in chosen:
+            raise ValueError(f"argnums={argnums!r} names an argument twice.")
+        chosen[position] = given if hasattr(given, "argnum") else position
     return chosen
 
 

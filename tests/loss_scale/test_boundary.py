@@ -281,6 +281,29 @@ def test_only_scaled_derivatives_are_unscaled_for_true_cotangents(case, how):
     np.testing.assert_allclose(in_numpy(jitted)(at), in_numpy(plain)(at), rtol=1e-6)
 
 
+@pytest.mark.parametrize("by", ["argument", "closure"])
+def test_a_gradient_around_forward_mode_derivatives_is_true(by):
+    def directional(scale_loss):
+        def slope(x):
+            if by == "argument":
+                return jax.jvp(scale_loss(jnp.sin), (x,), (1 + x,))[1]
+            return jax.jvp(lambda y: scale_loss(lambda: jnp.sin(x * y))(), (x,), (1 + x,))[1]
+
+        return jax.grad(slope)
+
+    state = state_of()
+    expected = in_numpy(directional(lambda fun: fun))(np.float32(2))
+    assert in_numpy(directional(lambda fun: mpjax.scale_loss(fun, state)))(np.float32(2)) == expected
+    assert in_numpy(mpjax.grad(directional(lambda fun: fun), state))(np.float32(2)) == pytest.approx(
+        in_numpy(jax.grad(directional(lambda fun: fun)))(np.float32(2))
+    )
+
+
+def test_the_function_of_a_vjp_takes_a_python_number():
+    pull = jax.vjp(mpjax.scale_loss(jnp.sin, state_of()), jnp.float32(2))[1]
+    np.testing.assert_array_equal(pull(1.0)[0], pull(np.float32(1))[0])
+
+
 def test_a_jitted_loss_is_traced_again_only_if_it_has_true_cotangents():
     state, traced = state_of(), []
 

@@ -100,6 +100,14 @@ def plain(tree):
     return [np.asarray(x, np.float32) for x in jax.tree.leaves(tree)]
 
 
+def test_argnums_may_be_integers_of_any_type_and_each_argument_once():
+    product = lambda a, b: a * b
+    assert mpjax.grad(product, argnums=(np.int64(1), -2))(2.0, 3.0) == (2.0, 3.0)
+    for argnums in ((0, 0), (0, -2)):
+        with pytest.raises(ValueError, match="names an argument twice"):
+            mpjax.grad(product, argnums=argnums)(2.0, 3.0)
+
+
 @pytest.mark.standard_promotion  # half weights and float32 inputs
 @pytest.mark.parametrize(
     ("argnums", "dtype"),
