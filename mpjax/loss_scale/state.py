@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import sys
 import warnings
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
@@ -139,10 +141,25 @@ _AFTER_ROUNDING = (
 )
 
 
-def check_wiring(opt_state: Any) -> None:
+def check_wiring(opt_state: Any, stacklevel: int = 5) -> None:
     """Warns where the positions of states show that transformations are in an order that breaks them."""
     for message in dict.fromkeys(_miswirings(opt_state)):
-        warnings.warn(f"loss scaling: {message}", LossScaleWarning, stacklevel=5)
+        warnings.warn(f"loss scaling: {message}", LossScaleWarning, stacklevel=stacklevel)
+
+
+def check_wiring_around() -> None:
+    """`check_wiring` of the whole optimizer state, if optax calls the running update as a part of it.
+
+    An update sees only its own state. The whole one is an argument of the outermost of optax's running functions.
+    """
+    frame, outermost, level, stacklevel = sys._getframe(1), None, 3, 0
+    while frame is not None:
+        frame, level = frame.f_back, level + 1
+        if frame is not None and frame.f_globals.get("__name__", "").startswith("optax."):
+            outermost, stacklevel = frame, level + 1  # that of its caller
+    if outermost is not None:
+        for name in outermost.f_code.co_varnames[: outermost.f_code.co_argcount]:
+            check_wiring(outermost.f_locals.get(name), stacklevel)
 
 
 def _miswirings(node: Any) -> Iterator[str]:
@@ -158,14 +175,15 @@ def _miswirings(node: Any) -> Iterator[str]:
             yield _ONE_GROUP
         if isinstance(node, optax.PartitionState):
             children = [group.inner_state for group in groups]
-    if type(node) is tuple and all(isinstance(x, tuple) for x in children):  # the states of a chain, in its order
+    # The states of a chain, in its order.
+    if type(node) in (tuple, collections.OrderedDict) and all(isinstance(x, (tuple, dict)) for x in children):
         for i, child in enumerate(children):
             if contains_state(child):
                 yield from [_IN_FRONT] * (i > 0) + [_BEHIND] * (i < len(children) - 1)
             elif i < len(children) - 1:
                 yield from (_AFTER_ROUNDING.format(name=name) for name in _rounding(child))
     for child in children:
-        if isinstance(child, tuple):  # not into params and moments
+        if isinstance(child, (tuple, collections.OrderedDict)):  # not into params and moments
             yield from _miswirings(child)
 
 

@@ -19,10 +19,9 @@ from mpjax.loss_scale import applying
 from mpjax.loss_scale.applying import apply_gradients, as_transformation
 from mpjax.loss_scale.cotangents import unscale_by
 from mpjax.loss_scale.replicas import all_finite
-from mpjax.loss_scale.state import LossScaleState
-from mpjax.loss_scale.state_dtypes import cast_like, settled, warn_without_masters
-from mpjax.loss_scale.trees import row_major
-from mpjax.loss_scale.usage import Expectation
+from mpjax.loss_scale.state import LossScaleState, check_wiring_around, contains_state
+from mpjax.loss_scale.trees import cast_like, row_major, settled
+from mpjax.loss_scale.usage import Expectation, warn_without_masters
 from mpjax.policy import get_policy
 
 __all__ = ["dynamic_loss_scale", "loss_scale_for", "static_loss_scale"]
@@ -89,7 +88,8 @@ def dynamic_loss_scale(
 
     Raises:
         ValueError: An argument is out of range (checked when the transformation is built; the message quotes it), or
-            `update` runs in a pmap, or a shard_map without `check_vma`, and `axis_name` is not given.
+            `update` runs in a pmap, or a shard_map without `check_vma`, and `axis_name` is not given. In `init`,
+            `inner` has a loss scale already.
         TypeError: `inner` is not an optax transformation.
 
     Warns:
@@ -229,7 +229,10 @@ def _loss_scaled(
 
     def init(params: Any) -> LossScaleState:
         params = applying.without_overwritten(applying.trainable(params))
-        inner_state = settled(inner, inner.init(params), params)
+        inner_state = inner.init(params)
+        if contains_state(inner_state):
+            raise ValueError("loss scaling: the wrapped optimizer has a loss scale already. Wrap it once.")
+        inner_state = settled(inner, inner_state, params)
         warn_without_masters(inner_state, params)
         expected.state_made()
         # Separate arrays: two leaves that share a buffer can't be donated.
@@ -277,6 +280,7 @@ def _loss_scaled(
 
     def update(grads: Any, state: LossScaleState, params: Any = None, **extra_args: Any) -> tuple[Any, LossScaleState]:
         _check_state("tx.update(grads, state, params)", grads, state, params)
+        check_wiring_around()
         expected.at_update()
         if applying.overwritten(grads) is not None:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Helpers for pytrees and mapped axes, shared by the modules of loss scaling."""
+"""Structure, layout, dtypes and mapped axes of trees, for the modules of loss scaling."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from mpjax._jaxpr import compat
+from mpjax.policy import is_half
 
 T = TypeVar("T")
 
@@ -45,3 +47,35 @@ def along_leading_axes(x: jax.Array, leaf: Any, name: str, path: str) -> jax.Arr
             f"{shape}, without these leading axes. Map over axis 0 of both, or call this inside the vmap or pmap."
         )
     return x.reshape(x.shape + (1,) * (len(shape) - x.ndim)) if x.ndim else x
+
+
+def settled(inner: optax.GradientTransformationExtraArgs, state: Any, params: Any) -> Any:
+    """The initial state of `inner`, in the dtypes that float32 params and gradients give it.
+
+    Adam's moments would otherwise have the dtype of half params. The second one would flush to zero, and the first
+    one would become float32, the gradients' dtype, at the first update. A state that changes dtype costs a retrace
+    and can't be carried by `scan`. Dtypes that the transformation sets (`mu_dtype`, float32 masters) are kept.
+    """
+    if not any(map(is_half, jax.tree.leaves(params))):
+        return state
+
+    def wide(params: Any) -> Any:
+        return jax.tree.map(lambda p: p.astype(jnp.float32) if is_half(p) else p, params)
+
+    def update(state: Any, params: Any) -> Any:
+        return inner.update(wide(params), state, params, value=jnp.float32(0))[1]
+
+    with jax.numpy_dtype_promotion("standard"):
+        state = cast_like(state, jax.eval_shape(lambda p: inner.init(wide(p)), params))
+        try:
+            return cast_like(state, jax.eval_shape(update, state, params))
+        except Exception:
+            # The update can't be called yet, for example because it needs further arguments. The first step casts.
+            return state
+
+
+def cast_like(state: Any, like: Any) -> Any:
+    """Casts a state to the dtypes of another one. States of different structure are returned unchanged."""
+    if not same_structure(state, like):
+        return state
+    return jax.tree.map(lambda x, to: x if jnp.result_type(x) == to.dtype else jnp.asarray(x, to.dtype), state, like)

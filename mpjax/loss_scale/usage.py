@@ -1,12 +1,16 @@
-"""Whether a training step that updates by a loss scale also takes scaled gradients, known while it is traced."""
+"""Warnings about how an optimizer is used: half params without masters, gradients that nothing scaled."""
 
 from __future__ import annotations
 
 import contextlib
 import warnings
 from collections.abc import Iterator
+from typing import Any
+
+import jax
 
 from mpjax.loss_scale.state import LossScaleWarning
+from mpjax.policy import is_half, path_string
 
 _MESSAGE = (
     "loss scaling: this optimizer has a loss scale of {scale:g}, but no gradient was scaled by it since its state was "
@@ -96,3 +100,24 @@ def unscaled_updates() -> Iterator[list[float]]:
         found += _Seen.updates if _Seen.gradients == gradients else []
     finally:
         _Seen.updates = outer
+
+
+def warn_without_masters(state: Any, params: Any) -> None:
+    """Warns if params are half and nothing in the state makes up for their rounding errors."""
+    # Imported here, because these modules import loss_scale.
+    from mpjax.optimizer_state.half_params import KahanState, StochasticRoundingState
+    from mpjax.optimizer_state.masters import MasterWeightsState
+
+    keeping = (MasterWeightsState, KahanState, StochasticRoundingState)
+    half = [(path_string(path), p.dtype) for path, p in jax.tree_util.tree_leaves_with_path(params) if is_half(p)]
+    leaves = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, keeping))
+    if half and not any(isinstance(leaf, keeping) for leaf in leaves):
+        path, dtype = half[0]
+        warnings.warn(
+            f"loss scaling: {len(half)} of the params (such as {path}) are half ({dtype}), and the optimizer keeps no "
+            "float32 copy of them: updates below half a unit in the last place are lost. Use "
+            "dynamic_loss_scale(mpjax.master_weights(tx, policy)) (or mpjax.kahan, mpjax.stochastic_rounding), or keep "
+            "the params in float32.",
+            LossScaleWarning,
+            stacklevel=3,
+        )

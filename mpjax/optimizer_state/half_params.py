@@ -12,6 +12,7 @@ import numpy as np
 import optax
 
 from mpjax.loss_scale.applying import apply_gradients, as_transformation, transformation
+from mpjax.loss_scale.state import check_wiring_around
 from mpjax.loss_scale.usage import note_rounding
 from mpjax.optimizer_state.rounding import key_from, next_words, random_bits, round_stochastically, round_to_nearest
 from mpjax.policy import is_half, path_string
@@ -89,6 +90,7 @@ def stochastic_rounding(
         return key, lambda params, targets: jax.tree.map(rounded, params, targets)
 
     def update(grads: Any, state: StochasticRoundingState, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        check_wiring_around()
         wide = _widen(_required(params, "stochastic_rounding"))
         updates, inner_state = inner.update(_widen(grads), state.inner_state, wide, **extra)
         key, rounded = rounder(state, params)
@@ -148,6 +150,7 @@ def kahan(inner: optax.GradientTransformation) -> optax.GradientTransformationEx
         return KahanState(compensation, inner.init(_widen(params)))
 
     def update(grads: Any, state: KahanState, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        check_wiring_around()
         full = _compensated(_required(params, "kahan"), state.compensation)
         updates, inner_state = inner.update(_widen(grads), state.inner_state, full, **extra)
         targets = optax.apply_updates(full, updates)

@@ -11,6 +11,7 @@ import optax
 
 from mpjax.loss_scale import applying
 from mpjax.loss_scale.applying import apply_gradients, as_transformation
+from mpjax.loss_scale.state import check_wiring_around
 from mpjax.loss_scale.usage import note_rounding
 from mpjax.optimizer_state.rounding import round_to_nearest
 from mpjax.policy import HALF_DTYPES, get_policy, is_half
@@ -96,6 +97,7 @@ def master_weights(inner: optax.GradientTransformation, policy: Any = "O2") -> o
         return deltas, MasterWeightsState(masters, state.inner_state)
 
     def update(grads: Any, state: MasterWeightsState, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        check_wiring_around()
         return finish(*advance(grads, state, params, **extra), params)
 
     def apply(grads: Any, state: MasterWeightsState, params: Any, **extra: Any) -> tuple[Any, Any]:

@@ -55,6 +55,53 @@ def test_orders_that_break_a_transformation_warn_before_the_first_step(wrapped, 
         jax.eval_shape(lambda grads: mpjax.apply_gradients(tx, grads, state, PARAMS), GOOD)
 
 
+def rounded_then_scaled(rounding, chain=optax.chain):
+    return chain(rounding(optax.scale_by_adam()), optax.scale_by_learning_rate(1e-2))
+
+
+def named_chain(*transformations):
+    return optax.named_chain(*zip("zyx", transformations, strict=False))
+
+
+@pytest.mark.standard_promotion  # in optax.MultiSteps
+@pytest.mark.parametrize("form", ["update", "in TrainState"])
+@pytest.mark.parametrize(
+    ("tx", "says"),
+    [
+        (rounded_then_scaled(mpjax.master_weights), "master_weights is followed"),
+        (rounded_then_scaled(mpjax.kahan), "kahan is followed"),
+        (rounded_then_scaled(mpjax.stochastic_rounding, named_chain), "stochastic_rounding is followed"),
+        (optax.MultiSteps(rounded_then_scaled(mpjax.kahan), 2).gradient_transformation(), "kahan is followed"),
+        (
+            optax.inject_hyperparams(lambda rate: optax.chain(mpjax.kahan(optax.adam(rate)), optax.scale(rate)))(1.0),
+            "kahan is followed",
+        ),
+        (optax.chain(optax.clip(1.0), scaled()), "in front of it"),
+        (named_chain(scaled(), optax.add_decayed_weights(0.1)), "behind it"),
+        (optax.masked(scaled(), {"w": True}), "one group"),
+    ],
+)
+def test_an_update_that_is_in_a_wrong_order_warns_without_any_other_call_of_mpjax(tx, says, form):
+    state = jax.eval_shape(tx.init, PARAMS)
+    update = tx.update
+    if form == "in TrainState":
+        make = lambda params, state: TrainState(step=0, apply_fn=None, params=params, tx=tx, opt_state=state)
+        update = lambda grads, state, params: make(params, state).apply_gradients(grads=grads)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        jax.eval_shape(update, GOOD, state, PARAMS)
+    found = [warning for warning in caught if says in str(warning.message)]
+    # All of them point at the call of optax, so that users see one. `MultiSteps` traces the update twice.
+    assert len({(warning.filename, warning.lineno) for warning in found}) == 1
+    assert "optax" not in found[0].filename
+
+
+def test_an_optimizer_that_is_scaled_twice_is_refused():
+    with pytest.raises(ValueError, match="has a loss scale already"):
+        scaled(optax.chain(optax.clip(1.0), scaled())).init(PARAMS)
+
+
+@pytest.mark.standard_promotion  # in optax.MultiSteps
 @pytest.mark.parametrize(
     "legitimate",
     [
@@ -66,7 +113,10 @@ def test_orders_that_break_a_transformation_warn_before_the_first_step(wrapped, 
     ],
 )
 def test_the_same_transformations_elsewhere_are_legitimate(legitimate):
-    jax.eval_shape(mpjax.value_and_grad(LOSS, legitimate().init(PARAMS)), PARAMS)
+    tx = legitimate()
+    state = tx.init(PARAMS)
+    jax.eval_shape(mpjax.value_and_grad(LOSS, state), PARAMS)
+    jax.eval_shape(tx.update, GOOD, state, PARAMS)
 
 
 def test_apply_gradients_takes_a_train_state_and_tells_a_bad_loss_from_an_overflow():
