@@ -219,6 +219,7 @@ def test_accumulation_loses_only_the_bad_micro_batch():
 
 
 @pytest.mark.standard_promotion  # the same
+@pytest.mark.filterwarnings("ignore:loss scaling. optax.MultiSteps")
 def test_the_other_order_of_accumulation_stays_poisoned():
     # Why the docstring names one order; if optax fixes this, the docstring may be relaxed.
     tx = optax.MultiSteps(mpjax.dynamic_loss_scale(optax.sgd(1.0)), 2)
@@ -355,6 +356,7 @@ def test_found_by_optax_tree_get():
     assert float(optax.tree_utils.tree_get(tx.init(PARAMS), "loss_scale")) == 2.0**15
 
 
+@pytest.mark.filterwarnings("ignore::mpjax.LossScaleWarning")  # of the order, which is right for these gradients
 @pytest.mark.parametrize(
     "wrap",
     [
