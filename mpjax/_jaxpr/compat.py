@@ -388,6 +388,11 @@ def is_staging() -> bool:
     return type(trace_ctx.trace) is pe.DynamicJaxprTrace and not config.eager_constant_folding.value
 
 
+def is_high(primitive: Any, arrays: Sequence[Any], params: dict[str, Any]) -> bool:
+    """Whether JAX replaces an equation by others when it lowers a program, for which the program must be marked."""
+    return bool(primitive.is_high(*map(jax.typeof, arrays), **params))
+
+
 def add_equation(primitive: Any, arrays: Sequence[Any], params: dict[str, Any], outs: Sequence[Any]) -> Any:
     """Adds an equation with known results to the jaxpr that is traced, as JAX does to inline a jaxpr into another."""
     trace, source = trace_ctx.trace, source_info_util.current()

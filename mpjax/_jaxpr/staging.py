@@ -22,7 +22,8 @@ def bind(primitive: Any, arrays: Sequence[Any], params: dict[str, Any], outs: Se
         arrays, params: Its operands and parameters.
         outs: The abstract values of its results, or None.
     """
-    if outs is None or not compat.is_staging() or type(primitive) is not jex.Primitive:
+    known = outs is not None and type(primitive) is jex.Primitive and compat.is_staging()
+    if outs is None or not known or compat.is_high(primitive, arrays, params):
         return primitive.bind(*arrays, **params)
     return compat.add_equation(primitive, arrays, params, outs)
 

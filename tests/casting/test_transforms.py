@@ -238,6 +238,18 @@ def test_methods_partials_and_closures_over_tracers():
     close(in_numpy(outer)(W), gradient)
 
 
+@pytest.mark.filterwarnings("ignore:autocast")
+def test_operations_that_jax_replaces_when_it_lowers_a_program():
+    def loss(w, x):
+        def tangent_solve(g, y):
+            return jnp.linalg.solve(jax.jacobian(g)(y), y)
+
+        root = lax.custom_root(lambda y: w @ y - x[0], x[1], lambda f, y: jnp.linalg.solve(w, x[0]), tangent_solve)
+        return jnp.sum(x @ jax.scipy.linalg.expm(w / 9)) + jnp.sum(root)
+
+    jax.jit(jax.value_and_grad(mpjax.autocast(loss))).lower(W, X)
+
+
 def test_sparsify_of_an_autocast_function_as_the_docs_describe():
     fun = lambda w, x: jnp.sum(jnp.tanh(x @ w))
     arguments = sparse.BCOO.fromdense(W), X
