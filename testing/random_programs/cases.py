@@ -96,6 +96,7 @@ RULES = {
     "full": mpjax.Rules(residuals="full"),
     "conservative": mpjax.Rules(level="conservative"),
     "half": mpjax.Rules(level="half"),
+    "fused": mpjax.Rules(attention="xla"),
 }
 # The options of float8 under these rules. All matmuls run in float8, whatever their sizes and place.
 FLOAT8: dict[str, dict[str, Any]] = {"full": {"weight_gradients": "half"}, "conservative": {"cotangents": "e4m3"}}
@@ -185,6 +186,8 @@ def _case(index: Index, dtype: str | None) -> Case:
         constants += ("jnp.array(False)", "n > 5", "jnp.arange(3)", "jnp.array(3)", "jnp.float16(2)", "0.5", "None")
     if index(4) == 3:
         outs.append((constants[index(len(constants))], Type.SCALAR))
+    if rules == "default" and any("softmax" in line and "@" in line for line in scope.lines) and index(2):
+        rules = "fused"
     lines = ["def program(w, x, b, s, n):", *scope.lines]
     lines.append(f"    return {', '.join(name for name, _ in outs)}{',' if len(outs) == 1 else ''}")
     return Case("\n".join(lines) + "\n", transform, dtype, rules, tuple(dict.fromkeys(writer.used)), explicit)

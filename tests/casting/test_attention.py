@@ -104,17 +104,46 @@ def cache(q, k, v):
     return nn.dot_product_attention(q[:, :1], k, v, mask=seen[None, None, None])
 
 
+def not_the_first(q, k, v):
+    seen = (jnp.sum(k, (2, 3)) > -3)[:, None, None, :] | (jnp.arange(T) == 0)
+    return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(jnp.where(seen, jnp.einsum("bthd,bshd->bhts", q, k), -1e9)), v)
+
+
+def repeated_groups(q, k, v):
+    q, k, v = (x.reshape(B, T, 4, 4) for x in (q, k, v))
+    k, v = (jnp.repeat(x[:, :, :2], 2, axis=2) for x in (k, v))
+    scores = jnp.where(causal(), jnp.einsum("bthd,bshd->bhts", q, k), -jnp.inf)
+    return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores), v).reshape(B, T, N, H)
+
+
+def negative(q, k, v):
+    scores = jnp.where(causal(), jnp.einsum("bthd,bshd->bhts", q, -k), 1e9)
+    return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(-scores), v)
+
+
+def distance(q, k, v):
+    steps = jnp.abs(jnp.arange(T)[:, None] - jnp.arange(T))
+    return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(-0.1 * steps - jnp.einsum("bthd,bshd->bhts", q, k)), v)
+
+
+def shared_keys(q, k, v):
+    attend = lambda q: jnp.einsum("hts,shd->thd", jax.nn.softmax(jnp.einsum("thd,shd->hts", q, k[0])), v[0])
+    return jax.vmap(attend)(q)
+
+
 FUSED = {
     f.__name__: f
     for f in (
         einsum, scaled_query, written_out, keys_first, flat_batch, one_example, flax_function, jax_function, window,
-        grouped, repeated, slopes, padding, jitted, cache,
+        grouped, repeated, slopes, padding, jitted, cache, not_the_first, repeated_groups, negative, distance,
+        shared_keys,
     )
 }  # fmt: skip
 KINDS = {
     "einsum": "causal", "flat_batch": "causal", "flax_function": "causal", "jax_function": "causal",
     "grouped": "causal", "window": "causal, window (2, 0)", "slopes": "bias", "padding": "mask", "cache": "mask",
-    "scaled_query": "causal",
+    "scaled_query": "causal", "not_the_first": "mask", "repeated_groups": "causal", "negative": "causal",
+    "distance": "bias",
 }  # fmt: skip
 
 
@@ -342,6 +371,15 @@ def test_a_derivative_rule_next_to_attention_stays(where):
     found, expected = gradients(loss_of(attention), args), gradients(loss_of(attention), args, "unfused")
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert jnp.linalg.norm(a - b) < 0.05 * jnp.linalg.norm(b)
+
+
+def test_a_random_key_among_the_arguments():
+    def loss(params, x, key):
+        return loss_of(einsum)(params, x + 0.1 * jax.random.normal(key, x.shape))
+
+    args = (*first(arguments(1)), jax.random.key(0))
+    assert mpjax.explain(autocast(loss), *args).rows
+    assert jnp.isfinite(jax.grad(autocast(loss))(*args)[0]).all()
 
 
 def outer_mask(wrap):

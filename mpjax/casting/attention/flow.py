@@ -35,7 +35,7 @@ class Flow:
                 self.readers.setdefault(v, []).append(eqn)
         self._closed = set(consts)
         self._bits: set[Any] = set()  # What random bits determine, and no number that the program is given.
-        given = {v for v in (*jaxpr.invars, *jaxpr.constvars) if np.issubdtype(v.aval.dtype, np.inexact)}
+        given = {v for v in (*jaxpr.invars, *jaxpr.constvars) if compat.is_inexact(v.aval)}
         for eqn in jaxpr.eqns:
             read = set(variables(eqn.invars))
             apart = eqn.effects or primitive(eqn.primitive.name).foreign or _communicates(eqn)
@@ -74,20 +74,26 @@ class Flow:
         return not isinstance(v, compat.Literal) and v in self._bits
 
     def constant(self, v: Any) -> np.ndarray | None:
-        """The value of a variable that depends on no input; None for any other."""
+        """The value of a variable that depends on no input; None for any other, or if only the program can make it."""
         if isinstance(v, compat.Literal):
             return np.asarray(v.val)
         if v not in self._closed:
             return None
-        with jax.ensure_compile_time_eval():
-            for eqn in self.makers(v) or ():
-                if eqn.outvars[0] in self._values:
-                    continue
+        try:
+            with jax.ensure_compile_time_eval():
+                return np.asarray(self._value(v))
+        except Exception:  # It is of devices of a mesh, or the program raises an error too.
+            self._closed.discard(v)
+            return None
+
+    def _value(self, v: Any) -> Any:
+        for eqn in self.makers(v) or ():
+            if eqn.outvars[0] not in self._values:
                 arrays = [x.val if isinstance(x, compat.Literal) else self._values[x] for x in eqn.invars]
                 # Outside of its `shard_map`, a mark of a value that varies over devices is the identity.
                 outs = arrays if eqn.primitive.name == "pvary" else bind(eqn, arrays)
                 self._values.update(zip(eqn.outvars, outs, strict=True))
-            return np.asarray(self._values[v])
+        return self._values[v]
 
     def makers(self, v: Any) -> list[Any] | None:
         """The equations that compute a variable from constants, in order; None if it depends on an input."""
